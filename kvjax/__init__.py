@@ -1,0 +1,73 @@
+"""kvjax: KV caches for long-context LLM decoding in JAX.
+
+The cache of a layer is a policy (what to keep, where, and what a query attends to; a frozen dataclass) and a state (a
+pytree of arrays). A model calls `kvjax.attention` where attention was:
+
+>>> import jax, kvjax
+>>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=512, dtype="float32")
+>>> layer = kvjax.init_layer(kvjax.Retrieval(selector=kvjax.Fier(), budget=64, local=16, dense_below=0), spec)
+>>> q, k, v = (jax.random.normal(jax.random.key(i), (1, 300, n, 16)) for i, n in enumerate((4, 2, 2)))
+>>> out, layer = kvjax.attention(layer, q, k, v)                              # a prompt of 300 tokens
+>>> out, layer, info = kvjax.attention_info(layer, q[:, :1], k[:, :1], v[:, :1])  # a decode step
+>>> int(layer.length[0]), float(info.attended[0, 0])
+(301, 64.0)
+"""
+
+from kvjax import memory, presets
+from kvjax.caches import Full, FullState, Info, Policy, Retrieval, RetrievalState
+from kvjax.demotion import Demotion, Fifo
+from kvjax.hook import (
+    Cache,
+    LayerCache,
+    Layered,
+    attention,
+    attention_info,
+    check,
+    flush,
+    init,
+    init_layer,
+    insert,
+)
+from kvjax.partial import Partial, attend_part, merge
+from kvjax.pick import Selection
+from kvjax.schedules import EveryStep, Schedule
+from kvjax.selectors import All, Fier, Selector
+from kvjax.spec import CacheSpec
+from kvjax.stores import Dense, Store
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "All",
+    "Cache",
+    "CacheSpec",
+    "Demotion",
+    "Dense",
+    "EveryStep",
+    "Fier",
+    "Fifo",
+    "Full",
+    "FullState",
+    "Info",
+    "LayerCache",
+    "Layered",
+    "Partial",
+    "Policy",
+    "Retrieval",
+    "RetrievalState",
+    "Schedule",
+    "Selection",
+    "Selector",
+    "Store",
+    "attend_part",
+    "attention",
+    "attention_info",
+    "check",
+    "flush",
+    "init",
+    "init_layer",
+    "insert",
+    "memory",
+    "merge",
+    "presets",
+]

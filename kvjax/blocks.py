@@ -1,0 +1,77 @@
+"""Blocks: a run of slots a row, valid up to a count of its own.
+
+Rows of a batch have different lengths, so every zone of a cache is a buffer with `count i32[B]`, and every write
+goes to each row's own place. A write past the end is dropped, never clamped onto a token that is already there. After
+RoPE attention does not depend on the order of keys, so a block is a bag; zones that demote their oldest tokens keep
+them in order of arrival.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.tree_util import register_dataclass
+
+from kvjax.spec import CacheSpec
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Block:
+    """Keys and values of one zone. Slots at or past count hold finite leftovers."""
+
+    k: Array  # dtype[B, K, S, D]
+    v: Array  # dtype[B, K, S, D]
+    count: Array  # i32[B] slots [0, count) are valid
+
+    @property
+    def slots(self) -> int:
+        return self.k.shape[2]
+
+
+def empty_block(spec: CacheSpec, slots: int) -> Block:
+    shape = (spec.batch, spec.kv_heads, slots, spec.head_dim)
+    return Block(jnp.zeros(shape, spec.dtype), jnp.zeros(shape, spec.dtype), jnp.zeros(spec.batch, jnp.int32))
+
+
+def valid_slots(block: Block, start: Array) -> Array:
+    """bool[B, S]: slots in [start, count), start i32[B]."""
+    slot = jnp.arange(block.slots)
+    return (slot < block.count[:, None]) & (slot >= start[:, None])
+
+
+def put(block: Block, k: Array, v: Array, count: Array) -> Block:
+    """Appends the first `count` i32[B] of the tokens k, v [B, K, T, D] of each row; what has no room is dropped."""
+    start = block.count
+    return Block(
+        write(block.k, k, start, count),
+        write(block.v, v, start, count),
+        jnp.minimum(start + count, block.slots),
+    )
+
+
+def write(buffer: Array, new: Array, start: Array, count: Array) -> Array:
+    """buffer [B, K, S, ...] with new[b, :, i] at slot start[b] + i for i < count[b]; out of range is dropped.
+
+    One scatter, in place when the buffer is donated. (On CPU, jaxlib before 0.11 widens a 16-bit scatter to f32 and
+    so copies the buffer; there f32 caches are the faster ones.)
+    """
+    rows, length = new.shape[0], new.shape[2]
+    if length == 1 and rows == 1 and buffer.shape[2] >= 1:
+        # One row and one slot: a slice update, selected against what is there, is in place on every backend.
+        at = jnp.minimum(start[0], buffer.shape[2] - 1)
+        keep = (count[0] > 0) & (start[0] < buffer.shape[2])
+        old = lax.dynamic_slice_in_dim(buffer, at, 1, axis=2)
+        return lax.dynamic_update_slice_in_dim(buffer, jnp.where(keep, new.astype(buffer.dtype), old), at, axis=2)
+    i = jnp.arange(length)
+    slot = jnp.where(i < count[:, None], start[:, None] + i, buffer.shape[2])
+    row = jnp.arange(rows)[:, None]
+    return buffer.at[row, :, slot].set(jnp.moveaxis(new, 2, 1).astype(buffer.dtype), mode="drop", unique_indices=False)
+
+
+def take_rows(tokens: Array, index: Array) -> Array:
+    """tokens [B, K, S, D] at index i32[B, X], the same for all heads: [B, K, X, D]. Out of range is clipped."""
+    return jax.vmap(lambda t, i: jnp.take(t, i, axis=1, mode="clip"))(tokens, index)

@@ -1,0 +1,423 @@
+"""Cache policies: what a layer keeps, and what a query attends to.
+
+A policy is a frozen dataclass without arrays, hashable, so that equal policies share one trace. Its state is a frozen
+pytree whose every leaf has the batch first; verbs take a state and return one of the same structure, shapes and dtypes.
+
+    init      an empty state for a CacheSpec
+    prefill   stores a right-padded chunk of prompt, T tokens a row of which `lengths` are real
+    update    stores one token for each active row; only ever writes into the recent block
+    attend    attention of the newest token's queries, over what the policy lets them see
+    flush     demotes from full recent blocks; a loop calls it once a step, for all layers under one condition
+    attend_stored   exact attention over everything stored: what a chunk of a prompt needs of the chunks before it
+
+Nothing here clamps: a token that has no room is dropped and sets `overflow`, which `kvjax.check` reports.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import register_dataclass
+
+from kvjax import ops
+from kvjax.blocks import Block, empty_block, put, take_rows, valid_slots
+from kvjax.demotion import Demotion, Fifo
+from kvjax.layouts import whole_units
+from kvjax.partial import (
+    Partial,
+    attend_blocks,
+    attend_part,
+    group_queries,
+    keep_valid,
+    merge,
+    ungroup,
+)
+from kvjax.pick import Selection, expand_units, membership, pool_queries, pool_scores
+from kvjax.schedules import EveryStep, Schedule
+from kvjax.selectors import All, Selector
+from kvjax.spec import CacheSpec, require_int
+from kvjax.stores import Dense, Store
+
+
+class Info(NamedTuple):
+    """What a person wants to know of a decode step. XLA removes what nobody reads."""
+
+    attended: Array  # f32[B, K] tokens whose keys and values were read, mean over the group's own choices
+    selection: Selection | None  # what a retrieval chose; None where everything is read
+
+
+class Policy(Protocol):
+    """The verbs that `kvjax.attention` calls. All are pure."""
+
+    def init(self, spec: CacheSpec) -> Any: ...
+
+    def prefill(self, st: Any, k: Array, v: Array, lengths: Array) -> Any:
+        """Stores the first `lengths` i32[B] tokens of k, v [B, T, K, D]."""
+        ...
+
+    def update(self, st: Any, k: Array, v: Array, active: Array) -> Any:
+        """Stores k, v [B, 1, K, D] of the rows where `active` bool[B]."""
+        ...
+
+    def attend(self, st: Any, q: Array, *, scale: float, window: int | None = None) -> tuple[Array, Any, Info]:
+        """Attention of q [B, N, D], the queries of each row's newest stored token."""
+        ...
+
+    def attend_stored(self, st: Any, q: Array, ahead: Array, *, scale: float, window: int | None = None) -> Partial:
+        """Exact attention of q [B, K, Q, D] over all that is stored; query i stands `ahead[i]`, i32[Q], past it."""
+        ...
+
+    def full_rows(self, st: Any) -> Array | None:
+        """bool[B]: rows that `flush` would demote from; None for a policy that never needs a flush."""
+        ...
+
+    def flush(self, st: Any) -> Any: ...
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        """Bytes that a token of a long context takes in a layer, over all kv heads."""
+        ...
+
+
+# ------------------------------------------------------------------------------------------------ everything, exactly
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class FullState:
+    tokens: Block  # [B, K, capacity, D], slot = position
+    overflow: Array  # bool[B] a token of this row was dropped
+
+    @property
+    def length(self) -> Array:
+        """i32[B] tokens held."""
+        return self.tokens.count
+
+
+@dataclass(frozen=True)
+class Full:
+    """Keeps every token and attends to all of them: ordinary KV-cache attention, and the yardstick."""
+
+    def init(self, spec: CacheSpec) -> FullState:
+        return FullState(empty_block(spec, spec.capacity), jnp.zeros(spec.batch, bool))
+
+    def prefill(self, st: FullState, k: Array, v: Array, lengths: Array) -> FullState:
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        overflow = st.overflow | (st.length + lengths > st.tokens.slots)
+        return FullState(put(st.tokens, k, v, lengths), overflow)
+
+    def update(self, st: FullState, k: Array, v: Array, active: Array) -> FullState:
+        return self.prefill(st, k, v, active.astype(jnp.int32))
+
+    def attend(
+        self, st: FullState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, FullState, Info]:
+        valid = valid_slots(st.tokens, _lowest_visible(st.length - 1, window))
+        qg = group_queries(q, st.tokens.k.shape[1])
+        # Values past count are finite (zeros, or tokens of a row that was replaced), so they need no mask here;
+        # masking them would write a second copy of the values at every step.
+        part = attend_part(qg, st.tokens.k, st.tokens.v, valid[:, None, None], scale=scale)
+        attended = jnp.sum(valid, axis=-1, dtype=jnp.float32)[:, None]
+        info = Info(jnp.broadcast_to(attended, qg.shape[:2]), None)
+        return ungroup(part.out, q.dtype), st, info
+
+    def attend_stored(
+        self, st: FullState, q: Array, ahead: Array, *, scale: float, window: int | None = None
+    ) -> Partial:
+        start = _lowest_visible(st.length[:, None] + ahead, window)
+        return attend_blocks(q, st.tokens.k, st.tokens.v, start, st.length, scale=scale)
+
+    def full_rows(self, st: FullState) -> None:
+        return None
+
+    def flush(self, st: FullState) -> FullState:
+        return st
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return Dense().bytes_per_token(spec)
+
+
+# ----------------------------------------------------------------------------- everything kept, a few tokens attended
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class RetrievalState:
+    """A token is in exactly one of sink, store and recent, which hold positions in this order."""
+
+    sink: Block | None  # [B, K, sink, D] the first tokens of a row; None if the policy keeps none
+    store: Any  # the history; its slot s is position sink + s
+    index: Any  # what the selector knows of the history
+    recent: Block  # [B, K, local + chunk, D] the newest tokens, oldest first
+    schedule: Any  # what the schedule carries between steps
+    overflow: Array  # bool[B] a token of this row was dropped
+
+    @property
+    def length(self) -> Array:
+        """i32[B] tokens held."""
+        return self.offset_recent + self.recent.count
+
+    @property
+    def offset_store(self) -> Array:
+        """i32[B] position of the history's slot 0."""
+        return jnp.zeros_like(self.recent.count) if self.sink is None else self.sink.count
+
+    @property
+    def offset_recent(self) -> Array:
+        """i32[B] position of the recent block's slot 0."""
+        return self.offset_store + self.store.count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrieval:
+    """Keeps every token and attends to `budget` of them a step: sink, local window and what the selector finds.
+
+    `budget` counts each token whose keys and values a step reads. Up to a chunk of recent tokens wait to be indexed
+    beside the `local` ones; they compete with the history by their exact scores (their keys are read for that), so a
+    budget of 32 attends to 32 tokens. A row that holds fewer than `dense_below` tokens attends to all of them; as
+    shapes are static, every step then gathers room for that many.
+
+    A row's history has capacity - sink - local slots, rounded down to whole chunks (at least one).
+    """
+
+    selector: Selector
+    store: Store = Dense()
+    budget: int | None = 1024  # None only with the selector All
+    sink: int = 4
+    local: int = 256
+    demote: Demotion = Fifo(leave=256)
+    schedule: Schedule = EveryStep()
+    dense_below: int = 2048
+
+    def __post_init__(self) -> None:
+        for name, at_least in (("sink", 0), ("local", 1), ("dense_below", 0)):
+            require_int(f"Retrieval({name}=...)", getattr(self, name), at_least=at_least)
+        if isinstance(self.selector, All):
+            if self.budget is not None:
+                raise ValueError(
+                    f"the selector All reads every stored token, so budget={self.budget} cannot hold; "
+                    "give budget=None, or another selector"
+                )
+            return
+        if self.budget is None:
+            raise ValueError("budget=None needs the selector All; give the tokens to attend to in a step")
+        require_int("Retrieval(budget=...)", self.budget, at_least=1)
+        if self.budget < self.sink + self.local:
+            raise ValueError(
+                f"budget={self.budget} is below sink + local = {self.sink} + {self.local}, which every step attends "
+                f"to; raise the budget to at least {self.sink + self.local}, or lower sink and local"
+            )
+        if self.demote.leave % self.selector.unit:
+            raise ValueError(
+                f"{self.selector} scores pages of {self.selector.unit} tokens, which do not divide the chunk of "
+                f"{self.demote.leave}; make {self.demote} leave a multiple of {self.selector.unit}"
+            )
+
+    def init(self, spec: CacheSpec) -> RetrievalState:
+        self.selector.check(spec, self.demote.leave)
+        chunk = self.demote.leave
+        slots = max(whole_units(spec.capacity - self.sink - self.local, chunk), chunk)
+        return RetrievalState(
+            sink=empty_block(spec, self.sink) if self.sink else None,
+            store=self.store.init(spec, slots),
+            index=self.selector.init(spec, slots),
+            recent=empty_block(spec, self.demote.slots(self.local)),
+            schedule=self.schedule.init(spec),
+            overflow=jnp.zeros(spec.batch, bool),
+        )
+
+    # ------------------------------------------------------------------------------------------------------- storing
+
+    def update(self, st: RetrievalState, k: Array, v: Array, active: Array) -> RetrievalState:
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        to_sink = jnp.zeros_like(active)
+        sink = st.sink
+        if sink is not None:
+            to_sink = active & (sink.count < sink.slots)
+            sink = put(sink, k, v, to_sink.astype(jnp.int32))
+        to_recent = active & ~to_sink
+        overflow = st.overflow | (to_recent & (st.recent.count >= st.recent.slots))
+        recent = put(st.recent, k, v, to_recent.astype(jnp.int32))
+        return RetrievalState(sink, st.store, st.index, recent, st.schedule, overflow)
+
+    def prefill(self, st: RetrievalState, k: Array, v: Array, lengths: Array) -> RetrievalState:
+        dtype, slots, chunk = st.recent.k.dtype, st.recent.slots, self.demote.leave
+        k, v = (jnp.swapaxes(a, 1, 2).astype(dtype) for a in (k, v))
+        T = k.shape[2]
+        sink, to_sink = st.sink, jnp.zeros_like(lengths)
+        if sink is not None:
+            to_sink = jnp.minimum(sink.slots - sink.count, lengths)
+            sink = put(sink, k, v, to_sink)
+
+        # What the recent block holds and what is new make one line of tokens a row; whole chunks of its front go to
+        # the history, as token by token updates and flushes would have sent them, and the rest is the new block.
+        held, total = st.recent.count, st.recent.count + lengths - to_sink
+        room = (st.store.slots - st.store.count) // chunk
+        chunks = jnp.clip((total - self.local) // chunk, 0, room)
+        most = min((slots - 1 + T - self.local) // chunk, st.store.slots // chunk)
+
+        def line(old: Array, new: Array, first: Array, size: int) -> Array:
+            at = first[:, None] + jnp.arange(size)
+            source = jnp.where(at < held[:, None], at, slots + at - held[:, None] + to_sink[:, None])
+            return take_rows(jnp.concatenate([old, new], axis=2), source)
+
+        store, index = st.store, st.index
+        moved = chunks * chunk
+        if most > 0:
+            front = jnp.zeros_like(moved)
+            hk, hv = (line(a, b, front, most * chunk) for a, b in ((st.recent.k, k), (st.recent.v, v)))
+            index = self.selector.append(index, hk, store.count, moved)
+            store = self.store.append(store, hk, hv, moved)
+        rk, rv = (line(a, b, moved, slots) for a, b in ((st.recent.k, k), (st.recent.v, v)))
+        left = total - moved
+        recent = Block(*self._finite(rk, rv, left), jnp.minimum(left, slots))
+        return RetrievalState(sink, store, index, recent, st.schedule, st.overflow | (left > slots))
+
+    @staticmethod
+    def _finite(k: Array, v: Array, count: Array) -> tuple[Array, Array]:
+        """Zeros past count, where padding of the prompt may have come along."""
+        valid = (jnp.arange(k.shape[2]) < count[:, None])[:, None]
+        return keep_valid(k, valid), keep_valid(v, valid)
+
+    def full_rows(self, st: RetrievalState) -> Array:
+        full = st.recent.count >= st.recent.slots
+        return full & (st.store.count + self.demote.leave <= st.store.slots)
+
+    def flush(self, st: RetrievalState) -> RetrievalState:
+        full = self.full_rows(st)
+        leaving, staying = self.demote.leaving(self.local), self.demote.staying(self.local)
+        count = jnp.where(full, len(leaving), 0)
+        k, v = (a[:, :, leaving] for a in (st.recent.k, st.recent.v))
+        index = self.selector.append(st.index, k, st.store.count, count)
+        store = self.store.append(st.store, k, v, count)
+
+        def keep(a: Array) -> Array:
+            stay = len(staying)
+            front = jnp.where(full[:, None, None, None], a[:, :, staying], a[:, :, :stay])
+            return jnp.concatenate([front, a[:, :, stay:]], axis=2)
+
+        recent = Block(keep(st.recent.k), keep(st.recent.v), st.recent.count - count)
+        return RetrievalState(st.sink, store, index, recent, st.schedule, st.overflow)
+
+    # ----------------------------------------------------------------------------------------------------- attending
+
+    def attend(
+        self, st: RetrievalState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, RetrievalState, Info]:
+        B, K = q.shape[0], st.recent.k.shape[1]
+        qg = group_queries(q, K)
+        first = _lowest_visible(st.length - 1, window)
+        from_store, from_recent = _slot_of(first, st.offset_store), _slot_of(first, st.offset_recent)
+        recent_valid = valid_slots(st.recent, from_recent)
+        selection, schedule = None, st.schedule
+        if isinstance(self.selector, All):
+            recent_mask = recent_valid[:, None, None]
+            history = self.store.attend(st.store, qg, from_store, scale=scale)
+            attended = jnp.sum(recent_valid, axis=-1) + st.store.count - from_store
+            attended = jnp.broadcast_to(attended.astype(jnp.float32)[:, None], (B, K))
+        else:
+            selection, schedule = self.schedule.choose(
+                st.schedule, qg, lambda query: self._select(st, query, first, scale)
+            )
+            past = selection.slots >= st.store.slots  # chosen among the tokens that wait in the recent block
+            chosen = membership(Selection(selection.slots - st.store.slots, selection.valid & past), st.recent.slots)
+            local = jnp.arange(st.recent.slots) >= (st.recent.count - self.local)[:, None]
+            recent_mask = (local & recent_valid)[:, None, None] | chosen
+            stored = Selection(jnp.where(past, 0, selection.slots), selection.valid & ~past)
+            history = self.store.attend_slots(st.store, qg, stored, scale=scale)
+            attended = jnp.sum(recent_mask, axis=-1) + jnp.sum(stored.valid, axis=-1)
+            attended = jnp.broadcast_to(jnp.mean(attended, axis=-1, dtype=jnp.float32), (B, K))
+        values = keep_valid(st.recent.v, recent_valid[:, None])
+        parts = [history, attend_part(qg, st.recent.k, values, recent_mask, scale=scale)]
+        if st.sink is not None:
+            valid = valid_slots(st.sink, _slot_of(first, 0))
+            values = keep_valid(st.sink.v, valid[:, None])
+            parts.append(attend_part(qg, st.sink.k, values, valid[:, None, None], scale=scale))
+            attended = attended + jnp.sum(valid, axis=-1, dtype=jnp.float32)[:, None]
+        state = RetrievalState(st.sink, st.store, st.index, st.recent, schedule, st.overflow)
+        return ungroup(merge(*parts).out, q.dtype), state, Info(attended, selection)
+
+    def select(
+        self, st: RetrievalState, q: Array, *, scale: float | None = None, window: int | None = None
+    ) -> Selection:
+        """What a step with q [B, N, D] would choose beside the sink and the local window.
+
+        Slots below the store's are slots of the history, most relevant first; S + r is slot r of the recent block.
+        """
+        if isinstance(self.selector, All):
+            raise ValueError("the selector All chooses nothing: it reads every stored token")
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        first = _lowest_visible(st.length - 1, window)
+        return self._select(st, group_queries(q, st.recent.k.shape[1]), first, scale)
+
+    def _select(self, st: RetrievalState, q: Array, first: Array, scale: float) -> Selection:
+        """Top units of history and waiting tokens together. `first` i32[B] is the lowest visible position."""
+        unit, pool, chunk, slots = self.selector.unit, self.selector.pool, self.demote.leave, st.store.slots
+        from_store, from_recent = _slot_of(first, st.offset_store), _slot_of(first, st.offset_recent)
+        queries = pool_queries(q, pool)
+        estimates = self.selector.score(st.index, queries, scale=scale)
+
+        # Waiting tokens stand in the first `chunk` slots of the recent block, before the local ones.
+        keys = st.recent.k[:, :, :chunk]
+        exact = jnp.einsum(
+            "bkgd,bksd->bkgs",
+            queries.astype(keys.dtype),
+            keys,
+            preferred_element_type=jnp.float32,
+            precision="highest",
+        )
+        slot = jnp.arange(chunk)
+        waiting = (slot < (st.recent.count - self.local)[:, None]) & (slot >= from_recent[:, None])
+        stored_slot = jnp.arange(slots)
+        stored = (stored_slot < st.store.count[:, None]) & (stored_slot >= from_store[:, None])
+        exact = jnp.where(waiting[:, None, None], exact * scale, -jnp.inf)
+        exact = jnp.max(exact.reshape(*exact.shape[:-1], chunk // unit, unit), axis=-1)
+
+        tokens = jnp.concatenate([stored, waiting], axis=1)  # bool[B, S + chunk]
+        units = jnp.any(tokens.reshape(tokens.shape[0], -1, unit), axis=-1)[:, None, None]
+        ranks = pool_scores(jnp.concatenate([estimates, exact], axis=-1), units, pool)
+        picked = expand_units(ops.top_k(ranks, units, self._most(ranks.shape[-1])), unit)
+
+        visible = jnp.take_along_axis(tokens[:, None, None], picked.slots, axis=-1)
+        rank = jnp.arange(picked.slots.shape[-1])
+        limit = jnp.where(st.length < self.dense_below, len(rank), self._chosen)
+        return Selection(picked.slots, picked.valid & visible & (rank < limit[:, None, None, None]))
+
+    @property
+    def _chosen(self) -> int:
+        """Tokens of the budget that the selector chooses, in whole units."""
+        assert self.budget is not None
+        return whole_units(self.budget - self.sink - self.local, self.selector.unit)
+
+    def _most(self, units: int) -> int:
+        """Units that a step gathers room for: those of the budget, or all of a row that is still attended densely."""
+        dense = -(-max(self.dense_below - self.sink - self.local, 0) // self.selector.unit)
+        return min(max(self._chosen // self.selector.unit, dense), units)
+
+    def attend_stored(
+        self, st: RetrievalState, q: Array, ahead: Array, *, scale: float, window: int | None = None
+    ) -> Partial:
+        zones = [(st.recent, st.offset_recent)]
+        if st.sink is not None:
+            zones.append((st.sink, jnp.zeros_like(st.recent.count)))
+        first = _lowest_visible(st.length[:, None] + ahead, window)
+        parts = [self.store.attend(st.store, q, _slot_of(first, st.offset_store[:, None]), scale=scale)]
+        for zone, offset in zones:
+            start = _slot_of(first, offset[:, None])
+            parts.append(attend_blocks(q, zone.k, zone.v, start, zone.count, scale=scale))
+        return merge(*parts)
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return self.store.bytes_per_token(spec) + self.selector.bytes_per_token(spec)
+
+
+def _lowest_visible(position: Array, window: int | None) -> Array:
+    """The lowest position that a query at `position` sees; a window counts the query's own token."""
+    return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)
+
+
+def _slot_of(position: Array, offset: Array | int) -> Array:
+    """The slot of `position` in a zone whose slot 0 is position `offset`; 0 where the position lies before it."""
+    return jnp.maximum(position - offset, 0)

@@ -1,0 +1,322 @@
+"""The one function that a model calls where attention was, and the containers that it carries.
+
+    out, cache = kvjax.attention(cache, q, k, v)
+
+T > 1 tokens are a chunk of prompt: exact causal attention over what is stored and themselves; then they are stored.
+T == 1 is a decode step: the token is stored, and attends to what the layer's policy chooses. Everything is a pure
+function over pytrees, so it runs under jit, scan and grad, in NNX and Linen modules alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.tree_util import register_dataclass
+from jax.typing import ArrayLike
+
+from kvjax.caches import Info, Policy
+from kvjax.partial import attend_causal, merge
+from kvjax.spec import CacheSpec, check_dims, require_int
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """The cache of one attention layer: arrays in `state`, everything else static."""
+
+    state: Any
+    policy: Policy = dataclasses.field(metadata={"static": True})
+    spec: CacheSpec = dataclasses.field(metadata={"static": True})
+
+    @property
+    def length(self) -> Array:
+        """i32[B] tokens held a row."""
+        return self.state.length
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """The caches of a model's attention layers."""
+
+    layers: tuple[LayerCache, ...]
+
+    @property
+    def spec(self) -> CacheSpec:
+        return self.layers[0].spec
+
+    @property
+    def length(self) -> Array:
+        """i32[B] tokens held a row, the same in all layers."""
+        return self.layers[0].length
+
+
+@dataclass(frozen=True)
+class Layered:
+    """Policies of a model's layers: one each for the first ones, then one for all the others."""
+
+    first: tuple[Policy, ...]
+    rest: Policy
+
+    def policy(self, layer: int) -> Policy:
+        return self.first[layer] if layer < len(self.first) else self.rest
+
+
+C = TypeVar("C", Cache, LayerCache)
+
+
+def init(policy: Policy | Layered, spec: CacheSpec, *, layers: int) -> Cache:
+    """An empty cache for a model of `layers` attention layers.
+
+    >>> import kvjax
+    >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=64)
+    >>> kvjax.init(kvjax.Full(), spec, layers=2).length
+    Array([0], dtype=int32)
+    """
+    require_int("init(layers=...)", layers, at_least=1)
+    policies = [policy.policy(i) if isinstance(policy, Layered) else policy for i in range(layers)]
+    return Cache(tuple(init_layer(p, spec) for p in policies))
+
+
+def init_layer(policy: Policy, spec: CacheSpec) -> LayerCache:
+    """An empty cache for one attention layer."""
+    if isinstance(policy, Layered):
+        raise ValueError("init_layer takes the policy of one layer; call .policy(layer) of the Layered, or init(...)")
+    return LayerCache(policy.init(spec), policy, spec)
+
+
+def attention(
+    cache: LayerCache | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    lengths: ArrayLike | None = None,
+    active: ArrayLike | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    fresh: bool = False,
+    flush: bool = True,
+) -> tuple[Array, LayerCache | None]:
+    """Attention of q [B, T, N, D] over the cache and over k, v [B, T, K, D], all after RoPE; stores k and v.
+
+    Args:
+      cache: of this layer; None computes plain causal attention and stores nothing.
+      lengths: i32[B], real tokens of each row of a right-padded chunk (default T). Outputs of padding are finite and
+        meaningless.
+      active: bool[B], rows that take this decode token; others store nothing, and their output is meaningless.
+      window: sliding window; a token sees itself and the window - 1 before it.
+      scale: of the logits; default D**-0.5.
+      fresh: promises that the cache is empty, so a prompt attends only to itself (cuDNN attention on a GPU).
+      flush: after a decode step, demote from a full recent block. A model of many layers passes False and calls
+        `kvjax.flush` once a step: on a GPU each condition makes the host wait.
+
+    Returns:
+      out [B, T, N, D] in q's dtype, and the cache.
+
+    Raises:
+      ValueError: shapes that disagree with each other or with the cache, `lengths` or `active` where they mean nothing.
+    """
+    out, cache, _ = attention_info(
+        cache, q, k, v, lengths=lengths, active=active, window=window, scale=scale, fresh=fresh, flush=flush
+    )
+    return out, cache
+
+
+def attention_info(
+    cache: LayerCache | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    lengths: ArrayLike | None = None,
+    active: ArrayLike | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    fresh: bool = False,
+    flush: bool = True,
+) -> tuple[Array, LayerCache | None, Info | None]:
+    """`attention`, and what the step read: an `Info` for a decode step, None for a prompt or without a cache."""
+    known = {} if cache is None else _spec_dims(cache.spec)
+    sizes = check_dims("q BTND, k BTKD, v BTKD", known, q=q, k=k, v=v)
+    B, T, N, K, D = (sizes[x] for x in "BTNKD")
+    if N % K:
+        raise ValueError(f"q has N={N} heads, which K={K} kv heads do not divide; q{list(q.shape)}, k{list(k.shape)}")
+    if window is not None:
+        require_int("attention(window=...)", window, at_least=1)
+    if active is not None and T > 1:
+        raise ValueError(f"active is for decode steps (T=1), got T={T}; give lengths, 0 for rows that take nothing")
+    scale = D**-0.5 if scale is None else float(scale)
+    count = _row_counts(B, T, lengths, active)
+
+    if cache is not None and T == 1:
+        policy = cache.policy
+        state = policy.update(cache.state, k, v, count > 0)
+        out, state, info = policy.attend(state, q[:, 0], scale=scale, window=window)
+        cache = dataclasses.replace(cache, state=state)
+        return out[:, None], _flush(cache) if flush else cache, info
+
+    if cache is None or fresh:
+        out = _causal(q, k, v, scale, window)
+    else:
+        own = attend_causal(_group(q, K), *_heads_first(k, v), scale=scale, window=window)
+        # One stored context serves all T queries of a chunk; query t stands t tokens past it.
+        stored = cache.policy.attend_stored(
+            cache.state,
+            _group(q, K).reshape(B, K, -1, D),
+            jnp.tile(jnp.arange(T), N // K),
+            scale=scale,
+            window=window,
+        )
+        out = _ungroup(merge(stored, own).out.reshape(B, K, N // K, T, D), q.dtype)
+    if cache is not None:
+        cache = dataclasses.replace(cache, state=cache.policy.prefill(cache.state, k, v, count))
+    return out, cache, None
+
+
+def flush(cache: C) -> C:
+    """Demotes from the recent blocks that are full, in all layers under one `lax.cond`; else nothing changes.
+
+    A decode loop that passes `flush=False` to `attention` calls this once after each step. Without it the block stays
+    full, and the next token of that row is dropped and reported by `check`.
+    """
+    return _flush(cache)
+
+
+def insert(cache: C, prefix: C, row: int | Array) -> C:
+    """`cache` with row `row` replaced by `prefix`, a cache of batch 1 with the same policies and capacity.
+
+    A server prefills a request alone and inserts it into a running batch.
+    """
+    if _kinds(cache) != _kinds(prefix):
+        raise ValueError(
+            f"insert needs a prefix of the same layers, policies, capacity and dtype; got {_summary(prefix)} for "
+            f"{_summary(cache)}"
+        )
+    if prefix.spec.batch != 1:
+        raise ValueError(f"insert takes one row: the prefix must have batch 1, got {prefix.spec.batch}")
+    if not isinstance(row, jax.core.Tracer) and not 0 <= int(row) < cache.spec.batch:
+        raise ValueError(f"insert got row={row}; the cache has rows 0 to {cache.spec.batch - 1}")
+    return jax.tree.map(
+        lambda whole, one: lax.dynamic_update_slice_in_dim(whole, one.astype(whole.dtype), row, axis=0),
+        cache,
+        _as_spec_of(prefix, cache),
+    )
+
+
+def check(cache: Cache | LayerCache) -> None:
+    """Raises RuntimeError if a row has dropped a token. Call it outside jit; it reads flags from the device."""
+    layers = cache.layers if isinstance(cache, Cache) else (cache,)
+    flags = np.stack([np.asarray(layer.state.overflow) for layer in layers])
+    rows = np.flatnonzero(flags.any(axis=0)).tolist()
+    if rows:
+        raise RuntimeError(
+            f"rows {rows} dropped tokens in layers {np.flatnonzero(flags.any(axis=1)).tolist()}: the capacity of "
+            f"{layers[0].spec.capacity} tokens is used up, or kvjax.flush was not called after each decode step; "
+            "make the cache with a larger capacity"
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+
+def _flush(cache: Any) -> Any:
+    layers = cache.layers if isinstance(cache, Cache) else (cache,)
+    full = [rows for layer in layers if (rows := layer.policy.full_rows(layer.state)) is not None]
+    if not full:
+        return cache
+    states = tuple(layer.state for layer in layers)
+
+    def demote(states: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(layer.policy.flush(st) for layer, st in zip(layers, states, strict=True))
+
+    states = lax.cond(jnp.any(jnp.stack(full)), demote, lambda states: states, states)
+    layers = tuple(dataclasses.replace(a, state=st) for a, st in zip(layers, states, strict=True))
+    return dataclasses.replace(cache, layers=layers) if isinstance(cache, Cache) else layers[0]
+
+
+def _spec_dims(spec: CacheSpec) -> dict[str, int]:
+    return {"B": spec.batch, "N": spec.q_heads, "K": spec.kv_heads, "D": spec.head_dim}
+
+
+def _row_counts(B: int, T: int, lengths: ArrayLike | None, active: ArrayLike | None) -> Array:
+    """i32[B] tokens that each row stores."""
+    count = jnp.full(B, T, jnp.int32)
+    for name, given in (("lengths", lengths), ("active", active)):
+        if given is None:
+            continue
+        given = jnp.asarray(given)
+        if given.shape != (B,):
+            raise ValueError(f"{name} must have shape [B={B}], got {list(given.shape)}")
+        wanted = jnp.bool_ if name == "active" else jnp.integer
+        if not jnp.issubdtype(given.dtype, wanted):
+            raise ValueError(f"{name} must be {'bool' if name == 'active' else 'integers'}, got {given.dtype}")
+        count = jnp.where(given, count, 0) if name == "active" else jnp.minimum(jnp.clip(given, 0, T), count)
+    return count.astype(jnp.int32)
+
+
+def _causal(q: Array, k: Array, v: Array, scale: float, window: int | None) -> Array:
+    """Plain causal attention [B, T, N, D]; by cuDNN in a program for a GPU, where it takes the shape."""
+
+    def blocked(q: Array, k: Array, v: Array) -> Array:
+        B, T, N, D = q.shape
+        K = k.shape[2]
+        part = attend_causal(_group(q, K), *_heads_first(k, v), scale=scale, window=window)
+        return _ungroup(part.out.reshape(B, K, N // K, T, D), q.dtype)
+
+    def cudnn(q: Array, k: Array, v: Array) -> Array:
+        return jax.nn.dot_product_attention(
+            q,
+            k.astype(q.dtype),
+            v.astype(q.dtype),
+            is_causal=True,
+            scale=scale,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation="cudnn",
+        )
+
+    D, T = q.shape[-1], q.shape[1]
+    fits = q.dtype in (jnp.bfloat16, jnp.float16) and D % 8 == 0 and D <= 128 and T > 1
+    if not fits or jax.default_backend() != "gpu":  # cuDNN's door asks for a GPU while tracing
+        return blocked(q, k, v)
+    platforms: dict[str, Callable[..., Array]] = {"cuda": cudnn, "default": blocked}
+    return lax.platform_dependent(q, k, v, **platforms)
+
+
+def _group(q: Array, kv_heads: int) -> Array:
+    """[B, T, N, D] as [B, K, G, T, D]."""
+    B, T, N, D = q.shape
+    return jnp.moveaxis(q.reshape(B, T, kv_heads, N // kv_heads, D), 1, 3)
+
+
+def _ungroup(out: Array, dtype: Any) -> Array:
+    """[B, K, G, T, D] as [B, T, N, D]."""
+    B, K, G, T, D = out.shape
+    return jnp.moveaxis(out, 3, 1).reshape(B, T, K * G, D).astype(dtype)
+
+
+def _heads_first(k: Array, v: Array) -> tuple[Array, Array]:
+    return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+
+
+def _as_spec_of(prefix: Any, cache: Any) -> Any:
+    """`prefix` with the static fields of `cache`, whose batch differs."""
+    return jax.tree.unflatten(jax.tree.structure(cache), jax.tree.leaves(prefix))
+
+
+def _kinds(cache: Any) -> list[Any]:
+    """Policy and spec of each layer, without the batch."""
+    layers = cache.layers if isinstance(cache, Cache) else (cache,)
+    return [(layer.policy, dataclasses.replace(layer.spec, batch=1)) for layer in layers]
+
+
+def _summary(cache: Any) -> str:
+    layers = cache.layers if isinstance(cache, Cache) else (cache,)
+    return f"{len(layers)} layers of {layers[-1].policy} for {layers[-1].spec}"

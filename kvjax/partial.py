@@ -1,0 +1,143 @@
+"""Attention over a part of the keys, and the merge that makes parts a whole.
+
+Softmax attention over a set of keys splits over any partition of the set: if a part gives its mean of values
+weighted by softmax, `out`, and the natural log of its sum of exponentials, `lse`, then two parts combine to the pair
+of their union. The merge is associative and commutative, and its identity is the empty part (`out` 0, `lse` -inf).
+Sink, history, recent window, prefill chunks and shards of a long context therefore combine without knowing each
+other; this is the one algebra that all caches of kvjax are written in.
+
+**Source:** Milakov and Gimelshein 2018 (online softmax); the pair as an interface follows FlashInfer (Ye et al. 2025).
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+class Partial(NamedTuple):
+    """Attention over a part of the keys. Q is G in decoding and G*T in prefill."""
+
+    out: Array  # f32[B, K, Q, D] mean of values weighted by softmax; 0 where the part is empty
+    lse: Array  # f32[B, K, Q] natural log of the sum of exp(scale * q.k); -inf where the part is empty
+
+
+def empty_part(shape: tuple[int, ...]) -> Partial:
+    """The identity of `merge`. `shape` is that of `out`."""
+    return Partial(jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32))
+
+
+def attend_part(q: Array, k: Array, v: Array, mask: Array, *, scale: float) -> Partial:
+    """Attention of q [B, K, Q, D] over k, v [B, K, S, D] where `mask`, broadcastable to bool[B, K, Q, S], is true.
+
+    Keys where the mask is false may hold anything. Values there must be finite (0 times NaN is NaN): zero them with
+    `keep_valid` where that is not certain. Logits, sums and the output are f32; the products read q, k and v in
+    their own dtype.
+    """
+    q = q.astype(k.dtype)
+    logits = jnp.einsum("bkqd,bksd->bkqs", q, k, preferred_element_type=jnp.float32, precision="highest") * scale
+    logits = jnp.where(mask, logits, -jnp.inf)
+    top = jnp.max(logits, axis=-1, initial=-jnp.inf)
+    # An empty part has top = -inf; subtracting 0 there instead keeps exp(-inf - 0) = 0 and no NaN.
+    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    weights = jnp.exp(logits - shift[..., None])
+    total = jnp.sum(weights, axis=-1)
+    mean = jnp.einsum(
+        "bkqs,bksd->bkqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision="highest"
+    )
+    floor = jnp.finfo(jnp.float32).tiny
+    return Partial(mean / jnp.maximum(total, floor)[..., None], jnp.log(total) + shift)
+
+
+def attend_blocks(
+    q: Array, k: Array, v: Array, start: Array, stop: Array, *, scale: float, block: int = 1024
+) -> Partial:
+    """Attention over the slots [start, stop) of long k, v [B, K, S, D], a block of keys at a time.
+
+    start and stop are i32[B] or i32[B, Q]. Holds logits of Q x block, never of Q x S: this is how a chunk of a
+    prompt attends to what is stored before it. Values outside of [start, stop) may hold anything.
+    """
+    slots = k.shape[2]
+    block = min(block, slots)
+    start, stop = (a[:, None] if a.ndim == 1 else a for a in (start, stop))
+
+    def step(i: Array, done: Partial) -> Partial:
+        first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask what is done
+        slot = first + jnp.arange(block)
+        mask = (slot >= jnp.maximum(start, i * block)[..., None]) & (slot < stop[..., None])  # [B, Q, block]
+        kb, vb = (lax.dynamic_slice_in_dim(a, first, block, axis=2) for a in (k, v))
+        vb = keep_valid(vb, jnp.any(mask, axis=1)[:, None])
+        return merge(done, attend_part(q, kb, vb, mask[:, None], scale=scale))
+
+    blocks = (jnp.max(stop) + block - 1) // block
+    return lax.fori_loop(0, blocks, step, empty_part((*q.shape[:3], v.shape[-1])))
+
+
+def attend_causal(
+    q: Array, k: Array, v: Array, *, scale: float, window: int | None = None, block: int = 512
+) -> Partial:
+    """Causal attention of q [B, K, G, T, D] over its own k, v [B, K, T, D]; Partial over Q = G*T.
+
+    Holds logits of block x T. `window` lets a token see itself and the window - 1 before it. Right-padded tokens
+    lie after every real one, so no real token sees them; their own rows hold anything finite.
+    """
+    B, K, G, T, D = q.shape
+    parts = []
+    for first in range(0, T, block):
+        size = min(block, T - first)
+        low = 0 if window is None else max(0, first - window + 1)
+        kb, vb = (a[:, :, low : first + size] for a in (k, v))
+        at, slot = first + jnp.arange(size), jnp.arange(low, first + size)
+        mask = slot <= at[:, None]
+        if window is not None:
+            mask &= slot > at[:, None] - window
+        qb = q[:, :, :, first : first + size].reshape(B, K, G * size, D)
+        p = attend_part(qb, kb, vb, jnp.tile(mask, (G, 1)), scale=scale)
+        parts.append(Partial(p.out.reshape(B, K, G, size, -1), p.lse.reshape(B, K, G, size)))
+    out = jnp.concatenate([p.out for p in parts], axis=3)
+    lse = jnp.concatenate([p.lse for p in parts], axis=3)
+    return Partial(out.reshape(B, K, G * T, -1), lse.reshape(B, K, G * T))
+
+
+def keep_valid(values: Array, valid: Array) -> Array:
+    """values [..., S, D] with 0 where `valid` [..., S] is false, so that no NaN of an unused slot gets out."""
+    return jnp.where(valid[..., None], values, jnp.zeros((), values.dtype))
+
+
+def merge(*parts: Partial) -> Partial:
+    """The attention over the union of disjoint parts. Parts may be empty; all may be.
+
+    >>> a = Partial(jnp.array([2.0]), jnp.array(0.0)); b = Partial(jnp.array([4.0]), jnp.array(0.0))
+    >>> merge(a, b).out
+    Array([3.], dtype=float32)
+    """
+    if not parts:
+        raise ValueError("merge needs at least one Partial")
+    return reduce(_merge_two, parts)
+
+
+def _merge_two(a: Partial, b: Partial) -> Partial:
+    top = jnp.maximum(a.lse, b.lse)
+    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    wa, wb = jnp.exp(a.lse - shift), jnp.exp(b.lse - shift)
+    total = wa + wb
+    floor = jnp.finfo(jnp.float32).tiny
+    share = (wb / jnp.maximum(total, floor))[..., None]
+    out = jnp.where(share == 0, a.out, jnp.where(share == 1, b.out, a.out + share * (b.out - a.out)))
+    return Partial(out, jnp.log(total) + shift)
+
+
+def group_queries(q: Array, kv_heads: int) -> Array:
+    """q [B, N, D] as [B, K, G, D]: query head n reads kv head n // G."""
+    B, N, D = q.shape
+    return q.reshape(B, kv_heads, N // kv_heads, D)
+
+
+def ungroup(out: Array, dtype: jnp.dtype) -> Array:
+    """[B, K, G, D] back to [B, N, D], in the model's dtype."""
+    B, K, G, D = out.shape
+    return jax.lax.convert_element_type(out, dtype).reshape(B, K * G, D)

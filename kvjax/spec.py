@@ -1,0 +1,105 @@
+"""Sizes: what a cache is made for, and the named-dimension check at every public door.
+
+A size has one letter wherever it appears: B rows, T new tokens, N query heads, K kv heads, G = N/K, D head size,
+S slots, M selected tokens. `check_dims` binds the letters across all arguments of a call at once, so that an error
+can say which two arguments disagree, rather than where the first broadcast failed. Shapes are static, so the checks
+run while tracing and cost nothing in a compiled program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+CACHE_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """What the cache of one layer holds. Static: every array size depends on it.
+
+    >>> CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=64, capacity=4096).group
+    4
+    """
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    capacity: int  # tokens that a row can hold, all zones together
+    dtype: DTypeLike = jnp.bfloat16  # of stored keys and values
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "q_heads", "kv_heads", "head_dim", "capacity"):
+            value = require_int(f"CacheSpec({name}=...)", getattr(self, name), at_least=1)
+            object.__setattr__(self, name, value)
+        if self.q_heads % self.kv_heads:
+            raise ValueError(
+                f"CacheSpec(q_heads={self.q_heads}, kv_heads={self.kv_heads}): kv_heads must divide q_heads, "
+                "for each group of query heads shares one kv head"
+            )
+        object.__setattr__(self, "dtype", cache_dtype(self.dtype))
+
+    @property
+    def group(self) -> int:
+        """G, the query heads that share a kv head."""
+        return self.q_heads // self.kv_heads
+
+
+def cache_dtype(dtype: DTypeLike) -> np.dtype:
+    """The dtype that keys and values are stored in, or an error that names those that a cache can hold."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in CACHE_DTYPES:
+        shown = found.name if found is not None else repr(dtype)
+        raise ValueError(f"a cache cannot hold dtype {shown}; use one of {', '.join(CACHE_DTYPES)}")
+    return found
+
+
+def require_int(what: str, value: Any, *, at_least: int) -> int:
+    """`value` as an int, or an error that says what it must be."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{what} must be an integer, got {value!r}")
+    if value < at_least:
+        raise ValueError(f"{what} must be at least {at_least}, got {value}")
+    return int(value)
+
+
+def check_dims(layout: str, known: Mapping[str, int] | None = None, /, **arrays: Any) -> dict[str, int]:
+    """Binds every dimension letter and returns the sizes.
+
+    `layout` names each argument and its letters; `known` binds letters beforehand, as sizes of the cache.
+
+    >>> check_dims("q BTND, k BTKD", q=np.zeros((2, 1, 4, 16)), k=np.zeros((2, 1, 2, 16)))
+    {'B': 2, 'T': 1, 'N': 4, 'D': 16, 'K': 2}
+    >>> check_dims("q BTND, k BTKD", q=np.zeros((2, 1, 4, 16)), k=np.zeros((3, 1, 2, 16)))
+    Traceback (most recent call last):
+        ...
+    ValueError: k has B=3 but q has B=2; q[2, 1, 4, 16], k[3, 1, 2, 16]
+    """
+    sizes: dict[str, int] = dict(known or {})
+    owner = dict.fromkeys(sizes, "the cache")
+    shapes = {name: tuple(a.shape) for name, a in arrays.items()}
+
+    def fail(problem: str) -> ValueError:
+        shown = ", ".join(f"{name}{list(shape)}" for name, shape in shapes.items())
+        return ValueError(f"{problem}; {shown}")
+
+    for part in layout.split(","):
+        name, letters = part.split()
+        if name not in shapes:
+            continue
+        if len(shapes[name]) != len(letters):
+            raise fail(f"{name} must have the {len(letters)} dimensions [{', '.join(letters)}]")
+        for letter, size in zip(letters, shapes[name], strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise fail(f"{name} has {letter}={size} but {owner[letter]} has {letter}={sizes[letter]}")
+            owner.setdefault(letter, name)
+    return sizes
