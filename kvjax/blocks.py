@@ -39,7 +39,7 @@ def empty_block(spec: CacheSpec, slots: int) -> Block:
 
 def valid_slots(block: Block, start: Array) -> Array:
     """bool[B, S]: slots in [start, count), start i32[B]."""
-    slot = jnp.arange(block.slots)
+    slot = jnp.arange(block.slots)[None]
     return (slot < block.count[:, None]) & (slot >= start[:, None])
 
 
@@ -66,7 +66,7 @@ def write(buffer: Array, new: Array, start: Array, count: Array) -> Array:
         keep = (count[0] > 0) & (start[0] < buffer.shape[2])
         old = lax.dynamic_slice_in_dim(buffer, at, 1, axis=2)
         return lax.dynamic_update_slice_in_dim(buffer, jnp.where(keep, new.astype(buffer.dtype), old), at, axis=2)
-    i = jnp.arange(length)
+    i = jnp.arange(length)[None]
     slot = jnp.where(i < count[:, None], start[:, None] + i, buffer.shape[2])
     row = jnp.arange(rows)[:, None]
     return buffer.at[row, :, slot].set(jnp.moveaxis(new, 2, 1).astype(buffer.dtype), mode="drop", unique_indices=False)

@@ -7,7 +7,7 @@ pytree whose every leaf has the batch first; verbs take a state and return one o
     prefill   stores a right-padded chunk of prompt, T tokens a row of which `lengths` are real
     update    stores one token for each active row; only ever writes into the recent block
     attend    attention of the newest token's queries, over what the policy lets them see
-    flush     demotes from full recent blocks; a loop calls it once a step, for all layers under one condition
+    flush     demotes from full recent blocks; called before each update, for all layers under one condition
     attend_stored   exact attention over everything stored: what a chunk of a prompt needs of the chunks before it
 
 Nothing here clamps: a token that has no room is dropped and sets `overflow`, which `kvjax.check` reports.
@@ -126,7 +126,7 @@ class Full:
     def attend_stored(
         self, st: FullState, q: Array, ahead: Array, *, scale: float, window: int | None = None
     ) -> Partial:
-        start = _lowest_visible(st.length[:, None] + ahead, window)
+        start = _lowest_visible(st.length[:, None] + ahead[None], window)
         return attend_blocks(q, st.tokens.k, st.tokens.v, start, st.length, scale=scale)
 
     def full_rows(self, st: FullState) -> None:
@@ -150,7 +150,7 @@ class RetrievalState:
     sink: Block | None  # [B, K, sink, D] the first tokens of a row; None if the policy keeps none
     store: Any  # the history; its slot s is position sink + s
     index: Any  # what the selector knows of the history
-    recent: Block  # [B, K, local + chunk, D] the newest tokens, oldest first
+    recent: Block  # [B, K, local + chunk - 1, D] the newest tokens, oldest first
     schedule: Any  # what the schedule carries between steps
     overflow: Array  # bool[B] a token of this row was dropped
 
@@ -174,12 +174,12 @@ class RetrievalState:
 class Retrieval:
     """Keeps every token and attends to `budget` of them a step: sink, local window and what the selector finds.
 
-    `budget` counts each token whose keys and values a step reads. Up to a chunk of recent tokens wait to be indexed
-    beside the `local` ones; they compete with the history by their exact scores (their keys are read for that), so a
-    budget of 32 attends to 32 tokens. A row that holds fewer than `dense_below` tokens attends to all of them; as
-    shapes are static, every step then gathers room for that many.
+    `budget` counts each token whose keys and values a step reads. Fewer than a chunk of recent tokens wait to be
+    indexed beside the `local` ones; they compete with the history by their exact scores (their keys are read for
+    that), so a budget of 32 attends to 32 tokens. A row that holds fewer than `dense_below` tokens attends to all of
+    them; as shapes are static, every step then gathers room for that many.
 
-    A row's history has capacity - sink - local slots, rounded down to whole chunks (at least one).
+    A row's history has capacity - sink - local + 1 slots, rounded down to whole chunks (at least one).
     """
 
     selector: Selector
@@ -218,7 +218,8 @@ class Retrieval:
     def init(self, spec: CacheSpec) -> RetrievalState:
         self.selector.check(spec, self.demote.leave)
         chunk = self.demote.leave
-        slots = max(whole_units(spec.capacity - self.sink - self.local, chunk), chunk)
+        stay = len(self.demote.staying(self.local))
+        slots = max(whole_units(spec.capacity - self.sink - stay, chunk), chunk)
         return RetrievalState(
             sink=empty_block(spec, self.sink) if self.sink else None,
             store=self.store.init(spec, slots),
@@ -255,11 +256,12 @@ class Retrieval:
         # the history, as token by token updates and flushes would have sent them, and the rest is the new block.
         held, total = st.recent.count, st.recent.count + lengths - to_sink
         room = (st.store.slots - st.store.count) // chunk
-        chunks = jnp.clip((total - self.local) // chunk, 0, room)
-        most = min((slots - 1 + T - self.local) // chunk, st.store.slots // chunk)
+        stay = len(self.demote.staying(self.local))
+        chunks = jnp.clip((total - stay) // chunk, 0, room)
+        most = min((slots + T - stay) // chunk, st.store.slots // chunk)
 
         def line(old: Array, new: Array, first: Array, size: int) -> Array:
-            at = first[:, None] + jnp.arange(size)
+            at = first[:, None] + jnp.arange(size)[None]
             source = jnp.where(at < held[:, None], at, slots + at - held[:, None] + to_sink[:, None])
             return take_rows(jnp.concatenate([old, new], axis=2), source)
 
@@ -278,7 +280,7 @@ class Retrieval:
     @staticmethod
     def _finite(k: Array, v: Array, count: Array) -> tuple[Array, Array]:
         """Zeros past count, where padding of the prompt may have come along."""
-        valid = (jnp.arange(k.shape[2]) < count[:, None])[:, None]
+        valid = (jnp.arange(k.shape[2])[None] < count[:, None])[:, None]
         return keep_valid(k, valid), keep_valid(v, valid)
 
     def full_rows(self, st: RetrievalState) -> Array:
@@ -323,7 +325,7 @@ class Retrieval:
             )
             past = selection.slots >= st.store.slots  # chosen among the tokens that wait in the recent block
             chosen = membership(Selection(selection.slots - st.store.slots, selection.valid & past), st.recent.slots)
-            local = jnp.arange(st.recent.slots) >= (st.recent.count - self.local)[:, None]
+            local = jnp.arange(st.recent.slots)[None] >= (st.recent.count - self.local)[:, None]
             recent_mask = (local & recent_valid)[:, None, None] | chosen
             stored = Selection(jnp.where(past, 0, selection.slots), selection.valid & ~past)
             history = self.store.attend_slots(st.store, qg, stored, scale=scale)
@@ -360,29 +362,24 @@ class Retrieval:
         estimates = self.selector.score(st.index, queries, scale=scale)
 
         # Waiting tokens stand in the first `chunk` slots of the recent block, before the local ones.
-        keys = st.recent.k[:, :, :chunk]
-        exact = jnp.einsum(
-            "bkgd,bksd->bkgs",
-            queries.astype(keys.dtype),
-            keys,
-            preferred_element_type=jnp.float32,
-            precision="highest",
-        )
-        slot = jnp.arange(chunk)
+        keys = st.recent.k[:, :, :chunk].astype(jnp.float32)
+        exact = jnp.einsum("bkgd,bksd->bkgs", queries, keys, precision="highest")
+        slot = jnp.arange(chunk)[None]
         waiting = (slot < (st.recent.count - self.local)[:, None]) & (slot >= from_recent[:, None])
-        stored_slot = jnp.arange(slots)
+        stored_slot = jnp.arange(slots)[None]
         stored = (stored_slot < st.store.count[:, None]) & (stored_slot >= from_store[:, None])
         exact = jnp.where(waiting[:, None, None], exact * scale, -jnp.inf)
         exact = jnp.max(exact.reshape(*exact.shape[:-1], chunk // unit, unit), axis=-1)
 
         tokens = jnp.concatenate([stored, waiting], axis=1)  # bool[B, S + chunk]
         units = jnp.any(tokens.reshape(tokens.shape[0], -1, unit), axis=-1)[:, None, None]
-        ranks = pool_scores(jnp.concatenate([estimates, exact], axis=-1), units, pool)
+        split = slots // unit
+        ranks = pool_scores([(estimates, units[..., :split]), (exact, units[..., split:])], pool)
         picked = expand_units(ops.top_k(ranks, units, self._most(ranks.shape[-1])), unit)
 
         visible = jnp.take_along_axis(tokens[:, None, None], picked.slots, axis=-1)
-        rank = jnp.arange(picked.slots.shape[-1])
-        limit = jnp.where(st.length < self.dense_below, len(rank), self._chosen)
+        rank = jnp.arange(picked.slots.shape[-1])[None, None, None]
+        limit = jnp.where(st.length < self.dense_below, rank.shape[-1], self._chosen)
         return Selection(picked.slots, picked.valid & visible & (rank < limit[:, None, None, None]))
 
     @property
@@ -402,7 +399,7 @@ class Retrieval:
         zones = [(st.recent, st.offset_recent)]
         if st.sink is not None:
             zones.append((st.sink, jnp.zeros_like(st.recent.count)))
-        first = _lowest_visible(st.length[:, None] + ahead, window)
+        first = _lowest_visible(st.length[:, None] + ahead[None], window)
         parts = [self.store.attend(st.store, q, _slot_of(first, st.offset_store[:, None]), scale=scale)]
         for zone, offset in zones:
             start = _slot_of(first, offset[:, None])

@@ -34,7 +34,8 @@ class Demotion(Protocol):
 class Fifo:
     """The oldest `leave` tokens leave together, so the block stays in order of arrival.
 
-    A larger chunk is demoted more rarely and keeps its tokens exact for longer; the block is `local + leave` slots.
+    A larger chunk is demoted more rarely and keeps its tokens exact for longer. The block is full when the next token
+    would make `leave` tokens older than the `local` newest, so local - 1 stay; no chunk waits longer than it must.
     """
 
     leave: int = 256
@@ -43,10 +44,10 @@ class Fifo:
         require_int("Fifo(leave=...)", self.leave, at_least=1)
 
     def slots(self, local: int) -> int:
-        return local + self.leave
+        return local + self.leave - 1
 
     def leaving(self, local: int) -> np.ndarray:
         return np.arange(self.leave)
 
     def staying(self, local: int) -> np.ndarray:
-        return np.arange(self.leave, self.leave + local)
+        return np.arange(self.leave, self.slots(local))

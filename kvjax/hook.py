@@ -115,8 +115,8 @@ def attention(
       window: sliding window; a token sees itself and the window - 1 before it.
       scale: of the logits; default D**-0.5.
       fresh: promises that the cache is empty, so a prompt attends only to itself (cuDNN attention on a GPU).
-      flush: after a decode step, demote from a full recent block. A model of many layers passes False and calls
-        `kvjax.flush` once a step: on a GPU each condition makes the host wait.
+      flush: before a decode step, demote from a full recent block. A model of many layers passes False and calls
+        `kvjax.flush` once a step, before its first layer: on a GPU each condition makes the host wait.
 
     Returns:
       out [B, T, N, D] in q's dtype, and the cache.
@@ -158,10 +158,9 @@ def attention_info(
 
     if cache is not None and T == 1:
         policy = cache.policy
-        state = policy.update(cache.state, k, v, count > 0)
+        state = policy.update((_flush(cache) if flush else cache).state, k, v, count > 0)
         out, state, info = policy.attend(state, q[:, 0], scale=scale, window=window)
-        cache = dataclasses.replace(cache, state=state)
-        return out[:, None], _flush(cache) if flush else cache, info
+        return out[:, None], dataclasses.replace(cache, state=state), info
 
     if cache is None or fresh:
         out = _causal(q, k, v, scale, window)
@@ -184,8 +183,12 @@ def attention_info(
 def flush(cache: C) -> C:
     """Demotes from the recent blocks that are full, in all layers under one `lax.cond`; else nothing changes.
 
-    A decode loop that passes `flush=False` to `attention` calls this once after each step. Without it the block stays
+    A model that passes `flush=False` to `attention` calls this once before each step. Without it the block stays
     full, and the next token of that row is dropped and reported by `check`.
+
+    Before, not after: attention then reads what the flush wrote, in the order of the data. After the step XLA sees no
+    order between the reads of the step and the writes of the flush, and copies the whole store to be safe (measured
+    on CPU, 2026-11-21, jax 0.10.2 and 0.11.2: temp bytes of a step 2.2 times the key cache, against 0.14).
     """
     return _flush(cache)
 
@@ -219,7 +222,7 @@ def check(cache: Cache | LayerCache) -> None:
     if rows:
         raise RuntimeError(
             f"rows {rows} dropped tokens in layers {np.flatnonzero(flags.any(axis=1)).tolist()}: the capacity of "
-            f"{layers[0].spec.capacity} tokens is used up, or kvjax.flush was not called after each decode step; "
+            f"{layers[0].spec.capacity} tokens is used up, or kvjax.flush was not called before each decode step; "
             "make the cache with a larger capacity"
         )
 

@@ -20,15 +20,19 @@ def pack_bits(bits: Array) -> Array:
     """
     if bits.shape[-1] % 8:
         raise ValueError(f"pack_bits needs a multiple of 8 channels, got {bits.shape[-1]}")
-    weights = jnp.left_shift(jnp.uint8(1), jnp.arange(8, dtype=jnp.uint8))
-    split = bits.reshape(*bits.shape[:-1], -1, 8)
-    return jnp.sum(jnp.where(split, weights, jnp.uint8(0)), axis=-1, dtype=jnp.uint8)
+    split = bits.reshape(*bits.shape[:-1], -1, 8).astype(jnp.uint8)
+    return jnp.sum(split << _places(split.ndim), axis=-1, dtype=jnp.uint8)
 
 
 def unpack_bits(packed: Array) -> Array:
     """u8[..., D/8] as bool[..., D]; the inverse of `pack_bits`."""
-    split = jnp.right_shift(packed[..., None], jnp.arange(8, dtype=jnp.uint8)) & jnp.uint8(1)
+    split = (packed[..., None] >> _places(packed.ndim + 1)) & jnp.uint8(1)
     return split.astype(bool).reshape(*packed.shape[:-1], -1)
+
+
+def _places(ndim: int) -> Array:
+    """u8[1, ..., 1, 8]: the place of each bit of a byte."""
+    return jnp.arange(8, dtype=jnp.uint8).reshape((1,) * (ndim - 1) + (8,))
 
 
 def whole_units(tokens: int, unit: int) -> int:

@@ -67,7 +67,7 @@ def attend_blocks(
 
     def step(i: Array, done: Partial) -> Partial:
         first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask what is done
-        slot = first + jnp.arange(block)
+        slot = (first + jnp.arange(block))[None, None]
         mask = (slot >= jnp.maximum(start, i * block)[..., None]) & (slot < stop[..., None])  # [B, Q, block]
         kb, vb = (lax.dynamic_slice_in_dim(a, first, block, axis=2) for a in (k, v))
         vb = keep_valid(vb, jnp.any(mask, axis=1)[:, None])
@@ -91,12 +91,12 @@ def attend_causal(
         size = min(block, T - first)
         low = 0 if window is None else max(0, first - window + 1)
         kb, vb = (a[:, :, low : first + size] for a in (k, v))
-        at, slot = first + jnp.arange(size), jnp.arange(low, first + size)
-        mask = slot <= at[:, None]
+        at, slot = jnp.arange(first, first + size)[:, None], jnp.arange(low, first + size)[None]
+        mask = slot <= at
         if window is not None:
-            mask &= slot > at[:, None] - window
+            mask &= slot > at - window
         qb = q[:, :, :, first : first + size].reshape(B, K, G * size, D)
-        p = attend_part(qb, kb, vb, jnp.tile(mask, (G, 1)), scale=scale)
+        p = attend_part(qb, kb, vb, jnp.tile(mask, (G, 1))[None, None], scale=scale)
         parts.append(Partial(p.out.reshape(B, K, G, size, -1), p.lse.reshape(B, K, G, size)))
     out = jnp.concatenate([p.out for p in parts], axis=3)
     lse = jnp.concatenate([p.lse for p in parts], axis=3)

@@ -10,6 +10,7 @@ PQCache (sum of softmax) and FreeKV (mean of softmax). Sum and mean of softmax r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -33,34 +34,36 @@ def require_pool(pool: str) -> None:
 
 
 def pool_queries(q: Array, pool: Pool) -> Array:
-    """The queries [B, K, G', D] to score for q [B, K, G, D]: their mean (G' = 1) under `mean_query`, else q."""
-    return jnp.mean(q, axis=2, keepdims=True, dtype=jnp.float32).astype(q.dtype) if pool == "mean_query" else q
+    """The queries f32[B, K, G', D] to score for q [B, K, G, D]: their mean (G' = 1) under `mean_query`, else all."""
+    q = q.astype(jnp.float32)
+    return jnp.mean(q, axis=2, keepdims=True) if pool == "mean_query" else q
 
 
-def pool_scores(scores: Array, valid: Array, pool: Pool) -> Array:
-    """f32[B, K, H, U] ranks of units from scores f32[B, K, G, U]; -inf where `valid` bool[B, 1 or K, 1, U] is false."""
-    scores = jnp.where(valid, scores, -jnp.inf)
-    match pool:
-        case "per_head":
-            return scores
-        case "mean_query" | "mean_score":
-            return jnp.mean(scores, axis=2, keepdims=True)
-    total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    shares = scores - jnp.where(jnp.isneginf(total), 0.0, total)
-    match pool:
-        case "max_softmax":
-            return jnp.max(shares, axis=2, keepdims=True)
-        case "sum_softmax" | "mean_softmax":
-            pooled = jax.nn.logsumexp(shares, axis=2, keepdims=True)
-            return pooled - jnp.log(scores.shape[2]) if pool == "mean_softmax" else pooled
-    raise AssertionError(pool)
+def pool_scores(parts: Sequence[tuple[Array, Array]], pool: Pool) -> Array:
+    """f32[B, K, H, U] ranks of the units of all parts, one part after the other.
+
+    A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U']; ranks are -inf where it is false. Softmax
+    is over the units of all parts together.
+    """
+    scores = [jnp.where(valid, score, -jnp.inf) for score, valid in parts]
+    if pool == "per_head":
+        return jnp.concatenate(scores, axis=-1)
+    if pool in ("mean_query", "mean_score"):
+        return jnp.concatenate([jnp.mean(s, axis=2, keepdims=True) for s in scores], axis=-1)
+    totals = jnp.concatenate([jax.nn.logsumexp(s, axis=-1, keepdims=True) for s in scores], axis=-1)
+    total = jax.nn.logsumexp(totals, axis=-1, keepdims=True)
+    shares = [s - jnp.where(jnp.isneginf(total), 0.0, total) for s in scores]
+    if pool == "max_softmax":
+        return jnp.concatenate([jnp.max(s, axis=2, keepdims=True) for s in shares], axis=-1)
+    pooled = jnp.concatenate([jax.nn.logsumexp(s, axis=2, keepdims=True) for s in shares], axis=-1)
+    return pooled - jnp.log(scores[0].shape[2]) if pool == "mean_softmax" else pooled
 
 
 def expand_units(units: Selection, unit: int) -> Selection:
     """Units (pages) to their tokens: M units give M * unit slots, adjacent ones together."""
     if unit == 1:
         return units
-    slots = units.slots[..., None] * unit + jnp.arange(unit)
+    slots = units.slots[..., None] * unit + jnp.arange(unit)[None, None, None, None]
     valid = jnp.broadcast_to(units.valid[..., None], slots.shape)
     *lead, M, _ = slots.shape
     return Selection(slots.reshape(*lead, M * unit), valid.reshape(*lead, M * unit))
@@ -70,7 +73,7 @@ def membership(selection: Selection, slots: int) -> Array:
     """bool[B, K, H, S]: which of S slots are selected."""
     at = jnp.where(selection.valid, selection.slots, slots)
     flags = jnp.zeros((*at.shape[:-1], slots), bool)
-    b, k, h = (jnp.arange(n).reshape(s) for n, s in zip(at.shape, ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1)), strict=False))
+    b, k, h, _ = jnp.meshgrid(*(jnp.arange(n) for n in at.shape), indexing="ij", sparse=True)
     return flags.at[b, k, h, at].set(True, mode="drop")
 
 
