@@ -81,7 +81,7 @@ def set_recall(selection: Selection, wanted: Selection, slots: int) -> Array:
     """f32[B, K, H] share of the wanted slots that were selected; 1 where none is wanted."""
     got, want = membership(selection, slots), membership(wanted, slots)
     hit = jnp.sum(got & want, axis=-1, dtype=jnp.float32)
-    return jnp.where(jnp.any(want, axis=-1), hit / jnp.maximum(jnp.sum(want, axis=-1), 1), 1.0)
+    return jnp.where(jnp.any(want, axis=-1), hit / jnp.maximum(jnp.sum(want, axis=-1, dtype=jnp.float32), 1.0), 1.0)
 
 
 def mass_recall(selection: Selection, logits: Array, valid: Array) -> Array:

@@ -1,0 +1,199 @@
+"""The hook: what it computes without a cache, with windows and scales, and what it says of bad input."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import laws
+from tests.laws.cases import BASE, SPEC
+
+attend = jax.jit(kvjax.attention, static_argnames=("fresh",))
+
+
+def draw(B: int = 2, T: int = 5, N: int = 4, K: int = 2, D: int = 16, seed: int = 0) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(seed)
+    return tuple(rng.normal(size=(B, T, n, D)).astype(np.float32) for n in (N, K, K))
+
+
+def causal(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: int | None = None) -> np.ndarray:
+    out = np.zeros_like(q, np.float64)
+    B, T, _, D = q.shape
+    for b, t in np.ndindex(B, T):
+        first = 0 if window is None else max(0, t - window + 1)
+        query = q[b, t] * scale * np.sqrt(D)  # `dense` divides by sqrt(D)
+        out[b, t] = laws.dense(query, k[b, first : t + 1], v[b, first : t + 1])
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("scale", [None, 0.9])
+def test_no_cache_is_causal_attention(window: int | None, scale: float | None) -> None:
+    q, k, v = draw()
+    out, cache = kvjax.attention(None, q, k, v, window=window, scale=scale)
+    assert cache is None
+    np.testing.assert_allclose(out, causal(q, k, v, scale or 16**-0.5, window), atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", [kvjax.Full(), dataclasses.replace(BASE, budget=300)], ids=["full", "fier"])
+def test_sliding_window_in_prompt_and_decoding(policy: kvjax.Policy) -> None:
+    tokens, lengths, window = laws.random_tokens(SPEC), np.array([150, 3, 61]), 40
+    call = jax.jit(functools.partial(kvjax.attention_info, window=window))
+    cache = kvjax.init_layer(policy, SPEC)
+    held = np.zeros(3, int)
+    while (held < lengths).any():
+        now = np.clip(lengths - held, 0, 48)
+        q, k, v = tokens.at(held[:, None] + np.arange(48))
+        out, cache, _ = call(cache, q, k, v, lengths=now)
+        for b in range(3):
+            for t in range(0, int(now[b]), 7):
+                p = held[b] + t
+                low = max(0, p - window + 1)
+                want = laws.dense(tokens.q[b, p], tokens.k[b, low : p + 1], tokens.v[b, low : p + 1])
+                np.testing.assert_allclose(out[b, t], want, atol=1e-5)
+        held = held + now
+    for i in range(30):
+        out, cache, info = call(cache, *tokens.at((lengths + i)[:, None]))
+        for b, p in enumerate(lengths + i):
+            low = max(0, p - window + 1)
+            want = laws.dense(tokens.q[b, p], tokens.k[b, low : p + 1], tokens.v[b, low : p + 1])
+            np.testing.assert_allclose(out[b, 0], want, atol=1e-5)
+        assert (np.asarray(info.attended)[:, 0] == np.minimum(lengths + i + 1, window)).all()
+
+
+def test_fresh_prompt_equals_a_prompt_on_an_empty_cache() -> None:
+    tokens = laws.random_tokens(SPEC)
+    prompt = tokens.at(np.arange(48)[None].repeat(3, 0))
+    empty = kvjax.init_layer(BASE, SPEC)
+    (a, cache_a), (b, cache_b) = (attend(empty, *prompt, fresh=fresh) for fresh in (True, False))
+    np.testing.assert_allclose(a, b, atol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, cache_a, cache_b)
+
+
+def test_mixed_precision_keeps_the_dtype_of_queries_and_of_the_cache() -> None:
+    spec = dataclasses.replace(SPEC, dtype=jnp.bfloat16)
+    q, k, v = (jnp.asarray(a) for a in draw(B=3, T=60, N=8))
+    for policy in (kvjax.Full(), BASE):
+        out, cache = attend(kvjax.init_layer(policy, spec), q, k, v)
+        out1, cache = attend(cache, q[:, :1], k[:, :1], v[:, :1])
+        assert out.dtype == out1.dtype == jnp.float32
+        assert all(a.dtype != jnp.float32 for a in jax.tree.leaves(cache))
+
+
+def test_one_trace_over_300_steps_with_flushes() -> None:
+    spec = dataclasses.replace(SPEC, capacity=400)
+    cache, tokens, traces = kvjax.init(BASE, spec, layers=2), laws.random_tokens(spec), []
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(cache: kvjax.Cache, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[kvjax.Cache, jax.Array]:
+        traces.append(1)
+        cache = kvjax.flush(cache)
+        layers = []
+        for layer in cache.layers:
+            q, layer = kvjax.attention(layer, q, k, v, flush=False)
+            layers.append(layer)
+        return dataclasses.replace(cache, layers=tuple(layers)), q
+
+    for i in range(300):
+        cache, _ = step(cache, *tokens.at(np.full((3, 1), i)))
+    assert len(traces) == 1
+    assert cache.length.tolist() == [300] * 3
+    assert int(cache.layers[1].state.store.count[0]) == 256
+    kvjax.check(cache)
+
+
+def test_step_without_flush_drops_and_says_so() -> None:
+    cache, tokens = kvjax.init_layer(BASE, SPEC), laws.random_tokens(SPEC)
+    step = jax.jit(functools.partial(kvjax.attention, flush=False))
+    for i in range(4 + 24 + 31 + 1):
+        _, cache = step(cache, *tokens.at(np.full((3, 1), i)))
+    with pytest.raises(RuntimeError, match=r"rows \[0, 1, 2\] dropped tokens.*flush was not called"):
+        kvjax.check(cache)
+    assert cache.length.tolist() == [59] * 3
+
+
+def test_vmap_over_the_hook_gives_each_its_own() -> None:
+    q, k, v = (np.stack([a, 2 * a]) for a in draw(B=3, T=20, N=8))
+    caches = jax.tree.map(lambda a: jnp.stack([a, a]), kvjax.init_layer(BASE, SPEC))
+    out, _ = jax.vmap(attend)(caches, q, k, v)
+    for i in range(2):
+        alone, _ = attend(kvjax.init_layer(BASE, SPEC), q[i], k[i], v[i])
+        np.testing.assert_allclose(out[i], alone, atol=1e-6)
+
+
+# -------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_batches_that_disagree_are_named() -> None:
+    q, k, v = draw()
+    message = "k has B=3 but q has B=2; q[2, 5, 4, 16], k[3, 5, 2, 16], v[2, 5, 2, 16]"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kvjax.attention(None, q, np.concatenate([k, k[:1]]), v)
+
+
+def test_cache_of_another_size_is_named() -> None:
+    q, k, v = draw(B=3, N=8, D=8)
+    with pytest.raises(ValueError, match=r"q has D=8 but the cache has D=16"):
+        kvjax.attention(kvjax.init_layer(kvjax.Full(), SPEC), q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": np.array([1, 2, 3])}, r"lengths must have shape \[B=2\], got \[3\]"),
+        ({"lengths": np.array([1.0, 2.0])}, "lengths must be integers, got float"),
+        ({"active": np.array([True, False])}, r"active is for decode steps \(T=1\), got T=5"),
+        ({"window": 0}, r"window=.*at least 1, got 0"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kvjax.attention(None, *draw(), **change)
+
+
+def test_heads_that_do_not_divide_are_named() -> None:
+    q, k, v = draw(N=5)
+    with pytest.raises(ValueError, match=r"q has N=5 heads, which K=2 kv heads do not divide"):
+        kvjax.attention(None, q, k, v)
+
+
+def test_rank_is_checked() -> None:
+    q, k, v = draw()
+    with pytest.raises(ValueError, match=r"k must have the 4 dimensions \[B, T, K, D\]"):
+        kvjax.attention(None, q, k[0], v)
+
+
+def test_insert_refuses_what_does_not_fit() -> None:
+    cache = kvjax.init(BASE, SPEC, layers=2)
+    one = dataclasses.replace(SPEC, batch=1)
+    with pytest.raises(ValueError, match=r"same layers, policies, capacity"):
+        kvjax.insert(cache, kvjax.init(kvjax.Full(), one, layers=2), 0)
+    with pytest.raises(ValueError, match=r"prefix must have batch 1, got 3"):
+        kvjax.insert(cache, cache, 0)
+    with pytest.raises(ValueError, match=r"row=3; the cache has rows 0 to 2"):
+        kvjax.insert(cache, kvjax.init(BASE, one, layers=2), 3)
+
+
+def test_unknown_method_gives_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match=r"unknown cache 'fierr'; did you mean 'fier'\?"):
+        kvjax.presets.find("fierr")
+
+
+def test_bytes_a_token_are_what_the_arrays_take() -> None:
+    spec = dataclasses.replace(SPEC, batch=1, capacity=4096, dtype=jnp.bfloat16)
+    policy = kvjax.presets.fier(budget=64).rest
+    layer = kvjax.init_layer(policy, spec)
+    stored = kvjax.memory.nbytes((layer.state.store, layer.state.index)).device - 4  # without the count
+    assert stored / layer.state.store.slots == policy.bytes_per_token(spec)
+    full = kvjax.init_layer(kvjax.Full(), spec)
+    assert kvjax.memory.nbytes(full.state.tokens).device - 4 == 4096 * kvjax.Full().bytes_per_token(spec)
+
+
+def test_bytes_are_counted_where_they_lie() -> None:
+    host = jax.device_put(jnp.zeros(10), jax.memory.Space.Host)
+    assert kvjax.memory.nbytes({"a": jnp.zeros(3), "b": host}) == (12, 40)
