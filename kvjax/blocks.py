@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax.spec import CacheSpec
@@ -56,20 +56,19 @@ def put(block: Block, k: Array, v: Array, count: Array) -> Block:
 def write(buffer: Array, new: Array, start: Array, count: Array) -> Array:
     """buffer [B, K, S, ...] with new[b, :, i] at slot start[b] + i for i < count[b]; out of range is dropped.
 
-    One scatter, in place when the buffer is donated. (On CPU, jaxlib before 0.11 widens a 16-bit scatter to f32 and
-    so copies the buffer; there f32 caches are the faster ones.)
+    One scatter, in place when the buffer is donated. On CPU, jaxlib before 0.11 widens a 16-bit scatter to f32 and so
+    copies the buffer; there f32 caches are the faster ones.
     """
-    rows, length = new.shape[0], new.shape[2]
-    if length == 1 and rows == 1 and buffer.shape[2] >= 1:
-        # One row and one slot: a slice update, selected against what is there, is in place on every backend.
-        at = jnp.minimum(start[0], buffer.shape[2] - 1)
-        keep = (count[0] > 0) & (start[0] < buffer.shape[2])
-        old = lax.dynamic_slice_in_dim(buffer, at, 1, axis=2)
-        return lax.dynamic_update_slice_in_dim(buffer, jnp.where(keep, new.astype(buffer.dtype), old), at, axis=2)
-    i = jnp.arange(length)[None]
+    count = jnp.minimum(count, new.shape[2])
+    if new.shape[0] == new.shape[2] == 1:
+        # XLA turns a scatter of one token into a slice update, fuses that into the attention that reads the buffer,
+        # and then copies the buffer (temp bytes of a decode step: 5 times the key cache). A second token, always
+        # dropped, keeps it a scatter.
+        new = jnp.concatenate([new, new], axis=2)
+    i = jnp.arange(new.shape[2])[None]
     slot = jnp.where(i < count[:, None], start[:, None] + i, buffer.shape[2])
-    row = jnp.arange(rows)[:, None]
-    return buffer.at[row, :, slot].set(jnp.moveaxis(new, 2, 1).astype(buffer.dtype), mode="drop", unique_indices=False)
+    row = jnp.arange(new.shape[0])[:, None]
+    return buffer.at[row, :, slot].set(jnp.moveaxis(new, 2, 1).astype(buffer.dtype), mode="drop")
 
 
 def take_rows(tokens: Array, index: Array) -> Array:

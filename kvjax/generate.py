@@ -1,0 +1,614 @@
+"""Decoding: prefill a prompt in chunks, then one loop on the device that stops when all rows have ended.
+
+A model is any callable pytree that maps tokens and a cache to logits and a cache; `Model` states the protocol, and
+kvjax.models.Decoder satisfies it. The cache decides what is kept and attended to; nothing here knows which.
+
+One convention carries everything: **every emitted token, the stop token too, is fed to the model.** The cache that
+comes back therefore holds the prompt and all that was emitted, and the logits that come with it are those of the
+next token. So a conversation goes on by `generate(model, result.cache, next_prompt, ...)`, a run that ended for
+length goes on by `decode(model, result.cache, result.logits, ...)`, and a row that `kvjax.insert` puts into a
+running batch goes on with the others.
+
+Programs compile once a shape. The shapes are few: prompts are cut into chunks of one size, rounded up to one of
+four sizes an octave, and the loop takes the number of new tokens as data within a buffer of a power of two.
+Caches are donated: after a call the cache that was passed in is gone, and the returned one takes its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from kvjax.hook import Cache, check
+from kvjax.sample import Sampling, row_keys, sample
+from kvjax.spec import require_int
+
+PAD = -1  # what follows the last token of a row; no token id, so that it cannot be mistaken for one
+SMALLEST_CHUNK = 16  # more than 1, for a chunk of one token would be a decode step
+CPU_CHUNK = 512
+GPU_CHUNK = 32768  # tokens of all rows together: cuDNN attention holds no T x T array, so only activations grow
+
+
+class Model(Protocol):
+    """What decoding asks of a model: a pytree that jit takes as an argument, and can call.
+
+    Optional attributes: `max_positions`, and `config` with `vocab_size` and `max_position_embeddings`. They let a
+    request that cannot work fail before it starts.
+    """
+
+    def __call__(self, tokens: Array, cache: Cache, **settings: Any) -> Any:
+        """(logits, cache), or (logits, cache, infos) with info=True.
+
+        tokens i32[B, T] · lengths i32[B]: real tokens of this right-padded chunk · active bool[B]: rows that take
+        this token · last=True: logits f32[B, V] of each row's last real token · fresh=True: the cache is empty ·
+        info=True: one Info a layer, with `attended` i32[B, K].
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What `generate` and `decode` return. Token arrays lie on the host."""
+
+    tokens: np.ndarray  # i32[B, max_new_tokens], each row's new tokens, then PAD
+    lengths: np.ndarray  # i32[B] new tokens of each row, a stop token included
+    cache: Cache  # holds the prompt and all new tokens
+    logits: Array  # f32[B, V] of the token after the last of each row
+    attended: np.ndarray | None = None  # f32[L] tokens attended a step and kv head, mean; None if not measured
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The new tokens of each row without padding."""
+        return [row[:n].tolist() for row, n in zip(self.tokens, self.lengths, strict=True)]
+
+
+def prefill(
+    model: Model,
+    cache: Cache,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
+    *,
+    chunk: int | None = None,
+    fresh: bool | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[Array, Cache]:
+    """Stores a right-padded prompt i32[B, T] and returns the logits f32[B, V] of each row's last real token.
+
+    Works through the prompt by chunks of at most `chunk` tokens (None: 512 on CPU; on GPU 32768, counted over all
+    rows), so it holds neither a T x T array nor the logits of every token. A row of length 0 stores nothing, and
+    its logits mean nothing. `fresh` promises that the cache is empty; None finds out, and is False under a trace.
+    `progress` is called with the number of columns done after each chunk, which waits for the chunk.
+    """
+    # On the host where they can be: slices of a prompt are then no programs of their own.
+    prompt: Any = tokens if isinstance(tokens, jax.core.Tracer) else np.asarray(tokens)
+    if prompt.ndim != 2 or prompt.shape[0] != cache.spec.batch or prompt.shape[1] == 0:
+        raise ValueError(
+            f"tokens must be [B={cache.spec.batch}, T >= 1] for this cache, got shape {list(prompt.shape)}"
+        )
+    B, T = prompt.shape
+    if not np.issubdtype(prompt.dtype, np.integer):
+        raise ValueError(f"tokens must be integers, got {prompt.dtype}")
+    count: Any = np.full((B,), T) if lengths is None else lengths
+    count = count if isinstance(count, jax.core.Tracer) else np.asarray(count)
+    if count.shape != (B,) or not np.issubdtype(count.dtype, np.integer):
+        raise ValueError(
+            f"lengths must be integers [B={B}], one for each row of tokens, got {count.dtype}{list(count.shape)}"
+        )
+    if fresh is None:
+        held = cache.length
+        fresh = not isinstance(held, jax.core.Tracer) and not np.any(np.asarray(held))
+
+    size = chunk_size(T, chunk, rows=B)
+    pad = jnp.pad if isinstance(prompt, jax.core.Tracer) else np.pad
+    prompt = pad(prompt.astype(np.int32), ((0, 0), (0, -T % size)))
+    logits: Array | None = None
+    for start in range(0, T, size):
+        real = (count - start).clip(0, size).astype(np.int32)
+        new, cache = _prefill_chunk(model, cache, prompt[:, start : start + size], real, fresh=fresh and start == 0)
+        # A row of which this chunk holds the last token has it here; a row that ended before keeps what it has.
+        logits = new if logits is None else _keep_rows(real > 0, new, logits)
+        if progress is not None:
+            jax.block_until_ready(logits)
+            progress(min(start + size, T))
+    assert logits is not None
+    return logits, cache
+
+
+def chunk_size(tokens: int, chunk: int | None = None, *, rows: int = 1) -> int:
+    """The size of all chunks of a prompt of `tokens`: the chunks are as even as few shapes allow.
+
+    >>> [chunk_size(t, 512) for t in (1, 100, 300, 512, 513, 5000)]
+    [16, 128, 512, 512, 512, 512]
+    >>> [chunk_size(t, 32768) for t in (1100, 9000, 32768, 33000)]
+    [1280, 10240, 32768, 20480]
+    """
+    if chunk is None:
+        chunk = CPU_CHUNK if jax.default_backend() == "cpu" else max(CPU_CHUNK, GPU_CHUNK // rows)
+    chunk = require_int("chunk", chunk, at_least=2)
+    even = -(-tokens // -(-tokens // chunk))
+    return min(chunk, _round_up(even))
+
+
+def _round_up(size: int) -> int:
+    """A power of two up to 1024, then a multiple of a quarter of one: at most 25 % more than `size`."""
+    power = max(SMALLEST_CHUNK, 1 << (size - 1).bit_length())
+    step = power if power <= 1024 else power // 8
+    return -(-size // step) * step
+
+
+@partial(jax.jit, static_argnames="fresh", donate_argnames="cache")
+def _prefill_chunk(model: Model, cache: Cache, tokens: Array, lengths: Array, *, fresh: bool) -> tuple[Array, Cache]:
+    return model(tokens, cache, lengths=lengths, last=True, fresh=fresh)
+
+
+@jax.jit
+def _keep_rows(rows: Array, new: Array, old: Array) -> Array:
+    return jnp.where(rows[:, None], new, old)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def decode_step(model: Model, cache: Cache, token: Array, active: Array | None = None) -> tuple[Array, Cache]:
+    """Feeds one token i32[B] a row and returns the logits f32[B, V] of the next.
+
+    Rows where `active` bool[B] is false store nothing; their logits mean nothing. The cache is donated.
+    """
+    if jnp.ndim(token) != 1:
+        raise ValueError(f"token must be [B={cache.spec.batch}], one for each row, got {list(token.shape)}")
+    return model(token[:, None], cache, active=active, last=True)
+
+
+class _Loop(NamedTuple):
+    step: Array  # i32[] tokens emitted by this call
+    cache: Cache
+    logits: Array  # f32[B, V]
+    tokens: Array  # i32[B, room]
+    active: Array  # bool[B] rows that have not ended
+    attended: Array  # f32[L] running mean over the decode steps of active rows; [0] if not measured
+    counted: Array  # f32[] row steps in that mean
+
+
+@partial(jax.jit, static_argnames=("room", "measure"), donate_argnames="cache")
+def _decode_loop(
+    model: Model,
+    cache: Cache,
+    logits: Array,
+    active: Array,
+    mean: tuple[Array, Array],
+    keys: Array | None,
+    first: Array,
+    limit: Array,
+    sampling: Sampling,
+    stop: Array,
+    *,
+    room: int,
+    measure: bool,
+) -> _Loop:
+    """Emits up to `limit` <= `room` tokens a row. `first` counts the tokens that earlier calls of this run emitted."""
+
+    def more(s: _Loop) -> Array:
+        return (s.step < limit) & jnp.any(s.active)
+
+    def emit(s: _Loop) -> _Loop:
+        now = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, first + s.step)
+        token = sample(s.logits, now, sampling)
+        tokens = lax.dynamic_update_index_in_dim(s.tokens, jnp.where(s.active, token, PAD), s.step, axis=1)
+        fed = jnp.where(s.active, token, 0)[:, None]
+        attended, counted = s.attended, s.counted
+        if measure:
+            new, cache, infos = model(fed, s.cache, active=s.active, last=True, info=True)
+            seen = jnp.stack([info.attended.astype(jnp.float32).mean(axis=-1) for info in infos])  # [L, B]
+            rows = jnp.sum(s.active).astype(jnp.float32)
+            counted = counted + rows
+            # A running mean, for a sum of long contexts over many steps would outgrow f32.
+            total = jnp.sum(jnp.where(s.active[None], seen, 0.0), axis=-1)
+            attended = attended + (total - attended * rows) / jnp.maximum(counted, 1.0)
+        else:
+            new, cache = model(fed, s.cache, active=s.active, last=True)
+        return _Loop(
+            step=s.step + 1,
+            cache=cache,
+            logits=jnp.where(s.active[:, None], new, s.logits),
+            tokens=tokens,
+            active=s.active & ~jnp.any(token[:, None] == stop[None], axis=-1),
+            attended=attended,
+            counted=counted,
+        )
+
+    tokens = jnp.full((logits.shape[0], room), PAD, jnp.int32)
+    zero = jnp.zeros((), jnp.int32)
+    return lax.while_loop(more, emit, _Loop(zero, cache, logits, tokens, active, *mean))
+
+
+def generate(
+    model: Model,
+    cache: Cache,
+    prompt: ArrayLike | Sequence[Sequence[int]],
+    lengths: ArrayLike | None = None,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    key: Array | None = None,
+    stop_tokens: int | Iterable[int] = (),
+    chunk: int | None = None,
+    measure: bool = False,
+) -> Generation:
+    """Continues each row of the prompt until it emits a stop token or `max_new_tokens`.
+
+    `prompt` is one sequence of token ids a row, of any lengths, or a right-padded i32[B, T] with `lengths` i32[B].
+    It is appended to what the cache holds already, so a conversation goes on from the cache of its last turn.
+    `key` is one key, of which each row folds in its number, or B keys; token i of a row draws with `fold_in(row's
+    key, i)`, so pass a new key for each turn. `measure` fills in `attended`. What cannot fit is an error before any
+    work: see `check_request`.
+    """
+    tokens, lengths = pad_prompt(prompt, lengths, rows=cache.spec.batch)
+    stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
+    keys = None if sampling.greedy else row_keys(key, cache.spec.batch)
+    logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk)
+    return _decode_all(model, cache, logits, max_new_tokens, sampling, keys, stop, measure=measure)
+
+
+def decode(
+    model: Model,
+    cache: Cache,
+    logits: Array,
+    *,
+    max_new_tokens: int,
+    active: ArrayLike | None = None,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    key: Array | None = None,
+    stop_tokens: int | Iterable[int] = (),
+    measure: bool = False,
+) -> Generation:
+    """`generate` from the logits f32[B, V] of the next token, as prefill and Generation give them.
+
+    Rows where `active` bool[B] is false emit nothing, as the empty rows of a server's batch.
+    """
+    B = cache.spec.batch
+    if logits.ndim != 2 or logits.shape[0] != B:
+        raise ValueError(f"logits must be [B={B}, V] for this cache, got shape {list(logits.shape)}")
+    rows = np.ones((B,), bool) if active is None else np.asarray(active)
+    if rows.shape != (B,) or rows.dtype != bool:
+        raise ValueError(f"active must be bool[B={B}], got {rows.dtype}{list(rows.shape)}")
+    stop = check_request(
+        model, cache, None, np.where(rows, 0, -1), max_new_tokens=max_new_tokens, stop_tokens=stop_tokens
+    )
+    keys = None if sampling.greedy else row_keys(key, B)
+    return _decode_all(model, cache, logits, max_new_tokens, sampling, keys, stop, active=rows, measure=measure)
+
+
+def _decode_all(
+    model: Model,
+    cache: Cache,
+    logits: Array,
+    max_new_tokens: int,
+    sampling: Sampling,
+    keys: Array | None,
+    stop: np.ndarray,
+    *,
+    active: np.ndarray | None = None,
+    measure: bool,
+) -> Generation:
+    run = Stream(model, cache, logits, max_new_tokens, sampling, keys, stop, active=active, measure=measure)
+    found = run.advance(max_new_tokens)
+    tokens = np.full((len(found), max_new_tokens), PAD, np.int32)
+    tokens[:, : found.shape[1]] = found
+    check(run.cache)
+    lengths = np.array([len(row) for row in run.rows], np.int32)
+    return Generation(tokens, lengths, run.cache, run.logits, run.attended)
+
+
+def stream(
+    model: Model,
+    cache: Cache,
+    prompt: ArrayLike | Sequence[Sequence[int]],
+    lengths: ArrayLike | None = None,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    key: Array | None = None,
+    stop_tokens: int | Iterable[int] = (),
+    chunk: int | None = None,
+    measure: bool = False,
+    tokenizer: Any = None,
+    block: int = 1,
+    progress: Callable[[int], None] | None = None,
+) -> Stream:
+    """`generate` as an iterator over what comes: the same tokens, in pieces of up to `block` tokens a row.
+
+    Yields i32[B, n <= block] on the host, with PAD where a row has ended; or, with a `tokenizer` and one row, pieces
+    of text that never cut a character. The prompt is checked and prefilled by this call, so errors come before the
+    first piece. The host waits for the device once a block; a larger block is faster and less smooth.
+    """
+    block = require_int("block", block, at_least=1)
+    tokens, lengths = pad_prompt(prompt, lengths, rows=cache.spec.batch)
+    if tokenizer is not None and cache.spec.batch != 1:
+        raise ValueError(
+            f"text streams one row at a time, but the cache has B={cache.spec.batch}; "
+            "leave out the tokenizer to stream token ids of all rows"
+        )
+    stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
+    keys = None if sampling.greedy else row_keys(key, cache.spec.batch)
+    logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk, progress=progress)
+    return Stream(
+        model,
+        cache,
+        logits,
+        max_new_tokens,
+        sampling,
+        keys,
+        stop,
+        measure=measure,
+        block=block,
+        text=None if tokenizer is None else Detokenizer(tokenizer),
+    )
+
+
+class Stream(Iterator[Any]):
+    """A run in progress, made by `stream`. Iterating advances it; between steps everything about it can be read.
+
+    A step donates the cache, so hold on to `run.cache` only when you go on from there.
+    """
+
+    cache: Cache  # holds the prompt and all tokens emitted so far
+    logits: Array  # f32[B, V] of the token after these
+    rows: list[list[int]]  # the new tokens of each row so far
+
+    def __init__(
+        self,
+        model: Model,
+        cache: Cache,
+        logits: Array,
+        max_new_tokens: int,
+        sampling: Sampling,
+        keys: Array | None,
+        stop: np.ndarray,
+        *,
+        active: np.ndarray | None = None,
+        measure: bool = False,
+        block: int = 1,
+        text: Detokenizer | None = None,
+    ) -> None:
+        batch = cache.spec.batch
+        self.cache, self.logits = cache, logits
+        self.rows = [[] for _ in range(batch)]
+        self._model, self._sampling, self._keys, self._stop = model, sampling, keys, stop
+        self._left, self._step = max_new_tokens, 0
+        self._active: Any = np.ones((batch,), bool) if active is None else active
+        self._measure, self._block, self._text = measure, min(block, max_new_tokens), text
+        self._mean: Any = (
+            np.zeros((len(cache.layers) if measure else 0,), np.float32),
+            np.zeros((), np.float32),
+        )
+
+    @property
+    def attended(self) -> np.ndarray | None:
+        """f32[L] tokens attended a step and kv head, mean over the steps so far; None if not measured."""
+        return np.asarray(self._mean[0]) if self._measure else None
+
+    def advance(self, steps: int) -> np.ndarray:
+        """Emits up to `steps` tokens a row and returns them, i32[B, n]; n is 0 when all rows have ended."""
+        limit = min(steps, self._left)
+        if limit < 1 or not np.any(self._active):
+            return np.zeros((len(self.rows), 0), np.int32)
+        room = max(SMALLEST_CHUNK, 1 << (steps - 1).bit_length())  # by steps: the last, shorter block fits too
+        done = _decode_loop(
+            self._model,
+            self.cache,
+            self.logits,
+            self._active,
+            self._mean,
+            self._keys,
+            np.int32(self._step),
+            np.int32(limit),
+            self._sampling,
+            self._stop,
+            room=room,
+            measure=self._measure,
+        )
+        self.cache, self.logits, self._mean = done.cache, done.logits, (done.attended, done.counted)
+        tokens, count, self._active = jax.device_get((done.tokens, done.step, done.active))
+        self._step += int(count)
+        self._left -= int(count)
+        tokens = tokens[:, : int(count)]
+        for row, new in zip(self.rows, tokens, strict=True):
+            row.extend(new[new != PAD].tolist())
+        return tokens
+
+    def __next__(self) -> Any:
+        while True:
+            tokens = self.advance(self._block)
+            if self._text is None:
+                if tokens.shape[1] == 0:
+                    raise StopIteration
+                return tokens
+            piece = self._text.push(tokens[0][tokens[0] != PAD].tolist())
+            if tokens.shape[1] == 0:
+                piece += self._text.finish()
+                if not piece:
+                    raise StopIteration
+            if piece:
+                return piece
+
+
+class Detokenizer:
+    """Text of a growing list of token ids, in pieces that never cut a character; pieces join to the whole text.
+
+    A tokenizer may spell one character by several tokens, and may strip or add a space by what precedes a token.
+    So each piece is the difference of two decodings, of the last piece's tokens with and without the new ones, and
+    is held back while it ends in U+FFFD, the mark of bytes that are no character yet.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._settings: dict[str, Any] = {"skip_special_tokens": True}
+        if hasattr(tokenizer, "clean_up_tokenization_spaces"):
+            self._settings["clean_up_tokenization_spaces"] = False  # it edits text that has been given out
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._before = 0  # ids [before, given) made the last piece
+        self._given = 0  # ids [0, given) have been given out
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that is certain with these ids, perhaps none."""
+        self._ids.extend(ids)
+        return self._take(hold=True)
+
+    def finish(self) -> str:
+        """The rest, unfinished characters as U+FFFD."""
+        return self._take(hold=False)
+
+    def _take(self, *, hold: bool) -> str:
+        known = self._decode(self._ids[self._before : self._given])
+        text = self._decode(self._ids[self._before :])
+        if len(text) <= len(known) or (hold and text.endswith("�")):
+            return ""
+        self._before, self._given = self._given, len(self._ids)
+        return text[len(known) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, **self._settings) if ids else ""
+
+
+def warm_up(
+    model: Model,
+    cache: Cache,
+    prompt_tokens: int,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    stop_tokens: int | Iterable[int] = (),
+    chunk: int | None = None,
+    measure: bool = False,
+    block: int | None = None,
+) -> None:
+    """Compiles all that `generate` (or `stream`, with `block`) will run on a prompt of that length.
+
+    Runs two chunks that hold one token, and one decode step. Consumes `cache`, which must be empty: make another.
+    """
+    B = cache.spec.batch
+    size = chunk_size(prompt_tokens, chunk, rows=B)
+    tokens = np.zeros((B, min(prompt_tokens, 2 * size)), np.int32)
+    logits, cache = prefill(model, cache, tokens, np.ones((B,), np.int32), chunk=size)
+    keys = None if sampling.greedy else row_keys(jax.random.key(0), B)
+    steps = max_new_tokens if block is None else min(block, max_new_tokens)
+    run = Stream(model, cache, logits, 1, sampling, keys, stop_array(stop_tokens), measure=measure)
+    run.advance(steps)
+    jax.block_until_ready(run.logits)
+
+
+def pad_prompt(
+    prompt: ArrayLike | Sequence[Sequence[int]], lengths: ArrayLike | None = None, *, rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The prompt as right-padded i32[B, T] and lengths i32[B], or an error that says what is wrong with it.
+
+    >>> pad_prompt([[5, 6, 7], [8]], rows=2)
+    (array([[5, 6, 7],
+           [8, 0, 0]], dtype=int32), array([3, 1], dtype=int32))
+    """
+    if isinstance(prompt, list | tuple):
+        if lengths is not None:
+            raise ValueError("lengths belong to a padded array; a list of rows has its own lengths")
+        parts = [np.asarray(row) for row in prompt]
+        if any(part.ndim != 1 for part in parts):
+            raise ValueError("prompt must be a list of rows, each a list of token ids; for one row write [tokens]")
+        bad = [part.dtype for part in parts if part.size and not np.issubdtype(part.dtype, np.integer)]
+        if bad:
+            raise ValueError(f"prompt must hold integer token ids, got {bad[0]}")
+        counts = np.array([part.size for part in parts], np.int32)
+        tokens = np.zeros((len(parts), max([1, *counts])), np.int64)
+        for row, part in zip(tokens, parts, strict=True):
+            row[: part.size] = part
+    else:
+        tokens = np.asarray(prompt)
+        if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(f"prompt must be integers [B, T], got {tokens.dtype}{list(tokens.shape)}")
+        counts = np.full((len(tokens),), tokens.shape[1], np.int32) if lengths is None else np.asarray(lengths)
+        if counts.shape != (len(tokens),) or np.any(counts > tokens.shape[1]):
+            raise ValueError(f"lengths must be [B={len(tokens)}] of at most T={tokens.shape[1]}, got {counts.tolist()}")
+    if len(tokens) != rows:
+        raise ValueError(f"prompt has {len(tokens)} rows but the cache has B={rows}")
+    for row in np.flatnonzero(counts < 1):
+        raise ValueError(f"row {row} of the prompt is empty; each row needs at least one token")
+    wild = tokens[(np.arange(tokens.shape[1]) < counts[:, None]) & ((tokens < 0) | (tokens > 2**31 - 1))]
+    if wild.size:
+        raise ValueError(f"prompt has the token id {wild[0]}, which no vocabulary has")
+    return tokens.astype(np.int32), counts.astype(np.int32)
+
+
+def check_request(
+    model: Model,
+    cache: Cache,
+    tokens: np.ndarray | None,
+    lengths: np.ndarray,
+    *,
+    max_new_tokens: int,
+    stop_tokens: int | Iterable[int] = (),
+) -> np.ndarray:
+    """Raises ValueError for a request that cannot be served, and returns the stop tokens i32[n].
+
+    Every prompt and its new tokens must fit in the cache, and in the model's positions where it tells them; token
+    ids must be in its vocabulary where it tells that. Rows of length -1 do not take part.
+    """
+    require_int("max_new_tokens", max_new_tokens, at_least=1)
+    stop = stop_array(stop_tokens)
+    vocabulary = vocabulary_size(model)
+    if vocabulary is not None:
+        real = stop if tokens is None else tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
+        for what, ids in (("prompt", real), ("stop_tokens", stop)):
+            high = np.max(ids, initial=0)
+            if high >= vocabulary:
+                raise ValueError(f"{what} has the token id {high}, but the model's vocabulary is {vocabulary}")
+    held = np.asarray(cache.length)
+    capacity, positions = cache.spec.capacity, max_positions(model)
+    for row in np.flatnonzero(lengths >= 0):
+        check_fit(int(held[row]), int(lengths[row]), max_new_tokens, capacity, positions, where=f"row {row}: ")
+    return stop
+
+
+def check_fit(
+    held: int, prompt: int, new: int, capacity: int | None, positions: int | None, *, where: str = ""
+) -> None:
+    """Raises unless `held` + `prompt` + `new` tokens fit in the cache and in the model's positions.
+
+    >>> check_fit(0, 100, 50, None, 128)
+    Traceback (most recent call last):
+        ...
+    ValueError: 100 prompt + 50 new tokens do not fit in the model's 128 positions; ask for at most 28 new tokens
+    """
+    total = held + prompt + new
+    limits = ((positions, "the model's {} positions"), (capacity, "the cache's capacity of {} tokens"))
+    for limit, name in limits:
+        if limit is not None and total > limit:
+            room = limit - held - prompt
+            cure = (
+                f"ask for at most {room} new tokens" if room > 0 else f"shorten the prompt by {1 - room} tokens or more"
+            )
+            counts = (f"{held} held + " if held else "") + (f"{prompt} prompt + " if prompt else "")
+            raise ValueError(
+                f"{where}{counts}{new} new tokens do not fit in {name.format(limit)}; {cure}"
+                + (f", or make the cache with capacity={total}" if limit == capacity else "")
+            )
+
+
+def max_positions(model: Any) -> int | None:
+    """Positions that the model knows: its `max_positions`, else its config's `max_position_embeddings`."""
+    if hasattr(model, "max_positions"):
+        return model.max_positions
+    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
+
+
+def vocabulary_size(model: Any) -> int | None:
+    """The model's `config.vocab_size`, if it tells."""
+    return getattr(getattr(model, "config", None), "vocab_size", None)
+
+
+def stop_array(stop_tokens: int | Iterable[int]) -> np.ndarray:
+    """i32[n] of one stop token or several."""
+    ids = [stop_tokens] if isinstance(stop_tokens, int | np.integer) else list(stop_tokens)
+    return np.array([require_int("stop_tokens", i, at_least=0) for i in ids], np.int32)

@@ -1,0 +1,325 @@
+"""The command line, in process, on a random checkpoint in Hugging Face format that the test writes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from kvjax.cli import main
+
+VOCAB, LAYERS, WIDTH, N, K, D, POSITIONS = 258, 3, 32, 4, 2, 8, 512
+BOS, EOS = 256, 257
+TEXT = "Call me Ishmael — some years ago. " * 4
+
+
+def config(**changes):
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": N,
+        "num_key_value_heads": K,
+        "head_dim": D,
+        "hidden_act": "silu",
+        "max_position_embeddings": POSITIONS,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        **changes,
+    }
+
+
+def weights():
+    rng = np.random.default_rng(0)
+
+    def matrix(rows, columns):
+        return rng.normal(size=(rows, columns)).astype(np.float32) * columns**-0.5
+
+    found = {"model.embed_tokens.weight": matrix(VOCAB, WIDTH), "model.norm.weight": np.ones(WIDTH, np.float32)}
+    for i in range(LAYERS):
+        parts = {
+            "self_attn.q_proj": matrix(N * D, WIDTH) * 3,
+            "self_attn.k_proj": matrix(K * D, WIDTH) * 3,
+            "self_attn.v_proj": matrix(K * D, WIDTH),
+            "self_attn.o_proj": matrix(WIDTH, N * D),
+            "mlp.gate_proj": matrix(48, WIDTH),
+            "mlp.up_proj": matrix(48, WIDTH),
+            "mlp.down_proj": matrix(WIDTH, 48),
+            "input_layernorm": np.ones(WIDTH, np.float32),
+            "post_attention_layernorm": np.ones(WIDTH, np.float32),
+        }
+        found |= {f"model.layers.{i}.{name}.weight": value for name, value in parts.items()}
+    return found
+
+
+def write_checkpoint(directory, **changes):
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config(**changes)))
+    save_file(weights(), directory / "model.safetensors", metadata={"format": "pt"})
+    # Bytes as byte-level BPE spells them, without merges: one token a byte.
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": "<s>",
+                "eos_token": "</s>",
+                "chat_template": "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[reply]",
+            }
+        )
+    )
+    return directory
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def kvjax(capsys):
+    """Runs the command by its entry point and returns (exit code, stdout, stderr)."""
+
+    def run(*args):
+        code = main([str(arg) for arg in args])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def run_json(kvjax, checkpoint):
+    def run(*args):
+        code, out, err = kvjax("generate", checkpoint, *args, "--json")
+        assert (code, err) == (0, "")
+        assert out.count("\n") == 1
+        return json.loads(out)
+
+    return run
+
+
+# ----------------------------------------------------------------------------------------- what it says
+
+
+def test_json_reports_what_a_run_did(run_json):
+    report = run_json("--prompt", TEXT, "--max-new-tokens", 20, "--cache", "fier", "--budget", 16)
+    n, new = len(TEXT.encode()), len(report["token_ids"])
+    assert report["prompt_tokens"] == n
+    assert 1 <= new <= 20
+    assert report["prefill_tokens_per_second"] > 0
+    assert report["decode_tokens_per_second"] > 0
+    assert report["cache_bytes_device"] > 2 * LAYERS * K * D * 4 * n
+    assert report["cache_bytes_host"] == 0
+    dense = n + (new + 1) / 2  # a step sees its own token too
+    np.testing.assert_allclose(report["attended_tokens_by_layer"], [dense, dense, 16], rtol=1e-5)
+    np.testing.assert_allclose(report["attended_tokens_per_step"], (2 * dense + 16) / 3, rtol=1e-5)
+    assert (report["cache"], report["budget"], report["backend"], report["dtype"]) == ("fier", 16, "cpu", "float32")
+
+
+def test_json_text_is_the_decoded_new_tokens_and_equals_the_streamed_text(run_json, kvjax, checkpoint):
+    from transformers import AutoTokenizer
+
+    args = ("--prompt", TEXT, "--max-new-tokens", 20)
+    report = run_json(*args)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    assert report["text"] == tokenizer.decode(report["token_ids"], skip_special_tokens=True)
+    code, out, err = kvjax("generate", checkpoint, *args)
+    assert code == 0
+    assert out == report["text"] + "\n"
+    assert err.count("\n") == 1
+    assert f"{len(TEXT.encode())} prompt tokens" in err
+    assert (report["cache"], report["budget"]) == ("full", None)
+
+
+def test_prompt_file_drops_one_newline_at_its_end(run_json, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text(TEXT + "\n", encoding="utf-8")
+    args = ("--max-new-tokens", 5)
+    assert run_json("--prompt-file", file, *args)["token_ids"] == run_json("--prompt", TEXT, *args)["token_ids"]
+
+
+def test_draws_follow_the_seed(run_json):
+    def run(*more):
+        return run_json("--prompt", "abc", "--max-new-tokens", 16, *more)["token_ids"]
+
+    warm = ("--temperature", 1, "--top-k", 200, "--top-p", 0.9, "--min-p", 0.001)
+    assert run(*warm, "--seed", 1) == run(*warm, "--seed", 1)
+    assert run(*warm, "--seed", 1) != run(*warm, "--seed", 2)
+    assert run("--temperature", 1, "--top-k", 1, "--top-p", 0.9, "--min-p", 0.001) == run()
+
+
+def test_chat_wraps_the_prompt_in_the_template(run_json):
+    plain = run_json("--prompt", "[user]hello[reply]", "--max-new-tokens", 4)
+    assert run_json("--prompt", "hello", "--chat", "--max-new-tokens", 4)["token_ids"] == plain["token_ids"]
+
+
+def test_new_tokens_default_to_what_the_positions_leave(run_json):
+    report = run_json("--prompt", "x" * (POSITIONS - 3))
+    assert 1 <= len(report["token_ids"]) <= 3
+
+
+def test_methods_lists_every_preset(kvjax):
+    from kvjax.presets import REGISTRY
+
+    code, out, err = kvjax("methods")
+    assert (code, err) == (0, "")
+    for preset in REGISTRY.values():
+        row = next(line for line in out.splitlines() if f" {preset.name} " in line)
+        assert preset.keeps in row
+        assert preset.paper in row
+    assert "4,096" in out  # Llama-3.1-8B: 2 * 8 heads * 128 * 2 bytes
+    assert "Llama-3.1-8B" in out
+
+
+def test_help_names_the_commands(kvjax):
+    code, out, _ = kvjax("--help")
+    assert code == 0
+    assert "generate" in out
+    assert "methods" in out
+    assert kvjax()[0] == 0
+
+
+def test_the_command_runs_alone_and_writes_nothing_but_its_answer(checkpoint):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("TRANSFORMERS", "TF_CPP"))}
+    command = [sys.executable, "-m", "kvjax.cli", "generate", checkpoint, "--prompt", "abc", "--json"]
+    done = subprocess.run([*command, "--max-new-tokens", "2"], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert len(json.loads(done.stdout)["token_ids"]) <= 2
+
+
+# ----------------------------------------------------------------------------------------- what it refuses
+
+
+def assert_one_line(result, message, code=1):
+    assert result[0] == code, result
+    assert result[1] == ""
+    assert result[2].startswith("error: "), result[2]
+    assert result[2].count("\n") == 1, result[2]
+    assert message in result[2]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "give one of --prompt TEXT and --prompt-file FILE"),
+        (("--prompt", "a", "--prompt-file", "b"), "give only one of --prompt TEXT and --prompt-file FILE"),
+        (("--prompt", ""), "the prompt is empty"),
+        (("--prompt-file", "/nowhere/p.txt"), "--prompt-file /nowhere/p.txt: there is no such file"),
+        (("--prompt", "a", "--cache", "fire"), "unknown cache 'fire'; did you mean 'fier'?"),
+        (("--prompt", "a", "--budget", 64), "the cache 'full' has no budget; leave it out, or use one of fier"),
+        (("--prompt", "a", "--cache", "fier", "--budget", 0), "budget=...) must be at least 1, got 0"),
+        (("--prompt", "a", "--cache", "fier", "--budget", -5), "must be at least 1, got -5"),
+        (("--prompt", "a", "--temperature", "nan"), "temperature must be a finite number of at least 0, got nan"),
+        (("--prompt", "a", "--temperature", -1), "temperature must be a finite number"),
+        (("--prompt", "a", "--top-k", 0), "top_k must be at least 1"),
+        (("--prompt", "a", "--top-p", 1.5), "top_p must be in (0, 1]"),
+        (("--prompt", "a", "--min-p", "nan"), "min_p must be in [0, 1)"),
+        (("--prompt", "a", "--dtype", "int8"), "a cache cannot hold dtype int8; use one of bfloat16"),
+        (("--prompt", "a", "--dtype", "floaty"), "a cache cannot hold dtype 'floaty'"),
+        (("--prompt", "a", "--seed", 2**32), "--seed must be in [0, 2**32), got 4294967296"),
+        (("--prompt", "a", "--max-new-tokens", 0), "--max-new-tokens must be at least 1, got 0"),
+        (("--prompt", "a" * 512), "512 prompt + 1 new tokens do not fit in the model's 512 positions"),
+        (("--prompt", "a" * 500, "--max-new-tokens", 20), "ask for at most 12 new tokens"),
+    ],
+    ids=lambda value: " ".join(map(str, value))[:60] if isinstance(value, tuple) else None,
+)
+def test_bad_options_are_one_line(kvjax, checkpoint, args, message):
+    assert_one_line(kvjax("generate", checkpoint, *args), message)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("generate", "--prompt"), "--prompt"),
+        (("generate", "--promt", "x"), "--promt"),
+        (("generate", "--budget", "many"), "--budget"),
+        (("nothing",), "nothing"),
+    ],
+    ids=str,
+)
+def test_bad_usage_is_one_line(kvjax, args, message):
+    assert_one_line(kvjax(*args), message, code=2)
+
+
+def test_a_prompt_file_that_is_not_utf8_is_named_with_the_byte(kvjax, checkpoint, tmp_path):
+    file = tmp_path / "latin.txt"
+    file.write_bytes("né".encode("latin-1"))
+    assert_one_line(kvjax("generate", checkpoint, "--prompt-file", file), "is not UTF-8: byte 0xe9 at 1")
+
+
+def test_a_prompt_file_without_text_is_empty(kvjax, checkpoint, tmp_path):
+    file = tmp_path / "empty.txt"
+    file.write_text("\n")
+    assert_one_line(kvjax("generate", checkpoint, "--prompt-file", file), "the prompt is empty")
+
+
+def test_a_directory_that_is_no_checkpoint_is_refused(kvjax, tmp_path):
+    ask = ("--prompt", "a")
+    assert_one_line(kvjax("generate", tmp_path / "none", *ask), "none is not a directory")
+    assert_one_line(kvjax("generate", tmp_path, *ask), "has no config.json")
+    (tmp_path / "config.json").write_text("{")
+    assert_one_line(kvjax("generate", tmp_path, *ask), "config.json")
+    (tmp_path / "config.json").write_text(json.dumps(config(architectures=["MambaForCausalLM"], model_type="mamba")))
+    assert_one_line(kvjax("generate", tmp_path, *ask), "amba")
+    (tmp_path / "config.json").write_text(json.dumps(config()))
+    assert_one_line(kvjax("generate", tmp_path, *ask), "tokenizer")
+
+
+def test_without_a_directory_it_says_that_no_model_ships(kvjax, monkeypatch, tmp_path):
+    monkeypatch.setattr("kvjax.cli.__file__", str(tmp_path / "cli.py"))
+    assert_one_line(kvjax("generate", "--prompt", "a"), "ships no model; pass a directory")
+
+
+def test_damaged_weights_are_one_line(kvjax, tmp_path):
+    directory = write_checkpoint(tmp_path)
+    file = directory / "model.safetensors"
+    whole = file.read_bytes()
+    ask = ("generate", directory, "--prompt", "a", "--max-new-tokens", 1)
+    for damaged in (whole[: len(whole) // 2], b"\xff" * 64, b""):
+        file.write_bytes(damaged)
+        assert_one_line(kvjax(*ask), "model.safetensors")
+    file.unlink()
+    assert_one_line(kvjax(*ask), "safetensors")
+    save_file({k: v for k, v in weights().items() if "layers.1.mlp" not in k}, file)
+    assert_one_line(kvjax(*ask), "model.layers.1.mlp.up_proj.weight")
+
+
+def test_chat_without_a_template_is_refused(kvjax, tmp_path):
+    directory = write_checkpoint(tmp_path)
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "chat_template"}))
+    assert_one_line(kvjax("generate", directory, "--prompt", "a", "--chat"), "has no chat template")
+
+
+def test_an_interrupt_leaves_no_traceback(kvjax, checkpoint, monkeypatch):
+    def interrupt(*args, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvjax.generate.warm_up", interrupt)
+    code, out, err = kvjax("generate", checkpoint, "--prompt", "a")
+    assert (code, out) == (130, "")
+    assert "Traceback" not in err
+
+
+def test_weights_are_not_read_before_what_is_cheap_is_checked(kvjax, checkpoint, monkeypatch):
+    monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
+    assert_one_line(kvjax("generate", checkpoint, "--prompt", "a" * 600), "shorten the prompt")
