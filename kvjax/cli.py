@@ -119,7 +119,8 @@ def generate(
 
     import kvjax
     from kvjax import models
-    from kvjax.generate import check_fit, stream, warm_up
+    from kvjax.generate import stream, warm_up
+    from kvjax.request import check_fit
 
     progress = _progress()
     with progress, _task(progress, "reading the prompt"):

@@ -28,8 +28,10 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from kvjax.hook import Cache, check
+from kvjax.request import check_request, pad_prompt, stop_array
 from kvjax.sample import Sampling, row_keys, sample
 from kvjax.spec import require_int
+from kvjax.text import Detokenizer
 
 PAD = -1  # what follows the last token of a row; no token id, so that it cannot be mistaken for one
 SMALLEST_CHUNK = 16  # more than 1, for a chunk of one token would be a decode step
@@ -245,7 +247,7 @@ def generate(
     It is appended to what the cache holds already, so a conversation goes on from the cache of its last turn.
     `key` is one key, of which each row folds in its number, or B keys; token i of a row draws with `fold_in(row's
     key, i)`, so pass a new key for each turn. `measure` fills in `attended`. What cannot fit is an error before any
-    work: see `check_request`.
+    work: see `kvjax.request.check_request`.
     """
     tokens, lengths = pad_prompt(prompt, lengths, rows=cache.spec.batch)
     stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
@@ -437,44 +439,6 @@ class Stream(Iterator[Any]):
                 return piece
 
 
-class Detokenizer:
-    """Text of a growing list of token ids, in pieces that never cut a character; pieces join to the whole text.
-
-    A tokenizer may spell one character by several tokens, and may strip or add a space by what precedes a token.
-    So each piece is the difference of two decodings, of the last piece's tokens with and without the new ones, and
-    is held back while it ends in U+FFFD, the mark of bytes that are no character yet.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._settings: dict[str, Any] = {"skip_special_tokens": True}
-        if hasattr(tokenizer, "clean_up_tokenization_spaces"):
-            self._settings["clean_up_tokenization_spaces"] = False  # it edits text that has been given out
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._before = 0  # ids [before, given) made the last piece
-        self._given = 0  # ids [0, given) have been given out
-
-    def push(self, ids: Sequence[int]) -> str:
-        """The text that is certain with these ids, perhaps none."""
-        self._ids.extend(ids)
-        return self._take(hold=True)
-
-    def finish(self) -> str:
-        """The rest, unfinished characters as U+FFFD."""
-        return self._take(hold=False)
-
-    def _take(self, *, hold: bool) -> str:
-        known = self._decode(self._ids[self._before : self._given])
-        text = self._decode(self._ids[self._before :])
-        if len(text) <= len(known) or (hold and text.endswith("�")):
-            return ""
-        self._before, self._given = self._given, len(self._ids)
-        return text[len(known) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, **self._settings) if ids else ""
-
-
 def warm_up(
     model: Model,
     cache: Cache,
@@ -500,115 +464,3 @@ def warm_up(
     run = Stream(model, cache, logits, 1, sampling, keys, stop_array(stop_tokens), measure=measure)
     run.advance(steps)
     jax.block_until_ready(run.logits)
-
-
-def pad_prompt(
-    prompt: ArrayLike | Sequence[Sequence[int]], lengths: ArrayLike | None = None, *, rows: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The prompt as right-padded i32[B, T] and lengths i32[B], or an error that says what is wrong with it.
-
-    >>> pad_prompt([[5, 6, 7], [8]], rows=2)
-    (array([[5, 6, 7],
-           [8, 0, 0]], dtype=int32), array([3, 1], dtype=int32))
-    """
-    if isinstance(prompt, list | tuple):
-        if lengths is not None:
-            raise ValueError("lengths belong to a padded array; a list of rows has its own lengths")
-        parts = [np.asarray(row) for row in prompt]
-        if any(part.ndim != 1 for part in parts):
-            raise ValueError("prompt must be a list of rows, each a list of token ids; for one row write [tokens]")
-        bad = [part.dtype for part in parts if part.size and not np.issubdtype(part.dtype, np.integer)]
-        if bad:
-            raise ValueError(f"prompt must hold integer token ids, got {bad[0]}")
-        counts = np.array([part.size for part in parts], np.int32)
-        tokens = np.zeros((len(parts), max([1, *counts])), np.int64)
-        for row, part in zip(tokens, parts, strict=True):
-            row[: part.size] = part
-    else:
-        tokens = np.asarray(prompt)
-        if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
-            raise ValueError(f"prompt must be integers [B, T], got {tokens.dtype}{list(tokens.shape)}")
-        counts = np.full((len(tokens),), tokens.shape[1], np.int32) if lengths is None else np.asarray(lengths)
-        if counts.shape != (len(tokens),) or np.any(counts > tokens.shape[1]):
-            raise ValueError(f"lengths must be [B={len(tokens)}] of at most T={tokens.shape[1]}, got {counts.tolist()}")
-    if len(tokens) != rows:
-        raise ValueError(f"prompt has {len(tokens)} rows but the cache has B={rows}")
-    for row in np.flatnonzero(counts < 1):
-        raise ValueError(f"row {row} of the prompt is empty; each row needs at least one token")
-    wild = tokens[(np.arange(tokens.shape[1]) < counts[:, None]) & ((tokens < 0) | (tokens > 2**31 - 1))]
-    if wild.size:
-        raise ValueError(f"prompt has the token id {wild[0]}, which no vocabulary has")
-    return tokens.astype(np.int32), counts.astype(np.int32)
-
-
-def check_request(
-    model: Model,
-    cache: Cache,
-    tokens: np.ndarray | None,
-    lengths: np.ndarray,
-    *,
-    max_new_tokens: int,
-    stop_tokens: int | Iterable[int] = (),
-) -> np.ndarray:
-    """Raises ValueError for a request that cannot be served, and returns the stop tokens i32[n].
-
-    Every prompt and its new tokens must fit in the cache, and in the model's positions where it tells them; token
-    ids must be in its vocabulary where it tells that. Rows of length -1 do not take part.
-    """
-    require_int("max_new_tokens", max_new_tokens, at_least=1)
-    stop = stop_array(stop_tokens)
-    vocabulary = vocabulary_size(model)
-    if vocabulary is not None:
-        real = stop if tokens is None else tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
-        for what, ids in (("prompt", real), ("stop_tokens", stop)):
-            high = np.max(ids, initial=0)
-            if high >= vocabulary:
-                raise ValueError(f"{what} has the token id {high}, but the model's vocabulary is {vocabulary}")
-    held = np.asarray(cache.length)
-    capacity, positions = cache.spec.capacity, max_positions(model)
-    for row in np.flatnonzero(lengths >= 0):
-        check_fit(int(held[row]), int(lengths[row]), max_new_tokens, capacity, positions, where=f"row {row}: ")
-    return stop
-
-
-def check_fit(
-    held: int, prompt: int, new: int, capacity: int | None, positions: int | None, *, where: str = ""
-) -> None:
-    """Raises unless `held` + `prompt` + `new` tokens fit in the cache and in the model's positions.
-
-    >>> check_fit(0, 100, 50, None, 128)
-    Traceback (most recent call last):
-        ...
-    ValueError: 100 prompt + 50 new tokens do not fit in the model's 128 positions; ask for at most 28 new tokens
-    """
-    total = held + prompt + new
-    limits = ((positions, "the model's {} positions"), (capacity, "the cache's capacity of {} tokens"))
-    for limit, name in limits:
-        if limit is not None and total > limit:
-            room = limit - held - prompt
-            cure = (
-                f"ask for at most {room} new tokens" if room > 0 else f"shorten the prompt by {1 - room} tokens or more"
-            )
-            counts = (f"{held} held + " if held else "") + (f"{prompt} prompt + " if prompt else "")
-            raise ValueError(
-                f"{where}{counts}{new} new tokens do not fit in {name.format(limit)}; {cure}"
-                + (f", or make the cache with capacity={total}" if limit == capacity else "")
-            )
-
-
-def max_positions(model: Any) -> int | None:
-    """Positions that the model knows: its `max_positions`, else its config's `max_position_embeddings`."""
-    if hasattr(model, "max_positions"):
-        return model.max_positions
-    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
-
-
-def vocabulary_size(model: Any) -> int | None:
-    """The model's `config.vocab_size`, if it tells."""
-    return getattr(getattr(model, "config", None), "vocab_size", None)
-
-
-def stop_array(stop_tokens: int | Iterable[int]) -> np.ndarray:
-    """i32[n] of one stop token or several."""
-    ids = [stop_tokens] if isinstance(stop_tokens, int | np.integer) else list(stop_tokens)
-    return np.array([require_int("stop_tokens", i, at_least=0) for i in ids], np.int32)
