@@ -409,7 +409,9 @@ def step_is_in_place(policy: Policy, spec: CacheSpec) -> None:
         memory: Any = compiled.memory_analysis()
         size = sum(np.prod(a.shape, dtype=np.int64) * a.dtype.itemsize for a in jax.tree.leaves(cache))
         assert memory.alias_size_in_bytes >= size, f"{memory.alias_size_in_bytes} of {size} bytes are aliased"
-        assert memory.temp_size_in_bytes <= size // 4, f"{memory.temp_size_in_bytes} temp bytes beside {size} of cache"
+        # cuBLAS takes a workspace of 32 MiB, whatever the sizes.
+        allowed = size // 4 + (32 * 2**20 if jax.default_backend() == "gpu" else 0)
+        assert memory.temp_size_in_bytes <= allowed, f"{memory.temp_size_in_bytes} temp bytes beside {size} of cache"
 
 
 def structure_is_constant(policy: Policy, spec: CacheSpec) -> None:

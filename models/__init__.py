@@ -1,0 +1,16 @@
+"""Language models in Flax NNX that decode through kvjax caches: Llama, Mistral, Qwen2, Qwen2.5 and Qwen3.
+
+>>> from kvjax import models
+>>> sorted(models.FAMILIES)
+['llama', 'mistral', 'qwen2', 'qwen3']
+"""
+
+if __name__ == "models":
+    raise ImportError("this folder is the package kvjax.models: write `import kvjax.models`, not `import models`")
+
+from . import rope
+from .config import DecoderConfig, Family, Weight
+from .decoder import Decoder
+from .weights import FAMILIES, Checkpoint, load
+
+__all__ = ["FAMILIES", "Checkpoint", "Decoder", "DecoderConfig", "Family", "Weight", "load", "rope"]

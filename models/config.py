@@ -1,0 +1,337 @@
+"""What a decoder is: its sizes and choices, and how they are read from a `config.json`.
+
+`DecoderConfig` is all that the decoder knows of its architecture; no code asks which family a model is of. A family
+is a row: the name that its configs carry, a function from their fields to a DecoderConfig, and a table of weights.
+
+Fields are read as transformers reads them (the defaults of its config classes where a field is absent, both the
+`rope_parameters` of transformers 5 and the older `rope_theta` and `rope_scaling`). A field that would change results
+and that the decoder does not implement is refused here, before any weight is read; fields that transformers ignores
+for a family are ignored here too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvjax.spec import require_int
+
+from . import rope as ropes
+from .activations import ACTIVATIONS
+from .rope import Rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The architecture of a Decoder. Static and hashable.
+
+    >>> config = DecoderConfig(
+    ...     vocab_size=100, hidden_size=64, intermediate_size=128, layers=2, q_heads=4, kv_heads=2, head_dim=16
+    ... )
+    >>> config.windows, config.max_positions
+    ((None, None), 2048)
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    max_position_embeddings: int = 2048  # that the config states; see max_positions
+    rope: Rope = field(default_factory=ropes.Default)
+    norm_eps: float = 1e-6  # of every RMSNorm
+    activation: str = "silu"
+    qkv_bias: bool = False
+    out_bias: bool = False  # of attention's output projection
+    mlp_bias: bool = False  # of gate, up and down
+    qk_norm: bool = False  # RMSNorm over each head of q and k, before RoPE
+    windows: tuple[int | None, ...] = ()  # sliding window of each layer, tokens; () for none anywhere
+    tied_head: bool = False  # logits by the embedding table
+    initializer_range: float = 0.02  # standard deviation of random weights
+
+    def __post_init__(self) -> None:
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "layers",
+            "q_heads",
+            "kv_heads",
+            "head_dim",
+        )
+        for name in (*sizes, "max_position_embeddings"):
+            require_int(f"DecoderConfig({name}=...)", getattr(self, name), at_least=1)
+        if self.q_heads % self.kv_heads:
+            raise ValueError(
+                f"DecoderConfig(q_heads={self.q_heads}, kv_heads={self.kv_heads}): kv_heads must divide q_heads"
+            )
+        least = 4 if isinstance(self.rope, ropes.Dynamic) else 2  # its exponent is D / (D - 2)
+        if self.head_dim % 2 or self.head_dim < least:
+            raise ValueError(f"DecoderConfig(head_dim={self.head_dim}): RoPE needs an even number, at least {least}")
+        if not self.norm_eps >= 0 or not self.initializer_range >= 0:
+            raise ValueError(
+                f"DecoderConfig(norm_eps={self.norm_eps}, initializer_range={self.initializer_range}): "
+                "both must be at least 0"
+            )
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation {self.activation!r} is not supported; use one of {', '.join(ACTIVATIONS)}")
+        windows = tuple(self.windows) or (None,) * self.layers
+        if len(windows) != self.layers:
+            raise ValueError(f"DecoderConfig(windows=...) has {len(windows)} entries for {self.layers} layers")
+        for window in windows:
+            if window is not None:
+                require_int("DecoderConfig(windows=...)", window, at_least=1)
+        object.__setattr__(self, "windows", windows)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions that the model takes: those of the config, times what RoPE scaling adds; None for no limit."""
+        return self.rope.reach(self.max_position_embeddings)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One row of a family's weight table. `{i}` stands for the number of the layer.
+
+    A row counts for a model that has a parameter at `path`, so one table serves models with and without a bias.
+    """
+
+    name: str  # in the files
+    path: str  # in the Decoder
+    transposed: bool = False  # [out, in] in the files, [in, out] in the Decoder
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the checkpoints of an architecture map to the one decoder."""
+
+    model_type: str  # as config.json names it
+    architecture: str
+    configure: Callable[[Fields], DecoderConfig]
+    weights: tuple[Weight, ...]
+
+
+_REQUIRED: Any = object()
+
+
+class Fields:
+    """The fields of a config.json, each read with its type checked. `null` reads as absent."""
+
+    def __init__(self, raw: Mapping[str, Any], source: str = "config.json") -> None:
+        self.raw = raw
+        self.source = source
+
+    @classmethod
+    def read(cls, path: Path) -> Fields:
+        """The fields of a JSON file.
+
+        Raises:
+          ValueError: no JSON object.
+        """
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is not valid JSON ({error}); download it again") from error
+        if not isinstance(raw, dict):
+            raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}")
+        return cls(raw, str(path))
+
+    def given(self, name: str) -> bool:
+        return self.raw.get(name) is not None
+
+    def integer(self, name: str, default: Any = _REQUIRED, *, at_least: int = 1) -> Any:
+        value = self._get(name, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        return value if value is default else require_int(f"{name} in {self.source}", value, at_least=at_least)
+
+    def number(self, name: str, default: Any = _REQUIRED) -> Any:
+        value = self._get(name, default)
+        if value is not default and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise self.error(name, "a number")
+        return value if value is default else float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, "true or false")
+        return value
+
+    def text(self, name: str, default: Any = _REQUIRED) -> Any:
+        value = self._get(name, default)
+        if value is not default and not isinstance(value, str):
+            raise self.error(name, "a string")
+        return value
+
+    def group(self, name: str) -> Fields:
+        """The fields of a nested object; none if it is absent."""
+        value = self._get(name, {})
+        if not isinstance(value, dict):
+            raise self.error(name, "an object")
+        return Fields(value, f"{name} of {self.source}")
+
+    def error(self, name: str, wanted: str) -> ValueError:
+        return ValueError(f"{name} in {self.source} must be {wanted}, got {self.raw.get(name)!r}")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.raw.get(name)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            raise ValueError(f"{self.source} has no {name}, which this model needs")
+        return default
+
+
+# Fields that no family of ours implements, with the values that leave results as they are.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "quantization_config": ({},),
+    "compression_config": ({},),
+    "partial_rotary_factor": (1,),
+    "per_layer_config": ({},),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "attention_chunk_size": (),
+    "clip_qkv": (),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "rope_interleave": (False,),
+    "rope_interleaved": (False,),
+    "no_rope_layers": ([],),
+}
+
+
+def read_common(fields: Fields, *, kv_heads: int | None, head_dim: int | None, positions: int) -> dict[str, Any]:
+    """What all families read alike, as arguments of DecoderConfig.
+
+    The arguments are what transformers' config class of the family takes for absent `num_key_value_heads` (None: as
+    many as query heads), `head_dim` (None: hidden size over query heads) and `max_position_embeddings`.
+    """
+    for name, harmless in _REFUSED.items():
+        value = fields.raw.get(name)
+        if value is not None and value not in harmless:
+            allowed = f"only {harmless[0]!r} is, or leaving it out" if harmless else "leave it out"
+            hint = "; load an unquantised checkpoint" if name.startswith(("quant", "compress")) else ""
+            shown = "a value" if isinstance(value, dict) else repr(value)
+            raise ValueError(f"{name} in {fields.source} is {shown}, which is not supported: {allowed}{hint}")
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    stated = fields.raw.get("num_key_value_heads", kv_heads)  # null means as many as query heads in every family
+    size = fields.integer("head_dim", head_dim)
+    if size is None:
+        if hidden % heads:
+            raise ValueError(
+                f"{fields.source} has no head_dim, and num_attention_heads={heads} does not divide hidden_size={hidden}"
+            )
+        size = hidden // heads
+    positions = fields.integer("max_position_embeddings", positions)
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"hidden_act in {fields.source} is {activation!r}, which is not supported; "
+            f"use one of {', '.join(ACTIVATIONS)}"
+        )
+    kv = heads if stated is None else require_int(f"num_key_value_heads in {fields.source}", stated, at_least=1)
+    if heads % kv:
+        raise ValueError(
+            f"{fields.source} has num_attention_heads={heads}, which num_key_value_heads={kv} does not divide"
+        )
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "layers": fields.integer("num_hidden_layers"),
+        "q_heads": heads,
+        "kv_heads": kv,
+        "head_dim": size,
+        "max_position_embeddings": positions,
+        "rope": read_rope(fields, positions),
+        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "activation": activation,
+        "tied_head": fields.flag("tie_word_embeddings", False),
+        "initializer_range": fields.number("initializer_range", 0.02),
+    }
+
+
+def read_rope(fields: Fields, positions: int) -> Rope:
+    """The kind of RoPE that a config asks for; `positions` is its max_position_embeddings.
+
+    As in transformers, `rope_scaling` wins over `rope_parameters`, a `rope_theta` inside over one outside, and an
+    `original_max_position_embeddings` outside over one inside; `type` is an old name of `rope_type`.
+
+    >>> read_rope(Fields({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}), 4096)
+    Linear(theta=500000.0, factor=2.0)
+    """
+    given = fields.group("rope_scaling")
+    given = given if given.raw else fields.group("rope_parameters")
+    nested = [name for name, value in given.raw.items() if isinstance(value, dict)]
+    if nested:
+        raise ValueError(
+            f"{given.source} has parameters for each kind of layer ({', '.join(nested)}), which is not supported: "
+            "all layers share one RoPE; write its fields directly"
+        )
+    if given.raw.get("partial_rotary_factor") not in (None, 1):
+        raise ValueError(
+            f"partial_rotary_factor in {given.source} is {given.raw['partial_rotary_factor']!r}, which is not "
+            "supported: only 1 is, or leaving it out"
+        )
+    kind = given.text("rope_type", given.text("type", "default"))
+    theta = given.number("rope_theta", fields.number("rope_theta", 10000.0))
+    original = fields.integer(
+        "original_max_position_embeddings", given.integer("original_max_position_embeddings", positions)
+    )
+    if kind == "default":
+        return ropes.Default(theta=theta)
+    if kind == "linear":
+        return ropes.Linear(theta=theta, factor=given.number("factor"))
+    if kind == "dynamic":
+        return ropes.Dynamic(theta=theta, factor=given.number("factor"), original=positions)
+    if kind == "llama3":
+        return ropes.Llama3(
+            theta=theta,
+            factor=given.number("factor"),
+            low_freq_factor=given.number("low_freq_factor"),
+            high_freq_factor=given.number("high_freq_factor"),
+            original=original,
+        )
+    if kind == "yarn":
+        return ropes.Yarn(
+            theta=theta,
+            factor=given.number("factor", None) or positions / original,
+            original=original,
+            beta_fast=given.number("beta_fast", None) or 32.0,
+            beta_slow=given.number("beta_slow", None) or 1.0,
+            attention_factor=given.number("attention_factor", None),
+            mscale=given.number("mscale", None),
+            mscale_all_dim=given.number("mscale_all_dim", None),
+            truncate=given.flag("truncate", True),
+        )
+    raise ValueError(
+        f"the RoPE type {kind!r} in {given.source} is not supported; those that are: default, linear, dynamic, "
+        "llama3, yarn"
+    )
+
+
+def read_layer_types(fields: Fields, layers: int, window: int | None) -> tuple[int | None, ...] | None:
+    """The sliding window of each layer by `layer_types`, or None if the config has none."""
+    types = fields.raw.get("layer_types")
+    if types is None:
+        return None
+    known = {"full_attention": None, "attention": None, "sliding_attention": window}
+    if not isinstance(types, list) or len(types) != layers or not all(isinstance(t, str) for t in types):
+        raise fields.error("layer_types", f"a list of one name for each of the {layers} layers")
+    strange = sorted(set(types) - set(known))
+    if strange:
+        raise ValueError(
+            f"layer_types in {fields.source} has {', '.join(strange)}, which is not supported; "
+            "those that are: full_attention, sliding_attention"
+        )
+    if window is None and "sliding_attention" in types:
+        raise ValueError(
+            f"layer_types in {fields.source} has sliding_attention, but no window is in use; give sliding_window"
+            + (" and use_sliding_window" if "use_sliding_window" in fields.raw else "")
+        )
+    return tuple(known[t] for t in types)

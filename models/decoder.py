@@ -1,0 +1,259 @@
+"""One decoder for all families: pre-norm blocks of grouped-query attention and a gated MLP.
+
+Attention is one call of `kvjax.attention_info` on the layer's cache; nothing here knows what the cache keeps. Layers
+run in a Python loop over a tuple of layer caches, so that each is updated in place when the caller donates the cache.
+
+Numbers: parameters and activations have one dtype; norms, RoPE angles and rotation, attention logits and softmax, and
+the logits are f32. Products of f32 parameters run at full f32 precision, on a GPU too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
+
+from kvjax.hook import Cache, LayerCache, attention_info, flush
+from kvjax.spec import CacheSpec
+
+from . import rope
+from .activations import ACTIVATIONS
+from .config import DecoderConfig
+
+
+class Linear(nnx.Module):
+    """x [..., in] times a kernel, plus a bias if it has one."""
+
+    def __init__(self, size_in: int, size_out: int, *, bias: bool, scale: float, rngs: nnx.Rngs, dtype: np.dtype):
+        self.kernel = nnx.Param(_normal(rngs, (size_in, size_out), scale, dtype))  # [in, out]
+        self.bias = nnx.Param(jnp.zeros(size_out, dtype)) if bias else None  # [out]
+
+    def __call__(self, x: Array) -> Array:
+        y = _product("...i,io->...o", x, self.kernel[...])
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
+
+
+class RMSNorm(nnx.Module):
+    """x over the root of its mean square, times a scale a channel; computed in f32."""
+
+    def __init__(self, size: int, *, eps: float, dtype: np.dtype):
+        self.scale = nnx.Param(jnp.ones(size, dtype))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        scale = jnp.broadcast_to(self.scale[...].astype(jnp.float32), x.shape)
+        return (normed * scale).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with RoPE, over the tokens that the layer's cache gives."""
+
+    def __init__(self, config: DecoderConfig, *, window: int | None, rngs: nnx.Rngs, dtype: np.dtype):
+        hidden, N, K, D = config.hidden_size, config.q_heads, config.kv_heads, config.head_dim
+        common: dict[str, Any] = {"scale": config.initializer_range, "rngs": rngs, "dtype": dtype}
+        self.q = Linear(hidden, N * D, bias=config.qkv_bias, **common)
+        self.k = Linear(hidden, K * D, bias=config.qkv_bias, **common)
+        self.v = Linear(hidden, K * D, bias=config.qkv_bias, **common)
+        self.out = Linear(N * D, hidden, bias=config.out_bias, **common)
+        self.q_norm = RMSNorm(D, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(D, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
+        self.head_dim = D
+        self.window = window
+
+    def __call__(
+        self, x: Array, cos: Array, sin: Array, cache: LayerCache | None, **settings: Any
+    ) -> tuple[Array, LayerCache | None, Any]:
+        q, k, v = (part(x).reshape(*x.shape[:2], -1, self.head_dim) for part in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+        mixed, cache, info = attention_info(cache, q, k, v, window=self.window, flush=False, **settings)
+        return self.out(mixed.reshape(*x.shape[:2], -1)), cache, info
+
+
+class MLP(nnx.Module):
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: np.dtype):
+        hidden, inner = config.hidden_size, config.intermediate_size
+        common: dict[str, Any] = {
+            "bias": config.mlp_bias,
+            "scale": config.initializer_range,
+            "rngs": rngs,
+            "dtype": dtype,
+        }
+        self.gate = Linear(hidden, inner, **common)
+        self.up = Linear(hidden, inner, **common)
+        self.down = Linear(inner, hidden, **common)
+        self.activation = config.activation
+
+    def __call__(self, x: Array) -> Array:
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+
+
+class Layer(nnx.Module):
+    """Attention and MLP, each added to the stream of its normed input."""
+
+    def __init__(self, config: DecoderConfig, *, window: int | None, rngs: nnx.Rngs, dtype: np.dtype):
+        self.attention_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+        self.attention = Attention(config, window=window, rngs=rngs, dtype=dtype)
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+        self.mlp = MLP(config, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self, x: Array, cos: Array, sin: Array, cache: LayerCache | None, **settings: Any
+    ) -> tuple[Array, LayerCache | None, Any]:
+        mixed, cache, info = self.attention(self.attention_norm(x), cos, sin, cache, **settings)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), cache, info
+
+
+class Decoder(nnx.Module):
+    """A decoder-only language model; `kvjax.models.load` fills one from a checkpoint.
+
+    A Decoder is a pytree: pass it to jit, grad and scan as an argument. It satisfies `kvjax.generate.Model`.
+
+    >>> import jax.numpy as jnp, kvjax
+    >>> from kvjax.models import Decoder, DecoderConfig
+    >>> config = DecoderConfig(
+    ...     vocab_size=100, hidden_size=64, intermediate_size=128, layers=2, q_heads=4, kv_heads=2, head_dim=16
+    ... )
+    >>> model = Decoder(config)
+    >>> cache = kvjax.init(kvjax.Full(), model.spec(batch=1, capacity=32), layers=config.layers)
+    >>> logits, cache = model(jnp.array([[1, 2, 3]]), cache, fresh=True)
+    >>> logits, cache = model(jnp.array([[4]]), cache)
+    >>> logits.shape, int(cache.length[0])
+    ((1, 1, 100), 4)
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs | None = None, dtype: DTypeLike = jnp.float32):
+        """Random parameters of `dtype`: normal with the config's initializer_range, biases 0, norms 1."""
+        rngs = nnx.Rngs(0) if rngs is None else rngs
+        self.config = config
+        self.dtype = param_dtype(dtype)
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding = nnx.Param(_normal(rngs, shape, config.initializer_range, self.dtype))  # [V, hidden]
+        self.layers = nnx.List([Layer(config, window=w, rngs=rngs, dtype=self.dtype) for w in config.windows])
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=self.dtype)
+        if config.tied_head:
+            self.head = None
+        else:
+            self.head = Linear(*shape[::-1], bias=False, scale=config.initializer_range, rngs=rngs, dtype=self.dtype)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions that the model takes; None for no limit."""
+        return self.config.max_positions
+
+    def spec(self, batch: int, capacity: int, dtype: DTypeLike | None = None) -> CacheSpec:
+        """What the cache of each layer holds; `dtype` of keys and values is the model's unless given."""
+        return CacheSpec(
+            batch=batch,
+            q_heads=self.config.q_heads,
+            kv_heads=self.config.kv_heads,
+            head_dim=self.config.head_dim,
+            capacity=capacity,
+            dtype=self.dtype if dtype is None else dtype,
+        )
+
+    def __call__(
+        self,
+        tokens: Array,
+        cache: Cache | None = None,
+        *,
+        lengths: ArrayLike | None = None,
+        active: ArrayLike | None = None,
+        last: bool = False,
+        fresh: bool = False,
+        info: bool = False,
+    ) -> Any:
+        """(logits, cache), or (logits, cache, infos) with info=True.
+
+        Args:
+          tokens: i32[B, T], T > 1 a chunk of prompt, T == 1 a decode step. They follow what the cache holds.
+          cache: None is plain causal attention over the T tokens, as in training.
+          lengths: i32[B], real tokens of each row of a right-padded chunk (default T); 0 for a row that takes none.
+          active: bool[B], rows that take this token of a decode step; the logits of others mean nothing.
+          last: logits only of each row's last real token of this chunk.
+          fresh: promises that the cache is empty.
+          info: adds one `kvjax.Info` a layer, or None a layer where no decode step ran.
+
+        Returns:
+          logits f32[B, T, V], or f32[B, V] with `last`, and the cache, None without one.
+
+        Raises:
+          ValueError: tokens of another shape or dtype, a cache of another number of layers or of other sizes.
+        """
+        tokens = jnp.asarray(tokens)
+        if tokens.ndim != 2 or tokens.shape[1] == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens must be integers [B, T >= 1], got {tokens.dtype}{list(tokens.shape)}")
+        B, T = tokens.shape
+        if cache is not None and T == 1:
+            cache = flush(cache)  # once for all layers, before any of them reads
+        caches = (None,) * self.config.layers if cache is None else cache.layers
+        if len(caches) != self.config.layers:
+            raise ValueError(
+                f"the cache has {len(caches)} layers but the model has {self.config.layers}; "
+                f"make it with kvjax.init(..., layers={self.config.layers})"
+            )
+
+        held = jnp.zeros(B, jnp.int32) if cache is None else cache.length
+        if held.shape != (B,):
+            raise ValueError(f"tokens has B={B} but the cache has B={held.shape[0]}; tokens{list(tokens.shape)}")
+        new = jnp.full(B, T, jnp.int32) if lengths is None else jnp.clip(jnp.asarray(lengths, jnp.int32), 0, T)
+        taken = new if active is None else jnp.where(jnp.asarray(active), new, 0)
+        longest = jnp.max(jnp.where(taken > 0, held + taken, 0))
+        cos, sin = rope.angles(
+            self.config.rope, held[:, None] + jnp.arange(T)[None], self.config.head_dim, length=longest
+        )
+
+        # mode="clip": what a padding token embeds to has no meaning, but must be finite
+        x = self.embedding[...].at[tokens].get(mode="clip")
+        layers: list[Any] = []
+        infos: list[Any] = []
+        for layer, layer_cache in zip(self.layers, caches, strict=True):
+            x, layer_cache, seen = layer(x, cos, sin, layer_cache, lengths=lengths, active=active, fresh=fresh)
+            layers.append(layer_cache)
+            infos.append(seen)
+        if cache is not None:
+            cache = dataclasses.replace(cache, layers=tuple(layers))
+
+        if last:
+            x = x[jnp.arange(B), jnp.maximum(new - 1, 0)]
+        logits = self._logits(self.norm(x))
+        return (logits, cache, tuple(infos)) if info else (logits, cache)
+
+    def _logits(self, x: Array) -> Array:
+        if self.head is None:
+            return _product("...h,vh->...v", x, self.embedding[...], jnp.float32)
+        return _product("...h,hv->...v", x, self.head.kernel[...], jnp.float32)
+
+
+def param_dtype(dtype: DTypeLike) -> np.dtype:
+    """The dtype of parameters, or an error that names those that are supported."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in ("bfloat16", "float16", "float32"):
+        shown = found.name if found is not None else repr(dtype)
+        raise ValueError(f"a model cannot have dtype {shown}; use one of bfloat16, float16, float32")
+    return found
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: np.dtype) -> Array:
+    return (scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+
+
+def _product(terms: str, x: Array, kernel: Array, dtype: Any = None) -> Array:
+    """einsum of x and a kernel; the default on a GPU would round f32 operands to 10 bits."""
+    precision = "highest" if kernel.dtype == jnp.float32 else None
+    return jnp.einsum(terms, x, kernel, precision=precision, preferred_element_type=dtype)

@@ -1,0 +1,245 @@
+"""Rotary position embeddings: angles of a position, and the ways of stretching them to longer texts.
+
+A kind of RoPE is a frozen object that answers three questions: the inverse frequencies of a head (f32[D/2], angle per
+position of each pair of channels), the factor on cosine and sine, and how many positions it takes. Channel i is paired
+with channel i + D/2, as in Hugging Face checkpoints (not i with i + 1, as in the papers).
+
+All kinds but `Dynamic` are constants: plain numpy in f32, in the order of operations of transformers, so that angles
+of far positions agree. `Dynamic` depends on the length of the longest row, which is data; it is a pure function of
+that length, and `length` of the others' `frequencies` is ignored.
+
+**Source:** Su et al. 2021 (RoPE); Chen et al. 2023 (Linear); Peng et al. 2023, YaRN (Yarn, and Dynamic as its
+appendix B.1); Llama Team 2024 (Llama3); transformers `modeling_rope_utils` for every detail that a paper leaves open.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+class Rope(Protocol):
+    """What the decoder asks of a kind of RoPE."""
+
+    @property
+    def amplitude(self) -> float:
+        """Factor on cosine and sine, so its square is a factor on the attention logits."""
+        ...
+
+    def frequencies(self, head_dim: int, length: Array | int = 0) -> Any:
+        """f32[D/2] radians a position. `length` is i32[]: tokens of the longest row, those of this call included."""
+        ...
+
+    def reach(self, trained: int) -> int | None:
+        """Positions that a model takes whose config states `trained` of them; None for no limit."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Default:
+    """One frequency for each pair of channels, theta^(-2i/D).
+
+    >>> Default(theta=10000.0).frequencies(4).tolist()
+    [1.0, 0.009999999776482582]
+    """
+
+    theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        _above(self, 1.0, "theta")
+
+    @property
+    def amplitude(self) -> float:
+        return 1.0
+
+    def frequencies(self, head_dim: int, length: Array | int = 0) -> np.ndarray:
+        return _plain(self.theta, head_dim)
+
+    def reach(self, trained: int) -> int:
+        return trained
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """Positions divided by `factor`."""
+
+    theta: float = 10000.0
+    factor: float
+
+    def __post_init__(self) -> None:
+        _above(self, 1.0, "theta")
+        _above(self, 0.0, "factor")
+
+    @property
+    def amplitude(self) -> float:
+        return 1.0
+
+    def frequencies(self, head_dim: int, length: Array | int = 0) -> np.ndarray:
+        return _plain(self.theta, head_dim) / np.float32(self.factor)
+
+    def reach(self, trained: int) -> int:
+        # Configs state the positions before scaling (transformers: "don't update max_position_embeddings").
+        return max(trained, int(trained * self.factor))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dynamic:
+    """NTK-aware scaling that grows with the text: theta rises once the longest row is past `original` tokens.
+
+    As in transformers, all rows of a batch share the frequencies of the longest, each call computes them anew from
+    the tokens held and given, and keys that a cache holds keep the rotation of the call that stored them. So a prompt
+    in one chunk agrees with transformers, and one in several chunks differs from it past `original`, by the keys of
+    the earlier chunks. **Differs:** rows that take no token in this call do not count, and a shorter batch never
+    inherits the frequencies of a longer one before it, which transformers keeps until it sees a short one.
+    """
+
+    theta: float = 10000.0
+    factor: float
+    original: int  # tokens up to which the frequencies are the default ones
+
+    def __post_init__(self) -> None:
+        _above(self, 1.0, "theta")
+        _above(self, 0.0, "factor", "original")
+
+    @property
+    def amplitude(self) -> float:
+        return 1.0
+
+    def frequencies(self, head_dim: int, length: Array | int = 0) -> Array:
+        stretch = self.factor * (jnp.asarray(length, jnp.float32) / self.original) - (self.factor - 1.0)
+        longer = self.theta * stretch ** (head_dim / (head_dim - 2))
+        # At and below `original` the stretch is 1 up to rounding, or less: take theta itself.
+        theta = jnp.where(jnp.asarray(length) > self.original, longer, self.theta)
+        return 1.0 / theta ** _exponents(head_dim)
+
+    def reach(self, trained: int) -> None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3:
+    """Long wavelengths divided by `factor`, short ones kept, and a ramp between (Llama 3.1)."""
+
+    theta: float = 10000.0
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original: int  # tokens of the pretraining that the wavelengths are compared with
+
+    def __post_init__(self) -> None:
+        _above(self, 1.0, "theta")
+        _above(self, 0.0, "factor", "low_freq_factor", "original")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"Llama3(low_freq_factor={self.low_freq_factor}, high_freq_factor={self.high_freq_factor}): "
+                "high_freq_factor must be the larger one"
+            )
+
+    @property
+    def amplitude(self) -> float:
+        return 1.0
+
+    def frequencies(self, head_dim: int, length: Array | int = 0) -> np.ndarray:
+        plain = _plain(self.theta, head_dim)
+        turns = self.original / (2 * np.pi / plain)  # of each pair of channels over the pretraining length
+        ramp = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        between = (1 - ramp) * plain / self.factor + ramp * plain
+        stretched = np.where(turns < self.low_freq_factor, plain / self.factor, between)
+        return np.where(turns > self.high_freq_factor, plain, stretched).astype(np.float32)
+
+    def reach(self, trained: int) -> int:
+        return max(trained, int(self.original * self.factor))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """YaRN: channels that turn often keep their frequency, slow ones are divided by `factor`, with a ramp between.
+
+    The ramp runs over channel indices, from the channel that turns `beta_fast` times in `original` tokens to the one
+    that turns `beta_slow` times; `truncate` rounds both to whole channels, outwards.
+    """
+
+    theta: float = 10000.0
+    factor: float
+    original: int  # tokens of the pretraining
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # None: from factor, mscale and mscale_all_dim
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _above(self, 1.0, "theta")
+        _above(self, 0.0, "factor", "original", "beta_fast", "beta_slow")
+
+    @property
+    def amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return float(self.attention_factor)
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    def _magnitude(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+    def frequencies(self, head_dim: int, length: Array | int = 0) -> np.ndarray:
+        low, high = self._channel(self.beta_fast, head_dim), self._channel(self.beta_slow, head_dim)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        width = high - low if high != low else 0.001
+        channels = np.arange(head_dim // 2, dtype=np.float32)
+        kept = 1 - np.clip((channels - low) / width, 0, 1)
+        periods = _periods(self.theta, head_dim)
+        stretched = 1.0 / (np.float32(self.factor) * periods)
+        return (stretched * (1 - kept) + (1.0 / periods) * kept).astype(np.float32)
+
+    def _channel(self, turns: float, head_dim: int) -> float:
+        """The channel pair, as a real number, that turns so many times in `original` tokens."""
+        return head_dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+    def reach(self, trained: int) -> int:
+        return max(trained, int(self.original * self.factor))
+
+
+def angles(rope: Rope, positions: Array, head_dim: int, length: Array | int = 0) -> tuple[Array, Array]:
+    """Cosine and sine f32[B, T, D/2] for positions i32[B, T], times the amplitude."""
+    angle = positions[..., None].astype(jnp.float32) * rope.frequencies(head_dim, length)[None, None]
+    return jnp.cos(angle) * rope.amplitude, jnp.sin(angle) * rope.amplitude
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """x [B, T, H, D] with channels (i, i + D/2) of each head turned by the angles of its position; computes in f32."""
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+
+
+def _exponents(head_dim: int) -> np.ndarray:
+    """f32[D/2] from 0 to just below 1."""
+    return np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+
+
+def _periods(theta: float, head_dim: int) -> np.ndarray:
+    """f32[D/2] positions a radian, rounded once: numpy's own f32 power is off by an ulp at times, which is an angle
+    of 1e-3 at position 16K, and torch's is not."""
+    return (np.float64(theta) ** _exponents(head_dim).astype(np.float64)).astype(np.float32)
+
+
+def _plain(theta: float, head_dim: int) -> np.ndarray:
+    return np.float32(1.0) / _periods(theta, head_dim)
+
+
+def _above(rope: Any, limit: float, *names: str) -> None:
+    for name in names:
+        value = getattr(rope, name)
+        # `not >` also catches NaN.
+        if not value > limit or math.isinf(value):
+            raise ValueError(f"{type(rope).__name__}({name}=...) must be a finite number above {limit}, got {value}")

@@ -1,0 +1,319 @@
+"""Checkpoints in Hugging Face format: a directory of config.json, safetensors and tokenizer becomes a Decoder.
+
+Everything that can be wrong is found before the first tensor is read: the architecture, the config, and the name,
+shape and dtype of every tensor, which the headers of the files tell. Then each tensor goes from its file to its
+place in a Decoder that was built without arrays, one at a time, so that beside the model itself only a few tensors
+are in memory. The tokenizer is loaded by transformers when it is first used; none of this needs torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+
+from .config import DecoderConfig, Family, Fields, Weight
+from .decoder import Decoder, param_dtype
+from .llama import LLAMA
+from .mistral import MISTRAL
+from .qwen import QWEN2, QWEN3
+
+FAMILIES: dict[str, Family] = {f.model_type: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors spells them
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer.tiktoken")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that was loaded from a directory, and what its directory says about text."""
+
+    model: Decoder
+    config: DecoderConfig
+    stop_tokens: tuple[int, ...]  # ids that end a text: of generation_config.json, else of config.json
+    directory: Path
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, by transformers, on first use.
+
+        Raises:
+          FileNotFoundError: the directory has no tokenizer files.
+          ValueError: transformers cannot read them.
+        """
+        if not any((self.directory / name).is_file() for name in _TOKENIZER_FILES):
+            raise FileNotFoundError(
+                f"{self.directory} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy tokenizer.json and "
+                "tokenizer_config.json of the model there, or pass token ids"
+            )
+        with _without_torch_advice():
+            from transformers import AutoTokenizer
+
+            try:
+                return AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True)
+            except Exception as error:
+                raise ValueError(f"transformers cannot read the tokenizer in {self.directory}: {error}") from error
+
+    def apply_chat(self, messages: str | Sequence[Mapping[str, Any]], *, answer: bool = True) -> list[int]:
+        """Token ids of a conversation in the model's chat template; a string is one message of the user.
+
+        `answer` ends with what introduces the model's turn.
+
+        Raises:
+          ValueError: the tokenizer has no chat template, or the template refuses the messages.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        if self.tokenizer.chat_template is None:
+            raise ValueError(
+                f"the tokenizer in {self.directory} has no chat template, so this is no chat model; pass the text "
+                "itself as the prompt"
+            )
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=answer, tokenize=True, return_dict=False
+            )
+        except Exception as error:
+            raise ValueError(f"the chat template in {self.directory} refuses the messages: {error}") from error
+        return [int(i) for i in ids]
+
+
+def load(directory: str | Path, dtype: DTypeLike = jnp.bfloat16) -> Checkpoint:
+    """Loads a checkpoint in Hugging Face format, of Llama, Mistral, Qwen2, Qwen2.5 or Qwen3.
+
+    Needs config.json, and model.safetensors or the files that model.safetensors.index.json lists. Memory: the model
+    in `dtype` and a few tensors.
+
+    Raises:
+      FileNotFoundError: the directory or a file is not there.
+      ValueError: a config that asks for what is not supported, pickled weights, a damaged file, or tensors that are
+        missing, unexpected or misshapen: one error that lists them all.
+    """
+    directory = Path(directory)
+    dtype = param_dtype(dtype)
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "does not exist"
+        raise FileNotFoundError(
+            f"{directory} {what}; give a directory with config.json and {_SINGLE} "
+            "(`hf download ORGANISATION/MODEL --local-dir DIRECTORY` makes one)"
+        )
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{directory} has no config.json; give a directory that holds a checkpoint in Hugging Face format"
+        )
+    fields = Fields.read(directory / "config.json")
+    family = find_family(fields)
+    config = family.configure(fields)
+    stop_tokens = read_stop_tokens(directory, fields, config.vocab_size)
+    tensors = read_headers(directory)
+
+    model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
+    places = match(family, model, tensors, directory)
+    for file in sorted({tensors[name].file for name in places}):
+        with _open(file) as opened:
+            for name, (weight, param) in places.items():
+                if tensors[name].file == file:
+                    param.set_value(_place(opened.get_tensor(name), dtype, weight.transposed))
+    return Checkpoint(model, config, stop_tokens, directory)
+
+
+def find_family(fields: Fields) -> Family:
+    """The family of a config, by its model_type and architectures.
+
+    Raises:
+      ValueError: one that is not supported, with those that are.
+    """
+    supported = ", ".join(f"{f.architecture} (model_type {f.model_type})" for f in FAMILIES.values())
+    architectures = fields.raw.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
+        raise fields.error("architectures", "a list of names")
+    kind = fields.text("model_type", None)
+    if kind is None and not architectures:
+        raise ValueError(f"{fields.source} has neither model_type nor architectures; supported are {supported}")
+    if kind is None:
+        kind = next((f.model_type for f in FAMILIES.values() if f.architecture in architectures), None)
+    family = FAMILIES.get(kind) if kind is not None else None
+    if family is None or (architectures and family.architecture not in architectures):
+        shown = ", ".join(architectures) or "no architecture"
+        raise ValueError(
+            f"{fields.source} is of {shown} (model_type {fields.raw.get('model_type')}), which is not supported; "
+            f"supported are {supported}"
+        )
+    return family
+
+
+def read_stop_tokens(directory: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    """The eos_token_id, one or several, of generation_config.json, else of config.json; ids past the vocabulary
+    (some configs have them) never come and are left out."""
+    generation = directory / "generation_config.json"
+    sources = ([Fields.read(generation)] if generation.is_file() else []) + [fields]
+    source = next((s for s in sources if s.given("eos_token_id")), None)
+    if source is None:
+        return ()
+    ids = source.raw["eos_token_id"]
+    ids = ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise source.error("eos_token_id", "a token id or a list of them")
+    return tuple(dict.fromkeys(i for i in ids if 0 <= i < vocab_size))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a file's header says of a tensor."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def read_headers(directory: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by name, from the headers of its files.
+
+    Raises:
+      FileNotFoundError: no weights, or a file that the index lists is not there.
+      ValueError: only pickled weights, a damaged file or index, a tensor in two files or not where the index says.
+    """
+    index = directory / _INDEX
+    if (directory / _SINGLE).is_file():
+        where: dict[str, str] = {}
+        files = [directory / _SINGLE]
+    elif index.is_file():
+        where = Fields.read(index).raw.get("weight_map")  # type: ignore[assignment]
+        if not isinstance(where, dict) or not where or not all(isinstance(f, str) for f in where.values()):
+            raise ValueError(f"{index} must have a weight_map from tensor names to files; download it again")
+        files = [directory / name for name in sorted(set(where.values()))]
+    else:
+        raise _no_weights(directory)
+
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{directory} lacks {', '.join(missing)}, which {_INDEX} lists; download the missing files"
+        )
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        with _open(file) as opened:
+            for name in opened.keys():  # noqa: SIM118 (no mapping)
+                if name in tensors:
+                    raise ValueError(f"{directory} has {name} twice, in {tensors[name].file.name} and {file.name}")
+                part = opened.get_slice(name)
+                tensors[name] = Tensor(file, tuple(part.get_shape()), part.get_dtype())
+    astray = [f"{n} ({f})" for n, f in where.items() if n not in tensors or tensors[n].file.name != Path(f).name]
+    if astray:
+        raise ValueError(f"{directory} lacks tensors where {_INDEX} says they are: {', '.join(astray)}")
+    return tensors
+
+
+def match(
+    family: Family, model: Decoder, tensors: Mapping[str, Tensor], directory: Path
+) -> dict[str, tuple[Weight, nnx.Param]]:
+    """For each tensor that is to be read, its row of the weight table and its parameter in `model`.
+
+    Raises:
+      ValueError: lists all tensors that are missing, unexpected, misshapen or of a dtype that is no float.
+    """
+    params = {".".join(map(str, path)): param for path, param in _params(model)}
+    wanted: dict[str, tuple[Weight, nnx.Param]] = {}
+    for weight in family.weights:
+        for i in range(model.config.layers if "{i}" in weight.path else 1):
+            param = params.pop(weight.path.format(i=i), None)
+            if param is not None:
+                wanted[weight.name.format(i=i)] = (weight, param)
+    assert not params, f"no weight of {family.model_type} fills {sorted(params)}"
+
+    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    if model.config.tied_head and table not in tensors and head in tensors:
+        wanted[head] = wanted.pop(table)  # some writers keep the other name of the shared tensor
+
+    problems = [f"missing: {name}{list(_file_shape(*wanted[name]))}" for name in wanted if name not in tensors]
+    for name, tensor in tensors.items():
+        if name not in wanted:
+            tied_copy = name == head and model.config.tied_head
+            if not tied_copy and not name.endswith("rotary_emb.inv_freq"):  # of old files: RoPE is in the config
+                problems.append(f"unexpected: {name}{list(tensor.shape)}")
+            continue
+        shape = _file_shape(*wanted[name])
+        if tensor.shape != shape:
+            problems.append(f"misshapen: {name}{list(tensor.shape)}, wanted {list(shape)}")
+        if tensor.dtype not in _FLOATS:
+            problems.append(f"not a float: {name} is {tensor.dtype}, wanted one of {', '.join(_FLOATS)}")
+    if problems:
+        listed = "\n  ".join(problems)
+        raise ValueError(
+            f"the tensors in {directory} do not fit its config.json ({family.architecture}); {len(problems)} "
+            f"problems:\n  {listed}"
+        )
+    return wanted
+
+
+def _params(model: Decoder) -> Iterator[tuple[tuple[Any, ...], nnx.Param]]:
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Param):
+            yield path, node
+
+
+def _file_shape(weight: Weight, param: nnx.Param) -> tuple[int, ...]:
+    shape = tuple(param.get_value().shape)
+    return shape[::-1] if weight.transposed else shape
+
+
+def _place(array: np.ndarray, dtype: np.dtype, transposed: bool) -> Array:
+    """The tensor on the device as a parameter. Waits, so that the copies of two tensors never pile up."""
+    return jax.block_until_ready(_convert(array, dtype=dtype, transposed=transposed))
+
+
+@partial(jax.jit, static_argnames=("dtype", "transposed"))
+def _convert(array: Array, *, dtype: np.dtype, transposed: bool) -> Array:
+    return (array.T if transposed else array).astype(dtype)
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        with file.open("rb") as opened:
+            start = opened.read(40)
+        hint = "it is a Git LFS pointer, not the data" if start.startswith(b"version https://git-lfs") else str(error)
+        raise ValueError(
+            f"{file} is truncated or no safetensors file ({hint}; {file.stat().st_size} bytes); download it again"
+        ) from error
+
+
+def _no_weights(directory: Path) -> Exception:
+    pickled = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickled:
+        return ValueError(
+            f"{directory} has only pickled weights ({', '.join(pickled)}), which can run code when opened, so they are "
+            "not read; convert them, where you trust their source, with transformers and torch: "
+            f"AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(NEW_DIRECTORY, "
+            "safe_serialization=True)"
+        )
+    return FileNotFoundError(f"{directory} has neither {_SINGLE} nor {_INDEX}; download the weights")
+
+
+@contextmanager
+def _without_torch_advice() -> Iterator[None]:
+    """Silences the notice of transformers that torch is not there, which nobody here needs."""
+    logger = logging.getLogger("transformers")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "PyTorch was not found" not in record.getMessage()
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)

@@ -1,0 +1,347 @@
+"""Loading: what the files hold reaches the model, nothing else does, and all that is wrong is said at once."""
+
+import json
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tracemalloc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kvjax import models
+
+from .conftest import CONFIG, tensors_of
+
+
+@pytest.fixture
+def no_reading(monkeypatch):
+    """Errors must come before the first tensor is read."""
+    monkeypatch.setattr(models.weights, "_place", lambda *args: pytest.fail("a tensor was read before the error"))
+
+
+# ------------------------------------------------------------------------------------------------------ what is loaded
+
+
+@pytest.mark.parametrize("stored", [np.float32, np.float16, np.float64, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(("wanted", "shards"), [("float32", 0), ("bfloat16", 3), ("float16", 2)])
+def test_tensors_reach_the_model_in_the_wanted_dtype(write, stored, wanted, shards):
+    model = models.load(write(dtype=stored, shards=shards), dtype=wanted).model
+    files = tensors_of(CONFIG, stored)
+    assert model.dtype == jnp.dtype(wanted)
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype(wanted)}
+    for ours, name, transposed in (
+        (model.embedding, "model.embed_tokens.weight", False),
+        (model.head.kernel, "lm_head.weight", True),
+        (model.norm.scale, "model.norm.weight", False),
+        (model.layers[1].attention.k.kernel, "model.layers.1.self_attn.k_proj.weight", True),
+        (model.layers[0].mlp.down.kernel, "model.layers.0.mlp.down_proj.weight", True),
+    ):
+        theirs = files[name].astype(np.float32).astype(wanted)
+        np.testing.assert_array_equal(ours[...], theirs.T if transposed else theirs)
+
+
+def test_loading_holds_a_few_tensors_beside_the_model(write, monkeypatch):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 512}
+    directory = write(shards=2, **sizes)
+    largest, alive, seen = 512 * 256 * 4, [], []
+    real = models.weights.safe_open
+
+    class Watched:
+        def __init__(self, *args, **kwargs):
+            self.file = real(*args, **kwargs)
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *args):
+            return self.file.__exit__(*args)
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def get_tensor(self, name):
+            seen.append(sum(ref() is not None for ref in alive))
+            tensor = self.file.get_tensor(name)
+            alive.append(weakref.ref(tensor))
+            return tensor
+
+    monkeypatch.setattr(models.weights, "safe_open", Watched)
+    models.load(directory)  # compiles the conversions
+    alive.clear()
+    seen.clear()
+    before = sum(a.nbytes for a in jax.live_arrays())
+    tracemalloc.start()
+    model = models.load(directory, dtype=jnp.bfloat16).model
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(seen) == 2 + 1 + 9 * 6
+    assert max(seen) <= 2  # jax lets go of the last ones when it takes the next
+    assert peak < 3 * largest + 5e5  # all host memory of Python and numpy; the files hold 17 MB
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+    assert sum(a.nbytes for a in jax.live_arrays()) - before == held
+
+
+def test_loaded_and_random_decoders_share_a_trace(write):
+    loaded = models.load(write(), dtype=jnp.float32)
+    traces = []
+
+    @jax.jit
+    def run(model, tokens):
+        traces.append(1)
+        return model(tokens)[0]
+
+    run(loaded.model, jnp.ones((1, 3), jnp.int32))
+    run(models.Decoder(loaded.config), jnp.ones((1, 3), jnp.int32))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("kept", ["both", "embedding", "head"])
+def test_a_tied_head_is_the_embedding_table(write, kept):
+    def change(tensors):
+        if kept != "embedding":
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        if kept == "head":
+            del tensors["model.embed_tokens.weight"]
+
+    checkpoint = models.load(write(tie_word_embeddings=True, change=change), dtype=jnp.float32)
+    wanted = tensors_of({**CONFIG, "tie_word_embeddings": True})["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(checkpoint.model.embedding[...], wanted)
+    assert checkpoint.model.head is None
+
+
+def test_frequencies_that_old_files_hold_are_ignored(write):
+    def change(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+        tensors["model.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+
+    models.load(write(change=change))
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "wanted"),
+    [
+        (None, {"eos_token_id": 7}, (7,)),
+        (None, {"eos_token_id": [7, 9, 7]}, (7, 9)),
+        ({"eos_token_id": [3, 4]}, {"eos_token_id": 7}, (3, 4)),
+        ({"eos_token_id": 0}, {"eos_token_id": 7}, (0,)),
+        ({"temperature": 0.6}, {"eos_token_id": 7}, (7,)),
+        ({"eos_token_id": None}, {"eos_token_id": None}, ()),
+        (None, {"eos_token_id": [-1, 7, 50]}, (7,)),  # the vocabulary has 50
+    ],
+)
+def test_stop_tokens_are_those_of_the_generation_config_first(write, generation, config, wanted):
+    files = {} if generation is None else {"generation_config.json": generation}
+    assert models.load(write(files=files, **config)).stop_tokens == wanted
+
+
+def test_neither_importing_nor_loading_needs_torch_or_transformers(write):
+    program = (
+        "import sys; sys.modules['torch'] = None; from kvjax import models; "
+        f"models.load({str(write())!r}); print('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_all_problems_of_tensors_are_listed_in_one_error(write, no_reading):
+    def change(tensors):
+        del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(32, np.float32)
+        tensors["model.layers.2.input_layernorm.weight"] = np.zeros(24, np.float32)
+        tensors["lm_head.weight"] = np.zeros((50, 23), np.float32)
+        tensors["model.layers.0.self_attn.v_proj.weight"] = np.zeros((24, 16), np.float32)  # not transposed silently
+        tensors["model.embed_tokens.weight"] = np.zeros((50, 24), np.int8)
+
+    with pytest.raises(ValueError, match="7 problems") as error:
+        models.load(write(change=change))
+    for line in (
+        "missing: model.norm.weight[24]",
+        "missing: model.layers.1.mlp.up_proj.weight[40, 24]",
+        "unexpected: model.layers.0.self_attn.q_proj.bias[32]",
+        "unexpected: model.layers.2.input_layernorm.weight[24]",
+        "misshapen: lm_head.weight[50, 23], wanted [50, 24]",
+        "misshapen: model.layers.0.self_attn.v_proj.weight[24, 16], wanted [16, 24]",
+        "not a float: model.embed_tokens.weight is I8",
+    ):
+        assert line in str(error.value)
+
+
+def test_an_untied_model_without_a_head_lacks_it(write, no_reading):
+    with pytest.raises(ValueError, match=r"missing: lm_head\.weight\[50, 24\]"):
+        models.load(write(change=lambda tensors: tensors.pop("lm_head.weight")))
+
+
+def test_a_directory_that_is_none_is_said(write, tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist; give a directory"):
+        models.load(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="is a file; give a directory"):
+        models.load(write() / "config.json")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        models.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [('{"model_type": ', "not valid JSON"), ("[1]", "must hold a JSON object, got list"), ("{}", "neither model_type")],
+)
+def test_a_config_that_is_none_is_said(write, text, said, no_reading):
+    directory = write(files={})
+    (directory / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        models.load(directory)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "text", "pointer", "header", "longer"])
+@pytest.mark.parametrize("shards", [0, 2])
+def test_a_damaged_file_is_named(write, damage, shards, no_reading):
+    directory = write(shards=shards)
+    file = sorted(directory.glob("*.safetensors"))[-1]
+    whole = file.read_bytes()
+    file.write_bytes(
+        {
+            "truncated": whole[:-100],
+            "empty": b"",
+            "text": b"<html>Not found</html>" * 20,
+            "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n",
+            "header": whole[:8] + b"x" * 50 + whole[58:],
+            "longer": whole + b"0",
+        }[damage]
+    )
+    said = "Git LFS pointer" if damage == "pointer" else "truncated or no safetensors file"
+    with pytest.raises(ValueError, match=rf"{file.name} is .*{said}.*download it again"):
+        models.load(directory)
+
+
+def test_a_shard_that_is_not_there_is_named(write, no_reading):
+    directory = write(shards=3)
+    (directory / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks model-00002-of-00003\.safetensors, which model\.safe"):
+        models.load(directory)
+
+
+def test_an_index_that_disagrees_with_its_files_is_said(write, no_reading):
+    directory = write(shards=2)
+    index = directory / "model.safetensors.index.json"
+    where = json.loads(index.read_text())["weight_map"]
+    first, second = sorted(set(where.values()))
+    wrong = {name: second if name == "model.embed_tokens.weight" else file for name, file in where.items()}
+    index.write_text(json.dumps({"weight_map": {**wrong, "model.extra": first}}))
+    with pytest.raises(ValueError, match="lacks tensors where") as error:
+        models.load(directory)
+    assert f"model.embed_tokens.weight ({second})" in str(error.value)
+    assert "model.extra" in str(error.value)
+    shutil.copy(directory / first, directory / second)
+    index.write_text(json.dumps({"weight_map": where}))
+    with pytest.raises(ValueError, match=f"twice, in {first} and {second}"):
+        models.load(directory)
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="must have a weight_map"):
+        models.load(directory)
+
+
+def test_pickled_weights_are_refused_with_how_to_convert_them(write):
+    directory = write()
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
+        models.load(directory)
+    (directory / "pytorch_model.bin").write_bytes(pickle.dumps("boom"))
+    with pytest.raises(ValueError, match=r"only pickled weights \(pytorch_model\.bin\).*safe_serialization=True"):
+        models.load(directory)
+
+
+def test_an_architecture_that_is_not_supported_names_those_that_are(write, no_reading):
+    for config in (
+        {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"},
+        {"architectures": ["LlamaForSequenceClassification"]},
+        {"architectures": ["LlamaModel"]},
+        {"architectures": ["MistralForCausalLM"]},  # with model_type llama
+        {"architectures": None, "model_type": "qwen2_moe"},
+        {"architectures": ["Qwen3MoeForCausalLM"], "model_type": ...},
+    ):
+        with pytest.raises(ValueError, match="not supported; supported are") as error:
+            models.load(write(**config))
+        for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+            assert name in str(error.value)
+
+
+@pytest.mark.parametrize("config", [{"architectures": None}, {"model_type": ...}, {"architectures": []}])
+def test_either_of_model_type_and_architectures_is_enough(write, config):
+    models.load(write(**config))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float64", "half a byte"])
+def test_a_dtype_that_a_model_cannot_have_is_refused(write, dtype, no_reading):
+    with pytest.raises(ValueError, match="use one of bfloat16, float16, float32"):
+        models.load(write(), dtype=dtype)
+
+
+# --------------------------------------------------------------------------------------------------------------- text
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+
+
+def add_tokenizer(directory, *, template=TEMPLATE):
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+
+    words = ["<unk>", "<s>", "user", "assistant", "system", "hello", "world"]
+    tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v}))
+
+
+def test_tokenizer_and_chat_template_are_those_of_the_directory(write):
+    checkpoint = models.load(write())
+    add_tokenizer(checkpoint.directory)
+    assert checkpoint.tokenizer("hello world").input_ids == [5, 6]
+    assert checkpoint.tokenizer is checkpoint.tokenizer
+    assert checkpoint.apply_chat("hello") == [2, 5, 3]
+    talk = [{"role": "system", "content": "world"}, {"role": "user", "content": "hello"}]
+    assert checkpoint.apply_chat(talk) == [4, 6, 2, 5, 3]
+    assert checkpoint.apply_chat(talk, answer=False) == [4, 6, 2, 5]
+
+
+def test_a_tokenizer_that_is_not_there_or_cannot_be_read_is_said_when_used(write):
+    checkpoint = models.load(write())
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer .*copy tokenizer\.json"):
+        checkpoint.apply_chat("hello")
+    (checkpoint.directory / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="transformers cannot read the tokenizer in"):
+        _ = checkpoint.tokenizer
+
+
+def test_a_tokenizer_without_a_chat_template_says_so(write):
+    checkpoint = models.load(write())
+    add_tokenizer(checkpoint.directory, template=None)
+    with pytest.raises(ValueError, match="has no chat template"):
+        checkpoint.apply_chat("hello")
+
+
+def test_a_template_that_refuses_the_messages_says_why(write):
+    checkpoint = models.load(write())
+    add_tokenizer(checkpoint.directory, template="{{ raise_exception('only one turn') }}")
+    with pytest.raises(ValueError, match="refuses the messages: only one turn"):
+        checkpoint.apply_chat("hello")
+
+
+def test_error_messages_are_one_line_but_for_the_list_of_tensors(write):
+    with pytest.raises(ValueError, match=re.escape("hidden_act")) as error:
+        models.load(write(hidden_act="swoosh"))
+    assert "\n" not in str(error.value)

@@ -1,0 +1,273 @@
+"""The decoder keeps the model protocol: what generate, users and training rely on."""
+
+import importlib.util
+import inspect
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax import models
+
+CONFIG = models.DecoderConfig(
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    layers=2,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    norm_eps=1e-3,
+    qk_norm=True,
+    qkv_bias=True,
+    windows=(6, None),
+    initializer_range=0.25,
+)
+LENGTHS = jnp.array([12, 5, 1, 0])
+B, T = 4, 12
+
+
+@pytest.fixture(scope="module")
+def model():
+    return models.Decoder(CONFIG, rngs=nnx.Rngs(1))
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return jax.random.randint(jax.random.key(0), (B, 30), 0, CONFIG.vocab_size)
+
+
+@partial(jax.jit, static_argnames=("last", "fresh", "info"))
+def run(model, tokens, cache=None, **settings):
+    return model(tokens, cache, **settings)
+
+
+def empty(model, capacity=32, batch=B):
+    return kvjax.init(kvjax.Full(), model.spec(batch, capacity), layers=model.config.layers)
+
+
+def test_last_gives_the_logits_of_the_last_real_token(model, tokens):
+    every, _ = run(model, tokens[:, :T], empty(model), lengths=LENGTHS, fresh=True)
+    last, cache = run(model, tokens[:, :T], empty(model), lengths=LENGTHS, fresh=True, last=True)
+    assert every.shape == (B, T, 40)
+    assert last.shape == (B, 40)
+    assert every.dtype == last.dtype == jnp.float32
+    np.testing.assert_array_equal(cache.length, LENGTHS)
+    for row, n in enumerate(LENGTHS.tolist()):
+        np.testing.assert_allclose(last[row], every[row, max(n - 1, 0)], atol=1e-5)
+    assert np.isfinite(np.asarray(every)).all()
+
+
+def test_without_a_cache_it_is_the_plain_causal_model(model, tokens):
+    plain, none = run(model, tokens[:, :T])
+    assert none is None
+    cached, _ = run(model, tokens[:, :T], empty(model), fresh=True)
+    np.testing.assert_allclose(plain, cached, atol=1e-5)
+    changed, _ = run(model, tokens[:, :T].at[:, 7].set(0))
+    np.testing.assert_allclose(changed[:, :7], plain[:, :7], atol=1e-5)
+    last, _ = run(model, tokens[:, :T], last=True)
+    np.testing.assert_allclose(last, plain[:, -1], atol=1e-5)
+
+
+@pytest.mark.parametrize("cuts", [(12,), (5, 12), (3, 4, 9, 12)])
+def test_chunks_and_single_tokens_give_the_logits_of_the_whole(model, tokens, cuts):
+    """Ragged rows: row r holds its first r + 6 tokens after the prompt, then decodes to 20."""
+    whole, _ = run(model, tokens[:, :20])
+    cache, start = empty(model), 0
+    lengths = jnp.arange(6, 6 + B)
+    for end in cuts:
+        real = jnp.clip(lengths - start, 0, end - start)
+        logits, cache = run(model, tokens[:, start:end], cache, lengths=real, fresh=start == 0)
+        for row, n in enumerate(real.tolist()):
+            np.testing.assert_allclose(logits[row, :n], whole[row, start : start + n], atol=2e-5)
+        start = end
+    step = jax.jit(lambda model, cache, token: model(token, cache, last=True))
+    for i in range(8):
+        token = jnp.take_along_axis(tokens, lengths[:, None] + i, axis=1)
+        logits, cache = step(model, cache, token)
+        for row, n in enumerate(lengths.tolist()):
+            np.testing.assert_allclose(logits[row], whole[row, n + i], atol=2e-5)
+
+
+def test_rows_ignore_each_other(model, tokens):
+    together, _ = run(model, tokens[:, :T], empty(model), lengths=LENGTHS)
+    for row, n in enumerate(LENGTHS.tolist()):
+        if n > 1:
+            alone, _ = run(model, tokens[row : row + 1, :n], empty(model, batch=1))
+            np.testing.assert_allclose(together[row, :n], alone[0], atol=1e-5)
+
+
+def test_padding_tokens_do_not_matter_even_out_of_the_vocabulary(model, tokens):
+    padded = jnp.where(jnp.arange(T)[None] < LENGTHS[:, None], tokens[:, :T], 10**6)
+    a, cache_a = run(model, tokens[:, :T], empty(model), lengths=LENGTHS, last=True)
+    b, cache_b = run(model, padded, empty(model), lengths=LENGTHS, last=True)
+    np.testing.assert_array_equal(a[:3], b[:3])
+    step = tokens[:, :1]
+    np.testing.assert_array_equal(run(model, step, cache_a)[0], run(model, step, cache_b)[0])
+
+
+def test_rows_that_are_not_active_store_nothing(model, tokens):
+    _, cache = run(model, tokens[:, :T], empty(model), lengths=LENGTHS)
+    active = jnp.array([True, False, True, False])
+    logits, after = run(model, tokens[:, T : T + 1], cache, active=active, last=True)
+    np.testing.assert_array_equal(after.length, LENGTHS + active.astype(jnp.int32))
+    every, _ = run(model, tokens[:, T : T + 1], cache, last=True)
+    np.testing.assert_allclose(logits[active], every[active], atol=1e-5)
+    assert np.isfinite(np.asarray(logits)).all()
+
+
+def test_info_tells_what_each_layer_attended_to(model, tokens):
+    _, cache, infos = run(model, tokens[:, :T], empty(model), lengths=LENGTHS, info=True)
+    assert infos == (None, None)
+    _, _, infos = run(model, tokens[:, :1], cache, info=True)
+    wanted = np.tile(np.asarray(LENGTHS + 1)[:, None], (1, 2))
+    np.testing.assert_array_equal(infos[0].attended, np.minimum(wanted, 6))  # its window
+    np.testing.assert_array_equal(infos[1].attended, wanted)
+
+
+def test_decoding_traces_once_and_allocates_no_second_cache(model):
+    traces = []
+
+    def step(model, cache, token):
+        traces.append(1)
+        logits, cache = model(token[:, None], cache, last=True)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+
+    cache = empty(model, capacity=4096)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    token = jnp.zeros(B, jnp.int32)
+    run = jax.jit(step, donate_argnums=1)
+    memory = run.lower(model, cache, token).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / 2
+    traces.clear()
+    for _ in range(5):
+        token, cache = run(model, cache, token)
+    assert len(traces) <= 1  # 0 where lowering above has filled the cache of traces
+    np.testing.assert_array_equal(cache.length, np.full(B, 5))
+
+
+def test_retrieval_caches_with_a_large_budget_decode_as_full_ones(model, tokens):
+    policy = kvjax.Retrieval(
+        selector=kvjax.Fier(group=8), budget=64, sink=2, local=8, demote=kvjax.Fifo(leave=8), dense_below=0
+    )
+    caches = [kvjax.init(p, model.spec(B, 64), layers=2) for p in (kvjax.Full(), policy)]
+    step = jax.jit(lambda model, cache, token: model(token, cache, last=True))
+    caches = [run(model, tokens[:, :T], cache, lengths=LENGTHS, fresh=True)[1] for cache in caches]
+    for i in range(30):  # crosses flushes
+        (a, b) = (step(model, cache, tokens[:, i : i + 1]) for cache in caches)
+        np.testing.assert_allclose(a[0], b[0], atol=1e-4)
+        caches = [a[1], b[1]]
+    kvjax.check(caches[1])
+
+
+def test_dynamic_rope_follows_the_longest_row_that_takes_a_token(tokens):
+    """As transformers does; a row that is not active, or takes nothing of a chunk, does not count."""
+    config = models.DecoderConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        layers=1,
+        q_heads=4,
+        kv_heads=2,
+        head_dim=8,
+        rope=models.rope.Dynamic(theta=100.0, factor=4.0, original=8),
+        initializer_range=0.3,
+    )
+    model = models.Decoder(config)
+    assert model.max_positions is None
+    rows = tokens[:2, :T]
+    alone, cache = run(model, rows[:1, :5], empty(model, batch=1), last=True)
+    beside, _ = run(model, rows[::-1], empty(model, batch=2), lengths=jnp.array([12, 5]), last=True)
+    wanted, both = run(model, rows[::-1], empty(model, batch=2), lengths=jnp.array([0, 5]), last=True)
+    np.testing.assert_allclose(wanted[1], alone[0], atol=1e-5)
+    assert np.abs(beside[1] - alone[0]).max() > 1e-3
+    _, both = run(model, rows[::-1], both, lengths=jnp.array([12, 0]))
+    step, _ = run(model, rows[:1, 5:6], cache, last=True)
+    beside, _ = run(model, jnp.tile(rows[:1, 5:6], (2, 1)), both, active=jnp.array([False, True]), last=True)
+    np.testing.assert_allclose(beside[1], step[0], atol=1e-5)
+
+
+def test_random_parameters_follow_the_config():
+    config = models.DecoderConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        layers=2,
+        q_heads=4,
+        kv_heads=2,
+        head_dim=16,
+        out_bias=True,
+        initializer_range=0.05,
+    )
+    model = models.Decoder(config, rngs=nnx.Rngs(3), dtype=jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype(jnp.bfloat16)}
+    layer = model.layers[0]
+    for param in (model.embedding, model.head.kernel, layer.attention.q.kernel, layer.mlp.down.kernel):
+        assert float(jnp.std(param[...].astype(jnp.float32))) == pytest.approx(0.05, rel=0.1)
+    assert not np.array_equal(layer.attention.q.kernel[...], model.layers[1].attention.q.kernel[...])
+    np.testing.assert_array_equal(layer.attention.out.bias[...], np.zeros(64))
+    np.testing.assert_array_equal(model.norm.scale[...], np.ones(64))
+    again = models.Decoder(config, rngs=nnx.Rngs(3), dtype=jnp.bfloat16)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), model, again))
+    assert not np.array_equal(
+        models.Decoder(config, rngs=nnx.Rngs(4)).embedding[...], models.Decoder(config).embedding[...]
+    )
+
+
+def test_training_lowers_the_loss(tokens):
+    model = models.Decoder(CONFIG)
+
+    @jax.jit
+    def step(model):
+        def loss(model):
+            logits, _ = model(tokens[:, :-1])
+            picked = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)
+            return -jnp.mean(picked)
+
+        value, grads = jax.value_and_grad(loss)(model)
+        return value, jax.tree.map(lambda p, g: p - 0.3 * g, model, grads)
+
+    first, model = step(model)
+    for _ in range(30):
+        value, model = step(model)
+    assert float(value) < 0.5 * float(first)
+
+
+def test_spec_is_that_of_the_model():
+    model = models.Decoder(CONFIG, dtype=jnp.bfloat16)
+    assert model.spec(2, 100) == kvjax.CacheSpec(
+        batch=2, q_heads=4, kv_heads=2, head_dim=8, capacity=100, dtype=jnp.bfloat16
+    )
+    assert model.spec(batch=2, capacity=100, dtype="float32").dtype == jnp.float32
+
+
+def test_bad_calls_say_what_is_wrong(model, tokens):
+    cache = empty(model)
+    for call, said in (
+        (lambda: model(tokens[0]), r"integers \[B, T >= 1\], got int32\[30\]"),
+        (lambda: model(tokens[:, :0]), r"got int32\[4, 0\]"),
+        (lambda: model(tokens.astype(jnp.float32)), "got float32"),
+        (lambda: model(tokens[:2, :3], cache), r"tokens has B=2 but the cache has B=4; tokens\[2, 3\]"),
+        (
+            lambda: model(tokens, kvjax.init(kvjax.Full(), model.spec(B, 32), layers=3)),
+            "the cache has 3 layers but the model has 2",
+        ),
+        (lambda: model(tokens, cache, active=jnp.ones(B, bool)), "active is for decode steps"),
+        (lambda: models.Decoder(CONFIG, dtype=jnp.int8), "a model cannot have dtype int8; use one of bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
+
+
+def test_the_folder_is_no_package_of_its_own():
+    path = Path(inspect.getfile(models))
+    spec = importlib.util.spec_from_file_location("models", path, submodule_search_locations=[str(path.parent)])
+    with pytest.raises(ImportError, match=r"import kvjax\.models"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,0 +1,325 @@
+"""The decoder against transformers' torch models: tiny and random, every field of the config off its default.
+
+Each case is saved with save_pretrained and read with kvjax.models.load, as users do. Rows of a batch have different
+lengths: transformers pads on the left, kvjax on the right. Prompts and answers cross the lengths that RoPE scaling
+starts at, and prompts are longer than the sliding windows.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import models
+
+pytestmark = pytest.mark.torch
+
+LENGTHS = (23, 9, 31)
+STEPS = 64
+TOLERANCE = 1e-4  # of f32 logits of magnitude 10
+
+SIZES = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 40,
+    "rms_norm_eps": 3e-3,
+    "initializer_range": 0.3,
+    "bos_token_id": 3,
+    "eos_token_id": 5,
+    "pad_token_id": 4,
+    "attention_dropout": 0.1,
+    "use_cache": False,
+}
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 300.0},
+    "linear": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 200.0, "factor": 2.5},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 700.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.5,
+        "high_freq_factor": 5.0,
+        "original_max_position_embeddings": 26,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 400.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 28,
+        "beta_fast": 5.0,
+        "beta_slow": 0.4,
+        "mscale": 1.7,
+        "mscale_all_dim": 0.6,
+        "truncate": False,
+    },
+    "yarn-factor": {
+        "rope_type": "yarn",
+        "rope_theta": 400.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 20,
+        "attention_factor": 1.2,
+    },
+    "yarn-plain": {"rope_type": "yarn", "rope_theta": 900.0, "factor": 8.0, "beta_fast": 3.0},
+}
+FAMILIES = {
+    "llama": ("Llama", {"hidden_act": "gelu", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-plain": (
+        "Llama",
+        {"num_key_value_heads": None, "head_dim": None, "hidden_act": "relu", "eos_token_id": [7]},
+    ),
+    "qwen2": (
+        "Qwen2",
+        {"hidden_act": "gelu_pytorch_tanh", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "qwen2-types": (
+        "Qwen2",
+        {
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen2-unused": ("Qwen2", {"sliding_window": 5, "max_window_layers": 0, "hidden_act": "quick_gelu"}),
+    "qwen3": (
+        "Qwen3",
+        {
+            "hidden_act": "relu2",
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen3-plain": ("Qwen3", {"use_sliding_window": False}),
+    "mistral": ("Mistral", {"hidden_act": "gelu_new", "sliding_window": 9, "tie_word_embeddings": True}),
+    "mistral-plain": ("Mistral", {"hidden_act": "mish", "sliding_window": None, "head_dim": None}),
+}
+# Every scaling and every family generates; every pair of them compares logits.
+GENERATED = [
+    ("llama", "default"),
+    ("llama", "linear"),
+    ("llama", "dynamic"),
+    ("llama", "llama3"),
+    ("qwen2", "yarn"),
+    ("qwen3", "yarn-factor"),
+    ("qwen3-plain", "llama3"),
+    ("qwen2-types", "dynamic"),
+    ("mistral", "linear"),
+    ("mistral-plain", "yarn-plain"),
+]
+COMPARED = [(f, r) for f in FAMILIES for r in ROPES if f in ("llama", "qwen2", "qwen3", "mistral") or r == "default"]
+
+
+def build(family, rope, directory, **save):
+    """A random torch model, saved in `directory`."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)  # threads cost these sizes far more than they give
+    name, own = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, "rope_parameters": dict(ROPES[rope]), **own})
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.normal_(1.0, 0.3)
+            elif name.endswith("bias"):
+                p.normal_(0.0, 0.3)
+            else:
+                p.normal_(0.0, 0.16)
+    model.save_pretrained(directory, **save)
+    return model
+
+
+def prompts():
+    tokens = np.random.default_rng(1).integers(6, SIZES["vocab_size"], (len(LENGTHS), max(LENGTHS)))
+    return [row[:n] for row, n in zip(tokens, LENGTHS, strict=True)]
+
+
+def pad(rows, *, left):
+    """[B, T] and its mask."""
+    width = max(map(len, rows))
+    tokens, mask = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), np.int64)
+    for i, row in enumerate(rows):
+        at = slice(width - len(row), width) if left else slice(0, len(row))
+        tokens[i, at], mask[i, at] = row, 1
+    return tokens, mask
+
+
+def torch_logits(model, rows):
+    """The logits of each row's tokens, as one batch."""
+    import torch
+
+    tokens, mask = map(torch.tensor, pad(rows, left=True))
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = model(tokens, attention_mask=mask, position_ids=positions).logits.numpy()
+    return [row[-len(given) :] for row, given in zip(logits, rows, strict=True)]
+
+
+def greedy(model, tokens, lengths):
+    """Logits of the prompt, and tokens and logits of STEPS steps of greedy decoding through a Full cache."""
+
+    @jax.jit
+    def run(model, tokens, lengths):
+        cache = kvjax.init(kvjax.Full(), model.spec(len(LENGTHS), tokens.shape[1] + STEPS), layers=model.config.layers)
+        prompt, cache = model(tokens, cache, lengths=lengths, fresh=True)
+        first = prompt[jnp.arange(len(lengths)), lengths - 1]
+
+        def step(carry, _):
+            logits, cache = carry
+            token = jnp.argmax(logits, axis=-1)
+            return model(token[:, None], cache, last=True), (token, logits)
+
+        (_, cache), (new, logits) = jax.lax.scan(step, (first, cache), length=STEPS)
+        return prompt, new.T, logits, cache
+
+    prompt, new, logits, cache = run(model, tokens, lengths)
+    kvjax.check(cache)
+    return np.asarray(prompt), np.asarray(new), np.asarray(logits)
+
+
+@pytest.mark.parametrize(("family", "rope"), GENERATED, ids=lambda part: part)
+def test_greedy_decoding_of_ragged_rows_is_that_of_transformers(family, rope, tmp_path):
+    import torch
+
+    reference = build(family, rope, tmp_path)
+    model = models.load(tmp_path, dtype=jnp.float32).model
+    rows = prompts()
+    tokens, mask = map(torch.tensor, pad(rows, left=True))
+    reference.generation_config.eos_token_id = None
+    wanted = reference.generate(
+        tokens,
+        attention_mask=mask,
+        max_new_tokens=STEPS,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+
+    prompt, new, logits = greedy(model, jnp.asarray(pad(rows, left=False)[0]), jnp.asarray(LENGTHS))
+
+    for ours, theirs, n in zip(prompt, torch_logits(reference, rows), LENGTHS, strict=True):
+        np.testing.assert_allclose(ours[:n], theirs, atol=TOLERANCE, rtol=0)
+    theirs = wanted.sequences[:, tokens.shape[1] :].numpy()
+    assert len(np.unique(theirs)) > 10  # the answers are no loop of a few tokens
+    np.testing.assert_array_equal(new, theirs)
+    np.testing.assert_allclose(logits, torch.stack(wanted.logits).numpy(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("family", "rope"), COMPARED, ids=lambda part: part)
+def test_logits_are_those_of_transformers(family, rope, tmp_path):
+    reference = build(family, rope, tmp_path)
+    model = models.load(tmp_path, dtype=jnp.float32).model
+    long = np.random.default_rng(2).integers(0, SIZES["vocab_size"], (2, 50))  # past all original lengths
+    wanted = np.stack(torch_logits(reference, list(long)))
+    logits, cache = model(jnp.asarray(long))
+    assert cache is None
+    assert np.abs(wanted).max() > 2
+    np.testing.assert_allclose(logits, wanted, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("rope", [r for r in ROPES if r != "yarn-plain"])
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_older_config_files_read_the_same(rope, key, tmp_path):
+    import transformers
+
+    _, own = FAMILIES["mistral"]
+    config = transformers.MistralConfig(**{**SIZES, "rope_parameters": dict(ROPES[rope]), **own})
+    wanted = from_json(config.to_dict() | {"architectures": ["MistralForCausalLM"]})
+    raw = json.loads(config.to_json_string())
+    scaling = raw.pop("rope_parameters")
+    raw["rope_theta"] = scaling.pop("rope_theta")
+    scaling[key] = scaling.pop("rope_type")
+    raw["rope_scaling"] = None if rope == "default" else scaling
+    assert from_json(raw) == wanted
+
+    # and so does transformers
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    again = transformers.AutoConfig.from_pretrained(tmp_path)
+    again.rope_parameters.pop("type", None)
+    assert again.rope_parameters == config.rope_parameters
+
+
+def from_json(raw):
+    fields = models.config.Fields(raw)
+    return models.weights.find_family(fields).configure(fields)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sharded_checkpoint_loads_as_the_single_file(family, tmp_path):
+    build(family, "default", tmp_path / "one")
+    build(family, "default", tmp_path / "many", max_shard_size="40KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    one, many = (models.load(tmp_path / name, dtype=jnp.float32).model for name in ("one", "many"))
+    assert jax.tree.structure(one) == jax.tree.structure(many)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_activations_are_those_of_transformers():
+    import torch
+    from transformers.activations import ACT2FN
+
+    x = np.linspace(-12, 12, 241, dtype=np.float32)
+    for name, activation in models.activations.ACTIVATIONS.items():
+        wanted = ACT2FN[name](torch.tensor(x)).numpy()
+        np.testing.assert_allclose(activation(jnp.asarray(x)), wanted, atol=2e-6, rtol=1e-5, err_msg=name)
+
+
+def test_bfloat16_model_stays_near_the_float32_one(tmp_path):
+    """What is rounded to bf16 is as much as transformers rounds, so the errors are alike."""
+    import torch
+
+    reference = build("qwen3", "default", tmp_path)
+    long = np.random.default_rng(2).integers(0, SIZES["vocab_size"], (2, 30))
+    exact = np.stack(torch_logits(reference, list(long)))
+    theirs = np.stack(torch_logits(reference.to(torch.bfloat16).float(), list(long)))  # rounded weights alone
+    checkpoint = models.load(tmp_path)
+    ours, _ = checkpoint.model(jnp.asarray(long))
+    assert checkpoint.model.dtype == jnp.bfloat16
+    assert ours.dtype == jnp.float32
+    assert np.sqrt(np.mean((ours - exact) ** 2)) < 4 * np.sqrt(np.mean((theirs - exact) ** 2))
+
+
+def test_gradients_are_those_of_torch(tmp_path):
+    import torch
+
+    reference = build("qwen3", "yarn", tmp_path)
+    model = models.load(tmp_path, dtype=jnp.float32).model
+    tokens = np.random.default_rng(3).integers(0, SIZES["vocab_size"], (2, 20))
+    loss = reference(torch.tensor(tokens), labels=torch.tensor(tokens)).loss
+    loss.backward()
+
+    @jax.jit
+    @jax.value_and_grad
+    def ours(model):
+        logits, _ = model(jnp.asarray(tokens))
+        logp = jax.nn.log_softmax(logits[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1))
+
+    value, grads = ours(model)
+    assert abs(float(value) - float(loss.detach())) < 1e-5
+    attention = reference.model.layers[1].self_attn
+    for ours_, theirs in (
+        (grads.embedding, reference.model.embed_tokens.weight.grad),
+        (grads.layers[1].attention.q.kernel, attention.q_proj.weight.grad.T),
+        (grads.layers[1].attention.k_norm.scale, attention.k_norm.weight.grad),
+        (grads.layers[2].mlp.down.kernel, reference.model.layers[2].mlp.down_proj.weight.grad.T),
+    ):
+        np.testing.assert_allclose(ours_[...], theirs.numpy(), atol=1e-5, rtol=1e-4)
