@@ -46,7 +46,17 @@ class Model(Protocol):
     request that cannot work fail before it starts.
     """
 
-    def __call__(self, tokens: Array, cache: Cache, **settings: Any) -> Any:
+    def __call__(
+        self,
+        tokens: Array,
+        cache: Cache,
+        *,
+        lengths: Any = None,
+        active: Any = None,
+        last: bool = False,
+        fresh: bool = False,
+        info: bool = False,
+    ) -> Any:
         """(logits, cache), or (logits, cache, infos) with info=True.
 
         tokens i32[B, T] · lengths i32[B]: real tokens of this right-padded chunk · active bool[B]: rows that take

@@ -1,22 +1,9 @@
-"""Cache policies: what a layer keeps, and what a query attends to.
-
-A policy is a frozen dataclass without arrays, hashable, so that equal policies share one trace. Its state is a frozen
-pytree whose every leaf has the batch first; verbs take a state and return one of the same structure, shapes and dtypes.
-
-    init      an empty state for a CacheSpec
-    prefill   stores a right-padded chunk of prompt, T tokens a row of which `lengths` are real
-    update    stores one token for each active row; only ever writes into the recent block
-    attend    attention of the newest token's queries, over what the policy lets them see
-    flush     demotes from full recent blocks; called before each update, for all layers under one condition
-    attend_stored   exact attention over everything stored: what a chunk of a prompt needs of the chunks before it
-
-Nothing here clamps: a token that has no room is dropped and sets `overflow`, which `kvjax.check` reports.
-"""
+"""Every token kept, a few of them attended."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -24,122 +11,15 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, put, take_rows, valid_slots
+from kvjax.caches.policy import Info, lowest_visible
 from kvjax.demotion import Demotion, Fifo
 from kvjax.layouts import whole_units
-from kvjax.partial import (
-    Partial,
-    attend_blocks,
-    attend_part,
-    group_queries,
-    keep_valid,
-    merge,
-    ungroup,
-)
+from kvjax.partial import Partial, attend_blocks, attend_part, group_queries, keep_valid, merge, ungroup
 from kvjax.pick import Selection, expand_units, membership, pool_queries, pool_scores
 from kvjax.schedules import EveryStep, Schedule
 from kvjax.selectors import All, Selector
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores import Dense, Store
-
-
-class Info(NamedTuple):
-    """What a person wants to know of a decode step. XLA removes what nobody reads."""
-
-    attended: Array  # f32[B, K] tokens whose keys and values were read, mean over the group's own choices
-    selection: Selection | None  # what a retrieval chose; None where everything is read
-
-
-class Policy(Protocol):
-    """The verbs that `kvjax.attention` calls. All are pure."""
-
-    def init(self, spec: CacheSpec) -> Any: ...
-
-    def prefill(self, st: Any, k: Array, v: Array, lengths: Array) -> Any:
-        """Stores the first `lengths` i32[B] tokens of k, v [B, T, K, D]."""
-        ...
-
-    def update(self, st: Any, k: Array, v: Array, active: Array) -> Any:
-        """Stores k, v [B, 1, K, D] of the rows where `active` bool[B]."""
-        ...
-
-    def attend(self, st: Any, q: Array, *, scale: float, window: int | None = None) -> tuple[Array, Any, Info]:
-        """Attention of q [B, N, D], the queries of each row's newest stored token."""
-        ...
-
-    def attend_stored(self, st: Any, q: Array, ahead: Array, *, scale: float, window: int | None = None) -> Partial:
-        """Exact attention of q [B, K, Q, D] over all that is stored; query i stands `ahead[i]`, i32[Q], past it."""
-        ...
-
-    def full_rows(self, st: Any) -> Array | None:
-        """bool[B]: rows that `flush` would demote from; None for a policy that never needs a flush."""
-        ...
-
-    def flush(self, st: Any) -> Any: ...
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        """Bytes that a token of a long context takes in a layer, over all kv heads."""
-        ...
-
-
-# ------------------------------------------------------------------------------------------------ everything, exactly
-
-
-@register_dataclass
-@dataclass(frozen=True)
-class FullState:
-    tokens: Block  # [B, K, capacity, D], slot = position
-    overflow: Array  # bool[B] a token of this row was dropped
-
-    @property
-    def length(self) -> Array:
-        """i32[B] tokens held."""
-        return self.tokens.count
-
-
-@dataclass(frozen=True)
-class Full:
-    """Keeps every token and attends to all of them: ordinary KV-cache attention, and the yardstick."""
-
-    def init(self, spec: CacheSpec) -> FullState:
-        return FullState(empty_block(spec, spec.capacity), jnp.zeros(spec.batch, bool))
-
-    def prefill(self, st: FullState, k: Array, v: Array, lengths: Array) -> FullState:
-        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-        overflow = st.overflow | (st.length + lengths > st.tokens.slots)
-        return FullState(put(st.tokens, k, v, lengths), overflow)
-
-    def update(self, st: FullState, k: Array, v: Array, active: Array) -> FullState:
-        return self.prefill(st, k, v, active.astype(jnp.int32))
-
-    def attend(
-        self, st: FullState, q: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, FullState, Info]:
-        valid = valid_slots(st.tokens, _lowest_visible(st.length - 1, window))
-        qg = group_queries(q, st.tokens.k.shape[1])
-        # Values past count are finite (zeros, or tokens of a row that was replaced), so they need no mask here;
-        # masking them would write a second copy of the values at every step.
-        part = attend_part(qg, st.tokens.k, st.tokens.v, valid[:, None, None], scale=scale)
-        attended = jnp.sum(valid, axis=-1, dtype=jnp.float32)[:, None]
-        info = Info(jnp.broadcast_to(attended, qg.shape[:2]), None)
-        return ungroup(part.out, q.dtype), st, info
-
-    def attend_stored(
-        self, st: FullState, q: Array, ahead: Array, *, scale: float, window: int | None = None
-    ) -> Partial:
-        start = _lowest_visible(st.length[:, None] + ahead[None], window)
-        return attend_blocks(q, st.tokens.k, st.tokens.v, start, st.length, scale=scale)
-
-    def full_rows(self, st: FullState) -> None:
-        return None
-
-    def flush(self, st: FullState) -> FullState:
-        return st
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return Dense().bytes_per_token(spec)
-
-
-# ----------------------------------------------------------------------------- everything kept, a few tokens attended
 
 
 @register_dataclass
@@ -310,7 +190,7 @@ class Retrieval:
     ) -> tuple[Array, RetrievalState, Info]:
         B, K = q.shape[0], st.recent.k.shape[1]
         qg = group_queries(q, K)
-        first = _lowest_visible(st.length - 1, window)
+        first = lowest_visible(st.length - 1, window)
         from_store, from_recent = _slot_of(first, st.offset_store), _slot_of(first, st.offset_recent)
         recent_valid = valid_slots(st.recent, from_recent)
         selection, schedule = None, st.schedule
@@ -351,7 +231,7 @@ class Retrieval:
         if isinstance(self.selector, All):
             raise ValueError("the selector All chooses nothing: it reads every stored token")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        first = _lowest_visible(st.length - 1, window)
+        first = lowest_visible(st.length - 1, window)
         return self._select(st, group_queries(q, st.recent.k.shape[1]), first, scale)
 
     def _select(self, st: RetrievalState, q: Array, first: Array, scale: float) -> Selection:
@@ -399,7 +279,7 @@ class Retrieval:
         zones = [(st.recent, st.offset_recent)]
         if st.sink is not None:
             zones.append((st.sink, jnp.zeros_like(st.recent.count)))
-        first = _lowest_visible(st.length[:, None] + ahead[None], window)
+        first = lowest_visible(st.length[:, None] + ahead[None], window)
         parts = [self.store.attend(st.store, q, _slot_of(first, st.offset_store[:, None]), scale=scale)]
         for zone, offset in zones:
             start = _slot_of(first, offset[:, None])
@@ -408,11 +288,6 @@ class Retrieval:
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return self.store.bytes_per_token(spec) + self.selector.bytes_per_token(spec)
-
-
-def _lowest_visible(position: Array, window: int | None) -> Array:
-    """The lowest position that a query at `position` sees; a window counts the query's own token."""
-    return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)
 
 
 def _slot_of(position: Array, offset: Array | int) -> Array:

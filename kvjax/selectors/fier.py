@@ -1,14 +1,8 @@
-"""Selectors: which stored tokens a query needs, from an index that is much smaller than the keys.
-
-A selector indexes keys as they leave the recent block and scores units of `unit` tokens (1, or a page) for a query.
-Scores estimate scale * q.k, so that they compare with the exact scores of tokens that still wait to be indexed;
-`Retrieval` pools over the group, and picks.
-"""
+"""FIER: tokens by 1-bit keys."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jax import Array
@@ -18,62 +12,6 @@ from kvjax.blocks import write
 from kvjax.pick import Pool, require_pool
 from kvjax.quant import OneBit, quantize_1bit
 from kvjax.spec import CacheSpec, require_int
-
-
-class Selector(Protocol):
-    """Indexes keys and scores them. Laws: a score depends only on its own unit and the query; appending in one call or
-    chunk by chunk gives the same index; slots at or past count may score anything, the caller masks them."""
-
-    @property
-    def unit(self) -> int:
-        """Tokens a scored unit has: 1, or the page size."""
-        ...
-
-    @property
-    def pool(self) -> Pool:
-        """How scores of the G query heads of a group become one."""
-        ...
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        """Raises ValueError where this selector cannot index chunks of `chunk` tokens of such a cache."""
-        ...
-
-    def init(self, spec: CacheSpec, slots: int) -> Any: ...
-
-    def append(self, ix: Any, k: Array, at: Array, count: Array) -> Any:
-        """Indexes the first `count` i32[B] keys of k [B, K, T, D] as slots at[b], at[b]+1, ...; whole chunks."""
-        ...
-
-    def score(self, ix: Any, q: Array, *, scale: float) -> Array:
-        """f32[B, K, G, units] estimates of scale * q.k for q [B, K, G, D]."""
-        ...
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        """Bytes of index that a stored token takes in a layer, over all kv heads."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class All:
-    """Every stored token: no index and no choice. `Retrieval` then reads the whole store and takes no budget."""
-
-    unit: int = 1
-    pool: Pool = "mean_score"
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        pass
-
-    def init(self, spec: CacheSpec, slots: int) -> tuple[()]:
-        return ()
-
-    def append(self, ix: tuple[()], k: Array, at: Array, count: Array) -> tuple[()]:
-        return ()
-
-    def score(self, ix: tuple[()], q: Array, *, scale: float) -> Array:
-        raise NotImplementedError("All keeps no index and scores nothing; it reads every stored token")
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,20 @@
+"""Cache policies: what a layer keeps, and what a query attends to.
+
+A policy is a frozen dataclass without arrays, hashable, so that equal policies share one trace. Its state is a frozen
+pytree whose every leaf has the batch first; verbs take a state and return one of the same structure, shapes and dtypes.
+
+    init      an empty state for a CacheSpec
+    prefill   stores a right-padded chunk of prompt, T tokens a row of which `lengths` are real
+    update    stores one token for each active row; only ever writes into the recent block
+    attend    attention of the newest token's queries, over what the policy lets them see
+    flush     demotes from full recent blocks; called before each update, for all layers under one condition
+    attend_stored   exact attention over everything stored: what a chunk of a prompt needs of the chunks before it
+
+Nothing here clamps: a token that has no room is dropped and sets `overflow`, which `kvjax.check` reports.
+"""
+
+from kvjax.caches.full import Full, FullState
+from kvjax.caches.policy import Info, Policy
+from kvjax.caches.retrieval import Retrieval, RetrievalState
+
+__all__ = ["Full", "FullState", "Info", "Policy", "Retrieval", "RetrievalState"]

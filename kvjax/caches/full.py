@@ -1,0 +1,70 @@
+"""Every token, attended by every query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import register_dataclass
+
+from kvjax.blocks import Block, empty_block, put, valid_slots
+from kvjax.caches.policy import Info, lowest_visible
+from kvjax.partial import Partial, attend_blocks, attend_part, group_queries, ungroup
+from kvjax.spec import CacheSpec
+from kvjax.stores import Dense
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class FullState:
+    tokens: Block  # [B, K, capacity, D], slot = position
+    overflow: Array  # bool[B] a token of this row was dropped
+
+    @property
+    def length(self) -> Array:
+        """i32[B] tokens held."""
+        return self.tokens.count
+
+
+@dataclass(frozen=True)
+class Full:
+    """Keeps every token and attends to all of them: ordinary KV-cache attention, and the yardstick."""
+
+    def init(self, spec: CacheSpec) -> FullState:
+        return FullState(empty_block(spec, spec.capacity), jnp.zeros(spec.batch, bool))
+
+    def prefill(self, st: FullState, k: Array, v: Array, lengths: Array) -> FullState:
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        overflow = st.overflow | (st.length + lengths > st.tokens.slots)
+        return FullState(put(st.tokens, k, v, lengths), overflow)
+
+    def update(self, st: FullState, k: Array, v: Array, active: Array) -> FullState:
+        return self.prefill(st, k, v, active.astype(jnp.int32))
+
+    def attend(
+        self, st: FullState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, FullState, Info]:
+        valid = valid_slots(st.tokens, lowest_visible(st.length - 1, window))
+        qg = group_queries(q, st.tokens.k.shape[1])
+        # Values past count are finite (zeros, or tokens of a row that was replaced), so they need no mask here;
+        # masking them would write a second copy of the values at every step.
+        part = attend_part(qg, st.tokens.k, st.tokens.v, valid[:, None, None], scale=scale)
+        attended = jnp.sum(valid, axis=-1, dtype=jnp.float32)[:, None]
+        info = Info(jnp.broadcast_to(attended, qg.shape[:2]), None)
+        return ungroup(part.out, q.dtype), st, info
+
+    def attend_stored(
+        self, st: FullState, q: Array, ahead: Array, *, scale: float, window: int | None = None
+    ) -> Partial:
+        start = lowest_visible(st.length[:, None] + ahead[None], window)
+        return attend_blocks(q, st.tokens.k, st.tokens.v, start, st.length, scale=scale)
+
+    def full_rows(self, st: FullState) -> None:
+        return None
+
+    def flush(self, st: FullState) -> FullState:
+        return st
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return Dense().bytes_per_token(spec)

@@ -1,0 +1,56 @@
+"""The protocol of cache policies, and what a step tells of itself."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.partial import Partial
+from kvjax.pick import Selection
+from kvjax.spec import CacheSpec
+
+
+class Info(NamedTuple):
+    """What a person wants to know of a decode step. XLA removes what nobody reads."""
+
+    attended: Array  # f32[B, K] tokens whose keys and values were read, mean over the group's own choices
+    selection: Selection | None  # what a retrieval chose; None where everything is read
+
+
+class Policy(Protocol):
+    """The verbs that `kvjax.attention` calls. All are pure."""
+
+    def init(self, spec: CacheSpec) -> Any: ...
+
+    def prefill(self, st: Any, k: Array, v: Array, lengths: Array) -> Any:
+        """Stores the first `lengths` i32[B] tokens of k, v [B, T, K, D]."""
+        ...
+
+    def update(self, st: Any, k: Array, v: Array, active: Array) -> Any:
+        """Stores k, v [B, 1, K, D] of the rows where `active` bool[B]."""
+        ...
+
+    def attend(self, st: Any, q: Array, *, scale: float, window: int | None = None) -> tuple[Array, Any, Info]:
+        """Attention of q [B, N, D], the queries of each row's newest stored token."""
+        ...
+
+    def attend_stored(self, st: Any, q: Array, ahead: Array, *, scale: float, window: int | None = None) -> Partial:
+        """Exact attention of q [B, K, Q, D] over all that is stored; query i stands `ahead[i]`, i32[Q], past it."""
+        ...
+
+    def full_rows(self, st: Any) -> Array | None:
+        """bool[B]: rows that `flush` would demote from; None for a policy that never needs a flush."""
+        ...
+
+    def flush(self, st: Any) -> Any: ...
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        """Bytes that a token of a long context takes in a layer, over all kv heads."""
+        ...
+
+
+def lowest_visible(position: Array, window: int | None) -> Array:
+    """The lowest position that a query at `position` sees; a window counts the query's own token."""
+    return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)

@@ -1,0 +1,11 @@
+"""Selectors: which stored tokens a query needs, from an index that is much smaller than the keys.
+
+A selector indexes keys as they leave the recent block and scores units of `unit` tokens (1, or a page) for a query.
+Scores estimate scale * q.k, so that they compare with the exact scores of tokens that still wait to be indexed;
+`Retrieval` pools over the group, and picks.
+"""
+
+from kvjax.selectors.fier import Fier
+from kvjax.selectors.selector import All, Selector
+
+__all__ = ["All", "Fier", "Selector"]

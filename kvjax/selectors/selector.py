@@ -1,0 +1,67 @@
+"""The protocol of selectors, and the one that needs no index."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jax import Array
+
+from kvjax.pick import Pool
+from kvjax.spec import CacheSpec
+
+
+class Selector(Protocol):
+    """Indexes keys and scores them. Laws: a score depends only on its own unit and the query; appending in one call or
+    chunk by chunk gives the same index; slots at or past count may score anything, the caller masks them."""
+
+    @property
+    def unit(self) -> int:
+        """Tokens a scored unit has: 1, or the page size."""
+        ...
+
+    @property
+    def pool(self) -> Pool:
+        """How scores of the G query heads of a group become one."""
+        ...
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        """Raises ValueError where this selector cannot index chunks of `chunk` tokens of such a cache."""
+        ...
+
+    def init(self, spec: CacheSpec, slots: int) -> Any: ...
+
+    def append(self, ix: Any, k: Array, at: Array, count: Array) -> Any:
+        """Indexes the first `count` i32[B] keys of k [B, K, T, D] as slots at[b], at[b]+1, ...; whole chunks."""
+        ...
+
+    def score(self, ix: Any, q: Array, *, scale: float) -> Array:
+        """f32[B, K, G, units] estimates of scale * q.k for q [B, K, G, D]."""
+        ...
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        """Bytes of index that a stored token takes in a layer, over all kv heads."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class All:
+    """Every stored token: no index and no choice. `Retrieval` then reads the whole store and takes no budget."""
+
+    unit: int = 1
+    pool: Pool = "mean_score"
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        pass
+
+    def init(self, spec: CacheSpec, slots: int) -> tuple[()]:
+        return ()
+
+    def append(self, ix: tuple[()], k: Array, at: Array, count: Array) -> tuple[()]:
+        return ()
+
+    def score(self, ix: tuple[()], q: Array, *, scale: float) -> Array:
+        raise NotImplementedError("All keeps no index and scores nothing; it reads every stored token")
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return 0.0

@@ -1,0 +1,11 @@
+"""Stores: where and how the keys and values of the history lie.
+
+A store is a policy object without arrays; its state is a pytree that has `count` i32[B] and `slots`. Tokens arrive in
+chunks as they leave the recent block, and never leave again. `attend` reads everything, `attend_slots` only what was
+selected.
+"""
+
+from kvjax.stores.dense import Dense
+from kvjax.stores.store import Store
+
+__all__ = ["Dense", "Store"]

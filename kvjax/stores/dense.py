@@ -1,0 +1,34 @@
+"""Keys and values as they came."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax import ops
+from kvjax.blocks import Block, empty_block, put
+from kvjax.partial import Partial, attend_blocks
+from kvjax.pick import Selection
+from kvjax.spec import CacheSpec
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Keys and values as they came, in device memory, [B, K, S, D]."""
+
+    def init(self, spec: CacheSpec, slots: int) -> Block:
+        return empty_block(spec, slots)
+
+    def append(self, st: Block, k: Array, v: Array, count: Array) -> Block:
+        return put(st, k, v, count)
+
+    def attend(self, st: Block, q: Array, start: Array, *, scale: float) -> Partial:
+        return attend_blocks(q, st.k, st.v, start, st.count, scale=scale)
+
+    def attend_slots(self, st: Block, q: Array, selection: Selection, *, scale: float) -> Partial:
+        return ops.attend_slots(q, st.k, st.v, selection, scale=scale)
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize

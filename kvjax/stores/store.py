@@ -1,0 +1,35 @@
+"""The protocol of stores."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from jax import Array
+
+from kvjax.partial import Partial
+from kvjax.pick import Selection
+from kvjax.spec import CacheSpec
+
+
+class Store(Protocol):
+    """Keeps keys and values. Slots are handed out in order of arrival; slot s holds the s-th token that came."""
+
+    def init(self, spec: CacheSpec, slots: int) -> Any:
+        """An empty state of `slots` slots a row, with `count` i32[B]."""
+        ...
+
+    def append(self, st: Any, k: Array, v: Array, count: Array) -> Any:
+        """Adds the first `count` i32[B] tokens of k, v [B, K, T, D]; count is a multiple of the chunk."""
+        ...
+
+    def attend(self, st: Any, q: Array, start: Array, *, scale: float) -> Partial:
+        """Attention of q [B, K, Q, D] over the slots [start, count), start i32[B] or i32[B, Q]."""
+        ...
+
+    def attend_slots(self, st: Any, q: Array, selection: Selection, *, scale: float) -> Partial:
+        """Attention of q [B, K, G, D] over the selected slots, reading only those."""
+        ...
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        """Bytes that a stored token takes in a layer, over all kv heads."""
+        ...

@@ -1,0 +1,65 @@
+"""How strictly the suite runs: on CPU, offline, the same every time.
+
+Silent broadcasting and silent promotion hide bugs of exactly the kind that a cache has (a mask of [B] against [B, K],
+an f32 scale that widens a bf16 store), so both are errors here. pyproject.toml makes warnings of kvjax errors.
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# Most of the suite's time is XLA compiling; without LLVM's optimisations it takes half. XLA's own passes, and so the
+# buffers that tests count, stay as they are. Set XLA_FLAGS, to nothing if you like, to run what users run.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+hypothesis.settings.register_profile(
+    "kvjax",
+    derandomize=True,
+    database=None,
+    deadline=None,  # the first example compiles
+    max_examples=25,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("kvjax")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def offline() -> Iterator[None]:
+    """No test may reach the network: connecting a socket to anything but a local one is an error."""
+
+    def refuse(self: socket.socket, address: Any) -> None:
+        if self.family == socket.AF_UNIX:
+            return connect(self, address)
+        raise AssertionError(f"a test tried to connect to {address}; the suite must run offline")
+
+    connect = socket.socket.connect
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", refuse)
+        yield
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps tests that share compiled programs in one worker of `--dist loadgroup`: a policy's laws, a file's tests.
+
+    Spread singly, two policies' laws compiled 157 programs in place of 108. A persistent compilation cache saved a
+    tenth of the time, and a program that comes from it need not tell its temp bytes, which laws count.
+    """
+    for item in items:
+        if item.get_closest_marker("torch"):
+            continue  # each of these compiles a model of its own
+        case = getattr(item, "callspec", None) and item.callspec.params.get("case")
+        item.add_marker(pytest.mark.xdist_group(str(case or item.path.name)))

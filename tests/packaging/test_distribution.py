@@ -1,0 +1,105 @@
+"""What is shipped: every package, from a source distribution that needs nothing else, and nothing called `models`."""
+
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def run(code: str, folder: Path, *, path: Path | None = None) -> subprocess.CompletedProcess:
+    """Python code in a process of its own, in `folder`; `path` is searched before what is installed."""
+    first = f"import sys; sys.path.insert(0, {str(path)!r})\n" if path else ""
+    return subprocess.run([sys.executable, "-c", first + code], cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def test_packages_listed_are_those_on_disk():
+    """A package that the list misses would be missing from the wheel, and no tool would say so."""
+    on_disk = {}
+    for package, folder in (("kvjax", "kvjax"), *((f"kvjax.{f}", f) for f in ("kernels_pallas", "models"))):
+        for init in sorted((ROOT / folder).rglob("__init__.py")):
+            inner = init.parent.relative_to(ROOT / folder).parts
+            on_disk[".".join((package, *inner))] = init.parent
+        stray = {p.parent for p in (ROOT / folder).rglob("*.py")} - set(on_disk.values())
+        assert not stray, f"{stray} hold modules but no __init__.py"
+    assert sorted(SETUPTOOLS["packages"]) == sorted(on_disk)
+    assert SETUPTOOLS["package-dir"] == {
+        "kvjax": "kvjax",
+        "kvjax.kernels_pallas": "kernels_pallas",
+        "kvjax.models": "models",
+    }
+
+
+def test_bare_import_of_models_names_the_right_one():
+    result = run("import models", ROOT, path=ROOT)
+    assert result.returncode != 0
+    assert "ImportError" in result.stderr
+    assert "kvjax.models" in result.stderr.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """A source distribution of this tree, and a wheel built from that alone."""
+    folder = tmp_path_factory.mktemp("distributions")
+    build = "from setuptools import build_meta; print(build_meta.build_{}({!r}))"
+    tree = folder / "tree"
+    tree.mkdir()
+    for path in ROOT.iterdir():  # links, so that a build leaves nothing behind here
+        if path.suffix in (".toml", ".md", ".txt", ".in") or path.name in (
+            "LICENSE",
+            "kvjax",
+            "kernels_pallas",
+            "models",
+            "tests",
+        ):
+            (tree / path.name).symlink_to(path)
+    made = run(build.format("sdist", str(folder)), tree)
+    assert made.returncode == 0, made.stderr
+    source = folder / made.stdout.splitlines()[-1]
+    with tarfile.open(source) as archive:
+        archive.extractall(folder, filter="data")
+    made = run(build.format("wheel", str(folder)), folder / source.name.removesuffix(".tar.gz"))
+    assert made.returncode == 0, made.stderr
+    return source, folder / made.stdout.splitlines()[-1]
+
+
+def modules(prefix: str = "") -> set[str]:
+    return {
+        f"{package.replace('.', '/')}/{path.name}"
+        for package, folder in SETUPTOOLS["package-dir"].items()
+        for path in (ROOT / folder).glob("*.py")
+    }
+
+
+def test_wheel_holds_every_module_and_the_type_marker(distributions):
+    names = set(zipfile.ZipFile(distributions[1]).namelist())
+    assert modules() | {"kvjax/py.typed"} <= names
+    assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"kvjax"}, "one top-level package"
+    assert any(n.endswith("licenses/LICENSE") for n in names)
+
+
+def test_source_distribution_holds_the_tests_and_what_they_read(distributions):
+    with tarfile.open(distributions[0]) as archive:
+        names = {n.partition("/")[2] for n in archive.getnames()}
+    tests = {str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("*.py")}
+    assert tests | {"pyproject.toml", "README.md", "LICENSE", "CONTRIBUTING.md", "constraints.txt"} <= names
+
+
+def test_wheel_imports_from_a_foreign_directory(distributions, tmp_path):
+    """The wheel's own files, unpacked, ahead of whatever kvjax is installed."""
+    site = tmp_path / "site"
+    zipfile.ZipFile(distributions[1]).extractall(site)
+    code = (
+        "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__name__', '')]\n"
+        "import kvjax.cli, kvjax.kernels_pallas, kvjax.models\n"
+        "print(kvjax.__file__, kvjax.models.__file__, kvjax.kernels_pallas.__file__)"
+    )
+    result = run(code, tmp_path, path=site)
+    assert result.returncode == 0, result.stderr
+    assert all(name.startswith(str(site)) for name in result.stdout.split())

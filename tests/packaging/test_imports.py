@@ -1,0 +1,122 @@
+"""Who may import whom: floors inside kvjax, declared dependencies outside."""
+
+import ast
+import re
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+# A module imports lower floors only. A new module of kvjax needs a line here.
+FLOORS = {
+    **dict.fromkeys(("spec", "layouts", "memory"), 0),
+    **dict.fromkeys(("partial", "quant", "rotate", "pick", "blocks"), 1),
+    "ops": 2,
+    **dict.fromkeys(("stores", "selectors", "demotion", "schedules", "evictors"), 3),
+    "caches": 4,
+    **dict.fromkeys(("hook", "presets", "models"), 5),
+    **dict.fromkeys(("sample", "request", "text", "generate", "laws"), 6),
+    "evaluate": 7,
+    "cli": 8,
+}
+SAME_FLOOR = {
+    ("ops", "kernels_pallas"),  # dispatch
+    ("presets", "hook"),  # a preset returns hook's Layered
+    *(("generate", part) for part in ("sample", "request", "text")),
+}
+FACADE = 6  # `import kvjax` itself: what the package's __init__ may gather, for those above the models
+
+
+def sources() -> dict[str, Path]:
+    """Every module of the package, by its name when installed."""
+    found = {}
+    for package, folder in PROJECT["tool"]["setuptools"]["package-dir"].items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+SOURCES = sources()
+
+
+def imports(module: str) -> set[str]:
+    """Absolute names of what a module imports, wherever in it; kvjax's own down to the module."""
+    path, found = SOURCES[module], set()
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join((*above, *filter(None, [base])))
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                found.add(name if name in SOURCES else base)
+    return found
+
+
+def part(module: str) -> str:
+    """spec of kvjax.spec, selectors of kvjax.selectors.fier, and kvjax of the package itself."""
+    return module.split(".")[1] if "." in module else module
+
+
+def ours(module: str) -> list[str]:
+    return [name for name in imports(module) if name == "kvjax" or name.startswith("kvjax.")]
+
+
+@pytest.mark.parametrize("module", [m for m in SOURCES if part(m) not in ("kvjax", "kernels_pallas")])
+def test_a_module_imports_lower_floors_only(module):
+    own = part(module)
+    assert own in FLOORS, f"{module} has no floor yet; give it one in {Path(__file__).name}"
+    for name in ours(module):
+        target = part(name)
+        if target == own or (own, target) in SAME_FLOOR:
+            continue
+        floor = FACADE if target == "kvjax" else FLOORS[target]
+        highest = 5 if own == "models" else FLOORS[own] - 1
+        assert floor <= highest, f"{module} (floor {FLOORS[own]}) imports {name} (floor {floor})"
+
+
+def test_kernels_import_jax_and_layouts_only():
+    for module in SOURCES:
+        if part(module) == "kernels_pallas":
+            inside = {name for name in ours(module) if part(name) != "kernels_pallas"}
+            outside = third_party(module)
+            assert inside <= {"kvjax.layouts"}, f"{module} imports {inside}"
+            assert outside <= {"jax", "jaxlib"}, f"{module} imports {outside}"
+
+
+def third_party(module: str) -> set[str]:
+    return {name.partition(".")[0] for name in imports(module)} - set(sys.stdlib_module_names) - {"kvjax"}
+
+
+def normal(requirement: str) -> str:
+    """The normalised name in a requirement."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
+
+
+def test_every_import_is_a_declared_dependency():
+    declared = {normal(r) for r in PROJECT["project"]["dependencies"]}
+    owners = metadata.packages_distributions()
+    for module in SOURCES:
+        for name in third_party(module):
+            distributions = {normal(d) for d in owners.get(name, [name])}
+            assert distributions & declared, f"{module} imports {name} of {distributions}, which is not declared"
+
+
+def test_every_declared_dependency_is_imported():
+    owners = metadata.packages_distributions()
+    used = {normal(d) for module in SOURCES for name in third_party(module) for d in owners.get(name, [name])}
+    unseen = {
+        "jinja2",  # transformers needs it for chat templates, and does not declare it
+        "jaxlib",  # comes with jax; named since both are pinned together
+    }
+    assert {normal(r) for r in PROJECT["project"]["dependencies"]} - used == unseen
