@@ -23,11 +23,34 @@ class Demotion(Protocol):
         """Tokens a chunk has."""
         ...
 
+    @property
+    def ordered(self) -> bool:
+        """Whether history and recent block hold tokens in order of arrival, as a sliding window needs."""
+        ...
+
     def slots(self, local: int) -> int: ...
 
     def leaving(self, local: int) -> np.ndarray: ...
 
     def staying(self, local: int) -> np.ndarray: ...
+
+
+def plan(demotion: Demotion, local: int, flushes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where each token of a long line goes, when it enters an empty block one by one and full blocks are flushed.
+
+    Returns i[flushes, leave], the places in the line of the tokens that leave at each flush, and i[flushes + 1, slots],
+    those in the block after each number of flushes, once it is full again. Static, whatever the length of a row: a
+    prompt is stored by two gathers, and leaves what token by token updates would have left.
+    """
+    leaving, staying, slots = demotion.leaving(local), demotion.staying(local), demotion.slots(local)
+    block, left = np.arange(slots), []
+    blocks = [block]
+    for flush in range(flushes):
+        left.append(block[leaving])
+        new = slots + flush * len(leaving) + np.arange(len(leaving))
+        block = np.concatenate([block[staying], new])
+        blocks.append(block)
+    return np.array(left, np.int32).reshape(flushes, len(leaving)), np.array(blocks, np.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +66,10 @@ class Fifo:
     def __post_init__(self) -> None:
         require_int("Fifo(leave=...)", self.leave, at_least=1)
 
+    @property
+    def ordered(self) -> bool:
+        return True
+
     def slots(self, local: int) -> int:
         return local + self.leave - 1
 
@@ -51,3 +78,43 @@ class Fifo:
 
     def staying(self, local: int) -> np.ndarray:
         return np.arange(self.leave, self.slots(local))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSparse:
+    """The odd tokens of the older two thirds leave, so the density of what stays halves with age.
+
+    The block holds 3W tokens, W = `window`. When it is full, slots 1, 3, 5, ... of the first 2W leave, one chunk of W
+    tokens; the even ones and the newest W stay. So 2W to 3W tokens are in the block, the newest W of them adjacent
+    (`local` may be at most W), and they reach back over about W log2(n / W) + W of n tokens.
+
+    **Source:** LogQuant, Algorithm 1. **Differs:** the paper thins as soon as the block is full, we before the next
+    token comes: the query of that step still reads all 3W.
+    """
+
+    window: int = 42
+
+    def __post_init__(self) -> None:
+        require_int("LogSparse(window=...)", self.window, at_least=1)
+
+    @property
+    def leave(self) -> int:
+        return self.window
+
+    @property
+    def ordered(self) -> bool:
+        return False
+
+    def slots(self, local: int) -> int:
+        if local > self.window:
+            raise ValueError(
+                f"LogSparse(window={self.window}) keeps the newest {self.window} tokens together and cannot attend to "
+                f"local={local} of them always; use local <= {self.window} or a wider window"
+            )
+        return 3 * self.window
+
+    def leaving(self, local: int) -> np.ndarray:
+        return np.arange(1, 2 * self.window, 2)
+
+    def staying(self, local: int) -> np.ndarray:
+        return np.concatenate([np.arange(0, 2 * self.window, 2), np.arange(2 * self.window, self.slots(local))])

@@ -12,7 +12,7 @@ from jax.tree_util import register_dataclass
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, put, take_rows, valid_slots
 from kvjax.caches.policy import Info, lowest_visible
-from kvjax.demotion import Demotion, Fifo
+from kvjax.demotion import Demotion, Fifo, plan
 from kvjax.layouts import whole_units
 from kvjax.partial import Partial, attend_blocks, attend_part, group_queries, keep_valid, merge, ungroup
 from kvjax.pick import Selection, expand_units, membership, pool_queries, pool_scores
@@ -30,7 +30,7 @@ class RetrievalState:
     sink: Block | None  # [B, K, sink, D] the first tokens of a row; None if the policy keeps none
     store: Any  # the history; its slot s is position sink + s
     index: Any  # what the selector knows of the history
-    recent: Block  # [B, K, local + chunk - 1, D] the newest tokens, oldest first
+    recent: Block  # [B, K, R, D] the newest tokens, in order of arrival; R is what the demotion asks for
     schedule: Any  # what the schedule carries between steps
     overflow: Array  # bool[B] a token of this row was dropped
 
@@ -97,6 +97,7 @@ class Retrieval:
 
     def init(self, spec: CacheSpec) -> RetrievalState:
         self.selector.check(spec, self.demote.leave)
+        self.store.check(spec, self.demote.leave)
         chunk = self.demote.leave
         stay = len(self.demote.staying(self.local))
         slots = max(whole_units(spec.capacity - self.sink - stay, chunk), chunk)
@@ -132,27 +133,28 @@ class Retrieval:
             to_sink = jnp.minimum(sink.slots - sink.count, lengths)
             sink = put(sink, k, v, to_sink)
 
-        # What the recent block holds and what is new make one line of tokens a row; whole chunks of its front go to
-        # the history, as token by token updates and flushes would have sent them, and the rest is the new block.
+        # What the recent block holds and what is new make one line of tokens a row; some of its front goes to the
+        # history, as token by token updates and flushes would have sent it, and the rest is the new block.
         held, total = st.recent.count, st.recent.count + lengths - to_sink
         room = (st.store.slots - st.store.count) // chunk
         stay = len(self.demote.staying(self.local))
         chunks = jnp.clip((total - stay) // chunk, 0, room)
-        most = min((slots + T - stay) // chunk, st.store.slots // chunk)
+        most = max(min((slots + T - stay) // chunk, st.store.slots // chunk), 0)
+        leaving, blocks = plan(self.demote, self.local, most)
 
-        def line(old: Array, new: Array, first: Array, size: int) -> Array:
-            at = first[:, None] + jnp.arange(size)[None]
+        def line(old: Array, new: Array, at: Array) -> Array:
             source = jnp.where(at < held[:, None], at, slots + at - held[:, None] + to_sink[:, None])
             return take_rows(jnp.concatenate([old, new], axis=2), source)
 
         store, index = st.store, st.index
         moved = chunks * chunk
         if most > 0:
-            front = jnp.zeros_like(moved)
-            hk, hv = (line(a, b, front, most * chunk) for a, b in ((st.recent.k, k), (st.recent.v, v)))
+            front = jnp.asarray(leaving.reshape(1, -1))
+            hk, hv = (line(a, b, front) for a, b in ((st.recent.k, k), (st.recent.v, v)))
             index = self.selector.append(index, hk, store.count, moved)
             store = self.store.append(store, hk, hv, moved)
-        rk, rv = (line(a, b, moved, slots) for a, b in ((st.recent.k, k), (st.recent.v, v)))
+        block = jnp.asarray(blocks)[chunks]
+        rk, rv = (line(a, b, block) for a, b in ((st.recent.k, k), (st.recent.v, v)))
         left = total - moved
         recent = Block(*self._finite(rk, rv, left), jnp.minimum(left, slots))
         return RetrievalState(sink, store, index, recent, st.schedule, st.overflow | (left > slots))
@@ -190,6 +192,7 @@ class Retrieval:
     ) -> tuple[Array, RetrievalState, Info]:
         B, K = q.shape[0], st.recent.k.shape[1]
         qg = group_queries(q, K)
+        self._check_window(window)
         first = lowest_visible(st.length - 1, window)
         from_store, from_recent = _slot_of(first, st.offset_store), _slot_of(first, st.offset_recent)
         recent_valid = valid_slots(st.recent, from_recent)
@@ -236,22 +239,23 @@ class Retrieval:
 
     def _select(self, st: RetrievalState, q: Array, first: Array, scale: float) -> Selection:
         """Top units of history and waiting tokens together. `first` i32[B] is the lowest visible position."""
-        unit, pool, chunk, slots = self.selector.unit, self.selector.pool, self.demote.leave, st.store.slots
+        unit, pool, slots = self.selector.unit, self.selector.pool, st.store.slots
         from_store, from_recent = _slot_of(first, st.offset_store), _slot_of(first, st.offset_recent)
         queries = pool_queries(q, pool)
         estimates = self.selector.score(st.index, queries, scale=scale)
 
-        # Waiting tokens stand in the first `chunk` slots of the recent block, before the local ones.
-        keys = st.recent.k[:, :, :chunk].astype(jnp.float32)
+        # Waiting tokens stand in the first slots of the recent block, before the local ones.
+        wide = -(-(st.recent.slots - self.local) // unit) * unit
+        keys = st.recent.k[:, :, :wide].astype(jnp.float32)
         exact = jnp.einsum("bkgd,bksd->bkgs", queries, keys, precision="highest")
-        slot = jnp.arange(chunk)[None]
+        slot = jnp.arange(wide)[None]
         waiting = (slot < (st.recent.count - self.local)[:, None]) & (slot >= from_recent[:, None])
         stored_slot = jnp.arange(slots)[None]
         stored = (stored_slot < st.store.count[:, None]) & (stored_slot >= from_store[:, None])
         exact = jnp.where(waiting[:, None, None], exact * scale, -jnp.inf)
-        exact = jnp.max(exact.reshape(*exact.shape[:-1], chunk // unit, unit), axis=-1)
+        exact = jnp.max(exact.reshape(*exact.shape[:-1], wide // unit, unit), axis=-1)
 
-        tokens = jnp.concatenate([stored, waiting], axis=1)  # bool[B, S + chunk]
+        tokens = jnp.concatenate([stored, waiting], axis=1)  # bool[B, S + wide]
         units = jnp.any(tokens.reshape(tokens.shape[0], -1, unit), axis=-1)[:, None, None]
         split = slots // unit
         ranks = pool_scores([(estimates, units[..., :split]), (exact, units[..., split:])], pool)
@@ -261,6 +265,12 @@ class Retrieval:
         rank = jnp.arange(picked.slots.shape[-1])[None, None, None]
         limit = jnp.where(st.length < self.dense_below, rank.shape[-1], self._chosen)
         return Selection(picked.slots, picked.valid & visible & (rank < limit[:, None, None, None]))
+
+    def _check_window(self, window: int | None) -> None:
+        if window is not None and not self.demote.ordered:
+            raise ValueError(
+                f"{self.demote} forgets the order of tokens, so it cannot serve a sliding window of {window}"
+            )
 
     @property
     def _chosen(self) -> int:
@@ -276,6 +286,7 @@ class Retrieval:
     def attend_stored(
         self, st: RetrievalState, q: Array, ahead: Array, *, scale: float, window: int | None = None
     ) -> Partial:
+        self._check_window(window)
         zones = [(st.recent, st.offset_recent)]
         if st.sink is not None:
             zones.append((st.sink, jnp.zeros_like(st.recent.count)))

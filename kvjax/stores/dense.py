@@ -18,6 +18,9 @@ from kvjax.spec import CacheSpec
 class Dense:
     """Keys and values as they came, in device memory, [B, K, S, D]."""
 
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        pass
+
     def init(self, spec: CacheSpec, slots: int) -> Block:
         return empty_block(spec, slots)
 

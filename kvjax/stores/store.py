@@ -14,6 +14,10 @@ from kvjax.spec import CacheSpec
 class Store(Protocol):
     """Keeps keys and values. Slots are handed out in order of arrival; slot s holds the s-th token that came."""
 
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        """Raises ValueError where this store cannot take chunks of `chunk` tokens of such a cache."""
+        ...
+
     def init(self, spec: CacheSpec, slots: int) -> Any:
         """An empty state of `slots` slots a row, with `count` i32[B]."""
         ...
