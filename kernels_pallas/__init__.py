@@ -1,4 +1,5 @@
-"""Pallas GPU kernels, one operation a file, with the signature of its reference in `kvjax.ops`.
+"""Pallas Mosaic GPU kernels for Hopper, one operation a file, with the semantics of its reference in `kvjax.ops`.
 
-There is none yet: every operation runs its reference, on every backend.
+Arguments are the arrays of the reference's, without its named tuples. `kvjax.ops` chooses (`kvjax.ops.explain` says
+what and why); importing this package imports no kernel.
 """

@@ -13,9 +13,12 @@ pytree of arrays). A model calls `kvjax.attention` where attention was:
 (301, 64.0)
 """
 
+from importlib import import_module
+from types import ModuleType
+
 from kvjax import memory, presets
 from kvjax.caches import Full, FullState, Info, Policy, Retrieval, RetrievalState
-from kvjax.demotion import Demotion, Fifo
+from kvjax.demotion import Demotion, Fifo, LogSparse
 from kvjax.hook import (
     Cache,
     LayerCache,
@@ -30,17 +33,26 @@ from kvjax.hook import (
 )
 from kvjax.partial import Partial, attend_part, merge
 from kvjax.pick import Selection
-from kvjax.schedules import EveryStep, Schedule
-from kvjax.selectors import All, Fier, Selector
+from kvjax.schedules import EveryStep, Schedule, Speculative
+from kvjax.selectors import All, CentrePages, Fier, MinMaxPages, Paris, Selector
 from kvjax.spec import CacheSpec
-from kvjax.stores import Dense, Store
+from kvjax.stores import Dense, Host, Quantized, Store
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`kvjax.models`, loaded on first use: it takes flax, which a cache does not need."""
+    if name == "models":
+        return import_module("kvjax.models")
+    raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
+
 
 __all__ = [
     "All",
     "Cache",
     "CacheSpec",
+    "CentrePages",
     "Demotion",
     "Dense",
     "EveryStep",
@@ -48,16 +60,22 @@ __all__ = [
     "Fifo",
     "Full",
     "FullState",
+    "Host",
     "Info",
     "LayerCache",
     "Layered",
+    "LogSparse",
+    "MinMaxPages",
+    "Paris",
     "Partial",
     "Policy",
+    "Quantized",
     "Retrieval",
     "RetrievalState",
     "Schedule",
     "Selection",
     "Selector",
+    "Speculative",
     "Store",
     "attend_part",
     "attention",

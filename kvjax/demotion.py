@@ -86,7 +86,7 @@ class LogSparse:
 
     The block holds 3W tokens, W = `window`. When it is full, slots 1, 3, 5, ... of the first 2W leave, one chunk of W
     tokens; the even ones and the newest W stay. So 2W to 3W tokens are in the block, the newest W of them adjacent
-    (`local` may be at most W), and they reach back over about W log2(n / W) + W of n tokens.
+    (`local` may be at most W); they reach back about W log2 W tokens, and a row's first token never leaves.
 
     **Source:** LogQuant, Algorithm 1. **Differs:** the paper thins as soon as the block is full, we before the next
     token comes: the query of that step still reads all 3W.

@@ -4,6 +4,9 @@ A packed row lies along the channels of one token, lowest bit first: channel 8*i
 i. A token's signs are therefore D/8 adjacent bytes (16 at D = 128, one vector load), appending needs no alignment
 of tokens, and byte i is at once the sign pattern of the 8-channel subspace i. Little-endian words of four
 bytes keep the order, so a kernel may read the same memory as u32.
+
+Codes of 2, 4 and 8 bits follow the same rule: channel i * (8 / bits) + j is in byte i, from bit j * bits up. Codes of 3
+bits are two planes, as 3 does not divide a byte: D/4 bytes of their lower two bits, then D/8 bytes of their highest.
 """
 
 from __future__ import annotations
@@ -30,9 +33,44 @@ def unpack_bits(packed: Array) -> Array:
     return split.astype(bool).reshape(*packed.shape[:-1], -1)
 
 
-def _places(ndim: int) -> Array:
-    """u8[1, ..., 1, 8]: the place of each bit of a byte."""
-    return jnp.arange(8, dtype=jnp.uint8).reshape((1,) * (ndim - 1) + (8,))
+def pack_codes(codes: Array, bits: int) -> Array:
+    """u8[..., D] of codes below 2**bits as u8[..., D * bits / 8]; bits is 2, 3, 4 or 8.
+
+    >>> pack_codes(jnp.array([1, 2, 3, 0], dtype=jnp.uint8), 2).tolist()
+    [57]
+    """
+    if codes.shape[-1] % channels_packed(bits):
+        raise ValueError(
+            f"codes of {bits} bits pack a multiple of {channels_packed(bits)} channels, got {codes.shape[-1]}"
+        )
+    if bits == 8:
+        return codes
+    if bits == 3:
+        return jnp.concatenate([pack_codes(codes & jnp.uint8(3), 2), pack_bits(codes >> jnp.uint8(2) > 0)], axis=-1)
+    split = codes.reshape(*codes.shape[:-1], -1, 8 // bits)
+    return jnp.sum(split << _places(split.ndim, bits), axis=-1, dtype=jnp.uint8)
+
+
+def unpack_codes(packed: Array, channels: int) -> Array:
+    """u8[..., D * bits / 8] as codes u8[..., D] of D = `channels`, whose bits the two sizes tell."""
+    bits = packed.shape[-1] * 8 // channels
+    if bits == 8:
+        return packed
+    if bits == 3:
+        low, high = packed[..., : channels // 4], packed[..., channels // 4 :]
+        return unpack_codes(low, channels) | (unpack_bits(high).astype(jnp.uint8) << jnp.uint8(2))
+    split = (packed[..., None] >> _places(packed.ndim + 1, bits)) & jnp.uint8(2**bits - 1)
+    return split.reshape(*packed.shape[:-1], channels)
+
+
+def channels_packed(bits: int) -> int:
+    """The number of channels whose codes of 2, 3, 4 or 8 bits make whole bytes."""
+    return {2: 4, 3: 8, 4: 2, 8: 1}[bits]
+
+
+def _places(ndim: int, bits: int = 1) -> Array:
+    """u8[1, ..., 1, 8 / bits]: the place of the lowest bit of each code of a byte."""
+    return jnp.arange(0, 8, bits, dtype=jnp.uint8).reshape((1,) * (ndim - 1) + (-1,))
 
 
 def whole_units(tokens: int, unit: int) -> int:

@@ -9,8 +9,25 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+from jax import Array
 
 HOST_KINDS = ("pinned_host", "unpinned_host")
+
+
+def to_host(x: Array) -> Array:
+    """x in pinned host memory, inside and outside of jit. Its type then says so (f32<host>[...]), and XLA refuses to
+    mix it with arrays of device memory in one operation."""
+    return jax.device_put(x, jax.memory.Space.Host)
+
+
+def to_device(x: Array) -> Array:
+    """x in device memory, inside and outside of jit."""
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
+def has_host_memory() -> bool:
+    """Whether the default device reads pinned host memory. CPU (where it is a name alone), GPU and TPU backends do."""
+    return any(kind.kind == "pinned_host" for kind in jax.devices()[0].addressable_memories())
 
 
 class Bytes(NamedTuple):

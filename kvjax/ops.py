@@ -6,21 +6,46 @@ They are written to hold little: scoring expands packed keys a block at a time, 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, Literal, get_args
+
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.partial import Partial, attend_part, keep_valid
+from kvjax.layouts import unpack_codes
+from kvjax.partial import Partial, attend_part, empty_part, keep_valid, merge, part_of_logits
 from kvjax.pick import Selection
-from kvjax.quant import OneBit, dequantize_1bit
+from kvjax.quant import OneBit, QuantArray, dequantize, dequantize_1bit, split_scales
+from kvjax.rotate import Directions, decode
+
+Implementation = Literal["xla", "mosaic"]
 
 
-def score_1bit(q: Array, keys: OneBit, *, scale: float) -> Array:
+def score_1bit(q: Array, keys: OneBit, *, scale: float, implementation: Implementation | None = None) -> Array:
     """f32[B, K, G, S]: scale * q.k~ of q [B, K, G, D] with every key k~ that `keys` [B, K, S, ...] decode to.
 
     Reads D/8 + 4 D/g bytes a key and kv head. Keys are expanded in blocks of S/64 (at least 512): on CPU at 8 heads
     x 32K tokens, D = 128, G = 4, this took 8-13 ms, one expansion of everything 57 ms and 128 MiB, and one fused
     multiply and sum 0.4-2.4 s (2026-11-21, jax 0.10.2, 2 shared cores, normal random q, uniform random codes).
+    `implementation`: see `explain`. The kernel multiplies numbers of the scales' 16 bits, and sums in f32.
     """
+    reference = partial(_score_1bit, scale=scale)
+
+    def mosaic(q: Array, keys: OneBit) -> Array:
+        from kvjax.kernels_pallas import score_1bit as kernel
+
+        # Kernels have no derivative: it is the reference's.
+        run = jax.custom_jvp(lambda q, keys: kernel.score_1bit(q, *keys, scale=scale))
+        run.defjvp(lambda primals, tangents: (run(*primals), jax.jvp(reference, primals, tangents)[1]))
+        return run(q, keys)
+
+    return _dispatch(implementation, _no_score_1bit(q, keys), mosaic, reference, q, keys)
+
+
+def _score_1bit(q: Array, keys: OneBit, *, scale: float) -> Array:
     B, K, G, _ = q.shape
     S, groups = keys.bits.shape[2], keys.scale.shape[2]
     group = S // groups
@@ -42,11 +67,37 @@ def score_1bit(q: Array, keys: OneBit, *, scale: float) -> Array:
     return lax.fori_loop(0, -(-groups // block), step, jnp.zeros((B, K, G, S), jnp.float32))
 
 
-def top_k(scores: Array, valid: Array, k: int) -> Selection:
+def score_pages(q: Array, low: Array, high: Array, *, scale: float) -> Array:
+    """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and pages' corners [B, K, P, D].
+
+    As high >= low, the larger product is that with `high` where q_i > 0 and with `low` elsewhere, so the score is two
+    matrix products. Reads 2 D values a page and kv head; 16-bit corners are widened to f32 on the way, which for pages
+    of 16 is 1/4 of the bytes of the keys, held for the time of the product.
+    """
+    q = q.astype(jnp.float32)
+    parts = ((jnp.maximum(q, 0.0), high), (jnp.minimum(q, 0.0), low))
+    up, down = (
+        jnp.einsum("bkgd,bkpd->bkgp", side, corner.astype(jnp.float32), precision="highest") for side, corner in parts
+    )
+    return (up + down) * scale
+
+
+def top_k(scores: Array, valid: Array, k: int, *, implementation: Implementation | None = None) -> Selection:
     """The k largest of scores f32[..., U] where `valid` (broadcastable bool) is true; ties go to the lower index.
 
-    A row with fewer than k valid units gives all of them, and the rest of its selection is not valid.
+    A row with fewer than k valid units gives all of them, and the rest of its selection is not valid. `implementation`:
+    see `explain`; all give the same.
     """
+
+    def mosaic(scores: Array, valid: Array) -> Selection:
+        from kvjax.kernels_pallas import top_k as kernel
+
+        return Selection(*kernel.top_k(scores, valid, k))
+
+    return _dispatch(implementation, _no_top_k(scores, k), mosaic, partial(_top_k, k=k), scores, valid)
+
+
+def _top_k(scores: Array, valid: Array, *, k: int) -> Selection:
     valid = jnp.broadcast_to(valid, scores.shape)
     # A valid score of -inf must still come before what is not valid, and NaN must not rank first.
     low = jnp.finfo(scores.dtype).min
@@ -55,13 +106,274 @@ def top_k(scores: Array, valid: Array, k: int) -> Selection:
     return Selection(slots.astype(jnp.int32), jnp.take_along_axis(valid, slots, axis=-1))
 
 
+def collide(q: Array, ids: Array, counts: Array, limits: Array) -> Array:
+    """u8[B, K, G, S] votes for keys that lie in the same part of space as q [B, K, G, D], a subspace of 8 at a time.
+
+    In a subspace, a key is known by its sign pattern, `ids` u8[B, K, S, D/8], and a pattern's score is the product of
+    its signs with q. A key earns a vote for each of the `limits` i32[B, T] that exceeds the number of keys in patterns
+    of higher score; `counts` i32[B, K, D/8, 256] says how many keys a pattern has. Limits from few keys to many make
+    nested tiers; one limit is plain voting. Votes, T D/8 at most, must fit in a byte.
+
+    Reads D/8 bytes a key. On CPU at 8 heads x 32K tokens, D = 128, G = 1, T = 6: 10-13 ms (2026-11-21, jax 0.10.2, 2
+    shared cores, normal random keys and q).
+    """
+    B, K, G, D = q.shape
+    S, N = ids.shape[2:]
+    if N * limits.shape[1] > 255:
+        raise ValueError(f"collide counts votes in a byte; {N} subspaces x {limits.shape[1]} limits are more than 255")
+    better = _keys_before(q.astype(jnp.float32).reshape(B, K, G, N, D // N), counts)
+    earned = jnp.sum(better[..., None] < limits[:, None, None, None, None], axis=-1, dtype=jnp.uint8)
+    block = min(max(512, S // 64), S)
+
+    def step(i: Array, votes: Array) -> Array:
+        first = jnp.minimum(i * block, S - block)
+        part = jnp.swapaxes(lax.dynamic_slice_in_dim(ids, first, block, axis=2), 2, 3)  # [B, K, N, block]
+        index = jnp.broadcast_to(part[:, :, None].astype(jnp.int32), (B, K, G, N, block))
+        found = jnp.take_along_axis(earned, index, axis=-1, mode="promise_in_bounds")
+        return lax.dynamic_update_slice_in_dim(votes, jnp.sum(found, axis=3, dtype=jnp.uint8), first, axis=3)
+
+    return lax.fori_loop(0, -(-S // block), step, jnp.zeros((B, K, G, S), jnp.uint8))
+
+
+def _keys_before(q: Array, counts: Array) -> Array:
+    """i32[B, K, G, N, P]: for q f32[B, K, G, N, m] and each of the P = 2^m sign patterns, the keys in better ones."""
+    *lead, m = q.shape
+    pattern = jnp.arange(2**m)
+    signs = jnp.where((pattern[:, None] >> jnp.arange(m)[None]) & 1 == 1, 1.0, -1.0)
+    scores = jnp.einsum("bkgnm,pm->bkgnp", q, signs, precision="highest")
+    shape = (*lead, 2**m)
+    ids = jnp.broadcast_to(pattern.reshape((1,) * len(lead) + (-1,)), shape)
+    falling, held, ids = lax.sort((-scores, jnp.broadcast_to(counts[:, :, None], shape), ids), num_keys=1)
+    before = lax.cumsum(held, axis=held.ndim - 1) - held
+    ties = falling[..., 1:] == falling[..., :-1]  # equal patterns share the place of their first
+    before = before.at[..., 1:].set(jnp.where(ties, 0, before[..., 1:]))
+    return lax.sort((ids, lax.cummax(before, axis=before.ndim - 1)), num_keys=1)[1]
+
+
+def most_voted(votes: Array, valid: Array, count: Array, room: int) -> Selection:
+    """The `count` i32[B] slots with most `votes` u8[B, K, G, S] among `valid` bool[B, S]; ties go to the lower slot.
+
+    At most `room` of them, in order of slot, not of votes. Eight passes find the vote that the last of them has, and
+    two running sums their places: there is no sort. On CPU at 8 heads x 32K tokens, room 6000: 6-10 ms (as `collide`).
+    """
+    B, K, G, _ = votes.shape
+    count = jnp.minimum(count, room)[:, None, None]
+    votes = jnp.where(valid[:, None, None], votes.astype(jnp.int32), -1)
+
+    def narrow(i: Array, least: Array) -> Array:
+        higher = least + (128 >> i)
+        enough = jnp.sum(votes >= higher[..., None], axis=-1, dtype=jnp.int32) >= count
+        return jnp.where(enough, higher, least)
+
+    least = lax.fori_loop(0, 8, narrow, jnp.zeros((B, K, G), jnp.int32))[..., None]
+    above, level = votes > least, votes == least
+    spare = count[..., None] - jnp.sum(above, axis=-1, dtype=jnp.int32, keepdims=True)
+    upto = lax.cumsum(level.astype(jnp.int32), axis=3)
+    chosen = above | (level & (upto <= spare))
+    place = lax.cumsum(above.astype(jnp.int32), axis=3) + jnp.minimum(upto, jnp.maximum(spare, 0)) - 1
+    slots = jnp.zeros((B, K, G, room), jnp.int32)
+    b, k, g, s = jnp.meshgrid(*(jnp.arange(n) for n in votes.shape), indexing="ij", sparse=True)
+    slots = slots.at[b, k, g, jnp.where(chosen, place, room)].set(s, mode="drop", unique_indices=True)
+    found = jnp.sum(chosen, axis=-1, dtype=jnp.int32, keepdims=True)
+    return Selection(slots, jnp.arange(room)[None, None, None] < found)
+
+
+def rerank(q: Array, keys: Directions, picked: Selection, *, scale: float) -> Array:
+    """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the `picked` of the keys k~ that `keys` [B, K, S, ..] code.
+
+    Reads 3/4 D bytes a picked key, in blocks of 512. On CPU at 8 heads, M = 6000 of 32K tokens, D = 128, G = 1: 8-10 ms
+    (2026-11-21, jax 0.10.2, 2 shared cores, normal random keys and q).
+    """
+    B, K, G, M = picked.slots.shape
+    block = min(512, M)
+
+    def step(i: Array, scores: Array) -> Array:
+        first = jnp.minimum(i * block, M - block)
+        index = lax.dynamic_slice_in_dim(picked.slots, first, block, axis=3).reshape(B, K, G * block, 1)
+        part = Directions(*(jnp.take_along_axis(a, index, axis=2, mode="clip") for a in keys))
+        decoded = decode(lax.optimization_barrier(part)).reshape(B, K, G, block, -1)
+        s = jnp.einsum("bkgd,bkgsd->bkgs", q.astype(jnp.float32), decoded, precision="highest") * scale
+        return lax.dynamic_update_slice_in_dim(scores, s, first, axis=3)
+
+    return lax.fori_loop(0, -(-M // block), step, jnp.zeros((B, K, G, M), jnp.float32))
+
+
 def attend_slots(q: Array, k: Array, v: Array, selection: Selection, *, scale: float) -> Partial:
     """Exact attention of q [B, K, G, D] over the selected slots of k, v [B, K, S, D]; Partial over Q = G."""
+    kg, vg = gather_slots(k, v, selection)
+    return attend_gathered(q, kg, vg, selection, scale=scale)
+
+
+def gather_slots(k: Array, v: Array, selection: Selection) -> tuple[Array, Array]:
+    """Keys and values [B, K, H*M, D] of the selected slots of k, v [B, K, S, D]; slots out of range are clipped."""
+    index = flat_slots(selection)
+    return jnp.take_along_axis(k, index, axis=2, mode="clip"), jnp.take_along_axis(v, index, axis=2, mode="clip")
+
+
+def gather_quantized(code: QuantArray, selection: Selection, channels: int) -> Array:
+    """f32[B, K, H*M, D], the selected tokens of codes of [B, K, S, D]: reads and decodes those rows alone."""
+    index = flat_slots(selection)
+    group = code.codes.shape[2] // code.scales.shape[2]
+    codes = jnp.take_along_axis(code.codes, index, axis=2, mode="clip")
+    scales = jnp.take_along_axis(code.scales, index // group, axis=2, mode="clip")
+    return dequantize(QuantArray(codes, scales), channels)
+
+
+def flat_slots(selection: Selection) -> Array:
+    """i32[B, K, H*M, 1]: the slots, as an index along axis 2."""
+    B, K, H, M = selection.slots.shape
+    return selection.slots.reshape(B, K, H * M, 1)
+
+
+def attend_gathered(q: Array, kg: Array, vg: Array, selection: Selection, *, scale: float) -> Partial:
+    """Attention of q [B, K, G, D] over selected tokens that were gathered: kg, vg [B, K, H*M, D], in order."""
     B, K, G, D = q.shape
     H, M = selection.slots.shape[2:]
-    index = selection.slots.reshape(B, K, H * M, 1)
-    kg, vg = (jnp.take_along_axis(a, index, axis=2, mode="clip") for a in (k, v))
     kg, vg = (a.reshape(B, K * H, M, a.shape[-1]) for a in (kg, vg))
     valid = selection.valid.reshape(B, K * H, M)
     part = attend_part(q.reshape(B, K * H, G // H, D), kg, keep_valid(vg, valid), valid[:, :, None], scale=scale)
     return Partial(part.out.reshape(B, K, G, -1), part.lse.reshape(B, K, G))
+
+
+def attend_quantized(
+    q: Array, keys: QuantArray, values: QuantArray, start: Array, stop: Array, *, scale: float
+) -> Partial:
+    """Attention of q [B, K, Q, D] over the slots [start, stop) of codes of k, v [B, K, S, D], in f32.
+
+    start and stop are i32[B] or i32[B, Q]. Reads codes and scales a block of S/64 tokens (at least 256) at a time, so
+    it never holds the decoded cache. The products are of codes: scales of keys by channel multiply the queries, those
+    by token the scores, those of values the weights, Q multiplications a group in place of one for each of its values.
+    With more queries than a group has values (a prompt), each block is decoded instead. Slots outside of [start, stop)
+    may hold anything.
+
+    On CPU at 8 heads x 32K tokens, D = 128, Q = 4, 2 bits: 53 ms with keys by channel in groups of 42, 73 ms by token
+    in groups of 64; with each block decoded 81 and 74 ms, with the whole cache decoded first 155 and 163 ms and 252
+    MiB; over f32 keys and values 28-32 ms (2026-11-21, jax 0.10.2, 2 shared cores, normal random q, k, v).
+    """
+    slots, D = keys.codes.shape[2], q.shape[-1]
+    group = slots // min(keys.scales.shape[2], values.scales.shape[2])
+    block = min(max(256, slots // 64) // group * group or group, slots)
+    folds = q.shape[2] <= slots * D // max(keys.scales[0, 0].size, values.scales[0, 0].size)
+    q = q.astype(jnp.float32)
+    start, stop = (a[:, None] if a.ndim == 1 else a for a in (start, stop))
+
+    def step(i: Array, done: Partial) -> Partial:
+        first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask what is done
+        slot = (first + jnp.arange(block))[None, None]
+        mask = (slot >= jnp.maximum(start, i * block)[..., None]) & (slot < stop[..., None])  # [B, Q, block]
+        seen = jnp.any(mask, axis=1)[:, None]
+        # Without the barrier XLA widens all codes and scales ahead of the loop.
+        kb, vb = lax.optimization_barrier(tuple(_slice(a, first, block) for a in (keys, values)))
+        if not folds:
+            vf = keep_valid(dequantize(vb, D), seen)
+            return merge(done, attend_part(q, dequantize(kb, D), vf, mask[:, None], scale=scale))
+        logits = _scores(q, kb) * scale
+        return merge(done, part_of_logits(logits, mask[:, None], lambda weights: _mix(weights, vb, seen, D)))
+
+    blocks = (jnp.max(stop) + block - 1) // block
+    return lax.fori_loop(0, blocks, step, empty_part(q.shape))
+
+
+def _slice(code: QuantArray, first: Array, size: int) -> QuantArray:
+    group = code.codes.shape[2] // code.scales.shape[2]
+    return QuantArray(
+        lax.dynamic_slice_in_dim(code.codes, first, size, axis=2),
+        lax.dynamic_slice_in_dim(code.scales, first // group, size // group, axis=2),
+    )
+
+
+def _scores(q: Array, keys: QuantArray) -> Array:
+    """f32[B, K, Q, S]: q.k~ of q f32[B, K, Q, D], from products of codes."""
+    B, K, Q, D = q.shape
+    groups, slices = keys.scales.shape[2:]
+    codes = unpack_codes(keys.codes, D).astype(jnp.float32).reshape(B, K, groups, -1, D)
+    scale, zero = split_scales(keys.scales)
+    if slices == D:
+        scaled = q[:, :, :, None] * scale[:, :, None]
+        scores = jnp.einsum("bkqnd,bkntd->bkqnt", scaled, codes, precision="highest")
+        scores += jnp.einsum("bkqd,bknd->bkqn", q, zero, precision="highest")[..., None]
+        return scores.reshape(B, K, Q, -1)
+    sliced, codes = q.reshape(B, K, Q, slices, -1), codes.reshape(B, K, groups, slices, -1)
+    products = jnp.einsum("bkqjc,bksjc->bkqsj", sliced, codes, precision="highest")
+    offsets = jnp.einsum("bkqj,bksj->bkqs", jnp.sum(sliced, axis=-1), zero, precision="highest")
+    return jnp.sum(products * scale[:, :, None], axis=-1) + offsets
+
+
+def _mix(weights: Array, values: QuantArray, seen: Array, channels: int) -> Array:
+    """f32[B, K, Q, D]: the sum of weights f32[B, K, Q, S] times v~, values by token; `seen` bool[B, 1, S]."""
+    B, K, Q, S = weights.shape
+    codes = unpack_codes(values.codes, channels).astype(jnp.float32)
+    scale, zero = (keep_valid(a, seen) for a in split_scales(values.scales))
+    codes = codes.reshape(B, K, S, scale.shape[-1], -1)
+    scaled = weights[..., None] * scale[:, :, None]
+    mean = jnp.einsum("bkqsj,bksjc->bkqjc", scaled, codes, precision="highest")
+    mean += jnp.einsum("bkqs,bksj->bkqj", weights, zero, precision="highest")[..., None]
+    return mean.reshape(B, K, Q, channels)
+
+
+# ------------------------------------------------------------------------------------------------------ implementations
+
+
+def explain(op: str, *args: Any) -> str:
+    """Which implementation `op`, "score_1bit" or "top_k", runs for these arguments, and why: "mosaic", or "xla: ...".
+
+    `args` are the positional arguments, as arrays or as `jax.ShapeDtypeStruct`. Under `implementation=None` a GPU runs
+    the Pallas Mosaic GPU kernel wherever there is one: jax >= 0.11, compute capability 9.0, shapes that it takes. All
+    else runs the reference ("xla"). It is decided for the platform that a program is lowered for. A kernel asked for by
+    name ("mosaic") runs or raises NotImplementedError with the limit.
+
+    >>> explain("top_k", jax.ShapeDtypeStruct((8, 65536), jnp.float32), None, 8192).split(":")[0]
+    'xla'
+    """
+    rules: dict[str, Callable[[], str | None]] = {
+        "score_1bit": lambda: _no_score_1bit(*args[:2]),
+        "top_k": lambda: _no_top_k(args[0], args[2]),
+    }
+    if op not in rules:
+        raise ValueError(f"op must be one of {', '.join(rules)}; got {op!r}")
+    why = rules[op]()
+    if why is None and jax.default_backend() != "gpu":
+        why = f"the kernels are for GPUs; this process runs on {jax.default_backend()}"
+    return "mosaic" if why is None else f"xla: {why}"
+
+
+def _no_score_1bit(q: Any, keys: OneBit) -> str | None:
+    from kvjax.kernels_pallas import _common
+    from kvjax.kernels_pallas import score_1bit as kernel
+
+    return _common.why_not() or kernel.unsupported(q, keys.bits, keys.scale)
+
+
+def _no_top_k(scores: Any, k: int) -> str | None:
+    from kvjax.kernels_pallas import _common
+    from kvjax.kernels_pallas import top_k as kernel
+
+    return _common.why_not() or kernel.unsupported(scores.shape, scores.dtype, k)
+
+
+def _dispatch(
+    implementation: Implementation | None,
+    why_not: str | None,
+    mosaic: Callable[..., Any],
+    reference: Callable[..., Any],
+    *args: Any,
+) -> Any:
+    if implementation not in (None, *get_args(Implementation)):
+        names = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"implementation must be None or one of {names}; got {implementation!r}")
+    if implementation == "mosaic":
+        if why_not:
+            raise NotImplementedError(why_not)
+        return lax.platform_dependent(*args, cuda=mosaic)  # lowered for anything else: NotImplementedError
+    if implementation == "xla":
+        return reference(*args)
+    if why_not:
+        if jax.default_backend() == "gpu":
+            _say_once(why_not)
+        return reference(*args)
+    return lax.platform_dependent(*args, cuda=mosaic, default=reference)
+
+
+@cache
+def _say_once(why: str) -> None:
+    logging.getLogger("kvjax").warning("running the reference in plain JAX: %s", why)

@@ -11,6 +11,7 @@ other; this is the one algebra that all caches of kvjax are written in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from typing import NamedTuple
 
@@ -40,17 +41,28 @@ def attend_part(q: Array, k: Array, v: Array, mask: Array, *, scale: float) -> P
     """
     q = q.astype(k.dtype)
     logits = jnp.einsum("bkqd,bksd->bkqs", q, k, preferred_element_type=jnp.float32, precision="highest") * scale
+
+    def mix(weights: Array) -> Array:
+        return jnp.einsum(
+            "bkqs,bksd->bkqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision="highest"
+        )
+
+    return part_of_logits(logits, mask, mix)
+
+
+def part_of_logits(logits: Array, mask: Array, mix: Callable[[Array], Array]) -> Partial:
+    """The Partial of logits f32[B, K, Q, S] where `mask`, broadcastable to their shape, is true.
+
+    `mix` gives the sum f32[B, K, Q, D] of values weighted by f32[B, K, Q, S], which are 0 where the mask is false.
+    """
     logits = jnp.where(mask, logits, -jnp.inf)
     top = jnp.max(logits, axis=-1, initial=-jnp.inf)
     # An empty part has top = -inf; subtracting 0 there instead keeps exp(-inf - 0) = 0 and no NaN.
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
     weights = jnp.exp(logits - shift[..., None])
     total = jnp.sum(weights, axis=-1)
-    mean = jnp.einsum(
-        "bkqs,bksd->bkqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision="highest"
-    )
     floor = jnp.finfo(jnp.float32).tiny
-    return Partial(mean / jnp.maximum(total, floor)[..., None], jnp.log(total) + shift)
+    return Partial(mix(weights) / jnp.maximum(total, floor)[..., None], jnp.log(total) + shift)
 
 
 def attend_blocks(

@@ -10,11 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvjax.caches import Full, Policy, Retrieval
-from kvjax.demotion import Fifo
+from kvjax.demotion import Demotion, Fifo, LogSparse
 from kvjax.hook import Layered
 from kvjax.pick import Pool
-from kvjax.selectors import Fier
+from kvjax.schedules import Speculative
+from kvjax.selectors import All, Fier, MinMaxPages, Paris
+from kvjax.selectors.paris import Votes
 from kvjax.spec import require_int
+from kvjax.stores import Host, Quantized, Store
+from kvjax.stores.quantized import KeyAxis
 
 
 def full() -> Layered:
@@ -55,6 +59,159 @@ def fier(
     return Layered((Full(),) * dense_layers, policy)
 
 
+def pariskv(
+    budget: int = 232,
+    *,
+    sink: int = 4,
+    local: int = 128,
+    chunk: int = 256,
+    votes: Votes = "tiers",
+    correct: bool = True,
+    candidates: int | None = None,
+    dense_below: int = 1024,
+    dense_layers: int = 0,
+) -> Layered:
+    """ParisKV: every token is kept, and a step attends to sink, local window and the best keys of a rotated index.
+
+    The paper selects k = 100 tokens beside sink and local window; the budget counts all, so its default is
+    4 + 128 + 100, and k = budget - sink - local. The paper's ranges are sink 4..64, local 128..512, `chunk` (its update
+    buffer) 256..512 and full attention below 1K..2K tokens; no layer is skipped. A budget beyond the candidates (a
+    tenth to a half of the history, or as many as `candidates` says) goes on by votes.
+
+    **Source:** ParisKV (Qi et al. 2026). **Differs:** the paper attends to all of its update buffer; here up to `chunk`
+    tokens wait for the index, and compete with the history by exact scores. Keys and values stay on the device, where
+    the paper moves the history to host memory.
+    """
+    require_int("pariskv(dense_layers=...)", dense_layers, at_least=0)
+    require_int("pariskv(budget=...)", budget, at_least=1)
+    policy = Retrieval(
+        selector=Paris(votes=votes, correct=correct, candidates=candidates),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=chunk),
+        dense_below=dense_below,
+    )
+    return Layered((Full(),) * dense_layers, policy)
+
+
+def quest(
+    budget: int = 1024,
+    *,
+    page: int = 16,
+    pool: Pool = "mean_softmax",
+    sink: int = 0,
+    local: int | None = None,
+    chunk: int | None = None,
+    dense_layers: int = 2,
+) -> Layered:
+    """Quest: every token is kept, and a step attends to the pages whose box of smallest and largest keys scores best.
+
+    The first `dense_layers` layers attend to everything. `local` (default: one page) newest tokens are always attended,
+    the rest of the budget is whole pages; pages are indexed in chunks of `chunk` tokens (default: one page).
+
+    **Source:** Quest (Tang et al. 2024), Algorithm 1; pages of 16. **Differs:** the choice is shared by a GQA group
+    (`pool`; "per_head" is the paper's rule). The released code always attends to the last, partial page; here to the
+    `local` newest tokens, and a page that is not yet full competes by the exact scores of its tokens.
+    """
+    require_int("quest(dense_layers=...)", dense_layers, at_least=0)
+    require_int("quest(budget=...)", budget, at_least=1)
+    policy = Retrieval(
+        selector=MinMaxPages(page=page, pool=pool),
+        budget=budget,
+        sink=sink,
+        local=page if local is None else local,
+        demote=Fifo(leave=page if chunk is None else chunk),
+        dense_below=0,
+    )
+    return Layered((Full(),) * dense_layers, policy)
+
+
+def logquant(
+    window: int = 42,
+    *,
+    bits: int = 2,
+    key_axis: KeyAxis = "channel",
+    group: int = 64,
+    dense_layers: int = 0,
+) -> Layered:
+    """LogQuant: everything is attended; 2W to 3W tokens are exact, ever sparser with age, and the rest has 2 bits.
+
+    W = `window`; 42 is a third of the 128 exact tokens that the paper gives (R). Values are quantised by token in
+    groups of `group` channels; keys by channel in groups of W tokens, the whole of what leaves at once, or with
+    key_axis="token" as the values are. A prompt attends to itself exactly, or if it comes in several chunks, to the
+    earlier ones as they are stored.
+
+    **Source:** LogQuant (2025), Algorithm 1, section 2.4. **Differs:** groups of keys have W = 42 tokens, not 64: the
+    tokens that leave together are quantised together, once, and 42 is the largest group that divides them. The
+    released code quantises keys by token too (key_axis="token", group=64), quantises the whole history anew at each
+    flush, and holds exact tokens twice. A scale and a zero are bfloat16.
+    """
+    require_int("logquant(dense_layers=...)", dense_layers, at_least=0)
+    demote = LogSparse(window=window)
+    key_group = window if key_axis == "channel" else group
+    store = Quantized(bits=bits, key_axis=key_axis, key_group=key_group, value_group=group)
+    return Layered((Full(),) * dense_layers, _reading_all(store, demote, local=window))
+
+
+def kivi(bits: int = 2, *, residual: int = 128, group: int = 32, dense_layers: int = 0) -> Layered:
+    """KIVI: everything is attended; the newest tokens, `residual` at most, are exact, and the rest has 2 bits.
+
+    Keys are quantised by channel in groups of `group` tokens, values by token in groups of `group` channels.
+
+    **Source:** KIVI (Liu et al. 2024), section 3; g = 32, R = 128. **Differs:** keys and values leave the recent block
+    together by the paper's rule for keys: all R at once when there are R, so 1 to R tokens are exact. The paper keeps
+    the newest R values exact, of which one leaves a step; here it is half of R on average, and a token lies in one
+    place. A prompt that comes in several chunks reads the earlier ones as stored. A scale and a zero are bfloat16.
+    """
+    require_int("kivi(residual=...)", residual, at_least=1)
+    require_int("kivi(dense_layers=...)", dense_layers, at_least=0)
+    store = Quantized(bits=bits, key_group=group)
+    return Layered((Full(),) * dense_layers, _reading_all(store, Fifo(leave=residual), local=1))
+
+
+def _reading_all(store: Store, demote: Demotion, local: int) -> Retrieval:
+    return Retrieval(selector=All(), budget=None, store=store, sink=0, local=local, demote=demote, dense_below=0)
+
+
+def freekv(
+    budget: int = 2048,
+    *,
+    tau: float = 0.8,
+    page: int = 32,
+    pool: Pool = "mean_softmax",
+    sink: int = 128,
+    local: int = 128,
+    chunk: int | None = None,
+    dense_layers: int = 1,
+) -> Layered:
+    """FreeKV: keys and values in host memory, and a step attends with the pages that the step before recalled.
+
+    The first `dense_layers` layers attend to everything, on the device. `sink` first and `local` newest tokens are
+    always attended; the rest of the budget is pages of `page` tokens, by the box of their smallest and largest keys.
+    Heads whose query has turned (cosine to the last below `tau`) recall anew. Pages are stored in chunks of `chunk`
+    tokens (default: one page).
+
+    **Source:** FreeKV (2025); defaults are those for long inputs. For long generation it sets sink and local to 512
+    and tau to 0.9. **Differs:** see `Speculative` and `Host` for what XLA makes of overlap and residence; a page that
+    is not yet full competes by the exact scores of its tokens. FreeKV's CUDA code sums pages up as `CentrePages` does,
+    and pools raw scores by "mean_score".
+    """
+    require_int("freekv(dense_layers=...)", dense_layers, at_least=0)
+    require_int("freekv(budget=...)", budget, at_least=1)
+    policy = Retrieval(
+        selector=MinMaxPages(page=page, pool=pool),
+        store=Host(page=page),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=page if chunk is None else chunk),
+        schedule=Speculative(tau=tau),
+        dense_below=0,
+    )
+    return Layered((Full(),) * dense_layers, policy)
+
+
 @dataclass(frozen=True)
 class Preset:
     """A row of the table of methods."""
@@ -75,6 +232,24 @@ REGISTRY: dict[str, Preset] = {
     for p in (
         Preset("full", full, "every token, attends to all", "-", has_budget=False),
         Preset("fier", fier, "every token and 1-bit keys, attends to the budget", "FIER 2025"),
+        Preset(
+            "pariskv",
+            pariskv,
+            "every token and rotated 4-bit keys, attends to the budget",
+            "ParisKV 2026",
+        ),
+        Preset("quest", quest, "every token and boxes of pages of keys, attends to the budget", "Quest 2024"),
+        Preset("freekv", freekv, "every token in host memory, attends to pages recalled a step before", "FreeKV 2025"),
+        Preset(
+            "logquant",
+            logquant,
+            "every token, attends to all; 2 bits but for 84 to 126, denser the newer",
+            "LogQuant 2025",
+            has_budget=False,
+        ),
+        Preset(
+            "kivi", kivi, "every token, attends to all; 2 bits but for the newest 128", "KIVI 2024", has_budget=False
+        ),
     )
 }
 

@@ -1,10 +1,15 @@
 """Group quantisers: codes of few bits with a scale and a zero point for each group.
 
-A group is g consecutive tokens of one channel (keys have channels of very different size, and a channel keeps its size
-from token to token). The 1-bit quantiser keeps the group's midpoint and half-range, so that a value decodes to the
-group's maximum or minimum.
+By channel, a group is g consecutive tokens of one channel (keys have channels of very different size, and a channel
+keeps its size from token to token); by token it is g consecutive channels of one token. The 1-bit quantiser keeps the
+group's midpoint and half-range, so that a value decodes to the group's maximum or minimum. Those of 2, 3, 4 and 8 bits
+keep the minimum and the step: 2**bits levels from minimum to maximum.
 
-**Source:** FIER, section 3 (1-bit keys by group of tokens a channel).
+Scale and zero of 2 to 8 bits are two bfloat16 in one u32: a kernel loads both at once, and on CPU jaxlib before 0.11,
+which copies a 16-bit buffer to write into it, writes them in place. Codes are taken against the scale and zero that
+are stored, so rounding those adds no error to the values within the levels.
+
+**Source:** FIER, section 3 (1-bit keys by group of tokens a channel). KIVI, section 3 (asymmetric minimum and step).
 """
 
 from __future__ import annotations
@@ -12,10 +17,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 from jax.typing import DTypeLike
 
-from kvjax.layouts import pack_bits, unpack_bits
+from kvjax.layouts import pack_bits, pack_codes, unpack_bits, unpack_codes
 
 
 class OneBit(NamedTuple):
@@ -48,3 +54,58 @@ def dequantize_1bit(code: OneBit) -> Array:
     positive = unpack_bits(code.bits).reshape(*lead, groups, S // groups, D)
     scale, zero = (a.astype(jnp.float32)[..., None, :] for a in (code.scale, code.zero))
     return jnp.where(positive, zero + scale, zero - scale).reshape(*lead, S, D)
+
+
+class QuantArray(NamedTuple):
+    """Codes of x [..., S, D] in groups of gs tokens by gd channels; sizes of groups are read from the shapes.
+
+    By channel gd is 1, by token gs is 1.
+    """
+
+    codes: Array  # u8[..., S, D * bits / 8] packed along channels (kvjax.layouts.pack_codes)
+    scales: Array  # u32[..., S / gs, D / gd] bfloat16 scale in the low half, bfloat16 zero in the high half
+
+
+def quantize(x: Array, bits: int, *, tokens: int = 1, channels: int = 1) -> QuantArray:
+    """Codes of x [..., S, D] in groups of `tokens` by `channels`: round((x - min) / scale), half to even.
+
+    scale is (max - min) / (2**bits - 1). A constant group has scale 0 and decodes to itself, rounded to bfloat16; so
+    does one whose scale would be below 2**-125.
+    """
+    *lead, S, D = x.shape
+    for name, size, group in (("tokens", S, tokens), ("channels", D, channels)):
+        if size % group:
+            raise ValueError(f"quantize got {size} {name}, which groups of {group} do not divide")
+    grouped = x.astype(jnp.float32).reshape(*lead, S // tokens, tokens, D // channels, channels)
+    low = jnp.min(grouped, axis=(-3, -1), keepdims=True)
+    high = jnp.max(grouped, axis=(-3, -1), keepdims=True)
+    # Products with reciprocals, not quotients: XLA makes them of a quotient by a broadcast, and a value in the middle
+    # of two levels must get the same code from all who compute it.
+    scales = _join((high - low) * np.float32(1 / (2**bits - 1)), low)
+    scale, zero = split_scales(scales)
+    levels = jnp.round((grouped - zero) * (1 / jnp.where(scale > 0, scale, 1.0)))
+    codes = jnp.clip(levels, 0, 2**bits - 1).astype(jnp.uint8)
+    return QuantArray(pack_codes(codes.reshape(*lead, S, D), bits), scales[..., :, 0, :, 0])
+
+
+def dequantize(code: QuantArray, channels: int) -> Array:
+    """f32[..., S, D] of D = `channels`: scale * code + zero."""
+    *lead, S, _ = code.codes.shape
+    groups, slices = code.scales.shape[-2:]
+    codes = unpack_codes(code.codes, channels).astype(jnp.float32)
+    scale, zero = (a[..., :, None, :, None] for a in split_scales(code.scales))
+    grouped = codes.reshape(*lead, groups, S // groups, slices, channels // slices)
+    return (grouped * scale + zero).reshape(*lead, S, channels)
+
+
+def split_scales(scales: Array) -> tuple[Array, Array]:
+    """Scale and zero f32 of scales u32, of the same shape."""
+    scale = lax.bitcast_convert_type(scales << jnp.uint32(16), jnp.float32)
+    return scale, lax.bitcast_convert_type(scales & jnp.uint32(0xFFFF0000), jnp.float32)
+
+
+def _join(scale: Array, zero: Array) -> Array:
+    """u32 of scale and zero f32, each rounded to bfloat16; a scale without a normal reciprocal becomes 0."""
+    scale = jnp.where(scale >= 2.0**-125, scale, 0.0)
+    low, high = (lax.bitcast_convert_type(a.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32) for a in (scale, zero))
+    return low | (high << jnp.uint32(16))

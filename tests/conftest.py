@@ -51,8 +51,28 @@ def offline() -> Iterator[None]:
         yield
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="all of it: every law on every policy, every parameter")
+
+
+@pytest.hookimpl(tryfirst=True)  # before the groups below
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --thorough, leaves out what is marked `thorough`, and of a test marked `sample(n)` all but n."""
+    if not config.getoption("--thorough"):
+        seen: dict[str, int] = {}
+        kept, left_out = [], []
+        for item in items:
+            sample = item.get_closest_marker("sample")
+            name = item.nodeid.split("[")[0]
+            seen[name] = seen.get(name, 0) + 1
+            late = sample is not None and seen[name] > sample.args[0]
+            (left_out if late or item.get_closest_marker("thorough") else kept).append(item)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+    _group(items)
+
+
+def _group(items: list[pytest.Item]) -> None:
     """Keeps tests that share compiled programs in one worker of `--dist loadgroup`: a policy's laws, a file's tests.
 
     Spread singly, two policies' laws compiled 157 programs in place of 108. A persistent compilation cache saved a

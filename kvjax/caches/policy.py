@@ -17,6 +17,7 @@ class Info(NamedTuple):
 
     attended: Array  # f32[B, K] tokens whose keys and values were read, mean over the group's own choices
     selection: Selection | None  # what a retrieval chose; None where everything is read
+    fresh: Array | None = None  # bool[B, K] heads that chose with this step's query; None where all heads always do
 
 
 class Policy(Protocol):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.tree_util import register_dataclass
 
@@ -16,10 +18,10 @@ from kvjax.demotion import Demotion, Fifo, plan
 from kvjax.layouts import whole_units
 from kvjax.partial import Partial, attend_blocks, attend_part, group_queries, keep_valid, merge, ungroup
 from kvjax.pick import Selection, expand_units, membership, pool_queries, pool_scores
-from kvjax.schedules import EveryStep, Schedule
+from kvjax.schedules import EveryStep, Recall, Schedule
 from kvjax.selectors import All, Selector
 from kvjax.spec import CacheSpec, require_int
-from kvjax.stores import Dense, Store
+from kvjax.stores import Dense, Host, Store
 
 
 @register_dataclass
@@ -75,6 +77,11 @@ class Retrieval:
         for name, at_least in (("sink", 0), ("local", 1), ("dense_below", 0)):
             require_int(f"Retrieval({name}=...)", getattr(self, name), at_least=at_least)
         if isinstance(self.selector, All):
+            if not isinstance(self.schedule, EveryStep):
+                raise ValueError(
+                    f"the selector All chooses nothing that {self.schedule} could keep for the next step; leave the "
+                    "schedule EveryStep(), or give another selector"
+                )
             if self.budget is not None:
                 raise ValueError(
                     f"the selector All reads every stored token, so budget={self.budget} cannot hold; "
@@ -94,6 +101,16 @@ class Retrieval:
                 f"{self.selector} scores pages of {self.selector.unit} tokens, which do not divide the chunk of "
                 f"{self.demote.leave}; make {self.demote} leave a multiple of {self.selector.unit}"
             )
+        if not isinstance(self.schedule, EveryStep) and self._chosen == 0:
+            raise ValueError(
+                f"budget={self.budget} leaves nothing beside sink + local = {self.sink} + {self.local} that "
+                f"{self.schedule} could reuse; raise it to at least {self.sink + self.local + self.selector.unit}"
+            )
+        if isinstance(self.store, Host) and self.selector.unit % self.store.page:
+            raise ValueError(
+                f"{self.store} moves whole pages, but {self.selector} chooses {self.selector.unit} tokens at a time; "
+                f"use Host(page={self.selector.unit})"
+            )
 
     def init(self, spec: CacheSpec) -> RetrievalState:
         self.selector.check(spec, self.demote.leave)
@@ -101,14 +118,20 @@ class Retrieval:
         chunk = self.demote.leave
         stay = len(self.demote.staying(self.local))
         slots = max(whole_units(spec.capacity - self.sink - stay, chunk), chunk)
-        return RetrievalState(
+        st = RetrievalState(
             sink=empty_block(spec, self.sink) if self.sink else None,
             store=self.store.init(spec, slots),
             index=self.selector.init(spec, slots),
             recent=empty_block(spec, self.demote.slots(self.local)),
-            schedule=self.schedule.init(spec),
+            schedule=(),
             overflow=jnp.zeros(spec.batch, bool),
         )
+
+        def recall(q: Array) -> Recall:
+            return self._recall(st, self._select(st, q, jnp.zeros_like(st.length), 1.0))
+
+        q = jax.ShapeDtypeStruct((spec.batch, spec.kv_heads, spec.group, spec.head_dim), spec.dtype)
+        return replace(st, schedule=self.schedule.init(spec, lambda: jax.eval_shape(recall, q)))
 
     # ------------------------------------------------------------------------------------------------------- storing
 
@@ -122,7 +145,8 @@ class Retrieval:
         to_recent = active & ~to_sink
         overflow = st.overflow | (to_recent & (st.recent.count >= st.recent.slots))
         recent = put(st.recent, k, v, to_recent.astype(jnp.int32))
-        return RetrievalState(sink, st.store, st.index, recent, st.schedule, overflow)
+        schedule = self.schedule.arrive(st.schedule, active)
+        return RetrievalState(sink, st.store, st.index, recent, schedule, overflow)
 
     def prefill(self, st: RetrievalState, k: Array, v: Array, lengths: Array) -> RetrievalState:
         dtype, slots, chunk = st.recent.k.dtype, st.recent.slots, self.demote.leave
@@ -183,7 +207,13 @@ class Retrieval:
             return jnp.concatenate([front, a[:, :, stay:]], axis=2)
 
         recent = Block(keep(st.recent.k), keep(st.recent.v), st.recent.count - count)
-        return RetrievalState(st.sink, store, index, recent, st.schedule, st.overflow)
+        place = np.zeros(st.recent.slots, np.int32)
+        place[leaving], place[staying] = np.arange(len(leaving)), st.store.slots + np.arange(len(staying))
+        left = jnp.asarray(place < st.store.slots)[None]
+        schedule = self.schedule.move(
+            st.schedule, st.store.slots, full, jnp.asarray(place)[None] + jnp.where(left, st.store.count[:, None], 0)
+        )
+        return RetrievalState(st.sink, store, index, recent, schedule, st.overflow)
 
     # ----------------------------------------------------------------------------------------------------- attending
 
@@ -196,23 +226,38 @@ class Retrieval:
         first = lowest_visible(st.length - 1, window)
         from_store, from_recent = _slot_of(first, st.offset_store), _slot_of(first, st.offset_recent)
         recent_valid = valid_slots(st.recent, from_recent)
-        selection, schedule = None, st.schedule
+        selection, schedule, fresh = None, st.schedule, None
         if isinstance(self.selector, All):
             recent_mask = recent_valid[:, None, None]
             history = self.store.attend(st.store, qg, from_store, scale=scale)
             attended = jnp.sum(recent_valid, axis=-1) + st.store.count - from_store
             attended = jnp.broadcast_to(attended.astype(jnp.float32)[:, None], (B, K))
         else:
-            selection, schedule = self.schedule.choose(
-                st.schedule, qg, lambda query: self._select(st, query, first, scale)
-            )
+            found = self._select(st, qg, first, scale)
+            choice, schedule = self.schedule.choose(st.schedule, qg, st.length, found, lambda: self._recall(st, found))
+            selection = choice.selection
             past = selection.slots >= st.store.slots  # chosen among the tokens that wait in the recent block
-            chosen = membership(Selection(selection.slots - st.store.slots, selection.valid & past), st.recent.slots)
+            if choice.recall is None or choice.reused is None:
+                here = selection.valid & past
+                stored = Selection(jnp.where(past, 0, selection.slots), selection.valid & ~past)
+                history = self.store.attend_slots(st.store, qg, stored, scale=scale)
+                attended = jnp.sum(stored.valid, axis=-1)
+            else:
+                fresh, reused = ~choice.reused, choice.reused[..., None, None]
+                edge = self._edge(st, choice.recall.edge, first)
+                selection = self._keep_reused(st, selection, reused, edge, first)
+                here = selection.valid & past & ~reused
+                recalled = Selection(selection.slots, selection.valid & (~past | reused))
+                edge_mask = edge[:, None, None, None] & reused
+                history = merge(
+                    ops.attend_gathered(qg, choice.recall.k, choice.recall.v, recalled, scale=scale),
+                    attend_part(qg, choice.recall.edge.k, choice.recall.edge.v, edge_mask, scale=scale),
+                )
+                attended = jnp.sum(recalled.valid, axis=-1) + jnp.sum(edge_mask, axis=-1)
+            chosen = membership(Selection(selection.slots - st.store.slots, here), st.recent.slots)
             local = jnp.arange(st.recent.slots)[None] >= (st.recent.count - self.local)[:, None]
             recent_mask = (local & recent_valid)[:, None, None] | chosen
-            stored = Selection(jnp.where(past, 0, selection.slots), selection.valid & ~past)
-            history = self.store.attend_slots(st.store, qg, stored, scale=scale)
-            attended = jnp.sum(recent_mask, axis=-1) + jnp.sum(stored.valid, axis=-1)
+            attended = attended + jnp.sum(recent_mask, axis=-1)
             attended = jnp.broadcast_to(jnp.mean(attended, axis=-1, dtype=jnp.float32), (B, K))
         values = keep_valid(st.recent.v, recent_valid[:, None])
         parts = [history, attend_part(qg, st.recent.k, values, recent_mask, scale=scale)]
@@ -222,7 +267,7 @@ class Retrieval:
             parts.append(attend_part(qg, st.sink.k, values, valid[:, None, None], scale=scale))
             attended = attended + jnp.sum(valid, axis=-1, dtype=jnp.float32)[:, None]
         state = RetrievalState(st.sink, st.store, st.index, st.recent, schedule, st.overflow)
-        return ungroup(merge(*parts).out, q.dtype), state, Info(attended, selection)
+        return ungroup(merge(*parts).out, q.dtype), state, Info(attended, selection, fresh)
 
     def select(
         self, st: RetrievalState, q: Array, *, scale: float | None = None, window: int | None = None
@@ -265,6 +310,38 @@ class Retrieval:
         rank = jnp.arange(picked.slots.shape[-1])[None, None, None]
         limit = jnp.where(st.length < self.dense_below, rank.shape[-1], self._chosen)
         return Selection(picked.slots, picked.valid & visible & (rank < limit[:, None, None, None]))
+
+    def _recall(self, st: RetrievalState, selection: Selection) -> Recall:
+        """Keys and values of the selection, stored or waiting, and the token that the next step's window leaves."""
+        past = selection.slots >= st.store.slots
+        k, v = self.store.gather(st.store, Selection(jnp.where(past, 0, selection.slots), selection.valid & ~past))
+        waiting = Selection(jnp.where(past, selection.slots - st.store.slots, 0), selection.valid & past)
+        past = past.reshape(*past.shape[:2], -1, 1)
+        k, v = (
+            jnp.where(past, new.astype(old.dtype), old)
+            for old, new in zip((k, v), ops.gather_slots(st.recent.k, st.recent.v, waiting), strict=True)
+        )
+        oldest = st.recent.count - self.local
+        ek, ev = (take_rows(a, jnp.maximum(oldest, 0)[:, None]) for a in (st.recent.k, st.recent.v))
+        return Recall(selection, k, v, Block(ek, ev, (oldest >= 0).astype(jnp.int32)))
+
+    def _edge(self, st: RetrievalState, edge: Block, first: Array) -> Array:
+        """bool[B]: whether there is a token that left the local window with the newest one, and a query sees it."""
+        return (edge.count > 0) & (st.length - 1 - self.local >= first)
+
+    def _keep_reused(
+        self, st: RetrievalState, selection: Selection, reused: Array, edge: Array, first: Array
+    ) -> Selection:
+        """Of what the step before recalled, what this step sees, and what the budget holds beside the edge."""
+        slots = st.store.slots
+        from_store, from_recent = _slot_of(first, st.offset_store), _slot_of(first, st.offset_recent)
+        start = jnp.where(
+            selection.slots < slots, from_store[:, None, None, None], slots + from_recent[:, None, None, None]
+        )
+        rank = jnp.arange(selection.slots.shape[-1])[None, None, None]
+        limit = jnp.where(st.length < self.dense_below, rank.shape[-1], self._chosen - edge.astype(jnp.int32))
+        kept = (selection.slots >= start) & (rank < limit[:, None, None, None])
+        return Selection(selection.slots, selection.valid & (kept | ~reused))
 
     def _check_window(self, window: int | None) -> None:
         if window is not None and not self.demote.ordered:

@@ -6,6 +6,8 @@ Scores estimate scale * q.k, so that they compare with the exact scores of token
 """
 
 from kvjax.selectors.fier import Fier
+from kvjax.selectors.pages import CentrePages, MinMaxPages
+from kvjax.selectors.paris import Paris
 from kvjax.selectors.selector import All, Selector
 
-__all__ = ["All", "Fier", "Selector"]
+__all__ = ["All", "CentrePages", "Fier", "MinMaxPages", "Paris", "Selector"]

@@ -6,6 +6,8 @@ selected.
 """
 
 from kvjax.stores.dense import Dense
+from kvjax.stores.host import Host, HostBlock
+from kvjax.stores.quantized import Quantized
 from kvjax.stores.store import Store
 
-__all__ = ["Dense", "Store"]
+__all__ = ["Dense", "Host", "HostBlock", "Quantized", "Store"]

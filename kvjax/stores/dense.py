@@ -27,6 +27,12 @@ class Dense:
     def append(self, st: Block, k: Array, v: Array, count: Array) -> Block:
         return put(st, k, v, count)
 
+    def gather(self, st: Block, selection: Selection) -> tuple[Array, Array]:
+        return ops.gather_slots(st.k, st.v, selection)
+
+    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
+        return k, v
+
     def attend(self, st: Block, q: Array, start: Array, *, scale: float) -> Partial:
         return attend_blocks(q, st.k, st.v, start, st.count, scale=scale)
 

@@ -34,6 +34,15 @@ class Store(Protocol):
         """Attention of q [B, K, G, D] over the selected slots, reading only those."""
         ...
 
+    def gather(self, st: Any, selection: Selection) -> tuple[Array, Array]:
+        """Keys and values [B, K, H*M, D] of the selected slots, on the device, for a later `ops.attend_gathered`.
+        Those of slots that are not valid may be anything, also not finite."""
+        ...
+
+    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """What whole chunks k, v [B, K, T, D] are read as once they are stored; themselves in a lossless store."""
+        ...
+
     def bytes_per_token(self, spec: CacheSpec) -> float:
         """Bytes that a stored token takes in a layer, over all kv heads."""
         ...

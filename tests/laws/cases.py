@@ -10,7 +10,22 @@ from typing import Any
 import jax.numpy as jnp
 
 import kvjax
-from kvjax import All, CacheSpec, Fier, Fifo, Full, Retrieval, presets
+from kvjax import (
+    All,
+    CacheSpec,
+    CentrePages,
+    Fier,
+    Fifo,
+    Full,
+    Host,
+    LogSparse,
+    MinMaxPages,
+    Paris,
+    Quantized,
+    Retrieval,
+    Speculative,
+    presets,
+)
 
 SPEC = CacheSpec(batch=3, q_heads=8, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
 BASE = Retrieval(selector=Fier(group=16), budget=64, sink=4, local=24, demote=Fifo(leave=32), dense_below=0)
@@ -38,14 +53,72 @@ CASES: dict[str, Case] = {
         selector=Fier(group=16, pool="per_head"), spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1)
     ),
     "fier, no group, f16": _with(spec=dataclasses.replace(SPEC, q_heads=2, kv_heads=2, dtype=jnp.float16)),
+    "quest preset, budget 40": Case(presets.quest(budget=40, page=8).rest),
+    "pages per query head, 7 on 1, bf16": _with(
+        selector=MinMaxPages(page=16, pool="per_head"),
+        budget=70,
+        spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1, dtype=jnp.bfloat16),
+    ),
+    "pages by centre, dense below 90 tokens": _with(selector=CentrePages(page=32), budget=64, dense_below=90),
+    "pages in host memory": _with(selector=MinMaxPages(page=16), store=Host(page=8)),
+    "fier in host memory, bf16": _with(store=Host(), spec=dataclasses.replace(SPEC, dtype=jnp.bfloat16)),
+    "all in host memory": _with(selector=All(), budget=None, store=Host(page=32)),
+    "freekv preset, budget 72": Case(presets.freekv(budget=72, page=8, sink=4, local=24, tau=0.0).rest),
+    "fier per query head a step late, 7 on 1": _with(
+        selector=Fier(group=16, pool="per_head"),
+        schedule=Speculative(tau=-1.0),
+        dense_below=90,
+        spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1),
+    ),
+    "fier a step late, log-sparse": _with(demote=LogSparse(window=32), schedule=Speculative(tau=-1.0)),
+    # Votes tie at the last place of the candidates, and the lower slot wins: with all of them reranked the laws hold
+    # in any order of slots.
+    "paris over 2-bit values, heads of 64": _with(
+        selector=Paris(candidates=200),
+        store=Quantized(bits=4, key_group=16, value_bits=2, value_group=8),
+        spec=dataclasses.replace(SPEC, head_dim=64),
+    ),
+    "paris per query head a step late, 7 on 1, bf16, in host memory": _with(
+        selector=Paris(votes="plain", correct=False, candidates=200, pool="per_head"),
+        store=Host(),
+        schedule=Speculative(tau=-1.0),
+        dense_below=90,
+        spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1, head_dim=24, dtype=jnp.bfloat16),
+    ),
     "retrieval of all": _with(selector=All(), budget=None),
+    "logquant preset, window 12": Case(presets.logquant(window=12, group=8).rest),
+    "logquant by token, 3 bits, 7 on 1, bf16": Case(
+        presets.logquant(window=16, bits=3, key_axis="token").rest,
+        dataclasses.replace(SPEC, q_heads=7, kv_heads=1, dtype=jnp.bfloat16),
+    ),
+    "kivi preset, residual 32": Case(presets.kivi(residual=32, group=8).rest),
+    "fier over 2-bit values": _with(store=Quantized(bits=4, key_group=16, value_bits=2, value_group=8)),
+    "fier, log-sparse, 2 bits": _with(
+        selector=Fier(group=8), local=16, demote=LogSparse(window=16), store=Quantized(bits=2, key_group=16)
+    ),
 }
+
+# Core cases run all laws in every run of the suite; the others these, and all laws with --thorough.
+CORE = ("full", "fier preset, budget 24", "fier with sink and window")
+QUICK_LAWS = (
+    "budget_of_all_is_dense_attention",
+    "prefill_equals_prefill_then_updates",
+    "slots_past_count_do_not_matter",
+    "selected_slots_are_valid_and_unique",
+    "every_token_is_in_one_zone",
+    "structure_is_constant",
+    "policy_is_a_value",
+)
 
 # Variants that differ from a case above in the choice alone: they run the laws that a choice can break.
 POOLS: dict[str, Case] = {
     f"fier, {pool}": _with(selector=Fier(group=16, pool=pool))  # type: ignore[arg-type]
     for pool in ("mean_query", "mean_score", "max_softmax", "sum_softmax")
+} | {
+    "pariskv preset, budget 60": Case(presets.pariskv(budget=60, local=24, chunk=32, dense_below=0).rest),
+    "paris, plain votes, few candidates": _with(selector=Paris(votes="plain", candidates=20, pool="mean_softmax")),
 }
+QUICK_POOLS = ("fier, mean_score", "pariskv preset, budget 60")
 CHOICE_LAWS = (
     "slots_past_count_do_not_matter",
     "selected_slots_are_valid_and_unique",
@@ -71,6 +144,65 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.init(presets.fier(group=48), SPEC, layers=3),
         r"Fier\(group=48\) does not divide the chunk of 256; use a divisor of 256",
     ),
+    "pages that straddle chunks": (
+        lambda: kvjax.init_layer(dataclasses.replace(BASE, selector=MinMaxPages(page=24)), SPEC),
+        r"pages of 24 tokens, which do not divide the chunk of 32",
+    ),
+    "host pages that straddle chunks": (
+        lambda: kvjax.init_layer(dataclasses.replace(BASE, selector=All(), budget=None, store=Host(page=24)), SPEC),
+        r"Host\(page=24\) does not divide the chunk of 32; use a divisor of 32",
+    ),
+    "host pages larger than a choice": (
+        lambda: dataclasses.replace(BASE, store=Host(page=8)),
+        r"Host\(page=8\) moves whole pages, but Fier.* chooses 1 tokens at a time; use Host\(page=1\)",
+    ),
+    "tau NaN": (lambda: Speculative(tau=float("nan")), r"tau=nan\) must be a number to compare cosines with"),
+    "tau of a word": (lambda: presets.freekv(tau="low"), r"tau='low'\) must be a number"),  # type: ignore[arg-type]
+    "speculation without a choice": (
+        lambda: dataclasses.replace(BASE, selector=All(), budget=None, schedule=Speculative()),
+        r"All chooses nothing that Speculative.*leave the schedule EveryStep\(\)",
+    ),
+    "heads that do not rotate": (
+        lambda: kvjax.init_layer(dataclasses.replace(BASE, selector=Paris()), dataclasses.replace(SPEC, head_dim=80)),
+        r"head_dim=80 cannot be rotated; it must be one of 8, 16, .*96, 128, 192, 256",
+    ),
+    "votes by approval": (
+        lambda: presets.pariskv(votes="approval"),  # type: ignore[arg-type]
+        r"votes=\.\.\.\) must be one of tiers, plain; got 'approval'",
+    ),
+    "no candidates": (lambda: Paris(candidates=0), r"candidates=.*at least 1, got 0"),
+    "negative seed": (lambda: Paris(seed=-1), r"seed=.*at least 0, got -1"),
+    "pariskv's k for its budget": (
+        lambda: presets.pariskv(budget=100),
+        r"budget=100 is below sink \+ local = 4 \+ 128.*at least 132",
+    ),
+    "speculation without a budget": (
+        lambda: dataclasses.replace(BASE, budget=28, schedule=Speculative()),
+        r"budget=28 leaves nothing beside sink \+ local = 4 \+ 24.*at least 29",
+    ),
+    "page of 0": (lambda: CentrePages(page=0), r"page=.*at least 1, got 0"),
+    "5 bits": (lambda: Quantized(bits=5), r"bits=5.*codes of 2, 3, 4, 8 bits"),
+    "values of 1 bit": (lambda: Quantized(value_bits=1), r"value_bits=1.*codes of 2, 3, 4, 8 bits"),
+    "keys by head": (lambda: Quantized(key_axis="head"), r"key_axis='head'.*'channel' or 'token'"),  # type: ignore[arg-type]
+    "quantised group of 0": (lambda: Quantized(key_group=0), r"key_group=.*at least 1, got 0"),
+    "quantised group that straddles chunks": (
+        lambda: kvjax.init(presets.kivi(group=48), SPEC, layers=1),
+        r"Quantized\(key_group=48\) does not divide the chunk of 128; use a divisor of 128",
+    ),
+    "quantised group that straddles heads": (
+        lambda: kvjax.init(presets.logquant(group=12), SPEC, layers=1),
+        r"Quantized\(value_group=12\) does not divide head_dim=16; use a divisor of 16",
+    ),
+    "codes that do not pack": (
+        lambda: kvjax.init(presets.kivi(bits=3, group=4), dataclasses.replace(SPEC, head_dim=12), layers=1),
+        r"codes of 3 bits by 8 channels.*head_dim=12.*use 2, 4, 8 bits",
+    ),
+    "local beyond the adjacent window": (
+        lambda: kvjax.init_layer(dataclasses.replace(BASE, demote=LogSparse(window=16)), SPEC),
+        r"LogSparse\(window=16\).*local=24.*use local <= 16",
+    ),
+    "negative window": (lambda: presets.logquant(window=-1), r"window=.*at least 1, got -1"),
+    "no residual": (lambda: presets.kivi(residual=0), r"residual=.*at least 1, got 0"),
     "unknown pool": (lambda: Fier(pool="median"), r"pool must be one of mean_query.*got 'median'"),  # type: ignore[arg-type]
     "head size that does not pack": (
         lambda: kvjax.init_layer(BASE, dataclasses.replace(SPEC, head_dim=12)),

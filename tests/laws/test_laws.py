@@ -2,23 +2,35 @@
 
 import dataclasses
 import itertools
+from collections.abc import Container, Iterable
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
 import kvjax
 from kvjax import laws
-from tests.laws.cases import BASE, CASES, CHOICE_LAWS, POOLS, REFUSED, SPEC
+from tests.laws.cases import BASE, CASES, CHOICE_LAWS, CORE, POOLS, QUICK_LAWS, QUICK_POOLS, REFUSED, SPEC
 
 
-@pytest.mark.parametrize(("law", "case"), list(itertools.product(laws.LAWS, CASES)), ids=lambda p: p.replace(" ", "_"))
+def _cells(laws_to_run: Iterable[str], cases: Iterable[str], core: Container[str], quick: Container[str]) -> list[Any]:
+    """Every law with every case; but for core cases, what is not a quick law is left to --thorough."""
+    return [
+        pytest.param(law, case, marks=() if case in core or law in quick else pytest.mark.thorough)
+        for law, case in itertools.product(laws_to_run, cases)
+    ]
+
+
+def _id(name: str) -> str:
+    return name.replace(" ", "_")
+
+
+@pytest.mark.parametrize(("law", "case"), _cells(laws.LAWS, CASES, CORE, QUICK_LAWS), ids=_id)
 def test_law_holds(law: str, case: str) -> None:
     laws.LAWS[law](CASES[case].policy, CASES[case].spec)
 
 
-@pytest.mark.parametrize(
-    ("law", "case"), list(itertools.product(CHOICE_LAWS, POOLS)), ids=lambda p: p.replace(" ", "_")
-)
+@pytest.mark.parametrize(("law", "case"), _cells(CHOICE_LAWS, POOLS, QUICK_POOLS, ()), ids=_id)
 def test_law_holds_whatever_the_pooling(law: str, case: str) -> None:
     laws.LAWS[law](POOLS[case].policy, POOLS[case].spec)
 

@@ -69,11 +69,12 @@ def distributions(tmp_path_factory):
     return source, folder / made.stdout.splitlines()[-1]
 
 
-def modules(prefix: str = "") -> set[str]:
+def modules() -> set[str]:
+    """Every module on disk, as the wheel should hold it."""
     return {
-        f"{package.replace('.', '/')}/{path.name}"
+        f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder)}"
         for package, folder in SETUPTOOLS["package-dir"].items()
-        for path in (ROOT / folder).glob("*.py")
+        for path in (ROOT / folder).rglob("*.py")
     }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.presets import REGISTRY
-from tests.test_cli import write_checkpoint
+from tests.checkpoint import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

@@ -1,0 +1,230 @@
+"""What the kernels share: every import of Mosaic GPU, and a notation for the code of one CUDA thread.
+
+Pallas has no gather, atomic add to shared memory, shuffle or register-level `mma` on Hopper, which is what selecting
+and bit-expanding kernels are made of. They are written here as the body of one `inline_mgpu`: `Word` is a 32-bit
+register of a thread (unsigned), `ptx` one instruction, `when` and `loop` control flow; Python loops unroll.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import jax
+
+mgpu_utils: Any
+plgpu: Any
+ir: Any
+arith: Any
+llvm: Any
+scf: Any
+
+WHY_NOT: str | None = None  # the reason why no kernel can be built here
+if jax.__version_info__ < (0, 11):
+    WHY_NOT = f"the Pallas Mosaic GPU kernels need jax >= 0.11; this is {jax.__version__}"
+else:
+    try:
+        from jax.experimental.mosaic.gpu import utils as mgpu_utils
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, scf
+    except ImportError as error:  # a jaxlib built without it
+        WHY_NOT = f"this jax has no Mosaic GPU: {error}"
+
+
+@cache
+def why_not() -> str | None:
+    """Why this process can build no kernel, or would build it for a GPU that it was not measured on; None if it can.
+
+    Without any GPU it can: a program may be compiled ahead of time for one.
+    """
+    if WHY_NOT:
+        return WHY_NOT
+    for device in jax.devices():
+        if device.platform == "gpu" and str(getattr(device, "compute_capability", "")) != "9.0":
+            return f"the kernels are for GPUs of compute capability 9.0 (H100, H200); this process has {device}"
+    return None
+
+
+Operand = Any  # Word | int
+
+
+def _i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def _value(x: Operand) -> Any:
+    if isinstance(x, Word):
+        return x.value
+    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), x - (1 << 32) if x >= 1 << 31 else x))
+
+
+class Word:
+    """A u32 in a register of each thread."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def _op(self, op: Callable[..., Any], other: Operand) -> Word:
+        return Word(op(self.value, _value(other)))
+
+    def __add__(self, other: Operand) -> Word:
+        return self._op(arith.addi, other)
+
+    def __sub__(self, other: Operand) -> Word:
+        return self._op(arith.subi, other)
+
+    def __mul__(self, other: Operand) -> Word:
+        return self._op(arith.muli, other)
+
+    def __and__(self, other: Operand) -> Word:
+        return self._op(arith.andi, other)
+
+    def __or__(self, other: Operand) -> Word:
+        return self._op(arith.ori, other)
+
+    def __xor__(self, other: Operand) -> Word:
+        return self._op(arith.xori, other)
+
+    def __rshift__(self, other: Operand) -> Word:
+        return self._op(arith.shrui, other)
+
+    def __lshift__(self, other: Operand) -> Word:
+        return self._op(arith.shli, other)
+
+    def _compare(self, predicate: Any, other: Operand) -> Flag:
+        return Flag(arith.cmpi(predicate, self.value, _value(other)))
+
+    def __lt__(self, other: Operand) -> Flag:
+        return self._compare(arith.CmpIPredicate.ult, other)
+
+    def __le__(self, other: Operand) -> Flag:
+        return self._compare(arith.CmpIPredicate.ule, other)
+
+    def __gt__(self, other: Operand) -> Flag:
+        return self._compare(arith.CmpIPredicate.ugt, other)
+
+    def __ge__(self, other: Operand) -> Flag:
+        return self._compare(arith.CmpIPredicate.uge, other)
+
+    def equals(self, other: Operand) -> Flag:
+        return self._compare(arith.CmpIPredicate.eq, other)
+
+    def differs(self, other: Operand) -> Flag:
+        return self._compare(arith.CmpIPredicate.ne, other)
+
+
+class Flag:
+    """A predicate of each thread."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __and__(self, other: Flag) -> Flag:
+        return Flag(arith.andi(self.value, other.value))
+
+    def __or__(self, other: Flag) -> Flag:
+        return Flag(arith.ori(self.value, other.value))
+
+    def choose(self, yes: Operand, no: Operand) -> Word:
+        return Word(arith.select(self.value, _value(yes), _value(no)))
+
+
+def word(x: Operand) -> Word:
+    return x if isinstance(x, Word) else Word(_value(x))
+
+
+def ptx(code: str, *args: Any, results: int = 0, convergent: bool = False) -> Any:
+    """Emits `code`, whose $0.. are first the `results` (u32) and then the arguments; Words are u32, addresses u64."""
+    values = [a.value if isinstance(a, (Word, Flag)) else _value(a) if isinstance(a, int) else a for a in args]
+    types = [_i32()] * results
+    if not results:
+        mgpu_utils.inline_ptx(code, *values, has_side_effects=True, convergent=convergent)
+        return None
+    out = mgpu_utils.inline_ptx(code, *values, result_types=types, has_side_effects=True, convergent=convergent)
+    words = [Word(v) for v in out]
+    return words[0] if results == 1 else words
+
+
+@contextmanager
+def when(flag: Flag) -> Iterator[None]:
+    with mgpu_utils.when(flag.value):
+        yield
+
+
+def loop(start: Operand, stop: Operand, step: Operand, carry: Sequence[Word] = ()) -> Callable[..., list[Word]]:
+    """for i in range(start, stop, step), by threads each on their own: carry = body(i, *carry)."""
+
+    def run(body: Callable[..., Any]) -> list[Word]:
+        op = scf.ForOp(_value(start), _value(stop), _value(step), [w.value for w in carry])
+        with ir.InsertionPoint(op.body):
+            out = body(Word(op.induction_variable), *(Word(v) for v in op.inner_iter_args))
+            out = [] if out is None else out if isinstance(out, (list, tuple)) else [out]
+            scf.YieldOp([w.value for w in out])
+        return [Word(v) for v in op.results]
+
+    return run
+
+
+def special(name: str) -> Word:
+    """A special register, such as tid.x."""
+    return ptx(f"mov.u32 $0, %{name};", results=1)
+
+
+def global_address(ref: Any) -> Any:
+    """The u64 address of a ref in device memory."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu_utils.memref_ptr(ref))
+
+
+def shared_address(ref: Any) -> Word:
+    """The address of a ref in this block's shared memory."""
+    return Word(llvm.ptrtoint(_i32(), mgpu_utils.memref_ptr(ref)))
+
+
+def divide(x: Word, by: int) -> Word:
+    return x if by == 1 else Word(arith.divui(x.value, _value(by)))
+
+
+def choose_between(flag: Flag, make: Callable[[], Sequence[Word]], otherwise: Sequence[Word]) -> list[Word]:
+    """make() where the flag is true, else `otherwise`; the flag must be that of the whole block if make() waits."""
+    op = scf.IfOp(flag.value, [w.value.type for w in otherwise], has_else=True)
+    with ir.InsertionPoint(op.then_block):
+        scf.yield_([w.value for w in make()])
+    with ir.InsertionPoint(op.else_block):
+        scf.yield_([w.value for w in otherwise])
+    return [Word(v) for v in op.results]
+
+
+def kernel(program: Callable[..., None], *, name: str, **how: Any) -> Callable[..., Any]:
+    """A Pallas kernel whose whole body is `program(*memrefs)`: inputs, output, scratch."""
+
+    def body(*refs: Any) -> None:
+        inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+        inline(lambda _, *memrefs: program(*memrefs))(*refs)
+
+    lanes = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    return plgpu.kernel(body, thread_name="warpgroup", compiler_params=lanes, kernel_name=name, **how)
+
+
+def offset(address: Any, byte: Word) -> Any:
+    """address + byte, in 64 bits."""
+    return arith.addi(address, arith.extui(ir.IntegerType.get_signless(64), byte.value))
+
+
+def offset_rows(address: Any, row: Word, stride: int) -> Any:
+    """address + row * stride, in 64 bits."""
+    i64 = ir.IntegerType.get_signless(64)
+    wide = arith.extui(i64, row.value)
+    return arith.addi(address, arith.muli(wide, arith.constant(i64, ir.IntegerAttr.get(i64, stride))))
+
+
+def block_barrier() -> None:
+    ptx("bar.sync 0;", convergent=True)
+
+
+def cluster_barrier() -> None:
+    """All threads of the cluster; what each wrote to shared and device memory before it, all see after it."""
+    ptx("barrier.cluster.arrive.release;", convergent=True)
+    ptx("barrier.cluster.wait.acquire;", convergent=True)

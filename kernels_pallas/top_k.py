@@ -1,0 +1,382 @@
+"""The slots of the k largest scores of a row, in order of rank, exactly: ties go to the lower slot.
+
+A cluster of blocks has a row. Scores become u32 keys of the same order (0: not valid), and a key with its slot, which
+are unique, is what is ranked. (1) Each thread reads 16 keys; of a row of at most 131072 they stay in registers. (2) A
+histogram of the keys' top 11 bits in shared memory, summed over the blocks by reading each other's, finds the bin in
+which the k-th lies. While more than `candidates(k)` elements lie in it or above, the next bits are done: 11 and 10 more
+of the key, then 22 of the slot. (3) Each block sorts its share of these candidates (bitonic, by shuffles where it can),
+takes the others' sorted lists, and finds the rank of each of its own in each list by bisection; ranks below k are
+written.
+
+**Bytes:** 4 U read (once for U <= 131072; three or more times beyond, from L2 as far as it holds them) and 4 k written
+a row. The bound on an H200 (4.3 TB/s) is 1 us for 8 x 131072 and 8 us for 8 x 1M: the kernel is bound by latency, and
+beyond 131072 by reading with 64 of 132 multiprocessors.
+
+**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of the kernel alone, normal random scores, all valid:
+8 x 131072, k = 2048: 13.8 us; 8 x 1M: 40 us. Equal or rising scores at 8 x 131072, where most of the 54 bits are needed
+or one block has all candidates: 42 us. Making keys of scores and splitting the result, which XLA may fuse with what is
+around, adds 3 us, at 8 x 1M 18 us. The reference takes 202 us and 2.45 ms. `benchmarks/results/top_k.json` has more.
+64 registers, 76 bytes of spills.
+
+**Tried and lost** (8 x 131072, k = 2048): one block sorting all candidates, in shared memory 33 us, with shuffles 25 us
+(its throughput, not latency); going on until exactly k are left 22 us; 4 blocks a row 15.5 us, 2 blocks 30 us; 512
+threads a block 15.6 us; 2048 candidates for k = 1024 16.3 us, where 4096 take 13.8. With 64 rows x 32768: 8 blocks a
+row 56 us, 4 blocks 34 us, 2 blocks 17 to 24 us, hence `config_for`. In XLA alone, bisection by counting and compaction
+by running sums took 110 us (with dispatch), unordered.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import _common as c
+from kvjax.kernels_pallas._common import Flag, Word, block_barrier, cluster_barrier, loop, ptx, when, word
+
+THREADS = 1024
+DIGITS = ((0, 21, 11), (0, 10, 11), (0, 0, 10), (1, 11, 11), (1, 0, 11))  # (of key 0 or slot 1, shift, bits)
+BINS = 2048
+SLOTS = (1 << 22) - 1  # a slot s ranks as SLOTS - s
+MOST_K, MOST_UNITS = 4096, 1 << 21
+# Words of `small`: 0..31 totals of warps; then what a pass found, and the length of this block's list.
+DIGIT, NEED, COUNT, LENGTH = 32, 33, 34, 35
+
+
+@dataclass(frozen=True)
+class Config:
+    blocks: int = 8  # of a row: 2, 4 or 8
+    unroll: int = 4  # loads of four keys in flight
+
+    def __post_init__(self) -> None:
+        if self.blocks not in (1, 2, 4, 8):
+            raise ValueError(f"blocks must be 1, 2, 4 or 8, a cluster's; got {self.blocks}")
+
+
+def config_for(rows: int) -> Config:
+    """As many blocks a row as run at once, one on a multiprocessor; whole clusters cannot use all of the 132."""
+    return Config(blocks=next((b for b in (8, 4) if rows * b <= 112), 2))
+
+
+def candidates(k: int) -> int:
+    """How many elements are sorted at most."""
+    return max(2 << (k - 1).bit_length(), 4096)
+
+
+def smem_bytes(k: int) -> int:
+    return 4 * (len(DIGITS) * BINS + 4 * candidates(k) + 64)
+
+
+def unsupported(shape: tuple[int, ...], dtype: Any, k: int) -> str | None:
+    """The limit that scores of this shape and dtype exceed; None if there is a kernel for them."""
+    if not 1 <= k <= MOST_K:
+        return f"the kernel top_k takes k from 1 to {MOST_K}; got {k}"
+    if not shape or not k <= shape[-1] <= MOST_UNITS:
+        return f"the kernel top_k takes rows of k to {MOST_UNITS} scores; got scores{list(shape)}, k={k}"
+    if 0 in shape:
+        return f"the kernel top_k takes at least one row; got scores{list(shape)}"
+    if jnp.dtype(dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        return f"the kernel top_k takes scores in f32, bf16 or f16; got {jnp.dtype(dtype)}"
+    return None
+
+
+def supported(shape: tuple[int, ...], dtype: Any, k: int) -> bool:
+    return unsupported(shape, dtype, k) is None
+
+
+def top_k(scores: Array, valid: Array, k: int, *, config: Config | None = None) -> tuple[Array, Array]:
+    """(slots i32[..., k], valid bool[..., k]) of the k largest of scores [..., U] where `valid`, most first."""
+    if limit := unsupported(scores.shape, scores.dtype, k):
+        raise NotImplementedError(limit)
+    *lead, U = scores.shape
+    keys = jnp.pad(ordered_keys(scores, jnp.broadcast_to(valid, scores.shape)).reshape(-1, U), ((0, 0), (0, -U % 4)))
+    out = select(keys, k, config).reshape(*lead, k)
+    return (out & jnp.uint32(SLOTS)).astype(jnp.int32), out > SLOTS
+
+
+def ordered_keys(scores: Array, valid: Array) -> Array:
+    """u32 keys in the order of the scores, as in the reference: NaN and -inf as the lowest finite; 0 if not valid."""
+    low = jnp.finfo(scores.dtype).min
+    finite = jnp.clip(jnp.nan_to_num(scores, nan=low), low).astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(finite, jnp.uint32)
+    key = jnp.where(bits >> 31 != 0, ~bits, bits | jnp.uint32(1 << 31))
+    return jnp.where(valid, key, jnp.uint32(0))
+
+
+def select(keys: Array, k: int, config: Config | None = None) -> Array:
+    """u32[rows, k] slots of the k largest of keys u32[rows, U], U a multiple of 4; with bit 31 where a key is not 0."""
+    rows, U = keys.shape
+    chosen = config or config_for(rows)
+
+    @jax.custom_batching.custom_vmap
+    def run(keys: Array) -> Array:
+        plgpu, room = c.plgpu, 2 * candidates(k)
+        scratch = [plgpu.SMEM((n,), jnp.uint32) for n in (len(DIGITS) * BINS, room, room, 64)]
+        return c.kernel(
+            functools.partial(_program, U=U, k=k, config=chosen),
+            name="kvjax_top_k",
+            out_type=jax.ShapeDtypeStruct((rows, k), jnp.uint32),
+            scratch_types=scratch,
+            grid=(rows,),
+            grid_names=("row",),
+            cluster=(chosen.blocks,),
+            cluster_names=("part",),
+            num_threads=THREADS // 128,
+        )(keys)
+
+    @run.def_vmap
+    def batched(n: int, _: Any, keys: Array) -> tuple[Array, bool]:
+        return select(keys.reshape(n * rows, U), k, config).reshape(n, rows, k), True
+
+    return run(keys)
+
+
+def _load(at: Word) -> Word:
+    return ptx("ld.shared.u32 $0, [$1];", at, results=1)
+
+
+def _store(at: Word, x: Word) -> None:
+    ptx("st.shared.u32 [$0], $1;", at, x)
+
+
+def _store_pair(at: Word, x: list[Word]) -> None:
+    ptx("st.shared.v2.u32 [$0], {$1, $2};", at, *x)
+
+
+def _remote(at: Word, block: int) -> Word:
+    """The address in the cluster of what is at `at` in another block's shared memory."""
+    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", at, block, results=1)
+
+
+def _load_pair(at: Word, index: Word, count: Word, space: str) -> list[Word]:
+    """The pair at `at` if index < count, else zeros."""
+    return ptx(
+        "{ .reg .pred p; setp.lt.u32 p, $2, $3; mov.u32 $0, 0; mov.u32 $1, 0; "
+        f"@p ld.{space}.v2.u32 {{$0, $1}}, [$4]; }}",
+        *(index, count, at),
+        results=2,
+    )
+
+
+def _program(keys_m, out_m, hist_m, mine_m, sort_m, small_m, *, U: int, k: int, config: Config) -> None:
+    blocks, capacity = config.blocks, candidates(k)
+    t, part, row = c.special("tid.x"), c.special("cluster_ctarank"), c.special("clusterid.x")
+    keys = c.offset_rows(c.global_address(keys_m), row, U * 4)
+    out = c.offset_rows(c.global_address(out_m), row, k * 4)
+    hist, mine, sort, small = (c.shared_address(m) for m in (hist_m, mine_m, sort_m, small_m))
+
+    stride = THREADS * 4 * blocks
+    unroll = min(config.unroll, -(-U // stride))
+    steps = -(-U // (stride * unroll))
+
+    def fetch(i: Word) -> list[tuple[Word, Word]]:
+        """Keys and slots' ranks; past the end of the row keys are 0, and their slots come after all others."""
+        first = i * (stride * unroll) + part * (THREADS * 4) + t * 4
+        found: list[tuple[Word, Word]] = []
+        for at in [first + u * stride for u in range(unroll)]:
+            four = ptx(
+                "{ .reg .pred p; setp.lt.u32 p, $4, $5; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
+                "@p ld.global.v4.u32 {$0, $1, $2, $3}, [$6]; }",
+                *(at, U, c.offset(keys, at * 4)),
+                results=4,
+            )
+            found += [(key, word(SLOTS) - (at + j)) for j, key in enumerate(four)]
+        return found
+
+    held = fetch(word(0)) if steps == 1 else None
+
+    def each(visit: Callable[[list[tuple[Word, Word]]], None]) -> None:
+        if held is not None:
+            visit(held)
+        else:
+            loop(0, steps, 1)(lambda i: visit(fetch(i)))
+
+    @loop(t, BINS * len(DIGITS) // 4, THREADS)
+    def _clear(i: Word) -> None:
+        ptx("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", hist + i * 16, 0)
+
+    with when(t.equals(0)):
+        _store(small + LENGTH * 4, word(0))
+    block_barrier()
+
+    # (high, its mask, low, its mask): the prefix of key and slot known so far; how many of its elements are still
+    # needed, and how many it has.
+    state = [word(x) for x in (0, 0, 0, 0, k, 0)]
+    state = _digit_pass(0, state, each, hist, small, t, blocks)
+    for n in range(1, len(DIGITS)):
+        more = (word(k) - state[4] + state[5]) > capacity
+        run = functools.partial(_digit_pass, n, state, each, hist, small, t, blocks)
+        state = c.choose_between(more, run, state)
+    high, high_mask, low, low_mask = state[:4]
+
+    def collect(elements: list[tuple[Word, Word]]) -> None:
+        def taken(key: Word, rank: Word) -> Flag:
+            top = key & high_mask
+            return (top > high) | (top.equals(high) & ((rank & low_mask) >= low))
+
+        flags = [taken(*x) for x in elements]
+        n = functools.reduce(lambda a, b: a + b, [f.choose(1, 0) for f in flags])
+        with when(n > 0):
+            at = ptx("atom.shared.add.u32 $0, [$1], $2;", small + LENGTH * 4, n, results=1)
+            for flag, (key, rank) in zip(flags, elements, strict=True):
+                with when(flag):
+                    _store_pair(mine + at * 8, [rank, key])
+                at = at + flag.choose(1, 0)
+
+    each(collect)
+    block_barrier()
+    length = _load(small + LENGTH * 4)
+    below = 0
+    for size in [n for n in (32, 256, 512, 1024, 2048) if n < capacity] + [capacity]:
+        fits = (length > below) & (length <= size)
+        with when(fits & (t < min(size, THREADS))):
+            _bitonic(size, mine, sort, length, t)
+        below = size
+    cluster_barrier()
+    _rank(mine, sort, small, out, length, t, k, blocks)
+
+
+def _digit_pass(
+    n: int, state: list[Word], each: Callable[..., None], hist: Word, small: Word, t: Word, blocks: int
+) -> list[Word]:
+    """Adds digit n of the k-th element to the prefix."""
+    of_slot, shift, bits = DIGITS[n]
+    high, high_mask, low, low_mask, need, _ = state
+    bins, lane, warp = hist + n * BINS * 4, t & 31, t >> 5
+
+    def count(elements: list[tuple[Word, Word]]) -> None:
+        for key, rank in elements:
+            match = (key & high_mask).equals(high)
+            if of_slot:
+                match = match & (rank & low_mask).equals(low)
+            with when(match):
+                digit = ((rank if of_slot else key) >> shift) & ((1 << bits) - 1)
+                ptx("red.shared.add.u32 [$0], 1;", bins + digit * 4)
+
+    each(count)
+    cluster_barrier()
+    per = BINS // THREADS
+    counts = [word(0)] * per
+    for block in range(blocks):
+        got = ptx("ld.shared::cluster.v2.u32 {$0, $1}, [$2];", _remote(bins + t * (4 * per), block), results=per)
+        counts = [a + b for a, b in zip(counts, got, strict=True)]
+    total = functools.reduce(lambda a, b: a + b, counts)
+    upward = total  # of this thread and the later ones of its warp
+    for distance in (1, 2, 4, 8, 16):
+        other = ptx("shfl.sync.down.b32 $0, $1, $2, 31, -1;", upward, distance, results=1, convergent=True)
+        upward = upward + (lane + distance < 32).choose(other, 0)
+    with when(lane.equals(0)):
+        _store(small + warp * 4, upward)
+    block_barrier()
+    above = upward - total
+    for w in range(THREADS // 32):
+        above = above + (warp < w).choose(_load(small + w * 4), 0)
+    for j in reversed(range(per)):
+        with when((above < need) & (need <= above + counts[j])):
+            for at, x in ((DIGIT, t * per + j), (NEED, need - above), (COUNT, counts[j])):
+                _store(small + at * 4, x)
+        above = above + counts[j]
+    block_barrier()
+    digit, need, held = (_load(small + at * 4) for at in (DIGIT, NEED, COUNT))
+    mask = ((1 << bits) - 1) << shift
+    if of_slot:
+        return [high, high_mask, low | (digit << shift), low_mask | mask, need, held]
+    return [high | (digit << shift), high_mask | mask, low, low_mask, need, held]
+
+
+def _bitonic(size_all: int, mine: Word, spare: Word, length: Word, t: Word) -> None:
+    """Sorts the first `length` pairs of `mine`, largest first, by the first `size_all` threads or all."""
+    m = max(1, size_all // THREADS)
+    base = (t >> 5) * (32 * m) + (t & 31)
+    at = [base + 32 * j for j in range(m)]
+    x = [_load_pair(mine + e * 8, e, length, "shared") for e in at]
+    buffers = [spare, mine]
+
+    def sync() -> None:
+        ptx(f"bar.sync 1, {size_all // m};", convergent=True)
+
+    def keep(mine: list[Word], other: list[Word], larger: Word) -> list[Word]:
+        return ptx(
+            "{ .reg .u64 x, y; .reg .pred p, q; mov.b64 x, {$2, $3}; mov.b64 y, {$4, $5}; setp.gt.u64 p, x, y; "
+            "setp.ne.u32 q, $6, 0; xor.pred p, p, q; selp.b32 $0, $4, $2, p; selp.b32 $1, $5, $3, p; }",
+            *(*mine, *other, larger),
+            results=2,
+        )
+
+    def swap(v: Word, gap: int) -> Word:
+        return ptx("shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", v, gap, results=1, convergent=True)
+
+    size = 2
+    while size <= size_all:
+        gap = size // 2
+        while gap:
+            if gap >= 32 * m:
+                for e, v in zip(at, x, strict=True):
+                    _store_pair(buffers[0] + e * 8, v)
+                sync()
+                other = [_load_pair(buffers[0] + (e ^ gap) * 8, word(0), word(1), "shared") for e in at]
+                buffers.reverse()
+            elif gap >= 32:
+                other = [x[j ^ (gap // 32)] for j in range(m)]
+            else:
+                other = [[swap(w, gap) for w in v] for v in x]
+            larger = [(e & gap).equals(0).choose(1, 0) ^ (e & size).equals(0).choose(0, 1) for e in at]
+            x = [keep(*three) for three in zip(x, other, larger, strict=True)]
+            gap //= 2
+        size *= 2
+    sync()
+    for e, v in zip(at, x, strict=True):
+        _store_pair(mine + e * 8, v)
+
+
+def _rank(mine: Word, lists: Word, small: Word, out: Any, length: Word, t: Word, k: int, blocks: int) -> None:
+    """Takes the sorted lists of all blocks into `lists`, and writes the slots of `mine` where they rank."""
+    space = "shared::cluster"
+    lengths = [
+        ptx("ld.shared::cluster.u32 $0, [$1];", _remote(small + LENGTH * 4, b), results=1) for b in range(blocks)
+    ]
+    sources = [_remote(mine, b) for b in range(blocks)]
+    firsts, most = [word(0)], word(0)
+    for n in lengths:
+        firsts.append(firsts[-1] + n)
+        most = (most > n).choose(most, n)
+    parts = list(zip(lengths, sources, firsts[:-1], strict=True))
+    for four in (parts[:4], parts[4:]):  # loads in flight, as registers allow
+        ahead = [_load_pair(source + t * 8, t, n, space) for n, source, _ in four]
+        for (n, _, first), x in zip(four, ahead, strict=True):
+            with when(t < n):
+                _store_pair(lists + (first + t) * 8, x)
+    for n, source, first in parts:
+
+        def rest(i: Word, n: Word = n, source: Word = source, first: Word = first) -> None:
+            _store_pair(lists + (first + i) * 8, _load_pair(source + i * 8, i, n, space))
+
+        loop(t + THREADS, n, THREADS)(rest)
+    cluster_barrier()  # a block may end once its list has been read
+    bits = word(32) - ptx("clz.b32 $0, $1;", most, results=1)
+
+    @loop(t, length, THREADS)
+    def _write(i: Word) -> None:
+        rank, key = _load_pair(mine + i * 8, i, length, "shared")
+
+        def bisect(j: Word, *counts: Word) -> list[Word]:
+            step = word(1) << (bits - 1 - j)
+            return [
+                ptx(
+                    "{ .reg .u64 x, y; .reg .pred p, q; setp.le.u32 p, $2, $3; mov.b64 x, {$4, $5}; mov.u64 y, 0; "
+                    "@p ld.shared.u64 y, [$6]; setp.gt.u64 q, y, x; selp.u32 $0, $2, $1, q; }",
+                    *(count, count + step, n, rank, key, lists + (first + count + step - 1) * 8),
+                    results=1,
+                )
+                for n, first, count in zip(lengths, firsts[:-1], counts, strict=True)
+            ]
+
+        larger = loop(0, bits, 1, [word(0)] * blocks)(bisect)
+        at = functools.reduce(lambda a, b: a + b, larger)
+        with when(at < k):
+            slot = (word(SLOTS) - rank) | key.differs(0).choose(1 << 31, 0)
+            ptx("st.global.u32 [$0], $1;", c.offset(out, at * 4), slot)

@@ -1,0 +1,167 @@
+"""Rotated keys: a fixed random rotation, and codes of directions in subspaces of 8 channels.
+
+Channels of a model's keys differ in size by orders of magnitude, so fixed codebooks fit them badly, and learnt ones
+drift as a text goes on. A random rotation R makes every key look alike: each subspace of 8 rotated channels is close to
+a uniformly random direction times a radius, so that codes follow from the geometry of the sphere, and never age. R is
+orthogonal, hence Rq.Rk = q.k: what is measured between rotated vectors holds for the vectors.
+
+R = H diag(s) / sqrt(D), the signs s from a seed, H a symmetric Hadamard matrix (entries +-1, rows orthogonal): for D a
+power of two that of Walsh and Hadamard, in D log2 D additions; for 12 times a power of two its product with Paley's
+matrix of order 12. So a head of 96 is mixed throughout (three blocks of 32 would not be), stays 96 wide, and takes 3/4
+of the index of a head of 128 (padded, it would take all of it). Other sizes are refused.
+
+**Source:** ParisKV, rotation and 4-bit direction codes; Paley 1933 (order 12). Estimate and weight are those of RaBitQ
+(Gao and Long 2024), a subspace at a time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from kvjax.layouts import pack_bits, unpack_bits
+
+SUBSPACE = 8  # channels of a subspace: its signs are one byte
+ROTATABLE = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # head sizes; `ops.collide` counts their votes in a byte
+
+
+class Directions(NamedTuple):
+    """Keys by subspace, 6 bytes each: the direction in 4 bits a channel (sign and size), and a weight in 16 bits.
+
+    Byte n of `signs` is the pattern of subspace n, bit j set where its channel j is >= 0. Weights lie as bits because
+    on CPU, jaxlib 0.10.2 widens all of a bf16 array to f32 to gather some rows of it (16 MiB at 8 heads x 32K tokens).
+    """
+
+    signs: Array  # u8[..., S, D/8]
+    sizes: Array  # u8[..., S, 3 D/8] the 3-bit index of |u|, as three planes of packed bits, lowest bit first
+    weights: Array  # u16[..., S, D/8] the bits of a bf16; a channel decodes to sign * centre[size] * weight
+
+
+def require_rotatable(head_dim: int) -> None:
+    """Raises ValueError where heads of this size have no rotation here."""
+    if head_dim not in ROTATABLE:
+        raise ValueError(
+            f"head_dim={head_dim} cannot be rotated; it must be one of {', '.join(map(str, ROTATABLE))}. "
+            "Use a selector without rotation, as Fier"
+        )
+
+
+def rotate(x: Array, seed: int) -> Array:
+    """f32[..., D]: R x. Lengths and inner products stay what they are, up to rounding in f32."""
+    D = x.shape[-1]
+    require_rotatable(D)
+    signs = jnp.asarray(_signs(D, seed)).reshape((1,) * (x.ndim - 1) + (D,))
+    return hadamard(x.astype(jnp.float32) * signs) * np.float32(D**-0.5)
+
+
+def hadamard(x: Array) -> Array:
+    """H x for x f32[..., D], not normalised: H H = D."""
+    *lead, D = x.shape
+    power, odd = _factor(D)
+    half = 1
+    while half < power:
+        low, high = jnp.split(x.reshape(*lead, -1, 2, half), 2, axis=-2)
+        x = jnp.concatenate([low + high, low - high], axis=-2)
+        half *= 2
+    if odd == 12:
+        x = jnp.einsum("...ij,ki->...kj", x.reshape(*lead, 12, power), jnp.asarray(_paley_12()), precision="highest")
+    return x.reshape(*lead, D)
+
+
+def encode(rotated: Array, *, correct: bool = True) -> Directions:
+    """Codes of rotated keys f32[..., S, D].
+
+    With radius r and direction u of a subspace, and v the direction that its code decodes to, the weight is r / <v, u>
+    if `correct`: the decoded key then has the true product with the key itself. Otherwise it is r.
+    """
+    bounds, centres = lloyd_max(SUBSPACE)
+    *lead, D = rotated.shape
+    split = jnp.abs(rotated).reshape(*lead, D // SUBSPACE, SUBSPACE)
+    radius = jnp.sqrt(jnp.sum(split * split, axis=-1))
+    u = split / jnp.maximum(radius, 1e-8)[..., None]
+    index = sum((u > np.float32(bound)).astype(jnp.uint8) for bound in bounds)
+    planes = [((index >> jnp.uint8(bit)) & jnp.uint8(1)).astype(bool).reshape(*lead, D) for bit in range(3)]
+    alignment = jnp.sum(u * _centre([p.reshape(split.shape) for p in planes], centres), axis=-1)
+    weight = radius / jnp.maximum(alignment, 1e-6) if correct else radius
+    sizes = jnp.concatenate([pack_bits(plane) for plane in planes], axis=-1)
+    bits = lax.bitcast_convert_type(weight.astype(jnp.bfloat16), jnp.uint16)
+    return Directions(pack_bits(rotated >= 0), sizes, bits)
+
+
+def decode(code: Directions) -> Array:
+    """f32[..., S, D]: the rotated keys that the codes stand for."""
+    _, centres = lloyd_max(SUBSPACE)
+    planes = [unpack_bits(plane) for plane in jnp.split(code.sizes, 3, axis=-1)]
+    size = _centre(planes, centres)
+    weight = lax.bitcast_convert_type(code.weights, jnp.bfloat16).astype(jnp.float32)
+    weight = jnp.repeat(weight, SUBSPACE, axis=-1)
+    return jnp.where(unpack_bits(code.signs), size, -size) * weight
+
+
+def _centre(planes: Sequence[Array], centres: np.ndarray) -> Array:
+    """f32 centre of each 3-bit index, by selects: they fuse, and a look-up in a table would not vectorise."""
+    bit0, bit1, bit2 = planes
+    c = [np.float32(value) for value in centres]
+    low = jnp.where(bit1, jnp.where(bit0, c[3], c[2]), jnp.where(bit0, c[1], c[0]))
+    high = jnp.where(bit1, jnp.where(bit0, c[7], c[6]), jnp.where(bit0, c[5], c[4]))
+    return jnp.where(bit2, high, low)
+
+
+@lru_cache
+def lloyd_max(m: int, levels: int = 8) -> tuple[np.ndarray, np.ndarray]:
+    """Bounds f64[levels - 1] and centres f64[levels] that quantise |u_j| with least squared error.
+
+    u is uniform on the sphere S^(m-1), so (u_j)^2 ~ Beta(1/2, (m-1)/2), and t = |u_j| has the density
+    (1 - t^2)^((m-3)/2) up to a factor. A bound lies midway between its centres, a centre at the mean of its cell
+    (Lloyd, Max); the density is log-concave for m > 3, so that there is one such table. **Differs:** ParisKV's table
+    (centres .0420 .1266 .. .7633) is, to 2e-4, what 100 of Lloyd's steps from the quantiles give; this one is settled,
+    and its squared error is smaller by 1/5000.
+
+    >>> lloyd_max(8)[1].round(4).tolist()
+    [0.0425, 0.128, 0.2152, 0.3053, 0.4003, 0.503, 0.6193, 0.7648]
+    """
+    if m <= 3:
+        raise ValueError(f"the table needs subspaces of more than 3 channels, got {m}")
+    power = (m - 3) / 2
+    t = np.linspace(0, 1, 2**14 + 1)
+    density = (1 - t * t) ** power
+    mass = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2)]) * t[1]
+    moment = (1 - (1 - t * t) ** (power + 1)) / (2 * power + 2)
+    centres = (np.arange(levels) + 0.5) / levels
+    for _ in range(10_000):
+        edges = np.concatenate([[0], (centres[1:] + centres[:-1]) / 2, [1]])
+        new = np.diff(np.interp(edges, t, moment)) / np.diff(np.interp(edges, t, mass))
+        settled, centres = bool(np.abs(new - centres).max() < 1e-10), new
+        if settled:
+            break
+    return (centres[1:] + centres[:-1]) / 2, centres
+
+
+@lru_cache
+def _signs(D: int, seed: int) -> np.ndarray:
+    """f32[D] of +-1. Python's generator: its stream is the same in every version, so stored codes stay readable."""
+    bits = random.Random(seed).getrandbits(D)
+    return np.array([1.0 if bits >> i & 1 else -1.0 for i in range(D)], np.float32)
+
+
+@lru_cache
+def _paley_12() -> np.ndarray:
+    """f32[12, 12] of +-1, symmetric, with orthogonal rows: Paley's second construction over the field of 5."""
+    square = np.array([0, 1, -1, -1, 1])
+    conference = np.ones((6, 6))
+    conference[0, 0] = 0
+    conference[1:, 1:] = square[np.subtract.outer(np.arange(5), np.arange(5)) % 5]
+    return (np.kron(conference, [[1, 1], [1, -1]]) + np.kron(np.eye(6), [[1, -1], [-1, -1]])).astype(np.float32)
+
+
+def _factor(D: int) -> tuple[int, int]:
+    """(power of two, the rest) with D their product, and the rest odd, or 12 where 12 divides as far as possible."""
+    power = D & -D
+    odd = D // power
+    return (power // 4, 12) if odd == 3 and power >= 4 else (power, odd)

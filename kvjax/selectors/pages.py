@@ -1,0 +1,143 @@
+"""Quest, ArkVale and FreeKV: pages by a box around their keys.
+
+A page is summed up by two corners, a low and a high value of each channel. A query's score of a page is its largest
+product with any point of the box, sum_i max(q_i low_i, q_i high_i). With the true minima and maxima that is an upper
+bound of every q.k of the page; a smaller box gives it up to follow the typical key, not an outlier in each channel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax import ops
+from kvjax.blocks import write
+from kvjax.pick import Pool, require_pool
+from kvjax.spec import CacheSpec, require_int
+
+
+class Boxes(NamedTuple):
+    """A box a page. The score of a page is the largest q.x of a point x of its box."""
+
+    low: Array  # dtype[B, K, P, D]
+    high: Array  # dtype[B, K, P, D]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinMaxPages:
+    """Scores pages of `page` tokens by the box of their smallest and largest keys, an upper bound of scale * q.k.
+
+    Index: 2 D/page values of the cache's dtype a key, exact; at page = 16 and D = 128 in bf16, 32 bytes a key and kv
+    head, 1/8 of the key.
+
+    **Source:** Quest (Tang et al. 2024), Algorithm 1 (page 16); FreeKV (page 32). **Differs:** Quest chooses for each
+    query head; here the group shares a choice by `pool`, FreeKV's mean of softmax by default, and "per_head" is Quest's
+    rule (G times the reads). A page is indexed with its chunk; until then its tokens compete by exact scores.
+    """
+
+    page: int = 16
+    pool: Pool = "mean_softmax"
+
+    def __post_init__(self) -> None:
+        require_int("MinMaxPages(page=...)", self.page, at_least=1)
+        require_pool(self.pool)
+
+    @property
+    def unit(self) -> int:
+        return self.page
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        _check_page("MinMaxPages", self.page, chunk)
+
+    def init(self, spec: CacheSpec, slots: int) -> Boxes:
+        return _empty_boxes(spec, slots // self.page)
+
+    def append(self, ix: Boxes, k: Array, at: Array, count: Array) -> Boxes:
+        pages = _split(k, self.page)
+        return _write_boxes(ix, Boxes(jnp.min(pages, axis=3), jnp.max(pages, axis=3)), at, count, self.page)
+
+    def score(self, ix: Boxes, q: Array, *, scale: float) -> Array:
+        return ops.score_pages(q, ix.low, ix.high, scale=scale)
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return _bytes_per_token(spec, self.page)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CentrePages:
+    """Scores pages of `page` tokens by the box centre - d to centre + d, with d the mean deviation from the centre.
+
+    For each channel, centre = (max + min) / 2 over the page and d = mean |k - centre|. Not a bound: a key may lie
+    outside of the box. Index: as `MinMaxPages`, rounded to the cache's dtype.
+
+    **Source:** ArkVale (Chen et al. 2024), the bounding cuboid with mean radius ("cuboid-mean"), page 32, mean of raw
+    scores over the group; FreeKV's CUDA code has the same summary and pool. **Differs:** ArkVale adds a page when it is
+    full; here it comes with its chunk, and its tokens compete by exact scores until then.
+    """
+
+    page: int = 32
+    pool: Pool = "mean_score"
+
+    def __post_init__(self) -> None:
+        require_int("CentrePages(page=...)", self.page, at_least=1)
+        require_pool(self.pool)
+
+    @property
+    def unit(self) -> int:
+        return self.page
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        _check_page("CentrePages", self.page, chunk)
+
+    def init(self, spec: CacheSpec, slots: int) -> Boxes:
+        return _empty_boxes(spec, slots // self.page)
+
+    def append(self, ix: Boxes, k: Array, at: Array, count: Array) -> Boxes:
+        pages = _split(k, self.page).astype(jnp.float32)
+        centre = (jnp.max(pages, axis=3) + jnp.min(pages, axis=3)) / 2
+        deviation = _sum_pairs(jnp.abs(pages - centre[:, :, :, None])) / self.page
+        return _write_boxes(ix, Boxes(centre - deviation, centre + deviation), at, count, self.page)
+
+    def score(self, ix: Boxes, q: Array, *, scale: float) -> Array:
+        return ops.score_pages(q, ix.low, ix.high, scale=scale)
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return _bytes_per_token(spec, self.page)
+
+
+def _check_page(name: str, page: int, chunk: int) -> None:
+    if chunk % page:
+        raise ValueError(f"{name}(page={page}) does not divide the chunk of {chunk}; use a divisor of {chunk}")
+
+
+def _sum_pairs(x: Array) -> Array:
+    """Sum over axis 3 by adding halves. A reduction may add in another order in another program, and then a page that
+    a prompt brought would differ in its last bit from the same page brought by single steps."""
+    while (n := x.shape[3]) > 1:
+        half = n // 2
+        added = x[:, :, :, :half] + x[:, :, :, half : 2 * half]
+        x = added if n % 2 == 0 else jnp.concatenate([added, x[:, :, :, 2 * half :]], axis=3)
+    return x[:, :, :, 0]
+
+
+def _empty_boxes(spec: CacheSpec, pages: int) -> Boxes:
+    shape = (spec.batch, spec.kv_heads, pages, spec.head_dim)
+    return Boxes(jnp.zeros(shape, spec.dtype), jnp.zeros(shape, spec.dtype))
+
+
+def _split(k: Array, page: int) -> Array:
+    """[B, K, T, D] as [B, K, T/page, page, D]."""
+    B, K, T, D = k.shape
+    return k.reshape(B, K, T // page, page, D)
+
+
+def _write_boxes(ix: Boxes, new: Boxes, at: Array, count: Array, page: int) -> Boxes:
+    first, pages = at // page, count // page
+    return Boxes(write(ix.low, new.low, first, pages), write(ix.high, new.high, first, pages))
+
+
+def _bytes_per_token(spec: CacheSpec, page: int) -> float:
+    return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize / page

@@ -1,0 +1,136 @@
+"""ParisKV: tokens by votes of sign patterns, then by codes of 4 bits a channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kvjax import ops
+from kvjax.blocks import write
+from kvjax.pick import Pool, require_pool
+from kvjax.rotate import SUBSPACE, Directions, encode, require_rotatable, rotate
+from kvjax.spec import CacheSpec, require_int
+
+Votes = Literal["tiers", "plain"]
+
+# By length of the history below which a row holds: candidates beta and reach rho, shares of the history. All shares are
+# kept in twentieths, so that what they come to in tokens is rounded up exactly.
+LENGTHS = np.array([5_000, 10_000, 30_000], np.int32)
+BETA = np.array([10, 5, 4, 2], np.int32)
+RHO = np.array([10, 6, 5, 4], np.int32)
+TIERS = {"tiers": np.array([1, 3, 6, 10, 15, 20], np.int32), "plain": np.array([20], np.int32)}
+# A token that is not reranked scores its votes below this, so under every estimate, and still in order.
+FLOOR = -(2.0**20)
+
+
+class ParisIndex(NamedTuple):
+    """Codes of each key, and how many keys of the history have each sign pattern."""
+
+    codes: Directions  # of rotated keys, [B, K, S, ...]
+    counts: Array  # i32[B, K D/8 256] by head, subspace and pattern; flat, for it has no slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paris:
+    """Scores tokens in two stages, after one random rotation of keys and queries (`kvjax.rotate`).
+
+    First every key earns votes in each subspace of 8 channels, by how good its sign pattern is for the query: 6 for a
+    key among the best 5 % of rho n, then 5, 4, 3, 2 and 1 for 15, 30, 50, 75 and 100 % of it (`votes="tiers"`), or one
+    for the best rho n ("plain"). The beta n keys with most votes are then scored by their codes, an estimate of
+    scale * q.k in f32. All others score below these, in order of their votes. beta and rho follow the length n of the
+    row's history: .50 and .50 below 5000 tokens, .25 and .30 below 10000, .20 and .25 below 30000, then .10 and .20.
+
+    Index: 6 bytes for each 8 channels of a key, 96 at D = 128, and 1 KiB of counts for each 8 channels of a row and kv
+    head, 16 KiB. A step reads D/8 bytes of each slot and 3/4 D of each candidate. Shapes are static: it votes on all
+    slots, and scores as many candidates as any length up to the capacity wants (half of the slots up to 5K, 2500 up to
+    12K, a fifth up to 30K, 6000 up to 60K, then a tenth), however short the rows are. `candidates` fixes their number
+    instead, whatever the length.
+
+    A score depends on the history beside its own key, through the counts. Votes tie often; at the last place among the
+    candidates the lower slot wins, so there, and only there, the order of slots matters.
+
+    **Source:** ParisKV (Qi et al. 2026, arXiv 2602.07721): collision, reranking, alpha-correction (`correct`).
+    **Differs:** a query is rotated but not normalised, for both stages are linear in it; the signs of a code are stored
+    once, as the patterns (96 bytes a key, not 112); keys of one pattern are equally good, and enter a tier together in
+    both forms of voting; 5K, 10K and 30K are read as thousands of tokens in the history.
+    """
+
+    votes: Votes = "tiers"
+    correct: bool = True
+    candidates: int | None = None  # tokens to rerank; None: beta of the history
+    pool: Pool = "mean_query"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.votes not in get_args(Votes):
+            raise ValueError(f"Paris(votes=...) must be one of {', '.join(get_args(Votes))}; got {self.votes!r}")
+        if self.candidates is not None:
+            require_int("Paris(candidates=...)", self.candidates, at_least=1)
+        require_int("Paris(seed=...)", self.seed, at_least=0)
+        require_pool(self.pool)
+
+    @property
+    def unit(self) -> int:
+        return 1
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        require_rotatable(spec.head_dim)
+
+    def init(self, spec: CacheSpec, slots: int) -> ParisIndex:
+        lead, N = (spec.batch, spec.kv_heads, slots), spec.head_dim // SUBSPACE
+        codes = Directions(
+            jnp.zeros((*lead, N), jnp.uint8), jnp.zeros((*lead, 3 * N), jnp.uint8), jnp.zeros((*lead, N), jnp.uint16)
+        )
+        return ParisIndex(codes, jnp.zeros((spec.batch, spec.kv_heads * N * 2**SUBSPACE), jnp.int32))
+
+    def append(self, ix: ParisIndex, k: Array, at: Array, count: Array) -> ParisIndex:
+        new = encode(rotate(k, self.seed), correct=self.correct)
+        B, K, T, N = new.signs.shape
+        i = jnp.arange(T)[None]
+        stored = (i < count[:, None]) & (at[:, None] + i < ix.codes.signs.shape[2])
+        first = (jnp.arange(K)[:, None] * N + jnp.arange(N)[None]) * 2**SUBSPACE
+        place = first[None, :, None] + new.signs.astype(jnp.int32)
+        place = jnp.where(stored[:, None, :, None], place, ix.counts.shape[1]).reshape(B, -1)
+        counts = ix.counts.at[jnp.arange(B)[:, None], place].add(1, mode="drop")
+        return ParisIndex(Directions(*(write(a, b, at, count) for a, b in zip(ix.codes, new, strict=True))), counts)
+
+    def score(self, ix: ParisIndex, q: Array, *, scale: float) -> Array:
+        B, K, S, N = ix.codes.signs.shape
+        q = rotate(q, self.seed)
+        counts = ix.counts.reshape(B, K, N, 2**SUBSPACE)
+        n = jnp.sum(counts[:, 0, 0], axis=-1)
+        beta, rho = _shares(n)
+        reach = (n * rho)[:, None] * TIERS[self.votes][None]
+        votes = ops.collide(q, ix.codes.signs, counts, _round_up(reach, 400))
+        wanted = _round_up(n * beta, 20) if self.candidates is None else jnp.minimum(n, self.candidates)
+        valid = jnp.arange(S)[None] < n[:, None]
+        picked = ops.most_voted(votes, valid, wanted, self.room(S))
+        estimates = ops.rerank(q, ix.codes, picked, scale=scale)
+        slots = jnp.where(picked.valid, picked.slots, S)
+        b, k, g, _ = jnp.meshgrid(*(jnp.arange(size) for size in slots.shape), indexing="ij", sparse=True)
+        return (votes.astype(jnp.float32) + FLOOR).at[b, k, g, slots].set(estimates, mode="drop")
+
+    def room(self, slots: int) -> int:
+        """Candidates that a step over `slots` slots has room for: as many as any length of history wants."""
+        if self.candidates is not None:
+            return min(self.candidates, slots)
+        longest = [n for n in (*(LENGTHS - 1).tolist(), slots) if n <= slots]
+        return max(-(-n * int(BETA[np.searchsorted(LENGTHS, n, side="right")]) // 20) for n in longest)
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return spec.kv_heads * spec.head_dim * 6 / SUBSPACE
+
+
+def _shares(n: Array) -> tuple[Array, Array]:
+    """beta and rho i32[B], in twentieths, of histories of n i32[B] tokens."""
+    band = jnp.sum(n[:, None] >= LENGTHS[None], axis=1)
+    return jnp.asarray(BETA)[band], jnp.asarray(RHO)[band]
+
+
+def _round_up(parts: Array, whole: int) -> Array:
+    """Whole tokens that `parts`, each 1/`whole` of one, need."""
+    return -(-parts // whole)

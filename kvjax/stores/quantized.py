@@ -1,0 +1,149 @@
+"""Keys and values in 2, 3, 4 or 8 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import register_dataclass
+
+from kvjax import ops
+from kvjax.blocks import write
+from kvjax.layouts import channels_packed
+from kvjax.partial import Partial
+from kvjax.pick import Selection
+from kvjax.quant import QuantArray, dequantize, quantize
+from kvjax.spec import CacheSpec, require_int
+
+KeyAxis = Literal["channel", "token"]
+BITS = (2, 3, 4, 8)
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class QuantizedBlock:
+    """Codes of keys and values. Whole chunks are written, and never again."""
+
+    k: QuantArray  # u8[B, K, S, D * bits / 8], u32[B, K, S / gs, D / gd]
+    v: QuantArray  # the same, with the values' bits and group; gs is 1
+    count: Array  # i32[B] slots [0, count) are valid
+
+    @property
+    def slots(self) -> int:
+        return self.k.codes.shape[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """Keys and values as codes of few bits with a scale and a zero a group; a token is quantised once, on arrival.
+
+    Values are grouped by token: `value_group` channels of a token (or all of a head that has fewer). Keys are grouped
+    alike with key_axis="token", or by channel: `key_group` consecutive tokens of the history a channel. Both default to
+    the bits and group of the keys.
+
+    A key takes D * bits / 8 bytes of codes and 4 D / key_group of scale and zero, a value the same of its own: at 2
+    bits, groups of 32 and D = 128, 96 bytes a token and kv head, against 512 in bfloat16. Attention over everything
+    reads codes a block at a time and never holds the decoded cache; over selected slots it decodes those alone.
+    """
+
+    bits: int = 2
+    key_axis: KeyAxis = "channel"
+    key_group: int = 32
+    value_bits: int | None = None
+    value_group: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, bits in (("bits", self.bits), ("value_bits", self._value_bits)):
+            if isinstance(bits, bool) or bits not in BITS:
+                raise ValueError(f"Quantized({name}={bits!r}): there are codes of {', '.join(map(str, BITS))} bits")
+        if self.key_axis not in get_args(KeyAxis):
+            raise ValueError(f"Quantized(key_axis={self.key_axis!r}) must be 'channel' or 'token'")
+        require_int("Quantized(key_group=...)", self.key_group, at_least=1)
+        require_int("Quantized(value_group=...)", self._value_group, at_least=1)
+
+    @property
+    def _value_bits(self) -> int:
+        return self.bits if self.value_bits is None else self.value_bits
+
+    @property
+    def _value_group(self) -> int:
+        return self.key_group if self.value_group is None else self.value_group
+
+    def _key_tokens(self) -> int:
+        return self.key_group if self.key_axis == "channel" else 1
+
+    def _key_channels(self, head_dim: int) -> int:
+        return 1 if self.key_axis == "channel" else min(self.key_group, head_dim)
+
+    def _value_channels(self, head_dim: int) -> int:
+        return min(self._value_group, head_dim)
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        D = spec.head_dim
+        if chunk % self._key_tokens():
+            raise ValueError(
+                f"Quantized(key_group={self.key_group}) does not divide the chunk of {chunk}; use a divisor of {chunk}"
+            )
+        for name, channels in (("key_group", self._key_channels(D)), ("value_group", self._value_channels(D))):
+            if D % channels:
+                raise ValueError(f"Quantized({name}={channels}) does not divide head_dim={D}; use a divisor of {D}")
+        for bits in (self.bits, self._value_bits):
+            if D % channels_packed(bits):
+                raise ValueError(
+                    f"Quantized packs codes of {bits} bits by {channels_packed(bits)} channels, which head_dim={D} is "
+                    f"not a multiple of; use {', '.join(str(b) for b in BITS if D % channels_packed(b) == 0)} bits"
+                )
+
+    def init(self, spec: CacheSpec, slots: int) -> QuantizedBlock:
+        lead, D = (spec.batch, spec.kv_heads), spec.head_dim
+
+        def empty(bits: int, tokens: int, channels: int) -> QuantArray:
+            codes = jnp.zeros((*lead, slots, D * bits // 8), jnp.uint8)
+            return QuantArray(codes, jnp.zeros((*lead, slots // tokens, D // channels), jnp.uint32))
+
+        return QuantizedBlock(
+            empty(self.bits, self._key_tokens(), self._key_channels(D)),
+            empty(self._value_bits, 1, self._value_channels(D)),
+            jnp.zeros(spec.batch, jnp.int32),
+        )
+
+    def append(self, st: QuantizedBlock, k: Array, v: Array, count: Array) -> QuantizedBlock:
+        tokens, start = self._key_tokens(), st.count
+        new_k, new_v = self._quantize(k, v)
+        return QuantizedBlock(
+            QuantArray(
+                write(st.k.codes, new_k.codes, start, count),
+                write(st.k.scales, new_k.scales, start // tokens, count // tokens),
+            ),
+            QuantArray(write(st.v.codes, new_v.codes, start, count), write(st.v.scales, new_v.scales, start, count)),
+            jnp.minimum(start + count, st.slots),
+        )
+
+    def _quantize(self, k: Array, v: Array) -> tuple[QuantArray, QuantArray]:
+        D = k.shape[-1]
+        return (
+            quantize(k, self.bits, tokens=self._key_tokens(), channels=self._key_channels(D)),
+            quantize(v, self._value_bits, channels=self._value_channels(D)),
+        )
+
+    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
+        codes_k, codes_v = self._quantize(k, v)
+        return dequantize(codes_k, k.shape[-1]), dequantize(codes_v, v.shape[-1])
+
+    def attend(self, st: QuantizedBlock, q: Array, start: Array, *, scale: float) -> Partial:
+        return ops.attend_quantized(q, st.k, st.v, start, st.count, scale=scale)
+
+    def attend_slots(self, st: QuantizedBlock, q: Array, selection: Selection, *, scale: float) -> Partial:
+        return ops.attend_gathered(q, *self.gather(st, selection), selection, scale=scale)
+
+    def gather(self, st: QuantizedBlock, selection: Selection) -> tuple[Array, Array]:
+        D = st.k.codes.shape[-1] * 8 // self.bits
+        return ops.gather_quantized(st.k, selection, D), ops.gather_quantized(st.v, selection, D)
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        D = spec.head_dim
+        codes = D * (self.bits + self._value_bits) / 8
+        key_scales = 4 * D / (self._key_tokens() * self._key_channels(D))
+        return spec.kv_heads * (codes + key_scales + 4 * D / self._value_channels(D))

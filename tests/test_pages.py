@@ -1,0 +1,167 @@
+"""Pages against numpy boxes written from the papers' formulas, page for page."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+import kvjax
+from kvjax import CacheSpec, CentrePages, Fifo, MinMaxPages, Retrieval, laws
+from kvjax.ops import score_pages
+from tests.test_fier import agrees, pooled, select
+
+
+def box(keys: np.ndarray, summary: type, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """The corners f64[D] of a page of keys [page, D], as they are stored."""
+    keys = keys.astype(np.float32)
+    low, high = keys.min(axis=0), keys.max(axis=0)
+    if summary is CentrePages:
+        centre = (high + low) / 2
+        deviation = np.abs(keys - centre).mean(axis=0)
+        low, high = centre - deviation, centre + deviation
+    return tuple(a.astype(dtype).astype(np.float64) for a in (low, high))
+
+
+def scores(q: np.ndarray, keys: np.ndarray, sealed: int, page: int, summary: type, scale: float, dtype) -> np.ndarray:
+    """f64[G, pages] of q [G, D]: boxes below token `sealed`, the best exact score of a page from there on."""
+    found = []
+    for first in range(0, len(keys), page):
+        tokens = keys[first : first + page]
+        if first < sealed:
+            low, high = box(tokens, summary, dtype)
+            found.append([sum(max(x * a, x * b) for x, a, b in zip(row, low, high, strict=True)) for row in q])
+        else:
+            found.append((q.astype(np.float64) @ tokens.astype(np.float64).T).max(axis=1))
+    return np.array(found).T * scale
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("summary", "pool"),
+    [
+        (MinMaxPages, "mean_softmax"),
+        (MinMaxPages, "per_head"),
+        (MinMaxPages, "max_softmax"),
+        (CentrePages, "mean_score"),
+    ],
+)
+def test_picks_are_the_pages_of_the_best_boxes(summary: type, pool: str, dtype) -> None:
+    spec = CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=16, capacity=330, dtype=dtype)
+    page, local, sink = 8, 5, 3
+    budget = sink + local + 4 * page + 7  # 7 tokens of it fill no page
+    policy = Retrieval(
+        selector=summary(page=page, pool=pool),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=2 * page),
+        dense_below=0,
+    )
+    tokens, lengths = laws.random_tokens(spec), np.array([301, 90])
+    cache, _ = laws.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    for i in range(20):  # crosses a flush in each row
+        _, cache, info = laws.step(cache, tokens, lengths + i)
+        q = tokens.at((lengths + i)[:, None])[0][:, 0]
+        selection = select(policy, cache.state, q)
+        slots, valid = np.asarray(selection.slots), np.asarray(selection.valid)
+        for row, n in enumerate(lengths + i + 1):
+            store = cache.state.store
+            sealed = int(store.count[row])
+            assert sealed == (n - sink - local) // (2 * page) * 2 * page
+            position = np.where(slots[row] < store.slots, slots[row], slots[row] - store.slots + sealed)
+            for head in range(2):
+                queries = q[row].reshape(2, 4, -1)[head].astype(np.float32)
+                keys = tokens.k[row, sink : n - local, head]
+                ranks = pooled(scores(queries, keys, sealed, page, summary, 16**-0.5, dtype), pool)
+                for choice in range(slots.shape[2]):
+                    mine = position[head, choice][valid[row, head, choice]]
+                    assert len(set(mine.tolist())) == len(mine)
+                    assert (mine < len(keys)).all()
+                    pages = set((mine // page).tolist())
+                    assert agrees(pages, ranks[choice], 4), (row, head, choice, i)
+                    whole = set().union(*(range(p * page, min((p + 1) * page, len(keys))) for p in pages))
+                    assert set(mine.tolist()) == whole, "a page came in part"
+            assert (np.asarray(info.attended)[row] <= budget).all()
+            # Only the page that the local window cuts may have fewer tokens.
+            assert (np.asarray(info.attended)[row] >= sink + local + 3 * page).all()
+
+
+@given(some.integers(1, 5), some.sampled_from([1, 4, 16]), some.integers(1, 24), some.integers(0, 2**31))
+def test_min_max_score_is_an_upper_bound(pages: int, page: int, dim: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    k = rng.normal(size=(pages, page, dim)).astype(np.float32) * rng.uniform(0.1, 5, size=dim).astype(np.float32)
+    q = rng.normal(size=(3, dim)).astype(np.float32)
+    got = score_pages(q[None, None], k.min(axis=1)[None, None], k.max(axis=1)[None, None], scale=0.3)[0, 0]
+    best = 0.3 * np.einsum("gd,psd->gps", q.astype(np.float64), k.astype(np.float64)).max(axis=2)
+    assert (np.asarray(got) >= best - 1e-5 * np.abs(q).sum() * np.abs(k).max()).all()
+    if page == 1:
+        np.testing.assert_allclose(got, best, atol=1e-4)
+
+
+@pytest.mark.parametrize("extra", range(0, 40, 7))
+def test_budget_that_is_no_multiple_of_the_page_is_never_exceeded(extra: int) -> None:
+    spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=300, dtype=jnp.float32)
+    policy = Retrieval(
+        selector=MinMaxPages(page=16), budget=9 + extra, sink=4, local=5, demote=Fifo(leave=32), dense_below=0
+    )
+    tokens, lengths = laws.random_tokens(spec), np.array([250, 36])
+    cache, _ = laws.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    for i in range(34):
+        _, cache, info = laws.step(cache, tokens, lengths + i)
+        attended = np.asarray(info.attended)
+        assert (attended <= 9 + extra).all()
+        assert (attended >= 9).all()
+
+
+def test_page_of_equal_keys_scores_as_its_key() -> None:
+    spec = CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=8, capacity=64, dtype=jnp.float32)
+    key = np.linspace(-2, 2, 8, dtype=np.float32)
+    q = np.random.default_rng(0).normal(size=(1, 1, 2, 8)).astype(np.float32)
+    for selector in (MinMaxPages(page=4), CentrePages(page=4)):
+        ix = selector.init(spec, 16)
+        ix = selector.append(ix, jnp.tile(key, (1, 1, 8, 1)), jnp.array([0]), jnp.array([8]))
+        got = np.asarray(selector.score(ix, jnp.asarray(q), scale=1.0))[0, 0, :, :2]
+        np.testing.assert_allclose(got, (q[0, 0] @ key)[:, None].repeat(2, 1), rtol=1e-5)
+
+
+def test_index_takes_the_bytes_that_it_says() -> None:
+    spec = CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype=jnp.bfloat16)
+    for selector in (MinMaxPages(page=16), CentrePages(page=32)):
+        held = sum(a.nbytes for a in jax.tree.leaves(selector.init(spec, 64)))
+        assert held == 64 * selector.bytes_per_token(spec)
+
+
+def test_quest_is_dense_in_two_layers_and_attends_to_whole_pages_in_the_others() -> None:
+    spec = CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=700, dtype=jnp.float32)
+    cache = kvjax.init(kvjax.presets.quest(budget=80), spec, layers=4)
+    tokens = laws.random_tokens(spec)
+    attended = []
+    for layer in cache.layers:
+        filled, _ = laws.fill(layer, tokens, [607])
+        _, _, info = laws.step(filled, tokens, [607])
+        attended.append(float(info.attended.min()))
+    assert attended == [608, 608, 80, 80]
+
+
+def test_step_at_32k_tokens_holds_no_second_index() -> None:
+    spec = CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768, dtype=jnp.bfloat16)
+    policy = dataclasses.replace(kvjax.presets.quest(budget=1024).rest)
+    cache = jax.eval_shape(functools.partial(kvjax.init_layer, policy, spec))
+    key_bytes = 32768 * 8 * 128 * 2
+    q, k = (jax.ShapeDtypeStruct((1, 1, heads, 128), jnp.bfloat16) for heads in (32, 8))
+    step = jax.jit(functools.partial(kvjax.attention, flush=False), donate_argnums=0)
+    temp = step.lower(cache, q, k, k).compile().memory_analysis().temp_size_in_bytes
+    assert temp <= key_bytes // 2, f"{temp} temp bytes beside {key_bytes} of keys"
+
+
+@pytest.mark.parametrize("selector", [MinMaxPages, CentrePages])
+def test_page_must_divide_the_chunk(selector: type) -> None:
+    spec = CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=8, capacity=64, dtype=jnp.float32)
+    with pytest.raises(ValueError, match=r"Pages\(page=24\) does not divide the chunk of 32; use a divisor of 32"):
+        selector(page=24).check(spec, 32)

@@ -1,0 +1,232 @@
+"""Speculation against positions and attention written in numpy from the rule: reuse where C >= tau, else select."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import (
+    CacheSpec,
+    EveryStep,
+    Fier,
+    Fifo,
+    Host,
+    MinMaxPages,
+    Quantized,
+    Retrieval,
+    Speculative,
+    laws,
+)
+from tests.test_fier import select
+
+SPEC = CacheSpec(batch=3, q_heads=8, kv_heads=2, head_dim=16, capacity=300, dtype=jnp.float32)
+PAGES = Retrieval(
+    selector=MinMaxPages(page=8),
+    budget=61,
+    sink=4,
+    local=9,
+    demote=Fifo(leave=16),
+    schedule=Speculative(),
+    dense_below=0,
+)
+TOKENS = Retrieval(
+    selector=Fier(group=16, pool="per_head"),
+    store=Host(),
+    budget=40,
+    sink=0,
+    local=1,
+    demote=Fifo(leave=16),
+    schedule=Speculative(),
+    dense_below=60,
+)
+LENGTHS = np.array([200, 61, 3])
+
+
+def with_tau(policy: Retrieval, tau: float) -> Retrieval:
+    return dataclasses.replace(policy, schedule=Speculative(tau=tau))
+
+
+def positions(policy: Retrieval, st: kvjax.RetrievalState, slots: np.ndarray, row: int) -> np.ndarray:
+    """Of slots of a row, as the order of arrival tells: the store follows the sink, the recent block the store."""
+    count = int(st.store.count[row])
+    return policy.sink + np.where(slots < st.store.slots, slots, slots - st.store.slots + count)
+
+
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Of one query head over the tokens given, in float64."""
+    logits = k.astype(np.float64) @ q.astype(np.float64) / np.sqrt(len(q))
+    weights = np.exp(logits - logits.max())
+    return weights @ v.astype(np.float64) / weights.sum()
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("tau", [-1.0, 0.0, 0.15])
+@pytest.mark.parametrize("policy", [PAGES, TOKENS], ids=["pages", "tokens per head over host"])
+def test_step_attends_with_the_last_recall_where_the_query_has_not_turned(policy: Retrieval, tau: float) -> None:
+    tokens, lengths = laws.random_tokens(SPEC), LENGTHS.copy()
+    plain = dataclasses.replace(policy, schedule=EveryStep())
+    cache, _ = laws.fill(kvjax.init_layer(with_tau(policy, tau), SPEC), tokens, lengths)
+    twin, _ = laws.fill(kvjax.init_layer(plain, SPEC), tokens, lengths)
+    last: list = [None] * 3  # of each row: its query, and by kv head and choice the ranked positions of its selection
+    chosen = (policy.budget - policy.sink - policy.local) // policy.selector.unit * policy.selector.unit
+    reuses = 0
+    for i in range(50):  # each row crosses three flushes
+        active = np.array([True, i % 4 != 2, True])
+        out, cache, info = laws.step(cache, tokens, lengths, active)
+        _, twin, _ = laws.step(twin, tokens, lengths, active)
+        q = tokens.at(lengths[:, None])[0][:, 0]
+        lengths = lengths + active
+        selection = select(plain, twin.state, q)
+        for row in np.flatnonzero(active):
+            n, mine = int(lengths[row]), q[row].reshape(2, 4, 16)
+            ranked = [
+                [
+                    np.where(valid, positions(plain, twin.state, slots, row), -1)
+                    for slots, valid in zip(*heads, strict=True)
+                ]
+                for heads in zip(np.asarray(selection.slots[row]), np.asarray(selection.valid[row]), strict=True)
+            ]
+            edge = n - 1 - policy.local  # the token that this step's local window has just left
+            for head in range(2):
+                reused = False
+                if last[row] is not None:
+                    before = last[row][0][head]
+                    sizes = np.linalg.norm(mine[head], axis=1) * np.linalg.norm(before, axis=1)
+                    cosine = ((mine[head] * before).sum(axis=1) / sizes).mean()
+                    reused = cosine >= tau
+                    assert abs(cosine - tau) > 1e-6
+                assert bool(info.fresh[row, head]) == (not reused), (i, row, head)
+                reuses += reused
+                counts = []
+                for g in range(4):
+                    choice = g % len(ranked[head])
+                    always = set(range(min(policy.sink, n))) | set(range(max(n - policy.local, 0), n))
+                    if reused:
+                        picked = last[row][1][head][choice]
+                        dense = n < policy.dense_below
+                        beside = edge >= policy.sink
+                        picked = picked if dense else picked[: chosen - beside]
+                        attended = always | set(picked[picked >= 0].tolist()) | ({edge} if beside else set())
+                    else:
+                        picked = ranked[head][choice]
+                        attended = always | set(picked[picked >= 0].tolist())
+                    at = sorted(attended)
+                    want = attention(mine[head, g], tokens.k[row, at, head], tokens.v[row, at, head])
+                    np.testing.assert_allclose(out[row, head * 4 + g], want, atol=2e-5, err_msg=f"{i} {row} {head} {g}")
+                    counts.append(len(at))
+                    assert (
+                        dense
+                        if reused and len(at) > policy.budget
+                        else n < policy.dense_below or len(at) <= policy.budget
+                    )
+                    # What a step tells of its choice has moved along with the flushes.
+                    slots, valid = (np.asarray(a[row, head, choice]) for a in info.selection)
+                    told = positions(policy, cache.state, slots, row)[valid]
+                    assert set(told.tolist()) == set(picked[picked >= 0].tolist())
+                np.testing.assert_allclose(float(info.attended[row, head]), np.mean(counts), rtol=1e-6)
+            last[row] = (mine, ranked)
+    assert reuses > 20
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        PAGES,
+        TOKENS,
+        dataclasses.replace(PAGES, store=Host(page=8)),
+        dataclasses.replace(PAGES, store=Quantized(bits=4, key_group=8), dense_below=100),
+    ],
+    ids=["pages", "tokens per head over host", "pages over host", "pages over 4 bits"],
+)
+def test_tau_above_one_is_selection_at_every_step_to_the_bit(policy: Retrieval) -> None:
+    tokens = laws.random_tokens(SPEC)
+    caches = [
+        laws.fill(kvjax.init_layer(p, SPEC), tokens, LENGTHS)[0]
+        for p in (with_tau(policy, 1.0000001), dataclasses.replace(policy, schedule=EveryStep()))
+    ]
+    lengths = LENGTHS.copy()
+    for i in range(40):
+        active = np.array([True, i % 3 != 0, True])
+        outs, infos = [], []
+        for j, cache in enumerate(caches):
+            out, caches[j], info = laws.step(cache, tokens, lengths, active)
+            outs.append(out[active])
+            infos.append(info)
+        np.testing.assert_array_equal(outs[0], outs[1])
+        np.testing.assert_array_equal(infos[0].attended, infos[1].attended)
+        assert np.asarray(infos[0].fresh).all()
+        assert infos[1].fresh is None
+        lengths = lengths + active
+
+
+def test_first_step_after_a_prompt_or_an_insert_selects_anew() -> None:
+    policy, tokens = with_tau(PAGES, -1.0), laws.random_tokens(SPEC)
+    cache, _ = laws.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
+    fresh = []
+    for i in range(2):
+        _, cache, info = laws.step(cache, tokens, LENGTHS + i)
+        fresh.append(np.asarray(info.fresh).all(axis=1).tolist())
+    assert fresh == [[True] * 3, [False] * 3]
+    # Row 1 takes 5 tokens more of a prompt, the others none.
+    cache, _ = laws.fill(cache, tokens, LENGTHS + np.array([2, 7, 2]), held=LENGTHS + 2)
+    _, cache, info = laws.step(cache, tokens, LENGTHS + np.array([2, 7, 2]))
+    assert np.asarray(info.fresh).all(axis=1).tolist() == [False, True, False]
+    one = dataclasses.replace(SPEC, batch=1)
+    prefix, _ = laws.fill(kvjax.init_layer(policy, one), laws.random_tokens(one, 3), [100])
+    cache = kvjax.insert(cache, prefix, 2)
+    _, cache, info = laws.step(cache, tokens, np.array([203, 69, 100]))
+    assert np.asarray(info.fresh).all(axis=1).tolist() == [False, False, True]
+
+
+def test_query_of_an_inactive_step_is_forgotten() -> None:
+    policy, tokens, other = with_tau(PAGES, 0.0), laws.random_tokens(SPEC), laws.random_tokens(SPEC, 1)
+    outs = []
+    for idle in (tokens, other):
+        cache, _ = laws.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
+        _, cache, _ = laws.step(cache, tokens, LENGTHS)
+        _, cache, _ = laws.step(cache, idle, LENGTHS + 1, active=np.zeros(3, bool))
+        outs.append(laws.step(cache, tokens, LENGTHS + 1)[0])
+    np.testing.assert_array_equal(outs[0], outs[1])
+
+
+def test_repeated_query_reuses_and_a_zero_query_does_not() -> None:
+    tokens = laws.random_tokens(SPEC)
+    same = laws.Tokens(np.repeat(tokens.q[:, :1], SPEC.capacity, axis=1), tokens.k, tokens.v)
+    none = laws.Tokens(np.zeros_like(tokens.q), tokens.k, tokens.v)
+    for data, fresh in ((same, False), (none, True)):
+        cache, _ = laws.fill(kvjax.init_layer(with_tau(PAGES, 0.999), SPEC), data, LENGTHS)
+        _, cache, _ = laws.step(cache, data, LENGTHS)
+        _, cache, info = laws.step(cache, data, LENGTHS + 1)
+        assert (np.asarray(info.fresh) == fresh).all()
+
+
+def test_sliding_window_holds_for_a_reused_recall() -> None:
+    """With equal keys a reusing step is a mean of values, and none may lie before the window."""
+    policy, tokens = with_tau(dataclasses.replace(PAGES, budget=300), -1.0), laws.random_tokens(SPEC)
+    tokens = laws.Tokens(tokens.q, np.ones_like(tokens.k), tokens.v)
+    cache, _ = laws.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
+    for i in range(40):
+        q, k, v = tokens.at((LENGTHS + i)[:, None])
+        out, cache, info = laws._step(cache, q, k, v, window=20)
+        for row, n in enumerate(LENGTHS + i + 1):
+            seen = tokens.v[row, max(n - 20, 0) : n].astype(np.float64)
+            np.testing.assert_allclose(out[row, 0], seen.mean(axis=0).repeat(4, axis=0), atol=1e-5)
+            assert (np.asarray(info.attended)[row] == len(seen)).all()
+
+
+def test_freekv_is_dense_in_the_first_layer_and_holds_its_budget_in_the_others() -> None:
+    spec = dataclasses.replace(SPEC, batch=1, capacity=700)
+    cache = kvjax.init(kvjax.presets.freekv(budget=96, page=8, sink=8, local=24), spec, layers=3)
+    tokens = laws.random_tokens(spec)
+    for number, layer in enumerate(cache.layers):
+        filled, _ = laws.fill(layer, tokens, [600])
+        for i in range(10):
+            _, filled, info = laws.step(filled, tokens, [600 + i])
+            assert (
+                (np.asarray(info.attended) == 601 + i).all() if number == 0 else (np.asarray(info.attended) <= 96).all()
+            )
+        bytes_held = kvjax.memory.nbytes(filled)
+        assert bytes_held.host == (0 if number == 0 else filled.state.store.slots * 2 * 2 * 16 * 4)
