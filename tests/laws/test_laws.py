@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,27 +10,47 @@ import pytest
 
 import kvjax
 from kvjax import laws
-from tests.laws.cases import BASE, CASES, CHOICE_LAWS, CORE, POOLS, QUICK_LAWS, QUICK_POOLS, REFUSED, SPEC
+from tests.laws.cases import (
+    BASE,
+    CASES,
+    CHOICE_LAWS,
+    CORE,
+    POOLS,
+    QUICK_LAWS,
+    QUICK_POOLS,
+    REFUSED,
+    SPEC,
+)
 
 
-def _cells(laws_to_run: Iterable[str], cases: Iterable[str], core: Container[str], quick: Container[str]) -> list[Any]:
-    """Every law with every case; but for core cases, what is not a quick law is left to --thorough."""
+def _cells(wanted: Iterable[str], cases: Iterable[str], quick: Callable[[str], Container[str]]) -> list[Any]:
+    """Every law with every case; what is not among the case's quick laws is left to --thorough."""
     return [
-        pytest.param(law, case, marks=() if case in core or law in quick else pytest.mark.thorough)
-        for law, case in itertools.product(laws_to_run, cases)
+        pytest.param(law, case, marks=() if law in quick(case) else pytest.mark.thorough)
+        for law, case in itertools.product(wanted, cases)
     ]
+
+
+def _quick(case: str) -> Container[str]:
+    if case in CORE:
+        return laws.LAWS
+    return QUICK_LAWS if "preset" in case else ()
+
+
+def _quick_choice(case: str) -> Container[str]:
+    return CHOICE_LAWS if case in QUICK_POOLS else ()
 
 
 def _id(name: str) -> str:
     return name.replace(" ", "_")
 
 
-@pytest.mark.parametrize(("law", "case"), _cells(laws.LAWS, CASES, CORE, QUICK_LAWS), ids=_id)
+@pytest.mark.parametrize(("law", "case"), _cells(laws.LAWS, CASES, _quick), ids=_id)
 def test_law_holds(law: str, case: str) -> None:
     laws.LAWS[law](CASES[case].policy, CASES[case].spec)
 
 
-@pytest.mark.parametrize(("law", "case"), _cells(CHOICE_LAWS, POOLS, QUICK_POOLS, ()), ids=_id)
+@pytest.mark.parametrize(("law", "case"), _cells(CHOICE_LAWS, POOLS, _quick_choice), ids=_id)
 def test_law_holds_whatever_the_pooling(law: str, case: str) -> None:
     laws.LAWS[law](POOLS[case].policy, POOLS[case].spec)
 
