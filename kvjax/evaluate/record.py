@@ -1,0 +1,77 @@
+"""What made a result: versions, device and digests of files, so that a number can be traced and a stale one is seen."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = ("jax", "jaxlib", "flax", "transformers", "numpy", "kvjax")
+
+
+def provenance() -> dict[str, Any]:
+    """Date, versions and device, for the head of a result; JSON.
+
+    >>> sorted(provenance())
+    ['backend', 'date', 'device', 'devices', 'machine', 'python', 'source', 'versions']
+    """
+    import jax
+
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "source": source_digest(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "backend": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+    }
+
+
+def digest(path: str | Path) -> str:
+    """SHA-256 of a file's bytes, or of a directory's files and their names; hidden files are left out.
+
+    Raises:
+      FileNotFoundError: there is nothing at `path`.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: there is no such file or directory")
+    if path.is_file():
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    inside = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
+    seen = {name: digest(file) for name, file in inside.items() if not any(p[0] == "." for p in name.split("/"))}
+    return digest_json(seen)
+
+
+def digest_json(value: Any) -> str:
+    """SHA-256 of a JSON value, whatever the order of its keys.
+
+    >>> digest_json({"a": 1, "b": [2, 3]}) == digest_json({"b": (2, 3), "a": 1})
+    True
+    """
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def source_digest() -> str:
+    """Of the Python files of kvjax that decide what is decoded: all but the command line and the evaluation itself.
+
+    A version says little of a tree that is being worked on; a result of other code must not pass for one of this.
+    """
+    import kvjax
+    from kvjax import kernels_pallas, models
+
+    digests = {}
+    for package in (kvjax, kernels_pallas, models):
+        (folder,) = map(Path, package.__path__)
+        for file in sorted(folder.rglob("*.py")):
+            name = f"{package.__name__}/{file.relative_to(folder).as_posix()}"
+            if not name.startswith(("kvjax/cli", "kvjax/evaluate")):
+                digests[name] = digest(file)
+    return digest_json(digests)
