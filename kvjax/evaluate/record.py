@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import importlib
 import importlib.metadata
 import json
 import platform
@@ -64,14 +65,11 @@ def source_digest() -> str:
 
     A version says little of a tree that is being worked on; a result of other code must not pass for one of this.
     """
-    import kvjax
-    from kvjax import kernels_pallas, models
-
     digests = {}
-    for package in (kvjax, kernels_pallas, models):
-        (folder,) = map(Path, package.__path__)
+    for package in ("kvjax", "kvjax.models", "kvjax.kernels_pallas"):  # may lie in folders apart
+        (folder,) = map(Path, importlib.import_module(package).__path__)
         for file in sorted(folder.rglob("*.py")):
-            name = f"{package.__name__}/{file.relative_to(folder).as_posix()}"
+            name = f"{package}/{file.relative_to(folder).as_posix()}"
             if not name.startswith(("kvjax/cli", "kvjax/evaluate")):
                 digests[name] = digest(file)
     return digest_json(digests)
