@@ -1,13 +1,17 @@
-"""Checkpoints in Hugging Face format: a directory of config.json, safetensors and tokenizer becomes a Decoder.
+"""Checkpoints in Hugging Face format: a directory of config.json, safetensors and tokenizer is a Decoder, and back.
 
 Everything that can be wrong is found before the first tensor is read: the architecture, the config, and the name,
 shape and dtype of every tensor, which the headers of the files tell. Then each tensor goes from its file to its
 place in a Decoder that was built without arrays, one at a time, so that beside the model itself only a few tensors
 are in memory. The tokenizer is loaded by transformers when it is first used; none of this needs torch.
+
+Saving goes the same way backwards: the same tables name the tensors, and the config that is written is read again
+before anything else, so what cannot be said in the format is refused and not lost.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +27,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from .config import DecoderConfig, Family, Fields, Weight
 from .decoder import Decoder, param_dtype
@@ -128,6 +133,130 @@ def load(directory: str | Path, dtype: DTypeLike = jnp.bfloat16) -> Checkpoint:
                 if tensors[name].file == file:
                     param.set_value(_place(opened.get_tensor(name), dtype, weight.transposed))
     return Checkpoint(model, config, stop_tokens, directory)
+
+
+def save(
+    directory: str | Path,
+    model: Decoder,
+    *,
+    dtype: DTypeLike | None = None,
+    bos_token: int | None = None,
+    stop_tokens: Sequence[int] = (),
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes a model as a checkpoint in Hugging Face format, which `load` and transformers read.
+
+    Makes config.json, and model.safetensors or numbered files with an index. The tokenizer is not part of a Decoder:
+    put its files beside them. Memory: the tensors of one file.
+
+    Args:
+      directory: new, or without a checkpoint in it.
+      dtype: of the tensors in the files; that of the model's parameters unless given.
+      bos_token, stop_tokens: ids that config.json states.
+      shard_bytes: of tensors in a file at most; a tensor that is larger has a file of its own.
+
+    Raises:
+      FileExistsError: the directory has a checkpoint already.
+      ValueError: a config that no supported architecture has.
+    """
+    directory = Path(directory)
+    held = [p.name for p in (directory / "config.json", *directory.glob("*.safetensors*")) if p.exists()]
+    if held:
+        raise FileExistsError(f"{directory} has a checkpoint ({', '.join(sorted(held))}); give a new directory")
+    family, fields = describe(model.config)
+    params = {".".join(map(str, path)): param.get_value() for path, param in _params(model)}
+    rows = {
+        weight.name.format(i=i): (weight, params[weight.path.format(i=i)])
+        for weight in family.weights
+        for i in range(model.config.layers if "{i}" in weight.path else 1)
+        if weight.path.format(i=i) in params
+    }
+    sizes = {name: param.size * _stored(param, dtype).itemsize for name, (_, param) in rows.items()}
+    shards = split(sizes, shard_bytes)
+    many = len(shards) > 1
+    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)] if many else [_SINGLE]
+
+    directory.mkdir(parents=True, exist_ok=True)
+    for file, names in zip(files, shards, strict=True):
+        tensors = {}
+        for name in names:
+            weight, param = rows[name]
+            array = _convert(param, dtype=_stored(param, dtype), transposed=weight.transposed)
+            tensors[name] = np.ascontiguousarray(array)
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+    if many:
+        index = {
+            "metadata": {"total_size": sum(sizes.values())},
+            "weight_map": {name: file for file, names in zip(files, shards, strict=True) for name in names},
+        }
+        (directory / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    fields["dtype"] = _stored(model.embedding, dtype).name
+    if bos_token is not None:
+        fields["bos_token_id"] = bos_token
+    if stop_tokens:
+        fields["eos_token_id"] = list(stop_tokens) if len(stop_tokens) > 1 else stop_tokens[0]
+    (directory / "config.json").write_text(json.dumps(fields, indent=1), encoding="utf-8")
+
+
+def describe(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
+    """A family that has such a model, and the fields of the config.json that says so.
+
+    Raises:
+      ValueError: no family has.
+    """
+    named = {"theta": "rope_theta", "original": "original_max_position_embeddings"}
+    rope = {named.get(name, name): value for name, value in vars(config.rope).items() if value is not None}
+    window = next((w for w in config.windows if w is not None), None)
+    fields: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.q_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": config.activation,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_type": type(config.rope).__name__.lower(), **rope},
+        "rope_theta": rope["rope_theta"],  # where transformers 4 looks
+        "tie_word_embeddings": config.tied_head,
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+        "initializer_range": config.initializer_range,
+        "sliding_window": window,
+    }
+    if window is not None:
+        kinds = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
+        fields |= {"use_sliding_window": True, "layer_types": kinds}
+    for family in FAMILIES.values():
+        described = {"architectures": [family.architecture], "model_type": family.model_type, **fields}
+        try:
+            same = family.configure(Fields(described)) == config
+        except ValueError:
+            continue
+        if same:
+            return family, described
+    raise ValueError(
+        f"none of {', '.join(f.architecture for f in FAMILIES.values())} has all that this config asks for: {config}"
+    )
+
+
+def split(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """Names in their order, in lists of at most `most` bytes; one that is larger stands alone.
+
+    >>> split({"a": 3, "b": 4, "c": 9, "d": 1}, 7)
+    [['a', 'b'], ['c'], ['d']]
+    """
+    lists: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if lists[-1] and held + size > most:
+            lists.append([])
+            held = 0
+        lists[-1].append(name)
+        held += size
+    return lists
 
 
 def find_family(fields: Fields) -> Family:
@@ -268,6 +397,10 @@ def _params(model: Decoder) -> Iterator[tuple[tuple[Any, ...], nnx.Param]]:
 def _file_shape(weight: Weight, param: nnx.Param) -> tuple[int, ...]:
     shape = tuple(param.get_value().shape)
     return shape[::-1] if weight.transposed else shape
+
+
+def _stored(param: Any, dtype: DTypeLike | None) -> np.dtype:
+    return param.dtype if dtype is None else param_dtype(dtype)
 
 
 def _place(array: np.ndarray, dtype: np.dtype, transposed: bool) -> Array:

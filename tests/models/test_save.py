@@ -1,0 +1,107 @@
+"""Saving: what is written is read back as it was, by kvjax and transformers; what the format cannot say is refused."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from kvjax.models import rope
+
+from kvjax import models
+
+PLAIN = models.DecoderConfig(
+    vocab_size=50,
+    hidden_size=24,
+    intermediate_size=40,
+    layers=3,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=96,
+    norm_eps=1e-5,
+    initializer_range=0.5,
+)
+LLAMA3 = rope.Llama3(theta=7e4, factor=4, low_freq_factor=1, high_freq_factor=4, original=24)
+YARN = rope.Yarn(theta=500.0, factor=4.0, original=24, beta_fast=8.0, truncate=False)
+CONFIGS = {
+    "llama": {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "activation": "gelu"},
+    "llama-tied": {"tied_head": True, "rope": LLAMA3},
+    "mistral": {"windows": (9, 9, 9), "rope": rope.Linear(theta=300.0, factor=2.0)},
+    "qwen2": {"qkv_bias": True, "windows": (None, 5, None), "rope": rope.Dynamic(theta=300.0, factor=2.0, original=96)},
+    "qwen3": {"qk_norm": True, "tied_head": True, "rope": YARN},
+}
+
+
+def decoder(name):
+    return models.Decoder(dataclasses.replace(PLAIN, **CONFIGS[name]), rngs=nnx.Rngs(3))
+
+
+def leaves(model):
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_saved_model_is_read_back_as_it_was(name, tmp_path):
+    model = decoder(name)
+    models.save(tmp_path / "new", model, bos_token=2, stop_tokens=(1, 4), shard_bytes=8000)
+    found = models.load(tmp_path / "new", dtype=jnp.float32)
+    assert found.config == model.config
+    assert found.stop_tokens == (1, 4)
+    wanted = leaves(model)
+    assert leaves(found.model).keys() == wanted.keys()
+    for key, leaf in leaves(found.model).items():
+        np.testing.assert_array_equal(leaf, wanted[key], err_msg=key)
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["model_type"] == name.split("-")[0]
+
+
+def test_files_hold_the_wanted_dtype_and_no_more_bytes_than_asked(tmp_path):
+    model = decoder("llama-tied")
+    models.save(tmp_path, model, dtype="bfloat16", shard_bytes=5000)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    tensors = sum(leaf.size for leaf in leaves(model).values()) * 2
+    assert len(files) > tensors // 5000
+    assert all(file.stat().st_size < 5000 + 2000 for file in files)  # and the header
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == tensors
+    found = models.load(tmp_path, dtype=jnp.bfloat16).model
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
+        np.testing.assert_array_equal(a, b.astype(jnp.bfloat16))
+
+
+def test_one_file_needs_no_index(tmp_path):
+    models.save(tmp_path, decoder("qwen3"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_directory_with_a_checkpoint_is_left_alone(tmp_path):
+    (tmp_path / "model-00001-of-00002.safetensors").write_text("precious")
+    with pytest.raises(FileExistsError, match=r"has a checkpoint \(model-00001-of-00002\.safetensors\); give a new"):
+        models.save(tmp_path, decoder("llama"))
+    assert [p.name for p in tmp_path.iterdir()] == ["model-00001-of-00002.safetensors"]
+
+
+def test_a_config_that_no_architecture_has_is_refused_before_anything_is_written(tmp_path):
+    config = dataclasses.replace(PLAIN, qk_norm=True, mlp_bias=True)
+    with pytest.raises(ValueError, match=r"none of LlamaForCausalLM.*qk_norm=True"):
+        models.save(tmp_path / "new", models.Decoder(config))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.sample(2)
+def test_transformers_reads_what_was_saved_and_computes_the_same(name, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = decoder(name)
+    models.save(tmp_path, model, shard_bytes=8000)
+    tokens = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (2, 30))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        wanted = theirs(torch.tensor(tokens)).logits.numpy()
+    ours, _ = jax.jit(lambda model, tokens: model(tokens))(model, tokens)
+    np.testing.assert_allclose(ours, wanted, atol=1e-3 * np.abs(wanted).max())
