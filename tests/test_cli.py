@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from kvjax import presets
 from kvjax.cli import main
+from kvjax.cli.options import in_short, make_policy
 from tests.checkpoint import LAYERS, POSITIONS, D, K, config, weights, write_checkpoint
 
 TEXT = "Call me Ishmael — some years ago. " * 4
@@ -59,6 +61,20 @@ def test_json_reports_what_a_run_did(run_json):
     np.testing.assert_allclose(report["attended_tokens_by_layer"], [dense, dense, 16], rtol=1e-5)
     np.testing.assert_allclose(report["attended_tokens_per_step"], (2 * dense + 16) / 3, rtol=1e-5)
     assert (report["cache"], report["budget"], report["backend"], report["dtype"]) == ("fier", 16, "cpu", "float32")
+    assert {"score_1bit", "top_k"} <= set(report["implementations"])
+    assert all(why.startswith("xla: ") for why in report["implementations"].values())
+
+
+def test_a_cache_takes_settings_of_its_preset():
+    policy, budget = make_policy("fier:group=16,pool=per_head", 64)
+    assert (policy, budget) == (presets.fier(64, group=16, pool="per_head"), 64)
+    assert make_policy("quest") == (presets.quest(), 1024)
+    assert make_policy("full") == (presets.full(), None)
+
+
+def test_operations_with_the_same_answer_share_its_words():
+    shown = in_short({"score_1bit": "xla: no GPU", "top_k": "xla: no GPU", "attend": "mosaic"})
+    assert shown == "score_1bit, top_k: xla (no GPU); attend: mosaic"
 
 
 def test_json_text_is_the_decoded_new_tokens_and_equals_the_streamed_text(run_json, kvjax, checkpoint):
@@ -71,8 +87,9 @@ def test_json_text_is_the_decoded_new_tokens_and_equals_the_streamed_text(run_js
     code, out, err = kvjax("generate", checkpoint, *args)
     assert code == 0
     assert out == report["text"] + "\n"
-    assert err.count("\n") == 1
-    assert f"{len(TEXT.encode())} prompt tokens" in err
+    summary, ran = err.splitlines()
+    assert f"{len(TEXT.encode())} prompt tokens" in summary
+    assert ran == "all of a step is plain XLA"
     assert (report["cache"], report["budget"]) == ("full", None)
 
 
@@ -152,6 +169,12 @@ def assert_one_line(result, message, code=1):
         (("--prompt", ""), "the prompt is empty"),
         (("--prompt-file", "/nowhere/p.txt"), "--prompt-file /nowhere/p.txt: there is no such file"),
         (("--prompt", "a", "--cache", "fire"), "unknown cache 'fire'; did you mean 'fier'?"),
+        (
+            ("--prompt", "a", "--cache", "fier:grup=16"),
+            "'grup=16' sets nothing of fier; write NAME=VALUE, of budget, gr",
+        ),
+        (("--prompt", "a", "--cache", "fier:group"), "'group' sets nothing of fier"),
+        (("--prompt", "a", "--cache", "fier:group=x"), "Fier(group=...) must be an integer, got 'x'"),
         (("--prompt", "a", "--budget", 64), "the cache 'full' has no budget; leave it out, or use one of fier"),
         (("--prompt", "a", "--cache", "fier", "--budget", 0), "budget=...) must be at least 1, got 0"),
         (("--prompt", "a", "--cache", "fier", "--budget", -5), "must be at least 1, got -5"),
@@ -212,7 +235,7 @@ def test_a_directory_that_is_no_checkpoint_is_refused(kvjax, tmp_path):
 
 
 def test_without_a_directory_it_says_that_no_model_ships(kvjax, monkeypatch, tmp_path):
-    monkeypatch.setattr("kvjax.cli.__file__", str(tmp_path / "cli.py"))
+    monkeypatch.setattr("kvjax.cli.options.SHIPPED", tmp_path)
     assert_one_line(kvjax("generate", "--prompt", "a"), "ships no model; pass a directory")
 
 

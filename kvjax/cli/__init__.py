@@ -1,0 +1,70 @@
+"""The command line: `kvjax generate` decodes through a cache, `kvjax methods` lists the caches.
+
+A command is a module here, with a function that typer calls. Everything cheap is checked before anything long starts,
+in this order: options, prompt, config, length of the prompt, weights. What a user can get wrong ends in one line
+`error: ...` on stderr and a non-zero exit code: 2 for the use of the command, 1 for everything else, 130 for an
+interrupt. KVJAX_TRACEBACK=1 shows the traceback instead.
+
+Heavy imports stand inside the commands, so that `kvjax --help` stays quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from kvjax.cli import generate, methods
+from kvjax.cli.terminal import say
+
+# Advice for people who train with torch, and warnings of XLA's start, are not for this command's users.
+for _name, _value in (
+    ("TRANSFORMERS_VERBOSITY", "error"),
+    ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"),
+    ("TOKENIZERS_PARALLELISM", "false"),
+    ("TF_CPP_MIN_LOG_LEVEL", "2"),
+):
+    os.environ.setdefault(_name, _value)
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="KV caches for long-context decoding in JAX.",
+)
+app.command("generate")(generate.generate)
+app.command("methods")(methods.methods)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """The console entry point. Returns the exit code."""
+    args = list(sys.argv[1:] if args is None else args) or ["--help"]
+    try:
+        code = app(args, prog_name="kvjax", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:  # the reader, as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if os.environ.get("KVJAX_TRACEBACK"):
+            raise
+        usage = getattr(error, "format_message", None)  # click's errors, wherever typer's version keeps their class
+        say(f"error: {_one_line(error) if usage is None else ' '.join(usage().split())}")
+        return 1 if usage is None else 2
+
+
+def _one_line(error: Exception) -> str:
+    """What a person can act on, without a line break."""
+    message = " ".join(str(error).split())
+    if "RESOURCE_EXHAUSTED" in message:
+        return f"out of memory; use a smaller model, a shorter prompt or --dtype bfloat16 ({message[:200]})"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, ValueError | NotImplementedError | OSError | RuntimeError):
+        return message or type(error).__name__
+    return f"{type(error).__name__}: {message} (unexpected; KVJAX_TRACEBACK=1 shows where)"

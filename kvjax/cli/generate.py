@@ -1,0 +1,217 @@
+"""`kvjax generate`."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvjax.cli.options import dtype_name, implementations, in_short, make_policy, model_directory, without_weights
+from kvjax.cli.terminal import bar, bars, say, write
+
+if TYPE_CHECKING:
+    from kvjax.models import Checkpoint
+
+DEFAULT_NEW_TOKENS = 128
+CAPACITY_STEP = 128  # capacities are multiples of it, so that near lengths share a program
+JSON_BLOCK = 16  # tokens between two reads of the host; --json need not show each token as it comes
+
+
+def generate(
+    model_dir: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="MODEL_DIR",
+            help="Checkpoint in Hugging Face format. Without it, the model that ships with kvjax.",
+            show_default=False,
+        ),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt itself.", show_default=False)] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(help="UTF-8 file with the prompt; one newline at its end is dropped.", show_default=False),
+    ] = None,
+    cache: Annotated[str, typer.Option(help="A method of `kvjax methods`, or with settings: fier:group=16.")] = "full",
+    budget: Annotated[
+        int | None,
+        typer.Option(help="Tokens attended a step and KV head, for methods that have one.", show_default=False),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(help=f"Default {DEFAULT_NEW_TOKENS}, or what the model's positions leave.", show_default=False),
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k most likely tokens.", show_default=False)] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the fewest tokens that hold this probability.", show_default=False),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from tokens at least this times as likely as the likeliest.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of weights and cache: float32, bfloat16 or float16. Default float32 on CPU, else bfloat16.",
+            show_default=False,
+        ),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+) -> None:
+    """Continues a prompt, decoding through a KV cache.
+
+    The text streams to stdout, progress and a summary go to stderr. Tokens per second are of runs without
+    compilation: everything is compiled, and run once for a few tokens, before the clock starts; `compile_seconds`
+    in the JSON is that time.
+    """
+    from kvjax.sample import sampling
+
+    policy, budget = make_policy(cache, budget)
+    draw = sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"--seed must be in [0, 2**32), got {seed}")  # JAX would drop the higher bits
+    kind = dtype_name(dtype)
+    text = _read_prompt(prompt, prompt_file)
+    directory = model_directory(model_dir)
+
+    import jax
+    import numpy as np
+
+    import kvjax
+    from kvjax import models
+    from kvjax.generate import stream, warm_up
+    from kvjax.request import check_fit
+
+    progress = bars()
+    with progress, bar(progress, "reading the prompt"):
+        checkpoint = without_weights(directory)
+        tokens = _encode(checkpoint, text, chat=chat)
+    config, positions = checkpoint.config, checkpoint.config.max_positions
+    if max_new_tokens is None:
+        left = DEFAULT_NEW_TOKENS if positions is None else positions - len(tokens)
+        max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, left))
+    check_fit(0, len(tokens), max_new_tokens, None, positions)
+
+    spec = kvjax.CacheSpec(
+        batch=1,
+        q_heads=config.q_heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        capacity=-(-(len(tokens) + max_new_tokens) // CAPACITY_STEP) * CAPACITY_STEP,
+        dtype=kind,
+    )
+
+    def empty() -> kvjax.Cache:
+        return kvjax.init(policy, spec, layers=config.layers)
+
+    jax.eval_shape(empty)  # a policy that cannot hold this model says so before the weights are read
+    ran = implementations(policy, spec)
+    block = JSON_BLOCK if as_json else 1
+    settings: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "sampling": draw,
+        "stop_tokens": checkpoint.stop_tokens,
+        "measure": True,
+        "block": block,
+    }
+    with progress:
+        with bar(progress, "loading weights"):
+            model = models.load(directory, dtype=kind).model
+        with bar(progress, "compiling"):
+            begin = time.perf_counter()
+            warm_up(model, empty(), len(tokens), **settings)
+            compile_seconds = time.perf_counter() - begin
+        with bar(progress, f"prefill of {len(tokens)} tokens", total=len(tokens)) as advance_to:
+            held = jax.block_until_ready(empty())
+            begin = time.perf_counter()
+            run = stream(
+                model,
+                held,
+                [tokens],
+                key=None if draw.greedy else jax.random.key(seed),
+                tokenizer=checkpoint.tokenizer,
+                progress=advance_to,
+                **settings,
+            )
+            jax.block_until_ready(run.logits)
+            prefill_seconds = time.perf_counter() - begin
+        begin = time.perf_counter()
+        pieces = []
+        if as_json:
+            with bar(progress, f"decoding up to {max_new_tokens} tokens", total=max_new_tokens) as advance_to:
+                for piece in run:
+                    pieces.append(piece)
+                    advance_to(len(run.rows[0]))
+    if not as_json:
+        for piece in run:
+            write(piece)
+        write("\n")
+    decode_seconds = time.perf_counter() - begin
+    kvjax.check(run.cache)
+
+    new = run.rows[0]
+    size = kvjax.memory.nbytes(run.cache)
+    attended = np.asarray(run.attended, np.float64)
+    report = {
+        "text": "".join(pieces),
+        "token_ids": new,
+        "prompt_tokens": len(tokens),
+        "prefill_tokens_per_second": len(tokens) / prefill_seconds,
+        "decode_tokens_per_second": len(new) / decode_seconds,
+        "compile_seconds": compile_seconds,
+        "cache_bytes_device": size.device,
+        "cache_bytes_host": size.host,
+        "attended_tokens_per_step": float(attended.mean()),
+        "attended_tokens_by_layer": attended.tolist(),
+        "model": str(directory),
+        "cache": cache,
+        "budget": budget,
+        "dtype": kind,
+        "implementations": ran,
+        "backend": jax.default_backend(),
+    }
+    if as_json:
+        write(json.dumps(report) + "\n")
+    else:
+        say(
+            f"{len(tokens)} prompt tokens at {report['prefill_tokens_per_second']:.0f}/s, {len(new)} new at "
+            f"{report['decode_tokens_per_second']:.1f}/s; cache {cache}: {size.device / 2**20:.1f} MiB on the device, "
+            f"{size.host / 2**20:.1f} MiB on the host, {attended.mean():.1f} tokens attended a step\n"
+            f"{in_short(ran)}"
+        )
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        raise ValueError(f"give {'one' if prompt is None else 'only one'} of --prompt TEXT and --prompt-file FILE")
+    if file is not None:
+        if not file.is_file():
+            raise ValueError(f"--prompt-file {file}: there is no such file")
+        try:
+            prompt = file.read_bytes().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"--prompt-file {file} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}; "
+                "convert it first, as with `iconv -t utf-8`"
+            ) from None
+        prompt = prompt.removesuffix("\n").removesuffix("\r")
+    assert prompt is not None
+    if not prompt:
+        raise ValueError("the prompt is empty; give at least one character")
+    return prompt
+
+
+def _encode(checkpoint: Checkpoint, text: str, *, chat: bool) -> list[int]:
+    """Token ids of the prompt, with the special tokens that the tokenizer or the chat template puts around it."""
+    ids = checkpoint.apply_chat(text) if chat else list(checkpoint.tokenizer(text)["input_ids"])
+    if not ids:
+        raise ValueError("the prompt is empty: the tokenizer makes no token of it")
+    return ids

@@ -1,0 +1,124 @@
+"""What commands ask in the same words: the model, its dtype, a cache and its budget."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvjax import CacheSpec
+    from kvjax.hook import Layered
+    from kvjax.models import Checkpoint
+
+SHIPPED = Path(__file__).parent.parent / "data"  # a folder a model
+
+
+def dtype_name(name: str | None) -> str:
+    from kvjax.spec import cache_dtype
+
+    if name is not None:
+        return cache_dtype(name).name
+    import jax
+
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def model_directory(given: Path | None) -> Path:
+    if given is None:
+        shipped = sorted(SHIPPED.glob("*/config.json"))
+        if not shipped:
+            raise ValueError(
+                "this version of kvjax ships no model; pass a directory with config.json, tokenizer and safetensors"
+            )
+        return shipped[0].parent
+    if not given.is_dir():
+        raise ValueError(f"{given} is not a directory; pass one with config.json, tokenizer and safetensors")
+    if not (given / "config.json").is_file():
+        raise ValueError(f"{given} has no config.json; pass a checkpoint in Hugging Face format")
+    return given
+
+
+def without_weights(directory: Path) -> Checkpoint:
+    """The checkpoint before its weights: what a prompt can be checked against."""
+    from kvjax.models.config import Fields
+    from kvjax.models.weights import Checkpoint, find_family, read_stop_tokens
+
+    fields = Fields.read(directory / "config.json")
+    config = find_family(fields).configure(fields)
+    nothing: Any = None
+    return Checkpoint(nothing, config, read_stop_tokens(directory, fields, config.vocab_size), directory)
+
+
+def make_policy(cache: str, budget: int | None = None) -> tuple[Layered, int | None]:
+    """The policies of `cache`, and their budget if the method has one.
+
+    `cache` is the name of a preset, with settings of it if need be, as "fier:pool=per_head,group=16".
+    """
+    from kvjax import presets
+
+    name, _, rest = cache.partition(":")
+    preset = presets.find(name)
+    known = inspect.signature(preset.make).parameters
+    settings: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if key not in known or not equals:
+            raise ValueError(
+                f"--cache {cache}: {part!r} sets nothing of {name}; write NAME=VALUE, of {', '.join(known) or 'none'}"
+            )
+        try:
+            settings[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            settings[key] = value
+    if budget is not None:
+        if not preset.has_budget:
+            have = ", ".join(p.name for p in presets.REGISTRY.values() if p.has_budget)
+            raise ValueError(f"--budget {budget}: the cache {name!r} has no budget; leave it out, or use one of {have}")
+        settings["budget"] = budget
+    return preset.make(**settings), settings.get("budget", known["budget"].default) if preset.has_budget else None
+
+
+def implementations(policy: Layered, spec: CacheSpec) -> dict[str, str]:
+    """What runs each operation of a decode step for which there is a kernel, as `kvjax.ops.explain` says it.
+
+    Traces a step of each policy with the operations replaced by ones that ask about their arguments first.
+    """
+    import jax
+
+    from kvjax import ops
+
+    found: dict[str, str] = {}
+    public = {name: f for name, f in vars(ops).items() if inspect.isfunction(f) and name[0] != "_"}
+    real = {name: f for name, f in public.items() if "implementation" in inspect.signature(f).parameters}
+
+    def asking(name: str) -> Any:
+        def run(*args: Any, **settings: Any) -> Any:
+            found[name] = ops.explain(name, *inspect.signature(real[name]).bind(*args, **settings).args)
+            return real[name](*args, **settings)
+
+        return run
+
+    q = jax.ShapeDtypeStruct((spec.batch, spec.q_heads, spec.head_dim), spec.dtype)
+    try:
+        for name in real:
+            setattr(ops, name, asking(name))
+        for own in {*policy.first, policy.rest}:
+            jax.eval_shape(lambda q, own=own: own.attend(own.init(spec), q, scale=1.0)[:2], q)
+    finally:
+        for name, function in real.items():
+            setattr(ops, name, function)
+    return found
+
+
+def in_short(found: dict[str, str]) -> str:
+    """`implementations` in a line: "score_1bit, top_k: xla (why)"."""
+    by_answer: dict[str, list[str]] = {}
+    for name, answer in found.items():
+        by_answer.setdefault(answer, []).append(name)
+    parts = []
+    for answer, names in by_answer.items():
+        which, _, why = answer.partition(": ")
+        parts.append(f"{', '.join(names)}: {which}" + (f" ({why})" if why else ""))
+    return "; ".join(parts) or "all of a step is plain XLA"
