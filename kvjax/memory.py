@@ -6,10 +6,14 @@ and what it costs the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
+from jax.sharding import SingleDeviceSharding
+from jax.typing import DTypeLike
 
 HOST_KINDS = ("pinned_host", "unpinned_host")
 
@@ -23,6 +27,19 @@ def to_host(x: Array) -> Array:
 def to_device(x: Array) -> Array:
     """x in device memory, inside and outside of jit."""
     return jax.device_put(x, jax.memory.Space.Device)
+
+
+def host_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Zeros in pinned host memory. One of them is moved and spread out there, so that none of it lies on the device on
+    the way: a store may be larger than the device. (XLA says in a warning that the host does it, and means it.)"""
+    return jnp.broadcast_to(to_host(jnp.zeros((), dtype)), shape)
+
+
+def homes(make: Callable[[], Any]) -> list[SingleDeviceSharding]:
+    """Where each array of the tree that `make` returns would lie, on the default device. It is traced, not run."""
+    avals = jax.jit(make).trace().jaxpr.out_avals
+    kinds = ["pinned_host" if a.memory_space == jax.memory.Space.Host else None for a in avals]
+    return [SingleDeviceSharding(jax.devices()[0], memory_kind=kind) for kind in kinds]
 
 
 def has_host_memory() -> bool:

@@ -12,6 +12,7 @@ that is cut off leaves the last good one readable.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from kvjax.hook import Cache, LayerCache
+from kvjax.hook import Cache, LayerCache, init_layer
+from kvjax.memory import homes
 
 FORMAT = 1  # of states; a change of what a state's fields mean makes it one more
 
@@ -46,7 +48,8 @@ def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> 
 def restore(directory: str | Path, like: Cache | LayerCache) -> Any:
     """The newest complete save, as a cache of the kind of `like`, on its devices and in its memory.
 
-    `like` may be a cache of arrays, or one of `jax.ShapeDtypeStruct` with shardings, as `jax.eval_shape` makes.
+    `like` may be a cache of arrays, or one of shapes, as `jax.eval_shape` of `kvjax.init` makes: what has no sharding
+    goes to the default device, and to host memory where `kvjax.init` would put it there.
 
     Raises:
       FileNotFoundError: the directory has no complete save.
@@ -66,7 +69,10 @@ def restore(directory: str | Path, like: Cache | LayerCache) -> Any:
                 f"the save in {path} was made by another kind of cache; make `like` as it was, or save anew: "
                 + "; ".join(different)
             )
-        wanted = {name: _abstract(leaf) for name, leaf in _named(like)}
+        wanted = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home)
+            for (name, leaf), home in zip(_named(like), _homes(like), strict=True)
+        }
         found = manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted)))["arrays"]
     leaves = [jax.device_put(found[name], wanted[name].sharding) for name, _ in _named(like)]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -120,11 +126,17 @@ def _named(cache: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(cache)]
 
 
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    sharding = leaf.sharding
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+def _homes(cache: Cache | LayerCache) -> list[Any]:
+    """The sharding of each array; of one that has none, that which `kvjax.init` would give it."""
+    layers = cache.layers if isinstance(cache, Cache) else (cache,)
+    found = []
+    for layer in layers:
+        given = [leaf.sharding for leaf in jax.tree.leaves(layer)]
+        if None in given:
+            new = homes(partial(init_layer, layer.policy, layer.spec))
+            given = [theirs or ours for theirs, ours in zip(given, new, strict=True)]
+        found += given
+    return found
 
 
 def _manager(path: Path, keep: int | None) -> ocp.CheckpointManager:

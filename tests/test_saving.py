@@ -44,6 +44,19 @@ def test_whole_cache_and_abstract_like(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, restore(tmp_path, like), cache)
 
 
+def test_shapes_without_shardings_come_back_into_the_memory_that_they_were_in(tmp_path: Path) -> None:
+    policy = dataclasses.replace(BASE, store=kvjax.Host(), schedule=kvjax.Speculative(tau=0.0))
+    cache, tokens = filled(policy)
+    save(tmp_path, cache)
+    back = restore(tmp_path, jax.eval_shape(lambda: kvjax.init_layer(policy, SPEC)))
+    assert kvjax.memory.nbytes(back) == kvjax.memory.nbytes(cache)
+    assert back.state.store.kv.sharding.memory_kind == "pinned_host"
+    for i in range(2):
+        out, cache, _ = laws.step(cache, tokens, LENGTHS + i)
+        again, back, _ = laws.step(back, tokens, LENGTHS + i)
+        np.testing.assert_array_equal(again, out)
+
+
 def test_prefix_saved_once_serves_many_continuations(tmp_path: Path) -> None:
     cache, _ = filled()
     save(tmp_path, cache)
@@ -108,6 +121,7 @@ def test_nothing_saved_is_said(tmp_path: Path) -> None:
         restore(tmp_path, filled()[0])
 
 
+@pytest.mark.thorough  # three processes, each with its own jax
 def test_restores_on_another_number_of_devices(tmp_path: Path) -> None:
     """Saved with rows over 4 devices, restored over 2 and on 1; each process has its own number of them."""
     program = """

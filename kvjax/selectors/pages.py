@@ -27,7 +27,48 @@ class Boxes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MinMaxPages:
+class _Pages:
+    """Scores pages of `page` tokens by a box each; what the box is, a subclass says."""
+
+    page: int
+    pool: Pool
+
+    def __post_init__(self) -> None:
+        require_int(f"{type(self).__name__}(page=...)", self.page, at_least=1)
+        require_pool(self.pool)
+
+    def box(self, keys: Array) -> Boxes:
+        """The corners [B, K, P, D] of pages of keys [B, K, P, page, D]."""
+        raise NotImplementedError
+
+    @property
+    def unit(self) -> int:
+        return self.page
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        if chunk % self.page:
+            name = type(self).__name__
+            raise ValueError(f"{name}(page={self.page}) does not divide the chunk of {chunk}; use a divisor of {chunk}")
+
+    def init(self, spec: CacheSpec, slots: int) -> Boxes:
+        shape = (spec.batch, spec.kv_heads, slots // self.page, spec.head_dim)
+        return Boxes(jnp.zeros(shape, spec.dtype), jnp.zeros(shape, spec.dtype))
+
+    def append(self, ix: Boxes, k: Array, at: Array, count: Array) -> Boxes:
+        B, K, T, D = k.shape
+        new = self.box(k.reshape(B, K, T // self.page, self.page, D))
+        first, pages = at // self.page, count // self.page
+        return Boxes(write(ix.low, new.low, first, pages), write(ix.high, new.high, first, pages))
+
+    def score(self, ix: Boxes, q: Array, *, scale: float) -> Array:
+        return ops.score_pages(q, ix.low, ix.high, scale=scale)
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize / self.page
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinMaxPages(_Pages):
     """Scores pages of `page` tokens by the box of their smallest and largest keys, an upper bound of scale * q.k.
 
     Index: 2 D/page values of the cache's dtype a key, exact; at page = 16 and D = 128 in bf16, 32 bytes a key and kv
@@ -41,33 +82,12 @@ class MinMaxPages:
     page: int = 16
     pool: Pool = "mean_softmax"
 
-    def __post_init__(self) -> None:
-        require_int("MinMaxPages(page=...)", self.page, at_least=1)
-        require_pool(self.pool)
-
-    @property
-    def unit(self) -> int:
-        return self.page
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        _check_page("MinMaxPages", self.page, chunk)
-
-    def init(self, spec: CacheSpec, slots: int) -> Boxes:
-        return _empty_boxes(spec, slots // self.page)
-
-    def append(self, ix: Boxes, k: Array, at: Array, count: Array) -> Boxes:
-        pages = _split(k, self.page)
-        return _write_boxes(ix, Boxes(jnp.min(pages, axis=3), jnp.max(pages, axis=3)), at, count, self.page)
-
-    def score(self, ix: Boxes, q: Array, *, scale: float) -> Array:
-        return ops.score_pages(q, ix.low, ix.high, scale=scale)
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return _bytes_per_token(spec, self.page)
+    def box(self, keys: Array) -> Boxes:
+        return Boxes(jnp.min(keys, axis=3), jnp.max(keys, axis=3))
 
 
 @dataclass(frozen=True, kw_only=True)
-class CentrePages:
+class CentrePages(_Pages):
     """Scores pages of `page` tokens by the box centre - d to centre + d, with d the mean deviation from the centre.
 
     For each channel, centre = (max + min) / 2 over the page and d = mean |k - centre|. Not a bound: a key may lie
@@ -81,36 +101,11 @@ class CentrePages:
     page: int = 32
     pool: Pool = "mean_score"
 
-    def __post_init__(self) -> None:
-        require_int("CentrePages(page=...)", self.page, at_least=1)
-        require_pool(self.pool)
-
-    @property
-    def unit(self) -> int:
-        return self.page
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        _check_page("CentrePages", self.page, chunk)
-
-    def init(self, spec: CacheSpec, slots: int) -> Boxes:
-        return _empty_boxes(spec, slots // self.page)
-
-    def append(self, ix: Boxes, k: Array, at: Array, count: Array) -> Boxes:
-        pages = _split(k, self.page).astype(jnp.float32)
-        centre = (jnp.max(pages, axis=3) + jnp.min(pages, axis=3)) / 2
-        deviation = _sum_pairs(jnp.abs(pages - centre[:, :, :, None])) / self.page
-        return _write_boxes(ix, Boxes(centre - deviation, centre + deviation), at, count, self.page)
-
-    def score(self, ix: Boxes, q: Array, *, scale: float) -> Array:
-        return ops.score_pages(q, ix.low, ix.high, scale=scale)
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return _bytes_per_token(spec, self.page)
-
-
-def _check_page(name: str, page: int, chunk: int) -> None:
-    if chunk % page:
-        raise ValueError(f"{name}(page={page}) does not divide the chunk of {chunk}; use a divisor of {chunk}")
+    def box(self, keys: Array) -> Boxes:
+        keys = keys.astype(jnp.float32)
+        centre = (jnp.max(keys, axis=3) + jnp.min(keys, axis=3)) / 2
+        deviation = _sum_pairs(jnp.abs(keys - centre[:, :, :, None])) / self.page
+        return Boxes(centre - deviation, centre + deviation)
 
 
 def _sum_pairs(x: Array) -> Array:
@@ -121,23 +116,3 @@ def _sum_pairs(x: Array) -> Array:
         added = x[:, :, :, :half] + x[:, :, :, half : 2 * half]
         x = added if n % 2 == 0 else jnp.concatenate([added, x[:, :, :, 2 * half :]], axis=3)
     return x[:, :, :, 0]
-
-
-def _empty_boxes(spec: CacheSpec, pages: int) -> Boxes:
-    shape = (spec.batch, spec.kv_heads, pages, spec.head_dim)
-    return Boxes(jnp.zeros(shape, spec.dtype), jnp.zeros(shape, spec.dtype))
-
-
-def _split(k: Array, page: int) -> Array:
-    """[B, K, T, D] as [B, K, T/page, page, D]."""
-    B, K, T, D = k.shape
-    return k.reshape(B, K, T // page, page, D)
-
-
-def _write_boxes(ix: Boxes, new: Boxes, at: Array, count: Array, page: int) -> Boxes:
-    first, pages = at // page, count // page
-    return Boxes(write(ix.low, new.low, first, pages), write(ix.high, new.high, first, pages))
-
-
-def _bytes_per_token(spec: CacheSpec, page: int) -> float:
-    return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize / page

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
-from kvjax.memory import has_host_memory, to_device, to_host
+from kvjax.memory import has_host_memory, host_zeros, to_device, to_host
 from kvjax.partial import Partial, attend_part, empty_part, keep_valid, merge
 from kvjax.pick import Selection
 from kvjax.spec import CacheSpec, require_int
@@ -72,7 +72,7 @@ class Host:
 
     def init(self, spec: CacheSpec, slots: int) -> HostBlock:
         shape = (spec.batch, spec.kv_heads, slots // self.page, 2, self.page, spec.head_dim)
-        return HostBlock(to_host(jnp.zeros(shape, spec.dtype)), jnp.zeros(spec.batch, jnp.int32))
+        return HostBlock(host_zeros(shape, spec.dtype), jnp.zeros(spec.batch, jnp.int32))
 
     def append(self, st: HostBlock, k: Array, v: Array, count: Array) -> HostBlock:
         B, K, T, D = k.shape
