@@ -17,7 +17,7 @@ from kvjax.schedules import Speculative
 from kvjax.selectors import All, Fier, MinMaxPages, Paris
 from kvjax.selectors.paris import Votes
 from kvjax.spec import require_int
-from kvjax.stores import Host, Quantized, Store
+from kvjax.stores import Dense, Host, Quantized, Store
 from kvjax.stores.quantized import KeyAxis
 
 
@@ -34,13 +34,15 @@ def fier(
     sink: int = 0,
     local: int = 1,
     chunk: int = 256,
+    host: bool = False,
     dense_layers: int = 2,
 ) -> Layered:
     """FIER: every token is kept, and a step attends to the `budget` whose 1-bit keys score best.
 
     The first `dense_layers` layers attend to everything. Sealed groups of `group` tokens are scored by 1-bit keys; the
     newest tokens, up to `chunk` of them, wait unsealed and are scored exactly. The paper forces no token into the
-    choice, so `sink` is 0 and `local` is the new token alone.
+    choice, so `sink` is 0 and `local` is the new token alone. With `host` the history's keys and values lie in host
+    memory, and the device holds the 1-bit keys.
 
     **Source:** FIER (2025), Algorithm 1; g = 32. **Differs:** the choice is shared by a GQA group (`pool`;
     "per_head" is the paper's rule), and a group is sealed with its chunk, not as soon as it is full (chunk=group
@@ -50,6 +52,7 @@ def fier(
     require_int("fier(budget=...)", budget, at_least=1)
     policy = Retrieval(
         selector=Fier(group=group, pool=pool),
+        store=Host() if host else Dense(),
         budget=budget,
         sink=sink,
         local=local,
@@ -69,6 +72,7 @@ def pariskv(
     correct: bool = True,
     candidates: int | None = None,
     dense_below: int = 1024,
+    host: bool = False,
     dense_layers: int = 0,
 ) -> Layered:
     """ParisKV: every token is kept, and a step attends to sink, local window and the best keys of a rotated index.
@@ -79,13 +83,14 @@ def pariskv(
     tenth to a half of the history, or as many as `candidates` says) goes on by votes.
 
     **Source:** ParisKV (Qi et al. 2026). **Differs:** the paper attends to all of its update buffer; here up to `chunk`
-    tokens wait for the index, and compete with the history by exact scores. Keys and values stay on the device, where
-    the paper moves the history to host memory.
+    tokens wait for the index, and compete with the history by exact scores. The paper moves the history's keys and
+    values to host memory: so does `host`, to choose the same tokens; without it they stay on the device.
     """
     require_int("pariskv(dense_layers=...)", dense_layers, at_least=0)
     require_int("pariskv(budget=...)", budget, at_least=1)
     policy = Retrieval(
         selector=Paris(votes=votes, correct=correct, candidates=candidates),
+        store=Host() if host else Dense(),
         budget=budget,
         sink=sink,
         local=local,
