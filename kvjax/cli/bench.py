@@ -1,0 +1,230 @@
+"""`kvjax bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvjax.cli.options import dtype_name, implementations, in_short, make_policy, model_directory, without_weights
+from kvjax.cli.terminal import bar, bars, say
+
+if TYPE_CHECKING:
+    from kvjax.hook import Layered
+    from kvjax.models import Decoder, DecoderConfig
+
+UNITS = {"K": 1 << 10, "M": 1 << 20}
+
+
+def bench(
+    model_dir: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[MODEL_DIR]",
+            help="Checkpoint in Hugging Face format. Without it, the model that ships with kvjax.",
+            show_default=False,
+        ),
+    ] = None,
+    random: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHAPE",
+            help="Random weights in place of a checkpoint: llama-3.1-8b, llama-3.2-1b, mistral-7b, qwen2.5-7b, "
+            "qwen3-8b, or the path of a config.json.",
+            show_default=False,
+        ),
+    ] = None,
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A method of `kvjax methods`; settings may follow, as fier:group=16. Repeat it for several. "
+            "Default full and fier.",
+            show_default=False,
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens attended a step and KV head, for the methods that have one; several as 512,2048.",
+            show_default=False,
+        ),
+    ] = None,
+    length: Annotated[str, typer.Option(help="Tokens of context; several as 8K,32K,128K.")] = "2K",
+    batch: Annotated[str, typer.Option(help="Rows decoded together; several as 1,8; or `largest` that fits.")] = "1",
+    steps: Annotated[int, typer.Option(help="Decode steps under the clock.")] = 128,
+    block: Annotated[int, typer.Option(help="Steps between two readings of it.")] = 16,
+    chunk: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a prompt's chunk; the default is that of the library.", show_default=False),
+    ] = None,
+    synthetic_cache: Annotated[
+        bool,
+        typer.Option("--synthetic-cache", help="Random keys and values in place of a prompt: quick, and no TTFT."),
+    ] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of weights and cache: float32, bfloat16 or float16. Default float32 on CPU, else bfloat16.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts and random weights.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for throughput.json and throughput.svg; cells that throughput.json has are not run again.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Measures time and memory of decoding through caches: TTFT, TPOT, tokens a second, bytes.
+
+    Prompts are random tokens of the exact length, stored by the model; decoding is the library's own loop on the
+    device. Compilation is not counted. TPOT is the median over blocks of steps, with the fastest and the slowest.
+    """
+    from kvjax.evaluate import throughput
+
+    workload = throughput.Workload(steps=steps, block=block, chunk=chunk, synthetic=synthetic_cache, seed=seed)
+    lengths = [_size("--length", part) for part in length.split(",")]
+    batches = None if batch == "largest" else [_size("--batch", part) for part in batch.split(",")]
+    budgets = [None] if budget is None else [_size("--budget", part) for part in budget.split(",")]
+    caches = _caches(cache or ["full", "fier"], budgets)
+    if random is not None and model_dir is not None:
+        raise ValueError(f"give a checkpoint or --random, not both; got {model_dir} and --random {random}")
+    kind = dtype_name(dtype)
+    directory = None if random is not None else model_directory(model_dir)
+    if directory is not None:
+        name, config = directory.name, without_weights(directory).config
+    else:
+        assert random is not None
+        name, config = _shape(random)
+
+    progress = bars()
+    with progress, bar(progress, "loading weights" if directory is not None else "drawing weights"):
+        model, about = _model(directory, name, config, kind, seed)
+    for label, policies in caches.items():
+        spec = model.spec(batch=(batches or [1])[0], capacity=max(lengths) + block + steps)
+        say(f"{label}: {in_short(implementations(policies, spec))}")
+
+    results = None if out is None else out / "throughput.json"
+    with progress:
+        total = len(caches) * len(lengths) * len(batches or [1])
+        done: list[dict[str, Any]] = []
+        with bar(progress, f"{total} cells", total=total) as advance_to:
+
+            def report(row: dict[str, Any]) -> None:
+                done.append(row)
+                advance_to(len(done))
+                say(" | ".join(_cells(row)))
+
+            rows = throughput.sweep(
+                model,
+                caches,
+                lengths=lengths,
+                batches=batches,
+                about=about,
+                workload=workload,
+                out=results,
+                report=report,
+            )
+    _print(rows)
+    if out is not None:
+        say(f"wrote {results}")
+        if any(row["status"] == "ok" for row in rows):
+            throughput.figure(rows).savefig(out / "throughput.svg")
+            say(f"wrote {out / 'throughput.svg'}")
+
+
+def _size(option: str, text: str) -> int:
+    """32768 of "32768" or "32K"."""
+    number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
+    if not number.strip().isdecimal() or int(number) < 1:
+        raise ValueError(f"{option} takes whole numbers from 1, as 8192 or 8K, with commas between them; got {text!r}")
+    return int(number) * unit
+
+
+def _caches(names: Sequence[str], budgets: Sequence[int | None]) -> dict[str, Layered]:
+    """Policies by a label that tells the budget; a method without one comes once, whatever the budgets."""
+    from kvjax.presets import find
+
+    caches: dict[str, Layered] = {}
+    for name in names:
+        for budget in budgets if find(name.partition(":")[0]).has_budget else [None]:
+            policies, given = make_policy(name, budget)
+            caches[name if given is None else f"{name} {given}"] = policies
+    return caches
+
+
+def _shape(given: str) -> tuple[str, DecoderConfig]:
+    from kvjax.evaluate.throughput import SHAPES
+    from kvjax.models.config import Fields
+    from kvjax.models.weights import find_family
+
+    if given in SHAPES:
+        return f"{given}, random weights", SHAPES[given]
+    path = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
+    if not path.is_file():
+        raise ValueError(f"--random {given}: neither the path of a config.json nor one of {', '.join(SHAPES)}")
+    fields = Fields.read(path)
+    return f"{path.resolve().parent.name}, random weights", find_family(fields).configure(fields)
+
+
+def _model(
+    directory: Path | None, name: str, config: DecoderConfig, kind: str, seed: int
+) -> tuple[Decoder, dict[str, Any]]:
+    """The model, and what results say of it."""
+    from kvjax import models
+    from kvjax.evaluate.record import digest, digest_json
+    from kvjax.evaluate.throughput import random_model
+
+    about: dict[str, Any] = {"model": name, "dtype": kind}
+    if directory is not None:
+        return models.load(directory, dtype=kind).model, {**about, "digest": digest(directory)}
+    return random_model(config, kind, seed=seed), {**about, "digest": digest_json(repr(config))}
+
+
+TITLES = ("cache", "length", "batch", "TTFT s", "TPOT ms", "tokens/s", "cache MiB", "on host MiB", "peak MiB")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    from kvjax.evaluate.throughput import short
+
+    head = [row["cache"], short(row["length"]), str(row["batch"])]
+    if row["status"] != "ok":
+        return [*head, row["status"]]
+    ttft = "-" if row["ttft_seconds"] is None else f"{row['ttft_seconds']:.3g}"
+    return [
+        *head,
+        ttft,
+        f"{row['tpot_ms']:.3g} ({row['tpot_ms_min']:.3g} to {row['tpot_ms_max']:.3g})",
+        f"{row['tokens_per_second']:.1f}",
+        *(
+            "-" if (size := row[name]) is None else f"{size / 2**20:,.1f}"
+            for name in ("cache_bytes_device", "cache_bytes_host", "peak_bytes")
+        ),
+    ]
+
+
+def _print(rows: Sequence[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    first = rows[0]
+    prompt = "random keys and values in the cache" if first["synthetic"] else "random prompts"
+    peak = {row["peak_of"] for row in rows if row["status"] == "ok"}
+    of = {"device": "the device's own count", "programs": "what the compiled programs hold, weights included"}
+    table = Table(
+        title=f"{first['model']}, {first['dtype']}, {first['device']}",
+        caption=f"{prompt}; TPOT: median over blocks of {first['block']} of {first['steps']} steps (fastest to "
+        f"slowest); peak: {' or '.join(of[name] for name in sorted(peak)) or '-'}",
+    )
+    for title in TITLES:
+        table.add_column(title, justify="left" if title == "cache" else "right")
+    for row in rows:
+        table.add_row(*_cells(row))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a pipe has no width to fit into
+    console.print(table)

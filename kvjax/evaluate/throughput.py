@@ -1,0 +1,472 @@
+"""What a cache costs: TTFT, TPOT, tokens a second, bytes of the cache and peak memory, by cache, length and batch.
+
+The clock runs on what users run: `kvjax.generate`'s prefill and its loop on the device, which donates the cache. All is
+compiled, and run once, before. A prompt has exactly `length` random tokens and is stored by the model; or, as that
+takes most of the time at long contexts and says nothing of decoding, its keys and values are drawn at random and
+stored by each layer's policy (`Workload.synthetic`). The loop runs on the device by blocks of steps, and the host reads
+the clock after each: the time per output token (TPOT) is that of a block over its steps.
+
+A cell that does not fit in memory is a result as well. Rows go to a JSON file as they come, each with all that decided
+it, and a row that is there already is not measured again.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from kvjax.evaluate.record import provenance
+from kvjax.generate import SMALLEST_CHUNK, Stream, _decode_loop, _prefill_chunk, chunk_size, prefill, warm_up
+from kvjax.hook import Cache, LayerCache, Layered, check, init
+from kvjax.memory import nbytes
+from kvjax.models import Decoder, DecoderConfig
+from kvjax.models.rope import Default, Llama3
+from kvjax.sample import Sampling
+from kvjax.spec import require_int
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CAPACITY_STEP = 128  # capacities are multiples of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What all cells of a sweep share."""
+
+    steps: int = 128  # decode steps under the clock
+    block: int = 16  # steps between two readings of it; the first block, before these steps, is not counted
+    chunk: int | None = None  # of the prompt, as in `kvjax.generate.prefill`
+    synthetic: bool = False  # random keys and values in place of a prompt; there is no TTFT then
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "block"):
+            require_int(f"Workload({name}=...)", getattr(self, name), at_least=1)
+        require_int("Workload(seed=...)", self.seed, at_least=0)
+
+
+def time_cell(
+    model: Decoder, caches: Layered, *, length: int, batch: int, workload: Workload = Workload()
+) -> dict[str, Any]:
+    """One cell: seconds, tokens a second and bytes of decoding `batch` rows after `length` tokens each.
+
+    `ttft_seconds` is the prefill, up to the logits of the first token; `tpot_ms` the median over blocks of steps, with
+    `tpot_ms_min`, `_max` and `_mean` (a block in which a chunk is sealed is slower; the mean has its share).
+    `peak_bytes` is what the device reports (`peak_of` "device") where this cell raised its peak, which nothing resets
+    while a process lives; else the larger need of the two compiled programs, arguments and temporaries ("programs").
+
+    Raises:
+      JaxRuntimeError: RESOURCE_EXHAUSTED, if it does not fit.
+    """
+    require_int("length", length, at_least=1)
+    require_int("batch", batch, at_least=1)
+    rng, block = np.random.default_rng(workload.seed), workload.block
+    new = block + workload.steps
+    spec = model.spec(batch=batch, capacity=-(-(length + new) // CAPACITY_STEP) * CAPACITY_STEP)
+    peak = _device_peak()
+
+    def empty() -> Cache:
+        return jax.block_until_ready(init(caches, spec, layers=model.config.layers))
+
+    begin = time.perf_counter()
+    row: dict[str, Any] = {"ttft_seconds": None, "prefill_tokens_per_second": None}
+    if workload.synthetic:
+        cache = fill(empty(), length, seed=workload.seed, chunk=workload.chunk)
+        logits = jnp.asarray(rng.standard_normal((batch, model.config.vocab_size), np.float32))
+    else:
+        warm_up(model, empty(), length, max_new_tokens=new, block=block, chunk=workload.chunk)
+        tokens, cache = rng.integers(model.config.vocab_size, size=(batch, length), dtype=np.int32), empty()
+        start = time.perf_counter()
+        logits, cache = jax.block_until_ready(prefill(model, cache, tokens, chunk=workload.chunk, fresh=True))
+        row["ttft_seconds"] = time.perf_counter() - start
+        row["prefill_tokens_per_second"] = batch * length / row["ttft_seconds"]
+    run = Stream(model, cache, logits, new, Sampling(), None, np.zeros((0,), np.int32))
+    del cache, logits
+    run.advance(block)
+    row["warm_up_seconds"] = time.perf_counter() - begin - (row["ttft_seconds"] or 0.0)
+
+    each = []
+    while True:
+        start = time.perf_counter()
+        count = run.advance(block).shape[1]  # waits for the device
+        if not count:
+            break
+        each.append(1e3 * (time.perf_counter() - start) / count)
+    check(run.cache)
+
+    size = nbytes(run.cache)
+    row |= {
+        "tpot_ms": float(np.median(each)),
+        "tpot_ms_min": min(each),
+        "tpot_ms_max": max(each),
+        "tpot_ms_mean": float(np.mean(each)),
+        "blocks": len(each),
+        "tokens_per_second": 1e3 * batch / float(np.median(each)),
+        "cache_bytes_device": size.device,
+        "cache_bytes_host": size.host,
+        "weight_bytes": nbytes(model).device,
+    }
+    after = _device_peak()
+    rose = peak is not None and after is not None and after > peak
+    row["peak_bytes"] = after if rose else _program_bytes(model, run, length, workload)
+    row["peak_of"] = "device" if rose else "programs"
+    return row
+
+
+def sweep(
+    model: Decoder,
+    caches: Mapping[str, Layered],
+    *,
+    lengths: Iterable[int],
+    batches: Iterable[int] | None,
+    about: Mapping[str, Any],
+    workload: Workload = Workload(),
+    out: Path | None = None,
+    report: Callable[[dict], None] | None = None,
+) -> list[dict]:
+    """`time_cell` of every cache at every length and batch: a flat JSON object each, also where one does not fit.
+
+    `batches` None asks for the largest batch of each cache and length, found by trial: the first guess fills the free
+    memory with caches. (A process may have been given a part of the memory only: on a GPU 3/4 of it, unless
+    XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. `bytes_limit` tells it.)
+
+    `about` names the model, its digest and whatever else decides a result. Rows are kept in the JSON file `out`; one
+    that is there already, from the same code on the same device, comes from there. A cell that does not fit has the
+    `status` "out of memory", and larger ones of its cache are taken not to fit either. `report` gets each row.
+
+    Raises:
+      NotImplementedError: the largest batch on a device that does not report its memory, as CPUs.
+    """
+    stats = jax.devices()[0].memory_stats() or {}
+    if batches is None and not {"bytes_limit", "bytes_in_use"} <= stats.keys():
+        raise NotImplementedError(
+            f"the largest batch is found by filling the device's memory, whose size the backend "
+            f"{jax.default_backend()!r} does not report; run it on a GPU, or give batches"
+        )
+    made = provenance()
+    date = made.pop("date")
+    rows: list[dict] = []
+    for (name, policies), length, batch in product(
+        caches.items(), sorted(lengths), [None] if batches is None else sorted(batches)
+    ):
+        key = {**about, **made, **asdict(workload), "cache": name, "policies": repr(policies), "length": length}
+        key |= {"largest_batch": True} if batch is None else {"batch": batch}
+        row = _recorded(out, key)
+        if row is None:
+            smaller = [r["batch"] for r in rows if r["status"] != "ok" and r["cache"] == name and r["length"] <= length]
+            if batch is None:
+                row = _largest_batch(model, policies, length, workload, stats)
+            elif smaller and min(smaller) <= batch:
+                row = {"status": "out of memory", "error": f"not tried: a batch of {min(smaller)} did not fit"}
+            else:
+                row = _attempt(model, policies, length, batch, workload)
+            row = {**key, "date": date, **row}
+            _record(out, row)
+        rows.append(row)
+        if report is not None:
+            report(row)
+    return rows
+
+
+def largest(fits: Callable[[int], bool], *, guess: int) -> int:
+    """The largest n for which `fits(n)`, of 0 and what lies above; whatever fits, smaller numbers fit too.
+
+    Steps of doubling size lead from the guess to a number on the other side, and bisection between the two, so a good
+    guess costs few trials.
+
+    >>> tried = []
+    >>> largest(lambda n: tried.append(n) or n <= 29, guess=31), tried
+    (29, [31, 30, 28, 29])
+    """
+    least, most, step = 0, None, 1  # fits(least); not fits(most)
+    n = max(guess, 1)
+    while most is None or most - least > 1:
+        if fits(n):
+            least, n = n, n + step
+        else:
+            most, n = n, n - step
+        step *= 2
+        if most is not None and not least < n < most:
+            n = (least + most) // 2
+    return least
+
+
+def fill(cache: Cache, length: int, *, seed: int = 0, chunk: int | None = None) -> Cache:
+    """`cache`, empty and donated, with `length` tokens a row whose keys and values are normal random numbers.
+
+    Each layer's policy stores them by its own `prefill`, a chunk at a time (as `kvjax.generate.chunk_size`), so what it
+    builds beside them is what a prompt would build.
+    """
+    spec, key = cache.spec, jax.random.key(seed)
+    size = chunk_size(length, chunk, rows=spec.batch)
+    layers = list(cache.layers)
+    del cache
+    for i in range(len(layers)):
+        for start in range(0, length, size):
+            own = jax.random.fold_in(jax.random.fold_in(key, i), start)
+            layers[i] = _store(layers[i], own, np.int32(min(size, length - start)), tokens=size)
+    return jax.block_until_ready(Cache(tuple(layers)))
+
+
+@partial(jax.jit, static_argnames="tokens", donate_argnames="layer")
+def _store(layer: LayerCache, key: Array, count: Array, *, tokens: int) -> LayerCache:
+    spec = layer.spec
+    shape = (spec.batch, tokens, spec.kv_heads, spec.head_dim)
+    k, v = (jax.random.normal(own, shape, spec.dtype) for own in jax.random.split(key))
+    return replace(layer, state=layer.policy.prefill(layer.state, k, v, jnp.full(spec.batch, count)))
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+
+_LLAMA: dict[str, Any] = {"vocab_size": 128256, "q_heads": 32, "kv_heads": 8, "norm_eps": 1e-5}
+_LLAMA_ROPE: dict[str, Any] = {"theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 8192}
+
+SHAPES: dict[str, DecoderConfig] = {
+    "llama-3.1-8b": DecoderConfig(
+        **_LLAMA,
+        hidden_size=4096,
+        intermediate_size=14336,
+        layers=32,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rope=Llama3(**_LLAMA_ROPE, factor=8.0),
+    ),
+    "llama-3.2-1b": DecoderConfig(
+        **_LLAMA,
+        hidden_size=2048,
+        intermediate_size=8192,
+        layers=16,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rope=Llama3(**_LLAMA_ROPE, factor=32.0),
+        tied_head=True,
+    ),
+    "mistral-7b": DecoderConfig(
+        vocab_size=32768,
+        hidden_size=4096,
+        intermediate_size=14336,
+        layers=32,
+        q_heads=32,
+        kv_heads=8,
+        head_dim=128,
+        max_position_embeddings=32768,
+        rope=Default(theta=1e6),
+        norm_eps=1e-5,
+    ),
+    "qwen2.5-7b": DecoderConfig(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        layers=28,
+        q_heads=28,
+        kv_heads=4,
+        head_dim=128,
+        max_position_embeddings=32768,
+        rope=Default(theta=1e6),
+        qkv_bias=True,
+    ),
+    "qwen3-8b": DecoderConfig(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        layers=36,
+        q_heads=32,
+        kv_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope=Default(theta=1e6),
+        qk_norm=True,
+    ),
+}
+
+
+def random_model(config: DecoderConfig, dtype: DTypeLike = jnp.bfloat16, *, seed: int = 0) -> Decoder:
+    """A Decoder with random parameters, each drawn on the device in `dtype` alone: 8B in bfloat16 takes 16 GB.
+
+    Normal with the config's initializer_range, biases 0, norms 1, as `Decoder` itself, which draws in f32.
+    """
+    model, key = nnx.eval_shape(lambda: Decoder(config, dtype=dtype)), jax.random.key(seed)
+    for number, (path, param) in enumerate(nnx.iter_graph(model)):
+        if isinstance(param, nnx.Param):
+            kind, like = str(path[-1]), param.get_value()
+            if kind in ("scale", "bias"):
+                value = jnp.full(like.shape, float(kind == "scale"), like.dtype)
+            else:
+                value = _draw(
+                    jax.random.fold_in(key, number), config.initializer_range, shape=like.shape, dtype=like.dtype
+                )
+            param.set_value(jax.block_until_ready(value))
+    return model
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _draw(key: Array, size: float, *, shape: tuple[int, ...], dtype: Any) -> Array:
+    return (jax.random.normal(key, shape) * size).astype(dtype)  # one fused kernel: the f32 numbers stay in registers
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+
+def _attempt(model: Decoder, policies: Layered, length: int, batch: int, workload: Workload) -> dict[str, Any]:
+    """`time_cell` with `status` "ok"; or, if it does not fit, "out of memory" once the memory is free again."""
+    try:
+        row = {"status": "ok", **time_cell(model, policies, length=length, batch=batch, workload=workload)}
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
+            raise
+        row = {"status": "out of memory", "error": " ".join(str(error).split())[:300]}
+    gc.collect()  # what the frames that the error went through held
+    return row
+
+
+def _largest_batch(
+    model: Decoder, policies: Layered, length: int, workload: Workload, stats: Mapping[str, int]
+) -> dict[str, Any]:
+    one = nbytes(init(policies, model.spec(batch=1, capacity=length), layers=model.config.layers)).device
+    trial = replace(workload, steps=1)
+    batch = largest(
+        lambda n: _attempt(model, policies, length, n, trial)["status"] == "ok",
+        guess=(stats["bytes_limit"] - stats["bytes_in_use"]) // one,
+    )
+    found = {"batch": batch, "bytes_limit": stats["bytes_limit"]}
+    if not batch:
+        return {**found, "status": "out of memory", "error": "not even a batch of 1 fits"}
+    return {**found, **_attempt(model, policies, length, batch, workload)}
+
+
+def _recorded(out: Path | None, key: dict[str, Any]) -> dict[str, Any] | None:
+    """The row of `out` that was made by all that `key` says."""
+    wanted = json.loads(json.dumps(key)).items()
+    return next((row for row in _rows(out) if wanted <= row.items()), None)
+
+
+def _record(out: Path | None, row: dict[str, Any]) -> None:
+    if out is not None:
+        rows = [*_rows(out), row]
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part = out.with_suffix(".part")
+        part.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        os.replace(part, out)  # whole or not at all
+
+
+def _rows(out: Path | None) -> list[dict[str, Any]]:
+    return json.loads(out.read_text())["rows"] if out is not None and out.is_file() else []
+
+
+def _device_peak() -> int | None:
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def _program_bytes(model: Decoder, run: Stream, length: int, workload: Workload) -> int | None:
+    """Bytes of the largest program of the run: arguments, outputs that are no argument's memory, temporaries. None
+    where the backend does not tell.
+
+    The run compiled these programs; asking for them with arguments of the same shapes finds them again.
+    """
+    cache, B, block = run.cache, run.cache.spec.batch, workload.block
+    state = (run.logits, np.ones((B,), bool), (np.zeros((0,), np.float32), np.zeros((), np.float32)))
+    numbers = (None, np.int32(0), np.int32(block), Sampling(), np.zeros((0,), np.int32))
+    room = max(SMALLEST_CHUNK, 1 << (block - 1).bit_length())
+    programs = [_decode_loop.lower(model, cache, *state, *numbers, room=room, measure=False)]
+    if not workload.synthetic:
+        size = chunk_size(length, workload.chunk, rows=B)
+        tokens, lengths = np.zeros((B, size), np.int32), np.zeros((B,), np.int32)
+        programs += [
+            _prefill_chunk.lower(model, cache, tokens, lengths, fresh=fresh)
+            for fresh in ((True,) if size >= length else (True, False))
+        ]
+    found = [analysis for program in programs if (analysis := program.compile().memory_analysis()) is not None]
+    return max(
+        (
+            m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+            for m in found
+        ),
+        default=None,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- plot
+
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
+MARKERS = "osD^vPX"
+
+
+def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """TPOT by length, a line a cache and a panel a batch; whiskers from the fastest to the slowest block.
+
+    Raises:
+      ValueError: no row has a time.
+      ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+    except ImportError as error:
+        raise ImportError("the plots need matplotlib: pip install 'kvjax[eval]'") from error
+    rows = [row for row in rows if row["status"] == "ok"]
+    if not rows:
+        raise ValueError("no cell fitted in memory, so there is no time to plot")
+    batches, names = sorted({row["batch"] for row in rows}), list(dict.fromkeys(row["cache"] for row in rows))
+    lengths = sorted({row["length"] for row in rows})
+    drawn = Figure(figsize=(1.5 + 4.0 * len(batches), 3.8), layout="constrained")
+    panels = drawn.subplots(1, len(batches), sharey=True, squeeze=False)[0]
+    for panel, batch in zip(panels, batches, strict=True):
+        for i, name in enumerate(names):
+            line = sorted(
+                (row for row in rows if (row["batch"], row["cache"]) == (batch, name)), key=lambda row: row["length"]
+            )
+            middle = np.array([row["tpot_ms"] for row in line])
+            ends = np.array(
+                [[row["tpot_ms"] - row["tpot_ms_min"], row["tpot_ms_max"] - row["tpot_ms"]] for row in line]
+            )
+            panel.errorbar(
+                [row["length"] for row in line],
+                middle,
+                yerr=ends.reshape(-1, 2).T,
+                label=name,
+                color=COLOURS[i % len(COLOURS)],
+                marker=MARKERS[i % len(MARKERS)],
+                linestyle=("-", "--", ":")[i // len(COLOURS) % 3],
+                capsize=2,
+            )
+        panel.set_title(f"batch {batch}")
+        panel.set_xscale("log")
+        panel.xaxis.set_major_locator(FixedLocator(lengths))
+        panel.xaxis.set_major_formatter(FixedFormatter([short(length) for length in lengths]))
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.set_xlabel("context (tokens)")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylim(bottom=0)
+    panels[0].set_ylabel("time per output token (ms)")
+    panels[-1].legend(frameon=False)
+    made = rows[0]
+    prompt = "random keys and values" if made["synthetic"] else "random prompts"
+    drawn.suptitle(f"{made['model']}, {made['dtype']}, {made['device']}; {prompt}", fontsize="medium")
+    return drawn
+
+
+def short(length: int) -> str:
+    """
+    >>> short(32768), short(1 << 20), short(1000)
+    ('32K', '1M', '1000')
+    """
+    for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
+        if length % unit == 0:
+            return f"{length // unit}{name}"
+    return str(length)
