@@ -17,8 +17,19 @@ from importlib import import_module
 from types import ModuleType
 
 from kvjax import memory, presets
-from kvjax.caches import Full, FullState, Info, Policy, Retrieval, RetrievalState
+from kvjax.caches import (
+    Evicting,
+    EvictingState,
+    Full,
+    FullState,
+    Info,
+    Observer,
+    Policy,
+    Retrieval,
+    RetrievalState,
+)
 from kvjax.demotion import Demotion, Fifo, LogSparse
+from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
 from kvjax.hook import (
     Cache,
     LayerCache,
@@ -34,7 +45,7 @@ from kvjax.hook import (
 from kvjax.partial import Partial, attend_part, merge
 from kvjax.pick import Selection
 from kvjax.schedules import EveryStep, Schedule, Speculative
-from kvjax.selectors import All, CentrePages, Fier, MinMaxPages, Paris, Selector
+from kvjax.selectors import All, CentrePages, Exact, Fier, MinMaxPages, Paris, Selector
 from kvjax.spec import CacheSpec
 from kvjax.stores import Dense, Host, Quantized, Store
 
@@ -56,16 +67,24 @@ __all__ = [
     "Demotion",
     "Dense",
     "EveryStep",
+    "Evicting",
+    "EvictingState",
+    "Evictor",
+    "Exact",
     "Fier",
     "Fifo",
     "Full",
     "FullState",
+    "HeavyHitter",
     "Host",
     "Info",
+    "LastQuery",
     "LayerCache",
     "Layered",
     "LogSparse",
     "MinMaxPages",
+    "Observation",
+    "Observer",
     "Paris",
     "Partial",
     "Policy",
@@ -75,6 +94,7 @@ __all__ = [
     "Schedule",
     "Selection",
     "Selector",
+    "Sliding",
     "Speculative",
     "Store",
     "attend_part",

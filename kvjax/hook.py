@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
-from kvjax.caches import Info, Policy
+from kvjax.caches import Info, Observer, Policy
 from kvjax.partial import attend_causal, merge
 from kvjax.spec import CacheSpec, check_dims, require_int
 
@@ -37,7 +37,7 @@ class LayerCache:
 
     @property
     def length(self) -> Array:
-        """i32[B] tokens held a row."""
+        """i32[B] tokens that a row has taken in."""
         return self.state.length
 
 
@@ -54,7 +54,7 @@ class Cache:
 
     @property
     def length(self) -> Array:
-        """i32[B] tokens held a row, the same in all layers."""
+        """i32[B] tokens that a row has taken in, the same in all layers."""
         return self.layers[0].length
 
 
@@ -179,7 +179,12 @@ def attention_info(
         # drops barriers first, and copies; measured 2026-11-21, 131072 tokens: temp bytes 391 MB, with it 117 MB).
         out, k, v = lax.optimization_barrier((out, k, v))
     if cache is not None:
-        cache = dataclasses.replace(cache, state=cache.policy.prefill(cache.state, k, v, count))
+        policy = cache.policy
+        if isinstance(policy, Observer):
+            state = policy.prefill_observed(cache.state, q, k, v, count, scale=scale, window=window)
+        else:
+            state = policy.prefill(cache.state, k, v, count)
+        cache = dataclasses.replace(cache, state=state)
     return out, cache, None
 
 

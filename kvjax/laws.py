@@ -9,6 +9,10 @@ the same policy fed in another way. Where a store keeps keys and values in few b
 over what it gives back for those tokens that have left the recent block, and over exact ones for all others. Laws
 that speak of a budget or of a selection ask nothing of policies without. Prompts come in chunks of `CHUNK` tokens and
 steps of one, so a policy compiles twice for most laws.
+
+A policy that evicts has laws of its own: what it holds, and what a step then attends to. A law that compares with all
+tokens that came gives it slots for all of them (`attending_to_all`), and a law of what happens when the capacity is
+used up asks nothing of it, for it always has room. All other laws hold while tokens die.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvjax.caches import Info, Policy, Retrieval, RetrievalState
+from kvjax.caches import Evicting, EvictingState, Info, Policy, Retrieval, RetrievalState
 from kvjax.hook import LayerCache, attention, attention_info, flush, init_layer, insert
 from kvjax.hook import check as check_overflow
 from kvjax.memory import to_device
@@ -156,7 +160,12 @@ def attending_to_all(policy: Policy, spec: CacheSpec) -> Policy:
     if isinstance(policy, Retrieval) and policy.budget is not None:
         unit = policy.selector.unit
         return dataclasses.replace(policy, budget=spec.capacity + policy.sink + policy.local + unit)
-    return policy
+    return _with_room(policy, spec)
+
+
+def _with_room(policy: Policy, spec: CacheSpec) -> Policy:
+    """A policy that evicts with slots for all tokens; any other as it is."""
+    return dataclasses.replace(policy, budget=spec.capacity) if isinstance(policy, Evicting) else policy
 
 
 def edge_lengths(policy: Policy, spec: CacheSpec) -> list[int]:
@@ -218,7 +227,7 @@ def prompt_attends_causally(policy: Policy, spec: CacheSpec) -> None:
 
     A chunk reads itself exactly, and earlier ones as they are stored.
     """
-    tokens, lengths = random_tokens(spec, 1), _ragged(policy, spec)
+    policy, tokens, lengths = _with_room(policy, spec), random_tokens(spec, 1), _ragged(policy, spec)
     _, out = fill(_new(policy, spec), tokens, lengths)
     for b in range(spec.batch):
         for t in {0, 1, CHUNK - 1, CHUNK, int(lengths[b]) - 1} & set(range(int(lengths[b]))):
@@ -229,15 +238,23 @@ def prompt_attends_causally(policy: Policy, spec: CacheSpec) -> None:
 
 
 def prefill_equals_prefill_then_updates(policy: Policy, spec: CacheSpec) -> None:
-    """A prompt of T1 + T2 tokens leaves what T1 tokens and T2 decode steps leave, in every zone."""
-    tokens = random_tokens(spec, 2)
+    """A prompt of T1 + T2 tokens leaves what T1 tokens and T2 decode steps leave, in every zone.
+
+    An evictor may make more or less of a query for its coming in a prompt: with slots for all, the tokens are the same.
+    """
+    policy, tokens = _with_room(policy, spec), random_tokens(spec, 2)
     first = _ragged(policy, spec) // 2
     last = first + min(70, spec.capacity - 1 - int(first.max()))
     whole, _ = fill(_new(policy, spec), tokens, last)
     steps, _ = fill(_new(policy, spec), tokens, first)
     for i in range(int((last - first).max())):
         _, steps, _ = step(steps, tokens, first + i)
-    _same(valid_part(flush(steps), spec), valid_part(whole, spec), "state")
+    steps = flush(steps)
+    if isinstance(policy, Evicting):
+        whole, steps = (
+            dataclasses.replace(c, state=dataclasses.replace(c.state, evidence=None)) for c in (whole, steps)
+        )
+    _same(valid_part(steps, spec), valid_part(whole, spec), "state")
     assert (np.asarray(whole.length) == last).all()
 
 
@@ -314,11 +331,11 @@ def selected_slots_are_valid_and_unique(policy: Policy, spec: CacheSpec) -> None
     cache, _ = fill(_new(policy, spec), tokens, lengths)
     for i in range(3):
         _, cache, info = step(cache, tokens, lengths + i)
+        held = lengths + i + 1
         if not isinstance(policy, Retrieval) or policy.budget is None:
             assert info.selection is None
-            _attended(info, lengths + i + 1)
+            _attended(info, np.minimum(held, policy.budget) if isinstance(policy, Evicting) else held)
             continue
-        held = lengths + i + 1
         most = np.where(held >= policy.dense_below, np.minimum(held, policy.budget), held)
         if policy.selector.unit == 1:
             _attended(info, most)
@@ -416,7 +433,9 @@ def insert_replaces_one_row(policy: Policy, spec: CacheSpec) -> None:
 
 
 def full_cache_drops_and_says_so(policy: Policy, spec: CacheSpec) -> None:
-    """A token without room changes nothing that is stored, and `check` raises."""
+    """A token without room changes nothing that is stored, and `check` raises. A policy that evicts always has room."""
+    if isinstance(policy, Evicting):
+        return
     tokens = random_tokens(spec, 14)
     cache, _ = fill(_new(policy, spec), tokens, np.full(spec.batch, spec.capacity - 1))
     _, cache, _ = step(cache, tokens, np.full(spec.batch, spec.capacity - 1))
@@ -455,6 +474,8 @@ def one_trace_serves_all_steps(policy: Policy, spec: CacheSpec) -> None:
 def step_is_in_place(policy: Policy, spec: CacheSpec) -> None:
     """A donated step aliases its whole cache, and holds no second one: temp bytes under 1/4 of a large cache.
 
+    Of a policy that evicts, with slots for all: its cache is as large as its budget.
+
     A policy with a budget holds a score of every token, which beside codes of few bits is much: there it is 1/4 of
     the exact keys and values.
     """
@@ -466,7 +487,7 @@ def step_is_in_place(policy: Policy, spec: CacheSpec) -> None:
             head_dim=max(128, spec.head_dim),
             dtype=jnp.float32,
         )
-        cache = _shapes(policy, large, spec)
+        cache = _shapes(_with_room(policy, large), large, spec)
         q, k = (
             jax.ShapeDtypeStruct((batch, 1, n, large.head_dim), large.dtype) for n in (large.q_heads, large.kv_heads)
         )
@@ -503,6 +524,53 @@ def policy_is_a_value(policy: Policy, spec: CacheSpec) -> None:
     assert hash(twin) == hash(policy), "equal policies have different hashes"
     assert repr(twin) == repr(policy)
     assert not jax.tree.leaves(jax.tree.map(lambda a: a if isinstance(a, jax.Array) else None, vars(policy)))
+
+
+def budget_bounds_what_is_held(policy: Policy, spec: CacheSpec) -> None:
+    """Each kv head holds min(budget, tokens that came) different tokens, however many come, the newest among them.
+
+    The first ones that a sink keeps too; all as they came, to the bit; and the state is no larger for a large capacity.
+    """
+    if not isinstance(policy, Evicting):
+        return
+    tokens, lengths = random_tokens(spec, 18), _ragged(policy, spec)
+    cache, _ = fill(_new(policy, spec), tokens, lengths)
+    for i in range(30):
+        _, cache, info = step(cache, tokens, (lengths + i) % spec.capacity)
+        came = lengths + i + 1
+        _attended(info, np.minimum(came, policy.budget))
+        held = held_positions(cache)
+        for b, k in np.ndindex(spec.batch, spec.kv_heads):
+            mine = held[b][k]
+            assert len(set(mine)) == len(mine) == min(came[b], policy.budget), f"row {b} head {k} holds {sorted(mine)}"
+            assert came[b] - 1 in mine, f"row {b} head {k} lost its newest token"
+            sink = getattr(policy.evictor, "sink", 0)
+            assert set(range(min(sink, came[b]))) <= set(mine), f"row {b} head {k} lost of its sink"
+            for stored, given in ((cache.state.tokens.k, tokens.k), (cache.state.tokens.v, tokens.v)):
+                want = given[b, np.array(mine) % spec.capacity, k]
+                _same(np.asarray(stored)[b, k, : len(mine)], want, f"row {b} head {k}")
+    np.testing.assert_array_equal(np.asarray(cache.length), came)
+    check_overflow(cache)
+    sizes = [
+        sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(jax.eval_shape(partial(policy.init, larger))))
+        for larger in (dataclasses.replace(spec, capacity=n * max(spec.capacity, policy.budget)) for n in (1, 1000))
+    ]
+    assert sizes[0] == sizes[1], f"{sizes} bytes at capacities 1 to 1000"
+
+
+def step_attends_to_what_is_held(policy: Policy, spec: CacheSpec) -> None:
+    """A step of a policy that evicts is exact attention over the tokens that each kv head then holds."""
+    if not isinstance(policy, Evicting):
+        return
+    tokens, lengths = random_tokens(spec, 19), _ragged(policy, spec)
+    cache, _ = fill(_new(policy, spec), tokens, lengths)
+    for i in range(3):
+        out, cache, _ = step(cache, tokens, lengths + i)
+        for b, k in np.ndindex(spec.batch, spec.kv_heads):
+            mine = held_positions(cache)[b][k]
+            heads = slice(k * spec.group, (k + 1) * spec.group)
+            q, keys, values = tokens.q[b, lengths[b] + i, heads], tokens.k[b, mine, k], tokens.v[b, mine, k]
+            _close(out[b, heads], dense(q, keys[:, None], values[:, None]), spec, f"row {b}, kv head {k}")
 
 
 def checkpoint_restores_to_the_bit(policy: Policy, spec: CacheSpec) -> None:
@@ -542,6 +610,8 @@ LAWS: dict[str, Law] = {
         step_is_in_place,
         structure_is_constant,
         policy_is_a_value,
+        budget_bounds_what_is_held,
+        step_attends_to_what_is_held,
         checkpoint_restores_to_the_bit,
     )
 }
@@ -559,13 +629,34 @@ def check(policy: Policy, spec: CacheSpec) -> None:
 # ------------------------------------------------------------------------------------------------- parts of the laws
 
 
+def held_positions(cache: LayerCache) -> list[list[list[int]]]:
+    """Positions of the tokens that each row and kv head of a policy that evicts holds, by slot."""
+    st = cache.state
+    return [
+        [head[:count].tolist() for head in row]
+        for row, count in zip(np.asarray(st.position), np.asarray(st.tokens.count), strict=True)
+    ]
+
+
 def valid_part(cache: LayerCache, spec: CacheSpec) -> list[Any]:
     """The state with zeros in every slot past count, as leaves; what two caches that hold the same must agree on.
 
-    Without what a schedule remembers of the last step: a prompt leaves none.
+    Without what a schedule remembers of the last step: a prompt leaves none. Slots that hold a bag, as those of a
+    policy that evicts, in order of position.
     """
-    if isinstance(cache.state, RetrievalState):
-        cache = dataclasses.replace(cache, state=dataclasses.replace(cache.state, schedule=()))
+    st = cache.state
+    if isinstance(st, RetrievalState):
+        cache = dataclasses.replace(cache, state=dataclasses.replace(st, schedule=()))
+    if isinstance(st, EvictingState):
+        used = jnp.arange(st.tokens.slots)[None] < st.tokens.count[:, None]
+        order = jnp.argsort(jnp.where(used[:, None], st.position, spec.capacity), axis=-1)
+
+        def sort(leaf: Array) -> Array:
+            if leaf.ndim < 3:
+                return leaf
+            return jnp.take_along_axis(leaf, order.reshape(*order.shape, *(1,) * (leaf.ndim - 3)), axis=2)
+
+        cache = dataclasses.replace(cache, state=jax.tree.map(sort, st))
     return jax.tree.leaves(_map_slots(cache, spec, lambda leaf, used: jnp.where(used, leaf, jnp.zeros_like(leaf))))
 
 
@@ -606,6 +697,8 @@ def _map_slots(cache: LayerCache, spec: CacheSpec, change: Callable[..., Array],
             index=zone(st.index, st.store.count, st.store.slots),
             recent=zone(st.recent, st.recent.count, st.recent.slots),
         )
+    if isinstance(st, EvictingState):
+        return zone(st, st.tokens.count, st.tokens.slots)
     return zone(st, st.length, spec.capacity)
 
 

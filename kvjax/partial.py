@@ -39,15 +39,28 @@ def attend_part(q: Array, k: Array, v: Array, mask: Array, *, scale: float) -> P
     `keep_valid` where that is not certain. Logits, sums and the output are f32; the products read q, k and v in
     their own dtype.
     """
-    q = q.astype(k.dtype)
-    logits = jnp.einsum("bkqd,bksd->bkqs", q, k, preferred_element_type=jnp.float32, precision="highest") * scale
 
     def mix(weights: Array) -> Array:
         return jnp.einsum(
             "bkqs,bksd->bkqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision="highest"
         )
 
-    return part_of_logits(logits, mask, mix)
+    return part_of_logits(_logits(q, k, scale), mask, mix)
+
+
+def softmax_weights(q: Array, k: Array, mask: Array, *, scale: float) -> Array:
+    """f32[B, K, Q, S] weights with which `attend_part` mixes values; 0 where `mask` is false, and in an empty part.
+
+    Beside an `attend_part` of the same arguments in one program, XLA computes the logits once.
+    """
+    logits = jnp.where(mask, _logits(q, k, scale), -jnp.inf)
+    empty = ~jnp.any(mask, axis=-1, keepdims=True)
+    return jnp.where(empty, 0.0, jax.nn.softmax(jnp.where(empty, 0.0, logits), axis=-1))
+
+
+def _logits(q: Array, k: Array, scale: float) -> Array:
+    q = q.astype(k.dtype)
+    return jnp.einsum("bkqd,bksd->bkqs", q, k, preferred_element_type=jnp.float32, precision="highest") * scale
 
 
 def part_of_logits(logits: Array, mask: Array, mix: Callable[[Array], Array]) -> Partial:

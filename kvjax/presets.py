@@ -9,12 +9,13 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvjax.caches import Full, Policy, Retrieval
+from kvjax.caches import Evicting, Full, Policy, Retrieval
 from kvjax.demotion import Demotion, Fifo, LogSparse
+from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
 from kvjax.hook import Layered
 from kvjax.pick import Pool
 from kvjax.schedules import Speculative
-from kvjax.selectors import All, Fier, MinMaxPages, Paris
+from kvjax.selectors import All, Exact, Fier, MinMaxPages, Paris
 from kvjax.selectors.paris import Votes
 from kvjax.spec import require_int
 from kvjax.stores import Dense, Host, Quantized, Store
@@ -217,6 +218,71 @@ def freekv(
     return Layered((Full(),) * dense_layers, policy)
 
 
+def exact(
+    budget: int = 1024,
+    *,
+    pool: Pool = "mean_softmax",
+    sink: int = 0,
+    local: int = 1,
+    chunk: int = 256,
+    dense_layers: int = 2,
+) -> Layered:
+    """The oracle: every token is kept, and a step attends to the `budget` whose true scores are best.
+
+    The ceiling of `fier` and of every other selector, with the settings of `fier`: the first `dense_layers` layers
+    attend to everything, and no token but the new one is forced into the choice. It stores the keys twice and reads all
+    of them, so it saves nothing; see `Exact` for what `pool` makes of it.
+    """
+    require_int("exact(dense_layers=...)", dense_layers, at_least=0)
+    require_int("exact(budget=...)", budget, at_least=1)
+    policy = Retrieval(
+        selector=Exact(pool=pool), budget=budget, sink=sink, local=local, demote=Fifo(leave=chunk), dense_below=0
+    )
+    return Layered((Full(),) * dense_layers, policy)
+
+
+def streaming_llm(budget: int = 1024, *, sink: int = 4, dense_layers: int = 0) -> Layered:
+    """StreamingLLM: the first `sink` tokens and the newest are kept and attended, `budget` in all.
+
+    **Source:** StreamingLLM (Xiao et al. 2023), section 3.2. **Differs:** see `Sliding`: positions are not numbered
+    anew within the cache.
+    """
+    return _evicting("streaming_llm", Sliding(sink=sink), budget, dense_layers)
+
+
+def h2o(budget: int = 1024, *, recent: float = 0.5, dense_layers: int = 0) -> Layered:
+    """H2O: the newest tokens, a share of `recent` of the budget, and the others by the attention they have gathered.
+
+    **Source:** H2O (Zhang et al. 2023), Algorithm 1. **Differs:** see `HeavyHitter`: a group of query heads shares a
+    choice; the budget counts the new token; see `Evicting` for prompts in several chunks.
+    """
+    return _evicting("h2o", HeavyHitter(recent=recent), budget, dense_layers)
+
+
+def tova(budget: int = 1024, *, dense_layers: int = 0) -> Layered:
+    """TOVA: the token to which the newest query attends least is dropped, in all heads of a layer the same.
+
+    **Source:** TOVA (Oren et al. 2024). **Differs:** see `LastQuery`: a prompt is cut down once, by its last query; the
+    budget counts the new token; see `Evicting` for prompts in several chunks.
+    """
+    return _evicting("tova", LastQuery(), budget, dense_layers)
+
+
+def snapkv(budget: int = 1024, *, window: int = 32, pool: int = 7, dense_layers: int = 0) -> Layered:
+    """SnapKV: of a prompt, the last `window` tokens and those to which their queries attend most, `budget` in all.
+
+    **Source:** SnapKV (Li et al. 2024), section 4. **Differs:** see `Observation`: a group of query heads shares a
+    choice, and generated tokens take slots of the budget; see `Evicting` for prompts in several chunks.
+    """
+    return _evicting("snapkv", Observation(window=window, pool=pool), budget, dense_layers)
+
+
+def _evicting(name: str, evictor: Evictor, budget: int, dense_layers: int) -> Layered:
+    require_int(f"{name}(dense_layers=...)", dense_layers, at_least=0)
+    require_int(f"{name}(budget=...)", budget, at_least=1)
+    return Layered((Full(),) * dense_layers, Evicting(evictor=evictor, budget=budget))
+
+
 @dataclass(frozen=True)
 class Preset:
     """A row of the table of methods."""
@@ -254,6 +320,16 @@ REGISTRY: dict[str, Preset] = {
         ),
         Preset(
             "kivi", kivi, "every token, attends to all; 2 bits but for the newest 128", "KIVI 2024", has_budget=False
+        ),
+        Preset("exact", exact, "every token, attends to the budget by true scores: the ceiling of a selector", "-"),
+        Preset("streaming_llm", streaming_llm, "the first 4 tokens and the newest, to the budget", "StreamingLLM 2023"),
+        Preset("h2o", h2o, "the newest tokens and the most attended so far, half of the budget each", "H2O 2023"),
+        Preset("tova", tova, "the tokens that the newest query attends to most, to the budget", "TOVA 2024"),
+        Preset(
+            "snapkv",
+            snapkv,
+            "what the prompt's last 32 queries attend to most and what follows, to the budget",
+            "SnapKV 2024",
         ),
     )
 }

@@ -9,12 +9,24 @@ pytree whose every leaf has the batch first; verbs take a state and return one o
     attend    attention of the newest token's queries, over what the policy lets them see
     flush     demotes from full recent blocks; called before each update, for all layers under one condition
     attend_stored   exact attention over everything stored: what a chunk of a prompt needs of the chunks before it
+    prefill_observed   in place of prefill, for a policy to which the queries of a prompt matter
 
 Nothing here clamps: a token that has no room is dropped and sets `overflow`, which `kvjax.check` reports.
 """
 
+from kvjax.caches.evicting import Evicting, EvictingState
 from kvjax.caches.full import Full, FullState
-from kvjax.caches.policy import Info, Policy
+from kvjax.caches.policy import Info, Observer, Policy
 from kvjax.caches.retrieval import Retrieval, RetrievalState
 
-__all__ = ["Full", "FullState", "Info", "Policy", "Retrieval", "RetrievalState"]
+__all__ = [
+    "Evicting",
+    "EvictingState",
+    "Full",
+    "FullState",
+    "Info",
+    "Observer",
+    "Policy",
+    "Retrieval",
+    "RetrievalState",
+]

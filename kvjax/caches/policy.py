@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import Array
@@ -49,6 +49,17 @@ class Policy(Protocol):
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         """Bytes that a token of a long context takes in a layer, over all kv heads."""
+        ...
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A policy that chooses what to keep of a prompt by its queries too; the hook calls this in place of `prefill`."""
+
+    def prefill_observed(
+        self, st: Any, q: Array, k: Array, v: Array, lengths: Array, *, scale: float, window: int | None = None
+    ) -> Any:
+        """`prefill` of k, v with the queries q [B, T, N, D]."""
         ...
 
 

@@ -5,9 +5,10 @@ Scores estimate scale * q.k, so that they compare with the exact scores of token
 `Retrieval` pools over the group, and picks.
 """
 
+from kvjax.selectors.exact import Exact
 from kvjax.selectors.fier import Fier
 from kvjax.selectors.pages import CentrePages, MinMaxPages
 from kvjax.selectors.paris import Paris
 from kvjax.selectors.selector import All, Selector
 
-__all__ = ["All", "CentrePages", "Fier", "MinMaxPages", "Paris", "Selector"]
+__all__ = ["All", "CentrePages", "Exact", "Fier", "MinMaxPages", "Paris", "Selector"]

@@ -1,0 +1,247 @@
+"""A fixed number of slots; for each token that comes when they are full, one dies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.tree_util import register_dataclass
+
+from kvjax import ops
+from kvjax.blocks import Block, empty_block, write
+from kvjax.caches.policy import Info, lowest_visible
+from kvjax.evictors import Evictor
+from kvjax.partial import Partial, attend_part, group_queries, keep_valid, merge, softmax_weights, ungroup
+from kvjax.spec import CacheSpec, require_int
+
+QUERIES = 128  # of a prompt, whose weights are held at a time
+SLOTS = 1024  # to which a chunk of a prompt attends at a time
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class EvictingState:
+    """A slot holds different tokens in different kv heads. Slots fill in order; afterwards they hold a bag."""
+
+    tokens: Block  # [B, K, S, D]
+    position: Array  # i32[B, K, S] of each token
+    evidence: Array | None  # f32[B, K, S] what the evictor knows of each token; None if it asks for nothing
+    length: Array  # i32[B] tokens that have come, so the position of the next
+    due: Array | None  # bool[B] a token came whose query the evictor has not seen yet; None as above
+
+    @property
+    def overflow(self) -> Array:
+        """bool[B]: false, for there is room for every token."""
+        return jnp.zeros_like(self.length, bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evicting:
+    """Holds `budget` tokens a kv head and attends to all of them; the `evictor` says which of them die.
+
+    A token that comes to full slots takes that of a token that dies, and then its query attends: so a step reads
+    `budget` tokens, its own included. The capacity of the spec takes no memory beyond that, and a row may take in more;
+    `length` counts what has come. Keys keep the positions with which they came.
+
+    A chunk of a prompt attends exactly to itself and to what is held of the chunks before it, and then all but the
+    budget dies at once. A prompt in one chunk is thus read exactly, and evicted once, as the papers do; in more chunks,
+    what is held at any time is the budget and a chunk. (`kvjax.generate` takes the size as `chunk`.) In a model with a
+    sliding window a token that a query does not see takes its slot until it dies.
+    """
+
+    evictor: Evictor
+    budget: int = 1024  # tokens held and attended
+
+    def __post_init__(self) -> None:
+        require_int("Evicting(budget=...)", self.budget, at_least=1)
+        self.evictor.check(self.budget)
+
+    def init(self, spec: CacheSpec) -> EvictingState:
+        slots = min(self.budget, spec.capacity)
+        shape, asks = (spec.batch, spec.kv_heads, slots), self.evictor.arrival is not None
+        return EvictingState(
+            tokens=empty_block(spec, slots),
+            position=jnp.zeros(shape, jnp.int32),
+            evidence=jnp.zeros(shape, jnp.float32) if asks else None,
+            length=jnp.zeros(spec.batch, jnp.int32),
+            due=jnp.zeros(spec.batch, bool) if asks else None,
+        )
+
+    def update(self, st: EvictingState, k: Array, v: Array, active: Array) -> EvictingState:
+        B, K, S = st.position.shape
+        worth = self.evictor.worth(st.evidence, st.position, st.length + 1, S)
+        least = worth == jnp.min(worth, axis=-1, keepdims=True)
+        dies = jnp.argmin(jnp.where(least, st.position, jnp.iinfo(jnp.int32).max), axis=-1)
+        slot = jnp.where((st.tokens.count < S)[:, None], st.tokens.count[:, None], dies.astype(jnp.int32))
+
+        def place(held: Array, new: Array) -> Array:
+            """`held` [B, K, S, ...] with `new` [B, 1 or K, 1, ...] in the slot of each head of the active rows."""
+            new = jnp.broadcast_to(new, (B, K, 1, *held.shape[3:]))
+            rows, tokens = (a.reshape(B * K, 1, *a.shape[2:]) for a in (held, new))
+            return write(rows, tokens, slot.reshape(-1), jnp.repeat(active, K).astype(jnp.int32)).reshape(held.shape)
+
+        arrival, evidence = self.evictor.arrival, st.evidence
+        if evidence is not None and arrival is not None:
+            evidence = place(evidence, jnp.full((B, 1, 1), arrival, jnp.float32))
+        came = active.astype(jnp.int32)
+        return EvictingState(
+            tokens=Block(
+                place(st.tokens.k, jnp.swapaxes(k, 1, 2)),
+                place(st.tokens.v, jnp.swapaxes(v, 1, 2)),
+                jnp.minimum(st.tokens.count + came, S),
+            ),
+            position=place(st.position, st.length[:, None, None]),
+            evidence=evidence,
+            length=st.length + came,
+            due=None if st.due is None else st.due | active,
+        )
+
+    def attend(
+        self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, EvictingState, Info]:
+        qg = group_queries(q, st.position.shape[1])
+        visible = self._held(st) & (st.position >= lowest_visible(st.length - 1, window)[:, None, None])
+        part = attend_part(qg, st.tokens.k, st.tokens.v, visible[:, :, None], scale=scale)
+        info = Info(jnp.sum(visible, axis=-1, dtype=jnp.float32), None)
+        if st.evidence is not None and st.due is not None:
+            weights = softmax_weights(qg, st.tokens.k, visible[:, :, None], scale=scale)
+            seen = self.evictor.see_step(st.evidence, weights)
+            evidence = jnp.where(st.due[:, None, None], seen, st.evidence)
+            st = replace(st, evidence=evidence, due=jnp.zeros_like(st.due))
+        return ungroup(part.out, q.dtype), st, info
+
+    # -------------------------------------------------------------------------------------------------------- prompts
+
+    def prefill(self, st: EvictingState, k: Array, v: Array, lengths: Array) -> EvictingState:
+        """Stores a prompt whose queries are not known; an evictor that asks for them refuses."""
+        if self.evictor.arrival is not None:
+            raise ValueError(f"{self.evictor} needs the queries of a prompt; call kvjax.attention or prefill_observed")
+        return self._keep(st, k, v, lengths, None)
+
+    def prefill_observed(
+        self,
+        st: EvictingState,
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: Array,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> EvictingState:
+        if self.evictor.arrival is None:
+            return self.prefill(st, k, v, lengths)
+        T, S = k.shape[1], st.tokens.slots
+        voters = self.evictor.voters(S)
+        # The last queries of each row, padded at the front to whole blocks with queries that see nothing.
+        asked = T if voters is None else min(voters, T)
+        block = min(asked, QUERIES)
+        asked = -(-asked // block) * block
+        at = lengths[:, None] - asked + jnp.arange(asked)[None]
+        queries = jnp.take_along_axis(q, jnp.maximum(at, 0)[:, :, None, None], axis=1)
+        standing = jnp.where(at >= 0, st.length[:, None] + at, -1)
+        keys = jnp.concatenate([st.tokens.k, jnp.swapaxes(k, 1, 2).astype(st.tokens.k.dtype)], axis=2)
+        position = jnp.concatenate([self._positions(st), self._coming(st, lengths, T)], axis=2)
+
+        def count(i: Array, votes: Array) -> Array:
+            qb, here = (lax.dynamic_slice_in_dim(a, i * block, block, axis=1) for a in (queries, standing))
+            first = lowest_visible(here, window)
+            seen = (position[:, :, None] <= here[:, None, :, None]) & (position[:, :, None] >= first[:, None, :, None])
+            seen &= (position >= 0)[:, :, None]
+            return votes + _sum_weights(qb, keys, seen, scale)
+
+        B, K, L = position.shape
+        votes = lax.fori_loop(0, asked // block, count, jnp.zeros((B, K, q.shape[2] // K, L), jnp.float32))
+        return self._keep(st, k, v, lengths, votes)
+
+    def _keep(self, st: EvictingState, k: Array, v: Array, lengths: Array, votes: Array | None) -> EvictingState:
+        """Keeps the most worth of what is held and of a chunk. `votes` f32[B, K, G, S+T] are by slot, then by place."""
+        (B, K, S), T = st.position.shape, k.shape[1]
+        end = st.length + lengths
+        held = self._positions(st)
+        # One line in order of position: empty slots, held tokens, the chunk, its padding.
+        order = jnp.argsort(held, axis=-1).astype(jnp.int32)
+        order = jnp.concatenate([order, jnp.broadcast_to(S + jnp.arange(T, dtype=jnp.int32), (B, K, T))], axis=-1)
+        position = jnp.take_along_axis(jnp.concatenate([held, self._coming(st, lengths, T)], axis=2), order, axis=-1)
+        arrival, evidence = self.evictor.arrival, st.evidence
+        if evidence is not None and votes is not None and arrival is not None:
+            line = jnp.concatenate([evidence, jnp.full((B, K, T), arrival, jnp.float32)], axis=2)
+            evidence = jnp.take_along_axis(line, order, axis=-1)
+            votes = jnp.take_along_axis(votes, order[:, :, None], axis=-1)
+            evidence = self.evictor.see_prompt(evidence, votes, position, end, S)
+        worth = self.evictor.worth(evidence, position, end, S)
+
+        # Ties go to the lower place of the line turned round: the newer token.
+        best = ops.top_k(jnp.flip(worth, axis=-1), jnp.flip(position >= 0, axis=-1), S)
+        L = S + T
+        place = jnp.sort(jnp.where(best.valid, L - 1 - best.slots, L), axis=-1)  # places kept, in order; then L
+        valid, place = place < L, jnp.minimum(place, L - 1)
+        source = jnp.take_along_axis(order, place, axis=-1)
+
+        def take(old: Array, new: Array) -> Array:
+            both = jnp.concatenate([old, jnp.swapaxes(new, 1, 2).astype(old.dtype)], axis=2)
+            return keep_valid(jnp.take_along_axis(both, source[..., None], axis=2), valid)
+
+        def pick(line: Array) -> Array:
+            return jnp.where(valid, jnp.take_along_axis(line, place, axis=-1), jnp.zeros((), line.dtype))
+
+        kept = EvictingState(
+            tokens=Block(take(st.tokens.k, k), take(st.tokens.v, v), jnp.minimum(st.tokens.count + lengths, S)),
+            position=pick(position),
+            evidence=None if evidence is None else pick(evidence),
+            length=end,
+            due=None if st.due is None else jnp.zeros_like(st.due),
+        )
+        # A row that takes nothing keeps its slots as they lie.
+        return jax.tree.map(lambda a, b: jnp.where((lengths > 0).reshape(-1, *(1,) * (a.ndim - 1)), a, b), kept, st)
+
+    def attend_stored(
+        self, st: EvictingState, q: Array, ahead: Array, *, scale: float, window: int | None = None
+    ) -> Partial:
+        first = lowest_visible(st.length[:, None] + ahead[None], window)[:, None, :, None]
+        position = self._positions(st)
+        parts = []
+        for at in range(0, position.shape[2], SLOTS):
+            here = position[:, :, None, at : at + SLOTS]
+            k, v = (a[:, :, at : at + SLOTS] for a in (st.tokens.k, st.tokens.v))
+            parts.append(attend_part(q, k, v, (here >= first) & (here >= 0), scale=scale))
+        return merge(*parts)
+
+    # ---------------------------------------------------------------------------------------------------------- parts
+
+    @staticmethod
+    def _held(st: EvictingState) -> Array:
+        """bool[B, 1, S]: slots that hold a token."""
+        return (jnp.arange(st.tokens.slots)[None] < st.tokens.count[:, None])[:, None]
+
+    def _positions(self, st: EvictingState) -> Array:
+        """i32[B, K, S] positions of what is held, -1 in empty slots."""
+        return jnp.where(self._held(st), st.position, -1)
+
+    @staticmethod
+    def _coming(st: EvictingState, lengths: Array, T: int) -> Array:
+        """i32[B, K, T] positions of a chunk's tokens, -1 for padding."""
+        at = jnp.arange(T)[None]
+        coming = jnp.where(at < lengths[:, None], st.length[:, None] + at, -1)
+        return jnp.broadcast_to(coming[:, None], (*st.position.shape[:2], T))
+
+    def full_rows(self, st: EvictingState) -> None:
+        return None
+
+    def flush(self, st: EvictingState) -> EvictingState:
+        return st
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        """0: what is held does not grow with the context."""
+        return 0.0
+
+
+def _sum_weights(q: Array, k: Array, seen: Array, scale: float) -> Array:
+    """f32[B, K, G, L]: softmax weights of q [B, T, N, D] over k [B, K, L, D] where `seen` bool[B, K, T, L], summed."""
+    B, T, N, D = q.shape
+    K, L = k.shape[1:3]
+    grouped = jnp.moveaxis(q.reshape(B, T, K, N // K, D), 1, 3).reshape(B, K, -1, D)
+    mask = jnp.broadcast_to(seen[:, :, None], (B, K, N // K, T, L)).reshape(B, K, -1, L)
+    return jnp.sum(softmax_weights(grouped, k, mask, scale=scale).reshape(B, K, N // K, T, L), axis=3)

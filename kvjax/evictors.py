@@ -1,0 +1,203 @@
+"""Evictors: which held token dies when a cache of fixed size is full.
+
+An evictor says what each held token is worth; the least worth dies, of equals the oldest. What it knows of a token is
+its position and one number, its evidence, drawn from the attention that queries pay it. Attention is over what is held
+when the query comes, so a token that died gathers nothing more, and none comes back.
+
+`Evicting` carries positions and evidence, and calls the evictor. L is the slots that are held, and with a prompt those
+and its tokens, in order of position; there position is -1 where there is no token. Choices are made for each kv head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.spec import require_int
+
+
+class Evictor(Protocol):
+    """Pure functions of what `Evicting` carries. Without evidence (`arrival` None), queries are not asked."""
+
+    @property
+    def arrival(self) -> float | None:
+        """Evidence of a token that has just come; None for an evictor that goes by position alone."""
+        ...
+
+    def check(self, budget: int) -> None:
+        """Raises ValueError where `budget` slots are too few."""
+        ...
+
+    def voters(self, slots: int) -> int | None:
+        """How many of the last queries of a prompt vote; None for all."""
+        ...
+
+    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
+        """Evidence f32[B, K, L] after a prompt up to position `end` i32[B], exclusive.
+
+        `votes` f32[B, K, G, L] are the softmax weights of the voters, summed. A token of the prompt has `arrival`.
+        """
+        ...
+
+    def see_step(self, evidence: Array, weights: Array) -> Array:
+        """Evidence f32[B, K, L] after a decode step with softmax weights f32[B, K, G, L]."""
+        ...
+
+    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
+        """f32[B, K, L]: what tokens are worth where positions up to `end` i32[B] have come and `slots` may be held."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sliding:
+    """The first `sink` tokens stay, and the newest.
+
+    **Source:** StreamingLLM (Xiao et al. 2023), section 3.2; sink 4. **Differs:** the paper numbers positions anew
+    within the cache, so that they stay below its size; here keys keep the positions with which they came.
+    """
+
+    sink: int = 4
+
+    def __post_init__(self) -> None:
+        require_int("Sliding(sink=...)", self.sink, at_least=0)
+
+    @property
+    def arrival(self) -> None:
+        return None
+
+    def check(self, budget: int) -> None:
+        if budget <= self.sink:
+            raise ValueError(f"{self} keeps {self.sink} tokens for ever and needs a budget of more, got {budget}")
+
+    def voters(self, slots: int) -> int:
+        return 0
+
+    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
+        return evidence
+
+    def see_step(self, evidence: Array, weights: Array) -> Array:
+        return evidence
+
+    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
+        return jnp.where(position < self.sink, jnp.inf, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeavyHitter:
+    """The newest tokens stay, `recent` of all slots, and of the others those with the largest sum of attention.
+
+    Evidence is the softmax weight that a token got, summed over the queries since it came and over the query heads of
+    its group. Costs the weights of all queries of a prompt: its product of queries and keys a second time.
+
+    **Source:** H2O (Zhang et al. 2023), Algorithm 1, half heavy hitters and half recent. **Differs:** a group of query
+    heads shares a choice, the paper has no groups. A prompt's tokens are all held until its last query has voted.
+    """
+
+    recent: float = 0.5  # share of the slots
+
+    def __post_init__(self) -> None:
+        if isinstance(self.recent, bool) or not isinstance(self.recent, int | float) or not 0 <= self.recent <= 1:
+            raise ValueError(f"HeavyHitter(recent=...) is a share of the slots, 0 to 1; got {self.recent!r}")
+
+    @property
+    def arrival(self) -> float:
+        return 0.0
+
+    def check(self, budget: int) -> None:
+        pass
+
+    def voters(self, slots: int) -> None:
+        return None
+
+    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
+        return evidence + jnp.sum(votes, axis=2)
+
+    def see_step(self, evidence: Array, weights: Array) -> Array:
+        return evidence + jnp.sum(weights, axis=2)
+
+    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
+        assert evidence is not None
+        return jnp.where(_newest(position, end, int(self.recent * slots)), jnp.inf, evidence)
+
+
+@dataclass(frozen=True)
+class LastQuery:
+    """The token to which the newest query attends least dies, by the mean over all query heads: in all heads the same.
+
+    **Source:** TOVA (Oren et al. 2024). **Differs:** of a prompt, its last query alone decides, once.
+    """
+
+    @property
+    def arrival(self) -> float:
+        return 0.0
+
+    def check(self, budget: int) -> None:
+        pass
+
+    def voters(self, slots: int) -> int:
+        return 1
+
+    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
+        return self.see_step(evidence, votes)
+
+    def see_step(self, evidence: Array, weights: Array) -> Array:
+        return jnp.broadcast_to(jnp.mean(weights, axis=(1, 2))[:, None], evidence.shape)
+
+    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
+        assert evidence is not None
+        return evidence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """The last `window` queries of a prompt vote for what stays of it, and their own tokens stay.
+
+    A token's vote is the largest of the `pool` tokens around it, each the softmax weight that it got, summed over the
+    window and the query heads of its group. With fewer than 2 `window` slots, the window is half of the slots.
+
+    **Source:** SnapKV (Li et al. 2024), section 4; window 32, pooling of 7. **Differs:** the paper chooses for each
+    query head, here a group shares a choice. The paper keeps all that is generated beside its budget; here a generated
+    token takes the slot of the prompt's token with the lowest vote, so that the budget holds, and when none is left, of
+    the oldest. Of a prompt in several chunks each chunk chooses among what earlier ones left, neighbours being
+    neighbours in what is left.
+    """
+
+    window: int = 32
+    pool: int = 7  # tokens, odd
+
+    def __post_init__(self) -> None:
+        require_int("Observation(window=...)", self.window, at_least=1)
+        require_int("Observation(pool=...)", self.pool, at_least=1)
+        if self.pool % 2 == 0:
+            raise ValueError(f"Observation(pool={self.pool}) has no middle; use {self.pool - 1} or {self.pool + 1}")
+
+    @property
+    def arrival(self) -> float:
+        return float("inf")
+
+    def check(self, budget: int) -> None:
+        require_int("the budget of Observation", budget, at_least=2)
+
+    def voters(self, slots: int) -> int:
+        return max(min(self.window, slots // 2), 1)
+
+    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
+        newest = _newest(position, end, self.voters(slots))
+        votes = jnp.where(newest | (position < 0), -jnp.inf, jnp.sum(votes, axis=2))
+        pooled = lax.reduce_window(votes, -jnp.inf, lax.max, (1, 1, self.pool), (1, 1, 1), "SAME")
+        return jnp.where(newest, jnp.inf, pooled)
+
+    def see_step(self, evidence: Array, weights: Array) -> Array:
+        return evidence
+
+    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
+        assert evidence is not None
+        return evidence
+
+
+def _newest(position: Array, end: Array, count: int) -> Array:
+    """bool[B, K, L]: the last `count` of the positions before `end` i32[B]."""
+    return position >= (end - count)[:, None, None]

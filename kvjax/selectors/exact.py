@@ -1,0 +1,47 @@
+"""The oracle: tokens by their exact scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.blocks import write
+from kvjax.pick import Pool, require_pool
+from kvjax.spec import CacheSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exact:
+    """Scores tokens by scale * q.k itself: the ceiling of what a selector can find, and no saving.
+
+    With pool="mean_softmax" the choice is by the attention mass of the group, with "per_head" of each query head; with
+    "mean_score" and "mean_query" (equal here, as q.k is linear) it is by the mean of the true scores. Index: a second
+    copy of the keys, D values of the cache's dtype a key and kv head, for a selector does not see the store; every step
+    reads all of it.
+    """
+
+    pool: Pool = "mean_softmax"
+
+    def __post_init__(self) -> None:
+        require_pool(self.pool)
+
+    @property
+    def unit(self) -> int:
+        return 1
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        pass
+
+    def init(self, spec: CacheSpec, slots: int) -> Array:
+        return jnp.zeros((spec.batch, spec.kv_heads, slots, spec.head_dim), spec.dtype)
+
+    def append(self, ix: Array, k: Array, at: Array, count: Array) -> Array:
+        return write(ix, k, at, count)
+
+    def score(self, ix: Array, q: Array, *, scale: float) -> Array:
+        return jnp.einsum("bkgd,bksd->bkgs", q, ix.astype(q.dtype), precision="highest") * scale
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return float(spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize)
