@@ -52,6 +52,12 @@ def offline() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def checkpoint(request: pytest.FixtureRequest) -> str | None:
+    """The directory of a real model, in Hugging Face format; None for a small random one."""
+    return request.config.getoption("--checkpoint")
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Drops the compiled programs when the next test shares none of them.
 
@@ -65,20 +71,26 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="all of it: every law on every policy, every parameter")
+    parser.addoption("--checkpoint", metavar="DIR", help="a model whose keys and queries the methods are tested on too")
+    parser.addoption("--quick", action="store_true", help="of each test's sets of parameters every third only")
 
 
 @pytest.hookimpl(tryfirst=True)  # before the groups below
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --thorough, leaves out what is marked `thorough`, and of a test marked `sample(n)` all but n."""
     if not config.getoption("--thorough"):
+        every = 3 if config.getoption("--quick") else 1
         seen: dict[str, int] = {}
         kept, left_out = [], []
         for item in items:
             sample = item.get_closest_marker("sample")
             name = item.nodeid.split("[")[0]
+            if item.get_closest_marker("thorough"):
+                left_out.append(item)
+                continue
             seen[name] = seen.get(name, 0) + 1
             late = sample is not None and seen[name] > sample.args[0]
-            (left_out if late or item.get_closest_marker("thorough") else kept).append(item)
+            (left_out if late or seen[name] % every != 1 % every else kept).append(item)
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
     _group(items)

@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import hypothesis.strategies as st
 import jax
@@ -181,8 +184,14 @@ def filled(name: str) -> tuple:
     return k, v, st
 
 
-@pytest.mark.parametrize("queries", [1, 4, 40])
-@pytest.mark.parametrize("name", STORES)
+def _mixed(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """All combinations; among the first few, as many as the longest axis has, is every value of every axis."""
+    first = [tuple(axis[i % len(axis)] for axis in axes) for i in range(max(map(len, axes)))]
+    return first + [cell for cell in itertools.product(*axes) if cell not in first]
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("queries", "name"), _mixed([1, 4, 40], [*STORES]))
 def test_attention_over_everything_is_that_over_decoded_numpy(name: str, queries: int) -> None:
     store, (k, v, st) = STORES[name], filled(name)
     q = np.random.default_rng(4).normal(size=(2, 2, queries, 16)).astype(np.float32)
@@ -197,8 +206,8 @@ def test_attention_over_everything_is_that_over_decoded_numpy(name: str, queries
             np.testing.assert_allclose(part.lse[b, h], lse, atol=2e-5)
 
 
-@pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("name", STORES)
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("heads", "name"), _mixed([1, 4], [*STORES]))
 def test_attention_over_selected_slots_is_that_over_decoded_numpy(name: str, heads: int) -> None:
     store, (k, v, st) = STORES[name], filled(name)
     rng = np.random.default_rng(5)
@@ -239,9 +248,8 @@ def test_a_2_bit_token_of_a_llama_layer_takes_96_bytes_a_head() -> None:
     assert kvjax.presets.kivi().rest.bytes_per_token(spec) == 8 * 96
 
 
-@pytest.mark.parametrize("queries", [4, 512])
-@pytest.mark.parametrize("key_axis", ["channel", "token"])
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("queries", "key_axis", "bits"), _mixed([4, 512], ["channel", "token"], BITS))
 def test_attention_at_32k_tokens_never_decodes_the_cache(bits: int, key_axis: str, queries: int) -> None:
     spec = CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768)
     store = Quantized(bits=bits, key_axis=key_axis, key_group=32)  # type: ignore[arg-type]
