@@ -31,6 +31,7 @@ class Hidden:
     question: str  # ends where the answer begins
     answers: tuple[str, ...]
     fields: Mapping[str, Any] = field(default_factory=dict)  # what results are grouped by
+    holding: tuple[int, ...] = ()  # the lines that hold the answers; none where it takes all of them
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def pass_key(rng: random.Random) -> Hidden:
     ('The pass key is 60494. Remember it.',)
     """
     (key,) = _numbers(rng, 1)
-    return Hidden((f"The pass key is {key}. Remember it.",), "What is the pass key? The pass key is ", (key,))
+    return Hidden((f"The pass key is {key}. Remember it.",), "What is the pass key? The pass key is ", (key,), {}, (0,))
 
 
 def needles(rng: random.Random, *, hidden: int = 8, asked: int = 1) -> Hidden:
@@ -80,7 +81,7 @@ def needles(rng: random.Random, *, hidden: int = 8, asked: int = 1) -> Hidden:
     else:
         what, verb = f"special magic numbers for {', '.join(named[:-1])} and {named[-1]}", "are"
     question = f"What {verb} the {what}? The {what} {verb}: "
-    return Hidden(lines, question, tuple(values[i] for i in chosen), {"hidden": hidden, "asked": asked})
+    return Hidden(lines, question, tuple(values[i] for i in chosen), {"hidden": hidden, "asked": asked}, tuple(chosen))
 
 
 def key_value(rng: random.Random, *, pairs: int = 32) -> Hidden:
@@ -94,7 +95,7 @@ def key_value(rng: random.Random, *, pairs: int = 32) -> Hidden:
     words, values = rng.sample(WORDS, pairs), _numbers(rng, pairs)
     line = "{ " + ", ".join(f'"{w}": "{v}"' for w, v in zip(words, values, strict=True)) + ",}"
     at = rng.randrange(pairs)
-    return Hidden((line,), f'Key: "{words[at]}" Value: "', (values[at],), {"pairs": pairs})
+    return Hidden((line,), f'Key: "{words[at]}" Value: "', (values[at],), {"pairs": pairs}, (0,))
 
 
 def variables(rng: random.Random, *, chains: int = 1, hops: int = 2) -> Hidden:
@@ -120,7 +121,8 @@ def variables(rng: random.Random, *, chains: int = 1, hops: int = 2) -> Hidden:
     lines = tuple(waiting[i].pop(0) for i in order)
     asked = rng.randrange(chains)
     question = f"The value of {names[asked * (hops + 1) + hops]} is "
-    return Hidden(lines, question, (values[asked],), {"chains": chains, "hops": hops})
+    holding = tuple(line for line, chain in enumerate(order) if chain == asked)
+    return Hidden(lines, question, (values[asked],), {"chains": chains, "hops": hops}, holding)
 
 
 def frequent_words(rng: random.Random, *, words: int = 1000, alpha: float = 2.0, asked: int = 3) -> Hidden:
@@ -261,7 +263,7 @@ def _excerpt(tokenizer: Any, text: str | Sequence[int] | np.ndarray, count: int,
         letters = min(8 * count, len(text))  # more than a token has
         part = text[start : start + letters]
         part += text[: letters - len(part)]
-        ids = tokenizer(part, add_special_tokens=False)["input_ids"][:count]
+        ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"][:count]
     else:
         start = rng.randrange(max(1, len(text)))
         ids = np.asarray(text[start : start + count]).tolist()

@@ -65,6 +65,11 @@ def test_the_answer_stands_in_the_lines_and_not_in_the_question(form):
         for answer in hidden.answers:
             assert re.search(rf"\b{answer}\b", "\n".join(hidden.lines))
             assert answer not in hidden.question
+        if hidden.holding:
+            held = "\n".join(hidden.lines[i] for i in hidden.holding)
+            assert all(answer in held for answer in hidden.answers)
+            others = [line for i, line in enumerate(hidden.lines) if i not in hidden.holding]
+            assert not any(answer in line for answer in hidden.answers for line in others)
 
 
 def solve(hidden):

@@ -1,0 +1,127 @@
+"""Prompts that are read once and stored into many caches.
+
+A prompt in one chunk attends to itself exactly, whatever its cache will keep of it. So its queries, keys and values are
+the same for every cache: `Prompt` is a policy that keeps them as they come, and `store` hands them to the policies
+that are decoded from, through the hook that a model calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.tree_util import register_dataclass
+
+from kvjax.caches import Info
+from kvjax.generate import chunk_size, prefill
+from kvjax.hook import Cache, LayerCache, Layered, attention, init, init_layer
+from kvjax.models import Checkpoint
+from kvjax.partial import Partial
+from kvjax.spec import CacheSpec
+
+WHOLE = 1 << 30  # more tokens than a prompt has: one chunk
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class PromptState:
+    q: Array  # dtype[B, T, N, D]
+    k: Array  # dtype[B, T, K, D]
+    v: Array  # dtype[B, T, K, D]
+    length: Array  # i32[B] real tokens of each row
+
+    @property
+    def overflow(self) -> Array:
+        """bool[B]: false, for a prompt is as long as the spec says."""
+        return jnp.zeros(self.length.shape, bool)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Takes one prompt of as many columns as the spec's capacity, in one chunk, and keeps it as it came."""
+
+    def init(self, spec: CacheSpec) -> PromptState:
+        def zeros(heads: int) -> Array:
+            return jnp.zeros((spec.batch, spec.capacity, heads, spec.head_dim), spec.dtype)
+
+        length = jnp.zeros(spec.batch, jnp.int32)
+        return PromptState(zeros(spec.q_heads), zeros(spec.kv_heads), zeros(spec.kv_heads), length)
+
+    def prefill_observed(
+        self,
+        st: PromptState,
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: Array,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> PromptState:
+        if q.shape != st.q.shape:
+            raise ValueError(f"a Prompt takes one chunk of {st.q.shape[1]} columns, got {q.shape[1]}")
+        dtype = st.q.dtype
+        return PromptState(q.astype(dtype), k.astype(dtype), v.astype(dtype), lengths)
+
+    def prefill(self, st: PromptState, k: Array, v: Array, lengths: Array) -> PromptState:
+        raise NotImplementedError("a Prompt keeps queries too: the hook calls prefill_observed")
+
+    def update(self, st: PromptState, k: Array, v: Array, active: Array) -> PromptState:
+        raise NotImplementedError("a Prompt is not decoded from; store() puts it into a cache that is")
+
+    def attend(
+        self, st: PromptState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, PromptState, Info]:
+        raise NotImplementedError("a Prompt is not decoded from; store() puts it into a cache that is")
+
+    def attend_stored(
+        self, st: PromptState, q: Array, ahead: Array, *, scale: float, window: int | None = None
+    ) -> Partial:
+        raise NotImplementedError("a Prompt takes one chunk, with fresh=True")
+
+    def full_rows(self, st: PromptState) -> None:
+        return None
+
+    def flush(self, st: PromptState) -> PromptState:
+        return st
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return (spec.q_heads + 2 * spec.kv_heads) * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+
+
+def columns(tokens: int) -> int:
+    """Columns that a prompt of `tokens` is padded to, one of four sizes an octave."""
+    return chunk_size(tokens, WHOLE)
+
+
+def read(checkpoint: Checkpoint, rows: Sequence[Sequence[int]]) -> tuple[Array, Cache]:
+    """Logits f32[B, V] after prompts, some of which may be empty, and a cache of their queries, keys and values."""
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), columns(int(lengths.max()))), np.int32)
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[: len(row)] = row
+    T = tokens.shape[1]
+    empty = init(Prompt(), checkpoint.model.spec(batch=len(rows), capacity=T), layers=checkpoint.config.layers)
+    return prefill(checkpoint.model, empty, tokens, lengths, chunk=T, fresh=True)
+
+
+def store(checkpoint: Checkpoint, prompts: Cache, policy: Layered, capacity: int) -> Cache:
+    """A cache of `policy` that holds what `read` recorded, as if the model had prefilled it; `prompts` stays."""
+    layers = []
+    for i, (layer, window) in enumerate(zip(prompts.layers, checkpoint.config.windows, strict=True)):
+        empty = init_layer(policy.policy(i), replace(layer.spec, capacity=capacity))
+        st: PromptState = layer.state
+        layers.append(_store(empty, st.q, st.k, st.v, st.length, window=window))
+    return Cache(tuple(layers))
+
+
+@partial(jax.jit, static_argnames="window", donate_argnames="cache")
+def _store(cache: LayerCache, q: Array, k: Array, v: Array, lengths: Array, *, window: int | None) -> Any:
+    # Nobody reads the prompt's own attention, so XLA leaves it out.
+    return attention(cache, q, k, v, lengths=lengths, window=window, fresh=True)[1]

@@ -1,0 +1,224 @@
+"""Tasks of generated questions, by name: `synthetic`'s forms with a length, a number of samples and a seed.
+
+`length` is what a model has to hold, prompt and answer, so a task of 16384 is for a model of 16384 positions. Each
+sample draws from its own generator, named by form, length, seed and number: more samples add to those of fewer.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax.evaluate.record import digest
+from kvjax.evaluate.synthetic import DOTS, FORMS, Hidden, Woven, weave
+from kvjax.evaluate.task import Example
+from kvjax.spec import require_int
+
+LETTERS = 1_000_000  # of a text, at most, to take excerpts from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthetic:
+    """Questions of one form. Scores are the share of answers given: the first word for one answer, else anywhere.
+
+    `settings` are those of the form, as pairs. `depths` is a number of places, from the beginning to the end, between
+    which samples take turns, for forms of one line; None hides at random. `text` is a file of UTF-8 whose excerpts
+    the lines are hidden in; None takes sentences made here, so that nothing need be downloaded. The words of
+    frequent_words and common_words fill the prompt themselves.
+    """
+
+    form: str
+    settings: tuple[tuple[str, Any], ...] = ()
+    length: int = 4096  # tokens of prompt and answer
+    samples: int = 64
+    seed: int = 0
+    depths: int | None = None
+    text: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"Synthetic has no form {self.form!r}; it has {', '.join(FORMS)}")
+        for name in ("length", "samples"):
+            require_int(f"{self.form}({name}=...)", getattr(self, name), at_least=1)
+        if self.depths is not None:
+            require_int(f"{self.form}(depths=...)", self.depths, at_least=1)
+        if self.length <= self.max_new_tokens:
+            raise ValueError(
+                f"{self.form}(length={self.length}) leaves no room for a prompt beside {self.max_new_tokens} new tokens"
+            )
+
+    @property
+    def name(self) -> str:
+        shown = [f"{name}={value}" for name, value in self.settings]
+        return f"{self.form} {self.length}" + (f" ({', '.join(shown)})" if shown else "")
+
+    @property
+    def metric(self) -> str:
+        return "exact match" if self._asked == 1 else "share of answers"
+
+    @property
+    def max_new_tokens(self) -> int:
+        """A number has five tokens at most, a coded word six, and some stand between."""
+        return 8 if self._asked == 1 else 12 * self._asked
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        return ("\n",) if self._asked == 1 else ()
+
+    @property
+    def chat(self) -> bool:
+        return False
+
+    def key(self) -> Mapping[str, Any]:
+        own = {name: getattr(self, name) for name in ("form", "length", "samples", "seed", "depths")}
+        return {**own, "settings": dict(self.settings), "text": None if self.text is None else digest(self.text)}
+
+    def examples(self, tokenizer: Any) -> Sequence[Example]:
+        text = DOTS if self._fills else _tokens(tokenizer, self._text()[:LETTERS])
+        return [self._example(tokenizer, text, number) for number in range(self.samples)]
+
+    def score(self, example: Example, answer: str) -> float:
+        words = re.findall(r"\d+|[^\W\d]+", answer.lower())  # a model may go on without a space
+        if len(example.answers) == 1:
+            return float(words[:1] == [example.answers[0].lower()])
+        return sum(right.lower() in words for right in example.answers) / len(example.answers)
+
+    @property
+    def _asked(self) -> int:
+        return int(dict(self.settings).get("asked", {"frequent_words": 3, "common_words": 10}.get(self.form, 1)))
+
+    @property
+    def _fills(self) -> bool:
+        return self.form in ("frequent_words", "common_words")
+
+    def _text(self) -> str:
+        if self.text is None:
+            return made_text()
+        try:
+            return Path(self.text).read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.text} is not UTF-8 (byte {error.start}); convert it first") from None
+
+    def _example(self, tokenizer: Any, text: str | np.ndarray, number: int) -> Example:
+        rng = random.Random(f"{self.form} {self.length} {self.seed} {number}")
+        depths = None
+        if self._fills:
+            hidden, woven = self._filled(tokenizer, rng)
+        else:
+            hidden = FORMS[self.form](rng, **dict(self.settings))
+            if self.depths is not None:
+                if len(hidden.lines) != 1:
+                    raise ValueError(f"depths={self.depths} is for one line; {self.name} hides {len(hidden.lines)}")
+                depths = [number % self.depths / max(1, self.depths - 1)]
+            woven = weave(tokenizer, text, self.length - self.max_new_tokens, hidden, rng, depths)
+        fields = {"length": self.length, **hidden.fields}
+        if len(hidden.holding) == 1:
+            fields["depth"] = round(woven.depths[hidden.holding[0]] if depths is None else depths[0], 3)
+        return Example(str(number), woven.ids, hidden.answers, fields)
+
+    def _filled(self, tokenizer: Any, rng: random.Random) -> tuple[Hidden, Woven]:
+        """As many words as the prompt has room for; dots fill what is left."""
+        prompt, state = self.length - self.max_new_tokens, rng.getstate()
+        words = prompt // 2
+        while True:
+            rng.setstate(state)
+            hidden = FORMS[self.form](rng, **{"words": words, **dict(self.settings)})
+            taken = sum(map(len, tokenizer([f"\n{line}\n" for line in hidden.lines])["input_ids"]))
+            room = prompt - len(tokenizer(hidden.question)["input_ids"]) - 16
+            if taken <= room or "words" in dict(self.settings):
+                return hidden, weave(tokenizer, DOTS, prompt, hidden, rng)
+            words = min(words - 1, int(0.99 * words * room / taken))
+
+
+def pass_key(*, depths: int | None = 10, **common: Any) -> Synthetic:
+    """A number of five digits in running text, at `depths` places in turn."""
+    return Synthetic(form="pass_key", depths=depths, **common)
+
+
+def needle(*, depths: int | None = 10, **common: Any) -> Synthetic:
+    """A number that belongs to a word, at `depths` places in turn."""
+    return Synthetic(form="needles", settings=(("hidden", 1),), depths=depths, **common)
+
+
+def needles(*, hidden: int = 8, asked: int = 1, **common: Any) -> Synthetic:
+    """`hidden` numbers that belong to words, of which `asked` are asked for."""
+    return Synthetic(form="needles", settings=(("hidden", hidden), ("asked", asked)), **common)
+
+
+def key_value(*, pairs: int = 32, **common: Any) -> Synthetic:
+    """One of `pairs` words with numbers in one line."""
+    return Synthetic(form="key_value", settings=(("pairs", pairs),), **common)
+
+
+def variables(*, chains: int = 1, hops: int = 2, **common: Any) -> Synthetic:
+    """A number that is handed on from variable to variable."""
+    return Synthetic(form="variables", settings=(("chains", chains), ("hops", hops)), **common)
+
+
+def frequent_words(*, asked: int = 3, **common: Any) -> Synthetic:
+    """The most frequent of coded words."""
+    return Synthetic(form="frequent_words", settings=(("asked", asked),), **common)
+
+
+def common_words(*, asked: int = 10, often: int = 30, rarely: int = 3, **common: Any) -> Synthetic:
+    """The words that a list repeats most."""
+    return Synthetic(form="common_words", settings=(("asked", asked), ("often", often), ("rarely", rarely)), **common)
+
+
+TASKS: dict[str, Callable[..., Synthetic]] = {
+    make.__name__: make for make in (pass_key, needle, needles, key_value, variables, frequent_words, common_words)
+}
+
+
+@lru_cache(maxsize=2)  # lengths and tasks share a text
+def _tokens(tokenizer: Any, text: str) -> np.ndarray:
+    return np.array(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
+
+
+@lru_cache(maxsize=1)
+def made_text() -> str:
+    """Plain English sentences without numbers, some 500 000 letters, the same everywhere."""
+    rng = random.Random("kvjax")
+    who, did, what, where = (part.split(" | ") for part in (_WHO, _DID, _WHAT, _WHERE))
+    paragraphs = []
+    for _ in range(1200):
+        sentences = []
+        for _ in range(rng.randint(4, 9)):
+            parts = [rng.choice(who), rng.choice(did), rng.choice(what)]
+            place = rng.choice(where)
+            line = " ".join((place + ",", *parts) if rng.random() < 0.3 else (*parts, place))
+            sentences.append(line[0].upper() + line[1:] + ".")
+        paragraphs.append(" ".join(sentences))
+    return "\n\n".join(paragraphs)
+
+
+_WHO = (
+    "the old gardener | my eldest sister | a tired clerk | the captain | our neighbour | the schoolmaster | a young "
+    "painter | the widow next door | her uncle | the baker's son | a quiet stranger | the doctor | the miller | their "
+    "cousin | the night watchman | an honest lawyer | the postman | his mother | the choir | every child in the street"
+)
+_DID = (
+    "carried | had forgotten | was looking for | never mentioned | at last found | once admired | could not describe | "
+    "wished to sell | had borrowed | kept | laughed about | was afraid of losing | talked at length about | mended | "
+    "had promised to bring | thought little of | gave away | was proud of | wrote home about | hid"
+)
+_WHAT = (
+    "a letter with a broken seal | the smallest of the chairs | two loaves of bread | the map of the coast | a coat of "
+    "grey wool | the story of the flood | some apples and a knife | the key of the barn | a song about the harvest | "
+    "the picture over the stairs | a basket of wet linen | the rules of the game | a lamp without oil | the long way "
+    "home | an answer to the question | the sound of the bells | a book without a cover | the news from the city | "
+    "a promise made in spring | the last of the tea"
+)
+_WHERE = (
+    "in the morning | before the rain came | behind the church | on the road to the sea | when nobody was listening | "
+    "at the end of the summer | under the old bridge | after supper | in the empty house | while the kettle boiled | "
+    "near the window | on the day of the fair | for most of the winter | beyond the last field | without a word | as "
+    "the light was fading | at the top of the stairs | during the sermon | between two trains | with a kind of smile"
+)

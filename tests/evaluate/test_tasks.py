@@ -1,0 +1,134 @@
+"""Tasks of generated questions: sizes, depths, seeds and the rule of the score."""
+
+import re
+from collections import Counter
+
+import pytest
+from transformers import AutoTokenizer
+
+from kvjax.evaluate.record import digest_json
+from kvjax.evaluate.tasks import TASKS, made_text
+from tests.checkpoint import write_checkpoint
+
+LENGTH = 1200
+SMALL = {"key_value": {"pairs": 4}, "common_words": {"asked": 3, "often": 8, "rarely": 2}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(write_checkpoint(tmp_path_factory.mktemp("checkpoint")))
+
+
+def make(name, **changes):
+    return TASKS[name](**{"length": LENGTH, "samples": 3, **SMALL.get(name, {}), **changes})
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_prompt_and_its_answer_have_the_length_and_a_right_answer_counts_in_full(tokenizer, name):
+    task = make(name)
+    for example in task.examples(tokenizer):
+        assert len(example.prompt) + task.max_new_tokens == LENGTH
+        assert example.fields["length"] == LENGTH
+        assert task.score(example, ", ".join(example.answers) + ".") == 1
+        assert task.score(example, "nothing") == 0
+        text = tokenizer.decode(example.prompt)
+        assert all(re.search(rf"\b{answer}\b", text) for answer in example.answers)
+
+
+@pytest.mark.parametrize("name", ["needles", "common_words"])
+def test_examples_are_the_same_again_and_more_samples_add_to_fewer(tokenizer, name):
+    few, again, more = (make(name, samples=n).examples(tokenizer) for n in (2, 2, 4))
+    assert few == again == more[:2]
+    assert make(name, samples=2, seed=1).examples(tokenizer) != few
+    assert make(name, samples=2, length=LENGTH + 50).examples(tokenizer)[0].answers != few[0].answers
+
+
+def test_depths_take_turns_from_the_beginning_to_the_end(tokenizer):
+    examples = make("needle", depths=3, samples=6).examples(tokenizer)
+    assert [example.fields["depth"] for example in examples] == [0, 0.5, 1, 0, 0.5, 1]
+    at = [tokenizer.decode(example.prompt).index("special") / LENGTH for example in examples]
+    assert at[0] < 0.05
+    assert 0.35 < at[1] < 0.55
+    assert 0.7 < at[2] < 0.95
+    assert at[:3] == pytest.approx(at[3:], abs=0.02)
+
+
+def test_the_depth_of_the_line_that_is_asked_for_is_told(tokenizer):
+    for example in make("needles", hidden=4, samples=5).examples(tokenizer):
+        line = tokenizer.decode(example.prompt).index(f"is: {example.answers[0]}.")
+        assert abs(line / LENGTH - example.fields["depth"]) < 0.15
+
+
+def test_words_fill_the_prompt(tokenizer):
+    for name in ("frequent_words", "common_words"):
+        for example in make(name).examples(tokenizer):
+            assert tokenizer.decode(example.prompt).count(".... ") * 5 < LENGTH / 10
+    text = tokenizer.decode(make("common_words").examples(tokenizer)[0].prompt)
+    counts = Counter(re.findall(r"\d+\. ([a-z]+)", text))
+    assert sorted(counts.values(), reverse=True)[:4] == [8, 8, 8, 2]
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [("12345", 1), (" 12345There is", 1), ('12345",', 1), ("123456", 0), ("1234", 0), ("it is 12345", 0), ("", 0)],
+)
+def test_one_number_must_come_first_and_be_whole(tokenizer, answer, score):
+    task = make("pass_key", samples=1)
+    (example,) = task.examples(tokenizer)
+    assert task.score(example, answer.replace("12345", example.answers[0])) == score
+
+
+def test_of_several_answers_each_counts_wherever_it_stands(tokenizer):
+    task = make("needles", hidden=4, asked=4, samples=1)
+    (example,) = task.examples(tokenizer)
+    assert task.metric == "share of answers"
+    assert task.score(example, f"first {example.answers[3]} and then {example.answers[0]}") == 0.5
+
+
+def test_a_text_of_ones_own_is_used_and_told_by_its_digest(tokenizer, tmp_path):
+    file = tmp_path / "own.txt"
+    file.write_text("Whales. " * 500)
+    task = make("pass_key", text=file)
+    assert "Whales. Whales." in tokenizer.decode(task.examples(tokenizer)[0].prompt)
+    before = digest_json(task.key())
+    file.write_text("Sharks. " * 500)
+    assert digest_json(task.key()) != before
+    file.write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        task.examples(tokenizer)
+    with pytest.raises(FileNotFoundError, match="none"):
+        make("pass_key", text=tmp_path / "none.txt").key()
+
+
+def test_every_setting_is_in_the_key():
+    base = make("needle")
+    changed = [make("needle", **{name: 7}) for name in ("samples", "seed", "depths")]
+    changed += [make("needle", length=900), make("pass_key"), make("needles"), make("needles", hidden=9)]
+    assert len({digest_json(task.key()) for task in (base, *changed)}) == len(changed) + 1
+
+
+def test_the_text_made_here_has_no_numbers_and_is_the_same_everywhere():
+    text = made_text()
+    assert not re.search(r"\d", text)
+    assert len(text) > 400_000
+    assert digest_json(text)[:12] == "68f78a184b71"
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: make("pass_key", length=8), "leaves no room for a prompt beside 8 new tokens"),
+        (lambda: make("pass_key", samples=0), "pass_key(samples=...) must be at least 1"),
+        (lambda: make("needle", depths=0), "needles(depths=...) must be at least 1"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(ask, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ask()
+
+
+def test_depths_of_several_lines_are_refused(tokenizer):
+    with pytest.raises(ValueError, match="depths=5 is for one line"):
+        make("needles", depths=5).examples(tokenizer)
+    with pytest.raises(ValueError, match="common_words"):
+        make("common_words", length=300, often=30).examples(tokenizer)
