@@ -19,12 +19,18 @@ BYTES_PER_US = 4.3e6  # of device memory, as the best reads on an H200 reached
 def device_time(f: Callable[..., Any], *args: Any, calls: int = 20) -> tuple[float, dict[str, float]]:
     """Microseconds of all kernels of jit(f)(*args), the median of `calls`, and the same for each kernel's name."""
     run = jax.jit(f)
+    times = {name: statistics.median(each) * (len(each) / calls) for name, each in kernels(lambda: run(*args), calls)}
+    return sum(times.values()), times
+
+
+def kernels(call: Callable[[], Any], calls: int) -> list[tuple[str, list[float]]]:
+    """The kernels that `calls` calls of `call` start, after two that warm up: each name, with microseconds of each."""
     for _ in range(2):
-        jax.block_until_ready(run(*args))
+        jax.block_until_ready(call())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(calls):
-                jax.block_until_ready(run(*args))
+                jax.block_until_ready(call())
         found: dict[str, list[float]] = {}
         (file,) = Path(folder).rglob("*.xplane.pb")
         for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
@@ -33,8 +39,7 @@ def device_time(f: Callable[..., Any], *args: Any, calls: int = 20) -> tuple[flo
                     found.setdefault(event.name, []).append(event.duration_ns / 1e3)
     if not found:
         raise SystemExit("the profiler saw no kernel; run this on a GPU")
-    times = {name: statistics.median(each) * (len(each) / calls) for name, each in found.items()}
-    return sum(times.values()), times
+    return list(found.items())
 
 
 def write(file: str, what: str, distribution: str, rows: list[dict[str, Any]]) -> None:

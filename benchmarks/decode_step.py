@@ -1,0 +1,181 @@
+"""One decode step of attention in a layer of Llama-3.1-8B, by method, length and batch.
+
+    python benchmarks/decode_step.py [--lengths 8192,131072] [--batches 1,8] [--methods cudnn,fier] [--out FILE]
+
+A step writes the new token and attends: score, select `--budget` tokens in all, attend, merge with the recent window.
+Beside the methods, each with its kernels and with the references in plain JAX ("xla"), in the same run:
+- cudnn: `jax.nn.dot_product_attention(implementation="cudnn")` over keys and values [B, S, K, D], all of them valid.
+- full: kvjax's Full, which XLA reads as [B, K, S, D].
+- by hand: exact scores, `lax.top_k`, `take_along_axis`, softmax, as one writes it without a library.
+
+Device time is that of the kernels of some layers in straight line, each waiting for the one before, over their number:
+as many layers as read twice what the L2 cache holds. A loop over layers would cost 10 us a kernel, in no model's
+favour. The floor is the bytes that must be read over 4.3 TB/s. Without a GPU (`--quick`) the host's clock is read and
+cuDNN is left out; that says that the script works, and nothing of speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from device_time import BYTES_PER_US
+from jax import Array, lax
+from layers import clock, floor_us, implementation, keep_counts, save, show
+
+import kvjax
+from kvjax import CacheSpec, presets
+from kvjax.evaluate.throughput import fill
+from kvjax.partial import group_queries
+
+LENGTHS, BATCHES = (8192, 32768, 131072, 1 << 20), (1, 8)
+L2_BYTES = 60e6
+Step = Callable[[Any, Array, Array, Array], tuple[Array, Any]]  # state, q, k, v [B, 1, heads, D] -> out, state
+
+
+def policies(budget: int) -> dict[str, kvjax.Policy]:
+    return {
+        "full": presets.full().rest,
+        "fier": presets.fier(budget).rest,
+        "quest": presets.quest(budget).rest,
+        "pariskv": presets.pariskv(budget).rest,
+        "logquant": presets.logquant().rest,
+    }
+
+
+def cudnn(state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    """`state` has keys and values [B, S, K, D]; the new token goes to the last slot."""
+    keys, values = (a.at[:, -1:].set(new) for a, new in zip(state, (k, v), strict=True))
+    return jax.nn.dot_product_attention(q, keys, values, implementation="cudnn"), (keys, values)
+
+
+def by_hand(budget: int) -> Step:
+    def step(state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        keys, values = (a.at[:, :, -1].set(new[:, 0]) for a, new in zip(state, (k, v), strict=True))
+        K, S, D = keys.shape[1:]
+        qg = group_queries(q[:, 0], K)
+        scores = jnp.einsum("bkgd,bksd->bkgs", qg, keys, preferred_element_type=jnp.float32) * D**-0.5
+        _, slots = lax.top_k(jnp.mean(jax.nn.softmax(scores, axis=-1), axis=2), min(budget, S))
+        picked_k, picked_v = (jnp.take_along_axis(a, slots[..., None], axis=2) for a in (keys, values))
+        few = jnp.einsum("bkgd,bksd->bkgs", qg, picked_k, preferred_element_type=jnp.float32) * D**-0.5
+        weights = jax.nn.softmax(few, axis=-1).astype(values.dtype)
+        return jnp.einsum("bkgs,bksd->bkgd", weights, picked_v).reshape(q.shape), (keys, values)
+
+    return step
+
+
+def kvjax_step(cache: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    out, after = kvjax.attention(cache, q, k, v, flush=False)
+    return out, keep_counts(cache, after)
+
+
+def through(step: Step) -> Step:
+    """The step in each of some layers, in straight line."""
+
+    def run(states: Any, q: Array, k: Array, v: Array) -> tuple[Any, Any]:
+        outs, after = [], []
+        for state in states:
+            out, state = step(state, q, k, v)
+            q, out = lax.optimization_barrier((q, out))  # the next layer waits, without a kernel for it
+            outs.append(out)
+            after.append(state)
+        return outs, tuple(after)
+
+    return run
+
+
+def random_pair(key: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Array, Array]:
+    k, v = (jax.random.normal(own, shape, dtype) for own in jax.random.split(key))
+    return k, v
+
+
+def measure(method: str, how: str, spec: CacheSpec, budget: int, calls: int, most_layers: int) -> dict[str, Any]:
+    B, K, D, S = spec.batch, spec.kv_heads, spec.head_dim, spec.capacity
+    named = policies(budget)
+    policy = named.get(method, named["full"])
+    floor = floor_us(policy, spec, S)
+    if method == "by hand":  # the keys, and what was chosen
+        floor = floor / 2 + B * 2 * K * D * spec.dtype.itemsize * min(budget, S) / BYTES_PER_US
+    layers = int(min(max(2, -(-2 * L2_BYTES // (floor * BYTES_PER_US))), most_layers))
+    states: Any
+    if method in named:
+        step: Step = kvjax_step
+        states = fill(kvjax.init(policy, spec, layers=layers), S - 1).layers
+    else:
+        step, shape = (cudnn, (B, S, K, D)) if method == "cudnn" else (by_hand(budget), (B, K, S, D))
+        make = jax.jit(random_pair, static_argnums=(1, 2))
+        states = tuple(make(jax.random.key(i), shape, spec.dtype) for i in range(layers))
+    q = jax.random.normal(jax.random.key(100), (B, 1, spec.q_heads, D), spec.dtype)
+    k, v = random_pair(jax.random.key(101), (B, 1, K, D), spec.dtype)
+    with implementation(how):
+        took, outs = clock(jax.jit(through(step), donate_argnums=0), states, q, k, v, calls=calls)
+    del states
+    if not all(bool(jnp.all(jnp.isfinite(out))) and bool(jnp.any(out != 0)) for out in outs):
+        raise SystemExit(f"{method}: the output is not finite, or zero")
+    return {
+        "method": method,
+        "implementation": how,
+        "length": S,
+        "batch": B,
+        "layers": layers,
+        "us": took.us / layers,
+        "kernels": None if took.kernels is None else took.kernels / layers,
+        "floor_us": floor,
+    }
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers: Callable[[str], list[int]] = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser.add_argument("--lengths", type=numbers, default=list(LENGTHS))
+    parser.add_argument("--batches", type=numbers, default=list(BATCHES))
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=["cudnn", "by hand", *policies(2048)])
+    parser.add_argument("--implementations", type=lambda text: text.split(","), default=["default", "xla"])
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "decode_step.json")
+    parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
+    given = parser.parse_args(args)
+    shape, most_layers = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": jnp.dtype(jnp.bfloat16)}, 16
+    if given.quick:
+        shape, most_layers = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": jnp.dtype(jnp.float32)}, 2
+    elif jax.default_backend() != "gpu":
+        parser.error("this measures a GPU; --quick runs small sizes without one")
+
+    rows: list[dict[str, Any]] = []
+    for length in given.lengths:
+        for batch in given.batches:
+            spec = CacheSpec(batch=batch, capacity=length, **shape)
+            best = None
+            for method in given.methods:
+                for how in given.implementations if method in ("fier", "quest", "pariskv", "logquant") else ["default"]:
+                    if method == "cudnn" and jax.default_backend() != "gpu":
+                        continue
+                    try:
+                        row = measure(method, how, spec, given.budget, given.calls, most_layers)
+                    except jax.errors.JaxRuntimeError as error:
+                        if "RESOURCE_EXHAUSTED" not in str(error):
+                            raise
+                        print(f"{method} | {how} | {length} | {batch} | out of memory", flush=True)
+                        continue
+                    finally:
+                        gc.collect()
+                    best = row["us"] if method == "cudnn" else best
+                    row["times_faster_than_cudnn"] = None if best is None else best / row["us"]
+                    if not rows:
+                        print(" | ".join(row))
+                    rows.append(row)
+                    show(row)
+            key = ("method", "implementation", "length", "batch", "backend")
+            what = "a decode step of attention of a layer, " + ", ".join(f"{k} {v}" for k, v in shape.items())
+            what += f"; budget {given.budget}; normal random keys, values and queries; us: device time of the kernels"
+            save(given.out, what, rows, key)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What the benchmarks of whole steps share: layers of a Llama-3.1-8B, a clock, and results that add up over runs."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+from device_time import BYTES_PER_US, kernels
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
+from kvjax.kernels_pallas import _common
+
+from kvjax import CacheSpec
+from kvjax.caches import Full, Policy, Retrieval
+from kvjax.evaluate.record import provenance
+from kvjax.selectors import All, Paris
+
+
+class Took(NamedTuple):
+    us: float  # of a call: on a GPU in its kernels, by the profiler; else by the host's clock
+    kernels: float | None  # that a call starts; None by the host's clock
+
+
+def clock(run: Callable[..., tuple[Any, Any]], state: Any, *args: Any, calls: int) -> tuple[Took, Any]:
+    """Median time of out, state = run(state, *args), which is compiled and donates its state; and the last out."""
+    out: Any = None
+
+    def call() -> Any:
+        nonlocal out, state
+        out, state = run(state, *args)
+        return out
+
+    if jax.default_backend() == "gpu":
+        found = [each for _, each in kernels(call, calls)]
+        count = sum(map(len, found)) / calls
+        return Took(sum(statistics.median(each) * len(each) / calls for each in found), count), out
+    times = []
+    for _ in range(calls + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(1e6 * (time.perf_counter() - start))
+    return Took(statistics.median(times[1:]), None), out
+
+
+def keep_counts(old: Any, new: Any) -> Any:
+    """`new` with the counts of `old`, so that a step can be repeated on the state that it gives. They pass through the
+    program, so it has no kernel for that; the step itself works with the new ones."""
+
+    def choose(path: tuple[Any, ...], a: Any, b: Any) -> Any:
+        last: DictKey | GetAttrKey | SequenceKey = path[-1]
+        return a if isinstance(last, GetAttrKey) and last.name == "count" else b
+
+    return jax.tree.map_with_path(choose, old, new)
+
+
+@contextmanager
+def implementation(name: str) -> Iterator[None]:
+    """Programs traced inside run the kernels where there are any ("default"), or the references ("xla")."""
+    if name == "default":
+        yield
+    else:
+        with mock.patch.object(_common, "why_not", return_value="the benchmark asks for it"):
+            yield
+
+
+def floor_us(policy: Policy, spec: CacheSpec, length: int) -> float:
+    """The fewest bytes that a step of a layer reads after `length` tokens, over the memory's bandwidth."""
+    pair = 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
+    if isinstance(policy, Full):
+        read = float(pair * length)
+    elif isinstance(policy, Retrieval) and isinstance(policy.selector, All):
+        read = policy.store.bytes_per_token(spec) * length
+    elif isinstance(policy, Retrieval):
+        assert policy.budget is not None
+        index = policy.selector.bytes_per_token(spec) * length
+        if isinstance(policy.selector, Paris):  # of 6 bytes a subspace, 1 for each token and 6 for each candidate
+            index *= 1 / 6 + policy.selector.room(length) / length
+        read = index + pair * policy.budget
+    else:
+        raise TypeError(f"what does {policy} read?")
+    return spec.batch * read / BYTES_PER_US
+
+
+def save(out: Path, what: str, rows: list[dict[str, Any]], key: tuple[str, ...]) -> None:
+    """Writes rows to `out`, each with what made it; rows there that have the same `key` give way."""
+    made = provenance()
+    rows = [{**row, **made} for row in rows]
+    new = {tuple(row[name] for name in key) for row in rows}
+    if out.is_file():
+        kept = [row for row in json.loads(out.read_text())["rows"] if tuple(row[name] for name in key) not in new]
+        rows = kept + rows
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join("    " + json.dumps(row) for row in rows)
+    out.write_text(f'{{\n  "what": {json.dumps(what)},\n  "rows": [\n{lines}\n  ]\n}}\n')
+
+
+def show(row: dict[str, Any]) -> None:
+    print(" | ".join(f"{x:.3g}" if isinstance(x, float) else str(x) for x in row.values()), flush=True)

@@ -1,0 +1,120 @@
+"""What an index, or quantising, adds: to the prefill of a prompt, and to a decoded token when a chunk is sealed.
+
+    python benchmarks/prefill.py [--lengths 32768,131072] [--methods fier,logquant] [--out FILE]
+
+Two layers of Llama-3.1-8B with random bf16 weights store a prompt in one chunk, which is the whole of their prefill:
+projections, cuDNN attention, MLP, and what the cache does. `added` is the device time over that with kvjax's Full,
+minus 1. Sealing is the policy's `flush` of a full recent block; once in `chunk` tokens it adds to their decode steps,
+and `seal_added` is its share of a decoded token's time in a layer, all of it (attention and MLP). Without a GPU
+(`--quick`) sizes are small and the clock is the host's; that says that the script works, and nothing of speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.models import Decoder, DecoderConfig
+from layers import clock, keep_counts, save, show
+
+import kvjax
+from kvjax import presets
+from kvjax.caches import Policy, Retrieval
+from kvjax.evaluate.throughput import SHAPES, fill, random_model
+
+LAYERS = 2
+FULL = SHAPES["llama-3.1-8b"]
+SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "q_heads": 4, "kv_heads": 2, "head_dim": 16}
+POLICIES: dict[str, Callable[[], kvjax.Layered]] = {
+    "full": presets.full,
+    "fier": lambda: presets.fier(2048),
+    "quest": lambda: presets.quest(2048),
+    "pariskv": lambda: presets.pariskv(2048),
+    "logquant": presets.logquant,
+    "kivi": presets.kivi,
+}
+
+
+def prompt(cache: Any, model: Decoder, tokens: Array) -> tuple[Array, Any]:
+    """Stores tokens [B, T] in an empty cache, and hands it back as empty."""
+    logits, after = model(tokens, cache, last=True, fresh=True)
+    return logits, keep_counts(cache, after)
+
+
+def token(cache: Any, model: Decoder, tokens: Array) -> tuple[Array, Any]:
+    logits, after = model(tokens, cache, last=True)
+    return logits, keep_counts(cache, after)
+
+
+def seal(state: Any, policy: Retrieval) -> tuple[Array, Any]:
+    """Demotes from the recent block, full in every row."""
+    recent = dataclasses.replace(state.recent, count=jnp.full_like(state.recent.count, state.recent.slots))
+    after = policy.flush(dataclasses.replace(state, recent=recent))
+    return after.store.count, keep_counts(state, after)
+
+
+def measure(name: str, config: DecoderConfig, model: Decoder, length: int, batch: int, calls: int) -> dict[str, Any]:
+    policy: Policy = POLICIES[name]().rest
+    chunk = policy.demote.leave if isinstance(policy, Retrieval) else 0
+    layered = kvjax.Layered((), policy)
+    spec = model.spec(batch=batch, capacity=length + max(chunk, 1))
+    tokens = jax.random.randint(jax.random.key(0), (batch, length), 0, config.vocab_size)
+    cache = kvjax.init(layered, spec, layers=LAYERS)
+    stored, logits = clock(jax.jit(prompt, donate_argnums=0), cache, model, tokens, calls=calls)
+    if not bool(jnp.all(jnp.isfinite(logits))):
+        raise SystemExit(f"{name}: the logits are not finite")
+    del cache
+    row = {"method": name, "length": length, "batch": batch, "prefill_us": stored.us / LAYERS}
+    cache = fill(kvjax.init(layered, spec, layers=LAYERS), length - 1)
+    step, _ = clock(jax.jit(token, donate_argnums=0), cache, model, tokens[:, :1], calls=calls)
+    row |= {"token_us": step.us / LAYERS, "chunk": chunk, "seal_us": 0.0}
+    del cache
+    if isinstance(policy, Retrieval):
+        (layer,) = fill(kvjax.init(layered, spec, layers=1), length - 1).layers
+        sealed, _ = clock(jax.jit(seal, donate_argnums=0, static_argnums=1), layer.state, policy, calls=calls)
+        row["seal_us"] = sealed.us
+    return row
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers: Callable[[str], list[int]] = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser.add_argument("--lengths", type=numbers, default=[32768, 131072])
+    parser.add_argument("--batches", type=numbers, default=[1])
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(POLICIES), help="full comes first")
+    parser.add_argument("--calls", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "prefill.json")
+    parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
+    given = parser.parse_args(args)
+    if not given.quick and jax.default_backend() != "gpu":
+        parser.error("this measures a GPU; --quick runs small sizes without one")
+    small = SMALL if given.quick else {}
+    config = dataclasses.replace(FULL, layers=LAYERS, windows=(), vocab_size=1024, **small)
+    model = random_model(config, "float32" if given.quick else "bfloat16")
+    rows: list[dict[str, Any]] = []
+    for length in given.lengths:
+        for batch in given.batches:
+            full = None
+            for name in ("full", *(name for name in given.methods if name != "full")):
+                row = measure(name, config, model, length, batch, given.calls)
+                full = row if full is None else full
+                row["added"] = row["prefill_us"] / full["prefill_us"] - 1
+                row["seal_added"] = row["seal_us"] / (row["chunk"] * row["token_us"]) if row["chunk"] else 0.0
+                if not rows:
+                    print(" | ".join(row))
+                rows.append(row)
+                show(row)
+                gc.collect()
+            what = f"prefill, decoded token and sealing of a chunk in one layer of {config}; random tokens and weights"
+            save(given.out, what, rows, ("method", "length", "batch", "backend"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""The benchmarks of whole steps: that they run, and that what they time is the step, and not something less."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import presets
+from kvjax.evaluate.throughput import fill
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=256, dtype=jnp.dtype(jnp.float32))
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Imports a benchmark as it is when its folder is where python starts."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield lambda name: __import__(name)
+    for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(FOLDER))]:
+        del sys.modules[name]
+
+
+def tokens(key, B, heads):
+    return jax.random.normal(jax.random.key(key), (B, 1, heads, 16))
+
+
+@pytest.fixture
+def new():
+    return tokens(0, 2, 4), tokens(1, 2, 2), tokens(2, 2, 2)
+
+
+def test_a_step_of_layers_is_repeatable_and_is_that_of_attention(scripts, new):
+    decode_step = scripts("decode_step")
+    caches = fill(kvjax.init(kvjax.Layered((), presets.fier(32, chunk=16, group=8).rest), SPEC, layers=2), 255).layers
+    step = jax.jit(lambda cache, q, k, v: kvjax.attention(cache, q, k, v, flush=False)[0])
+    wanted = [step(cache, *new) for cache in caches]
+    counts = [np.asarray(x) for cache in caches for x in (cache.state.store.count, cache.state.recent.count)]
+    run = jax.jit(decode_step.through(decode_step.kvjax_step), donate_argnums=0)
+    for _ in range(2):
+        before = [cache.state.recent.k for cache in caches]
+        outs, caches = run(caches, *new)
+        assert all(leaf.is_deleted() for leaf in before)
+        for out, want in zip(outs, wanted, strict=True):
+            np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+    after = [np.asarray(x) for cache in caches for x in (cache.state.store.count, cache.state.recent.count)]
+    np.testing.assert_array_equal(after, counts)
+    assert counts[1][0] == 15  # the last of the chunk's places takes the step's token
+
+
+def test_the_way_by_hand_is_exact_attention_to_the_best(scripts, new):
+    decode_step = scripts("decode_step")
+    state = decode_step.random_pair(jax.random.key(3), (2, 2, 64, 16), jnp.float32)
+    out, state = jax.jit(decode_step.by_hand(8))(state, *new)
+    q, k, v = (np.asarray(a)[:, 0] for a in new)
+    keys, values = (np.asarray(a) for a in state)
+    np.testing.assert_array_equal(keys[:, :, -1], k)
+    np.testing.assert_array_equal(values[:, :, -1], v)
+    for b, head in np.ndindex(2, 2):
+        weights = np.exp(q[b, 2 * head : 2 * head + 2] @ keys[b, head].T / 4)  # [G, S]
+        best = np.argsort(-(weights / weights.sum(axis=1, keepdims=True)).mean(axis=0))[:8]
+        kept = weights[:, best] / weights[:, best].sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(
+            out[b, 0, 2 * head : 2 * head + 2], kept @ values[b, head][best], rtol=1e-4, atol=1e-5
+        )
+
+
+def test_the_floor_counts_what_a_step_must_read(scripts):
+    layers, rate = scripts("layers"), scripts("device_time").BYTES_PER_US
+    spec = kvjax.CacheSpec(batch=2, q_heads=32, kv_heads=8, head_dim=128, capacity=1 << 17)
+    us = {name: layers.floor_us(p, spec, 1 << 17) for name, p in scripts("decode_step").policies(2048).items()}
+    S, chosen = 1 << 17, 2048 * 512
+    per_head = {
+        "full": S * 512,
+        "fier": S * 32 + chosen,
+        "quest": S * 32 + chosen,
+        "pariskv": S * 16 + -(-S // 10) * 96 + chosen,
+        "logquant": S * (64 + 2 * 4 + 4 * 128 / 42),
+    }
+    assert us == {name: pytest.approx(2 * 8 * bytes_ / rate, rel=1e-6) for name, bytes_ in per_head.items()}
+
+
+def test_sealing_moves_a_whole_chunk(scripts):
+    prefill = scripts("prefill")
+    for name in ("fier", "logquant"):
+        policy = prefill.POLICIES[name]().rest
+        spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=64, capacity=600 + policy.demote.leave)
+        (layer,) = fill(kvjax.init(kvjax.Layered((), policy), spec, layers=1), 599).layers
+        held = int(layer.state.store.count[0])
+        sealed, after = jax.jit(prefill.seal, static_argnums=1)(layer.state, policy)
+        assert int(sealed[0]) == held + policy.demote.leave
+        assert int(after.store.count[0]) == held
+
+
+def test_rows_of_another_run_are_kept_and_those_of_the_same_replaced(scripts, tmp_path):
+    layers, out = scripts("layers"), tmp_path / "deep" / "rows.json"
+    layers.save(out, "w", [{"a": 1, "us": 5.0}, {"a": 2, "us": 6.0}], ("a", "backend"))
+    layers.save(out, "w", [{"a": 2, "us": 7.0}], ("a", "backend"))
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["a"], row["us"]) for row in rows] == [(1, 5.0), (2, 7.0)]
+    assert all(row["versions"]["jax"] == jax.__version__ for row in rows)
+
+
+def test_decode_step_runs_without_a_gpu(scripts, tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    common = ["--lengths", "320", "--batches", "1", "--calls", "2", "--budget", "160", "--out", str(out)]
+    scripts("decode_step").main(["--quick", *common, "--methods", "cudnn,by hand,fier", "--implementations", "xla"])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["method"], row["implementation"]) for row in rows] == [("by hand", "default"), ("fier", "xla")]
+    assert all(row["us"] > 0 and row["layers"] == 2 and row["kernels"] is None for row in rows)
+    with pytest.raises(SystemExit):
+        scripts("decode_step").main(common)
+    assert "--quick" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_all_methods_run_without_a_gpu(scripts, tmp_path):
+    out = tmp_path / "rows.json"
+    scripts("decode_step").main(
+        ["--quick", "--lengths", "512", "--batches", "2", "--calls", "2", "--budget", "160", "--out", str(out)]
+    )
+    assert len(json.loads(out.read_text())["rows"]) == 10  # 4 methods in 2 implementations, full, and by hand
+    scripts("prefill").main(
+        ["--quick", "--lengths", "512", "--calls", "2", "--out", str(out.with_name("prefill.json"))]
+    )
+    rows = json.loads(out.with_name("prefill.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == ["full", "fier", "quest", "pariskv", "logquant", "kivi"]
+    assert [row["chunk"] for row in rows] == [0, 256, 16, 256, 42, 128]
+    assert all(row["seal_us"] > 0 for row in rows[1:])
+
+
+@pytest.mark.thorough
+def test_prefill_runs_without_a_gpu(scripts, tmp_path):
+    out = tmp_path / "rows.json"
+    scripts("prefill").main(
+        ["--quick", "--lengths", "320", "--batches", "1", "--calls", "2", "--methods", "fier", "--out", str(out)]
+    )
+    full, fier = json.loads(out.read_text())["rows"]
+    assert full["added"] == full["seal_us"] == 0
+    assert fier["added"] == pytest.approx(fier["prefill_us"] / full["prefill_us"] - 1)
+    assert fier["seal_added"] == pytest.approx(fier["seal_us"] / (256 * fier["token_us"]))
