@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import typer
 
-from kvjax.cli import bench, generate, methods
+from kvjax.cli import bench, generate, methods, perplexity
 from kvjax.cli.terminal import say
 
 # Advice for people who train with torch, and warnings of XLA's start, are not for this command's users.
@@ -37,6 +37,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("methods")(methods.methods)
 app.command("bench")(bench.bench)
+app.command("perplexity")(perplexity.perplexity)
 
 
 def main(args: Sequence[str] | None = None) -> int:
