@@ -3,7 +3,8 @@
     python benchmarks/decode_step.py [--lengths 8192,131072] [--batches 1,8] [--methods cudnn,fier] [--out FILE]
 
 A step writes the new token and attends: score, select `--budget` tokens in all, attend, merge with the recent window.
-Beside the methods, each with its kernels and with the references in plain JAX ("xla"), in the same run:
+Each method runs as users have it ("default"), with all kernels that take the shape, also those that nobody has measured
+("kernels"), and with the references in plain JAX ("xla"). Beside the methods, in the same run:
 - cudnn: `jax.nn.dot_product_attention(implementation="cudnn")` over keys and values [B, S, K, D], all of them valid.
 - full: kvjax's Full, which XLA reads as [B, K, S, D].
 - by hand: exact scores, `lax.top_k`, `take_along_axis`, softmax, as one writes it without a library.
@@ -135,7 +136,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", type=numbers, default=list(LENGTHS))
     parser.add_argument("--batches", type=numbers, default=list(BATCHES))
     parser.add_argument("--methods", type=lambda text: text.split(","), default=["cudnn", "by hand", *policies(2048)])
-    parser.add_argument("--implementations", type=lambda text: text.split(","), default=["default", "xla"])
+    parser.add_argument("--implementations", type=lambda text: text.split(","), default=["default", "kernels", "xla"])
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "decode_step.json")

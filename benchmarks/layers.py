@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,7 +16,7 @@ from device_time import BYTES_PER_US, kernels
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 from kvjax.kernels_pallas import _common
 
-from kvjax import CacheSpec
+from kvjax import CacheSpec, ops
 from kvjax.caches import Full, Policy, Retrieval
 from kvjax.evaluate.record import provenance
 from kvjax.selectors import All, Paris
@@ -61,12 +61,17 @@ def keep_counts(old: Any, new: Any) -> Any:
 
 @contextmanager
 def implementation(name: str) -> Iterator[None]:
-    """Programs traced inside run the kernels where there are any ("default"), or the references ("xla")."""
-    if name == "default":
+    """What programs traced inside run: "default", as users; "kernels", also those that are not yet in use by default
+    because nobody has measured them; "xla", the references alone."""
+    with ExitStack() as stack:
+        if name == "kernels":
+            stack.enter_context(mock.patch.object(ops, "_unmeasured", return_value=None))
+        elif name == "xla":
+            reason = "the benchmark asks for the reference"
+            stack.enter_context(mock.patch.object(_common, "why_not", return_value=reason))
+        elif name != "default":
+            raise ValueError(f"implementation must be default, kernels or xla; got {name!r}")
         yield
-    else:
-        with mock.patch.object(_common, "why_not", return_value="the benchmark asks for it"):
-            yield
 
 
 def floor_us(policy: Policy, spec: CacheSpec, length: int) -> float:
