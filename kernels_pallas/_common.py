@@ -7,6 +7,7 @@ register of a thread (unsigned), `ptx` one instruction, `when` and `loop` contro
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -46,6 +47,12 @@ def why_not() -> str | None:
         if device.platform == "gpu" and str(getattr(device, "compute_capability", "")) != "9.0":
             return f"the kernels are for GPUs of compute capability 9.0 (H100, H200); this process has {device}"
     return None
+
+
+def flatten_batch(n: int, batches: Sequence[bool], args: Sequence[jax.Array]) -> list[jax.Array]:
+    """[n, rows, ...] as [n * rows, ...], of what is batched; the rest is repeated. For a kernel's rule of vmap."""
+    whole = (a if has else jax.numpy.broadcast_to(a[None], (n, *a.shape)) for a, has in zip(args, batches, strict=True))
+    return [a.reshape(n * a.shape[1], *a.shape[2:]) for a in whole]
 
 
 Operand = Any  # Word | int
@@ -148,6 +155,37 @@ def ptx(code: str, *args: Any, results: int = 0, convergent: bool = False) -> An
     return words[0] if results == 1 else words
 
 
+def real(x: float) -> Word:
+    """The bits of an f32."""
+    return word(struct.unpack("<I", struct.pack("<f", x))[0])
+
+
+def instr(name: str, *args: Operand, convergent: bool = False) -> Word:
+    """One instruction of one result, such as instr("fma.rn.f32", a, b, c)."""
+    operands = ", ".join(f"${i}" for i in range(len(args) + 1))
+    return ptx(f"{name} {operands};", *args, results=1, convergent=convergent)
+
+
+def bfly(x: Word, gap: int) -> Word:
+    """x of the lane whose number differs in the bit `gap`."""
+    return ptx("shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", x, gap, results=1, convergent=True)
+
+
+def from_lane(x: Word, lane: Operand) -> Word:
+    return ptx("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", x, lane, results=1, convergent=True)
+
+
+def mma(kind: str, acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word]) -> list[Word]:
+    """acc f32[16, 8] + a[16, 16] @ b[16, 8], a and b of `kind`, "bf16" or "f16"; m16n8k16 has the places."""
+    return ptx(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, "
+        "{$8, $9}, {$10, $11, $12, $13};",
+        *(*a, *b, *acc),
+        results=4,
+        convergent=True,
+    )
+
+
 @contextmanager
 def when(flag: Flag) -> Iterator[None]:
     with mgpu_utils.when(flag.value):
@@ -218,6 +256,15 @@ def offset_rows(address: Any, row: Word, stride: int) -> Any:
     i64 = ir.IntegerType.get_signless(64)
     wide = arith.extui(i64, row.value)
     return arith.addi(address, arith.muli(wide, arith.constant(i64, ir.IntegerAttr.get(i64, stride))))
+
+
+def remote(at: Word, block: Operand) -> Word:
+    """The address in the cluster of what is at `at` in another block's shared memory."""
+    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", at, block, results=1)
+
+
+def warp_barrier() -> None:
+    ptx("bar.warp.sync -1;", convergent=True)
 
 
 def block_barrier() -> None:

@@ -32,6 +32,7 @@ from jax import Array
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
 
+MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/score_1bit.json
 UNIT = 32  # keys: the rows of two products
 HEADS = 8  # columns of a product
 ONES = {"bf16": 0xBF80BF80, "f16": 0xBC00BC00}  # -1 twice; a code of 1 flips the sign
@@ -102,8 +103,7 @@ def _scores(G: int, config: Config, q: Array, bits: Array, step: Array, zero: Ar
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
-        whole = (a if has else jnp.broadcast_to(a[None], (n, *a.shape)) for a, has in zip(args, batches, strict=True))
-        flat = (a.reshape(n * rows, *a.shape[2:]) for a in whole)
+        flat = c.flatten_batch(n, batches, args)
         return _scores(G, config, *flat).reshape(n, rows, G, S), True
 
     return run(q, bits, step, zero)
@@ -140,14 +140,6 @@ def _program(
         halves = [(words[i // 2], words[i // 2 + H // 2], 0x7632 if i % 2 else 0x5410) for i in range(H)]
         return [ptx("prmt.b32 $0, $1, $2, $3;", *half, results=1) for half in halves]
 
-    def mma(acc: list[Word], a: list[Word], b: list[Word]) -> list[Word]:
-        return ptx(
-            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, "
-            "{$8, $9}, {$10, $11, $12, $13};",
-            *(*a, *b, *acc),
-            results=4,
-        )
-
     def within(unit: Word) -> Word:
         return (unit < units).choose(unit, units - 1)
 
@@ -170,7 +162,7 @@ def _program(
     base = [word(0)] * 4  # q . zero, of unit `quad` and of unit `quad` + 8, for heads 2 col and 2 col + 1
     for j in range(0, H, 2):
         low, high = zeros[0], zeros[-1]
-        base = mma(base, [low[j], high[j], low[j + 1], high[j + 1]], queries[j : j + 2])
+        base = c.mma(kind, base, [low[j], high[j], low[j + 1], high[j + 1]], queries[j : j + 2])
 
     @loop(0, batch, 1, ahead)
     def _unit(i: Word, *now: Word) -> list[Word]:
@@ -182,13 +174,13 @@ def _program(
         start = []
         for e in range(2):
             mine = (i < 8).choose(base[e], base[2 + e])
-            start.append(ptx("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", mine, holder, results=1, convergent=True))
+            start.append(c.from_lane(mine, holder))
         acc = [[*start, *start], [*start, *start]]
         for j in range(0, H, 2):
             for tile in range(2):
                 two = codes[2 * tile : 2 * tile + 2]
                 a = [((w << (15 - p)) & 0x80008000) ^ ONES[kind] for p in (j, j + 1) for w in two]
-                acc[tile] = mma(acc[tile], a, scaled[j : j + 2])
+                acc[tile] = c.mma(kind, acc[tile], a, scaled[j : j + 2])
         for e in range(2):
             head = col * 2 + e
             with when((head < G) & (unit < units)):

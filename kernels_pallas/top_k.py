@@ -28,7 +28,7 @@ by running sums took 110 us (with dispatch), unordered.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ from jax import Array
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas._common import Flag, Word, block_barrier, cluster_barrier, loop, ptx, when, word
 
+MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/top_k.json
 THREADS = 1024
 DIGITS = ((0, 21, 11), (0, 10, 11), (0, 0, 10), (1, 11, 11), (1, 0, 11))  # (of key 0 or slot 1, shift, bits)
 BINS = 2048
@@ -114,13 +115,11 @@ def select(keys: Array, k: int, config: Config | None = None) -> Array:
 
     @jax.custom_batching.custom_vmap
     def run(keys: Array) -> Array:
-        plgpu, room = c.plgpu, 2 * candidates(k)
-        scratch = [plgpu.SMEM((n,), jnp.uint32) for n in (len(DIGITS) * BINS, room, room, 64)]
         return c.kernel(
             functools.partial(_program, U=U, k=k, config=chosen),
             name="kvjax_top_k",
             out_type=jax.ShapeDtypeStruct((rows, k), jnp.uint32),
-            scratch_types=scratch,
+            scratch_types=scratch(k),
             grid=(rows,),
             grid_names=("row",),
             cluster=(chosen.blocks,),
@@ -147,11 +146,6 @@ def _store_pair(at: Word, x: list[Word]) -> None:
     ptx("st.shared.v2.u32 [$0], {$1, $2};", at, *x)
 
 
-def _remote(at: Word, block: int) -> Word:
-    """The address in the cluster of what is at `at` in another block's shared memory."""
-    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", at, block, results=1)
-
-
 def _load_pair(at: Word, index: Word, count: Word, space: str) -> list[Word]:
     """The pair at `at` if index < count, else zeros."""
     return ptx(
@@ -162,38 +156,77 @@ def _load_pair(at: Word, index: Word, count: Word, space: str) -> list[Word]:
     )
 
 
-def _program(keys_m, out_m, hist_m, mine_m, sort_m, small_m, *, U: int, k: int, config: Config) -> None:
-    blocks, capacity = config.blocks, candidates(k)
-    t, part, row = c.special("tid.x"), c.special("cluster_ctarank"), c.special("clusterid.x")
+def fours(i: Word, U: int, config: Config) -> list[Word]:
+    """The first of each four of adjacent elements that this thread has of step i of a row of U."""
+    stride, unroll, _ = _steps(U, config)
+    first = i * (stride * unroll) + c.special("cluster_ctarank") * (THREADS * 4) + c.special("tid.x") * 4
+    return [first + u * stride for u in range(unroll)]
+
+
+def _steps(U: int, config: Config) -> tuple[int, int, int]:
+    """Elements between the fours of a thread, fours of a step, steps."""
+    stride = THREADS * 4 * config.blocks
+    steps = -(-U // (stride * config.unroll))
+    return stride, -(-U // (stride * steps)), steps
+
+
+def in_one_step(U: int, config: Config) -> bool:
+    """Whether the threads of a row hold all of it in registers, and read it once."""
+    return _steps(U, config)[2] == 1
+
+
+def load_four(row: Any, at: Word, U: int) -> list[Word]:
+    """Words at .. at + 3 of a row in device memory; zeros past its end."""
+    return ptx(
+        "{ .reg .pred p; setp.lt.u32 p, $4, $5; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
+        "@p ld.global.v4.u32 {$0, $1, $2, $3}, [$6]; }",
+        *(at, U, c.offset(row, at * 4)),
+        results=4,
+    )
+
+
+def scratch(k: int) -> list[Any]:
+    """What `pick` needs of shared memory."""
+    room = 2 * candidates(k)
+    return [c.plgpu.SMEM((n,), jnp.uint32) for n in (len(DIGITS) * BINS, room, room, 64)]
+
+
+def _program(keys_m, out_m, *scratch_m, U: int, k: int, config: Config) -> None:
+    row = c.special("clusterid.x")
     keys = c.offset_rows(c.global_address(keys_m), row, U * 4)
-    out = c.offset_rows(c.global_address(out_m), row, k * 4)
-    hist, mine, sort, small = (c.shared_address(m) for m in (hist_m, mine_m, sort_m, small_m))
 
-    stride = THREADS * 4 * blocks
-    unroll = min(config.unroll, -(-U // stride))
-    steps = -(-U // (stride * unroll))
+    def fetch(i: Word) -> list[list[Word]]:
+        return [load_four(keys, at, U) for at in fours(i, U, config)]
 
-    def fetch(i: Word) -> list[tuple[Word, Word]]:
+    pick(fetch, fetch, c.offset_rows(c.global_address(out_m), row, k * 4), scratch_m, U=U, k=k, config=config)
+
+
+Fetch = Callable[[Word], list[list[Word]]]
+
+
+def pick(first: Fetch, again: Fetch, out: Any, scratch_m: Sequence[Any], *, U: int, k: int, config: Config) -> None:
+    """Writes to `out` the slots of the k largest keys of a row, with bit 31 where a key is not 0.
+
+    `first(i)` gives the keys of `fours(i, U, config)` the first time that they are looked at, `again(i)` after it.
+    """
+    blocks, capacity = config.blocks, candidates(k)
+    t = c.special("tid.x")
+    hist, mine, sort, small = (c.shared_address(m) for m in scratch_m)
+
+    def elements(fetch: Fetch, i: Word) -> list[tuple[Word, Word]]:
         """Keys and slots' ranks; past the end of the row keys are 0, and their slots come after all others."""
-        first = i * (stride * unroll) + part * (THREADS * 4) + t * 4
-        found: list[tuple[Word, Word]] = []
-        for at in [first + u * stride for u in range(unroll)]:
-            four = ptx(
-                "{ .reg .pred p; setp.lt.u32 p, $4, $5; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
-                "@p ld.global.v4.u32 {$0, $1, $2, $3}, [$6]; }",
-                *(at, U, c.offset(keys, at * 4)),
-                results=4,
-            )
-            found += [(key, word(SLOTS) - (at + j)) for j, key in enumerate(four)]
-        return found
+        places = zip(fours(i, U, config), fetch(i), strict=True)
+        return [(key, word(SLOTS) - (at + j)) for at, four in places for j, key in enumerate(four)]
 
-    held = fetch(word(0)) if steps == 1 else None
+    held = elements(first, word(0)) if in_one_step(U, config) else None
+    fetches = iter((first,))
 
     def each(visit: Callable[[list[tuple[Word, Word]]], None]) -> None:
+        fetch = next(fetches, again)
         if held is not None:
             visit(held)
         else:
-            loop(0, steps, 1)(lambda i: visit(fetch(i)))
+            loop(0, _steps(U, config)[2], 1)(lambda i: visit(elements(fetch, i)))
 
     @loop(t, BINS * len(DIGITS) // 4, THREADS)
     def _clear(i: Word) -> None:
@@ -262,7 +295,7 @@ def _digit_pass(
     per = BINS // THREADS
     counts = [word(0)] * per
     for block in range(blocks):
-        got = ptx("ld.shared::cluster.v2.u32 {$0, $1}, [$2];", _remote(bins + t * (4 * per), block), results=per)
+        got = ptx("ld.shared::cluster.v2.u32 {$0, $1}, [$2];", c.remote(bins + t * (4 * per), block), results=per)
         counts = [a + b for a, b in zip(counts, got, strict=True)]
     total = functools.reduce(lambda a, b: a + b, counts)
     upward = total  # of this thread and the later ones of its warp
@@ -307,9 +340,6 @@ def _bitonic(size_all: int, mine: Word, spare: Word, length: Word, t: Word) -> N
             results=2,
         )
 
-    def swap(v: Word, gap: int) -> Word:
-        return ptx("shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", v, gap, results=1, convergent=True)
-
     size = 2
     while size <= size_all:
         gap = size // 2
@@ -323,7 +353,7 @@ def _bitonic(size_all: int, mine: Word, spare: Word, length: Word, t: Word) -> N
             elif gap >= 32:
                 other = [x[j ^ (gap // 32)] for j in range(m)]
             else:
-                other = [[swap(w, gap) for w in v] for v in x]
+                other = [[c.bfly(w, gap) for w in v] for v in x]
             larger = [(e & gap).equals(0).choose(1, 0) ^ (e & size).equals(0).choose(0, 1) for e in at]
             x = [keep(*three) for three in zip(x, other, larger, strict=True)]
             gap //= 2
@@ -337,9 +367,9 @@ def _rank(mine: Word, lists: Word, small: Word, out: Any, length: Word, t: Word,
     """Takes the sorted lists of all blocks into `lists`, and writes the slots of `mine` where they rank."""
     space = "shared::cluster"
     lengths = [
-        ptx("ld.shared::cluster.u32 $0, [$1];", _remote(small + LENGTH * 4, b), results=1) for b in range(blocks)
+        ptx("ld.shared::cluster.u32 $0, [$1];", c.remote(small + LENGTH * 4, b), results=1) for b in range(blocks)
     ]
-    sources = [_remote(mine, b) for b in range(blocks)]
+    sources = [c.remote(mine, b) for b in range(blocks)]
     firsts, most = [word(0)], word(0)
     for n in lengths:
         firsts.append(firsts[-1] + n)

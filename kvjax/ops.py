@@ -7,7 +7,7 @@ They are written to hold little: scoring expands packed keys a block at a time, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Literal, get_args
 
@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from kvjax.layouts import unpack_codes
 from kvjax.partial import Partial, attend_part, empty_part, keep_valid, merge, part_of_logits
-from kvjax.pick import Selection
+from kvjax.pick import Pool, Selection, pool_scores
 from kvjax.quant import OneBit, QuantArray, dequantize, dequantize_1bit, split_scales
 from kvjax.rotate import Directions, decode
 
@@ -32,17 +32,11 @@ def score_1bit(q: Array, keys: OneBit, *, scale: float, implementation: Implemen
     multiply and sum 0.4-2.4 s (2026-11-21, jax 0.10.2, 2 shared cores, normal random q, uniform random codes).
     `implementation`: see `explain`. The kernel multiplies numbers of the scales' 16 bits, and sums in f32.
     """
+    from kvjax.kernels_pallas import score_1bit as kernel
+
     reference = partial(_score_1bit, scale=scale)
-
-    def mosaic(q: Array, keys: OneBit) -> Array:
-        from kvjax.kernels_pallas import score_1bit as kernel
-
-        # Kernels have no derivative: it is the reference's.
-        run = jax.custom_jvp(lambda q, keys: kernel.score_1bit(q, *keys, scale=scale))
-        run.defjvp(lambda primals, tangents: (run(*primals), jax.jvp(reference, primals, tangents)[1]))
-        return run(q, keys)
-
-    return _dispatch(implementation, _no_score_1bit(q, keys), mosaic, reference, q, keys)
+    mosaic = _with_derivative(lambda q, keys: kernel.score_1bit(q, *keys, scale=scale), reference)
+    return _dispatch(implementation, kernel, kernel.unsupported(q, keys.bits, keys.scale), mosaic, reference, q, keys)
 
 
 def _score_1bit(q: Array, keys: OneBit, *, scale: float) -> Array:
@@ -67,13 +61,24 @@ def _score_1bit(q: Array, keys: OneBit, *, scale: float) -> Array:
     return lax.fori_loop(0, -(-groups // block), step, jnp.zeros((B, K, G, S), jnp.float32))
 
 
-def score_pages(q: Array, low: Array, high: Array, *, scale: float) -> Array:
+def score_pages(
+    q: Array, low: Array, high: Array, *, scale: float, implementation: Implementation | None = None
+) -> Array:
     """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and pages' corners [B, K, P, D].
 
     As high >= low, the larger product is that with `high` where q_i > 0 and with `low` elsewhere, so the score is two
     matrix products. Reads 2 D values a page and kv head; 16-bit corners are widened to f32 on the way, which for pages
-    of 16 is 1/4 of the bytes of the keys, held for the time of the product.
+    of 16 is 1/4 of the bytes of the keys, held for the time of the product. `implementation`: see `explain`. The kernel
+    multiplies in the 16 bits of the corners, to which it rounds q, and sums in f32.
     """
+    from kvjax.kernels_pallas import score_pages as kernel
+
+    reference = partial(_score_pages, scale=scale)
+    mosaic = _with_derivative(partial(kernel.score_pages, scale=scale), reference)
+    return _dispatch(implementation, kernel, kernel.unsupported(q, low, high), mosaic, reference, q, low, high)
+
+
+def _score_pages(q: Array, low: Array, high: Array, *, scale: float) -> Array:
     q = q.astype(jnp.float32)
     parts = ((jnp.maximum(q, 0.0), high), (jnp.minimum(q, 0.0), low))
     up, down = (
@@ -88,13 +93,13 @@ def top_k(scores: Array, valid: Array, k: int, *, implementation: Implementation
     A row with fewer than k valid units gives all of them, and the rest of its selection is not valid. `implementation`:
     see `explain`; all give the same.
     """
+    from kvjax.kernels_pallas import top_k as kernel
 
     def mosaic(scores: Array, valid: Array) -> Selection:
-        from kvjax.kernels_pallas import top_k as kernel
-
         return Selection(*kernel.top_k(scores, valid, k))
 
-    return _dispatch(implementation, _no_top_k(scores, k), mosaic, partial(_top_k, k=k), scores, valid)
+    limit = kernel.unsupported(scores.shape, scores.dtype, k)
+    return _dispatch(implementation, kernel, limit, mosaic, partial(_top_k, k=k), scores, valid)
 
 
 def _top_k(scores: Array, valid: Array, *, k: int) -> Selection:
@@ -104,6 +109,33 @@ def _top_k(scores: Array, valid: Array, *, k: int) -> Selection:
     ranked = jnp.where(valid, jnp.clip(jnp.nan_to_num(scores, nan=low), low), -jnp.inf)
     _, slots = lax.top_k(ranked, k)
     return Selection(slots.astype(jnp.int32), jnp.take_along_axis(valid, slots, axis=-1))
+
+
+def top_k_pooled(
+    parts: Sequence[tuple[Array, Array]], pool: Pool, k: int, *, implementation: Implementation | None = None
+) -> Selection:
+    """The k units of all parts that a group of heads ranks highest: `top_k` of `pick.pool_scores`, in one kernel.
+
+    A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U']; units count on from part to part. Softmax is
+    over the valid units of all parts. `implementation`: see `explain`; where ranks differ by less than rounding, the
+    kernel may order them otherwise.
+    """
+    from kvjax.kernels_pallas import top_k_pooled as kernel
+
+    inner = None if implementation is None else "xla"
+    reference = partial(_top_k_pooled, pool=pool, k=k, implementation=inner)
+
+    def mosaic(parts: Sequence[tuple[Array, Array]]) -> Selection:
+        return Selection(*kernel.top_k_pooled(parts, pool, k))
+
+    return _dispatch(implementation, kernel, kernel.unsupported(parts, pool, k), mosaic, reference, parts)
+
+
+def _top_k_pooled(
+    parts: Sequence[tuple[Array, Array]], *, pool: Pool, k: int, implementation: Implementation | None
+) -> Selection:
+    valid = jnp.concatenate([ok for _, ok in parts], axis=-1)
+    return top_k(pool_scores(parts, pool), valid, k, implementation=implementation)
 
 
 def collide(q: Array, ids: Array, counts: Array, limits: Array) -> Array:
@@ -198,8 +230,31 @@ def rerank(q: Array, keys: Directions, picked: Selection, *, scale: float) -> Ar
     return lax.fori_loop(0, -(-M // block), step, jnp.zeros((B, K, G, M), jnp.float32))
 
 
-def attend_slots(q: Array, k: Array, v: Array, selection: Selection, *, scale: float) -> Partial:
-    """Exact attention of q [B, K, G, D] over the selected slots of k, v [B, K, S, D]; Partial over Q = G."""
+def attend_slots(
+    q: Array,
+    k: Array,
+    v: Array,
+    selection: Selection,
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> Partial:
+    """Exact attention of q [B, K, G, D] over the selected slots of k, v [B, K, S, D]; Partial over Q = G.
+
+    `implementation`: see `explain`. The kernel gathers and attends at once; its products read q in the dtype of k.
+    """
+    from kvjax.kernels_pallas import attend_slots as kernel
+
+    reference = partial(_attend_slots, scale=scale)
+
+    def run(q: Array, k: Array, v: Array, selection: Selection) -> Partial:
+        return Partial(*kernel.attend_slots(q, k, v, *selection, scale=scale))
+
+    limit = kernel.unsupported(q, k, v, selection.slots)
+    return _dispatch(implementation, kernel, limit, _with_derivative(run, reference), reference, q, k, v, selection)
+
+
+def _attend_slots(q: Array, k: Array, v: Array, selection: Selection, *, scale: float) -> Partial:
     kg, vg = gather_slots(k, v, selection)
     return attend_gathered(q, kg, vg, selection, scale=scale)
 
@@ -315,45 +370,58 @@ def _mix(weights: Array, values: QuantArray, seen: Array, channels: int) -> Arra
 
 
 def explain(op: str, *args: Any) -> str:
-    """Which implementation `op`, "score_1bit" or "top_k", runs for these arguments, and why: "mosaic", or "xla: ...".
+    """Which implementation `op` runs for these arguments, and why: "mosaic", or "xla: ...".
 
-    `args` are the positional arguments, as arrays or as `jax.ShapeDtypeStruct`. Under `implementation=None` a GPU runs
-    the Pallas Mosaic GPU kernel wherever there is one: jax >= 0.11, compute capability 9.0, shapes that it takes. All
-    else runs the reference ("xla"). It is decided for the platform that a program is lowered for. A kernel asked for by
-    name ("mosaic") runs or raises NotImplementedError with the limit.
+    `op` is the name of an operation here that has a kernel; `args` are its positional arguments, as arrays or as
+    `jax.ShapeDtypeStruct`. Under `implementation=None` a GPU runs the Pallas Mosaic GPU kernel wherever there is one:
+    jax >= 0.11, compute capability 9.0, shapes that it takes, and a time that was measured. All else runs the reference
+    ("xla"). It is decided for the platform that a program is lowered for. A kernel asked for by name ("mosaic") runs,
+    measured or not, or raises NotImplementedError with the limit.
 
     >>> explain("top_k", jax.ShapeDtypeStruct((8, 65536), jnp.float32), None, 8192).split(":")[0]
     'xla'
     """
-    rules: dict[str, Callable[[], str | None]] = {
-        "score_1bit": lambda: _no_score_1bit(*args[:2]),
-        "top_k": lambda: _no_top_k(args[0], args[2]),
+    from kvjax.kernels_pallas import attend_slots, score_1bit, score_pages, top_k, top_k_pooled
+
+    rules: dict[str, tuple[Any, Callable[..., str | None]]] = {
+        "score_1bit": (score_1bit, lambda q, keys: score_1bit.unsupported(q, keys.bits, keys.scale)),
+        "score_pages": (score_pages, score_pages.unsupported),
+        "top_k": (top_k, lambda scores, valid, k: top_k.unsupported(scores.shape, scores.dtype, k)),
+        "top_k_pooled": (top_k_pooled, top_k_pooled.unsupported),
+        "attend_slots": (attend_slots, lambda q, k, v, selection: attend_slots.unsupported(q, k, v, selection.slots)),
     }
     if op not in rules:
         raise ValueError(f"op must be one of {', '.join(rules)}; got {op!r}")
-    why = rules[op]()
+    kernel, limit = rules[op]
+    why = _why_not(limit(*args)) or _unmeasured(kernel)
     if why is None and jax.default_backend() != "gpu":
         why = f"the kernels are for GPUs; this process runs on {jax.default_backend()}"
     return "mosaic" if why is None else f"xla: {why}"
 
 
-def _no_score_1bit(q: Any, keys: OneBit) -> str | None:
+def _why_not(limit: str | None) -> str | None:
+    """Why no kernel can run: what this process lacks, or else `limit`."""
     from kvjax.kernels_pallas import _common
-    from kvjax.kernels_pallas import score_1bit as kernel
 
-    return _common.why_not() or kernel.unsupported(q, keys.bits, keys.scale)
+    return _common.why_not() or limit
 
 
-def _no_top_k(scores: Any, k: int) -> str | None:
-    from kvjax.kernels_pallas import _common
-    from kvjax.kernels_pallas import top_k as kernel
+def _unmeasured(kernel: Any) -> str | None:
+    name = kernel.__name__.rpartition(".")[2]
+    return None if kernel.MEASURED else f"the kernel {name} is not yet measured on a GPU: ask for it by name"
 
-    return _common.why_not() or kernel.unsupported(scores.shape, scores.dtype, k)
+
+def _with_derivative(run: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, a kernel, with the derivative of the reference: it has none of its own."""
+    f = jax.custom_jvp(run)
+    f.defjvp(lambda primals, tangents: (f(*primals), jax.jvp(reference, primals, tangents)[1]))
+    return f
 
 
 def _dispatch(
     implementation: Implementation | None,
-    why_not: str | None,
+    kernel: Any,
+    limit: str | None,
     mosaic: Callable[..., Any],
     reference: Callable[..., Any],
     *args: Any,
@@ -361,11 +429,12 @@ def _dispatch(
     if implementation not in (None, *get_args(Implementation)):
         names = ", ".join(map(repr, get_args(Implementation)))
         raise ValueError(f"implementation must be None or one of {names}; got {implementation!r}")
+    why_not = _why_not(limit)
     if implementation == "mosaic":
         if why_not:
             raise NotImplementedError(why_not)
         return lax.platform_dependent(*args, cuda=mosaic)  # lowered for anything else: NotImplementedError
-    if implementation == "xla":
+    if implementation == "xla" or _unmeasured(kernel):
         return reference(*args)
     if why_not:
         if jax.default_backend() == "gpu":

@@ -17,7 +17,7 @@ from kvjax.caches.policy import Info, lowest_visible
 from kvjax.demotion import Demotion, Fifo, plan
 from kvjax.layouts import whole_units
 from kvjax.partial import Partial, attend_blocks, attend_part, group_queries, keep_valid, merge, ungroup
-from kvjax.pick import Selection, expand_units, membership, pool_queries, pool_scores
+from kvjax.pick import Selection, expand_units, membership, pool_queries
 from kvjax.schedules import EveryStep, Recall, Schedule
 from kvjax.selectors import All, Selector
 from kvjax.spec import CacheSpec, require_int
@@ -303,8 +303,8 @@ class Retrieval:
         tokens = jnp.concatenate([stored, waiting], axis=1)  # bool[B, S + wide]
         units = jnp.any(tokens.reshape(tokens.shape[0], -1, unit), axis=-1)[:, None, None]
         split = slots // unit
-        ranks = pool_scores([(estimates, units[..., :split]), (exact, units[..., split:])], pool)
-        picked = expand_units(ops.top_k(ranks, units, self._most(ranks.shape[-1])), unit)
+        parts = [(estimates, units[..., :split]), (exact, units[..., split:])]
+        picked = expand_units(ops.top_k_pooled(parts, pool, self._most(units.shape[-1])), unit)
 
         visible = jnp.take_along_axis(tokens[:, None, None], picked.slots, axis=-1)
         rank = jnp.arange(picked.slots.shape[-1])[None, None, None]

@@ -1,32 +1,26 @@
-"""The Pallas kernels: what they refuse, what is chosen, that they compile for a Hopper GPU, and on one, what they give.
+"""The Pallas kernels: what they refuse, and when they are chosen."""
 
-Their bodies are PTX, which interpret mode does not run. Without a GPU the tests check the choice and what surrounds the
-kernel; with one (JAX_PLATFORMS=cuda, jax >= 0.11, compute capability 9.0) each kernel is compared with its reference.
-"""
-
+import json
+import logging
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas import _common, score_1bit, top_k
+from kvjax.kernels_pallas import _common, attend_slots, score_1bit, score_pages, top_k, top_k_pooled
 
 from kvjax import ops
+from kvjax.pick import Selection
 from kvjax.quant import quantize_1bit
+from tests.kernels.conftest import HAS_KERNELS, KERNELS, ON_GPU
 
-HAS_KERNELS = jax.__version_info__ >= (0, 11)
-ON_GPU = HAS_KERNELS and jax.default_backend() == "gpu" and _common.why_not() is None
-
-on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU of compute capability 9.0 and jax >= 0.11")
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
-def index(B, K, S, D, group, dtype, seed=0):
-    k = (
-        jax.random.normal(jax.random.key(seed), (B, K, S, D))
-        * (1 + jnp.arange(D) % 5).astype(jnp.float32)[None, None, None]
-    )
-    return jax.jit(partial(quantize_1bit, group=group, dtype=dtype))(k)
+def index(B, K, S, D, group, dtype):
+    return quantize_1bit(jax.random.normal(jax.random.key(0), (B, K, S, D)), group, dtype)
 
 
 def shapes_1bit(B=1, K=2, G=4, S=64, D=64, group=32, dtype=jnp.bfloat16):
@@ -74,16 +68,126 @@ def test_top_k_refuses_what_it_has_no_kernel_for(shape, dtype, k, words):
         jax.eval_shape(lambda s: ops.top_k(s, jnp.ones(shape, bool), k, implementation="mosaic"), scores)
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (dict(D=96), "head sizes 64, 128 and 256"),
+        (dict(G=9), "1 to 8 query heads"),
+        (dict(dtype=jnp.float32), "in bf16 or f16"),
+        (dict(values=jnp.float16), "values like keys"),
+        (dict(M=4097), "1 to 4096 slots"),
+        (dict(S=1 << 25), "less than 4 GiB"),
+        (dict(B=0), "at least one row"),
+        (dict(config=attend_slots.Config(warpgroups=4)), "bytes of shared memory"),
+    ],
+)
+def test_attend_slots_refuses_what_it_has_no_kernel_for(changed, words):
+    def shapes(B=1, K=2, G=4, S=64, D=128, M=32, dtype=jnp.bfloat16, values=None, config=None):
+        q = jax.ShapeDtypeStruct((B, K, G, D), jnp.float32)
+        k, v = (jax.ShapeDtypeStruct((B, K, S, D), kind) for kind in (dtype, values or dtype))
+        slots = jax.ShapeDtypeStruct((B, K, 1, M), jnp.int32)
+        return (q, k, v, slots), config
+
+    assert attend_slots.supported(*shapes()[0])
+    args, config = shapes(**changed)
+    assert words in attend_slots.unsupported(*args, config)
+    with pytest.raises(NotImplementedError, match=words):
+        jax.eval_shape(lambda *a: attend_slots.attend_slots(*a, a[-1] > 0, scale=1.0, config=config), *args)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (dict(D=96), "head sizes 64 and 128"),
+        (dict(G=9), "1 to 8 query heads"),
+        (dict(dtype=jnp.float32), "corners in bf16 or in f16"),
+        (dict(P=0), "at least one row and page"),
+    ],
+)
+def test_score_pages_refuses_what_it_has_no_kernel_for(changed, words):
+    def shapes(G=4, P=10, D=64, dtype=jnp.bfloat16):
+        corner = jax.ShapeDtypeStruct((1, 2, P, D), dtype)
+        return jax.ShapeDtypeStruct((1, 2, G, D), jnp.float32), corner, corner
+
+    assert score_pages.supported(*shapes())
+    assert words in score_pages.unsupported(*shapes(**changed))
+    with pytest.raises(NotImplementedError, match=words):
+        jax.eval_shape(partial(score_pages.score_pages, scale=1.0), *shapes(**changed))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "k", "words"),
+    [
+        ((64, 8, 8), jnp.float32, 5, "one or two parts"),
+        ((62, 8), jnp.float32, 5, "a multiple of 4 units"),
+        ((64,), jnp.bfloat16, 5, "scores in f32"),
+        ((64, 8), jnp.float32, 73, "the kernel top_k_pooled takes rows of k to"),
+    ],
+)
+def test_top_k_pooled_refuses_what_it_has_no_kernel_for(sizes, dtype, k, words):
+    parts = [(jax.ShapeDtypeStruct((1, 2, 4, n), dtype), jax.ShapeDtypeStruct((1, 1, 1, n), bool)) for n in sizes]
+    assert words in top_k_pooled.unsupported(parts, "mean_score", k)
+    with pytest.raises(NotImplementedError, match=words):
+        jax.eval_shape(lambda parts: top_k_pooled.top_k_pooled(parts, "mean_score", k), parts)
+
+
 def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
     with pytest.raises(ValueError, match="blocks must be"):
         top_k.Config(blocks=3)
     with pytest.raises(ValueError, match="units must be"):
         score_1bit.Config(units=17)
+    with pytest.raises(ValueError, match="blocks must be"):
+        attend_slots.Config(blocks=16)
+    with pytest.raises(ValueError, match="warpgroups must be"):
+        attend_slots.Config(warpgroups=3)
+    with pytest.raises(ValueError, match="warpgroups 1, 2 or 4"):
+        score_pages.Config(warpgroups=8)
 
 
 @pytest.mark.parametrize("k", [1, 100, 2048, 4096])
 def test_top_k_fits_in_shared_memory(k):
-    assert top_k.smem_bytes(k) <= 227 * 1024
+    assert top_k.smem_bytes(k) < top_k_pooled.smem_bytes(k) <= 227 * 1024
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_attend_slots_fits_in_shared_memory_and_on_the_multiprocessors(D):
+    for rows in (1, 8, 64, 300):
+        for slots in (1, 100, 2048, 4096):
+            config = attend_slots.config_for(rows, slots, D)
+            assert attend_slots.smem_bytes(D, config) <= 227 * 1024
+            assert config.blocks == 1 or rows * config.blocks <= 128
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_is_chosen_once_its_benchmark_was_run(name):
+    file = RESULTS / f"{name}.json"
+    date = json.loads(file.read_text())["date"] if file.exists() else None
+    assert date == KERNELS[name].MEASURED, f"{name}.MEASURED must be the date of {file.name}, {date}"
+
+
+def test_a_kernel_that_was_not_measured_is_only_run_by_name(monkeypatch):
+    monkeypatch.setattr(top_k, "MEASURED", None)
+    scores, valid = jnp.zeros((1, 50)), jnp.ones((1, 50), bool)
+    if HAS_KERNELS:
+        assert ops.explain("top_k", scores, valid, 5) == (
+            "xla: the kernel top_k is not yet measured on a GPU: ask for it by name"
+        )
+
+        def lowered(implementation):
+            run = jax.jit(partial(ops.top_k, k=5, implementation=implementation))
+            return run.trace(scores, valid).lower(lowering_platforms=("cuda",)).as_text()
+
+        assert "kvjax_top_k" not in lowered(None)
+        assert "kvjax_top_k" in lowered("mosaic")
+
+
+def test_a_gpu_without_kernels_is_told_of_once(monkeypatch, caplog):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(_common, "why_not", lambda: "this GPU is too old")
+    with caplog.at_level(logging.WARNING, "kvjax"):
+        for k in (3, 4):
+            ops.top_k(jnp.zeros((1, 9)), jnp.ones((1, 9), bool), k)
+    assert [r.getMessage() for r in caplog.records] == ["running the reference in plain JAX: this GPU is too old"]
 
 
 def test_an_unknown_implementation_or_operation_is_refused():
@@ -97,6 +201,18 @@ def test_an_unknown_implementation_or_operation_is_refused():
 def test_the_reference_runs_where_there_is_no_kernel():
     scores, valid = jax.random.normal(jax.random.key(0), (2, 50)), jnp.ones((2, 50), bool)
     why = "jax >= 0.11" if not HAS_KERNELS else "for GPUs"
+    boxes = jnp.zeros((1, 1, 4, 64))
+    for op, *args in (
+        ("score_pages", boxes, boxes.astype(jnp.bfloat16), boxes.astype(jnp.bfloat16)),
+        ("top_k_pooled", [(boxes, boxes[:, :, :1] == 0)], "mean_score", 5),
+        (
+            "attend_slots",
+            boxes,
+            *2 * [boxes.astype(jnp.bfloat16)],
+            Selection(*2 * [jnp.zeros((1, 1, 1, 5), jnp.int32)]),
+        ),
+    ):
+        assert ("not yet measured" if HAS_KERNELS else why) in ops.explain(op, *args)
     assert why in ops.explain("top_k", scores, valid, 5)
     assert why in ops.explain("score_1bit", jnp.zeros((1, 1, 2, 64)), index(1, 1, 64, 64, 32, jnp.bfloat16))
     chosen, named = (jax.jit(partial(ops.top_k, k=5, implementation=i))(scores, valid) for i in (None, "xla"))
@@ -137,100 +253,3 @@ def test_the_derivative_of_scores_is_the_references():
         for i in (None, "xla")
     )
     np.testing.assert_allclose(chosen, named, rtol=1e-5)
-
-
-def inputs(rows, U, k, seed=0):
-    """Name, scores and valid of one row each kind that a selection must get right."""
-    rng = np.random.default_rng(seed)
-    normal, all_valid = rng.standard_normal((rows, U), np.float32), np.ones((rows, U), bool)
-    counts = np.resize([0, 1, k - 1, k, k + 1, U - 1], rows)
-    upto = np.arange(U)[None] < counts[:, None]
-    extreme = normal.copy()
-    extreme[:, ::7], extreme[:, 1::5], extreme[:, 3::11] = np.inf, -np.inf, np.nan
-    yield "normal", normal, all_valid
-    yield "counts, NaN past them", np.where(upto, normal, np.nan), upto
-    yield "all equal", np.ones_like(normal), all_valid
-    yield "few values", np.round(normal), all_valid
-    yield "infinities and NaN", extreme, rng.random((rows, U)) < 0.8
-    yield "rising", np.sort(normal, axis=1), all_valid
-    yield "falling", -np.sort(-normal, axis=1), all_valid
-    yield "last bits differ", (1 + np.float32(2**-23) * rng.integers(0, 3, (rows, U))).astype(np.float32), all_valid
-
-
-@on_gpu
-@pytest.mark.parametrize(
-    ("rows", "U", "k"),
-    [(8, 131072, 2048), (3, 5000, 100), (2, 300001, 4096), (1, 17, 5), (1, 1, 1), (40, 2049, 2048), (70, 1000, 1000)],
-)
-def test_top_k_equals_its_reference(rows, U, k):
-    run = {i: jax.jit(partial(ops.top_k, k=k, implementation=i)) for i in ("mosaic", "xla")}
-    for name, scores, valid in inputs(rows, U, k):
-        got, want = (f(jnp.asarray(scores), jnp.asarray(valid)) for f in run.values())
-        np.testing.assert_array_equal(got.slots, want.slots, err_msg=name)
-        np.testing.assert_array_equal(got.valid, want.valid, err_msg=name)
-
-
-@on_gpu
-@pytest.mark.parametrize("blocks", [1, 2, 4, 8])
-def test_top_k_equals_its_reference_in_every_config(blocks):
-    for name, scores, valid in inputs(3, 70000, 1500):
-        args = jnp.asarray(scores), jnp.asarray(valid)
-        slots, _ = jax.jit(partial(top_k.top_k, k=1500, config=top_k.Config(blocks=blocks)))(*args)
-        np.testing.assert_array_equal(slots, ops.top_k(*args, 1500, implementation="xla").slots, err_msg=name)
-
-
-@on_gpu
-def test_top_k_takes_16_bits_any_rank_and_vmap():
-    scores = jax.random.normal(jax.random.key(0), (3, 2, 1, 999), jnp.bfloat16)
-    valid = (jnp.arange(999) < 700)[None, None, None]
-    want = ops.top_k(scores, valid, 50, implementation="xla")
-    for f in (lambda s: ops.top_k(s, valid, 50), jax.vmap(lambda s: ops.top_k(s, valid[0], 50))):
-        np.testing.assert_array_equal(jax.jit(f)(scores).slots, want.slots)
-
-
-@on_gpu
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(
-    ("B", "K", "G", "S", "D", "group"),
-    [
-        *((2, 3, G, 2080, 128, 32) for G in range(1, 9)),
-        *((1, 2, G, 992, 64, 32) for G in (1, 4, 8)),
-        (1, 1, 4, 32, 128, 32),
-        (1, 2, 4, 4096, 128, 128),
-        (1, 2, 5, 4096, 64, 64),
-        (1, 1, 4, 256, 128, 256),
-        (1, 8, 4, 32768, 128, 32),
-    ],
-)
-def test_scores_equal_the_reference(B, K, G, S, D, group, dtype):
-    ix = index(B, K, S, D, group, dtype)
-    q = jax.random.normal(jax.random.key(1), (B, K, G, D), dtype).astype(jnp.float32)
-    got, want = (
-        np.asarray(jax.jit(partial(ops.score_1bit, scale=D**-0.5, implementation=i))(q, ix), np.float64)
-        for i in ("mosaic", "xla")
-    )
-    # Each product of query and step is rounded once to 16 bits, and so is each query times scale.
-    assert np.linalg.norm(got - want) < 2 * float(jnp.finfo(dtype).eps) * np.linalg.norm(want)
-
-
-@on_gpu
-def test_scores_of_equal_keys_are_exact_and_other_rows_do_not_matter():
-    k = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (2, 2, 1, 128), jnp.bfloat16), (2, 2, 96, 128))
-    ix = quantize_1bit(k, 32)
-    q = jax.random.randint(jax.random.key(1), (2, 2, 4, 128), -3, 4).astype(jnp.float32)
-    got = jax.jit(partial(ops.score_1bit, scale=1.0, implementation="mosaic"))(q, ix)
-    want = np.einsum("bkgd,bksd->bkgs", np.asarray(q, np.float64), np.asarray(k, np.float64))
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
-    poisoned = ix._replace(scale=ix.scale.at[1].set(jnp.nan), zero=ix.zero.at[1, :, 1:].set(jnp.inf))
-    again = jax.jit(partial(ops.score_1bit, scale=1.0, implementation="mosaic"))(q, poisoned)
-    np.testing.assert_array_equal(again[0], got[0])
-
-
-@on_gpu
-def test_scores_take_vmap():
-    ix, q = index(3, 2, 160, 64, 32, jnp.bfloat16), jax.random.normal(jax.random.key(1), (3, 2, 4, 64))
-    f = partial(ops.score_1bit, scale=0.1, implementation="mosaic")
-    apart = jax.jit(jax.vmap(lambda q, ix: f(q[None], jax.tree.map(lambda a: a[None], ix))[0]))(q, ix)
-    np.testing.assert_array_equal(apart, jax.jit(f)(q, ix))
-    shared = jax.jit(jax.vmap(lambda q: f(q, ix)))(jnp.stack([q, -q]))
-    np.testing.assert_array_equal(shared[0], jax.jit(f)(q, ix))

@@ -1,0 +1,320 @@
+"""Exact attention over selected slots: keys and values are gathered, scored and mixed in one kernel.
+
+A cluster of blocks has a row (a kv head, or a query head that chose for itself), a warp 32 of its slots at a time, and
+the warps of a cluster share a row's slots in turns. A warp copies the keys and values of its slots into shared memory
+of its own (`cp.async`, 16 bytes a lane; of a slot that is not valid nothing is read, zeros are written), so that no
+warp waits for another before the end, and all bytes of a short row are in flight at once. Scores are S^T = K q^T with
+16 keys as the rows of `mma` and 8 heads as its columns; the weights, rounded to the cache's dtype, become the right
+operand of O^T = V^T P^T by a transposition of 8 x 8 in registers. Each warp keeps the largest score, the sum and the
+mix of its slots (online softmax, base 2), and the warps merge in shared memory, the blocks through the cluster's.
+
+**Bytes:** 2 D e M read a row, e of an element, and 4 M of slots; 4 g (D + 1) written. The bound on an H200 (4.3 TB/s)
+is 2.0 us for 8 rows of 2048 slots, D = 128 in bf16.
+
+**Measured:** not yet. The design is for latency: one wave of loads for slots, one for their rows, one merge.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import _common as c
+from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
+
+MEASURED: str | None = None  # the date in benchmarks/results/attend_slots.json; until there is one, asked for by name
+TILE = 32  # slots of a warp at a time
+HEADS = 8  # columns of a product
+MOST_SLOTS = 4096
+
+
+@dataclass(frozen=True)
+class Config:
+    blocks: int = 8  # of a row, a cluster
+    warpgroups: int = 2  # of a block
+
+    def __post_init__(self) -> None:
+        if self.blocks not in (1, 2, 4, 8):
+            raise ValueError(f"blocks must be 1, 2, 4 or 8, a cluster's; got {self.blocks}")
+        if self.warpgroups not in (1, 2, 4):
+            raise ValueError(f"warpgroups must be 1, 2 or 4; got {self.warpgroups}")
+
+
+def config_for(rows: int, slots: int, D: int) -> Config:
+    """As many blocks a row as fit on the multiprocessors at once and have work; four warps for the widest heads."""
+    warpgroups = 2 if D < 256 else 1
+    most = -(-slots // (TILE * 4 * warpgroups))
+    return Config(next((b for b in (8, 4, 2) if b < 2 * most and rows * b <= 128), 1), warpgroups)
+
+
+def smem_bytes(D: int, config: Config) -> int:
+    return config.warpgroups * 4 * TILE * D * 2 * 2
+
+
+def unsupported(q: Any, k: Any, v: Any, slots: Any, config: Config | None = None) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    _, _, G, D = q.shape
+    H, M = slots.shape[2:]
+    if D not in (64, 128, 256):
+        return f"the kernel attend_slots takes head sizes 64, 128 and 256; got D={D}"
+    if not 1 <= G // H <= HEADS:
+        return f"the kernel attend_slots takes 1 to {HEADS} query heads that share a selection; got {G} for {H}"
+    if k.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        return f"the kernel attend_slots takes keys and values in bf16 or f16; got {k.dtype}"
+    if (v.dtype, v.shape) != (k.dtype, k.shape):
+        return f"the kernel attend_slots takes values like keys, {k.dtype}{list(k.shape)}; got {v.dtype}{list(v.shape)}"
+    if not 1 <= M <= MOST_SLOTS:
+        return f"the kernel attend_slots takes 1 to {MOST_SLOTS} slots a row; got {M}"
+    if k.shape[2] * D * 2 >= 1 << 32:
+        return f"the kernel attend_slots takes rows of less than 4 GiB of keys; got k{list(k.shape)}"
+    if 0 in q.shape:
+        return f"the kernel attend_slots takes at least one row; got q{list(q.shape)}"
+    if config and smem_bytes(D, config) > 227 * 1024:
+        return f"{config} needs {smem_bytes(D, config)} bytes of shared memory for D={D}; a block has 232448"
+    return None
+
+
+def supported(q: Any, k: Any, v: Any, slots: Any) -> bool:
+    return unsupported(q, k, v, slots) is None
+
+
+def attend_slots(
+    q: Array, k: Array, v: Array, slots: Array, valid: Array, *, scale: float, config: Config | None = None
+) -> tuple[Array, Array]:
+    """(out f32[B, K, G, D], lse f32[B, K, G]) of q [B, K, G, D] over the `valid` slots [B, K, H, M] of k, v.
+
+    k, v are [B, K, S, D]. `config` is chosen by the number of rows and slots.
+    """
+    if limit := unsupported(q, k, v, slots, config):
+        raise NotImplementedError(limit)
+    B, K, G, D = q.shape
+    S, (H, M) = k.shape[2], slots.shape[2:]
+    index = jnp.where(valid, jnp.clip(slots, 0, S - 1), -1).reshape(B * K * H, M)
+    q = q.astype(k.dtype).reshape(B * K * H, G // H, D)
+    k, v = (a.reshape(B * K, S, D) for a in (k, v))
+    out, lse = _attend(scale, config or config_for(B * K * H, M, D), q, k, v, index)
+    return out.reshape(B, K, G, D), lse.reshape(B, K, G)
+
+
+def _attend(scale: float, config: Config, q: Array, k: Array, v: Array, index: Array) -> tuple[Array, Array]:
+    rows, heads, D = q.shape
+    kind = "bf16" if k.dtype == jnp.bfloat16 else "f16"
+
+    @jax.custom_batching.custom_vmap
+    def run(q: Array, k: Array, v: Array, index: Array) -> tuple[Array, Array]:
+        sizes = (heads, rows // k.shape[0], k.shape[1], D, index.shape[1])
+        return c.kernel(
+            functools.partial(_program, sizes=sizes, kind=kind, scale=scale, config=config),
+            name="kvjax_attend_slots",
+            out_type=(
+                jax.ShapeDtypeStruct((rows, heads, D), jnp.float32),
+                jax.ShapeDtypeStruct((rows, heads), jnp.float32),
+            ),
+            scratch_types=[c.plgpu.SMEM((smem_bytes(D, config) // 4,), jnp.uint32)],
+            grid=(rows,),
+            grid_names=("row",),
+            cluster=(config.blocks,),
+            cluster_names=("part",),
+            num_threads=config.warpgroups,
+        )(q, k, v, index)
+
+    @run.def_vmap
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
+        flat = c.flatten_batch(n, batches, args)
+        out, lse = _attend(scale, config, *flat)
+        return (out.reshape(n, rows, heads, D), lse.reshape(n, rows, heads)), (True, True)
+
+    return run(q, k, v, index)
+
+
+def _program(
+    q_m, k_m, v_m, index_m, out_m, lse_m, room_m,
+    *, sizes: tuple[int, int, int, int, int], kind: str, scale: float, config: Config,
+) -> None:  # fmt: skip
+    heads, shared_by, S, D, M = sizes
+    warps, blocks = 4 * config.warpgroups, config.blocks
+    width = 2 * D  # bytes of a row of keys
+    chunks = width // 16
+    t, part, row = c.special("tid.x"), c.special("cluster_ctarank"), c.special("clusterid.x")
+    lane, warp = t & 31, t >> 5
+    quad, col = lane >> 2, lane & 3
+    q, k, v, index, out, lse = (c.global_address(m) for m in (q_m, k_m, v_m, index_m, out_m, lse_m))
+    q = c.offset_rows(q, row, heads * width)
+    k, v = (c.offset_rows(a, c.divide(row, shared_by), S * width) for a in (k, v))
+    index = c.offset_rows(index, row, M * 4)
+    out, lse = c.offset_rows(out, row, heads * D * 4), c.offset_rows(lse, row, heads * 4)
+    room = c.shared_address(room_m)
+    keys = room + warp * (2 * TILE * width)
+    values = keys + TILE * width
+    steps = -(-M // (TILE * warps * blocks))
+
+    def slots_of(step: Word) -> Word:
+        """The slot of this lane in tile `step` of the warp; all ones where there is none."""
+        at = ((step * blocks + part) * warps + warp) * TILE + lane
+        return ptx(
+            "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, -1; @p ld.global.nc.u32 $0, [$3]; }",
+            *(at, M, c.offset(index, at * 4)),
+            results=1,
+        )
+
+    # A row of shared memory is one slot's, its chunk i of 16 bytes at i ^ (row % 8): 8 rows of a chunk, which is what
+    # `ldmatrix` reads at once, then lie in different banks.
+    per = 32 // chunks  # rows that one instruction copies
+    chunk, first = lane & (chunks - 1), c.divide(lane, chunks)
+
+    def copy(source: Any, to: Word, slots: Word) -> None:
+        for i in range(TILE // per):
+            r = first + i * per
+            slot = c.from_lane(slots, r)
+            there = slot.differs(0xFFFFFFFF)
+            at = c.offset(source, there.choose(slot, 0) * width + chunk * 16)
+            dest = to + r * width + ((chunk ^ (r & 7)) << 4)
+            ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", dest, at, there.choose(16, 0))
+        ptx("cp.async.commit_group;")
+
+    def wait() -> None:
+        """For all copies but the last group's."""
+        ptx("cp.async.wait_group 1;")
+        c.warp_barrier()
+
+    # Lane 8 i + r gives `ldmatrix` the address of row r of its i-th 8 x 8 part.
+    r, i = lane & 7, lane >> 3
+    key_at = keys + ((i & 1) * 8 + r) * width
+    key_chunk = ((i >> 1) ^ r) << 4
+    value_at = values + ((i >> 1) * 8 + r) * width
+    value_chunk = ((i & 1) ^ r) << 4
+
+    def part_of(at: Word, chunk: Word, tile: int, pair: int, how: str) -> list[Word]:
+        code = f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+        return ptx(code, at + tile * 16 * width + (chunk ^ (pair * 32)), results=4, convergent=True)
+
+    slots = slots_of(word(0))
+    copy(k, keys, slots)
+    copy(v, values, slots)
+    queries = []  # right operands: lane (head quad, channels 2 col, 2 col + 1) of each 8
+    for n in range(D // 8):
+        code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0; @p ld.global.nc.u32 $0, [$3]; }"
+        queries.append(ptx(code, quad, heads, c.offset(q, quad * width + n * 16 + col * 4), results=1))
+
+    def step(n: Word, slots: Word, *carry: Word) -> list[Word]:
+        tops, totals = list(carry[:2]), list(carry[2:4])
+        mixed = [list(carry[j : j + 4]) for j in range(4, 4 + D // 4, 4)]
+        ahead = slots_of(n + 1) if steps > 1 else slots
+        wait()
+        scores = [[word(0)] * 4 for _ in range(2)]
+        for j in range(D // 16):
+            for tile in range(2):
+                a = part_of(key_at, key_chunk, tile, j, "")
+                scores[tile] = c.mma(kind, scores[tile], a, queries[2 * j : 2 * j + 2])
+        c.warp_barrier()
+        if steps > 1:
+            copy(k, keys, ahead)
+        else:
+            ptx("cp.async.commit_group;")
+        vote = "{ .reg .pred p; setp.ne.u32 p, $1, -1; vote.sync.ballot.b32 $0, p, -1; }"
+        there = ptx(vote, slots, results=1, convergent=True) >> quad
+        weights = []
+        for e in range(2):  # head 2 col + e: slots quad, quad + 8, .. + 16, .. + 24
+            mine = [scores[tile][e + 2 * half] for tile in range(2) for half in range(2)]
+            mine = [instr("mul.f32", x, real(scale / math.log(2))) for x in mine]
+            mine = [((there >> (8 * j)) & 1).differs(0).choose(x, real(-math.inf)) for j, x in enumerate(mine)]
+            top = functools.reduce(lambda a, b: instr("max.f32", a, b), [tops[e], *mine])
+            for gap in (4, 8, 16):
+                top = instr("max.f32", top, c.bfly(top, gap))
+            shift = top.equals(real(-math.inf)).choose(0, top)  # nothing yet: 0 keeps 2^(-inf - 0) = 0
+            mine = [instr("ex2.approx.ftz.f32", instr("sub.f32", x, shift)) for x in mine]
+            keep = instr("ex2.approx.ftz.f32", instr("sub.f32", tops[e], shift))
+            totals[e] = instr("mul.f32", totals[e], keep)
+            for x in mine:
+                totals[e] = instr("add.f32", totals[e], x)
+            for acc in mixed:
+                acc[e], acc[e + 2] = (instr("mul.f32", x, keep) for x in (acc[e], acc[e + 2]))
+            tops[e] = top
+            weights.append(mine)
+        halves = [instr(f"cvt.rn.{kind}x2.f32", hi, lo) for lo, hi in zip(*weights, strict=True)]
+        turned = [instr("movmatrix.sync.aligned.m8n8.trans.b16", x, convergent=True) for x in halves]
+        wait()
+        for j in range(D // 16):
+            for tile in range(2):
+                a = part_of(value_at, value_chunk, tile, j, ".trans")
+                mixed[j] = c.mma(kind, mixed[j], a, turned[2 * tile : 2 * tile + 2])
+        if steps > 1:
+            c.warp_barrier()
+            copy(v, values, ahead)
+        return [ahead, *tops, *totals, *(x for acc in mixed for x in acc)]
+
+    carry = [slots, *[real(-math.inf)] * 2, *[word(0)] * (2 + D // 4)]
+    carry = step(word(0), *carry) if steps == 1 else loop(0, steps, 1, carry)(step)
+    tops, totals, mixed = carry[1:3], carry[3:5], carry[5:]
+    for gap in (4, 8, 16):
+        totals = [instr("add.f32", x, c.bfly(x, gap)) for x in totals]
+    ptx("cp.async.wait_group 0;")
+    c.block_barrier()  # the copies' memory is used anew
+
+    line = D + 4  # words: the lanes of a store then go to different banks
+    state = HEADS * (line + 2) * 4  # bytes of heads' mixes, largest scores and sums
+    here = room + warp * state
+    for e in range(2):
+        head = col * 2 + e
+        with when(head < heads):
+            for j in range(D // 16):
+                for half in range(2):
+                    at = here + (head * line + (quad + 16 * j + 8 * half)) * 4
+                    ptx("st.shared.u32 [$0], $1;", at, mixed[4 * j + 2 * half + e])
+            with when(quad.equals(0)):
+                at = here + (head * 2 + HEADS * line) * 4
+                ptx("st.shared.v2.u32 [$0], {$1, $2};", at, tops[e], totals[e])
+    c.block_barrier()
+
+    quads = heads * D // 4
+    whole = room + warps * state
+    mine = [room + w * state for w in range(warps)]
+    loop(t, quads, 32 * warps)(lambda i: _store(whole, D, *_merge(mine, i, D, "shared")))
+    c.cluster_barrier()
+    share = -(-quads // blocks)
+    others = [c.remote(whole, b) for b in range(blocks)]
+
+    @loop(part * share + t, quads, 32 * warps)
+    def _write(i: Word) -> None:
+        with when(i < (part + 1) * share):
+            four, top, total, i_head, i_word = _merge(others, i, D, "shared::cluster")
+            by = instr("max.f32", total, real(1e-37))
+            four = [instr("div.rn.f32", x, by) for x in four]
+            ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", c.offset(out, (i_head * D + i_word) * 4), *four)
+            with when(i_word.equals(0)):
+                log = instr("add.f32", top, instr("lg2.approx.f32", total))
+                ptx("st.global.u32 [$0], $1;", c.offset(lse, i_head * 4), instr("mul.f32", log, real(math.log(2))))
+
+    c.cluster_barrier()  # a block may end once the others have read its part
+
+
+def _merge(states: list[Word], i: Word, D: int, space: str) -> tuple[list[Word], Word, Word, Word, Word]:
+    """Words 4 i .. 4 i + 3 of the heads' mixes [heads, D] of `states` merged; largest score, sum, head and word."""
+    head, line = c.divide(i, D // 4), D + 4
+    first = (i - head * (D // 4)) * 4
+    stats = [
+        ptx(f"ld.{space}.v2.u32 {{$0, $1}}, [$2];", at + (head * 2 + HEADS * line) * 4, results=2) for at in states
+    ]
+    parts = [
+        ptx(f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4];", at + (head * line + first) * 4, results=4) for at in states
+    ]
+    top = functools.reduce(lambda a, b: instr("max.f32", a, b), [s[0] for s in stats])
+    shift = top.equals(real(-math.inf)).choose(0, top)
+    total, four = word(0), [word(0)] * 4
+    for (peak, sum_), mix in zip(stats, parts, strict=True):
+        by = instr("ex2.approx.ftz.f32", instr("sub.f32", peak, shift))
+        total = instr("fma.rn.f32", sum_, by, total)
+        four = [instr("fma.rn.f32", x, by, acc) for x, acc in zip(mix, four, strict=True)]
+    return four, top, total, head, first
+
+
+def _store(at: Word, D: int, four: list[Word], top: Word, total: Word, head: Word, first: Word) -> None:
+    line = D + 4
+    ptx("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", at + (head * line + first) * 4, *four)
+    with when(first.equals(0)):
+        ptx("st.shared.v2.u32 [$0], {$1, $2};", at + (head * 2 + HEADS * line) * 4, top, total)

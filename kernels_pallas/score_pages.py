@@ -1,0 +1,138 @@
+"""Scores of pages by the boxes around their keys, for all G heads of a group at once.
+
+score = q+ . high + q- . low, q+ the positive and q- the negative part of q: two products on `mma` (m16n8k16) with 16
+pages as rows and 8 heads as columns. A lane loads 16 bytes of a corner at a time, 64 bytes of a row by four lanes; any
+order of channels serves, if corners and queries have the same, so what is loaded is what is multiplied. Nothing goes
+through shared memory. Corners and queries multiply in the corners' 16 bits, and sums are f32; queries of a model in
+that dtype are not rounded.
+
+**Bytes:** 2 D e read and 4 G written a page and kv head, e of a corner's number: at D = 128 in bf16, G = 4, 528 bytes.
+The bound on an H200 (4.3 TB/s) for 8 kv heads x 131072 tokens is 8.0 us for pages of 16 and 4.0 us for pages of 32.
+
+**Measured:** not yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import _common as c
+from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
+
+MEASURED: str | None = None  # the date in benchmarks/results/score_pages.json; until there is one, asked for by name
+TILE = 16  # pages: the rows of a product
+HEADS = 8
+
+
+@dataclass(frozen=True)
+class Config:
+    tiles: int = 2  # of a warp
+    warpgroups: int = 1  # of a block
+
+    def __post_init__(self) -> None:
+        if self.tiles < 1 or self.warpgroups not in (1, 2, 4):
+            raise ValueError(f"tiles must be at least 1, warpgroups 1, 2 or 4; got {self}")
+
+
+def smem_bytes() -> int:
+    return 0
+
+
+def unsupported(q: Any, low: Any, high: Any) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    G, D = q.shape[2:]
+    if D not in (64, 128):
+        return f"the kernel score_pages takes head sizes 64 and 128; got D={D}"
+    if not 1 <= G <= HEADS:
+        return f"the kernel score_pages takes 1 to {HEADS} query heads a kv head; got G={G}"
+    if low.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)) or high.dtype != low.dtype:
+        return f"the kernel score_pages takes corners in bf16 or in f16; got {low.dtype} and {high.dtype}"
+    if 0 in q.shape or not low.shape[2]:
+        return f"the kernel score_pages takes at least one row and page; got q{list(q.shape)}, low{list(low.shape)}"
+    return None
+
+
+def supported(q: Any, low: Any, high: Any) -> bool:
+    return unsupported(q, low, high) is None
+
+
+def score_pages(q: Array, low: Array, high: Array, *, scale: float, config: Config | None = None) -> Array:
+    """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and corners [B, K, P, D]."""
+    if limit := unsupported(q, low, high):
+        raise NotImplementedError(limit)
+    B, K, G, D = q.shape
+    q = q.astype(low.dtype).reshape(B * K, G, D)
+    corners = (a.reshape(B * K, *a.shape[2:]) for a in (low, high))
+    return _scores(scale, config or Config(), q, *corners).reshape(B, K, G, -1)
+
+
+def _scores(scale: float, config: Config, q: Array, low: Array, high: Array) -> Array:
+    (rows, G, D), P = q.shape, low.shape[1]
+    kind = "bf16" if low.dtype == jnp.bfloat16 else "f16"
+    warps = rows * -(-P // (TILE * config.tiles))
+
+    @jax.custom_batching.custom_vmap
+    def run(q: Array, low: Array, high: Array) -> Array:
+        return c.kernel(
+            functools.partial(_program, shape=(rows, G, P, D), kind=kind, scale=scale, config=config),
+            name="kvjax_score_pages",
+            out_type=jax.ShapeDtypeStruct((rows, G, P), jnp.float32),
+            grid=(-(-warps // (4 * config.warpgroups)),),
+            grid_names=("block",),
+            num_threads=config.warpgroups,
+        )(q, low, high)
+
+    @run.def_vmap
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
+        return _scores(scale, config, *c.flatten_batch(n, batches, args)).reshape(n, rows, G, P), True
+
+    return run(q, low, high)
+
+
+def _program(
+    q_m, low_m, high_m, out_m, *, shape: tuple[int, int, int, int], kind: str, scale: float, config: Config
+) -> None:
+    rows, G, P, D = shape
+    tiles = -(-P // TILE)
+    batches = -(-tiles // config.tiles)
+    t = c.special("tid.x")
+    lane = t & 31
+    quad, col = lane >> 2, lane & 3
+    job = c.special("ctaid.x") * (4 * config.warpgroups) + (t >> 5)
+    job = (job < rows * batches).choose(job, rows * batches - 1)  # a spare warp repeats the last
+    row = c.divide(job, batches)
+    first = (job - row * batches) * config.tiles
+    q, low, high, out = (c.global_address(m) for m in (q_m, low_m, high_m, out_m))
+    q = c.offset_rows(q, row, G * D * 2)
+    low, high = (c.offset_rows(a, row, P * D * 2) for a in (low, high))
+    out = c.offset_rows(out, row, G * P * 4)
+
+    def load(address: Any, index: Word) -> list[Word]:
+        """This lane's D/4 channels of a row of [..., D] 16-bit numbers: 8 of each 32."""
+        at = c.offset(c.offset_rows(address, index, D * 2), col * 16)
+        chunks = [f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{64 * v}];" for v in range(D // 32)]
+        return [w for chunk in chunks for w in ptx(chunk, at, results=4)]
+
+    queries = [(quad < G).choose(w, 0) for w in load(q, (quad < G).choose(quad, 0))]
+    up, down = ([instr(f"{name}.{kind}x2", w, 0) for w in queries] for name in ("max", "min"))
+
+    @loop(0, config.tiles, 1)
+    def _tile(i: Word) -> None:
+        pages = [(first + i) * TILE + quad + 8 * half for half in range(2)]
+        within = [(page < P).choose(page, P - 1) for page in pages]
+        corners = [[load(a, page) for page in within] for a in (high, low)]
+        acc = [word(0)] * 4
+        for j in range(0, D // 8, 2):
+            for (a, b), side in zip(corners, (up, down), strict=True):
+                acc = c.mma(kind, acc, [a[j], b[j], a[j + 1], b[j + 1]], side[j : j + 2])
+        for e in range(2):
+            head = col * 2 + e
+            for half in range(2):
+                with when((head < G) & (pages[half] < P)):
+                    at = c.offset(c.offset_rows(out, head, P * 4), pages[half] * 4)
+                    ptx("st.global.u32 [$0], $1;", at, instr("mul.f32", acc[e + 2 * half], real(scale)))

@@ -1,0 +1,235 @@
+"""The slots of the k units that a group of query heads ranks highest, pooled and chosen in one kernel.
+
+The group's ranks (`kvjax.pick.pool_scores`) exist in registers only. Where softmaxes are pooled, each thread first
+keeps, for each head, the largest of its scores and the sum of 2^(score - largest), merged over the warp, the block and
+the cluster to the log of the head's sum. Then, as the scores are read again (from L2, as far as it holds them), the G
+scores of a unit become one key, and the kernel `top_k` does the rest. A row of more than 131072 units, which registers
+do not hold, is written as keys and read from there by the later passes.
+
+**Bytes:** 4 G U read, twice where softmaxes are pooled, and 4 k written a row of the group. The bound on an H200
+(4.3 TB/s) for 8 rows x 131072, G = 4 is 3.9 us for each reading from device memory; what `score_1bit` has just written,
+16.8 MB, L2 may still hold.
+
+**Measured:** not yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import _common as c
+from kvjax.kernels_pallas import top_k as t
+from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
+from kvjax.kernels_pallas.top_k import Config, config_for
+
+MEASURED: str | None = None  # the date in benchmarks/results/top_k_pooled.json; until there is one, asked for by name
+HEADS = 8
+STATS = 32 * HEADS * 2  # words: largest and sum of a head and warp; after them a head's of the block
+SOFTMAX = ("max_softmax", "sum_softmax", "mean_softmax")
+LOWEST = float(jnp.finfo(jnp.float32).min)
+
+Parts = Sequence[tuple[Any, Any]]
+
+
+def smem_bytes(k: int) -> int:
+    return t.smem_bytes(k) + 4 * (STATS + 2 * HEADS)
+
+
+def unsupported(parts: Parts, pool: str, k: int) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    G, U = parts[0][0].shape[2], sum(scores.shape[3] for scores, _ in parts)
+    if len(parts) > 2:
+        return f"the kernel top_k_pooled takes one or two parts; got {len(parts)}"
+    if not 1 <= G <= HEADS:
+        return f"the kernel top_k_pooled takes 1 to {HEADS} query heads a kv head; got {G}"
+    if any(scores.dtype != jnp.float32 for scores, _ in parts):
+        return f"the kernel top_k_pooled takes scores in f32; got {', '.join(str(s.dtype) for s, _ in parts)}"
+    if len(parts) == 2 and parts[0][0].shape[3] % 4:
+        return f"the kernel top_k_pooled takes a multiple of 4 units in all parts but the last; got {parts[0][0].shape}"
+    limit = t.unsupported((parts[0][0].shape[0], U), jnp.float32, k)
+    return limit and limit.replace("top_k", "top_k_pooled", 1)
+
+
+def supported(parts: Parts, pool: str, k: int) -> bool:
+    return unsupported(parts, pool, k) is None
+
+
+def top_k_pooled(parts: Parts, pool: str, k: int, *, config: Config | None = None) -> tuple[Array, Array]:
+    """(slots i32[B, K, H, k], valid bool[B, K, H, k]) of the k units of all parts that rank highest, most first.
+
+    A part is scores f32[B, K, G, U'] and its valid bool[B, 1 or K, 1, U']; H is G under "per_head", else 1.
+    """
+    if limit := unsupported(parts, pool, k):
+        raise NotImplementedError(limit)
+    B, K, G, _ = parts[0][0].shape
+    H = G if pool == "per_head" else 1
+    *_, (scores, ok) = parts
+    ragged = ((0, 0),) * 3 + ((0, -scores.shape[3] % 4),)
+    parts = (*parts[:-1], (jnp.pad(scores, ragged), jnp.pad(ok, ragged)))
+    valid = jnp.concatenate([ok.astype(jnp.uint8) for _, ok in parts], axis=-1)
+    valid = valid.reshape(-1, valid.shape[-1])
+    flat = [scores.reshape(B * K * H, G // H, scores.shape[3]) for scores, _ in parts]
+    out = _pick(pool, k, config or config_for(B * K * H), valid, *flat).reshape(B, K, H, k)
+    return (out & jnp.uint32(t.SLOTS)).astype(jnp.int32), out > t.SLOTS
+
+
+def _pick(pool: str, k: int, config: Config, valid: Array, *scores: Array) -> Array:
+    rows, heads, _ = scores[0].shape
+    sizes = tuple(s.shape[2] for s in scores)
+    U = sum(sizes)
+    outs = [jax.ShapeDtypeStruct((rows, k), jnp.uint32)]
+    if not t.in_one_step(U, config):
+        outs.append(jax.ShapeDtypeStruct((rows, U), jnp.uint32))  # keys, for the later passes
+
+    @jax.custom_batching.custom_vmap
+    def run(valid: Array, *scores: Array) -> Array:
+        shared_by = rows // valid.shape[0]
+        return c.kernel(
+            functools.partial(_program, sizes=sizes, heads=heads, shared_by=shared_by, pool=pool, k=k, config=config),
+            name="kvjax_top_k_pooled",
+            out_type=tuple(outs),
+            scratch_types=[*t.scratch(k), c.plgpu.SMEM((STATS + 2 * HEADS,), jnp.uint32)],
+            grid=(rows,),
+            grid_names=("row",),
+            cluster=(config.blocks,),
+            cluster_names=("part",),
+            num_threads=t.THREADS // 128,
+        )(valid, *scores)[0]
+
+    @run.def_vmap
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
+        return _pick(pool, k, config, *c.flatten_batch(n, batches, args)).reshape(n, rows, k), True
+
+    return run(valid, *scores)
+
+
+def _program(*refs: Any, sizes: tuple[int, ...], heads: int, shared_by: int, pool: str, k: int, config: Config) -> None:
+    U = sum(sizes)
+    row = c.special("clusterid.x")
+    valid_m, *rest = refs
+    scores_m, (out_m, *rest) = rest[: len(sizes)], rest[len(sizes) :]
+    *keys_m, hist_m, mine_m, sort_m, small_m, stats_m = rest
+    valid = c.offset_rows(c.global_address(valid_m), c.divide(row, shared_by), U)
+    scores = [c.offset_rows(c.global_address(m), row, heads * n * 4) for m, n in zip(scores_m, sizes, strict=True)]
+    out = c.offset_rows(c.global_address(out_m), row, k * 4)
+    keys = c.offset_rows(c.global_address(keys_m[0]), row, U * 4) if keys_m else None
+
+    def load(at: Word) -> tuple[list[Word], list[list[Word]]]:
+        """Of units at .. at + 3, which are valid (0 or 1), and each head's scores; all 0 past the end of the row."""
+        code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0; @p ld.global.nc.u32 $0, [$3]; }"
+        flags = ptx(code, at, U, c.offset(valid, at), results=1)
+        fours = []
+        for head in range(heads):
+            if len(sizes) == 1:
+                fours.append(t.load_four(c.offset_rows(scores[0], word(head), U * 4), at, U))
+                continue
+            in_first = at < sizes[0]
+            within = (in_first.choose(at, 0), in_first.choose(0, at - sizes[0]))
+            rows = [c.offset_rows(s, word(head), n * 4) for s, n in zip(scores, sizes, strict=True)]
+            fours.append(
+                ptx(
+                    "{ .reg .pred p, q; .reg .u64 a; setp.lt.u32 p, $4, $5; setp.lt.u32 q, $4, $6; "
+                    "selp.b64 a, $7, $8, q; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
+                    "@p ld.global.v4.u32 {$0, $1, $2, $3}, [a]; }",
+                    *(at, U, sizes[0], *(c.offset(r, w * 4) for r, w in zip(rows, within, strict=True))),
+                    results=4,
+                )
+            )
+        return [(flags >> (8 * j)) & 1 for j in range(4)], fours
+
+    logs = _log_sums(load, U, heads, stats_m, config) if pool in SOFTMAX and heads > 1 else None
+
+    def rank(flag: Word, unit: list[Word]) -> Word:
+        """The key of a unit with these scores of the heads."""
+        if logs is not None:
+            shares = [instr("fma.rn.f32", x, real(1 / math.log(2)), log) for x, log in zip(unit, logs, strict=True)]
+            top = functools.reduce(lambda a, b: instr("max.f32", a, b), shares)
+            if pool != "max_softmax":
+                shift = top.equals(real(-math.inf)).choose(0, top)
+                powers = [instr("ex2.approx.ftz.f32", instr("sub.f32", x, shift)) for x in shares]
+                total = functools.reduce(lambda a, b: instr("add.f32", a, b), powers)
+                top = instr("add.f32", shift, instr("lg2.approx.f32", total))
+            pooled = top
+        else:
+            pooled = functools.reduce(lambda a, b: instr("add.f32", a, b), unit)
+        pooled = instr("max.f32", pooled, real(LOWEST))  # also of NaN
+        pooled = instr("add.f32", pooled, real(0.0))
+        key = (pooled >> 31).differs(0).choose(pooled ^ 0xFFFFFFFF, pooled | (1 << 31))
+        return flag.differs(0).choose(key, 0)
+
+    def first(i: Word) -> list[list[Word]]:
+        fours = []
+        for at in t.fours(i, U, config):
+            flags, heads_ = load(at)
+            four = [rank(flags[j], [h[j] for h in heads_]) for j in range(4)]
+            fours.append(four)
+            if keys is not None:
+                with when(at < U):
+                    ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", c.offset(keys, at * 4), *four)
+        return fours
+
+    def again(i: Word) -> list[list[Word]]:
+        return [t.load_four(keys, at, U) for at in t.fours(i, U, config)]
+
+    t.pick(first, again, out, (hist_m, mine_m, sort_m, small_m), U=U, k=k, config=config)
+
+
+def _log_sums(load: Any, U: int, heads: int, stats_m: Any, config: Config) -> list[Word]:
+    """For each head minus log2 of the sum of exp(score) over the valid units; 0 where there is none."""
+    stats = c.shared_address(stats_m)
+    thread, part = c.special("tid.x"), c.special("cluster_ctarank")
+    lane, warp = thread & 31, thread >> 5
+
+    def add(state: list[Word], peak: Word, total: Word) -> list[Word]:
+        top = instr("max.f32", state[0], peak)
+        shift = top.equals(real(-math.inf)).choose(0, top)
+        mine, other = (instr("ex2.approx.ftz.f32", instr("sub.f32", x, shift)) for x in (state[0], peak))
+        return [top, instr("fma.rn.f32", state[1], mine, instr("mul.f32", total, other))]
+
+    stride = t.THREADS * 4 * config.blocks
+
+    @loop(part * (t.THREADS * 4) + thread * 4, U, stride, [real(-math.inf), word(0)] * heads)
+    def sums(at: Word, *carry: Word) -> list[Word]:
+        flags, fours = load(at)
+        new = []
+        for head, four in enumerate(fours):
+            peak, total = carry[2 * head : 2 * head + 2]
+            four = [instr("mul.f32", x, real(1 / math.log(2))) for x in four]
+            four = [f.differs(0).choose(x, real(-math.inf)) for f, x in zip(flags, four, strict=True)]
+            top = functools.reduce(lambda a, b: instr("max.f32", a, b), four, peak)
+            shift = top.equals(real(-math.inf)).choose(0, top)
+            total = instr("mul.f32", total, instr("ex2.approx.ftz.f32", instr("sub.f32", peak, shift)))
+            for x in four:
+                total = instr("add.f32", total, instr("ex2.approx.ftz.f32", instr("sub.f32", x, shift)))
+            new += [top, total]
+        return new
+
+    for head in range(heads):
+        state = sums[2 * head : 2 * head + 2]
+        for gap in (1, 2, 4, 8, 16):
+            state = add(state, *(c.bfly(x, gap) for x in state))
+        with when(lane.equals(0)):
+            ptx("st.shared.v2.u32 [$0], {$1, $2};", stats + (warp * HEADS + head) * 8, *state)
+    c.block_barrier()
+    with when(warp < heads):  # warp h merges head h of all warps
+        state = ptx("ld.shared.v2.u32 {$0, $1}, [$2];", stats + (lane * HEADS + warp) * 8, results=2)
+        for gap in (1, 2, 4, 8, 16):
+            state = add(state, *(c.bfly(x, gap) for x in state))
+        with when(lane.equals(0)):
+            ptx("st.shared.v2.u32 [$0], {$1, $2};", stats + (warp * 8 + 4 * STATS), *state)
+    c.cluster_barrier()
+    logs = []
+    for head in range(heads):
+        state = [real(-math.inf), word(0)]
+        for block in range(config.blocks):
+            at = c.remote(stats + (4 * STATS + head * 8), block)
+            state = add(state, *ptx("ld.shared::cluster.v2.u32 {$0, $1}, [$2];", at, results=2))
+        log = instr("add.f32", state[0], instr("lg2.approx.f32", state[1]))
+        logs.append(log.equals(real(-math.inf)).choose(0, log ^ (1 << 31)))
+    return logs

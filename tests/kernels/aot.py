@@ -1,0 +1,105 @@
+"""Compiles for an H200 on a machine without a GPU: what ptxas made of a kernel, and what XLA made around it.
+
+Needs Python 3.12, jax 0.11 and the CUDA plugin's wheels: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt
+nvidia-cuda-nvcc nvidia-nvvm, of jax's version. `missing()` says what is not there. Mosaic prints ptxas's report on the
+process's standard output, so a compile runs in a process of its own: `python -m tests.kernels.aot` reads calls from
+standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+
+# What XLA asks of the device, as an H200 reports it.
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98 device_memory_size: 151397597184
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability 9.0a" name: "NVIDIA H200"
+  device_address_bits: 64 pcie_bandwidth: 34359738368 ecc_enabled: true
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+PLUGINS = {"jax_cuda13_plugin": "jax-cuda13-plugin and jax-cuda13-pjrt", "nvidia": "nvidia-cuda-nvcc and nvidia-nvvm"}
+
+
+def missing() -> str | None:
+    """What keeps this process from compiling for a GPU; None if nothing does."""
+    if jax.__version_info__ < (0, 11):
+        return f"compiling for a GPU without one needs jax >= 0.11; this is {jax.__version__}"
+    absent = [wheels for module, wheels in PLUGINS.items() if importlib.util.find_spec(module) is None]
+    return f"compiling for a GPU without one needs the wheels of {' and '.join(absent)}" if absent else None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program for an H200."""
+
+    hlo: str  # optimised
+    temp_bytes: int
+    kernels: dict[str, tuple[int, int, int]]  # name: registers, bytes of spills stored, bytes of spills loaded
+
+
+@cache
+def _sharding() -> jax.sharding.Sharding:
+    from jax.experimental import topologies
+
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it asks the driver
+    one = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
+    return jax.sharding.SingleDeviceSharding(one.devices[0])
+
+
+def compile_for_h200(f: Callable[..., Any], *args: Any) -> Compiled:
+    """jit(f) for `args`, arrays or `jax.ShapeDtypeStruct`."""
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_sharding()), args)
+    with _standard_output() as text:
+        program = jax.jit(f).lower(*shapes).compile()
+        report = text()
+    return Compiled(program.as_text(), program.memory_analysis().temp_size_in_bytes, _kernels(report))
+
+
+def _kernels(report: str) -> dict[str, tuple[int, int, int]]:
+    found = {}
+    for part in report.split("Compiling entry function")[1:]:
+        (name,) = re.findall(r"'(\S+)' for 'sm_90a'", part)
+        stores, loads = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)[0]
+        (registers,) = re.findall(r"Used (\d+) registers", part)
+        found[name] = int(registers), int(stores), int(loads)
+    return found
+
+
+@contextlib.contextmanager
+def _standard_output() -> Iterator[Callable[[], str]]:
+    """What this process writes to file descriptors 1 and 2 while it is in here, as the C++ of Mosaic does."""
+    with tempfile.TemporaryFile() as file:
+        old = [os.dup(n) for n in (1, 2)]
+        sys.stdout.flush(), sys.stderr.flush()
+        os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+        for n in (1, 2):
+            os.dup2(file.fileno(), n)
+        try:
+            yield lambda: (file.seek(0), file.read().decode(errors="replace"))[1]
+        finally:
+            for n, saved in zip((1, 2), old, strict=True):
+                os.dup2(saved, n)
+                os.close(saved)
+            del os.environ["MOSAIC_GPU_DUMP_PTXAS"]

@@ -1,0 +1,545 @@
+"""Runs the kernels' bodies on CPU: all threads of a grid in lockstep, a register is a numpy array over them.
+
+Interpret mode does not run PTX, and the kernels are written in it, through the notation of `kernels_pallas._common`.
+`simulated()` puts numpy under that notation, so that each kernel, with the wrapper around it, runs anywhere and is
+compared with its reference. It is stricter than a GPU. It raises on a load or store outside of an array, on one that is
+not aligned, on a read of what nothing wrote (shared memory included), on an output left unwritten, on a collective of
+a warp with lanes missing, and on two threads that touch a word of shared memory, one of them writing, without a barrier
+between. What it cannot show: time, rounding of `approx` instructions, and what Mosaic and ptxas make of the code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jax
+import ml_dtypes
+import numpy as np
+from kvjax.kernels_pallas import _common
+
+U32, U64 = np.uint32, np.uint64
+GLOBAL, GAP = 1 << 40, 1024  # where device memory begins; bytes between arrays
+SHARED, BLOCK_BITS = 1024, 24  # where a block's shared memory begins; a block's place in addresses of a cluster
+UNUSED, READ_ONLY, UNWRITTEN, WRITTEN = range(4)  # of two bytes
+DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
+_machine: Machine | None = None
+
+
+@contextlib.contextmanager
+def simulated(*modules: Any) -> Iterator[None]:
+    """Within it the kernels of `modules` run here. Give jit what was not traced outside of it."""
+    names = {"loop": _loop, "choose_between": _choose_between, "kernel": _kernel}
+    fakes = {
+        "arith": _Arith,
+        "ir": SimpleNamespace(
+            IntegerType=SimpleNamespace(get_signless=lambda bits: U64 if bits == 64 else U32),
+            IntegerAttr=SimpleNamespace(get=lambda kind, x: x),
+        ),
+        "llvm": SimpleNamespace(ptrtoint=lambda kind, at: np.asarray(at, kind)),
+        "mgpu_utils": SimpleNamespace(inline_ptx=_inline_ptx, memref_ptr=lambda ref: ref, when=_when),
+        "plgpu": SimpleNamespace(SMEM=lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)),
+    }
+    with contextlib.ExitStack() as stack:
+        for module in (_common, *modules):
+            for name, fake in names.items():
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, fake))
+        for name, fake in fakes.items():
+            stack.enter_context(mock.patch.object(_common, name, fake, create=True))
+        yield
+
+
+def _kernel(program: Callable[..., None], *, name: str, out_type: Any, **how: Any) -> Callable[..., Any]:
+    outs, tree = jax.tree.flatten(out_type)
+
+    def execute(*args: Any) -> Any:
+        global _machine
+        assert _machine is None
+        _machine = Machine([np.asarray(a) for a in args], outs, **how)
+        try:
+            with np.errstate(all="ignore"):
+                program(*_machine.refs)
+            return jax.tree.unflatten(tree, _machine.results())
+        finally:
+            _machine = None
+
+    return lambda *args: jax.pure_callback(execute, out_type, *args)
+
+
+class Machine:
+    """The threads of a grid, and their memories."""
+
+    def __init__(
+        self, args: list[Any], outs: list[Any], *, grid: tuple[int], num_threads: int, cluster: tuple[int] = (1,),
+        scratch_types: Any = (), grid_names: Any = None, cluster_names: Any = None,
+    ):  # fmt: skip
+        self.threads, self.cluster = 128 * num_threads, cluster[0]
+        blocks = grid[0] * self.cluster
+        self.lanes = blocks * self.threads
+        lane = np.arange(self.lanes)
+        block = lane // self.threads
+        self.special = {
+            "tid.x": lane % self.threads,
+            "ctaid.x": block,
+            "cluster_ctarank": block % self.cluster,
+            "clusterid.x": block // self.cluster,
+        }
+        self.block, self.warp, self.group = block, lane // 32, block // self.cluster
+        self.masks = [np.ones(self.lanes, bool)]
+
+        refs, at = [], GAP
+        for a in (*args, *outs):
+            refs.append(at)
+            at += -(-(a.size * a.dtype.itemsize) // 256) * 256 + GAP
+        self.memory = np.zeros(at, np.uint8)
+        self.state = np.full(at // 2, UNUSED, np.uint8)
+        for start, a in zip(refs, args, strict=False):
+            raw = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
+            self.memory[start : start + raw.size] = raw
+            self.state[start // 2 : (start + raw.size) // 2] = READ_ONLY
+        self.outs = list(zip(refs[len(args) :], outs, strict=True))
+        for start, a in self.outs:
+            self.state[start // 2 : (start + a.size * a.dtype.itemsize) // 2] = UNWRITTEN
+        self.refs = [GLOBAL + r for r in refs]
+
+        at = SHARED
+        for a in scratch_types:
+            self.refs.append(at)
+            at += -(-(a.size * 4) // 1024) * 1024
+        self.words = at // 4
+        assert at - SHARED <= 227 * 1024, f"{at - SHARED} bytes of shared memory"
+        self.shared = np.zeros(blocks * self.words, U32)
+        # A race: touched since the last barrier of both. Times are counts of operations.
+        self.time = 1
+        self.write_time, self.writer = np.zeros((2, self.shared.size), np.int64)
+        self.read_time, self.reader = np.zeros((2, self.shared.size), np.int64)
+        self.warp_time, self.block_time, self.cluster_time = np.zeros((3, self.lanes), np.int64)
+        self.copies: list[list[Any]] = [[]]  # groups of (lanes, words, data)
+
+    @property
+    def mask(self) -> Any:
+        return self.masks[-1]
+
+    def results(self) -> list[Any]:
+        found = []
+        for start, a in self.outs:
+            size = a.size * a.dtype.itemsize
+            left = np.flatnonzero(self.state[start // 2 : (start + size) // 2] != WRITTEN)
+            assert not left.size, f"an output {a} was left unwritten at byte {2 * left[0]}"
+            found.append(self.memory[start : start + size].view(a.dtype).reshape(a.shape))
+        return found
+
+    # --------------------------------------------------------------------------------------------------------- memory
+
+    def _device(self, lanes: Any, at: Any, size: int, allowed: tuple[int, ...]) -> Any:
+        at = at[lanes].astype(np.int64) - GLOBAL
+        assert not (at % size).any(), f"an address in device memory is not aligned to {size}"
+        assert ((at >= 0) & (at + size <= self.memory.size)).all(), "an address outside of device memory"
+        for half in range(size // 2):
+            bad = ~np.isin(self.state[at // 2 + half], allowed)
+            assert not bad.any(), f"thread {lanes[bad][0]}: device memory at {at[bad][0]}, which is not its to touch"
+        return at
+
+    def load_global(self, at: Any, size: int, lanes: Any) -> Any:
+        at = self._device(lanes, at, size, (READ_ONLY, WRITTEN))
+        if size == 2:
+            return self.memory.view(np.uint16)[at // 2][:, None].astype(U32)
+        return self.memory.view(U32)[at[:, None] // 4 + np.arange(size // 4)]
+
+    def store_global(self, at: Any, values: Any, lanes: Any) -> None:
+        size = 4 * values.shape[1]
+        at = self._device(lanes, at, size, (UNWRITTEN, WRITTEN))
+        self.memory.view(U32)[at[:, None] // 4 + np.arange(size // 4)] = values
+        self.state[at[:, None] // 2 + np.arange(size // 2)] = WRITTEN
+
+    def _shared(self, lanes: Any, at: Any, size: int, cluster: bool) -> Any:
+        at = at[lanes].astype(np.int64)
+        assert not (at % size).any(), f"an address in shared memory is not aligned to {size}"
+        block = self.block[lanes]
+        if cluster:
+            block, at = self.group[lanes] * self.cluster + (at >> BLOCK_BITS) - 1, at & ((1 << BLOCK_BITS) - 1)
+        assert ((at >= SHARED) & (at + size <= 4 * self.words)).all(), "an address outside of shared memory"
+        return (block * self.words + at // 4)[:, None] + np.arange(size // 4)
+
+    def _ordered(self, mine: Any, theirs: Any, then: Any) -> Any:
+        """Whether a barrier of threads `mine` and `theirs` came after the time `then`."""
+        together = np.minimum(self.cluster_time[mine], self.cluster_time[theirs]) > then
+        same_block = self.block[mine] == self.block[theirs]
+        together |= same_block & (np.minimum(self.block_time[mine], self.block_time[theirs]) > then)
+        same_warp = self.warp[mine] == self.warp[theirs]
+        return together | (mine == theirs) | (same_warp & (self.warp_time[mine] > then))
+
+    def _touch(self, lanes: Any, words: Any, write: bool, atomic: bool = False) -> None:
+        mine = np.broadcast_to(lanes[:, None], words.shape)
+        then = self.write_time[words]
+        atomic_before = then < 0
+        ok = (then == 0) | self._ordered(mine, self.writer[words], np.abs(then)) | (atomic & atomic_before)
+        assert ok.all(), f"thread {mine[~ok][0]} races with the write of {self.writer[words][~ok][0]} to shared memory"
+        if write:
+            then = self.read_time[words]
+            ok = (then == 0) | self._ordered(mine, self.reader[words], then)
+            assert ok.all(), f"thread {mine[~ok][0]} overwrites what {self.reader[words][~ok][0]} may still read"
+            if not atomic:
+                assert np.unique(words).size == words.size, "two threads store to one word of shared memory at once"
+            self.write_time[words], self.writer[words] = -self.time if atomic else self.time, mine
+        else:
+            assert (then != 0).all(), f"thread {mine[then == 0][0]} reads shared memory that nothing wrote"
+            self.read_time[words], self.reader[words] = self.time, mine
+        self.time += 1
+
+    def load_shared(self, at: Any, size: int, lanes: Any, cluster: bool = False) -> Any:
+        words = self._shared(lanes, at, size, cluster)
+        self._touch(lanes, words, write=False)
+        return self.shared[words]
+
+    def store_shared(self, at: Any, values: Any, lanes: Any) -> None:
+        words = self._shared(lanes, at, 4 * values.shape[1], cluster=False)
+        self._touch(lanes, words, write=True)
+        self.shared[words] = values
+
+    def add_shared(self, at: Any, value: Any, lanes: Any) -> Any:
+        """Adds in the order of threads; what each found."""
+        words = self._shared(lanes, at, 4, cluster=False)
+        self._touch(lanes, words, write=True, atomic=True)
+        words, value = words[:, 0], value[lanes]
+        order = np.argsort(words, kind="stable")
+        sums = np.cumsum(value[order].astype(np.int64))
+        start = np.r_[True, words[order][1:] != words[order][:-1]]
+        before = sums - value[order]
+        before -= before[np.maximum.accumulate(np.where(start, np.arange(start.size), 0))]
+        found = np.empty(words.size, U32)
+        found[order] = self.shared[words[order]] + before.astype(U32)
+        np.add.at(self.shared, words, value)
+        return found
+
+    def copy(self, to: Any, source: Any, size: Any, lanes: Any) -> None:
+        words = self._shared(lanes, to, 16, cluster=False)
+        data = np.zeros((lanes.size, 4), U32)
+        reads = size[lanes] != 0
+        assert np.isin(size[lanes], (0, 16)).all()
+        data[reads] = self.load_global(source, 16, lanes[reads])
+        self._touch(lanes, words, write=True)
+        self.shared[words] = 0xFFFFFFFF  # NaN, until it is waited for
+        self.copies[-1].append((lanes, words, data))
+
+    def wait_copies(self, left: int) -> None:
+        *groups, now = self.copies
+        done, self.copies = groups[: len(groups) - left], [*groups[len(groups) - left :], now]
+        for lanes, words, data in (x for group in done for x in group):
+            self._touch(lanes, words, write=True)
+            self.shared[words] = data
+
+    def barrier(self, times: Any, lanes: Any) -> None:
+        times[lanes] = self.time
+        self.time += 1
+
+    def whole_warps(self) -> Any:
+        """The lanes of active warps [n, 32]; an error where a part of a warp is active."""
+        by_warp = self.mask.reshape(-1, 32)
+        assert (by_warp.all(1) | ~by_warp.any(1)).all(), "a collective of a warp without some of its lanes"
+        return np.flatnonzero(by_warp.all(1))[:, None] * 32 + np.arange(32)
+
+
+# --------------------------------------------------------------------------------------------------------- instructions
+
+
+def _inline_ptx(code: str, *values: Any, result_types: Any = None, **_: Any) -> Any:
+    m = _machine
+    assert m is not None
+    arrays = [np.broadcast_to(v, m.lanes) for v in values]
+    results: list[Any] = [np.zeros(m.lanes, U32) for _ in result_types or ()]
+    registers: dict[str, Any] = {f"${i}": a for i, a in enumerate((*results, *arrays))}
+    for guard, negated, name, operands in _parse(code):
+        lanes = m.mask
+        if guard:
+            lanes = lanes & (~registers[guard] if negated else registers[guard])
+        _step(m, name, operands, registers, lanes)
+    return [registers[f"${i}"] for i in range(len(results))]
+
+
+@functools.cache
+def _parse(code: str) -> list[tuple[str, bool, str, list[str]]]:
+    """(guard, whether it is negated, opcode, operands) of each instruction."""
+    code = code.strip()
+    if code.startswith("{ .reg"):
+        code = code[1:].rstrip("} \n")
+    found = []
+    for line in code.split(";"):
+        line = line.strip()
+        if not line or line.startswith(".reg"):
+            continue
+        guard = re.match(r"@(!?)(\w+)\s+", line)
+        line = line[guard.end() :] if guard else line
+        name, _, rest = line.partition(" ")
+        operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+", rest)
+        found.append((guard[2] if guard else "", bool(guard and guard[1]), name, operands))
+    return found
+
+
+def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any], mask: Any) -> None:
+    kind, *how = name.split(".")
+    lanes = np.flatnonzero(mask)
+
+    def read(x: str) -> Any:
+        if x in registers:
+            return registers[x]
+        if x.startswith("%"):
+            return m.special[x[1:]].astype(U32)
+        return np.broadcast_to(np.int64(int(x, 0)).astype(U32), m.lanes)
+
+    def vector(x: str) -> list[str]:
+        return x.strip("{}").replace(" ", "").split(",") if x.startswith("{") else [x]
+
+    if not lanes.size and kind != "cp":
+        for w in vector(operands[0]):
+            registers.setdefault(w, np.zeros(m.lanes, U32))
+        return
+
+    def address(x: str) -> Any:
+        base, _, plus = x.strip("[]").partition("+")
+        return read(base) + read(base).dtype.type(int(plus or 0))
+
+    def put(x: str, value: Any, at: Any = mask) -> None:
+        old = registers.get(x)
+        value = np.asarray(value)
+        if old is None or old.dtype != value.dtype:
+            old = np.zeros(m.lanes, value.dtype)
+        new = old.copy()
+        new[at] = value[at] if value.shape == (m.lanes,) else value
+        registers[x] = new
+
+    def floats(*xs: str) -> list[Any]:
+        return [np.ascontiguousarray(read(x)).view(np.float32) for x in xs]
+
+    def put_float(x: Any) -> None:
+        put(operands[0], np.asarray(x, np.float32).view(U32))
+
+    match kind:
+        case "ld":
+            words = vector(operands[0])
+            size = {"u16": 2, "u64": 8}.get(how[-1], 4 * len(words))
+            at = address(operands[1])
+            if how[0] == "global":
+                got = m.load_global(at, size, lanes)
+            else:
+                got = m.load_shared(at, size, lanes, cluster="cluster" in how[0])
+            if how[-1] == "u64":
+                got = np.ascontiguousarray(got).view(U64)
+            for w, column in zip(words, got.T, strict=True):
+                put(w, column, lanes)
+        case "st":
+            values = np.stack([read(w)[lanes] for w in vector(operands[1])], axis=1)
+            (m.store_global if how[0] == "global" else m.store_shared)(address(operands[0]), values, lanes)
+        case "mov":
+            words = vector(operands[1])
+            if len(words) == 2:
+                lo, hi = (read(w).astype(U64) for w in words)
+                put(operands[0], lo | (hi << U64(32)))
+            else:
+                put(operands[0], read(words[0]).astype(U64 if how[0].endswith("64") else U32))
+        case "setp":
+            a, b = (read(x) for x in operands[1:])
+            if how[1] == "s32":
+                a, b = a.view(np.int32), b.view(np.int32)
+            if how[1] == "f32":
+                a, b = floats(*operands[1:])
+            compare = {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "eq": "equal"}
+            put(operands[0], getattr(np, compare.get(how[0], "not_equal"))(a, b))
+        case "xor":
+            put(operands[0], read(operands[1]) ^ read(operands[2]))
+        case "selp":
+            put(operands[0], np.where(read(operands[3]), read(operands[1]), read(operands[2])))
+        case "red" | "atom":
+            *to, at, value = operands
+            got = m.add_shared(address(at), read(value), lanes)
+            for x in to:
+                put(x, got, lanes)
+        case "mul" | "add" | "sub" | "fma" | "div" | "max" if how[-1] == "f32":
+            x = floats(*operands[1:])
+            if kind == "fma":
+                put_float(x[0].astype(np.float64) * x[1] + x[2])
+            else:
+                f32 = {"mul": np.multiply, "add": np.add, "sub": np.subtract, "div": np.divide, "max": np.fmax}
+                put_float(f32[kind](*x))
+        case "mul" | "max" | "min" if how[-1] in ("bf16x2", "f16x2"):
+            dtype = DTYPES[how[-1][:-2]]
+            x = [np.ascontiguousarray(read(o)).view(dtype).astype(np.float64) for o in operands[1:]]
+            f = {"mul": np.multiply, "max": np.fmax, "min": np.fmin}[kind]
+            put(operands[0], np.asarray(f(*x), dtype).view(U32))
+        case "ex2" | "lg2":
+            (x,) = floats(operands[1])
+            put_float(np.exp2(x) if kind == "ex2" else np.log2(x))
+        case "cvt" if how[-1] == "u16":
+            put(operands[0], read(operands[1]))
+        case "cvt" if how[1] in ("bf16x2", "f16x2"):
+            hi, lo = (x.astype(DTYPES[how[1][:-2]]).view(np.uint16).astype(U32) for x in floats(*operands[1:]))
+            put(operands[0], lo | (hi << U32(16)))
+        case "clz":
+            put(operands[0], 32 - np.ceil(np.log2(read(operands[1]).astype(np.float64) + 1)).astype(U32))
+        case "prmt":
+            a, b, how_ = (read(x).astype(U64) for x in operands[1:])
+            both, out = a | (b << U64(32)), np.zeros(m.lanes, U64)
+            for byte in range(4):
+                take = (how_ >> U64(4 * byte)) & U64(7)
+                out |= ((both >> (take * U64(8))) & U64(255)) << U64(8 * byte)
+            put(operands[0], out.astype(U32))
+        case "mapa":
+            put(operands[0], read(operands[1]) + ((read(operands[2]) + U32(1)) << U32(BLOCK_BITS)))
+        case "bar" if how[0] == "warp":
+            m.whole_warps()
+            m.barrier(m.warp_time, lanes)
+        case "bar":
+            sizes = np.bincount(m.block[lanes], minlength=m.lanes // m.threads)
+            want = int(read(operands[1])[0]) if len(operands) > 1 else m.threads
+            assert np.isin(sizes, (0, want)).all(), f"a barrier of {want} threads that {set(sizes)} came to"
+            m.barrier(m.block_time, lanes)
+        case "barrier":
+            if how[1] == "wait":
+                whole = mask.reshape(-1, m.threads * m.cluster)
+                assert (whole.all(1) | ~whole.any(1)).all(), "a barrier of a cluster without some of its threads"
+                m.barrier(m.cluster_time, lanes)
+        case "cp" if "commit_group" in how:
+            m.copies.append([])
+        case "cp" if "wait_group" in how:
+            m.wait_copies(int(operands[0]))
+        case "cp":
+            m.copy(address(operands[0]), address(operands[1]), read(operands[3]), lanes)
+        case _:
+            _collective(m, kind, name, [vector(x) for x in operands], read, address, put)
+
+
+def _collective(m: Machine, kind: str, name: str, operands: Any, read: Any, address: Any, put: Any) -> None:
+    """What the lanes of a warp do together."""
+    warps = m.whole_warps()
+    lanes = warps.reshape(-1)
+    lane = np.arange(32)
+
+    def rows(x: str) -> Any:
+        return read(x)[warps]
+
+    match kind:
+        case "shfl":
+            by = rows(operands[2][0]).astype(np.int64)
+            source = {"bfly": lane ^ by, "down": lane + by, "idx": (by & 31) + 0 * lane}[name.split(".")[2]]
+            source = np.where((source >= 0) & (source < 32), source, lane)
+            put(operands[0][0], np.take_along_axis(rows(operands[1][0]), source, axis=1).reshape(-1), lanes)
+        case "vote":
+            ballot = np.sum(rows(operands[1][0]).astype(np.int64) << lane, axis=1).astype(U32)
+            put(operands[0][0], np.repeat(ballot, 32), lanes)
+        case "movmatrix":
+            tiles = np.ascontiguousarray(rows(operands[1][0])).view(np.uint16).reshape(-1, 8, 8)
+            put(operands[0][0], np.ascontiguousarray(tiles.swapaxes(1, 2)).reshape(-1, 64).view(U32).reshape(-1), lanes)
+        case "ldmatrix":
+            at = address("[" + operands[1][0].strip("[]") + "]")
+            got = m.load_shared(at, 16, lanes).reshape(-1, 4, 8, 4)
+            tiles = np.ascontiguousarray(got).view(np.uint16)  # [warps, part, row, 8]
+            if ".trans" in name:
+                tiles = np.ascontiguousarray(tiles.swapaxes(2, 3))
+            for part, to in enumerate(operands[0]):
+                mine = np.ascontiguousarray(tiles[:, part]).view(U32)  # [warps, 8, 4]
+                put(to, mine.reshape(-1), lanes)
+        case "mma":
+            assert "m16n8k16" in name
+            dtype = DTYPES[name.split(".")[-2]]
+            out, a, b, acc = operands
+            left, right = np.empty((len(warps), 16, 16)), np.empty((len(warps), 16, 8))
+            total = np.empty((len(warps), 16, 8))
+            quad, col = lane >> 2, (lane & 3) * 2
+
+            def halves(x: str) -> Any:
+                return np.ascontiguousarray(rows(x)).view(dtype).reshape(-1, 32, 2).astype(np.float64)
+
+            for j, x in enumerate(a):
+                for half in range(2):
+                    left[:, quad + 8 * (j & 1), col + half + 8 * (j >> 1)] = halves(x)[:, :, half]
+            for j, x in enumerate(b):
+                for half in range(2):
+                    right[:, col + half + 8 * j, quad] = halves(x)[:, :, half]
+            for j, x in enumerate(acc):
+                total[:, quad + 8 * (j >> 1), col + (j & 1)] = np.ascontiguousarray(rows(x)).view(np.float32)
+            total = (total + left @ right).astype(np.float32).view(U32)
+            for j, x in enumerate(out):
+                put(x, np.ascontiguousarray(total[:, quad + 8 * (j >> 1), col + (j & 1)]).reshape(-1), lanes)
+        case _:
+            raise NotImplementedError(f"the simulator has no {name}")
+
+
+# ------------------------------------------------------------------------------------------------- the notation's parts
+
+
+def _places(by: Any) -> Any:
+    assert _machine is not None
+    assert ((np.asarray(by) < 32) | ~_machine.mask).all(), "a shift by 32 or more is not defined"
+    return by
+
+
+class _Arith:
+    """Of MLIR's dialect `arith`, what the notation uses."""
+
+    CmpIPredicate = SimpleNamespace(
+        ult=np.less, ule=np.less_equal, ugt=np.greater, uge=np.greater_equal, eq=np.equal, ne=np.not_equal
+    )
+    addi, subi, muli, divui = (staticmethod(f) for f in (np.add, np.subtract, np.multiply, np.floor_divide))
+    andi, ori, xori = (staticmethod(f) for f in (np.bitwise_and, np.bitwise_or, np.bitwise_xor))
+    select = staticmethod(np.where)
+
+    @staticmethod
+    def shli(a: Any, b: Any) -> Any:
+        return np.left_shift(a, _places(b))
+
+    @staticmethod
+    def shrui(a: Any, b: Any) -> Any:
+        return np.right_shift(a, _places(b))
+
+    @staticmethod
+    def constant(kind: Any, x: int) -> Any:
+        return np.asarray(np.int64(x)).astype(kind)
+
+    @staticmethod
+    def extui(kind: Any, x: Any) -> Any:
+        return np.asarray(x).astype(kind)
+
+    @staticmethod
+    def cmpi(compare: Any, a: Any, b: Any) -> Any:
+        return compare(a, b)
+
+
+@contextlib.contextmanager
+def _when(flag: Any) -> Iterator[None]:
+    assert _machine is not None
+    _machine.masks.append(_machine.mask & flag)
+    try:
+        yield
+    finally:
+        _machine.masks.pop()
+
+
+def _loop(start: Any, stop: Any, step: Any, carry: Any = ()) -> Any:
+    def run(body: Any) -> list[Any]:
+        m = _machine
+        assert m is not None
+        first, last, by = (np.broadcast_to(_common.word(x).value, m.lanes).view(np.int32) for x in (start, stop, step))
+        i, values = first.copy(), [np.broadcast_to(w.value, m.lanes) for w in carry]
+        while (m.mask & (i < last)).any():
+            active = m.mask & (i < last)
+            with _when(active):
+                out = body(_common.Word(i.view(U32)), *(_common.Word(v) for v in values))
+            out = [] if out is None else out if isinstance(out, (list, tuple)) else [out]
+            values = [np.where(active, w.value, v) for w, v in zip(out, values, strict=True)]
+            i = np.where(active, i + by, i)
+        return [_common.Word(v) for v in values]
+
+    return run
+
+
+def _choose_between(flag: Any, make: Any, otherwise: Any) -> list[Any]:
+    assert _machine is not None
+    with _when(flag.value):
+        made = make() if _machine.mask.any() else otherwise
+    return [_common.Word(np.where(flag.value, a.value, b.value)) for a, b in zip(made, otherwise, strict=True)]

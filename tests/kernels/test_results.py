@@ -1,0 +1,335 @@
+"""What the kernels give is what their references give, on random and on adversarial input.
+
+Their bodies are PTX, which interpret mode does not run: without a GPU the simulator runs them, at small sizes. With one
+(JAX_PLATFORMS=cuda, jax >= 0.11, compute capability 9.0) the same tests and larger sizes run on it.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kvjax.kernels_pallas import _common, attend_slots, score_1bit, score_pages, top_k, top_k_pooled
+
+from kvjax import ops
+from kvjax.pick import Selection, pool_scores
+from kvjax.quant import OneBit, quantize_1bit
+from tests.kernels.conftest import ON_GPU, on_gpu
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
+
+
+def relative(got, want):
+    got, want = (np.asarray(a, np.float64) for a in (got, want))
+    return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
+
+
+# ------------------------------------------------------------------------------------------------------------- top_k
+
+
+def inputs(rows, U, k, seed=0):
+    """Name, scores and valid of one row each kind that a selection must get right."""
+    rng = np.random.default_rng(seed)
+    normal, all_valid = rng.standard_normal((rows, U), np.float32), np.ones((rows, U), bool)
+    counts = np.resize([0, 1, k - 1, k, k + 1, U - 1], rows)
+    upto = np.arange(U)[None] < counts[:, None]
+    extreme = normal.copy()
+    extreme[:, ::7], extreme[:, 1::5], extreme[:, 3::11] = np.inf, -np.inf, np.nan
+    yield "normal", normal, all_valid
+    yield "counts, NaN past them", np.where(upto, normal, np.nan), upto
+    yield "all equal", np.ones_like(normal), all_valid
+    yield "few values", np.round(normal), all_valid
+    yield "infinities and NaN", extreme, rng.random((rows, U)) < 0.8
+    yield "rising", np.sort(normal, axis=1), all_valid
+    yield "falling", -np.sort(-normal, axis=1), all_valid
+    yield "last bits differ", (1 + np.float32(2**-23) * rng.integers(0, 3, (rows, U))).astype(np.float32), all_valid
+
+
+@pytest.mark.parametrize(
+    ("rows", "U", "k", "blocks"),
+    [
+        (6, 600, 100, 2),
+        pytest.param(1, 5000, 1000, 1, marks=pytest.mark.thorough),
+        pytest.param(1, 40000, 4096, 2, marks=pytest.mark.thorough),
+        pytest.param(2, 5000, 5, 4, marks=pytest.mark.thorough),
+        *(pytest.param(3, 70000, 1500, blocks, marks=on_gpu) for blocks in (1, 2, 4, 8)),
+        *(
+            pytest.param(*sizes, None, marks=on_gpu)
+            for sizes in (
+                *((8, 131072, 2048), (8, 131328, 2048), (3, 5000, 100), (2, 300001, 4096)),
+                *((1, 17, 5), (1, 1, 1), (40, 2049, 2048), (70, 1000, 1000)),
+            )
+        ),
+    ],
+)
+def test_top_k_equals_its_reference(rows, U, k, blocks):
+    config = blocks and top_k.Config(blocks=blocks)
+    run = jax.jit(partial(top_k.top_k, k=k, config=config))
+    for name, scores, valid in inputs(rows, U, k):
+        scores, valid = jnp.asarray(scores), jnp.asarray(valid)
+        slots, found = run(scores, valid)
+        want = ops.top_k(scores, valid, k, implementation="xla")
+        np.testing.assert_array_equal(slots, want.slots, err_msg=name)
+        np.testing.assert_array_equal(found, want.valid, err_msg=name)
+
+
+def test_top_k_takes_16_bits_any_rank_and_vmap():
+    scores = normal(0, 2, 1, 2, 99, dtype=jnp.bfloat16)
+    valid = (jnp.arange(99) < 70)[None, None, None]
+    want = ops.top_k(scores, valid, 10, implementation="xla")
+    run = partial(top_k.top_k, k=10, config=top_k.Config(blocks=1))
+    for f in (lambda s: run(s, valid), jax.vmap(lambda s: run(s, valid[0]))):
+        np.testing.assert_array_equal(jax.jit(f)(scores)[0], want.slots)
+
+
+# ------------------------------------------------------------------------------------------------------ top_k_pooled
+
+
+def parts_of(B, K, G, sizes, kind, rows_valid=1, seed=0):
+    """Scores in which no two units of a row have ranks within rounding, unless `kind` makes them equal."""
+    rng = np.random.default_rng(seed)
+    U = sum(sizes)
+    steps = np.argsort(rng.random((B, K, 1, U)), axis=-1).astype(np.float32) / 64
+    scores = steps * np.linspace(1, 2, G, dtype=np.float32)[:, None] + rng.standard_normal((B, K, G, 1), np.float32)
+    valid = rng.random((B, rows_valid, 1, U)) < 0.7
+    if kind == "equal":
+        scores[:] = 1
+    elif kind == "poison":
+        scores = np.where(valid, scores, np.nan)
+    elif kind == "infinite":
+        scores[..., ::9] = -np.inf
+    elif kind == "far apart":
+        scores[:, :, 0] += 500
+        scores[:, :, -1] -= 500
+    elif kind == "few valid":
+        valid = np.broadcast_to(np.arange(U) < 3, valid.shape).copy()
+        valid[0] = False
+    edges = np.cumsum(sizes)[:-1]
+    split = (np.split(a.astype(a.dtype), edges, axis=-1) for a in (scores, valid))
+    return [(jnp.asarray(s), jnp.asarray(v)) for s, v in zip(*split, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "G", "sizes", "k", "blocks"),
+    [
+        (2, 1, 4, (400, 22), 30, 2),
+        pytest.param(1, 2, 3, (1001,), 50, 1, marks=pytest.mark.thorough),
+        pytest.param(1, 1, 8, (40000, 64), 700, 2, marks=pytest.mark.thorough),
+        *(
+            pytest.param(*sizes, None, marks=on_gpu)
+            for sizes in (
+                *((1, 8, 4, (131072, 512), 2048), (1, 8, 4, (130560, 512), 2048), (2, 3, 8, (5000, 257), 300)),
+                (1, 2, 4, (1 << 20, 512), 4096),
+            )
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["spread", "equal", "poison", "infinite", "far apart", "few valid"])
+def test_top_k_pooled_chooses_what_its_reference_does(B, K, G, sizes, k, blocks, kind):
+    parts = parts_of(B, K, G, sizes, kind, rows_valid=K if kind == "poison" else 1)
+    config = blocks and top_k.Config(blocks=blocks)
+    run = jax.jit(partial(top_k_pooled.top_k_pooled, k=k, config=config), static_argnums=1)
+    for pool in ("mean_softmax", "max_softmax", "mean_score") if kind == "spread" else ("mean_softmax",):
+        slots, found = run(parts, pool)
+        want = ops.top_k_pooled(parts, pool, k, implementation="xla")
+        np.testing.assert_array_equal(found, want.valid)
+        slots = np.asarray(slots)
+        assert all(np.unique(row).size == k for row in slots.reshape(-1, k))
+        # Ranks within rounding may stand in another order; what is chosen must rank as what the reference chose.
+        ranks = np.asarray(pool_scores(parts, pool))
+        got, best = (np.where(want.valid, np.take_along_axis(ranks, np.asarray(s), -1), 0) for s in (slots, want.slots))
+        np.testing.assert_allclose(got, best, rtol=1e-5, atol=1e-4)
+        if kind == "equal":
+            np.testing.assert_array_equal(slots, want.slots)
+
+
+def test_top_k_pooled_has_a_choice_for_each_head_and_takes_vmap():
+    parts = parts_of(2, 1, 2, (60, 5), "spread")
+    run = partial(top_k_pooled.top_k_pooled, pool="per_head", k=7, config=top_k.Config(blocks=1))
+    want = ops.top_k_pooled(parts, "per_head", 7, implementation="xla")
+    np.testing.assert_array_equal(jax.jit(run)(parts)[0], want.slots)
+    apart = jax.jit(jax.vmap(run))([tuple(a[:, None] for a in part) for part in parts])
+    np.testing.assert_array_equal(apart[0][:, 0], want.slots)
+
+
+# ------------------------------------------------------------------------------------------------------- score_1bit
+
+
+def index(B, K, S, D, group, dtype, seed=0):
+    k = normal(seed, B, K, S, D) * (1 + jnp.arange(D) % 5).astype(jnp.float32)[None, None, None]
+    return jax.jit(partial(quantize_1bit, group=group, dtype=dtype))(k)
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "G", "S", "D", "group", "dtype"),
+    [
+        (2, 1, 5, 1056, 128, 32, jnp.bfloat16),
+        (1, 2, 8, 192, 64, 64, jnp.float16),
+        *(pytest.param(2, 3, G, 2080, 128, 32, jnp.bfloat16, marks=on_gpu) for G in range(1, 9)),
+        *(pytest.param(1, 2, G, 992, 64, 32, jnp.float16, marks=on_gpu) for G in (1, 4, 8)),
+        *(
+            pytest.param(*sizes, dtype, marks=on_gpu)
+            for sizes in ((1, 1, 4, 32, 128, 32), (1, 2, 4, 4096, 128, 128), (1, 1, 4, 256, 128, 256))
+            for dtype in (jnp.bfloat16, jnp.float16)
+        ),
+        pytest.param(1, 8, 4, 32768, 128, 32, jnp.bfloat16, marks=on_gpu),
+    ],
+)
+def test_scores_equal_the_reference(B, K, G, S, D, group, dtype):
+    ix = index(B, K, S, D, group, dtype)
+    q = normal(1, B, K, G, D, dtype=dtype).astype(jnp.float32)
+    got = jax.jit(lambda q, ix: score_1bit.score_1bit(q, *ix, scale=D**-0.5))(q, ix)
+    # Each product of query and step is rounded once to 16 bits, and so is each query times scale.
+    assert relative(got, ops.score_1bit(q, ix, scale=D**-0.5, implementation="xla")) < 2 * float(jnp.finfo(dtype).eps)
+
+
+def test_scores_of_equal_keys_are_exact_and_other_rows_do_not_matter():
+    k = jnp.broadcast_to(normal(0, 2, 2, 1, 128, dtype=jnp.bfloat16), (2, 2, 96, 128))
+    ix = quantize_1bit(k, 32)
+    q = jax.random.randint(jax.random.key(1), (2, 2, 4, 128), -3, 4).astype(jnp.float32)
+    run = jax.jit(lambda q, ix: score_1bit.score_1bit(q, *ix, scale=1.0))
+    got = run(q, ix)
+    want = np.einsum("bkgd,bksd->bkgs", np.asarray(q, np.float64), np.asarray(k, np.float64))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+    poisoned = OneBit(ix.bits, ix.scale.at[1].set(jnp.nan), ix.zero.at[1, :, 1:].set(jnp.inf))
+    np.testing.assert_array_equal(run(q, poisoned)[0], got[0])
+
+
+def test_scores_take_vmap():
+    ix, q = index(2, 1, 64, 64, 32, jnp.bfloat16), normal(1, 2, 1, 2, 64)
+    run = partial(score_1bit.score_1bit, scale=0.1)
+    whole = jax.jit(run)(q, *ix)
+    apart = jax.jit(jax.vmap(lambda *a: run(*(x[None] for x in a))[0]))(q, *ix)
+    np.testing.assert_array_equal(apart, whole)
+    shared = jax.jit(jax.vmap(lambda q: run(q, *ix)))(jnp.stack([q, -q]))
+    np.testing.assert_array_equal(shared[0], whole)
+
+
+# ------------------------------------------------------------------------------------------------------- score_pages
+
+
+def boxes(B, K, P, D, dtype):
+    a, b = (normal(seed, B, K, P, D, dtype=dtype) for seed in (0, 1))
+    return jnp.minimum(a, b), jnp.maximum(a, b)
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "G", "P", "D", "dtype", "config"),
+    [
+        (2, 1, 5, 70, 128, jnp.bfloat16, None),
+        (1, 2, 8, 33, 64, jnp.float16, score_pages.Config(1, 2)),
+        *(pytest.param(2, 3, G, 1001, 128, jnp.bfloat16, None, marks=on_gpu) for G in range(1, 9)),
+        *(pytest.param(1, 2, 4, P, 64, jnp.float16, None, marks=on_gpu) for P in (1, 15, 16, 17, 4096)),
+        pytest.param(1, 8, 4, 8192, 128, jnp.bfloat16, None, marks=on_gpu),
+    ],
+)
+def test_scores_of_pages_equal_the_reference(B, K, G, P, D, dtype, config):
+    low, high = boxes(B, K, P, D, dtype)
+    q = normal(2, B, K, G, D, dtype=dtype)
+    got = jax.jit(partial(score_pages.score_pages, scale=0.1, config=config))(q, low, high)
+    assert relative(got, ops.score_pages(q, low, high, scale=0.1, implementation="xla")) < 1e-6
+    shared = jax.jit(jax.vmap(partial(score_pages.score_pages, scale=0.1), in_axes=(0, None, None)))
+    np.testing.assert_array_equal(shared(jnp.stack([-q, q]), low, high)[1], got)
+
+
+def test_a_page_of_nan_scores_only_itself():
+    low, high = boxes(1, 1, 20, 64, jnp.bfloat16)
+    q = normal(2, 1, 1, 2, 64)
+    run = jax.jit(partial(score_pages.score_pages, scale=0.1))
+    want, got = run(q, low, high), run(q, low.at[:, :, 7].set(jnp.nan), high.at[:, :, 9].set(jnp.inf))
+    others = np.setdiff1d(np.arange(20), [7, 9])
+    np.testing.assert_array_equal(got[..., others], want[..., others])
+    assert not np.isfinite(got[..., [7, 9]]).any()
+
+
+# ------------------------------------------------------------------------------------------------------ attend_slots
+
+
+def attended(B, K, G, H, S, D, M, dtype, counts):
+    q, k, v = normal(0, B, K, G, D, dtype=dtype), *(normal(s, B, K, S, D, dtype=dtype) for s in (1, 2))
+    slots = jnp.asarray(np.random.default_rng(3).integers(0, S, (B, K, H, M)), jnp.int32)
+    count = np.resize(counts, (B, K, H, 1))
+    return q, k, v, Selection(slots, jnp.asarray(np.arange(M) < count))
+
+
+def assert_attends(args, config=None, scale=0.125):
+    q, k, v, selection = args
+    run = jax.jit(partial(attend_slots.attend_slots, scale=scale, config=config))
+    out, lse = run(q, k, v, *selection)
+    want = ops.attend_slots(q, k, v, selection, scale=scale, implementation="xla")
+    # Weights are rounded to the dtype of the values, each once.
+    assert relative(out, want.out) < float(jnp.finfo(k.dtype).eps)
+    np.testing.assert_allclose(lse, want.lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "G", "H", "S", "D", "M", "dtype", "config"),
+    [
+        (1, 6, 4, 1, 300, 64, 130, jnp.bfloat16, attend_slots.Config(2, 1)),  # a step of each warp
+        (1, 2, 5, 1, 300, 128, 300, jnp.float16, attend_slots.Config(1, 1)),  # a loop
+        (2, 1, 4, 4, 50, 64, 33, jnp.bfloat16, None),
+        pytest.param(1, 1, 8, 1, 500, 256, 200, jnp.bfloat16, None, marks=pytest.mark.thorough),
+        pytest.param(1, 1, 2, 1, 2000, 128, 2048, jnp.bfloat16, attend_slots.Config(8, 2), marks=pytest.mark.thorough),
+        *(pytest.param(2, 3, G, 1, 5000, 128, 1000, jnp.bfloat16, None, marks=on_gpu) for G in range(1, 9)),
+        *(pytest.param(2, 3, 4, 1, 5000, D, 777, jnp.float16, None, marks=on_gpu) for D in (64, 128, 256)),
+        *(
+            pytest.param(1, 8, 4, 1, 131072, 128, 2048, jnp.bfloat16, attend_slots.Config(b, w), marks=on_gpu)
+            for b in (1, 2, 4, 8)
+            for w in (1, 2)
+        ),
+        pytest.param(8, 8, 4, 1, 32768, 128, 4096, jnp.bfloat16, None, marks=on_gpu),
+        pytest.param(1, 8, 8, 8, 32768, 128, 2048, jnp.bfloat16, None, marks=on_gpu),
+    ],
+)
+def test_attention_over_slots_equals_the_reference(B, K, G, H, S, D, M, dtype, config):
+    assert_attends(attended(B, K, G, H, S, D, M, dtype, [M, 0, 1, 31, 32, 33]), config)
+
+
+def test_attention_over_slots_reads_nothing_that_is_not_valid():
+    q, k, v, (slots, valid) = attended(1, 2, 2, 1, 100, 64, 40, jnp.bfloat16, [7, 40])
+    used = jnp.where(valid, slots % 50, 50 + slots % 50)
+    poisoned = [a.at[:, :, 50:].set(jnp.nan) for a in (k, v)]
+    run = jax.jit(partial(attend_slots.attend_slots, scale=0.125))
+    for name, slots_, keys, values in (
+        ("poison", used, *poisoned),
+        ("out of range", jnp.where(valid, used, 10**9), k, v),
+        ("clipped", jnp.where(valid, used, -5), k, v),
+    ):
+        for got, want in zip(run(q, keys, values, slots_, valid), run(q, k, v, used, valid), strict=True):
+            np.testing.assert_array_equal(got, want, err_msg=name)
+
+
+def test_attention_over_equal_and_over_far_apart_keys():
+    q, k, v, selection = attended(1, 1, 4, 1, 64, 64, 64, jnp.bfloat16, [64])
+    same = jnp.broadcast_to(k[:, :, :1], k.shape)
+    selection = Selection(jnp.arange(64, dtype=jnp.int32)[None, None, None], selection.valid)
+    out, _ = jax.jit(partial(attend_slots.attend_slots, scale=0.125))(q, same, v, *selection)
+    mean = np.mean(np.asarray(v, np.float32), axis=2)  # equal keys: the mean of the values
+    np.testing.assert_allclose(out, np.broadcast_to(mean[:, :, None], out.shape), atol=2e-6)
+    assert_attends((q * 40, k, v, selection))  # scores of hundreds: one key has all the weight
+
+
+def test_attention_over_slots_takes_vmap():
+    q, k, v, (slots, valid) = attended(1, 2, 2, 1, 40, 64, 20, jnp.bfloat16, [20, 9])
+    run = partial(attend_slots.attend_slots, scale=0.1)
+    over = jax.jit(jax.vmap(run, in_axes=(0, None, None, None, None)))
+    for got, want in zip(
+        over(jnp.stack([q, -q]), k, v, slots, valid), jax.jit(run)(q, k, v, slots, valid), strict=True
+    ):
+        np.testing.assert_array_equal(got[0], want)
+
+
+@pytest.mark.skipif(ON_GPU, reason="of the simulator")
+@pytest.mark.parametrize("barrier", ["block_barrier", "cluster_barrier", "warp_barrier"])
+def test_the_simulator_sees_that_a_barrier_is_missing(barrier, monkeypatch):
+    q, k, v, (slots, valid) = attended(1, 1, 2, 1, 40, 64, 140, jnp.bfloat16, [140])
+    config = attend_slots.Config(2 if barrier == "cluster_barrier" else 1, 1)
+    run = jax.jit(partial(attend_slots.attend_slots, scale=0.1, config=config))
+    monkeypatch.setattr(_common, barrier, lambda: None)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"races|may still read"):
+        jax.block_until_ready(run(q, k, v, slots, valid))
