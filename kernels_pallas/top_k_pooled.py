@@ -44,14 +44,10 @@ def smem_bytes(k: int) -> int:
 def unsupported(parts: Parts, pool: str, k: int) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     G, U = parts[0][0].shape[2], sum(scores.shape[3] for scores, _ in parts)
-    if len(parts) > 2:
-        return f"the kernel top_k_pooled takes one or two parts; got {len(parts)}"
     if not 1 <= G <= HEADS:
         return f"the kernel top_k_pooled takes 1 to {HEADS} query heads a kv head; got {G}"
     if any(scores.dtype != jnp.float32 for scores, _ in parts):
         return f"the kernel top_k_pooled takes scores in f32; got {', '.join(str(s.dtype) for s, _ in parts)}"
-    if len(parts) == 2 and parts[0][0].shape[3] % 4:
-        return f"the kernel top_k_pooled takes a multiple of 4 units in all parts but the last; got {parts[0][0].shape}"
     limit = t.unsupported((parts[0][0].shape[0], U), jnp.float32, k)
     return limit and limit.replace("top_k", "top_k_pooled", 1)
 
@@ -63,18 +59,21 @@ def supported(parts: Parts, pool: str, k: int) -> bool:
 def top_k_pooled(parts: Parts, pool: str, k: int, *, config: Config | None = None) -> tuple[Array, Array]:
     """(slots i32[B, K, H, k], valid bool[B, K, H, k]) of the k units of all parts that rank highest, most first.
 
-    A part is scores f32[B, K, G, U'] and its valid bool[B, 1 or K, 1, U']; H is G under "per_head", else 1.
+    A part is scores f32[B, K, G, U'] and its valid bool[B, 1 or K, 1, U']; H is G under "per_head", else 1. Two parts
+    are read where they lie if the first has a multiple of 4 units; else the scores are put together first.
     """
     if limit := unsupported(parts, pool, k):
         raise NotImplementedError(limit)
     B, K, G, _ = parts[0][0].shape
     H = G if pool == "per_head" else 1
-    *_, (scores, ok) = parts
-    ragged = ((0, 0),) * 3 + ((0, -scores.shape[3] % 4),)
-    parts = (*parts[:-1], (jnp.pad(scores, ragged), jnp.pad(ok, ragged)))
+    scores = [scores for scores, _ in parts]
     valid = jnp.concatenate([ok.astype(jnp.uint8) for _, ok in parts], axis=-1)
+    if len(parts) > 2 or (len(parts) == 2 and scores[0].shape[3] % 4):
+        scores = [jnp.concatenate(scores, axis=-1)]
+    ragged = ((0, 0),) * 3 + ((0, -valid.shape[3] % 4),)
+    scores[-1], valid = jnp.pad(scores[-1], ragged), jnp.pad(valid, ragged)
     valid = valid.reshape(-1, valid.shape[-1])
-    flat = [scores.reshape(B * K * H, G // H, scores.shape[3]) for scores, _ in parts]
+    flat = [s.reshape(B * K * H, G // H, s.shape[3]) for s in scores]
     out = _pick(pool, k, config or config_for(B * K * H), valid, *flat).reshape(B, K, H, k)
     return (out & jnp.uint32(t.SLOTS)).astype(jnp.int32), out > t.SLOTS
 

@@ -122,7 +122,7 @@ def top_k_pooled(
     """
     from kvjax.kernels_pallas import top_k_pooled as kernel
 
-    inner = None if implementation is None else "xla"
+    inner: Implementation | None = None if implementation is None else "xla"
     reference = partial(_top_k_pooled, pool=pool, k=k, implementation=inner)
 
     def mosaic(parts: Sequence[tuple[Array, Array]]) -> Selection:

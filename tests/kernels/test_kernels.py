@@ -118,8 +118,6 @@ def test_score_pages_refuses_what_it_has_no_kernel_for(changed, words):
 @pytest.mark.parametrize(
     ("sizes", "dtype", "k", "words"),
     [
-        ((64, 8, 8), jnp.float32, 5, "one or two parts"),
-        ((62, 8), jnp.float32, 5, "a multiple of 4 units"),
         ((64,), jnp.bfloat16, 5, "scores in f32"),
         ((64, 8), jnp.float32, 73, "the kernel top_k_pooled takes rows of k to"),
     ],

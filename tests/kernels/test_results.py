@@ -119,6 +119,7 @@ def parts_of(B, K, G, sizes, kind, rows_valid=1, seed=0):
     [
         (2, 1, 4, (400, 22), 30, 2),
         pytest.param(1, 2, 3, (1001,), 50, 1, marks=pytest.mark.thorough),
+        pytest.param(1, 2, 3, (401, 3, 64), 50, 1, marks=pytest.mark.thorough),
         pytest.param(1, 1, 8, (40000, 64), 700, 2, marks=pytest.mark.thorough),
         *(
             pytest.param(*sizes, None, marks=on_gpu)
@@ -149,7 +150,7 @@ def test_top_k_pooled_chooses_what_its_reference_does(B, K, G, sizes, k, blocks,
 
 
 def test_top_k_pooled_has_a_choice_for_each_head_and_takes_vmap():
-    parts = parts_of(2, 1, 2, (60, 5), "spread")
+    parts = parts_of(2, 1, 2, (59, 5), "spread")
     run = partial(top_k_pooled.top_k_pooled, pool="per_head", k=7, config=top_k.Config(blocks=1))
     want = ops.top_k_pooled(parts, "per_head", 7, implementation="xla")
     np.testing.assert_array_equal(jax.jit(run)(parts)[0], want.slots)

@@ -1,0 +1,62 @@
+"""What a benchmark of one kernel does: compare, time every configuration and the reference, print a table, write."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from device_time import BYTES_PER_US, device_time, write
+
+L2_BYTES = 60e6
+
+
+def repeats(moved: float) -> int:
+    """How often a call must move so many bytes, each time others, to find nothing of the call before in L2."""
+    return int(2 * L2_BYTES // moved) + 1
+
+
+def sweep(
+    name: str,
+    kernel: Callable[[Any], Callable[..., Any]],
+    reference: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    configs: Iterable[Any],
+    error: Callable[[Any, Any], float],
+    most: float,
+    moved: float,
+    n: int = 1,
+) -> dict[str, Any]:
+    """Microseconds of one of the `n` operations that kernel(config)(*args) does, for each config, the default's first.
+
+    Each config's output must be within `most` of the reference's by `error`. "kernel" is the kernel alone, "mosaic"
+    with those of XLA around it.
+    """
+    want = jax.jit(reference)(*args)
+    first, times, row = None, {}, {}
+    for config in dict.fromkeys(configs):
+        off = error(jax.jit(kernel(config))(*args), want)
+        if not off <= most:
+            raise SystemExit(f"{name} with {config}: error {off}, at most {most} is allowed")
+        total, kernels = device_time(kernel(config), *args, calls=10)
+        label = "x".join(str(x) for x in dataclasses.astuple(config))
+        times[label] = sum(us for kernel_name, us in kernels.items() if f"kvjax_{name}_" in kernel_name) / n
+        if first is None:
+            first, row = config, {"error": f"{off:.1e}", "config": label, "kernel": times[label], "mosaic": total / n}
+    best = min(times, key=lambda label: times[label])
+    row |= {"best_config": best, "best": times[best]}
+    row |= {"xla": device_time(reference, *args, calls=3)[0] / n, "floor": moved / BYTES_PER_US}
+    return row | {"all": {label: round(us, 2) for label, us in times.items()}}
+
+
+def run(name: str, what: str, distribution: str, measure: Callable[..., dict[str, Any]], shapes: Iterable[Any]) -> None:
+    """Prints a line a shape, of measure(*shape), and writes all to results/{name}.json."""
+    rows: list[dict[str, Any]] = []
+    for shape in shapes:
+        rows.append(measure(*shape))
+        if len(rows) == 1:
+            print(" | ".join(rows[0]))
+        print(" | ".join(f"{x:.1f}" if isinstance(x, float) else str(x) for x in rows[-1].values()), flush=True)
+        write(f"{name}.json", what, distribution, rows)

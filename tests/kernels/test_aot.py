@@ -1,0 +1,93 @@
+"""Every kernel compiles for an H200, without spills, and what surrounds it copies no cache.
+
+Runs where a program can be compiled for a GPU without one (tests/kernels/aot.py); elsewhere it says what is missing.
+"""
+
+from functools import partial
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from kvjax.kernels_pallas import attend_slots, score_1bit, score_pages, top_k, top_k_pooled
+
+import kvjax
+from kvjax import ops, presets
+from tests.kernels import aot
+
+pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
+
+
+def sds(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def keys_1bit(K, S, D, group, dtype=jnp.bfloat16):
+    return sds(1, K, S, D // 8, dtype=jnp.uint8), *2 * [sds(1, K, S // group, D, dtype=dtype)]
+
+
+def slots(G, S, D, M, H=1, dtype=jnp.bfloat16):
+    kept = sds(1, 8, S, D, dtype=dtype)
+    return sds(1, 8, G, D, dtype=dtype), kept, kept, sds(1, 8, H, M, dtype=jnp.int32), sds(1, 8, H, M, dtype=bool)
+
+
+def parts(G, *sizes):
+    return [(sds(1, 8, G, n, dtype=jnp.float32), sds(1, 1, 1, n, dtype=bool)) for n in sizes]
+
+
+def top(k):
+    return partial(top_k.top_k, k=k)
+
+
+def pooled(pool, k):
+    return partial(top_k_pooled.top_k_pooled, pool=pool, k=k)
+
+
+SCORE, PAGES, ATTEND = (
+    partial(f, scale=0.1) for f in (score_1bit.score_1bit, score_pages.score_pages, attend_slots.attend_slots)
+)
+MIB = 1 << 20
+PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes of spills at most
+    "score_1bit": (SCORE, (sds(1, 8, 4, 128, dtype=jnp.float32), *keys_1bit(8, 131072, 128, 32)), 0.1, 0),
+    "score_1bit, D 64": (
+        SCORE,
+        (sds(1, 8, 8, 64, dtype=jnp.float32), *keys_1bit(8, 32768, 64, 64, jnp.float16)),
+        0.1,
+        0,
+    ),
+    # Four fours of keys and slots a thread are more than 64 registers; the spilled are read once, outside of loops.
+    "top_k": (top(2048), (sds(8, 131072, dtype=jnp.float32), sds(8, 131072, dtype=bool)), 4.2, 80),
+    "top_k, 1M": (top(2048), (sds(8, 1 << 20, dtype=jnp.float32), sds(8, 1 << 20, dtype=bool)), 33, 0),
+    "top_k_pooled": (pooled("mean_softmax", 2048), (parts(4, 130816, 256),), 0.5, 96),
+    "top_k_pooled, 1M": (pooled("mean_softmax", 2048), (parts(4, 1 << 20, 256),), 35, 16),
+    "score_pages": (PAGES, (sds(1, 8, 4, 128), *2 * [sds(1, 8, 8192, 128)]), 0.1, 0),
+    "score_pages, D 64": (PAGES, (sds(1, 8, 8, 64, dtype=jnp.float32), *2 * [sds(1, 8, 512, 64)]), 0.1, 0),
+    "attend_slots": (ATTEND, slots(4, 131072, 128, 2048), 0.1, 0),
+    "attend_slots, a loop": (ATTEND, slots(8, 131072, 128, 4096, dtype=jnp.float16), 0.2, 0),
+    "attend_slots, a choice for each head": (ATTEND, slots(8, 131072, 64, 2048, H=8), 0.6, 0),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_kernel_compiles_for_an_h200(name):
+    f, args, mib, spills = PROGRAMS[name]
+    program = aot.compile_for_h200(f, *args)
+    ((kernel, (registers, stored, loaded)),) = program.kernels.items()
+    assert kernel.startswith("kvjax_" + name.split(",")[0]), kernel
+    assert registers <= 255
+    assert max(stored, loaded) <= spills, f"{stored} bytes of spills stored, {loaded} loaded"
+    assert program.temp_bytes <= mib * MIB
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("preset", "found"), [("fier", "score_1bit"), ("quest", "score_pages")])
+def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
+    spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072, dtype=jnp.bfloat16)
+    policy = getattr(presets, preset)(2048).rest
+    state = jax.eval_shape(partial(policy.init, spec))
+    with mock.patch.object(ops, "_unmeasured", return_value=None):
+        program = aot.compile_for_h200(lambda st, q: policy.attend(st, q, scale=0.1)[0], state, sds(1, 32, 128))
+    names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels}
+    assert names == {found, "top_k_pooled", "attend_slots"}
+    scores = 4 * 32 * 131072 // policy.selector.unit
+    assert program.temp_bytes < 1.5 * scores + 2 * MIB  # the cache is 512 MiB
