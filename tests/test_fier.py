@@ -12,45 +12,7 @@ import kvjax
 from kvjax import CacheSpec, Fier, Fifo, Retrieval, laws
 from kvjax.ops import score_1bit
 from kvjax.quant import quantize_1bit
-
-
-def algorithm_1(q: np.ndarray, keys: np.ndarray, sealed: int, group: int, scale: float, dtype) -> np.ndarray:
-    """f64[G, n] scores of all n keys [n, D] for q [G, D]: 1-bit ones below `sealed`, exact ones from there on."""
-    scores = np.zeros((len(q), len(keys)))
-    for first in range(0, sealed, group):
-        block = keys[first : first + group].astype(np.float32)
-        high, low = block.max(axis=0), block.min(axis=0)
-        middle, half = (high + low) / 2, (high - low) / 2
-        sign = np.where(block >= middle, 1.0, -1.0)
-        stored_middle, stored_half = (a.astype(dtype).astype(np.float64) for a in (middle, half))
-        decoded = sign * stored_half + stored_middle
-        scores[:, first : first + group] = q.astype(np.float64) @ decoded.T
-    scores[:, sealed:] = q.astype(np.float64) @ keys[sealed:].astype(np.float64).T
-    return scores * scale
-
-
-def pooled(scores: np.ndarray, pool: str) -> np.ndarray:
-    """f64[H, n] of f64[G, n], by the words of the rule."""
-    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-    shares = weights / weights.sum(axis=1, keepdims=True)
-    return {
-        "per_head": lambda: scores,
-        "mean_query": lambda: scores.mean(axis=0, keepdims=True),  # scores are linear in the query
-        "mean_score": lambda: scores.mean(axis=0, keepdims=True),
-        "max_softmax": lambda: shares.max(axis=0, keepdims=True),
-        "sum_softmax": lambda: shares.sum(axis=0, keepdims=True),
-        "mean_softmax": lambda: shares.mean(axis=0, keepdims=True),
-    }[pool]()
-
-
-def agrees(ours: set[int], ranks: np.ndarray, count: int) -> bool:
-    """Whether `ours` are the `count` best of ranks [n], up to swaps of ranks that rounding cannot tell apart."""
-    best = np.argsort(-ranks, kind="stable")[:count]
-    if ours == set(best.tolist()):
-        return True
-    edge = ranks[best[-1]]
-    differing = list(ours.symmetric_difference(best.tolist()))
-    return len(ours) == count and bool(np.all(np.abs(ranks[differing] - edge) <= 1e-5 * max(abs(edge), 1e-30)))
+from tests.oracles import agrees, fier_scores, pooled
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -69,7 +31,7 @@ def picks(policy: Retrieval, cache: kvjax.LayerCache, q: np.ndarray, row: int) -
 
 
 @pytest.mark.parametrize("pool", ["mean_softmax", "per_head", "mean_query", "mean_score", "max_softmax", "sum_softmax"])
-def test_picks_are_those_of_algorithm_1(pool: str) -> None:
+def test_picks_are_those_of_fier_scores(pool: str) -> None:
     spec = CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=32, capacity=330, dtype=jnp.bfloat16)
     group, budget = 16, 40
     policy = Retrieval(
@@ -87,7 +49,7 @@ def test_picks_are_those_of_algorithm_1(pool: str) -> None:
             for head in range(2):
                 queries = q[row].reshape(2, 4, -1)[head].astype(np.float32)
                 keys = tokens.k[row, : n - 1, head]
-                ranks = pooled(algorithm_1(queries, keys, sealed, group, 32**-0.5, jnp.bfloat16), pool)
+                ranks = pooled(fier_scores(queries, keys, sealed, group, 32**-0.5, jnp.bfloat16), pool)
                 for choice, mine in enumerate(found[head]):
                     assert agrees(mine, ranks[choice], min(budget - 1, n - 1)), (row, head, choice, i)
 
@@ -108,7 +70,7 @@ def test_score_is_the_product_with_the_decoded_key() -> None:
         q = rng.normal(size=(2, 3, 5, dim)).astype(np.float32)
         scores = score_1bit(jnp.asarray(q), quantize_1bit(jnp.asarray(k), group), scale=0.5, implementation="xla")
         for b, h in np.ndindex(2, 3):
-            want = algorithm_1(q[b, h], k[b, h], slots, group, 0.5, jnp.bfloat16)
+            want = fier_scores(q[b, h], k[b, h], slots, group, 0.5, jnp.bfloat16)
             np.testing.assert_allclose(scores[b, h], want, atol=2e-5 * np.abs(want).max())
 
 

@@ -12,24 +12,7 @@ import kvjax
 import kvjax.stores.quantized
 from kvjax import CacheSpec, Fifo, LogSparse, Quantized, laws, presets
 from kvjax.quant import split_scales
-
-
-def algorithm_1(window: int, tokens: int) -> tuple[list[int], list[int]]:
-    """Positions that are exact and those that are quantised, in order, after `tokens` tokens came one by one."""
-    exact: list[int] = []
-    quantised: list[int] = []
-    for position in range(tokens):
-        exact.append(position)
-        if len(exact) == 3 * window:
-            quantised += exact[1 : 2 * window : 2]
-            exact = exact[0 : 2 * window : 2] + exact[2 * window :]
-    return exact, quantised
-
-
-def residual(size: int, tokens: int) -> tuple[list[int], list[int]]:
-    """KIVI's rule for keys: all `size` exact tokens are quantised at once, as soon as there are so many."""
-    whole = tokens // size * size
-    return list(range(whole, tokens)), list(range(whole))
+from tests.oracles import log_sparse, residual
 
 
 def positions_as_values(spec: CacheSpec) -> laws.Tokens:
@@ -51,9 +34,9 @@ def held(cache: kvjax.LayerCache, row: int) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize(
     ("policy", "rule", "size"),
     [
-        (presets.logquant(window=4, group=8).rest, algorithm_1, 4),
-        (presets.logquant(window=6, group=8).rest, algorithm_1, 6),
-        (presets.logquant(window=5, bits=8, key_axis="token").rest, algorithm_1, 5),
+        (presets.logquant(window=4, group=8).rest, log_sparse, 4),
+        (presets.logquant(window=6, group=8).rest, log_sparse, 6),
+        (presets.logquant(window=5, bits=8, key_axis="token").rest, log_sparse, 5),
         (presets.kivi(residual=8, group=4).rest, residual, 8),
     ],
     ids=["logquant 4", "logquant 6", "logquant 5 by token", "kivi 8"],
@@ -80,7 +63,7 @@ def test_two_to_three_windows_are_exact_and_the_newest_are_adjacent(window: int)
     assert sorted([*leaving, *staying]) == list(range(demote.slots(window)))
     assert len(leaving) == demote.leave == window
     for tokens in range(3 * window, 30 * window):
-        exact, quantised = algorithm_1(window, tokens)
+        exact, quantised = log_sparse(window, tokens)
         assert 2 * window <= len(exact) < 3 * window
         assert len(quantised) % window == 0
         assert exact[-window:] == list(range(tokens - window, tokens))

@@ -13,7 +13,8 @@ from hypothesis import strategies as some
 import kvjax
 from kvjax import CacheSpec, CentrePages, Fifo, MinMaxPages, Retrieval, laws
 from kvjax.ops import score_pages
-from tests.test_fier import agrees, pooled, select
+from tests.oracles import agrees, pooled
+from tests.test_fier import select
 
 
 def box(keys: np.ndarray, summary: type, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:

@@ -18,6 +18,7 @@ import kvjax
 from kvjax import CacheSpec, Fier, Fifo, Quantized, Retrieval, Selection, laws
 from kvjax.layouts import pack_codes, unpack_codes
 from kvjax.quant import dequantize, quantize, split_scales
+from tests.oracles import asymmetric, attention
 
 BITS = (2, 3, 4, 8)
 VALUES = st.floats(-1e4, 1e4, width=32)
@@ -25,28 +26,6 @@ GROUPS = [(1, 8), (1, 4), (1, 1), (3, 1), (12, 1), (6, 2)]  # tokens, channels
 
 quantized = jax.jit(quantize, static_argnames=("bits", "tokens", "channels"))
 dequantized = jax.jit(dequantize, static_argnames="channels")
-
-
-def bfloat16(x: np.ndarray) -> np.ndarray:
-    """f64 of x rounded to bfloat16, half to even."""
-    return np.asarray(x, np.float32).astype(jnp.bfloat16).astype(np.float64)
-
-
-def asymmetric(x: np.ndarray, bits: int, tokens: int, channels: int) -> tuple[np.ndarray, ...]:
-    """Codes [S, D], scales and zeros [S, D] of x [S, D], each group of tokens x channels on its own."""
-    codes, scales, zeros = (np.zeros(x.shape) for _ in range(3))
-    for s in range(0, x.shape[0], tokens):
-        for d in range(0, x.shape[1], channels):
-            here = slice(s, s + tokens), slice(d, d + channels)
-            block = x[here].astype(np.float32)
-            low = block.min()
-            scale, zero = bfloat16((block.max() - low) * np.float32(1 / (2**bits - 1))), bfloat16(low)
-            scale = scale if scale >= 2.0**-125 else 0.0  # its reciprocal must be a normal number too
-            if scale:
-                levels = (block - np.float32(zero)) * (1 / np.float32(scale))
-                codes[here] = np.clip(np.rint(levels), 0, 2**bits - 1)
-            scales[here], zeros[here] = scale, zero
-    return codes, scales, zeros
 
 
 def keys_like_a_models(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -157,17 +136,6 @@ def oracle(store: Quantized, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, 
     value_group = store.key_group if store.value_group is None else store.value_group
     codes, scales, zeros = asymmetric(v, store.value_bits or store.bits, 1, min(value_group, D))
     return keys, codes * scales + zeros
-
-
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """(out f64[Q, D], lse f64[Q]) of q [Q, D] over k, v [S, D], one query at a time; empty is 0 and -inf."""
-    out, lse = np.zeros(q.shape), np.full(len(q), -np.inf)
-    for i, query in enumerate(q.astype(np.float64)):
-        if len(k):
-            logits = scale * k @ query
-            weights = np.exp(logits - logits.max())
-            out[i], lse[i] = weights @ v / weights.sum(), np.log(weights.sum()) + logits.max()
-    return out, lse
 
 
 @functools.lru_cache

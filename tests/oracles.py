@@ -1,0 +1,277 @@
+"""The methods in numpy, from the words of their papers alone: what the library is compared with.
+
+Plain lists, and loops over tokens, channels, subspaces, pages and steps; float64, but where a stored number has fewer
+bits. Nothing here is taken from `kvjax`. Positions stand where the library has slots, and a history is the run of
+positions that a first-in first-out window of `local` tokens has let go in whole chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from fractions import Fraction
+
+import numpy as np
+
+# --------------------------------------------------------------------------------------------- what all have in common
+
+
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """(out f64[Q, D], lse f64[Q]) of q [Q, D] over k, v [S, D], one query at a time; empty is 0 and -inf."""
+    k, v = k.astype(np.float64), v.astype(np.float64)
+    out, lse = np.zeros(q.shape), np.full(len(q), -np.inf)
+    for i, query in enumerate(q.astype(np.float64)):
+        if len(k):
+            logits = scale * k @ query
+            weights = np.exp(logits - logits.max())
+            out[i], lse[i] = weights @ v / weights.sum(), np.log(weights.sum()) + logits.max()
+    return out, lse
+
+
+def bfloat16(x: np.ndarray) -> np.ndarray:
+    """f64 of x rounded to the 16 upper bits of an f32, half to even."""
+    bits = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    bits = (bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) & np.uint64(0xFFFF0000)
+    return bits.astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def history_end(tokens: int, sink: int, local: int, chunk: int) -> int:
+    """Positions [sink, end) of a row of `tokens` are the history; those from there to the local window wait for it."""
+    return sink + max(tokens - sink - local, 0) // chunk * chunk
+
+
+def pooled(scores: np.ndarray, pool: str) -> np.ndarray:
+    """f64[H, n] of f64[G, n], by the words of the rule."""
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    shares = weights / weights.sum(axis=1, keepdims=True)
+    return {
+        "per_head": lambda: scores,
+        "mean_query": lambda: scores.mean(axis=0, keepdims=True),  # scores are linear in the query
+        "mean_score": lambda: scores.mean(axis=0, keepdims=True),
+        "max_softmax": lambda: shares.max(axis=0, keepdims=True),
+        "sum_softmax": lambda: shares.sum(axis=0, keepdims=True),
+        "mean_softmax": lambda: shares.mean(axis=0, keepdims=True),
+    }[pool]()
+
+
+def agrees(ours: set[int], ranks: np.ndarray, count: int) -> bool:
+    """Whether `ours` are the `count` best of ranks [n], up to swaps of ranks that rounding cannot tell apart."""
+    best = np.argsort(-ranks, kind="stable")[:count]
+    if ours == set(best.tolist()):
+        return True
+    edge = ranks[best[-1]]
+    differing = list(ours.symmetric_difference(best.tolist()))
+    return len(ours) == count and bool(np.all(np.abs(ranks[differing] - edge) <= 1e-5 * max(abs(edge), 1e-30)))
+
+
+# ---------------------------------------------------------------------------------------------------------------- FIER
+
+
+def fier_scores(q: np.ndarray, keys: np.ndarray, sealed: int, group: int, scale: float, dtype) -> np.ndarray:
+    """f64[G, n] scores of all n keys [n, D] for q [G, D]: 1-bit ones below `sealed`, exact ones from there on.
+
+    Algorithm 1; scale and zero of a group are stored in `dtype`.
+    """
+    scores = np.zeros((len(q), len(keys)))
+    for first in range(0, sealed, group):
+        block = keys[first : first + group].astype(np.float32)
+        high, low = block.max(axis=0), block.min(axis=0)
+        middle, half = (high + low) / 2, (high - low) / 2
+        sign = np.where(block >= middle, 1.0, -1.0)
+        stored_middle, stored_half = (a.astype(dtype).astype(np.float64) for a in (middle, half))
+        decoded = sign * stored_half + stored_middle
+        scores[:, first : first + group] = q.astype(np.float64) @ decoded.T
+    scores[:, sealed:] = q.astype(np.float64) @ keys[sealed:].astype(np.float64).T
+    return scores * scale
+
+
+# ------------------------------------------------------------------------------------------------------------- ParisKV
+
+
+def rotation(signs: np.ndarray) -> np.ndarray:
+    """f64[D, D], D a power of two: a key k [D] becomes k @ rotation. `signs` [D] of +-1 is the random diagonal."""
+    hadamard = np.ones((1, 1))
+    while len(hadamard) < len(signs):
+        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+    return np.diag(signs) @ hadamard / np.sqrt(len(signs))
+
+
+@functools.cache
+def sphere_centres(m: int) -> np.ndarray:
+    """f64[8]: the Lloyd-Max centres of |u_j| for u uniform on the sphere in m dimensions, where u_j^2 is Beta.
+
+    With u_j^2 ~ Beta(1/2, (m-1)/2), the density of t = |u_j| is (1 - t^2)^((m-3)/2) up to a factor. Each round moves a
+    centre to the mean of its cell, by Gauss-Legendre quadrature, and a bound midway between its centres.
+    """
+    nodes, weights = np.polynomial.legendre.leggauss(20)
+    centres = np.linspace(0.05, 0.85, 8)
+    for _ in range(2000):
+        edges = np.concatenate([[0], (centres[1:] + centres[:-1]) / 2, [1]])
+        half, middle = np.diff(edges) / 2, (edges[1:] + edges[:-1]) / 2
+        t = middle[:, None] + half[:, None] * nodes
+        density = weights * (1 - t * t) ** ((m - 3) / 2)
+        centres = (density * t).sum(axis=1) / density.sum(axis=1)
+    return centres
+
+
+@dataclasses.dataclass
+class Paris:
+    """ParisKV over the history of one kv head. A row vector times `rotation` f64[D, D] is the vector rotated."""
+
+    rotation: np.ndarray
+    keys: np.ndarray  # [n, D]
+    votes: str = "tiers"
+    correct: bool = True
+    candidates: int | None = None
+
+    def __post_init__(self) -> None:
+        keys = self.keys.astype(np.float64)
+        self.norm = np.linalg.norm(keys, axis=1)
+        unit = keys / np.maximum(self.norm, 1e-8)[:, None] @ self.rotation
+        n, D = keys.shape
+        self.parts = unit.reshape(n, D // 8, 8)
+        self.ids = ((self.parts >= 0) * 2 ** np.arange(8)).sum(axis=2)
+
+        radius = np.linalg.norm(self.parts, axis=2)
+        u = self.parts / np.maximum(radius, 1e-30)[..., None]
+        centres = sphere_centres(8)
+        self.sizes = np.abs(np.abs(u)[..., None] - centres).argmin(axis=-1)
+        self.codes = np.where(u >= 0, 1, -1) * centres[self.sizes]
+        alpha = np.maximum((self.codes * u).sum(axis=2), 1e-6) if self.correct else 1.0
+        self.weights = bfloat16(self.norm[:, None] * radius / alpha)
+
+    def shares(self) -> tuple[Fraction, Fraction]:
+        """beta and rho."""
+        n = len(self.keys)
+        table = [(5_000, ".50", ".50"), (10_000, ".25", ".30"), (30_000, ".20", ".25"), (10**9, ".10", ".20")]
+        beta, rho = next((beta, rho) for below, beta, rho in table if n < below)
+        return Fraction(beta), Fraction(rho)
+
+    def collide(self, q: np.ndarray) -> np.ndarray:
+        """i[n] votes for a query [D]."""
+        n, rho = len(self.keys), self.shares()[1]
+        tiers = (".05", ".15", ".30", ".50", ".75", "1.00") if self.votes == "tiers" else ("1.00",)
+        limits = [-(-n * rho * Fraction(c) // 1) for c in tiers]
+        rotated = (q.astype(np.float64) @ self.rotation).reshape(-1, 8)
+        total = np.zeros(n, int)
+        for b, part in enumerate(rotated):
+            centroids = np.array([[1 if i >> j & 1 else -1 for j in range(8)] for i in range(256)]) / np.sqrt(8)
+            score = centroids @ part
+            for i in np.unique(self.ids[:, b]):
+                better = np.isin(self.ids[:, b], np.flatnonzero(score > score[i] + 1e-12)).sum()
+                total[self.ids[:, b] == i] += sum(bool(better < limit) for limit in limits)
+        return total
+
+    def best(self, votes: np.ndarray) -> np.ndarray:
+        """The candidates, in order."""
+        count = min(-(-len(votes) * self.shares()[0] // 1) if self.candidates is None else self.candidates, len(votes))
+        return np.sort(np.argsort(-votes, kind="stable")[:count])
+
+    def estimate(self, q: np.ndarray) -> np.ndarray:
+        """f64[n] of q.k."""
+        length = np.linalg.norm(q.astype(np.float64))
+        unit = (q.astype(np.float64) / max(length, 1e-8) @ self.rotation).reshape(-1, 8)
+        return length * (self.weights * (self.codes * unit[None]).sum(axis=2)).sum(axis=1)
+
+    def ranks(self, q: np.ndarray) -> np.ndarray:
+        """f64[n]: estimates of candidates, -inf elsewhere."""
+        ranks = np.full(len(self.keys), -np.inf)
+        best = self.best(self.collide(q))
+        ranks[best] = self.estimate(q)[best]
+        return ranks
+
+
+# -------------------------------------------------------------------------------------------------------------- FreeKV
+
+
+@dataclasses.dataclass
+class FreeKV:
+    """FreeKV of one kv head over a run of decode steps; a page enters the history as soon as it is full.
+
+    `budget` counts sink, local window and the pages, of which it has room for whole ones.
+    """
+
+    page: int
+    budget: int
+    sink: int
+    local: int
+    tau: float
+    last: tuple[np.ndarray, list[int | None]] | None = None  # query and recall of the step before
+
+    def step(self, q: np.ndarray, keys: np.ndarray) -> tuple[bool, set[int]]:
+        """Whether q [G, D] corrected, and the positions it attends to; keys [n, D] end with its own."""
+        n, found = len(keys), self.select(q, keys)
+        last, self.last = self.last, (q, found)
+        attended = set(range(min(self.sink, n))) | set(range(max(n - self.local, 0), n))
+        if last is None or self.similarity(q, last[0]) < self.tau:
+            return True, attended | {p for p in found if p is not None}
+        # What the last step recalled, and the token that has left the window since, in the lowest-ranked one's place.
+        left = n - 1 - self.local
+        recalled = last[1] if left < self.sink else [*last[1][: self.room - 1], left]
+        return False, attended | {p for p in recalled if p is not None}
+
+    @property
+    def room(self) -> int:
+        """Tokens that whole pages of the budget have."""
+        return (self.budget - self.sink - self.local) // self.page * self.page
+
+    @staticmethod
+    def similarity(q: np.ndarray, before: np.ndarray) -> float:
+        return float(np.mean([a @ b / np.sqrt((a @ a) * (b @ b)) for a, b in zip(q, before, strict=True)]))
+
+    def select(self, q: np.ndarray, keys: np.ndarray) -> list[int | None]:
+        """Positions of the best pages, a page after the other; None for those of a page that the window has."""
+        stop = max(len(keys) - self.local, self.sink)
+        firsts = range(self.sink, stop, self.page)
+        if not firsts:
+            return []
+        pages = [keys[at : min(at + self.page, stop)] for at in firsts]
+        ranks = pooled(np.array([self.scores(q, page) for page in pages]).T, "mean_softmax")
+        best = np.argsort(-ranks[0], kind="stable")[: self.room // self.page]
+        return [p if p < stop else None for i in best for p in range(firsts[i], firsts[i] + self.page)]
+
+    def scores(self, q: np.ndarray, keys: np.ndarray) -> list[float]:
+        """By query head: of a full page by its smallest and largest keys, of one that is not full its best key's."""
+        scale, q, keys = q.shape[1] ** -0.5, q.astype(np.float64), keys.astype(np.float64)
+        if len(keys) < self.page:
+            return [scale * max(row @ key for key in keys) for row in q]
+        low, high = keys.min(axis=0), keys.max(axis=0)
+        return [scale * sum(max(x * a, x * b) for x, a, b in zip(row, low, high, strict=True)) for row in q]
+
+
+# --------------------------------------------------------------------------------------------------- LogQuant and KIVI
+
+
+def log_sparse(window: int, tokens: int) -> tuple[list[int], list[int]]:
+    """LogQuant, Algorithm 1: positions that are exact and those that are quantised, in order, after `tokens` came."""
+    exact: list[int] = []
+    quantised: list[int] = []
+    for position in range(tokens):
+        exact.append(position)
+        if len(exact) == 3 * window:
+            quantised += exact[1 : 2 * window : 2]
+            exact = exact[0 : 2 * window : 2] + exact[2 * window :]
+    return exact, quantised
+
+
+def residual(size: int, tokens: int) -> tuple[list[int], list[int]]:
+    """KIVI's rule for keys: all `size` exact tokens are quantised at once, as soon as there are so many."""
+    whole = tokens // size * size
+    return list(range(whole, tokens)), list(range(whole))
+
+
+def asymmetric(x: np.ndarray, bits: int, tokens: int, channels: int) -> tuple[np.ndarray, ...]:
+    """Codes [S, D], scales and zeros [S, D] of x [S, D], each group of tokens x channels on its own."""
+    codes, scales, zeros = (np.zeros(x.shape) for _ in range(3))
+    for s in range(0, x.shape[0], tokens):
+        for d in range(0, x.shape[1], channels):
+            here = slice(s, s + tokens), slice(d, d + channels)
+            block = x[here].astype(np.float32)
+            low = block.min()
+            scale, zero = bfloat16((block.max() - low) * np.float32(1 / (2**bits - 1))), bfloat16(low)
+            scale = scale if scale >= 2.0**-125 else 0.0  # its reciprocal must be a normal number too
+            if scale:
+                levels = (block - np.float32(zero)) * (1 / np.float32(scale))
+                codes[here] = np.clip(np.rint(levels), 0, 2**bits - 1)
+            scales[here], zeros[here] = scale, zero
+    return codes, scales, zeros

@@ -1,0 +1,158 @@
+"""What a preset costs in bytes: a token against its formula, and where they lie, on the device or on the host."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import CacheSpec, memory, presets
+
+D, K, VALUE = 128, 8, 2  # a layer of Llama 3.1 8B in bfloat16
+SPEC = CacheSpec(batch=1, q_heads=32, kv_heads=K, head_dim=D, capacity=32768)
+EXACT = 2 * D * VALUE  # bytes of a key and a value
+ONE_BIT = D / 8 + 2 * 2 * D / 32  # signs, and scale and zero of 16 bits a channel and 32 tokens
+PARIS = 6 * D / 8  # signs, sizes and weights of subspaces of 8
+PAGE_16, PAGE_32 = (2 * D * VALUE / page for page in (16, 32))  # two corners
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Bytes of a stored token and kv head, from the words of the methods."""
+
+    make: Callable[[], kvjax.Layered]
+    device: float
+    host: float = 0.0
+
+
+COSTS = {
+    "full": Cost(presets.full, EXACT),
+    "fier": Cost(presets.fier, EXACT + ONE_BIT),
+    "fier, host": Cost(functools.partial(presets.fier, host=True), ONE_BIT, EXACT),
+    "pariskv": Cost(presets.pariskv, EXACT + PARIS),
+    "pariskv, host": Cost(functools.partial(presets.pariskv, host=True), PARIS, EXACT),
+    "quest": Cost(presets.quest, EXACT + PAGE_16),
+    "freekv": Cost(presets.freekv, PAGE_32, EXACT),
+    # Codes of two bits, and 4 bytes of scale and zero for 42 tokens a channel and for 64 channels a token; or for 32.
+    "logquant": Cost(presets.logquant, 2 * D * 2 / 8 + 4 * D / 42 + 4 * D / 64),
+    "logquant, 4 bits by token": Cost(
+        functools.partial(presets.logquant, bits=4, key_axis="token"), 2 * D * 4 / 8 + 2 * 4 * D / 64
+    ),
+    "kivi": Cost(presets.kivi, 2 * D * 2 / 8 + 2 * 4 * D / 32),
+}
+
+
+def held(policy: kvjax.Policy, spec: CacheSpec) -> memory.Bytes:
+    """Bytes of a cache as `init` lays it out; nothing is allocated."""
+    make = functools.partial(kvjax.init_layer, policy, spec)
+    found = {"device": 0, "host": 0}
+    for leaf, home in zip(jax.tree.leaves(jax.eval_shape(make)), memory.homes(make), strict=True):
+        found["host" if home.memory_kind == "pinned_host" else "device"] += leaf.size * leaf.dtype.itemsize
+    return memory.Bytes(**found)
+
+
+def history(policy: kvjax.Policy, spec: CacheSpec) -> int:
+    """Slots of the history."""
+    st = jax.eval_shape(functools.partial(policy.init, spec))
+    return st.store.slots if isinstance(policy, kvjax.Retrieval) else st.tokens.slots
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_a_token_takes_the_bytes_of_its_formula(name: str) -> None:
+    """Measured as the growth from one capacity to another: windows, counts and all else that is fixed falls out."""
+    cost, policy = COSTS[name], COSTS[name].make().rest
+    long = dataclasses.replace(SPEC, capacity=2 * SPEC.capacity)
+    (device, host), (more_device, more_host) = held(policy, SPEC), held(policy, long)
+    tokens = history(policy, long) - history(policy, SPEC)
+    assert tokens > 0.99 * SPEC.capacity
+    assert np.isclose((more_device - device) / tokens / K, cost.device)
+    assert np.isclose((more_host - host) / tokens / K, cost.host)
+    assert np.isclose(policy.bytes_per_token(SPEC) / K, cost.device + cost.host)
+
+
+def test_every_preset_of_the_four_methods_is_counted() -> None:
+    counted = {name.split(",")[0] for name in COSTS}
+    assert {"fier", "pariskv", "freekv", "logquant", "kivi", "quest", "full"} <= counted & set(presets.REGISTRY)
+
+
+def test_bytes_are_the_same_in_arrays_that_are_made() -> None:
+    small = dataclasses.replace(SPEC, kv_heads=1, q_heads=4, capacity=2048)
+    for name in ("freekv", "pariskv, host", "logquant"):
+        policy = COSTS[name].make().rest
+        assert memory.nbytes(kvjax.init_layer(policy, small)) == held(policy, small)
+
+
+@pytest.mark.parametrize(
+    ("policy", "resident", "index"),
+    [
+        # Sink, window and the page that fills; the recall of the step before, a page beyond the window, and its query.
+        (presets.freekv().rest, 128 + 128 + 32 + 2048, PAGE_32),
+        (presets.pariskv(host=True).rest, 4 + 128 + 256, PARIS),
+        (presets.fier(host=True).rest, 1 + 256, ONE_BIT),
+    ],
+    ids=["freekv", "pariskv over host", "fier over host"],
+)
+def test_the_device_holds_windows_and_index_alone(policy: kvjax.Retrieval, resident: int, index: float) -> None:
+    """Of a cache of 32768 tokens over host memory: no more exact tokens than the method's zones and recall have."""
+    slots = history(policy, SPEC)
+    query = 32 * D * 4 if isinstance(policy.schedule, kvjax.Speculative) else 0
+    counts = K * D // 8 * 256 * 4 if isinstance(policy.selector, kvjax.Paris) else 0
+    places = K * 2048 * 5  # slots, and whether they are valid, of a recall
+    device, host = held(policy, SPEC)
+    assert host == slots * K * EXACT
+    assert device <= K * (slots * index + resident * EXACT) + query + counts + places + 256
+    assert device < (host + device) / (4 if policy.selector == kvjax.Paris() else 8)
+
+
+def _shapes(policy: kvjax.Policy, spec: CacheSpec) -> Any:
+    """A cache as shapes, in the memory where its arrays lie."""
+    make = functools.partial(kvjax.init_layer, policy, spec)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))  # a SingleDeviceSharding would not tell the memory
+    leaves, tree = jax.tree.flatten(jax.eval_shape(make))
+    homes = [
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind=h.memory_kind)
+        for h in memory.homes(make)
+    ]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=h) for a, h in zip(leaves, homes, strict=True)]
+    return jax.tree.unflatten(tree, shapes)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "make",
+    [presets.freekv, functools.partial(presets.pariskv, host=True), functools.partial(presets.fier, host=True)],
+    ids=["freekv", "pariskv over host", "fier over host"],
+)
+def test_a_prompt_larger_than_the_device_goes_to_the_host_chunk_by_chunk(make: Callable[[], kvjax.Layered]) -> None:
+    """Beside what is held, a chunk of a prompt needs the same device memory however long the prompt is."""
+    small = dataclasses.replace(SPEC, q_heads=8, kv_heads=2, dtype=jnp.float32)
+    policy, temp, chunk = make().rest, [], 512
+    for capacity in (8192, 65536):
+        spec = dataclasses.replace(small, capacity=capacity)
+        q, k = (jax.ShapeDtypeStruct((1, chunk, heads, D), spec.dtype) for heads in (8, 2))
+        run = jax.jit(kvjax.attention, donate_argnums=0)
+        compiled: Any = run.lower(_shapes(policy, spec), q, k, k).compile().memory_analysis()
+        temp.append(compiled.temp_size_in_bytes)
+        size = sum(held(policy, spec))
+        assert compiled.alias_size_in_bytes + compiled.host_alias_size_in_bytes >= size, "a second cache"
+    logits = 8 * chunk * 1024 * 4  # f32[N, chunk, a block of 1024 stored tokens]
+    assert temp[0] <= 8 * logits
+    # On CPU, jaxlib before 0.11 drops barriers before it places buffers, and so copies what it writes into.
+    if jax.__version_info__ >= (0, 11):
+        assert temp[1] <= 1.01 * temp[0], f"temp bytes grow with the history: {temp}"
+    else:
+        assert temp[1] <= temp[0] + size, f"more than one copy: {temp}"
+
+
+@pytest.mark.parametrize("preset", [presets.freekv(), presets.pariskv(host=True)], ids=["freekv", "pariskv over host"])
+def test_an_empty_store_is_made_in_host_memory(preset: kvjax.Layered) -> None:
+    """Not on the device and moved then: what init moves is one zero."""
+    spec = dataclasses.replace(SPEC, kv_heads=1, q_heads=1, capacity=8192)
+    program = jax.make_jaxpr(functools.partial(kvjax.init_layer, preset.rest, spec))()
+    moved = [str(eqn.invars[0].aval) for eqn in program.jaxpr.eqns if eqn.primitive.name == "device_put"]
+    assert moved == ["bfloat16[]"]
