@@ -1,0 +1,201 @@
+"""What each evictor keeps, against Python loops over positions written from the papers' rules."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import CacheSpec, Evicting, HeavyHitter, LastQuery, Observation, Sliding, laws
+from kvjax.caches import evicting
+
+SPEC = CacheSpec(batch=3, q_heads=4, kv_heads=2, head_dim=16, capacity=150, dtype=jnp.float32)
+BUDGET = 20
+WINDOW, POOL = 6, 5  # of the observation
+EVICTORS = {
+    "sliding": Sliding(sink=4),
+    "heavy hitter": HeavyHitter(recent=0.5),
+    "last query": LastQuery(),
+    "observation": Observation(window=WINDOW, pool=POOL),
+}
+
+
+class Row:
+    """One row in plain Python: for each kv head, the positions that it keeps and what each has earned."""
+
+    def __init__(self, rule: str, q: np.ndarray, k: np.ndarray, window: int | None = None):
+        self.rule, self.q, self.k, self.window = rule, q.astype(np.float64), k.astype(np.float64), window
+        self.group = q.shape[1] // k.shape[1]
+        self.kept: list[dict[int, float]] = [{} for _ in range(k.shape[1])]
+        self.length = 0
+
+    def prompt(self, count: int) -> None:
+        """A chunk of `count` tokens comes, all its queries ask, and then tokens die until the rest fits."""
+        first, self.length = self.length, self.length + count
+        for kept in self.kept:
+            kept |= dict.fromkeys(range(first, self.length), 0.0)
+        voters = {"sliding": 0, "heavy hitter": count, "last query": 1, "observation": WINDOW}[self.rule]
+        self.earn(range(max(first, self.length - voters), self.length))
+        if self.rule == "observation":
+            self.kept = [self.pooled(kept) for kept in self.kept]
+        for kept in self.kept:
+            while len(kept) > BUDGET:
+                del kept[self.dying(kept)]
+
+    def step(self) -> None:
+        """A token comes, and one dies for it if there is no room; then its query asks."""
+        t, self.length = self.length, self.length + 1
+        for kept in self.kept:
+            if len(kept) == BUDGET:
+                del kept[self.dying(kept)]
+            kept[t] = np.inf if self.rule == "observation" else 0.0
+        if self.rule in ("heavy hitter", "last query"):
+            self.earn([t])
+
+    def dying(self, kept: dict[int, float]) -> int:
+        if self.rule == "sliding":
+            return min(p for p in kept if p >= 4)
+        recent = self.length - BUDGET // 2 if self.rule == "heavy hitter" else self.length
+        return min((p for p in kept if p < recent), key=lambda p: (kept[p], p))
+
+    def earn(self, queries) -> None:
+        """Tokens earn the attention that they get; by the last query only, in all heads the same."""
+        sums = []
+        for head, kept in enumerate(self.kept):
+            got = dict.fromkeys(kept, 0.0)
+            for t in queries:
+                seen = [p for p in kept if p <= t and (self.window is None or p > t - self.window)]
+                for n in range(head * self.group, (head + 1) * self.group):
+                    weights = np.exp(self.k[seen, head] @ self.q[t, n] / np.sqrt(self.q.shape[-1]))
+                    for p, weight in zip(seen, weights / weights.sum(), strict=True):
+                        got[p] += weight
+            sums.append(got)
+        if self.rule == "last query":
+            sums = [{p: sum(got[p] for got in sums) / len(self.q[0]) for p in sums[0]}] * len(sums)
+        keeps_sum = self.rule == "heavy hitter"
+        self.kept = [
+            {p: got[p] + (kept[p] if keeps_sum else 0.0) for p in kept}
+            for kept, got in zip(self.kept, sums, strict=True)
+        ]
+
+    def pooled(self, kept: dict[int, float]) -> dict[int, float]:
+        prefix = [p for p in sorted(kept) if p < self.length - WINDOW]
+        votes = [kept[p] for p in prefix]
+        best = {p: max(votes[max(i - POOL // 2, 0) : i + POOL // 2 + 1]) for i, p in enumerate(prefix)}
+        return {p: best.get(p, np.inf) for p in kept}
+
+
+def rows(rule: str, tokens: laws.Tokens, lengths: np.ndarray, chunk: int, window: int | None = None) -> list[Row]:
+    """Rows after prompts of these lengths, in chunks."""
+    made = [Row(rule, tokens.q[b], tokens.k[b], window) for b in range(len(lengths))]
+    for row, length in zip(made, lengths, strict=True):
+        for first in range(0, length, chunk):
+            row.prompt(min(chunk, length - first))
+    return made
+
+
+def keeps(cache: kvjax.LayerCache) -> list[list[set[int]]]:
+    return [[set(head) for head in row] for row in laws.held_positions(cache)]
+
+
+@pytest.mark.parametrize("rule", EVICTORS)
+def test_keeps_the_positions_that_the_rule_keeps(rule: str) -> None:
+    """Ragged prompts in chunks that grow past the budget, then steps, in which rows fill up at different times."""
+    tokens, lengths = laws.random_tokens(SPEC), np.array([101, 49, 3])
+    policy = Evicting(evictor=EVICTORS[rule], budget=BUDGET)
+    cache, _ = laws.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
+    wanted = rows(rule, tokens, lengths, laws.CHUNK)
+    assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted]
+    for i in range(30):
+        _, cache, info = laws.step(cache, tokens, lengths + i)
+        for row in wanted:
+            row.step()
+        assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted], f"step {i}"
+        np.testing.assert_array_equal(np.asarray(info.attended[:, 0]), np.minimum(lengths + i + 1, BUDGET))
+    # The next turn of a conversation, to rows whose slots are in no order.
+    cache, _ = laws.fill(cache, tokens, lengths + 40, held=lengths + 30)
+    for row in wanted:
+        row.prompt(10)
+    assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rule", EVICTORS)
+@pytest.mark.parametrize(("group", "window"), [(2, 30), (1, None), (7, None)])
+def test_keeps_the_positions_that_the_rule_keeps_of_a_whole_prompt(rule: str, group: int, window: int | None) -> None:
+    spec = dataclasses.replace(SPEC, q_heads=2 * group)
+    tokens, lengths = laws.random_tokens(spec, 1), np.array([110, 77, 18])
+    policy = Evicting(evictor=EVICTORS[rule], budget=BUDGET)
+    step = jax.jit(kvjax.attention, static_argnames="window")
+    first = (a[:, :110] for a in (tokens.q, tokens.k, tokens.v))
+    out, cache = step(kvjax.init_layer(policy, spec), *first, lengths=lengths, window=window)
+    wanted = rows(rule, tokens, lengths, 110, window)
+    for i in range(40):
+        assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted], f"step {i}"
+        out, cache = step(cache, *tokens.at((lengths + i)[:, None]), window=window)
+        for b, row in enumerate(wanted):
+            row.step()
+            t = row.length - 1
+            seen = [p for p in row.kept[0] if window is None or p > t - window]
+            want = laws.dense(tokens.q[b, t, :group], tokens.k[b, seen, :1], tokens.v[b, seen, :1])
+            np.testing.assert_allclose(np.asarray(out)[b, 0, :group], want, atol=1e-5)
+
+
+def test_a_chunk_of_a_prompt_sees_what_is_held_within_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for all, chunks give what the whole prompt gives; slots are read in several parts."""
+    monkeypatch.setattr(evicting, "SLOTS", 32)
+    tokens, step = laws.random_tokens(SPEC, 2), jax.jit(kvjax.attention, static_argnames="window")
+    prompt = tuple(a[:, :120] for a in (tokens.q, tokens.k, tokens.v))
+    whole, _ = step(None, *prompt, window=50)
+    cache = kvjax.init_layer(Evicting(evictor=LastQuery(), budget=SPEC.capacity), SPEC)
+    for first in (0, 40, 80):
+        out, cache = step(cache, *(a[:, first : first + 40] for a in prompt), window=50)
+        np.testing.assert_allclose(out, whole[:, first : first + 40], atol=1e-5)
+
+
+def test_a_prompt_of_16k_tokens_holds_no_square_of_weights() -> None:
+    """All its queries vote, a block at a time: of 4 heads, all weights would be 4 GiB."""
+    spec = dataclasses.replace(SPEC, batch=1, capacity=16384)
+    policy = Evicting(evictor=HeavyHitter(), budget=256)
+    q, k = (jax.ShapeDtypeStruct((1, 16384, n, 16), jnp.float32) for n in (4, 2))
+    prefill = jax.jit(functools.partial(policy.prefill_observed, scale=0.25))
+    st = jax.eval_shape(functools.partial(policy.init, spec))
+    memory = prefill.lower(st, q, k, k, jax.ShapeDtypeStruct((1,), jnp.int32)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2**27
+
+
+def test_memory_is_that_of_the_budget() -> None:
+    spec = dataclasses.replace(SPEC, capacity=131072, dtype=jnp.bfloat16)
+    for evictor in EVICTORS.values():
+        tokens = spec.batch * spec.kv_heads * 64 * 2 * spec.head_dim * 2
+        held = kvjax.memory.nbytes(kvjax.init_layer(Evicting(evictor=evictor, budget=64), spec)).device
+        assert tokens <= held <= 1.13 * tokens + 100
+
+
+@pytest.mark.parametrize("fault", ["forgets its newest", "reads what died"])
+def test_law_of_eviction_catches_a_broken_policy(fault: str) -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Broken(Evicting):
+        def update(self, st, k, v, active):
+            after = super().update(st, k, v, active)
+            if fault == "forgets its newest":
+                return dataclasses.replace(st, length=after.length)
+            return dataclasses.replace(after, tokens=dataclasses.replace(after.tokens, k=st.tokens.k))
+
+    law = laws.budget_bounds_what_is_held if fault == "forgets its newest" else laws.step_attends_to_what_is_held
+    with pytest.raises(AssertionError):
+        law(Broken(evictor=Sliding(), budget=BUDGET), dataclasses.replace(SPEC, batch=1))
+
+
+def test_presets_take_a_budget_and_dense_layers() -> None:
+    for name, evictor in (
+        ("streaming_llm", Sliding(sink=4)),
+        ("h2o", HeavyHitter(recent=0.5)),
+        ("tova", LastQuery()),
+        ("snapkv", Observation(window=32, pool=7)),
+    ):
+        layered = kvjax.presets.find(name).make(budget=77, dense_layers=2)
+        assert [layered.policy(i) for i in range(3)] == [kvjax.Full()] * 2 + [Evicting(evictor=evictor, budget=77)]
