@@ -1,0 +1,151 @@
+"""TPOT of a Llama-3.1-8B shape with random weights, by method, length and batch, against full attention by cuDNN.
+
+    python benchmarks/end_to_end.py --out end_to_end.json [--lengths 8192,32768,131072] [--batches 1,8 | --largest]
+        [--methods cudnn,full,fier,pariskv,freekv,logquant] [--prompt]
+
+As `kvjax bench --random llama-3.1-8b --synthetic-cache` (`kvjax.evaluate.throughput` says what is timed), with one more
+row: the strongest full attention that JAX offers, `jax.nn.dot_product_attention(implementation="cudnn")` over keys and
+values [B, S, K, D], as a policy. `--prompt` stores a prompt of random tokens by the model, in one chunk, and so times
+TTFT too. Rows that the file has are not measured again; each is written as soon as it is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import register_dataclass
+from layers import show
+
+from kvjax import CacheSpec, Full, Layered, presets
+from kvjax.caches import Info
+from kvjax.evaluate import throughput
+from kvjax.evaluate.record import digest_json
+from kvjax.partial import Partial, attend_blocks
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class RowsFirst:
+    k: Array  # dtype[B, S, K, D]
+    v: Array  # dtype[B, S, K, D]
+    length: Array  # i32[B]
+    overflow: Array  # bool[B]
+
+
+@dataclass(frozen=True)
+class FullByCudnn:
+    """Every token, attended through cuDNN over [B, S, K, D]: the layout that it takes, and that XLA is slow on."""
+
+    implementation: str = "cudnn"
+
+    def init(self, spec: CacheSpec) -> RowsFirst:
+        shape = (spec.batch, spec.capacity, spec.kv_heads, spec.head_dim)
+        k, v = (jnp.zeros(shape, spec.dtype) for _ in range(2))
+        return RowsFirst(k, v, jnp.zeros(spec.batch, jnp.int32), jnp.zeros(spec.batch, bool))
+
+    def prefill(self, st: RowsFirst, k: Array, v: Array, lengths: Array) -> RowsFirst:
+        i, S = jnp.arange(k.shape[1])[None], st.k.shape[1]
+        at = jnp.where(i < lengths[:, None], st.length[:, None] + i, S)
+        row = jnp.arange(k.shape[0])[:, None]
+        k, v = (old.at[row, at].set(new.astype(old.dtype), mode="drop") for old, new in ((st.k, k), (st.v, v)))
+        return RowsFirst(k, v, jnp.minimum(st.length + lengths, S), st.overflow | (st.length + lengths > S))
+
+    def update(self, st: RowsFirst, k: Array, v: Array, active: Array) -> RowsFirst:
+        return self.prefill(st, k, v, active.astype(jnp.int32))
+
+    def attend(
+        self, st: RowsFirst, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, RowsFirst, Info]:
+        assert window is None
+        implementation: Any = self.implementation
+        out = jax.nn.dot_product_attention(
+            q[:, None].astype(st.k.dtype),
+            st.k,
+            st.v,
+            scale=scale,
+            key_value_seq_lengths=st.length,
+            implementation=implementation,
+        )
+        read = jnp.broadcast_to(st.length.astype(jnp.float32)[:, None], (q.shape[0], st.k.shape[2]))
+        return out[:, 0].astype(q.dtype), st, Info(read, None)
+
+    def attend_stored(
+        self, st: RowsFirst, q: Array, ahead: Array, *, scale: float, window: int | None = None
+    ) -> Partial:
+        assert window is None
+        k, v = (jnp.swapaxes(a, 1, 2) for a in (st.k, st.v))
+        return attend_blocks(q, k, v, jnp.zeros_like(st.length), st.length, scale=scale)
+
+    def full_rows(self, st: RowsFirst) -> None:
+        return None
+
+    def flush(self, st: RowsFirst) -> RowsFirst:
+        return st
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return Full().bytes_per_token(spec)
+
+
+METHODS: dict[str, Callable[[int], Layered]] = {
+    "cudnn": lambda budget: Layered((), FullByCudnn()),
+    "full": lambda budget: presets.full(),
+    "fier": presets.fier,
+    "pariskv": presets.pariskv,
+    "freekv": presets.freekv,
+    "quest": presets.quest,
+    "logquant": lambda budget: presets.logquant(),
+}
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers: Callable[[str], list[int]] = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser.add_argument("--shape", choices=list(throughput.SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--lengths", type=numbers, default=[8192, 32768, 131072])
+    parser.add_argument("--batches", type=numbers, default=[1, 8])
+    parser.add_argument("--largest", action="store_true", help="the largest batch that fits, in place of --batches")
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--prompt", action="store_true", help="store prompts by the model, not random keys and values")
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "end_to_end.json")
+    parser.add_argument("--quick", action="store_true", help="two narrow layers in float32, without cuDNN")
+    given = parser.parse_args(args)
+    if not given.quick and jax.default_backend() != "gpu":
+        parser.error("this measures a GPU; --quick runs a small model without one")
+    config, dtype = throughput.SHAPES[given.shape], "bfloat16"
+    caches = {name: METHODS[name](given.budget) for name in given.methods}
+    if given.quick:
+        dtype, caches["cudnn"] = "float32", Layered((), FullByCudnn("xla"))
+        config = replace(config, layers=2, windows=(), hidden_size=64, intermediate_size=64, vocab_size=64, head_dim=16)
+    model = throughput.random_model(config, dtype)
+    for length in given.lengths:
+        throughput.sweep(
+            model,
+            caches,
+            lengths=[length],
+            batches=None if given.largest else given.batches,
+            about={"model": given.shape, "digest": digest_json(repr(config)), "dtype": dtype},
+            workload=throughput.Workload(
+                steps=given.steps, chunk=length if given.prompt else None, synthetic=not given.prompt
+            ),
+            out=given.out,
+            report=_report,
+        )
+
+
+def _report(row: dict[str, Any]) -> None:
+    names = ("cache", "length", "batch", "status", "ttft_seconds", "tpot_ms", "tpot_ms_min", "tpot_ms_max")
+    names += ("tokens_per_second", "cache_bytes_device", "cache_bytes_host", "peak_bytes", "warm_up_seconds")
+    show({name: row.get(name) for name in names})
+
+
+if __name__ == "__main__":
+    main()
