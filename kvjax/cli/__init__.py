@@ -1,4 +1,4 @@
-"""The command line: `kvjax generate` decodes through a cache, `kvjax methods` lists the caches.
+"""The command line: `kvjax generate` decodes through a cache, `kvjax eval` scores what caches keep, and more.
 
 A command is a module here, with a function that typer calls. Everything cheap is checked before anything long starts,
 in this order: options, prompt, config, length of the prompt, weights. What a user can get wrong ends in one line
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import typer
 
-from kvjax.cli import bench, generate, methods, perplexity
+from kvjax.cli import bench, evaluate, generate, methods, perplexity
 from kvjax.cli.terminal import say
 
 # Advice for people who train with torch, and warnings of XLA's start, are not for this command's users.
@@ -36,6 +36,7 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.command("methods")(methods.methods)
+app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)
 app.command("perplexity")(perplexity.perplexity)
 

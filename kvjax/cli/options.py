@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from kvjax import CacheSpec
     from kvjax.hook import Layered
     from kvjax.models import Checkpoint
+    from kvjax.presets import Preset
 
 SHIPPED = Path(__file__).parent.parent / "data"  # a folder a model
 
@@ -58,26 +60,53 @@ def make_policy(cache: str, budget: int | None = None) -> tuple[Layered, int | N
     """
     from kvjax import presets
 
-    name, _, rest = cache.partition(":")
+    name = cache.partition(":")[0]
     preset = presets.find(name)
-    known = inspect.signature(preset.make).parameters
-    settings: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
-        if key not in known or not equals:
-            raise ValueError(
-                f"--cache {cache}: {part!r} sets nothing of {name}; write NAME=VALUE, of {', '.join(known) or 'none'}"
-            )
-        try:
-            settings[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            settings[key] = value
+    settings = settings_of("--cache", cache, preset.make)
     if budget is not None:
         if not preset.has_budget:
             have = ", ".join(p.name for p in presets.REGISTRY.values() if p.has_budget)
             raise ValueError(f"--budget {budget}: the cache {name!r} has no budget; leave it out, or use one of {have}")
         settings["budget"] = budget
-    return preset.make(**settings), settings.get("budget", known["budget"].default) if preset.has_budget else None
+    if not preset.has_budget:
+        return preset.make(**settings), None
+    return preset.make(**settings), settings.get("budget", inspect.signature(preset.make).parameters["budget"].default)
+
+
+def settings_of(option: str, given: str, make: Callable[..., Any]) -> dict[str, Any]:
+    """What follows the name in "NAME:SETTING=VALUE,...", settings that `make` takes; values as Python writes them."""
+    name, _, rest = given.partition(":")
+    parameters = inspect.signature(make).parameters.values()
+    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    settings: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if key not in known or not equals:
+            raise ValueError(
+                f"{option} {given}: {part!r} sets nothing of {name}; write NAME=VALUE, of {', '.join(known) or 'none'}"
+            )
+        try:
+            settings[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            settings[key] = value
+    return settings
+
+
+def has_pool(preset: Preset) -> bool:
+    """Whether its choice is shared by a GQA group, by a rule that can be set."""
+    pool = inspect.signature(preset.make).parameters.get("pool")
+    return pool is not None and isinstance(pool.default, str)
+
+
+def sizes(option: str, text: str) -> list[int]:
+    """Numbers of tokens with commas between them: [8192, 100] of "8K,100"."""
+    found = []
+    for part in text.split(","):
+        number, unit = (part[:-1], 1024) if part[-1:] in ("K", "k") else (part, 1)
+        if not number.strip().isdecimal() or int(number) < 1:
+            raise ValueError(f"{option} takes whole numbers from 1, as 8192 or 8K, with commas between; got {text!r}")
+        found.append(int(number) * unit)
+    return found
 
 
 def implementations(policy: Layered, spec: CacheSpec) -> dict[str, str]:

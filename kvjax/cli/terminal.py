@@ -30,10 +30,10 @@ def bars() -> Progress:
 
 @contextmanager
 def bar(progress: Progress, what: str, *, total: int | None = None) -> Iterator[Any]:
-    """A bar while the block runs; yields a function that sets how much is done."""
+    """A bar while the block runs; yields a function that sets how much is done and, if given, the words beside it."""
     task = progress.add_task(what, total=total)
     try:
-        yield lambda done: progress.update(task, completed=done)
+        yield lambda done, now=None: progress.update(task, completed=done, description=now)
     finally:
         progress.remove_task(task)
 

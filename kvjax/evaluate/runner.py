@@ -92,8 +92,12 @@ def prepare(
     dtype: Any,
     out: Path | None = None,
     model_digest: str | None = None,
+    resume: bool = True,
 ) -> Plan:
-    """What `evaluate` does before it needs the weights: every error that can be known comes from here."""
+    """What `evaluate` does before it needs the weights: every error that can be known comes from here.
+
+    `model_digest`, of the checkpoint's directory, spares reading it; without `resume`, files in `out` are replaced.
+    """
     if not caches:
         raise ValueError("evaluate needs at least one cache")
     policies = {name: c if isinstance(c, Layered) else Layered((), c) for name, c in caches.items()}
@@ -138,7 +142,7 @@ def prepare(
         if out is not None:
             file = re.sub(r"[^\w.@=-]+", "-", f"{task.name} {name} {cell.digest[:16]}")
             cell.path = Path(out) / f"{file}.json"
-            if cell.path.exists():
+            if resume and cell.path.exists():
                 found = read_cell(cell.path)
                 if found.digest != cell.digest:
                     raise ValueError(f"{cell.path} was changed by hand: its key is not that of its name; delete it")

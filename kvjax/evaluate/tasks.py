@@ -6,6 +6,7 @@ sample draws from its own generator, named by form, length, seed and number: mor
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,17 @@ import numpy as np
 
 from kvjax.evaluate.record import digest
 from kvjax.evaluate.synthetic import DOTS, FORMS, Hidden, Woven, weave
-from kvjax.evaluate.task import Example
+from kvjax.evaluate.task import Example, Task
 from kvjax.spec import require_int
 
+TITLES = {
+    "pass_key": "pass key",
+    "needles": "{asked} of {hidden} needles",
+    "key_value": "1 of {pairs} pairs",
+    "variables": "{chains} x {hops} hops of variables",
+    "frequent_words": "{asked} most frequent words",
+    "common_words": "{asked} common words",
+}
 LETTERS = 1_000_000  # of a text, at most, to take excerpts from
 
 
@@ -55,9 +64,13 @@ class Synthetic:
             )
 
     @property
+    def title(self) -> str:
+        """What is asked, without the length: "1 of 8 needles"."""
+        return "needle" if self._all.get("hidden") == 1 else TITLES[self.form].format(**self._all)
+
+    @property
     def name(self) -> str:
-        shown = [f"{name}={value}" for name, value in self.settings]
-        return f"{self.form} {self.length}" + (f" ({', '.join(shown)})" if shown else "")
+        return f"{self.title} at {self.length}"
 
     @property
     def metric(self) -> str:
@@ -78,7 +91,12 @@ class Synthetic:
 
     def key(self) -> Mapping[str, Any]:
         own = {name: getattr(self, name) for name in ("form", "length", "samples", "seed", "depths")}
-        return {**own, "settings": dict(self.settings), "text": None if self.text is None else digest(self.text)}
+        return {
+            **own,
+            "title": self.title,
+            "settings": self._all,
+            "text": None if self.text is None else digest(self.text),
+        }
 
     def examples(self, tokenizer: Any) -> Sequence[Example]:
         text = DOTS if self._fills else _tokens(tokenizer, self._text()[:LETTERS])
@@ -92,7 +110,14 @@ class Synthetic:
 
     @property
     def _asked(self) -> int:
-        return int(dict(self.settings).get("asked", {"frequent_words": 3, "common_words": 10}.get(self.form, 1)))
+        return self._all.get("asked", 1)
+
+    @property
+    def _all(self) -> dict[str, Any]:
+        """The settings, and the form's defaults of those that are not given."""
+        parameters = inspect.signature(FORMS[self.form]).parameters.values()
+        given = dict(self.settings)
+        return {p.name: given.get(p.name, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
 
     @property
     def _fills(self) -> bool:
@@ -117,11 +142,19 @@ class Synthetic:
                 if len(hidden.lines) != 1:
                     raise ValueError(f"depths={self.depths} is for one line; {self.name} hides {len(hidden.lines)}")
                 depths = [number % self.depths / max(1, self.depths - 1)]
-            woven = weave(tokenizer, text, self.length - self.max_new_tokens, hidden, rng, depths)
+            woven = self._weave(tokenizer, text, hidden, rng, depths)
         fields = {"length": self.length, **hidden.fields}
         if len(hidden.holding) == 1:
             fields["depth"] = round(woven.depths[hidden.holding[0]] if depths is None else depths[0], 3)
         return Example(str(number), woven.ids, hidden.answers, fields)
+
+    def _weave(
+        self, tokenizer: Any, text: str | np.ndarray, hidden: Hidden, rng: random.Random, depths: list[float] | None
+    ) -> Woven:
+        try:
+            return weave(tokenizer, text, self.length - self.max_new_tokens, hidden, rng, depths)
+        except ValueError as error:
+            raise ValueError(f"{self.name}, of which {self.max_new_tokens} are for the answer: {error}") from None
 
     def _filled(self, tokenizer: Any, rng: random.Random) -> tuple[Hidden, Woven]:
         """As many words as the prompt has room for; dots fill what is left."""
@@ -133,7 +166,7 @@ class Synthetic:
             taken = sum(map(len, tokenizer([f"\n{line}\n" for line in hidden.lines])["input_ids"]))
             room = prompt - len(tokenizer(hidden.question)["input_ids"]) - 16
             if taken <= room or "words" in dict(self.settings):
-                return hidden, weave(tokenizer, DOTS, prompt, hidden, rng)
+                return hidden, self._weave(tokenizer, DOTS, hidden, rng, None)
             words = min(words - 1, int(0.99 * words * room / taken))
 
 
@@ -172,6 +205,28 @@ def common_words(*, asked: int = 10, often: int = 30, rarely: int = 3, **common:
     return Synthetic(form="common_words", settings=(("asked", asked), ("often", often), ("rarely", rarely)), **common)
 
 
+@dataclass(frozen=True)
+class First:
+    """The first `samples` examples of a task."""
+
+    task: Task
+    samples: int
+
+    def __post_init__(self) -> None:
+        require_int("First(samples=...)", self.samples, at_least=1)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("name", "metric", "max_new_tokens", "stop", "chat", "truncate", "score"):
+            return getattr(self.task, name)
+        raise AttributeError(name)
+
+    def key(self) -> Mapping[str, Any]:
+        return {**self.task.key(), "first": self.samples}
+
+    def examples(self, tokenizer: Any) -> Sequence[Example]:
+        return self.task.examples(tokenizer)[: self.samples]
+
+
 TASKS: dict[str, Callable[..., Synthetic]] = {
     make.__name__: make for make in (pass_key, needle, needles, key_value, variables, frequent_words, common_words)
 }
@@ -184,11 +239,11 @@ def _tokens(tokenizer: Any, text: str) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def made_text() -> str:
-    """Plain English sentences without numbers, some 500 000 letters, the same everywhere."""
+    """Plain English sentences without numbers, some 150 000 letters, the same everywhere."""
     rng = random.Random("kvjax")
     who, did, what, where = (part.split(" | ") for part in (_WHO, _DID, _WHAT, _WHERE))
     paragraphs = []
-    for _ in range(1200):
+    for _ in range(300):
         sentences = []
         for _ in range(rng.randint(4, 9)):
             parts = [rng.choice(who), rng.choice(did), rng.choice(what)]

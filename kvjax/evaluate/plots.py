@@ -1,0 +1,219 @@
+"""Plots of results: score by budget, a line a method, and score by depth and length, a map a cache.
+
+A method has the same colour in every plot. Lines are named where they end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvjax.presets import REGISTRY
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from kvjax.evaluate.report import Block
+    from kvjax.evaluate.results import Cell
+
+# Okabe and Ito's colours, which people with any colour vision tell apart, darker ones for lines; then greys.
+COLOURS = {
+    "full": "#000000",
+    "exact": "#7f7f7f",
+    "fier": "#0072b2",
+    "quest": "#e69f00",
+    "pariskv": "#009e73",
+    "freekv": "#56b4e9",
+    "snapkv": "#d55e00",
+    "h2o": "#cc79a7",
+    "tova": "#882255",
+    "streaming_llm": "#999933",
+    "logquant": "#332288",
+    "kivi": "#44aa99",
+}
+MARKERS = "oDs^vPX*<>hp"
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure in inches, outside of pyplot's state.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("plots need matplotlib: pip install 'kvjax[eval]'") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def style(method: str, among: Sequence[str] = ()) -> dict[str, Any]:
+    """Colour, marker and line of a method; settings of one preset (`fier:pool=per_head`) share a colour, not a line."""
+    name = method.partition(":")[0]
+    known = list(REGISTRY)
+    place = known.index(name) if name in known else len(known)
+    same = [other for other in dict.fromkeys((*among, method)) if other.partition(":")[0] == name]
+    return {
+        "color": COLOURS.get(name, "#555555"),
+        "marker": MARKERS[place % len(MARKERS)],
+        "linestyle": ("-", "--", ":", "-.")[same.index(method) % 4],
+    }
+
+
+def by_budget(panels: Sequence[Block]) -> Figure:
+    """Mean score by budget, a line a method with intervals of 95 %, a panel a length; dashed for those without one."""
+    panels = [block for block in panels if block.budgets]
+    figure = new_figure(1.6 + 4.2 * len(panels), 4.2)
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    methods = list(dict.fromkeys(method for block in panels for method in block.methods))
+    for axis, block in zip(axes, panels, strict=True):
+        _lines(axis, block, methods)
+        if block.length is not None:
+            axis.set_title(f"{block.length:,} tokens".replace(",", " "), fontsize=10)
+        axis.set_xlabel("budget: tokens attended a step and KV head")
+    axes[0].set_ylabel(panels[0].cells[0].metric)
+    figure.suptitle(_title(panels), x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def _lines(axis: Axes, block: Block, methods: Sequence[str]) -> None:
+    budgets = block.budgets
+    ends: list[tuple[float, str, str]] = []
+    for method in block.methods:
+        look = style(method, methods)
+        cells = [(b, cell.summary()) for b in budgets if (cell := block.cell(method, b)) is not None]
+        if cells:
+            x, found = [b for b, _ in cells], [s for _, s in cells]
+            y = [s["mean"] for s in found]
+            axis.plot(x, y, markersize=4.5, linewidth=1.6, **look)
+            axis.vlines(x, [s["low"] for s in found], [s["high"] for s in found], color=look["color"], alpha=0.35)
+            ends.append((y[-1], method, look["color"]))
+        cell = block.cell(method, None)
+        if cell is not None:
+            mean = cell.summary()["mean"]
+            axis.axhline(mean, color=look["color"], linewidth=1.1, linestyle=(0, (6, 3)))
+            ends.append((mean, method, look["color"]))
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(budgets, [str(b) for b in budgets])
+    axis.minorticks_off()
+    axis.set_ylim(-0.03, 1.03)
+    axis.set_xlim(budgets[0] / 1.15, budgets[-1] * 1.15)
+    axis.grid(color="0.9", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    ends.sort(key=lambda end: end[0])
+    for (_, method, colour), place in zip(ends, spread([end[0] for end in ends], gap=0.055, top=1.02), strict=True):
+        axis.annotate(
+            method, (1.0, place), xycoords=("axes fraction", "data"), xytext=(5, 0), textcoords="offset points",
+            va="center", color=colour, fontsize=9, annotation_clip=False,
+        )  # fmt: skip
+
+
+def spread(places: Sequence[float], *, gap: float, top: float) -> list[float]:
+    """Rising `places` moved as little as can be (least squares) so that neighbours are `gap` apart, up to `top`.
+
+    >>> [round(y, 3) for y in spread([0.5, 0.5, 0.9, 1.0], gap=0.1, top=0.95)]
+    [0.45, 0.55, 0.85, 0.95]
+    """
+    # Isotonic regression of the places less the gaps below them, by pooling neighbours that fall.
+    pools: list[tuple[float, int]] = []
+    for i, place in enumerate(places):
+        mean, count = place - i * gap, 1
+        while pools and pools[-1][0] > mean:
+            before, size = pools.pop()
+            mean, count = (mean * count + before * size) / (count + size), count + size
+        pools.append((mean, count))
+    flat = [mean for mean, count in pools for _ in range(count)]
+    return [min(mean, top - (len(flat) - 1) * gap) + i * gap for i, mean in enumerate(flat)]
+
+
+def depths(blocks: Sequence[Block]) -> list[float]:
+    """The depths between which the examples of a task take turns, from the top; none where they lie anywhere."""
+    if any(cell.key["task"].get("depths") is None for block in blocks for cell in block.cells):
+        return []
+    return sorted({e["fields"]["depth"] for block in blocks for cell in block.cells for e in cell.examples})
+
+
+def by_depth(panels: Sequence[Block]) -> Figure:
+    """Mean score by depth: of several lengths a map of depth and length for each cache; of one, of depth and budget."""
+    methods = list(dict.fromkeys(method for block in panels for method in block.methods))
+    if len(panels) > 1:
+        return _by_depth_and_length(panels, methods)
+    (block,) = panels
+    columns = min(4, len(methods))
+    figure, axes = _maps(-(-len(methods) // columns), columns, max(1, len(block.budgets)), panels)
+    for axis, method in zip(axes.flat, methods, strict=False):
+        cells = [cell for b in (None, *block.budgets) if (cell := block.cell(method, b)) is not None]
+        _map(axis, cells, panels, [str(cell.budget or "all") for cell in cells])
+        axis.set_title(method, fontsize=9)
+    figure.supxlabel("budget: tokens attended a step and KV head", fontsize=10)
+    return figure
+
+
+def _by_depth_and_length(panels: Sequence[Block], methods: Sequence[str]) -> Figure:
+    """A row a method, a column a budget; a method without one has the first place of its row."""
+    budgets = sorted({budget for block in panels for budget in block.budgets})
+    figure, axes = _maps(len(methods), max(1, len(budgets)), len(panels), panels)
+    for row, method in zip(axes, methods, strict=True):
+        found = [budget for budget in (None, *budgets) if any(block.cell(method, budget) for block in panels)]
+        for budget in found:
+            axis = row[0 if budget is None else budgets.index(budget)]
+            cells = [block.cell(method, budget) for block in panels]
+            _map(axis, cells, panels, [_short(block.length) for block in panels])
+            axis.set_title("all" if budget is None else str(budget), fontsize=8)
+        row[0].set_ylabel(method, fontsize=9)
+    figure.supxlabel("length in tokens; above each map the budget, tokens attended a step and KV head", fontsize=10)
+    return figure
+
+
+def _maps(high: int, wide: int, columns: int, panels: Sequence[Block]) -> tuple[Figure, np.ndarray]:
+    """An empty figure of high x wide maps; those that stay empty do not show."""
+    figure = new_figure(1.6 + wide * (0.5 + 0.32 * columns), 1.0 + high * (0.45 + 0.13 * len(depths(panels))))
+    axes = figure.subplots(high, wide, sharey=True, squeeze=False)
+    for axis in axes.flat:
+        axis.spines[:].set_visible(False)
+        axis.tick_params(length=0, labelsize=8)
+        axis.set_xticks([])
+    figure.colorbar(_scale(), ax=axes, label=panels[0].cells[0].metric, aspect=30, shrink=min(1.0, 2.5 / high))
+    figure.supylabel("depth of the answer, % of the text", fontsize=10)
+    figure.suptitle(_title(panels), x=0.01, ha="left", fontsize=11)
+    return figure, axes
+
+
+def _scale() -> Any:
+    """Colours of scores from 0 to 1."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    return ScalarMappable(Normalize(0, 1), cmap="cividis")
+
+
+def _map(axis: Axes, cells: Sequence[Cell | None], panels: Sequence[Block], ticks: Sequence[str]) -> None:
+    rows = depths(panels)
+    axis.imshow(_means(cells, rows), vmin=0, vmax=1, cmap="cividis", aspect="auto")
+    axis.set_xticks(range(len(cells)), ticks)
+    axis.set_yticks((0, len(rows) - 1), ("0", "100"))
+
+
+def _means(cells: Sequence[Cell | None], rows: Sequence[float]) -> np.ndarray:
+    """Mean scores [depth, cell]; NaN where there is no answer yet."""
+    means = np.full((len(rows), len(cells)), np.nan)
+    for column, cell in enumerate(cells):
+        for row, depth in enumerate(rows):
+            scores = [] if cell is None else [e["score"] for e in cell.examples if e["fields"]["depth"] == depth]
+            means[row, column] = np.mean(scores) if scores else np.nan
+    return means
+
+
+def _short(length: int | None) -> str:
+    if length is None:
+        return ""
+    return f"{length // 1024}K" if length % 1024 == 0 else str(length)
+
+
+def _title(panels: Sequence[Block]) -> str:
+    samples = list(dict.fromkeys(block.samples for block in panels))
+    return f"{panels[0].title} · {panels[0].cells[0].head['model']['name']} · n = {' / '.join(samples)}"

@@ -1,0 +1,124 @@
+"""`kvjax eval`, in process, on a random checkpoint."""
+
+import json
+import re
+
+import pytest
+
+from kvjax.cli import main
+from kvjax.cli.evaluate import QUICK
+from tests.checkpoint import write_checkpoint
+
+SMALL = ("--task", "pass_key:depths=2", "--length", 300, "--samples", 3, "--batch", 2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*args):
+        code = main(["eval", *map(str, args)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_run_writes_results_table_and_plots_and_is_not_made_again(run, checkpoint, tmp_path, monkeypatch):
+    ask = (checkpoint, *SMALL, "--cache", "streaming_llm", "--budget", "16,32", "--out", tmp_path)
+    code, out, err = run(*ask)
+    assert code == 0, err
+    assert "| cache | 16 | 32 |" in out
+    assert "| `streaming_llm` | " in out
+    assert "pass key, 300 tokens" in out
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "results",
+        "table.md",
+        "pass-key-by-budget.svg",
+        "pass-key-by-depth.svg",
+    }
+    files = list((tmp_path / "results").glob("*.json"))
+    assert len(files) == 2
+    raw = json.loads(files[0].read_text())
+    assert (raw["task"], raw["total"], raw["summary"]["n"]) == ("pass key at 300", 3, 3)
+    assert raw["cache"] in ("streaming_llm@16", "streaming_llm@32")
+    assert raw["summary"]["attended_last_layer"] == raw["budget"]
+
+    monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
+    again = run(*ask)
+    assert again[:2] == (0, out)
+    assert "6 of 6 answers are in" in again[2]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--task", "needels"), "--task needels: unknown; there are pass_key, needle, needles"),
+        (("--task", "needles:hiden=3"), "'hiden=3' sets nothing of needles; write NAME=VALUE, of hidden, asked"),
+        (("--cache", "fire"), "unknown cache 'fire'; did you mean 'fier'?"),
+        (("--cache", "full", "--budget", "64"), "--budget 64: full have no budget; leave it out, or add one of fier"),
+        (("--cache", "fier", "--budget", "64,x"), "--budget takes whole numbers from 1, as 8192 or 8K"),
+        (
+            ("--cache", "h2o", "--pool", "per_head"),
+            "--pool per_head: h2o do not choose by a group; leave it out",
+        ),
+        (("--cache", "fier", "--pool", "most"), "pool"),
+        (("--length", "64"), "1 of 8 needles at 64, of which 8 are for the answer: length=56 has no room"),
+        (("--length", "4K"), "do not fit in the model's 512 positions"),
+        (("--samples", "0"), "samples=...) must be at least 1, got 0"),
+        (("--text", "/nowhere/x.txt"), "--text /nowhere/x.txt: there is no such file"),
+        (("--task", "gsm8k"), "--task gsm8k reads published files: give their directory as --data DIR"),
+        (("--task", "gsm8k", "--data", "/nowhere"), "/nowhere/train.jsonl is not there; download"),
+        (("--task", "gsm8k", "--data", "/nowhere", "--length", "4K"), "--length 4K has no use for gsm8k"),
+        (("--data", "/nowhere"), "--data /nowhere has no use for needles"),
+        (("--task", "ruler", "--data", "/nowhere"), "has no .jsonl file"),
+        (("--task", "longbench", "--data", "/nowhere"), "download"),
+        (("--dtype", "int8"), "a cache cannot hold dtype int8"),
+    ],
+    ids=lambda value: " ".join(map(str, value))[:50] if isinstance(value, tuple) else None,
+)
+def test_what_is_refused_is_one_line_with_the_mend(run, checkpoint, tmp_path, args, message):
+    code, out, err = run(checkpoint, "--out", tmp_path, *args)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    assert message in err
+    assert not list(tmp_path.iterdir()), "nothing is written before everything is checked"
+
+
+@pytest.mark.parametrize("bad", ["--sample", "--lenght"])
+def test_bad_usage_is_one_line(run, checkpoint, bad):
+    code, _, err = run(checkpoint, bad, "3")
+    assert code == 2
+    assert bad in err
+
+
+def test_budgets_lengths_and_pools_make_cells_of_what_takes_them(run, checkpoint, tmp_path, monkeypatch):
+    """The plan alone: nothing is decoded."""
+    seen = []
+
+    def stop(loaded, plan, **settings):
+        seen.append((plan.task.name, list(plan.cells)))
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvjax.evaluate.runner.run", stop)
+    caches = ("--cache", "full", "--cache", "fier:group=16", "--cache", "snapkv:window=8", "--budget", "16,32")
+    tasks = ("--task", "pass_key", "--task", "needles:hidden=2", "--length", "300,400", "--samples", 1)
+    code, _, _ = run(checkpoint, *caches, *tasks, "--pool", "mean_softmax,per_head", "--out", tmp_path)
+    assert code == 130
+    fier = [f"fier:group=16,pool={rule}@{budget}" for rule in ("mean_softmax", "per_head") for budget in (16, 32)]
+    cells = ["full", *fier, "snapkv:window=8@16", "snapkv:window=8@32"]
+    names = [f"{title} at {length}" for title in ("pass key", "1 of 2 needles") for length in (300, 400)]
+    assert seen == [(name, cells) for name in names]
+
+
+def test_quick_fills_in_what_is_not_asked_for(run, checkpoint, tmp_path):
+    code, _, err = run(checkpoint, "--quick", "--out", tmp_path)
+    assert code == 1
+    assert re.search(r"do not fit in the model's 512 positions", err)
+    assert QUICK["length"] == "1K,2K"
+    code, _, err = run(checkpoint, "--quick", "--length", "300", "--cache", "fire", "--out", tmp_path)
+    assert "unknown cache 'fire'" in err

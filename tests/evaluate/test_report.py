@@ -1,0 +1,114 @@
+"""Tables and plots of results that are made up here."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from kvjax.evaluate import plots, report
+from kvjax.evaluate.results import Cell
+from kvjax.presets import REGISTRY
+
+KEY = {"versions": {"jax": "1.2.3"}, "dtype": "float32", "device": "cpu"}
+
+
+def cell(cache, length, scores, title="needle", depths=2):
+    budget = int(cache.partition("@")[2]) if "@" in cache else None
+    examples = [{"id": str(i), "score": s, "fields": {"depth": float(i % 2)}} for i, s in enumerate(scores)]
+    batches = [{"examples": examples, "attended_by_layer": [1.0], "steps": 1, "seconds": 1.0}] if scores else []
+    task = {"title": title, "length": length, "depths": depths}
+    head = {"budget": budget, "model": {"name": "tiny"}, "date": "2026-01-02T03:04:05"}
+    return Cell(f"{title} at {length}", "exact match", cache, {**KEY, "task": task}, head, 4, None, batches)
+
+
+CELLS = [
+    cell("full", 512, [1.0, 1.0, 1.0, 1.0]),
+    cell("fier@64", 512, [1.0, 0.0, 1.0, 0.0]),
+    cell("fier@16", 512, [1.0, 0.0, 0.0, 0.0]),
+    cell("full", 1024, [1.0, 1.0, 1.0, 0.0]),
+    cell("fier@16", 1024, [0.0, 0.0, 0.0, 0.0]),
+    cell("fier@64", 1024, [0.5, 0.5, 0.0, 0.25]),
+    cell("fier@64", 2048, []),
+]
+
+
+def test_the_table_has_a_row_a_cache_a_column_a_budget_and_a_block_a_length():
+    assert report.table(CELLS[:3]) == (
+        "### needle, 512 tokens\n\nExact match, n = 4.\n\n"
+        "| cache | all | 16 | 64 |\n| --- | ---: | ---: | ---: |\n"
+        "| `full` | 1.00 (0.51, 1.00) |  |  |\n"
+        "| `fier` |  | 0.25 (0.05, 0.70) | 0.50 (0.15, 0.85) |\n"
+    )
+    whole = report.table(CELLS)
+    assert [line for line in whole.splitlines() if line.startswith("#")] == [
+        "### needle, 512 tokens",
+        "### needle, 1024 tokens",
+    ]
+
+
+def test_the_page_says_model_versions_and_date():
+    page = report.page(CELLS)
+    for part in ("# tiny, float32", "jax 1.2.3", "2026-01-02", "cpu", report.table(CELLS)):
+        assert part in page
+
+
+def test_everything_is_written(tmp_path):
+    written = report.write(CELLS, tmp_path / "out")
+    assert {path.name for path in written} == {"table.md", "needle-by-budget.svg", "needle-by-depth.svg"}
+    assert all(path.stat().st_size > 500 for path in written)
+
+
+def test_without_a_curve_or_depths_there_is_no_plot(tmp_path):
+    cells = [cell("full", 512, [1.0], depths=None), cell("fier@16", 512, [1.0], depths=None)]
+    assert [path.name for path in report.write(cells, tmp_path)] == ["table.md"]
+
+
+def test_lines_are_the_means_by_budget_in_the_colour_of_the_method():
+    figure = plots.by_budget(report.blocks(CELLS))
+    left, right = figure.axes
+    (line,) = (line for line in left.lines if line.get_marker() != "None")
+    assert line.get_color() == plots.COLOURS["fier"]
+    np.testing.assert_array_equal(line.get_xdata(), [16, 64])
+    np.testing.assert_array_equal(line.get_ydata(), [0.25, 0.5])
+    (dashed,) = (line for line in right.lines if line.get_marker() == "None")
+    np.testing.assert_array_equal(dashed.get_ydata(), [0.75, 0.75])
+    assert {text.get_text() for text in left.texts} == {"full", "fier"}
+    assert "needle" in figure.get_suptitle()
+    assert "n = 4" in figure.get_suptitle()
+
+
+def test_maps_are_the_means_by_depth_and_length_or_budget():
+    by_length = plots.by_depth(report.blocks(CELLS))
+    maps = [axis.images[0].get_array() for axis in by_length.axes if axis.images]
+    np.testing.assert_array_equal(maps[0], [[1, 1], [1, 0.5]])
+    np.testing.assert_array_equal(maps[1], [[0.5, 0], [0, 0]])
+    np.testing.assert_array_equal(maps[2], [[1, 0.25], [0, 0.375]])
+    by_budget = plots.by_depth(report.blocks(CELLS[:3]))
+    maps = [axis.images[0].get_array() for axis in by_budget.axes if axis.images]
+    np.testing.assert_array_equal(maps[0], [[1], [1]])
+    np.testing.assert_array_equal(maps[1], [[0.5, 1], [0, 0]])
+
+
+@pytest.mark.parametrize("places", [[0.5] * 4, [0.0, 0.01, 0.5, 0.51, 0.52], [1.0] * 3, [0.1, 0.9]])
+def test_labels_keep_their_distance_and_their_order(places):
+    found = plots.spread(places, gap=0.05, top=1.0)
+    assert np.all(np.diff(found) >= 0.05 - 1e-9)
+    assert max(found) <= 1.0 + 1e-9
+    if min(np.diff(places)) >= 0.05:
+        assert found == pytest.approx(places)
+
+
+def test_every_preset_has_a_colour_and_a_marker_of_its_own():
+    looks = [plots.style(name) for name in REGISTRY]
+    assert len({look["color"] for look in looks}) == len(looks)
+    assert len({look["marker"] for look in looks}) == len(looks)
+    among = ["fier", "fier:pool=per_head"]
+    plain, per_head = (plots.style(name, among) for name in among)
+    assert plain["color"] == per_head["color"]
+    assert plain["linestyle"] != per_head["linestyle"]
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'kvjax\[eval\]'"):
+        plots.new_figure(1, 1)
