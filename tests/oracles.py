@@ -205,15 +205,11 @@ class FreeKV:
         attended = set(range(min(self.sink, n))) | set(range(max(n - self.local, 0), n))
         if last is None or self.similarity(q, last[0]) < self.tau:
             return True, attended | {p for p in found if p is not None}
-        # What the last step recalled, and the token that has left the window since, in the lowest-ranked one's place.
-        left = n - 1 - self.local
-        recalled = last[1] if left < self.sink else [*last[1][: self.room - 1], left]
+        # What the last step recalled, and the token that has left the window since, in the lowest-ranked one's place
+        # where the budget has no other.
+        left, most = n - 1 - self.local, self.budget - self.sink - self.local - 1
+        recalled = last[1] if left < self.sink else [*last[1][:most], left]
         return False, attended | {p for p in recalled if p is not None}
-
-    @property
-    def room(self) -> int:
-        """Tokens that whole pages of the budget have."""
-        return (self.budget - self.sink - self.local) // self.page * self.page
 
     @staticmethod
     def similarity(q: np.ndarray, before: np.ndarray) -> float:
@@ -227,7 +223,7 @@ class FreeKV:
             return []
         pages = [keys[at : min(at + self.page, stop)] for at in firsts]
         ranks = pooled(np.array([self.scores(q, page) for page in pages]).T, "mean_softmax")
-        best = np.argsort(-ranks[0], kind="stable")[: self.room // self.page]
+        best = np.argsort(-ranks[0], kind="stable")[: (self.budget - self.sink - self.local) // self.page]
         return [p if p < stop else None for i in best for p in range(firsts[i], firsts[i] + self.page)]
 
     def scores(self, q: np.ndarray, keys: np.ndarray) -> list[float]:

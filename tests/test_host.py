@@ -77,6 +77,13 @@ def test_policy_over_host_memory_attends_as_over_dense(selector) -> None:
         np.testing.assert_allclose(outs[0], outs[1], atol=1e-5)
 
 
+def test_presets_move_the_history_to_the_host_and_change_nothing_else() -> None:
+    for make in (kvjax.presets.fier, kvjax.presets.pariskv):
+        layered = make(host=True, dense_layers=1)
+        assert layered.first == (kvjax.Full(),)
+        assert layered.rest == dataclasses.replace(make().rest, store=Host())
+
+
 def test_memory_kind_is_kept_by_init_jit_donation_and_loops() -> None:
     tokens = laws.random_tokens(SPEC)
     q, k, v = (jnp.asarray(a) for a in (tokens.q, tokens.k, tokens.v))

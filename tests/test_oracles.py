@@ -31,7 +31,7 @@ POLICIES = {
     "freekv": Retrieval(
         selector=MinMaxPages(page=8),
         store=Host(page=8),
-        budget=12 + 32,
+        budget=12 + 4 * 8 + 3,  # the 3 have no page, but room for the token between window and recall
         demote=Fifo(leave=8),
         schedule=Speculative(tau=0.75),
         **ZONES,

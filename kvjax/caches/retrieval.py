@@ -16,7 +16,16 @@ from kvjax.blocks import Block, empty_block, put, take_rows, valid_slots
 from kvjax.caches.policy import Info, lowest_visible
 from kvjax.demotion import Demotion, Fifo, plan
 from kvjax.layouts import whole_units
-from kvjax.partial import Partial, attend_blocks, attend_part, group_queries, keep_valid, merge, ungroup
+from kvjax.partial import (
+    Partial,
+    attend_blocks,
+    attend_part,
+    attention_logits,
+    group_queries,
+    keep_valid,
+    merge,
+    ungroup,
+)
 from kvjax.pick import Selection, expand_units, membership, pool_queries
 from kvjax.schedules import EveryStep, Recall, Schedule
 from kvjax.selectors import All, Selector
@@ -259,12 +268,11 @@ class Retrieval:
             recent_mask = (local & recent_valid)[:, None, None] | chosen
             attended = attended + jnp.sum(recent_mask, axis=-1)
             attended = jnp.broadcast_to(jnp.mean(attended, axis=-1, dtype=jnp.float32), (B, K))
-        values = keep_valid(st.recent.v, recent_valid[:, None])
-        parts = [history, attend_part(qg, st.recent.k, values, recent_mask, scale=scale)]
+        # Values past the counts of recent and sink are finite: `prefill` and `flush` see to it, and they need no mask.
+        parts = [history, attend_part(qg, st.recent.k, st.recent.v, recent_mask, scale=scale)]
         if st.sink is not None:
             valid = valid_slots(st.sink, _slot_of(first, 0))
-            values = keep_valid(st.sink.v, valid[:, None])
-            parts.append(attend_part(qg, st.sink.k, values, valid[:, None, None], scale=scale))
+            parts.append(attend_part(qg, st.sink.k, st.sink.v, valid[:, None, None], scale=scale))
             attended = attended + jnp.sum(valid, axis=-1, dtype=jnp.float32)[:, None]
         state = RetrievalState(st.sink, st.store, st.index, st.recent, schedule, st.overflow)
         return ungroup(merge(*parts).out, q.dtype), state, Info(attended, selection, fresh)
@@ -291,13 +299,14 @@ class Retrieval:
 
         # Waiting tokens stand in the first slots of the recent block, before the local ones.
         wide = -(-(st.recent.slots - self.local) // unit) * unit
-        keys = st.recent.k[:, :, :wide].astype(jnp.float32)
-        exact = jnp.einsum("bkgd,bksd->bkgs", queries, keys, precision="highest")
+        # Their scores are attention's own logits, so that XLA computes them once for both.
+        exact = attention_logits(q, st.recent.k, scale)[..., :wide]
+        exact = jnp.mean(exact, axis=2, keepdims=True) if pool == "mean_query" else exact
         slot = jnp.arange(wide)[None]
         waiting = (slot < (st.recent.count - self.local)[:, None]) & (slot >= from_recent[:, None])
         stored_slot = jnp.arange(slots)[None]
         stored = (stored_slot < st.store.count[:, None]) & (stored_slot >= from_store[:, None])
-        exact = jnp.where(waiting[:, None, None], exact * scale, -jnp.inf)
+        exact = jnp.where(waiting[:, None, None], exact, -jnp.inf)
         exact = jnp.max(exact.reshape(*exact.shape[:-1], wide // unit, unit), axis=-1)
 
         tokens = jnp.concatenate([stored, waiting], axis=1)  # bool[B, S + wide]
@@ -339,7 +348,9 @@ class Retrieval:
             selection.slots < slots, from_store[:, None, None, None], slots + from_recent[:, None, None, None]
         )
         rank = jnp.arange(selection.slots.shape[-1])[None, None, None]
-        limit = jnp.where(st.length < self.dense_below, rank.shape[-1], self._chosen - edge.astype(jnp.int32))
+        assert self.budget is not None
+        room = jnp.minimum(self.budget - self.sink - self.local - edge.astype(jnp.int32), self._chosen)
+        limit = jnp.where(st.length < self.dense_below, rank.shape[-1], room)
         kept = (selection.slots >= start) & (rank < limit[:, None, None, None])
         return Selection(selection.slots, selection.valid & (kept | ~reused))
 

@@ -54,7 +54,8 @@ class Host:
 
     **Source:** FreeKV's layout in host memory, (page, head, 2, p, D). **Differs:** pages lie within a head,
     [B, K, P, 2, p, D], as in every other zone; a page and head is one run of memory in both. FreeKV keeps what it
-    recalled before and moves only pages that are not resident; here each step moves all that it selects.
+    recalled before and moves only pages that are not resident; here each step moves all that it selects: shapes are
+    static, so an XLA program moves as many pages when some of them are there already, and skipping them takes a kernel.
     """
 
     page: int = 1

@@ -128,6 +128,36 @@ CASES: dict[str, Case] = {
     ),
 }
 
+# Products of the methods' parts, and the methods beside them, at the sizes that models have: each meets every group and
+# both head sizes.
+_PRODUCTS: dict[str, Retrieval] = {
+    "fier, history on the host": dataclasses.replace(BASE, store=Host()),
+    "paris, history on the host": dataclasses.replace(BASE, selector=Paris(candidates=200), store=Host()),
+    "fier, speculative": dataclasses.replace(BASE, schedule=Speculative(tau=-1.0)),
+    "paris, speculative": dataclasses.replace(BASE, selector=Paris(candidates=200), schedule=Speculative(tau=0.0)),
+    "fier, log-sparse window": dataclasses.replace(BASE, demote=LogSparse(window=32)),
+    "paris, log-sparse window": dataclasses.replace(
+        BASE, selector=Paris(candidates=200), demote=LogSparse(window=32), store=Host()
+    ),
+    "paris, values of 2 bits": dataclasses.replace(
+        BASE,
+        selector=Paris(candidates=200),
+        store=Quantized(bits=8, key_group=16, value_bits=2, value_group=32),
+    ),
+    "freekv at scale": presets.freekv(budget=72, page=8, sink=4, local=24, tau=0.0).rest,  # type: ignore[dict-item]
+    "logquant at scale": presets.logquant(window=12, group=32).rest,  # type: ignore[dict-item]
+    "kivi at scale": presets.kivi(residual=32, group=16).rest,  # type: ignore[dict-item]
+}
+_GROUPS = ((2, 2), (8, 2), (7, 1))  # query heads on kv heads
+CASES |= {
+    f"{name}, {q_heads} on {kv_heads}, heads of {head_dim}": Case(
+        policy, dataclasses.replace(SPEC, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
+    )
+    for i, (name, policy) in enumerate(_PRODUCTS.items())
+    for j, (q_heads, kv_heads) in enumerate(_GROUPS)
+    for head_dim in ((64, 128)[(i + j) % 2],)
+}
+
 # In every run of the suite core cases run all laws, and presets these; with --thorough, all cases do.
 CORE = ("full", "fier preset, budget 24", "fier with sink and window")
 QUICK_LAWS = (
