@@ -45,7 +45,7 @@ def attend_part(q: Array, k: Array, v: Array, mask: Array, *, scale: float) -> P
             "bkqs,bksd->bkqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision="highest"
         )
 
-    return part_of_logits(_logits(q, k, scale), mask, mix)
+    return part_of_logits(attention_logits(q, k, scale), mask, mix)
 
 
 def softmax_weights(q: Array, k: Array, mask: Array, *, scale: float) -> Array:
@@ -53,12 +53,13 @@ def softmax_weights(q: Array, k: Array, mask: Array, *, scale: float) -> Array:
 
     Beside an `attend_part` of the same arguments in one program, XLA computes the logits once.
     """
-    logits = jnp.where(mask, _logits(q, k, scale), -jnp.inf)
+    logits = jnp.where(mask, attention_logits(q, k, scale), -jnp.inf)
     empty = ~jnp.any(mask, axis=-1, keepdims=True)
     return jnp.where(empty, 0.0, jax.nn.softmax(jnp.where(empty, 0.0, logits), axis=-1))
 
 
-def _logits(q: Array, k: Array, scale: float) -> Array:
+def attention_logits(q: Array, k: Array, scale: float) -> Array:
+    """f32[B, K, Q, S]: scale * q.k of q [B, K, Q, D] with k [B, K, S, D]; the product reads both in the dtype of k."""
     q = q.astype(k.dtype)
     return jnp.einsum("bkqd,bksd->bkqs", q, k, preferred_element_type=jnp.float32, precision="highest") * scale
 
