@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import typer
 
-from kvjax.cli import bench, evaluate, generate, methods, perplexity
+from kvjax.cli import bench, evaluate, generate, measure, methods, perplexity
 from kvjax.cli.terminal import say
 
 # Advice for people who train with torch, and warnings of XLA's start, are not for this command's users.
@@ -39,6 +39,7 @@ app.command("methods")(methods.methods)
 app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)
 app.command("perplexity")(perplexity.perplexity)
+app.command("measure")(measure.measure)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -1,0 +1,235 @@
+"""Does an index age? Selectors that learn from a prompt, beside ParisKV's rotation, along a long text.
+
+An index by learnt centroids (PQCache, and most vector search) fits the keys that it has seen. As a generation goes on,
+its keys may leave that distribution, and recall falls. ParisKV's codes come from geometry and cannot age. But recall
+also falls because the history grows, for any index. To tell the two apart, each learnt index is measured twice: with
+centroids of the prompt, and with centroids learnt anew from all of the text so far. What lies between them is drift.
+
+`Learnt` is a selector like any other and can be used in `kvjax.Retrieval`; it is here, for it serves to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from kvjax.blocks import write
+from kvjax.caches import Retrieval
+from kvjax.demotion import Fifo
+from kvjax.evaluate.live import Live
+from kvjax.evaluate.measure import Reads, reads
+from kvjax.pick import Pool, require_pool
+from kvjax.selectors import Paris, Selector
+from kvjax.selectors.paris import TIERS
+from kvjax.spec import CacheSpec, require_int
+
+By = Literal["products", "votes"]
+TOP = 100  # ParisKV's k
+
+
+class Codebook(NamedTuple):
+    """Centroids of each subspace, and which one each key is nearest to."""
+
+    centroids: Array  # f32[B, K, N, C, m]
+    ids: Array  # u8[B, K, S, N]
+    counts: Array  # i32[B, K, N, C] keys of each centroid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learnt:
+    """Scores tokens by centroids of subspaces, learnt by k-means from the first keys that a row appends.
+
+    A key is the number of its nearest centroid in each subspace of `channels` channels. With by="products" its score
+    is the sum of the products of these centroids with the query: an estimate of scale * q.k. With by="votes" it is
+    ParisKV's tiers of votes, with learnt centroids in place of sign patterns, `rho` of the history in reach.
+    The centroids stay as they are when more keys come: this is what a prompt stored in one piece teaches. Unlike other
+    selectors, it so depends on how the keys were cut into calls.
+
+    **Source:** PQCache (Zhang et al. 2024): products, 2 subspaces, 6 bits, k-means at prefill, old centroids for new
+    keys. **Differs:** k-means starts from evenly spaced keys and makes `rounds` rounds of Lloyd's algorithm.
+    """
+
+    channels: int = 8
+    bits: int = 8
+    by: By = "products"
+    rounds: int = 10
+    rho: float = 0.25
+    pool: Pool = "mean_query"
+
+    def __post_init__(self) -> None:
+        for name in ("channels", "bits", "rounds"):
+            require_int(f"Learnt({name}=...)", getattr(self, name), at_least=1)
+        if self.bits > 8:
+            raise ValueError(f"Learnt(bits={self.bits}): a centroid's number is a byte; use at most 8 bits")
+        if self.by not in get_args(By):
+            raise ValueError(f"Learnt(by={self.by!r}) must be one of {', '.join(get_args(By))}")
+        require_pool(self.pool)
+
+    @property
+    def unit(self) -> int:
+        return 1
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        if spec.head_dim % self.channels:
+            raise ValueError(f"Learnt(channels={self.channels}) does not divide head_dim={spec.head_dim}")
+
+    def init(self, spec: CacheSpec, slots: int) -> Codebook:
+        lead, N, C = (spec.batch, spec.kv_heads), spec.head_dim // self.channels, 2**self.bits
+        return Codebook(
+            jnp.zeros((*lead, N, C, self.channels), jnp.float32),
+            jnp.zeros((*lead, slots, N), jnp.uint8),
+            jnp.zeros((*lead, N, C), jnp.int32),
+        )
+
+    def append(self, ix: Codebook, k: Array, at: Array, count: Array) -> Codebook:
+        keys = self._split(k)  # [B, K, N, T, m]
+        valid = jnp.arange(k.shape[2])[None] < count[:, None]
+        first = (at == 0) & (count > 0)
+
+        def learn() -> Array:
+            found = jax.vmap(partial(k_means, centroids=2**self.bits, rounds=self.rounds))(keys, valid)
+            return jnp.where(first[:, None, None, None, None], found, ix.centroids)
+
+        centroids = lax.cond(jnp.any(first), learn, lambda: ix.centroids)
+        ids = jax.vmap(jax.vmap(jax.vmap(nearest)))(keys, centroids)  # [B, K, N, T]
+        seen = jax.vmap(jax.vmap(jax.vmap(partial(jnp.bincount, length=2**self.bits))))
+        shown = jnp.broadcast_to(valid[:, None, None], ids.shape).astype(jnp.int32)
+        counts = ix.counts + seen(ids, shown)
+        return Codebook(centroids, write(ix.ids, jnp.moveaxis(ids, 2, 3).astype(jnp.uint8), at, count), counts)
+
+    def score(self, ix: Codebook, q: Array, *, scale: float) -> Array:
+        parts = self._split(q.astype(jnp.float32))  # [B, K, N, G, m]
+        products = jnp.einsum("bkngm,bkncm->bkgnc", parts, ix.centroids, precision="highest")
+        worth = products * scale if self.by == "products" else self._votes(products, ix.counts)
+        ids = jnp.swapaxes(ix.ids, 2, 3)[:, :, None].astype(jnp.int32)  # [B, K, 1, N, S]
+        index = jnp.broadcast_to(ids, (*products.shape[:4], ids.shape[-1]))
+        return jnp.sum(jnp.take_along_axis(worth, index, axis=-1), axis=3)
+
+    def _votes(self, products: Array, counts: Array) -> Array:
+        """f32[B, K, G, N, C]: one for each tier whose reach exceeds the keys of better centroids."""
+        order = jnp.argsort(-products, axis=-1)
+        held = jnp.take_along_axis(jnp.broadcast_to(counts[:, :, None], products.shape), order, axis=-1)
+        better = jnp.take_along_axis(lax.cumsum(held, axis=4) - held, jnp.argsort(order, axis=-1), axis=-1)
+        history = jnp.sum(counts, axis=-1)[:, :, None, :, None, None].astype(jnp.float32)
+        shares = (self.rho * TIERS["tiers"] / 20).astype(np.float32).reshape(1, 1, 1, 1, 1, -1)
+        reach = jnp.ceil(history * shares).astype(jnp.int32)
+        return jnp.sum(better[..., None] < reach, axis=-1, dtype=jnp.float32)
+
+    def _split(self, x: Array) -> Array:
+        """[B, K, T, D] as [B, K, N, T, m]."""
+        return jnp.swapaxes(x.reshape(*x.shape[:3], -1, self.channels), 2, 3).astype(jnp.float32)
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return float(spec.kv_heads * spec.head_dim // self.channels)
+
+
+def nearest(x: Array, centroids: Array) -> Array:
+    """i32[T]: the nearest of centroids [C, m] to each of x [T, m]; the first of equals."""
+    return jnp.argmin(_distances(x, centroids), axis=-1)
+
+
+def _distances(x: Array, centroids: Array) -> Array:
+    """f32[T, C]: squared distances, less the squared length of x, which ranks nothing."""
+    products = jnp.einsum("tm,cm->tc", x, centroids, precision="highest")
+    return jnp.sum(centroids * centroids, axis=-1)[None] - 2 * products
+
+
+def k_means(x: Array, valid: Array, *, centroids: int, rounds: int) -> Array:
+    """f32[K, N, C, m]: Lloyd's algorithm on x f32[K, N, T, m] where `valid` bool[T], a subspace at a time.
+
+    Starts from evenly spaced valid points. A centroid that no point is nearest to stays where it is.
+    """
+    count = jnp.sum(valid)
+    place = jnp.argsort(~valid, stable=True)  # valid points first
+    start = place[(jnp.arange(centroids) * count) // centroids]
+
+    def one(points: Array) -> Array:
+        def step(_: Array, found: Array) -> Array:
+            # A product with the 0 and 1 of ownership: on CPU an argmin and a scatter take ten times as long. A point
+            # between two centroids counts for both.
+            far = _distances(points, found)
+            owned = ((far == jnp.min(far, axis=-1, keepdims=True)) & valid[:, None]).astype(jnp.float32)
+            total, size = jnp.einsum("tc,tm->cm", owned, points, precision="highest"), jnp.sum(owned, axis=0)[:, None]
+            return jnp.where(size > 0, total / jnp.maximum(size, 1.0), found)
+
+        return lax.fori_loop(0, rounds, step, points[start])
+
+    K, N, T, m = x.shape
+    return lax.map(one, x.reshape(K * N, T, m)).reshape(K, N, centroids, m)
+
+
+# ------------------------------------------------------------------------------------------------------- measurements
+
+
+def policy(selector: Selector, *, chosen: int = TOP) -> Retrieval:
+    """ParisKV's zones around any selector: 4 sink tokens, the newest 128, and `chosen` of the history."""
+    return Retrieval(
+        selector=selector, budget=4 + 128 + chosen, sink=4, local=128, demote=Fifo(leave=32), dense_below=0
+    )
+
+
+def drift(
+    live: Live,
+    *,
+    prompt: int,
+    candidates: int = 2048,
+    rounds: int = 10,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Reads]:
+    """Recall of the exact top 100 of the history along `live`, of indexes that know the first `prompt` tokens at first.
+
+    "prompt" learns centroids from the prompt alone, "anew" from all of the history at each run of steps. Recall is that
+    of the 100 which the whole index chooses, or of as many `candidates` by votes alone (names with "candidates").
+    "k-means" has ParisKV's subspaces of 8 channels with 256 centroids each; "PQCache" has 2 with 64.
+    """
+    full = int(live.lengths[-1])
+    many = {"chosen": min(candidates, full - 132)}
+    cases: dict[str, tuple[Retrieval, int | None]] = {
+        "Paris": (policy(Paris()), prompt),
+        "Paris, all reranked": (policy(Paris(candidates=full)), prompt),
+        "Paris, candidates": (policy(Paris(candidates=1), **many), prompt),
+    }
+    half = live.layers[0].spec.head_dim // 2
+    learnt = {
+        "k-means": policy(Learnt(rounds=rounds)),
+        "k-means, candidates": policy(Learnt(by="votes", rounds=rounds), **many),
+        "PQCache": policy(Learnt(channels=half, bits=6, rounds=rounds)),
+    }
+    for name, made in learnt.items():
+        cases |= {f"{name}, prompt": (made, prompt), f"{name}, anew": (made, None)}
+    found = {}
+    for name, (made, first) in cases.items():
+        if progress is not None:
+            progress(name)
+        found[name] = reads(live, made, top=TOP, prompt=first)
+    return found
+
+
+def ablation(
+    live: Live, *, shares: Sequence[float] = (0.05, 0.1, 0.25, 0.5, 1.0), progress: Callable[[str], None] | None = None
+) -> dict[str, Reads]:
+    """ParisKV's parts: alpha-correction on and off, both forms of voting, and recall by the share of candidates.
+
+    Shares are of the longest context of `live`; where a history is shorter, they cover more of it.
+    """
+    base, longest = policy(Paris()), int(live.lengths[-1])
+    cases: dict[str, Selector] = {
+        "as published": Paris(),
+        "no alpha-correction": Paris(correct=False),
+        "plain votes": Paris(votes="plain"),
+    }
+    cases |= {f"candidates {share:g}": Paris(candidates=max(TOP, round(share * longest))) for share in shares}
+    cases["all reranked, no alpha-correction"] = Paris(candidates=longest, correct=False)
+    found = {}
+    for name, selector in cases.items():
+        if progress is not None:
+            progress(name)
+        found[name] = reads(live, replace(base, selector=selector), top=TOP)
+    return found

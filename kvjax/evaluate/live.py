@@ -1,0 +1,284 @@
+"""Live queries, keys and values of a model, for measurements.
+
+A cache policy is the one place that sees them all, so capture is a policy: `Recorded` is `Full` attention that also
+keeps the query of each decode step in its state. Nothing is patched, and whatever calls `kvjax.attention` can be
+captured, teacher-forced on a text or generating:
+
+    cache = kvjax.init(Recorded(steps=64), spec, layers=...)
+    ...                                                        # prompts and decode steps, in any order
+    live = read(cache)
+
+Queries of prompts are not kept; `capture` decodes the tokens that are to be measured and prefills all others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.tree_util import register_dataclass
+from jax.typing import ArrayLike
+
+from kvjax.caches import Full, FullState, Info
+from kvjax.generate import Model, generate, prefill
+from kvjax.hook import Cache, check, init
+from kvjax.partial import Partial
+from kvjax.sample import Sampling
+from kvjax.spec import CacheSpec, require_int
+
+NO_WINDOW = np.iinfo(np.int32).max
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class RecordedState:
+    full: FullState  # every key and value
+    queries: Array  # dtype[B, steps, N, D] of decode steps, in order
+    positions: Array  # i32[B, steps] where each stands; -1 where there was no step
+    count: Array  # i32[B] steps recorded
+    scale: Array  # f32[B] of the logits
+    window: Array  # i32[B] tokens that a query sees at most
+
+    @property
+    def length(self) -> Array:
+        """i32[B] tokens held."""
+        return self.full.length
+
+    @property
+    def overflow(self) -> Array:
+        """bool[B] a token of this row was dropped."""
+        return self.full.overflow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """`Full`, which keeps the queries of a row's first `steps` decode steps; later ones are not recorded."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        require_int("Recorded(steps=...)", self.steps, at_least=1)
+
+    def init(self, spec: CacheSpec) -> RecordedState:
+        B = spec.batch
+        return RecordedState(
+            full=Full().init(spec),
+            queries=jnp.zeros((B, self.steps, spec.q_heads, spec.head_dim), spec.dtype),
+            positions=jnp.full((B, self.steps), -1, jnp.int32),
+            count=jnp.zeros(B, jnp.int32),
+            scale=jnp.zeros(B, jnp.float32),
+            window=jnp.zeros(B, jnp.int32),
+        )
+
+    def prefill(self, st: RecordedState, k: Array, v: Array, lengths: Array) -> RecordedState:
+        return dataclasses.replace(st, full=Full().prefill(st.full, k, v, lengths))
+
+    def update(self, st: RecordedState, k: Array, v: Array, active: Array) -> RecordedState:
+        return dataclasses.replace(st, full=Full().update(st.full, k, v, active))
+
+    def attend(
+        self, st: RecordedState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, RecordedState, Info]:
+        out, full, info = Full().attend(st.full, q, scale=scale, window=window)
+        position = st.length - 1
+        new = position > jnp.max(st.positions, axis=1)  # a row that took no token stands where it stood
+        row, at = jnp.arange(q.shape[0]), jnp.where(new, st.count, self.steps)
+        state = RecordedState(
+            full=full,
+            queries=st.queries.at[row, at].set(q.astype(st.queries.dtype), mode="drop"),
+            positions=st.positions.at[row, at].set(position, mode="drop"),
+            count=jnp.minimum(st.count + new.astype(jnp.int32), self.steps),
+            scale=jnp.full_like(st.scale, scale),
+            window=jnp.full_like(st.window, NO_WINDOW if window is None else window),
+        )
+        return out, state, info
+
+    def attend_stored(
+        self, st: RecordedState, q: Array, ahead: Array, *, scale: float, window: int | None = None
+    ) -> Partial:
+        return Full().attend_stored(st.full, q, ahead, scale=scale, window=window)
+
+    def full_rows(self, st: RecordedState) -> None:
+        return None
+
+    def flush(self, st: RecordedState) -> RecordedState:
+        return st
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return Full().bytes_per_token(spec)
+
+
+@dataclass(frozen=True)
+class LiveLayer:
+    """One layer: T decode steps over a context of S tokens."""
+
+    q: Array  # dtype[B, T, N, D] after RoPE
+    k: Array  # dtype[B, K, S, D] after RoPE; slot = position
+    v: Array  # dtype[B, K, S, D]
+    scale: float  # of the logits
+    window: int | None  # tokens that a query sees at most
+
+    @property
+    def spec(self) -> CacheSpec:
+        """A cache of this layer that holds all its tokens."""
+        B, K, S, D = self.k.shape
+        return CacheSpec(
+            batch=B, q_heads=self.q.shape[2], kv_heads=K, head_dim=D, capacity=S, dtype=np.dtype(self.k.dtype)
+        )
+
+
+@dataclass(frozen=True)
+class Live:
+    """What `Recorded` saw, by layer. All rows made their steps at the same positions."""
+
+    layers: tuple[LiveLayer, ...]
+    positions: np.ndarray  # i[T], rising; the query at position p sees the tokens 0 to p
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """i[T] tokens that each step's query sees, itself included, where no window hides some."""
+        return self.positions + 1
+
+    def runs(self, longest: int = 64) -> list[slice]:
+        """Steps at adjacent positions, at most `longest` together."""
+        return [
+            slice(i, min(i + longest, run.stop))
+            for run in adjacent(self.positions)
+            for i in range(run.start, run.stop, longest)
+        ]
+
+    def take(self, steps: ArrayLike) -> Live:
+        """The steps of these indices alone; keys and values stay."""
+        index = np.asarray(steps)
+        layers = tuple(dataclasses.replace(layer, q=layer.q[:, index]) for layer in self.layers)
+        return Live(layers, self.positions[index])
+
+    def windows(self, count: int, steps: int) -> Live:
+        """`count` runs of `steps` steps, evenly spaced from the first steps to the last."""
+        T = len(self.positions)
+        if count * steps > T:
+            raise ValueError(f"windows(count={count}, steps={steps}) are more than the {T} steps that were recorded")
+        first = np.linspace(0, T - steps, count).astype(int)
+        return self.take((first[:, None] + np.arange(steps)).reshape(-1))
+
+
+def adjacent(positions: np.ndarray) -> list[slice]:
+    """Runs of positions that follow one another.
+
+    >>> adjacent(np.array([3, 4, 8, 9]))
+    [slice(0, 2, None), slice(2, 4, None)]
+    """
+    cuts = (np.flatnonzero(np.diff(positions) != 1) + 1).tolist()
+    return [slice(*bounds) for bounds in pairwise([0, *cuts, len(positions)])]
+
+
+def read(cache: Cache) -> Live:
+    """What a cache of `Recorded` layers saw. Its arrays are shared with the cache, not copied.
+
+    Raises:
+      ValueError: a layer of another policy, no step recorded, or rows whose steps stand at different positions.
+    """
+    check(cache)
+    layers = []
+    positions: np.ndarray | None = None
+    for i, layer in enumerate(cache.layers):
+        if not isinstance(layer.policy, Recorded):
+            raise ValueError(f"layer {i} has the policy {layer.policy}; make the cache with Recorded(steps=...)")
+        st: RecordedState = layer.state
+        counts, at = np.asarray(st.count), np.asarray(st.positions)
+        T, S = int(counts[0]), int(np.asarray(st.length)[0])
+        if T == 0 or (counts != T).any() or (at[:, :T] != at[:1, :T]).any():
+            raise ValueError(f"rows must have recorded the same steps, at least one; they have {counts.tolist()}")
+        positions = at[0, :T]
+        window = int(np.asarray(st.window)[0])
+        k, v = (a if a.shape[2] == S else a[:, :, :S] for a in (st.full.tokens.k, st.full.tokens.v))
+        q = st.queries if st.queries.shape[1] == T else st.queries[:, :T]
+        layers.append(LiveLayer(q, k, v, float(np.asarray(st.scale)[0]), None if window == NO_WINDOW else window))
+    assert positions is not None
+    return Live(tuple(layers), positions)
+
+
+def capture(
+    checkpoint: Any,
+    tokens: ArrayLike | Sequence[Sequence[int]],
+    *,
+    lengths: Sequence[int],
+    steps: int,
+    progress: Callable[[int], None] | None = None,
+) -> Live:
+    """Live queries of a text: the `steps` tokens that end at each of `lengths` are decoded, all others prefilled.
+
+    `checkpoint` is a `kvjax.models.Checkpoint`, or anything with its `model` and `config.layers`. tokens i32[B, S], of
+    which the longest of `lengths` are read; full attention throughout. `progress` is called with the tokens done.
+
+    Raises:
+      ValueError: lengths that do not rise by `steps` at least, or reach beyond the text or the model's positions.
+    """
+    text = np.asarray(tokens, np.int32)
+    require_int("capture(steps=...)", steps, at_least=1)
+    ends = [require_int("capture(lengths=...)", n, at_least=1) for n in lengths]
+    if text.ndim != 2 or not ends:
+        raise ValueError(f"capture needs tokens [B, S] and at least one length, got {list(text.shape)} and {ends}")
+    if any(end - steps < begin for begin, end in zip([1, *ends], ends, strict=False)):
+        raise ValueError(
+            f"each of lengths={ends} must be steps={steps} or more above the one before, the first above 1"
+        )
+    most = min(n for n in (text.shape[1], getattr(checkpoint.model, "max_positions", None)) if n is not None)
+    if ends[-1] > most:
+        raise ValueError(f"lengths={ends} reach beyond the {most} tokens that the text has or the model takes")
+
+    model: Model = checkpoint.model
+    cache = _empty(checkpoint, len(text), ends[-1], steps * len(ends))
+    held = 0
+    for end in ends:
+        if end - steps > held:
+            _, cache = prefill(model, cache, text[:, held : end - steps])
+        cache = _force(model, cache, text[:, end - steps : end].T)
+        held = end
+        if progress is not None:
+            jax.block_until_ready(cache)
+            progress(held)
+    return read(cache)
+
+
+def capture_generated(
+    checkpoint: Any,
+    prompt: ArrayLike | Sequence[Sequence[int]],
+    *,
+    steps: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    key: Array | None = None,
+) -> tuple[Live, np.ndarray]:
+    """Live queries while the model goes on from prompt i32[B, T], and the tokens i32[B, steps] that it wrote.
+
+    It writes past stop tokens: what is measured is the cache, not the text.
+    """
+    start = np.asarray(prompt, np.int32)
+    if start.ndim != 2:
+        raise ValueError(f"capture_generated needs a prompt [B, T], got {list(start.shape)}")
+    cache = _empty(checkpoint, len(start), start.shape[1] + steps, steps)
+    made = generate(checkpoint.model, cache, start, max_new_tokens=steps, sampling=sampling, key=key)
+    return read(made.cache), made.tokens
+
+
+def _empty(checkpoint: Any, batch: int, capacity: int, steps: int) -> Cache:
+    spec = checkpoint.model.spec(batch=batch, capacity=capacity)
+    return init(Recorded(steps=steps), spec, layers=checkpoint.config.layers)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def _force(model: Model, cache: Cache, tokens: Array) -> Cache:
+    """Decodes tokens i32[T, B], whatever the model would have said."""
+
+    def step(cache: Cache, token: Array) -> tuple[Cache, None]:
+        return model(token[:, None], cache, last=True)[1], None
+
+    return lax.scan(step, cache, tokens)[0]
