@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.cli.options import dtype_name, make_policy, model_directory, without_weights
+from kvjax.cli.options import dtype_name, make_policy, model_directory, sizes, without_weights
 from kvjax.cli.terminal import bar, bars, say, write
 
 if TYPE_CHECKING:
@@ -32,15 +32,12 @@ def perplexity(
     cache: Annotated[
         list[str] | None,
         typer.Option(
-            help="A method of `kvjax methods`, with settings if need be: `quest:page=32`. Repeat it; the first is what "
-            "the others are compared with. Default: full, fier and quest.",
+            help="A method of `kvjax methods`, or with settings: quest:page=32. Repeat it for several; the first is "
+            "what the others are compared with. Default full, fier and quest.",
             show_default=False,
         ),
     ] = None,
-    length: Annotated[
-        list[int] | None,
-        typer.Option(help="Tokens of context. Repeat it. Default: 1024, 2048 and 4096.", show_default=False),
-    ] = None,
+    length: Annotated[str, typer.Option(help="Tokens of context; several as 1K,4K.")] = "1K,2K,4K",
     budget: Annotated[
         int | None, typer.Option(help="Tokens attended a step and KV head, at every length.", show_default=False)
     ] = None,
@@ -72,6 +69,7 @@ def perplexity(
     names = list(dict.fromkeys(cache or ("full", "fier", "quest")))
     if budget is None and share is None:
         share = DEFAULT_SHARE
+    lengths = tuple(sizes("--length", length))
     caches: dict[str, Any] = {}
     for name in names:
         policy, own_budget = make_policy(name)
@@ -83,7 +81,6 @@ def perplexity(
     from kvjax.evaluate.files import read_text
 
     words = read_text(text, download="--text takes a UTF-8 file of running text")
-    lengths = tuple(length or (1024, 2048, 4096))
     setting = measure.Setting(lengths=lengths, steps=steps, passages=passages, batch=batch, budget=budget, share=share)
     progress, total = bars(), len(names) * len(set(lengths))
     with progress:

@@ -31,6 +31,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from kvjax.evaluate import prompt
+from kvjax.evaluate.plots import new_figure, style
 from kvjax.evaluate.record import digest, digest_json, provenance
 from kvjax.generate import Model
 from kvjax.hook import Cache, Layered, check, init
@@ -294,42 +295,33 @@ def figure(cells: Sequence[Cell]) -> Figure:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib import style
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FixedLocator, NullLocator
-    except ImportError as error:
-        raise ImportError("the plots need matplotlib: pip install 'kvjax[eval]'") from error
-
-    rows, first = summarise(cells), cells[0].cache
+    rows, names = summarise(cells), list(dict.fromkeys(cell.cache for cell in cells))
     lengths = sorted({cell.length for cell in cells})
-    with style.context("tableau-colorblind10"):
-        drawing = Figure(figsize=(9, 3.6), layout="constrained")
-        left, right = drawing.subplots(1, 2)
-        for name, marker in zip(dict.fromkeys(cell.cache for cell in cells), "os^Dv<>pPX" * len(cells), strict=False):
-            own = [row for row in rows if row["cache"] == name]
-            at = [row["length"] for row in own]
-            (line,) = left.plot(at, [row["perplexity"] for row in own], marker=marker, label=name)
-            paired = [row for row in own if "ratio" in row]
-            if name != first and paired:
-                right.errorbar(
-                    [row["length"] for row in paired],
-                    [100 * (row["ratio"] - 1) for row in paired],
-                    [100 * row["ratio_stderr"] for row in paired],
-                    marker=marker,
-                    color=line.get_color(),
-                    capsize=3,
-                )
-        right.axhline(0, color="0.5", linewidth=0.8)
-        left.set_ylabel("perplexity a token")
-        right.set_ylabel(f"change against {first} (%), ± standard error")
-        for axes in (left, right):
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_locator(FixedLocator(lengths))
-            axes.xaxis.set_minor_locator(NullLocator())
-            axes.xaxis.set_major_formatter("{x:.0f}")
-            axes.set_xlabel("context (tokens)")
-        left.legend()
+    drawing = new_figure(9, 3.6)
+    left, right = drawing.subplots(1, 2)
+    for name in names:
+        look = style(name, names)
+        own = [row for row in rows if row["cache"] == name]
+        left.plot(
+            [row["length"] for row in own], [row["perplexity"] for row in own], label=name, markersize=4.5, **look
+        )
+        paired = [row for row in own if name != names[0] and "ratio" in row]
+        if paired:
+            change = [100 * (row["ratio"] - 1) for row in paired]
+            error = [100 * row["ratio_stderr"] for row in paired]
+            right.errorbar([row["length"] for row in paired], change, error, markersize=4.5, capsize=3, **look)
+    right.axhline(0, linewidth=1.1, **{**style(names[0], names), "marker": ""})
+    left.set_ylabel("perplexity a token")
+    right.set_ylabel(f"change against {names[0]}, %, ± standard error")
+    left.legend(frameon=False)
+    for axis in (left, right):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(lengths, [str(length) for length in lengths])
+        axis.minorticks_off()
+        axis.set_xlabel("context, tokens")
+        axis.grid(color="0.9", linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
     return drawing
 
 
@@ -359,7 +351,7 @@ def _places(have: int, context: int, steps: int, passages: int) -> list[int]:
     """Where the scored tokens of each passage begin: in the middles of equal parts of what has `context` before it.
 
     >>> _places(1000, 200, 100, 4)
-    [250, 425, 600, 775]
+    [287, 462, 637, 812]
     """
     span = have - steps - context
     wanted = context + steps if passages == 1 else context + steps * (passages + 1)

@@ -196,7 +196,7 @@ def test_bad_texts_and_caches_are_refused(checkpoint):
 def test_command_prints_a_table_and_goes_on_from_its_file(directory, tmp_path, capsys):
     (tmp_path / "book.txt").write_text(TEXT)
     args = ["perplexity", directory, "--text", tmp_path / "book.txt", "--out", tmp_path / "out.json", "--steps", STEPS]
-    args += ["--length", 40, "--passages", 2, "--batch", 2, "--share", 0.3]
+    args += ["--length", "40", "--passages", 2, "--batch", 2, "--share", 0.3]
     args += ["--cache", "full", "--cache", "fier:group=8,chunk=8,dense_layers=1"]
     assert main([str(arg) for arg in [*args, "--plot", tmp_path / "plot.svg"]]) == 0
     out, err = capsys.readouterr()
