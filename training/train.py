@@ -1,7 +1,8 @@
 """Trains the model that the package ships, on one GPU in under ten minutes: see README.md beside this file.
 
     python training/train.py --books DIR --code DIR --out DIR [--seconds 540] [--resume]
-    python training/train.py --smoke --out DIR          # seconds on a CPU
+    python training/train.py --evaluate only --out DIR
+    python training/train.py --smoke --out DIR                              # a minute on a CPU
 
 The schedule is a matter of time: warm-up, constant rate and linear decay, and the lengths of rows, are shares of what
 `--seconds` leaves from the first step on, so whatever the machine, the run ends when it shall. With `--steps` they
@@ -449,28 +450,37 @@ def evaluate(
     One pass over prompt and answer tells what greedy decoding answers: all of its tokens are right if each is the
     likeliest after the right ones before it.
     """
-    asked = settings["evaluate"]
-    look = jax.jit(partial(losses, like=shapes(decoder_config(settings)), settings=settings))
+    asked, lengths = settings["evaluate"], settings["evaluate"]["lengths"]
     text = corpus.tokens("held_out")
+    rows_of = {length: min(asked["rows"], max(1, settings["tokens"] // length)) for length in lengths}
     exact: dict[str, dict[str, float]] = {name: {} for name in asked["tasks"]}
     perplexity: dict[str, float] = {}
-    for length in asked["lengths"]:
-        together = min(asked["rows"], max(1, settings["tokens"] // length))
+    look = jax.jit(partial(losses, like=shapes(decoder_config(settings)), settings=settings))
 
-        def batches(rows: list[tuple[np.ndarray, np.ndarray]], together: int = together) -> Any:
-            for i in range(0, len(rows), together):
-                tokens, kinds = (np.stack(part) for part in zip(*rows[i : i + together], strict=True))
-                _, (each, right, kind) = look(params, tokens, kinds)
-                yield np.asarray(each), np.asarray(right), np.asarray(kind)
+    def build(length: int) -> Any:
+        shape = rows_of[length], length
+        batch = jax.ShapeDtypeStruct(shape, jnp.uint16), jax.ShapeDtypeStruct(shape, jnp.uint8)
+        return look.lower(params, *batch).compile()
 
+    with ThreadPoolExecutor() as pool:
+        programs = dict(zip(lengths, pool.map(build, lengths), strict=True))
+
+    def seen(rows: list[tuple[np.ndarray, np.ndarray]], together: int) -> Any:
+        for i in range(0, len(rows), together):
+            part = (rows[i : i + together] * together)[:together]  # a last batch begins again, to be as large
+            tokens, kinds = (np.stack(a) for a in zip(*part, strict=True))
+            _, found = programs[tokens.shape[1]](params, tokens, kinds)
+            yield tuple(np.asarray(a)[: len(rows) - i] for a in found)
+
+    for length, together in rows_of.items():
         for name, sizes in asked["tasks"].items():
             form = FORMS[name.split()[0]]
             rngs = [random.Random(f"{seed} {name} {length} {row}") for row in range(asked["rows"])]
             rows = [data.asking(corpus, text, length, [form(rng, **sizes)], rng) for rng in rngs]
-            hits = [np.all(right | (kind != data.ANSWER), axis=1) for _, right, kind in batches(rows)]
+            hits = [np.all(right | (kind != data.ANSWER), axis=1) for _, right, kind in seen(rows, together)]
             exact[name][str(length)] = float(np.concatenate(hits).mean())
         rngs = [random.Random(f"{seed} {length} {row}") for row in range(together)]
-        plain = batches([data.plain(corpus, text, length, rng) for rng in rngs])
+        plain = seen([data.plain(corpus, text, length, rng) for rng in rngs], together)
         perplexity[str(length)] = float(np.exp(np.mean([each[:, :-1].mean() for each, _, _ in plain])))
     return {"rows": asked["rows"], "exact_match": exact, "perplexity": perplexity}
 
@@ -515,8 +525,8 @@ def train(
     resume: bool = False,
     peak_tflops: float | None = None,
     show_every: float = 5.0,
-) -> dict[str, Any]:
-    """Trains to the end of the schedule, saves, exports to out/model, evaluates; returns what the card states.
+) -> None:
+    """Trains to the end of the schedule, saves, and exports to out/model; out/result.json has what its card states.
 
     `stop_after` ends the run after that step, as a cut-off would, but saves first.
     """
@@ -590,14 +600,20 @@ def train(
     checkpoints.wait_until_finished()
     checkpoints.close()
     print(f"{step} steps, {tokens / 1e6:.1f} M tokens, exported after {time.monotonic() - begun:.1f} s", flush=True)
-    if stop_after is None:
-        result["evaluation"] = evaluate(state["params"], corpus, settings)
-        export(out / "model", state["params"], corpus, settings, result)
-        print(
-            json.dumps(result["evaluation"], indent=1), f"\nall done after {time.monotonic() - begun:.1f} s", flush=True
-        )
     (out / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-    return result
+
+
+def judge(out: Path) -> dict[str, Any]:
+    """Evaluates out/model, and writes what was found into out/result.json and the model's card."""
+    begun = time.monotonic()
+    result = json.loads((out / "result.json").read_text(encoding="utf-8"))
+    corpus, checkpoint = data.Corpus(out / "corpus"), models.load(out / "model")
+    result["evaluation"] = evaluate(stack(checkpoint.model), corpus, result["settings"])
+    text = card(checkpoint.config, corpus, result["settings"], result)
+    (out / "model" / "README.md").write_text(text, encoding="utf-8")
+    (out / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    print(json.dumps(result["evaluation"], indent=1), f"\nevaluated in {time.monotonic() - begun:.1f} s", flush=True)
+    return result["evaluation"]
 
 
 def main() -> None:
@@ -611,21 +627,25 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of the whole run, in place of --seconds")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--peak-tflops", type=float, help="dense, in the compute dtype: 989 for an H200 in bf16")
+    parser.add_argument("--evaluate", choices=("after", "only", "no"), default="after")
     parser.add_argument("--smoke", action="store_true", help="a tiny run on the sources of kvjax")
     given = parser.parse_args()
     config, books, code, steps = given.config, given.books, given.code, given.steps
     if given.smoke:
         config, books, code, steps = here / "smoke.json", here.parent / "kvjax", here.parent / "models", 60
-    train(
-        json.loads(config.read_text(encoding="utf-8")),
-        given.out,
-        books=books,
-        code=code,
-        seconds=given.seconds,
-        steps=steps,
-        resume=given.resume,
-        peak_tflops=given.peak_tflops,
-    )
+    if given.evaluate != "only":
+        train(
+            json.loads(config.read_text(encoding="utf-8")),
+            given.out,
+            books=books,
+            code=code,
+            seconds=given.seconds,
+            steps=steps,
+            resume=given.resume,
+            peak_tflops=given.peak_tflops,
+        )
+    if given.evaluate != "no":
+        judge(given.out)
 
 
 if __name__ == "__main__":
