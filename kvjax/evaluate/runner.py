@@ -56,6 +56,11 @@ class Plan:
         return len(self.prompts) * len(self.cells)
 
     @property
+    def capacity(self) -> int:
+        """Tokens that a cache must hold for the longest example."""
+        return _capacity(max(map(len, self.prompts.values())), self.task.max_new_tokens)
+
+    @property
     def done(self) -> int:
         return sum(len(cell.examples) for cell in self.cells.values())
 
@@ -160,8 +165,19 @@ def _rescored(cell: Cell, task: Task, examples: Sequence[Example]) -> list[dict[
     return cell.batches
 
 
-def run(checkpoint: Checkpoint, plan: Plan, *, batch: int = 8, progress: Progress | None = None) -> list[Cell]:
-    """Answers what a plan leaves open; see `evaluate`. The cells come in the order of the caches."""
+def run(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    *,
+    batch: int = 8,
+    capacity: int | None = None,
+    progress: Progress | None = None,
+) -> list[Cell]:
+    """Answers what a plan leaves open; see `evaluate`. The cells come in the order of the caches.
+
+    `capacity`, of all caches, is by default what each batch needs. Plans that share the largest `plan.capacity` share
+    the programs that decode: where compiling costs more than empty slots do, as for a small model on a GPU.
+    """
     batch = min(require_int("evaluate(batch=...)", batch, at_least=1), len(plan.prompts))
     ids = list(plan.prompts)
     known = {name: {example["id"] for example in cell.examples} for name, cell in plan.cells.items()}
@@ -173,14 +189,14 @@ def run(checkpoint: Checkpoint, plan: Plan, *, batch: int = 8, progress: Progres
         if progress is not None:
             progress(plan.done, plan.total, f"prefill of {len(part)} prompts")
         rows = [plan.prompts[i] for i in part] + [()] * (batch - len(part))
-        logits, prompts = prompt.read(checkpoint, rows)
-        capacity = _capacity(prompts.spec.capacity, plan.task.max_new_tokens)
+        logits, prompts = jax.block_until_ready(prompt.read(checkpoint, rows))
+        needed = _capacity(prompts.spec.capacity, plan.task.max_new_tokens)
         for name in open_cells:
             if progress is not None:
                 progress(plan.done, plan.total, name)
             begin = time.perf_counter()
             asked = np.array([i not in known[name] for i in part] + [False] * (batch - len(part)))
-            held = prompt.store(checkpoint, prompts, plan.policies[name], capacity)
+            held = prompt.store(checkpoint, prompts, plan.policies[name], capacity or needed)
             answers, attended, steps = _decode(checkpoint, held, logits, plan.task, asked)
             plan.cells[name].batches.append(
                 {

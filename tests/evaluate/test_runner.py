@@ -187,6 +187,17 @@ def test_a_killed_run_goes_on_where_it_stopped(checkpoint, task, finished, tmp_p
     assert whole_run(checkpoint, task, tmp_path)["full"].summary() == cells["full"].summary()
 
 
+def test_a_capacity_shared_by_plans_changes_no_answer(checkpoint, task, finished, monkeypatch):
+    seen = []
+    store = runner.prompt.store
+    monkeypatch.setattr(runner.prompt, "store", lambda *args: seen.append(args[-1]) or store(*args))
+    plan = prepare(checkpoint, task, {"full": CACHES["full"]}, dtype="float32")
+    assert plan.capacity == 640
+    (cell,) = runner.run(checkpoint, plan, batch=2, capacity=plan.capacity)
+    assert answers(cell) == answers(finished[1]["full"])
+    assert set(seen) == {640}
+
+
 def test_of_a_batch_that_is_known_in_part_only_the_rest_is_decoded(checkpoint, task, finished, tmp_path):
     raw = json.loads(finished[1]["full"].path.read_text())
     lost = raw["batches"][1]["examples"].pop()
