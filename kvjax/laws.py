@@ -29,12 +29,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax.caches import Evicting, EvictingState, Info, Policy, Retrieval, RetrievalState
 from kvjax.hook import LayerCache, attention, attention_info, flush, init_layer, insert
 from kvjax.hook import check as check_overflow
-from kvjax.memory import to_device
+from kvjax.memory import shapes, to_device
 from kvjax.pick import Selection, mass_recall
 from kvjax.spec import CacheSpec
 
@@ -487,7 +486,7 @@ def step_is_in_place(policy: Policy, spec: CacheSpec) -> None:
             head_dim=max(128, spec.head_dim),
             dtype=jnp.float32,
         )
-        cache = _shapes(_with_room(policy, large), large, spec)
+        cache = shapes(partial(init_layer, _with_room(policy, large), large))
         q, k = (
             jax.ShapeDtypeStruct((batch, 1, n, large.head_dim), large.dtype) for n in (large.q_heads, large.kv_heads)
         )
@@ -724,17 +723,6 @@ def _check_selection(selection: Selection | None, cache: LayerCache) -> None:
 def _members(selection: Selection) -> list[set[int]]:
     slots, valid = np.asarray(selection.slots), np.asarray(selection.valid)
     return [set(slots[i][valid[i]].tolist()) for i in np.ndindex(*slots.shape[:3])]
-
-
-def _shapes(policy: Policy, large: CacheSpec, small: CacheSpec) -> LayerCache:
-    """A cache for `large` as shapes, in the memory where its leaves lie; one for `small` is made to see where."""
-    # A shape tells its memory by a NamedSharding alone; with a SingleDeviceSharding it is taken for the device's.
-    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
-    kinds = _memory(init_layer(policy, small))
-    leaves, tree = jax.tree.flatten(jax.eval_shape(partial(init_layer, policy, large)))
-    homes = [NamedSharding(mesh, PartitionSpec(), memory_kind=kind) for kind in kinds]
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(leaves, homes, strict=True)]
-    return jax.tree.unflatten(tree, shapes)
 
 
 def _memory(tree: Any) -> list[Any]:

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 HOST_KINDS = ("pinned_host", "unpinned_host")
@@ -35,11 +36,20 @@ def host_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     return jnp.broadcast_to(to_host(jnp.zeros((), dtype)), shape)
 
 
-def homes(make: Callable[[], Any]) -> list[SingleDeviceSharding]:
-    """Where each array of the tree that `make` returns would lie, on the default device. It is traced, not run."""
-    avals = jax.jit(make).trace().jaxpr.out_avals
-    kinds = ["pinned_host" if a.memory_space == jax.memory.Space.Host else None for a in avals]
-    return [SingleDeviceSharding(jax.devices()[0], memory_kind=kind) for kind in kinds]
+def shapes(make: Callable[[], Any]) -> Any:
+    """The tree of arrays that `make` returns, as `jax.ShapeDtypeStruct`s that say in which memory of the default device
+    each would lie. It is traced, not run: nothing is allocated."""
+    traced = jax.jit(make).trace()
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))  # jit reads the memory of a shape from a NamedSharding alone
+
+    def shape(aval: Any) -> jax.ShapeDtypeStruct:
+        kind = "pinned_host" if aval.memory_space == jax.memory.Space.Host else None
+        return jax.ShapeDtypeStruct(
+            aval.shape, aval.dtype, sharding=NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
+        )
+
+    tree = jax.tree.structure(traced.out_info)
+    return jax.tree.unflatten(tree, [shape(aval) for aval in traced.jaxpr.out_avals])
 
 
 def has_host_memory() -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from kvjax.hook import Cache, LayerCache, init_layer
-from kvjax.memory import homes
+from kvjax.memory import shapes
 
 FORMAT = 1  # of states; a change of what a state's fields mean makes it one more
 
@@ -133,8 +133,8 @@ def _homes(cache: Cache | LayerCache) -> list[Any]:
     for layer in layers:
         given = [leaf.sharding for leaf in jax.tree.leaves(layer)]
         if None in given:
-            new = homes(partial(init_layer, layer.policy, layer.spec))
-            given = [theirs or ours for theirs, ours in zip(given, new, strict=True)]
+            new = jax.tree.leaves(shapes(partial(init_layer, layer.policy, layer.spec)))
+            given = [theirs or ours.sharding for theirs, ours in zip(given, new, strict=True)]
         found += given
     return found
 

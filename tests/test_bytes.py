@@ -49,10 +49,9 @@ COSTS = {
 
 def held(policy: kvjax.Policy, spec: CacheSpec) -> memory.Bytes:
     """Bytes of a cache as `init` lays it out; nothing is allocated."""
-    make = functools.partial(kvjax.init_layer, policy, spec)
     found = {"device": 0, "host": 0}
-    for leaf, home in zip(jax.tree.leaves(jax.eval_shape(make)), memory.homes(make), strict=True):
-        found["host" if home.memory_kind == "pinned_host" else "device"] += leaf.size * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(memory.shapes(functools.partial(kvjax.init_layer, policy, spec))):
+        found["host" if leaf.sharding.memory_kind == "pinned_host" else "device"] += leaf.size * leaf.dtype.itemsize
     return memory.Bytes(**found)
 
 
@@ -109,19 +108,6 @@ def test_the_device_holds_windows_and_index_alone(policy: kvjax.Retrieval, resid
     assert device < (host + device) / (4 if policy.selector == kvjax.Paris() else 8)
 
 
-def _shapes(policy: kvjax.Policy, spec: CacheSpec) -> Any:
-    """A cache as shapes, in the memory where its arrays lie."""
-    make = functools.partial(kvjax.init_layer, policy, spec)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))  # a SingleDeviceSharding would not tell the memory
-    leaves, tree = jax.tree.flatten(jax.eval_shape(make))
-    homes = [
-        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind=h.memory_kind)
-        for h in memory.homes(make)
-    ]
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=h) for a, h in zip(leaves, homes, strict=True)]
-    return jax.tree.unflatten(tree, shapes)
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "make",
@@ -135,8 +121,9 @@ def test_a_prompt_larger_than_the_device_goes_to_the_host_chunk_by_chunk(make: C
     for capacity in (8192, 65536):
         spec = dataclasses.replace(small, capacity=capacity)
         q, k = (jax.ShapeDtypeStruct((1, chunk, heads, D), spec.dtype) for heads in (8, 2))
+        cache = memory.shapes(functools.partial(kvjax.init_layer, policy, spec))
         run = jax.jit(kvjax.attention, donate_argnums=0)
-        compiled: Any = run.lower(_shapes(policy, spec), q, k, k).compile().memory_analysis()
+        compiled: Any = run.lower(cache, q, k, k).compile().memory_analysis()
         temp.append(compiled.temp_size_in_bytes)
         size = sum(held(policy, spec))
         assert compiled.alias_size_in_bytes + compiled.host_alias_size_in_bytes >= size, "a second cache"

@@ -134,7 +134,7 @@ def test_step_moves_what_it_selects_and_no_more() -> None:
     sizes = []
     for capacity in (8192, 32768):
         spec = dataclasses.replace(SPEC, capacity=capacity)
-        cache = laws._shapes(POLICY, spec, SPEC)
+        cache = memory.shapes(functools.partial(kvjax.init_layer, POLICY, spec))
         q, k = (jax.ShapeDtypeStruct((2, 1, heads, 16), jnp.float32) for heads in (4, 2))
         step = jax.jit(functools.partial(kvjax.attention, flush=False), donate_argnums=0)
         sizes.append(step.lower(cache, q, k, k).compile().memory_analysis().temp_size_in_bytes)
