@@ -155,9 +155,13 @@ def ptx(code: str, *args: Any, results: int = 0, convergent: bool = False) -> An
     return words[0] if results == 1 else words
 
 
-def real(x: float) -> Word:
+def real_bits(x: float) -> int:
     """The bits of an f32."""
-    return word(struct.unpack("<I", struct.pack("<f", x))[0])
+    return struct.unpack("<I", struct.pack("<f", x))[0]
+
+
+def real(x: float) -> Word:
+    return word(real_bits(x))
 
 
 def instr(name: str, *args: Operand, convergent: bool = False) -> Word:

@@ -17,7 +17,6 @@ is 2.0 us for 8 rows of 2048 slots, D = 128 in bf16.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +24,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
-from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
+from kvjax.kernels_pallas import _softmax as softmax
+from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
+from kvjax.kernels_pallas._softmax import HEADS
 
 MEASURED: str | None = None  # the date in benchmarks/results/attend_slots.json; until there is one, asked for by name
 TILE = 32  # slots of a warp at a time
-HEADS = 8  # columns of a product
 MOST_SLOTS = 4096
 
 
@@ -201,9 +201,7 @@ def _program(
         code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0; @p ld.global.nc.u32 $0, [$3]; }"
         queries.append(ptx(code, quad, heads, c.offset(q, quad * width + n * 16 + col * 4), results=1))
 
-    def step(n: Word, slots: Word, *carry: Word) -> list[Word]:
-        tops, totals = list(carry[:2]), list(carry[2:4])
-        mixed = [list(carry[j : j + 4]) for j in range(4, 4 + D // 4, 4)]
+    def step(n: Word, slots: Word, *state: Word) -> list[Word]:
         ahead = slots_of(n + 1) if steps > 1 else slots
         wait()
         scores = [[word(0)] * 4 for _ in range(2)]
@@ -218,63 +216,31 @@ def _program(
             ptx("cp.async.commit_group;")
         vote = "{ .reg .pred p; setp.ne.u32 p, $1, -1; vote.sync.ballot.b32 $0, p, -1; }"
         there = ptx(vote, slots, results=1, convergent=True) >> quad
-        weights = []
-        for e in range(2):  # head 2 col + e: slots quad, quad + 8, .. + 16, .. + 24
-            mine = [scores[tile][e + 2 * half] for tile in range(2) for half in range(2)]
-            mine = [instr("mul.f32", x, real(scale / math.log(2))) for x in mine]
-            mine = [((there >> (8 * j)) & 1).differs(0).choose(x, real(-math.inf)) for j, x in enumerate(mine)]
-            top = functools.reduce(lambda a, b: instr("max.f32", a, b), [tops[e], *mine])
-            for gap in (4, 8, 16):
-                top = instr("max.f32", top, c.bfly(top, gap))
-            shift = top.equals(real(-math.inf)).choose(0, top)  # nothing yet: 0 keeps 2^(-inf - 0) = 0
-            mine = [instr("ex2.approx.ftz.f32", instr("sub.f32", x, shift)) for x in mine]
-            keep = instr("ex2.approx.ftz.f32", instr("sub.f32", tops[e], shift))
-            totals[e] = instr("mul.f32", totals[e], keep)
-            for x in mine:
-                totals[e] = instr("add.f32", totals[e], x)
-            for acc in mixed:
-                acc[e], acc[e + 2] = (instr("mul.f32", x, keep) for x in (acc[e], acc[e + 2]))
-            tops[e] = top
-            weights.append(mine)
-        halves = [instr(f"cvt.rn.{kind}x2.f32", hi, lo) for lo, hi in zip(*weights, strict=True)]
-        turned = [instr("movmatrix.sync.aligned.m8n8.trans.b16", x, convergent=True) for x in halves]
+        before, weights = softmax.weigh(
+            state, scores, lambda j: ((there >> (8 * j)) & 1).differs(0), scale=scale, kind=kind
+        )
+        *_, mixed = softmax.parts(before)
         wait()
         for j in range(D // 16):
             for tile in range(2):
                 a = part_of(value_at, value_chunk, tile, j, ".trans")
-                mixed[j] = c.mma(kind, mixed[j], a, turned[2 * tile : 2 * tile + 2])
+                mixed[j] = c.mma(kind, mixed[j], a, weights[tile])
         if steps > 1:
             c.warp_barrier()
             copy(v, values, ahead)
-        return [ahead, *tops, *totals, *(x for acc in mixed for x in acc)]
+        return [ahead, *before[:4], *softmax.flat(mixed)]
 
-    carry = [slots, *[real(-math.inf)] * 2, *[word(0)] * (2 + D // 4)]
+    carry = [slots, *softmax.empty(D)]
     carry = step(word(0), *carry) if steps == 1 else loop(0, steps, 1, carry)(step)
-    tops, totals, mixed = carry[1:3], carry[3:5], carry[5:]
-    for gap in (4, 8, 16):
-        totals = [instr("add.f32", x, c.bfly(x, gap)) for x in totals]
     ptx("cp.async.wait_group 0;")
     c.block_barrier()  # the copies' memory is used anew
 
-    line = D + 4  # words: the lanes of a store then go to different banks
-    state = HEADS * (line + 2) * 4  # bytes of heads' mixes, largest scores and sums
-    here = room + warp * state
-    for e in range(2):
-        head = col * 2 + e
-        with when(head < heads):
-            for j in range(D // 16):
-                for half in range(2):
-                    at = here + (head * line + (quad + 16 * j + 8 * half)) * 4
-                    ptx("st.shared.u32 [$0], $1;", at, mixed[4 * j + 2 * half + e])
-            with when(quad.equals(0)):
-                at = here + (head * 2 + HEADS * line) * 4
-                ptx("st.shared.v2.u32 [$0], {$1, $2};", at, tops[e], totals[e])
+    size = softmax.part_bytes(D)
+    softmax.store(room + warp * size, carry[1:], heads, D, lambda j, half: quad + 16 * j + 8 * half)
     c.block_barrier()
-
-    quads = heads * D // 4
-    whole = room + warps * state
-    mine = [room + w * state for w in range(warps)]
-    loop(t, quads, 32 * warps)(lambda i: _store(whole, D, *_merge(mine, i, D, "shared")))
+    quads, whole = heads * D // 4, room + warps * size
+    mine = [room + w * size for w in range(warps)]
+    loop(t, quads, 32 * warps)(lambda i: softmax.Merged(mine, i, D, "shared").store(whole))
     c.cluster_barrier()
     share = -(-quads // blocks)
     others = [c.remote(whole, b) for b in range(blocks)]
@@ -282,39 +248,6 @@ def _program(
     @loop(part * share + t, quads, 32 * warps)
     def _write(i: Word) -> None:
         with when(i < (part + 1) * share):
-            four, top, total, i_head, i_word = _merge(others, i, D, "shared::cluster")
-            by = instr("max.f32", total, real(1e-37))
-            four = [instr("div.rn.f32", x, by) for x in four]
-            ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", c.offset(out, (i_head * D + i_word) * 4), *four)
-            with when(i_word.equals(0)):
-                log = instr("add.f32", top, instr("lg2.approx.f32", total))
-                ptx("st.global.u32 [$0], $1;", c.offset(lse, i_head * 4), instr("mul.f32", log, real(math.log(2))))
+            softmax.Merged(others, i, D, "shared::cluster").write(out, lse)
 
     c.cluster_barrier()  # a block may end once the others have read its part
-
-
-def _merge(states: list[Word], i: Word, D: int, space: str) -> tuple[list[Word], Word, Word, Word, Word]:
-    """Words 4 i .. 4 i + 3 of the heads' mixes [heads, D] of `states` merged; largest score, sum, head and word."""
-    head, line = c.divide(i, D // 4), D + 4
-    first = (i - head * (D // 4)) * 4
-    stats = [
-        ptx(f"ld.{space}.v2.u32 {{$0, $1}}, [$2];", at + (head * 2 + HEADS * line) * 4, results=2) for at in states
-    ]
-    parts = [
-        ptx(f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4];", at + (head * line + first) * 4, results=4) for at in states
-    ]
-    top = functools.reduce(lambda a, b: instr("max.f32", a, b), [s[0] for s in stats])
-    shift = top.equals(real(-math.inf)).choose(0, top)
-    total, four = word(0), [word(0)] * 4
-    for (peak, sum_), mix in zip(stats, parts, strict=True):
-        by = instr("ex2.approx.ftz.f32", instr("sub.f32", peak, shift))
-        total = instr("fma.rn.f32", sum_, by, total)
-        four = [instr("fma.rn.f32", x, by, acc) for x, acc in zip(mix, four, strict=True)]
-    return four, top, total, head, first
-
-
-def _store(at: Word, D: int, four: list[Word], top: Word, total: Word, head: Word, first: Word) -> None:
-    line = D + 4
-    ptx("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", at + (head * line + first) * 4, *four)
-    with when(first.equals(0)):
-        ptx("st.shared.v2.u32 [$0], {$1, $2};", at + (head * 2 + HEADS * line) * 4, top, total)

@@ -291,7 +291,14 @@ def attend_gathered(q: Array, kg: Array, vg: Array, selection: Selection, *, sca
 
 
 def attend_quantized(
-    q: Array, keys: QuantArray, values: QuantArray, start: Array, stop: Array, *, scale: float
+    q: Array,
+    keys: QuantArray,
+    values: QuantArray,
+    start: Array,
+    stop: Array,
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
 ) -> Partial:
     """Attention of q [B, K, Q, D] over the slots [start, stop) of codes of k, v [B, K, S, D], in f32.
 
@@ -304,7 +311,24 @@ def attend_quantized(
     On CPU at 8 heads x 32K tokens, D = 128, Q = 4, 2 bits: 53 ms with keys by channel in groups of 42, 73 ms by token
     in groups of 64; with each block decoded 81 and 74 ms, with the whole cache decoded first 155 and 163 ms and 252
     MiB; over f32 keys and values 28-32 ms (2026-11-21, jax 0.10.2, 2 shared cores, normal random q, k, v).
+    `implementation`: see `explain`. The kernel rounds q and the decoded keys and values to bfloat16, and sums in f32.
     """
+    from kvjax.kernels_pallas import attend_quantized as kernel
+
+    reference = partial(_attend_quantized, scale=scale)
+
+    def run(q: Array, keys: QuantArray, values: QuantArray, start: Array, stop: Array) -> Partial:
+        return Partial(*kernel.attend_quantized(q, keys, values, start, stop, scale=scale))
+
+    args = q, keys, values, start, stop
+    return _dispatch(
+        implementation, kernel, kernel.unsupported(*args), _with_derivative(run, reference), reference, *args
+    )
+
+
+def _attend_quantized(
+    q: Array, keys: QuantArray, values: QuantArray, start: Array, stop: Array, *, scale: float
+) -> Partial:
     slots, D = keys.codes.shape[2], q.shape[-1]
     group = slots // min(keys.scales.shape[2], values.scales.shape[2])
     block = min(max(256, slots // 64) // group * group or group, slots)
@@ -381,13 +405,21 @@ def explain(op: str, *args: Any) -> str:
     >>> explain("top_k", jax.ShapeDtypeStruct((8, 65536), jnp.float32), None, 8192).split(":")[0]
     'xla'
     """
-    from kvjax.kernels_pallas import attend_slots, score_1bit, score_pages, top_k, top_k_pooled
+    from kvjax.kernels_pallas import (
+        attend_quantized,
+        attend_slots,
+        score_1bit,
+        score_pages,
+        top_k,
+        top_k_pooled,
+    )
 
     rules: dict[str, tuple[Any, Callable[..., str | None]]] = {
         "score_1bit": (score_1bit, lambda q, keys: score_1bit.unsupported(q, keys.bits, keys.scale)),
         "score_pages": (score_pages, score_pages.unsupported),
         "top_k": (top_k, lambda scores, valid, k: top_k.unsupported(scores.shape, scores.dtype, k)),
         "top_k_pooled": (top_k_pooled, top_k_pooled.unsupported),
+        "attend_quantized": (attend_quantized, attend_quantized.unsupported),
         "attend_slots": (attend_slots, lambda q, k, v, selection: attend_slots.unsupported(q, k, v, selection.slots)),
     }
     if op not in rules:

@@ -4,11 +4,22 @@ from collections.abc import Iterator
 
 import jax
 import pytest
-from kvjax.kernels_pallas import _common, attend_slots, score_1bit, score_pages, top_k, top_k_pooled
+from kvjax.kernels_pallas import (
+    _common,
+    attend_quantized,
+    attend_slots,
+    score_1bit,
+    score_pages,
+    top_k,
+    top_k_pooled,
+)
 
 from tests.kernels.simulate import simulated
 
-KERNELS = {k.__name__.rpartition(".")[2]: k for k in (attend_slots, score_1bit, score_pages, top_k, top_k_pooled)}
+KERNELS = {
+    kernel.__name__.rpartition(".")[2]: kernel
+    for kernel in (attend_quantized, attend_slots, score_1bit, score_pages, top_k, top_k_pooled)
+}
 HAS_KERNELS = jax.__version_info__ >= (0, 11)
 ON_GPU = HAS_KERNELS and jax.default_backend() == "gpu" and _common.why_not() is None
 

@@ -367,11 +367,12 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             else:
                 f32 = {"mul": np.multiply, "add": np.add, "sub": np.subtract, "div": np.divide, "max": np.fmax}
                 put_float(f32[kind](*x))
-        case "mul" | "max" | "min" if how[-1] in ("bf16x2", "f16x2"):
+        case "mul" | "sub" | "fma" | "max" | "min" if how[-1] in ("bf16x2", "f16x2"):
             dtype = DTYPES[how[-1][:-2]]
             x = [np.ascontiguousarray(read(o)).view(dtype).astype(np.float64) for o in operands[1:]]
-            f = {"mul": np.multiply, "max": np.fmax, "min": np.fmin}[kind]
-            put(operands[0], np.asarray(f(*x), dtype).view(U32))
+            two = {"mul": np.multiply, "sub": np.subtract, "max": np.fmax, "min": np.fmin}
+            got = x[0] * x[1] + x[2] if kind == "fma" else two[kind](*x)
+            put(operands[0], np.asarray(got, dtype).view(U32))
         case "ex2" | "lg2":
             (x,) = floats(operands[1])
             put_float(np.exp2(x) if kind == "ex2" else np.log2(x))

@@ -9,7 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from kvjax.kernels_pallas import attend_slots, score_1bit, score_pages, top_k, top_k_pooled
+from kvjax.kernels_pallas import attend_quantized, attend_slots, score_1bit, score_pages, top_k, top_k_pooled
 
 import kvjax
 from kvjax import ops, presets
@@ -43,8 +43,21 @@ def pooled(pool, k):
     return partial(top_k_pooled.top_k_pooled, pool=pool, k=k)
 
 
-SCORE, PAGES, ATTEND = (
-    partial(f, scale=0.1) for f in (score_1bit.score_1bit, score_pages.score_pages, attend_slots.attend_slots)
+def coded(S, D, bits, tokens, channels, value_channels):
+    codes = sds(1, 8, S, D * bits // 8, dtype=jnp.uint8)
+    keys = sds(1, 8, S // tokens, D // channels, dtype=jnp.uint32)
+    values = sds(1, 8, S, D // value_channels, dtype=jnp.uint32)
+    return sds(1, 8, 4, D), (codes, keys), (codes, values), *2 * [sds(1, dtype=jnp.int32)]
+
+
+SCORE, PAGES, ATTEND, CODED = (
+    partial(f, scale=0.1)
+    for f in (
+        score_1bit.score_1bit,
+        score_pages.score_pages,
+        attend_slots.attend_slots,
+        attend_quantized.attend_quantized,
+    )
 )
 MIB = 1 << 20
 PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes of spills at most
@@ -64,6 +77,9 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "score_pages, D 64": (PAGES, (sds(1, 8, 8, 64, dtype=jnp.float32), *2 * [sds(1, 8, 512, 64)]), 0.1, 0),
     "attend_slots": (ATTEND, slots(4, 131072, 128, 2048), 0.1, 0),
     "attend_slots, a loop": (ATTEND, slots(8, 131072, 128, 4096, dtype=jnp.float16), 0.2, 0),
+    "attend_slots, D 256": (ATTEND, slots(4, 131072, 256, 2048), 0.2, 136),
+    "attend_quantized, LogQuant": (CODED, coded(131040, 128, 2, 42, 1, 64), 0.6, 0),
+    "attend_quantized, by token, 4 bits": (CODED, coded(131072, 128, 4, 1, 64, 32), 0.6, 0),
     "attend_slots, a choice for each head": (ATTEND, slots(8, 131072, 64, 2048, H=8), 0.6, 0),
 }
 
@@ -80,14 +96,22 @@ def test_a_kernel_compiles_for_an_h200(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("preset", "found"), [("fier", "score_1bit"), ("quest", "score_pages")])
+@pytest.mark.parametrize(
+    ("preset", "found"),
+    [
+        (presets.fier(2048), {"score_1bit", "top_k_pooled", "attend_slots"}),
+        (presets.quest(2048), {"score_pages", "top_k_pooled", "attend_slots"}),
+        (presets.logquant(), {"attend_quantized"}),
+        (presets.kivi(), {"attend_quantized"}),
+    ],
+    ids=["fier", "quest", "logquant", "kivi"],
+)
 def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
     spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072, dtype=jnp.bfloat16)
-    policy = getattr(presets, preset)(2048).rest
+    policy = preset.rest
     state = jax.eval_shape(partial(policy.init, spec))
     with mock.patch.object(ops, "_unmeasured", return_value=None):
         program = aot.compile_for_h200(lambda st, q: policy.attend(st, q, scale=0.1)[0], state, sds(1, 32, 128))
     names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels}
-    assert names == {found, "top_k_pooled", "attend_slots"}
-    scores = 4 * 32 * 131072 // policy.selector.unit
-    assert program.temp_bytes < 1.5 * scores + 2 * MIB  # the cache is 512 MiB
+    assert names == found
+    assert program.temp_bytes < 40 * MIB  # for the scores of 32 heads, 16 MiB, and pooled ones; the cache is 512 MiB

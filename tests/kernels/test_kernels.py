@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas import _common, attend_slots, score_1bit, score_pages, top_k, top_k_pooled
+from kvjax.kernels_pallas import (
+    _common,
+    attend_quantized,
+    attend_slots,
+    score_1bit,
+    score_pages,
+    top_k,
+    top_k_pooled,
+)
 
 from kvjax import ops
 from kvjax.pick import Selection
@@ -116,6 +124,33 @@ def test_score_pages_refuses_what_it_has_no_kernel_for(changed, words):
 
 
 @pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (dict(D=256), "head sizes 64 and 128"),
+        (dict(Q=9), "1 to 8 queries"),
+        (dict(bits=8), "codes of 2 and 4 bits; got 8"),
+        (dict(tokens=128), "keys in groups of up to 64 tokens by 1 channel"),
+        (dict(tokens=1, channels=16), "of 1 token by a multiple of 32 channels; got 1 by 16"),
+        (dict(value_channels=8), "values in groups of 1 token by a multiple of 16 channels; got 1 by 8"),
+        (dict(ends=(2, 4)), "one start and stop a row"),
+        (dict(B=0), "at least one row"),
+    ],
+)
+def test_attend_quantized_refuses_what_it_has_no_kernel_for(changed, words):
+    def shapes(B=2, Q=4, S=256, D=128, bits=2, tokens=32, channels=1, value_channels=32, ends=(2,)):
+        codes = jax.ShapeDtypeStruct((B, 2, S, D * bits // 8), jnp.uint8)
+        keys = jax.ShapeDtypeStruct((B, 2, S // tokens, D // channels), jnp.uint32)
+        values = jax.ShapeDtypeStruct((B, 2, S, D // value_channels), jnp.uint32)
+        q = jax.ShapeDtypeStruct((B, 2, Q, D), jnp.float32)
+        return q, (codes, keys), (codes, values), *2 * [jax.ShapeDtypeStruct(ends, jnp.int32)]
+
+    assert attend_quantized.supported(*shapes())
+    assert words in attend_quantized.unsupported(*shapes(**changed))
+    with pytest.raises(NotImplementedError, match=words):
+        jax.eval_shape(partial(attend_quantized.attend_quantized, scale=1.0), *shapes(**changed))
+
+
+@pytest.mark.parametrize(
     ("sizes", "dtype", "k", "words"),
     [
         ((64,), jnp.bfloat16, 5, "scores in f32"),
@@ -140,6 +175,8 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
         attend_slots.Config(warpgroups=3)
     with pytest.raises(ValueError, match="warpgroups 1, 2 or 4"):
         score_pages.Config(warpgroups=8)
+    with pytest.raises(ValueError, match="blocks must be at least 1"):
+        attend_quantized.Config(blocks=0)
 
 
 @pytest.mark.parametrize("k", [1, 100, 2048, 4096])

@@ -10,11 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas import _common, attend_slots, score_1bit, score_pages, top_k, top_k_pooled
+from kvjax.kernels_pallas import (
+    _common,
+    attend_quantized,
+    attend_slots,
+    score_1bit,
+    score_pages,
+    top_k,
+    top_k_pooled,
+)
 
 from kvjax import ops
 from kvjax.pick import Selection, pool_scores
-from kvjax.quant import OneBit, quantize_1bit
+from kvjax.quant import OneBit, QuantArray, quantize, quantize_1bit
 from tests.kernels.conftest import ON_GPU, on_gpu
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -90,13 +98,13 @@ def test_top_k_takes_16_bits_any_rank_and_vmap():
 # ------------------------------------------------------------------------------------------------------ top_k_pooled
 
 
-def parts_of(B, K, G, sizes, kind, rows_valid=1, seed=0):
+def parts_of(B, K, G, sizes, kind, seed=0):
     """Scores in which no two units of a row have ranks within rounding, unless `kind` makes them equal."""
     rng = np.random.default_rng(seed)
     U = sum(sizes)
     steps = np.argsort(rng.random((B, K, 1, U)), axis=-1).astype(np.float32) / 64
     scores = steps * np.linspace(1, 2, G, dtype=np.float32)[:, None] + rng.standard_normal((B, K, G, 1), np.float32)
-    valid = rng.random((B, rows_valid, 1, U)) < 0.7
+    valid = rng.random((B, K if kind == "poison" else 1, 1, U)) < 0.7
     if kind == "equal":
         scores[:] = 1
     elif kind == "poison":
@@ -130,23 +138,26 @@ def parts_of(B, K, G, sizes, kind, rows_valid=1, seed=0):
         ),
     ],
 )
-@pytest.mark.parametrize("kind", ["spread", "equal", "poison", "infinite", "far apart", "few valid"])
-def test_top_k_pooled_chooses_what_its_reference_does(B, K, G, sizes, k, blocks, kind):
-    parts = parts_of(B, K, G, sizes, kind, rows_valid=K if kind == "poison" else 1)
+def test_top_k_pooled_chooses_what_its_reference_does(B, K, G, sizes, k, blocks):
     config = blocks and top_k.Config(blocks=blocks)
     run = jax.jit(partial(top_k_pooled.top_k_pooled, k=k, config=config), static_argnums=1)
-    for pool in ("mean_softmax", "max_softmax", "mean_score") if kind == "spread" else ("mean_softmax",):
-        slots, found = run(parts, pool)
-        want = ops.top_k_pooled(parts, pool, k, implementation="xla")
-        np.testing.assert_array_equal(found, want.valid)
-        slots = np.asarray(slots)
-        assert all(np.unique(row).size == k for row in slots.reshape(-1, k))
-        # Ranks within rounding may stand in another order; what is chosen must rank as what the reference chose.
-        ranks = np.asarray(pool_scores(parts, pool))
-        got, best = (np.where(want.valid, np.take_along_axis(ranks, np.asarray(s), -1), 0) for s in (slots, want.slots))
-        np.testing.assert_allclose(got, best, rtol=1e-5, atol=1e-4)
-        if kind == "equal":
-            np.testing.assert_array_equal(slots, want.slots)
+    reference = jax.jit(partial(ops.top_k_pooled, k=k, implementation="xla"), static_argnums=1)
+    pools = {"spread": ("mean_softmax", "max_softmax", "mean_score")}
+    for kind in ("spread", "equal", "poison", "infinite", "far apart", "few valid"):
+        parts = parts_of(B, K, G, sizes, kind)
+        for pool in pools.get(kind, ("mean_softmax",)):
+            slots, found = run(parts, pool)
+            want = reference(parts, pool)
+            np.testing.assert_array_equal(found, want.valid, err_msg=kind)
+            slots = np.asarray(slots)
+            assert all(np.unique(row).size == k for row in slots.reshape(-1, k))
+            # Ranks within rounding may stand in another order; what is chosen must rank as what the reference chose.
+            ranks = np.asarray(pool_scores(parts, pool))
+            both = (np.take_along_axis(ranks, np.asarray(s), -1) for s in (slots, want.slots))
+            got, best = (np.where(want.valid, rank, 0) for rank in both)
+            np.testing.assert_allclose(got, best, rtol=1e-5, atol=1e-4, err_msg=kind)
+            if kind == "equal":
+                np.testing.assert_array_equal(slots, want.slots)
 
 
 def test_top_k_pooled_has_a_choice_for_each_head_and_takes_vmap():
@@ -334,3 +345,65 @@ def test_the_simulator_sees_that_a_barrier_is_missing(barrier, monkeypatch):
     monkeypatch.setattr(_common, barrier, lambda: None)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"races|may still read"):
         jax.block_until_ready(run(q, k, v, slots, valid))
+
+
+# -------------------------------------------------------------------------------------------------- attend_quantized
+
+
+def quantized(B, K, Q, S, D, bits, tokens, channels, value_channels):
+    q, k, v = normal(0, B, K, Q, D, dtype=jnp.bfloat16), *(normal(seed, B, K, S, D) for seed in (1, 2))
+    keys = quantize(k, bits[0], tokens=tokens, channels=channels)
+    return q, keys, quantize(v, bits[1], channels=value_channels)
+
+
+def spans_of(B, *spans):
+    return tuple(jnp.asarray(np.resize(ends, B), jnp.int32) for ends in zip(*spans, strict=True))
+
+
+BIG = [(0, 131040), (0, 0), (5, 131000), (64, 65)]
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "Q", "S", "D", "bits", "groups", "spans", "config"),
+    [
+        # LogQuant's groups, over a unit of three products of which the last is in part a group's.
+        (1, 1, 4, 210, 128, (2, 2), (42, 1, 64), [(0, 200)], attend_quantized.Config(2)),
+        (3, 1, 8, 128, 64, (2, 4), (1, 32, 32), [(0, 128), (5, 5), (70, 71)], attend_quantized.Config(1)),
+        pytest.param(2, 1, 3, 256, 128, (4, 2), (32, 1, 32), [(0, 256), (31, 33)], None, marks=pytest.mark.thorough),
+        pytest.param(
+            1, 2, 1, 192, 64, (2, 2), (64, 1, 16), [(1, 190)], attend_quantized.Config(2, 2), marks=pytest.mark.thorough
+        ),
+        *(
+            pytest.param(4, 2, Q, 131040, 128, bits, groups, BIG, None, marks=on_gpu)
+            for Q, bits in ((4, (2, 2)), (8, (4, 4)), (1, (2, 4)), (3, (4, 2)))
+            for groups in ((42, 1, 64), (32, 1, 32), (1, 64, 64))
+        ),
+        pytest.param(8, 8, 4, 32768, 64, (2, 2), (32, 1, 32), [(0, 32768)], None, marks=on_gpu),
+    ],
+)
+def test_attention_over_codes_equals_the_reference(B, K, Q, S, D, bits, groups, spans, config):
+    q, keys, values = quantized(B, K, Q, S, D, bits, *groups)
+    span = spans_of(B, *spans)
+    out, lse = jax.jit(partial(attend_quantized.attend_quantized, scale=0.1, config=config))(q, keys, values, *span)
+    want = ops.attend_quantized(q, keys, values, *span, scale=0.1, implementation="xla")
+    # Decoded keys, values and weights are rounded to bf16, each once.
+    assert relative(out, want.out) < 4e-3
+    np.testing.assert_allclose(lse, want.lse, atol=4e-3)
+
+
+def test_attention_over_codes_reads_nothing_outside_of_its_span_and_takes_vmap():
+    q, keys, values = quantized(2, 1, 2, 126, 64, (2, 2), 42, 1, 32)
+    span = spans_of(2, (42, 84))
+    run = partial(attend_quantized.attend_quantized, scale=0.1, config=attend_quantized.Config(1))
+    want = jax.jit(run)(q, keys, values, *span)
+
+    def poisoned(code, first, last):
+        scales = code.scales.at[:, :, :first].set(0x7FFF7FFF).at[:, :, last:].set(0x7FFF7FFF)  # NaN
+        return QuantArray(code.codes, scales)
+
+    for got, expected in zip(jax.jit(run)(q, poisoned(keys, 1, 2), poisoned(values, 42, 84), *span), want, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    whole = (q, keys, values, *span)
+    apart = jax.jit(jax.vmap(lambda *a: run(*jax.tree.map(lambda x: x[None], a))))(*whole)
+    for got, expected in zip(apart, want, strict=True):
+        np.testing.assert_allclose(got[:, 0], expected, rtol=1e-6)
