@@ -259,7 +259,7 @@ def selectors(budget: int) -> dict[str, Policy]:
     """All selectors of kvjax, and the exact choice, at one budget in every layer, with 4 sink tokens and the newest 16
     always read.
 
-    Tokens are indexed in chunks of 32, so that nearly all of a choice is the index's.
+    Tokens are indexed in chunks of 32 or as pages, so that nearly all of a choice is the index's.
     """
     return {
         "Exact": _retrieval(Exact(), budget),
@@ -272,12 +272,12 @@ def selectors(budget: int) -> dict[str, Policy]:
 
 
 def groups(budget: int, sizes: Sequence[int] = (32, 64, 128, 256)) -> dict[str, Policy]:
-    """FIER by group size beside Quest, each query head choosing for itself as in the papers (FIER, Fig. 6, Table 4)."""
-    leave = max(*sizes, 16)
-    fier: dict[str, Policy] = {
-        f"Fier g={g}": _retrieval(Fier(group=g, pool="per_head"), budget, leave=leave) for g in sizes
-    }
-    return fier | {"Quest": _retrieval(MinMaxPages(page=16, pool="per_head"), budget, leave=leave)}
+    """FIER by group size beside Quest, each query head choosing for itself as in the papers (FIER, Fig. 6, Table 4).
+
+    Chunks of FIER have the size of the largest group.
+    """
+    fier = {f"Fier g={g}": _retrieval(Fier(group=g, pool="per_head"), budget, leave=max(sizes)) for g in sizes}
+    return {**fier, "Quest": _retrieval(MinMaxPages(page=16, pool="per_head"), budget)}
 
 
 def pools(budget: int) -> dict[str, Policy]:
@@ -291,7 +291,10 @@ def pools(budget: int) -> dict[str, Policy]:
 
 
 def _retrieval(selector: Selector, budget: int, *, leave: int = 32) -> Retrieval:
-    return Retrieval(selector=selector, budget=budget, sink=4, local=16, demote=Fifo(leave=leave), dense_below=0)
+    """Pages are indexed as soon as they are full: tokens that wait compete by exact scores, which lie below the bounds
+    of pages, so a Quest that lets many wait loses its newest tokens."""
+    demote = Fifo(leave=leave if selector.unit == 1 else selector.unit)
+    return Retrieval(selector=selector, budget=budget, sink=4, local=16, demote=demote, dense_below=0)
 
 
 def compare(
