@@ -308,14 +308,11 @@ def rate_at(progress: float, settings: Mapping[str, Any]) -> float:
     return settings["rate"] * max(0.0, min(1.0, up, down))
 
 
-def length_at(progress: float, settings: Mapping[str, Any]) -> int | None:
-    """The length of rows; None when the run is over."""
-    end = 0.0
-    for length, share in settings["phases"].items():
-        end += share
-        if progress < end - 1e-9:
-            return int(length)
-    return None
+def lengths_left(progress: float, settings: Mapping[str, Any]) -> list[int]:
+    """The lengths of rows from here on, in their order; none when the run is over."""
+    phases = settings["phases"]
+    ends = np.cumsum(list(phases.values()))
+    return [int(length) for length, end in zip(phases, ends, strict=True) if progress < end - 1e-9]
 
 
 # ---------------------------------------------------------------------------------------------------- saving and export
@@ -545,16 +542,19 @@ def train(
         if before["settings"] != json.loads(json.dumps(dict(settings))):
             raise ValueError(f"the run in {out} has other settings; resume with the config that it began with")
         clock.done, trained, tokens = before["progress"], before["seconds"], before["tokens"]
-    programs = Programs(make_step(settings, like), state, [int(n) for n in settings["phases"]], settings["tokens"])
+    lengths = lengths_left(clock.progress(first), settings)
+    if not lengths:
+        raise ValueError(f"the run in {out} has come to its end; give another --out")
+    programs = Programs(make_step(settings, like), state, lengths, settings["tokens"])
     batches = data.Batches(
         corpus,
         data.Mixture(**settings["mixture"]),
-        lambda step: length_at(clock.progress(step), settings),
+        lambda step: next(iter(lengths_left(clock.progress(step), settings)), None),
         tokens=settings["tokens"],
         first=first,
         workers=settings["workers"],
     )
-    programs[int(next(iter(settings["phases"])))]  # waits for the first
+    programs[lengths[0]]  # waits for it
     clock.start = time.monotonic()
     log = Log(out / "log.jsonl", config, peak_tflops, show_every)
     print(f"first step after {clock.start - begun:.1f} s", flush=True)
@@ -563,13 +563,16 @@ def train(
     saved = clock.start if steps is None else first
     step, made = first, provenance()
 
-    def about(**more: Any) -> dict[str, Any]:
-        passed = trained + time.monotonic() - clock.start
-        progress = min(1.0, clock.progress(step))
-        return {
-            "step": step, "tokens": tokens, "seconds": passed, "progress": progress, "made": made,
-            "settings": dict(settings), **more,
-        }  # fmt: skip
+    def about() -> dict[str, Any]:
+        passed, progress = trained + time.monotonic() - clock.start, min(1.0, clock.progress(step))
+        run = {"step": step, "tokens": tokens, "seconds": passed, "progress": progress}
+        return {**run, "made": made, "settings": dict(settings)}
+
+    def keep() -> None:
+        result = about()
+        save(checkpoints, step, state, result)
+        export(out / "model", state["params"], corpus, settings, result)
+        (out / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
 
     for length, ids, kinds in batches:
         progress = clock.progress(step)
@@ -581,26 +584,22 @@ def train(
         waiting.append((step, length, ids.size, progress, rate, metrics))
         if len(waiting) > 2:  # so that the device always has a step to go on with
             log.write(*waiting.popleft())
+        if step == stop_after:
+            break
         now = time.monotonic() if steps is None else step
         if now - saved >= settings["save_every"]:
             saved = now
-            save(checkpoints, step, state, about())
-            export(out / "model", state["params"], corpus, settings, about())
-        if step == stop_after:
-            break
+            keep()
     for left in waiting:
         log.write(*left)
     log.file.close()
     batches.close()
     programs.close()
-    result = about()
-    if checkpoints.latest_step() != step:
-        save(checkpoints, step, state, result)
-    export(out / "model", state["params"], corpus, settings, result)
+    if step not in checkpoints.all_steps():
+        keep()
     checkpoints.wait_until_finished()
     checkpoints.close()
     print(f"{step} steps, {tokens / 1e6:.1f} M tokens, exported after {time.monotonic() - begun:.1f} s", flush=True)
-    (out / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
 def judge(out: Path) -> dict[str, Any]:
