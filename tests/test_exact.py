@@ -7,7 +7,8 @@ import pytest
 import kvjax
 from kvjax import CacheSpec, Exact, Fifo, Retrieval, laws
 from kvjax.pick import POOLS
-from tests.test_fier import agrees, picks, pooled
+from tests.oracles import agrees, pooled
+from tests.test_fier import picks
 
 SPEC = CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
 
