@@ -1,16 +1,21 @@
-"""Device time of score_1bit, kernel and reference, beside the floor: `python benchmarks/score_1bit.py`, on a GPU."""
+"""Device time of score_1bit by block sizes, and of its reference: `python benchmarks/score_1bit.py`, on a GPU."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from device_time import BYTES_PER_US, device_time, write
+from jax import Array
+from kvjax.kernels_pallas import score_1bit
+from kvjax.kernels_pallas.score_1bit import Config
+from sweep import run, sweep
 
 from kvjax import ops
 from kvjax.quant import OneBit, quantize_1bit
 
 SHAPES = (  # B, K, G, S, D, group, dtype of the scales
-    *((1, 8, 4, S, 128, 32, "bfloat16") for S in (8192, 32768, 131072, 1 << 20)),
+    *((1, 8, 4, S, 128, 32, "bfloat16") for S in (131072, 8192, 32768, 1 << 20)),
     *((B, 8, 4, 32768, 128, 32, "bfloat16") for B in (2, 8)),
     (1, 8, 4, 131072, 128, 64, "bfloat16"),
     (1, 8, 4, 131072, 128, 32, "float16"),
@@ -19,6 +24,7 @@ SHAPES = (  # B, K, G, S, D, group, dtype of the scales
     (1, 8, 4, 131072, 64, 32, "bfloat16"),
     (1, 8, 8, 131072, 64, 32, "bfloat16"),
 )
+CONFIGS = [Config(units, 1, ahead) for units in (4, 8, 16) for ahead in (1, 2, 3)]
 
 
 def index(B: int, K: int, S: int, D: int, group: int, dtype: str) -> OneBit:
@@ -27,31 +33,33 @@ def index(B: int, K: int, S: int, D: int, group: int, dtype: str) -> OneBit:
     return quantize_1bit(k, group, jnp.dtype(dtype))
 
 
-def main() -> None:
-    rows = []
-    for B, K, G, S, D, group, dtype in SHAPES:
-        ix = jax.jit(index, static_argnums=range(6))(B, K, S, D, group, dtype)
-        q = jax.random.normal(jax.random.key(2), (B, K, G, D))
-        scale = D**-0.5
-        row = {"B": B, "K": K, "G": G, "S": S, "D": D, "group": group, "scales": dtype}
-        run = {
-            name: lambda q, ix, name=name, scale=scale: ops.score_1bit(q, ix, scale=scale, implementation=name)
-            for name in ("mosaic", "xla")
-        }
-        got, want = (jax.jit(f)(q, ix) for f in run.values())
-        row["error"] = f"{float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)):.1e}"
-        _, kernels = device_time(run["mosaic"], q, ix)
-        row["kernel"] = next(time for name, time in kernels.items() if "kvjax_score_1bit" in name)
-        row["mosaic"] = sum(kernels.values())  # with the kernel that prepares the queries
-        row["xla"] = device_time(run["xla"], q, ix, calls=3)[0]
-        row["floor"] = B * K * S * (D / 8 + 4 * D / group + 4 * G) / BYTES_PER_US
-        rows.append(row)
-        if len(rows) == 1:
-            print(" | ".join(row))
-        print(" | ".join(f"{x:.1f}" if isinstance(x, float) else str(x) for x in row.values()), flush=True)
-    what = "score_1bit of q f32[B, K, G, D] with keys of S tokens; error: ||mosaic - xla|| / ||xla||"
-    write("score_1bit.json", what, "normal random keys, channels 1 to 4 times as large, and queries", rows)
+def measure(B: int, K: int, G: int, S: int, D: int, group: int, dtype: str) -> dict[str, Any]:
+    args = (
+        jax.random.normal(jax.random.key(2), (B, K, G, D)),
+        jax.jit(index, static_argnums=range(6))(B, K, S, D, group, dtype),
+    )
+
+    def kernel(config: Config) -> Any:
+        return lambda q, ix: score_1bit.score_1bit(q, *ix, scale=D**-0.5, config=config)
+
+    def reference(q: Array, ix: OneBit) -> Array:
+        return ops.score_1bit(q, ix, scale=D**-0.5, implementation="xla")
+
+    def error(got: Array, want: Array) -> float:
+        return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+
+    moved = B * K * S * (D / 8 + 4 * D / group + 4 * G)
+    configs = [Config(), *CONFIGS]
+    row = sweep("score_1bit", kernel, reference, args, configs=configs, error=error, most=1e-2, moved=moved)
+    return {"B": B, "K": K, "G": G, "S": S, "D": D, "group": group, "scales": dtype, **row}
 
 
 if __name__ == "__main__":
-    main()
+    run(
+        "score_1bit",
+        "score_1bit of q f32[B, K, G, D] with keys of S tokens; error: ||mosaic - xla|| / ||xla||; "
+        "config: units x warpgroups x ahead",
+        "normal random keys, channels 1 to 4 times as large, and queries",
+        measure,
+        SHAPES,
+    )

@@ -5,7 +5,7 @@ so the first sum is one number a head and group, and in the second the queries a
 the 32 keys of a unit: 16-bit operands, products summed in f32. Both run on `mma` (m16n8k16), 8 heads as its columns.
 Its rows are 16 keys for the second sum, their codes made in registers by a shift, an and and a xor for two of them; a
 lane holds the channels i and i + D/8 of its D/4 as a pair, since their bits are D/8 apart in the packed row. For the
-first sum the rows are the zeros of 16 units. A warp does `units` units, and loads one ahead.
+first sum the rows are the zeros of 16 units. A warp does `units` units, and loads `ahead` of them ahead.
 
 **Bytes:** (D/8 + 4 D/g) read and 4 G written a key and kv head: at D = 128, g = 32, G = 4, 48 bytes. The bound on an
 H200 (4.3 TB/s) is 11.7 us for 8 kv heads x 131072 and 94 us for 8 x 1M.
@@ -15,6 +15,9 @@ H200 (4.3 TB/s) is 11.7 us for 8 kv heads x 131072 and 94 us for 8 x 1M.
 32768 keys 6.8 us; batch 8 x 32768 39 us. `benchmarks/results/score_1bit.json` has more. Queries times step are rounded
 to 16 bits: against the reference, ||error|| / ||scores|| is 2.4e-3 for bf16 and 3e-4 for f16. 90 registers, no spills;
 counted, not measured: making codes takes two integer operations for two of them, which alone are about 8 us.
+
+The bytes in flight may be what binds it: 20 warps of a multiprocessor (90 registers) with one unit ahead, 1 KB, are 2.7
+MB at once, and 2.4 TB/s were moved. `ahead` of 2 and 3 (112 and 130 registers) is for this, and not yet measured.
 
 **Tried and lost** (131072 keys): 16 units a warp 22.1 us, 4 units 22.6 us; no loading ahead 24 to 25 us; blocks of two
 warpgroups 21.0 us, but 11.0 us for 32768 keys.
@@ -42,10 +45,13 @@ ONES = {"bf16": 0xBF80BF80, "f16": 0xBC00BC00}  # -1 twice; a code of 1 flips th
 class Config:
     units: int = 8  # of a warp
     warpgroups: int = 1  # of a block
+    ahead: int = 1  # units that a warp loads before it needs them
 
     def __post_init__(self) -> None:
         if not 1 <= self.units <= 16:
             raise ValueError(f"units must be 1 to 16, the rows of a product; got {self.units}")
+        if not 1 <= self.ahead <= 3:
+            raise ValueError(f"ahead must be 1 to 3, as registers hold; got {self.ahead}")
 
 
 def smem_bytes() -> int:
@@ -156,7 +162,7 @@ def _program(
         codes = [ptx(load_codes.format(i * D // 8), at, results=1) for i in range(4)]
         return codes + quarter(step, group_of(unit))
 
-    ahead = fetch(within(first))
+    ahead = [w for i in range(config.ahead) for w in fetch(within(first + i))]
     queries = paired(quarter(q, quad))
     zeros = [paired(quarter(zero, group_of(within(first + quad + h)))) for h in ((0, 8) if batch > 8 else (0,))]
     base = [word(0)] * 4  # q . zero, of unit `quad` and of unit `quad` + 8, for heads 2 col and 2 col + 1
@@ -165,10 +171,10 @@ def _program(
         base = c.mma(kind, base, [low[j], high[j], low[j + 1], high[j + 1]], queries[j : j + 2])
 
     @loop(0, batch, 1, ahead)
-    def _unit(i: Word, *now: Word) -> list[Word]:
-        unit = first + i
-        ahead = fetch(within(unit + 1))
-        codes, steps = now[:4], paired(list(now[4:]))
+    def _unit(i: Word, *held: Word) -> list[Word]:
+        unit, size = first + i, 4 + H
+        ahead = [*held[size:], *fetch(within(unit + config.ahead))]
+        codes, steps = held[:4], paired(list(held[4:size]))
         scaled = [ptx(f"mul.{kind}x2 $0, $1, $2;", *two, results=1) for two in zip(queries, steps, strict=True)]
         holder = ((i & 7) << 2) + col
         start = []

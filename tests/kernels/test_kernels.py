@@ -169,6 +169,8 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
         top_k.Config(blocks=3)
     with pytest.raises(ValueError, match="units must be"):
         score_1bit.Config(units=17)
+    with pytest.raises(ValueError, match="ahead must be"):
+        score_1bit.Config(ahead=4)
     with pytest.raises(ValueError, match="blocks must be"):
         attend_slots.Config(blocks=16)
     with pytest.raises(ValueError, match="warpgroups must be"):
