@@ -30,6 +30,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
+from kvjax.evaluate.plots import new_figure, style
 from kvjax.evaluate.record import provenance
 from kvjax.generate import SMALLEST_CHUNK, Stream, _decode_loop, _prefill_chunk, chunk_size, prefill, warm_up
 from kvjax.hook import Cache, LayerCache, Layered, check, init
@@ -403,9 +404,6 @@ def _program_bytes(model: Decoder, run: Stream, length: int, workload: Workload)
 
 # ---------------------------------------------------------------------------------------------------------------- plot
 
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
-MARKERS = "osD^vPX"
-
 
 def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """TPOT by length, a line a cache and a panel a batch; whiskers from the fastest to the slowest block.
@@ -414,42 +412,30 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
       ValueError: no row has a time.
       ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
-    except ImportError as error:
-        raise ImportError("the plots need matplotlib: pip install 'kvjax[eval]'") from error
     rows = [row for row in rows if row["status"] == "ok"]
     if not rows:
         raise ValueError("no cell fitted in memory, so there is no time to plot")
     batches, names = sorted({row["batch"] for row in rows}), list(dict.fromkeys(row["cache"] for row in rows))
     lengths = sorted({row["length"] for row in rows})
-    drawn = Figure(figsize=(1.5 + 4.0 * len(batches), 3.8), layout="constrained")
+    drawn = new_figure(1.5 + 4.0 * len(batches), 3.8)
     panels = drawn.subplots(1, len(batches), sharey=True, squeeze=False)[0]
     for panel, batch in zip(panels, batches, strict=True):
-        for i, name in enumerate(names):
-            line = sorted(
-                (row for row in rows if (row["batch"], row["cache"]) == (batch, name)), key=lambda row: row["length"]
-            )
-            middle = np.array([row["tpot_ms"] for row in line])
-            ends = np.array(
-                [[row["tpot_ms"] - row["tpot_ms_min"], row["tpot_ms_max"] - row["tpot_ms"]] for row in line]
-            )
+        for name in names:
+            line = [row for row in rows if (row["batch"], row["cache"]) == (batch, name)]
+            line.sort(key=lambda row: row["length"])
+            ends = [(row["tpot_ms"] - row["tpot_ms_min"], row["tpot_ms_max"] - row["tpot_ms"]) for row in line]
             panel.errorbar(
                 [row["length"] for row in line],
-                middle,
-                yerr=ends.reshape(-1, 2).T,
+                [row["tpot_ms"] for row in line],
+                yerr=np.reshape(ends, (-1, 2)).T,
                 label=name,
-                color=COLOURS[i % len(COLOURS)],
-                marker=MARKERS[i % len(MARKERS)],
-                linestyle=("-", "--", ":")[i // len(COLOURS) % 3],
                 capsize=2,
+                **style(_method(name), [_method(other) for other in names]),
             )
         panel.set_title(f"batch {batch}")
         panel.set_xscale("log")
-        panel.xaxis.set_major_locator(FixedLocator(lengths))
-        panel.xaxis.set_major_formatter(FixedFormatter([short(length) for length in lengths]))
-        panel.xaxis.set_minor_locator(NullLocator())
+        panel.set_xticks(lengths, [short(length) for length in lengths])
+        panel.minorticks_off()
         panel.set_xlabel("context (tokens)")
         panel.grid(alpha=0.3)
     panels[0].set_ylim(bottom=0)
@@ -461,8 +447,14 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
     return drawn
 
 
+def _method(label: str) -> str:
+    """The label "fier 128" as `style` wants it: what follows a colon varies the line, not its colour."""
+    return label.replace(" ", ":", 1)
+
+
 def short(length: int) -> str:
-    """
+    """A number of tokens as people write it.
+
     >>> short(32768), short(1 << 20), short(1000)
     ('32K', '1M', '1000')
     """
