@@ -302,9 +302,9 @@ def _small(form: str, rng: random.Random) -> Hidden:
 
 
 def _words(length: int, rng: random.Random) -> Hidden:
-    """The most frequent coded words, or the common ones of a list; up to 5 tokens a word, 9 with its number."""
+    """The most frequent coded words, or the common ones of a list; 5 tokens a word, 11 with its number."""
     if length >= 4096 and rng.random() < 0.5:
-        return FORMS["common_words"](rng, words=rng.randint(303, length // 11))  # 303: the form's least
+        return FORMS["common_words"](rng, words=rng.randint(303, length // 13))  # 303: the least that it takes
     return FORMS["frequent_words"](rng, words=rng.randint(length // 24, length // 7))
 
 
