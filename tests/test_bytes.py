@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, memory, presets
+from kvjax import CacheSpec, memory, models, presets
+from kvjax.generate import _decode_loop, _prefill_chunk
+from kvjax.sample import Sampling
 
 D, K, VALUE = 128, 8, 2  # a layer of Llama 3.1 8B in bfloat16
 SPEC = CacheSpec(batch=1, q_heads=32, kv_heads=K, head_dim=D, capacity=32768)
@@ -134,6 +136,32 @@ def test_a_prompt_larger_than_the_device_goes_to_the_host_chunk_by_chunk(make: C
         assert temp[1] <= 1.01 * temp[0], f"temp bytes grow with the history: {temp}"
     else:
         assert temp[1] <= temp[0] + size, f"more than one copy: {temp}"
+
+
+@pytest.mark.thorough
+def test_generation_of_a_model_needs_the_same_device_memory_for_any_prompt() -> None:
+    model = models.Decoder(
+        models.DecoderConfig(
+            vocab_size=128, hidden_size=64, intermediate_size=96, layers=2, q_heads=4, kv_heads=2, head_dim=64
+        )
+    )
+    temp, device, number = [], [], jax.ShapeDtypeStruct((), jnp.int32)
+    tokens, rows = jax.ShapeDtypeStruct((1, 512), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    logits, active = jax.ShapeDtypeStruct((1, 128), jnp.float32), jax.ShapeDtypeStruct((1,), bool)
+    mean = jax.ShapeDtypeStruct((0,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    for capacity in (8192, 65536):
+        spec, method = model.spec(batch=1, capacity=capacity), presets.freekv(dense_layers=0)
+        cache = memory.shapes(functools.partial(kvjax.init, method, spec, layers=2))
+        prompt = _prefill_chunk.lower(model, cache, tokens, rows, fresh=False)
+        loop = _decode_loop.lower(
+            model, cache, logits, active, mean, None, number, number, Sampling(), rows, room=16, measure=False
+        )
+        temp.append([p.compile().memory_analysis().temp_size_in_bytes for p in (prompt, loop)])
+        device.append(2 * held(method.rest, spec).device)
+    assert device[1] - device[0] <= 1.01 * 2 * 2 * (65536 - 8192) * 2 * 64 * 4 / 32, "more than the index grew"
+    prompts, loops = zip(*temp, strict=True)
+    assert loops[1] <= 1.02 * loops[0]
+    assert jax.__version_info__ < (0, 11) or prompts[1] <= 1.02 * prompts[0]
 
 
 @pytest.mark.parametrize("preset", [presets.freekv(), presets.pariskv(host=True)], ids=["freekv", "pariskv over host"])
