@@ -27,29 +27,24 @@ def run(capsys):
 
 
 def test_a_run_writes_results_table_and_plots_and_is_not_made_again(run, checkpoint, tmp_path, monkeypatch):
-    ask = (checkpoint, *SMALL, "--cache", "streaming_llm", "--budget", "16,32", "--out", tmp_path)
+    ask = (checkpoint, *SMALL, "--cache", "streaming_llm", "--budget", "16", "--out", tmp_path)
     code, out, err = run(*ask)
     assert code == 0, err
-    assert "| cache | 16 | 32 |" in out
+    assert "| cache | 16 |" in out
     assert "| `streaming_llm` | " in out
     assert "pass key, 300 tokens" in out
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "results",
-        "table.md",
-        "pass-key-by-budget.svg",
-        "pass-key-by-depth.svg",
-    }
+    assert {path.name for path in tmp_path.iterdir()} == {"results", "table.md", "pass-key-by-depth.svg"}
     files = list((tmp_path / "results").glob("*.json"))
-    assert len(files) == 2
+    assert len(files) == 1
     raw = json.loads(files[0].read_text())
     assert (raw["task"], raw["total"], raw["summary"]["n"]) == ("pass key at 300", 3, 3)
-    assert raw["cache"] in ("streaming_llm@16", "streaming_llm@32")
-    assert raw["summary"]["attended_last_layer"] == raw["budget"]
+    assert raw["cache"] == "streaming_llm@16"
+    assert raw["summary"]["attended_last_layer"] == raw["budget"] == 16
 
     monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
     again = run(*ask)
     assert again[:2] == (0, out)
-    assert "6 of 6 answers are in" in again[2]
+    assert "3 of 3 answers are in" in again[2]
 
 
 @pytest.mark.parametrize(
