@@ -118,6 +118,7 @@ def test_the_export_is_read_by_kvjax_and_its_card_says_what_it_saw(exported, cor
     assert "license: apache-2.0" in card
 
 
+@pytest.mark.thorough  # by default, tests/models/test_save.py shows as much of smaller models
 @pytest.mark.torch
 def test_the_export_is_read_by_transformers_with_the_same_logits(exported):
     import torch
