@@ -27,6 +27,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from kvjax.caches import Observer
 from kvjax.hook import Cache, check
 from kvjax.request import check_request, pad_prompt, stop_array
 from kvjax.sample import Sampling, row_keys, sample
@@ -94,7 +95,8 @@ def prefill(
     """Stores a right-padded prompt i32[B, T] and returns the logits f32[B, V] of each row's last real token.
 
     Works through the prompt by chunks of at most `chunk` tokens (None: 512 on CPU; on GPU 32768, counted over all
-    rows), so it holds neither a T x T array nor the logits of every token. A row of length 0 stores nothing, and
+    rows; the whole prompt for a cache that chooses by its queries what to keep of it, as the evicting ones do), so it
+    holds neither a T x T array nor the logits of every token. A row of length 0 stores nothing, and
     its logits mean nothing. `fresh` promises that the cache is empty; None finds out, and is False under a trace.
     `progress` is called with the number of columns done after each chunk, which waits for the chunk.
     """
@@ -117,7 +119,7 @@ def prefill(
         held = cache.length
         fresh = not isinstance(held, jax.core.Tracer) and not np.any(np.asarray(held))
 
-    size = chunk_size(T, chunk, rows=B)
+    size = chunk_size(T, _chunk(cache, T, chunk), rows=B)
     pad = jnp.pad if isinstance(prompt, jax.core.Tracer) else np.pad
     prompt = pad(prompt.astype(np.int32), ((0, 0), (0, -T % size)))
     logits: Array | None = None
@@ -146,6 +148,12 @@ def chunk_size(tokens: int, chunk: int | None = None, *, rows: int = 1) -> int:
     chunk = require_int("chunk", chunk, at_least=2)
     even = -(-tokens // -(-tokens // chunk))
     return min(chunk, _round_up(even))
+
+
+def _chunk(cache: Cache, tokens: int, chunk: int | None) -> int | None:
+    """`chunk`, or where none is given, the whole prompt for policies that choose of it once, by all of its queries."""
+    whole = chunk is None and any(isinstance(layer.policy, Observer) for layer in cache.layers)
+    return _round_up(tokens) if whole else chunk
 
 
 def _round_up(size: int) -> int:
@@ -466,7 +474,7 @@ def warm_up(
     Runs two chunks that hold one token, and one decode step. Consumes `cache`, which must be empty: make another.
     """
     B = cache.spec.batch
-    size = chunk_size(prompt_tokens, chunk, rows=B)
+    size = chunk_size(prompt_tokens, _chunk(cache, prompt_tokens, chunk), rows=B)
     tokens = np.zeros((B, min(prompt_tokens, 2 * size)), np.int32)
     logits, cache = prefill(model, cache, tokens, np.ones((B,), np.int32), chunk=size)
     keys = None if sampling.greedy else row_keys(jax.random.key(0), B)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Evicting, HeavyHitter, LastQuery, Observation, Sliding, laws
+from kvjax import CacheSpec, Evicting, HeavyHitter, LastQuery, Observation, Sliding, generate, laws
 from kvjax.caches import evicting
 
 SPEC = CacheSpec(batch=3, q_heads=4, kv_heads=2, head_dim=16, capacity=150, dtype=jnp.float32)
@@ -199,3 +199,23 @@ def test_presets_take_a_budget_and_dense_layers() -> None:
     ):
         layered = kvjax.presets.find(name).make(budget=77, dense_layers=2)
         assert [layered.policy(i) for i in range(3)] == [kvjax.Full()] * 2 + [Evicting(evictor=evictor, budget=77)]
+
+
+def test_decoding_reads_a_prompt_whole_unless_told_otherwise() -> None:
+    """Its queries choose once of all of it, as in the papers, and not of what is left of earlier chunks."""
+    sizes = []
+
+    def model(tokens, cache, **settings):
+        sizes.append(tokens.shape[1])
+        return jnp.zeros((1, 8)), cache
+
+    def sizes_of(policy: kvjax.Policy, **settings: int) -> list[int]:
+        spec = dataclasses.replace(SPEC, batch=1, capacity=1000)
+        prompt = np.ones((1, 900), np.int32)
+        sizes.clear()
+        generate.prefill(jax.tree_util.Partial(model), kvjax.init(policy, spec, layers=1), prompt, **settings)
+        return sizes
+
+    assert sizes_of(Evicting(evictor=Observation(), budget=64)) == [1024]
+    assert set(sizes_of(Evicting(evictor=Observation(), budget=64), chunk=256)) == {256}
+    assert set(sizes_of(kvjax.Full())) == {512}

@@ -107,7 +107,7 @@ def test_every_import_is_a_declared_dependency():
     needed, extra = PROJECT["project"]["dependencies"], PROJECT["project"]["optional-dependencies"]["eval"]
     owners = metadata.packages_distributions()
     for module in SOURCES:
-        declared = {normal(r) for r in (*needed, *(extra if part(module) == "evaluate" else ()))}
+        declared = {normal(r) for r in (*needed, *(extra if part(module) in ("evaluate", "cli") else ()))}
         for name in third_party(module):
             distributions = {normal(d) for d in owners.get(name, [name])}
             assert distributions & declared, f"{module} imports {name} of {distributions}, which is not declared"
