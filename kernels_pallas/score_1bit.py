@@ -16,8 +16,9 @@ H200 (4.3 TB/s) is 11.7 us for 8 kv heads x 131072 and 94 us for 8 x 1M.
 to 16 bits: against the reference, ||error|| / ||scores|| is 2.4e-3 for bf16 and 3e-4 for f16. 90 registers, no spills;
 counted, not measured: making codes takes two integer operations for two of them, which alone are about 8 us.
 
-The bytes in flight may be what binds it: 20 warps of a multiprocessor (90 registers) with one unit ahead, 1 KB, are 2.7
-MB at once, and 2.4 TB/s were moved. `ahead` of 2 and 3 (112 and 130 registers) is for this, and not yet measured.
+Since then, and not yet measured: scores are multiplied by `scale` here, so that queries need no preparation; `ahead` of
+2 and 3 (112 and 130 registers). The bytes in flight may be what binds the kernel: 20 warps of a multiprocessor with one
+unit ahead, 1 KB, are 2.7 MB at once, and 2.4 TB/s were moved.
 
 **Tried and lost** (131072 keys): 16 units a warp 22.1 us, 4 units 22.6 us; no loading ahead 24 to 25 us; blocks of two
 warpgroups 21.0 us, but 11.0 us for 32768 keys.
@@ -83,15 +84,13 @@ def score_1bit(q: Array, bits: Array, step: Array, zero: Array, *, scale: float,
     """f32[B, K, G, S]: scale * q.k~ of q [B, K, G, D], keys of bits u8[B, K, S, D/8], step and zero [B, K, S/g, D]."""
     if limit := unsupported(q, bits, step):
         raise NotImplementedError(limit)
-    B, K, G, D = q.shape
-    q = (q.astype(jnp.float32) * scale).astype(step.dtype).reshape(B * K, G, D)
-    q = jnp.pad(q, ((0, 0), (0, HEADS - G), (0, 0)))
-    rows = (a.reshape(B * K, *a.shape[2:]) for a in (bits, step, zero))
-    return _scores(G, config or Config(), q, *rows).reshape(B, K, G, -1)
+    B, K, G, _ = q.shape
+    rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
+    return _scores(scale, config or Config(), *rows).reshape(B, K, G, -1)
 
 
-def _scores(G: int, config: Config, q: Array, bits: Array, step: Array, zero: Array) -> Array:
-    rows, S, width = bits.shape
+def _scores(scale: float, config: Config, q: Array, bits: Array, step: Array, zero: Array) -> Array:
+    (rows, S, width), G = bits.shape, q.shape[1]
     shape, group = (rows, G, S, 8 * width), S // step.shape[1]
     warps = rows * -(-S // (UNIT * config.units))
 
@@ -99,7 +98,7 @@ def _scores(G: int, config: Config, q: Array, bits: Array, step: Array, zero: Ar
     def run(q: Array, bits: Array, step: Array, zero: Array) -> Array:
         kind = "bf16" if step.dtype == jnp.bfloat16 else "f16"
         return c.kernel(
-            functools.partial(_program, shape=shape, group=group, kind=kind, config=config),
+            functools.partial(_program, shape=shape, group=group, kind=kind, scale=scale, config=config),
             name="kvjax_score_1bit",
             out_type=jax.ShapeDtypeStruct((rows, G, S), jnp.float32),
             grid=(-(-warps // (4 * config.warpgroups)),),
@@ -110,14 +109,15 @@ def _scores(G: int, config: Config, q: Array, bits: Array, step: Array, zero: Ar
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
         flat = c.flatten_batch(n, batches, args)
-        return _scores(G, config, *flat).reshape(n, rows, G, S), True
+        return _scores(scale, config, *flat).reshape(n, rows, G, S), True
 
     return run(q, bits, step, zero)
 
 
 def _program(
-    q_m, bits_m, step_m, zero_m, out_m, *, shape: tuple[int, int, int, int], group: int, kind: str, config: Config
-) -> None:
+    q_m, bits_m, step_m, zero_m, out_m, *,
+    shape: tuple[int, int, int, int], group: int, kind: str, scale: float, config: Config,
+) -> None:  # fmt: skip
     rows, G, S, D = shape
     H = D // 8  # pairs of channels (i, i + H) that a lane has of a row
     units, batch = S // UNIT, config.units
@@ -130,7 +130,7 @@ def _program(
     row = c.divide(job, batches)
     first = (job - row * batches) * batch
     q, bits, step, zero, out = (c.global_address(m) for m in (q_m, bits_m, step_m, zero_m, out_m))
-    q = c.offset_rows(q, row, HEADS * D * 2)
+    q = c.offset_rows(q, row, G * D * 2)
     bits = c.offset_rows(bits, row, S * D // 8)
     step, zero = (c.offset_rows(a, row, S // group * D * 2) for a in (step, zero))
     out = c.offset_rows(out, row, G * S * 4)
@@ -163,7 +163,7 @@ def _program(
         return codes + quarter(step, group_of(unit))
 
     ahead = [w for i in range(config.ahead) for w in fetch(within(first + i))]
-    queries = paired(quarter(q, quad))
+    queries = paired([(quad < G).choose(w, 0) for w in quarter(q, (quad < G).choose(quad, 0))])
     zeros = [paired(quarter(zero, group_of(within(first + quad + h)))) for h in ((0, 8) if batch > 8 else (0,))]
     base = [word(0)] * 4  # q . zero, of unit `quad` and of unit `quad` + 8, for heads 2 col and 2 col + 1
     for j in range(0, H, 2):
@@ -191,6 +191,6 @@ def _program(
             head = col * 2 + e
             with when((head < G) & (unit < units)):
                 at = c.offset(c.offset_rows(out, head, S * 4), unit * (UNIT * 4) + quad * 16)
-                four = (acc[0][e], acc[0][e + 2], acc[1][e], acc[1][e + 2])
+                four = [c.instr("mul.f32", x, c.real(scale)) for a in acc for x in (a[e], a[e + 2])]
                 ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", at, *four)
         return ahead

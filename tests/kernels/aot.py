@@ -1,9 +1,7 @@
 """Compiles for an H200 on a machine without a GPU: what ptxas made of a kernel, and what XLA made around it.
 
 Needs Python 3.12, jax 0.11 and the CUDA plugin's wheels: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt
-nvidia-cuda-nvcc nvidia-nvvm, of jax's version. `missing()` says what is not there. Mosaic prints ptxas's report on the
-process's standard output, so a compile runs in a process of its own: `python -m tests.kernels.aot` reads calls from
-standard input.
+nvidia-cuda-nvcc nvidia-nvvm, of jax's version. `missing()` says what is not there.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,14 +38,19 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
-PLUGINS = {"jax_cuda13_plugin": "jax-cuda13-plugin and jax-cuda13-pjrt", "nvidia": "nvidia-cuda-nvcc and nvidia-nvvm"}
 
 
 def missing() -> str | None:
     """What keeps this process from compiling for a GPU; None if nothing does."""
     if jax.__version_info__ < (0, 11):
         return f"compiling for a GPU without one needs jax >= 0.11; this is {jax.__version__}"
-    absent = [wheels for module, wheels in PLUGINS.items() if importlib.util.find_spec(module) is None]
+    nvidia = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in (nvidia.submodule_search_locations or ())] if nvidia else []
+    absent = []
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        absent.append("jax-cuda13-plugin and jax-cuda13-pjrt")
+    if not any(list(folder.glob("*/bin/ptxas")) for folder in folders):
+        absent.append("nvidia-cuda-nvcc and nvidia-nvvm")
     return f"compiling for a GPU without one needs the wheels of {' and '.join(absent)}" if absent else None
 
 

@@ -84,7 +84,10 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+LATE = ("top_k, 1M", "top_k_pooled, 1M", "attend_slots, D 256", "score_1bit, D 64", "score_pages, D 64")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in LATE)) for n in PROGRAMS])
 def test_a_kernel_compiles_for_an_h200(name):
     f, args, mib, spills = PROGRAMS[name]
     program = aot.compile_for_h200(f, *args)
