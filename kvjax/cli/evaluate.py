@@ -149,9 +149,11 @@ def evaluate(
                     runner.run(loaded, plan, batch=batch, capacity=capacity, progress=show)
                 if progress.disable:  # no terminal: a line a task, for whoever reads the log
                     say(f"task {number} of {len(plans)}, {plan.task.name}: {plan.done} answers")
-    written = report.write(cells, out)
     write(report.table(cells))
-    say(f"wrote {', '.join(map(str, written))}")
+    try:
+        say(f"wrote {', '.join(map(str, report.write(cells, out)))}")
+    except ImportError as error:
+        say(f"wrote {out / 'table.md'}; {error}")
 
 
 def _tasks(

@@ -143,8 +143,8 @@ def by_depth(panels: Sequence[Block]) -> Figure:
     if len(panels) > 1:
         return _by_depth_and_length(panels, methods)
     (block,) = panels
-    columns = min(4, len(methods))
-    figure, axes = _maps(-(-len(methods) // columns), columns, max(1, len(block.budgets)), panels)
+    high = -(-len(methods) // 4)
+    figure, axes = _maps(high, -(-len(methods) // high), max(1, len(block.budgets)), panels)
     for axis, method in zip(axes.flat, methods, strict=False):
         cells = [cell for b in (None, *block.budgets) if (cell := block.cell(method, b)) is not None]
         _map(axis, cells, panels, [str(cell.budget or "all") for cell in cells])

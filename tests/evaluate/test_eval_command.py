@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -45,6 +46,10 @@ def test_a_run_writes_results_table_and_plots_and_is_not_made_again(run, checkpo
     again = run(*ask)
     assert again[:2] == (0, out)
     assert "3 of 3 answers are in" in again[2]
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, out, err = run(*ask)
+    assert (code, out) == again[:2]
+    assert "plots need matplotlib: pip install 'kvjax[eval]'" in err
 
 
 @pytest.mark.parametrize(
