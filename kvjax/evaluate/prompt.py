@@ -2,7 +2,8 @@
 
 A prompt in one chunk attends to itself exactly, whatever its cache will keep of it. So its queries, keys and values are
 the same for every cache: `Prompt` is a policy that keeps them as they come, and `store` hands them to the policies
-that are decoded from, through the hook that a model calls.
+that are decoded from, through the hook that a model calls. (For 8 prompts of 2048 tokens and 26 M parameters, reading
+took 19 s of CPU time and storing 0.1 to 0.2 s a cache: 2026-11-21, jax 0.10.2, f32.)
 """
 
 from __future__ import annotations
