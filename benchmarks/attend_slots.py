@@ -6,6 +6,7 @@ from device memory, as they do in a model.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ SHAPES = (  # B, K, G, H, S, D, M, dtype
     (1, 8, 8, 1, 131072, 64, 2048, "float16"),
     (1, 8, 4, 4, 131072, 128, 512, "bfloat16"),
 )
-CONFIGS = [Config(blocks, warpgroups) for blocks in (1, 2, 4, 8) for warpgroups in (1, 2)]
+CONFIGS = [Config(blocks, warpgroups) for blocks in (2, 4, 8) for warpgroups in (1, 2)]
 
 
 def inputs(B: int, K: int, G: int, H: int, S: int, D: int, M: int, dtype: str, n: int) -> tuple[Any, ...]:
@@ -43,10 +44,8 @@ def measure(B: int, K: int, G: int, H: int, S: int, D: int, M: int, dtype: str) 
     n, scale, valid = repeats(moved), D**-0.5, jnp.ones((B, K, H, M), bool)
 
     def kernel(config: Config) -> Any:
-        def run(q: Array, k: Array, v: Array, slots: list[Array]) -> list[Any]:
-            return [attend_slots.attend_slots(q, k, v, s, valid, scale=scale, config=config) for s in slots]
-
-        return run
+        one = jax.jit(partial(attend_slots.attend_slots, scale=scale, config=config))  # lowered once
+        return lambda q, k, v, slots: [one(q, k, v, s, valid) for s in slots]
 
     def reference(q: Array, k: Array, v: Array, slots: list[Array]) -> list[Any]:
         return [ops.attend_slots(q, k, v, Selection(s, valid), scale=scale, implementation="xla") for s in slots]

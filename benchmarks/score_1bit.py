@@ -24,7 +24,7 @@ SHAPES = (  # B, K, G, S, D, group, dtype of the scales
     (1, 8, 4, 131072, 64, 32, "bfloat16"),
     (1, 8, 8, 131072, 64, 32, "bfloat16"),
 )
-CONFIGS = [Config(units, 1, ahead) for units in (4, 8, 16) for ahead in (1, 2, 3)]
+CONFIGS = [Config(units, 1, ahead) for units in (8, 16) for ahead in (1, 2, 3)]
 
 
 def index(B: int, K: int, S: int, D: int, group: int, dtype: str) -> OneBit:

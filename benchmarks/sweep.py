@@ -37,12 +37,15 @@ def sweep(
     want = jax.jit(reference)(*args)
     first, times, row = None, {}, {}
     for config in dict.fromkeys(configs):
-        off = error(jax.jit(kernel(config))(*args), want)
+        f = kernel(config)
+        off = error(jax.jit(f)(*args), want)
         if not off <= most:
             raise SystemExit(f"{name} with {config}: error {off}, at most {most} is allowed")
-        total, kernels = device_time(kernel(config), *args, calls=10)
+        total, kernels = device_time(f, *args, calls=10)
         label = "x".join(str(x) for x in dataclasses.astuple(config))
-        times[label] = sum(us for kernel_name, us in kernels.items() if f"kvjax_{name}_" in kernel_name) / n
+        times[label] = sum(us for kernel_name, us in kernels.items() if f"kvjax_{name}" in kernel_name) / n
+        if not times[label]:
+            raise SystemExit(f"no kernel of {name} ran; these did: {', '.join(kernels)}")
         if first is None:
             first, row = config, {"error": f"{off:.1e}", "config": label, "kernel": times[label], "mosaic": total / n}
     best = min(times, key=lambda label: times[label])

@@ -4,7 +4,7 @@ Their bodies are PTX, which interpret mode does not run: without a GPU the simul
 (JAX_PLATFORMS=cuda, jax >= 0.11, compute capability 9.0) the same tests and larger sizes run on it.
 """
 
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from tests.kernels.conftest import ON_GPU, on_gpu
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
+@lru_cache(maxsize=4)  # the sizes for a GPU take seconds
 def normal(seed, *shape, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype))
 
