@@ -27,7 +27,7 @@ data = train.data
 
 SMOKE = json.loads((ROOT / "training" / "smoke.json").read_text())
 SETTINGS = {**SMOKE, "phases": {"128": 1.0}}  # each length compiles a program
-STEPS, CUT = 40, 17
+STEPS, CUT = 24, 9
 
 
 @pytest.fixture(scope="module")

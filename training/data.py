@@ -250,7 +250,8 @@ def reply(hidden: Hidden) -> str:
 
 def _hide(corpus: Corpus, mixture: Mixture, length: int, rng: random.Random) -> list[Hidden]:
     """One thing to ask for, as large as an evaluation's; or as many small ones as a share of the row holds."""
-    names = rng.sample(corpus.card["names"], min(1000, len(corpus.card["names"])))  # popped from the end
+    most = _MOST_NAMES + length // 16  # more than fit
+    names = rng.sample(corpus.card["names"], min(most, len(corpus.card["names"])))  # popped from the end
     if rng.random() < 0.75:  # the words that evaluations use first
         names = [*(name for name in names if name not in _DRAWN), *rng.sample(WORDS, len(WORDS))]
     forms = dict(mixture.forms)
