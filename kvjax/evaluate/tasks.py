@@ -26,7 +26,7 @@ TITLES = {
     "pass_key": "pass key",
     "needles": "{asked} of {hidden} needles",
     "key_value": "1 of {pairs} pairs",
-    "variables": "{chains} x {hops} hops of variables",
+    "variables": "1 of {chains} variable chains, {hops} hops",
     "frequent_words": "{asked} most frequent words",
     "common_words": "{asked} common words",
 }
