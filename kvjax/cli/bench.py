@@ -22,7 +22,7 @@ def bench(
     model_dir: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[MODEL_DIR]",
+            metavar="MODEL_DIR",
             help="Checkpoint in Hugging Face format. Without it, the model that ships with kvjax.",
             show_default=False,
         ),
