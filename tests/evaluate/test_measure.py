@@ -397,6 +397,7 @@ def test_learnt_products_are_exact_with_a_centroid_for_each_key_and_old_centroid
     np.testing.assert_allclose(old[..., 90], wanted, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_learnt_votes_are_those_of_numpy():
     layer, selector = LIVE.layers[1], drift.Learnt(bits=3, by="votes", rho=0.5)
     ix, q = _index(selector, layer.k, S), np.asarray(layer.q[:, 2], np.float64).reshape(B, K, G, 2, 8)
