@@ -6,6 +6,7 @@ an f32 scale that widens a bf16 store), so both are errors here. pyproject.toml 
 
 import gc
 import os
+import re
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -17,6 +18,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -69,23 +71,33 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.collect()
 
 
+TESTS = Path(__file__).parent
+ABOVE = ("evaluate/", "test_training.py", "test_benchmarks.py")  # what stands on the library
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="all of it: every law on every policy, every parameter")
     parser.addoption("--checkpoint", metavar="DIR", help="a model whose keys and queries the methods are tested on too")
-    parser.addoption("--quick", action="store_true", help="of each test's sets of parameters every third only")
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="of each test's sets of parameters every third, and nothing of what stands on the library: evaluation, "
+        "training, benchmarks",
+    )
 
 
-@pytest.hookimpl(tryfirst=True)  # before the groups below
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --thorough, leaves out what is marked `thorough`, and of a test marked `sample(n)` all but n."""
     if not config.getoption("--thorough"):
-        every = 3 if config.getoption("--quick") else 1
+        quick = config.getoption("--quick")
+        every = 3 if quick else 1
         seen: dict[str, int] = {}
         kept, left_out = [], []
         for item in items:
             sample = item.get_closest_marker("sample")
             name = item.nodeid.split("[")[0]
-            if item.get_closest_marker("thorough"):
+            above = item.path.relative_to(TESTS).as_posix().startswith(ABOVE)
+            if item.get_closest_marker("thorough") or (quick and above):
                 left_out.append(item)
                 continue
             seen[name] = seen.get(name, 0) + 1
@@ -93,18 +105,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (left_out if late or seen[name] % every != 1 % every else kept).append(item)
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
-    _group(items)
 
 
-def _group(items: list[pytest.Item]) -> None:
-    """Keeps tests that share compiled programs in one worker of `--dist loadgroup`: a policy's laws, a file's tests.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keeps tests that share compiled programs in one worker: a policy's laws, a file's tests.
 
     Spread singly, two policies' laws compiled 157 programs in place of 108. A persistent compilation cache saved a
-    tenth of the time, and a program that comes from it need not tell its temp bytes, which laws count.
+    tenth of the time, and a program that comes from it need not tell its temp bytes, which laws count. (Not by
+    `--dist loadgroup` and its marks: xdist 3.8 does not see them under pytest 9.2.)
     """
-    for item in items:
-        if not item.get_closest_marker("torch"):  # each of these compiles a model of its own
-            item.add_marker(pytest.mark.xdist_group(_shared(item)))
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByPrograms(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            if file.endswith("test_goldens.py"):  # each of these compiles a model of its own
+                return nodeid
+            law = re.fullmatch(r"test_law_holds\w*\[\w+-(.*)\]", test)
+            return f"{file}::{law[1]}" if law else file
+
+    return ByPrograms(config, log)
 
 
 def _shared(item: pytest.Item) -> str:

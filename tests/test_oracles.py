@@ -148,7 +148,7 @@ def expected(policy: Retrieval, at: Step, heads: dict[tuple[int, int], oracles.F
     return True, {*range(sink), *(sink + best).tolist(), *range(at.held - local, at.held)}
 
 
-@pytest.mark.parametrize("keys", ["random", "live"])
+@pytest.mark.parametrize("keys", [pytest.param("random", marks=pytest.mark.thorough), "live"])
 @pytest.mark.parametrize("name", _cells(lambda name: not _quantises(name)))
 def test_retrieval_attends_to_the_slots_of_the_oracle(name: str, keys: str, checkpoint: str | None) -> None:
     """The output is attention over the oracle's positions; of a choice at the edge rounding may decide."""
@@ -168,7 +168,7 @@ def test_retrieval_attends_to_the_slots_of_the_oracle(name: str, keys: str, chec
         assert spec.batch * spec.kv_heads < fresh < total, "only first steps, or all, select anew"
 
 
-@pytest.mark.parametrize("keys", ["random", "live"])
+@pytest.mark.parametrize("keys", [pytest.param("random", marks=pytest.mark.thorough), "live"])
 @pytest.mark.parametrize("name", _cells(_quantises))
 def test_codes_scales_and_outputs_are_those_of_the_oracle(name: str, keys: str, checkpoint: str | None) -> None:
     policy, (spec, tokens) = POLICIES[name], data(checkpoint)[keys]

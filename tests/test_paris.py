@@ -87,8 +87,8 @@ def compare(paris: Paris, k: np.ndarray, q: np.ndarray, lengths: np.ndarray, top
 # ------------------------------------------------------------------------------------------------------ with the oracle
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(("D", "G"), [(64, 1), (96, 4), (128, 7), (256, 1)])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("D", "G"), [(96, 4), (64, 1), (128, 7), (256, 1)])
 @pytest.mark.parametrize("paris", [Paris(), Paris(votes="plain", correct=False, candidates=77, seed=5)], ids=str)
 def test_score_is_that_of_the_definition(paris: Paris, D: int, G: int) -> None:
     k, lengths = random_keys(3, 2, 320, D), np.array([320, 0, 191])
