@@ -7,7 +7,9 @@ They are written to hold little: scoring expands packed keys a block at a time, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, Literal, get_args
 
@@ -22,6 +24,8 @@ from kvjax.quant import OneBit, QuantArray, dequantize, dequantize_1bit, split_s
 from kvjax.rotate import Directions, decode
 
 Implementation = Literal["xla", "mosaic"]
+
+_explained: ContextVar[dict[str, str] | None] = ContextVar("explained", default=None)
 
 
 def score_1bit(q: Array, keys: OneBit, *, scale: float, implementation: Implementation | None = None) -> Array:
@@ -425,10 +429,30 @@ def explain(op: str, *args: Any) -> str:
     if op not in rules:
         raise ValueError(f"op must be one of {', '.join(rules)}; got {op!r}")
     kernel, limit = rules[op]
-    why = _why_not(limit(*args)) or _unmeasured(kernel)
+    return _answer(kernel, limit(*args))
+
+
+@contextmanager
+def explained() -> Iterator[dict[str, str]]:
+    """Collects, by operation, what `explain` says of those that are traced in the block."""
+    found: dict[str, str] = {}
+    token = _explained.set(found)
+    try:
+        yield found
+    finally:
+        _explained.reset(token)
+
+
+def _answer(kernel: Any, limit: str | None) -> str:
+    why = _why_not(limit) or _unmeasured(kernel)
     if why is None and jax.default_backend() != "gpu":
         why = f"the kernels are for GPUs; this process runs on {jax.default_backend()}"
     return "mosaic" if why is None else f"xla: {why}"
+
+
+def _name(kernel: Any) -> str:
+    """Of a kernel's module, and so of its operation."""
+    return kernel.__name__.rpartition(".")[2]
 
 
 def _why_not(limit: str | None) -> str | None:
@@ -439,8 +463,7 @@ def _why_not(limit: str | None) -> str | None:
 
 
 def _unmeasured(kernel: Any) -> str | None:
-    name = kernel.__name__.rpartition(".")[2]
-    return None if kernel.MEASURED else f"the kernel {name} is not yet measured on a GPU: ask for it by name"
+    return None if kernel.MEASURED else f"the kernel {_name(kernel)} is not yet measured on a GPU: ask for it by name"
 
 
 def _with_derivative(run: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -461,6 +484,8 @@ def _dispatch(
     if implementation not in (None, *get_args(Implementation)):
         names = ", ".join(map(repr, get_args(Implementation)))
         raise ValueError(f"implementation must be None or one of {names}; got {implementation!r}")
+    if (found := _explained.get()) is not None:
+        found[_name(kernel)] = _answer(kernel, limit)
     why_not = _why_not(limit)
     if implementation == "mosaic":
         if why_not:

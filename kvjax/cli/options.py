@@ -6,7 +6,9 @@ import ast
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 if TYPE_CHECKING:
     from kvjax import CacheSpec
@@ -15,6 +17,23 @@ if TYPE_CHECKING:
     from kvjax.presets import Preset
 
 SHIPPED = Path(__file__).parent.parent / "data"  # a folder a model
+UNITS = {"K": 1 << 10, "M": 1 << 20}
+
+ModelDir = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="MODEL_DIR",
+        help="Checkpoint in Hugging Face format. Without it, the model that ships with kvjax.",
+        show_default=False,
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="Of weights and cache: float32, bfloat16 or float16. Default float32 on CPU, else bfloat16.",
+        show_default=False,
+    ),
+]
 
 
 def dtype_name(name: str | None) -> str:
@@ -98,46 +117,28 @@ def has_pool(preset: Preset) -> bool:
     return pool is not None and isinstance(pool.default, str)
 
 
-def sizes(option: str, text: str) -> list[int]:
-    """Numbers of tokens with commas between them: [8192, 100] of "8K,100"."""
-    found = []
-    for part in text.split(","):
-        number, unit = (part[:-1], 1024) if part[-1:] in ("K", "k") else (part, 1)
-        if not number.strip().isdecimal() or int(number) < 1:
-            raise ValueError(f"{option} takes whole numbers from 1, as 8192 or 8K, with commas between; got {text!r}")
-        found.append(int(number) * unit)
-    return found
+def sizes(option: str, text: str, units: str = "K") -> list[int]:
+    """Numbers with commas between them: [8192, 100] of "8K,100". `units` are those of `UNITS` that may follow one."""
+    return [_size(option, part, units) for part in text.split(",")]
+
+
+def _size(option: str, text: str, units: str) -> int:
+    number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in tuple(units) else (text, 1)
+    if not number.strip().isdecimal() or int(number) < 1:
+        raise ValueError(f"{option} takes whole numbers from 1, as 8192 or 8K, with commas between them; got {text!r}")
+    return int(number) * unit
 
 
 def implementations(policy: Layered, spec: CacheSpec) -> dict[str, str]:
-    """What runs each operation of a decode step for which there is a kernel, as `kvjax.ops.explain` says it.
-
-    Traces a step of each policy with the operations replaced by ones that ask about their arguments first.
-    """
+    """What runs each operation of a decode step for which there is a kernel, as `kvjax.ops.explain` says it."""
     import jax
 
     from kvjax import ops
 
-    found: dict[str, str] = {}
-    public = {name: f for name, f in vars(ops).items() if inspect.isfunction(f) and name[0] != "_"}
-    real = {name: f for name, f in public.items() if "implementation" in inspect.signature(f).parameters}
-
-    def asking(name: str) -> Any:
-        def run(*args: Any, **settings: Any) -> Any:
-            found[name] = ops.explain(name, *inspect.signature(real[name]).bind(*args, **settings).args)
-            return real[name](*args, **settings)
-
-        return run
-
     q = jax.ShapeDtypeStruct((spec.batch, spec.q_heads, spec.head_dim), spec.dtype)
-    try:
-        for name in real:
-            setattr(ops, name, asking(name))
+    with ops.explained() as found:
         for own in {*policy.first, policy.rest}:
             jax.eval_shape(lambda q, own=own: own.attend(own.init(spec), q, scale=1.0)[:2], q)
-    finally:
-        for name, function in real.items():
-            setattr(ops, name, function)
     return found
 
 
