@@ -66,7 +66,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     XLA's CPU backend maps memory for every program, and a process may have some 65 000 maps: without this a worker ran
     out of them after about 600 tests, and died of a segmentation fault while compiling.
     """
-    if nextitem is None or _shared(item) != _shared(nextitem):
+    if nextitem is None or _shared(item.nodeid) != _shared(nextitem.nodeid):
         jax.clear_caches()
         gc.collect()
 
@@ -121,16 +121,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByPrograms(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file, _, test = nodeid.partition("::")
-            if file.endswith("test_goldens.py"):  # each of these compiles a model of its own
-                return nodeid
-            law = re.fullmatch(r"test_law_holds\w*\[\w+-(.*)\]", test)
-            return f"{file}::{law[1]}" if law else file
+            # Each golden compiles a model of its own.
+            return nodeid if "test_goldens.py" in nodeid else _shared(nodeid)
 
     return ByPrograms(config, log)
 
 
-def _shared(item: pytest.Item) -> str:
+def _shared(nodeid: str) -> str:
     """Names the tests that run the same compiled programs: a policy's laws, a file's tests."""
-    case = getattr(item, "callspec", None) and item.callspec.params.get("case")
-    return str(case or item.path.name)
+    file, _, test = nodeid.partition("::")
+    law = re.fullmatch(r"test_law_holds\w*\[\w+-(.*)\]", test)
+    return f"{file}::{law[1]}" if law else file

@@ -8,25 +8,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.cli.options import dtype_name, implementations, in_short, make_policy, model_directory, without_weights
-from kvjax.cli.terminal import bar, bars, say
+from kvjax.cli.options import (
+    Dtype,
+    ModelDir,
+    dtype_name,
+    implementations,
+    in_short,
+    make_policy,
+    model_directory,
+    sizes,
+    without_weights,
+)
+from kvjax.cli.terminal import bar, bars, say, show
 
 if TYPE_CHECKING:
     from kvjax.hook import Layered
     from kvjax.models import Decoder, DecoderConfig
 
-UNITS = {"K": 1 << 10, "M": 1 << 20}
-
 
 def bench(
-    model_dir: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="MODEL_DIR",
-            help="Checkpoint in Hugging Face format. Without it, the model that ships with kvjax.",
-            show_default=False,
-        ),
-    ] = None,
+    model_dir: ModelDir = None,
     random: Annotated[
         str | None,
         typer.Option(
@@ -63,13 +64,7 @@ def bench(
         bool,
         typer.Option("--synthetic-cache", help="Random keys and values in place of a prompt: quick, and no TTFT."),
     ] = False,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Of weights and cache: float32, bfloat16 or float16. Default float32 on CPU, else bfloat16.",
-            show_default=False,
-        ),
-    ] = None,
+    dtype: Dtype = None,
     seed: Annotated[int, typer.Option(help="Of prompts and random weights.")] = 0,
     out: Annotated[
         Path | None,
@@ -87,9 +82,9 @@ def bench(
     from kvjax.evaluate import throughput
 
     workload = throughput.Workload(steps=steps, block=block, chunk=chunk, synthetic=synthetic_cache, seed=seed)
-    lengths = [_size("--length", part) for part in length.split(",")]
-    batches = None if batch == "largest" else [_size("--batch", part) for part in batch.split(",")]
-    budgets = [None] if budget is None else [_size("--budget", part) for part in budget.split(",")]
+    lengths = sizes("--length", length, "KM")
+    batches = None if batch == "largest" else sizes("--batch", batch, "KM")
+    budgets = [None] if budget is None else sizes("--budget", budget, "KM")
     caches = _caches(cache or ["full", "fier"], budgets)
     if random is not None and model_dir is not None:
         raise ValueError(f"give a checkpoint or --random, not both; got {model_dir} and --random {random}")
@@ -135,14 +130,6 @@ def bench(
         if any(row["status"] == "ok" for row in rows):
             throughput.figure(rows).savefig(out / "throughput.svg")
             say(f"wrote {out / 'throughput.svg'}")
-
-
-def _size(option: str, text: str) -> int:
-    """32768 of "32768" or "32K"."""
-    number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
-    if not number.strip().isdecimal() or int(number) < 1:
-        raise ValueError(f"{option} takes whole numbers from 1, as 8192 or 8K, with commas between them; got {text!r}")
-    return int(number) * unit
 
 
 def _caches(names: Sequence[str], budgets: Sequence[int | None]) -> dict[str, Layered]:
@@ -208,7 +195,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     first = rows[0]
@@ -224,7 +210,4 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
         table.add_column(title, justify="left" if title == "cache" else "right")
     for row in rows:
         table.add_row(*_cells(row))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)  # a pipe has no width to fit into
-    console.print(table)
+    show(table)

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.cli.options import dtype_name, has_pool, make_policy, model_directory, settings_of, sizes, without_weights
+from kvjax.cli.options import (
+    Dtype,
+    ModelDir,
+    dtype_name,
+    has_pool,
+    make_policy,
+    model_directory,
+    settings_of,
+    sizes,
+    without_weights,
+)
 from kvjax.cli.terminal import bar, bars, say, write
 
 if TYPE_CHECKING:
@@ -28,14 +38,7 @@ QUICK: dict[str, Any] = {
 
 
 def evaluate(
-    model_dir: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="MODEL_DIR",
-            help="Checkpoint in Hugging Face format. Without it, the model that ships with kvjax.",
-            show_default=False,
-        ),
-    ] = None,
+    model_dir: ModelDir = None,
     task: Annotated[
         list[str] | None,
         typer.Option(
@@ -87,13 +90,7 @@ def evaluate(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small comparison, in minutes on a CPU.")] = False,
     batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 8,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Of weights and cache: float32, bfloat16 or float16. Default float32 on CPU, else bfloat16.",
-            show_default=False,
-        ),
-    ] = None,
+    dtype: Dtype = None,
     out: Annotated[Path, typer.Option(help="Directory for results/*.json, table.md and the plots.")] = Path(
         "kvjax-eval"
     ),

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.cli.options import dtype_name, implementations, in_short, make_policy, model_directory, without_weights
+from kvjax.cli.options import (
+    Dtype,
+    ModelDir,
+    dtype_name,
+    implementations,
+    in_short,
+    make_policy,
+    model_directory,
+    without_weights,
+)
 from kvjax.cli.terminal import bar, bars, say, write
 
 if TYPE_CHECKING:
@@ -21,14 +30,7 @@ JSON_BLOCK = 16  # tokens between two reads of the host; --json need not show ea
 
 
 def generate(
-    model_dir: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="MODEL_DIR",
-            help="Checkpoint in Hugging Face format. Without it, the model that ships with kvjax.",
-            show_default=False,
-        ),
-    ] = None,
+    model_dir: ModelDir = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt itself.", show_default=False)] = None,
     prompt_file: Annotated[
         Path | None,
@@ -54,13 +56,7 @@ def generate(
         typer.Option(help="Draw from tokens at least this times as likely as the likeliest.", show_default=False),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Of weights and cache: float32, bfloat16 or float16. Default float32 on CPU, else bfloat16.",
-            show_default=False,
-        ),
-    ] = None,
+    dtype: Dtype = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
 ) -> None:

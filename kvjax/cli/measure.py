@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.cli.options import dtype_name, model_directory, without_weights
+from kvjax.cli.options import Dtype, ModelDir, dtype_name, model_directory, without_weights
 from kvjax.cli.terminal import bar, bars, say, write
 
 if TYPE_CHECKING:
@@ -22,14 +22,7 @@ WRITES = ("drift", "paris")  # these follow the model while it writes
 
 
 def measure(
-    model_dir: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[MODEL_DIR]",
-            help="Checkpoint in Hugging Face format. Without it, the model that ships with kvjax.",
-            show_default=False,
-        ),
-    ] = None,
+    model_dir: ModelDir = None,
     text: Annotated[
         Path | None,
         typer.Option(help="UTF-8 file with a long text, best one that the model never saw.", show_default=False),
@@ -50,13 +43,7 @@ def measure(
     ] = None,
     window: Annotated[int, typer.Option(help="logquant: W; 2W to 3W tokens are exact.")] = 42,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Of weights and cache: float32, bfloat16 or float16. Default float32 on CPU, else bfloat16.",
-            show_default=False,
-        ),
-    ] = None,
+    dtype: Dtype = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for measure_WHAT.json, .md and .svg.", show_default=False),
@@ -85,18 +72,25 @@ def measure(
     import jax
 
     from kvjax import models
+    from kvjax.evaluate.files import read_text
     from kvjax.evaluate.live import capture, capture_generated
     from kvjax.evaluate.record import digest, provenance
     from kvjax.sample import sampling
 
     progress = bars()
+    words = read_text(text, download="--text takes a UTF-8 file with a long text")
     with progress, bar(progress, "reading the text"):
-        tokenizer = without_weights(directory).tokenizer
-        tokens = tokenizer(text.read_text("utf-8"), verbose=False)["input_ids"][: lengths[-1]]
+        checkpoint = without_weights(directory)
+        tokens = checkpoint.tokenizer(words, verbose=False)["input_ids"][: lengths[-1]]
     if len(tokens) < lengths[-1]:
         raise ValueError(
             f"--text {text} has {len(tokens)} tokens, fewer than --length {lengths[-1]}; give a longer one"
         )
+    if set(kinds) & set(WRITES):
+        if new_tokens is None:
+            new_tokens = min(lengths[-1], (checkpoint.config.max_positions or 2 * lengths[-1]) - lengths[-1])
+        if new_tokens < steps:
+            raise ValueError(f"--new-tokens {new_tokens} are fewer than --steps {steps}")
     with progress, bar(progress, "loading weights"):
         checkpoint = models.load(directory, dtype=dtype_name(dtype))
     head: dict[str, Any] = {
@@ -114,15 +108,11 @@ def measure(
             live = capture(checkpoint, [tokens], lengths=lengths, steps=steps, progress=advance_to)
     written: Live | None = None
     if set(kinds) & set(WRITES):
-        if new_tokens is None:
-            new_tokens = min(lengths[-1], (checkpoint.config.max_positions or 2 * lengths[-1]) - lengths[-1])
+        assert new_tokens is not None
         with progress, bar(progress, f"the model writes {new_tokens} tokens"):
             key = jax.random.key(seed)
             written, _ = capture_generated(checkpoint, [tokens], steps=new_tokens, sampling=sampling(1.0), key=key)
-        runs = min(9, new_tokens // steps)
-        if not runs:
-            raise ValueError(f"--new-tokens {new_tokens} are fewer than --steps {steps}")
-        written = written.windows(runs, steps)
+        written = written.windows(min(9, new_tokens // steps), steps)
 
     for kind in kinds:
         seen = written if kind in WRITES else live

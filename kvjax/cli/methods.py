@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from kvjax.cli.terminal import show
+
 
 def methods() -> None:
     """Lists the caches: what each keeps, its bytes a token, and its paper."""
-    from rich.console import Console
     from rich.table import Table
 
     from kvjax.presets import REGISTRY
@@ -20,7 +21,4 @@ def methods() -> None:
     for preset in REGISTRY.values():
         stored = f"{preset.policy().bytes_per_token(spec):,.0f}"
         table.add_row(preset.name, preset.keeps, stored, "yes" if preset.has_budget else "no", preset.paper)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)  # a pipe has no width to fit into
-    console.print(table)
+    show(table)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.cli.options import dtype_name, make_policy, model_directory, sizes, without_weights
+from kvjax.cli.options import Dtype, ModelDir, dtype_name, make_policy, model_directory, sizes, without_weights
 from kvjax.cli.terminal import bar, bars, say, write
 
 if TYPE_CHECKING:
@@ -21,14 +21,7 @@ DEFAULT_SHARE = 0.11
 
 def perplexity(
     text: Annotated[Path, typer.Option(help="UTF-8 file of running text, as a book.", show_default=False)],
-    model_dir: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="MODEL_DIR",
-            help="Checkpoint in Hugging Face format. Without it, the model that ships with kvjax.",
-            show_default=False,
-        ),
-    ] = None,
+    model_dir: ModelDir = None,
     cache: Annotated[
         list[str] | None,
         typer.Option(
@@ -48,13 +41,7 @@ def perplexity(
     steps: Annotated[int, typer.Option(help="Tokens scored in each passage, one decode step each.")] = 256,
     passages: Annotated[int, typer.Option(help="Places in the text.")] = 1,
     batch: Annotated[int, typer.Option(help="Passages decoded together.")] = 1,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Of weights and cache: float32, bfloat16 or float16. Default float32 on CPU, else bfloat16.",
-            show_default=False,
-        ),
-    ] = None,
+    dtype: Dtype = None,
     out: Annotated[
         Path | None,
         typer.Option(help="JSON file of the results; what it holds already is not run again.", show_default=False),

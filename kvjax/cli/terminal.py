@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+    from rich.table import Table
 
 
 def bars() -> Progress:
@@ -36,6 +37,14 @@ def bar(progress: Progress, what: str, *, total: int | None = None) -> Iterator[
         yield lambda done, now=None: progress.update(task, completed=done, description=now)
     finally:
         progress.remove_task(task)
+
+
+def show(table: Table) -> None:
+    """A table on stdout, as wide as the terminal; a pipe has no width to fit into."""
+    from rich.console import Console
+
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(table)
 
 
 def write(text: str) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -32,7 +31,7 @@ from jax.typing import DTypeLike
 
 from kvjax.evaluate import prompt
 from kvjax.evaluate.plots import new_figure, style
-from kvjax.evaluate.record import digest, digest_json, provenance
+from kvjax.evaluate.record import digest, digest_json, provenance, replace_file
 from kvjax.generate import Model
 from kvjax.hook import Cache, Layered, check, init
 from kvjax.models import Checkpoint
@@ -386,7 +385,4 @@ def _saved(out: Path | None) -> list[Cell]:
 
 def _save(out: Path | None, cells: Sequence[Cell]) -> None:
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        part = out.with_name(out.name + ".part")
-        part.write_text(json.dumps({"cells": [asdict(cell) for cell in cells]}) + "\n")
-        os.replace(part, out)  # whole or not at all
+        replace_file(out, json.dumps({"cells": [asdict(cell) for cell in cells]}) + "\n")

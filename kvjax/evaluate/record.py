@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,14 @@ def digest_json(value: Any) -> str:
     True
     """
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file whole or not at all: a run killed at any moment leaves the old one or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def source_digest() -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvjax.evaluate.record import digest_json
+from kvjax.evaluate.record import digest_json, replace_file
 
 
 @dataclass
@@ -79,10 +78,7 @@ class Cell:
         text = json.dumps(
             {**shown, **self.head, "key": self.key, "total": self.total, "batches": self.batches}, indent=1
         )
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_suffix(f".{os.getpid()}.new")
-        new.write_text(text + "\n", encoding="utf-8")
-        new.replace(self.path)
+        replace_file(self.path, text + "\n")
 
 
 def read_cell(path: Path) -> Cell:

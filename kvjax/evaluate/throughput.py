@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +30,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from kvjax.evaluate.plots import new_figure, style
-from kvjax.evaluate.record import provenance
+from kvjax.evaluate.record import provenance, replace_file
 from kvjax.generate import SMALLEST_CHUNK, Stream, _decode_loop, _prefill_chunk, chunk_size, prefill, warm_up
 from kvjax.hook import Cache, LayerCache, Layered, check, init
 from kvjax.memory import nbytes
@@ -360,10 +359,7 @@ def _recorded(out: Path | None, key: dict[str, Any]) -> dict[str, Any] | None:
 def _record(out: Path | None, row: dict[str, Any]) -> None:
     if out is not None:
         rows = [*_rows(out), row]
-        out.parent.mkdir(parents=True, exist_ok=True)
-        part = out.with_suffix(".part")
-        part.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-        os.replace(part, out)  # whole or not at all
+        replace_file(out, json.dumps({"rows": rows}, indent=1) + "\n")
 
 
 def _rows(out: Path | None) -> list[dict[str, Any]]:
