@@ -171,7 +171,7 @@ def test_every_row_has_its_length_and_begins_with_bos(corpus, length):
     assert kinds.dtype == np.uint8
     assert set(tokens[:, 0]) == {0}
     assert tokens.max() < SETTINGS["model"]["vocab_size"]
-    assert set(np.unique(kinds)) == {data.NONE, data.TEXT, data.ANSWER, data.REPEAT}
+    assert set(np.unique(kinds)) == set(range(5))
 
 
 LAST = r"(\d{5}(?:, \d{5})*)$"
@@ -190,7 +190,7 @@ QUESTIONS = {
 @pytest.mark.parametrize("single", [0.0, 1.0])
 def test_what_a_row_asks_it_tells_once_before_and_the_answers_are_its_last_word(corpus, form, single):
     question, told = QUESTIONS[form]
-    make = mixture(synthetic=1.0, repeat=0.0, words=0.0, single=single, forms={form: 1.0})
+    make = mixture(synthetic=1.0, repeat=0.0, words=0.0, programs=0.0, single=single, forms={form: 1.0})
     tokens, kinds = data.make_batch(corpus, make, 3000, 12, 3)
     asked = 0
     for row, kind in zip(tokens, kinds, strict=True):
@@ -205,12 +205,33 @@ def test_what_a_row_asks_it_tells_once_before_and_the_answers_are_its_last_word(
                     ((_, value),) = re.findall(told.format(value), text, re.MULTILINE)
                 assert value == answer
         asked += len(pairs)
-        weighed = corpus.tokenizer.inner.decode(row[kind == data.ANSWER].tolist())
+        weighed = corpus.tokenizer.inner.decode(row[kind != data.NONE].tolist())
         assert weighed == "".join(answers for _, answers in pairs)
-        lines = "".join(re.findall(told.format(r"\w*"), text, re.MULTILINE)[0])
-        untold = corpus.tokenizer.inner.decode(row[kind == data.TEXT].tolist())
-        assert lines not in untold
+        assert set(kind) <= ({data.NONE, data.ANSWER, data.CHAIN} if form == "variables" else {data.NONE, data.ANSWER})
     assert asked == 12 if single or form == "pass_key" else asked > 24
+
+
+def test_a_program_asks_for_what_its_variables_stand_for(corpus):
+    make = mixture(synthetic=1.0, repeat=0.0, programs=1.0)
+    tokens, kinds = data.make_batch(corpus, make, 2000, 12, 3)
+    hops_seen = set()
+    for row, kind in zip(tokens, kinds, strict=True):
+        told, asked = {}, []
+        for line in corpus.tokenizer.inner.decode(row.tolist()).split("\n"):
+            if assigned := re.fullmatch(r"VAR (\w+) = (\w+)", line):
+                told[assigned[1]] = assigned[2]
+            elif question := re.match(r"The value of (\w+) is (\d{5})", line):
+                value, hops = told[question[1]], 0
+                while not value.isdigit():
+                    value, hops = told[value], hops + 1
+                assert value == question[2]
+                asked.append((value, data.CHAIN if hops else data.ANSWER))
+                hops_seen.add(hops)
+        assert len(asked) > 20
+        for wanted in (data.ANSWER, data.CHAIN):
+            weighed = corpus.tokenizer.inner.decode(row[kind == wanted].tolist())
+            assert weighed.startswith("".join(value for value, of in asked if of == wanted))
+    assert hops_seen >= {0, 1, 2, 3}
 
 
 def test_a_repeated_passage_was_there_before(corpus):

@@ -3,7 +3,8 @@
 A corpus is a directory that `prepare` makes once: a tokenizer, one array of ids for each kind of text, and a card that
 says which files they came from. A row is running text, a text that repeats a passage, or a text with hidden lines and
 questions, made by the forms and the weaving of kvjax.evaluate.synthetic, so a row that asks one question is what an
-evaluation asks. Most rows ask many: a row of 16K tokens costs the same with one answer or with fifty.
+evaluation asks. Most rows ask many: a row of 16K tokens costs the same with one answer or with fifty. A program asks
+for its variables between their assignments.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from kvjax.evaluate.record import digest, digest_json
 from kvjax.evaluate.synthetic import DOTS, FORMS, WORDS, Hidden, weave
 
-NONE, TEXT, ANSWER, REPEAT = range(4)  # kinds of token: what the loss weighs differently
+NONE, TEXT, ANSWER, CHAIN, REPEAT = range(5)  # kinds of token: what the loss weighs differently
 
 BOS, EOS = "<s>", "</s>"
 LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3"}  # folders of a Python's library
@@ -180,6 +181,7 @@ class Mixture:
     code: float  # of running text
     repeat: float  # of synthetic rows: text that repeats a passage
     words: float  # of synthetic rows: frequent or common words
+    programs: float  # of synthetic rows: assignments of variables, with questions among them
     single: float  # of the others: one question, as in an evaluation
     forms: Mapping[str, float]  # pass_key, needles, key_value, variables
     seed: int = 0
@@ -202,7 +204,9 @@ def make_row(corpus: Corpus, mixture: Mixture, length: int, rng: random.Random) 
     draw = rng.random()
     if draw < mixture.repeat:
         return _repeating(corpus, text, length, rng)
-    if draw < mixture.repeat + mixture.words and length >= 1024:
+    if draw < mixture.repeat + mixture.programs:
+        return program(corpus, text, length, rng)
+    if draw < mixture.repeat + mixture.programs + mixture.words and length >= 1024:
         return asking(corpus, _tokens(corpus, "dots"), length, [_words(length, rng)], rng)
     return asking(corpus, text, length, _hide(corpus, mixture, length, rng), rng)
 
@@ -212,7 +216,8 @@ def asking(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A row with the lines of all `hidden` in it, and all questions with their answers at its end, a line each.
 
-    Lines of different things mix, and those of one keep their order. The row ends with the last answer.
+    Lines of different things mix, and those of one keep their order. The row ends with the last answer. Only answers
+    count: the text around them would else be seen many times over, and be learnt by heart.
     """
     order = [i for i, one in enumerate(hidden) for _ in one.lines]
     rng.shuffle(order)
@@ -229,16 +234,11 @@ def asking(
     kinds = np.full(length, NONE, np.uint8)
     at = length - tail
     tokens[:at] = prompt.ids
-    kinds[:at] = TEXT
-    sizes = [len(ids) for ids in encode([f"\n{line}\n" for line in lines], add_special_tokens=False)["input_ids"]]
-    for start, size in zip(prompt.starts, sizes, strict=True):
-        kinds[start : start + size] = NONE
-    kinds[prompt.question : at] = NONE
-    for question, answer in zip([[], *further], answers, strict=True):
+    for question, answer, one in zip([[], *further], answers, asked, strict=True):
         tokens[at : at + len(question)] = question
         at += len(question)
         tokens[at : at + len(answer)] = answer
-        kinds[at : at + len(answer)] = ANSWER
+        kinds[at : at + len(answer)] = CHAIN if one.fields.get("hops") else ANSWER
         at += len(answer)
     return tokens, kinds
 
@@ -258,7 +258,7 @@ def _hide(corpus: Corpus, mixture: Mixture, length: int, rng: random.Random) -> 
     single = rng.random() < mixture.single
     if not single and rng.random() < 0.5:  # all of a form, or a mixture of them
         forms = dict.fromkeys(rng.choices(list(forms), list(forms.values())), 1.0)
-    room = length * (0.9 if single else rng.uniform(0.1, 0.6))
+    room = length * (0.9 if single or length < 1024 else rng.uniform(0.1, 0.6))
     made: list[Hidden] = []
     for _ in range(1000):
         if not forms or len(names) < _MOST_NAMES or (single and made):
@@ -339,6 +339,54 @@ def _renamed(hidden: Hidden, names: list[str]) -> Hidden:
 _WORD = re.compile(r"\b[a-z]+\b")
 _DRAWN = frozenset(WORDS)
 _MOST_NAMES = 128  # that a thing takes
+
+
+def program(corpus: Corpus, text: np.ndarray, length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
+    """Assignments to variables in the wording of the form, questions among them at any place, and text between some.
+
+    A variable can be asked for as soon as it has a value, so many look-ups are short ones, of what was told a few lines
+    before, and there is an answer every 30 tokens. Chains are learnt from that, which they are not from questions at
+    the end alone (README.md).
+    """
+    names = rng.sample(corpus.card["names"], min(1000, len(corpus.card["names"])))  # popped from the end
+    if rng.random() < 0.75:
+        names += rng.sample(WORDS, len(WORDS))
+    questions, between = rng.uniform(0.3, 0.6), rng.choice((0.0, 0.0, 0.05, 0.2))
+    longest = rng.choice((1, 1, 2, 3, 5))
+    known: dict[str, tuple[str, int]] = {}  # a variable's value, and the look-ups to it beyond the first
+    parts: list[str | np.ndarray] = []
+    kinds: list[int] = []
+    room = length
+    while room > 0:
+        if rng.random() < between:
+            parts.append(_excerpt(text, _log_uniform(rng, 4, max(4, length // 16)), rng))
+            kinds.append(NONE)
+            room -= len(parts[-1])
+            continue
+        recent = list(known)[-4 if rng.random() < 0.5 else 0 :]
+        if recent and (rng.random() < questions or not names):
+            name = rng.choice(recent)
+            value, hops = known[name]
+            parts += [f"\nThe value of {name} is ", value]
+            kinds += [NONE, CHAIN if hops else ANSWER]
+            room -= 10
+            continue
+        name = names.pop()
+        handed_on = [other for other in recent if known[other][1] < longest]
+        if handed_on and rng.random() < 0.6:
+            of = rng.choice(handed_on)
+            known[name] = known[of][0], known[of][1] + 1
+        else:
+            of = str(rng.randrange(10000, 100000))
+            known[name] = of, 0
+        parts.append(f"\nVAR {name} = {of}\n")
+        kinds.append(NONE)
+        room -= 6  # at least
+    told = iter(corpus.tokenizer([p for p in parts if isinstance(p, str)], add_special_tokens=False)["input_ids"])
+    pieces = [next(told) if isinstance(part, str) else part for part in parts]
+    pieces, kinds = [[corpus.tokenizer.bos_token_id], *pieces, _excerpt(text, length, rng)], [NONE, *kinds, NONE]
+    each = np.repeat(kinds, [len(piece) for piece in pieces])
+    return np.concatenate(pieces)[:length].astype(np.uint16), each[:length].astype(np.uint8)
 
 
 def plain(corpus: Corpus, text: np.ndarray, length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:

@@ -164,7 +164,8 @@ def losses(
     ids = tokens.astype(jnp.int32)
     x = trunk(model, params[EMBEDDING], ids)
     kinds = jnp.roll(kinds, -1, axis=1).at[:, -1].set(data.NONE)  # a token's logits are those of the next
-    table = jnp.array([0.0, 1.0, settings["answer_weight"], settings["repeat_weight"]], jnp.float32)
+    answer, repeat = settings["answer_weight"], settings["repeat_weight"]
+    table = jnp.array([0.0, 1.0, answer, answer, repeat], jnp.float32)  # by kind
     weights = table[kinds.astype(jnp.int32)]
     weights = weights / jnp.maximum(jnp.sum(weights), 1.0)
     loss, each, right = cross_entropy(
@@ -226,6 +227,7 @@ def make_step(settings: Mapping[str, Any], like: Decoder) -> Any:
             "repeat": mean(each, kind == data.REPEAT),
             "answer": mean(each, kind == data.ANSWER),
             "right": mean(right, kind == data.ANSWER),
+            "chains": mean(right, kind == data.CHAIN),
             "gradient": jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in grads.values())),
         }
         return {"params": params, "optimizer": held}, metrics
@@ -474,7 +476,8 @@ def evaluate(
             form = FORMS[name.split()[0]]
             rngs = [random.Random(f"{seed} {name} {length} {row}") for row in range(asked["rows"])]
             rows = [data.asking(corpus, text, length, [form(rng, **sizes)], rng) for rng in rngs]
-            hits = [np.all(right | (kind != data.ANSWER), axis=1) for _, right, kind in seen(rows, together)]
+            answers = data.ANSWER, data.CHAIN
+            hits = [np.all(right | ~np.isin(kind, answers), axis=1) for _, right, kind in seen(rows, together)]
             exact[name][str(length)] = float(np.concatenate(hits).mean())
         rngs = [random.Random(f"{seed} {length} {row}") for row in range(together)]
         plain = seen([data.plain(corpus, text, length, rng) for rng in rngs], together)
