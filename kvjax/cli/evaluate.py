@@ -23,6 +23,7 @@ from kvjax.cli.terminal import bar, bars, say, write
 
 if TYPE_CHECKING:
     from kvjax.evaluate import Task
+    from kvjax.evaluate.results import Cell
     from kvjax.hook import Layered
 
 SAMPLES = 64
@@ -97,11 +98,28 @@ def evaluate(
     resume: Annotated[
         bool, typer.Option(help="Go on from the results in --out, of which each tells what made it.")
     ] = True,
+    report_only: Annotated[
+        bool,
+        typer.Option(
+            "--report-only",
+            help="Decode nothing: table and plots of all results in --out, and of runs whose --out lay in it.",
+        ),
+    ] = False,
 ) -> None:
     """Scores tasks, decoded for real through caches: a table and plots by cache, budget and length.
 
     Prompts are prefilled once for all caches. A run that was killed goes on where it stopped.
     """
+    if report_only:
+        others: dict[str, Any] = {"MODEL_DIR": model_dir, "--task": task, "--cache": cache, "--budget": budget}
+        others |= {"--pool": pool, "--length": length, "--samples": samples, "--text": text, "--data": data}
+        given = [name for name, value in others.items() if value is not None] + ["--quick"] * quick
+        if given:
+            raise ValueError(f"--report-only reads what lies in --out as it is; leave out {', '.join(given)}")
+        from kvjax.evaluate.results import read_cells
+
+        _report(read_cells(out), out)
+        return
     if quick:
         task, cache = task or QUICK["task"], cache or QUICK["cache"]
         budget, length, samples = budget or QUICK["budget"], length or QUICK["length"], samples or QUICK["samples"]
@@ -112,7 +130,7 @@ def evaluate(
     import jax
 
     from kvjax import models
-    from kvjax.evaluate import report, runner
+    from kvjax.evaluate import runner
     from kvjax.evaluate.record import digest
 
     progress = bars()
@@ -146,6 +164,12 @@ def evaluate(
                     runner.run(loaded, plan, batch=batch, capacity=capacity, progress=show)
                 if progress.disable:  # no terminal: a line a task, for whoever reads the log
                     say(f"task {number} of {len(plans)}, {plan.task.name}: {plan.done} answers")
+    _report(cells, out)
+
+
+def _report(cells: Sequence[Cell], out: Path) -> None:
+    from kvjax.evaluate import report
+
     write(report.table(cells))
     try:
         say(f"wrote {', '.join(map(str, report.write(cells, out)))}")

@@ -35,6 +35,7 @@ COLOURS = {
     "kivi": "#44aa99",
 }
 MARKERS = "oDs^vPX*<>hp"
+LINES = ("-", "--", ":", "-.", (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)))
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -59,8 +60,24 @@ def style(method: str, among: Sequence[str] = ()) -> dict[str, Any]:
     return {
         "color": COLOURS.get(name, "#555555"),
         "marker": MARKERS[place % len(MARKERS)],
-        "linestyle": ("-", "--", ":", "-.")[same.index(method) % 4],
+        "linestyle": LINES[same.index(method) % len(LINES)],
     }
+
+
+def labels(methods: Sequence[str]) -> dict[str, str]:
+    """Short names: without the settings that all of the methods of a preset share.
+
+    >>> labels(["full", "h2o:dense_layers=2", "quest", "quest:page=32"])
+    {'full': 'full', 'h2o:dense_layers=2': 'h2o', 'quest': 'quest', 'quest:page=32': 'quest:page=32'}
+    """
+    settings = {method: method.partition(":")[2].split(",") for method in methods}
+    short = {}
+    for method, own in settings.items():
+        name = method.partition(":")[0]
+        same = [settings[other] for other in methods if other.partition(":")[0] == name]
+        told = [setting for setting in own if not all(setting in others for others in same)]
+        short[method] = ":".join(filter(None, (name, ",".join(told))))
+    return short
 
 
 def by_budget(panels: Sequence[Block]) -> Figure:
@@ -82,6 +99,7 @@ def by_budget(panels: Sequence[Block]) -> Figure:
 def _lines(axis: Axes, block: Block, methods: Sequence[str]) -> None:
     budgets = block.budgets
     ends: list[tuple[float, str, str]] = []
+    short = labels(methods)
     for method in block.methods:
         look = style(method, methods)
         cells = [(b, cell.summary()) for b in budgets if (cell := block.cell(method, b)) is not None]
@@ -90,12 +108,12 @@ def _lines(axis: Axes, block: Block, methods: Sequence[str]) -> None:
             y = [s["mean"] for s in found]
             axis.plot(x, y, markersize=4.5, linewidth=1.6, **look)
             axis.vlines(x, [s["low"] for s in found], [s["high"] for s in found], color=look["color"], alpha=0.35)
-            ends.append((y[-1], method, look["color"]))
+            ends.append((y[-1], short[method], look["color"]))
         cell = block.cell(method, None)
         if cell is not None:
             mean = cell.summary()["mean"]
             axis.axhline(mean, color=look["color"], linewidth=1.1, linestyle=(0, (6, 3)))
-            ends.append((mean, method, look["color"]))
+            ends.append((mean, short[method], look["color"]))
     axis.set_xscale("log", base=2)
     axis.set_xticks(budgets, [str(b) for b in budgets])
     axis.minorticks_off()
@@ -105,9 +123,9 @@ def _lines(axis: Axes, block: Block, methods: Sequence[str]) -> None:
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
     ends.sort(key=lambda end: end[0])
-    for (_, method, colour), place in zip(ends, spread([end[0] for end in ends], gap=0.055, top=1.02), strict=True):
+    for (_, label, colour), place in zip(ends, spread([end[0] for end in ends], gap=0.055, top=1.02), strict=True):
         axis.annotate(
-            method, (1.0, place), xycoords=("axes fraction", "data"), xytext=(5, 0), textcoords="offset points",
+            label, (1.0, place), xycoords=("axes fraction", "data"), xytext=(5, 0), textcoords="offset points",
             va="center", color=colour, fontsize=9, annotation_clip=False,
         )  # fmt: skip
 
@@ -145,10 +163,10 @@ def by_depth(panels: Sequence[Block]) -> Figure:
     (block,) = panels
     high = -(-len(methods) // 4)
     figure, axes = _maps(high, -(-len(methods) // high), max(1, len(block.budgets)), panels)
-    for axis, method in zip(axes.flat, methods, strict=False):
+    for axis, (method, label) in zip(axes.flat, labels(methods).items(), strict=False):
         cells = [cell for b in (None, *block.budgets) if (cell := block.cell(method, b)) is not None]
         _map(axis, cells, panels, [str(cell.budget or "all") for cell in cells])
-        axis.set_title(method, fontsize=9)
+        axis.set_title(label, fontsize=9)
     figure.supxlabel("budget: tokens attended a step and KV head", fontsize=10)
     return figure
 
@@ -157,14 +175,14 @@ def _by_depth_and_length(panels: Sequence[Block], methods: Sequence[str]) -> Fig
     """A row a method, a column a budget; a method without one has the first place of its row."""
     budgets = sorted({budget for block in panels for budget in block.budgets})
     figure, axes = _maps(len(methods), max(1, len(budgets)), len(panels), panels)
-    for row, method in zip(axes, methods, strict=True):
+    for row, (method, label) in zip(axes, labels(methods).items(), strict=True):
         found = [budget for budget in (None, *budgets) if any(block.cell(method, budget) for block in panels)]
         for budget in found:
             axis = row[0 if budget is None else budgets.index(budget)]
             cells = [block.cell(method, budget) for block in panels]
             _map(axis, cells, panels, [_short(block.length) for block in panels])
             axis.set_title("all" if budget is None else str(budget), fontsize=8)
-        row[0].set_ylabel(method, fontsize=9)
+        row[0].set_ylabel(label, fontsize=9)
     figure.supxlabel("length in tokens; above each map the budget, tokens attended a step and KV head", fontsize=10)
     return figure
 

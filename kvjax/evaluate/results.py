@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.evaluate.record import digest_json, replace_file
+from kvjax.presets import REGISTRY
 
 
 @dataclass
@@ -94,6 +95,43 @@ def read_cell(path: Path) -> Cell:
     except (ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is no result of kvjax ({error!r}); move it away or delete it") from None
     return Cell(path=path, head=raw, **own)
+
+
+def read_cells(folder: Path) -> list[Cell]:
+    """The cells of every run under a folder, in the order of tables: by task, length, method and budget.
+
+    Of a cell that several runs have begun, the one with the most answers.
+
+    Raises:
+      ValueError: there is none; they are of several models or dtypes; or runs that differ made the same cell.
+    """
+    found: dict[tuple[str, str], Cell] = {}
+    for path in sorted(folder.rglob("results/*.json")):
+        cell = read_cell(path)
+        other = found.setdefault((cell.task, cell.cache), cell)
+        if other.digest != cell.digest:
+            raise ValueError(
+                f"{other.path} and {path} are of one task and cache, but not made by the same; move one away"
+            )
+        if len(cell.examples) > len(other.examples):
+            found[cell.task, cell.cache] = cell
+    if not found:
+        raise ValueError(f"{folder} has no results; give the --out of a run, or a folder of several")
+    for name in ("model", "dtype"):
+        first: dict[str, Cell] = {}
+        for cell in found.values():
+            first.setdefault(cell.key[name], cell)
+        if len(first) > 1:
+            one, two, *_ = (cell.path for cell in first.values())
+            raise ValueError(f"{one} and {two} are not of the same {name}; report on them one at a time")
+    return sorted(found.values(), key=_order)
+
+
+def _order(cell: Cell) -> tuple[str, int, int, str, int]:
+    task, known = cell.key["task"], list(REGISTRY)
+    preset = cell.method.partition(":")[0]
+    place = known.index(preset) if preset in known else len(known)
+    return task.get("title", cell.task), task.get("length") or 0, place, cell.method, cell.budget or 0
 
 
 def interval(scores: np.ndarray) -> tuple[float | None, float | None]:

@@ -34,7 +34,12 @@ def test_a_run_writes_results_table_and_plots_and_is_not_made_again(run, checkpo
     assert "| cache | 16 |" in out
     assert "| `streaming_llm` | " in out
     assert "pass key, 300 tokens" in out
-    assert {path.name for path in tmp_path.iterdir()} == {"results", "table.md", "pass-key-by-depth.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "results",
+        "table.md",
+        "summary.json",
+        "pass-key-by-depth.svg",
+    }
     files = list((tmp_path / "results").glob("*.json"))
     assert len(files) == 1
     raw = json.loads(files[0].read_text())
@@ -50,6 +55,31 @@ def test_a_run_writes_results_table_and_plots_and_is_not_made_again(run, checkpo
     code, out, err = run(*ask)
     assert (code, out) == again[:2]
     assert "plots need matplotlib: pip install 'kvjax[eval]'" in err
+
+
+def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded(
+    run, checkpoint, tmp_path, monkeypatch
+):
+    for cache, budget in (("streaming_llm", "16"), ("full", None)):
+        asked = ("--cache", cache, *(("--budget", budget) if budget else ()))
+        assert run(checkpoint, *SMALL, *asked, "--out", tmp_path / cache)[0] == 0
+    monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
+    code, out, err = run("--report-only", "--out", tmp_path)
+    assert code == 0, err
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("| `")] == [
+        "`full`",
+        "`streaming_llm`",
+    ]
+    assert (tmp_path / "table.md").read_text().endswith(out)
+    caches = json.loads((tmp_path / "summary.json").read_text())["results"]["pass key at 300"]["caches"]
+    assert {name: found["n"] for name, found in caches.items()} == {"full": 3, "streaming_llm@16": 3}
+
+    code, out, err = run(checkpoint, "--report-only", "--cache", "full", "--out", tmp_path)
+    assert (code, out) == (1, "")
+    assert "--report-only reads what lies in --out as it is; leave out MODEL_DIR, --cache" in err
+    code, _, err = run("--report-only", "--out", tmp_path / "nowhere")
+    assert code == 1
+    assert "nowhere has no results; give the --out of a run" in err
 
 
 @pytest.mark.parametrize(

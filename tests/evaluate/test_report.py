@@ -1,15 +1,17 @@
 """Tables and plots of results that are made up here."""
 
+import dataclasses
+import json
 import sys
 
 import numpy as np
 import pytest
 
 from kvjax.evaluate import plots, report
-from kvjax.evaluate.results import Cell
+from kvjax.evaluate.results import Cell, read_cells
 from kvjax.presets import REGISTRY
 
-KEY = {"versions": {"jax": "1.2.3"}, "dtype": "float32", "device": "cpu"}
+KEY = {"versions": {"jax": "1.2.3"}, "dtype": "float32", "device": "cpu", "model": "abc"}
 
 
 def cell(cache, length, scores, title="needle", depths=2):
@@ -48,19 +50,79 @@ def test_the_table_has_a_row_a_cache_a_column_a_budget_and_a_block_a_length():
 
 def test_the_page_says_model_versions_and_date():
     page = report.page(CELLS)
-    for part in ("# tiny, float32", "jax 1.2.3", "2026-01-02", "cpu", report.table(CELLS)):
+    for part in ("# tiny, float32", "jax 1.2.3", "2026-01-02", "cpu", report.overview(CELLS), report.table(CELLS)):
         assert part in page
+    other = dataclasses.replace(CELLS[0], key={**CELLS[0].key, "device": "gpu"})
+    assert "2026-01-02, cpu, jax 1.2.3; 2026-01-02, gpu, jax 1.2.3." in report.page([*CELLS, other])
+
+
+def test_the_overview_has_all_lengths_of_a_task_in_each_place():
+    others = [cell("full", 512, [1.0], title="key"), cell("h2o@16", 512, [1.0])]
+    assert report.overview([*CELLS[3:], *CELLS[:3], *others]) == (
+        "### needle, 512 / 1024 tokens\n\nExact match at each length, n = 1 to 4 / 4.\n\n"
+        "| cache | all | 16 | 64 |\n| --- | ---: | ---: | ---: |\n"
+        "| `full` | 1.00 .75 |  |  |\n| `fier` |  | .25 .00 | .50 .31 |\n| `h2o` |  | 1.00 - |  |\n\n"
+    )
+    assert report.overview(CELLS[:3]) == ""
+
+
+def test_the_summary_says_what_was_run_and_the_scores():
+    found = json.loads(json.dumps(report.summary(CELLS)))
+    assert found["made"] == [{"versions": {"jax": "1.2.3"}, "device": "cpu"}]
+    assert (found["date"], found["model"], found["dtype"]) == (
+        "2026-01-02T03:04:05",
+        {"name": "tiny", "digest": "abc"},
+        "float32",
+    )
+    assert list(found["results"]) == ["needle at 512", "needle at 1024"]
+    short = found["results"]["needle at 1024"]
+    assert short["task"]["length"] == 1024
+    assert {name: one["mean"] for name, one in short["caches"].items()} == {
+        "full": 0.75,
+        "fier@16": 0,
+        "fier@64": 0.3125,
+    }
+
+
+def test_cells_of_several_runs_come_in_the_order_of_tables(tmp_path):
+    def save(one, run):
+        one = dataclasses.replace(one, path=tmp_path / run / "results" / f"{one.task} {one.cache}.json")
+        one.save()
+        return one.path
+
+    for i, one in enumerate(reversed(CELLS)):
+        save(one, str(i % 2))
+    save(dataclasses.replace(CELLS[1], batches=[]), "begun")
+    found = read_cells(tmp_path)
+    assert [(c.cache, c.key["task"]["length"]) for c in found] == [
+        *(("full", 512), ("fier@16", 512), ("fier@64", 512)),
+        *(("full", 1024), ("fier@16", 1024), ("fier@64", 1024), ("fier@64", 2048)),
+    ]
+    assert report.table(found[:3]) == report.table(CELLS[:3])
+    assert len(found[2].examples) == 4
+
+    other = save(dataclasses.replace(CELLS[1], key={**CELLS[1].key, "source": "other"}), "other")
+    with pytest.raises(ValueError, match="one task and cache, but not made by the same; move one away"):
+        read_cells(tmp_path)
+    other.unlink()
+    save(cell("h2o@16", 512, [1.0]), "h2o")
+    odd = cell("quest@16", 512, [1.0])
+    save(dataclasses.replace(odd, key={**odd.key, "model": "other"}), "odd")
+    with pytest.raises(ValueError, match="are not of the same model; report on them one at a time"):
+        read_cells(tmp_path)
 
 
 def test_everything_is_written(tmp_path):
     written = report.write(CELLS, tmp_path / "out")
-    assert {path.name for path in written} == {"table.md", "needle-by-budget.svg", "needle-by-depth.svg"}
+    assert {path.name for path in written} == {
+        *("table.md", "summary.json", "needle-by-budget.svg", "needle-by-depth.svg")
+    }
     assert all(path.stat().st_size > 500 for path in written)
 
 
 def test_without_a_curve_or_depths_there_is_no_plot(tmp_path):
     cells = [cell("full", 512, [1.0], depths=None), cell("fier@16", 512, [1.0], depths=None)]
-    assert [path.name for path in report.write(cells, tmp_path)] == ["table.md"]
+    assert [path.name for path in report.write(cells, tmp_path)] == ["table.md", "summary.json"]
 
 
 def test_lines_are_the_means_by_budget_in_the_colour_of_the_method():
