@@ -142,7 +142,9 @@ def _top_k_pooled(
     return top_k(pool_scores(parts, pool), valid, k, implementation=implementation)
 
 
-def collide(q: Array, ids: Array, counts: Array, limits: Array) -> Array:
+def collide(
+    q: Array, ids: Array, counts: Array, limits: Array, *, implementation: Implementation | None = None
+) -> Array:
     """u8[B, K, G, S] votes for keys that lie in the same part of space as q [B, K, G, D], a subspace of 8 at a time.
 
     In a subspace, a key is known by its sign pattern, `ids` u8[B, K, S, D/8], and a pattern's score is the product of
@@ -151,12 +153,22 @@ def collide(q: Array, ids: Array, counts: Array, limits: Array) -> Array:
     nested tiers; one limit is plain voting. Votes, T D/8 at most, must fit in a byte.
 
     Reads D/8 bytes a key. On CPU at 8 heads x 32K tokens, D = 128, G = 1, T = 6: 10-13 ms (2026-11-21, jax 0.10.2, 2
-    shared cores, normal random keys and q).
+    shared cores, normal random keys and q). `implementation`: see `explain`. Where scores of patterns differ by less
+    than rounding, the kernel may order them otherwise.
     """
+    from kvjax.kernels_pallas import collide as kernel
+
+    args = q, ids, counts, limits
+    N, T = ids.shape[3], limits.shape[1]
+    if N * T > 255:
+        raise ValueError(f"collide counts votes in a byte; {N} subspaces x {T} limits are more than 255")
+    limit, mosaic = kernel.unsupported(*args), _with_derivative(kernel.collide, _collide)
+    return _dispatch(implementation, kernel, limit, mosaic, _collide, *args)
+
+
+def _collide(q: Array, ids: Array, counts: Array, limits: Array) -> Array:
     B, K, G, D = q.shape
     S, N = ids.shape[2:]
-    if N * limits.shape[1] > 255:
-        raise ValueError(f"collide counts votes in a byte; {N} subspaces x {limits.shape[1]} limits are more than 255")
     better = _keys_before(q.astype(jnp.float32).reshape(B, K, G, N, D // N), counts)
     earned = jnp.sum(better[..., None] < limits[:, None, None, None, None], axis=-1, dtype=jnp.uint8)
     block = min(max(512, S // 64), S)
@@ -412,6 +424,7 @@ def explain(op: str, *args: Any) -> str:
     from kvjax.kernels_pallas import (
         attend_quantized,
         attend_slots,
+        collide,
         score_1bit,
         score_pages,
         top_k,
@@ -419,6 +432,7 @@ def explain(op: str, *args: Any) -> str:
     )
 
     rules: dict[str, tuple[Any, Callable[..., str | None]]] = {
+        "collide": (collide, collide.unsupported),
         "score_1bit": (score_1bit, lambda q, keys: score_1bit.unsupported(q, keys.bits, keys.scale)),
         "score_pages": (score_pages, score_pages.unsupported),
         "top_k": (top_k, lambda scores, valid, k: top_k.unsupported(scores.shape, scores.dtype, k)),

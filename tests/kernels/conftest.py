@@ -8,6 +8,7 @@ from kvjax.kernels_pallas import (
     _common,
     attend_quantized,
     attend_slots,
+    collide,
     score_1bit,
     score_pages,
     top_k,
@@ -18,7 +19,15 @@ from tests.kernels.simulate import simulated
 
 KERNELS = {
     kernel.__name__.rpartition(".")[2]: kernel
-    for kernel in (attend_quantized, attend_slots, score_1bit, score_pages, top_k, top_k_pooled)
+    for kernel in (
+        attend_quantized,
+        attend_slots,
+        collide,
+        score_1bit,
+        score_pages,
+        top_k,
+        top_k_pooled,
+    )
 }
 HAS_KERNELS = jax.__version_info__ >= (0, 11)
 ON_GPU = HAS_KERNELS and jax.default_backend() == "gpu" and _common.why_not() is None

@@ -9,7 +9,15 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from kvjax.kernels_pallas import attend_quantized, attend_slots, score_1bit, score_pages, top_k, top_k_pooled
+from kvjax.kernels_pallas import (
+    attend_quantized,
+    attend_slots,
+    collide,
+    score_1bit,
+    score_pages,
+    top_k,
+    top_k_pooled,
+)
 
 import kvjax
 from kvjax import ops, presets
@@ -50,6 +58,11 @@ def coded(S, D, bits, tokens, channels, value_channels):
     return sds(1, 8, 4, D), (codes, keys), (codes, values), *2 * [sds(1, dtype=jnp.int32)]
 
 
+def ballot(G, S, D, T):
+    ids, counts = sds(1, 8, S, D // 8, dtype=jnp.uint8), sds(1, 8, D // 8, 256, dtype=jnp.int32)
+    return sds(1, 8, G, D, dtype=jnp.float32), ids, counts, sds(1, T, dtype=jnp.int32)
+
+
 SCORE, PAGES, ATTEND, CODED = (
     partial(f, scale=0.1)
     for f in (
@@ -80,11 +93,20 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_slots, D 256": (ATTEND, slots(4, 131072, 256, 2048), 0.2, 136),
     "attend_quantized, LogQuant": (CODED, coded(131040, 128, 2, 42, 1, 64), 0.6, 0),
     "attend_quantized, by token, 4 bits": (CODED, coded(131072, 128, 4, 1, 64, 32), 0.6, 0),
+    "collide": (collide.collide, ballot(4, 131072, 128, 6), 0.1, 0),
+    "collide, D 64": (collide.collide, ballot(8, 131072, 64, 31), 0.1, 0),
     "attend_slots, a choice for each head": (ATTEND, slots(8, 131072, 64, 2048, H=8), 0.6, 0),
 }
 
 
-LATE = ("top_k, 1M", "top_k_pooled, 1M", "attend_slots, D 256", "score_1bit, D 64", "score_pages, D 64")
+LATE = (
+    "collide, D 64",
+    "top_k, 1M",
+    "top_k_pooled, 1M",
+    "attend_slots, D 256",
+    "score_1bit, D 64",
+    "score_pages, D 64",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in LATE)) for n in PROGRAMS])

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from kvjax.kernels_pallas import (
     _common,
     attend_quantized,
     attend_slots,
+    collide,
     score_1bit,
     score_pages,
     top_k,
@@ -126,6 +128,29 @@ def test_score_pages_refuses_what_it_has_no_kernel_for(changed, words):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
+        (dict(D=96), "head sizes 64 and 128"),
+        (dict(G=9), "1 to 8 query heads"),
+        (dict(S=66), "a multiple of 4 keys"),
+        (dict(S=1 << 24), "less than 2\\^24"),
+        (dict(T=16), "1 to 15 limits for D=128"),
+        (dict(dtype=jnp.int16), "counts and limits in i32"),
+        (dict(K=0), "at least one row"),
+    ],
+)
+def test_collide_refuses_what_it_has_no_kernel_for(changed, words):
+    def shapes(K=2, G=4, S=64, D=128, T=6, dtype=jnp.int32):
+        q, ids = jax.ShapeDtypeStruct((1, K, G, D), jnp.float32), jax.ShapeDtypeStruct((1, K, S, D // 8), jnp.uint8)
+        return q, ids, jax.ShapeDtypeStruct((1, K, D // 8, 256), dtype), jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    assert collide.supported(*shapes())
+    assert re.search(words, collide.unsupported(*shapes(**changed)))
+    with pytest.raises(NotImplementedError, match=words):
+        jax.eval_shape(collide.collide, *shapes(**changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
         (dict(D=256), "head sizes 64 and 128"),
         (dict(Q=9), "1 to 8 queries"),
         (dict(bits=8), "codes of 2 and 4 bits; got 8"),
@@ -177,6 +202,10 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
         attend_slots.Config(warpgroups=3)
     with pytest.raises(ValueError, match="warpgroups 1, 2 or 4"):
         score_pages.Config(warpgroups=8)
+    with pytest.raises(ValueError, match="keys must be 1, 2 or 4"):
+        collide.Config(keys=8)
+    with pytest.raises(ValueError, match="parts must be at least 1"):
+        collide.Config(parts=0)
     with pytest.raises(ValueError, match="blocks must be at least 1"):
         attend_quantized.Config(blocks=0)
 
@@ -239,6 +268,7 @@ def test_the_reference_runs_where_there_is_no_kernel():
     scores, valid = jax.random.normal(jax.random.key(0), (2, 50)), jnp.ones((2, 50), bool)
     why = "jax >= 0.11" if not HAS_KERNELS else "for GPUs"
     boxes = jnp.zeros((1, 1, 4, 64))
+    none = jnp.zeros((1, 1, 1), jnp.int32)
     for op, *args in (
         ("score_pages", boxes, boxes.astype(jnp.bfloat16), boxes.astype(jnp.bfloat16)),
         ("top_k_pooled", [(boxes, boxes[:, :, :1] == 0)], "mean_score", 5),

@@ -14,6 +14,7 @@ from kvjax.kernels_pallas import (
     _common,
     attend_quantized,
     attend_slots,
+    collide,
     score_1bit,
     score_pages,
     top_k,
@@ -171,6 +172,68 @@ def test_top_k_pooled_has_a_choice_for_each_head_and_takes_vmap():
     np.testing.assert_array_equal(jax.jit(run)(parts)[0], want.slots)
     apart = jax.jit(jax.vmap(run))([tuple(a[:, None] for a in part) for part in parts])
     np.testing.assert_array_equal(apart[0][:, 0], want.slots)
+
+
+# ----------------------------------------------------------------------------------------------------------- collide
+
+
+def ballot(B, K, G, S, D, T, kind):
+    """Queries whose patterns have scores exact in f32, patterns of keys, counts of the first keys of a row, limits."""
+    rng, N = np.random.default_rng(S), D // 8
+    q = np.round(rng.standard_normal((B, K, G, D), np.float32) * 64) / 64
+    ids = rng.integers(0, 256, (B, K, S, N), np.uint8)
+    stored = np.resize([S, 0, 1, S - 1], B)
+    if kind == "ties":
+        q = np.round(q)
+        q[..., ::3] = 0
+        q[0, 0, 0] = -0.0
+        ids = ids % 5 * 51
+    elif kind == "one pattern":
+        ids[:] = 255
+    kept = np.arange(S)[None] < stored[:, None]
+    counts = np.zeros((B, K, N, 256), np.int32)
+    b, k, s, n = np.indices(ids.shape)
+    np.add.at(counts, (b, k, n, ids), kept[b, s].astype(np.int32))
+    limits = np.ceil(stored[:, None] * np.linspace(0.01, 0.5, T)).astype(np.int32)
+    return tuple(map(jnp.asarray, (q, ids, counts, limits)))
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "G", "S", "D", "T", "config"),
+    [
+        (2, 2, 4, 548, 128, 6, collide.Config(1, 2, 1, 4)),
+        (1, 1, 8, 132, 64, 31, collide.Config(2, 8, 1, 1)),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                (1, 1, 1, 4, 128, 1, None),
+                (4, 1, 3, 2052, 128, 6, collide.Config(3, 8, 2, 2)),
+                (1, 2, 5, 1028, 128, 15, collide.Config(2, 4, 4, 4)),
+                (1, 1, 6, 1024, 64, 6, collide.Config(1, 1, 1, 4)),
+            )
+        ),
+        *(
+            pytest.param(*sizes, None, marks=on_gpu)
+            for sizes in ((1, 8, 4, 131072, 128, 6), (2, 8, 1, 33028, 128, 6), (8, 8, 8, 4096, 64, 31))
+        ),
+    ],
+)
+def test_collide_equals_its_reference(B, K, G, S, D, T, config):
+    run = jax.jit(partial(collide.collide, config=config))
+    reference = jax.jit(partial(ops.collide, implementation="xla"))
+    for kind in ("random", "ties", "one pattern"):
+        args = ballot(B, K, G, S, D, T, kind)
+        np.testing.assert_array_equal(run(*args), reference(*args), err_msg=kind)
+
+
+@pytest.mark.thorough
+def test_collide_takes_vmap():
+    q, *rest = ballot(2, 1, 2, 64, 64, 3, "random")
+    many = jnp.stack([q, -q])
+    run = partial(collide.collide, config=collide.Config(1, 2, 1, 1))
+    got = jax.jit(jax.vmap(lambda q: run(q, *rest)))(many)
+    want = jnp.stack([ops.collide(q, *rest, implementation="xla") for q in many])
+    np.testing.assert_array_equal(got, want)
 
 
 # ------------------------------------------------------------------------------------------------------- score_1bit

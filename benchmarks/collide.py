@@ -1,0 +1,73 @@
+"""Device time of collide by block sizes, and of its reference: `python benchmarks/collide.py`, on a GPU.
+
+Each call votes on as many stores as hold twice what the L2 cache does, one after the other, so that patterns come from
+device memory, as they do in a model.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import collide
+from kvjax.kernels_pallas.collide import Config
+from sweep import repeats, run, sweep
+
+from kvjax import ops
+
+SHAPES = (  # B, K, G, S, D, T
+    (1, 8, 4, 131072, 128, 6),
+    (1, 8, 1, 131072, 128, 6),
+    *((1, 8, 4, S, 128, 6) for S in (8192, 32768, 1 << 20)),
+    (8, 8, 4, 32768, 128, 6),
+    (1, 8, 8, 131072, 128, 6),
+    (1, 8, 4, 131072, 64, 6),
+    (1, 8, 4, 131072, 128, 1),
+)
+CONFIGS = [
+    *(Config(parts, 8, warpgroups, keys) for parts, warpgroups in ((2, 4), (2, 2), (4, 2)) for keys in (2, 4)),
+    Config(4, 4, 4, 4),
+    Config(1, 8, 4, 4),
+]
+
+
+def inputs(B: int, K: int, G: int, S: int, D: int, T: int, n: int) -> tuple[Array, list[Array], Array, Array]:
+    keys, N = jax.random.split(jax.random.key(0), 2), D // 8
+    q = jax.random.normal(keys[0], (B, K, G, D), jnp.bfloat16).astype(jnp.float32)  # so that sums of 8 are exact
+    counts = jnp.full((B, K, N, 256), S // 256)
+    limits = jnp.broadcast_to(S // 5 * jnp.linspace(0.05, 1, T), (B, T)).astype(jnp.int32)
+    return q, [jax.random.bits(key, (B, K, S, N), "uint8") for key in jax.random.split(keys[1], n)], counts, limits
+
+
+def measure(B: int, K: int, G: int, S: int, D: int, T: int) -> dict[str, Any]:
+    moved = B * K * (S * (D // 8 + G) + D // 8 * 1024)
+    n = repeats(moved)
+
+    def kernel(config: Config) -> Any:
+        one = jax.jit(partial(collide.collide, config=config))  # lowered once
+        return lambda q, stores, counts, limits: [one(q, ids, counts, limits) for ids in stores]
+
+    def reference(q: Array, stores: list[Array], counts: Array, limits: Array) -> list[Array]:
+        return [ops.collide(q, ids, counts, limits, implementation="xla") for ids in stores]
+
+    def error(got: list[Array], want: list[Array]) -> float:
+        return float(max(jnp.mean((a != b).astype(jnp.float32)) for a, b in zip(got, want, strict=True)))
+
+    args = jax.jit(inputs, static_argnums=range(7))(B, K, G, S, D, T, n)
+    configs = [collide.config_for(B * K, S), *CONFIGS]
+    row = sweep("collide", kernel, reference, args, configs=configs, error=error, most=1e-3, moved=moved, n=n)
+    return {"B": B, "K": K, "G": G, "S": S, "D": D, "T": T, **row}
+
+
+if __name__ == "__main__":
+    run(
+        "collide",
+        "collide of q f32[B, K, G, D] with S keys, T limits; error: share of the votes that are not the reference's; "
+        "config: parts x blocks x warpgroups x keys",
+        "queries normal random in bf16, patterns uniform, limits up to S/5",
+        measure,
+        SHAPES,
+    )
