@@ -1,11 +1,13 @@
 """Plots of results: score by budget, a line a method, and score by depth and length, a map a cache.
 
-A method has the same colour in every plot. Lines are named where they end.
+A method has the same colour in every plot, unless so many settings of one preset are compared that these take the
+colours, in a panel of their own. Lines are named where they end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +37,7 @@ COLOURS = {
     "kivi": "#44aa99",
 }
 MARKERS = "oDs^vPX*<>hp"
-LINES = ("-", "--", ":", "-.", (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)))
+LINES = ("-", "--", ":", "-.")
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -52,11 +54,17 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def style(method: str, among: Sequence[str] = ()) -> dict[str, Any]:
-    """Colour, marker and line of a method; settings of one preset (`fier:pool=per_head`) share a colour, not a line."""
+    """Colour, marker and line of a method; settings of one preset (`fier:pool=per_head`) share a colour, not a line.
+
+    More of them than there are lines have colours.
+    """
     name = method.partition(":")[0]
     known = list(REGISTRY)
     place = known.index(name) if name in known else len(known)
     same = [other for other in dict.fromkeys((*among, method)) if other.partition(":")[0] == name]
+    if len(same) > len(LINES):
+        at = same.index(method)
+        return {"color": [*COLOURS.values()][at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)], "linestyle": "-"}
     return {
         "color": COLOURS.get(name, "#555555"),
         "marker": MARKERS[place % len(MARKERS)],
@@ -82,7 +90,7 @@ def labels(methods: Sequence[str]) -> dict[str, str]:
 
 def by_budget(panels: Sequence[Block]) -> Figure:
     """Mean score by budget, a line a method with intervals of 95 %, a panel a length; dashed for those without one."""
-    panels = [block for block in panels if block.budgets]
+    panels = [block for whole in panels for block in _uncrowded(whole) if block.budgets]
     figure = new_figure(1.6 + 4.2 * len(panels), 4.2)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     methods = list(dict.fromkeys(method for block in panels for method in block.methods))
@@ -94,6 +102,16 @@ def by_budget(panels: Sequence[Block]) -> Figure:
     axes[0].set_ylabel(panels[0].cells[0].metric)
     figure.suptitle(_title(panels), x=0.01, ha="left", fontsize=11)
     return figure
+
+
+def _uncrowded(block: Block) -> list[Block]:
+    """A block for each preset, if one of them has too many settings for lines of one colour."""
+    parts: dict[str, list[str]] = {}
+    for method in block.methods:
+        parts.setdefault(method.partition(":")[0], []).append(method)
+    if max(map(len, parts.values())) <= len(LINES):
+        return [block]
+    return [replace(block, cells=tuple(c for c in block.cells if c.method in part)) for part in parts.values()]
 
 
 def _lines(axis: Axes, block: Block, methods: Sequence[str]) -> None:

@@ -139,6 +139,17 @@ def test_lines_are_the_means_by_budget_in_the_colour_of_the_method():
     assert "n = 4" in figure.get_suptitle()
 
 
+def test_many_settings_of_a_preset_get_a_panel_and_colours_the_same_in_each():
+    rules = ("mean_query", "mean_score", "max_softmax", "sum_softmax", "per_head")
+    names = [f"{name}:pool={rule}" for name in ("fier", "quest") for rule in rules]
+    cells = [cell(f"{name}@{budget}", 512, [1.0, 0.0]) for name in names for budget in (16, 64)]
+    left, right = plots.by_budget(report.blocks(cells)).axes
+    colours = [[line.get_color() for line in axis.lines] for axis in (left, right)]
+    assert colours[0] == colours[1]
+    assert len(set(colours[0])) == len(rules)
+    assert {text.get_text() for text in left.texts} == set(names[:5])
+
+
 def test_maps_are_the_means_by_depth_and_length_or_budget():
     by_length = plots.by_depth(report.blocks(CELLS))
     maps = [axis.images[0].get_array() for axis in by_length.axes if axis.images]
