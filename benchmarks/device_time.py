@@ -42,7 +42,10 @@ def kernels(call: Callable[[], Any], calls: int) -> list[tuple[str, list[float]]
     return list(found.items())
 
 
-def write(file: str, what: str, distribution: str, rows: list[dict[str, Any]]) -> None:
+TIMES = "microseconds of device time, kernels only, medians of 20 calls (xla: 3 to 5); floor: bytes / 4.3 TB/s"
+
+
+def write(file: str, what: str, distribution: str, rows: list[dict[str, Any]], times: str = TIMES) -> None:
     path = Path(__file__).parent / "results" / file
     path.parent.mkdir(exist_ok=True)
     about = {
@@ -51,8 +54,7 @@ def write(file: str, what: str, distribution: str, rows: list[dict[str, Any]]) -
         "device": jax.devices()[0].device_kind,
         "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
         "distribution": distribution,
-        "times": "microseconds of device time, kernels only, medians of 20 calls (xla: 3 to 5); "
-        "floor: bytes / 4.3 TB/s",
+        "times": times,
     }
     lines = ",\n".join("    " + json.dumps(row) for row in rows)
     head = json.dumps(about, indent=2)[:-2]

@@ -250,6 +250,21 @@ def kernel(program: Callable[..., None], *, name: str, **how: Any) -> Callable[.
     return plgpu.kernel(body, thread_name="warpgroup", compiler_params=lanes, kernel_name=name, **how)
 
 
+def kernel_in_place(program: Callable[..., None], *, name: str, **how: Any) -> Callable[..., jax.Array]:
+    """As `kernel`, of a program that changes its first operand, which it returns, in the memory that it lies in.
+
+    XLA copies the operand first, unless it is given away.
+    """
+
+    def run(changed: jax.Array, *args: jax.Array) -> jax.Array:
+        ref = jax.new_ref(changed)
+        kernel(program, name=name, out_type=(), **how)(ref, *args)
+        space = jax.typeof(changed).memory_space  # which the type of what was frozen lacks (jax 0.11.2); nothing moves
+        return jax.device_put(jax.freeze(ref), space)
+
+    return run
+
+
 def offset(address: Any, byte: Word) -> Any:
     """address + byte, in 64 bits."""
     return arith.addi(address, arith.extui(ir.IntegerType.get_signless(64), byte.value))

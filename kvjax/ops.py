@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.layouts import unpack_codes
+from kvjax.memory import to_device, to_host
 from kvjax.partial import Partial, attend_part, empty_part, keep_valid, merge, part_of_logits
 from kvjax.pick import Pool, Selection, pool_scores
 from kvjax.quant import OneBit, QuantArray, dequantize, dequantize_1bit, split_scales
@@ -226,12 +227,25 @@ def most_voted(votes: Array, valid: Array, count: Array, room: int) -> Selection
     return Selection(slots, jnp.arange(room)[None, None, None] < found)
 
 
-def rerank(q: Array, keys: Directions, picked: Selection, *, scale: float) -> Array:
+def rerank(
+    q: Array, keys: Directions, picked: Selection, *, scale: float, implementation: Implementation | None = None
+) -> Array:
     """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the `picked` of the keys k~ that `keys` [B, K, S, ..] code.
 
     Reads 3/4 D bytes a picked key, in blocks of 512. On CPU at 8 heads, M = 6000 of 32K tokens, D = 128, G = 1: 8-10 ms
-    (2026-11-21, jax 0.10.2, 2 shared cores, normal random keys and q).
+    (2026-11-21, jax 0.10.2, 2 shared cores, normal random keys and q). `implementation`: see `explain`.
     """
+    from kvjax.kernels_pallas import rerank as kernel
+
+    def run(q: Array, keys: Directions, picked: Selection) -> Array:
+        return kernel.rerank(q, *keys, picked.slots, scale=scale)
+
+    reference = partial(_rerank, scale=scale)
+    limit, mosaic = kernel.unsupported(q, *keys, picked.slots), _with_derivative(run, reference)
+    return _dispatch(implementation, kernel, limit, mosaic, reference, q, keys, picked)
+
+
+def _rerank(q: Array, keys: Directions, picked: Selection, *, scale: float) -> Array:
     B, K, G, M = picked.slots.shape
     block = min(512, M)
 
@@ -406,6 +420,72 @@ def _mix(weights: Array, values: QuantArray, seen: Array, channels: int) -> Arra
     return mean.reshape(B, K, Q, channels)
 
 
+def host_rows(x: Array, index: Array, *, implementation: Implementation | None = None) -> Array:
+    """[B, K, N, ...] on the device: rows `index` i32[B, K, N] of x [B, K, P, ...] in host memory; zeros where it is out
+    of range.
+
+    Moves those rows and no others. XLA gathers on the host's CPU, and moves what it gathered. `implementation`: see
+    `explain`; all give the same.
+    """
+    from kvjax.kernels_pallas import host_rows as kernel
+
+    return _dispatch(implementation, kernel, kernel.unsupported(x, index), kernel.host_rows, _host_rows, x, index)
+
+
+def _host_rows(x: Array, index: Array) -> Array:
+    row = x.shape[3:]
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(3, 3 + len(row))),
+        collapsed_slice_dims=(2,),
+        start_index_map=(2,),
+        operand_batching_dims=(0, 1),
+        start_indices_batching_dims=(0, 1),
+    )
+    places = index[..., None]
+    if jax.typeof(x).memory_space == jax.memory.Space.Host:
+        places = to_host(places)
+    rows = to_device(lax.gather(x, places, numbers, (1, 1, 1, *row), mode=lax.GatherScatterMode.CLIP))
+    there = (index >= 0) & (index < x.shape[2])
+    return jnp.where(there.reshape(*index.shape, *[1] * len(row)), rows, jnp.zeros((), x.dtype))
+
+
+def host_append(
+    x: Array, new: Sequence[Array], at: Array, count: Array, *, implementation: Implementation | None = None
+) -> Array:
+    """x [B, K, P, parts, ...] in host memory, with the first `count` i32[B] rows of each of the parts `new` [B, K, n,
+    ...] at row `at` i32[B] and those after it, of n <= P. Rows at or past P are dropped.
+
+    In place where x is donated or a loop's carry. XLA reads, changes and writes a slice for each row of the batch.
+    `implementation`: see `explain`; all give the same.
+    """
+    from kvjax.kernels_pallas import host_append as kernel
+
+    new = tuple(new)
+    limit = kernel.unsupported(x, new, at, count)
+    return _dispatch(implementation, kernel, limit, kernel.host_append, _host_append, x, new, at, count)
+
+
+def _host_append(x: Array, new: Sequence[Array], at: Array, count: Array) -> Array:
+    stacked = jnp.stack([part.astype(x.dtype) for part in new], axis=3)
+    (B, K, P, *row), n = x.shape, stacked.shape[2]
+    move = to_host if jax.typeof(x).memory_space == jax.memory.Space.Host else to_device
+
+    # A row at a time, a slice that is read, changed and written: in host memory XLA keeps this in place on CPU and
+    # GPU (a scatter too, but on a GPU it is the CPU that does it, with a warning). A slice past the end would be
+    # clamped, so it starts earlier and its first rows stay as they are.
+    def one_row(b: Array, x: Array) -> Array:
+        first = jnp.minimum(at[b], P - n)
+        source = first + jnp.arange(n) - at[b]
+        fits = (source >= 0) & (source < count[b])
+        where: list[Array | int] = [b, 0, first, *[0] * len(row)]
+        old = to_device(lax.dynamic_slice(x, where, (1, K, n, *row)))
+        mine = jnp.take(lax.dynamic_slice_in_dim(stacked, b, 1, axis=0), source, axis=2, mode="clip")
+        changed = jnp.where(fits.reshape(n, *[1] * len(row)), mine, old)
+        return lax.dynamic_update_slice(x, move(changed), where)
+
+    return lax.fori_loop(0, B, one_row, x)
+
+
 # ------------------------------------------------------------------------------------------------------ implementations
 
 
@@ -425,6 +505,9 @@ def explain(op: str, *args: Any) -> str:
         attend_quantized,
         attend_slots,
         collide,
+        host_append,
+        host_rows,
+        rerank,
         score_1bit,
         score_pages,
         top_k,
@@ -433,12 +516,15 @@ def explain(op: str, *args: Any) -> str:
 
     rules: dict[str, tuple[Any, Callable[..., str | None]]] = {
         "collide": (collide, collide.unsupported),
+        "rerank": (rerank, lambda q, keys, picked: rerank.unsupported(q, *keys, picked.slots)),
         "score_1bit": (score_1bit, lambda q, keys: score_1bit.unsupported(q, keys.bits, keys.scale)),
         "score_pages": (score_pages, score_pages.unsupported),
         "top_k": (top_k, lambda scores, valid, k: top_k.unsupported(scores.shape, scores.dtype, k)),
         "top_k_pooled": (top_k_pooled, top_k_pooled.unsupported),
         "attend_quantized": (attend_quantized, attend_quantized.unsupported),
         "attend_slots": (attend_slots, lambda q, k, v, selection: attend_slots.unsupported(q, k, v, selection.slots)),
+        "host_rows": (host_rows, host_rows.unsupported),
+        "host_append": (host_append, host_append.unsupported),
     }
     if op not in rules:
         raise ValueError(f"op must be one of {', '.join(rules)}; got {op!r}")

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
-from kvjax.memory import has_host_memory, host_zeros, to_device, to_host
+from kvjax.memory import has_host_memory, host_zeros, to_device
 from kvjax.partial import Partial, attend_part, empty_part, keep_valid, merge
 from kvjax.pick import Selection
 from kvjax.spec import CacheSpec, require_int
@@ -51,6 +51,7 @@ class Host:
     On an H200 (2026-11-21, jax 0.11.2, 2 rows x 8 heads, pages of 32, D = 128, bf16, a store of 268 MB, zeros, host
     clock over 20 calls): append of one page a row 79 us, in place; 56 pages a row and head, 14.7 MB, selected and moved
     in 669 us (22 GB/s), since XLA gathers in host memory by the CPU; 8.4 MB of adjacent pages in 206 us (41 GB/s).
+    These are of plain JAX; `ops.explain` says when the kernels of `ops.host_append` and `ops.host_rows` run.
 
     **Source:** FreeKV's layout in host memory, (page, head, 2, p, D). **Differs:** pages lie within a head,
     [B, K, P, 2, p, D], as in every other zone; a page and head is one run of memory in both. FreeKV keeps what it
@@ -77,24 +78,10 @@ class Host:
 
     def append(self, st: HostBlock, k: Array, v: Array, count: Array) -> HostBlock:
         B, K, T, D = k.shape
-        P, Z, n = st.kv.shape[2], self.page, T // self.page
-        new = jnp.stack([a.reshape(B, K, n, Z, D) for a in (k, v)], axis=3).astype(st.kv.dtype)
-        at, pages = st.count // Z, jnp.minimum(count, T) // Z
-
-        # A row at a time, a slice that is read, changed and written: in host memory XLA keeps this in place on CPU and
-        # GPU (a scatter too, but on a GPU it is the CPU that does it, with a warning). A slice past the end would be
-        # clamped, so it starts earlier and its first pages stay as they are.
-        def one_row(b: Array, kv: Array) -> Array:
-            first = jnp.minimum(at[b], P - n)
-            source = first + jnp.arange(n) - at[b]
-            fits = (source >= 0) & (source < pages[b])
-            where = (b, 0, first, 0, 0, 0)
-            old = to_device(lax.dynamic_slice(kv, where, (1, K, n, 2, Z, D)))
-            mine = jnp.take(lax.dynamic_slice_in_dim(new, b, 1, axis=0), source, axis=2, mode="clip")
-            changed = jnp.where(fits[None, None, :, None, None, None], mine, old)
-            return lax.dynamic_update_slice(kv, to_host(changed), where)
-
-        kv = lax.fori_loop(0, B, one_row, st.kv)
+        Z, n = self.page, T // self.page
+        new = [a.reshape(B, K, n, Z, D).astype(st.kv.dtype) for a in (k, v)]
+        pages = jnp.minimum(count, T) // Z
+        kv = ops.host_append(st.kv, new, st.count // Z, pages)
         return HostBlock(kv, jnp.minimum(st.count + pages * Z, st.slots))
 
     def attend(self, st: HostBlock, q: Array, start: Array, *, scale: float) -> Partial:
@@ -114,18 +101,11 @@ class Host:
         return lax.fori_loop(0, blocks, step, empty_part((*q.shape[:3], D)))
 
     def gather(self, st: HostBlock, selection: Selection) -> tuple[Array, Array]:
-        B, K, _, _, Z, D = st.kv.shape
+        B, K, _, _, Z, _ = st.kv.shape
         H, M = selection.slots.shape[2:]
-        page = selection.slots.reshape(B, K, H * M // Z, Z)[..., :1] // Z
-        numbers = lax.GatherDimensionNumbers(
-            offset_dims=(3, 4, 5),
-            collapsed_slice_dims=(2,),
-            start_index_map=(2,),
-            operand_batching_dims=(0, 1),
-            start_indices_batching_dims=(0, 1),
-        )
-        moved = lax.gather(st.kv, to_host(page), numbers, (1, 1, 1, 2, Z, D), mode=lax.GatherScatterMode.CLIP)
-        return _split(to_device(moved))
+        slots, valid = (a.reshape(B, K, H * M // Z, Z) for a in selection)
+        page = jnp.where(jnp.any(valid, axis=3), slots[..., 0] // Z, -1)
+        return _split(ops.host_rows(st.kv, page))
 
     def attend_slots(self, st: HostBlock, q: Array, selection: Selection, *, scale: float) -> Partial:
         k, v = self.gather(st, selection)

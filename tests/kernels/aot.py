@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # What XLA asks of the device, as an H200 reports it.
 TARGET = """
@@ -59,26 +61,41 @@ class Compiled:
     """A program for an H200."""
 
     hlo: str  # optimised
-    temp_bytes: int
+    temp_bytes: int  # of device and host
     kernels: dict[str, tuple[int, int, int]]  # name: registers, bytes of spills stored, bytes of spills loaded
 
 
+class _OnHost(NamedSharding):
+    """In pinned host memory of a device that is not there: it names no memories, so that a plain one has no kind."""
+
+    memory_kind = property(lambda self: "pinned_host")  # type: ignore[assignment]
+
+
 @cache
-def _sharding() -> jax.sharding.Sharding:
+def _shardings() -> tuple[NamedSharding, NamedSharding]:
+    """In the memory of the device, and in that of its host."""
     from jax.experimental import topologies
 
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it asks the driver
     one = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
-    return jax.sharding.SingleDeviceSharding(one.devices[0])
+    mesh = Mesh(np.array(one.devices[:1]), ("x",))
+    return NamedSharding(mesh, PartitionSpec()), _OnHost(mesh, PartitionSpec())
 
 
-def compile_for_h200(f: Callable[..., Any], *args: Any) -> Compiled:
-    """jit(f) for `args`, arrays or `jax.ShapeDtypeStruct`."""
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_sharding()), args)
+def compile_for_h200(f: Callable[..., Any], *args: Any, donate: int | None = None) -> Compiled:
+    """jit(f) for `args`, arrays or `jax.ShapeDtypeStruct`, of which argument `donate` is given away."""
+
+    def shape(a: Any) -> jax.ShapeDtypeStruct:
+        host = getattr(getattr(a, "sharding", None), "memory_kind", None) == "pinned_host"
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_shardings()[host])
+
+    shapes = jax.tree.map(shape, args)
     with _standard_output() as text:
-        program = jax.jit(f).lower(*shapes).compile()
+        program = jax.jit(f, donate_argnums=donate).lower(*shapes).compile()
         report = text()
-    return Compiled(program.as_text(), program.memory_analysis().temp_size_in_bytes, _kernels(report))
+    memory = program.memory_analysis()
+    temp = memory.temp_size_in_bytes + memory.host_temp_size_in_bytes
+    return Compiled(program.as_text(), temp, _kernels(report))
 
 
 def _kernels(report: str) -> dict[str, tuple[int, int, int]]:

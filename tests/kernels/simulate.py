@@ -34,7 +34,12 @@ _machine: Machine | None = None
 @contextlib.contextmanager
 def simulated(*modules: Any) -> Iterator[None]:
     """Within it the kernels of `modules` run here. Give jit what was not traced outside of it."""
-    names = {"loop": _loop, "choose_between": _choose_between, "kernel": _kernel}
+    names = {
+        "loop": _loop,
+        "choose_between": _choose_between,
+        "kernel": _kernel,
+        "kernel_in_place": _kernel_in_place,
+    }
     fakes = {
         "arith": _Arith,
         "ir": SimpleNamespace(
@@ -72,12 +77,21 @@ def _kernel(program: Callable[..., None], *, name: str, out_type: Any, **how: An
     return lambda *args: jax.pure_callback(execute, out_type, *args)
 
 
+def _kernel_in_place(program: Callable[..., None], **how: Any) -> Callable[..., Any]:
+    def run(changed: Any, *args: Any) -> Any:
+        shape = jax.ShapeDtypeStruct(changed.shape, changed.dtype)
+        out = _kernel(program, out_type=shape, in_place=True, **how)(changed, *args)
+        return jax.device_put(out, jax.typeof(changed).memory_space)
+
+    return run
+
+
 class Machine:
     """The threads of a grid, and their memories."""
 
     def __init__(
         self, args: list[Any], outs: list[Any], *, grid: tuple[int], num_threads: int, cluster: tuple[int] = (1,),
-        scratch_types: Any = (), grid_names: Any = None, cluster_names: Any = None,
+        scratch_types: Any = (), grid_names: Any = None, cluster_names: Any = None, in_place: bool = False,
     ):  # fmt: skip
         self.threads, self.cluster = 128 * num_threads, cluster[0]
         blocks = grid[0] * self.cluster
@@ -94,7 +108,8 @@ class Machine:
         self.masks = [np.ones(self.lanes, bool)]
 
         refs, at = [], GAP
-        for a in (*args, *outs):
+        made = [] if in_place else outs
+        for a in (*args, *made):
             refs.append(at)
             at += -(-(a.size * a.dtype.itemsize) // 256) * 256 + GAP
         self.memory = np.zeros(at, np.uint8)
@@ -103,9 +118,9 @@ class Machine:
             raw = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
             self.memory[start : start + raw.size] = raw
             self.state[start // 2 : (start + raw.size) // 2] = READ_ONLY
-        self.outs = list(zip(refs[len(args) :], outs, strict=True))
+        self.outs = list(zip(refs[:1] if in_place else refs[len(args) :], outs, strict=True))
         for start, a in self.outs:
-            self.state[start // 2 : (start + a.size * a.dtype.itemsize) // 2] = UNWRITTEN
+            self.state[start // 2 : (start + a.size * a.dtype.itemsize) // 2] = WRITTEN if in_place else UNWRITTEN
         self.refs = [GLOBAL + r for r in refs]
 
         at = SHARED

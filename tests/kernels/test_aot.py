@@ -13,6 +13,8 @@ from kvjax.kernels_pallas import (
     attend_quantized,
     attend_slots,
     collide,
+    host_append,
+    host_rows,
     score_1bit,
     score_pages,
     top_k,
@@ -20,7 +22,7 @@ from kvjax.kernels_pallas import (
 )
 
 import kvjax
-from kvjax import ops, presets
+from kvjax import memory, ops, presets
 from tests.kernels import aot
 
 pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
@@ -140,3 +142,40 @@ def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
     names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels}
     assert names == found
     assert program.temp_bytes < 40 * MIB  # for the scores of 32 heads, 16 MiB, and pooled ones; the cache is 512 MiB
+
+
+HOST = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec(), memory_kind="pinned_host")
+
+
+def kept_by_host(pages, page, D=128):
+    return jax.ShapeDtypeStruct((1, 8, pages, 2, page, D), jnp.bfloat16, sharding=HOST)
+
+
+@pytest.mark.parametrize("name", ["host_rows", "host_append"])
+def test_a_kernel_takes_arrays_of_the_host_as_they_are(name):
+    x, one = kept_by_host(1 << 18, 1), sds(1, dtype=jnp.int32)
+    if name == "host_rows":
+        program = aot.compile_for_h200(host_rows.host_rows, x, sds(1, 8, 512, dtype=jnp.int32))
+    else:
+
+        def loop(x, new, at, count):
+            return jax.lax.fori_loop(0, 4, lambda i, x: host_append.host_append(x, new, at + i, count), x)
+
+        program = aot.compile_for_h200(loop, x, 2 * [sds(1, 8, 32, 1, 128)], one, one, donate=0)
+    assert set(program.kernels) == {f"kvjax_{name}_mosaic_gpu_kernel"}
+    assert max(max(spills) for _, *spills in program.kernels.values()) == 0
+    assert "bf16[1,8,262144,2,1,128]{5,4,3,2,1,0:S(5)} parameter(0)" in program.hlo
+    assert program.temp_bytes < 1024  # the array has 1 GiB
+    assert all("262144" not in line for line in program.hlo.splitlines() if " copy" in line)
+
+
+@pytest.mark.thorough
+def test_a_step_over_the_host_store_runs_its_kernels_and_copies_no_cache():
+    spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072, dtype=jnp.bfloat16)
+    cache = memory.shapes(partial(kvjax.init_layer, presets.fier(2048, host=True).rest, spec))
+    new = sds(1, 1, 32, 128), sds(1, 1, 8, 128), sds(1, 1, 8, 128)
+    with mock.patch.object(ops, "_unmeasured", return_value=None):
+        program = aot.compile_for_h200(kvjax.attention, cache, *new, donate=0)
+    names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels}
+    assert names == {"score_1bit", "top_k_pooled", "host_rows", "host_append"}
+    assert program.temp_bytes < 40 * MIB  # the host's keys and values are 512 MiB

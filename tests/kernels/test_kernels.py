@@ -15,6 +15,8 @@ from kvjax.kernels_pallas import (
     attend_quantized,
     attend_slots,
     collide,
+    host_append,
+    host_rows,
     score_1bit,
     score_pages,
     top_k,
@@ -176,6 +178,31 @@ def test_attend_quantized_refuses_what_it_has_no_kernel_for(changed, words):
 
 
 @pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (dict(D=2), "rows of a multiple of 16 bytes"),
+        (dict(D=0), "at least one row, and one byte of each"),
+        (dict(B=0), "at least one row"),
+        (dict(P=0), "at least one row"),
+        (dict(N=1 << 26, D=2048), "less than 32 GiB at a time"),
+    ],
+)
+def test_host_rows_and_host_append_refuse_what_they_have_no_kernel_for(changed, words):
+    def shapes(B=1, P=10, N=4, D=64):
+        x, index = (jax.ShapeDtypeStruct(s, d) for s, d in (((B, 2, P, 2, D), jnp.bfloat16), ((B, 2, N), jnp.int32)))
+        return (x, index), (x, 2 * [jax.ShapeDtypeStruct((B, 2, N, D), x.dtype)], *2 * [index])
+
+    for kernel, good, args in zip((host_rows, host_append), shapes(), shapes(**changed), strict=True):
+        assert kernel.supported(*good)
+        assert words in kernel.unsupported(*args)
+        with pytest.raises(NotImplementedError, match=words):
+            jax.eval_shape(getattr(kernel, kernel.__name__.rpartition(".")[2]), *args)
+    x, new, *counts = shapes()[1]
+    half = [jax.ShapeDtypeStruct(a.shape, jnp.float16) for a in new]
+    assert "parts of the array's bfloat16; got float16, float16" in host_append.unsupported(x, half, *counts)
+
+
+@pytest.mark.parametrize(
     ("sizes", "dtype", "k", "words"),
     [
         ((64,), jnp.bfloat16, 5, "scores in f32"),
@@ -208,6 +235,8 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
         collide.Config(parts=0)
     with pytest.raises(ValueError, match="blocks must be at least 1"):
         attend_quantized.Config(blocks=0)
+    with pytest.raises(ValueError, match="ahead must be at least 1"):
+        host_rows.Config(ahead=0)
 
 
 @pytest.mark.parametrize("k", [1, 100, 2048, 4096])
@@ -270,6 +299,8 @@ def test_the_reference_runs_where_there_is_no_kernel():
     boxes = jnp.zeros((1, 1, 4, 64))
     none = jnp.zeros((1, 1, 1), jnp.int32)
     for op, *args in (
+        ("host_rows", boxes, none),
+        ("host_append", boxes[..., None, :], [boxes], none[0, 0], none[0, 0]),
         ("score_pages", boxes, boxes.astype(jnp.bfloat16), boxes.astype(jnp.bfloat16)),
         ("top_k_pooled", [(boxes, boxes[:, :, :1] == 0)], "mean_score", 5),
         (

@@ -15,14 +15,17 @@ from kvjax.kernels_pallas import (
     attend_quantized,
     attend_slots,
     collide,
+    host_append,
+    host_rows,
     score_1bit,
     score_pages,
     top_k,
     top_k_pooled,
 )
 
-from kvjax import ops
-from kvjax.pick import Selection, pool_scores
+from kvjax import CacheSpec, Host, ops
+from kvjax.memory import to_host
+from kvjax.pick import Selection, expand_units, pool_scores
 from kvjax.quant import OneBit, QuantArray, quantize, quantize_1bit
 from tests.kernels.conftest import ON_GPU, on_gpu
 
@@ -479,3 +482,117 @@ def test_attention_over_codes_reads_nothing_outside_of_its_span_and_takes_vmap()
     apart = jax.jit(jax.vmap(lambda *a: run(*jax.tree.map(lambda x: x[None], a))))(*whole)
     for got, expected in zip(apart, want, strict=True):
         np.testing.assert_allclose(got[:, 0], expected, rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------- host_rows, host_append
+
+
+def on_host(*shape, dtype=jnp.bfloat16):
+    return to_host(normal(7, *shape, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "P", "N", "row", "dtype", "config"),
+    [
+        (2, 3, 17, 9, (2, 4, 8), jnp.bfloat16, None),
+        (1, 2, 5, 7, (3, 4), jnp.float32, host_rows.Config(3, 1)),
+        (1, 1, 3, 4, (2, 1, 96), jnp.float16, host_rows.Config(1, 4)),
+        *(
+            pytest.param(1, 8, 65536, N, (2, 1, 128), jnp.bfloat16, host_rows.Config(ahead, w), marks=on_gpu)
+            for N in (1, 512, 2049)
+            for ahead in (1, 2, 4, 8)
+            for w in (1, 8)
+        ),
+        pytest.param(2, 8, 4096, 300, (2, 32, 128), jnp.bfloat16, None, marks=on_gpu),
+    ],
+)
+def test_rows_of_the_host_equal_the_references(B, K, P, N, row, dtype, config):
+    x = on_host(B, K, P, *row, dtype=dtype)
+    index = np.random.default_rng(0).integers(0, P, (B, K, N)).astype(np.int32)
+    index.reshape(-1)[::4] = np.resize([-1, P, 0, P - 1, 1 << 30], index.size)[::4]
+    got = jax.jit(partial(host_rows.host_rows, config=config))(x, jnp.asarray(index))
+    want = jax.jit(partial(ops.host_rows, implementation="xla"))(x, jnp.asarray(index))
+    np.testing.assert_array_equal(got, want)
+    assert not np.asarray(want, np.float32)[(index < 0) | (index >= P)].any()
+    assert got.sharding.memory_kind != "pinned_host"
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "P", "n", "row", "dtype", "config"),
+    [
+        (7, 2, 11, 4, (2, 8), jnp.bfloat16, host_append.DEFAULT),
+        (7, 1, 5, 5, (1, 96), jnp.float16, host_rows.Config(3, 2)),
+        *(
+            pytest.param(7, 8, 4096, n, row, jnp.bfloat16, host_rows.Config(ahead, 2), marks=on_gpu)
+            for n, row in ((32, (1, 128)), (8, (32, 128)), (4096, (1, 64)))
+            for ahead in (1, 4)
+        ),
+    ],
+)
+def test_rows_appended_to_the_host_are_the_references(B, K, P, n, row, dtype, config):
+    new = [normal(s, B, K, n, *row, dtype=dtype) for s in (1, 2)]
+    at = jnp.asarray(np.resize([0, P - n, P - n + 1, P - 1, P + 1, 1, 2], B).astype(np.int32))
+    count = jnp.asarray(np.resize([n, n, n, n, n, 0, n - 1], B).astype(np.int32))
+    reference = jax.jit(partial(ops.host_append, implementation="xla"), donate_argnums=0)
+    want = reference(on_host(B, K, P, 2, *row, dtype=dtype), new, at, count)
+    x = on_host(B, K, P, 2, *row, dtype=dtype)
+    place = x.unsafe_buffer_pointer()
+    got = jax.jit(partial(host_append.host_append, config=config), donate_argnums=0)(x, new, at, count)
+    np.testing.assert_array_equal(got, want)
+    assert got.sharding.memory_kind == want.sharding.memory_kind == "pinned_host"
+    if ON_GPU:
+        assert got.unsafe_buffer_pointer() == place, "it was copied"
+
+
+def test_an_array_of_the_host_stays_there_through_loops_and_vmap_of_the_kernels():
+    x, new = on_host(1, 2, 9, 2, 1, 64), [normal(s, 1, 2, 2, 1, 64, dtype=jnp.bfloat16) for s in (1, 2)]
+    two = jnp.full(1, 2, jnp.int32)
+
+    @jax.jit
+    def through(x):
+        def step(x, i):
+            x = host_append.host_append(x, new, jnp.full(1, 2 * i), two)
+            return x, host_rows.host_rows(x, jnp.full((1, 2, 2), 2 * i + 1))
+
+        return jax.lax.scan(step, x, jnp.arange(3))
+
+    after, read = through(x)
+    assert after.sharding.memory_kind == "pinned_host"
+    written = jnp.tile(jnp.stack(new, axis=3), (1, 1, 3, 1, 1, 1))
+    np.testing.assert_array_equal(np.asarray(after)[:, :, :6], written)
+    np.testing.assert_array_equal(np.asarray(after)[:, :, 6:], np.asarray(x)[:, :, 6:])
+    np.testing.assert_array_equal(read, np.broadcast_to(written[None, :, :, 1:2], read.shape))
+
+    both, index = to_host(jnp.stack([normal(7, *x.shape, dtype=x.dtype)] * 2)), jnp.full((2, 1, 2, 3), 3).at[1].set(-1)
+    rows = jax.jit(jax.vmap(host_rows.host_rows))(both, index)
+    filled = jax.jit(jax.vmap(host_append.host_append, in_axes=(0, None, 0, None)))(
+        both, new, jnp.array([[1], [8]]), two
+    )
+    for i, at in enumerate((1, 8)):
+        np.testing.assert_array_equal(rows[i], ops.host_rows(x, index[i]))
+        want = jax.jit(ops.host_append)(x, new, jnp.array([at]), two)
+        np.testing.assert_array_equal(np.asarray(filled)[i], want)
+
+
+@on_gpu
+@pytest.mark.parametrize("page", [1, 16])
+def test_the_host_store_is_the_same_with_and_without_its_kernels(page, monkeypatch):
+    spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=64, capacity=300, dtype=jnp.bfloat16)
+    store, new = Host(page=page), [normal(s, 2, 2, 48, 64, dtype=jnp.bfloat16) for s in (1, 2)]
+    pages = jnp.asarray([[[[0, 2, 1]], [[2, 1, 0]]], [[[0, 0, 0]], [[1, 2, 0]]]], jnp.int32)
+    selection = expand_units(Selection(pages, pages > 0), page)
+
+    def run():
+        append = jax.jit(lambda *args: store.append(*args), donate_argnums=0)
+        st = store.init(spec, 96)
+        for counts in ([32, 0], [16, 32], [48, 48], [0, 48]):
+            st = append(st, *new, jnp.array(counts))
+        return st.k, st.v, jax.jit(lambda st: store.gather(st, selection))(st)
+
+    want = run()
+    monkeypatch.setattr(ops, "_unmeasured", lambda kernel: None)
+    with ops.explained() as ran:
+        got = run()
+    assert ran == {"host_rows": "mosaic", "host_append": "mosaic"}
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(ours, theirs)

@@ -1,0 +1,133 @@
+"""Times of host_rows and host_append by block sizes, and of their references: `python benchmarks/host_rows.py`.
+
+Each call does its operation `REPEATS` times, of other rows each. "kernel" is device time. Of a gather in host memory
+the host's CPU does a part, which no profile of the GPU shows: "clock" and "xla" are of the host's clock, and so hold
+what it takes to start the programs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from device_time import kernels, write
+from kvjax.kernels_pallas import host_append, host_rows
+from kvjax.kernels_pallas.host_rows import Config
+
+from kvjax import ops
+from kvjax.memory import host_zeros, to_host
+
+BUS_BYTES_PER_US = 50e3  # of PCIe 5 x16, as copies from pinned memory reach
+REPEATS = 8
+D = 128
+READS = (  # B, K, pages, pages read of a row, tokens of a page
+    (1, 8, 131072, 512, 1),
+    (1, 8, 131072, 2048, 1),
+    (8, 8, 16384, 512, 1),
+    (1, 8, 4096, 64, 32),
+    (2, 8, 1024, 56, 32),
+)
+WRITES = (  # B, K, pages, pages written of a row, tokens of a page
+    (1, 8, 131072, 32, 1),
+    (8, 8, 16384, 32, 1),
+    (1, 8, 4096, 8, 32),
+)
+READ_CONFIGS = [Config(), *(Config(ahead, warpgroups) for ahead in (1, 2, 4, 8) for warpgroups in (1, 4))]
+WRITE_CONFIGS = [host_append.DEFAULT, *(Config(ahead, warpgroups) for ahead in (1, 2) for warpgroups in (1, 4))]
+TIMES = "microseconds; kernel: device time, median of 10 calls; clock, xla: host's clock; floor: bytes / 50 GB/s"
+
+Call = Callable[[], Any]
+
+
+def reading(B: int, K: int, P: int, n: int, page: int) -> Callable[[Any], Call]:
+    row = (2, page, D)
+    piece = jax.random.normal(jax.random.key(0), (B, K, min(P, 256), *row), jnp.bfloat16)
+    x = to_host(jnp.tile(piece, (1, 1, P // piece.shape[2], 1, 1, 1)))
+    places = jax.random.randint(jax.random.key(1), (REPEATS, B, K, n), 0, P // n) + jnp.arange(n) * (P // n)
+    indices = list(jax.random.permutation(jax.random.key(2), places, axis=-1, independent=True))
+
+    def make(read: Callable[..., Any]) -> Call:
+        run = jax.jit(lambda x, indices: [read(x, i) for i in indices])
+        return lambda: run(x, indices)
+
+    return make
+
+
+def writing(B: int, K: int, P: int, n: int, page: int) -> Callable[[Any], Call]:
+    new = [jax.random.normal(jax.random.key(i), (B, K, n, page, D), jnp.bfloat16) for i in range(2)]
+    count = jnp.full(B, n)
+
+    def make(append: Callable[..., Any]) -> Call:
+        @partial(jax.jit, donate_argnums=0)
+        def run(x: Any, new: Any) -> Any:
+            for i in range(REPEATS):
+                x = append(x, new, jnp.arange(B) + i * n, count)
+            return x
+
+        state = [host_zeros((B, K, P, 2, page, D), jnp.bfloat16)]
+
+        def call() -> Any:
+            state[0] = run(state[0], new)
+            return state[0]
+
+        return call
+
+    return make
+
+
+def clock(call: Call, calls: int) -> float:
+    """Microseconds of an operation, the median of calls."""
+    times = []
+    for _ in range(calls + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:]) * 1e6 / REPEATS
+
+
+def arrays(outs: Any) -> list[Any]:
+    """What must be equal: all rows read, or the part of the store that was written to."""
+    outs = outs if isinstance(outs, list) else [outs]
+    return [np.asarray(a)[:, :, : 2 * REPEATS * 32].view(np.uint16) for a in outs]
+
+
+def measure(
+    op: Any, make: Callable[[Any], Call], configs: Iterable[Config], reference: Callable[..., Any], moved: int
+) -> dict[str, Any]:
+    name = op.__name__.rpartition(".")[2]
+    by_hand = make(partial(reference, implementation="xla"))
+    want, times, clocks = arrays(by_hand()), {}, {}
+    for config in dict.fromkeys(configs):
+        label = f"{config.ahead}x{config.warpgroups}"
+        call = make(partial(getattr(op, name), config=config))
+        if not all(np.array_equal(a, b) for a, b in zip(arrays(call()), want, strict=True)):
+            raise SystemExit(f"{name} with {config} is not its reference")
+        found = [(statistics.median(us) * len(us) / 10) for which, us in kernels(call, 10) if f"kvjax_{name}" in which]
+        times[label], clocks[label] = sum(found) / REPEATS, clock(call, 10)
+    first, best = next(iter(times)), min(times, key=lambda label: times[label])
+    row = {"config": first, "kernel": times[first], "clock": clocks[first], "best_config": best, "best": times[best]}
+    row |= {"GB/s": moved / times[best] / 1e3, "xla": clock(by_hand, 5), "floor": moved / BUS_BYTES_PER_US}
+    return row | {"all": {label: round(us, 2) for label, us in times.items()}}
+
+
+if __name__ == "__main__":
+    for op, prepare, shapes, configs, reference in (
+        (host_rows, reading, READS, READ_CONFIGS, ops.host_rows),
+        (host_append, writing, WRITES, WRITE_CONFIGS, ops.host_append),
+    ):
+        name, rows = op.__name__.rpartition(".")[2], []
+        for B, K, P, n, page in shapes:
+            row = measure(op, prepare(B, K, P, n, page), configs, reference, B * K * n * 4 * page * D)
+            rows.append({"B": B, "K": K, "P": P, "n": n, "page": page, **row})
+            if len(rows) == 1:
+                print(f"\n{name}\n" + " | ".join(rows[0]))
+            print(" | ".join(f"{x:.1f}" if isinstance(x, float) else str(x) for x in rows[-1].values()), flush=True)
+            what = f"{name}: n pages of P, keys and values of `page` tokens, D = {D}, bf16; config: ahead x warpgroups"
+            about = "normal random keys and values; pages that are read are unique, spread, in random order"
+            write(f"{name}.json", what, about, rows, TIMES)

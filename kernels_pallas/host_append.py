@@ -1,0 +1,98 @@
+"""Chunks of rows written into an array in pinned host memory, over the bus, where they belong, in one launch.
+
+XLA writes a slice at a time, a copy for each row of the batch. Here a thread loads 16 bytes of every part of a row,
+such as its keys and its values, and stores them in the host's memory, so that parts become adjacent on the way and
+nothing is stacked before. Writes are posted: nothing waits for the bus but the end of the kernel. The array is changed
+in place where it is given away (donated, or a loop's carry); else XLA copies it first, all of it.
+
+**Bytes:** R a row read on the device, R written over the bus. The bound of PCIe 5 x16 at 50 GB/s is 2.6 us for 8 heads
+x 32 tokens, keys and values of D = 128 in bf16.
+
+**Measured:** not yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import Array
+from kvjax.kernels_pallas import _common as c
+from kvjax.kernels_pallas._common import ptx, when, word
+from kvjax.kernels_pallas.host_rows import CHUNK, Config, limit_of_chunks, row_bytes
+
+MEASURED: str | None = None  # the date in benchmarks/results/host_append.json; until there is one, asked for by name
+DEFAULT = Config(ahead=1, warpgroups=1)
+
+
+def smem_bytes() -> int:
+    return 0
+
+
+def unsupported(x: Any, new: Sequence[Any], at: Any, count: Any) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    if any(part.dtype != x.dtype for part in new):
+        got = ", ".join(str(part.dtype) for part in new)
+        return f"the kernel host_append takes parts of the array's {x.dtype}; got {got}"
+    return limit_of_chunks("host_append", row_bytes(x) // len(new), x.shape[2] and math.prod(new[0].shape[:3]))
+
+
+def supported(x: Any, new: Sequence[Any], at: Any, count: Any) -> bool:
+    return unsupported(x, new, at, count) is None
+
+
+def host_append(x: Array, new: Sequence[Array], at: Array, count: Array, *, config: Config = DEFAULT) -> Array:
+    """x [B, K, P, parts, ...] with the first `count` i32[B] rows of each of the parts `new` [B, K, n, ...] at row
+    `at` i32[B] and those after it. Rows at or past P are dropped."""
+    if limit := unsupported(x, new, at, count):
+        raise NotImplementedError(limit)
+    return _append(config, x, at, count, *new)
+
+
+def _append(config: Config, *args: Array) -> Array:
+    @jax.custom_batching.custom_vmap
+    def run(x: Array, at: Array, count: Array, *new: Array) -> Array:
+        B, K, n = new[0].shape[:3]
+        chunks = row_bytes(x) // len(new) // CHUNK
+        return c.kernel_in_place(
+            functools.partial(_program, sizes=(B, K, x.shape[2], n, chunks), config=config),
+            name="kvjax_host_append",
+            grid=(-(-B * K * n * chunks // (128 * config.warpgroups * config.ahead)),),
+            grid_names=("block",),
+            num_threads=config.warpgroups,
+        )(x, at, count, *new)
+
+    @run.def_vmap
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
+        out = _append(config, *c.flatten_batch(n, batches, args))
+        return out.reshape(n, -1, *out.shape[1:]), True
+
+    return run(*args)
+
+
+def _program(x_m, at_m, count_m, *new_m, sizes: tuple[int, int, int, int, int], config: Config) -> None:
+    B, K, P, n, chunks = sizes
+    size, threads = chunks * CHUNK, 128 * config.warpgroups
+    total = B * K * n * chunks
+    x, starts, counts, *new = (c.global_address(m) for m in (x_m, at_m, count_m, *new_m))
+    first = c.special("ctaid.x") * (threads * config.ahead) + c.special("tid.x")
+    for j in range(config.ahead):
+        at = first + j * threads
+        within = at < total
+        at = within.choose(at, total - 1)
+        i = c.divide(at, chunks)
+        inside = (at - i * chunks) * CHUNK
+        head = c.divide(i, n)
+        row = i - head * n
+        b = c.divide(head, K)
+        start, count = (ptx("ld.global.nc.u32 $0, [$1];", c.offset_rows(a, b, 4), results=1) for a in (starts, counts))
+        with when(within & (row < count) & (start < P) & (row < word(P) - start)):
+            code = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];"
+            words = [ptx(code, c.offset_rows(part, at, CHUNK), results=4) for part in new]
+            page = c.offset_rows(c.offset_rows(x, head, P * len(new) * size), start + row, len(new) * size)
+            for part, loaded in enumerate(words):
+                to = c.offset(page, inside + part * size)
+                ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", to, *loaded)

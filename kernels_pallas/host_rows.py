@@ -1,0 +1,119 @@
+"""Rows of an array in pinned host memory, read over the bus by the kernel that wants them.
+
+A row is all that lies behind one index, such as the keys and values of a page. A `pinned_host` operand reaches a kernel
+as an address that its threads load from: no copy, no part of the host's CPU. The bus is slow to answer, so what counts
+is bytes in flight: a thread loads 16 bytes, of `ahead` places, before it stores any, and neighbours in a warp load
+neighbouring bytes. Of a row whose index is out of range nothing is read.
+
+**Bytes:** R a row read over the bus, R written and 4 read on the device. The bound of PCIe 5 x16 at 50 GB/s is 42 us
+for 2 MiB, 4096 rows of keys and values of D = 128 in bf16.
+
+**Measured:** not yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import Array
+from kvjax.kernels_pallas import _common as c
+from kvjax.kernels_pallas._common import Word, ptx, when
+
+MEASURED: str | None = None  # the date in benchmarks/results/host_rows.json; until there is one, asked for by name
+CHUNK = 16  # bytes that a thread moves at once
+
+
+@dataclass(frozen=True)
+class Config:
+    ahead: int = 2  # chunks of a thread
+    warpgroups: int = 2  # of a block
+
+    def __post_init__(self) -> None:
+        if self.ahead < 1 or self.warpgroups not in (1, 2, 4, 8):
+            raise ValueError(f"ahead must be at least 1, warpgroups 1, 2, 4 or 8; got {self}")
+
+
+def smem_bytes() -> int:
+    return 0
+
+
+def row_bytes(x: Any) -> int:
+    return math.prod(x.shape[3:]) * x.dtype.itemsize
+
+
+def limit_of_chunks(name: str, size: int, rows: int) -> str | None:
+    """The limit that `rows` rows of `size` bytes exceed, for a kernel that moves chunks; None if there is none."""
+    if size % CHUNK:
+        return f"the kernel {name} takes rows of a multiple of {CHUNK} bytes; got {size}"
+    if not size or not rows:
+        return f"the kernel {name} takes at least one row, and one byte of each; got {rows} of {size}"
+    if rows * (size // CHUNK) >= 1 << 31:
+        return f"the kernel {name} takes less than 32 GiB at a time; got {rows * size} bytes"
+    return None
+
+
+def unsupported(x: Any, index: Any) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    return limit_of_chunks("host_rows", row_bytes(x), x.shape[2] and math.prod(index.shape))
+
+
+def supported(x: Any, index: Any) -> bool:
+    return unsupported(x, index) is None
+
+
+def host_rows(x: Array, index: Array, *, config: Config | None = None) -> Array:
+    """[B, K, N, ...] on the device: rows `index` i32[B, K, N] of x [B, K, P, ...]; zeros where it is out of range."""
+    if limit := unsupported(x, index):
+        raise NotImplementedError(limit)
+    return _rows(config or Config(), x, index)
+
+
+def _rows(config: Config, x: Array, index: Array) -> Array:
+    @jax.custom_batching.custom_vmap
+    def run(x: Array, index: Array) -> Array:
+        rows, chunks = math.prod(index.shape[:2]), row_bytes(x) // CHUNK
+        return c.kernel(
+            functools.partial(_program, sizes=(rows, x.shape[2], index.shape[2], chunks), config=config),
+            name="kvjax_host_rows",
+            out_type=jax.ShapeDtypeStruct((*index.shape, *x.shape[3:]), x.dtype),
+            grid=(-(-index.size * chunks // (128 * config.warpgroups * config.ahead)),),
+            grid_names=("block",),
+            num_threads=config.warpgroups,
+        )(x, index)
+
+    @run.def_vmap
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
+        out = _rows(config, *c.flatten_batch(n, batches, args))
+        return out.reshape(n, -1, *out.shape[1:]), True
+
+    return run(x, index)
+
+
+def _program(x_m, index_m, out_m, *, sizes: tuple[int, int, int, int], config: Config) -> None:
+    rows, P, N, chunks = sizes
+    size, threads = chunks * CHUNK, 128 * config.warpgroups
+    total = rows * N * chunks
+    x, index, out = (c.global_address(m) for m in (x_m, index_m, out_m))
+    first = c.special("ctaid.x") * (threads * config.ahead) + c.special("tid.x")
+    places = [first + j * threads for j in range(config.ahead)]
+    wanted = [c.divide((at < total).choose(at, total - 1), chunks) for at in places]  # a spare thread loads the last
+    found = [ptx("ld.global.nc.u32 $0, [$1];", c.offset_rows(index, i, 4), results=1) for i in wanted]
+
+    def load(at: Word, i: Word, row: Word) -> list[Word]:
+        source = c.offset_rows(c.offset_rows(x, c.divide(i, N), P * size), row, size)
+        inside = (at < total).choose(at, total - 1) - i * chunks
+        return ptx(
+            "{ .reg .pred p; setp.lt.u32 p, $4, $5; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
+            "@p ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$6]; }",
+            *(row, P, c.offset(source, inside * CHUNK)),
+            results=4,
+        )
+
+    loaded = [load(*each) for each in zip(places, wanted, found, strict=True)]
+    for at, words in zip(places, loaded, strict=True):
+        with when(at < total):
+            ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", c.offset_rows(out, at, CHUNK), *words)
