@@ -96,8 +96,8 @@ def collide(q: Array, ids: Array, counts: Array, limits: Array, *, config: Confi
         raise NotImplementedError(limit)
     B, K, G, _ = q.shape
     S = ids.shape[2]
-    rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(jnp.float32), ids, counts))
-    return _votes(config or config_for(B * K, S), *rows, limits).reshape(B, K, G, S)
+    args = *(a.reshape(B * K, *a.shape[2:]) for a in (q.astype(jnp.float32), ids, counts)), limits
+    return _votes(config or config_for(B * K, S), *args).reshape(B, K, G, S)
 
 
 def _votes(config: Config, q: Array, ids: Array, counts: Array, limits: Array) -> Array:
@@ -269,8 +269,11 @@ def _rank(q: Any, counts: Any, lane: Word) -> tuple[list[Word], list[Word]]:
             else:
                 for i in (i for i in range(OWN) if not i & gap):
                     swap = keys[i] < keys[i + gap]
-                    for x in (keys, values):
-                        x[i], x[i + gap] = swap.choose(x[i + gap], x[i]), swap.choose(x[i], x[i + gap])
+                    for both in (keys, values):
+                        both[i], both[i + gap] = (
+                            swap.choose(both[i + gap], both[i]),
+                            swap.choose(both[i], both[i + gap]),
+                        )
             gap //= 2
 
     total, sums = word(0), []

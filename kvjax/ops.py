@@ -516,7 +516,7 @@ def explain(op: str, *args: Any) -> str:
 
     rules: dict[str, tuple[Any, Callable[..., str | None]]] = {
         "collide": (collide, collide.unsupported),
-        "rerank": (rerank, lambda q, keys, picked: rerank.unsupported(q, *keys, picked.slots)),
+        "rerank": (rerank, lambda q, keys, picked: rerank.unsupported(q, *(*keys, picked.slots))),
         "score_1bit": (score_1bit, lambda q, keys: score_1bit.unsupported(q, keys.bits, keys.scale)),
         "score_pages": (score_pages, score_pages.unsupported),
         "top_k": (top_k, lambda scores, valid, k: top_k.unsupported(scores.shape, scores.dtype, k)),

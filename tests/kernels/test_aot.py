@@ -15,6 +15,7 @@ from kvjax.kernels_pallas import (
     collide,
     host_append,
     host_rows,
+    rerank,
     score_1bit,
     score_pages,
     top_k,
@@ -65,6 +66,12 @@ def ballot(G, S, D, T):
     return sds(1, 8, G, D, dtype=jnp.float32), ids, counts, sds(1, T, dtype=jnp.int32)
 
 
+def picks(G, S, D, M):
+    codes = sds(1, 8, S, D // 8, dtype=jnp.uint8), sds(1, 8, S, 3 * D // 8, dtype=jnp.uint8)
+    weights, slots = sds(1, 8, S, D // 8, dtype=jnp.uint16), sds(1, 8, G, M, dtype=jnp.int32)
+    return sds(1, 8, G, D, dtype=jnp.float32), *codes, weights, slots
+
+
 SCORE, PAGES, ATTEND, CODED = (
     partial(f, scale=0.1)
     for f in (
@@ -97,12 +104,15 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_quantized, by token, 4 bits": (CODED, coded(131072, 128, 4, 1, 64, 32), 0.6, 0),
     "collide": (collide.collide, ballot(4, 131072, 128, 6), 0.1, 0),
     "collide, D 64": (collide.collide, ballot(8, 131072, 64, 31), 0.1, 0),
+    "rerank": (partial(rerank.rerank, scale=0.1), picks(1, 131072, 128, 6554), 0.1, 0),
+    "rerank, D 64": (partial(rerank.rerank, scale=0.1), picks(4, 131072, 64, 6554), 0.1, 0),
     "attend_slots, a choice for each head": (ATTEND, slots(8, 131072, 64, 2048, H=8), 0.6, 0),
 }
 
 
 LATE = (
     "collide, D 64",
+    "rerank, D 64",
     "top_k, 1M",
     "top_k_pooled, 1M",
     "attend_slots, D 256",

@@ -17,6 +17,7 @@ from kvjax.kernels_pallas import (
     collide,
     host_append,
     host_rows,
+    rerank,
     score_1bit,
     score_pages,
     top_k,
@@ -26,6 +27,7 @@ from kvjax.kernels_pallas import (
 from kvjax import ops
 from kvjax.pick import Selection
 from kvjax.quant import quantize_1bit
+from kvjax.rotate import encode
 from tests.kernels.conftest import HAS_KERNELS, KERNELS, ON_GPU
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -153,6 +155,29 @@ def test_collide_refuses_what_it_has_no_kernel_for(changed, words):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
+        (dict(D=96), "head sizes 64 and 128"),
+        (dict(H=1), "slots for each of q"),
+        (dict(weights=jnp.bfloat16), "weights in u16"),
+        (dict(S=1 << 26), "1 to 2\\^26 - 1 keys"),
+        (dict(M=0), "at least one pick"),
+    ],
+)
+def test_rerank_refuses_what_it_has_no_kernel_for(changed, words):
+    def shapes(G=4, H=None, S=64, D=128, M=9, weights=jnp.uint16):
+        kinds = ((D // 8, jnp.uint8), (3 * D // 8, jnp.uint8), (D // 8, weights))
+        codes = (jax.ShapeDtypeStruct((1, 2, S, n), kind) for n, kind in kinds)
+        slots = jax.ShapeDtypeStruct((1, 2, H or G, M), jnp.int32)
+        return jax.ShapeDtypeStruct((1, 2, G, D), jnp.float32), *codes, slots
+
+    assert rerank.supported(*shapes())
+    assert re.search(words, rerank.unsupported(*shapes(**changed)))
+    with pytest.raises(NotImplementedError, match=words):
+        jax.eval_shape(partial(rerank.rerank, scale=1.0), *shapes(**changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
         (dict(D=256), "head sizes 64 and 128"),
         (dict(Q=9), "1 to 8 queries"),
         (dict(bits=8), "codes of 2 and 4 bits; got 8"),
@@ -231,6 +256,8 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
         score_pages.Config(warpgroups=8)
     with pytest.raises(ValueError, match="keys must be 1, 2 or 4"):
         collide.Config(keys=8)
+    with pytest.raises(ValueError, match="warpgroups must be 1, 2 or 4; got 3"):
+        rerank.Config(3)
     with pytest.raises(ValueError, match="parts must be at least 1"):
         collide.Config(parts=0)
     with pytest.raises(ValueError, match="blocks must be at least 1"):
@@ -303,6 +330,8 @@ def test_the_reference_runs_where_there_is_no_kernel():
         ("host_append", boxes[..., None, :], [boxes], none[0, 0], none[0, 0]),
         ("score_pages", boxes, boxes.astype(jnp.bfloat16), boxes.astype(jnp.bfloat16)),
         ("top_k_pooled", [(boxes, boxes[:, :, :1] == 0)], "mean_score", 5),
+        ("collide", boxes, *(jnp.zeros(shape, jnp.int32) for shape in ((1, 1, 8, 8), (1, 1, 8, 256), (1, 6)))),
+        ("rerank", boxes, encode(boxes), Selection(*2 * [jnp.zeros((1, 1, 4, 5), jnp.int32)])),
         (
             "attend_slots",
             boxes,

@@ -1,0 +1,181 @@
+"""Products of queries with the 4-bit codes of picked keys: a thread reads one key's codes and decodes them by table.
+
+Sign and size of a channel are 4 bits, one in each of four planes. Shifts bring those of channels i and i + 4 of a
+subspace together in a byte, for four subspaces at once, and a table in shared memory has for each byte both decoded
+numbers in f32; 16 copies of it, 32 KiB, so that no two lanes of half a warp meet in a bank. Each pair of channels takes
+7 instructions: 2 to make bytes, 3 to look up, 2 to multiply and add. Sums of a subspace are multiplied by its weight.
+A thread reads its slot and codes before the block writes the table, and a block serves one head.
+
+**Bytes:** 3/4 D read a pick, in pieces of D/8, 3 D/8 and D/4, of 32 bytes each from device memory, so 128 at D = 128;
+and 4 of its slot and 4 written. The bound on an H200 (4.3 TB/s) is 1.7 us for 8 kv heads x 6554 picks of one list (5 %
+of 131072), and 6.6 us for a list for each of G = 4 heads if nothing that one of them read is still in L2. 104 bytes a
+pick, were pieces read to the byte, are 1.3 and 5.1 us.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import _common as c
+from kvjax.kernels_pallas._common import Word, ptx, when, word
+
+from kvjax.rotate import SUBSPACE, lloyd_max
+
+MEASURED: str | None = None  # the date in benchmarks/results/rerank.json
+BYTES = 256  # of two channels
+COPIES = 16  # of the table, for the lanes of half a warp
+
+
+@dataclass(frozen=True)
+class Config:
+    warpgroups: int = 2  # of a block, a pick a thread
+
+    def __post_init__(self) -> None:
+        if self.warpgroups not in (1, 2, 4):
+            raise ValueError(f"warpgroups must be 1, 2 or 4; got {self.warpgroups}")
+
+
+def smem_bytes(D: int) -> int:
+    return BYTES * COPIES * 8 + D * 4
+
+
+def unsupported(q: Any, signs: Any, sizes: Any, weights: Any, slots: Any) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    D, (S, N) = q.shape[-1], signs.shape[2:]
+    if D not in (64, 128) or (N * 8, sizes.shape[3], weights.shape[3]) != (D, 3 * N, N):
+        return f"the kernel rerank takes head sizes 64 and 128 in subspaces of 8; got D={D} in {N}"
+    if slots.shape[:3] != q.shape[:3]:
+        return f"the kernel rerank takes slots for each of q{list(q.shape)}; got slots{list(slots.shape)}"
+    if weights.dtype != jnp.uint16 or slots.dtype != jnp.int32:
+        return f"the kernel rerank takes weights in u16 and slots in i32; got {weights.dtype} and {slots.dtype}"
+    if not 1 <= S < 1 << 26:
+        return f"the kernel rerank takes 1 to 2^26 - 1 keys; got {S}"
+    if 0 in q.shape or 0 in slots.shape:
+        return f"the kernel rerank takes at least one pick; got slots{list(slots.shape)}"
+    return None
+
+
+def supported(q: Any, signs: Any, sizes: Any, weights: Any, slots: Any) -> bool:
+    return unsupported(q, signs, sizes, weights, slots) is None
+
+
+def rerank(
+    q: Array, signs: Array, sizes: Array, weights: Array, slots: Array, *, scale: float, config: Config | None = None
+) -> Array:
+    """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the keys at slots i32[B, K, G, M], clipped to S.
+
+    Keys are signs u8[B, K, S, D/8], sizes u8[B, K, S, 3 D/8] and weights u16[B, K, S, D/8], as in `rotate.Directions`.
+    """
+    if limit := unsupported(q, signs, sizes, weights, slots):
+        raise NotImplementedError(limit)
+    B, K, G, M = slots.shape
+    codes = (a.reshape(B * K, *a.shape[2:]) for a in (signs, sizes, weights))
+    heads = (a.reshape(B * K * G, a.shape[-1]) for a in (q.astype(jnp.float32), slots))
+    return _estimates(scale, config or Config(), *heads, *codes).reshape(B, K, G, M)
+
+
+def _estimates(scale: float, config: Config, q: Array, slots: Array, *codes: Array) -> Array:
+    (heads, D), M, (rows, S, _) = q.shape, slots.shape[1], codes[0].shape
+
+    @jax.custom_batching.custom_vmap
+    def run(q: Array, slots: Array, *codes: Array) -> Array:
+        return c.kernel(
+            functools.partial(_program, sizes=(heads // rows, S, D, M), scale=scale, config=config),
+            name="kvjax_rerank",
+            out_type=jax.ShapeDtypeStruct((heads, M), jnp.float32),
+            scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in (BYTES * COPIES * 2, D)],
+            grid=(heads * -(-M // (128 * config.warpgroups)),),
+            grid_names=("block",),
+            num_threads=config.warpgroups,
+        )(q, slots, *codes)
+
+    @run.def_vmap
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
+        return _estimates(scale, config, *c.flatten_batch(n, batches, args)).reshape(n, heads, M), True
+
+    return run(q, slots, *codes)
+
+
+def _program(
+    q_m, slots_m, signs_m, sizes_m, weights_m, out_m, table_m, queries_m,
+    *, sizes: tuple[int, int, int, int], scale: float, config: Config,
+) -> None:  # fmt: skip
+    G, S, D, M = sizes
+    N, threads = D // 8, 128 * config.warpgroups
+    blocks = -(-M // threads)
+    t, block = c.special("tid.x"), c.special("ctaid.x")
+    head = c.divide(block, blocks)
+    row = c.divide(head, G)
+    pick = (block - head * blocks) * threads + t
+    q, slots, out = (c.global_address(m) for m in (q_m, slots_m, out_m))
+    slots, out = c.offset_rows(slots, head, M * 4), c.offset_rows(out, head, M * 4)
+    table, queries = c.shared_address(table_m), c.shared_address(queries_m)
+
+    slot = ptx("ld.global.nc.u32 $0, [$1];", c.offset(slots, (pick < M).choose(pick, M - 1) * 4), results=1)
+    slot = (slot < 1 << 31).choose(slot, slot + S)  # from the end, as the reference takes what is below 0
+    slot = (slot < S).choose(slot, (slot < 1 << 31).choose(S - 1, 0))
+    width = N // 4  # words of a plane, or of half the weights
+    vector = "{" + ", ".join(f"${i}" for i in range(width)) + "}"
+
+    def planes(m: Any, count: int) -> list[list[Word]]:
+        at = c.offset_rows(c.offset_rows(c.global_address(m), row, S * N * count), slot, N * count)
+        loads = [f"ld.global.nc.v{width}.u32 {vector}, [${width}+{i * N}];" for i in range(count)]
+        return [ptx(load, at, results=width) for load in loads]
+
+    (signs,), bits = planes(signs_m, 1), planes(sizes_m, 3)
+    weights = [x for half in planes(weights_m, 2) for x in half]
+
+    with when(t < D):
+        x = ptx("ld.global.nc.u32 $0, [$1];", c.offset(q, (head * D + t) * 4), results=1)
+        ptx("st.shared.u32 [$0], $1;", queries + t * 4, c.instr("mul.f32", x, c.real(scale)))
+    centres = [c.real_bits(float(x)) for x in lloyd_max(SUBSPACE)[1]]
+    for first in range(0, BYTES, threads):
+        with when(t + first < BYTES):
+            byte = t + first
+            two = [_decode(byte & 15, centres), _decode(byte >> 4, centres)]
+            for i in range(COPIES):
+                at = table + byte * (COPIES * 8) + (((t + i) & (COPIES - 1)) << 3)
+                ptx("st.shared.v2.b32 [$0], {$1, $2};", at, *two)
+    c.block_barrier()
+
+    mine = table + ((t & (COPIES - 1)) << 3)
+    total = word(0)
+    for w in range(width):  # channels 32 w ..
+        pairs = [_nibbles([*(plane[w] for plane in bits), signs[w]], i) for i in range(4)]
+        for b in range(4):  # a subspace: bytes b of the pairs
+            n = 4 * w + b
+            load = "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];"
+            channels = [x for i in (0, 16) for x in ptx(load, queries + (n * 32 + i), results=4)]
+            part = word(0)
+            for i, pair in enumerate(pairs):
+                at = mine + (ptx("prmt.b32 $0, $1, 0, $2;", pair, 0x4440 | b, results=1) << 7)
+                two = ptx("ld.shared.v2.u32 {$0, $1}, [$2];", at, results=2)
+                for x, channel in zip(two, (channels[i], channels[i + 4]), strict=True):
+                    part = c.instr("fma.rn.f32", x, channel, part)
+            weight = weights[n // 2] & 0xFFFF0000 if n % 2 else weights[n // 2] << 16
+            total = c.instr("fma.rn.f32", part, weight, total)
+    with when(pick < M):
+        ptx("st.global.b32 [$0], $1;", c.offset(out, pick * 4), total)
+
+
+def _decode(code: Word, centres: Sequence[int]) -> Word:
+    """The number, in f32, of a sign in bit 3 and the index of a centre in bits 0 to 2."""
+    size = word(centres[-1])
+    for i, centre in enumerate(centres[:-1]):
+        size = (code & 7).equals(i).choose(centre, size)
+    return size ^ (((code >> 3) ^ 1) << 31)
+
+
+def _nibbles(planes: Sequence[Word], i: int) -> Word:
+    """Bits i, i + 4, .. of four planes: nibble n has bits i + 4 n, that of the first plane lowest."""
+    found = word(0)
+    for bit, plane in enumerate(planes):
+        moved = plane << (bit - i) if bit >= i else plane >> (i - bit)
+        found = found | (moved & (0x11111111 << bit))
+    return found
