@@ -11,6 +11,6 @@ if __name__ == "models":
 from . import rope
 from .config import DecoderConfig, Family, Weight
 from .decoder import Decoder
-from .weights import FAMILIES, Checkpoint, load, save
+from .weights import FAMILIES, Checkpoint, load, save, shipped
 
-__all__ = ["FAMILIES", "Checkpoint", "Decoder", "DecoderConfig", "Family", "Weight", "load", "rope", "save"]
+__all__ = ["FAMILIES", "Checkpoint", "Decoder", "DecoderConfig", "Family", "Weight", "load", "rope", "save", "shipped"]

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,18 @@ class Checkpoint:
         except Exception as error:
             raise ValueError(f"the chat template in {self.directory} refuses the messages: {error}") from error
         return [int(i) for i in ids]
+
+
+def shipped() -> Path:
+    """The directory of the model that comes with kvjax: a Llama of 26 M parameters and 16384 positions.
+
+    It finds what is hidden in long texts, so that what a cache keeps can be seen, and reads as English; it knows little
+    else. The README.md in it says what it was trained on and what it can do, `training/` how it was made.
+
+    >>> load(shipped()).config.max_positions
+    16384
+    """
+    return Path(str(resources.files("kvjax") / "data" / "kvjax-26m"))
 
 
 def load(directory: str | Path, dtype: DTypeLike = jnp.bfloat16) -> Checkpoint:

@@ -234,9 +234,10 @@ def test_a_directory_that_is_no_checkpoint_is_refused(kvjax, tmp_path):
     assert_one_line(kvjax("generate", tmp_path, *ask), "tokenizer")
 
 
-def test_without_a_directory_it_says_that_no_model_ships(kvjax, monkeypatch, tmp_path):
-    monkeypatch.setattr("kvjax.cli.options.SHIPPED", tmp_path)
-    assert_one_line(kvjax("generate", "--prompt", "a"), "ships no model; pass a directory")
+def test_without_a_directory_the_model_that_ships_answers(kvjax):
+    question = "The pass key is 71432. Remember it.\nWhat is the pass key? The pass key is "
+    code, out, _ = kvjax("generate", "--prompt", question, "--cache", "fier", "--budget", 256, "--max-new-tokens", 5)
+    assert (code, out) == (0, "71432\n")
 
 
 def test_damaged_weights_are_one_line(kvjax, tmp_path):

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from kvjax.models import Checkpoint
     from kvjax.presets import Preset
 
-SHIPPED = Path(__file__).parent.parent / "data"  # a folder a model
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 
 ModelDir = Annotated[
@@ -48,12 +47,9 @@ def dtype_name(name: str | None) -> str:
 
 def model_directory(given: Path | None) -> Path:
     if given is None:
-        shipped = sorted(SHIPPED.glob("*/config.json"))
-        if not shipped:
-            raise ValueError(
-                "this version of kvjax ships no model; pass a directory with config.json, tokenizer and safetensors"
-            )
-        return shipped[0].parent
+        from kvjax.models import shipped
+
+        return shipped()
     if not given.is_dir():
         raise ValueError(f"{given} is not a directory; pass one with config.json, tokenizer and safetensors")
     if not (given / "config.json").is_file():

@@ -78,9 +78,11 @@ def modules() -> set[str]:
     }
 
 
-def test_wheel_holds_every_module_and_the_type_marker(distributions):
+def test_wheel_holds_every_module_the_type_marker_and_the_model(distributions):
     names = set(zipfile.ZipFile(distributions[1]).namelist())
-    assert modules() | {"kvjax/py.typed"} <= names
+    model = {f"kvjax/data/{p.relative_to(ROOT / 'kvjax/data')}" for p in (ROOT / "kvjax/data").rglob("*.*")}
+    assert len(model) > 5
+    assert modules() | model | {"kvjax/py.typed"} <= names
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"kvjax"}, "one top-level package"
     assert any(n.endswith("licenses/LICENSE") for n in names)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from kvjax.presets import REGISTRY
-from tests.checkpoint import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -22,7 +21,6 @@ def blocks(language: str) -> list[tuple[int, str]]:
 
 
 def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys):
-    write_checkpoint(tmp_path / "path" / "to" / "model")
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "readme"}
     for line, text in blocks("python"):
