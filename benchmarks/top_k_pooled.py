@@ -61,7 +61,7 @@ def measure(B: int, K: int, G: int, stored: int, waiting: int, k: int, pool: Poo
         return float(jnp.max(jnp.abs(ours - theirs)))
 
     moved = B * K * G * (stored + waiting) * 4 + 4 * B * K * k
-    configs = [config_for(B * K), *CONFIGS]
+    configs = [config_for(B * K, stored + waiting), *CONFIGS]
     row = sweep("top_k_pooled", kernel, reference, (parts,), configs=configs, error=error, most=1e-4, moved=moved)
     sizes = {"B": B, "K": K, "G": G, "U": stored + waiting, "k": k, "pool": pool}
     return {**sizes, "xla and top_k": device_time(partly, parts, calls=10)[0], **row}

@@ -10,17 +10,15 @@ first sum the rows are the zeros of 16 units. A warp does `units` units, and loa
 **Bytes:** (D/8 + 4 D/g) read and 4 G written a key and kv head: at D = 128, g = 32, G = 4, 48 bytes. The bound on an
 H200 (4.3 TB/s) is 11.7 us for 8 kv heads x 131072 and 94 us for 8 x 1M.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, normal random keys and queries, G = 4, D = 128, bf16, g =
-32, 8 kv heads: 131072 keys 21.1 us, and 1.2 us more to prepare the queries (the reference 1031 us); 1M keys 140 us;
-32768 keys 6.8 us; batch 8 x 32768 39 us. `benchmarks/results/score_1bit.json` has more. Queries times step are rounded
-to 16 bits: against the reference, ||error|| / ||scores|| is 2.4e-3 for bf16 and 3e-4 for f16. 90 registers, no spills;
-counted, not measured: making codes takes two integer operations for two of them, which alone are about 8 us.
+**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of the kernel alone, normal random keys and queries, G =
+4, D = 128, bf16, g = 32, 8 kv heads: 131072 keys 20.9 us (the reference 1.05 ms); 1M keys 140 us; 32768 keys 6.8 us;
+batch 8 x 32768 38.5 us. Casting queries adds 1.2 us. `benchmarks/results/score_1bit.json` has more. Queries times
+step are rounded to 16 bits: against the reference, ||error|| / ||scores|| is 2.4e-3 for bf16 and 3e-4 for f16. 90
+registers, no spills; counted, not measured: making codes takes two integer operations for two of them, which alone
+are about 8 us.
 
-Since then, and not yet measured: scores are multiplied by `scale` here, so that queries need no preparation; `ahead` of
-2 and 3 (112 and 130 registers). The bytes in flight may be what binds the kernel: 20 warps of a multiprocessor with one
-unit ahead, 1 KB, are 2.7 MB at once, and 2.4 TB/s were moved.
-
-**Tried and lost** (131072 keys): 16 units a warp 22.1 us, 4 units 22.6 us; no loading ahead 24 to 25 us; blocks of two
+**Tried and lost** (131072 keys): 2 units loaded ahead 22.3 us, 3 units 24.9 us (112 and 130 registers: more bytes in
+flight do not pay for fewer warps); none 24 to 25 us; 16 units a warp 22.6 us, 4 units 22.6 us; blocks of two
 warpgroups 21.0 us, but 11.0 us for 32768 keys.
 """
 

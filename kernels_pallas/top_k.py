@@ -58,9 +58,13 @@ class Config:
             raise ValueError(f"blocks must be 1, 2, 4 or 8, a cluster's; got {self.blocks}")
 
 
-def config_for(rows: int) -> Config:
-    """As many blocks a row as run at once, one on a multiprocessor; whole clusters cannot use all of the 132."""
-    return Config(blocks=next((b for b in (8, 4) if rows * b <= 112), 2))
+def config_for(rows: int, units: int) -> Config:
+    """As many blocks a row as run at once, one on a multiprocessor; whole clusters cannot use all of the 132.
+
+    A short row has fewer, as to merge them takes longer than to read it.
+    """
+    most = 2 if units <= 8192 else 4 if units <= 16384 else 8
+    return Config(blocks=next((b for b in (8, 4) if b <= most and rows * b <= 112), 2))
 
 
 def candidates(k: int) -> int:
@@ -111,7 +115,7 @@ def ordered_keys(scores: Array, valid: Array) -> Array:
 def select(keys: Array, k: int, config: Config | None = None) -> Array:
     """u32[rows, k] slots of the k largest of keys u32[rows, U], U a multiple of 4; with bit 31 where a key is not 0."""
     rows, U = keys.shape
-    chosen = config or config_for(rows)
+    chosen = config or config_for(rows, U)
 
     @jax.custom_batching.custom_vmap
     def run(keys: Array) -> Array:

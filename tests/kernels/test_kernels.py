@@ -17,6 +17,7 @@ from kvjax.kernels_pallas import (
     collide,
     host_append,
     host_rows,
+    most_voted,
     rerank,
     score_1bit,
     score_pages,
@@ -155,6 +156,27 @@ def test_collide_refuses_what_it_has_no_kernel_for(changed, words):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
+        (dict(dtype=jnp.int32), "votes in u8 and counts in i32"),
+        (dict(S=72), "a multiple of 16 keys"),
+        (dict(S=1 << 24), "less than 2\\^24"),
+        (dict(room=0), "at least one row and place"),
+    ],
+)
+def test_most_voted_refuses_what_it_has_no_kernel_for(changed, words):
+    def shapes(S=64, dtype=jnp.uint8, room=5):
+        votes, valid = jax.ShapeDtypeStruct((1, 2, 4, S), dtype), jax.ShapeDtypeStruct((1, S), bool)
+        return votes, valid, jax.ShapeDtypeStruct((1,), jnp.int32), room
+
+    assert most_voted.supported(*shapes())
+    *args, room = shapes(**changed)
+    assert re.search(words, most_voted.unsupported(*args, room))
+    with pytest.raises(NotImplementedError, match=words):
+        jax.eval_shape(partial(most_voted.most_voted, room=room), *args)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
         (dict(D=96), "head sizes 64 and 128"),
         (dict(H=1), "slots for each of q"),
         (dict(weights=jnp.bfloat16), "weights in u16"),
@@ -256,6 +278,8 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
         score_pages.Config(warpgroups=8)
     with pytest.raises(ValueError, match="keys must be 1, 2 or 4"):
         collide.Config(keys=8)
+    with pytest.raises(ValueError, match="warpgroups must be 2 or 4"):
+        most_voted.Config(warpgroups=1)
     with pytest.raises(ValueError, match="warpgroups must be 1, 2 or 4; got 3"):
         rerank.Config(3)
     with pytest.raises(ValueError, match="parts must be at least 1"):
@@ -331,6 +355,7 @@ def test_the_reference_runs_where_there_is_no_kernel():
         ("score_pages", boxes, boxes.astype(jnp.bfloat16), boxes.astype(jnp.bfloat16)),
         ("top_k_pooled", [(boxes, boxes[:, :, :1] == 0)], "mean_score", 5),
         ("collide", boxes, *(jnp.zeros(shape, jnp.int32) for shape in ((1, 1, 8, 8), (1, 1, 8, 256), (1, 6)))),
+        ("most_voted", boxes.astype(jnp.uint8), boxes[0, 0, :1] == 0, jnp.zeros(1, jnp.int32), 5),
         ("rerank", boxes, encode(boxes), Selection(*2 * [jnp.zeros((1, 1, 4, 5), jnp.int32)])),
         (
             "attend_slots",
@@ -339,7 +364,8 @@ def test_the_reference_runs_where_there_is_no_kernel():
             Selection(*2 * [jnp.zeros((1, 1, 1, 5), jnp.int32)]),
         ),
     ):
-        assert ("not yet measured" if HAS_KERNELS else why) in ops.explain(op, *args)
+        unmeasured = HAS_KERNELS and KERNELS[op].MEASURED is None
+        assert ("not yet measured" if unmeasured else why) in ops.explain(op, *args)
     assert why in ops.explain("top_k", scores, valid, 5)
     assert why in ops.explain("score_1bit", jnp.zeros((1, 1, 2, 64)), index(1, 1, 64, 64, 32, jnp.bfloat16))
     chosen, named = (jax.jit(partial(ops.top_k, k=5, implementation=i))(scores, valid) for i in (None, "xla"))
