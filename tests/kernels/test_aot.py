@@ -15,6 +15,7 @@ from kvjax.kernels_pallas import (
     collide,
     host_append,
     host_rows,
+    most_voted,
     rerank,
     score_1bit,
     score_pages,
@@ -104,6 +105,12 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_quantized, by token, 4 bits": (CODED, coded(131072, 128, 4, 1, 64, 32), 0.6, 0),
     "collide": (collide.collide, ballot(4, 131072, 128, 6), 0.1, 0),
     "collide, D 64": (collide.collide, ballot(8, 131072, 64, 31), 0.1, 0),
+    "most_voted": (
+        partial(most_voted.most_voted, room=13108),
+        (sds(1, 8, 1, 131072, dtype=jnp.uint8), sds(1, 131072, dtype=bool), sds(1, dtype=jnp.int32)),
+        0.3,
+        0,
+    ),
     "rerank": (partial(rerank.rerank, scale=0.1), picks(1, 131072, 128, 6554), 0.1, 0),
     "rerank, D 64": (partial(rerank.rerank, scale=0.1), picks(4, 131072, 64, 6554), 0.1, 0),
     "attend_slots, a choice for each head": (ATTEND, slots(8, 131072, 64, 2048, H=8), 0.6, 0),
@@ -138,10 +145,11 @@ def test_a_kernel_compiles_for_an_h200(name):
     [
         (presets.fier(2048), {"score_1bit", "top_k_pooled", "attend_slots"}),
         (presets.quest(2048), {"score_pages", "top_k_pooled", "attend_slots"}),
+        (presets.pariskv(2048), {"collide", "most_voted", "rerank", "top_k_pooled", "attend_slots"}),
         (presets.logquant(), {"attend_quantized"}),
         (presets.kivi(), {"attend_quantized"}),
     ],
-    ids=["fier", "quest", "logquant", "kivi"],
+    ids=["fier", "quest", "pariskv", "logquant", "kivi"],
 )
 def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
     spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072, dtype=jnp.bfloat16)

@@ -17,6 +17,7 @@ from kvjax.kernels_pallas import (
     collide,
     host_append,
     host_rows,
+    most_voted,
     rerank,
     score_1bit,
     score_pages,
@@ -239,6 +240,41 @@ def test_collide_takes_vmap():
     got = jax.jit(jax.vmap(lambda q: run(q, *rest)))(many)
     want = jnp.stack([ops.collide(q, *rest, implementation="xla") for q in many])
     np.testing.assert_array_equal(got, want)
+
+
+# -------------------------------------------------------------------------------------------------------- most_voted
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "G", "S", "room", "config"),
+    [
+        (6, 1, 2, 1040, 130, most_voted.Config(2, 2)),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                (6, 2, 1, 8208, 2000, most_voted.Config(8, 4)),
+                (1, 1, 1, 16, 1, most_voted.Config(8, 4)),
+                (6, 1, 1, 4112, 4112, most_voted.Config(1, 2)),
+                (2, 1, 3, 20000, 999, None),
+            )
+        ),
+        *(
+            pytest.param(*sizes, None, marks=on_gpu)
+            for sizes in ((1, 8, 4, 131072, 13108), (6, 8, 1, 33008, 6000), (1, 1, 1, 1 << 20, 104858))
+        ),
+    ],
+)
+def test_most_voted_equals_its_reference(B, K, G, S, room, config):
+    rng = np.random.default_rng(S)
+    valid = jnp.asarray(np.arange(S)[None] < np.resize([S, S, 0, 1, S - 5, room], B)[:, None])
+    count = jnp.asarray(np.resize([room, room // 2, 3, room + 5, 0, 1], B), jnp.int32)
+    run = jax.jit(partial(most_voted.most_voted, room=room, config=config))
+    reference = jax.jit(partial(ops.most_voted, room=room, implementation="xla"))
+    for values in ([0, 1, 2], [7], [0, 255], range(97), range(256)):
+        votes = jnp.asarray(rng.choice(np.array(values, np.uint8), (B, K, G, S)))
+        got, want = run(votes, valid, count), reference(votes, valid, count)
+        np.testing.assert_array_equal(got[0], want.slots, err_msg=str(values))
+        np.testing.assert_array_equal(got[1], want.valid, err_msg=str(values))
 
 
 # ------------------------------------------------------------------------------------------------------------ rerank

@@ -1,0 +1,59 @@
+"""Device time of most_voted by block sizes, and of its reference: `python benchmarks/most_voted.py`, on a GPU.
+
+All calls choose from the same votes: what `collide` has just written is in the L2 cache in a model too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import most_voted
+from kvjax.kernels_pallas.most_voted import Config
+from sweep import run, sweep
+
+from kvjax import ops
+
+SHAPES = (  # B, K, G, S, room
+    (1, 8, 1, 131072, 13108),
+    (1, 8, 4, 131072, 13108),
+    (1, 8, 1, 131072, 6554),
+    (1, 8, 1, 32768, 6000),
+    (1, 8, 1, 1 << 20, 104858),
+    (8, 8, 1, 32768, 6000),
+)
+CONFIGS = [Config(blocks, warpgroups) for blocks in (4, 8) for warpgroups in (2, 4)]
+
+
+def measure(B: int, K: int, G: int, S: int, room: int) -> dict[str, Any]:
+    key = jax.random.key(0)
+    votes = jax.random.binomial(key, 96, 0.2, (B, K, G, S)).astype(jnp.uint8)
+    valid, count = jnp.ones((B, S), bool), jnp.full((B,), room, jnp.int32)
+
+    def kernel(config: Config) -> Any:
+        return lambda *args: most_voted.most_voted(*args, room, config=config)
+
+    def reference(*args: Array) -> Any:
+        return ops.most_voted(*args, room, implementation="xla")
+
+    def error(got: Any, want: Any) -> float:
+        return float(jnp.mean(got[0] != want.slots) + jnp.mean(got[1] != want.valid))
+
+    args = votes, valid, count
+    moved = B * K * G * (2 * S + 4 * room)
+    configs = [Config(), *CONFIGS]
+    row = sweep("most_voted", kernel, reference, args, configs=configs, error=error, most=0.0, moved=moved)
+    return {"B": B, "K": K, "G": G, "S": S, "room": room, **row}
+
+
+if __name__ == "__main__":
+    run(
+        "most_voted",
+        "most_voted of u8[B, K, G, S] votes, `room` of them taken; error: share of the places that are not the "
+        "reference's; config: blocks x warpgroups",
+        "votes binomial of 96 at 0.2, all valid",
+        measure,
+        SHAPES,
+    )
