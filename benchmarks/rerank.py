@@ -1,7 +1,8 @@
 """Device time of rerank by block size, and of its reference: `python benchmarks/rerank.py`, on a GPU.
 
-Each call estimates as many picks as read twice what the L2 cache holds, one list after the other and each of other
-keys, so that codes come from device memory, as they do in a model.
+Each call estimates as many picks as read twice what the L2 cache holds, one list after the other, each of other keys:
+so most codes come from device memory, as they do in a model. (Lists share a store, of 100 MB at 8 x 131072; at 32768 it
+is 25 MB, and lies in L2.)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sweep import repeats, run, sweep
 
 from kvjax import ops
 from kvjax.pick import Selection
-from kvjax.rotate import Directions
+from kvjax.rotate import SUBSPACE, Directions, lloyd_max
 
 SHAPES = (  # B, K, G, S, D, M
     (1, 8, 1, 131072, 128, 6554),
@@ -46,7 +47,9 @@ def measure(B: int, K: int, G: int, S: int, D: int, M: int) -> dict[str, Any]:
     n, scale = repeats(moved), D**-0.5
 
     def kernel(config: Config) -> Any:
-        one = jax.jit(partial(rerank.rerank, scale=scale, config=config))  # lowered once
+        one = jax.jit(
+            partial(rerank.rerank, centres=lloyd_max(SUBSPACE)[1], scale=scale, config=config)
+        )  # lowered once
         return lambda q, keys, slots: [one(q, *keys, s) for s in slots]
 
     def reference(q: Array, keys: Directions, slots: list[Array]) -> list[Array]:

@@ -25,8 +25,6 @@ from jax import Array
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas._common import Word, ptx, when, word
 
-from kvjax.rotate import SUBSPACE, lloyd_max
-
 MEASURED: str | None = None  # the date in benchmarks/results/rerank.json
 BYTES = 256  # of two channels
 COPIES = 16  # of the table, for the lanes of half a warp
@@ -66,27 +64,31 @@ def supported(q: Any, signs: Any, sizes: Any, weights: Any, slots: Any) -> bool:
 
 
 def rerank(
-    q: Array, signs: Array, sizes: Array, weights: Array, slots: Array, *, scale: float, config: Config | None = None
-) -> Array:
+    q: Array, signs: Array, sizes: Array, weights: Array, slots: Array,
+    *, centres: Sequence[float], scale: float, config: Config | None = None,
+) -> Array:  # fmt: skip
     """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the keys at slots i32[B, K, G, M], clipped to S.
 
-    Keys are signs u8[B, K, S, D/8], sizes u8[B, K, S, 3 D/8] and weights u16[B, K, S, D/8], as in `rotate.Directions`.
+    Keys are signs u8[B, K, S, D/8], sizes u8[B, K, S, 3 D/8] and weights u16[B, K, S, D/8], as in `rotate.Directions`;
+    `centres` are what its 8 sizes stand for.
     """
     if limit := unsupported(q, signs, sizes, weights, slots):
         raise NotImplementedError(limit)
     B, K, G, M = slots.shape
     codes = (a.reshape(B * K, *a.shape[2:]) for a in (signs, sizes, weights))
     heads = (a.reshape(B * K * G, a.shape[-1]) for a in (q.astype(jnp.float32), slots))
-    return _estimates(scale, config or Config(), *heads, *codes).reshape(B, K, G, M)
+    how = tuple(map(float, centres)), scale, config or Config()
+    return _estimates(how, *heads, *codes).reshape(B, K, G, M)
 
 
-def _estimates(scale: float, config: Config, q: Array, slots: Array, *codes: Array) -> Array:
+def _estimates(how: tuple[tuple[float, ...], float, Config], q: Array, slots: Array, *codes: Array) -> Array:
     (heads, D), M, (rows, S, _) = q.shape, slots.shape[1], codes[0].shape
+    centres, scale, config = how
 
     @jax.custom_batching.custom_vmap
     def run(q: Array, slots: Array, *codes: Array) -> Array:
         return c.kernel(
-            functools.partial(_program, sizes=(heads // rows, S, D, M), scale=scale, config=config),
+            functools.partial(_program, sizes=(heads // rows, S, D, M), centres=centres, scale=scale, config=config),
             name="kvjax_rerank",
             out_type=jax.ShapeDtypeStruct((heads, M), jnp.float32),
             scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in (BYTES * COPIES * 2, D)],
@@ -97,14 +99,14 @@ def _estimates(scale: float, config: Config, q: Array, slots: Array, *codes: Arr
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
-        return _estimates(scale, config, *c.flatten_batch(n, batches, args)).reshape(n, heads, M), True
+        return _estimates(how, *c.flatten_batch(n, batches, args)).reshape(n, heads, M), True
 
     return run(q, slots, *codes)
 
 
 def _program(
     q_m, slots_m, signs_m, sizes_m, weights_m, out_m, table_m, queries_m,
-    *, sizes: tuple[int, int, int, int], scale: float, config: Config,
+    *, sizes: tuple[int, int, int, int], centres: Sequence[float], scale: float, config: Config,
 ) -> None:  # fmt: skip
     G, S, D, M = sizes
     N, threads = D // 8, 128 * config.warpgroups
@@ -134,11 +136,11 @@ def _program(
     with when(t < D):
         x = ptx("ld.global.nc.u32 $0, [$1];", c.offset(q, (head * D + t) * 4), results=1)
         ptx("st.shared.u32 [$0], $1;", queries + t * 4, c.instr("mul.f32", x, c.real(scale)))
-    centres = [c.real_bits(float(x)) for x in lloyd_max(SUBSPACE)[1]]
+    bits_of = [c.real_bits(x) for x in centres]
     for first in range(0, BYTES, threads):
         with when(t + first < BYTES):
             byte = t + first
-            two = [_decode(byte & 15, centres), _decode(byte >> 4, centres)]
+            two = [_decode(byte & 15, bits_of), _decode(byte >> 4, bits_of)]
             for i in range(COPIES):
                 at = table + byte * (COPIES * 8) + (((t + i) & (COPIES - 1)) << 3)
                 ptx("st.shared.v2.b32 [$0], {$1, $2};", at, *two)

@@ -22,7 +22,7 @@ from kvjax.memory import to_device, to_host
 from kvjax.partial import Partial, attend_part, empty_part, keep_valid, merge, part_of_logits
 from kvjax.pick import Pool, Selection, pool_scores
 from kvjax.quant import OneBit, QuantArray, dequantize, dequantize_1bit, split_scales
-from kvjax.rotate import Directions, decode
+from kvjax.rotate import SUBSPACE, Directions, decode, lloyd_max
 
 Implementation = Literal["xla", "mosaic"]
 
@@ -251,7 +251,7 @@ def rerank(
     from kvjax.kernels_pallas import rerank as kernel
 
     def run(q: Array, keys: Directions, picked: Selection) -> Array:
-        return kernel.rerank(q, *keys, picked.slots, scale=scale)
+        return kernel.rerank(q, *keys, picked.slots, centres=lloyd_max(SUBSPACE)[1].tolist(), scale=scale)
 
     reference = partial(_rerank, scale=scale)
     limit, mosaic = kernel.unsupported(q, *keys, picked.slots), _with_derivative(run, reference)

@@ -111,8 +111,8 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
         0.3,
         0,
     ),
-    "rerank": (partial(rerank.rerank, scale=0.1), picks(1, 131072, 128, 6554), 0.1, 0),
-    "rerank, D 64": (partial(rerank.rerank, scale=0.1), picks(4, 131072, 64, 6554), 0.1, 0),
+    "rerank": (partial(rerank.rerank, centres=range(8), scale=0.1), picks(1, 131072, 128, 6554), 0.1, 0),
+    "rerank, D 64": (partial(rerank.rerank, centres=range(8), scale=0.1), picks(4, 131072, 64, 6554), 0.1, 0),
     "attend_slots, a choice for each head": (ATTEND, slots(8, 131072, 64, 2048, H=8), 0.6, 0),
 }
 

@@ -194,7 +194,7 @@ def test_rerank_refuses_what_it_has_no_kernel_for(changed, words):
     assert rerank.supported(*shapes())
     assert re.search(words, rerank.unsupported(*shapes(**changed)))
     with pytest.raises(NotImplementedError, match=words):
-        jax.eval_shape(partial(rerank.rerank, scale=1.0), *shapes(**changed))
+        jax.eval_shape(partial(rerank.rerank, centres=range(8), scale=1.0), *shapes(**changed))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from kvjax import CacheSpec, Host, ops
 from kvjax.memory import to_host
 from kvjax.pick import Selection, expand_units, pool_scores
 from kvjax.quant import OneBit, QuantArray, quantize, quantize_1bit
-from kvjax.rotate import encode
+from kvjax.rotate import SUBSPACE, encode, lloyd_max
 from tests.kernels.conftest import ON_GPU, on_gpu
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -277,7 +277,20 @@ def test_most_voted_equals_its_reference(B, K, G, S, room, config):
         np.testing.assert_array_equal(got[1], want.valid, err_msg=str(values))
 
 
+@pytest.mark.thorough
+def test_most_voted_takes_vmap():
+    votes = jnp.asarray(np.random.default_rng(0).integers(0, 9, (3, 2, 1, 2, 48)), jnp.uint8)
+    valid, count = jnp.ones((2, 48), bool), jnp.asarray([[5, 9], [0, 48], [48, 1]], jnp.int32)
+    got = jax.jit(jax.vmap(lambda v, n: most_voted.most_voted(v, valid, n, 20)))(votes, count)
+    for i in range(3):
+        want = ops.most_voted(votes[i], valid, count[i], 20, implementation="xla")
+        np.testing.assert_array_equal(got[0][i], want.slots)
+        np.testing.assert_array_equal(got[1][i], want.valid)
+
+
 # ------------------------------------------------------------------------------------------------------------ rerank
+
+CENTRES = lloyd_max(SUBSPACE)[1]
 
 
 @pytest.mark.parametrize(
@@ -304,7 +317,7 @@ def test_rerank_equals_its_reference(B, K, G, S, D, M, config):
     keys = keys._replace(sizes=keys.sizes.at[:, :, ::3].set(255))
     slots = jnp.asarray(np.random.default_rng(M).integers(-3, S + 3, (B, K, G, M)), jnp.int32)
     args = normal(1, B, K, G, D), keys, Selection(slots, slots >= 0)
-    got = jax.jit(partial(rerank.rerank, scale=0.3, config=config))(args[0], *keys, slots)
+    got = jax.jit(partial(rerank.rerank, centres=CENTRES, scale=0.3, config=config))(args[0], *keys, slots)
     want = jax.jit(partial(ops.rerank, scale=0.3, implementation="xla"))(*args)
     # Sums of D products in f32, in another order.
     size = jax.jit(partial(ops.rerank, scale=0.3, implementation="xla"))(
@@ -317,7 +330,7 @@ def test_rerank_equals_its_reference(B, K, G, S, D, M, config):
 def test_rerank_takes_vmap():
     keys = jax.jit(encode)(normal(0, 1, 2, 30, 64))
     q, slots = normal(1, 3, 1, 2, 2, 64), jnp.arange(20).reshape(1, 1, 1, 20) + jnp.zeros((1, 2, 2, 1), jnp.int32)
-    got = jax.jit(jax.vmap(lambda q: rerank.rerank(q, *keys, slots, scale=1.0)))(q)
+    got = jax.jit(jax.vmap(lambda q: rerank.rerank(q, *keys, slots, centres=CENTRES, scale=1.0)))(q)
     want = jnp.stack([ops.rerank(x, keys, Selection(slots, slots >= 0), scale=1.0, implementation="xla") for x in q])
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
