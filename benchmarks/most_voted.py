@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import most_voted
-from kvjax.kernels_pallas.most_voted import Config
+from kvjax.kernels_pallas.most_voted import Config, config_for
 from sweep import run, sweep
 
 from kvjax import ops
@@ -43,7 +43,7 @@ def measure(B: int, K: int, G: int, S: int, room: int) -> dict[str, Any]:
 
     args = votes, valid, count
     moved = B * K * G * (2 * S + 4 * room)
-    configs = [Config(), *CONFIGS]
+    configs = [config_for(B * K * G), *CONFIGS]
     row = sweep("most_voted", kernel, reference, args, configs=configs, error=error, most=0.0, moved=moved)
     return {"B": B, "K": K, "G": G, "S": S, "room": room, **row}
 
