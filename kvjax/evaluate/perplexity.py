@@ -30,7 +30,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from kvjax.evaluate import prompt
-from kvjax.evaluate.plots import new_figure, style
+from kvjax.evaluate.plots import labels, new_figure, style
 from kvjax.evaluate.record import digest, digest_json, provenance, replace_file
 from kvjax.generate import Model
 from kvjax.hook import Cache, Layered, check, init
@@ -295,14 +295,19 @@ def figure(cells: Sequence[Cell]) -> Figure:
       ImportError: matplotlib is not installed.
     """
     rows, names = summarise(cells), list(dict.fromkeys(cell.cache for cell in cells))
+    short = labels(names)
     lengths = sorted({cell.length for cell in cells})
-    drawing = new_figure(9, 3.6)
+    drawing = new_figure(9, 4.0 + 0.2 * -(-len(names) // 3))
     left, right = drawing.subplots(1, 2)
     for name in names:
         look = style(name, names)
         own = [row for row in rows if row["cache"] == name]
         left.plot(
-            [row["length"] for row in own], [row["perplexity"] for row in own], label=name, markersize=4.5, **look
+            [row["length"] for row in own],
+            [row["perplexity"] for row in own],
+            label=short[name],
+            markersize=4.5,
+            **look,
         )
         paired = [row for row in own if name != names[0] and "ratio" in row]
         if paired:
@@ -312,7 +317,7 @@ def figure(cells: Sequence[Cell]) -> Figure:
     right.axhline(0, linewidth=1.1, **{**style(names[0], names), "marker": ""})
     left.set_ylabel("perplexity a token")
     right.set_ylabel(f"change against {names[0]}, %, ± standard error")
-    left.legend(frameon=False)
+    drawing.legend(loc="outside lower center", ncols=3, frameon=False)
     for axis in (left, right):
         axis.set_xscale("log", base=2)
         axis.set_xticks(lengths, [str(length) for length in lengths])

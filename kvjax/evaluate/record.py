@@ -78,7 +78,7 @@ def source_digest() -> str:
     for package in ("kvjax", "kvjax.models", "kvjax.kernels_pallas"):  # may lie in folders apart
         (folder,) = map(Path, importlib.import_module(package).__path__)
         for file in sorted(folder.rglob("*.py")):
-            name = f"{package}/{file.relative_to(folder).as_posix()}"
+            name = f"{package.replace('.', '/')}/{file.relative_to(folder).as_posix()}"  # as in a wheel
             if not name.startswith(("kvjax/cli", "kvjax/evaluate")):
                 digests[name] = digest(file)
     return digest_json(digests)
