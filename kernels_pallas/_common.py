@@ -277,6 +277,11 @@ def offset_rows(address: Any, row: Word, stride: int) -> Any:
     return arith.addi(address, arith.muli(wide, arith.constant(i64, ir.IntegerAttr.get(i64, stride))))
 
 
+def choose_address(flag: Flag, yes: Any, no: Any) -> Any:
+    """As `Flag.choose`, of u64 addresses."""
+    return arith.select(flag.value, yes, no)
+
+
 def remote(at: Word, block: Operand) -> Word:
     """The address in the cluster of what is at `at` in another block's shared memory."""
     return ptx("mapa.shared::cluster.u32 $0, $1, $2;", at, block, results=1)

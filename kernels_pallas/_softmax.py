@@ -118,9 +118,18 @@ class Merged:
 
     def write(self, out: Any, lse: Any) -> None:
         """Writes the mean of values f32[heads, D] and the natural log of the sum f32[heads] to device memory."""
-        by = instr("max.f32", self.total, real(1e-37))
-        mean = [instr("div.rn.f32", x, by) for x in self.four]
-        ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", c.offset(out, (self.head * self.D + self.word) * 4), *mean)
+        self.write_mean(out, "f32")
         with when(self.word.equals(0)):
             log = instr("add.f32", self.top, instr("lg2.approx.f32", self.total))
             ptx("st.global.u32 [$0], $1;", c.offset(lse, self.head * 4), instr("mul.f32", log, real(math.log(2))))
+
+    def write_mean(self, out: Any, kind: str) -> None:
+        """Writes the mean of values [heads, D] to device memory, as "f32", "bf16" or "f16"."""
+        by = instr("max.f32", self.total, real(1e-37))
+        mean = [instr("div.rn.f32", x, by) for x in self.four]
+        at = self.head * self.D + self.word
+        if kind == "f32":
+            ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", c.offset(out, at * 4), *mean)
+        else:
+            two = [instr(f"cvt.rn.{kind}x2.f32", mean[j + 1], mean[j]) for j in (0, 2)]
+            ptx("st.global.v2.u32 [$0], {$1, $2};", c.offset(out, at * 2), *two)

@@ -23,6 +23,9 @@ blocks a row take 32 us where 2 take 21. 512 slots: 4 blocks of a warpgroup 4.3 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,59 +105,89 @@ def attend_slots(
     S, (H, M) = k.shape[2], slots.shape[2:]
     index = jnp.where(valid, jnp.clip(slots, 0, S - 1), -1).reshape(B * K * H, M)
     q = q.astype(k.dtype).reshape(B * K * H, G // H, D)
-    k, v = (a.reshape(B * K, S, D) for a in (k, v))
-    out, lse = _attend(scale, config or config_for(B * K * H, M, D), q, k, v, index)
+    out, lse = attend(
+        q,
+        [a.reshape(B * K, S, D) for a in (k, v)],
+        index,
+        outs=(((G // H, D), jnp.float32), ((G // H,), jnp.float32)),
+        name="attend_slots",
+        write=softmax.Merged.write,
+        scale=scale,
+        config=config or config_for(B * K * H, M, D),
+    )
     return out.reshape(B, K, G, D), lse.reshape(B, K, G)
 
 
-def _attend(scale: float, config: Config, q: Array, k: Array, v: Array, index: Array) -> tuple[Array, Array]:
+def attend(
+    q: Array, kept: Sequence[Array], index: Array, *, outs: Sequence[tuple[tuple[int, ...], Any]],
+    name: str, write: Callable[..., None], scale: float, config: Config,
+) -> tuple[Array, ...]:  # fmt: skip
+    """The kernel, over rows of queries [rows, heads, D] and of slots i32[rows, M], -1 where there is none.
+
+    `kept` has the keys and values [rows', S, D] of each zone; slots count on from zone to zone. `outs` are shapes and
+    dtypes of what write(merged, *addresses) writes of each row.
+    """
     rows, heads, D = q.shape
-    kind = "bf16" if k.dtype == jnp.bfloat16 else "f16"
 
     @jax.custom_batching.custom_vmap
-    def run(q: Array, k: Array, v: Array, index: Array) -> tuple[Array, Array]:
-        sizes = (heads, rows // k.shape[0], k.shape[1], D, index.shape[1])
+    def run(q: Array, index: Array, *kept: Array) -> tuple[Array, ...]:
         return c.kernel(
-            functools.partial(_program, sizes=sizes, kind=kind, scale=scale, config=config),
-            name="kvjax_attend_slots",
-            out_type=(
-                jax.ShapeDtypeStruct((rows, heads, D), jnp.float32),
-                jax.ShapeDtypeStruct((rows, heads), jnp.float32),
+            functools.partial(
+                _program,
+                sizes=(heads, rows // kept[0].shape[0], D, index.shape[1]),
+                zones=tuple(a.shape[1] for a in kept[::2]),
+                strides=tuple(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in outs),
+                write=write,
+                kind="bf16" if kept[0].dtype == jnp.bfloat16 else "f16",
+                scale=scale,
+                config=config,
             ),
+            name=f"kvjax_{name}",
+            out_type=tuple(jax.ShapeDtypeStruct((rows, *shape), dtype) for shape, dtype in outs),
             scratch_types=[c.plgpu.SMEM((smem_bytes(D, config) // 4,), jnp.uint32)],
             grid=(rows,),
             grid_names=("row",),
             cluster=(config.blocks,),
             cluster_names=("part",),
             num_threads=config.warpgroups,
-        )(q, k, v, index)
+        )(q, *kept, index)
 
     @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        flat = c.flatten_batch(n, batches, args)
-        out, lse = _attend(scale, config, *flat)
-        return (out.reshape(n, rows, heads, D), lse.reshape(n, rows, heads)), (True, True)
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+        q, index, *kept = c.flatten_batch(n, batches, args)
+        found = attend(q, kept, index, outs=outs, name=name, write=write, scale=scale, config=config)
+        return tuple(a.reshape(n, rows, *a.shape[1:]) for a in found), (True,) * len(outs)
 
-    return run(q, k, v, index)
+    return run(q, index, *kept)
 
 
 def _program(
-    q_m, k_m, v_m, index_m, out_m, lse_m, room_m,
-    *, sizes: tuple[int, int, int, int, int], kind: str, scale: float, config: Config,
+    q_m: Any, *refs: Any, sizes: tuple[int, int, int, int], zones: tuple[int, ...], strides: tuple[int, ...],
+    write: Callable[..., None], kind: str, scale: float, config: Config,
 ) -> None:  # fmt: skip
-    heads, shared_by, S, D, M = sizes
+    heads, shared_by, D, M = sizes
     warps, blocks = 4 * config.warpgroups, config.blocks
     width = 2 * D  # bytes of a row of keys
     chunks = width // 16
     t, part, row = c.special("tid.x"), c.special("cluster_ctarank"), c.special("clusterid.x")
     lane, warp = t & 31, t >> 5
     quad, col = lane >> 2, lane & 3
-    q, k, v, index, out, lse = (c.global_address(m) for m in (q_m, k_m, v_m, index_m, out_m, lse_m))
+    q, *kept, index = (c.global_address(m) for m in (q_m, *refs[: 2 * len(zones) + 1]))
     q = c.offset_rows(q, row, heads * width)
-    k, v = (c.offset_rows(a, c.divide(row, shared_by), S * width) for a in (k, v))
+    ends, of_row = list(itertools.accumulate(zones)), c.divide(row, shared_by)
+
+    def bases(places: Sequence[Any]) -> list[Any]:
+        """Of each zone, where slot 0 of this row would lie if the zone's rows went on to before its first slot."""
+        mine = (c.offset_rows(a, of_row, n * width) for a, n in zip(places, zones, strict=True))
+        return [c.offset_rows(a, word(end - n), -width) for a, n, end in zip(mine, zones, ends, strict=True)]
+
+    k, v = bases(kept[::2]), bases(kept[1::2])
     index = c.offset_rows(index, row, M * 4)
-    out, lse = c.offset_rows(out, row, heads * D * 4), c.offset_rows(lse, row, heads * 4)
-    room = c.shared_address(room_m)
+    outs = [
+        c.offset_rows(c.global_address(m), row, stride)
+        for m, stride in zip(refs[2 * len(zones) + 1 : -1], strides, strict=True)
+    ]
+    room = c.shared_address(refs[-1])
     keys = room + warp * (2 * TILE * width)
     values = keys + TILE * width
     steps = -(-M // (TILE * warps * blocks))
@@ -173,12 +206,15 @@ def _program(
     per = 32 // chunks  # rows that one instruction copies
     chunk, first = lane & (chunks - 1), c.divide(lane, chunks)
 
-    def copy(source: Any, to: Word, slots: Word) -> None:
+    def copy(sources: Sequence[Any], to: Word, slots: Word) -> None:
         for i in range(TILE // per):
             r = first + i * per
             slot = c.from_lane(slots, r)
             there = slot.differs(0xFFFFFFFF)
-            at = c.offset(source, there.choose(slot, 0) * width + chunk * 16)
+            slot, source = there.choose(slot, 0), sources[-1]
+            for before, end in zip(sources[-2::-1], ends[-2::-1], strict=True):
+                source = c.choose_address(slot < end, before, source)
+            at = c.offset(source, slot * width + chunk * 16)
             dest = to + r * width + ((chunk ^ (r & 7)) << 4)
             ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", dest, at, there.choose(16, 0))
         ptx("cp.async.commit_group;")
@@ -254,6 +290,6 @@ def _program(
     @loop(part * share + t, quads, 32 * warps)
     def _write(i: Word) -> None:
         with when(i < (part + 1) * share):
-            softmax.Merged(others, i, D, "shared::cluster").write(out, lse)
+            write(softmax.Merged(others, i, D, "shared::cluster"), *outs)
 
     c.cluster_barrier()  # a block may end once the others have read its part

@@ -19,8 +19,8 @@ from jax import Array, lax
 
 from kvjax.layouts import unpack_codes
 from kvjax.memory import to_device, to_host
-from kvjax.partial import Partial, attend_part, empty_part, keep_valid, merge, part_of_logits
-from kvjax.pick import Pool, Selection, pool_scores
+from kvjax.partial import Partial, Span, attend_part, empty_part, keep_valid, merge, part_of_logits
+from kvjax.pick import Pool, Selection, membership, pool_scores, split_selection
 from kvjax.quant import OneBit, QuantArray, dequantize, dequantize_1bit, split_scales
 from kvjax.rotate import SUBSPACE, Directions, decode, lloyd_max
 
@@ -302,6 +302,67 @@ def _attend_slots(q: Array, k: Array, v: Array, selection: Selection, *, scale: 
     return attend_gathered(q, kg, vg, selection, scale=scale)
 
 
+def attend_zones(
+    q: Array,
+    k: Array,
+    v: Array,
+    selection: Selection,
+    recent: Span,
+    sink: Span | None,
+    local: int,
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> Array:
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over all that a step of retrieval attends to.
+
+    That is the selected slots of k, v [B, K, S, D], where slot S + r is slot r of `recent`; the span of `recent`, of
+    `local` slots at most, none of which are selected; and that of `sink`, if there is one. `implementation`: see
+    `explain`. The kernel's products read q in the dtype of k.
+    """
+    from kvjax.kernels_pallas import attend_zones as kernel
+
+    inner: Implementation | None = None if implementation is None else "xla"
+    reference = partial(_attend_zones, scale=scale, implementation=inner)
+
+    def run(q: Array, k: Array, v: Array, selection: Selection, recent: Span, sink: Span | None) -> Array:
+        return kernel.attend_zones(q, k, v, *selection, recent, sink, local, scale=scale)
+
+    args = q, k, v, selection, recent, sink
+    limit = kernel.unsupported(q, k, v, selection.slots, recent, sink, local)
+    return _dispatch(implementation, kernel, limit, _with_derivative(run, reference), reference, *args)
+
+
+def _attend_zones(
+    q: Array,
+    k: Array,
+    v: Array,
+    selection: Selection,
+    recent: Span,
+    sink: Span | None,
+    *,
+    scale: float,
+    implementation: Implementation | None,
+) -> Array:
+    stored, waiting = split_selection(selection, k.shape[2])
+    history = attend_slots(q, k, v, stored, scale=scale, implementation=implementation)
+    return attend_beside(history, q, waiting, recent, sink, scale=scale)
+
+
+def attend_beside(
+    history: Partial, q: Array, waiting: Selection | None, recent: Span, sink: Span | None, *, scale: float
+) -> Array:
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: `history` and the attention over the spans of `recent` and `sink`,
+    and over the slots of `recent` that `waiting` has."""
+    mask = recent.mask[:, None, None]
+    if waiting is not None:
+        mask |= membership(waiting, recent.k.shape[2])
+    parts = [history, attend_part(q, recent.k, recent.v, mask, scale=scale)]
+    if sink is not None:
+        parts.append(attend_part(q, sink.k, sink.v, sink.mask[:, None, None], scale=scale))
+    return merge(*parts).out.astype(q.dtype)
+
+
 def gather_slots(k: Array, v: Array, selection: Selection) -> tuple[Array, Array]:
     """Keys and values [B, K, H*M, D] of the selected slots of k, v [B, K, S, D]; slots out of range are clipped."""
     index = flat_slots(selection)
@@ -517,6 +578,7 @@ def explain(op: str, *args: Any) -> str:
     from kvjax.kernels_pallas import (
         attend_quantized,
         attend_slots,
+        attend_zones,
         collide,
         host_append,
         host_rows,
@@ -538,6 +600,10 @@ def explain(op: str, *args: Any) -> str:
         "top_k_pooled": (top_k_pooled, top_k_pooled.unsupported),
         "attend_quantized": (attend_quantized, attend_quantized.unsupported),
         "attend_slots": (attend_slots, lambda q, k, v, selection: attend_slots.unsupported(q, k, v, selection.slots)),
+        "attend_zones": (
+            attend_zones,
+            lambda q, k, v, selection, *rest: attend_zones.unsupported(q, k, v, selection.slots, *rest),
+        ),
         "host_rows": (host_rows, host_rows.unsupported),
         "host_append": (host_append, host_append.unsupported),
     }

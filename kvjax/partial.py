@@ -27,6 +27,26 @@ class Partial(NamedTuple):
     lse: Array  # f32[B, K, Q] natural log of the sum of exp(scale * q.k); -inf where the part is empty
 
 
+class Span(NamedTuple):
+    """A zone of a cache, of which the slots [start, stop) are attended to. Values of the others are finite."""
+
+    k: Array  # dtype[B, K, S, D]
+    v: Array  # dtype[B, K, S, D]
+    start: Array  # i32[B]
+    stop: Array  # i32[B]
+
+    @property
+    def size(self) -> Array:
+        """i32[B] tokens attended to."""
+        return jnp.maximum(self.stop - self.start, 0)
+
+    @property
+    def mask(self) -> Array:
+        """bool[B, S]"""
+        slot = jnp.arange(self.k.shape[2])[None]
+        return (slot >= self.start[:, None]) & (slot < self.stop[:, None])
+
+
 def empty_part(shape: tuple[int, ...]) -> Partial:
     """The identity of `merge`. `shape` is that of `out`."""
     return Partial(jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32))

@@ -69,6 +69,15 @@ def expand_units(units: Selection, unit: int) -> Selection:
     return Selection(slots.reshape(*lead, M * unit), valid.reshape(*lead, M * unit))
 
 
+def split_selection(selection: Selection, slots: int) -> tuple[Selection, Selection]:
+    """The part of it that lies in the first `slots` slots, and the part past them, whose slots count from there."""
+    past = selection.slots >= slots
+    return (
+        Selection(jnp.where(past, 0, selection.slots), selection.valid & ~past),
+        Selection(jnp.where(past, selection.slots - slots, 0), selection.valid & past),
+    )
+
+
 def membership(selection: Selection, slots: int) -> Array:
     """bool[B, K, H, S]: which of S slots are selected."""
     at = jnp.where(selection.valid, selection.slots, slots)

@@ -12,12 +12,13 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
-from kvjax.blocks import Block, empty_block, put, take_rows, valid_slots
+from kvjax.blocks import Block, empty_block, put, take_rows
 from kvjax.caches.policy import Info, lowest_visible
 from kvjax.demotion import Demotion, Fifo, plan
 from kvjax.layouts import whole_units
 from kvjax.partial import (
     Partial,
+    Span,
     attend_blocks,
     attend_part,
     attention_logits,
@@ -26,7 +27,7 @@ from kvjax.partial import (
     merge,
     ungroup,
 )
-from kvjax.pick import Selection, expand_units, membership, pool_queries
+from kvjax.pick import Selection, expand_units, pool_queries, split_selection
 from kvjax.schedules import EveryStep, Recall, Schedule
 from kvjax.selectors import All, Selector
 from kvjax.spec import CacheSpec, require_int
@@ -234,48 +235,51 @@ class Retrieval:
         self._check_window(window)
         first = lowest_visible(st.length - 1, window)
         from_store, from_recent = _slot_of(first, st.offset_store), _slot_of(first, st.offset_recent)
-        recent_valid = valid_slots(st.recent, from_recent)
         selection, schedule, fresh = None, st.schedule, None
+        newest = from_recent
+        if not isinstance(self.selector, All):
+            newest = jnp.maximum(st.recent.count - self.local, from_recent)
+        # Values past the counts of recent and sink are finite: `prefill` and `flush` see to it, and they need no mask.
+        recent = Span(st.recent.k, st.recent.v, newest, st.recent.count)
+        sink = None if st.sink is None else Span(st.sink.k, st.sink.v, _slot_of(first, 0), st.sink.count)
+
+        def around(history: Partial, waiting: Selection | None) -> Array:
+            return ops.attend_beside(history, qg, waiting, recent, sink, scale=scale)
+
         if isinstance(self.selector, All):
-            recent_mask = recent_valid[:, None, None]
-            history = self.store.attend(st.store, qg, from_store, scale=scale)
-            attended = jnp.sum(recent_valid, axis=-1) + st.store.count - from_store
-            attended = jnp.broadcast_to(attended.astype(jnp.float32)[:, None], (B, K))
+            out = around(self.store.attend(st.store, qg, from_store, scale=scale), None)
+            attended = jnp.maximum(st.store.count - from_store, 0)[:, None, None]
         else:
             found = self._select(st, qg, first, scale)
             choice, schedule = self.schedule.choose(st.schedule, qg, st.length, found, lambda: self._recall(st, found))
             selection = choice.selection
-            past = selection.slots >= st.store.slots  # chosen among the tokens that wait in the recent block
             if choice.recall is None or choice.reused is None:
-                here = selection.valid & past
-                stored = Selection(jnp.where(past, 0, selection.slots), selection.valid & ~past)
-                history = self.store.attend_slots(st.store, qg, stored, scale=scale)
-                attended = jnp.sum(stored.valid, axis=-1)
+                attended = jnp.sum(selection.valid, axis=-1)
+                if isinstance(self.store, Dense):
+                    kept = st.store.k, st.store.v
+                    out = ops.attend_zones(qg, *kept, selection, recent, sink, self.local, scale=scale)
+                else:
+                    stored, waiting = split_selection(selection, st.store.slots)
+                    out = around(self.store.attend_slots(st.store, qg, stored, scale=scale), waiting)
             else:
                 fresh, reused = ~choice.reused, choice.reused[..., None, None]
                 edge = self._edge(st, choice.recall.edge, first)
                 selection = self._keep_reused(st, selection, reused, edge, first)
-                here = selection.valid & past & ~reused
-                recalled = Selection(selection.slots, selection.valid & (~past | reused))
                 edge_mask = edge[:, None, None, None] & reused
+                attended = jnp.sum(selection.valid, axis=-1) + jnp.sum(edge_mask, axis=-1)
+                # What is reused has been read wherever it lies; of a fresh choice the waiting tokens are still here.
+                waiting = split_selection(selection, st.store.slots)[1]
+                waiting = Selection(waiting.slots, waiting.valid & ~reused)
+                recalled = Selection(selection.slots, selection.valid & ~waiting.valid)
                 history = merge(
                     ops.attend_gathered(qg, choice.recall.k, choice.recall.v, recalled, scale=scale),
                     attend_part(qg, choice.recall.edge.k, choice.recall.edge.v, edge_mask, scale=scale),
                 )
-                attended = jnp.sum(recalled.valid, axis=-1) + jnp.sum(edge_mask, axis=-1)
-            chosen = membership(Selection(selection.slots - st.store.slots, here), st.recent.slots)
-            local = jnp.arange(st.recent.slots)[None] >= (st.recent.count - self.local)[:, None]
-            recent_mask = (local & recent_valid)[:, None, None] | chosen
-            attended = attended + jnp.sum(recent_mask, axis=-1)
-            attended = jnp.broadcast_to(jnp.mean(attended, axis=-1, dtype=jnp.float32), (B, K))
-        # Values past the counts of recent and sink are finite: `prefill` and `flush` see to it, and they need no mask.
-        parts = [history, attend_part(qg, st.recent.k, st.recent.v, recent_mask, scale=scale)]
-        if st.sink is not None:
-            valid = valid_slots(st.sink, _slot_of(first, 0))
-            parts.append(attend_part(qg, st.sink.k, st.sink.v, valid[:, None, None], scale=scale))
-            attended = attended + jnp.sum(valid, axis=-1, dtype=jnp.float32)[:, None]
+                out = around(history, waiting)
+        beside = recent.size if sink is None else recent.size + sink.size
+        attended = jnp.mean(attended + beside[:, None, None], axis=-1, dtype=jnp.float32)
         state = RetrievalState(st.sink, st.store, st.index, st.recent, schedule, st.overflow)
-        return ungroup(merge(*parts).out, q.dtype), state, Info(attended, selection, fresh)
+        return ungroup(out, q.dtype), state, Info(jnp.broadcast_to(attended, (B, K)), selection, fresh)
 
     def select(
         self, st: RetrievalState, q: Array, *, scale: float | None = None, window: int | None = None
@@ -322,10 +326,9 @@ class Retrieval:
 
     def _recall(self, st: RetrievalState, selection: Selection) -> Recall:
         """Keys and values of the selection, stored or waiting, and the token that the next step's window leaves."""
-        past = selection.slots >= st.store.slots
-        k, v = self.store.gather(st.store, Selection(jnp.where(past, 0, selection.slots), selection.valid & ~past))
-        waiting = Selection(jnp.where(past, selection.slots - st.store.slots, 0), selection.valid & past)
-        past = past.reshape(*past.shape[:2], -1, 1)
+        stored, waiting = split_selection(selection, st.store.slots)
+        k, v = self.store.gather(st.store, stored)
+        past = (selection.slots >= st.store.slots).reshape(*k.shape[:3], 1)
         k, v = (
             jnp.where(past, new.astype(old.dtype), old)
             for old, new in zip((k, v), ops.gather_slots(st.recent.k, st.recent.v, waiting), strict=True)

@@ -8,6 +8,7 @@ from kvjax.kernels_pallas import (
     _common,
     attend_quantized,
     attend_slots,
+    attend_zones,
     collide,
     host_append,
     host_rows,
@@ -26,6 +27,7 @@ KERNELS = {
     for kernel in (
         attend_quantized,
         attend_slots,
+        attend_zones,
         collide,
         host_append,
         host_rows,

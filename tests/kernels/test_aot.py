@@ -12,6 +12,7 @@ import pytest
 from kvjax.kernels_pallas import (
     attend_quantized,
     attend_slots,
+    attend_zones,
     collide,
     host_append,
     host_rows,
@@ -41,6 +42,13 @@ def keys_1bit(K, S, D, group, dtype=jnp.bfloat16):
 def slots(G, S, D, M, H=1, dtype=jnp.bfloat16):
     kept = sds(1, 8, S, D, dtype=dtype)
     return sds(1, 8, G, D, dtype=dtype), kept, kept, sds(1, 8, H, M, dtype=jnp.int32), sds(1, 8, H, M, dtype=bool)
+
+
+def zones(G, S, R, A, D, M, H=1, dtype=jnp.bfloat16):
+    q, k, v, chosen, valid = slots(G, S, D, M, H, dtype)
+    ends = 2 * [sds(1, dtype=jnp.int32)]
+    recent, sink = ((*2 * [sds(1, 8, n, D, dtype=dtype)], *ends) for n in (R, A))
+    return q, k, v, chosen, valid, recent, sink if A else None
 
 
 def parts(G, *sizes):
@@ -82,6 +90,12 @@ SCORE, PAGES, ATTEND, CODED = (
         attend_quantized.attend_quantized,
     )
 )
+
+
+def over_zones(local):
+    return lambda *args: attend_zones.attend_zones(*args, local, scale=0.1)
+
+
 MIB = 1 << 20
 PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes of spills at most
     "score_1bit": (SCORE, (sds(1, 8, 4, 128, dtype=jnp.float32), *keys_1bit(8, 131072, 128, 32)), 0.1, 0),
@@ -101,6 +115,11 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_slots": (ATTEND, slots(4, 131072, 128, 2048), 0.1, 0),
     "attend_slots, a loop": (ATTEND, slots(8, 131072, 128, 4096, dtype=jnp.float16), 0.2, 0),
     "attend_slots, D 256": (ATTEND, slots(4, 131072, 256, 2048), 0.2, 136),
+    "attend_zones": (over_zones(1), zones(4, 131072, 256, 0, 128, 2047), 0.1, 0),
+    "attend_zones, three": (over_zones(128), zones(4, 130816, 383, 4, 128, 1916), 0.1, 0),
+    "attend_zones, a loop": (over_zones(256), zones(8, 131072, 511, 4, 128, 3800, dtype=jnp.float16), 0.2, 0),
+    "attend_zones, D 256": (over_zones(256), zones(4, 131072, 511, 4, 256, 1788), 0.2, 224),
+    "attend_zones, a choice for each head": (over_zones(128), zones(8, 131072, 383, 4, 64, 1916, H=8), 0.6, 0),
     "attend_quantized, LogQuant": (CODED, coded(131040, 128, 2, 42, 1, 64), 0.6, 0),
     "attend_quantized, by token, 4 bits": (CODED, coded(131072, 128, 4, 1, 64, 32), 0.6, 0),
     "collide": (collide.collide, ballot(4, 131072, 128, 6), 0.1, 0),
@@ -123,6 +142,9 @@ LATE = (
     "top_k, 1M",
     "top_k_pooled, 1M",
     "attend_slots, D 256",
+    "attend_zones, a loop",
+    "attend_zones, D 256",
+    "attend_zones, a choice for each head",
     "score_1bit, D 64",
     "score_pages, D 64",
 )
@@ -143,9 +165,9 @@ def test_a_kernel_compiles_for_an_h200(name):
 @pytest.mark.parametrize(
     ("preset", "found"),
     [
-        (presets.fier(2048), {"score_1bit", "top_k_pooled", "attend_slots"}),
-        (presets.quest(2048), {"score_pages", "top_k_pooled", "attend_slots"}),
-        (presets.pariskv(2048), {"collide", "most_voted", "rerank", "top_k_pooled", "attend_slots"}),
+        (presets.fier(2048), {"score_1bit", "top_k_pooled", "attend_zones"}),
+        (presets.quest(2048), {"score_pages", "top_k_pooled", "attend_zones"}),
+        (presets.pariskv(2048), {"collide", "most_voted", "rerank", "top_k_pooled", "attend_zones"}),
         (presets.logquant(), {"attend_quantized"}),
         (presets.kivi(), {"attend_quantized"}),
     ],

@@ -14,6 +14,7 @@ from kvjax.kernels_pallas import (
     _common,
     attend_quantized,
     attend_slots,
+    attend_zones,
     collide,
     host_append,
     host_rows,
@@ -26,6 +27,7 @@ from kvjax.kernels_pallas import (
 )
 
 from kvjax import ops
+from kvjax.partial import Span
 from kvjax.pick import Selection
 from kvjax.quant import quantize_1bit
 from kvjax.rotate import encode
@@ -108,6 +110,39 @@ def test_attend_slots_refuses_what_it_has_no_kernel_for(changed, words):
     assert words in attend_slots.unsupported(*args, config)
     with pytest.raises(NotImplementedError, match=words):
         jax.eval_shape(lambda *a: attend_slots.attend_slots(*a, a[-1] > 0, scale=1.0, config=config), *args)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (dict(D=96), "the kernel attend_zones takes head sizes 64, 128 and 256"),
+        (dict(M=3900), "1 to 4096 slots a row; got 4106"),
+        (dict(S=(1 << 24) - 100), "less than 4 GiB of keys; got 16777320 slots"),
+        (dict(recent=jnp.float16), "zones of one dtype; got bfloat16, float16, float16, bfloat16, bfloat16"),
+        (dict(queries=jnp.int32), "queries in f32, bf16 or f16; got int32"),
+        (dict(config=attend_slots.Config(warpgroups=4)), "bytes of shared memory"),
+    ],
+)
+def test_attend_zones_refuses_what_it_has_no_kernel_for(changed, words):
+    def shapes(S=64, D=128, M=32, recent=jnp.bfloat16, queries=jnp.float32, config=None):
+        def kept(n, kind):
+            return 2 * [jax.ShapeDtypeStruct((1, 2, n, D), kind)]
+
+        ends = 2 * [jax.ShapeDtypeStruct((1,), jnp.int32)]
+        q, slots = jax.ShapeDtypeStruct((1, 2, 4, D), queries), jax.ShapeDtypeStruct((1, 2, 1, M), jnp.int32)
+        spans = (*kept(198, recent), *ends), (*kept(6, jnp.bfloat16), *ends)
+        return (q, *kept(S, jnp.bfloat16), slots, *spans), config
+
+    assert attend_zones.supported(*shapes()[0], 200)
+    args, config = shapes(**changed)
+    assert words in attend_zones.unsupported(*args, 200, config)
+    with pytest.raises(NotImplementedError, match=words):
+        jax.eval_shape(
+            lambda q, k, v, slots, *spans: attend_zones.attend_zones(
+                q, k, v, slots, slots > 0, *spans, 200, scale=1.0, config=config
+            ),
+            *args,
+        )
 
 
 @pytest.mark.parametrize(
@@ -362,6 +397,14 @@ def test_the_reference_runs_where_there_is_no_kernel():
             boxes,
             *2 * [boxes.astype(jnp.bfloat16)],
             Selection(*2 * [jnp.zeros((1, 1, 1, 5), jnp.int32)]),
+        ),
+        (
+            "attend_zones",
+            *3 * [boxes.astype(jnp.bfloat16)],
+            Selection(*2 * [jnp.zeros((1, 1, 1, 5), jnp.int32)]),
+            Span(*2 * [boxes.astype(jnp.bfloat16)], none[0, 0], none[0, 0]),
+            None,
+            3,
         ),
     ):
         unmeasured = HAS_KERNELS and KERNELS[op].MEASURED is None

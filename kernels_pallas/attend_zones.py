@@ -1,0 +1,105 @@
+"""Attention of a whole step of retrieval in one kernel: chosen slots, local window and sink.
+
+The kernel is that of `attend_slots`, over slots that count on from the store to the recent block and to the sink: of
+each slot that it copies it compares which zone that lies in. A row's list is the chosen slots, then those of the local
+window, then the sink's; XLA makes it in the launch that it needs for the chosen ones anyway. The mean of values is
+written in the dtype of the queries. So there is no attention over the recent block in plain XLA, no merge and no
+conversion after it: of a step's launches at 128K (FIER, Quest; ahead-of-time compile) 10 are left of 16 and 17.
+
+**Bytes:** 2 D e M read a row, e of an element and M of all slots attended to, and 4 M of their list; e g D written. The
+bound on an H200 (4.3 TB/s) is 2.0 us for 8 rows of 2048 slots, D = 128 in bf16. Not measured yet; `attend_slots`, which
+has the same body but for the choice of the zone, takes 6.0 us.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import _softmax as softmax
+from kvjax.kernels_pallas import attend_slots as one_zone
+from kvjax.kernels_pallas.attend_slots import Config, config_for
+
+MEASURED: str | None = None  # the date in benchmarks/results/attend_zones.json
+KINDS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # of queries
+
+
+def unsupported(
+    q: Any, k: Any, v: Any, slots: Any, recent: Any, sink: Any, local: int, config: Config | None = None
+) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    B, K, H, M = slots.shape
+    spans = _spans(recent, sink, local)
+    all_slots = jax.ShapeDtypeStruct((B, K, H, M + sum(most for _, most in spans)), jnp.int32)
+    if limit := one_zone.unsupported(q, k, v, all_slots, config):
+        return limit.replace("attend_slots", "attend_zones", 1)
+    if str(q.dtype) not in KINDS:
+        return f"the kernel attend_zones takes queries in f32, bf16 or f16; got {q.dtype}"
+    others = [a for span, _ in spans for a in span[:2]]
+    if any(a.dtype != k.dtype for a in others):
+        return f"the kernel attend_zones takes zones of one dtype; got {', '.join(str(a.dtype) for a in (k, *others))}"
+    total = k.shape[2] + sum(keys.shape[2] for keys in others[::2])
+    if total * k.shape[3] * 2 >= 1 << 32:
+        return f"the kernel attend_zones takes rows of less than 4 GiB of keys; got {total} slots of D={k.shape[3]}"
+    return None
+
+
+def _spans(recent: Any, sink: Any, local: int) -> list[tuple[Any, int]]:
+    """Each with the most slots of it that are attended to."""
+    return [(recent, local)] + ([] if sink is None else [(sink, sink[0].shape[2])])
+
+
+def supported(q: Any, k: Any, v: Any, slots: Any, recent: Any, sink: Any, local: int) -> bool:
+    return unsupported(q, k, v, slots, recent, sink, local) is None
+
+
+def attend_zones(
+    q: Array,
+    k: Array,
+    v: Array,
+    slots: Array,
+    valid: Array,
+    recent: Any,
+    sink: Any,
+    local: int,
+    *,
+    scale: float,
+    config: Config | None = None,
+) -> Array:
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the `valid` of slots [B, K, H, M] and spans.
+
+    k, v are [B, K, S, D]; slot S + r is slot r of `recent`. `recent`, and `sink` if there is one, are keys and values
+    [B, K, R, D] and start and stop i32[B] of the slots that are attended to, `local` of `recent` at most. `config` is
+    chosen by the number of rows and slots.
+    """
+    if limit := unsupported(q, k, v, slots, recent, sink, local, config):
+        raise NotImplementedError(limit)
+    B, K, G, D = q.shape
+    H, first = slots.shape[2], k.shape[2]
+    chosen = jnp.clip(slots, 0, first + recent[0].shape[2] - 1)
+    lists, kept = [jnp.where(valid, chosen, -1)], [k, v]
+    for (keys, values, start, stop), most in _spans(recent, sink, local):
+        at = start[:, None] + jnp.arange(most)[None]
+        at = jnp.where(at < stop[:, None], first + at, -1)[:, None, None]
+        lists.append(jnp.broadcast_to(at, (B, K, H, most)))
+        kept += [keys, values]
+        first += keys.shape[2]
+    index = jnp.concatenate(lists, axis=-1).reshape(B * K * H, -1)
+    (out,) = one_zone.attend(
+        q.astype(k.dtype).reshape(B * K * H, G // H, D),
+        [a.reshape(B * K, -1, D) for a in kept],
+        index,
+        outs=(((G // H, D), q.dtype),),
+        name="attend_zones",
+        write=functools.partial(_write, kind=KINDS[str(q.dtype)]),
+        scale=scale,
+        config=config or config_for(B * K * H, index.shape[1], D),
+    )
+    return out.reshape(B, K, G, D)
+
+
+def _write(merged: softmax.Merged, out: Any, *, kind: str) -> None:
+    merged.write_mean(out, kind)
