@@ -25,6 +25,7 @@ warpgroups 21.0 us, but 11.0 us for 32768 keys.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,15 +135,7 @@ def _program(
     out = c.offset_rows(out, row, G * S * 4)
 
     def quarter(address: Any, index: Word) -> list[Word]:
-        """This lane's D/4 channels of row `index` of [..., D] 16-bit numbers, as they lie."""
-        at = c.offset(address, index * (D * 2) + col * (D // 2))
-        loads = [f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{4 * v}];" for v in range(0, H, 4)]
-        return [w for load in loads for w in ptx(load, at, results=4)]
-
-    def paired(words: list[Word]) -> list[Word]:
-        """The same channels as pairs (i, i + H)."""
-        halves = [(words[i // 2], words[i // 2 + H // 2], 0x7632 if i % 2 else 0x5410) for i in range(H)]
-        return [ptx("prmt.b32 $0, $1, $2, $3;", *half, results=1) for half in halves]
+        return lane_channels(address, index, col, D)
 
     def within(unit: Word) -> Word:
         return (unit < units).choose(unit, units - 1)
@@ -163,28 +156,13 @@ def _program(
     ahead = [w for i in range(config.ahead) for w in fetch(within(first + i))]
     queries = paired([(quad < G).choose(w, 0) for w in quarter(q, (quad < G).choose(quad, 0))])
     zeros = [paired(quarter(zero, group_of(within(first + quad + h)))) for h in ((0, 8) if batch > 8 else (0,))]
-    base = [word(0)] * 4  # q . zero, of unit `quad` and of unit `quad` + 8, for heads 2 col and 2 col + 1
-    for j in range(0, H, 2):
-        low, high = zeros[0], zeros[-1]
-        base = c.mma(kind, base, [low[j], high[j], low[j + 1], high[j + 1]], queries[j : j + 2])
+    base = zero_scores(kind, zeros, queries)
 
     @loop(0, batch, 1, ahead)
     def _unit(i: Word, *held: Word) -> list[Word]:
         unit, size = first + i, 4 + H
         ahead = [*held[size:], *fetch(within(unit + config.ahead))]
-        codes, steps = held[:4], paired(list(held[4:size]))
-        scaled = [ptx(f"mul.{kind}x2 $0, $1, $2;", *two, results=1) for two in zip(queries, steps, strict=True)]
-        holder = ((i & 7) << 2) + col
-        start = []
-        for e in range(2):
-            mine = (i < 8).choose(base[e], base[2 + e])
-            start.append(c.from_lane(mine, holder))
-        acc = [[*start, *start], [*start, *start]]
-        for j in range(0, H, 2):
-            for tile in range(2):
-                two = codes[2 * tile : 2 * tile + 2]
-                a = [((w << (15 - p)) & 0x80008000) ^ ONES[kind] for p in (j, j + 1) for w in two]
-                acc[tile] = c.mma(kind, acc[tile], a, scaled[j : j + 2])
+        acc = unit_scores(kind, i, col, held[:4], held[4:size], queries, base)
         for e in range(2):
             head = col * 2 + e
             with when((head < G) & (unit < units)):
@@ -192,3 +170,47 @@ def _program(
                 four = [c.instr("mul.f32", x, c.real(scale)) for a in acc for x in (a[e], a[e + 2])]
                 ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", at, *four)
         return ahead
+
+
+def lane_channels(address: Any, index: Word, col: Word, D: int) -> list[Word]:
+    """This lane's D/4 channels of row `index` of [..., D] 16-bit numbers, as they lie."""
+    at = c.offset(address, index * (D * 2) + col * (D // 2))
+    loads = [f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{4 * v}];" for v in range(0, D // 8, 4)]
+    return [w for load in loads for w in ptx(load, at, results=4)]
+
+
+def paired(words: Sequence[Word]) -> list[Word]:
+    """The same channels as pairs (i, i + D/8)."""
+    H = len(words)
+    halves = [(words[i // 2], words[i // 2 + H // 2], 0x7632 if i % 2 else 0x5410) for i in range(H)]
+    return [ptx("prmt.b32 $0, $1, $2, $3;", *half, results=1) for half in halves]
+
+
+def zero_scores(kind: str, zeros: list[list[Word]], queries: list[Word]) -> list[Word]:
+    """q . zero, of unit `quad` and of unit `quad` + 8, for heads 2 col and 2 col + 1."""
+    base = [word(0)] * 4
+    for j in range(0, len(queries), 2):
+        low, high = zeros[0], zeros[-1]
+        base = c.mma(kind, base, [low[j], high[j], low[j + 1], high[j + 1]], queries[j : j + 2])
+    return base
+
+
+def unit_scores(
+    kind: str, i: Word, col: Word, codes: Sequence[Word], steps: Sequence[Word], queries: list[Word], base: list[Word]
+) -> list[list[Word]]:
+    """q . k~ of keys 4 quad .. 4 quad + 3 of a warp's unit i, as sums of `mma` of 16 keys: key 2 tile + half of heads
+    2 col + e at [tile][2 half + e]. `codes` are those of these keys, `steps` this lane's channels of the unit's step.
+    """
+    scaled = [ptx(f"mul.{kind}x2 $0, $1, $2;", *two, results=1) for two in zip(queries, paired(steps), strict=True)]
+    holder = ((i & 7) << 2) + col
+    start = []
+    for e in range(2):
+        mine = (i < 8).choose(base[e], base[2 + e])
+        start.append(c.from_lane(mine, holder))
+    acc = [[*start, *start], [*start, *start]]
+    for j in range(0, len(queries), 2):
+        for tile in range(2):
+            two = codes[2 * tile : 2 * tile + 2]
+            a = [((w << (15 - p)) & 0x80008000) ^ ONES[kind] for p in (j, j + 1) for w in two]
+            acc[tile] = c.mma(kind, acc[tile], a, scaled[j : j + 2])
+    return acc

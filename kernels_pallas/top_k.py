@@ -162,21 +162,21 @@ def _load_pair(at: Word, index: Word, count: Word, space: str) -> list[Word]:
 
 def fours(i: Word, U: int, config: Config) -> list[Word]:
     """The first of each four of adjacent elements that this thread has of step i of a row of U."""
-    stride, unroll, _ = _steps(U, config)
+    stride, unroll, _ = steps(U, config)
     first = i * (stride * unroll) + c.special("cluster_ctarank") * (THREADS * 4) + c.special("tid.x") * 4
     return [first + u * stride for u in range(unroll)]
 
 
-def _steps(U: int, config: Config) -> tuple[int, int, int]:
+def steps(U: int, config: Config) -> tuple[int, int, int]:
     """Elements between the fours of a thread, fours of a step, steps."""
     stride = THREADS * 4 * config.blocks
-    steps = -(-U // (stride * config.unroll))
-    return stride, -(-U // (stride * steps)), steps
+    number = -(-U // (stride * config.unroll))
+    return stride, -(-U // (stride * number)), number
 
 
 def in_one_step(U: int, config: Config) -> bool:
     """Whether the threads of a row hold all of it in registers, and read it once."""
-    return _steps(U, config)[2] == 1
+    return steps(U, config)[2] == 1
 
 
 def load_four(row: Any, at: Word, U: int) -> list[Word]:
@@ -230,7 +230,7 @@ def pick(first: Fetch, again: Fetch, out: Any, scratch_m: Sequence[Any], *, U: i
         if held is not None:
             visit(held)
         else:
-            loop(0, _steps(U, config)[2], 1)(lambda i: visit(elements(fetch, i)))
+            loop(0, steps(U, config)[2], 1)(lambda i: visit(elements(fetch, i)))
 
     @loop(t, BINS * len(DIGITS) // 4, THREADS)
     def _clear(i: Word) -> None:
@@ -283,7 +283,7 @@ def _digit_pass(
     """Adds digit n of the k-th element to the prefix."""
     of_slot, shift, bits = DIGITS[n]
     high, high_mask, low, low_mask, need, _ = state
-    bins, lane, warp = hist + n * BINS * 4, t & 31, t >> 5
+    bins = hist + n * BINS * 4
 
     def count(elements: list[tuple[Word, Word]]) -> None:
         for key, rank in elements:
@@ -295,34 +295,46 @@ def _digit_pass(
                 ptx("red.shared.add.u32 [$0], 1;", bins + digit * 4)
 
     each(count)
+    digit, need, held = find_bin(bins, need, small, t, blocks)
+    mask = ((1 << bits) - 1) << shift
+    if of_slot:
+        return [high, high_mask, low | (digit << shift), low_mask | mask, need, held]
+    return [high | (digit << shift), high_mask | mask, low, low_mask, need, held]
+
+
+def find_bin(bins: Word, need: Word, small: Word, t: Word, blocks: int) -> list[Word]:
+    """Of the histograms that the blocks have at `bins`: the bin of the `need`-th largest element, the number of that
+    element in it, and how many it has."""
     cluster_barrier()
     per = BINS // THREADS
     counts = [word(0)] * per
     for block in range(blocks):
         got = ptx("ld.shared::cluster.v2.u32 {$0, $1}, [$2];", c.remote(bins + t * (4 * per), block), results=per)
         counts = [a + b for a, b in zip(counts, got, strict=True)]
-    total = functools.reduce(lambda a, b: a + b, counts)
-    upward = total  # of this thread and the later ones of its warp
-    for distance in (1, 2, 4, 8, 16):
-        other = ptx("shfl.sync.down.b32 $0, $1, $2, 31, -1;", upward, distance, results=1, convergent=True)
-        upward = upward + (lane + distance < 32).choose(other, 0)
-    with when(lane.equals(0)):
-        _store(small + warp * 4, upward)
-    block_barrier()
-    above = upward - total
-    for w in range(THREADS // 32):
-        above = above + (warp < w).choose(_load(small + w * 4), 0)
+    above = later(functools.reduce(lambda a, b: a + b, counts), small, t)
     for j in reversed(range(per)):
         with when((above < need) & (need <= above + counts[j])):
             for at, x in ((DIGIT, t * per + j), (NEED, need - above), (COUNT, counts[j])):
                 _store(small + at * 4, x)
         above = above + counts[j]
     block_barrier()
-    digit, need, held = (_load(small + at * 4) for at in (DIGIT, NEED, COUNT))
-    mask = ((1 << bits) - 1) << shift
-    if of_slot:
-        return [high, high_mask, low | (digit << shift), low_mask | mask, need, held]
-    return [high | (digit << shift), high_mask | mask, low, low_mask, need, held]
+    return [_load(small + at * 4) for at in (DIGIT, NEED, COUNT)]
+
+
+def later(x: Word, small: Word, t: Word) -> Word:
+    """The sum of x over the threads of the block that come after this one."""
+    lane, warp = t & 31, t >> 5
+    upward = x  # of this thread and the later ones of its warp
+    for distance in (1, 2, 4, 8, 16):
+        other = ptx("shfl.sync.down.b32 $0, $1, $2, 31, -1;", upward, distance, results=1, convergent=True)
+        upward = upward + (lane + distance < 32).choose(other, 0)
+    with when(lane.equals(0)):
+        _store(small + warp * 4, upward)
+    block_barrier()
+    above = upward - x
+    for w in range(THREADS // 32):
+        above = above + (warp < w).choose(_load(small + w * 4), 0)
+    return above
 
 
 def _bitonic(size_all: int, mine: Word, spare: Word, length: Word, t: Word) -> None:

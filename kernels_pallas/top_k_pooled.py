@@ -132,50 +132,16 @@ def _program(*refs: Any, sizes: tuple[int, ...], heads: int, shared_by: int, poo
         """Of units at .. at + 3, which are valid (0 or 1), and each head's scores; all 0 past the end of the row."""
         code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0; @p ld.global.nc.u32 $0, [$3]; }"
         flags = ptx(code, at, U, c.offset(valid, at), results=1)
-        fours = []
-        for head in range(heads):
-            if len(sizes) == 1:
-                fours.append(t.load_four(c.offset_rows(scores[0], word(head), U * 4), at, U))
-                continue
-            in_first = at < sizes[0]
-            within = (in_first.choose(at, 0), in_first.choose(0, at - sizes[0]))
-            rows = [c.offset_rows(s, word(head), n * 4) for s, n in zip(scores, sizes, strict=True)]
-            fours.append(
-                ptx(
-                    "{ .reg .pred p, q; .reg .u64 a; setp.lt.u32 p, $4, $5; setp.lt.u32 q, $4, $6; "
-                    "selp.b64 a, $7, $8, q; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
-                    "@p ld.global.v4.u32 {$0, $1, $2, $3}, [a]; }",
-                    *(at, U, sizes[0], *(c.offset(r, w * 4) for r, w in zip(rows, within, strict=True))),
-                    results=4,
-                )
-            )
+        fours = load_heads(scores, sizes, heads, at)
         return [(flags >> (8 * j)) & 1 for j in range(4)], fours
 
     logs = _log_sums(load, U, heads, stats_m, config) if pool in SOFTMAX and heads > 1 else None
-
-    def rank(flag: Word, unit: list[Word]) -> Word:
-        """The key of a unit with these scores of the heads."""
-        if logs is not None:
-            shares = [instr("fma.rn.f32", x, real(1 / math.log(2)), log) for x, log in zip(unit, logs, strict=True)]
-            top = functools.reduce(lambda a, b: instr("max.f32", a, b), shares)
-            if pool != "max_softmax":
-                shift = top.equals(real(-math.inf)).choose(0, top)
-                powers = [instr("ex2.approx.ftz.f32", instr("sub.f32", x, shift)) for x in shares]
-                total = functools.reduce(lambda a, b: instr("add.f32", a, b), powers)
-                top = instr("add.f32", shift, instr("lg2.approx.f32", total))
-            pooled = top
-        else:
-            pooled = functools.reduce(lambda a, b: instr("add.f32", a, b), unit)
-        pooled = instr("max.f32", pooled, real(LOWEST))  # also of NaN
-        pooled = instr("add.f32", pooled, real(0.0))
-        key = (pooled >> 31).differs(0).choose(pooled ^ 0xFFFFFFFF, pooled | (1 << 31))
-        return flag.differs(0).choose(key, 0)
 
     def first(i: Word) -> list[list[Word]]:
         fours = []
         for at in t.fours(i, U, config):
             flags, heads_ = load(at)
-            four = [rank(flags[j], [h[j] for h in heads_]) for j in range(4)]
+            four = [pooled_key(flags[j], [h[j] for h in heads_], logs, pool) for j in range(4)]
             fours.append(four)
             if keys is not None:
                 with when(at < U):
@@ -186,6 +152,49 @@ def _program(*refs: Any, sizes: tuple[int, ...], heads: int, shared_by: int, poo
         return [t.load_four(keys, at, U) for at in t.fours(i, U, config)]
 
     t.pick(first, again, out, (hist_m, mine_m, sort_m, small_m), U=U, k=k, config=config)
+
+
+def load_heads(scores: Sequence[Any], sizes: Sequence[int], heads: int, at: Word) -> list[list[Word]]:
+    """Each head's scores of units at .. at + 3 of one part or two; all 0 past the end of the row."""
+    U = sum(sizes)
+    fours = []
+    for head in range(heads):
+        if len(sizes) == 1:
+            fours.append(t.load_four(c.offset_rows(scores[0], word(head), U * 4), at, U))
+            continue
+        in_first = at < sizes[0]
+        within = (in_first.choose(at, 0), in_first.choose(0, at - sizes[0]))
+        rows = [c.offset_rows(s, word(head), n * 4) for s, n in zip(scores, sizes, strict=True)]
+        fours.append(
+            ptx(
+                "{ .reg .pred p, q; .reg .u64 a; setp.lt.u32 p, $4, $5; setp.lt.u32 q, $4, $6; "
+                "selp.b64 a, $7, $8, q; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
+                "@p ld.global.v4.u32 {$0, $1, $2, $3}, [a]; }",
+                *(at, U, sizes[0], *(c.offset(r, w * 4) for r, w in zip(rows, within, strict=True))),
+                results=4,
+            )
+        )
+    return fours
+
+
+def pooled_key(flag: Word, unit: list[Word], logs: list[Word] | None, pool: str) -> Word:
+    """The key of a unit with these scores of the heads, 0 where `flag` is; `logs` as `_log_sums` gives them, where
+    softmaxes are pooled."""
+    if logs is not None:
+        shares = [instr("fma.rn.f32", x, real(1 / math.log(2)), log) for x, log in zip(unit, logs, strict=True)]
+        top = functools.reduce(lambda a, b: instr("max.f32", a, b), shares)
+        if pool != "max_softmax":
+            shift = top.equals(real(-math.inf)).choose(0, top)
+            powers = [instr("ex2.approx.ftz.f32", instr("sub.f32", x, shift)) for x in shares]
+            total = functools.reduce(lambda a, b: instr("add.f32", a, b), powers)
+            top = instr("add.f32", shift, instr("lg2.approx.f32", total))
+        pooled = top
+    else:
+        pooled = functools.reduce(lambda a, b: instr("add.f32", a, b), unit)
+    pooled = instr("max.f32", pooled, real(LOWEST))  # also of NaN
+    pooled = instr("add.f32", pooled, real(0.0))
+    key = (pooled >> 31).differs(0).choose(pooled ^ 0xFFFFFFFF, pooled | (1 << 31))
+    return flag.differs(0).choose(key, 0)
 
 
 def _log_sums(load: Any, U: int, heads: int, stats_m: Any, config: Config) -> list[Word]:

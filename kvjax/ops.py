@@ -143,6 +143,61 @@ def _top_k_pooled(
     return top_k(pool_scores(parts, pool), valid, k, implementation=implementation)
 
 
+def pick_1bit(
+    q: Array,
+    keys: OneBit,
+    span: tuple[Array, Array],
+    waiting: tuple[Array, Array, Array],
+    count: Array,
+    pool: Pool,
+    room: int,
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> Selection:
+    """The `count` i32[B] units that a group ranks highest by 1-bit keys: `score_1bit`, then `top_k_pooled`.
+
+    Units are the slots [start, stop) of `keys` [B, K, S, ...], `span` = (start i32[B], stop i32[B]), scored for q [B,
+    K, G, D]; and, from S on, the slots of `waiting` = (scores f32[B, K, G, W], start, stop). At most `room` are chosen,
+    in any order. `implementation`: see `explain`. The kernel scores as that of `score_1bit`; where ranks differ by less
+    than its rounding, it may choose otherwise.
+    """
+    from kvjax.kernels_pallas import pick_1bit as kernel
+
+    inner: Implementation | None = None if implementation is None else "xla"
+    reference = partial(_pick_1bit, pool=pool, room=room, scale=scale, implementation=inner)
+
+    def mosaic(q: Array, keys: OneBit, span: Sequence[Array], waiting: Sequence[Array], count: Array) -> Selection:
+        return Selection(*kernel.pick_1bit(q, *keys, span, waiting, count, pool, room, scale=scale))
+
+    limit = kernel.unsupported(q, keys.bits, keys.scale, waiting[0], pool, room)
+    args = lax.stop_gradient((q, keys, span, waiting, count))  # a choice has no derivative
+    return _dispatch(implementation, kernel, limit, mosaic, reference, *args)
+
+
+def _pick_1bit(
+    q: Array,
+    keys: OneBit,
+    span: Sequence[Array],
+    waiting: Sequence[Array],
+    count: Array,
+    *,
+    pool: Pool,
+    room: int,
+    scale: float,
+    implementation: Implementation | None,
+) -> Selection:
+    scores = score_1bit(q, keys, scale=scale, implementation=implementation), waiting[0]
+    parts = []
+    for part, (start, stop) in zip(scores, (span, waiting[1:]), strict=True):
+        slot = jnp.arange(part.shape[3])[None]
+        valid = (slot >= start[:, None]) & (slot < stop[:, None])
+        parts.append((part, valid[:, None, None]))
+    picked = top_k_pooled(parts, pool, room, implementation=implementation)
+    rank = jnp.arange(room)[None, None, None]
+    return Selection(picked.slots, picked.valid & (rank < count[:, None, None, None]))
+
+
 def collide(
     q: Array, ids: Array, counts: Array, limits: Array, *, implementation: Implementation | None = None
 ) -> Array:
@@ -583,6 +638,7 @@ def explain(op: str, *args: Any) -> str:
         host_append,
         host_rows,
         most_voted,
+        pick_1bit,
         rerank,
         score_1bit,
         score_pages,
@@ -593,6 +649,12 @@ def explain(op: str, *args: Any) -> str:
     rules: dict[str, tuple[Any, Callable[..., str | None]]] = {
         "collide": (collide, collide.unsupported),
         "most_voted": (most_voted, most_voted.unsupported),
+        "pick_1bit": (
+            pick_1bit,
+            lambda q, keys, span, waiting, count, pool, room: pick_1bit.unsupported(
+                q, keys.bits, keys.scale, waiting[0], pool, room
+            ),
+        ),
         "rerank": (rerank, lambda q, keys, picked: rerank.unsupported(q, *(*keys, picked.slots))),
         "score_1bit": (score_1bit, lambda q, keys: score_1bit.unsupported(q, keys.bits, keys.scale)),
         "score_pages": (score_pages, score_pages.unsupported),

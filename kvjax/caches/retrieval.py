@@ -29,7 +29,7 @@ from kvjax.partial import (
 )
 from kvjax.pick import Selection, expand_units, pool_queries, split_selection
 from kvjax.schedules import EveryStep, Recall, Schedule
-from kvjax.selectors import All, Selector
+from kvjax.selectors import All, Picker, Selector
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores import Dense, Host, Store
 
@@ -292,36 +292,44 @@ class Retrieval:
             raise ValueError("the selector All chooses nothing: it reads every stored token")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         first = lowest_visible(st.length - 1, window)
-        return self._select(st, group_queries(q, st.recent.k.shape[1]), first, scale)
+        return self._select(st, group_queries(q, st.recent.k.shape[1]), first, scale, ranked=True)
 
-    def _select(self, st: RetrievalState, q: Array, first: Array, scale: float) -> Selection:
-        """Top units of history and waiting tokens together. `first` i32[B] is the lowest visible position."""
+    def _select(self, st: RetrievalState, q: Array, first: Array, scale: float, *, ranked: bool = False) -> Selection:
+        """Top units of history and waiting tokens together. `first` i32[B] is the lowest visible position.
+
+        In order of rank where `ranked`, or where the schedule may drop the lowest.
+        """
         unit, pool, slots = self.selector.unit, self.selector.pool, st.store.slots
         from_store, from_recent = _slot_of(first, st.offset_store), _slot_of(first, st.offset_recent)
         queries = pool_queries(q, pool)
-        estimates = self.selector.score(st.index, queries, scale=scale)
 
         # Waiting tokens stand in the first slots of the recent block, before the local ones.
         wide = -(-(st.recent.slots - self.local) // unit) * unit
         # Their scores are attention's own logits, so that XLA computes them once for both.
-        exact = attention_logits(q, st.recent.k, scale)[..., :wide]
+        exact = attention_logits(q, st.recent.k, scale)
         exact = jnp.mean(exact, axis=2, keepdims=True) if pool == "mean_query" else exact
+        room = self._most((slots + wide) // unit)
+        limit = jnp.where(st.length < self.dense_below, room * unit, self._chosen)
+        if isinstance(self.selector, Picker) and isinstance(self.schedule, EveryStep) and not ranked:
+            exact = exact[..., : wide + -wide % 4]  # often all, and whole fours, which a kernel reads as they lie
+            span, arrived = (from_store, st.store.count), (exact, from_recent, st.recent.count - self.local)
+            return self.selector.pick(st.index, queries, span, arrived, limit, room, scale=scale)
+        estimates = self.selector.score(st.index, queries, scale=scale)
         slot = jnp.arange(wide)[None]
         waiting = (slot < (st.recent.count - self.local)[:, None]) & (slot >= from_recent[:, None])
         stored_slot = jnp.arange(slots)[None]
         stored = (stored_slot < st.store.count[:, None]) & (stored_slot >= from_store[:, None])
-        exact = jnp.where(waiting[:, None, None], exact, -jnp.inf)
+        exact = jnp.where(waiting[:, None, None], exact[..., :wide], -jnp.inf)
         exact = jnp.max(exact.reshape(*exact.shape[:-1], wide // unit, unit), axis=-1)
 
         tokens = jnp.concatenate([stored, waiting], axis=1)  # bool[B, S + wide]
         units = jnp.any(tokens.reshape(tokens.shape[0], -1, unit), axis=-1)[:, None, None]
         split = slots // unit
         parts = [(estimates, units[..., :split]), (exact, units[..., split:])]
-        picked = expand_units(ops.top_k_pooled(parts, pool, self._most(units.shape[-1])), unit)
+        picked = expand_units(ops.top_k_pooled(parts, pool, room), unit)
 
         visible = jnp.take_along_axis(tokens[:, None, None], picked.slots, axis=-1)
-        rank = jnp.arange(picked.slots.shape[-1])[None, None, None]
-        limit = jnp.where(st.length < self.dense_below, rank.shape[-1], self._chosen)
+        rank = jnp.arange(room * unit)[None, None, None]
         return Selection(picked.slots, picked.valid & visible & (rank < limit[:, None, None, None]))
 
     def _recall(self, st: RetrievalState, selection: Selection) -> Recall:

@@ -9,7 +9,7 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.blocks import write
-from kvjax.pick import Pool, require_pool
+from kvjax.pick import Pool, Selection, require_pool
 from kvjax.quant import OneBit, quantize_1bit
 from kvjax.spec import CacheSpec, require_int
 
@@ -62,6 +62,19 @@ class Fier:
 
     def score(self, ix: OneBit, q: Array, *, scale: float) -> Array:
         return ops.score_1bit(q, ix, scale=scale)
+
+    def pick(
+        self,
+        ix: OneBit,
+        q: Array,
+        span: tuple[Array, Array],
+        waiting: tuple[Array, Array, Array],
+        count: Array,
+        room: int,
+        *,
+        scale: float,
+    ) -> Selection:
+        return ops.pick_1bit(q, ix, span, waiting, count, self.pool, room, scale=scale)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         per_channel = 1 / 8 + 2 * _scale_dtype(spec).itemsize / self.group

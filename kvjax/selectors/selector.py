@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jax import Array
 
-from kvjax.pick import Pool
+from kvjax.pick import Pool, Selection
 from kvjax.spec import CacheSpec
 
 
@@ -41,6 +41,30 @@ class Selector(Protocol):
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         """Bytes of index that a stored token takes in a layer, over all kv heads."""
+        ...
+
+
+@runtime_checkable
+class Picker(Selector, Protocol):
+    """A selector of single tokens that chooses by itself, for steps that need no order in what is chosen."""
+
+    def pick(
+        self,
+        ix: Any,
+        q: Array,
+        span: tuple[Array, Array],
+        waiting: tuple[Array, Array, Array],
+        count: Array,
+        room: int,
+        *,
+        scale: float,
+    ) -> Selection:
+        """The `count` i32[B] tokens, at most `room`, that rank highest by `pool` for q [B, K, G, D]; in any order.
+
+        They are slots of the index from span[0] up to, and without, span[1], i32[B] both; and slots S + w of waiting
+        tokens with the scores waiting[0] f32[B, K, G, W], w from waiting[1] up to waiting[2]. Law: these are the tokens
+        that `score` and `Retrieval` choose.
+        """
         ...
 
 

@@ -17,6 +17,7 @@ from kvjax.kernels_pallas import (
     host_append,
     host_rows,
     most_voted,
+    pick_1bit,
     rerank,
     score_1bit,
     score_pages,
@@ -61,6 +62,13 @@ def top(k):
 
 def pooled(pool, k):
     return partial(top_k_pooled.top_k_pooled, pool=pool, k=k)
+
+
+def picking(S, D, W, pool, k, G=4, group=32, dtype=jnp.bfloat16):
+    one = sds(1, dtype=jnp.int32)
+    q, keys = sds(1, 8, G, D, dtype=jnp.float32), keys_1bit(8, S, D, group, dtype)
+    args = q, *keys, [one, one], [sds(1, 8, G, W, dtype=jnp.float32), one, one], one
+    return partial(pick_1bit.pick_1bit, pool=pool, room=k, scale=0.1), args
 
 
 def coded(S, D, bits, tokens, channels, value_channels):
@@ -110,6 +118,11 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "top_k, 1M": (top(2048), (sds(8, 1 << 20, dtype=jnp.float32), sds(8, 1 << 20, dtype=bool)), 33, 0),
     "top_k_pooled": (pooled("mean_softmax", 2048), (parts(4, 130816, 256),), 0.5, 96),
     "top_k_pooled, 1M": (pooled("mean_softmax", 2048), (parts(4, 1 << 20, 256),), 35, 16),
+    # The scores are 16 MiB.
+    "pick_1bit": (*picking(131072, 128, 256, "mean_softmax", 2047), 16.2, 0),
+    "pick_1bit, a loop": (*picking(1 << 20, 128, 256, "mean_softmax", 2047), 161, 0),
+    "pick_1bit, eight heads": (*picking(130816, 128, 256, "mean_softmax", 2048, G=8), 32.2, 24),
+    "pick_1bit, D 64": (*picking(32512, 64, 383, "mean_score", 1788, G=1, group=64, dtype=jnp.float16), 1.2, 0),
     "score_pages": (PAGES, (sds(1, 8, 4, 128), *2 * [sds(1, 8, 8192, 128)]), 0.1, 0),
     "score_pages, D 64": (PAGES, (sds(1, 8, 8, 64, dtype=jnp.float32), *2 * [sds(1, 8, 512, 64)]), 0.1, 0),
     "attend_slots": (ATTEND, slots(4, 131072, 128, 2048), 0.1, 0),
@@ -141,6 +154,9 @@ LATE = (
     "rerank, D 64",
     "top_k, 1M",
     "top_k_pooled, 1M",
+    "pick_1bit, a loop",
+    "pick_1bit, eight heads",
+    "pick_1bit, D 64",
     "attend_slots, D 256",
     "attend_zones, a loop",
     "attend_zones, D 256",
@@ -154,10 +170,11 @@ LATE = (
 def test_a_kernel_compiles_for_an_h200(name):
     f, args, mib, spills = PROGRAMS[name]
     program = aot.compile_for_h200(f, *args)
-    ((kernel, (registers, stored, loaded)),) = program.kernels.items()
-    assert kernel.startswith("kvjax_" + name.split(",")[0]), kernel
-    assert registers <= 255
-    assert max(stored, loaded) <= spills, f"{stored} bytes of spills stored, {loaded} loaded"
+    assert len(program.kernels) == 1 + name.startswith("pick_1bit")
+    for kernel, (registers, stored, loaded) in program.kernels.items():
+        assert kernel.startswith("kvjax_" + name.split(",")[0]), kernel
+        assert registers <= 255
+        assert max(stored, loaded) <= spills, f"{stored} bytes of spills stored, {loaded} loaded"
     assert program.temp_bytes <= mib * MIB
 
 
@@ -165,7 +182,7 @@ def test_a_kernel_compiles_for_an_h200(name):
 @pytest.mark.parametrize(
     ("preset", "found"),
     [
-        (presets.fier(2048), {"score_1bit", "top_k_pooled", "attend_zones"}),
+        (presets.fier(2048), {"pick_1bit_score", "pick_1bit", "attend_zones"}),
         (presets.quest(2048), {"score_pages", "top_k_pooled", "attend_zones"}),
         (presets.pariskv(2048), {"collide", "most_voted", "rerank", "top_k_pooled", "attend_zones"}),
         (presets.logquant(), {"attend_quantized"}),
@@ -217,5 +234,5 @@ def test_a_step_over_the_host_store_runs_its_kernels_and_copies_no_cache():
     with mock.patch.object(ops, "_unmeasured", return_value=None):
         program = aot.compile_for_h200(kvjax.attention, cache, *new, donate=0)
     names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels}
-    assert names == {"score_1bit", "top_k_pooled", "host_rows", "host_append"}
+    assert names == {"pick_1bit_score", "pick_1bit", "host_rows", "host_append"}
     assert program.temp_bytes < 40 * MIB  # the host's keys and values are 512 MiB

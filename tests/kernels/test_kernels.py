@@ -19,6 +19,7 @@ from kvjax.kernels_pallas import (
     host_append,
     host_rows,
     most_voted,
+    pick_1bit,
     rerank,
     score_1bit,
     score_pages,
@@ -26,11 +27,12 @@ from kvjax.kernels_pallas import (
     top_k_pooled,
 )
 
-from kvjax import ops
+from kvjax import CacheSpec, Fifo, Retrieval, ops
 from kvjax.partial import Span
 from kvjax.pick import Selection
-from kvjax.quant import quantize_1bit
+from kvjax.quant import OneBit, quantize_1bit
 from kvjax.rotate import encode
+from kvjax.selectors import Fier
 from tests.kernels.conftest import HAS_KERNELS, KERNELS, ON_GPU
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -298,6 +300,36 @@ def test_top_k_pooled_refuses_what_it_has_no_kernel_for(sizes, dtype, k, words):
         jax.eval_shape(lambda parts: top_k_pooled.top_k_pooled(parts, "mean_score", k), parts)
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (dict(D=96), "the kernel pick_1bit takes head sizes 64 and 128"),
+        (dict(group=16), "the kernel pick_1bit takes groups of a multiple of 32"),
+        (dict(room=200), "the kernel pick_1bit takes rows of k to"),
+        (dict(room=0), "k from 1 to 4096"),
+        (dict(waiting=jnp.bfloat16), "scores of waiting tokens in f32"),
+    ],
+)
+def test_pick_1bit_refuses_what_it_has_no_kernel_for(changed, words):
+    def shapes(room=9, waiting=jnp.float32, **sizes):
+        q, bits, step = shapes_1bit(**sizes)
+        scores = jax.ShapeDtypeStruct((1, 2, 4, 7), waiting)
+        return q, OneBit(bits, step, step), scores, room
+
+    q, keys, scores, room = shapes()
+    assert pick_1bit.supported(q, keys.bits, keys.scale, scores, "mean_softmax", room)
+    q, keys, scores, room = shapes(**changed)
+    assert words in pick_1bit.unsupported(q, keys.bits, keys.scale, scores, "mean_softmax", room)
+    ends = 2 * [jax.ShapeDtypeStruct((1,), jnp.int32)]
+    with pytest.raises(NotImplementedError, match=words):
+        jax.eval_shape(
+            lambda q, keys, scores, start, stop: pick_1bit.pick_1bit(
+                q, *keys, (start, stop), (scores, start, stop), stop, "mean_softmax", room, scale=1.0
+            ),
+            *(q, keys, scores, *ends),
+        )
+
+
 def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
     with pytest.raises(ValueError, match="blocks must be"):
         top_k.Config(blocks=3)
@@ -305,6 +337,12 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
         score_1bit.Config(units=17)
     with pytest.raises(ValueError, match="ahead must be"):
         score_1bit.Config(ahead=4)
+    with pytest.raises(ValueError, match="units must be"):
+        pick_1bit.Config(units=0)
+    with pytest.raises(ValueError, match="stages must be 2, 4 or 8"):
+        pick_1bit.Config(stages=3)
+    with pytest.raises(ValueError, match="blocks must be"):
+        pick_1bit.Config(blocks=3)
     with pytest.raises(ValueError, match="blocks must be"):
         attend_slots.Config(blocks=16)
     with pytest.raises(ValueError, match="warpgroups must be"):
@@ -328,6 +366,16 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
 @pytest.mark.parametrize("k", [1, 100, 2048, 4096])
 def test_top_k_fits_in_shared_memory(k):
     assert top_k.smem_bytes(k) < top_k_pooled.smem_bytes(k) <= 227 * 1024
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_pick_1bit_fits_in_shared_memory_and_runs_at_once(stages):
+    assert pick_1bit.smem_bytes(128, pick_1bit.Config(stages=stages)) <= 227 * 1024 // 4
+    for rows, slots in ((8, 130816), (8, 32512), (64, 8192), (8, 300)):
+        config = pick_1bit.config_for(rows, 1, slots, slots + 256)
+        warps = rows * -(-slots // (pick_1bit.UNIT * config.units))
+        assert warps <= pick_1bit.RUN_AT_ONCE
+        assert top_k.in_one_step(slots + 256, config)
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
@@ -390,6 +438,11 @@ def test_the_reference_runs_where_there_is_no_kernel():
         ("score_pages", boxes, boxes.astype(jnp.bfloat16), boxes.astype(jnp.bfloat16)),
         ("top_k_pooled", [(boxes, boxes[:, :, :1] == 0)], "mean_score", 5),
         ("collide", boxes, *(jnp.zeros(shape, jnp.int32) for shape in ((1, 1, 8, 8), (1, 1, 8, 256), (1, 6)))),
+        (
+            "pick_1bit",
+            *(boxes, index(1, 1, 64, 64, 32, jnp.bfloat16), 2 * [none[0, 0]], (boxes, *2 * [none[0, 0]]), none[0, 0]),
+            *("mean_score", 5),
+        ),
         ("most_voted", boxes.astype(jnp.uint8), boxes[0, 0, :1] == 0, jnp.zeros(1, jnp.int32), 5),
         ("rerank", boxes, encode(boxes), Selection(*2 * [jnp.zeros((1, 1, 4, 5), jnp.int32)])),
         (
@@ -449,3 +502,32 @@ def test_the_derivative_of_scores_is_the_references():
         for i in (None, "xla")
     )
     np.testing.assert_allclose(chosen, named, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pool", ["mean_softmax", "mean_query", "per_head"])
+def test_a_step_chooses_of_all_pools_and_lengths_what_select_ranks_highest(pool):
+    spec = CacheSpec(batch=4, q_heads=4, kv_heads=2, head_dim=16, capacity=128, dtype=jnp.float32)
+    policy = Retrieval(
+        selector=Fier(group=8, pool=pool), budget=20, sink=2, local=4, demote=Fifo(leave=16), dense_below=30
+    )
+    k, q = jax.random.normal(jax.random.key(0), (4, 100, 2, 16)), jax.random.normal(jax.random.key(1), (4, 4, 16))
+    lengths = jnp.array([100, 29, 31, 0])
+
+    @jax.jit
+    def choose(k, q):
+        st = policy.prefill(policy.init(spec), k, k, lengths)
+        found = []
+        for window in (None, 40):
+            info = policy.attend(st, q, scale=0.25, window=window)[2]
+            found.append((info.selection, policy.select(st, q, scale=0.25, window=window)))
+        return found
+
+    for chosen, ranked in choose(k, q):
+        for ours, theirs in zip(*(_sets(s) for s in (chosen, ranked)), strict=True):
+            assert ours == theirs
+    assert [len(s) for s in _sets(ranked)][:: len(_sets(ranked)) // 4] == [14, 23, 14, 0]
+
+
+def _sets(selection):
+    slots, valid = (np.asarray(a).reshape(-1, a.shape[-1]) for a in selection)
+    return [set(s[ok].tolist()) for s, ok in zip(slots, valid, strict=True)]

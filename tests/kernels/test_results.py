@@ -19,6 +19,7 @@ from kvjax.kernels_pallas import (
     host_append,
     host_rows,
     most_voted,
+    pick_1bit,
     rerank,
     score_1bit,
     score_pages,
@@ -393,6 +394,119 @@ def test_scores_take_vmap():
     np.testing.assert_array_equal(apart, whole)
     shared = jax.jit(jax.vmap(lambda q: run(q, *ix)))(jnp.stack([q, -q]))
     np.testing.assert_array_equal(shared[0], whole)
+
+
+# --------------------------------------------------------------------------------------------------------- pick_1bit
+
+
+def choice(B, K, G, S, D, group, W, room, dtype, kind):
+    """Arguments of pick_1bit, with spans and counts of each row that are at the edges."""
+    q, ix = normal(1, B, K, G, D, dtype=dtype).astype(jnp.float32), index(B, K, S, D, group, dtype)
+    scores = normal(2, B, K, G, W)
+    span = spans_of(B, (0, S), (1, S - 1), (S // 2, S // 2 + room), (0, room + 1), (3, 3), (0, -5))
+    wait = spans_of(B, (0, W), (0, 0), (W - 1, W), (0, 1), (2, W - 2), (1, -3))
+    count = jnp.asarray(np.resize([room, room - 1, room, 1, room, 0], B).astype(np.int32))
+    if kind == "equal":
+        ix, scores = OneBit(jnp.zeros_like(ix.bits), *(jnp.ones_like(a) for a in ix[1:])), jnp.zeros_like(scores)
+    elif kind == "few keys":
+        ix = OneBit(ix.bits * 0 + ix.bits[:, :, :1], *(a * 0 + a[:, :, :1] for a in ix[1:]))
+        ix = ix._replace(bits=ix.bits.at[:, :, 1::3].set(255).at[:, :, 2::5].set(0))
+    elif kind == "peaked":
+        q, scores = q * 300, scores * 300
+    elif kind == "flat":
+        q, scores = q * 1e-6, scores * 1e-6
+    elif kind == "infinite":  # of a unit's keys -inf for all heads, of another's +inf for one head
+        q = q.at[..., 0].set(1.0).at[..., 1].set(0.5).at[:, :, 0, 1].set(-0.5)
+        zero = ix.zero.at[:, :, 1, 0].set(-jnp.inf).at[:, :, 2, :2].set(jnp.array([-jnp.inf, 0.0], dtype))
+        ix = ix._replace(zero=zero.at[0, :, 0, 0].set(jnp.inf) if B > 1 else zero)
+        scores = scores.at[..., 1::2].set(-jnp.inf)
+    elif kind == "poison":  # past the spans
+        slot = jnp.arange(S // group)[None, None, :, None] * group
+        outside = (slot + group <= span[0][:, None, None, None]) | (slot >= span[1][:, None, None, None])
+        ix = ix._replace(zero=jnp.where(outside, jnp.nan, ix.zero), scale=jnp.where(outside, jnp.inf, ix.scale))
+        slot = jnp.arange(W)[None, None, None]
+        outside = (slot < wait[0][:, None, None, None]) | (slot >= wait[1][:, None, None, None])
+        scores = jnp.where(outside, jnp.nan, scores)
+    return q, ix, span, (scores, *wait), count
+
+
+KINDS = ("normal", "equal", "few keys", "peaked", "flat", "infinite", "poison")
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "G", "S", "D", "group", "W", "room", "dtype", "config"),
+    [
+        (6, 1, 2, 224, 128, 32, 7, 40, jnp.bfloat16, pick_1bit.Config(blocks=1, units=3)),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                (1, 2, 4, 8192, 128, 32, 255, 1000, jnp.bfloat16, pick_1bit.Config(blocks=2, units=13, stages=4)),
+                (2, 1, 8, 4160, 64, 64, 9, 77, jnp.float16, pick_1bit.Config(blocks=1, unroll=1, units=9, stages=8)),
+                (1, 1, 3, 4096 + 32, 128, 4128, 4, 4095, jnp.bfloat16, None),
+                (2, 1, 5, 64, 64, 32, 1, 65, jnp.bfloat16, pick_1bit.Config(blocks=4, units=2, stages=2)),
+            )
+        ),
+        *(
+            pytest.param(*sizes, jnp.bfloat16, None, marks=on_gpu)
+            for sizes in (
+                *((1, 8, 4, 130816, 128, 32, 256, 2048), (1, 8, 4, 131072, 128, 32, 256, 2047)),
+                *((6, 2, 8, 5024, 128, 32, 257, 300), (1, 2, 4, 1 << 20, 128, 32, 512, 4000)),
+            )
+        ),
+        *(pytest.param(6, 3, G, 2080, 64, 32, 33, 200, jnp.float16, None, marks=on_gpu) for G in range(1, 9)),
+    ],
+)
+def test_pick_1bit_chooses_what_top_k_pooled_does_of_the_scores(B, K, G, S, D, group, W, room, dtype, config):
+    run = jax.jit(
+        lambda q, ix, *args, pool: pick_1bit.pick_1bit(q, *ix, *args, pool, room, scale=D**-0.5, config=config),
+        static_argnames="pool",
+    )
+    score = jax.jit(lambda q, ix: score_1bit.score_1bit(q, *ix, scale=D**-0.5))
+    reference = jax.jit(partial(ops.top_k_pooled, k=room, implementation="xla"), static_argnames="pool")
+    pooled = jax.jit(pool_scores, static_argnames="pool")
+    pools = {"normal": ("mean_softmax", "per_head") if B == 6 else ("max_softmax", "mean_score", "per_head")}
+    for kind in KINDS:
+        if kind == "infinite" and S // group < 3:
+            continue
+        q, ix, span, waiting, count = choice(B, K, G, S, D, group, W, room, dtype, kind)
+        scores = score(q, ix)  # the same products
+        parts = []
+        for part, ends in ((scores, span), (waiting[0], waiting[1:])):
+            slot = np.arange(part.shape[3])[None]
+            valid = (slot >= np.asarray(ends[0])[:, None]) & (slot < np.asarray(ends[1])[:, None])
+            parts.append((part, jnp.asarray(valid)[:, None, None]))
+        for pool in pools.get(kind, ("mean_softmax",)):
+            slots, found = (np.asarray(a) for a in run(q, ix, span, waiting, count, pool=pool))
+            want = reference(parts, pool=pool)
+            wanted = np.asarray(want.valid) & (np.arange(room) < np.asarray(count)[:, None, None, None])
+            np.testing.assert_array_equal(found.sum(-1), wanted.sum(-1), err_msg=f"{kind}, {pool}")
+            ranks = np.asarray(pooled(parts, pool=pool))
+            for row in np.ndindex(found.shape[:3]):
+                got, best = slots[row][found[row]], np.asarray(want.slots)[row][wanted[row]]
+                assert np.unique(got).size == got.size
+                if kind in ("equal", "few keys"):
+                    assert set(got) == set(best), f"{kind}, {pool}"
+                # Ranks within rounding may be taken for each other.
+                both = (np.nan_to_num(np.sort(ranks[row][s]), nan=-np.inf) for s in (got, best))
+                np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-4, err_msg=f"{kind}, {pool}")
+
+
+@pytest.mark.thorough
+def test_pick_1bit_chooses_alike_each_time_and_takes_vmap():
+    q, ix, span, waiting, count = choice(2, 1, 2, 96, 64, 32, 5, 20, jnp.bfloat16, "normal")
+    config = pick_1bit.Config(blocks=1)
+
+    def run(q, ix, span, waiting, count):
+        return pick_1bit.pick_1bit(q, *ix, span, waiting, count, "mean_softmax", 20, scale=0.1, config=config)
+
+    args = q, ix, span, waiting, count
+    want = jax.jit(run)(*args)
+    apart = jax.jit(jax.vmap(lambda *a: run(*jax.tree.map(lambda x: x[None], a))))(*args)
+    for got, expected in zip(apart, want, strict=True):
+        np.testing.assert_array_equal(got[:, 0], expected)
+    shared = jax.jit(jax.vmap(lambda q: run(q, *args[1:])))(jnp.stack([q, -q]))
+    for got, expected in zip(shared, want, strict=True):
+        np.testing.assert_array_equal(got[0], expected)
 
 
 # ------------------------------------------------------------------------------------------------------- score_pages

@@ -1,0 +1,104 @@
+"""Device time from a query to its slots by 1-bit keys: of pick_1bit's two kernels by block sizes, of score_1bit with
+top_k_pooled, and of the references.
+
+    python benchmarks/pick_1bit.py
+
+on a GPU. "scores" and "choice" are the kernels of the first configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from device_time import device_time
+from jax import Array
+from kvjax.kernels_pallas import pick_1bit
+from kvjax.kernels_pallas.pick_1bit import Config, config_for
+from score_1bit import index
+from sweep import run, sweep
+
+from kvjax import ops
+from kvjax.ops import Implementation
+from kvjax.pick import Pool, Selection, pool_scores
+from kvjax.quant import OneBit
+
+SHAPES = (  # B, K, G, S, units that wait, k, D, pool
+    (1, 8, 4, 130816, 256, 2048, 128, "mean_softmax"),
+    (1, 8, 4, 131072, 256, 2047, 128, "mean_softmax"),
+    (1, 8, 4, 32512, 256, 2048, 128, "mean_softmax"),
+    (1, 8, 4, 1 << 20, 256, 2048, 128, "mean_softmax"),
+    (8, 8, 4, 32512, 256, 2048, 128, "mean_softmax"),
+    (1, 8, 4, 7936, 256, 2048, 128, "mean_softmax"),
+    (1, 8, 4, 130816, 256, 2048, 128, "mean_score"),
+    (1, 8, 8, 130816, 256, 2048, 128, "mean_softmax"),
+    (1, 8, 4, 130816, 256, 2048, 64, "mean_softmax"),
+)
+Args = tuple[Array, OneBit, tuple[Array, Array], tuple[Array, Array, Array], Array]
+
+
+def inputs(B: int, K: int, G: int, S: int, waiting: int, k: int, D: int) -> Args:
+    q, scores = (jax.random.normal(jax.random.key(i), (B, K, G, n)) for i, n in ((2, D), (3, waiting)))
+    none, full = jnp.zeros(B, jnp.int32), jnp.full(B, S, jnp.int32)
+    ends = none, jnp.full(B, waiting, jnp.int32)
+    return q, index(B, K, S, D, 32, "bfloat16"), (none, full), (scores, *ends), jnp.full(B, k, jnp.int32)
+
+
+def measure(B: int, K: int, G: int, S: int, waiting: int, k: int, D: int, pool: Pool) -> dict[str, Any]:
+    args = jax.jit(inputs, static_argnums=range(7))(B, K, G, S, waiting, k, D)
+
+    def kernel(config: Config) -> Any:
+        def run(q: Array, ix: OneBit, *rest: Any) -> Selection:
+            return Selection(*pick_1bit.pick_1bit(q, *ix, *rest, pool, k, scale=D**-0.5, config=config))
+
+        return run
+
+    def by(implementation: Implementation) -> Any:
+        """score_1bit and top_k_pooled, all units valid."""
+
+        def run(q: Array, ix: OneBit, span: Any, arrived: Any, count: Array) -> Selection:
+            scores = ops.score_1bit(q, ix, scale=D**-0.5, implementation=implementation), arrived[0]
+            parts = [(s, jnp.ones((B, 1, 1, s.shape[-1]), bool)) for s in scores]
+            return ops.top_k_pooled(parts, pool, k, implementation=implementation)
+
+        return run
+
+    @jax.jit
+    def ranks(q: Array, ix: OneBit, span: Any, arrived: Any, count: Array) -> Array:
+        scores = ops.score_1bit(q, ix, scale=D**-0.5, implementation="mosaic"), arrived[0]
+        return pool_scores([(s, jnp.ones((B, 1, 1, s.shape[-1]), bool)) for s in scores], pool)
+
+    ranked = ranks(*args)
+
+    def error(got: Selection, want: Selection) -> float:
+        """The largest difference of the ranks of what they chose, in order: within rounding the choice may differ."""
+        ours, theirs = (jnp.sort(jnp.take_along_axis(ranked, s.slots, axis=-1), axis=-1) for s in (got, want))
+        return float(jnp.max(jnp.abs(ours - theirs))) if bool(jnp.all(got.valid)) else float("inf")
+
+    moved = B * K * (S * (D / 8 + 4 * D / 32 + 4 * G) + 4 * k)
+    default = config_for(B * K, 1, S, S + waiting)
+    configs = [default]
+    for units in (4, 8, default.units, 16):
+        configs += [Config(default.blocks, default.unroll, units, stages) for stages in (2, 4, 8)]
+    configs += [Config(blocks, unroll, default.units) for blocks in (4, 8) for unroll in (4, 5)]
+    # Against XLA's own scores a choice differs where q times scale was rounded: compare with the same products.
+    row = sweep("pick_1bit", kernel, by("mosaic"), args, configs=configs, error=error, most=1e-3, moved=moved)
+    row["xla"] = device_time(by("xla"), *args, calls=3)[0]
+    total, apart = device_time(by("mosaic"), *args, calls=10)
+    each = device_time(kernel(default), *args, calls=10)[1]
+    scores = sum(us for name, us in each.items() if "pick_1bit_score" in name)
+    sizes = {"B": B, "K": K, "G": G, "S": S, "W": waiting, "k": k, "D": D, "pool": pool, "scores": scores}
+    two = sum(us for name, us in apart.items() if "kvjax" in name)
+    return {**sizes, "choice": row["kernel"] - scores, "score_1bit and top_k_pooled": two, "with xla": total, **row}
+
+
+if __name__ == "__main__":
+    run(
+        "pick_1bit",
+        "pick_1bit of q f32[B, K, G, D], 1-bit keys of S tokens in groups of 32 and W scores that wait; config: blocks "
+        "x unroll x units x stages; score_1bit and top_k_pooled: their kernels, and with those of XLA around them",
+        "normal random keys, channels 1 to 4 times as large, and queries; all valid",
+        measure,
+        SHAPES,
+    )
