@@ -15,8 +15,8 @@ places, which follow the threads, in every run alike.
 **Bytes:** D/8 + 4 D/g read, 4 G written and 4 G read a slot and kv head, 4 `room` written. The bound on an H200 (4.3
 TB/s) for 8 kv heads x 131072, D = 128, g = 32, G = 4 is 11.7 us and, if L2 has lost the scores, 3.9 us.
 
-**Measured**: not yet. Counted for 8 x 131072, G = 4, bf16: a unit takes 285 instructions of a warp (`score_1bit` 212),
-some 40 of them for the statistics, which is 10 us of issue slots; 92 registers and 20 warps a multiprocessor with 46
+**Measured**: not yet. Counted for 8 x 131072, G = 4, bf16: a unit takes 287 instructions of a warp (`score_1bit` 212),
+some 45 of them for the statistics, which is 10 us of issue slots; 92 registers and 20 warps a multiprocessor with 46
 KB in flight, where `score_1bit` has 15 KB and waits at the end of each unit for the loads of its start. Of the first
 counting, 2.3 lanes of a warp meet in a bin (by the leading 11 bits 18.5), and 77 units are in the last place's bin
 (11578): normal random scores of deviation 2. No spills for 4 heads; 24 bytes for 8 heads, outside of loops.
@@ -62,9 +62,10 @@ class Config(t.Config):
 def config_for(rows: int, per_row: int, slots: int, units: int) -> Config:
     """Of `rows` rows of scores over `slots` slots, chosen from in `per_row` ways each, with `units` units in all.
 
-    Warps of the scores take so many units each that all warps run at once.
+    Warps of the scores take so many units each that all run at once, or in as few full turns as 16 units allow.
     """
-    each = min(max(-(-rows * slots // (UNIT * RUN_AT_ONCE)), 2), 16)
+    of_one_turn = rows * slots / (UNIT * RUN_AT_ONCE)
+    each = max(math.ceil(of_one_turn / math.ceil(of_one_turn / 16)), 2)
     blocks = t.config_for(rows * per_row, units).blocks
     fits = t.in_one_step(units, t.Config(blocks, 5))  # registers hold 20 keys of a thread
     return Config(blocks, 5 if fits else 4, each)

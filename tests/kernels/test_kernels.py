@@ -376,6 +376,7 @@ def test_pick_1bit_fits_in_shared_memory_and_runs_at_once(stages):
         warps = rows * -(-slots // (pick_1bit.UNIT * config.units))
         assert warps <= pick_1bit.RUN_AT_ONCE
         assert top_k.in_one_step(slots + 256, config)
+    assert pick_1bit.config_for(64, 1, 32512, 32768).units == 13  # two turns, the last of them full
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
