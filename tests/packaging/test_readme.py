@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import re
 from functools import reduce
 from pathlib import Path
@@ -18,6 +19,10 @@ def blocks(language: str) -> list[tuple[int, str]]:
     """(first line, text) of each fenced block."""
     found = re.finditer(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
     return [(README.count("\n", 0, m.start(1)), m[1]) for m in found]
+
+
+def section(title: str) -> str:
+    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys):
@@ -49,8 +54,48 @@ def test_ci_runs_the_two_commands_of_readme():
 
 
 def test_table_of_methods_is_the_registry():
-    rows = re.findall(r"^\| (`.*) \|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| (`.*) \|$", section("Methods"), re.MULTILINE)
     assert rows == [f"`{p.name}` | {p.keeps} | {p.paper}" for p in REGISTRY.values()]
+
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def test_the_table_of_needles_says_what_its_file_says():
+    found = json.loads((RESULTS / "eval.json").read_text())["results"]
+    lengths, budgets = (4096, 8192, 16384), (None, 16, 32, 64, 128, 256, 512)
+    rows = []
+    for method in dict.fromkeys(cache.partition("@")[0] for cache in found["1 of 8 needles at 8192"]["caches"]):
+        cells = [f"`{method}`"]
+        for budget in budgets:
+            names = [method if budget is None else f"{method}@{budget}"] * len(lengths)
+            of = [found[f"1 of 8 needles at {n}"]["caches"].get(name) for n, name in zip(lengths, names, strict=True)]
+            cells.append(" ".join(f"{x['mean']:.2f}".removeprefix("0") for x in of if x))
+        rows.append(f"| {' | '.join(cells)} |")
+    assert re.findall(r"^\| `.*", section("What a method keeps"), re.MULTILINE) == rows
+
+
+def test_the_table_of_perplexities_says_what_its_file_says():
+    rows = json.loads((RESULTS / "perplexity.json").read_text())["rows"]
+    wanted = []
+    for name in dict.fromkeys(row["cache"] for row in rows):
+        own = [row for row in rows if row["cache"] == name]
+        told = (f"{x['perplexity']:.2f}" if name == "full" else f"{100 * (x['ratio'] - 1):+.1f} %" for x in own)
+        wanted.append(" | ".join(told))
+    assert [line for line in wanted if f"| {line} |" in section("What a method keeps")] == wanted
+
+
+def test_the_table_of_kernels_says_what_their_files_say():
+    section = README.split("## Speed")[1].split("## ")[0]
+    rows = re.findall(r"^\| `(\w+)`: .* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE)
+    assert {name for name, *_ in rows} == {p.stem for p in RESULTS.glob("*.json") if "best" in p.read_text()} | {
+        "top_k"
+    }
+    for name, *told in rows:
+        found = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+        wide = (row for row in found if {"rows": 8, "U": 131072, "k": 2048}.items() <= row.items())
+        row = next(wide) if name == "top_k" else found[0]
+        assert told == [f"{x:.1f}" for x in (row.get("best", row["kernel"]), row["floor"], row["xla"])]
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
