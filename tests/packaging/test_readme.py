@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kvjax import models
 from kvjax.presets import REGISTRY
+from tests.checkpoint import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -26,6 +28,8 @@ def section(title: str) -> str:
 
 
 def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys):
+    small = write_checkpoint(tmp_path / "model")  # what ships is asked elsewhere, and takes longer to compile
+    monkeypatch.setattr(models, "shipped", lambda: small)
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "readme"}
     for line, text in blocks("python"):
