@@ -107,7 +107,8 @@ class Synthetic:
     def score(self, example: Example, answer: str) -> float:
         words = re.findall(r"\d+|[^\W\d]+", answer.lower())  # a model may go on without a space
         if len(example.answers) == 1:
-            return float(bool(words) and words[0].startswith(example.answers[0].lower()))
+            right, first = example.answers[0].lower(), words[0] if words else ""
+            return float((first[: len(right)] if right.isdigit() else first) == right)
         return sum(right.lower() in words for right in example.answers) / len(example.answers)
 
     @property

@@ -78,6 +78,13 @@ def test_one_number_must_come_first_with_all_its_digits(tokenizer, answer, score
     assert task.score(example, answer.replace("12345", example.answers[0])) == score
 
 
+def test_one_word_must_come_first_and_be_whole(tokenizer):
+    task = make("frequent_words", asked=1, samples=1)
+    (example,) = task.examples(tokenizer)
+    (word,) = example.answers
+    assert [task.score(example, answer) for answer in (f" {word}, ", f"{word}s", word[:-1])] == [1, 0, 0]
+
+
 def test_of_several_answers_each_counts_wherever_it_stands(tokenizer):
     task = make("needles", hidden=4, asked=4, samples=1)
     (example,) = task.examples(tokenizer)
