@@ -4,10 +4,12 @@ import ast
 import importlib
 import json
 import re
+from dataclasses import astuple
 from functools import reduce
 from pathlib import Path
 
 import pytest
+from kvjax.kernels_pallas import collide, score_pages
 
 from kvjax import models
 from kvjax.presets import REGISTRY
@@ -63,6 +65,11 @@ def test_table_of_methods_is_the_registry():
 
 
 RESULTS = ROOT / "benchmarks" / "results"
+# What a kernel is given without being asked, where that changed after its benchmark.
+DEFAULTS = {
+    name: "x".join(str(size) for size in astuple(config))
+    for name, config in (("score_pages", score_pages.Config()), ("collide", collide.config_for(8, 131072)))
+}
 
 
 def test_the_table_of_needles_says_what_its_file_says():
@@ -99,7 +106,8 @@ def test_the_table_of_kernels_says_what_their_files_say():
         found = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
         wide = (row for row in found if {"rows": 8, "U": 131072, "k": 2048}.items() <= row.items())
         row = next(wide) if name == "top_k" else found[0]
-        assert told == [f"{x:.1f}" for x in (row.get("best", row["kernel"]), row["floor"], row["xla"])]
+        of_default = row["all"][DEFAULTS[name]] if name in DEFAULTS else row["kernel"]
+        assert told == [f"{x:.1f}" for x in (of_default, row["floor"], row["xla"])]
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
