@@ -1,45 +1,20 @@
 """Where the kernels run: on a Hopper GPU if there is one, else in the simulator."""
 
 from collections.abc import Iterator
+from importlib import import_module
+from pkgutil import iter_modules
 
 import jax
 import pytest
-from kvjax.kernels_pallas import (
-    _common,
-    attend_quantized,
-    attend_slots,
-    attend_zones,
-    collide,
-    host_append,
-    host_rows,
-    most_voted,
-    pick_1bit,
-    rerank,
-    score_1bit,
-    score_pages,
-    top_k,
-    top_k_pooled,
-)
+from kvjax.kernels_pallas import _common
 
+from kvjax import kernels_pallas
 from tests.kernels.simulate import simulated
 
 KERNELS = {
-    kernel.__name__.rpartition(".")[2]: kernel
-    for kernel in (
-        attend_quantized,
-        attend_slots,
-        attend_zones,
-        collide,
-        host_append,
-        host_rows,
-        most_voted,
-        pick_1bit,
-        rerank,
-        score_1bit,
-        score_pages,
-        top_k,
-        top_k_pooled,
-    )
+    module.name: import_module(f"{kernels_pallas.__name__}.{module.name}")
+    for module in iter_modules(kernels_pallas.__path__)
+    if not module.name.startswith("_")
 }
 HAS_KERNELS = jax.__version_info__ >= (0, 11)
 ON_GPU = HAS_KERNELS and jax.default_backend() == "gpu" and _common.why_not() is None
