@@ -254,6 +254,13 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: np.dtyp
 
 
 def _product(terms: str, x: Array, kernel: Array, dtype: Any = None) -> Array:
-    """einsum of x and a kernel; the default on a GPU would round f32 operands to 10 bits."""
+    """einsum of x and a kernel; the default on a GPU would round f32 operands to 10 bits.
+
+    One row and a 16-bit kernel, as in decoding, are given to XLA as two rows: of one row with few outputs (k and v of
+    a Llama) it makes a product of all entries in 16 bits, through memory, and then their sum.
+    """
     precision = "highest" if kernel.dtype == jnp.float32 else None
-    return jnp.einsum(terms, x, kernel, precision=precision, preferred_element_type=dtype)
+    one = x.size == x.shape[-1] and kernel.dtype.itemsize == 2
+    rows = jnp.concatenate([x, x]) if one else x
+    out = jnp.einsum(terms, rows, kernel, precision=precision, preferred_element_type=dtype)
+    return out[:1] if one else out
