@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 from device_time import BYTES_PER_US, device_time, write
 
 L2_BYTES = 60e6
+most_configs: int | None = None  # that `sweep` tries
 
 
 def repeats(moved: float) -> int:
@@ -36,7 +38,7 @@ def sweep(
     """
     want = jax.jit(reference)(*args)
     first, times, row = None, {}, {}
-    for config in dict.fromkeys(configs):
+    for config in list(dict.fromkeys(configs))[:most_configs]:
         f = kernel(config)
         off = error(jax.jit(f)(*args), want)
         if not off <= most:
@@ -56,9 +58,13 @@ def sweep(
 
 def run(name: str, what: str, distribution: str, measure: Callable[..., dict[str, Any]], shapes: Iterable[Any]) -> None:
     """Prints a line a shape, of measure(*shape), and writes all to results/{name}.json."""
-    rows: list[dict[str, Any]] = []
+    global most_configs
+    parser = argparse.ArgumentParser(description=f"Device time of {name}, on a GPU.")
+    parser.add_argument("--all", action="store_true", help="every block size for every shape, not for the first alone")
+    given, rows = parser.parse_args(), []
     for shape in shapes:
         rows.append(measure(*shape))
+        most_configs = None if given.all else 1
         if len(rows) == 1:
             print(" | ".join(rows[0]))
         print(" | ".join(f"{x:.1f}" if isinstance(x, float) else str(x) for x in rows[-1].values()), flush=True)
