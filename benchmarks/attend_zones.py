@@ -67,7 +67,7 @@ def measure(
         return lambda q, k, v, zones: [one(q, k, v, slots, valid, *spans) for slots, *spans in zones]
 
     def reference(implementation: ops.Implementation | None, q: Array, k: Array, v: Array, zones: Any) -> list[Array]:
-        one = jax.jit(partial(ops._attend_zones, scale=scale, implementation=implementation))
+        one = jax.jit(partial(ops._attend_zones, local=local, scale=scale, implementation=implementation))
         return [one(q, k, v, Selection(slots, valid), *spans) for slots, *spans in zones]
 
     def error(got: Any, want: Any) -> float:

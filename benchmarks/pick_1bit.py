@@ -22,7 +22,7 @@ from sweep import run, sweep
 
 from kvjax import ops
 from kvjax.ops import Implementation
-from kvjax.pick import Pool, Selection, pool_scores
+from kvjax.pick import Picked, Pool, Selection, pool_scores
 from kvjax.quant import OneBit
 
 SHAPES = (  # B, K, G, S, units that wait, k, D, pool
@@ -51,7 +51,7 @@ def measure(B: int, K: int, G: int, S: int, waiting: int, k: int, D: int, pool: 
 
     def kernel(config: Config) -> Any:
         def run(q: Array, ix: OneBit, *rest: Any) -> Selection:
-            return Selection(*pick_1bit.pick_1bit(q, *ix, *rest, pool, k, scale=D**-0.5, config=config))
+            return Picked(*pick_1bit.pick_1bit(q, *ix, *rest, pool, k, scale=D**-0.5, config=config)).selection
 
         return run
 
@@ -80,7 +80,7 @@ def measure(B: int, K: int, G: int, S: int, waiting: int, k: int, D: int, pool: 
     moved = B * K * (S * (D / 8 + 4 * D / 32 + 4 * G) + 4 * k)
     default = config_for(B * K, 1, S, S + waiting)
     configs = [default]
-    configs += [replace(default, units=units) for units in (8, 16)]
+    configs += [replace(default, units=units) for units in (8, 12, 14, 16)]
     configs += [replace(default, stages=stages) for stages in (2, 8)]
     configs += [replace(default, blocks=blocks, unroll=4) for blocks in (4, 8)]
     # Against XLA's own scores a choice differs where q times scale was rounded: compare with the same products.

@@ -17,6 +17,7 @@ import jax
 
 mgpu_utils: Any
 plgpu: Any
+run_state: Any
 ir: Any
 arith: Any
 llvm: Any
@@ -29,6 +30,7 @@ else:
     try:
         from jax.experimental.mosaic.gpu import utils as mgpu_utils
         from jax.experimental.pallas import mosaic_gpu as plgpu
+        from jax.experimental.pallas import run_state
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import arith, llvm, scf
     except ImportError as error:  # a jaxlib built without it
@@ -179,6 +181,20 @@ def from_lane(x: Word, lane: Operand) -> Word:
     return ptx("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", x, lane, results=1, convergent=True)
 
 
+def warp_sum(x: Word) -> Word:
+    """The sum of x over the lanes of a warp, in each of them."""
+    return instr("redux.sync.add.u32", x, -1, convergent=True)
+
+
+def warp_later(x: Word) -> Word:
+    """The sum of x over the later lanes of a warp."""
+    lane, upward = special("laneid"), x  # of this lane and later ones
+    for gap in (1, 2, 4, 8, 16):
+        other = ptx("shfl.sync.down.b32 $0, $1, $2, 31, -1;", upward, gap, results=1, convergent=True)
+        upward = upward + (lane + gap < 32).choose(other, 0)
+    return upward - x
+
+
 def mma(kind: str, acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word]) -> list[Word]:
     """acc f32[16, 8] + a[16, 16] @ b[16, 8], a and b of `kind`, "bf16" or "f16"; m16n8k16 has the places."""
     return ptx(
@@ -250,17 +266,18 @@ def kernel(program: Callable[..., None], *, name: str, **how: Any) -> Callable[.
     return plgpu.kernel(body, thread_name="warpgroup", compiler_params=lanes, kernel_name=name, **how)
 
 
-def kernel_in_place(program: Callable[..., None], *, name: str, **how: Any) -> Callable[..., jax.Array]:
-    """As `kernel`, of a program that changes its first operand, which it returns, in the memory that it lies in.
+def kernel_in_place(program: Callable[..., None], *, name: str, **how: Any) -> Callable[..., tuple[jax.Array, ...]]:
+    """As `kernel`, of a program that changes its first operands, given together, in the memory that they lie in, and
+    returns them.
 
-    XLA copies the operand first, unless it is given away.
+    XLA copies the operands first, unless they are given away.
     """
 
-    def run(changed: jax.Array, *args: jax.Array) -> jax.Array:
-        ref = jax.new_ref(changed)
-        kernel(program, name=name, out_type=(), **how)(ref, *args)
-        space = jax.typeof(changed).memory_space  # which the type of what was frozen lacks (jax 0.11.2); nothing moves
-        return jax.device_put(jax.freeze(ref), space)
+    def run(changed: Sequence[jax.Array], *args: jax.Array) -> tuple[jax.Array, ...]:
+        after = run_state(lambda refs: kernel(program, name=name, out_type=(), **how)(*refs, *args))(tuple(changed))
+        # Their type lacks the memory's space (jax 0.11.2); nothing moves.
+        spaces = (jax.typeof(a).memory_space for a in changed)
+        return tuple(jax.device_put(a, space) for a, space in zip(after, spaces, strict=True))
 
     return run
 
@@ -297,5 +314,14 @@ def block_barrier() -> None:
 
 def cluster_barrier() -> None:
     """All threads of the cluster; what each wrote to shared and device memory before it, all see after it."""
+    cluster_arrive()
+    cluster_wait()
+
+
+def cluster_arrive() -> None:
+    """The first half of `cluster_barrier`: what was written before it is what all see after `cluster_wait`."""
     ptx("barrier.cluster.arrive.release;", convergent=True)
+
+
+def cluster_wait() -> None:
     ptx("barrier.cluster.wait.acquire;", convergent=True)

@@ -119,23 +119,31 @@ def attend_slots(
 
 
 def attend(
-    q: Array, kept: Sequence[Array], index: Array, *, outs: Sequence[tuple[tuple[int, ...], Any]],
+    q: Array, kept: Sequence[Array], index: Array, *, found: Array | None = None,
+    spans: Sequence[tuple[Array, Array, int]] = (), outs: Sequence[tuple[tuple[int, ...], Any]],
     name: str, write: Callable[..., None], scale: float, config: Config,
 ) -> tuple[Array, ...]:  # fmt: skip
     """The kernel, over rows of queries [rows, heads, D] and of slots i32[rows, M], -1 where there is none.
 
-    `kept` has the keys and values [rows', S, D] of each zone; slots count on from zone to zone. `outs` are shapes and
-    dtypes of what write(merged, *addresses) writes of each row.
+    `kept` has the keys and values [rows', S, D] of each zone; slots count on from zone to zone. Of a row's slots those
+    from the `found` i32[rows] on are not read either. `spans` are start and stop, i32[rows''] both, of each zone but
+    the first, and how many slots are read there: so many, the last. `outs` are shapes and dtypes of what write(merged,
+    *addresses) writes of each row.
     """
     rows, heads, D = q.shape
+    lists, ends = [index] if found is None else [index, found], [end for *two, _ in spans for end in two]
 
     @jax.custom_batching.custom_vmap
-    def run(q: Array, index: Array, *kept: Array) -> tuple[Array, ...]:
+    def run(q: Array, *args: Array) -> tuple[Array, ...]:
+        kept, index = args[: -len(lists + ends)], args[-len(lists + ends)]
         return c.kernel(
             functools.partial(
                 _program,
                 sizes=(heads, rows // kept[0].shape[0], D, index.shape[1]),
                 zones=tuple(a.shape[1] for a in kept[::2]),
+                most=tuple(most for *_, most in spans),
+                counted=found is not None,
+                shared_by=rows // ends[0].shape[0] if ends else 1,
                 strides=tuple(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in outs),
                 write=write,
                 kind="bf16" if kept[0].dtype == jnp.bfloat16 else "f16",
@@ -150,31 +158,40 @@ def attend(
             cluster=(config.blocks,),
             cluster_names=("part",),
             num_threads=config.warpgroups,
-        )(q, *kept, index)
+        )(q, *args)
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
-        q, index, *kept = c.flatten_batch(n, batches, args)
-        found = attend(q, kept, index, outs=outs, name=name, write=write, scale=scale, config=config)
-        return tuple(a.reshape(n, rows, *a.shape[1:]) for a in found), (True,) * len(outs)
+        q, *flat = c.flatten_batch(n, batches, args)
+        kept, (index, *rest) = flat[: -len(lists + ends)], flat[-len(lists + ends) :]
+        found = rest.pop(0) if len(lists) == 2 else None
+        two = zip(rest[::2], rest[1::2], (most for *_, most in spans), strict=True)
+        made = attend(
+            q, kept, index, found=found, spans=list(two), outs=outs, name=name, write=write, scale=scale, config=config
+        )
+        return tuple(a.reshape(n, rows, *a.shape[1:]) for a in made), (True,) * len(outs)
 
-    return run(q, index, *kept)
+    return run(q, *kept, *lists, *ends)
 
 
 def _program(
-    q_m: Any, *refs: Any, sizes: tuple[int, int, int, int], zones: tuple[int, ...], strides: tuple[int, ...],
-    write: Callable[..., None], kind: str, scale: float, config: Config,
+    q_m: Any, *refs: Any, sizes: tuple[int, int, int, int], zones: tuple[int, ...], most: tuple[int, ...],
+    counted: bool, shared_by: int, strides: tuple[int, ...], write: Callable[..., None], kind: str, scale: float,
+    config: Config,
 ) -> None:  # fmt: skip
-    heads, shared_by, D, M = sizes
+    heads, of_zone, D, M = sizes
+    places = M + sum(most)
     warps, blocks = 4 * config.warpgroups, config.blocks
     width = 2 * D  # bytes of a row of keys
     chunks = width // 16
     t, part, row = c.special("tid.x"), c.special("cluster_ctarank"), c.special("clusterid.x")
     lane, warp = t & 31, t >> 5
     quad, col = lane >> 2, lane & 3
-    q, *kept, index = (c.global_address(m) for m in (q_m, *refs[: 2 * len(zones) + 1]))
+    inputs = 2 * len(zones) + 1 + counted + 2 * len(most)
+    q, *kept = (c.global_address(m) for m in (q_m, *refs[:inputs]))
+    kept, (index, *counts) = kept[: 2 * len(zones)], kept[2 * len(zones) :]
     q = c.offset_rows(q, row, heads * width)
-    ends, of_row = list(itertools.accumulate(zones)), c.divide(row, shared_by)
+    ends, of_row = list(itertools.accumulate(zones)), c.divide(row, of_zone)
 
     def bases(places: Sequence[Any]) -> list[Any]:
         """Of each zone, where slot 0 of this row would lie if the zone's rows went on to before its first slot."""
@@ -183,23 +200,35 @@ def _program(
 
     k, v = bases(kept[::2]), bases(kept[1::2])
     index = c.offset_rows(index, row, M * 4)
-    outs = [
-        c.offset_rows(c.global_address(m), row, stride)
-        for m, stride in zip(refs[2 * len(zones) + 1 : -1], strides, strict=True)
+    outs = [c.offset_rows(c.global_address(m), row, stride) for m, stride in zip(refs[inputs:-1], strides, strict=True)]
+    of_counts = [row] * counted + [c.divide(row, shared_by)] * (2 * len(most))
+    limits = [
+        ptx("ld.global.nc.u32 $0, [$1];", c.offset_rows(a, i, 4), results=1)
+        for a, i in zip(counts, of_counts, strict=True)
     ]
+    found, spans = limits[0] if counted else None, list(zip(limits[counted::2], limits[counted + 1 :: 2], strict=True))
     room = c.shared_address(refs[-1])
     keys = room + warp * (2 * TILE * width)
     values = keys + TILE * width
-    steps = -(-M // (TILE * warps * blocks))
+    steps = -(-places // (TILE * warps * blocks))
 
     def slots_of(step: Word) -> Word:
-        """The slot of this lane in tile `step` of the warp; all ones where there is none."""
+        """The slot of this lane in tile `step` of the warp; all ones where there is none. The list's come first, then
+        those of the spans."""
         at = ((step * blocks + part) * warps + warp) * TILE + lane
-        return ptx(
+        slot = ptx(
             "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, -1; @p ld.global.nc.u32 $0, [$3]; }",
             *(at, M, c.offset(index, at * 4)),
             results=1,
         )
+        if found is not None:
+            slot = (at < found).choose(slot, 0xFFFFFFFF)
+        first = M
+        for (start, stop), n, end in zip(spans, most, ends, strict=False):
+            of_span = (stop > start + n).choose(stop - n, start) + (at - first)
+            there = (at >= first) & (at < first + n) & (of_span < stop)
+            slot, first = there.choose(of_span + end, slot), first + n
+        return slot
 
     # A row of shared memory is one slot's, its chunk i of 16 bytes at i ^ (row % 8): 8 rows of a chunk, which is what
     # `ldmatrix` reads at once, then lie in different banks.

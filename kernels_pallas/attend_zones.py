@@ -61,7 +61,7 @@ def attend_zones(
     k: Array,
     v: Array,
     slots: Array,
-    valid: Array,
+    known: Array,
     recent: Any,
     sink: Any,
     local: int,
@@ -69,34 +69,36 @@ def attend_zones(
     scale: float,
     config: Config | None = None,
 ) -> Array:
-    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the `valid` of slots [B, K, H, M] and spans.
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over slots i32[B, K, H, M] and spans.
 
-    k, v are [B, K, S, D]; slot S + r is slot r of `recent`. `recent`, and `sink` if there is one, are keys and values
-    [B, K, R, D] and start and stop i32[B] of the slots that are attended to, `local` of `recent` at most. `config` is
-    chosen by the number of rows and slots.
+    Of the slots those are read that `known` says: as bool[B, K, H, M] which, as i32[B, K, H] how many, the first. k, v
+    are [B, K, S, D]; slot S + r is slot r of `recent`. `recent`, and `sink` if there is one, are keys and values
+    [B, K, R, D] and start and stop i32[B] of the slots that are attended to, of `recent` the last `local` of these.
+    `config` is chosen by the number of rows and slots.
     """
     if limit := unsupported(q, k, v, slots, recent, sink, local, config):
         raise NotImplementedError(limit)
     B, K, G, D = q.shape
-    H, first = slots.shape[2], k.shape[2]
-    chosen = jnp.clip(slots, 0, first + recent[0].shape[2] - 1)
-    lists, kept = [jnp.where(valid, chosen, -1)], [k, v]
-    for (keys, values, start, stop), most in _spans(recent, sink, local):
-        at = start[:, None] + jnp.arange(most)[None]
-        at = jnp.where(at < stop[:, None], first + at, -1)[:, None, None]
-        lists.append(jnp.broadcast_to(at, (B, K, H, most)))
-        kept += [keys, values]
-        first += keys.shape[2]
-    index = jnp.concatenate(lists, axis=-1).reshape(B * K * H, -1)
+    H, M = slots.shape[2:]
+    found = None
+    if not M:  # a kernel reads no array without elements
+        slots, known = jnp.zeros((B, K, H, 1), jnp.int32), jnp.zeros((B, K, H), jnp.int32)
+    if known.dtype == bool:
+        slots = jnp.where(known, jnp.clip(slots, 0, k.shape[2] + recent[0].shape[2] - 1), -1)
+    else:
+        found = known.reshape(B * K * H)
+    spans = _spans(recent, sink, local)
     (out,) = one_zone.attend(
         q.astype(k.dtype).reshape(B * K * H, G // H, D),
-        [a.reshape(B * K, -1, D) for a in kept],
-        index,
+        [a.reshape(B * K, -1, D) for zone in ((k, v), *(span[:2] for span, _ in spans)) for a in zone],
+        slots.astype(jnp.int32).reshape(B * K * H, -1),
+        found=found,
+        spans=[(*(end.astype(jnp.int32) for end in span[2:]), most) for span, most in spans],
         outs=(((G // H, D), q.dtype),),
         name="attend_zones",
         write=functools.partial(_write, kind=KINDS[str(q.dtype)]),
         scale=scale,
-        config=config or config_for(B * K * H, index.shape[1], D),
+        config=config or config_for(B * K * H, M + sum(most for _, most in spans), D),
     )
     return out.reshape(B, K, G, D)
 

@@ -57,13 +57,14 @@ def _append(config: Config, *args: Array) -> Array:
     def run(x: Array, at: Array, count: Array, *new: Array) -> Array:
         B, K, n = new[0].shape[:3]
         chunks = row_bytes(x) // len(new) // CHUNK
-        return c.kernel_in_place(
+        (x,) = c.kernel_in_place(
             functools.partial(_program, sizes=(B, K, x.shape[2], n, chunks), config=config),
             name="kvjax_host_append",
             grid=(-(-B * K * n * chunks // (128 * config.warpgroups * config.ahead)),),
             grid_names=("block",),
             num_threads=config.warpgroups,
-        )(x, at, count, *new)
+        )([x], at, count, *new)
+        return x
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:

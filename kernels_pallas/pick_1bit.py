@@ -100,7 +100,7 @@ def pick_1bit(
     q: Array, bits: Array, step: Array, zero: Array, span: Sequence[Array], waiting: Sequence[Array], count: Array,
     pool: str, room: int, *, scale: float, config: Config | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """(slots i32[B, K, H, room], valid bool[B, K, H, room]) of the `count` i32[B] units that rank highest.
+    """(slots i32[B, K, H, room], found i32[B, K, H]) of the `count` i32[B] units that rank highest: the first `found`.
 
     Units are the slots [start, stop) of 1-bit keys, `span` = (start i32[B], stop i32[B]), for q [B, K, G, D] and keys
     as in `score_1bit`; and after all S slots those of `waiting` = (scores f32[B, K, G, W], start, stop). H is G under
@@ -119,7 +119,7 @@ def pick_1bit(
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
     chosen = config or config_for(B * K, H, S, S + scores.shape[2])
     slots, found = _pick(pool, room, scale, chosen, spans.astype(jnp.int32), scores, *rows)
-    return slots.reshape(B, K, H, room), jnp.arange(room)[None, None, None] < found.reshape(B, K, H, 1)
+    return slots.reshape(B, K, H, room), found.reshape(B, K, H)
 
 
 def _pick(

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.blocks import Block, put
 from kvjax.layouts import unpack_codes
 from kvjax.memory import to_device, to_host
 from kvjax.partial import Partial, Span, attend_part, empty_part, keep_valid, merge, part_of_logits
-from kvjax.pick import Pool, Selection, membership, pool_scores, split_selection
+from kvjax.pick import Picked, Pool, Selection, membership, pool_scores, split_selection
 from kvjax.quant import OneBit, QuantArray, dequantize, dequantize_1bit, split_scales
 from kvjax.rotate import SUBSPACE, Directions, decode, lloyd_max
 
@@ -154,7 +155,7 @@ def pick_1bit(
     *,
     scale: float,
     implementation: Implementation | None = None,
-) -> Selection:
+) -> Picked:
     """The `count` i32[B] units that a group ranks highest by 1-bit keys: `score_1bit`, then `top_k_pooled`.
 
     Units are the slots [start, stop) of `keys` [B, K, S, ...], `span` = (start i32[B], stop i32[B]), scored for q [B,
@@ -167,8 +168,8 @@ def pick_1bit(
     inner: Implementation | None = None if implementation is None else "xla"
     reference = partial(_pick_1bit, pool=pool, room=room, scale=scale, implementation=inner)
 
-    def mosaic(q: Array, keys: OneBit, span: Sequence[Array], waiting: Sequence[Array], count: Array) -> Selection:
-        return Selection(*kernel.pick_1bit(q, *keys, span, waiting, count, pool, room, scale=scale))
+    def mosaic(q: Array, keys: OneBit, span: Sequence[Array], waiting: Sequence[Array], count: Array) -> Picked:
+        return Picked(*kernel.pick_1bit(q, *keys, span, waiting, count, pool, room, scale=scale))
 
     limit = kernel.unsupported(q, keys.bits, keys.scale, waiting[0], pool, room)
     args = lax.stop_gradient((q, keys, span, waiting, count))  # a choice has no derivative
@@ -186,7 +187,7 @@ def _pick_1bit(
     room: int,
     scale: float,
     implementation: Implementation | None,
-) -> Selection:
+) -> Picked:
     scores = score_1bit(q, keys, scale=scale, implementation=implementation), waiting[0]
     parts = []
     for part, (start, stop) in zip(scores, (span, waiting[1:]), strict=True):
@@ -194,8 +195,8 @@ def _pick_1bit(
         valid = (slot >= start[:, None]) & (slot < stop[:, None])
         parts.append((part, valid[:, None, None]))
     picked = top_k_pooled(parts, pool, room, implementation=implementation)
-    rank = jnp.arange(room)[None, None, None]
-    return Selection(picked.slots, picked.valid & (rank < count[:, None, None, None]))
+    found = jnp.sum(picked.valid, axis=-1, dtype=jnp.int32)
+    return Picked(picked.slots, jnp.minimum(found, count[:, None, None]))
 
 
 def collide(
@@ -361,7 +362,7 @@ def attend_zones(
     q: Array,
     k: Array,
     v: Array,
-    selection: Selection,
+    selection: Selection | Picked,
     recent: Span,
     sink: Span | None,
     local: int,
@@ -371,17 +372,18 @@ def attend_zones(
 ) -> Array:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over all that a step of retrieval attends to.
 
-    That is the selected slots of k, v [B, K, S, D], where slot S + r is slot r of `recent`; the span of `recent`, of
-    `local` slots at most, none of which are selected; and that of `sink`, if there is one. `implementation`: see
+    That is the selected slots of k, v [B, K, S, D], where slot S + r is slot r of `recent`; the last `local` slots of
+    the span of `recent`, none of which are selected; and the span of `sink`, if there is one. `implementation`: see
     `explain`. The kernel's products read q in the dtype of k.
     """
     from kvjax.kernels_pallas import attend_zones as kernel
 
     inner: Implementation | None = None if implementation is None else "xla"
-    reference = partial(_attend_zones, scale=scale, implementation=inner)
+    reference = partial(_attend_zones, local=local, scale=scale, implementation=inner)
 
-    def run(q: Array, k: Array, v: Array, selection: Selection, recent: Span, sink: Span | None) -> Array:
-        return kernel.attend_zones(q, k, v, *selection, recent, sink, local, scale=scale)
+    def run(q: Array, k: Array, v: Array, selection: Selection | Picked, recent: Span, sink: Span | None) -> Array:
+        known = selection.found if isinstance(selection, Picked) else selection.valid
+        return kernel.attend_zones(q, k, v, selection.slots, known, recent, sink, local, scale=scale)
 
     args = q, k, v, selection, recent, sink
     limit = kernel.unsupported(q, k, v, selection.slots, recent, sink, local)
@@ -392,13 +394,15 @@ def _attend_zones(
     q: Array,
     k: Array,
     v: Array,
-    selection: Selection,
+    selection: Selection | Picked,
     recent: Span,
     sink: Span | None,
     *,
+    local: int,
     scale: float,
     implementation: Implementation | None,
 ) -> Array:
+    recent = recent._replace(start=jnp.maximum(recent.start, recent.stop - local))
     stored, waiting = split_selection(selection, k.shape[2])
     history = attend_slots(q, k, v, stored, scale=scale, implementation=implementation)
     return attend_beside(history, q, waiting, recent, sink, scale=scale)
@@ -615,6 +619,40 @@ def _host_append(x: Array, new: Sequence[Array], at: Array, count: Array) -> Arr
     return lax.fori_loop(0, B, one_row, x)
 
 
+def put_token(
+    zones: Sequence[Block],
+    k: Array,
+    v: Array,
+    active: Array,
+    overflow: Array,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[list[Block], Array]:
+    """The zones with the token k, v [B, K, 1, D] of each row that is `active` bool[B], in the first that has room; and
+    `overflow` bool[B], also true of rows where none had.
+
+    In place where zones are donated or a loop's carry. `implementation`: see `explain`; all give the same.
+    """
+    from kvjax.kernels_pallas import put_token as kernel
+
+    def mosaic(zones: Sequence[Block], *rest: Array) -> tuple[list[Block], Array]:
+        made, overflow = kernel.put_token([(zone.k, zone.v, zone.count) for zone in zones], *rest)
+        return [Block(*zone) for zone in made], overflow
+
+    args = list(zones), k, v, active, overflow
+    limit = kernel.unsupported([(zone.k, zone.v, zone.count) for zone in zones], *args[1:])
+    return _dispatch(implementation, kernel, limit, _with_derivative(mosaic, _put_token), _put_token, *args)
+
+
+def _put_token(zones: Sequence[Block], k: Array, v: Array, active: Array, overflow: Array) -> tuple[list[Block], Array]:
+    after, left = [], active
+    for zone in zones:
+        fits = left & (zone.count < zone.slots)
+        after.append(put(zone, k, v, fits.astype(jnp.int32)))
+        left = left & ~fits
+    return after, overflow | left
+
+
 # ------------------------------------------------------------------------------------------------------ implementations
 
 
@@ -639,6 +677,7 @@ def explain(op: str, *args: Any) -> str:
         host_rows,
         most_voted,
         pick_1bit,
+        put_token,
         rerank,
         score_1bit,
         score_pages,
@@ -665,6 +704,10 @@ def explain(op: str, *args: Any) -> str:
         "attend_zones": (
             attend_zones,
             lambda q, k, v, selection, *rest: attend_zones.unsupported(q, k, v, selection.slots, *rest),
+        ),
+        "put_token": (
+            put_token,
+            lambda zones, *rest: put_token.unsupported([(zone.k, zone.v, zone.count) for zone in zones], *rest),
         ),
         "host_rows": (host_rows, host_rows.unsupported),
         "host_append": (host_append, host_append.unsupported),

@@ -28,6 +28,22 @@ class Selection(NamedTuple):
     valid: Array  # bool[B, K, H, M]
 
 
+class Picked(NamedTuple):
+    """A selection whose valid slots come first, in any order. What reads it needs no mask."""
+
+    slots: Array  # i32[B, K, H, M] as in a Selection
+    found: Array  # i32[B, K, H] so many, the first, are valid
+
+    @property
+    def valid(self) -> Array:
+        """bool[B, K, H, M]"""
+        return jnp.arange(self.slots.shape[3])[None, None, None] < self.found[..., None]
+
+    @property
+    def selection(self) -> Selection:
+        return Selection(self.slots, self.valid)
+
+
 def require_pool(pool: str) -> None:
     if pool not in POOLS:
         raise ValueError(f"pool must be one of {', '.join(POOLS)}; got {pool!r}")
@@ -69,7 +85,7 @@ def expand_units(units: Selection, unit: int) -> Selection:
     return Selection(slots.reshape(*lead, M * unit), valid.reshape(*lead, M * unit))
 
 
-def split_selection(selection: Selection, slots: int) -> tuple[Selection, Selection]:
+def split_selection(selection: Selection | Picked, slots: int) -> tuple[Selection, Selection]:
     """The part of it that lies in the first `slots` slots, and the part past them, whose slots count from there."""
     past = selection.slots >= slots
     return (

@@ -19,7 +19,7 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax.blocks import Block
-from kvjax.pick import Selection
+from kvjax.pick import Picked, Selection
 from kvjax.spec import CacheSpec
 
 
@@ -35,7 +35,7 @@ class Recall(NamedTuple):
 class Choice(NamedTuple):
     """What a step attends to beside sink and local window."""
 
-    selection: Selection
+    selection: Selection | Picked
     recall: Recall | None  # what to attend with, where it was read already; None: read the store
     reused: Array | None  # bool[B, K] heads whose recall is that of the step before, edge included
 
@@ -57,7 +57,7 @@ class Schedule(Protocol):
         ...
 
     def choose(
-        self, st: Any, q: Array, length: Array, selection: Selection, recall: Callable[[], Recall]
+        self, st: Any, q: Array, length: Array, selection: Selection | Picked, recall: Callable[[], Recall]
     ) -> tuple[Choice, Any]:
         """What the step of q [B, K, G, D] attends with, and what the next step needs.
 
@@ -80,7 +80,7 @@ class EveryStep:
         return ()
 
     def choose(
-        self, st: tuple[()], q: Array, length: Array, selection: Selection, recall: Callable[[], Recall]
+        self, st: tuple[()], q: Array, length: Array, selection: Selection | Picked, recall: Callable[[], Recall]
     ) -> tuple[Choice, tuple[()]]:
         return Choice(selection, None, None), ()
 
@@ -153,7 +153,7 @@ class Speculative:
         return replace(st, slots=jnp.where(moves, moved, st.slots))
 
     def choose(
-        self, st: SpeculativeState, q: Array, length: Array, selection: Selection, recall: Callable[[], Recall]
+        self, st: SpeculativeState, q: Array, length: Array, selection: Selection | Picked, recall: Callable[[], Recall]
     ) -> tuple[Choice, SpeculativeState]:
         q, fresh = q.astype(jnp.float32), recall()
         reused = (_similarity(q, st.query) >= self.tau) & (st.length + 1 == length)[:, None]
@@ -164,7 +164,8 @@ class Speculative:
 
         chosen = Selection(use(st.slots, selection.slots), use(st.valid, selection.valid))
         used = Recall(chosen, use(last.k, fresh.k), use(last.v, fresh.v), last.edge)
-        now = SpeculativeState(q, *selection, fresh.k, fresh.v, fresh.edge, length, jnp.zeros_like(st.due))
+        kept = selection.slots, selection.valid, fresh.k, fresh.v, fresh.edge
+        now = SpeculativeState(q, *kept, length, jnp.zeros_like(st.due))
 
         def keep(old: Array, new: Array) -> Array:
             return jnp.where(st.due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)

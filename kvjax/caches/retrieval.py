@@ -27,7 +27,7 @@ from kvjax.partial import (
     merge,
     ungroup,
 )
-from kvjax.pick import Selection, expand_units, pool_queries, split_selection
+from kvjax.pick import Picked, Selection, expand_units, pool_queries, split_selection
 from kvjax.schedules import EveryStep, Recall, Schedule
 from kvjax.selectors import All, Picker, Selector
 from kvjax.spec import CacheSpec, require_int
@@ -147,16 +147,10 @@ class Retrieval:
 
     def update(self, st: RetrievalState, k: Array, v: Array, active: Array) -> RetrievalState:
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-        to_sink = jnp.zeros_like(active)
-        sink = st.sink
-        if sink is not None:
-            to_sink = active & (sink.count < sink.slots)
-            sink = put(sink, k, v, to_sink.astype(jnp.int32))
-        to_recent = active & ~to_sink
-        overflow = st.overflow | (to_recent & (st.recent.count >= st.recent.slots))
-        recent = put(st.recent, k, v, to_recent.astype(jnp.int32))
+        zones = [st.recent] if st.sink is None else [st.sink, st.recent]
+        (*sink, recent), overflow = ops.put_token(zones, k, v, active, st.overflow)
         schedule = self.schedule.arrive(st.schedule, active)
-        return RetrievalState(sink, st.store, st.index, recent, schedule, overflow)
+        return RetrievalState(sink[0] if sink else None, st.store, st.index, recent, schedule, overflow)
 
     def prefill(self, st: RetrievalState, k: Array, v: Array, lengths: Array) -> RetrievalState:
         dtype, slots, chunk = st.recent.k.dtype, st.recent.slots, self.demote.leave
@@ -233,15 +227,17 @@ class Retrieval:
         B, K = q.shape[0], st.recent.k.shape[1]
         qg = group_queries(q, K)
         self._check_window(window)
-        first = lowest_visible(st.length - 1, window)
+        first = None if window is None else lowest_visible(st.length - 1, window)
         from_store, from_recent = _slot_of(first, st.offset_store), _slot_of(first, st.offset_recent)
-        selection, schedule, fresh = None, st.schedule, None
-        newest = from_recent
-        if not isinstance(self.selector, All):
-            newest = jnp.maximum(st.recent.count - self.local, from_recent)
+        selection: Selection | Picked | None = None
+        schedule, fresh = st.schedule, None
         # Values past the counts of recent and sink are finite: `prefill` and `flush` see to it, and they need no mask.
-        recent = Span(st.recent.k, st.recent.v, newest, st.recent.count)
-        sink = None if st.sink is None else Span(st.sink.k, st.sink.v, _slot_of(first, 0), st.sink.count)
+        kept = recent = Span(st.recent.k, st.recent.v, from_recent, st.recent.count)
+        if not isinstance(self.selector, All):
+            recent = kept._replace(start=jnp.maximum(st.recent.count - self.local, from_recent))
+        sink = None
+        if st.sink is not None:
+            sink = Span(st.sink.k, st.sink.v, _slot_of(first, jnp.zeros_like(st.sink.count)), st.sink.count)
 
         def around(history: Partial, waiting: Selection | None) -> Array:
             return ops.attend_beside(history, qg, waiting, recent, sink, scale=scale)
@@ -256,8 +252,8 @@ class Retrieval:
             if choice.recall is None or choice.reused is None:
                 attended = jnp.sum(selection.valid, axis=-1)
                 if isinstance(self.store, Dense):
-                    kept = st.store.k, st.store.v
-                    out = ops.attend_zones(qg, *kept, selection, recent, sink, self.local, scale=scale)
+                    k, v = st.store.k, st.store.v
+                    out = ops.attend_zones(qg, k, v, selection, kept, sink, self.local, scale=scale)
                 else:
                     stored, waiting = split_selection(selection, st.store.slots)
                     out = around(self.store.attend_slots(st.store, qg, stored, scale=scale), waiting)
@@ -279,7 +275,8 @@ class Retrieval:
         beside = recent.size if sink is None else recent.size + sink.size
         attended = jnp.mean(attended + beside[:, None, None], axis=-1, dtype=jnp.float32)
         state = RetrievalState(st.sink, st.store, st.index, st.recent, schedule, st.overflow)
-        return ungroup(out, q.dtype), state, Info(jnp.broadcast_to(attended, (B, K)), selection, fresh)
+        chosen = None if selection is None else _with_mask(selection)
+        return ungroup(out, q.dtype), state, Info(jnp.broadcast_to(attended, (B, K)), chosen, fresh)
 
     def select(
         self, st: RetrievalState, q: Array, *, scale: float | None = None, window: int | None = None
@@ -291,11 +288,14 @@ class Retrieval:
         if isinstance(self.selector, All):
             raise ValueError("the selector All chooses nothing: it reads every stored token")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        first = lowest_visible(st.length - 1, window)
-        return self._select(st, group_queries(q, st.recent.k.shape[1]), first, scale, ranked=True)
+        first = None if window is None else lowest_visible(st.length - 1, window)
+        return _with_mask(self._select(st, group_queries(q, st.recent.k.shape[1]), first, scale, ranked=True))
 
-    def _select(self, st: RetrievalState, q: Array, first: Array, scale: float, *, ranked: bool = False) -> Selection:
-        """Top units of history and waiting tokens together. `first` i32[B] is the lowest visible position.
+    def _select(
+        self, st: RetrievalState, q: Array, first: Array | None, scale: float, *, ranked: bool = False
+    ) -> Selection | Picked:
+        """Top units of history and waiting tokens together. `first` i32[B] is the lowest visible position; None if all
+        are.
 
         In order of rank where `ranked`, or where the schedule may drop the lowest.
         """
@@ -332,7 +332,7 @@ class Retrieval:
         rank = jnp.arange(room * unit)[None, None, None]
         return Selection(picked.slots, picked.valid & visible & (rank < limit[:, None, None, None]))
 
-    def _recall(self, st: RetrievalState, selection: Selection) -> Recall:
+    def _recall(self, st: RetrievalState, selection: Selection | Picked) -> Recall:
         """Keys and values of the selection, stored or waiting, and the token that the next step's window leaves."""
         stored, waiting = split_selection(selection, st.store.slots)
         k, v = self.store.gather(st.store, stored)
@@ -343,14 +343,15 @@ class Retrieval:
         )
         oldest = st.recent.count - self.local
         ek, ev = (take_rows(a, jnp.maximum(oldest, 0)[:, None]) for a in (st.recent.k, st.recent.v))
-        return Recall(selection, k, v, Block(ek, ev, (oldest >= 0).astype(jnp.int32)))
+        return Recall(_with_mask(selection), k, v, Block(ek, ev, (oldest >= 0).astype(jnp.int32)))
 
-    def _edge(self, st: RetrievalState, edge: Block, first: Array) -> Array:
+    def _edge(self, st: RetrievalState, edge: Block, first: Array | None) -> Array:
         """bool[B]: whether there is a token that left the local window with the newest one, and a query sees it."""
-        return (edge.count > 0) & (st.length - 1 - self.local >= first)
+        there = edge.count > 0
+        return there if first is None else there & (st.length - 1 - self.local >= first)
 
     def _keep_reused(
-        self, st: RetrievalState, selection: Selection, reused: Array, edge: Array, first: Array
+        self, st: RetrievalState, selection: Selection | Picked, reused: Array, edge: Array, first: Array | None
     ) -> Selection:
         """Of what the step before recalled, what this step sees, and what the budget holds beside the edge."""
         slots = st.store.slots
@@ -400,6 +401,11 @@ class Retrieval:
         return self.store.bytes_per_token(spec) + self.selector.bytes_per_token(spec)
 
 
-def _slot_of(position: Array, offset: Array | int) -> Array:
-    """The slot of `position` in a zone whose slot 0 is position `offset`; 0 where the position lies before it."""
-    return jnp.maximum(position - offset, 0)
+def _with_mask(selection: Selection | Picked) -> Selection:
+    return selection.selection if isinstance(selection, Picked) else selection
+
+
+def _slot_of(position: Array | None, offset: Array) -> Array:
+    """The slot of `position` in a zone whose slot 0 is position `offset`; 0 where the position lies before it, and for
+    None, which costs a step no kernel."""
+    return jnp.zeros_like(offset) if position is None else jnp.maximum(position - offset, 0)

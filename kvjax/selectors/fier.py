@@ -9,7 +9,7 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.blocks import write
-from kvjax.pick import Pool, Selection, require_pool
+from kvjax.pick import Picked, Pool, require_pool
 from kvjax.quant import OneBit, quantize_1bit
 from kvjax.spec import CacheSpec, require_int
 
@@ -73,7 +73,7 @@ class Fier:
         room: int,
         *,
         scale: float,
-    ) -> Selection:
+    ) -> Picked:
         return ops.pick_1bit(q, ix, span, waiting, count, self.pool, room, scale=scale)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jax import Array
 
-from kvjax.pick import Pool, Selection
+from kvjax.pick import Picked, Pool
 from kvjax.spec import CacheSpec
 
 
@@ -58,7 +58,7 @@ class Picker(Selector, Protocol):
         room: int,
         *,
         scale: float,
-    ) -> Selection:
+    ) -> Picked:
         """The `count` i32[B] tokens, at most `room`, that rank highest by `pool` for q [B, K, G, D]; in any order.
 
         They are slots of the index from span[0] up to, and without, span[1], i32[B] both; and slots S + w of waiting

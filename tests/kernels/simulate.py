@@ -14,6 +14,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,9 +27,12 @@ from kvjax.kernels_pallas import _common
 U32, U64 = np.uint32, np.uint64
 GLOBAL, GAP = 1 << 40, 1024  # where device memory begins; bytes between arrays
 SHARED, BLOCK_BITS = 1024, 24  # where a block's shared memory begins; a block's place in addresses of a cluster
-UNUSED, READ_ONLY, UNWRITTEN, WRITTEN = range(4)  # of two bytes
+UNUSED, READ_ONLY, UNWRITTEN, WRITTEN = range(4)  # of a byte
 DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 _machine: Machine | None = None
+# XLA's threads take subnormal numbers for 0, and threads that they start do too; those of a GPU and this one do not.
+_thread = ThreadPoolExecutor(1)
+_thread.submit(int).result()
 
 
 @contextlib.contextmanager
@@ -68,8 +72,7 @@ def _kernel(program: Callable[..., None], *, name: str, out_type: Any, **how: An
         assert _machine is None
         _machine = Machine([np.asarray(a) for a in args], outs, **how)
         try:
-            with np.errstate(all="ignore"):
-                program(*_machine.refs)
+            _thread.submit(np.errstate(all="ignore")(program), *_machine.refs).result()
             return jax.tree.unflatten(tree, _machine.results())
         finally:
             _machine = None
@@ -79,9 +82,9 @@ def _kernel(program: Callable[..., None], *, name: str, out_type: Any, **how: An
 
 def _kernel_in_place(program: Callable[..., None], **how: Any) -> Callable[..., Any]:
     def run(changed: Any, *args: Any) -> Any:
-        shape = jax.ShapeDtypeStruct(changed.shape, changed.dtype)
-        out = _kernel(program, out_type=shape, in_place=True, **how)(changed, *args)
-        return jax.device_put(out, jax.typeof(changed).memory_space)
+        shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in changed)
+        outs = _kernel(program, out_type=shapes, in_place=True, **how)(*changed, *args)
+        return tuple(jax.device_put(out, jax.typeof(a).memory_space) for out, a in zip(outs, changed, strict=True))
 
     return run
 
@@ -100,6 +103,7 @@ class Machine:
         block = lane // self.threads
         self.special = {
             "tid.x": lane % self.threads,
+            "laneid": lane % 32,
             "ctaid.x": block,
             "cluster_ctarank": block % self.cluster,
             "clusterid.x": block // self.cluster,
@@ -113,14 +117,14 @@ class Machine:
             refs.append(at)
             at += -(-(a.size * a.dtype.itemsize) // 256) * 256 + GAP
         self.memory = np.zeros(at, np.uint8)
-        self.state = np.full(at // 2, UNUSED, np.uint8)
+        self.state = np.full(at, UNUSED, np.uint8)
         for start, a in zip(refs, args, strict=False):
             raw = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
             self.memory[start : start + raw.size] = raw
-            self.state[start // 2 : (start + raw.size) // 2] = READ_ONLY
-        self.outs = list(zip(refs[:1] if in_place else refs[len(args) :], outs, strict=True))
+            self.state[start : start + raw.size] = READ_ONLY
+        self.outs = list(zip(refs[: len(outs)] if in_place else refs[len(args) :], outs, strict=True))
         for start, a in self.outs:
-            self.state[start // 2 : (start + a.size * a.dtype.itemsize) // 2] = WRITTEN if in_place else UNWRITTEN
+            self.state[start : start + a.size * a.dtype.itemsize] = WRITTEN if in_place else UNWRITTEN
         self.refs = [GLOBAL + r for r in refs]
 
         at = SHARED
@@ -145,8 +149,8 @@ class Machine:
         found = []
         for start, a in self.outs:
             size = a.size * a.dtype.itemsize
-            left = np.flatnonzero(self.state[start // 2 : (start + size) // 2] != WRITTEN)
-            assert not left.size, f"an output {a} was left unwritten at byte {2 * left[0]}"
+            left = np.flatnonzero(self.state[start : start + size] != WRITTEN)
+            assert not left.size, f"an output {a} was left unwritten at byte {left[0]}"
             found.append(self.memory[start : start + size].view(a.dtype).reshape(a.shape))
         return found
 
@@ -156,22 +160,27 @@ class Machine:
         at = at[lanes].astype(np.int64) - GLOBAL
         assert not (at % size).any(), f"an address in device memory is not aligned to {size}"
         assert ((at >= 0) & (at + size <= self.memory.size)).all(), "an address outside of device memory"
-        for half in range(size // 2):
-            bad = ~np.isin(self.state[at // 2 + half], allowed)
-            assert not bad.any(), f"thread {lanes[bad][0]}: device memory at {at[bad][0]}, which is not its to touch"
+        bad = ~np.isin(self.state[at[:, None] + np.arange(size)], allowed).all(axis=1)
+        assert not bad.any(), f"thread {lanes[bad][0]}: device memory at {at[bad][0]}, which is not its to touch"
         return at
 
     def load_global(self, at: Any, size: int, lanes: Any) -> Any:
         at = self._device(lanes, at, size, (READ_ONLY, WRITTEN))
-        if size == 2:
-            return self.memory.view(np.uint16)[at // 2][:, None].astype(U32)
+        if size < 4:
+            return self.memory.view(f"u{size}")[at // size][:, None].astype(U32)
         return self.memory.view(U32)[at[:, None] // 4 + np.arange(size // 4)]
 
     def store_global(self, at: Any, values: Any, lanes: Any) -> None:
-        size = 4 * values.shape[1]
+        size = values.dtype.itemsize * values.shape[1]
         at = self._device(lanes, at, size, (UNWRITTEN, WRITTEN))
-        self.memory.view(U32)[at[:, None] // 4 + np.arange(size // 4)] = values
-        self.state[at[:, None] // 2 + np.arange(size // 2)] = WRITTEN
+        self.memory.view(values.dtype)[at[:, None] // values.dtype.itemsize + np.arange(values.shape[1])] = values
+        self.state[at[:, None] + np.arange(size)] = WRITTEN
+
+    def check_prefetch(self, at: Any, size: Any, lanes: Any) -> None:
+        for lane in lanes:
+            first, bytes_ = int(at[lane]) - GLOBAL, int(size[lane])
+            assert first % 16 == 0 and bytes_ % 16 == 0 and bytes_, f"a prefetch of {bytes_} bytes at {first}"
+            assert (self.state[first : first + bytes_] == READ_ONLY).all(), "a prefetch outside of an array"
 
     def _shared(self, lanes: Any, at: Any, size: int, cluster: bool) -> Any:
         at = at[lanes].astype(np.int64)
@@ -213,8 +222,8 @@ class Machine:
         self._touch(lanes, words, write=False)
         return self.shared[words]
 
-    def store_shared(self, at: Any, values: Any, lanes: Any) -> None:
-        words = self._shared(lanes, at, 4 * values.shape[1], cluster=False)
+    def store_shared(self, at: Any, values: Any, lanes: Any, cluster: bool = False) -> None:
+        words = self._shared(lanes, at, 4 * values.shape[1], cluster)
         self._touch(lanes, words, write=True)
         self.shared[words] = values
 
@@ -233,12 +242,12 @@ class Machine:
         np.add.at(self.shared, words, value)
         return found
 
-    def copy(self, to: Any, source: Any, size: Any, lanes: Any) -> None:
-        words = self._shared(lanes, to, 16, cluster=False)
-        data = np.zeros((lanes.size, 4), U32)
+    def copy(self, to: Any, source: Any, width: int, size: Any, lanes: Any) -> None:
+        words = self._shared(lanes, to, width, cluster=False)
+        data = np.zeros((lanes.size, width // 4), U32)
         reads = size[lanes] != 0
-        assert np.isin(size[lanes], (0, 16)).all()
-        data[reads] = self.load_global(source, 16, lanes[reads])
+        assert np.isin(size[lanes], (0, width)).all()
+        data[reads] = self.load_global(source, width, lanes[reads])
         self._touch(lanes, words, write=True)
         self.shared[words] = 0xFFFFFFFF  # NaN, until it is waited for
         self.copies[-1].append((lanes, words, data))
@@ -287,7 +296,7 @@ def _parse(code: str) -> list[tuple[str, bool, str, list[str]]]:
     found = []
     for line in code.split(";"):
         line = line.strip()
-        if not line or line.startswith(".reg"):
+        if not line or line.startswith((".reg", ".pragma")):
             continue
         guard = re.match(r"@(!?)(\w+)\s+", line)
         line = line[guard.end() :] if guard else line
@@ -338,7 +347,7 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
     match kind:
         case "ld":
             words = vector(operands[0])
-            size = {"u16": 2, "u64": 8}.get(how[-1], 4 * len(words))
+            size = {"u8": 1, "u16": 2, "u64": 8}.get(how[-1], 4 * len(words))
             at = address(operands[1])
             if how[0] == "global":
                 got = m.load_global(at, size, lanes)
@@ -350,7 +359,11 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
                 put(w, column, lanes)
         case "st":
             values = np.stack([read(w)[lanes] for w in vector(operands[1])], axis=1)
-            (m.store_global if how[0] == "global" else m.store_shared)(address(operands[0]), values, lanes)
+            values = values.astype(np.uint8) if how[-1] == "u8" else values
+            if how[0] == "global":
+                m.store_global(address(operands[0]), values, lanes)
+            else:
+                m.store_shared(address(operands[0]), values, lanes, cluster="cluster" in how[0])
         case "mov":
             words = vector(operands[1])
             if len(words) == 2:
@@ -359,15 +372,22 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             else:
                 put(operands[0], read(words[0]).astype(U64 if how[0].endswith("64") else U32))
         case "setp":
-            a, b = (read(x) for x in operands[1:])
+            a, b = (read(x) for x in operands[1:3])
             if how[1] == "s32":
                 a, b = a.view(np.int32), b.view(np.int32)
             if how[1] == "f32":
                 a, b = floats(*operands[1:])
             compare = {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "eq": "equal"}
-            put(operands[0], getattr(np, compare.get(how[0], "not_equal"))(a, b))
+            holds = getattr(np, compare.get(how[0], "not_equal"))(a, b)
+            put(operands[0], holds & read(operands[3]) if how[1] == "and" else holds)
         case "xor":
             put(operands[0], read(operands[1]) ^ read(operands[2]))
+        case "add" if how == ["u32"]:
+            put(operands[0], read(operands[1]) + read(operands[2]))
+        case "dp4a":
+            a, b, total = (np.ascontiguousarray(read(x)) for x in operands[1:])
+            products = a.view(np.uint8).reshape(-1, 4).astype(U32) * b.view(np.uint8).reshape(-1, 4)
+            put(operands[0], total + products.sum(axis=1, dtype=U32))
         case "selp":
             put(operands[0], np.where(read(operands[3]), read(operands[1]), read(operands[2])))
         case "red" | "atom":
@@ -396,6 +416,11 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
         case "cvt" if how[1] in ("bf16x2", "f16x2"):
             hi, lo = (x.astype(DTYPES[how[1][:-2]]).view(np.uint16).astype(U32) for x in floats(*operands[1:]))
             put(operands[0], lo | (hi << U32(16)))
+        case "max" | "min" if how[-1] == "u32":
+            put(operands[0], {"max": np.maximum, "min": np.minimum}[kind](read(operands[1]), read(operands[2])))
+        case "or" | "popc":
+            of = [read(x) for x in operands[1:]]
+            put(operands[0], of[0] | of[1] if kind == "or" else np.bitwise_count(of[0]).astype(U32))
         case "clz":
             put(operands[0], 32 - np.ceil(np.log2(read(operands[1]).astype(np.float64) + 1)).astype(U32))
         case "prmt":
@@ -420,12 +445,15 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
                 whole = mask.reshape(-1, m.threads * m.cluster)
                 assert (whole.all(1) | ~whole.any(1)).all(), "a barrier of a cluster without some of its threads"
                 m.barrier(m.cluster_time, lanes)
+        case "cp" if "prefetch" in how:
+            m.check_prefetch(address(operands[0]), read(operands[1]), lanes)
         case "cp" if "commit_group" in how:
             m.copies.append([])
         case "cp" if "wait_group" in how:
             m.wait_copies(int(operands[0]))
         case "cp":
-            m.copy(address(operands[0]), address(operands[1]), read(operands[3]), lanes)
+            assert operands[2] == "16" or (how[1] == "ca" and operands[2] in ("4", "8"))
+            m.copy(address(operands[0]), address(operands[1]), int(operands[2]), read(operands[3]), lanes)
         case _:
             _collective(m, kind, name, [vector(x) for x in operands], read, address, put)
 
@@ -445,6 +473,10 @@ def _collective(m: Machine, kind: str, name: str, operands: Any, read: Any, addr
             source = {"bfly": lane ^ by, "down": lane + by, "idx": (by & 31) + 0 * lane}[name.split(".")[2]]
             source = np.where((source >= 0) & (source < 32), source, lane)
             put(operands[0][0], np.take_along_axis(rows(operands[1][0]), source, axis=1).reshape(-1), lanes)
+        case "redux":
+            over = {"add": np.add, "max": np.maximum}[name.split(".")[2]]
+            one = over.reduce(rows(operands[1][0]), axis=1, dtype=U32)
+            put(operands[0][0], np.repeat(one, 32), lanes)
         case "vote":
             ballot = np.sum(rows(operands[1][0]).astype(np.int64) << lane, axis=1).astype(U32)
             put(operands[0][0], np.repeat(ballot, 32), lanes)

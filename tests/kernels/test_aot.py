@@ -18,6 +18,7 @@ from kvjax.kernels_pallas import (
     host_rows,
     most_voted,
     pick_1bit,
+    put_token,
     rerank,
     score_1bit,
     score_pages,
@@ -50,6 +51,12 @@ def zones(G, S, R, A, D, M, H=1, dtype=jnp.bfloat16):
     ends = 2 * [sds(1, dtype=jnp.int32)]
     recent, sink = ((*2 * [sds(1, 8, n, D, dtype=dtype)], *ends) for n in (R, A))
     return q, k, v, chosen, valid, recent, sink if A else None
+
+
+def tokens(*slots, D=128):
+    one = sds(1, dtype=bool)
+    kept = [(*2 * [sds(1, 8, n, D)], sds(1, dtype=jnp.int32)) for n in slots]
+    return kept, *2 * [sds(1, 8, 1, D)], one, one
 
 
 def parts(G, *sizes):
@@ -128,6 +135,7 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_slots": (ATTEND, slots(4, 131072, 128, 2048), 0.1, 0),
     "attend_slots, a loop": (ATTEND, slots(8, 131072, 128, 4096, dtype=jnp.float16), 0.2, 0),
     "attend_slots, D 256": (ATTEND, slots(4, 131072, 256, 2048), 0.2, 136),
+    "put_token": (put_token.put_token, tokens(4, 383), 2, 0),  # not given away, they are copied
     "attend_zones": (over_zones(1), zones(4, 131072, 256, 0, 128, 2047), 0.1, 0),
     "attend_zones, three": (over_zones(128), zones(4, 130816, 383, 4, 128, 1916), 0.1, 0),
     "attend_zones, a loop": (over_zones(256), zones(8, 131072, 511, 4, 128, 3800, dtype=jnp.float16), 0.2, 0),

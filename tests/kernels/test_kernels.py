@@ -1,5 +1,6 @@
 """The Pallas kernels: what they refuse, and when they are chosen."""
 
+import dataclasses
 import json
 import logging
 import re
@@ -20,6 +21,7 @@ from kvjax.kernels_pallas import (
     host_rows,
     most_voted,
     pick_1bit,
+    put_token,
     rerank,
     score_1bit,
     score_pages,
@@ -28,6 +30,7 @@ from kvjax.kernels_pallas import (
 )
 
 from kvjax import CacheSpec, Fifo, Retrieval, ops
+from kvjax.blocks import Block
 from kvjax.partial import Span
 from kvjax.pick import Selection
 from kvjax.quant import OneBit, quantize_1bit
@@ -287,6 +290,28 @@ def test_host_rows_and_host_append_refuse_what_they_have_no_kernel_for(changed, 
 
 
 @pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (dict(D=12), "heads of a multiple of 16 bytes; got 24"),
+        (dict(other=jnp.float16), "zones of one dtype; got bfloat16, bfloat16, float16, float16"),
+        (dict(slots=0), "at least one row and slot"),
+    ],
+)
+def test_put_token_refuses_what_it_has_no_kernel_for(changed, words):
+    def shapes(D=64, slots=5, other=jnp.bfloat16):
+        flags, counts = (jax.ShapeDtypeStruct((2,), kind) for kind in (bool, jnp.int32))
+        zones = [
+            (*2 * [jax.ShapeDtypeStruct((2, 3, n, D), kind)], counts) for n, kind in ((slots, jnp.bfloat16), (9, other))
+        ]
+        return zones, *2 * [jax.ShapeDtypeStruct((2, 3, 1, D), jnp.bfloat16)], flags, flags
+
+    assert put_token.supported(*shapes())
+    assert words in put_token.unsupported(*shapes(**changed))
+    with pytest.raises(NotImplementedError, match=words):
+        jax.eval_shape(put_token.put_token, *shapes(**changed))
+
+
+@pytest.mark.parametrize(
     ("sizes", "dtype", "k", "words"),
     [
         ((64,), jnp.bfloat16, 5, "scores in f32"),
@@ -335,8 +360,8 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
         top_k.Config(blocks=3)
     with pytest.raises(ValueError, match="units must be"):
         score_1bit.Config(units=17)
-    with pytest.raises(ValueError, match="ahead must be"):
-        score_1bit.Config(ahead=4)
+    with pytest.raises(ValueError, match="stages must be 2, 4 or 8"):
+        score_1bit.Config(stages=1)
     with pytest.raises(ValueError, match="units must be"):
         pick_1bit.Config(units=0)
     with pytest.raises(ValueError, match="stages must be 2, 4 or 8"):
@@ -373,10 +398,11 @@ def test_pick_1bit_fits_in_shared_memory_and_runs_at_once(stages):
     assert pick_1bit.smem_bytes(128, pick_1bit.Config(stages=stages)) <= 227 * 1024 // 4
     for rows, slots in ((8, 130816), (8, 32512), (64, 8192), (8, 300)):
         config = pick_1bit.config_for(rows, 1, slots, slots + 256)
-        warps = rows * -(-slots // (pick_1bit.UNIT * config.units))
-        assert warps <= pick_1bit.RUN_AT_ONCE
+        assert (config.units, config.stages) == dataclasses.astuple(score_1bit.config_for(rows, slots))
+        warps = rows * -(-slots // (score_1bit.UNIT * config.units))
+        assert warps <= score_1bit.RUN_AT_ONCE
         assert top_k.in_one_step(slots + 256, config)
-    assert pick_1bit.config_for(64, 1, 32512, 32768).units == 13  # two turns, the last of them full
+    assert score_1bit.config_for(64, 32512).units == 16  # two turns, the last of them full
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
@@ -437,6 +463,7 @@ def test_the_reference_runs_where_there_is_no_kernel():
         ("host_rows", boxes, none),
         ("host_append", boxes[..., None, :], [boxes], none[0, 0], none[0, 0]),
         ("score_pages", boxes, boxes.astype(jnp.bfloat16), boxes.astype(jnp.bfloat16)),
+        ("put_token", [Block(boxes, boxes, none[0, 0])], *2 * [boxes], *2 * [none[0, 0] == 0]),
         ("top_k_pooled", [(boxes, boxes[:, :, :1] == 0)], "mean_score", 5),
         ("collide", boxes, *(jnp.zeros(shape, jnp.int32) for shape in ((1, 1, 8, 8), (1, 1, 8, 256), (1, 6)))),
         (

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kvjax.kernels_pallas import (
+    _choice,
     _common,
     attend_quantized,
     attend_slots,
@@ -20,6 +21,7 @@ from kvjax.kernels_pallas import (
     host_rows,
     most_voted,
     pick_1bit,
+    put_token,
     rerank,
     score_1bit,
     score_pages,
@@ -28,9 +30,10 @@ from kvjax.kernels_pallas import (
 )
 
 from kvjax import CacheSpec, Fifo, Host, Retrieval, ops
+from kvjax.blocks import Block
 from kvjax.memory import to_host
 from kvjax.partial import Span
-from kvjax.pick import Selection, expand_units, pool_scores
+from kvjax.pick import Picked, Selection, expand_units, pool_scores
 from kvjax.quant import OneBit, QuantArray, quantize, quantize_1bit
 from kvjax.rotate import SUBSPACE, encode, lloyd_max
 from kvjax.selectors import MinMaxPages
@@ -351,7 +354,10 @@ def index(B, K, S, D, group, dtype, seed=0):
     ("B", "K", "G", "S", "D", "group", "dtype"),
     [
         (2, 1, 5, 672, 128, 32, jnp.bfloat16),
+        (1, 1, 4, 1056, 64, 96, jnp.bfloat16),
+        (1, 1, 3, 288, 128, 32, jnp.float16),
         pytest.param(1, 2, 8, 192, 64, 64, jnp.float16, marks=pytest.mark.thorough),
+        pytest.param(1, 2, 4, 576, 128, 64, jnp.bfloat16, marks=pytest.mark.thorough),
         *(pytest.param(2, 3, G, 2080, 128, 32, jnp.bfloat16, marks=on_gpu) for G in range(1, 9)),
         *(pytest.param(1, 2, G, 992, 64, 32, jnp.float16, marks=on_gpu) for G in (1, 4, 8)),
         *(
@@ -366,7 +372,7 @@ def test_scores_equal_the_reference(B, K, G, S, D, group, dtype):
     ix = index(B, K, S, D, group, dtype)
     q = normal(1, B, K, G, D, dtype=dtype).astype(jnp.float32)
     want = jax.jit(partial(ops.score_1bit, scale=D**-0.5, implementation="xla"))(q, ix)
-    for config in (None, score_1bit.Config(units=3, ahead=2)):
+    for config in (None, score_1bit.Config(units=3, stages=2), score_1bit.Config(units=11, stages=8)):
         got = jax.jit(partial(score_1bit.score_1bit, scale=D**-0.5, config=config))(q, *ix)
         # Each product of query and step is rounded once to 16 bits, and so is each query times scale.
         assert relative(got, want) < 2 * float(jnp.finfo(dtype).eps)
@@ -383,6 +389,27 @@ def test_scores_of_equal_keys_are_exact_and_other_rows_do_not_matter():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
     poisoned = OneBit(ix.bits, ix.scale.at[1].set(jnp.nan), ix.zero.at[1, :, 1:].set(jnp.inf))
     np.testing.assert_array_equal(run(q, poisoned)[0], got[0])
+
+
+@pytest.mark.thorough
+def test_scores_of_queries_times_a_power_of_two_are_so_many_times_as_large():
+    ix, q = index(1, 1, 64, 128, 32, jnp.bfloat16), normal(1, 1, 1, 4, 128, dtype=jnp.bfloat16)
+    run = jax.jit(lambda q, ix: score_1bit.score_1bit(q, *ix, scale=1.0))
+    for factor in (2.0**50, 2.0**-30):  # of the operands of products the powers are 64 to -63
+        np.testing.assert_array_equal(run(q * jnp.asarray(factor, q.dtype), ix), run(q, ix) * factor)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("G", [4, 5])
+def test_scores_are_finite_where_those_of_the_reference_are(G, dtype):
+    ix, q = index(1, 1, 320, 128, 32, dtype), normal(1, 1, 1, G, 128, dtype=dtype).astype(jnp.float32)
+    step = ix.scale.at[0, 0, 1, 5].set(jnp.inf).at[0, 0, 4, 7].set(jnp.nan)
+    ix = ix._replace(scale=step, zero=ix.zero.at[0, 0, 7, 3].set(-jnp.inf).at[0, 0, 8, 3].set(jnp.nan))
+    for queries in (q, q.at[0, 0, 2, 9].set(jnp.inf)):
+        got = jax.jit(lambda q, ix: score_1bit.score_1bit(q, *ix, scale=0.1))(queries, ix)
+        want = jax.jit(partial(ops.score_1bit, scale=0.1, implementation="xla"))(queries, ix)
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
 
 
 @pytest.mark.thorough
@@ -444,6 +471,7 @@ KINDS = ("normal", "equal", "few keys", "peaked", "flat", "infinite", "poison")
                 (2, 1, 8, 4160, 64, 64, 9, 77, jnp.float16, pick_1bit.Config(blocks=1, unroll=1, units=9, stages=8)),
                 (1, 1, 3, 4096 + 32, 128, 4128, 4, 4095, jnp.bfloat16, None),
                 (2, 1, 5, 64, 64, 32, 1, 65, jnp.bfloat16, pick_1bit.Config(blocks=4, units=2, stages=2)),
+                (1, 1, 4, 160, 128, 32, 8, 60, jnp.bfloat16, pick_1bit.Config(blocks=16, units=2)),
             )
         ),
         *(
@@ -456,7 +484,11 @@ KINDS = ("normal", "equal", "few keys", "peaked", "flat", "infinite", "poison")
         *(pytest.param(6, 3, G, 2080, 64, 32, 33, 200, jnp.float16, None, marks=on_gpu) for G in range(1, 9)),
     ],
 )
-def test_pick_1bit_chooses_what_top_k_pooled_does_of_the_scores(B, K, G, S, D, group, W, room, dtype, config):
+def test_pick_1bit_chooses_what_top_k_pooled_does_of_the_scores(
+    B, K, G, S, D, group, W, room, dtype, config, monkeypatch
+):
+    if B == 6:  # bins of so few are counted again as those of many, or ranked
+        monkeypatch.setattr(_choice, "LISTED", 8)
     run = jax.jit(
         lambda q, ix, *args, pool: pick_1bit.pick_1bit(q, *ix, *args, pool, room, scale=D**-0.5, config=config),
         static_argnames="pool",
@@ -476,7 +508,7 @@ def test_pick_1bit_chooses_what_top_k_pooled_does_of_the_scores(B, K, G, S, D, g
             valid = (slot >= np.asarray(ends[0])[:, None]) & (slot < np.asarray(ends[1])[:, None])
             parts.append((part, jnp.asarray(valid)[:, None, None]))
         for pool in pools.get(kind, ("mean_softmax",)):
-            slots, found = (np.asarray(a) for a in run(q, ix, span, waiting, count, pool=pool))
+            slots, found = (np.asarray(a) for a in Picked(*run(q, ix, span, waiting, count, pool=pool)).selection)
             want = reference(parts, pool=pool)
             wanted = np.asarray(want.valid) & (np.arange(room) < np.asarray(count)[:, None, None, None])
             np.testing.assert_array_equal(found.sum(-1), wanted.sum(-1), err_msg=f"{kind}, {pool}")
@@ -716,8 +748,12 @@ def test_attention_over_zones_reads_nothing_that_is_not_attended_to():
     recent_, sink_ = (a._replace(k=poison(a.k, seen), v=poison(a.v, seen)) for a, seen in others)
     got = run(q, poison(k, chosen[:, :, :60]), poison(v, chosen[:, :, :60]), selection, recent_, sink_)
     np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(run(q, k, v, selection, recent._replace(start=jnp.zeros(4, jnp.int32)), sink), want)
     far = Selection(jnp.where(selection.valid, selection.slots, 10**9), selection.valid)
     np.testing.assert_array_equal(run(q, k, v, far, recent, sink), want)
+    ordered = Selection(*(jnp.take_along_axis(a, jnp.argsort(~selection.valid), axis=-1) for a in far))
+    counted = Picked(ordered.slots, jnp.sum(ordered.valid, axis=-1, dtype=jnp.int32))
+    np.testing.assert_array_equal(run(q, k, v, counted, recent, sink), run(q, k, v, ordered, recent, sink))
     f32 = run(q.astype(jnp.float32), k, v, selection, recent, sink)
     assert f32.dtype == jnp.float32
     np.testing.assert_array_equal(f32.astype(jnp.bfloat16), want)
@@ -808,6 +844,64 @@ def test_attention_over_codes_reads_nothing_outside_of_its_span_and_takes_vmap()
     apart = jax.jit(jax.vmap(lambda *a: run(*jax.tree.map(lambda x: x[None], a))))(*whole)
     for got, expected in zip(apart, want, strict=True):
         np.testing.assert_allclose(got[:, 0], expected, rtol=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------------- put_token
+
+
+def token_of(B, K, slots, D, dtype):
+    """A step's arguments. Rows have, in turn: room everywhere; a full first zone; no room; no token; a lost one."""
+    counts = [np.resize([n - 1, n, n, 0, n], B).astype(np.int32) for n in slots]
+    counts[-1] = np.resize([0, slots[-1] - 1, slots[-1], 1, slots[-1]], B).astype(np.int32)
+    zones = [
+        Block(*(normal(2 * i + s, B, K, n, D, dtype=dtype) for s in range(2)), jnp.asarray(count))
+        for i, (n, count) in enumerate(zip(slots, counts, strict=True))
+    ]
+    active = jnp.asarray(np.resize([True, True, True, False, True], B))
+    return zones, *(normal(s, B, K, 1, D) for s in (8, 9)), active, jnp.asarray(np.arange(B) == 4)
+
+
+def put_by_kernel(zones, *rest):
+    made, overflow = put_token.put_token([(zone.k, zone.v, zone.count) for zone in zones], *rest)
+    return [Block(*zone) for zone in made], overflow
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "slots", "D", "dtype"),
+    [
+        (5, 3, (2, 5), 128, jnp.bfloat16),
+        (2, 5, (4,), 8, jnp.float32),
+        pytest.param(9, 8, (4, 383), 128, jnp.bfloat16, marks=on_gpu),
+        pytest.param(1, 8, (256,), 256, jnp.float16, marks=on_gpu),
+    ],
+)
+def test_a_token_is_put_where_the_reference_puts_it(B, K, slots, D, dtype):
+    args = token_of(B, K, slots, D, dtype)
+    want = jax.jit(partial(ops.put_token, implementation="xla"))(*args)
+    zones = jax.tree.map(jnp.copy, args[0])
+    places = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(zones)]
+    got = jax.jit(put_by_kernel, donate_argnums=0)(zones, *args[1:])
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    if ON_GPU:
+        assert [a.unsafe_buffer_pointer() for a in jax.tree.leaves(got[0])] == places, "it was copied"
+
+
+def test_a_token_is_put_under_vmap_and_has_the_references_derivative(monkeypatch):
+    args = token_of(2, 1, (3,), 64, jnp.float32)
+    two = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), args)
+    got = jax.jit(jax.vmap(put_by_kernel))(*two)
+    for i in range(2):
+        want = ops.put_token(*jax.tree.map(lambda a, i=i: a[i], two), implementation="xla")
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda a, i=i: a[i], got), want)
+    zones, *rest = args
+
+    def total(k, implementation):
+        (zone,), _ = ops.put_token(zones, k, *rest[1:], implementation=implementation)
+        return jnp.sum(zone.k**2)
+
+    monkeypatch.setattr(ops, "_unmeasured", lambda kernel: None)
+    for k in (rest[0], 2 * rest[0]):
+        np.testing.assert_allclose(*(jax.jit(jax.grad(partial(total, implementation=i)))(k) for i in (None, "xla")))
 
 
 # ------------------------------------------------------------------------------------------- host_rows, host_append
