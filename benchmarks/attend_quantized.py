@@ -26,7 +26,7 @@ SHAPES = (  # B, K, Q, S, D, bits of keys and values, a key group's tokens and c
     (8, 8, 4, 780 * 42, 128, 2, 42, 1, 64),
     (1, 8, 4, 131072, 64, 2, 32, 1, 32),
 )
-CONFIGS = [Config(blocks, warpgroups) for blocks, warpgroups in ((None, 1), (None, 2), (16, 1), (50, 1), (66, 1))]
+OTHERS = ((1, 3, 2), (1, 4, 2), (1, 4, 3), (2, 3, 3), (1, 2, 4), (2, 1, 4))  # times the default's blocks, as Config
 
 
 def inputs(
@@ -54,7 +54,11 @@ def measure(*shape: int) -> dict[str, Any]:
         return float(jnp.maximum(off, jnp.max(jnp.abs(got[1] - want.lse))))
 
     moved = B * K * S * (2 * D * bits / 8 + 4 * D / (tokens * channels) + 4 * D / value_channels)
-    configs = [Config(), *CONFIGS]
+    layout = attend_quantized.layout_of(D, *args[1:3])
+    first = attend_quantized.config_for(B * K, layout)
+    configs = [first]
+    configs += [Config(times * first.blocks, *sizes) for times, *sizes in OTHERS]
+    configs = [x for x in configs if attend_quantized.smem_bytes(layout, x) <= attend_quantized.SMEM]
     row = sweep("attend_quantized", kernel, reference, args, configs=configs, error=error, most=2e-2, moved=moved)
     sizes = {"B": B, "K": K, "Q": Q, "S": S, "D": D, "bits": bits, "key_group": [tokens, channels]}
     return {**sizes, "value_group": value_channels, **row}
@@ -63,7 +67,7 @@ def measure(*shape: int) -> dict[str, Any]:
 if __name__ == "__main__":
     run(
         "attend_quantized",
-        "attend_quantized of q [B, K, Q, D] over codes of S tokens; config: blocks of a row x warpgroups",
+        "attend_quantized of q [B, K, Q, D] over codes of S tokens; config: blocks of a row x warpgroups x stages",
         "normal random q, k and v",
         measure,
         SHAPES,

@@ -34,26 +34,57 @@ def weigh(
 
     `scores` are the sums of `mma` of 16 keys each, without `scale`; `there(n)` says whether key 8 n + quad counts.
     """
-    tops, totals, mixed = parts(state)
-    weights = []
+    logs = [[instr("mul.f32", x, real(scale / math.log(2))) for x in tile] for tile in scores]
+    kept, weights = exponentials(state, masked(logs, there))
+    return kept, [right_operand(tile, kind) for tile in weights]
+
+
+def masked(logs: list[list[Word]], there: Callable[[int], Flag]) -> list[list[Word]]:
+    return [[there(2 * n + e // 2).choose(x, real(-math.inf)) for e, x in enumerate(t)] for n, t in enumerate(logs)]
+
+
+def exponentials(
+    state: Sequence[Word], logs: list[list[Word]], *, factor: float = 1.0, lift: float = 0.0, slack: float | None = None
+) -> tuple[list[Word], list[list[Word]]]:
+    """The state before the values of some keys are mixed in, and their weights times 2^lift.
+
+    Logarithms, which `factor` > 0 multiplies, and weights are in the places of the sums of `mma` of 16 keys each. The
+    state's sums have the lift too. With `slack` its largest score stays, and so its sums need no multiplication, until
+    a score is larger by more than that; weights are up to 2^(lift + slack) then.
+    """
+    olds, tops = list(state[:2]), []
     for e in range(2):
-        mine = [tile[e + 2 * half] for tile in scores for half in range(2)]
-        mine = [instr("mul.f32", x, real(scale / math.log(2))) for x in mine]
-        mine = [there(n).choose(x, real(-math.inf)) for n, x in enumerate(mine)]
-        top = functools.reduce(lambda a, b: instr("max.f32", a, b), mine, tops[e])
+        top = functools.reduce(lambda a, b: instr("max.f32", a, b), [x for tile in logs for x in tile[e::2]])
         for gap in (4, 8, 16):
             top = instr("max.f32", top, c.bfly(top, gap))
-        shift = finite(top)
-        mine = [instr("ex2.approx.ftz.f32", instr("sub.f32", x, shift)) for x in mine]
-        keep = instr("ex2.approx.ftz.f32", instr("sub.f32", tops[e], shift))
-        totals[e] = functools.reduce(lambda a, b: instr("add.f32", a, b), mine, instr("mul.f32", totals[e], keep))
-        for acc in mixed:
-            acc[e], acc[e + 2] = (instr("mul.f32", x, keep) for x in (acc[e], acc[e + 2]))
-        tops[e] = top
-        weights.append(mine)
-    halves = [instr(f"cvt.rn.{kind}x2.f32", hi, lo) for lo, hi in zip(*weights, strict=True)]
-    turned = [instr("movmatrix.sync.aligned.m8n8.trans.b16", x, convergent=True) for x in halves]
-    return [*tops, *totals, *flat(mixed)], [turned[i : i + 2] for i in range(0, len(turned), 2)]
+        tops.append(instr("max.f32", olds[e], top if factor == 1 else instr("mul.f32", top, real(factor))))
+
+    def moved() -> list[Word]:
+        keep = [instr("ex2.approx.ftz.f32", instr("sub.f32", x, finite(y))) for x, y in zip(olds, tops, strict=True)]
+        return [*tops, *(instr("mul.f32", x, keep[i % 2]) for i, x in enumerate(state[2:]))]
+
+    if slack is None:
+        state = moved()
+    else:
+        vote = "{ .reg .pred p; setp.gt.f32 p, $1, $2; vote.sync.ballot.b32 $0, p, -1; }"
+        limits = [instr("add.f32", x, real(slack)) for x in olds]
+        far = [ptx(vote, x, y, results=1, convergent=True) for x, y in zip(tops, limits, strict=True)]
+        state = c.choose_between((far[0] | far[1]).differs(0), moved, state)
+    tops, totals, mixed = parts(state)
+    weights = [list(tile) for tile in logs]
+    for e in range(2):
+        shift = instr("sub.f32", real(lift), finite(tops[e]))
+        for tile in weights:
+            for i in (e, e + 2):
+                tile[i] = instr("ex2.approx.ftz.f32", instr("fma.rn.f32", tile[i], real(factor), shift))
+                totals[e] = instr("add.f32", totals[e], tile[i])
+    return [*tops, *totals, *flat(mixed)], weights
+
+
+def right_operand(tile: list[Word], kind: str) -> list[Word]:
+    """The sums of a `mma` of 16 keys as its right operand, whose rows the keys are."""
+    halves = [instr(f"cvt.rn.{kind}x2.f32", tile[n + 1], tile[n]) for n in (0, 2)]
+    return [instr("movmatrix.sync.aligned.m8n8.trans.b16", x, convergent=True) for x in halves]
 
 
 def flat(mixed: list[list[Word]]) -> list[Word]:

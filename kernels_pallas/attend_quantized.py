@@ -1,31 +1,42 @@
-"""Attention over keys and values of 2 and 4 bits, which are decoded in registers, into the operands of `mma`.
+"""Attention over keys and values of 2 and 4 bits, whose codes become operands of `mma` by an `and` of two at a time.
 
-A code c of b bits becomes the bf16 number 1 + c / 2^b by a shift, an and and an or for two of them (its bits are the
-highest of the mantissa), less 1; one `fma` with scale 2^b and zero makes the two values, rounded to bf16 once. Scores
-are S^T = K q^T, 16 keys the rows and 8 heads the columns of a product, and the mix is O^T = V^T P^T; channels are taken
-in the order in which their bits lie, a lane's in one run. A warp does a unit at a time: a group of keys that share
-scales by channel, or 64 keys with scales by token. A unit is padded to whole products. The warps of some blocks share
-what is stored of a row, whatever its room, in turns; each keeps a part (online softmax, base 2); the warps of a block
-merge in shared memory, and the blocks in XLA.
+Below 256 the bits of a bf16 count linearly, so codes need not be decoded where scales can leave them. Keys by channel:
+q.k = sum (q s) c + q.z, with queries times scales once a group, and q.z as the start of the sums. Values by token:
+sum P v = sum (P s) c + sum P z, with weights times scales, an operand for each slice of channels that has scales of its
+own, and sum P z in f32 beside the mix. Only q s and P s are rounded, and what that takes is given back times the centre
+of the codes, as if codes were around 0. Keys by token are decoded: a code's bits after those of 1, less 1, and one
+`fma` with scale and zero.
+
+Scores are S^T = K q^T, 16 keys the rows and 8 heads the columns of a product, and the mix is O^T = V^T P^T; channels
+are taken in the order in which their bits lie. A warp does a unit at a time: a group of keys that share scales by
+channel, or 32 keys with scales by token. A unit is padded to whole products. It is copied (`cp.async`) into shared
+memory of the warp, `stages` - 1 units ahead. The warps of some blocks share what is stored of a row, whatever its room,
+in turns; each keeps a part (online softmax, base 2); the warps of a block merge in shared memory, and the blocks in
+XLA.
+
+**Sizes:** q s and q z must be below 2^58 and scales of values below 2^55; what is below 2^-60 of 1 may become 0.
 
 **Bytes:** a token and kv head, D (b_k + b_v) / 8 of codes and 4 D / g of scales each of keys and values. The bound on
 an H200 (4.3 TB/s) for 8 kv heads x 131072, D = 128, 2 bits, keys by channel in groups of 42, values of 64: 21 us.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of the kernel alone, normal random q, k, v, 8 kv heads, 4
-queries each, D = 128, 131072 tokens: 2 bits as LogQuant has them 74 us (the reference, in a loop, 5.3 ms), as KIVI 74
-us, 4 bits 79 us; 32760 tokens 19 us, batch 8 x 32760 148 us. XLA adds 8 us for merging the blocks.
-`benchmarks/results/attend_quantized.json` has more. That 2 and 4 bits take as long says that it is bound by
-instructions and their latency: 380 of a warp for 16 tokens were counted at 2 bits, which alone are 27 us.
+**Measured**: not yet in this form. Counted for those shapes: 255 instructions of a warp for 16 tokens, which is 18 us
+of issue slots, about 120 of them at half rate; 166 registers and 12 warps a multiprocessor, with 80 KB in flight. With
+every code decoded and loads into registers it was 567, and 74 us (2026-11-21, jax 0.11.2, normal random q, k, v, 4
+queries a kv head).
 
-**Tried and lost** in time: 16 blocks a row 113 us, 50 blocks 81 us; two warpgroups a block no gain. In accuracy:
-`fma` with zero - scale 2^b, without the subtraction; that sum is rounded for a whole group, and the output was wrong
-by 1 to 2 %.
+**Tried and lost** in time, of the form with decoded codes: 16 blocks of a warpgroup a row 113 us, 50 blocks 81 us.
+Counted: four warpgroups a block are 128 registers, and 24 are spilled in the loop. In accuracy: without what rounding
+takes given back, the error is twice as large; of decoded codes, `fma` with zero - scale 2^b and without the subtraction
+was wrong by 1 to 2 %, as that sum is rounded for a whole group.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -33,27 +44,79 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _softmax as softmax
-from kvjax.kernels_pallas._common import Flag, Word, instr, loop, ptx, word
+from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
 from kvjax.kernels_pallas._softmax import HEADS
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_quantized.json
-BY_TOKEN = 64  # keys of a unit that have scales of their own
+BY_TOKEN = 32  # keys of a unit that have scales of their own
 MOST_GROUP = 64
+LIFT = 64  # see `_codes`
+SLACK = 8.0  # weights are up to 2^(LIFT + SLACK)
+SMEM = 232448  # bytes that a block can have
 ONE = 0x3F803F80  # bf16, twice
 
 
 @dataclass(frozen=True)
 class Config:
-    blocks: int | None = None  # of a row; None: as many as two on each of 132 multiprocessors
-    warpgroups: int = 1  # of a block
+    blocks: int  # of a row
+    warpgroups: int = 3  # of a block; as registers are, there is one such block a multiprocessor
+    stages: int = 3  # units that a warp has room for in shared memory
 
     def __post_init__(self) -> None:
-        if (self.blocks is not None and self.blocks < 1) or self.warpgroups not in (1, 2):
-            raise ValueError(f"blocks must be at least 1 or None, warpgroups 1 or 2; got {self}")
+        if self.blocks < 1 or self.warpgroups not in (1, 2, 3, 4) or self.stages < 2:
+            raise ValueError(f"blocks must be at least 1, warpgroups 1 to 4, stages 2 or more; got {self}")
 
 
-def smem_bytes(D: int, config: Config) -> int:
-    return 4 * config.warpgroups * softmax.part_bytes(D)
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of codes and of a unit of them, and where its parts lie in a stage of a warp's shared memory, in bytes."""
+
+    S: int
+    D: int
+    bits: tuple[int, int]  # of keys and values
+    key_group: tuple[int, int]  # tokens and channels
+    value_channels: int  # of a group
+
+    @property
+    def by_channel(self) -> bool:
+        return self.key_group[1] == 1
+
+    @property
+    def unit(self) -> int:
+        return self.key_group[0] if self.by_channel else BY_TOKEN
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.unit // 16)
+
+    @property
+    def per_token(self) -> tuple[int, ...]:
+        """Bytes a token of key codes, value codes, value scales, and key scales by token."""
+        keys = 0 if self.by_channel else 4 * self.D // self.key_group[1]
+        return self.D * self.bits[0] // 8, self.D * self.bits[1] // 8, 4 * self.D // self.value_channels, keys
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        return tuple(accumulate((16 * self.tiles * n for n in self.per_token[:3]), initial=0))
+
+    @property
+    def stage(self) -> int:
+        return 16 * self.tiles * sum(self.per_token) + (4 * self.D if self.by_channel else 0)
+
+
+def layout_of(D: int, keys: Any, values: Any) -> Layout:
+    S = keys[0].shape[-2]
+    key_bits, value_bits = (codes.shape[-1] * 8 // D for codes, _ in (keys, values))
+    return Layout(S, D, (key_bits, value_bits), _groups(keys[1], S, D), _groups(values[1], S, D)[1])
+
+
+def _room(layout: Layout, config: Config) -> int:
+    """Bytes of shared memory of a warp: its stages, and then its part."""
+    return max(config.stages * layout.stage, softmax.part_bytes(layout.D))
+
+
+def smem_bytes(layout: Layout, config: Config) -> int:
+    return 4 * config.warpgroups * _room(layout, config)
 
 
 def unsupported(q: Any, keys: Any, values: Any, start: Any, stop: Any) -> str | None:
@@ -93,7 +156,7 @@ def supported(q: Any, keys: Any, values: Any, start: Any, stop: Any) -> bool:
 
 def _groups(scales: Any, S: int, D: int) -> tuple[int, int]:
     """Tokens and channels of a group."""
-    return S // scales.shape[2], D // scales.shape[3]
+    return S // scales.shape[-2], D // scales.shape[-1]
 
 
 def attend_quantized(
@@ -113,7 +176,6 @@ def attend_quantized(
     if limit := unsupported(q, keys, values, start, stop):
         raise NotImplementedError(limit)
     B, K, Q, D = q.shape
-    config = config or Config()
     q = q.astype(jnp.bfloat16).reshape(B * K, Q, D)
     span = jnp.stack([jnp.maximum(start, 0), jnp.clip(stop, 0, keys[0].shape[2])], axis=1)
     span = jnp.repeat(span.astype(jnp.int32), K, axis=0)
@@ -126,25 +188,23 @@ def attend_quantized(
     return mean.reshape(B, K, Q, D), (jnp.log(total) + top[:, 0]).reshape(B, K, Q)
 
 
-def _parts(scale: float, config: Config, *args: Array) -> tuple[Array, Array]:
+def _parts(scale: float, config: Config | None, *args: Array) -> tuple[Array, Array]:
     """f32[rows, blocks, Q, D] and f32[rows, blocks, Q]: the parts of the blocks of each row."""
-    (rows, Q, D), S = args[0].shape, args[2].shape[1]
-    blocks = config.blocks or max(1, 264 // config.warpgroups // rows)
+    rows, Q, D = args[0].shape
+    layout = layout_of(D, args[2:4], args[4:6])
+    config = config or config_for(rows, layout)
+    blocks = config.blocks
 
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> tuple[Array, Array]:
-        _, _, key_codes, key_scales, value_codes, value_scales = args
-        bits = tuple(codes.shape[2] * 8 // D for codes in (key_codes, value_codes))
-        groups = tuple((S // a.shape[1], D // a.shape[2]) for a in (key_scales, value_scales))
-        sizes = (Q, S, D, blocks)
         return c.kernel(
-            functools.partial(_program, sizes=sizes, bits=bits, groups=groups, scale=scale, config=config),
+            functools.partial(_program, heads=Q, layout=layout, scale=scale, config=config),
             name="kvjax_attend_quantized",
             out_type=(
                 jax.ShapeDtypeStruct((rows, blocks, Q, D), jnp.float32),
                 jax.ShapeDtypeStruct((rows, blocks, Q), jnp.float32),
             ),
-            scratch_types=[c.plgpu.SMEM((smem_bytes(D, config) // 4,), jnp.uint32)],
+            scratch_types=[c.plgpu.SMEM((smem_bytes(layout, config) // 4,), jnp.uint32)],
             grid=(rows * blocks,),
             grid_names=("block",),
             num_threads=config.warpgroups,
@@ -152,57 +212,46 @@ def _parts(scale: float, config: Config, *args: Array) -> tuple[Array, Array]:
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        fixed = Config(blocks, config.warpgroups)
-        out, lse = _parts(scale, fixed, *c.flatten_batch(n, batches, args))
+        out, lse = _parts(scale, config, *c.flatten_batch(n, batches, args))
         return (out.reshape(n, rows, *out.shape[1:]), lse.reshape(n, rows, *lse.shape[1:])), (True, True)
 
     return run(*args)
 
 
+def config_for(rows: int, layout: Layout) -> Config:
+    """As much of a multiprocessor as shared memory allows, and blocks for the fewest turns of their warps, a wave of
+    blocks being worth two more."""
+    sizes = ((3, 3), (3, 2), (2, 2), (1, 2))
+    warpgroups, stages = next(x for x in sizes if smem_bytes(layout, Config(1, *x)) <= SMEM)
+    units = -(-layout.S // layout.unit)
+
+    def turns(blocks: int) -> int:
+        return -(-rows * blocks // 132) * (-(-units // (blocks * 4 * warpgroups)) + 2)
+
+    return Config(min(range(1, 133), key=turns), warpgroups, stages)
+
+
 def _program(
     q_m, span_m, key_codes_m, key_scales_m, value_codes_m, value_scales_m, out_m, lse_m, room_m,
     *,
-    sizes: tuple[int, int, int, int],
-    bits: tuple[int, ...],
-    groups: tuple[tuple[int, int], ...],
+    heads: int,
+    layout: Layout,
     scale: float,
     config: Config,
 ) -> None:  # fmt: skip
-    heads, S, D, blocks = sizes
-    (tokens, key_channels), (_, value_channels) = groups
-    by_channel = key_channels == 1
-    unit = tokens if by_channel else BY_TOKEN
-    tiles = -(-unit // 16)
+    blocks, D, unit, tiles, by_channel = config.blocks, layout.D, layout.unit, layout.tiles, layout.by_channel
     warps = 4 * config.warpgroups
     t, block = c.special("tid.x"), c.special("ctaid.x")
     lane, warp = t & 31, t >> 5
     quad, col = lane >> 2, lane & 3
     row = c.divide(block, blocks)
     part = block - row * blocks
-    q = c.offset_rows(c.global_address(q_m), row, heads * D * 2)
-    span = c.offset_rows(c.global_address(span_m), row, 8)
-    widths = [D * b // 8 for b in bits]
-    codes = [
-        c.offset_rows(c.global_address(m), row, S * width)
-        for m, width in zip((key_codes_m, value_codes_m), widths, strict=True)
-    ]
-    per_row = [S // tokens * (D // key_channels), S * (D // value_channels)]
-    scales = [
-        c.offset_rows(c.global_address(m), row, 4 * n)
-        for m, n in zip((key_scales_m, value_scales_m), per_row, strict=True)
-    ]
-    out = c.offset_rows(c.global_address(out_m), block, heads * D * 4)
-    lse = c.offset_rows(c.global_address(lse_m), block, heads * 4)
-
-    # A lane has D/4 adjacent channels of a key, as pairs (i, i + half a word) since their codes are 16 bits apart.
-    half = 16 // bits[0]
-    pairs = [(w * 2 * half + j, w * 2 * half + j + half) for w in range(D // 8 // half) for j in range(half)]
-    pick = (quad < heads).choose(quad, 0)
-    mine = [(quad < heads).choose(w, 0) for w in _load(q, pick * (D * 2) + col * (D // 2), D // 8)]
-    queries = [
-        _prmt(mine[low // 2], mine[high // 2], 0x7632 if low % 2 else 0x5410) for low, high in pairs
-    ]  # fmt: skip
-
+    q, span, out, lse = (
+        c.offset_rows(c.global_address(m), n, size)
+        for m, n, size in (
+            (q_m, row, heads * D * 2), (span_m, row, 8), (out_m, block, heads * D * 4), (lse_m, block, heads * 4)
+        )
+    )  # fmt: skip
     start, stop = ptx("ld.global.nc.v2.u32 {$0, $1}, [$2];", span, results=2)
     first = c.divide(start, unit)
     units = c.divide(stop + (unit - 1), unit)
@@ -210,109 +259,313 @@ def _program(
     each = c.divide(units + (blocks - 1), blocks)
     begin = part * each
     end = (begin + each < units).choose(begin + each, units) + first
+    begin = begin + first + warp
+    room = c.shared_address(room_m) + warp * _room(layout, config)
+    fetch = _fetcher(layout, lane, row, key_codes_m, value_codes_m, value_scales_m, key_scales_m)
 
-    def within(token: Word) -> Word:
-        return (token < S).choose(token, S - 1)
+    for i in range(config.stages - 1):
+        with when(begin + i * warps < end):
+            fetch(begin + i * warps, room + i * layout.stage)
+        ptx("cp.async.commit_group;")
+    queries = _queries(layout, q, heads, quad, col, 1.0 if scale >= 0 else -1.0)
+    factor = (abs(scale) or 2.0**-99) / math.log(2) * (2.0**LIFT if by_channel else 1.0)
+    mixing = _Mixing(layout, lane)
+    last = room + (config.stages - 1) * layout.stage
 
-    @loop(begin + first + warp, end, warps, softmax.empty(D))
-    def carry(n: Word, *state: Word) -> list[Word]:
-        base = n * unit
+    @loop(begin, end, warps, [room, last, *mixing.nothing()])
+    def carry(n: Word, at: Word, before: Word, *state: Word) -> list[Word]:
+        ptx(f"cp.async.wait_group {config.stages - 2};")
+        c.warp_barrier()
+        ahead = n + (config.stages - 1) * warps
+        with when(ahead < end):
+            fetch(ahead, before)
+        ptx("cp.async.commit_group;")
+        logs = _scores(layout, at, queries, quad, col)
+        scales = mixing.scales(at)
+        for r in range(unit // 8, 2 * tiles):  # of the last 16 keys, what no unit has
+            for e in (2 * (r % 2), 2 * (r % 2) + 1):
+                logs[r // 2][e] = (quad + 8 * r < unit).choose(logs[r // 2][e], real(-math.inf))
 
-        def there(i: Word) -> Flag:
-            """Whether token i of the unit is one to attend to."""
-            token = base + i
-            return (i < unit) & (token >= start) & (token < stop)
+        def counted() -> list[Word]:
+            tokens = [n * unit + (quad + 8 * r) for r in range(2 * tiles)]
+            there = [(token >= start) & (token < stop) for token in tokens]
+            kept = [f.choose(x, 0) for f, words in zip(there, scales, strict=True) for x in words]
+            return [*softmax.flat(softmax.masked(logs, lambda r: there[r])), *kept]
 
-        # All loads of the unit, then its scores, its weights and the mix.
-        words = D // 8 // half
-        key_rows = [within(base + (quad + 8 * r)) for r in range(2 * tiles)]
-        key_words = [_load(codes[0], token * widths[0] + col * (widths[0] // 4), words) for token in key_rows]
-        if by_channel:
-            group = (n < S // tokens).choose(n, S // tokens - 1)
-            shared = _load(scales[0], group * (4 * D) + col * D, D // 4)
-            both = [_affine(shared[low], shared[high], bits[0]) for low, high in pairs]
-            affine = [both] * (2 * tiles)
-        else:
-            slices = D // key_channels
-            slice_ = c.divide(col * (D // 4), key_channels)
-            own = [_load(scales[0], (token * slices + slice_) * 4, 1)[0] for token in key_rows]
-            affine = [[_affine(w, w, bits[0])] * len(pairs) for w in own]
-        places = [col * 2 + (i & 1) + 8 * (i >> 1) for i in range(4 * tiles)]  # tokens of this lane of the values
-        value_tokens = [within(base + i) for i in places]
-        value_words = [
-            _load(codes[1], token * widths[1] + quad * (widths[1] // 8), -(-widths[1] // 32), widths[1] // 8)
-            for token in value_tokens
-        ]
-        slice_ = c.divide(quad * (D // 8), value_channels)
-        value_scales = [
-            there(i).choose(_load(scales[1], (token * (D // value_channels) + slice_) * 4, 1)[0], 0)
-            for i, token in zip(places, value_tokens, strict=True)
-        ]
+        whole = [*softmax.flat(logs), *softmax.flat(scales)]
+        words = iter(c.choose_between((n * unit < start) | (n * unit + unit > stop), counted, whole))
+        logs, scales = ([[next(words) for _ in four] for four in fours] for fours in (logs, scales))
+        kept, weights = softmax.exponentials(state, logs, factor=factor, lift=LIFT, slack=SLACK)
+        mixed = mixing.add(softmax.parts(kept)[2], at, weights, scales)
+        return [at.equals(last).choose(room, at + layout.stage), at, *kept[:4], *softmax.flat(mixed)]
 
-        scores = []
-        for tile in range(tiles):
-            rows = [
-                [
-                    _decode(key_words[r][p // half], p % half, bits[0], *affine[r][p])
-                    for p in range(len(pairs))
-                ]
-                for r in (2 * tile, 2 * tile + 1)
-            ]  # fmt: skip
-            acc = [word(0)] * 4
-            for p in range(0, len(pairs), 2):
-                acc = c.mma("bf16", acc, [rows[0][p], rows[1][p], rows[0][p + 1], rows[1][p + 1]], queries[p : p + 2])
-            scores.append(acc)
-        kept, weights = softmax.weigh(state, scores, lambda r: there(quad + 8 * r), scale=scale, kind="bf16")
-        *_, mixed = softmax.parts(kept)
-        for tile in range(tiles):
-            operands = []  # of the tokens 2 col, 2 col + 1, and of those 8 further: values of the lane's channels
-            for i in (4 * tile, 4 * tile + 2):
-                affine_v = _affine(value_scales[i], value_scales[i + 1], bits[1])
-                pieces = [
-                    _prmt(a, b, how)
-                    for a, b in zip(value_words[i], value_words[i + 1], strict=True)
-                    for how in ((0x5410, 0x7632) if widths[1] >= 32 else (0x5410,))
-                ]
-                n_half = 16 // bits[1]
-                operands.append([_decode(x, j, bits[1], *affine_v) for x in pieces for j in range(n_half)])
-            near, far = operands
-            for j in range(D // 16):
-                a = [near[2 * j], near[2 * j + 1], far[2 * j], far[2 * j + 1]]
-                mixed[j] = c.mma("bf16", mixed[j], a, weights[tile])
-        return [*kept[:4], *softmax.flat(mixed)]
-
-    room, size = c.shared_address(room_m), softmax.part_bytes(D)
-    softmax.store(room + warp * size, carry, heads, D, lambda j, r: quad * (D // 8) + (2 * j + r))
+    ptx("cp.async.wait_group 0;")
+    c.warp_barrier()
+    softmax.store(room, mixing.finish(carry[2:]), heads, D, mixing.channel)
     c.block_barrier()
-    parts = [room + w * size for w in range(warps)]
+    parts = [c.shared_address(room_m) + w * _room(layout, config) for w in range(warps)]
     loop(t, heads * D // 4, 32 * warps)(lambda i: softmax.Merged(parts, i, D, "shared").write(out, lse))
+
+
+# An integer m below 256 as the bits of a bf16 is m 2^-133, whatever its highest bit (the smallest normal numbers lie as
+# densely as those below them). So an `and` makes two codes, times 2^-133 and the power of two of their place; those
+# of the upper bytes after a shift by 8. Queries have the inverse of the powers beforehand, less LIFT; of values the
+# place is that of a channel, and its power is taken out in the end.
+
+
+def _codes(x: Word, shifted: Word, place: int, bits: int) -> list[Word]:
+    """Codes in place `place` of both lower bytes of the halves of x, and in that of both upper ones."""
+    mask = (((1 << bits) - 1) << (bits * place)) * 0x10001
+    return [x & mask, shifted & mask]
+
+
+def _fetcher(layout: Layout, lane: Word, row: Word, *refs: Any) -> Callable[[Word, Word], None]:
+    """fetch(unit, to) starts to copy a unit into a stage; what is not of the row or of the unit becomes 0."""
+    S, D, unit, padded = layout.S, layout.D, layout.unit, 16 * layout.tiles
+    jobs = []  # (address for this lane, bytes of a unit, of a token, of a chunk, place)
+    for m, size, place in zip(refs, layout.per_token, layout.places, strict=True):
+        if size:
+            chunk = math.gcd(16, S * size, unit * size)
+            jobs.append((c.offset(c.offset_rows(c.global_address(m), row, S * size), lane * chunk), size, chunk, place))
+    if layout.by_channel:
+        # Of the D/16 chunks of a column of lanes the i-th goes to 4 i + col, so that columns read from other banks.
+        per = D // 16
+        groups = c.offset(c.offset_rows(c.global_address(refs[3]), row, S // unit * D * 4), lane * 16)
+        swizzled = ((lane & (per - 1)) * 4 + c.divide(lane, per)) * 16 + layout.places[3]
+
+    def fetch(n: Word, to: Word) -> None:
+        for address, size, chunk, place in jobs:
+            cache = "cg" if chunk == 16 else "ca"
+            copy = f"cp.async.{cache}.shared.global [$0+{{0}}], [$1+{{0}}], {chunk}, $2;"
+            source, at = c.offset(address, n * (unit * size)), to + lane * chunk + place
+            valid = word(unit * size)
+            if S % unit:
+                left = (word(S) - n * unit) * size
+                valid = (left < unit * size).choose(left, unit * size)
+            for done in range(0, padded * size, 32 * chunk):
+                here = lane * chunk + done
+                full = done + 32 * chunk <= unit * size and not S % unit
+                with when(here < padded * size):
+                    ptx(copy.format(done), at, source, chunk if full else (here < valid).choose(chunk, 0))
+        if layout.by_channel:
+            with when(lane < D // 4):
+                copy = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+                ptx(copy, to + swizzled, c.offset(groups, n * (4 * D)), 16)
+
+    return fetch
+
+
+def _queries(layout: Layout, q: Any, heads: int, quad: Word, col: Word, sign: float) -> list[Word]:
+    """Right operands. A lane has D/4 adjacent channels, as pairs of those whose codes are 16 bits apart in a word; the
+    j-th pair of a word's lower bytes comes before that of its upper bytes."""
+    D, bits = layout.D, layout.bits[0]
+    pick = (quad < heads).choose(quad, 0)
+    mine = [(quad < heads).choose(w, 0) for w in _load(q, pick * (D * 2) + col * (D // 2), D // 8)]
+    found = []
+    for low, high in _pairs(layout):
+        pair = _prmt(mine[low // 2], mine[high // 2], 0x7632 if low % 2 else 0x5410)
+        power = 2.0 ** (133 - LIFT - low % (8 // bits) * bits) if layout.by_channel else 1.0
+        found.append(instr("mul.bf16x2", pair, _pair(sign * power)))
+    return found
+
+
+def _pairs(layout: Layout) -> list[tuple[int, int]]:
+    half = 16 // layout.bits[0]
+    lows = [
+        w + j + upper for w in range(0, layout.D // 4, 2 * half) for j in range(half // 2) for upper in (0, half // 2)
+    ]
+    return [(low, low + half) for low in lows]
+
+
+def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word) -> list[list[Word]]:
+    """Sums of `mma` of 16 keys each: scores without scale, times 2^-LIFT where scales are by channel."""
+    D, bits, width = layout.D, layout.bits[0], layout.per_token[0]
+    in_byte, pairs, tiles = 8 // bits, _pairs(layout), layout.tiles
+    rows = [_shared(at + (quad + 8 * r) * width + col * (width // 4), width // 16) for r in range(2 * tiles)]
+    begin = [word(0)] * 4
+    if layout.by_channel:
+        shared = [w for i in range(D // 16) for w in _shared(at + layout.places[3] + col * 16 + i * 64, 4)]
+        steps, zeros = ([_prmt(shared[a], shared[b], how) for a, b in pairs] for how in (0x5410, 0x7632))
+        scaled = [instr("mul.bf16x2", x, s) for x, s in zip(queries, steps, strict=True)]
+        # By place, as the queries have their powers: the lower rows have products with zeros, the upper ones those with
+        # scales, less what rounding leaves of them; that is given back times the centre of the codes.
+        sums = [begin] * in_byte
+        for n in range(0, len(pairs), 2):
+            j, off = n // 2 % in_byte, word(_pair(-1.0))
+            a = [zeros[n], steps[n], zeros[n + 1], steps[n + 1]]
+            sums[j] = c.mma("bf16", sums[j], a, queries[n : n + 2])
+            sums[j] = c.mma("bf16", sums[j], [word(0), off, word(0), off], scaled[n : n + 2])
+        begin = []
+        for e in range(2):
+            places = [instr("fma.rn.f32", acc[e + 2], real(_centre(bits)), acc[e]) for acc in sums]
+            total = functools.reduce(lambda a, b: instr("fma.rn.f32", a, real(2.0**bits), b), places[::-1])
+            begin.append(instr("mul.f32", instr("mul.f32", total, real(2.0**-64)), real(2.0**-69)))
+        begin = begin * 2
+        queries = scaled
+    else:
+        size = layout.per_token[3]
+        slice_ = c.divide(col * (D // 4), layout.key_group[1])
+        own = [_shared(at + layout.places[3] + (quad + 8 * r) * size + slice_ * 4, 1)[0] for r in range(2 * tiles)]
+        affine = [_affine(w, bits) for w in own]
+    found = []
+    for tile in range(tiles):
+        near, far = rows[2 * tile : 2 * tile + 2]
+        shifted = [[x >> 8 for x in words] for words in (near, far)]
+        acc = begin
+        for n in range(0, len(pairs), 2):
+            w, j = divmod(n // 2, in_byte)
+            if layout.by_channel:
+                a = [_codes(x[w], s[w], j, bits) for x, s in zip((near, far), shifted, strict=True)]
+            else:
+                a = [
+                    [_decode(x[w], i, bits, *affine[2 * tile + r]) for i in (j, j + in_byte)]
+                    for r, x in enumerate((near, far))
+                ]
+            acc = c.mma("bf16", acc, [a[0][0], a[1][0], a[0][1], a[1][1]], queries[n : n + 2])
+        found.append(acc)
+    return found
+
+
+class _Mixing:
+    """The mix of values and how their channels lie in it.
+
+    `ldmatrix` gives a lane the half words `quad` of the blocks of 16 bytes of a token, two tokens at once. A product
+    has 16 channels as its rows: a lane's codes at one place of their lower and upper bytes. So its channels are of one
+    slice that has scales of its own, or of some: then there is a product for each, and a lane takes that of its slice.
+    Weights times the scales of a slice are the right operand; weights times zeros are summed beside the mix.
+    """
+
+    def __init__(self, layout: Layout, lane: Word):
+        self.layout, self.lane, self.quad, self.bits = layout, lane, lane >> 2, layout.bits[1]
+        self.in_byte = 8 // self.bits
+        self.block = 128 // self.bits  # channels of 16 bytes
+        self.slices = layout.D // layout.value_channels
+        self.of_block = max(1, self.block // layout.value_channels)  # slices
+        self.products = [(m, j) for m in range(layout.D // self.block) for j in range(self.in_byte)]
+
+    def nothing(self) -> list[Word]:
+        """The state of `_softmax` with another four sums for each slice, of weights times zeros."""
+        return [*softmax.empty(self.layout.D), *[word(0)] * (4 * self.slices)]
+
+    def scales(self, at: Word) -> list[list[Word]]:
+        """Those of keys quad + 8 r of the unit, by r and slice."""
+        at, size = at + self.layout.places[2], self.layout.per_token[2]
+        return [_shared(at + (self.quad + 8 * r) * size, self.slices) for r in range(2 * self.layout.tiles)]
+
+    def add(
+        self, mixed: list[list[Word]], at: Word, weights: list[list[Word]], scales: list[list[Word]]
+    ) -> list[list[Word]]:
+        """The mix and the other sums with the values of the unit at `at`."""
+        mixed, sums = mixed[: -self.slices], mixed[-self.slices :]
+        # What rounding takes from the right operand is given back times the centre of the codes, once (row 0).
+        centre = _centre(self.bits)
+        off = self.quad.equals(0).choose(_pair(-centre), 0)
+        rights: list[list[list[Word]]] = [[] for _ in sums]
+        for n, tile in enumerate(weights):
+            for s, right in enumerate(rights):
+                own = [words[s] for words in scales[2 * n : 2 * n + 2]]
+                steps = [x << 16 for x in own]
+                middles = [
+                    instr("fma.rn.f32", step, real(centre), x & 0xFFFF0000) for step, x in zip(steps, own, strict=True)
+                ]
+                scaled = [instr("mul.f32", x, steps[e // 2]) for e, x in enumerate(tile)]
+                right.append(softmax.right_operand(scaled, "bf16"))
+                acc = c.mma("bf16", sums[s], [off, word(0), off, word(0)], right[n])
+                sums[s] = [instr("fma.rn.f32", x, middles[e // 2], acc[e]) for e, x in enumerate(tile)]
+        return self._products(mixed, at + self.layout.places[1], rights) + sums
+
+    def _products(self, mixed: list[list[Word]], at: Word, rights: list[list[list[Word]]]) -> list[list[Word]]:
+        width, blocks = self.layout.per_token[1], self.layout.D // self.block
+        i = self.lane >> 3  # lanes 8 i .. give the addresses of the i-th matrix: tokens 8 (i & 1) .., block i >> 1
+        at = at + ((i & 1) * 8 + (self.lane & 7)) * width + ((i >> 1) * 16 if blocks > 1 else 0)
+        code = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
+        words = [
+            [
+                x
+                for m in range(0, blocks, 2)
+                for x in ptx(code, at + (16 * tile * width + 16 * m), results=4, convergent=True)
+            ]
+            for tile in range(self.layout.tiles)
+        ]
+        shifted = [[x >> 8 for x in tile] for tile in words]
+        found = []
+        for (m, j), before in zip(self.products, mixed, strict=True):
+            first, by_slice = self._first(m), []
+            for right in rights[first : first + self.of_block]:
+                acc = before
+                for x, y, operand in zip(words, shifted, right, strict=True):
+                    near, far = (_codes(x[i], y[i], j, self.bits) for i in (2 * m, 2 * m + 1))
+                    acc = c.mma("bf16", acc, [*near, *far], operand)
+                by_slice.append(acc)
+            found.append(self._of_lane(by_slice))
+        return found
+
+    def _first(self, m: int) -> int:
+        """The first slice of block m."""
+        return self.block * m // self.layout.value_channels
+
+    def _of_lane(self, by_slice: Sequence[list[Word]]) -> list[Word]:
+        """Of lists by slice of a block, that of this lane's."""
+        found = by_slice[0]
+        for i, other in enumerate(by_slice[1:], 1):
+            mine = self.quad * (2 * self.in_byte) >= i * self.layout.value_channels
+            found = [mine.choose(x, y) for x, y in zip(other, found, strict=True)]
+        return found
+
+    def finish(self, state: Sequence[Word]) -> list[Word]:
+        """The state of `_softmax`: without LIFT, codes' places, and the other sums, which are added to the mix."""
+        tops, totals, mixed = softmax.parts(state)
+        zeros = []
+        for acc in mixed[-self.slices :]:
+            two = [instr("add.f32", acc[e], acc[e + 2]) for e in range(2)]
+            for gap in (4, 8, 16):
+                two = [instr("add.f32", x, c.bfly(x, gap)) for x in two]
+            zeros.append([instr("mul.f32", x, real(2.0**-LIFT)) for x in two])
+        found = []
+        for (m, j), acc in zip(self.products, mixed[: -self.slices], strict=True):
+            own = self._of_lane(zeros[self._first(m) :][: self.of_block])
+            power = real(2.0 ** (133 - LIFT - self.bits * j))
+            found += [instr("fma.rn.f32", x, power, own[e % 2]) for e, x in enumerate(acc)]
+        return [*tops, *(instr("mul.f32", x, real(2.0**-LIFT)) for x in totals), *found]
+
+    def channel(self, n: int, half: int) -> Word:
+        m, j = self.products[n]
+        return self.quad * (2 * self.in_byte) + (self.block * m + j + self.in_byte * half)
 
 
 def _prmt(a: Word, b: Word, how: int) -> Word:
     return instr("prmt.b32", a, b, how)
 
 
-def _load(address: Any, byte: Word, words: int, size: int = 4) -> list[Word]:
-    """`words` words from address + byte on, by the widest loads; of `size` 2 one half word."""
+def _load(address: Any, byte: Word, words: int) -> list[Word]:
+    """`words` words, a multiple of four, from address + byte on."""
     at = c.offset(address, byte)
-    if size == 2:
-        return [ptx("{ .reg .u16 h; ld.global.nc.u16 h, [$1]; cvt.u32.u16 $0, h; }", at, results=1)]
-    if words < 4:
-        lanes = ", ".join(f"${i}" for i in range(words))
-        code = f"ld.global.nc.v{words}.u32 {{{lanes}}}, [${words}];" if words > 1 else "ld.global.nc.u32 $0, [$1];"
-        got = ptx(code, at, results=words)
-        return got if words > 1 else [got]
     loads = [f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{4 * w}];" for w in range(0, words, 4)]
     return [w for load in loads for w in ptx(load, at, results=4)]
 
 
-def _affine(a: Word, b: Word, bits: int) -> tuple[Word, Word]:
-    """Scale 2^bits and zero, of two u32 of scale and zero, as pairs of bf16."""
-    return instr("mul.bf16x2", _prmt(a, b, 0x5410), _pair(2.0**bits)), _prmt(a, b, 0x7632)
+def _shared(at: Word, words: int) -> list[Word]:
+    """1, 2, 4 or a multiple of 4 words of shared memory."""
+    if words == 1:
+        return [ptx("ld.shared.u32 $0, [$1];", at, results=1)]
+    n = min(words, 4)
+    lanes = ", ".join(f"${i}" for i in range(n))
+    loads = [f"ld.shared.v{n}.u32 {{{lanes}}}, [${n}+{4 * w}];" for w in range(0, words, n)]
+    return [w for load in loads for w in ptx(load, at, results=n)]
+
+
+def _affine(x: Word, bits: int) -> tuple[Word, Word]:
+    """Scale 2^bits and zero of a u32 of scale and zero, each twice, as bf16."""
+    return instr("mul.bf16x2", _prmt(x, x, 0x5410), _pair(2.0**bits)), _prmt(x, x, 0x7632)
+
+
+def _centre(bits: int) -> float:
+    """The mean of the least code and the largest."""
+    return (2**bits - 1) / 2
 
 
 def _pair(x: float) -> int:
-    """A power of two twice, in bf16."""
+    """x twice, in bf16, which must hold it."""
     return (c.real_bits(x) >> 16) * 0x10001
 
 
