@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import top_k as t
 from kvjax.kernels_pallas import top_k_pooled as pooled
-from kvjax.kernels_pallas._common import Flag, Word, instr, ptx, real, when, word
+from kvjax.kernels_pallas._common import Operand, Word, instr, ptx, when, word
+from kvjax.kernels_pallas.top_k_pooled import add, merge
 
 HEADS = pooled.HEADS
-LOG2_E = 1 / math.log(2)
-PASSES = 6  # over the keys at most: 11 bits of 32, and of the slot's 22, after the first
-SHIFT = 15  # of a key's bits, between the first bins
-FIRST_KEY = {True: 0x3C7FFFFF, False: 0xBE000000}  # the keys of -2^8, for logarithms, and of 2^-3, for scores
-SCRATCH = PASSES * t.BINS, 64, 2 * 32 + HEADS  # words of bins, of what `top_k` calls small, of sums by warp and of all
+KEY_PASSES = 4  # over the keys at most, the later by 11 bits; then two by 11 bits of the slot's 22
+TURNS = 0, 1, 0, 1, 2, 0  # the histogram of each pass; those of slots may follow on any
+LISTED = 1024  # elements of a bin that are ranked at once
+# A key and a shift, the first bins: 32 to an octave from 2^-61 to 2^3 for sums of softmaxes, 256 to an octave from -2^8
+# to -1 for logarithms of softmaxes, and from 2^-3 to 2^5 for scores.
+FIRST_BINS = {"sum": (0xA1000000, 18), "log": (0x3C7FFFFF, 15), "score": (0xBE000000, 15)}
+# Words of bins and lists, of sums by warp with what `top_k` calls small, and of heads by warp and of all.
+SCRATCH = 3 * t.PASS + 2 * LISTED, 64, 2 * 32 + HEADS
 
 
 def spans_of(spans_m: Any, row: Word) -> list[Word]:
@@ -26,30 +29,11 @@ def spans_of(spans_m: Any, row: Word) -> list[Word]:
     return [ptx(f"ld.global.nc.u32 $0, [$1+{4 * i}];", at, results=1) for i in range(5)]
 
 
-def _finite(x: Word) -> Flag:
-    return (x & 0x7FFFFFFF) < 0x7F800000
-
-
-def add(state: Sequence[Word], scores: Sequence[Word]) -> list[Word]:
-    """Largest score (base 2), and the sum of 2^(score - largest), with some natural scores; of infinite ones the sum is
-    that of 2^score, which is 0 or infinite too."""
-    before, total = state
-    top = functools.reduce(lambda a, b: instr("max.f32", a, b), scores)
-    peak = instr("max.f32", before, instr("mul.f32", top, real(LOG2_E)))
-    shift = _finite(peak).choose(peak ^ (1 << 31), 0)
-    keep = instr("ex2.approx.ftz.f32", instr("add.f32", before, shift))
-    powers = [instr("ex2.approx.ftz.f32", instr("fma.rn.f32", x, real(LOG2_E), shift)) for x in scores]
-    added = functools.reduce(lambda a, b: instr("add.f32", a, b), powers)
-    return [peak, instr("fma.rn.f32", total, keep, added)]
-
-
-def merge(states: Sequence[Sequence[Word]]) -> list[Word]:
-    """Largest score and sum of some."""
-    peak = functools.reduce(lambda a, b: instr("max.f32", a, b), [top for top, _ in states])
-    shift, total = _finite(peak).choose(peak, 0), word(0)
-    for top, part in states:
-        total = instr("fma.rn.f32", part, instr("ex2.approx.ftz.f32", instr("sub.f32", top, shift)), total)
-    return [peak, total]
+def clear(hist: Word) -> None:
+    """Of `t.PASS` words, to be counted in after a barrier."""
+    c.loop(c.special("tid.x"), t.PASS // 4, t.THREADS)(
+        lambda i: ptx("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", hist + i * 16, 0)
+    )
 
 
 def choose(
@@ -66,42 +50,54 @@ def choose(
     scores = [c.offset_rows(c.global_address(m), row, heads * n * 4) for m, n in zip(scores_m, sizes, strict=True)]
     slots, found = (c.offset_rows(c.global_address(m), row, n * 4) for m, n in ((slots_m, room), (found_m, 1)))
     keys = c.offset_rows(c.global_address(keys_m[0]), row, U * 4) if keys_m else None
+    hist, small = c.shared_address(hist_m), c.shared_address(small_m)
+    listed = hist + 3 * t.PASS * 4
+    clear(hist)
+    with when(c.special("tid.x").equals(0)):
+        ptx("st.shared.u32 [$0], $1;", small + t.LENGTH * 4, 0)
+    ahead: list[list[list[Word]]] = []  # what is loaded of the scores while the sums are merged
+
+    def load_ahead() -> None:
+        if t.in_one_step(U, config):
+            ahead.append(pooled.load_heads(scores, sizes, heads, t.fours(word(0), U, config)[0]))
+
     logs = None
     if sums_m is not None:
         parts = c.offset_rows(c.global_address(sums_m), row, heads * sums * 8)
         waiting = (scores[1], sizes[1], wait_start, wait_length) if len(sizes) == 2 else None
-        logs = _logs(parts, sums, heads, waiting, c.shared_address(logs_m))
+        logs = _logs(parts, sums, heads, waiting, c.shared_address(logs_m), load_ahead)
+    else:
+        c.block_barrier()
 
     def four_keys(at: Word) -> list[Word]:
-        of_heads = pooled.load_heads(scores, sizes, heads, at)
+        of_heads = ahead.pop() if ahead else pooled.load_heads(scores, sizes, heads, at)
         stored = at < S
         begin, size = stored.choose(start, wait_start + S), stored.choose(length, wait_length)
         flags = [((at + j) - begin < size).choose(1, 0) for j in range(4)]
-        return [pooled.pooled_key(flags[j], [h[j] for h in of_heads], logs, pool) for j in range(4)]
+        return pooled.pooled_keys(flags, [[h[j] for h in of_heads] for j in range(4)], logs, pool)
 
-    def first(i: Word) -> list[list[Word]]:
-        fours = []
+    def first(i: Word) -> Iterator[list[Word]]:
         stride, _, steps = t.steps(U, config)
         for u, at in enumerate(t.fours(i, U, config)):
-            if steps > 1 or (u + 1) * stride <= U:
-                fours.append(four_keys(at))
+            if ahead or steps > 1 or (u + 1) * stride <= U:
+                four = four_keys(at)
             else:  # in which a warp may have nothing, as most have of the fifth four in a row of 131072 and a little
-                fours.append(c.choose_between(at < U, functools.partial(four_keys, at), [word(0)] * 4))
+                four = c.choose_between(at < U, functools.partial(four_keys, at), [word(0)] * 4)
             if keys is not None:
                 with when(at < U):
-                    ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", c.offset(keys, at * 4), *fours[-1])
-        return fours
+                    ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", c.offset(keys, at * 4), *four)
+            yield four
 
-    def again(i: Word) -> list[list[Word]]:
-        return [t.load_four(keys, at, U) for at in t.fours(i, U, config)]
+    def again(i: Word) -> Iterator[list[Word]]:
+        return (t.load_four(keys, at, U) for at in t.fours(i, U, config))
 
-    shared = c.shared_address(hist_m), c.shared_address(small_m)
-    _take(first, again, wanted, slots, found, *shared, base=FIRST_KEY[bool(sums)], U=U, room=room, config=config)
+    bins = FIRST_BINS["score" if not sums else "log" if pool == "max_softmax" else "sum"]
+    _take(first, again, wanted, slots, found, hist, small, listed, bins=bins, U=U, room=room, config=config)
 
 
-def _logs(parts: Any, n: int, heads: int, waiting: Any, shared: Word) -> list[Word]:
+def _logs(parts: Any, n: int, heads: int, waiting: Any, shared: Word, loads: Callable[[], Any]) -> list[Word]:
     """For each head minus log2 of the sum of exp(score) over the units; 0 where there is none. `parts` is where the
-    warps' statistics of the heads are, `n` of each."""
+    warps' statistics of the heads are, `n` of each. `loads` is what else to load meanwhile."""
     thread = c.special("tid.x")
     lane, warp = thread & 31, thread >> 5
     share = (t.THREADS // 32) // heads  # warps of a head
@@ -109,33 +105,41 @@ def _logs(parts: Any, n: int, heads: int, waiting: Any, shared: Word) -> list[Wo
     head = warp - part * heads
     index = (part < share).choose(part * 32 + lane, 1 << 30)
     stride = 32 * share
-    nothing = [real(-math.inf), word(0)]
-    mine = c.offset_rows(parts, head, n * 8)
+    parts = c.offset_rows(parts, head, n * 8)
+    scores, size, start, length = waiting or (None, 0, 0, 0)
+    scores = c.offset_rows(scores, head, size * 4) if size else None
 
-    @c.loop(index, n, 4 * stride, nothing)
-    def state(i: Word, *state: Word) -> list[Word]:
+    def statistics(first: Word, number: int) -> list[list[Word]]:
         load = (
             "{ .reg .pred p; setp.lt.u32 p, $2, $3; mov.u32 $0, 0xFF800000; mov.u32 $1, 0; "
             "@p ld.global.v2.u32 {$0, $1}, [$4]; }"
         )
-        at = [i + j * stride for j in range(4)]
-        return merge([state, *(ptx(load, a, n, c.offset(mine, a * 8), results=2) for a in at)])
+        return [ptx(load, a, n, c.offset(parts, a * 8), results=2) for a in (first + j * stride for j in range(number))]
 
-    if waiting is not None:
-        scores, size, start, length = waiting
-        scores = c.offset_rows(scores, head, size * 4)
+    def arrived(first: Word, number: int) -> list[Word]:
+        load = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0xFF800000; @p ld.global.u32 $0, [$3]; }"
+        at = (first + j * stride for j in range(number))
+        return [ptx(load, a - start, length, c.offset(scores, a * 4), results=1) for a in at]
 
-        @c.loop(index, size, stride, state)
+    # All that is loaded at first is on its way before any of it is waited for.
+    turn = min(-(-n // stride), 8), min(-(-size // stride), 4)
+    begun = statistics(index, turn[0]), arrived(index, turn[1])
+    loads()
+    state = merge(begun[0])
+    state = add(state, begun[1]) if size else state
+    if n > turn[0] * stride:
+
+        @c.loop(index + turn[0] * stride, n, 8 * stride, state)
         def state(i: Word, *state: Word) -> list[Word]:
-            x = ptx("ld.global.u32 $0, [$1];", c.offset(scores, i * 4), results=1)
-            return add(state, [((i - start) < length).choose(x, real(-math.inf))])
+            return merge([state, *statistics(i, 8)])
 
-    def over_lanes(state: list[Word]) -> list[Word]:
-        for gap in (1, 2, 4, 8, 16):
-            state = merge([state, [c.bfly(x, gap) for x in state]])
-        return state
+    if size > turn[1] * stride:
 
-    state = over_lanes(state)
+        @c.loop(index + turn[1] * stride, size, stride, state)
+        def state(i: Word, *state: Word) -> list[Word]:
+            return add(state, arrived(i, 1))
+
+    state = pooled.merge_lanes(state)
     with when(lane.equals(0)):
         ptx("st.shared.v2.u32 [$0], {$1, $2};", shared + warp * 8, *state)
     c.block_barrier()
@@ -143,128 +147,194 @@ def _logs(parts: Any, n: int, heads: int, waiting: Any, shared: Word) -> list[Wo
     with when(warp < heads):
         there = lane < share
         got = ptx("ld.shared.v2.u32 {$0, $1}, [$2];", shared + (there.choose(lane, 0) * heads + warp) * 8, results=2)
-        peak, total = over_lanes([there.choose(x, none) for x, none in zip(got, nothing, strict=True)])
-        log = instr("add.f32", _finite(peak).choose(peak, 0), instr("lg2.approx.f32", total))
+        log = pooled.minus_log(
+            pooled.merge_lanes([there.choose(x, y) for x, y in zip(got, pooled.NOTHING, strict=True)])
+        )
         with when(lane.equals(0)):
-            empty = log.equals(real(-math.inf))
-            ptx("st.shared.u32 [$0], $1;", logs + warp * 4, empty.choose(0, log ^ (1 << 31)))
+            ptx("st.shared.u32 [$0], $1;", logs + warp * 4, log)
     c.block_barrier()
     return [ptx("ld.shared.u32 $0, [$1];", logs + h * 4, results=1) for h in range(heads)]
 
 
+Fetch = Callable[[Word], Iterable[list[Word]]]
+
+
 def _take(
-    first: t.Fetch, again: t.Fetch, wanted: Word, slots: Any, found: Any, hist: Word, small: Word,
-    *, base: int, U: int, room: int, config: t.Config,
+    first: Fetch, again: Fetch, wanted: Word, slots: Any, found: Any, hist: Word, small: Word, listed: Word,
+    *, bins: tuple[int, int], U: int, room: int, config: t.Config,
 ) -> None:  # fmt: skip
     """Writes to `slots` those of the `wanted` largest keys that are not 0, and to `found` how many these are.
 
     `first(i)` gives the keys of `t.fours(i, U, config)` the first time that they are looked at, `again(i)` after it.
     """
     thread, part, blocks = c.special("tid.x"), c.special("cluster_ctarank"), config.blocks
-    Elements = list[tuple[Word, Word]]
+    lane, warp, length = thread & 31, thread >> 5, small + t.LENGTH * 4
+    base, shift = bins
+    in_registers = t.in_one_step(U, config)
+    held: list[tuple[Word, Word]] = []  # in registers, where these have all of the row
+    Elements = Iterable[tuple[Word, Word]]
 
-    def elements(fetch: t.Fetch, i: Word) -> Elements:
+    def elements(fetch: Fetch, i: Word) -> Iterator[tuple[Word, Word]]:
         """Keys, and slots' ranks: the lower slot the higher."""
-        places = zip(t.fours(i, U, config), fetch(i), strict=True)
-        return [(key, word(t.SLOTS) - (at + j)) for at, four in places for j, key in enumerate(four)]
+        for at, four in zip(t.fours(i, U, config), fetch(i), strict=True):
+            for j, key in enumerate(four):
+                element = key, word(t.SLOTS) - (at + j)
+                if in_registers and fetch is first:
+                    held.append(element)
+                yield element
 
-    held = elements(first, word(0)) if t.in_one_step(U, config) else None
+    def each(fetch: Fetch, visit: Callable[..., Any], carry: Sequence[Word] = ()) -> list[Word]:
+        if in_registers:
+            return visit(word(0), held or elements(fetch, word(0)), *carry)
+        return c.loop(0, t.steps(U, config)[2], 1, carry)(lambda i, *carry: visit(i, elements(fetch, i), *carry))
 
-    def each(fetch: t.Fetch, visit: Callable[..., Any], carry: Sequence[Word] = ()) -> list[Word]:
-        if held is not None:
-            return visit(held, *carry)
-        return c.loop(0, t.steps(U, config)[2], 1, carry)(lambda i, *carry: visit(elements(fetch, i), *carry))
+    def count(n: int, fetch: Fetch, bin_of: Callable[[Word, Word], list[Operand]], wanted: Word) -> t.Found:
+        """`bin_of` gives a bin, and perhaps two numbers, of which the first is not the larger if the element counts.
 
-    @c.loop(thread, PASSES * t.BINS // 4, t.THREADS)
-    def _clear(i: Word) -> None:
-        ptx("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", hist + i * 16, 0)
+        Histograms take turns: of one that is cleared all blocks had what they needed before the last pass.
+        """
+        at = hist + TURNS[n] * t.PASS * 4
+        if n:
+            clear(at)
+            c.block_barrier()
 
-    with when(thread.equals(0)):
-        for at in (t.DIGIT, t.NEED, t.COUNT):
-            ptx("st.shared.u32 [$0], $1;", small + at * 4, 0)
-    c.block_barrier()
-
-    def count(n: int, fetch: t.Fetch, bin_of: Callable[[Word, Word], tuple[Flag, Word]], need: Word) -> list[Word]:
-        """The bin of the `need`-th, which of it that is, and how many it has; zeros if there are not so many."""
-        bins = hist + n * t.BINS * 4
-
-        def visit(elements: Elements) -> None:
+        def visit(_: Word, elements: Elements) -> None:
             for element in elements:
-                there, digit = bin_of(*element)
-                with when(there):
-                    ptx("red.shared.add.u32 [$0], 1;", bins + digit * 4)
+                digit, *limits = bin_of(*element)
+                red = "red.shared.add.u32 [$0], 1;"
+                if limits:
+                    red = "{ .reg .pred p; setp.le.u32 p, $1, $2; @p " + red + " }"
+                ptx(red, at + digit * 4, *limits)
 
         each(fetch, visit)
-        return t.find_bin(bins, need, small, thread, blocks)
+        return t.find_bin(at, wanted, blocks)
 
-    def octaves(key: Word, _: Word) -> tuple[Flag, Word]:
-        place = ((key > base).choose(key, base) - base) >> SHIFT
-        return key.differs(0), (place < t.BINS - 1).choose(place, t.BINS - 1)
+    def from_base(key: Word, _: Word) -> list[Operand]:
+        """Those that are 0 count where nothing is read: a branch around each takes longer."""
+        place = (instr("max.u32", key, base) - base) >> shift
+        return [key.equals(0).choose(t.BINS, instr("min.u32", place, t.BINS - 1))]
 
-    # Keys low .. low + size are those of the bin, the next bits to count begin at `shift`; of those that equal `low`,
-    # slots count whose rank is at least `rank`. `need` of the bin's `many` are wanted.
-    place, need, many = count(0, first, octaves, wanted)
-    low, size, shift = (place << SHIFT) + base, word((1 << SHIFT) - 1), word(SHIFT - 11)
+    # Keys low .. low + size are those of the bin, of which `need` of `many` are wanted; the next bits to count begin at
+    # `further`. Of those that equal `low`, slots count whose rank is at least `least`. Blocks before this one have
+    # `above` larger ones, and `beside` in the bin.
+    place, need, many, wanted, above, beside = count(0, first, from_base, wanted)
+    low, size, further = (place << shift) + base, word((1 << shift) - 1), word(shift - 11)
     for end, of_low, of_size in (
-        (0, 1, base + (1 << SHIFT) - 2),
-        (t.BINS - 1, base + ((t.BINS - 1) << SHIFT), (1 << 32) - 1 - base - ((t.BINS - 1) << SHIFT)),
+        (0, 1, base + (1 << shift) - 2),
+        (t.BINS - 1, base + ((t.BINS - 1) << shift), (1 << 32) - 1 - base - ((t.BINS - 1) << shift)),
     ):
         at_end = place.equals(end)
-        low, size, shift = (at_end.choose(a, b) for a, b in ((of_low, low), (of_size, size), (21, shift)))
-    fewer = need.equals(0)  # all there are, or none
-    low = fewer.choose(wanted.equals(0).choose(0xFFFFFFFF, 1), low)
-    state = [low, size, shift, word(0), need, many]
+        low, size, further = (at_end.choose(a, b) for a, b in ((of_low, low), (of_size, size), (21, further)))
+    state = [low, size, further, word(0), need, many, above, beside]
 
-    def by_key(n: int, low: Word, size: Word, shift: Word, rank: Word, need: Word, _: Word) -> list[Word]:
-        digit, need, many = count(n, again, lambda key, _: (key - low <= size, (key - low) >> shift), need)
+    def by_key(n: int, low: Word, size: Word, shift: Word, _: Word, need: Word, *of_blocks: Word) -> list[Word]:
+        got = count(n, again, lambda key, _: [(key - low) >> shift, key - low, size], need)
         further = (shift > 11).choose(shift - 11, 0)
-        return [low + (digit << shift), (word(1) << shift) - 1, further, rank, need, many]
+        low, size = low + (got.bin << shift), (word(1) << shift) - 1
+        return [low, size, further, word(0), got.need, got.many, of_blocks[1] + got.above, got.beside]
 
-    def by_slot(n: int, low: Word, size: Word, shift: Word, rank: Word, need: Word, _: Word) -> list[Word]:
-        by = 11 if n == PASSES - 2 else 0
+    def by_slot(low: Word, size: Word, shift: Word, least: Word, need: Word, *of_blocks: Word) -> list[Word]:
+        above = of_blocks[1]
+        for n, by in ((KEY_PASSES, 11), (KEY_PASSES + 1, 0)):
 
-        def bin_of(key: Word, mine: Word) -> tuple[Flag, Word]:
-            digit = (mine - rank) >> by
-            return key.equals(low) & (digit < t.BINS), digit
+            def bin_of(key: Word, rank: Word, by: int = by, least: Word = least) -> list[Operand]:
+                digit = (rank - least) >> by
+                return [digit, key.equals(low).choose(digit, t.BINS), t.BINS - 1]
 
-        digit, need, many = count(n, again, bin_of, need)
-        return [low, size, shift, rank + (digit << by), need, many]
+            got = count(n, again, bin_of, need)
+            least, need, above = least + (got.bin << by), got.need, above + got.above
+        return [low, size, shift, least, need, got.many, above, got.beside]
 
-    for n in range(1, PASSES):
-        *_, need, many = state
-        slot_pass = n >= PASSES - 2
-        more = many > need if slot_pass else (many > need) & state[1].differs(0)
-        state = c.choose_between(more, functools.partial(by_slot if slot_pass else by_key, n, *state), state)
-    low, _, _, least, *_ = state
+    for n in range(1, KEY_PASSES + 1):
+        long = (state[5] > state[4]) & (state[5] > LISTED)
+        if n < KEY_PASSES:
+            state = c.choose_between(long & state[1].differs(0), functools.partial(by_key, n, *state), state)
+        else:
+            state = c.choose_between(long, functools.partial(by_slot, *state), state)
+    low, size, _, least, need, many, above, beside = state
 
-    def taken(key: Word, rank: Word) -> Flag:
-        return (key > low) | (key.equals(low) & (rank >= least))
+    # Taken are keys larger than `last`, and those that equal it, of rank `least` or more. If that is not all of the
+    # bin, its elements come into the list that each block gets, [many] of rank and key.
+    all_of_it = many.equals(need)
+    low, last = (wanted.equals(0).choose(0xFFFFFFFF, x) for x in (low, all_of_it.choose(low, low + size)))
+    least = all_of_it.choose(least, t.SLOTS + 1)
+    above = above + all_of_it.choose(beside, 0)
 
-    def number(elements: Elements, n: Word) -> list[Word]:
-        return [functools.reduce(lambda a, b: a + b, [taken(*x).choose(1, 0) for x in elements], n)]
+    def marks(elements: Elements) -> list[Word]:
+        """Bits of the elements taken, and of those that the list has."""
+        taken, level = word(0), word(0)
+        for e, (key, rank) in enumerate(elements):
+            mark = (
+                "{ .reg .pred p, q; setp.gt.u32 p, $2, $3; setp.eq.u32 q, $2, $3; setp.ge.and.u32 q, $4, $5, q; "
+                "or.pred p, p, q; mov.b32 $0, $1; @p or.b32 $0, $0, $6; }"
+            )
+            taken = ptx(mark, taken, key, last, rank, least, 1 << e, results=1)
+            mark = "{ .reg .pred p; setp.ge.u32 p, $2, $3; mov.b32 $0, $1; @p or.b32 $0, $0, $4; }"
+            level = ptx(mark, level, key, low, 1 << e, results=1)
+        return [taken, all_of_it.choose(0, level & (taken ^ 0xFFFFFFFF))]
 
-    (mine,) = each(again, number, [word(0)])
-    after = t.later(mine, small, thread)
-    with when(thread.equals(0)):
-        ptx("st.shared.u32 [$0], $1;", small + t.LENGTH * 4, after + mine)
-    c.cluster_barrier()
-    total = word(0)
-    for block in range(blocks):
-        theirs = ptx("ld.shared::cluster.u32 $0, [$1];", c.remote(small + t.LENGTH * 4, block), results=1)
-        after, total = after + (part < block).choose(theirs, 0), total + theirs
-    c.cluster_barrier()  # a block may end once its number has been read
+    def numbers(bits: Word, visit: Callable[[Word, Word], None]) -> None:
+        """visit(i, e) of the i-th bit that is 1, which is bit e."""
 
-    def write(elements: Elements, at: Word) -> list[Word]:
-        for key, rank in elements:
-            flag = taken(key, rank)
-            with when(flag):
-                ptx("st.global.u32 [$0], $1;", c.offset(slots, at * 4), word(t.SLOTS) - rank)
-            at = at + flag.choose(1, 0)
-        return [at]
+        @c.loop(0, instr("popc.b32", bits), 1, [bits])
+        def _each(i: Word, bits: Word) -> Word:
+            visit(i, word(31) - instr("clz.b32", bits & (word(0) - bits)))
+            return bits & (bits - 1)
 
-    each(again, write, [after])
+    def collect(_: Word, elements: Elements, number: Word) -> list[Word]:
+        taken, level = marks(elements := list(elements))
+        with when(level.differs(0)):
+            n = instr("popc.b32", level)
+            at = beside + ptx("atom.shared.add.u32 $0, [$1], $2;", length, n, results=1)
+
+            def share(i: Word, e: Word) -> None:
+                element = elements[0]
+                for j, other in enumerate(elements[1:], 1):
+                    element = tuple(e.equals(j).choose(x, y) for x, y in zip(other, element, strict=True))
+                for block in range(blocks):
+                    to = c.remote(listed + (at + i) * 8, block)
+                    ptx("st.shared::cluster.v2.u32 [$0], {$2, $1};", to, *element)
+
+            numbers(level, share)
+        return [taken] if in_registers else [number + instr("popc.b32", taken)]
+
+    (mine,) = each(again, collect, [word(0)])
+    c.cluster_arrive()
+    stride = t.steps(U, config)[0]
+    at = above + t.earlier(instr("popc.b32", mine) if in_registers else mine, small)
+
+    def write(i: Word, elements: Elements, at: Word) -> list[Word]:
+        taken = mine if in_registers else marks(elements)[0]
+        start = t.fours(i, U, config)[0]
+        numbers(
+            taken,
+            lambda i, e: ptx(
+                "st.global.u32 [$0], $1;", c.offset(slots, (at + i) * 4), start + (e >> 2) * stride + (e & 3)
+            ),
+        )
+        return [at + instr("popc.b32", taken)]
+
+    each(again, write, [at])
     with when(thread.equals(0) & part.equals(0)):
-        ptx("st.global.u32 [$0], $1;", found, total)
-    c.loop(total + part * t.THREADS + thread, room, t.THREADS * blocks)(
+        ptx("st.global.u32 [$0], $1;", found, wanted)
+    c.loop(wanted + part * t.THREADS + thread, room, t.THREADS * blocks)(
         lambda i: ptx("st.global.u32 [$0], $1;", c.offset(slots, i * 4), 0)
     )
+    c.cluster_wait()
+
+    @c.loop(part * 32 + warp, all_of_it.choose(0, many), 32 * blocks)
+    def _from_list(i: Word) -> None:
+        """A warp counts the elements of the list that are larger than the i-th."""
+
+        @c.loop(lane, many, 32, [word(0)])
+        def larger(j: Word, n: Word) -> Word:
+            compare = (
+                "{ .reg .u64 x, y; .reg .pred p; ld.shared.u64 x, [$1]; ld.shared.u64 y, [$2]; "
+                "setp.gt.u64 p, x, y; selp.u32 $0, 1, 0, p; }"
+            )
+            return n + ptx(compare, listed + j * 8, listed + i * 8, results=1)
+
+        place = c.warp_sum(larger[0])
+        with when(lane.equals(0) & (place < need)):
+            rank = ptx("ld.shared.u32 $0, [$1];", listed + i * 8, results=1)
+            ptx("st.global.u32 [$0], $1;", c.offset(slots, (wanted - need + place) * 4), word(t.SLOTS) - rank)

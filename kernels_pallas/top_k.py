@@ -30,7 +30,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,21 +41,21 @@ from kvjax.kernels_pallas._common import Flag, Word, block_barrier, cluster_barr
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/top_k.json
 THREADS = 1024
 DIGITS = ((0, 21, 11), (0, 10, 11), (0, 0, 10), (1, 11, 11), (1, 0, 11))  # (of key 0 or slot 1, shift, bits)
-BINS = 2048
+BINS, GROUPS = 2048, 64  # groups of 32 bins
+PASS = BINS + 5 * GROUPS  # words of the histogram of a pass, with what `find_bin` needs
 SLOTS = (1 << 22) - 1  # a slot s ranks as SLOTS - s
 MOST_K, MOST_UNITS = 4096, 1 << 21
-# Words of `small`: 0..31 totals of warps; then what a pass found, and the length of this block's list.
-DIGIT, NEED, COUNT, LENGTH = 32, 33, 34, 35
+LENGTH = 32  # the word of `small` that has the length of this block's list, after totals of warps
 
 
 @dataclass(frozen=True)
 class Config:
-    blocks: int = 8  # of a row: 2, 4 or 8
+    blocks: int = 8  # of a row; clusters of 16 are not portable, but Hopper has them
     unroll: int = 4  # loads of four keys in flight
 
     def __post_init__(self) -> None:
-        if self.blocks not in (1, 2, 4, 8):
-            raise ValueError(f"blocks must be 1, 2, 4 or 8, a cluster's; got {self.blocks}")
+        if self.blocks not in (1, 2, 4, 8, 16):
+            raise ValueError(f"blocks must be 1, 2, 4, 8 or 16, a cluster's; got {self.blocks}")
 
 
 def config_for(rows: int, units: int) -> Config:
@@ -73,7 +73,7 @@ def candidates(k: int) -> int:
 
 
 def smem_bytes(k: int) -> int:
-    return 4 * (len(DIGITS) * BINS + 4 * candidates(k) + 64)
+    return 4 * (len(DIGITS) * PASS + 4 * candidates(k) + 64)
 
 
 def unsupported(shape: tuple[int, ...], dtype: Any, k: int) -> str | None:
@@ -142,6 +142,10 @@ def _load(at: Word) -> Word:
     return ptx("ld.shared.u32 $0, [$1];", at, results=1)
 
 
+def _pair(at: Word) -> list[Word]:
+    return ptx("ld.shared.v2.u32 {$0, $1}, [$2];", at, results=2)
+
+
 def _store(at: Word, x: Word) -> None:
     ptx("st.shared.u32 [$0], $1;", at, x)
 
@@ -192,7 +196,7 @@ def load_four(row: Any, at: Word, U: int) -> list[Word]:
 def scratch(k: int) -> list[Any]:
     """What `pick` needs of shared memory."""
     room = 2 * candidates(k)
-    return [c.plgpu.SMEM((n,), jnp.uint32) for n in (len(DIGITS) * BINS, room, room, 64)]
+    return [c.plgpu.SMEM((n,), jnp.uint32) for n in (len(DIGITS) * PASS, room, room, 64)]
 
 
 def _program(keys_m, out_m, *scratch_m, U: int, k: int, config: Config) -> None:
@@ -232,7 +236,7 @@ def pick(first: Fetch, again: Fetch, out: Any, scratch_m: Sequence[Any], *, U: i
         else:
             loop(0, steps(U, config)[2], 1)(lambda i: visit(elements(fetch, i)))
 
-    @loop(t, BINS * len(DIGITS) // 4, THREADS)
+    @loop(t, PASS * len(DIGITS) // 4, THREADS)
     def _clear(i: Word) -> None:
         ptx("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", hist + i * 16, 0)
 
@@ -243,10 +247,10 @@ def pick(first: Fetch, again: Fetch, out: Any, scratch_m: Sequence[Any], *, U: i
     # (high, its mask, low, its mask): the prefix of key and slot known so far; how many of its elements are still
     # needed, and how many it has.
     state = [word(x) for x in (0, 0, 0, 0, k, 0)]
-    state = _digit_pass(0, state, each, hist, small, t, blocks)
+    state = _digit_pass(0, state, each, hist, blocks)
     for n in range(1, len(DIGITS)):
         more = (word(k) - state[4] + state[5]) > capacity
-        run = functools.partial(_digit_pass, n, state, each, hist, small, t, blocks)
+        run = functools.partial(_digit_pass, n, state, each, hist, blocks)
         state = c.choose_between(more, run, state)
     high, high_mask, low, low_mask = state[:4]
 
@@ -277,13 +281,11 @@ def pick(first: Fetch, again: Fetch, out: Any, scratch_m: Sequence[Any], *, U: i
     _rank(mine, sort, small, out, length, t, k, blocks)
 
 
-def _digit_pass(
-    n: int, state: list[Word], each: Callable[..., None], hist: Word, small: Word, t: Word, blocks: int
-) -> list[Word]:
+def _digit_pass(n: int, state: list[Word], each: Callable[..., None], hist: Word, blocks: int) -> list[Word]:
     """Adds digit n of the k-th element to the prefix."""
     of_slot, shift, bits = DIGITS[n]
     high, high_mask, low, low_mask, need, _ = state
-    bins = hist + n * BINS * 4
+    bins = hist + n * PASS * 4
 
     def count(elements: list[tuple[Word, Word]]) -> None:
         for key, rank in elements:
@@ -295,46 +297,89 @@ def _digit_pass(
                 ptx("red.shared.add.u32 [$0], 1;", bins + digit * 4)
 
     each(count)
-    digit, need, held = find_bin(bins, need, small, t, blocks)
+    digit, need, held, *_ = find_bin(bins, need, blocks)
     mask = ((1 << bits) - 1) << shift
     if of_slot:
         return [high, high_mask, low | (digit << shift), low_mask | mask, need, held]
     return [high | (digit << shift), high_mask | mask, low, low_mask, need, held]
 
 
-def find_bin(bins: Word, need: Word, small: Word, t: Word, blocks: int) -> list[Word]:
-    """Of the histograms that the blocks have at `bins`: the bin of the `need`-th largest element, the number of that
-    element in it, and how many it has."""
-    cluster_barrier()
-    per = BINS // THREADS
-    counts = [word(0)] * per
-    for block in range(blocks):
-        got = ptx("ld.shared::cluster.v2.u32 {$0, $1}, [$2];", c.remote(bins + t * (4 * per), block), results=per)
-        counts = [a + b for a, b in zip(counts, got, strict=True)]
-    above = later(functools.reduce(lambda a, b: a + b, counts), small, t)
-    for j in reversed(range(per)):
-        with when((above < need) & (need <= above + counts[j])):
-            for at, x in ((DIGIT, t * per + j), (NEED, need - above), (COUNT, counts[j])):
-                _store(small + at * 4, x)
-        above = above + counts[j]
+class Found(NamedTuple):
+    """The bin in which the last of the `wanted` largest elements lies, and numbers of elements."""
+
+    bin: Word
+    need: Word  # of the bin, among the wanted
+    many: Word  # in the bin
+    wanted: Word  # all, if there are fewer than were asked for
+    above: Word  # in higher bins, of the blocks before this one
+    beside: Word  # in the bin, of the blocks before this one
+
+
+def find_bin(bins: Word, wanted: Word, blocks: int) -> Found:
+    """Of the histograms that the blocks have at `bins`, `PASS` words that were zeros before the elements were counted.
+
+    A block reads of another the sums of 32 bins each, then the 32 bins in which the one lies: of each one word a lane.
+    """
+    thread, part = c.special("tid.x"), c.special("cluster_ctarank")
+    lane, warp = thread & 31, thread >> 5
+    own, sums, sums_before, counts, counts_before = (bins + 4 * (BINS + i * GROUPS) for i in range(5))
     block_barrier()
-    return [_load(small + at * 4) for at in (DIGIT, NEED, COUNT)]
-
-
-def later(x: Word, small: Word, t: Word) -> Word:
-    """The sum of x over the threads of the block that come after this one."""
-    lane, warp = t & 31, t >> 5
-    upward = x  # of this thread and the later ones of its warp
-    for distance in (1, 2, 4, 8, 16):
-        other = ptx("shfl.sync.down.b32 $0, $1, $2, 31, -1;", upward, distance, results=1, convergent=True)
-        upward = upward + (lane + distance < 32).choose(other, 0)
+    here = functools.reduce(lambda a, b: a + b, _pair(bins + thread * 8))
+    low = c.warp_sum((lane < 16).choose(here, 0))
+    high = c.warp_sum(here) - low
     with when(lane.equals(0)):
-        _store(small + warp * 4, upward)
+        _store_pair(own + warp * 8, [low, high])
+    cluster_barrier()
+
+    def add(at: Word, block: Word, to: Word, to_before: Word) -> None:
+        theirs = ptx("ld.shared::cluster.u32 $0, [$1];", c.remote(at, block), results=1)
+        ptx("red.shared.add.u32 [$0], $1;", to, theirs)
+        with when(block < part):
+            ptx("red.shared.add.u32 [$0], $1;", to_before, theirs)
+
+    def place(counts: list[Word], wanted: Word) -> list[Word]:
+        """Of counts that the lanes have, which has the last of the wanted, how many come after it, and itself."""
+        above = c.warp_later(functools.reduce(lambda a, b: a + b, counts))
+        found = [word(0)] * 3
+        for j in reversed(range(len(counts))):
+            there = (above < wanted) & (wanted <= above + counts[j])
+            of_this = lane * len(counts) + j, above, counts[j]
+            found = [there.choose(x, y) for x, y in zip(of_this, found, strict=True)]
+            above = above + counts[j]
+        return [c.warp_sum(x) for x in found]
+
+    with when(warp < 2 * blocks):
+        group = ((warp & 1) * 32 + lane) * 4
+        add(own + group, warp >> 1, sums + group, sums_before + group)
     block_barrier()
-    above = upward - x
-    for w in range(THREADS // 32):
-        above = above + (warp < w).choose(_load(small + w * 4), 0)
-    return above
+    groups = _pair(sums + lane * 8)
+    total = c.warp_sum(groups[0] + groups[1])
+    wanted = (wanted < total).choose(wanted, total)
+    group, above, _ = place(groups, wanted)
+    with when(warp < blocks):
+        add(bins + (group * 32 + lane) * 4, warp, counts + lane * 4, counts_before + lane * 4)
+    block_barrier()
+    of_group, more, many = place([_load(counts + lane * 4)], wanted - above)
+    before = [(lane * 2 + j > group).choose(x, 0) for j, x in enumerate(_pair(sums_before + lane * 8))]
+    beside = _load(counts_before + lane * 4)
+    before.append((lane > of_group).choose(beside, 0))
+    return Found(
+        *(group * 32 + of_group, wanted - above - more, many, wanted),
+        c.warp_sum(functools.reduce(lambda a, b: a + b, before)),
+        c.warp_sum(lane.equals(of_group).choose(beside, 0)),
+    )
+
+
+def earlier(x: Word, small: Word) -> Word:
+    """The sum of x over the threads of the block that come before this one."""
+    thread = c.special("tid.x")
+    lane, warp = thread & 31, thread >> 5
+    later = c.warp_later(x)
+    of_warp = c.warp_sum(x)
+    with when(lane.equals(0)):
+        _store(small + warp * 4, of_warp)
+    block_barrier()
+    return c.warp_sum((lane < warp).choose(_load(small + lane * 4), 0)) + of_warp - later - x
 
 
 def _bitonic(size_all: int, mine: Word, spare: Word, length: Word, t: Word) -> None:
@@ -391,7 +436,7 @@ def _rank(mine: Word, lists: Word, small: Word, out: Any, length: Word, t: Word,
         firsts.append(firsts[-1] + n)
         most = (most > n).choose(most, n)
     parts = list(zip(lengths, sources, firsts[:-1], strict=True))
-    for four in (parts[:4], parts[4:]):  # loads in flight, as registers allow
+    for four in (parts[i : i + 4] for i in range(0, blocks, 4)):  # loads in flight, as registers allow
         ahead = [_load_pair(source + t * 8, t, n, space) for n, source, _ in four]
         for (n, _, first), x in zip(four, ahead, strict=True):
             with when(t < n):

@@ -32,20 +32,23 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import top_k as t
-from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
+from kvjax.kernels_pallas._common import Flag, Word, instr, loop, ptx, real, when, word
 from kvjax.kernels_pallas.top_k import Config, config_for
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/top_k_pooled.json
 HEADS = 8
-STATS = 32 * HEADS * 2  # words: largest and sum of a head and warp; after them a head's of the block
+STATS = 32 * HEADS * 2  # words: largest and sum of a head and warp; after them a head's of the block, and its log
+LOG2_E = 1 / math.log(2)
+NOTHING = c.real_bits(-math.inf), 0  # the state of no scores
 SOFTMAX = ("max_softmax", "sum_softmax", "mean_softmax")
 LOWEST = float(jnp.finfo(jnp.float32).min)
+LEAST_SUM, INFINITE = c.real_bits(2.0**-96), c.real_bits(math.inf)  # sums of softmaxes that are ranked as they are
 
 Parts = Sequence[tuple[Any, Any]]
 
 
 def smem_bytes(k: int) -> int:
-    return t.smem_bytes(k) + 4 * (STATS + 2 * HEADS)
+    return t.smem_bytes(k) + 4 * (STATS + 3 * HEADS)
 
 
 def unsupported(parts: Parts, pool: str, k: int) -> str | None:
@@ -102,7 +105,7 @@ def _pick(pool: str, k: int, config: Config, valid: Array, *scores: Array) -> Ar
             functools.partial(_program, sizes=sizes, heads=heads, shared_by=shared_by, pool=pool, k=k, config=config),
             name="kvjax_top_k_pooled",
             out_type=tuple(outs),
-            scratch_types=[*t.scratch(k), c.plgpu.SMEM((STATS + 2 * HEADS,), jnp.uint32)],
+            scratch_types=[*t.scratch(k), c.plgpu.SMEM((STATS + 3 * HEADS,), jnp.uint32)],
             grid=(rows,),
             grid_names=("row",),
             cluster=(config.blocks,),
@@ -141,7 +144,7 @@ def _program(*refs: Any, sizes: tuple[int, ...], heads: int, shared_by: int, poo
         fours = []
         for at in t.fours(i, U, config):
             flags, heads_ = load(at)
-            four = [pooled_key(flags[j], [h[j] for h in heads_], logs, pool) for j in range(4)]
+            four = pooled_keys(flags, [[h[j] for h in heads_] for j in range(4)], logs, pool)
             fours.append(four)
             if keys is not None:
                 with when(at < U):
@@ -177,76 +180,144 @@ def load_heads(scores: Sequence[Any], sizes: Sequence[int], heads: int, at: Word
     return fours
 
 
-def pooled_key(flag: Word, unit: list[Word], logs: list[Word] | None, pool: str) -> Word:
-    """The key of a unit with these scores of the heads, 0 where `flag` is; `logs` as `_log_sums` gives them, where
-    softmaxes are pooled."""
-    if logs is not None:
-        shares = [instr("fma.rn.f32", x, real(1 / math.log(2)), log) for x, log in zip(unit, logs, strict=True)]
-        top = functools.reduce(lambda a, b: instr("max.f32", a, b), shares)
-        if pool != "max_softmax":
-            shift = top.equals(real(-math.inf)).choose(0, top)
-            powers = [instr("ex2.approx.ftz.f32", instr("sub.f32", x, shift)) for x in shares]
-            total = functools.reduce(lambda a, b: instr("add.f32", a, b), powers)
-            top = instr("add.f32", shift, instr("lg2.approx.f32", total))
-        pooled = top
+def pooled_keys(flags: list[Word], units: list[list[Word]], logs: list[Word] | None, pool: str) -> list[Word]:
+    """The keys of units with these scores of the heads, 0 where the flag is; `logs` as `_log_sums` gives them, where
+    softmaxes are pooled.
+
+    Sums of softmaxes are ranked as they are; those that are next to nothing, or not finite, by their logarithms, which
+    come below the rest or are no number.
+    """
+    if logs is None:
+        keys = [_key(functools.reduce(_add, unit)) for unit in units]
     else:
-        pooled = functools.reduce(lambda a, b: instr("add.f32", a, b), unit)
-    pooled = instr("max.f32", pooled, real(LOWEST))  # also of NaN
-    pooled = instr("add.f32", pooled, real(0.0))
-    key = (pooled >> 31).differs(0).choose(pooled ^ 0xFFFFFFFF, pooled | (1 << 31))
-    return flag.differs(0).choose(key, 0)
+        units = [
+            [instr("fma.rn.f32", x, real(LOG2_E), log) for x, log in zip(unit, logs, strict=True)] for unit in units
+        ]
+        if pool == "max_softmax":
+            keys = [_key(functools.reduce(_larger, unit)) for unit in units]
+        else:
+            sums = [functools.reduce(_add, [_power(x) for x in unit]) for unit in units]
+            usual = [(x - LEAST_SUM) < (INFINITE - LEAST_SUM) for x in sums]
+            keys = [x | (1 << 31) for x in sums]
+
+            def logarithms() -> list[Word]:
+                of_logs = [_key(_log_of_sum(unit)) for unit in units]
+                return [flag.choose(x, y) for flag, x, y in zip(usual, keys, of_logs, strict=True)]
+
+            all_usual = functools.reduce(lambda a, b: a & b, usual)
+            keys = c.choose_between(all_usual.choose(0, 1).differs(0), logarithms, keys)
+    return [flag.differs(0).choose(key, 0) for flag, key in zip(flags, keys, strict=True)]
+
+
+def _add(a: Word, b: Word) -> Word:
+    return instr("add.f32", a, b)
+
+
+def _larger(a: Word, b: Word) -> Word:
+    return instr("max.f32", a, b)
+
+
+def _power(x: Word) -> Word:
+    return instr("ex2.approx.ftz.f32", x)
+
+
+def _log_of_sum(shares: list[Word]) -> Word:
+    top = functools.reduce(_larger, shares)
+    shift = top.equals(real(-math.inf)).choose(0, top)
+    total = functools.reduce(_add, [_power(instr("sub.f32", x, shift)) for x in shares])
+    return _add(shift, instr("lg2.approx.f32", total))
+
+
+def _key(x: Word) -> Word:
+    """Of the same order, as `top_k.ordered_keys`."""
+    x = instr("max.f32", x, real(LOWEST))  # also of NaN
+    x = _add(x, real(0.0))
+    return (x >> 31).differs(0).choose(x ^ 0xFFFFFFFF, x | (1 << 31))
 
 
 def _log_sums(load: Any, U: int, heads: int, stats_m: Any, config: Config) -> list[Word]:
     """For each head minus log2 of the sum of exp(score) over the valid units; 0 where there is none."""
     stats = c.shared_address(stats_m)
+    of_block, logs = stats + 4 * STATS, stats + 4 * (STATS + 2 * HEADS)
     thread, part = c.special("tid.x"), c.special("cluster_ctarank")
     lane, warp = thread & 31, thread >> 5
-
-    def add(state: list[Word], peak: Word, total: Word) -> list[Word]:
-        top = instr("max.f32", state[0], peak)
-        shift = top.equals(real(-math.inf)).choose(0, top)
-        mine, other = (instr("ex2.approx.ftz.f32", instr("sub.f32", x, shift)) for x in (state[0], peak))
-        return [top, instr("fma.rn.f32", state[1], mine, instr("mul.f32", total, other))]
-
     stride = t.THREADS * 4 * config.blocks
+    nothing = [word(x) for x in NOTHING]
 
-    @loop(part * (t.THREADS * 4) + thread * 4, U, stride, [real(-math.inf), word(0)] * heads)
+    @loop(part * (t.THREADS * 4) + thread * 4, U, stride, nothing * heads)
     def sums(at: Word, *carry: Word) -> list[Word]:
         flags, fours = load(at)
+        flags = [flag.differs(0) for flag in flags]
         new = []
         for head, four in enumerate(fours):
-            peak, total = carry[2 * head : 2 * head + 2]
-            four = [instr("mul.f32", x, real(1 / math.log(2))) for x in four]
-            four = [f.differs(0).choose(x, real(-math.inf)) for f, x in zip(flags, four, strict=True)]
-            top = functools.reduce(lambda a, b: instr("max.f32", a, b), four, peak)
-            shift = top.equals(real(-math.inf)).choose(0, top)
-            total = instr("mul.f32", total, instr("ex2.approx.ftz.f32", instr("sub.f32", peak, shift)))
-            for x in four:
-                total = instr("add.f32", total, instr("ex2.approx.ftz.f32", instr("sub.f32", x, shift)))
-            new += [top, total]
+            four = [flag.choose(x, NOTHING[0]) for flag, x in zip(flags, four, strict=True)]
+            new += add(carry[2 * head : 2 * head + 2], four)
         return new
 
     for head in range(heads):
-        state = sums[2 * head : 2 * head + 2]
-        for gap in (1, 2, 4, 8, 16):
-            state = add(state, *(c.bfly(x, gap) for x in state))
+        state = merge_lanes(sums[2 * head : 2 * head + 2])
         with when(lane.equals(0)):
             ptx("st.shared.v2.u32 [$0], {$1, $2};", stats + (warp * HEADS + head) * 8, *state)
     c.block_barrier()
     with when(warp < heads):  # warp h merges head h of all warps
         state = ptx("ld.shared.v2.u32 {$0, $1}, [$2];", stats + (lane * HEADS + warp) * 8, results=2)
-        for gap in (1, 2, 4, 8, 16):
-            state = add(state, *(c.bfly(x, gap) for x in state))
+        state = merge_lanes(state)
         with when(lane.equals(0)):
-            ptx("st.shared.v2.u32 [$0], {$1, $2};", stats + (warp * 8 + 4 * STATS), *state)
+            ptx("st.shared.v2.u32 [$0], {$1, $2};", of_block + warp * 8, *state)
     c.cluster_barrier()
-    logs = []
-    for head in range(heads):
-        state = [real(-math.inf), word(0)]
-        for block in range(config.blocks):
-            at = c.remote(stats + (4 * STATS + head * 8), block)
-            state = add(state, *ptx("ld.shared::cluster.v2.u32 {$0, $1}, [$2];", at, results=2))
-        log = instr("add.f32", state[0], instr("lg2.approx.f32", state[1]))
-        logs.append(log.equals(real(-math.inf)).choose(0, log ^ (1 << 31)))
-    return logs
+    with when(warp < heads):  # and of all blocks
+        there = lane < config.blocks
+        at = c.remote(of_block + warp * 8, there.choose(lane, 0))
+        state = ptx("ld.shared::cluster.v2.u32 {$0, $1}, [$2];", at, results=2)
+        log = minus_log(merge_lanes([there.choose(x, y) for x, y in zip(state, NOTHING, strict=True)]))
+        with when(lane.equals(0)):
+            ptx("st.shared.u32 [$0], $1;", logs + warp * 4, log)
+    c.block_barrier()
+    return [ptx("ld.shared.u32 $0, [$1];", logs + head * 4, results=1) for head in range(heads)]
+
+
+# A state is the largest of some scores (base 2), and the sum of 2^(score - largest).
+
+
+def _finite(x: Word) -> Flag:
+    return (x & 0x7FFFFFFF) < 0x7F800000
+
+
+def add(state: Sequence[Word], scores: Sequence[Word]) -> list[Word]:
+    """A state with some natural scores. Of infinite ones the sum is that of 2^score, which is 0 or infinite too."""
+    before, total = state
+    top = functools.reduce(_larger, scores)
+    peak = _larger(before, instr("mul.f32", top, real(LOG2_E)))
+    shift = _finite(peak).choose(peak ^ (1 << 31), 0)
+    keep = _power(_add(before, shift))
+    added = functools.reduce(_add, [_power(instr("fma.rn.f32", x, real(LOG2_E), shift)) for x in scores])
+    return [peak, instr("fma.rn.f32", total, keep, added)]
+
+
+def merge(states: Sequence[Sequence[Word]]) -> list[Word]:
+    """One state of some."""
+    peak = functools.reduce(_larger, [top for top, _ in states])
+    shift, total = _finite(peak).choose(peak, 0), word(0)
+    for top, part in states:
+        total = instr("fma.rn.f32", part, _power(instr("sub.f32", top, shift)), total)
+    return [peak, total]
+
+
+def merge_lanes(state: Sequence[Word]) -> list[Word]:
+    """One state of those of a warp's lanes, in each of them."""
+    top, total = state
+    order = top ^ (top >> 31).differs(0).choose(0xFFFFFFFF, 1 << 31)
+    peak = instr("redux.sync.max.u32", order, -1, convergent=True)
+    peak = peak ^ (peak >> 31).differs(0).choose(1 << 31, 0xFFFFFFFF)
+    shift = _finite(peak).choose(peak, 0)
+    total = instr("mul.f32", total, _power(instr("sub.f32", top, shift)))
+    for gap in (1, 2, 4, 8, 16):
+        total = _add(total, c.bfly(total, gap))
+    return [peak, total]
+
+
+def minus_log(state: Sequence[Word]) -> Word:
+    """Minus log2 of the sum of 2^score; 0 of no scores."""
+    peak, total = state
+    log = _add(_finite(peak).choose(peak, 0), instr("lg2.approx.f32", total))
+    return log.equals(real(-math.inf)).choose(0, log ^ (1 << 31))
