@@ -25,6 +25,7 @@ from kvjax.selectors import All, Paris
 class Took(NamedTuple):
     us: float  # of a call: on a GPU in its kernels, by the profiler; else by the host's clock
     kernels: float | None  # that a call starts; None by the host's clock
+    parts: dict[str, float]  # us of a call in the kernels of a name, the most first; empty by the host's clock
 
 
 def clock(run: Callable[..., tuple[Any, Any]], state: Any, *args: Any, calls: int) -> tuple[Took, Any]:
@@ -37,15 +38,16 @@ def clock(run: Callable[..., tuple[Any, Any]], state: Any, *args: Any, calls: in
         return out
 
     if jax.default_backend() == "gpu":
-        found = [each for _, each in kernels(call, calls)]
-        count = sum(map(len, found)) / calls
-        return Took(sum(statistics.median(each) * len(each) / calls for each in found), count), out
+        found = kernels(call, calls)
+        count = sum(map(len, (each for _, each in found))) / calls
+        parts = {name: statistics.median(each) * len(each) / calls for name, each in found}
+        return Took(sum(parts.values()), count, dict(sorted(parts.items(), key=lambda part: -part[1]))), out
     times = []
     for _ in range(calls + 1):
         start = time.perf_counter()
         jax.block_until_ready(call())
         times.append(1e6 * (time.perf_counter() - start))
-    return Took(statistics.median(times[1:]), None), out
+    return Took(statistics.median(times[1:]), None, {}), out
 
 
 def keep_counts(old: Any, new: Any) -> Any:
@@ -106,4 +108,5 @@ def save(out: Path, what: str, rows: list[dict[str, Any]], key: tuple[str, ...])
 
 
 def show(row: dict[str, Any]) -> None:
-    print(" | ".join(f"{x:.3g}" if isinstance(x, float) else str(x) for x in row.values()), flush=True)
+    shown = (x for x in row.values() if not isinstance(x, dict))
+    print(" | ".join(f"{x:.3g}" if isinstance(x, float) else str(x) for x in shown), flush=True)

@@ -56,15 +56,25 @@ def sweep(
     return row | {"all": {label: round(us, 2) for label, us in times.items()}}
 
 
-def run(name: str, what: str, distribution: str, measure: Callable[..., dict[str, Any]], shapes: Iterable[Any]) -> None:
-    """Prints a line a shape, of measure(*shape), and writes all to results/{name}.json."""
+def run(
+    name: str,
+    what: str,
+    distribution: str,
+    measure: Callable[..., dict[str, Any]],
+    shapes: Iterable[Any],
+    swept: int = 1,
+) -> None:
+    """Prints a line a shape, of measure(*shape), and writes all to results/{name}.json. Every block size is tried for
+    the first `swept` shapes."""
     global most_configs
     parser = argparse.ArgumentParser(description=f"Device time of {name}, on a GPU.")
-    parser.add_argument("--all", action="store_true", help="every block size for every shape, not for the first alone")
+    parser.add_argument(
+        "--all", action="store_true", help="every block size for every shape, not for the first ones alone"
+    )
     given, rows = parser.parse_args(), []
     for shape in shapes:
+        most_configs = None if given.all or len(rows) < swept else 1
         rows.append(measure(*shape))
-        most_configs = None if given.all else 1
         if len(rows) == 1:
             print(" | ".join(rows[0]))
         print(" | ".join(f"{x:.1f}" if isinstance(x, float) else str(x) for x in rows[-1].values()), flush=True)
