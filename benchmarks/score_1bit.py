@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import score_1bit
-from kvjax.kernels_pallas.score_1bit import Config
+from kvjax.kernels_pallas.score_1bit import Config, config_for
 from sweep import run, sweep
 
 from kvjax import ops
@@ -24,7 +24,7 @@ SHAPES = (  # B, K, G, S, D, group, dtype of the scales
     (1, 8, 4, 131072, 64, 32, "bfloat16"),
     (1, 8, 8, 131072, 64, 32, "bfloat16"),
 )
-CONFIGS = [Config(units, 1, ahead) for units in (8, 16) for ahead in (1, 2, 3)]
+CONFIGS = [Config(units, stages) for units in (16, 8, 12, 14, 4) for stages in (4, 8, 2)]
 
 
 def index(B: int, K: int, S: int, D: int, group: int, dtype: str) -> OneBit:
@@ -49,7 +49,7 @@ def measure(B: int, K: int, G: int, S: int, D: int, group: int, dtype: str) -> d
         return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
 
     moved = B * K * S * (D / 8 + 4 * D / group + 4 * G)
-    configs = [Config(), *CONFIGS]
+    configs = [config_for(B * K, S), *CONFIGS]
     row = sweep("score_1bit", kernel, reference, args, configs=configs, error=error, most=1e-2, moved=moved)
     return {"B": B, "K": K, "G": G, "S": S, "D": D, "group": group, "scales": dtype, **row}
 
@@ -58,7 +58,7 @@ if __name__ == "__main__":
     run(
         "score_1bit",
         "score_1bit of q f32[B, K, G, D] with keys of S tokens; error: ||mosaic - xla|| / ||xla||; "
-        "config: units x warpgroups x ahead",
+        "config: units x stages",
         "normal random keys, channels 1 to 4 times as large, and queries",
         measure,
         SHAPES,

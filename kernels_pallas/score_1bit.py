@@ -3,59 +3,84 @@
 score = sum_d q_d zero_d + sum_d (q_d step_d) code_d, codes +1 and -1. Zero and step are those of a group of tokens,
 so the first sum is one number a head and group, and in the second the queries are multiplied by the step, once for
 the 32 keys of a unit: 16-bit operands, products summed in f32. Both run on `mma` (m16n8k16), 8 heads as its columns.
-Its rows are 16 keys for the second sum, their codes made in registers by a shift, an and and a xor for two of them; a
-lane holds the channels i and i + D/8 of its D/4 as a pair, since their bits are D/8 apart in the packed row. For the
-first sum the rows are the zeros of 16 units. A warp does `units` units, and loads `ahead` of them ahead.
+
+**Codes are read as numbers where they lie.** A lane holds the channels i and i + D/8 of its D/4 as a pair: their bits
+are the same bit of both halves of a word. A bit alone in a half is a power of two as bf16, if it is of the exponent,
+and as f16 too, if it is one of the leading subnormal ones. So one `and` makes two operands, 0 or a power, and the
+queries are divided by that power beforehand; other bits are rotated there first. Codes are then 1 and 0, and
+sum (q step) code = 2 sum (q step) bit - sum (q step), of the same rounded products: the last is one more product, its
+rows all ones.
+
+**Two units at once** where G <= 4: columns 4.. have the queries times the next unit's step. A lane keeps of two
+products the one in whose columns its heads are, and writes for one of the two units.
+
+A warp copies what it reads into a ring in shared memory of its own (`cp.async`), refilled as soon as a stage lies in
+registers: bytes in flight cost no registers, and no iteration waits for its own loads. As many units are a warp's as
+give each multiprocessor 16 warps: these run at once, in up to 128 registers, and share the keys evenly.
 
 **Bytes:** (D/8 + 4 D/g) read and 4 G written a key and kv head: at D = 128, g = 32, G = 4, 48 bytes. The bound on an
 H200 (4.3 TB/s) is 11.7 us for 8 kv heads x 131072 and 94 us for 8 x 1M.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of the kernel alone, normal random keys and queries, G =
-4, D = 128, bf16, g = 32, 8 kv heads: 131072 keys 20.9 us (the reference 1.05 ms); 1M keys 140 us; 32768 keys 6.8 us;
-batch 8 x 32768 38.5 us. Casting queries adds 1.2 us. `benchmarks/results/score_1bit.json` has more. Queries times
-step are rounded to 16 bits: against the reference, ||error|| / ||scores|| is 2.4e-3 for bf16 and 3e-4 for f16. 90
-registers, no spills; counted, not measured: making codes takes two integer operations for two of them, which alone
-are about 8 us.
+**Measured:** not yet in this form. Counted for G = 4, D = 128, bf16: 147 instructions of a warp a unit, 69 of them to
+make operands of codes, which keep the integer pipe busy for 6 us of 131072 keys; 104 registers, no spills. Queries
+times step are rounded to 16 bits: against the reference, ||error|| / ||scores|| is 2.4e-3 for bf16 and 3e-4 for f16,
+which has fewer exponents: there queries below 2^-11 lose up to 3 bits.
 
-**Tried and lost** (131072 keys): 2 units loaded ahead 22.3 us, 3 units 24.9 us (112 and 130 registers: more bytes in
-flight do not pay for fewer warps); none 24 to 25 us; 16 units a warp 22.6 us, 4 units 22.6 us; blocks of two
-warpgroups 21.0 us, but 11.0 us for 32768 keys.
+**Tried and lost:** a shift, an and and a xor for two codes, +1 and -1, and units loaded into registers: 277
+instructions a unit, 131072 keys 20.9 us with one unit loaded ahead, with two 22.3 us, three 24.9 us (112 and 130
+registers), none 24 to 25 us. To choose a lane's product by two predicated multiplications, not selects: 7 instructions
+of the integer pipe less in two units and 4 more in all, and 10 registers (counted). The sum of q step of a group from
+the unrounded products, with that of the zeros: 8 products less in two units, but an error 1.2 to 1.4 times as large
+(calculated), as a product's error then counts twice where its bit is 1, and not at all where it is 0.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
-from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
+from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/score_1bit.json
 UNIT = 32  # keys: the rows of two products
 HEADS = 8  # columns of a product
-ONES = {"bf16": 0xBF80BF80, "f16": 0xBC00BC00}  # -1 twice; a code of 1 flips the sign
+WARPS = 4  # of a block
+# Bits that, alone in a half word, serve as numbers; `power` has which. Queries are divided by them, and by 2^SMALLER,
+# so that factors are powers 64 .. -63 in bf16, where |q| and |q step| may be 2^63, and 0 .. -3 in f16: not larger.
+WINDOW = {"bf16": range(7, 15), "f16": range(8, 12)}
+SMALLER = {"bf16": 62, "f16": 16}
+RUN_AT_ONCE = 132 * 16  # warps on an H200
+
+Visit = Callable[[Word, list[list[Word]], Sequence[Word]], list[Word]]
 
 
 @dataclass(frozen=True)
 class Config:
     units: int = 8  # of a warp
-    warpgroups: int = 1  # of a block
-    ahead: int = 1  # units that a warp loads before it needs them
+    stages: int = 4  # units that a warp has room for in shared memory
 
     def __post_init__(self) -> None:
         if not 1 <= self.units <= 16:
             raise ValueError(f"units must be 1 to 16, the rows of a product; got {self.units}")
-        if not 1 <= self.ahead <= 3:
-            raise ValueError(f"ahead must be 1 to 3, as registers hold; got {self.ahead}")
+        if self.stages not in (2, 4, 8):
+            raise ValueError(f"stages must be 2, 4 or 8; got {self.stages}")
 
 
-def smem_bytes() -> int:
-    return 0
+def config_for(rows: int, slots: int) -> Config:
+    """Warps take so many units each that all run at once, or in as few full turns as 16 units allow."""
+    of_one_turn = rows * slots / (UNIT * RUN_AT_ONCE)
+    return Config(max(math.ceil(of_one_turn / math.ceil(of_one_turn / 16)), 2))
+
+
+def smem_bytes(D: int, config: Config) -> int:
+    """Of a block; a stage has the codes of a unit, and its steps."""
+    return WARPS * config.stages * (UNIT * D // 8 + 2 * D)
 
 
 def unsupported(q: Any, bits: Any, step: Any) -> str | None:
@@ -85,25 +110,17 @@ def score_1bit(q: Array, bits: Array, step: Array, zero: Array, *, scale: float,
         raise NotImplementedError(limit)
     B, K, G, _ = q.shape
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
-    return _scores(scale, config or Config(), *rows).reshape(B, K, G, -1)
+    return _scores(scale, config or config_for(B * K, bits.shape[2]), *rows).reshape(B, K, G, -1)
 
 
 def _scores(scale: float, config: Config, q: Array, bits: Array, step: Array, zero: Array) -> Array:
-    (rows, S, width), G = bits.shape, q.shape[1]
-    shape, group = (rows, G, S, 8 * width), S // step.shape[1]
-    warps = rows * -(-S // (UNIT * config.units))
+    rows, S, _ = bits.shape
+    G = q.shape[1]
 
     @jax.custom_batching.custom_vmap
     def run(q: Array, bits: Array, step: Array, zero: Array) -> Array:
-        kind = "bf16" if step.dtype == jnp.bfloat16 else "f16"
-        return c.kernel(
-            functools.partial(_program, shape=shape, group=group, kind=kind, scale=scale, config=config),
-            name="kvjax_score_1bit",
-            out_type=jax.ShapeDtypeStruct((rows, G, S), jnp.float32),
-            grid=(-(-warps // (4 * config.warpgroups)),),
-            grid_names=("block",),
-            num_threads=config.warpgroups,
-        )(q, bits, step, zero)
+        scores, out = Scores.of(q, bits, step, scale, config), jax.ShapeDtypeStruct((rows, G, S), jnp.float32)
+        return scores.kernel(scores.program, name="kvjax_score_1bit", out_type=out)(q, bits, step, zero)
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
@@ -113,81 +130,237 @@ def _scores(scale: float, config: Config, q: Array, bits: Array, step: Array, ze
     return run(q, bits, step, zero)
 
 
-def _program(
-    q_m, bits_m, step_m, zero_m, out_m, *,
-    shape: tuple[int, int, int, int], group: int, kind: str, scale: float, config: Config,
-) -> None:  # fmt: skip
-    rows, G, S, D = shape
-    H = D // 8  # pairs of channels (i, i + H) that a lane has of a row
-    units, batch = S // UNIT, config.units
-    batches = -(-units // batch)
-    t = c.special("tid.x")
-    lane = t & 31
-    quad, col = lane >> 2, lane & 3
-    job = c.special("ctaid.x") * (4 * config.warpgroups) + (t >> 5)
-    job = (job < rows * batches).choose(job, rows * batches - 1)  # a spare warp repeats the last
-    row = c.divide(job, batches)
-    first = (job - row * batches) * batch
-    q, bits, step, zero, out = (c.global_address(m) for m in (q_m, bits_m, step_m, zero_m, out_m))
-    q = c.offset_rows(q, row, G * D * 2)
-    bits = c.offset_rows(bits, row, S * D // 8)
-    step, zero = (c.offset_rows(a, row, S // group * D * 2) for a in (step, zero))
-    out = c.offset_rows(out, row, G * S * 4)
+class Thread(NamedTuple):
+    """Which thread this is, and what it works on."""
 
-    def quarter(address: Any, index: Word) -> list[Word]:
-        return lane_channels(address, index, col, D)
+    warp: Word  # of the block
+    lane: Word
+    quad: Word  # it has keys 4 quad .. 4 quad + 3 of a unit
+    col: Word
+    head: Word  # and of this head and the next
+    later: Word  # units that its own is after an iteration's first
+    row: Word
+    job: Word  # of the row's warps this one
 
-    def within(unit: Word) -> Word:
-        return (unit < units).choose(unit, units - 1)
 
-    def group_of(unit: Word) -> Word:
-        return c.divide(unit, group // UNIT)
+class Pair(NamedTuple):
+    """Channels i and i + D/8 of a lane."""
 
-    load_codes = "ld.global.nc.u32 $0, [$1+{}];"
-    if D == 64:  # 16 channels a lane: the second byte's bits go to 16.., as if they were 16 apart
-        load_codes = "{{ .reg .u16 h; ld.global.nc.u16 h, [$1+{}]; cvt.u32.u16 $0, h; prmt.b32 $0, $0, 0, 0x4140; }}"
+    turn: int  # the word of codes rotated by so many bits to the left
+    bit: int  # has theirs as this bit of its lower half and of its upper one
+    i: int
+    swapped: bool  # or of the upper and the lower
 
-    def fetch(unit: Word) -> list[Word]:
-        """This lane's codes of keys 4 quad .. 4 quad + 3 of a unit, and its steps."""
-        at = c.offset(bits, unit * (UNIT * D // 8) + quad * (4 * D // 8) + col * (D // 32))
-        codes = [ptx(load_codes.format(i * D // 8), at, results=1) for i in range(4)]
-        return codes + quarter(step, group_of(unit))
 
-    ahead = [w for i in range(config.ahead) for w in fetch(within(first + i))]
-    queries = paired([(quad < G).choose(w, 0) for w in quarter(q, (quad < G).choose(quad, 0))])
-    zeros = [paired(quarter(zero, group_of(within(first + quad + h)))) for h in ((0, 8) if batch > 8 else (0,))]
-    base = zero_scores(kind, zeros, queries)
+@dataclass(frozen=True)
+class Scores:
+    """The kernel's code, for flat arrays of these sizes."""
 
-    @loop(0, batch, 1, ahead)
-    def _unit(i: Word, *held: Word) -> list[Word]:
-        unit, size = first + i, 4 + H
-        ahead = [*held[size:], *fetch(within(unit + config.ahead))]
-        acc = unit_scores(kind, i, col, held[:4], held[4:size], queries, base)
-        for e in range(2):
-            head = col * 2 + e
-            with when((head < G) & (unit < units)):
-                at = c.offset(c.offset_rows(out, head, S * 4), unit * (UNIT * 4) + quad * 16)
-                four = [c.instr("mul.f32", x, c.real(scale)) for a in acc for x in (a[e], a[e + 2])]
-                ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", at, *four)
-        return ahead
+    rows: int
+    G: int
+    S: int
+    D: int
+    group: int
+    kind: str  # of the scales, "bf16" or "f16"
+    scale: float
+    config: Config
+
+    @classmethod
+    def of(cls, q: Array, bits: Array, step: Array, scale: float, config: Config) -> Scores:
+        rows, S, width = bits.shape
+        kind = "bf16" if step.dtype == jnp.bfloat16 else "f16"
+        return cls(rows, q.shape[1], S, 8 * width, S // step.shape[1], kind, scale, config)
+
+    @property
+    def at_once(self) -> int:
+        """Units of an iteration."""
+        return 2 if 2 * self.G <= HEADS else 1
+
+    @property
+    def iterations(self) -> int:
+        return -(-self.config.units // self.at_once)
+
+    @property
+    def jobs(self) -> int:
+        """Warps of a row."""
+        return -(-self.S // (UNIT * self.iterations * self.at_once))
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """In the order of the products."""
+        H, window = self.D // 8, WINDOW[self.kind]
+        places = [(turn, bit) for turn in range(0, H, len(window)) for bit in window]
+        return [Pair(turn, bit, (bit - turn) % H, (bit - turn) % 32 >= 16) for turn, bit in places]
+
+    def kernel(self, program: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+        def body(*refs: Any) -> None:
+            program(*refs)
+
+        return c.kernel(
+            body,
+            scratch_types=[c.plgpu.SMEM((smem_bytes(self.D, self.config) // 4,), jnp.uint32)],
+            grid=(-(-self.rows * self.jobs // WARPS),),
+            grid_names=("block",),
+            num_threads=WARPS // 4,
+            **how,
+        )
+
+    def thread(self) -> Thread:
+        t = c.special("tid.x")
+        warp, lane = t >> 5, t & 31
+        quad, col = lane >> 2, lane & 3
+        job, last = c.special("ctaid.x") * WARPS + warp, self.rows * self.jobs - 1
+        job = (job < last).choose(job, last)  # a spare warp repeats the last
+        row = c.divide(job, self.jobs)
+        head, later = ((col & 1) * 2, col >> 1) if self.at_once == 2 else (col * 2, word(0))
+        return Thread(warp, lane, quad, col, head, later, row, job - row * self.jobs)
+
+    def program(
+        self, q_m, bits_m, step_m, zero_m, out_m, ring_m, *, visit: Visit | None = None, state: Sequence[Word] = ()
+    ) -> list[Word]:  # fmt: skip
+        """The kernel's body. state = visit(unit, four scores of each of the thread's two heads, state), if given; the
+        unit may be one that is not there."""
+        G, S, D, kind, at_once = self.G, self.S, self.D, self.kind, self.at_once
+        warp, lane, quad, col, head, later, row, job = self.thread()
+        H, units, stages = D // 8, S // UNIT, self.config.stages // at_once
+        first = job * (self.iterations * at_once)
+        q, bits, step, zero, out = (c.global_address(m) for m in (q_m, bits_m, step_m, zero_m, out_m))
+        q = c.offset_rows(q, row, G * D * 2)
+        bits = c.offset_rows(bits, row, S * D // 8)
+        step, zero = (c.offset_rows(a, row, S // self.group * D * 2) for a in (step, zero))
+        out = c.offset_rows(out, row * G + head, S * 4)
+        codes, steps = UNIT * D // 8, 2 * D  # bytes of a unit
+        ring = c.shared_address(ring_m) + warp * (self.config.stages * (codes + steps))
+
+        def within(unit: Word) -> Word:
+            return (unit < units).choose(unit, units - 1)
+
+        def group_of(unit: Word) -> Word:
+            return c.divide(unit, self.group // UNIT)
+
+        def stage(i: Word) -> Word:
+            return ring + (i & (stages - 1)) * (at_once * (codes + steps))
+
+        # Chunks of 16 bytes lie in a stage as they are read, each eight that lanes read at once side by side: codes of
+        # D = 128, key 4 r + i as the i-th eight's r-th, of D = 64 as they come; then steps, of column col the v-th as
+        # 4 v + col.
+        def fetch(i: Word) -> None:
+            """Starts to copy the units of iteration i."""
+            for size, to in ((codes, 0), (steps, at_once * codes)):
+                chunks = size // 16
+                for start in range(0, at_once * chunks, 32):
+                    place = lane + start
+                    unit, chunk = within(first + i * at_once + c.divide(place, chunks)), place & (chunks - 1)
+                    if to:
+                        at = c.offset_rows(step, group_of(unit), size)
+                        chunk = (chunk & 3) * (H // 4) + (chunk >> 2)
+                    else:
+                        at = c.offset_rows(bits, unit, size)
+                        chunk = (chunk & 7) * 4 + (chunk >> 3) if D == 128 else chunk
+                    ptx(
+                        "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p cp.async.cg.shared.global [$0], [$1], 16, $4; }",
+                        *(stage(i) + place * 16 + to, c.offset(at, chunk * 16), place, at_once * chunks, 16),
+                    )
+
+        def load_codes(at: Word) -> list[Word]:
+            """This lane's, of keys 4 quad .. 4 quad + 3."""
+            if D == 128:
+                load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+                return ptx(load, at + lane * 16, results=4, convergent=True)
+            # 16 channels a lane: each of their two bytes twice, for a half of the word.
+            at, bytes_ = at + quad * 32 + (col >> 1) * 4, (col & 1).differs(0).choose(0x3322, 0x1100)
+            words = [ptx(f"ld.shared.u32 $0, [$1+{8 * i}];", at, results=1) for i in range(4)]
+            return [ptx("prmt.b32 $0, $1, 0, $2;", w, bytes_, results=1) for w in words]
+
+        def load_steps(at: Word) -> list[Word]:
+            at = at + at_once * codes + col * 16 + (quad >> 2) * steps * (at_once - 1)
+            load = "ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4+{}];"
+            return [w for v in range(H // 4) for w in ptx(load.format(64 * v), at, results=4)]
+
+        column = quad & 3 if at_once == 2 else quad  # head of the column; one that is not there goes nowhere
+        queries = lane_channels(q, (column < G).choose(column, 0), col, D)
+        eights = (0, 8) if self.iterations * at_once > 8 else (0,)
+        zeros = [lane_channels(zero, group_of(within(first + quad + h)), col, D) for h in eights]
+        for i in range(stages):
+            if i < self.iterations:
+                fetch(word(i))
+            ptx("cp.async.commit_group;")
+
+        pairs, smaller = self.pairs, SMALLER[kind]
+        queries = paired(queries, pairs)
+        base = zero_scores(kind, [paired(z, pairs) for z in zeros], queries)
+        base = [instr("mul.f32", x, real(self.scale)) for x in base]
+        factors = [word(twice(kind, -smaller - power(kind, p.bit))) for p in pairs]
+        queries = [times(kind, *two) for two in zip(queries, factors, strict=True)]
+
+        @loop(0, self.iterations, 1, state)
+        def last(i: Word, *state: Word) -> Sequence[Word]:
+            ptx(f"cp.async.wait_group {stages - 1};")
+            c.warp_barrier()
+            at = stage(i)
+            step = load_steps(at)
+            held = [load_codes(at + u * codes) for u in range(at_once)]
+            c.warp_barrier()
+            with when(i + stages < self.iterations):
+                fetch(i + stages)
+            ptx("cp.async.commit_group;")
+            scaled = [times(kind, *two) for two in zip(queries, paired(step, pairs), strict=True)]
+            sums = [unit_sums(kind, pairs, words, scaled) for words in held]
+            mine = [later.equals(0).choose(*two) for two in zip(sums[0], sums[-1], strict=True)]
+            own = i * at_once + later
+            fours = []
+            for e, all_ones in enumerate(ones_sums(kind, scaled)):
+                start = (own < 8).choose(base[e], base[2 + e]) if len(eights) == 2 else base[e]
+                start = c.from_lane(start, ((own & 7) << 2) + col)
+                start = instr("fma.rn.f32", all_ones, real(-self.scale * 2.0**smaller), start)
+                larger = real(self.scale * 2.0 ** (smaller + 1))
+                fours.append([instr("fma.rn.f32", x, larger, start) for x in mine[4 * e : 4 * e + 4]])
+            unit = first + own
+            at = c.offset(c.offset_rows(out, within(unit), UNIT * 4), quad * 16)
+            for e, four in enumerate(fours):
+                ptx(
+                    "{ .reg .pred p; setp.lt.u32 p, $1, $2; "
+                    f"@p st.global.v4.b32 [$0+{e * S * 4}], {{$3, $4, $5, $6}}; }}",
+                    *(at, head, G - e, *four),
+                )
+            return visit(unit, fours, state) if visit else []
+
+        return last
 
 
 def lane_channels(address: Any, index: Word, col: Word, D: int) -> list[Word]:
     """This lane's D/4 channels of row `index` of [..., D] 16-bit numbers, as they lie."""
-    at = c.offset(address, index * (D * 2) + col * (D // 2))
+    at = c.offset(c.offset_rows(address, index, D * 2), col * (D // 2))
     loads = [f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{4 * v}];" for v in range(0, D // 8, 4)]
     return [w for load in loads for w in ptx(load, at, results=4)]
 
 
-def paired(words: Sequence[Word]) -> list[Word]:
-    """The same channels as pairs (i, i + D/8)."""
-    H = len(words)
-    halves = [(words[i // 2], words[i // 2 + H // 2], 0x7632 if i % 2 else 0x5410) for i in range(H)]
-    return [ptx("prmt.b32 $0, $1, $2, $3;", *half, results=1) for half in halves]
+def paired(words: Sequence[Word], pairs: Sequence[Pair]) -> list[Word]:
+    """The same channels as pairs."""
+    found = []
+    for _, _, i, swapped in pairs:
+        two = words[i // 2], words[i // 2 + len(words) // 2]
+        halves = "prmt.b32 $0, $1, $2, 0x7632;" if i % 2 else "prmt.b32 $0, $1, $2, 0x5410;"
+        found.append(ptx(halves, *two[:: -1 if swapped else 1], results=1))
+    return found
+
+
+def times(kind: str, a: Word, b: Word) -> Word:
+    return ptx(f"mul.{kind}x2 $0, $1, $2;", a, b, results=1)
+
+
+def power(kind: str, bit: int) -> int:
+    """Of 2, that a half word with this bit alone is."""
+    return 2 ** (bit - 7) - 127 if kind == "bf16" else bit - 24
+
+
+def twice(kind: str, exponent: int) -> int:
+    """2^exponent in both halves."""
+    return ((exponent + 127) << 7 if kind == "bf16" else (exponent + 15) << 10) * 0x00010001
 
 
 def zero_scores(kind: str, zeros: list[list[Word]], queries: list[Word]) -> list[Word]:
-    """q . zero, of unit `quad` and of unit `quad` + 8, for heads 2 col and 2 col + 1."""
+    """q . zero, of unit `quad` and of unit `quad` + 8, for the heads of columns 2 col and 2 col + 1."""
     base = [word(0)] * 4
     for j in range(0, len(queries), 2):
         low, high = zeros[0], zeros[-1]
@@ -195,22 +368,28 @@ def zero_scores(kind: str, zeros: list[list[Word]], queries: list[Word]) -> list
     return base
 
 
-def unit_scores(
-    kind: str, i: Word, col: Word, codes: Sequence[Word], steps: Sequence[Word], queries: list[Word], base: list[Word]
-) -> list[list[Word]]:
-    """q . k~ of keys 4 quad .. 4 quad + 3 of a warp's unit i, as sums of `mma` of 16 keys: key 2 tile + half of heads
-    2 col + e at [tile][2 half + e]. `codes` are those of these keys, `steps` this lane's channels of the unit's step.
-    """
-    scaled = [ptx(f"mul.{kind}x2 $0, $1, $2;", *two, results=1) for two in zip(queries, paired(steps), strict=True)]
-    holder = ((i & 7) << 2) + col
-    start = []
-    for e in range(2):
-        mine = (i < 8).choose(base[e], base[2 + e])
-        start.append(c.from_lane(mine, holder))
-    acc = [[*start, *start], [*start, *start]]
-    for j in range(0, len(queries), 2):
+def unit_sums(kind: str, pairs: Sequence[Pair], codes: Sequence[Word], scaled: Sequence[Word]) -> list[Word]:
+    """Sums over channels of bit times `scaled`, of keys 4 quad .. 4 quad + 3, whose codes are `codes`: of column 2 col,
+    then of the next. `mma` has key 2 tile + half of column 2 col + e as the (2 half + e)-th of 16 keys."""
+    acc = [[word(0)] * 4] * 2
+    for j in range(0, len(pairs), 2):
         for tile in range(2):
             two = codes[2 * tile : 2 * tile + 2]
-            a = [((w << (15 - p)) & 0x80008000) ^ ONES[kind] for p in (j, j + 1) for w in two]
+            a = [rotated(w, p.turn) & (0x00010001 << p.bit) for p in pairs[j : j + 2] for w in two]
             acc[tile] = c.mma(kind, acc[tile], a, scaled[j : j + 2])
-    return acc
+    return [acc[tile][2 * half + e] for e in range(2) for tile in range(2) for half in range(2)]
+
+
+def ones_sums(kind: str, scaled: Sequence[Word]) -> list[Word]:
+    """The same of a key whose bits are all 1, of columns 2 col and 2 col + 1."""
+    acc = [[word(0)] * 4] * 2
+    window = WINDOW[kind]
+    for j in range(0, len(scaled), 2):  # four constants serve two products: rows 0 .. 7 of one, 8 .. 15 of the other
+        bits = [window[j // 4 * 4 % len(window) + k] for k in (0, 2, 1, 3)]
+        acc[j // 2 % 2] = c.mma(kind, acc[j // 2 % 2], [word(0x00010001 << b) for b in bits], scaled[j : j + 2])
+    return [instr("add.f32", acc[0][e], acc[1][2 + e]) for e in range(2)]
+
+
+def rotated(w: Word, by: int) -> Word:
+    """To the left."""
+    return (w << by) | (w >> (32 - by)) if by else w
