@@ -188,15 +188,29 @@ def _pick_1bit(
     scale: float,
     implementation: Implementation | None,
 ) -> Picked:
-    scores = score_1bit(q, keys, scale=scale, implementation=implementation), waiting[0]
-    parts = []
-    for part, (start, stop) in zip(scores, (span, waiting[1:]), strict=True):
-        slot = jnp.arange(part.shape[3])[None]
-        valid = (slot >= start[:, None]) & (slot < stop[:, None])
-        parts.append((part, valid[:, None, None]))
-    picked = top_k_pooled(parts, pool, room, implementation=implementation)
-    found = jnp.sum(picked.valid, axis=-1, dtype=jnp.int32)
-    return Picked(picked.slots, jnp.minimum(found, count[:, None, None]))
+    scores = score_1bit(q, keys, scale=scale, implementation=implementation)
+    picked = pick_scored([(scores, *span), waiting], count, pool, room, implementation=implementation)
+    return Picked(picked.slots, jnp.sum(picked.valid, axis=-1, dtype=jnp.int32))
+
+
+def pick_scored(
+    parts: Sequence[Sequence[Array]],
+    count: Array,
+    pool: Pool,
+    room: int,
+    *,
+    implementation: Implementation | None = None,
+) -> Selection:
+    """The `count` i32[B] units, at most `room`, that a group ranks highest, most first: by `top_k_pooled`, of parts
+    (scores f32[B, K, G, U'], start i32[B], stop i32[B]) the units [start, stop)."""
+    valid = []
+    for scores, start, stop in parts:
+        unit = jnp.arange(scores.shape[3])[None]
+        valid.append(((unit >= start[:, None]) & (unit < stop[:, None]))[:, None, None])
+    scored = [(scores, ok) for (scores, *_), ok in zip(parts, valid, strict=True)]
+    picked = top_k_pooled(scored, pool, room, implementation=implementation)
+    rank = jnp.arange(room)[None, None, None]
+    return Selection(picked.slots, picked.valid & (rank < count[:, None, None, None]))
 
 
 def collide(
@@ -487,6 +501,52 @@ def attend_quantized(
     return _dispatch(
         implementation, kernel, kernel.unsupported(*args), _with_derivative(run, reference), reference, *args
     )
+
+
+def attend_quantized_zones(
+    q: Array,
+    keys: QuantArray,
+    values: QuantArray,
+    start: Array,
+    stop: Array,
+    recent: Span,
+    sink: Span | None,
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> Array:
+    """[B, K, Q, D] in the dtype of q [B, K, Q, D]: `attend_quantized`, start and stop i32[B], and the spans of `recent`
+    and `sink`, if there is one.
+
+    `implementation`: see `explain`, of attend_quantized; its kernel takes a recent span in bfloat16 and no sink.
+    """
+    from kvjax.kernels_pallas import attend_quantized as kernel
+
+    inner: Implementation | None = None if implementation is None else "xla"
+    reference = partial(_attend_quantized_zones, scale=scale, implementation=inner)
+
+    def run(*args: Any) -> Array:
+        return kernel.attend_quantized(*args[:-1], scale=scale)
+
+    args = q, keys, values, start, stop, recent, sink
+    limit = kernel.unsupported(*args)
+    return _dispatch(implementation, kernel, limit, _with_derivative(run, reference), reference, *args)
+
+
+def _attend_quantized_zones(
+    q: Array,
+    keys: QuantArray,
+    values: QuantArray,
+    start: Array,
+    stop: Array,
+    recent: Span,
+    sink: Span | None,
+    *,
+    scale: float,
+    implementation: Implementation | None,
+) -> Array:
+    history = attend_quantized(q, keys, values, start, stop, scale=scale, implementation=implementation)
+    return attend_beside(history, q, None, recent, sink, scale=scale)
 
 
 def _attend_quantized(

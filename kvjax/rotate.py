@@ -60,6 +60,26 @@ def rotate(x: Array, seed: int) -> Array:
     return hadamard(x.astype(jnp.float32) * signs) * np.float32(D**-0.5)
 
 
+def rotate_few(x: Array, seed: int) -> Array:
+    """As `rotate`, of few vectors, such as the queries of a step, by a product with R: on a GPU one kernel. The log2 D
+    rounds of additions are two there, of long chains of loads (8.4 us for 8 vectors of 128 on an H200)."""
+    D = x.shape[-1]
+    require_rotatable(D)
+    R = _matrix(D, seed).reshape((1,) * (x.ndim - 1) + (D, D))
+    return jnp.sum(x.astype(jnp.float32)[..., None, :] * R, axis=-1)
+
+
+@lru_cache
+def _matrix(D: int, seed: int) -> np.ndarray:
+    """f32[D, D]: R."""
+    power, odd = _factor(D)
+    H = np.ones((1, 1), np.float32)
+    while H.shape[0] < power:
+        H = np.kron(np.array([[1, 1], [1, -1]], np.float32), H)
+    H = np.kron(_paley_12().astype(np.float32), H) if odd == 12 else H
+    return H * _signs(D, seed)[None] * np.float32(D**-0.5)
+
+
 def hadamard(x: Array) -> Array:
     """H x for x f32[..., D], not normalised: H H = D."""
     *lead, D = x.shape

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import kvjax
 from kvjax import CacheSpec, Fifo, Paris, Retrieval, laws, ops
 from kvjax.layouts import pack_bits
 from kvjax.pick import Selection, set_recall
-from kvjax.rotate import decode, encode, hadamard, lloyd_max, rotate
+from kvjax.rotate import decode, encode, hadamard, lloyd_max, rotate, rotate_few
 from kvjax.selectors.paris import FLOOR, ParisIndex
 from tests import oracles
 from tests.oracles import agrees
@@ -121,6 +122,33 @@ def test_picks_of_a_cache_are_those_of_the_definition() -> None:
                 assert agrees(found[0], ranks, 28), (row, head, i)
 
 
+@pytest.mark.parametrize(
+    ("pool", "candidates"), [("mean_query", None), ("mean_query", 9), ("per_head", 9), ("mean_softmax", 9)]
+)
+def test_a_step_chooses_what_select_ranks_highest(pool: Any, candidates: int | None) -> None:
+    """More candidates than the budget and fewer, rows of all lengths, with a window and without."""
+    spec = CacheSpec(batch=5, q_heads=4, kv_heads=2, head_dim=16, capacity=160, dtype=jnp.dtype(jnp.float32))
+    selector = Paris(pool=pool, candidates=candidates)
+    policy = Retrieval(selector=selector, budget=40, sink=2, local=4, demote=Fifo(leave=16), dense_below=30)
+    k, q = jax.random.normal(jax.random.key(0), (5, 150, 2, 16)), jax.random.normal(jax.random.key(1), (5, 4, 16))
+
+    @jax.jit
+    def choose(k: jax.Array, q: jax.Array) -> list[tuple[Any, Any]]:
+        state = policy.prefill(policy.init(spec), k, k, jnp.array([150, 70, 29, 31, 0]))
+        steps = [{"scale": 0.25, "window": window} for window in (None, 60)]
+        return [(policy.attend(state, q, **how)[2].selection, policy.select(state, q, **how)) for how in steps]
+
+    for chosen, ranked in choose(k, q):
+        for b, head in np.ndindex(5, 2):
+            for choice in range(chosen.slots.shape[2]):
+                ours, theirs = (
+                    set(np.asarray(s.slots)[b, head, choice][np.asarray(s.valid)[b, head, choice]].tolist())
+                    for s in (chosen, ranked)
+                )
+                assert ours == theirs
+    assert np.asarray(ranked.valid).sum(-1)[:, 0, 0].tolist() == [34, 34, 23, 25, 0]
+
+
 def test_a_budget_beyond_the_candidates_goes_on_by_votes() -> None:
     k, q = random_keys(1, 1, 200, 64), random_keys(1, 1, 1, 64, seed=1)
     scores = np.asarray(_score(Paris(candidates=10), index(Paris(candidates=10), k, np.array([200])), q, scale=1.0))
@@ -152,6 +180,13 @@ def test_rotation_keeps_inner_products(D: int, seed: int, draw: int, size: float
     turned = np.asarray(_rotate(x, seed), np.float64)
     want = x.astype(np.float64) @ x.astype(np.float64).T
     np.testing.assert_allclose(turned @ turned.T, want, atol=2e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("D", SIZES)
+def test_few_vectors_are_rotated_alike(D: int) -> None:
+    x = random_keys(3, D)
+    got, want = (np.asarray(jax.jit(f, static_argnums=1)(x, 2)) for f in (rotate_few, rotate))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
 @given(st.sampled_from(SIZES), st.integers(0, 2**31))

@@ -31,7 +31,7 @@ from kvjax.pick import Picked, Selection, expand_units, pool_queries, split_sele
 from kvjax.schedules import EveryStep, Recall, Schedule
 from kvjax.selectors import All, Picker, Selector
 from kvjax.spec import CacheSpec, require_int
-from kvjax.stores import Dense, Host, Store
+from kvjax.stores import Dense, Host, Quantized, Store
 
 
 @register_dataclass
@@ -243,7 +243,11 @@ class Retrieval:
             return ops.attend_beside(history, qg, waiting, recent, sink, scale=scale)
 
         if isinstance(self.selector, All):
-            out = around(self.store.attend(st.store, qg, from_store, scale=scale), None)
+            if isinstance(self.store, Quantized):
+                coded = st.store.k, st.store.v, from_store, st.store.count
+                out = ops.attend_quantized_zones(qg, *coded, recent, sink, scale=scale)
+            else:
+                out = around(self.store.attend(st.store, qg, from_store, scale=scale), None)
             attended = jnp.maximum(st.store.count - from_store, 0)[:, None, None]
         else:
             found = self._select(st, qg, first, scale)
@@ -310,7 +314,8 @@ class Retrieval:
         exact = jnp.mean(exact, axis=2, keepdims=True) if pool == "mean_query" else exact
         room = self._most((slots + wide) // unit)
         limit = jnp.where(st.length < self.dense_below, room * unit, self._chosen)
-        if isinstance(self.selector, Picker) and isinstance(self.schedule, EveryStep) and not ranked:
+        picks = isinstance(self.schedule, EveryStep) and not ranked
+        if isinstance(self.selector, Picker) and picks and (first is None or self.selector.picks_in_window):
             exact = exact[..., : wide + -wide % 4]  # often all, and whole fours, which a kernel reads as they lie
             span, arrived = (from_store, st.store.count), (exact, from_recent, st.recent.count - self.local)
             return self.selector.pick(st.index, queries, span, arrived, limit, room, scale=scale)

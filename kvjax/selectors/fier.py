@@ -37,6 +37,10 @@ class Fier:
     def unit(self) -> int:
         return 1
 
+    @property
+    def picks_in_window(self) -> bool:
+        return True
+
     def check(self, spec: CacheSpec, chunk: int) -> None:
         if chunk % self.group:
             raise ValueError(f"Fier(group={self.group}) does not divide the chunk of {chunk}; use a divisor of {chunk}")

@@ -11,8 +11,8 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.blocks import write
-from kvjax.pick import Pool, require_pool
-from kvjax.rotate import SUBSPACE, Directions, encode, require_rotatable, rotate
+from kvjax.pick import Pool, Selection, require_pool
+from kvjax.rotate import SUBSPACE, Directions, encode, require_rotatable, rotate, rotate_few
 from kvjax.spec import CacheSpec, require_int
 
 Votes = Literal["tiers", "plain"]
@@ -99,20 +99,56 @@ class Paris:
         return ParisIndex(Directions(*(write(a, b, at, count) for a, b in zip(ix.codes, new, strict=True))), counts)
 
     def score(self, ix: ParisIndex, q: Array, *, scale: float) -> Array:
-        B, K, S, N = ix.codes.signs.shape
-        q = rotate(q, self.seed)
-        counts = ix.counts.reshape(B, K, N, 2**SUBSPACE)
-        n = jnp.sum(counts[:, 0, 0], axis=-1)
-        beta, rho = _shares(n)
-        reach = (n * rho)[:, None] * TIERS[self.votes][None]
-        votes = ops.collide(q, ix.codes.signs, counts, _round_up(reach, 400))
-        wanted = _round_up(n * beta, 20) if self.candidates is None else jnp.minimum(n, self.candidates)
-        valid = jnp.arange(S)[None] < n[:, None]
-        picked = ops.most_voted(votes, valid, wanted, self.room(S))
+        q = rotate_few(q, self.seed)
+        votes, n, wanted = self._votes(ix, q)
+        S = votes.shape[3]
+        picked = ops.most_voted(votes, _first(n, S), wanted, self.room(S))
         estimates = ops.rerank(q, ix.codes, picked, scale=scale)
         slots = jnp.where(picked.valid, picked.slots, S)
         b, k, g, _ = jnp.meshgrid(*(jnp.arange(size) for size in slots.shape), indexing="ij", sparse=True)
         return (votes.astype(jnp.float32) + FLOOR).at[b, k, g, slots].set(estimates, mode="drop")
+
+    def _votes(self, ix: ParisIndex, q: Array) -> tuple[Array, Array, Array]:
+        """Votes u8[B, K, G, S] for rotated q, the length i32[B] of the history, and how many of it are reranked."""
+        B, K, _, N = ix.codes.signs.shape
+        counts = ix.counts.reshape(B, K, N, 2**SUBSPACE)
+        n = jnp.sum(counts[:, 0, 0], axis=-1)
+        beta, rho = _shares(n)
+        reach = (n * rho)[:, None] * TIERS[self.votes][None]
+        wanted = _round_up(n * beta, 20) if self.candidates is None else jnp.minimum(n, self.candidates)
+        return ops.collide(q, ix.codes.signs, counts, _round_up(reach, 400)), n, wanted
+
+    @property
+    def picks_in_window(self) -> bool:
+        return False
+
+    def pick(
+        self,
+        ix: ParisIndex,
+        q: Array,
+        span: tuple[Array, Array],
+        waiting: tuple[Array, Array, Array],
+        count: Array,
+        room: int,
+        *,
+        scale: float,
+    ) -> Selection:
+        """As `Picker` has it. No token that is not reranked is chosen before all that are, so candidates are all that
+        is chosen from; where they and the waiting tokens are too few, as many more of the most voted come along: then
+        all of them are chosen."""
+        if q.shape[2] > 1 and self.pool != "per_head":  # heads have candidates of their own, and a mean needs all
+            return ops.pick_scored([(self.score(ix, q, scale=scale), *span), waiting], count, self.pool, room)
+        q = rotate_few(q, self.seed)
+        votes, n, wanted = self._votes(ix, q)
+        S = votes.shape[3]
+        most = max(self.room(S), min(room, S))
+        wanted = jnp.clip(count - jnp.maximum(waiting[2] - waiting[1], 0), wanted, n)
+        candidates = ops.most_voted(votes, _first(n, S), wanted, most)
+        estimates = ops.rerank(q, ix.codes, candidates, scale=scale)
+        picked = ops.pick_scored([(estimates, jnp.zeros_like(n), wanted), waiting], count, self.pool, room)
+        stored = picked.slots < most
+        slots = jnp.take_along_axis(candidates.slots, jnp.where(stored, picked.slots, 0), axis=-1)
+        return Selection(jnp.where(stored, slots, picked.slots - most + S), picked.valid)
 
     def room(self, slots: int) -> int:
         """Candidates that a step over `slots` slots has room for: as many as any length of history wants."""
@@ -129,6 +165,11 @@ def _shares(n: Array) -> tuple[Array, Array]:
     """beta and rho i32[B], in twentieths, of histories of n i32[B] tokens."""
     band = jnp.sum(n[:, None] >= LENGTHS[None], axis=1)
     return jnp.asarray(BETA)[band], jnp.asarray(RHO)[band]
+
+
+def _first(n: Array, slots: int) -> Array:
+    """bool[B, S]: the first n i32[B] of S slots."""
+    return jnp.arange(slots)[None] < n[:, None]
 
 
 def _round_up(parts: Array, whole: int) -> Array:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jax import Array
 
-from kvjax.pick import Picked, Pool
+from kvjax.pick import Picked, Pool, Selection
 from kvjax.spec import CacheSpec
 
 
@@ -48,6 +48,11 @@ class Selector(Protocol):
 class Picker(Selector, Protocol):
     """A selector of single tokens that chooses by itself, for steps that need no order in what is chosen."""
 
+    @property
+    def picks_in_window(self) -> bool:
+        """Whether it does so under a sliding window too, where tokens before span[0] do not count."""
+        ...
+
     def pick(
         self,
         ix: Any,
@@ -58,7 +63,7 @@ class Picker(Selector, Protocol):
         room: int,
         *,
         scale: float,
-    ) -> Picked:
+    ) -> Selection | Picked:
         """The `count` i32[B] tokens, at most `room`, that rank highest by `pool` for q [B, K, G, D]; in any order.
 
         They are slots of the index from span[0] up to, and without, span[1], i32[B] both; and slots S + w of waiting
