@@ -2,21 +2,22 @@
 
 A cluster of blocks has a row. Scores become u32 keys of the same order (0: not valid), and a key with its slot, which
 are unique, is what is ranked. (1) Each thread reads 16 keys; of a row of at most 131072 they stay in registers. (2) A
-histogram of the keys' top 11 bits in shared memory, summed over the blocks by reading each other's, finds the bin in
-which the k-th lies. While more than `candidates(k)` elements lie in it or above, the next bits are done: 11 and 10 more
-of the key, then 22 of the slot. (3) Each block sorts its share of these candidates (bitonic, by shuffles where it can),
-takes the others' sorted lists, and finds the rank of each of its own in each list by bisection; ranks below k are
-written.
+histogram of the keys' top 11 bits in shared memory finds the bin in which the k-th lies: of each other's a block reads
+the sums of 32 bins each, and then those 32 of which one is the bin. While more than `candidates(k)` elements lie in it
+or above, the next bits are done: 11 and 10 more of the key, then 22 of the slot. (3) Each block sorts its share of
+these candidates (bitonic, by shuffles where it can), takes the others' sorted lists, and finds the rank of each of its
+own in each list by bisection; ranks below k are written.
 
 **Bytes:** 4 U read (once for U <= 131072; three or more times beyond, from L2 as far as it holds them) and 4 k written
 a row. The bound on an H200 (4.3 TB/s) is 1 us for 8 x 131072 and 8 us for 8 x 1M: the kernel is bound by latency, and
 beyond 131072 by reading with 64 of 132 multiprocessors.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of the kernel alone, normal random scores, all valid:
+**Measured** on an H200, 2026-11-21, jax 0.11.2, in the form before this one, in which each thread read bins of all
+blocks; not yet in this form. Device time of the kernel alone, normal random scores, all valid:
 8 x 131072, k = 2048: 13.8 us; 8 x 1M: 40 us. Equal or rising scores at 8 x 131072, where most of the 54 bits are needed
 or one block has all candidates: 42 us. Making keys of scores and splitting the result, which XLA may fuse with what is
 around, adds 3 us, at 8 x 1M 18 us. The reference takes 202 us and 2.45 ms. `benchmarks/results/top_k.json` has more.
-64 registers, 76 bytes of spills.
+64 registers, 4 bytes of spills.
 
 **Tried and lost** (8 x 131072, k = 2048): one block sorting all candidates, in shared memory 33 us, with shuffles 25 us
 (its throughput, not latency); going on until exactly k are left 22 us; 4 blocks a row 15.5 us, 2 blocks 30 us; 512
@@ -176,6 +177,12 @@ def steps(U: int, config: Config) -> tuple[int, int, int]:
     stride = THREADS * 4 * config.blocks
     number = -(-U // (stride * config.unroll))
     return stride, -(-U // (stride * number)), number
+
+
+def ends(U: int, config: Config) -> list[int]:
+    """Before which each of `fours` lies, for all threads and steps."""
+    stride, unroll, number = steps(U, config)
+    return [((number - 1) * unroll + u + 1) * stride for u in range(unroll)]
 
 
 def in_one_step(U: int, config: Config) -> bool:

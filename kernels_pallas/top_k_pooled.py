@@ -6,13 +6,18 @@ the cluster to the log of the head's sum. Then, as the scores are read again (fr
 scores of a unit become one key, and the kernel `top_k` does the rest. A row of more than 131072 units, which registers
 do not hold, is written as keys and read from there by the later passes.
 
+The key of a sum of softmaxes is that sum; that of its logarithm, which sums below 2^-96 have, has few leading bits to
+tell units apart. Of 131072 normal random scores of deviation 2 the first 11 bits leave 425 units in the bin of place
+2048 (of the logarithm 11578), of 8192 and place 127 26 (742).
+
 **Bytes:** 4 G U read, twice where softmaxes are pooled, and 4 k written a row of the group. The bound on an H200
 (4.3 TB/s) for 8 rows x 131072, G = 4 is 3.9 us for each reading from device memory; what `score_1bit` has just written,
 16.8 MB, L2 may still hold.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of the kernel alone, normal random scores of deviation 2,
-all valid, 8 rows of groups of 4: 131072 units, k = 2048, mean of softmaxes 30 us, mean of scores 16 us (pooled by
-XLA, then `top_k`: 41 and 18 us; all by the references 230 and 207); 1M 128 us; 32768 20 us; batch 8 x 32768 29 us.
+**Measured** on an H200, 2026-11-21, jax 0.11.2, in the form before this one, whose keys were logarithms; not yet in
+this form. Device time of the kernel alone, normal random scores of deviation 2, all valid, 8 rows of groups of 4:
+131072 units, k = 2048, mean of softmaxes 30 us, mean of scores 16 us (pooled by XLA, then `top_k`: 41 and 18 us; all by
+the references 230 and 207); 1M 128 us; 32768 20 us; batch 8 x 32768 29 us.
 Two parts, as of a store and a recent window, add up to 4 us; XLA adds 2.5 us around it.
 `benchmarks/results/top_k_pooled.json` has more.
 
@@ -131,19 +136,19 @@ def _program(*refs: Any, sizes: tuple[int, ...], heads: int, shared_by: int, poo
     out = c.offset_rows(c.global_address(out_m), row, k * 4)
     keys = c.offset_rows(c.global_address(keys_m[0]), row, U * 4) if keys_m else None
 
-    def load(at: Word) -> tuple[list[Word], list[list[Word]]]:
-        """Of units at .. at + 3, which are valid (0 or 1), and each head's scores; all 0 past the end of the row."""
+    def load(at: Word, end: int) -> tuple[list[Word], list[list[Word]]]:
+        """Of units at .. at + 3, which are valid (0 or 1), and each head's scores, as `load_heads`."""
         code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0; @p ld.global.nc.u32 $0, [$3]; }"
         flags = ptx(code, at, U, c.offset(valid, at), results=1)
-        fours = load_heads(scores, sizes, heads, at)
+        fours = load_heads(scores, sizes, heads, at, end)
         return [(flags >> (8 * j)) & 1 for j in range(4)], fours
 
     logs = _log_sums(load, U, heads, stats_m, config) if pool in SOFTMAX and heads > 1 else None
 
     def first(i: Word) -> list[list[Word]]:
         fours = []
-        for at in t.fours(i, U, config):
-            flags, heads_ = load(at)
+        for at, end in zip(t.fours(i, U, config), t.ends(U, config), strict=True):
+            flags, heads_ = load(at, end)
             four = pooled_keys(flags, [[h[j] for h in heads_] for j in range(4)], logs, pool)
             fours.append(four)
             if keys is not None:
@@ -157,17 +162,22 @@ def _program(*refs: Any, sizes: tuple[int, ...], heads: int, shared_by: int, poo
     t.pick(first, again, out, (hist_m, mine_m, sort_m, small_m), U=U, k=k, config=config)
 
 
-def load_heads(scores: Sequence[Any], sizes: Sequence[int], heads: int, at: Word) -> list[list[Word]]:
-    """Each head's scores of units at .. at + 3 of one part or two; all 0 past the end of the row."""
+def load_heads(scores: Sequence[Any], sizes: Sequence[int], heads: int, at: Word, end: int) -> list[list[Word]]:
+    """Each head's scores of units at .. at + 3 of one part or two; all 0 past the end of the row. They lie before `end`
+    for all threads, so that often nothing is left to ask."""
     U = sum(sizes)
     fours = []
     for head in range(heads):
+        rows = [c.offset_rows(s, word(head), n * 4) for s, n in zip(scores, sizes, strict=True)]
+        if end <= sizes[0]:
+            load = "ld.global.v4.u32 {$0, $1, $2, $3}, [$4];"
+            fours.append(ptx(load, c.offset(rows[0], at * 4), results=4))
+            continue
         if len(sizes) == 1:
-            fours.append(t.load_four(c.offset_rows(scores[0], word(head), U * 4), at, U))
+            fours.append(t.load_four(rows[0], at, U))
             continue
         in_first = at < sizes[0]
         within = (in_first.choose(at, 0), in_first.choose(0, at - sizes[0]))
-        rows = [c.offset_rows(s, word(head), n * 4) for s, n in zip(scores, sizes, strict=True)]
         fours.append(
             ptx(
                 "{ .reg .pred p, q; .reg .u64 a; setp.lt.u32 p, $4, $5; setp.lt.u32 q, $4, $6; "
@@ -246,7 +256,7 @@ def _log_sums(load: Any, U: int, heads: int, stats_m: Any, config: Config) -> li
 
     @loop(part * (t.THREADS * 4) + thread * 4, U, stride, nothing * heads)
     def sums(at: Word, *carry: Word) -> list[Word]:
-        flags, fours = load(at)
+        flags, fours = load(at, U + stride)
         flags = [flag.differs(0) for flag in flags]
         new = []
         for head, four in enumerate(fours):
