@@ -21,16 +21,21 @@ from kvjax import ops
 SHAPES = (  # B, K, G, S, D, T
     (1, 8, 4, 131072, 128, 6),
     (1, 8, 1, 131072, 128, 6),
-    *((1, 8, 4, S, 128, 6) for S in (8192, 32768, 1 << 20)),
+    *((1, 8, 4, S, 128, 6) for S in (32768, 1 << 20)),
     (8, 8, 4, 32768, 128, 6),
     (1, 8, 8, 131072, 128, 6),
     (1, 8, 4, 131072, 64, 6),
-    (1, 8, 4, 131072, 128, 1),
 )
 CONFIGS = [
-    *(Config(parts, 8, warpgroups, keys) for parts, warpgroups in ((2, 4), (2, 2), (4, 2)) for keys in (2, 4)),
-    Config(4, 4, 4, 4),
-    Config(1, 8, 4, 4),
+    Config(parts, blocks, warpgroups, keys)
+    for parts, blocks, warpgroups, keys in (
+        (2, 8, 8, 4),
+        (4, 8, 2, 2),
+        (1, 8, 4, 4),
+        (1, 16, 8, 2),
+        (4, 4, 8, 2),
+        (8, 2, 8, 2),
+    )
 ]
 
 
@@ -70,4 +75,5 @@ if __name__ == "__main__":
         "queries normal random in bf16, patterns uniform, limits up to S/5",
         measure,
         SHAPES,
+        swept=2,
     )

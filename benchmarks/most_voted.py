@@ -24,7 +24,7 @@ SHAPES = (  # B, K, G, S, room
     (1, 8, 1, 1 << 20, 104858),
     (8, 8, 1, 32768, 6000),
 )
-CONFIGS = [Config(blocks, warpgroups) for blocks in (4, 8) for warpgroups in (2, 4)]
+CONFIGS = [Config(blocks, warpgroups) for blocks in (8, 16) for warpgroups in (2, 4, 8)]
 
 
 def measure(B: int, K: int, G: int, S: int, room: int) -> dict[str, Any]:

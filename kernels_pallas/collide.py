@@ -1,29 +1,34 @@
 """Votes for keys by the sign patterns of their subspaces, all G heads of a group at once, in one kernel.
 
-First, what each of the 256 patterns of a subspace earns: a warp a subspace and head sorts the patterns by score, 8 a
-lane (bitonic), sums the keys before each, and counts the limits above. A cluster of `blocks` blocks shares the
-subspaces of a row, and each block then reads what the others found. What 4 heads give are the bytes of one word, so
-that a key takes D/8 words and additions for all of them. At random addresses some 3.5 of 32 lanes would meet in one
-bank of shared memory; so lane l begins with subspace l, and subspaces lie in banks of their own: table[pattern][copy,
-subspace, word], 32 words a pattern. A thread has `keys` keys at once, and loads as many ahead, the first of them before
-it sorts. A row has `parts` clusters.
+First, what each of the 256 patterns of a subspace earns: a warpgroup a subspace and head, which compares 128 scores
+with each other (the rest are their negatives), sums the keys of those above, and counts the limits above the sum. A
+cluster of `blocks` blocks shares the subspaces of a row, and each block then reads what the others found. What 4 heads
+give are the bytes of one word, so that a key takes D/8 words and additions for all of them. At random addresses some
+3.5 of 32 lanes would meet in one bank of shared memory; so lane l begins with subspace l, and subspaces lie in banks of
+their own: table[pattern][copy, subspace, word], 32 words a pattern. A dot product of 4 bytes takes one of them out of a
+word and makes it an address. A thread has `keys` keys at once, and loads as many ahead, the first of them before
+anything is compared; at the same time the next 128 KiB of a block are on their way to L2. A row has `parts` clusters.
 
 **Bytes:** D/8 read and G written a key and kv head, and 1 KiB of counts a subspace, kv head and cluster: at D = 128 and
-G = 4, 20 bytes a key. The bound on an H200 (4.3 TB/s) is 4.9 us for 8 kv heads x 131072, 39 us for 8 x 1M. Scores of
-patterns are sums in the order of channels, in f32: where two are equal but for rounding, the reference may order them
-otherwise. 96 registers at G = 4, no spills; by count, votes take 4.5 instructions a subspace and key.
+G = 4, 20 bytes a key. The bound on an H200 (4.3 TB/s) is 4.9 us for 8 kv heads x 131072, 39 us for 8 x 1M. Shared
+memory has 16 words a key to read at D = 128, which take 2.1 us of all multiprocessors. Scores of patterns are sums in
+the order of channels, in f32: where two are equal but for rounding, the reference may order them otherwise. 64
+registers, no spills; by count, votes take 4.2 instructions a subspace and key at G = 1 and 4.5 at G = 4.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, 8 kv heads x 131072, D = 128, six limits: G = 4 17.8 us
-(the reference 426), G = 1 16.3 us (175); no other shape yet. `benchmarks/results/collide.json` has more. It is three
-times the bound: what a cluster does before it votes (sorting, and waiting for the others) is likely the most of it.
+**Measured**: not yet in this form. Before, patterns were sorted, a warp a subspace and head, and one cluster of 8
+blocks of 512 threads had a row: on an H200, 2026-11-21, jax 0.11.2, device time, 8 kv heads x 131072, D = 128, six
+limits, G = 4 17.9 us (the reference 426), G = 1 16.4 us (175). 29 % of it went to sorting, 59 % to votes on 64
+multiprocessors.
 
-**Tried and lost** (G = 4): two clusters a row 23.6 us, with two warpgroups a block 20.3 us; 4 blocks a cluster 28.8 us.
+**Tried and lost**: in the form before, two clusters a row (23.7 us), for 15 clusters of 8 blocks run at once where one
+block fills a multiprocessor, and the 16th waits; hence 64 registers. Two warpgroups a block were 20.3 us, 4 blocks a
+cluster 28.8 us.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,32 +40,34 @@ from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/collide.json
 PATTERNS = 256  # of a subspace
+PAIRS = PATTERNS // 2  # of a pattern and that of all signs turned, whose scores are s and -s
 HEADS = 8  # two words of a byte each
-OWN = PATTERNS // 32  # patterns that a lane sorts
+AHEAD = 128 << 10  # bytes of patterns that a block has brought to L2 ahead of time
 
 
 @dataclass(frozen=True)
 class Config:
     parts: int = 1  # clusters of a row
-    blocks: int = 8  # of a cluster
-    warpgroups: int = 4  # of a block
-    keys: int = 4  # that a thread loads at once
+    blocks: int = 8  # of a cluster; 16 are not portable, but Hopper takes them
+    warpgroups: int = 8  # of a block; with 8, ptxas keeps to 64 registers, and two blocks fit on a multiprocessor
+    keys: int = 2  # that a thread loads at once
 
     def __post_init__(self) -> None:
         if self.parts < 1:
             raise ValueError(f"parts must be at least 1; got {self.parts}")
-        if self.blocks not in (1, 2, 4, 8):
-            raise ValueError(f"blocks must be 1, 2, 4 or 8, a cluster's; got {self.blocks}")
-        if self.warpgroups not in (1, 2, 4):
-            raise ValueError(f"warpgroups must be 1, 2 or 4; got {self.warpgroups}")
+        if self.blocks not in (1, 2, 4, 8, 16):
+            raise ValueError(f"blocks must be 1, 2, 4, 8 or 16, a cluster's; got {self.blocks}")
+        if self.warpgroups not in (1, 2, 4, 8):
+            raise ValueError(f"warpgroups must be 1, 2, 4 or 8; got {self.warpgroups}")
         if self.keys not in (1, 2, 4):
             raise ValueError(f"keys must be 1, 2 or 4, as registers hold; got {self.keys}")
 
 
 def config_for(rows: int, S: int) -> Config:
-    """As many clusters a row as fit on half of the multiprocessors at once and have keys for all of their threads."""
-    most = -(-S // (8 * 4 * 128))
-    return Config(parts=max(1, min(64 // (8 * rows), most)))
+    """As many clusters a row as there are multiprocessors for and have a key for each of their threads."""
+    blocks = 8 if rows <= 32 else 4
+    most = -(-S // (blocks * 8 * 128))
+    return Config(parts=max(1, min(128 // (blocks * rows), most)), blocks=blocks)
 
 
 def smem_bytes(subspaces: int, heads: int, config: Config) -> int:
@@ -89,6 +96,8 @@ def unsupported(q: Any, ids: Any, counts: Any, limits: Any, config: Config | Non
         return f"the kernel collide takes counts and limits in i32; got {counts.dtype} and {limits.dtype}"
     if 0 in q.shape:
         return f"the kernel collide takes at least one row; got q{list(q.shape)}"
+    if config and config.blocks > N:
+        return f"the kernel collide takes no more blocks than subspaces, {N}; got {config.blocks}"
     return None
 
 
@@ -98,7 +107,7 @@ def supported(q: Any, ids: Any, counts: Any, limits: Any) -> bool:
 
 def collide(q: Array, ids: Array, counts: Array, limits: Array, *, config: Config | None = None) -> Array:
     """u8[B, K, G, S] votes, of q [B, K, G, D], ids u8[B, K, S, D/8], counts i32[B, K, D/8, 256], limits i32[B, T]."""
-    if limit := unsupported(q, ids, counts, limits):
+    if limit := unsupported(q, ids, counts, limits, config):
         raise NotImplementedError(limit)
     B, K, G, _ = q.shape
     S = ids.shape[2]
@@ -149,8 +158,9 @@ def _program(
     mine, every, table = (c.shared_address(m) for m in (mine_m, all_m, table_m))
 
     size = -(-S // (config.parts * blocks * 32)) * 32  # keys of a block
-    stop = (part + 1) * size
+    start, stop = part * size, (part + 1) * size
     stop = (stop < S).choose(stop, S)
+    turn = threads * config.keys  # keys of a turn
     vector = "{" + ", ".join(f"${i}" for i in range(N // 4)) + "}"
 
     def fetch(first: Word) -> list[Word]:
@@ -162,27 +172,25 @@ def _program(
             found += ptx(f"ld.global.nc.v{N // 4}.u32 {vector}, [${N // 4}];", at, results=N // 4)
         return found
 
-    held = fetch(part * size)
-    for i in range(0, PATTERNS * share * width, threads):
-        with when(t + i < PATTERNS * share * width):
-            ptx("st.shared.u32 [$0], $1;", mine + (t + i) * 4, 0)
-    c.block_barrier()
-    bounds = [ptx(f"ld.global.nc.u32 $0, [$1+{4 * i}];", limits, results=1) for i in range(T)]
-    bounds = [(x < 1 << 31).choose(x, 0) for x in bounds]  # no count is below a negative limit
+    def prefetch(first: Word) -> None:
+        """Has the patterns of a turn brought to L2."""
+        with when(t.equals(0) & (first < stop)):
+            few = (stop - first < turn).choose(stop - first, turn)
+            ptx("cp.async.bulk.prefetch.L2.global [$0], $1;", c.offset(ids, first * N), few * N)
 
-    @loop(warp, share * G, threads // 32)
-    def _subspace(i: Word) -> None:
-        head = c.divide(i, share)
-        own = i - head * share
-        n = rank * share + own
-        patterns, before = _rank(c.offset(q, head * (N * 32) + n * 32), c.offset(counts, n * (PATTERNS * 4)), lane)
-        place = mine + own * (4 * width) + (head >> 2) * 4
-        for pattern, x in zip(patterns, before, strict=True):
-            earned = word(0)
-            for bound in bounds:
-                earned = earned + (x < bound).choose(1, 0)
-            at = place + pattern * (4 * share * width)
-            ptx("red.shared.add.u32 [$0], $1;", at, earned << ((head & 3) << 3))
+    turns_ahead = -(-AHEAD // (turn * N))
+    held: list[Word] = []
+
+    def meanwhile() -> None:
+        held.extend(fetch(start))
+        for i in range(1, turns_ahead + 1):
+            prefetch(start + i * turn)
+        for i in range(0, PATTERNS * share * width, threads):
+            with when(t + i < PATTERNS * share * width):
+                ptx("st.shared.u32 [$0], $1;", mine + (t + i) * 4, 0)
+
+    bounds = [ptx(f"ld.global.nc.u32 $0, [$1+{4 * i}];", limits, results=1) for i in range(T)]
+    _earn(q, counts, bounds, mine, table, meanwhile, (G, N, share, config.warpgroups), (t, lane, warp, rank))
 
     c.cluster_barrier()
     found, pad = PATTERNS * share * width, max(4, share * width)
@@ -192,7 +200,8 @@ def _program(
             at = (t + i - block * (found // 4)) * 16
             four = ptx("ld.shared::cluster.v4.u32 {$0, $1, $2, $3}, [$4];", c.remote(mine + at, block), results=4)
             ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", every + block * ((found + pad) * 4) + at, *four)
-    c.cluster_barrier()  # what this block found, the others have read
+    ptx("barrier.cluster.arrive.relaxed;", convergent=True)  # what this block found, no other will read after it
+    c.block_barrier()
     which = lane & (N * width - 1)
     block = c.divide(which, share * width)
     source = every + block * ((found + pad) * 4) + (which - block * (share * width)) * 4
@@ -207,7 +216,7 @@ def _program(
 
     c.block_barrier()
     copy = c.divide(lane, N) & (32 // (N * width) - 1)
-    takes = [((lane + j) & 3) | 0x4440 for j in range(4)]
+    takes = [word(128) << (((lane + j) & 3) << 3) for j in range(4)]  # 128, of the byte that is taken
     places = [
         [table + (copy * N + (((lane >> 2) + i) & (N // 4 - 1)) * 4 + ((lane + j) & 3)) * (4 * width) for j in range(4)]
         for i in range(N // 4)
@@ -218,12 +227,12 @@ def _program(
 
     def votes(words: Sequence[Word]) -> list[Word]:
         """A byte a head."""
-        for i, turn in enumerate(turns):  # word (lane / 4 + i) % (N / 4) comes to be word i
-            words = [turn.choose(words[(j + (1 << i)) % len(words)], x) for j, x in enumerate(words)]
+        for i, turned in enumerate(turns):  # word (lane / 4 + i) % (N / 4) comes to be word i
+            words = [turned.choose(words[(j + (1 << i)) % len(words)], x) for j, x in enumerate(words)]
         sums = [word(0)] * width
         for x, at in zip(words, places, strict=True):
             for take, place in zip(takes, at, strict=True):
-                address = place + (ptx("prmt.b32 $0, $1, 0, $2;", x, take, results=1) << 7)
+                address = c.instr("dp4a.u32.u32", x, take, place)  # place + 128 * byte
                 if width == 1:
                     got = [ptx("ld.shared.u32 $0, [$1];", address, results=1)]
                 else:
@@ -231,95 +240,121 @@ def _program(
                 sums = [a + b for a, b in zip(sums, got, strict=True)]
         return sums
 
-    @loop(part * size, stop, threads * config.keys, held)
+    # Bytes of a word are those of `heads` heads for each of `joined` keys; lane m of 4 stores byte m of all four.
+    heads = min(G, 4)
+    joined = min(config.keys, 4 // heads) if heads in (1, 2, 4) else 1
+    which = c.divide(m, heads)  # of the keys joined
+    mover = which * threads + t - m
+    outs = [c.offset(c.offset_rows(out, m - which * heads + 4 * w, S), mover) for w in range(width)]
+    stores = [(which < joined) & (m - which * heads + 4 * w < G) for w in range(width)]
+
+    @loop(start, stop, turn, held)
     def _keys(first: Word, *held: Word) -> list[Word]:
-        ahead = fetch(first + threads * config.keys)
-        for i in range(config.keys):
-            key = first + t + i * threads
-            for w, x in enumerate(votes(held[i * N // 4 : (i + 1) * N // 4])):
-                for gap, swap in zip((1, 2), swaps, strict=True):  # of 4 lanes: head m of 4 keys, not 4 heads of key m
+        ahead = fetch(first + turn)
+        prefetch(first + (turns_ahead + 1) * turn)
+        for i in range(0, config.keys, joined):
+            sums = [word(0)] * width
+            for j in range(joined):
+                more = votes(held[(i + j) * N // 4 : (i + j + 1) * N // 4])
+                sums = [a + (b << (8 * heads * j)) if j else b for a, b in zip(sums, more, strict=True)]
+            key = first + i * threads
+            for x, at, mask in zip(sums, outs, stores, strict=True):
+                for gap, swap in zip((1, 2), swaps, strict=True):
                     x = ptx("prmt.b32 $0, $1, $2, $3;", x, c.bfly(x, gap), swap, results=1)
-                head = m + 4 * w
-                with when((head < G) & (key < stop)):
-                    ptx("st.global.b32 [$0], $1;", c.offset(c.offset_rows(out, head, S), key - m), x)
+                with when(mask & (key + mover < stop)):
+                    ptx("st.global.b32 [$0], $1;", c.offset(at, key), x)
+        return ahead
+
+    ptx("barrier.cluster.wait.acquire;", convergent=True)
+
+
+def _earn(
+    q: Any, counts: Any, bounds: Sequence[Word], mine: Word, spare: Word, meanwhile: Callable[[], None],
+    sizes: tuple[int, int, int, int], place: tuple[Word, ...],
+) -> None:  # fmt: skip
+    """Adds to `mine`, which `meanwhile` sets to 0, what the patterns of this block's subspaces earn, a byte a head.
+
+    A warpgroup takes a subspace of a head, a thread a pattern and its opposite. One of the two scores s >= 0, the other
+    -s; s is compared with that of all pairs. Before a pattern below 0 are all above 0: only large limits ask for more.
+    """
+    G, N, share, warpgroups = sizes
+    t, lane, warp, rank = place
+    width, all_ = -(-G // 4), share * G
+    pair, quarter, group = t & (PAIRS - 1), warp & 3, t >> 7
+    near = spare + group * (PAIRS * 12 + 16)  # of pairs: s, keys above 0; keys below 0; keys above 0 in each quarter
+    far, totals = near + PAIRS * 8, near + PAIRS * 12
+
+    def which(number: Word) -> tuple[Word, Word]:
+        number = (number < all_).choose(number, all_ - 1)
+        head = c.divide(number, share)
+        return head, number - head * share
+
+    def fetch(number: Word) -> list[Word]:
+        """8 channels, and the keys of the two patterns of this thread."""
+        head, own = which(number)
+        n = rank * share + own
+        at, mine = c.offset(q, head * (N * 32) + n * 32), c.offset(counts, n * (PATTERNS * 4))
+        found = [x for i in (0, 16) for x in ptx(f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{i}];", at, results=4)]
+        for i in (pair, pair ^ (PATTERNS - 1)):
+            found.append(ptx("ld.global.nc.u32 $0, [$1];", c.offset(mine, i * 4), results=1))
+        return found
+
+    first = fetch(group)
+    meanwhile()
+    bounds = [(x < 1 << 31).choose(x, 0) for x in bounds]  # no count is below a negative limit
+    largest = functools.reduce(lambda a, b: (a < b).choose(b, a), bounds)
+
+    @loop(group, group + -(-all_ // warpgroups) * warpgroups, warpgroups, first)
+    def _subspace(number: Word, *held: Word) -> list[Word]:
+        total = word(0)
+        for j, x in enumerate(held[:8]):  # bit j of a pattern is the sign of channel j
+            total = c.instr("add.f32", total, x ^ (((pair ^ 0xFF) << (31 - j)) & 0x80000000))
+        own, there = total & 0x7FFFFFFF, total < 1 << 31  # in the order of f32
+        plus, minus = there.choose(held[8], held[9]), there.choose(held[9], held[8])
+        ptx("st.shared.v2.b32 [$0], {$1, $2};", near + pair * 8, own, plus)
+        ptx("st.shared.u32 [$0], $1;", far + pair * 4, minus)
+        of_warp = c.warp_sum(plus)
+        with when(lane.equals(0)):
+            ptx("st.shared.u32 [$0], $1;", totals + quarter * 4, of_warp)
+        ahead = fetch(number + warpgroups)
+        c.block_barrier()
+
+        @loop(0, PAIRS * 8, 16 * 16, [word(0)])
+        def above(at: Word, found: Word) -> Word:
+            for i in range(16):
+                load = f"ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4+{16 * i}];"
+                s, keys, s_next, keys_next = ptx(load, near + at, results=4)
+                found = _add_if("gt", s, own, found, keys)
+                found = _add_if("gt", s_next, own, found, keys_next)
+            return found
+
+        def below() -> list[Word]:
+            @loop(0, PAIRS, 1, [word(0)])
+            def less(i: Word, found: Word) -> Word:
+                s = ptx("ld.shared.u32 $0, [$1];", near + i * 8, results=1)
+                keys = ptx("ld.shared.u32 $0, [$1];", far + i * 4, results=1)
+                return _add_if("lt", s, own, found, keys)
+
+            return less
+
+        quarters = ptx("ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];", totals, results=4)
+        over = functools.reduce(lambda a, b: a + b, quarters)
+        under = over + c.choose_between(largest > over, below, [word(0)])[0]
+        head, place = which(number)
+        at = mine + place * (4 * width) + (head >> 2) * 4
+        positive, negative = there.choose(pair, pair ^ (PATTERNS - 1)), there.choose(pair ^ (PATTERNS - 1), pair)
+        for pattern, before in ((positive, above[0]), (negative, own.equals(0).choose(above[0], under))):
+            earned = word(0)
+            for bound in bounds:
+                earned = earned + (before < bound).choose(1, 0)
+            with when(number < all_):
+                to = at + pattern * (4 * share * width)
+                ptx("red.shared.add.u32 [$0], $1;", to, earned << ((head & 3) << 3))
+        c.block_barrier()
         return ahead
 
 
-def _rank(q: Any, counts: Any, lane: Word) -> tuple[list[Word], list[Word]]:
-    """8 of the 256 patterns, and how many keys those of higher score have: each lane others, best first.
-
-    `q` is the address of 8 channels, `counts` that of the keys of each pattern.
-    """
-
-    def eight(at: Any) -> list[Word]:
-        return [x for i in (0, 16) for x in ptx(f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{i}];", at, results=4)]
-
-    channels, mine = eight(q), eight(c.offset(counts, lane * 32))
-    keys, values = [], []
-    for i in range(OWN):  # pattern 8 lane + i; its bit j is the sign of channel j
-        total = word(0)
-        for j, x in enumerate(channels):
-            sign = word(((i >> j) & 1 ^ 1) << 31) if j < 3 else (((lane >> (j - 3)) & 1) ^ 1) << 31
-            total = c.instr("add.f32", total, x ^ sign)  # and never -0, for 0 was added
-        keys.append(total ^ ((word(0) - (total >> 31)) | 0x80000000))  # unsigned in the order of f32
-        values.append((mine[i] << 8) | (lane * OWN + i))
-
-    flips = [word(0)] * OWN  # all ones where the order is turned
-    for size in (2**i for i in range(1, 9)):
-        turned, flips = flips, [_rising(lane, i, size) for i in range(OWN)]
-        keys = [key ^ old ^ new for key, old, new in zip(keys, turned, flips, strict=True)]
-        gap = size // 2
-        while gap:
-            if gap >= OWN:
-                _exchange_lanes(keys, values, lane, gap // OWN)
-            else:
-                for i in (i for i in range(OWN) if not i & gap):
-                    swap = keys[i] < keys[i + gap]
-                    for both in (keys, values):
-                        both[i], both[i + gap] = (
-                            swap.choose(both[i + gap], both[i]),
-                            swap.choose(both[i], both[i + gap]),
-                        )
-            gap //= 2
-
-    total, sums = word(0), []
-    for value in values:
-        sums.append(total)
-        total = total + (value >> 8)
-    through = _scan(total, lane, lambda a, b: a + b)
-    base = through - total
-    # Equal patterns share the place of their first: that of the last one that differs from the one before it.
-    last = c.from_lane(keys[-1], (lane - 1) & 31)
-    place, places = word(0), []
-    for x, before in zip(keys, sums, strict=True):
-        place = x.differs(last).choose(base + before, place)
-        places.append(place)
-        last = x
-    ahead = _scan(place, lane, lambda a, b: (a < b).choose(b, a))
-    ahead = lane.equals(0).choose(0, c.from_lane(ahead, (lane - 1) & 31))
-    return [value & (PATTERNS - 1) for value in values], [(x < ahead).choose(ahead, x) for x in places]
-
-
-def _rising(lane: Word, i: int, size: int) -> Word:
-    """All ones where a sort into runs of `size`, falling and rising in turn, has pattern 8 lane + i in a rising one."""
-    if size < OWN:
-        return word(0xFFFFFFFF if i & size else 0)
-    return word(0) - ((lane >> (size // OWN).bit_length() - 1) & 1) if size < PATTERNS else word(0)
-
-
-def _exchange_lanes(keys: list[Word], values: list[Word], lane: Word, gap: int) -> None:
-    """The larger key to the lane without the bit `gap`, the smaller to that with it; equal ones stay."""
-    low = (lane & gap).equals(0)
-    high = (lane & gap).differs(0)
-    for i, (key, value) in enumerate(zip(keys, values, strict=True)):
-        other, with_it = c.bfly(key, gap), c.bfly(value, gap)
-        take = (low & (other > key)) | (high & (other < key))
-        keys[i], values[i] = take.choose(other, key), take.choose(with_it, value)
-
-
-def _scan(x: Word, lane: Word, join: Any) -> Word:
-    """join of x of this lane and those below, whose neutral element is 0."""
-    for gap in (1, 2, 4, 8, 16):
-        other = c.from_lane(x, (lane - gap) & 31)
-        x = join(x, (lane >= gap).choose(other, 0))
-    return x
+def _add_if(compare: str, a: Word, b: Word, total: Word, more: Word) -> Word:
+    """total + more where `a` compares so with b, else total."""
+    code = f"{{ .reg .pred p; setp.{compare}.u32 p, $1, $2; mov.u32 $0, $3; @p add.u32 $0, $3, $4; }}"
+    return ptx(code, a, b, total, more, results=1)

@@ -1,24 +1,27 @@
 """The slots of the keys with most votes, in order of slot, chosen in one kernel: a histogram and two running sums.
 
-A cluster of `blocks` blocks shares a row of votes. Each counts its votes by value, in 8 copies of 256 bins, so that
-lanes seldom meet; from the sum over the cluster follows the least vote that is taken, and how many slots of that vote.
-Then each reads its votes again (from L2), and the place of a slot is the number of those taken before it: of the blocks
-and warps before, by their counts, and of the lanes before, by shuffles.
+A cluster of `blocks` blocks shares a row of votes. Each counts its votes by value, in a copy of 256 bins for each lane,
+so that no two meet in a bank; from the sum over the cluster follows the least vote that is taken, and how many slots of
+that vote, and from the sum over the blocks before, where a block begins. Then each reads its votes again (from L2), and
+the place of a slot is the number of those taken before it: of the warps before, by their counts, and of the lanes
+before, by shuffles. Votes are compared four a word, and both running sums are halves of one word.
 
 **Bytes:** 2 read a key and row, twice, and 4 written a place. The bound on an H200 (4.3 TB/s) for 8 rows x 131072 with
 13108 places is 0.6 us from device memory; what `collide` has just written, 1 MB, is still in L2.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of the kernel alone, votes binomial of 96 at .2: 8 rows x
-131072, 13108 places 8.4 us (the reference 72), 32 rows 16.4 us (122), 8 x 1M 43 us (192), 64 rows x 32768 9.7 us
-(93). XLA adds 2.5 us around it. `benchmarks/results/most_voted.json` has more.
+**Measured**: not yet in this form. Before, with 8 copies of the bins, votes compared one by one, a scan for each sum
+and three barriers of the cluster for two, on an H200, 2026-11-21, jax 0.11.2, device time of the kernel alone, votes
+binomial of 96 at .2: 8 rows x 131072, 13108 places 8.4 us (the reference 72), 32 rows 16.4 us (122), 8 x 1M 43 us
+(192), 64 rows x 32768 9.7 us (93). XLA adds 2.5 us around it.
 
-**Tried and lost**: 8 rows of 4 blocks 12.5 us, 8 blocks of two warpgroups 10.3 us; 64 rows of 8 blocks 27 us, hence
-`config_for`.
+**Tried and lost** (before): 8 rows of 4 blocks 12.5 us, 8 blocks of two warpgroups 10.3 us; 64 rows of 8 blocks 27 us,
+hence `config_for`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +32,10 @@ from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/most_voted.json
-BINS, COPIES = 256, 8
+BINS, COPIES = 256, 32  # a copy for each lane, in a bank of its own
 OWN = BINS // 32  # bins of a lane
 BYTES = 16  # votes that a thread reads at once
+HIGH = 0x80808080  # the highest bits of the bytes of a word
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,10 @@ class Config:
     warpgroups: int = 4  # of a block
 
     def __post_init__(self) -> None:
-        if self.blocks not in (1, 2, 4, 8):
-            raise ValueError(f"blocks must be 1, 2, 4 or 8, a cluster's; got {self.blocks}")
-        if self.warpgroups not in (2, 4):
-            raise ValueError(f"warpgroups must be 2 or 4, a thread for each bin; got {self.warpgroups}")
+        if self.blocks not in (1, 2, 4, 8, 16):
+            raise ValueError(f"blocks must be 1, 2, 4, 8 or 16, a cluster's; got {self.blocks}")
+        if self.warpgroups not in (2, 4, 8):
+            raise ValueError(f"warpgroups must be 2, 4 or 8, a thread for each bin; got {self.warpgroups}")
 
 
 def config_for(rows: int) -> Config:
@@ -58,8 +62,8 @@ def smem_bytes(config: Config) -> int:
 
 
 def _sizes(config: Config) -> tuple[int, ...]:
-    """Words of the bins in copies, those of the block, those of the row, the blocks' counts and the warps'."""
-    return BINS * COPIES, BINS, BINS, 2 * 8, 2 * 4 * config.warpgroups
+    """Words of the bins in copies, those of the block, of the row, of the blocks before, and of what warps take."""
+    return BINS * COPIES, BINS, BINS, BINS, 4 * config.warpgroups
 
 
 def unsupported(votes: Any, valid: Any, count: Any, room: int) -> str | None:
@@ -116,7 +120,7 @@ def _most_voted(room: int, config: Config, votes: Array, valid: Array, count: Ar
 
 
 def _program(
-    votes_m, valid_m, count_m, slots_m, found_m, copies_m, bins_m, all_m, counts_m, warps_m,
+    votes_m, valid_m, count_m, slots_m, found_m, copies_m, bins_m, all_m, before_m, warps_m,
     *, sizes: tuple[int, int, int], config: Config,
 ) -> None:  # fmt: skip
     shared_by, S, room = sizes
@@ -127,52 +131,58 @@ def _program(
     votes, valid, count, slots, found = (c.global_address(m) for m in (votes_m, valid_m, count_m, slots_m, found_m))
     votes, valid = c.offset_rows(votes, row, S), c.offset_rows(valid, first_row, S)
     slots = c.offset_rows(slots, row, room * 4)
-    copies, bins, every, counts, warps = (c.shared_address(m) for m in (copies_m, bins_m, all_m, counts_m, warps_m))
+    copies, bins, every, before, warps = (c.shared_address(m) for m in (copies_m, bins_m, all_m, before_m, warps_m))
     tile = threads * BYTES
     size = -(-S // (blocks * BYTES)) * BYTES  # votes of a block
     start = part * size
     stop = (start + size < S).choose(start + size, S)
 
     def load(first: Word) -> tuple[list[Word], list[Word]]:
-        """This thread's votes of a tile, and 1 for each that counts."""
+        """This thread's votes of a tile, four a word, and the highest bit of a byte for each that counts."""
         at = first + t * BYTES
         inside = at < stop
         at = inside.choose(at, 0)
         words, marks = (
             ptx("ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", c.offset(a, at), results=4) for a in (votes, valid)
         )
-        each = [(i // 4, 8 * (i % 4)) for i in range(BYTES)]
-        counts = [((marks[w] >> shift) & 1) for w, shift in each]
-        return [(words[w] >> shift) & 0xFF for w, shift in each], [inside.choose(x, 0) for x in counts]
+        return words, [inside.choose(x << 7, 0) for x in marks]
 
+    wanted = ptx("ld.global.nc.u32 $0, [$1];", c.offset(count, first_row * 4), results=1)
     for i in range(0, BINS * COPIES // 4, threads):
         ptx("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", copies + (t + i) * 16, 0)
     c.block_barrier()
+    own_copy = copies + lane * 4
 
     @loop(start, stop, tile)
     def _count(first: Word) -> None:
-        for vote, counts_ in zip(*load(first), strict=True):
-            with when(counts_.differs(0)):
-                ptx("red.shared.add.u32 [$0], 1;", copies + (vote * COPIES + (lane & (COPIES - 1))) * 4)
+        for votes_, marks in zip(*load(first), strict=True):
+            for byte in range(4):
+                at = c.instr("dp4a.u32.u32", votes_, (COPIES * 4) << (8 * byte), own_copy)  # own_copy + 128 * vote
+                with when((marks & (0x80 << (8 * byte))).differs(0)):
+                    ptx("red.shared.add.u32 [$0], 1;", at)
 
     c.block_barrier()
     with when(t < BINS):
-        eight = _eight("shared", copies + t * (COPIES * 4))
-        ptx("st.shared.u32 [$0], $1;", bins + t * 4, functools.reduce(lambda a, b: a + b, eight))
+        fours = [
+            ptx("ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];", copies + t * (COPIES * 4) + (((t + i) & 7) << 4), results=4)
+            for i in range(COPIES // 4)
+        ]
+        ptx("st.shared.u32 [$0], $1;", bins + t * 4, _sum([x for four in fours for x in four]))
     c.cluster_barrier()
     with when(t < BINS):
         of_blocks = [
             ptx("ld.shared::cluster.u32 $0, [$1];", c.remote(bins + t * 4, b), results=1) for b in range(blocks)
         ]
-        ptx("st.shared.u32 [$0], $1;", every + t * 4, functools.reduce(lambda a, b: a + b, of_blocks))
+        ptx("st.shared.u32 [$0], $1;", every + t * 4, _sum(of_blocks))
+        ptx("st.shared.u32 [$0], $1;", before + t * 4, _sum([(part > b).choose(x, 0) for b, x in enumerate(of_blocks)]))
+    ptx("barrier.cluster.arrive.relaxed;", convergent=True)  # what this block counted, no other will read after it
     c.block_barrier()
 
     # Every warp finds the least vote taken: the largest that no fewer than `wanted` reach.
-    wanted = ptx("ld.global.nc.u32 $0, [$1];", c.offset(count, first_row * 4), results=1)
     wanted = (wanted < 1 << 31).choose(wanted, 0)
     wanted = (wanted < room).choose(wanted, room)
-    mine = _eight("shared", every + lane * (OWN * 4))
-    total = functools.reduce(lambda a, b: a + b, mine)
+    mine = _eight(every + lane * (OWN * 4))
+    total = _sum(mine)
     through = _scan(total, lane)
     all_votes = c.from_lane(through, 31)
     reach = all_votes - through  # votes of the lanes above
@@ -182,57 +192,62 @@ def _program(
         last = (more >= wanted) & (reach < wanted)
         least, above = last.choose(lane * OWN + i, least), last.choose(reach, above)
         reach = more
-    for gap in (1, 2, 4, 8, 16):
-        least, above = least + c.bfly(least, gap), above + c.bfly(above, gap)
+    least, above = c.warp_sum(least), c.warp_sum(above)
     least = wanted.equals(0).choose(BINS - 1, least)
     few = all_votes < wanted  # then all are taken: those above 0, and those of 0
     zero = ptx("ld.shared.u32 $0, [$1];", every, results=1)
     above = few.choose(all_votes - zero, above)
     spare = wanted - above
 
-    # What the blocks before this one take: warp b counts for block b.
-    for b in range(0, blocks, threads // 32):
-        with when(warp + b < blocks):
-            theirs = _eight("shared::cluster", c.remote(bins + lane * (OWN * 4), warp + b))
-            sums = [word(0), word(0)]
-            for i, x in enumerate(theirs):
-                vote = lane * OWN + i
-                sums = [sums[0] + (vote > least).choose(x, 0), sums[1] + vote.equals(least).choose(x, 0)]
-            for gap in (1, 2, 4, 8, 16):
-                sums = [x + c.bfly(x, gap) for x in sums]
-            with when(lane.equals(0)):
-                ptx("st.shared.v2.b32 [$0], {$1, $2};", counts + (warp + b) * 8, *sums)
-    c.cluster_barrier()  # what this block counted, the others have read
-    base = [word(0), word(0)]
-    for b in range(blocks):
-        two = ptx("ld.shared.v2.u32 {$0, $1}, [$2];", counts + b * 8, results=2)
-        base = [x + (part > b).choose(y, 0) for x, y in zip(base, two, strict=True)]
+    # What the blocks before this one take.
+    more_before = [(lane * OWN + i > least).choose(x, 0) for i, x in enumerate(_eight(before + lane * (OWN * 4)))]
+    taken_before = c.warp_sum(_sum(more_before))
+    same_before = ptx("ld.shared.u32 $0, [$1];", before + least * 4, results=1)
+    least_bytes, more_bytes = least * 0x01010101, (least + 1) * 0x01010101
+    none_more = least.equals(BINS - 1)
 
-    @loop(start, stop, tile, base)
+    @loop(start, stop, tile, [taken_before, same_before])
     def _place(first: Word, *before: Word) -> list[Word]:
-        values, there = load(first)
-        more = [(vote > least).choose(x, 0) for vote, x in zip(values, there, strict=True)]
-        same = [vote.equals(least).choose(x, 0) for vote, x in zip(values, there, strict=True)]
-        own = [functools.reduce(lambda a, b: a + b, x) for x in (more, same)]
-        upto = [_scan(x, lane) for x in own]
+        values, marks = load(first)
+        more = [none_more.choose(0, _reach(x, more_bytes, mark)) for x, mark in zip(values, marks, strict=True)]
+        same = [_reach(x, least_bytes, mark) ^ y for x, mark, y in zip(values, marks, more, strict=True)]
+        # Those with more votes are counted in the lower 16 bits, those with as many in the higher.
+        counts = [c.instr("dp4a.u32.u32", _sum([x >> 7 for x in xs]), 0x01010101, 0) for xs in (more, same)]
+        own = counts[0] | (counts[1] << 16)
+        upto = _scan(own, lane)
         with when(lane.equals(31)):
-            ptx("st.shared.v2.b32 [$0], {$1, $2};", warps + warp * 8, *upto)
+            ptx("st.shared.u32 [$0], $1;", warps + warp * 4, upto)
         c.block_barrier()
-        of_warp = ptx("ld.shared.v2.u32 {$0, $1}, [$2];", warps + (lane & (threads // 32 - 1)) * 8, results=2)
+        of_warp = ptx("ld.shared.u32 $0, [$1];", warps + (lane & (threads // 32 - 1)) * 4, results=1)
         c.block_barrier()
-        counted = [(lane < threads // 32).choose(x, 0) for x in of_warp]
-        sums = [_scan(x, lane) for x in counted]
-        a, level = (
-            b + u - o + warp.equals(0).choose(0, c.from_lane(x, (warp - 1) & 31))
-            for b, u, o, x in zip(before, upto, own, sums, strict=True)
-        )
-        for i in range(BYTES):
-            taken = more[i].differs(0) | (same[i].differs(0) & (level < spare))
-            with when(taken):
-                place = a + (level < spare).choose(level, spare)
-                ptx("st.global.b32 [$0], $1;", c.offset(slots, place * 4), first + t * BYTES + i)
-            a, level = a + more[i], level + same[i]
-        return [b + c.from_lane(x, 31) for b, x in zip(before, sums, strict=True)]
+        sums = _scan((lane < threads // 32).choose(of_warp, 0), lane)
+        ahead = upto - own + warp.equals(0).choose(0, c.from_lane(sums, (warp - 1) & 31))
+        a, level = before[0] + (ahead & 0xFFFF), before[1] + (ahead >> 16)
+        left = (level < spare).choose(spare - level, 0)  # places for those of the least vote, from here on
+
+        def first_of_same() -> list[Word]:
+            kept, rest = [], left
+            for x in same:
+                part = word(0)
+                for byte in range(4):
+                    bit = x & (0x80 << (8 * byte))
+                    takes = bit.differs(0) & rest.differs(0)
+                    part, rest = takes.choose(part | bit, part), takes.choose(rest - 1, rest)
+                kept.append(part)
+            return kept
+
+        all_or_none = [left.equals(0).choose(0, x) for x in same]
+        same = c.choose_between((left < counts[1]) & left.differs(0), first_of_same, all_or_none)
+        place = a + (level < spare).choose(level, spare)
+        for w, taken in enumerate(x | y for x, y in zip(more, same, strict=True)):
+            for byte in range(4):
+                bit = (taken & (0x80 << (8 * byte))).differs(0)
+                with when(bit):
+                    slot = first + t * BYTES + (4 * w + byte)
+                    ptx("st.global.b32 [$0], $1;", c.offset(slots, place * 4), slot)
+                place = bit.choose(place + 1, place)
+        of_tile = c.from_lane(sums, 31)
+        return [before[0] + (of_tile & 0xFFFF), before[1] + (of_tile >> 16)]
 
     taken = few.choose(all_votes, wanted)
     with when(part.equals(0) & t.equals(0)):
@@ -240,10 +255,21 @@ def _program(
     loop(taken + part * threads + t, room, threads * blocks)(
         lambda i: ptx("st.global.b32 [$0], $1;", c.offset(slots, i * 4), 0)
     )
+    ptx("barrier.cluster.wait.acquire;", convergent=True)
 
 
-def _eight(space: str, at: Word) -> list[Word]:
-    loads = [f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4+{i}];" for i in (0, 16)]
+def _reach(x: Word, bound: Word, mark: Word) -> Word:
+    """`mark` of the bytes, in their highest bits, where x is at least `bound`."""
+    low = (x | HIGH) - (bound & ~HIGH & 0xFFFFFFFF)  # of what is left of them, and no byte borrows
+    return ((x & (bound ^ 0xFFFFFFFF)) | (((x ^ bound) ^ 0xFFFFFFFF) & low)) & mark
+
+
+def _sum(words: Sequence[Word]) -> Word:
+    return functools.reduce(lambda a, b: a + b, words)
+
+
+def _eight(at: Word) -> list[Word]:
+    loads = [f"ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4+{i}];" for i in (0, 16)]
     return [x for load in loads for x in ptx(load, at, results=4)]
 
 

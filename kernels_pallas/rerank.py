@@ -3,19 +3,21 @@
 Sign and size of a channel are 4 bits, one in each of four planes. Shifts bring those of channels i and i + 4 of a
 subspace together in a byte, for four subspaces at once, and a table in shared memory has for each byte both decoded
 numbers in f32; 16 copies of it, 32 KiB, so that no two lanes of half a warp meet in a bank. Each pair of channels takes
-7 instructions: 2 to make bytes, 3 to look up, 2 to multiply and add. Sums of a subspace are multiplied by its weight.
-A thread reads its slot and codes before the block writes the table, and a block serves one head.
+some 7 instructions: 2 to make bytes, 2 to look up (a dot product of 4 bytes makes one of them an address), 2 to
+multiply and add, 1 for the rest. Sums of a subspace are multiplied by its weight. A thread reads its slot and codes
+before the block writes the table, and a block serves one head. Pieces of 32 bytes at random are what takes the time, so
+all picks should be under way at once: ptxas is kept to 72 registers, from 126, by loops that it may not unroll.
 
 **Bytes:** 3/4 D read a pick, in pieces of D/8, 3 D/8 and D/4, of 32 bytes each from device memory, so 128 at D = 128;
 and 4 of its slot and 4 written. The bound on an H200 (4.3 TB/s) is 1.7 us for 8 kv heads x 6554 picks of one list (5 %
 of 131072), and 6.6 us for a list for each of G = 4 heads if nothing that one of them read is still in L2. 104 bytes a
 pick, were pieces read to the byte, are 1.3 and 5.1 us.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, 8 kv heads x 131072, D = 128: 6554 picks of one list 6.8
-us (the reference 106), 13108 picks 11.4 us (211), a list for each of 4 heads 18.4 us (152); 52429 of 1M 35 us; batch
-8 x 3277 of 32768 18.9 us. `benchmarks/results/rerank.json` has more.
+**Measured**: not yet in this form. Before, with 126 registers, on an H200, 2026-11-21, jax 0.11.2, device time, 8 kv
+heads x 131072, D = 128: 6554 picks of one list 6.8 us (the reference 106), 13108 picks, which a step of ParisKV has,
+11.4 us (211), a list for each of 4 heads 18.4 us (152); 52429 of 1M 35 us; batch 8 x 3277 of 32768 18.9 us.
 
-**Tried and lost** (6554 picks): 1 and 4 warpgroups a block 7.1 us.
+**Tried and lost** (6554 picks, before): 1 and 4 warpgroups a block 7.1 us.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
-from kvjax.kernels_pallas._common import Word, ptx, when, word
+from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/rerank.json
 BYTES = 256  # of two channels
@@ -43,6 +45,11 @@ class Config:
     def __post_init__(self) -> None:
         if self.warpgroups not in (1, 2, 4):
             raise ValueError(f"warpgroups must be 1, 2 or 4; got {self.warpgroups}")
+
+
+def config_for(heads: int, M: int) -> Config:
+    """Blocks of 256 picks while all of them run at once, three a multiprocessor; else of 128, of which seven fit."""
+    return Config(warpgroups=2 if heads * -(-M // 256) <= 3 * 132 else 1)
 
 
 def smem_bytes(D: int) -> int:
@@ -83,7 +90,7 @@ def rerank(
     B, K, G, M = slots.shape
     codes = (a.reshape(B * K, *a.shape[2:]) for a in (signs, sizes, weights))
     heads = (a.reshape(B * K * G, a.shape[-1]) for a in (q.astype(jnp.float32), slots))
-    how = tuple(map(float, centres)), scale, config or Config()
+    how = tuple(map(float, centres)), scale, config or config_for(B * K * G, M)
     return _estimates(how, *heads, *codes).reshape(B, K, G, M)
 
 
@@ -153,21 +160,28 @@ def _program(
     c.block_barrier()
 
     mine = table + ((t & (COPIES - 1)) << 3)
+
     total = word(0)
     for w in range(width):  # channels 32 w ..
         pairs = [_nibbles([*(plane[w] for plane in bits), signs[w]], i) for i in range(4)]
-        for b in range(4):  # a subspace: bytes b of the pairs
-            n = 4 * w + b
-            load = "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];"
-            channels = [x for i in (0, 16) for x in ptx(load, queries + (n * 32 + i), results=4)]
-            part = word(0)
-            for i, pair in enumerate(pairs):
-                at = mine + (ptx("prmt.b32 $0, $1, 0, $2;", pair, 0x4440 | b, results=1) << 7)
-                two = ptx("ld.shared.v2.u32 {$0, $1}, [$2];", at, results=2)
-                for x, channel in zip(two, (channels[i], channels[i + 4]), strict=True):
-                    part = c.instr("fma.rn.f32", x, channel, part)
-            weight = weights[n // 2] & 0xFFFF0000 if n % 2 else weights[n // 2] << 16
-            total = c.instr("fma.rn.f32", part, weight, total)
+
+        @loop(queries + w * 128, queries + w * 128 + 128, 64, [total, weights[2 * w + 1], weights[2 * w], *pairs])
+        def carried(at: Word, total: Word, ahead: Word, scales: Word, *pairs: Word) -> list[Word]:
+            """Of two subspaces, whose pairs are the lower bytes of words; `ahead` are the weights of the next two."""
+            ptx('.pragma "nounroll";')  # else ptxas reads ahead so far that two blocks fill the registers
+            for b, weight in enumerate((scales << 16, scales & 0xFFFF0000)):
+                load = "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4+%d];"
+                channels = [x for i in (0, 16) for x in ptx(load % (b * 32 + i), at, results=4)]
+                part = word(0)
+                for i, pair in enumerate(pairs):
+                    address = c.instr("dp4a.u32.u32", pair, (COPIES * 8) << (8 * b), mine)  # mine + 128 * byte b
+                    two = ptx("ld.shared.v2.u32 {$0, $1}, [$2];", address, results=2)
+                    for x, channel in zip(two, (channels[i], channels[i + 4]), strict=True):
+                        part = c.instr("fma.rn.f32", x, channel, part)
+                total = c.instr("fma.rn.f32", part, weight, total)
+            return [total, ahead, ahead, *(x >> 16 for x in pairs)]
+
+        total = carried[0]
     with when(pick < M):
         ptx("st.global.b32 [$0], $1;", c.offset(out, pick * 4), total)
 

@@ -191,6 +191,8 @@ def test_collide_refuses_what_it_has_no_kernel_for(changed, words):
     assert re.search(words, collide.unsupported(*shapes(**changed)))
     with pytest.raises(NotImplementedError, match=words):
         jax.eval_shape(collide.collide, *shapes(**changed))
+    with pytest.raises(NotImplementedError, match="no more blocks than subspaces, 8; got 16"):
+        jax.eval_shape(partial(collide.collide, config=collide.Config(blocks=16)), *shapes(D=64))
 
 
 @pytest.mark.parametrize(
@@ -376,7 +378,7 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
         score_pages.Config(warpgroups=8)
     with pytest.raises(ValueError, match="keys must be 1, 2 or 4"):
         collide.Config(keys=8)
-    with pytest.raises(ValueError, match="warpgroups must be 2 or 4"):
+    with pytest.raises(ValueError, match="warpgroups must be 2, 4 or 8"):
         most_voted.Config(warpgroups=1)
     with pytest.raises(ValueError, match="warpgroups must be 1, 2 or 4; got 3"):
         rerank.Config(3)

@@ -207,7 +207,7 @@ def ballot(B, K, G, S, D, T, kind):
     counts = np.zeros((B, K, N, 256), np.int32)
     b, k, s, n = np.indices(ids.shape)
     np.add.at(counts, (b, k, n, ids), kept[b, s].astype(np.int32))
-    limits = np.ceil(stored[:, None] * np.linspace(0.01, 0.5, T)).astype(np.int32)
+    limits = np.ceil(stored[:, None] * np.linspace(0.01, 0.8, T)).astype(np.int32)
     return tuple(map(jnp.asarray, (q, ids, counts, limits)))
 
 
@@ -216,6 +216,7 @@ def ballot(B, K, G, S, D, T, kind):
     [
         (2, 2, 4, 548, 128, 6, collide.Config(1, 2, 1, 4)),
         (1, 1, 8, 132, 64, 31, collide.Config(2, 8, 1, 1)),
+        (1, 1, 1, 556, 128, 3, collide.Config(1, 4, 1, 4)),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
@@ -223,6 +224,8 @@ def ballot(B, K, G, S, D, T, kind):
                 (4, 1, 3, 2052, 128, 6, collide.Config(3, 8, 2, 2)),
                 (1, 2, 5, 1028, 128, 15, collide.Config(2, 4, 4, 4)),
                 (1, 1, 6, 1024, 64, 6, collide.Config(1, 1, 1, 4)),
+                (1, 1, 2, 9004, 128, 6, collide.Config(1, 2, 8, 4)),
+                (1, 1, 1, 3000, 128, 6, collide.Config(1, 16, 1, 2)),
             )
         ),
         *(
@@ -263,6 +266,8 @@ def test_collide_takes_vmap():
                 (1, 1, 1, 16, 1, most_voted.Config(8, 4)),
                 (6, 1, 1, 4112, 4112, most_voted.Config(1, 2)),
                 (2, 1, 3, 20000, 999, None),
+                (1, 1, 1, 33008, 999, most_voted.Config(2, 8)),
+                (6, 1, 1, 4112, 777, most_voted.Config(16, 2)),
             )
         ),
         *(
