@@ -128,12 +128,31 @@ class Merged:
     """Words 4 i .. 4 i + 3 of the mix [heads, D] of some parts."""
 
     def __init__(self, sources: Sequence[Word], i: Word, D: int, space: str):
-        self.D, self.head = D, c.divide(i, D // 4)
-        self.word = (i - self.head * (D // 4)) * 4
+        self._find(i, D)
         code = f"ld.{space}.v2.u32 {{$0, $1}}, [$2];"
         stats = [ptx(code, _stats(at, self.head, D), results=2) for at in sources]
         code, place = f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4];", (self.head * (D + 4) + self.word) * 4
         mixes = [ptx(code, at + place, results=4) for at in sources]
+        self._merge(stats, mixes)
+
+    @classmethod
+    def of_means(cls, means: Any, logs: Any, n: int, heads: int, i: Word, D: int) -> Merged:
+        """Of parts whose means f32[n, heads, D] and natural logs of sums f32[n, heads] are in device memory."""
+        self = cls.__new__(cls)
+        self._find(i, D)
+        logs = [
+            ptx("ld.global.nc.u32 $0, [$1];", c.offset(logs, (self.head + b * heads) * 4), results=1) for b in range(n)
+        ]
+        stats = [[instr("mul.f32", x, real(1 / math.log(2))), real(1.0)] for x in logs]
+        code = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];"
+        self._merge(stats, [ptx(code, c.offset(means, (i + b * (heads * D // 4)) * 16), results=4) for b in range(n)])
+        return self
+
+    def _find(self, i: Word, D: int) -> None:
+        self.D, self.head = D, c.divide(i, D // 4)
+        self.word = (i - self.head * (D // 4)) * 4
+
+    def _merge(self, stats: Sequence[Sequence[Word]], mixes: Sequence[Sequence[Word]]) -> None:
         self.top = functools.reduce(lambda a, b: instr("max.f32", a, b), [top for top, _ in stats])
         self.total, self.four = word(0), [word(0)] * 4
         for (top, total), mix in zip(stats, mixes, strict=True):

@@ -11,8 +11,10 @@ Scores are S^T = K q^T, 16 keys the rows and 8 heads the columns of a product, a
 are taken in the order in which their bits lie. A warp does a unit at a time: a group of keys that share scales by
 channel, or 32 keys with scales by token. A unit is padded to whole products. It is copied (`cp.async`) into shared
 memory of the warp, `stages` - 1 units ahead. The warps of some blocks share what is stored of a row, whatever its room,
-in turns; each keeps a part (online softmax, base 2); the warps of a block merge in shared memory, and the blocks in
-XLA.
+in turns; each keeps a part (online softmax, base 2); the warps of a block merge in shared memory, and the blocks in a
+second, small kernel, which writes the mean in the dtype of the queries. A zone of exact keys beside the codes (the
+recent block) is shared out among the same warps, 16 keys at a time, once they are through with their units. So a decode
+step of LogQuant is three launches: the new token's, the parts and their merge (ahead-of-time compile; 14 before).
 
 **Sizes:** q s and q z must be below 2^58 and scales of values below 2^55; what is below 2^-60 of 1 may become 0.
 
@@ -44,7 +46,7 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _softmax as softmax
-from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
+from kvjax.kernels_pallas._common import Flag, Word, instr, loop, ptx, real, when, word
 from kvjax.kernels_pallas._softmax import HEADS
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_quantized.json
@@ -52,6 +54,7 @@ BY_TOKEN = 32  # keys of a unit that have scales of their own
 MOST_GROUP = 64
 LIFT = 64  # see `_codes`
 SLACK = 8.0  # weights are up to 2^(LIFT + SLACK)
+KINDS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # of queries
 SMEM = 232448  # bytes that a block can have
 ONE = 0x3F803F80  # bf16, twice
 
@@ -119,7 +122,9 @@ def smem_bytes(layout: Layout, config: Config) -> int:
     return 4 * config.warpgroups * _room(layout, config)
 
 
-def unsupported(q: Any, keys: Any, values: Any, start: Any, stop: Any) -> str | None:
+def unsupported(
+    q: Any, keys: Any, values: Any, start: Any, stop: Any, recent: Any = None, sink: Any = None
+) -> str | None:
     """The limit that these shapes exceed; None if there is a kernel for them. keys, values: (codes, scales)."""
     *_, Q, D = q.shape
     S = keys[0].shape[2]
@@ -145,13 +150,21 @@ def unsupported(q: Any, keys: Any, values: Any, start: Any, stop: Any) -> str | 
         return f"the kernel attend_quantized takes one start and stop a row; got start{list(start.shape)}"
     if S * D >= 1 << 31:
         return f"the kernel attend_quantized takes rows of less than 2^31 / D tokens; got {S}"
+    if recent is not None:
+        if sink is not None:
+            return "the kernel attend_quantized takes one exact zone; got a sink beside the recent one"
+        if str(q.dtype) not in KINDS:
+            return f"the kernel attend_quantized takes queries in f32, bf16 or f16; got {q.dtype}"
+        if any(a.dtype != jnp.bfloat16 for a in recent[:2]) or recent[0].shape[2] == 0:
+            zone = f"{recent[0].dtype}{list(recent[0].shape)}"
+            return f"the kernel attend_quantized takes an exact zone of keys and values in bf16; got {zone}"
     if 0 in q.shape:
         return f"the kernel attend_quantized takes at least one row; got q{list(q.shape)}"
     return None
 
 
-def supported(q: Any, keys: Any, values: Any, start: Any, stop: Any) -> bool:
-    return unsupported(q, keys, values, start, stop) is None
+def supported(q: Any, keys: Any, values: Any, start: Any, stop: Any, recent: Any = None) -> bool:
+    return unsupported(q, keys, values, start, stop, recent) is None
 
 
 def _groups(scales: Any, S: int, D: int) -> tuple[int, int]:
@@ -165,55 +178,68 @@ def attend_quantized(
     values: tuple[Array, Array],
     start: Array,
     stop: Array,
+    recent: tuple[Array, Array, Array, Array] | None = None,
     *,
     scale: float,
     config: Config | None = None,
-) -> tuple[Array, Array]:
+) -> Any:
     """(out f32[B, K, Q, D], lse f32[B, K, Q]) of q [B, K, Q, D] over slots [start, stop) i32[B] of codes of k and v.
 
-    keys and values are (codes u8[B, K, S, D * bits / 8], scales u32[B, K, S / gs, D / gd]).
+    keys and values are (codes u8[B, K, S, D * bits / 8], scales u32[B, K, S / gs, D / gd]). With `recent`, exact keys
+    and values bf16[B, K, R, D] and the start and stop i32[B] of those that are attended to, out [B, K, Q, D] of both in
+    the dtype of q.
     """
-    if limit := unsupported(q, keys, values, start, stop):
+    if limit := unsupported(q, keys, values, start, stop, recent):
         raise NotImplementedError(limit)
     B, K, Q, D = q.shape
-    q = q.astype(jnp.bfloat16).reshape(B * K, Q, D)
-    span = jnp.stack([jnp.maximum(start, 0), jnp.clip(stop, 0, keys[0].shape[2])], axis=1)
-    span = jnp.repeat(span.astype(jnp.int32), K, axis=0)
-    flat = (a.reshape(B * K, *a.shape[2:]) for a in (*keys, *values))
-    out, lse = _parts(scale, config, q, span, *flat)
-    top = jnp.max(lse, axis=1, keepdims=True)
-    weights = jnp.exp(lse - jnp.where(jnp.isneginf(top), 0.0, top))
-    total = jnp.sum(weights, axis=1)
-    mean = jnp.sum(out * weights[..., None], axis=1) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-    return mean.reshape(B, K, Q, D), (jnp.log(total) + top[:, 0]).reshape(B, K, Q)
+    zone = () if recent is None else (*(a.reshape(B * K, -1, D) for a in recent[:2]), *recent[2:])
+    flat = [a.reshape(B * K, *a.shape[2:]) for a in (*keys, *values)]
+    dtype = jnp.dtype(jnp.float32) if recent is None else q.dtype
+    queries, ends = q.astype(jnp.bfloat16).reshape(B * K, Q, D), (a.astype(jnp.int32) for a in (start, stop))
+    made = _attend(scale, dtype, config, queries, *ends, *flat, *zone)
+    out = made[0].reshape(B, K, Q, D)
+    return (out, made[1].reshape(B, K, Q)) if recent is None else out
 
 
-def _parts(scale: float, config: Config | None, *args: Array) -> tuple[Array, Array]:
-    """f32[rows, blocks, Q, D] and f32[rows, blocks, Q]: the parts of the blocks of each row."""
+def _attend(scale: float, dtype: Any, config: Config | None, *args: Array) -> tuple[Array, ...]:
+    """[rows, Q, D] in `dtype`; and, without a zone, f32[rows, Q]."""
     rows, Q, D = args[0].shape
-    layout = layout_of(D, args[2:4], args[4:6])
+    layout = layout_of(D, args[3:5], args[5:7])
     config = config or config_for(rows, layout)
-    blocks = config.blocks
+    outs = [jax.ShapeDtypeStruct((rows, Q, D), dtype)]
+    if len(args) == 7:
+        outs.append(jax.ShapeDtypeStruct((rows, Q), jnp.float32))
 
     @jax.custom_batching.custom_vmap
-    def run(*args: Array) -> tuple[Array, Array]:
-        return c.kernel(
-            functools.partial(_program, heads=Q, layout=layout, scale=scale, config=config),
+    def run(*args: Array) -> tuple[Array, ...]:
+        shared_by, recent = rows // args[1].shape[0], args[7].shape[1] if len(args) > 7 else 0
+        parts = c.kernel(
+            functools.partial(
+                _program, heads=Q, shared_by=shared_by, recent=recent, layout=layout, scale=scale, config=config
+            ),
             name="kvjax_attend_quantized",
             out_type=(
-                jax.ShapeDtypeStruct((rows, blocks, Q, D), jnp.float32),
-                jax.ShapeDtypeStruct((rows, blocks, Q), jnp.float32),
+                jax.ShapeDtypeStruct((rows, config.blocks, Q, D), jnp.float32),
+                jax.ShapeDtypeStruct((rows, config.blocks, Q), jnp.float32),
             ),
             scratch_types=[c.plgpu.SMEM((smem_bytes(layout, config) // 4,), jnp.uint32)],
-            grid=(rows * blocks,),
+            grid=(rows * config.blocks,),
             grid_names=("block",),
             num_threads=config.warpgroups,
         )(*args)
+        return c.kernel(
+            functools.partial(_merge, heads=Q, D=D, blocks=config.blocks, kind=KINDS[str(dtype)]),
+            name="kvjax_attend_quantized_merge",
+            out_type=tuple(outs),
+            grid=(rows,),
+            grid_names=("row",),
+            num_threads=1,
+        )(*parts)
 
     @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        out, lse = _parts(scale, config, *c.flatten_batch(n, batches, args))
-        return (out.reshape(n, rows, *out.shape[1:]), lse.reshape(n, rows, *lse.shape[1:])), (True, True)
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+        found = _attend(scale, dtype, config, *c.flatten_batch(n, batches, args))
+        return tuple(a.reshape(n, rows, *a.shape[1:]) for a in found), (True,) * len(found)
 
     return run(*args)
 
@@ -231,14 +257,34 @@ def config_for(rows: int, layout: Layout) -> Config:
     return Config(min(range(1, 133), key=turns), warpgroups, stages)
 
 
+def _merge(
+    means_m: Any, logs_m: Any, out_m: Any, lse_m: Any = None, *, heads: int, D: int, blocks: int, kind: str
+) -> None:
+    row, t = c.special("ctaid.x"), c.special("tid.x")
+    means, logs = (
+        c.offset_rows(c.global_address(m), row, blocks * heads * size) for m, size in ((means_m, D * 4), (logs_m, 4))
+    )
+    out = c.offset_rows(c.global_address(out_m), row, heads * D * (4 if kind == "f32" else 2))
+
+    @loop(t, heads * D // 4, 128)
+    def _write(i: Word) -> None:
+        merged = softmax.Merged.of_means(means, logs, blocks, heads, i, D)
+        if lse_m is None:
+            merged.write_mean(out, kind)
+        else:
+            merged.write(out, c.offset_rows(c.global_address(lse_m), row, heads * 4))
+
+
 def _program(
-    q_m, span_m, key_codes_m, key_scales_m, value_codes_m, value_scales_m, out_m, lse_m, room_m,
-    *,
+    q_m, start_m, stop_m, key_codes_m, key_scales_m, value_codes_m, value_scales_m, *refs,
     heads: int,
+    shared_by: int,
+    recent: int,  # slots of the exact zone
     layout: Layout,
     scale: float,
     config: Config,
 ) -> None:  # fmt: skip
+    *zone, out_m, lse_m, room_m = refs
     blocks, D, unit, tiles, by_channel = config.blocks, layout.D, layout.unit, layout.tiles, layout.by_channel
     warps = 4 * config.warpgroups
     t, block = c.special("tid.x"), c.special("ctaid.x")
@@ -246,13 +292,12 @@ def _program(
     quad, col = lane >> 2, lane & 3
     row = c.divide(block, blocks)
     part = block - row * blocks
-    q, span, out, lse = (
-        c.offset_rows(c.global_address(m), n, size)
-        for m, n, size in (
-            (q_m, row, heads * D * 2), (span_m, row, 8), (out_m, block, heads * D * 4), (lse_m, block, heads * 4)
-        )
-    )  # fmt: skip
-    start, stop = ptx("ld.global.nc.v2.u32 {$0, $1}, [$2];", span, results=2)
+    q, out, lse = (
+        c.offset_rows(c.global_address(m), n, heads * size)
+        for m, n, size in ((q_m, row, D * 2), (out_m, block, D * 4), (lse_m, block, 4))
+    )
+    batch = c.divide(row, shared_by)
+    start, stop = _span(start_m, stop_m, batch, layout.S)
     first = c.divide(start, unit)
     units = c.divide(stop + (unit - 1), unit)
     units = (units > first).choose(units - first, 0)
@@ -301,7 +346,12 @@ def _program(
 
     ptx("cp.async.wait_group 0;")
     c.warp_barrier()
-    softmax.store(room, mixing.finish(carry[2:]), heads, D, mixing.channel)
+    state = mixing.finish(carry[2:])
+    if zone:  # its tiles go to warps that may have a unit less
+        ends = _span(zone[2], zone[3], batch, recent)
+        job = (word(warps - 1) - warp) * blocks + (word(blocks - 1) - part)
+        state = _exact(mixing, zone[:2], ends, q, heads, recent, row, job, warps * blocks, state, scale=scale)
+    softmax.store(room, state, heads, D, mixing.channel)
     c.block_barrier()
     parts = [c.shared_address(room_m) + w * _room(layout, config) for w in range(warps)]
     loop(t, heads * D // 4, 32 * warps)(lambda i: softmax.Merged(parts, i, D, "shared").write(out, lse))
@@ -355,12 +405,17 @@ def _fetcher(layout: Layout, lane: Word, row: Word, *refs: Any) -> Callable[[Wor
     return fetch
 
 
+def _own_queries(q: Any, heads: int, D: int, quad: Word, col: Word) -> list[Word]:
+    """Of query `quad`, or 0, the D/4 adjacent channels of this column of lanes, two a word."""
+    pick = (quad < heads).choose(quad, 0)
+    return [(quad < heads).choose(w, 0) for w in _words(c.offset(q, pick * (D * 2) + col * (D // 2)), D // 8)]
+
+
 def _queries(layout: Layout, q: Any, heads: int, quad: Word, col: Word, sign: float) -> list[Word]:
     """Right operands. A lane has D/4 adjacent channels, as pairs of those whose codes are 16 bits apart in a word; the
     j-th pair of a word's lower bytes comes before that of its upper bytes."""
     D, bits = layout.D, layout.bits[0]
-    pick = (quad < heads).choose(quad, 0)
-    mine = [(quad < heads).choose(w, 0) for w in _load(q, pick * (D * 2) + col * (D // 2), D // 8)]
+    mine = _own_queries(q, heads, D, quad, col)
     found = []
     for low, high in _pairs(layout):
         pair = _prmt(mine[low // 2], mine[high // 2], 0x7632 if low % 2 else 0x5410)
@@ -381,10 +436,10 @@ def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word
     """Sums of `mma` of 16 keys each: scores without scale, times 2^-LIFT where scales are by channel."""
     D, bits, width = layout.D, layout.bits[0], layout.per_token[0]
     in_byte, pairs, tiles = 8 // bits, _pairs(layout), layout.tiles
-    rows = [_shared(at + (quad + 8 * r) * width + col * (width // 4), width // 16) for r in range(2 * tiles)]
+    rows = [_words(at + (quad + 8 * r) * width + col * (width // 4), width // 16) for r in range(2 * tiles)]
     begin = [word(0)] * 4
     if layout.by_channel:
-        shared = [w for i in range(D // 16) for w in _shared(at + layout.places[3] + col * 16 + i * 64, 4)]
+        shared = [w for i in range(D // 16) for w in _words(at + layout.places[3] + col * 16 + i * 64, 4)]
         steps, zeros = ([_prmt(shared[a], shared[b], how) for a, b in pairs] for how in (0x5410, 0x7632))
         scaled = [instr("mul.bf16x2", x, s) for x, s in zip(queries, steps, strict=True)]
         # By place, as the queries have their powers: the lower rows have products with zeros, the upper ones those with
@@ -405,7 +460,7 @@ def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word
     else:
         size = layout.per_token[3]
         slice_ = c.divide(col * (D // 4), layout.key_group[1])
-        own = [_shared(at + layout.places[3] + (quad + 8 * r) * size + slice_ * 4, 1)[0] for r in range(2 * tiles)]
+        own = [_words(at + layout.places[3] + (quad + 8 * r) * size + slice_ * 4, 1)[0] for r in range(2 * tiles)]
         affine = [_affine(w, bits) for w in own]
     found = []
     for tile in range(tiles):
@@ -415,13 +470,13 @@ def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word
         for n in range(0, len(pairs), 2):
             w, j = divmod(n // 2, in_byte)
             if layout.by_channel:
-                a = [_codes(x[w], s[w], j, bits) for x, s in zip((near, far), shifted, strict=True)]
+                lanes = [_codes(x[w], s[w], j, bits) for x, s in zip((near, far), shifted, strict=True)]
             else:
-                a = [
+                lanes = [
                     [_decode(x[w], i, bits, *affine[2 * tile + r]) for i in (j, j + in_byte)]
                     for r, x in enumerate((near, far))
                 ]
-            acc = c.mma("bf16", acc, [a[0][0], a[1][0], a[0][1], a[1][1]], queries[n : n + 2])
+            acc = c.mma("bf16", acc, [x for two in zip(*lanes, strict=True) for x in two], queries[n : n + 2])
         found.append(acc)
     return found
 
@@ -450,7 +505,7 @@ class _Mixing:
     def scales(self, at: Word) -> list[list[Word]]:
         """Those of keys quad + 8 r of the unit, by r and slice."""
         at, size = at + self.layout.places[2], self.layout.per_token[2]
-        return [_shared(at + (self.quad + 8 * r) * size, self.slices) for r in range(2 * self.layout.tiles)]
+        return [_words(at + (self.quad + 8 * r) * size, self.slices) for r in range(2 * self.layout.tiles)]
 
     def add(
         self, mixed: list[list[Word]], at: Word, weights: list[list[Word]], scales: list[list[Word]]
@@ -533,25 +588,71 @@ class _Mixing:
         return self.quad * (2 * self.in_byte) + (self.block * m + j + self.in_byte * half)
 
 
+def _exact(
+    mixing: _Mixing, zone: Sequence[Any], ends: tuple[Word, Word], q: Any, heads: int, size: int, row: Word,
+    first: Word, step: int, state: list[Word], *, scale: float,
+) -> list[Word]:  # fmt: skip
+    """The state with some of the exact keys and values of the span `ends`, 16 at a time."""
+    D, quad, col, in_byte = mixing.layout.D, mixing.quad, mixing.lane & 3, mixing.in_byte
+    keys, values = (c.offset_rows(c.global_address(m), row, size * D * 2) for m in zone)
+    queries = _own_queries(q, heads, D, quad, col)
+    start, stop = ends
+
+    @loop(c.divide(start, 16) + first, c.divide(stop + 15, 16), step, state)
+    def carry(n: Word, *state: Word) -> list[Word]:
+        def words(address: Any, token: Word, byte: Word, number: int) -> list[Word]:
+            token = n * 16 + token
+            return _words(c.offset(address, (token < size).choose(token, size - 1) * (2 * D) + byte), number)
+
+        near, far = (words(keys, quad + 8 * r, col * (D // 2), D // 8) for r in range(2))
+        scores = [word(0)] * 4
+        for i in range(0, D // 8, 2):
+            scores = c.mma("bf16", scores, [near[i], far[i], near[i + 1], far[i + 1]], queries[i : i + 2])
+
+        def there(r: int) -> Flag:
+            token = n * 16 + (quad + 8 * r)
+            return (token >= start) & (token < stop)
+
+        kept, (right,) = softmax.weigh(state, [scores], there, scale=scale, kind="bf16")
+        # A lane's channels of a block, of tokens 2 col, 2 col + 1 and of those 8 further.
+        blocks = range(D // mixing.block)
+        tokens = [col * 2 + (i & 1) + 8 * (i >> 1) for i in range(4)]
+        own = [[words(values, x, quad * (4 * in_byte) + 2 * mixing.block * m, in_byte) for m in blocks] for x in tokens]
+        mixed = softmax.parts(kept)[2]
+        for i, (m, j) in enumerate(mixing.products):
+            a = [
+                _prmt(own[x][m][channel // 2], own[x + 1][m][channel // 2], 0x7632 if channel % 2 else 0x5410)
+                for x in (0, 2)
+                for channel in (j, j + in_byte)
+            ]
+            mixed[i] = c.mma("bf16", mixed[i], a, right)
+        return [*kept[:4], *softmax.flat(mixed)]
+
+    return carry
+
+
+def _span(start_m: Any, stop_m: Any, row: Word, most: int) -> tuple[Word, Word]:
+    """Start and stop of a row's span, within 0 and `most`."""
+    start, stop = (
+        ptx("ld.global.nc.u32 $0, [$1];", c.offset_rows(c.global_address(m), row, 4), results=1)
+        for m in (start_m, stop_m)
+    )
+    start, stop = ((x < 1 << 31).choose(x, 0) for x in (start, stop))
+    return start, (stop < most).choose(stop, most)
+
+
 def _prmt(a: Word, b: Word, how: int) -> Word:
     return instr("prmt.b32", a, b, how)
 
 
-def _load(address: Any, byte: Word, words: int) -> list[Word]:
-    """`words` words, a multiple of four, from address + byte on."""
-    at = c.offset(address, byte)
-    loads = [f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{4 * w}];" for w in range(0, words, 4)]
-    return [w for load in loads for w in ptx(load, at, results=4)]
-
-
-def _shared(at: Word, words: int) -> list[Word]:
-    """1, 2, 4 or a multiple of 4 words of shared memory."""
-    if words == 1:
-        return [ptx("ld.shared.u32 $0, [$1];", at, results=1)]
-    n = min(words, 4)
+def _words(at: Any, words: int) -> list[Word]:
+    """1, 2, 4 or a multiple of 4 words of shared memory, at a Word, or of device memory, at an address."""
+    space, n = "shared" if isinstance(at, Word) else "global.nc", min(words, 4)
     lanes = ", ".join(f"${i}" for i in range(n))
-    loads = [f"ld.shared.v{n}.u32 {{{lanes}}}, [${n}+{4 * w}];" for w in range(0, words, n)]
-    return [w for load in loads for w in ptx(load, at, results=n)]
+    kind, to = (f".v{n}", f"{{{lanes}}}") if n > 1 else ("", lanes)
+    loads = [f"ld.{space}{kind}.u32 {to}, [${n}+{4 * w}];" for w in range(0, words, n)]
+    found = [ptx(load, at, results=n) for load in loads]
+    return found if n == 1 else [w for four in found for w in four]
 
 
 def _affine(x: Word, bits: int) -> tuple[Word, Word]:

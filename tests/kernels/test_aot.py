@@ -85,6 +85,10 @@ def coded(S, D, bits, tokens, channels, value_channels):
     return sds(1, 8, 4, D), (codes, keys), (codes, values), *2 * [sds(1, dtype=jnp.int32)]
 
 
+def recent_zone(R, D=128):
+    return *2 * [sds(1, 8, R, D)], *2 * [sds(1, dtype=jnp.int32)]
+
+
 def ballot(G, S, D, T):
     ids, counts = sds(1, 8, S, D // 8, dtype=jnp.uint8), sds(1, 8, D // 8, 256, dtype=jnp.int32)
     return sds(1, 8, G, D, dtype=jnp.float32), ids, counts, sds(1, T, dtype=jnp.int32)
@@ -142,6 +146,9 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_zones, D 256": (over_zones(256), zones(4, 131072, 511, 4, 256, 1788), 0.2, 224),
     "attend_zones, a choice for each head": (over_zones(128), zones(8, 131072, 383, 4, 64, 1916, H=8), 0.6, 0),
     "attend_quantized, LogQuant": (CODED, coded(131040, 128, 2, 42, 1, 64), 0.6, 0),
+    "attend_quantized, KIVI": (CODED, coded(131072, 128, 2, 32, 1, 32), 0.6, 0),
+    "attend_quantized, a zone": (CODED, (*coded(131040, 128, 2, 42, 1, 64), recent_zone(126)), 0.6, 0),
+    "attend_quantized, D 64": (CODED, (*coded(131072, 64, 4, 32, 1, 32), recent_zone(128, 64)), 0.6, 0),
     "attend_quantized, by token, 4 bits": (CODED, coded(131072, 128, 4, 1, 64, 32), 0.6, 0),
     "collide": (collide.collide, ballot(4, 131072, 128, 6), 0.1, 0),
     "collide, D 64": (collide.collide, ballot(8, 131072, 64, 31), 0.1, 0),
@@ -158,6 +165,8 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
 
 
 LATE = (
+    "attend_quantized, KIVI",
+    "attend_quantized, D 64",
     "collide, D 64",
     "rerank, D 64",
     "top_k, 1M",
@@ -178,7 +187,7 @@ LATE = (
 def test_a_kernel_compiles_for_an_h200(name):
     f, args, mib, spills = PROGRAMS[name]
     program = aot.compile_for_h200(f, *args)
-    assert len(program.kernels) == 1 + name.startswith("pick_1bit")
+    assert len(program.kernels) == 1 + name.startswith(("pick_1bit", "attend_quantized"))
     for kernel, (registers, stored, loaded) in program.kernels.items():
         assert kernel.startswith("kvjax_" + name.split(",")[0]), kernel
         assert registers <= 255
@@ -193,8 +202,8 @@ def test_a_kernel_compiles_for_an_h200(name):
         (presets.fier(2048), {"pick_1bit_score", "pick_1bit", "attend_zones"}),
         (presets.quest(2048), {"score_pages", "top_k_pooled", "attend_zones"}),
         (presets.pariskv(2048), {"collide", "most_voted", "rerank", "top_k_pooled", "attend_zones"}),
-        (presets.logquant(), {"attend_quantized"}),
-        (presets.kivi(), {"attend_quantized"}),
+        (presets.logquant(), {"attend_quantized", "attend_quantized_merge"}),
+        (presets.kivi(), {"attend_quantized", "attend_quantized_merge"}),
     ],
     ids=["fier", "quest", "pariskv", "logquant", "kivi"],
 )

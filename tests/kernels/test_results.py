@@ -833,6 +833,25 @@ def test_attention_over_codes_equals_the_reference(B, K, Q, S, D, bits, groups, 
     np.testing.assert_allclose(lse, want.lse, atol=4e-3)
 
 
+@pytest.mark.parametrize(
+    ("D", "bits", "R", "spans", "dtype"),
+    [
+        (128, 2, 30, [(3, 100), (0, 0), (126, 126)], jnp.bfloat16),
+        pytest.param(64, 4, 17, [(0, 126), (40, 41), (7, 7)], jnp.float32, marks=pytest.mark.thorough),
+    ],
+)
+def test_attention_over_codes_takes_a_zone_of_exact_keys(D, bits, R, spans, dtype):
+    q, keys, values = quantized(3, 1, 4, 126, D, (bits, bits), 42, 1, 32)
+    zone = [normal(seed, 3, 1, R, D, dtype=jnp.bfloat16) for seed in (3, 4)]
+    args = q.astype(dtype), keys, values, *spans_of(3, *spans), Span(*zone, *spans_of(3, (0, R), (2, 19), (5, 5)))
+    config = attend_quantized.Config(2, 1)
+    got = jax.jit(partial(attend_quantized.attend_quantized, scale=-0.1, config=config))(*args)
+    want = jax.jit(partial(ops.attend_quantized_zones, scale=-0.1, implementation="xla"))(*args, None)
+    assert got.dtype == want.dtype == dtype
+    assert relative(got, want) < 4e-3 + (dtype == jnp.bfloat16) * 4e-3
+    np.testing.assert_array_equal(got[2], np.zeros((1, 4, D)))  # nothing to attend to
+
+
 def test_attention_over_codes_reads_nothing_outside_of_its_span_and_takes_vmap():
     q, keys, values = quantized(2, 1, 2, 126, 64, (2, 2), 42, 1, 32)
     span = spans_of(2, (42, 84))
