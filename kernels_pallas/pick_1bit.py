@@ -1,7 +1,9 @@
 """The slots that a group of query heads ranks highest by 1-bit keys, from query to choice in two kernels.
 
 **Scores** are those of `score_1bit`, from the same code. Where softmaxes are pooled, a warp also keeps each head's
-largest score and the sum of 2^(score - largest) over the slots of the span, while it has them in registers.
+largest score and the sum of 2^(score - largest) over the slots of the span, while it has them in registers. Keys that
+wait, and are scored as they are, have blocks of their own at the end of the same grid: as a product in XLA they are a
+launch more, of 2.5 us on an H200 for 256 keys a head.
 
 **The choice** (`_choice`) has a cluster of blocks a row, as `top_k_pooled`, but reads the scores once: the heads' sums
 come from the warps' statistics, a few KB. Keys are counted into 2048 bins, 32 to an octave of a sum of softmaxes, where
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -31,9 +33,10 @@ from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import score_1bit as score
 from kvjax.kernels_pallas import top_k as t
 from kvjax.kernels_pallas import top_k_pooled as pooled
-from kvjax.kernels_pallas._common import Word, ptx, real, when, word
+from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = None  # the date in benchmarks/results/pick_1bit.json
+EXACT = 32  # keys of a warp that scores those that wait
 
 
 @dataclass(frozen=True)
@@ -74,36 +77,53 @@ def supported(q: Any, bits: Any, step: Any, waiting: Any, pool: str, room: int) 
 
 def pick_1bit(
     q: Array, bits: Array, step: Array, zero: Array, span: Sequence[Array], waiting: Sequence[Array], count: Array,
-    pool: str, room: int, *, scale: float, config: Config | None = None,
+    pool: str, room: int, *, scale: float, wide: int | None = None, config: Config | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """(slots i32[B, K, H, room], found i32[B, K, H]) of the `count` i32[B] units that rank highest: the first `found`.
 
     Units are the slots [start, stop) of 1-bit keys, `span` = (start i32[B], stop i32[B]), for q [B, K, G, D] and keys
-    as in `score_1bit`; and after all S slots those of `waiting` = (scores f32[B, K, G, W], start, stop). H is G under
-    "per_head", else 1.
+    as in `score_1bit`; and after all S slots those of `waiting` = (scores f32[B, K, G, W], start, stop). With `wide`,
+    waiting[0] are not scores but keys [B, K, R, D] in the dtype of the steps, of which the first `wide` may wait, and
+    are scored by blocks of their own. H is G under "per_head", else 1.
     """
-    if limit := unsupported(q, bits, step, waiting[0], pool, room):
+    (B, K, G, D), S, W = q.shape, bits.shape[2], waiting[0].shape[3] if wide is None else wide + -wide % 4
+    scores = waiting[0] if wide is None else jax.ShapeDtypeStruct((B, K, G, W), jnp.float32)
+    if limit := unsupported(q, bits, step, scores, pool, room):
         raise NotImplementedError(limit)
-    (B, K, G, _), S, W = q.shape, bits.shape[2], waiting[0].shape[3]
+    if wide is not None and waiting[0].dtype != step.dtype:
+        raise NotImplementedError(
+            f"the kernel pick_1bit takes keys in the dtype of the steps, {step.dtype}; got {waiting[0].dtype}"
+        )
     H = G if pool == "per_head" else 1
-    scores = jnp.pad(waiting[0], ((0, 0),) * 3 + ((0, -W % 4),)).reshape(B * K * H, G // H, -1)
+    if wide is None:
+        arrived = jnp.pad(waiting[0], ((0, 0),) * 3 + ((0, -W % 4),)).reshape(B * K * H, G // H, -1)
+        W += -W % 4
+    else:
+        arrived = waiting[0].reshape(B * K, -1, D)
     ends = []
     for (start, stop), n in ((span, S), (waiting[1:], W)):
         start = jnp.clip(start, 0, n)
         ends += [start, jnp.maximum(jnp.minimum(stop, n) - start, 0)]
     spans = jnp.stack([*ends, jnp.clip(count, 0, room)], axis=-1)
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
-    chosen = config or config_for(B * K, H, S, S + scores.shape[2])
-    slots, found = _pick(pool, room, scale, chosen, spans.astype(jnp.int32), scores, *rows)
+    chosen = config or config_for(B * K, H, S, S + W)
+    wide = None if wide is None else W
+    slots, found = _pick(pool, room, scale, wide, chosen, spans.astype(jnp.int32), arrived, *rows)
     return slots.reshape(B, K, H, room), found.reshape(B, K, H)
 
 
 def _pick(
-    pool: str, room: int, scale: float, config: Config, spans: Array, waiting: Array,
+    pool: str, room: int, scale: float, wide: int | None, config: Config, spans: Array, waiting: Array,
     q: Array, bits: Array, step: Array, zero: Array,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """(slots i32[rows, room], how many i32[rows]) of rows of `waiting`, each of one row of keys or of some."""
-    (rows, S, _), (chosen_rows, heads, W), G = bits.shape, waiting.shape, q.shape[1]
+    """(slots i32[rows, room], how many i32[rows]) of rows of `waiting`, each of one row of keys or of some; and of all
+    heads of one row, or of each, if `waiting` are `wide` keys."""
+    (rows, S, _), G = bits.shape, q.shape[1]
+    if wide is None:
+        chosen_rows, heads, W = waiting.shape
+    else:
+        heads, W = (1 if pool == "per_head" else G), wide
+        chosen_rows = rows * G // heads
     summed = pool in pooled.SOFTMAX and heads > 1
     U = S + W
 
@@ -115,9 +135,15 @@ def _pick(
         if summed:
             outs.append(jax.ShapeDtypeStruct((rows, G, scored.jobs, 2), jnp.float32))
         program = functools.partial(_score, scored=scored, shared_by=shared_by[0])
-        score_kernel = scored.kernel(program, name="kvjax_pick_1bit_score", out_type=tuple(outs))
-        scores, *sums = score_kernel(spans, q, bits, step, zero)
-        parts = [scores.reshape(chosen_rows, heads, S), waiting][: 2 if W else 1]
+        exact = [waiting] if wide else []
+        if wide:
+            outs.append(jax.ShapeDtypeStruct((rows, G, wide), jnp.float32))
+            program = functools.partial(_score_both, program=program, scored=scored, wide=wide, R=waiting.shape[1])
+        more = -(-rows * -(-wide // EXACT) // score.WARPS) if wide else 0
+        score_kernel = scored.kernel(program, more_blocks=more, name="kvjax_pick_1bit_score", out_type=tuple(outs))
+        scores, *sums = score_kernel(*exact, spans, q, bits, step, zero)
+        arrived = sums.pop().reshape(chosen_rows, heads, wide) if wide else waiting
+        parts = [scores.reshape(chosen_rows, heads, S), arrived][: 2 if W else 1]
         outs = [jax.ShapeDtypeStruct((chosen_rows, room), jnp.int32), jax.ShapeDtypeStruct((chosen_rows,), jnp.int32)]
         if not t.in_one_step(U, config):
             outs.append(jax.ShapeDtypeStruct((chosen_rows, U), jnp.uint32))  # keys, for the later passes
@@ -140,13 +166,62 @@ def _pick(
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        slots, found = _pick(pool, room, scale, config, *c.flatten_batch(n, batches, args))
+        slots, found = _pick(pool, room, scale, wide, config, *c.flatten_batch(n, batches, args))
         return (slots.reshape(n, chosen_rows, room), found.reshape(n, chosen_rows)), (True, True)
 
     return run(spans, waiting, q, bits, step, zero)
 
 
 # ---------------------------------------------------------------------------------------------------------- the scores
+
+
+def _score_both(keys_m, *refs, program: Callable[..., None], scored: score.Scores, wide: int, R: int) -> None:
+    """The scores' kernel with blocks after its own for keys that wait."""
+    *others, out_m, ring_m = refs
+    block = c.special("ctaid.x")
+    with when(block < scored.blocks):
+        program(*others, ring_m)
+    with when(block >= scored.blocks):
+        _exact(block - scored.blocks, others[1], keys_m, out_m, scored=scored, wide=wide, R=R)
+
+
+def _exact(block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scores, wide: int, R: int) -> None:
+    """Scores of `wide` keys as they are, `EXACT` a warp: with 16 as the rows of a product and the heads as its columns.
+
+    A sum over channels may take them in any order: lane col has 8 adjacent ones of each 32, of keys and queries alike.
+    """
+    G, D = scored.G, scored.D
+    t = c.special("tid.x")
+    lane, jobs = t & 31, -(-wide // EXACT)
+    quad, col, job = lane >> 2, lane & 3, block * score.WARPS + (t >> 5)
+    job = (job < scored.rows * jobs).choose(job, scored.rows * jobs - 1)  # a spare warp repeats the last
+    row = c.divide(job, jobs)
+    first = (job - row * jobs) * EXACT
+    q, keys, out = (
+        c.offset_rows(c.global_address(m), row, n * size)
+        for m, n, size in ((q_m, G, 2 * D), (keys_m, R, 2 * D), (out_m, G, 4 * wide))
+    )
+
+    def channels(a: Any, i: Word) -> list[list[Word]]:
+        load = "ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{}];"
+        at = c.offset(a, i * (2 * D) + col * 16)
+        return [ptx(load.format(64 * n), at, results=4) for n in range(D // 32)]
+
+    queries = channels(q, (quad < G).choose(quad, 0))
+
+    @loop(0, EXACT, 16)
+    def _tile(i: Word) -> None:
+        slots = [first + i + quad + 8 * half for half in range(2)]
+        upper, lower = (channels(keys, (slot < R).choose(slot, R - 1)) for slot in slots)
+        sums = [word(0)] * 4
+        for u, w, b in zip(upper, lower, queries, strict=True):
+            for j in (0, 2):
+                sums = c.mma(scored.kind, sums, [u[j], w[j], u[j + 1], w[j + 1]], b[j : j + 2])
+        for n, x in enumerate(sums):
+            head, slot = col * 2 + (n & 1), slots[n >> 1]
+            with when((head < G) & (slot < wide)):
+                at = c.offset(c.offset_rows(out, head, 4 * wide), slot * 4)
+                ptx("st.global.u32 [$0], $1;", at, instr("mul.f32", x, real(scored.scale)))
 
 
 def _score(spans_m, *refs, scored: score.Scores, shared_by: int) -> None:

@@ -192,14 +192,18 @@ class Scores:
         places = [(turn, bit) for turn in range(0, H, len(window)) for bit in window]
         return [Pair(turn, bit, (bit - turn) % H, (bit - turn) % 32 >= 16) for turn, bit in places]
 
-    def kernel(self, program: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    @property
+    def blocks(self) -> int:
+        return -(-self.rows * self.jobs // WARPS)
+
+    def kernel(self, program: Callable[..., Any], *, more_blocks: int = 0, **how: Any) -> Callable[..., Any]:
         def body(*refs: Any) -> None:
             program(*refs)
 
         return c.kernel(
             body,
             scratch_types=[c.plgpu.SMEM((smem_bytes(self.D, self.config) // 4,), jnp.uint32)],
-            grid=(-(-self.rows * self.jobs // WARPS),),
+            grid=(self.blocks + more_blocks,),
             grid_names=("block",),
             num_threads=WARPS // 4,
             **how,

@@ -20,7 +20,7 @@ from jax import Array, lax
 from kvjax.blocks import Block, put
 from kvjax.layouts import unpack_codes
 from kvjax.memory import to_device, to_host
-from kvjax.partial import Partial, Span, attend_part, empty_part, keep_valid, merge, part_of_logits
+from kvjax.partial import Partial, Span, attend_part, attention_logits, empty_part, keep_valid, merge, part_of_logits
 from kvjax.pick import Picked, Pool, Selection, membership, pool_scores, split_selection
 from kvjax.quant import OneBit, QuantArray, dequantize, dequantize_1bit, split_scales
 from kvjax.rotate import SUBSPACE, Directions, decode, lloyd_max
@@ -154,24 +154,30 @@ def pick_1bit(
     room: int,
     *,
     scale: float,
+    wide: int | None = None,
     implementation: Implementation | None = None,
 ) -> Picked:
     """The `count` i32[B] units that a group ranks highest by 1-bit keys: `score_1bit`, then `top_k_pooled`.
 
     Units are the slots [start, stop) of `keys` [B, K, S, ...], `span` = (start i32[B], stop i32[B]), scored for q [B,
-    K, G, D]; and, from S on, the slots of `waiting` = (scores f32[B, K, G, W], start, stop). At most `room` are chosen,
+    K, G, D]; and, from S on, the slots of `waiting` = (scores f32[B, K, G, W], start, stop). With `wide`, waiting[0]
+    are keys [B, K, R, D], to be scored as they are, of which only the first `wide` may wait. At most `room` are chosen,
     in any order. `implementation`: see `explain`. The kernel scores as that of `score_1bit`; where ranks differ by less
     than its rounding, it may choose otherwise.
     """
     from kvjax.kernels_pallas import pick_1bit as kernel
 
     inner: Implementation | None = None if implementation is None else "xla"
-    reference = partial(_pick_1bit, pool=pool, room=room, scale=scale, implementation=inner)
+    width = waiting[0].shape[3] if wide is None else wide
+    if wide is not None and waiting[0].dtype != keys.scale.dtype:
+        waiting, wide = (attention_logits(q, waiting[0], scale)[..., :wide], *waiting[1:]), None
+    reference = partial(_pick_1bit, pool=pool, room=room, scale=scale, wide=wide, implementation=inner)
 
     def mosaic(q: Array, keys: OneBit, span: Sequence[Array], waiting: Sequence[Array], count: Array) -> Picked:
-        return Picked(*kernel.pick_1bit(q, *keys, span, waiting, count, pool, room, scale=scale))
+        return Picked(*kernel.pick_1bit(q, *keys, span, waiting, count, pool, room, scale=scale, wide=wide))
 
-    limit = kernel.unsupported(q, keys.bits, keys.scale, waiting[0], pool, room)
+    scores = jax.ShapeDtypeStruct((*q.shape[:3], width), jnp.float32)
+    limit = kernel.unsupported(q, keys.bits, keys.scale, scores if wide else waiting[0], pool, room)
     args = lax.stop_gradient((q, keys, span, waiting, count))  # a choice has no derivative
     return _dispatch(implementation, kernel, limit, mosaic, reference, *args)
 
@@ -186,8 +192,11 @@ def _pick_1bit(
     pool: Pool,
     room: int,
     scale: float,
+    wide: int | None,
     implementation: Implementation | None,
 ) -> Picked:
+    if wide is not None:
+        waiting = attention_logits(q, waiting[0], scale)[..., :wide], *waiting[1:]
     scores = score_1bit(q, keys, scale=scale, implementation=implementation)
     picked = pick_scored([(scores, *span), waiting], count, pool, room, implementation=implementation)
     return Picked(picked.slots, jnp.sum(picked.valid, axis=-1, dtype=jnp.int32))

@@ -309,22 +309,20 @@ class Retrieval:
 
         # Waiting tokens stand in the first slots of the recent block, before the local ones.
         wide = -(-(st.recent.slots - self.local) // unit) * unit
-        # Their scores are attention's own logits, so that XLA computes them once for both.
-        exact = attention_logits(q, st.recent.k, scale)
-        exact = jnp.mean(exact, axis=2, keepdims=True) if pool == "mean_query" else exact
         room = self._most((slots + wide) // unit)
         limit = jnp.where(st.length < self.dense_below, room * unit, self._chosen)
         picks = isinstance(self.schedule, EveryStep) and not ranked
         if isinstance(self.selector, Picker) and picks and (first is None or self.selector.picks_in_window):
-            exact = exact[..., : wide + -wide % 4]  # often all, and whole fours, which a kernel reads as they lie
-            span, arrived = (from_store, st.store.count), (exact, from_recent, st.recent.count - self.local)
-            return self.selector.pick(st.index, queries, span, arrived, limit, room, scale=scale)
+            span, arrived = (from_store, st.store.count), (st.recent.k, from_recent, st.recent.count - self.local)
+            return self.selector.pick(st.index, queries, span, arrived, limit, room, wide=wide, scale=scale)
         estimates = self.selector.score(st.index, queries, scale=scale)
         slot = jnp.arange(wide)[None]
         waiting = (slot < (st.recent.count - self.local)[:, None]) & (slot >= from_recent[:, None])
         stored_slot = jnp.arange(slots)[None]
         stored = (stored_slot < st.store.count[:, None]) & (stored_slot >= from_store[:, None])
-        exact = jnp.where(waiting[:, None, None], exact[..., :wide], -jnp.inf)
+        # Their scores are attention's own logits.
+        exact = attention_logits(queries, st.recent.k, scale)[..., :wide]
+        exact = jnp.where(waiting[:, None, None], exact, -jnp.inf)
         exact = jnp.max(exact.reshape(*exact.shape[:-1], wide // unit, unit), axis=-1)
 
         tokens = jnp.concatenate([stored, waiting], axis=1)  # bool[B, S + wide]

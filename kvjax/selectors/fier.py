@@ -76,9 +76,10 @@ class Fier:
         count: Array,
         room: int,
         *,
+        wide: int,
         scale: float,
     ) -> Picked:
-        return ops.pick_1bit(q, ix, span, waiting, count, self.pool, room, scale=scale)
+        return ops.pick_1bit(q, ix, span, waiting, count, self.pool, room, scale=scale, wide=wide)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         per_channel = 1 / 8 + 2 * _scale_dtype(spec).itemsize / self.group

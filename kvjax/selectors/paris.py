@@ -11,6 +11,7 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.blocks import write
+from kvjax.partial import attention_logits
 from kvjax.pick import Pool, Selection, require_pool
 from kvjax.rotate import SUBSPACE, Directions, encode, require_rotatable, rotate, rotate_few
 from kvjax.spec import CacheSpec, require_int
@@ -131,11 +132,13 @@ class Paris:
         count: Array,
         room: int,
         *,
+        wide: int,
         scale: float,
     ) -> Selection:
         """As `Picker` has it. No token that is not reranked is chosen before all that are, so candidates are all that
         is chosen from; where they and the waiting tokens are too few, as many more of the most voted come along: then
         all of them are chosen."""
+        waiting = attention_logits(q, waiting[0], scale)[..., :wide], *waiting[1:]
         if q.shape[2] > 1 and self.pool != "per_head":  # heads have candidates of their own, and a mean needs all
             return ops.pick_scored([(self.score(ix, q, scale=scale), *span), waiting], count, self.pool, room)
         q = rotate_few(q, self.seed)

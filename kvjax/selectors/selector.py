@@ -62,13 +62,14 @@ class Picker(Selector, Protocol):
         count: Array,
         room: int,
         *,
+        wide: int,
         scale: float,
     ) -> Selection | Picked:
         """The `count` i32[B] tokens, at most `room`, that rank highest by `pool` for q [B, K, G, D]; in any order.
 
         They are slots of the index from span[0] up to, and without, span[1], i32[B] both; and slots S + w of waiting
-        tokens with the scores waiting[0] f32[B, K, G, W], w from waiting[1] up to waiting[2]. Law: these are the tokens
-        that `score` and `Retrieval` choose.
+        tokens with the keys waiting[0] [B, K, R, D], w < `wide` from waiting[1] up to waiting[2], scored as they are.
+        Law: these are the tokens that `score` and `Retrieval` choose.
         """
         ...
 

@@ -71,11 +71,16 @@ def pooled(pool, k):
     return partial(top_k_pooled.top_k_pooled, pool=pool, k=k)
 
 
-def picking(S, D, W, pool, k, G=4, group=32, dtype=jnp.bfloat16):
+def picking(S, D, W, pool, k, G=4, group=32, dtype=jnp.bfloat16, config=None):
     one = sds(1, dtype=jnp.int32)
     q, keys = sds(1, 8, G, D, dtype=jnp.float32), keys_1bit(8, S, D, group, dtype)
     args = q, *keys, [one, one], [sds(1, 8, G, W, dtype=jnp.float32), one, one], one
-    return partial(pick_1bit.pick_1bit, pool=pool, room=k, scale=0.1), args
+    return partial(pick_1bit.pick_1bit, pool=pool, room=k, scale=0.1, config=config), args
+
+
+def picking_keys(S, D, R, wide, k):
+    f, (q, *keys, span, (_, *ends), count) = picking(S, D, wide, "mean_softmax", k)
+    return partial(f, wide=wide), (q, *keys, span, [sds(1, 8, R, D), *ends], count)
 
 
 def coded(S, D, bits, tokens, channels, value_channels):
@@ -125,14 +130,20 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
         0,
     ),
     # Four fours of keys and slots a thread are more than 64 registers; the spilled are read once, outside of loops.
-    "top_k": (top(2048), (sds(8, 131072, dtype=jnp.float32), sds(8, 131072, dtype=bool)), 4.2, 80),
+    "top_k": (top(2048), (sds(8, 131072, dtype=jnp.float32), sds(8, 131072, dtype=bool)), 4.2, 8),
     "top_k, 1M": (top(2048), (sds(8, 1 << 20, dtype=jnp.float32), sds(8, 1 << 20, dtype=bool)), 33, 0),
-    "top_k_pooled": (pooled("mean_softmax", 2048), (parts(4, 130816, 256),), 0.5, 96),
-    "top_k_pooled, 1M": (pooled("mean_softmax", 2048), (parts(4, 1 << 20, 256),), 35, 16),
+    "top_k_pooled": (pooled("mean_softmax", 2048), (parts(4, 130816, 256),), 0.5, 24),
+    "top_k_pooled, 1M": (pooled("mean_softmax", 2048), (parts(4, 1 << 20, 256),), 35, 0),
     # The scores are 16 MiB.
+    "pick_1bit, with keys that wait": (*picking_keys(131072, 128, 256, 255, 2047), 16.2, 0),
     "pick_1bit": (*picking(131072, 128, 256, "mean_softmax", 2047), 16.2, 0),
     "pick_1bit, a loop": (*picking(1 << 20, 128, 256, "mean_softmax", 2047), 161, 0),
-    "pick_1bit, eight heads": (*picking(130816, 128, 256, "mean_softmax", 2048, G=8), 32.2, 24),
+    "pick_1bit, eight heads": (*picking(130816, 128, 256, "mean_softmax", 2048, G=8), 32.2, 0),
+    "pick_1bit, clusters of 16": (
+        *picking(131072, 128, 256, "mean_softmax", 2047, config=pick_1bit.Config(blocks=16)),
+        16.2,
+        0,
+    ),
     "pick_1bit, D 64": (*picking(32512, 64, 383, "mean_score", 1788, G=1, group=64, dtype=jnp.float16), 1.2, 0),
     "score_pages": (PAGES, (sds(1, 8, 4, 128), *2 * [sds(1, 8, 8192, 128)]), 0.1, 0),
     "score_pages, D 64": (PAGES, (sds(1, 8, 8, 64, dtype=jnp.float32), *2 * [sds(1, 8, 512, 64)]), 0.1, 0),
@@ -143,7 +154,7 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_zones": (over_zones(1), zones(4, 131072, 256, 0, 128, 2047), 0.1, 0),
     "attend_zones, three": (over_zones(128), zones(4, 130816, 383, 4, 128, 1916), 0.1, 0),
     "attend_zones, a loop": (over_zones(256), zones(8, 131072, 511, 4, 128, 3800, dtype=jnp.float16), 0.2, 0),
-    "attend_zones, D 256": (over_zones(256), zones(4, 131072, 511, 4, 256, 1788), 0.2, 224),
+    "attend_zones, D 256": (over_zones(256), zones(4, 131072, 511, 4, 256, 1788), 0.2, 232),
     "attend_zones, a choice for each head": (over_zones(128), zones(8, 131072, 383, 4, 64, 1916, H=8), 0.6, 0),
     "attend_quantized, LogQuant": (CODED, coded(131040, 128, 2, 42, 1, 64), 0.6, 0),
     "attend_quantized, KIVI": (CODED, coded(131072, 128, 2, 32, 1, 32), 0.6, 0),
@@ -173,6 +184,7 @@ LATE = (
     "top_k_pooled, 1M",
     "pick_1bit, a loop",
     "pick_1bit, eight heads",
+    "pick_1bit, clusters of 16",
     "pick_1bit, D 64",
     "attend_slots, D 256",
     "attend_zones, a loop",

@@ -528,6 +528,37 @@ def test_pick_1bit_chooses_what_top_k_pooled_does_of_the_scores(
                 np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-4, err_msg=f"{kind}, {pool}")
 
 
+@pytest.mark.parametrize(
+    ("G", "D", "R", "wide", "dtype", "pool"),
+    [
+        (3, 64, 44, 37, jnp.float16, "mean_softmax"),
+        pytest.param(4, 128, 20, 19, jnp.bfloat16, "per_head", marks=pytest.mark.thorough),
+        *(pytest.param(G, 128, 256, 255, jnp.bfloat16, "mean_softmax", marks=on_gpu) for G in (1, 4, 8)),
+    ],
+)
+def test_pick_1bit_scores_keys_that_wait_as_they_are(G, D, R, wide, dtype, pool):
+    q, ix, span, waiting, count = choice(2, 3, G, 96, D, 32, wide, 33, dtype, "normal")
+    keys = 4 * normal(7, 2, 3, R, D, dtype=dtype)  # some are chosen
+    exact = jnp.einsum("bkgd,bksd->bkgs", q.astype(dtype), keys, preferred_element_type=jnp.float32) * 0.3
+
+    def run(first, wide=None):
+        waits = first, *waiting[1:]
+        config = pick_1bit.Config(blocks=1)
+        return pick_1bit.pick_1bit(q, *ix, span, waits, count, pool, 33, scale=0.3, wide=wide, config=config)
+
+    got, want = (
+        Picked(*made).selection for made in (jax.jit(partial(run, wide=wide))(keys), jax.jit(run)(exact[..., :wide]))
+    )
+    np.testing.assert_array_equal(got.valid, want.valid)
+    for row in np.ndindex(got.valid.shape[:3]):
+        ours, theirs = (set(np.asarray(s.slots)[row][np.asarray(s.valid)[row]].tolist()) for s in (got, want))
+        assert ours == theirs
+    assert (np.asarray(got.slots)[np.asarray(got.valid)] >= 96).any()
+    if G == 3:
+        again = jax.jit(jax.vmap(partial(run, wide=wide)))(jnp.stack([keys, keys]))
+        np.testing.assert_array_equal(again[1][1], Picked(*jax.jit(partial(run, wide=wide))(keys)).found)
+
+
 @pytest.mark.thorough
 def test_pick_1bit_chooses_alike_each_time_and_takes_vmap():
     q, ix, span, waiting, count = choice(2, 1, 2, 96, 64, 32, 5, 20, jnp.bfloat16, "normal")
@@ -810,10 +841,22 @@ BIG = [(0, 131040), (0, 0), (5, 131000), (64, 65)]
     [
         # LogQuant's groups, over a unit of three products of which the last is in part a group's.
         (1, 1, 4, 210, 128, (2, 2), (42, 1, 64), [(0, 200)], attend_quantized.Config(2)),
-        (3, 1, 8, 128, 64, (2, 4), (1, 32, 32), [(0, 128), (5, 5), (70, 71)], attend_quantized.Config(1)),
+        (3, 1, 8, 120, 64, (2, 4), (1, 32, 32), [(0, 120), (5, 5), (70, 71)], attend_quantized.Config(1)),
         pytest.param(2, 1, 3, 256, 128, (4, 2), (32, 1, 32), [(0, 256), (31, 33)], None, marks=pytest.mark.thorough),
         pytest.param(
             1, 2, 1, 192, 64, (2, 2), (64, 1, 16), [(1, 190)], attend_quantized.Config(2, 2), marks=pytest.mark.thorough
+        ),
+        pytest.param(  # value scales of a unit are no multiple of 16 bytes
+            1,
+            1,
+            2,
+            105,
+            64,
+            (2, 2),
+            (21, 1, 64),
+            [(0, 99)],
+            attend_quantized.Config(1, 1, 2),
+            marks=pytest.mark.thorough,
         ),
         *(
             pytest.param(4, 2, Q, 131040, 128, bits, groups, BIG, None, marks=on_gpu)
