@@ -75,7 +75,7 @@ def choose(
     clear(hist)
     with when(c.special("tid.x").equals(0)):
         ptx("st.shared.u32 [$0], $1;", small + t.LENGTH * 4, 0)
-    ahead: list[list[list[Word]]] = []  # what is loaded of the scores while the sums are merged
+    ahead: list[list[list[Word]]] = []  # scores of the next fours, loaded before something else is waited for
 
     def load_ahead() -> None:
         if t.in_one_step(U, config):
@@ -91,7 +91,7 @@ def choose(
         c.block_barrier()
 
     def four_keys(at: Word, end: int) -> list[Word]:
-        of_heads = ahead.pop() if ahead else pooled.load_heads(scores, sizes, heads, at, end)
+        of_heads = ahead.pop(0) if ahead else pooled.load_heads(scores, sizes, heads, at, end)
         begin, size = start, length
         if end > S:
             stored = at < S
@@ -100,7 +100,11 @@ def choose(
         return pooled.pooled_keys(flags, [[h[j] for h in of_heads] for j in range(4)], logs, pool)
 
     def first(i: Word) -> Iterator[list[Word]]:
-        for at, end in zip(t.fours(i, U, config), t.ends(U, config), strict=True):
+        places = list(zip(t.fours(i, U, config), t.ends(U, config), strict=True))
+        for u, (at, end) in enumerate(places):
+            if heads <= 4:  # of more, registers do not hold two fours
+                to_load = (place for place in places[u + len(ahead) : u + 2] if place[1] <= U)
+                ahead.extend(pooled.load_heads(scores, sizes, heads, *place) for place in to_load)
             if ahead or end <= U or not t.in_one_step(U, config):
                 four = four_keys(at, end)
             else:  # in which a warp may have nothing, as most have of the fifth four in a row of 131072 and a little
