@@ -16,15 +16,16 @@ second, small kernel, which writes the mean in the dtype of the queries. A zone 
 recent block) is shared out among the same warps, 16 keys at a time, once they are through with their units. So a decode
 step of LogQuant is three launches: the new token's, the parts and their merge (ahead-of-time compile; 14 before).
 
-**Sizes:** q s and q z must be below 2^58 and scales of values below 2^55; what is below 2^-60 of 1 may become 0.
+**Sizes:** by channel q s and q z must be below 2^50, of values s below 2^55 and z below 2^38; all of it may be as small
+as 2^-57 before precision suffers.
 
 **Bytes:** a token and kv head, D (b_k + b_v) / 8 of codes and 4 D / g of scales each of keys and values. The bound on
 an H200 (4.3 TB/s) for 8 kv heads x 131072, D = 128, 2 bits, keys by channel in groups of 42, values of 64: 21 us.
 
-**Measured**: not yet in this form. Counted for those shapes: 255 instructions of a warp for 16 tokens, which is 18 us
-of issue slots, about 120 of them at half rate; 166 registers and 12 warps a multiprocessor, with 80 KB in flight. With
-every code decoded and loads into registers it was 567, and 74 us (2026-11-21, jax 0.11.2, normal random q, k, v, 4
-queries a kv head).
+**Measured**: not yet in this form. Counted for those shapes: 250 instructions of a warp for 16 tokens, 125 of them at
+half rate, which is 17 us of issue slots; 168 registers, 12 warps a multiprocessor and 80 KB in flight. (KIVI's slices
+of 32 channels take two products where one would do, and 330 instructions.) With every code decoded and loads into
+registers it was 567, and 74 us (2026-11-21, jax 0.11.2, normal random q, k, v, 4 queries a kv head).
 
 **Tried and lost** in time, of the form with decoded codes: 16 blocks of a warpgroup a row 113 us, 50 blocks 81 us.
 Counted: four warpgroups a block are 128 registers, and 24 are spilled in the loop. In accuracy: without what rounding
@@ -605,6 +606,10 @@ def _exact(
             return _words(c.offset(address, (token < size).choose(token, size - 1) * (2 * D) + byte), number)
 
         near, far = (words(keys, quad + 8 * r, col * (D // 2), D // 8) for r in range(2))
+        # Of the values a lane's channels of a block, of tokens 2 col, 2 col + 1 and of those 8 further.
+        blocks = range(D // mixing.block)
+        tokens = [col * 2 + (i & 1) + 8 * (i >> 1) for i in range(4)]
+        own = [[words(values, x, quad * (4 * in_byte) + 2 * mixing.block * m, in_byte) for m in blocks] for x in tokens]
         scores = [word(0)] * 4
         for i in range(0, D // 8, 2):
             scores = c.mma("bf16", scores, [near[i], far[i], near[i + 1], far[i + 1]], queries[i : i + 2])
@@ -614,10 +619,6 @@ def _exact(
             return (token >= start) & (token < stop)
 
         kept, (right,) = softmax.weigh(state, [scores], there, scale=scale, kind="bf16")
-        # A lane's channels of a block, of tokens 2 col, 2 col + 1 and of those 8 further.
-        blocks = range(D // mixing.block)
-        tokens = [col * 2 + (i & 1) + 8 * (i >> 1) for i in range(4)]
-        own = [[words(values, x, quad * (4 * in_byte) + 2 * mixing.block * m, in_byte) for m in blocks] for x in tokens]
         mixed = softmax.parts(kept)[2]
         for i, (m, j) in enumerate(mixing.products):
             a = [

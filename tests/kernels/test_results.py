@@ -847,6 +847,9 @@ BIG = [(0, 131040), (0, 0), (5, 131000), (64, 65)]
             1, 2, 1, 192, 64, (2, 2), (64, 1, 16), [(1, 190)], attend_quantized.Config(2, 2), marks=pytest.mark.thorough
         ),
         pytest.param(  # value scales of a unit are no multiple of 16 bytes
+            1, 1, 2, 105, 64, (2, 2), (21, 1, 64), [(0, 99)], attend_quantized.Config(1, 1, 2), marks=pytest.mark.thorough
+        ),
+        pytest.param(  # value scales of a unit are no multiple of 16 bytes
             1,
             1,
             2,
