@@ -82,7 +82,7 @@ def measure(B: int, K: int, G: int, S: int, waiting: int, k: int, D: int, pool: 
     configs = [default]
     configs += [replace(default, units=units) for units in (8, 12, 14, 16)]
     configs += [replace(default, stages=stages) for stages in (2, 8)]
-    configs += [replace(default, blocks=blocks, unroll=4) for blocks in (4, 8)]
+    configs += [replace(default, blocks=blocks, unroll=4) for blocks in (2, 4, 8)]
     configs.append(replace(default, blocks=16))
     # Against XLA's own scores a choice differs where q times scale was rounded: compare with the same products.
     row = sweep("pick_1bit", kernel, by("mosaic"), args, configs=configs, error=error, most=1e-3, moved=moved)

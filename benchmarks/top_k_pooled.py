@@ -31,7 +31,7 @@ SHAPES = (  # B, K, G, units of the history, units that wait, k, pool
     (1, 8, 4, 8191, 1, 127, "mean_softmax"),
     (1, 8, 8, 130816, 256, 2048, "mean_softmax"),
 )
-CONFIGS = [Config(blocks, unroll) for blocks, unroll in ((8, 2), (8, 4), (8, 5), (4, 4), (2, 4), (16, 4))]
+CONFIGS = [Config(blocks, unroll) for blocks, unroll in ((8, 2), (8, 4), (8, 5), (4, 4), (2, 4), (1, 4), (16, 4))]
 Parts = list[tuple[Array, Array]]
 
 
