@@ -29,12 +29,12 @@ SHAPES = (  # B, K, G, S, D, T
 CONFIGS = [
     Config(parts, blocks, warpgroups, keys)
     for parts, blocks, warpgroups, keys in (
-        (2, 8, 8, 4),
+        (3, 8, 4, 2),
         (4, 8, 2, 2),
-        (1, 8, 4, 4),
-        (1, 16, 8, 2),
-        (4, 4, 8, 2),
-        (8, 2, 8, 2),
+        (2, 8, 4, 1),
+        (1, 8, 8, 2),
+        (1, 16, 4, 2),
+        (8, 2, 4, 2),
     )
 ]
 

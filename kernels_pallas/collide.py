@@ -1,19 +1,20 @@
 """Votes for keys by the sign patterns of their subspaces, all G heads of a group at once, in one kernel.
 
-First, what each of the 256 patterns of a subspace earns: a warpgroup a subspace and head, which compares 128 scores
-with each other (the rest are their negatives), sums the keys of those above, and counts the limits above the sum. A
-cluster of `blocks` blocks shares the subspaces of a row, and each block then reads what the others found. What 4 heads
-give are the bytes of one word, so that a key takes D/8 words and additions for all of them. At random addresses some
-3.5 of 32 lanes would meet in one bank of shared memory; so lane l begins with subspace l, and subspaces lie in banks of
-their own: table[pattern][copy, subspace, word], 32 words a pattern. A dot product of 4 bytes takes one of them out of a
-word and makes it an address. A thread has `keys` keys at once, and loads as many ahead, the first of them before
-anything is compared; at the same time the next 128 KiB of a block are on their way to L2. A row has `parts` clusters.
+First, what each of the 256 patterns of a subspace earns: 32 to 128 threads a subspace and head compare 128 scores with
+each other (the rest are their negatives), sum the keys of those above, and count the limits above the sum. A cluster of
+`blocks` blocks shares the subspaces of a row, and each block then reads what the others found. What 4 heads give are
+the bytes of one word, so that a key takes D/8 words and additions for all of them. At random addresses some 3.5 of 32
+lanes would meet in one bank of shared memory; so lane l begins with subspace l, and subspaces lie in banks of their
+own: table[pattern][copy, subspace, word], 32 words a pattern. A dot product of 4 bytes takes one of them out of a word
+and makes it an address. A thread has `keys` keys at once, and loads as many ahead, the first of them before anything is
+compared; at the same time the next 128 KiB of a block are on their way to L2. A row has `parts` clusters.
 
 **Bytes:** D/8 read and G written a key and kv head, and 1 KiB of counts a subspace, kv head and cluster: at D = 128 and
 G = 4, 20 bytes a key. The bound on an H200 (4.3 TB/s) is 4.9 us for 8 kv heads x 131072, 39 us for 8 x 1M. Shared
 memory has 16 words a key to read at D = 128, which take 2.1 us of all multiprocessors. Scores of patterns are sums in
 the order of channels, in f32: where two are equal but for rounding, the reference may order them otherwise. 64
-registers, no spills; by count, votes take 4.2 instructions a subspace and key at G = 1 and 4.5 at G = 4.
+registers to G = 4 and two keys a thread, no spills; by count, votes take 4.6 instructions a subspace and key at G = 1
+and 4.9 at G = 4, half of them on pipes of half rate.
 
 **Measured**: not yet in this form. Before, patterns were sorted, a warp a subspace and head, and one cluster of 8
 blocks of 512 threads had a row: on an H200, 2026-11-21, jax 0.11.2, device time, 8 kv heads x 131072, D = 128, six
@@ -21,8 +22,8 @@ limits, G = 4 17.9 us (the reference 426), G = 1 16.4 us (175). 29 % of it went 
 multiprocessors.
 
 **Tried and lost**: in the form before, two clusters a row (23.7 us), for 15 clusters of 8 blocks run at once where one
-block fills a multiprocessor, and the 16th waits; hence 64 registers. Two warpgroups a block were 20.3 us, 4 blocks a
-cluster 28.8 us.
+block fills a multiprocessor, and the 16th waits; hence no more than 64 registers and 512 threads, of which two blocks
+fit. Two warpgroups a block were 20.3 us, 4 blocks a cluster 28.8 us.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -49,7 +51,7 @@ AHEAD = 128 << 10  # bytes of patterns that a block has brought to L2 ahead of t
 class Config:
     parts: int = 1  # clusters of a row
     blocks: int = 8  # of a cluster; 16 are not portable, but Hopper takes them
-    warpgroups: int = 8  # of a block; with 8, ptxas keeps to 64 registers, and two blocks fit on a multiprocessor
+    warpgroups: int = 4  # of a block
     keys: int = 2  # that a thread loads at once
 
     def __post_init__(self) -> None:
@@ -66,7 +68,7 @@ class Config:
 def config_for(rows: int, S: int) -> Config:
     """As many clusters a row as there are multiprocessors for and have a key for each of their threads."""
     blocks = 8 if rows <= 32 else 4
-    most = -(-S // (blocks * 8 * 128))
+    most = -(-S // (blocks * 4 * 128))
     return Config(parts=max(1, min(128 // (blocks * rows), most)), blocks=blocks)
 
 
@@ -122,7 +124,7 @@ def _votes(config: Config, q: Array, ids: Array, counts: Array, limits: Array) -
     @jax.custom_batching.custom_vmap
     def run(q: Array, ids: Array, counts: Array, limits: Array) -> Array:
         return c.kernel(
-            functools.partial(_program, sizes=(rows // B, G, S, N, T), config=config),
+            partial(_program, sizes=(rows // B, G, S, N, T), config=config),
             name="kvjax_collide",
             out_type=jax.ShapeDtypeStruct((rows, G, S), jnp.uint8),
             scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in _sizes(N, G, config.blocks)],
@@ -190,7 +192,7 @@ def _program(
                 ptx("st.shared.u32 [$0], $1;", mine + (t + i) * 4, 0)
 
     bounds = [ptx(f"ld.global.nc.u32 $0, [$1+{4 * i}];", limits, results=1) for i in range(T)]
-    _earn(q, counts, bounds, mine, table, meanwhile, (G, N, share, config.warpgroups), (t, lane, warp, rank))
+    _earn(q, counts, bounds, mine, table, meanwhile, (G, N, share, threads), (t, lane, rank))
 
     c.cluster_barrier()
     found, pad = PATTERNS * share * width, max(4, share * width)
@@ -255,7 +257,9 @@ def _program(
         for i in range(0, config.keys, joined):
             sums = [word(0)] * width
             for j in range(joined):
-                more = votes(held[(i + j) * N // 4 : (i + j + 1) * N // 4])
+                words = held[(i + j) * N // 4 : (i + j + 1) * N // 4]
+                inside = first + (i + j) * threads + t - lane < stop  # a branch, or ptxas takes more registers
+                more = c.choose_between(inside, partial(votes, words), [word(0)] * width)
                 sums = [a + (b << (8 * heads * j)) if j else b for a, b in zip(sums, more, strict=True)]
             key = first + i * threads
             for x, at, mask in zip(sums, outs, stores, strict=True):
@@ -274,15 +278,19 @@ def _earn(
 ) -> None:  # fmt: skip
     """Adds to `mine`, which `meanwhile` sets to 0, what the patterns of this block's subspaces earn, a byte a head.
 
-    A warpgroup takes a subspace of a head, a thread a pattern and its opposite. One of the two scores s >= 0, the other
-    -s; s is compared with that of all pairs. Before a pattern below 0 are all above 0: only large limits ask for more.
+    A team of 32 to 128 threads takes a subspace of a head, a thread some patterns and their opposites. One of two
+    opposites scores s >= 0, the other -s; s is compared with that of all pairs. Before a pattern below 0 are all above
+    0: only large limits ask for more.
     """
-    G, N, share, warpgroups = sizes
-    t, lane, warp, rank = place
+    G, N, share, threads = sizes
+    t, lane, rank = place
     width, all_ = -(-G // 4), share * G
-    pair, quarter, group = t & (PAIRS - 1), warp & 3, t >> 7
-    near = spare + group * (PAIRS * 12 + 16)  # of pairs: s, keys above 0; keys below 0; keys above 0 in each quarter
+    size = max(32, threads // 16, min(PAIRS, 1 << (threads // all_).bit_length() - 1))  # of a team
+    teams, team, member = threads // size, c.divide(t, size), t & (size - 1)
+    near = spare + team * (PAIRS * 12 + 16)  # of pairs: s, keys above 0; keys below 0; keys above 0 of each warp
     far, totals = near + PAIRS * 8, near + PAIRS * 12
+    opposite = PATTERNS - 1
+    pairs = [member + i for i in range(0, PAIRS, size)]
 
     def which(number: Word) -> tuple[Word, Word]:
         number = (number < all_).choose(number, all_ - 1)
@@ -290,68 +298,89 @@ def _earn(
         return head, number - head * share
 
     def fetch(number: Word) -> list[Word]:
-        """8 channels, and the keys of the two patterns of this thread."""
+        """8 channels, and the keys of this thread's patterns and of their opposites."""
         head, own = which(number)
         n = rank * share + own
         at, mine = c.offset(q, head * (N * 32) + n * 32), c.offset(counts, n * (PATTERNS * 4))
         found = [x for i in (0, 16) for x in ptx(f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{i}];", at, results=4)]
-        for i in (pair, pair ^ (PATTERNS - 1)):
+        for i in (*pairs, *(x ^ opposite for x in pairs)):
             found.append(ptx("ld.global.nc.u32 $0, [$1];", c.offset(mine, i * 4), results=1))
         return found
 
-    first = fetch(group)
+    def scores(channels: Sequence[Word]) -> list[Word]:
+        """Of the patterns, summed in the order of channels; bit j of a pattern is the sign of channel j."""
+        totals = [word(0)]
+        for j, x in enumerate(channels):
+            if 1 << j < size:
+                totals = [c.instr("add.f32", totals[0], x ^ (((member ^ 0xFF) << (31 - j)) & 0x80000000))]
+            elif 1 << j < PAIRS:
+                totals = [c.instr("add.f32", y, x ^ sign) for sign in (1 << 31, 0) for y in totals]
+            else:
+                totals = [c.instr("add.f32", y, x ^ (1 << 31)) for y in totals]
+        return totals
+
+    first = fetch(team)
     meanwhile()
     bounds = [(x < 1 << 31).choose(x, 0) for x in bounds]  # no count is below a negative limit
     largest = functools.reduce(lambda a, b: (a < b).choose(b, a), bounds)
 
-    @loop(group, group + -(-all_ // warpgroups) * warpgroups, warpgroups, first)
+    @loop(team, team + -(-all_ // teams) * teams, teams, first)
     def _subspace(number: Word, *held: Word) -> list[Word]:
-        total = word(0)
-        for j, x in enumerate(held[:8]):  # bit j of a pattern is the sign of channel j
-            total = c.instr("add.f32", total, x ^ (((pair ^ 0xFF) << (31 - j)) & 0x80000000))
-        own, there = total & 0x7FFFFFFF, total < 1 << 31  # in the order of f32
-        plus, minus = there.choose(held[8], held[9]), there.choose(held[9], held[8])
-        ptx("st.shared.v2.b32 [$0], {$1, $2};", near + pair * 8, own, plus)
-        ptx("st.shared.u32 [$0], $1;", far + pair * 4, minus)
-        of_warp = c.warp_sum(plus)
+        ptx('.pragma "nounroll";')
+        one, other = held[8 : 8 + len(pairs)], held[8 + len(pairs) :]
+        totals_of = scores(held[:8])
+        above_0 = [x < 1 << 31 for x in totals_of]
+        own = [x & 0x7FFFFFFF for x in totals_of]  # in the order of f32
+        plus = [flag.choose(a, b) for flag, a, b in zip(above_0, one, other, strict=True)]
+        minus = [flag.choose(b, a) for flag, a, b in zip(above_0, one, other, strict=True)]
+        for pair, s, more, less in zip(pairs, own, plus, minus, strict=True):
+            ptx("st.shared.v2.b32 [$0], {$1, $2};", near + pair * 8, s, more)
+            ptx("st.shared.u32 [$0], $1;", far + pair * 4, less)
+        of_warp = c.warp_sum(_sum(plus))
         with when(lane.equals(0)):
-            ptx("st.shared.u32 [$0], $1;", totals + quarter * 4, of_warp)
-        ahead = fetch(number + warpgroups)
+            ptx("st.shared.u32 [$0], $1;", totals + (member >> 5) * 4, of_warp)
+        ahead = fetch(number + teams)
         c.block_barrier()
 
-        @loop(0, PAIRS * 8, 16 * 16, [word(0)])
-        def above(at: Word, found: Word) -> Word:
-            for i in range(16):
-                load = f"ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4+{16 * i}];"
-                s, keys, s_next, keys_next = ptx(load, near + at, results=4)
-                found = _add_if("gt", s, own, found, keys)
-                found = _add_if("gt", s_next, own, found, keys_next)
+        @loop(0, PAIRS * 8, 16 * 8, [word(0)] * len(pairs))
+        def above(at: Word, *found: Word) -> list[Word]:
+            ptx('.pragma "nounroll";')  # else ptxas reads ahead so far that two blocks fill the registers
+            for i in range(0, 16 * 8, 16):
+                s, keys, s_next, keys_next = ptx(
+                    f"ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4+{i}];", near + at, results=4
+                )
+                found = [_add_if("gt", s, x, y, keys) for x, y in zip(own, found, strict=True)]
+                found = [_add_if("gt", s_next, x, y, keys_next) for x, y in zip(own, found, strict=True)]
             return found
 
         def below() -> list[Word]:
-            @loop(0, PAIRS, 1, [word(0)])
-            def less(i: Word, found: Word) -> Word:
+            @loop(0, PAIRS, 1, [word(0)] * len(pairs))
+            def found(i: Word, *found: Word) -> list[Word]:
+                ptx('.pragma "nounroll";')
                 s = ptx("ld.shared.u32 $0, [$1];", near + i * 8, results=1)
                 keys = ptx("ld.shared.u32 $0, [$1];", far + i * 4, results=1)
-                return _add_if("lt", s, own, found, keys)
+                return [_add_if("lt", s, x, y, keys) for x, y in zip(own, found, strict=True)]
 
-            return less
+            return found
 
-        quarters = ptx("ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];", totals, results=4)
-        over = functools.reduce(lambda a, b: a + b, quarters)
-        under = over + c.choose_between(largest > over, below, [word(0)])[0]
+        of_warps = [ptx(f"ld.shared.u32 $0, [$1+{i}];", totals, results=1) for i in range(0, size // 8, 4)]
+        over = _sum(of_warps)
+        rest = c.choose_between(largest > over, below, [word(0)] * len(pairs))
         head, place = which(number)
         at = mine + place * (4 * width) + (head >> 2) * 4
-        positive, negative = there.choose(pair, pair ^ (PATTERNS - 1)), there.choose(pair ^ (PATTERNS - 1), pair)
-        for pattern, before in ((positive, above[0]), (negative, own.equals(0).choose(above[0], under))):
-            earned = word(0)
-            for bound in bounds:
-                earned = earned + (before < bound).choose(1, 0)
-            with when(number < all_):
-                to = at + pattern * (4 * share * width)
-                ptx("red.shared.add.u32 [$0], $1;", to, earned << ((head & 3) << 3))
+        for pair, flag, s, more, less in zip(pairs, above_0, own, above, rest, strict=True):
+            positive, negative = flag.choose(pair, pair ^ opposite), flag.choose(pair ^ opposite, pair)
+            for pattern, before in ((positive, more), (negative, s.equals(0).choose(more, over + less))):
+                earned = _sum([(before < bound).choose(1, 0) for bound in bounds])
+                with when(number < all_):
+                    to = at + pattern * (4 * share * width)
+                    ptx("red.shared.add.u32 [$0], $1;", to, earned << ((head & 3) << 3))
         c.block_barrier()
         return ahead
+
+
+def _sum(words: Sequence[Word]) -> Word:
+    return functools.reduce(lambda a, b: a + b, words)
 
 
 def _add_if(compare: str, a: Word, b: Word, total: Word, more: Word) -> Word:

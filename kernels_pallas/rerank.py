@@ -149,14 +149,14 @@ def _program(
     with when(t < D):
         x = ptx("ld.global.nc.u32 $0, [$1];", c.offset(q, (head * D + t) * 4), results=1)
         ptx("st.shared.u32 [$0], $1;", queries + t * 4, c.instr("mul.f32", x, c.real(scale)))
-    bits_of = [c.real_bits(x) for x in centres]
+    decoded = _decode(t & 15, [c.real_bits(x) for x in centres])  # in lane i that of code i
     for first in range(0, BYTES, threads):
         with when(t + first < BYTES):
             byte = t + first
-            two = [_decode(byte & 15, bits_of), _decode(byte >> 4, bits_of)]
-            for i in range(COPIES):
-                at = table + byte * (COPIES * 8) + (((t + i) & (COPIES - 1)) << 3)
-                ptx("st.shared.v2.b32 [$0], {$1, $2};", at, *two)
+            two = [c.from_lane(decoded, byte & 15), c.from_lane(decoded, byte >> 4)]
+            at = table + byte * (COPIES * 8) + ((t & (COPIES // 2 - 1)) << 4)
+            for i in range(COPIES // 2):  # two copies at a time, in another order in each lane of eight
+                ptx("st.shared.v4.b32 [$0], {$1, $2, $1, $2};", at ^ (i << 4), *two)
     c.block_barrier()
 
     mine = table + ((t & (COPIES - 1)) << 3)
