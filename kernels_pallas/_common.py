@@ -274,10 +274,14 @@ def kernel_in_place(program: Callable[..., None], *, name: str, **how: Any) -> C
     """
 
     def run(changed: Sequence[jax.Array], *args: jax.Array) -> tuple[jax.Array, ...]:
-        after = run_state(lambda refs: kernel(program, name=name, out_type=(), **how)(*refs, *args))(tuple(changed))
-        # Their type lacks the memory's space (jax 0.11.2); nothing moves.
-        spaces = (jax.typeof(a).memory_space for a in changed)
-        return tuple(jax.device_put(a, space) for a, space in zip(after, spaces, strict=True))
+        change = kernel(program, name=name, out_type=(), **how)
+        spaces = [jax.typeof(a).memory_space for a in changed]
+        if jax.memory.Space.Host not in spaces:  # it takes custom derivatives around it, but no array of the host
+            return run_state(lambda refs: change(*refs, *args))(tuple(changed))
+        refs = [jax.new_ref(a) for a in changed]
+        change(*refs, *args)
+        # The type of what was frozen lacks the memory's space (jax 0.11.2); nothing moves.
+        return tuple(jax.device_put(jax.freeze(ref), space) for ref, space in zip(refs, spaces, strict=True))
 
     return run
 

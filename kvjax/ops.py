@@ -177,7 +177,7 @@ def pick_1bit(
         return Picked(*kernel.pick_1bit(q, *keys, span, waiting, count, pool, room, scale=scale, wide=wide))
 
     scores = jax.ShapeDtypeStruct((*q.shape[:3], width), jnp.float32)
-    limit = kernel.unsupported(q, keys.bits, keys.scale, scores if wide else waiting[0], pool, room)
+    limit = kernel.unsupported(q, keys.bits, keys.scale, waiting[0] if wide is None else scores, pool, room)
     args = lax.stop_gradient((q, keys, span, waiting, count))  # a choice has no derivative
     return _dispatch(implementation, kernel, limit, mosaic, reference, *args)
 

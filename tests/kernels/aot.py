@@ -42,6 +42,9 @@ device_description_str: "NVIDIA H200"
 """
 
 
+PASSIVE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
+
+
 def missing() -> str | None:
     """What keeps this process from compiling for a GPU; None if nothing does."""
     if jax.__version_info__ < (0, 11):
@@ -63,6 +66,13 @@ class Compiled:
     hlo: str  # optimised
     temp_bytes: int  # of device and host
     kernels: dict[str, tuple[int, int, int]]  # name: registers, bytes of spills stored, bytes of spills loaded
+
+    @property
+    def launches(self) -> list[str]:
+        """What the program starts on the device, loops and branches as one, in order."""
+        entry = self.hlo[self.hlo.index("\nENTRY") :]
+        found = re.findall(r"^\s+(?:ROOT )?%(\S+) = (?:\(.*?\)|\S+) ([a-z][\w-]*)\(", entry, re.MULTILINE)
+        return [name for name, op in found if op not in PASSIVE]
 
 
 class _OnHost(NamedSharding):

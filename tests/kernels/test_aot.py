@@ -175,6 +175,8 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
 }
 
 
+REGISTERS = {"collide": 64, "rerank": 72}  # at most: else fewer blocks fit on a multiprocessor than `config_for` wants
+
 LATE = (
     "attend_quantized, KIVI",
     "attend_quantized, D 64",
@@ -202,7 +204,7 @@ def test_a_kernel_compiles_for_an_h200(name):
     assert len(program.kernels) == 1 + name.startswith(("pick_1bit", "attend_quantized"))
     for kernel, (registers, stored, loaded) in program.kernels.items():
         assert kernel.startswith("kvjax_" + name.split(",")[0]), kernel
-        assert registers <= 255
+        assert registers <= REGISTERS.get(name, 255)
         assert max(stored, loaded) <= spills, f"{stored} bytes of spills stored, {loaded} loaded"
     assert program.temp_bytes <= mib * MIB
 
@@ -228,6 +230,22 @@ def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
     names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels}
     assert names == found
     assert program.temp_bytes < 40 * MIB  # for the scores of 32 heads, 16 MiB, and pooled ones; the cache is 512 MiB
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("preset", "most"),
+    [(presets.fier(2048), 5), (presets.quest(2048), 8), (presets.pariskv(2048), 15)],
+    ids=["fier", "quest", "pariskv"],
+)
+def test_a_step_starts_few_kernels_and_copies_nothing(preset, most):
+    spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072, dtype=jnp.bfloat16)
+    cache = jax.eval_shape(partial(kvjax.init_layer, preset.rest, spec))
+    new = sds(1, 1, 32, 128), sds(1, 1, 8, 128), sds(1, 1, 8, 128)
+    with mock.patch.object(ops, "_unmeasured", return_value=None):
+        program = aot.compile_for_h200(partial(kvjax.attention, flush=False), cache, *new, donate=0)
+    assert len(program.launches) <= most, program.launches
+    assert not [name for name in program.launches if name.startswith("copy")]
 
 
 HOST = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec(), memory_kind="pinned_host")
@@ -263,5 +281,5 @@ def test_a_step_over_the_host_store_runs_its_kernels_and_copies_no_cache():
     with mock.patch.object(ops, "_unmeasured", return_value=None):
         program = aot.compile_for_h200(kvjax.attention, cache, *new, donate=0)
     names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels}
-    assert names == {"pick_1bit_score", "pick_1bit", "host_rows", "host_append"}
+    assert names == {"put_token", "pick_1bit_score", "pick_1bit", "host_rows", "host_append"}
     assert program.temp_bytes < 40 * MIB  # the host's keys and values are 512 MiB
