@@ -847,9 +847,6 @@ BIG = [(0, 131040), (0, 0), (5, 131000), (64, 65)]
             1, 2, 1, 192, 64, (2, 2), (64, 1, 16), [(1, 190)], attend_quantized.Config(2, 2), marks=pytest.mark.thorough
         ),
         pytest.param(  # value scales of a unit are no multiple of 16 bytes
-            1, 1, 2, 105, 64, (2, 2), (21, 1, 64), [(0, 99)], attend_quantized.Config(1, 1, 2), marks=pytest.mark.thorough
-        ),
-        pytest.param(  # value scales of a unit are no multiple of 16 bytes
             1,
             1,
             2,
@@ -874,7 +871,7 @@ def test_attention_over_codes_equals_the_reference(B, K, Q, S, D, bits, groups, 
     span = spans_of(B, *spans)
     out, lse = jax.jit(partial(attend_quantized.attend_quantized, scale=0.1, config=config))(q, keys, values, *span)
     want = jax.jit(partial(ops.attend_quantized, scale=0.1, implementation="xla"))(q, keys, values, *span)
-    # Decoded keys, values and weights are rounded to bf16, each once.
+    # Queries and weights times scales, and keys by token, are rounded to bf16, each once.
     assert relative(out, want.out) < 4e-3
     np.testing.assert_allclose(lse, want.lse, atol=4e-3)
 
