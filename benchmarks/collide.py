@@ -62,7 +62,7 @@ def measure(B: int, K: int, G: int, S: int, D: int, T: int) -> dict[str, Any]:
         return float(max(jnp.mean((a != b).astype(jnp.float32)) for a, b in zip(got, want, strict=True)))
 
     args = jax.jit(inputs, static_argnums=range(7))(B, K, G, S, D, T, n)
-    configs = [collide.config_for(B * K, S), *CONFIGS]
+    configs = [collide.config_for(B * K, S, G), *CONFIGS]
     row = sweep("collide", kernel, reference, args, configs=configs, error=error, most=1e-3, moved=moved, n=n)
     return {"B": B, "K": K, "G": G, "S": S, "D": D, "T": T, **row}
 

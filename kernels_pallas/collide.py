@@ -65,11 +65,14 @@ class Config:
             raise ValueError(f"keys must be 1, 2 or 4, as registers hold; got {self.keys}")
 
 
-def config_for(rows: int, S: int) -> Config:
-    """As many clusters a row as there are multiprocessors for and have a key for each of their threads."""
-    blocks = 8 if rows <= 32 else 4
-    most = -(-S // (blocks * 4 * 128))
-    return Config(parts=max(1, min(128 // (blocks * rows), most)), blocks=blocks)
+def config_for(rows: int, S: int, G: int = 4) -> Config:
+    """As many clusters a row as there are multiprocessors for and have a key for each of their threads.
+
+    Blocks are so small that a multiprocessor takes two: more than 4 heads have 96 registers.
+    """
+    blocks, warpgroups = 8 if rows <= 32 else 4, 4 if G <= 4 else 2
+    most = -(-S // (blocks * warpgroups * 128))
+    return Config(max(1, min(128 // (blocks * rows), most)), blocks, warpgroups)
 
 
 def smem_bytes(subspaces: int, heads: int, config: Config) -> int:
@@ -114,7 +117,7 @@ def collide(q: Array, ids: Array, counts: Array, limits: Array, *, config: Confi
     B, K, G, _ = q.shape
     S = ids.shape[2]
     args = *(a.reshape(B * K, *a.shape[2:]) for a in (q.astype(jnp.float32), ids, counts)), limits
-    return _votes(config or config_for(B * K, S), *args).reshape(B, K, G, S)
+    return _votes(config or config_for(B * K, S, G), *args).reshape(B, K, G, S)
 
 
 def _votes(config: Config, q: Array, ids: Array, counts: Array, limits: Array) -> Array:
@@ -345,13 +348,14 @@ def _earn(
         @loop(0, PAIRS * 8, 16 * 8, [word(0)] * len(pairs))
         def above(at: Word, *found: Word) -> list[Word]:
             ptx('.pragma "nounroll";')  # else ptxas reads ahead so far that two blocks fill the registers
+            sums = list(found)
             for i in range(0, 16 * 8, 16):
                 s, keys, s_next, keys_next = ptx(
                     f"ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4+{i}];", near + at, results=4
                 )
-                found = [_add_if("gt", s, x, y, keys) for x, y in zip(own, found, strict=True)]
-                found = [_add_if("gt", s_next, x, y, keys_next) for x, y in zip(own, found, strict=True)]
-            return found
+                sums = [_add_if("gt", s, x, y, keys) for x, y in zip(own, sums, strict=True)]
+                sums = [_add_if("gt", s_next, x, y, keys_next) for x, y in zip(own, sums, strict=True)]
+            return sums
 
         def below() -> list[Word]:
             @loop(0, PAIRS, 1, [word(0)] * len(pairs))
