@@ -158,8 +158,8 @@ def _program(
         for votes_, marks in zip(*load(first), strict=True):
             for byte in range(4):
                 at = c.instr("dp4a.u32.u32", votes_, (COPIES * 4) << (8 * byte), own_copy)  # own_copy + 128 * vote
-                with when((marks & (0x80 << (8 * byte))).differs(0)):
-                    ptx("red.shared.add.u32 [$0], 1;", at)
+                # 0 is added too: of a condition, ptxas makes a branch for each vote.
+                ptx("red.shared.add.u32 [$0], $1;", at, (marks >> (8 * byte + 7)) & 1)
 
     c.block_barrier()
     with when(t < BINS):
