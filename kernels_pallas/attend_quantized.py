@@ -23,14 +23,14 @@ as 2^-57 before precision suffers.
 an H200 (4.3 TB/s) for 8 kv heads x 131072, D = 128, 2 bits, keys by channel in groups of 42, values of 64: 21 us.
 
 **Measured**: not yet in this form. Counted for those shapes: 250 instructions of a warp for 16 tokens, 125 of them at
-half rate, which is 17 us of issue slots; 168 registers, 12 warps a multiprocessor and 80 KB in flight. (KIVI's slices
+half rate, which is 17 us of issue slots; 148 registers, 12 warps a multiprocessor and 80 KB in flight. (KIVI's slices
 of 32 channels take two products where one would do, and 330 instructions.) With every code decoded and loads into
 registers it was 567, and 74 us (2026-11-21, jax 0.11.2, normal random q, k, v, 4 queries a kv head).
 
 **Tried and lost** in time, of the form with decoded codes: 16 blocks of a warpgroup a row 113 us, 50 blocks 81 us.
-Counted: four warpgroups a block are 128 registers, and 24 are spilled in the loop. In accuracy: without what rounding
-takes given back, the error is twice as large; of decoded codes, `fma` with zero - scale 2^b and without the subtraction
-was wrong by 1 to 2 %, as that sum is rounded for a whole group.
+Counted: four warpgroups a block have 128 registers, and read 17 spilled ones in a unit. In accuracy: without what
+rounding takes given back, the error is twice as large; of decoded codes, `fma` with zero - scale 2^b and without the
+subtraction was wrong by 1 to 2 %, as that sum is rounded for a whole group.
 """
 
 from __future__ import annotations
@@ -377,18 +377,18 @@ def _fetcher(layout: Layout, lane: Word, row: Word, *refs: Any) -> Callable[[Wor
     for m, size, place in zip(refs, layout.per_token, layout.places, strict=True):
         if size:
             chunk = math.gcd(16, S * size, unit * size)
-            jobs.append((c.offset(c.offset_rows(c.global_address(m), row, S * size), lane * chunk), size, chunk, place))
+            jobs.append((c.offset_rows(c.global_address(m), row, S * size), size, chunk, place))
     if layout.by_channel:
         # Of the D/16 chunks of a column of lanes the i-th goes to 4 i + col, so that columns read from other banks.
         per = D // 16
-        groups = c.offset(c.offset_rows(c.global_address(refs[3]), row, S // unit * D * 4), lane * 16)
+        groups = c.offset_rows(c.global_address(refs[3]), row, S // unit * D * 4)
         swizzled = ((lane & (per - 1)) * 4 + c.divide(lane, per)) * 16 + layout.places[3]
 
     def fetch(n: Word, to: Word) -> None:
         for address, size, chunk, place in jobs:
             cache = "cg" if chunk == 16 else "ca"
             copy = f"cp.async.{cache}.shared.global [$0+{{0}}], [$1+{{0}}], {chunk}, $2;"
-            source, at = c.offset(address, n * (unit * size)), to + lane * chunk + place
+            source, at = c.offset(address, n * (unit * size) + lane * chunk), to + lane * chunk + place
             valid = word(unit * size)
             if S % unit:
                 left = (word(S) - n * unit) * size
@@ -401,7 +401,7 @@ def _fetcher(layout: Layout, lane: Word, row: Word, *refs: Any) -> Callable[[Wor
         if layout.by_channel:
             with when(lane < D // 4):
                 copy = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
-                ptx(copy, to + swizzled, c.offset(groups, n * (4 * D)), 16)
+                ptx(copy, to + swizzled, c.offset(groups, n * (4 * D) + lane * 16), 16)
 
     return fetch
 
@@ -437,7 +437,8 @@ def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word
     """Sums of `mma` of 16 keys each: scores without scale, times 2^-LIFT where scales are by channel."""
     D, bits, width = layout.D, layout.bits[0], layout.per_token[0]
     in_byte, pairs, tiles = 8 // bits, _pairs(layout), layout.tiles
-    rows = [_words(at + (quad + 8 * r) * width + col * (width // 4), width // 16) for r in range(2 * tiles)]
+    lane = at + (quad * width + col * (width // 4))
+    rows = [_words(lane + 8 * r * width, width // 16) for r in range(2 * tiles)]
     begin = [word(0)] * 4
     if layout.by_channel:
         shared = [w for i in range(D // 16) for w in _words(at + layout.places[3] + col * 16 + i * 64, 4)]
@@ -461,7 +462,8 @@ def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word
     else:
         size = layout.per_token[3]
         slice_ = c.divide(col * (D // 4), layout.key_group[1])
-        own = [_words(at + layout.places[3] + (quad + 8 * r) * size + slice_ * 4, 1)[0] for r in range(2 * tiles)]
+        lane = at + (quad * size + slice_ * 4)
+        own = [_words(lane + (layout.places[3] + 8 * r * size), 1)[0] for r in range(2 * tiles)]
         affine = [_affine(w, bits) for w in own]
     found = []
     for tile in range(tiles):
@@ -505,8 +507,9 @@ class _Mixing:
 
     def scales(self, at: Word) -> list[list[Word]]:
         """Those of keys quad + 8 r of the unit, by r and slice."""
-        at, size = at + self.layout.places[2], self.layout.per_token[2]
-        return [_words(at + (self.quad + 8 * r) * size, self.slices) for r in range(2 * self.layout.tiles)]
+        size, place = self.layout.per_token[2], self.layout.places[2]
+        at = at + self.quad * size
+        return [_words(at + (place + 8 * r * size), self.slices) for r in range(2 * self.layout.tiles)]
 
     def add(
         self, mixed: list[list[Word]], at: Word, weights: list[list[Word]], scales: list[list[Word]]
