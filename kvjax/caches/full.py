@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import register_dataclass
 
+from kvjax import ops
 from kvjax.blocks import Block, empty_block, put, valid_slots
 from kvjax.caches.policy import Info, lowest_visible
 from kvjax.partial import Partial, attend_blocks, attend_part, group_queries, ungroup
@@ -40,7 +41,9 @@ class Full:
         return FullState(put(st.tokens, k, v, lengths), overflow)
 
     def update(self, st: FullState, k: Array, v: Array, active: Array) -> FullState:
-        return self.prefill(st, k, v, active.astype(jnp.int32))
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        (tokens,), overflow = ops.put_token([st.tokens], k, v, active, st.overflow)
+        return FullState(tokens, overflow)
 
     def attend(
         self, st: FullState, q: Array, *, scale: float, window: int | None = None
