@@ -245,41 +245,45 @@ class Scores:
         def stage(i: Word) -> Word:
             return ring + (i & (stages - 1)) * (at_once * (codes + steps))
 
-        # Chunks of 16 bytes lie in a stage as they are read, each eight that lanes read at once side by side: codes of
-        # D = 128, key 4 r + i as the i-th eight's r-th, of D = 64 as they come; then steps, of column col the v-th as
-        # 4 v + col.
+        # Chunks of 16 bytes are copied in their order, as eight lanes fetch whole sectors then, to places where the
+        # eight that lanes read at once are in different banks.
+        def place_of(chunk: Word) -> Word:
+            return chunk ^ (chunk >> 3)
+
         def fetch(i: Word) -> None:
             """Starts to copy the units of iteration i."""
             for size, to in ((codes, 0), (steps, at_once * codes)):
                 chunks = size // 16
                 for start in range(0, at_once * chunks, 32):
-                    place = lane + start
-                    unit, chunk = within(first + i * at_once + c.divide(place, chunks)), place & (chunks - 1)
-                    if to:
-                        at = c.offset_rows(step, group_of(unit), size)
-                        chunk = (chunk & 3) * (H // 4) + (chunk >> 2)
-                    else:
-                        at = c.offset_rows(bits, unit, size)
-                        chunk = (chunk & 7) * 4 + (chunk >> 3) if D == 128 else chunk
+                    n = lane + start
+                    of = c.divide(n, chunks)
+                    unit, chunk = within(first + i * at_once + of), n & (chunks - 1)
+                    at = c.offset_rows(step, group_of(unit), size) if to else c.offset_rows(bits, unit, size)
+                    place = of * chunks + (chunk if D == 64 else place_of(chunk))
                     ptx(
                         "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p cp.async.cg.shared.global [$0], [$1], 16, $4; }",
-                        *(stage(i) + place * 16 + to, c.offset(at, chunk * 16), place, at_once * chunks, 16),
+                        *(stage(i) + place * 16 + to, c.offset(at, chunk * 16), n, at_once * chunks, 16),
                     )
+
+        matrix_row = place_of((lane & 7) * 4 + (lane >> 3)) * 16  # key 4 r + i is row r of the i-th matrix
 
         def load_codes(at: Word) -> list[Word]:
             """This lane's, of keys 4 quad .. 4 quad + 3."""
             if D == 128:
                 load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
-                return ptx(load, at + lane * 16, results=4, convergent=True)
+                return ptx(load, at + matrix_row, results=4, convergent=True)
             # 16 channels a lane: each of their two bytes twice, for a half of the word.
             at, bytes_ = at + quad * 32 + (col >> 1) * 4, (col & 1).differs(0).choose(0x3322, 0x1100)
             words = [ptx(f"ld.shared.u32 $0, [$1+{8 * i}];", at, results=1) for i in range(4)]
             return [ptx("prmt.b32 $0, $1, 0, $2;", w, bytes_, results=1) for w in words]
 
+        own_steps = col * (4 * H) + (quad >> 2) * steps * (at_once - 1) + at_once * codes
+        turned = (col >> 1) * 16 if D == 128 else word(0)  # of its chunks the even and the odd ones change places
+        own_steps = own_steps + turned, own_steps - turned
+
         def load_steps(at: Word) -> list[Word]:
-            at = at + at_once * codes + col * 16 + (quad >> 2) * steps * (at_once - 1)
             load = "ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4+{}];"
-            return [w for v in range(H // 4) for w in ptx(load.format(64 * v), at, results=4)]
+            return [w for v in range(H // 4) for w in ptx(load.format(16 * v), at + own_steps[v & 1], results=4)]
 
         column = quad & 3 if at_once == 2 else quad  # head of the column; one that is not there goes nowhere
         queries = lane_channels(q, (column < G).choose(column, 0), col, D)
