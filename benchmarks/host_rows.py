@@ -1,4 +1,6 @@
-"""Times of host_rows and host_append by block sizes, and of their references: `python benchmarks/host_rows.py`.
+"""Times of host_rows and host_append by block sizes, and of their references.
+
+    python benchmarks/host_rows.py [host_rows | host_append]
 
 Each call does its operation `REPEATS` times, of other rows each. "kernel" is device time. Of a gather in host memory
 the host's CPU does a part, which no profile of the GPU shows: "clock" and "xla" are of the host's clock, and so hold
@@ -8,6 +10,7 @@ what it takes to start the programs.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -123,6 +126,8 @@ if __name__ == "__main__":
         (host_append, writing, WRITES, WRITE_CONFIGS, ops.host_append),
     ):
         name, rows = op.__name__.rpartition(".")[2], []
+        if name not in (sys.argv[1:] or [name]):
+            continue
         for B, K, P, n, page in shapes:
             row = measure(op, prepare(B, K, P, n, page), configs, reference, B * K * n * 4 * page * D)
             rows.append({"B": B, "K": K, "P": P, "n": n, "page": page, **row})
