@@ -43,10 +43,25 @@ FIRST_BINS = {"sum": (0xA1000000, 18), "log": (0x3C7FFFFF, 15), "score": (0xBE00
 SCRATCH = 3 * t.PASS + 2 * LISTED, 64, 2 * 32 + HEADS
 
 
-def spans_of(spans_m: Any, row: Word) -> list[Word]:
-    """First slot and size of the span, the same of what waits, and how many are wanted, of a row of the batch."""
-    at = c.offset_rows(c.global_address(spans_m), row, 5 * 4)
-    return [ptx(f"ld.global.nc.u32 $0, [$1+{4 * i}];", at, results=1) for i in range(5)]
+Numbers = tuple[Any, int]  # i32 in device memory, and how many rows share each
+
+
+def number_of(numbers: Numbers, row: Word) -> Word:
+    at, shared_by = numbers
+    return ptx(
+        "ld.global.nc.u32 $0, [$1];", c.offset_rows(c.global_address(at), c.divide(row, shared_by), 4), results=1
+    )
+
+
+def clipped(x: Word, most: int) -> Word:
+    """A signed x between 0 and `most`."""
+    return instr("min.s32", instr("max.s32", x, 0), most)
+
+
+def span_of(start: Numbers, stop: Numbers, row: Word, size: int, last: int = 0) -> list[Word]:
+    """Of a row the first slot, and how many, of [start, stop - last) among `size` slots."""
+    first, end = clipped(number_of(start, row), size), number_of(stop, row) - last
+    return [first, instr("max.s32", instr("min.s32", end, size) - first, 0)]
 
 
 def clear(hist: Word) -> None:
@@ -57,16 +72,21 @@ def clear(hist: Word) -> None:
 
 
 def choose(
-    spans_m, *refs, sizes: tuple[int, ...], heads: int, sums: int, shared_by: int, pool: str, room: int,
+    *refs, sizes: tuple[int, ...], heads: int, sums: int, shared_by: Sequence[int], last: int, pool: str, room: int,
     config: t.Config,
 ) -> None:  # fmt: skip
-    """The kernel's body, over heads' scores of each of `sizes`, with `sums` statistics of each head, if any."""
-    *arrays, hist_m, small_m, logs_m = refs
+    """The kernel's body, over heads' scores of each of `sizes`, with `sums` statistics of each head, if any. It begins
+    with start and stop of each part's span, of which the second part's `last` do not count, and how many are wanted."""
+    ends, (*arrays, hist_m, small_m, logs_m) = list(zip(refs, shared_by, strict=False)), refs[len(shared_by) :]
     sums_m, arrays = (arrays[0], arrays[1:]) if sums else (None, arrays)
     scores_m, (slots_m, found_m, *keys_m) = arrays[: len(sizes)], arrays[len(sizes) :]
     U, S = sum(sizes), sizes[0]
     row = c.special("clusterid.x")
-    start, length, wait_start, wait_length, wanted = spans_of(spans_m, c.divide(row, shared_by))
+    start, length = span_of(ends[0], ends[1], row, S)
+    wait_start, wait_length = word(0), word(0)
+    if len(sizes) == 2:
+        wait_start, wait_length = span_of(ends[2], ends[3], row, sizes[1], last)
+    wanted = clipped(number_of(ends[-1], row), room)
     scores = [c.offset_rows(c.global_address(m), row, heads * n * 4) for m, n in zip(scores_m, sizes, strict=True)]
     slots, found = (c.offset_rows(c.global_address(m), row, n * 4) for m, n in ((slots_m, room), (found_m, 1)))
     keys = c.offset_rows(c.global_address(keys_m[0]), row, U * 4) if keys_m else None

@@ -76,16 +76,19 @@ def supported(q: Any, bits: Any, step: Any, waiting: Any, pool: str, room: int) 
 
 
 def pick_1bit(
-    q: Array, bits: Array, step: Array, zero: Array, span: Sequence[Array], waiting: Sequence[Array], count: Array,
-    pool: str, room: int, *, scale: float, wide: int | None = None, config: Config | None = None,
+    q: Array, bits: Array, step: Array, zero: Array, span: Sequence[Array | int], waiting: Sequence[Array | int],
+    count: Array | int, pool: str, room: int, *, scale: float, wide: int | None = None, last: int = 0,
+    config: Config | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """(slots i32[B, K, H, room], found i32[B, K, H]) of the `count` i32[B] units that rank highest: the first `found`.
+    """(slots i32[B, K, H, room], found i32[B, K, H]) of the `count` units that rank highest: the first `found`.
 
-    Units are the slots [start, stop) of 1-bit keys, `span` = (start i32[B], stop i32[B]), for q [B, K, G, D] and keys
-    as in `score_1bit`; and after all S slots those of `waiting` = (scores f32[B, K, G, W], start, stop). With `wide`,
-    waiting[0] are not scores but keys [B, K, R, D] in the dtype of the steps, of which the first `wide` may wait, and
-    are scored by blocks of their own. H is G under "per_head", else 1.
+    Units are the slots [start, stop) of 1-bit keys, `span` = (start, stop), for q [B, K, G, D] and keys as in
+    `score_1bit`; and after all S slots those of `waiting` = (scores f32[B, K, G, W], start, stop) without the `last`
+    before its stop. With `wide`, waiting[0] are not scores but keys [B, K, R, D] in the dtype of the steps, of which
+    the first `wide` may wait, and are scored by blocks of their own. Count, starts and stops are i32[B], or a number
+    for all, and are clipped to what there is. H is G under "per_head", else 1.
     """
+    assert not isinstance(waiting[0], int)
     (B, K, G, D), S, W = q.shape, bits.shape[2], waiting[0].shape[3] if wide is None else wide + -wide % 4
     scores = waiting[0] if wide is None else jax.ShapeDtypeStruct((B, K, G, W), jnp.float32)
     if limit := unsupported(q, bits, step, scores, pool, room):
@@ -100,24 +103,21 @@ def pick_1bit(
         W += -W % 4
     else:
         arrived = waiting[0].reshape(B * K, -1, D)
-    ends = []
-    for (start, stop), n in ((span, S), (waiting[1:], W)):
-        start = jnp.clip(start, 0, n)
-        ends += [start, jnp.maximum(jnp.minimum(stop, n) - start, 0)]
-    spans = jnp.stack([*ends, jnp.clip(count, 0, room)], axis=-1)
+    ends = (jnp.asarray(x, jnp.int32).reshape(-1) for x in (*span, *waiting[1:], count))
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
     chosen = config or config_for(B * K, H, S, S + W)
     wide = None if wide is None else W
-    slots, found = _pick(pool, room, scale, wide, chosen, spans.astype(jnp.int32), arrived, *rows)
+    slots, found = _pick(pool, room, scale, wide, last, chosen, *ends, arrived, *rows)
     return slots.reshape(B, K, H, room), found.reshape(B, K, H)
 
 
 def _pick(
-    pool: str, room: int, scale: float, wide: int | None, config: Config, spans: Array, waiting: Array,
-    q: Array, bits: Array, step: Array, zero: Array,
+    pool: str, room: int, scale: float, wide: int | None, last: int, config: Config, *args: Array
 ) -> tuple[Array, Array]:  # fmt: skip
     """(slots i32[rows, room], how many i32[rows]) of rows of `waiting`, each of one row of keys or of some; and of all
-    heads of one row, or of each, if `waiting` are `wide` keys."""
+    heads of one row, or of each, if `waiting` are `wide` keys. `args` are the spans' ends and the count, each of a
+    number of rows that divides these, then waiting, q, bits, step and zero."""
+    waiting, q, bits, *_ = args[5:]
     (rows, S, _), G = bits.shape, q.shape[1]
     if wide is None:
         chosen_rows, heads, W = waiting.shape
@@ -128,28 +128,30 @@ def _pick(
     U = S + W
 
     @jax.custom_batching.custom_vmap
-    def run(spans: Array, waiting: Array, q: Array, bits: Array, step: Array, zero: Array) -> tuple[Array, Array]:
-        shared_by = [n // spans.shape[0] for n in (rows, chosen_rows)]
+    def run(*args: Array) -> tuple[Array, Array]:
+        ends, (waiting, q, bits, step, zero) = args[:5], args[5:]
+        span = ends[:2] if summed else ()
         scored = score.Scores.of(q, bits, step, scale, config)
         outs = [jax.ShapeDtypeStruct((rows, G, S), jnp.float32)]
         if summed:
             outs.append(jax.ShapeDtypeStruct((rows, G, scored.jobs, 2), jnp.float32))
-        program = functools.partial(_score, scored=scored, shared_by=shared_by[0])
+        program = functools.partial(_score, scored=scored, shared_by=[rows // end.size for end in span])
         exact = [waiting] if wide else []
         if wide:
             outs.append(jax.ShapeDtypeStruct((rows, G, wide), jnp.float32))
             program = functools.partial(_score_both, program=program, scored=scored, wide=wide, R=waiting.shape[1])
         more = -(-rows * -(-wide // EXACT) // score.WARPS) if wide else 0
         score_kernel = scored.kernel(program, more_blocks=more, name="kvjax_pick_1bit_score", out_type=tuple(outs))
-        scores, *sums = score_kernel(*exact, spans, q, bits, step, zero)
+        scores, *sums = score_kernel(*exact, q, bits, step, zero, *span)
         arrived = sums.pop().reshape(chosen_rows, heads, wide) if wide else waiting
         parts = [scores.reshape(chosen_rows, heads, S), arrived][: 2 if W else 1]
+        ends = ends if W else (*ends[:2], ends[4])
         outs = [jax.ShapeDtypeStruct((chosen_rows, room), jnp.int32), jax.ShapeDtypeStruct((chosen_rows,), jnp.int32)]
         if not t.in_one_step(U, config):
             outs.append(jax.ShapeDtypeStruct((chosen_rows, U), jnp.uint32))  # keys, for the later passes
         choice_of = functools.partial(
             choice.choose, sizes=tuple(part.shape[2] for part in parts), heads=heads, sums=scored.jobs if summed else 0,
-            shared_by=shared_by[1], pool=pool, room=room, config=config,
+            shared_by=[chosen_rows // end.size for end in ends], last=last, pool=pool, room=room, config=config,
         )  # fmt: skip
         slots, found, *_ = c.kernel(
             choice_of,
@@ -161,15 +163,15 @@ def _pick(
             cluster=(config.blocks,),
             cluster_names=("part",),
             num_threads=t.THREADS // 128,
-        )(spans, *sums, *parts)
+        )(*ends, *sums, *parts)
         return slots, found
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        slots, found = _pick(pool, room, scale, wide, config, *c.flatten_batch(n, batches, args))
+        slots, found = _pick(pool, room, scale, wide, last, config, *c.flatten_batch(n, batches, args))
         return (slots.reshape(n, chosen_rows, room), found.reshape(n, chosen_rows)), (True, True)
 
-    return run(spans, waiting, q, bits, step, zero)
+    return run(*args)
 
 
 # ---------------------------------------------------------------------------------------------------------- the scores
@@ -182,7 +184,7 @@ def _score_both(keys_m, *refs, program: Callable[..., None], scored: score.Score
     with when(block < scored.blocks):
         program(*others, ring_m)
     with when(block >= scored.blocks):
-        _exact(block - scored.blocks, others[1], keys_m, out_m, scored=scored, wide=wide, R=R)
+        _exact(block - scored.blocks, others[0], keys_m, out_m, scored=scored, wide=wide, R=R)
 
 
 def _exact(block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scores, wide: int, R: int) -> None:
@@ -224,14 +226,14 @@ def _exact(block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scor
                 ptx("st.global.u32 [$0], $1;", at, instr("mul.f32", x, real(scored.scale)))
 
 
-def _score(spans_m, *refs, scored: score.Scores, shared_by: int) -> None:
-    """The scores' kernel; with an output more also, of each warp and head, what `choice.add` gives of the span's."""
-    if len(refs) == 6:
+def _score(*refs, scored: score.Scores, shared_by: Sequence[int]) -> None:
+    """The scores' kernel; with a span also, of each warp and head, what `choice.add` gives of the span's."""
+    if not shared_by:
         scored.program(*refs)
         return
-    q_m, bits_m, step_m, zero_m, out_m, sums_m, ring_m = refs
+    q_m, bits_m, step_m, zero_m, start_m, stop_m, out_m, sums_m, ring_m = refs
     thread = scored.thread()
-    start, length, *_ = choice.spans_of(spans_m, c.divide(thread.row, shared_by))
+    start, length = choice.span_of((start_m, shared_by[0]), (stop_m, shared_by[1]), thread.row, scored.S)
 
     def visit(unit: Word, heads: list[list[Word]], state: Sequence[Word]) -> list[Word]:
         slot = unit * score.UNIT - start

@@ -279,11 +279,11 @@ class Scores:
 
         own_steps = col * (4 * H) + (quad >> 2) * steps * (at_once - 1) + at_once * codes
         turned = (col >> 1) * 16 if D == 128 else word(0)  # of its chunks the even and the odd ones change places
-        own_steps = own_steps + turned, own_steps - turned
+        turns = own_steps + turned, own_steps - turned
 
         def load_steps(at: Word) -> list[Word]:
             load = "ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4+{}];"
-            return [w for v in range(H // 4) for w in ptx(load.format(16 * v), at + own_steps[v & 1], results=4)]
+            return [w for v in range(H // 4) for w in ptx(load.format(16 * v), at + turns[v & 1], results=4)]
 
         column = quad & 3 if at_once == 2 else quad  # head of the column; one that is not there goes nowhere
         queries = lane_channels(q, (column < G).choose(column, 0), col, D)

@@ -147,23 +147,25 @@ def _top_k_pooled(
 def pick_1bit(
     q: Array,
     keys: OneBit,
-    span: tuple[Array, Array],
-    waiting: tuple[Array, Array, Array],
-    count: Array,
+    span: tuple[Array | int, Array | int],
+    waiting: tuple[Array, Array | int, Array | int],
+    count: Array | int,
     pool: Pool,
     room: int,
     *,
     scale: float,
     wide: int | None = None,
+    last: int = 0,
     implementation: Implementation | None = None,
 ) -> Picked:
-    """The `count` i32[B] units that a group ranks highest by 1-bit keys: `score_1bit`, then `top_k_pooled`.
+    """The `count` units that a group ranks highest by 1-bit keys: `score_1bit`, then `top_k_pooled`.
 
-    Units are the slots [start, stop) of `keys` [B, K, S, ...], `span` = (start i32[B], stop i32[B]), scored for q [B,
-    K, G, D]; and, from S on, the slots of `waiting` = (scores f32[B, K, G, W], start, stop). With `wide`, waiting[0]
-    are keys [B, K, R, D], to be scored as they are, of which only the first `wide` may wait. At most `room` are chosen,
-    in any order. `implementation`: see `explain`. The kernel scores as that of `score_1bit`; where ranks differ by less
-    than its rounding, it may choose otherwise.
+    Units are the slots [start, stop) of `keys` [B, K, S, ...], `span` = (start, stop), scored for q [B, K, G, D]; and,
+    from S on, the slots of `waiting` = (scores f32[B, K, G, W], start, stop) without the `last` before its stop. With
+    `wide`, waiting[0] are keys [B, K, R, D], to be scored as they are, of which only the first `wide` may wait. Count,
+    starts and stops are i32[B], or a number for all rows. At most `room` are chosen, in any order. `implementation`:
+    see `explain`. The kernel scores as that of `score_1bit`; where ranks differ by less than its rounding, it may
+    choose otherwise.
     """
     from kvjax.kernels_pallas import pick_1bit as kernel
 
@@ -171,10 +173,10 @@ def pick_1bit(
     width = waiting[0].shape[3] if wide is None else wide
     if wide is not None and waiting[0].dtype != keys.scale.dtype:
         waiting, wide = (attention_logits(q, waiting[0], scale)[..., :wide], *waiting[1:]), None
-    reference = partial(_pick_1bit, pool=pool, room=room, scale=scale, wide=wide, implementation=inner)
+    reference = partial(_pick_1bit, pool=pool, room=room, scale=scale, wide=wide, last=last, implementation=inner)
 
     def mosaic(q: Array, keys: OneBit, span: Sequence[Array], waiting: Sequence[Array], count: Array) -> Picked:
-        return Picked(*kernel.pick_1bit(q, *keys, span, waiting, count, pool, room, scale=scale, wide=wide))
+        return Picked(*kernel.pick_1bit(q, *keys, span, waiting, count, pool, room, scale=scale, wide=wide, last=last))
 
     scores = jax.ShapeDtypeStruct((*q.shape[:3], width), jnp.float32)
     limit = kernel.unsupported(q, keys.bits, keys.scale, waiting[0] if wide is None else scores, pool, room)
@@ -193,33 +195,41 @@ def _pick_1bit(
     room: int,
     scale: float,
     wide: int | None,
+    last: int,
     implementation: Implementation | None,
 ) -> Picked:
+    arrived, start, stop = waiting
     if wide is not None:
-        waiting = attention_logits(q, waiting[0], scale)[..., :wide], *waiting[1:]
+        arrived = attention_logits(q, arrived, scale)[..., :wide]
     scores = score_1bit(q, keys, scale=scale, implementation=implementation)
-    picked = pick_scored([(scores, *span), waiting], count, pool, room, implementation=implementation)
+    parts = [(scores, span[0], span[1]), (arrived, start, stop - last)]
+    picked = pick_scored(parts, count, pool, room, implementation=implementation)
     return Picked(picked.slots, jnp.sum(picked.valid, axis=-1, dtype=jnp.int32))
 
 
 def pick_scored(
-    parts: Sequence[Sequence[Array]],
-    count: Array,
+    parts: Sequence[tuple[Array, Array | int, Array | int]],
+    count: Array | int,
     pool: Pool,
     room: int,
     *,
     implementation: Implementation | None = None,
 ) -> Selection:
-    """The `count` i32[B] units, at most `room`, that a group ranks highest, most first: by `top_k_pooled`, of parts
-    (scores f32[B, K, G, U'], start i32[B], stop i32[B]) the units [start, stop)."""
+    """The `count` units, at most `room`, that a group ranks highest, most first: by `top_k_pooled`, of parts (scores
+    f32[B, K, G, U'], start, stop) the units [start, stop). All but scores are i32[B], or a number for all rows."""
+
+    def by_row(number: Array | int) -> Array:
+        return jnp.reshape(jnp.asarray(number, jnp.int32), (-1, 1, 1, 1))
+
     valid = []
     for scores, start, stop in parts:
-        unit = jnp.arange(scores.shape[3])[None]
-        valid.append(((unit >= start[:, None]) & (unit < stop[:, None]))[:, None, None])
+        unit = jnp.arange(scores.shape[3])[None, None, None]
+        inside = (unit >= by_row(start)) & (unit < by_row(stop))
+        valid.append(jnp.broadcast_to(inside, (scores.shape[0], 1, 1, scores.shape[3])))
     scored = [(scores, ok) for (scores, *_), ok in zip(parts, valid, strict=True)]
     picked = top_k_pooled(scored, pool, room, implementation=implementation)
     rank = jnp.arange(room)[None, None, None]
-    return Selection(picked.slots, picked.valid & (rank < count[:, None, None, None]))
+    return Selection(picked.slots, picked.valid & (rank < by_row(count)))
 
 
 def collide(

@@ -310,11 +310,15 @@ class Retrieval:
         # Waiting tokens stand in the first slots of the recent block, before the local ones.
         wide = -(-(st.recent.slots - self.local) // unit) * unit
         room = self._most((slots + wide) // unit)
-        limit = jnp.where(st.length < self.dense_below, room * unit, self._chosen)
+        limit: Array | int = self._chosen  # a number where it is one for all, as an array takes a kernel
+        if room * unit != limit:
+            limit = jnp.where(st.length < self.dense_below, room * unit, limit)
         picks = isinstance(self.schedule, EveryStep) and not ranked
         if isinstance(self.selector, Picker) and picks and (first is None or self.selector.picks_in_window):
-            span, arrived = (from_store, st.store.count), (st.recent.k, from_recent, st.recent.count - self.local)
-            return self.selector.pick(st.index, queries, span, arrived, limit, room, wide=wide, scale=scale)
+            starts = (0, 0) if first is None else (from_store, from_recent)
+            span, arrived = (starts[0], st.store.count), (st.recent.k, starts[1], st.recent.count)
+            sizes = {"wide": wide, "last": self.local}
+            return self.selector.pick(st.index, queries, span, arrived, limit, room, **sizes, scale=scale)
         estimates = self.selector.score(st.index, queries, scale=scale)
         slot = jnp.arange(wide)[None]
         waiting = (slot < (st.recent.count - self.local)[:, None]) & (slot >= from_recent[:, None])
@@ -333,7 +337,8 @@ class Retrieval:
 
         visible = jnp.take_along_axis(tokens[:, None, None], picked.slots, axis=-1)
         rank = jnp.arange(room * unit)[None, None, None]
-        return Selection(picked.slots, picked.valid & visible & (rank < limit[:, None, None, None]))
+        within = rank < jnp.reshape(limit, (-1, 1, 1, 1))
+        return Selection(picked.slots, picked.valid & visible & within)
 
     def _recall(self, st: RetrievalState, selection: Selection | Picked) -> Recall:
         """Keys and values of the selection, stored or waiting, and the token that the next step's window leaves."""

@@ -71,15 +71,16 @@ class Fier:
         self,
         ix: OneBit,
         q: Array,
-        span: tuple[Array, Array],
-        waiting: tuple[Array, Array, Array],
-        count: Array,
+        span: tuple[Array | int, Array],
+        waiting: tuple[Array, Array | int, Array],
+        count: Array | int,
         room: int,
         *,
         wide: int,
+        last: int,
         scale: float,
     ) -> Picked:
-        return ops.pick_1bit(q, ix, span, waiting, count, self.pool, room, scale=scale, wide=wide)
+        return ops.pick_1bit(q, ix, span, waiting, count, self.pool, room, scale=scale, wide=wide, last=last)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         per_channel = 1 / 8 + 2 * _scale_dtype(spec).itemsize / self.group

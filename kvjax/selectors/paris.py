@@ -127,31 +127,34 @@ class Paris:
         self,
         ix: ParisIndex,
         q: Array,
-        span: tuple[Array, Array],
-        waiting: tuple[Array, Array, Array],
-        count: Array,
+        span: tuple[Array | int, Array],
+        waiting: tuple[Array, Array | int, Array],
+        count: Array | int,
         room: int,
         *,
         wide: int,
+        last: int,
         scale: float,
     ) -> Selection:
         """As `Picker` has it. No token that is not reranked is chosen before all that are, so candidates are all that
         is chosen from; where they and the waiting tokens are too few, as many more of the most voted come along: then
         all of them are chosen."""
-        waiting = attention_logits(q, waiting[0], scale)[..., :wide], *waiting[1:]
+        exact, start, stop = attention_logits(q, waiting[0], scale)[..., :wide], waiting[1], waiting[2] - last
         if q.shape[2] > 1 and self.pool != "per_head":  # heads have candidates of their own, and a mean needs all
-            return ops.pick_scored([(self.score(ix, q, scale=scale), *span), waiting], count, self.pool, room)
+            stored = self.score(ix, q, scale=scale), *span
+            return ops.pick_scored([stored, (exact, start, stop)], count, self.pool, room)
         q = rotate_few(q, self.seed)
         votes, n, wanted = self._votes(ix, q)
         S = votes.shape[3]
         most = max(self.room(S), min(room, S))
-        wanted = jnp.clip(count - jnp.maximum(waiting[2] - waiting[1], 0), wanted, n)
+        wanted = jnp.clip(count - jnp.maximum(stop - start, 0), wanted, n)
         candidates = ops.most_voted(votes, _first(n, S), wanted, most)
         estimates = ops.rerank(q, ix.codes, candidates, scale=scale)
-        picked = ops.pick_scored([(estimates, jnp.zeros_like(n), wanted), waiting], count, self.pool, room)
-        stored = picked.slots < most
-        slots = jnp.take_along_axis(candidates.slots, jnp.where(stored, picked.slots, 0), axis=-1)
-        return Selection(jnp.where(stored, slots, picked.slots - most + S), picked.valid)
+        parts = [(estimates, 0, wanted), (exact, start, stop)]
+        picked = ops.pick_scored(parts, count, self.pool, room)
+        among = picked.slots < most
+        slots = jnp.take_along_axis(candidates.slots, jnp.where(among, picked.slots, 0), axis=-1)
+        return Selection(jnp.where(among, slots, picked.slots - most + S), picked.valid)
 
     def room(self, slots: int) -> int:
         """Candidates that a step over `slots` slots has room for: as many as any length of history wants."""

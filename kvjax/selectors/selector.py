@@ -57,18 +57,20 @@ class Picker(Selector, Protocol):
         self,
         ix: Any,
         q: Array,
-        span: tuple[Array, Array],
-        waiting: tuple[Array, Array, Array],
-        count: Array,
+        span: tuple[Array | int, Array],
+        waiting: tuple[Array, Array | int, Array],
+        count: Array | int,
         room: int,
         *,
         wide: int,
+        last: int,
         scale: float,
     ) -> Selection | Picked:
-        """The `count` i32[B] tokens, at most `room`, that rank highest by `pool` for q [B, K, G, D]; in any order.
+        """The `count` tokens, at most `room`, that rank highest by `pool` for q [B, K, G, D]; in any order.
 
-        They are slots of the index from span[0] up to, and without, span[1], i32[B] both; and slots S + w of waiting
-        tokens with the keys waiting[0] [B, K, R, D], w < `wide` from waiting[1] up to waiting[2], scored as they are.
+        They are slots of the index from span[0] up to, and without, span[1]; and slots S + w of waiting tokens with the
+        keys waiting[0] [B, K, R, D], w < `wide` from waiting[1] up to waiting[2] - `last`, scored as they are. Counts,
+        starts and stops are i32[B], or a number for all rows.
         Law: these are the tokens that `score` and `Retrieval` choose.
         """
         ...

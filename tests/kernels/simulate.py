@@ -416,8 +416,9 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
         case "cvt" if how[1] in ("bf16x2", "f16x2"):
             hi, lo = (x.astype(DTYPES[how[1][:-2]]).view(np.uint16).astype(U32) for x in floats(*operands[1:]))
             put(operands[0], lo | (hi << U32(16)))
-        case "max" | "min" if how[-1] == "u32":
-            put(operands[0], {"max": np.maximum, "min": np.minimum}[kind](read(operands[1]), read(operands[2])))
+        case "max" | "min" if how[-1] in ("u32", "s32"):
+            a, b = (np.ascontiguousarray(read(x)).view(np.int32 if how[-1] == "s32" else U32) for x in operands[1:])
+            put(operands[0], {"max": np.maximum, "min": np.minimum}[kind](a, b).view(U32))
         case "or" | "popc":
             of = [read(x) for x in operands[1:]]
             put(operands[0], of[0] | of[1] if kind == "or" else np.bitwise_count(of[0]).astype(U32))

@@ -235,7 +235,7 @@ def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("preset", "most"),
-    [(presets.fier(2048), 5), (presets.quest(2048), 8), (presets.pariskv(2048), 15)],
+    [(presets.fier(2048), 4), (presets.quest(2048), 8), (presets.pariskv(2048), 15)],
     ids=["fier", "quest", "pariskv"],
 )
 def test_a_step_starts_few_kernels_and_copies_nothing(preset, most):

@@ -541,13 +541,16 @@ def test_pick_1bit_scores_keys_that_wait_as_they_are(G, D, R, wide, dtype, pool)
     keys = 4 * normal(7, 2, 3, R, D, dtype=dtype)  # some are chosen
     exact = jnp.einsum("bkgd,bksd->bkgs", q.astype(dtype), keys, preferred_element_type=jnp.float32) * 0.3
 
-    def run(first, wide=None):
-        waits = first, *waiting[1:]
+    def run(first, wide=None, last=0, numbers=None):
+        begin, end, n = numbers or (span, (waiting[1], waiting[2] + last), count)
         config = pick_1bit.Config(blocks=1)
-        return pick_1bit.pick_1bit(q, *ix, span, waits, count, pool, 33, scale=0.3, wide=wide, config=config)
+        return pick_1bit.pick_1bit(
+            q, *ix, begin, (first, *end), n, pool, 33, scale=0.3, wide=wide, last=last, config=config
+        )
 
     got, want = (
-        Picked(*made).selection for made in (jax.jit(partial(run, wide=wide))(keys), jax.jit(run)(exact[..., :wide]))
+        Picked(*made).selection
+        for made in (jax.jit(partial(run, wide=wide, last=3))(keys), jax.jit(run)(exact[..., :wide]))
     )
     np.testing.assert_array_equal(got.valid, want.valid)
     for row in np.ndindex(got.valid.shape[:3]):
@@ -557,6 +560,12 @@ def test_pick_1bit_scores_keys_that_wait_as_they_are(G, D, R, wide, dtype, pool)
     if G == 3:
         again = jax.jit(jax.vmap(partial(run, wide=wide)))(jnp.stack([keys, keys]))
         np.testing.assert_array_equal(again[1][1], Picked(*jax.jit(partial(run, wide=wide))(keys)).found)
+        numbers = (-4, 90), (2, 30), 31  # of all rows
+        arrays = jax.tree.map(lambda n: jnp.full(2, n, jnp.int32), numbers)
+        for one, each in zip(
+            *(jax.jit(partial(run, wide=wide, numbers=n))(keys) for n in (numbers, arrays)), strict=True
+        ):
+            np.testing.assert_array_equal(one, each)
 
 
 @pytest.mark.thorough
