@@ -26,7 +26,7 @@ SHAPES = (  # B, K, Q, S, D, bits of keys and values, a key group's tokens and c
     (8, 8, 4, 780 * 42, 128, 2, 42, 1, 64),
     (1, 8, 4, 131072, 64, 2, 32, 1, 32),
 )
-OTHERS = ((1, 3, 2), (1, 4, 2), (1, 4, 3), (2, 3, 3), (1, 2, 4), (2, 1, 4))  # times the default's blocks, as Config
+OTHERS = ((1, 3, 3), (1, 4, 2), (1, 4, 3), (2, 3, 2), (1, 2, 4), (2, 1, 4))  # times the default's blocks, as Config
 
 
 def inputs(

@@ -29,7 +29,7 @@ SHAPES = (  # B, K, G, S, D, T
 CONFIGS = [
     Config(parts, blocks, warpgroups, keys)
     for parts, blocks, warpgroups, keys in (
-        (3, 8, 4, 2),
+        (2, 8, 4, 2),
         (4, 8, 2, 2),
         (2, 8, 4, 1),
         (1, 8, 8, 2),

@@ -45,14 +45,21 @@ def kernels(call: Callable[[], Any], calls: int) -> list[tuple[str, list[float]]
 TIMES = "microseconds of device time, kernels only, medians of 20 calls (xla: 3 to 5); floor: bytes / 4.3 TB/s"
 
 
+def where() -> dict[str, Any]:
+    """When and on what a time was measured."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+    }
+
+
 def write(file: str, what: str, distribution: str, rows: list[dict[str, Any]], times: str = TIMES) -> None:
     path = Path(__file__).parent / "results" / file
     path.parent.mkdir(exist_ok=True)
     about = {
         "what": what,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": jax.devices()[0].device_kind,
-        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        **where(),
         "distribution": distribution,
         "times": times,
     }

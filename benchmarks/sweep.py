@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from device_time import BYTES_PER_US, device_time, write
+from device_time import BYTES_PER_US, device_time, where, write
+from kvjax.kernels_pallas import _tuned
 
 L2_BYTES = 60e6
+LEAST_GAIN = 0.03  # of an entry of tuned.json, over the kernel's rule
 most_configs: int | None = None  # that `sweep` tries
+settled: list[_tuned.Asked] | None = None  # what has been tuned in this run, each by its first inputs; None: nothing is
 
 
 def repeats(moved: float) -> int:
@@ -33,27 +37,67 @@ def sweep(
 ) -> dict[str, Any]:
     """Microseconds of one of the `n` operations that kernel(config)(*args) does, for each config, the default's first.
 
+    The default, kernel(None), is what tuned.json has for the shape, or else the kernel's rule, which is the second.
+
     Each config's output must be within `most` of the reference's by `error`. "kernel" is the kernel alone, "mosaic"
     with those of XLA around it.
     """
+    configs, found = _asked(kernel, args, name, configs)
     want = jax.jit(reference)(*args)
     first, times, row = None, {}, {}
-    for config in list(dict.fromkeys(configs))[:most_configs]:
+    for config in configs[:most_configs]:
         f = kernel(config)
         off = error(jax.jit(f)(*args), want)
         if not off <= most:
             raise SystemExit(f"{name} with {config}: error {off}, at most {most} is allowed")
         total, kernels = device_time(f, *args, calls=10)
-        label = "x".join(str(x) for x in dataclasses.astuple(config))
+        label = label_of(config)
         times[label] = sum(us for kernel_name, us in kernels.items() if f"kvjax_{name}" in kernel_name) / n
         if not times[label]:
             raise SystemExit(f"no kernel of {name} ran; these did: {', '.join(kernels)}")
         if first is None:
             first, row = config, {"error": f"{off:.1e}", "config": label, "kernel": times[label], "mosaic": total / n}
+    if settled is not None and found and len(times) > 1 and found not in settled:
+        settled.append(found)
+        tune(found, times)
     best = min(times, key=lambda label: times[label])
     row |= {"best_config": best, "best": times[best]}
     row |= {"xla": device_time(reference, *args, calls=3)[0] / n, "floor": moved / BYTES_PER_US}
     return row | {"all": {label: round(us, 2) for label, us in times.items()}}
+
+
+def label_of(config: Any) -> str:
+    return "x".join(str(x) for x in dataclasses.astuple(config))
+
+
+def _asked(
+    kernel: Callable[[Any], Callable[..., Any]], args: Sequence[Any], name: str, configs: Iterable[Any]
+) -> tuple[list[Any], _tuned.Asked | None]:
+    """What to try, the default first, then the kernel's rule; and what the kernel asks for when it is given none."""
+    with _tuned.asked() as all_asked:
+        jax.eval_shape(lambda *args: kernel(None)(*args), *args)
+    found = next((x for x in all_asked if x.kernel == name), None)
+    return list(dict.fromkeys([*((found.config, found.rule) if found else ()), *configs])), found
+
+
+def tune(found: _tuned.Asked, times: dict[str, float]) -> None:
+    """Writes to tuned.json the fastest config for the shape, if it gains enough; what was there for it gives way."""
+    best, rule = min(times, key=lambda label: times[label]), label_of(found.rule)
+    kernels = {kernel: list(kept) for kernel, kept in _tuned.entries(_tuned.FILE).items()}
+    kept = [entry for entry in kernels.pop(found.kernel, []) if entry["shape"] != found.shape]
+    if times[best] <= (1 - LEAST_GAIN) * times[rule]:
+        names = (field.name for field in dataclasses.fields(found.rule))
+        config = dict(zip(names, map(int, best.split("x")), strict=True))
+        us = {"us": round(times[best], 2), "default_us": round(times[rule], 2)}
+        kept.append({"shape": found.shape, "config": config, **us, **where()})
+    if kept:
+        kernels[found.kernel] = kept
+    of_kernel = (
+        f'"{kernel}": [\n' + ",\n".join("  " + json.dumps(entry) for entry in kernels[kernel]) + "\n]"
+        for kernel in sorted(kernels)
+    )
+    _tuned.FILE.write_text("{\n" + ",\n".join(of_kernel) + "\n}\n")
+    _tuned.entries.cache_clear()
 
 
 def run(
@@ -66,12 +110,16 @@ def run(
 ) -> None:
     """Prints a line a shape, of measure(*shape), and writes all to results/{name}.json. Every block size is tried for
     the first `swept` shapes."""
-    global most_configs
+    global most_configs, settled
     parser = argparse.ArgumentParser(description=f"Device time of {name}, on a GPU.")
     parser.add_argument(
         "--all", action="store_true", help="every block size for every shape, not for the first ones alone"
     )
+    parser.add_argument(
+        "--tune", action="store_true", help="write block sizes that win by 3 % or more to kernels_pallas/tuned.json"
+    )
     given, rows = parser.parse_args(), []
+    settled = [] if given.tune else None
     for shape in shapes:
         most_configs = None if given.all or len(rows) < swept else 1
         rows.append(measure(*shape))

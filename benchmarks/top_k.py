@@ -1,24 +1,30 @@
-"""Device time of top_k, kernel and reference, beside the floor: `python benchmarks/top_k.py`, on a GPU."""
+"""Device time of top_k by block sizes, and of its reference: `python benchmarks/top_k.py`, on a GPU."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from device_time import BYTES_PER_US, device_time, write
+from jax import Array
+from kvjax.kernels_pallas import top_k
+from kvjax.kernels_pallas.top_k import Config, config_for
+from sweep import run, sweep
 
 from kvjax import ops
 
-SHAPES = (
-    *((8, U, k) for U, k in ((4096, 512), (8192, 1024), (32768, 1024), (32768, 2048))),
-    *((8, 131072, k) for k in (256, 1024, 2048, 4096)),
-    *((8, 1 << 20, k) for k in (1024, 2048, 4096)),
-    *((rows, 131072, 2048) for rows in (1, 16, 32)),
-    (64, 32768, 2048),
-)
 INPUTS = ("normal", "softmax", "equal", "rising", "half valid")
+SHAPES = (  # rows, U, k, scores
+    *((8, U, 2048, kind) for U in (131072, 1 << 20) for kind in INPUTS),
+    *((8, U, k, "normal") for U, k in ((4096, 512), (8192, 1024), (32768, 1024), (32768, 2048))),
+    *((8, U, k, "normal") for U in (131072, 1 << 20) for k in (256, 1024, 4096)),
+    *((rows, 131072, 2048, "normal") for rows in (1, 16, 32)),
+    (64, 32768, 2048, "normal"),
+)
+CONFIGS = [Config(blocks, unroll) for blocks in (8, 4, 2, 16) for unroll in (4, 2)]
 
 
-def scores_of(kind: str, rows: int, U: int) -> tuple[jax.Array, jax.Array]:
+def inputs(rows: int, U: int, kind: str) -> tuple[Array, Array]:
     normal = jax.random.normal(jax.random.key(0), (rows, U))
     valid = jnp.ones((rows, U), bool)
     if kind == "softmax":
@@ -30,23 +36,27 @@ def scores_of(kind: str, rows: int, U: int) -> tuple[jax.Array, jax.Array]:
     return normal, (jnp.arange(U)[None] < U // 2) & valid if kind == "half valid" else valid
 
 
-def main() -> None:
-    rows = []
-    for n, U, k in SHAPES:
-        for kind in INPUTS if (n, U, k) in ((8, 131072, 2048), (8, 1 << 20, 2048)) else INPUTS[:1]:
-            args = jax.jit(scores_of, static_argnums=(0, 1, 2))(kind, n, U)
-            row = {"rows": n, "U": U, "k": k, "scores": kind}
-            _, kernels = device_time(lambda s, v, k=k: ops.top_k(s, v, k, implementation="mosaic"), *args)
-            row["kernel"] = next(time for name, time in kernels.items() if "kvjax_top_k" in name)
-            row["mosaic"] = sum(kernels.values())  # with the kernels that make keys of scores, and split the result
-            row["xla"] = device_time(lambda s, v, k=k: ops.top_k(s, v, k, implementation="xla"), *args, calls=5)[0]
-            row["floor"] = n * (4 * U + 4 * k) / BYTES_PER_US
-            rows.append(row)
-            if len(rows) == 1:
-                print(" | ".join(row))
-            print(" | ".join(f"{x:.1f}" if isinstance(x, float) else str(x) for x in row.values()), flush=True)
-    write("top_k.json", "top_k of scores f32[rows, U]", "normal random scores, or as `scores` says", rows)
+def measure(rows: int, U: int, k: int, kind: str) -> dict[str, Any]:
+    def kernel(config: Config) -> Any:
+        return lambda scores, valid: top_k.top_k(scores, valid, k, config=config)
+
+    def reference(scores: Array, valid: Array) -> Any:
+        return ops.top_k(scores, valid, k, implementation="xla")
+
+    def error(got: Any, want: Any) -> float:
+        return float(jnp.mean(got[0] != want[0]) + jnp.mean(got[1] != want[1]))
+
+    args = jax.jit(inputs, static_argnums=range(3))(rows, U, kind)
+    configs, moved = [config_for(rows, U), *CONFIGS], rows * (4 * U + 4 * k)
+    row = sweep("top_k", kernel, reference, args, configs=configs, error=error, most=0.0, moved=moved)
+    return {"rows": rows, "U": U, "k": k, "scores": kind, **row}
 
 
 if __name__ == "__main__":
-    main()
+    run(
+        "top_k",
+        "top_k of scores f32[rows, U]; error: share of the slots that are not the reference's; config: blocks x unroll",
+        "normal random scores, or as `scores` says",
+        measure,
+        SHAPES,
+    )

@@ -22,15 +22,17 @@ as 2^-57 before precision suffers.
 **Bytes:** a token and kv head, D (b_k + b_v) / 8 of codes and 4 D / g of scales each of keys and values. The bound on
 an H200 (4.3 TB/s) for 8 kv heads x 131072, D = 128, 2 bits, keys by channel in groups of 42, values of 64: 21 us.
 
-**Measured**: not yet in this form. Counted for those shapes: 250 instructions of a warp for 16 tokens, 125 of them at
-half rate, which is 17 us of issue slots; 148 registers, 12 warps a multiprocessor and 80 KB in flight. (KIVI's slices
-of 32 channels take two products where one would do, and 330 instructions.) With every code decoded and loads into
-registers it was 567, and 74 us (2026-11-21, jax 0.11.2, normal random q, k, v, 4 queries a kv head).
+**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, normal random q, k, v, 4 queries a kv head, those shapes:
+36.1 us (the reference 5.27 ms); other shapes not yet in two stages. Counted there: 250 instructions of a warp for 16
+tokens, 125 of them at half rate, which is 17 us of issue slots; 148 registers, 12 warps a multiprocessor and 40 KB in
+flight. (KIVI's slices of 32 channels take two products where one would do, and 330 instructions.) With every code
+decoded and loads into registers it was 567, and 74 us.
 
-**Tried and lost** in time, of the form with decoded codes: 16 blocks of a warpgroup a row 113 us, 50 blocks 81 us.
-Counted: four warpgroups a block have 128 registers, and read 17 spilled ones in a unit. In accuracy: without what
-rounding takes given back, the error is twice as large; of decoded codes, `fma` with zero - scale 2^b and without the
-subtraction was wrong by 1 to 2 %, as that sum is rounded for a whole group.
+**Tried and lost** in time: three stages 39.1 us; four warpgroups a block, which have 128 registers and read 17 spilled
+ones in a unit, 39.1, and in three stages 41.7; 32 blocks a row 44.5 us with three stages, with one warpgroup and four
+41.3; two warpgroups and four stages 41.5. Of the form with decoded codes: 16 blocks of a warpgroup a row 113 us, 50
+blocks 81 us. In accuracy: without what rounding takes given back, the error is twice as large; of decoded codes, `fma`
+with zero - scale 2^b and without the subtraction was wrong by 1 to 2 %, as that sum is rounded for a whole group.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _softmax as softmax
+from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Flag, Word, instr, loop, ptx, real, when, word
 from kvjax.kernels_pallas._softmax import HEADS
 
@@ -64,7 +67,7 @@ ONE = 0x3F803F80  # bf16, twice
 class Config:
     blocks: int  # of a row
     warpgroups: int = 3  # of a block; as registers are, there is one such block a multiprocessor
-    stages: int = 3  # units that a warp has room for in shared memory
+    stages: int = 2  # units that a warp has room for in shared memory
 
     def __post_init__(self) -> None:
         if self.blocks < 1 or self.warpgroups not in (1, 2, 3, 4) or self.stages < 2:
@@ -206,7 +209,18 @@ def _attend(scale: float, dtype: Any, config: Config | None, *args: Array) -> tu
     """[rows, Q, D] in `dtype`; and, without a zone, f32[rows, Q]."""
     rows, Q, D = args[0].shape
     layout = layout_of(D, args[3:5], args[5:7])
-    config = config or config_for(rows, layout)
+    config = config or _tuned.choose(
+        "attend_quantized",
+        config_for(rows, layout),
+        lambda x: None if smem_bytes(layout, x) <= SMEM else f"{smem_bytes(layout, x)} bytes of shared memory",
+        rows=rows,
+        S=layout.S,
+        D=D,
+        Q=Q,
+        **dict(zip(("key_bits", "value_bits"), layout.bits, strict=True)),
+        **dict(zip(("key_tokens", "key_channels"), layout.key_group, strict=True)),
+        value_channels=layout.value_channels,
+    )
     outs = [jax.ShapeDtypeStruct((rows, Q, D), dtype)]
     if len(args) == 7:
         outs.append(jax.ShapeDtypeStruct((rows, Q), jnp.float32))
@@ -248,7 +262,7 @@ def _attend(scale: float, dtype: Any, config: Config | None, *args: Array) -> tu
 def config_for(rows: int, layout: Layout) -> Config:
     """As much of a multiprocessor as shared memory allows, and blocks for the fewest turns of their warps, a wave of
     blocks being worth two more."""
-    sizes = ((3, 3), (3, 2), (2, 2), (1, 2))
+    sizes = ((3, 2), (2, 2), (1, 2))
     warpgroups, stages = next(x for x in sizes if smem_bytes(layout, Config(1, *x)) <= SMEM)
     units = -(-layout.S // layout.unit)
 

@@ -11,13 +11,14 @@ mix of its slots (online softmax, base 2), and the warps merge in shared memory,
 **Bytes:** 2 D e M read a row, e of an element, and 4 M of slots; 4 g (D + 1) written. The bound on an H200 (4.3 TB/s)
 is 2.0 us for 8 rows of 2048 slots, D = 128 in bf16.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, normal random q, k, v, slots spread, in random order, 8
-kv heads, G = 4, D = 128, bf16: 2048 of 131072 slots 6.0 us (the reference 24 us), of 1M 6.2 us; 512 slots 5.0 us,
-4096 slots 8.7 us; batch 8 x 2048 of 32768 21 us. XLA adds 1.4 us around it. `benchmarks/results/attend_slots.json`
-has more. Few slots are a matter of latency: one wave of loads for slots, one for their rows, one merge.
+**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, normal random q, k, v, slots spread, in random order, 8 kv
+heads, G = 4, D = 128, bf16: 2048 of 131072 slots 6.0 us (the reference 24 us), of 1M 6.2 us; 512 slots 4.3 us, 1024
+slots 4.8 us (both of `tuned.json`; 5.0 and 5.1 by the rule), 4096 slots 8.7 us; batch 8 x 2048 of 32768 21 us. XLA adds
+1.4 us around it. `benchmarks/results/attend_slots.json` has more. Few slots are a matter of latency: one wave of loads
+for slots, one for their rows, one merge.
 
 **Tried and lost** (2048 slots): 8 blocks of a warpgroup 6.8 us, 4 of two 7.4 us, 2 of two 10.4 us. With 64 rows 8
-blocks a row take 32 us where 2 take 21. 512 slots: 4 blocks of a warpgroup 4.3 us, hence not worth a rule.
+blocks a row take 32 us where 2 take 21.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _softmax as softmax
+from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
 from kvjax.kernels_pallas._softmax import HEADS
 
@@ -97,23 +99,31 @@ def attend_slots(
 ) -> tuple[Array, Array]:
     """(out f32[B, K, G, D], lse f32[B, K, G]) of q [B, K, G, D] over the `valid` slots [B, K, H, M] of k, v.
 
-    k, v are [B, K, S, D]. `config` is chosen by the number of rows and slots.
+    k, v are [B, K, S, D]. `config` is chosen by the shape.
     """
     if limit := unsupported(q, k, v, slots, config):
         raise NotImplementedError(limit)
     B, K, G, D = q.shape
     S, (H, M) = k.shape[2], slots.shape[2:]
+    chosen = config or _tuned.choose(
+        "attend_slots",
+        config_for(B * K * H, M, D),
+        lambda x: unsupported(q, k, v, slots, x),
+        rows=B * K * H,
+        M=M,
+        G=G // H,
+        D=D,
+    )
     index = jnp.where(valid, jnp.clip(slots, 0, S - 1), -1).reshape(B * K * H, M)
-    q = q.astype(k.dtype).reshape(B * K * H, G // H, D)
     out, lse = attend(
-        q,
+        q.astype(k.dtype).reshape(B * K * H, G // H, D),
         [a.reshape(B * K, S, D) for a in (k, v)],
         index,
         outs=(((G // H, D), jnp.float32), ((G // H,), jnp.float32)),
         name="attend_slots",
         write=softmax.Merged.write,
         scale=scale,
-        config=config or config_for(B * K * H, M, D),
+        config=chosen,
     )
     return out.reshape(B, K, G, D), lse.reshape(B, K, G)
 

@@ -16,14 +16,15 @@ the order of channels, in f32: where two are equal but for rounding, the referen
 registers to G = 4 and two keys a thread, no spills; by count, votes take 4.6 instructions a subspace and key at G = 1
 and 4.9 at G = 4, half of them on pipes of half rate.
 
-**Measured**: not yet in this form. Before, patterns were sorted, a warp a subspace and head, and one cluster of 8
-blocks of 512 threads had a row: on an H200, 2026-11-21, jax 0.11.2, device time, 8 kv heads x 131072, D = 128, six
-limits, G = 4 17.9 us (the reference 426), G = 1 16.4 us (175). 29 % of it went to sorting, 59 % to votes on 64
-multiprocessors.
+**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, 8 kv heads x 131072, D = 128, six limits: G = 4 13.5 us
+(the reference 426), G = 1 10.5 us (175; clusters of two blocks, of `tuned.json`: 11.6 by the rule); batch 8 x 32768,
+G = 4 32.1 us (546). Other shapes: not yet with three clusters a row.
 
-**Tried and lost**: in the form before, two clusters a row (23.7 us), for 15 clusters of 8 blocks run at once where one
-block fills a multiprocessor, and the 16th waits; hence no more than 64 registers and 512 threads, of which two blocks
-fit. Two warpgroups a block were 20.3 us, 4 blocks a cluster 28.8 us.
+**Tried and lost** at G = 4: two clusters a row 15.2 us, and one key at once there 16.4; four of two warpgroups 17.1,
+one of eight 14.2, one of 16 blocks 14.8, eight of two blocks 19.4, where a block ranks the patterns of eight subspaces.
+Patterns sorted, a warp a subspace and head, and one cluster a row with more than 64 registers: 17.9 us; then a second
+cluster made it 23.7 us, for 15 clusters of 8 blocks run at once where one block fills a multiprocessor, and the 16th
+waits.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
+from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/collide.json
@@ -66,13 +68,14 @@ class Config:
 
 
 def config_for(rows: int, S: int, G: int = 4) -> Config:
-    """As many clusters a row as there are multiprocessors for and have a key for each of their threads.
+    """As many clusters a row as run at once and have a key for each of their threads.
 
-    Blocks are so small that a multiprocessor takes two: more than 4 heads have 96 registers.
+    Blocks are so small that a multiprocessor takes two (more than 4 heads have 96 registers); 192 in clusters of 8 take
+    less time than 128.
     """
     blocks, warpgroups = 8 if rows <= 32 else 4, 4 if G <= 4 else 2
     most = -(-S // (blocks * warpgroups * 128))
-    return Config(max(1, min(128 // (blocks * rows), most)), blocks, warpgroups)
+    return Config(max(1, min(192 // (blocks * rows), most)), blocks, warpgroups)
 
 
 def smem_bytes(subspaces: int, heads: int, config: Config) -> int:
@@ -114,10 +117,13 @@ def collide(q: Array, ids: Array, counts: Array, limits: Array, *, config: Confi
     """u8[B, K, G, S] votes, of q [B, K, G, D], ids u8[B, K, S, D/8], counts i32[B, K, D/8, 256], limits i32[B, T]."""
     if limit := unsupported(q, ids, counts, limits, config):
         raise NotImplementedError(limit)
-    B, K, G, _ = q.shape
+    B, K, G, D = q.shape
     S = ids.shape[2]
+    chosen = config or _tuned.choose(
+        "collide", config_for(B * K, S, G), lambda x: unsupported(q, ids, counts, limits, x), rows=B * K, S=S, G=G, D=D
+    )
     args = *(a.reshape(B * K, *a.shape[2:]) for a in (q.astype(jnp.float32), ids, counts)), limits
-    return _votes(config or config_for(B * K, S, G), *args).reshape(B, K, G, S)
+    return _votes(chosen, *args).reshape(B, K, G, S)
 
 
 def _votes(config: Config, q: Array, ids: Array, counts: Array, limits: Array) -> Array:

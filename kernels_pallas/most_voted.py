@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
+from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/most_voted.json
@@ -90,7 +91,9 @@ def most_voted(
         raise NotImplementedError(limit)
     B, K, G, S = votes.shape
     args = votes.reshape(B * K * G, S), valid.astype(jnp.uint8), count
-    slots, found = _most_voted(room, config or config_for(B * K * G), *args)
+    rows = B * K * G
+    chosen = config or _tuned.choose("most_voted", config_for(rows), rows=rows, S=S, room=room)
+    slots, found = _most_voted(room, chosen, *args)
     return slots.reshape(B, K, G, room), jnp.arange(room)[None, None, None] < found.reshape(B, K, G, 1)
 
 

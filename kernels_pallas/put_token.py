@@ -8,8 +8,8 @@ one after the other.
 
 **Bytes:** 4 e K D a row of the batch, e of an element: nothing. A launch of a kernel on an H200 takes 1 to 1.5 us.
 
-**Measured:** not yet. In its place, of a step at 128K on an H200 (2026-11-21, jax 0.11.2): two scatters, 1.7 us each,
-and 1.2 us for counts; with a sink (ParisKV) four scatters.
+**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, 16 layers of 8 kv heads, D = 128, bf16: 1.3 us a layer, of
+a batch of 64 1.4 (the reference, in three launches, 4.5 and 5.9); with a sink 1.3 (in six, 7.6).
 """
 
 from __future__ import annotations

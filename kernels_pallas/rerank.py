@@ -13,11 +13,13 @@ and 4 of its slot and 4 written. The bound on an H200 (4.3 TB/s) is 1.7 us for 8
 of 131072), and 6.6 us for a list for each of G = 4 heads if nothing that one of them read is still in L2. 104 bytes a
 pick, were pieces read to the byte, are 1.3 and 5.1 us.
 
-**Measured**: not yet in this form. Before, with 126 registers, on an H200, 2026-11-21, jax 0.11.2, device time, 8 kv
-heads x 131072, D = 128: 6554 picks of one list 6.8 us (the reference 106), 13108 picks, which a step of ParisKV has,
-11.4 us (211), a list for each of 4 heads 18.4 us (152); 52429 of 1M 35 us; batch 8 x 3277 of 32768 18.9 us.
+**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, 8 kv heads x 131072, D = 128, slots spread: 6554 picks of
+one list 6.2 us (the reference 107; four warpgroups a block, of `tuned.json`), 13108 picks, which a step of ParisKV has,
+11.1 us (214), a list for each of 4 heads 17.5 us (152); 3277 of 32768 2.9 us (52); 6554 at D = 64 4.1 us (97). A
+million keys and batch 8: not yet with blocks of this size.
 
-**Tried and lost** (6554 picks, before): 1 and 4 warpgroups a block 7.1 us.
+**Tried and lost**: a warpgroup a block 10.5, 17.4 and 28.5 us for the first three, with a table for each 128 picks;
+four of them 11.5 us for 13108 picks, 19.3 us for a list a head, and two 6.5 us for 6554.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
+from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/rerank.json
@@ -45,11 +48,6 @@ class Config:
     def __post_init__(self) -> None:
         if self.warpgroups not in (1, 2, 4):
             raise ValueError(f"warpgroups must be 1, 2 or 4; got {self.warpgroups}")
-
-
-def config_for(heads: int, M: int) -> Config:
-    """Blocks of 256 picks while all of them run at once, three a multiprocessor; else of 128, of which seven fit."""
-    return Config(warpgroups=2 if heads * -(-M // 256) <= 3 * 132 else 1)
 
 
 def smem_bytes(D: int) -> int:
@@ -90,7 +88,8 @@ def rerank(
     B, K, G, M = slots.shape
     codes = (a.reshape(B * K, *a.shape[2:]) for a in (signs, sizes, weights))
     heads = (a.reshape(B * K * G, a.shape[-1]) for a in (q.astype(jnp.float32), slots))
-    how = tuple(map(float, centres)), scale, config or config_for(B * K * G, M)
+    chosen = config or _tuned.choose("rerank", Config(), rows=B * K * G, M=M, G=G, D=q.shape[-1])
+    how = tuple(map(float, centres)), scale, chosen
     return _estimates(how, *heads, *codes).reshape(B, K, G, M)
 
 

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
+from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/score_pages.json
@@ -72,7 +73,8 @@ def score_pages(q: Array, low: Array, high: Array, *, scale: float, config: Conf
     B, K, G, D = q.shape
     q = q.astype(low.dtype).reshape(B * K, G, D)
     corners = (a.reshape(B * K, *a.shape[2:]) for a in (low, high))
-    return _scores(scale, config or Config(), q, *corners).reshape(B, K, G, -1)
+    chosen = config or _tuned.choose("score_pages", Config(), rows=B * K, P=low.shape[2], G=G, D=D)
+    return _scores(scale, chosen, q, *corners).reshape(B, K, G, -1)
 
 
 def _scores(scale: float, config: Config, q: Array, low: Array, high: Array) -> Array:

@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
+from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Flag, Word, block_barrier, cluster_barrier, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/top_k.json
@@ -57,6 +58,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.blocks not in (1, 2, 4, 8, 16):
             raise ValueError(f"blocks must be 1, 2, 4, 8 or 16, a cluster's; got {self.blocks}")
+        if self.unroll < 1:
+            raise ValueError(f"unroll must be at least 1; got {self.unroll}")
 
 
 def config_for(rows: int, units: int) -> Config:
@@ -116,7 +119,7 @@ def ordered_keys(scores: Array, valid: Array) -> Array:
 def select(keys: Array, k: int, config: Config | None = None) -> Array:
     """u32[rows, k] slots of the k largest of keys u32[rows, U], U a multiple of 4; with bit 31 where a key is not 0."""
     rows, U = keys.shape
-    chosen = config or config_for(rows, U)
+    chosen = config or _tuned.choose("top_k", config_for(rows, U), rows=rows, U=U, k=k)
 
     @jax.custom_batching.custom_vmap
     def run(keys: Array) -> Array:

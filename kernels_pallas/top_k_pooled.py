@@ -36,6 +36,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
+from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas import top_k as t
 from kvjax.kernels_pallas._common import Flag, Word, instr, loop, ptx, real, when, word
 from kvjax.kernels_pallas.top_k import Config, config_for
@@ -89,9 +90,11 @@ def top_k_pooled(parts: Parts, pool: str, k: int, *, config: Config | None = Non
     scores[-1], valid = jnp.pad(scores[-1], ragged), jnp.pad(valid, ragged)
     valid = valid.reshape(-1, valid.shape[-1])
     flat = [s.reshape(B * K * H, G // H, s.shape[3]) for s in scores]
-    out = _pick(pool, k, config or config_for(B * K * H, sum(part.shape[3] for part in scores)), valid, *flat).reshape(
-        B, K, H, k
+    rows, U = B * K * H, sum(part.shape[3] for part in scores)
+    chosen = config or _tuned.choose(
+        "top_k_pooled", config_for(rows, U), rows=rows, U=U, k=k, G=G // H, softmax=int(pool in SOFTMAX)
     )
+    out = _pick(pool, k, chosen, valid, *flat).reshape(B, K, H, k)
     return (out & jnp.uint32(t.SLOTS)).astype(jnp.int32), out > t.SLOTS
 
 
