@@ -1,12 +1,12 @@
 """The choice of `pick_1bit`: from scores and their statistics to slots, by a cluster of blocks a row.
 
 (1) The heads' sums are merged from the warps' statistics, while the first scores are on their way. (2) Each thread
-makes keys of its scores, which stay in registers (of a row of at most 163840 with 8 blocks, 327680 with 16), and counts
-them into 2048 bins. (3) `top_k.find_bin` finds the bin of the last place over the cluster, and how many the blocks
-before have of it and above it, which is all that places need. (4) Each block writes the slots above the bin, in the
-order of threads. The elements of the bin, some tens, go to a list in the shared memory of every block of the cluster;
-a warp counts those larger than its own, which gives that one's place. So two barriers of the cluster are all, and the
-order of slots follows from the input alone.
+loads its scores three fours ahead where G <= 4, and makes keys of them, which stay in registers (of a row of at most
+163840 with 8 blocks, 327680 with 16), and counts them into 2048 bins. (3) `top_k.find_bin` finds the bin of the last
+place over the cluster, and how many the blocks before have of it and above it, which is all that places need. (4) Each
+block writes the slots above the bin, in the order of threads. The elements of the bin, some tens, go to a list in the
+shared memory of every block of the cluster; a warp counts those larger than its own, which gives that one's place. So
+two barriers of the cluster are all, and the order of slots follows from the input alone.
 
 A bin of more than `LISTED` elements, as of equal scores, is first counted again, in 11 bits of what is left of key and
 slot at a time, by a barrier each.
@@ -64,6 +64,31 @@ def span_of(start: Numbers, stop: Numbers, row: Word, size: int, last: int = 0) 
     return [first, instr("max.s32", instr("min.s32", end, size) - first, 0)]
 
 
+def load_heads(scores: Sequence[Any], sizes: Sequence[int], heads: int, at: Word, end: int) -> list[list[Word]]:
+    """Each head's f16 scores of units at .. at + 3, of one part or two, in two words; 0 past the end of the row. They
+    lie before `end` for all threads, so that often nothing is left to ask."""
+    fours = []
+    for head in range(heads):
+        rows = [c.offset_rows(s, word(head), n * 2) for s, n in zip(scores, sizes, strict=True)]
+        address = c.offset(rows[0], at * 2)
+        if end <= sizes[0]:
+            fours.append(ptx("ld.global.v2.u32 {$0, $1}, [$2];", address, results=2))
+            continue
+        if len(sizes) == 2:
+            address = c.choose_address(at < sizes[0], address, c.offset(rows[1], (at - sizes[0]) * 2))
+        load = (
+            "{ .reg .pred p; setp.lt.u32 p, $2, $3; mov.u32 $0, 0; mov.u32 $1, 0; @p ld.global.v2.u32 {$0, $1}, [$4]; }"
+        )
+        fours.append(ptx(load, at, sum(sizes), address, results=2))
+    return fours
+
+
+def numbers(two: Word) -> list[Word]:
+    """Two f16 numbers in f32."""
+    both = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+    return ptx(both, two, results=2)
+
+
 def clear(hist: Word) -> None:
     """Of `t.PASS` words, to be counted in after a barrier."""
     c.loop(c.special("tid.x"), t.PASS // 4, t.THREADS)(
@@ -87,7 +112,7 @@ def choose(
     if len(sizes) == 2:
         wait_start, wait_length = span_of(ends[2], ends[3], row, sizes[1], last)
     wanted = clipped(number_of(ends[-1], row), room)
-    scores = [c.offset_rows(c.global_address(m), row, heads * n * 4) for m, n in zip(scores_m, sizes, strict=True)]
+    scores = [c.offset_rows(c.global_address(m), row, heads * n * 2) for m, n in zip(scores_m, sizes, strict=True)]
     slots, found = (c.offset_rows(c.global_address(m), row, n * 4) for m, n in ((slots_m, room), (found_m, 1)))
     keys = c.offset_rows(c.global_address(keys_m[0]), row, U * 4) if keys_m else None
     hist, small = c.shared_address(hist_m), c.shared_address(small_m)
@@ -96,11 +121,12 @@ def choose(
     with when(c.special("tid.x").equals(0)):
         ptx("st.shared.u32 [$0], $1;", small + t.LENGTH * 4, 0)
     ahead: list[list[list[Word]]] = []  # scores of the next fours, loaded before something else is waited for
+    depth = 3 if heads <= 4 else 0  # fours that registers hold; of more heads not one ahead
 
     def load_ahead() -> None:
         if t.in_one_step(U, config):
             first_four = t.fours(word(0), U, config)[0], t.ends(U, config)[0]
-            ahead.append(pooled.load_heads(scores, sizes, heads, *first_four))
+            ahead.append(load_heads(scores, sizes, heads, *first_four))
 
     logs = None
     if sums_m is not None:
@@ -111,7 +137,8 @@ def choose(
         c.block_barrier()
 
     def four_keys(at: Word, end: int) -> list[Word]:
-        of_heads = ahead.pop(0) if ahead else pooled.load_heads(scores, sizes, heads, at, end)
+        packed = ahead.pop(0) if ahead else load_heads(scores, sizes, heads, at, end)
+        of_heads = [[x for two in words for x in numbers(two)] for words in packed]
         begin, size = start, length
         if end > S:
             stored = at < S
@@ -122,9 +149,8 @@ def choose(
     def first(i: Word) -> Iterator[list[Word]]:
         places = list(zip(t.fours(i, U, config), t.ends(U, config), strict=True))
         for u, (at, end) in enumerate(places):
-            if heads <= 4:  # of more, registers do not hold two fours
-                to_load = (place for place in places[u + len(ahead) : u + 2] if place[1] <= U)
-                ahead.extend(pooled.load_heads(scores, sizes, heads, *place) for place in to_load)
+            to_load = (place for place in places[u + len(ahead) : u + depth] if place[1] <= U)
+            ahead.extend(load_heads(scores, sizes, heads, *place) for place in to_load)
             if ahead or end <= U or not t.in_one_step(U, config):
                 four = four_keys(at, end)
             else:  # in which a warp may have nothing, as most have of the fifth four in a row of 131072 and a little
@@ -153,7 +179,7 @@ def _logs(parts: Any, n: int, heads: int, waiting: Any, shared: Word, loads: Cal
     stride = 32 * share
     parts = c.offset_rows(parts, head, n * 8)
     scores, size, start, length = waiting or (None, 0, 0, 0)
-    scores = c.offset_rows(scores, head, size * 4) if size else None
+    scores = c.offset_rows(scores, head, size * 2) if size else None
 
     def statistics(first: Word, number: int) -> list[list[Word]]:
         load = (
@@ -163,9 +189,9 @@ def _logs(parts: Any, n: int, heads: int, waiting: Any, shared: Word, loads: Cal
         return [ptx(load, a, n, c.offset(parts, a * 8), results=2) for a in (first + j * stride for j in range(number))]
 
     def arrived(first: Word, number: int) -> list[Word]:
-        load = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0xFF800000; @p ld.global.u32 $0, [$3]; }"
+        load = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0xFC00; @p ld.global.u16 $0, [$3]; }"
         at = (first + j * stride for j in range(number))
-        return [ptx(load, a - start, length, c.offset(scores, a * 4), results=1) for a in at]
+        return [numbers(ptx(load, a - start, length, c.offset(scores, a * 2), results=1))[0] for a in at]
 
     # All that is loaded at first is on its way before any of it is waited for.
     turn = min(-(-n // stride), 8), min(-(-size // stride), 4)

@@ -1,20 +1,25 @@
 """The slots that a group of query heads ranks highest by 1-bit keys, from query to choice in two kernels.
 
-**Scores** are those of `score_1bit`, from the same code. Where softmaxes are pooled, a warp also keeps each head's
-largest score and the sum of 2^(score - largest) over the slots of the span, while it has them in registers. Keys that
-wait, and are scored as they are, have blocks of their own at the end of the same grid: as a product in XLA they are a
-launch more, of 2.5 us on an H200 for 256 keys a head.
+**Scores** are those of `score_1bit`, from the same code, but lie in f16 between the kernels: half of the bytes, and
+rounded by 2^-12 of themselves at most, less than by what they are made of (q times step in 16 bits). A finite score
+beyond 65504 counts as an infinite one. Where softmaxes are pooled, a warp also keeps each head's largest score and the
+sum of 2^(score - largest) over the slots of the span, while it has them in registers: not yet rounded, as to round them
+there takes 8 instructions more in two units; the sums differ by less than their terms do. Keys that wait, and are
+scored as they are, have blocks of their own at the end of the same grid: as a product in XLA they are a launch more, of
+2.5 us on an H200 for 256 keys a head. Both kernels read counts and limits where the cache has them, and clip them
+themselves: as one array made by XLA they took a launch of 1.4 us.
 
 **The choice** (`_choice`) has a cluster of blocks a row, as `top_k_pooled`, but reads the scores once: the heads' sums
 come from the warps' statistics, a few KB. Keys are counted into 2048 bins, 32 to an octave of a sum of softmaxes, where
 the last place's bin of 131072 units has some tens, and these are ranked by comparing each with each. Nothing is sorted:
 counts give the places, which follow the threads, in every run alike.
 
-**Bytes:** D/8 + 4 D/g read, 4 G written and 4 G read a slot and kv head, 4 `room` written. The bound on an H200 (4.3
-TB/s) for 8 kv heads x 131072, D = 128, g = 32, G = 4 is 11.7 us and, if L2 has lost the scores, 3.9 us.
+**Bytes:** D/8 + 4 D/g read, 2 G written and 2 G read a slot and kv head, 4 `room` written. The bound on an H200 (4.3
+TB/s) for 8 kv heads x 131072, D = 128, g = 32, G = 4 is 9.8 us and, if L2 has lost the scores, 2.0 us.
 
-**Measured**: not yet in this form. Counted for 8 x 131072, G = 4, bf16: a unit takes 173 instructions of a warp
-(`score_1bit` 147; before codes were read where they lie 357, and the scores took 26 us); 116 registers.
+**Measured**: not yet in this form. With scores in f32 the two took 22.1 and 10.0 us for 8 x 131072, 136 and 65.6 us for
+8 x 1M (H200, 2026-11-21, jax 0.11.2). Counted for G = 4, bf16: a unit takes 174 instructions of a warp (f32: 173;
+before codes were read where they lie 357, and the scores took 26 us); 116 registers, no spills.
 """
 
 from __future__ import annotations
@@ -99,7 +104,7 @@ def pick_1bit(
         )
     H = G if pool == "per_head" else 1
     if wide is None:
-        arrived = jnp.pad(waiting[0], ((0, 0),) * 3 + ((0, -W % 4),)).reshape(B * K * H, G // H, -1)
+        arrived = jnp.pad(waiting[0], ((0, 0),) * 3 + ((0, -W % 4),)).reshape(B * K * H, G // H, -1).astype(jnp.float16)
         W += -W % 4
     else:
         arrived = waiting[0].reshape(B * K, -1, D)
@@ -131,14 +136,14 @@ def _pick(
     def run(*args: Array) -> tuple[Array, Array]:
         ends, (waiting, q, bits, step, zero) = args[:5], args[5:]
         span = ends[:2] if summed else ()
-        scored = score.Scores.of(q, bits, step, scale, config)
-        outs = [jax.ShapeDtypeStruct((rows, G, S), jnp.float32)]
+        scored = score.Scores.of(q, bits, step, scale, config, half=True)
+        outs = [jax.ShapeDtypeStruct((rows, G, S), jnp.float16)]
         if summed:
             outs.append(jax.ShapeDtypeStruct((rows, G, scored.jobs, 2), jnp.float32))
         program = functools.partial(_score, scored=scored, shared_by=[rows // end.size for end in span])
         exact = [waiting] if wide else []
         if wide:
-            outs.append(jax.ShapeDtypeStruct((rows, G, wide), jnp.float32))
+            outs.append(jax.ShapeDtypeStruct((rows, G, wide), jnp.float16))
             program = functools.partial(_score_both, program=program, scored=scored, wide=wide, R=waiting.shape[1])
         more = -(-rows * -(-wide // EXACT) // score.WARPS) if wide else 0
         score_kernel = scored.kernel(program, more_blocks=more, name="kvjax_pick_1bit_score", out_type=tuple(outs))
@@ -201,7 +206,7 @@ def _exact(block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scor
     first = (job - row * jobs) * EXACT
     q, keys, out = (
         c.offset_rows(c.global_address(m), row, n * size)
-        for m, n, size in ((q_m, G, 2 * D), (keys_m, R, 2 * D), (out_m, G, 4 * wide))
+        for m, n, size in ((q_m, G, 2 * D), (keys_m, R, 2 * D), (out_m, G, 2 * wide))
     )
 
     def channels(a: Any, i: Word) -> list[list[Word]]:
@@ -222,8 +227,8 @@ def _exact(block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scor
         for n, x in enumerate(sums):
             head, slot = col * 2 + (n & 1), slots[n >> 1]
             with when((head < G) & (slot < wide)):
-                at = c.offset(c.offset_rows(out, head, 4 * wide), slot * 4)
-                ptx("st.global.u32 [$0], $1;", at, instr("mul.f32", x, real(scored.scale)))
+                at, x = c.offset(c.offset_rows(out, head, 2 * wide), slot * 2), instr("mul.f32", x, real(scored.scale))
+                ptx("st.global.u16 [$0], $1;", at, score.halves(x, x))
 
 
 def _score(*refs, scored: score.Scores, shared_by: Sequence[int]) -> None:

@@ -164,12 +164,13 @@ class Scores:
     kind: str  # of the scales, "bf16" or "f16"
     scale: float
     config: Config
+    half: bool  # whether scores are written in f16, not f32
 
     @classmethod
-    def of(cls, q: Array, bits: Array, step: Array, scale: float, config: Config) -> Scores:
+    def of(cls, q: Array, bits: Array, step: Array, scale: float, config: Config, half: bool = False) -> Scores:
         rows, S, width = bits.shape
         kind = "bf16" if step.dtype == jnp.bfloat16 else "f16"
-        return cls(rows, q.shape[1], S, 8 * width, S // step.shape[1], kind, scale, config)
+        return cls(rows, q.shape[1], S, 8 * width, S // step.shape[1], kind, scale, config, half)
 
     @property
     def at_once(self) -> int:
@@ -223,7 +224,7 @@ class Scores:
         self, q_m, bits_m, step_m, zero_m, out_m, ring_m, *, visit: Visit | None = None, state: Sequence[Word] = ()
     ) -> list[Word]:  # fmt: skip
         """The kernel's body. state = visit(unit, four scores of each of the thread's two heads, state), if given; the
-        unit may be one that is not there."""
+        unit may be one that is not there, and scores are in f32."""
         G, S, D, kind, at_once = self.G, self.S, self.D, self.kind, self.at_once
         warp, lane, quad, col, head, later, row, job = self.thread()
         H, units, stages = D // 8, S // UNIT, self.config.stages // at_once
@@ -232,7 +233,8 @@ class Scores:
         q = c.offset_rows(q, row, G * D * 2)
         bits = c.offset_rows(bits, row, S * D // 8)
         step, zero = (c.offset_rows(a, row, S // self.group * D * 2) for a in (step, zero))
-        out = c.offset_rows(out, row * G + head, S * 4)
+        size = 2 if self.half else 4  # bytes of a score
+        out = c.offset_rows(out, row * G + head, S * size)
         codes, steps = UNIT * D // 8, 2 * D  # bytes of a unit
         ring = c.shared_address(ring_m) + warp * (self.config.stages * (codes + steps))
 
@@ -324,16 +326,23 @@ class Scores:
                 larger = real(self.scale * 2.0 ** (smaller + 1))
                 fours.append([instr("fma.rn.f32", x, larger, start) for x in mine[4 * e : 4 * e + 4]])
             unit = first + own
-            at = c.offset(c.offset_rows(out, within(unit), UNIT * 4), quad * 16)
+            at = c.offset(c.offset_rows(out, within(unit), UNIT * size), quad * (4 * size))
             for e, four in enumerate(fours):
+                words = [halves(*four[:2]), halves(*four[2:])] if self.half else four
+                named = ", ".join(f"${3 + i}" for i in range(size))
                 ptx(
                     "{ .reg .pred p; setp.lt.u32 p, $1, $2; "
-                    f"@p st.global.v4.b32 [$0+{e * S * 4}], {{$3, $4, $5, $6}}; }}",
-                    *(at, head, G - e, *four),
+                    f"@p st.global.v{size}.b32 [$0+{e * S * size}], {{{named}}}; }}",
+                    *(at, head, G - e, *words),
                 )
             return visit(unit, fours, state) if visit else []
 
         return last
+
+
+def halves(low: Word, high: Word) -> Word:
+    """Two f32 numbers in f16."""
+    return instr("cvt.rn.f16x2.f32", high, low)
 
 
 def lane_channels(address: Any, index: Word, col: Word, D: int) -> list[Word]:

@@ -61,6 +61,7 @@ def simulated(*modules: Any) -> Iterator[None]:
                     stack.enter_context(mock.patch.object(module, name, fake))
         for name, fake in fakes.items():
             stack.enter_context(mock.patch.object(_common, name, fake, create=True))
+        stack.enter_context(mock.patch.object(_common, "once", False))
         yield
 
 
@@ -359,11 +360,15 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
                 put(w, column, lanes)
         case "st":
             values = np.stack([read(w)[lanes] for w in vector(operands[1])], axis=1)
-            values = values.astype(np.uint8) if how[-1] == "u8" else values
+            values = values.astype({"u8": np.uint8, "u16": np.uint16}.get(how[-1], values.dtype))
             if how[0] == "global":
                 m.store_global(address(operands[0]), values, lanes)
             else:
                 m.store_shared(address(operands[0]), values, lanes, cluster="cluster" in how[0])
+        case "mov" if operands[0].startswith("{"):
+            low, high = vector(operands[0])
+            put(low, read(operands[1]) & U32(0xFFFF))
+            put(high, read(operands[1]) >> U32(16))
         case "mov":
             words = vector(operands[1])
             if len(words) == 2:
@@ -411,6 +416,8 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
         case "ex2" | "lg2":
             (x,) = floats(operands[1])
             put_float(np.exp2(x) if kind == "ex2" else np.log2(x))
+        case "cvt" if how == ["f32", "f16"]:
+            put_float(read(operands[1]).astype(np.uint16).view(np.float16))
         case "cvt" if how[-1] == "u16":
             put(operands[0], read(operands[1]))
         case "cvt" if how[1] in ("bf16x2", "f16x2"):
