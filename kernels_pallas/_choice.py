@@ -8,6 +8,10 @@ block writes the slots above the bin, in the order of threads. The elements of t
 shared memory of every block of the cluster; a warp counts those larger than its own, which gives that one's place. So
 two barriers of the cluster are all, and the order of slots follows from the input alone.
 
+A longer row is read in steps, the keys written and read again by the later passes. Steps of 4 fours a thread that lie in
+the first part for all threads are a loop of their own, without a question of any load, so that three fours are on their
+way there too: without, one, and the fewer bytes of f16 would not have been read sooner.
+
 A bin of more than `LISTED` elements, as of equal scores, is first counted again, in 11 bits of what is left of key and
 slot at a time, by a barrier each.
 
@@ -146,12 +150,14 @@ def choose(
         flags = [((at + j) - begin < size).choose(1, 0) for j in range(4)]
         return pooled.pooled_keys(flags, [[h[j] for h in of_heads] for j in range(4)], logs, pool)
 
-    def first(i: Word) -> Iterator[list[Word]]:
-        places = list(zip(t.fours(i, U, config), t.ends(U, config), strict=True))
+    def first(i: Word, whole: bool = False) -> Iterator[list[Word]]:
+        """`whole`: all that the step's fours have lies in the first part."""
+        starts = t.fours(i, U, config)
+        places = list(zip(starts, [S] * len(starts) if whole else t.ends(U, config), strict=True))
         for u, (at, end) in enumerate(places):
             to_load = (place for place in places[u + len(ahead) : u + depth] if place[1] <= U)
             ahead.extend(load_heads(scores, sizes, heads, *place) for place in to_load)
-            if ahead or end <= U or not t.in_one_step(U, config):
+            if ahead or end <= U:
                 four = four_keys(at, end)
             else:  # in which a warp may have nothing, as most have of the fifth four in a row of 131072 and a little
                 four = c.choose_between(at < U, functools.partial(four_keys, at, end), [word(0)] * 4)
@@ -164,7 +170,11 @@ def choose(
         return (t.load_four(keys, at, U) for at in t.fours(i, U, config))
 
     bins = FIRST_BINS["score" if not sums else "log" if pool == "max_softmax" else "sum"]
-    _take(first, again, wanted, slots, found, hist, small, listed, bins=bins, U=U, room=room, config=config)
+    stride, unroll, _ = t.steps(U, config)
+    whole = S // (stride * unroll)
+    _take(
+        first, again, wanted, slots, found, hist, small, listed, bins=bins, U=U, whole=whole, room=room, config=config
+    )
 
 
 def _logs(parts: Any, n: int, heads: int, waiting: Any, shared: Word, loads: Callable[[], Any]) -> list[Word]:
@@ -223,16 +233,17 @@ def _logs(parts: Any, n: int, heads: int, waiting: Any, shared: Word, loads: Cal
     return [ptx("ld.shared.u32 $0, [$1];", logs + h * 4, results=1) for h in range(heads)]
 
 
-Fetch = Callable[[Word], Iterable[list[Word]]]
+Fetch = Callable[..., Iterable[list[Word]]]
 
 
 def _take(
     first: Fetch, again: Fetch, wanted: Word, slots: Any, found: Any, hist: Word, small: Word, listed: Word,
-    *, bins: tuple[int, int], U: int, room: int, config: t.Config,
+    *, bins: tuple[int, int], U: int, whole: int, room: int, config: t.Config,
 ) -> None:  # fmt: skip
     """Writes to `slots` those of the `wanted` largest keys that are not 0, and to `found` how many these are.
 
-    `first(i)` gives the keys of `t.fours(i, U, config)` the first time that they are looked at, `again(i)` after it.
+    `first(i)` gives the keys of `t.fours(i, U, config)` the first time that they are looked at, `again(i)` after it;
+    of the first `whole` steps, if there are more than one, `first(i, True)`.
     """
     thread, part, blocks = c.special("tid.x"), c.special("cluster_ctarank"), config.blocks
     lane, warp, length = thread & 31, thread >> 5, small + t.LENGTH * 4
@@ -253,7 +264,11 @@ def _take(
     def each(fetch: Fetch, visit: Callable[..., Any], carry: Sequence[Word] = ()) -> list[Word]:
         if in_registers:
             return visit(word(0), held or elements(fetch, word(0)), *carry)
-        return c.loop(0, t.steps(U, config)[2], 1, carry)(lambda i, *carry: visit(i, elements(fetch, i), *carry))
+        done, steps = 0, t.steps(U, config)[2]
+        if fetch is first and whole:
+            of_whole = functools.partial(first, whole=True)
+            carry, done = c.loop(0, whole, 1, carry)(lambda i, *carry: visit(i, elements(of_whole, i), *carry)), whole
+        return c.loop(done, steps, 1, carry)(lambda i, *carry: visit(i, elements(fetch, i), *carry))
 
     def count(n: int, fetch: Fetch, bin_of: Callable[[Word, Word], list[Operand]], wanted: Word) -> t.Found:
         """`bin_of` gives a bin, and perhaps two numbers, of which the first is not the larger if the element counts.

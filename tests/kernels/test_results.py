@@ -495,6 +495,7 @@ KINDS = ("normal", "equal", "few keys", "peaked", "flat", "coarse", "infinite", 
             for case in (
                 (1, 2, 4, 8192, 128, 32, 255, 1000, jnp.bfloat16, pick_1bit.Config(blocks=2, units=13, stages=4)),
                 (2, 1, 8, 4160, 64, 64, 9, 77, jnp.float16, pick_1bit.Config(blocks=1, unroll=1, units=9, stages=8)),
+                (1, 1, 4, 8224, 128, 32, 5, 900, jnp.bfloat16, pick_1bit.Config(blocks=1, unroll=2, units=16)),
                 (1, 1, 3, 4096 + 32, 128, 4128, 4, 4095, jnp.bfloat16, None),
                 (2, 1, 5, 64, 64, 32, 1, 65, jnp.bfloat16, pick_1bit.Config(blocks=4, units=2, stages=2)),
                 (1, 1, 4, 160, 128, 32, 8, 60, jnp.bfloat16, pick_1bit.Config(blocks=16, units=2)),
