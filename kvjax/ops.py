@@ -164,8 +164,8 @@ def pick_1bit(
     from S on, the slots of `waiting` = (scores f32[B, K, G, W], start, stop) without the `last` before its stop. With
     `wide`, waiting[0] are keys [B, K, R, D], to be scored as they are, of which only the first `wide` may wait. Count,
     starts and stops are i32[B], or a number for all rows. At most `room` are chosen, in any order. `implementation`:
-    see `explain`. The kernel scores as that of `score_1bit`; where ranks differ by less than its rounding, it may
-    choose otherwise.
+    see `explain`. The kernel scores as that of `score_1bit` and ranks these scores in f16, where one beyond 65504 is
+    infinite; where ranks differ by less than its rounding, it may choose otherwise.
     """
     from kvjax.kernels_pallas import pick_1bit as kernel
 
