@@ -10,8 +10,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, TypeVar, cast
 
 import jax
 
@@ -49,6 +49,26 @@ def why_not() -> str | None:
         if device.platform == "gpu" and str(getattr(device, "compute_capability", "")) != "9.0":
             return f"the kernels are for GPUs of compute capability 9.0 (H100, H200); this process has {device}"
     return None
+
+
+once = True  # whether `lowered_once` does what it says; the simulator and tests that change a kernel turn it off
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def lowered_once(*static: str) -> Callable[[F], F]:
+    """Of a function that calls a kernel: many layers that call it alike trace and lower it once, and so Mosaic compiles
+    one kernel for them, where it would compile one each (a Llama of 32 layers with FIER: some 100)."""
+
+    def wrap(f: F) -> F:
+        jitted = jax.jit(f, static_argnames=static)
+
+        @wraps(f)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return (jitted if once else f)(*args, **kwargs)
+
+        return cast(F, run)
+
+    return wrap
 
 
 def flatten_batch(n: int, batches: Sequence[bool], args: Sequence[jax.Array]) -> list[jax.Array]:

@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from kvjax.kernels_pallas import _common
+
 FILE = Path(__file__).with_name("tuned.json")
 NEAR = 1.5
 SIZES = frozenset(("rows", "S", "U", "P", "M", "k", "room"))  # rows, and tokens, units, pages, picks of one
@@ -73,10 +75,12 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
 def asked() -> Iterator[list[Asked]]:
     """Collects what kernels that are traced in the block ask for: so a benchmark knows the names of a shape."""
     found: list[Asked] = []
-    token = _asked.set(found)
+    token, once = _asked.set(found), _common.once
+    _common.once = False  # what was traced before must be traced anew to ask
     try:
         yield found
     finally:
+        _common.once = once
         _asked.reset(token)
 
 

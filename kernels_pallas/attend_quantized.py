@@ -176,6 +176,7 @@ def _groups(scales: Any, S: int, D: int) -> tuple[int, int]:
     return S // scales.shape[-2], D // scales.shape[-1]
 
 
+@c.lowered_once("scale", "config")
 def attend_quantized(
     q: Array,
     keys: tuple[Array, Array],

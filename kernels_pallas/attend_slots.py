@@ -94,6 +94,7 @@ def supported(q: Any, k: Any, v: Any, slots: Any) -> bool:
     return unsupported(q, k, v, slots) is None
 
 
+@c.lowered_once("scale", "config")
 def attend_slots(
     q: Array, k: Array, v: Array, slots: Array, valid: Array, *, scale: float, config: Config | None = None
 ) -> tuple[Array, Array]:

@@ -113,6 +113,7 @@ def supported(q: Any, ids: Any, counts: Any, limits: Any) -> bool:
     return unsupported(q, ids, counts, limits) is None
 
 
+@c.lowered_once("config")
 def collide(q: Array, ids: Array, counts: Array, limits: Array, *, config: Config | None = None) -> Array:
     """u8[B, K, G, S] votes, of q [B, K, G, D], ids u8[B, K, S, D/8], counts i32[B, K, D/8, 256], limits i32[B, T]."""
     if limit := unsupported(q, ids, counts, limits, config):

@@ -83,6 +83,7 @@ def supported(votes: Any, valid: Any, count: Any, room: int) -> bool:
     return unsupported(votes, valid, count, room) is None
 
 
+@c.lowered_once("room", "config")
 def most_voted(
     votes: Array, valid: Array, count: Array, room: int, *, config: Config | None = None
 ) -> tuple[Array, Array]:

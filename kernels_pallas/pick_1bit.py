@@ -40,7 +40,7 @@ from kvjax.kernels_pallas import top_k as t
 from kvjax.kernels_pallas import top_k_pooled as pooled
 from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
 
-MEASURED: str | None = None  # the date in benchmarks/results/pick_1bit.json
+MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/pick_1bit.json
 EXACT = 32  # keys of a warp that scores those that wait
 
 
@@ -80,6 +80,7 @@ def supported(q: Any, bits: Any, step: Any, waiting: Any, pool: str, room: int) 
     return unsupported(q, bits, step, waiting, pool, room) is None
 
 
+@c.lowered_once("pool", "room", "scale", "wide", "last", "config")
 def pick_1bit(
     q: Array, bits: Array, step: Array, zero: Array, span: Sequence[Array | int], waiting: Sequence[Array | int],
     count: Array | int, pool: str, room: int, *, scale: float, wide: int | None = None, last: int = 0,

@@ -74,6 +74,7 @@ def supported(q: Any, signs: Any, sizes: Any, weights: Any, slots: Any) -> bool:
     return unsupported(q, signs, sizes, weights, slots) is None
 
 
+@c.lowered_once("centres", "scale", "config")
 def rerank(
     q: Array, signs: Array, sizes: Array, weights: Array, slots: Array,
     *, centres: Sequence[float], scale: float, config: Config | None = None,

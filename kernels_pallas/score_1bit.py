@@ -104,6 +104,7 @@ def supported(q: Any, bits: Any, step: Any) -> bool:
     return unsupported(q, bits, step) is None
 
 
+@c.lowered_once("scale", "config")
 def score_1bit(q: Array, bits: Array, step: Array, zero: Array, *, scale: float, config: Config | None = None) -> Array:
     """f32[B, K, G, S]: scale * q.k~ of q [B, K, G, D], keys of bits u8[B, K, S, D/8], step and zero [B, K, S/g, D]."""
     if limit := unsupported(q, bits, step):

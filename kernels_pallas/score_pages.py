@@ -66,6 +66,7 @@ def supported(q: Any, low: Any, high: Any) -> bool:
     return unsupported(q, low, high) is None
 
 
+@c.lowered_once("scale", "config")
 def score_pages(q: Array, low: Array, high: Array, *, scale: float, config: Config | None = None) -> Array:
     """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and corners [B, K, P, D]."""
     if limit := unsupported(q, low, high):

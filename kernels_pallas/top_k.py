@@ -97,6 +97,7 @@ def supported(shape: tuple[int, ...], dtype: Any, k: int) -> bool:
     return unsupported(shape, dtype, k) is None
 
 
+@c.lowered_once("k", "config")
 def top_k(scores: Array, valid: Array, k: int, *, config: Config | None = None) -> tuple[Array, Array]:
     """(slots i32[..., k], valid bool[..., k]) of the k largest of scores [..., U] where `valid`, most first."""
     if limit := unsupported(scores.shape, scores.dtype, k):

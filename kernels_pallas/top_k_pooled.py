@@ -72,6 +72,7 @@ def supported(parts: Parts, pool: str, k: int) -> bool:
     return unsupported(parts, pool, k) is None
 
 
+@c.lowered_once("pool", "k", "config")
 def top_k_pooled(parts: Parts, pool: str, k: int, *, config: Config | None = None) -> tuple[Array, Array]:
     """(slots i32[B, K, H, k], valid bool[B, K, H, k]) of the k units of all parts that rank highest, most first.
 

@@ -340,7 +340,7 @@ def rerank(
     from kvjax.kernels_pallas import rerank as kernel
 
     def run(q: Array, keys: Directions, picked: Selection) -> Array:
-        return kernel.rerank(q, *keys, picked.slots, centres=lloyd_max(SUBSPACE)[1].tolist(), scale=scale)
+        return kernel.rerank(q, *keys, picked.slots, centres=tuple(lloyd_max(SUBSPACE)[1].tolist()), scale=scale)
 
     reference = partial(_rerank, scale=scale)
     limit, mosaic = kernel.unsupported(q, *keys, picked.slots), _with_derivative(run, reference)

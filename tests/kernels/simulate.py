@@ -180,7 +180,9 @@ class Machine:
     def check_prefetch(self, at: Any, size: Any, lanes: Any) -> None:
         for lane in lanes:
             first, bytes_ = int(at[lane]) - GLOBAL, int(size[lane])
-            assert first % 16 == 0 and bytes_ % 16 == 0 and bytes_, f"a prefetch of {bytes_} bytes at {first}"
+            assert bytes_, "a prefetch of nothing"
+            assert first % 16 == 0, f"a prefetch at {first}"
+            assert bytes_ % 16 == 0, f"a prefetch of {bytes_} bytes"
             assert (self.state[first : first + bytes_] == READ_ONLY).all(), "a prefetch outside of an array"
 
     def _shared(self, lanes: Any, at: Any, size: int, cluster: bool) -> Any:
