@@ -35,6 +35,7 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _choice as choice
 from kvjax.kernels_pallas import _common as c
+from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas import score_1bit as score
 from kvjax.kernels_pallas import top_k as t
 from kvjax.kernels_pallas import top_k_pooled as pooled
@@ -111,7 +112,18 @@ def pick_1bit(
         arrived = waiting[0].reshape(B * K, -1, D)
     ends = (jnp.asarray(x, jnp.int32).reshape(-1) for x in (*span, *waiting[1:], count))
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
-    chosen = config or config_for(B * K, H, S, S + W)
+    chosen = config or _tuned.choose(
+        "pick_1bit",
+        config_for(B * K, H, S, S + W),
+        rows=B * K,
+        S=S,
+        room=room,
+        G=G,
+        H=H,
+        D=D,
+        group=S // step.shape[2],
+        softmax=int(pool in pooled.SOFTMAX),
+    )
     wide = None if wide is None else W
     slots, found = _pick(pool, room, scale, wide, last, chosen, *ends, arrived, *rows)
     return slots.reshape(B, K, H, room), found.reshape(B, K, H)

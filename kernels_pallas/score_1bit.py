@@ -45,6 +45,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
+from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/score_1bit.json
@@ -109,9 +110,11 @@ def score_1bit(q: Array, bits: Array, step: Array, zero: Array, *, scale: float,
     """f32[B, K, G, S]: scale * q.k~ of q [B, K, G, D], keys of bits u8[B, K, S, D/8], step and zero [B, K, S/g, D]."""
     if limit := unsupported(q, bits, step):
         raise NotImplementedError(limit)
-    B, K, G, _ = q.shape
+    (B, K, G, D), S = q.shape, bits.shape[2]
+    group = S // step.shape[2]
+    chosen = config or _tuned.choose("score_1bit", config_for(B * K, S), rows=B * K, S=S, G=G, D=D, group=group)
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
-    return _scores(scale, config or config_for(B * K, bits.shape[2]), *rows).reshape(B, K, G, -1)
+    return _scores(scale, chosen, *rows).reshape(B, K, G, -1)
 
 
 def _scores(scale: float, config: Config, q: Array, bits: Array, step: Array, zero: Array) -> Array:

@@ -17,7 +17,9 @@ from kvjax.kernels_pallas import (
     attend_zones,
     collide,
     most_voted,
+    pick_1bit,
     rerank,
+    score_1bit,
     score_pages,
     top_k,
     top_k_pooled,
@@ -152,6 +154,18 @@ def _most_voted(rows, S, room):
     return partial(most_voted.most_voted, room=room), *votes
 
 
+def _score_1bit(rows, S, G, D, group):
+    keys = u8(rows, 1, S, D // 8), *2 * [sds(rows, 1, S // group, D)]
+    return partial(score_1bit.score_1bit, scale=0.1), f32(rows, 1, G, D), *keys
+
+
+def _pick_1bit(rows, S, room, G, H, D, group, softmax):
+    span = i32(rows), i32(rows)
+    pool = ("mean_softmax" if softmax else "mean_score") if H == 1 else "per_head"
+    call = partial(pick_1bit.pick_1bit, pool=pool, room=room, scale=0.1)
+    return call, *_score_1bit(rows, S, G, D, group)[1:], span, (f32(rows, 1, G, 64), *span), i32(rows)
+
+
 def _score_pages(rows, P, G, D):
     return partial(score_pages.score_pages, scale=0.1), sds(rows, 1, G, D), *2 * [sds(rows, 1, P, D)]
 
@@ -172,7 +186,13 @@ CALLS = {  # by kernel, a call that asks for a shape; such a shape; a config tha
     "attend_zones": (_zones, dict(rows=3, M=66, G=5, D=128), dict(blocks=2, warpgroups=1)),
     "collide": (_collide, dict(rows=2, S=512, G=3, D=64), dict(parts=2, blocks=4, warpgroups=1, keys=1)),
     "most_voted": (_most_voted, dict(rows=2, S=512, room=99), dict(blocks=2, warpgroups=2)),
+    "pick_1bit": (
+        _pick_1bit,
+        dict(rows=2, S=512, room=31, G=4, H=1, D=64, group=32, softmax=1),
+        dict(blocks=4, unroll=2, units=3, stages=2),
+    ),
     "rerank": (_rerank, dict(rows=6, M=77, G=3, D=128), dict(warpgroups=4)),
+    "score_1bit": (_score_1bit, dict(rows=2, S=512, G=3, D=128, group=64), dict(units=3, stages=8)),
     "score_pages": (_score_pages, dict(rows=5, P=33, G=2, D=64), dict(tiles=2, warpgroups=2)),
     "top_k": (_top_k, dict(rows=2, U=512, k=31), dict(blocks=4, unroll=2)),
     "top_k_pooled": (_top_k_pooled, dict(rows=3, U=512, k=31, G=4, softmax=1), dict(blocks=4, unroll=2)),
