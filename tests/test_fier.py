@@ -58,7 +58,7 @@ def test_ties_go_to_the_lower_slot() -> None:
     spec = CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=8, capacity=80, dtype=jnp.float32)
     policy = Retrieval(selector=Fier(group=8), budget=5, sink=0, local=1, demote=Fifo(leave=8), dense_below=0)
     k = jnp.tile(jnp.where(jnp.arange(73) % 2 == 0, 1.0, -1.0)[None, :, None, None], (1, 1, 1, 8))
-    _, cache = kvjax.attention(kvjax.init_layer(policy, spec), k, k, k)
+    _, cache = jax.jit(kvjax.attention)(kvjax.init_layer(policy, spec), k, k, k)
     selection = select(policy, cache.state, jnp.ones((1, 1, 8)))
     assert selection.slots[0, 0, 0].tolist() == [0, 2, 4, 6]
 

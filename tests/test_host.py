@@ -35,6 +35,7 @@ def test_host_store_holds_and_reads_what_dense_does(page: int) -> None:
     rng = np.random.default_rng(page)
     dense, host = Dense(), Host(page=page)
     states = [store.init(SPEC, 96) for store in (dense, host)]
+    attends = [jax.jit(functools.partial(store.attend, scale=0.2)) for store in (dense, host)]
     q = jnp.asarray(rng.normal(size=(2, 2, 2, 16)), jnp.float32)
     # Rows take different numbers of chunks; the last call has less room than it brings, and row 1 none for its last.
     for counts in ([32, 0], [16, 32], [48, 48], [0, 48]):
@@ -47,10 +48,7 @@ def test_host_store_holds_and_reads_what_dense_does(page: int) -> None:
             np.testing.assert_array_equal(states[1].v[b, :, :n], states[0].v[b, :, :n])
         np.testing.assert_array_equal(states[1].count, states[0].count)
         start = jnp.array([5, 0])
-        parts = [
-            jax.jit(functools.partial(store.attend, scale=0.2))(st, q, start)
-            for store, st in zip((dense, host), states, strict=True)
-        ]
+        parts = [attend(st, q, start) for attend, st in zip(attends, states, strict=True)]
         for ours, theirs in zip(parts[1], parts[0], strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
     pages = np.stack([rng.permutation(80 // page)[:3] for _ in range(4)]).reshape(2, 2, 1, 3)

@@ -189,11 +189,14 @@ def test_few_vectors_are_rotated_alike(D: int) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
+_encode, _decode = jax.jit(encode), jax.jit(decode)
+
+
 @given(st.sampled_from(SIZES), st.integers(0, 2**31))
 def test_codes_keep_the_product_of_a_key_with_itself(D: int, draw: int) -> None:
     x = random_keys(5, D, seed=draw)
-    code = jax.jit(encode)(x)
-    decoded = np.asarray(decode(code), np.float64)
+    code = _encode(x)
+    decoded = np.asarray(_decode(code), np.float64)
     np.testing.assert_array_equal(code.signs, pack_bits(x >= 0))
     np.testing.assert_allclose((decoded * x).sum(axis=1), (x.astype(np.float64) ** 2).sum(axis=1), rtol=2**-8)
     assert np.linalg.norm(decoded - x) < 0.15 * np.linalg.norm(x)
@@ -201,7 +204,7 @@ def test_codes_keep_the_product_of_a_key_with_itself(D: int, draw: int) -> None:
 
 def test_codes_of_zeros_and_of_great_and_small_keys_are_finite() -> None:
     for value in (0.0, 1e-30, 1e15):
-        decoded = np.asarray(decode(encode(jnp.full((2, 16), value))))
+        decoded = np.asarray(_decode(_encode(jnp.full((2, 16), value))))
         assert np.isfinite(decoded).all()
         np.testing.assert_allclose(decoded, value, rtol=0.01 if value > 1e-8 else 1)
 

@@ -163,9 +163,10 @@ def _mixed(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 def test_attention_over_everything_is_that_over_decoded_numpy(name: str, queries: int) -> None:
     store, (k, v, st) = STORES[name], filled(name)
     q = np.random.default_rng(4).normal(size=(2, 2, queries, 16)).astype(np.float32)
+    attend = jax.jit(functools.partial(store.attend, scale=0.3))
     for start in ([0, 0], [5, 70], [40, 300]):
         starts = np.asarray(start)[:, None] + np.zeros((1, queries), int)
-        part = jax.jit(functools.partial(store.attend, scale=0.3))(st, q, starts)
+        part = attend(st, q, starts)
         for b, h in np.ndindex(2, 2):
             keys, values = oracle(store, k[b, h], v[b, h])
             here = slice(start[b], int(st.count[b]))
