@@ -236,7 +236,7 @@ def test_a_directory_that_is_no_checkpoint_is_refused(kvjax, tmp_path):
 
 def test_without_a_directory_the_model_that_ships_answers(kvjax):
     question = "The pass key is 71432. Remember it.\nWhat is the pass key? The pass key is "
-    code, out, _ = kvjax("generate", "--prompt", question, "--cache", "fier", "--budget", 256, "--max-new-tokens", 5)
+    code, out, _ = kvjax("generate", "--prompt", question, "--max-new-tokens", 5)
     assert (code, out) == (0, "71432\n")
 
 
