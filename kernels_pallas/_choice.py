@@ -8,9 +8,9 @@ block writes the slots above the bin, in the order of threads. The elements of t
 shared memory of every block of the cluster; a warp counts those larger than its own, which gives that one's place. So
 two barriers of the cluster are all, and the order of slots follows from the input alone.
 
-A longer row is read in steps, the keys written and read again by the later passes. Steps of 4 fours a thread that lie in
-the first part for all threads are a loop of their own, without a question of any load, so that three fours are on their
-way there too: without, one, and the fewer bytes of f16 would not have been read sooner.
+A longer row is read in steps, the keys written and read again by the later passes. Steps of 4 fours a thread that lie
+in the first part for all threads are a loop of their own, without a question of any load, so that three fours are on
+their way there too: without, one, and the fewer bytes of f16 would not have been read sooner.
 
 A bin of more than `LISTED` elements, as of equal scores, is first counted again, in 11 bits of what is left of key and
 slot at a time, by a barrier each.
@@ -19,9 +19,10 @@ slot at a time, by a barrier each.
 58 elements in the last place's bin, 2.1 lanes of a warp that meet in a bin when counting; by the leading 11 bits of a
 logarithm it is 11578 and 18. 64 registers, no spills.
 
-**Tried and lost**, with shares of the 21 us that it took by a profile: counting again until as many are in a bin as are
-wanted (more than a tenth a pass); each thread reading two bins of all blocks (a tenth, once); 32 loads and selections a
-thread for the sums of warps (a twentieth, each time); a logarithm for each unit (a fifth of its special functions).
+**Tried and lost** (`pick_1bit` has its times), with shares of the 21 us that it took then, by a profile: counting again
+until as many are in a bin as are wanted (more than a tenth a pass); each thread reading two bins of all blocks (a
+tenth, once); 32 loads and selections a thread for the sums of warps (a twentieth, each time); a logarithm for each unit
+(a fifth of its special functions).
 """
 
 from __future__ import annotations

@@ -22,17 +22,18 @@ as 2^-57 before precision suffers.
 **Bytes:** a token and kv head, D (b_k + b_v) / 8 of codes and 4 D / g of scales each of keys and values. The bound on
 an H200 (4.3 TB/s) for 8 kv heads x 131072, D = 128, 2 bits, keys by channel in groups of 42, values of 64: 21 us.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, normal random q, k, v, 4 queries a kv head, those shapes:
-36.1 us (the reference 5.27 ms); other shapes not yet in two stages. Counted there: 250 instructions of a warp for 16
-tokens, 125 of them at half rate, which is 17 us of issue slots; 148 registers, 12 warps a multiprocessor and 40 KB in
-flight. (KIVI's slices of 32 channels take two products where one would do, and 330 instructions.) With every code
-decoded and loads into registers it was 567, and 74 us.
+**Measured** on an H200, 2026-11-21, jax 0.11.2, device time with the merge, normal random q, k, v, 4 queries a kv head,
+those shapes: 36.0 us (the reference 5.24 ms); 32760 tokens 14.5 us, batch 8 x 32760 65.6 us. Of 131072 tokens, KIVI's
+groups of 32 47.0 us, the same in 4 bits 45.3, at D = 64 28.2; keys by token in groups of 64 40.1. Counted for the
+first: 250 instructions of a warp for 16 tokens, 125 of them at half rate, which is 17 us of issue slots; 148 registers,
+12 warps a multiprocessor and 40 KB in flight. (KIVI's slices of 32 channels take two products where one would do, and
+330 instructions.) With every code decoded and loads into registers it was 567, and 74 us.
 
-**Tried and lost** in time: three stages 39.1 us; four warpgroups a block, which have 128 registers and read 17 spilled
-ones in a unit, 39.1, and in three stages 41.7; 32 blocks a row 44.5 us with three stages, with one warpgroup and four
-41.3; two warpgroups and four stages 41.5. Of the form with decoded codes: 16 blocks of a warpgroup a row 113 us, 50
-blocks 81 us. In accuracy: without what rounding takes given back, the error is twice as large; of decoded codes, `fma`
-with zero - scale 2^b and without the subtraction was wrong by 1 to 2 %, as that sum is rounded for a whole group.
+**Tried and lost** in time: three stages 38.6 us; four warpgroups a block, which have 128 registers and read 17 spilled
+ones in a unit, 38.8, and in three stages 41.8; 32 blocks a row 40.5, with one warpgroup and four stages 41.1; two
+warpgroups and four stages 41.2. Of the form with decoded codes: 16 blocks of a warpgroup a row 113 us, 50 blocks 81 us.
+In accuracy: without what rounding takes given back, the error is twice as large; of decoded codes, `fma` with zero -
+scale 2^b and without the subtraction was wrong by 1 to 2 %, as that sum is rounded for a whole group.
 """
 
 from __future__ import annotations

@@ -4,19 +4,19 @@ The kernel is that of `attend_slots`, over slots that count on from the store to
 each slot that it copies it compares which zone that lies in. A row's places are the chosen slots, then those of the
 local window, then the sink's; a warp makes the slots of the last two from their spans, and knows from a count, or from
 -1 in the list, where nothing was chosen. So no list is put together, there is no attention over the recent block in
-plain XLA, no merge and no conversion after it: of a FIER step's launches at 128K (ahead-of-time compile, with
-`put_token`, and keys that wait scored in `pick_1bit`) 5 are left of 16.
+plain XLA, no merge and no conversion after it: of a FIER step's launches at 128K 4 are left of 16 (with `put_token`,
+and with `pick_1bit`, which scores keys that wait and clips counts itself).
 
 **Bytes:** 2 D e M read a row, e of an element and M of all slots attended to, and 4 of each chosen one; e g D written.
 The bound on an H200 (4.3 TB/s) is 2.0 us for 8 rows of 2048 slots, D = 128 in bf16, and 16 us for 64.
 
 **Measured** on an H200, 2026-11-21, jax 0.11.2, device time, normal random q, k, v, slots spread, in random order, 8 kv
 heads, G = 4, D = 128, bf16, a store of 131072: 2047 slots and a token (FIER) 6.4 us (the reference 34 us, the reference
-around the kernel `attend_slots` 18), 2032 and 16 (Quest) 6.3 us, 1916, 128 and a sink of 4 (ParisKV) 6.6 us; batch 8 x
-2048 of 32768 21.4 us (110, 35).
+around the kernel `attend_slots` 18), 2032 and 16 (Quest) 6.3 us (33, 16), 1916, 128 and a sink of 4 (ParisKV) 6.5 us
+(43, 27); batch 8 x 2048 of 32768 21.2 us (111, 35).
 
 **Tried and lost**: 8 blocks of a warpgroup 7.4 us, 4 of two 8.1, 2 of two 11.8; with 64 rows 8 blocks a row take 33 us,
-4 take 27.
+4 take 28 to 29.
 """
 
 from __future__ import annotations

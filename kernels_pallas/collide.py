@@ -16,12 +16,12 @@ the order of channels, in f32: where two are equal but for rounding, the referen
 registers to G = 4 and two keys a thread, no spills; by count, votes take 4.6 instructions a subspace and key at G = 1
 and 4.9 at G = 4, half of them on pipes of half rate.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, 8 kv heads x 131072, D = 128, six limits: G = 4 13.5 us
-(the reference 426), G = 1 10.5 us (175; clusters of two blocks, of `tuned.json`: 11.6 by the rule); batch 8 x 32768,
-G = 4 32.1 us (546). Other shapes: not yet with three clusters a row.
+**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, 8 kv heads x 131072, D = 128, six limits: G = 4 13.3 us
+(the reference 424), G = 1 10.5 us (173; clusters of two blocks, of `tuned.json`: 11.6 by the rule), G = 8 22.4 us
+(479), D = 64 9.6 us (374). G = 4: 32768 keys 9.8 us (355), 1M 65 us (1.55 ms), batch 8 x 32768 31.8 us (546).
 
-**Tried and lost** at G = 4: two clusters a row 15.2 us, and one key at once there 16.4; four of two warpgroups 17.1,
-one of eight 14.2, one of 16 blocks 14.8, eight of two blocks 19.4, where a block ranks the patterns of eight subspaces.
+**Tried and lost** at G = 4: two clusters a row 15.3 us, and one key at once there 16.4; four of two warpgroups 17.2,
+one of eight 14.3, one of 16 blocks 14.8, eight of two blocks 19.3, where a block ranks the patterns of eight subspaces.
 Patterns sorted, a warp a subspace and head, and one cluster a row with more than 64 registers: 17.9 us; then a second
 cluster made it 23.7 us, for 15 clusters of 8 blocks run at once where one block fills a multiprocessor, and the 16th
 waits.

@@ -9,9 +9,9 @@ neighbouring bytes. Of a row whose index is out of range nothing is read.
 for 2 MiB, 4096 rows of keys and values of D = 128 in bf16.
 
 **Measured** on an H200, 2026-11-21, jax 0.11.2, device time, rows of 512 bytes in random order, 8 kv heads: 512 rows
-each (2 MiB) 43.9 us, 48 GB/s; 2048 rows 167 us, 50.5 GB/s; pages of 32 tokens, 64 each, the same; batch 8 329 us. By
-the host's clock, that has a launch in it, 82 us and 214 us, where the reference takes 183 us and 493 us.
-`benchmarks/results/host_rows.json` has more.
+each (2 MiB) 43.5 us, 48 GB/s; 2048 rows 166 us, 50.4 GB/s; pages of 32 tokens, 64 each, the same; batch 8 x 512 rows
+330 us, 51 GB/s. By the host's clock, that has a launch in it, 72 us and 211 us, where the reference takes 167 us and
+468 us. `benchmarks/results/host_rows.json` has more.
 
 **Tried and lost**: one, four, eight chunks ahead, one and four warpgroups: within 5 % of each other. The bus is full.
 """

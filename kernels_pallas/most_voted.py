@@ -9,13 +9,13 @@ before, by shuffles. Votes are compared four a word, and both running sums are h
 **Bytes:** 2 read a key and row, twice, and 4 written a place. The bound on an H200 (4.3 TB/s) for 8 rows x 131072 with
 13108 places is 0.6 us from device memory; what `collide` has just written, 1 MB, is still in L2.
 
-**Measured**: not yet in this form. Before, with 8 copies of the bins, votes compared one by one, a scan for each sum
-and three barriers of the cluster for two, on an H200, 2026-11-21, jax 0.11.2, device time of the kernel alone, votes
-binomial of 96 at .2: 8 rows x 131072, 13108 places 8.4 us (the reference 72), 32 rows 16.4 us (122), 8 x 1M 43 us
-(192), 64 rows x 32768 9.7 us (93). XLA adds 2.5 us around it.
+**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of the kernel alone, votes binomial of 96 at .2: 8 rows x
+131072, 13108 places 5.8 us (the reference 73), 6554 places 5.3 us (72), 32 rows 10.4 us (123), 8 x 1M 29.0 us (192), 8
+x 32768 3.8 us (59), 64 rows x 32768 6.8 us (93). XLA adds 2 to 4 us around it.
 
-**Tried and lost** (before): 8 rows of 4 blocks 12.5 us, 8 blocks of two warpgroups 10.3 us; 64 rows of 8 blocks 27 us,
-hence `config_for`.
+**Tried and lost**: 8 blocks of two warpgroups 6.7 us, of eight 6.2; 16 blocks of two 6.4, of four 6.9, of eight 11.1.
+8 copies of the bins, votes compared one by one, a scan for each sum and three barriers of the cluster for two 8.4 us,
+and in that form: 8 rows of 4 blocks 12.5 us; 64 rows of 8 blocks 27 us, hence `config_for`.
 """
 
 from __future__ import annotations

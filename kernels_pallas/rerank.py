@@ -15,11 +15,11 @@ pick, were pieces read to the byte, are 1.3 and 5.1 us.
 
 **Measured** on an H200, 2026-11-21, jax 0.11.2, device time, 8 kv heads x 131072, D = 128, slots spread: 6554 picks of
 one list 6.2 us (the reference 107; four warpgroups a block, of `tuned.json`), 13108 picks, which a step of ParisKV has,
-11.1 us (214), a list for each of 4 heads 17.5 us (152); 3277 of 32768 2.9 us (52); 6554 at D = 64 4.1 us (97). A
-million keys and batch 8: not yet with blocks of this size.
+11.0 us (212), a list of 6554 for each of 4 heads 17.6 us (152); 3277 of 32768 2.9 us (52), batch 8 18.7 us (117); 52429
+of 1M 34.9 us (853); 6554 at D = 64 4.1 us (96).
 
-**Tried and lost**: a warpgroup a block 10.5, 17.4 and 28.5 us for the first three, with a table for each 128 picks;
-four of them 11.5 us for 13108 picks, 19.3 us for a list a head, and two 6.5 us for 6554.
+**Tried and lost**: a warpgroup a block 10.5, 17.4 and 28.7 us for the first three, with a table for each 128 picks;
+four of them 11.4 us for 13108 picks, 19.1 us for a list a head, and two 6.6 us for 6554.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def supported(q: Any, signs: Any, sizes: Any, weights: Any, slots: Any) -> bool:
 @c.lowered_once("centres", "scale", "config")
 def rerank(
     q: Array, signs: Array, sizes: Array, weights: Array, slots: Array,
-    *, centres: Sequence[float], scale: float, config: Config | None = None,
+    *, centres: tuple[float, ...], scale: float, config: Config | None = None,
 ) -> Array:  # fmt: skip
     """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the keys at slots i32[B, K, G, M], clipped to S.
 
     Keys are signs u8[B, K, S, D/8], sizes u8[B, K, S, 3 D/8] and weights u16[B, K, S, D/8], as in `rotate.Directions`;
-    `centres` are what its 8 sizes stand for.
+    `centres`, a tuple, as what lowers the kernel once must be hashable, are what its 8 sizes stand for.
     """
     if limit := unsupported(q, signs, sizes, weights, slots):
         raise NotImplementedError(limit)

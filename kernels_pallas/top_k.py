@@ -12,18 +12,19 @@ own in each list by bisection; ranks below k are written.
 a row. The bound on an H200 (4.3 TB/s) is 1 us for 8 x 131072 and 8 us for 8 x 1M: the kernel is bound by latency, and
 beyond 131072 by reading with 64 of 132 multiprocessors.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, in the form before this one, in which each thread read bins of all
-blocks; not yet in this form. Device time of the kernel alone, normal random scores, all valid:
-8 x 131072, k = 2048: 13.8 us; 8 x 1M: 40 us. Equal or rising scores at 8 x 131072, where most of the 54 bits are needed
-or one block has all candidates: 42 us. Making keys of scores and splitting the result, which XLA may fuse with what is
-around, adds 3 us, at 8 x 1M 18 us. The reference takes 202 us and 2.45 ms. `benchmarks/results/top_k.json` has more.
-64 registers, 4 bytes of spills.
+**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of the kernel alone, k = 2048, normal random scores, all
+valid: 8 x 131072 11.1 us (the reference 202), 8 x 1M 34.5 us (2.46 ms). Softmaxes, or half of the scores valid: 13.4
+and 10.4 us. Equal or rising scores at 8 x 131072, where most of the 54 bits are needed or one block has all candidates:
+30.9 and 38.7 us. Making keys of scores and splitting the result, which XLA may fuse with what is around, adds 3.4 us,
+at 8 x 1M 18 us. `benchmarks/results/top_k.json` has these shapes alone: its run ended there. 64 registers, 4 bytes of
+spills.
 
-**Tried and lost** (8 x 131072, k = 2048): one block sorting all candidates, in shared memory 33 us, with shuffles 25 us
-(its throughput, not latency); going on until exactly k are left 22 us; 4 blocks a row 15.5 us, 2 blocks 30 us; 512
-threads a block 15.6 us; 2048 candidates for k = 1024 16.3 us, where 4096 take 13.8. With 64 rows x 32768: 8 blocks a
-row 56 us, 4 blocks 34 us, 2 blocks 17 to 24 us, hence `config_for`. In XLA alone, bisection by counting and compaction
-by running sums took 110 us (with dispatch), unordered.
+**Tried and lost** (8 x 131072, k = 2048): clusters of 16 blocks 25.9 us, as not eight of these run at once (15 of 8
+blocks do); 4 blocks a row 14.4 to 14.7 us, 2 blocks 22.1. Each thread reading bins of all blocks 13.8 us, and in that
+form: one block sorting all candidates, in shared memory 33 us, with shuffles 25 us (its throughput, not latency); going
+on until exactly k are left 22 us; 512 threads a block 15.6 us; 2048 candidates for k = 1024 16.3 us, where 4096 take
+13.8; 64 rows x 32768 with 8 blocks a row 56 us, 4 blocks 34 us, 2 blocks 17 to 24 us, hence `config_for`. In XLA alone,
+bisection by counting and compaction by running sums took 110 us (with dispatch), unordered.
 """
 
 from __future__ import annotations

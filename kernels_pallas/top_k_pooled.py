@@ -14,14 +14,15 @@ tell units apart. Of 131072 normal random scores of deviation 2 the first 11 bit
 (4.3 TB/s) for 8 rows x 131072, G = 4 is 3.9 us for each reading from device memory; what `score_1bit` has just written,
 16.8 MB, L2 may still hold.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, in the form before this one, whose keys were logarithms; not yet in
-this form. Device time of the kernel alone, normal random scores of deviation 2, all valid, 8 rows of groups of 4:
-131072 units, k = 2048, mean of softmaxes 30 us, mean of scores 16 us (pooled by XLA, then `top_k`: 41 and 18 us; all by
-the references 230 and 207); 1M 128 us; 32768 20 us; batch 8 x 32768 29 us.
-Two parts, as of a store and a recent window, add up to 4 us; XLA adds 2.5 us around it.
-`benchmarks/results/top_k_pooled.json` has more.
+**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of the kernel alone, normal random scores of deviation 2,
+all valid, in two parts, as of a store and a recent window, 8 rows of groups of 4, k = 2048: 131072 units, mean of
+softmaxes 18.8 us, mean of scores 13.2 us (pooled by XLA, then `top_k`: 38.6 and 15.7 us; all by the references 229 and
+207); 131328 units, which registers do not hold, 21.4 us; 32768 12.6 us (91). XLA adds 2 to 2.5 us around it.
+`benchmarks/results/top_k_pooled.json` has these shapes alone: its run ended there. With logarithms as keys, 131072
+units took 30 us, 1M 128 us and batch 8 x 32768 29 us.
 
-**Tried and lost** (131072): 4 blocks a row 38 us, 2 blocks 59 us; two loads in flight 31.7 us. Of 8192 units, k =
+**Tried and lost** (131072): clusters of 16 blocks 37.9 us, as not eight of these run at once (15 of 8 blocks do); 4
+blocks a row 28.4 us, 2 blocks 48.4, one 86; two loads in flight 19.6 us. With logarithms as keys, of 8192 units, k =
 127: 8 blocks 19.3 us, 4 blocks 14.5, 2 blocks 12.7, hence `config_for`.
 """
 

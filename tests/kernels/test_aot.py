@@ -175,7 +175,7 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
 }
 
 
-REGISTERS = {"collide": 64, "rerank": 72}  # at most: else fewer blocks fit on a multiprocessor than `config_for` wants
+REGISTERS = {"collide": 64, "rerank": 72}  # at most: else too few blocks fit on a multiprocessor
 
 LATE = (
     "attend_quantized, KIVI",

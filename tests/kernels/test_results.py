@@ -302,7 +302,7 @@ def test_most_voted_takes_vmap():
 
 # ------------------------------------------------------------------------------------------------------------ rerank
 
-CENTRES = lloyd_max(SUBSPACE)[1]
+CENTRES = tuple(lloyd_max(SUBSPACE)[1].tolist())
 
 
 @pytest.mark.parametrize(
