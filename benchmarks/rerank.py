@@ -48,7 +48,7 @@ def measure(B: int, K: int, G: int, S: int, D: int, M: int) -> dict[str, Any]:
 
     def kernel(config: Config) -> Any:
         one = jax.jit(
-            partial(rerank.rerank, centres=lloyd_max(SUBSPACE)[1], scale=scale, config=config)
+            partial(rerank.rerank, centres=tuple(lloyd_max(SUBSPACE)[1].tolist()), scale=scale, config=config)
         )  # lowered once
         return lambda q, keys, slots: [one(q, *keys, s) for s in slots]
 
