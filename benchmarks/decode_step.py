@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from device_time import BYTES_PER_US
 from jax import Array, lax
-from layers import clock, floor_us, implementation, save, show
+from layers import clock, floor_us, implementation, out_of, save, show
 
 import kvjax
 from kvjax import CacheSpec, ops, presets
@@ -145,7 +145,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--implementations", type=lambda text: text.split(","), default=["default", "kernels", "xla"])
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "decode_step.json")
+    parser.add_argument("--out", type=Path, help="default: results/decode_step.json; with --quick nothing is written")
     parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
     given = parser.parse_args(args)
     shape, most_layers = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": jnp.dtype(jnp.bfloat16)}, 16
@@ -187,7 +187,7 @@ def main(args: Sequence[str] | None = None) -> None:
                     print(" | ".join(name for name in row if name != "parts"))
                 shown = True
                 show(row)
-                save(given.out, what, [row], key)
+                save(out_of(given, "decode_step.json"), what, [row], key)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import register_dataclass
-from layers import show
+from layers import out_of, show
 
 from kvjax import CacheSpec, Full, Layered, presets
 from kvjax.caches import Info
@@ -115,7 +115,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--prompt", action="store_true", help="store prompts by the model, not random keys and values")
     parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "end_to_end.json")
+    parser.add_argument("--out", type=Path, help="default: results/end_to_end.json; with --quick nothing is written")
     parser.add_argument("--quick", action="store_true", help="two narrow layers in float32, without cuDNN")
     given = parser.parse_args(args)
     if not given.quick and jax.default_backend() != "gpu":
@@ -136,7 +136,7 @@ def main(args: Sequence[str] | None = None) -> None:
             workload=throughput.Workload(
                 steps=given.steps, chunk=length if given.prompt else None, synthetic=not given.prompt
             ),
-            out=given.out,
+            out=out_of(given, "end_to_end.json"),
             report=_report,
         )
 

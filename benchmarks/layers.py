@@ -94,8 +94,15 @@ def floor_us(policy: Policy, spec: CacheSpec, length: int) -> float:
     return spec.batch * read / BYTES_PER_US
 
 
-def save(out: Path, what: str, rows: list[dict[str, Any]], key: tuple[str, ...]) -> None:
-    """Writes rows to `out`, each with what made it; rows there that have the same `key` give way."""
+def out_of(given: Any, name: str) -> Path | None:
+    """The file that was asked for, else that of the results; None for `--quick`, which measures nothing to be kept."""
+    return given.out or (None if given.quick else Path(__file__).parent / "results" / name)
+
+
+def save(out: Path | None, what: str, rows: list[dict[str, Any]], key: tuple[str, ...]) -> None:
+    """Writes rows to `out`, if any, each with what made it; rows there that have the same `key` give way."""
+    if out is None:
+        return
     made = provenance()
     rows = [{**row, **made} for row in rows]
     new = {tuple(row[name] for name in key) for row in rows}

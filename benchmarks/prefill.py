@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from kvjax.models import Decoder, DecoderConfig
-from layers import clock, keep_counts, save, show
+from layers import clock, keep_counts, out_of, save, show
 
 import kvjax
 from kvjax import presets
@@ -90,7 +90,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", type=numbers, default=[1])
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(POLICIES), help="full comes first")
     parser.add_argument("--calls", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "prefill.json")
+    parser.add_argument("--out", type=Path, help="default: results/prefill.json; with --quick nothing is written")
     parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
     given = parser.parse_args(args)
     if not given.quick and jax.default_backend() != "gpu":
@@ -113,7 +113,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 show(row)
                 gc.collect()
             what = f"prefill, decoded token and sealing of a chunk in one layer of {config}; random tokens and weights"
-            save(given.out, what, rows, ("method", "length", "batch", "backend"))
+            save(out_of(given, "prefill.json"), what, rows, ("method", "length", "batch", "backend"))
 
 
 if __name__ == "__main__":

@@ -119,6 +119,8 @@ def run(
         "--tune", action="store_true", help="write block sizes that win by 3 % or more to kernels_pallas/tuned.json"
     )
     given, rows = parser.parse_args(), []
+    if jax.default_backend() != "gpu":
+        parser.error("this measures a GPU")
     settled = [] if given.tune else None
     for shape in shapes:
         most_configs = None if given.all or len(rows) < swept else 1
