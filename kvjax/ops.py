@@ -543,30 +543,18 @@ def attend_quantized_zones(
     from kvjax.kernels_pallas import attend_quantized as kernel
 
     inner: Implementation | None = None if implementation is None else "xla"
-    reference = partial(_attend_quantized_zones, scale=scale, implementation=inner)
 
     def run(*args: Any) -> Array:
         return kernel.attend_quantized(*args[:-1], scale=scale)
 
+    def reference(*args: Any) -> Array:
+        *coded, recent, sink = args
+        history = attend_quantized(*coded, scale=scale, implementation=inner)
+        return attend_beside(history, coded[0], None, recent, sink, scale=scale)
+
     args = q, keys, values, start, stop, recent, sink
     limit = kernel.unsupported(*args)
     return _dispatch(implementation, kernel, limit, _with_derivative(run, reference), reference, *args)
-
-
-def _attend_quantized_zones(
-    q: Array,
-    keys: QuantArray,
-    values: QuantArray,
-    start: Array,
-    stop: Array,
-    recent: Span,
-    sink: Span | None,
-    *,
-    scale: float,
-    implementation: Implementation | None,
-) -> Array:
-    history = attend_quantized(q, keys, values, start, stop, scale=scale, implementation=implementation)
-    return attend_beside(history, q, None, recent, sink, scale=scale)
 
 
 def _attend_quantized(
