@@ -28,7 +28,8 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from kvjax.caches import Observer
-from kvjax.hook import Cache, check
+from kvjax.hook import Cache, any_full, check, flush, flushed
+from kvjax.memory import commit_together
 from kvjax.request import check_request, pad_prompt, stop_array
 from kvjax.sample import Sampling, row_keys, sample
 from kvjax.spec import require_int
@@ -222,7 +223,7 @@ def _decode_loop(
         fed = jnp.where(s.active, token, 0)[:, None]
         attended, counted = s.attended, s.counted
         if measure:
-            new, cache, infos = model(fed, s.cache, active=s.active, last=True, info=True)
+            new, cache, infos = model(fed, flushed(s.cache), active=s.active, last=True, info=True)
             seen = jnp.stack([info.attended.astype(jnp.float32).mean(axis=-1) for info in infos])  # [L, B]
             rows = jnp.sum(s.active).astype(jnp.float32)
             counted = counted + rows
@@ -230,7 +231,7 @@ def _decode_loop(
             total = jnp.sum(jnp.where(s.active[None], seen, 0.0), axis=-1)
             attended = attended + (total - attended * rows) / jnp.maximum(counted, 1.0)
         else:
-            new, cache = model(fed, s.cache, active=s.active, last=True)
+            new, cache = model(fed, flushed(s.cache), active=s.active, last=True)
         return _Loop(
             step=s.step + 1,
             cache=cache,
@@ -241,9 +242,19 @@ def _decode_loop(
             counted=counted,
         )
 
+    # Each condition makes the host wait for a GPU, and one within the step would have it copy what it passes on; so
+    # steps run in a loop that ends where a block is full.
+    def flush_and_emit(s: _Loop) -> _Loop:
+        def ready(carry: tuple[Array, _Loop]) -> Array:
+            just_flushed, s = carry
+            return more(s) & (just_flushed | ~any_full(s.cache))
+
+        start = jnp.ones((), bool), s._replace(cache=flush(s.cache))
+        return lax.while_loop(ready, lambda carry: (jnp.zeros((), bool), emit(carry[1])), start)[1]
+
     tokens = jnp.full((logits.shape[0], room), PAD, jnp.int32)
     zero = jnp.zeros((), jnp.int32)
-    return lax.while_loop(more, emit, _Loop(zero, cache, logits, tokens, active, *mean))
+    return lax.while_loop(more, flush_and_emit, _Loop(zero, cache, logits, tokens, active, *mean))
 
 
 def generate(
@@ -396,7 +407,7 @@ class Stream(Iterator[Any]):
         text: Detokenizer | None = None,
     ) -> None:
         batch = cache.spec.batch
-        self.cache, self.logits = cache, logits
+        self.cache, self.logits = commit_together((cache, logits))
         self.rows = [[] for _ in range(batch)]
         self._model, self._sampling, self._keys, self._stop = model, sampling, keys, stop
         self._left, self._step = max_new_tokens, 0
@@ -432,8 +443,11 @@ class Stream(Iterator[Any]):
             room=room,
             measure=self._measure,
         )
-        self.cache, self.logits, self._mean = done.cache, done.logits, (done.attended, done.counted)
-        tokens, count, self._active = jax.device_get((done.tokens, done.step, done.active))
+        self.cache, self.logits = done.cache, done.logits
+        tokens, count, self._active, *mean = jax.device_get(
+            (done.tokens, done.step, done.active, done.attended, done.counted)
+        )
+        self._mean = tuple(mean)
         self._step += int(count)
         self._left -= int(count)
         tokens = tokens[:, : int(count)]

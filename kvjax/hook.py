@@ -35,6 +35,8 @@ class LayerCache:
     state: Any
     policy: Policy = dataclasses.field(metadata={"static": True})
     spec: CacheSpec = dataclasses.field(metadata={"static": True})
+    # A promise that no row's recent block is full, for the next step alone: see `flushed`.
+    flushed: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def length(self) -> Array:
@@ -161,7 +163,7 @@ def attention_info(
         policy = cache.policy
         state = policy.update((_flush(cache) if flush else cache).state, k, v, count > 0)
         out, state, info = policy.attend(state, q[:, 0], scale=scale, window=window)
-        return out[:, None], dataclasses.replace(cache, state=state), info
+        return out[:, None], dataclasses.replace(cache, state=state, flushed=False), info
 
     if cache is None or fresh:
         out = _causal(q, k, v, scale, window)
@@ -185,7 +187,7 @@ def attention_info(
             state = policy.prefill_observed(cache.state, q, k, v, count, scale=scale, window=window)
         else:
             state = policy.prefill(cache.state, k, v, count)
-        cache = dataclasses.replace(cache, state=state)
+        cache = dataclasses.replace(cache, state=state, flushed=False)
     return out, cache, None
 
 
@@ -200,6 +202,23 @@ def flush(cache: C) -> C:
     on CPU, 2026-11-21, jax 0.10.2 and 0.11.2: temp bytes of a step 2.2 times the key cache, against 0.14).
     """
     return _flush(cache)
+
+
+def any_full(cache: Cache | LayerCache) -> Array:
+    """bool[]: whether `flush` would demote anything."""
+    full = _full_rows(_layers(cache))
+    return jnp.any(jnp.stack(full)) if full else jnp.zeros((), bool)
+
+
+def flushed(cache: C) -> C:
+    """`cache` with the promise that `any_full` is false: in the next step `flush` does nothing, not even ask.
+
+    For loops that ask by themselves, as `kvjax.generate` does: on a GPU each condition makes the host wait, and a loop
+    whose own condition is that no block is full asks once a step, not twice. The promise is part of the type of the
+    cache, so that no compiled program mixes the two up, and each step takes it away.
+    """
+    marked = tuple(dataclasses.replace(layer, flushed=True) for layer in _layers(cache))
+    return dataclasses.replace(cache, layers=marked) if isinstance(cache, Cache) else marked[0]
 
 
 def insert(cache: C, prefix: C, row: int | Array) -> C:
@@ -239,9 +258,19 @@ def check(cache: Cache | LayerCache) -> None:
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
+def _layers(cache: Cache | LayerCache) -> tuple[LayerCache, ...]:
+    return cache.layers if isinstance(cache, Cache) else (cache,)
+
+
+def _full_rows(layers: tuple[LayerCache, ...]) -> list[Array]:
+    """bool[B] of each layer that can have full rows and makes no promise."""
+    waiting = (layer for layer in layers if not layer.flushed)
+    return [rows for layer in waiting if (rows := layer.policy.full_rows(layer.state)) is not None]
+
+
 def _flush(cache: Any) -> Any:
-    layers = cache.layers if isinstance(cache, Cache) else (cache,)
-    full = [rows for layer in layers if (rows := layer.policy.full_rows(layer.state)) is not None]
+    layers = _layers(cache)
+    full = _full_rows(layers)
     if not full:
         return cache
     states = tuple(layer.state for layer in layers)

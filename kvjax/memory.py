@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -50,6 +51,18 @@ def shapes(make: Callable[[], Any]) -> Any:
 
     tree = jax.tree.structure(traced.out_info)
     return jax.tree.unflatten(tree, [shape(aval) for aval in traced.jaxpr.out_avals])
+
+
+def commit_together(tree: Any) -> Any:
+    """`tree`, all of whose arrays are bound to their device if any is, as those in host memory are.
+
+    A program gives back all arrays bound if it got one that is, and jit compiles anew for each mixture. So a loop that
+    feeds a program what it gave back compiles it twice, unless all are bound from the start. Nothing is copied.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Array) and not isinstance(leaf, Tracer)]
+    if not any(leaf.committed for leaf in leaves):
+        return tree
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding) if isinstance(leaf, Array) else leaf, tree)
 
 
 def has_host_memory() -> bool:

@@ -19,6 +19,10 @@ from kvjax.sample import sampling
 
 LAYERS, VOCAB, WIDTH, N, K, D = 2, 61, 32, 4, 2, 8
 FIER = kvjax.presets.fier(budget=24, dense_layers=1)  # one for all tests, which so share its programs
+# Its recent block is full every fourth step, so that a short run seals some chunks.
+FLUSHING = kvjax.Retrieval(
+    selector=kvjax.selectors.Fier(group=4), budget=16, sink=2, local=6, demote=kvjax.Fifo(leave=4), dense_below=0
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,12 +174,13 @@ def greedy_by_hand(model, cache, prompt, steps, stop=()):
     return out, cache, logits
 
 
-def test_generate_equals_a_loop_of_steps_for_each_row_of_a_ragged_batch(model):
+@pytest.mark.parametrize("policy", [kvjax.Full(), FLUSHING], ids=["full", "flushing"])
+def test_generate_equals_a_loop_of_steps_for_each_row_of_a_ragged_batch(model, policy):
     prompt = words(40, 7, 1)
-    result = generate(model, new_cache(3), prompt, max_new_tokens=12)
+    result = generate(model, new_cache(3, policy=policy), prompt, max_new_tokens=12)
     assert result.tokens.shape == (3, 12)
     for row, text in enumerate(prompt):
-        want, _, logits = greedy_by_hand(model, new_cache(), text, 12)
+        want, _, logits = greedy_by_hand(model, new_cache(policy=policy), text, 12)
         assert result.rows[row] == want
         assert_close(result.logits[row], logits[0])
     assert result.cache.length.tolist() == [52, 19, 13]
@@ -296,8 +301,11 @@ def test_a_second_call_of_the_same_shapes_compiles_nothing(model):
     assert run(2, 13, 0.8) == 0
 
 
-def test_warm_up_compiles_all_that_a_run_needs(model):
-    policy = FIER
+IN_HOST_MEMORY = dataclasses.replace(FLUSHING, store=kvjax.stores.Host())
+
+
+@pytest.mark.parametrize("policy", [FIER, IN_HOST_MEMORY], ids=["device", "host"])
+def test_warm_up_compiles_all_that_a_run_needs(model, policy):
     settings = dict(max_new_tokens=7, stop_tokens=(0, 1), chunk=32, measure=True)
     warm_up(model, new_cache(policy=policy), 75, **settings)
     warm_up(model, new_cache(policy=policy), 75, block=20, **settings)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import laws
+from kvjax import hook, laws
 from tests.laws.cases import BASE, SPEC
 
 attend = jax.jit(kvjax.attention, static_argnames=("fresh",))
@@ -115,6 +115,24 @@ def test_step_without_flush_drops_and_says_so() -> None:
     with pytest.raises(RuntimeError, match=r"rows \[0, 1, 2\] dropped tokens.*flush was not called"):
         kvjax.check(cache)
     assert cache.length.tolist() == [59] * 3
+
+
+def test_the_promise_that_nothing_is_full_holds_for_one_step() -> None:
+    cache, tokens = kvjax.init(BASE, SPEC, layers=1), laws.random_tokens(SPEC)
+    for i in range(4 + 24 + 31):
+        assert not hook.any_full(cache)
+        _, layer = attend(cache.layers[0], *tokens.at(np.full((3, 1), i)))
+        cache = kvjax.Cache((layer,))
+    assert hook.any_full(cache)
+    assert hook.any_full(cache.layers[0])
+    promised = hook.flushed(cache)
+    assert jax.tree.structure(promised) != jax.tree.structure(cache)
+    assert kvjax.flush(promised) is promised
+    _, layer = attend(promised.layers[0], *tokens.at(np.full((3, 1), 59)))
+    assert not layer.flushed
+    assert layer.state.overflow.all()  # the promise was false
+    assert not hook.any_full(kvjax.flush(cache))
+    assert not hook.any_full(kvjax.init(kvjax.Full(), SPEC, layers=1))
 
 
 def test_vmap_over_the_hook_gives_each_its_own() -> None:
