@@ -29,7 +29,7 @@ from kvjax.partial import (
 )
 from kvjax.pick import Picked, Selection, expand_units, pool_queries, split_selection
 from kvjax.schedules import EveryStep, Recall, Schedule
-from kvjax.selectors import All, Picker, Selector
+from kvjax.selectors import All, Pickable, Picker, Selector
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores import Dense, Host, Quantized, Store
 
@@ -316,9 +316,9 @@ class Retrieval:
         picks = isinstance(self.schedule, EveryStep) and not ranked
         if isinstance(self.selector, Picker) and picks and (first is None or self.selector.picks_in_window):
             starts = (0, 0) if first is None else (from_store, from_recent)
-            span, arrived = (starts[0], st.store.count), (st.recent.k, starts[1], st.recent.count)
-            sizes = {"wide": wide, "last": self.local}
-            return self.selector.pick(st.index, queries, span, arrived, limit, room, **sizes, scale=scale)
+            span, waits = (starts[0], st.store.count), (st.recent.k, starts[1], st.recent.count)
+            among = Pickable(span, waits, limit=limit, room=room, wide=wide, last=self.local)
+            return self.selector.pick(st.index, queries, among, scale=scale)
         estimates = self.selector.score(st.index, queries, scale=scale)
         slot = jnp.arange(wide)[None]
         waiting = (slot < (st.recent.count - self.local)[:, None]) & (slot >= from_recent[:, None])

@@ -9,6 +9,6 @@ from kvjax.selectors.exact import Exact
 from kvjax.selectors.fier import Fier
 from kvjax.selectors.pages import CentrePages, MinMaxPages
 from kvjax.selectors.paris import Paris
-from kvjax.selectors.selector import All, Picker, Selector
+from kvjax.selectors.selector import All, Pickable, Picker, Selector
 
-__all__ = ["All", "CentrePages", "Exact", "Fier", "MinMaxPages", "Paris", "Picker", "Selector"]
+__all__ = ["All", "CentrePages", "Exact", "Fier", "MinMaxPages", "Paris", "Pickable", "Picker", "Selector"]

@@ -11,6 +11,7 @@ from kvjax import ops
 from kvjax.blocks import write
 from kvjax.pick import Picked, Pool, require_pool
 from kvjax.quant import OneBit, quantize_1bit
+from kvjax.selectors.selector import Pickable
 from kvjax.spec import CacheSpec, require_int
 
 
@@ -67,19 +68,8 @@ class Fier:
     def score(self, ix: OneBit, q: Array, *, scale: float) -> Array:
         return ops.score_1bit(q, ix, scale=scale)
 
-    def pick(
-        self,
-        ix: OneBit,
-        q: Array,
-        span: tuple[Array | int, Array],
-        waiting: tuple[Array, Array | int, Array],
-        count: Array | int,
-        room: int,
-        *,
-        wide: int,
-        last: int,
-        scale: float,
-    ) -> Picked:
+    def pick(self, ix: OneBit, q: Array, among: Pickable, *, scale: float) -> Picked:
+        span, waiting, count, room, wide, last = among
         return ops.pick_1bit(q, ix, span, waiting, count, self.pool, room, scale=scale, wide=wide, last=last)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:

@@ -14,6 +14,7 @@ from kvjax.blocks import write
 from kvjax.partial import attention_logits
 from kvjax.pick import Pool, Selection, require_pool
 from kvjax.rotate import SUBSPACE, Directions, encode, require_rotatable, rotate, rotate_few
+from kvjax.selectors.selector import Pickable
 from kvjax.spec import CacheSpec, require_int
 
 Votes = Literal["tiers", "plain"]
@@ -123,26 +124,15 @@ class Paris:
     def picks_in_window(self) -> bool:
         return False
 
-    def pick(
-        self,
-        ix: ParisIndex,
-        q: Array,
-        span: tuple[Array | int, Array],
-        waiting: tuple[Array, Array | int, Array],
-        count: Array | int,
-        room: int,
-        *,
-        wide: int,
-        last: int,
-        scale: float,
-    ) -> Selection:
+    def pick(self, ix: ParisIndex, q: Array, among: Pickable, *, scale: float) -> Selection:
         """As `Picker` has it. No token that is not reranked is chosen before all that are, so candidates are all that
         is chosen from; where they and the waiting tokens are too few, as many more of the most voted come along: then
         all of them are chosen."""
-        exact, start, stop = attention_logits(q, waiting[0], scale)[..., :wide], waiting[1], waiting[2] - last
+        span, (keys, start, stop), count, room, wide, last = among
+        exact, stop = attention_logits(q, keys, scale)[..., :wide], stop - last
         if q.shape[2] > 1 and self.pool != "per_head":  # heads have candidates of their own, and a mean needs all
-            stored = self.score(ix, q, scale=scale), *span
-            return ops.pick_scored([stored, (exact, start, stop)], count, self.pool, room)
+            parts = [(self.score(ix, q, scale=scale), *span), (exact, start, stop)]
+            return ops.pick_scored(parts, count, self.pool, room)
         q = rotate_few(q, self.seed)
         votes, n, wanted = self._votes(ix, q)
         S = votes.shape[3]
@@ -152,9 +142,9 @@ class Paris:
         estimates = ops.rerank(q, ix.codes, candidates, scale=scale)
         parts = [(estimates, 0, wanted), (exact, start, stop)]
         picked = ops.pick_scored(parts, count, self.pool, room)
-        among = picked.slots < most
-        slots = jnp.take_along_axis(candidates.slots, jnp.where(among, picked.slots, 0), axis=-1)
-        return Selection(jnp.where(among, slots, picked.slots - most + S), picked.valid)
+        stored = picked.slots < most
+        slots = jnp.take_along_axis(candidates.slots, jnp.where(stored, picked.slots, 0), axis=-1)
+        return Selection(jnp.where(stored, slots, picked.slots - most + S), picked.valid)
 
     def room(self, slots: int) -> int:
         """Candidates that a step over `slots` slots has room for: as many as any length of history wants."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jax import Array
 
@@ -44,33 +44,30 @@ class Selector(Protocol):
         ...
 
 
+class Pickable(NamedTuple):
+    """What a step may pick, and how much. Counts, starts and stops are i32[B], or a number for all rows."""
+
+    span: tuple[Array | int, Array]  # start and stop: slots [start, stop) of the index
+    waiting: tuple[Array, Array | int, Array]  # keys [B, K, R, D], scored as they are, start and stop
+    limit: Array | int  # tokens to pick
+    room: int  # most that any row picks
+    wide: int  # of the R keys only the first may wait
+    last: int  # tokens before the stop of `waiting` that do not
+
+
 @runtime_checkable
 class Picker(Selector, Protocol):
     """A selector of single tokens that chooses by itself, for steps that need no order in what is chosen."""
 
     @property
     def picks_in_window(self) -> bool:
-        """Whether it does so under a sliding window too, where tokens before span[0] do not count."""
+        """Whether it does so under a sliding window too, where tokens before the starts do not count."""
         ...
 
-    def pick(
-        self,
-        ix: Any,
-        q: Array,
-        span: tuple[Array | int, Array],
-        waiting: tuple[Array, Array | int, Array],
-        count: Array | int,
-        room: int,
-        *,
-        wide: int,
-        last: int,
-        scale: float,
-    ) -> Selection | Picked:
-        """The `count` tokens, at most `room`, that rank highest by `pool` for q [B, K, G, D]; in any order.
+    def pick(self, ix: Any, q: Array, among: Pickable, *, scale: float) -> Selection | Picked:
+        """The tokens `among` these that rank highest by `pool` for q [B, K, G, D], in any order: slots of the index,
+        and S + w for waiting token w.
 
-        They are slots of the index from span[0] up to, and without, span[1]; and slots S + w of waiting tokens with the
-        keys waiting[0] [B, K, R, D], w < `wide` from waiting[1] up to waiting[2] - `last`, scored as they are. Counts,
-        starts and stops are i32[B], or a number for all rows.
         Law: these are the tokens that `score` and `Retrieval` choose.
         """
         ...
