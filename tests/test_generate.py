@@ -308,11 +308,22 @@ IN_HOST_MEMORY = dataclasses.replace(FLUSHING, store=kvjax.stores.Host())
 def test_warm_up_compiles_all_that_a_run_needs(model, policy):
     settings = dict(max_new_tokens=7, stop_tokens=(0, 1), chunk=32, measure=True)
     warm_up(model, new_cache(policy=policy), 75, **settings)
-    warm_up(model, new_cache(policy=policy), 75, block=20, **settings)
+    warm_up(model, new_cache(policy=policy), 75, block=3, **settings)
     caches = [new_cache(policy=policy) for _ in range(2)]
     with compilations() as seen:
         generate(model, caches[0], words(75), **settings)
-        list(stream(model, caches[1], words(75), block=20, **settings))
+        list(stream(model, caches[1], words(75), block=3, **settings))
+    assert not seen
+
+
+def test_a_loop_over_a_cache_in_host_memory_compiles_once(model):
+    run = gen.Stream(
+        model, new_cache(policy=IN_HOST_MEMORY), jnp.ones((1, VOCAB)), 6, sampling(), None, np.zeros(0, np.int32)
+    )
+    run.advance(2)
+    with compilations() as seen:
+        run.advance(2)
+        run.advance(2)
     assert not seen
 
 
