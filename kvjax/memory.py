@@ -78,16 +78,16 @@ class Bytes(NamedTuple):
 
 
 def nbytes(tree: Any) -> Bytes:
-    """Bytes of the concrete arrays of `tree`, in device memory and in host memory.
+    """Bytes of the arrays of `tree`, or of what `shapes` says of them, in device memory and in host memory.
 
     On a CPU backend the default memory is that of the device, whatever its kind is called there.
     """
     device = host = 0
     for leaf in jax.tree.leaves(tree):
-        default = next(iter(leaf.devices())).default_memory().kind
-        kind = leaf.sharding.memory_kind
+        default = next(iter(leaf.sharding.device_set)).default_memory().kind
+        kind, size = leaf.sharding.memory_kind, leaf.size * leaf.dtype.itemsize
         if kind is not None and kind != default and kind in HOST_KINDS:
-            host += leaf.nbytes
+            host += size
         else:
-            device += leaf.nbytes
+            device += size
     return Bytes(device, host)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +34,7 @@ from kvjax.evaluate.plots import new_figure, style
 from kvjax.evaluate.record import provenance, replace_file
 from kvjax.generate import SMALLEST_CHUNK, Stream, _decode_loop, _prefill_chunk, chunk_size, prefill, warm_up
 from kvjax.hook import Cache, LayerCache, Layered, check, init
-from kvjax.memory import nbytes
+from kvjax.memory import nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.models.rope import Default, Llama3
 from kvjax.sample import Sampling
@@ -143,8 +144,9 @@ def sweep(
     """`time_cell` of every cache at every length and batch: a flat JSON object each, also where one does not fit.
 
     `batches` None asks for the largest batch of each cache and length, found by trial: the first guess fills the free
-    memory with caches. (A process may have been given a part of the memory only: on a GPU 3/4 of it, unless
-    XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. `bytes_limit` tells it.)
+    memory with caches. What lies in host memory may fill 9/10 of what is free there. (A process may have been given a
+    part of the device's memory only: on a GPU 3/4 of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+    `bytes_limit` tells it.)
 
     `about` names the model, its digest and whatever else decides a result. Rows are kept in the JSON file `out`; one
     that is there already, from the same code on the same device, comes from there. A cell that does not fit has the
@@ -153,7 +155,7 @@ def sweep(
     Raises:
       NotImplementedError: the largest batch on a device that does not report its memory, as CPUs.
     """
-    stats = jax.devices()[0].memory_stats() or {}
+    stats = _memory_stats()
     if batches is None and not {"bytes_limit", "bytes_in_use"} <= stats.keys():
         raise NotImplementedError(
             f"the largest batch is found by filling the device's memory, whose size the backend "
@@ -338,16 +340,29 @@ def _attempt(model: Decoder, policies: Layered, length: int, batch: int, workloa
 def _largest_batch(
     model: Decoder, policies: Layered, length: int, workload: Workload, stats: Mapping[str, int]
 ) -> dict[str, Any]:
-    one = nbytes(init(policies, model.spec(batch=1, capacity=length), layers=model.config.layers)).device
-    trial = replace(workload, steps=1)
-    batch = largest(
-        lambda n: _attempt(model, policies, length, n, trial)["status"] == "ok",
-        guess=(stats["bytes_limit"] - stats["bytes_in_use"]) // one,
-    )
-    found = {"batch": batch, "bytes_limit": stats["bytes_limit"]}
-    if not batch:
-        return {**found, "status": "out of memory", "error": "not even a batch of 1 fits"}
-    return {**found, **_attempt(model, policies, length, batch, workload)}
+    spec = model.spec(batch=1, capacity=length)
+    one = nbytes(shapes(partial(init, policies, spec, layers=model.config.layers)))
+    host = int(0.9 * _free_host_bytes()) // one.host if one.host else None  # a process that takes more is killed
+    tried: dict[int, dict[str, Any]] = {}
+
+    def fits(n: int) -> bool:
+        if host is not None and n > host:
+            return False
+        tried[n] = _attempt(model, policies, length, n, workload)
+        return tried[n]["status"] == "ok"
+
+    guess = (stats["bytes_limit"] - stats["bytes_in_use"]) // one.device
+    batch = largest(fits, guess=guess if host is None else min(guess, host))
+    found = {"batch": batch, "bytes_limit": stats["bytes_limit"], "host_limit": host}
+    return {**found, **tried.get(batch, {"status": "out of memory", "error": "not even a batch of 1 fits"})}
+
+
+def _free_host_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _memory_stats() -> Mapping[str, int]:
+    return jax.devices()[0].memory_stats() or {}
 
 
 def _recorded(out: Path | None, key: dict[str, Any]) -> dict[str, Any] | None:
@@ -367,7 +382,7 @@ def _rows(out: Path | None) -> list[dict[str, Any]]:
 
 
 def _device_peak() -> int | None:
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return _memory_stats().get("peak_bytes_in_use")
 
 
 def _program_bytes(model: Decoder, run: Stream, length: int, workload: Workload) -> int | None:

@@ -182,17 +182,15 @@ def test_the_largest_batch_of_a_sweep(model, monkeypatch):
     with pytest.raises(NotImplementedError, match="'cpu' does not report"):
         sweep(model, {"full": presets.full()}, batches=None)
 
-    class Device:
-        device_kind = "one that reports"
-
-        def memory_stats(self):
-            return {"bytes_limit": 6 * 2**20, "bytes_in_use": 2**20}
-
-    monkeypatch.setattr(throughput.jax, "devices", lambda: [Device()])
+    monkeypatch.setattr(throughput, "_memory_stats", lambda: {"bytes_limit": 6 * 2**20, "bytes_in_use": 2**20})
     monkeypatch.setattr(throughput, "provenance", lambda: {"date": "today"})
     (row,) = sweep(model, {"full": presets.full()}, batches=None, lengths=[512])
     assert row["batch"] == limit // (512 * 2 * CONFIG.layers * 2 * 2 * CONFIG.head_dim * 4)
     assert (row["steps"], row["bytes_limit"], row["status"]) == (WORKLOAD.steps, 6 * 2**20, "ok")
+    monkeypatch.setattr(throughput, "_free_host_bytes", lambda: 2 * 2**20)
+    in_host = presets.freekv(256, sink=32, local=32, dense_layers=0)
+    (row,) = sweep(model, {"freekv": in_host}, batches=None, lengths=[1024])
+    assert row["batch"] == row["host_limit"] == 7
     (none,) = sweep(model, {"full": presets.full()}, batches=None, lengths=[2**15])
     assert (none["batch"], none["status"]) == (0, "out of memory")
 
