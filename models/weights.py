@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -140,11 +141,12 @@ def load(directory: str | Path, dtype: DTypeLike = jnp.bfloat16) -> Checkpoint:
 
     model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
     places = match(family, model, tensors, directory)
+    staging = np.empty(max(tensors[name].nbytes for name in places), np.uint8)
     for file in sorted({tensors[name].file for name in places}):
         with _open(file) as opened:
             for name, (weight, param) in places.items():
                 if tensors[name].file == file:
-                    param.set_value(_place(opened.get_tensor(name), dtype, weight.transposed))
+                    param.set_value(_place(opened.get_tensor(name), staging, dtype, weight.transposed))
     return Checkpoint(model, config, stop_tokens, directory)
 
 
@@ -318,7 +320,12 @@ class Tensor:
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # as safetensors spells it
+
+    @property
+    def nbytes(self) -> int:
+        """Of one of `_FLOATS`, whose names end in their bits."""
+        return math.prod(self.shape) * int(self.dtype[-2:]) // 8
 
 
 def read_headers(directory: Path) -> dict[str, Tensor]:
@@ -416,14 +423,17 @@ def _stored(param: Any, dtype: DTypeLike | None) -> np.dtype:
     return param.dtype if dtype is None else param_dtype(dtype)
 
 
-def _place(array: np.ndarray, dtype: np.dtype, transposed: bool) -> Array:
-    """The tensor on the device as a parameter. Waits, so that the copies of two tensors never pile up."""
-    return jax.block_until_ready(_convert(array, dtype=dtype, transposed=transposed))
+def _place(array: np.ndarray, staging: np.ndarray, dtype: np.dtype, transposed: bool) -> Array:
+    """The tensor on the device as a parameter. It goes by way of `staging`, bytes that serve every tensor: jax may keep
+    what it was given for a while after the result is ready, and whole tensors would pile up."""
+    staged = staging[: array.nbytes].view(array.dtype).reshape(array.shape)
+    np.copyto(staged, array)
+    return jax.block_until_ready(_convert(staged, dtype=dtype, transposed=transposed))
 
 
 @partial(jax.jit, static_argnames=("dtype", "transposed"))
 def _convert(array: Array, *, dtype: np.dtype, transposed: bool) -> Array:
-    return (array.T if transposed else array).astype(dtype)
+    return jnp.array(array.T if transposed else array, dtype)  # never the argument itself, as `astype` may be
 
 
 def _open(file: Path) -> Any:
