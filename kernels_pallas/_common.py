@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, wraps
 from typing import Any, TypeVar, cast
 
@@ -51,7 +52,7 @@ def why_not() -> str | None:
     return None
 
 
-once = True  # whether `lowered_once` does what it says; the simulator and tests that change a kernel turn it off
+_anew = ContextVar("_anew", default=False)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -64,11 +65,21 @@ def lowered_once(*static: str) -> Callable[[F], F]:
 
         @wraps(f)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return (jitted if once else f)(*args, **kwargs)
+            return (f if _anew.get() else jitted)(*args, **kwargs)
 
         return cast(F, run)
 
     return wrap
+
+
+@contextmanager
+def traced_anew() -> Iterator[None]:
+    """In the block, every call of what is `lowered_once` is traced: for who looks into a kernel, or changes it."""
+    token = _anew.set(True)
+    try:
+        yield
+    finally:
+        _anew.reset(token)
 
 
 def flatten_batch(n: int, batches: Sequence[bool], args: Sequence[jax.Array]) -> list[jax.Array]:

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from kvjax.kernels_pallas import _common
+from kvjax.kernels_pallas._common import traced_anew
 
 FILE = Path(__file__).with_name("tuned.json")
 NEAR = 1.5
@@ -75,12 +75,11 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
 def asked() -> Iterator[list[Asked]]:
     """Collects what kernels that are traced in the block ask for: so a benchmark knows the names of a shape."""
     found: list[Asked] = []
-    token, once = _asked.set(found), _common.once
-    _common.once = False  # what was traced before must be traced anew to ask
+    token = _asked.set(found)
     try:
-        yield found
+        with traced_anew():  # what was traced before would not ask
+            yield found
     finally:
-        _common.once = once
         _asked.reset(token)
 
 

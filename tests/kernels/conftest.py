@@ -30,3 +30,10 @@ def kernels() -> Iterator[None]:
     else:
         with simulated(*KERNELS.values()):
             yield
+
+
+@pytest.fixture
+def traced_anew() -> Iterator[None]:
+    """For a test that changes what a kernel is made of."""
+    with _common.traced_anew():
+        yield

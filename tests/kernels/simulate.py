@@ -61,7 +61,7 @@ def simulated(*modules: Any) -> Iterator[None]:
                     stack.enter_context(mock.patch.object(module, name, fake))
         for name, fake in fakes.items():
             stack.enter_context(mock.patch.object(_common, name, fake, create=True))
-        stack.enter_context(mock.patch.object(_common, "once", False))
+        stack.enter_context(_common.traced_anew())
         yield
 
 

@@ -512,11 +512,10 @@ KINDS = ("normal", "equal", "few keys", "peaked", "flat", "coarse", "infinite", 
     ],
 )
 def test_pick_1bit_chooses_what_top_k_pooled_does_of_the_scores(
-    B, K, G, S, D, group, W, room, dtype, config, monkeypatch
+    B, K, G, S, D, group, W, room, dtype, config, monkeypatch, traced_anew
 ):
     if B == 6:  # bins of so few are counted again as those of many, or ranked
         monkeypatch.setattr(_choice, "LISTED", 8)
-        monkeypatch.setattr(_common, "once", False)
     run = jax.jit(
         lambda q, ix, *args, pool: pick_1bit.pick_1bit(q, *ix, *args, pool, room, scale=D**-0.5, config=config),
         static_argnames="pool",
