@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvjax import presets
+from kvjax import CacheSpec, presets
 from kvjax.cli import main
-from kvjax.cli.options import in_short, make_policy
+from kvjax.cli.options import implementations, in_short, make_policy
 from tests.checkpoint import LAYERS, POSITIONS, D, K, config, weights, write_checkpoint
 
 TEXT = "Call me Ishmael — some years ago. " * 4
@@ -72,6 +72,13 @@ def test_a_cache_takes_settings_of_its_preset():
     assert make_policy("full") == (presets.full(), None)
 
 
+def test_operations_that_store_are_told_of_too():
+    sizes = {"batch": 1, "q_heads": 2, "kv_heads": 1, "head_dim": 16, "capacity": 256}
+    found = implementations(presets.freekv(64, page=16, sink=16, local=32), CacheSpec(**sizes))
+    assert {"put_token", "score_pages", "host_rows", "host_append"} <= set(found)
+    assert in_short(implementations(presets.h2o(64), CacheSpec(**sizes))) == "all of a step is plain XLA"
+
+
 def test_operations_with_the_same_answer_share_its_words():
     shown = in_short({"score_1bit": "xla: no GPU", "top_k": "xla: no GPU", "attend": "mosaic"})
     assert shown == "score_1bit, top_k: xla (no GPU); attend: mosaic"
@@ -89,7 +96,8 @@ def test_json_text_is_the_decoded_new_tokens_and_equals_the_streamed_text(run_js
     assert out == report["text"] + "\n"
     summary, ran = err.splitlines()
     assert f"{len(TEXT.encode())} prompt tokens" in summary
-    assert ran == "all of a step is plain XLA"
+    assert ran == in_short(report["implementations"])
+    assert "put_token" in report["implementations"]
     assert (report["cache"], report["budget"]) == ("full", None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 
 if TYPE_CHECKING:
     from kvjax import CacheSpec
+    from kvjax.caches.policy import Policy
     from kvjax.hook import Layered
     from kvjax.models import Checkpoint
     from kvjax.presets import Preset
@@ -128,13 +130,19 @@ def _size(option: str, text: str, units: str) -> int:
 def implementations(policy: Layered, spec: CacheSpec) -> dict[str, str]:
     """What runs each operation of a decode step for which there is a kernel, as `kvjax.ops.explain` says it."""
     import jax
+    import jax.numpy as jnp
 
     from kvjax import ops
 
-    q = jax.ShapeDtypeStruct((spec.batch, spec.q_heads, spec.head_dim), spec.dtype)
+    def step(own: Policy) -> tuple[Any, Any]:
+        q = jnp.zeros((spec.batch, spec.q_heads, spec.head_dim), spec.dtype)
+        k = jnp.zeros((spec.batch, 1, spec.kv_heads, spec.head_dim), spec.dtype)
+        st = own.update(own.flush(own.init(spec)), k, k, jnp.ones(spec.batch, bool))
+        return own.attend(st, q, scale=1.0)[:2]
+
     with ops.explained() as found:
-        for own in {*policy.first, policy.rest}:
-            jax.eval_shape(lambda q, own=own: own.attend(own.init(spec), q, scale=1.0)[:2], q)
+        for own in dict.fromkeys((*policy.first, policy.rest)):
+            jax.eval_shape(partial(step, own))
     return found
 
 
