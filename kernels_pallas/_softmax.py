@@ -1,4 +1,5 @@
-"""Attention over a part of the keys, as a warp keeps it in registers, and how warps and blocks merge theirs.
+"""Attention over a part of the keys, as a warp keeps it in registers, how it takes keys and values in, and how warps
+and blocks merge theirs.
 
 A lane has, of the heads 2 col and 2 col + 1: the largest score (base 2), its share of the sum of 2^(score - largest),
 and the mix of values weighted alike, [D, heads] in the places of the sums of `mma`; quad = lane / 4, col = lane % 4.
@@ -11,10 +12,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax import Array
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas._common import Flag, Word, instr, ptx, real, when, word
 
 HEADS = 8  # columns of a product
+KINDS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # of queries and means
 
 
 def empty(D: int) -> list[Word]:
@@ -94,6 +99,67 @@ def flat(mixed: list[list[Word]]) -> list[Word]:
 def finite(top: Word) -> Word:
     """A largest score, or 0 for that of nothing: it keeps 2^(-inf - 0) = 0, where 2^(-inf - -inf) is NaN."""
     return top.equals(real(-math.inf)).choose(0, top)
+
+
+def span(start_m: Any, stop_m: Any, row: Word, most: int) -> tuple[Word, Word]:
+    """Start and stop of a row's span, within 0 and `most`."""
+    start, stop = (
+        ptx("ld.global.nc.u32 $0, [$1];", c.offset_rows(c.global_address(m), row, 4), results=1)
+        for m in (start_m, stop_m)
+    )
+    start, stop = ((x < 1 << 31).choose(x, 0) for x in (start, stop))
+    return tuple((x < most).choose(x, most) for x in (start, stop))
+
+
+class Rows:
+    """Keys and values of D times 16 bits in shared memory of a warp, and products with them.
+
+    A row there is one token's, its chunk i of 16 bytes at i ^ (row % 8): 8 rows of a chunk, which is what `ldmatrix`
+    reads at once, then lie in different banks.
+    """
+
+    def __init__(self, D: int, kind: str, lane: Word):
+        self.D, self.kind, self.width = D, kind, 2 * D
+        self.quad, self.col = lane >> 2, lane & 3
+        # Lane 8 i + r gives `ldmatrix` the address of row r of its i-th 8 x 8 part.
+        r, i = lane & 7, lane >> 3
+        self._key = ((i & 1) * 8 + r) * self.width, ((i >> 1) ^ r) << 4
+        self._value = ((i >> 1) * 8 + r) * self.width, ((i & 1) ^ r) << 4
+
+    def place(self, at: Word, row: Word, chunk: Word) -> Word:
+        return at + row * self.width + ((chunk ^ (row & 7)) << 4)
+
+    def queries(self, q: Any, heads: int) -> list[Word]:
+        """Right operands of queries in device memory: lane (head quad, channels 2 col, 2 col + 1) of each 8."""
+        code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0; @p ld.global.nc.u32 $0, [$3]; }"
+        at = self.quad * self.width + self.col * 4
+        return [ptx(code, self.quad, heads, c.offset(q, at + n * 16), results=1) for n in range(self.D // 8)]
+
+    def scores(self, at: Word, queries: Sequence[Word], tiles: int) -> list[list[Word]]:
+        """Of 16 keys each, the first of them at `at`."""
+        scores = [[word(0)] * 4 for _ in range(tiles)]
+        for j in range(self.D // 16):
+            for n, acc in enumerate(scores):
+                scores[n] = c.mma(self.kind, acc, self._part(at, self._key, n, j, ""), queries[2 * j : 2 * j + 2])
+        return scores
+
+    def mix(self, state: Sequence[Word], at: Word, weights: Sequence[Sequence[Word]]) -> list[Word]:
+        """The state with values at `at` times `weights`, right operands of 16 keys each."""
+        *_, mixed = parts(state)
+        for j, acc in enumerate(mixed):
+            for n, right in enumerate(weights):
+                acc = c.mma(self.kind, acc, self._part(at, self._value, n, j, ".trans"), right)
+            mixed[j] = acc
+        return [*state[:4], *flat(mixed)]
+
+    def _part(self, at: Word, lane: tuple[Word, Word], tile: int, pair: int, how: str) -> list[Word]:
+        (row, chunk), code = lane, f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+        place = at + row + tile * 16 * self.width + (chunk ^ (pair * 32))
+        return ptx(code, place, results=4, convergent=True)
+
+    def store(self, at: Word, state: Sequence[Word], heads: int) -> None:
+        """Writes a warp's part."""
+        store(at, state, heads, self.D, lambda j, half: self.quad + 16 * j + 8 * half)
 
 
 # In shared memory a part has, a head after the other, D words of the mix and 4 of padding (the lanes of a store then go
@@ -183,3 +249,38 @@ class Merged:
         else:
             two = [instr(f"cvt.rn.{kind}x2.f32", mean[j + 1], mean[j]) for j in (0, 2)]
             ptx("st.global.v2.u32 [$0], {$1, $2};", c.offset(out, at * 2), *two)
+
+
+def merge_blocks(means: Array, logs: Array, dtype: Any, *, name: str, lse: bool) -> tuple[Array, ...]:
+    """[rows, heads, D] in `dtype` of parts: their means f32[rows, blocks, heads, D] and natural logs of sums f32[rows,
+    blocks, heads]; and, if asked for, the log of all, f32[rows, heads]. A kernel of its own, of a block a row."""
+    rows, blocks, heads, D = means.shape
+    outs = [jax.ShapeDtypeStruct((rows, heads, D), dtype)]
+    if lse:
+        outs.append(jax.ShapeDtypeStruct((rows, heads), jnp.float32))
+    return c.kernel(
+        functools.partial(_merge, heads=heads, D=D, blocks=blocks, kind=KINDS[str(jnp.dtype(dtype))]),
+        name=f"kvjax_{name}_merge",
+        out_type=tuple(outs),
+        grid=(rows,),
+        grid_names=("row",),
+        num_threads=1,
+    )(means, logs)
+
+
+def _merge(
+    means_m: Any, logs_m: Any, out_m: Any, lse_m: Any = None, *, heads: int, D: int, blocks: int, kind: str
+) -> None:
+    row, t = c.special("ctaid.x"), c.special("tid.x")
+    means, logs = (
+        c.offset_rows(c.global_address(m), row, blocks * heads * size) for m, size in ((means_m, D * 4), (logs_m, 4))
+    )
+    out = c.offset_rows(c.global_address(out_m), row, heads * D * (4 if kind == "f32" else 2))
+
+    @c.loop(t, heads * D // 4, 128)
+    def _write(i: Word) -> None:
+        merged = Merged.of_means(means, logs, blocks, heads, i, D)
+        if lse_m is None:
+            merged.write_mean(out, kind)
+        else:
+            merged.write(out, c.offset_rows(c.global_address(lse_m), row, heads * 4))

@@ -52,14 +52,13 @@ from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _softmax as softmax
 from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Flag, Word, instr, loop, ptx, real, when, word
-from kvjax.kernels_pallas._softmax import HEADS
+from kvjax.kernels_pallas._softmax import HEADS, KINDS
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_quantized.json
 BY_TOKEN = 32  # keys of a unit that have scales of their own
 MOST_GROUP = 64
 LIFT = 64  # see `_codes`
 SLACK = 8.0  # weights are up to 2^(LIFT + SLACK)
-KINDS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # of queries
 SMEM = 232448  # bytes that a block can have
 ONE = 0x3F803F80  # bf16, twice
 
@@ -223,9 +222,6 @@ def _attend(scale: float, dtype: Any, config: Config | None, *args: Array) -> tu
         **dict(zip(("key_tokens", "key_channels"), layout.key_group, strict=True)),
         value_channels=layout.value_channels,
     )
-    outs = [jax.ShapeDtypeStruct((rows, Q, D), dtype)]
-    if len(args) == 7:
-        outs.append(jax.ShapeDtypeStruct((rows, Q), jnp.float32))
 
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> tuple[Array, ...]:
@@ -244,14 +240,7 @@ def _attend(scale: float, dtype: Any, config: Config | None, *args: Array) -> tu
             grid_names=("block",),
             num_threads=config.warpgroups,
         )(*args)
-        return c.kernel(
-            functools.partial(_merge, heads=Q, D=D, blocks=config.blocks, kind=KINDS[str(dtype)]),
-            name="kvjax_attend_quantized_merge",
-            out_type=tuple(outs),
-            grid=(rows,),
-            grid_names=("row",),
-            num_threads=1,
-        )(*parts)
+        return softmax.merge_blocks(*parts, dtype, name="attend_quantized", lse=not recent)
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
@@ -272,24 +261,6 @@ def config_for(rows: int, layout: Layout) -> Config:
         return -(-rows * blocks // 132) * (-(-units // (blocks * 4 * warpgroups)) + 2)
 
     return Config(min(range(1, 133), key=turns), warpgroups, stages)
-
-
-def _merge(
-    means_m: Any, logs_m: Any, out_m: Any, lse_m: Any = None, *, heads: int, D: int, blocks: int, kind: str
-) -> None:
-    row, t = c.special("ctaid.x"), c.special("tid.x")
-    means, logs = (
-        c.offset_rows(c.global_address(m), row, blocks * heads * size) for m, size in ((means_m, D * 4), (logs_m, 4))
-    )
-    out = c.offset_rows(c.global_address(out_m), row, heads * D * (4 if kind == "f32" else 2))
-
-    @loop(t, heads * D // 4, 128)
-    def _write(i: Word) -> None:
-        merged = softmax.Merged.of_means(means, logs, blocks, heads, i, D)
-        if lse_m is None:
-            merged.write_mean(out, kind)
-        else:
-            merged.write(out, c.offset_rows(c.global_address(lse_m), row, heads * 4))
 
 
 def _program(
@@ -314,7 +285,7 @@ def _program(
         for m, n, size in ((q_m, row, D * 2), (out_m, block, D * 4), (lse_m, block, 4))
     )
     batch = c.divide(row, shared_by)
-    start, stop = _span(start_m, stop_m, batch, layout.S)
+    start, stop = softmax.span(start_m, stop_m, batch, layout.S)
     first = c.divide(start, unit)
     units = c.divide(stop + (unit - 1), unit)
     units = (units > first).choose(units - first, 0)
@@ -365,7 +336,7 @@ def _program(
     c.warp_barrier()
     state = mixing.finish(carry[2:])
     if zone:  # its tiles go to warps that may have a unit less
-        ends = _span(zone[2], zone[3], batch, recent)
+        ends = softmax.span(zone[2], zone[3], batch, recent)
         job = (word(warps - 1) - warp) * blocks + (word(blocks - 1) - part)
         state = _exact(mixing, zone[:2], ends, q, heads, recent, row, job, warps * blocks, state, scale=scale)
     softmax.store(room, state, heads, D, mixing.channel)
@@ -649,16 +620,6 @@ def _exact(
         return [*kept[:4], *softmax.flat(mixed)]
 
     return carry
-
-
-def _span(start_m: Any, stop_m: Any, row: Word, most: int) -> tuple[Word, Word]:
-    """Start and stop of a row's span, within 0 and `most`."""
-    start, stop = (
-        ptx("ld.global.nc.u32 $0, [$1];", c.offset_rows(c.global_address(m), row, 4), results=1)
-        for m in (start_m, stop_m)
-    )
-    start, stop = ((x < 1 << 31).choose(x, 0) for x in (start, stop))
-    return start, (stop < most).choose(stop, most)
 
 
 def _prmt(a: Word, b: Word, how: int) -> Word:

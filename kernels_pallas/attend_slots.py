@@ -193,11 +193,11 @@ def _program(
     heads, of_zone, D, M = sizes
     places = M + sum(most)
     warps, blocks = 4 * config.warpgroups, config.blocks
-    width = 2 * D  # bytes of a row of keys
-    chunks = width // 16
     t, part, row = c.special("tid.x"), c.special("cluster_ctarank"), c.special("clusterid.x")
     lane, warp = t & 31, t >> 5
-    quad, col = lane >> 2, lane & 3
+    rows = softmax.Rows(D, kind, lane)
+    width = rows.width  # bytes of keys of one slot
+    chunks = width // 16
     inputs = 2 * len(zones) + 1 + counted + 2 * len(most)
     q, *kept = (c.global_address(m) for m in (q_m, *refs[:inputs]))
     kept, (index, *counts) = kept[: 2 * len(zones)], kept[2 * len(zones) :]
@@ -241,8 +241,6 @@ def _program(
             slot, first = there.choose(of_span + end, slot), first + n
         return slot
 
-    # A row of shared memory is one slot's, its chunk i of 16 bytes at i ^ (row % 8): 8 rows of a chunk, which is what
-    # `ldmatrix` reads at once, then lie in different banks.
     per = 32 // chunks  # rows that one instruction copies
     chunk, first = lane & (chunks - 1), c.divide(lane, chunks)
 
@@ -255,8 +253,7 @@ def _program(
             for before, end in zip(sources[-2::-1], ends[-2::-1], strict=True):
                 source = c.choose_address(slot < end, before, source)
             at = c.offset(source, slot * width + chunk * 16)
-            dest = to + r * width + ((chunk ^ (r & 7)) << 4)
-            ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", dest, at, there.choose(16, 0))
+            ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", rows.place(to, r, chunk), at, there.choose(16, 0))
         ptx("cp.async.commit_group;")
 
     def wait() -> None:
@@ -264,53 +261,31 @@ def _program(
         ptx("cp.async.wait_group 1;")
         c.warp_barrier()
 
-    # Lane 8 i + r gives `ldmatrix` the address of row r of its i-th 8 x 8 part.
-    r, i = lane & 7, lane >> 3
-    key_at = keys + ((i & 1) * 8 + r) * width
-    key_chunk = ((i >> 1) ^ r) << 4
-    value_at = values + ((i >> 1) * 8 + r) * width
-    value_chunk = ((i & 1) ^ r) << 4
-
-    def part_of(at: Word, chunk: Word, tile: int, pair: int, how: str) -> list[Word]:
-        code = f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
-        return ptx(code, at + tile * 16 * width + (chunk ^ (pair * 32)), results=4, convergent=True)
-
     slots = slots_of(word(0))
     copy(k, keys, slots)
     copy(v, values, slots)
-    queries = []  # right operands: lane (head quad, channels 2 col, 2 col + 1) of each 8
-    for n in range(D // 8):
-        code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0; @p ld.global.nc.u32 $0, [$3]; }"
-        queries.append(ptx(code, quad, heads, c.offset(q, quad * width + n * 16 + col * 4), results=1))
+    queries = rows.queries(q, heads)
 
     def step(n: Word, slots: Word, *state: Word) -> list[Word]:
         ahead = slots_of(n + 1) if steps > 1 else slots
         wait()
-        scores = [[word(0)] * 4 for _ in range(2)]
-        for j in range(D // 16):
-            for tile in range(2):
-                a = part_of(key_at, key_chunk, tile, j, "")
-                scores[tile] = c.mma(kind, scores[tile], a, queries[2 * j : 2 * j + 2])
+        scores = rows.scores(keys, queries, TILE // 16)
         c.warp_barrier()
         if steps > 1:
             copy(k, keys, ahead)
         else:
             ptx("cp.async.commit_group;")
         vote = "{ .reg .pred p; setp.ne.u32 p, $1, -1; vote.sync.ballot.b32 $0, p, -1; }"
-        there = ptx(vote, slots, results=1, convergent=True) >> quad
+        there = ptx(vote, slots, results=1, convergent=True) >> rows.quad
         before, weights = softmax.weigh(
             state, scores, lambda j: ((there >> (8 * j)) & 1).differs(0), scale=scale, kind=kind
         )
-        *_, mixed = softmax.parts(before)
         wait()
-        for j in range(D // 16):
-            for tile in range(2):
-                a = part_of(value_at, value_chunk, tile, j, ".trans")
-                mixed[j] = c.mma(kind, mixed[j], a, weights[tile])
+        mixed = rows.mix(before, values, weights)
         if steps > 1:
             c.warp_barrier()
             copy(v, values, ahead)
-        return [ahead, *before[:4], *softmax.flat(mixed)]
+        return [ahead, *mixed]
 
     carry = [slots, *softmax.empty(D)]
     carry = step(word(0), *carry) if steps == 1 else loop(0, steps, 1, carry)(step)
@@ -318,7 +293,7 @@ def _program(
     c.block_barrier()  # the copies' memory is used anew
 
     size = softmax.part_bytes(D)
-    softmax.store(room + warp * size, carry[1:], heads, D, lambda j, half: quad + 16 * j + 8 * half)
+    rows.store(room + warp * size, carry[1:], heads)
     c.block_barrier()
     quads, whole = heads * D // 4, room + warps * size
     mine = [room + w * size for w in range(warps)]

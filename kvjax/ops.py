@@ -362,6 +362,24 @@ def _rerank(q: Array, keys: Directions, picked: Selection, *, scale: float) -> A
     return lax.fori_loop(0, -(-M // block), step, jnp.zeros((B, K, G, M), jnp.float32))
 
 
+def attend_span(q: Array, span: Span, *, scale: float, implementation: Implementation | None = None) -> Array:
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over `span`; 0 where it is empty.
+
+    Keys outside of the span may hold anything. `implementation`: see `explain`. The kernel's products read q in the
+    dtype of the keys; it reads nothing outside of the span.
+    """
+    from kvjax.kernels_pallas import attend_span as kernel
+
+    reference = partial(_attend_span, scale=scale)
+    mosaic = _with_derivative(lambda q, span: kernel.attend_span(q, *span, scale=scale), reference)
+    return _dispatch(implementation, kernel, kernel.unsupported(q, *span), mosaic, reference, q, span)
+
+
+def _attend_span(q: Array, span: Span, *, scale: float) -> Array:
+    # Values outside of the span are finite, so they need no mask here; it would write a second copy of them.
+    return attend_part(q, span.k, span.v, span.mask[:, None, None], scale=scale).out.astype(q.dtype)
+
+
 def attend_slots(
     q: Array,
     k: Array,
@@ -739,6 +757,7 @@ def explain(op: str, *args: Any) -> str:
     from kvjax.kernels_pallas import (
         attend_quantized,
         attend_slots,
+        attend_span,
         attend_zones,
         collide,
         host_append,
@@ -769,6 +788,7 @@ def explain(op: str, *args: Any) -> str:
         "top_k_pooled": (top_k_pooled, top_k_pooled.unsupported),
         "attend_quantized": (attend_quantized, attend_quantized.unsupported),
         "attend_slots": (attend_slots, lambda q, k, v, selection: attend_slots.unsupported(q, k, v, selection.slots)),
+        "attend_span": (attend_span, lambda q, span: attend_span.unsupported(q, *span)),
         "attend_zones": (
             attend_zones,
             lambda q, k, v, selection, *rest: attend_zones.unsupported(q, k, v, selection.slots, *rest),

@@ -13,7 +13,7 @@ from kvjax import ops
 from kvjax.blocks import Block, empty_block, write
 from kvjax.caches.policy import Info, lowest_visible
 from kvjax.evictors import Evictor
-from kvjax.partial import Partial, attend_part, group_queries, keep_valid, merge, softmax_weights, ungroup
+from kvjax.partial import Partial, Span, attend_part, group_queries, keep_valid, merge, softmax_weights, ungroup
 from kvjax.spec import CacheSpec, require_int
 
 QUERIES = 128  # of a prompt, whose weights are held at a time
@@ -103,14 +103,18 @@ class Evicting:
     ) -> tuple[Array, EvictingState, Info]:
         qg = group_queries(q, st.position.shape[1])
         visible = self._held(st) & (st.position >= lowest_visible(st.length - 1, window)[:, None, None])
-        part = attend_part(qg, st.tokens.k, st.tokens.v, visible[:, :, None], scale=scale)
+        if window is None and st.evidence is None:
+            span = Span(st.tokens.k, st.tokens.v, jnp.zeros_like(st.length), st.tokens.count)
+            out = ops.attend_span(qg, span, scale=scale)
+        else:  # what a head sees has gaps, or its logits are wanted below too
+            out = attend_part(qg, st.tokens.k, st.tokens.v, visible[:, :, None], scale=scale).out
         info = Info(jnp.sum(visible, axis=-1, dtype=jnp.float32), None)
         if st.evidence is not None and st.due is not None:
             weights = softmax_weights(qg, st.tokens.k, visible[:, :, None], scale=scale)
             seen = self.evictor.see_step(st.evidence, weights)
             evidence = jnp.where(st.due[:, None, None], seen, st.evidence)
             st = replace(st, evidence=evidence, due=jnp.zeros_like(st.due))
-        return ungroup(part.out, q.dtype), st, info
+        return ungroup(out, q.dtype), st, info
 
     # -------------------------------------------------------------------------------------------------------- prompts
 

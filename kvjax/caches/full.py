@@ -9,9 +9,9 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
-from kvjax.blocks import Block, empty_block, put, valid_slots
+from kvjax.blocks import Block, empty_block, put
 from kvjax.caches.policy import Info, lowest_visible
-from kvjax.partial import Partial, attend_blocks, attend_part, group_queries, ungroup
+from kvjax.partial import Partial, Span, attend_blocks, group_queries, ungroup
 from kvjax.spec import CacheSpec
 from kvjax.stores import Dense
 
@@ -48,14 +48,12 @@ class Full:
     def attend(
         self, st: FullState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, FullState, Info]:
-        valid = valid_slots(st.tokens, lowest_visible(st.length - 1, window))
+        # Values past count are finite: zeros, or tokens of a row that was replaced.
+        span = Span(st.tokens.k, st.tokens.v, lowest_visible(st.length - 1, window), st.length)
         qg = group_queries(q, st.tokens.k.shape[1])
-        # Values past count are finite (zeros, or tokens of a row that was replaced), so they need no mask here;
-        # masking them would write a second copy of the values at every step.
-        part = attend_part(qg, st.tokens.k, st.tokens.v, valid[:, None, None], scale=scale)
-        attended = jnp.sum(valid, axis=-1, dtype=jnp.float32)[:, None]
-        info = Info(jnp.broadcast_to(attended, qg.shape[:2]), None)
-        return ungroup(part.out, q.dtype), st, info
+        out = ops.attend_span(qg, span, scale=scale)
+        attended = span.size.astype(jnp.float32)[:, None]
+        return ungroup(out, q.dtype), st, Info(jnp.broadcast_to(attended, qg.shape[:2]), None)
 
     def attend_stored(
         self, st: FullState, q: Array, ahead: Array, *, scale: float, window: int | None = None

@@ -12,6 +12,7 @@ import pytest
 from kvjax.kernels_pallas import (
     attend_quantized,
     attend_slots,
+    attend_span,
     attend_zones,
     collide,
     host_append,
@@ -57,6 +58,10 @@ def tokens(*slots, D=128):
     one = sds(1, dtype=bool)
     kept = [(*2 * [sds(1, 8, n, D)], sds(1, dtype=jnp.int32)) for n in slots]
     return kept, *2 * [sds(1, 8, 1, D)], one, one
+
+
+def span(G, S, D, dtype=jnp.bfloat16):
+    return sds(1, 8, G, D, dtype=dtype), *2 * [sds(1, 8, S, D, dtype=dtype)], *2 * [sds(1, dtype=jnp.int32)]
 
 
 def parts(G, *sizes):
@@ -105,12 +110,13 @@ def picks(G, S, D, M):
     return sds(1, 8, G, D, dtype=jnp.float32), *codes, weights, slots
 
 
-SCORE, PAGES, ATTEND, CODED = (
+SCORE, PAGES, ATTEND, SPAN, CODED = (
     partial(f, scale=0.1)
     for f in (
         score_1bit.score_1bit,
         score_pages.score_pages,
         attend_slots.attend_slots,
+        attend_span.attend_span,
         attend_quantized.attend_quantized,
     )
 )
@@ -150,6 +156,9 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_slots": (ATTEND, slots(4, 131072, 128, 2048), 0.1, 0),
     "attend_slots, a loop": (ATTEND, slots(8, 131072, 128, 4096, dtype=jnp.float16), 0.2, 0),
     "attend_slots, D 256": (ATTEND, slots(4, 131072, 256, 2048), 0.2, 136),
+    "attend_span": (SPAN, span(4, 131072, 128), 0.6, 0),
+    "attend_span, D 64": (SPAN, span(8, 131072, 64, jnp.float16), 0.6, 0),
+    "attend_span, D 256": (SPAN, span(4, 131072, 256), 0.7, 0),
     "put_token": (put_token.put_token, tokens(4, 383), 2, 0),  # not given away, they are copied
     "attend_zones": (over_zones(1), zones(4, 131072, 256, 0, 128, 2047), 0.1, 0),
     "attend_zones, three": (over_zones(128), zones(4, 130816, 383, 4, 128, 1916), 0.1, 0),
@@ -189,6 +198,7 @@ LATE = (
     "pick_1bit, clusters of 16",
     "pick_1bit, D 64",
     "attend_slots, D 256",
+    "attend_span, D 256",
     "attend_zones, a loop",
     "attend_zones, D 256",
     "attend_zones, a choice for each head",
@@ -201,7 +211,7 @@ LATE = (
 def test_a_kernel_compiles_for_an_h200(name):
     f, args, mib, spills = PROGRAMS[name]
     program = aot.compile_for_h200(f, *args)
-    assert len(program.kernels) == 1 + name.startswith(("pick_1bit", "attend_quantized"))
+    assert len(program.kernels) == 1 + name.startswith(("pick_1bit", "attend_quantized", "attend_span"))
     for kernel, (registers, stored, loaded) in program.kernels.items():
         assert kernel.startswith("kvjax_" + name.split(",")[0]), kernel
         assert registers <= REGISTERS.get(name, 255)

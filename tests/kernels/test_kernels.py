@@ -15,6 +15,7 @@ from kvjax.kernels_pallas import (
     _common,
     attend_quantized,
     attend_slots,
+    attend_span,
     attend_zones,
     collide,
     host_append,
@@ -242,6 +243,31 @@ def test_rerank_refuses_what_it_has_no_kernel_for(changed, words):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
+        (dict(D=96), "head sizes 64, 128 and 256"),
+        (dict(G=9), "1 to 8 queries"),
+        (dict(queries=jnp.int8), "queries in f32, bf16 or f16"),
+        (dict(dtype=jnp.float32), "keys and values in bf16 or f16"),
+        (dict(values=jnp.float16), r"values like keys, bfloat16"),
+        (dict(D=256, S=1 << 23), "less than 4 GiB of keys"),
+        (dict(K=0), "at least one row and slot"),
+        (dict(config=attend_span.Config(1, warpgroups=4, stages=8)), "bytes of shared memory"),
+    ],
+)
+def test_attend_span_refuses_what_it_has_no_kernel_for(changed, words):
+    def shapes(B=1, K=2, G=4, S=64, D=128, queries=jnp.bfloat16, dtype=jnp.bfloat16, values=None, config=None):
+        q, ends = jax.ShapeDtypeStruct((B, K, G, D), queries), 2 * [jax.ShapeDtypeStruct((B,), jnp.int32)]
+        return (q, *(jax.ShapeDtypeStruct((B, K, S, D), kind) for kind in (dtype, values or dtype)), *ends), config
+
+    assert attend_span.supported(*shapes()[0])
+    args, config = shapes(**changed)
+    assert words in attend_span.unsupported(*args, config)
+    with pytest.raises(NotImplementedError, match=words):
+        jax.eval_shape(partial(attend_span.attend_span, scale=1.0, config=config), *args)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
         (dict(D=256), "head sizes 64 and 128"),
         (dict(Q=9), "1 to 8 queries"),
         (dict(bits=8), "codes of 2 and 4 bits; got 8"),
@@ -386,6 +412,8 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
         collide.Config(parts=0)
     with pytest.raises(ValueError, match="blocks must be at least 1"):
         attend_quantized.Config(blocks=0)
+    with pytest.raises(ValueError, match="keys 16, 32 or 64"):
+        attend_span.Config(blocks=1, keys=8)
     with pytest.raises(ValueError, match="ahead must be at least 1"):
         host_rows.Config(ahead=0)
 
@@ -414,6 +442,14 @@ def test_attend_slots_fits_in_shared_memory_and_on_the_multiprocessors(D):
             config = attend_slots.config_for(rows, slots, D)
             assert attend_slots.smem_bytes(D, config) <= 227 * 1024
             assert config.blocks == 1 or rows * config.blocks <= 128
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_attend_span_takes_the_multiprocessors_in_whole_waves(D):
+    for rows in (1, 4, 8, 16, 64, 128, 300):  # a row alone has at most a block a multiprocessor
+        config = attend_span.config_for(rows, 131072, D)
+        waves = rows * config.blocks / attend_span.at_once(D, config)
+        assert waves > 0.9 * np.ceil(waves) or rows == 1
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -480,6 +516,11 @@ def test_the_reference_runs_where_there_is_no_kernel():
             boxes,
             *2 * [boxes.astype(jnp.bfloat16)],
             Selection(*2 * [jnp.zeros((1, 1, 1, 5), jnp.int32)]),
+        ),
+        (
+            "attend_span",
+            boxes,
+            Span(*2 * [boxes.astype(jnp.bfloat16)], none[0, 0], none[0, 0]),
         ),
         (
             "attend_zones",

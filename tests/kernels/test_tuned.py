@@ -14,6 +14,7 @@ from kvjax.kernels_pallas import (
     _tuned,
     attend_quantized,
     attend_slots,
+    attend_span,
     attend_zones,
     collide,
     most_voted,
@@ -133,6 +134,10 @@ def _slots(rows, M, G, D):
     return partial(attend_slots.attend_slots, scale=0.1), sds(rows, 1, G, D), *kept, *lists
 
 
+def _span(rows, S, G, D):
+    return partial(attend_span.attend_span, scale=0.1), sds(rows, 1, G, D), *2 * [sds(rows, 1, S, D)], *2 * [i32(rows)]
+
+
 def _zones(rows, M, G, D):
     recent = *2 * [sds(rows, 1, 9, D)], *2 * [i32(rows)]
     return partial(attend_zones.attend_zones, local=1, scale=0.1), *_slots(rows, M - 1, G, D)[1:], recent, None
@@ -183,6 +188,7 @@ CODED = dict(key_bits=2, value_bits=4, key_tokens=42, key_channels=1, value_chan
 CALLS = {  # by kernel, a call that asks for a shape; such a shape; a config that is not its rule's
     "attend_quantized": (_quantized, dict(rows=2, S=84, D=128, Q=3, **CODED), dict(blocks=1, warpgroups=1, stages=3)),
     "attend_slots": (_slots, dict(rows=3, M=65, G=4, D=64), dict(blocks=2, warpgroups=1)),
+    "attend_span": (_span, dict(rows=3, S=900, G=4, D=64), dict(blocks=5, warpgroups=2, stages=2, keys=16)),
     "attend_zones": (_zones, dict(rows=3, M=66, G=5, D=128), dict(blocks=2, warpgroups=1)),
     "collide": (_collide, dict(rows=2, S=512, G=3, D=64), dict(parts=2, blocks=4, warpgroups=1, keys=1)),
     "most_voted": (_most_voted, dict(rows=2, S=512, room=99), dict(blocks=2, warpgroups=2)),
