@@ -3,10 +3,11 @@
 A row is all that lies behind one index, such as the keys and values of a page. A `pinned_host` operand reaches a kernel
 as an address that its threads load from: no copy, no part of the host's CPU. The bus is slow to answer, so what counts
 is bytes in flight: a thread loads 16 bytes, of `ahead` places, before it stores any, and neighbours in a warp load
-neighbouring bytes. Of a row whose index is out of range nothing is read.
+neighbouring bytes. Of a row whose index is out of range nothing is read. A row that an earlier call read and that is
+still on the device comes from there: a warp looks for it, 32 of the held ones at a time.
 
-**Bytes:** R a row read over the bus, R written and 4 read on the device. The bound of PCIe 5 x16 at 50 GB/s is 42 us
-for 2 MiB, 4096 rows of keys and values of D = 128 in bf16.
+**Bytes:** R a row read over the bus, unless it is held, R written and 4 read on the device. The bound of PCIe 5 x16 at
+50 GB/s is 42 us for 2 MiB, 4096 rows of keys and values of D = 128 in bf16.
 
 **Measured** on an H200, 2026-11-21, jax 0.11.2, device time, rows of 512 bytes in random order, 8 kv heads: 512 rows
 each (2 MiB) 43.5 us, 48 GB/s; 2048 rows 166 us, 50.4 GB/s; pages of 32 tokens, 64 each, the same; batch 8 x 512 rows
@@ -20,13 +21,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax import Array
 from kvjax.kernels_pallas import _common as c
-from kvjax.kernels_pallas._common import Word, ptx, when
+from kvjax.kernels_pallas._common import Word, instr, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/host_rows.json
 CHUNK = 16  # bytes that a thread moves at once
@@ -70,55 +72,91 @@ def supported(x: Any, index: Any) -> bool:
     return unsupported(x, index) is None
 
 
-def host_rows(x: Array, index: Array, *, config: Config | None = None) -> Array:
-    """[B, K, N, ...] on the device: rows `index` i32[B, K, N] of x [B, K, P, ...]; zeros where it is out of range."""
+def host_rows(
+    x: Array, index: Array, held: tuple[Array, Sequence[Array]] | None = None, *, config: Config | None = None
+) -> Array:
+    """[B, K, N, ...] on the device: rows `index` i32[B, K, N] of x [B, K, P, ...]; zeros where it is out of range.
+
+    `held`, rows i32[B, K, M] and the parts of x[:, :, :, i], each [B, K, >= M * Z, D] where those of x are [Z, D], says
+    what is on the device already: a row that is held is read there.
+    """
     if limit := unsupported(x, index):
         raise NotImplementedError(limit)
-    return _rows(config or Config(), x, index)
+    if held is None or row_bytes(x) % (32 * CHUNK):  # a warp looks for one row
+        return _rows(config or Config(), x, index)
+    return _rows(config or Config(), x, index, held[0], *held[1])
 
 
-def _rows(config: Config, x: Array, index: Array) -> Array:
+def _rows(config: Config, x: Array, index: Array, *held: Array) -> Array:
     @jax.custom_batching.custom_vmap
-    def run(x: Array, index: Array) -> Array:
+    def run(x: Array, index: Array, *held: Array) -> Array:
         rows, chunks = math.prod(index.shape[:2]), row_bytes(x) // CHUNK
+        places = (held[0].shape[2], *(math.prod(a.shape[2:]) * a.dtype.itemsize for a in held[1:])) if held else ()
         return c.kernel(
-            functools.partial(_program, sizes=(rows, x.shape[2], index.shape[2], chunks), config=config),
+            functools.partial(_program, sizes=(rows, x.shape[2], index.shape[2], chunks), places=places, config=config),
             name="kvjax_host_rows",
             out_type=jax.ShapeDtypeStruct((*index.shape, *x.shape[3:]), x.dtype),
             grid=(-(-index.size * chunks // (128 * config.warpgroups * config.ahead)),),
             grid_names=("block",),
             num_threads=config.warpgroups,
-        )(x, index)
+        )(x, index, *held)
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
         out = _rows(config, *c.flatten_batch(n, batches, args))
         return out.reshape(n, -1, *out.shape[1:]), True
 
-    return run(x, index)
+    return run(x, index, *held)
 
 
-def _program(x_m, index_m, out_m, *, sizes: tuple[int, int, int, int], config: Config) -> None:
+def _program(
+    x_m: Any, index_m: Any, *refs: Any, sizes: tuple[int, int, int, int], places: tuple[int, ...], config: Config
+) -> None:
+    """`places`: how many rows are held, and the bytes of a (b, k) of each part; empty if none are."""
     rows, P, N, chunks = sizes
     size, threads = chunks * CHUNK, 128 * config.warpgroups
     total = rows * N * chunks
-    x, index, out = (c.global_address(m) for m in (x_m, index_m, out_m))
+    x, index, *parts, out = (c.global_address(m) for m in (x_m, index_m, *refs))
     first = c.special("ctaid.x") * (threads * config.ahead) + c.special("tid.x")
-    places = [first + j * threads for j in range(config.ahead)]
-    wanted = [c.divide((at < total).choose(at, total - 1), chunks) for at in places]  # a spare thread loads the last
+    at_chunk = [first + j * threads for j in range(config.ahead)]
+    wanted = [c.divide((at < total).choose(at, total - 1), chunks) for at in at_chunk]  # a spare thread loads the last
     found = [ptx("ld.global.nc.u32 $0, [$1];", c.offset_rows(index, i, 4), results=1) for i in wanted]
 
+    def place_of(row: Word, of: Word) -> Word:
+        """Where `row` is held; all ones if it is not. The same in all lanes of a warp."""
+        lane, M = c.special("laneid"), places[0]
+
+        @loop(0, M, 32, [word(0xFFFFFFFF)])
+        def place(i: Word, known: Word) -> Word:
+            at = i + lane
+            code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, -1; @p ld.global.nc.u32 $0, [$3]; }"
+            other = ptx(code, at, M, c.offset(c.offset_rows(parts[0], of, M * 4), at * 4), results=1)
+            same = (other.equals(row) & (row < P)).choose(1, 0)
+            vote = "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1; }"
+            votes = ptx(vote, same, results=1, convergent=True)
+            return votes.differs(0).choose(i + 31 - instr("clz.b32", votes), known)
+
+        return place[0]
+
     def load(at: Word, i: Word, row: Word) -> list[Word]:
-        source = c.offset_rows(c.offset_rows(x, c.divide(i, N), P * size), row, size)
-        inside = (at < total).choose(at, total - 1) - i * chunks
+        of = c.divide(i, N)
+        source = c.offset_rows(c.offset_rows(x, of, P * size), row, size)
+        inside = ((at < total).choose(at, total - 1) - i * chunks) * CHUNK
+        source = c.offset(source, inside)
+        if places:
+            place, piece = place_of(row, of), size // (len(places) - 1)
+            for n, (part, width) in enumerate(zip(parts[1:], places[1:], strict=True)):
+                here = place.differs(0xFFFFFFFF) & (inside >= n * piece) & (inside < (n + 1) * piece)
+                kept = c.offset(c.offset_rows(c.offset_rows(part, of, width), place, piece), inside - n * piece)
+                source = c.choose_address(here, kept, source)
         return ptx(
             "{ .reg .pred p; setp.lt.u32 p, $4, $5; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
             "@p ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$6]; }",
-            *(row, P, c.offset(source, inside * CHUNK)),
+            *(row, P, source),
             results=4,
         )
 
-    loaded = [load(*each) for each in zip(places, wanted, found, strict=True)]
-    for at, words in zip(places, loaded, strict=True):
+    loaded = [load(*each) for each in zip(at_chunk, wanted, found, strict=True)]
+    for at, words in zip(at_chunk, loaded, strict=True):
         with when(at < total):
             ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", c.offset_rows(out, at, CHUNK), *words)

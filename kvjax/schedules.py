@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import register_dataclass
 
-from kvjax.blocks import Block
 from kvjax.pick import Picked, Selection
 from kvjax.spec import CacheSpec
 
@@ -27,9 +26,9 @@ class Recall(NamedTuple):
     """What a step selected, read from wherever it lies."""
 
     selection: Selection  # slots of the store, and S + r for slot r of the recent block
-    k: Array  # dtype[B, K, H*M, D] in the order of the selection
-    v: Array  # dtype[B, K, H*M, D]
-    edge: Block  # [B, K, 1, D] the oldest token of the local window, which the next step leaves; count 0 if not full
+    k: Array  # dtype[B, K, H*M + 1, D] in the order of the selection, and last the edge
+    v: Array  # dtype[B, K, H*M + 1, D]
+    edge: Array  # bool[B] whether there is an edge: the oldest token of a full local window, which the next step leaves
 
 
 class Choice(NamedTuple):
@@ -57,11 +56,12 @@ class Schedule(Protocol):
         ...
 
     def choose(
-        self, st: Any, q: Array, length: Array, selection: Selection | Picked, recall: Callable[[], Recall]
+        self, st: Any, q: Array, length: Array, selection: Selection | Picked, recall: Callable[[Recall], Recall]
     ) -> tuple[Choice, Any]:
         """What the step of q [B, K, G, D] attends with, and what the next step needs.
 
-        `selection` is that for q, `recall` reads it, `length` i32[B] counts the tokens that rows hold.
+        `selection` is that for q; `recall` reads it, given what was recalled before, which has some of it; `length`
+        i32[B] counts the tokens that rows hold.
         """
         ...
 
@@ -80,7 +80,7 @@ class EveryStep:
         return ()
 
     def choose(
-        self, st: tuple[()], q: Array, length: Array, selection: Selection | Picked, recall: Callable[[], Recall]
+        self, st: tuple[()], q: Array, length: Array, selection: Selection | Picked, recall: Callable[[Recall], Recall]
     ) -> tuple[Choice, tuple[()]]:
         return Choice(selection, None, None), ()
 
@@ -93,9 +93,9 @@ class SpeculativeState:
     query: Array  # f32[B, K, G, D]
     slots: Array  # i32[B, K, H, M] where what was recalled lies now
     valid: Array  # bool[B, K, H, M]
-    k: Array  # dtype[B, K, H*M, D]
-    v: Array  # dtype[B, K, H*M, D]
-    edge: Block  # [B, K, 1, D]
+    k: Array  # dtype[B, K, H*M + 1, D]
+    v: Array  # dtype[B, K, H*M + 1, D]
+    edge: Array  # bool[B]
     length: Array  # i32[B] tokens that the row held; -1 if it made no step yet
     due: Array  # bool[B] a token came that has not attended yet
 
@@ -153,11 +153,16 @@ class Speculative:
         return replace(st, slots=jnp.where(moves, moved, st.slots))
 
     def choose(
-        self, st: SpeculativeState, q: Array, length: Array, selection: Selection | Picked, recall: Callable[[], Recall]
+        self,
+        st: SpeculativeState,
+        q: Array,
+        length: Array,
+        selection: Selection | Picked,
+        recall: Callable[[Recall], Recall],
     ) -> tuple[Choice, SpeculativeState]:
-        q, fresh = q.astype(jnp.float32), recall()
+        q, last = q.astype(jnp.float32), Recall(Selection(st.slots, st.valid), st.k, st.v, st.edge)
+        fresh = recall(last)
         reused = (_similarity(q, st.query) >= self.tau) & (st.length + 1 == length)[:, None]
-        last = Recall(Selection(st.slots, st.valid), st.k, st.v, st.edge)
 
         def use(old: Array, new: Array) -> Array:
             return jnp.where(reused.reshape(*reused.shape, *(1,) * (new.ndim - 2)), old, new)

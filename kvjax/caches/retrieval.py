@@ -20,7 +20,6 @@ from kvjax.partial import (
     Partial,
     Span,
     attend_blocks,
-    attend_part,
     attention_logits,
     group_queries,
     keep_valid,
@@ -251,7 +250,9 @@ class Retrieval:
             attended = jnp.maximum(st.store.count - from_store, 0)[:, None, None]
         else:
             found = self._select(st, qg, first, scale)
-            choice, schedule = self.schedule.choose(st.schedule, qg, st.length, found, lambda: self._recall(st, found))
+            choice, schedule = self.schedule.choose(
+                st.schedule, qg, st.length, found, lambda last: self._recall(st, found, last)
+            )
             selection = choice.selection
             if choice.recall is None or choice.reused is None:
                 attended = jnp.sum(selection.valid, axis=-1)
@@ -265,17 +266,11 @@ class Retrieval:
                 fresh, reused = ~choice.reused, choice.reused[..., None, None]
                 edge = self._edge(st, choice.recall.edge, first)
                 selection = self._keep_reused(st, selection, reused, edge, first)
-                edge_mask = edge[:, None, None, None] & reused
-                attended = jnp.sum(selection.valid, axis=-1) + jnp.sum(edge_mask, axis=-1)
-                # What is reused has been read wherever it lies; of a fresh choice the waiting tokens are still here.
-                waiting = split_selection(selection, st.store.slots)[1]
-                waiting = Selection(waiting.slots, waiting.valid & ~reused)
-                recalled = Selection(selection.slots, selection.valid & ~waiting.valid)
-                history = merge(
-                    ops.attend_gathered(qg, choice.recall.k, choice.recall.v, recalled, scale=scale),
-                    attend_part(qg, choice.recall.edge.k, choice.recall.edge.v, edge_mask, scale=scale),
-                )
-                out = around(history, waiting)
+                with_edge = edge[:, None, None, None] & reused  # bool[B, K, 1, 1]
+                attended = jnp.sum(selection.valid, axis=-1) + with_edge[..., 0].astype(jnp.int32)
+                recalled = _all_of(selection.valid, with_edge)
+                k, v = choice.recall.k, choice.recall.v
+                out = ops.attend_zones(qg, k, v, recalled, kept, sink, self.local, scale=scale)
         beside = recent.size if sink is None else recent.size + sink.size
         attended = jnp.mean(attended + beside[:, None, None], axis=-1, dtype=jnp.float32)
         state = RetrievalState(st.sink, st.store, st.index, st.recent, schedule, st.overflow)
@@ -340,22 +335,23 @@ class Retrieval:
         within = rank < jnp.reshape(limit, (-1, 1, 1, 1))
         return Selection(picked.slots, picked.valid & visible & within)
 
-    def _recall(self, st: RetrievalState, selection: Selection | Picked) -> Recall:
+    def _recall(self, st: RetrievalState, selection: Selection | Picked, last: Recall | None = None) -> Recall:
         """Keys and values of the selection, stored or waiting, and the token that the next step's window leaves."""
         stored, waiting = split_selection(selection, st.store.slots)
-        k, v = self.store.gather(st.store, stored)
-        past = (selection.slots >= st.store.slots).reshape(*k.shape[:3], 1)
-        k, v = (
-            jnp.where(past, new.astype(old.dtype), old)
-            for old, new in zip((k, v), ops.gather_slots(st.recent.k, st.recent.v, waiting), strict=True)
-        )
+        held = None if last is None else (last.selection, last.k, last.v)
+        past = (selection.slots >= st.store.slots).reshape(*st.recent.k.shape[:2], -1, 1)
         oldest = st.recent.count - self.local
-        ek, ev = (take_rows(a, jnp.maximum(oldest, 0)[:, None]) for a in (st.recent.k, st.recent.v))
-        return Recall(_with_mask(selection), k, v, Block(ek, ev, (oldest >= 0).astype(jnp.int32)))
+        of_recent = ops.gather_slots(st.recent.k, st.recent.v, waiting)
+        parts = []
+        for old, new, zone in zip(
+            self.store.gather(st.store, stored, held), of_recent, (st.recent.k, st.recent.v), strict=True
+        ):
+            edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None])
+            parts.append(jnp.concatenate([jnp.where(past, new.astype(old.dtype), old), edge.astype(old.dtype)], axis=2))
+        return Recall(_with_mask(selection), *parts, oldest >= 0)
 
-    def _edge(self, st: RetrievalState, edge: Block, first: Array | None) -> Array:
+    def _edge(self, st: RetrievalState, there: Array, first: Array | None) -> Array:
         """bool[B]: whether there is a token that left the local window with the newest one, and a query sees it."""
-        there = edge.count > 0
         return there if first is None else there & (st.length - 1 - self.local >= first)
 
     def _keep_reused(
@@ -411,6 +407,15 @@ class Retrieval:
 
 def _with_mask(selection: Selection | Picked) -> Selection:
     return selection.selection if isinstance(selection, Picked) else selection
+
+
+def _all_of(valid: Array, edge: Array) -> Selection:
+    """Of what was recalled in the order of `valid` bool[B, K, H, M], that which is; and, after it all, the edge."""
+    H, M = valid.shape[2:]
+    own = jnp.arange(H)[:, None] * M + jnp.arange(M)[None]
+    slots = jnp.concatenate([own, jnp.full((H, 1), H * M)], axis=1, dtype=jnp.int32)
+    valid = jnp.concatenate([valid, jnp.broadcast_to(edge, (*valid.shape[:3], 1))], axis=3)
+    return Selection(jnp.broadcast_to(slots[None, None], valid.shape), valid)
 
 
 def _slot_of(position: Array | None, offset: Array) -> Array:

@@ -14,6 +14,7 @@ from kvjax.memory import has_host_memory, host_zeros, to_device
 from kvjax.partial import Partial, attend_part, empty_part, keep_valid, merge
 from kvjax.pick import Selection
 from kvjax.spec import CacheSpec, require_int
+from kvjax.stores.store import Held
 
 
 @register_dataclass
@@ -53,10 +54,12 @@ class Host:
     in 669 us (22 GB/s), since XLA gathers in host memory by the CPU; 8.4 MB of adjacent pages in 206 us (41 GB/s).
     These are of plain JAX; `ops.explain` says when the kernels of `ops.host_append` and `ops.host_rows` run.
 
-    **Source:** FreeKV's layout in host memory, (page, head, 2, p, D). **Differs:** pages lie within a head,
-    [B, K, P, 2, p, D], as in every other zone; a page and head is one run of memory in both. FreeKV keeps what it
-    recalled before and moves only pages that are not resident; here each step moves all that it selects: shapes are
-    static, so an XLA program moves as many pages when some of them are there already, and skipping them takes a kernel.
+    Pages that the step before recalled (`Speculative`) the kernel reads where they are, on the device. The shapes of
+    XLA are static: it moves as many pages from the host in either case.
+
+    **Source:** FreeKV's layout in host memory, (page, head, 2, p, D); it too moves only pages that are not resident.
+    **Differs:** pages lie within a head, [B, K, P, 2, p, D], as in every other zone; a page and head is one run of
+    memory in both. Resident are the pages of the last step alone.
     """
 
     page: int = 1
@@ -100,12 +103,23 @@ class Host:
         blocks = (jnp.max(stop) + n * Z - 1) // (n * Z)
         return lax.fori_loop(0, blocks, step, empty_part((*q.shape[:3], D)))
 
-    def gather(self, st: HostBlock, selection: Selection) -> tuple[Array, Array]:
-        B, K, _, _, Z, _ = st.kv.shape
-        H, M = selection.slots.shape[2:]
-        slots, valid = (a.reshape(B, K, H * M // Z, Z) for a in selection)
-        page = jnp.where(jnp.any(valid, axis=3), slots[..., 0] // Z, -1)
-        return _split(ops.host_rows(st.kv, page))
+    def gather(self, st: HostBlock, selection: Selection, held: Held | None = None) -> tuple[Array, Array]:
+        slots, valid = self._pages(selection)
+        pages = jnp.where(jnp.any(valid, axis=3), slots[..., 0] // self.page, -1)
+        if held is None:
+            return _split(ops.host_rows(st.kv, pages))
+        before, *parts = held
+        slots, valid = self._pages(before)
+        # A page is there if all of its tokens are; what waited for it in another order since, or not all of it, is not.
+        first = slots[..., :1]
+        whole = jnp.all(valid & (slots == first + jnp.arange(self.page)[None, None, None]), axis=3)
+        there = whole & (first[..., 0] % self.page == 0) & (first[..., 0] < st.slots)
+        return _split(ops.host_rows(st.kv, pages, (jnp.where(there, first[..., 0] // self.page, -1), parts)))
+
+    def _pages(self, selection: Selection) -> Selection:
+        """A selection of whole pages, [B, K, pages, tokens of a page]."""
+        B, K, H, M = selection.slots.shape
+        return Selection(*(a.reshape(B, K, H * M // self.page, self.page) for a in selection))
 
     def attend_slots(self, st: HostBlock, q: Array, selection: Selection, *, scale: float) -> Partial:
         k, v = self.gather(st, selection)

@@ -4,6 +4,7 @@ Their bodies are PTX, which interpret mode does not run: without a GPU the simul
 (JAX_PLATFORMS=cuda, jax >= 0.11, compute capability 9.0) the same tests and larger sizes run on it.
 """
 
+import math
 from functools import lru_cache, partial
 
 import jax
@@ -1105,6 +1106,32 @@ def test_rows_of_the_host_equal_the_references(B, K, P, N, row, dtype, config):
     np.testing.assert_array_equal(got, want)
     assert not np.asarray(want, np.float32)[(index < 0) | (index >= P)].any()
     assert got.sharding.memory_kind != "pinned_host"
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "P", "N", "M", "row", "config"),
+    [
+        (2, 2, 40, 9, 37, (2, 1, 128), None),
+        (1, 2, 9, 5, 3, (2, 4, 64), host_rows.Config(3, 1)),
+        (1, 1, 5, 3, 4, (2, 1, 64), None),  # rows that no warp has for itself: nothing held is looked for
+        pytest.param(2, 8, 4096, 300, 280, (2, 32, 128), None, marks=on_gpu),
+        pytest.param(1, 8, 4096, 2047, 2047, (2, 1, 128), host_rows.Config(4, 4), marks=on_gpu),
+    ],
+)
+def test_rows_that_are_held_are_read_where_they_are(B, K, P, N, M, row, config):
+    x, rng = on_host(B, K, P, *row), np.random.default_rng(0)
+    index = rng.integers(-1, P + 1, (B, K, N)).astype(np.int32)
+    held = np.stack([rng.permutation(P)[:M] for _ in range(B * K)]).reshape(B, K, M).astype(np.int32)
+    held[..., ::5] = -1
+    parts = [normal(8 + i, B, K, M * row[1] + 1, row[2], dtype=jnp.bfloat16) for i in range(2)]  # not those of x
+    got = jax.jit(partial(host_rows.host_rows, config=config))(x, jnp.asarray(index), (jnp.asarray(held), parts))
+    want = np.array(ops.host_rows(x, jnp.asarray(index), implementation="xla"))
+    if math.prod(row) * 2 % 512 == 0:
+        pieces = [np.asarray(a)[:, :, :-1].reshape(B, K, M, *row[1:]) for a in parts]
+        for at in np.ndindex(B, K, N):
+            for m in np.flatnonzero((held[at[:2]] == index[at]) & (index[at] >= 0) & (index[at] < P)):
+                want[at] = np.stack([piece[(*at[:2], m)] for piece in pieces])
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize(
