@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import attend_quantized
 from kvjax.kernels_pallas.attend_quantized import Config
-from sweep import run, sweep
+from sweep import Sweep, run
 
 from kvjax import ops
 from kvjax.quant import QuantArray, quantize
@@ -39,7 +39,7 @@ def inputs(
     return q, *codes, jnp.zeros(B, jnp.int32), jnp.full(B, S, jnp.int32)
 
 
-def measure(*shape: int) -> dict[str, Any]:
+def measure(sweep: Sweep, *shape: int) -> dict[str, Any]:
     B, K, Q, S, D, bits, tokens, channels, value_channels = shape
     args = jax.jit(inputs, static_argnums=range(9))(*shape)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import attend_slots
 from kvjax.kernels_pallas.attend_slots import Config
-from sweep import repeats, run, sweep
+from sweep import Sweep, repeats, run
 
 from kvjax import ops
 from kvjax.pick import Selection
@@ -39,7 +39,7 @@ def inputs(B: int, K: int, G: int, H: int, S: int, D: int, M: int, dtype: str, n
     return q, k, v, list(jax.random.permutation(keys[3], slots, axis=-1, independent=True))
 
 
-def measure(B: int, K: int, G: int, H: int, S: int, D: int, M: int, dtype: str) -> dict[str, Any]:
+def measure(sweep: Sweep, B: int, K: int, G: int, H: int, S: int, D: int, M: int, dtype: str) -> dict[str, Any]:
     moved = B * K * H * M * (4 * D + 4) + B * K * G * (D + 1) * 4
     n, scale, valid = repeats(moved), D**-0.5, jnp.ones((B, K, H, M), bool)
 

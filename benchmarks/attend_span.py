@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import attend_span
 from kvjax.kernels_pallas.attend_span import Config
-from sweep import repeats, run, sweep
+from sweep import Sweep, repeats, run
 
 from kvjax import ops
 from kvjax.partial import Span
@@ -46,7 +46,7 @@ def inputs(B: int, K: int, G: int, S: int, D: int, dtype: str, share: float, n: 
     return q, [Span(k, v, *ends) for k, v in zip(kept[::2], kept[1::2], strict=True)]
 
 
-def measure(B: int, K: int, G: int, S: int, D: int, dtype: str, share: float) -> dict[str, Any]:
+def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, dtype: str, share: float) -> dict[str, Any]:
     moved = 2 * B * K * int(S * share) * D * 2
     n, scale, rows = repeats(moved), D**-0.5, B * K
 

@@ -16,7 +16,7 @@ from attend_slots import CONFIGS
 from device_time import device_time
 from jax import Array
 from kvjax.kernels_pallas import attend_zones
-from sweep import repeats, run, sweep
+from sweep import Sweep, repeats, run
 
 from kvjax import ops
 from kvjax.partial import Span
@@ -54,7 +54,7 @@ def inputs(
 
 
 def measure(
-    B: int, K: int, G: int, H: int, S: int, R: int, local: int, sink: int, D: int, M: int, dtype: str
+    sweep: Sweep, B: int, K: int, G: int, H: int, S: int, R: int, local: int, sink: int, D: int, M: int, dtype: str
 ) -> dict[str, Any]:
     read = M + local + sink
     moved = B * K * H * read * (4 * D + 4) + B * K * G * D * 2

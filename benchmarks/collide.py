@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import collide
 from kvjax.kernels_pallas.collide import Config
-from sweep import repeats, run, sweep
+from sweep import Sweep, repeats, run
 
 from kvjax import ops
 
@@ -47,7 +47,7 @@ def inputs(B: int, K: int, G: int, S: int, D: int, T: int, n: int) -> tuple[Arra
     return q, [jax.random.bits(key, (B, K, S, N), "uint8") for key in jax.random.split(keys[1], n)], counts, limits
 
 
-def measure(B: int, K: int, G: int, S: int, D: int, T: int) -> dict[str, Any]:
+def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, T: int) -> dict[str, Any]:
     moved = B * K * (S * (D // 8 + G) + D // 8 * 1024)
     n = repeats(moved)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import most_voted
 from kvjax.kernels_pallas.most_voted import Config, config_for
-from sweep import run, sweep
+from sweep import Sweep, run
 
 from kvjax import ops
 
@@ -27,7 +27,7 @@ SHAPES = (  # B, K, G, S, room
 CONFIGS = [Config(blocks, warpgroups) for blocks in (8, 16) for warpgroups in (2, 4, 8)]
 
 
-def measure(B: int, K: int, G: int, S: int, room: int) -> dict[str, Any]:
+def measure(sweep: Sweep, B: int, K: int, G: int, S: int, room: int) -> dict[str, Any]:
     key = jax.random.key(0)
     votes = jax.random.binomial(key, 96, 0.2, (B, K, G, S)).astype(jnp.uint8)
     valid, count = jnp.ones((B, S), bool), jnp.full((B,), room, jnp.int32)

@@ -18,7 +18,7 @@ from jax import Array
 from kvjax.kernels_pallas import pick_1bit
 from kvjax.kernels_pallas.pick_1bit import Config, config_for
 from score_1bit import index
-from sweep import run, sweep
+from sweep import Sweep, run
 
 from kvjax import ops
 from kvjax.ops import Implementation
@@ -46,7 +46,7 @@ def inputs(B: int, K: int, G: int, S: int, waiting: int, k: int, D: int) -> Args
     return q, index(B, K, S, D, 32, "bfloat16"), (none, full), (scores, *ends), jnp.full(B, k, jnp.int32)
 
 
-def measure(B: int, K: int, G: int, S: int, waiting: int, k: int, D: int, pool: Pool) -> dict[str, Any]:
+def measure(sweep: Sweep, B: int, K: int, G: int, S: int, waiting: int, k: int, D: int, pool: Pool) -> dict[str, Any]:
     args = jax.jit(inputs, static_argnums=range(7))(B, K, G, S, waiting, k, D)
 
     def kernel(config: Config | None) -> Any:

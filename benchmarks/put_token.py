@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from device_time import BYTES_PER_US
 from jax import Array
 from layers import clock
-from sweep import run
+from sweep import Sweep, run
 
 from kvjax import ops
 from kvjax.blocks import Block
@@ -27,7 +27,7 @@ SHAPES = (  # B, K, zones, D
 LAYERS = 16
 
 
-def measure(B: int, K: int, zones: tuple[int, ...], D: int) -> dict[str, Any]:
+def measure(_: Sweep, B: int, K: int, zones: tuple[int, ...], D: int) -> dict[str, Any]:
     def blocks() -> list[list[Block]]:
         """Of each layer: a full sink, if there is one, and a recent block with room for all calls."""
         counts = [*zones[:-1], 0]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import rerank
 from kvjax.kernels_pallas.rerank import Config
-from sweep import repeats, run, sweep
+from sweep import Sweep, repeats, run
 
 from kvjax import ops
 from kvjax.pick import Selection
@@ -42,7 +42,7 @@ def inputs(B: int, K: int, G: int, S: int, D: int, M: int, n: int) -> tuple[Arra
     return q, Directions(signs, sizes, jax.lax.bitcast_convert_type(weights, jnp.uint16)), list(slots)
 
 
-def measure(B: int, K: int, G: int, S: int, D: int, M: int) -> dict[str, Any]:
+def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, M: int) -> dict[str, Any]:
     moved = B * K * G * M * (3 * D // 4 + 8)
     n, scale = repeats(moved), D**-0.5
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import score_1bit
 from kvjax.kernels_pallas.score_1bit import Config, config_for
-from sweep import run, sweep
+from sweep import Sweep, run
 
 from kvjax import ops
 from kvjax.quant import OneBit, quantize_1bit
@@ -33,7 +33,7 @@ def index(B: int, K: int, S: int, D: int, group: int, dtype: str) -> OneBit:
     return quantize_1bit(k, group, jnp.dtype(dtype))
 
 
-def measure(B: int, K: int, G: int, S: int, D: int, group: int, dtype: str) -> dict[str, Any]:
+def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, group: int, dtype: str) -> dict[str, Any]:
     args = (
         jax.random.normal(jax.random.key(2), (B, K, G, D)),
         jax.jit(index, static_argnums=range(6))(B, K, S, D, group, dtype),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import score_pages
 from kvjax.kernels_pallas.score_pages import Config
-from sweep import repeats, run, sweep
+from sweep import Sweep, repeats, run
 
 from kvjax import ops
 
@@ -33,7 +33,7 @@ def inputs(B: int, K: int, G: int, P: int, D: int, dtype: str, n: int) -> tuple[
     return q, [jnp.minimum(*pair) for pair in pairs], [jnp.maximum(*pair) for pair in pairs]
 
 
-def measure(B: int, K: int, G: int, P: int, D: int, dtype: str) -> dict[str, Any]:
+def measure(sweep: Sweep, B: int, K: int, G: int, P: int, D: int, dtype: str) -> dict[str, Any]:
     moved = B * K * P * (4 * D + 4 * G)
     n, scale = repeats(moved), D**-0.5
 

@@ -14,8 +14,6 @@ from kvjax.kernels_pallas import _tuned
 
 L2_BYTES = 60e6
 LEAST_GAIN = 0.03  # of an entry of tuned.json, over the kernel's rule
-most_configs: int | None = None  # that `sweep` tries
-settled: list[_tuned.Asked] | None = None  # what has been tuned in this run, each by its first inputs; None: nothing is
 
 
 def repeats(moved: float) -> int:
@@ -23,47 +21,56 @@ def repeats(moved: float) -> int:
     return int(2 * L2_BYTES // moved) + 1
 
 
-def sweep(
-    name: str,
-    kernel: Callable[[Any], Callable[..., Any]],
-    reference: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    configs: Iterable[Any],
-    error: Callable[[Any, Any], float],
-    most: float,
-    moved: float,
-    n: int = 1,
-) -> dict[str, Any]:
-    """Microseconds of one of the `n` operations that kernel(config)(*args) does, for each config, the default's first.
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What a run tries for each shape, and whether it keeps what wins."""
 
-    The default, kernel(None), is what tuned.json has for the shape, or else the kernel's rule, which is the second.
+    most_configs: int | None = None  # that are tried; None: all
+    settled: list[_tuned.Asked] | None = None  # what has been tuned, each by its first inputs; None: nothing is
 
-    Each config's output must be within `most` of the reference's by `error`. "kernel" is the kernel alone, "mosaic"
-    with those of XLA around it.
-    """
-    configs, found = _asked(kernel, args, name, configs)
-    want = jax.jit(reference)(*args)
-    first, times, row = None, {}, {}
-    for config in configs[:most_configs]:
-        f = kernel(config)
-        off = error(jax.jit(f)(*args), want)
-        if not off <= most:
-            raise SystemExit(f"{name} with {config}: error {off}, at most {most} is allowed")
-        total, kernels = device_time(f, *args, calls=10)
-        label = label_of(config)
-        times[label] = sum(us for kernel_name, us in kernels.items() if f"kvjax_{name}" in kernel_name) / n
-        if not times[label]:
-            raise SystemExit(f"no kernel of {name} ran; these did: {', '.join(kernels)}")
-        if first is None:
-            first, row = config, {"error": f"{off:.1e}", "config": label, "kernel": times[label], "mosaic": total / n}
-    if settled is not None and found and len(times) > 1 and found not in settled:
-        settled.append(found)
-        tune(found, times)
-    best = min(times, key=lambda label: times[label])
-    row |= {"best_config": best, "best": times[best]}
-    row |= {"xla": device_time(reference, *args, calls=3)[0] / n, "floor": moved / BYTES_PER_US}
-    return row | {"all": {label: round(us, 2) for label, us in times.items()}}
+    def __call__(
+        self,
+        name: str,
+        kernel: Callable[[Any], Callable[..., Any]],
+        reference: Callable[..., Any],
+        args: Sequence[Any],
+        *,
+        configs: Iterable[Any],
+        error: Callable[[Any, Any], float],
+        most: float,
+        moved: float,
+        n: int = 1,
+    ) -> dict[str, Any]:
+        """Microseconds of one of the `n` operations that kernel(config)(*args) does, by config, the default's first.
+
+        The default, kernel(None), is what tuned.json has for the shape, or else the kernel's rule, which is the second.
+
+        Each config's output must be within `most` of the reference's by `error`. "kernel" is the kernel alone, "mosaic"
+        with those of XLA around it.
+        """
+        configs, found = _asked(kernel, args, name, configs)
+        want = jax.jit(reference)(*args)
+        times: dict[Any, float] = {}
+        row: dict[str, Any] = {}
+        for config in configs[: self.most_configs]:
+            f = kernel(config)
+            off = error(jax.jit(f)(*args), want)
+            if not off <= most:
+                raise SystemExit(f"{name} with {config}: error {off}, at most {most} is allowed")
+            total, kernels = device_time(f, *args, calls=10)
+            times[config] = sum(us for kernel_name, us in kernels.items() if f"kvjax_{name}" in kernel_name) / n
+            if not times[config]:
+                raise SystemExit(f"no kernel of {name} ran; these did: {', '.join(kernels)}")
+            if not row:
+                default = {"config": label_of(config), "kernel": times[config], "mosaic": total / n}
+                row = {"error": f"{off:.1e}", **default}
+        if self.settled is not None and found and len(times) > 1 and found not in self.settled:
+            self.settled.append(found)
+            tune(found, times)
+        best = min(times, key=lambda config: times[config])
+        row |= {"best_config": label_of(best), "best": times[best]}
+        row |= {"xla": device_time(reference, *args, calls=3)[0] / n, "floor": moved / BYTES_PER_US}
+        return row | {"all": {label_of(config): round(us, 2) for config, us in times.items()}}
 
 
 def label_of(config: Any) -> str:
@@ -80,16 +87,14 @@ def _asked(
     return list(dict.fromkeys([*((found.config, found.rule) if found else ()), *configs])), found
 
 
-def tune(found: _tuned.Asked, times: dict[str, float]) -> None:
+def tune(found: _tuned.Asked, times: dict[Any, float]) -> None:
     """Writes to tuned.json the fastest config for the shape, if it gains enough; what was there for it gives way."""
-    best, rule = min(times, key=lambda label: times[label]), label_of(found.rule)
+    best = min(times, key=lambda config: times[config])
     kernels = {kernel: list(kept) for kernel, kept in _tuned.entries(_tuned.FILE).items()}
     kept = [entry for entry in kernels.pop(found.kernel, []) if entry["shape"] != found.shape]
-    if times[best] <= (1 - LEAST_GAIN) * times[rule]:
-        names = (field.name for field in dataclasses.fields(found.rule))
-        config = dict(zip(names, map(int, best.split("x")), strict=True))
-        us = {"us": round(times[best], 2), "default_us": round(times[rule], 2)}
-        kept.append({"shape": found.shape, "config": config, **us, **where()})
+    if times[best] <= (1 - LEAST_GAIN) * times[found.rule]:
+        us = {"us": round(times[best], 2), "default_us": round(times[found.rule], 2)}
+        kept.append({"shape": found.shape, "config": dataclasses.asdict(best), **us, **where()})
     if kept:
         kernels[found.kernel] = kept
     of_kernel = (
@@ -108,9 +113,8 @@ def run(
     shapes: Iterable[Any],
     swept: int = 1,
 ) -> None:
-    """Prints a line a shape, of measure(*shape), and writes all to results/{name}.json. Every block size is tried for
-    the first `swept` shapes."""
-    global most_configs, settled
+    """Prints a line a shape, of measure(Sweep(...), *shape), and writes all to results/{name}.json. Every block size is
+    tried for the first `swept` shapes."""
     parser = argparse.ArgumentParser(description=f"Device time of {name}, on a GPU.")
     parser.add_argument(
         "--all", action="store_true", help="every block size for every shape, not for the first ones alone"
@@ -121,10 +125,10 @@ def run(
     given, rows = parser.parse_args(), []
     if jax.default_backend() != "gpu":
         parser.error("this measures a GPU")
-    settled = [] if given.tune else None
+    settled: list[_tuned.Asked] | None = [] if given.tune else None
     for shape in shapes:
         most_configs = None if given.all or len(rows) < swept else 1
-        rows.append(measure(*shape))
+        rows.append(measure(Sweep(most_configs, settled), *shape))
         if len(rows) == 1:
             print(" | ".join(rows[0]))
         print(" | ".join(f"{x:.1f}" if isinstance(x, float) else str(x) for x in rows[-1].values()), flush=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import top_k
 from kvjax.kernels_pallas.top_k import Config, config_for
-from sweep import run, sweep
+from sweep import Sweep, run
 
 from kvjax import ops
 
@@ -36,7 +36,7 @@ def inputs(rows: int, U: int, kind: str) -> tuple[Array, Array]:
     return normal, (jnp.arange(U)[None] < U // 2) & valid if kind == "half valid" else valid
 
 
-def measure(rows: int, U: int, k: int, kind: str) -> dict[str, Any]:
+def measure(sweep: Sweep, rows: int, U: int, k: int, kind: str) -> dict[str, Any]:
     def kernel(config: Config) -> Any:
         return lambda scores, valid: top_k.top_k(scores, valid, k, config=config)
 

@@ -16,7 +16,7 @@ from device_time import device_time
 from jax import Array
 from kvjax.kernels_pallas import top_k_pooled
 from kvjax.kernels_pallas.top_k import Config, config_for
-from sweep import run, sweep
+from sweep import Sweep, run
 
 from kvjax import ops
 from kvjax.pick import Pool, pool_scores
@@ -41,7 +41,7 @@ def inputs(B: int, K: int, G: int, stored: int, waiting: int) -> Parts:
     return [(s, jnp.ones((B, 1, 1, s.shape[-1]), bool)) for s in scores]
 
 
-def measure(B: int, K: int, G: int, stored: int, waiting: int, k: int, pool: Pool) -> dict[str, Any]:
+def measure(sweep: Sweep, B: int, K: int, G: int, stored: int, waiting: int, k: int, pool: Pool) -> dict[str, Any]:
     parts = jax.jit(inputs, static_argnums=range(5))(B, K, G, stored, waiting)
     ranks = jax.jit(lambda parts: pool_scores(parts, pool))(parts)
 

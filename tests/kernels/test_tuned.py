@@ -266,9 +266,9 @@ def toy(x, rule, config):
     return x
 
 
-def swept(sweep, configs, rule):
+def swept(sweep, configs, rule, settled=None):
     kernel = partial(partial, partial(toy, rule=rule))
-    return sweep.sweep(
+    return sweep.Sweep(settled=settled)(
         "toy",
         lambda config: kernel(config=config),
         lambda x: x,
@@ -280,30 +280,28 @@ def swept(sweep, configs, rule):
     )
 
 
-def test_a_sweep_writes_what_the_lookup_reads_if_it_is_told_to_and_it_pays(sweep, file, monkeypatch):
-    rule, configs = Config(4, 4), [Config(8, 4), Config(2, 4)]
+def test_a_sweep_writes_what_the_lookup_reads_if_it_is_told_to_and_it_pays(sweep, file):
+    rule, configs, settled = Config(4, 4), [Config(8, 4), Config(2, 4)], []
     row = swept(sweep, configs, rule)
     assert (row["config"], row["best_config"]) == ("4x4", "2x4")
     assert json.loads(file.read_text()) == {}
 
-    monkeypatch.setattr(sweep, "settled", [])
     file.write_text(json.dumps({"toy": [entry({"rows": 80, "D": 64}, blocks=1)], "other": [entry({"k": 9})]}))
     _tuned.entries.cache_clear()
-    swept(sweep, configs, rule)
+    swept(sweep, configs, rule, settled)
     written = json.loads(file.read_text())
     assert written["other"] == [entry({"k": 9})]
     assert [e["config"] for e in written["toy"]] == [{"blocks": 1}, {"blocks": 2, "warpgroups": 4}]
     assert (written["toy"][1]["us"], written["toy"][1]["default_us"]) == (20.4, 40.4)
     assert written["toy"][1]["versions"]["jax"] == jax.__version__
     assert _tuned.tuned("toy", rows=8, D=64) == {"blocks": 2, "warpgroups": 4}
-    row = swept(sweep, [], rule)  # the first inputs of a shape decide
+    row = swept(sweep, [], rule, settled)  # the first inputs of a shape decide
     assert (row["config"], list(row["all"])) == ("2x4", ["2x4", "4x4"])
     assert json.loads(file.read_text()) == written
 
 
-def test_an_entry_gives_way_where_the_rule_is_within_three_percent(sweep, file, monkeypatch):
+def test_an_entry_gives_way_where_the_rule_is_within_three_percent(sweep, file):
     file.write_text(json.dumps({"toy": [entry({"rows": 8, "D": 64}, blocks=8)]}))
-    monkeypatch.setattr(sweep, "settled", [])
-    row = swept(sweep, [Config(1, 1)], Config(1, 2))
+    row = swept(sweep, [Config(1, 1)], Config(1, 2), [])
     assert (row["config"], row["best_config"]) == ("8x4", "1x1")  # by 1 %
     assert json.loads(file.read_text()) == {}
