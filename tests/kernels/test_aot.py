@@ -223,13 +223,14 @@ def test_a_kernel_compiles_for_an_h200(name):
 @pytest.mark.parametrize(
     ("preset", "found"),
     [
+        (presets.full(), {"attend_span", "attend_span_merge"}),
         (presets.fier(2048), {"pick_1bit_score", "pick_1bit", "attend_zones"}),
         (presets.quest(2048), {"score_pages", "top_k_pooled", "attend_zones"}),
         (presets.pariskv(2048), {"collide", "most_voted", "rerank", "top_k_pooled", "attend_zones"}),
         (presets.logquant(), {"attend_quantized", "attend_quantized_merge"}),
         (presets.kivi(), {"attend_quantized", "attend_quantized_merge"}),
     ],
-    ids=["fier", "quest", "pariskv", "logquant", "kivi"],
+    ids=["full", "fier", "quest", "pariskv", "logquant", "kivi"],
 )
 def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
     spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072, dtype=jnp.bfloat16)
@@ -245,8 +246,8 @@ def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("preset", "most"),
-    [(presets.fier(2048), 4), (presets.quest(2048), 8), (presets.pariskv(2048), 15)],
-    ids=["fier", "quest", "pariskv"],
+    [(presets.full(), 3), (presets.fier(2048), 4), (presets.quest(2048), 8), (presets.pariskv(2048), 15)],
+    ids=["full", "fier", "quest", "pariskv"],
 )
 def test_a_step_starts_few_kernels_and_copies_nothing(preset, most):
     spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072, dtype=jnp.bfloat16)
