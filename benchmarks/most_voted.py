@@ -30,7 +30,7 @@ CONFIGS = [Config(blocks, warpgroups) for blocks in (8, 16) for warpgroups in (2
 def measure(sweep: Sweep, B: int, K: int, G: int, S: int, room: int) -> dict[str, Any]:
     key = jax.random.key(0)
     votes = jax.random.binomial(key, 96, 0.2, (B, K, G, S)).astype(jnp.uint8)
-    valid, count = jnp.ones((B, S), bool), jnp.full((B,), room, jnp.int32)
+    length, count = jnp.full((B,), S, jnp.int32), jnp.full((B,), room, jnp.int32)
 
     def kernel(config: Config) -> Any:
         return lambda *args: most_voted.most_voted(*args, room, config=config)
@@ -39,10 +39,10 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, room: int) -> dict[str
         return ops.most_voted(*args, room, implementation="xla")
 
     def error(got: Any, want: Any) -> float:
-        return float(jnp.mean(got[0] != want.slots) + jnp.mean(got[1] != want.valid))
+        return float(jnp.mean(got[0] != want.slots) + jnp.mean(got[1] != want.found))
 
-    args = votes, valid, count
-    moved = B * K * G * (2 * S + 4 * room)
+    args = votes, length, count
+    moved = B * K * G * (S + 4 * room)
     configs = [config_for(B * K * G), *CONFIGS]
     row = sweep("most_voted", kernel, reference, args, configs=configs, error=error, most=0.0, moved=moved)
     return {"B": B, "K": K, "G": G, "S": S, "room": room, **row}

@@ -18,7 +18,7 @@ from kvjax.kernels_pallas.rerank import Config
 from sweep import Sweep, repeats, run
 
 from kvjax import ops
-from kvjax.pick import Selection
+from kvjax.pick import Picked
 from kvjax.rotate import SUBSPACE, Directions, lloyd_max
 
 SHAPES = (  # B, K, G, S, D, M
@@ -53,7 +53,8 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, M: int) -> dic
         return lambda q, keys, slots: [one(q, *keys, s) for s in slots]
 
     def reference(q: Array, keys: Directions, slots: list[Array]) -> list[Array]:
-        return [ops.rerank(q, keys, Selection(s, s >= 0), scale=scale, implementation="xla") for s in slots]
+        found = jnp.full(slots[0].shape[:3], M, jnp.int32)
+        return [ops.rerank(q, keys, Picked(s, found), scale=scale, implementation="xla") for s in slots]
 
     def error(got: list[Array], want: list[Array]) -> float:
         return float(max(jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(got, want, strict=True)))

@@ -103,10 +103,11 @@ def clear(hist: Word) -> None:
 
 def choose(
     *refs, sizes: tuple[int, ...], heads: int, sums: int, shared_by: Sequence[int], last: int, pool: str, room: int,
-    config: t.Config,
+    config: t.Config, wide: int | None = None, name: Callable[[Word, Word], Word] = lambda row, unit: unit,
 ) -> None:  # fmt: skip
     """The kernel's body, over heads' scores of each of `sizes`, with `sums` statistics of each head, if any. It begins
-    with start and stop of each part's span, of which the second part's `last` do not count, and how many are wanted."""
+    with start and stop of each part's span, of which the second part's `last` do not count, nor what is not among its
+    first `wide`, and how many are wanted. `name` is what is written of a unit."""
     ends, (*arrays, hist_m, small_m, logs_m) = list(zip(refs, shared_by, strict=False)), refs[len(shared_by) :]
     sums_m, arrays = (arrays[0], arrays[1:]) if sums else (None, arrays)
     scores_m, (slots_m, found_m, *keys_m) = arrays[: len(sizes)], arrays[len(sizes) :]
@@ -115,7 +116,7 @@ def choose(
     start, length = span_of(ends[0], ends[1], row, S)
     wait_start, wait_length = word(0), word(0)
     if len(sizes) == 2:
-        wait_start, wait_length = span_of(ends[2], ends[3], row, sizes[1], last)
+        wait_start, wait_length = span_of(ends[2], ends[3], row, wide or sizes[1], last)
     wanted = clipped(number_of(ends[-1], row), room)
     scores = [c.offset_rows(c.global_address(m), row, heads * n * 2) for m, n in zip(scores_m, sizes, strict=True)]
     slots, found = (c.offset_rows(c.global_address(m), row, n * 4) for m, n in ((slots_m, room), (found_m, 1)))
@@ -174,8 +175,9 @@ def choose(
     stride, unroll, _ = t.steps(U, config)
     whole = S // (stride * unroll)
     _take(
-        first, again, wanted, slots, found, hist, small, listed, bins=bins, U=U, whole=whole, room=room, config=config
-    )
+        first, again, wanted, slots, found, hist, small, listed, name=functools.partial(name, row), bins=bins, U=U,
+        whole=whole, room=room, config=config,
+    )  # fmt: skip
 
 
 def _logs(parts: Any, n: int, heads: int, waiting: Any, shared: Word, loads: Callable[[], Any]) -> list[Word]:
@@ -239,9 +241,9 @@ Fetch = Callable[..., Iterable[list[Word]]]
 
 def _take(
     first: Fetch, again: Fetch, wanted: Word, slots: Any, found: Any, hist: Word, small: Word, listed: Word,
-    *, bins: tuple[int, int], U: int, whole: int, room: int, config: t.Config,
+    *, name: Callable[[Word], Word], bins: tuple[int, int], U: int, whole: int, room: int, config: t.Config,
 ) -> None:  # fmt: skip
-    """Writes to `slots` those of the `wanted` largest keys that are not 0, and to `found` how many these are.
+    """Writes to `slots` the names of the `wanted` largest keys that are not 0, and to `found` how many these are.
 
     `first(i)` gives the keys of `t.fours(i, U, config)` the first time that they are looked at, `again(i)` after it;
     of the first `whole` steps, if there are more than one, `first(i, True)`.
@@ -398,7 +400,7 @@ def _take(
         start = t.fours(i, U, config)[0]
 
         def store(i: Word, e: Word) -> None:
-            ptx("st.global.u32 [$0], $1;", c.offset(slots, (at + i) * 4), start + (e >> 2) * stride + (e & 3))
+            ptx("st.global.u32 [$0], $1;", c.offset(slots, (at + i) * 4), name(start + (e >> 2) * stride + (e & 3)))
 
         numbered(taken, store)
         return [at + number(taken)]
@@ -426,4 +428,4 @@ def _take(
         place = c.warp_sum(larger[0])
         with when(lane.equals(0) & (place < need)):
             rank = ptx("ld.shared.u32 $0, [$1];", listed + i * 8, results=1)
-            ptx("st.global.u32 [$0], $1;", c.offset(slots, (wanted - need + place) * 4), word(t.SLOTS) - rank)
+            ptx("st.global.u32 [$0], $1;", c.offset(slots, (wanted - need + place) * 4), name(word(t.SLOTS) - rank))

@@ -4,14 +4,17 @@ A cluster of `blocks` blocks shares a row of votes. Each counts its votes by val
 so that no two meet in a bank; from the sum over the cluster follows the least vote that is taken, and how many slots of
 that vote, and from the sum over the blocks before, where a block begins. Then each reads its votes again (from L2), and
 the place of a slot is the number of those taken before it: of the warps before, by their counts, and of the lanes
-before, by shuffles. Votes are compared four a word, and both running sums are halves of one word.
+before, by shuffles. Votes are compared four a word, and both running sums are halves of one word. Blocks share the
+slots that a row holds, not those that it could; lengths and counts are read where the cache has them, and clipped here:
+as arrays made by XLA, a mask of slots and a count took two launches of 1.3 us.
 
-**Bytes:** 2 read a key and row, twice, and 4 written a place. The bound on an H200 (4.3 TB/s) for 8 rows x 131072 with
-13108 places is 0.6 us from device memory; what `collide` has just written, 1 MB, is still in L2.
+**Bytes:** 1 read a key and row, twice, and 4 written a place. The bound on an H200 (4.3 TB/s) for 8 rows x 131072 with
+13108 places is 0.3 us from device memory; what `collide` has just written, 1 MB, is still in L2.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of the kernel alone, votes binomial of 96 at .2: 8 rows x
-131072, 13108 places 5.8 us (the reference 73), 6554 places 5.3 us (72), 32 rows 10.4 us (123), 8 x 1M 29.0 us (192), 8
-x 32768 3.8 us (59), 64 rows x 32768 6.8 us (93). XLA adds 2 to 4 us around it.
+**Measured**: not yet in this form. With a mask of slots, read in both passes, on an H200, 2026-11-21, jax 0.11.2,
+device time of the kernel alone, votes binomial of 96 at .2: 8 rows x 131072, 13108 places 5.8 us (the reference 73),
+6554 places 5.3 us (72), 32 rows 10.4 us (123), 8 x 1M 29.0 us (192), 8 x 32768 3.8 us (59), 64 rows x 32768 6.8 us
+(93).
 
 **Tried and lost**: 8 blocks of two warpgroups 6.7 us, of eight 6.2; 16 blocks of two 6.4, of four 6.9, of eight 11.1.
 8 copies of the bins, votes compared one by one, a scan for each sum and three barriers of the cluster for two 8.4 us,
@@ -28,6 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from kvjax.kernels_pallas import _choice as choice
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
@@ -67,11 +71,12 @@ def _sizes(config: Config) -> tuple[int, ...]:
     return BINS * COPIES, BINS, BINS, BINS, 4 * config.warpgroups
 
 
-def unsupported(votes: Any, valid: Any, count: Any, room: int) -> str | None:
+def unsupported(votes: Any, length: Any, count: Any, room: int) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     S = votes.shape[3]
-    if votes.dtype != jnp.uint8 or count.dtype != jnp.int32:
-        return f"the kernel most_voted takes votes in u8 and counts in i32; got {votes.dtype} and {count.dtype}"
+    if votes.dtype != jnp.uint8 or length.dtype != jnp.int32 or count.dtype != jnp.int32:
+        kinds = f"{votes.dtype}, {length.dtype} and {count.dtype}"
+        return f"the kernel most_voted takes votes in u8, lengths and counts in i32; got {kinds}"
     if S % BYTES or not BYTES <= S < 1 << 24:
         return f"the kernel most_voted takes a multiple of {BYTES} keys, less than 2^24; got {S}"
     if 0 in votes.shape or room < 1:
@@ -79,32 +84,35 @@ def unsupported(votes: Any, valid: Any, count: Any, room: int) -> str | None:
     return None
 
 
-def supported(votes: Any, valid: Any, count: Any, room: int) -> bool:
-    return unsupported(votes, valid, count, room) is None
+def supported(votes: Any, length: Any, count: Any, room: int) -> bool:
+    return unsupported(votes, length, count, room) is None
 
 
-@c.lowered_once("room", "config")
+@c.lowered_once("room", "last", "config")
 def most_voted(
-    votes: Array, valid: Array, count: Array, room: int, *, config: Config | None = None
-) -> tuple[Array, Array]:
-    """(slots i32[B, K, G, room], valid bool[B, K, G, room]) of u8[B, K, G, S] votes, valid bool[B, S], count i32[B]."""
-    if limit := unsupported(votes, valid, count, room):
+    votes: Array, length: Array, count: Array, room: int, *, fill: Sequence[Array | int] | None = None, last: int = 0,
+    config: Config | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """(slots i32[B, K, G, room], found i32[B, K, G]) of u8[B, K, G, S] votes in the first `length` i32[B] slots, count
+    i32[B]; with `fill` = (total, start, stop), each i32[B] or a number for all, more as in `ops.most_voted`."""
+    if limit := unsupported(votes, length, count, room):
         raise NotImplementedError(limit)
     B, K, G, S = votes.shape
-    args = votes.reshape(B * K * G, S), valid.astype(jnp.uint8), count
     rows = B * K * G
     chosen = config or _tuned.choose("most_voted", config_for(rows), rows=rows, S=S, room=room)
-    slots, found = _most_voted(room, chosen, *args)
-    return slots.reshape(B, K, G, room), jnp.arange(room)[None, None, None] < found.reshape(B, K, G, 1)
+    numbers = [jnp.asarray(x, jnp.int32).reshape(-1) for x in (length, count, *(fill or ()))]
+    slots, found = _most_voted(room, last, chosen, votes.reshape(rows, S), *numbers)
+    return slots.reshape(B, K, G, room), found.reshape(B, K, G)
 
 
-def _most_voted(room: int, config: Config, votes: Array, valid: Array, count: Array) -> tuple[Array, Array]:
+def _most_voted(room: int, last: int, config: Config, votes: Array, *numbers: Array) -> tuple[Array, Array]:
     rows, S = votes.shape
+    shared_by = [rows // number.size for number in numbers]
 
     @jax.custom_batching.custom_vmap
-    def run(votes: Array, valid: Array, count: Array) -> tuple[Array, Array]:
+    def run(votes: Array, *numbers: Array) -> tuple[Array, Array]:
         return c.kernel(
-            functools.partial(_program, sizes=(rows // count.shape[0], S, room), config=config),
+            functools.partial(_program, shared_by=shared_by, sizes=(S, room, last), config=config),
             name="kvjax_most_voted",
             out_type=(jax.ShapeDtypeStruct((rows, room), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)),
             scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in _sizes(config)],
@@ -113,47 +121,49 @@ def _most_voted(room: int, config: Config, votes: Array, valid: Array, count: Ar
             cluster=(config.blocks,),
             cluster_names=("part",),
             num_threads=config.warpgroups,
-        )(votes, valid, count)
+        )(votes, *numbers)
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        slots, found = _most_voted(room, config, *c.flatten_batch(n, batches, args))
+        slots, found = _most_voted(room, last, config, *c.flatten_batch(n, batches, args))
         return (slots.reshape(n, rows, room), found.reshape(n, rows)), (True, True)
 
-    return run(votes, valid, count)
+    return run(votes, *numbers)
 
 
 def _program(
-    votes_m, valid_m, count_m, slots_m, found_m, copies_m, bins_m, all_m, before_m, warps_m,
-    *, sizes: tuple[int, int, int], config: Config,
+    votes_m, *refs, shared_by: Sequence[int], sizes: tuple[int, int, int], config: Config,
 ) -> None:  # fmt: skip
-    shared_by, S, room = sizes
+    (slots_m, found_m, *scratch_m), (S, room, last) = refs[len(shared_by) :], sizes
     blocks, threads = config.blocks, 128 * config.warpgroups
     t, part, row = c.special("tid.x"), c.special("cluster_ctarank"), c.special("clusterid.x")
     lane, warp = t & 31, t >> 5
-    first_row = c.divide(row, shared_by)
-    votes, valid, count, slots, found = (c.global_address(m) for m in (votes_m, valid_m, count_m, slots_m, found_m))
-    votes, valid = c.offset_rows(votes, row, S), c.offset_rows(valid, first_row, S)
-    slots = c.offset_rows(slots, row, room * 4)
-    copies, bins, every, before, warps = (c.shared_address(m) for m in (copies_m, bins_m, all_m, before_m, warps_m))
+    length, wanted, *fill = [choice.number_of(number, row) for number in zip(refs, shared_by, strict=False)]
+    votes, slots, found = (c.global_address(m) for m in (votes_m, slots_m, found_m))
+    votes, slots = c.offset_rows(votes, row, S), c.offset_rows(slots, row, room * 4)
+    copies, bins, every, before, warps = (c.shared_address(m) for m in scratch_m)
+    for i in range(0, BINS * COPIES // 4, threads):
+        ptx("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", copies + (t + i) * 16, 0)
     tile = threads * BYTES
-    size = -(-S // (blocks * BYTES)) * BYTES  # votes of a block
+    length = choice.clipped(length, S)
+    size = c.divide(length + (blocks * BYTES - 1), blocks * BYTES) * BYTES  # votes of a block
     start = part * size
-    stop = (start + size < S).choose(start + size, S)
+    stop = (start + size < length).choose(start + size, length)
 
     def load(first: Word) -> tuple[list[Word], list[Word]]:
         """This thread's votes of a tile, four a word, and the highest bit of a byte for each that counts."""
         at = first + t * BYTES
-        inside = at < stop
-        at = inside.choose(at, 0)
-        words, marks = (
-            ptx("ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", c.offset(a, at), results=4) for a in (votes, valid)
+        left = (at < stop).choose(stop - at, 0)  # of the votes from there on
+        words = ptx(
+            "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", c.offset(votes, left.differs(0).choose(at, 0)), results=4
         )
-        return words, [inside.choose(x << 7, 0) for x in marks]
 
-    wanted = ptx("ld.global.nc.u32 $0, [$1];", c.offset(count, first_row * 4), results=1)
-    for i in range(0, BINS * COPIES // 4, threads):
-        ptx("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", copies + (t + i) * 16, 0)
+        def ragged() -> list[Word]:
+            there = [choice.clipped(left - 4 * w, 4) for w in range(BYTES // 4)]
+            return [n.equals(0).choose(0, word(HIGH) >> (((word(4) - n) << 3) & 31)) for n in there]
+
+        return words, c.choose_between(left < BYTES, ragged, [word(HIGH)] * (BYTES // 4))
+
     c.block_barrier()
     own_copy = copies + lane * 4
 
@@ -183,8 +193,11 @@ def _program(
     c.block_barrier()
 
     # Every warp finds the least vote taken: the largest that no fewer than `wanted` reach.
-    wanted = (wanted < 1 << 31).choose(wanted, 0)
-    wanted = (wanted < room).choose(wanted, room)
+    if fill:
+        total, first, end = fill
+        beside = c.instr("max.s32", end - last - first, 0)
+        wanted = c.instr("max.s32", wanted, total - beside)
+    wanted = choice.clipped(wanted, room)
     mine = _eight(every + lane * (OWN * 4))
     total = _sum(mine)
     through = _scan(total, lane)
@@ -193,8 +206,8 @@ def _program(
     least, above = word(0), word(0)
     for i in reversed(range(OWN)):
         more = reach + mine[i]
-        last = (more >= wanted) & (reach < wanted)
-        least, above = last.choose(lane * OWN + i, least), last.choose(reach, above)
+        here = (more >= wanted) & (reach < wanted)
+        least, above = here.choose(lane * OWN + i, least), here.choose(reach, above)
         reach = more
     least, above = c.warp_sum(least), c.warp_sum(above)
     least = wanted.equals(0).choose(BINS - 1, least)

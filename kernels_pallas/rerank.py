@@ -121,15 +121,35 @@ def _program(
     q_m, slots_m, signs_m, sizes_m, weights_m, out_m, table_m, queries_m,
     *, sizes: tuple[int, int, int, int], centres: Sequence[float], scale: float, config: Config,
 ) -> None:  # fmt: skip
-    G, S, D, M = sizes
-    N, threads = D // 8, 128 * config.warpgroups
-    blocks = -(-M // threads)
-    t, block = c.special("tid.x"), c.special("ctaid.x")
-    head = c.divide(block, blocks)
-    row = c.divide(head, G)
-    pick = (block - head * blocks) * threads + t
-    q, slots, out = (c.global_address(m) for m in (q_m, slots_m, out_m))
-    slots, out = c.offset_rows(slots, head, M * 4), c.offset_rows(out, head, M * 4)
+    M, place = sizes[3], Place(c.special("ctaid.x"), sizes, config)
+    codes, scratch = (signs_m, sizes_m, weights_m), (table_m, queries_m)
+    total = estimate(q_m, slots_m, codes, scratch, place, centres=centres, scale=scale)
+    with when(place.pick < M):
+        out = c.offset_rows(c.global_address(out_m), place.head, M * 4)
+        ptx("st.global.b32 [$0], $1;", c.offset(out, place.pick * 4), total)
+
+
+class Place:
+    """What a thread of a block estimates, of `sizes` = (query heads of a row of keys, S, D, M)."""
+
+    def __init__(self, block: Word, sizes: tuple[int, int, int, int], config: Config):
+        self.sizes, self.threads = sizes, 128 * config.warpgroups
+        blocks = -(-sizes[3] // self.threads)
+        self.head = c.divide(block, blocks)
+        self.row = c.divide(self.head, sizes[0])
+        self.first = (block - self.head * blocks) * self.threads  # pick of the block
+        self.pick = self.first + c.special("tid.x")
+
+
+def estimate(
+    q_m: Any, slots_m: Any, codes_m: Sequence[Any], scratch_m: Sequence[Any], place: Place,
+    *, centres: Sequence[float], scale: float,
+) -> Word:  # fmt: skip
+    """scale * q.k~ of this thread's pick, in f32."""
+    (_, S, D, M), (signs_m, sizes_m, weights_m), (table_m, queries_m) = place.sizes, codes_m, scratch_m
+    N, threads, t = D // 8, place.threads, c.special("tid.x")
+    head, row, pick = place.head, place.row, place.pick
+    q, slots = c.global_address(q_m), c.offset_rows(c.global_address(slots_m), head, M * 4)
     table, queries = c.shared_address(table_m), c.shared_address(queries_m)
 
     slot = ptx("ld.global.nc.u32 $0, [$1];", c.offset(slots, (pick < M).choose(pick, M - 1) * 4), results=1)
@@ -182,8 +202,7 @@ def _program(
             return [total, ahead, ahead, *(x >> 16 for x in pairs)]
 
         total = carried[0]
-    with when(pick < M):
-        ptx("st.global.b32 [$0], $1;", c.offset(out, pick * 4), total)
+    return total
 
 
 def _decode(code: Word, centres: Sequence[int]) -> Word:

@@ -207,6 +207,81 @@ def _pick_1bit(
     return Picked(picked.slots, jnp.sum(picked.valid, axis=-1, dtype=jnp.int32))
 
 
+def pick_4bit(
+    q: Array,
+    rotated: Array,
+    keys: Directions,
+    candidates: Picked,
+    waiting: tuple[Array, Array | int, Array | int],
+    count: Array | int,
+    room: int,
+    *,
+    scale: float,
+    wide: int,
+    last: int = 0,
+    implementation: Implementation | None = None,
+) -> Picked:
+    """The `count` units that each query ranks highest by 4-bit codes: `rerank`, then `top_k`.
+
+    Units are the `candidates` [B, K, G, M] among the slots of `keys` [B, K, S, ...], scored for `rotated` f32[B, K, G,
+    D]; and, from slot S on, the slots of `waiting` = (keys [B, K, R, D], start, stop) without the `last` before its
+    stop, of which the first `wide` may wait, scored as they are for q [B, K, G, D]. Count, start and stop are i32[B],
+    or a number for all rows. At most `room` are chosen, in any order. `implementation`: see `explain`. The kernel ranks
+    scores in f16, as that of `pick_1bit`.
+    """
+    from kvjax.kernels_pallas import pick_4bit as kernel
+
+    inner: Implementation | None = None if implementation is None else "xla"
+    reference = partial(_pick_4bit, room=room, scale=scale, wide=wide, last=last, implementation=inner)
+
+    def mosaic(
+        q: Array, rotated: Array, keys: Directions, candidates: Picked, waiting: Sequence[Array], count: Array
+    ) -> Picked:
+        run = partial(kernel.pick_4bit, centres=_centres(), scale=scale, wide=wide, last=last)
+        return Picked(*run(q, rotated, *keys, candidates, waiting, count, room))
+
+    limit = kernel.unsupported(q, *keys, candidates.slots, waiting[0], room, wide)
+    args = lax.stop_gradient((q, rotated, keys, candidates, waiting, count))  # a choice has no derivative
+    return _dispatch(implementation, kernel, limit, mosaic, reference, *args)
+
+
+def _pick_4bit(
+    q: Array,
+    rotated: Array,
+    keys: Directions,
+    candidates: Picked,
+    waiting: Sequence[Array],
+    count: Array,
+    *,
+    room: int,
+    scale: float,
+    wide: int,
+    last: int,
+    implementation: Implementation | None,
+) -> Picked:
+    arrived, start, stop = waiting
+    M, S = candidates.slots.shape[3], keys.signs.shape[2]
+    estimates = rerank(rotated, keys, candidates, scale=scale, implementation=implementation)
+    late = attention_logits(q, arrived, scale)[..., :wide]
+
+    def by_row(number: Array | int) -> Array:
+        return jnp.reshape(jnp.asarray(number, jnp.int32), (-1, 1, 1, 1))
+
+    unit = jnp.arange(late.shape[3])[None, None, None]
+    waits = jnp.broadcast_to((unit >= by_row(start)) & (unit < by_row(stop - last)), late.shape)
+    valid = jnp.concatenate([candidates.valid, waits], axis=-1)
+    scores = jnp.concatenate([estimates, late], axis=-1)
+    picked = top_k(scores, valid, room, implementation=implementation)
+    slots = jnp.take_along_axis(candidates.slots, jnp.minimum(picked.slots, M - 1), axis=-1)
+    slots = jnp.where(picked.slots < M, slots, picked.slots - M + S)
+    found = jnp.minimum(jnp.sum(picked.valid, axis=-1, dtype=jnp.int32), jnp.maximum(by_row(count)[..., 0], 0))
+    return Picked(slots, found)
+
+
+def _centres() -> tuple[float, ...]:
+    return tuple(lloyd_max(SUBSPACE)[1].tolist())
+
+
 def pick_scored(
     parts: Sequence[tuple[Array, Array | int, Array | int]],
     count: Array | int,
@@ -289,26 +364,41 @@ def _keys_before(q: Array, counts: Array) -> Array:
 
 
 def most_voted(
-    votes: Array, valid: Array, count: Array, room: int, *, implementation: Implementation | None = None
-) -> Selection:
-    """The `count` i32[B] slots with most `votes` u8[B, K, G, S] among `valid` bool[B, S]; ties go to the lower slot.
+    votes: Array,
+    length: Array,
+    count: Array,
+    room: int,
+    *,
+    fill: tuple[Array | int, Array | int, Array | int] | None = None,
+    last: int = 0,
+    implementation: Implementation | None = None,
+) -> Picked:
+    """The `count` i32[B] slots with most `votes` u8[B, K, G, S] of the first `length` i32[B]; ties go to the lower.
 
-    At most `room` of them, in order of slot, not of votes. Eight passes find the vote that the last of them has, and
-    two running sums their places: there is no sort. On CPU at 8 heads x 32K tokens, room 6000: 6-10 ms (as `collide`).
-    `implementation`: see `explain`; all give the same.
+    At most `room` of them, in order of slot, not of votes. With `fill` = (total, start, stop), each i32[B] or a number
+    for all rows, count is at least what makes `total` with the slots [start, stop - `last`) of something else.
+
+    Eight passes find the vote that the last of them has, and two running sums their places: there is no sort. On CPU at
+    8 heads x 32K tokens, room 6000: 6-10 ms (as `collide`). `implementation`: see `explain`; all give the same.
     """
     from kvjax.kernels_pallas import most_voted as kernel
 
-    def mosaic(votes: Array, valid: Array, count: Array) -> Selection:
-        return Selection(*kernel.most_voted(votes, valid, count, room))
+    def mosaic(votes: Array, length: Array, count: Array, fill: Sequence[Array] | None) -> Picked:
+        return Picked(*kernel.most_voted(votes, length, count, room, fill=fill, last=last))
 
-    limit = kernel.unsupported(votes, valid, count, room)
-    return _dispatch(implementation, kernel, limit, mosaic, partial(_most_voted, room=room), votes, valid, count)
+    limit, reference = kernel.unsupported(votes, length, count, room), partial(_most_voted, room=room, last=last)
+    return _dispatch(implementation, kernel, limit, mosaic, reference, votes, length, count, fill)
 
 
-def _most_voted(votes: Array, valid: Array, count: Array, *, room: int) -> Selection:
-    B, K, G, _ = votes.shape
-    count = jnp.minimum(count, room)[:, None, None]
+def _most_voted(
+    votes: Array, length: Array, count: Array, fill: Sequence[Array] | None, *, room: int, last: int
+) -> Picked:
+    B, K, G, S = votes.shape
+    if fill is not None:
+        total, start, stop = fill
+        count = jnp.maximum(count, total - jnp.maximum(stop - last - start, 0))
+    count = jnp.clip(count, 0, room)[:, None, None]
+    valid = jnp.arange(S)[None] < length[:, None]
     votes = jnp.where(valid[:, None, None], votes.astype(jnp.int32), -1)
 
     def narrow(i: Array, least: Array) -> Array:
@@ -325,12 +415,11 @@ def _most_voted(votes: Array, valid: Array, count: Array, *, room: int) -> Selec
     slots = jnp.zeros((B, K, G, room), jnp.int32)
     b, k, g, s = jnp.meshgrid(*(jnp.arange(n) for n in votes.shape), indexing="ij", sparse=True)
     slots = slots.at[b, k, g, jnp.where(chosen, place, room)].set(s, mode="drop", unique_indices=True)
-    found = jnp.sum(chosen, axis=-1, dtype=jnp.int32, keepdims=True)
-    return Selection(slots, jnp.arange(room)[None, None, None] < found)
+    return Picked(slots, jnp.sum(chosen, axis=-1, dtype=jnp.int32))
 
 
 def rerank(
-    q: Array, keys: Directions, picked: Selection, *, scale: float, implementation: Implementation | None = None
+    q: Array, keys: Directions, picked: Picked, *, scale: float, implementation: Implementation | None = None
 ) -> Array:
     """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the `picked` of the keys k~ that `keys` [B, K, S, ..] code.
 
@@ -339,15 +428,15 @@ def rerank(
     """
     from kvjax.kernels_pallas import rerank as kernel
 
-    def run(q: Array, keys: Directions, picked: Selection) -> Array:
-        return kernel.rerank(q, *keys, picked.slots, centres=tuple(lloyd_max(SUBSPACE)[1].tolist()), scale=scale)
+    def run(q: Array, keys: Directions, picked: Picked) -> Array:
+        return kernel.rerank(q, *keys, picked.slots, centres=_centres(), scale=scale)
 
     reference = partial(_rerank, scale=scale)
     limit, mosaic = kernel.unsupported(q, *keys, picked.slots), _with_derivative(run, reference)
     return _dispatch(implementation, kernel, limit, mosaic, reference, q, keys, picked)
 
 
-def _rerank(q: Array, keys: Directions, picked: Selection, *, scale: float) -> Array:
+def _rerank(q: Array, keys: Directions, picked: Picked, *, scale: float) -> Array:
     B, K, G, M = picked.slots.shape
     block = min(512, M)
 
@@ -773,6 +862,7 @@ def explain(op: str, *args: Any) -> str:
         host_rows,
         most_voted,
         pick_1bit,
+        pick_4bit,
         put_token,
         rerank,
         score_1bit,
@@ -788,6 +878,12 @@ def explain(op: str, *args: Any) -> str:
             pick_1bit,
             lambda q, keys, span, waiting, count, pool, room: pick_1bit.unsupported(
                 q, keys.bits, keys.scale, waiting[0], pool, room
+            ),
+        ),
+        "pick_4bit": (
+            pick_4bit,
+            lambda q, rotated, keys, candidates, waiting, count, room, wide: pick_4bit.unsupported(
+                q, *(*keys, candidates.slots, waiting[0], room, wide)
             ),
         ),
         "rerank": (rerank, lambda q, keys, picked: rerank.unsupported(q, *(*keys, picked.slots))),

@@ -296,7 +296,7 @@ def test_most_voted_are_those_of_a_stable_sort(draw: int, room: int, most: int) 
     rng = np.random.default_rng(draw)
     votes = rng.integers(0, most, size=(2, 1, 2, 40), endpoint=True).astype(np.uint8)
     held, count = rng.integers(0, 41, size=2), rng.integers(0, 50, size=2).astype(np.int32)
-    picked = _most_voted(votes, np.arange(40)[None] < held[:, None], count, room)
+    picked = _most_voted(votes, held.astype(np.int32), count, room)
     for b, g in np.ndindex(2, 2):
         wanted = np.argsort(-votes[b, 0, g, : held[b]].astype(int), kind="stable")[: min(count[b], room)]
         got = np.asarray(picked.slots)[b, 0, g][np.asarray(picked.valid)[b, 0, g]]

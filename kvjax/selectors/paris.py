@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax import Array
 from kvjax import ops
 from kvjax.blocks import write
 from kvjax.partial import attention_logits
-from kvjax.pick import Pool, Selection, require_pool
+from kvjax.pick import Picked, Pool, Selection, require_pool
 from kvjax.rotate import SUBSPACE, Directions, encode, require_rotatable, rotate, rotate_few
 from kvjax.selectors.selector import Pickable
 from kvjax.spec import CacheSpec, require_int
@@ -30,10 +31,12 @@ FLOOR = -(2.0**20)
 
 
 class ParisIndex(NamedTuple):
-    """Codes of each key, and how many keys of the history have each sign pattern."""
+    """Codes of each key, how many keys of the history have each sign pattern, and what a step asks of so many keys."""
 
     codes: Directions  # of rotated keys, [B, K, S, ...]
     counts: Array  # i32[B, K D/8 256] by head, subspace and pattern; flat, for it has no slots
+    limits: Array  # i32[B, T] keys of each tier
+    candidates: Array  # i32[B] tokens to rerank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +90,7 @@ class Paris:
         codes = Directions(
             jnp.zeros((*lead, N), jnp.uint8), jnp.zeros((*lead, 3 * N), jnp.uint8), jnp.zeros((*lead, N), jnp.uint16)
         )
-        return ParisIndex(codes, jnp.zeros((spec.batch, spec.kv_heads * N * 2**SUBSPACE), jnp.int32))
+        return self._counted(codes, jnp.zeros((spec.batch, spec.kv_heads * N * 2**SUBSPACE), jnp.int32))
 
     def append(self, ix: ParisIndex, k: Array, at: Array, count: Array) -> ParisIndex:
         new = encode(rotate(k, self.seed), correct=self.correct)
@@ -98,53 +101,49 @@ class Paris:
         place = first[None, :, None] + new.signs.astype(jnp.int32)
         place = jnp.where(stored[:, None, :, None], place, ix.counts.shape[1]).reshape(B, -1)
         counts = ix.counts.at[jnp.arange(B)[:, None], place].add(1, mode="drop")
-        return ParisIndex(Directions(*(write(a, b, at, count) for a, b in zip(ix.codes, new, strict=True))), counts)
+        return self._counted(Directions(*(write(a, b, at, count) for a, b in zip(ix.codes, new, strict=True))), counts)
+
+    def _counted(self, codes: Directions, counts: Array) -> ParisIndex:
+        n = _length(counts)
+        beta, rho = _shares(n)
+        reach = (n * rho)[:, None] * TIERS[self.votes][None]
+        wanted = _round_up(n * beta, 20) if self.candidates is None else jnp.minimum(n, self.candidates)
+        return ParisIndex(codes, counts, _round_up(reach, 400), wanted)
 
     def score(self, ix: ParisIndex, q: Array, *, scale: float) -> Array:
         q = rotate_few(q, self.seed)
-        votes, n, wanted = self._votes(ix, q)
+        votes = self._votes(ix, q)
         S = votes.shape[3]
-        picked = ops.most_voted(votes, _first(n, S), wanted, self.room(S))
+        picked = ops.most_voted(votes, _length(ix.counts), ix.candidates, self.room(S))
         estimates = ops.rerank(q, ix.codes, picked, scale=scale)
         slots = jnp.where(picked.valid, picked.slots, S)
         b, k, g, _ = jnp.meshgrid(*(jnp.arange(size) for size in slots.shape), indexing="ij", sparse=True)
         return (votes.astype(jnp.float32) + FLOOR).at[b, k, g, slots].set(estimates, mode="drop")
 
-    def _votes(self, ix: ParisIndex, q: Array) -> tuple[Array, Array, Array]:
-        """Votes u8[B, K, G, S] for rotated q, the length i32[B] of the history, and how many of it are reranked."""
+    def _votes(self, ix: ParisIndex, q: Array) -> Array:
+        """Votes u8[B, K, G, S] for rotated q."""
         B, K, _, N = ix.codes.signs.shape
-        counts = ix.counts.reshape(B, K, N, 2**SUBSPACE)
-        n = jnp.sum(counts[:, 0, 0], axis=-1)
-        beta, rho = _shares(n)
-        reach = (n * rho)[:, None] * TIERS[self.votes][None]
-        wanted = _round_up(n * beta, 20) if self.candidates is None else jnp.minimum(n, self.candidates)
-        return ops.collide(q, ix.codes.signs, counts, _round_up(reach, 400)), n, wanted
+        return ops.collide(q, ix.codes.signs, ix.counts.reshape(B, K, N, 2**SUBSPACE), ix.limits)
 
     @property
     def picks_in_window(self) -> bool:
         return False
 
-    def pick(self, ix: ParisIndex, q: Array, among: Pickable, *, scale: float) -> Selection:
+    def pick(self, ix: ParisIndex, q: Array, among: Pickable, *, scale: float) -> Selection | Picked:
         """As `Picker` has it. No token that is not reranked is chosen before all that are, so candidates are all that
         is chosen from; where they and the waiting tokens are too few, as many more of the most voted come along: then
         all of them are chosen."""
         span, (keys, start, stop), count, room, wide, last = among
-        exact, stop = attention_logits(q, keys, scale)[..., :wide], stop - last
         if q.shape[2] > 1 and self.pool != "per_head":  # heads have candidates of their own, and a mean needs all
-            parts = [(self.score(ix, q, scale=scale), *span), (exact, start, stop)]
+            exact = attention_logits(q, keys, scale)[..., :wide]
+            parts = [(self.score(ix, q, scale=scale), *span), (exact, start, stop - last)]
             return ops.pick_scored(parts, count, self.pool, room)
-        q = rotate_few(q, self.seed)
-        votes, n, wanted = self._votes(ix, q)
-        S = votes.shape[3]
-        most = max(self.room(S), min(room, S))
-        wanted = jnp.clip(count - jnp.maximum(stop - start, 0), wanted, n)
-        candidates = ops.most_voted(votes, _first(n, S), wanted, most)
-        estimates = ops.rerank(q, ix.codes, candidates, scale=scale)
-        parts = [(estimates, 0, wanted), (exact, start, stop)]
-        picked = ops.pick_scored(parts, count, self.pool, room)
-        stored = picked.slots < most
-        slots = jnp.take_along_axis(candidates.slots, jnp.where(stored, picked.slots, 0), axis=-1)
-        return Selection(jnp.where(stored, slots, picked.slots - most + S), picked.valid)
+        rotated = rotate_few(q, self.seed)
+        votes = self._votes(ix, rotated)
+        most = max(self.room(votes.shape[3]), min(room, votes.shape[3]))
+        candidates = ops.most_voted(votes, span[1], ix.candidates, most, fill=(count, start, stop), last=last)
+        pick = partial(ops.pick_4bit, room=room, scale=scale, wide=wide, last=last)
+        return pick(q, rotated, ix.codes, candidates, among.waiting, count)
 
     def room(self, slots: int) -> int:
         """Candidates that a step over `slots` slots has room for: as many as any length of history wants."""
@@ -163,9 +162,9 @@ def _shares(n: Array) -> tuple[Array, Array]:
     return jnp.asarray(BETA)[band], jnp.asarray(RHO)[band]
 
 
-def _first(n: Array, slots: int) -> Array:
-    """bool[B, S]: the first n i32[B] of S slots."""
-    return jnp.arange(slots)[None] < n[:, None]
+def _length(counts: Array) -> Array:
+    """i32[B] keys of the history: all of them have a pattern in the first subspace of the first head."""
+    return jnp.sum(counts[:, : 2**SUBSPACE], axis=-1)
 
 
 def _round_up(parts: Array, whole: int) -> Array:

@@ -22,6 +22,7 @@ from kvjax.kernels_pallas import (
     host_rows,
     most_voted,
     pick_1bit,
+    pick_4bit,
     put_token,
     rerank,
     score_1bit,
@@ -33,7 +34,7 @@ from kvjax.kernels_pallas import (
 from kvjax import CacheSpec, Fifo, Retrieval, ops
 from kvjax.blocks import Block
 from kvjax.partial import Span
-from kvjax.pick import Selection
+from kvjax.pick import Picked, Selection
 from kvjax.quant import OneBit, quantize_1bit
 from kvjax.rotate import encode
 from kvjax.selectors import Fier
@@ -199,7 +200,7 @@ def test_collide_refuses_what_it_has_no_kernel_for(changed, words):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (dict(dtype=jnp.int32), "votes in u8 and counts in i32"),
+        (dict(dtype=jnp.int32), "votes in u8, lengths and counts in i32"),
         (dict(S=72), "a multiple of 16 keys"),
         (dict(S=1 << 24), "less than 2\\^24"),
         (dict(room=0), "at least one row and place"),
@@ -207,8 +208,7 @@ def test_collide_refuses_what_it_has_no_kernel_for(changed, words):
 )
 def test_most_voted_refuses_what_it_has_no_kernel_for(changed, words):
     def shapes(S=64, dtype=jnp.uint8, room=5):
-        votes, valid = jax.ShapeDtypeStruct((1, 2, 4, S), dtype), jax.ShapeDtypeStruct((1, S), bool)
-        return votes, valid, jax.ShapeDtypeStruct((1,), jnp.int32), room
+        return jax.ShapeDtypeStruct((1, 2, 4, S), dtype), *2 * [jax.ShapeDtypeStruct((1,), jnp.int32)], room
 
     assert most_voted.supported(*shapes())
     *args, room = shapes(**changed)
@@ -238,6 +238,34 @@ def test_rerank_refuses_what_it_has_no_kernel_for(changed, words):
     assert re.search(words, rerank.unsupported(*shapes(**changed)))
     with pytest.raises(NotImplementedError, match=words):
         jax.eval_shape(partial(rerank.rerank, centres=range(8), scale=1.0), *shapes(**changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (dict(D=96), "the kernel pick_4bit takes head sizes 64 and 128"),
+        (dict(dtype=jnp.float32), "waiting keys in bf16 or f16"),
+        (dict(wide=17), "1 to 16 keys that may wait"),
+        (dict(room=30), "the kernel pick_4bit takes rows of k to"),
+    ],
+)
+def test_pick_4bit_refuses_what_it_has_no_kernel_for(changed, words):
+    def shapes(D=128, dtype=jnp.bfloat16, wide=16, room=20):
+        q, late = jax.ShapeDtypeStruct((1, 2, 4, D), jnp.float32), jax.ShapeDtypeStruct((1, 2, 16, D), dtype)
+        keys = jax.eval_shape(encode, jax.ShapeDtypeStruct((1, 2, 64, D), jnp.float32))
+        slots = jax.ShapeDtypeStruct((1, 2, 4, 9), jnp.int32)
+        return q, *keys, slots, late, room, wide
+
+    assert pick_4bit.supported(*shapes())
+    q, *keys, slots, late, room, wide = shapes(**changed)
+    assert words in pick_4bit.unsupported(q, *keys, slots, late, room, wide)
+    with pytest.raises(NotImplementedError, match=words):
+        jax.eval_shape(
+            lambda q, keys, slots, late: pick_4bit.pick_4bit(
+                q, q, *keys, (slots, None), (late, 0, 9), 5, room, centres=tuple(range(8)), scale=1.0, wide=wide
+            ),
+            *(q, keys, slots, late),
+        )
 
 
 @pytest.mark.parametrize(
@@ -408,6 +436,10 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
         most_voted.Config(warpgroups=1)
     with pytest.raises(ValueError, match="warpgroups must be 1, 2 or 4; got 3"):
         rerank.Config(3)
+    with pytest.raises(ValueError, match="warpgroups must be 1, 2 or 4; got 8"):
+        pick_4bit.Config(warpgroups=8)
+    with pytest.raises(ValueError, match="blocks must be"):
+        pick_4bit.Config(blocks=3)
     with pytest.raises(ValueError, match="parts must be at least 1"):
         collide.Config(parts=0)
     with pytest.raises(ValueError, match="blocks must be at least 1"):
@@ -509,8 +541,13 @@ def test_the_reference_runs_where_there_is_no_kernel():
             *(boxes, index(1, 1, 64, 64, 32, jnp.bfloat16), 2 * [none[0, 0]], (boxes, *2 * [none[0, 0]]), none[0, 0]),
             *("mean_score", 5),
         ),
-        ("most_voted", boxes.astype(jnp.uint8), boxes[0, 0, :1] == 0, jnp.zeros(1, jnp.int32), 5),
-        ("rerank", boxes, encode(boxes), Selection(*2 * [jnp.zeros((1, 1, 4, 5), jnp.int32)])),
+        ("most_voted", boxes.astype(jnp.uint8), *2 * [none[0, 0]], 5),
+        (
+            "pick_4bit",
+            *(boxes, boxes, encode(boxes), Picked(jnp.zeros((1, 1, 4, 5), jnp.int32), none)),
+            *((boxes.astype(jnp.bfloat16), 0, 4), 5, 9, 4),
+        ),
+        ("rerank", boxes, encode(boxes), Picked(jnp.zeros((1, 1, 4, 5), jnp.int32), jnp.zeros((1, 1, 4), jnp.int32))),
         (
             "attend_slots",
             boxes,

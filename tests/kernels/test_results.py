@@ -23,6 +23,7 @@ from kvjax.kernels_pallas import (
     host_rows,
     most_voted,
     pick_1bit,
+    pick_4bit,
     put_token,
     rerank,
     score_1bit,
@@ -37,7 +38,7 @@ from kvjax.memory import to_host
 from kvjax.partial import Span
 from kvjax.pick import Picked, Selection, expand_units, pool_scores
 from kvjax.quant import OneBit, QuantArray, quantize, quantize_1bit
-from kvjax.rotate import SUBSPACE, encode, lloyd_max
+from kvjax.rotate import SUBSPACE, encode, lloyd_max, rotate
 from kvjax.selectors import MinMaxPages
 from tests.kernels.conftest import ON_GPU, on_gpu
 
@@ -280,26 +281,34 @@ def test_collide_takes_vmap():
 )
 def test_most_voted_equals_its_reference(B, K, G, S, room, config):
     rng = np.random.default_rng(S)
-    valid = jnp.asarray(np.arange(S)[None] < np.resize([S, S, 0, 1, S - 5, room], B)[:, None])
+    length = jnp.asarray(np.resize([S, S + 9, 0, 1, S - 5, room], B), jnp.int32)
     count = jnp.asarray(np.resize([room, room // 2, 3, room + 5, 0, 1], B), jnp.int32)
-    run = jax.jit(partial(most_voted.most_voted, room=room, config=config))
-    reference = jax.jit(partial(ops.most_voted, room=room, implementation="xla"))
-    for values in ([0, 1, 2], [7], [0, 255], range(97), range(256)):
+    run = jax.jit(partial(most_voted.most_voted, room=room, last=3, config=config))
+    reference = jax.jit(partial(ops.most_voted, room=room, last=3, implementation="xla"))
+    stop = jnp.asarray(np.resize([0, 9, 2, 50, 40, 3], B), jnp.int32)
+    for values, fill in (
+        ([0, 1, 2], None),
+        ([7], (room, 2, stop)),
+        ([0, 255], (count + 20, jnp.asarray([1], jnp.int32), stop)),
+        (range(97), None),
+        (range(256), (room // 2, jnp.minimum(stop, 4), stop)),
+    ):
         votes = jnp.asarray(rng.choice(np.array(values, np.uint8), (B, K, G, S)))
-        got, want = run(votes, valid, count), reference(votes, valid, count)
-        np.testing.assert_array_equal(got[0], want.slots, err_msg=str(values))
-        np.testing.assert_array_equal(got[1], want.valid, err_msg=str(values))
+        for got, want in zip(
+            run(votes, length, count, fill=fill), reference(votes, length, count, fill=fill), strict=True
+        ):
+            np.testing.assert_array_equal(got, want, err_msg=str(values))
 
 
 @pytest.mark.thorough
 def test_most_voted_takes_vmap():
     votes = jnp.asarray(np.random.default_rng(0).integers(0, 9, (3, 2, 1, 2, 48)), jnp.uint8)
-    valid, count = jnp.ones((2, 48), bool), jnp.asarray([[5, 9], [0, 48], [48, 1]], jnp.int32)
-    got = jax.jit(jax.vmap(lambda v, n: most_voted.most_voted(v, valid, n, 20)))(votes, count)
+    length, count = jnp.full(2, 48, jnp.int32), jnp.asarray([[5, 9], [0, 48], [48, 1]], jnp.int32)
+    got = jax.jit(jax.vmap(lambda v, n: most_voted.most_voted(v, length, n, 20)))(votes, count)
     for i in range(3):
-        want = ops.most_voted(votes[i], valid, count[i], 20, implementation="xla")
-        np.testing.assert_array_equal(got[0][i], want.slots)
-        np.testing.assert_array_equal(got[1][i], want.valid)
+        want = ops.most_voted(votes[i], length, count[i], 20, implementation="xla")
+        for ours, theirs in zip(got, want, strict=True):
+            np.testing.assert_array_equal(ours[i], theirs)
 
 
 # ------------------------------------------------------------------------------------------------------------ rerank
@@ -330,7 +339,7 @@ def test_rerank_equals_its_reference(B, K, G, S, D, M, config):
     keys = jax.jit(encode)(k)
     keys = keys._replace(sizes=keys.sizes.at[:, :, ::3].set(255))
     slots = jnp.asarray(np.random.default_rng(M).integers(-3, S + 3, (B, K, G, M)), jnp.int32)
-    args = normal(1, B, K, G, D), keys, Selection(slots, slots >= 0)
+    args = normal(1, B, K, G, D), keys, Picked(slots, jnp.full((B, K, G), M))
     got = jax.jit(partial(rerank.rerank, centres=CENTRES, scale=0.3, config=config))(args[0], *keys, slots)
     want = jax.jit(partial(ops.rerank, scale=0.3, implementation="xla"))(*args)
     # Sums of D products in f32, in another order.
@@ -345,8 +354,92 @@ def test_rerank_takes_vmap():
     keys = jax.jit(encode)(normal(0, 1, 2, 30, 64))
     q, slots = normal(1, 3, 1, 2, 2, 64), jnp.arange(20).reshape(1, 1, 1, 20) + jnp.zeros((1, 2, 2, 1), jnp.int32)
     got = jax.jit(jax.vmap(lambda q: rerank.rerank(q, *keys, slots, centres=CENTRES, scale=1.0)))(q)
-    want = jnp.stack([ops.rerank(x, keys, Selection(slots, slots >= 0), scale=1.0, implementation="xla") for x in q])
+    picked = Picked(slots, jnp.full((1, 2, 2), 20))
+    want = jnp.stack([ops.rerank(x, keys, picked, scale=1.0, implementation="xla") for x in q])
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------------- pick_4bit
+
+
+def reranked(B, K, G, S, D, M, R, dtype, kind):
+    """Arguments of pick_4bit but the room, with spans and counts of each row that are at the edges."""
+    rng = np.random.default_rng(M)
+    q, k = normal(1, B, K, G, D), normal(0, B, K, S, D)
+    late = (2 * normal(2, B, K, R, D)).astype(dtype)
+    if kind == "equal":
+        k, late = jnp.zeros_like(k), jnp.zeros_like(late)
+    slots = jnp.asarray(np.sort(rng.permuted(np.tile(np.arange(S), (B, K, G, 1)), axis=-1)[..., :M]), jnp.int32)
+    found = jnp.asarray(np.resize([M, M - 1, 0, 1, M], (B, K, G)), jnp.int32)
+    start, stop = spans_of(B, (0, R), (0, 5), (3, R + 9), (2, R - 2), (5, 4), (-2, 3))
+    if kind == "poison":  # past the spans
+        slot = jnp.arange(R)[None, :]
+        outside = (slot < start[:, None]) | (slot >= stop[:, None] - 3)
+        late = jnp.where(outside[:, None, :, None], jnp.nan, late)
+    return q, rotate(q, 3), jax.jit(encode)(rotate(k, 3)), Picked(slots, found), (late, start, stop)
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "G", "S", "D", "M", "R", "wide", "room", "dtype", "config"),
+    [
+        (6, 1, 2, 200, 128, 150, 40, 37, 50, jnp.bfloat16, pick_4bit.Config(blocks=1, unroll=1, warpgroups=1)),
+        (1, 2, 1, 90, 64, 33, 20, 20, 40, jnp.float16, pick_4bit.Config(blocks=2, unroll=1)),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                (2, 1, 1, 5000, 128, 4200, 300, 259, 900, jnp.bfloat16, pick_4bit.Config(blocks=1, unroll=1)),
+                (1, 1, 8, 64, 64, 64, 8, 3, 67, jnp.bfloat16, None),
+            )
+        ),
+        *(
+            pytest.param(*sizes, jnp.bfloat16, None, marks=on_gpu)
+            for sizes in (
+                *((1, 8, 1, 131072, 128, 13108, 383, 256, 1916), (6, 2, 4, 33000, 128, 6000, 383, 255, 2047)),
+                *((1, 8, 1, 1 << 20, 128, 104858, 383, 256, 1916), (8, 8, 8, 4096, 64, 2500, 129, 128, 500)),
+            )
+        ),
+    ],
+)
+def test_pick_4bit_chooses_what_its_reference_does(B, K, G, S, D, M, R, wide, room, dtype, config):
+    how = {"scale": D**-0.5, "wide": wide, "last": 3}
+
+    def run(q, rotated, keys, *rest):
+        return pick_4bit.pick_4bit(q, rotated, *keys, *rest, room, centres=CENTRES, config=config, **how)
+
+    count = jnp.asarray(np.resize([room, 1, room + 9, 5, 0, room], B), jnp.int32)
+    for kind in ("normal", "equal", "poison"):
+        q, rotated, keys, candidates, waiting = reranked(B, K, G, S, D, M, R, dtype, kind)
+        args = q, rotated, keys, candidates, waiting, count
+        got = Picked(*jax.jit(run)(*args))
+        want = jax.jit(partial(ops.pick_4bit, room=room, implementation="xla", **how))(*args)
+        np.testing.assert_array_equal(got.found, want.found, err_msg=kind)
+        estimates = np.asarray(ops.rerank(rotated, keys, candidates, scale=how["scale"], implementation="xla"))
+        exact = np.asarray(ops.attention_logits(q, waiting[0], how["scale"]))
+        for row in np.ndindex(B, K, G):
+            scores = np.full(S + R, np.nan, np.float32)
+            scores[np.asarray(candidates.slots)[row]] = estimates[row]
+            scores[S:] = exact[row]
+            ours, theirs = (np.asarray(p.slots)[row][: np.asarray(want.found)[row]] for p in (got, want))
+            assert np.unique(ours).size == ours.size
+            if kind == "equal":
+                assert set(ours) == set(theirs)
+            ours, theirs = (np.sort(scores[slots]) for slots in (ours, theirs))
+            np.testing.assert_allclose(ours, theirs, rtol=2**-10, atol=2**-13, err_msg=kind)  # of f16
+
+
+@pytest.mark.thorough
+def test_pick_4bit_takes_vmap_and_numbers_for_all_rows():
+    q, rotated, keys, candidates, (late, *_) = reranked(2, 1, 2, 80, 64, 60, 12, jnp.bfloat16, "normal")
+    how = {"centres": CENTRES, "scale": 0.1, "wide": 12, "last": 1, "config": pick_4bit.Config(blocks=1, unroll=1)}
+
+    def run(q, rotated, start=0, stop=11, count=9):
+        return pick_4bit.pick_4bit(q, rotated, *keys, candidates, (late, start, stop), count, 20, **how)
+
+    many = jax.jit(jax.vmap(run))(jnp.stack([q, -q]), jnp.stack([rotated, -rotated]))
+    for i, (one, other) in enumerate(((q, rotated), (-q, -rotated))):
+        arrays = (jnp.full(2, n, jnp.int32) for n in (0, 11, 9))
+        for got, want in zip(many, jax.jit(run)(one, other, *arrays), strict=True):
+            np.testing.assert_array_equal(got[i], want)
 
 
 # ------------------------------------------------------------------------------------------------------- score_1bit

@@ -19,6 +19,7 @@ from kvjax.kernels_pallas import (
     collide,
     most_voted,
     pick_1bit,
+    pick_4bit,
     rerank,
     score_1bit,
     score_pages,
@@ -154,8 +155,15 @@ def _rerank(rows, M, G, D):
     return partial(rerank.rerank, centres=range(8), scale=0.1), f32(B, 1, G, D), *codes, i32(B, 1, G, M)
 
 
+def _pick_4bit(rows, M, W, room, G, D):
+    f, q, *codes, slots = _rerank(rows, M, G, D)
+    waiting = sds(q.shape[0], 1, 40, D), *2 * [i32(q.shape[0])]
+    call = partial(pick_4bit.pick_4bit, room=room, **(f.keywords | {"centres": tuple(range(8))}), wide=W)
+    return call, q, q, *codes, (slots, i32(*q.shape[:3])), waiting, waiting[1]
+
+
 def _most_voted(rows, S, room):
-    votes = u8(rows, 1, 1, S), sds(rows, S, dtype=bool), i32(rows)
+    votes = u8(rows, 1, 1, S), i32(rows), i32(rows)
     return partial(most_voted.most_voted, room=room), *votes
 
 
@@ -196,6 +204,11 @@ CALLS = {  # by kernel, a call that asks for a shape; such a shape; a config tha
         _pick_1bit,
         dict(rows=2, S=512, room=31, G=4, H=1, D=64, group=32, softmax=1),
         dict(blocks=4, unroll=2, units=3, stages=2),
+    ),
+    "pick_4bit": (
+        _pick_4bit,
+        dict(rows=6, M=77, W=33, room=20, G=3, D=128),
+        dict(blocks=8, unroll=2, warpgroups=4),
     ),
     "rerank": (_rerank, dict(rows=6, M=77, G=3, D=128), dict(warpgroups=4)),
     "score_1bit": (_score_1bit, dict(rows=2, S=512, G=3, D=128, group=64), dict(units=3, stages=8)),

@@ -1,0 +1,84 @@
+"""Device time of pick_4bit by block sizes, and of its reference: `python benchmarks/pick_4bit.py`, on a GPU.
+
+Each call chooses from as many candidates as read twice what the L2 cache holds, as in `benchmarks/rerank.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import pick_4bit
+from kvjax.kernels_pallas.pick_4bit import Config, config_for
+from rerank import inputs
+from sweep import Sweep, repeats, run
+
+from kvjax import ops
+from kvjax.pick import Picked
+from kvjax.rotate import SUBSPACE, Directions, lloyd_max
+
+SHAPES = (  # B, K, G, S, D, M, keys that wait, k
+    (1, 8, 1, 131072, 128, 13108, 256, 1916),
+    (1, 8, 1, 32768, 128, 6000, 256, 1916),
+    (1, 8, 1, 8192, 128, 2500, 256, 1916),
+    (1, 8, 1, 1 << 20, 128, 104858, 256, 1916),
+    (8, 8, 1, 32768, 128, 6000, 256, 1916),
+    (1, 8, 4, 131072, 128, 13108, 256, 1916),
+    (1, 8, 1, 131072, 64, 13108, 256, 1916),
+)
+
+
+def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, M: int, W: int, k: int) -> dict[str, Any]:
+    moved = B * K * (G * (M * (3 * D // 4 + 8) + 8 * k) + 2 * D * W)
+    n, how = repeats(moved), {"scale": D**-0.5, "wide": W}
+
+    @jax.jit
+    def make() -> tuple[Array, Array, Directions, list[Picked], Array]:
+        rotated, keys, slots = inputs(B, K, G, S, D, M, n)
+        q, late = jax.random.normal(jax.random.key(5), q_shape), jax.random.normal(jax.random.key(6), (B, K, W, D))
+        found = jnp.full((B, K, G), M, jnp.int32)
+        return q, rotated, keys, [Picked(s, found) for s in slots], late.astype("bfloat16")
+
+    q_shape = B, K, G, D
+    args = make()
+
+    def kernel(config: Config) -> Any:
+        centres = tuple(lloyd_max(SUBSPACE)[1].tolist())
+        one = jax.jit(partial(pick_4bit.pick_4bit, room=k, centres=centres, config=config, **how))  # lowered once
+
+        def run(q: Array, rotated: Array, keys: Directions, lists: list[Picked], late: Array) -> list[Picked]:
+            return [Picked(*one(q, rotated, *keys, some, (late, 0, W), k)) for some in lists]
+
+        return run
+
+    def reference(q: Array, rotated: Array, keys: Directions, lists: list[Picked], late: Array) -> list[Picked]:
+        return [
+            ops.pick_4bit(q, rotated, keys, some, (late, 0, W), k, k, implementation="xla", **how) for some in lists
+        ]
+
+    def error(got: list[Picked], want: list[Picked]) -> float:
+        """The largest share of a list's choice that is not the reference's: near ties, as f16 has them."""
+        rows = [jnp.sort(p.slots.reshape(-1, k), axis=-1) for both in zip(got, want, strict=True) for p in both]
+        same = [jax.vmap(jnp.isin)(a, b) for a, b in zip(rows[::2], rows[1::2], strict=True)]
+        return float(max(1 - jnp.mean(s) for s in same))
+
+    default = config_for(B * K * G, M + W)
+    configs = [default, *(replace(default, blocks=b, unroll=4) for b in (2, 4, 8)), replace(default, warpgroups=4)]
+    row = sweep("pick_4bit", kernel, reference, args, configs=configs, error=error, most=5e-3, moved=moved, n=n)
+    return {"B": B, "K": K, "G": G, "S": S, "D": D, "M": M, "W": W, "k": k, **row}
+
+
+if __name__ == "__main__":
+    run(
+        "pick_4bit",
+        "pick_4bit of q f32[B, K, G, D], k chosen of M of S keys for each of G heads and W keys that wait; error: "
+        "share of a list's choice that is not the reference's; config: blocks x unroll x warpgroups",
+        "normal random q and keys that wait, uniform random codes and weights; slots unique, spread, rising",
+        measure,
+        SHAPES,
+        swept=3,
+    )

@@ -1,0 +1,234 @@
+"""The slots that a query ranks highest by 4-bit codes among candidates, from query to choice in two kernels.
+
+**Scores** are those of `rerank`, from the same code, but lie in f16 between the kernels, as in `pick_1bit`, and a block
+whose places no candidate has ends at once. Keys that wait, and are scored as they are, have blocks of their own at the
+end of the same grid, a key a thread, for a query that is first rounded to their dtype.
+
+**The choice** is that of `pick_1bit` (`_choice`), of one head: it counts keys into bins, and sorts nothing. What it
+writes of a candidate is its slot. Counts, starts and stops are read where the cache has them, and clipped there. So
+nothing is left to XLA: it took masks of both parts, both parts put together, and slots of what was chosen, four
+launches of 1.1 to 1.8 us on an H200, beside `top_k_pooled` with 11.7 us.
+
+**Bytes:** those of `rerank`, but 2 written a candidate; 2 D read and 2 written a key that waits; 2 read a unit, and 4
+read and written one chosen. The bound on an H200 (4.3 TB/s) for 8 kv heads x 13108 candidates of 131072, D = 128, 2048
+chosen, is 3.3 us.
+
+**Measured**: not yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import _choice as choice
+from kvjax.kernels_pallas import _common as c
+from kvjax.kernels_pallas import _tuned, rerank
+from kvjax.kernels_pallas import top_k as t
+from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
+from kvjax.kernels_pallas.score_1bit import halves
+
+MEASURED: str | None = None  # the date in benchmarks/results/pick_4bit.json
+
+
+@dataclass(frozen=True)
+class Config(rerank.Config, t.Config):
+    """Of the choice: blocks, unroll; of the scores: warpgroups."""
+
+    def __post_init__(self) -> None:
+        t.Config.__post_init__(self)
+        rerank.Config.__post_init__(self)
+
+
+def config_for(rows: int, units: int) -> Config:
+    """No more loads in flight than a thread has fours."""
+    blocks = t.config_for(rows, units).blocks
+    fits = (n for n in range(1, 6) if t.in_one_step(units, t.Config(blocks, n)))  # registers hold 20 keys of a thread
+    return Config(blocks, next(fits, 4))
+
+
+def smem_bytes(D: int) -> int:
+    """Of a block of the scores, and of one of the choice; the larger."""
+    return max(rerank.smem_bytes(D), 4 * sum(choice.SCRATCH))
+
+
+def unsupported(
+    q: Any, signs: Any, sizes: Any, weights: Any, slots: Any, waiting: Any, room: int, wide: int
+) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    if limit := rerank.unsupported(q, signs, sizes, weights, slots):
+        return limit.replace("rerank", "pick_4bit", 1)
+    if waiting.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the kernel pick_4bit takes waiting keys in bf16 or f16; got {waiting.dtype}"
+    if not 1 <= wide <= waiting.shape[2]:
+        return f"the kernel pick_4bit takes 1 to {waiting.shape[2]} keys that may wait; got {wide}"
+    if limit := t.unsupported((q.shape[0], sum(_padded(slots.shape[3], wide))), jnp.float32, room):
+        return limit.replace("top_k", "pick_4bit", 1)
+    return None
+
+
+def supported(q: Any, signs: Any, sizes: Any, weights: Any, slots: Any, waiting: Any, room: int, wide: int) -> bool:
+    return unsupported(q, signs, sizes, weights, slots, waiting, room, wide) is None
+
+
+def _padded(*sizes: int) -> tuple[int, ...]:
+    """To whole fours."""
+    return tuple(n + -n % 4 for n in sizes)
+
+
+@c.lowered_once("room", "centres", "scale", "wide", "last", "config")
+def pick_4bit(
+    q: Array, rotated: Array, signs: Array, sizes: Array, weights: Array, candidates: Sequence[Array],
+    waiting: Sequence[Array | int], count: Array | int, room: int,
+    *, centres: tuple[float, ...], scale: float, wide: int, last: int = 0, config: Config | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """(slots i32[B, K, G, room], found i32[B, K, G]) of the `count` units that each query ranks highest.
+
+    Units are `candidates` = (slots i32[B, K, G, M], found i32[B, K, G]), the first `found`, scored for `rotated` as in
+    `rerank`; and after all S slots of the codes those of `waiting` = (keys [B, K, R, D], start, stop) without the
+    `last` before its stop, scored for q [B, K, G, D], of which the first `wide` may wait. Count, start and stop are
+    i32[B], or a number for all.
+    """
+    slots, found = candidates
+    keys, *numbers = waiting
+    assert not isinstance(keys, int)
+    if limit := unsupported(q, signs, sizes, weights, slots, keys, room, wide):
+        raise NotImplementedError(limit)
+    (B, K, G, D), M, R = q.shape, slots.shape[3], keys.shape[2]
+    units = sum(_padded(M, wide))
+    chosen = config or _tuned.choose(
+        "pick_4bit", config_for(B * K * G, units), rows=B * K * G, M=M, W=wide, room=room, G=G, D=D
+    )
+    ends = (found, *(jnp.asarray(x, jnp.int32) for x in (*numbers, count)))
+    heads = (a.astype(jnp.float32).reshape(B * K * G, D) for a in (q, rotated))
+    codes = (a.reshape(B * K, *a.shape[2:]) for a in (signs, sizes, weights))
+    how = tuple(map(float, centres)), scale, wide, last, room, chosen
+    args = *(x.reshape(-1) for x in ends), *heads, slots.reshape(B * K * G, M), keys.reshape(B * K, R, D), *codes
+    picked, many = _pick(how, *args)
+    return picked.reshape(B, K, G, room), many.reshape(B, K, G)
+
+
+def _pick(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
+    """Of `args`: found, start, stop and count, each of a number of heads that divides these; then queries and rotated
+    ones, candidates, waiting keys and codes."""
+    centres, scale, wide, last, room, config = how
+    (heads, D), M, (rows, R, _), S = args[4].shape, args[6].shape[1], args[7].shape, args[8].shape[1]
+    parts = _padded(M, wide)
+    U, threads = sum(parts), 128 * config.warpgroups
+
+    @jax.custom_batching.custom_vmap
+    def run(*args: Array) -> tuple[Array, Array]:
+        ends, (q, rotated, slots, keys, *codes) = args[:4], args[4:]
+        blocks = heads * -(-M // threads)
+        scores = c.kernel(
+            functools.partial(
+                _scores, sizes=(heads // rows, S, D, M), waiting=(R, wide), blocks=blocks, kind=keys.dtype,
+                centres=centres, scale=scale, config=config,
+            ),
+            name="kvjax_pick_4bit_score",
+            out_type=tuple(jax.ShapeDtypeStruct((heads, n), jnp.float16) for n in parts),
+            scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in (rerank.BYTES * rerank.COPIES * 2, D)],
+            grid=(blocks + heads * -(-wide // threads),),
+            grid_names=("block",),
+            num_threads=config.warpgroups,
+        )(ends[0], q, rotated, slots, keys, *codes)  # fmt: skip
+        outs = [jax.ShapeDtypeStruct((heads, room), jnp.int32), jax.ShapeDtypeStruct((heads,), jnp.int32)]
+        if not t.in_one_step(U, config):
+            outs.append(jax.ShapeDtypeStruct((heads, U), jnp.uint32))  # keys, for the later passes
+        spans = jnp.zeros(1, jnp.int32), *ends
+        picked, many, *_ = c.kernel(
+            functools.partial(
+                _choose, names=(M, parts[0], S), sizes=parts, heads=1, sums=0, last=last, wide=wide, pool="per_head",
+                shared_by=[heads // end.size for end in spans], room=room, config=config,
+            ),
+            name="kvjax_pick_4bit",
+            out_type=tuple(outs),
+            scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in choice.SCRATCH],
+            grid=(heads,),
+            grid_names=("row",),
+            cluster=(config.blocks,),
+            cluster_names=("part",),
+            num_threads=t.THREADS // 128,
+        )(slots, *spans, *scores)  # fmt: skip
+        return picked, many
+
+    @run.def_vmap
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
+        picked, many = _pick(how, *c.flatten_batch(n, batches, args))
+        return (picked.reshape(n, heads, room), many.reshape(n, heads)), (True, True)
+
+    return run(*args)
+
+
+def _choose(slots_m, *refs, names: tuple[int, int, int], **how: Any) -> None:
+    """The choice, of what has the slots of candidates."""
+    M, first, S = names
+
+    def name(row: Word, unit: Word) -> Word:
+        at = c.offset(c.offset_rows(c.global_address(slots_m), row, M * 4), unit * 4)
+        code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, $3; @p ld.global.nc.u32 $0, [$4]; }"
+        return ptx(code, unit, M, unit - first + S, at, results=1)
+
+    choice.choose(*refs, name=name, **how)
+
+
+def _scores(
+    found_m, q_m, rotated_m, slots_m, keys_m, signs_m, sizes_m, weights_m, out_m, late_m, table_m, queries_m,
+    *, sizes: tuple[int, int, int, int], waiting: tuple[int, int], blocks: int, kind: Any, centres: Sequence[float],
+    scale: float, config: Config,
+) -> None:  # fmt: skip
+    """Of the candidates in the first `blocks`, of the keys that wait in the others."""
+    (G, _, D, M), (R, wide), block = sizes, waiting, c.special("ctaid.x")
+    codes, scratch = (signs_m, sizes_m, weights_m), (table_m, queries_m)
+    place = rerank.Place(block, sizes, config)
+    with when(block < blocks):
+        there = place.first < choice.clipped(choice.number_of((found_m, 1), place.head), M)
+        run = functools.partial(rerank.estimate, rotated_m, slots_m, codes, scratch, place)
+        estimate = c.choose_between(there, lambda: [run(centres=centres, scale=scale)], [word(0)])
+        _store(out_m, place.head, place.pick, M, *estimate)
+    with when(block >= blocks):
+        place = rerank.Place(block - blocks, (G, 0, D, wide), config)
+        exact = _exact(q_m, keys_m, queries_m, place, R, kind)
+        _store(late_m, place.head, place.pick, wide, instr("mul.f32", exact, real(scale)))
+
+
+def _store(out_m: Any, head: Word, pick: Word, size: int, score: Word) -> None:
+    (size,) = _padded(size)
+    with when(pick < size):
+        at = c.offset(c.offset_rows(c.global_address(out_m), head, size * 2), pick * 2)
+        ptx("st.global.u16 [$0], $1;", at, halves(score, score))
+
+
+def _exact(q_m: Any, keys_m: Any, queries_m: Any, place: rerank.Place, R: int, kind: Any) -> Word:
+    """q.k of this thread's key, q rounded to the dtype of keys."""
+    D, t, bf16 = place.sizes[2], c.special("tid.x"), kind == jnp.bfloat16
+    queries = c.shared_address(queries_m)
+
+    def both(two: Word) -> list[Word]:
+        """Two numbers in f32."""
+        return [two << 16, two & 0xFFFF0000] if bf16 else choice.numbers(two)
+
+    with when(t < D):
+        x = ptx("ld.global.nc.u32 $0, [$1];", c.offset_rows(c.global_address(q_m), place.head * D + t, 4), results=1)
+        rounded = instr("cvt.rn.bf16x2.f32", x, x) if bf16 else halves(x, x)
+        ptx("st.shared.u32 [$0], $1;", queries + t * 4, both(rounded)[0])
+    c.block_barrier()
+    row = c.offset_rows(c.global_address(keys_m), place.row, R * D * 2)
+    key = c.offset(row, (place.pick < R).choose(place.pick, R - 1) * (D * 2))
+
+    @loop(0, D, 32, [word(0)])
+    def total(first: Word, total: Word) -> Word:
+        load = "ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{}];"
+        words = [x for i in range(0, 64, 16) for x in ptx(load.format(i), c.offset(key, first * 2), results=4)]
+        for i in range(0, 32, 4):
+            four = ptx("ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];", queries + first * 4 + i * 4, results=4)
+            for x, channel in zip(four, [*both(words[i // 2]), *both(words[i // 2 + 1])], strict=True):
+                total = instr("fma.rn.f32", x, channel, total)
+        return total
+
+    return total[0]
