@@ -226,7 +226,7 @@ def _attend(scale: float, dtype: Any, config: Config | None, *args: Array) -> tu
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> tuple[Array, ...]:
         shared_by, recent = rows // args[1].shape[0], args[7].shape[1] if len(args) > 7 else 0
-        parts = c.kernel(
+        means, logs = c.kernel(
             functools.partial(
                 _program, heads=Q, shared_by=shared_by, recent=recent, layout=layout, scale=scale, config=config
             ),
@@ -240,7 +240,7 @@ def _attend(scale: float, dtype: Any, config: Config | None, *args: Array) -> tu
             grid_names=("block",),
             num_threads=config.warpgroups,
         )(*args)
-        return softmax.merge_blocks(*parts, dtype, name="attend_quantized", lse=not recent)
+        return softmax.merge_blocks(means, logs, dtype, name="attend_quantized", lse=not recent)
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:

@@ -127,7 +127,7 @@ def _attend(scale: float, dtype: Any, config: Config, *args: Array) -> Array:
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> Array:
         (rows, G, D), kept = args[0].shape, args[3]
-        parts = c.kernel(
+        means, logs = c.kernel(
             functools.partial(
                 _program,
                 sizes=(G, D, kept.shape[1]),
@@ -146,7 +146,7 @@ def _attend(scale: float, dtype: Any, config: Config, *args: Array) -> Array:
             grid_names=("block",),
             num_threads=config.warpgroups,
         )(*args)
-        return softmax.merge_blocks(*parts, dtype, name="attend_span", lse=False)[0]
+        return softmax.merge_blocks(means, logs, dtype, name="attend_span", lse=False)[0]
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
