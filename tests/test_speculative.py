@@ -209,11 +209,10 @@ def test_sliding_window_holds_for_a_reused_recall() -> None:
     tokens = laws.Tokens(tokens.q, np.ones_like(tokens.k), tokens.v)
     cache, _ = laws.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
     for i in range(40):
-        q, k, v = tokens.at((LENGTHS + i)[:, None])
-        out, cache, info = laws._step(cache, q, k, v, window=20)
+        out, cache, info = laws.step(cache, tokens, LENGTHS + i, window=20)
         for row, n in enumerate(LENGTHS + i + 1):
             seen = tokens.v[row, max(n - 20, 0) : n].astype(np.float64)
-            np.testing.assert_allclose(out[row, 0], seen.mean(axis=0).repeat(4, axis=0), atol=1e-5)
+            np.testing.assert_allclose(out[row], seen.mean(axis=0).repeat(4, axis=0), atol=1e-5)
             assert (np.asarray(info.attended)[row] == len(seen)).all()
 
 

@@ -1,0 +1,126 @@
+"""What a step and a prompt attend to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax import Array
+
+from kvjax.caches import Evicting, Policy, Retrieval
+from kvjax.hook import check as check_overflow
+from kvjax.laws.drive import (
+    CHUNK,
+    Tokens,
+    attending_to_all,
+    edge_lengths,
+    fill,
+    new_cache,
+    ragged_lengths,
+    random_tokens,
+    step,
+    with_room,
+)
+from kvjax.laws.expect import as_stored, assert_attended, assert_close, assert_same, dense, held_positions
+from kvjax.memory import to_device
+from kvjax.spec import CacheSpec
+
+
+def budget_of_all_is_dense_attention(policy: Policy, spec: CacheSpec) -> None:
+    """With a budget of at least the stored tokens, a step is attention over all of them, at every edge length.
+
+    Exact attention, or in a store of few bits attention over what that decodes to.
+    """
+    policy, tokens = attending_to_all(policy, spec), random_tokens(spec)
+    edges = edge_lengths(policy, spec)
+    edges += [edges[-1]] * (-len(edges) % spec.batch)
+    for first in range(0, len(edges), spec.batch):
+        lengths = np.array(edges[first : first + spec.batch])
+        cache, _ = fill(new_cache(policy, spec), tokens, lengths)
+        out, cache, info = step(cache, tokens, lengths)
+        for b, n in enumerate(lengths):
+            want = dense(tokens.q[b, n], *as_stored(policy, spec, tokens.k[b, : n + 1], tokens.v[b, : n + 1], n))
+            assert_close(out[b], want, spec, f"length {n}")
+        assert_attended(info, lengths + 1)
+        np.testing.assert_array_equal(np.asarray(cache.length), lengths + 1)
+        check_overflow(cache)
+
+
+def prompt_attends_causally(policy: Policy, spec: CacheSpec) -> None:
+    """A prompt in chunks gives causal attention, exactly, whatever is chosen in later steps.
+
+    A chunk reads itself exactly, and earlier ones as they are stored.
+    """
+    policy, tokens, lengths = with_room(policy, spec), random_tokens(spec, 1), ragged_lengths(policy, spec)
+    _, out = fill(new_cache(policy, spec), tokens, lengths)
+    for b in range(spec.batch):
+        for t in {0, 1, CHUNK - 1, CHUNK, int(lengths[b]) - 1} & set(range(int(lengths[b]))):
+            before = t // CHUNK * CHUNK
+            k, v = as_stored(policy, spec, tokens.k[b, : t + 1], tokens.v[b, : t + 1], before)
+            want = dense(tokens.q[b, t], k, v)
+            assert_close(out[b, t], want, spec, f"row {b}, position {t}")
+
+
+def order_of_chunks_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
+    """Chunks of the history may lie in any order: attention after RoPE is over a bag."""
+    if not isinstance(policy, Retrieval):
+        return
+    tokens, lengths = random_tokens(spec, 7), np.full(spec.batch, spec.capacity - 2)
+    cache, _ = fill(new_cache(policy, spec), tokens, lengths)
+    st, chunk = cache.state, policy.demote.leave
+    chunks = int(np.asarray(st.store.count).min()) // chunk
+    assert chunks >= 2, f"the capacity of {spec.capacity} has {chunks} chunks of {chunk}; give the law more"
+    order = np.concatenate([np.arange(chunks)[::-1], np.arange(chunks, st.store.slots // chunk)])
+
+    def move(leaf: Array) -> Array:
+        if leaf.ndim < 3:
+            return leaf
+        home, leaf = leaf.sharding, to_device(leaf)
+        blocks = leaf.reshape(*leaf.shape[:2], len(order), -1, *leaf.shape[3:])
+        return jax.device_put(blocks[:, :, order].reshape(leaf.shape), home)
+
+    moved = dataclasses.replace(st, store=jax.tree.map(move, st.store), index=jax.tree.map(move, st.index))
+    out, _, info = step(cache, tokens, lengths)
+    out_moved, _, info_moved = step(dataclasses.replace(cache, state=moved), tokens, lengths)
+    assert_close(out_moved, out, spec, "step")
+    assert_same(info_moved.attended, info.attended, "attended")
+
+
+def every_token_is_in_one_zone(policy: Policy, spec: CacheSpec) -> None:
+    """With equal keys every attended token weighs the same, so the output is the mean of all values, each once.
+
+    Each as its zone gives it back.
+    """
+    policy, tokens = attending_to_all(policy, spec), random_tokens(spec, 10)
+    tokens = Tokens(tokens.q, np.ones_like(tokens.k), tokens.v)
+    lengths = ragged_lengths(policy, spec)
+    cache, _ = fill(new_cache(policy, spec), tokens, lengths)
+    for i in range(19):
+        out, cache, info = step(cache, tokens, lengths + i)
+        for b in range(spec.batch):
+            n = int(lengths[b]) + i + 1
+            # A recall of the step before has tokens as they were stored then.
+            now, then = (
+                np.asarray(as_stored(policy, spec, tokens.k[b, :n], tokens.v[b, :n], held)[1], np.float64).mean(axis=0)
+                for held in (n - 1, max(n - 2, 0))
+            )
+            fresh = np.ones(spec.kv_heads, bool) if info.fresh is None else np.asarray(info.fresh[b])
+            mean = np.where(fresh[:, None], now, then).repeat(spec.group, axis=0)
+            assert_close(out[b], mean, spec, f"row {b} with {n} tokens")
+        assert_attended(info, lengths + i + 1)
+
+
+def step_attends_to_what_is_held(policy: Policy, spec: CacheSpec) -> None:
+    """A step of a policy that evicts is exact attention over the tokens that each kv head then holds."""
+    if not isinstance(policy, Evicting):
+        return
+    tokens, lengths = random_tokens(spec, 19), ragged_lengths(policy, spec)
+    cache, _ = fill(new_cache(policy, spec), tokens, lengths)
+    for i in range(3):
+        out, cache, _ = step(cache, tokens, lengths + i)
+        for b, k in np.ndindex(spec.batch, spec.kv_heads):
+            mine = held_positions(cache)[b][k]
+            heads = slice(k * spec.group, (k + 1) * spec.group)
+            q, keys, values = tokens.q[b, lengths[b] + i, heads], tokens.k[b, mine, k], tokens.v[b, mine, k]
+            assert_close(out[b, heads], dense(q, keys[:, None], values[:, None]), spec, f"row {b}, kv head {k}")

@@ -1,0 +1,88 @@
+"""Which tokens a selector chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kvjax.caches import Evicting, Policy, Retrieval, RetrievalState
+from kvjax.hook import LayerCache
+from kvjax.laws.drive import fill, new_cache, ragged_lengths, random_tokens, step
+from kvjax.laws.expect import assert_attended, zones
+from kvjax.pick import Selection, mass_recall
+from kvjax.spec import CacheSpec
+
+
+def selected_slots_are_valid_and_unique(policy: Policy, spec: CacheSpec) -> None:
+    """A step attends to at most its budget, at least what there is, and never twice to a token."""
+    tokens, lengths = random_tokens(spec, 8), ragged_lengths(policy, spec)
+    cache, _ = fill(new_cache(policy, spec), tokens, lengths)
+    for i in range(3):
+        _, cache, info = step(cache, tokens, lengths + i)
+        held = lengths + i + 1
+        if not isinstance(policy, Retrieval) or policy.budget is None:
+            assert info.selection is None
+            assert_attended(info, np.minimum(held, policy.budget) if isinstance(policy, Evicting) else held)
+            continue
+        most = np.where(held >= policy.dense_below, np.minimum(held, policy.budget), held)
+        if policy.selector.unit == 1:
+            assert_attended(info, most)
+        assert (np.asarray(info.attended) <= most[:, None] + 0.01).all(), info.attended
+        _check_selection(info.selection, cache)
+
+
+def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
+    """A larger budget keeps what a smaller one chose, so the softmax mass that it holds does not fall."""
+    if not isinstance(policy, Retrieval) or policy.budget is None:
+        return
+    tokens, lengths = random_tokens(spec, 9), ragged_lengths(policy, spec)
+    cache, _ = fill(new_cache(policy, spec), tokens, lengths)
+    q = jnp.asarray(tokens.at(lengths[:, None])[0][:, 0])
+    stored = cache.state.store.slots
+    keys = np.zeros((spec.batch, spec.kv_heads, stored + cache.state.recent.slots, spec.head_dim), np.float32)
+    for b, n in enumerate(lengths):
+        chunks, recent = zones(policy, spec, n)
+        history = [position for chunk in chunks for position in chunk]
+        keys[b, :, : len(history)] = np.swapaxes(tokens.k[b, history], 0, 1)
+        keys[b, :, stored : stored + len(recent)] = np.swapaxes(tokens.k[b, recent], 0, 1)
+
+    @partial(jax.jit, static_argnums=1)
+    def choose(st: RetrievalState, wider: Retrieval, keys: Array) -> tuple[Selection, Array]:
+        qg = q.astype(jnp.float32).reshape(spec.batch, spec.kv_heads, spec.group, spec.head_dim)
+        logits = jnp.einsum("bkgd,bksd->bkgs", qg, keys) * spec.head_dim**-0.5
+        valid = [jnp.arange(b.slots)[None] < b.count[:, None] for b in (st.store, st.recent)]
+        selection = wider.select(st, q)
+        return selection, mass_recall(selection, logits, jnp.concatenate(valid, axis=1))
+
+    base, unit, before, chosen = policy.sink + policy.local, policy.selector.unit, None, None
+    for more in (unit, 3 * unit, spec.capacity):
+        wider = dataclasses.replace(policy, budget=base + more, dense_below=0)
+        selection, mass = choose(cache.state, wider, keys)
+        mass = np.asarray(mass)
+        members = _members(selection)
+        assert before is None or (mass >= before - 1e-6).all(), f"mass fell at budget {base + more}"
+        assert chosen is None or all(a <= b for a, b in zip(chosen, members, strict=True)), "a choice was dropped"
+        before, chosen = mass, members
+
+
+def _check_selection(selection: Selection | None, cache: LayerCache) -> None:
+    assert selection is not None
+    st = cache.state
+    slots, valid = np.asarray(selection.slots), np.asarray(selection.valid)
+    past = st.store.slots + st.recent.slots
+    assert ((slots >= 0) & (slots < past)).all(), "a slot out of range"
+    for b, k, h in np.ndindex(*slots.shape[:3]):
+        mine = slots[b, k, h][valid[b, k, h]]
+        assert len(set(mine.tolist())) == len(mine), f"row {b} head {k}: a slot twice"
+        stored = mine[mine < st.store.slots]
+        assert (stored < int(st.store.count[b])).all(), f"row {b} head {k}: a slot past count"
+
+
+def _members(selection: Selection) -> list[set[int]]:
+    slots, valid = np.asarray(selection.slots), np.asarray(selection.valid)
+    return [set(slots[i][valid[i]].tolist()) for i in np.ndindex(*slots.shape[:3])]

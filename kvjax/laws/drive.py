@@ -1,0 +1,111 @@
+"""Driving a policy: random tokens, and prompts and steps by programs that all laws share."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from kvjax.caches import Evicting, Info, Policy, Retrieval
+from kvjax.hook import LayerCache, attention, attention_info, init_layer
+from kvjax.spec import CacheSpec
+
+CHUNK = 48  # tokens of prompt in a call
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Queries, keys and values of all positions and rows, in the cache's dtype.
+
+    Numpy arrays, since slicing jax arrays compiles.
+    """
+
+    q: np.ndarray  # [B, S, N, D]
+    k: np.ndarray  # [B, S, K, D]
+    v: np.ndarray  # [B, S, K, D]
+
+    def at(self, position: np.ndarray) -> tuple[np.ndarray, ...]:
+        """One chunk a row, its tokens at `position` i[B, T]; positions past the end give the last token."""
+        index = np.minimum(position, self.q.shape[1] - 1)[:, :, None, None]
+        return tuple(np.take_along_axis(a, index, axis=1) for a in (self.q, self.k, self.v))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _draw(spec: CacheSpec, seed: int) -> tuple[Array, Array, Array]:
+    ks = jax.random.split(jax.random.key(seed), 5)
+    B, S, D = spec.batch, spec.capacity, spec.head_dim
+    q = jax.random.normal(ks[0], (B, S, spec.q_heads, D))
+    k, v = (jax.random.normal(key, (B, S, spec.kv_heads, D)) for key in ks[1:3])
+    size, offset = jax.random.uniform(ks[3], (D,), minval=0.2, maxval=2.0), jax.random.normal(ks[4], (D,))
+    k = k * size[None, None, None] + offset[None, None, None]
+    return q.astype(spec.dtype), k.astype(spec.dtype), v.astype(spec.dtype)
+
+
+def random_tokens(spec: CacheSpec, seed: int = 0) -> Tokens:
+    """Normal random tokens; keys have channels of very different size and offset, as those of models do."""
+    return Tokens(*(np.asarray(a) for a in _draw(spec, seed)))
+
+
+new_cache = jax.jit(init_layer, static_argnums=(0, 1))
+prefill_chunk = jax.jit(attention, static_argnames=("window", "scale", "fresh", "flush"))
+_step = jax.jit(attention_info, static_argnames=("window", "scale", "fresh", "flush"))
+
+
+def fill(cache: LayerCache, tokens: Tokens, lengths: Any, held: Any = 0) -> tuple[LayerCache, np.ndarray]:
+    """Prefills each row from position `held` up to `lengths`; returns the cache and the outputs [B, S, N, D].
+
+    Rows may start at different positions; each call gives every row its own next tokens.
+    """
+    lengths = np.asarray(lengths)
+    held = np.broadcast_to(np.asarray(held), lengths.shape)
+    outputs = np.zeros(tokens.q.shape, np.float32)
+    while (held < lengths).any():
+        now = np.clip(lengths - held, 0, CHUNK)
+        out, cache = prefill_chunk(cache, *tokens.at(held[:, None] + np.arange(CHUNK)), lengths=now)
+        for b, row in enumerate(np.asarray(out, np.float32)):
+            outputs[b, held[b] : held[b] + now[b]] = row[: now[b]]
+        held = held + now
+    return cache, outputs
+
+
+def step(
+    cache: LayerCache, tokens: Tokens, position: Any, active: Any = None, *, window: int | None = None
+) -> tuple[np.ndarray, LayerCache, Info]:
+    """One decode step, each row at its own position: (out f32[B, N, D], cache, info)."""
+    position = np.asarray(position)
+    active = np.ones(len(position), bool) if active is None else np.asarray(active)
+    out, cache, info = _step(cache, *tokens.at(position[:, None]), active=active, window=window)
+    return np.asarray(out, np.float32)[:, 0], cache, info
+
+
+def attending_to_all(policy: Policy, spec: CacheSpec) -> Policy:
+    """The policy with a budget that no row exceeds; itself where it has no budget."""
+    if isinstance(policy, Retrieval) and policy.budget is not None:
+        unit = policy.selector.unit
+        return dataclasses.replace(policy, budget=spec.capacity + policy.sink + policy.local + unit)
+    return with_room(policy, spec)
+
+
+def with_room(policy: Policy, spec: CacheSpec) -> Policy:
+    """A policy that evicts with slots for all tokens; any other as it is."""
+    return dataclasses.replace(policy, budget=spec.capacity) if isinstance(policy, Evicting) else policy
+
+
+def edge_lengths(policy: Policy, spec: CacheSpec) -> list[int]:
+    """The lengths at which zones become empty, full, or about to be flushed."""
+    edges = {0, 1, CHUNK, spec.capacity - 1}
+    if isinstance(policy, Retrieval):
+        sink, chunk, block = policy.sink, policy.demote.leave, policy.demote.slots(policy.local)
+        edges |= {sink, sink + 1, chunk - 1, chunk, chunk + 1, sink + policy.local}
+        edges |= {sink + block - 1, sink + block, sink + block + 1, sink + block + chunk}
+    return sorted(n for n in edges if 0 <= n < spec.capacity)
+
+
+def ragged_lengths(policy: Policy, spec: CacheSpec) -> np.ndarray:
+    """Lengths that differ by row, within 20 tokens of the capacity at most."""
+    most = max(spec.capacity - 20, 1)
+    return np.array([most - (37 * b) % most for b in range(spec.batch)])

@@ -1,0 +1,94 @@
+"""What XLA makes of a policy: one program, in place, of constant structure."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kvjax.caches import Policy, Retrieval
+from kvjax.hook import LayerCache, attention, flush, init_layer
+from kvjax.laws.drive import CHUNK, fill, new_cache, random_tokens, step, with_room
+from kvjax.memory import shapes
+from kvjax.spec import CacheSpec
+
+
+def one_trace_serves_all_steps(policy: Policy, spec: CacheSpec) -> None:
+    """Steps that differ in position, active rows and flushes run one program."""
+    tokens, traces = random_tokens(spec, 15), []
+
+    @partial(jax.jit, donate_argnums=0)
+    def run(cache: LayerCache, q: Array, k: Array, v: Array, active: Array) -> tuple[Array, LayerCache | None]:
+        traces.append(1)
+        return attention(cache, q, k, v, active=active)
+
+    cache = new_cache(policy, spec)
+    for i in range(min(100, spec.capacity)):
+        active = np.arange(spec.batch) <= i
+        _, cache = run(cache, *tokens.at(np.full((spec.batch, 1), i)), active)
+    assert len(traces) == 1, f"traced {len(traces)} times"
+
+
+def step_is_in_place(policy: Policy, spec: CacheSpec) -> None:
+    """A donated step aliases its whole cache, and holds no second one: temp bytes under 1/4 of a large cache.
+
+    Of a policy that evicts, with slots for all: its cache is as large as its budget.
+
+    A policy with a budget holds a score of every token, which beside codes of few bits is much: there it is 1/4 of
+    the exact keys and values.
+    """
+    for batch in (1, spec.batch):
+        large = dataclasses.replace(
+            spec,
+            batch=batch,
+            capacity=max(32768, spec.capacity),
+            head_dim=max(128, spec.head_dim),
+            dtype=jnp.float32,
+        )
+        cache = shapes(partial(init_layer, with_room(policy, large), large))
+        q, k = (
+            jax.ShapeDtypeStruct((batch, 1, n, large.head_dim), large.dtype) for n in (large.q_heads, large.kv_heads)
+        )
+        compiled = jax.jit(attention, donate_argnums=0).lower(cache, q, k, k).compile()
+        memory: Any = compiled.memory_analysis()
+        size = sum(np.prod(a.shape, dtype=np.int64) * a.dtype.itemsize for a in jax.tree.leaves(cache))
+        aliased = memory.alias_size_in_bytes + memory.host_alias_size_in_bytes
+        assert aliased >= size, f"{aliased} of {size} bytes are aliased"
+        exact = 2 * batch * large.kv_heads * large.capacity * large.head_dim * jnp.dtype(large.dtype).itemsize
+        beside = max(size, exact) if isinstance(policy, Retrieval) and policy.budget is not None else size
+        # cuBLAS takes a workspace of 32 MiB, whatever the sizes.
+        allowed = beside // 4 + (32 * 2**20 if jax.default_backend() == "gpu" else 0)
+        assert memory.temp_size_in_bytes <= allowed, f"{memory.temp_size_in_bytes} temp bytes beside {beside} of cache"
+
+
+def structure_is_constant(policy: Policy, spec: CacheSpec) -> None:
+    """Every verb keeps tree structure, shapes, dtypes and memory kinds, and every leaf has the batch first."""
+    tokens = random_tokens(spec, 16)
+    start = init_layer(policy, spec)
+    prompt, _ = fill(start, tokens, np.full(spec.batch, CHUNK))
+    _, stepped, _ = step(prompt, tokens, np.full(spec.batch, CHUNK))
+    for name, after in (("prefill", prompt), ("update and attend", stepped), ("flush", flush(stepped))):
+        chex.assert_trees_all_equal_shapes_and_dtypes(after, start)
+        assert _memory(after) == _memory(start), f"{name} moved arrays to another memory"
+    assert all(a.shape[0] == spec.batch for a in jax.tree.leaves(start)), "a leaf without the batch first"
+    buffers = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(start) if a.nbytes]
+    assert len(buffers) == len(set(buffers)), "init shares a buffer between fields, which donation refuses"
+
+
+def policy_is_a_value(policy: Policy, spec: CacheSpec) -> None:
+    """Equal policies are one static argument: hashable, equal, printable; a changed copy differs."""
+    twin = dataclasses.replace(policy)  # type: ignore[type-var]
+    assert twin == policy, "replace without a change gave another policy"
+    assert hash(twin) == hash(policy), "equal policies have different hashes"
+    assert repr(twin) == repr(policy)
+    assert not jax.tree.leaves(jax.tree.map(lambda a: a if isinstance(a, jax.Array) else None, vars(policy)))
+
+
+def _memory(tree: Any) -> list[Any]:
+    return [a.sharding.memory_kind for a in jax.tree.leaves(tree)]

@@ -1,0 +1,197 @@
+"""What is kept of a row: by prompts and steps alike, of its own tokens alone, as long as there is room."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+
+from kvjax.caches import Evicting, Policy, Retrieval
+from kvjax.hook import check as check_overflow
+from kvjax.hook import flush, insert
+from kvjax.laws.drive import (
+    CHUNK,
+    Tokens,
+    fill,
+    new_cache,
+    prefill_chunk,
+    ragged_lengths,
+    random_tokens,
+    step,
+    with_room,
+)
+from kvjax.laws.expect import assert_attended, assert_close, assert_same, held_positions, poison, valid_part
+from kvjax.spec import CacheSpec
+
+
+def prefill_equals_prefill_then_updates(policy: Policy, spec: CacheSpec) -> None:
+    """A prompt of T1 + T2 tokens leaves what T1 tokens and T2 decode steps leave, in every zone.
+
+    An evictor may make more or less of a query for its coming in a prompt: with slots for all, the tokens are the same.
+    """
+    policy, tokens = with_room(policy, spec), random_tokens(spec, 2)
+    first = ragged_lengths(policy, spec) // 2
+    last = first + min(70, spec.capacity - 1 - int(first.max()))
+    whole, _ = fill(new_cache(policy, spec), tokens, last)
+    steps, _ = fill(new_cache(policy, spec), tokens, first)
+    for i in range(int((last - first).max())):
+        _, steps, _ = step(steps, tokens, first + i)
+    steps = flush(steps)
+    if isinstance(policy, Evicting):
+        whole, steps = (
+            dataclasses.replace(c, state=dataclasses.replace(c.state, evidence=None)) for c in (whole, steps)
+        )
+    assert_same(valid_part(steps, spec), valid_part(whole, spec), "state")
+    assert (np.asarray(whole.length) == last).all()
+
+
+def row_ignores_other_rows(policy: Policy, spec: CacheSpec) -> None:
+    """The last row is the same to the bit whatever the other rows hold and however long they are."""
+    tokens, other = random_tokens(spec, 3), random_tokens(spec, 4)
+    mixed = Tokens(*(np.concatenate([b[:-1], a[-1:]]) for a, b in zip(_arrays(tokens), _arrays(other), strict=True)))
+    lengths = ragged_lengths(policy, spec)
+    others = np.concatenate([lengths[:-1] // 3, lengths[-1:]])
+    results = []
+    for data, n in ((tokens, lengths), (mixed, others)):
+        cache, _ = fill(new_cache(policy, spec), data, n)
+        outs = []
+        for i in range(3):
+            out, cache, _ = step(cache, data, n + i, active=np.arange(spec.batch)[::-1] % (i + 1) == 0)
+            outs.append(out[-1])
+        results.append((outs, [np.asarray(a)[-1] for a in valid_part(cache, spec)]))
+    assert_same(results[1], results[0], "last row")
+
+
+def padding_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
+    """Tokens past a row's length may be anything: keys NaN, values 1e4."""
+    tokens, lengths = random_tokens(spec, 5), ragged_lengths(policy, spec)
+    past = (np.arange(spec.capacity) >= lengths[:, None])[..., None, None]
+    dtype = tokens.v.dtype
+    bad = Tokens(tokens.q, np.where(past, np.nan, tokens.k).astype(dtype), np.where(past, 1e4, tokens.v).astype(dtype))
+    clean, out_clean = fill(new_cache(policy, spec), tokens, lengths)
+    dirty, out_dirty = fill(new_cache(policy, spec), bad, lengths)
+    assert_same(out_dirty, out_clean, "prompt output")
+    assert_same(valid_part(dirty, spec), valid_part(clean, spec), "state")
+    assert_same(step(dirty, tokens, lengths)[0], step(clean, tokens, lengths)[0], "step")
+
+
+def slots_past_count_do_not_matter(policy: Policy, spec: CacheSpec) -> None:
+    """What lies in unused slots is never read: keys and scales NaN, values 1e4, codes of all ones."""
+    tokens, lengths = random_tokens(spec, 6), ragged_lengths(policy, spec) // 2
+    cache, _ = fill(new_cache(policy, spec), tokens, lengths)
+    poisoned = dataclasses.replace(cache, state=poison(cache, spec))
+    for i in range(2):
+        out, cache, info = step(cache, tokens, lengths + i)
+        out_poisoned, poisoned, info_poisoned = step(poisoned, tokens, lengths + i)
+        assert_same(out_poisoned, out, "step")
+        assert_same(info_poisoned.attended, info.attended, "attended")
+
+
+def inactive_rows_store_nothing(policy: Policy, spec: CacheSpec) -> None:
+    """A row that is not active, or whose chunk has length 0, keeps its valid part to the bit."""
+    tokens, lengths = random_tokens(spec, 11), ragged_lengths(policy, spec)
+    cache, _ = fill(new_cache(policy, spec), tokens, lengths)
+    _, after, _ = step(cache, tokens, lengths, active=np.zeros(spec.batch, bool))
+    assert_same(valid_part(after, spec), valid_part(cache, spec), "after a step")
+    if isinstance(policy, Retrieval):
+        assert_same(after.state.schedule, cache.state.schedule, "schedule after a step")
+    _, after = prefill_chunk(
+        cache, *tokens.at(np.arange(CHUNK)[None].repeat(spec.batch, 0)), lengths=np.zeros(spec.batch, np.int32)
+    )
+    assert_same(valid_part(after, spec), valid_part(cache, spec), "after a prompt")
+
+
+def insert_replaces_one_row(policy: Policy, spec: CacheSpec) -> None:
+    """A row prefilled alone and inserted goes on as it would alone; the others do not notice."""
+    one = dataclasses.replace(spec, batch=1)
+    tokens, lengths = random_tokens(spec, 12), ragged_lengths(policy, spec) // 2
+    row = spec.batch - 1
+    alone = Tokens(*(a[row:] for a in _arrays(random_tokens(spec, 13))))
+    n = spec.capacity // 2
+    prefix, _ = fill(new_cache(policy, one), alone, [n])
+    cache, _ = fill(new_cache(policy, spec), tokens, lengths)
+    joined = insert(cache, prefix, row)
+    mixed = Tokens(*(np.concatenate([a[:row], b]) for a, b in zip(_arrays(tokens), _arrays(alone), strict=True)))
+    at = np.concatenate([lengths[:row], [n]])
+    out, _, _ = step(joined, mixed, at)
+    assert_close(out[row:], step(prefix, alone, [n])[0], spec, "inserted row")
+    assert_same(out[:row], step(cache, tokens, lengths)[0][:row], "other rows")
+
+
+def full_cache_drops_and_says_so(policy: Policy, spec: CacheSpec) -> None:
+    """A token without room changes nothing that is stored, and `check` raises. A policy that evicts always has room."""
+    if isinstance(policy, Evicting):
+        return
+    tokens = random_tokens(spec, 14)
+    cache, _ = fill(new_cache(policy, spec), tokens, np.full(spec.batch, spec.capacity - 1))
+    _, cache, _ = step(cache, tokens, np.full(spec.batch, spec.capacity - 1))
+    check_overflow(cache)
+    for _ in range(3 * spec.capacity):  # some zones hold a few tokens more than the capacity
+        before = cache
+        _, cache, _ = step(cache, tokens, np.full(spec.batch, spec.capacity - 1))
+        if np.asarray(cache.state.overflow).any():
+            break
+    else:
+        raise AssertionError("no overflow however many tokens came")
+    assert_same(valid_part(cache, spec)[:-1], valid_part(before, spec)[:-1], "what was stored")
+    try:
+        check_overflow(cache)
+    except RuntimeError:
+        return
+    raise AssertionError("check did not raise")
+
+
+def budget_bounds_what_is_held(policy: Policy, spec: CacheSpec) -> None:
+    """Each kv head holds min(budget, tokens that came) different tokens, however many come, the newest among them.
+
+    The first ones that a sink keeps too; all as they came, to the bit; and the state is no larger for a large capacity.
+    """
+    if not isinstance(policy, Evicting):
+        return
+    tokens, lengths = random_tokens(spec, 18), ragged_lengths(policy, spec)
+    cache, _ = fill(new_cache(policy, spec), tokens, lengths)
+    for i in range(30):
+        _, cache, info = step(cache, tokens, (lengths + i) % spec.capacity)
+        came = lengths + i + 1
+        assert_attended(info, np.minimum(came, policy.budget))
+        held = held_positions(cache)
+        for b, k in np.ndindex(spec.batch, spec.kv_heads):
+            mine = held[b][k]
+            assert len(set(mine)) == len(mine) == min(came[b], policy.budget), f"row {b} head {k} holds {sorted(mine)}"
+            assert came[b] - 1 in mine, f"row {b} head {k} lost its newest token"
+            sink = getattr(policy.evictor, "sink", 0)
+            assert set(range(min(sink, came[b]))) <= set(mine), f"row {b} head {k} lost of its sink"
+            for stored, given in ((cache.state.tokens.k, tokens.k), (cache.state.tokens.v, tokens.v)):
+                want = given[b, np.array(mine) % spec.capacity, k]
+                assert_same(np.asarray(stored)[b, k, : len(mine)], want, f"row {b} head {k}")
+    np.testing.assert_array_equal(np.asarray(cache.length), came)
+    check_overflow(cache)
+    sizes = [
+        sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(jax.eval_shape(partial(policy.init, larger))))
+        for larger in (dataclasses.replace(spec, capacity=n * max(spec.capacity, policy.budget)) for n in (1, 1000))
+    ]
+    assert sizes[0] == sizes[1], f"{sizes} bytes at capacities 1 to 1000"
+
+
+def checkpoint_restores_to_the_bit(policy: Policy, spec: CacheSpec) -> None:
+    """A cache goes through orbax-checkpoint and comes back the same."""
+    import orbax.checkpoint as ocp
+
+    tokens, lengths = random_tokens(spec, 17), ragged_lengths(policy, spec)
+    cache, _ = fill(new_cache(policy, spec), tokens, lengths)
+    with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as saver:
+        path = Path(folder) / "cache"
+        saver.save(path, cache.state)
+        saver.wait_until_finished()
+        restored = saver.restore(path, jax.tree.map(ocp.utils.to_shape_dtype_struct, cache.state))
+    chex.assert_trees_all_equal_shapes_and_dtypes(restored, cache.state)
+    assert_same(restored, cache.state, "restored state")
+
+
+def _arrays(tokens: Tokens) -> tuple[np.ndarray, ...]:
+    return tokens.q, tokens.k, tokens.v
