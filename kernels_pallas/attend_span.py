@@ -57,9 +57,9 @@ def at_once(D: int, config: Config) -> int:
 
 
 def config_for(rows: int, S: int, D: int) -> Config:
-    """Two blocks a multiprocessor (one of the widest heads), and of a row as many as take the fewest turns of warps, a
-    wave of blocks being worth two more."""
-    keys = 32 if D == 64 else 16
+    """192 KB in flight a multiprocessor, and of a row as many blocks as take the fewest turns of warps, a wave of blocks
+    being worth two more."""
+    keys = 16 if D == 256 else 32
     wave = at_once(D, Config(1, keys=keys))
 
     def turns(blocks: int) -> int:
