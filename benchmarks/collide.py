@@ -27,15 +27,8 @@ SHAPES = (  # B, K, G, S, D, T
     (1, 8, 4, 131072, 64, 6),
 )
 CONFIGS = [
-    Config(parts, blocks, warpgroups, keys)
-    for parts, blocks, warpgroups, keys in (
-        (2, 8, 4, 2),
-        (4, 8, 2, 2),
-        (2, 8, 4, 1),
-        (1, 8, 8, 2),
-        (1, 16, 4, 2),
-        (8, 2, 4, 2),
-    )
+    Config(parts, warpgroups, keys)
+    for parts, warpgroups, keys in ((33, 4, 1), (33, 4, 4), (66, 2, 2), (66, 2, 4), (16, 8, 2), (16, 4, 2), (48, 4, 2))
 ]
 
 
@@ -71,7 +64,7 @@ if __name__ == "__main__":
     run(
         "collide",
         "collide of q f32[B, K, G, D] with S keys, T limits; error: share of the votes that are not the reference's; "
-        "config: parts x blocks x warpgroups x keys",
+        "config: parts x warpgroups x keys",
         "queries normal random in bf16, patterns uniform, limits up to S/5",
         measure,
         SHAPES,

@@ -19,7 +19,7 @@ from sweep import Sweep, repeats, run
 
 from kvjax import ops
 from kvjax.pick import Picked
-from kvjax.rotate import SUBSPACE, Directions, lloyd_max
+from kvjax.rotate import SUBSPACE, Directions, lloyd_max, turned
 
 SHAPES = (  # B, K, G, S, D, M, keys that wait, k
     (1, 8, 1, 131072, 128, 13108, 256, 1916),
@@ -34,31 +34,29 @@ SHAPES = (  # B, K, G, S, D, M, keys that wait, k
 
 def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, M: int, W: int, k: int) -> dict[str, Any]:
     moved = B * K * (G * (M * (3 * D // 4 + 8) + 8 * k) + 2 * D * W)
-    n, how = repeats(moved), {"scale": D**-0.5, "wide": W}
+    n = repeats(moved)
 
     @jax.jit
-    def make() -> tuple[Array, Array, Directions, list[Picked], Array]:
-        rotated, keys, slots = inputs(B, K, G, S, D, M, n)
-        q, late = jax.random.normal(jax.random.key(5), q_shape), jax.random.normal(jax.random.key(6), (B, K, W, D))
-        found = jnp.full((B, K, G), M, jnp.int32)
-        return q, rotated, keys, [Picked(s, found) for s in slots], late.astype("bfloat16")
+    def make() -> tuple[Array, Directions, list[Picked], Array]:
+        q, keys, slots = inputs(B, K, G, S, D, M, n)
+        found, late = jnp.full((B, K, G), M, jnp.int32), jax.random.normal(jax.random.key(6), (B, K, W, D))
+        return q, keys, [Picked(s, found) for s in slots], late.astype("bfloat16")
 
-    q_shape = B, K, G, D
     args = make()
 
     def kernel(config: Config) -> Any:
         centres = tuple(lloyd_max(SUBSPACE)[1].tolist())
-        one = jax.jit(partial(pick_4bit.pick_4bit, room=k, centres=centres, config=config, **how))  # lowered once
+        run = partial(pick_4bit.pick_4bit, centres=centres, turned=turned(D, 0), config=config)
+        one = jax.jit(partial(run, room=k, scale=D**-0.5, wide=W))  # lowered once
 
-        def run(q: Array, rotated: Array, keys: Directions, lists: list[Picked], late: Array) -> list[Picked]:
-            return [Picked(*one(q, rotated, *keys, some, (late, 0, W), k)) for some in lists]
+        def choose(q: Array, keys: Directions, lists: list[Picked], late: Array) -> list[Picked]:
+            return [Picked(*one(q, *keys, some, (late, 0, W), k)) for some in lists]
 
-        return run
+        return choose
 
-    def reference(q: Array, rotated: Array, keys: Directions, lists: list[Picked], late: Array) -> list[Picked]:
-        return [
-            ops.pick_4bit(q, rotated, keys, some, (late, 0, W), k, k, implementation="xla", **how) for some in lists
-        ]
+    def reference(q: Array, keys: Directions, lists: list[Picked], late: Array) -> list[Picked]:
+        run = partial(ops.pick_4bit, seed=0, scale=D**-0.5, wide=W, implementation="xla")
+        return [run(q, keys, some, (late, 0, W), k, k) for some in lists]
 
     def error(got: list[Picked], want: list[Picked]) -> float:
         """The largest share of a list's choice that is not the reference's: near ties, as f16 has them."""

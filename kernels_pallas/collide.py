@@ -1,36 +1,38 @@
-"""Votes for keys by the sign patterns of their subspaces, all G heads of a group at once, in one kernel.
+"""Votes for keys by the sign patterns of their subspaces, all G heads of a group at once, in two kernels.
 
-First, what each of the 256 patterns of a subspace earns: 32 to 128 threads a subspace and head compare 128 scores with
-each other (the rest are their negatives), sum the keys of those above, and count the limits above the sum. A cluster of
-`blocks` blocks shares the subspaces of a row, and each block then reads what the others found. What 4 heads give are
-the bytes of one word, so that a key takes D/8 words and additions for all of them. At random addresses some 3.5 of 32
-lanes would meet in one bank of shared memory; so lane l begins with subspace l, and subspaces lie in banks of their
-own: table[pattern][copy, subspace, word], 32 words a pattern. A dot product of 4 bytes takes one of them out of a word
-and makes it an address. A thread has `keys` keys at once, and loads as many ahead, the first of them before anything is
-compared; at the same time the next 128 KiB of a block are on their way to L2. A row has `parts` clusters.
+**Ranks**: what each of the 256 patterns of a subspace earns, a block for each subspace and row: 64 or 128 threads a
+head compare 128 scores with each other (the rest are their negatives), sum the keys of those above, and count the
+limits above the sum. Queries are rotated there, by a warp each, if they are to be (`_rotated`).
 
-**Bytes:** D/8 read and G written a key and kv head, and 1 KiB of counts a subspace, kv head and cluster: at D = 128 and
-G = 4, 20 bytes a key. The bound on an H200 (4.3 TB/s) is 4.9 us for 8 kv heads x 131072, 39 us for 8 x 1M. Shared
-memory has 16 words a key to read at D = 128, which take 2.1 us of all multiprocessors. Scores of patterns are sums in
-the order of channels, in f32: where two are equal but for rounding, the reference may order them otherwise. 64
-registers to G = 4 and two keys a thread, no spills; by count, votes take 4.6 instructions a subspace and key at G = 1
-and 4.9 at G = 4, half of them on pipes of half rate.
+**Votes**: `parts` blocks a row, two for each multiprocessor, read what patterns earn, 16 KiB, and look it up. What 4
+heads give are the bytes of one word, so that a key takes D/8 words and additions for all of them. At random addresses
+some 3.5 of 32 lanes would meet in one bank of shared memory; so lane l begins with subspace l, and subspaces lie in
+banks of their own: table[pattern][copy, subspace, word], 32 words a pattern. A dot product of 4 bytes takes one of them
+out of a word and makes it an address. A thread has `keys` keys at once, and loads as many ahead, the first of them
+before the table is there; the next 64 KiB of a block are on their way to L2 meanwhile.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, 8 kv heads x 131072, D = 128, six limits: G = 4 13.3 us
-(the reference 424), G = 1 10.5 us (173; clusters of two blocks, of `tuned.json`: 11.6 by the rule), G = 8 22.4 us
-(479), D = 64 9.6 us (374). G = 4: 32768 keys 9.8 us (355), 1M 65 us (1.55 ms), batch 8 x 32768 31.8 us (546).
+**Bytes:** D/8 read and G written a key and kv head, and 1 KiB of counts a subspace and kv head: at D = 128 and G = 4,
+20 bytes a key. The bound on an H200 (4.3 TB/s) is 4.9 us for 8 kv heads x 131072, 39 us for 8 x 1M. Shared memory has
+16 words a key to read at D = 128, which take 2.1 us of all multiprocessors. Scores of patterns are sums in the order of
+channels, in f32: where two are equal but for rounding, the reference may order them otherwise. 64 registers to G = 4
+and two keys a thread, no spills; by count, votes take 4 instructions a subspace and key, half of them on pipes of half
+rate.
 
-**Tried and lost** at G = 4: two clusters a row 15.3 us, and one key at once there 16.4; four of two warpgroups 17.2,
-one of eight 14.3, one of 16 blocks 14.8, eight of two blocks 19.3, where a block ranks the patterns of eight subspaces.
-Patterns sorted, a warp a subspace and head, and one cluster a row with more than 64 registers: 17.9 us; then a second
-cluster made it 23.7 us, for 15 clusters of 8 blocks run at once where one block fills a multiprocessor, and the 16th
-waits.
+**Measured**: not yet in this form. With ranks and votes in one kernel, on an H200, 2026-11-21, jax 0.11.2, device time,
+8 kv heads x 131072, D = 128, six limits: G = 4 13.3 us (the reference 424), G = 1 10.5 us (173), G = 8 22.4 us (479), D
+= 64 9.6 us (374). G = 4: 32768 keys 9.8 us (355), 1M 65 us (1.55 ms), batch 8 x 32768 31.8 us (546).
+
+**Tried and lost**: that kernel. A cluster of 8 blocks shared the subspaces of a row, each read what the others found,
+and each row had 3 clusters, so that all of it was ranked three times, and a multiprocessor had one block or two. G = 4:
+two clusters a row 15.3 us, and one key at once there 16.4; four of two warpgroups 17.2, one of eight 14.3, one of 16
+blocks 14.8, eight of two blocks 19.3. Patterns sorted, a warp a subspace and head, and one cluster a row with more than
+64 registers: 17.9 us.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,26 +43,25 @@ from jax import Array
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
+from kvjax.kernels_pallas._rotated import rotated
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/collide.json
 PATTERNS = 256  # of a subspace
 PAIRS = PATTERNS // 2  # of a pattern and that of all signs turned, whose scores are s and -s
 HEADS = 8  # two words of a byte each
-AHEAD = 128 << 10  # bytes of patterns that a block has brought to L2 ahead of time
+AHEAD = 64 << 10  # bytes of patterns that a block has brought to L2 ahead of time
+COPIED = 16  # patterns that a warp copies at once
 
 
 @dataclass(frozen=True)
 class Config:
-    parts: int = 1  # clusters of a row
-    blocks: int = 8  # of a cluster; 16 are not portable, but Hopper takes them
-    warpgroups: int = 4  # of a block
+    parts: int = 33  # blocks of a row that vote
+    warpgroups: int = 4  # of each
     keys: int = 2  # that a thread loads at once
 
     def __post_init__(self) -> None:
         if self.parts < 1:
             raise ValueError(f"parts must be at least 1; got {self.parts}")
-        if self.blocks not in (1, 2, 4, 8, 16):
-            raise ValueError(f"blocks must be 1, 2, 4, 8 or 16, a cluster's; got {self.blocks}")
         if self.warpgroups not in (1, 2, 4, 8):
             raise ValueError(f"warpgroups must be 1, 2, 4 or 8; got {self.warpgroups}")
         if self.keys not in (1, 2, 4):
@@ -68,27 +69,33 @@ class Config:
 
 
 def config_for(rows: int, S: int, G: int = 4) -> Config:
-    """As many clusters a row as run at once and have a key for each of their threads.
-
-    Blocks are so small that a multiprocessor takes two (more than 4 heads have 96 registers); 192 in clusters of 8 take
-    less time than 128.
-    """
-    blocks, warpgroups = 8 if rows <= 32 else 4, 4 if G <= 4 else 2
-    most = -(-S // (blocks * warpgroups * 128))
-    return Config(max(1, min(192 // (blocks * rows), most)), blocks, warpgroups)
+    """Two blocks for each multiprocessor, as registers allow, with a key at least for each thread."""
+    warpgroups = 4 if G <= 4 else 2  # more than 4 heads have 96 registers
+    return Config(max(1, min(264 // rows, -(-S // (warpgroups * 128)))), warpgroups)
 
 
-def smem_bytes(subspaces: int, heads: int, config: Config) -> int:
-    return 4 * sum(_sizes(subspaces, heads, config.blocks))
+def smem_bytes(G: int) -> int:
+    """Of a block that ranks, and of one that votes; the larger."""
+    return 4 * max(sum(_rank_sizes(G)), PATTERNS * 32)
 
 
-def _sizes(N: int, G: int, blocks: int) -> tuple[int, int, int]:
-    """Words of what a block finds, of what all find (each's padded, to begin in other banks), of the table."""
-    share = N // blocks * -(-G // 4)
-    return PATTERNS * share, blocks * (PATTERNS * share + max(4, share)), PATTERNS * 32
+def _rank_warpgroups(G: int) -> int:
+    return 1 if G == 1 else 2 if G == 2 else 4
 
 
-def unsupported(q: Any, ids: Any, counts: Any, limits: Any, config: Config | None = None) -> str | None:
+def _team(G: int) -> int:
+    """Threads that rank the patterns of a head."""
+    threads = 128 * _rank_warpgroups(G)
+    return max(32, min(PAIRS, 1 << (threads // G).bit_length() - 1))
+
+
+def _rank_sizes(G: int) -> tuple[int, int, int]:
+    """Words of what patterns earn; of each team's pairs, s and the keys above 0, keys below 0, and keys above 0 of each
+    warp; of queries."""
+    return PATTERNS * -(-G // 4), 128 * _rank_warpgroups(G) // _team(G) * (PAIRS * 3 + 4), HEADS * 8
+
+
+def unsupported(q: Any, ids: Any, counts: Any, limits: Any) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     *_, G, D = q.shape
     S, N = ids.shape[2:]
@@ -104,8 +111,6 @@ def unsupported(q: Any, ids: Any, counts: Any, limits: Any, config: Config | Non
         return f"the kernel collide takes counts and limits in i32; got {counts.dtype} and {limits.dtype}"
     if 0 in q.shape:
         return f"the kernel collide takes at least one row; got q{list(q.shape)}"
-    if config and config.blocks > N:
-        return f"the kernel collide takes no more blocks than subspaces, {N}; got {config.blocks}"
     return None
 
 
@@ -113,63 +118,69 @@ def supported(q: Any, ids: Any, counts: Any, limits: Any) -> bool:
     return unsupported(q, ids, counts, limits) is None
 
 
-@c.lowered_once("config")
-def collide(q: Array, ids: Array, counts: Array, limits: Array, *, config: Config | None = None) -> Array:
-    """u8[B, K, G, S] votes, of q [B, K, G, D], ids u8[B, K, S, D/8], counts i32[B, K, D/8, 256], limits i32[B, T]."""
-    if limit := unsupported(q, ids, counts, limits, config):
+@c.lowered_once("turned", "config")
+def collide(
+    q: Array, ids: Array, counts: Array, limits: Array, *, turned: int | None = None, config: Config | None = None
+) -> Array:
+    """u8[B, K, G, S] votes, of q [B, K, G, D], ids u8[B, K, S, D/8], counts i32[B, K, D/8, 256], limits i32[B, T].
+
+    With `turned`, bits of channels as `rotate.turned` has them, q is rotated first.
+    """
+    if limit := unsupported(q, ids, counts, limits):
         raise NotImplementedError(limit)
     B, K, G, D = q.shape
     S = ids.shape[2]
-    chosen = config or _tuned.choose(
-        "collide", config_for(B * K, S, G), lambda x: unsupported(q, ids, counts, limits, x), rows=B * K, S=S, G=G, D=D
-    )
+    chosen = config or _tuned.choose("collide", config_for(B * K, S, G), rows=B * K, S=S, G=G, D=D)
     args = *(a.reshape(B * K, *a.shape[2:]) for a in (q.astype(jnp.float32), ids, counts)), limits
-    return _votes(chosen, *args).reshape(B, K, G, S)
+    return _votes(turned, chosen, *args).reshape(B, K, G, S)
 
 
-def _votes(config: Config, q: Array, ids: Array, counts: Array, limits: Array) -> Array:
+def _votes(turned: int | None, config: Config, q: Array, ids: Array, counts: Array, limits: Array) -> Array:
     rows, S, N = ids.shape
     G, (B, T) = q.shape[1], limits.shape
+    width = -(-G // 4)
 
     @jax.custom_batching.custom_vmap
     def run(q: Array, ids: Array, counts: Array, limits: Array) -> Array:
+        earned = c.kernel(
+            partial(_rank, sizes=(rows // B, G, N, T), turned=turned),
+            name="kvjax_collide_rank",
+            out_type=jax.ShapeDtypeStruct((rows, PATTERNS, N * width), jnp.uint32),
+            scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in _rank_sizes(G)],
+            grid=(rows * N,),
+            grid_names=("subspace",),
+            num_threads=_rank_warpgroups(G),
+        )(q, counts, limits)
         return c.kernel(
-            partial(_program, sizes=(rows // B, G, S, N, T), config=config),
+            partial(_vote, sizes=(G, S, N), config=config),
             name="kvjax_collide",
             out_type=jax.ShapeDtypeStruct((rows, G, S), jnp.uint8),
-            scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in _sizes(N, G, config.blocks)],
+            scratch_types=[c.plgpu.SMEM((PATTERNS * 32,), jnp.uint32)],
             grid=(rows * config.parts,),
-            grid_names=("row",),
-            cluster=(config.blocks,),
-            cluster_names=("part",),
+            grid_names=("part",),
             num_threads=config.warpgroups,
-        )(q, ids, counts, limits)
+        )(ids, earned)
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
-        return _votes(config, *c.flatten_batch(n, batches, args)).reshape(n, rows, G, S), True
+        return _votes(turned, config, *c.flatten_batch(n, batches, args)).reshape(n, rows, G, S), True
 
     return run(q, ids, counts, limits)
 
 
-def _program(
-    q_m, ids_m, counts_m, limits_m, out_m, mine_m, all_m, table_m,
-    *, sizes: tuple[int, int, int, int, int], config: Config,
-) -> None:  # fmt: skip
-    shared_by, G, S, N, T = sizes
-    blocks, threads = config.blocks, 128 * config.warpgroups
-    share, width = N // blocks, -(-G // 4)  # subspaces of a block; words of a pattern
-    t, rank, cluster = c.special("tid.x"), c.special("cluster_ctarank"), c.special("clusterid.x")
+def _vote(ids_m, earned_m, out_m, table_m, *, sizes: tuple[int, int, int], config: Config) -> None:
+    """Adds up, for the keys of a block, what their patterns earn."""
+    G, S, N = sizes
+    threads, width = 128 * config.warpgroups, -(-G // 4)  # words of a pattern
+    t, block = c.special("tid.x"), c.special("ctaid.x")
     lane, warp = t & 31, t >> 5
-    row = c.divide(cluster, config.parts)
-    part = (cluster - row * config.parts) * blocks + rank
-    q, ids, counts, limits, out = (c.global_address(m) for m in (q_m, ids_m, counts_m, limits_m, out_m))
-    q, counts = c.offset_rows(q, row, G * N * 32), c.offset_rows(counts, row, N * PATTERNS * 4)
+    row = c.divide(block, config.parts)
+    part = block - row * config.parts
+    ids, earned, out = (c.global_address(m) for m in (ids_m, earned_m, out_m))
     ids, out = c.offset_rows(ids, row, S * N), c.offset_rows(out, row, G * S)
-    limits = c.offset_rows(limits, c.divide(row, shared_by), T * 4)
-    mine, every, table = (c.shared_address(m) for m in (mine_m, all_m, table_m))
+    earned, table = c.offset_rows(earned, row, PATTERNS * N * width * 4), c.shared_address(table_m)
 
-    size = -(-S // (config.parts * blocks * 32)) * 32  # keys of a block
+    size = -(-S // (config.parts * 32)) * 32  # keys of a block
     start, stop = part * size, (part + 1) * size
     stop = (stop < S).choose(stop, S)
     turn = threads * config.keys  # keys of a turn
@@ -190,39 +201,16 @@ def _program(
             few = (stop - first < turn).choose(stop - first, turn)
             ptx("cp.async.bulk.prefetch.L2.global [$0], $1;", c.offset(ids, first * N), few * N)
 
+    held = fetch(start)
     turns_ahead = -(-AHEAD // (turn * N))
-    held: list[Word] = []
-
-    def meanwhile() -> None:
-        held.extend(fetch(start))
-        for i in range(1, turns_ahead + 1):
-            prefetch(start + i * turn)
-        for i in range(0, PATTERNS * share * width, threads):
-            with when(t + i < PATTERNS * share * width):
-                ptx("st.shared.u32 [$0], $1;", mine + (t + i) * 4, 0)
-
-    bounds = [ptx(f"ld.global.nc.u32 $0, [$1+{4 * i}];", limits, results=1) for i in range(T)]
-    _earn(q, counts, bounds, mine, table, meanwhile, (G, N, share, threads), (t, lane, rank))
-
-    c.cluster_barrier()
-    found, pad = PATTERNS * share * width, max(4, share * width)
-    for i in range(0, blocks * found // 4, threads):
-        with when(t + i < blocks * found // 4):
-            block = c.divide(t + i, found // 4)
-            at = (t + i - block * (found // 4)) * 16
-            four = ptx("ld.shared::cluster.v4.u32 {$0, $1, $2, $3}, [$4];", c.remote(mine + at, block), results=4)
-            ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", every + block * ((found + pad) * 4) + at, *four)
-    ptx("barrier.cluster.arrive.relaxed;", convergent=True)  # what this block found, no other will read after it
-    c.block_barrier()
+    for i in range(1, turns_ahead + 1):
+        prefetch(start + i * turn)
     which = lane & (N * width - 1)
-    block = c.divide(which, share * width)
-    source = every + block * ((found + pad) * 4) + (which - block * (share * width)) * 4
 
-    @loop(warp * 4, PATTERNS, threads // 8)
+    @loop(warp * COPIED, PATTERNS, threads // 32 * COPIED)
     def _copy(first: Word) -> None:
-        found = [
-            ptx("ld.shared.u32 $0, [$1];", source + (first + i) * (4 * share * width), results=1) for i in range(4)
-        ]
+        at = c.offset(earned, (first * (N * width) + which) * 4)
+        found = [ptx(f"ld.global.nc.u32 $0, [$1+{i * N * width * 4}];", at, results=1) for i in range(COPIED)]
         for i, x in enumerate(found):
             ptx("st.shared.u32 [$0], $1;", table + (first + i) * 128 + lane * 4, x)
 
@@ -279,43 +267,50 @@ def _program(
                     ptx("st.global.b32 [$0], $1;", c.offset(at, key), x)
         return ahead
 
-    ptx("barrier.cluster.wait.acquire;", convergent=True)
 
-
-def _earn(
-    q: Any, counts: Any, bounds: Sequence[Word], mine: Word, spare: Word, meanwhile: Callable[[], None],
-    sizes: tuple[int, int, int, int], place: tuple[Word, ...],
+def _rank(
+    q_m, counts_m, limits_m, out_m, mine_m, spare_m, queries_m,
+    *, sizes: tuple[int, int, int, int], turned: int | None,
 ) -> None:  # fmt: skip
-    """Adds to `mine`, which `meanwhile` sets to 0, what the patterns of this block's subspaces earn, a byte a head.
+    """What the patterns of a subspace earn, a byte a head.
 
-    A team of 32 to 128 threads takes a subspace of a head, a thread some patterns and their opposites. One of two
-    opposites scores s >= 0, the other -s; s is compared with that of all pairs. Before a pattern below 0 are all above
-    0: only large limits ask for more.
+    A team of 32 to 128 threads takes a head, a thread some patterns and their opposites. One of two opposites scores s
+    >= 0, the other -s; s is compared with that of all pairs. Before a pattern below 0 are all above 0: only large
+    limits ask for more.
     """
-    G, N, share, threads = sizes
-    t, lane, rank = place
-    width, all_ = -(-G // 4), share * G
-    size = max(32, threads // 16, min(PAIRS, 1 << (threads // all_).bit_length() - 1))  # of a team
+    shared_by, G, N, T = sizes
+    width, threads, size = -(-G // 4), 128 * _rank_warpgroups(G), _team(G)
+    t, block = c.special("tid.x"), c.special("ctaid.x")
+    lane = t & 31
+    row = c.divide(block, N)
+    n = block - row * N
+    q, counts, limits, out = (c.global_address(m) for m in (q_m, counts_m, limits_m, out_m))
+    q, counts = c.offset_rows(q, row, G * N * 32), c.offset_rows(counts, row * N + n, PATTERNS * 4)
+    limits = c.offset_rows(limits, c.divide(row, shared_by), T * 4)
+    mine, spare, queries = (c.shared_address(m) for m in (mine_m, spare_m, queries_m))
     teams, team, member = threads // size, c.divide(t, size), t & (size - 1)
-    near = spare + team * (PAIRS * 12 + 16)  # of pairs: s, keys above 0; keys below 0; keys above 0 of each warp
+    near = spare + team * (PAIRS * 12 + 16)
     far, totals = near + PAIRS * 8, near + PAIRS * 12
     opposite = PATTERNS - 1
     pairs = [member + i for i in range(0, PAIRS, size)]
+    keys = [ptx("ld.global.nc.u32 $0, [$1];", c.offset(counts, i * 4), results=1) for i in pairs]
+    keys_opposite = [ptx("ld.global.nc.u32 $0, [$1];", c.offset(counts, (i ^ opposite) * 4), results=1) for i in pairs]
+    bounds = [ptx(f"ld.global.nc.u32 $0, [$1+{4 * i}];", limits, results=1) for i in range(T)]
 
-    def which(number: Word) -> tuple[Word, Word]:
-        number = (number < all_).choose(number, all_ - 1)
-        head = c.divide(number, share)
-        return head, number - head * share
+    @loop(t >> 5, G, threads // 32)
+    def _query(head: Word) -> None:
+        """The channels of the subspace, to shared memory."""
+        per_lane = N // 4
+        channels = rotated(c.offset(q, head * (N * 32)), N * 8, turned)
+        with when(c.divide(lane, 8 // per_lane).equals(n)):
+            at = queries + head * 32 + (lane & (8 // per_lane - 1)) * (4 * per_lane)
+            for i, x in enumerate(channels):
+                ptx("st.shared.u32 [$0], $1;", at + 4 * i, x)
 
-    def fetch(number: Word) -> list[Word]:
-        """8 channels, and the keys of this thread's patterns and of their opposites."""
-        head, own = which(number)
-        n = rank * share + own
-        at, mine = c.offset(q, head * (N * 32) + n * 32), c.offset(counts, n * (PATTERNS * 4))
-        found = [x for i in (0, 16) for x in ptx(f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{i}];", at, results=4)]
-        for i in (*pairs, *(x ^ opposite for x in pairs)):
-            found.append(ptx("ld.global.nc.u32 $0, [$1];", c.offset(mine, i * 4), results=1))
-        return found
+    loop(t, PATTERNS * width, threads)(lambda i: ptx("st.shared.u32 [$0], $1;", mine + i * 4, 0))
+    bounds = [(x < 1 << 31).choose(x, 0) for x in bounds]  # no count is below a negative limit
+    largest = functools.reduce(lambda a, b: (a < b).choose(b, a), bounds)
+    c.block_barrier()
 
     def scores(channels: Sequence[Word]) -> list[Word]:
         """Of the patterns, summed in the order of channels; bit j of a pattern is the sign of channel j."""
@@ -329,32 +324,27 @@ def _earn(
                 totals = [c.instr("add.f32", y, x ^ (1 << 31)) for y in totals]
         return totals
 
-    first = fetch(team)
-    meanwhile()
-    bounds = [(x < 1 << 31).choose(x, 0) for x in bounds]  # no count is below a negative limit
-    largest = functools.reduce(lambda a, b: (a < b).choose(b, a), bounds)
-
-    @loop(team, team + -(-all_ // teams) * teams, teams, first)
-    def _subspace(number: Word, *held: Word) -> list[Word]:
+    @loop(team, team + -(-G // teams) * teams, teams)
+    def _head(number: Word) -> None:
         ptx('.pragma "nounroll";')
-        one, other = held[8 : 8 + len(pairs)], held[8 + len(pairs) :]
-        totals_of = scores(held[:8])
+        head = (number < G).choose(number, G - 1)
+        loads = [f"ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4+{i}];" for i in (0, 16)]
+        totals_of = scores([x for load in loads for x in ptx(load, queries + head * 32, results=4)])
         above_0 = [x < 1 << 31 for x in totals_of]
         own = [x & 0x7FFFFFFF for x in totals_of]  # in the order of f32
-        plus = [flag.choose(a, b) for flag, a, b in zip(above_0, one, other, strict=True)]
-        minus = [flag.choose(b, a) for flag, a, b in zip(above_0, one, other, strict=True)]
+        plus = [flag.choose(a, b) for flag, a, b in zip(above_0, keys, keys_opposite, strict=True)]
+        minus = [flag.choose(b, a) for flag, a, b in zip(above_0, keys, keys_opposite, strict=True)]
         for pair, s, more, less in zip(pairs, own, plus, minus, strict=True):
             ptx("st.shared.v2.b32 [$0], {$1, $2};", near + pair * 8, s, more)
             ptx("st.shared.u32 [$0], $1;", far + pair * 4, less)
         of_warp = c.warp_sum(_sum(plus))
         with when(lane.equals(0)):
             ptx("st.shared.u32 [$0], $1;", totals + (member >> 5) * 4, of_warp)
-        ahead = fetch(number + teams)
         c.block_barrier()
 
         @loop(0, PAIRS * 8, 16 * 8, [word(0)] * len(pairs))
         def above(at: Word, *found: Word) -> list[Word]:
-            ptx('.pragma "nounroll";')  # else ptxas reads ahead so far that two blocks fill the registers
+            ptx('.pragma "nounroll";')
             sums = list(found)
             for i in range(0, 16 * 8, 16):
                 s, keys, s_next, keys_next = ptx(
@@ -377,17 +367,22 @@ def _earn(
         of_warps = [ptx(f"ld.shared.u32 $0, [$1+{i}];", totals, results=1) for i in range(0, size // 8, 4)]
         over = _sum(of_warps)
         rest = c.choose_between(largest > over, below, [word(0)] * len(pairs))
-        head, place = which(number)
-        at = mine + place * (4 * width) + (head >> 2) * 4
+        at, shift = mine + (head >> 2) * 4, (head & 3) << 3
         for pair, flag, s, more, less in zip(pairs, above_0, own, above, rest, strict=True):
             positive, negative = flag.choose(pair, pair ^ opposite), flag.choose(pair ^ opposite, pair)
             for pattern, before in ((positive, more), (negative, s.equals(0).choose(more, over + less))):
                 earned = _sum([(before < bound).choose(1, 0) for bound in bounds])
-                with when(number < all_):
-                    to = at + pattern * (4 * share * width)
-                    ptx("red.shared.add.u32 [$0], $1;", to, earned << ((head & 3) << 3))
+                with when(number < G):
+                    ptx("red.shared.add.u32 [$0], $1;", at + pattern * (4 * width), earned << shift)
         c.block_barrier()
-        return ahead
+
+    out = c.offset(c.offset_rows(out, row, PATTERNS * N * width * 4), n * (width * 4))
+
+    @loop(t, PATTERNS, threads)
+    def _write(pattern: Word) -> None:
+        for w in range(width):
+            x = ptx("ld.shared.u32 $0, [$1];", mine + (pattern * width + w) * 4, results=1)
+            ptx("st.global.b32 [$0], $1;", c.offset(out, (pattern * (N * width) + w) * 4), x)
 
 
 def _sum(words: Sequence[Word]) -> Word:

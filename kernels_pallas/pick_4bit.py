@@ -2,7 +2,8 @@
 
 **Scores** are those of `rerank`, from the same code, but lie in f16 between the kernels, as in `pick_1bit`, and a block
 whose places no candidate has ends at once. Keys that wait, and are scored as they are, have blocks of their own at the
-end of the same grid, a key a thread, for a query that is first rounded to their dtype.
+end of the same grid, a key a thread, for a query that is first rounded to their dtype; a warp of each of the others
+rotates it (`_rotated`).
 
 **The choice** is that of `pick_1bit` (`_choice`), of one head: it counts keys into bins, and sorts nothing. What it
 writes of a candidate is its slot. Counts, starts and stops are read where the cache has them, and clipped there. So
@@ -81,18 +82,18 @@ def _padded(*sizes: int) -> tuple[int, ...]:
     return tuple(n + -n % 4 for n in sizes)
 
 
-@c.lowered_once("room", "centres", "scale", "wide", "last", "config")
+@c.lowered_once("room", "centres", "scale", "turned", "wide", "last", "config")
 def pick_4bit(
-    q: Array, rotated: Array, signs: Array, sizes: Array, weights: Array, candidates: Sequence[Array],
+    q: Array, signs: Array, sizes: Array, weights: Array, candidates: Sequence[Array],
     waiting: Sequence[Array | int], count: Array | int, room: int,
-    *, centres: tuple[float, ...], scale: float, wide: int, last: int = 0, config: Config | None = None,
+    *, centres: tuple[float, ...], scale: float, turned: int, wide: int, last: int = 0, config: Config | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """(slots i32[B, K, G, room], found i32[B, K, G]) of the `count` units that each query ranks highest.
 
-    Units are `candidates` = (slots i32[B, K, G, M], found i32[B, K, G]), the first `found`, scored for `rotated` as in
-    `rerank`; and after all S slots of the codes those of `waiting` = (keys [B, K, R, D], start, stop) without the
-    `last` before its stop, scored for q [B, K, G, D], of which the first `wide` may wait. Count, start and stop are
-    i32[B], or a number for all.
+    Units are `candidates` = (slots i32[B, K, G, M], found i32[B, K, G]), the first `found`, scored as in `rerank` for q
+    [B, K, G, D], rotated as `turned` says (`rotate.turned`); and after all S slots of the codes those of `waiting` =
+    (keys [B, K, R, D], start, stop) without the `last` before its stop, scored for q, of which the first `wide` may
+    wait. Count, start and stop are i32[B], or a number for all.
     """
     slots, found = candidates
     keys, *numbers = waiting
@@ -105,30 +106,30 @@ def pick_4bit(
         "pick_4bit", config_for(B * K * G, units), rows=B * K * G, M=M, W=wide, room=room, G=G, D=D
     )
     ends = (found, *(jnp.asarray(x, jnp.int32) for x in (*numbers, count)))
-    heads = (a.astype(jnp.float32).reshape(B * K * G, D) for a in (q, rotated))
     codes = (a.reshape(B * K, *a.shape[2:]) for a in (signs, sizes, weights))
-    how = tuple(map(float, centres)), scale, wide, last, room, chosen
-    args = *(x.reshape(-1) for x in ends), *heads, slots.reshape(B * K * G, M), keys.reshape(B * K, R, D), *codes
+    how = tuple(map(float, centres)), scale, turned, wide, last, room, chosen
+    heads = q.astype(jnp.float32).reshape(B * K * G, D), slots.reshape(B * K * G, M)
+    args = *(x.reshape(-1) for x in ends), *heads, keys.reshape(B * K, R, D), *codes
     picked, many = _pick(how, *args)
     return picked.reshape(B, K, G, room), many.reshape(B, K, G)
 
 
 def _pick(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
-    """Of `args`: found, start, stop and count, each of a number of heads that divides these; then queries and rotated
-    ones, candidates, waiting keys and codes."""
-    centres, scale, wide, last, room, config = how
-    (heads, D), M, (rows, R, _), S = args[4].shape, args[6].shape[1], args[7].shape, args[8].shape[1]
+    """Of `args`: found, start, stop and count, each of a number of heads that divides these; then queries,
+    candidates, waiting keys and codes."""
+    centres, scale, turned, wide, last, room, config = how
+    (heads, D), M, (rows, R, _), S = args[4].shape, args[5].shape[1], args[6].shape, args[7].shape[1]
     parts = _padded(M, wide)
     U, threads = sum(parts), 128 * config.warpgroups
 
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> tuple[Array, Array]:
-        ends, (q, rotated, slots, keys, *codes) = args[:4], args[4:]
+        ends, (q, slots, keys, *codes) = args[:4], args[4:]
         blocks = heads * -(-M // threads)
         scores = c.kernel(
             functools.partial(
                 _scores, sizes=(heads // rows, S, D, M), waiting=(R, wide), blocks=blocks, kind=keys.dtype,
-                centres=centres, scale=scale, config=config,
+                how={"centres": centres, "scale": scale, "turned": turned}, config=config,
             ),
             name="kvjax_pick_4bit_score",
             out_type=tuple(jax.ShapeDtypeStruct((heads, n), jnp.float16) for n in parts),
@@ -136,7 +137,7 @@ def _pick(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
             grid=(blocks + heads * -(-wide // threads),),
             grid_names=("block",),
             num_threads=config.warpgroups,
-        )(ends[0], q, rotated, slots, keys, *codes)  # fmt: skip
+        )(ends[0], q, slots, keys, *codes)  # fmt: skip
         outs = [jax.ShapeDtypeStruct((heads, room), jnp.int32), jax.ShapeDtypeStruct((heads,), jnp.int32)]
         if not t.in_one_step(U, config):
             outs.append(jax.ShapeDtypeStruct((heads, U), jnp.uint32))  # keys, for the later passes
@@ -178,9 +179,9 @@ def _choose(slots_m, *refs, names: tuple[int, int, int], **how: Any) -> None:
 
 
 def _scores(
-    found_m, q_m, rotated_m, slots_m, keys_m, signs_m, sizes_m, weights_m, out_m, late_m, table_m, queries_m,
-    *, sizes: tuple[int, int, int, int], waiting: tuple[int, int], blocks: int, kind: Any, centres: Sequence[float],
-    scale: float, config: Config,
+    found_m, q_m, slots_m, keys_m, signs_m, sizes_m, weights_m, out_m, late_m, table_m, queries_m,
+    *, sizes: tuple[int, int, int, int], waiting: tuple[int, int], blocks: int, kind: Any, how: dict[str, Any],
+    config: Config,
 ) -> None:  # fmt: skip
     """Of the candidates in the first `blocks`, of the keys that wait in the others."""
     (G, _, D, M), (R, wide), block = sizes, waiting, c.special("ctaid.x")
@@ -188,13 +189,13 @@ def _scores(
     place = rerank.Place(block, sizes, config)
     with when(block < blocks):
         there = place.first < choice.clipped(choice.number_of((found_m, 1), place.head), M)
-        run = functools.partial(rerank.estimate, rotated_m, slots_m, codes, scratch, place)
-        estimate = c.choose_between(there, lambda: [run(centres=centres, scale=scale)], [word(0)])
+        run = functools.partial(rerank.estimate, q_m, slots_m, codes, scratch, place, **how)
+        estimate = c.choose_between(there, lambda: [run()], [word(0)])
         _store(out_m, place.head, place.pick, M, *estimate)
     with when(block >= blocks):
         place = rerank.Place(block - blocks, (G, 0, D, wide), config)
         exact = _exact(q_m, keys_m, queries_m, place, R, kind)
-        _store(late_m, place.head, place.pick, wide, instr("mul.f32", exact, real(scale)))
+        _store(late_m, place.head, place.pick, wide, instr("mul.f32", exact, real(how["scale"])))
 
 
 def _store(out_m: Any, head: Word, pick: Word, size: int, score: Word) -> None:

@@ -35,6 +35,7 @@ from jax import Array
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
+from kvjax.kernels_pallas._rotated import rotated
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/rerank.json
 BYTES = 256  # of two channels
@@ -143,9 +144,9 @@ class Place:
 
 def estimate(
     q_m: Any, slots_m: Any, codes_m: Sequence[Any], scratch_m: Sequence[Any], place: Place,
-    *, centres: Sequence[float], scale: float,
+    *, centres: Sequence[float], scale: float, turned: int | None = None,
 ) -> Word:  # fmt: skip
-    """scale * q.k~ of this thread's pick, in f32."""
+    """scale * q.k~ of this thread's pick, in f32; of R q if `turned` says how (`_rotated`)."""
     (_, S, D, M), (signs_m, sizes_m, weights_m), (table_m, queries_m) = place.sizes, codes_m, scratch_m
     N, threads, t = D // 8, place.threads, c.special("tid.x")
     head, row, pick = place.head, place.row, place.pick
@@ -166,9 +167,10 @@ def estimate(
     (signs,), bits = planes(signs_m, 1), planes(sizes_m, 3)
     weights = [x for half in planes(weights_m, 2) for x in half]
 
-    with when(t < D):
-        x = ptx("ld.global.nc.u32 $0, [$1];", c.offset(q, (head * D + t) * 4), results=1)
-        ptx("st.shared.u32 [$0], $1;", queries + t * 4, c.instr("mul.f32", x, c.real(scale)))
+    with when(t < 32):
+        factor = c.real(scale if turned is None else scale * D**-0.5)
+        for i, x in enumerate(rotated(c.offset(q, head * (D * 4)), D, turned)):
+            ptx("st.shared.u32 [$0], $1;", queries + t * (D // 8) + 4 * i, c.instr("mul.f32", x, factor))
     decoded = _decode(t & 15, [c.real_bits(x) for x in centres])  # in lane i that of code i
     for first in range(0, BYTES, threads):
         with when(t + first < BYTES):

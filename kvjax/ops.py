@@ -23,7 +23,7 @@ from kvjax.memory import to_device, to_host
 from kvjax.partial import Partial, Span, attend_part, attention_logits, empty_part, keep_valid, merge, part_of_logits
 from kvjax.pick import Picked, Pool, Selection, membership, pool_scores, split_selection
 from kvjax.quant import OneBit, QuantArray, dequantize, dequantize_1bit, split_scales
-from kvjax.rotate import SUBSPACE, Directions, decode, lloyd_max
+from kvjax.rotate import SUBSPACE, Directions, decode, lloyd_max, rotate_few, turned
 
 Implementation = Literal["xla", "mosaic"]
 
@@ -209,13 +209,13 @@ def _pick_1bit(
 
 def pick_4bit(
     q: Array,
-    rotated: Array,
     keys: Directions,
     candidates: Picked,
     waiting: tuple[Array, Array | int, Array | int],
     count: Array | int,
     room: int,
     *,
+    seed: int,
     scale: float,
     wide: int,
     last: int = 0,
@@ -223,37 +223,35 @@ def pick_4bit(
 ) -> Picked:
     """The `count` units that each query ranks highest by 4-bit codes: `rerank`, then `top_k`.
 
-    Units are the `candidates` [B, K, G, M] among the slots of `keys` [B, K, S, ...], scored for `rotated` f32[B, K, G,
-    D]; and, from slot S on, the slots of `waiting` = (keys [B, K, R, D], start, stop) without the `last` before its
-    stop, of which the first `wide` may wait, scored as they are for q [B, K, G, D]. Count, start and stop are i32[B],
-    or a number for all rows. At most `room` are chosen, in any order. `implementation`: see `explain`. The kernel ranks
+    Units are the `candidates` [B, K, G, M] among the slots of `keys` [B, K, S, ...], scored for q [B, K, G, D], rotated
+    by `seed`; and, from slot S on, the slots of `waiting` = (keys [B, K, R, D], start, stop) without the `last` before
+    its stop, of which the first `wide` may wait, scored as they are for q. Count, start and stop are i32[B], or a
+    number for all rows. At most `room` are chosen, in any order. `implementation`: see `explain`. The kernel ranks
     scores in f16, as that of `pick_1bit`.
     """
     from kvjax.kernels_pallas import pick_4bit as kernel
 
     inner: Implementation | None = None if implementation is None else "xla"
-    reference = partial(_pick_4bit, room=room, scale=scale, wide=wide, last=last, implementation=inner)
+    reference = partial(_pick_4bit, room=room, seed=seed, scale=scale, wide=wide, last=last, implementation=inner)
 
-    def mosaic(
-        q: Array, rotated: Array, keys: Directions, candidates: Picked, waiting: Sequence[Array], count: Array
-    ) -> Picked:
-        run = partial(kernel.pick_4bit, centres=_centres(), scale=scale, wide=wide, last=last)
-        return Picked(*run(q, rotated, *keys, candidates, waiting, count, room))
+    def mosaic(q: Array, keys: Directions, candidates: Picked, waiting: Sequence[Array], count: Array) -> Picked:
+        run = partial(kernel.pick_4bit, centres=_centres(), turned=turned(q.shape[-1], seed))
+        return Picked(*run(q, *keys, candidates, waiting, count, room, scale=scale, wide=wide, last=last))
 
     limit = kernel.unsupported(q, *keys, candidates.slots, waiting[0], room, wide)
-    args = lax.stop_gradient((q, rotated, keys, candidates, waiting, count))  # a choice has no derivative
+    args = lax.stop_gradient((q, keys, candidates, waiting, count))  # a choice has no derivative
     return _dispatch(implementation, kernel, limit, mosaic, reference, *args)
 
 
 def _pick_4bit(
     q: Array,
-    rotated: Array,
     keys: Directions,
     candidates: Picked,
     waiting: Sequence[Array],
     count: Array,
     *,
     room: int,
+    seed: int,
     scale: float,
     wide: int,
     last: int,
@@ -261,7 +259,7 @@ def _pick_4bit(
 ) -> Picked:
     arrived, start, stop = waiting
     M, S = candidates.slots.shape[3], keys.signs.shape[2]
-    estimates = rerank(rotated, keys, candidates, scale=scale, implementation=implementation)
+    estimates = rerank(rotate_few(q, seed), keys, candidates, scale=scale, implementation=implementation)
     late = attention_logits(q, arrived, scale)[..., :wide]
 
     def by_row(number: Array | int) -> Array:
@@ -308,14 +306,21 @@ def pick_scored(
 
 
 def collide(
-    q: Array, ids: Array, counts: Array, limits: Array, *, implementation: Implementation | None = None
+    q: Array,
+    ids: Array,
+    counts: Array,
+    limits: Array,
+    *,
+    seed: int | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """u8[B, K, G, S] votes for keys that lie in the same part of space as q [B, K, G, D], a subspace of 8 at a time.
 
     In a subspace, a key is known by its sign pattern, `ids` u8[B, K, S, D/8], and a pattern's score is the product of
     its signs with q. A key earns a vote for each of the `limits` i32[B, T] that exceeds the number of keys in patterns
     of higher score; `counts` i32[B, K, D/8, 256] says how many keys a pattern has. Limits from few keys to many make
-    nested tiers; one limit is plain voting. Votes, T D/8 at most, must fit in a byte.
+    nested tiers; one limit is plain voting. Votes, T D/8 at most, must fit in a byte. With a `seed`, q is first rotated
+    (`kvjax.rotate`).
 
     Reads D/8 bytes a key. On CPU at 8 heads x 32K tokens, D = 128, G = 1, T = 6: 10-13 ms (2026-11-21, jax 0.10.2, 2
     shared cores, normal random keys and q). `implementation`: see `explain`. Where scores of patterns differ by less
@@ -327,13 +332,16 @@ def collide(
     N, T = ids.shape[3], limits.shape[1]
     if N * T > 255:
         raise ValueError(f"collide counts votes in a byte; {N} subspaces x {T} limits are more than 255")
-    limit, mosaic = kernel.unsupported(*args), _with_derivative(kernel.collide, _collide)
-    return _dispatch(implementation, kernel, limit, mosaic, _collide, *args)
+    run = partial(kernel.collide, turned=None if seed is None else turned(q.shape[-1], seed))
+    reference = partial(_collide, seed=seed)
+    limit, mosaic = kernel.unsupported(*args), _with_derivative(run, reference)
+    return _dispatch(implementation, kernel, limit, mosaic, reference, *args)
 
 
-def _collide(q: Array, ids: Array, counts: Array, limits: Array) -> Array:
+def _collide(q: Array, ids: Array, counts: Array, limits: Array, *, seed: int | None) -> Array:
     B, K, G, D = q.shape
     S, N = ids.shape[2:]
+    q = q if seed is None else rotate_few(q, seed)
     better = _keys_before(q.astype(jnp.float32).reshape(B, K, G, N, D // N), counts)
     earned = jnp.sum(better[..., None] < limits[:, None, None, None, None], axis=-1, dtype=jnp.uint8)
     block = min(max(512, S // 64), S)
@@ -882,7 +890,7 @@ def explain(op: str, *args: Any) -> str:
         ),
         "pick_4bit": (
             pick_4bit,
-            lambda q, rotated, keys, candidates, waiting, count, room, wide: pick_4bit.unsupported(
+            lambda q, keys, candidates, waiting, count, room, wide: pick_4bit.unsupported(
                 q, *(*keys, candidates.slots, waiting[0], room, wide)
             ),
         ),

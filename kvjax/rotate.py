@@ -163,11 +163,17 @@ def lloyd_max(m: int, levels: int = 8) -> tuple[np.ndarray, np.ndarray]:
     return (centres[1:] + centres[:-1]) / 2, centres
 
 
+def turned(D: int, seed: int) -> int:
+    """Bits of the channels whose sign in s is -1. Python's generator: its stream is the same in every version, so
+    stored codes stay readable."""
+    return random.Random(seed).getrandbits(D) ^ ((1 << D) - 1)
+
+
 @lru_cache
 def _signs(D: int, seed: int) -> np.ndarray:
-    """f32[D] of +-1. Python's generator: its stream is the same in every version, so stored codes stay readable."""
-    bits = random.Random(seed).getrandbits(D)
-    return np.array([1.0 if bits >> i & 1 else -1.0 for i in range(D)], np.float32)
+    """f32[D] of +-1."""
+    bits = turned(D, seed)
+    return np.array([-1.0 if bits >> i & 1 else 1.0 for i in range(D)], np.float32)
 
 
 @lru_cache

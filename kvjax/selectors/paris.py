@@ -111,19 +111,18 @@ class Paris:
         return ParisIndex(codes, counts, _round_up(reach, 400), wanted)
 
     def score(self, ix: ParisIndex, q: Array, *, scale: float) -> Array:
-        q = rotate_few(q, self.seed)
         votes = self._votes(ix, q)
         S = votes.shape[3]
         picked = ops.most_voted(votes, _length(ix.counts), ix.candidates, self.room(S))
-        estimates = ops.rerank(q, ix.codes, picked, scale=scale)
+        estimates = ops.rerank(rotate_few(q, self.seed), ix.codes, picked, scale=scale)
         slots = jnp.where(picked.valid, picked.slots, S)
         b, k, g, _ = jnp.meshgrid(*(jnp.arange(size) for size in slots.shape), indexing="ij", sparse=True)
         return (votes.astype(jnp.float32) + FLOOR).at[b, k, g, slots].set(estimates, mode="drop")
 
     def _votes(self, ix: ParisIndex, q: Array) -> Array:
-        """Votes u8[B, K, G, S] for rotated q."""
+        """Votes u8[B, K, G, S] for q."""
         B, K, _, N = ix.codes.signs.shape
-        return ops.collide(q, ix.codes.signs, ix.counts.reshape(B, K, N, 2**SUBSPACE), ix.limits)
+        return ops.collide(q, ix.codes.signs, ix.counts.reshape(B, K, N, 2**SUBSPACE), ix.limits, seed=self.seed)
 
     @property
     def picks_in_window(self) -> bool:
@@ -138,12 +137,11 @@ class Paris:
             exact = attention_logits(q, keys, scale)[..., :wide]
             parts = [(self.score(ix, q, scale=scale), *span), (exact, start, stop - last)]
             return ops.pick_scored(parts, count, self.pool, room)
-        rotated = rotate_few(q, self.seed)
-        votes = self._votes(ix, rotated)
+        votes = self._votes(ix, q)
         most = max(self.room(votes.shape[3]), min(room, votes.shape[3]))
         candidates = ops.most_voted(votes, span[1], ix.candidates, most, fill=(count, start, stop), last=last)
-        pick = partial(ops.pick_4bit, room=room, scale=scale, wide=wide, last=last)
-        return pick(q, rotated, ix.codes, candidates, among.waiting, count)
+        pick = partial(ops.pick_4bit, seed=self.seed, scale=scale, wide=wide, last=last)
+        return pick(q, ix.codes, candidates, among.waiting, count, room)
 
     def room(self, slots: int) -> int:
         """Candidates that a step over `slots` slots has room for: as many as any length of history wants."""

@@ -158,8 +158,8 @@ def _rerank(rows, M, G, D):
 def _pick_4bit(rows, M, W, room, G, D):
     f, q, *codes, slots = _rerank(rows, M, G, D)
     waiting = sds(q.shape[0], 1, 40, D), *2 * [i32(q.shape[0])]
-    call = partial(pick_4bit.pick_4bit, room=room, **(f.keywords | {"centres": tuple(range(8))}), wide=W)
-    return call, q, q, *codes, (slots, i32(*q.shape[:3])), waiting, waiting[1]
+    call = partial(pick_4bit.pick_4bit, room=room, **(f.keywords | {"centres": tuple(range(8))}), turned=5, wide=W)
+    return call, q, *codes, (slots, i32(*q.shape[:3])), waiting, waiting[1]
 
 
 def _most_voted(rows, S, room):
@@ -198,7 +198,7 @@ CALLS = {  # by kernel, a call that asks for a shape; such a shape; a config tha
     "attend_slots": (_slots, dict(rows=3, M=65, G=4, D=64), dict(blocks=2, warpgroups=1)),
     "attend_span": (_span, dict(rows=3, S=900, G=4, D=64), dict(blocks=5, warpgroups=2, stages=2, keys=16)),
     "attend_zones": (_zones, dict(rows=3, M=66, G=5, D=128), dict(blocks=2, warpgroups=1)),
-    "collide": (_collide, dict(rows=2, S=512, G=3, D=64), dict(parts=2, blocks=4, warpgroups=1, keys=1)),
+    "collide": (_collide, dict(rows=2, S=512, G=3, D=64), dict(parts=3, warpgroups=1, keys=1)),
     "most_voted": (_most_voted, dict(rows=2, S=512, room=99), dict(blocks=2, warpgroups=2)),
     "pick_1bit": (
         _pick_1bit,
