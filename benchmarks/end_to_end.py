@@ -114,7 +114,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--prompt", action="store_true", help="store prompts by the model, not random keys and values")
-    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=192)
+    parser.add_argument("--block", type=int, default=64, help="steps between two readings of the clock")
     parser.add_argument("--out", type=Path, help="default: results/end_to_end.json; with --quick nothing is written")
     parser.add_argument("--quick", action="store_true", help="two narrow layers in float32, without cuDNN")
     given = parser.parse_args(args)
@@ -134,7 +135,10 @@ def main(args: Sequence[str] | None = None) -> None:
             batches=None if given.largest else given.batches,
             about={"model": given.shape, "digest": digest_json(repr(config)), "dtype": dtype},
             workload=throughput.Workload(
-                steps=given.steps, chunk=length if given.prompt else None, synthetic=not given.prompt
+                steps=given.steps,
+                block=given.block,
+                chunk=length if given.prompt else None,
+                synthetic=not given.prompt,
             ),
             out=out_of(given, "end_to_end.json"),
             report=_report,

@@ -26,8 +26,8 @@ class Recall(NamedTuple):
     """What a step selected, read from wherever it lies."""
 
     selection: Selection  # slots of the store, and S + r for slot r of the recent block
-    k: Array  # dtype[B, K, H*M + 1, D] in the order of the selection, and last the edge
-    v: Array  # dtype[B, K, H*M + 1, D]
+    k: Array  # dtype[B, K, R, D], R > H*M, in the order of the selection; at H*M the edge, and then anything finite
+    v: Array  # dtype[B, K, R, D]
     edge: Array  # bool[B] whether there is an edge: the oldest token of a full local window, which the next step leaves
 
 
@@ -56,12 +56,17 @@ class Schedule(Protocol):
         ...
 
     def choose(
-        self, st: Any, q: Array, length: Array, selection: Selection | Picked, recall: Callable[[Recall], Recall]
+        self,
+        st: Any,
+        q: Array,
+        length: Array,
+        selection: Selection | Picked,
+        recall: Callable[[Selection, Recall], Recall],
     ) -> tuple[Choice, Any]:
         """What the step of q [B, K, G, D] attends with, and what the next step needs.
 
-        `selection` is that for q; `recall` reads it, given what was recalled before, which has some of it; `length`
-        i32[B] counts the tokens that rows hold.
+        `selection` is that for q; `recall` reads a selection, given what was recalled before, which has some of it;
+        `length` i32[B] counts the tokens that rows hold.
         """
         ...
 
@@ -80,7 +85,12 @@ class EveryStep:
         return ()
 
     def choose(
-        self, st: tuple[()], q: Array, length: Array, selection: Selection | Picked, recall: Callable[[Recall], Recall]
+        self,
+        st: tuple[()],
+        q: Array,
+        length: Array,
+        selection: Selection | Picked,
+        recall: Callable[[Selection, Recall], Recall],
     ) -> tuple[Choice, tuple[()]]:
         return Choice(selection, None, None), ()
 
@@ -93,8 +103,8 @@ class SpeculativeState:
     query: Array  # f32[B, K, G, D]
     slots: Array  # i32[B, K, H, M] where what was recalled lies now
     valid: Array  # bool[B, K, H, M]
-    k: Array  # dtype[B, K, H*M + 1, D]
-    v: Array  # dtype[B, K, H*M + 1, D]
+    k: Array  # dtype[B, K, R, D]
+    v: Array  # dtype[B, K, R, D]
     edge: Array  # bool[B]
     length: Array  # i32[B] tokens that the row held; -1 if it made no step yet
     due: Array  # bool[B] a token came that has not attended yet
@@ -158,10 +168,16 @@ class Speculative:
         q: Array,
         length: Array,
         selection: Selection | Picked,
-        recall: Callable[[Recall], Recall],
+        recall: Callable[[Selection, Recall], Recall],
     ) -> tuple[Choice, SpeculativeState]:
         q, last = q.astype(jnp.float32), Recall(Selection(st.slots, st.valid), st.k, st.v, st.edge)
-        fresh = recall(last)
+
+        def keep(old: Array, new: Array) -> Array:
+            return jnp.where(st.due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+        # Rows that are not due recall what they have.
+        wanted = Selection(keep(st.slots, selection.slots), keep(st.valid, selection.valid))
+        fresh = recall(wanted, last)
         reused = (_similarity(q, st.query) >= self.tau) & (st.length + 1 == length)[:, None]
 
         def use(old: Array, new: Array) -> Array:
@@ -169,13 +185,9 @@ class Speculative:
 
         chosen = Selection(use(st.slots, selection.slots), use(st.valid, selection.valid))
         used = Recall(chosen, use(last.k, fresh.k), use(last.v, fresh.v), last.edge)
-        kept = selection.slots, selection.valid, fresh.k, fresh.v, fresh.edge
-        now = SpeculativeState(q, *kept, length, jnp.zeros_like(st.due))
-
-        def keep(old: Array, new: Array) -> Array:
-            return jnp.where(st.due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-
-        return Choice(chosen, used, reused), replace(jax.tree.map(keep, st, now), due=now.due)
+        query, seen = keep(st.query, q), keep(st.length, length)
+        now = SpeculativeState(query, *wanted, fresh.k, fresh.v, fresh.edge, seen, jnp.zeros_like(st.due))
+        return Choice(chosen, used, reused), now
 
 
 def _similarity(a: Array, b: Array) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -137,7 +138,7 @@ class Retrieval:
         )
 
         def recall(q: Array) -> Recall:
-            return self._recall(st, self._select(st, q, jnp.zeros_like(st.length), 1.0))
+            return self._recall(st, _with_mask(self._select(st, q, jnp.zeros_like(st.length), 1.0)))
 
         q = jax.ShapeDtypeStruct((spec.batch, spec.kv_heads, spec.group, spec.head_dim), spec.dtype)
         return replace(st, schedule=self.schedule.init(spec, lambda: jax.eval_shape(recall, q)))
@@ -250,9 +251,7 @@ class Retrieval:
             attended = jnp.maximum(st.store.count - from_store, 0)[:, None, None]
         else:
             found = self._select(st, qg, first, scale)
-            choice, schedule = self.schedule.choose(
-                st.schedule, qg, st.length, found, lambda last: self._recall(st, found, last)
-            )
+            choice, schedule = self.schedule.choose(st.schedule, qg, st.length, found, partial(self._recall, st))
             selection = choice.selection
             if choice.recall is None or choice.reused is None:
                 attended = jnp.sum(selection.valid, axis=-1)
@@ -335,20 +334,26 @@ class Retrieval:
         within = rank < jnp.reshape(limit, (-1, 1, 1, 1))
         return Selection(picked.slots, picked.valid & visible & within)
 
-    def _recall(self, st: RetrievalState, selection: Selection | Picked, last: Recall | None = None) -> Recall:
+    def _recall(self, st: RetrievalState, selection: Selection, last: Recall | None = None) -> Recall:
         """Keys and values of the selection, stored or waiting, and the token that the next step's window leaves."""
-        stored, waiting = split_selection(selection, st.store.slots)
-        held = None if last is None else (last.selection, last.k, last.v)
-        past = (selection.slots >= st.store.slots).reshape(*st.recent.k.shape[:2], -1, 1)
-        oldest = st.recent.count - self.local
+        B, K, H, M = selection.slots.shape
+        stored, waiting = split_selection(self._flat(selection), st.store.slots)
+        held = None if last is None else (self._flat(last.selection), last.k, last.v)
         of_recent = ops.gather_slots(st.recent.k, st.recent.v, waiting)
+        past, oldest = waiting.valid.reshape(B, K, -1, 1), st.recent.count - self.local
+        at_edge = (jnp.arange(past.shape[2]) == H * M)[None, None, :, None]
         parts = []
         for old, new, zone in zip(
             self.store.gather(st.store, stored, held), of_recent, (st.recent.k, st.recent.v), strict=True
         ):
             edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None])
-            parts.append(jnp.concatenate([jnp.where(past, new.astype(old.dtype), old), edge.astype(old.dtype)], axis=2))
-        return Recall(_with_mask(selection), *parts, oldest >= 0)
+            parts.append(jnp.where(at_edge, edge.astype(old.dtype), jnp.where(past, new.astype(old.dtype), old)))
+        return Recall(selection, *parts, oldest >= 0)
+
+    def _flat(self, selection: Selection) -> Selection:
+        """[B, K, 1, H*M + unit]: those of all heads one after the other, and room for the edge that moves as a unit."""
+        width = ((0, 0), (0, 0), (0, 0), (0, self.selector.unit))
+        return Selection(*(jnp.pad(a.reshape(*a.shape[:2], 1, -1), width) for a in selection))
 
     def _edge(self, st: RetrievalState, there: Array, first: Array | None) -> Array:
         """bool[B]: whether there is a token that left the local window with the newest one, and a query sees it."""

@@ -55,7 +55,7 @@ def bench(
     length: Annotated[str, typer.Option(help="Tokens of context; several as 8K,32K,128K.")] = "2K",
     batch: Annotated[str, typer.Option(help="Rows decoded together; several as 1,8; or `largest` that fits.")] = "1",
     steps: Annotated[int, typer.Option(help="Decode steps under the clock.")] = 128,
-    block: Annotated[int, typer.Option(help="Steps between two readings of it.")] = 16,
+    block: Annotated[int, typer.Option(help="Steps between two readings of it.")] = 32,
     chunk: Annotated[
         int | None,
         typer.Option(help="Tokens of a prompt's chunk; the default is that of the library.", show_default=False),
