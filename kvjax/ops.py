@@ -747,9 +747,9 @@ def host_rows(
     of range.
 
     Moves those rows and no others. `held` says what lies on the device already: of a row held[0][b, k, m] i32[B, K, M],
-    negative for none, its part x[b, k, row, i] of [Z, D] lies in held[1][i][b, k, m * Z : (m + 1) * Z]. The kernel reads
-    it there. XLA gathers on the host's CPU, and moves what it gathered. `implementation`: see `explain`; all give the
-    same.
+    negative for none, its part x[b, k, row, i] of [Z, D] lies in held[1][i][b, k, m * Z : (m + 1) * Z]. The kernel
+    reads it there. XLA gathers on the host's CPU, and moves what it gathered. `implementation`: see `explain`; all give
+    the same.
     """
     from kvjax.kernels_pallas import host_rows as kernel
 
@@ -848,19 +848,9 @@ def _put_token(zones: Sequence[Block], k: Array, v: Array, active: Array, overfl
 # ------------------------------------------------------------------------------------------------------ implementations
 
 
-def explain(op: str, *args: Any) -> str:
-    """Which implementation `op` runs for these arguments, and why: "mosaic", or "xla: ...".
-
-    `op` is the name of an operation here that has a kernel; `args` are its positional arguments, as arrays or as
-    `jax.ShapeDtypeStruct`. Under `implementation=None` a GPU runs the Pallas Mosaic GPU kernel wherever there is one:
-    jax >= 0.11, compute capability 9.0, shapes that it takes, and a time that was measured. All else runs the reference
-    ("xla"). It is decided for the platform that a program is lowered for. A kernel asked for by name ("mosaic") runs,
-    measured or not, or raises NotImplementedError with the limit.
-
-    >>> explain("top_k", jax.ShapeDtypeStruct((8, 65536), jnp.float32), None, 8192).split(":")[0]
-    'xla'
-    """
-    from kvjax.kernels_pallas import (
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    op.__name__: op
+    for op in (
         attend_quantized,
         attend_slots,
         attend_span,
@@ -878,45 +868,34 @@ def explain(op: str, *args: Any) -> str:
         top_k,
         top_k_pooled,
     )
+}
 
-    rules: dict[str, tuple[Any, Callable[..., str | None]]] = {
-        "collide": (collide, collide.unsupported),
-        "most_voted": (most_voted, most_voted.unsupported),
-        "pick_1bit": (
-            pick_1bit,
-            lambda q, keys, span, waiting, count, pool, room: pick_1bit.unsupported(
-                q, keys.bits, keys.scale, waiting[0], pool, room
-            ),
-        ),
-        "pick_4bit": (
-            pick_4bit,
-            lambda q, keys, candidates, waiting, count, room, wide: pick_4bit.unsupported(
-                q, *(*keys, candidates.slots, waiting[0], room, wide)
-            ),
-        ),
-        "rerank": (rerank, lambda q, keys, picked: rerank.unsupported(q, *(*keys, picked.slots))),
-        "score_1bit": (score_1bit, lambda q, keys: score_1bit.unsupported(q, keys.bits, keys.scale)),
-        "score_pages": (score_pages, score_pages.unsupported),
-        "top_k": (top_k, lambda scores, valid, k: top_k.unsupported(scores.shape, scores.dtype, k)),
-        "top_k_pooled": (top_k_pooled, top_k_pooled.unsupported),
-        "attend_quantized": (attend_quantized, attend_quantized.unsupported),
-        "attend_slots": (attend_slots, lambda q, k, v, selection: attend_slots.unsupported(q, k, v, selection.slots)),
-        "attend_span": (attend_span, lambda q, span: attend_span.unsupported(q, *span)),
-        "attend_zones": (
-            attend_zones,
-            lambda q, k, v, selection, *rest: attend_zones.unsupported(q, k, v, selection.slots, *rest),
-        ),
-        "put_token": (
-            put_token,
-            lambda zones, *rest: put_token.unsupported([(zone.k, zone.v, zone.count) for zone in zones], *rest),
-        ),
-        "host_rows": (host_rows, host_rows.unsupported),
-        "host_append": (host_append, host_append.unsupported),
-    }
-    if op not in rules:
-        raise ValueError(f"op must be one of {', '.join(rules)}; got {op!r}")
-    kernel, limit = rules[op]
-    return _answer(kernel, limit(*args))
+
+def explain(op: str, *args: Any, **options: Any) -> str:
+    """Which implementation `op` runs for these arguments, and why: "mosaic", or "xla: ...".
+
+    `op` is the name of an operation here that has a kernel; the rest is what it takes, with `jax.ShapeDtypeStruct` for
+    any array. Under `implementation=None` a GPU runs the Pallas Mosaic GPU kernel wherever there is one: jax >= 0.11,
+    compute capability 9.0, shapes that it takes, and a time that was measured. All else runs the reference ("xla"). It
+    is decided for the platform that a program is lowered for. A kernel asked for by name ("mosaic") runs, measured or
+    not, or raises NotImplementedError with the limit.
+
+    >>> scores, valid = (jax.ShapeDtypeStruct((8, 65536), dtype) for dtype in (jnp.float32, bool))
+    >>> explain("top_k", scores, valid, 8192).split(":")[0]
+    'xla'
+    """
+    if op not in _OPERATIONS:
+        raise ValueError(f"op must be one of {', '.join(_OPERATIONS)}; got {op!r}")
+    leaves, tree = jax.tree.flatten((args, options))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
+
+    def run(arrays: dict[int, Array]) -> Any:
+        args, options = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return _OPERATIONS[op](*args, **options)
+
+    with explained() as found:
+        jax.eval_shape(run, arrays)
+    return found[op]
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from kvjax import CacheSpec, Fifo, Retrieval, ops
 from kvjax.blocks import Block
 from kvjax.partial import Span
 from kvjax.pick import Picked, Selection
-from kvjax.quant import OneBit, quantize_1bit
+from kvjax.quant import OneBit, quantize, quantize_1bit
 from kvjax.rotate import encode
 from kvjax.selectors import Fier
 from tests.kernels.conftest import HAS_KERNELS, KERNELS, ON_GPU
@@ -525,51 +525,38 @@ def test_an_unknown_implementation_or_operation_is_refused():
 def test_the_reference_runs_where_there_is_no_kernel():
     scores, valid = jax.random.normal(jax.random.key(0), (2, 50)), jnp.ones((2, 50), bool)
     why = "jax >= 0.11" if not HAS_KERNELS else "for GPUs"
-    boxes = jnp.zeros((1, 1, 4, 64))
-    none = jnp.zeros((1, 1, 1), jnp.int32)
-    for op, *args in (
-        ("host_rows", boxes, none),
-        ("host_append", boxes[..., None, :], [boxes], none[0, 0], none[0, 0]),
-        ("score_pages", boxes, boxes.astype(jnp.bfloat16), boxes.astype(jnp.bfloat16)),
-        ("put_token", [Block(boxes, boxes, none[0, 0])], *2 * [boxes], *2 * [none[0, 0] == 0]),
-        ("top_k_pooled", [(boxes, boxes[:, :, :1] == 0)], "mean_score", 5),
-        ("collide", boxes, *(jnp.zeros(shape, jnp.int32) for shape in ((1, 1, 8, 8), (1, 1, 8, 256), (1, 6)))),
+    boxes, picks = jnp.zeros((1, 1, 4, 64)), jnp.zeros((1, 1, 4, 5), jnp.int32)
+    half, one_bit, codes = boxes.astype(jnp.bfloat16), index(1, 1, 64, 64, 32, jnp.bfloat16), encode(boxes)
+    by_channel, by_token = quantize(boxes, 2, tokens=4), quantize(boxes, 2, channels=32)
+    count, some = picks[:, 0, 0, 0], Selection(picks[:, :, :1], picks[:, :, :1] == 0)
+    span, found = Span(half, half, count, count), Picked(picks, picks[..., 0])
+    scale = {"scale": 0.1}
+    asked = (
+        ("attend_quantized", (boxes, by_channel, by_token, count, count), scale),
+        ("attend_slots", (boxes, half, half, some), scale),
+        ("attend_span", (boxes, span), scale),
+        ("attend_zones", (half, half, half, some, span, None, 3), scale),
         (
-            "pick_1bit",
-            *(boxes, index(1, 1, 64, 64, 32, jnp.bfloat16), 2 * [none[0, 0]], (boxes, *2 * [none[0, 0]]), none[0, 0]),
-            *("mean_score", 5),
+            "collide",
+            (boxes, codes.signs, *(jnp.zeros(shape, jnp.int32) for shape in ((1, 1, 8, 256), (1, 6)))),
+            {"seed": 0},
         ),
-        ("most_voted", boxes.astype(jnp.uint8), *2 * [none[0, 0]], 5),
-        (
-            "pick_4bit",
-            *(boxes, encode(boxes), Picked(jnp.zeros((1, 1, 4, 5), jnp.int32), none)),
-            *((boxes.astype(jnp.bfloat16), 0, 4), 5, 9, 4),
-        ),
-        ("rerank", boxes, encode(boxes), Picked(jnp.zeros((1, 1, 4, 5), jnp.int32), jnp.zeros((1, 1, 4), jnp.int32))),
-        (
-            "attend_slots",
-            boxes,
-            *2 * [boxes.astype(jnp.bfloat16)],
-            Selection(*2 * [jnp.zeros((1, 1, 1, 5), jnp.int32)]),
-        ),
-        (
-            "attend_span",
-            boxes,
-            Span(*2 * [boxes.astype(jnp.bfloat16)], none[0, 0], none[0, 0]),
-        ),
-        (
-            "attend_zones",
-            *3 * [boxes.astype(jnp.bfloat16)],
-            Selection(*2 * [jnp.zeros((1, 1, 1, 5), jnp.int32)]),
-            Span(*2 * [boxes.astype(jnp.bfloat16)], none[0, 0], none[0, 0]),
-            None,
-            3,
-        ),
-    ):
+        ("host_append", (boxes[..., None, :], [boxes], count, count), {}),
+        ("host_rows", (boxes, picks[:, :, 0]), {}),
+        ("most_voted", (boxes.astype(jnp.uint8), count, count, 5), {}),
+        ("pick_1bit", (boxes, one_bit, (0, count), (half, 0, count), 3, "mean_score", 5), {**scale, "wide": 4}),
+        ("pick_4bit", (boxes, codes, found, (half, 0, count), 5, 9), {**scale, "seed": 0, "wide": 4}),
+        ("put_token", ([Block(boxes, boxes, count)], *2 * [boxes[:, :, :1]], *2 * [count == 0]), {}),
+        ("rerank", (boxes, codes, found), scale),
+        ("score_1bit", (boxes, one_bit), scale),
+        ("score_pages", (boxes, half, half), scale),
+        ("top_k", (scores, valid, 5), {}),
+        ("top_k_pooled", ([(boxes, boxes[:, :, :1] == 0)], "mean_score", 5), {}),
+    )
+    assert {op for op, *_ in asked} == set(KERNELS)
+    for op, args, options in asked:
         unmeasured = HAS_KERNELS and KERNELS[op].MEASURED is None
-        assert ("not yet measured" if unmeasured else why) in ops.explain(op, *args)
-    assert why in ops.explain("top_k", scores, valid, 5)
-    assert why in ops.explain("score_1bit", jnp.zeros((1, 1, 2, 64)), index(1, 1, 64, 64, 32, jnp.bfloat16))
+        assert ("not yet measured" if unmeasured else why) in ops.explain(op, *args, **options), op
     chosen, named = (jax.jit(partial(ops.top_k, k=5, implementation=i))(scores, valid) for i in (None, "xla"))
     np.testing.assert_array_equal(chosen.slots, named.slots)
     assert "kvjax_top_k" not in jax.jit(partial(ops.top_k, k=5)).lower(scores, valid).as_text()
