@@ -31,10 +31,10 @@ from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _softmax as softmax
 from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas import attend_slots as one_zone
+from kvjax.kernels_pallas._softmax import KINDS
 from kvjax.kernels_pallas.attend_slots import Config, config_for
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_zones.json
-KINDS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # of queries
 
 
 def unsupported(

@@ -37,12 +37,6 @@ def empty_block(spec: CacheSpec, slots: int) -> Block:
     return Block(jnp.zeros(shape, spec.dtype), jnp.zeros(shape, spec.dtype), jnp.zeros(spec.batch, jnp.int32))
 
 
-def valid_slots(block: Block, start: Array) -> Array:
-    """bool[B, S]: slots in [start, count), start i32[B]."""
-    slot = jnp.arange(block.slots)[None]
-    return (slot < block.count[:, None]) & (slot >= start[:, None])
-
-
 def put(block: Block, k: Array, v: Array, count: Array) -> Block:
     """Appends the first `count` i32[B] of the tokens k, v [B, K, T, D] of each row; what has no room is dropped."""
     start = block.count
