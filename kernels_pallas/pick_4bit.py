@@ -188,8 +188,9 @@ def _scores(
     codes, scratch = (signs_m, sizes_m, weights_m), (table_m, queries_m)
     place = rerank.Place(block, sizes, config)
     with when(block < blocks):
+        slot = place.slot(slots_m)  # on its way together with `found`
         there = place.first < choice.clipped(choice.number_of((found_m, 1), place.head), M)
-        run = functools.partial(rerank.estimate, q_m, slots_m, codes, scratch, place, **how)
+        run = functools.partial(rerank.estimate, q_m, slot, codes, scratch, place, **how)
         estimate = c.choose_between(there, lambda: [run()], [word(0)])
         _store(out_m, place.head, place.pick, M, *estimate)
     with when(block >= blocks):

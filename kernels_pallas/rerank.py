@@ -124,7 +124,7 @@ def _program(
 ) -> None:  # fmt: skip
     M, place = sizes[3], Place(c.special("ctaid.x"), sizes, config)
     codes, scratch = (signs_m, sizes_m, weights_m), (table_m, queries_m)
-    total = estimate(q_m, slots_m, codes, scratch, place, centres=centres, scale=scale)
+    total = estimate(q_m, place.slot(slots_m), codes, scratch, place, centres=centres, scale=scale)
     with when(place.pick < M):
         out = c.offset_rows(c.global_address(out_m), place.head, M * 4)
         ptx("st.global.b32 [$0], $1;", c.offset(out, place.pick * 4), total)
@@ -141,26 +141,31 @@ class Place:
         self.first = (block - self.head * blocks) * self.threads  # pick of the block
         self.pick = self.first + c.special("tid.x")
 
+    def slot(self, slots_m: Any) -> Word:
+        """Of the thread's pick, as it lies."""
+        _, _, _, M = self.sizes
+        at = c.offset_rows(c.global_address(slots_m), self.head, M * 4)
+        pick = (self.pick < M).choose(self.pick, M - 1)
+        return ptx("ld.global.nc.u32 $0, [$1];", c.offset(at, pick * 4), results=1)
+
 
 def estimate(
-    q_m: Any, slots_m: Any, codes_m: Sequence[Any], scratch_m: Sequence[Any], place: Place,
+    q_m: Any, slot: Word, codes_m: Sequence[Any], scratch_m: Sequence[Any], place: Place,
     *, centres: Sequence[float], scale: float, turned: int | None = None,
 ) -> Word:  # fmt: skip
     """scale * q.k~ of this thread's pick, in f32; of R q if `turned` says how (`_rotated`)."""
-    (_, S, D, M), (signs_m, sizes_m, weights_m), (table_m, queries_m) = place.sizes, codes_m, scratch_m
+    (_, S, D, _), (signs_m, sizes_m, weights_m), (table_m, queries_m) = place.sizes, codes_m, scratch_m
     N, threads, t = D // 8, place.threads, c.special("tid.x")
-    head, row, pick = place.head, place.row, place.pick
-    q, slots = c.global_address(q_m), c.offset_rows(c.global_address(slots_m), head, M * 4)
+    q = c.offset_rows(c.global_address(q_m), place.head, D * 4)
     table, queries = c.shared_address(table_m), c.shared_address(queries_m)
 
-    slot = ptx("ld.global.nc.u32 $0, [$1];", c.offset(slots, (pick < M).choose(pick, M - 1) * 4), results=1)
     slot = (slot < 1 << 31).choose(slot, slot + S)  # from the end, as the reference takes what is below 0
     slot = (slot < S).choose(slot, (slot < 1 << 31).choose(S - 1, 0))
     width = N // 4  # words of a plane, or of half the weights
     vector = "{" + ", ".join(f"${i}" for i in range(width)) + "}"
 
     def planes(m: Any, count: int) -> list[list[Word]]:
-        at = c.offset_rows(c.offset_rows(c.global_address(m), row, S * N * count), slot, N * count)
+        at = c.offset_rows(c.offset_rows(c.global_address(m), place.row, S * N * count), slot, N * count)
         loads = [f"ld.global.nc.v{width}.u32 {vector}, [${width}+{i * N}];" for i in range(count)]
         return [ptx(load, at, results=width) for load in loads]
 
@@ -169,7 +174,7 @@ def estimate(
 
     with when(t < 32):
         factor = c.real(scale if turned is None else scale * D**-0.5)
-        for i, x in enumerate(rotated(c.offset(q, head * (D * 4)), D, turned)):
+        for i, x in enumerate(rotated(q, D, turned)):
             ptx("st.shared.u32 [$0], $1;", queries + t * (D // 8) + 4 * i, c.instr("mul.f32", x, factor))
     decoded = _decode(t & 15, [c.real_bits(x) for x in centres])  # in lane i that of code i
     for first in range(0, BYTES, threads):
