@@ -210,15 +210,14 @@ def any_full(cache: Cache | LayerCache) -> Array:
     return jnp.any(jnp.stack(full)) if full else jnp.zeros((), bool)
 
 
-def flushed(cache: C) -> C:
+def flushed(cache: Cache) -> Cache:
     """`cache` with the promise that `any_full` is false: in the next step `flush` does nothing, not even ask.
 
     For loops that ask by themselves, as `kvjax.generate` does: on a GPU each condition makes the host wait, and a loop
     whose own condition is that no block is full asks once a step, not twice. The promise is part of the type of the
     cache, so that no compiled program mixes the two up, and each step takes it away.
     """
-    marked = tuple(dataclasses.replace(layer, flushed=True) for layer in _layers(cache))
-    return dataclasses.replace(cache, layers=marked) if isinstance(cache, Cache) else marked[0]
+    return Cache(tuple(dataclasses.replace(layer, flushed=True) for layer in cache.layers))
 
 
 def insert(cache: C, prefix: C, row: int | Array) -> C:

@@ -339,16 +339,16 @@ class Retrieval:
         B, K, H, M = selection.slots.shape
         stored, waiting = split_selection(self._flat(selection), st.store.slots)
         held = None if last is None else (self._flat(last.selection), last.k, last.v)
-        of_recent = ops.gather_slots(st.recent.k, st.recent.v, waiting)
-        past, oldest = waiting.valid.reshape(B, K, -1, 1), st.recent.count - self.local
-        at_edge = (jnp.arange(past.shape[2]) == H * M)[None, None, :, None]
-        parts = []
-        for old, new, zone in zip(
-            self.store.gather(st.store, stored, held), of_recent, (st.recent.k, st.recent.v), strict=True
-        ):
+        here, oldest = waiting.valid.reshape(B, K, -1, 1), st.recent.count - self.local
+        at_edge = (jnp.arange(here.shape[2]) == H * M)[None, None, :, None]
+
+        def whole(old: Array, new: Array, zone: Array) -> Array:
             edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None])
-            parts.append(jnp.where(at_edge, edge.astype(old.dtype), jnp.where(past, new.astype(old.dtype), old)))
-        return Recall(selection, *parts, oldest >= 0)
+            return jnp.where(at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old))
+
+        k, v = self.store.gather(st.store, stored, held)
+        new_k, new_v = ops.gather_slots(st.recent.k, st.recent.v, waiting)
+        return Recall(selection, whole(k, new_k, st.recent.k), whole(v, new_v, st.recent.v), oldest >= 0)
 
     def _flat(self, selection: Selection) -> Selection:
         """[B, K, 1, H*M + unit]: those of all heads one after the other, and room for the edge that moves as a unit."""
