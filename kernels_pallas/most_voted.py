@@ -11,10 +11,9 @@ as arrays made by XLA, a mask of slots and a count took two launches of 1.3 us.
 **Bytes:** 1 read a key and row, twice, and 4 written a place. The bound on an H200 (4.3 TB/s) for 8 rows x 131072 with
 13108 places is 0.3 us from device memory; what `collide` has just written, 1 MB, is still in L2.
 
-**Measured**: not yet in this form. With a mask of slots, read in both passes, on an H200, 2026-11-21, jax 0.11.2,
-device time of the kernel alone, votes binomial of 96 at .2: 8 rows x 131072, 13108 places 5.8 us (the reference 73),
-6554 places 5.3 us (72), 32 rows 10.4 us (123), 8 x 1M 29.0 us (192), 8 x 32768 3.8 us (59), 64 rows x 32768 6.8 us
-(93).
+**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, votes binomial of 96 at .2: 8 rows x 131072, 13108 places
+5.8 us (the reference 71), 6554 places 5.2 us (70), 32 rows 10.1 us (122), 8 x 1M 29.0 us (188), 8 x 32768 3.9 us (57),
+64 rows x 32768 6.9 us (94).
 
 **Tried and lost**: 8 blocks of two warpgroups 6.7 us, of eight 6.2; 16 blocks of two 6.4, of four 6.9, of eight 11.1.
 8 copies of the bins, votes compared one by one, a scan for each sum and three barriers of the cluster for two 8.4 us,

@@ -264,10 +264,11 @@ def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("preset", "most"),
-    [(presets.full(), 3), (presets.fier(2048), 4), (presets.quest(2048), 8), (presets.pariskv(2048), 8)],
+    [(presets.full(), 4), (presets.fier(2048), 5), (presets.quest(2048), 9), (presets.pariskv(2048), 9)],
     ids=["full", "fier", "quest", "pariskv"],
 )
 def test_a_step_starts_few_kernels_and_copies_nothing(preset, most):
+    """One of them makes an array of k and v, which in a model the kernel does that rotates k."""
     spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072, dtype=jnp.bfloat16)
     cache = jax.eval_shape(partial(kvjax.init_layer, preset.rest, spec))
     new = sds(1, 1, 32, 128), sds(1, 1, 8, 128), sds(1, 1, 8, 128)
