@@ -18,16 +18,16 @@ channels, in f32: where two are equal but for rounding, the reference may order 
 and two keys a thread, no spills; by count, votes take 4 instructions a subspace and key, half of them on pipes of half
 rate.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of both kernels, 8 kv heads x 131072, D = 128, six limits: G
-= 4 8.6 us (the reference 424), G = 1 7.9 us (173; in a step of ParisKV 2.8 for ranks and 7.5 for votes), G = 8 12.7 us
-(477). G = 4: 32768 keys 4.3 us (355), 1M 60 us (1.54 ms), batch 8 x 32768 20.7 us (540).
+**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of both kernels, 8 kv heads x 131072, D = 128, six limits:
+G = 4 8.6 us (the reference 424), G = 1 7.9 us (173; in a step of ParisKV 2.8 for ranks and 7.5 for votes), G = 8 12.7
+us (477). G = 4: 32768 keys 4.3 us (355), 1M 60 us (1.54 ms), batch 8 x 32768 20.7 us (540).
 
 **Tried and lost** (G = 4): one key a thread 9.5 us, four 10.7; 66 blocks of two warpgroups a row 10.4, 48 of four 10.7.
-Ranks and votes in one kernel: G = 4 13.3 us, G = 1 10.5, G = 8 22.4, 32768 keys 9.8, 1M 65, 8 x 32768 31.8. A cluster of 8 blocks shared the subspaces of a row, each read what the others found,
-and each row had 3 clusters, so that all of it was ranked three times, and a multiprocessor had one block or two. G = 4:
-two clusters a row 15.3 us, and one key at once there 16.4; four of two warpgroups 17.2, one of eight 14.3, one of 16
-blocks 14.8, eight of two blocks 19.3. Patterns sorted, a warp a subspace and head, and one cluster a row with more than
-64 registers: 17.9 us.
+Ranks and votes in one kernel, where a cluster of 8 blocks shared the subspaces of a row and each read what the others
+found: 13.3 us, G = 1 10.5, G = 8 22.4, 32768 keys 9.8, 1M 65, 8 x 32768 31.8; each row had 3 clusters, so that all of it
+was ranked three times, and a multiprocessor had one block or two. Two clusters a row 15.3 us, and one key at once there
+16.4; four of two warpgroups 17.2, one of eight 14.3, one of 16 blocks 14.8, eight of two blocks 19.3. Patterns sorted, a
+warp a subspace and head, and one cluster a row with more than 64 registers: 17.9 us.
 """
 
 from __future__ import annotations
