@@ -24,10 +24,10 @@ us (477). G = 4: 32768 keys 4.3 us (355), 1M 60 us (1.54 ms), batch 8 x 32768 20
 
 **Tried and lost** (G = 4): one key a thread 9.5 us, four 10.7; 66 blocks of two warpgroups a row 10.4, 48 of four 10.7.
 Ranks and votes in one kernel, where a cluster of 8 blocks shared the subspaces of a row and each read what the others
-found: 13.3 us, G = 1 10.5, G = 8 22.4, 32768 keys 9.8, 1M 65, 8 x 32768 31.8; each row had 3 clusters, so that all of it
-was ranked three times, and a multiprocessor had one block or two. Two clusters a row 15.3 us, and one key at once there
-16.4; four of two warpgroups 17.2, one of eight 14.3, one of 16 blocks 14.8, eight of two blocks 19.3. Patterns sorted, a
-warp a subspace and head, and one cluster a row with more than 64 registers: 17.9 us.
+found: 13.3 us, G = 1 10.5, G = 8 22.4, 32768 keys 9.8, 1M 65, 8 x 32768 31.8; each row had 3 clusters, so that all of
+it was ranked three times, and a multiprocessor had one block or two. Two clusters a row 15.3 us, and one key at once
+there 16.4; four of two warpgroups 17.2, one of eight 14.3, one of 16 blocks 14.8, eight of two blocks 19.3. Patterns
+sorted, a warp a subspace and head, and one cluster a row with more than 64 registers: 17.9 us.
 """
 
 from __future__ import annotations
