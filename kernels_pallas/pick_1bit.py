@@ -17,16 +17,16 @@ counts give the places, which follow the threads, in every run alike.
 **Bytes:** D/8 + 4 D/g read, 2 G written and 2 G read a slot and kv head, 4 `room` written. The bound on an H200 (4.3
 TB/s) for 8 kv heads x 131072, D = 128, g = 32, G = 4 is 9.8 us and, if L2 has lost the scores, 2.0 us.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time within a step of FIER, "parts" in
-`benchmarks/results/decode_step.json` (8 kv heads, G = 4, D = 128, bf16, 2048 tokens in all), scores and choice: 131072
-tokens 16.2 and 9.3 us, 1M 98.8 and 47.1, 32768 6.4 and 6.8, 8192 3.6 and 6.6, batch 8 x 32768 28.7 and 11.0.
-`benchmarks/results/pick_1bit.json` is of an earlier form, scores in f32 and copies that fetched half sectors: 8 x
-130816 took 20.7 and 10.0 us (the references 1.25 ms), 8 x 1M 136 and 66. Counted for G = 4, bf16: a unit takes 174
-instructions of a warp (f32: 173; before codes were read where they lie 357, and the scores took 26 us); 116 registers,
-no spills.
+**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, 8 kv heads, G = 4, D = 128, bf16, 256 keys that wait, 2048
+chosen: 130816 tokens 23.9 us, scores 15.0 and choice 8.7 (`score_1bit` and `top_k_pooled` 33.2, the references 1256),
+32512 12.2 (17.9, 872). Within a step of FIER ("parts" in `benchmarks/results/decode_step.json`), scores and choice:
+131072 tokens 16.2 and 9.3 us, 1M 98.8 and 47.1, 32768 6.4 and 6.8, 8192 3.6 and 6.6, batch 8 x 32768 28.7 and 11.0.
+Counted for G = 4, bf16: a unit takes 174 instructions of a warp (before codes were read where they lie 357, and the
+scores took 26 us); 116 registers, no spills.
 
-**Tried and lost** (8 x 130816, both kernels of that earlier form, 30.7 us): clusters of 16 blocks 36.9 us, as not eight
-of these run at once (15 of 8 blocks do); 4 blocks a row 37.1 us, 2 blocks 45.8; eight stages 33.2.
+**Tried and lost** (8 x 130816): clusters of 16 blocks 29.3 us, as not eight of these run at once (15 of 8 blocks do); 4
+blocks a row 29.0 us, 2 blocks 36.7; 8, 12 and 14 stages for 16 24.4 to 25.5. Scores in f32 between the kernels, and
+copies that fetched half sectors: 30.7.
 """
 
 from __future__ import annotations
