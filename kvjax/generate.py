@@ -234,7 +234,7 @@ def _decode_loop(
             new, cache = model(fed, flushed(s.cache), active=s.active, last=True)
         return _Loop(
             step=s.step + 1,
-            cache=cache,
+            cache=flushed(cache, False),
             logits=jnp.where(s.active[:, None], new, s.logits),
             tokens=tokens,
             active=s.active & ~jnp.any(token[:, None] == stop[None], axis=-1),

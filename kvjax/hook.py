@@ -35,7 +35,7 @@ class LayerCache:
     state: Any
     policy: Policy = dataclasses.field(metadata={"static": True})
     spec: CacheSpec = dataclasses.field(metadata={"static": True})
-    # A promise that no row's recent block is full, for the next step alone: see `flushed`.
+    # A promise that no row's recent block is full: see `flushed`.
     flushed: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
@@ -163,7 +163,7 @@ def attention_info(
         policy = cache.policy
         state = policy.update((_flush(cache) if flush else cache).state, k, v, count > 0)
         out, state, info = policy.attend(state, q[:, 0], scale=scale, window=window)
-        return out[:, None], dataclasses.replace(cache, state=state, flushed=False), info
+        return out[:, None], dataclasses.replace(cache, state=state), info
 
     if cache is None or fresh:
         out = _causal(q, k, v, scale, window)
@@ -187,7 +187,7 @@ def attention_info(
             state = policy.prefill_observed(cache.state, q, k, v, count, scale=scale, window=window)
         else:
             state = policy.prefill(cache.state, k, v, count)
-        cache = dataclasses.replace(cache, state=state, flushed=False)
+        cache = dataclasses.replace(cache, state=state)
     return out, cache, None
 
 
@@ -210,14 +210,14 @@ def any_full(cache: Cache | LayerCache) -> Array:
     return jnp.any(jnp.stack(full)) if full else jnp.zeros((), bool)
 
 
-def flushed(cache: Cache) -> Cache:
-    """`cache` with the promise that `any_full` is false: in the next step `flush` does nothing, not even ask.
+def flushed(cache: Cache, promise: bool = True) -> Cache:
+    """`cache` with the promise that `any_full` is false, so that `flush` does nothing, not even ask; or without it.
 
     For loops that ask by themselves, as `kvjax.generate` does: on a GPU each condition makes the host wait, and a loop
-    whose own condition is that no block is full asks once a step, not twice. The promise is part of the type of the
-    cache, so that no compiled program mixes the two up, and each step takes it away.
+    whose own condition is that no block is full asks once a step, not twice. Who promises takes it back after the step.
+    The promise is part of the type of the cache, so that no compiled program mixes the two up.
     """
-    return Cache(tuple(dataclasses.replace(layer, flushed=True) for layer in cache.layers))
+    return Cache(tuple(dataclasses.replace(layer, flushed=promise) for layer in cache.layers))
 
 
 def insert(cache: C, prefix: C, row: int | Array) -> C:

@@ -61,7 +61,8 @@ class Tiny(nnx.Module):
             x = x + out(mixed.reshape(B, T, N * D))
             layers.append(layer)
             infos.append(seen)
-        cache = dataclasses.replace(cache, layers=tuple(layers))
+        alike = jax.tree.map(lambda old, new: new, cache.layers, tuple(layers))  # as a scan over layers needs them
+        cache = dataclasses.replace(cache, layers=alike)
         cache = kvjax.flush(cache) if T == 1 else cache
         if last:
             ends = jnp.full(B, T) if lengths is None else lengths
