@@ -170,7 +170,10 @@ class Speculative:
         selection: Selection | Picked,
         recall: Callable[[Selection, Recall], Recall],
     ) -> tuple[Choice, SpeculativeState]:
-        q, last = q.astype(jnp.float32), Recall(Selection(st.slots, st.valid), st.k, st.v, st.edge)
+        q = q.astype(jnp.float32)
+        # Where a prompt came between, slots are not what they were.
+        known = st.length + st.due.astype(jnp.int32) == length
+        last = Recall(Selection(st.slots, st.valid & known[:, None, None, None]), st.k, st.v, st.edge)
 
         def keep(old: Array, new: Array) -> Array:
             return jnp.where(st.due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)

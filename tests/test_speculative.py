@@ -1,7 +1,9 @@
 """Speculation against positions and attention written in numpy from the rule: reuse where C >= tau, else select."""
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 import kvjax
 from kvjax import (
     CacheSpec,
+    Dense,
     EveryStep,
     Fier,
     Fifo,
@@ -17,7 +20,9 @@ from kvjax import (
     Quantized,
     Retrieval,
     Speculative,
+    Store,
     laws,
+    ops,
 )
 from tests.test_fier import select
 
@@ -214,6 +219,42 @@ def test_sliding_window_holds_for_a_reused_recall() -> None:
             seen = tokens.v[row, max(n - 20, 0) : n].astype(np.float64)
             np.testing.assert_allclose(out[row], seen.mean(axis=0).repeat(4, axis=0), atol=1e-5)
             assert (np.asarray(info.attended)[row] == len(seen)).all()
+
+
+def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that a recall is told not to move, as the kernel does, through steps, prompts in between and flushes."""
+    plain, hits = ops.host_rows, []
+
+    def by_the_kernels_rule(x: jax.Array, index: jax.Array, held: Any = None) -> jax.Array:
+        rows = plain(x, index)
+        if held is None:
+            return rows
+        there, parts = held
+        pieces = [a[:, :, : there.shape[2] * x.shape[4]].reshape(*there.shape, *x.shape[4:]) for a in parts]
+        same = (there[:, :, None] == index[..., None]) & (index[..., None] >= 0)  # [B, K, N, M]
+        hits.append(jnp.any(same))
+        at = jnp.argmax(same, axis=-1)[..., None, None, None]
+        kept = jnp.take_along_axis(jnp.stack(pieces, axis=3), at, axis=2)
+        return jnp.where(jnp.any(same, axis=-1)[..., None, None, None], kept, rows)
+
+    monkeypatch.setattr(ops, "host_rows", by_the_kernels_rule)
+    policy, tokens, rng = with_tau(PAGES, 0.1), laws.random_tokens(SPEC), np.random.default_rng(0)
+    stores: tuple[Store, Store] = Host(page=8), Dense()
+    lengths, found = np.array([40, 30, 5]), 0
+    empty = [kvjax.init_layer(dataclasses.replace(policy, store=store), SPEC) for store in stores]
+    caches = [laws.fill(cache, tokens, lengths)[0] for cache in empty]
+    step = jax.jit(lambda cache, active, *qkv: (*kvjax.attention(cache, *qkv, active=active), hits.pop()))
+    while (lengths < 270).all():
+        if rng.random() < 0.3:
+            more = rng.integers(0, 24, 3) * (rng.random(3) < 0.6)
+            caches = [laws.fill(cache, tokens, lengths + more, held=lengths)[0] for cache in caches]
+            lengths = lengths + more
+        active = rng.random(3) < 0.8
+        out, caches[0], hit = step(caches[0], active, *tokens.at(lengths[:, None]))
+        want, caches[1], _ = laws.step(caches[1], tokens, lengths, active)
+        np.testing.assert_allclose(np.asarray(out)[active, 0], want[active], atol=2e-6, err_msg=str(lengths))
+        lengths, found = lengths + active, found + int(hit)
+    assert found > 30
 
 
 def test_freekv_is_dense_in_the_first_layer_and_holds_its_budget_in_the_others() -> None:
