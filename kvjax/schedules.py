@@ -61,12 +61,12 @@ class Schedule(Protocol):
         q: Array,
         length: Array,
         selection: Selection | Picked,
-        recall: Callable[[Selection, Recall], Recall],
+        recall: Callable[[Recall], Recall],
     ) -> tuple[Choice, Any]:
         """What the step of q [B, K, G, D] attends with, and what the next step needs.
 
-        `selection` is that for q; `recall` reads a selection, given what was recalled before, which has some of it;
-        `length` i32[B] counts the tokens that rows hold.
+        `selection` is that for q; `recall` reads it, given what was recalled before, which has some of it; `length`
+        i32[B] counts the tokens that rows hold.
         """
         ...
 
@@ -90,7 +90,7 @@ class EveryStep:
         q: Array,
         length: Array,
         selection: Selection | Picked,
-        recall: Callable[[Selection, Recall], Recall],
+        recall: Callable[[Recall], Recall],
     ) -> tuple[Choice, tuple[()]]:
         return Choice(selection, None, None), ()
 
@@ -168,19 +168,14 @@ class Speculative:
         q: Array,
         length: Array,
         selection: Selection | Picked,
-        recall: Callable[[Selection, Recall], Recall],
+        recall: Callable[[Recall], Recall],
     ) -> tuple[Choice, SpeculativeState]:
         q = q.astype(jnp.float32)
         # Where a prompt came between, slots are not what they were.
         known = st.length + st.due.astype(jnp.int32) == length
         last = Recall(Selection(st.slots, st.valid & known[:, None, None, None]), st.k, st.v, st.edge)
 
-        def keep(old: Array, new: Array) -> Array:
-            return jnp.where(st.due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-
-        # Rows that are not due recall what they have.
-        wanted = Selection(keep(st.slots, selection.slots), keep(st.valid, selection.valid))
-        fresh = recall(wanted, last)
+        fresh = recall(last)
         reused = (_similarity(q, st.query) >= self.tau) & (st.length + 1 == length)[:, None]
 
         def use(old: Array, new: Array) -> Array:
@@ -188,9 +183,13 @@ class Speculative:
 
         chosen = Selection(use(st.slots, selection.slots), use(st.valid, selection.valid))
         used = Recall(chosen, use(last.k, fresh.k), use(last.v, fresh.v), last.edge)
-        query, seen = keep(st.query, q), keep(st.length, length)
-        now = SpeculativeState(query, *wanted, fresh.k, fresh.v, fresh.edge, seen, jnp.zeros_like(st.due))
-        return Choice(chosen, used, reused), now
+        kept = selection.slots, selection.valid, fresh.k, fresh.v, fresh.edge
+        now = SpeculativeState(q, *kept, length, jnp.zeros_like(st.due))
+
+        def keep(old: Array, new: Array) -> Array:
+            return jnp.where(st.due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+        return Choice(chosen, used, reused), replace(jax.tree.map(keep, st, now), due=now.due)
 
 
 def _similarity(a: Array, b: Array) -> Array:

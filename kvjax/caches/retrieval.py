@@ -251,7 +251,9 @@ class Retrieval:
             attended = jnp.maximum(st.store.count - from_store, 0)[:, None, None]
         else:
             found = self._select(st, qg, first, scale)
-            choice, schedule = self.schedule.choose(st.schedule, qg, st.length, found, partial(self._recall, st))
+            choice, schedule = self.schedule.choose(
+                st.schedule, qg, st.length, found, partial(self._recall, st, _with_mask(found))
+            )
             selection = choice.selection
             if choice.recall is None or choice.reused is None:
                 attended = jnp.sum(selection.valid, axis=-1)
