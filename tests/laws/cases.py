@@ -162,6 +162,7 @@ CASES |= {
 CORE = ("full", "fier preset, budget 24", "fier with sink and window")
 QUICK_LAWS = (
     "budget_of_all_is_dense_attention",
+    "inactive_rows_store_nothing",
     "prefill_equals_prefill_then_updates",
     "slots_past_count_do_not_matter",
 )
