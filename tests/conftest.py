@@ -79,7 +79,15 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 TESTS = Path(__file__).parent
 # What stands on the library, or on the tree and not on the version of Python.
-ABOVE = ("evaluate/", "packaging/", "test_training.py", "test_benchmarks.py", "test_notebooks.py", "test_cli.py")
+ABOVE = (
+    "evaluate/",
+    "packaging/",
+    "test_training.py",
+    "test_benchmarks.py",
+    "test_notebooks.py",
+    "test_cli.py",
+    "test_doctests.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,7 +97,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--quick",
         action="store_true",
         help="of each test's sets of parameters every fifth, and nothing of what stands on the library: evaluation, "
-        "training, benchmarks, notebooks, command line, README",
+        "training, benchmarks, notebooks, command line, README, examples",
     )
 
 

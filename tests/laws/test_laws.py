@@ -17,6 +17,7 @@ from tests.laws.cases import (
     CORE,
     POOLS,
     QUICK_LAWS,
+    QUICK_MORE,
     QUICK_POOLS,
     REFUSED,
     SPEC,
@@ -34,7 +35,7 @@ def _cells(wanted: Iterable[str], cases: Iterable[str], quick: Callable[[str], C
 def _quick(case: str) -> Container[str]:
     if case in CORE:
         return laws.LAWS
-    return QUICK_LAWS if "preset" in case else ()
+    return (*QUICK_LAWS, *QUICK_MORE.get(case, ())) if "preset" in case else ()
 
 
 def _quick_choice(case: str) -> Container[str]:
