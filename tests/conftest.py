@@ -96,7 +96,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help="of each test's sets of parameters every fifth, and nothing of what stands on the library: evaluation, "
+        help="of each test's sets of parameters every seventh, and nothing of what stands on the library: evaluation, "
         "training, benchmarks, notebooks, command line, README, examples",
     )
 
@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Without --thorough, leaves out what is marked `thorough`, and of a test marked `sample(n)` all but n."""
     if not config.getoption("--thorough"):
         quick = config.getoption("--quick")
-        every = 5 if quick else 1
+        every = 7 if quick else 1
         seen: dict[str, int] = {}
         kept, left_out = [], []
         for item in items:
