@@ -195,6 +195,13 @@ class _Loop(NamedTuple):
     counted: Array  # f32[] row steps in that mean
 
 
+@partial(jax.jit, static_argnames="layers")
+def _empty_mean(logits: Array, layers: int) -> tuple[Array, Array]:
+    """`_Loop.attended` and `counted` of no steps: made of logits, so that they lie on the devices of these."""
+    zero = jnp.sum(logits[:0], dtype=jnp.float32)
+    return jnp.broadcast_to(zero, (layers,)), zero
+
+
 @partial(jax.jit, static_argnames=("room", "measure"), donate_argnames="cache")
 def _decode_loop(
     model: Model,
@@ -407,16 +414,13 @@ class Stream(Iterator[Any]):
         text: Detokenizer | None = None,
     ) -> None:
         batch = cache.spec.batch
-        self.cache, self.logits = commit_together((cache, logits))
+        mean = _empty_mean(logits, len(cache.layers) if measure else 0)
+        self.cache, self.logits, self._mean = commit_together((cache, logits, mean))
         self.rows = [[] for _ in range(batch)]
         self._model, self._sampling, self._keys, self._stop = model, sampling, keys, stop
         self._left, self._step = max_new_tokens, 0
         self._active: Any = np.ones((batch,), bool) if active is None else active
         self._measure, self._block, self._text = measure, min(block, max_new_tokens), text
-        self._mean: Any = (
-            np.zeros((len(cache.layers) if measure else 0,), np.float32),
-            np.zeros((), np.float32),
-        )
 
     @property
     def attended(self) -> np.ndarray | None:
@@ -443,11 +447,8 @@ class Stream(Iterator[Any]):
             room=room,
             measure=self._measure,
         )
-        self.cache, self.logits = done.cache, done.logits
-        tokens, count, self._active, *mean = jax.device_get(
-            (done.tokens, done.step, done.active, done.attended, done.counted)
-        )
-        self._mean = tuple(mean)
+        self.cache, self.logits, self._mean = done.cache, done.logits, (done.attended, done.counted)
+        tokens, count, self._active = jax.device_get((done.tokens, done.step, done.active))
         self._step += int(count)
         self._left -= int(count)
         tokens = tokens[:, : int(count)]
