@@ -261,18 +261,13 @@ def _pick_4bit(
     M, S = candidates.slots.shape[3], keys.signs.shape[2]
     estimates = rerank(rotate_few(q, seed), keys, candidates, scale=scale, implementation=implementation)
     late = attention_logits(q, arrived, scale)[..., :wide]
-
-    def by_row(number: Array | int) -> Array:
-        return jnp.reshape(jnp.asarray(number, jnp.int32), (-1, 1, 1, 1))
-
-    unit = jnp.arange(late.shape[3])[None, None, None]
-    waits = jnp.broadcast_to((unit >= by_row(start)) & (unit < by_row(stop - last)), late.shape)
+    waits = jnp.broadcast_to(_inside(start, stop - last, late), late.shape)
     valid = jnp.concatenate([candidates.valid, waits], axis=-1)
     scores = jnp.concatenate([estimates, late], axis=-1)
     picked = top_k(scores, valid, room, implementation=implementation)
     slots = jnp.take_along_axis(candidates.slots, jnp.minimum(picked.slots, M - 1), axis=-1)
     slots = jnp.where(picked.slots < M, slots, picked.slots - M + S)
-    found = jnp.minimum(jnp.sum(picked.valid, axis=-1, dtype=jnp.int32), jnp.maximum(by_row(count)[..., 0], 0))
+    found = jnp.minimum(jnp.sum(picked.valid, axis=-1, dtype=jnp.int32), jnp.maximum(_by_row(count)[..., 0], 0))
     return Picked(slots, found)
 
 
@@ -290,19 +285,22 @@ def pick_scored(
 ) -> Selection:
     """The `count` units, at most `room`, that a group ranks highest, most first: by `top_k_pooled`, of parts (scores
     f32[B, K, G, U'], start, stop) the units [start, stop). All but scores are i32[B], or a number for all rows."""
-
-    def by_row(number: Array | int) -> Array:
-        return jnp.reshape(jnp.asarray(number, jnp.int32), (-1, 1, 1, 1))
-
-    valid = []
-    for scores, start, stop in parts:
-        unit = jnp.arange(scores.shape[3])[None, None, None]
-        inside = (unit >= by_row(start)) & (unit < by_row(stop))
-        valid.append(jnp.broadcast_to(inside, (scores.shape[0], 1, 1, scores.shape[3])))
-    scored = [(scores, ok) for (scores, *_), ok in zip(parts, valid, strict=True)]
+    scored = [(scores, _inside(start, stop, scores)) for scores, start, stop in parts]
     picked = top_k_pooled(scored, pool, room, implementation=implementation)
     rank = jnp.arange(room)[None, None, None]
-    return Selection(picked.slots, picked.valid & (rank < by_row(count)))
+    return Selection(picked.slots, picked.valid & (rank < _by_row(count)))
+
+
+def _inside(start: Array | int, stop: Array | int, scores: Array) -> Array:
+    """bool[B, 1, 1, U]: which units of scores [B, K, G, U] are in [start, stop), i32[B] or a number for all rows."""
+    unit = jnp.arange(scores.shape[3])[None, None, None]
+    inside = (unit >= _by_row(start)) & (unit < _by_row(stop))
+    return jnp.broadcast_to(inside, (scores.shape[0], 1, 1, scores.shape[3]))
+
+
+def _by_row(number: Array | int) -> Array:
+    """i32[B, 1, 1, 1] of i32[B]; i32[1, 1, 1, 1] of a number."""
+    return jnp.reshape(jnp.asarray(number, jnp.int32), (-1, 1, 1, 1))
 
 
 def collide(
