@@ -60,7 +60,7 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, M: int) -> dic
         return float(max(jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(got, want, strict=True)))
 
     args = jax.jit(inputs, static_argnums=range(7))(B, K, G, S, D, M, n)
-    configs = map(Config, (2, 1, 4))
+    configs = map(Config, (2, 1, 4, 8))
     row = sweep("rerank", kernel, reference, args, configs=configs, error=error, most=1e-5, moved=moved, n=n)
     return {"B": B, "K": K, "G": G, "S": S, "D": D, "M": M, **row}
 

@@ -24,6 +24,7 @@ arith: Any
 llvm: Any
 scf: Any
 
+MULTIPROCESSORS = 132  # of an H200
 WHY_NOT: str | None = None  # the reason why no kernel can be built here
 if jax.__version_info__ < (0, 11):
     WHY_NOT = f"the Pallas Mosaic GPU kernels need jax >= 0.11; this is {jax.__version__}"

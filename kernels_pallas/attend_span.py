@@ -39,7 +39,6 @@ from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
 from kvjax.kernels_pallas._softmax import HEADS, KINDS
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_span.json
-MULTIPROCESSORS = 132
 SMEM = 227 * 1024  # bytes that a block can have; a multiprocessor has 1 KB more, and takes 1 KB for each block
 
 
@@ -59,7 +58,7 @@ def at_once(D: int, config: Config) -> int:
     """Blocks that run at once: of a multiprocessor what its shared memory holds, and 16 warps of 128 registers."""
     if smem_bytes(D, config) > SMEM:
         return 0
-    return MULTIPROCESSORS * min((SMEM + 1024) // (smem_bytes(D, config) + 1024), 4 // config.warpgroups)
+    return c.MULTIPROCESSORS * min((SMEM + 1024) // (smem_bytes(D, config) + 1024), 4 // config.warpgroups)
 
 
 def config_for(rows: int, S: int, D: int) -> Config:
@@ -71,7 +70,7 @@ def config_for(rows: int, S: int, D: int) -> Config:
     def turns(blocks: int) -> int:
         return -(-rows * blocks // wave) * (-(-S // (blocks * 4 * keys)) + 2)
 
-    return Config(min(range(1, MULTIPROCESSORS + 1), key=turns), keys=keys)
+    return Config(min(range(1, c.MULTIPROCESSORS + 1), key=turns), keys=keys)
 
 
 def _room(D: int, config: Config) -> int:

@@ -126,20 +126,22 @@ def _pick(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
     (heads, D), M, (rows, R, _), S = args[4].shape, args[5].shape[1], args[6].shape, args[7].shape[1]
     parts = _padded(M, wide)
     U, threads = sum(parts), 128 * config.warpgroups
+    late = rerank.Split(-(-wide // threads), threads, threads)
+    shares = rerank.split(heads, M, config, beside=heads * late.blocks)
 
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> tuple[Array, Array]:
         ends, (q, slots, keys, *codes) = args[:4], args[4:]
-        blocks = heads * -(-M // threads)
+        blocks = heads * shares.blocks
         scores = c.kernel(
             functools.partial(
-                _scores, sizes=(heads // rows, S, D, M), waiting=(R, wide), blocks=blocks, kind=keys.dtype,
-                how={"centres": centres, "scale": scale, "turned": turned}, config=config,
+                _scores, sizes=(heads // rows, S, D, M), waiting=(R, wide), shares=(shares, late), blocks=blocks,
+                kind=keys.dtype, how={"centres": centres, "scale": scale, "turned": turned},
             ),
             name="kvjax_pick_4bit_score",
             out_type=tuple(jax.ShapeDtypeStruct((heads, n), jnp.float16) for n in parts),
             scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in (rerank.BYTES * rerank.COPIES * 2, D)],
-            grid=(blocks + heads * -(-wide // threads),),
+            grid=(blocks + heads * late.blocks,),
             grid_names=("block",),
             num_threads=config.warpgroups,
         )(ends[0], q, slots, keys, *codes)  # fmt: skip
@@ -185,29 +187,29 @@ def _choose(slots_m, *refs, names: tuple[int, int, int], **how: Any) -> None:
 
 def _scores(
     found_m, q_m, slots_m, keys_m, signs_m, sizes_m, weights_m, out_m, late_m, table_m, queries_m,
-    *, sizes: tuple[int, int, int, int], waiting: tuple[int, int], blocks: int, kind: Any, how: dict[str, Any],
-    config: Config,
+    *, sizes: tuple[int, int, int, int], waiting: tuple[int, int], shares: tuple[rerank.Split, rerank.Split],
+    blocks: int, kind: Any, how: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Of the candidates in the first `blocks`, of the keys that wait in the others."""
+    """Of the candidates in the first `blocks`, of the keys that wait in the others; as `shares` has each."""
     (G, _, D, M), (R, wide), block = sizes, waiting, c.special("ctaid.x")
     codes, scratch = (signs_m, sizes_m, weights_m), (table_m, queries_m)
-    place = rerank.Place(block, sizes, config)
+    place = rerank.Place(block, sizes, shares[0])
     with when(block < blocks):
         slot = place.slot(slots_m)  # on its way together with `found`
         there = place.first < choice.clipped(choice.number_of((found_m, 1), place.head), M)
         run = functools.partial(rerank.estimate, q_m, slot, codes, scratch, place, **how)
         estimate = c.choose_between(there, lambda: [run()], [word(0)])
-        _store(out_m, place.head, place.pick, M, *estimate)
+        _store(out_m, place, *estimate)
     with when(block >= blocks):
-        place = rerank.Place(block - blocks, (G, 0, D, wide), config)
+        place = rerank.Place(block - blocks, (G, 0, D, wide), shares[1])
         exact = _exact(q_m, keys_m, queries_m, place, R, kind)
-        _store(late_m, place.head, place.pick, wide, instr("mul.f32", exact, real(how["scale"])))
+        _store(late_m, place, instr("mul.f32", exact, real(how["scale"])))
 
 
-def _store(out_m: Any, head: Word, pick: Word, size: int, score: Word) -> None:
-    (size,) = _padded(size)
-    with when(pick < size):
-        at = c.offset(c.offset_rows(c.global_address(out_m), head, size * 2), pick * 2)
+def _store(out_m: Any, place: rerank.Place, score: Word) -> None:
+    (size,) = _padded(place.sizes[3])
+    with when(place.is_of_block & (place.pick < size)):
+        at = c.offset(c.offset_rows(c.global_address(out_m), place.head, size * 2), place.pick * 2)
         ptx("st.global.u16 [$0], $1;", at, halves(score, score))
 
 

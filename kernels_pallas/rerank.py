@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +47,26 @@ class Config:
     warpgroups: int = 2  # of a block, a pick a thread
 
     def __post_init__(self) -> None:
-        if self.warpgroups not in (1, 2, 4):
-            raise ValueError(f"warpgroups must be 1, 2 or 4; got {self.warpgroups}")
+        if self.warpgroups not in (1, 2, 4, 8):
+            raise ValueError(f"warpgroups must be 1, 2, 4 or 8; got {self.warpgroups}")
+
+
+class Split(NamedTuple):
+    """Of the picks of a head."""
+
+    blocks: int
+    picks: int  # of a block, whole warps
+    threads: int  # of a block
+
+
+def split(heads: int, M: int, config: Config, beside: int = 0) -> Split:
+    """As many blocks as fill, with `beside` others, the rounds of one for each multiprocessor that they take anyway."""
+    threads = 128 * config.warpgroups
+    least = -(-M // threads)
+    rounds = -(-(heads * least + beside) // c.MULTIPROCESSORS)
+    blocks = max(least, (c.MULTIPROCESSORS * rounds - beside) // heads)
+    picks = -(-M // (blocks * 32)) * 32
+    return Split(-(-M // picks), picks, threads)
 
 
 def smem_bytes(D: int) -> int:
@@ -98,15 +116,16 @@ def rerank(
 def _estimates(how: tuple[tuple[float, ...], float, Config], q: Array, slots: Array, *codes: Array) -> Array:
     (heads, D), M, (rows, S, _) = q.shape, slots.shape[1], codes[0].shape
     centres, scale, config = how
+    shares = split(heads, M, config)
 
     @jax.custom_batching.custom_vmap
     def run(q: Array, slots: Array, *codes: Array) -> Array:
         return c.kernel(
-            functools.partial(_program, sizes=(heads // rows, S, D, M), centres=centres, scale=scale, config=config),
+            functools.partial(_program, sizes=(heads // rows, S, D, M), shares=shares, centres=centres, scale=scale),
             name="kvjax_rerank",
             out_type=jax.ShapeDtypeStruct((heads, M), jnp.float32),
             scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in (BYTES * COPIES * 2, D)],
-            grid=(heads * -(-M // (128 * config.warpgroups)),),
+            grid=(heads * shares.blocks,),
             grid_names=("block",),
             num_threads=config.warpgroups,
         )(q, slots, *codes)
@@ -120,12 +139,12 @@ def _estimates(how: tuple[tuple[float, ...], float, Config], q: Array, slots: Ar
 
 def _program(
     q_m, slots_m, signs_m, sizes_m, weights_m, out_m, table_m, queries_m,
-    *, sizes: tuple[int, int, int, int], centres: Sequence[float], scale: float, config: Config,
+    *, sizes: tuple[int, int, int, int], shares: Split, centres: Sequence[float], scale: float,
 ) -> None:  # fmt: skip
-    M, place = sizes[3], Place(c.special("ctaid.x"), sizes, config)
+    M, place = sizes[3], Place(c.special("ctaid.x"), sizes, shares)
     codes, scratch = (signs_m, sizes_m, weights_m), (table_m, queries_m)
     total = estimate(q_m, place.slot(slots_m), codes, scratch, place, centres=centres, scale=scale)
-    with when(place.pick < M):
+    with when(place.is_of_block & (place.pick < M)):
         out = c.offset_rows(c.global_address(out_m), place.head, M * 4)
         ptx("st.global.b32 [$0], $1;", c.offset(out, place.pick * 4), total)
 
@@ -133,13 +152,13 @@ def _program(
 class Place:
     """What a thread of a block estimates, of `sizes` = (query heads of a row of keys, S, D, M)."""
 
-    def __init__(self, block: Word, sizes: tuple[int, int, int, int], config: Config):
-        self.sizes, self.threads = sizes, 128 * config.warpgroups
-        blocks = -(-sizes[3] // self.threads)
-        self.head = c.divide(block, blocks)
+    def __init__(self, block: Word, sizes: tuple[int, int, int, int], shares: Split):
+        self.sizes, self.shares, t = sizes, shares, c.special("tid.x")
+        self.head = c.divide(block, shares.blocks)
         self.row = c.divide(self.head, sizes[0])
-        self.first = (block - self.head * blocks) * self.threads  # pick of the block
-        self.pick = self.first + c.special("tid.x")
+        self.first = (block - self.head * shares.blocks) * shares.picks  # of the block
+        self.pick = self.first + t
+        self.is_of_block = t < shares.picks
 
     def slot(self, slots_m: Any) -> Word:
         """Of the thread's pick, as it lies."""
@@ -155,7 +174,7 @@ def estimate(
 ) -> Word:  # fmt: skip
     """scale * q.k~ of this thread's pick, in f32; of R q if `turned` says how (`_rotated`)."""
     (_, S, D, _), (signs_m, sizes_m, weights_m), (table_m, queries_m) = place.sizes, codes_m, scratch_m
-    N, threads, t = D // 8, place.threads, c.special("tid.x")
+    N, threads, t = D // 8, place.shares.threads, c.special("tid.x")
     q = c.offset_rows(c.global_address(q_m), place.head, D * 4)
     table, queries = c.shared_address(table_m), c.shared_address(queries_m)
 
@@ -187,9 +206,19 @@ def estimate(
     c.block_barrier()
 
     mine = table + ((t & (COPIES - 1)) << 3)
+    product = functools.partial(_product, queries, mine, signs, bits, weights)
+    if place.shares.picks > threads - 32:
+        return product()
+    (total,) = c.choose_between(place.is_of_block, lambda: [product()], [word(0)])
+    return total
 
+
+def _product(
+    queries: Word, table: Word, signs: list[Word], bits: Sequence[list[Word]], weights: Sequence[Word]
+) -> Word:
+    """Of a query with a key, whose signs, planes of sizes, and weights in pairs are here."""
     total = word(0)
-    for w in range(width):  # channels 32 w ..
+    for w in range(len(signs)):  # channels 32 w ..
         pairs = [_nibbles([*(plane[w] for plane in bits), signs[w]], i) for i in range(4)]
 
         @loop(queries + w * 128, queries + w * 128 + 128, 64, [total, weights[2 * w + 1], weights[2 * w], *pairs])
@@ -201,7 +230,7 @@ def estimate(
                 channels = [x for i in (0, 16) for x in ptx(load % (b * 32 + i), at, results=4)]
                 part = word(0)
                 for i, pair in enumerate(pairs):
-                    address = c.instr("dp4a.u32.u32", pair, (COPIES * 8) << (8 * b), mine)  # mine + 128 * byte b
+                    address = c.instr("dp4a.u32.u32", pair, (COPIES * 8) << (8 * b), table)  # table + 128 * byte b
                     two = ptx("ld.shared.v2.u32 {$0, $1}, [$2];", address, results=2)
                     for x, channel in zip(two, (channels[i], channels[i + 4]), strict=True):
                         part = c.instr("fma.rn.f32", x, channel, part)

@@ -48,7 +48,8 @@ BINS, GROUPS = 2048, 64  # groups of 32 bins
 PASS = BINS + 5 * GROUPS  # words of the histogram of a pass, with what `find_bin` needs
 SLOTS = (1 << 22) - 1  # a slot s ranks as SLOTS - s
 MOST_K, MOST_UNITS = 4096, 1 << 21
-LENGTH = 32  # the word of `small` that has the length of this block's list, after totals of warps
+# Words of `small`, after totals of warps: of the length of this block's list, and of those of all blocks'.
+LENGTH, LENGTHS = 32, 33
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def candidates(k: int) -> int:
 
 
 def smem_bytes(k: int) -> int:
-    return 4 * (len(DIGITS) * PASS + 4 * candidates(k) + 64)
+    return 4 * sum(_sizes(k))
 
 
 def unsupported(shape: tuple[int, ...], dtype: Any, k: int) -> str | None:
@@ -160,11 +161,10 @@ def _store_pair(at: Word, x: list[Word]) -> None:
     ptx("st.shared.v2.u32 [$0], {$1, $2};", at, *x)
 
 
-def _load_pair(at: Word, index: Word, count: Word, space: str) -> list[Word]:
+def _load_pair(at: Word, index: Word, count: Word) -> list[Word]:
     """The pair at `at` if index < count, else zeros."""
     return ptx(
-        "{ .reg .pred p; setp.lt.u32 p, $2, $3; mov.u32 $0, 0; mov.u32 $1, 0; "
-        f"@p ld.{space}.v2.u32 {{$0, $1}}, [$4]; }}",
+        "{ .reg .pred p; setp.lt.u32 p, $2, $3; mov.u32 $0, 0; mov.u32 $1, 0; @p ld.shared.v2.u32 {$0, $1}, [$4]; }",
         *(index, count, at),
         results=2,
     )
@@ -205,10 +205,15 @@ def load_four(row: Any, at: Word, U: int) -> list[Word]:
     )
 
 
+def _sizes(k: int) -> tuple[int, int, int, int]:
+    """Words: of histograms, and after them of all blocks' lists; of this block's list; of its sorting; of lengths."""
+    room = 2 * candidates(k)
+    return max(len(DIGITS) * PASS, room), room, room, 64
+
+
 def scratch(k: int) -> list[Any]:
     """What `pick` needs of shared memory."""
-    room = 2 * candidates(k)
-    return [c.plgpu.SMEM((n,), jnp.uint32) for n in (len(DIGITS) * PASS, room, room, 64)]
+    return [c.plgpu.SMEM((n,), jnp.uint32) for n in _sizes(k)]
 
 
 def _program(keys_m, out_m, *scratch_m, U: int, k: int, config: Config) -> None:
@@ -283,14 +288,19 @@ def pick(first: Fetch, again: Fetch, out: Any, scratch_m: Sequence[Any], *, U: i
     each(collect)
     block_barrier()
     length = _load(small + LENGTH * 4)
+    with when(t < blocks):
+        to = c.remote(small + (c.special("cluster_ctarank") + LENGTHS) * 4, t)
+        ptx("st.shared::cluster.u32 [$0], $1;", to, length)
+    c.cluster_arrive()
     below = 0
     for size in [n for n in (32, 256, 512, 1024, 2048) if n < capacity] + [capacity]:
         fits = (length > below) & (length <= size)
         with when(fits & (t < min(size, THREADS))):
             _bitonic(size, mine, sort, length, t)
         below = size
-    cluster_barrier()
-    _rank(mine, sort, small, out, length, t, k, blocks)
+    block_barrier()
+    c.cluster_wait()  # so all blocks have read the histograms too, where the lists come
+    _rank(mine, hist, small, out, length, t, k, blocks)
 
 
 def _digit_pass(n: int, state: list[Word], each: Callable[..., None], hist: Word, blocks: int) -> list[Word]:
@@ -399,7 +409,7 @@ def _bitonic(size_all: int, mine: Word, spare: Word, length: Word, t: Word) -> N
     m = max(1, size_all // THREADS)
     base = (t >> 5) * (32 * m) + (t & 31)
     at = [base + 32 * j for j in range(m)]
-    x = [_load_pair(mine + e * 8, e, length, "shared") for e in at]
+    x = [_load_pair(mine + e * 8, e, length) for e in at]
     buffers = [spare, mine]
 
     def sync() -> None:
@@ -421,7 +431,7 @@ def _bitonic(size_all: int, mine: Word, spare: Word, length: Word, t: Word) -> N
                 for e, v in zip(at, x, strict=True):
                     _store_pair(buffers[0] + e * 8, v)
                 sync()
-                other = [_load_pair(buffers[0] + (e ^ gap) * 8, word(0), word(1), "shared") for e in at]
+                other = [_pair(buffers[0] + (e ^ gap) * 8) for e in at]
                 buffers.reverse()
             elif gap >= 32:
                 other = [x[j ^ (gap // 32)] for j in range(m)]
@@ -437,34 +447,28 @@ def _bitonic(size_all: int, mine: Word, spare: Word, length: Word, t: Word) -> N
 
 
 def _rank(mine: Word, lists: Word, small: Word, out: Any, length: Word, t: Word, k: int, blocks: int) -> None:
-    """Takes the sorted lists of all blocks into `lists`, and writes the slots of `mine` where they rank."""
-    space = "shared::cluster"
-    lengths = [
-        ptx("ld.shared::cluster.u32 $0, [$1];", c.remote(small + LENGTH * 4, b), results=1) for b in range(blocks)
-    ]
-    sources = [c.remote(mine, b) for b in range(blocks)]
+    """Gives the sorted list `mine` to the `lists` of all blocks, and writes its slots where they rank."""
+    lengths = [_load(small + (LENGTHS + b) * 4) for b in range(blocks)]
     firsts, most = [word(0)], word(0)
     for n in lengths:
         firsts.append(firsts[-1] + n)
         most = (most > n).choose(most, n)
-    parts = list(zip(lengths, sources, firsts[:-1], strict=True))
-    for four in (parts[i : i + 4] for i in range(0, blocks, 4)):  # loads in flight, as registers allow
-        ahead = [_load_pair(source + t * 8, t, n, space) for n, source, _ in four]
-        for (n, _, first), x in zip(four, ahead, strict=True):
-            with when(t < n):
-                _store_pair(lists + (first + t) * 8, x)
-    for n, source, first in parts:
+    share = THREADS // blocks  # threads that write to a block
+    part = c.special("cluster_ctarank")
+    before = [(part > b).choose(n, 0) for b, n in enumerate(lengths)]
+    to = c.remote(lists + functools.reduce(lambda a, b: a + b, before) * 8, c.divide(t, share))
 
-        def rest(i: Word, n: Word = n, source: Word = source, first: Word = first) -> None:
-            _store_pair(lists + (first + i) * 8, _load_pair(source + i * 8, i, n, space))
+    @loop(t & (share - 1), length, share)
+    def _give(i: Word) -> None:
+        pair = _pair(mine + i * 8)
+        ptx("st.shared::cluster.v2.u32 [$0], {$1, $2};", to + i * 8, *pair)
 
-        loop(t + THREADS, n, THREADS)(rest)
-    cluster_barrier()  # a block may end once its list has been read
+    cluster_barrier()
     bits = word(32) - ptx("clz.b32 $0, $1;", most, results=1)
 
     @loop(t, length, THREADS)
     def _write(i: Word) -> None:
-        rank, key = _load_pair(mine + i * 8, i, length, "shared")
+        rank, key = _load_pair(mine + i * 8, i, length)
 
         def bisect(j: Word, *counts: Word) -> list[Word]:
             step = word(1) << (bits - 1 - j)

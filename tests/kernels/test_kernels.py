@@ -432,10 +432,10 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
         collide.Config(keys=8)
     with pytest.raises(ValueError, match="warpgroups must be 2, 4 or 8"):
         most_voted.Config(warpgroups=1)
-    with pytest.raises(ValueError, match="warpgroups must be 1, 2 or 4; got 3"):
+    with pytest.raises(ValueError, match="warpgroups must be 1, 2, 4 or 8; got 3"):
         rerank.Config(3)
-    with pytest.raises(ValueError, match="warpgroups must be 1, 2 or 4; got 8"):
-        pick_4bit.Config(warpgroups=8)
+    with pytest.raises(ValueError, match="warpgroups must be 1, 2, 4 or 8; got 16"):
+        pick_4bit.Config(warpgroups=16)
     with pytest.raises(ValueError, match="blocks must be"):
         pick_4bit.Config(blocks=3)
     with pytest.raises(ValueError, match="parts must be at least 1"):

@@ -334,6 +334,7 @@ CENTRES = tuple(lloyd_max(SUBSPACE)[1].tolist())
             for case in (
                 (1, 2, 1, 7, 64, 513, rerank.Config(4)),
                 (1, 1, 1, 1, 128, 1, rerank.Config(2)),
+                (1, 1, 40, 70, 64, 1500, rerank.Config(8)),
                 (1, 1, 8, 300, 64, 256, None),
             )
         ),
