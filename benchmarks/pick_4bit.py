@@ -64,9 +64,9 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, M: int, W: int
         same = [jax.vmap(jnp.isin)(a, b) for a, b in zip(rows[::2], rows[1::2], strict=True)]
         return float(max(1 - jnp.mean(s) for s in same))
 
-    default = config_for(B * K * G, M + W)
+    default = config_for(B * K * G, M, W)
     configs = [default, *(replace(default, blocks=b, unroll=4) for b in (2, 4, 8))]
-    configs += [replace(default, warpgroups=n) for n in (1, 4, 8)]
+    configs += [replace(default, warpgroups=n) for n in (1, 2, 4, 8)]
     row = sweep("pick_4bit", kernel, reference, args, configs=configs, error=error, most=5e-3, moved=moved, n=n)
     return {"B": B, "K": K, "G": G, "S": S, "D": D, "M": M, "W": W, "k": k, **row}
 

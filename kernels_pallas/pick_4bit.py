@@ -51,11 +51,12 @@ class Config(rerank.Config, t.Config):
         rerank.Config.__post_init__(self)
 
 
-def config_for(rows: int, units: int) -> Config:
+def config_for(rows: int, M: int, wide: int) -> Config:
     """No more loads in flight than a thread has fours."""
+    units = sum(_padded(M, wide))
     blocks = t.config_for(rows, units).blocks
     fits = (n for n in range(1, 6) if t.in_one_step(units, t.Config(blocks, n)))  # registers hold 20 keys of a thread
-    return Config(blocks, next(fits, 4))
+    return Config(blocks, next(fits, 4), rerank.config_for(rows, M, wide).warpgroups)
 
 
 def smem_bytes(D: int) -> int:
@@ -106,9 +107,8 @@ def pick_4bit(
     if limit := unsupported(q, signs, sizes, weights, slots, keys, room, wide):
         raise NotImplementedError(limit)
     (B, K, G, D), M, R = q.shape, slots.shape[3], keys.shape[2]
-    units = sum(_padded(M, wide))
     chosen = config or _tuned.choose(
-        "pick_4bit", config_for(B * K * G, units), rows=B * K * G, M=M, W=wide, room=room, G=G, D=D
+        "pick_4bit", config_for(B * K * G, M, wide), rows=B * K * G, M=M, W=wide, room=room, G=G, D=D
     )
     ends = (found, *(jnp.asarray(x, jnp.int32) for x in (*numbers, count)))
     codes = (a.reshape(B * K, *a.shape[2:]) for a in (signs, sizes, weights))

@@ -59,14 +59,18 @@ class Split(NamedTuple):
     threads: int  # of a block
 
 
+def config_for(heads: int, M: int, waiting: int = 0) -> Config:
+    """The smallest blocks of which one for each multiprocessor is enough, so that all picks are under way at once; else
+    small ones. `waiting`: keys a head for which `pick_4bit` has blocks in the same grid."""
+    enough = (n for n in (2, 4, 8) if heads * (-(-M // (128 * n)) - (-waiting // (128 * n))) <= c.MULTIPROCESSORS)
+    return Config(next(enough, 2))
+
+
 def split(heads: int, M: int, config: Config, beside: int = 0) -> Split:
-    """As many blocks as fill, with `beside` others, the rounds of one for each multiprocessor that they take anyway."""
-    threads = 128 * config.warpgroups
-    least = -(-M // threads)
-    rounds = -(-(heads * least + beside) // c.MULTIPROCESSORS)
-    blocks = max(least, (c.MULTIPROCESSORS * rounds - beside) // heads)
+    """Over all multiprocessors, less `beside`, where one block for each is enough."""
+    blocks = max(-(-M // (128 * config.warpgroups)), (c.MULTIPROCESSORS - beside) // heads)
     picks = -(-M // (blocks * 32)) * 32
-    return Split(-(-M // picks), picks, threads)
+    return Split(-(-M // picks), picks, 128 * config.warpgroups)
 
 
 def smem_bytes(D: int) -> int:
@@ -108,7 +112,7 @@ def rerank(
     B, K, G, M = slots.shape
     codes = (a.reshape(B * K, *a.shape[2:]) for a in (signs, sizes, weights))
     heads = (a.reshape(B * K * G, a.shape[-1]) for a in (q.astype(jnp.float32), slots))
-    chosen = config or _tuned.choose("rerank", Config(), rows=B * K * G, M=M, G=G, D=q.shape[-1])
+    chosen = config or _tuned.choose("rerank", config_for(B * K * G, M), rows=B * K * G, M=M, G=G, D=q.shape[-1])
     how = tuple(map(float, centres)), scale, chosen
     return _estimates(how, *heads, *codes).reshape(B, K, G, M)
 

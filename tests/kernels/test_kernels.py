@@ -482,6 +482,20 @@ def test_attend_span_takes_the_multiprocessors_in_whole_waves(D):
         assert waves > 0.9 * np.ceil(waves) or rows == 1
 
 
+@pytest.mark.parametrize("waiting", [0, 256])
+@pytest.mark.parametrize("heads", [1, 3, 8, 64, 300])
+def test_rerank_has_a_thread_for_each_pick_and_a_multiprocessor_for_each_block_where_these_are_enough(heads, waiting):
+    for M in (1, 31, 130, 3277, 6554, 13108, 52429):
+        config = rerank.config_for(heads, M, waiting)
+        beside = heads * -(-waiting // (128 * config.warpgroups))
+        share = rerank.split(heads, M, config, beside)
+        assert share.blocks * share.picks >= M > (share.blocks - 1) * share.picks
+        assert share.picks <= share.threads == 128 * config.warpgroups
+        assert share.picks % 32 == 0
+        fits = heads * -(-M // 1024) + heads * -(-waiting // 1024) <= 132
+        assert (heads * share.blocks + beside <= 132) == fits
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_is_chosen_once_its_benchmark_was_run(name):
     file = RESULTS / f"{name}.json"
