@@ -48,27 +48,6 @@ FIRST_BINS = {"sum": (0xA1000000, 18), "log": (0x3C7FFFFF, 15), "score": (0xBE00
 SCRATCH = 3 * t.PASS + 2 * LISTED, 64, 2 * 32 + HEADS
 
 
-Numbers = tuple[Any, int]  # i32 in device memory, and how many rows share each
-
-
-def number_of(numbers: Numbers, row: Word) -> Word:
-    at, shared_by = numbers
-    return ptx(
-        "ld.global.nc.u32 $0, [$1];", c.offset_rows(c.global_address(at), c.divide(row, shared_by), 4), results=1
-    )
-
-
-def clipped(x: Word, most: int) -> Word:
-    """A signed x between 0 and `most`."""
-    return instr("min.s32", instr("max.s32", x, 0), most)
-
-
-def span_of(start: Numbers, stop: Numbers, row: Word, size: int, last: int = 0) -> list[Word]:
-    """Of a row the first slot, and how many, of [start, stop - last) among `size` slots."""
-    first, end = clipped(number_of(start, row), size), number_of(stop, row) - last
-    return [first, instr("max.s32", instr("min.s32", end, size) - first, 0)]
-
-
 def load_heads(scores: Sequence[Any], sizes: Sequence[int], heads: int, at: Word, end: int) -> list[list[Word]]:
     """Each head's f16 scores of units at .. at + 3, of one part or two, in two words; 0 past the end of the row. They
     lie before `end` for all threads, so that often nothing is left to ask."""
@@ -113,11 +92,11 @@ def choose(
     scores_m, (slots_m, found_m, *keys_m) = arrays[: len(sizes)], arrays[len(sizes) :]
     U, S = sum(sizes), sizes[0]
     row = c.special("clusterid.x")
-    start, length = span_of(ends[0], ends[1], row, S)
+    start, length = c.span_of(ends[0], ends[1], row, S)
     wait_start, wait_length = word(0), word(0)
     if len(sizes) == 2:
-        wait_start, wait_length = span_of(ends[2], ends[3], row, wide or sizes[1], last)
-    wanted = clipped(number_of(ends[-1], row), room)
+        wait_start, wait_length = c.span_of(ends[2], ends[3], row, wide or sizes[1], last)
+    wanted = c.clipped(c.number_of(ends[-1], row), room)
     scores = [c.offset_rows(c.global_address(m), row, heads * n * 2) for m, n in zip(scores_m, sizes, strict=True)]
     slots, found = (c.offset_rows(c.global_address(m), row, n * 4) for m, n in ((slots_m, room), (found_m, 1)))
     keys = c.offset_rows(c.global_address(keys_m[0]), row, U * 4) if keys_m else None

@@ -25,6 +25,7 @@ llvm: Any
 scf: Any
 
 MULTIPROCESSORS = 132  # of an H200
+SMEM = 227 * 1024  # bytes that a block can have; a multiprocessor has 1 KB more, and takes 1 KB for each block
 WHY_NOT: str | None = None  # the reason why no kernel can be built here
 if jax.__version_info__ < (0, 11):
     WHY_NOT = f"the Pallas Mosaic GPU kernels need jax >= 0.11; this is {jax.__version__}"
@@ -258,6 +259,11 @@ def loop(start: Operand, stop: Operand, step: Operand, carry: Sequence[Word] = (
     return run
 
 
+def ballot(flag: Flag) -> Word:
+    """A bit for each lane of the warp, whether its flag is true; in each of them."""
+    return ptx("vote.sync.ballot.b32 $0, $1, -1;", flag, results=1, convergent=True)
+
+
 def special(name: str) -> Word:
     """A special register, such as tid.x."""
     return ptx(f"mov.u32 $0, %{name};", results=1)
@@ -333,6 +339,37 @@ def offset_rows(address: Any, row: Word, stride: int) -> Any:
 def choose_address(flag: Flag, yes: Any, no: Any) -> Any:
     """As `Flag.choose`, of u64 addresses."""
     return arith.select(flag.value, yes, no)
+
+
+def load_below(i: Word, end: Operand, address: Any, otherwise: Operand = 0) -> Word:
+    """The word of device memory at an address if i < end; else `otherwise`, and nothing is read."""
+    code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, $3; @p ld.global.nc.u32 $0, [$4]; }"
+    return ptx(code, i, end, otherwise, address, results=1)
+
+
+Numbers = tuple[Any, int]  # i32 in device memory, and how many rows share each
+
+
+def number_of(numbers: Numbers, row: Word) -> Word:
+    at, shared_by = numbers
+    return ptx("ld.global.nc.u32 $0, [$1];", offset_rows(global_address(at), divide(row, shared_by), 4), results=1)
+
+
+def clipped(x: Word, most: int) -> Word:
+    """A signed x between 0 and `most`."""
+    return instr("min.s32", instr("max.s32", x, 0), most)
+
+
+def ends_of(start: Numbers, stop: Numbers, row: Word, size: int) -> list[Word]:
+    """Start and stop of a row's span, `clipped`; as selections, for LLVM then sees that no offset of a slot wraps."""
+    ends = (number_of(numbers, row) for numbers in (start, stop))
+    return [(x < 1 << 31).choose((x < size).choose(x, size), 0) for x in ends]
+
+
+def span_of(start: Numbers, stop: Numbers, row: Word, size: int, last: int = 0) -> list[Word]:
+    """Of a row the first slot, and how many, of [start, stop - last) among `size` slots."""
+    first, end = clipped(number_of(start, row), size), number_of(stop, row) - last
+    return [first, instr("max.s32", instr("min.s32", end, size) - first, 0)]
 
 
 def remote(at: Word, block: Operand) -> Word:

@@ -71,9 +71,9 @@ def exponentials(
     if slack is None:
         state = moved()
     else:
-        vote = "{ .reg .pred p; setp.gt.f32 p, $1, $2; vote.sync.ballot.b32 $0, p, -1; }"
+        greater = "{ .reg .pred p; setp.gt.f32 p, $1, $2; selp.u32 $0, 1, 0, p; }"
         limits = [instr("add.f32", x, real(slack)) for x in olds]
-        far = [ptx(vote, x, y, results=1, convergent=True) for x, y in zip(tops, limits, strict=True)]
+        far = [c.ballot(ptx(greater, x, y, results=1).differs(0)) for x, y in zip(tops, limits, strict=True)]
         state = c.choose_between((far[0] | far[1]).differs(0), moved, state)
     tops, totals, mixed = parts(state)
     weights = [list(tile) for tile in logs]
@@ -101,16 +101,6 @@ def finite(top: Word) -> Word:
     return top.equals(real(-math.inf)).choose(0, top)
 
 
-def span(start_m: Any, stop_m: Any, row: Word, most: int) -> tuple[Word, Word]:
-    """Start and stop of a row's span, within 0 and `most`."""
-    start, stop = (
-        ptx("ld.global.nc.u32 $0, [$1];", c.offset_rows(c.global_address(m), row, 4), results=1)
-        for m in (start_m, stop_m)
-    )
-    start, stop = ((x < 1 << 31).choose(x, 0) for x in (start, stop))
-    return tuple((x < most).choose(x, most) for x in (start, stop))
-
-
 class Rows:
     """Keys and values of D times 16 bits in shared memory of a warp, and products with them.
 
@@ -131,9 +121,8 @@ class Rows:
 
     def queries(self, q: Any, heads: int) -> list[Word]:
         """Right operands of queries in device memory: lane (head quad, channels 2 col, 2 col + 1) of each 8."""
-        code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0; @p ld.global.nc.u32 $0, [$3]; }"
         at = self.quad * self.width + self.col * 4
-        return [ptx(code, self.quad, heads, c.offset(q, at + n * 16), results=1) for n in range(self.D // 8)]
+        return [c.load_below(self.quad, heads, c.offset(q, at + n * 16)) for n in range(self.D // 8)]
 
     def scores(self, at: Word, queries: Sequence[Word], tiles: int) -> list[list[Word]]:
         """Of 16 keys each, the first of them at `at`."""

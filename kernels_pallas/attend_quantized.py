@@ -59,7 +59,6 @@ BY_TOKEN = 32  # keys of a unit that have scales of their own
 MOST_GROUP = 64
 LIFT = 64  # see `_codes`
 SLACK = 8.0  # weights are up to 2^(LIFT + SLACK)
-SMEM = 232448  # bytes that a block can have
 ONE = 0x3F803F80  # bf16, twice
 
 
@@ -213,7 +212,7 @@ def _attend(scale: float, dtype: Any, config: Config | None, *args: Array) -> tu
     config = config or _tuned.choose(
         "attend_quantized",
         config_for(rows, layout),
-        lambda x: None if smem_bytes(layout, x) <= SMEM else f"{smem_bytes(layout, x)} bytes of shared memory",
+        lambda x: None if smem_bytes(layout, x) <= c.SMEM else f"{smem_bytes(layout, x)} bytes of shared memory",
         rows=rows,
         S=layout.S,
         D=D,
@@ -254,13 +253,13 @@ def config_for(rows: int, layout: Layout) -> Config:
     """As much of a multiprocessor as shared memory allows, and blocks for the fewest turns of their warps, a wave of
     blocks being worth two more."""
     sizes = ((3, 2), (2, 2), (1, 2))
-    warpgroups, stages = next(x for x in sizes if smem_bytes(layout, Config(1, *x)) <= SMEM)
+    warpgroups, stages = next(x for x in sizes if smem_bytes(layout, Config(1, *x)) <= c.SMEM)
     units = -(-layout.S // layout.unit)
 
     def turns(blocks: int) -> int:
-        return -(-rows * blocks // 132) * (-(-units // (blocks * 4 * warpgroups)) + 2)
+        return -(-rows * blocks // c.MULTIPROCESSORS) * (-(-units // (blocks * 4 * warpgroups)) + 2)
 
-    return Config(min(range(1, 133), key=turns), warpgroups, stages)
+    return Config(min(range(1, c.MULTIPROCESSORS + 1), key=turns), warpgroups, stages)
 
 
 def _program(
@@ -284,8 +283,7 @@ def _program(
         c.offset_rows(c.global_address(m), n, heads * size)
         for m, n, size in ((q_m, row, D * 2), (out_m, block, D * 4), (lse_m, block, 4))
     )
-    batch = c.divide(row, shared_by)
-    start, stop = softmax.span(start_m, stop_m, batch, layout.S)
+    start, stop = c.ends_of((start_m, shared_by), (stop_m, shared_by), row, layout.S)
     first = c.divide(start, unit)
     units = c.divide(stop + (unit - 1), unit)
     units = (units > first).choose(units - first, 0)
@@ -336,7 +334,7 @@ def _program(
     c.warp_barrier()
     state = mixing.finish(carry[2:])
     if zone:  # its tiles go to warps that may have a unit less
-        ends = softmax.span(zone[2], zone[3], batch, recent)
+        ends = c.ends_of((zone[2], shared_by), (zone[3], shared_by), row, recent)
         job = (word(warps - 1) - warp) * blocks + (word(blocks - 1) - part)
         state = _exact(mixing, zone[:2], ends, q, heads, recent, row, job, warps * blocks, state, scale=scale)
     softmax.store(room, state, heads, D, mixing.channel)
@@ -580,7 +578,7 @@ class _Mixing:
 
 
 def _exact(
-    mixing: _Mixing, zone: Sequence[Any], ends: tuple[Word, Word], q: Any, heads: int, size: int, row: Word,
+    mixing: _Mixing, zone: Sequence[Any], ends: Sequence[Word], q: Any, heads: int, size: int, row: Word,
     first: Word, step: int, state: list[Word], *, scale: float,
 ) -> list[Word]:  # fmt: skip
     """The state with some of the exact keys and values of the span `ends`, 16 at a time."""

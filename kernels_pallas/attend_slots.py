@@ -85,8 +85,8 @@ def unsupported(q: Any, k: Any, v: Any, slots: Any, config: Config | None = None
         return f"the kernel attend_slots takes rows of less than 4 GiB of keys; got k{list(k.shape)}"
     if 0 in q.shape:
         return f"the kernel attend_slots takes at least one row; got q{list(q.shape)}"
-    if config and smem_bytes(D, config) > 227 * 1024:
-        return f"{config} needs {smem_bytes(D, config)} bytes of shared memory for D={D}; a block has 232448"
+    if config and smem_bytes(D, config) > c.SMEM:
+        return f"{config} needs {smem_bytes(D, config)} bytes of shared memory for D={D}; a block has {c.SMEM}"
     return None
 
 
@@ -198,10 +198,10 @@ def _program(
     rows = softmax.Rows(D, kind, lane)
     width = rows.width  # bytes of keys of one slot
     chunks = width // 16
-    inputs = 2 * len(zones) + 1 + counted + 2 * len(most)
-    q, *kept = (c.global_address(m) for m in (q_m, *refs[:inputs]))
-    kept, (index, *counts) = kept[: 2 * len(zones)], kept[2 * len(zones) :]
-    q = c.offset_rows(q, row, heads * width)
+    kept_m, (index_m, *rest) = refs[: 2 * len(zones)], refs[2 * len(zones) :]
+    of_counts = [1] * counted + [shared_by] * (2 * len(most))
+    q, index, *kept = (c.global_address(m) for m in (q_m, index_m, *kept_m))
+    q, index = c.offset_rows(q, row, heads * width), c.offset_rows(index, row, M * 4)
     ends, of_row = list(itertools.accumulate(zones)), c.divide(row, of_zone)
 
     def bases(places: Sequence[Any]) -> list[Any]:
@@ -210,15 +210,11 @@ def _program(
         return [c.offset_rows(a, word(end - n), -width) for a, n, end in zip(mine, zones, ends, strict=True)]
 
     k, v = bases(kept[::2]), bases(kept[1::2])
-    index = c.offset_rows(index, row, M * 4)
-    outs = [c.offset_rows(c.global_address(m), row, stride) for m, stride in zip(refs[inputs:-1], strides, strict=True)]
-    of_counts = [row] * counted + [c.divide(row, shared_by)] * (2 * len(most))
-    limits = [
-        ptx("ld.global.nc.u32 $0, [$1];", c.offset_rows(a, i, 4), results=1)
-        for a, i in zip(counts, of_counts, strict=True)
-    ]
+    *outs_m, room_m = rest[len(of_counts) :]
+    outs = [c.offset_rows(c.global_address(m), row, stride) for m, stride in zip(outs_m, strides, strict=True)]
+    limits = [c.number_of(numbers, row) for numbers in zip(rest, of_counts, strict=False)]
     found, spans = limits[0] if counted else None, list(zip(limits[counted::2], limits[counted + 1 :: 2], strict=True))
-    room = c.shared_address(refs[-1])
+    room = c.shared_address(room_m)
     keys = room + warp * (2 * TILE * width)
     values = keys + TILE * width
     steps = -(-places // (TILE * warps * blocks))
@@ -227,11 +223,7 @@ def _program(
         """The slot of this lane in tile `step` of the warp; all ones where there is none. The list's come first, then
         those of the spans."""
         at = ((step * blocks + part) * warps + warp) * TILE + lane
-        slot = ptx(
-            "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, -1; @p ld.global.nc.u32 $0, [$3]; }",
-            *(at, M, c.offset(index, at * 4)),
-            results=1,
-        )
+        slot = c.load_below(at, M, c.offset(index, at * 4), 0xFFFFFFFF)
         if found is not None:
             slot = (at < found).choose(slot, 0xFFFFFFFF)
         first = M
@@ -275,8 +267,7 @@ def _program(
             copy(k, keys, ahead)
         else:
             ptx("cp.async.commit_group;")
-        vote = "{ .reg .pred p; setp.ne.u32 p, $1, -1; vote.sync.ballot.b32 $0, p, -1; }"
-        there = ptx(vote, slots, results=1, convergent=True) >> rows.quad
+        there = c.ballot(slots.differs(0xFFFFFFFF)) >> rows.quad
         before, weights = softmax.weigh(
             state, scores, lambda j: ((there >> (8 * j)) & 1).differs(0), scale=scale, kind=kind
         )

@@ -39,7 +39,6 @@ from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
 from kvjax.kernels_pallas._softmax import HEADS, KINDS
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_span.json
-SMEM = 227 * 1024  # bytes that a block can have; a multiprocessor has 1 KB more, and takes 1 KB for each block
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Config:
     blocks: int  # of a row
     warpgroups: int = 1  # of a block
     stages: int = 3  # tiles that a warp has room for in shared memory
-    keys: int = 16  # of a tile
+    keys: int = 32  # of a tile
 
     def __post_init__(self) -> None:
         if self.blocks < 1 or self.warpgroups not in (1, 2, 3, 4) or self.stages < 1 or self.keys not in (16, 32, 64):
@@ -56,9 +55,9 @@ class Config:
 
 def at_once(D: int, config: Config) -> int:
     """Blocks that run at once: of a multiprocessor what its shared memory holds, and 16 warps of 128 registers."""
-    if smem_bytes(D, config) > SMEM:
+    if smem_bytes(D, config) > c.SMEM:
         return 0
-    return c.MULTIPROCESSORS * min((SMEM + 1024) // (smem_bytes(D, config) + 1024), 4 // config.warpgroups)
+    return c.MULTIPROCESSORS * min((c.SMEM + 1024) // (smem_bytes(D, config) + 1024), 4 // config.warpgroups)
 
 
 def config_for(rows: int, S: int, D: int) -> Config:
@@ -99,8 +98,8 @@ def unsupported(q: Any, k: Any, v: Any, start: Any, stop: Any, config: Config | 
         return f"the kernel attend_span takes rows of less than 4 GiB of keys; got k{list(k.shape)}"
     if 0 in q.shape or 0 in k.shape:
         return f"the kernel attend_span takes at least one row and slot; got q{list(q.shape)}, k{list(k.shape)}"
-    if config and smem_bytes(D, config) > SMEM:
-        return f"{config} needs {smem_bytes(D, config)} bytes of shared memory for D={D}; a block has {SMEM}"
+    if config and smem_bytes(D, config) > c.SMEM:
+        return f"{config} needs {smem_bytes(D, config)} bytes of shared memory for D={D}; a block has {c.SMEM}"
     return None
 
 
@@ -180,7 +179,7 @@ def _program(
             (lse_m, block, heads * 4),
         )
     )
-    start, stop = softmax.span(start_m, stop_m, c.divide(row, shared_by), S)
+    start, stop = c.ends_of((start_m, shared_by), (stop_m, shared_by), row, S)
     room = c.shared_address(room_m) + warp * _room(D, config)
     tile = keys * rows.width  # bytes; of a stage the keys lie before the values
 

@@ -130,11 +130,8 @@ def _program(
         @loop(0, M, 32, [word(0xFFFFFFFF)])
         def place(i: Word, known: Word) -> Word:
             at = i + lane
-            code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, -1; @p ld.global.nc.u32 $0, [$3]; }"
-            other = ptx(code, at, M, c.offset(c.offset_rows(parts[0], of, M * 4), at * 4), results=1)
-            same = (other.equals(row) & (row < P)).choose(1, 0)
-            vote = "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1; }"
-            votes = ptx(vote, same, results=1, convergent=True)
+            other = c.load_below(at, M, c.offset(c.offset_rows(parts[0], of, M * 4), at * 4), 0xFFFFFFFF)
+            votes = c.ballot(other.equals(row) & (row < P))
             return votes.differs(0).choose(i + 31 - instr("clz.b32", votes), known)
 
         return place[0]

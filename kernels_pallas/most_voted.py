@@ -30,7 +30,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas import _choice as choice
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
@@ -137,14 +136,14 @@ def _program(
     blocks, threads = config.blocks, 128 * config.warpgroups
     t, part, row = c.special("tid.x"), c.special("cluster_ctarank"), c.special("clusterid.x")
     lane, warp = t & 31, t >> 5
-    length, wanted, *fill = [choice.number_of(number, row) for number in zip(refs, shared_by, strict=False)]
+    length, wanted, *fill = [c.number_of(number, row) for number in zip(refs, shared_by, strict=False)]
     votes, slots, found = (c.global_address(m) for m in (votes_m, slots_m, found_m))
     votes, slots = c.offset_rows(votes, row, S), c.offset_rows(slots, row, room * 4)
     copies, bins, every, before, warps = (c.shared_address(m) for m in scratch_m)
     for i in range(0, BINS * COPIES // 4, threads):
         ptx("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", copies + (t + i) * 16, 0)
     tile = threads * BYTES
-    length = choice.clipped(length, S)
+    length = c.clipped(length, S)
     size = c.divide(length + (blocks * BYTES - 1), blocks * BYTES) * BYTES  # votes of a block
     start = part * size
     stop = (start + size < length).choose(start + size, length)
@@ -158,7 +157,7 @@ def _program(
         )
 
         def ragged() -> list[Word]:
-            there = [choice.clipped(left - 4 * w, 4) for w in range(BYTES // 4)]
+            there = [c.clipped(left - 4 * w, 4) for w in range(BYTES // 4)]
             return [n.equals(0).choose(0, word(HIGH) >> (((word(4) - n) << 3) & 31)) for n in there]
 
         return words, c.choose_between(left < BYTES, ragged, [word(HIGH)] * (BYTES // 4))
@@ -196,7 +195,7 @@ def _program(
         total, first, end = fill
         beside = c.instr("max.s32", end - last - first, 0)
         wanted = c.instr("max.s32", wanted, total - beside)
-    wanted = choice.clipped(wanted, room)
+    wanted = c.clipped(wanted, room)
     mine = _eight(every + lane * (OWN * 4))
     total = _sum(mine)
     through = _scan(total, lane)

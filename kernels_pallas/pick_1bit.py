@@ -32,7 +32,6 @@ copies that fetched half sectors: 30.7.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -252,13 +251,13 @@ def _exact(block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scor
 
 
 def _score(*refs, scored: score.Scores, shared_by: Sequence[int]) -> None:
-    """The scores' kernel; with a span also, of each warp and head, what `choice.add` gives of the span's."""
+    """The scores' kernel; with a span also, of each warp and head, what `pooled.add` gives of the span's."""
     if not shared_by:
         scored.program(*refs)
         return
     q_m, bits_m, step_m, zero_m, start_m, stop_m, out_m, sums_m, ring_m = refs
     thread = scored.thread()
-    start, length = choice.span_of((start_m, shared_by[0]), (stop_m, shared_by[1]), thread.row, scored.S)
+    start, length = c.span_of((start_m, shared_by[0]), (stop_m, shared_by[1]), thread.row, scored.S)
 
     def visit(unit: Word, heads: list[list[Word]], state: Sequence[Word]) -> list[Word]:
         slot = unit * score.UNIT - start
@@ -266,16 +265,16 @@ def _score(*refs, scored: score.Scores, shared_by: Sequence[int]) -> None:
 
         def of_span() -> list[Word]:
             there = [(slot + thread.quad * 4 + j) < length for j in range(4)]
-            return [f.choose(x, real(-math.inf)) for four in heads for f, x in zip(there, four, strict=True)]
+            return [f.choose(x, pooled.NOTHING[0]) for four in heads for f, x in zip(there, four, strict=True)]
 
         counted = c.choose_between(partly, of_span, [x for four in heads for x in four])
-        return choice.add(state[:2], counted[:4]) + choice.add(state[2:], counted[4:])
+        return pooled.add(state[:2], counted[:4]) + pooled.add(state[2:], counted[4:])
 
-    none = [real(-math.inf), word(0)]
+    none = [word(x) for x in pooled.NOTHING]
     states = scored.program(q_m, bits_m, step_m, zero_m, out_m, ring_m, visit=visit, state=none * 2)
     for e, two in enumerate((states[:2], states[2:])):
         for gap in (2, 4, 8, 16)[scored.at_once == 1 :]:  # to other units, then to other keys
-            two = choice.merge([two, [c.bfly(x, gap) for x in two]])
+            two = pooled.merge([two, [c.bfly(x, gap) for x in two]])
         head = thread.head + e
         with when(thread.quad.equals(0) & thread.later.equals(0) & (head < scored.G)):
             at = c.offset_rows(c.global_address(sums_m), thread.row * scored.G + head, scored.jobs * 8)

@@ -179,8 +179,7 @@ def _choose(slots_m, *refs, names: tuple[int, int, int], **how: Any) -> None:
 
     def name(row: Word, unit: Word) -> Word:
         at = c.offset(c.offset_rows(c.global_address(slots_m), row, M * 4), unit * 4)
-        code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, $3; @p ld.global.nc.u32 $0, [$4]; }"
-        return ptx(code, unit, M, unit - first + S, at, results=1)
+        return c.load_below(unit, M, at, unit - first + S)
 
     choice.choose(*refs, name=name, **how)
 
@@ -196,7 +195,7 @@ def _scores(
     place = rerank.Place(block, sizes, shares[0])
     with when(block < blocks):
         slot = place.slot(slots_m)  # on its way together with `found`
-        there = place.first < choice.clipped(choice.number_of((found_m, 1), place.head), M)
+        there = place.first < c.clipped(c.number_of((found_m, 1), place.head), M)
         run = functools.partial(rerank.estimate, q_m, slot, codes, scratch, place, **how)
         estimate = c.choose_between(there, lambda: [run()], [word(0)])
         _store(out_m, place, *estimate)

@@ -62,7 +62,7 @@ WARPS = 4  # of a block
 # so that factors are powers 64 .. -63 in bf16, where |q| and |q step| may be 2^63, and 0 .. -3 in f16: not larger.
 WINDOW = {"bf16": range(7, 15), "f16": range(8, 12)}
 SMALLER = {"bf16": 62, "f16": 16}
-RUN_AT_ONCE = 132 * 16  # warps on an H200
+RUN_AT_ONCE = c.MULTIPROCESSORS * 16  # warps
 
 Visit = Callable[[Word, list[list[Word]], Sequence[Word]], list[Word]]
 

@@ -143,8 +143,7 @@ def _program(*refs: Any, sizes: tuple[int, ...], heads: int, shared_by: int, poo
 
     def load(at: Word, end: int) -> tuple[list[Word], list[list[Word]]]:
         """Of units at .. at + 3, which are valid (0 or 1), and each head's scores, as `load_heads`."""
-        code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0; @p ld.global.nc.u32 $0, [$3]; }"
-        flags = ptx(code, at, U, c.offset(valid, at), results=1)
+        flags = c.load_below(at, U, c.offset(valid, at))
         fours = load_heads(scores, sizes, heads, at, end)
         return [(flags >> (8 * j)) & 1 for j in range(4)], fours
 

@@ -133,7 +133,7 @@ class Machine:
             self.refs.append(at)
             at += -(-(a.size * 4) // 1024) * 1024
         self.words = at // 4
-        assert at - SHARED <= 227 * 1024, f"{at - SHARED} bytes of shared memory"
+        assert at - SHARED <= _common.SMEM, f"{at - SHARED} bytes of shared memory"
         self.shared = np.zeros(blocks * self.words, U32)
         # A race: touched since the last barrier of both. Times are counts of operations.
         self.time = 1

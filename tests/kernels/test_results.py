@@ -995,8 +995,8 @@ def over_span(q, span, scale=0.125):
     ("B", "K", "G", "S", "D", "dtypes", "spans", "config"),
     [
         # Rows with more than the stages hold, from a slot that begins no tile; with none, by both ends; with one.
-        (4, 1, 4, 300, 128, "bf", [(3, 300), (9, 9), (9, 4), (17, 18)], attend_span.Config(2, stages=2)),
-        (2, 2, 1, 150, 64, "hh", [(0, 150), (1, 65)], attend_span.Config(1, stages=1, keys=32)),
+        (4, 1, 4, 300, 128, "bf", [(3, 300), (9, 9), (9, 4), (17, 18)], attend_span.Config(2, stages=2, keys=16)),
+        (2, 2, 1, 150, 64, "hh", [(0, 150), (1, 65)], attend_span.Config(1, stages=1)),
         (1, 1, 8, 150, 64, "bb", [(5, 133)], attend_span.Config(2, warpgroups=2)),
         pytest.param(2, 1, 4, 200, 128, "hb", [(0, 200), (100, 163)], None, marks=pytest.mark.thorough),
         pytest.param(1, 1, 3, 150, 256, "bb", [(5, 149)], None, marks=pytest.mark.thorough),
