@@ -34,7 +34,7 @@ from typing import Any
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import top_k as t
 from kvjax.kernels_pallas import top_k_pooled as pooled
-from kvjax.kernels_pallas._common import Operand, Word, instr, ptx, when, word
+from kvjax.kernels_pallas._common import Flag, Operand, Word, instr, ptx, when, word
 from kvjax.kernels_pallas.top_k_pooled import add, merge
 
 HEADS = pooled.HEADS
@@ -309,12 +309,16 @@ def _take(
             least, need, above = least + (got.bin << by), got.need, above + got.above
         return [low, size, shift, least, need, got.many, above, got.beside]
 
-    for n in range(1, KEY_PASSES + 1):
-        long = (state[5] > state[4]) & (state[5] > LISTED)
-        if n < KEY_PASSES:
-            state = c.choose_between(long & state[1].differs(0), functools.partial(by_key, n, *state), state)
-        else:
-            state = c.choose_between(long, functools.partial(by_slot, *state), state)
+    def is_long(state: list[Word]) -> Flag:
+        return (state[5] > state[4]) & (state[5] > LISTED)
+
+    def narrowed() -> list[Word]:
+        found = state
+        for n in range(1, KEY_PASSES):
+            found = c.choose_between(is_long(found) & found[1].differs(0), functools.partial(by_key, n, *found), found)
+        return c.choose_between(is_long(found), functools.partial(by_slot, *found), found)
+
+    state = c.choose_between(is_long(state), narrowed, state)  # one branch past all of it: far ones take long
     low, size, _, least, need, many, above, beside = state
 
     # Taken are keys larger than `last`; and, if slots were counted, those that equal `low`, of rank `least` or more. If

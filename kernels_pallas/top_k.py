@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _tuned
-from kvjax.kernels_pallas._common import Flag, Word, block_barrier, cluster_barrier, loop, ptx, when, word
+from kvjax.kernels_pallas._common import Word, block_barrier, cluster_barrier, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/top_k.json
 THREADS = 1024
@@ -263,27 +263,28 @@ def pick(first: Fetch, again: Fetch, out: Any, scratch_m: Sequence[Any], *, U: i
 
     # (high, its mask, low, its mask): the prefix of key and slot known so far; how many of its elements are still
     # needed, and how many it has.
-    state = [word(x) for x in (0, 0, 0, 0, k, 0)]
-    state = _digit_pass(0, state, each, hist, blocks)
-    for n in range(1, len(DIGITS)):
+    def found(n: int, state: list[Word]) -> list[Word]:
+        """The state after digit n; and after the next, if too many elements are left. No branch passes over them."""
+        state = _digit_pass(n, state, each, hist, blocks)
+        if n + 1 == len(DIGITS):
+            return state
         more = (word(k) - state[4] + state[5]) > capacity
-        run = functools.partial(_digit_pass, n, state, each, hist, blocks)
-        state = c.choose_between(more, run, state)
-    high, high_mask, low, low_mask = state[:4]
+        return c.choose_between(more, functools.partial(found, n + 1, state), state)
+
+    high, _, low, *_ = found(0, [word(x) for x in (0, 0, 0, 0, k, 0)])
 
     def collect(elements: list[tuple[Word, Word]]) -> None:
-        def taken(key: Word, rank: Word) -> Flag:
-            top = key & high_mask
-            return (top > high) | (top.equals(high) & ((rank & low_mask) >= low))
-
-        flags = [taken(*x) for x in elements]
-        n = functools.reduce(lambda a, b: a + b, [f.choose(1, 0) for f in flags])
+        """Those from the prefix on, with zeros after it, up."""
+        taken = "{ .reg .u64 x, y; .reg .pred p; mov.b64 x, {$1, $2}; mov.b64 y, {$3, $4}; setp.ge.u64 p, x, y; "
+        flags = [ptx(taken + "selp.u32 $0, 1, 0, p; }", rank, key, low, high, results=1) for key, rank in elements]
+        n = functools.reduce(lambda a, b: a + b, flags)
         with when(n > 0):
             at = ptx("atom.shared.add.u32 $0, [$1], $2;", small + LENGTH * 4, n, results=1)
+            at = mine + at * 8
             for flag, (key, rank) in zip(flags, elements, strict=True):
-                with when(flag):
-                    _store_pair(mine + at * 8, [rank, key])
-                at = at + flag.choose(1, 0)
+                store = "{ .reg .pred p; setp.ne.u32 p, $0, 0; @p st.shared.v2.u32 [$1], {$2, $3}; }"
+                ptx(store, flag, at, rank, key)
+                at = at + (flag << 3)
 
     each(collect)
     block_barrier()
