@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 _spec = importlib.util.spec_from_file_location("training_train", ROOT / "training" / "train.py")
 train = sys.modules["training_train"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(train)
-data = train.data
+data, step = train.data, sys.modules["step"]
 
 SMOKE = json.loads((ROOT / "training" / "smoke.json").read_text())
 SETTINGS = {**SMOKE, "phases": {"128": 1.0}}  # each length compiles a program
@@ -105,7 +105,7 @@ def exported(runs):
 
 
 def test_the_export_is_read_by_kvjax_and_its_card_says_what_it_saw(exported, corpus, sources):
-    assert exported.config == train.decoder_config(SETTINGS)
+    assert exported.config == step.decoder_config(SETTINGS)
     assert exported.stop_tokens == (exported.tokenizer.eos_token_id,)
     ids = exported.tokenizer("VAR zebra = 10203")["input_ids"]
     assert ids == corpus.tokenizer("VAR zebra = 10203")["input_ids"]
@@ -269,7 +269,7 @@ def test_the_loss_by_chunks_has_the_gradients_of_the_plain_one():
         return -jnp.sum(weights * jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], 1)[:, 0])
 
     def ours(x, table):
-        loss, each, right = train.cross_entropy(x, table, targets, weights, 8)
+        loss, each, right = step.cross_entropy(x, table, targets, weights, 8)
         return 3.0 * loss, (each, right)
 
     with jax.default_matmul_precision("highest"):
@@ -286,14 +286,14 @@ def test_the_loss_by_chunks_has_the_gradients_of_the_plain_one():
 
 
 def test_stacked_parameters_are_the_decoder():
-    model = models.Decoder(train.decoder_config(SETTINGS))
-    params = train.stack(model)
-    again = train.unstack(params, train.shapes(model.config))
+    model = models.Decoder(step.decoder_config(SETTINGS))
+    params = step.stack(model)
+    again = step.unstack(params, step.shapes(model.config))
     assert jax.tree.structure(again) == jax.tree.structure(model)
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(model), strict=True))
-    matrices = sum(a.size for name, a in params.items() if a.ndim == 3 or name == train.EMBEDDING)
+    matrices = sum(a.size for name, a in params.items() if a.ndim == 3 or name == step.EMBEDDING)
     attention = 2 * 3 * 2 * 2 * 32 * 100 / 2  # layers, passes, two products, multiply and add, width, half the tokens
-    assert train.flops_per_token(model.config, 100) == 6 * matrices + attention
+    assert step.flops_per_token(model.config, 100) == 6 * matrices + attention
 
 
 def test_rate_and_length_follow_the_share_of_the_run():
@@ -326,9 +326,9 @@ def test_an_answer_counts_as_right_if_greedy_decoding_gives_it(exported, corpus)
     (answer,) = np.nonzero(kinds == data.ANSWER)
     cache = kvjax.init(kvjax.Full(), exported.model.spec(1, 128), layers=exported.config.layers)
     decoded = generate(exported.model, cache, [tokens[: answer[0]].tolist()], max_new_tokens=len(answer)).tokens[0]
-    params, like = train.stack(exported.model), train.shapes(exported.config)
+    params, like = step.stack(exported.model), step.shapes(exported.config)
     for change, wanted in ((0, True), (1, False)):
         tokens[answer] = decoded
         tokens[answer[2]] += change
-        _, (_, right, kind) = train.losses(params, tokens[None], kinds[None], like=like, settings=settings)
+        _, (_, right, kind) = step.losses(params, tokens[None], kinds[None], like=like, settings=settings)
         assert np.all(np.asarray(right)[np.asarray(kind) == data.ANSWER]) == wanted
