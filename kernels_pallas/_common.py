@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, wraps
+from functools import cache, reduce, wraps
 from typing import Any, TypeVar, cast
 
 import jax
@@ -212,6 +212,10 @@ def bfly(x: Word, gap: int) -> Word:
 
 def from_lane(x: Word, lane: Operand) -> Word:
     return ptx("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", x, lane, results=1, convergent=True)
+
+
+def sum_of(words: Sequence[Word]) -> Word:
+    return reduce(lambda a, b: a + b, words)
 
 
 def warp_sum(x: Word) -> Word:

@@ -4,7 +4,7 @@
 head compare 128 scores with each other (the rest are their negatives), sum the keys of those above, and count the
 limits above the sum. Queries are rotated there, by a warp each, if they are to be (`_rotated`).
 
-**Votes**: `parts` blocks a row, two for each multiprocessor, read what patterns earn, 16 KiB, and look it up. What 4
+**Votes**: `parts` blocks a row, one for each multiprocessor, read what patterns earn, 16 KiB, and look it up. What 4
 heads give are the bytes of one word, so that a key takes D/8 words and additions for all of them. At random addresses
 some 3.5 of 32 lanes would meet in one bank of shared memory; so lane l begins with subspace l, and subspaces lie in
 banks of their own: table[pattern][copy, subspace, word], 32 words a pattern. A dot product of 4 bytes takes one of them
@@ -70,9 +70,10 @@ class Config:
 
 
 def config_for(rows: int, S: int, G: int = 4) -> Config:
-    """Two blocks for each multiprocessor, as registers allow, with a key at least for each thread."""
-    warpgroups = 4 if G <= 4 else 2  # more than 4 heads have 96 registers
-    return Config(max(1, min(264 // rows, -(-S // (warpgroups * 128)))), warpgroups)
+    """A block for each multiprocessor, with a key at least for each thread; two of many keys, as registers allow."""
+    many = rows * S > 1 << 20
+    warpgroups = 2 if many and G > 4 else 4  # more than 4 heads have 96 registers
+    return Config(max(1, min((1 + many) * c.MULTIPROCESSORS // rows, -(-S // (warpgroups * 128)))), warpgroups)
 
 
 def smem_bytes(G: int) -> int:
@@ -338,7 +339,7 @@ def _rank(
         for pair, s, more, less in zip(pairs, own, plus, minus, strict=True):
             ptx("st.shared.v2.b32 [$0], {$1, $2};", near + pair * 8, s, more)
             ptx("st.shared.u32 [$0], $1;", far + pair * 4, less)
-        of_warp = c.warp_sum(_sum(plus))
+        of_warp = c.warp_sum(c.sum_of(plus))
         with when(lane.equals(0)):
             ptx("st.shared.u32 [$0], $1;", totals + (member >> 5) * 4, of_warp)
         c.block_barrier()
@@ -366,13 +367,13 @@ def _rank(
             return found
 
         of_warps = [ptx(f"ld.shared.u32 $0, [$1+{i}];", totals, results=1) for i in range(0, size // 8, 4)]
-        over = _sum(of_warps)
+        over = c.sum_of(of_warps)
         rest = c.choose_between(largest > over, below, [word(0)] * len(pairs))
         at, shift = mine + (head >> 2) * 4, (head & 3) << 3
         for pair, flag, s, more, less in zip(pairs, above_0, own, above, rest, strict=True):
             positive, negative = flag.choose(pair, pair ^ opposite), flag.choose(pair ^ opposite, pair)
             for pattern, before in ((positive, more), (negative, s.equals(0).choose(more, over + less))):
-                earned = _sum([(before < bound).choose(1, 0) for bound in bounds])
+                earned = c.sum_of([(before < bound).choose(1, 0) for bound in bounds])
                 with when(number < G):
                     ptx("red.shared.add.u32 [$0], $1;", at + pattern * (4 * width), earned << shift)
         c.block_barrier()
@@ -384,10 +385,6 @@ def _rank(
         for w in range(width):
             x = ptx("ld.shared.u32 $0, [$1];", mine + (pattern * width + w) * 4, results=1)
             ptx("st.global.b32 [$0], $1;", c.offset(out, (pattern * (N * width) + w) * 4), x)
-
-
-def _sum(words: Sequence[Word]) -> Word:
-    return functools.reduce(lambda a, b: a + b, words)
 
 
 def _add_if(compare: str, a: Word, b: Word, total: Word, more: Word) -> Word:

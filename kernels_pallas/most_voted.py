@@ -179,14 +179,15 @@ def _program(
             ptx("ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];", copies + t * (COPIES * 4) + (((t + i) & 7) << 4), results=4)
             for i in range(COPIES // 4)
         ]
-        ptx("st.shared.u32 [$0], $1;", bins + t * 4, _sum([x for four in fours for x in four]))
+        ptx("st.shared.u32 [$0], $1;", bins + t * 4, c.sum_of([x for four in fours for x in four]))
     c.cluster_barrier()
     with when(t < BINS):
         of_blocks = [
             ptx("ld.shared::cluster.u32 $0, [$1];", c.remote(bins + t * 4, b), results=1) for b in range(blocks)
         ]
-        ptx("st.shared.u32 [$0], $1;", every + t * 4, _sum(of_blocks))
-        ptx("st.shared.u32 [$0], $1;", before + t * 4, _sum([(part > b).choose(x, 0) for b, x in enumerate(of_blocks)]))
+        ptx("st.shared.u32 [$0], $1;", every + t * 4, c.sum_of(of_blocks))
+        of_earlier = [(part > b).choose(x, 0) for b, x in enumerate(of_blocks)]
+        ptx("st.shared.u32 [$0], $1;", before + t * 4, c.sum_of(of_earlier))
     ptx("barrier.cluster.arrive.relaxed;", convergent=True)  # what this block counted, no other will read after it
     c.block_barrier()
 
@@ -197,7 +198,7 @@ def _program(
         wanted = c.instr("max.s32", wanted, total - beside)
     wanted = c.clipped(wanted, room)
     mine = _eight(every + lane * (OWN * 4))
-    total = _sum(mine)
+    total = c.sum_of(mine)
     through = _scan(total, lane)
     all_votes = c.from_lane(through, 31)
     reach = all_votes - through  # votes of the lanes above
@@ -216,7 +217,7 @@ def _program(
 
     # What the blocks before this one take.
     more_before = [(lane * OWN + i > least).choose(x, 0) for i, x in enumerate(_eight(before + lane * (OWN * 4)))]
-    taken_before = c.warp_sum(_sum(more_before))
+    taken_before = c.warp_sum(c.sum_of(more_before))
     same_before = ptx("ld.shared.u32 $0, [$1];", before + least * 4, results=1)
     least_bytes, more_bytes = least * 0x01010101, (least + 1) * 0x01010101
     none_more = least.equals(BINS - 1)
@@ -227,7 +228,7 @@ def _program(
         more = [none_more.choose(0, _reach(x, more_bytes, mark)) for x, mark in zip(values, marks, strict=True)]
         same = [_reach(x, least_bytes, mark) ^ y for x, mark, y in zip(values, marks, more, strict=True)]
         # Those with more votes are counted in the lower 16 bits, those with as many in the higher.
-        counts = [c.instr("dp4a.u32.u32", _sum([x >> 7 for x in xs]), 0x01010101, 0) for xs in (more, same)]
+        counts = [c.instr("dp4a.u32.u32", c.sum_of([x >> 7 for x in xs]), 0x01010101, 0) for xs in (more, same)]
         own = counts[0] | (counts[1] << 16)
         upto = _scan(own, lane)
         with when(lane.equals(31)):
@@ -277,10 +278,6 @@ def _reach(x: Word, bound: Word, mark: Word) -> Word:
     """`mark` of the bytes, in their highest bits, where x is at least `bound`."""
     low = (x | HIGH) - (bound & ~HIGH & 0xFFFFFFFF)  # of what is left of them, and no byte borrows
     return ((x & (bound ^ 0xFFFFFFFF)) | (((x ^ bound) ^ 0xFFFFFFFF) & low)) & mark
-
-
-def _sum(words: Sequence[Word]) -> Word:
-    return functools.reduce(lambda a, b: a + b, words)
 
 
 def _eight(at: Word) -> list[Word]:

@@ -277,14 +277,16 @@ def pick(first: Fetch, again: Fetch, out: Any, scratch_m: Sequence[Any], *, U: i
         """Those from the prefix on, with zeros after it, up."""
         taken = "{ .reg .u64 x, y; .reg .pred p; mov.b64 x, {$1, $2}; mov.b64 y, {$3, $4}; setp.ge.u64 p, x, y; "
         flags = [ptx(taken + "selp.u32 $0, 1, 0, p; }", rank, key, low, high, results=1) for key, rank in elements]
-        n = functools.reduce(lambda a, b: a + b, flags)
-        with when(n > 0):
-            at = ptx("atom.shared.add.u32 $0, [$1], $2;", small + LENGTH * 4, n, results=1)
-            at = mine + at * 8
-            for flag, (key, rank) in zip(flags, elements, strict=True):
-                store = "{ .reg .pred p; setp.ne.u32 p, $0, 0; @p st.shared.v2.u32 [$1], {$2, $3}; }"
-                ptx(store, flag, at, rank, key)
-                at = at + (flag << 3)
+        n = c.sum_of(flags)
+        of_warp = c.warp_sum(n)
+        # One addition a warp: those to one word queue.
+        take = "{ .reg .pred p; setp.eq.u32 p, $1, 0; mov.u32 $0, 0; @p atom.shared.add.u32 $0, [$2], $3; }"
+        first = c.from_lane(ptx(take, t & 31, small + LENGTH * 4, of_warp, results=1), 0)
+        at = mine + (first + of_warp - c.warp_later(n) - n) * 8
+        for flag, (key, rank) in zip(flags, elements, strict=True):
+            store = "{ .reg .pred p; setp.ne.u32 p, $0, 0; @p st.shared.v2.u32 [$1], {$2, $3}; }"
+            ptx(store, flag, at, rank, key)
+            at = at + (flag << 3)
 
     each(collect)
     block_barrier()
@@ -347,7 +349,7 @@ def find_bin(bins: Word, wanted: Word, blocks: int) -> Found:
     lane, warp = thread & 31, thread >> 5
     own, sums, sums_before, counts, counts_before = (bins + 4 * (BINS + i * GROUPS) for i in range(5))
     block_barrier()
-    here = functools.reduce(lambda a, b: a + b, _pair(bins + thread * 8))
+    here = c.sum_of(_pair(bins + thread * 8))
     low = c.warp_sum((lane < 16).choose(here, 0))
     high = c.warp_sum(here) - low
     with when(lane.equals(0)):
@@ -362,7 +364,7 @@ def find_bin(bins: Word, wanted: Word, blocks: int) -> Found:
 
     def place(counts: list[Word], wanted: Word) -> list[Word]:
         """Of counts that the lanes have, which has the last of the wanted, how many come after it, and itself."""
-        above = c.warp_later(functools.reduce(lambda a, b: a + b, counts))
+        above = c.warp_later(c.sum_of(counts))
         found = [word(0)] * 3
         for j in reversed(range(len(counts))):
             there = (above < wanted) & (wanted <= above + counts[j])
@@ -388,7 +390,7 @@ def find_bin(bins: Word, wanted: Word, blocks: int) -> Found:
     before.append((lane > of_group).choose(beside, 0))
     return Found(
         *(group * 32 + of_group, wanted - above - more, many, wanted),
-        c.warp_sum(functools.reduce(lambda a, b: a + b, before)),
+        c.warp_sum(c.sum_of(before)),
         c.warp_sum(lane.equals(of_group).choose(beside, 0)),
     )
 
@@ -448,21 +450,24 @@ def _bitonic(size_all: int, mine: Word, spare: Word, length: Word, t: Word) -> N
 
 
 def _rank(mine: Word, lists: Word, small: Word, out: Any, length: Word, t: Word, k: int, blocks: int) -> None:
-    """Gives the sorted list `mine` to the `lists` of all blocks, and writes its slots where they rank."""
-    lengths = [_load(small + (LENGTHS + b) * 4) for b in range(blocks)]
+    """Gives the sorted list `mine` to the other blocks, and writes its slots where they rank.
+
+    Of the others' lists a block has that of the next block first, and so on, in `lists`.
+    """
+    part, share = c.special("cluster_ctarank"), THREADS // blocks  # threads that write to a block
+    lengths = [_load(small + (((part + b) & (blocks - 1)) + LENGTHS) * 4) for b in range(1, blocks)]
     firsts, most = [word(0)], word(0)
     for n in lengths:
         firsts.append(firsts[-1] + n)
         most = (most > n).choose(most, n)
-    share = THREADS // blocks  # threads that write to a block
-    part = c.special("cluster_ctarank")
-    before = [(part > b).choose(n, 0) for b, n in enumerate(lengths)]
-    to = c.remote(lists + functools.reduce(lambda a, b: a + b, before) * 8, c.divide(t, share))
+    block = c.divide(t, share)
+    after = (part - block) & (blocks - 1)  # how many blocks this one comes after it
+    between = [(after > b).choose(lengths[-b], 0) for b in range(1, blocks - 1)]
+    to = c.remote(lists + c.sum_of([word(0), *between]) * 8, block)
 
-    @loop(t & (share - 1), length, share)
+    @loop(after.equals(0).choose(length, t & (share - 1)), length, share)
     def _give(i: Word) -> None:
-        pair = _pair(mine + i * 8)
-        ptx("st.shared::cluster.v2.u32 [$0], {$1, $2};", to + i * 8, *pair)
+        ptx("st.shared::cluster.v2.u32 [$0], {$1, $2};", to + i * 8, *_pair(mine + i * 8))
 
     cluster_barrier()
     bits = word(32) - ptx("clz.b32 $0, $1;", most, results=1)
@@ -483,8 +488,8 @@ def _rank(mine: Word, lists: Word, small: Word, out: Any, length: Word, t: Word,
                 for n, first, count in zip(lengths, firsts[:-1], counts, strict=True)
             ]
 
-        larger = loop(0, bits, 1, [word(0)] * blocks)(bisect)
-        at = functools.reduce(lambda a, b: a + b, larger)
+        larger = loop(0, bits, 1, [word(0)] * len(lengths))(bisect) if lengths else []
+        at = c.sum_of([i, *larger])
         with when(at < k):
             slot = (word(SLOTS) - rank) | key.differs(0).choose(1 << 31, 0)
             ptx("st.global.u32 [$0], $1;", c.offset(out, at * 4), slot)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -344,17 +345,19 @@ def _largest_batch(
     spec = model.spec(batch=1, capacity=length)
     one = nbytes(shapes(partial(init, policies, spec, layers=model.config.layers)))
     host = int(0.9 * _free_host_bytes()) // one.host if one.host else None  # a process that takes more is killed
+    room = stats["bytes_limit"] - stats["bytes_in_use"]
+    most = min(x for x in (room // one.device, host) if x is not None)  # of these the caches alone have room
     tried: dict[int, dict[str, Any]] = {}
 
     def fits(n: int) -> bool:
-        if host is not None and n > host:
+        if n > most:
             return False
         tried[n] = _attempt(model, policies, length, n, workload)
+        logging.getLogger("kvjax").info("batch %d x %d tokens: %s", n, length, tried[n]["status"])
         return tried[n]["status"] == "ok"
 
     # Programs need memory too; a trial that just fails takes the longest, as XLA looks for other ways to compile it.
-    guess = int(0.97 * (stats["bytes_limit"] - stats["bytes_in_use"])) // one.device
-    batch = largest(fits, guess=guess if host is None else min(guess, host))
+    batch = largest(fits, guess=min(int(0.97 * room) // one.device, most))
     found = {"batch": batch, "bytes_limit": stats["bytes_limit"], "host_limit": host}
     return {**found, **tried.get(batch, {"status": "out of memory", "error": "not even a batch of 1 fits"})}
 
