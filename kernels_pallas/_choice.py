@@ -73,13 +73,6 @@ def numbers(two: Word) -> list[Word]:
     return ptx(both, two, results=2)
 
 
-def clear(hist: Word) -> None:
-    """Of `t.PASS` words, to be counted in after a barrier."""
-    c.loop(c.special("tid.x"), t.PASS // 4, t.THREADS)(
-        lambda i: ptx("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", hist + i * 16, 0)
-    )
-
-
 def choose(
     *refs, sizes: tuple[int, ...], heads: int, sums: int, shared_by: Sequence[int], last: int, pool: str, room: int,
     config: t.Config, wide: int | None = None, name: Callable[[Word, Word], Word] = lambda row, unit: unit,
@@ -102,7 +95,7 @@ def choose(
     keys = c.offset_rows(c.global_address(keys_m[0]), row, U * 4) if keys_m else None
     hist, small = c.shared_address(hist_m), c.shared_address(small_m)
     listed = hist + 3 * t.PASS * 4
-    clear(hist)
+    t.clear(hist)
     with when(c.special("tid.x").equals(0)):
         ptx("st.shared.u32 [$0], $1;", small + t.LENGTH * 4, 0)
     ahead: list[list[list[Word]]] = []  # scores of the next fours, loaded before something else is waited for
@@ -259,7 +252,7 @@ def _take(
         """
         at = hist + TURNS[n] * t.PASS * 4
         if n:
-            clear(at)
+            t.clear(at)
             c.block_barrier()
 
         def visit(_: Word, elements: Elements) -> None:

@@ -48,6 +48,7 @@ BINS, GROUPS = 2048, 64  # groups of 32 bins
 PASS = BINS + 5 * GROUPS  # words of the histogram of a pass, with what `find_bin` needs
 SLOTS = (1 << 22) - 1  # a slot s ranks as SLOTS - s
 MOST_K, MOST_UNITS = 4096, 1 << 21
+QUEUE = 64  # elements of a warp, up to which its threads reserve their places one after the other
 # Words of `small`, after totals of warps: of the length of this block's list, and of those of all blocks'.
 LENGTH, LENGTHS = 32, 33
 
@@ -253,10 +254,7 @@ def pick(first: Fetch, again: Fetch, out: Any, scratch_m: Sequence[Any], *, U: i
         else:
             loop(0, steps(U, config)[2], 1)(lambda i: visit(elements(fetch, i)))
 
-    @loop(t, PASS * len(DIGITS) // 4, THREADS)
-    def _clear(i: Word) -> None:
-        ptx("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", hist + i * 16, 0)
-
+    clear(hist)
     with when(t.equals(0)):
         _store(small + LENGTH * 4, word(0))
     block_barrier()
@@ -279,10 +277,18 @@ def pick(first: Fetch, again: Fetch, out: Any, scratch_m: Sequence[Any], *, U: i
         flags = [ptx(taken + "selp.u32 $0, 1, 0, p; }", rank, key, low, high, results=1) for key, rank in elements]
         n = c.sum_of(flags)
         of_warp = c.warp_sum(n)
-        # One addition a warp: those to one word queue.
-        take = "{ .reg .pred p; setp.eq.u32 p, $1, 0; mov.u32 $0, 0; @p atom.shared.add.u32 $0, [$2], $3; }"
-        first = c.from_lane(ptx(take, t & 31, small + LENGTH * 4, of_warp, results=1), 0)
-        at = mine + (first + of_warp - c.warp_later(n) - n) * 8
+        many = of_warp > QUEUE
+
+        def reserve(wanted: Word) -> Word:
+            code = "{ .reg .pred p; setp.ne.u32 p, $1, 0; mov.u32 $0, 0; @p atom.shared.add.u32 $0, [$2], $1; }"
+            return ptx(code, wanted, small + LENGTH * 4, results=1)
+
+        def in_turn() -> list[Word]:
+            first = c.from_lane(reserve((t & 31).equals(0).choose(of_warp, 0)), 0)
+            return [first + of_warp - c.warp_later(n) - n]
+
+        (place,) = c.choose_between(many, in_turn, [reserve(many.choose(0, n))])
+        at = mine + place * 8
         for flag, (key, rank) in zip(flags, elements, strict=True):
             store = "{ .reg .pred p; setp.ne.u32 p, $0, 0; @p st.shared.v2.u32 [$1], {$2, $3}; }"
             ptx(store, flag, at, rank, key)
@@ -295,15 +301,17 @@ def pick(first: Fetch, again: Fetch, out: Any, scratch_m: Sequence[Any], *, U: i
         to = c.remote(small + (c.special("cluster_ctarank") + LENGTHS) * 4, t)
         ptx("st.shared::cluster.u32 [$0], $1;", to, length)
     c.cluster_arrive()
-    below = 0
-    for size in [n for n in (32, 256, 512, 1024, 2048) if n < capacity] + [capacity]:
-        fits = (length > below) & (length <= size)
-        with when(fits & (t < min(size, THREADS))):
-            _bitonic(size, mine, sort, length, t)
-        below = size
+    _sort([n for n in (32, 256, 512, 1024, 2048) if n < capacity] + [capacity], mine, sort, length, t)
     block_barrier()
     c.cluster_wait()  # so all blocks have read the histograms too, where the lists come
     _rank(mine, hist, small, out, length, t, k, blocks)
+
+
+def clear(bins: Word) -> None:
+    """`PASS` words, to be counted in after a barrier."""
+    loop(c.special("tid.x"), PASS // 4, THREADS)(
+        lambda i: ptx("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", bins + i * 16, 0)
+    )
 
 
 def _digit_pass(n: int, state: list[Word], each: Callable[..., None], hist: Word, blocks: int) -> list[Word]:
@@ -311,6 +319,9 @@ def _digit_pass(n: int, state: list[Word], each: Callable[..., None], hist: Word
     of_slot, shift, bits = DIGITS[n]
     high, high_mask, low, low_mask, need, _ = state
     bins = hist + n * PASS * 4
+    if n:
+        clear(bins)
+        block_barrier()
 
     def count(elements: list[tuple[Word, Word]]) -> None:
         for key, rank in elements:
@@ -405,6 +416,19 @@ def earlier(x: Word, small: Word) -> Word:
         _store(small + warp * 4, of_warp)
     block_barrier()
     return c.warp_sum((lane < warp).choose(_load(small + lane * 4), 0)) + of_warp - later - x
+
+
+def _sort(sizes: list[int], mine: Word, spare: Word, length: Word, t: Word) -> None:
+    """Sorts `mine` by the smallest of the networks that has room. A branch past one takes long: few are passed."""
+    if len(sizes) == 1:
+        with when(t < min(sizes[0], THREADS)):
+            _bitonic(sizes[0], mine, spare, length, t)
+        return
+    half = len(sizes) // 2
+    with when(length <= sizes[half - 1]):
+        _sort(sizes[:half], mine, spare, length, t)
+    with when(length > sizes[half - 1]):
+        _sort(sizes[half:], mine, spare, length, t)
 
 
 def _bitonic(size_all: int, mine: Word, spare: Word, length: Word, t: Word) -> None:

@@ -145,7 +145,7 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
         0,
     ),
     # Four fours of keys and slots a thread are more than 64 registers; the spilled are read once, outside of loops.
-    "top_k": (top(2048), (sds(8, 131072, dtype=jnp.float32), sds(8, 131072, dtype=bool)), 4.2, 8),
+    "top_k": (top(2048), (sds(8, 131072, dtype=jnp.float32), sds(8, 131072, dtype=bool)), 4.2, 0),
     "top_k, 1M": (top(2048), (sds(8, 1 << 20, dtype=jnp.float32), sds(8, 1 << 20, dtype=bool)), 33, 0),
     "top_k_pooled": (pooled("mean_softmax", 2048), (parts(4, 130816, 256),), 0.5, 24),
     "top_k_pooled, 1M": (pooled("mean_softmax", 2048), (parts(4, 1 << 20, 256),), 35, 0),
@@ -183,6 +183,7 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_quantized, D 64": (CODED, (*coded(131072, 64, 4, 32, 1, 32), recent_zone(128, 64)), 0.6, 0),
     "attend_quantized, by token, 4 bits": (CODED, coded(131072, 128, 4, 1, 64, 32), 0.6, 0),
     "collide": (collide.collide, ballot(4, 131072, 128, 6), 0.2, 0),
+    "collide, 1M": (collide.collide, ballot(4, 1 << 20, 128, 6), 0.2, 0),
     "collide, D 64": (collide.collide, ballot(8, 131072, 64, 31), 0.2, 0),
     "most_voted": (
         partial(most_voted.most_voted, room=13108),
@@ -197,9 +198,11 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
 
 
 TWO = "attend_quantized", "attend_span", "collide", "pick_1bit", "pick_4bit"  # kernels of a program
-REGISTERS = {"collide": 64, "rerank": 72, "pick_4bit": 72}  # at most: else too few blocks fit on a multiprocessor
+# At most: else too few blocks fit on a multiprocessor.
+REGISTERS = {"collide": 128, "collide, 1M": 64, "rerank": 72, "pick_4bit": 72}
 
 LATE = (
+    "collide, 1M",
     "attend_quantized, KIVI",
     "attend_quantized, D 64",
     "collide, D 64",
