@@ -333,7 +333,7 @@ def _digit_pass(n: int, state: list[Word], each: Callable[..., None], hist: Word
                 ptx("red.shared.add.u32 [$0], 1;", bins + digit * 4)
 
     each(count)
-    digit, need, held, *_ = find_bin(bins, need, blocks)
+    digit, need, held, *_ = find_bin(bins, need, blocks, of_earlier=False)
     mask = ((1 << bits) - 1) << shift
     if of_slot:
         return [high, high_mask, low | (digit << shift), low_mask | mask, need, held]
@@ -351,8 +351,9 @@ class Found(NamedTuple):
     beside: Word  # in the bin, of the blocks before this one
 
 
-def find_bin(bins: Word, wanted: Word, blocks: int) -> Found:
-    """Of the histograms that the blocks have at `bins`, `PASS` words that were zeros before the elements were counted.
+def find_bin(bins: Word, wanted: Word, blocks: int, of_earlier: bool = True) -> Found:
+    """Of the histograms that the blocks have at `bins`, `PASS` words that were zeros before the elements were counted;
+    without numbers of earlier blocks, which are zeros then, if these are not wanted.
 
     A block reads of another the sums of 32 bins each, then the 32 bins in which the one lies: of each one word a lane.
     """
@@ -370,8 +371,9 @@ def find_bin(bins: Word, wanted: Word, blocks: int) -> Found:
     def add(at: Word, block: Word, to: Word, to_before: Word) -> None:
         theirs = ptx("ld.shared::cluster.u32 $0, [$1];", c.remote(at, block), results=1)
         ptx("red.shared.add.u32 [$0], $1;", to, theirs)
-        with when(block < part):
-            ptx("red.shared.add.u32 [$0], $1;", to_before, theirs)
+        if of_earlier:
+            with when(block < part):
+                ptx("red.shared.add.u32 [$0], $1;", to_before, theirs)
 
     def place(counts: list[Word], wanted: Word) -> list[Word]:
         """Of counts that the lanes have, which has the last of the wanted, how many come after it, and itself."""
@@ -396,14 +398,13 @@ def find_bin(bins: Word, wanted: Word, blocks: int) -> Found:
         add(bins + (group * 32 + lane) * 4, warp, counts + lane * 4, counts_before + lane * 4)
     block_barrier()
     of_group, more, many = place([_load(counts + lane * 4)], wanted - above)
+    found = group * 32 + of_group, wanted - above - more, many, wanted
+    if not of_earlier:
+        return Found(*found, word(0), word(0))
     before = [(lane * 2 + j > group).choose(x, 0) for j, x in enumerate(_pair(sums_before + lane * 8))]
     beside = _load(counts_before + lane * 4)
     before.append((lane > of_group).choose(beside, 0))
-    return Found(
-        *(group * 32 + of_group, wanted - above - more, many, wanted),
-        c.warp_sum(c.sum_of(before)),
-        c.warp_sum(lane.equals(of_group).choose(beside, 0)),
-    )
+    return Found(*found, c.warp_sum(c.sum_of(before)), c.warp_sum(lane.equals(of_group).choose(beside, 0)))
 
 
 def earlier(x: Word, small: Word) -> Word:
@@ -421,8 +422,9 @@ def earlier(x: Word, small: Word) -> Word:
 def _sort(sizes: list[int], mine: Word, spare: Word, length: Word, t: Word) -> None:
     """Sorts `mine` by the smallest of the networks that has room. A branch past one takes long: few are passed."""
     if len(sizes) == 1:
-        with when(t < min(sizes[0], THREADS)):
-            _bitonic(sizes[0], mine, spare, length, t)
+        of_thread = max(2 if sizes[0] > 32 else 1, sizes[0] // THREADS)  # fewer waits for others than with one
+        with when(t < sizes[0] // of_thread):
+            _bitonic(sizes[0], of_thread, mine, spare, length, t)
         return
     half = len(sizes) // 2
     with when(length <= sizes[half - 1]):
@@ -431,9 +433,8 @@ def _sort(sizes: list[int], mine: Word, spare: Word, length: Word, t: Word) -> N
         _sort(sizes[half:], mine, spare, length, t)
 
 
-def _bitonic(size_all: int, mine: Word, spare: Word, length: Word, t: Word) -> None:
-    """Sorts the first `length` pairs of `mine`, largest first, by the first `size_all` threads or all."""
-    m = max(1, size_all // THREADS)
+def _bitonic(size_all: int, m: int, mine: Word, spare: Word, length: Word, t: Word) -> None:
+    """Sorts the first `length` pairs of `mine`, largest first, by the first threads, each of m of `size_all`."""
     base = (t >> 5) * (32 * m) + (t & 31)
     at = [base + 32 * j for j in range(m)]
     x = [_load_pair(mine + e * 8, e, length) for e in at]
