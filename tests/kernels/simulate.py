@@ -446,9 +446,9 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             m.whole_warps()
             m.barrier(m.warp_time, lanes)
         case "bar":
-            sizes = np.bincount(m.block[lanes], minlength=m.lanes // m.threads)
-            want = int(read(operands[1])[0]) if len(operands) > 1 else m.threads
-            assert np.isin(sizes, (0, want)).all(), f"a barrier of {want} threads that {set(sizes)} came to"
+            sizes = np.bincount(m.block[lanes], minlength=m.lanes // m.threads)[m.block[lanes]]
+            want = read(operands[1])[lanes] if len(operands) > 1 else m.threads
+            assert (sizes == want).all(), f"a barrier of {np.unique(want)} threads that {np.unique(sizes)} came to"
             m.barrier(m.block_time, lanes)
         case "barrier":
             if how[1] == "wait":
