@@ -205,7 +205,7 @@ def instr(name: str, *args: Operand, convergent: bool = False) -> Word:
     return ptx(f"{name} {operands};", *args, results=1, convergent=convergent)
 
 
-def bfly(x: Word, gap: Operand) -> Word:
+def bfly(x: Word, gap: int) -> Word:
     """x of the lane whose number differs in the bit `gap`."""
     return ptx("shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", x, gap, results=1, convergent=True)
 

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _tuned
-from kvjax.kernels_pallas._common import Operand, Word, block_barrier, cluster_barrier, loop, ptx, when, word
+from kvjax.kernels_pallas._common import Word, block_barrier, cluster_barrier, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/top_k.json
 THREADS = 1024
@@ -301,12 +301,7 @@ def pick(first: Fetch, again: Fetch, out: Any, scratch_m: Sequence[Any], *, U: i
         to = c.remote(small + (c.special("cluster_ctarank") + LENGTHS) * 4, t)
         ptx("st.shared::cluster.u32 [$0], $1;", to, length)
     c.cluster_arrive()
-    with when(length <= THREADS):
-        _bitonic(1, mine, sort, length, t)
-    with when(length > THREADS):
-        for m in (n for n in (2, 4, 8) if n * THREADS <= capacity):
-            with when((length > m // 2 * THREADS) & (length <= m * THREADS)):
-                _bitonic(m, mine, sort, length, t)
+    _sort([n for n in (32, 256, 512, 1024, 2048) if n < capacity] + [capacity], mine, sort, length, t)
     block_barrier()
     c.cluster_wait()  # so all blocks have read the histograms too, where the lists come
     _rank(mine, hist, small, out, length, t, k, blocks)
@@ -424,59 +419,59 @@ def earlier(x: Word, small: Word) -> Word:
     return c.warp_sum((lane < warp).choose(_load(small + lane * 4), 0)) + of_warp - later - x
 
 
-def _bitonic(m: int, mine: Word, spare: Word, length: Word, t: Word) -> None:
-    """Sorts the first `length` pairs of `mine`, largest first, by the threads that have m each, up to a power of two.
+def _sort(sizes: list[int], mine: Word, spare: Word, length: Word, t: Word) -> None:
+    """Sorts `mine` by the smallest of the networks that has room. A branch past one takes long: few are passed."""
+    if len(sizes) == 1:
+        of_thread = max(2 if sizes[0] > 32 else 1, sizes[0] // THREADS)  # fewer waits for others than with one
+        with when(t < sizes[0] // of_thread):
+            _bitonic(sizes[0], of_thread, mine, spare, length, t)
+        return
+    half = len(sizes) // 2
+    with when(length <= sizes[half - 1]):
+        _sort(sizes[:half], mine, spare, length, t)
+    with when(length > sizes[half - 1]):
+        _sort(sizes[half:], mine, spare, length, t)
 
-    In loops, as one that is written out takes longer to fetch than to run.
-    """
-    least, of_thread = 32 * m, m.bit_length() - 1
-    bits = word(32) - ptx("clz.b32 $0, $1;", (length > least).choose(length, least) - 1, results=1)
-    threads = word(1) << (bits - of_thread)
-    at = [(t >> 5) * least + (t & 31) + 32 * j for j in range(m)]
+
+def _bitonic(size_all: int, m: int, mine: Word, spare: Word, length: Word, t: Word) -> None:
+    """Sorts the first `length` pairs of `mine`, largest first, by the first threads, each of m of `size_all`."""
+    base = (t >> 5) * (32 * m) + (t & 31)
+    at = [base + 32 * j for j in range(m)]
+    x = [_load_pair(mine + e * 8, e, length) for e in at]
+    buffers = [spare, mine]
 
     def sync() -> None:
-        ptx("bar.sync 1, $0;", threads, convergent=True)
+        ptx(f"bar.sync 1, {size_all // m};", convergent=True)
 
-    def keep(turned: list[Word], gap: Operand, x: Sequence[Word], others: Sequence[Word]) -> list[Word]:
-        """Of each pair and the other that which belongs there. `turned`: places, inverted in what shall rise."""
-        code = (
-            "{ .reg .u64 x, y; .reg .pred p, q; mov.b64 x, {$2, $3}; mov.b64 y, {$4, $5}; "
-            "setp.gt.u64 p, x, y; setp.eq.u32 q, $6, 0; xor.pred p, p, q; "
-            "selp.b32 $0, $4, $2, p; selp.b32 $1, $5, $3, p; }"
+    def keep(mine: list[Word], other: list[Word], larger: Word) -> list[Word]:
+        return ptx(
+            "{ .reg .u64 x, y; .reg .pred p, q; mov.b64 x, {$2, $3}; mov.b64 y, {$4, $5}; setp.gt.u64 p, x, y; "
+            "setp.ne.u32 q, $6, 0; xor.pred p, p, q; selp.b32 $0, $4, $2, p; selp.b32 $1, $5, $3, p; }",
+            *(*mine, *other, larger),
+            results=2,
         )
-        two = [slice(2 * j, 2 * j + 2) for j in range(m)]
-        return [w for j, i in zip(two, turned, strict=True) for w in ptx(code, *x[j], *others[j], i & gap, results=2)]
 
-    def network(size_bits: Word, free: Word, full: Word, *x: Word) -> list[Word]:
-        size = word(1) << size_bits
-        turned = [e ^ (e & size).equals(0).choose(0, 0xFFFFFFFF) for e in at]
-
-        def of_warps(i: Word, free: Word, full: Word, *x: Word) -> list[Word]:
-            gap = size >> (i + 1)
-            for j, e in enumerate(at):
-                _store_pair(free + e * 8, list(x[2 * j : 2 * j + 2]))
-            sync()
-            others = [w for e in at for w in _pair(free + (e ^ gap) * 8)]
-            return [full, free, *keep(turned, gap, x, others)]
-
-        def of_lanes(i: Word, *x: Word) -> list[Word]:
-            gap = word(1) << (lanes - 1 - i)
-            return keep(turned, gap, x, [c.bfly(w, gap) for w in x])
-
-        far, lanes = of_thread + 5, (size_bits < 5).choose(size_bits, 5)
-        free, full, *pairs = loop(0, (size_bits > far).choose(size_bits - far, 0), 1, [free, full, *x])(of_warps)
-        for gap in (1 << i for i in reversed(range(of_thread))):  # in the thread
-            others = [w for j in range(m) for w in pairs[2 * (j ^ gap) :][:2]]
-            run = functools.partial(keep, turned, 32 * gap, pairs, others)
-            pairs = c.choose_between(size > 32 * gap, run, pairs)
-        return [free, full, *loop(0, lanes, 1, pairs)(of_lanes)]
-
-    with when(t < threads):
-        x = [w for e in at for w in _load_pair(mine + e * 8, e, length)]
-        _, _, *x = loop(1, bits + 1, 1, [spare, mine, *x])(network)
-        sync()
-        for j, e in enumerate(at):
-            _store_pair(mine + e * 8, x[2 * j : 2 * j + 2])
+    size = 2
+    while size <= size_all:
+        gap = size // 2
+        while gap:
+            if gap >= 32 * m:
+                for e, v in zip(at, x, strict=True):
+                    _store_pair(buffers[0] + e * 8, v)
+                sync()
+                other = [_pair(buffers[0] + (e ^ gap) * 8) for e in at]
+                buffers.reverse()
+            elif gap >= 32:
+                other = [x[j ^ (gap // 32)] for j in range(m)]
+            else:
+                other = [[c.bfly(w, gap) for w in v] for v in x]
+            larger = [(e & gap).equals(0).choose(1, 0) ^ (e & size).equals(0).choose(0, 1) for e in at]
+            x = [keep(*three) for three in zip(x, other, larger, strict=True)]
+            gap //= 2
+        size *= 2
+    sync()
+    for e, v in zip(at, x, strict=True):
+        _store_pair(mine + e * 8, v)
 
 
 def _rank(mine: Word, lists: Word, small: Word, out: Any, length: Word, t: Word, k: int, blocks: int) -> None:
