@@ -14,20 +14,23 @@ before the table is there; the next 64 KiB of a block are on their way to L2 mea
 **Bytes:** D/8 read and G written a key and kv head, and 1 KiB of counts a subspace and kv head: at D = 128 and G = 4,
 20 bytes a key. The bound on an H200 (4.3 TB/s) is 4.9 us for 8 kv heads x 131072, 39 us for 8 x 1M. Shared memory has
 16 words a key to read at D = 128, which take 2.1 us of all multiprocessors. Scores of patterns are sums in the order of
-channels, in f32: where two are equal but for rounding, the reference may order them otherwise. 64 registers to G = 4
+channels, in f32: where two are equal but for rounding, the reference may order them otherwise. 69 registers to G = 4
 and two keys a thread, no spills; by count, votes take 4 instructions a subspace and key, half of them on pipes of half
 rate.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of both kernels, 8 kv heads x 131072, D = 128, six limits:
-G = 4 8.6 us (the reference 424), G = 1 7.9 us (173; in a step of ParisKV 2.8 for ranks and 7.5 for votes), G = 8 12.7
-us (477). G = 4: 32768 keys 4.3 us (355), 1M 60 us (1.54 ms), batch 8 x 32768 20.7 us (540).
+**Measured** on an H200, 2026-11-22, jax 0.11.2, device time of both kernels, 8 kv heads x 131072, D = 128, six limits:
+G = 4 8.7 us (the reference 428), G = 1 7.8 us (174; in a step of ParisKV 2.8 for ranks and 7.5 for votes), G = 8 11.0
+us (479). G = 4: 32768 keys 3.8 us (353), 1M 52 us (1.55 ms; four keys a thread, of `tuned.json`), batch 8 x 32768 20.8
+us (546); D = 64 5.6 us (374; eight warpgroups, of `tuned.json`).
 
-**Tried and lost** (G = 4): one key a thread 9.5 us, four 10.7; 66 blocks of two warpgroups a row 10.4, 48 of four 10.7.
-Ranks and votes in one kernel, where a cluster of 8 blocks shared the subspaces of a row and each read what the others
-found: 13.3 us, G = 1 10.5, G = 8 22.4, 32768 keys 9.8, 1M 65, 8 x 32768 31.8; each row had 3 clusters, so that all of
-it was ranked three times, and a multiprocessor had one block or two. Two clusters a row 15.3 us, and one key at once
-there 16.4; four of two warpgroups 17.2, one of eight 14.3, one of 16 blocks 14.8, eight of two blocks 19.3. Patterns
-sorted, a warp a subspace and head, and one cluster a row with more than 64 registers: 17.9 us.
+**Tried and lost** (G = 4): two blocks a multiprocessor 8.7 us, and in that form one key a thread 9.7, four 10.7; for G
+= 8 12.9, for 32768 keys 4.3. 66 blocks of two warpgroups a row 10.4, 48 of four 10.7; 1M with one block a
+multiprocessor 67 us, with two keys a thread 60, with eight warpgroups 52.3. Ranks and votes in one kernel, where a
+cluster of 8 blocks shared the subspaces of a row and each read what the others found: 13.3 us, G = 1 10.5, G = 8 22.4,
+32768 keys 9.8, 1M 65, 8 x 32768 31.8; each row had 3 clusters, so that all of it was ranked three times, and a
+multiprocessor had one block or two. Two clusters a row 15.3 us, and one key at once there 16.4; four of two warpgroups
+17.2, one of eight 14.3, one of 16 blocks 14.8, eight of two blocks 19.3. Patterns sorted, a warp a subspace and head,
+and one cluster a row with more than 64 registers: 17.9 us.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
 from kvjax.kernels_pallas._rotated import rotated
 
-MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/collide.json
+MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/collide.json
 PATTERNS = 256  # of a subspace
 PAIRS = PATTERNS // 2  # of a pattern and that of all signs turned, whose scores are s and -s
 HEADS = 8  # two words of a byte each

@@ -11,13 +11,13 @@ as arrays made by XLA, a mask of slots and a count took two launches of 1.3 us.
 **Bytes:** 1 read a key and row, twice, and 4 written a place. The bound on an H200 (4.3 TB/s) for 8 rows x 131072 with
 13108 places is 0.3 us from device memory; what `collide` has just written, 1 MB, is still in L2.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, votes binomial of 96 at .2: 8 rows x 131072, 13108 places
-5.8 us (the reference 71), 6554 places 5.2 us (70), 32 rows 10.1 us (122), 8 x 1M 29.0 us (188), 8 x 32768 3.9 us (57),
-64 rows x 32768 6.9 us (94).
+**Measured** on an H200, 2026-11-22, jax 0.11.2, device time, votes binomial of 96 at .2: 8 rows x 131072, 13108 places
+5.8 us (the reference 71), 6554 places 5.2 us (70), 32 rows 10.1 us (122), 8 x 1M 23.5 us (190; 16 blocks of four
+warpgroups), 8 x 32768 3.6 us (57; 8 of two, as `tuned.json` has both), 64 rows x 32768 6.9 us (92).
 
-**Tried and lost**: 8 blocks of two warpgroups 6.7 us, of eight 6.2; 16 blocks of two 6.4, of four 6.9, of eight 11.1.
-8 copies of the bins, votes compared one by one, a scan for each sum and three barriers of the cluster for two 8.4 us,
-and in that form: 8 rows of 4 blocks 12.5 us; 64 rows of 8 blocks 27 us, hence `config_for`.
+**Tried and lost**: 8 blocks of two warpgroups 6.6 us, of eight 6.1; 16 blocks of two 6.5, of four 6.6, of eight 11.1; 8
+of four for 8 x 1M 29.0. 8 copies of the bins, votes compared one by one, a scan for each sum and three barriers of the
+cluster for two 8.4 us, and in that form: 8 rows of 4 blocks 12.5 us; 64 rows of 8 blocks 27 us, hence `config_for`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
 
-MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/most_voted.json
+MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/most_voted.json
 BINS, COPIES = 256, 32  # a copy for each lane, in a bank of its own
 OWN = BINS // 32  # bins of a lane
 BYTES = 16  # votes that a thread reads at once

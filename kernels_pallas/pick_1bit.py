@@ -17,16 +17,17 @@ counts give the places, which follow the threads, in every run alike.
 **Bytes:** D/8 + 4 D/g read, 2 G written and 2 G read a slot and kv head, 4 `room` written. The bound on an H200 (4.3
 TB/s) for 8 kv heads x 131072, D = 128, g = 32, G = 4 is 9.8 us and, if L2 has lost the scores, 2.0 us.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, 8 kv heads, G = 4, D = 128, bf16, 256 keys that wait, 2048
-chosen: 130816 tokens 23.9 us, scores 15.0 and choice 8.7 (`score_1bit` and `top_k_pooled` 33.2, the references 1256),
-32512 12.2 (17.9, 872). Within a step of FIER ("parts" in `benchmarks/results/decode_step.json`), scores and choice:
-131072 tokens 16.2 and 9.3 us, 1M 98.8 and 47.1, 32768 6.4 and 6.8, 8192 3.6 and 6.6, batch 8 x 32768 28.7 and 11.0.
-Counted for G = 4, bf16: a unit takes 174 instructions of a warp (before codes were read where they lie 357, and the
-scores took 26 us); 116 registers, no spills.
+**Measured** on an H200, 2026-11-22, jax 0.11.2, device time, 8 kv heads, G = 4, D = 128, bf16, 256 keys that wait, 2048
+chosen: 130816 tokens 23.9 us, scores 14.9 and choice 8.7 (`score_1bit` and `top_k_pooled` 32.7, the references 1247),
+mean of scores 20.7 (29.6), 32512 tokens 11.7 (17.3, 859; eight units a warp, of `tuned.json`), 7936 9.3 (19.5, 248), 1M
+150 (203, 7273), batch 8 x 32512 38.4 (53.9, 1648); G = 8 32.1 (47.4, 1308). Within a step of FIER ("parts" in
+`benchmarks/results/decode_step.json`), scores and choice: 131072 tokens 16.1 and 9.1 us, 1M 98.9 and 46.9, 32768 6.3
+and 6.7, 8192 3.6 and 6.4, batch 8 x 32768 28.3 and 10.9. Counted for G = 4, bf16: a unit takes 174 instructions of a
+warp (before codes were read where they lie 357, and the scores took 26 us); 116 registers, no spills.
 
 **Tried and lost** (8 x 130816): clusters of 16 blocks 29.3 us, as not eight of these run at once (15 of 8 blocks do); 4
-blocks a row 29.0 us, 2 blocks 36.7; 8, 12 and 14 stages for 16 24.4 to 25.5. Scores in f32 between the kernels, and
-copies that fetched half sectors: 30.7.
+blocks a row 29.0 us, 2 blocks 36.7; 8, 12 and 14 units for 16 24.3 to 25.4; a branch for each pass that the choice does
+not need .2 us more in a step. Scores in f32 between the kernels, and copies that fetched half sectors: 30.7.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from kvjax.kernels_pallas import top_k as t
 from kvjax.kernels_pallas import top_k_pooled as pooled
 from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
 
-MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/pick_1bit.json
+MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/pick_1bit.json
 EXACT = 32  # keys of a warp that scores those that wait
 
 

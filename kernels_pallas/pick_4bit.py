@@ -14,12 +14,13 @@ launches of 1.1 to 1.8 us on an H200, beside `top_k_pooled` with 11.7 us.
 read and written one chosen. The bound on an H200 (4.3 TB/s) for 8 kv heads x 13108 candidates of 131072, D = 128, 2048
 chosen, is 3.3 us.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of both kernels, 8 kv heads, D = 128, 256 keys that wait,
-1916 chosen, slots spread: 13108 candidates of 131072 18.9 us (the reference 282; in a step of ParisKV 11.0 and 6.3),
-6000 of 32768 10.6 us (147), 2500 of 8192 11.6 us (69), 104858 of 1M 67 us (1.92 ms), batch 8 x 6000 36.7 us (256), a
-list for each of 4 heads 38.0 us (381); D = 64 12.2 us (261).
+**Measured** on an H200, 2026-11-22, jax 0.11.2, device time of both kernels, 8 kv heads, D = 128, 256 keys that wait,
+1916 chosen, slots spread: 13108 candidates of 131072 17.8 us (the reference 283; in a step of ParisKV 10.6 and 6.2),
+6000 of 32768 10.3 us (146), 2500 of 8192 11.6 us (69), 104858 of 1M 65.5 us (1.91 ms), batch 8 x 6000 36.6 us (256), a
+list for each of 4 heads 38.0 us (383); D = 64 11.9 us (264): of the sizes that `config_for` has taken since that run.
 
-**Tried and lost**: 2 blocks of a choice 19.8 us; 8 blocks, or four warpgroups a block of scores, within 1 %.
+**Tried and lost** (13108): scores by blocks of one, two and four warpgroups 25.8, 19.1 and 18.8 us; with two, a choice
+by 2 blocks 19.8 us, by 8 19.2.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from kvjax.kernels_pallas import top_k as t
 from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
 from kvjax.kernels_pallas.score_1bit import halves
 
-MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/pick_4bit.json
+MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/pick_4bit.json
 
 
 @dataclass(frozen=True)

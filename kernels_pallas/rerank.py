@@ -6,20 +6,22 @@ numbers in f32; 16 copies of it, 32 KiB, so that no two lanes of half a warp mee
 some 7 instructions: 2 to make bytes, 2 to look up (a dot product of 4 bytes makes one of them an address), 2 to
 multiply and add, 1 for the rest. Sums of a subspace are multiplied by its weight. A thread reads its slot and codes
 before the block writes the table, and a block serves one head. Pieces of 32 bytes at random are what takes the time, so
-all picks should be under way at once: ptxas is kept to 72 registers, from 126, by loops that it may not unroll.
+all picks should be under way at once: ptxas is kept to 72 registers, from 126, by loops that it may not unroll. Where
+a block for each multiprocessor is enough, of up to eight warpgroups (with 64 registers), all have a like share.
 
 **Bytes:** 3/4 D read a pick, in pieces of D/8, 3 D/8 and D/4, of 32 bytes each from device memory, so 128 at D = 128;
 and 4 of its slot and 4 written. The bound on an H200 (4.3 TB/s) is 1.7 us for 8 kv heads x 6554 picks of one list (5 %
 of 131072), and 6.6 us for a list for each of G = 4 heads if nothing that one of them read is still in L2. 104 bytes a
 pick, were pieces read to the byte, are 1.3 and 5.1 us.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, 8 kv heads x 131072, D = 128, slots spread: 6554 picks of
-one list 6.2 us (the reference 107; four warpgroups a block, of `tuned.json`), 13108 picks, which a step of ParisKV has,
-11.0 us (212), a list of 6554 for each of 4 heads 17.6 us (152); 3277 of 32768 2.9 us (52), batch 8 18.7 us (117); 52429
-of 1M 34.9 us (853); 6554 at D = 64 4.1 us (96).
+**Measured** on an H200, 2026-11-22, jax 0.11.2, device time, 8 kv heads x 131072, D = 128, slots spread: 6554 picks of
+one list 6.2 us (the reference 107; on another H200 6.0), 13108 picks, which a step of ParisKV has, 11.1 us (212; 10.8),
+a list of 6554 for each of 4 heads 18.1 us (152; 17.7); 3277 of 32768 2.9 us (52), batch 8 19.7 us (117); 52429 of 1M
+37.6 us (847; 34.9); 6554 at D = 64 3.8 us (96).
 
-**Tried and lost**: a warpgroup a block 10.5, 17.4 and 28.7 us for the first three, with a table for each 128 picks;
-four of them 11.4 us for 13108 picks, 19.1 us for a list a head, and two 6.6 us for 6554.
+**Tried and lost**: a warpgroup a block 10.1, 28.1 and 16.7 us for 6554 picks, a list a head and 13108, with a table for
+each 128 picks; two 6.7 us for 6554 and 11.1 for 13108, four 11.6 and eight 7.6 the other way round; like shares where
+blocks take turns, within 2 %.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
 from kvjax.kernels_pallas._rotated import rotated
 
-MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/rerank.json
+MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/rerank.json
 BYTES = 256  # of two channels
 COPIES = 16  # of the table, for the lanes of half a warp
 

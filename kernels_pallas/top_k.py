@@ -5,26 +5,31 @@ are unique, is what is ranked. (1) Each thread reads 16 keys; of a row of at mos
 histogram of the keys' top 11 bits in shared memory finds the bin in which the k-th lies: of each other's a block reads
 the sums of 32 bins each, and then those 32 of which one is the bin. While more than `candidates(k)` elements lie in it
 or above, the next bits are done: 11 and 10 more of the key, then 22 of the slot. (3) Each block sorts its share of
-these candidates (bitonic, by shuffles where it can), takes the others' sorted lists, and finds the rank of each of its
-own in each list by bisection; ranks below k are written.
+these candidates (bitonic, by shuffles where it can), gives it to the others, and finds the rank of each of its own in
+each list by bisection; ranks below k are written. What is seldom needed is passed over by one branch, as each takes
+some 280 cycles to the code behind it.
 
 **Bytes:** 4 U read (once for U <= 131072; three or more times beyond, from L2 as far as it holds them) and 4 k written
 a row. The bound on an H200 (4.3 TB/s) is 1 us for 8 x 131072 and 8 us for 8 x 1M: the kernel is bound by latency, and
 beyond 131072 by reading with 64 of 132 multiprocessors.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of the kernel alone, k = 2048, normal random scores, all
-valid: 8 x 131072 11.1 us (the reference 202), 8 x 1M 34.5 us (2.46 ms). Softmaxes, or half of the scores valid: 13.4
-and 10.4 us. Equal or rising scores at 8 x 131072, where most of the 54 bits are needed or one block has all candidates:
-30.9 and 38.7 us. Making keys of scores and splitting the result, which XLA may fuse with what is around, adds 3.4 us,
-at 8 x 1M 18 us. `benchmarks/results/top_k.json` has these shapes alone: its run ended there. 64 registers, 4 bytes of
-spills.
+**Measured** on an H200, 2026-11-22, jax 0.11.2, device time of the kernel alone, k = 2048, normal random scores, all
+valid: 8 x 131072 10.0 us (the reference 202), 8 x 1M 33.3 us (2.46 ms), 8 x 32768 7.7 us (74), 64 x 32768 14.8 us
+(243), 32 x 131072 20.8 us (954); k = 256 and 4096 of 8 x 131072 7.8 and 13.3 us. Softmaxes, or half of the scores
+valid: 12.1 and 9.4 us. Equal or rising scores at 8 x 131072, where most of the 54 bits are needed or one block has all
+candidates: 21.2 and 23.9 us. Making keys of scores and splitting the result, which XLA may fuse with what is around,
+adds 3.4 us, at 8 x 1M 18 us. Of the 16500 cycles of a block at 8 x 131072, 7300 go until the candidates are listed,
+3600 to sorting, 2600 to giving and waiting, 2800 to ranking. 63 registers, no spills.
 
-**Tried and lost** (8 x 131072, k = 2048): clusters of 16 blocks 25.9 us, as not eight of these run at once (15 of 8
-blocks do); 4 blocks a row 14.4 to 14.7 us, 2 blocks 22.1. Each thread reading bins of all blocks 13.8 us, and in that
-form: one block sorting all candidates, in shared memory 33 us, with shuffles 25 us (its throughput, not latency); going
-on until exactly k are left 22 us; 512 threads a block 15.6 us; 2048 candidates for k = 1024 16.3 us, where 4096 take
-13.8; 64 rows x 32768 with 8 blocks a row 56 us, 4 blocks 34 us, 2 blocks 17 to 24 us, hence `config_for`. In XLA alone,
-bisection by counting and compaction by running sums took 110 us (with dispatch), unordered.
+**Tried and lost** (8 x 131072, k = 2048): a sort in loops, a fourth of the code, 11.5 us; a pair a thread in place of
+two 10.1; places for candidates reserved by a running sum of each warp 10.4 (it pays for equal scores, as additions to
+one word queue); lists that each block fetched 11.1, with branches around each candidate and each pass. Clusters of 16
+blocks 25.9 us, as not eight of these run at once (15 of 8 blocks do); 4 blocks a row 14.4 to 14.7 us, 2 blocks 22.1.
+Each thread reading bins of all blocks 13.8 us, and in that form: one block sorting all candidates, in shared memory 33
+us, with shuffles 25 us (its throughput, not latency); going on until exactly k are left 22 us; 512 threads a block 15.6
+us; 2048 candidates for k = 1024 16.3 us, where 4096 take 13.8; 64 rows x 32768 with 8 blocks a row 56 us, 4 blocks 34
+us, 2 blocks 17 to 24 us, hence `config_for`. In XLA alone, bisection by counting and compaction by running sums took
+110 us (with dispatch), unordered.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Word, block_barrier, cluster_barrier, loop, ptx, when, word
 
-MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/top_k.json
+MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/top_k.json
 THREADS = 1024
 DIGITS = ((0, 21, 11), (0, 10, 11), (0, 0, 10), (1, 11, 11), (1, 0, 11))  # (of key 0 or slot 1, shift, bits)
 BINS, GROUPS = 2048, 64  # groups of 32 bins

@@ -14,15 +14,15 @@ tell units apart. Of 131072 normal random scores of deviation 2 the first 11 bit
 (4.3 TB/s) for 8 rows x 131072, G = 4 is 3.9 us for each reading from device memory; what `score_1bit` has just written,
 16.8 MB, L2 may still hold.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of the kernel alone, normal random scores of deviation 2,
+**Measured** on an H200, 2026-11-22, jax 0.11.2, device time of the kernel alone, normal random scores of deviation 2,
 all valid, in two parts, as of a store and a recent window, 8 rows of groups of 4, k = 2048: 131072 units, mean of
-softmaxes 18.8 us, mean of scores 13.2 us (pooled by XLA, then `top_k`: 38.6 and 15.7 us; all by the references 229 and
-207); 131328 units, which registers do not hold, 21.4 us; 32768 12.6 us (91). XLA adds 2 to 2.5 us around it.
-`benchmarks/results/top_k_pooled.json` has these shapes alone: its run ended there. With logarithms as keys, 131072
+softmaxes 17.9 us, mean of scores 12.2 us (pooled by XLA, then `top_k`: 37.7 and 14.6 us; all by the references 231 and
+207); 131328 units, which registers do not hold, 20.1 us; 32768 11.6 us (91), batch 8 24.2 us (265); 1M 103 us (3.23
+ms); groups of 8 24.2 us (244); 127 of 8192 8.7 us (54). XLA adds 2 to 4 us around it. With logarithms as keys, 131072
 units took 30 us, 1M 128 us and batch 8 x 32768 29 us.
 
-**Tried and lost** (131072): clusters of 16 blocks 37.9 us, as not eight of these run at once (15 of 8 blocks do); 4
-blocks a row 28.4 us, 2 blocks 48.4, one 86; two loads in flight 19.6 us. With logarithms as keys, of 8192 units, k =
+**Tried and lost** (131072): clusters of 16 blocks 33.3 us, as not eight of these run at once (15 of 8 blocks do); 4
+blocks a row 27.1 us, 2 blocks 46.1, one 82; two loads in flight 18.3 us. With logarithms as keys, of 8192 units, k =
 127: 8 blocks 19.3 us, 4 blocks 14.5, 2 blocks 12.7, hence `config_for`.
 """
 
@@ -42,7 +42,7 @@ from kvjax.kernels_pallas import top_k as t
 from kvjax.kernels_pallas._common import Flag, Word, instr, loop, ptx, real, when, word
 from kvjax.kernels_pallas.top_k import Config, config_for
 
-MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/top_k_pooled.json
+MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/top_k_pooled.json
 HEADS = 8
 STATS = 32 * HEADS * 2  # words: largest and sum of a head and warp; after them a head's of the block, and its log
 LOG2_E = 1 / math.log(2)

@@ -9,7 +9,7 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
-from kvjax.kernels_pallas import score_pages
+from kvjax.kernels_pallas import pick_4bit, score_pages
 
 from kvjax import models
 from kvjax.presets import REGISTRY
@@ -66,7 +66,10 @@ def test_table_of_methods_is_the_registry():
 
 RESULTS = ROOT / "benchmarks" / "results"
 # What a kernel is given without being asked, where that changed after its benchmark.
-DEFAULTS = {"score_pages": "x".join(str(size) for size in astuple(score_pages.Config()))}
+DEFAULTS = {
+    name: "x".join(str(size) for size in astuple(config))
+    for name, config in (("score_pages", score_pages.Config()), ("pick_4bit", pick_4bit.config_for(8, 13108, 256)))
+}
 
 
 def test_the_table_of_needles_says_what_its_file_says():
@@ -114,6 +117,16 @@ def test_the_table_of_steps_says_what_its_file_says():
     assert re.findall(r"^\| \d+ x .*", section("Speed"), re.MULTILINE) == wanted
 
 
+def test_the_table_of_steps_in_plain_jax_says_what_its_file_says():
+    rows = [row for row in rows_of("decode_step") if row["batch"] == 1]
+    found = {(row["method"], row["length"]): f"{row['us']:.0f}" for row in rows if row["implementation"] == "xla"}
+    found |= {(row["method"], row["length"]): f"{row['us']:.0f}" for row in rows if row["method"] == "by hand"}
+    lengths = sorted({length for method, length in found if method != "by hand"})
+    columns = ("by hand", "fier", "quest", "pariskv", "logquant")
+    wanted = [f"| {n} | {' | '.join(found.get((method, n), '') for method in columns)} |" for n in lengths]
+    assert re.findall(r"^\| \d+ \| .*", section("Speed"), re.MULTILINE) == wanted
+
+
 def test_the_table_of_kernels_says_what_their_files_say():
     rows = re.findall(r"^\| `(\w+)`: .* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", section("Speed"), re.MULTILINE)
     files = {path.stem for path in RESULTS.glob("*.json") if '"kernel": ' in path.read_text()}
@@ -132,9 +145,10 @@ CACHES = {"cudnn": "full attention by cuDNN"} | {
 def test_the_table_of_tokens_says_what_its_file_says():
     rows = [row for row in rows_of("end_to_end") if not row.get("largest_batch")]
     took = {(row["cache"], row["batch"], row["length"]): f"{row['tpot_ms']:.2f}" for row in rows}
-    wanted = []
+    sizes = sorted({key[1:] for key in took}, key=lambda size: size[::-1])
+    wanted = [f"| cache | {' | '.join(f'{batch} x {length}' for batch, length in sizes)} |"]
     for cache, shown in CACHES.items():
-        cells = [took.get((cache, *size), "") for size in ((1, 8192), (1, 32768), (8, 32768), (1, 131072))]
+        cells = [took.get((cache, *size), "") for size in sizes]
         wanted.append(f"| {shown} | {' | '.join(cells)} |")
     lines = section("Speed").splitlines()
     assert [line for line in wanted if line in lines] == wanted
