@@ -354,6 +354,32 @@ def test_the_loop_needs_no_more_memory_than_a_step(model):
 # ------------------------------------------------------------------------------------------------------------- stream
 
 
+def test_a_stream_looks_for_the_leaves_of_its_model_once(model):
+    looked = []
+
+    @jax.tree_util.register_pytree_node_class
+    class Counted:
+        def __init__(self, model):
+            self.model = model
+
+        def tree_flatten(self):
+            looked.append(1)
+            return (self.model,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*children)
+
+        def __call__(self, *args, **kwargs):
+            return self.model(*args, **kwargs)
+
+    run = stream(Counted(model), new_cache(), words(5), max_new_tokens=4, block=1)
+    before = len(looked)
+    assert before > 0
+    list(run)
+    assert len(looked) == before
+
+
 @pytest.mark.parametrize("block", [1, 4, 100])
 def test_stream_yields_the_tokens_of_generate(model, block):
     prompt = words(20, 33)

@@ -34,7 +34,7 @@ from jax.typing import DTypeLike
 
 from kvjax.evaluate.plots import new_figure, style
 from kvjax.evaluate.record import provenance, replace_file
-from kvjax.generate import SMALLEST_CHUNK, Stream, _decode_loop, _prefill_chunk, chunk_size, prefill, warm_up
+from kvjax.generate import Stream, _prefill_chunk, chunk_size, prefill, warm_up
 from kvjax.hook import Cache, LayerCache, Layered, check, init
 from kvjax.memory import nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig
@@ -396,11 +396,8 @@ def _program_bytes(model: Decoder, run: Stream, length: int, workload: Workload)
 
     The run compiled these programs; asking for them with arguments of the same shapes finds them again.
     """
-    cache, B, block = run.cache, run.cache.spec.batch, workload.block
-    state = (run.logits, np.ones((B,), bool), (np.zeros((0,), np.float32), np.zeros((), np.float32)))
-    numbers = (None, np.int32(0), np.int32(block), Sampling(), np.zeros((0,), np.int32))
-    room = max(SMALLEST_CHUNK, 1 << (block - 1).bit_length())
-    programs = [_decode_loop.lower(model, cache, *state, *numbers, room=room, measure=False)]
+    cache, B = run.cache, run.cache.spec.batch
+    programs = [run.lower(workload.block)]
     if not workload.synthetic:
         size = chunk_size(length, workload.chunk, rows=B)
         tokens, lengths = np.zeros((B, size), np.int32), np.zeros((B,), np.int32)
