@@ -90,6 +90,7 @@ def _asked(
 def tune(found: _tuned.Asked, times: dict[Any, float]) -> None:
     """Writes to tuned.json the fastest config for the shape, if it gains enough; what was there for it gives way."""
     best = min(times, key=lambda config: times[config])
+    _tuned.entries.cache_clear()  # another benchmark may have written to it
     kernels = {kernel: list(kept) for kernel, kept in _tuned.entries(_tuned.FILE).items()}
     kept = [entry for entry in kernels.pop(found.kernel, []) if entry["shape"] != found.shape]
     if times[best] <= (1 - LEAST_GAIN) * times[found.rule]:

@@ -345,6 +345,11 @@ def choose_address(flag: Flag, yes: Any, no: Any) -> Any:
     return arith.select(flag.value, yes, no)
 
 
+def load(address: Any, at: int = 0) -> Word:
+    """The word of device memory `at` bytes after an address; it must be one that no kernel writes meanwhile."""
+    return ptx(f"ld.global.nc.u32 $0, [$1{f'+{at}' if at else ''}];", address, results=1)
+
+
 def load_below(i: Word, end: Operand, address: Any, otherwise: Operand = 0) -> Word:
     """The word of device memory at an address if i < end; else `otherwise`, and nothing is read."""
     code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, $3; @p ld.global.nc.u32 $0, [$4]; }"
@@ -356,7 +361,7 @@ Numbers = tuple[Any, int]  # i32 in device memory, and how many rows share each
 
 def number_of(numbers: Numbers, row: Word) -> Word:
     at, shared_by = numbers
-    return ptx("ld.global.nc.u32 $0, [$1];", offset_rows(global_address(at), divide(row, shared_by), 4), results=1)
+    return load(offset_rows(global_address(at), divide(row, shared_by), 4))
 
 
 def clipped(x: Word, most: int) -> Word:

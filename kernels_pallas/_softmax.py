@@ -195,9 +195,7 @@ class Merged:
         """Of parts whose means f32[n, heads, D] and natural logs of sums f32[n, heads] are in device memory."""
         self = cls.__new__(cls)
         self._find(i, D)
-        logs = [
-            ptx("ld.global.nc.u32 $0, [$1];", c.offset(logs, (self.head + b * heads) * 4), results=1) for b in range(n)
-        ]
+        logs = [c.load(c.offset(logs, (self.head + b * heads) * 4)) for b in range(n)]
         stats = [[instr("mul.f32", x, real(1 / math.log(2))), real(1.0)] for x in logs]
         code = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];"
         self._merge(stats, [ptx(code, c.offset(means, (i + b * (heads * D // 4)) * 16), results=4) for b in range(n)])

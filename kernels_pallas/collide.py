@@ -215,7 +215,7 @@ def _vote(ids_m, earned_m, out_m, table_m, *, sizes: tuple[int, int, int], confi
     @loop(warp * COPIED, PATTERNS, threads // 32 * COPIED)
     def _copy(first: Word) -> None:
         at = c.offset(earned, (first * (N * width) + which) * 4)
-        found = [ptx(f"ld.global.nc.u32 $0, [$1+{i * N * width * 4}];", at, results=1) for i in range(COPIED)]
+        found = [c.load(at, i * N * width * 4) for i in range(COPIED)]
         for i, x in enumerate(found):
             ptx("st.shared.u32 [$0], $1;", table + (first + i) * 128 + lane * 4, x)
 
@@ -298,9 +298,9 @@ def _rank(
     far, totals = near + PAIRS * 8, near + PAIRS * 12
     opposite = PATTERNS - 1
     pairs = [member + i for i in range(0, PAIRS, size)]
-    keys = [ptx("ld.global.nc.u32 $0, [$1];", c.offset(counts, i * 4), results=1) for i in pairs]
-    keys_opposite = [ptx("ld.global.nc.u32 $0, [$1];", c.offset(counts, (i ^ opposite) * 4), results=1) for i in pairs]
-    bounds = [ptx(f"ld.global.nc.u32 $0, [$1+{4 * i}];", limits, results=1) for i in range(T)]
+    keys = [c.load(c.offset(counts, i * 4)) for i in pairs]
+    keys_opposite = [c.load(c.offset(counts, (i ^ opposite) * 4)) for i in pairs]
+    bounds = [c.load(limits, 4 * i) for i in range(T)]
 
     @loop(t >> 5, G, threads // 32)
     def _query(head: Word) -> None:

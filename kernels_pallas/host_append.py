@@ -94,7 +94,7 @@ def _program(x_m, at_m, count_m, *new_m, sizes: tuple[int, int, int, int, int], 
         head = c.divide(i, n)
         row = i - head * n
         b = c.divide(head, K)
-        start, count = (ptx("ld.global.nc.u32 $0, [$1];", c.offset_rows(a, b, 4), results=1) for a in (starts, counts))
+        start, count = (c.load(c.offset_rows(a, b, 4)) for a in (starts, counts))
         with when(within & (row < count) & (start < P) & (row < word(P) - start)):
             code = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];"
             words = [ptx(code, c.offset_rows(part, at, CHUNK), results=4) for part in new]

@@ -121,7 +121,7 @@ def _program(
     first = c.special("ctaid.x") * (threads * config.ahead) + c.special("tid.x")
     at_chunk = [first + j * threads for j in range(config.ahead)]
     wanted = [c.divide((at < total).choose(at, total - 1), chunks) for at in at_chunk]  # a spare thread loads the last
-    found = [ptx("ld.global.nc.u32 $0, [$1];", c.offset_rows(index, i, 4), results=1) for i in wanted]
+    found = [c.load(c.offset_rows(index, i, 4)) for i in wanted]
 
     def place_of(row: Word, of: Word) -> Word:
         """Where `row` is held; all ones if it is not. The same in all lanes of a warp."""

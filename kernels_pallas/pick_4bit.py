@@ -223,7 +223,7 @@ def _exact(q_m: Any, keys_m: Any, queries_m: Any, place: rerank.Place, R: int, k
         return [two << 16, two & 0xFFFF0000] if bf16 else choice.numbers(two)
 
     with when(t < D):
-        x = ptx("ld.global.nc.u32 $0, [$1];", c.offset_rows(c.global_address(q_m), place.head * D + t, 4), results=1)
+        x = c.load(c.offset_rows(c.global_address(q_m), place.head * D + t, 4))
         rounded = instr("cvt.rn.bf16x2.f32", x, x) if bf16 else halves(x, x)
         ptx("st.shared.u32 [$0], $1;", queries + t * 4, both(rounded)[0])
     c.block_barrier()

@@ -171,7 +171,7 @@ class Place:
         _, _, _, M = self.sizes
         at = c.offset_rows(c.global_address(slots_m), self.head, M * 4)
         pick = (self.pick < M).choose(self.pick, M - 1)
-        return ptx("ld.global.nc.u32 $0, [$1];", c.offset(at, pick * 4), results=1)
+        return c.load(c.offset(at, pick * 4))
 
 
 def estimate(

@@ -40,6 +40,7 @@ from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas import top_k as t
 from kvjax.kernels_pallas._common import Flag, Word, instr, loop, ptx, real, when, word
+from kvjax.kernels_pallas._softmax import finite
 from kvjax.kernels_pallas.top_k import Config, config_for
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/top_k_pooled.json
@@ -237,7 +238,7 @@ def _power(x: Word) -> Word:
 
 def _log_of_sum(shares: list[Word]) -> Word:
     top = functools.reduce(_larger, shares)
-    shift = top.equals(real(-math.inf)).choose(0, top)
+    shift = finite(top)
     total = functools.reduce(_add, [_power(instr("sub.f32", x, shift)) for x in shares])
     return _add(shift, instr("lg2.approx.f32", total))
 
