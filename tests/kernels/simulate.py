@@ -139,7 +139,7 @@ class Machine:
         self.time = 1
         self.write_time, self.writer = np.zeros((2, self.shared.size), np.int64)
         self.read_time, self.reader = np.zeros((2, self.shared.size), np.int64)
-        self.warp_time, self.block_time, self.cluster_time = np.zeros((3, self.lanes), np.int64)
+        self.warp_time, self.block_time, self.cluster_time, self.arrived = np.zeros((4, self.lanes), np.int64)
         self.copies: list[list[Any]] = [[]]  # groups of (lanes, words, data)
 
     @property
@@ -451,10 +451,15 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             assert (sizes == want).all(), f"a barrier of {np.unique(want)} threads that {np.unique(sizes)} came to"
             m.barrier(m.block_time, lanes)
         case "barrier":
-            if how[1] == "wait":
-                whole = mask.reshape(-1, m.threads * m.cluster)
-                assert (whole.all(1) | ~whole.any(1)).all(), "a barrier of a cluster without some of its threads"
-                m.barrier(m.cluster_time, lanes)
+            whole = mask.reshape(-1, m.threads * m.cluster)
+            assert (whole.all(1) | ~whole.any(1)).all(), "a barrier of a cluster without some of its threads"
+            waited = m.arrived[lanes] == m.cluster_time[lanes]
+            if how[1] == "arrive":
+                assert waited.all(), "threads arrive at a barrier of their cluster that have not waited at the last"
+                m.barrier(m.arrived, lanes)
+            else:  # what was done since the arrival is not ordered
+                assert not waited.any(), "threads wait at a barrier of their cluster at which they did not arrive"
+                m.cluster_time[lanes] = m.arrived[lanes]
         case "cp" if "prefetch" in how:
             m.check_prefetch(address(operands[0]), read(operands[1]), lanes)
         case "cp" if "commit_group" in how:

@@ -844,6 +844,22 @@ def test_the_simulator_sees_that_a_barrier_is_missing(barrier, monkeypatch):
         jax.block_until_ready(run(q, k, v, slots, valid))
 
 
+@pytest.mark.skipif(ON_GPU, reason="of the simulator")
+def test_the_simulator_sees_that_a_block_arrives_before_it_has_written(monkeypatch):
+    arrive, wait, early = _common.cluster_arrive, _common.cluster_wait, []
+
+    def wait_and_arrive_at_the_next():
+        wait()
+        arrive()
+        early.append(True)
+
+    monkeypatch.setattr(_common, "cluster_arrive", lambda: None if early else arrive())
+    monkeypatch.setattr(_common, "cluster_wait", wait_and_arrive_at_the_next)
+    run = jax.jit(partial(top_k.top_k, k=20, config=top_k.Config(blocks=2)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"races|may still read"):
+        jax.block_until_ready(run(normal(0, 1, 300), jnp.ones((1, 300), bool)))
+
+
 # ------------------------------------------------------------------------------------------------------ attend_zones
 
 
