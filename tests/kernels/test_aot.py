@@ -183,7 +183,7 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_quantized, D 64": (CODED, (*coded(131072, 64, 4, 32, 1, 32), recent_zone(128, 64)), 0.6, 0),
     "attend_quantized, by token, 4 bits": (CODED, coded(131072, 128, 4, 1, 64, 32), 0.6, 0),
     "collide": (collide.collide, ballot(4, 131072, 128, 6), 0.2, 0),
-    "collide, 1M": (collide.collide, ballot(4, 1 << 20, 128, 6), 0.2, 0),
+    "collide, 512K": (collide.collide, ballot(4, 1 << 19, 128, 6), 0.2, 0),
     "collide, D 64": (collide.collide, ballot(8, 131072, 64, 31), 0.2, 0),
     "most_voted": (
         partial(most_voted.most_voted, room=13108),
@@ -199,10 +199,10 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
 
 TWO = "attend_quantized", "attend_span", "collide", "pick_1bit", "pick_4bit"  # kernels of a program
 # At most: else too few blocks fit on a multiprocessor.
-REGISTERS = {"collide": 128, "collide, 1M": 64, "rerank": 72, "pick_4bit": 72}
+REGISTERS = {"collide": 128, "collide, 512K": 64, "rerank": 72, "pick_4bit": 72}
 
 LATE = (
-    "collide, 1M",
+    "collide, 512K",
     "attend_quantized, KIVI",
     "attend_quantized, D 64",
     "collide, D 64",
