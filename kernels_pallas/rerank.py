@@ -20,8 +20,8 @@ a list of 6554 for each of 4 heads 18.1 us (152; 17.7); 3277 of 32768 2.9 us (52
 37.6 us (847; 34.9); 6554 at D = 64 3.8 us (96).
 
 **Tried and lost**: a warpgroup a block 10.1, 28.1 and 16.7 us for 6554 picks, a list a head and 13108, with a table for
-each 128 picks; two 6.7 us for 6554 and 11.1 for 13108, four 11.6 and eight 7.6 the other way round; like shares where
-blocks take turns, within 2 %.
+each 128 picks; for 6554 two 6.7 us and eight 7.6, for 13108 two 11.1 and four 11.6; like shares where blocks take
+turns, within 2 %.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ def pick(first: Fetch, again: Fetch, out: Any, scratch_m: Sequence[Any], *, U: i
     # (high, its mask, low, its mask): the prefix of key and slot known so far; how many of its elements are still
     # needed, and how many it has.
     def found(n: int, state: list[Word]) -> list[Word]:
-        """The state after digit n; and after the next, if too many elements are left. No branch passes over them."""
+        """The state after digit n; after all that follow as well, behind one branch, if too many elements are left."""
         state = _digit_pass(n, state, each, hist, blocks)
         if n + 1 == len(DIGITS):
             return state

@@ -408,7 +408,8 @@ def stream(
 class Stream(Iterator[Any]):
     """A run in progress, made by `stream`. Iterating advances it; between steps everything about it can be read.
 
-    A step donates the cache, so hold on to `run.cache` only when you go on from there.
+    A step donates the cache, so hold on to `run.cache` only when you go on from there. The weights
+    are those that the model had when the run began.
     """
 
     cache: Cache  # holds the prompt and all tokens emitted so far

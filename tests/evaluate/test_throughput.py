@@ -195,6 +195,16 @@ def test_the_largest_batch_of_a_sweep(model, monkeypatch):
     assert (none["batch"], none["status"]) == (0, "out of memory")
 
 
+def test_no_batch_is_tried_whose_caches_alone_have_no_room(model, monkeypatch):
+    tried = []
+    monkeypatch.setattr(throughput, "time_cell", lambda *args, batch, **how: tried.append(batch) or {})
+    monkeypatch.setattr(throughput, "_memory_stats", lambda: {"bytes_limit": 6 * 2**20, "bytes_in_use": 2**20})
+    monkeypatch.setattr(throughput, "provenance", lambda: {"date": "today"})
+    (row,) = sweep(model, {"full": presets.full()}, batches=None, lengths=[512])
+    cache = kvjax.init(presets.full(), model.spec(batch=1, capacity=512), layers=CONFIG.layers)
+    assert row["batch"] == max(tried) == 5 * 2**20 // kvjax.memory.nbytes(cache).device
+
+
 def test_random_weights_are_those_of_a_decoder_in_kind_and_dtype(model):
     usual = nnx.state(nnx.eval_shape(lambda: Decoder(CONFIG)))
     drawn = nnx.state(model)

@@ -144,10 +144,9 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
         0.1,
         0,
     ),
-    # Four fours of keys and slots a thread are more than 64 registers; the spilled are read once, outside of loops.
     "top_k": (top(2048), (sds(8, 131072, dtype=jnp.float32), sds(8, 131072, dtype=bool)), 4.2, 0),
     "top_k, 1M": (top(2048), (sds(8, 1 << 20, dtype=jnp.float32), sds(8, 1 << 20, dtype=bool)), 33, 0),
-    "top_k_pooled": (pooled("mean_softmax", 2048), (parts(4, 130816, 256),), 0.5, 24),
+    "top_k_pooled": (pooled("mean_softmax", 2048), (parts(4, 130816, 256),), 0.5, 0),
     "top_k_pooled, 1M": (pooled("mean_softmax", 2048), (parts(4, 1 << 20, 256),), 35, 0),
     # The scores are 8 MiB.
     "pick_1bit, with keys that wait": (*picking_keys(131072, 128, 256, 255, 2047), 8.2, 0),
