@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas._common import Word, instr, loop, ptx, when, word
@@ -43,6 +44,11 @@ class Config:
     def __post_init__(self) -> None:
         if self.ahead < 1 or self.warpgroups not in (1, 2, 4, 8):
             raise ValueError(f"ahead must be at least 1, warpgroups 1, 2, 4 or 8; got {self}")
+
+
+BESIDE = 32  # blocks that fill the bus, and leave room for others
+
+Held = tuple[Array, Sequence[Array]]
 
 
 def smem_bytes() -> int:
@@ -73,9 +79,7 @@ def supported(x: Any, index: Any) -> bool:
     return unsupported(x, index) is None
 
 
-def host_rows(
-    x: Array, index: Array, held: tuple[Array, Sequence[Array]] | None = None, *, config: Config | None = None
-) -> Array:
+def host_rows(x: Array, index: Array, held: Held | None = None, *, config: Config | None = None) -> Array:
     """[B, K, N, ...] on the device: rows `index` i32[B, K, N] of x [B, K, P, ...]; zeros where it is out of range.
 
     `held`, rows i32[B, K, M] and the parts of x[:, :, :, i], each [B, K, >= M * Z, D] where those of x are [Z, D], says
@@ -83,45 +87,82 @@ def host_rows(
     """
     if limit := unsupported(x, index):
         raise NotImplementedError(limit)
-    if held is None or row_bytes(x) % (32 * CHUNK):  # a warp looks for one row
-        return _rows(config or Config(), x, index)
-    return _rows(config or Config(), x, index, held[0], *held[1])
+    return _rows(x, index, _held(x, held), config or Config())
 
 
-def _rows(config: Config, x: Array, index: Array, *held: Array) -> Array:
+def host_rows_ahead(
+    x: Array, index: Array, now: Array, held: Held | None = None, *, config: Config | None = None, blocks: int = BESIDE
+) -> tuple[Array, Array]:
+    """`host_rows` of the (b, k) where `now` bool[B, K] is true, zeros for others; and of all, by few `blocks`, beside
+    which other kernels can run."""
+    if limit := unsupported(x, index):
+        raise NotImplementedError(limit)
+    some, parts, config = jnp.where(now[..., None], index, -1), _held(x, held), config or Config()
+    needed = _rows(x, some, parts, config)
+    return needed, _rows(x, index, parts, config, there=(some, needed), blocks=blocks)
+
+
+def _held(x: Array, held: Held | None) -> tuple[Array, ...]:
+    """What to look through: nothing where the rows are such that no warp has one for itself."""
+    return () if held is None or row_bytes(x) % (32 * CHUNK) else (held[0], *held[1])
+
+
+def _rows(
+    x: Array,
+    index: Array,
+    held: tuple[Array, ...],
+    config: Config,
+    *,
+    there: tuple[Array, ...] = (),
+    blocks: int | None = None,
+) -> Array:
+    """`there`: rows i32[B, K, N], and an array in which they lie in their places already. `blocks` that take turns;
+    None: one for each piece."""
+
     @jax.custom_batching.custom_vmap
-    def run(x: Array, index: Array, *held: Array) -> Array:
+    def run(x: Array, index: Array, held: tuple[Array, ...], there: tuple[Array, ...]) -> Array:
         rows, chunks = math.prod(index.shape[:2]), row_bytes(x) // CHUNK
         places = (held[0].shape[2], *(math.prod(a.shape[2:]) * a.dtype.itemsize for a in held[1:])) if held else ()
+        sizes = (rows, x.shape[2], index.shape[2], chunks)
+        pieces = -(-index.size * chunks // (128 * config.warpgroups * config.ahead))
+        grid = min(pieces, blocks or pieces)
+        turns = None if grid == pieces else grid
+        program = functools.partial(_program, sizes=sizes, places=places, config=config, blocks=turns)
         return c.kernel(
-            functools.partial(_program, sizes=(rows, x.shape[2], index.shape[2], chunks), places=places, config=config),
+            functools.partial(program, some=bool(there)),
             name="kvjax_host_rows",
             out_type=jax.ShapeDtypeStruct((*index.shape, *x.shape[3:]), x.dtype),
-            grid=(-(-index.size * chunks // (128 * config.warpgroups * config.ahead)),),
+            grid=(grid,),
             grid_names=("block",),
             num_threads=config.warpgroups,
-        )(x, index, *held)
+        )(x, index, *held, *there)
 
     @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
-        out = _rows(config, *c.flatten_batch(n, batches, args))
+    def batched(n: int, batches: list[Any], *args: Any) -> tuple[Array, bool]:
+        flat, tree = jax.tree.flatten(args)
+        args = jax.tree.unflatten(tree, c.flatten_batch(n, jax.tree.leaves(batches), flat))
+        out = _rows(*args[:3], config, there=args[3], blocks=blocks)
         return out.reshape(n, -1, *out.shape[1:]), True
 
-    return run(x, index, *held)
+    return run(x, index, held, there)
 
 
 def _program(
-    x_m: Any, index_m: Any, *refs: Any, sizes: tuple[int, int, int, int], places: tuple[int, ...], config: Config
+    x_m: Any,
+    index_m: Any,
+    *refs: Any,
+    sizes: tuple[int, int, int, int],
+    places: tuple[int, ...],
+    config: Config,
+    blocks: int | None,
+    some: bool,
 ) -> None:
     """`places`: how many rows are held, and the bytes of a (b, k) of each part; empty if none are."""
     rows, P, N, chunks = sizes
     size, threads = chunks * CHUNK, 128 * config.warpgroups
     total = rows * N * chunks
     x, index, *parts, out = (c.global_address(m) for m in (x_m, index_m, *refs))
-    first = c.special("ctaid.x") * (threads * config.ahead) + c.special("tid.x")
-    at_chunk = [first + j * threads for j in range(config.ahead)]
-    wanted = [c.divide((at < total).choose(at, total - 1), chunks) for at in at_chunk]  # a spare thread loads the last
-    found = [c.load(c.offset_rows(index, i, 4)) for i in wanted]
+    parts, there = (parts[:-2], parts[-2:]) if some else (parts, [])
 
     def place_of(row: Word, of: Word) -> Word:
         """Where `row` is held; all ones if it is not. The same in all lanes of a warp."""
@@ -136,10 +177,10 @@ def _program(
 
         return place[0]
 
-    def load(at: Word, i: Word, row: Word) -> list[Word]:
+    def load(at: Word, i: Word, row: Word, other: Sequence[Word]) -> list[Word]:
         of = c.divide(i, N)
         source = c.offset_rows(c.offset_rows(x, of, P * size), row, size)
-        inside = ((at < total).choose(at, total - 1) - i * chunks) * CHUNK
+        inside = (at - i * chunks) * CHUNK
         source = c.offset(source, inside)
         if places:
             place, piece = place_of(row, of), size // (len(places) - 1)
@@ -147,6 +188,8 @@ def _program(
                 here = place.differs(0xFFFFFFFF) & (inside >= n * piece) & (inside < (n + 1) * piece)
                 kept = c.offset(c.offset_rows(c.offset_rows(part, of, width), place, piece), inside - n * piece)
                 source = c.choose_address(here, kept, source)
+        for same in other:
+            source = c.choose_address(same.equals(row), c.offset_rows(there[1], at, CHUNK), source)
         return ptx(
             "{ .reg .pred p; setp.lt.u32 p, $4, $5; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
             "@p ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$6]; }",
@@ -154,7 +197,19 @@ def _program(
             results=4,
         )
 
-    loaded = [load(*each) for each in zip(at_chunk, wanted, found, strict=True)]
-    for at, words in zip(at_chunk, loaded, strict=True):
-        with when(at < total):
-            ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", c.offset_rows(out, at, CHUNK), *words)
+    def move(first: Word) -> None:
+        at_chunk = [first + j * threads for j in range(config.ahead)]
+        near = [instr("min.u32", at, total - 1) for at in at_chunk]  # a spare thread loads the last
+        wanted = [c.divide(at, chunks) for at in near]
+        found, *others = ([c.load(c.offset_rows(a, i, 4)) for i in wanted] for a in (index, *there[:1]))
+        same = list(zip(*others, strict=True)) or [()] * len(found)
+        loaded = [load(*each) for each in zip(near, wanted, found, same, strict=True)]
+        for at, words in zip(at_chunk, loaded, strict=True):
+            with when(at < total):
+                ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", c.offset_rows(out, at, CHUNK), *words)
+
+    first = c.special("ctaid.x") * (threads * config.ahead) + c.special("tid.x")
+    if blocks is None:
+        move(first)
+    else:
+        loop(first, total, threads * config.ahead * blocks)(move)

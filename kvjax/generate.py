@@ -30,7 +30,7 @@ from jax.typing import ArrayLike
 
 from kvjax.caches import Observer
 from kvjax.hook import Cache, any_full, check, flush, flushed
-from kvjax.memory import commit_together
+from kvjax.memory import CONCURRENT, commit_together
 from kvjax.request import check_request, pad_prompt, stop_array
 from kvjax.sample import Sampling, row_keys, sample
 from kvjax.spec import require_int
@@ -219,7 +219,7 @@ def _empty_mean(logits: Array, layers: int) -> tuple[Array, Array]:
     return jnp.broadcast_to(zero, (layers,)), zero
 
 
-@partial(jax.jit, static_argnames=("room", "measure"), donate_argnames="cache")
+@partial(jax.jit, static_argnames=("room", "measure"), donate_argnames="cache", compiler_options=CONCURRENT)
 def _decode_loop(
     model: Model,
     cache: Cache,

@@ -19,6 +19,10 @@ from jax.typing import DTypeLike
 
 HOST_KINDS = ("pinned_host", "unpinned_host")
 
+CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+"""`jax.jit(step, compiler_options=CONCURRENT)` lets a GPU do at the same time what does not depend on each other, and
+so read host memory for the next step (`Speculative`) beside the rest of this one. `kvjax.generate`'s loop has it."""
+
 
 def to_host(x: Array) -> Array:
     """x in pinned host memory, inside and outside of jit. Its type then says so (f32<host>[...]), and XLA refuses to

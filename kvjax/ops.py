@@ -734,28 +734,46 @@ def _mix(weights: Array, values: QuantArray, seen: Array, channels: int) -> Arra
     return mean.reshape(B, K, Q, channels)
 
 
-def host_rows(
-    x: Array,
-    index: Array,
-    held: tuple[Array, Sequence[Array]] | None = None,
-    *,
-    implementation: Implementation | None = None,
-) -> Array:
+def host_rows(x: Array, index: Array, *, implementation: Implementation | None = None) -> Array:
     """[B, K, N, ...] on the device: rows `index` i32[B, K, N] of x [B, K, P, ...] in host memory; zeros where it is out
     of range.
 
-    Moves those rows and no others. `held` says what lies on the device already: of a row held[0][b, k, m] i32[B, K, M],
-    negative for none, its part x[b, k, row, i] of [Z, D] lies in held[1][i][b, k, m * Z : (m + 1) * Z]. The kernel
-    reads it there. XLA gathers on the host's CPU, and moves what it gathered. `implementation`: see `explain`; all give
-    the same.
+    Moves those rows and no others. XLA gathers on the host's CPU, and moves what it gathered. `implementation`: see
+    `explain`; all give the same.
     """
     from kvjax.kernels_pallas import host_rows as kernel
 
     limit = kernel.unsupported(x, index)
-    return _dispatch(implementation, kernel, limit, kernel.host_rows, _host_rows, x, index, held)
+    return _dispatch(implementation, kernel, limit, kernel.host_rows, _host_rows, x, index)
 
 
-def _host_rows(x: Array, index: Array, held: Any = None) -> Array:
+def host_rows_ahead(
+    x: Array,
+    index: Array,
+    now: Array,
+    held: tuple[Array, Sequence[Array]],
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Array, Array]:
+    """`host_rows` twice: of the (b, k) where `now` bool[B, K] is true, anything for others; and of all.
+
+    Only the first need stand in the way of a step that wants it; the kernel reads the second with few blocks, beside
+    which other kernels run where XLA starts them (`memory.CONCURRENT`). `held` says what lies on the device already: of
+    a row held[0][b, k, m] i32[B, K, M], negative for none, its part x[b, k, row, i] of [Z, D] lies in held[1][i][b, k,
+    m * Z : (m + 1) * Z]. The kernel reads it there. XLA moves all, once. `implementation`: see `explain`; all give the
+    same.
+    """
+    from kvjax.kernels_pallas import host_rows as kernel
+
+    def reference(x: Array, index: Array, *_: Any) -> tuple[Array, Array]:
+        rows = _host_rows(x, index)
+        return rows, rows
+
+    limit = kernel.unsupported(x, index)
+    return _dispatch(implementation, kernel, limit, kernel.host_rows_ahead, reference, x, index, now, held)
+
+
+def _host_rows(x: Array, index: Array) -> Array:
     row = x.shape[3:]
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(3, 3 + len(row))),

@@ -61,12 +61,13 @@ class Schedule(Protocol):
         q: Array,
         length: Array,
         selection: Selection | Picked,
-        recall: Callable[[Recall], Recall],
+        recall: Callable[[Recall, Array], tuple[Recall, Recall]],
     ) -> tuple[Choice, Any]:
         """What the step of q [B, K, G, D] attends with, and what the next step needs.
 
-        `selection` is that for q; `recall` reads it, given what was recalled before, which has some of it; `length`
-        i32[B] counts the tokens that rows hold.
+        `selection` is that for q; `length` i32[B] counts the tokens that rows hold. `recall` reads the selection, given
+        what was recalled before, which has some of it, and the heads bool[B, K] that attend with it in this step: it
+        returns what these need, anything for other heads, and all, which may be under way while the step goes on.
         """
         ...
 
@@ -90,7 +91,7 @@ class EveryStep:
         q: Array,
         length: Array,
         selection: Selection | Picked,
-        recall: Callable[[Recall], Recall],
+        recall: Callable[[Recall, Array], tuple[Recall, Recall]],
     ) -> tuple[Choice, tuple[()]]:
         return Choice(selection, None, None), ()
 
@@ -168,21 +169,21 @@ class Speculative:
         q: Array,
         length: Array,
         selection: Selection | Picked,
-        recall: Callable[[Recall], Recall],
+        recall: Callable[[Recall, Array], tuple[Recall, Recall]],
     ) -> tuple[Choice, SpeculativeState]:
         q = q.astype(jnp.float32)
         # Where a prompt came between, slots are not what they were.
         known = st.length + st.due.astype(jnp.int32) == length
         last = Recall(Selection(st.slots, st.valid & known[:, None, None, None]), st.k, st.v, st.edge)
 
-        fresh = recall(last)
         reused = (_similarity(q, st.query) >= self.tau) & (st.length + 1 == length)[:, None]
+        needed, fresh = recall(last, ~reused)
 
         def use(old: Array, new: Array) -> Array:
             return jnp.where(reused.reshape(*reused.shape, *(1,) * (new.ndim - 2)), old, new)
 
         chosen = Selection(use(st.slots, selection.slots), use(st.valid, selection.valid))
-        used = Recall(chosen, use(last.k, fresh.k), use(last.v, fresh.v), last.edge)
+        used = Recall(chosen, use(last.k, needed.k), use(last.v, needed.v), last.edge)
         kept = selection.slots, selection.valid, fresh.k, fresh.v, fresh.edge
         now = SpeculativeState(q, *kept, length, jnp.zeros_like(st.due))
 

@@ -223,21 +223,20 @@ def test_sliding_window_holds_for_a_reused_recall() -> None:
 
 def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that a recall is told not to move, as the kernel does, through steps, prompts in between and flushes."""
-    plain, hits = ops.host_rows, []
+    hits = []
 
-    def by_the_kernels_rule(x: jax.Array, index: jax.Array, held: Any = None) -> jax.Array:
-        rows = plain(x, index)
-        if held is None:
-            return rows
+    def by_the_kernels_rule(x: jax.Array, index: jax.Array, now: jax.Array, held: Any) -> tuple[jax.Array, jax.Array]:
+        rows = ops.host_rows(x, index)
         there, parts = held
         pieces = [a[:, :, : there.shape[2] * x.shape[4]].reshape(*there.shape, *x.shape[4:]) for a in parts]
         same = (there[:, :, None] == index[..., None]) & (index[..., None] >= 0)  # [B, K, N, M]
         hits.append(jnp.any(same))
         at = jnp.argmax(same, axis=-1)[..., None, None, None]
         kept = jnp.take_along_axis(jnp.stack(pieces, axis=3), at, axis=2)
-        return jnp.where(jnp.any(same, axis=-1)[..., None, None, None], kept, rows)
+        rows = jnp.where(jnp.any(same, axis=-1)[..., None, None, None], kept, rows)
+        return jnp.where(now[..., None, None, None, None], rows, jnp.nan), rows
 
-    monkeypatch.setattr(ops, "host_rows", by_the_kernels_rule)
+    monkeypatch.setattr(ops, "host_rows_ahead", by_the_kernels_rule)
     policy, tokens, rng = with_tau(PAGES, 0.1), laws.random_tokens(SPEC), np.random.default_rng(0)
     stores: tuple[Store, Store] = Host(page=8), Dense()
     lengths, found = np.array([40, 30, 5]), 0

@@ -138,7 +138,7 @@ class Retrieval:
         )
 
         def recall(q: Array) -> Recall:
-            return self._recall(st, _with_mask(self._select(st, q, jnp.zeros_like(st.length), 1.0)))
+            return self._recall(st, _with_mask(self._select(st, q, jnp.zeros_like(st.length), 1.0)))[1]
 
         q = jax.ShapeDtypeStruct((spec.batch, spec.kv_heads, spec.group, spec.head_dim), spec.dtype)
         return replace(st, schedule=self.schedule.init(spec, lambda: jax.eval_shape(recall, q)))
@@ -336,11 +336,13 @@ class Retrieval:
         within = rank < jnp.reshape(limit, (-1, 1, 1, 1))
         return Selection(picked.slots, picked.valid & visible & within)
 
-    def _recall(self, st: RetrievalState, selection: Selection, last: Recall | None = None) -> Recall:
-        """Keys and values of the selection, stored or waiting, and the token that the next step's window leaves."""
+    def _recall(
+        self, st: RetrievalState, selection: Selection, last: Recall | None = None, now: Array | None = None
+    ) -> tuple[Recall, Recall]:
+        """Keys and values of the selection, stored or waiting, and the token that the next step's window leaves: of the
+        heads `now` bool[B, K], and of all."""
         B, K, H, M = selection.slots.shape
         stored, waiting = split_selection(self._flat(selection), st.store.slots)
-        held = None if last is None else (self._flat(last.selection), last.k, last.v)
         here, oldest = waiting.valid.reshape(B, K, -1, 1), st.recent.count - self.local
         at_edge = (jnp.arange(here.shape[2]) == H * M)[None, None, :, None]
 
@@ -348,9 +350,18 @@ class Retrieval:
             edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None])
             return jnp.where(at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old))
 
-        k, v = self.store.gather(st.store, stored, held)
-        new_k, new_v = ops.gather_slots(st.recent.k, st.recent.v, waiting)
-        return Recall(selection, whole(k, new_k, st.recent.k), whole(v, new_v, st.recent.v), oldest >= 0)
+        if isinstance(self.store, Host) and last is not None and now is not None:
+            held = self._flat(last.selection), last.k, last.v
+            needed, every = self.store.gather_ahead(st.store, stored, held, now)
+        else:
+            needed = every = self.store.gather(st.store, stored)
+        new = ops.gather_slots(st.recent.k, st.recent.v, waiting)
+
+        def recalled(stored: tuple[Array, Array]) -> Recall:
+            k, v = (whole(*zones) for zones in zip(stored, new, (st.recent.k, st.recent.v), strict=True))
+            return Recall(selection, k, v, oldest >= 0)
+
+        return recalled(needed), recalled(every)
 
     def _flat(self, selection: Selection) -> Selection:
         """[B, K, 1, H*M + unit]: those of all heads one after the other, and room for the edge that moves as a unit."""

@@ -12,7 +12,6 @@ from kvjax.blocks import Block, empty_block, put
 from kvjax.partial import Partial, attend_blocks
 from kvjax.pick import Selection
 from kvjax.spec import CacheSpec
-from kvjax.stores.store import Held
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Dense:
     def append(self, st: Block, k: Array, v: Array, count: Array) -> Block:
         return put(st, k, v, count)
 
-    def gather(self, st: Block, selection: Selection, held: Held | None = None) -> tuple[Array, Array]:
+    def gather(self, st: Block, selection: Selection) -> tuple[Array, Array]:
         return ops.gather_slots(st.k, st.v, selection)
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:

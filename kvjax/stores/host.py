@@ -14,7 +14,9 @@ from kvjax.memory import has_host_memory, host_zeros, to_device
 from kvjax.partial import Partial, attend_part, empty_part, keep_valid, merge
 from kvjax.pick import Selection
 from kvjax.spec import CacheSpec, require_int
-from kvjax.stores.store import Held
+
+Held = tuple[Selection, Array, Array]
+"""Slots that were gathered before, and their keys and values [B, K, >= H*M, D] in that order, on the device."""
 
 
 @register_dataclass
@@ -103,23 +105,33 @@ class Host:
         blocks = (jnp.max(stop) + n * Z - 1) // (n * Z)
         return lax.fori_loop(0, blocks, step, empty_part((*q.shape[:3], D)))
 
-    def gather(self, st: HostBlock, selection: Selection, held: Held | None = None) -> tuple[Array, Array]:
-        slots, valid = self._pages(selection)
-        pages = jnp.where(jnp.any(valid, axis=3), slots[..., 0] // self.page, -1)
-        if held is None:
-            return _split(ops.host_rows(st.kv, pages))
+    def gather(self, st: HostBlock, selection: Selection) -> tuple[Array, Array]:
+        return _split(ops.host_rows(st.kv, self._pages(selection)))
+
+    def gather_ahead(
+        self, st: HostBlock, selection: Selection, held: Held, now: Array
+    ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """`gather` for the heads where `now` bool[B, K] is true, anything for others; and for all, while the device
+        goes on with what does not depend on it, if it may (`memory.CONCURRENT`). Pages that are `held` need not move."""
         before, *parts = held
-        slots, valid = self._pages(before)
+        slots, valid = self._by_page(before)
         # A page is there if all of its tokens are; what waited for it in another order since, or not all of it, is not.
         first = slots[..., :1]
         whole = jnp.all(valid & (slots == first + jnp.arange(self.page)[None, None, None]), axis=3)
         there = whole & (first[..., 0] % self.page == 0) & (first[..., 0] < st.slots)
-        return _split(ops.host_rows(st.kv, pages, (jnp.where(there, first[..., 0] // self.page, -1), parts)))
+        there = jnp.where(there, first[..., 0] // self.page, -1)
+        needed, every = ops.host_rows_ahead(st.kv, self._pages(selection), now, (there, parts))
+        return _split(needed), _split(every)
 
-    def _pages(self, selection: Selection) -> Selection:
+    def _by_page(self, selection: Selection) -> Selection:
         """A selection of whole pages, [B, K, pages, tokens of a page]."""
         B, K, H, M = selection.slots.shape
         return Selection(*(a.reshape(B, K, H * M // self.page, self.page) for a in selection))
+
+    def _pages(self, selection: Selection) -> Array:
+        """i32[B, K, pages] of a selection, -1 where nothing of one is valid."""
+        slots, valid = self._by_page(selection)
+        return jnp.where(jnp.any(valid, axis=3), slots[..., 0] // self.page, -1)
 
     def attend_slots(self, st: HostBlock, q: Array, selection: Selection, *, scale: float) -> Partial:
         k, v = self.gather(st, selection)

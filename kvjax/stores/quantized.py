@@ -16,7 +16,6 @@ from kvjax.partial import Partial
 from kvjax.pick import Selection
 from kvjax.quant import QuantArray, dequantize, quantize
 from kvjax.spec import CacheSpec, require_int
-from kvjax.stores.store import Held
 
 KeyAxis = Literal["channel", "token"]
 BITS = (2, 3, 4, 8)
@@ -139,7 +138,7 @@ class Quantized:
     def attend_slots(self, st: QuantizedBlock, q: Array, selection: Selection, *, scale: float) -> Partial:
         return ops.attend_gathered(q, *self.gather(st, selection), selection, scale=scale)
 
-    def gather(self, st: QuantizedBlock, selection: Selection, held: Held | None = None) -> tuple[Array, Array]:
+    def gather(self, st: QuantizedBlock, selection: Selection) -> tuple[Array, Array]:
         D = st.k.codes.shape[-1] * 8 // self.bits
         return ops.gather_quantized(st.k, selection, D), ops.gather_quantized(st.v, selection, D)
 

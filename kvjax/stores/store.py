@@ -10,9 +10,6 @@ from kvjax.partial import Partial
 from kvjax.pick import Selection
 from kvjax.spec import CacheSpec
 
-Held = tuple[Selection, Array, Array]
-"""Slots that were gathered before, and their keys and values [B, K, >= H*M, D] in that order, on the device."""
-
 
 class Store(Protocol):
     """Keeps keys and values. Slots are handed out in order of arrival; slot s holds the s-th token that came."""
@@ -37,9 +34,9 @@ class Store(Protocol):
         """Attention of q [B, K, G, D] over the selected slots, reading only those."""
         ...
 
-    def gather(self, st: Any, selection: Selection, held: Held | None = None) -> tuple[Array, Array]:
+    def gather(self, st: Any, selection: Selection) -> tuple[Array, Array]:
         """Keys and values [B, K, H*M, D] of the selected slots, on the device. Those of slots that are not valid may be
-        anything, also not finite. What `held` has need not be read anew."""
+        anything, also not finite."""
         ...
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:

@@ -1254,6 +1254,12 @@ def test_rows_that_are_held_are_read_where_they_are(B, K, P, N, M, row, config):
                 want[at] = np.stack([piece[(*at[:2], m)] for piece in pieces])
     np.testing.assert_array_equal(got, want)
 
+    now = jnp.asarray(rng.random((B, K)) < 0.5)
+    ahead = jax.jit(partial(host_rows.host_rows_ahead, config=config, blocks=2))
+    needed, every = ahead(x, jnp.asarray(index), now, (jnp.asarray(held), parts))
+    np.testing.assert_array_equal(every, want)
+    np.testing.assert_array_equal(needed, np.where(np.asarray(now)[..., None, None, None, None], want, 0))
+
 
 @pytest.mark.parametrize(
     ("B", "K", "P", "n", "row", "dtype", "config"),
