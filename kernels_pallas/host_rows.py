@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas._common import Word, instr, loop, ptx, when, word
@@ -79,46 +78,31 @@ def supported(x: Any, index: Any) -> bool:
     return unsupported(x, index) is None
 
 
-def host_rows(x: Array, index: Array, held: Held | None = None, *, config: Config | None = None) -> Array:
+def host_rows(
+    x: Array,
+    index: Array,
+    held: Held | None = None,
+    *,
+    there: tuple[Array, Array] | None = None,
+    blocks: int | None = None,
+    config: Config | None = None,
+) -> Array:
     """[B, K, N, ...] on the device: rows `index` i32[B, K, N] of x [B, K, P, ...]; zeros where it is out of range.
 
     `held`, rows i32[B, K, M] and the parts of x[:, :, :, i], each [B, K, >= M * Z, D] where those of x are [Z, D], says
-    what is on the device already: a row that is held is read there.
+    what is on the device already: a row that is held is read there. `there`: rows i32[B, K, N], and an array [B, K, N,
+    ...] in which they have their places already; they are read there first of all. `blocks` take turns; None: there is
+    one for each piece.
     """
     if limit := unsupported(x, index):
         raise NotImplementedError(limit)
-    return _rows(x, index, _held(x, held), config or Config())
-
-
-def host_rows_ahead(
-    x: Array, index: Array, now: Array, held: Held | None = None, *, config: Config | None = None, blocks: int = BESIDE
-) -> tuple[Array, Array]:
-    """`host_rows` of the (b, k) where `now` bool[B, K] is true, zeros for others; and of all, by few `blocks`, beside
-    which other kernels can run."""
-    if limit := unsupported(x, index):
-        raise NotImplementedError(limit)
-    some, parts, config = jnp.where(now[..., None], index, -1), _held(x, held), config or Config()
-    needed = _rows(x, some, parts, config)
-    return needed, _rows(x, index, parts, config, there=(some, needed), blocks=blocks)
-
-
-def _held(x: Array, held: Held | None) -> tuple[Array, ...]:
-    """What to look through: nothing where the rows are such that no warp has one for itself."""
-    return () if held is None or row_bytes(x) % (32 * CHUNK) else (held[0], *held[1])
+    parts = () if held is None or row_bytes(x) % (32 * CHUNK) else (held[0], *held[1])  # a warp looks for one row
+    return _rows(x, index, parts, there or (), config or Config(), blocks)
 
 
 def _rows(
-    x: Array,
-    index: Array,
-    held: tuple[Array, ...],
-    config: Config,
-    *,
-    there: tuple[Array, ...] = (),
-    blocks: int | None = None,
+    x: Array, index: Array, held: tuple[Array, ...], there: tuple[Array, ...], config: Config, blocks: int | None
 ) -> Array:
-    """`there`: rows i32[B, K, N], and an array in which they lie in their places already. `blocks` that take turns;
-    None: one for each piece."""
-
     @jax.custom_batching.custom_vmap
     def run(x: Array, index: Array, held: tuple[Array, ...], there: tuple[Array, ...]) -> Array:
         rows, chunks = math.prod(index.shape[:2]), row_bytes(x) // CHUNK
@@ -141,7 +125,7 @@ def _rows(
     def batched(n: int, batches: list[Any], *args: Any) -> tuple[Array, bool]:
         flat, tree = jax.tree.flatten(args)
         args = jax.tree.unflatten(tree, c.flatten_batch(n, jax.tree.leaves(batches), flat))
-        out = _rows(*args[:3], config, there=args[3], blocks=blocks)
+        out = _rows(*args, config, blocks)
         return out.reshape(n, -1, *out.shape[1:]), True
 
     return run(x, index, held, there)

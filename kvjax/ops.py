@@ -747,30 +747,56 @@ def host_rows(x: Array, index: Array, *, implementation: Implementation | None =
     return _dispatch(implementation, kernel, limit, kernel.host_rows, _host_rows, x, index)
 
 
-def host_rows_ahead(
+def host_rows_first(
     x: Array,
     index: Array,
     now: Array,
     held: tuple[Array, Sequence[Array]],
     *,
     implementation: Implementation | None = None,
-) -> tuple[Array, Array]:
-    """`host_rows` twice: of the (b, k) where `now` bool[B, K] is true, anything for others; and of all.
+) -> Array:
+    """`host_rows` of the (b, k) where `now` bool[B, K] is true; of others anything. `host_rows_rest` gives all.
 
-    Only the first need stand in the way of a step that wants it; the kernel reads the second with few blocks, beside
-    which other kernels run where XLA starts them (`memory.CONCURRENT`). `held` says what lies on the device already: of
-    a row held[0][b, k, m] i32[B, K, M], negative for none, its part x[b, k, row, i] of [Z, D] lies in held[1][i][b, k,
-    m * Z : (m + 1) * Z]. The kernel reads it there. XLA moves all, once. `implementation`: see `explain`; all give the
-    same.
+    `held` says what lies on the device already: of a row held[0][b, k, m] i32[B, K, M], negative for none, its part
+    x[b, k, row, i] of [Z, D] lies in held[1][i][b, k, m * Z : (m + 1) * Z]. The kernel reads it there. XLA reads the
+    rows of all (b, k), as it moves as many in either case. `implementation`: see `explain`.
     """
     from kvjax.kernels_pallas import host_rows as kernel
 
-    def reference(x: Array, index: Array, *_: Any) -> tuple[Array, Array]:
-        rows = _host_rows(x, index)
-        return rows, rows
+    def mosaic(x: Array, index: Array, now: Array, held: Any) -> Array:
+        return kernel.host_rows(x, jnp.where(now[..., None], index, -1), held)
 
     limit = kernel.unsupported(x, index)
-    return _dispatch(implementation, kernel, limit, kernel.host_rows_ahead, reference, x, index, now, held)
+    return _dispatch(
+        implementation, kernel, limit, mosaic, lambda x, index, *_: _host_rows(x, index), x, index, now, held
+    )
+
+
+def host_rows_rest(
+    x: Array,
+    index: Array,
+    now: Array,
+    first: Array,
+    held: tuple[Array, Sequence[Array]],
+    *,
+    implementation: Implementation | None = None,
+) -> Array:
+    """`host_rows`, of which `first` [B, K, N, ...] is what `host_rows_first` gave.
+
+    The kernel has few blocks, beside which others run where XLA starts them at the same time (`memory.CONCURRENT`).
+    `held`: as there; of the (b, k) where `now` is true nothing of it is read. `implementation`: as there.
+    """
+    from kvjax.kernels_pallas import host_rows as kernel
+
+    def mosaic(x: Array, index: Array, now: Array, first: Array, held: Any) -> Array:
+        return kernel.host_rows(
+            x, index, held, there=(jnp.where(now[..., None], index, -1), first), blocks=kernel.BESIDE
+        )
+
+    limit = kernel.unsupported(x, index)
+    return _dispatch(
+        implementation, kernel, limit, mosaic, lambda x, i, now, first, held: first, x, index, now, first, held
+    )
 
 
 def _host_rows(x: Array, index: Array) -> Array:

@@ -39,6 +39,12 @@ class Choice(NamedTuple):
     reused: Array | None  # bool[B, K] heads whose recall is that of the step before, edge included
 
 
+Recaller = Callable[[Recall, Array], tuple[Recall, Callable[[Recall], Recall]]]
+"""Reads a selection, given what was recalled before, which has some of it, and the heads bool[B, K] that attend with it
+in this step. It returns what these need, and anything for other heads; and what reads the rest, given what the step
+attends with, and returns it all. The rest may be under way while the step goes on."""
+
+
 class Schedule(Protocol):
     """Decides whether a step uses a selection for its own query or one that was made before."""
 
@@ -61,13 +67,11 @@ class Schedule(Protocol):
         q: Array,
         length: Array,
         selection: Selection | Picked,
-        recall: Callable[[Recall, Array], tuple[Recall, Recall]],
+        recall: Recaller,
     ) -> tuple[Choice, Any]:
         """What the step of q [B, K, G, D] attends with, and what the next step needs.
 
-        `selection` is that for q; `length` i32[B] counts the tokens that rows hold. `recall` reads the selection, given
-        what was recalled before, which has some of it, and the heads bool[B, K] that attend with it in this step: it
-        returns what these need, anything for other heads, and all, which may be under way while the step goes on.
+        `selection` is that for q, which `recall` reads; `length` i32[B] counts the tokens that rows hold.
         """
         ...
 
@@ -91,7 +95,7 @@ class EveryStep:
         q: Array,
         length: Array,
         selection: Selection | Picked,
-        recall: Callable[[Recall, Array], tuple[Recall, Recall]],
+        recall: Recaller,
     ) -> tuple[Choice, tuple[()]]:
         return Choice(selection, None, None), ()
 
@@ -169,7 +173,7 @@ class Speculative:
         q: Array,
         length: Array,
         selection: Selection | Picked,
-        recall: Callable[[Recall, Array], tuple[Recall, Recall]],
+        recall: Recaller,
     ) -> tuple[Choice, SpeculativeState]:
         q = q.astype(jnp.float32)
         # Where a prompt came between, slots are not what they were.
@@ -177,13 +181,14 @@ class Speculative:
         last = Recall(Selection(st.slots, st.valid & known[:, None, None, None]), st.k, st.v, st.edge)
 
         reused = (_similarity(q, st.query) >= self.tau) & (st.length + 1 == length)[:, None]
-        needed, fresh = recall(last, ~reused)
+        needed, rest = recall(last, ~reused)
 
         def use(old: Array, new: Array) -> Array:
             return jnp.where(reused.reshape(*reused.shape, *(1,) * (new.ndim - 2)), old, new)
 
         chosen = Selection(use(st.slots, selection.slots), use(st.valid, selection.valid))
         used = Recall(chosen, use(last.k, needed.k), use(last.v, needed.v), last.edge)
+        fresh = rest(used)
         kept = selection.slots, selection.valid, fresh.k, fresh.v, fresh.edge
         now = SpeculativeState(q, *kept, length, jnp.zeros_like(st.due))
 

@@ -225,7 +225,7 @@ def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
     """Pages that a recall is told not to move, as the kernel does, through steps, prompts in between and flushes."""
     hits = []
 
-    def by_the_kernels_rule(x: jax.Array, index: jax.Array, now: jax.Array, held: Any) -> tuple[jax.Array, jax.Array]:
+    def rows_of(x: jax.Array, index: jax.Array, held: Any) -> jax.Array:
         rows = ops.host_rows(x, index)
         there, parts = held
         pieces = [a[:, :, : there.shape[2] * x.shape[4]].reshape(*there.shape, *x.shape[4:]) for a in parts]
@@ -233,16 +233,24 @@ def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
         hits.append(jnp.any(same))
         at = jnp.argmax(same, axis=-1)[..., None, None, None]
         kept = jnp.take_along_axis(jnp.stack(pieces, axis=3), at, axis=2)
-        rows = jnp.where(jnp.any(same, axis=-1)[..., None, None, None], kept, rows)
-        return jnp.where(now[..., None, None, None, None], rows, jnp.nan), rows
+        return jnp.where(jnp.any(same, axis=-1)[..., None, None, None], kept, rows)
 
-    monkeypatch.setattr(ops, "host_rows_ahead", by_the_kernels_rule)
+    def first_by_the_kernels_rule(x: jax.Array, index: jax.Array, now: jax.Array, held: Any) -> jax.Array:
+        return jnp.where(now[..., None, None, None, None], rows_of(x, index, held), jnp.nan)
+
+    def rest_by_the_kernels_rule(
+        x: jax.Array, index: jax.Array, now: jax.Array, first: jax.Array, held: Any
+    ) -> jax.Array:
+        return jnp.where(now[..., None, None, None, None], first, rows_of(x, index, held))
+
+    monkeypatch.setattr(ops, "host_rows_first", first_by_the_kernels_rule)
+    monkeypatch.setattr(ops, "host_rows_rest", rest_by_the_kernels_rule)
     policy, tokens, rng = with_tau(PAGES, 0.1), laws.random_tokens(SPEC), np.random.default_rng(0)
     stores: tuple[Store, Store] = Host(page=8), Dense()
     lengths, found = np.array([40, 30, 5]), 0
     empty = [kvjax.init_layer(dataclasses.replace(policy, store=store), SPEC) for store in stores]
     caches = [laws.fill(cache, tokens, lengths)[0] for cache in empty]
-    step = jax.jit(lambda cache, active, *qkv: (*kvjax.attention(cache, *qkv, active=active), hits.pop()))
+    step = jax.jit(lambda cache, active, *qkv: (*kvjax.attention(cache, *qkv, active=active), hits.pop() | hits.pop()))
     while (lengths < 270).all():
         if rng.random() < 0.3:
             more = rng.integers(0, 24, 3) * (rng.random(3) < 0.6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -138,7 +139,7 @@ class Retrieval:
         )
 
         def recall(q: Array) -> Recall:
-            return self._recall(st, _with_mask(self._select(st, q, jnp.zeros_like(st.length), 1.0)))[1]
+            return self._recall(st, _with_mask(self._select(st, q, jnp.zeros_like(st.length), 1.0)))[0]
 
         q = jax.ShapeDtypeStruct((spec.batch, spec.kv_heads, spec.group, spec.head_dim), spec.dtype)
         return replace(st, schedule=self.schedule.init(spec, lambda: jax.eval_shape(recall, q)))
@@ -338,9 +339,9 @@ class Retrieval:
 
     def _recall(
         self, st: RetrievalState, selection: Selection, last: Recall | None = None, now: Array | None = None
-    ) -> tuple[Recall, Recall]:
-        """Keys and values of the selection, stored or waiting, and the token that the next step's window leaves: of the
-        heads `now` bool[B, K], and of all."""
+    ) -> tuple[Recall, Callable[[Recall], Recall]]:
+        """Keys and values of the selection, stored or waiting, and the token that the next step's window leaves. See
+        `Recaller`."""
         B, K, H, M = selection.slots.shape
         stored, waiting = split_selection(self._flat(selection), st.store.slots)
         here, oldest = waiting.valid.reshape(B, K, -1, 1), st.recent.count - self.local
@@ -350,18 +351,18 @@ class Retrieval:
             edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None])
             return jnp.where(at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old))
 
-        if isinstance(self.store, Host) and last is not None and now is not None:
-            held = self._flat(last.selection), last.k, last.v
-            needed, every = self.store.gather_ahead(st.store, stored, held, now)
-        else:
-            needed = every = self.store.gather(st.store, stored)
         new = ops.gather_slots(st.recent.k, st.recent.v, waiting)
 
         def recalled(stored: tuple[Array, Array]) -> Recall:
             k, v = (whole(*zones) for zones in zip(stored, new, (st.recent.k, st.recent.v), strict=True))
             return Recall(selection, k, v, oldest >= 0)
 
-        return recalled(needed), recalled(every)
+        if not isinstance(self.store, Host) or last is None or now is None:
+            everything = recalled(self.store.gather(st.store, stored))
+            return everything, lambda used: everything
+        before = self._flat(last.selection)
+        needed, rest = self.store.gather_ahead(st.store, stored, (before, last.k, last.v), now)
+        return recalled(needed), lambda used: recalled(rest((before, used.k, used.v)))
 
     def _flat(self, selection: Selection) -> Selection:
         """[B, K, 1, H*M + unit]: those of all heads one after the other, and room for the edge that moves as a unit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -110,18 +111,31 @@ class Host:
 
     def gather_ahead(
         self, st: HostBlock, selection: Selection, held: Held, now: Array
-    ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        """`gather` for the heads where `now` bool[B, K] is true, anything for others; and for all, while the device
-        goes on with what does not depend on it, if it may (`memory.CONCURRENT`). Pages that are `held` need not move."""
+    ) -> tuple[tuple[Array, Array], Callable[[Held], tuple[Array, Array]]]:
+        """`gather` for the heads where `now` bool[B, K] is true, anything for others; and what gathers for all, while the
+        device goes on with what does not depend on it, if it may (`memory.CONCURRENT`).
+
+        Pages that are `held` need not move. The second is given what is held then, the same but for the heads `now`.
+        """
+        pages = self._pages(selection)
+        needed = ops.host_rows_first(st.kv, pages, now, self._whole_pages(st, held))
+
+        def rest(held: Held) -> tuple[Array, Array]:
+            return _split(ops.host_rows_rest(st.kv, pages, now, needed, self._whole_pages(st, held)))
+
+        return _split(needed), rest
+
+    def _whole_pages(self, st: HostBlock, held: Held) -> tuple[Array, list[Array]]:
+        """i32[B, K, pages] that are held with all of their tokens in order, -1 for others, and their keys and values.
+
+        Not in order is what waited in another order, and was put to a page since.
+        """
         before, *parts = held
         slots, valid = self._by_page(before)
-        # A page is there if all of its tokens are; what waited for it in another order since, or not all of it, is not.
         first = slots[..., :1]
         whole = jnp.all(valid & (slots == first + jnp.arange(self.page)[None, None, None]), axis=3)
         there = whole & (first[..., 0] % self.page == 0) & (first[..., 0] < st.slots)
-        there = jnp.where(there, first[..., 0] // self.page, -1)
-        needed, every = ops.host_rows_ahead(st.kv, self._pages(selection), now, (there, parts))
-        return _split(needed), _split(every)
+        return jnp.where(there, first[..., 0] // self.page, -1), parts
 
     def _by_page(self, selection: Selection) -> Selection:
         """A selection of whole pages, [B, K, pages, tokens of a page]."""

@@ -1254,11 +1254,13 @@ def test_rows_that_are_held_are_read_where_they_are(B, K, P, N, M, row, config):
                 want[at] = np.stack([piece[(*at[:2], m)] for piece in pieces])
     np.testing.assert_array_equal(got, want)
 
-    now = jnp.asarray(rng.random((B, K)) < 0.5)
-    ahead = jax.jit(partial(host_rows.host_rows_ahead, config=config, blocks=2))
-    needed, every = ahead(x, jnp.asarray(index), now, (jnp.asarray(held), parts))
-    np.testing.assert_array_equal(every, want)
-    np.testing.assert_array_equal(needed, np.where(np.asarray(now)[..., None, None, None, None], want, 0))
+    # Rows that have their places already come from there, also where they are held.
+    some = np.where(rng.random((B, K, N)) < 0.5, index, -1)
+    there = normal(10, *want.shape, dtype=jnp.bfloat16)
+    rest = jax.jit(partial(host_rows.host_rows, config=config, blocks=2))
+    got = rest(x, jnp.asarray(index), (jnp.asarray(held), parts), there=(jnp.asarray(some), there))
+    placed = (some == index) & (index >= 0) & (index < P)
+    np.testing.assert_array_equal(got, np.where(placed.reshape(*placed.shape, *[1] * len(row)), there, want))
 
 
 @pytest.mark.parametrize(
