@@ -5,8 +5,10 @@
 
 As `kvjax bench --random llama-3.1-8b --synthetic-cache` (`kvjax.evaluate.throughput` says what is timed), with one more
 row: the strongest full attention that JAX offers, `jax.nn.dot_product_attention(implementation="cudnn")` over keys and
-values [B, S, K, D], as a policy. `--prompt` stores a prompt of random tokens by the model, in one chunk, and so times
-TTFT too. Rows that the file has are not measured again; each is written as soon as it is done.
+values [B, S, K, D], as a policy. The queries of a random model turn in every step, so all heads of `freekv` recall
+before they attend; in `freekv:tau=-1` none does, and the recall runs beside the rest. `--prompt` stores a prompt of
+random tokens by the model, in one chunk, and so times TTFT too. Rows that the file has are not measured again; each is
+written as soon as it is done.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +102,7 @@ METHODS: dict[str, Callable[[int], Layered]] = {
     "fier": presets.fier,
     "pariskv": presets.pariskv,
     "freekv": presets.freekv,
+    "freekv:tau=-1": partial(presets.freekv, tau=-1.0),
     "quest": presets.quest,
     "logquant": lambda budget: presets.logquant(),
 }

@@ -199,9 +199,9 @@ def freekv(
     tokens (default: one page).
 
     **Source:** FreeKV (2025); defaults are those for long inputs. For long generation it sets sink and local to 512
-    and tau to 0.9. **Differs:** see `Speculative` and `Host` for what XLA makes of overlap and residence; a page that
-    is not yet full competes by the exact scores of its tokens. FreeKV's CUDA code sums pages up as `CentrePages` does,
-    and pools raw scores by "mean_score".
+    and tau to 0.9. **Differs:** see `Speculative` and `Host` for who decides and what stays resident; a page that is
+    not yet full competes by the exact scores of its tokens. FreeKV's CUDA code sums pages up as `CentrePages` does, and
+    pools raw scores by "mean_score".
     """
     require_int("freekv(dense_layers=...)", dense_layers, at_least=0)
     require_int("freekv(budget=...)", budget, at_least=1)

@@ -129,10 +129,13 @@ class Speculative:
     rounded since. Costs 2 M D values of the store's precision and the query in f32, a row and kv head,
     in device memory: the M tokens of the budget that are selected, or room for `dense_below`.
 
+    Over a `Host` store a step waits for what its own heads need. The rest of the recall, which it reads for the next
+    one, goes on beside attention, the matrix products and the layers that follow, where the program was compiled with
+    `memory.CONCURRENT`, as that of `kvjax.generate` is. Without it, and in plain JAX, attention waits for all.
+
     **Source:** FreeKV, speculative retrieval and fine-grained correction; tau 0.8 for long inputs, 0.9 for long
     generation. **Differs:** FreeKV selects for all heads only if one needs it, which the host decides; here every step
-    selects and recalls and the device decides which recall is used, so that no step waits for the host. As one XLA
-    program, attention waits for the recall all the same: this is FreeKV's result, not its overlap.
+    selects and recalls and the device decides which recall is used, so that no step waits for the host.
     """
 
     tau: float = 0.8

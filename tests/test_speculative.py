@@ -264,6 +264,23 @@ def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
     assert found > 30
 
 
+def test_a_step_waits_only_for_what_its_heads_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads the rest of a recall may be late: nothing of this step comes of it, and what the next reuses does."""
+    policy, tokens = with_tau(dataclasses.replace(PAGES, store=Host(page=8)), -1.0), laws.random_tokens(SPEC)
+    cache, _ = laws.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
+    step = lambda: jax.jit(lambda cache, *qkv: kvjax.attention(cache, *qkv))  # noqa: E731 (each is traced anew)
+    qkv = [tokens.at((LENGTHS + i)[:, None]) for i in range(2)]
+    want, _ = step()(cache, *qkv[0])
+    late = lambda x, index, *_: jnp.full((*index.shape, *x.shape[3:]), jnp.nan)  # noqa: E731
+    monkeypatch.setattr(ops, "host_rows_rest", late)
+    out, cache = step()(cache, *qkv[0])
+    np.testing.assert_array_equal(out, want)
+    monkeypatch.setattr(ops, "host_rows_first", late)  # in the next step no head needs a page anew
+    out, _ = step()(cache, *qkv[1])
+    assert np.isnan(out[0]).all()
+    assert np.isfinite(out[2]).all(), "a row whose tokens are all recent recalls none"
+
+
 def test_freekv_is_dense_in_the_first_layer_and_holds_its_budget_in_the_others() -> None:
     spec = dataclasses.replace(SPEC, batch=1, capacity=700)
     cache = kvjax.init(kvjax.presets.freekv(budget=96, page=8, sink=8, local=24), spec, layers=3)

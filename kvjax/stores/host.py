@@ -57,8 +57,9 @@ class Host:
     in 669 us (22 GB/s), since XLA gathers in host memory by the CPU; 8.4 MB of adjacent pages in 206 us (41 GB/s).
     These are of plain JAX; `ops.explain` says when the kernels of `ops.host_append` and `ops.host_rows` run.
 
-    Pages that the step before recalled (`Speculative`) the kernel reads where they are, on the device. The shapes of
-    XLA are static: it moves as many pages from the host in either case.
+    Pages that the step before recalled (`Speculative`) the kernel reads where they are, on the device, and those that
+    only the next step attends with it reads beside what the device does meanwhile (`gather_ahead`). The shapes of XLA
+    are static: it moves as many pages from the host in either case, and waits for them.
 
     **Source:** FreeKV's layout in host memory, (page, head, 2, p, D); it too moves only pages that are not resident.
     **Differs:** pages lie within a head, [B, K, P, 2, p, D], as in every other zone; a page and head is one run of
@@ -112,10 +113,10 @@ class Host:
     def gather_ahead(
         self, st: HostBlock, selection: Selection, held: Held, now: Array
     ) -> tuple[tuple[Array, Array], Callable[[Held], tuple[Array, Array]]]:
-        """`gather` for the heads where `now` bool[B, K] is true, anything for others; and what gathers for all, while the
-        device goes on with what does not depend on it, if it may (`memory.CONCURRENT`).
+        """`gather` for the heads where `now` bool[B, K] is true, anything for others; and a function that gathers for
+        all while the device goes on with what does not depend on it, if it may (`memory.CONCURRENT`).
 
-        Pages that are `held` need not move. The second is given what is held then, the same but for the heads `now`.
+        Pages that are `held` need not move. The function takes what is held then: the same, but for the heads `now`.
         """
         pages = self._pages(selection)
         needed = ops.host_rows_first(st.kv, pages, now, self._whole_pages(st, held))

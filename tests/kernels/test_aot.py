@@ -3,6 +3,7 @@
 Runs where a program can be compiled for a GPU without one (tests/kernels/aot.py); elsewhere it says what is missing.
 """
 
+import re
 from functools import partial
 from unittest import mock
 
@@ -303,6 +304,33 @@ def test_a_kernel_takes_arrays_of_the_host_as_they_are(name):
     assert "bf16[1,8,262144,2,1,128]{5,4,3,2,1,0:S(5)} parameter(0)" in program.hlo
     assert program.temp_bytes < 1024  # the array has 1 GiB
     assert all("262144" not in line for line in program.hlo.splitlines() if " copy" in line)
+
+
+@pytest.mark.thorough
+def test_attention_follows_the_first_read_of_a_recall_and_not_the_rest():
+    """In the optimised program: XLA could fuse what follows the two."""
+    spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768, dtype=jnp.bfloat16)
+    cache = memory.shapes(partial(kvjax.init_layer, presets.freekv(2048).rest, spec))
+    program = aot.compile_for_h200(kvjax.attention, cache, sds(1, 1, 32, 128), *[sds(1, 1, 8, 128)] * 2, donate=0)
+    lines = re.findall(r"^\s+(?:ROOT )?%(\S+) = .*? (?:fusion|[\w-]+)\((.*?)\)(.*)$", program.hlo, re.MULTILINE)
+    operands = {name: re.findall(r"%([\w.-]+)", taken) for name, taken, _ in lines}
+    kernels = {name: re.search(r"kvjax_(\w+)", rest) for name, _, rest in lines if "mosaic_gpu" in rest}
+    reads = [name for name, kind in kernels.items() if kind and kind[1].startswith("host_rows")]
+    (attends,) = (name for name, kind in kernels.items() if kind and kind[1].startswith("attend_zones"))
+
+    def before(name):
+        found, left = set(), [name]
+        while left:
+            for operand in operands.get(left.pop(), ()):
+                if operand not in found:
+                    found.add(operand)
+                    left.append(operand)
+        return found
+
+    first, rest = sorted(reads, key=lambda name: len(before(name)))
+    assert first in before(rest)
+    assert first in before(attends)
+    assert rest not in before(attends)
 
 
 @pytest.mark.thorough

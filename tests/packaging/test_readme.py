@@ -138,7 +138,7 @@ def test_the_table_of_kernels_says_what_their_files_say():
 
 
 CACHES = {"cudnn": "full attention by cuDNN"} | {
-    name: f"`{name}`" for name in ("full", "fier", "pariskv", "freekv", "logquant")
+    name: f"`{name}`" for name in ("full", "fier", "quest", "pariskv", "freekv", "freekv:tau=-1", "logquant")
 }
 
 
