@@ -482,7 +482,9 @@ def _bitonic(size_all: int, m: int, mine: Word, spare: Word, length: Word, t: Wo
 def _rank(mine: Word, lists: Word, small: Word, out: Any, length: Word, t: Word, k: int, blocks: int) -> None:
     """Gives the sorted list `mine` to the other blocks, and writes its slots where they rank.
 
-    Of the others' lists a block has that of the next block first, and so on, in `lists`.
+    Of the others' lists a block has that of the next block first, and so on, in `lists`: all keys, and then all ranks
+    of slots, so that to look for a place by keys alone reads half of the words. Where another list has the same key,
+    the thread looks again, by both.
     """
     part, share = c.special("cluster_ctarank"), THREADS // blocks  # threads that write to a block
     lengths = [_load(small + (((part + b) & (blocks - 1)) + LENGTHS) * 4) for b in range(1, blocks)]
@@ -493,33 +495,55 @@ def _rank(mine: Word, lists: Word, small: Word, out: Any, length: Word, t: Word,
     block = c.divide(t, share)
     after = (part - block) & (blocks - 1)  # how many blocks this one comes after it
     between = [(after > b).choose(lengths[-b], 0) for b in range(1, blocks - 1)]
-    to = c.remote(lists + c.sum_of([word(0), *between]) * 8, block)
+    to = c.remote(lists + c.sum_of([word(0), *between]) * 4, block)
+    ranks = 4 * candidates(k)  # bytes from a key to the rank of its slot
 
     @loop(after.equals(0).choose(length, t & (share - 1)), length, share)
     def _give(i: Word) -> None:
-        ptx("st.shared::cluster.v2.u32 [$0], {$1, $2};", to + i * 8, *_pair(mine + i * 8))
+        rank, key = _pair(mine + i * 8)
+        ptx(f"st.shared::cluster.u32 [$0], $1; st.shared::cluster.u32 [$0+{ranks}], $2;", to + i * 4, key, rank)
 
     cluster_barrier()
     bits = word(32) - ptx("clz.b32 $0, $1;", most, results=1)
+    starts = [lists + first * 4 - 4 for first in firsts[:-1]]  # of lists, each of the word before its first key
+    ends = [start + n * 4 for start, n in zip(starts, lengths, strict=True)]
+    before_all = c.sum_of([word(0), *starts])
+    by_key = "setp.gt.and.u32 q, y, $4, p;"
+    by_both = f"mov.u32 z, 0; @p ld.shared.u32 z, [$2+{ranks}]; mov.b64 x, {{$5, $4}}; mov.b64 w, {{z, y}}; "
+    by_both += "setp.gt.and.u64 q, w, x, p;"
 
-    @loop(t, length, THREADS)
-    def _write(i: Word) -> None:
-        rank, key = _load_pair(mine + i * 8, i, length)
+    def place(rank: Word, key: Word, *, larger: str) -> list[Word]:
+        """Of each other list the word of its last element that comes before this one."""
+        code = "{ .reg .u64 x, w; .reg .u32 y, z; .reg .pred p, q; setp.le.u32 p, $2, $3; mov.u32 y, 0; "
+        code += f"@p ld.shared.u32 y, [$2]; {larger} selp.u32 $0, $2, $1, q; }}"
 
-        def bisect(j: Word, *counts: Word) -> list[Word]:
-            step = word(1) << (bits - 1 - j)
-            return [
-                ptx(
-                    "{ .reg .u64 x, y; .reg .pred p, q; setp.le.u32 p, $2, $3; mov.b64 x, {$4, $5}; mov.u64 y, 0; "
-                    "@p ld.shared.u64 y, [$6]; setp.gt.u64 q, y, x; selp.u32 $0, $2, $1, q; }",
-                    *(count, count + step, n, rank, key, lists + (first + count + step - 1) * 8),
-                    results=1,
-                )
-                for n, first, count in zip(lengths, firsts[:-1], counts, strict=True)
-            ]
+        def bisect(j: Word, *at: Word) -> list[Word]:
+            step = word(4) << (bits - 1 - j)
+            pairs = zip(at, ends, strict=True)
+            return [ptx(code, last, last + step, end, key, rank, results=1) for last, end in pairs]
 
-        larger = loop(0, bits, 1, [word(0)] * len(lengths))(bisect) if lengths else []
-        at = c.sum_of([i, *larger])
-        with when(at < k):
+        return loop(0, bits, 1, starts)(bisect) if starts else []
+
+    def write(i: Word, rank: Word, key: Word, lasts: list[Word], unless: Word) -> None:
+        at = i + ((c.sum_of([word(0), *lasts]) - before_all) >> 2)
+        with when(unless.equals(0) & (at < k)):
             slot = (word(SLOTS) - rank) | key.differs(0).choose(1 << 31, 0)
             ptx("st.global.u32 [$0], $1;", c.offset(out, at * 4), slot)
+
+    @loop(t, length, THREADS, [word(0)])
+    def ties(i: Word, before: Word) -> Word:
+        rank, key = _pair(mine + i * 8)
+        lasts = place(rank, key, larger=by_key)
+        code = "{ .reg .u32 y; .reg .pred p, q; setp.lt.u32 p, $1, $2; mov.u32 y, 0; @p ld.shared.u32 y, [$1+4]; "
+        code += "setp.eq.and.u32 q, y, $3, p; selp.u32 $0, 1, 0, q; }"
+        same = (ptx(code, last, end, key, results=1) for last, end in zip(lasts, ends, strict=True))
+        tied = c.sum_of([word(0), *same])
+        write(i, rank, key, lasts, unless=tied)
+        return before | tied
+
+    with when(ties[0].differs(0)):  # last of all, so that no thread has to pass over it
+
+        @loop(t, length, THREADS)
+        def _again(i: Word) -> None:
+            rank, key = _pair(mine + i * 8)
+            write(i, rank, key, place(rank, key, larger=by_both), unless=word(0))

@@ -190,7 +190,7 @@ def test_the_largest_batch_of_a_sweep(model, monkeypatch):
     monkeypatch.setattr(throughput, "_free_host_bytes", lambda: 2 * 2**20)
     in_host = presets.freekv(256, sink=32, local=32, dense_layers=0)
     (row,) = sweep(model, {"freekv": in_host}, batches=None, lengths=[1024])
-    assert row["batch"] == row["host_limit"] == 7
+    assert row["batch"] == row["host_limit"] == 3
     (none,) = sweep(model, {"full": presets.full()}, batches=None, lengths=[2**15])
     assert (none["batch"], none["status"]) == (0, "out of memory")
 
