@@ -225,7 +225,7 @@ def _product(
     """Of a query with a key, whose signs, planes of sizes, and weights in pairs are here."""
     total = word(0)
     for w in range(len(signs)):  # channels 32 w ..
-        pairs = [_nibbles([*(plane[w] for plane in bits), signs[w]], i) for i in range(4)]
+        pairs = _nibbles([*(plane[w] for plane in bits), signs[w]])
 
         @loop(queries + w * 128, queries + w * 128 + 128, 64, [total, weights[2 * w + 1], weights[2 * w], *pairs])
         def carried(at: Word, total: Word, ahead: Word, scales: Word, *pairs: Word) -> list[Word]:
@@ -255,10 +255,15 @@ def _decode(code: Word, centres: Sequence[int]) -> Word:
     return size ^ (((code >> 3) ^ 1) << 31)
 
 
-def _nibbles(planes: Sequence[Word], i: int) -> Word:
-    """Bits i, i + 4, .. of four planes: nibble n has bits i + 4 n, that of the first plane lowest."""
-    found = word(0)
-    for bit, plane in enumerate(planes):
-        moved = plane << (bit - i) if bit >= i else plane >> (i - bit)
-        found = found | (moved & (0x11111111 << bit))
-    return found
+def _nibbles(planes: Sequence[Word]) -> list[Word]:
+    """Of four planes word i has bits i, i + 4, ..: nibble n has bits i + 4 n, that of the first plane lowest.
+
+    In each nibble a matrix of 4 x 4 bits is transposed: blocks of two, then single bits change places.
+    """
+    rows = list(planes)
+    for gap, mask in ((2, 0x33333333), (1, 0x55555555)):
+        for i in (0, 3 - gap):
+            pairs = (rows[i], rows[i + gap] << gap), (rows[i] >> gap, rows[i + gap])
+            # Of the mask's bits the first, of others the second.
+            rows[i], rows[i + gap] = (ptx(f"lop3.b32 $0, $1, $2, {mask}, 0xE4;", *pair, results=1) for pair in pairs)
+    return rows

@@ -433,6 +433,12 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             put(operands[0], of[0] | of[1] if kind == "or" else np.bitwise_count(of[0]).astype(U32))
         case "clz":
             put(operands[0], 32 - np.ceil(np.log2(read(operands[1]).astype(np.float64) + 1)).astype(U32))
+        case "lop3":
+            table, out = int(read(operands[4]).flat[0]), np.zeros(m.lanes, U32)
+            for i in range(8):  # bits 2, 1 and 0 of i say what a bit of the first, second and third operand is
+                bits = [read(x) if i >> (2 - n) & 1 else ~read(x) for n, x in enumerate(operands[1:4])]
+                out |= (bits[0] & bits[1] & bits[2]) * U32(table >> i & 1)
+            put(operands[0], out)
         case "prmt":
             a, b, how_ = (read(x).astype(U64) for x in operands[1:])
             both, out = a | (b << U64(32)), np.zeros(m.lanes, U64)
