@@ -23,7 +23,8 @@ adds 3.4 us, at 8 x 1M 18 us. Of the 16500 cycles of a block at 8 x 131072, 7300
 
 **Tried and lost** (8 x 131072, k = 2048): a sort in loops, a fourth of the code, 11.5 us; a pair a thread in place of
 two 10.1; places for candidates reserved by a running sum of each warp 10.4 (it pays for equal scores, as additions to
-one word queue); lists that each block fetched 11.1, with branches around each candidate and each pass. Clusters of 16
+one word queue); places looked for by keys alone, and again by slots where another list has the same key, 10.8, as there
+are such among normal scores; lists that each block fetched 11.1, with branches around each candidate. Clusters of 16
 blocks 25.9 us, as not eight of these run at once (15 of 8 blocks do); 4 blocks a row 14.4 to 14.7 us, 2 blocks 22.1.
 Each thread reading bins of all blocks 13.8 us, and in that form: one block sorting all candidates, in shared memory 33
 us, with shuffles 25 us (its throughput, not latency); going on until exactly k are left 22 us; 512 threads a block 15.6
@@ -482,9 +483,7 @@ def _bitonic(size_all: int, m: int, mine: Word, spare: Word, length: Word, t: Wo
 def _rank(mine: Word, lists: Word, small: Word, out: Any, length: Word, t: Word, k: int, blocks: int) -> None:
     """Gives the sorted list `mine` to the other blocks, and writes its slots where they rank.
 
-    Of the others' lists a block has that of the next block first, and so on, in `lists`: all keys, and then all ranks
-    of slots, so that to look for a place by keys alone reads half of the words. Where another list has the same key,
-    the thread looks again, by both.
+    Of the others' lists a block has that of the next block first, and so on, in `lists`.
     """
     part, share = c.special("cluster_ctarank"), THREADS // blocks  # threads that write to a block
     lengths = [_load(small + (((part + b) & (blocks - 1)) + LENGTHS) * 4) for b in range(1, blocks)]
@@ -495,55 +494,33 @@ def _rank(mine: Word, lists: Word, small: Word, out: Any, length: Word, t: Word,
     block = c.divide(t, share)
     after = (part - block) & (blocks - 1)  # how many blocks this one comes after it
     between = [(after > b).choose(lengths[-b], 0) for b in range(1, blocks - 1)]
-    to = c.remote(lists + c.sum_of([word(0), *between]) * 4, block)
-    ranks = 4 * candidates(k)  # bytes from a key to the rank of its slot
+    to = c.remote(lists + c.sum_of([word(0), *between]) * 8, block)
 
     @loop(after.equals(0).choose(length, t & (share - 1)), length, share)
     def _give(i: Word) -> None:
-        rank, key = _pair(mine + i * 8)
-        ptx(f"st.shared::cluster.u32 [$0], $1; st.shared::cluster.u32 [$0+{ranks}], $2;", to + i * 4, key, rank)
+        ptx("st.shared::cluster.v2.u32 [$0], {$1, $2};", to + i * 8, *_pair(mine + i * 8))
 
     cluster_barrier()
     bits = word(32) - ptx("clz.b32 $0, $1;", most, results=1)
-    starts = [lists + first * 4 - 4 for first in firsts[:-1]]  # of lists, each of the word before its first key
-    ends = [start + n * 4 for start, n in zip(starts, lengths, strict=True)]
-    before_all = c.sum_of([word(0), *starts])
-    by_key = "setp.gt.and.u32 q, y, $4, p;"
-    by_both = f"mov.u32 z, 0; @p ld.shared.u32 z, [$2+{ranks}]; mov.b64 x, {{$5, $4}}; mov.b64 w, {{z, y}}; "
-    by_both += "setp.gt.and.u64 q, w, x, p;"
 
-    def place(rank: Word, key: Word, *, larger: str) -> list[Word]:
-        """Of each other list the word of its last element that comes before this one."""
-        code = "{ .reg .u64 x, w; .reg .u32 y, z; .reg .pred p, q; setp.le.u32 p, $2, $3; mov.u32 y, 0; "
-        code += f"@p ld.shared.u32 y, [$2]; {larger} selp.u32 $0, $2, $1, q; }}"
+    @loop(t, length, THREADS)
+    def _write(i: Word) -> None:
+        rank, key = _load_pair(mine + i * 8, i, length)
 
-        def bisect(j: Word, *at: Word) -> list[Word]:
-            step = word(4) << (bits - 1 - j)
-            pairs = zip(at, ends, strict=True)
-            return [ptx(code, last, last + step, end, key, rank, results=1) for last, end in pairs]
+        def bisect(j: Word, *counts: Word) -> list[Word]:
+            step = word(1) << (bits - 1 - j)
+            return [
+                ptx(
+                    "{ .reg .u64 x, y; .reg .pred p, q; setp.le.u32 p, $2, $3; mov.b64 x, {$4, $5}; mov.u64 y, 0; "
+                    "@p ld.shared.u64 y, [$6]; setp.gt.u64 q, y, x; selp.u32 $0, $2, $1, q; }",
+                    *(count, count + step, n, rank, key, lists + (first + count + step - 1) * 8),
+                    results=1,
+                )
+                for n, first, count in zip(lengths, firsts[:-1], counts, strict=True)
+            ]
 
-        return loop(0, bits, 1, starts)(bisect) if starts else []
-
-    def write(i: Word, rank: Word, key: Word, lasts: list[Word], unless: Word) -> None:
-        at = i + ((c.sum_of([word(0), *lasts]) - before_all) >> 2)
-        with when(unless.equals(0) & (at < k)):
+        larger = loop(0, bits, 1, [word(0)] * len(lengths))(bisect) if lengths else []
+        at = c.sum_of([i, *larger])
+        with when(at < k):
             slot = (word(SLOTS) - rank) | key.differs(0).choose(1 << 31, 0)
             ptx("st.global.u32 [$0], $1;", c.offset(out, at * 4), slot)
-
-    @loop(t, length, THREADS, [word(0)])
-    def ties(i: Word, before: Word) -> Word:
-        rank, key = _pair(mine + i * 8)
-        lasts = place(rank, key, larger=by_key)
-        code = "{ .reg .u32 y; .reg .pred p, q; setp.lt.u32 p, $1, $2; mov.u32 y, 0; @p ld.shared.u32 y, [$1+4]; "
-        code += "setp.eq.and.u32 q, y, $3, p; selp.u32 $0, 1, 0, q; }"
-        same = (ptx(code, last, end, key, results=1) for last, end in zip(lasts, ends, strict=True))
-        tied = c.sum_of([word(0), *same])
-        write(i, rank, key, lasts, unless=tied)
-        return before | tied
-
-    with when(ties[0].differs(0)):  # last of all, so that no thread has to pass over it
-
-        @loop(t, length, THREADS)
-        def _again(i: Word) -> None:
-            rank, key = _pair(mine + i * 8)
-            write(i, rank, key, place(rank, key, larger=by_both), unless=word(0))
