@@ -116,9 +116,9 @@ def _rows(
         pieces = -(-index.size * chunks // (128 * config.warpgroups * config.ahead))
         grid = min(pieces, blocks or pieces)
         turns = None if grid == pieces else grid
-        program = functools.partial(_program, sizes=sizes, places=places, config=config, blocks=turns)
+        how = {"sizes": sizes, "places": places, "placed": bool(there), "config": config, "blocks": turns}
         return c.kernel(
-            functools.partial(program, some=bool(there)),
+            functools.partial(_program, **how),
             name="kvjax_host_rows",
             out_type=jax.ShapeDtypeStruct((*index.shape, *x.shape[3:]), x.dtype),
             grid=(grid,),
@@ -129,8 +129,8 @@ def _rows(
     @run.def_vmap
     def batched(n: int, batches: list[Any], *args: Any) -> tuple[Array, bool]:
         flat, tree = jax.tree.flatten(args)
-        args = jax.tree.unflatten(tree, c.flatten_batch(n, jax.tree.leaves(batches), flat))
-        out = _rows(*args, config, blocks)
+        x, index, held, there = jax.tree.unflatten(tree, c.flatten_batch(n, jax.tree.leaves(batches), flat))
+        out = _rows(x, index, held, there, config, blocks)
         return out.reshape(n, -1, *out.shape[1:]), True
 
     return run(x, index, held, there)
@@ -142,16 +142,17 @@ def _program(
     *refs: Any,
     sizes: tuple[int, int, int, int],
     places: tuple[int, ...],
+    placed: bool,
     config: Config,
     blocks: int | None,
-    some: bool,
 ) -> None:
-    """`places`: how many rows are held, and the bytes of a (b, k) of each part; empty if none are."""
+    """`places`: how many rows are held, and the bytes of a (b, k) of each part; empty if none are. `placed`: whether
+    the last inputs are rows, and the array in which these have their places."""
     rows, P, N, chunks = sizes
     size, threads = chunks * CHUNK, 128 * config.warpgroups
     total = rows * N * chunks
     x, index, *parts, out = (c.global_address(m) for m in (x_m, index_m, *refs))
-    parts, there = (parts[:-2], parts[-2:]) if some else (parts, [])
+    parts, there = (parts[:-2], parts[-2:]) if placed else (parts, [])
 
     def place_of(row: Word, of: Word) -> Word:
         """Where `row` is held; all ones if it is not. The same in all lanes of a warp."""
@@ -166,7 +167,7 @@ def _program(
 
         return place[0]
 
-    def load(at: Word, i: Word, row: Word, other: Sequence[Word]) -> list[Word]:
+    def load(at: Word, i: Word, row: Word, has_place: Sequence[Word]) -> list[Word]:
         of = c.divide(i, N)
         source = c.offset_rows(c.offset_rows(x, of, P * size), row, size)
         inside = (at - i * chunks) * CHUNK
@@ -177,8 +178,8 @@ def _program(
                 here = place.differs(0xFFFFFFFF) & (inside >= n * piece) & (inside < (n + 1) * piece)
                 kept = c.offset(c.offset_rows(c.offset_rows(part, of, width), place, piece), inside - n * piece)
                 source = c.choose_address(here, kept, source)
-        for same in other:
-            source = c.choose_address(same.equals(row), c.offset_rows(there[1], at, CHUNK), source)
+        for other in has_place:
+            source = c.choose_address(other.equals(row), c.offset_rows(there[1], at, CHUNK), source)
         return ptx(
             "{ .reg .pred p; setp.lt.u32 p, $4, $5; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
             "@p ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$6]; }",
@@ -191,8 +192,8 @@ def _program(
         near = [instr("min.u32", at, total - 1) for at in at_chunk]  # a spare thread loads the last
         wanted = [c.divide(at, chunks) for at in near]
         found, *others = ([c.load(c.offset_rows(a, i, 4)) for i in wanted] for a in (index, *there[:1]))
-        same = list(zip(*others, strict=True)) or [()] * len(found)
-        loaded = [load(*each) for each in zip(near, wanted, found, same, strict=True)]
+        has_place = list(zip(*others, strict=True)) or [()] * len(found)
+        loaded = [load(*each) for each in zip(near, wanted, found, has_place, strict=True)]
         for at, words in zip(at_chunk, loaded, strict=True):
             with when(at < total):
                 ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", c.offset_rows(out, at, CHUNK), *words)

@@ -5,6 +5,7 @@ Their bodies are PTX, which interpret mode does not run: without a GPU the simul
 """
 
 import math
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import jax
@@ -32,9 +33,11 @@ from kvjax.kernels_pallas import (
     top_k_pooled,
 )
 
-from kvjax import CacheSpec, Fifo, Host, Retrieval, ops
+import kvjax
+from kvjax import CacheSpec, Fifo, Host, Retrieval, generate, ops, presets
 from kvjax.blocks import Block
-from kvjax.memory import to_host
+from kvjax.evaluate import throughput
+from kvjax.memory import CONCURRENT, to_host
 from kvjax.partial import Span
 from kvjax.pick import Picked, Selection, expand_units, pool_scores
 from kvjax.quant import OneBit, QuantArray, quantize, quantize_1bit
@@ -1342,3 +1345,23 @@ def test_the_host_store_is_the_same_with_and_without_its_kernels(page, monkeypat
     assert ran == {"host_rows": "mosaic", "host_append": "mosaic"}
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "policies",
+    [presets.freekv(128, sink=16, local=16, tau=t) for t in (-1.0, 0.5, 2.0)]
+    + [presets.fier(128, sink=4, local=16, host=True), presets.quest(128), presets.logquant()],
+)
+def test_tokens_are_the_same_with_kernels_beside_each_other(policies, monkeypatch):
+    """XLA orders kernels by the arrays that they say they read and write, and so in place too."""
+    shape = replace(throughput.SHAPES["llama-3.2-1b"], layers=4, windows=(), vocab_size=512)
+    model = throughput.random_model(shape)
+    prompt = np.random.default_rng(0).integers(0, 512, (2, 700), dtype=np.int32)
+    found = []
+    for options in (None, CONCURRENT):
+        how = {"static_argnames": ("room", "measure"), "donate_argnames": "cache", "compiler_options": options}
+        monkeypatch.setattr(generate, "_decode_loop", jax.jit(generate._decode_loop.__wrapped__, **how))
+        cache = kvjax.init(policies, model.spec(batch=2, capacity=1024), layers=4)
+        found.append(generate.generate(model, cache, prompt, max_new_tokens=200).tokens)
+    np.testing.assert_array_equal(*found)
