@@ -116,7 +116,13 @@ def _rows(
         pieces = -(-index.size * chunks // (128 * config.warpgroups * config.ahead))
         grid = min(pieces, blocks or pieces)
         turns = None if grid == pieces else grid
-        how = {"sizes": sizes, "places": places, "placed": bool(there), "config": config, "blocks": turns}
+        how: dict[str, Any] = {
+            "sizes": sizes,
+            "places": places,
+            "placed": bool(there),
+            "config": config,
+            "blocks": turns,
+        }
         return c.kernel(
             functools.partial(_program, **how),
             name="kvjax_host_rows",

@@ -39,10 +39,11 @@ class Choice(NamedTuple):
     reused: Array | None  # bool[B, K] heads whose recall is that of the step before, edge included
 
 
-Recaller = Callable[[Recall, Array], tuple[Recall, Callable[[Recall], Recall]]]
-"""Reads a selection, given what was recalled before, which has some of it, and the heads bool[B, K] that attend with it
-in this step. It returns what these need, and anything for other heads; and what reads the rest, given what the step
-attends with, and returns it all. The rest may be under way while the step goes on."""
+Recaller = Callable[[Recall, Array, Array], tuple[Recall, Callable[[Recall], Recall]]]
+"""Reads a selection, given what was recalled before, which has some of it; the rows bool[B] that make a step, for of
+others nothing is read; and the heads bool[B, K] that attend with it in this step. It returns what these need, and
+anything for other heads; and what reads the rest, given what the step attends with, and returns it all. The rest may be
+under way while the step goes on."""
 
 
 class Schedule(Protocol):
@@ -184,7 +185,7 @@ class Speculative:
         last = Recall(Selection(st.slots, st.valid & known[:, None, None, None]), st.k, st.v, st.edge)
 
         reused = (_similarity(q, st.query) >= self.tau) & (st.length + 1 == length)[:, None]
-        needed, rest = recall(last, ~reused)
+        needed, rest = recall(last, st.due, ~reused & st.due[:, None])
 
         def use(old: Array, new: Array) -> Array:
             return jnp.where(reused.reshape(*reused.shape, *(1,) * (new.ndim - 2)), old, new)

@@ -281,6 +281,24 @@ def test_a_step_waits_only_for_what_its_heads_need(monkeypatch: pytest.MonkeyPat
     assert np.isfinite(out[2]).all(), "a row whose tokens are all recent recalls none"
 
 
+def test_a_row_that_makes_no_step_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, tokens = dataclasses.replace(PAGES, store=Host(page=8)), laws.random_tokens(SPEC)
+    cache, _ = laws.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
+    asked = []
+    first, rest = ops.host_rows_first, ops.host_rows_rest
+    spied_first = lambda x, index, now, held: asked.append((index, now)) or first(x, index, now, held)  # noqa: E731
+    spied_rest = lambda x, index, *args: asked.append((index, args[0])) or rest(x, index, *args)  # noqa: E731
+    monkeypatch.setattr(ops, "host_rows_first", spied_first)
+    monkeypatch.setattr(ops, "host_rows_rest", spied_rest)
+    for active in ([True, True, True], [True, False, True]):
+        kvjax.attention(cache, *tokens.at(LENGTHS[:, None]), active=np.array(active))
+        assert len(asked) == 2
+        for index, now in asked:
+            assert (np.asarray(index) >= 0).any(axis=(1, 2)).tolist() == [True, active[1], False]
+            assert np.asarray(now).any(axis=1).tolist() == active  # the first step of a row reuses none
+        asked.clear()
+
+
 def test_freekv_is_dense_in_the_first_layer_and_holds_its_budget_in_the_others() -> None:
     spec = dataclasses.replace(SPEC, batch=1, capacity=700)
     cache = kvjax.init(kvjax.presets.freekv(budget=96, page=8, sink=8, local=24), spec, layers=3)

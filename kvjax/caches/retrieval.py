@@ -338,11 +338,18 @@ class Retrieval:
         return Selection(picked.slots, picked.valid & visible & within)
 
     def _recall(
-        self, st: RetrievalState, selection: Selection, last: Recall | None = None, now: Array | None = None
+        self,
+        st: RetrievalState,
+        selection: Selection,
+        last: Recall | None = None,
+        rows: Array | None = None,
+        now: Array | None = None,
     ) -> tuple[Recall, Callable[[Recall], Recall]]:
         """Keys and values of the selection, stored or waiting, and the token that the next step's window leaves. See
         `Recaller`."""
         B, K, H, M = selection.slots.shape
+        if rows is not None:
+            selection = Selection(selection.slots, selection.valid & rows[:, None, None, None])
         stored, waiting = split_selection(self._flat(selection), st.store.slots)
         here, oldest = waiting.valid.reshape(B, K, -1, 1), st.recent.count - self.local
         at_edge = (jnp.arange(here.shape[2]) == H * M)[None, None, :, None]
