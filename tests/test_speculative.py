@@ -285,18 +285,23 @@ def test_a_row_that_makes_no_step_moves_nothing(monkeypatch: pytest.MonkeyPatch)
     policy, tokens = dataclasses.replace(PAGES, store=Host(page=8)), laws.random_tokens(SPEC)
     cache, _ = laws.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
     asked = []
-    first, rest = ops.host_rows_first, ops.host_rows_rest
-    spied_first = lambda x, index, now, held: asked.append((index, now)) or first(x, index, now, held)  # noqa: E731
-    spied_rest = lambda x, index, *args: asked.append((index, args[0])) or rest(x, index, *args)  # noqa: E731
-    monkeypatch.setattr(ops, "host_rows_first", spied_first)
-    monkeypatch.setattr(ops, "host_rows_rest", spied_rest)
+
+    def spy(x: jax.Array, index: jax.Array, now: jax.Array, *_: Any) -> jax.Array:
+        asked.append((index, now))
+        return ops.host_rows(x, index)
+
+    monkeypatch.setattr(ops, "host_rows_first", spy)
+    monkeypatch.setattr(ops, "host_rows_rest", spy)
+
+    @jax.jit
+    def step(active: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        kvjax.attention(cache, *tokens.at(LENGTHS[:, None]), active=active)
+        return [asked.pop(), asked.pop()]
+
     for active in ([True, True, True], [True, False, True]):
-        kvjax.attention(cache, *tokens.at(LENGTHS[:, None]), active=np.array(active))
-        assert len(asked) == 2
-        for index, now in asked:
+        for index, now in step(np.array(active)):
             assert (np.asarray(index) >= 0).any(axis=(1, 2)).tolist() == [True, active[1], False]
             assert np.asarray(now).any(axis=1).tolist() == active  # the first step of a row reuses none
-        asked.clear()
 
 
 def test_freekv_is_dense_in_the_first_layer_and_holds_its_budget_in_the_others() -> None:
