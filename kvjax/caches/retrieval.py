@@ -139,7 +139,9 @@ class Retrieval:
         )
 
         def recall(q: Array) -> Recall:
-            return self._recall(st, _with_mask(self._select(st, q, jnp.zeros_like(st.length), 1.0)))[0]
+            selection = _with_mask(self._select(st, q, jnp.zeros_like(st.length), 1.0))
+            stored, _ = split_selection(self._flat(selection), st.store.slots)
+            return Recall(selection, *self.store.gather(st.store, stored), jnp.zeros(spec.batch, bool))
 
         q = jax.ShapeDtypeStruct((spec.batch, spec.kv_heads, spec.group, spec.head_dim), spec.dtype)
         return replace(st, schedule=self.schedule.init(spec, lambda: jax.eval_shape(recall, q)))
@@ -338,18 +340,12 @@ class Retrieval:
         return Selection(picked.slots, picked.valid & visible & within)
 
     def _recall(
-        self,
-        st: RetrievalState,
-        selection: Selection,
-        last: Recall | None = None,
-        rows: Array | None = None,
-        now: Array | None = None,
+        self, st: RetrievalState, selection: Selection, last: Recall, rows: Array, now: Array
     ) -> tuple[Recall, Callable[[Recall], Recall]]:
         """Keys and values of the selection, stored or waiting, and the token that the next step's window leaves. See
         `Recaller`."""
         B, K, H, M = selection.slots.shape
-        if rows is not None:
-            selection = Selection(selection.slots, selection.valid & rows[:, None, None, None])
+        selection = Selection(selection.slots, selection.valid & rows[:, None, None, None])
         stored, waiting = split_selection(self._flat(selection), st.store.slots)
         here, oldest = waiting.valid.reshape(B, K, -1, 1), st.recent.count - self.local
         at_edge = (jnp.arange(here.shape[2]) == H * M)[None, None, :, None]
@@ -364,12 +360,12 @@ class Retrieval:
             k, v = (whole(*zones) for zones in zip(stored, new, (st.recent.k, st.recent.v), strict=True))
             return Recall(selection, k, v, oldest >= 0)
 
-        if not isinstance(self.store, Host) or last is None or now is None:
+        if not isinstance(self.store, Host):
             everything = recalled(self.store.gather(st.store, stored))
             return everything, lambda used: everything
-        before = self._flat(last.selection)
-        needed, rest = self.store.gather_ahead(st.store, stored, (before, last.k, last.v), now)
-        return recalled(needed), lambda used: recalled(rest((before, used.k, used.v)))
+        held = self._flat(last.selection), last.k, last.v
+        needed, rest = self.store.gather_ahead(st.store, stored, held, now)
+        return recalled(needed), lambda used: recalled(rest(used.k, used.v))
 
     def _flat(self, selection: Selection) -> Selection:
         """[B, K, 1, H*M + unit]: those of all heads one after the other, and room for the edge that moves as a unit."""

@@ -112,31 +112,32 @@ class Host:
 
     def gather_ahead(
         self, st: HostBlock, selection: Selection, held: Held, now: Array
-    ) -> tuple[tuple[Array, Array], Callable[[Held], tuple[Array, Array]]]:
+    ) -> tuple[tuple[Array, Array], Callable[[Array, Array], tuple[Array, Array]]]:
         """`gather` for the heads where `now` bool[B, K] is true, anything for others; and a function that gathers for
         all while the device goes on with what does not depend on it, if it may (`memory.CONCURRENT`).
 
-        Pages that are `held` need not move. The function takes what is held then: the same, but for the heads `now`.
+        Pages that are `held` need not move. The function takes the keys and values that are held then: the same, but
+        for the heads `now`.
         """
-        pages = self._pages(selection)
-        needed = ops.host_rows_first(st.kv, pages, now, self._whole_pages(st, held))
+        before, k, v = held
+        pages, there = self._pages(selection), self._whole_pages(st, before)
+        needed = ops.host_rows_first(st.kv, pages, now, (there, (k, v)))
 
-        def rest(held: Held) -> tuple[Array, Array]:
-            return _split(ops.host_rows_rest(st.kv, pages, now, needed, self._whole_pages(st, held)))
+        def rest(k: Array, v: Array) -> tuple[Array, Array]:
+            return _split(ops.host_rows_rest(st.kv, pages, now, needed, (there, (k, v))))
 
         return _split(needed), rest
 
-    def _whole_pages(self, st: HostBlock, held: Held) -> tuple[Array, list[Array]]:
-        """i32[B, K, pages] that are held with all of their tokens in order, -1 for others, and their keys and values.
+    def _whole_pages(self, st: HostBlock, held: Selection) -> Array:
+        """i32[B, K, pages] of what is held: those of which all tokens are, in order, and -1 for others.
 
         Not in order is what waited in another order, and was put to a page since.
         """
-        before, *parts = held
-        slots, valid = self._by_page(before)
+        slots, valid = self._by_page(held)
         first = slots[..., :1]
         whole = jnp.all(valid & (slots == first + jnp.arange(self.page)[None, None, None]), axis=3)
         there = whole & (first[..., 0] % self.page == 0) & (first[..., 0] < st.slots)
-        return jnp.where(there, first[..., 0] // self.page, -1), parts
+        return jnp.where(there, first[..., 0] // self.page, -1)
 
     def _by_page(self, selection: Selection) -> Selection:
         """A selection of whole pages, [B, K, pages, tokens of a page]."""
