@@ -14,13 +14,13 @@ read by a few blocks that take turns: they fill the bus, and leave the multiproc
 each (2 MiB) 43.5 us, 48 GB/s; 2048 rows 166 us, 50.4 GB/s; pages of 32 tokens, 64 each, the same; batch 8 x 512 rows
 330 us, 51 GB/s. By the host's clock, that has a launch in it, 72 us and 211 us, where the reference takes 167 us and
 468 us. `benchmarks/results/host_rows.json` has more. In a step of FreeKV, 56 pages of 32 tokens for each of 8 kv heads,
-7.3 MB, 147 us at that speed, took 100 us when a part of them was held (random model, 32768 tokens). 16 blocks took
-104 to 112 us for these, beside matrix products that took 115 us a layer, no longer than alone. Eight layers of
-Llama-3.1-8B, 32768 tokens, no head turned (2026-11-22): 2.55 ms a token one after the other, 1.83 with 16 or 32 blocks
-beside, 1.75 without this read.
+7.3 MB, 147 us at that speed, took 100 us when a part of them was held (random model, 32768 tokens). 32 blocks took
+104 to 112 us for these, beside matrix products of 118 us a layer. Eight layers of Llama-3.1-8B, 32768 tokens, no head
+turned (2026-11-22), ms a token: 2.55 one after the other and 1.83 with 32 blocks beside; in a second run 2.84, 1.84
+with 16 blocks, and 1.78 without this read.
 
 **Tried and lost**: one, four, eight chunks ahead, one and four warpgroups: within 5 % of each other. The bus is full.
-Beside others, 8 blocks 1.87 ms, 64 1.92, 128 2.08.
+In that second run 8 blocks 1.90 ms, 64 1.92, 128 2.08.
 """
 
 from __future__ import annotations

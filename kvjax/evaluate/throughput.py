@@ -146,10 +146,9 @@ def sweep(
     """`time_cell` of every cache at every length and batch: a flat JSON object each, also where one does not fit.
 
     `batches` None asks for the largest batch of each cache and length, found by trial: the first guess fills the free
-    memory with caches. What lies in host memory may fill 9/20 of what is free there, as XLA's pool of pinned memory
-    doubles when it grows; above 64 GB it needs XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB. (A process may have been given a part
-    of the device's memory only: on a GPU 3/4 of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. `bytes_limit`
-    tells it.)
+    memory with caches. What lies in host memory may fill 9/20 of what is free there: with 9/10 the process was killed.
+    Above 64 GB it needs XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB. (A process may have been given a part of the device's memory
+    only: on a GPU 3/4 of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. `bytes_limit` tells it.)
 
     `about` names the model, its digest and whatever else decides a result. Rows are kept in the JSON file `out`; one
     that is there already, from the same code on the same device, comes from there. A cell that does not fit has the
@@ -345,7 +344,7 @@ def _largest_batch(
 ) -> dict[str, Any]:
     spec = model.spec(batch=1, capacity=length)
     one = nbytes(shapes(partial(init, policies, spec, layers=model.config.layers)))
-    # A process that takes all is killed, and the pool of pinned memory may take twice of what it is asked for.
+    # A process that takes all is killed, and one whose caches were to fill 9/10 of it was.
     host = int(0.45 * _free_host_bytes()) // one.host if one.host else None
     room = stats["bytes_limit"] - stats["bytes_in_use"]
     most = min(x for x in (room // one.device, host) if x is not None)  # of these the caches alone have room
