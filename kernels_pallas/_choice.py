@@ -1,4 +1,4 @@
-"""The choice of `pick_1bit`: from scores and their statistics to slots, by a cluster of blocks a row.
+"""The choice of `pick_1bit` and others: from scores and their statistics to slots, by a cluster of blocks a row.
 
 (1) The heads' sums are merged from the warps' statistics, while the first scores are on their way. (2) Each thread
 loads its scores three fours ahead where G <= 4, and makes keys of them, which stay in registers (of a row of at most
@@ -6,7 +6,7 @@ loads its scores three fours ahead where G <= 4, and makes keys of them, which s
 place over the cluster, and how many the blocks before have of it and above it, which is all that places need. (4) Each
 block writes the slots above the bin, in the order of threads. The elements of the bin, some tens, go to a list in the
 shared memory of every block of the cluster; a warp counts those larger than its own, which gives that one's place. So
-two barriers of the cluster are all, and the order of slots follows from the input alone.
+two barriers of the cluster are all, and the order of slots follows from the input alone. The lowest-ranked comes last.
 
 A longer row is read in steps, the keys written and read again by the later passes. Steps of 4 fours a thread that lie
 in the first part for all threads are a loop of their own, without a question of any load, so that three fours are on
@@ -48,9 +48,13 @@ FIRST_BINS = {"sum": (0xA1000000, 18), "log": (0x3C7FFFFF, 15), "score": (0xBE00
 SCRATCH = 3 * t.PASS + 2 * LISTED, 64, 2 * 32 + HEADS
 
 
-def load_heads(scores: Sequence[Any], sizes: Sequence[int], heads: int, at: Word, end: int) -> list[list[Word]]:
-    """Each head's f16 scores of units at .. at + 3, of one part or two, in two words; 0 past the end of the row. They
-    lie before `end` for all threads, so that often nothing is left to ask."""
+def load_heads(
+    scores: Sequence[Any], sizes: Sequence[int], heads: int, at: Word, end: int, half: bool
+) -> list[list[Word]]:
+    """Each head's scores of units at .. at + 3, of one part or two: in f32, or in f16 in two words, if `half`; 0 past
+    the end of the row. They lie before `end` for all threads, so that often nothing is left to ask."""
+    if not half:
+        return pooled.load_heads(scores, sizes, heads, at, end)
     fours = []
     for head in range(heads):
         rows = [c.offset_rows(s, word(head), n * 2) for s, n in zip(scores, sizes, strict=True)]
@@ -75,22 +79,26 @@ def numbers(two: Word) -> list[Word]:
 
 def choose(
     *refs, sizes: tuple[int, ...], heads: int, sums: int, shared_by: Sequence[int], last: int, pool: str, room: int,
-    config: t.Config, wide: int | None = None, name: Callable[[Word, Word], Word] = lambda row, unit: unit,
+    config: t.Config, most: Sequence[int] | None = None, unit: int = 1, half: bool = True,
+    name: Callable[[Word, Word], Word] = lambda row, unit: unit,
 ) -> None:  # fmt: skip
     """The kernel's body, over heads' scores of each of `sizes`, with `sums` statistics of each head, if any. It begins
-    with start and stop of each part's span, of which the second part's `last` do not count, nor what is not among its
-    first `wide`, and how many are wanted. `name` is what is written of a unit."""
+    with start and stop of each part's span, of which the second part's `last` do not count, nor what is not among the
+    `most` first of each part, and how many units are wanted. Spans are of tokens, of which a unit has `unit`, and counts
+    if one of them does. Scores are in f16, or in f32 if not `half`. `name` is what is written of a unit."""
     ends, (*arrays, hist_m, small_m, logs_m) = list(zip(refs, shared_by, strict=False)), refs[len(shared_by) :]
     sums_m, arrays = (arrays[0], arrays[1:]) if sums else (None, arrays)
     scores_m, (slots_m, found_m, *keys_m) = arrays[: len(sizes)], arrays[len(sizes) :]
     U, S = sum(sizes), sizes[0]
     row = c.special("clusterid.x")
-    start, length = c.span_of(ends[0], ends[1], row, S)
+    most = most or sizes
+    start, length = units_of(c.span_of(ends[0], ends[1], row, most[0] * unit), unit)
     wait_start, wait_length = word(0), word(0)
     if len(sizes) == 2:
-        wait_start, wait_length = c.span_of(ends[2], ends[3], row, wide or sizes[1], last)
+        wait_start, wait_length = units_of(c.span_of(ends[2], ends[3], row, most[1] * unit, last), unit)
     wanted = c.clipped(c.number_of(ends[-1], row), room)
-    scores = [c.offset_rows(c.global_address(m), row, heads * n * 2) for m, n in zip(scores_m, sizes, strict=True)]
+    size = 2 if half else 4
+    scores = [c.offset_rows(c.global_address(m), row, heads * n * size) for m, n in zip(scores_m, sizes, strict=True)]
     slots, found = (c.offset_rows(c.global_address(m), row, n * 4) for m, n in ((slots_m, room), (found_m, 1)))
     keys = c.offset_rows(c.global_address(keys_m[0]), row, U * 4) if keys_m else None
     hist, small = c.shared_address(hist_m), c.shared_address(small_m)
@@ -99,24 +107,25 @@ def choose(
     with when(c.special("tid.x").equals(0)):
         ptx("st.shared.u32 [$0], $1;", small + t.LENGTH * 4, 0)
     ahead: list[list[list[Word]]] = []  # scores of the next fours, loaded before something else is waited for
-    depth = 3 if heads <= 4 else 0  # fours that registers hold; of more heads not one ahead
+    depth = 3 if heads <= 4 and half else 0  # fours that registers hold; of more heads not one ahead
+    load = functools.partial(load_heads, scores, sizes, heads, half=half)
 
     def load_ahead() -> None:
         if t.in_one_step(U, config):
-            first_four = t.fours(word(0), U, config)[0], t.ends(U, config)[0]
-            ahead.append(load_heads(scores, sizes, heads, *first_four))
+            ahead.append(load(t.fours(word(0), U, config)[0], t.ends(U, config)[0]))
 
     logs = None
     if sums_m is not None:
         parts = c.offset_rows(c.global_address(sums_m), row, heads * sums * 8)
         waiting = (scores[1], sizes[1], wait_start, wait_length) if len(sizes) == 2 else None
-        logs = _logs(parts, sums, heads, waiting, c.shared_address(logs_m), load_ahead)
+        logs = _logs(parts, sums, heads, waiting, c.shared_address(logs_m), load_ahead, half)
     else:
         c.block_barrier()
 
     def four_keys(at: Word, end: int) -> list[Word]:
-        packed = ahead.pop(0) if ahead else load_heads(scores, sizes, heads, at, end)
-        of_heads = [[x for two in words for x in numbers(two)] for words in packed]
+        of_heads = ahead.pop(0) if ahead else load(at, end)
+        if half:
+            of_heads = [[x for two in words for x in numbers(two)] for words in of_heads]
         begin, size = start, length
         if end > S:
             stored = at < S
@@ -130,7 +139,7 @@ def choose(
         places = list(zip(starts, [S] * len(starts) if whole else t.ends(U, config), strict=True))
         for u, (at, end) in enumerate(places):
             to_load = (place for place in places[u + len(ahead) : u + depth] if place[1] <= U)
-            ahead.extend(load_heads(scores, sizes, heads, *place) for place in to_load)
+            ahead.extend(load(*place) for place in to_load)
             if ahead or end <= U:
                 four = four_keys(at, end)
             else:  # in which a warp may have nothing, as most have of the fifth four in a row of 131072 and a little
@@ -152,9 +161,21 @@ def choose(
     )  # fmt: skip
 
 
-def _logs(parts: Any, n: int, heads: int, waiting: Any, shared: Word, loads: Callable[[], Any]) -> list[Word]:
+def units_of(span: Sequence[Word], unit: int) -> list[Word]:
+    """The first unit that has a token of a span, its first and how many, and how many units have one."""
+    first, length = span
+    if unit == 1:
+        return [first, length]
+    start = c.divide(first, unit)
+    return [start, length.equals(0).choose(0, c.divide(first + length + (unit - 1), unit) - start)]
+
+
+def _logs(
+    parts: Any, n: int, heads: int, waiting: Any, shared: Word, loads: Callable[[], Any], half: bool
+) -> list[Word]:
     """For each head minus log2 of the sum of exp(score) over the units; 0 where there is none. `parts` is where the
-    warps' statistics of the heads are, `n` of each. `loads` is what else to load meanwhile."""
+    warps' statistics of the heads are, `n` of each; `waiting` has scores in f16, or in f32 if not `half`. `loads` is
+    what else to load meanwhile."""
     thread = c.special("tid.x")
     lane, warp = thread & 31, thread >> 5
     share = (t.THREADS // 32) // heads  # warps of a head
@@ -164,7 +185,7 @@ def _logs(parts: Any, n: int, heads: int, waiting: Any, shared: Word, loads: Cal
     stride = 32 * share
     parts = c.offset_rows(parts, head, n * 8)
     scores, size, start, length = waiting or (None, 0, 0, 0)
-    scores = c.offset_rows(scores, head, size * 2) if size else None
+    scores = c.offset_rows(scores, head, size * (2 if half else 4)) if size else None
 
     def statistics(first: Word, number: int) -> list[list[Word]]:
         load = (
@@ -174,8 +195,10 @@ def _logs(parts: Any, n: int, heads: int, waiting: Any, shared: Word, loads: Cal
         return [ptx(load, a, n, c.offset(parts, a * 8), results=2) for a in (first + j * stride for j in range(number))]
 
     def arrived(first: Word, number: int) -> list[Word]:
+        at = [first + j * stride for j in range(number)]
+        if not half:
+            return [c.load_below(a - start, length, c.offset(scores, a * 4), pooled.NOTHING[0]) for a in at]
         load = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0xFC00; @p ld.global.u16 $0, [$3]; }"
-        at = (first + j * stride for j in range(number))
         return [numbers(ptx(load, a - start, length, c.offset(scores, a * 2), results=1))[0] for a in at]
 
     # All that is loaded at first is on its way before any of it is waited for.
@@ -303,7 +326,7 @@ def _take(
         return [low, size, shift, least, need, got.many, above, got.beside]
 
     def is_long(state: list[Word]) -> Flag:
-        return (state[5] > state[4]) & (state[5] > LISTED)
+        return state[5] > LISTED
 
     def narrowed() -> list[Word]:
         found = state
@@ -314,12 +337,10 @@ def _take(
     state = c.choose_between(is_long(state), narrowed, state)  # one branch past all of it: far ones take long
     low, size, _, least, need, many, above, beside = state
 
-    # Taken are keys larger than `last`; and, if slots were counted, those that equal `low`, of rank `least` or more. If
-    # that is not all of the bin, its elements come into the list that each block gets, [many] of rank and key.
-    all_of_it, by_rank = many.equals(need), least.differs(0)
-    last = all_of_it.choose(by_rank.choose(low, low - 1), low + size)
-    low, last = (wanted.equals(0).choose(0xFFFFFFFF, x) for x in (low, last))
-    above = above + all_of_it.choose(beside, 0)
+    # Taken are keys beyond the bin's; if slots were counted, also those that equal `low` of a higher rank than the one
+    # that is left. What the bin has comes into the list that each block gets, [many] of rank and key.
+    by_rank, none = least.differs(0), wanted.equals(0)
+    low, high, many = none.choose(0xFFFFFFFF, low), none.choose(0xFFFFFFFF, low + size), none.choose(0, many)
 
     def bits(conditions: str, elements: Elements, *limits: Word) -> Word:
         found = word(0)
@@ -330,14 +351,15 @@ def _take(
 
     def marks(elements: list[tuple[Word, Word]]) -> list[Word]:
         """Bits of the elements taken, and of those that the list has."""
-        taken = bits("setp.gt.u32 p, $3, $5;", elements, last)
+        taken = bits("setp.gt.u32 p, $3, $5;", elements, high)
         level = bits("setp.ge.u32 p, $3, $5;", elements, low)
 
         def of_rank() -> list[Word]:
-            return [taken | bits("setp.eq.u32 p, $3, $5; setp.ge.and.u32 p, $4, $6, p;", elements, low, least)]
+            higher, rank = "setp.eq.u32 p, $3, $5; setp.g{}.and.u32 p, $4, $6, p;", (elements, low, least)
+            return [taken | bits(higher.format("t"), *rank), taken | bits(higher.format("e"), *rank)]
 
-        (taken,) = c.choose_between(by_rank, of_rank, [taken])
-        return [taken, all_of_it.choose(0, level & (taken ^ 0xFFFFFFFF))]
+        taken, level = c.choose_between(by_rank, of_rank, [taken, level])
+        return [taken, none.choose(0, level & (taken ^ 0xFFFFFFFF))]
 
     def number(flags: Word) -> Word:
         return instr("popc.b32", flags)
@@ -389,7 +411,7 @@ def _take(
     )
     c.cluster_wait()
 
-    @c.loop(part * 32 + warp, all_of_it.choose(0, many), 32 * blocks)
+    @c.loop(part * 32 + warp, many, 32 * blocks)
     def _from_list(i: Word) -> None:
         """A warp counts the elements of the list that are larger than the i-th."""
 

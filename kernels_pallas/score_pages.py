@@ -19,6 +19,7 @@ bf16: 8192 pages 10.4 us (the reference 36 us), 4096 pages 6.0 us, 65536 pages 6
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,7 @@ def _scores(scale: float, config: Config, q: Array, low: Array, high: Array) -> 
     @jax.custom_batching.custom_vmap
     def run(q: Array, low: Array, high: Array) -> Array:
         return c.kernel(
-            functools.partial(_program, shape=(rows, G, P, D), kind=kind, scale=scale, config=config),
+            functools.partial(program, shape=(rows, G, P, D), kind=kind, scale=scale, config=config),
             name="kvjax_score_pages",
             out_type=jax.ShapeDtypeStruct((rows, G, P), jnp.float32),
             grid=(-(-warps // (4 * config.warpgroups)),),
@@ -101,11 +102,14 @@ def _scores(scale: float, config: Config, q: Array, low: Array, high: Array) -> 
     return run(q, low, high)
 
 
-def _program(
-    q_m, low_m, high_m, out_m, *, shape: tuple[int, int, int, int], kind: str, scale: float, config: Config
-) -> None:
+def program(
+    q_m: Any, low_m: Any, high_m: Any, out_m: Any, *, shape: tuple[int, int, int, int], kind: str, scale: float,
+    config: Config, width: int | None = None, visit: Callable[..., None] | None = None,
+) -> None:  # fmt: skip
+    """The kernel's body, with `width` scores of a row and head, of which those past P are anything. Of each tile
+    visit(row, tile, pages, scores): a lane has two pages, and scores by head and page, of heads 2 * (lane % 4) + 0, 1."""
     rows, G, P, D = shape
-    tiles = -(-P // TILE)
+    tiles, width = -(-P // TILE), width or P
     batches = -(-tiles // config.tiles)
     t = c.special("tid.x")
     lane = t & 31
@@ -117,29 +121,32 @@ def _program(
     q, low, high, out = (c.global_address(m) for m in (q_m, low_m, high_m, out_m))
     q = c.offset_rows(q, row, G * D * 2)
     low, high = (c.offset_rows(a, row, P * D * 2) for a in (low, high))
-    out = c.offset_rows(out, row, G * P * 4)
-
-    def load(address: Any, index: Word) -> list[Word]:
-        """This lane's D/4 channels of a row of [..., D] 16-bit numbers: 8 of each 32."""
-        at = c.offset(c.offset_rows(address, index, D * 2), col * 16)
-        chunks = [f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{64 * v}];" for v in range(D // 32)]
-        return [w for chunk in chunks for w in ptx(chunk, at, results=4)]
-
-    queries = [(quad < G).choose(w, 0) for w in load(q, (quad < G).choose(quad, 0))]
+    out = c.offset_rows(out, row, G * width * 4)
+    queries = [(quad < G).choose(w, 0) for w in channels(q, (quad < G).choose(quad, 0), D)]
     up, down = ([instr(f"{name}.{kind}x2", w, 0) for w in queries] for name in ("max", "min"))
 
     @loop(0, config.tiles, 1)
     def _tile(i: Word) -> None:
         pages = [(first + i) * TILE + quad + 8 * half for half in range(2)]
         within = [(page < P).choose(page, P - 1) for page in pages]
-        corners = [[load(a, page) for page in within] for a in (high, low)]
+        corners = [[channels(a, page, D) for page in within] for a in (high, low)]
         acc = [word(0)] * 4
         for j in range(0, D // 8, 2):
             for (a, b), side in zip(corners, (up, down), strict=True):
                 acc = c.mma(kind, acc, [a[j], b[j], a[j + 1], b[j + 1]], side[j : j + 2])
+        scores = [[instr("mul.f32", acc[e + 2 * half], real(scale)) for half in range(2)] for e in range(2)]
         for e in range(2):
             head = col * 2 + e
             for half in range(2):
-                with when((head < G) & (pages[half] < P)):
-                    at = c.offset(c.offset_rows(out, head, P * 4), pages[half] * 4)
-                    ptx("st.global.u32 [$0], $1;", at, instr("mul.f32", acc[e + 2 * half], real(scale)))
+                with when((head < G) & (pages[half] < width)):
+                    at = c.offset(c.offset_rows(out, head, width * 4), pages[half] * 4)
+                    ptx("st.global.u32 [$0], $1;", at, scores[e][half])
+        if visit is not None:
+            visit(row, first + i, pages, scores)
+
+
+def channels(address: Any, index: Word, D: int) -> list[Word]:
+    """This lane's D/4 channels of a row of [..., D] 16-bit numbers: 8 of each 32."""
+    at = c.offset(c.offset_rows(address, index, D * 2), (c.special("tid.x") & 3) * 16)
+    chunks = [f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{64 * v}];" for v in range(D // 32)]
+    return [w for chunk in chunks for w in ptx(chunk, at, results=4)]

@@ -163,9 +163,10 @@ def pick_1bit(
     Units are the slots [start, stop) of `keys` [B, K, S, ...], `span` = (start, stop), scored for q [B, K, G, D]; and,
     from S on, the slots of `waiting` = (scores f32[B, K, G, W], start, stop) without the `last` before its stop. With
     `wide`, waiting[0] are keys [B, K, R, D], to be scored as they are, of which only the first `wide` may wait. Count,
-    starts and stops are i32[B], or a number for all rows. At most `room` are chosen, in any order. `implementation`:
-    see `explain`. The kernel scores as that of `score_1bit` and ranks these scores in f16, where one beyond 65504 is
-    infinite; where ranks differ by less than its rounding, it may choose otherwise.
+    starts and stops are i32[B], or a number for all rows. At most `room` are chosen; the one that ranks lowest comes
+    last, the others in any order. `implementation`: see `explain`. The kernel scores as that of `score_1bit` and ranks
+    these scores in f16, where one beyond 65504 is infinite; where ranks differ by less than its rounding, it may choose
+    otherwise.
     """
     from kvjax.kernels_pallas import pick_1bit as kernel
 
@@ -207,6 +208,78 @@ def _pick_1bit(
     return Picked(picked.slots, jnp.sum(picked.valid, axis=-1, dtype=jnp.int32))
 
 
+def pick_pages(
+    q: Array,
+    low: Array,
+    high: Array,
+    span: tuple[Array | int, Array | int],
+    waiting: tuple[Array, Array | int, Array | int],
+    count: Array | int,
+    pool: Pool,
+    room: int,
+    *,
+    unit: int,
+    scale: float,
+    wide: int,
+    last: int = 0,
+    implementation: Implementation | None = None,
+) -> Picked:
+    """The `count` pages of `unit` tokens that a group ranks highest by their boxes: `score_pages`, then `top_k_pooled`.
+
+    Pages are those of corners [B, K, P, D] that have a token in [start, stop), `span` = (start, stop), scored for q
+    [B, K, G, D]; and, from P on, those of `waiting` = (keys [B, K, R, D], start, stop) that have a token in [start, stop)
+    without the `last` before its stop, among the first `wide`, a multiple of `unit`; their score is the largest q.k of
+    these. Count, starts and stops are i32[B], or a number for all rows. At most `room` pages are chosen; the one that
+    ranks lowest comes last, the others in any order. `implementation`: see `explain`. The kernel scores as that of
+    `score_pages`, keys that wait too; where ranks differ by less than rounding, it may choose otherwise.
+    """
+    from kvjax.kernels_pallas import pick_pages as kernel
+
+    inner: Implementation | None = None if implementation is None else "xla"
+    how: dict[str, Any] = {"unit": unit, "scale": scale, "wide": wide, "last": last}
+    reference = partial(_pick_pages, pool=pool, room=room, **how, implementation=inner)
+
+    def mosaic(
+        q: Array, low: Array, high: Array, span: Sequence[Array], waiting: Sequence[Array], count: Array
+    ) -> Picked:
+        return Picked(*kernel.pick_pages(q, low, high, span, waiting, count, pool, room, **how))
+
+    limit = kernel.unsupported(q, low, high, waiting[0], pool, room, unit, wide)
+    args = lax.stop_gradient((q, low, high, span, waiting, count))  # a choice has no derivative
+    return _dispatch(implementation, kernel, limit, mosaic, reference, *args)
+
+
+def _pick_pages(
+    q: Array,
+    low: Array,
+    high: Array,
+    span: Sequence[Array],
+    waiting: Sequence[Array],
+    count: Array,
+    *,
+    pool: Pool,
+    room: int,
+    unit: int,
+    scale: float,
+    wide: int,
+    last: int,
+    implementation: Implementation | None,
+) -> Picked:
+    keys, start, stop = waiting
+    scores = score_pages(q, low, high, scale=scale, implementation=implementation)
+    exact = attention_logits(q, keys, scale)[..., :wide]
+    there = _inside(start, stop - last, exact)
+    exact = jnp.where(there, exact, -jnp.inf).reshape(*exact.shape[:3], wide // unit, unit)
+    pages = jnp.any(there.reshape(*there.shape[:3], wide // unit, unit), axis=-1)
+    first, end = (jnp.asarray(x, jnp.int32) for x in span)
+    stored = _inside(first // unit, jnp.where(end > first, -(-end // unit), 0), scores)
+    picked = top_k_pooled(
+        [(scores, stored), (jnp.max(exact, axis=-1), pages)], pool, room, implementation=implementation
+    )
+    found = jnp.sum(picked.valid, axis=-1, dtype=jnp.int32)
+    return Picked(picked.slots, jnp.minimum(found, jnp.maximum(_by_row(count)[..., 0], 0)))
+
+
 def pick_4bit(
     q: Array,
     keys: Directions,
@@ -226,8 +299,8 @@ def pick_4bit(
     Units are the `candidates` [B, K, G, M] among the slots of `keys` [B, K, S, ...], scored for q [B, K, G, D], rotated
     by `seed`; and, from slot S on, the slots of `waiting` = (keys [B, K, R, D], start, stop) without the `last` before
     its stop, of which the first `wide` may wait, scored as they are for q. Count, start and stop are i32[B], or a
-    number for all rows. At most `room` are chosen, in any order. `implementation`: see `explain`. The kernel ranks
-    scores in f16, as that of `pick_1bit`.
+    number for all rows. At most `room` are chosen; the one that ranks lowest comes last, the others in any order.
+    `implementation`: see `explain`. The kernel ranks scores in f16, as that of `pick_1bit`.
     """
     from kvjax.kernels_pallas import pick_4bit as kernel
 
@@ -903,6 +976,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
         most_voted,
         pick_1bit,
         pick_4bit,
+        pick_pages,
         put_token,
         rerank,
         score_1bit,

@@ -300,7 +300,7 @@ class Retrieval:
         """Top units of history and waiting tokens together. `first` i32[B] is the lowest visible position; None if all
         are.
 
-        In order of rank where `ranked`, or where the schedule may drop the lowest.
+        In order of rank where `ranked`; else the unit that ranks lowest comes last, which a schedule may drop.
         """
         unit, pool, slots = self.selector.unit, self.selector.pool, st.store.slots
         from_store, from_recent = _slot_of(first, st.offset_store), _slot_of(first, st.offset_recent)
@@ -312,8 +312,7 @@ class Retrieval:
         limit: Array | int = self._chosen  # a number where it is one for all, as an array takes a kernel
         if room * unit != limit:
             limit = jnp.where(st.length < self.dense_below, room * unit, limit)
-        picks = isinstance(self.schedule, EveryStep) and not ranked
-        if isinstance(self.selector, Picker) and picks and (first is None or self.selector.picks_in_window):
+        if isinstance(self.selector, Picker) and not ranked and (first is None or self.selector.picks_in_window):
             starts = (0, 0) if first is None else (from_store, from_recent)
             span, waits = (starts[0], st.store.count), (st.recent.k, starts[1], st.recent.count)
             among = Pickable(span, waits, limit=limit, room=room, wide=wide, last=self.local)

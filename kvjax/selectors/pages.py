@@ -15,7 +15,8 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.blocks import write
-from kvjax.pick import Pool, require_pool
+from kvjax.pick import Pool, Selection, expand_units, require_pool
+from kvjax.selectors.selector import Pickable
 from kvjax.spec import CacheSpec, require_int
 
 
@@ -62,6 +63,32 @@ class _Pages:
 
     def score(self, ix: Boxes, q: Array, *, scale: float) -> Array:
         return ops.score_pages(q, ix.low, ix.high, scale=scale)
+
+    @property
+    def picks_in_window(self) -> bool:
+        return True
+
+    def pick(self, ix: Boxes, q: Array, among: Pickable, *, scale: float) -> Selection:
+        span, (keys, first, stop), limit, room, wide, last = among
+        picked = ops.pick_pages(
+            q,
+            *ix,
+            span,
+            (keys, first, stop),
+            limit // self.page,
+            self.pool,
+            room,
+            unit=self.page,
+            scale=scale,
+            wide=wide,
+            last=last,
+        )
+        # Of a page some tokens may be out of sight, or not there yet.
+        slots, valid = expand_units(picked.selection, self.page)
+        waiting = slots - ix.low.shape[2] * self.page
+        start, end, first, stop = (jnp.reshape(x, (-1, 1, 1, 1)) for x in (*span, first, stop - last))
+        seen = jnp.where(waiting < 0, (slots >= start) & (slots < end), (waiting >= first) & (waiting < stop))
+        return Selection(slots, valid & seen)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize / self.page

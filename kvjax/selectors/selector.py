@@ -50,14 +50,14 @@ class Pickable(NamedTuple):
     span: tuple[Array | int, Array]  # start and stop: slots [start, stop) of the index
     waiting: tuple[Array, Array | int, Array]  # keys [B, K, R, D], scored as they are, start and stop
     limit: Array | int  # tokens to pick
-    room: int  # most that any row picks
+    room: int  # most units that any row picks
     wide: int  # of the R keys only the first may wait
     last: int  # tokens before the stop of `waiting` that do not
 
 
 @runtime_checkable
 class Picker(Selector, Protocol):
-    """A selector of single tokens that chooses by itself, for steps that need no order in what is chosen."""
+    """A selector that chooses by itself, for steps that need no order in what is chosen."""
 
     @property
     def picks_in_window(self) -> bool:
@@ -65,8 +65,8 @@ class Picker(Selector, Protocol):
         ...
 
     def pick(self, ix: Any, q: Array, among: Pickable, *, scale: float) -> Selection | Picked:
-        """The tokens `among` these that rank highest by `pool` for q [B, K, G, D], in any order: slots of the index,
-        and S + w for waiting token w.
+        """The tokens `among` these that rank highest by `pool` for q [B, K, G, D], whole units: slots of the index,
+        and S + w for waiting token w. The unit that ranks lowest comes last, the others in any order.
 
         Law: these are the tokens that `score` and `Retrieval` choose.
         """

@@ -21,6 +21,7 @@ from kvjax.kernels_pallas import (
     most_voted,
     pick_1bit,
     pick_4bit,
+    pick_pages,
     put_token,
     rerank,
     score_1bit,
@@ -88,6 +89,13 @@ def picking(S, D, W, pool, k, G=4, group=32, dtype=jnp.bfloat16, config=None):
 def picking_keys(S, D, R, wide, k):
     f, (q, *keys, span, (_, *ends), count) = picking(S, D, wide, "mean_softmax", k)
     return partial(f, wide=wide), (q, *keys, span, [sds(1, 8, R, D), *ends], count)
+
+
+def pages(P, D, R, wide, k, unit=16, G=4, pool="mean_softmax", dtype=jnp.bfloat16):
+    one = sds(1, dtype=jnp.int32)
+    q, corners = sds(1, 8, G, D, dtype=jnp.float32), 2 * [sds(1, 8, P, D, dtype=dtype)]
+    args = q, *corners, [one, one], [sds(1, 8, R, D, dtype=dtype), one, one], one
+    return partial(pick_pages.pick_pages, pool=pool, room=k, unit=unit, scale=0.1, wide=wide, last=16), args
 
 
 def coded(S, D, bits, tokens, channels, value_channels):
@@ -163,6 +171,11 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "pick_4bit": (*candidates(1, 131072, 128, 13108, 383, 1916), 0.3, 0),
     "pick_4bit, a loop": (*candidates(1, 1 << 20, 128, 104858, 383, 1916, pick_4bit.Config(2)), 7, 0),
     "pick_4bit, D 64": (*candidates(4, 131072, 64, 13108, 383, 1916), 1, 0),
+    "pick_pages": (*pages(8176, 128, 287, 272, 127), 1.6, 0),
+    "pick_pages, one waits": (*pages(1016, 128, 159, 32, 56, unit=32), 0.3, 0),
+    "pick_pages, a loop": (*pages(1 << 18, 128, 287, 272, 127), 64, 0),
+    "pick_pages, eight heads": (*pages(8176, 64, 287, 272, 127, G=8, dtype=jnp.float16), 2.8, 0),
+    "pick_pages, by head": (*pages(2041, 128, 287, 272, 127, pool="per_head"), 0.4, 0),
     "score_pages": (PAGES, (sds(1, 8, 4, 128), *2 * [sds(1, 8, 8192, 128)]), 0.1, 0),
     "score_pages, D 64": (PAGES, (sds(1, 8, 8, 64, dtype=jnp.float32), *2 * [sds(1, 8, 512, 64)]), 0.1, 0),
     "attend_slots": (ATTEND, slots(4, 131072, 128, 2048), 0.1, 0),
@@ -197,7 +210,7 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
 }
 
 
-TWO = "attend_quantized", "attend_span", "collide", "pick_1bit", "pick_4bit"  # kernels of a program
+TWO = "attend_quantized", "attend_span", "collide", "pick_1bit", "pick_4bit", "pick_pages"  # kernels of a program
 # At most: else too few blocks fit on a multiprocessor.
 REGISTERS = {"collide": 128, "collide, 512K": 64, "rerank": 72, "pick_4bit": 72}
 
@@ -215,6 +228,9 @@ LATE = (
     "pick_1bit, D 64",
     "pick_4bit, a loop",
     "pick_4bit, D 64",
+    "pick_pages, a loop",
+    "pick_pages, eight heads",
+    "pick_pages, by head",
     "attend_slots, D 256",
     "attend_span, D 256",
     "attend_zones, a loop",
@@ -243,7 +259,7 @@ def test_a_kernel_compiles_for_an_h200(name):
     [
         (presets.full(), {"attend_span", "attend_span_merge"}),
         (presets.fier(2048), {"pick_1bit_score", "pick_1bit", "attend_zones"}),
-        (presets.quest(2048), {"score_pages", "top_k_pooled", "attend_zones"}),
+        (presets.quest(2048), {"pick_pages_score", "pick_pages", "attend_zones"}),
         (
             presets.pariskv(2048),
             {"collide_rank", "collide", "most_voted", "pick_4bit_score", "pick_4bit", "attend_zones"},

@@ -542,6 +542,7 @@ def test_the_reference_runs_where_there_is_no_kernel():
     boxes, picks = jnp.zeros((1, 1, 4, 64)), jnp.zeros((1, 1, 4, 5), jnp.int32)
     half, one_bit, codes = boxes.astype(jnp.bfloat16), index(1, 1, 64, 64, 32, jnp.bfloat16), encode(boxes)
     by_channel, by_token = quantize(boxes, 2, tokens=4), quantize(boxes, 2, channels=32)
+    pages = jnp.zeros((1, 1, 16, 64), jnp.bfloat16)
     count, some = picks[:, 0, 0, 0], Selection(picks[:, :, :1], picks[:, :, :1] == 0)
     span, found = Span(half, half, count, count), Picked(picks, picks[..., 0])
     scale = {"scale": 0.1}
@@ -560,6 +561,11 @@ def test_the_reference_runs_where_there_is_no_kernel():
         ("most_voted", (boxes.astype(jnp.uint8), count, count, 5), {}),
         ("pick_1bit", (boxes, one_bit, (0, count), (half, 0, count), 3, "mean_score", 5), {**scale, "wide": 4}),
         ("pick_4bit", (boxes, codes, found, (half, 0, count), 5, 9), {**scale, "seed": 0, "wide": 4}),
+        (
+            "pick_pages",
+            (boxes, half, half, (0, count), (pages, 0, count), 3, "mean_score", 5),
+            {**scale, "unit": 16, "wide": 16},
+        ),
         ("put_token", ([Block(boxes, boxes, count)], *2 * [boxes[:, :, :1]], *2 * [count == 0]), {}),
         ("rerank", (boxes, codes, found), scale),
         ("score_1bit", (boxes, one_bit), scale),

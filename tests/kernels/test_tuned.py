@@ -20,6 +20,7 @@ from kvjax.kernels_pallas import (
     most_voted,
     pick_1bit,
     pick_4bit,
+    pick_pages,
     rerank,
     score_1bit,
     score_pages,
@@ -179,6 +180,13 @@ def _pick_1bit(rows, S, room, G, H, D, group, softmax):
     return call, *_score_1bit(rows, S, G, D, group)[1:], span, (f32(rows, 1, G, 64), *span), i32(rows)
 
 
+def _pick_pages(rows, P, W, room, G, H, D, softmax):
+    pool = ("mean_softmax" if softmax else "mean_score") if H == 1 else "per_head"
+    call = partial(pick_pages.pick_pages, pool=pool, room=room, unit=16, scale=0.1, wide=16 * W)
+    span = i32(rows), i32(rows)
+    return call, *_score_pages(rows, P, G, D)[1:], span, (sds(rows, 1, 16 * W, D), *span), i32(rows)
+
+
 def _score_pages(rows, P, G, D):
     return partial(score_pages.score_pages, scale=0.1), sds(rows, 1, G, D), *2 * [sds(rows, 1, P, D)]
 
@@ -209,6 +217,11 @@ CALLS = {  # by kernel, a call that asks for a shape; such a shape; a config tha
         _pick_4bit,
         dict(rows=6, M=77, W=33, room=20, G=3, D=128),
         dict(blocks=8, unroll=2, warpgroups=4),
+    ),
+    "pick_pages": (
+        _pick_pages,
+        dict(rows=2, P=77, W=3, room=20, G=4, H=1, D=64, softmax=1),
+        dict(blocks=4, unroll=2, tiles=2, warpgroups=2),
     ),
     "rerank": (_rerank, dict(rows=6, M=77, G=3, D=128), dict(warpgroups=4)),
     "score_1bit": (_score_1bit, dict(rows=2, S=512, G=3, D=128, group=64), dict(units=3, stages=8)),

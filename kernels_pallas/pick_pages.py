@@ -1,0 +1,250 @@
+"""The pages that a group of query heads ranks highest by the boxes around their keys, from query to choice.
+
+**Scores** are those of `score_pages`, by the same code, in f32: they are few. A warp that has scored 16 pages also
+keeps, where softmaxes are pooled, each head's largest score and the sum of 2^(score - largest) over those of the span.
+Tokens that wait to be indexed are scored as they are by blocks of their own at the end of the same grid, a page a warp,
+with 16 keys as the rows of a product and the heads as its columns; a page's score is its largest. By XLA that takes two
+launches, and the masks of pages two more; here both kernels read counts in tokens where the cache has them.
+
+**The choice** is that of `pick_1bit` (`_choice`).
+
+**Bytes:** 2 D e read, e of a corner's number, 4 G written and 4 G read a page and kv head, 4 `room` written. The bound
+on an H200 (4.3 TB/s) for 8 kv heads x 131072 tokens, D = 128 in bf16, G = 4, is 8.0 us for pages of 16 and 4.0 us for
+pages of 32.
+
+**Measured** NOT YET
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import _choice as choice
+from kvjax.kernels_pallas import _common as c
+from kvjax.kernels_pallas import _tuned
+from kvjax.kernels_pallas import score_pages as score
+from kvjax.kernels_pallas import top_k as t
+from kvjax.kernels_pallas import top_k_pooled as pooled
+from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
+
+MEASURED: str | None = None  # the date in benchmarks/results/pick_pages.json
+TILE = 16  # keys: the rows of a product
+
+
+@dataclass(frozen=True)
+class Config(score.Config, t.Config):
+    """Of the choice: blocks, unroll; of the scores: tiles, warpgroups."""
+
+    def __post_init__(self) -> None:
+        t.Config.__post_init__(self)
+        score.Config.__post_init__(self)
+
+
+def config_for(rows: int, per_row: int, units: int) -> Config:
+    """Of `rows` rows of scores, chosen from in `per_row` ways each, with `units` pages in all."""
+    return Config(t.config_for(rows * per_row, units).blocks)
+
+
+def smem_bytes() -> int:
+    return 4 * sum(choice.SCRATCH)
+
+
+def unsupported(q: Any, low: Any, high: Any, waiting: Any, pool: str, room: int, unit: int, wide: int) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    if limit := score.unsupported(q, low, high):
+        return limit.replace("score_pages", "pick_pages", 1)
+    if unit % TILE:
+        return f"the kernel pick_pages takes pages of a multiple of {TILE} tokens; got {unit}"
+    if waiting.dtype != low.dtype:
+        return f"the kernel pick_pages takes keys in the dtype of the corners, {low.dtype}; got {waiting.dtype}"
+    if wide < 1 or wide % unit:
+        return f"the kernel pick_pages takes at least one page of tokens that may wait, in pages of {unit}; got {wide}"
+    sizes = _padded(low.shape[2], wide // unit)
+    if limit := t.unsupported((q.shape[0], sum(sizes)), jnp.float32, room):
+        return limit.replace("top_k", "pick_pages", 1)
+    return None
+
+
+def supported(q: Any, low: Any, high: Any, waiting: Any, pool: str, room: int, unit: int, wide: int) -> bool:
+    return unsupported(q, low, high, waiting, pool, room, unit, wide) is None
+
+
+def _padded(*sizes: int) -> tuple[int, ...]:
+    """To whole fours."""
+    return tuple(n + -n % 4 for n in sizes)
+
+
+@c.lowered_once("pool", "room", "unit", "scale", "wide", "last", "config")
+def pick_pages(
+    q: Array, low: Array, high: Array, span: Sequence[Array | int], waiting: Sequence[Array | int],
+    count: Array | int, pool: str, room: int, *, unit: int, scale: float, wide: int, last: int = 0,
+    config: Config | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """(pages i32[B, K, H, room], found i32[B, K, H]) of the `count` pages that rank highest: the first `found`.
+
+    Pages are those with a token in [start, stop), `span` = (start, stop), of `unit` tokens each, by corners [B, K, P, D]
+    and q [B, K, G, D]; and, from page P on, those of `waiting` = (keys [B, K, R, D], start, stop), with a token in
+    [start, stop) without the `last` before its stop, among the first `wide`, scored by the largest of these. Count,
+    starts and stops are i32[B], or a number for all, and are clipped to what there is. H is G under "per_head", else 1.
+    The one that ranks lowest comes last, the others in any order.
+    """
+    keys = waiting[0]
+    assert not isinstance(keys, int)
+    if limit := unsupported(q, low, high, keys, pool, room, unit, wide):
+        raise NotImplementedError(limit)
+    (B, K, G, D), P = q.shape, low.shape[2]
+    H = G if pool == "per_head" else 1
+    chosen = config or _tuned.choose(
+        "pick_pages",
+        config_for(B * K, H, sum(_padded(P, wide // unit))),
+        rows=B * K,
+        P=P,
+        W=wide // unit,
+        room=room,
+        G=G,
+        H=H,
+        D=D,
+        softmax=int(pool in pooled.SOFTMAX),
+    )
+    ends = (jnp.asarray(x, jnp.int32).reshape(-1) for x in (*span, *waiting[1:], count))
+    rows = (a.reshape(B * K, *a.shape[2:]) for a in (keys, q.astype(low.dtype), low, high))
+    how = _How(pool, room, unit, scale, wide, last, chosen)
+    pages, found = _pick(how, *ends, *rows)
+    return pages.reshape(B, K, H, room), found.reshape(B, K, H)
+
+
+@dataclass(frozen=True)
+class _How:
+    pool: str
+    room: int
+    unit: int
+    scale: float
+    wide: int
+    last: int
+    config: Config
+
+
+def _pick(how: _How, *args: Array) -> tuple[Array, Array]:
+    """(pages i32[rows, room], how many i32[rows]), a row of all heads or of one. `args` are the spans' ends and the
+    count, each of a number of rows that divides these, then keys that wait, q, and both corners."""
+    keys, q, low, _ = args[5:]
+    (rows, G, D), P, config = q.shape, low.shape[1], how.config
+    heads = 1 if how.pool == "per_head" else G
+    chosen_rows, most = rows * G // heads, (P, how.wide // how.unit)
+    summed = how.pool in pooled.SOFTMAX and heads > 1
+    sizes, tiles = _padded(*most), -(-P // score.TILE)
+    warps = 4 * config.warpgroups
+    blocks = [-(-n // warps) for n in (rows * -(-tiles // config.tiles), rows * sizes[1])]
+
+    @jax.custom_batching.custom_vmap
+    def run(*args: Array) -> tuple[Array, Array]:
+        ends, arrays = args[:5], args[5:]
+        outs = [jax.ShapeDtypeStruct((rows, G, n), jnp.float32) for n in sizes]
+        if summed:
+            outs.append(jax.ShapeDtypeStruct((rows, G, tiles, 2), jnp.float32))
+        late, stored, *sums = c.kernel(
+            functools.partial(
+                _score, shape=(rows, G, P, D), R=keys.shape[1], kind="bf16" if low.dtype == jnp.bfloat16 else "f16",
+                shared_by=[rows // end.size for end in ends[:4]], blocks=blocks[0], how=how,
+            ),
+            name="kvjax_pick_pages_score",
+            out_type=(outs[1], outs[0], *outs[2:]),
+            grid=(sum(blocks),),
+            grid_names=("block",),
+            num_threads=config.warpgroups,
+        )(*ends[:4], *arrays)  # fmt: skip
+        parts = (a.reshape(chosen_rows, heads, -1) for a in (stored, late))
+        outs = [jax.ShapeDtypeStruct((chosen_rows, n), jnp.int32) for n in (how.room, 1)]
+        if not t.in_one_step(sum(sizes), config):
+            outs.append(jax.ShapeDtypeStruct((chosen_rows, sum(sizes)), jnp.uint32))  # keys, for the later passes
+        choice_of = functools.partial(
+            choice.choose, sizes=sizes, most=most, heads=heads, sums=tiles if summed else 0, unit=how.unit, half=False,
+            shared_by=[chosen_rows // end.size for end in ends], last=how.last, pool=how.pool, room=how.room,
+            config=config, name=lambda _, page: (page < sizes[0]).choose(page, page - sizes[0] + P),
+        )  # fmt: skip
+        pages, found, *_ = c.kernel(
+            choice_of,
+            name="kvjax_pick_pages",
+            out_type=tuple(outs),
+            scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in choice.SCRATCH],
+            grid=(chosen_rows,),
+            grid_names=("row",),
+            cluster=(config.blocks,),
+            cluster_names=("part",),
+            num_threads=t.THREADS // 128,
+        )(*ends, *sums, *parts)
+        return pages, found[:, 0]
+
+    @run.def_vmap
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
+        pages, found = _pick(how, *c.flatten_batch(n, batches, args))
+        return (pages.reshape(n, chosen_rows, how.room), found.reshape(n, chosen_rows)), (True, True)
+
+    return run(*args)
+
+
+def _score(
+    start_m, stop_m, wait_start_m, wait_stop_m, keys_m, q_m, low_m, high_m, late_m, out_m, *sums_m,
+    shape: tuple[int, int, int, int], R: int, kind: str, shared_by: Sequence[int], blocks: int, how: _How,
+) -> None:  # fmt: skip
+    """Of the pages in the first `blocks`, with a tile's statistics; of the tokens that wait in the others."""
+    (rows, G, P, D), block = shape, c.special("ctaid.x")
+    tiles = -(-P // score.TILE)
+    lane = c.special("tid.x") & 31
+    quad, col = lane >> 2, lane & 3
+    spans = list(zip((start_m, stop_m, wait_start_m, wait_stop_m), shared_by, strict=True))
+
+    def visit(row: Word, tile: Word, pages: list[Word], scores: list[list[Word]]) -> None:
+        start, length = choice.units_of(c.span_of(*spans[:2], row, P * how.unit), how.unit)
+        there = [(page - start) < length for page in pages]
+        for e, two in enumerate(scores):
+            nothing = pooled.NOTHING[0]
+            state = pooled.add([word(x) for x in pooled.NOTHING], [f.choose(x, nothing) for f, x in zip(there, two, strict=True)])
+            for gap in (4, 8, 16):
+                state = pooled.merge([state, [c.bfly(x, gap) for x in state]])
+            head = col * 2 + e
+            with when(quad.equals(0) & (head < G) & (tile < tiles)):
+                at = c.offset_rows(c.global_address(sums_m[0]), row * G + head, tiles * 8)
+                ptx("st.global.v2.u32 [$0], {$1, $2};", c.offset(at, tile * 8), *state)
+
+    with when(block < blocks):
+        score.program(
+            q_m, low_m, high_m, out_m, shape=shape, kind=kind, scale=how.scale, config=how.config,
+            width=_padded(P)[0], visit=visit if sums_m else None,
+        )  # fmt: skip
+    with when(block >= blocks):
+        (pages,) = _padded(how.wide // how.unit)
+        job = (block - blocks) * (4 * how.config.warpgroups) + (c.special("tid.x") >> 5)
+        job = (job < rows * pages).choose(job, rows * pages - 1)  # a spare warp repeats the last
+        row = c.divide(job, pages)
+        page = job - row * pages
+        start, length = c.span_of(*spans[2:], row, how.wide, how.last)
+        q, keys = (c.offset_rows(c.global_address(m), row, n * D * 2) for m, n in ((q_m, G), (keys_m, R)))
+        queries = score.channels(q, (quad < G).choose(quad, 0), D)
+
+        @loop(0, how.unit, TILE, [real(-float("inf"))] * 2)
+        def best(i: Word, *best: Word) -> list[Word]:
+            slots = [page * how.unit + i + quad + 8 * half for half in range(2)]
+            both = [score.channels(keys, (slot < R).choose(slot, R - 1), D) for slot in slots]
+            acc = [word(0)] * 4
+            for j in range(0, D // 8, 2):
+                acc = c.mma(kind, acc, [both[0][j], both[1][j], both[0][j + 1], both[1][j + 1]], queries[j : j + 2])
+            found = list(best)
+            for n, x in enumerate(acc):
+                there = (slots[n >> 1] - start) < length
+                found[n & 1] = instr("max.f32", found[n & 1], there.choose(instr("mul.f32", x, real(how.scale)), pooled.NOTHING[0]))
+            return found
+
+        for e, x in enumerate(best):
+            for gap in (4, 8, 16):
+                x = instr("max.f32", x, c.bfly(x, gap))
+            head = col * 2 + e
+            with when(quad.equals(0) & (head < G)):
+                at = c.offset(c.offset_rows(c.global_address(late_m), row * G + head, pages * 4), page * 4)
+                ptx("st.global.u32 [$0], $1;", at, x)
