@@ -27,14 +27,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax import Array
 from kvjax.kernels_pallas import _common as c
-from kvjax.kernels_pallas._common import Word, instr, loop, ptx, when, word
+from kvjax.kernels_pallas._common import Flag, Word, instr, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/host_rows.json
 CHUNK = 16  # bytes that a thread moves at once
@@ -50,9 +50,7 @@ class Config:
             raise ValueError(f"ahead must be at least 1, warpgroups 1, 2, 4 or 8; got {self}")
 
 
-BESIDE = 16  # blocks that fill the bus, and leave room for others
-
-Held = tuple[Array, Sequence[Array]]
+BESIDE = Config(ahead=8), 4  # chunks in flight enough to fill the bus, of so few blocks that others have room
 
 
 def smem_bytes() -> int:
@@ -83,126 +81,181 @@ def supported(x: Any, index: Any) -> bool:
     return unsupported(x, index) is None
 
 
-def host_rows(
-    x: Array,
-    index: Array,
-    held: Held | None = None,
-    *,
-    there: tuple[Array, Array] | None = None,
-    blocks: int | None = None,
-    config: Config | None = None,
-) -> Array:
-    """[B, K, N, ...] on the device: rows `index` i32[B, K, N] of x [B, K, P, ...]; zeros where it is out of range.
+def unsupported_recall(x: Any, index: Any, there: Any) -> str | None:
+    """The limit that these shapes exceed, for `recall`; None if there is a kernel for them."""
+    if limit := limit_of_chunks("host_rows", row_bytes(x), x.shape[2] and math.prod(there.shape)):
+        return limit
+    line = x.shape[-1] * x.dtype.itemsize
+    return f"the kernel host_rows recalls slots of a multiple of {CHUNK} bytes; got {line}" if line % CHUNK else None
 
-    `held`, rows i32[B, K, M] and the parts of x[:, :, :, i], each [B, K, >= M * Z, D] where those of x are [Z, D], says
-    what is on the device already: a row that is held is read there. `there`: rows i32[B, K, N], and an array [B, K, N,
-    ...] in which they have their places already; they are read there first of all. `blocks` take turns; None: there is
-    one for each piece.
-    """
+
+def host_rows(x: Array, index: Array, *, config: Config | None = None) -> Array:
+    """[B, K, N, ...] on the device: rows `index` i32[B, K, N] of x [B, K, P, ...]; zeros where it is out of range."""
     if limit := unsupported(x, index):
         raise NotImplementedError(limit)
-    parts = () if held is None or row_bytes(x) % (32 * CHUNK) else (held[0], *held[1])  # a warp looks for one row
-    return _rows(x, index, parts, there or (), config or Config(), blocks)
+    return _rows(config or Config(), x, index)
 
 
-def _rows(
-    x: Array, index: Array, held: tuple[Array, ...], there: tuple[Array, ...], config: Config, blocks: int | None
-) -> Array:
+def _rows(config: Config, x: Array, index: Array) -> Array:
     @jax.custom_batching.custom_vmap
-    def run(x: Array, index: Array, held: tuple[Array, ...], there: tuple[Array, ...]) -> Array:
+    def run(x: Array, index: Array) -> Array:
         rows, chunks = math.prod(index.shape[:2]), row_bytes(x) // CHUNK
-        places = (held[0].shape[2], *(math.prod(a.shape[2:]) * a.dtype.itemsize for a in held[1:])) if held else ()
-        sizes = (rows, x.shape[2], index.shape[2], chunks)
-        pieces = -(-index.size * chunks // (128 * config.warpgroups * config.ahead))
-        grid = min(pieces, blocks or pieces)
-        turns = None if grid == pieces else grid
-        how: dict[str, Any] = {
-            "sizes": sizes,
-            "places": places,
-            "placed": bool(there),
-            "config": config,
-            "blocks": turns,
-        }
-        return c.kernel(
-            functools.partial(_program, **how),
-            name="kvjax_host_rows",
-            out_type=jax.ShapeDtypeStruct((*index.shape, *x.shape[3:]), x.dtype),
-            grid=(grid,),
-            grid_names=("block",),
-            num_threads=config.warpgroups,
-        )(x, index, *held, *there)
+        program = functools.partial(_program, rows=rows, P=x.shape[2], N=index.shape[2], chunks=chunks, config=config)
+        out = jax.ShapeDtypeStruct((*index.shape, *x.shape[3:]), x.dtype)
+        return _kernel(program, out, index.size * chunks, config, None)(x, index)
 
     @run.def_vmap
-    def batched(n: int, batches: list[Any], *args: Any) -> tuple[Array, bool]:
-        flat, tree = jax.tree.flatten(args)
-        x, index, held, there = jax.tree.unflatten(tree, c.flatten_batch(n, jax.tree.leaves(batches), flat))
-        out = _rows(x, index, held, there, config, blocks)
+    def batched(n: int, batches: list[Any], *args: Array) -> tuple[Array, bool]:
+        out = _rows(config, *c.flatten_batch(n, batches, args))
         return out.reshape(n, -1, *out.shape[1:]), True
 
-    return run(x, index, held, there)
+    return run(x, index)
 
 
-def _program(
-    x_m: Any,
-    index_m: Any,
-    *refs: Any,
-    sizes: tuple[int, int, int, int],
-    places: tuple[int, ...],
-    placed: bool,
-    config: Config,
+def recall(
+    x: Array, index: Array, edge: Array, now: Array, held: Held, recent: Sequence[Array],
+    *, blocks: int | None = None, config: Config | None = None,
+) -> tuple[Array, ...]:  # fmt: skip
+    """The parts, [B, K, M * Z, D] each on the device, of x [B, K, P, parts, Z, D] that heads recall to M places.
+
+    `held` = (there i32[B, K, M], parts [B, K, M * Z, D]) are the rows, and negative numbers for none, that lie on the
+    device already, and their parts. The (b, k) where `now` bool[B, K] is false keep these as they are. Others get at
+    place n < N what `index` i32[B, K, N] says, and at place N what `edge` i32[B] says, zeros at the rest: i < P is row i
+    of x, read where it is held if it is; P + r are the Z slots from r on of `recent`, parts [B, K, R, D], the last slot
+    again and again past its end; and a negative number gives zeros. `blocks` take turns; None: one for each piece.
+    """
+    if limit := unsupported_recall(x, index, held[0]):
+        raise NotImplementedError(limit)
+    args = x, index, edge.reshape(-1, 1), now.astype(jax.numpy.int32), held[0], *held[1], *recent
+    return tuple(_recall(config or Config(), blocks, *args))
+
+
+def _recall(config: Config, blocks: int | None, *args: Array) -> list[Array]:
+    @jax.custom_batching.custom_vmap
+    def run(*args: Array) -> list[Array]:
+        x, index, _, _, there, *zones = args
+        parts, (_, K, M) = zones[: x.shape[3]], there.shape
+        chunks = row_bytes(x) // CHUNK
+        program = functools.partial(
+            _recall_program, rows=math.prod(there.shape[:2]), K=K, P=x.shape[2], N=index.shape[2], M=M, chunks=chunks,
+            parts=len(parts), R=zones[-1].shape[2], line=x.shape[-1] * x.dtype.itemsize, config=config, blocks=blocks,
+        )  # fmt: skip
+        outs = tuple(jax.ShapeDtypeStruct(a.shape, x.dtype) for a in parts)
+        return list(_kernel(program, outs, there.size * chunks, config, blocks)(*args))
+
+    @run.def_vmap
+    def batched(n: int, batches: list[Any], *args: Array) -> tuple[list[Array], list[bool]]:
+        outs = _recall(config, blocks, *c.flatten_batch(n, batches, args))
+        return [a.reshape(n, -1, *a.shape[1:]) for a in outs], [True] * len(outs)
+
+    return run(*args)
+
+
+def _kernel(program: Callable[..., None], out_type: Any, chunks: int, config: Config, blocks: int | None) -> Any:
+    """Of `blocks` that take turns, or of enough for all chunks."""
+    return c.kernel(
+        program,
+        name="kvjax_host_rows",
+        out_type=out_type,
+        grid=(blocks or -(-chunks // (128 * config.warpgroups * config.ahead)),),
+        grid_names=("block",),
+        num_threads=config.warpgroups,
+    )
+
+
+def _program(x_m: Any, index_m: Any, out_m: Any, *, rows: int, P: int, N: int, chunks: int, config: Config) -> None:
+    size, total = chunks * CHUNK, rows * N * chunks
+    x, index, out = (c.global_address(m) for m in (x_m, index_m, out_m))
+
+    def source(at: Word) -> tuple[Flag, Any]:
+        i = c.divide(at, chunks)
+        row = c.load(c.offset_rows(index, i, 4))
+        from_row = c.offset_rows(c.offset_rows(x, c.divide(i, N), P * size), row, size)
+        return row < P, c.offset(from_row, (at - i * chunks) * CHUNK)
+
+    _move(total, source, lambda at: c.offset_rows(out, at, CHUNK), config, None)
+
+
+def _recall_program(
+    *refs: Any, rows: int, K: int, P: int, N: int, M: int, chunks: int, parts: int, R: int, line: int, config: Config,
     blocks: int | None,
-) -> None:
-    """`places`: how many rows are held, and the bytes of a (b, k) of each part; empty if none are. `placed`: whether
-    the last inputs are rows, and the array in which these have their places."""
-    rows, P, N, chunks = sizes
-    size, threads = chunks * CHUNK, 128 * config.warpgroups
-    total = rows * N * chunks
-    x, index, *parts, out = (c.global_address(m) for m in (x_m, index_m, *refs))
-    parts, there = (parts[:-2], parts[-2:]) if placed else (parts, [])
+) -> None:  # fmt: skip
+    x, index, edge, now, there, *zones = (c.global_address(m) for m in refs)
+    held, recent, outs = zones[:parts], zones[parts : 2 * parts], zones[2 * parts :]
+    size, piece = chunks * CHUNK, chunks * CHUNK // parts
+    Z, width = piece // line, M * piece
 
     def place_of(row: Word, of: Word) -> Word:
         """Where `row` is held; all ones if it is not. The same in all lanes of a warp."""
-        lane, M = c.special("laneid"), places[0]
+        lane = c.special("laneid")
 
         @loop(0, M, 32, [word(0xFFFFFFFF)])
         def place(i: Word, known: Word) -> Word:
             at = i + lane
-            other = c.load_below(at, M, c.offset(c.offset_rows(parts[0], of, M * 4), at * 4), 0xFFFFFFFF)
+            other = c.load_below(at, M, c.offset(c.offset_rows(there, of, M * 4), at * 4), 0xFFFFFFFF)
             votes = c.ballot(other.equals(row) & (row < P))
             return votes.differs(0).choose(i + 31 - instr("clz.b32", votes), known)
 
         return place[0]
 
-    def load(at: Word, i: Word, row: Word, has_place: Sequence[Word]) -> list[Word]:
-        of = c.divide(i, N)
-        source = c.offset_rows(c.offset_rows(x, of, P * size), row, size)
-        inside = (at - i * chunks) * CHUNK
-        source = c.offset(source, inside)
-        if places:
-            place, piece = place_of(row, of), size // (len(places) - 1)
-            for n, (part, width) in enumerate(zip(parts[1:], places[1:], strict=True)):
-                here = place.differs(0xFFFFFFFF) & (inside >= n * piece) & (inside < (n + 1) * piece)
-                kept = c.offset(c.offset_rows(c.offset_rows(part, of, width), place, piece), inside - n * piece)
-                source = c.choose_address(here, kept, source)
-        for other in has_place:
-            source = c.choose_address(other.equals(row), c.offset_rows(there[1], at, CHUNK), source)
-        return ptx(
-            "{ .reg .pred p; setp.lt.u32 p, $4, $5; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
-            "@p ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$6]; }",
-            *(row, P, source),
-            results=4,
-        )
+    def whose(at: Word) -> tuple[Word, Word, Word, Word]:
+        """Of a chunk the (b, k), the place, the part and the byte in it."""
+        i = c.divide(at, chunks)
+        of, inside = c.divide(i, M), (at - i * chunks) * CHUNK
+        part = c.divide(inside, piece)
+        return of, i - of * M, part, inside - part * piece
+
+    def of_part(addresses: Sequence[Any], part: Word) -> Any:
+        chosen = addresses[0]
+        for n, address in enumerate(addresses[1:], 1):
+            chosen = c.choose_address(part.equals(n), address, chosen)
+        return chosen
+
+    def source(at: Word) -> tuple[Flag, Any]:
+        of, n, part, byte = whose(at)
+        row = c.load_below(n, N, c.offset_rows(c.offset_rows(index, of, N * 4), n, 4), 0xFFFFFFFF)
+        row = n.equals(N).choose(c.load(c.offset_rows(edge, c.divide(of, K), 4)), row)
+        anew = c.load(c.offset_rows(now, of, 4)).differs(0)
+        from_host = c.offset_rows(c.offset_rows(x, of, P * size), (row < P).choose(row, 0), size)
+        found = c.offset(from_host, part * piece + byte)
+        place = place_of(row, of) if size % (32 * CHUNK) == 0 else word(0xFFFFFFFF)  # a warp looks for one row
+        kept = anew.choose(place, n)
+        at_place = c.offset_rows(c.offset_rows(of_part(held, part), of, width), kept, piece)
+        found = c.choose_address(kept.differs(0xFFFFFFFF), c.offset(at_place, byte), found)
+        in_slot = c.divide(byte, line)
+        slot = instr("min.u32", row - P + in_slot, R - 1)
+        newest = c.offset_rows(c.offset_rows(of_part(recent, part), of, R * line), slot, line)
+        is_there = row < 1 << 31
+        waits = anew & is_there & (row >= P)
+        found = c.choose_address(waits, c.offset(newest, byte - in_slot * line), found)
+        return anew.choose(is_there.choose(1, 0), 1).differs(0), found
+
+    def target(at: Word) -> Any:
+        of, n, part, byte = whose(at)
+        return c.offset(c.offset_rows(c.offset_rows(of_part(outs, part), of, width), n, piece), byte)
+
+    assert Z * line == piece
+    _move(rows * M * chunks, source, target, config, blocks)
+
+
+def _move(
+    total: int, source: Callable[[Word], tuple[Flag, Any]], target: Callable[[Word], Any], config: Config,
+    blocks: int | None,
+) -> None:  # fmt: skip
+    """Chunks 0 to total - 1, each to its target; zeros where nothing is at the source."""
+    threads = 128 * config.warpgroups
 
     def move(first: Word) -> None:
         at_chunk = [first + j * threads for j in range(config.ahead)]
-        near = [instr("min.u32", at, total - 1) for at in at_chunk]  # a spare thread loads the last
-        wanted = [c.divide(at, chunks) for at in near]
-        found, *others = ([c.load(c.offset_rows(a, i, 4)) for i in wanted] for a in (index, *there[:1]))
-        has_place = list(zip(*others, strict=True)) or [()] * len(found)
-        loaded = [load(*each) for each in zip(near, wanted, found, has_place, strict=True)]
+        sources = [source(instr("min.u32", at, total - 1)) for at in at_chunk]  # a spare thread loads the last
+        load = (
+            "{ .reg .pred p; setp.ne.u32 p, $4, 0; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
+            "@p ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$5]; }"
+        )
+        loaded = [ptx(load, there.choose(1, 0), address, results=4) for there, address in sources]
         for at, words in zip(at_chunk, loaded, strict=True):
             with when(at < total):
-                ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", c.offset_rows(out, at, CHUNK), *words)
+                ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", target(at), *words)
 
     first = c.special("ctaid.x") * (threads * config.ahead) + c.special("tid.x")
     if blocks is None:

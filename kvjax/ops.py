@@ -820,56 +820,92 @@ def host_rows(x: Array, index: Array, *, implementation: Implementation | None =
     return _dispatch(implementation, kernel, limit, kernel.host_rows, _host_rows, x, index)
 
 
+Parts = tuple[Array, ...]
+
+
 def host_rows_first(
     x: Array,
     index: Array,
+    edge: Array,
     now: Array,
-    held: tuple[Array, Sequence[Array]],
+    held: tuple[Array, Parts],
+    recent: Parts,
     *,
     implementation: Implementation | None = None,
-) -> Array:
-    """`host_rows` of the (b, k) where `now` bool[B, K] is true; of others anything. `host_rows_rest` gives all.
+) -> tuple[Parts, Parts]:
+    """What the (b, k) of a step attend with that recall rows of host memory, where `now` bool[B, K] is true, and that
+    keep what they recalled before, where it is not; and what was read for it, which `host_rows_rest` takes.
 
-    `held` says what lies on the device already: of a row held[0][b, k, m] i32[B, K, M], negative for none, its part
-    x[b, k, row, i] of [Z, D] lies in held[1][i][b, k, m * Z : (m + 1) * Z]. The kernel reads it there. XLA reads the
-    rows of all (b, k), as it moves as many in either case. `implementation`: see `explain`.
+    `held` = (there i32[B, K, M], (k, v)) is what was recalled before: of the rows there[b, k, m] of x [B, K, P, 2, Z, D],
+    negative for none, the keys and values, [B, K, M * Z, D] each. The same is recalled: at place n < N what `index`
+    i32[B, K, N] says, at place N what `edge` i32[B] says, and zeros at the rest. Where it says i < P, that is row i of x;
+    P + r are the Z slots from slot r on of `recent`, keys and values [B, K, R, D], the last one for those past its end;
+    and a negative number gives zeros.
+
+    The kernel reads rows that are held where they are, and no row of a (b, k) that keeps its own. XLA reads the rows of
+    all (b, k), as it moves as many in either case. `implementation`: see `explain`.
     """
     from kvjax.kernels_pallas import host_rows as kernel
 
-    def mosaic(x: Array, index: Array, now: Array, held: Any) -> Array:
-        return kernel.host_rows(x, jnp.where(now[..., None], index, -1), held)
+    def mosaic(*args: Any) -> tuple[Parts, Parts]:
+        used = kernel.recall(*args)
+        return used, used
 
-    limit = kernel.unsupported(x, index)
-    return _dispatch(
-        implementation, kernel, limit, mosaic, lambda x, index, *_: _host_rows(x, index), x, index, now, held
-    )
+    def reference(x: Array, index: Array, edge: Array, now: Array, held: Any, recent: Parts) -> tuple[Parts, Parts]:
+        read = _host_recall(x, index, edge, held[0].shape[2], recent)
+        return _where(now, read, held[1]), read
+
+    limit = kernel.unsupported_recall(x, index, held[0])
+    return _dispatch(implementation, kernel, limit, mosaic, reference, x, index, edge, now, held, recent)
 
 
 def host_rows_rest(
     x: Array,
     index: Array,
+    edge: Array,
     now: Array,
-    first: Array,
-    held: tuple[Array, Sequence[Array]],
+    held: tuple[Array, Parts],
+    recent: Parts,
+    read: Parts,
     *,
     implementation: Implementation | None = None,
-) -> Array:
-    """`host_rows`, of which `first` [B, K, N, ...] is what `host_rows_first` gave.
+) -> Parts:
+    """As `host_rows_first`, of which it takes both results, for the (b, k) that it left: the second is `read`, and the
+    first says in `held` what the others keep.
 
     The kernel has few blocks, beside which others run where XLA starts them at the same time (`memory.CONCURRENT`).
-    `held`: as there; of the (b, k) where `now` is true nothing of it is read. `implementation`: as there.
     """
     from kvjax.kernels_pallas import host_rows as kernel
 
-    def mosaic(x: Array, index: Array, now: Array, first: Array, held: Any) -> Array:
-        return kernel.host_rows(
-            x, index, held, there=(jnp.where(now[..., None], index, -1), first), blocks=kernel.BESIDE
-        )
+    def mosaic(x: Array, index: Array, edge: Array, now: Array, held: Any, recent: Parts, read: Parts) -> Parts:
+        config, blocks = kernel.BESIDE
+        return kernel.recall(x, index, edge, now, held, recent, config=config, blocks=blocks)
 
-    limit = kernel.unsupported(x, index)
-    return _dispatch(
-        implementation, kernel, limit, mosaic, lambda x, i, now, first, held: first, x, index, now, first, held
+    def reference(x: Array, index: Array, edge: Array, now: Array, held: Any, recent: Parts, read: Parts) -> Parts:
+        return _where(now, read, held[1])
+
+    limit = kernel.unsupported_recall(x, index, held[0])
+    return _dispatch(implementation, kernel, limit, mosaic, reference, x, index, edge, now, held, recent, read)
+
+
+def _host_recall(x: Array, index: Array, edge: Array, places: int, recent: Parts) -> Parts:
+    (B, K, P, _, Z, D), N = x.shape, index.shape[2]
+    at_edge = jnp.broadcast_to(edge[:, None, None], (B, K, 1))
+    nothing = jnp.full((B, K, max(places - N - 1, 0)), -1, jnp.int32)
+    index = jnp.concatenate([index, at_edge, nothing], axis=2)[:, :, :places]
+    rows = _host_rows(x, jnp.where(index < P, index, -1))
+    slots = jnp.clip(index[..., None] - P + jnp.arange(Z)[None, None, None], 0, recent[0].shape[2] - 1).reshape(B, K, places * Z, 1)
+    waits = jnp.repeat(index >= P, Z, axis=2)[..., None]
+    stored = (rows[:, :, :, n].reshape(B, K, places * Z, D) for n in range(len(recent)))
+    return tuple(
+        jnp.where(waits, jnp.take_along_axis(zone, slots, axis=2).astype(x.dtype), old)
+        for old, zone in zip(stored, recent, strict=True)
     )
+
+
+def _where(heads: Array, new: Parts, old: Parts) -> Parts:
+    """`new` for the heads bool[B, K] that are true, else `old`."""
+    return tuple(jnp.where(heads[..., None, None], a, b) for a, b in zip(new, old, strict=True))
 
 
 def _host_rows(x: Array, index: Array) -> Array:

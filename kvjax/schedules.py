@@ -39,11 +39,12 @@ class Choice(NamedTuple):
     reused: Array | None  # bool[B, K] heads whose recall is that of the step before, edge included
 
 
-Recaller = Callable[[Recall, Array, Array], tuple[Recall, Callable[[Recall], Recall]]]
+Recaller = Callable[[Recall, Array, Array], tuple[tuple[Array, Array], Callable[[], Recall]]]
 """Reads a selection, given what was recalled before, which has some of it; the rows bool[B] that make a step, for of
-others nothing is read; and the heads bool[B, K] that attend with it in this step. It returns what these need, and
-anything for other heads; and what reads the rest, given what the step attends with, and returns it all. The rest may be
-under way while the step goes on."""
+others nothing is read; and the heads bool[B, K] of these that attend with it in this step. It returns the keys and
+values that the step attends with, of all other heads those that were recalled before; and what reads for the rest of
+the rows' heads and returns it all, of other rows the keys and values of before. The rest may be under way while the
+step goes on."""
 
 
 class Schedule(Protocol):
@@ -185,21 +186,29 @@ class Speculative:
         last = Recall(Selection(st.slots, st.valid & known[:, None, None, None]), st.k, st.v, st.edge)
 
         reused = (_similarity(q, st.query) >= self.tau) & (st.length + 1 == length)[:, None]
-        needed, rest = recall(last, st.due, ~reused & st.due[:, None])
+        (k, v), rest = recall(last, st.due, ~reused & st.due[:, None])
 
         def use(old: Array, new: Array) -> Array:
-            return jnp.where(reused.reshape(*reused.shape, *(1,) * (new.ndim - 2)), old, new)
+            return jnp.where(reused[:, :, None, None], old, new)
 
         chosen = Selection(use(st.slots, selection.slots), use(st.valid, selection.valid))
-        used = Recall(chosen, use(last.k, needed.k), use(last.v, needed.v), last.edge)
-        fresh = rest(used)
-        kept = selection.slots, selection.valid, fresh.k, fresh.v, fresh.edge
-        now = SpeculativeState(q, *kept, length, jnp.zeros_like(st.due))
+        used = Recall(chosen, k, v, last.edge)
+        fresh = rest()
 
         def keep(old: Array, new: Array) -> Array:
             return jnp.where(st.due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
-        return Choice(chosen, used, reused), replace(jax.tree.map(keep, st, now), due=now.due)
+        state = SpeculativeState(
+            query=keep(st.query, q),
+            slots=keep(st.slots, selection.slots),
+            valid=keep(st.valid, selection.valid),
+            k=fresh.k,
+            v=fresh.v,
+            edge=keep(st.edge, fresh.edge),
+            length=keep(st.length, length),
+            due=jnp.zeros_like(st.due),
+        )
+        return Choice(chosen, used, reused), state
 
 
 def _similarity(a: Array, b: Array) -> Array:

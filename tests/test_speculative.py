@@ -1,6 +1,7 @@
 """Speculation against positions and attention written in numpy from the rule: reuse where C >= tau, else select."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -225,26 +226,27 @@ def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
     """Pages that a recall is told not to move, as the kernel does, through steps, prompts in between and flushes."""
     hits = []
 
-    def rows_of(x: jax.Array, index: jax.Array, held: Any) -> jax.Array:
-        rows = ops.host_rows(x, index)
+    def recalled(
+        x: jax.Array, index: jax.Array, edge: jax.Array, now: jax.Array, held: Any, recent: Any, *_: Any
+    ) -> tuple[jax.Array, ...]:
         there, parts = held
-        pieces = [a[:, :, : there.shape[2] * x.shape[4]].reshape(*there.shape, *x.shape[4:]) for a in parts]
+        (B, K, M), Z = there.shape, x.shape[4]
         same = (there[:, :, None] == index[..., None]) & (index[..., None] >= 0)  # [B, K, N, M]
-        hits.append(jnp.any(same))
-        at = jnp.argmax(same, axis=-1)[..., None, None, None]
-        kept = jnp.take_along_axis(jnp.stack(pieces, axis=3), at, axis=2)
-        return jnp.where(jnp.any(same, axis=-1)[..., None, None, None], kept, rows)
+        hits.append(jnp.any(same & now[..., None, None]))
+        at, hit = (
+            jnp.pad(a, ((0, 0), (0, 0), (0, M - index.shape[2])))[..., None, None]
+            for a in (jnp.argmax(same, axis=-1), jnp.any(same, axis=-1))
+        )
+        rows = ops._host_recall(x, index, edge, M, recent)
+        pages = [[a.reshape(B, K, M, Z, -1) for a in arrays] for arrays in (rows, parts)]
+        new = [
+            jnp.where(hit, jnp.take_along_axis(kept, at, axis=2), row).reshape(B, K, M * Z, -1)
+            for row, kept in zip(*pages, strict=True)
+        ]
+        return tuple(jnp.where(now[..., None, None], a, b) for a, b in zip(new, parts, strict=True))
 
-    def first_by_the_kernels_rule(x: jax.Array, index: jax.Array, now: jax.Array, held: Any) -> jax.Array:
-        return jnp.where(now[..., None, None, None, None], rows_of(x, index, held), jnp.nan)
-
-    def rest_by_the_kernels_rule(
-        x: jax.Array, index: jax.Array, now: jax.Array, first: jax.Array, held: Any
-    ) -> jax.Array:
-        return jnp.where(now[..., None, None, None, None], first, rows_of(x, index, held))
-
-    monkeypatch.setattr(ops, "host_rows_first", first_by_the_kernels_rule)
-    monkeypatch.setattr(ops, "host_rows_rest", rest_by_the_kernels_rule)
+    monkeypatch.setattr(ops, "host_rows_first", lambda *args: 2 * (recalled(*args),))
+    monkeypatch.setattr(ops, "host_rows_rest", recalled)
     policy, tokens, rng = with_tau(PAGES, 0.1), laws.random_tokens(SPEC), np.random.default_rng(0)
     stores: tuple[Store, Store] = Host(page=8), Dense()
     lengths, found = np.array([40, 30, 5]), 0
@@ -271,37 +273,43 @@ def test_a_step_waits_only_for_what_its_heads_need(monkeypatch: pytest.MonkeyPat
     step = lambda: jax.jit(lambda cache, *qkv: kvjax.attention(cache, *qkv))  # noqa: E731 (each is traced anew)
     qkv = [tokens.at((LENGTHS + i)[:, None]) for i in range(2)]
     want, _ = step()(cache, *qkv[0])
-    late = lambda x, index, *_: jnp.full((*index.shape, *x.shape[3:]), jnp.nan)  # noqa: E731
+    late = lambda *args: 2 * (jnp.full(args[4][1][0].shape, jnp.nan),)  # noqa: E731
     monkeypatch.setattr(ops, "host_rows_rest", late)
     out, cache = step()(cache, *qkv[0])
     np.testing.assert_array_equal(out, want)
-    monkeypatch.setattr(ops, "host_rows_first", late)  # in the next step no head needs a page anew
     out, _ = step()(cache, *qkv[1])
     assert np.isnan(out[0]).all()
     assert np.isfinite(out[2]).all(), "a row whose tokens are all recent recalls none"
 
 
-def test_a_row_that_makes_no_step_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, tokens = dataclasses.replace(PAGES, store=Host(page=8)), laws.random_tokens(SPEC)
+def test_a_row_that_makes_no_step_moves_nothing_and_keeps_what_it_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, tokens = with_tau(dataclasses.replace(PAGES, store=Host(page=8)), -1.0), laws.random_tokens(SPEC)
     cache, _ = laws.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
     asked = []
 
-    def spy(x: jax.Array, index: jax.Array, now: jax.Array, *_: Any) -> jax.Array:
-        asked.append((index, now))
-        return ops.host_rows(x, index)
+    def spy(call: Any, *args: Any) -> Any:
+        asked.append(args[3])
+        return call(*args)
 
-    monkeypatch.setattr(ops, "host_rows_first", spy)
-    monkeypatch.setattr(ops, "host_rows_rest", spy)
+    monkeypatch.setattr(ops, "host_rows_first", partial(spy, ops.host_rows_first))
+    monkeypatch.setattr(ops, "host_rows_rest", partial(spy, ops.host_rows_rest))
 
     @jax.jit
-    def step(active: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        kvjax.attention(cache, *tokens.at(LENGTHS[:, None]), active=active)
-        return [asked.pop(), asked.pop()]
+    def step(cache: Any, qkv: Any, active: jax.Array) -> tuple[Any, list[jax.Array]]:
+        _, cache = kvjax.attention(cache, *qkv, active=active)
+        return cache, [asked.pop(0), asked.pop(0)]
 
-    for active in ([True, True, True], [True, False, True]):
-        for index, now in step(np.array(active)):
-            assert (np.asarray(index) >= 0).any(axis=(1, 2)).tolist() == [True, active[1], False]
-            assert np.asarray(now).any(axis=1).tolist() == active  # the first step of a row reuses none
+    lengths, steps = LENGTHS.copy(), np.zeros(3, int)
+    for active in np.array([[True, False, True], [True, True, False], [True, False, True]]):
+        before = cache.state.schedule
+        cache, (first, rest) = step(cache, tokens.at(lengths[:, None]), active)
+        # In its first step a row waits for all of its recall, and then, as no head turns, for nothing.
+        for heads, rows in ((first, active & (steps == 0)), (rest, active & (steps > 0))):
+            np.testing.assert_array_equal(heads, np.repeat(rows[:, None], 2, axis=1))
+        idle = np.flatnonzero(~active)
+        for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(cache.state.schedule), strict=True):
+            np.testing.assert_array_equal(new[idle], old[idle])
+        lengths, steps = lengths + active, steps + active
 
 
 def test_freekv_is_dense_in_the_first_layer_and_holds_its_budget_in_the_others() -> None:

@@ -340,31 +340,32 @@ class Retrieval:
 
     def _recall(
         self, st: RetrievalState, selection: Selection, last: Recall, rows: Array, now: Array
-    ) -> tuple[Recall, Callable[[Recall], Recall]]:
+    ) -> tuple[tuple[Array, Array], Callable[[], Recall]]:
         """Keys and values of the selection, stored or waiting, and the token that the next step's window leaves. See
         `Recaller`."""
         B, K, H, M = selection.slots.shape
-        selection = Selection(selection.slots, selection.valid & rows[:, None, None, None])
+        recent, oldest = (st.recent.k, st.recent.v), st.recent.count - self.local
+        if isinstance(self.store, Host):
+            held, edge = (self._flat(last.selection), last.k, last.v), jnp.maximum(oldest, -1)
+            used, rest = self.store.recall(st.store, selection, recent, edge, held, rows, now)
+            return used, lambda: Recall(selection, *rest(), oldest >= 0)
+
         stored, waiting = split_selection(self._flat(selection), st.store.slots)
-        here, oldest = waiting.valid.reshape(B, K, -1, 1), st.recent.count - self.local
+        here = waiting.valid.reshape(B, K, -1, 1)
         at_edge = (jnp.arange(here.shape[2]) == H * M)[None, None, :, None]
 
         def whole(old: Array, new: Array, zone: Array) -> Array:
             edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None])
             return jnp.where(at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old))
 
-        new = ops.gather_slots(st.recent.k, st.recent.v, waiting)
+        found = self.store.gather(st.store, stored), ops.gather_slots(*recent, waiting), recent
+        anew = [whole(*zones) for zones in zip(*found, strict=True)]
 
-        def recalled(stored: tuple[Array, Array]) -> Recall:
-            k, v = (whole(*zones) for zones in zip(stored, new, (st.recent.k, st.recent.v), strict=True))
-            return Recall(selection, k, v, oldest >= 0)
+        def beside_last(heads: Array) -> tuple[Array, Array]:
+            k, v = (jnp.where(heads[:, :, None, None], a, b) for a, b in zip(anew, (last.k, last.v), strict=True))
+            return k, v
 
-        if not isinstance(self.store, Host):
-            everything = recalled(self.store.gather(st.store, stored))
-            return everything, lambda used: everything
-        held = self._flat(last.selection), last.k, last.v
-        needed, rest = self.store.gather_ahead(st.store, stored, held, now)
-        return recalled(needed), lambda used: recalled(rest(used.k, used.v))
+        return beside_last(now), lambda: Recall(selection, *beside_last(rows[:, None]), oldest >= 0)
 
     def _flat(self, selection: Selection) -> Selection:
         """[B, K, 1, H*M + unit]: those of all heads one after the other, and room for the edge that moves as a unit."""

@@ -17,7 +17,7 @@ from kvjax.pick import Selection
 from kvjax.spec import CacheSpec, require_int
 
 Held = tuple[Selection, Array, Array]
-"""Slots that were gathered before, and their keys and values [B, K, >= H*M, D] in that order, on the device."""
+"""Slots that were recalled before, and their keys and values [B, K, H*M, D] in that order, on the device."""
 
 
 @register_dataclass
@@ -58,7 +58,7 @@ class Host:
     These are of plain JAX; `ops.explain` says when the kernels of `ops.host_append` and `ops.host_rows` run.
 
     Pages that the step before recalled (`Speculative`) the kernel reads where they are, on the device, and those that
-    only the next step attends with it reads beside what the device does meanwhile (`gather_ahead`). The shapes of XLA
+    only the next step attends with it reads beside what the device does meanwhile (`recall`). The shapes of XLA
     are static: it moves as many pages from the host in either case, and waits for them.
 
     **Source:** FreeKV's layout in host memory, (page, head, 2, p, D); it too moves only pages that are not resident.
@@ -108,25 +108,39 @@ class Host:
         return lax.fori_loop(0, blocks, step, empty_part((*q.shape[:3], D)))
 
     def gather(self, st: HostBlock, selection: Selection) -> tuple[Array, Array]:
-        return _split(ops.host_rows(st.kv, self._pages(selection)))
+        return _split(ops.host_rows(st.kv, self._pages(selection, st.slots)))
 
-    def gather_ahead(
-        self, st: HostBlock, selection: Selection, held: Held, now: Array
-    ) -> tuple[tuple[Array, Array], Callable[[Array, Array], tuple[Array, Array]]]:
-        """`gather` for the heads where `now` bool[B, K] is true, anything for others; and a function that gathers for
-        all while the device goes on with what does not depend on it, if it may (`memory.CONCURRENT`).
+    def recall(
+        self,
+        st: HostBlock,
+        selection: Selection,
+        recent: tuple[Array, Array],
+        edge: Array,
+        held: Held,
+        rows: Array,
+        now: Array,
+    ) -> tuple[tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
+        """Keys and values that were recalled before, `held`, and of heads `now` bool[B, K] those of the selection; and a
+        function that recalls for all other heads of `rows` bool[B], while the device goes on with what does not depend
+        on it, if it may (`memory.CONCURRENT`).
 
-        Pages that are `held` need not move. The function takes the keys and values that are held then: the same, but
-        for the heads `now`.
+        Slot S + r of the selection is slot r of `recent`, keys and values [B, K, R, D]. Behind the selection comes slot
+        `edge` i32[B] of it, and anything finite up to the length of what is held; nothing where it is negative. Pages
+        that are held need not move.
         """
-        before, k, v = held
-        pages, there = self._pages(selection), self._whole_pages(st, before)
-        needed = ops.host_rows_first(st.kv, pages, now, (there, (k, v)))
+        before, *parts = held
+        index, there = self._pages(selection, st.slots), self._whole_pages(st, before)
+        P = st.kv.shape[2]
+        edge = jnp.where(edge < 0, -1, P + edge)
+        used, read = ops.host_rows_first(st.kv, index, edge, now, (there, tuple(parts)), recent)
 
-        def rest(k: Array, v: Array) -> tuple[Array, Array]:
-            return _split(ops.host_rows_rest(st.kv, pages, now, needed, (there, (k, v))))
+        def rest() -> tuple[Array, Array]:
+            others = rows[:, None] & ~now
+            k, v = ops.host_rows_rest(st.kv, index, edge, others, (there, used), recent, read)
+            return k, v
 
-        return _split(needed), rest
+        (k, v) = used
+        return (k, v), rest
 
     def _whole_pages(self, st: HostBlock, held: Selection) -> Array:
         """i32[B, K, pages] of what is held: those of which all tokens are, in order, and -1 for others.
@@ -144,10 +158,13 @@ class Host:
         B, K, H, M = selection.slots.shape
         return Selection(*(a.reshape(B, K, H * M // self.page, self.page) for a in selection))
 
-    def _pages(self, selection: Selection) -> Array:
-        """i32[B, K, pages] of a selection, -1 where nothing of one is valid."""
+    def _pages(self, selection: Selection, stored: int) -> Array:
+        """i32[B, K, pages] of a selection, -1 where nothing of one is valid; past the pages of the `stored` slots, by
+        slots."""
         slots, valid = self._by_page(selection)
-        return jnp.where(jnp.any(valid, axis=3), slots[..., 0] // self.page, -1)
+        first = slots[..., :1]
+        place = jnp.where(first < stored, first // self.page, stored // self.page + first - stored)
+        return jnp.max(jnp.where(valid, place, -1), axis=3)
 
     def attend_slots(self, st: HostBlock, q: Array, selection: Selection, *, scale: float) -> Partial:
         k, v = self.gather(st, selection)

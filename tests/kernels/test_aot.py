@@ -283,7 +283,7 @@ def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("preset", "most"),
-    [(presets.full(), 4), (presets.fier(2048), 5), (presets.quest(2048), 9), (presets.pariskv(2048), 9)],
+    [(presets.full(), 4), (presets.fier(2048), 5), (presets.quest(2048), 6), (presets.pariskv(2048), 9)],
     ids=["full", "fier", "quest", "pariskv"],
 )
 def test_a_step_starts_few_kernels_and_copies_nothing(preset, most):

@@ -1371,37 +1371,50 @@ def test_rows_of_the_host_equal_the_references(B, K, P, N, row, dtype, config):
 
 
 @pytest.mark.parametrize(
-    ("B", "K", "P", "N", "M", "row", "config"),
+    ("B", "K", "P", "N", "M", "row", "R", "dtype", "config", "blocks"),
     [
-        (2, 2, 40, 9, 37, (2, 1, 128), None),
-        (1, 2, 9, 5, 3, (2, 4, 64), host_rows.Config(3, 1)),
-        (1, 1, 5, 3, 4, (2, 1, 64), None),  # rows that no warp has for itself: nothing held is looked for
-        pytest.param(2, 8, 4096, 300, 280, (2, 32, 128), None, marks=on_gpu),
-        pytest.param(1, 8, 4096, 2047, 2047, (2, 1, 128), host_rows.Config(4, 4), marks=on_gpu),
+        (3, 2, 40, 36, 37, (2, 2, 64), 9, jnp.bfloat16, None, None),
+        (3, 1, 9, 5, 8, (2, 4, 64), 7, jnp.bfloat16, host_rows.Config(3, 1), 2),
+        (2, 2, 5, 4, 5, (2, 1, 64), 3, jnp.float16, host_rows.Config(1, 1), None),  # no warp has a row for itself
+        *(
+            pytest.param(3, 8, 4096, 56, 57, (2, 32, 128), 159, jnp.bfloat16, config, blocks, marks=on_gpu)
+            for config, blocks in ((None, None), host_rows.BESIDE, (host_rows.Config(4, 4), 7))
+        ),
+        pytest.param(1, 8, 4096, 2046, 2047, (2, 1, 128), 300, jnp.bfloat16, *host_rows.BESIDE, marks=on_gpu),
+        pytest.param(1, 2, 4096, 16, 20, (2, 16, 64), 47, jnp.float16, None, None, marks=on_gpu),
     ],
 )
-def test_rows_that_are_held_are_read_where_they_are(B, K, P, N, M, row, config):
-    x, rng = on_host(B, K, P, *row), np.random.default_rng(0)
-    index = rng.integers(-1, P + 1, (B, K, N)).astype(np.int32)
-    held = np.stack([rng.permutation(P)[:M] for _ in range(B * K)]).reshape(B, K, M).astype(np.int32)
-    held[..., ::5] = -1
-    parts = [normal(8 + i, B, K, M * row[1] + 1, row[2], dtype=jnp.bfloat16) for i in range(2)]  # not those of x
-    got = jax.jit(partial(host_rows.host_rows, config=config))(x, jnp.asarray(index), (jnp.asarray(held), parts))
-    want = np.array(ops.host_rows(x, jnp.asarray(index), implementation="xla"))
+def test_heads_recall_rows_where_they_are_and_keep_what_they_have(B, K, P, N, M, row, R, dtype, config, blocks):
+    (parts, Z, D), rng = row, np.random.default_rng(0)
+    x = on_host(B, K, P, *row, dtype=dtype)
+    index = rng.integers(-1, P, (B, K, N)).astype(np.int32)
+    index.reshape(-1)[::4] = np.resize([P, P + 1, P + R - 1, -5], index.size)[::4]
+    edge = jnp.asarray(np.resize([P + R - 1, -1, P + 1], B).astype(np.int32))
+    now = jnp.asarray(rng.random((B, K)) < 0.6).at[0, 0].set(True)
+    there = np.stack([rng.permutation(P)[:M] if M <= P else np.resize(-1, M) for _ in range(B * K)]).astype(np.int32)
+    there = there.reshape(B, K, M)
+    there[..., ::5] = -1
+    # What is held is not what x has, to be told from it.
+    held, recent = ([normal(s + i, B, K, n, D, dtype=dtype) for i in range(parts)] for s, n in ((20, M * Z), (30, R)))
+    args = x, jnp.asarray(index), edge, now, (jnp.asarray(there), tuple(held)), tuple(recent)
+    got = jax.jit(partial(host_rows.recall, config=config, blocks=blocks))(*args)
+    used, read = jax.jit(partial(ops.host_rows_first, implementation="xla"))(*args)
+    for ours, theirs, mine in zip(used, read, held, strict=True):
+        np.testing.assert_array_equal(ours, jnp.where(now[..., None, None], theirs, mine))
+    want = [np.array(a).reshape(B, K, M, Z, D) for a in used]
     if math.prod(row) * 2 % 512 == 0:
-        pieces = [np.asarray(a)[:, :, :-1].reshape(B, K, M, *row[1:]) for a in parts]
-        for at in np.ndindex(B, K, N):
-            for m in np.flatnonzero((held[at[:2]] == index[at]) & (index[at] >= 0) & (index[at] < P)):
-                want[at] = np.stack([piece[(*at[:2], m)] for piece in pieces])
-    np.testing.assert_array_equal(got, want)
-
-    # Rows that have their places already come from there, also where they are held.
-    some = np.where(rng.random((B, K, N)) < 0.5, index, -1)
-    there = normal(10, *want.shape, dtype=jnp.bfloat16)
-    rest = jax.jit(partial(host_rows.host_rows, config=config, blocks=2))
-    got = rest(x, jnp.asarray(index), (jnp.asarray(held), parts), there=(jnp.asarray(some), there))
-    placed = (some == index) & (index >= 0) & (index < P)
-    np.testing.assert_array_equal(got, np.where(placed.reshape(*placed.shape, *[1] * len(row)), there, want))
+        for b, k, n in np.ndindex(B, K, N):
+            for m in np.flatnonzero((there[b, k] == index[b, k, n]) & (index[b, k, n] >= 0)) if now[b, k] else ():
+                for new, kept in zip(want, held, strict=True):
+                    new[b, k, n] = np.asarray(kept)[b, k, m * Z : (m + 1) * Z]
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.sharding.memory_kind != "pinned_host"
+        np.testing.assert_array_equal(ours, theirs.reshape(ours.shape))
+    if config is None and B == 3:
+        both = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), args[1:])
+        apart = jax.jit(jax.vmap(partial(host_rows.recall, x)))(*both)
+        for ours, theirs in zip(apart, got, strict=True):
+            np.testing.assert_array_equal(ours[0], theirs)
 
 
 @pytest.mark.parametrize(
