@@ -137,8 +137,8 @@ def attend(
     """The kernel, over rows of queries [rows, heads, D] and of slots i32[rows, M], -1 where there is none.
 
     `kept` has the keys and values [rows', S, D] of each zone; slots count on from zone to zone. Of a row's slots those
-    from the `found` i32[rows] on are not read either. `spans` are start and stop, i32[rows''] both, of each zone but
-    the first, and how many slots are read there: so many, the last. `outs` are shapes and dtypes of what write(merged,
+    from the `found` i32[rows] on are not read either. `spans` are start and stop, i32[rows''] both, of each of the
+    last zones, and how many slots are read there: so many, the last. `outs` are shapes and dtypes of what write(merged,
     *addresses) writes of each row.
     """
     rows, heads, D = q.shape
@@ -227,7 +227,7 @@ def _program(
         if found is not None:
             slot = (at < found).choose(slot, 0xFFFFFFFF)
         first = M
-        for (start, stop), n, end in zip(spans, most, ends, strict=False):
+        for (start, stop), n, end in zip(spans, most, ends[len(zones) - len(most) - 1 :], strict=False):
             of_span = (stop > start + n).choose(stop - n, start) + (at - first)
             there = (at >= first) & (at < first + n) & (of_span < stop)
             slot, first = there.choose(of_span + end, slot), first + n

@@ -38,8 +38,9 @@ MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_zon
 
 
 def unsupported(
-    q: Any, k: Any, v: Any, slots: Any, recent: Any, sink: Any, local: int, config: Config | None = None
-) -> str | None:
+    q: Any, k: Any, v: Any, slots: Any, recent: Any, sink: Any, local: int, more: Any = None,
+    config: Config | None = None,
+) -> str | None:  # fmt: skip
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     B, K, H, M = slots.shape
     spans = _spans(recent, sink, local)
@@ -48,7 +49,7 @@ def unsupported(
         return limit.replace("attend_slots", "attend_zones", 1)
     if str(q.dtype) not in KINDS:
         return f"the kernel attend_zones takes queries in f32, bf16 or f16; got {q.dtype}"
-    others = [a for span, _ in spans for a in span[:2]]
+    others = [a for zone in (more or (), *(span[:2] for span, _ in spans)) for a in zone]
     if any(a.dtype != k.dtype for a in others):
         return f"the kernel attend_zones takes zones of one dtype; got {', '.join(str(a.dtype) for a in (k, *others))}"
     total = k.shape[2] + sum(keys.shape[2] for keys in others[::2])
@@ -62,8 +63,8 @@ def _spans(recent: Any, sink: Any, local: int) -> list[tuple[Any, int]]:
     return [(recent, local)] + ([] if sink is None else [(sink, sink[0].shape[2])])
 
 
-def supported(q: Any, k: Any, v: Any, slots: Any, recent: Any, sink: Any, local: int) -> bool:
-    return unsupported(q, k, v, slots, recent, sink, local) is None
+def supported(q: Any, k: Any, v: Any, slots: Any, recent: Any, sink: Any, local: int, more: Any = None) -> bool:
+    return unsupported(q, k, v, slots, recent, sink, local, more) is None
 
 
 @c.lowered_once("local", "scale", "config")
@@ -76,6 +77,7 @@ def attend_zones(
     recent: Any,
     sink: Any,
     local: int,
+    more: tuple[Array, Array] | None = None,
     *,
     scale: float,
     config: Config | None = None,
@@ -83,11 +85,11 @@ def attend_zones(
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over slots i32[B, K, H, M] and spans.
 
     Of the slots those are read that `known` says: as bool[B, K, H, M] which, as i32[B, K, H] how many, the first. k, v
-    are [B, K, S, D]; slot S + r is slot r of `recent`. `recent`, and `sink` if there is one, are keys and values
+    are [B, K, S, D], and so `more`, where slots S to 2 S - 1 lie; the next slot is slot 0 of `recent`. `recent`, and `sink` if there is one, are keys and values
     [B, K, R, D] and start and stop i32[B] of the slots that are attended to, of `recent` the last `local` of these.
     `config` is chosen by the shape.
     """
-    if limit := unsupported(q, k, v, slots, recent, sink, local, config):
+    if limit := unsupported(q, k, v, slots, recent, sink, local, more, config):
         raise NotImplementedError(limit)
     B, K, G, D = q.shape
     H, M = slots.shape[2:]
@@ -96,7 +98,7 @@ def attend_zones(
     chosen = config or _tuned.choose(
         "attend_zones",
         config_for(B * K * H, read, D),
-        lambda x: unsupported(q, k, v, slots, recent, sink, local, x),
+        lambda x: unsupported(q, k, v, slots, recent, sink, local, more, x),
         rows=B * K * H,
         M=read,
         G=G // H,
@@ -105,12 +107,13 @@ def attend_zones(
     if not M:  # a kernel reads no array without elements
         slots, known = jnp.zeros((B, K, H, 1), jnp.int32), jnp.zeros((B, K, H), jnp.int32)
     if known.dtype == bool:
-        slots = jnp.where(known, jnp.clip(slots, 0, k.shape[2] + recent[0].shape[2] - 1), -1)
+        stored = k.shape[2] * (1 if more is None else 2)
+        slots = jnp.where(known, jnp.clip(slots, 0, stored + recent[0].shape[2] - 1), -1)
     else:
         found = known.reshape(B * K * H)
     (out,) = one_zone.attend(
         q.astype(k.dtype).reshape(B * K * H, G // H, D),
-        [a.reshape(B * K, -1, D) for zone in ((k, v), *(span[:2] for span, _ in spans)) for a in zone],
+        [a.reshape(B * K, -1, D) for zone in ((k, v), more or (), *(span[:2] for span, _ in spans)) for a in zone],
         slots.astype(jnp.int32).reshape(B * K * H, -1),
         found=found,
         spans=[(*(end.astype(jnp.int32) for end in span[2:]), most) for span, most in spans],

@@ -50,7 +50,7 @@ class Config:
             raise ValueError(f"ahead must be at least 1, warpgroups 1, 2, 4 or 8; got {self}")
 
 
-BESIDE = Config(ahead=8), 4  # chunks in flight enough to fill the bus, of so few blocks that others have room
+BESIDE = Config(ahead=4), 16  # chunks in flight enough to fill the bus, of blocks few enough to leave room for others
 
 
 def smem_bytes() -> int:
@@ -102,7 +102,7 @@ def _rows(config: Config, x: Array, index: Array) -> Array:
         rows, chunks = math.prod(index.shape[:2]), row_bytes(x) // CHUNK
         program = functools.partial(_program, rows=rows, P=x.shape[2], N=index.shape[2], chunks=chunks, config=config)
         out = jax.ShapeDtypeStruct((*index.shape, *x.shape[3:]), x.dtype)
-        return _kernel(program, out, index.size * chunks, config, None)(x, index)
+        return _kernel("kvjax_host_rows", program, out, index.size * chunks, config, None)(x, index)
 
     @run.def_vmap
     def batched(n: int, batches: list[Any], *args: Array) -> tuple[Array, bool]:
@@ -114,19 +114,25 @@ def _rows(config: Config, x: Array, index: Array) -> Array:
 
 def recall(
     x: Array, index: Array, edge: Array, now: Array, held: Held, recent: Sequence[Array],
-    *, blocks: int | None = None, config: Config | None = None,
+    kept: tuple[Array, Sequence[Array]] | None = None, *, blocks: int | None = None, config: Config | None = None,
 ) -> tuple[Array, ...]:  # fmt: skip
     """The parts, [B, K, M * Z, D] each on the device, of x [B, K, P, parts, Z, D] that heads recall to M places.
 
-    `held` = (there i32[B, K, M], parts [B, K, M * Z, D]) are the rows, and negative numbers for none, that lie on the
-    device already, and their parts. The (b, k) where `now` bool[B, K] is false keep these as they are. Others get at
-    place n < N what `index` i32[B, K, N] says, and at place N what `edge` i32[B] says, zeros at the rest: i < P is row i
-    of x, read where it is held if it is; P + r are the Z slots from r on of `recent`, parts [B, K, R, D], the last slot
-    again and again past its end; and a negative number gives zeros. `blocks` take turns; None: one for each piece.
+    The (b, k) where `now` bool[B, K] is true get at place n < N what `index` i32[B, K, N] says, at place N what `edge`
+    i32[B] says, and zeros at the rest: i < P is row i of x; P + r are the Z slots from r on of `recent`, parts [B, K, R,
+    D], the last slot again and again past its end; and a negative number gives zeros. `held` = (there i32[B, K, M],
+    parts [B, K, M * Z, D]) are rows, and negative numbers for none, that lie on the device already, and are read there.
+
+    Others get anything: nothing is written. With `kept` = (which bool[B, K], parts) they get these where `which` is
+    true, and else those of `held`, as they are. `blocks` take turns; None: one for each piece.
     """
     if limit := unsupported_recall(x, index, held[0]):
         raise NotImplementedError(limit)
-    args = x, index, edge.reshape(-1, 1), now.astype(jax.numpy.int32), held[0], *held[1], *recent
+    mode = now.astype(jax.numpy.int32)
+    if kept is not None:
+        mode = jax.numpy.where(kept[0], 2, mode)
+    zones = *held[1], *recent, *(() if kept is None else kept[1])
+    args = x, index, edge.reshape(-1, 1), mode, held[0], *zones
     return tuple(_recall(config or Config(), blocks, *args))
 
 
@@ -134,14 +140,16 @@ def _recall(config: Config, blocks: int | None, *args: Array) -> list[Array]:
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> list[Array]:
         x, index, _, _, there, *zones = args
-        parts, (_, K, M) = zones[: x.shape[3]], there.shape
+        parts, recent, (_, K, M) = zones[: x.shape[3]], zones[x.shape[3]], there.shape
         chunks = row_bytes(x) // CHUNK
         program = functools.partial(
             _recall_program, rows=math.prod(there.shape[:2]), K=K, P=x.shape[2], N=index.shape[2], M=M, chunks=chunks,
-            parts=len(parts), R=zones[-1].shape[2], line=x.shape[-1] * x.dtype.itemsize, config=config, blocks=blocks,
+            parts=len(parts), R=recent.shape[2], line=x.shape[-1] * x.dtype.itemsize, keeps=len(zones) > 2 * len(parts),
+            config=config, blocks=blocks,
         )  # fmt: skip
         outs = tuple(jax.ShapeDtypeStruct(a.shape, x.dtype) for a in parts)
-        return list(_kernel(program, outs, there.size * chunks, config, blocks)(*args))
+        name = "kvjax_host_rows_rest" if len(zones) > 2 * len(parts) else "kvjax_host_rows_first"
+        return list(_kernel(name, program, outs, there.size * chunks, config, blocks)(*args))
 
     @run.def_vmap
     def batched(n: int, batches: list[Any], *args: Array) -> tuple[list[Array], list[bool]]:
@@ -151,11 +159,13 @@ def _recall(config: Config, blocks: int | None, *args: Array) -> list[Array]:
     return run(*args)
 
 
-def _kernel(program: Callable[..., None], out_type: Any, chunks: int, config: Config, blocks: int | None) -> Any:
+def _kernel(
+    name: str, program: Callable[..., None], out_type: Any, chunks: int, config: Config, blocks: int | None
+) -> Any:
     """Of `blocks` that take turns, or of enough for all chunks."""
     return c.kernel(
         program,
-        name="kvjax_host_rows",
+        name=name,
         out_type=out_type,
         grid=(blocks or -(-chunks // (128 * config.warpgroups * config.ahead)),),
         grid_names=("block",),
@@ -177,11 +187,11 @@ def _program(x_m: Any, index_m: Any, out_m: Any, *, rows: int, P: int, N: int, c
 
 
 def _recall_program(
-    *refs: Any, rows: int, K: int, P: int, N: int, M: int, chunks: int, parts: int, R: int, line: int, config: Config,
-    blocks: int | None,
+    *refs: Any, rows: int, K: int, P: int, N: int, M: int, chunks: int, parts: int, R: int, line: int, keeps: bool,
+    config: Config, blocks: int | None,
 ) -> None:  # fmt: skip
-    x, index, edge, now, there, *zones = (c.global_address(m) for m in refs)
-    held, recent, outs = zones[:parts], zones[parts : 2 * parts], zones[2 * parts :]
+    x, index, edge, mode, there, *zones = (c.global_address(m) for m in refs)
+    held, recent, *kept, outs = (zones[i : i + parts] for i in range(0, len(zones), parts))
     size, piece = chunks * CHUNK, chunks * CHUNK // parts
     Z, width = piece // line, M * piece
 
@@ -215,13 +225,17 @@ def _recall_program(
         of, n, part, byte = whose(at)
         row = c.load_below(n, N, c.offset_rows(c.offset_rows(index, of, N * 4), n, 4), 0xFFFFFFFF)
         row = n.equals(N).choose(c.load(c.offset_rows(edge, c.divide(of, K), 4)), row)
-        anew = c.load(c.offset_rows(now, of, 4)).differs(0)
+        how = c.load(c.offset_rows(mode, of, 4))
+        anew = how.equals(1)
         from_host = c.offset_rows(c.offset_rows(x, of, P * size), (row < P).choose(row, 0), size)
         found = c.offset(from_host, part * piece + byte)
         place = place_of(row, of) if size % (32 * CHUNK) == 0 else word(0xFFFFFFFF)  # a warp looks for one row
-        kept = anew.choose(place, n)
-        at_place = c.offset_rows(c.offset_rows(of_part(held, part), of, width), kept, piece)
-        found = c.choose_address(kept.differs(0xFFFFFFFF), c.offset(at_place, byte), found)
+        at_place = of_part(held, part)
+        if keeps:
+            at_place = c.choose_address(how.equals(2), of_part(kept[0], part), at_place)
+        place = anew.choose(place, n)
+        at_place = c.offset_rows(c.offset_rows(at_place, of, width), place, piece)
+        found = c.choose_address(place.differs(0xFFFFFFFF), c.offset(at_place, byte), found)
         in_slot = c.divide(byte, line)
         slot = instr("min.u32", row - P + in_slot, R - 1)
         newest = c.offset_rows(c.offset_rows(of_part(recent, part), of, R * line), slot, line)
@@ -230,31 +244,43 @@ def _recall_program(
         found = c.choose_address(waits, c.offset(newest, byte - in_slot * line), found)
         return anew.choose(is_there.choose(1, 0), 1).differs(0), found
 
+    def is_wanted(at: Word) -> Flag:
+        return c.load(c.offset_rows(mode, whose(at)[0], 4)).equals(1)
+
     def target(at: Word) -> Any:
         of, n, part, byte = whose(at)
         return c.offset(c.offset_rows(c.offset_rows(of_part(outs, part), of, width), n, piece), byte)
 
     assert Z * line == piece
-    _move(rows * M * chunks, source, target, config, blocks)
+    _move(rows * M * chunks, source, target, config, blocks, None if keeps else is_wanted)
 
 
 def _move(
     total: int, source: Callable[[Word], tuple[Flag, Any]], target: Callable[[Word], Any], config: Config,
-    blocks: int | None,
+    blocks: int | None, is_wanted: Callable[[Word], Flag] | None = None,
 ) -> None:  # fmt: skip
-    """Chunks 0 to total - 1, each to its target; zeros where nothing is at the source."""
+    """Chunks 0 to total - 1, each to its target, or those alone that are wanted, a warp's all or none; zeros where
+    nothing is at the source."""
     threads = 128 * config.warpgroups
 
     def move(first: Word) -> None:
         at_chunk = [first + j * threads for j in range(config.ahead)]
+        if is_wanted is None:
+            move_all(at_chunk, [at < total for at in at_chunk])
+            return
+        wanted = [(at < total) & is_wanted(instr("min.u32", at, total - 1)) for at in at_chunk]
+        with when(functools.reduce(lambda a, b: a | b, wanted)):
+            move_all(at_chunk, wanted)
+
+    def move_all(at_chunk: list[Word], wanted: list[Flag]) -> None:
         sources = [source(instr("min.u32", at, total - 1)) for at in at_chunk]  # a spare thread loads the last
         load = (
             "{ .reg .pred p; setp.ne.u32 p, $4, 0; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
             "@p ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$5]; }"
         )
         loaded = [ptx(load, there.choose(1, 0), address, results=4) for there, address in sources]
-        for at, words in zip(at_chunk, loaded, strict=True):
-            with when(at < total):
+        for at, flag, words in zip(at_chunk, wanted, loaded, strict=True):
+            with when(flag):
                 ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", target(at), *words)
 
     first = c.special("ctaid.x") * (threads * config.ahead) + c.special("tid.x")

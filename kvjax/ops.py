@@ -585,13 +585,15 @@ def attend_zones(
     recent: Span,
     sink: Span | None,
     local: int,
+    more: tuple[Array, Array] | None = None,
     *,
     scale: float,
     implementation: Implementation | None = None,
 ) -> Array:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over all that a step of retrieval attends to.
 
-    That is the selected slots of k, v [B, K, S, D], where slot S + r is slot r of `recent`; the last `local` slots of
+    That is the selected slots of k, v [B, K, S, D], where slot S + r is slot r of `recent`, or, with `more` keys and
+    values [B, K, S, D], of these, and slot 2 S + r of `recent`; the last `local` slots of
     the span of `recent`, none of which are selected; and the span of `sink`, if there is one. `implementation`: see
     `explain`. The kernel's products read q in the dtype of k.
     """
@@ -600,12 +602,12 @@ def attend_zones(
     inner: Implementation | None = None if implementation is None else "xla"
     reference = partial(_attend_zones, local=local, scale=scale, implementation=inner)
 
-    def run(q: Array, k: Array, v: Array, selection: Selection | Picked, recent: Span, sink: Span | None) -> Array:
+    def run(q: Array, k: Array, v: Array, selection: Any, recent: Span, sink: Span | None, more: Any) -> Array:
         known = selection.found if isinstance(selection, Picked) else selection.valid
-        return kernel.attend_zones(q, k, v, selection.slots, known, recent, sink, local, scale=scale)
+        return kernel.attend_zones(q, k, v, selection.slots, known, recent, sink, local, more, scale=scale)
 
-    args = q, k, v, selection, recent, sink
-    limit = kernel.unsupported(q, k, v, selection.slots, recent, sink, local)
+    args = q, k, v, selection, recent, sink, more
+    limit = kernel.unsupported(q, k, v, selection.slots, recent, sink, local, more)
     return _dispatch(implementation, kernel, limit, _with_derivative(run, reference), reference, *args)
 
 
@@ -616,11 +618,14 @@ def _attend_zones(
     selection: Selection | Picked,
     recent: Span,
     sink: Span | None,
+    more: tuple[Array, Array] | None,
     *,
     local: int,
     scale: float,
     implementation: Implementation | None,
 ) -> Array:
+    if more is not None:
+        k, v = (jnp.concatenate(two, axis=2) for two in zip((k, v), more, strict=True))
     recent = recent._replace(start=jnp.maximum(recent.start, recent.stop - local))
     stored, waiting = split_selection(selection, k.shape[2])
     history = attend_slots(q, k, v, stored, scale=scale, implementation=implementation)
@@ -832,31 +837,25 @@ def host_rows_first(
     recent: Parts,
     *,
     implementation: Implementation | None = None,
-) -> tuple[Parts, Parts]:
-    """What the (b, k) of a step attend with that recall rows of host memory, where `now` bool[B, K] is true, and that
-    keep what they recalled before, where it is not; and what was read for it, which `host_rows_rest` takes.
+) -> Parts:
+    """The keys and values, [B, K, M * Z, D] each, that heads recall from host memory: of the (b, k) where `now` bool[B,
+    K] is true, and of others anything. `host_rows_rest` gives all.
 
-    `held` = (there i32[B, K, M], (k, v)) is what was recalled before: of the rows there[b, k, m] of x [B, K, P, 2, Z, D],
-    negative for none, the keys and values, [B, K, M * Z, D] each. The same is recalled: at place n < N what `index`
-    i32[B, K, N] says, at place N what `edge` i32[B] says, and zeros at the rest. Where it says i < P, that is row i of x;
-    P + r are the Z slots from slot r on of `recent`, keys and values [B, K, R, D], the last one for those past its end;
-    and a negative number gives zeros.
+    Recalled are, of x [B, K, P, 2, Z, D], at place n < N what `index` i32[B, K, N] says, at place N what `edge` i32[B]
+    says, and zeros at the rest. Where it says i < P, that is row i of x; P + r are the Z slots from slot r on of
+    `recent`, keys and values [B, K, R, D], the last one for those past its end; and a negative number gives zeros.
+    `held` = (there i32[B, K, M], (k, v)) says what lies on the device already: of the rows there[b, k, m], negative for
+    none, the keys and values, [B, K, M * Z, D] each. The kernel reads them there.
 
-    The kernel reads rows that are held where they are, and no row of a (b, k) that keeps its own. XLA reads the rows of
-    all (b, k), as it moves as many in either case. `implementation`: see `explain`.
+    XLA reads the rows of all (b, k), as it moves as many in either case. `implementation`: see `explain`.
     """
     from kvjax.kernels_pallas import host_rows as kernel
 
-    def mosaic(*args: Any) -> tuple[Parts, Parts]:
-        used = kernel.recall(*args)
-        return used, used
-
-    def reference(x: Array, index: Array, edge: Array, now: Array, held: Any, recent: Parts) -> tuple[Parts, Parts]:
-        read = _host_recall(x, index, edge, held[0].shape[2], recent)
-        return _where(now, read, held[1]), read
+    def reference(x: Array, index: Array, edge: Array, now: Array, held: Any, recent: Parts) -> Parts:
+        return _host_recall(x, index, edge, held[0].shape[2], recent)
 
     limit = kernel.unsupported_recall(x, index, held[0])
-    return _dispatch(implementation, kernel, limit, mosaic, reference, x, index, edge, now, held, recent)
+    return _dispatch(implementation, kernel, limit, kernel.recall, reference, x, index, edge, now, held, recent)
 
 
 def host_rows_rest(
@@ -866,26 +865,28 @@ def host_rows_rest(
     now: Array,
     held: tuple[Array, Parts],
     recent: Parts,
-    read: Parts,
+    ready: tuple[Array, Parts],
     *,
     implementation: Implementation | None = None,
 ) -> Parts:
-    """As `host_rows_first`, of which it takes both results, for the (b, k) that it left: the second is `read`, and the
-    first says in `held` what the others keep.
+    """As `host_rows_first`; but of other (b, k) what `ready` = (which bool[B, K], (k, v)) has where `which` is true, with
+    the keys and values that that gave, and else what is held, as it is.
 
     The kernel has few blocks, beside which others run where XLA starts them at the same time (`memory.CONCURRENT`).
     """
     from kvjax.kernels_pallas import host_rows as kernel
 
-    def mosaic(x: Array, index: Array, edge: Array, now: Array, held: Any, recent: Parts, read: Parts) -> Parts:
+    def mosaic(*args: Any) -> Parts:
         config, blocks = kernel.BESIDE
-        return kernel.recall(x, index, edge, now, held, recent, config=config, blocks=blocks)
+        return kernel.recall(*args, config=config, blocks=blocks)
 
-    def reference(x: Array, index: Array, edge: Array, now: Array, held: Any, recent: Parts, read: Parts) -> Parts:
-        return _where(now, read, held[1])
+    def reference(x: Array, index: Array, edge: Array, now: Array, held: Any, recent: Parts, ready: Any) -> Parts:
+        which, anew = ready  # of all heads
+        heads = (now | which)[..., None, None]
+        return tuple(jnp.where(heads, a, b) for a, b in zip(anew, held[1], strict=True))
 
     limit = kernel.unsupported_recall(x, index, held[0])
-    return _dispatch(implementation, kernel, limit, mosaic, reference, x, index, edge, now, held, recent, read)
+    return _dispatch(implementation, kernel, limit, mosaic, reference, x, index, edge, now, held, recent, ready)
 
 
 def _host_recall(x: Array, index: Array, edge: Array, places: int, recent: Parts) -> Parts:
@@ -901,11 +902,6 @@ def _host_recall(x: Array, index: Array, edge: Array, places: int, recent: Parts
         jnp.where(waits, jnp.take_along_axis(zone, slots, axis=2).astype(x.dtype), old)
         for old, zone in zip(stored, recent, strict=True)
     )
-
-
-def _where(heads: Array, new: Parts, old: Parts) -> Parts:
-    """`new` for the heads bool[B, K] that are true, else `old`."""
-    return tuple(jnp.where(heads[..., None, None], a, b) for a, b in zip(new, old, strict=True))
 
 
 def _host_rows(x: Array, index: Array) -> Array:

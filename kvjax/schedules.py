@@ -35,16 +35,16 @@ class Choice(NamedTuple):
     """What a step attends to beside sink and local window."""
 
     selection: Selection | Picked
-    recall: Recall | None  # what to attend with, where it was read already; None: read the store
+    recall: Recall | None  # what reused heads attend with, where it was read already; None: read the store
+    anew: tuple[Array, Array] | None  # keys and values like those of `recall`, with which other heads attend
     reused: Array | None  # bool[B, K] heads whose recall is that of the step before, edge included
 
 
 Recaller = Callable[[Recall, Array, Array], tuple[tuple[Array, Array], Callable[[], Recall]]]
 """Reads a selection, given what was recalled before, which has some of it; the rows bool[B] that make a step, for of
 others nothing is read; and the heads bool[B, K] of these that attend with it in this step. It returns the keys and
-values that the step attends with, of all other heads those that were recalled before; and what reads for the rest of
-the rows' heads and returns it all, of other rows the keys and values of before. The rest may be under way while the
-step goes on."""
+values for these heads, anything of others; and what reads for the rest of the rows' heads and returns it all, of other
+rows the keys and values of before. The rest may be under way while the step goes on."""
 
 
 class Schedule(Protocol):
@@ -99,7 +99,7 @@ class EveryStep:
         selection: Selection | Picked,
         recall: Recaller,
     ) -> tuple[Choice, tuple[()]]:
-        return Choice(selection, None, None), ()
+        return Choice(selection, None, None, None), ()
 
 
 @register_dataclass
@@ -192,7 +192,6 @@ class Speculative:
             return jnp.where(reused[:, :, None, None], old, new)
 
         chosen = Selection(use(st.slots, selection.slots), use(st.valid, selection.valid))
-        used = Recall(chosen, k, v, last.edge)
         fresh = rest()
 
         def keep(old: Array, new: Array) -> Array:
@@ -208,7 +207,7 @@ class Speculative:
             length=keep(st.length, length),
             due=jnp.zeros_like(st.due),
         )
-        return Choice(chosen, used, reused), state
+        return Choice(chosen, last, (k, v), reused), state
 
 
 def _similarity(a: Array, b: Array) -> Array:

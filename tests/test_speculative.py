@@ -227,7 +227,7 @@ def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
     hits = []
 
     def recalled(
-        x: jax.Array, index: jax.Array, edge: jax.Array, now: jax.Array, held: Any, recent: Any, *_: Any
+        x: jax.Array, index: jax.Array, edge: jax.Array, now: jax.Array, held: Any, recent: Any, ready: Any = None
     ) -> tuple[jax.Array, ...]:
         there, parts = held
         (B, K, M), Z = there.shape, x.shape[4]
@@ -243,9 +243,12 @@ def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
             jnp.where(hit, jnp.take_along_axis(kept, at, axis=2), row).reshape(B, K, M * Z, -1)
             for row, kept in zip(*pages, strict=True)
         ]
-        return tuple(jnp.where(now[..., None, None], a, b) for a, b in zip(new, parts, strict=True))
+        others = [jnp.full_like(a, jnp.nan) for a in parts]
+        if ready is not None:
+            others = [jnp.where(ready[0][..., None, None], *two) for two in zip(ready[1], parts, strict=True)]
+        return tuple(jnp.where(now[..., None, None], *two) for two in zip(new, others, strict=True))
 
-    monkeypatch.setattr(ops, "host_rows_first", lambda *args: 2 * (recalled(*args),))
+    monkeypatch.setattr(ops, "host_rows_first", recalled)
     monkeypatch.setattr(ops, "host_rows_rest", recalled)
     policy, tokens, rng = with_tau(PAGES, 0.1), laws.random_tokens(SPEC), np.random.default_rng(0)
     stores: tuple[Store, Store] = Host(page=8), Dense()

@@ -274,7 +274,8 @@ class Retrieval:
                 attended = jnp.sum(selection.valid, axis=-1) + with_edge[..., 0].astype(jnp.int32)
                 recalled = _all_of(selection.valid, with_edge)
                 k, v = choice.recall.k, choice.recall.v
-                out = ops.attend_zones(qg, k, v, recalled, kept, sink, self.local, scale=scale)
+                recalled = recalled._replace(slots=recalled.slots + jnp.where(reused, 0, k.shape[2]))
+                out = ops.attend_zones(qg, k, v, recalled, kept, sink, self.local, choice.anew, scale=scale)
         beside = recent.size if sink is None else recent.size + sink.size
         attended = jnp.mean(attended + beside[:, None, None], axis=-1, dtype=jnp.float32)
         state = RetrievalState(st.sink, st.store, st.index, st.recent, schedule, st.overflow)
@@ -359,13 +360,9 @@ class Retrieval:
             return jnp.where(at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old))
 
         found = self.store.gather(st.store, stored), ops.gather_slots(*recent, waiting), recent
-        anew = [whole(*zones) for zones in zip(*found, strict=True)]
-
-        def beside_last(heads: Array) -> tuple[Array, Array]:
-            k, v = (jnp.where(heads[:, :, None, None], a, b) for a, b in zip(anew, (last.k, last.v), strict=True))
-            return k, v
-
-        return beside_last(now), lambda: Recall(selection, *beside_last(rows[:, None]), oldest >= 0)
+        k, v = (whole(*zones) for zones in zip(*found, strict=True))
+        of_rows = (jnp.where(rows[:, None, None, None], *two) for two in ((k, last.k), (v, last.v)))
+        return (k, v), lambda: Recall(selection, *of_rows, oldest >= 0)
 
     def _flat(self, selection: Selection) -> Selection:
         """[B, K, 1, H*M + unit]: those of all heads one after the other, and room for the edge that moves as a unit."""

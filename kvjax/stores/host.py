@@ -120,9 +120,9 @@ class Host:
         rows: Array,
         now: Array,
     ) -> tuple[tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
-        """Keys and values that were recalled before, `held`, and of heads `now` bool[B, K] those of the selection; and a
-        function that recalls for all other heads of `rows` bool[B], while the device goes on with what does not depend
-        on it, if it may (`memory.CONCURRENT`).
+        """Keys and values of the selection, of heads `now` bool[B, K], and anything of others; and a function that gives
+        them of all heads of `rows` bool[B], and of others what is held. It reads while the device goes on with what
+        does not depend on it, if it may (`memory.CONCURRENT`).
 
         Slot S + r of the selection is slot r of `recent`, keys and values [B, K, R, D]. Behind the selection comes slot
         `edge` i32[B] of it, and anything finite up to the length of what is held; nothing where it is negative. Pages
@@ -130,16 +130,15 @@ class Host:
         """
         before, *parts = held
         index, there = self._pages(selection, st.slots), self._whole_pages(st, before)
-        P = st.kv.shape[2]
-        edge = jnp.where(edge < 0, -1, P + edge)
-        used, read = ops.host_rows_first(st.kv, index, edge, now, (there, tuple(parts)), recent)
+        edge = jnp.where(edge < 0, -1, st.kv.shape[2] + edge)
+        known = there, tuple(parts)
+        k, v = ready = ops.host_rows_first(st.kv, index, edge, now, known, recent)
 
         def rest() -> tuple[Array, Array]:
             others = rows[:, None] & ~now
-            k, v = ops.host_rows_rest(st.kv, index, edge, others, (there, used), recent, read)
+            k, v = ops.host_rows_rest(st.kv, index, edge, others, known, recent, (now, ready))
             return k, v
 
-        (k, v) = used
         return (k, v), rest
 
     def _whole_pages(self, st: HostBlock, held: Selection) -> Array:

@@ -142,7 +142,7 @@ def test_attend_zones_refuses_what_it_has_no_kernel_for(changed, words):
 
     assert attend_zones.supported(*shapes()[0], 200)
     args, config = shapes(**changed)
-    assert words in attend_zones.unsupported(*args, 200, config)
+    assert words in attend_zones.unsupported(*args, 200, config=config)
     with pytest.raises(NotImplementedError, match=words):
         jax.eval_shape(
             lambda q, k, v, slots, *spans: attend_zones.attend_zones(

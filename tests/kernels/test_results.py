@@ -1023,8 +1023,8 @@ def zones_of(B, K, G, H, S, R, A, D, M, local, dtype, counts=None):
 
 
 def zones_kernel(local, config=None, scale=0.125):
-    def run(q, k, v, selection, recent, sink):
-        return attend_zones.attend_zones(q, k, v, *selection, recent, sink, local, scale=scale, config=config)
+    def run(q, k, v, selection, recent, sink, more=None):
+        return attend_zones.attend_zones(q, k, v, *selection, recent, sink, local, more, scale=scale, config=config)
 
     return run
 
@@ -1091,6 +1091,19 @@ def test_attention_over_zones_reads_nothing_that_is_not_attended_to():
     f32 = run(q.astype(jnp.float32), k, v, selection, recent, sink)
     assert f32.dtype == jnp.float32
     np.testing.assert_array_equal(f32.astype(jnp.bfloat16), want)
+
+
+def test_attention_over_zones_reads_two_arrays_as_one():
+    q, k, v, *rest = zones_of(4, 1, 2, 1, 60, 30, 4, 64, 40, 9, jnp.bfloat16)
+    (k, more_k), (v, more_v) = ((a[:, :, :30], a[:, :, 30:]) for a in (k, v))
+    run, whole = zones_kernel(9), (jnp.concatenate([k, more_k], axis=2), jnp.concatenate([v, more_v], axis=2))
+    want = jax.jit(run)(q, *whole, *rest)
+    np.testing.assert_array_equal(jax.jit(run)(q, k, v, *rest, (more_k, more_v)), want)
+    over = jax.jit(jax.vmap(run, in_axes=(0, *6 * [None])))(jnp.stack([q, -q]), k, v, *rest, (more_k, more_v))
+    np.testing.assert_array_equal(over[0], want)
+    reference = jax.jit(partial(ops.attend_zones, local=9, scale=0.125, implementation="xla"))
+    two = reference(q, k, v, *rest, more=(more_k, more_v))
+    np.testing.assert_array_equal(two, reference(q, *whole, *rest))
 
 
 def test_attention_over_zones_takes_vmap():
@@ -1384,36 +1397,47 @@ def test_rows_of_the_host_equal_the_references(B, K, P, N, row, dtype, config):
         pytest.param(1, 2, 4096, 16, 20, (2, 16, 64), 47, jnp.float16, None, None, marks=on_gpu),
     ],
 )
-def test_heads_recall_rows_where_they_are_and_keep_what_they_have(B, K, P, N, M, row, R, dtype, config, blocks):
+def test_heads_recall_rows_where_they_are_or_keep_what_they_have(B, K, P, N, M, row, R, dtype, config, blocks):
     (parts, Z, D), rng = row, np.random.default_rng(0)
     x = on_host(B, K, P, *row, dtype=dtype)
     index = rng.integers(-1, P, (B, K, N)).astype(np.int32)
     index.reshape(-1)[::4] = np.resize([P, P + 1, P + R - 1, -5], index.size)[::4]
     edge = jnp.asarray(np.resize([P + R - 1, -1, P + 1], B).astype(np.int32))
-    now = jnp.asarray(rng.random((B, K)) < 0.6).at[0, 0].set(True)
+    mode = rng.integers(0, 3, (B, K))
+    mode[0, 0] = 1
     there = np.stack([rng.permutation(P)[:M] if M <= P else np.resize(-1, M) for _ in range(B * K)]).astype(np.int32)
     there = there.reshape(B, K, M)
     there[..., ::5] = -1
-    # What is held is not what x has, to be told from it.
-    held, recent = ([normal(s + i, B, K, n, D, dtype=dtype) for i in range(parts)] for s, n in ((20, M * Z), (30, R)))
-    args = x, jnp.asarray(index), edge, now, (jnp.asarray(there), tuple(held)), tuple(recent)
-    got = jax.jit(partial(host_rows.recall, config=config, blocks=blocks))(*args)
-    used, read = jax.jit(partial(ops.host_rows_first, implementation="xla"))(*args)
-    for ours, theirs, mine in zip(used, read, held, strict=True):
-        np.testing.assert_array_equal(ours, jnp.where(now[..., None, None], theirs, mine))
-    want = [np.array(a).reshape(B, K, M, Z, D) for a in used]
+    # What is held is not what x has, to be told from it, and what is ready neither.
+    held, ready, recent = (
+        tuple(normal(s + i, B, K, n, D, dtype=dtype) for i in range(parts))
+        for s, n in ((20, M * Z), (40, M * Z), (30, R))
+    )
+    args = x, jnp.asarray(index), edge, jnp.asarray(mode == 1), (jnp.asarray(there), held), recent
+    kernel = jax.jit(partial(host_rows.recall, config=config, blocks=blocks))
+    read = jax.jit(partial(ops.host_rows_first, implementation="xla"))(*args)
+    anew = [np.array(a).reshape(B, K, M, Z, D) for a in read]
     if math.prod(row) * 2 % 512 == 0:
         for b, k, n in np.ndindex(B, K, N):
-            for m in np.flatnonzero((there[b, k] == index[b, k, n]) & (index[b, k, n] >= 0)) if now[b, k] else ():
-                for new, kept in zip(want, held, strict=True):
+            for m in np.flatnonzero((there[b, k] == index[b, k, n]) & (index[b, k, n] >= 0)):
+                for new, kept in zip(anew, held, strict=True):
                     new[b, k, n] = np.asarray(kept)[b, k, m * Z : (m + 1) * Z]
-    for ours, theirs in zip(got, want, strict=True):
+    anew = [a.reshape(B, K, M * Z, D) for a in anew]
+    for ours, theirs in zip(kernel(*args), anew, strict=True):
         assert ours.sharding.memory_kind != "pinned_host"
-        np.testing.assert_array_equal(ours, theirs.reshape(ours.shape))
+        np.testing.assert_array_equal(np.asarray(ours)[mode == 1], theirs[mode == 1])
+
+    which = jnp.asarray(mode == 2)
+    rest = kernel(*args, (which, ready))
+    for ours, *sources in zip(rest, held, anew, ready, strict=True):
+        np.testing.assert_array_equal(ours, np.choose(mode[..., None, None], [np.asarray(a) for a in sources]))
+    theirs = jax.jit(partial(ops.host_rows_rest, implementation="xla"))(*args, (which, read))
+    for ours, kept, new in zip(theirs, held, read, strict=True):
+        np.testing.assert_array_equal(ours, jnp.where((mode > 0)[..., None, None], new, kept))
     if config is None and B == 3:
-        both = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), args[1:])
+        both = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), (*args[1:], (which, ready)))
         apart = jax.jit(jax.vmap(partial(host_rows.recall, x)))(*both)
-        for ours, theirs in zip(apart, got, strict=True):
+        for ours, theirs in zip(apart, rest, strict=True):
             np.testing.assert_array_equal(ours[0], theirs)
 
 
