@@ -65,6 +65,13 @@ def checkpoint(request: pytest.FixtureRequest) -> str | None:
     return request.config.getoption("--checkpoint")
 
 
+def pytest_collection_finish() -> None:
+    """Spares the collector what was imported: to walk through it took 7 % of a run."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000)
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Drops the compiled programs when the next test shares none of them.
 
