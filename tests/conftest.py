@@ -126,6 +126,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (left_out if late or seen[name] % every != 1 % every else kept).append(item)
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+    # A worker takes each of these alone: as the last they let all workers end together.
+    items.sort(key=lambda item: item.path.name == "test_goldens.py")
 
 
 @pytest.hookimpl(optionalhook=True)
