@@ -153,13 +153,13 @@ class Paris:
         tiers = (".05", ".15", ".30", ".50", ".75", "1.00") if self.votes == "tiers" else ("1.00",)
         limits = [-(-n * rho * Fraction(c) // 1) for c in tiers]
         rotated = (q.astype(np.float64) @ self.rotation).reshape(-1, 8)
+        centroids = np.array([[1 if i >> j & 1 else -1 for j in range(8)] for i in range(256)]) / np.sqrt(8)
         total = np.zeros(n, int)
         for b, part in enumerate(rotated):
-            centroids = np.array([[1 if i >> j & 1 else -1 for j in range(8)] for i in range(256)]) / np.sqrt(8)
             score = centroids @ part
-            for i in np.unique(self.ids[:, b]):
-                better = np.isin(self.ids[:, b], np.flatnonzero(score > score[i] + 1e-12)).sum()
-                total[self.ids[:, b] == i] += sum(bool(better < limit) for limit in limits)
+            ids, key = np.unique(self.ids[:, b], return_inverse=True)
+            better = (score[self.ids[:, b]][None] > score[ids][:, None] + 1e-12).sum(axis=1)
+            total += sum((better < limit).astype(int) for limit in limits)[key]
         return total
 
     def best(self, votes: np.ndarray) -> np.ndarray:
