@@ -291,7 +291,8 @@ def test_room_holds_the_candidates_of_every_length() -> None:
 _most_voted = jax.jit(ops.most_voted, static_argnums=3)
 
 
-@given(st.integers(0, 2**31), st.integers(1, 60), st.integers(1, 255))
+# Of few rooms, around the 40 slots: each is a program.
+@given(st.integers(0, 2**31), st.sampled_from((1, 2, 17, 39, 40, 41, 60)), st.integers(1, 255))
 def test_most_voted_are_those_of_a_stable_sort(draw: int, room: int, most: int) -> None:
     rng = np.random.default_rng(draw)
     votes = rng.integers(0, most, size=(2, 1, 2, 40), endpoint=True).astype(np.uint8)
