@@ -114,9 +114,9 @@ def measure(
 if __name__ == "__main__":
     run(
         "pick_pages",
-        "pick_pages of q f32[B, K, G, D], the corners of P pages of `unit` tokens, and keys of W pages that wait; config: "
-        "blocks x unroll x tiles x warpgroups; score_pages and top_k_pooled: their kernels, and with those of XLA "
-        "around them",
+        "pick_pages of q f32[B, K, G, D], the corners of P pages of `unit` tokens, and keys of W pages that wait; "
+        "config: blocks x unroll x tiles x warpgroups; score_pages and top_k_pooled: their kernels, and with those of "
+        "XLA around them",
         "normal random corners, keys and queries; all valid",
         measure,
         SHAPES,

@@ -84,8 +84,8 @@ def choose(
 ) -> None:  # fmt: skip
     """The kernel's body, over heads' scores of each of `sizes`, with `sums` statistics of each head, if any. It begins
     with start and stop of each part's span, of which the second part's `last` do not count, nor what is not among the
-    `most` first of each part, and how many units are wanted. Spans are of tokens, of which a unit has `unit`, and counts
-    if one of them does. Scores are in f16, or in f32 if not `half`. `name` is what is written of a unit."""
+    `most` first of each part, and how many units are wanted. Spans are of tokens, of which a unit has `unit`; it is in
+    one if any of these is. Scores are in f16, or in f32 if not `half`. `name` is what is written of a unit."""
     ends, (*arrays, hist_m, small_m, logs_m) = list(zip(refs, shared_by, strict=False)), refs[len(shared_by) :]
     sums_m, arrays = (arrays[0], arrays[1:]) if sums else (None, arrays)
     scores_m, (slots_m, found_m, *keys_m) = arrays[: len(sizes)], arrays[len(sizes) :]

@@ -113,15 +113,16 @@ def _rows(config: Config, x: Array, index: Array) -> Array:
 
 
 def recall(
-    x: Array, index: Array, edge: Array, now: Array, held: Held, recent: Sequence[Array],
+    x: Array, index: Array, edge: Array, now: Array, held: tuple[Array, Sequence[Array]], recent: Sequence[Array],
     kept: tuple[Array, Sequence[Array]] | None = None, *, blocks: int | None = None, config: Config | None = None,
 ) -> tuple[Array, ...]:  # fmt: skip
     """The parts, [B, K, M * Z, D] each on the device, of x [B, K, P, parts, Z, D] that heads recall to M places.
 
     The (b, k) where `now` bool[B, K] is true get at place n < N what `index` i32[B, K, N] says, at place N what `edge`
-    i32[B] says, and zeros at the rest: i < P is row i of x; P + r are the Z slots from r on of `recent`, parts [B, K, R,
-    D], the last slot again and again past its end; and a negative number gives zeros. `held` = (there i32[B, K, M],
-    parts [B, K, M * Z, D]) are rows, and negative numbers for none, that lie on the device already, and are read there.
+    i32[B] says, and zeros at the rest: i < P is row i of x; P + r are the Z slots from r on of `recent`, parts
+    [B, K, R, D], the last slot again and again past its end; and a negative number gives zeros. `held` = (there
+    i32[B, K, M], parts [B, K, M * Z, D]) are rows, and negative numbers for none, that lie on the device already, and
+    are read there.
 
     Others get anything: nothing is written. With `kept` = (which bool[B, K], parts) they get these where `which` is
     true, and else those of `held`, as they are. `blocks` take turns; None: one for each piece.

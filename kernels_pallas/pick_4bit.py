@@ -152,8 +152,8 @@ def _pick(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
         spans = jnp.zeros(1, jnp.int32), *ends
         picked, many, *_ = c.kernel(
             functools.partial(
-                _choose, names=(M, parts[0], S), sizes=parts, heads=1, sums=0, last=last, most=(M, wide), pool="per_head",
-                shared_by=[heads // end.size for end in spans], room=room, config=config,
+                _choose, names=(M, parts[0], S), sizes=parts, heads=1, sums=0, last=last, most=(M, wide),
+                pool="per_head", shared_by=[heads // end.size for end in spans], room=room, config=config,
             ),
             name="kvjax_pick_4bit",
             out_type=tuple(outs),

@@ -88,11 +88,11 @@ def pick_pages(
 ) -> tuple[Array, Array]:  # fmt: skip
     """(pages i32[B, K, H, room], found i32[B, K, H]) of the `count` pages that rank highest: the first `found`.
 
-    Pages are those with a token in [start, stop), `span` = (start, stop), of `unit` tokens each, by corners [B, K, P, D]
-    and q [B, K, G, D]; and, from page P on, those of `waiting` = (keys [B, K, R, D], start, stop), with a token in
-    [start, stop) without the `last` before its stop, among the first `wide`, scored by the largest of these. Count,
-    starts and stops are i32[B], or a number for all, and are clipped to what there is. H is G under "per_head", else 1.
-    The one that ranks lowest comes last, the others in any order.
+    Pages have `unit` tokens each. There are those with a token in [start, stop), `span` = (start, stop), scored by
+    corners [B, K, P, D] for q [B, K, G, D]; and, from page P on, those of `waiting` = (keys [B, K, R, D], start, stop)
+    with a token in [start, stop) without the `last` before its stop, among the first `wide`, scored by the largest of
+    these. Count, starts and stops are i32[B], or a number for all, and are clipped to what there is. H is G under
+    "per_head", else 1. The page that ranks lowest comes last, the others in any order.
     """
     keys = waiting[0]
     assert not isinstance(keys, int)
@@ -198,14 +198,18 @@ def _score(
     tiles = -(-P // score.TILE)
     lane = c.special("tid.x") & 31
     quad, col = lane >> 2, lane & 3
-    spans = list(zip((start_m, stop_m, wait_start_m, wait_stop_m), shared_by, strict=True))
+    start_at, stop_at, wait_start_at, wait_stop_at = zip(
+        (start_m, stop_m, wait_start_m, wait_stop_m), shared_by, strict=True
+    )
 
     def visit(row: Word, tile: Word, pages: list[Word], scores: list[list[Word]]) -> None:
-        start, length = choice.units_of(c.span_of(*spans[:2], row, P * how.unit), how.unit)
+        start, length = choice.units_of(c.span_of(start_at, stop_at, row, P * how.unit), how.unit)
         there = [(page - start) < length for page in pages]
         for e, two in enumerate(scores):
             nothing = pooled.NOTHING[0]
-            state = pooled.add([word(x) for x in pooled.NOTHING], [f.choose(x, nothing) for f, x in zip(there, two, strict=True)])
+            state = pooled.add(
+                [word(x) for x in pooled.NOTHING], [f.choose(x, nothing) for f, x in zip(there, two, strict=True)]
+            )
             for gap in (4, 8, 16):
                 state = pooled.merge([state, [c.bfly(x, gap) for x in state]])
             head = col * 2 + e
@@ -224,7 +228,7 @@ def _score(
         job = (job < rows * pages).choose(job, rows * pages - 1)  # a spare warp repeats the last
         row = c.divide(job, pages)
         page = job - row * pages
-        start, length = c.span_of(*spans[2:], row, how.wide, how.last)
+        start, length = c.span_of(wait_start_at, wait_stop_at, row, how.wide, how.last)
         q, keys = (c.offset_rows(c.global_address(m), row, n * D * 2) for m, n in ((q_m, G), (keys_m, R)))
         queries = score.channels(q, (quad < G).choose(quad, 0), D)
 
@@ -238,7 +242,9 @@ def _score(
             found = list(best)
             for n, x in enumerate(acc):
                 there = (slots[n >> 1] - start) < length
-                found[n & 1] = instr("max.f32", found[n & 1], there.choose(instr("mul.f32", x, real(how.scale)), pooled.NOTHING[0]))
+                found[n & 1] = instr(
+                    "max.f32", found[n & 1], there.choose(instr("mul.f32", x, real(how.scale)), pooled.NOTHING[0])
+                )
             return found
 
         for e, x in enumerate(best):

@@ -107,7 +107,7 @@ def program(
     config: Config, width: int | None = None, visit: Callable[..., None] | None = None,
 ) -> None:  # fmt: skip
     """The kernel's body, with `width` scores of a row and head, of which those past P are anything. Of each tile
-    visit(row, tile, pages, scores): a lane has two pages, and scores by head and page, of heads 2 * (lane % 4) + 0, 1."""
+    visit(row, tile, pages, scores): a lane has two pages, and scores by head, 2 * (lane % 4) and the next, and page."""
     rows, G, P, D = shape
     tiles, width = -(-P // TILE), width or P
     batches = -(-tiles // config.tiles)

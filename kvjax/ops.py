@@ -227,11 +227,11 @@ def pick_pages(
     """The `count` pages of `unit` tokens that a group ranks highest by their boxes: `score_pages`, then `top_k_pooled`.
 
     Pages are those of corners [B, K, P, D] that have a token in [start, stop), `span` = (start, stop), scored for q
-    [B, K, G, D]; and, from P on, those of `waiting` = (keys [B, K, R, D], start, stop) that have a token in [start, stop)
-    without the `last` before its stop, among the first `wide`, a multiple of `unit`; their score is the largest q.k of
-    these. Count, starts and stops are i32[B], or a number for all rows. At most `room` pages are chosen; the one that
-    ranks lowest comes last, the others in any order. `implementation`: see `explain`. The kernel scores as that of
-    `score_pages`, keys that wait too; where ranks differ by less than rounding, it may choose otherwise.
+    [B, K, G, D]; and, from P on, those of `waiting` = (keys [B, K, R, D], start, stop) that have a token in
+    [start, stop) without the `last` before its stop, among the first `wide`, a multiple of `unit`; their score is the
+    largest q.k of these. Count, starts and stops are i32[B], or a number for all rows. At most `room` pages are chosen;
+    the one that ranks lowest comes last, the others in any order. `implementation`: see `explain`. The kernel scores as
+    that of `score_pages`, keys that wait too; where ranks differ by less than rounding, it may choose otherwise.
     """
     from kvjax.kernels_pallas import pick_pages as kernel
 
@@ -869,8 +869,8 @@ def host_rows_rest(
     *,
     implementation: Implementation | None = None,
 ) -> Parts:
-    """As `host_rows_first`; but of other (b, k) what `ready` = (which bool[B, K], (k, v)) has where `which` is true, with
-    the keys and values that that gave, and else what is held, as it is.
+    """As `host_rows_first`; but others get what is held, as it is, or where `which` bool[B, K] is true, `ready` =
+    (which, (k, v)), the keys and values that that gave.
 
     The kernel has few blocks, beside which others run where XLA starts them at the same time (`memory.CONCURRENT`).
     """
@@ -895,7 +895,8 @@ def _host_recall(x: Array, index: Array, edge: Array, places: int, recent: Parts
     nothing = jnp.full((B, K, max(places - N - 1, 0)), -1, jnp.int32)
     index = jnp.concatenate([index, at_edge, nothing], axis=2)[:, :, :places]
     rows = _host_rows(x, jnp.where(index < P, index, -1))
-    slots = jnp.clip(index[..., None] - P + jnp.arange(Z)[None, None, None], 0, recent[0].shape[2] - 1).reshape(B, K, places * Z, 1)
+    slots = index[..., None] - P + jnp.arange(Z)[None, None, None]
+    slots = jnp.clip(slots, 0, recent[0].shape[2] - 1).reshape(B, K, places * Z, 1)
     waits = jnp.repeat(index >= P, Z, axis=2)[..., None]
     stored = (rows[:, :, :, n].reshape(B, K, places * Z, D) for n in range(len(recent)))
     return tuple(

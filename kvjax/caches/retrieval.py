@@ -361,8 +361,8 @@ class Retrieval:
 
         found = self.store.gather(st.store, stored), ops.gather_slots(*recent, waiting), recent
         k, v = (whole(*zones) for zones in zip(*found, strict=True))
-        of_rows = (jnp.where(rows[:, None, None, None], *two) for two in ((k, last.k), (v, last.v)))
-        return (k, v), lambda: Recall(selection, *of_rows, oldest >= 0)
+        kept_k, kept_v = (jnp.where(rows[:, None, None, None], *two) for two in ((k, last.k), (v, last.v)))
+        return (k, v), lambda: Recall(selection, kept_k, kept_v, oldest >= 0)
 
     def _flat(self, selection: Selection) -> Selection:
         """[B, K, 1, H*M + unit]: those of all heads one after the other, and room for the edge that moves as a unit."""

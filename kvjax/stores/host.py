@@ -120,9 +120,9 @@ class Host:
         rows: Array,
         now: Array,
     ) -> tuple[tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
-        """Keys and values of the selection, of heads `now` bool[B, K], and anything of others; and a function that gives
-        them of all heads of `rows` bool[B], and of others what is held. It reads while the device goes on with what
-        does not depend on it, if it may (`memory.CONCURRENT`).
+        """Keys and values of the selection, of heads `now` bool[B, K], and anything of others; and a function that
+        gives them of all heads of `rows` bool[B], and of others what is held. It reads while the device goes on with
+        what does not depend on it, if it may (`memory.CONCURRENT`).
 
         Slot S + r of the selection is slot r of `recent`, keys and values [B, K, R, D]. Behind the selection comes slot
         `edge` i32[B] of it, and anything finite up to the length of what is held; nothing where it is negative. Pages

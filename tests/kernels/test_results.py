@@ -843,9 +843,7 @@ def test_pick_pages_chooses_what_top_k_pooled_does_of_the_scores(
         q, low, high, span, (keys, *wait), count = paged(B, K, G, P, D, unit, R, wide, room, dtype, kind)
         slot = jnp.arange(wide)[None, None, None]
         there = (slot >= wait[0][:, None, None, None]) & (slot < wait[1][:, None, None, None])
-        exact = jnp.einsum(
-            "bkgd,bksd->bkgs", q.astype(dtype), keys[:, :, :wide], preferred_element_type=jnp.float32
-        )
+        exact = jnp.einsum("bkgd,bksd->bkgs", q.astype(dtype), keys[:, :, :wide], preferred_element_type=jnp.float32)
         exact = jnp.where(there, exact * D**-0.5, -jnp.inf).reshape(B, K, G, wide // unit, unit)
         parts = [
             (score(q, low, high), token_pages(*span, P, unit)),  # the same products
@@ -853,7 +851,9 @@ def test_pick_pages_chooses_what_top_k_pooled_does_of_the_scores(
         ]
         for pool in pools.get(kind, ("mean_softmax",)):
             waiting = keys, wait[0], wait[1] + 3
-            slots, found = (np.asarray(a) for a in Picked(*run(q, low, high, span, waiting, count, pool=pool)).selection)
+            slots, found = (
+                np.asarray(a) for a in Picked(*run(q, low, high, span, waiting, count, pool=pool)).selection
+            )
             ranks = np.asarray(pool_scores(parts, pool))
             want = reference(ranks, jnp.concatenate([ok for _, ok in parts], axis=-1))
             wanted = np.asarray(want.valid) & (np.arange(room) < np.asarray(count)[:, None, None, None])
