@@ -15,9 +15,9 @@ read and written one chosen. The bound on an H200 (4.3 TB/s) for 8 kv heads x 13
 chosen, is 3.3 us.
 
 **Measured** on an H200, 2026-11-22, jax 0.11.2, device time of both kernels, 8 kv heads, D = 128, 256 keys that wait,
-1916 chosen, slots spread: 13108 candidates of 131072 17.8 us (the reference 283; in a step of ParisKV 10.6 and 6.2),
-6000 of 32768 10.3 us (146), 2500 of 8192 11.6 us (69), 104858 of 1M 65.5 us (1.91 ms), batch 8 x 6000 36.6 us (256), a
-list for each of 4 heads 38.0 us (383); D = 64 11.9 us (264): of the sizes that `config_for` has taken since that run.
+1916 chosen, slots spread: 13108 candidates of 131072 18.1 us (the reference 283; in a step of ParisKV 10.6 and 6.2),
+6000 of 32768 10.3 us (145), 2500 of 8192 11.6 us (69), 104858 of 1M 67.1 us (1.89 ms), batch 8 x 6000 36.4 us (257), a
+list for each of 4 heads 37.6 us (379); D = 64 11.9 us (262). On another H200 17.8 us.
 
 **Tried and lost** (13108): scores by blocks of one, two and four warpgroups 25.8, 19.1 and 18.8 us; with two, a choice
 by 2 blocks 19.8 us, by 8 19.2.
