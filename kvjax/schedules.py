@@ -35,8 +35,9 @@ class Choice(NamedTuple):
     """What a step attends to beside sink and local window."""
 
     selection: Selection | Picked
-    recall: Recall | None  # what reused heads attend with, where it was read already; None: read the store
-    anew: tuple[Array, Array] | None  # keys and values like those of `recall`, with which other heads attend
+    recall: Recall | None  # what to attend with, where it was read already; None: read the store
+    anew: tuple[Array, Array] | None  # keys and values like those of `recall`, that heads `now` attend with instead
+    now: Array | None  # bool[B, K]; of rows that make no step none, as nothing was read for them
     reused: Array | None  # bool[B, K] heads whose recall is that of the step before, edge included
 
 
@@ -99,7 +100,7 @@ class EveryStep:
         selection: Selection | Picked,
         recall: Recaller,
     ) -> tuple[Choice, tuple[()]]:
-        return Choice(selection, None, None, None), ()
+        return Choice(selection, None, None, None, None), ()
 
 
 @register_dataclass
@@ -186,7 +187,8 @@ class Speculative:
         last = Recall(Selection(st.slots, st.valid & known[:, None, None, None]), st.k, st.v, st.edge)
 
         reused = (_similarity(q, st.query) >= self.tau) & (st.length + 1 == length)[:, None]
-        (k, v), rest = recall(last, st.due, ~reused & st.due[:, None])
+        now = ~reused & st.due[:, None]
+        anew, rest = recall(last, st.due, now)
 
         def use(old: Array, new: Array) -> Array:
             return jnp.where(reused[:, :, None, None], old, new)
@@ -207,7 +209,7 @@ class Speculative:
             length=keep(st.length, length),
             due=jnp.zeros_like(st.due),
         )
-        return Choice(chosen, last, (k, v), reused), state
+        return Choice(chosen, last, anew, now, reused), state
 
 
 def _similarity(a: Array, b: Array) -> Array:

@@ -1,7 +1,6 @@
 """Speculation against positions and attention written in numpy from the rule: reuse where C >= tau, else select."""
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -288,26 +287,35 @@ def test_a_step_waits_only_for_what_its_heads_need(monkeypatch: pytest.MonkeyPat
 def test_a_row_that_makes_no_step_moves_nothing_and_keeps_what_it_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, tokens = with_tau(dataclasses.replace(PAGES, store=Host(page=8)), -1.0), laws.random_tokens(SPEC)
     cache, _ = laws.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
-    asked = []
+    asked, read = [], []
+    by_xla = ops.host_rows_first, ops.host_rows_rest
 
-    def spy(call: Any, *args: Any) -> Any:
+    def first(*args: Any) -> Any:
+        """As the kernel: nothing of heads that wait for nothing."""
         asked.append(args[3])
-        return call(*args)
+        read.append(by_xla[0](*args))
+        return [jnp.where(args[3][..., None, None], a, jnp.nan) for a in read[0]]
 
-    monkeypatch.setattr(ops, "host_rows_first", partial(spy, ops.host_rows_first))
-    monkeypatch.setattr(ops, "host_rows_rest", partial(spy, ops.host_rows_rest))
+    def rest(*args: Any) -> Any:
+        asked.append(args[3])
+        *others, (which, _) = args
+        return by_xla[1](*others, (which, read.pop()))
+
+    monkeypatch.setattr(ops, "host_rows_first", first)
+    monkeypatch.setattr(ops, "host_rows_rest", rest)
 
     @jax.jit
-    def step(cache: Any, qkv: Any, active: jax.Array) -> tuple[Any, list[jax.Array]]:
-        _, cache = kvjax.attention(cache, *qkv, active=active)
-        return cache, [asked.pop(0), asked.pop(0)]
+    def step(cache: Any, qkv: Any, active: jax.Array) -> tuple[Any, Any, list[jax.Array]]:
+        out, cache = kvjax.attention(cache, *qkv, active=active)
+        return out, cache, [asked.pop(0), asked.pop(0)]
 
     lengths, steps = LENGTHS.copy(), np.zeros(3, int)
     for active in np.array([[True, False, True], [True, True, False], [True, False, True]]):
         before = cache.state.schedule
-        cache, (first, rest) = step(cache, tokens.at(lengths[:, None]), active)
+        out, cache, told = step(cache, tokens.at(lengths[:, None]), active)
+        assert np.isfinite(out).all(), "not even of a row that makes no step"
         # In its first step a row waits for all of its recall, and then, as no head turns, for nothing.
-        for heads, rows in ((first, active & (steps == 0)), (rest, active & (steps > 0))):
+        for heads, rows in zip(told, (active & (steps == 0), active & (steps > 0)), strict=True):
             np.testing.assert_array_equal(heads, np.repeat(rows[:, None], 2, axis=1))
         idle = np.flatnonzero(~active)
         for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(cache.state.schedule), strict=True):

@@ -258,7 +258,7 @@ class Retrieval:
                 st.schedule, qg, st.length, found, partial(self._recall, st, _with_mask(found))
             )
             selection = choice.selection
-            if choice.recall is None or choice.reused is None:
+            if choice.recall is None or choice.now is None or choice.reused is None:
                 attended = jnp.sum(selection.valid, axis=-1)
                 if isinstance(self.store, Dense):
                     k, v = st.store.k, st.store.v
@@ -274,7 +274,8 @@ class Retrieval:
                 attended = jnp.sum(selection.valid, axis=-1) + with_edge[..., 0].astype(jnp.int32)
                 recalled = _all_of(selection.valid, with_edge)
                 k, v = choice.recall.k, choice.recall.v
-                recalled = recalled._replace(slots=recalled.slots + jnp.where(reused, 0, k.shape[2]))
+                at = recalled.slots + jnp.where(choice.now, k.shape[2], 0)[..., None, None]
+                recalled = recalled._replace(slots=at)
                 out = ops.attend_zones(qg, k, v, recalled, kept, sink, self.local, choice.anew, scale=scale)
         beside = recent.size if sink is None else recent.size + sink.size
         attended = jnp.mean(attended + beside[:, None, None], axis=-1, dtype=jnp.float32)
