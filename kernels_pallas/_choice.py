@@ -1,12 +1,13 @@
 """The choice of `pick_1bit` and others: from scores and their statistics to slots, by a cluster of blocks a row.
 
 (1) The heads' sums are merged from the warps' statistics, while the first scores are on their way. (2) Each thread
-loads its scores three fours ahead where G <= 4, and makes keys of them, which stay in registers (of a row of at most
-163840 with 8 blocks, 327680 with 16), and counts them into 2048 bins. (3) `top_k.find_bin` finds the bin of the last
-place over the cluster, and how many the blocks before have of it and above it, which is all that places need. (4) Each
-block writes the slots above the bin, in the order of threads. The elements of the bin, some tens, go to a list in the
-shared memory of every block of the cluster; a warp counts those larger than its own, which gives that one's place. So
-two barriers of the cluster are all, and the order of slots follows from the input alone. The lowest-ranked comes last.
+loads its scores, three fours ahead if they are in f16 and G <= 4, and makes keys of them, which stay in registers (of a
+row of at most 163840 with 8 blocks, 327680 with 16), and counts them into 2048 bins. (3) `top_k.find_bin` finds the bin
+of the last place over the cluster, and how many the blocks before have of it and above it: all that places need. (4)
+Each block writes the slots above the bin, in the order of threads. The elements of the bin, some tens, go to a list in
+the shared memory of every block of the cluster; a warp counts those larger than its own, which gives that one's place.
+So two barriers of the cluster are all, and the order of slots follows from the input alone. The lowest-ranked comes
+last.
 
 A longer row is read in steps, the keys written and read again by the later passes. Steps of 4 fours a thread that lie
 in the first part for all threads are a loop of their own, without a question of any load, so that three fours are on
@@ -80,7 +81,7 @@ def numbers(two: Word) -> list[Word]:
 def choose(
     *refs, sizes: tuple[int, ...], heads: int, sums: int, shared_by: Sequence[int], last: int, pool: str, room: int,
     config: t.Config, most: Sequence[int] | None = None, unit: int = 1, half: bool = True,
-    name: Callable[[Word, Word], Word] = lambda row, unit: unit,
+    name: Callable[[Word, Word], Word] = lambda row, chosen: chosen,
 ) -> None:  # fmt: skip
     """The kernel's body, over heads' scores of each of `sizes`, with `sums` statistics of each head, if any. It begins
     with start and stop of each part's span, of which the second part's `last` do not count, nor what is not among the

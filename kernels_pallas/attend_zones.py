@@ -86,10 +86,9 @@ def attend_zones(
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over slots i32[B, K, H, M] and spans.
 
     Of the slots those are read that `known` says: as bool[B, K, H, M] which, as i32[B, K, H] how many, the first. k, v
-    are [B, K, S, D], and so are `more`, where there are some: there lie slots S to 2 S - 1. Slot 0 of `recent` is the
-    next. `recent`, and `sink` if there is one, are keys and values [B, K, R, D] and start and stop i32[B] of the slots
-    that are attended to, of `recent` the last `local` of these.
-    `config` is chosen by the shape.
+    are [B, K, S, D], slots 0 to S - 1; `more`, of the same shape, has slots S to 2 S - 1, if given; those of `recent`
+    follow. `recent`, and `sink` if there is one, are keys and values [B, K, R, D] and start and stop i32[B] of the
+    slots that are attended to, of `recent` the last `local` of these. `config` is chosen by the shape.
     """
     if limit := unsupported(q, k, v, slots, recent, sink, local, more, config):
         raise NotImplementedError(limit)

@@ -92,8 +92,11 @@ def supported(x: Any, index: Any) -> bool:
     return unsupported(x, index) is None
 
 
-def unsupported_recall(x: Any, index: Any, there: Any) -> str | None:
-    """The limit that these shapes exceed, for `recall`; None if there is a kernel for them."""
+def unsupported_recall(x: Any, there: Any, zones: Sequence[Any]) -> str | None:
+    """The limit that these shapes and dtypes exceed, for `recall`; None if there is a kernel for them."""
+    if any(a.dtype != x.dtype for a in zones):
+        found = ", ".join(str(a.dtype) for a in zones)
+        return f"the kernel host_rows recalls keys and values in the dtype of the store, {x.dtype}; got {found}"
     if limit := limit_of_chunks("host_rows", row_bytes(x), x.shape[2] and math.prod(there.shape)):
         return limit
     line = x.shape[-1] * x.dtype.itemsize
@@ -138,7 +141,7 @@ def recall(
     Others get anything: nothing is written. With `kept` = (which bool[B, K], parts) they get these where `which` is
     true, and else those of `held`, as they are. `blocks` take turns; None: one for each piece.
     """
-    if limit := unsupported_recall(x, index, held[0]):
+    if limit := unsupported_recall(x, held[0], [*held[1], *recent, *(kept or ((), ()))[1]]):
         raise NotImplementedError(limit)
     mode = now.astype(jax.numpy.int32)
     if kept is not None:
@@ -205,7 +208,7 @@ def _recall_program(
     x, index, edge, mode, there, *zones = (c.global_address(m) for m in refs)
     held, recent, *kept, outs = (zones[i : i + parts] for i in range(0, len(zones), parts))
     size, piece = chunks * CHUNK, chunks * CHUNK // parts
-    Z, width = piece // line, M * piece
+    width = M * piece
 
     def place_of(row: Word, of: Word) -> Word:
         """Where `row` is held; all ones if it is not. The same in all lanes of a warp."""
@@ -263,7 +266,6 @@ def _recall_program(
         of, n, part, byte = whose(at)
         return c.offset(c.offset_rows(c.offset_rows(of_part(outs, part), of, width), n, piece), byte)
 
-    assert Z * line == piece
     _move(rows * M * chunks, source, target, config, blocks, None if keeps else is_wanted)
 
 

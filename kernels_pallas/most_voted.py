@@ -12,8 +12,8 @@ as arrays made by XLA, a mask of slots and a count took two launches of 1.3 us.
 13108 places is 0.3 us from device memory; what `collide` has just written, 1 MB, is still in L2.
 
 **Measured** on an H200, 2026-11-22, jax 0.11.2, device time, votes binomial of 96 at .2: 8 rows x 131072, 13108 places
-5.9 us (the reference 71), 6554 places 5.2 us (69), 32 rows 9.9 us (122), 8 x 1M 23.5 us (189; 16 blocks of four
-warpgroups), 8 x 32768 3.6 us (57; 8 of two, as `tuned.json` has both), 64 rows x 32768 6.9 us (94).
+5.9 us (the reference 70), 6554 places 5.2 us (69), 32 rows 9.9 us (122), 8 x 1M 23.5 us (189; 16 blocks of four
+warpgroups), 8 x 32768 3.6 us (56; 8 of two, as `tuned.json` has both), 64 rows x 32768 6.9 us (94).
 
 **Tried and lost**: 8 blocks of two warpgroups 6.6 us, of eight 6.1; 16 blocks of two 6.5, of four 6.6, of eight 11.1; 8
 of four for 8 x 1M 29.0. 8 copies of the bins, votes compared one by one, a scan for each sum and three barriers of the

@@ -103,7 +103,8 @@ def pick_1bit(
     for all, and are clipped to what there is. H is G under "per_head", else 1.
     """
     assert not isinstance(waiting[0], int)
-    (B, K, G, D), S, W = q.shape, bits.shape[2], waiting[0].shape[3] if wide is None else wide + -wide % 4
+    (B, K, G, D), S, most = q.shape, bits.shape[2], waiting[0].shape[3] if wide is None else wide
+    W = most if wide is None else wide + -wide % 4
     scores = waiting[0] if wide is None else jax.ShapeDtypeStruct((B, K, G, W), jnp.float32)
     if limit := unsupported(q, bits, step, scores, pool, room):
         raise NotImplementedError(limit)
@@ -132,16 +133,16 @@ def pick_1bit(
         softmax=int(pool in pooled.SOFTMAX),
     )
     wide = None if wide is None else W
-    slots, found = _pick(pool, room, scale, wide, last, chosen, *ends, arrived, *rows)
+    slots, found = _pick(pool, room, scale, wide, most, last, chosen, *ends, arrived, *rows)
     return slots.reshape(B, K, H, room), found.reshape(B, K, H)
 
 
 def _pick(
-    pool: str, room: int, scale: float, wide: int | None, last: int, config: Config, *args: Array
+    pool: str, room: int, scale: float, wide: int | None, most: int, last: int, config: Config, *args: Array
 ) -> tuple[Array, Array]:  # fmt: skip
     """(slots i32[rows, room], how many i32[rows]) of rows of `waiting`, each of one row of keys or of some; and of all
-    heads of one row, or of each, if `waiting` are `wide` keys. `args` are the spans' ends and the count, each of a
-    number of rows that divides these, then waiting, q, bits, step and zero."""
+    heads of one row, or of each, if `waiting` are `wide` keys. The first `most` of these may wait. `args` are the
+    spans' ends and the count, each of a number of rows that divides these, then waiting, q, bits, step and zero."""
     waiting, q, bits, *_ = args[5:]
     (rows, S, _), G = bits.shape, q.shape[1]
     if wide is None:
@@ -175,8 +176,9 @@ def _pick(
         if not t.in_one_step(U, config):
             outs.append(jax.ShapeDtypeStruct((chosen_rows, U), jnp.uint32))  # keys, for the later passes
         choice_of = functools.partial(
-            choice.choose, sizes=tuple(part.shape[2] for part in parts), heads=heads, sums=scored.jobs if summed else 0,
-            shared_by=[chosen_rows // end.size for end in ends], last=last, pool=pool, room=room, config=config,
+            choice.choose, sizes=tuple(part.shape[2] for part in parts), most=(S, most), heads=heads,
+            sums=scored.jobs if summed else 0, shared_by=[chosen_rows // end.size for end in ends], last=last,
+            pool=pool, room=room, config=config,
         )  # fmt: skip
         slots, found, *_ = c.kernel(
             choice_of,
@@ -193,7 +195,7 @@ def _pick(
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        slots, found = _pick(pool, room, scale, wide, last, config, *c.flatten_batch(n, batches, args))
+        slots, found = _pick(pool, room, scale, wide, most, last, config, *c.flatten_batch(n, batches, args))
         return (slots.reshape(n, chosen_rows, room), found.reshape(n, chosen_rows)), (True, True)
 
     return run(*args)

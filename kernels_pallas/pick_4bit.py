@@ -11,16 +11,16 @@ nothing is left to XLA: it took masks of both parts, both parts put together, an
 launches of 1.1 to 1.8 us on an H200, beside `top_k_pooled` with 11.7 us.
 
 **Bytes:** those of `rerank`, but 2 written a candidate; 2 D read and 2 written a key that waits; 2 read a unit, and 4
-read and written one chosen. The bound on an H200 (4.3 TB/s) for 8 kv heads x 13108 candidates of 131072, D = 128, 2048
-chosen, is 3.3 us.
+read and written one chosen. The bound on an H200 (4.3 TB/s) for 8 kv heads x 13108 candidates of 131072, D = 128, 1916
+chosen, is 2.7 us.
 
 **Measured** on an H200, 2026-11-22, jax 0.11.2, device time of both kernels, 8 kv heads, D = 128, 256 keys that wait,
 1916 chosen, slots spread: 13108 candidates of 131072 18.1 us (the reference 283; in a step of ParisKV 10.6 and 6.2),
 6000 of 32768 10.3 us (145), 2500 of 8192 11.6 us (69), 104858 of 1M 67.1 us (1.89 ms), batch 8 x 6000 36.4 us (257), a
 list for each of 4 heads 37.6 us (379); D = 64 11.9 us (262). On another H200 17.8 us.
 
-**Tried and lost** (13108): scores by blocks of one, two and four warpgroups 25.8, 19.1 and 18.8 us; with two, a choice
-by 2 blocks 19.8 us, by 8 19.2.
+**Tried and lost** (13108, in an earlier run): scores by blocks of one, two and four warpgroups 25.8, 19.1 and 18.8 us;
+with two, a choice by 2 blocks 19.8 us, by 8 19.2.
 """
 
 from __future__ import annotations

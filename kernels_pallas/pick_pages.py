@@ -9,7 +9,7 @@ launches, and the masks of pages two more; here both kernels read counts in toke
 **The choice** is that of `pick_1bit` (`_choice`).
 
 **Bytes:** 2 D e read, e of a corner's number, 4 G written and 4 G read a page and kv head, 4 `room` written. The bound
-on an H200 (4.3 TB/s) for 8 kv heads x 131072 tokens, D = 128 in bf16, G = 4, is 8.0 us for pages of 16 and 4.0 us for
+on an H200 (4.3 TB/s) for 8 kv heads x 131072 tokens, D = 128 in bf16, G = 4, is 8.3 us for pages of 16 and 4.1 us for
 pages of 32.
 
 **Measured** on an H200, 2026-11-22, jax 0.11.2, device time of both kernels, normal random q, keys and corners, 8 kv

@@ -21,7 +21,7 @@ from kvjax.blocks import Block, put
 from kvjax.layouts import unpack_codes
 from kvjax.memory import to_device, to_host
 from kvjax.partial import Partial, Span, attend_part, attention_logits, empty_part, keep_valid, merge, part_of_logits
-from kvjax.pick import Picked, Pool, Selection, membership, pool_scores, split_selection
+from kvjax.pick import Picked, Pool, Selection, membership, pool_scores, require_pool, split_selection
 from kvjax.quant import OneBit, QuantArray, dequantize, dequantize_1bit, split_scales
 from kvjax.rotate import SUBSPACE, Directions, decode, lloyd_max, rotate_few, turned
 
@@ -235,6 +235,12 @@ def pick_pages(
     """
     from kvjax.kernels_pallas import pick_pages as kernel
 
+    require_pool(pool)
+    pages, keys = low.shape[2], waiting[0].shape[2]
+    if unit < 1 or wide % unit or not 0 < wide <= keys:
+        raise ValueError(f"wide={wide} must be whole pages of unit={unit} among the {keys} keys that may wait")
+    if room > pages + wide // unit:
+        raise ValueError(f"room={room} is more than the {pages} stored and {wide // unit} waiting pages there are")
     inner: Implementation | None = None if implementation is None else "xla"
     how: dict[str, Any] = {"unit": unit, "scale": scale, "wide": wide, "last": last}
     reference = partial(_pick_pages, pool=pool, room=room, **how, implementation=inner)
@@ -592,10 +598,10 @@ def attend_zones(
 ) -> Array:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over all that a step of retrieval attends to.
 
-    That is the selected slots of k, v [B, K, S, D], where slot S + r is slot r of `recent`, or, with `more` keys and
-    values [B, K, S, D], of these, and slot 2 S + r of `recent`; the last `local` slots of
-    the span of `recent`, none of which are selected; and the span of `sink`, if there is one. `implementation`: see
-    `explain`. The kernel's products read q in the dtype of k.
+    That is the selected slots of k, v [B, K, S, D], slots 0 to S - 1, of `more`, keys and values of the same shape, if
+    given, slots S to 2 S - 1, and of `recent`, whose slots follow; the last `local` slots of the span of `recent`, none
+    of which are selected; and the span of `sink`, if there is one. `implementation`: see `explain`. The kernel's
+    products read q in the dtype of k.
     """
     from kvjax.kernels_pallas import attend_zones as kernel
 
@@ -854,7 +860,7 @@ def host_rows_first(
     def reference(x: Array, index: Array, edge: Array, now: Array, held: Any, recent: Parts) -> Parts:
         return _host_recall(x, index, edge, held[0].shape[2], recent)
 
-    limit = kernel.unsupported_recall(x, index, held[0])
+    limit = kernel.unsupported_recall(x, held[0], [*held[1], *recent])
     return _dispatch(implementation, kernel, limit, kernel.recall, reference, x, index, edge, now, held, recent)
 
 
@@ -869,8 +875,8 @@ def host_rows_rest(
     *,
     implementation: Implementation | None = None,
 ) -> Parts:
-    """As `host_rows_first`; but others get what is held, as it is, or where `which` bool[B, K] is true, `ready` =
-    (which, (k, v)), the keys and values that that gave.
+    """The keys and values, [B, K, M * Z, D] each: of heads `now` as in `host_rows_first`; where `which` bool[B, K] is
+    true, those of `ready` = (which, (k, v)), which that gave, of the same implementation; else those of `held`.
 
     The kernel has few blocks, beside which others run where XLA starts them at the same time (`memory.CONCURRENT`).
     """
@@ -885,7 +891,7 @@ def host_rows_rest(
         heads = (now | which)[..., None, None]
         return tuple(jnp.where(heads, a, b) for a, b in zip(anew, held[1], strict=True))
 
-    limit = kernel.unsupported_recall(x, index, held[0])
+    limit = kernel.unsupported_recall(x, held[0], [*held[1], *recent, *ready[1]])
     return _dispatch(implementation, kernel, limit, mosaic, reference, x, index, edge, now, held, recent, ready)
 
 

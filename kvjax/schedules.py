@@ -31,14 +31,20 @@ class Recall(NamedTuple):
     edge: Array  # bool[B] whether there is an edge: the oldest token of a full local window, which the next step leaves
 
 
+class Read(NamedTuple):
+    """What a step attends with that is read already."""
+
+    last: Recall  # of the step before
+    anew: tuple[Array, Array]  # keys and values like those of `last`, that heads `now` attend with instead
+    now: Array  # bool[B, K]; of rows that make no step none, as nothing was read for them
+    reused: Array  # bool[B, K] heads whose selection is that of the step before, edge included
+
+
 class Choice(NamedTuple):
     """What a step attends to beside sink and local window."""
 
     selection: Selection | Picked
-    recall: Recall | None  # what to attend with, where it was read already; None: read the store
-    anew: tuple[Array, Array] | None  # keys and values like those of `recall`, that heads `now` attend with instead
-    now: Array | None  # bool[B, K]; of rows that make no step none, as nothing was read for them
-    reused: Array | None  # bool[B, K] heads whose recall is that of the step before, edge included
+    read: Read | None  # None: read the store
 
 
 Recaller = Callable[[Recall, Array, Array], tuple[tuple[Array, Array], Callable[[], Recall]]]
@@ -100,7 +106,7 @@ class EveryStep:
         selection: Selection | Picked,
         recall: Recaller,
     ) -> tuple[Choice, tuple[()]]:
-        return Choice(selection, None, None, None, None), ()
+        return Choice(selection, None), ()
 
 
 @register_dataclass
@@ -209,7 +215,7 @@ class Speculative:
             length=keep(st.length, length),
             due=jnp.zeros_like(st.due),
         )
-        return Choice(chosen, last, anew, now, reused), state
+        return Choice(chosen, Read(last, anew, now, reused)), state
 
 
 def _similarity(a: Array, b: Array) -> Array:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import kvjax
-from kvjax import CacheSpec, CentrePages, Fifo, MinMaxPages, Retrieval, laws
-from kvjax.ops import score_pages
+from kvjax import CacheSpec, CentrePages, Fier, Fifo, MinMaxPages, Paris, Retrieval, laws
+from kvjax.ops import pick_pages, score_pages
+from kvjax.selectors import Picker
 from tests.oracles import agrees, pooled
 from tests.test_fier import select
 
@@ -39,6 +40,38 @@ def scores(q: np.ndarray, keys: np.ndarray, sealed: int, page: int, summary: typ
         else:
             found.append((q.astype(np.float64) @ tokens.astype(np.float64).T).max(axis=1))
     return np.array(found).T * scale
+
+
+@pytest.mark.parametrize("selector", [MinMaxPages(page=8), CentrePages(page=4), Fier(group=8), Paris(candidates=9)])
+def test_a_pick_is_the_choice_and_its_lowest_comes_last_where_it_says_so(selector: Picker) -> None:
+    spec = CacheSpec(batch=4, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
+    policy = Retrieval(selector=selector, budget=50, sink=2, local=3, demote=Fifo(leave=16), dense_below=0)
+    tokens = laws.random_tokens(spec)
+    cache, _ = laws.fill(kvjax.init_layer(policy, spec), tokens, np.array([190, 101, 33, 4]))
+    q = tokens.at(np.array([[150]] * 4))[0][:, 0]
+    got = jax.jit(lambda st, q: policy._select(st, q.reshape(4, 2, 2, 16), None, 0.25))(cache.state, q)
+    want = select(policy, cache.state, q)
+    for row in np.ndindex(want.slots.shape[:3]):
+        ours, theirs = (np.asarray(s.slots)[row][np.asarray(s.valid)[row]] for s in (got, want))
+        assert set(ours.tolist()) == set(theirs.tolist())
+        if selector.lowest_is_last and ours.size:
+            assert ours[-1] // selector.unit == theirs[-1] // selector.unit
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (dict(wide=12), "wide=12 must be whole pages of unit=8 among the 20 keys"),
+        (dict(wide=24), "wide=24 must be whole pages"),
+        (dict(room=6), "room=6 is more than the 3 stored and 2 waiting pages"),
+        (dict(pool="mean"), "pool must be one of"),
+    ],
+)
+def test_picking_pages_refuses_sizes_that_do_not_fit(changed: dict, words: str) -> None:
+    q, low, keys = (jnp.zeros((1, 1, n, 16)) for n in (2, 3, 20))
+    given = dict(pool="mean_score", room=5, unit=8, scale=1.0, wide=16) | changed
+    with pytest.raises(ValueError, match=words):
+        pick_pages(q, low, low, (0, 24), (keys, 0, 16), 5, **given)
 
 
 @pytest.mark.sample(3)

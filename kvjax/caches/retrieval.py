@@ -258,7 +258,7 @@ class Retrieval:
                 st.schedule, qg, st.length, found, partial(self._recall, st, _with_mask(found))
             )
             selection = choice.selection
-            if choice.recall is None or choice.now is None or choice.reused is None:
+            if choice.read is None:
                 attended = jnp.sum(selection.valid, axis=-1)
                 if isinstance(self.store, Dense):
                     k, v = st.store.k, st.store.v
@@ -267,16 +267,16 @@ class Retrieval:
                     stored, waiting = split_selection(selection, st.store.slots)
                     out = around(self.store.attend_slots(st.store, qg, stored, scale=scale), waiting)
             else:
-                fresh, reused = ~choice.reused, choice.reused[..., None, None]
-                edge = self._edge(st, choice.recall.edge, first)
+                last, anew, now, reused = choice.read
+                fresh, reused = ~reused, reused[..., None, None]
+                edge = self._edge(st, last.edge, first)
                 selection = self._keep_reused(st, selection, reused, edge, first)
                 with_edge = edge[:, None, None, None] & reused  # bool[B, K, 1, 1]
                 attended = jnp.sum(selection.valid, axis=-1) + with_edge[..., 0].astype(jnp.int32)
                 recalled = _all_of(selection.valid, with_edge)
-                k, v = choice.recall.k, choice.recall.v
-                at = recalled.slots + jnp.where(choice.now, k.shape[2], 0)[..., None, None]
+                at = recalled.slots + jnp.where(now, last.k.shape[2], 0)[..., None, None]
                 recalled = recalled._replace(slots=at)
-                out = ops.attend_zones(qg, k, v, recalled, kept, sink, self.local, choice.anew, scale=scale)
+                out = ops.attend_zones(qg, last.k, last.v, recalled, kept, sink, self.local, anew, scale=scale)
         beside = recent.size if sink is None else recent.size + sink.size
         attended = jnp.mean(attended + beside[:, None, None], axis=-1, dtype=jnp.float32)
         state = RetrievalState(st.sink, st.store, st.index, st.recent, schedule, st.overflow)
@@ -302,7 +302,8 @@ class Retrieval:
         """Top units of history and waiting tokens together. `first` i32[B] is the lowest visible position; None if all
         are.
 
-        In order of rank where `ranked`; else the unit that ranks lowest comes last, which a schedule may drop.
+        In order of rank where `ranked`, or where the schedule may drop more than the unit that ranks lowest, which else
+        comes last.
         """
         unit, pool, slots = self.selector.unit, self.selector.pool, st.store.slots
         from_store, from_recent = _slot_of(first, st.offset_store), _slot_of(first, st.offset_recent)
@@ -314,6 +315,9 @@ class Retrieval:
         limit: Array | int = self._chosen  # a number where it is one for all, as an array takes a kernel
         if room * unit != limit:
             limit = jnp.where(st.length < self.dense_below, room * unit, limit)
+        if isinstance(self.selector, Picker) and not isinstance(self.schedule, EveryStep):
+            # A reused recall may have to leave out its last token, or more once a row has outgrown `dense_below`.
+            ranked = ranked or not self.selector.lowest_is_last or room * unit > self._chosen
         if isinstance(self.selector, Picker) and not ranked and (first is None or self.selector.picks_in_window):
             starts = (0, 0) if first is None else (from_store, from_recent)
             span, waits = (starts[0], st.store.count), (st.recent.k, starts[1], st.recent.count)

@@ -42,6 +42,10 @@ class Fier:
     def picks_in_window(self) -> bool:
         return True
 
+    @property
+    def lowest_is_last(self) -> bool:
+        return True
+
     def check(self, spec: CacheSpec, chunk: int) -> None:
         if chunk % self.group:
             raise ValueError(f"Fier(group={self.group}) does not divide the chunk of {chunk}; use a divisor of {chunk}")

@@ -68,6 +68,10 @@ class _Pages:
     def picks_in_window(self) -> bool:
         return True
 
+    @property
+    def lowest_is_last(self) -> bool:
+        return True
+
     def pick(self, ix: Boxes, q: Array, among: Pickable, *, scale: float) -> Selection:
         span, (keys, first, stop), limit, room, wide, last = among
         picked = ops.pick_pages(

@@ -128,6 +128,10 @@ class Paris:
     def picks_in_window(self) -> bool:
         return False
 
+    @property
+    def lowest_is_last(self) -> bool:
+        return False  # candidates that only fill up are among those that are reranked
+
     def pick(self, ix: ParisIndex, q: Array, among: Pickable, *, scale: float) -> Selection | Picked:
         """As `Picker` has it. No token that is not reranked is chosen before all that are, so candidates are all that
         is chosen from; where they and the waiting tokens are too few, as many more of the most voted come along: then

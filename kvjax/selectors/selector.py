@@ -64,9 +64,14 @@ class Picker(Selector, Protocol):
         """Whether it does so under a sliding window too, where tokens before the starts do not count."""
         ...
 
+    @property
+    def lowest_is_last(self) -> bool:
+        """Whether of what it picks the unit that ranks lowest comes last."""
+        ...
+
     def pick(self, ix: Any, q: Array, among: Pickable, *, scale: float) -> Selection | Picked:
-        """The tokens `among` these that rank highest by `pool` for q [B, K, G, D], whole units: slots of the index,
-        and S + w for waiting token w. The unit that ranks lowest comes last, the others in any order.
+        """The tokens `among` these that rank highest by `pool` for q [B, K, G, D], whole units in any order: slots of
+        the index, and S + w for waiting token w.
 
         Law: these are the tokens that `score` and `Retrieval` choose.
         """

@@ -17,7 +17,7 @@ from kvjax.pick import Selection
 from kvjax.spec import CacheSpec, require_int
 
 Held = tuple[Selection, Array, Array]
-"""Slots that were recalled before, and their keys and values [B, K, H*M, D] in that order, on the device."""
+"""Slots [B, K, 1, M] that were recalled before, and their keys and values [B, K, M, D], on the device."""
 
 
 @register_dataclass

@@ -338,6 +338,12 @@ def test_host_rows_and_host_append_refuse_what_they_have_no_kernel_for(changed, 
         assert words in kernel.unsupported(*args)
         with pytest.raises(NotImplementedError, match=words):
             jax.eval_shape(getattr(kernel, kernel.__name__.rpartition(".")[2]), *args)
+    (x, index), held = shapes()[0], jax.ShapeDtypeStruct((1, 2, 4, 64), jnp.bfloat16)
+    zones = 2 * [held], 2 * [jax.ShapeDtypeStruct((1, 2, 9, 64), jnp.float32)]
+    assert host_rows.unsupported_recall(x, index, zones[0]) is None
+    numbers = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1, 2), bool)
+    with pytest.raises(NotImplementedError, match="in the dtype of the store, bfloat16; got bfloat16, bfloat16, float"):
+        jax.eval_shape(host_rows.recall, x, index, *numbers, (index, zones[0]), zones[1])
     x, new, *counts = shapes()[1]
     half = [jax.ShapeDtypeStruct(a.shape, jnp.float16) for a in new]
     assert "parts of the array's bfloat16; got float16, float16" in host_append.unsupported(x, half, *counts)

@@ -696,6 +696,11 @@ def test_pick_1bit_scores_keys_that_wait_as_they_are(G, D, R, wide, dtype, pool)
     if G == 3:
         again = jax.jit(jax.vmap(partial(run, wide=wide)))(jnp.stack([keys, keys]))
         np.testing.assert_array_equal(again[1][1], Picked(*jax.jit(partial(run, wide=wide))(keys)).found)
+        late = (0, 0), (0, R), 33  # past the first `wide` nothing waits
+        all_of, first_of = (
+            jax.jit(partial(run, wide=w, numbers=late))(a)[0] for a, w in ((keys, wide), (exact[..., :wide], None))
+        )
+        np.testing.assert_array_equal(np.sort(all_of, axis=-1), np.sort(first_of, axis=-1))
         numbers = (-4, 90), (2, 30), 31  # of all rows
         arrays = jax.tree.map(lambda n: jnp.full(2, n, jnp.int32), numbers)
         for one, each in zip(
