@@ -32,6 +32,8 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import top_k as t
 from kvjax.kernels_pallas import top_k_pooled as pooled
@@ -76,6 +78,33 @@ def numbers(two: Word) -> list[Word]:
     """Two f16 numbers in f32."""
     both = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
     return ptx(both, two, results=2)
+
+
+def padded(*sizes: int) -> tuple[int, ...]:
+    """To whole fours, which a thread loads."""
+    return tuple(n + -n % 4 for n in sizes)
+
+
+def launch(
+    kernel: str, program: Callable[..., None], args: Sequence[jax.Array], *, rows: int, sizes: tuple[int, ...],
+    room: int, config: t.Config, **how: Any,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """(what is chosen i32[rows, room], how many i32[rows]) by `choose`, or a program around it, over `args`."""
+    outs = [jax.ShapeDtypeStruct((rows, room), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)]
+    if not t.in_one_step(sum(sizes), config):
+        outs.append(jax.ShapeDtypeStruct((rows, sum(sizes)), jnp.uint32))  # keys, for the later passes
+    chosen, found, *_ = c.kernel(
+        functools.partial(program, sizes=sizes, room=room, config=config, **how),
+        name=kernel,
+        out_type=tuple(outs),
+        scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in SCRATCH],
+        grid=(rows,),
+        grid_names=("row",),
+        cluster=(config.blocks,),
+        cluster_names=("part",),
+        num_threads=t.THREADS // 128,
+    )(*args)
+    return chosen, found
 
 
 def choose(

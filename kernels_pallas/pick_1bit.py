@@ -151,7 +151,6 @@ def _pick(
         heads, W = (1 if pool == "per_head" else G), wide
         chosen_rows = rows * G // heads
     summed = pool in pooled.SOFTMAX and heads > 1
-    U = S + W
 
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> tuple[Array, Array]:
@@ -172,26 +171,12 @@ def _pick(
         arrived = sums.pop().reshape(chosen_rows, heads, wide) if wide else waiting
         parts = [scores.reshape(chosen_rows, heads, S), arrived][: 2 if W else 1]
         ends = ends if W else (*ends[:2], ends[4])
-        outs = [jax.ShapeDtypeStruct((chosen_rows, room), jnp.int32), jax.ShapeDtypeStruct((chosen_rows,), jnp.int32)]
-        if not t.in_one_step(U, config):
-            outs.append(jax.ShapeDtypeStruct((chosen_rows, U), jnp.uint32))  # keys, for the later passes
-        choice_of = functools.partial(
-            choice.choose, sizes=tuple(part.shape[2] for part in parts), most=(S, most), heads=heads,
+        return choice.launch(
+            "kvjax_pick_1bit", choice.choose, [*ends, *sums, *parts], rows=chosen_rows,
+            sizes=tuple(part.shape[2] for part in parts), room=room, config=config, most=(S, most), heads=heads,
             sums=scored.jobs if summed else 0, shared_by=[chosen_rows // end.size for end in ends], last=last,
-            pool=pool, room=room, config=config,
+            pool=pool,
         )  # fmt: skip
-        slots, found, *_ = c.kernel(
-            choice_of,
-            name="kvjax_pick_1bit",
-            out_type=tuple(outs),
-            scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in choice.SCRATCH],
-            grid=(chosen_rows,),
-            grid_names=("row",),
-            cluster=(config.blocks,),
-            cluster_names=("part",),
-            num_threads=t.THREADS // 128,
-        )(*ends, *sums, *parts)
-        return slots, found
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:

@@ -54,7 +54,7 @@ class Config(rerank.Config, t.Config):
 
 def config_for(rows: int, M: int, wide: int) -> Config:
     """No more loads in flight than a thread has fours."""
-    units = sum(_padded(M, wide))
+    units = sum(choice.padded(M, wide))
     blocks = t.config_for(rows, units).blocks
     fits = (n for n in range(1, 6) if t.in_one_step(units, t.Config(blocks, n)))  # registers hold 20 keys of a thread
     return Config(blocks, next(fits, 4), rerank.config_for(rows, M, wide).warpgroups)
@@ -75,18 +75,13 @@ def unsupported(
         return f"the kernel pick_4bit takes waiting keys in bf16 or f16; got {waiting.dtype}"
     if not 1 <= wide <= waiting.shape[2]:
         return f"the kernel pick_4bit takes 1 to {waiting.shape[2]} keys that may wait; got {wide}"
-    if limit := t.unsupported((q.shape[0], sum(_padded(slots.shape[3], wide))), jnp.float32, room):
+    if limit := t.unsupported((q.shape[0], sum(choice.padded(slots.shape[3], wide))), jnp.float32, room):
         return limit.replace("top_k", "pick_4bit", 1)
     return None
 
 
 def supported(q: Any, signs: Any, sizes: Any, weights: Any, slots: Any, waiting: Any, room: int, wide: int) -> bool:
     return unsupported(q, signs, sizes, weights, slots, waiting, room, wide) is None
-
-
-def _padded(*sizes: int) -> tuple[int, ...]:
-    """To whole fours."""
-    return tuple(n + -n % 4 for n in sizes)
 
 
 @c.lowered_once("room", "centres", "scale", "turned", "wide", "last", "config")
@@ -125,8 +120,8 @@ def _pick(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
     candidates, waiting keys and codes."""
     centres, scale, turned, wide, last, room, config = how
     (heads, D), M, (rows, R, _), S = args[4].shape, args[5].shape[1], args[6].shape, args[7].shape[1]
-    parts = _padded(M, wide)
-    U, threads = sum(parts), 128 * config.warpgroups
+    parts = choice.padded(M, wide)
+    threads = 128 * config.warpgroups
     late = rerank.Split(-(-wide // threads), threads, threads)
     shares = rerank.split(heads, M, config, beside=heads * late.blocks)
 
@@ -146,25 +141,12 @@ def _pick(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
             grid_names=("block",),
             num_threads=config.warpgroups,
         )(ends[0], q, slots, keys, *codes)  # fmt: skip
-        outs = [jax.ShapeDtypeStruct((heads, room), jnp.int32), jax.ShapeDtypeStruct((heads,), jnp.int32)]
-        if not t.in_one_step(U, config):
-            outs.append(jax.ShapeDtypeStruct((heads, U), jnp.uint32))  # keys, for the later passes
         spans = jnp.zeros(1, jnp.int32), *ends
-        picked, many, *_ = c.kernel(
-            functools.partial(
-                _choose, names=(M, parts[0], S), sizes=parts, heads=1, sums=0, last=last, most=(M, wide),
-                pool="per_head", shared_by=[heads // end.size for end in spans], room=room, config=config,
-            ),
-            name="kvjax_pick_4bit",
-            out_type=tuple(outs),
-            scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in choice.SCRATCH],
-            grid=(heads,),
-            grid_names=("row",),
-            cluster=(config.blocks,),
-            cluster_names=("part",),
-            num_threads=t.THREADS // 128,
-        )(slots, *spans, *scores)  # fmt: skip
-        return picked, many
+        return choice.launch(
+            "kvjax_pick_4bit", _choose, [slots, *spans, *scores], rows=heads, sizes=parts, room=room, config=config,
+            names=(M, parts[0], S), most=(M, wide), heads=1, sums=0,
+            shared_by=[heads // end.size for end in spans], last=last, pool="per_head",
+        )  # fmt: skip
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
@@ -207,7 +189,7 @@ def _scores(
 
 
 def _store(out_m: Any, place: rerank.Place, score: Word) -> None:
-    (size,) = _padded(place.sizes[3])
+    (size,) = choice.padded(place.sizes[3])
     with when(place.is_of_block & (place.pick < size)):
         at = c.offset(c.offset_rows(c.global_address(out_m), place.head, size * 2), place.pick * 2)
         ptx("st.global.u16 [$0], $1;", at, halves(score, score))

@@ -72,7 +72,7 @@ def unsupported(q: Any, low: Any, high: Any, waiting: Any, pool: str, room: int,
         return f"the kernel pick_pages takes keys in the dtype of the corners, {low.dtype}; got {waiting.dtype}"
     if wide < 1 or wide % unit:
         return f"the kernel pick_pages takes at least one page of tokens that may wait, in pages of {unit}; got {wide}"
-    sizes = _padded(low.shape[2], wide // unit)
+    sizes = choice.padded(low.shape[2], wide // unit)
     if limit := t.unsupported((q.shape[0], sum(sizes)), jnp.float32, room):
         return limit.replace("top_k", "pick_pages", 1)
     return None
@@ -80,11 +80,6 @@ def unsupported(q: Any, low: Any, high: Any, waiting: Any, pool: str, room: int,
 
 def supported(q: Any, low: Any, high: Any, waiting: Any, pool: str, room: int, unit: int, wide: int) -> bool:
     return unsupported(q, low, high, waiting, pool, room, unit, wide) is None
-
-
-def _padded(*sizes: int) -> tuple[int, ...]:
-    """To whole fours."""
-    return tuple(n + -n % 4 for n in sizes)
 
 
 @c.lowered_once("pool", "room", "unit", "scale", "wide", "last", "config")
@@ -109,7 +104,7 @@ def pick_pages(
     H = G if pool == "per_head" else 1
     chosen = config or _tuned.choose(
         "pick_pages",
-        config_for(B * K, H, sum(_padded(P, wide // unit))),
+        config_for(B * K, H, sum(choice.padded(P, wide // unit))),
         rows=B * K,
         P=P,
         W=wide // unit,
@@ -145,7 +140,7 @@ def _pick(how: _How, *args: Array) -> tuple[Array, Array]:
     heads = 1 if how.pool == "per_head" else G
     chosen_rows, most = rows * G // heads, (P, how.wide // how.unit)
     summed = how.pool in pooled.SOFTMAX and heads > 1
-    sizes, tiles = _padded(*most), -(-P // score.TILE)
+    sizes, tiles = choice.padded(*most), -(-P // score.TILE)
     warps = 4 * config.warpgroups
     blocks = [-(-n // warps) for n in (rows * -(-tiles // config.tiles), rows * sizes[1])]
 
@@ -167,26 +162,12 @@ def _pick(how: _How, *args: Array) -> tuple[Array, Array]:
             num_threads=config.warpgroups,
         )(*ends[:4], *arrays)  # fmt: skip
         parts = (a.reshape(chosen_rows, heads, -1) for a in (stored, late))
-        outs = [jax.ShapeDtypeStruct((chosen_rows, n), jnp.int32) for n in (how.room, 1)]
-        if not t.in_one_step(sum(sizes), config):
-            outs.append(jax.ShapeDtypeStruct((chosen_rows, sum(sizes)), jnp.uint32))  # keys, for the later passes
-        choice_of = functools.partial(
-            choice.choose, sizes=sizes, most=most, heads=heads, sums=tiles if summed else 0, unit=how.unit, half=False,
-            shared_by=[chosen_rows // end.size for end in ends], last=how.last, pool=how.pool, room=how.room,
-            config=config, name=lambda _, page: (page < sizes[0]).choose(page, page - sizes[0] + P),
+        return choice.launch(
+            "kvjax_pick_pages", choice.choose, [*ends, *sums, *parts], rows=chosen_rows, sizes=sizes, room=how.room,
+            config=config, most=most, heads=heads, sums=tiles if summed else 0, unit=how.unit, half=False,
+            shared_by=[chosen_rows // end.size for end in ends], last=how.last, pool=how.pool,
+            name=lambda _, page: (page < sizes[0]).choose(page, page - sizes[0] + P),
         )  # fmt: skip
-        pages, found, *_ = c.kernel(
-            choice_of,
-            name="kvjax_pick_pages",
-            out_type=tuple(outs),
-            scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in choice.SCRATCH],
-            grid=(chosen_rows,),
-            grid_names=("row",),
-            cluster=(config.blocks,),
-            cluster_names=("part",),
-            num_threads=t.THREADS // 128,
-        )(*ends, *sums, *parts)
-        return pages, found[:, 0]
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
@@ -227,10 +208,10 @@ def _score(
     with when(block < blocks):
         score.program(
             q_m, low_m, high_m, out_m, shape=shape, kind=kind, scale=how.scale, config=how.config,
-            width=_padded(P)[0], visit=visit if sums_m else None,
+            width=choice.padded(P)[0], visit=visit if sums_m else None,
         )  # fmt: skip
     with when(block >= blocks):
-        (pages,) = _padded(how.wide // how.unit)
+        (pages,) = choice.padded(how.wide // how.unit)
         job = (block - blocks) * (4 * how.config.warpgroups) + (c.special("tid.x") >> 5)
         job = (job < rows * pages).choose(job, rows * pages - 1)  # a spare warp repeats the last
         row = c.divide(job, pages)
