@@ -9,9 +9,13 @@ the shared memory of every block of the cluster; a warp counts those larger than
 So two barriers of the cluster are all, and the order of slots follows from the input alone. The lowest-ranked comes
 last.
 
-A longer row is read in steps, the keys written and read again by the later passes. Steps of 4 fours a thread that lie
-in the first part for all threads are a loop of their own, without a question of any load, so that three fours are on
-their way there too: without, one, and the fewer bytes of f16 would not have been read sooner.
+A longer row is read in steps, once: its keys are neither written nor made again. Each step has some of all of the row,
+so the first one is a sample, and the bin in which the last place of the sample lies is a bound: of the row no fewer
+elements are that large. Those of the other steps are compared with it, and of the sample, which registers hold; a four
+of adjacent elements that has one which is not below goes to a list that its warp has in shared memory, in the order of
+lanes. The passes visit the lists. Where one of a block is full, as of equal scores, the block reads its share again,
+writes the keys, and passes read these. Steps that lie in the first part for all threads are a loop of their own,
+without a question of any load, so that three fours are on their way there too, over the end of a step as well.
 
 A bin of more than `LISTED` elements, as of equal scores, is first counted again, in 11 bits of what is left of key and
 slot at a time, by a barrier each.
@@ -30,7 +34,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +53,9 @@ LISTED = 1024  # elements of a bin that are ranked at once
 FIRST_BINS = {"sum": (0xA1000000, 18), "log": (0x3C7FFFFF, 15), "score": (0xBE000000, 15)}
 # Words of bins and lists, of sums by warp with what `top_k` calls small, and of heads by warp and of all.
 SCRATCH = 3 * t.PASS + 2 * LISTED, 64, 2 * 32 + HEADS
+WARPS = t.THREADS // 32
+FOURS = 256  # of adjacent elements that a warp lists, in a row that registers do not have
+LIST = 4 * FOURS + FOURS  # words: keys, and where each four begins
 
 
 def load_heads(
@@ -92,12 +99,12 @@ def launch(
     """(what is chosen i32[rows, room], how many i32[rows]) by `choose`, or a program around it, over `args`."""
     outs = [jax.ShapeDtypeStruct((rows, room), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)]
     if not t.in_one_step(sum(sizes), config):
-        outs.append(jax.ShapeDtypeStruct((rows, sum(sizes)), jnp.uint32))  # keys, for the later passes
+        outs.append(jax.ShapeDtypeStruct((rows, sum(sizes)), jnp.uint32))  # keys, where lists have no room
     chosen, found, *_ = c.kernel(
         functools.partial(program, sizes=sizes, room=room, config=config, **how),
         name=kernel,
         out_type=tuple(outs),
-        scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in SCRATCH],
+        scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in scratch(sum(sizes), config)],
         grid=(rows,),
         grid_names=("row",),
         cluster=(config.blocks,),
@@ -105,6 +112,27 @@ def launch(
         num_threads=t.THREADS // 128,
     )(*args)
     return chosen, found
+
+
+def scratch(U: int, config: t.Config) -> tuple[int, ...]:
+    """Words of shared memory for a row of U units."""
+    return SCRATCH if t.in_one_step(U, config) else (*SCRATCH, WARPS * (LIST + 1))
+
+
+class Ahead:
+    """A thread's loads of scores that are on their way: of each four, of each head, words."""
+
+    def __init__(self) -> None:
+        self.fours: list[list[list[Word]]] = []
+
+    @property
+    def words(self) -> list[Word]:
+        return [x for four in self.fours for head in four for x in head]
+
+    def become(self, words: Sequence[Word]) -> None:
+        """The same, with these words: in a loop, those that it carries."""
+        left = iter(words)
+        self.fours = [[[next(left) for _ in head] for head in four] for four in self.fours]
 
 
 def choose(
@@ -116,10 +144,14 @@ def choose(
     with start and stop of each part's span, of which the second part's `last` do not count, nor what is not among the
     `most` first of each part, and how many units are wanted. Spans are of tokens, of which a unit has `unit`; it is in
     one if any of these is. Scores are in f16, or in f32 if not `half`. `name` is what is written of a unit."""
-    ends, (*arrays, hist_m, small_m, logs_m) = list(zip(refs, shared_by, strict=False)), refs[len(shared_by) :]
+    U, S = sum(sizes), sizes[0]
+    scratches = len(scratch(U, config))
+    ends, arrays = list(zip(refs, shared_by, strict=False)), refs[len(shared_by) : -scratches]
+    hist_m, small_m, logs_m, *lists_m = refs[-scratches:]
     sums_m, arrays = (arrays[0], arrays[1:]) if sums else (None, arrays)
     scores_m, (slots_m, found_m, *keys_m) = arrays[: len(sizes)], arrays[len(sizes) :]
-    U, S = sum(sizes), sizes[0]
+    stride, unroll, steps = t.steps(U, config)
+    whole = min(max(S // stride - (unroll - 1) * steps, 0), steps)  # steps that lie in the first part for all threads
     row = c.special("clusterid.x")
     most = most or sizes
     start, length = units_of(c.span_of(ends[0], ends[1], row, most[0] * unit), unit)
@@ -130,19 +162,21 @@ def choose(
     size = 2 if half else 4
     scores = [c.offset_rows(c.global_address(m), row, heads * n * size) for m, n in zip(scores_m, sizes, strict=True)]
     slots, found = (c.offset_rows(c.global_address(m), row, n * 4) for m, n in ((slots_m, room), (found_m, 1)))
-    keys = c.offset_rows(c.global_address(keys_m[0]), row, U * 4) if keys_m else None
     hist, small = c.shared_address(hist_m), c.shared_address(small_m)
-    listed = hist + 3 * t.PASS * 4
+    lists, keys = None, None
     t.clear(hist)
     with when(c.special("tid.x").equals(0)):
         ptx("st.shared.u32 [$0], $1;", small + t.LENGTH * 4, 0)
-    ahead: list[list[list[Word]]] = []  # scores of the next fours, loaded before something else is waited for
+    if steps > 1:
+        lists, keys = c.shared_address(lists_m[0]), c.offset_rows(c.global_address(keys_m[0]), row, U * 4)
+        t.clear(hist + t.PASS * 4)
+    ahead = Ahead()
     depth = 3 if heads <= 4 and half else 0  # fours that registers hold; of more heads not one ahead
     load = functools.partial(load_heads, scores, sizes, heads, half=half)
 
     def load_ahead() -> None:
-        if t.in_one_step(U, config):
-            ahead.append(load(t.fours(word(0), U, config)[0], t.ends(U, config)[0]))
+        if steps == 1 or depth:
+            ahead.fours.append(load(t.fours(word(0), U, config)[0], S if whole else t.ends(U, config)[0]))
 
     logs = None
     if sums_m is not None:
@@ -152,8 +186,8 @@ def choose(
     else:
         c.block_barrier()
 
-    def four_keys(at: Word, end: int) -> list[Word]:
-        of_heads = ahead.pop(0) if ahead else load(at, end)
+    def four_keys(at: Word, end: int, loaded: list[list[Word]] | None = None) -> list[Word]:
+        of_heads = loaded or load(at, end)
         if half:
             of_heads = [[x for two in words for x in numbers(two)] for words in of_heads]
         begin, size = start, length
@@ -163,31 +197,47 @@ def choose(
         flags = [((at + j) - begin < size).choose(1, 0) for j in range(4)]
         return pooled.pooled_keys(flags, [[h[j] for h in of_heads] for j in range(4)], logs, pool)
 
-    def first(i: Word, whole: bool = False) -> Iterator[list[Word]]:
-        """`whole`: all that the step's fours have lies in the first part."""
-        starts = t.fours(i, U, config)
-        places = list(zip(starts, [S] * len(starts) if whole else t.ends(U, config), strict=True))
+    def fours(i: Word, is_whole: bool = False, goes_on: bool = False) -> Iterator[list[Word]]:
+        """Keys of the fours of step i. `goes_on`: the next one's first fours lie in the first part, and are loaded."""
+        ends = [S] * unroll if is_whole else t.ends(U, config)
+        places = list(zip(t.fours(i, U, config), ends, strict=True))
+        then = [(at, S) for at in t.fours(i + 1, U, config)[: depth - 1]] if goes_on else []
         for u, (at, end) in enumerate(places):
-            to_load = (place for place in places[u + len(ahead) : u + depth] if place[1] <= U)
-            ahead.extend(load(*place) for place in to_load)
-            if ahead or end <= U:
-                four = four_keys(at, end)
+            to_load = (place for place in [*places, *then][u + len(ahead.fours) : u + depth] if place[1] <= U)
+            ahead.fours.extend(load(*place) for place in to_load)
+            if ahead.fours or end <= U:
+                yield four_keys(at, end, ahead.fours.pop(0) if ahead.fours else None)
             else:  # in which a warp may have nothing, as most have of the fifth four in a row of 131072 and a little
-                four = c.choose_between(at < U, functools.partial(four_keys, at, end), [word(0)] * 4)
-            if keys is not None:
-                with when(at < U):
-                    ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", c.offset(keys, at * 4), *four)
-            yield four
+                yield c.choose_between(at < U, functools.partial(four_keys, at, end), [word(0)] * 4)
 
-    def again(i: Word) -> Iterator[list[Word]]:
-        return (t.load_four(keys, at, U) for at in t.fours(i, U, config))
+    def other_steps(visit: Callable[..., list[Word]], carry: list[Word]) -> list[Word]:
+        """carry = visit(i, keys, *carry) of the steps after the first."""
+        if goes_on:
+            ahead.fours.extend(load(at, S) for at in t.fours(word(1), U, config)[: depth - 1])
+        if whole > 1:
+            n = len(ahead.words)
 
+            def of_whole(i: Word, *words: Word) -> list[Word]:
+                ahead.become(words[:n])
+                carry = visit(i, fours(i, is_whole=True, goes_on=goes_on), *words[n:])
+                return [*ahead.words, *carry]
+
+            words = c.loop(1, whole, 1, [*ahead.words, *carry])(of_whole)
+            ahead.become(words[:n])
+            carry = words[n:]
+        done = max(whole, 1)
+        if done < steps:
+            carry = visit(word(done), fours(word(done)), *carry)
+        if done + 1 < steps:
+            carry = c.loop(done + 1, steps, 1, carry)(lambda i, *carry: visit(i, fours(i), *carry))
+        return carry
+
+    goes_on = 0 < whole < steps and 1 < depth <= unroll
     bins = FIRST_BINS["score" if not sums else "log" if pool == "max_softmax" else "sum"]
-    stride, unroll, _ = t.steps(U, config)
-    whole = S // (stride * unroll)
+    first = fours(word(0), bool(whole))
     _take(
-        first, again, wanted, slots, found, hist, small, listed, name=functools.partial(name, row), bins=bins, U=U,
-        whole=whole, room=room, config=config,
+        first, other_steps, fours, wanted, slots, found, hist, small, lists, keys, name=functools.partial(name, row),
+        bins=bins, U=U, room=room, config=config,
     )  # fmt: skip
 
 
@@ -261,84 +311,146 @@ def _logs(
     return [ptx("ld.shared.u32 $0, [$1];", logs + h * 4, results=1) for h in range(heads)]
 
 
-Fetch = Callable[..., Iterable[list[Word]]]
+Pair = tuple[Word, Word]  # of an element the key, and the slot's rank: the lower slot the higher
+Fours = Iterable[list[Word]]  # keys
+
+
+class Elements(NamedTuple):
+    """Some that a thread has."""
+
+    pairs: Iterable[Pair]
+    slot: Callable[[Word], Word]  # of the e-th
 
 
 def _take(
-    first: Fetch, again: Fetch, wanted: Word, slots: Any, found: Any, hist: Word, small: Word, listed: Word,
-    *, name: Callable[[Word], Word], bins: tuple[int, int], U: int, whole: int, room: int, config: t.Config,
+    first: Fours, others: Callable[..., list[Word]], again: Callable[[Word], Fours], wanted: Word, slots: Any,
+    found: Any, hist: Word, small: Word, lists: Word | None, kept: Any, *, name: Callable[[Word], Word],
+    bins: tuple[int, int], U: int, room: int, config: t.Config,
 ) -> None:  # fmt: skip
     """Writes to `slots` the names of the `wanted` largest keys that are not 0, and to `found` how many these are.
 
-    `first(i)` gives the keys of `t.fours(i, U, config)` the first time that they are looked at, `again(i)` after it;
-    of the first `whole` steps, if there are more than one, `first(i, True)`.
+    `first` are the keys of the first step, `others` visits those of the others, `again(i)` gives those of any step once
+    more. If registers do not have the row, candidates go to `lists`, and keys of which there are too many to `kept`.
     """
     thread, part, blocks = c.special("tid.x"), c.special("cluster_ctarank"), config.blocks
     lane, warp, length = thread & 31, thread >> 5, small + t.LENGTH * 4
     base, shift = bins
-    in_registers = t.in_one_step(U, config)
-    held: list[tuple[Word, Word]] = []  # in registers, where these have all of the row
-    Elements = Iterable[tuple[Word, Word]]
+    stride, _, steps = t.steps(U, config)
+    listed = hist + 3 * t.PASS * 4
 
-    def elements(fetch: Fetch, i: Word) -> Iterator[tuple[Word, Word]]:
-        """Keys, and slots' ranks: the lower slot the higher."""
-        for at, four in zip(t.fours(i, U, config), fetch(i), strict=True):
-            for j, key in enumerate(four):
-                element = key, word(t.SLOTS) - (at + j)
-                if in_registers and fetch is first:
-                    held.append(element)
-                yield element
-
-    def each(fetch: Fetch, visit: Callable[..., Any], carry: Sequence[Word] = ()) -> list[Word]:
-        if in_registers:
-            return visit(word(0), held or elements(fetch, word(0)), *carry)
-        done, steps = 0, t.steps(U, config)[2]
-        if fetch is first and whole:
-            of_whole = functools.partial(first, whole=True)
-            carry, done = c.loop(0, whole, 1, carry)(lambda i, *carry: visit(i, elements(of_whole, i), *carry)), whole
-        return c.loop(done, steps, 1, carry)(lambda i, *carry: visit(i, elements(fetch, i), *carry))
-
-    def count(n: int, fetch: Fetch, bin_of: Callable[[Word, Word], list[Operand]], wanted: Word) -> t.Found:
-        """`bin_of` gives a bin, and perhaps two numbers, of which the first is not the larger if the element counts.
-
-        Histograms take turns: of one that is cleared all blocks had what they needed before the last pass.
-        """
-        at = hist + TURNS[n] * t.PASS * 4
-        if n:
-            t.clear(at)
-            c.block_barrier()
-
-        def visit(_: Word, elements: Elements) -> None:
-            for element in elements:
-                digit, *limits = bin_of(*element)
-                red = "red.shared.add.u32 [$0], 1;"
-                if limits:
-                    red = "{ .reg .pred p; setp.le.u32 p, $1, $2; @p " + red + " }"
-                ptx(red, at + digit * 4, *limits)
-
-        each(fetch, visit)
-        return t.find_bin(at, wanted, blocks)
+    def elements(i: Word, fours: Fours) -> Elements:
+        starts = t.fours(i, U, config)
+        pairs = (
+            (key, word(t.SLOTS) - (at + j))
+            for at, four in zip(starts, fours, strict=True)
+            for j, key in enumerate(four)
+        )
+        return Elements(pairs, lambda e: starts[0] + (e >> 2) * (stride * steps) + (e & 3))
 
     def from_base(key: Word, _: Word) -> list[Operand]:
         """Those that are 0 count where nothing is read: a branch around each takes longer."""
         place = (instr("max.u32", key, base) - base) >> shift
         return [key.equals(0).choose(t.BINS, instr("min.u32", place, t.BINS - 1))]
 
+    def lowest_of(place: Word) -> Word:
+        """The lowest key of a bin of `from_base`."""
+        return place.equals(0).choose(1, (place << shift) + base)
+
+    def count_in(bins: Word, elements: Elements, bin_of: Callable[[Word, Word], list[Operand]] = from_base) -> None:
+        """`bin_of` gives a bin, and perhaps two numbers, of which the first is not the larger if the element counts."""
+        for element in elements.pairs:
+            digit, *limits = bin_of(*element)
+            red = "red.shared.add.u32 [$0], 1;"
+            if limits:
+                red = "{ .reg .pred p; setp.le.u32 p, $1, $2; @p " + red + " }"
+            ptx(red, bins + digit * 4, *limits)
+
+    def bound_by(sample: Fours) -> Word:
+        """A key, or the lowest one of a bin, than which at least as many are not lower as are wanted."""
+        at = hist + t.PASS * 4
+        count_in(at, elements(word(0), sample))
+        got = t.find_bin(at, wanted, blocks, of_earlier=False)
+
+        def in_lowest() -> list[Word]:
+            """In the lowest bin, which has most of the range, that is counted again."""
+            low, size, need = word(1), word(base + (1 << shift) - 2), got.need
+            for turn, by in ((2, 21), (1, 10)):
+                at = hist + turn * t.PASS * 4
+                t.clear(at)
+                c.block_barrier()
+
+                def bin_of(key: Word, _: Word, low: Word = low, size: Word = size, by: int = by) -> list[Operand]:
+                    return [(key - low) >> by, key - low, size]
+
+                count_in(at, elements(word(0), sample), bin_of)
+                finer = t.find_bin(at, need, blocks, of_earlier=False)
+                low, size, need = low + (finer.bin << by), word((1 << by) - 1), finer.need
+            return [low]
+
+        (bound,) = c.choose_between(got.bin.equals(0), in_lowest, [lowest_of(got.bin)])
+        return (got.wanted < wanted).choose(1, bound)
+
+    if lists is None:
+        made = elements(word(0), first)
+        of_first = made._replace(pairs=_Held(made.pairs))
+
+        def each(visit: Callable[..., Any], carry: Sequence[Word] = ()) -> list[Word]:
+            """carry = visit(elements, *carry), once or more often."""
+            return visit(of_first, *carry) or []
+
+    else:
+        at_first = _Held(first)
+        bound = wanted.equals(0).choose(0xFFFFFFFF, bound_by(at_first))
+        listing = _Listing(lists, bound)
+
+        def list_step(i: Word, fours: Fours, number: Word) -> list[Word]:
+            for at, four in zip(t.fours(i, U, config), fours, strict=True):
+                number = listing.add(at, four, number)
+            return [number]
+
+        (number_listed,) = others(list_step, list_step(word(0), at_first, word(0)))
+        number_listed, too_many = listing.ends(number_listed)
+        with when(too_many):
+
+            @c.loop(0, steps, 1)
+            def _keep(i: Word) -> None:
+                for at, four in zip(t.fours(i, U, config), again(i), strict=True):
+                    with when(at < U):
+                        ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", c.offset(kept, at * 4), *four)
+
+        def each(visit: Callable[..., Any], carry: Sequence[Word] = ()) -> list[Word]:
+            def of_list(first: Word, *carry: Word) -> Any:
+                return visit(listing.elements(first, number_listed), *carry)
+
+            def of_row(i: Word, *carry: Word) -> Any:
+                fours = (t.load_four(kept, at, U) for at in t.fours(i, U, config))
+                return visit(elements(i, fours), *carry)
+
+            carry = c.loop(0, number_listed, 32, carry)(of_list)
+            return c.choose_between(too_many, lambda: c.loop(0, steps, 1, carry)(of_row), carry)
+
+    def count(n: int, bin_of: Callable[[Word, Word], list[Operand]], wanted: Word) -> t.Found:
+        """Histograms take turns: of one that is cleared all blocks had what they needed before the last pass."""
+        at = hist + TURNS[n] * t.PASS * 4
+        if n:
+            t.clear(at)
+            c.block_barrier()
+        each(lambda elements: count_in(at, elements, bin_of))
+        return t.find_bin(at, wanted, blocks)
+
     # Keys low .. low + size are those of the bin, of which `need` of `many` are wanted; the next bits to count begin at
     # `further`. Of those that equal `low`, slots count whose rank is at least `least`. Blocks before this one have
     # `above` larger ones, and `beside` in the bin.
-    place, need, many, wanted, above, beside = count(0, first, from_base, wanted)
-    low, size, further = (place << shift) + base, word((1 << shift) - 1), word(shift - 11)
-    for end, of_low, of_size in (
-        (0, 1, base + (1 << shift) - 2),
-        (t.BINS - 1, base + ((t.BINS - 1) << shift), (1 << 32) - 1 - base - ((t.BINS - 1) << shift)),
-    ):
-        at_end = place.equals(end)
-        low, size, further = (at_end.choose(a, b) for a, b in ((of_low, low), (of_size, size), (21, further)))
+    place, need, many, wanted, above, beside = count(0, from_base, wanted)
+    low, size, further = lowest_of(place), word((1 << shift) - 1), word(shift - 11)
+    size = place.equals(0).choose(base + (1 << shift) - 2, size)
+    at_end = place.equals(t.BINS - 1)
+    size = at_end.choose((1 << 32) - 1 - base - ((t.BINS - 1) << shift), size)
+    further = (place.equals(0) | at_end).choose(21, further)
     state = [low, size, further, word(0), need, many, above, beside]
 
     def by_key(n: int, low: Word, size: Word, shift: Word, _: Word, need: Word, *of_blocks: Word) -> list[Word]:
-        got = count(n, again, lambda key, _: [(key - low) >> shift, key - low, size], need)
+        got = count(n, lambda key, _: [(key - low) >> shift, key - low, size], need)
         further = (shift > 11).choose(shift - 11, 0)
         low, size = low + (got.bin << shift), (word(1) << shift) - 1
         return [low, size, further, word(0), got.need, got.many, of_blocks[1] + got.above, got.beside]
@@ -351,7 +463,7 @@ def _take(
                 digit = (rank - least) >> by
                 return [digit, key.equals(low).choose(digit, t.BINS), t.BINS - 1]
 
-            got = count(n, again, bin_of, need)
+            got = count(n, bin_of, need)
             least, need, above = least + (got.bin << by), got.need, above + got.above
         return [low, size, shift, least, need, got.many, above, got.beside]
 
@@ -372,14 +484,14 @@ def _take(
     by_rank, none = least.differs(0), wanted.equals(0)
     low, high, many = none.choose(0xFFFFFFFF, low), none.choose(0xFFFFFFFF, low + size), none.choose(0, many)
 
-    def bits(conditions: str, elements: Elements, *limits: Word) -> Word:
+    def bits(conditions: str, elements: Iterable[Pair], *limits: Word) -> Word:
         found = word(0)
         for e, element in enumerate(elements):
             mark = f"{{ .reg .pred p; {conditions} mov.b32 $0, $1; @p or.b32 $0, $0, $2; }}"
             found = ptx(mark, found, 1 << e, *element, *limits, results=1)
         return found
 
-    def marks(elements: list[tuple[Word, Word]]) -> list[Word]:
+    def marks(elements: list[Pair]) -> list[Word]:
         """Bits of the elements taken, and of those that the list has."""
         taken = bits("setp.gt.u32 p, $3, $5;", elements, high)
         level = bits("setp.ge.u32 p, $3, $5;", elements, low)
@@ -402,38 +514,36 @@ def _take(
             visit(i, word(31) - instr("clz.b32", flags & (word(0) - flags)))
             return flags & (flags - 1)
 
-    def collect(_: Word, elements: Elements, before: Word) -> list[Word]:
-        elements = list(elements)
-        taken, level = marks(elements)
+    def collect(elements: Elements, before: Word) -> list[Word]:
+        pairs = list(elements.pairs)
+        taken, level = marks(pairs)
         with when(level.differs(0)):
             at = beside + ptx("atom.shared.add.u32 $0, [$1], $2;", length, number(level), results=1)
 
             def share(i: Word, e: Word) -> None:
-                key, rank = elements[0]
-                for j, other in enumerate(elements[1:], 1):
+                key, rank = pairs[0]
+                for j, other in enumerate(pairs[1:], 1):
                     key, rank = (e.equals(j).choose(x, y) for x, y in zip(other, (key, rank), strict=True))
                 for block in range(blocks):
                     to = c.remote(listed + (at + i) * 8, block)
                     ptx("st.shared::cluster.v2.u32 [$0], {$1, $2};", to, rank, key)
 
             numbered(level, share)
-        return [taken] if in_registers else [before + number(taken)]
+        return [taken if lists is None else before + number(taken)]
 
-    (mine,) = each(again, collect, [word(0)])
+    (mine_taken,) = each(collect, [word(0)])
     c.cluster_arrive()
-    stride = t.steps(U, config)[0]
 
-    def write(i: Word, elements: Elements, at: Word) -> list[Word]:
-        taken = mine if in_registers else marks(list(elements))[0]
-        start = t.fours(i, U, config)[0]
+    def write(elements: Elements, at: Word) -> list[Word]:
+        taken = mine_taken if lists is None else marks(list(elements.pairs))[0]
 
         def store(i: Word, e: Word) -> None:
-            ptx("st.global.u32 [$0], $1;", c.offset(slots, (at + i) * 4), name(start + (e >> 2) * stride + (e & 3)))
+            ptx("st.global.u32 [$0], $1;", c.offset(slots, (at + i) * 4), name(elements.slot(e)))
 
         numbered(taken, store)
         return [at + number(taken)]
 
-    each(again, write, [above + t.earlier(number(mine) if in_registers else mine, small)])
+    each(write, [above + t.earlier(number(mine_taken) if lists is None else mine_taken, small)])
     with when(thread.equals(0) & part.equals(0)):
         ptx("st.global.u32 [$0], $1;", found, wanted)
     c.loop(wanted + part * t.THREADS + thread, room, t.THREADS * blocks)(
@@ -457,3 +567,57 @@ def _take(
         with when(lane.equals(0) & (place < need)):
             rank = ptx("ld.shared.u32 $0, [$1];", listed + i * 8, results=1)
             ptx("st.global.u32 [$0], $1;", c.offset(slots, (wanted - need + place) * 4), name(word(t.SLOTS) - rank))
+
+
+class _Held:
+    """What an iterator gives, made when it is first asked for, one after the other, and held then."""
+
+    def __init__(self, made: Iterable[Any]):
+        self.made = iter(made)
+        self.held: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.held
+        for x in self.made:
+            self.held.append(x)
+            yield x
+
+
+class _Listing:
+    """Lists that the warps have in shared memory, of fours of a row's elements of which a key is not below a bound."""
+
+    def __init__(self, lists: Word, bound: Word):
+        thread = c.special("tid.x")
+        self.lane, self.warp, self.bound = thread & 31, thread >> 5, bound
+        self.keys = lists + self.warp * (4 * LIST)
+        self.starts, self.numbers = self.keys + 16 * FOURS, lists + WARPS * (4 * LIST)
+
+    def add(self, at: Word, four: Sequence[Word], number: Word) -> Word:
+        """How many there are with the fours at .. at + 3 of this warp's lanes, where `number` were before."""
+        top = functools.reduce(lambda a, b: instr("max.u32", a, b), four)
+        lanes = c.ballot(top >= self.bound)
+        place = number + instr("popc.b32", lanes & ((word(1) << self.lane) - 1))
+        listed = (top >= self.bound) & (place < FOURS)
+        with when(listed):
+            ptx("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", self.keys + place * 16, *four)
+            ptx("st.shared.u32 [$0], $1;", self.starts + place * 4, at)
+        return number + instr("popc.b32", lanes)
+
+    def ends(self, number: Word) -> tuple[Word, Flag]:
+        """How many this warp has; and whether one of the block has more than there is room for: then none has any."""
+        with when(self.lane.equals(0)):
+            ptx("st.shared.u32 [$0], $1;", self.numbers + self.warp * 4, number)
+        c.block_barrier()
+        of_warps = ptx("ld.shared.u32 $0, [$1];", self.numbers + self.lane * 4, results=1)
+        too_many = c.ballot(of_warps > FOURS).differs(0)
+        return too_many.choose(0, number), too_many
+
+    def elements(self, first: Word, number: Word) -> Elements:
+        """Of this lane's four of the fours from `first` on."""
+        i = first + self.lane
+        there = i < number
+        i = there.choose(i, 0)
+        four = ptx("ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];", self.keys + i * 16, results=4)
+        at = ptx("ld.shared.u32 $0, [$1];", self.starts + i * 4, results=1)
+        pairs = [(there.choose(key, 0), word(t.SLOTS) - (at + j)) for j, key in enumerate(four)]
+        return Elements(pairs, lambda e: at + e)

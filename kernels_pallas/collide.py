@@ -206,7 +206,9 @@ def _vote(ids_m, earned_m, out_m, table_m, *, sizes: tuple[int, int, int], confi
             few = (stop - first < turn).choose(stop - first, turn)
             ptx("cp.async.bulk.prefetch.L2.global [$0], $1;", c.offset(ids, first * N), few * N)
 
-    held = fetch(start)
+    # Of a long row two turns are on their way in registers: those of 4 keys, as is seen at 1M.
+    early = 2 if config.keys == 4 else 1
+    held = [x for i in range(early) for x in fetch(start + i * turn)]
     turns_ahead = -(-AHEAD // (turn * N))
     for i in range(1, turns_ahead + 1):
         prefetch(start + i * turn)
@@ -255,7 +257,7 @@ def _vote(ids_m, earned_m, out_m, table_m, *, sizes: tuple[int, int, int], confi
 
     @loop(start, stop, turn, held)
     def _keys(first: Word, *held: Word) -> list[Word]:
-        ahead = fetch(first + turn)
+        ahead = fetch(first + early * turn)
         prefetch(first + (turns_ahead + 1) * turn)
         for i in range(0, config.keys, joined):
             sums = [word(0)] * width
@@ -270,7 +272,7 @@ def _vote(ids_m, earned_m, out_m, table_m, *, sizes: tuple[int, int, int], confi
                     x = ptx("prmt.b32 $0, $1, $2, $3;", x, c.bfly(x, gap), swap, results=1)
                 with when(mask & (key + mover < stop)):
                     ptx("st.global.b32 [$0], $1;", c.offset(at, key), x)
-        return ahead
+        return [*held[config.keys * N // 4 :], *ahead]
 
 
 def _rank(

@@ -178,14 +178,15 @@ def _load_pair(at: Word, index: Word, count: Word) -> list[Word]:
 
 
 def fours(i: Word, U: int, config: Config) -> list[Word]:
-    """The first of each four of adjacent elements that this thread has of step i of a row of U."""
-    stride, unroll, _ = steps(U, config)
-    first = i * (stride * unroll) + c.special("cluster_ctarank") * (THREADS * 4) + c.special("tid.x") * 4
-    return [first + u * stride for u in range(unroll)]
+    """The first of each four of adjacent elements that this thread has of step i of a row of U. A step has some of all
+    of the row, as a sample."""
+    stride, unroll, number = steps(U, config)
+    first = i * stride + c.special("cluster_ctarank") * (THREADS * 4) + c.special("tid.x") * 4
+    return [first + u * (number * stride) for u in range(unroll)]
 
 
 def steps(U: int, config: Config) -> tuple[int, int, int]:
-    """Elements between the fours of a thread, fours of a step, steps."""
+    """Elements between the fours of a thread in a step and the next, fours of a step, steps."""
     stride = THREADS * 4 * config.blocks
     number = -(-U // (stride * config.unroll))
     return stride, -(-U // (stride * number)), number
@@ -194,7 +195,7 @@ def steps(U: int, config: Config) -> tuple[int, int, int]:
 def ends(U: int, config: Config) -> list[int]:
     """Before which each of `fours` lies, for all threads and steps."""
     stride, unroll, number = steps(U, config)
-    return [((number - 1) * unroll + u + 1) * stride for u in range(unroll)]
+    return [(u + 1) * number * stride for u in range(unroll)]
 
 
 def in_one_step(U: int, config: Config) -> bool:

@@ -28,7 +28,11 @@ U32, U64 = np.uint32, np.uint64
 GLOBAL, GAP = 1 << 40, 1024  # where device memory begins; bytes between arrays
 SHARED, BLOCK_BITS = 1024, 24  # where a block's shared memory begins; a block's place in addresses of a cluster
 UNUSED, READ_ONLY, UNWRITTEN, WRITTEN = range(4)  # of a byte
-PARTLY = {"kvjax_host_rows_first"}  # kernels that write a part of their outputs
+# Of kernels that write a part of some outputs, which these are.
+PARTLY = {
+    "kvjax_host_rows_first": (0,),
+    **dict.fromkeys(("kvjax_pick_1bit", "kvjax_pick_4bit", "kvjax_pick_pages"), (2,)),
+}
 DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 _machine: Machine | None = None
 # XLA's threads take subnormal numbers for 0, and threads that they start do too; those of a GPU and this one do not.
@@ -72,7 +76,7 @@ def _kernel(program: Callable[..., None], *, name: str, out_type: Any, **how: An
     def execute(*args: Any) -> Any:
         global _machine
         assert _machine is None
-        _machine = Machine([np.asarray(a) for a in args], outs, partly=name in PARTLY, **how)
+        _machine = Machine([np.asarray(a) for a in args], outs, partly=PARTLY.get(name, ()), **how)
         try:
             _thread.submit(np.errstate(all="ignore")(program), *_machine.refs).result()
             return jax.tree.unflatten(tree, _machine.results())
@@ -97,7 +101,7 @@ class Machine:
     def __init__(
         self, args: list[Any], outs: list[Any], *, grid: tuple[int], num_threads: int, cluster: tuple[int] = (1,),
         scratch_types: Any = (), grid_names: Any = None, cluster_names: Any = None, in_place: bool = False,
-        partly: bool = False,
+        partly: tuple[int, ...] = (),
     ):  # fmt: skip
         self.partly = partly
         self.threads, self.cluster = 128 * num_threads, cluster[0]
@@ -151,10 +155,10 @@ class Machine:
 
     def results(self) -> list[Any]:
         found = []
-        for start, a in self.outs:
+        for i, (start, a) in enumerate(self.outs):
             size = a.size * a.dtype.itemsize
             left = np.flatnonzero(self.state[start : start + size] != WRITTEN)
-            assert self.partly or not left.size, f"an output {a} was left unwritten at byte {left[0]}"
+            assert i in self.partly or not left.size, f"an output {a} was left unwritten at byte {left[0]}"
             self.memory[start + left] = 0xFF  # NaN
             found.append(self.memory[start : start + size].view(a.dtype).reshape(a.shape))
         return found
