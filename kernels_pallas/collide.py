@@ -8,8 +8,9 @@ limits above the sum. Queries are rotated there, by a warp each, if they are to 
 heads give are the bytes of one word, so that a key takes D/8 words and additions for all of them. At random addresses
 some 3.5 of 32 lanes would meet in one bank of shared memory; so lane l begins with subspace l, and subspaces lie in
 banks of their own: table[pattern][copy, subspace, word], 32 words a pattern. A dot product of 4 bytes takes one of them
-out of a word and makes it an address. A thread has `keys` keys at once, and loads as many ahead, the first of them
-before the table is there; the next 64 KiB of a block are on their way to L2 meanwhile.
+out of a word and makes it an address. A thread has `keys` keys at once, and loads as many ahead (if these are four,
+twice as many), the first of them before the table is there; the next 64 KiB of a block are on their way to L2
+meanwhile.
 
 **Bytes:** D/8 read and G written a key and kv head, and 1 KiB of counts a subspace and kv head: at D = 128 and G = 4,
 20 bytes a key. The bound on an H200 (4.3 TB/s) is 4.9 us for 8 kv heads x 131072, 39 us for 8 x 1M. Shared memory has
@@ -18,16 +19,21 @@ channels, in f32: where two are equal but for rounding, the reference may order 
 and two keys a thread, no spills; by count, votes take 4 instructions a subspace and key, half of them on pipes of half
 rate.
 
-**Measured** on an H200, 2026-11-22, jax 0.11.2, device time of both kernels, 8 kv heads x 131072, D = 128, six limits:
-G = 4 8.7 us (the reference 428), G = 1 7.8 us (174; in a step of ParisKV 2.8 for ranks and 7.5 for votes), G = 8 11.0
-us (479). G = 4: 32768 keys 3.8 us (353), 1M 52 us (1.55 ms; four keys a thread, of `tuned.json`), batch 8 x 32768 20.8
-us (546); D = 64 5.6 us (374; eight warpgroups, of `tuned.json`).
+**Measured** on an H200, 2026-11-22, jax 0.11.2, device time of both kernels, 8 kv heads x 131072, D = 128, six limits,
+queries and counts of its own for each call: G = 4 12.4 us (the reference 456), G = 1 10.5 us (197; in a step of ParisKV
+2.7 for ranks and 7.5 for votes), G = 8 15.7 us (524). 32768 keys 7.3 us (385), G = 1 6.2 (254); 1M 46.9 us (1.55 ms), G
+= 1 39.6 (257), both with four keys a thread and so two turns on their way, of `tuned.json`; batch 8 x 32768 31.3 us
+(650), G = 1 21.1 (230); D = 64 9.2 us (399; eight warpgroups, of `tuned.json`). By a profile ranks are 3.5 us of it for
+G = 4, 2.8 for G = 1, 5.1 for G = 8, and 15 for batch 8. The bound is not what holds votes back at 131072: with all
+patterns in L2 they took as long.
 
-**Tried and lost** (G = 4): two blocks a multiprocessor 8.7 us, and in that form one key a thread 9.7, four 10.7; for G
-= 8 12.9, for 32768 keys 4.3. 66 blocks of two warpgroups a row 10.4, 48 of four 10.7; 1M with one block a
-multiprocessor 67 us, with two keys a thread 60, with eight warpgroups 52.3. Ranks and votes in one kernel, where a
-cluster of 8 blocks shared the subspaces of a row and each read what the others found: 13.3 us, G = 1 10.5, G = 8 22.4,
-32768 keys 9.8, 1M 65, 8 x 32768 31.8; each row had 3 clusters, so that all of it was ranked three times, and a
+**Tried and lost** (G = 4): one key a thread 13.2 us, four with 33 blocks a row 14.9, 66 blocks of two warpgroups 13.9;
+1M with two keys a thread 60 us, with eight warpgroups 53.5, with 33 blocks a row 51.7, and for G = 1 one turn of four
+keys on its way 41.2 us for votes of 37.3. Two turns of two keys 8.5 us for votes of 8.6, without the branch around a
+key 9.0, three turns 9.0. Patterns brought to L2 while they are ranked: votes as before, and ranks 6.0 us for 3.6, as
+their own loads wait. Ranks added up in f32, in another pipe than that of comparing: 3.6. Ranks and votes in one kernel,
+where a cluster of 8 blocks shared the subspaces of a row and each read what the others found: 13.3 us, G = 1 10.5, G =
+8 22.4, 32768 keys 9.8, 1M 65, 8 x 32768 31.8; each row had 3 clusters, so that all of it was ranked three times, and a
 multiprocessor had one block or two. Two clusters a row 15.3 us, and one key at once there 16.4; four of two warpgroups
 17.2, one of eight 14.3, one of 16 blocks 14.8, eight of two blocks 19.3. Patterns sorted, a warp a subspace and head,
 and one cluster a row with more than 64 registers: 17.9 us.

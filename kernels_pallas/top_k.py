@@ -14,10 +14,10 @@ a row. The bound on an H200 (4.3 TB/s) is 1 us for 8 x 131072 and 8 us for 8 x 1
 beyond 131072 by reading with 64 of 132 multiprocessors.
 
 **Measured** on an H200, 2026-11-22, jax 0.11.2, device time of the kernel alone, k = 2048, normal random scores, all
-valid: 8 x 131072 10.0 us (the reference 203), 8 x 1M 33.2 us (2.45 ms), 8 x 32768 7.7 us (74), 64 x 32768 14.9 us
-(242), 32 x 131072 20.4 us (943); k = 256 and 4096 of 8 x 131072 7.8 and 13.3 us. Softmaxes, or half of the scores
-valid: 12.1 and 9.5 us. Equal or rising scores at 8 x 131072, where most of the 54 bits are needed or one block has all
-candidates: 21.2 and 23.9 us. Making keys of scores and splitting the result, which XLA may fuse with what is around,
+valid: 8 x 131072 10.0 us (the reference 205), 8 x 1M 32.9 us (2.46 ms), 8 x 32768 7.7 us (74), 64 x 32768 14.8 us
+(243), 32 x 131072 20.9 us (942); k = 256 and 4096 of 8 x 131072 7.8 and 13.4 us. Softmaxes, or half of the scores
+valid: 12.1 and 9.4 us. Equal or rising scores at 8 x 131072, where most of the 54 bits are needed or one block has all
+candidates: 21.2 and 23.8 us. Making keys of scores and splitting the result, which XLA may fuse with what is around,
 adds 3.4 us, at 8 x 1M 18 us. Of the 16500 cycles of a block at 8 x 131072, 7300 go until the candidates are listed,
 3600 to sorting, 2600 to giving and waiting, 2800 to ranking. 63 registers, no spills.
 

@@ -16,9 +16,9 @@ tell units apart. Of 131072 normal random scores of deviation 2 the first 11 bit
 
 **Measured** on an H200, 2026-11-22, jax 0.11.2, device time of the kernel alone, normal random scores of deviation 2,
 all valid, in two parts, as of a store and a recent window, 8 rows of groups of 4, k = 2048: 131072 units, mean of
-softmaxes 17.9 us, mean of scores 12.2 us (pooled by XLA, then `top_k`: 37.8 and 14.7 us; all by the references 230 and
-206); 131328 units, which registers do not hold, 20.1 us; 32768 11.6 us (91), batch 8 24.7 us (266); 1M 102 us (3.23
-ms); groups of 8 24.0 us (246); 127 of 8192 8.5 us (54). XLA adds 2 to 4 us around it. With logarithms as keys, 131072
+softmaxes 17.8 us, mean of scores 12.2 us (pooled by XLA, then `top_k`: 37.8 and 14.6 us; all by the references 231 and
+207); 131328 units, which registers do not hold, 20.1 us; 32768 11.6 us (91), batch 8 24.4 us (266); 1M 101 us (3.23
+ms); groups of 8 24.1 us (243); 127 of 8192 8.7 us (54). XLA adds 2 to 4 us around it. With logarithms as keys, 131072
 units took 30 us, 1M 128 us and batch 8 x 32768 29 us.
 
 **Tried and lost** (131072): clusters of 16 blocks 33.3 us, as not eight of these run at once (15 of 8 blocks do); 4
