@@ -16,10 +16,15 @@ import jaxlib
 BYTES_PER_US = 4.3e6  # of device memory, as the best reads on an H200 reached
 
 
-def device_time(f: Callable[..., Any], *args: Any, calls: int = 20) -> tuple[float, dict[str, float]]:
-    """Microseconds of all kernels of jit(f)(*args), the median of `calls`, and the same for each kernel's name."""
+def device_time(f: Callable[..., Any], *args: Any, calls: int = 20, starts: int = 1) -> tuple[float, dict[str, float]]:
+    """Microseconds of all kernels of jit(f)(*args), the median of `calls`, and the same for each kernel's name. A call
+    must start each of kvjax's `starts` times: XLA does an operation once for all that have equal arguments."""
     run = jax.jit(f)
-    times = {name: statistics.median(each) * (len(each) / calls) for name, each in kernels(lambda: run(*args), calls)}
+    found = kernels(lambda: run(*args), calls)
+    for name, each in found:
+        if "kvjax_" in name and len(each) < starts * calls:
+            raise SystemExit(f"{name} ran {len(each) / calls:g} times in a call, not {starts}: are arguments shared?")
+    times = {name: statistics.median(each) * (len(each) / calls) for name, each in found}
     return sum(times.values()), times
 
 

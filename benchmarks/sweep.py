@@ -57,7 +57,7 @@ class Sweep:
             off = error(jax.jit(f)(*args), want)
             if not off <= most:
                 raise SystemExit(f"{name} with {config}: error {off}, at most {most} is allowed")
-            total, kernels = device_time(f, *args, calls=10)
+            total, kernels = device_time(f, *args, calls=10, starts=n)
             times[config] = sum(us for kernel_name, us in kernels.items() if f"kvjax_{name}" in kernel_name) / n
             if not times[config]:
                 raise SystemExit(f"no kernel of {name} ran; these did: {', '.join(kernels)}")

@@ -66,6 +66,16 @@ def test_the_way_by_hand_is_exact_attention_to_the_best(scripts, new):
         )
 
 
+def test_a_kernel_that_ran_once_for_several_operations_is_told(scripts, monkeypatch):
+    module = scripts("device_time")
+    found = [("kvjax_a", [2.0] * 20), ("fusion", [1.0] * 10)]
+    monkeypatch.setattr(module, "kernels", lambda call, calls: found)
+    assert module.device_time(jnp.sin, 1.0, calls=10, starts=2) == (5.0, {"kvjax_a": 4.0, "fusion": 1.0})
+    found.append(("kvjax_b", [1.0] * 10))
+    with pytest.raises(SystemExit, match="kvjax_b ran 1 times in a call, not 2"):
+        module.device_time(jnp.sin, 1.0, calls=10, starts=2)
+
+
 def test_the_floor_counts_what_a_step_must_read(scripts):
     layers, rate = scripts("layers"), scripts("device_time").BYTES_PER_US
     spec = kvjax.CacheSpec(batch=2, q_heads=32, kv_heads=8, head_dim=128, capacity=1 << 17)

@@ -276,7 +276,7 @@ def sweep(monkeypatch, file):
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
     import sweep
 
-    def device_time(f, *args, calls):
+    def device_time(f, *args, calls, starts=1):
         config = getattr(f, "keywords", {}).get("config") or Config()
         us = 10.0 * config.blocks + config.warpgroups / 10
         return us, {"kvjax_toy_kernel": us}
