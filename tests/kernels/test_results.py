@@ -601,12 +601,12 @@ KINDS = ("normal", "equal", "few keys", "peaked", "flat", "coarse", "infinite", 
     ("B", "K", "G", "S", "D", "group", "W", "room", "dtype", "config"),
     [
         (6, 1, 2, 224, 128, 32, 7, 40, jnp.bfloat16, pick_1bit.Config(blocks=1, units=3)),
+        (1, 1, 4, 8224, 128, 32, 5, 900, jnp.bfloat16, pick_1bit.Config(blocks=1, unroll=2, units=16)),  # in steps
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
                 (1, 2, 4, 8192, 128, 32, 255, 1000, jnp.bfloat16, pick_1bit.Config(blocks=2, units=13, stages=4)),
                 (2, 1, 8, 4160, 64, 64, 9, 77, jnp.float16, pick_1bit.Config(blocks=1, unroll=1, units=9, stages=8)),
-                (1, 1, 4, 8224, 128, 32, 5, 900, jnp.bfloat16, pick_1bit.Config(blocks=1, unroll=2, units=16)),
                 # Four steps, the last with what waits; of 300 wanted lists have room for what counts, of 4000 not.
                 (1, 1, 4, 11 << 12, 64, 64, 5, 300, jnp.bfloat16, pick_1bit.Config(blocks=1, unroll=3)),
                 (1, 1, 4, 11 << 12, 64, 64, 5, 4000, jnp.bfloat16, pick_1bit.Config(blocks=1, unroll=3)),
@@ -813,13 +813,13 @@ def token_pages(start, stop, pages, unit):
     ("B", "K", "G", "P", "D", "unit", "R", "wide", "room", "dtype", "config"),
     [
         (6, 1, 2, 67, 64, 16, 79, 48, 20, jnp.bfloat16, pick_pages.Config(blocks=1)),
+        (1, 1, 1, 4200, 64, 16, 16, 16, 900, jnp.bfloat16, pick_pages.Config(blocks=1, unroll=1)),  # in steps
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
                 (1, 2, 4, 520, 128, 16, 287, 272, 127, jnp.bfloat16, pick_pages.Config(blocks=2, tiles=2)),
                 (2, 1, 8, 100, 64, 32, 40, 32, 50, jnp.float16, pick_pages.Config(blocks=1, unroll=1, warpgroups=2)),
                 (2, 1, 5, 5, 128, 32, 33, 32, 6, jnp.bfloat16, pick_pages.Config(blocks=4, tiles=3)),
-                (1, 1, 1, 4200, 64, 16, 16, 16, 900, jnp.bfloat16, pick_pages.Config(blocks=1, unroll=1)),
             )
         ),
         *(
