@@ -30,7 +30,7 @@ SHARED, BLOCK_BITS = 1024, 24  # where a block's shared memory begins; a block's
 UNUSED, READ_ONLY, UNWRITTEN, WRITTEN = range(4)  # of a byte
 # Of kernels that write a part of some outputs, which these are.
 PARTLY = {
-    "kvjax_host_rows_first": (0,),
+    "kvjax_host_rows_first": (0, 1),
     **dict.fromkeys(("kvjax_pick_1bit", "kvjax_pick_4bit", "kvjax_pick_pages"), (2,)),
 }
 DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
