@@ -17,8 +17,9 @@ lanes. The passes visit the lists. Where one of a block is full, as of equal sco
 writes the keys, and passes read these. Steps that lie in the first part for all threads are a loop of their own,
 without a question of any load, so that three fours are on their way there too, over the end of a step as well.
 
-A bin of more than `LISTED` elements, as of equal scores, is first counted again, in 11 bits of what is left of key and
-slot at a time, by a barrier each.
+A bin of more than `ranked_at_once` elements, as of equal scores, or of those that are next to nothing, is first counted
+again, in 11 bits of what is left of key and slot at a time, by a barrier each: to rank n of them takes some n^2 / 30000
+us of a block, by count and by one profile, and to count again some 1.7 us.
 
 **Counted** for 8 rows x 131072, G = 4, k = 2048, mean of softmaxes, blocks of 8, normal random scores of deviation 2:
 58 elements in the last place's bin, 2.1 lanes of a warp that meet in a bin when counting; by the leading 11 bits of a
@@ -33,6 +34,7 @@ tenth, once); 32 loads and selections a thread for the sums of warps (a twentiet
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -47,7 +49,7 @@ from kvjax.kernels_pallas.top_k_pooled import add, merge
 HEADS = pooled.HEADS
 KEY_PASSES = 4  # over the keys at most, the later by 11 bits; then two by 11 bits of the slot's 22
 TURNS = 0, 1, 0, 1, 2, 0  # the histogram of each pass; those of slots may follow on any
-LISTED = 1024  # elements of a bin that are ranked at once
+LISTED = 1024  # elements of a bin that are ranked at once, at most
 # A key and a shift, the first bins: 32 to an octave from 2^-61 to 2^3 for sums of softmaxes, 256 to an octave from -2^8
 # to -1 for logarithms of softmaxes, and from 2^-3 to 2^5 for scores.
 FIRST_BINS = {"sum": (0xA1000000, 18), "log": (0x3C7FFFFF, 15), "score": (0xBE000000, 15)}
@@ -117,6 +119,11 @@ def launch(
 def scratch(U: int, config: t.Config) -> tuple[int, ...]:
     """Words of shared memory for a row of U units."""
     return SCRATCH if t.in_one_step(U, config) else (*SCRATCH, WARPS * (LIST + 1))
+
+
+def ranked_at_once(blocks: int) -> int:
+    """Of a bin: as many elements as `blocks` rank as fast as they would be counted again."""
+    return min(LISTED, math.isqrt(50_000 * blocks))
 
 
 class Ahead:
@@ -468,7 +475,7 @@ def _take(
         return [low, size, shift, least, need, got.many, above, got.beside]
 
     def is_long(state: list[Word]) -> Flag:
-        return state[5] > LISTED
+        return state[5] > ranked_at_once(blocks)
 
     def narrowed() -> list[Word]:
         found = state
