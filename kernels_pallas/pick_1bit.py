@@ -31,10 +31,11 @@ no spills.
 **Tried and lost**: scores of 1M (100 us): without their being written 99.8, without the sums of softmaxes 88.8; sums
 that are scaled anew only where they must be 100.9, those of an iteration beside the products of the next 102, rows
 taken by turns 100.2, eight stages 100.6. The choice of 1M (37.3 us): keys written and read by two more passes 47.6, and
-94 for 65 where most sums are next to nothing; four fours on their way 41.9, two 37.9; its loads alone take 37.4. Of 8 x
-130816: clusters of 16 blocks 29.3 us, as not eight of these run at once (15 of 8 blocks do); 4 blocks a row 29.0 us, 2
-blocks 36.7; 8, 12 and 14 units for 16 24.3 to 25.4; a branch for each pass that the choice does not need .2 us more in
-a step. Scores in f32 between the kernels, and copies that fetched half sectors: 30.7.
+94 for 65 where most sums are next to nothing, and for 143 where lists are full; four fours on their way 41.9, two 37.9;
+its loads alone take 37.4. Of 8 x 130816: clusters of 16 blocks 29.3 us, as not eight of these run at once (15 of 8
+blocks do); 4 blocks a row 29.0 us, 2 blocks 36.7; 8, 12 and 14 units for 16 24.3 to 25.4; a branch for each pass that
+the choice does not need .2 us more in a step. Scores in f32 between the kernels, and copies that fetched half sectors:
+30.7.
 """
 
 from __future__ import annotations
