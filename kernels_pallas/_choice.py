@@ -344,6 +344,7 @@ def _take(
     base, shift = bins
     stride, _, steps = t.steps(U, config)
     listed = hist + 3 * t.PASS * 4
+    lowest = 1, base + (1 << shift) - 2  # as `low` and `size` below, of the lowest bin of `from_base`
 
     def elements(i: Word, fours: Fours) -> Elements:
         starts = t.fours(i, U, config)
@@ -361,7 +362,11 @@ def _take(
 
     def lowest_of(place: Word) -> Word:
         """The lowest key of a bin of `from_base`."""
-        return place.equals(0).choose(1, (place << shift) + base)
+        return place.equals(0).choose(lowest[0], (place << shift) + base)
+
+    def by_bits(low: Word, size: Word, by: Operand) -> Callable[[Word, Word], list[Operand]]:
+        """Of keys low .. low + size, from bit `by` on."""
+        return lambda key, _: [(key - low) >> by, key - low, size]
 
     def count_in(bins: Word, elements: Elements, bin_of: Callable[[Word, Word], list[Operand]] = from_base) -> None:
         """`bin_of` gives a bin, and perhaps two numbers, of which the first is not the larger if the element counts."""
@@ -380,16 +385,12 @@ def _take(
 
         def in_lowest() -> list[Word]:
             """In the lowest bin, which has most of the range, that is counted again."""
-            low, size, need = word(1), word(base + (1 << shift) - 2), got.need
+            (low, size), need = map(word, lowest), got.need
             for turn, by in ((2, 21), (1, 10)):
                 at = hist + turn * t.PASS * 4
                 t.clear(at)
                 c.block_barrier()
-
-                def bin_of(key: Word, _: Word, low: Word = low, size: Word = size, by: int = by) -> list[Operand]:
-                    return [(key - low) >> by, key - low, size]
-
-                count_in(at, elements(word(0), sample), bin_of)
+                count_in(at, elements(word(0), sample), by_bits(low, size, by))
                 finer = t.find_bin(at, need, blocks, of_earlier=False)
                 low, size, need = low + (finer.bin << by), word((1 << by) - 1), finer.need
             return [low]
@@ -450,14 +451,14 @@ def _take(
     # `above` larger ones, and `beside` in the bin.
     place, need, many, wanted, above, beside = count(0, from_base, wanted)
     low, size, further = lowest_of(place), word((1 << shift) - 1), word(shift - 11)
-    size = place.equals(0).choose(base + (1 << shift) - 2, size)
+    size = place.equals(0).choose(lowest[1], size)
     at_end = place.equals(t.BINS - 1)
     size = at_end.choose((1 << 32) - 1 - base - ((t.BINS - 1) << shift), size)
     further = (place.equals(0) | at_end).choose(21, further)
     state = [low, size, further, word(0), need, many, above, beside]
 
     def by_key(n: int, low: Word, size: Word, shift: Word, _: Word, need: Word, *of_blocks: Word) -> list[Word]:
-        got = count(n, lambda key, _: [(key - low) >> shift, key - low, size], need)
+        got = count(n, by_bits(low, size, shift), need)
         further = (shift > 11).choose(shift - 11, 0)
         low, size = low + (got.bin << shift), (word(1) << shift) - 1
         return [low, size, further, word(0), got.need, got.many, of_blocks[1] + got.above, got.beside]
@@ -601,11 +602,10 @@ class _Listing:
 
     def add(self, at: Word, four: Sequence[Word], number: Word) -> Word:
         """How many there are with the fours at .. at + 3 of this warp's lanes, where `number` were before."""
-        top = functools.reduce(lambda a, b: instr("max.u32", a, b), four)
-        lanes = c.ballot(top >= self.bound)
+        counts = functools.reduce(lambda a, b: instr("max.u32", a, b), four) >= self.bound
+        lanes = c.ballot(counts)
         place = number + instr("popc.b32", lanes & ((word(1) << self.lane) - 1))
-        listed = (top >= self.bound) & (place < FOURS)
-        with when(listed):
+        with when(counts & (place < FOURS)):
             ptx("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", self.keys + place * 16, *four)
             ptx("st.shared.u32 [$0], $1;", self.starts + place * 4, at)
         return number + instr("popc.b32", lanes)
