@@ -24,8 +24,8 @@ queries and counts of its own for each call: G = 4 12.4 us (the reference 456), 
 2.7 for ranks and 7.5 for votes), G = 8 15.7 us (524). 32768 keys 7.3 us (385), G = 1 6.2 (254); 1M 46.9 us (1.55 ms), G
 = 1 39.6 (257), both with four keys a thread and so two turns on their way, of `tuned.json`; batch 8 x 32768 31.3 us
 (650), G = 1 21.1 (230); D = 64 9.2 us (399; eight warpgroups, of `tuned.json`). By a profile ranks are 3.5 us of it for
-G = 4, 2.8 for G = 1, 5.1 for G = 8, and 15 for batch 8. The bound is not what holds votes back at 131072: with all
-patterns in L2 they took as long.
+G = 4, 2.8 for G = 1, 5.1 for G = 8, and 15 for batch 8. What holds votes back at 131072 is probably not memory: after a
+kernel that asked for all patterns to be brought to L2 they took as long.
 
 **Tried and lost** (G = 4): one key a thread 13.2 us, four with 33 blocks a row 14.9, 66 blocks of two warpgroups 13.9;
 1M with two keys a thread 60 us, with eight warpgroups 53.5, with 33 blocks a row 51.7, and for G = 1 one turn of four
