@@ -28,8 +28,15 @@ SHAPES = (  # B, K, G, S, D, T
     (1, 8, 4, 131072, 64, 6),
 )
 CONFIGS = [
-    Config(parts, warpgroups, keys)
-    for parts, warpgroups, keys in ((33, 4, 1), (33, 4, 4), (66, 2, 2), (16, 4, 4), (16, 8, 2), (16, 4, 2))
+    Config(parts, warpgroups, keys, stages, apart)
+    for parts, warpgroups, keys, stages, apart in (
+        (16, 4, 4, 4, 0),
+        (16, 4, 4, 4, 1),
+        (16, 4, 4, 2, 0),
+        (16, 4, 2, 8, 0),
+        (16, 8, 4, 2, 0),
+        (33, 4, 4, 2, 1),
+    )
 ]
 
 
@@ -61,7 +68,7 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, T: int) -> dic
         return float(max(jnp.mean((a != b).astype(jnp.float32)) for a, b in zip(got, want, strict=True)))
 
     args = jax.jit(inputs, static_argnums=range(7))(B, K, G, S, D, T, n)
-    configs = [collide.config_for(B * K, S, G), *CONFIGS]
+    configs = [collide.config_for(B * K, S, G, D), *CONFIGS]
     row = sweep("collide", kernel, reference, args, configs=configs, error=error, most=1e-3, moved=moved, n=n)
     return {"B": B, "K": K, "G": G, "S": S, "D": D, "T": T, **row}
 
@@ -70,7 +77,7 @@ if __name__ == "__main__":
     run(
         "collide",
         "collide of q f32[B, K, G, D] with S keys, T limits; error: share of the votes that are not the reference's; "
-        "config: parts x warpgroups x keys",
+        "config: parts x warpgroups x keys x stages x apart",
         "queries normal random in bf16, patterns uniform, limits up to S/5",
         measure,
         SHAPES,

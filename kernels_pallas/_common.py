@@ -263,6 +263,19 @@ def loop(start: Operand, stop: Operand, step: Operand, carry: Sequence[Word] = (
     return run
 
 
+def repeat(carry: Sequence[Word], body: Callable[..., tuple[Flag, Sequence[Word]]]) -> list[Word]:
+    """again, carry = body(*carry), once and then while `again` is true."""
+    types = [w.value.type for w in carry]
+    op = scf.WhileOp(types, [w.value for w in carry])
+    before, after = (region.blocks.append(*types) for region in (op.before, op.after))
+    with ir.InsertionPoint(before):
+        flag, out = body(*(Word(v) for v in before.arguments))
+        scf.condition(flag.value, [w.value for w in out])
+    with ir.InsertionPoint(after):
+        scf.yield_(list(after.arguments))
+    return [Word(v) for v in op.results]
+
+
 def ballot(flag: Flag) -> Word:
     """A bit for each lane of the warp, whether its flag is true; in each of them."""
     return ptx("vote.sync.ballot.b32 $0, $1, -1;", flag, results=1, convergent=True)

@@ -12,14 +12,19 @@ from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas._common import Word, instr, ptx, real, word
 
 
-def rotated(q: Any, D: int, turned: int | None) -> list[Word]:
-    """This lane's channels of sqrt(D) R q, of f32[D] at q; of q itself if `turned` is None. `turned` has the bits of
-    the channels that R first turns; D is 64 or 128."""
+def channels(q: Any, D: int) -> list[Word]:
+    """This lane's D/32 channels of f32[D] at q; D is 64 or 128."""
     lane, n = c.special("laneid"), D // 32
     vector = "{" + ", ".join(f"${i}" for i in range(n)) + "}"
-    x = ptx(f"ld.global.nc.v{n}.u32 {vector}, [${n}];", c.offset(q, lane * (4 * n)), results=n)
+    return ptx(f"ld.global.nc.v{n}.u32 {vector}, [${n}];", c.offset(q, lane * (4 * n)), results=n)
+
+
+def rotated(x: list[Word], turned: int | None) -> list[Word]:
+    """This lane's channels of sqrt(D) R q, of its `channels` x of q; x if `turned` is None. `turned` has the bits of
+    the channels that R first turns."""
     if turned is None:
         return x
+    lane, n = c.special("laneid"), len(x)
     signs = word(turned & 0xFFFFFFFF)
     for i in range(1, n):
         signs = (lane >= i * (32 // n)).choose(turned >> (32 * i) & 0xFFFFFFFF, signs)

@@ -1,48 +1,50 @@
-"""Votes for keys by the sign patterns of their subspaces, all G heads of a group at once, in two kernels.
+"""Votes for keys by the sign patterns of their subspaces, all G heads of a group at once, in one kernel or two.
 
-**Ranks**: what each of the 256 patterns of a subspace earns, a block for each subspace and row: 64 or 128 threads a
-head compare 128 scores with each other (the rest are their negatives), sum the keys of those above, and count the
-limits above the sum. Queries are rotated there, by a warp each, if they are to be (`_rotated`).
+**Ranks**: what each of the 256 patterns of a subspace earns. Of two opposite patterns the scores are s and -s; 16 lanes
+sort the 128 that are not below 0, 8 to a lane, as f32 numbers whose bits are 23 of s and the pattern: 8 by a network,
+then four bitonic merges by shuffles, in which a lane that is to have the lesser number has it with the other sign, so
+that a product and a maximum are all. Sums of counts come from the lanes above. Where the 23 bits are alike and s has
+more of them, or limits ask for patterns below 0, s itself decides, in a branch that is seldom taken. Each block of a
+row ranks all of its subspaces, while its first patterns are on their way: that costs less than to hand ranks on, where
+G D/8 is at most 32. More, of up to 8 rows, are ranked by a kernel of their own, a block a subspace. Queries are rotated
+there, by a warp each, if they are to be (`_rotated`).
 
-**Votes**: `parts` blocks a row, one for each multiprocessor, read what patterns earn, 16 KiB, and look it up. What 4
-heads give are the bytes of one word, so that a key takes D/8 words and additions for all of them. At random addresses
-some 3.5 of 32 lanes would meet in one bank of shared memory; so lane l begins with subspace l, and subspaces lie in
-banks of their own: table[pattern][copy, subspace, word], 32 words a pattern. A dot product of 4 bytes takes one of them
-out of a word and makes it an address. A thread has `keys` keys at once, and loads as many ahead (if these are four,
-twice as many), the first of them before the table is there; the next 64 KiB of a block are on their way to L2
-meanwhile.
+**Votes**: `parts` blocks a row, one for each multiprocessor, look up what patterns earn in shared memory. What 4 heads
+give are the bytes of one word, so that a key takes D/8 words and additions for all of them. At random addresses some
+3.5 of 32 lanes would meet in one bank; so lanes begin with different subspaces, and subspaces lie in banks of their
+own: table[pattern][copy, subspace, word], 32 words a pattern. A dot product of 4 bytes takes one of them out of a word
+and makes it an address. A thread copies the patterns of its own keys into shared memory (`cp.async`), `stages` turns of
+`keys` keys ahead, and reads them in its order of subspaces; no thread waits for another. What has to be there first,
+counts and queries, is asked for by all threads before any asks for patterns, or it would come after these.
 
 **Bytes:** D/8 read and G written a key and kv head, and 1 KiB of counts a subspace and kv head: at D = 128 and G = 4,
-20 bytes a key. The bound on an H200 (4.3 TB/s) is 4.9 us for 8 kv heads x 131072, 39 us for 8 x 1M. Shared memory has
-16 words a key to read at D = 128, which take 2.1 us of all multiprocessors. Scores of patterns are sums in the order of
-channels, in f32: where two are equal but for rounding, the reference may order them otherwise. 69 registers to G = 4
-and two keys a thread, no spills; by count, votes take 4 instructions a subspace and key, half of them on pipes of half
-rate.
+20 bytes a key. The bound on an H200 (4.3 TB/s) for 8 kv heads x 131072 is 4.2 us for G = 1 and 4.9 for G = 4, for 8 x
+1M 33 and 39 us. Shared memory has 20 words a key to read at D = 128, which take 2.7 us of all multiprocessors. Scores
+of patterns are sums in the order of channels, in f32: where two are equal but for rounding, the reference may order
+them otherwise. A query that is not a number gets some votes. 105 registers for G = 1, no spills.
 
-**Measured** on an H200, 2026-11-22, jax 0.11.2, device time of both kernels, 8 kv heads x 131072, D = 128, six limits,
-queries and counts of its own for each call: G = 4 12.4 us (the reference 456), G = 1 10.5 us (197; in a step of ParisKV
-2.7 for ranks and 7.5 for votes), G = 8 15.7 us (524). 32768 keys 7.3 us (385), G = 1 6.2 (254); 1M 46.9 us (1.55 ms), G
-= 1 39.6 (257), both with four keys a thread and so two turns on their way, of `tuned.json`; batch 8 x 32768 31.3 us
-(650), G = 1 21.1 (230); D = 64 9.2 us (399; eight warpgroups, of `tuned.json`). By a profile ranks are 3.5 us of it for
-G = 4, 2.8 for G = 1, 5.1 for G = 8, and 15 for batch 8. What holds votes back at 131072 is probably not memory: after a
-kernel that asked for all patterns to be brought to L2 they took as long.
+**Measured** on an H200, 2026-11-22, jax 0.11.2, device time of all its kernels, 8 kv heads x 131072, D = 128, six
+limits, queries and counts of its own for each call: G = 1, as a step of ParisKV asks, 7.3 us (the reference 199), G = 4
+10.0 us (454; 2.4 of it for ranks), G = 8 13.5 us (522). 32768 keys 4.4 us (254), G = 4 6.5 (387); 1M 36.1 us (257), G =
+4 46.6 (1.53 ms); batch 8 x 32768 11.8 us (232), G = 4 16.3 (650); D = 64 and G = 4 7.3 us (403). In an
+earlier form, of 7.4 us for G = 1 6.9 remained without ranks, 6.1 without lookups, 5.9 without both; of 4096 keys 2.1 of
+3.8 without ranks.
 
-**Tried and lost** (G = 4): one key a thread 13.2 us, four with 33 blocks a row 14.9, 66 blocks of two warpgroups 13.9;
-1M with two keys a thread 60 us, with eight warpgroups 53.5, with 33 blocks a row 51.7, and for G = 1 one turn of four
-keys on its way 41.2 us for votes of 37.3. Two turns of two keys 8.5 us for votes of 8.6, without the branch around a
-key 9.0, three turns 9.0. Patterns brought to L2 while they are ranked: votes as before, and ranks 6.0 us for 3.6, as
-their own loads wait. Ranks added up in f32, in another pipe than that of comparing: 3.6. Ranks and votes in one kernel,
-where a cluster of 8 blocks shared the subspaces of a row and each read what the others found: 13.3 us, G = 1 10.5, G =
-8 22.4, 32768 keys 9.8, 1M 65, 8 x 32768 31.8; each row had 3 clusters, so that all of it was ranked three times, and a
-multiprocessor had one block or two. Two clusters a row 15.3 us, and one key at once there 16.4; four of two warpgroups
-17.2, one of eight 14.3, one of 16 blocks 14.8, eight of two blocks 19.3. Patterns sorted, a warp a subspace and head,
-and one cluster a row with more than 64 registers: 17.9 us.
+**Tried and lost**: ranks by comparing all pairs, a kernel of 2.8 us (G = 4 3.6, G = 8 5.3) before one of votes with 7.8
+(8.7 and 11.1), in which patterns came to registers; in it batch 8 x 32768 took 20.9 us, G = 4 31.2. Warps that ask for
+counts and then for patterns, each on its own, so that the counts of one come behind the patterns of another, and that
+sort integers by two comparisons and a selection: 11.8 us, 9.8 with fewer patterns on their way. Pairs sorted by 32
+lanes: G = 1 as fast, G = 4 12.1 us where 16 take 11.0; by 8 7.8 and 10.8, with spills for G = 8. 8 warpgroups 8.1 us.
+More patterns on their way: twice as many 7.7 us, also of half the keys at once 7.9. Clusters of 2 blocks that share the
+subspaces: what they give each other comes behind their patterns, 10.1 us, G = 4 10.7 if few are on their way; of 4
+blocks not all clusters run at once, 18.9 us. All ranks in each block for G = 4 11.0 us, G = 8 18.5; a kernel of its own
+for G = 1 10.1; with all stages begun before its result is there, G = 4 11.2; with 33 blocks a row, G = 1 12.2.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,22 +54,26 @@ import jax.numpy as jnp
 from jax import Array
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _tuned
-from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
-from kvjax.kernels_pallas._rotated import rotated
+from kvjax.kernels_pallas._common import Flag, Word, instr, loop, ptx, when, word
+from kvjax.kernels_pallas._rotated import channels, rotated
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/collide.json
 PATTERNS = 256  # of a subspace
-PAIRS = PATTERNS // 2  # of a pattern and that of all signs turned, whose scores are s and -s
 HEADS = 8  # two words of a byte each
-AHEAD = 64 << 10  # bytes of patterns that a block has brought to L2 ahead of time
-COPIED = 16  # patterns that a warp copies at once
+PITCH = PATTERNS + 4  # words from a subspace to the next, so that fours of 8 of them lie in banks of their own
+LANES = 16  # that rank a subspace for a head
+PAIRS = PATTERNS // 2 // LANES  # of a lane: a pattern and that of all signs turned, whose scores are s and -s
+BITS = LANES.bit_length() - 1  # of a lane's number
+MOST = 1 << 24  # keys: sums of counts are exact in f32
 
 
 @dataclass(frozen=True)
 class Config:
-    parts: int = 33  # blocks of a row that vote
+    parts: int = 16  # blocks of a row
     warpgroups: int = 4  # of each
-    keys: int = 2  # that a thread loads at once
+    keys: int = 4  # that a thread has at once
+    stages: int = 2  # times as many on their way
+    apart: int = 0  # 1: ranks are found by a kernel of their own, a block a subspace
 
     def __post_init__(self) -> None:
         if self.parts < 1:
@@ -76,34 +82,35 @@ class Config:
             raise ValueError(f"warpgroups must be 1, 2, 4 or 8; got {self.warpgroups}")
         if self.keys not in (1, 2, 4):
             raise ValueError(f"keys must be 1, 2 or 4, as registers hold; got {self.keys}")
+        if self.stages < 1:
+            raise ValueError(f"stages must be at least 1; got {self.stages}")
+        if self.apart not in (0, 1):
+            raise ValueError(f"apart must be 0 or 1; got {self.apart}")
 
 
-def config_for(rows: int, S: int, G: int = 4) -> Config:
-    """A block for each multiprocessor, with a key at least for each thread; two of many keys, as registers allow."""
-    many = rows * S > 1 << 20
-    warpgroups = 2 if many and G > 4 else 4  # more than 4 heads have 96 registers
-    return Config(max(1, min((1 + many) * c.MULTIPROCESSORS // rows, -(-S // (warpgroups * 128)))), warpgroups)
+def config_for(rows: int, S: int, G: int = 1, D: int = 128) -> Config:
+    """A block for each multiprocessor, with a key at least for each thread. Each block of a row ranks all of it, unless
+    that is much of what many do."""
+    parts = max(1, min(c.MULTIPROCESSORS // rows, -(-S // 512)))
+    if G * D > 256 and parts >= 16:
+        return Config(parts, keys=1 if parts * 512 >= S else 2, stages=4, apart=1)
+    return Config(parts, keys=next((n for n in (1, 2) if parts * 512 * n >= S), 4), stages=2)
 
 
-def smem_bytes(G: int) -> int:
-    """Of a block that ranks, and of one that votes; the larger."""
-    return 4 * max(sum(_rank_sizes(G)), PATTERNS * 32)
+def scratch(G: int, N: int, config: Config) -> list[int]:
+    """Words of the table; of what patterns earn, queries and limits, if a block finds ranks, whose counts are where the
+    table will be; and of the keys' patterns that are on their way."""
+    ring = 128 * config.warpgroups * config.keys * config.stages * N // 4
+    return [32 * PATTERNS, *(() if config.apart else rank_scratch(G, N, N)), ring]
 
 
-def _rank_warpgroups(G: int) -> int:
-    return 1 if G == 1 else 2 if G == 2 else 4
+def rank_scratch(G: int, N: int, share: int) -> tuple[int, int]:
+    """Words of what patterns of `share` subspaces earn; of queries and limits."""
+    return share * -(-G // 4) * PITCH, G * N * 8 + 32
 
 
-def _team(G: int) -> int:
-    """Threads that rank the patterns of a head."""
-    threads = 128 * _rank_warpgroups(G)
-    return max(32, min(PAIRS, 1 << (threads // G).bit_length() - 1))
-
-
-def _rank_sizes(G: int) -> tuple[int, int, int]:
-    """Words of what patterns earn; of each team's pairs, s and the keys above 0, keys below 0, and keys above 0 of each
-    warp; of queries."""
-    return PATTERNS * -(-G // 4), 128 * _rank_warpgroups(G) // _team(G) * (PAIRS * 3 + 4), HEADS * 8
+def smem_bytes(G: int, N: int, config: Config) -> int:
+    return 4 * sum(-(-words // 256) * 256 for words in scratch(G, N, config))
 
 
 def unsupported(q: Any, ids: Any, counts: Any, limits: Any) -> str | None:
@@ -114,7 +121,7 @@ def unsupported(q: Any, ids: Any, counts: Any, limits: Any) -> str | None:
         return f"the kernel collide takes head sizes 64 and 128 in subspaces of 8; got D={D} in {N}"
     if not 1 <= G <= HEADS:
         return f"the kernel collide takes 1 to {HEADS} query heads a kv head; got G={G}"
-    if not 4 <= S < 1 << 24 or S % 4:
+    if not 4 <= S < MOST or S % 4:
         return f"the kernel collide takes a multiple of 4 keys, less than 2^24; got {S}"
     if not 1 <= limits.shape[1] <= 255 // N:
         return f"the kernel collide takes 1 to {255 // N} limits for D={D}; got {limits.shape[1]}"
@@ -129,6 +136,11 @@ def supported(q: Any, ids: Any, counts: Any, limits: Any) -> bool:
     return unsupported(q, ids, counts, limits) is None
 
 
+def too_large(G: int, N: int, config: Config) -> str | None:
+    size = smem_bytes(G, N, config)
+    return f"{size} bytes of shared memory, more than {c.SMEM}" if size > c.SMEM else None
+
+
 @c.lowered_once("turned", "config")
 def collide(
     q: Array, ids: Array, counts: Array, limits: Array, *, turned: int | None = None, config: Config | None = None
@@ -140,8 +152,11 @@ def collide(
     if limit := unsupported(q, ids, counts, limits):
         raise NotImplementedError(limit)
     B, K, G, D = q.shape
-    S = ids.shape[2]
-    chosen = config or _tuned.choose("collide", config_for(B * K, S, G), rows=B * K, S=S, G=G, D=D)
+    S, N = ids.shape[2:]
+    limit_of = partial(too_large, G, N)
+    chosen = config or _tuned.choose("collide", config_for(B * K, S, G, D), limit_of, rows=B * K, S=S, G=G, D=D)
+    if limit := limit_of(chosen):
+        raise NotImplementedError(f"the kernel collide cannot take {chosen}: {limit}")
     args = *(a.reshape(B * K, *a.shape[2:]) for a in (q.astype(jnp.float32), ids, counts)), limits
     return _votes(turned, chosen, *args).reshape(B, K, G, S)
 
@@ -149,28 +164,30 @@ def collide(
 def _votes(turned: int | None, config: Config, q: Array, ids: Array, counts: Array, limits: Array) -> Array:
     rows, S, N = ids.shape
     G, (B, T) = q.shape[1], limits.shape
-    width = -(-G // 4)
 
     @jax.custom_batching.custom_vmap
     def run(q: Array, ids: Array, counts: Array, limits: Array) -> Array:
-        earned = c.kernel(
-            partial(_rank, sizes=(rows // B, G, N, T), turned=turned),
-            name="kvjax_collide_rank",
-            out_type=jax.ShapeDtypeStruct((rows, PATTERNS, N * width), jnp.uint32),
-            scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in _rank_sizes(G)],
-            grid=(rows * N,),
-            grid_names=("subspace",),
-            num_threads=_rank_warpgroups(G),
-        )(q, counts, limits)
+        of_query, sizes = [q, counts, limits], (rows // B, G, N, T)
+        if config.apart:
+            rank = c.kernel(
+                partial(_rank, sizes=sizes, turned=turned),
+                name="kvjax_collide_rank",
+                out_type=jax.ShapeDtypeStruct((rows, -(-G // 4), N, PATTERNS), jnp.uint32),
+                scratch_types=[c.plgpu.SMEM((n,), jnp.uint32) for n in (PATTERNS, *rank_scratch(G, N, 1))],
+                grid=(rows * N,),
+                grid_names=("subspace",),
+                num_threads=-(-G // 4),  # a warp a head
+            )
+            of_query = [rank(*of_query)]
         return c.kernel(
-            partial(_vote, sizes=(G, S, N), config=config),
+            partial(_vote, sizes=sizes, S=S, turned=turned, config=config),
             name="kvjax_collide",
             out_type=jax.ShapeDtypeStruct((rows, G, S), jnp.uint8),
-            scratch_types=[c.plgpu.SMEM((PATTERNS * 32,), jnp.uint32)],
+            scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in scratch(G, N, config)],
             grid=(rows * config.parts,),
             grid_names=("part",),
             num_threads=config.warpgroups,
-        )(ids, earned)
+        )(ids, *of_query)
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
@@ -179,226 +196,480 @@ def _votes(turned: int | None, config: Config, q: Array, ids: Array, counts: Arr
     return run(q, ids, counts, limits)
 
 
-def _vote(ids_m, earned_m, out_m, table_m, *, sizes: tuple[int, int, int], config: Config) -> None:
-    """Adds up, for the keys of a block, what their patterns earn."""
-    G, S, N = sizes
-    threads, width = 128 * config.warpgroups, -(-G // 4)  # words of a pattern
-    t, block = c.special("tid.x"), c.special("ctaid.x")
-    lane, warp = t & 31, t >> 5
-    row = c.divide(block, config.parts)
-    part = block - row * config.parts
-    ids, earned, out = (c.global_address(m) for m in (ids_m, earned_m, out_m))
-    ids, out = c.offset_rows(ids, row, S * N), c.offset_rows(out, row, G * S)
-    earned, table = c.offset_rows(earned, row, PATTERNS * N * width * 4), c.shared_address(table_m)
-
-    size = -(-S // (config.parts * 32)) * 32  # keys of a block
-    start, stop = part * size, (part + 1) * size
-    stop = (stop < S).choose(stop, S)
-    turn = threads * config.keys  # keys of a turn
-    vector = "{" + ", ".join(f"${i}" for i in range(N // 4)) + "}"
-
-    def fetch(first: Word) -> list[Word]:
-        """The patterns of this thread's keys first + t, first + t + threads, .., N/4 words each."""
-        found = []
-        for i in range(config.keys):
-            key = first + t + i * threads
-            at = c.offset(ids, (key < S).choose(key, S - 1) * N)
-            found += ptx(f"ld.global.nc.v{N // 4}.u32 {vector}, [${N // 4}];", at, results=N // 4)
-        return found
-
-    def prefetch(first: Word) -> None:
-        """Has the patterns of a turn brought to L2."""
-        with when(t.equals(0) & (first < stop)):
-            few = (stop - first < turn).choose(stop - first, turn)
-            ptx("cp.async.bulk.prefetch.L2.global [$0], $1;", c.offset(ids, first * N), few * N)
-
-    # Of a long row two turns are on their way in registers: those of 4 keys, as is seen at 1M.
-    early = 2 if config.keys == 4 else 1
-    held = [x for i in range(early) for x in fetch(start + i * turn)]
-    turns_ahead = -(-AHEAD // (turn * N))
-    for i in range(1, turns_ahead + 1):
-        prefetch(start + i * turn)
-    which = lane & (N * width - 1)
-
-    @loop(warp * COPIED, PATTERNS, threads // 32 * COPIED)
-    def _copy(first: Word) -> None:
-        at = c.offset(earned, (first * (N * width) + which) * 4)
-        found = [c.load(at, i * N * width * 4) for i in range(COPIED)]
-        for i, x in enumerate(found):
-            ptx("st.shared.u32 [$0], $1;", table + (first + i) * 128 + lane * 4, x)
-
-    c.block_barrier()
-    copy = c.divide(lane, N) & (32 // (N * width) - 1)
-    takes = [word(128) << (((lane + j) & 3) << 3) for j in range(4)]  # 128, of the byte that is taken
-    places = [
-        [table + (copy * N + (((lane >> 2) + i) & (N // 4 - 1)) * 4 + ((lane + j) & 3)) * (4 * width) for j in range(4)]
-        for i in range(N // 4)
-    ]
-    turns = [(lane & (4 << i)).differs(0) for i in range(N // 8)]
-    m = lane & 3
-    swaps = ((m & 1).equals(0).choose(0x6240, 0x3715), (m < 2).choose(0x5410, 0x3276))
-
-    def votes(words: Sequence[Word]) -> list[Word]:
-        """A byte a head."""
-        for i, turned in enumerate(turns):  # word (lane / 4 + i) % (N / 4) comes to be word i
-            words = [turned.choose(words[(j + (1 << i)) % len(words)], x) for j, x in enumerate(words)]
-        sums = [word(0)] * width
-        for x, at in zip(words, places, strict=True):
-            for take, place in zip(takes, at, strict=True):
-                address = c.instr("dp4a.u32.u32", x, take, place)  # place + 128 * byte
-                if width == 1:
-                    got = [ptx("ld.shared.u32 $0, [$1];", address, results=1)]
-                else:
-                    got = ptx("ld.shared.v2.u32 {$0, $1}, [$2];", address, results=2)
-                sums = [a + b for a, b in zip(sums, got, strict=True)]
-        return sums
-
-    # Bytes of a word are those of `heads` heads for each of `joined` keys; lane m of 4 stores byte m of all four.
-    heads = min(G, 4)
-    joined = min(config.keys, 4 // heads) if heads in (1, 2, 4) else 1
-    which = c.divide(m, heads)  # of the keys joined
-    mover = which * threads + t - m
-    outs = [c.offset(c.offset_rows(out, m - which * heads + 4 * w, S), mover) for w in range(width)]
-    stores = [(which < joined) & (m - which * heads + 4 * w < G) for w in range(width)]
-
-    @loop(start, stop, turn, held)
-    def _keys(first: Word, *held: Word) -> list[Word]:
-        ahead = fetch(first + early * turn)
-        prefetch(first + (turns_ahead + 1) * turn)
-        for i in range(0, config.keys, joined):
-            sums = [word(0)] * width
-            for j in range(joined):
-                words = held[(i + j) * N // 4 : (i + j + 1) * N // 4]
-                inside = first + (i + j) * threads + t - lane < stop  # a branch, or ptxas takes more registers
-                more = c.choose_between(inside, partial(votes, words), [word(0)] * width)
-                sums = [a + (b << (8 * heads * j)) if j else b for a, b in zip(sums, more, strict=True)]
-            key = first + i * threads
-            for x, at, mask in zip(sums, outs, stores, strict=True):
-                for gap, swap in zip((1, 2), swaps, strict=True):
-                    x = ptx("prmt.b32 $0, $1, $2, $3;", x, c.bfly(x, gap), swap, results=1)
-                with when(mask & (key + mover < stop)):
-                    ptx("st.global.b32 [$0], $1;", c.offset(at, key), x)
-        return [*held[config.keys * N // 4 :], *ahead]
+Sizes = tuple[int, int, int, int]  # rows that share limits, G, N, T
 
 
 def _rank(
-    q_m, counts_m, limits_m, out_m, mine_m, spare_m, queries_m,
-    *, sizes: tuple[int, int, int, int], turned: int | None,
+    q_m, counts_m, limits_m, out_m, numbers_m, earned_m, queries_m, *, sizes: Sizes, turned: int | None
 ) -> None:  # fmt: skip
-    """What the patterns of a subspace earn, a byte a head.
-
-    A team of 32 to 128 threads takes a head, a thread some patterns and their opposites. One of two opposites scores s
-    >= 0, the other -s; s is compared with that of all pairs. Before a pattern below 0 are all above 0: only large
-    limits ask for more.
-    """
-    shared_by, G, N, T = sizes
-    width, threads, size = -(-G // 4), 128 * _rank_warpgroups(G), _team(G)
-    t, block = c.special("tid.x"), c.special("ctaid.x")
-    lane = t & 31
+    """What the patterns of a subspace earn, in words."""
+    _, G, N, _ = sizes
+    block, t = c.special("ctaid.x"), c.special("tid.x")
     row = c.divide(block, N)
     n = block - row * N
-    q, counts, limits, out = (c.global_address(m) for m in (q_m, counts_m, limits_m, out_m))
-    q, counts = c.offset_rows(q, row, G * N * 32), c.offset_rows(counts, row * N + n, PATTERNS * 4)
-    limits = c.offset_rows(limits, c.divide(row, shared_by), T * 4)
-    mine, spare, queries = (c.shared_address(m) for m in (mine_m, spare_m, queries_m))
-    teams, team, member = threads // size, c.divide(t, size), t & (size - 1)
-    near = spare + team * (PAIRS * 12 + 16)
-    far, totals = near + PAIRS * 8, near + PAIRS * 12
-    opposite = PATTERNS - 1
-    pairs = [member + i for i in range(0, PAIRS, size)]
-    keys = [c.load(c.offset(counts, i * 4)) for i in pairs]
-    keys_opposite = [c.load(c.offset(counts, (i ^ opposite) * 4)) for i in pairs]
-    bounds = [c.load(limits, 4 * i) for i in range(T)]
-
-    @loop(t >> 5, G, threads // 32)
-    def _query(head: Word) -> None:
-        """The channels of the subspace, to shared memory."""
-        per_lane = N // 4
-        channels = rotated(c.offset(q, head * (N * 32)), N * 8, turned)
-        with when(c.divide(lane, 8 // per_lane).equals(n)):
-            at = queries + head * 32 + (lane & (8 // per_lane - 1)) * (4 * per_lane)
-            for i, x in enumerate(channels):
-                ptx("st.shared.u32 [$0], $1;", at + 4 * i, x)
-
-    loop(t, PATTERNS * width, threads)(lambda i: ptx("st.shared.u32 [$0], $1;", mine + i * 4, 0))
-    bounds = [(x < 1 << 31).choose(x, 0) for x in bounds]  # no count is below a negative limit
-    largest = functools.reduce(lambda a, b: (a < b).choose(b, a), bounds)
+    earned = c.shared_address(earned_m)
+    ranks = _Ranks((q_m, counts_m, limits_m), (numbers_m, earned_m, queries_m), row, n, 1, sizes, turned, -(-G // 4))
     c.block_barrier()
+    ranks.find()
+    width = -(-G // 4)
+    out = c.offset_rows(c.global_address(out_m), row, width * N * PATTERNS * 4)
 
-    def scores(channels: Sequence[Word]) -> list[Word]:
-        """Of the patterns, summed in the order of channels; bit j of a pattern is the sign of channel j."""
-        totals = [word(0)]
-        for j, x in enumerate(channels):
-            if 1 << j < size:
-                totals = [c.instr("add.f32", totals[0], x ^ (((member ^ 0xFF) << (31 - j)) & 0x80000000))]
-            elif 1 << j < PAIRS:
-                totals = [c.instr("add.f32", y, x ^ sign) for sign in (1 << 31, 0) for y in totals]
-            else:
-                totals = [c.instr("add.f32", y, x ^ (1 << 31)) for y in totals]
-        return totals
+    @loop(t * 4, width * PATTERNS, width * 128 * 4)
+    def _write(i: Word) -> None:
+        w, pattern = i >> 8, i & (PATTERNS - 1)
+        four = ptx("ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];", earned + (w * PITCH + pattern) * 4, results=4)
+        at = c.offset(out, ((w * N + n) * PATTERNS + pattern) * 4)
+        ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", at, *four)
 
-    @loop(team, team + -(-G // teams) * teams, teams)
-    def _head(number: Word) -> None:
-        ptx('.pragma "nounroll";')
-        head = (number < G).choose(number, G - 1)
-        loads = [f"ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4+{i}];" for i in (0, 16)]
-        totals_of = scores([x for load in loads for x in ptx(load, queries + head * 32, results=4)])
-        above_0 = [x < 1 << 31 for x in totals_of]
-        own = [x & 0x7FFFFFFF for x in totals_of]  # in the order of f32
-        plus = [flag.choose(a, b) for flag, a, b in zip(above_0, keys, keys_opposite, strict=True)]
-        minus = [flag.choose(b, a) for flag, a, b in zip(above_0, keys, keys_opposite, strict=True)]
-        for pair, s, more, less in zip(pairs, own, plus, minus, strict=True):
-            ptx("st.shared.v2.b32 [$0], {$1, $2};", near + pair * 8, s, more)
-            ptx("st.shared.u32 [$0], $1;", far + pair * 4, less)
-        of_warp = c.warp_sum(c.sum_of(plus))
-        with when(lane.equals(0)):
-            ptx("st.shared.u32 [$0], $1;", totals + (member >> 5) * 4, of_warp)
+
+def _vote(*refs, sizes: Sizes, S: int, turned: int | None, config: Config) -> None:
+    """The votes for the keys of a block."""
+    n = 3 if config.apart else 5
+    (ids_m, *of_query, out_m), (table_m, *of_ranks, ring_m) = refs[:n], refs[n:]
+    _, G, N, _ = sizes
+    block = c.special("ctaid.x")
+    row = c.divide(block, config.parts)
+    part = block - row * config.parts
+    size = -(-S // (config.parts * 32)) * 32  # keys of a block
+    start, stop = part * size, (part + 1) * size
+    stop = (stop < S).choose(stop, S)
+    ids, out, places = c.global_address(ids_m), c.global_address(out_m), c.shared_address(table_m)
+    votes = _Votes(c.offset_rows(ids, row, S * N), c.shared_address(ring_m), places, start, stop, G, S, N, config)
+    table = _Table(places, G, N, config)
+
+    # All threads ask for what a query needs before one asks for patterns: it does not wait for them then. What patterns
+    # earn would wait for those of other blocks too; so of them a turn must do until it is there.
+    begun = 1 if config.apart else config.stages
+    if config.apart:
+        earned = c.offset_rows(c.global_address(*of_query), row, -(-G // 4) * N * PATTERNS * 4)
+        found = table.load(lambda at: c.offset(earned, at * 4), PATTERNS, "global.nc")
+        c.block_barrier()
+        votes.begin(0, begun)
+    else:
+        ranks = _Ranks(of_query, (table_m, *of_ranks), row, word(0), N, sizes, turned, config.warpgroups)
+        c.block_barrier()
+        votes.begin(0, begun)
+        ranks.find()
+        earned = c.shared_address(of_ranks[0])
+        found = table.load(lambda at: earned + at * 4, PITCH, "shared")
+    table.store(found)
+    votes.begin(begun, config.stages)
+    c.block_barrier()
+    votes.count(c.offset_rows(out, row, G * S))
+
+
+class _Ranks:
+    """What the patterns of a block's subspaces earn, a byte a head, by some lanes for a subspace and a head.
+
+    One of two opposite patterns scores s >= 0, the other -s. The former are sorted, some to a lane, by 23 bits of s and
+    the pattern, and the counts of those above are summed. Only if two have the same bits of which s has more, or if
+    limits ask for patterns below, what came out is sorted by s in full, and all is looked at. Counts are in f32.
+    """
+
+    def __init__(
+        self, given: Sequence[Any], scratch: Sequence[Any], row: Word, first: Word, share: int, sizes: Sizes,
+        turned: int | None, warpgroups: int,
+    ):  # fmt: skip
+        """Asks for what `share` subspaces from the `first` on need, of `given` queries, counts and limits; with room
+        for the counts, what patterns earn, and queries."""
+        shared_by, self.G, self.N, self.T = sizes
+        self.first, self.share, self.turned, self.warps = first, share, turned, 4 * warpgroups
+        q, counts, limits = (c.global_address(m) for m in given)
+        self.counts, self.earned, self.queries = (c.shared_address(m) for m in scratch)
+        self.q = c.offset_rows(q, row, self.G * self.N * 32)
+        counts = c.offset_rows(counts, row * self.N + first, PATTERNS * 4)
+        limits = c.offset_rows(limits, c.divide(row, shared_by), self.T * 4)
+        self.bounds = self.queries + self.G * self.N * 32
+        t, threads, fours = c.special("tid.x"), 128 * warpgroups, share * PATTERNS // 4
+        lane, warp = t & 31, t >> 5
+        self.mine = [t + i for i in range(0, fours, threads)]
+        load = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];"
+        self.held = [ptx(load, c.offset(counts, (i < fours).choose(i, 0) * 16), results=4) for i in self.mine]
+        self.query = self._channels((warp < self.G).choose(warp, self.G - 1))
+        self.limit = c.load(c.offset(limits, (lane < self.T).choose(lane, self.T - 1) * 4))
+        zeros = "st.shared.v4.u32 [$0], {$1, $1, $1, $1};"
+        words = rank_scratch(self.G, self.N, share)[0]
+        loop(t * 4, words, threads * 4)(lambda i: ptx(zeros, self.earned + i * 4, 0))
+        self.lane = lane & (LANES - 1)
+        # 1 where a lane's number has a bit, else -1; and 1 where there is a lane so many further, else 0.
+        self.signs = [(self.lane & (1 << i)).equals(0).choose(c.real(-1.0), c.real(1.0)) for i in range(BITS)]
+        self.there = [(self.lane < LANES - (1 << i)).choose(c.real(1.0), 0) for i in range(BITS)]
+
+    def _channels(self, head: Word) -> list[Word]:
+        return channels(c.offset(self.q, head * (self.N * 32)), self.N * 8)
+
+    def find(self) -> None:
+        """What patterns earn, from one barrier to the next."""
+        G, T = self.G, self.T
+        t = c.special("tid.x")
+        lane, warp = t & 31, t >> 5
+        for i, four in zip(self.mine, self.held, strict=True):
+            numbers = [instr("cvt.rn.f32.u32", x) for x in four]
+            with when(i < self.share * PATTERNS // 4):
+                ptx("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", self.counts + i * 16, *numbers)
+        limit = c.clipped(self.limit, MOST)
+        self.largest = instr("cvt.rn.f32.u32", instr("redux.sync.max.u32", limit, -1, convergent=True))
+        with when(t < T):
+            ptx("st.shared.u32 [$0], $1;", self.bounds + t * 4, instr("cvt.rn.f32.u32", limit))
+
+        def put(head: Word, x: list[Word]) -> None:
+            at, per = self.queries + (head * 32 + lane) * self.N, self.N // 4
+            values = "{" + ", ".join(f"${i + 1}" for i in range(per)) + "}"
+            ptx(f"st.shared.v{per}.u32 [$0], {values};", at, *rotated(x, self.turned))
+
+        with when(warp < G):
+            put(warp, self.query)
+        if self.warps < G:  # as in a block of 128 threads
+            loop(warp + self.warps, G, self.warps)(lambda head: put(head, self._channels(head)))
+        c.block_barrier()
+        jobs, at_once = self.share * G, 32 // LANES
+
+        @loop(warp * at_once, jobs, self.warps * at_once)
+        def _job(first: Word) -> None:
+            ptx('.pragma "nounroll";')
+            job = first + c.divide(lane, LANES)
+            there = job < jobs  # or these lanes do what others do, for nothing
+            self._rank(there.choose(job, jobs - 1), there)
+
         c.block_barrier()
 
-        @loop(0, PAIRS * 8, 16 * 8, [word(0)] * len(pairs))
-        def above(at: Word, *found: Word) -> list[Word]:
+    def _rank(self, job: Word, there: Flag) -> None:
+        """Of the job-th subspace and head, by these lanes."""
+        subspace = c.divide(job, self.G)
+        head = job - subspace * self.G
+        counts = self.counts + subspace * (PATTERNS * 4)
+        at = self.queries + (head * self.N + self.first + subspace) * 32
+        loads = (f"ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4+{i}];" for i in (0, 16))
+        x = [y for load in loads for y in ptx(load, at, results=4)]
+        keys, finer = self._keys(x)
+        keys = self._sorted(keys)
+        patterns = [key & 0xFF for key in keys]
+        above = self._sums_above([_word_of(counts, pattern) for pattern in patterns])
+        differences = [a ^ b for a, b in zip(keys, [*keys[1:], self._next(keys[0])], strict=True)]
+        differences[-1] = (self.lane < LANES - 1).choose(differences[-1], 256)
+
+        def levelled(*above: Word) -> tuple[Flag, list[Word]]:
+            """What equal ones have before the last of them."""
+            level = [*above, self._next(above[0])]
+            for i in reversed(range(PAIRS)):
+                level[i] = (differences[i] < 256).choose(level[i + 1], level[i])
+            return _any([level[0].differs(above[0])]), level[:PAIRS]
+
+        alike = _any([functools.reduce(lambda a, b: instr("min.u32", a, b), differences) < 256])
+        above = c.choose_between(alike, lambda: c.repeat(above, levelled), above)
+        deep = self.lane.equals(0) & (above[0] < self.largest)  # numbers in f32, not below 0
+        finer = (_any([finer]) & alike) | _any([deep])
+        at = self.earned + ((head >> 2) * self.share + subspace) * (PITCH * 4) + (head & 3)
+        put = partial(self._put, at, there)
+        found = c.choose_between(finer, lambda: self._exactly(x, patterns, counts, put), [*patterns, *above])
+        put(found[:PAIRS], found[PAIRS:])
+
+    def _put(self, at: Word, there: Flag, patterns: Sequence[Word], before: Sequence[Word]) -> None:
+        """What these patterns earn, that have so many keys before them; bytes of words at `at`."""
+
+        @loop(0, self.T, 1, [c.real(2.0**23)] * PAIRS)
+        def votes(i: Word, *votes: Word) -> list[Word]:
             ptx('.pragma "nounroll";')
-            sums = list(found)
-            for i in range(0, 16 * 8, 16):
-                s, keys, s_next, keys_next = ptx(
-                    f"ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4+{i}];", near + at, results=4
-                )
-                sums = [_add_if("gt", s, x, y, keys) for x, y in zip(own, sums, strict=True)]
-                sums = [_add_if("gt", s_next, x, y, keys_next) for x, y in zip(own, sums, strict=True)]
+            bound = ptx("ld.shared.u32 $0, [$1];", self.bounds + i * 4, results=1)
+            more = [instr("sub.sat.f32", bound, x) for x in before]  # 1 if bound > x, as both are whole
+            return [instr("add.f32", a, b) for a, b in zip(votes, more, strict=True)]
+
+        nothing = there.choose(c.real(2.0**23), 0xFFFFFFFF)
+        for pattern, n in zip(patterns, votes, strict=True):  # the byte is the number
+            store = "{ .reg .pred p; setp.gt.u32 p, $1, $2; @p st.shared.u8 [$0], $1; }"
+            ptx(store, at + pattern * 4, n, nothing)
+
+    def _keys(self, x: Sequence[Word]) -> tuple[list[Word], Flag]:
+        """Of this lane's pairs, 23 bits of s, whose order is that of s where they differ, and 8 of the pattern; and
+        whether s has more bits. As f32 they are numbers."""
+        first, most = word(0), word(0)
+        for y, sign in zip(x, self.signs, strict=False):  # bit j of a pattern is the sign of channel j
+            first = instr("fma.rn.f32", sign, y, first)  # summed in the order of channels
+        totals = [first]
+        for y in x[BITS:7]:
+            totals = [instr(f"{how}.f32", total, y) for how in ("sub", "add") for total in totals]
+        totals = [instr("sub.f32", total, x[7]) for total in totals]
+        for y in x:
+            most = instr("add.f32", most, instr("abs.f32", y))
+        # A power of two that makes `most` at most 2^23 / 1.01; as f32, more would be no number.
+        exponent = instr("mul.f32", most, c.real(1.01)) >> 23
+        scale = instr("min.u32", word(276) - exponent, 254) << 23
+        keys, rest = [], word(0)
+        for i, total in enumerate(totals):
+            s = instr("abs.f32", total)
+            bits = instr("fma.rz.f32", s, scale, c.real(2.0**23))
+            rest = rest | instr("fma.rn.f32", s, scale, instr("sub.f32", c.real(2.0**23), bits))
+            pattern = self.lane + LANES * i
+            keys.append((bits << 8) | (total < 1 << 31).choose(pattern, pattern ^ 0xFF))
+        return keys, rest.differs(0)
+
+    def _next(self, x: Word) -> Word:
+        """x of the next lane; of the last one, of others' first or its own."""
+        return ptx("shfl.sync.down.b32 $0, $1, 1, 31, -1;", x, results=1, convergent=True)
+
+    def _last(self, x: Word) -> Word:
+        """x of the lane before; of the first one, its own."""
+        lane = c.special("laneid")
+        return c.from_lane(x, self.lane.equals(0).choose(lane, lane - 1))
+
+    def _sums_above(self, numbers: Sequence[Word]) -> list[Word]:
+        """Of each of these lanes' numbers, a lane's one after the other, the sum of those after it."""
+        own = [word(0)]  # after each of this lane's, from the last on
+        for x in reversed(numbers):
+            own.append(instr("add.f32", own[-1], x))
+        upward = own.pop()  # of this lane and later ones
+        mine = upward
+        for i, there in enumerate(self.there):
+            other = ptx(f"shfl.sync.down.b32 $0, $1, {1 << i}, 31, -1;", upward, results=1, convergent=True)
+            upward = instr("fma.rn.f32", other, there, upward)
+        later = instr("sub.f32", upward, mine)
+        return [instr("add.f32", later, x) for x in reversed(own)]
+
+    def _sorted(self, x: list[Word]) -> list[Word]:
+        """The words of these lanes in ascending order, a lane's one after the other. They are numbers in f32, not
+        below 0.
+
+        Those of a lane by a network of Batcher's, then by merges of a bitonic sort. A lane that is to have the lesser
+        of two has numbers with the other sign meanwhile, and so the larger of both.
+        """
+        minus = None  # the bit whose signs the numbers have
+
+        def order(i: int, j: int) -> None:
+            x[i], x[j] = instr("min.f32", x[i], x[j]), instr("max.f32", x[i], x[j])
+
+        def across(gap: int, turn: int, bit: int) -> None:
+            """The i-th word with the (i ^ turn)-th of the lane whose number differs in the bits of `gap`."""
+            sign = self.signs[bit]
+            if minus is not None:
+                sign = instr("mul.f32", sign, self.signs[minus])
+            x[:] = [instr("mul.f32", a, sign) for a in x]
+            others = [c.bfly(x[i ^ turn], gap) for i in range(PAIRS)]
+            x[:] = [instr("max.f32", a, instr("neg.f32", b)) for a, b in zip(x, others, strict=True)]
+
+        for i, j in _network(PAIRS):
+            order(i, j)
+        for top in range(BITS):
+            across((2 << top) - 1, PAIRS - 1, top)
+            minus = top
+            for bit in reversed(range(top)):
+                across(1 << bit, 0, bit)
+                minus = bit
+            x[:] = [instr("mul.f32", a, self.signs[minus]) for a in x]
+            minus = None
+            for gap in (gap for gap in (8, 4, 2, 1) if gap < PAIRS):
+                for i in range(PAIRS):
+                    if not i & gap:
+                        order(i, i + gap)
+        return x
+
+    def _exactly(
+        self, x: Sequence[Word], patterns: Sequence[Word], counts: Word, put: Callable[..., None]
+    ) -> list[Word]:
+        """Patterns by s in full, and the counts before each; those of opposites are put to use here."""
+
+        def score(pattern: Word) -> Word:
+            total = word(0)
+            for j, y in enumerate(x):
+                total = instr("add.f32", total, y ^ (((pattern ^ 0xFF) << (31 - j)) & 0x80000000))
+            return total & 0x7FFFFFFF
+
+        lane = self.lane
+
+        def exchanged(*state: Word) -> tuple[Flag, list[Word]]:
+            s, p = list(state[:PAIRS]), list(state[PAIRS:])
+            wrong = []
+            for i in (*range(0, PAIRS, 2), *range(1, PAIRS - 1, 2)):
+                wrong.append(s[i] > s[i + 1])
+                for a in (s, p):
+                    a[i], a[i + 1] = wrong[-1].choose(a[i + 1], a[i]), wrong[-1].choose(a[i], a[i + 1])
+            up, down = [self._next(a[0]) for a in (s, p)], [self._last(a[-1]) for a in (s, p)]
+            low, high = (s[-1] > up[0]) & (lane < LANES - 1), (s[0] < down[0]) & (lane > 0)
+            for a, of_next, of_last in zip((s, p), up, down, strict=True):
+                a[-1], a[0] = low.choose(of_next, a[-1]), high.choose(of_last, a[0])
+            return _any([*wrong, low]), [*s, *p]
+
+        found = c.repeat([*(score(p) for p in patterns), *patterns], exchanged)
+        s, patterns = found[:PAIRS], found[PAIRS:]
+        before_s, next_s = self._last(s[-1]), self._next(s[0])
+
+        def level(sums: Sequence[Word], edge: Word, there: Flag, step: int) -> list[Word]:
+            """Of equal ones, what the last one has, or the first if `step` is 1."""
+            ends = (PAIRS - 1, 0) if step < 0 else (0, PAIRS - 1)
+            at_edge = s[ends[0]].equals(edge) & there
+
+            def levelled(*sums: Word) -> tuple[Flag, list[Word]]:
+                out = list(sums)
+                other = (self._next if step < 0 else self._last)(out[ends[1]])
+                out[ends[0]] = at_edge.choose(other, out[ends[0]])
+                for i in range(ends[0] + step, ends[1] + step, step):
+                    out[i] = s[i].equals(s[i - step]).choose(out[i - step], out[i])
+                return _any([out[ends[1]].differs(sums[ends[1]])]), out
+
+            return c.repeat(sums, levelled)
+
+        held, opposite = ([_word_of(counts, p ^ turn) for p in patterns] for turn in (0, 0xFF))
+        above = level(self._sums_above(held), next_s, lane < LANES - 1, -1)
+        total = functools.reduce(partial(instr, "add.f32"), [*held, *opposite])
+        for gap in (1 << i for i in range(BITS)):
+            total = instr("add.f32", total, c.bfly(total, gap))
+        after = self._sums_above(opposite)
+        below = [instr("sub.f32", total, instr("add.f32", a, n)) for a, n in zip(after, opposite, strict=True)]
+        below = level(below, before_s, lane > 0, 1)
+        below = [y.equals(0).choose(a, b) for y, a, b in zip(s, above, below, strict=True)]
+        put([p ^ 0xFF for p in patterns], below)
+        return [*patterns, *above]
+
+
+def _network(n: int) -> Iterator[tuple[int, int]]:
+    """Which of n are to be ordered, one pair after the other, so that all are: Batcher's merges of odd and even."""
+    p = 1
+    while p < n:
+        k = p
+        while k:
+            for j in range(k % p, n - k, 2 * k):
+                for i in range(j, min(j + k, n - k)):
+                    if i // (2 * p) == (i + k) // (2 * p):
+                        yield i, i + k
+            k //= 2
+        p *= 2
+
+
+def _word_of(at: Word, i: Word) -> Word:
+    return ptx("ld.shared.u32 $0, [$1];", at + i * 4, results=1)
+
+
+def _any(flags: Sequence[Flag]) -> Flag:
+    """Whether one is true in a lane of the warp."""
+    found = flags[0]
+    for flag in flags[1:]:
+        found = found | flag
+    return c.ballot(found).differs(0)
+
+
+class _Table:
+    """What patterns earn, as table[pattern][copy, subspace, word]."""
+
+    def __init__(self, table: Word, G: int, N: int, config: Config):
+        self.table, self.N, self.width = table, N, -(-G // 4)
+        self.t, self.words = c.special("tid.x"), N * self.width
+        self.which = self.t & (self.words - 1)
+        step = 128 * config.warpgroups // self.words  # fours of patterns at once
+        self.fours = [c.divide(self.t, self.words) + i for i in range(0, PATTERNS // 4, step)]
+
+    def load(self, place: Callable[[Word], Any], pitch: int, space: str) -> list[list[Word]]:
+        """Of some fours of patterns, words that lie at place([word, subspace, pattern]), `pitch` to a subspace."""
+        n = c.divide(self.which, self.width)
+        first = ((self.which - n * self.width) * self.N + n) * pitch
+        load, last = f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4];", PATTERNS // 4 - 1
+        return [ptx(load, place(first + (i < last).choose(i, last) * 4), results=4) for i in self.fours]
+
+    def store(self, found: Sequence[Sequence[Word]]) -> None:
+        copies = 32 // self.words
+        first_copy = c.divide(self.t & 31, self.words)  # so that all lanes store to banks of their own
+        for i, patterns in zip(self.fours, found, strict=True):
+            with when(i < PATTERNS // 4):
+                for copy in range(copies):
+                    at = ((first_copy + copy) & (copies - 1)) * self.words + self.which
+                    for j, x in enumerate(patterns):
+                        ptx(f"st.shared.u32 [$0+{j * 128}], $1;", self.table + i * 512 + at * 4, x)
+
+
+class _Votes:
+    """Adds up, for the keys of a block, what their patterns earn."""
+
+    def __init__(
+        self, ids: Any, ring: Word, table: Word, start: Word, stop: Word, G: int, S: int, N: int, config: Config
+    ):
+        self.ids, self.ring, self.table, self.start, self.stop = ids, ring, table, start, stop
+        self.G, self.S, self.N, self.config = G, S, N, config
+        self.threads, self.width = 128 * config.warpgroups, -(-G // 4)
+        self.turn = self.threads * config.keys  # keys of a turn
+
+    def _mine(self) -> tuple[Word, list[Word], Word]:
+        """Of this thread: its key among those of all; in which order it takes the words of a pattern; and its copy of
+        the table. Lanes 4 m .. 4 m + 3 have 4 adjacent keys.
+
+        The order is one in which lanes ask for all the banks, of the ring and of the table; a load of two words is one
+        of half the lanes after the other.
+        """
+        t, by_4 = c.special("tid.x"), self.N // 4
+        lane = t & 31
+        above, copies = lane >> 2, 32 // (self.N * self.width)
+        if self.width == 1:
+            begin, copy, key = c.divide(lane, 128 // self.N), above & (copies - 1), lane
+        else:
+            begin, copy = above & (by_4 - 1), c.divide(above, by_4) & (copies - 1)
+            key = (lane & 3) + (c.divide(above, by_4) << 2) + begin * (32 // by_4)
+        return t - lane + key, [(begin + i) & (by_4 - 1) for i in range(by_4)], copy
+
+    def _fetch(self, first: Word, slot: Word | int) -> None:
+        """Has the patterns of this thread's keys of a turn copied to a slot of the ring."""
+        mine = self._mine()[0]
+        for i in range(self.config.keys):
+            key = first + mine + i * self.threads
+            there = key < self.stop
+            at = c.offset(self.ids, there.choose(key, 0) * self.N)
+            to = self.ring + slot + mine * self.N + i * self.threads * self.N
+            how = "cg" if self.N == 16 else "ca"
+            ptx(f"cp.async.{how}.shared.global [$0], [$1], {self.N}, $2;", to, at, there.choose(self.N, 0))
+        ptx("cp.async.commit_group;")
+
+    def begin(self, first: int, stop: int) -> None:
+        """Has the patterns of the turns first .. stop copied, the earliest ones first."""
+        for i in range(first, stop):
+            self._fetch(self.start + i * self.turn, i * self.turn * self.N)
+
+    def count(self, out: Any) -> None:
+        """Writes the votes of the block's keys; the table is there, and `stages` turns have been asked for."""
+        G, N, threads, width = self.G, self.N, self.threads, self.width
+        keys, stages = self.config.keys, self.config.stages
+        mine, order, copy = self._mine()
+        lane = c.special("laneid")
+        takes = [word(128) << (((lane + j) & 3) << 3) for j in range(4)]  # 128, of the byte that is taken
+        places = [[self.table + (copy * N + i * 4 + ((lane + j) & 3)) * (4 * width) for j in range(4)] for i in order]
+        words = [self.ring + mine * N + i * 4 for i in order]
+
+        def of_key(number: int, slot: Word) -> list[Word]:
+            """A byte a head."""
+            sums = [word(0)] * width
+            for at, of_bytes in zip(words, places, strict=True):
+                x = ptx(f"ld.shared.u32 $0, [$1+{number * threads * N}];", at + slot, results=1)
+                for take, place in zip(takes, of_bytes, strict=True):
+                    found = instr("dp4a.u32.u32", x, take, place)  # place + 128 * byte
+                    if width == 1:
+                        got = [ptx("ld.shared.u32 $0, [$1];", found, results=1)]
+                    else:
+                        got = ptx("ld.shared.v2.u32 {$0, $1}, [$2];", found, results=2)
+                    sums = [a + b for a, b in zip(sums, got, strict=True)]
             return sums
 
-        def below() -> list[Word]:
-            @loop(0, PAIRS, 1, [word(0)] * len(pairs))
-            def found(i: Word, *found: Word) -> list[Word]:
-                ptx('.pragma "nounroll";')
-                s = ptx("ld.shared.u32 $0, [$1];", near + i * 8, results=1)
-                keys = ptx("ld.shared.u32 $0, [$1];", far + i * 4, results=1)
-                return [_add_if("lt", s, x, y, keys) for x, y in zip(own, found, strict=True)]
+        # Bytes of a word are those of `heads` heads for each of `joined` keys; lane m of 4 stores byte m of all four.
+        heads = min(G, 4)
+        joined = min(keys, 4 // heads) if heads in (1, 2, 4) else 1
+        m = lane & 3
+        swaps = ((m & 1).equals(0).choose(0x6240, 0x3715), (m < 2).choose(0x5410, 0x3276))
+        which = c.divide(m, heads)  # of the keys joined
+        mover = which * threads + mine - m
+        head = m - which * heads
+        outs = [c.offset(c.offset_rows(out, head + 4 * w, self.S), mover) for w in range(width)]
+        stores = [(which < joined) & (head + 4 * w < G) for w in range(width)]
+        slot_bytes = self.turn * N
 
-            return found
+        @loop(self.start, self.stop, self.turn, [word(0)])
+        def _turn(first: Word, slot: Word) -> Word:
+            ptx(f"cp.async.wait_group {stages - 1};")
+            for i in range(0, keys, joined):
+                sums = [word(0)] * width
+                for j in range(joined):
+                    more = of_key(i + j, slot)
+                    sums = [a + (b << (8 * heads * j)) if j else b for a, b in zip(sums, more, strict=True)]
+                key = first + i * threads
+                for x, to, mask in zip(sums, outs, stores, strict=True):
+                    for gap, swap in zip((1, 2), swaps, strict=True):
+                        x = ptx("prmt.b32 $0, $1, $2, $3;", x, c.bfly(x, gap), swap, results=1)
+                    with when(mask & (key + mover < self.stop)):
+                        ptx("st.global.b32 [$0], $1;", c.offset(to, key), x)
+            self._fetch(first + stages * self.turn, slot)
+            return slot.equals((stages - 1) * slot_bytes).choose(0, slot + slot_bytes)
 
-        of_warps = [ptx(f"ld.shared.u32 $0, [$1+{i}];", totals, results=1) for i in range(0, size // 8, 4)]
-        over = c.sum_of(of_warps)
-        rest = c.choose_between(largest > over, below, [word(0)] * len(pairs))
-        at, shift = mine + (head >> 2) * 4, (head & 3) << 3
-        for pair, flag, s, more, less in zip(pairs, above_0, own, above, rest, strict=True):
-            positive, negative = flag.choose(pair, pair ^ opposite), flag.choose(pair ^ opposite, pair)
-            for pattern, before in ((positive, more), (negative, s.equals(0).choose(more, over + less))):
-                earned = c.sum_of([(before < bound).choose(1, 0) for bound in bounds])
-                with when(number < G):
-                    ptx("red.shared.add.u32 [$0], $1;", at + pattern * (4 * width), earned << shift)
-        c.block_barrier()
-
-    out = c.offset(c.offset_rows(out, row, PATTERNS * N * width * 4), n * (width * 4))
-
-    @loop(t, PATTERNS, threads)
-    def _write(pattern: Word) -> None:
-        for w in range(width):
-            x = ptx("ld.shared.u32 $0, [$1];", mine + (pattern * width + w) * 4, results=1)
-            ptx("st.global.b32 [$0], $1;", c.offset(out, (pattern * (N * width) + w) * 4), x)
-
-
-def _add_if(compare: str, a: Word, b: Word, total: Word, more: Word) -> Word:
-    """total + more where `a` compares so with b, else total."""
-    code = f"{{ .reg .pred p; setp.{compare}.u32 p, $1, $2; mov.u32 $0, $3; @p add.u32 $0, $3, $4; }}"
-    return ptx(code, a, b, total, more, results=1)
+        ptx("cp.async.wait_group 0;")

@@ -38,7 +38,7 @@ from jax import Array
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas._common import Word, loop, ptx, when, word
-from kvjax.kernels_pallas._rotated import rotated
+from kvjax.kernels_pallas._rotated import channels, rotated
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/rerank.json
 BYTES = 256  # of two channels
@@ -200,7 +200,7 @@ def estimate(
 
     with when(t < 32):
         factor = c.real(scale if turned is None else scale * D**-0.5)
-        for i, x in enumerate(rotated(q, D, turned)):
+        for i, x in enumerate(rotated(channels(q, D), turned)):
             ptx("st.shared.u32 [$0], $1;", queries + t * (D // 8) + 4 * i, c.instr("mul.f32", x, factor))
     decoded = _decode(t & 15, [c.real_bits(x) for x in centres])  # in lane i that of code i
     for first in range(0, BYTES, threads):

@@ -46,6 +46,7 @@ def simulated(*modules: Any) -> Iterator[None]:
     names = {
         "loop": _loop,
         "choose_between": _choose_between,
+        "repeat": _repeat,
         "kernel": _kernel,
         "kernel_in_place": _kernel_in_place,
     }
@@ -238,6 +239,14 @@ class Machine:
         self._touch(lanes, words, write=True)
         self.shared[words] = values
 
+    def store_byte(self, at: Any, value: Any, lanes: Any) -> None:
+        """In a word of which other threads may write the other bytes meanwhile."""
+        words = self._shared(lanes, at & ~U32(3), 4, cluster=False)
+        self._touch(lanes, words, write=True, atomic=True)
+        places = words[:, 0] * 4 + (at[lanes] & 3)
+        assert np.unique(places).size == places.size, "two threads store to one byte of shared memory at once"
+        self.shared.view(np.uint8)[places] = value
+
     def add_shared(self, at: Any, value: Any, lanes: Any) -> Any:
         """Adds in the order of threads; what each found."""
         words = self._shared(lanes, at, 4, cluster=False)
@@ -373,6 +382,8 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             values = values.astype({"u8": np.uint8, "u16": np.uint16}.get(how[-1], values.dtype))
             if how[0] == "global":
                 m.store_global(address(operands[0]), values, lanes)
+            elif how[-1] == "u8":
+                m.store_byte(address(operands[0]), values[:, 0], lanes)
             else:
                 m.store_shared(address(operands[0]), values, lanes, cluster="cluster" in how[0])
         case "mov" if operands[0].startswith("{"):
@@ -410,13 +421,18 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             got = m.add_shared(address(at), read(value), lanes)
             for x in to:
                 put(x, got, lanes)
-        case "mul" | "add" | "sub" | "fma" | "div" | "max" if how[-1] == "f32":
+        case "mul" | "add" | "sub" | "fma" | "div" | "max" | "min" if how[-1] == "f32":
             x = floats(*operands[1:])
             if kind == "fma":
-                put_float(x[0].astype(np.float64) * x[1] + x[2])
+                exact = x[0].astype(np.float64) * x[1] + x[2]
+                got = exact.astype(np.float32)
+                up = (how[0] == "rz") & (np.abs(got) > np.abs(exact))
+                put_float(np.where(up, np.nextafter(got, np.float32(0)), got))
             else:
-                f32 = {"mul": np.multiply, "add": np.add, "sub": np.subtract, "div": np.divide, "max": np.fmax}
-                put_float(f32[kind](*x))
+                f32 = {"mul": np.multiply, "add": np.add, "sub": np.subtract, "div": np.divide}
+                f32 |= {"max": np.fmax, "min": np.fmin}
+                got = f32[kind](*x)
+                put_float(np.clip(got, 0, 1) if "sat" in how else got)
         case "mul" | "sub" | "fma" | "max" | "min" if how[-1] in ("bf16x2", "f16x2"):
             dtype = DTYPES[how[-1][:-2]]
             x = [np.ascontiguousarray(read(o)).view(dtype).astype(np.float64) for o in operands[1:]]
@@ -428,6 +444,11 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             put_float(np.exp2(x) if kind == "ex2" else np.log2(x))
         case "cvt" if how == ["f32", "f16"]:
             put_float(read(operands[1]).astype(np.uint16).view(np.float16))
+        case "abs" | "neg":
+            (x,) = floats(operands[1])
+            put_float(np.abs(x) if kind == "abs" else -x)
+        case "cvt" if how == ["rn", "f32", "u32"]:
+            put_float(read(operands[1]).astype(np.float32))
         case "cvt" if how[-1] == "u16":
             put(operands[0], read(operands[1]))
         case "cvt" if how[1] in ("bf16x2", "f16x2"):
@@ -613,6 +634,18 @@ def _loop(start: Any, stop: Any, step: Any, carry: Any = ()) -> Any:
         return [_common.Word(v) for v in values]
 
     return run
+
+
+def _repeat(carry: Any, body: Any) -> list[Any]:
+    m = _machine
+    assert m is not None
+    active, values = m.mask, [np.broadcast_to(w.value, m.lanes) for w in carry]
+    while active.any():
+        with _when(active):
+            again, out = body(*(_common.Word(v) for v in values))
+        values = [np.where(active, w.value, v) for w, v in zip(out, values, strict=True)]
+        active = active & again.value
+    return [_common.Word(v) for v in values]
 
 
 def _choose_between(flag: Any, make: Any, otherwise: Any) -> list[Any]:

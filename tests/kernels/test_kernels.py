@@ -193,6 +193,8 @@ def test_collide_refuses_what_it_has_no_kernel_for(changed, words):
     assert re.search(words, collide.unsupported(*shapes(**changed)))
     with pytest.raises(NotImplementedError, match=words):
         jax.eval_shape(collide.collide, *shapes(**changed))
+    with pytest.raises(NotImplementedError, match="bytes of shared memory"):
+        jax.eval_shape(partial(collide.collide, config=collide.Config(stages=9)), *shapes())
 
 
 @pytest.mark.parametrize(
@@ -446,6 +448,10 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
         pick_4bit.Config(blocks=3)
     with pytest.raises(ValueError, match="parts must be at least 1"):
         collide.Config(parts=0)
+    with pytest.raises(ValueError, match="stages must be at least 1"):
+        collide.Config(stages=0)
+    with pytest.raises(ValueError, match="apart must be 0 or 1"):
+        collide.Config(apart=2)
     with pytest.raises(ValueError, match="blocks must be at least 1"):
         attend_quantized.Config(blocks=0)
     with pytest.raises(ValueError, match="keys 16, 32 or 64"):

@@ -206,7 +206,7 @@ CALLS = {  # by kernel, a call that asks for a shape; such a shape; a config tha
     "attend_slots": (_slots, dict(rows=3, M=65, G=4, D=64), dict(blocks=2, warpgroups=1)),
     "attend_span": (_span, dict(rows=3, S=900, G=4, D=64), dict(blocks=5, warpgroups=2, stages=2, keys=16)),
     "attend_zones": (_zones, dict(rows=3, M=66, G=5, D=128), dict(blocks=2, warpgroups=1)),
-    "collide": (_collide, dict(rows=2, S=512, G=3, D=64), dict(parts=3, warpgroups=1, keys=1)),
+    "collide": (_collide, dict(rows=2, S=512, G=3, D=64), dict(parts=3, warpgroups=1, keys=1, stages=3, apart=1)),
     "most_voted": (_most_voted, dict(rows=2, S=512, room=99), dict(blocks=2, warpgroups=2)),
     "pick_1bit": (
         _pick_1bit,
