@@ -19,7 +19,9 @@ without a question of any load, so that three fours are on their way there too, 
 
 A bin of more than `ranked_at_once` elements, as of equal scores, or of those that are next to nothing, is first counted
 again, in 11 bits of what is left of key and slot at a time, by a barrier each: to rank n of them takes some n^2 / 30000
-us of a block, by count and by one profile, and to count again some 1.7 us.
+us of a block, by count and by one profile, and to count again some 1.7 us. Of an H200, for 8 rows of 2500 that are all
+chosen, where the lowest is one of 601 below 2^-3 and there is one bin for these: 14.4 us by ranking, 7.4 by counting
+again, and 5.6 with bins for scores below 0 as well, which cost others 0.2 us.
 
 **Counted** for 8 rows x 131072, G = 4, k = 2048, mean of softmaxes, blocks of 8, normal random scores of deviation 2:
 58 elements in the last place's bin, 2.1 lanes of a warp that meet in a bin when counting; by the leading 11 bits of a
@@ -51,8 +53,13 @@ KEY_PASSES = 4  # over the keys at most, the later by 11 bits; then two by 11 bi
 TURNS = 0, 1, 0, 1, 2, 0  # the histogram of each pass; those of slots may follow on any
 LISTED = 1024  # elements of a bin that are ranked at once, at most
 # A key and a shift, the first bins: 32 to an octave from 2^-61 to 2^3 for sums of softmaxes, 256 to an octave from -2^8
-# to -1 for logarithms of softmaxes, and from 2^-3 to 2^5 for scores.
-FIRST_BINS = {"sum": (0xA1000000, 18), "log": (0x3C7FFFFF, 15), "score": (0xBE000000, 15)}
+# to -1 for logarithms of softmaxes, and for scores 128 to an octave from -2^5 to -2^-3 and from 2^-3 to 2^5, where keys
+# from one to another, if two more are given, are all in one bin, with the first beyond.
+FIRST_BINS = {
+    "sum": (0xA1000000, 18, 0, 0),
+    "log": (0x3C7FFFFF, 15, 0, 0),
+    "score": (0x3E000000, 16, 0x42000000, 0xBE000000),
+}
 # Words of bins and lists, of sums by warp with what `top_k` calls small, and of heads by warp and of all.
 SCRATCH = 3 * t.PASS + 2 * LISTED, 64, 2 * 32 + HEADS
 WARPS = t.THREADS // 32
@@ -332,7 +339,7 @@ class Elements(NamedTuple):
 def _take(
     first: Fours, others: Callable[..., list[Word]], again: Callable[[Word], Fours], wanted: Word, slots: Any,
     found: Any, hist: Word, small: Word, lists: Word | None, kept: Any, *, name: Callable[[Word], Word],
-    bins: tuple[int, int], U: int, room: int, config: t.Config,
+    bins: tuple[int, int, int, int], U: int, room: int, config: t.Config,
 ) -> None:  # fmt: skip
     """Writes to `slots` the names of the `wanted` largest keys that are not 0, and to `found` how many these are.
 
@@ -341,10 +348,14 @@ def _take(
     """
     thread, part, blocks = c.special("tid.x"), c.special("cluster_ctarank"), config.blocks
     lane, warp, length = thread & 31, thread >> 5, small + t.LENGTH * 4
-    base, shift = bins
+    base, shift, gap, gap_end = bins
     stride, _, steps = t.steps(U, config)
     listed = hist + 3 * t.PASS * 4
-    lowest = 1, base + (1 << shift) - 2  # as `low` and `size` below, of the lowest bin of `from_base`
+    last = base + ((t.BINS - 1) << shift) + gap_end - gap
+    # Bins of `from_base` with more keys than others: the lowest one, and how many follow it.
+    wide = {0: (1, base + (1 << shift) - 2), t.BINS - 1: (last, 0xFFFFFFFF - last)}
+    if gap:
+        wide[(gap - base) >> shift] = gap, gap_end - gap + (1 << shift) - 1
 
     def elements(i: Word, fours: Fours) -> Elements:
         starts = t.fours(i, U, config)
@@ -357,12 +368,21 @@ def _take(
 
     def from_base(key: Word, _: Word) -> list[Operand]:
         """Those that are 0 count where nothing is read: a branch around each takes longer."""
-        place = (instr("max.u32", key, base) - base) >> shift
+        moved = key
+        if gap:
+            above = instr("max.u32", key - (gap_end - gap), gap)
+            moved = (key < 1 << 31).choose(instr("min.u32", key, gap), above)
+        place = (instr("max.u32", moved, base) - base) >> shift
         return [key.equals(0).choose(t.BINS, instr("min.u32", place, t.BINS - 1))]
 
-    def lowest_of(place: Word) -> Word:
-        """The lowest key of a bin of `from_base`."""
-        return place.equals(0).choose(lowest[0], (place << shift) + base)
+    def extent(place: Word) -> tuple[Word, Word, Flag]:
+        """Of a bin of `from_base` the lowest key, how many follow it, and whether these are more than usual."""
+        low, size = (place << shift) + base, word((1 << shift) - 1)
+        if gap:
+            low = low + (place > (gap - base) >> shift).choose(gap_end - gap, 0)
+        for which, (first, more) in wide.items():
+            low, size = (place.equals(which).choose(x, y) for x, y in ((first, low), (more, size)))
+        return low, size, functools.reduce(lambda a, b: a | b, [place.equals(which) for which in wide])
 
     def by_bits(low: Word, size: Word, by: Operand) -> Callable[[Word, Word], list[Operand]]:
         """Of keys low .. low + size, from bit `by` on."""
@@ -383,19 +403,21 @@ def _take(
         count_in(at, elements(word(0), sample))
         got = t.find_bin(at, wanted, blocks, of_earlier=False)
 
-        def in_lowest() -> list[Word]:
-            """In the lowest bin, which has most of the range, that is counted again."""
-            (low, size), need = map(word, lowest), got.need
+        low, size, is_wide = extent(got.bin)
+
+        def within() -> list[Word]:
+            """In a bin that has most of the range, which is counted again."""
+            low_now, size_now, need = low, size, got.need
             for turn, by in ((2, 21), (1, 10)):
                 at = hist + turn * t.PASS * 4
                 t.clear(at)
                 c.block_barrier()
-                count_in(at, elements(word(0), sample), by_bits(low, size, by))
+                count_in(at, elements(word(0), sample), by_bits(low_now, size_now, by))
                 finer = t.find_bin(at, need, blocks, of_earlier=False)
-                low, size, need = low + (finer.bin << by), word((1 << by) - 1), finer.need
-            return [low]
+                low_now, size_now, need = low_now + (finer.bin << by), word((1 << by) - 1), finer.need
+            return [low_now]
 
-        (bound,) = c.choose_between(got.bin.equals(0), in_lowest, [lowest_of(got.bin)])
+        (bound,) = c.choose_between(is_wide, within, [low])
         return (got.wanted < wanted).choose(1, bound)
 
     if lists is None:
@@ -450,11 +472,8 @@ def _take(
     # `further`. Of those that equal `low`, slots count whose rank is at least `least`. Blocks before this one have
     # `above` larger ones, and `beside` in the bin.
     place, need, many, wanted, above, beside = count(0, from_base, wanted)
-    low, size, further = lowest_of(place), word((1 << shift) - 1), word(shift - 11)
-    size = place.equals(0).choose(lowest[1], size)
-    at_end = place.equals(t.BINS - 1)
-    size = at_end.choose((1 << 32) - 1 - base - ((t.BINS - 1) << shift), size)
-    further = (place.equals(0) | at_end).choose(21, further)
+    low, size, is_wide = extent(place)
+    further = is_wide.choose(21, shift - 11)
     state = [low, size, further, word(0), need, many, above, beside]
 
     def by_key(n: int, low: Word, size: Word, shift: Word, _: Word, need: Word, *of_blocks: Word) -> list[Word]:

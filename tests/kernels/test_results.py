@@ -895,6 +895,18 @@ def test_pick_pages_chooses_what_top_k_pooled_does_of_the_scores(
                         assert got[-1] == best[-1]
 
 
+@pytest.mark.skipif(ON_GPU, reason="it counts what the simulator does")
+@pytest.mark.parametrize("centre", [-40.0, -3.0, 3.0])
+def test_scores_of_either_sign_are_counted_once(centre, monkeypatch, traced_anew):
+    counted, find = [], top_k.find_bin
+    monkeypatch.setattr(top_k, "find_bin", lambda *args, **how: counted.append(args) or find(*args, **how))
+    q, low, _, span, waiting, count = paged(1, 1, 1, 1000, 64, 16, 16, 16, 100, jnp.bfloat16, "normal")
+    q, low = jnp.zeros_like(q).at[..., 0].set(1), low.at[..., 0].add(centre)
+    run = partial(pick_pages.pick_pages, unit=16, scale=1.0, wide=16, config=pick_pages.Config(blocks=1))
+    jax.block_until_ready(run(q, low, low, span, waiting, count, "mean_score", 100))
+    assert len(counted) == (2 if centre == -40 else 1)  # below -32 is one bin
+
+
 @pytest.mark.thorough
 def test_pick_pages_chooses_alike_each_time_and_takes_vmap():
     q, *corners, span, waiting, count = paged(2, 1, 2, 30, 64, 16, 40, 32, 9, jnp.bfloat16, "normal")
