@@ -38,6 +38,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -52,14 +53,6 @@ HEADS = pooled.HEADS
 KEY_PASSES = 4  # over the keys at most, the later by 11 bits; then two by 11 bits of the slot's 22
 TURNS = 0, 1, 0, 1, 2, 0  # the histogram of each pass; those of slots may follow on any
 LISTED = 1024  # elements of a bin that are ranked at once, at most
-# A key and a shift, the first bins: 32 to an octave from 2^-61 to 2^3 for sums of softmaxes, 256 to an octave from -2^8
-# to -1 for logarithms of softmaxes, and for scores 128 to an octave from -2^5 to -2^-3 and from 2^-3 to 2^5, where keys
-# from one to another, if two more are given, are all in one bin, with the first beyond.
-FIRST_BINS = {
-    "sum": (0xA1000000, 18, 0, 0),
-    "log": (0x3C7FFFFF, 15, 0, 0),
-    "score": (0x3E000000, 16, 0x42000000, 0xBE000000),
-}
 # Words of bins and lists, of sums by warp with what `top_k` calls small, and of heads by warp and of all.
 SCRATCH = 3 * t.PASS + 2 * LISTED, 64, 2 * 32 + HEADS
 WARPS = t.THREADS // 32
@@ -327,6 +320,7 @@ def _logs(
 
 Pair = tuple[Word, Word]  # of an element the key, and the slot's rank: the lower slot the higher
 Fours = Iterable[list[Word]]  # keys
+Place = Callable[[Word, Word], list[Operand]]  # of a key and rank, the bin, and perhaps two numbers (`_count`)
 
 
 class Elements(NamedTuple):
@@ -336,148 +330,165 @@ class Elements(NamedTuple):
     slot: Callable[[Word], Word]  # of the e-th
 
 
+class Last(NamedTuple):
+    """Of the last place. Keys low .. low + size are those of its bin, of which `need` of `many` are wanted; of those
+    that equal `low`, slots count whose rank is at least `least`. `wanted` are there in all; of these the blocks before
+    this one have `above` that are larger than the bin, and `beside` that are in it."""
+
+    low: Word
+    size: Word
+    least: Word
+    need: Word
+    many: Word
+    wanted: Word
+    above: Word
+    beside: Word
+
+
+class _Here(NamedTuple):
+    """What numbers a thread has, and its block; where the list's length and the list are."""
+
+    thread: Word
+    part: Word
+    lane: Word
+    warp: Word
+    length: Word
+    listed: Word
+
+
+@dataclass(frozen=True)
+class Bins:
+    """The first: one for each 2^shift keys from `base` on. If there are two keys of a `gap`, those from one to the
+    other are all in one bin, with the first beyond."""
+
+    base: int
+    shift: int
+    gap: tuple[int, int] | None = None
+
+    @property
+    def skipped(self) -> int:
+        return self.gap[1] - self.gap[0] if self.gap else 0
+
+    def place(self, key: Word, _: Word) -> list[Operand]:
+        """Those that are 0 count where nothing is read: a branch around each takes longer."""
+        moved = key
+        if self.gap:
+            above = instr("max.u32", key - self.skipped, self.gap[0])
+            moved = (key < 1 << 31).choose(instr("min.u32", key, self.gap[0]), above)
+        place = (instr("max.u32", moved, self.base) - self.base) >> self.shift
+        return [key.equals(0).choose(t.BINS, instr("min.u32", place, t.BINS - 1))]
+
+    def extent(self, place: Word) -> tuple[Word, Word, Flag]:
+        """Of a bin the lowest key, how many follow it, and whether these are more than usual."""
+        most = (1 << self.shift) - 1
+        last = self.base + ((t.BINS - 1) << self.shift) + self.skipped
+        wide = {0: (1, self.base + most - 1), t.BINS - 1: (last, 0xFFFFFFFF - last)}
+        low, size = (place << self.shift) + self.base, word(most)
+        if self.gap:
+            middle = (self.gap[0] - self.base) >> self.shift
+            wide[middle] = self.gap[0], self.skipped + most
+            low = low + (place > middle).choose(self.skipped, 0)
+        for which, (first, more) in wide.items():
+            low, size = (place.equals(which).choose(x, y) for x, y in ((first, low), (more, size)))
+        return low, size, functools.reduce(lambda a, b: a | b, [place.equals(which) for which in wide])
+
+
+# 32 to an octave from 2^-61 to 2^3 for sums of softmaxes, 256 to an octave from -2^8 to -1 for logarithms of softmaxes,
+# and for scores 128 to an octave from -2^5 to -2^-3 and from 2^-3 to 2^5.
+FIRST_BINS = {
+    "sum": Bins(0xA1000000, 18),
+    "log": Bins(0x3C7FFFFF, 15),
+    "score": Bins(0x3E000000, 16, (0x42000000, 0xBE000000)),
+}
+
+
 def _take(
     first: Fours, others: Callable[..., list[Word]], again: Callable[[Word], Fours], wanted: Word, slots: Any,
     found: Any, hist: Word, small: Word, lists: Word | None, kept: Any, *, name: Callable[[Word], Word],
-    bins: tuple[int, int, int, int], U: int, room: int, config: t.Config,
+    bins: Bins, U: int, room: int, config: t.Config,
 ) -> None:  # fmt: skip
     """Writes to `slots` the names of the `wanted` largest keys that are not 0, and to `found` how many these are.
 
     `first` are the keys of the first step, `others` visits those of the others, `again(i)` gives those of any step once
     more. If registers do not have the row, candidates go to `lists`, and keys of which there are too many to `kept`.
     """
-    thread, part, blocks = c.special("tid.x"), c.special("cluster_ctarank"), config.blocks
-    lane, warp, length = thread & 31, thread >> 5, small + t.LENGTH * 4
-    base, shift, gap, gap_end = bins
-    stride, _, steps = t.steps(U, config)
-    listed = hist + 3 * t.PASS * 4
-    last = base + ((t.BINS - 1) << shift) + gap_end - gap
-    # Bins of `from_base` with more keys than others: the lowest one, and how many follow it.
-    wide = {0: (1, base + (1 << shift) - 2), t.BINS - 1: (last, 0xFFFFFFFF - last)}
-    if gap:
-        wide[(gap - base) >> shift] = gap, gap_end - gap + (1 << shift) - 1
-
-    def elements(i: Word, fours: Fours) -> Elements:
-        starts = t.fours(i, U, config)
-        pairs = (
-            (key, word(t.SLOTS) - (at + j))
-            for at, four in zip(starts, fours, strict=True)
-            for j, key in enumerate(four)
-        )
-        return Elements(pairs, lambda e: starts[0] + (e >> 2) * (stride * steps) + (e & 3))
-
-    def from_base(key: Word, _: Word) -> list[Operand]:
-        """Those that are 0 count where nothing is read: a branch around each takes longer."""
-        moved = key
-        if gap:
-            above = instr("max.u32", key - (gap_end - gap), gap)
-            moved = (key < 1 << 31).choose(instr("min.u32", key, gap), above)
-        place = (instr("max.u32", moved, base) - base) >> shift
-        return [key.equals(0).choose(t.BINS, instr("min.u32", place, t.BINS - 1))]
-
-    def extent(place: Word) -> tuple[Word, Word, Flag]:
-        """Of a bin of `from_base` the lowest key, how many follow it, and whether these are more than usual."""
-        low, size = (place << shift) + base, word((1 << shift) - 1)
-        if gap:
-            low = low + (place > (gap - base) >> shift).choose(gap_end - gap, 0)
-        for which, (first, more) in wide.items():
-            low, size = (place.equals(which).choose(x, y) for x, y in ((first, low), (more, size)))
-        return low, size, functools.reduce(lambda a, b: a | b, [place.equals(which) for which in wide])
-
-    def by_bits(low: Word, size: Word, by: Operand) -> Callable[[Word, Word], list[Operand]]:
-        """Of keys low .. low + size, from bit `by` on."""
-        return lambda key, _: [(key - low) >> by, key - low, size]
-
-    def count_in(bins: Word, elements: Elements, bin_of: Callable[[Word, Word], list[Operand]] = from_base) -> None:
-        """`bin_of` gives a bin, and perhaps two numbers, of which the first is not the larger if the element counts."""
-        for element in elements.pairs:
-            digit, *limits = bin_of(*element)
-            red = "red.shared.add.u32 [$0], 1;"
-            if limits:
-                red = "{ .reg .pred p; setp.le.u32 p, $1, $2; @p " + red + " }"
-            ptx(red, bins + digit * 4, *limits)
-
-    def bound_by(sample: Fours) -> Word:
-        """A key, or the lowest one of a bin, than which at least as many are not lower as are wanted."""
-        at = hist + t.PASS * 4
-        count_in(at, elements(word(0), sample))
-        got = t.find_bin(at, wanted, blocks, of_earlier=False)
-
-        low, size, is_wide = extent(got.bin)
-
-        def within() -> list[Word]:
-            """In a bin that has most of the range, which is counted again."""
-            low_now, size_now, need = low, size, got.need
-            for turn, by in ((2, 21), (1, 10)):
-                at = hist + turn * t.PASS * 4
-                t.clear(at)
-                c.block_barrier()
-                count_in(at, elements(word(0), sample), by_bits(low_now, size_now, by))
-                finer = t.find_bin(at, need, blocks, of_earlier=False)
-                low_now, size_now, need = low_now + (finer.bin << by), word((1 << by) - 1), finer.need
-            return [low_now]
-
-        (bound,) = c.choose_between(is_wide, within, [low])
-        return (got.wanted < wanted).choose(1, bound)
-
+    thread, part = c.special("tid.x"), c.special("cluster_ctarank")
+    here = _Here(thread, part, thread & 31, thread >> 5, small + t.LENGTH * 4, hist + 3 * t.PASS * 4)
+    row: _Held | _Listed
     if lists is None:
-        made = elements(word(0), first)
-        of_first = made._replace(pairs=_Held(made.pairs))
-
-        def each(visit: Callable[..., Any], carry: Sequence[Word] = ()) -> list[Word]:
-            """carry = visit(elements, *carry), once or more often."""
-            return visit(of_first, *carry) or []
-
+        row = _Held(_elements(word(0), first, U, config))
     else:
-        at_first = _Held(first)
-        bound = wanted.equals(0).choose(0xFFFFFFFF, bound_by(at_first))
-        listing = _Listing(lists, bound)
+        at_first = _Once(first)
+        bound = wanted.equals(0).choose(0xFFFFFFFF, _bound(at_first, wanted, hist, bins, U, config))
+        row = _Listed(at_first, others, again, _Lists(lists, bound), kept, U, config)
+    last = _last_place(row, wanted, hist, bins, config.blocks)
+    _write(row, last, here, slots, found, small, name, room, config)
 
-        def list_step(i: Word, fours: Fours, number: Word) -> list[Word]:
-            for at, four in zip(t.fours(i, U, config), fours, strict=True):
-                number = listing.add(at, four, number)
-            return [number]
 
-        (number_listed,) = others(list_step, list_step(word(0), at_first, word(0)))
-        number_listed, too_many = listing.ends(number_listed)
-        with when(too_many):
+def _elements(i: Word, fours: Fours, U: int, config: t.Config) -> Elements:
+    """Those of step i, of which `fours` are the keys."""
+    starts, (stride, _, steps) = t.fours(i, U, config), t.steps(U, config)
+    pairs = (
+        (key, word(t.SLOTS) - (at + j)) for at, four in zip(starts, fours, strict=True) for j, key in enumerate(four)
+    )
+    return Elements(pairs, lambda e: starts[0] + (e >> 2) * (stride * steps) + (e & 3))
 
-            @c.loop(0, steps, 1)
-            def _keep(i: Word) -> None:
-                for at, four in zip(t.fours(i, U, config), again(i), strict=True):
-                    with when(at < U):
-                        ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", c.offset(kept, at * 4), *four)
 
-        def each(visit: Callable[..., Any], carry: Sequence[Word] = ()) -> list[Word]:
-            def of_list(first: Word, *carry: Word) -> Any:
-                return visit(listing.elements(first, number_listed), *carry)
+def _by_bits(low: Word, size: Word, by: Operand) -> Place:
+    """Of keys low .. low + size, from bit `by` on."""
+    return lambda key, _: [(key - low) >> by, key - low, size]
 
-            def of_row(i: Word, *carry: Word) -> Any:
-                fours = (t.load_four(kept, at, U) for at in t.fours(i, U, config))
-                return visit(elements(i, fours), *carry)
 
-            carry = c.loop(0, number_listed, 32, carry)(of_list)
-            return c.choose_between(too_many, lambda: c.loop(0, steps, 1, carry)(of_row), carry)
+def _count(bins: Word, elements: Elements, place: Place) -> None:
+    """`place` gives a bin, and perhaps two numbers, of which the first is not the larger if the element counts."""
+    for element in elements.pairs:
+        digit, *limits = place(*element)
+        red = "red.shared.add.u32 [$0], 1;"
+        if limits:
+            red = "{ .reg .pred p; setp.le.u32 p, $1, $2; @p " + red + " }"
+        ptx(red, bins + digit * 4, *limits)
 
-    def count(n: int, bin_of: Callable[[Word, Word], list[Operand]], wanted: Word) -> t.Found:
+
+def _bound(sample: Fours, wanted: Word, hist: Word, bins: Bins, U: int, config: t.Config) -> Word:
+    """A key, or the lowest one of a bin, than which at least as many of a sample are not lower as are wanted."""
+    at = hist + t.PASS * 4
+    _count(at, _elements(word(0), sample, U, config), bins.place)
+    got = t.find_bin(at, wanted, config.blocks, of_earlier=False)
+    low, size, is_wide = bins.extent(got.bin)
+
+    def within() -> list[Word]:
+        """In a bin that has most of the range, which is counted again."""
+        low_now, size_now, need = low, size, got.need
+        for turn, by in ((2, 21), (1, 10)):
+            at = hist + turn * t.PASS * 4
+            t.clear(at)
+            c.block_barrier()
+            _count(at, _elements(word(0), sample, U, config), _by_bits(low_now, size_now, by))
+            finer = t.find_bin(at, need, config.blocks, of_earlier=False)
+            low_now, size_now, need = low_now + (finer.bin << by), word((1 << by) - 1), finer.need
+        return [low_now]
+
+    (bound,) = c.choose_between(is_wide, within, [low])
+    return (got.wanted < wanted).choose(1, bound)
+
+
+def _last_place(row: _Held | _Listed, wanted: Word, hist: Word, bins: Bins, blocks: int) -> Last:
+    def count(n: int, place: Place, wanted: Word) -> t.Found:
         """Histograms take turns: of one that is cleared all blocks had what they needed before the last pass."""
         at = hist + TURNS[n] * t.PASS * 4
         if n:
             t.clear(at)
             c.block_barrier()
-        each(lambda elements: count_in(at, elements, bin_of))
+        row.each(lambda elements: _count(at, elements, place))
         return t.find_bin(at, wanted, blocks)
 
-    # Keys low .. low + size are those of the bin, of which `need` of `many` are wanted; the next bits to count begin at
-    # `further`. Of those that equal `low`, slots count whose rank is at least `least`. Blocks before this one have
-    # `above` larger ones, and `beside` in the bin.
-    place, need, many, wanted, above, beside = count(0, from_base, wanted)
-    low, size, is_wide = extent(place)
-    further = is_wide.choose(21, shift - 11)
+    place, need, many, wanted, above, beside = count(0, bins.place, wanted)
+    low, size, is_wide = bins.extent(place)
+    further = is_wide.choose(21, bins.shift - 11)  # where the next bits to count begin
     state = [low, size, further, word(0), need, many, above, beside]
 
     def by_key(n: int, low: Word, size: Word, shift: Word, _: Word, need: Word, *of_blocks: Word) -> list[Word]:
-        got = count(n, by_bits(low, size, shift), need)
+        got = count(n, _by_bits(low, size, shift), need)
         further = (shift > 11).choose(shift - 11, 0)
         low, size = low + (got.bin << shift), (word(1) << shift) - 1
         return [low, size, further, word(0), got.need, got.many, of_blocks[1] + got.above, got.beside]
@@ -486,11 +497,11 @@ def _take(
         above = of_blocks[1]
         for n, by in ((KEY_PASSES, 11), (KEY_PASSES + 1, 0)):
 
-            def bin_of(key: Word, rank: Word, by: int = by, least: Word = least) -> list[Operand]:
+            def place(key: Word, rank: Word, by: int = by, least: Word = least) -> list[Operand]:
                 digit = (rank - least) >> by
                 return [digit, key.equals(low).choose(digit, t.BINS), t.BINS - 1]
 
-            got = count(n, bin_of, need)
+            got = count(n, place, need)
             least, need, above = least + (got.bin << by), got.need, above + got.above
         return [low, size, shift, least, need, got.many, above, got.beside]
 
@@ -505,11 +516,20 @@ def _take(
 
     state = c.choose_between(is_long(state), narrowed, state)  # one branch past all of it: far ones take long
     low, size, _, least, need, many, above, beside = state
+    return Last(low, size, least, need, many, wanted, above, beside)
 
-    # Taken are keys beyond the bin's; if slots were counted, also those that equal `low` of a higher rank than the one
-    # that is left. What the bin has comes into the list that each block gets, [many] of rank and key.
-    by_rank, none = least.differs(0), wanted.equals(0)
-    low, high, many = none.choose(0xFFFFFFFF, low), none.choose(0xFFFFFFFF, low + size), none.choose(0, many)
+
+def _write(
+    row: _Held | _Listed, last: Last, here: _Here, slots: Any, found: Any, small: Word, name: Callable[[Word], Word],
+    room: int, config: t.Config,
+) -> None:  # fmt: skip
+    """Taken are keys beyond the bin's; if slots were counted, also those that equal `low` of a higher rank than the one
+    that is left. What the bin has comes into the list that each block gets, [many] of rank and key."""
+    blocks, (thread, part, lane, warp, length, listed) = config.blocks, here
+    wanted, need, is_held = last.wanted, last.need, isinstance(row, _Held)
+    by_rank, none = last.least.differs(0), wanted.equals(0)
+    low, high = none.choose(0xFFFFFFFF, last.low), none.choose(0xFFFFFFFF, last.low + last.size)
+    many = none.choose(0, last.many)
 
     def bits(conditions: str, elements: Iterable[Pair], *limits: Word) -> Word:
         found = word(0)
@@ -524,7 +544,7 @@ def _take(
         level = bits("setp.ge.u32 p, $3, $5;", elements, low)
 
         def of_rank() -> list[Word]:
-            higher, rank = "setp.eq.u32 p, $3, $5; setp.g{}.and.u32 p, $4, $6, p;", (elements, low, least)
+            higher, rank = "setp.eq.u32 p, $3, $5; setp.g{}.and.u32 p, $4, $6, p;", (elements, low, last.least)
             return [taken | bits(higher.format("t"), *rank), taken | bits(higher.format("e"), *rank)]
 
         taken, level = c.choose_between(by_rank, of_rank, [taken, level])
@@ -545,7 +565,7 @@ def _take(
         pairs = list(elements.pairs)
         taken, level = marks(pairs)
         with when(level.differs(0)):
-            at = beside + ptx("atom.shared.add.u32 $0, [$1], $2;", length, number(level), results=1)
+            at = last.beside + ptx("atom.shared.add.u32 $0, [$1], $2;", length, number(level), results=1)
 
             def share(i: Word, e: Word) -> None:
                 key, rank = pairs[0]
@@ -556,13 +576,13 @@ def _take(
                     ptx("st.shared::cluster.v2.u32 [$0], {$1, $2};", to, rank, key)
 
             numbered(level, share)
-        return [taken if lists is None else before + number(taken)]
+        return [taken if is_held else before + number(taken)]
 
-    (mine_taken,) = each(collect, [word(0)])
+    (mine_taken,) = row.each(collect, [word(0)])
     c.cluster_arrive()
 
     def write(elements: Elements, at: Word) -> list[Word]:
-        taken = mine_taken if lists is None else marks(list(elements.pairs))[0]
+        taken = mine_taken if is_held else marks(list(elements.pairs))[0]
 
         def store(i: Word, e: Word) -> None:
             ptx("st.global.u32 [$0], $1;", c.offset(slots, (at + i) * 4), name(elements.slot(e)))
@@ -570,7 +590,7 @@ def _take(
         numbered(taken, store)
         return [at + number(taken)]
 
-    each(write, [above + t.earlier(number(mine_taken) if lists is None else mine_taken, small)])
+    row.each(write, [last.above + t.earlier(number(mine_taken) if is_held else mine_taken, small)])
     with when(thread.equals(0) & part.equals(0)):
         ptx("st.global.u32 [$0], $1;", found, wanted)
     c.loop(wanted + part * t.THREADS + thread, room, t.THREADS * blocks)(
@@ -597,6 +617,55 @@ def _take(
 
 
 class _Held:
+    """A row whose keys registers hold."""
+
+    def __init__(self, elements: Elements):
+        self.elements = elements._replace(pairs=_Once(elements.pairs))
+
+    def each(self, visit: Callable[..., Any], carry: Sequence[Word] = ()) -> list[Word]:
+        """carry = visit(elements, *carry)."""
+        return visit(self.elements, *carry) or []
+
+
+class _Listed:
+    """A row of which the candidates are in lists, or if these are full, all keys in device memory at `kept`."""
+
+    def __init__(
+        self, first: Fours, others: Callable[..., list[Word]], again: Callable[[Word], Fours], lists: _Lists,
+        kept: Any, U: int, config: t.Config,
+    ):  # fmt: skip
+        self.lists, self.kept, self.U, self.config, self.steps = lists, kept, U, config, t.steps(U, config)[2]
+
+        def list_step(i: Word, fours: Fours, number: Word) -> list[Word]:
+            for at, four in zip(t.fours(i, U, config), fours, strict=True):
+                number = lists.add(at, four, number)
+            return [number]
+
+        (number,) = others(list_step, list_step(word(0), first, word(0)))
+        self.number, self.too_many = lists.ends(number)
+        with when(self.too_many):
+
+            @c.loop(0, self.steps, 1)
+            def _keep(i: Word) -> None:
+                for at, four in zip(t.fours(i, U, config), again(i), strict=True):
+                    with when(at < U):
+                        ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", c.offset(kept, at * 4), *four)
+
+    def each(self, visit: Callable[..., Any], carry: Sequence[Word] = ()) -> list[Word]:
+        """carry = visit(elements, *carry), of some at a time."""
+
+        def of_list(first: Word, *carry: Word) -> Any:
+            return visit(self.lists.elements(first, self.number), *carry)
+
+        def of_row(i: Word, *carry: Word) -> Any:
+            fours = (t.load_four(self.kept, at, self.U) for at in t.fours(i, self.U, self.config))
+            return visit(_elements(i, fours, self.U, self.config), *carry)
+
+        carry = c.loop(0, self.number, 32, carry)(of_list)
+        return c.choose_between(self.too_many, lambda: c.loop(0, self.steps, 1, carry)(of_row), carry)
+
+
+class _Once:
     """What an iterator gives, made when it is first asked for, one after the other, and held then."""
 
     def __init__(self, made: Iterable[Any]):
@@ -610,7 +679,7 @@ class _Held:
             yield x
 
 
-class _Listing:
+class _Lists:
     """Lists that the warps have in shared memory, of fours of a row's elements of which a key is not below a bound."""
 
     def __init__(self, lists: Word, bound: Word):
