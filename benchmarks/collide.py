@@ -19,8 +19,8 @@ from sweep import Sweep, repeats, run
 from kvjax import ops
 
 SHAPES = (  # B, K, G, S, D, T
-    (1, 8, 4, 131072, 128, 6),
     (1, 8, 1, 131072, 128, 6),
+    (1, 8, 4, 131072, 128, 6),
     *((1, 8, G, 1 << 20, 128, 6) for G in (1, 4)),
     *((1, 8, G, 32768, 128, 6) for G in (1, 4)),
     *((8, 8, G, 32768, 128, 6) for G in (1, 4)),

@@ -24,11 +24,11 @@ of patterns are sums in the order of channels, in f32: where two are equal but f
 them otherwise. A query that is not a number gets some votes. 105 registers for G = 1, no spills.
 
 **Measured** on an H200, 2026-11-22, jax 0.11.2, device time of all its kernels, 8 kv heads x 131072, D = 128, six
-limits, queries and counts of its own for each call: G = 1, as a step of ParisKV asks, 7.3 us (the reference 199), G = 4
-10.0 us (454; 2.4 of it for ranks), G = 8 13.5 us (522). 32768 keys 4.4 us (254), G = 4 6.5 (387); 1M 36.1 us (257), G =
-4 46.6 (1.53 ms); batch 8 x 32768 11.8 us (232), G = 4 16.3 (650); D = 64 and G = 4 7.3 us (403). In an
-earlier form, of 7.4 us for G = 1 6.9 remained without ranks, 6.1 without lookups, 5.9 without both; of 4096 keys 2.1 of
-3.8 without ranks.
+limits, queries and counts of its own for each call: G = 1, as a step of ParisKV asks (the mean of a group), 7.3 us (the
+reference 199), G = 4 10.0 us (454; 2.4 of it for ranks), G = 8 13.5 us (522). 32768 keys 4.4 us (254), G = 4 6.5 (387);
+1M 36.1 us (257), G = 4 46.6 (1.53 ms); batch 8 x 32768 11.8 us (232), G = 4 16.3 (650); D = 64 and G = 4 7.3 us (403).
+In an earlier form, of 7.4 us for G = 1 6.9 remained without ranks, 6.1 without lookups, 5.9 without both; of 4096 keys
+2.1 of 3.8 without ranks.
 
 **Tried and lost**: ranks by comparing all pairs, a kernel of 2.8 us (G = 4 3.6, G = 8 5.3) before one of votes with 7.8
 (8.7 and 11.1), in which patterns came to registers; in it batch 8 x 32768 took 20.9 us, G = 4 31.2. Warps that ask for
