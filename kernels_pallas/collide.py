@@ -19,16 +19,16 @@ counts and queries, is asked for by all threads before any asks for patterns, or
 
 **Bytes:** D/8 read and G written a key and kv head, and 1 KiB of counts a subspace and kv head: at D = 128 and G = 4,
 20 bytes a key. The bound on an H200 (4.3 TB/s) for 8 kv heads x 131072 is 4.2 us for G = 1 and 4.9 for G = 4, for 8 x
-1M 33 and 39 us. Shared memory has 20 words a key to read at D = 128, which take 2.7 us of all multiprocessors. Scores
-of patterns are sums in the order of channels, in f32: where two are equal but for rounding, the reference may order
-them otherwise. A query that is not a number gets some votes. 105 registers for G = 1, no spills.
+1M 33 and 39 us. Shared memory has 20 words a key to read at D = 128, which take 2.7 us of all multiprocessors, by
+count. Scores of patterns are sums in the order of channels, in f32: where two are equal but for rounding, the reference
+may order them otherwise. A query that is not a number gets some votes. 107 registers for G = 1, no spills.
 
 **Measured** on an H200, 2026-11-22, jax 0.11.2, device time of all its kernels, 8 kv heads x 131072, D = 128, six
 limits, queries and counts of its own for each call: G = 1, as a step of ParisKV asks (the mean of a group), 7.3 us (the
 reference 199), G = 4 10.0 us (454; 2.4 of it for ranks), G = 8 13.5 us (522). 32768 keys 4.4 us (254), G = 4 6.5 (387);
 1M 36.1 us (257), G = 4 46.6 (1.53 ms); batch 8 x 32768 11.8 us (232), G = 4 16.3 (650); D = 64 and G = 4 7.3 us (403).
 In an earlier form, of 7.4 us for G = 1 6.9 remained without ranks, 6.1 without lookups, 5.9 without both; of 4096 keys
-2.1 of 3.8 without ranks.
+2.1 of 3.9 without ranks.
 
 **Tried and lost**: ranks by comparing all pairs, a kernel of 2.8 us (G = 4 3.6, G = 8 5.3) before one of votes with 7.8
 (8.7 and 11.1), in which patterns came to registers; in it batch 8 x 32768 took 20.9 us, G = 4 31.2. Warps that ask for
@@ -38,7 +38,7 @@ lanes: G = 1 as fast, G = 4 12.1 us where 16 take 11.0; by 8 7.8 and 10.8, with 
 More patterns on their way: twice as many 7.7 us, also of half the keys at once 7.9. Clusters of 2 blocks that share the
 subspaces: what they give each other comes behind their patterns, 10.1 us, G = 4 10.7 if few are on their way; of 4
 blocks not all clusters run at once, 18.9 us. All ranks in each block for G = 4 11.0 us, G = 8 18.5; a kernel of its own
-for G = 1 10.1; with all stages begun before its result is there, G = 4 11.2; with 33 blocks a row, G = 1 12.2.
+for G = 1 10.1, with 33 blocks a row 12.2; that of G = 4 with all stages begun before its result is there 10.8.
 """
 
 from __future__ import annotations
@@ -345,24 +345,38 @@ class _Ranks:
         keys = self._sorted(keys)
         patterns = [key & 0xFF for key in keys]
         above = self._sums_above([_word_of(counts, pattern) for pattern in patterns])
-        differences = [a ^ b for a, b in zip(keys, [*keys[1:], self._next(keys[0])], strict=True)]
-        differences[-1] = (self.lane < LANES - 1).choose(differences[-1], 256)
-
-        def levelled(*above: Word) -> tuple[Flag, list[Word]]:
-            """What equal ones have before the last of them."""
-            level = [*above, self._next(above[0])]
-            for i in reversed(range(PAIRS)):
-                level[i] = (differences[i] < 256).choose(level[i + 1], level[i])
-            return _any([level[0].differs(above[0])]), level[:PAIRS]
-
+        differences = self._differences(keys, -1)
         alike = _any([functools.reduce(lambda a, b: instr("min.u32", a, b), differences) < 256])
-        above = c.choose_between(alike, lambda: c.repeat(above, levelled), above)
+        above = c.choose_between(alike, lambda: self._levelled(above, differences, 256, -1), above)
         deep = self.lane.equals(0) & (above[0] < self.largest)  # numbers in f32, not below 0
         finer = (_any([finer]) & alike) | _any([deep])
         at = self.earned + ((head >> 2) * self.share + subspace) * (PITCH * 4) + (head & 3)
         put = partial(self._put, at, there)
         found = c.choose_between(finer, lambda: self._exactly(x, patterns, counts, put), [*patterns, *above])
         put(found[:PAIRS], found[PAIRS:])
+
+    def _differences(self, x: Sequence[Word], step: int) -> list[Word]:
+        """Of each word from the one before it, or from the next if `step` is -1; all bits where there is none."""
+        if step < 0:
+            others, edge, there = [*x[1:], self._next(x[0])], -1, self.lane < LANES - 1
+        else:
+            others, edge, there = [self._last(x[-1]), *x[:-1]], 0, self.lane > 0
+        found = [a ^ b for a, b in zip(x, others, strict=True)]
+        found[edge] = there.choose(found[edge], 0xFFFFFFFF)
+        return found
+
+    def _levelled(self, sums: Sequence[Word], differences: Sequence[Word], alike: int, step: int) -> list[Word]:
+        """Of neighbours whose `_differences` are less than `alike`, what the first has, or the last if `step` is -1."""
+        order = range(PAIRS)[::step]
+
+        def once(*sums: Word) -> tuple[Flag, list[Word]]:
+            out = list(sums)
+            source = (self._next if step < 0 else self._last)(out[order[-1]])
+            for i in order:
+                source = out[i] = (differences[i] < alike).choose(source, out[i])
+            return _any([source.differs(sums[order[-1]])]), out
+
+        return c.repeat(sums, once)
 
     def _put(self, at: Word, there: Flag, patterns: Sequence[Word], before: Sequence[Word]) -> None:
         """What these patterns earn, that have so many keys before them; bytes of words at `at`."""
@@ -490,31 +504,14 @@ class _Ranks:
 
         found = c.repeat([*(score(p) for p in patterns), *patterns], exchanged)
         s, patterns = found[:PAIRS], found[PAIRS:]
-        before_s, next_s = self._last(s[-1]), self._next(s[0])
-
-        def level(sums: Sequence[Word], edge: Word, there: Flag, step: int) -> list[Word]:
-            """Of equal ones, what the last one has, or the first if `step` is 1."""
-            ends = (PAIRS - 1, 0) if step < 0 else (0, PAIRS - 1)
-            at_edge = s[ends[0]].equals(edge) & there
-
-            def levelled(*sums: Word) -> tuple[Flag, list[Word]]:
-                out = list(sums)
-                other = (self._next if step < 0 else self._last)(out[ends[1]])
-                out[ends[0]] = at_edge.choose(other, out[ends[0]])
-                for i in range(ends[0] + step, ends[1] + step, step):
-                    out[i] = s[i].equals(s[i - step]).choose(out[i - step], out[i])
-                return _any([out[ends[1]].differs(sums[ends[1]])]), out
-
-            return c.repeat(sums, levelled)
-
         held, opposite = ([_word_of(counts, p ^ turn) for p in patterns] for turn in (0, 0xFF))
-        above = level(self._sums_above(held), next_s, lane < LANES - 1, -1)
+        above = self._levelled(self._sums_above(held), self._differences(s, -1), 1, -1)
         total = functools.reduce(partial(instr, "add.f32"), [*held, *opposite])
         for gap in (1 << i for i in range(BITS)):
             total = instr("add.f32", total, c.bfly(total, gap))
         after = self._sums_above(opposite)
         below = [instr("sub.f32", total, instr("add.f32", a, n)) for a, n in zip(after, opposite, strict=True)]
-        below = level(below, before_s, lane > 0, 1)
+        below = self._levelled(below, self._differences(s, 1), 1, 1)
         below = [y.equals(0).choose(a, b) for y, a, b in zip(s, above, below, strict=True)]
         put([p ^ 0xFF for p in patterns], below)
         return [*patterns, *above]

@@ -213,7 +213,7 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
 TWO = "attend_quantized", "attend_span", "collide", "pick_1bit", "pick_4bit", "pick_pages"  # kernels of a program
 ONE = ("collide, a head",)
 # At most: else too few blocks fit on a multiprocessor.
-REGISTERS = {"rerank": 72, "pick_4bit": 72}
+REGISTERS = {"collide": 128, "collide, a head": 128, "rerank": 72, "pick_4bit": 72}
 
 LATE = (
     "attend_quantized, KIVI",
