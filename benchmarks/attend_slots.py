@@ -17,7 +17,7 @@ from kvjax.kernels_pallas.attend_slots import Config
 from sweep import Sweep, repeats, run
 
 from kvjax import ops
-from kvjax.pick import Selection
+from kvjax.selection import Selection
 
 SHAPES = (  # B, K, G, H, S, D, M, dtype
     (1, 8, 4, 1, 131072, 128, 2048, "bfloat16"),

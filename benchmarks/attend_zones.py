@@ -20,7 +20,7 @@ from sweep import Sweep, repeats, run
 
 from kvjax import ops
 from kvjax.partial import Span
-from kvjax.pick import Picked
+from kvjax.selection import PackedSelection
 
 SHAPES = (  # B, K, G, H, S, R, local, sink, D, M, dtype
     (1, 8, 4, 1, 131072, 256, 1, 0, 128, 2047, "bfloat16"),  # FIER's, of a budget of 2048
@@ -42,7 +42,7 @@ def inputs(
 
     q = jax.random.normal(next(keys), (B, K, G, D), dtype)
     k, v = pair(B, K, S)
-    # One slot of each M-th of store and waiting tokens, in mixed order: unique, and spread.
+    # One slot of each M-th of store and pending tokens, in mixed order: unique, and spread.
     apart = (S + R - local) // M
     slots = jax.random.randint(next(keys), (n, B, K, H, M), 0, apart) + jnp.arange(M) * apart
     slots = jax.random.permutation(next(keys), slots, axis=-1, independent=True)
@@ -66,7 +66,7 @@ def measure(
 
     def reference(implementation: ops.Implementation | None, q: Array, k: Array, v: Array, zones: Any) -> list[Array]:
         one = jax.jit(partial(ops._attend_zones, local=local, scale=scale, implementation=implementation))
-        return [one(q, k, v, Picked(slots, found), *spans) for slots, *spans in zones]
+        return [one(q, k, v, PackedSelection(slots, found), *spans) for slots, *spans in zones]
 
     def error(got: Any, want: Any) -> float:
         pairs = ((a.astype(float), b.astype(float)) for a, b in zip(got, want, strict=True))

@@ -10,7 +10,7 @@ as "parts", the time of a layer by kernel. Beside the methods, in the same run:
 - full: kvjax's Full, which XLA reads as [B, K, S, D].
 - by hand: exact scores, `lax.top_k`, `take_along_axis`, softmax, as one writes it without a library.
 
-Device time is that of the kernels of some layers in straight line, each waiting for the one before, over their number:
+Device time is that of the kernels of some layers in straight line, each pending for the one before, over their number:
 as many layers as read twice what the L2 cache holds. A loop over layers would cost 10 us a kernel, in no model's
 favour. A call keeps its token, as a model does, and the next finds one more; once a block is full they are dropped,
 which is the same work. The floor is the bytes that must be read over 4.3 TB/s. Without a GPU (`--quick`) the host's

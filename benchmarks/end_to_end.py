@@ -26,11 +26,11 @@ from jax import Array
 from jax.tree_util import register_dataclass
 from layers import out_of, show
 
-from kvjax import CacheSpec, Full, Layered, presets
+from kvjax import CacheSpec, Full, PerLayer, presets
 from kvjax.caches import Info
 from kvjax.evaluate import throughput
 from kvjax.evaluate.record import digest_json
-from kvjax.partial import Partial, attend_blocks
+from kvjax.partial import PartialAttention, attend_blocks
 
 
 @register_dataclass
@@ -81,7 +81,7 @@ class FullByCudnn:
 
     def attend_stored(
         self, st: RowsFirst, q: Array, ahead: Array, *, scale: float, window: int | None = None
-    ) -> Partial:
+    ) -> PartialAttention:
         assert window is None
         k, v = (jnp.swapaxes(a, 1, 2) for a in (st.k, st.v))
         return attend_blocks(q, k, v, jnp.zeros_like(st.length), st.length, scale=scale)
@@ -96,8 +96,8 @@ class FullByCudnn:
         return Full().bytes_per_token(spec)
 
 
-METHODS: dict[str, Callable[[int], Layered]] = {
-    "cudnn": lambda budget: Layered((), FullByCudnn()),
+METHODS: dict[str, Callable[[int], PerLayer]] = {
+    "cudnn": lambda budget: PerLayer((), FullByCudnn()),
     "full": lambda budget: presets.full(),
     "fier": presets.fier,
     "pariskv": presets.pariskv,
@@ -128,7 +128,7 @@ def main(args: Sequence[str] | None = None) -> None:
     config, dtype = throughput.SHAPES[given.shape], "bfloat16"
     caches = {name: METHODS[name](given.budget) for name in given.methods}
     if given.quick:
-        dtype, caches["cudnn"] = "float32", Layered((), FullByCudnn("xla"))
+        dtype, caches["cudnn"] = "float32", PerLayer((), FullByCudnn("xla"))
         config = replace(config, layers=2, windows=(), hidden_size=64, intermediate_size=64, vocab_size=64, head_dim=16)
     model = throughput.random_model(config, dtype)
     for length in given.lengths:

@@ -32,7 +32,7 @@ from kvjax.evaluate.throughput import SHAPES, fill, random_model
 LAYERS = 2
 FULL = SHAPES["llama-3.1-8b"]
 SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "q_heads": 4, "kv_heads": 2, "head_dim": 16}
-POLICIES: dict[str, Callable[[], kvjax.Layered]] = {
+POLICIES: dict[str, Callable[[], kvjax.PerLayer]] = {
     "full": presets.full,
     "fier": lambda: presets.fier(2048),
     "quest": lambda: presets.quest(2048),
@@ -44,7 +44,7 @@ POLICIES: dict[str, Callable[[], kvjax.Layered]] = {
 
 def prompt(cache: Any, model: Decoder, tokens: Array) -> tuple[Array, Any]:
     """Stores tokens [B, T] in an empty cache, and hands it back as empty."""
-    logits, after = model(tokens, cache, last=True, fresh=True)
+    logits, after = model(tokens, cache, last=True, first_chunk=True)
     return logits, keep_counts(cache, after)
 
 
@@ -63,7 +63,7 @@ def seal(state: Any, policy: Retrieval) -> tuple[Array, Any]:
 def measure(name: str, config: DecoderConfig, model: Decoder, length: int, batch: int, calls: int) -> dict[str, Any]:
     policy: Policy = POLICIES[name]().rest
     chunk = policy.demote.leave if isinstance(policy, Retrieval) else 0
-    layered = kvjax.Layered((), policy)
+    layered = kvjax.PerLayer((), policy)
     spec = model.spec(batch=batch, capacity=length + max(chunk, 1))
     tokens = jax.random.randint(jax.random.key(0), (batch, length), 0, config.vocab_size)
     cache = kvjax.init(layered, spec, layers=LAYERS)

@@ -18,8 +18,8 @@ from kvjax.kernels_pallas.rerank import Config
 from sweep import Sweep, repeats, run
 
 from kvjax import ops
-from kvjax.pick import Picked
 from kvjax.rotate import SUBSPACE, Directions, lloyd_max
+from kvjax.selection import PackedSelection
 
 SHAPES = (  # B, K, G, S, D, M
     (1, 8, 1, 131072, 128, 6554),
@@ -54,7 +54,7 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, M: int) -> dic
 
     def reference(q: Array, keys: Directions, slots: list[Array]) -> list[Array]:
         found = jnp.full(slots[0].shape[:3], M, jnp.int32)
-        return [ops.rerank(q, keys, Picked(s, found), scale=scale, implementation="xla") for s in slots]
+        return [ops.rerank(q, keys, PackedSelection(s, found), scale=scale, implementation="xla") for s in slots]
 
     def error(got: list[Array], want: list[Array]) -> float:
         return float(max(jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(got, want, strict=True)))

@@ -1,4 +1,4 @@
-"""The choice of `pick_1bit` and others: from scores and their statistics to slots, by a cluster of blocks a row.
+"""The choice of `select_1bit` and others: from scores and their statistics to slots, by a cluster of blocks a row.
 
 (1) The heads' sums are merged from the warps' statistics, while the first scores are on their way. (2) Each thread
 loads its scores, three fours ahead if they are in f16 and G <= 4, and makes keys of them, which stay in registers (of a
@@ -27,8 +27,8 @@ again, and 5.6 with bins for scores below 0 as well, which cost others 0.2 us.
 58 elements in the last place's bin, 2.1 lanes of a warp that meet in a bin when counting; by the leading 11 bits of a
 logarithm it is 11578 and 18. 64 registers, no spills.
 
-**Tried and lost** (`pick_1bit` has its times), with shares of the 21 us that it took then, by a profile: counting again
-until as many are in a bin as are wanted (more than a tenth a pass); each thread reading two bins of all blocks (a
+**Tried and lost** (`select_1bit` has its times), with shares of the 21 us that it took then, by a profile: counting
+again until as many are in a bin as are wanted (more than a tenth a pass); each thread reading two bins of all blocks (a
 tenth, once); 32 loads and selections a thread for the sums of warps (a twentieth, each time); a logarithm for each unit
 (a fifth of its special functions).
 """
@@ -45,9 +45,9 @@ import jax
 import jax.numpy as jnp
 from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import top_k as t
-from kvjax.kernels_pallas import top_k_pooled as pooled
+from kvjax.kernels_pallas import top_k_grouped as pooled
 from kvjax.kernels_pallas._common import Flag, Operand, Word, instr, ptx, when, word
-from kvjax.kernels_pallas.top_k_pooled import add, merge
+from kvjax.kernels_pallas.top_k_grouped import add, merge
 
 HEADS = pooled.HEADS
 KEY_PASSES = 4  # over the keys at most, the later by 11 bits; then two by 11 bits of the slot's 22
@@ -143,8 +143,8 @@ class Ahead:
 
 
 def choose(
-    *refs, sizes: tuple[int, ...], heads: int, sums: int, shared_by: Sequence[int], last: int, pool: str, room: int,
-    config: t.Config, most: Sequence[int] | None = None, unit: int = 1, half: bool = True,
+    *refs, sizes: tuple[int, ...], heads: int, sums: int, shared_by: Sequence[int], last: int, group_reduce: str,
+    room: int, config: t.Config, most: Sequence[int] | None = None, unit: int = 1, half: bool = True,
     name: Callable[[Word, Word], Word] = lambda row, chosen: chosen,
 ) -> None:  # fmt: skip
     """The kernel's body, over heads' scores of each of `sizes`, with `sums` statistics of each head, if any. It begins
@@ -188,8 +188,8 @@ def choose(
     logs = None
     if sums_m is not None:
         parts = c.offset_rows(c.global_address(sums_m), row, heads * sums * 8)
-        waiting = (scores[1], sizes[1], wait_start, wait_length) if len(sizes) == 2 else None
-        logs = _logs(parts, sums, heads, waiting, c.shared_address(logs_m), load_ahead, half)
+        pending = (scores[1], sizes[1], wait_start, wait_length) if len(sizes) == 2 else None
+        logs = _logs(parts, sums, heads, pending, c.shared_address(logs_m), load_ahead, half)
     else:
         c.block_barrier()
 
@@ -202,7 +202,7 @@ def choose(
             stored = at < S
             begin, size = stored.choose(start, wait_start + S), stored.choose(length, wait_length)
         flags = [((at + j) - begin < size).choose(1, 0) for j in range(4)]
-        return pooled.pooled_keys(flags, [[h[j] for h in of_heads] for j in range(4)], logs, pool)
+        return pooled.pooled_keys(flags, [[h[j] for h in of_heads] for j in range(4)], logs, group_reduce)
 
     def fours(i: Word, is_whole: bool = False, goes_on: bool = False) -> Iterator[list[Word]]:
         """Keys of the fours of step i. `goes_on`: the next one's first fours lie in the first part, and are loaded."""
@@ -240,7 +240,7 @@ def choose(
         return carry
 
     goes_on = 0 < whole < steps and 1 < depth <= unroll
-    bins = FIRST_BINS["score" if not sums else "log" if pool == "max_softmax" else "sum"]
+    bins = FIRST_BINS["score" if not sums else "log" if group_reduce == "max_softmax" else "sum"]
     first = fours(word(0), bool(whole))
     _take(
         first, other_steps, fours, wanted, slots, found, hist, small, lists, keys, name=functools.partial(name, row),
@@ -258,10 +258,10 @@ def units_of(span: Sequence[Word], unit: int) -> list[Word]:
 
 
 def _logs(
-    parts: Any, n: int, heads: int, waiting: Any, shared: Word, loads: Callable[[], Any], half: bool
+    parts: Any, n: int, heads: int, pending: Any, shared: Word, loads: Callable[[], Any], half: bool
 ) -> list[Word]:
     """For each head minus log2 of the sum of exp(score) over the units; 0 where there is none. `parts` is where the
-    warps' statistics of the heads are, `n` of each; `waiting` has scores in f16, or in f32 if not `half`. `loads` is
+    warps' statistics of the heads are, `n` of each; `pending` has scores in f16, or in f32 if not `half`. `loads` is
     what else to load meanwhile."""
     thread = c.special("tid.x")
     lane, warp = thread & 31, thread >> 5
@@ -271,7 +271,7 @@ def _logs(
     index = (part < share).choose(part * 32 + lane, 1 << 30)
     stride = 32 * share
     parts = c.offset_rows(parts, head, n * 8)
-    scores, size, start, length = waiting or (None, 0, 0, 0)
+    scores, size, start, length = pending or (None, 0, 0, 0)
     scores = c.offset_rows(scores, head, size * (2 if half else 4)) if size else None
 
     def statistics(first: Word, number: int) -> list[list[Word]]:

@@ -5,8 +5,8 @@ each slot that it copies it compares which zone that lies in. A row's places are
 local window, then the sink's; a warp makes the slots of the last two from their spans, and knows from a count, or from
 -1 in the list, where nothing was chosen. So no list is put together, there is no attention over the recent block in
 plain XLA, no merge and no conversion after it: of a FIER step's launches at 128K 4 are left of 16 (with `put_token`,
-and with `pick_1bit`, which scores keys that wait and clips counts itself). Slots of the store may lie in two arrays, of
-which one goes on where the other ends: what FreeKV recalled a step before, and what it recalls now.
+and with `select_1bit`, which scores keys that wait and clips counts itself). Slots of the store may lie in two arrays,
+of which one goes on where the other ends: what FreeKV recalled a step before, and what it recalls now.
 
 **Bytes:** 2 D e M read a row, e of an element and M of all slots attended to, and 4 of each chosen one; e g D written.
 The bound on an H200 (4.3 TB/s) is 2.0 us for 8 rows of 2048 slots, D = 128 in bf16, and 16 us for 64.

@@ -23,7 +23,7 @@ each (2 MiB) 43.5 us, 48 GB/s; 2048 rows 166 us, 50.4 GB/s; pages of 32 tokens, 
 
 In a step of FreeKV 56 pages of 32 tokens for each of 8 kv heads are 7.3 MB, 147 us at that speed. Eight layers of
 Llama-3.1-8B, 32768 tokens, no head turned (2026-11-22), ms a token: 2.55 one kernel after the other; 1.83 with this
-read beside the rest; 1.73 with the choice by `pick_pages`; 1.66 in this form. By a profile of the last the read takes
+read beside the rest; 1.73 with the choice by `select_pages`; 1.66 in this form. By a profile of the last the read takes
 110 to 114 us, the first kernel 1.6, and matrix products are 5 to 10 % slower than those of Quest, whose layer takes
 140 us where this takes 167.
 

@@ -62,10 +62,10 @@ class Split(NamedTuple):
     threads: int  # of a block
 
 
-def config_for(heads: int, M: int, waiting: int = 0) -> Config:
+def config_for(heads: int, M: int, pending: int = 0) -> Config:
     """The smallest blocks of which one for each multiprocessor is enough, so that all picks are under way at once; else
-    small ones. `waiting`: keys a head for which `pick_4bit` has blocks in the same grid."""
-    enough = (n for n in (2, 4, 8) if heads * (-(-M // (128 * n)) - (-waiting // (128 * n))) <= c.MULTIPROCESSORS)
+    small ones. `pending`: keys a head for which `select_4bit` has blocks in the same grid."""
+    enough = (n for n in (2, 4, 8) if heads * (-(-M // (128 * n)) - (-pending // (128 * n))) <= c.MULTIPROCESSORS)
     return Config(next(enough, 2))
 
 

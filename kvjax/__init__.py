@@ -17,6 +17,19 @@ from importlib import import_module
 from types import ModuleType
 
 from kvjax import memory, presets
+from kvjax.attention import (
+    Cache,
+    LayerCache,
+    PerLayer,
+    any_full,
+    attention,
+    attention_info,
+    flush,
+    init,
+    init_layer,
+    insert,
+    raise_on_overflow,
+)
 from kvjax.caches import (
     Evicting,
     EvictingState,
@@ -30,24 +43,12 @@ from kvjax.caches import (
 )
 from kvjax.demotion import Demotion, Fifo, LogSparse
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
-from kvjax.hook import (
-    Cache,
-    LayerCache,
-    Layered,
-    attention,
-    attention_info,
-    check,
-    flush,
-    init,
-    init_layer,
-    insert,
-)
-from kvjax.partial import Partial, attend_part, merge
-from kvjax.pick import Selection
+from kvjax.partial import PartialAttention, attend_part, merge
 from kvjax.schedules import EveryStep, Schedule, Speculative
+from kvjax.selection import Selection
 from kvjax.selectors import All, CentrePages, Exact, Fier, MinMaxPages, Paris, Selector
 from kvjax.spec import CacheSpec
-from kvjax.stores import Dense, Host, Quantized, Store
+from kvjax.stores import Dense, HostOffload, Quantized, Store
 
 __version__ = "0.1.0"
 
@@ -76,17 +77,17 @@ __all__ = [
     "Full",
     "FullState",
     "HeavyHitter",
-    "Host",
+    "HostOffload",
     "Info",
     "LastQuery",
     "LayerCache",
-    "Layered",
     "LogSparse",
     "MinMaxPages",
     "Observation",
     "Observer",
     "Paris",
-    "Partial",
+    "PartialAttention",
+    "PerLayer",
     "Policy",
     "Quantized",
     "Retrieval",
@@ -97,10 +98,10 @@ __all__ = [
     "Sliding",
     "Speculative",
     "Store",
+    "any_full",
     "attend_part",
     "attention",
     "attention_info",
-    "check",
     "flush",
     "init",
     "init_layer",
@@ -108,4 +109,5 @@ __all__ = [
     "memory",
     "merge",
     "presets",
+    "raise_on_overflow",
 ]

@@ -155,12 +155,13 @@ class LastQuery:
 class Observation:
     """The last `window` queries of a prompt vote for what stays of it, and their own tokens stay.
 
-    A token's vote is the largest of the `pool` tokens around it, each the softmax weight that it got, summed over the
-    window and the query heads of its group. With fewer than 2 `window` slots, the window is half of the slots.
+    A token's vote is the largest of the `kernel_size` tokens around it, each the softmax weight that it got, summed
+    over the window and the query heads of its group. With fewer than 2 `window` slots, the window is half of the slots.
 
-    Pooling keeps what stands beside a voted token, `pool` // 2 to each side; what no query has asked for yet and lies
-    further off is lost. Of five-digit numbers, a token a digit, a model of 26 M parameters wrote the first four digits
-    right in 8 of 8 cases and the fifth in 1, with a pool of 13 all (needles in 2048 tokens, budget 256, 2026-11-21).
+    Pooling keeps what stands beside a voted token, `kernel_size` // 2 to each side; what no query has asked for yet and
+    lies further off is lost. Of five-digit numbers, a token a digit, a model of 26 M parameters wrote the first four
+    digits right in 8 of 8 cases and the fifth in 1, with a kernel_size of 13 all (needles in 2048 tokens, budget 256,
+    2026-11-21).
 
     **Source:** SnapKV (Li et al. 2024), section 4; window 32, pooling of 7. **Differs:** the paper chooses for each
     query head, here a group shares a choice. The paper keeps all that is generated beside its budget; here a generated
@@ -170,13 +171,16 @@ class Observation:
     """
 
     window: int = 32
-    pool: int = 7  # tokens, odd
+    kernel_size: int = 7  # tokens, odd
 
     def __post_init__(self) -> None:
         require_int("Observation(window=...)", self.window, at_least=1)
-        require_int("Observation(pool=...)", self.pool, at_least=1)
-        if self.pool % 2 == 0:
-            raise ValueError(f"Observation(pool={self.pool}) has no middle; use {self.pool - 1} or {self.pool + 1}")
+        require_int("Observation(kernel_size=...)", self.kernel_size, at_least=1)
+        if self.kernel_size % 2 == 0:
+            raise ValueError(
+                f"Observation(kernel_size={self.kernel_size}) has no middle; "
+                f"use {self.kernel_size - 1} or {self.kernel_size + 1}"
+            )
 
     @property
     def arrival(self) -> float:
@@ -191,7 +195,7 @@ class Observation:
     def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
         newest = _newest(position, end, self.voters(slots))
         votes = jnp.where(newest | (position < 0), -jnp.inf, jnp.sum(votes, axis=2))
-        pooled = lax.reduce_window(votes, -jnp.inf, lax.max, (1, 1, self.pool), (1, 1, 1), "SAME")
+        pooled = lax.reduce_window(votes, -jnp.inf, lax.max, (1, 1, self.kernel_size), (1, 1, 1), "SAME")
         return jnp.where(newest, jnp.inf, pooled)
 
     def see_step(self, evidence: Array, weights: Array) -> Array:

@@ -20,10 +20,27 @@ from jax import Array, lax
 from kvjax.blocks import Block, put
 from kvjax.layouts import unpack_codes
 from kvjax.memory import to_device, to_host
-from kvjax.partial import Partial, Span, attend_part, attention_logits, empty_part, keep_valid, merge, part_of_logits
-from kvjax.pick import Picked, Pool, Selection, membership, pool_scores, require_pool, split_selection
+from kvjax.partial import (
+    PartialAttention,
+    Span,
+    attend_part,
+    attention_logits,
+    empty_part,
+    keep_valid,
+    merge,
+    part_of_logits,
+)
 from kvjax.quant import OneBit, QuantArray, dequantize, dequantize_1bit, split_scales
 from kvjax.rotate import SUBSPACE, Directions, decode, lloyd_max, rotate_few, turned
+from kvjax.selection import (
+    GroupReduce,
+    PackedSelection,
+    Selection,
+    membership,
+    reduce_scores,
+    require_group_reduce,
+    split_selection,
+)
 
 Implementation = Literal["xla", "mosaic"]
 
@@ -117,105 +134,115 @@ def _top_k(scores: Array, valid: Array, *, k: int) -> Selection:
     return Selection(slots.astype(jnp.int32), jnp.take_along_axis(valid, slots, axis=-1))
 
 
-def top_k_pooled(
-    parts: Sequence[tuple[Array, Array]], pool: Pool, k: int, *, implementation: Implementation | None = None
+def top_k_grouped(
+    parts: Sequence[tuple[Array, Array]],
+    group_reduce: GroupReduce,
+    k: int,
+    *,
+    implementation: Implementation | None = None,
 ) -> Selection:
-    """The k units of all parts that a group of heads ranks highest: `top_k` of `pick.pool_scores`, in one kernel.
+    """The k units of all parts that a group of heads ranks highest: `top_k` of `pick.reduce_scores`, in one kernel.
 
     A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U']; units count on from part to part. Softmax is
     over the valid units of all parts. `implementation`: see `explain`; where ranks differ by less than rounding, the
     kernel may order them otherwise.
     """
-    from kvjax.kernels_pallas import top_k_pooled as kernel
+    from kvjax.kernels_pallas import top_k_grouped as kernel
 
     inner: Implementation | None = None if implementation is None else "xla"
-    reference = partial(_top_k_pooled, pool=pool, k=k, implementation=inner)
+    reference = partial(_top_k_grouped, group_reduce=group_reduce, k=k, implementation=inner)
 
     def mosaic(parts: Sequence[tuple[Array, Array]]) -> Selection:
-        return Selection(*kernel.top_k_pooled(parts, pool, k))
+        return Selection(*kernel.top_k_grouped(parts, group_reduce, k))
 
-    return _dispatch(implementation, kernel, kernel.unsupported(parts, pool, k), mosaic, reference, parts)
+    return _dispatch(implementation, kernel, kernel.unsupported(parts, group_reduce, k), mosaic, reference, parts)
 
 
-def _top_k_pooled(
-    parts: Sequence[tuple[Array, Array]], *, pool: Pool, k: int, implementation: Implementation | None
+def _top_k_grouped(
+    parts: Sequence[tuple[Array, Array]], *, group_reduce: GroupReduce, k: int, implementation: Implementation | None
 ) -> Selection:
     valid = jnp.concatenate([ok for _, ok in parts], axis=-1)
-    return top_k(pool_scores(parts, pool), valid, k, implementation=implementation)
+    return top_k(reduce_scores(parts, group_reduce), valid, k, implementation=implementation)
 
 
-def pick_1bit(
+def select_1bit(
     q: Array,
     keys: OneBit,
     span: tuple[Array | int, Array | int],
-    waiting: tuple[Array, Array | int, Array | int],
+    pending: tuple[Array, Array | int, Array | int],
     count: Array | int,
-    pool: Pool,
+    group_reduce: GroupReduce,
     room: int,
     *,
     scale: float,
     wide: int | None = None,
     last: int = 0,
     implementation: Implementation | None = None,
-) -> Picked:
-    """The `count` units that a group ranks highest by 1-bit keys: `score_1bit`, then `top_k_pooled`.
+) -> PackedSelection:
+    """The `count` units that a group ranks highest by 1-bit keys: `score_1bit`, then `top_k_grouped`.
 
     Units are the slots [start, stop) of `keys` [B, K, S, ...], `span` = (start, stop), scored for q [B, K, G, D]; and,
-    from S on, the slots of `waiting` = (scores f32[B, K, G, W], start, stop) without the `last` before its stop. With
-    `wide`, waiting[0] are keys [B, K, R, D], to be scored as they are, of which only the first `wide` may wait. Count,
+    from S on, the slots of `pending` = (scores f32[B, K, G, W], start, stop) without the `last` before its stop. With
+    `wide`, pending[0] are keys [B, K, R, D], to be scored as they are, of which only the first `wide` may wait. Count,
     starts and stops are i32[B], or a number for all rows. At most `room` are chosen; the one that ranks lowest comes
     last, the others in any order. `implementation`: see `explain`. The kernel scores as that of `score_1bit` and ranks
     these scores in f16, where one beyond 65504 is infinite; where ranks differ by less than its rounding, it may choose
     otherwise.
     """
-    from kvjax.kernels_pallas import pick_1bit as kernel
+    from kvjax.kernels_pallas import select_1bit as kernel
 
     inner: Implementation | None = None if implementation is None else "xla"
-    width = waiting[0].shape[3] if wide is None else wide
-    if wide is not None and waiting[0].dtype != keys.scale.dtype:
-        waiting, wide = (attention_logits(q, waiting[0], scale)[..., :wide], *waiting[1:]), None
-    reference = partial(_pick_1bit, pool=pool, room=room, scale=scale, wide=wide, last=last, implementation=inner)
+    width = pending[0].shape[3] if wide is None else wide
+    if wide is not None and pending[0].dtype != keys.scale.dtype:
+        pending, wide = (attention_logits(q, pending[0], scale)[..., :wide], *pending[1:]), None
+    reference = partial(
+        _select_1bit, group_reduce=group_reduce, room=room, scale=scale, wide=wide, last=last, implementation=inner
+    )
 
-    def mosaic(q: Array, keys: OneBit, span: Sequence[Array], waiting: Sequence[Array], count: Array) -> Picked:
-        return Picked(*kernel.pick_1bit(q, *keys, span, waiting, count, pool, room, scale=scale, wide=wide, last=last))
+    def mosaic(
+        q: Array, keys: OneBit, span: Sequence[Array], pending: Sequence[Array], count: Array
+    ) -> PackedSelection:
+        return PackedSelection(
+            *kernel.select_1bit(q, *keys, span, pending, count, group_reduce, room, scale=scale, wide=wide, last=last)
+        )
 
     scores = jax.ShapeDtypeStruct((*q.shape[:3], width), jnp.float32)
-    limit = kernel.unsupported(q, keys.bits, keys.scale, waiting[0] if wide is None else scores, pool, room)
-    args = lax.stop_gradient((q, keys, span, waiting, count))  # a choice has no derivative
+    limit = kernel.unsupported(q, keys.bits, keys.scale, pending[0] if wide is None else scores, group_reduce, room)
+    args = lax.stop_gradient((q, keys, span, pending, count))  # a choice has no derivative
     return _dispatch(implementation, kernel, limit, mosaic, reference, *args)
 
 
-def _pick_1bit(
+def _select_1bit(
     q: Array,
     keys: OneBit,
     span: Sequence[Array],
-    waiting: Sequence[Array],
+    pending: Sequence[Array],
     count: Array,
     *,
-    pool: Pool,
+    group_reduce: GroupReduce,
     room: int,
     scale: float,
     wide: int | None,
     last: int,
     implementation: Implementation | None,
-) -> Picked:
-    arrived, start, stop = waiting
+) -> PackedSelection:
+    arrived, start, stop = pending
     if wide is not None:
         arrived = attention_logits(q, arrived, scale)[..., :wide]
     scores = score_1bit(q, keys, scale=scale, implementation=implementation)
     parts = [(scores, span[0], span[1]), (arrived, start, stop - last)]
-    picked = pick_scored(parts, count, pool, room, implementation=implementation)
-    return Picked(picked.slots, jnp.sum(picked.valid, axis=-1, dtype=jnp.int32))
+    picked = select_scored(parts, count, group_reduce, room, implementation=implementation)
+    return PackedSelection(picked.slots, jnp.sum(picked.valid, axis=-1, dtype=jnp.int32))
 
 
-def pick_pages(
+def select_pages(
     q: Array,
     low: Array,
     high: Array,
     span: tuple[Array | int, Array | int],
-    waiting: tuple[Array, Array | int, Array | int],
+    pending: tuple[Array, Array | int, Array | int],
     count: Array | int,
-    pool: Pool,
+    group_reduce: GroupReduce,
     room: int,
     *,
     unit: int,
@@ -223,55 +250,56 @@ def pick_pages(
     wide: int,
     last: int = 0,
     implementation: Implementation | None = None,
-) -> Picked:
-    """The `count` pages of `unit` tokens that a group ranks highest by their boxes: `score_pages`, then `top_k_pooled`.
+) -> PackedSelection:
+    """The `count` pages of `unit` tokens that a group ranks highest by their boxes: `score_pages`, then
+    `top_k_grouped`.
 
     Pages are those of corners [B, K, P, D] that have a token in [start, stop), `span` = (start, stop), scored for q
-    [B, K, G, D]; and, from P on, those of `waiting` = (keys [B, K, R, D], start, stop) that have a token in
+    [B, K, G, D]; and, from P on, those of `pending` = (keys [B, K, R, D], start, stop) that have a token in
     [start, stop) without the `last` before its stop, among the first `wide`, a multiple of `unit`; their score is the
     largest q.k of these. Count, starts and stops are i32[B], or a number for all rows. At most `room` pages are chosen;
     the one that ranks lowest comes last, the others in any order. `implementation`: see `explain`. The kernel scores as
     that of `score_pages`, keys that wait too; where ranks differ by less than rounding, it may choose otherwise.
     """
-    from kvjax.kernels_pallas import pick_pages as kernel
+    from kvjax.kernels_pallas import select_pages as kernel
 
-    require_pool(pool)
-    pages, keys = low.shape[2], waiting[0].shape[2]
+    require_group_reduce(group_reduce)
+    pages, keys = low.shape[2], pending[0].shape[2]
     if unit < 1 or wide % unit or not 0 < wide <= keys:
         raise ValueError(f"wide={wide} must be whole pages of unit={unit} among the {keys} keys that may wait")
     if room > pages + wide // unit:
-        raise ValueError(f"room={room} is more than the {pages} stored and {wide // unit} waiting pages there are")
+        raise ValueError(f"room={room} is more than the {pages} stored and {wide // unit} pending pages there are")
     inner: Implementation | None = None if implementation is None else "xla"
     how: dict[str, Any] = {"unit": unit, "scale": scale, "wide": wide, "last": last}
-    reference = partial(_pick_pages, pool=pool, room=room, **how, implementation=inner)
+    reference = partial(_select_pages, group_reduce=group_reduce, room=room, **how, implementation=inner)
 
     def mosaic(
-        q: Array, low: Array, high: Array, span: Sequence[Array], waiting: Sequence[Array], count: Array
-    ) -> Picked:
-        return Picked(*kernel.pick_pages(q, low, high, span, waiting, count, pool, room, **how))
+        q: Array, low: Array, high: Array, span: Sequence[Array], pending: Sequence[Array], count: Array
+    ) -> PackedSelection:
+        return PackedSelection(*kernel.select_pages(q, low, high, span, pending, count, group_reduce, room, **how))
 
-    limit = kernel.unsupported(q, low, high, waiting[0], pool, room, unit, wide)
-    args = lax.stop_gradient((q, low, high, span, waiting, count))  # a choice has no derivative
+    limit = kernel.unsupported(q, low, high, pending[0], group_reduce, room, unit, wide)
+    args = lax.stop_gradient((q, low, high, span, pending, count))  # a choice has no derivative
     return _dispatch(implementation, kernel, limit, mosaic, reference, *args)
 
 
-def _pick_pages(
+def _select_pages(
     q: Array,
     low: Array,
     high: Array,
     span: Sequence[Array],
-    waiting: Sequence[Array],
+    pending: Sequence[Array],
     count: Array,
     *,
-    pool: Pool,
+    group_reduce: GroupReduce,
     room: int,
     unit: int,
     scale: float,
     wide: int,
     last: int,
     implementation: Implementation | None,
-) -> Picked:
-    keys, start, stop = waiting
+) -> PackedSelection:
+    keys, start, stop = pending
     scores = score_pages(q, low, high, scale=scale, implementation=implementation)
     exact = attention_logits(q, keys, scale)[..., :wide]
     there = _inside(start, stop - last, exact)
@@ -279,18 +307,18 @@ def _pick_pages(
     pages = jnp.any(there.reshape(*there.shape[:3], wide // unit, unit), axis=-1)
     first, end = (jnp.asarray(x, jnp.int32) for x in span)
     stored = _inside(first // unit, jnp.where(end > first, -(-end // unit), 0), scores)
-    picked = top_k_pooled(
-        [(scores, stored), (jnp.max(exact, axis=-1), pages)], pool, room, implementation=implementation
+    picked = top_k_grouped(
+        [(scores, stored), (jnp.max(exact, axis=-1), pages)], group_reduce, room, implementation=implementation
     )
     found = jnp.sum(picked.valid, axis=-1, dtype=jnp.int32)
-    return Picked(picked.slots, jnp.minimum(found, jnp.maximum(_by_row(count)[..., 0], 0)))
+    return PackedSelection(picked.slots, jnp.minimum(found, jnp.maximum(_by_row(count)[..., 0], 0)))
 
 
-def pick_4bit(
+def select_4bit(
     q: Array,
     keys: Directions,
-    candidates: Picked,
-    waiting: tuple[Array, Array | int, Array | int],
+    candidates: PackedSelection,
+    pending: tuple[Array, Array | int, Array | int],
     count: Array | int,
     room: int,
     *,
@@ -299,34 +327,36 @@ def pick_4bit(
     wide: int,
     last: int = 0,
     implementation: Implementation | None = None,
-) -> Picked:
+) -> PackedSelection:
     """The `count` units that each query ranks highest by 4-bit codes: `rerank`, then `top_k`.
 
     Units are the `candidates` [B, K, G, M] among the slots of `keys` [B, K, S, ...], scored for q [B, K, G, D], rotated
-    by `seed`; and, from slot S on, the slots of `waiting` = (keys [B, K, R, D], start, stop) without the `last` before
+    by `seed`; and, from slot S on, the slots of `pending` = (keys [B, K, R, D], start, stop) without the `last` before
     its stop, of which the first `wide` may wait, scored as they are for q. Count, start and stop are i32[B], or a
     number for all rows. At most `room` are chosen; the one that ranks lowest comes last, the others in any order.
-    `implementation`: see `explain`. The kernel ranks scores in f16, as that of `pick_1bit`.
+    `implementation`: see `explain`. The kernel ranks scores in f16, as that of `select_1bit`.
     """
-    from kvjax.kernels_pallas import pick_4bit as kernel
+    from kvjax.kernels_pallas import select_4bit as kernel
 
     inner: Implementation | None = None if implementation is None else "xla"
-    reference = partial(_pick_4bit, room=room, seed=seed, scale=scale, wide=wide, last=last, implementation=inner)
+    reference = partial(_select_4bit, room=room, seed=seed, scale=scale, wide=wide, last=last, implementation=inner)
 
-    def mosaic(q: Array, keys: Directions, candidates: Picked, waiting: Sequence[Array], count: Array) -> Picked:
-        run = partial(kernel.pick_4bit, centres=_centres(), turned=turned(q.shape[-1], seed))
-        return Picked(*run(q, *keys, candidates, waiting, count, room, scale=scale, wide=wide, last=last))
+    def mosaic(
+        q: Array, keys: Directions, candidates: PackedSelection, pending: Sequence[Array], count: Array
+    ) -> PackedSelection:
+        run = partial(kernel.select_4bit, centres=_centres(), turned=turned(q.shape[-1], seed))
+        return PackedSelection(*run(q, *keys, candidates, pending, count, room, scale=scale, wide=wide, last=last))
 
-    limit = kernel.unsupported(q, *keys, candidates.slots, waiting[0], room, wide)
-    args = lax.stop_gradient((q, keys, candidates, waiting, count))  # a choice has no derivative
+    limit = kernel.unsupported(q, *keys, candidates.slots, pending[0], room, wide)
+    args = lax.stop_gradient((q, keys, candidates, pending, count))  # a choice has no derivative
     return _dispatch(implementation, kernel, limit, mosaic, reference, *args)
 
 
-def _pick_4bit(
+def _select_4bit(
     q: Array,
     keys: Directions,
-    candidates: Picked,
-    waiting: Sequence[Array],
+    candidates: PackedSelection,
+    pending: Sequence[Array],
     count: Array,
     *,
     room: int,
@@ -335,8 +365,8 @@ def _pick_4bit(
     wide: int,
     last: int,
     implementation: Implementation | None,
-) -> Picked:
-    arrived, start, stop = waiting
+) -> PackedSelection:
+    arrived, start, stop = pending
     M, S = candidates.slots.shape[3], keys.signs.shape[2]
     estimates = rerank(rotate_few(q, seed), keys, candidates, scale=scale, implementation=implementation)
     late = attention_logits(q, arrived, scale)[..., :wide]
@@ -347,25 +377,25 @@ def _pick_4bit(
     slots = jnp.take_along_axis(candidates.slots, jnp.minimum(picked.slots, M - 1), axis=-1)
     slots = jnp.where(picked.slots < M, slots, picked.slots - M + S)
     found = jnp.minimum(jnp.sum(picked.valid, axis=-1, dtype=jnp.int32), jnp.maximum(_by_row(count)[..., 0], 0))
-    return Picked(slots, found)
+    return PackedSelection(slots, found)
 
 
 def _centres() -> tuple[float, ...]:
     return tuple(lloyd_max(SUBSPACE)[1].tolist())
 
 
-def pick_scored(
+def select_scored(
     parts: Sequence[tuple[Array, Array | int, Array | int]],
     count: Array | int,
-    pool: Pool,
+    group_reduce: GroupReduce,
     room: int,
     *,
     implementation: Implementation | None = None,
 ) -> Selection:
-    """The `count` units, at most `room`, that a group ranks highest, most first: by `top_k_pooled`, of parts (scores
+    """The `count` units, at most `room`, that a group ranks highest, most first: by `top_k_grouped`, of parts (scores
     f32[B, K, G, U'], start, stop) the units [start, stop). All but scores are i32[B], or a number for all rows."""
     scored = [(scores, _inside(start, stop, scores)) for scores, start, stop in parts]
-    picked = top_k_pooled(scored, pool, room, implementation=implementation)
+    picked = top_k_grouped(scored, group_reduce, room, implementation=implementation)
     rank = jnp.arange(room)[None, None, None]
     return Selection(picked.slots, picked.valid & (rank < _by_row(count)))
 
@@ -457,7 +487,7 @@ def most_voted(
     fill: tuple[Array | int, Array | int, Array | int] | None = None,
     last: int = 0,
     implementation: Implementation | None = None,
-) -> Picked:
+) -> PackedSelection:
     """The `count` i32[B] slots with most `votes` u8[B, K, G, S] of the first `length` i32[B]; ties go to the lower.
 
     At most `room` of them, in order of slot, not of votes. With `fill` = (total, start, stop), each i32[B] or a number
@@ -468,8 +498,8 @@ def most_voted(
     """
     from kvjax.kernels_pallas import most_voted as kernel
 
-    def mosaic(votes: Array, length: Array, count: Array, fill: Sequence[Array] | None) -> Picked:
-        return Picked(*kernel.most_voted(votes, length, count, room, fill=fill, last=last))
+    def mosaic(votes: Array, length: Array, count: Array, fill: Sequence[Array] | None) -> PackedSelection:
+        return PackedSelection(*kernel.most_voted(votes, length, count, room, fill=fill, last=last))
 
     limit, reference = kernel.unsupported(votes, length, count, room), partial(_most_voted, room=room, last=last)
     return _dispatch(implementation, kernel, limit, mosaic, reference, votes, length, count, fill)
@@ -477,7 +507,7 @@ def most_voted(
 
 def _most_voted(
     votes: Array, length: Array, count: Array, fill: Sequence[Array] | None, *, room: int, last: int
-) -> Picked:
+) -> PackedSelection:
     B, K, G, S = votes.shape
     if fill is not None:
         total, start, stop = fill
@@ -500,11 +530,11 @@ def _most_voted(
     slots = jnp.zeros((B, K, G, room), jnp.int32)
     b, k, g, s = jnp.meshgrid(*(jnp.arange(n) for n in votes.shape), indexing="ij", sparse=True)
     slots = slots.at[b, k, g, jnp.where(chosen, place, room)].set(s, mode="drop", unique_indices=True)
-    return Picked(slots, jnp.sum(chosen, axis=-1, dtype=jnp.int32))
+    return PackedSelection(slots, jnp.sum(chosen, axis=-1, dtype=jnp.int32))
 
 
 def rerank(
-    q: Array, keys: Directions, picked: Picked, *, scale: float, implementation: Implementation | None = None
+    q: Array, keys: Directions, picked: PackedSelection, *, scale: float, implementation: Implementation | None = None
 ) -> Array:
     """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the `picked` of the keys k~ that `keys` [B, K, S, ..] code.
 
@@ -513,7 +543,7 @@ def rerank(
     """
     from kvjax.kernels_pallas import rerank as kernel
 
-    def run(q: Array, keys: Directions, picked: Picked) -> Array:
+    def run(q: Array, keys: Directions, picked: PackedSelection) -> Array:
         return kernel.rerank(q, *keys, picked.slots, centres=_centres(), scale=scale)
 
     reference = partial(_rerank, scale=scale)
@@ -521,7 +551,7 @@ def rerank(
     return _dispatch(implementation, kernel, limit, mosaic, reference, q, keys, picked)
 
 
-def _rerank(q: Array, keys: Directions, picked: Picked, *, scale: float) -> Array:
+def _rerank(q: Array, keys: Directions, picked: PackedSelection, *, scale: float) -> Array:
     B, K, G, M = picked.slots.shape
     block = min(512, M)
 
@@ -562,8 +592,8 @@ def attend_slots(
     *,
     scale: float,
     implementation: Implementation | None = None,
-) -> Partial:
-    """Exact attention of q [B, K, G, D] over the selected slots of k, v [B, K, S, D]; Partial over Q = G.
+) -> PartialAttention:
+    """Exact attention of q [B, K, G, D] over the selected slots of k, v [B, K, S, D]; PartialAttention over Q = G.
 
     `implementation`: see `explain`. The kernel gathers and attends at once; its products read q in the dtype of k.
     """
@@ -571,14 +601,14 @@ def attend_slots(
 
     reference = partial(_attend_slots, scale=scale)
 
-    def run(q: Array, k: Array, v: Array, selection: Selection) -> Partial:
-        return Partial(*kernel.attend_slots(q, k, v, *selection, scale=scale))
+    def run(q: Array, k: Array, v: Array, selection: Selection) -> PartialAttention:
+        return PartialAttention(*kernel.attend_slots(q, k, v, *selection, scale=scale))
 
     limit = kernel.unsupported(q, k, v, selection.slots)
     return _dispatch(implementation, kernel, limit, _with_derivative(run, reference), reference, q, k, v, selection)
 
 
-def _attend_slots(q: Array, k: Array, v: Array, selection: Selection, *, scale: float) -> Partial:
+def _attend_slots(q: Array, k: Array, v: Array, selection: Selection, *, scale: float) -> PartialAttention:
     kg, vg = gather_slots(k, v, selection)
     return attend_gathered(q, kg, vg, selection, scale=scale)
 
@@ -587,7 +617,7 @@ def attend_zones(
     q: Array,
     k: Array,
     v: Array,
-    selection: Selection | Picked,
+    selection: Selection | PackedSelection,
     recent: Span,
     sink: Span | None,
     local: int,
@@ -609,7 +639,7 @@ def attend_zones(
     reference = partial(_attend_zones, local=local, scale=scale, implementation=inner)
 
     def run(q: Array, k: Array, v: Array, selection: Any, recent: Span, sink: Span | None, more: Any) -> Array:
-        known = selection.found if isinstance(selection, Picked) else selection.valid
+        known = selection.found if isinstance(selection, PackedSelection) else selection.valid
         return kernel.attend_zones(q, k, v, selection.slots, known, recent, sink, local, more, scale=scale)
 
     args = q, k, v, selection, recent, sink, more
@@ -621,7 +651,7 @@ def _attend_zones(
     q: Array,
     k: Array,
     v: Array,
-    selection: Selection | Picked,
+    selection: Selection | PackedSelection,
     recent: Span,
     sink: Span | None,
     more: tuple[Array, Array] | None,
@@ -633,19 +663,19 @@ def _attend_zones(
     if more is not None:
         k, v = (jnp.concatenate(two, axis=2) for two in zip((k, v), more, strict=True))
     recent = recent._replace(start=jnp.maximum(recent.start, recent.stop - local))
-    stored, waiting = split_selection(selection, k.shape[2])
+    stored, pending = split_selection(selection, k.shape[2])
     history = attend_slots(q, k, v, stored, scale=scale, implementation=implementation)
-    return attend_beside(history, q, waiting, recent, sink, scale=scale)
+    return attend_beside(history, q, pending, recent, sink, scale=scale)
 
 
 def attend_beside(
-    history: Partial, q: Array, waiting: Selection | None, recent: Span, sink: Span | None, *, scale: float
+    history: PartialAttention, q: Array, pending: Selection | None, recent: Span, sink: Span | None, *, scale: float
 ) -> Array:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: `history` and the attention over the spans of `recent` and `sink`,
-    and over the slots of `recent` that `waiting` has."""
+    and over the slots of `recent` that `pending` has."""
     mask = recent.mask[:, None, None]
-    if waiting is not None:
-        mask |= membership(waiting, recent.k.shape[2])
+    if pending is not None:
+        mask |= membership(pending, recent.k.shape[2])
     parts = [history, attend_part(q, recent.k, recent.v, mask, scale=scale)]
     if sink is not None:
         parts.append(attend_part(q, sink.k, sink.v, sink.mask[:, None, None], scale=scale))
@@ -673,14 +703,14 @@ def flat_slots(selection: Selection) -> Array:
     return selection.slots.reshape(B, K, H * M, 1)
 
 
-def attend_gathered(q: Array, kg: Array, vg: Array, selection: Selection, *, scale: float) -> Partial:
+def attend_gathered(q: Array, kg: Array, vg: Array, selection: Selection, *, scale: float) -> PartialAttention:
     """Attention of q [B, K, G, D] over selected tokens that were gathered: kg, vg [B, K, H*M, D], in order."""
     B, K, G, D = q.shape
     H, M = selection.slots.shape[2:]
     kg, vg = (a.reshape(B, K * H, M, a.shape[-1]) for a in (kg, vg))
     valid = selection.valid.reshape(B, K * H, M)
     part = attend_part(q.reshape(B, K * H, G // H, D), kg, keep_valid(vg, valid), valid[:, :, None], scale=scale)
-    return Partial(part.out.reshape(B, K, G, -1), part.lse.reshape(B, K, G))
+    return PartialAttention(part.out.reshape(B, K, G, -1), part.lse.reshape(B, K, G))
 
 
 def attend_quantized(
@@ -692,7 +722,7 @@ def attend_quantized(
     *,
     scale: float,
     implementation: Implementation | None = None,
-) -> Partial:
+) -> PartialAttention:
     """Attention of q [B, K, Q, D] over the slots [start, stop) of codes of k, v [B, K, S, D], in f32.
 
     start and stop are i32[B] or i32[B, Q]. Reads codes and scales a block of S/64 tokens (at least 256) at a time, so
@@ -711,8 +741,8 @@ def attend_quantized(
 
     reference = partial(_attend_quantized, scale=scale)
 
-    def run(q: Array, keys: QuantArray, values: QuantArray, start: Array, stop: Array) -> Partial:
-        return Partial(*kernel.attend_quantized(q, keys, values, start, stop, scale=scale))
+    def run(q: Array, keys: QuantArray, values: QuantArray, start: Array, stop: Array) -> PartialAttention:
+        return PartialAttention(*kernel.attend_quantized(q, keys, values, start, stop, scale=scale))
 
     args = q, keys, values, start, stop
     return _dispatch(
@@ -756,7 +786,7 @@ def attend_quantized_zones(
 
 def _attend_quantized(
     q: Array, keys: QuantArray, values: QuantArray, start: Array, stop: Array, *, scale: float
-) -> Partial:
+) -> PartialAttention:
     slots, D = keys.codes.shape[2], q.shape[-1]
     group = slots // min(keys.scales.shape[2], values.scales.shape[2])
     block = min(max(256, slots // 64) // group * group or group, slots)
@@ -764,7 +794,7 @@ def _attend_quantized(
     q = q.astype(jnp.float32)
     start, stop = (a[:, None] if a.ndim == 1 else a for a in (start, stop))
 
-    def step(i: Array, done: Partial) -> Partial:
+    def step(i: Array, done: PartialAttention) -> PartialAttention:
         first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask what is done
         slot = (first + jnp.arange(block))[None, None]
         mask = (slot >= jnp.maximum(start, i * block)[..., None]) & (slot < stop[..., None])  # [B, Q, block]
@@ -1013,15 +1043,15 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
         host_append,
         host_rows,
         most_voted,
-        pick_1bit,
-        pick_4bit,
-        pick_pages,
+        select_1bit,
+        select_4bit,
+        select_pages,
         put_token,
         rerank,
         score_1bit,
         score_pages,
         top_k,
-        top_k_pooled,
+        top_k_grouped,
     )
 }
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 
-class Partial(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention over a part of the keys. Q is G in decoding and G*T in prefill."""
 
     out: Array  # f32[B, K, Q, D] mean of values weighted by softmax; 0 where the part is empty
@@ -47,12 +47,12 @@ class Span(NamedTuple):
         return (slot >= self.start[:, None]) & (slot < self.stop[:, None])
 
 
-def empty_part(shape: tuple[int, ...]) -> Partial:
+def empty_part(shape: tuple[int, ...]) -> PartialAttention:
     """The identity of `merge`. `shape` is that of `out`."""
-    return Partial(jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32))
+    return PartialAttention(jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32))
 
 
-def attend_part(q: Array, k: Array, v: Array, mask: Array, *, scale: float) -> Partial:
+def attend_part(q: Array, k: Array, v: Array, mask: Array, *, scale: float) -> PartialAttention:
     """Attention of q [B, K, Q, D] over k, v [B, K, S, D] where `mask`, broadcastable to bool[B, K, Q, S], is true.
 
     Keys where the mask is false may hold anything. Values there must be finite (0 times NaN is NaN): zero them with
@@ -84,8 +84,8 @@ def attention_logits(q: Array, k: Array, scale: float) -> Array:
     return jnp.einsum("bkqd,bksd->bkqs", q, k, preferred_element_type=jnp.float32, precision="highest") * scale
 
 
-def part_of_logits(logits: Array, mask: Array, mix: Callable[[Array], Array]) -> Partial:
-    """The Partial of logits f32[B, K, Q, S] where `mask`, broadcastable to their shape, is true.
+def part_of_logits(logits: Array, mask: Array, mix: Callable[[Array], Array]) -> PartialAttention:
+    """The PartialAttention of logits f32[B, K, Q, S] where `mask`, broadcastable to their shape, is true.
 
     `mix` gives the sum f32[B, K, Q, D] of values weighted by f32[B, K, Q, S], which are 0 where the mask is false.
     """
@@ -96,12 +96,12 @@ def part_of_logits(logits: Array, mask: Array, mix: Callable[[Array], Array]) ->
     weights = jnp.exp(logits - shift[..., None])
     total = jnp.sum(weights, axis=-1)
     floor = jnp.finfo(jnp.float32).tiny
-    return Partial(mix(weights) / jnp.maximum(total, floor)[..., None], jnp.log(total) + shift)
+    return PartialAttention(mix(weights) / jnp.maximum(total, floor)[..., None], jnp.log(total) + shift)
 
 
 def attend_blocks(
     q: Array, k: Array, v: Array, start: Array, stop: Array, *, scale: float, block: int = 1024
-) -> Partial:
+) -> PartialAttention:
     """Attention over the slots [start, stop) of long k, v [B, K, S, D], a block of keys at a time.
 
     start and stop are i32[B] or i32[B, Q]. Holds logits of Q x block, never of Q x S: this is how a chunk of a
@@ -111,7 +111,7 @@ def attend_blocks(
     block = min(block, slots)
     start, stop = (a[:, None] if a.ndim == 1 else a for a in (start, stop))
 
-    def step(i: Array, done: Partial) -> Partial:
+    def step(i: Array, done: PartialAttention) -> PartialAttention:
         first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask what is done
         slot = (first + jnp.arange(block))[None, None]
         mask = (slot >= jnp.maximum(start, i * block)[..., None]) & (slot < stop[..., None])  # [B, Q, block]
@@ -125,8 +125,8 @@ def attend_blocks(
 
 def attend_causal(
     q: Array, k: Array, v: Array, *, scale: float, window: int | None = None, block: int = 512
-) -> Partial:
-    """Causal attention of q [B, K, G, T, D] over its own k, v [B, K, T, D]; Partial over Q = G*T.
+) -> PartialAttention:
+    """Causal attention of q [B, K, G, T, D] over its own k, v [B, K, T, D]; PartialAttention over Q = G*T.
 
     Holds logits of block x T. `window` lets a token see itself and the window - 1 before it. Right-padded tokens
     lie after every real one, so no real token sees them; their own rows hold anything finite.
@@ -143,10 +143,10 @@ def attend_causal(
             mask &= slot > at - window
         qb = q[:, :, :, first : first + size].reshape(B, K, G * size, D)
         p = attend_part(qb, kb, vb, jnp.tile(mask, (G, 1))[None, None], scale=scale)
-        parts.append(Partial(p.out.reshape(B, K, G, size, -1), p.lse.reshape(B, K, G, size)))
+        parts.append(PartialAttention(p.out.reshape(B, K, G, size, -1), p.lse.reshape(B, K, G, size)))
     out = jnp.concatenate([p.out for p in parts], axis=3)
     lse = jnp.concatenate([p.lse for p in parts], axis=3)
-    return Partial(out.reshape(B, K, G * T, -1), lse.reshape(B, K, G * T))
+    return PartialAttention(out.reshape(B, K, G * T, -1), lse.reshape(B, K, G * T))
 
 
 def keep_valid(values: Array, valid: Array) -> Array:
@@ -154,19 +154,19 @@ def keep_valid(values: Array, valid: Array) -> Array:
     return jnp.where(valid[..., None], values, jnp.zeros((), values.dtype))
 
 
-def merge(*parts: Partial) -> Partial:
+def merge(*parts: PartialAttention) -> PartialAttention:
     """The attention over the union of disjoint parts. Parts may be empty; all may be.
 
-    >>> a = Partial(jnp.array([2.0]), jnp.array(0.0)); b = Partial(jnp.array([4.0]), jnp.array(0.0))
+    >>> a = PartialAttention(jnp.array([2.0]), jnp.array(0.0)); b = PartialAttention(jnp.array([4.0]), jnp.array(0.0))
     >>> merge(a, b).out
     Array([3.], dtype=float32)
     """
     if not parts:
-        raise ValueError("merge needs at least one Partial")
+        raise ValueError("merge needs at least one PartialAttention")
     return reduce(_merge_two, parts)
 
 
-def _merge_two(a: Partial, b: Partial) -> Partial:
+def _merge_two(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     top = jnp.maximum(a.lse, b.lse)
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
     wa, wb = jnp.exp(a.lse - shift), jnp.exp(b.lse - shift)
@@ -174,7 +174,7 @@ def _merge_two(a: Partial, b: Partial) -> Partial:
     floor = jnp.finfo(jnp.float32).tiny
     share = (wb / jnp.maximum(total, floor))[..., None]
     out = jnp.where(share == 0, a.out, jnp.where(share == 1, b.out, a.out + share * (b.out - a.out)))
-    return Partial(out, jnp.log(total) + shift)
+    return PartialAttention(out, jnp.log(total) + shift)
 
 
 def group_queries(q: Array, kv_heads: int) -> Array:

@@ -9,35 +9,35 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvjax.attention import PerLayer
 from kvjax.caches import Evicting, Full, Policy, Retrieval
 from kvjax.demotion import Demotion, Fifo, LogSparse
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
-from kvjax.hook import Layered
-from kvjax.pick import Pool
 from kvjax.schedules import Speculative
+from kvjax.selection import GroupReduce
 from kvjax.selectors import All, Exact, Fier, MinMaxPages, Paris
 from kvjax.selectors.paris import Votes
 from kvjax.spec import require_int
-from kvjax.stores import Dense, Host, Quantized, Store
+from kvjax.stores import Dense, HostOffload, Quantized, Store
 from kvjax.stores.quantized import KeyAxis
 
 
-def full() -> Layered:
+def full() -> PerLayer:
     """Every token, attended by every query."""
-    return Layered((), Full())
+    return PerLayer((), Full())
 
 
 def fier(
     budget: int = 1024,
     *,
     group: int = 32,
-    pool: Pool = "mean_softmax",
+    group_reduce: GroupReduce = "mean_softmax",
     sink: int = 0,
     local: int = 1,
     chunk: int = 256,
     host: bool = False,
     dense_layers: int = 2,
-) -> Layered:
+) -> PerLayer:
     """FIER: every token is kept, and a step attends to the `budget` whose 1-bit keys score best.
 
     The first `dense_layers` layers attend to everything. Sealed groups of `group` tokens are scored by 1-bit keys; the
@@ -45,22 +45,22 @@ def fier(
     choice, so `sink` is 0 and `local` is the new token alone. With `host` the history's keys and values lie in host
     memory, and the device holds the 1-bit keys.
 
-    **Source:** FIER (2025), Algorithm 1; g = 32. **Differs:** the choice is shared by a GQA group (`pool`;
+    **Source:** FIER (2025), Algorithm 1; g = 32. **Differs:** the choice is shared by a GQA group (`group_reduce`;
     "per_head" is the paper's rule), and a group is sealed with its chunk, not as soon as it is full (chunk=group
     seals as the paper does).
     """
     require_int("fier(dense_layers=...)", dense_layers, at_least=0)
     require_int("fier(budget=...)", budget, at_least=1)
     policy = Retrieval(
-        selector=Fier(group=group, pool=pool),
-        store=Host() if host else Dense(),
+        selector=Fier(group=group, group_reduce=group_reduce),
+        store=HostOffload() if host else Dense(),
         budget=budget,
         sink=sink,
         local=local,
         demote=Fifo(leave=chunk),
         dense_below=0,
     )
-    return Layered((Full(),) * dense_layers, policy)
+    return PerLayer((Full(),) * dense_layers, policy)
 
 
 def pariskv(
@@ -75,7 +75,7 @@ def pariskv(
     dense_below: int = 1024,
     host: bool = False,
     dense_layers: int = 0,
-) -> Layered:
+) -> PerLayer:
     """ParisKV: every token is kept, and a step attends to sink, local window and the best keys of a rotated index.
 
     The paper selects k = 100 tokens beside sink and local window; the budget counts all, so its default is
@@ -91,46 +91,46 @@ def pariskv(
     require_int("pariskv(budget=...)", budget, at_least=1)
     policy = Retrieval(
         selector=Paris(votes=votes, correct=correct, candidates=candidates),
-        store=Host() if host else Dense(),
+        store=HostOffload() if host else Dense(),
         budget=budget,
         sink=sink,
         local=local,
         demote=Fifo(leave=chunk),
         dense_below=dense_below,
     )
-    return Layered((Full(),) * dense_layers, policy)
+    return PerLayer((Full(),) * dense_layers, policy)
 
 
 def quest(
     budget: int = 1024,
     *,
     page: int = 16,
-    pool: Pool = "mean_softmax",
+    group_reduce: GroupReduce = "mean_softmax",
     sink: int = 0,
     local: int | None = None,
     chunk: int | None = None,
     dense_layers: int = 2,
-) -> Layered:
+) -> PerLayer:
     """Quest: every token is kept, and a step attends to the pages whose box of smallest and largest keys scores best.
 
     The first `dense_layers` layers attend to everything. `local` (default: one page) newest tokens are always attended,
     the rest of the budget is whole pages; pages are indexed in chunks of `chunk` tokens (default: one page).
 
     **Source:** Quest (Tang et al. 2024), Algorithm 1; pages of 16. **Differs:** the choice is shared by a GQA group
-    (`pool`; "per_head" is the paper's rule). The released code always attends to the last, partial page; here to the
-    `local` newest tokens, and a page that is not yet full competes by the exact scores of its tokens.
+    (`group_reduce`; "per_head" is the paper's rule). The released code always attends to the last, partial page; here
+    to the `local` newest tokens, and a page that is not yet full competes by the exact scores of its tokens.
     """
     require_int("quest(dense_layers=...)", dense_layers, at_least=0)
     require_int("quest(budget=...)", budget, at_least=1)
     policy = Retrieval(
-        selector=MinMaxPages(page=page, pool=pool),
+        selector=MinMaxPages(page=page, group_reduce=group_reduce),
         budget=budget,
         sink=sink,
         local=page if local is None else local,
         demote=Fifo(leave=page if chunk is None else chunk),
         dense_below=0,
     )
-    return Layered((Full(),) * dense_layers, policy)
+    return PerLayer((Full(),) * dense_layers, policy)
 
 
 def logquant(
@@ -140,7 +140,7 @@ def logquant(
     key_axis: KeyAxis = "channel",
     group: int = 64,
     dense_layers: int = 0,
-) -> Layered:
+) -> PerLayer:
     """LogQuant: everything is attended; 2W to 3W tokens are exact, ever sparser with age, and the rest has 2 bits.
 
     W = `window`; 42 is a third of the 128 exact tokens that the paper gives (R). Values are quantised by token in
@@ -157,10 +157,10 @@ def logquant(
     demote = LogSparse(window=window)
     key_group = window if key_axis == "channel" else group
     store = Quantized(bits=bits, key_axis=key_axis, key_group=key_group, value_group=group)
-    return Layered((Full(),) * dense_layers, _reading_all(store, demote, local=window))
+    return PerLayer((Full(),) * dense_layers, _reading_all(store, demote, local=window))
 
 
-def kivi(bits: int = 2, *, residual: int = 128, group: int = 32, dense_layers: int = 0) -> Layered:
+def kivi(bits: int = 2, *, residual: int = 128, group: int = 32, dense_layers: int = 0) -> PerLayer:
     """KIVI: everything is attended; the newest tokens, `residual` at most, are exact, and the rest has 2 bits.
 
     Keys are quantised by channel in groups of `group` tokens, values by token in groups of `group` channels.
@@ -173,7 +173,7 @@ def kivi(bits: int = 2, *, residual: int = 128, group: int = 32, dense_layers: i
     require_int("kivi(residual=...)", residual, at_least=1)
     require_int("kivi(dense_layers=...)", dense_layers, at_least=0)
     store = Quantized(bits=bits, key_group=group)
-    return Layered((Full(),) * dense_layers, _reading_all(store, Fifo(leave=residual), local=1))
+    return PerLayer((Full(),) * dense_layers, _reading_all(store, Fifo(leave=residual), local=1))
 
 
 def _reading_all(store: Store, demote: Demotion, local: int) -> Retrieval:
@@ -185,12 +185,12 @@ def freekv(
     *,
     tau: float = 0.8,
     page: int = 32,
-    pool: Pool = "mean_softmax",
+    group_reduce: GroupReduce = "mean_softmax",
     sink: int = 128,
     local: int = 128,
     chunk: int | None = None,
     dense_layers: int = 1,
-) -> Layered:
+) -> PerLayer:
     """FreeKV: keys and values in host memory, and a step attends with the pages that the step before recalled.
 
     The first `dense_layers` layers attend to everything, on the device. `sink` first and `local` newest tokens are
@@ -199,15 +199,15 @@ def freekv(
     tokens (default: one page).
 
     **Source:** FreeKV (2025); defaults are those for long inputs. For long generation it sets sink and local to 512
-    and tau to 0.9. **Differs:** see `Speculative` and `Host` for who decides and what stays resident; a page that is
-    not yet full competes by the exact scores of its tokens. FreeKV's CUDA code sums pages up as `CentrePages` does, and
-    pools raw scores by "mean_score".
+    and tau to 0.9. **Differs:** see `Speculative` and `HostOffload` for who decides and what stays resident; a page
+    that is not yet full competes by the exact scores of its tokens. FreeKV's CUDA code sums pages up as `CentrePages`
+    does, and pools raw scores by "mean_score".
     """
     require_int("freekv(dense_layers=...)", dense_layers, at_least=0)
     require_int("freekv(budget=...)", budget, at_least=1)
     policy = Retrieval(
-        selector=MinMaxPages(page=page, pool=pool),
-        store=Host(page=page),
+        selector=MinMaxPages(page=page, group_reduce=group_reduce),
+        store=HostOffload(page=page),
         budget=budget,
         sink=sink,
         local=local,
@@ -215,33 +215,38 @@ def freekv(
         schedule=Speculative(tau=tau),
         dense_below=0,
     )
-    return Layered((Full(),) * dense_layers, policy)
+    return PerLayer((Full(),) * dense_layers, policy)
 
 
 def exact(
     budget: int = 1024,
     *,
-    pool: Pool = "mean_softmax",
+    group_reduce: GroupReduce = "mean_softmax",
     sink: int = 0,
     local: int = 1,
     chunk: int = 256,
     dense_layers: int = 2,
-) -> Layered:
+) -> PerLayer:
     """The oracle: every token is kept, and a step attends to the `budget` whose true scores are best.
 
     The ceiling of `fier` and of every other selector, with the settings of `fier`: the first `dense_layers` layers
     attend to everything, and no token but the new one is forced into the choice. It stores the keys twice and reads all
-    of them, so it saves nothing; see `Exact` for what `pool` makes of it.
+    of them, so it saves nothing; see `Exact` for what `group_reduce` makes of it.
     """
     require_int("exact(dense_layers=...)", dense_layers, at_least=0)
     require_int("exact(budget=...)", budget, at_least=1)
     policy = Retrieval(
-        selector=Exact(pool=pool), budget=budget, sink=sink, local=local, demote=Fifo(leave=chunk), dense_below=0
+        selector=Exact(group_reduce=group_reduce),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=chunk),
+        dense_below=0,
     )
-    return Layered((Full(),) * dense_layers, policy)
+    return PerLayer((Full(),) * dense_layers, policy)
 
 
-def streaming_llm(budget: int = 1024, *, sink: int = 4, dense_layers: int = 0) -> Layered:
+def streaming_llm(budget: int = 1024, *, sink: int = 4, dense_layers: int = 0) -> PerLayer:
     """StreamingLLM: the first `sink` tokens and the newest are kept and attended, `budget` in all.
 
     **Source:** StreamingLLM (Xiao et al. 2023), section 3.2. **Differs:** see `Sliding`: positions are not numbered
@@ -250,7 +255,7 @@ def streaming_llm(budget: int = 1024, *, sink: int = 4, dense_layers: int = 0) -
     return _evicting("streaming_llm", Sliding(sink=sink), budget, dense_layers)
 
 
-def h2o(budget: int = 1024, *, recent: float = 0.5, dense_layers: int = 0) -> Layered:
+def h2o(budget: int = 1024, *, recent: float = 0.5, dense_layers: int = 0) -> PerLayer:
     """H2O: the newest tokens, a share of `recent` of the budget, and the others by the attention they have gathered.
 
     **Source:** H2O (Zhang et al. 2023), Algorithm 1. **Differs:** see `HeavyHitter`: a group of query heads shares a
@@ -259,7 +264,7 @@ def h2o(budget: int = 1024, *, recent: float = 0.5, dense_layers: int = 0) -> La
     return _evicting("h2o", HeavyHitter(recent=recent), budget, dense_layers)
 
 
-def tova(budget: int = 1024, *, dense_layers: int = 0) -> Layered:
+def tova(budget: int = 1024, *, dense_layers: int = 0) -> PerLayer:
     """TOVA: the token to which the newest query attends least is dropped, in all heads of a layer the same.
 
     **Source:** TOVA (Oren et al. 2024). **Differs:** see `LastQuery`: a prompt is cut down once, by its last query; the
@@ -268,19 +273,19 @@ def tova(budget: int = 1024, *, dense_layers: int = 0) -> Layered:
     return _evicting("tova", LastQuery(), budget, dense_layers)
 
 
-def snapkv(budget: int = 1024, *, window: int = 32, pool: int = 7, dense_layers: int = 0) -> Layered:
+def snapkv(budget: int = 1024, *, window: int = 32, kernel_size: int = 7, dense_layers: int = 0) -> PerLayer:
     """SnapKV: of a prompt, the last `window` tokens and those to which their queries attend most, `budget` in all.
 
     **Source:** SnapKV (Li et al. 2024), section 4. **Differs:** see `Observation`: a group of query heads shares a
     choice, and generated tokens take slots of the budget; see `Evicting` for prompts in several chunks.
     """
-    return _evicting("snapkv", Observation(window=window, pool=pool), budget, dense_layers)
+    return _evicting("snapkv", Observation(window=window, kernel_size=kernel_size), budget, dense_layers)
 
 
-def _evicting(name: str, evictor: Evictor, budget: int, dense_layers: int) -> Layered:
+def _evicting(name: str, evictor: Evictor, budget: int, dense_layers: int) -> PerLayer:
     require_int(f"{name}(dense_layers=...)", dense_layers, at_least=0)
     require_int(f"{name}(budget=...)", budget, at_least=1)
-    return Layered((Full(),) * dense_layers, Evicting(evictor=evictor, budget=budget))
+    return PerLayer((Full(),) * dense_layers, Evicting(evictor=evictor, budget=budget))
 
 
 @dataclass(frozen=True)
@@ -288,7 +293,7 @@ class Preset:
     """A row of the table of methods."""
 
     name: str
-    make: Callable[..., Layered]
+    make: Callable[..., PerLayer]
     keeps: str  # what it keeps and attends to
     paper: str
     has_budget: bool = True

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax.hook import Cache
+from kvjax.attention import Cache
 from kvjax.spec import require_int
 
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from kvjax.hook import Cache, LayerCache, init_layer
+from kvjax.attention import Cache, LayerCache, init_layer
 from kvjax.memory import shapes
 
 FORMAT = 1  # of states; a change of what a state's fields mean makes it one more

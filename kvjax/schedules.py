@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import register_dataclass
 
-from kvjax.pick import Picked, Selection
+from kvjax.selection import PackedSelection, Selection
 from kvjax.spec import CacheSpec
 
 
@@ -43,7 +43,7 @@ class Read(NamedTuple):
 class Choice(NamedTuple):
     """What a step attends to beside sink and local window."""
 
-    selection: Selection | Picked
+    selection: Selection | PackedSelection
     read: Read | None  # None: read the store
 
 
@@ -75,7 +75,7 @@ class Schedule(Protocol):
         st: Any,
         q: Array,
         length: Array,
-        selection: Selection | Picked,
+        selection: Selection | PackedSelection,
         recall: Recaller,
     ) -> tuple[Choice, Any]:
         """What the step of q [B, K, G, D] attends with, and what the next step needs.
@@ -103,7 +103,7 @@ class EveryStep:
         st: tuple[()],
         q: Array,
         length: Array,
-        selection: Selection | Picked,
+        selection: Selection | PackedSelection,
         recall: Recaller,
     ) -> tuple[Choice, tuple[()]]:
         return Choice(selection, None), ()
@@ -138,9 +138,9 @@ class Speculative:
     rounded since. Costs 2 M D values of the store's precision and the query in f32, a row and kv head,
     in device memory: the M tokens of the budget that are selected, or room for `dense_below`.
 
-    Over a `Host` store a step waits for what its own heads need. The rest of the recall, which it reads for the next
-    one, goes on beside attention, the matrix products and the layers that follow, where the program was compiled with
-    `memory.CONCURRENT`, as that of `kvjax.generate` is. Without it, and in plain JAX, attention waits for all.
+    Over a `HostOffload` store a step waits for what its own heads need. The rest of the recall, which it reads for the
+    next one, goes on beside attention, the matrix products and the layers that follow, where the program was compiled
+    with `memory.CONCURRENT`, as that of `kvjax.generate` is. Without it, and in plain JAX, attention waits for all.
 
     **Source:** FreeKV, speculative retrieval and fine-grained correction; tau 0.8 for long inputs, 0.9 for long
     generation. **Differs:** FreeKV selects for all heads only if one needs it, which the host decides; here every step
@@ -184,7 +184,7 @@ class Speculative:
         st: SpeculativeState,
         q: Array,
         length: Array,
-        selection: Selection | Picked,
+        selection: Selection | PackedSelection,
         recall: Recaller,
     ) -> tuple[Choice, SpeculativeState]:
         q = q.astype(jnp.float32)

@@ -19,7 +19,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from kvjax.hook import Cache, LayerCache, attention_info, flush
+from kvjax.attention import Cache, LayerCache, attention_info, flush
 from kvjax.spec import CacheSpec
 
 from . import rope
@@ -119,7 +119,7 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """A decoder-only language model; `kvjax.models.load` fills one from a checkpoint.
 
-    A Decoder is a pytree: pass it to jit, grad and scan as an argument. It satisfies `kvjax.generate.Model`.
+    A Decoder is a pytree: pass it to jit, grad and scan as an argument. It satisfies `kvjax.generation.Model`.
 
     >>> import jax.numpy as jnp, kvjax
     >>> from kvjax.models import Decoder, DecoderConfig
@@ -128,7 +128,7 @@ class Decoder(nnx.Module):
     ... )
     >>> model = Decoder(config)
     >>> cache = kvjax.init(kvjax.Full(), model.spec(batch=1, capacity=32), layers=config.layers)
-    >>> logits, cache = model(jnp.array([[1, 2, 3]]), cache, fresh=True)
+    >>> logits, cache = model(jnp.array([[1, 2, 3]]), cache, first_chunk=True)
     >>> logits, cache = model(jnp.array([[4]]), cache)
     >>> logits.shape, int(cache.length[0])
     ((1, 1, 100), 4)
@@ -172,7 +172,7 @@ class Decoder(nnx.Module):
         lengths: ArrayLike | None = None,
         active: ArrayLike | None = None,
         last: bool = False,
-        fresh: bool = False,
+        first_chunk: bool = False,
         info: bool = False,
     ) -> Any:
         """(logits, cache), or (logits, cache, infos) with info=True.
@@ -183,7 +183,7 @@ class Decoder(nnx.Module):
           lengths: i32[B], real tokens of each row of a right-padded chunk (default T); 0 for a row that takes none.
           active: bool[B], rows that take this token of a decode step; the logits of others mean nothing.
           last: logits only of each row's last real token of this chunk.
-          fresh: promises that the cache is empty.
+          first_chunk: promises that the cache is empty.
           info: adds one `kvjax.Info` a layer, or None a layer where no decode step ran.
 
         Returns:
@@ -220,7 +220,9 @@ class Decoder(nnx.Module):
         layers: list[Any] = []
         infos: list[Any] = []
         for layer, layer_cache in zip(self.layers, caches, strict=True):
-            x, layer_cache, seen = layer(x, cos, sin, layer_cache, lengths=lengths, active=active, fresh=fresh)
+            x, layer_cache, seen = layer(
+                x, cos, sin, layer_cache, lengths=lengths, active=active, first_chunk=first_chunk
+            )
             layers.append(layer_cache)
             infos.append(seen)
         if cache is not None:

@@ -40,7 +40,7 @@ def history_end(tokens: int, sink: int, local: int, chunk: int) -> int:
     return sink + max(tokens - sink - local, 0) // chunk * chunk
 
 
-def pooled(scores: np.ndarray, pool: str) -> np.ndarray:
+def pooled(scores: np.ndarray, group_reduce: str) -> np.ndarray:
     """f64[H, n] of f64[G, n], by the words of the rule."""
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
     shares = weights / weights.sum(axis=1, keepdims=True)
@@ -51,7 +51,7 @@ def pooled(scores: np.ndarray, pool: str) -> np.ndarray:
         "max_softmax": lambda: shares.max(axis=0, keepdims=True),
         "sum_softmax": lambda: shares.sum(axis=0, keepdims=True),
         "mean_softmax": lambda: shares.mean(axis=0, keepdims=True),
-    }[pool]()
+    }[group_reduce]()
 
 
 def agrees(ours: set[int], ranks: np.ndarray, count: int) -> bool:

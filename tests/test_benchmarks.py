@@ -37,7 +37,7 @@ def new():
 
 def test_a_step_of_layers_is_repeatable_and_is_that_of_attention(scripts, new):
     decode_step = scripts("decode_step")
-    caches = fill(kvjax.init(kvjax.Layered((), presets.fier(32, chunk=16, group=8).rest), SPEC, layers=2), 254).layers
+    caches = fill(kvjax.init(kvjax.PerLayer((), presets.fier(32, chunk=16, group=8).rest), SPEC, layers=2), 254).layers
     step = jax.jit(lambda cache, q, k, v: kvjax.attention(cache, q, k, v, flush=False))
     run = jax.jit(decode_step.through(decode_step.kvjax_step), donate_argnums=0)
     for held in (14, 15, 16):  # the last finds no place for its token
@@ -97,7 +97,7 @@ def test_sealing_moves_a_whole_chunk(scripts, name):
     prefill = scripts("prefill")
     policy = prefill.POLICIES[name]().rest
     spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=64, capacity=600 + policy.demote.leave)
-    (layer,) = fill(kvjax.init(kvjax.Layered((), policy), spec, layers=1), 599).layers
+    (layer,) = fill(kvjax.init(kvjax.PerLayer((), policy), spec, layers=1), 599).layers
     held = int(layer.state.store.count[0])
     sealed, after = jax.jit(prefill.seal, static_argnums=1)(layer.state, policy)
     assert int(sealed[0]) == held + policy.demote.leave
@@ -133,7 +133,7 @@ def test_full_attention_by_cudnn_is_that_of_full(scripts, new):
 
     def run(policy):
         cache = kvjax.init_layer(policy, SPEC)
-        _, cache = kvjax.attention(cache, *prompt, lengths=lengths, fresh=True)
+        _, cache = kvjax.attention(cache, *prompt, lengths=lengths, first_chunk=True)
         out, cache = kvjax.attention(cache, q, k, v)
         more, cache = kvjax.attention(cache, *prompt)  # a second chunk
         return out, more, cache.length

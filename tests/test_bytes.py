@@ -12,8 +12,8 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, memory, models, presets
-from kvjax.generate import _decode_loop, _prefill_chunk
-from kvjax.sample import Sampling
+from kvjax.generation import _decode_loop, _prefill_chunk
+from kvjax.sampling import Sampling
 
 D, K, VALUE = 128, 8, 2  # a layer of Llama 3.1 8B in bfloat16
 SPEC = CacheSpec(batch=1, q_heads=32, kv_heads=K, head_dim=D, capacity=32768)
@@ -27,7 +27,7 @@ PAGE_16, PAGE_32 = (2 * D * VALUE / page for page in (16, 32))  # two corners
 class Cost:
     """Bytes of a stored token and kv head, from the words of the methods."""
 
-    make: Callable[[], kvjax.Layered]
+    make: Callable[[], kvjax.PerLayer]
     device: float
     host: float = 0.0
 
@@ -116,7 +116,7 @@ def test_the_device_holds_windows_and_index_alone(policy: kvjax.Retrieval, resid
     [presets.freekv, functools.partial(presets.pariskv, host=True), functools.partial(presets.fier, host=True)],
     ids=["freekv", "pariskv over host", "fier over host"],
 )
-def test_a_prompt_larger_than_the_device_goes_to_the_host_chunk_by_chunk(make: Callable[[], kvjax.Layered]) -> None:
+def test_a_prompt_larger_than_the_device_goes_to_the_host_chunk_by_chunk(make: Callable[[], kvjax.PerLayer]) -> None:
     """Beside what is held, a chunk of a prompt needs the same device memory however long the prompt is."""
     small = dataclasses.replace(SPEC, q_heads=8, kv_heads=2, dtype=jnp.float32)
     policy, temp, chunk = make().rest, [], 512
@@ -152,7 +152,7 @@ def test_generation_of_a_model_needs_the_same_device_memory_for_any_prompt() -> 
     for capacity in (8192, 65536):
         spec, method = model.spec(batch=1, capacity=capacity), presets.freekv(dense_layers=0)
         cache = memory.shapes(functools.partial(kvjax.init, method, spec, layers=2))
-        prompt = _prefill_chunk.lower(model, cache, tokens, rows, fresh=False)
+        prompt = _prefill_chunk.lower(model, cache, tokens, rows, first_chunk=False)
         loop = _decode_loop.lower(
             model, cache, logits, active, mean, None, number, number, Sampling(), rows, room=16, measure=False
         )
@@ -165,7 +165,7 @@ def test_generation_of_a_model_needs_the_same_device_memory_for_any_prompt() -> 
 
 
 @pytest.mark.parametrize("preset", [presets.freekv(), presets.pariskv(host=True)], ids=["freekv", "pariskv over host"])
-def test_an_empty_store_is_made_in_host_memory(preset: kvjax.Layered) -> None:
+def test_an_empty_store_is_made_in_host_memory(preset: kvjax.PerLayer) -> None:
     """Not on the device and moved then: what init moves is one zero."""
     spec = dataclasses.replace(SPEC, kv_heads=1, q_heads=1, capacity=8192)
     program = jax.make_jaxpr(functools.partial(kvjax.init_layer, preset.rest, spec))()

@@ -66,8 +66,8 @@ def test_json_reports_what_a_run_did(run_json):
 
 
 def test_a_cache_takes_settings_of_its_preset():
-    policy, budget = make_policy("fier:group=16,pool=per_head", 64)
-    assert (policy, budget) == (presets.fier(64, group=16, pool="per_head"), 64)
+    policy, budget = make_policy("fier:group=16,group_reduce=per_head", 64)
+    assert (policy, budget) == (presets.fier(64, group=16, group_reduce="per_head"), 64)
     assert make_policy("quest") == (presets.quest(), 1024)
     assert make_policy("full") == (presets.full(), None)
 
@@ -75,7 +75,7 @@ def test_a_cache_takes_settings_of_its_preset():
 def test_operations_that_store_are_told_of_too():
     sizes = {"batch": 1, "q_heads": 2, "kv_heads": 1, "head_dim": 16, "capacity": 256}
     found = implementations(presets.freekv(64, page=16, sink=16, local=32), CacheSpec(**sizes))
-    assert {"put_token", "pick_pages", "host_rows", "host_append"} <= set(found)
+    assert {"put_token", "select_pages", "host_rows", "host_append"} <= set(found)
     assert in_short(implementations(presets.h2o(64), CacheSpec(**sizes))) == "all of a step is plain XLA"
 
 
@@ -273,7 +273,7 @@ def test_an_interrupt_leaves_no_traceback(kvjax, checkpoint, monkeypatch):
     def interrupt(*args, **settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvjax.generate.warm_up", interrupt)
+    monkeypatch.setattr("kvjax.generation.warm_up", interrupt)
     code, out, err = kvjax("generate", checkpoint, "--prompt", "a")
     assert (code, out) == (130, "")
     assert "Traceback" not in err

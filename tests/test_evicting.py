@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Evicting, HeavyHitter, LastQuery, Observation, Sliding, generate, laws
+from kvjax import CacheSpec, Evicting, HeavyHitter, LastQuery, Observation, Sliding, generation, testing
 from kvjax.caches import evicting
 
 SPEC = CacheSpec(batch=3, q_heads=4, kv_heads=2, head_dim=16, capacity=150, dtype=jnp.float32)
@@ -19,7 +19,7 @@ EVICTORS = {
     "sliding": Sliding(sink=4),
     "heavy hitter": HeavyHitter(recent=0.5),
     "last query": LastQuery(),
-    "observation": Observation(window=WINDOW, pool=POOL),
+    "observation": Observation(window=WINDOW, kernel_size=POOL),
 }
 
 
@@ -88,7 +88,7 @@ class Row:
         return {p: best.get(p, np.inf) for p in kept}
 
 
-def rows(rule: str, tokens: laws.Tokens, lengths: np.ndarray, chunk: int, window: int | None = None) -> list[Row]:
+def rows(rule: str, tokens: testing.Tokens, lengths: np.ndarray, chunk: int, window: int | None = None) -> list[Row]:
     """Rows after prompts of these lengths, in chunks."""
     made = [Row(rule, tokens.q[b], tokens.k[b], window) for b in range(len(lengths))]
     for row, length in zip(made, lengths, strict=True):
@@ -98,25 +98,25 @@ def rows(rule: str, tokens: laws.Tokens, lengths: np.ndarray, chunk: int, window
 
 
 def keeps(cache: kvjax.LayerCache) -> list[list[set[int]]]:
-    return [[set(head) for head in row] for row in laws.held_positions(cache)]
+    return [[set(head) for head in row] for row in testing.held_positions(cache)]
 
 
 @pytest.mark.parametrize("rule", EVICTORS)
 def test_keeps_the_positions_that_the_rule_keeps(rule: str) -> None:
     """Ragged prompts in chunks that grow past the budget, then steps, in which rows fill up at different times."""
-    tokens, lengths = laws.random_tokens(SPEC), np.array([101, 49, 3])
+    tokens, lengths = testing.random_tokens(SPEC), np.array([101, 49, 3])
     policy = Evicting(evictor=EVICTORS[rule], budget=BUDGET)
-    cache, _ = laws.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
-    wanted = rows(rule, tokens, lengths, laws.CHUNK)
+    cache, _ = testing.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
+    wanted = rows(rule, tokens, lengths, testing.CHUNK)
     assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted]
     for i in range(30):
-        _, cache, info = laws.step(cache, tokens, lengths + i)
+        _, cache, info = testing.step(cache, tokens, lengths + i)
         for row in wanted:
             row.step()
         assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted], f"step {i}"
         np.testing.assert_array_equal(np.asarray(info.attended[:, 0]), np.minimum(lengths + i + 1, BUDGET))
     # The next turn of a conversation, to rows whose slots are in no order.
-    cache, _ = laws.fill(cache, tokens, lengths + 40, held=lengths + 30)
+    cache, _ = testing.fill(cache, tokens, lengths + 40, held=lengths + 30)
     for row in wanted:
         row.prompt(10)
     assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted]
@@ -127,7 +127,7 @@ def test_keeps_the_positions_that_the_rule_keeps(rule: str) -> None:
 @pytest.mark.parametrize(("group", "window"), [(2, 30), (1, None), (7, None)])
 def test_keeps_the_positions_that_the_rule_keeps_of_a_whole_prompt(rule: str, group: int, window: int | None) -> None:
     spec = dataclasses.replace(SPEC, q_heads=2 * group)
-    tokens, lengths = laws.random_tokens(spec, 1), np.array([110, 77, 18])
+    tokens, lengths = testing.random_tokens(spec, 1), np.array([110, 77, 18])
     policy = Evicting(evictor=EVICTORS[rule], budget=BUDGET)
     step = jax.jit(kvjax.attention, static_argnames="window")
     first = (a[:, :110] for a in (tokens.q, tokens.k, tokens.v))
@@ -140,14 +140,14 @@ def test_keeps_the_positions_that_the_rule_keeps_of_a_whole_prompt(rule: str, gr
             row.step()
             t = row.length - 1
             seen = [p for p in row.kept[0] if window is None or p > t - window]
-            want = laws.dense(tokens.q[b, t, :group], tokens.k[b, seen, :1], tokens.v[b, seen, :1])
+            want = testing.dense(tokens.q[b, t, :group], tokens.k[b, seen, :1], tokens.v[b, seen, :1])
             np.testing.assert_allclose(np.asarray(out)[b, 0, :group], want, atol=1e-5)
 
 
 def test_a_chunk_of_a_prompt_sees_what_is_held_within_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for all, chunks give what the whole prompt gives; slots are read in several parts."""
     monkeypatch.setattr(evicting, "SLOTS", 32)
-    tokens, step = laws.random_tokens(SPEC, 2), jax.jit(kvjax.attention, static_argnames="window")
+    tokens, step = testing.random_tokens(SPEC, 2), jax.jit(kvjax.attention, static_argnames="window")
     prompt = tuple(a[:, :120] for a in (tokens.q, tokens.k, tokens.v))
     whole, _ = step(None, *prompt, window=50)
     cache = kvjax.init_layer(Evicting(evictor=LastQuery(), budget=SPEC.capacity), SPEC)
@@ -185,7 +185,7 @@ def test_law_of_eviction_catches_a_broken_policy(fault: str) -> None:
                 return dataclasses.replace(st, length=after.length)
             return dataclasses.replace(after, tokens=dataclasses.replace(after.tokens, k=st.tokens.k))
 
-    law = laws.budget_bounds_what_is_held if fault == "forgets its newest" else laws.step_attends_to_what_is_held
+    law = testing.budget_bounds_what_is_held if fault == "forgets its newest" else testing.step_attends_to_what_is_held
     with pytest.raises(AssertionError):
         law(Broken(evictor=Sliding(), budget=BUDGET), dataclasses.replace(SPEC, batch=1))
 
@@ -195,7 +195,7 @@ def test_presets_take_a_budget_and_dense_layers() -> None:
         ("streaming_llm", Sliding(sink=4)),
         ("h2o", HeavyHitter(recent=0.5)),
         ("tova", LastQuery()),
-        ("snapkv", Observation(window=32, pool=7)),
+        ("snapkv", Observation(window=32, kernel_size=7)),
     ):
         layered = kvjax.presets.find(name).make(budget=77, dense_layers=2)
         assert [layered.policy(i) for i in range(3)] == [kvjax.Full()] * 2 + [Evicting(evictor=evictor, budget=77)]
@@ -213,7 +213,7 @@ def test_decoding_reads_a_prompt_whole_unless_told_otherwise() -> None:
         spec = dataclasses.replace(SPEC, batch=1, capacity=1000)
         prompt = np.ones((1, 900), np.int32)
         sizes.clear()
-        generate.prefill(jax.tree_util.Partial(model), kvjax.init(policy, spec, layers=1), prompt, **settings)
+        generation.prefill(jax.tree_util.Partial(model), kvjax.init(policy, spec, layers=1), prompt, **settings)
         return sizes
 
     assert sizes_of(Evicting(evictor=Observation(), budget=64)) == [1024]

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Exact, Fifo, Retrieval, laws
-from kvjax.pick import POOLS
+from kvjax import CacheSpec, Exact, Fifo, Retrieval, testing
+from kvjax.selection import GROUP_REDUCES
 from tests.oracles import agrees, pooled
 from tests.test_fier import picks
 
@@ -14,20 +14,23 @@ SPEC = CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=16, capacity=200, dtyp
 
 
 @pytest.mark.parametrize(
-    "pool", ["mean_softmax", *(pytest.param(p, marks=pytest.mark.thorough) for p in POOLS if p != "mean_softmax")]
+    "group_reduce",
+    ["mean_softmax", *(pytest.param(p, marks=pytest.mark.thorough) for p in GROUP_REDUCES if p != "mean_softmax")],
 )
-def test_picks_the_best_true_scores(pool: str) -> None:
-    policy = Retrieval(selector=Exact(pool=pool), budget=20, sink=0, local=1, demote=Fifo(leave=16), dense_below=0)
-    tokens, lengths = laws.random_tokens(SPEC), np.array([150, 12])
-    cache, _ = laws.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
+def test_picks_the_best_true_scores(group_reduce: str) -> None:
+    policy = Retrieval(
+        selector=Exact(group_reduce=group_reduce), budget=20, sink=0, local=1, demote=Fifo(leave=16), dense_below=0
+    )
+    tokens, lengths = testing.random_tokens(SPEC), np.array([150, 12])
+    cache, _ = testing.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
     for i in range(18):
-        _, cache, _ = laws.step(cache, tokens, lengths + i)
+        _, cache, _ = testing.step(cache, tokens, lengths + i)
         for row, n in enumerate(lengths + i + 1):
             q = tokens.q[:, n - 1]
             found = picks(policy, cache, q, row)
             for head in range(2):
                 queries, keys = q[row, head * 4 : head * 4 + 4], tokens.k[row, : n - 1, head]
-                ranks = pooled(queries.astype(np.float64) @ keys.astype(np.float64).T / 4, pool)
+                ranks = pooled(queries.astype(np.float64) @ keys.astype(np.float64).T / 4, group_reduce)
                 for choice, mine in enumerate(found[head]):
                     assert agrees(mine, ranks[choice], min(19, n - 1)), (row, head, choice, i)
 

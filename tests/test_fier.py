@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Fier, Fifo, Retrieval, laws
+from kvjax import CacheSpec, Fier, Fifo, Retrieval, testing
 from kvjax.ops import score_1bit
 from kvjax.quant import quantize_1bit
 from tests.oracles import agrees, fier_scores, pooled
@@ -30,17 +30,24 @@ def picks(policy: Retrieval, cache: kvjax.LayerCache, q: np.ndarray, row: int) -
     return [[set(position[k, h][valid[k, h]].tolist()) for h in range(slots.shape[1])] for k in range(len(slots))]
 
 
-@pytest.mark.parametrize("pool", ["mean_softmax", "per_head", "mean_query", "mean_score", "max_softmax", "sum_softmax"])
-def test_picks_are_those_of_fier_scores(pool: str) -> None:
+@pytest.mark.parametrize(
+    "group_reduce", ["mean_softmax", "per_head", "mean_query", "mean_score", "max_softmax", "sum_softmax"]
+)
+def test_picks_are_those_of_fier_scores(group_reduce: str) -> None:
     spec = CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=32, capacity=330, dtype=jnp.bfloat16)
     group, budget = 16, 40
     policy = Retrieval(
-        selector=Fier(group=group, pool=pool), budget=budget, sink=0, local=1, demote=Fifo(leave=group), dense_below=0
+        selector=Fier(group=group, group_reduce=group_reduce),
+        budget=budget,
+        sink=0,
+        local=1,
+        demote=Fifo(leave=group),
+        dense_below=0,
     )
-    tokens, lengths = laws.random_tokens(spec), np.array([301, 90])
-    cache, _ = laws.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    tokens, lengths = testing.random_tokens(spec), np.array([301, 90])
+    cache, _ = testing.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     for i in range(20):  # crosses a seal in each row
-        _, cache, _ = laws.step(cache, tokens, lengths + i)
+        _, cache, _ = testing.step(cache, tokens, lengths + i)
         q = tokens.at((lengths + i)[:, None])[0][:, 0]
         for row, n in enumerate(lengths + i + 1):
             found = picks(policy, cache, q, row)
@@ -49,7 +56,7 @@ def test_picks_are_those_of_fier_scores(pool: str) -> None:
             for head in range(2):
                 queries = q[row].reshape(2, 4, -1)[head].astype(np.float32)
                 keys = tokens.k[row, : n - 1, head]
-                ranks = pooled(fier_scores(queries, keys, sealed, group, 32**-0.5, jnp.bfloat16), pool)
+                ranks = pooled(fier_scores(queries, keys, sealed, group, 32**-0.5, jnp.bfloat16), group_reduce)
                 for choice, mine in enumerate(found[head]):
                     assert agrees(mine, ranks[choice], min(budget - 1, n - 1)), (row, head, choice, i)
 
@@ -77,11 +84,11 @@ def test_score_is_the_product_with_the_decoded_key() -> None:
 def test_first_two_layers_are_dense_and_say_so() -> None:
     spec = CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=700, dtype=jnp.float32)
     cache = kvjax.init(kvjax.presets.fier(budget=64), spec, layers=4)
-    tokens = laws.random_tokens(spec)
+    tokens = testing.random_tokens(spec)
     attended = []
     for layer in cache.layers:
-        filled, _ = laws.fill(layer, tokens, [600])
-        _, _, info = laws.step(filled, tokens, [600])
+        filled, _ = testing.fill(layer, tokens, [600])
+        _, _, info = testing.step(filled, tokens, [600])
         attended.append(float(info.attended.max()))
     assert attended == [601, 601, 64, 64]
 
@@ -90,10 +97,10 @@ def test_first_two_layers_are_dense_and_say_so() -> None:
 def test_small_budget_counts_recent_tokens_too(budget: int) -> None:
     spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=600, dtype=jnp.float32)
     policy = kvjax.presets.fier(budget=budget).rest
-    tokens, lengths = laws.random_tokens(spec), np.array([255, 300])
-    cache, _ = laws.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    tokens, lengths = testing.random_tokens(spec), np.array([255, 300])
+    cache, _ = testing.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     for i in range(8):
-        _, cache, info = laws.step(cache, tokens, lengths + i)
+        _, cache, info = testing.step(cache, tokens, lengths + i)
         assert (np.asarray(info.attended) == budget).all()
 
 
@@ -114,13 +121,13 @@ def test_step_at_32k_tokens_never_unpacks_its_keys(dtype: str) -> None:
 def test_equals_full_attention_over_200_steps_that_cross_flushes() -> None:
     spec = CacheSpec(batch=3, q_heads=8, kv_heads=2, head_dim=16, capacity=600, dtype=jnp.float32)
     fier = dataclasses.replace(kvjax.presets.fier(budget=600, group=16, chunk=32).rest, sink=4, local=24)
-    tokens, lengths = laws.random_tokens(spec), np.array([130, 7, 300])
-    caches = [laws.fill(kvjax.init_layer(p, spec), tokens, lengths)[0] for p in (fier, kvjax.Full())]
+    tokens, lengths = testing.random_tokens(spec), np.array([130, 7, 300])
+    caches = [testing.fill(kvjax.init_layer(p, spec), tokens, lengths)[0] for p in (fier, kvjax.Full())]
     for i in range(200):
         active = np.array([True, i % 3 > 0, True])
         outs = []
         for j, cache in enumerate(caches):
-            out, caches[j], _ = laws.step(cache, tokens, lengths, active)
+            out, caches[j], _ = testing.step(cache, tokens, lengths, active)
             outs.append(out)
         np.testing.assert_allclose(outs[0][active], outs[1][active], atol=1e-5)
         lengths = lengths + active

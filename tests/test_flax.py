@@ -98,7 +98,7 @@ def test_prompt_and_scanned_steps_equal_dense_attention(make, policy):
     model, x = make(), tokens()
     prompt_out, cache = prefill(model, kvjax.init_layer(policy, SPEC), x[:, :PROMPT])
     cache, step_outs = decode(model, cache, jnp.swapaxes(x[:, PROMPT:, None], 0, 1))
-    kvjax.check(cache)
+    kvjax.raise_on_overflow(cache)
     got = np.concatenate([prompt_out, np.swapaxes(step_outs[:, :, 0], 0, 1)], axis=1)
     np.testing.assert_allclose(got, dense_answer(model, x), atol=2e-5)
     np.testing.assert_array_equal(cache.length, [PROMPT + STEPS] * SPEC.batch)

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax import generate as gen
-from kvjax.generate import Detokenizer, decode, decode_step, generate, prefill, stream, warm_up
-from kvjax.sample import sampling
+from kvjax import generation as gen
+from kvjax.generation import Detokenizer, decode, decode_step, generate, prefill, stream, warm_up
+from kvjax.sampling import sampling
 
 LAYERS, VOCAB, WIDTH, N, K, D = 2, 61, 32, 4, 2, 8
 FIER = kvjax.presets.fier(budget=24, dense_layers=1)  # one for all tests, which so share its programs
@@ -48,7 +48,7 @@ class Tiny(nnx.Module):
         self.out = nnx.List([nnx.Linear(N * D, WIDTH, rngs=rngs) for _ in range(LAYERS)])
         self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
 
-    def __call__(self, tokens, cache, *, lengths=None, active=None, last=False, fresh=False, info=False):
+    def __call__(self, tokens, cache, *, lengths=None, active=None, last=False, first_chunk=False, info=False):
         B, T = tokens.shape
         positions = (cache.length[:, None] + jnp.arange(T)[None]).astype(jnp.float32)
         x, layers, infos = self.embed[...][tokens], [], []
@@ -56,7 +56,7 @@ class Tiny(nnx.Module):
             q, k, v = jnp.split(qkv(x).reshape(B, T, N + 2 * K, D), [N, N + K], axis=2)
             mixed, layer, seen = kvjax.attention_info(
                 layer, 3 * rotate(q, positions), rotate(k, positions), v,
-                lengths=lengths, active=active, fresh=fresh, flush=False,
+                lengths=lengths, active=active, first_chunk=first_chunk, flush=False,
             )  # fmt: skip
             x = x + out(mixed.reshape(B, T, N * D))
             layers.append(layer)
@@ -157,7 +157,7 @@ def test_prefill_of_a_long_prompt_holds_no_square(model):
     T, chunk = 8192, 512
     cache = new_cache(capacity=T)
     part = jnp.zeros((1, chunk), jnp.int32)
-    program = gen._prefill_chunk.lower(model, cache, part, jnp.full(1, chunk), fresh=False).compile()
+    program = gen._prefill_chunk.lower(model, cache, part, jnp.full(1, chunk), first_chunk=False).compile()
     # Scores of a chunk against the whole of T in all heads would be N * chunk * T * 4 bytes = 64 MiB.
     assert program.memory_analysis().temp_size_in_bytes < N * chunk * T * 4 / 2
 
@@ -302,7 +302,7 @@ def test_a_second_call_of_the_same_shapes_compiles_nothing(model):
     assert run(2, 13, 0.8) == 0
 
 
-IN_HOST_MEMORY = dataclasses.replace(FLUSHING, store=kvjax.stores.Host())
+IN_HOST_MEMORY = dataclasses.replace(FLUSHING, store=kvjax.stores.HostOffload())
 
 
 @pytest.mark.parametrize("policy", [FIER, IN_HOST_MEMORY], ids=["device", "host"])

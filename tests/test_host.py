@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Dense, Fier, Fifo, Host, MinMaxPages, Retrieval, laws, memory
-from kvjax.pick import Selection, expand_units
+from kvjax import CacheSpec, Dense, Fier, Fifo, HostOffload, MinMaxPages, Retrieval, memory, testing
+from kvjax.selection import Selection, expand_units
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=300, dtype=jnp.float32)
 POLICY = Retrieval(
     selector=MinMaxPages(page=16),
-    store=Host(page=16),
+    store=HostOffload(page=16),
     budget=80,
     sink=4,
     local=24,
@@ -33,7 +33,7 @@ def kind(cache: kvjax.LayerCache) -> str:
 @pytest.mark.parametrize("page", [1, 16, 4])
 def test_host_store_holds_and_reads_what_dense_does(page: int) -> None:
     rng = np.random.default_rng(page)
-    dense, host = Dense(), Host(page=page)
+    dense, host = Dense(), HostOffload(page=page)
     states = [store.init(SPEC, 96) for store in (dense, host)]
     attends = [jax.jit(functools.partial(store.attend, scale=0.2)) for store in (dense, host)]
     q = jnp.asarray(rng.normal(size=(2, 2, 2, 16)), jnp.float32)
@@ -64,14 +64,14 @@ def test_host_store_holds_and_reads_what_dense_does(page: int) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("selector", [MinMaxPages(page=16), Fier(group=16)], ids=["pages", "fier"])
 def test_policy_over_host_memory_attends_as_over_dense(selector) -> None:
-    host = dataclasses.replace(POLICY, selector=selector, store=Host(page=selector.unit))
+    host = dataclasses.replace(POLICY, selector=selector, store=HostOffload(page=selector.unit))
     dense = dataclasses.replace(host, store=Dense())
-    tokens, lengths = laws.random_tokens(SPEC), np.array([150, 61])
-    caches = [laws.fill(kvjax.init_layer(p, SPEC), tokens, lengths)[0] for p in (host, dense)]
+    tokens, lengths = testing.random_tokens(SPEC), np.array([150, 61])
+    caches = [testing.fill(kvjax.init_layer(p, SPEC), tokens, lengths)[0] for p in (host, dense)]
     for i in range(40):
         outs = []
         for j, cache in enumerate(caches):
-            out, caches[j], _ = laws.step(cache, tokens, lengths + i)
+            out, caches[j], _ = testing.step(cache, tokens, lengths + i)
             outs.append(out)
         np.testing.assert_allclose(outs[0], outs[1], atol=1e-5)
 
@@ -80,11 +80,11 @@ def test_presets_move_the_history_to_the_host_and_change_nothing_else() -> None:
     for make in (kvjax.presets.fier, kvjax.presets.pariskv):
         layered = make(host=True, dense_layers=1)
         assert layered.first == (kvjax.Full(),)
-        assert layered.rest == dataclasses.replace(make().rest, store=Host())
+        assert layered.rest == dataclasses.replace(make().rest, store=HostOffload())
 
 
 def test_memory_kind_is_kept_by_init_jit_donation_and_loops() -> None:
-    tokens = laws.random_tokens(SPEC)
+    tokens = testing.random_tokens(SPEC)
     q, k, v = (jnp.asarray(a) for a in (tokens.q, tokens.k, tokens.v))
     make = functools.partial(kvjax.init_layer, POLICY, SPEC)
     assert kind(make()) == kind(jax.jit(make)()) == "pinned_host"
@@ -105,7 +105,7 @@ def test_memory_kind_is_kept_by_init_jit_donation_and_loops() -> None:
     assert kind(after) == "pinned_host"
     assert after.state.store.kv.unsafe_buffer_pointer() == place
     assert after.length.tolist() == [180, 180]
-    steps, _ = laws.fill(make(), tokens, np.array([180, 180]))
+    steps, _ = testing.fill(make(), tokens, np.array([180, 180]))
     np.testing.assert_array_equal(after.state.store.count, steps.state.store.count)
     n = int(steps.state.store.count[0])
     np.testing.assert_array_equal(after.state.store.k[:, :, :n], steps.state.store.k[:, :, :n])
@@ -122,7 +122,7 @@ def test_device_holds_index_and_windows_alone() -> None:
     rows, slots, width = 2 * 2, cache.state.store.slots, 16 * 4
     held = memory.nbytes(cache)
     assert held.host == rows * slots * 2 * width
-    assert held.host == 2 * slots * Host(page=16).bytes_per_token(SPEC)
+    assert held.host == 2 * slots * HostOffload(page=16).bytes_per_token(SPEC)
     zones = rows * 2 * width * (4 + 24 + 32 - 1)
     counters = 3 * 2 * 4 + 2
     assert held.device == rows * slots // 16 * 2 * width + zones + counters
@@ -143,5 +143,5 @@ def test_step_moves_what_it_selects_and_no_more() -> None:
 
 def test_backend_without_host_memory_is_refused(monkeypatch) -> None:
     monkeypatch.setattr("kvjax.stores.host.has_host_memory", lambda: False)
-    with pytest.raises(ValueError, match=r"Host needs pinned host memory.*lacks; use the store Dense"):
+    with pytest.raises(ValueError, match=r"HostOffload needs pinned host memory.*lacks; use the store Dense"):
         kvjax.init_layer(POLICY, SPEC)

@@ -10,16 +10,16 @@ import pytest
 
 import kvjax
 import kvjax.stores.quantized
-from kvjax import CacheSpec, Fifo, LogSparse, Quantized, laws, presets
+from kvjax import CacheSpec, Fifo, LogSparse, Quantized, presets, testing
 from kvjax.quant import split_scales
 from tests.oracles import log_sparse, residual
 
 
-def positions_as_values(spec: CacheSpec) -> laws.Tokens:
+def positions_as_values(spec: CacheSpec) -> testing.Tokens:
     """Tokens whose values are all their own position: a constant group, which is stored exactly."""
-    tokens = laws.random_tokens(spec)
+    tokens = testing.random_tokens(spec)
     at = np.arange(spec.capacity, dtype=np.float32)[None, :, None, None]
-    return laws.Tokens(tokens.q, tokens.k, np.broadcast_to(at, tokens.v.shape).astype(tokens.v.dtype))
+    return testing.Tokens(tokens.q, tokens.k, np.broadcast_to(at, tokens.v.shape).astype(tokens.v.dtype))
 
 
 def held(cache: kvjax.LayerCache, row: int) -> tuple[list[int], list[int]]:
@@ -46,14 +46,14 @@ def test_every_token_is_where_the_rule_puts_it(policy, rule, size: int) -> None:
     lengths = np.arange(1, 5 * size + 1)
     spec = CacheSpec(batch=len(lengths), q_heads=1, kv_heads=1, head_dim=8, capacity=12 * size, dtype=jnp.float32)
     tokens = positions_as_values(spec)
-    cache, _ = laws.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    cache, _ = testing.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     flush = jax.jit(kvjax.flush)
     for i in range(5 * size + 1):
         flushed = flush(cache)
         for row, n in enumerate(lengths + i):
             assert held(flushed, row) == rule(size, n), f"{n} tokens, {i} of them decoded"
-        _, cache, _ = laws.step(cache, tokens, lengths + i)
-    kvjax.check(cache)
+        _, cache, _ = testing.step(cache, tokens, lengths + i)
+    kvjax.raise_on_overflow(cache)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 7, 42])
@@ -86,7 +86,7 @@ def test_a_token_is_quantised_once(policy, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(kvjax.stores.quantized, "quantize", counted)
     spec = CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=16, capacity=220, dtype=jnp.float32)
-    tokens, cache = laws.random_tokens(spec), kvjax.init_layer(policy, spec)
+    tokens, cache = testing.random_tokens(spec), kvjax.init_layer(policy, spec)
     step = jax.jit(lambda *args: kvjax.attention(*args))  # a trace of its own, with the counter in it
     for n in range(200):
         before = cache.state.store
@@ -109,12 +109,12 @@ def test_a_token_is_quantised_once(policy, monkeypatch: pytest.MonkeyPatch) -> N
 def test_more_bits_come_closer_to_full_attention(make) -> None:
     """On random tokens, where attention averages much away and so errors weigh most."""
     spec = CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=64, capacity=600, dtype=jnp.float32)
-    tokens, lengths = laws.random_tokens(spec), np.array([570, 400])
-    want, _, _ = laws.step(laws.fill(kvjax.init_layer(kvjax.Full(), spec), tokens, lengths)[0], tokens, lengths)
+    tokens, lengths = testing.random_tokens(spec), np.array([570, 400])
+    want, _, _ = testing.step(testing.fill(kvjax.init_layer(kvjax.Full(), spec), tokens, lengths)[0], tokens, lengths)
     errors = []
     for bits in (2, 4, 8):
-        cache, _ = laws.fill(kvjax.init_layer(make(bits=bits).rest, spec), tokens, lengths)
-        out, _, info = laws.step(cache, tokens, lengths)
+        cache, _ = testing.fill(kvjax.init_layer(make(bits=bits).rest, spec), tokens, lengths)
+        out, _, info = testing.step(cache, tokens, lengths)
         errors.append(np.sqrt(np.mean((out - want) ** 2) / np.mean(want**2)))
         assert (np.asarray(info.attended) == lengths[:, None] + 1).all()
     # Two bits more are steps of a fifth, four more of a seventeenth.
@@ -124,7 +124,7 @@ def test_more_bits_come_closer_to_full_attention(make) -> None:
 
 @pytest.mark.parametrize("preset", [presets.logquant(), presets.kivi()], ids=["logquant", "kivi"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_step_at_32k_tokens_holds_no_decoded_cache(preset: kvjax.Layered, dtype: str) -> None:
+def test_step_at_32k_tokens_holds_no_decoded_cache(preset: kvjax.PerLayer, dtype: str) -> None:
     spec = CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768, dtype=dtype)
     cache = jax.eval_shape(functools.partial(kvjax.init_layer, preset.rest, spec))
     q, k = (jax.ShapeDtypeStruct((1, 1, heads, 128), spec.dtype) for heads in (32, 8))
@@ -146,7 +146,7 @@ def test_defaults_attend_to_everything_as_stored(
     preset, q_heads: int, kv_heads: int, head_dim: int, dtype: str
 ) -> None:
     spec = CacheSpec(batch=7, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, capacity=440, dtype=dtype)
-    laws.budget_of_all_is_dense_attention(preset.rest, spec)
+    testing.budget_of_all_is_dense_attention(preset.rest, spec)
 
 
 def test_presets_have_the_papers_numbers() -> None:

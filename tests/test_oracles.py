@@ -14,12 +14,25 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Fier, Fifo, Full, Host, LogSparse, MinMaxPages, Paris, Retrieval, Speculative, laws, models
-from kvjax.generate import generate
+from kvjax import (
+    CacheSpec,
+    Fier,
+    Fifo,
+    Full,
+    HostOffload,
+    LogSparse,
+    MinMaxPages,
+    Paris,
+    Retrieval,
+    Speculative,
+    models,
+    testing,
+)
+from kvjax.generation import generate
 from kvjax.layouts import unpack_codes
 from kvjax.quant import split_scales
 from kvjax.rotate import _signs, encode, lloyd_max, rotate
-from kvjax.sample import sampling
+from kvjax.sampling import sampling
 from tests import oracles
 
 STEPS = 12
@@ -30,7 +43,7 @@ POLICIES = {
     "pariskv, plain votes": Retrieval(selector=Paris(votes="plain"), budget=40, demote=Fifo(leave=32), **ZONES),
     "freekv": Retrieval(
         selector=MinMaxPages(page=8),
-        store=Host(page=8),
+        store=HostOffload(page=8),
         budget=12 + 4 * 8 + 3,  # the 3 have no page, but room for the token between window and recall
         demote=Fifo(leave=8),
         schedule=Speculative(tau=0.75),
@@ -51,7 +64,7 @@ def _quantises(name: str) -> bool:
     return isinstance(POLICIES[name].store, kvjax.Quantized)
 
 
-def live_tokens(model: models.Decoder, text: np.ndarray) -> laws.Tokens:
+def live_tokens(model: models.Decoder, text: np.ndarray) -> testing.Tokens:
     """Queries, keys and values of each layer, as rows, over token ids i[S]."""
     seen: list[tuple[np.ndarray, ...]] = []
 
@@ -62,7 +75,7 @@ def live_tokens(model: models.Decoder, text: np.ndarray) -> laws.Tokens:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvjax.models.decoder.attention_info", watch)
         model(text[None])
-    return laws.Tokens(*(np.stack(part) for part in zip(*seen, strict=True)))
+    return testing.Tokens(*(np.stack(part) for part in zip(*seen, strict=True)))
 
 
 def own_text(loaded: models.Checkpoint, length: int) -> np.ndarray:
@@ -75,7 +88,7 @@ def own_text(loaded: models.Checkpoint, length: int) -> np.ndarray:
 
 
 @functools.cache
-def data(checkpoint: str | None) -> dict[str, tuple[CacheSpec, laws.Tokens]]:
+def data(checkpoint: str | None) -> dict[str, tuple[CacheSpec, testing.Tokens]]:
     """Random and live tokens of the same shapes, so that both run the same programs."""
     if checkpoint is None:
         config = models.DecoderConfig(
@@ -87,8 +100,8 @@ def data(checkpoint: str | None) -> dict[str, tuple[CacheSpec, laws.Tokens]]:
         loaded = models.load(checkpoint, dtype="float32")
         model, text = loaded.model, own_text(loaded, 600)
     spec = model.spec(batch=model.config.layers, capacity=len(text))
-    drawn = laws.random_tokens(spec)
-    random = laws.Tokens(drawn.q.copy(), drawn.k, drawn.v)
+    drawn = testing.random_tokens(spec)
+    random = testing.Tokens(drawn.q.copy(), drawn.k, drawn.v)
     for t in range(1, spec.capacity):  # a query resembles the one before: cosines of 0.75, a little more or less
         random.q[:, t] = 0.75 * random.q[:, t - 1] + np.sqrt(1 - 0.75**2) * random.q[:, t]
     return {"random": (spec, random), "live": (spec, live_tokens(model, text))}
@@ -109,11 +122,11 @@ class Step:
     cache: kvjax.LayerCache  # after it
 
 
-def steps(policy: kvjax.Policy, spec: CacheSpec, tokens: laws.Tokens) -> Iterator[Step]:
+def steps(policy: kvjax.Policy, spec: CacheSpec, tokens: testing.Tokens) -> Iterator[Step]:
     lengths = spec.capacity - STEPS - 7 * np.arange(spec.batch)
-    cache, _ = laws.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    cache, _ = testing.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     for i in range(STEPS):
-        out, cache, info = laws.step(cache, tokens, lengths + i)
+        out, cache, info = testing.step(cache, tokens, lengths + i)
         for row, head in np.ndindex(spec.batch, spec.kv_heads):
             n, G = int(lengths[row]) + i, spec.group
             yield Step(

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import kvjax
-from kvjax import CacheSpec, CentrePages, Fier, Fifo, MinMaxPages, Paris, Retrieval, laws
-from kvjax.ops import pick_pages, score_pages
-from kvjax.selectors import Picker
+from kvjax import CacheSpec, CentrePages, Fier, Fifo, MinMaxPages, Paris, Retrieval, testing
+from kvjax.ops import score_pages, select_pages
+from kvjax.selectors import FusedSelector
 from tests.oracles import agrees, pooled
 from tests.test_fier import select
 
@@ -43,11 +43,11 @@ def scores(q: np.ndarray, keys: np.ndarray, sealed: int, page: int, summary: typ
 
 
 @pytest.mark.parametrize("selector", [MinMaxPages(page=8), CentrePages(page=4), Fier(group=8), Paris(candidates=9)])
-def test_a_pick_is_the_choice_and_its_lowest_comes_last_where_it_says_so(selector: Picker) -> None:
+def test_a_pick_is_the_choice_and_its_lowest_comes_last_where_it_says_so(selector: FusedSelector) -> None:
     spec = CacheSpec(batch=4, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
     policy = Retrieval(selector=selector, budget=50, sink=2, local=3, demote=Fifo(leave=16), dense_below=0)
-    tokens = laws.random_tokens(spec)
-    cache, _ = laws.fill(kvjax.init_layer(policy, spec), tokens, np.array([190, 101, 33, 4]))
+    tokens = testing.random_tokens(spec)
+    cache, _ = testing.fill(kvjax.init_layer(policy, spec), tokens, np.array([190, 101, 33, 4]))
     q = tokens.at(np.array([[150]] * 4))[0][:, 0]
     got = jax.jit(lambda st, q: policy._select(st, q.reshape(4, 2, 2, 16), None, 0.25))(cache.state, q)
     want = select(policy, cache.state, q)
@@ -63,21 +63,21 @@ def test_a_pick_is_the_choice_and_its_lowest_comes_last_where_it_says_so(selecto
     [
         (dict(wide=12), "wide=12 must be whole pages of unit=8 among the 20 keys"),
         (dict(wide=24), "wide=24 must be whole pages"),
-        (dict(room=6), "room=6 is more than the 3 stored and 2 waiting pages"),
-        (dict(pool="mean"), "pool must be one of"),
+        (dict(room=6), "room=6 is more than the 3 stored and 2 pending pages"),
+        (dict(group_reduce="mean"), "group_reduce must be one of"),
     ],
 )
 def test_picking_pages_refuses_sizes_that_do_not_fit(changed: dict, words: str) -> None:
     q, low, keys = (jnp.zeros((1, 1, n, 16)) for n in (2, 3, 20))
-    given = dict(pool="mean_score", room=5, unit=8, scale=1.0, wide=16) | changed
+    given = dict(group_reduce="mean_score", room=5, unit=8, scale=1.0, wide=16) | changed
     with pytest.raises(ValueError, match=words):
-        pick_pages(q, low, low, (0, 24), (keys, 0, 16), 5, **given)
+        select_pages(q, low, low, (0, 24), (keys, 0, 16), 5, **given)
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
-    ("summary", "pool"),
+    ("summary", "group_reduce"),
     [
         (MinMaxPages, "mean_softmax"),
         (MinMaxPages, "per_head"),
@@ -85,22 +85,22 @@ def test_picking_pages_refuses_sizes_that_do_not_fit(changed: dict, words: str) 
         (CentrePages, "mean_score"),
     ],
 )
-def test_picks_are_the_pages_of_the_best_boxes(summary: type, pool: str, dtype) -> None:
+def test_picks_are_the_pages_of_the_best_boxes(summary: type, group_reduce: str, dtype) -> None:
     spec = CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=16, capacity=330, dtype=dtype)
     page, local, sink = 8, 5, 3
     budget = sink + local + 4 * page + 7  # 7 tokens of it fill no page
     policy = Retrieval(
-        selector=summary(page=page, pool=pool),
+        selector=summary(page=page, group_reduce=group_reduce),
         budget=budget,
         sink=sink,
         local=local,
         demote=Fifo(leave=2 * page),
         dense_below=0,
     )
-    tokens, lengths = laws.random_tokens(spec), np.array([301, 90])
-    cache, _ = laws.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    tokens, lengths = testing.random_tokens(spec), np.array([301, 90])
+    cache, _ = testing.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     for i in range(20):  # crosses a flush in each row
-        _, cache, info = laws.step(cache, tokens, lengths + i)
+        _, cache, info = testing.step(cache, tokens, lengths + i)
         q = tokens.at((lengths + i)[:, None])[0][:, 0]
         selection = select(policy, cache.state, q)
         slots, valid = np.asarray(selection.slots), np.asarray(selection.valid)
@@ -112,7 +112,7 @@ def test_picks_are_the_pages_of_the_best_boxes(summary: type, pool: str, dtype) 
             for head in range(2):
                 queries = q[row].reshape(2, 4, -1)[head].astype(np.float32)
                 keys = tokens.k[row, sink : n - local, head]
-                ranks = pooled(scores(queries, keys, sealed, page, summary, 16**-0.5, dtype), pool)
+                ranks = pooled(scores(queries, keys, sealed, page, summary, 16**-0.5, dtype), group_reduce)
                 for choice in range(slots.shape[2]):
                     mine = position[head, choice][valid[row, head, choice]]
                     assert len(set(mine.tolist())) == len(mine)
@@ -145,10 +145,10 @@ def test_budget_that_is_no_multiple_of_the_page_is_never_exceeded(extra: int) ->
     policy = Retrieval(
         selector=MinMaxPages(page=16), budget=9 + extra, sink=4, local=5, demote=Fifo(leave=32), dense_below=0
     )
-    tokens, lengths = laws.random_tokens(spec), np.array([250, 36])
-    cache, _ = laws.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    tokens, lengths = testing.random_tokens(spec), np.array([250, 36])
+    cache, _ = testing.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     for i in range(34):
-        _, cache, info = laws.step(cache, tokens, lengths + i)
+        _, cache, info = testing.step(cache, tokens, lengths + i)
         attended = np.asarray(info.attended)
         assert (attended <= 9 + extra).all()
         assert (attended >= 9).all()
@@ -175,11 +175,11 @@ def test_index_takes_the_bytes_that_it_says() -> None:
 def test_quest_is_dense_in_two_layers_and_attends_to_whole_pages_in_the_others() -> None:
     spec = CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=700, dtype=jnp.float32)
     cache = kvjax.init(kvjax.presets.quest(budget=80), spec, layers=4)
-    tokens = laws.random_tokens(spec)
+    tokens = testing.random_tokens(spec)
     attended = []
     for layer in cache.layers:
-        filled, _ = laws.fill(layer, tokens, [607])
-        _, _, info = laws.step(filled, tokens, [607])
+        filled, _ = testing.fill(layer, tokens, [607])
+        _, _, info = testing.step(filled, tokens, [607])
         attended.append(float(info.attended.min()))
     assert attended == [608, 608, 80, 80]
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax import CacheSpec, Fifo, Paris, Retrieval, laws, ops
+from kvjax import CacheSpec, Fifo, Paris, Retrieval, ops, testing
 from kvjax.layouts import pack_bits
-from kvjax.pick import Selection, set_recall
 from kvjax.rotate import decode, encode, hadamard, lloyd_max, rotate, rotate_few
+from kvjax.selection import Selection, set_recall
 from kvjax.selectors.paris import FLOOR, ParisIndex
 from tests import oracles
 from tests.oracles import agrees
@@ -107,28 +107,28 @@ def test_candidates_and_reach_follow_the_length(n: int) -> None:
 def test_picks_of_a_cache_are_those_of_the_definition() -> None:
     spec = CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=64, capacity=330, dtype=jnp.bfloat16)
     policy = Retrieval(selector=Paris(), budget=40, sink=3, local=9, demote=Fifo(leave=16), dense_below=0)
-    tokens, lengths = laws.random_tokens(spec), np.array([301, 90])
-    cache, _ = laws.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    tokens, lengths = testing.random_tokens(spec), np.array([301, 90])
+    cache, _ = testing.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     for i in range(20):  # crosses a flush in each row
-        _, cache, _ = laws.step(cache, tokens, lengths + i)
+        _, cache, _ = testing.step(cache, tokens, lengths + i)
         q = tokens.at((lengths + i)[:, None])[0][:, 0]
         for row, n in enumerate(lengths + i + 1):
             stored = int(cache.state.store.count[row])
             for head, found in enumerate(picks(policy, cache, q, row)):
                 query = q[row].reshape(2, 4, -1)[head].astype(np.float32).mean(axis=0)
                 keys = tokens.k[row, 3 : n - 9, head]  # those of neither sink nor local window
-                waiting = keys[stored:].astype(np.float64) @ query
-                ranks = np.concatenate([oracles.Paris(rotation(64), keys[:stored]).ranks(query), waiting])
+                pending = keys[stored:].astype(np.float64) @ query
+                ranks = np.concatenate([oracles.Paris(rotation(64), keys[:stored]).ranks(query), pending])
                 assert agrees(found[0], ranks, 28), (row, head, i)
 
 
 @pytest.mark.parametrize(
-    ("pool", "candidates"), [("mean_query", None), ("mean_query", 9), ("per_head", 9), ("mean_softmax", 9)]
+    ("group_reduce", "candidates"), [("mean_query", None), ("mean_query", 9), ("per_head", 9), ("mean_softmax", 9)]
 )
-def test_a_step_chooses_what_select_ranks_highest(pool: Any, candidates: int | None) -> None:
+def test_a_step_chooses_what_select_ranks_highest(group_reduce: Any, candidates: int | None) -> None:
     """More candidates than the budget and fewer, rows of all lengths, with a window and without."""
     spec = CacheSpec(batch=5, q_heads=4, kv_heads=2, head_dim=16, capacity=160, dtype=jnp.dtype(jnp.float32))
-    selector = Paris(pool=pool, candidates=candidates)
+    selector = Paris(group_reduce=group_reduce, candidates=candidates)
     policy = Retrieval(selector=selector, budget=40, sink=2, local=4, demote=Fifo(leave=16), dense_below=30)
     k, q = jax.random.normal(jax.random.key(0), (5, 150, 2, 16)), jax.random.normal(jax.random.key(1), (5, 4, 16))
 
@@ -356,8 +356,8 @@ def test_preset_counts_sink_and_local_in_its_budget() -> None:
 
 def test_full_attention_until_the_row_is_long() -> None:
     spec = CacheSpec(batch=2, q_heads=2, kv_heads=1, head_dim=16, capacity=1400, dtype=jnp.float32)
-    tokens, lengths = laws.random_tokens(spec), np.array([900, 1300])
-    cache, _ = laws.fill(kvjax.init_layer(kvjax.presets.pariskv().rest, spec), tokens, lengths)
-    out, _, info = laws.step(cache, tokens, lengths)
+    tokens, lengths = testing.random_tokens(spec), np.array([900, 1300])
+    cache, _ = testing.fill(kvjax.init_layer(kvjax.presets.pariskv().rest, spec), tokens, lengths)
+    out, _, info = testing.step(cache, tokens, lengths)
     assert np.asarray(info.attended)[:, 0].tolist() == [901, 232]
-    np.testing.assert_allclose(out[0], laws.dense(tokens.q[0, 900], tokens.k[0, :901], tokens.v[0, :901]), atol=1e-5)
+    np.testing.assert_allclose(out[0], testing.dense(tokens.q[0, 900], tokens.k[0, :901], tokens.v[0, :901]), atol=1e-5)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvjax.partial import Partial, attend_blocks, attend_causal, attend_part, empty_part, merge
+from kvjax.partial import PartialAttention, attend_blocks, attend_causal, attend_part, empty_part, merge
 
 
 def whole(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -30,7 +30,7 @@ def draw(seed: int, S: int = 12, Q: int = 3, size: float = 1.0) -> tuple[np.ndar
     return q, k, v, rng.random((2, 2, Q, S)) < 0.6
 
 
-def check(part: Partial, out: np.ndarray, lse: np.ndarray, atol: float = 2e-6) -> None:
+def check(part: PartialAttention, out: np.ndarray, lse: np.ndarray, atol: float = 2e-6) -> None:
     np.testing.assert_allclose(part.out, out, atol=atol)
     np.testing.assert_allclose(part.lse, lse, atol=atol * 10)
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvjax.ops import attend_slots, top_k
-from kvjax.pick import POOLS, Selection, expand_units, mass_recall, membership, pool_scores, set_recall
+from kvjax.selection import GROUP_REDUCES, Selection, expand_units, mass_recall, membership, reduce_scores, set_recall
 from tests.test_partial import whole
 
 
@@ -27,8 +27,8 @@ def test_fewer_valid_than_asked_gives_them_all() -> None:
     assert picked.slots[0, :2].tolist() == [3, 1]
 
 
-@pytest.mark.parametrize("pool", POOLS)
-def test_pooling_ranks_as_its_rule_says(pool: str) -> None:
+@pytest.mark.parametrize("group_reduce", GROUP_REDUCES)
+def test_pooling_ranks_as_its_rule_says(group_reduce: str) -> None:
     rng = np.random.default_rng(0)
     scores, valid = rng.normal(size=(2, 3, 4, 10)).astype(np.float32), rng.random((2, 1, 1, 10)) < 0.7
     masked = np.where(valid, scores, -np.inf)
@@ -40,15 +40,15 @@ def test_pooling_ranks_as_its_rule_says(pool: str) -> None:
         "max_softmax": shares.max(axis=2, keepdims=True),
         "sum_softmax": shares.sum(axis=2, keepdims=True),
         "mean_softmax": shares.mean(axis=2, keepdims=True),
-    }[pool]
+    }[group_reduce]
     split = [(jnp.asarray(scores[..., a:b]), jnp.asarray(valid[..., a:b])) for a, b in ((0, 6), (6, 10))]
-    got = np.asarray(pool_scores(split, pool))  # type: ignore[arg-type]
-    np.testing.assert_allclose(np.exp(got) if "softmax" in pool else got, want, rtol=1e-5)
+    got = np.asarray(reduce_scores(split, group_reduce))  # type: ignore[arg-type]
+    np.testing.assert_allclose(np.exp(got) if "softmax" in group_reduce else got, want, rtol=1e-5)
 
 
 def test_scores_far_below_the_top_keep_their_order() -> None:
     scores = jnp.array([1000.0, 0.0, -200.0, -100.0, -300.0])[None, None, None]
-    ranks = pool_scores([(scores, jnp.ones((1, 1, 1, 5), bool))], "mean_softmax")
+    ranks = reduce_scores([(scores, jnp.ones((1, 1, 1, 5), bool))], "mean_softmax")
     assert jnp.argsort(-ranks[0, 0, 0]).tolist() == [0, 1, 3, 2, 4]
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
 import kvjax
-from kvjax import CacheSpec, Fier, Fifo, Quantized, Retrieval, Selection, laws
+from kvjax import CacheSpec, Fier, Fifo, Quantized, Retrieval, Selection, testing
 from kvjax.layouts import pack_codes, unpack_codes
 from kvjax.quant import dequantize, quantize, split_scales
 from tests.oracles import asymmetric, attention
@@ -243,10 +243,10 @@ def test_retrieval_over_codes_reads_what_it_chose() -> None:
         selector=Fier(group=8), budget=48, sink=4, local=12, demote=Fifo(leave=32), dense_below=0, store=kvjax.Dense()
     )
     coded = dataclasses.replace(policy, store=Quantized(bits=2, key_group=32, value_group=16))
-    tokens, lengths = laws.random_tokens(spec), np.array([333, 150])
-    (exact, _), (few, _) = (laws.fill(kvjax.init_layer(p, spec), tokens, lengths) for p in (policy, coded))
-    _, _, info = laws.step(exact, tokens, lengths)
-    out, _, info_few = laws.step(few, tokens, lengths)
+    tokens, lengths = testing.random_tokens(spec), np.array([333, 150])
+    (exact, _), (few, _) = (testing.fill(kvjax.init_layer(p, spec), tokens, lengths) for p in (policy, coded))
+    _, _, info = testing.step(exact, tokens, lengths)
+    out, _, info_few = testing.step(few, tokens, lengths)
     np.testing.assert_array_equal(info_few.selection.slots, info.selection.slots)
     slots, valid = np.asarray(info.selection.slots), np.asarray(info.selection.valid)
     for b, h in np.ndindex(2, 2):

@@ -17,7 +17,7 @@ import kvjax
 from kvjax import models
 from kvjax.evaluate.record import digest
 from kvjax.evaluate.synthetic import FORMS
-from kvjax.generate import generate
+from kvjax.generation import generate
 
 ROOT = Path(__file__).parent.parent
 _spec = importlib.util.spec_from_file_location("training_train", ROOT / "training" / "train.py")

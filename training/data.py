@@ -221,8 +221,8 @@ def asking(
     """
     order = [i for i, one in enumerate(hidden) for _ in one.lines]
     rng.shuffle(order)
-    waiting = [deque(one.lines) for one in hidden]
-    lines = tuple(waiting[i].popleft() for i in order)
+    pending = [deque(one.lines) for one in hidden]
+    lines = tuple(pending[i].popleft() for i in order)
     asked = rng.sample(list(hidden), len(hidden))
     encode = corpus.tokenizer
     answers = encode([reply(one) for one in asked], add_special_tokens=False)["input_ids"]

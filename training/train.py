@@ -179,7 +179,7 @@ def train(
     log = Log(out / "log.jsonl", config, peak_tflops, show_every)
     print(f"first step after {clock.start - begun:.1f} s", flush=True)
 
-    waiting: deque[Any] = deque()
+    pending: deque[Any] = deque()
     saved = clock.start if steps is None else first
     step, made = first, provenance()
 
@@ -201,16 +201,16 @@ def train(
         rate = rate_at(progress, settings)
         state, metrics = programs[length](state, ids, kinds, np.float32(rate))
         step, tokens = step + 1, tokens + ids.size
-        waiting.append((step, length, ids.size, progress, rate, metrics))
-        if len(waiting) > 2:  # so that the device always has a step to go on with
-            log.write(*waiting.popleft())
+        pending.append((step, length, ids.size, progress, rate, metrics))
+        if len(pending) > 2:  # so that the device always has a step to go on with
+            log.write(*pending.popleft())
         if step == stop_after:
             break
         now = time.monotonic() if steps is None else step
         if now - saved >= settings["save_every"]:
             saved = now
             keep()
-    for left in waiting:
+    for left in pending:
         log.write(*left)
     log.file.close()
     batches.close()

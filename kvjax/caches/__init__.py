@@ -11,7 +11,7 @@ pytree whose every leaf has the batch first; verbs take a state and return one o
     attend_stored   exact attention over everything stored: what a chunk of a prompt needs of the chunks before it
     prefill_observed   in place of prefill, for a policy to which the queries of a prompt matter
 
-Nothing here clamps: a token that has no room is dropped and sets `overflow`, which `kvjax.check` reports.
+Nothing here clamps: a token that has no room is dropped and sets `overflow`, which `kvjax.raise_on_overflow` reports.
 """
 
 from kvjax.caches.evicting import Evicting, EvictingState

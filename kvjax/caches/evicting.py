@@ -13,7 +13,16 @@ from kvjax import ops
 from kvjax.blocks import Block, empty_block, write
 from kvjax.caches.policy import Info, lowest_visible
 from kvjax.evictors import Evictor
-from kvjax.partial import Partial, Span, attend_part, group_queries, keep_valid, merge, softmax_weights, ungroup
+from kvjax.partial import (
+    PartialAttention,
+    Span,
+    attend_part,
+    group_queries,
+    keep_valid,
+    merge,
+    softmax_weights,
+    ungroup,
+)
 from kvjax.spec import CacheSpec, require_int
 
 QUERIES = 128  # of a prompt, whose weights are held at a time
@@ -188,13 +197,13 @@ class Evicting:
             both = jnp.concatenate([old, jnp.swapaxes(new, 1, 2).astype(old.dtype)], axis=2)
             return keep_valid(jnp.take_along_axis(both, source[..., None], axis=2), valid)
 
-        def pick(line: Array) -> Array:
+        def select(line: Array) -> Array:
             return jnp.where(valid, jnp.take_along_axis(line, place, axis=-1), jnp.zeros((), line.dtype))
 
         kept = EvictingState(
             tokens=Block(take(st.tokens.k, k), take(st.tokens.v, v), jnp.minimum(st.tokens.count + lengths, S)),
-            position=pick(position),
-            evidence=None if evidence is None else pick(evidence),
+            position=select(position),
+            evidence=None if evidence is None else select(evidence),
             length=end,
             due=None if st.due is None else jnp.zeros_like(st.due),
         )
@@ -203,7 +212,7 @@ class Evicting:
 
     def attend_stored(
         self, st: EvictingState, q: Array, ahead: Array, *, scale: float, window: int | None = None
-    ) -> Partial:
+    ) -> PartialAttention:
         first = lowest_visible(st.length[:, None] + ahead[None], window)[:, None, :, None]
         position = self._positions(st)
         parts = []

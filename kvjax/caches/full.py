@@ -11,7 +11,7 @@ from jax.tree_util import register_dataclass
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, put
 from kvjax.caches.policy import Info, lowest_visible
-from kvjax.partial import Partial, Span, attend_blocks, group_queries, ungroup
+from kvjax.partial import PartialAttention, Span, attend_blocks, group_queries, ungroup
 from kvjax.spec import CacheSpec
 from kvjax.stores import Dense
 
@@ -57,7 +57,7 @@ class Full:
 
     def attend_stored(
         self, st: FullState, q: Array, ahead: Array, *, scale: float, window: int | None = None
-    ) -> Partial:
+    ) -> PartialAttention:
         start = lowest_visible(st.length[:, None] + ahead[None], window)
         return attend_blocks(q, st.tokens.k, st.tokens.v, start, st.length, scale=scale)
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.partial import Partial
-from kvjax.pick import Selection
+from kvjax.partial import PartialAttention
+from kvjax.selection import Selection
 from kvjax.spec import CacheSpec
 
 
@@ -37,7 +37,9 @@ class Policy(Protocol):
         """Attention of q [B, N, D], the queries of each row's newest stored token."""
         ...
 
-    def attend_stored(self, st: Any, q: Array, ahead: Array, *, scale: float, window: int | None = None) -> Partial:
+    def attend_stored(
+        self, st: Any, q: Array, ahead: Array, *, scale: float, window: int | None = None
+    ) -> PartialAttention:
         """Exact attention of q [B, K, Q, D] over all that is stored; query i stands `ahead[i]`, i32[Q], past it."""
         ...
 

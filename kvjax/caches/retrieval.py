@@ -19,7 +19,7 @@ from kvjax.caches.policy import Info, lowest_visible
 from kvjax.demotion import Demotion, Fifo, plan
 from kvjax.layouts import whole_units
 from kvjax.partial import (
-    Partial,
+    PartialAttention,
     Span,
     attend_blocks,
     attention_logits,
@@ -28,11 +28,11 @@ from kvjax.partial import (
     merge,
     ungroup,
 )
-from kvjax.pick import Picked, Selection, expand_units, pool_queries, split_selection
 from kvjax.schedules import EveryStep, Recall, Schedule
-from kvjax.selectors import All, Pickable, Picker, Selector
+from kvjax.selection import PackedSelection, Selection, expand_units, reduce_queries, split_selection
+from kvjax.selectors import All, Candidates, FusedSelector, Selector
 from kvjax.spec import CacheSpec, require_int
-from kvjax.stores import Dense, Host, Quantized, Store
+from kvjax.stores import Dense, HostOffload, Quantized, Store
 
 
 @register_dataclass
@@ -117,10 +117,10 @@ class Retrieval:
                 f"budget={self.budget} leaves nothing beside sink + local = {self.sink} + {self.local} that "
                 f"{self.schedule} could reuse; raise it to at least {self.sink + self.local + self.selector.unit}"
             )
-        if isinstance(self.store, Host) and self.selector.unit % self.store.page:
+        if isinstance(self.store, HostOffload) and self.selector.unit % self.store.page:
             raise ValueError(
                 f"{self.store} moves whole pages, but {self.selector} chooses {self.selector.unit} tokens at a time; "
-                f"use Host(page={self.selector.unit})"
+                f"use HostOffload(page={self.selector.unit})"
             )
 
     def init(self, spec: CacheSpec) -> RetrievalState:
@@ -232,7 +232,7 @@ class Retrieval:
         self._check_window(window)
         first = None if window is None else lowest_visible(st.length - 1, window)
         from_store, from_recent = _slot_of(first, st.offset_store), _slot_of(first, st.offset_recent)
-        selection: Selection | Picked | None = None
+        selection: Selection | PackedSelection | None = None
         schedule, fresh = st.schedule, None
         # Values past the counts of recent and sink are finite: `prefill` and `flush` see to it, and they need no mask.
         kept = recent = Span(st.recent.k, st.recent.v, from_recent, st.recent.count)
@@ -242,8 +242,8 @@ class Retrieval:
         if st.sink is not None:
             sink = Span(st.sink.k, st.sink.v, _slot_of(first, jnp.zeros_like(st.sink.count)), st.sink.count)
 
-        def around(history: Partial, waiting: Selection | None) -> Array:
-            return ops.attend_beside(history, qg, waiting, recent, sink, scale=scale)
+        def around(history: PartialAttention, pending: Selection | None) -> Array:
+            return ops.attend_beside(history, qg, pending, recent, sink, scale=scale)
 
         if isinstance(self.selector, All):
             if isinstance(self.store, Quantized):
@@ -264,8 +264,8 @@ class Retrieval:
                     k, v = st.store.k, st.store.v
                     out = ops.attend_zones(qg, k, v, selection, kept, sink, self.local, scale=scale)
                 else:
-                    stored, waiting = split_selection(selection, st.store.slots)
-                    out = around(self.store.attend_slots(st.store, qg, stored, scale=scale), waiting)
+                    stored, pending = split_selection(selection, st.store.slots)
+                    out = around(self.store.attend_slots(st.store, qg, stored, scale=scale), pending)
             else:
                 last, anew, now, reused = choice.read
                 fresh, reused = ~reused, reused[..., None, None]
@@ -298,16 +298,16 @@ class Retrieval:
 
     def _select(
         self, st: RetrievalState, q: Array, first: Array | None, scale: float, *, ranked: bool = False
-    ) -> Selection | Picked:
-        """Top units of history and waiting tokens together. `first` i32[B] is the lowest visible position; None if all
+    ) -> Selection | PackedSelection:
+        """Top units of history and pending tokens together. `first` i32[B] is the lowest visible position; None if all
         are.
 
         In order of rank where `ranked`, or where the schedule may drop more than the unit that ranks lowest, which else
         comes last.
         """
-        unit, pool, slots = self.selector.unit, self.selector.pool, st.store.slots
+        unit, group_reduce, slots = self.selector.unit, self.selector.group_reduce, st.store.slots
         from_store, from_recent = _slot_of(first, st.offset_store), _slot_of(first, st.offset_recent)
-        queries = pool_queries(q, pool)
+        queries = reduce_queries(q, group_reduce)
 
         # Waiting tokens stand in the first slots of the recent block, before the local ones.
         wide = -(-(st.recent.slots - self.local) // unit) * unit
@@ -315,29 +315,29 @@ class Retrieval:
         limit: Array | int = self._chosen  # a number where it is one for all, as an array takes a kernel
         if room * unit != limit:
             limit = jnp.where(st.length < self.dense_below, room * unit, limit)
-        if isinstance(self.selector, Picker) and not isinstance(self.schedule, EveryStep):
+        if isinstance(self.selector, FusedSelector) and not isinstance(self.schedule, EveryStep):
             # A reused recall may have to leave out its last token, or more once a row has outgrown `dense_below`.
             ranked = ranked or not self.selector.lowest_is_last or room * unit > self._chosen
-        if isinstance(self.selector, Picker) and not ranked and (first is None or self.selector.picks_in_window):
+        if isinstance(self.selector, FusedSelector) and not ranked and (first is None or self.selector.picks_in_window):
             starts = (0, 0) if first is None else (from_store, from_recent)
             span, waits = (starts[0], st.store.count), (st.recent.k, starts[1], st.recent.count)
-            among = Pickable(span, waits, limit=limit, room=room, wide=wide, last=self.local)
-            return self.selector.pick(st.index, queries, among, scale=scale)
+            among = Candidates(span, waits, limit=limit, room=room, wide=wide, last=self.local)
+            return self.selector.select(st.index, queries, among, scale=scale)
         estimates = self.selector.score(st.index, queries, scale=scale)
         slot = jnp.arange(wide)[None]
-        waiting = (slot < (st.recent.count - self.local)[:, None]) & (slot >= from_recent[:, None])
+        pending = (slot < (st.recent.count - self.local)[:, None]) & (slot >= from_recent[:, None])
         stored_slot = jnp.arange(slots)[None]
         stored = (stored_slot < st.store.count[:, None]) & (stored_slot >= from_store[:, None])
         # Their scores are attention's own logits.
         exact = attention_logits(queries, st.recent.k, scale)[..., :wide]
-        exact = jnp.where(waiting[:, None, None], exact, -jnp.inf)
+        exact = jnp.where(pending[:, None, None], exact, -jnp.inf)
         exact = jnp.max(exact.reshape(*exact.shape[:-1], wide // unit, unit), axis=-1)
 
-        tokens = jnp.concatenate([stored, waiting], axis=1)  # bool[B, S + wide]
+        tokens = jnp.concatenate([stored, pending], axis=1)  # bool[B, S + wide]
         units = jnp.any(tokens.reshape(tokens.shape[0], -1, unit), axis=-1)[:, None, None]
         split = slots // unit
         parts = [(estimates, units[..., :split]), (exact, units[..., split:])]
-        picked = expand_units(ops.top_k_pooled(parts, pool, room), unit)
+        picked = expand_units(ops.top_k_grouped(parts, group_reduce, room), unit)
 
         visible = jnp.take_along_axis(tokens[:, None, None], picked.slots, axis=-1)
         rank = jnp.arange(room * unit)[None, None, None]
@@ -347,24 +347,24 @@ class Retrieval:
     def _recall(
         self, st: RetrievalState, selection: Selection, last: Recall, rows: Array, now: Array
     ) -> tuple[tuple[Array, Array], Callable[[], Recall]]:
-        """Keys and values of the selection, stored or waiting, and the token that the next step's window leaves. See
+        """Keys and values of the selection, stored or pending, and the token that the next step's window leaves. See
         `Recaller`."""
         B, K, H, M = selection.slots.shape
         recent, oldest = (st.recent.k, st.recent.v), st.recent.count - self.local
-        if isinstance(self.store, Host):
+        if isinstance(self.store, HostOffload):
             held, edge = (self._flat(last.selection), last.k, last.v), jnp.maximum(oldest, -1)
             used, rest = self.store.recall(st.store, selection, recent, edge, held, rows, now)
             return used, lambda: Recall(selection, *rest(), oldest >= 0)
 
-        stored, waiting = split_selection(self._flat(selection), st.store.slots)
-        here = waiting.valid.reshape(B, K, -1, 1)
+        stored, pending = split_selection(self._flat(selection), st.store.slots)
+        here = pending.valid.reshape(B, K, -1, 1)
         at_edge = (jnp.arange(here.shape[2]) == H * M)[None, None, :, None]
 
         def whole(old: Array, new: Array, zone: Array) -> Array:
             edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None])
             return jnp.where(at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old))
 
-        found = self.store.gather(st.store, stored), ops.gather_slots(*recent, waiting), recent
+        found = self.store.gather(st.store, stored), ops.gather_slots(*recent, pending), recent
         k, v = (whole(*zones) for zones in zip(*found, strict=True))
         kept_k, kept_v = (jnp.where(rows[:, None, None, None], *two) for two in ((k, last.k), (v, last.v)))
         return (k, v), lambda: Recall(selection, kept_k, kept_v, oldest >= 0)
@@ -379,7 +379,12 @@ class Retrieval:
         return there if first is None else there & (st.length - 1 - self.local >= first)
 
     def _keep_reused(
-        self, st: RetrievalState, selection: Selection | Picked, reused: Array, edge: Array, first: Array | None
+        self,
+        st: RetrievalState,
+        selection: Selection | PackedSelection,
+        reused: Array,
+        edge: Array,
+        first: Array | None,
     ) -> Selection:
         """Of what the step before recalled, what this step sees, and what the budget holds beside the edge."""
         slots = st.store.slots
@@ -413,7 +418,7 @@ class Retrieval:
 
     def attend_stored(
         self, st: RetrievalState, q: Array, ahead: Array, *, scale: float, window: int | None = None
-    ) -> Partial:
+    ) -> PartialAttention:
         self._check_window(window)
         zones = [(st.recent, st.offset_recent)]
         if st.sink is not None:
@@ -429,8 +434,8 @@ class Retrieval:
         return self.store.bytes_per_token(spec) + self.selector.bytes_per_token(spec)
 
 
-def _with_mask(selection: Selection | Picked) -> Selection:
-    return selection.selection if isinstance(selection, Picked) else selection
+def _with_mask(selection: Selection | PackedSelection) -> Selection:
+    return selection.selection if isinstance(selection, PackedSelection) else selection
 
 
 def _all_of(valid: Array, edge: Array) -> Selection:

@@ -22,7 +22,7 @@ from kvjax.cli.options import (
 from kvjax.cli.terminal import bar, bars, say, show
 
 if TYPE_CHECKING:
-    from kvjax.hook import Layered
+    from kvjax.attention import PerLayer
     from kvjax.models import Decoder, DecoderConfig
 
 
@@ -132,11 +132,11 @@ def bench(
             say(f"wrote {out / 'throughput.svg'}")
 
 
-def _caches(names: Sequence[str], budgets: Sequence[int | None]) -> dict[str, Layered]:
+def _caches(names: Sequence[str], budgets: Sequence[int | None]) -> dict[str, PerLayer]:
     """Policies by a label that tells the budget; a method without one comes once, whatever the budgets."""
     from kvjax.presets import find
 
-    caches: dict[str, Layered] = {}
+    caches: dict[str, PerLayer] = {}
     for name in names:
         for budget in budgets if find(name.partition(":")[0]).has_budget else [None]:
             policies, given = make_policy(name, budget)

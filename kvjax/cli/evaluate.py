@@ -12,7 +12,7 @@ from kvjax.cli.options import (
     Dtype,
     ModelDir,
     dtype_name,
-    has_pool,
+    has_group_reduce,
     make_policy,
     model_directory,
     settings_of,
@@ -22,9 +22,9 @@ from kvjax.cli.options import (
 from kvjax.cli.terminal import bar, bars, say, write
 
 if TYPE_CHECKING:
+    from kvjax.attention import PerLayer
     from kvjax.evaluate import Task
     from kvjax.evaluate.results import Cell
-    from kvjax.hook import Layered
 
 SAMPLES = 64
 DATA = ("longbench", "longbench-v2", "gsm8k", "ruler")
@@ -64,7 +64,7 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    pool: Annotated[
+    group_reduce: Annotated[
         str | None,
         typer.Option(
             help="How a GQA group shares a choice, for the methods that choose; several as mean_softmax,per_head.",
@@ -112,7 +112,13 @@ def evaluate(
     """
     if report_only:
         others: dict[str, Any] = {"MODEL_DIR": model_dir, "--task": task, "--cache": cache, "--budget": budget}
-        others |= {"--pool": pool, "--length": length, "--samples": samples, "--text": text, "--data": data}
+        others |= {
+            "--group-reduce": group_reduce,
+            "--length": length,
+            "--samples": samples,
+            "--text": text,
+            "--data": data,
+        }
         given = [name for name, value in others.items() if value is not None] + ["--quick"] * quick
         if given:
             raise ValueError(f"--report-only reads what lies in --out as it is; leave out {', '.join(given)}")
@@ -124,7 +130,7 @@ def evaluate(
         task, cache = task or QUICK["task"], cache or QUICK["cache"]
         budget, length, samples = budget or QUICK["budget"], length or QUICK["length"], samples or QUICK["samples"]
     asked = _tasks(task or ["needles"], length, samples, seed, text, data)
-    policies = _caches(cache or ["full", "fier"], budget, pool)
+    policies = _caches(cache or ["full", "fier"], budget, group_reduce)
     kind, directory = dtype_name(dtype), model_directory(model_dir)
 
     import jax
@@ -242,7 +248,7 @@ def _data_tasks(asked: str, samples: int | None, data: Path | None) -> list[Task
     return found if samples is None else [First(one, samples) for one in found]
 
 
-def _caches(names: Sequence[str], budget: str | None, pool: str | None) -> dict[str, Layered]:
+def _caches(names: Sequence[str], budget: str | None, group_reduce: str | None) -> dict[str, PerLayer]:
     """Policies by name, "METHOD@BUDGET", each method with every budget and rule of pooling that it takes."""
     from kvjax.presets import REGISTRY, find
 
@@ -250,16 +256,17 @@ def _caches(names: Sequence[str], budget: str | None, pool: str | None) -> dict[
     if budget is not None and not any(preset.has_budget for preset in presets.values()):
         have = ", ".join(p.name for p in REGISTRY.values() if p.has_budget)
         raise ValueError(f"--budget {budget}: {', '.join(names)} have no budget; leave it out, or add one of {have}")
-    if pool is not None and not any(map(has_pool, presets.values())):
-        have = ", ".join(p.name for p in REGISTRY.values() if has_pool(p))
+    if group_reduce is not None and not any(map(has_group_reduce, presets.values())):
+        have = ", ".join(p.name for p in REGISTRY.values() if has_group_reduce(p))
         raise ValueError(
-            f"--pool {pool}: {', '.join(names)} do not choose by a group; leave it out, or add one of {have}"
+            f"--group-reduce {group_reduce}: {', '.join(names)} do not choose by a group; leave it out, or add "
+            f"one of {have}"
         )
-    found: dict[str, Layered] = {}
+    found: dict[str, PerLayer] = {}
     for name, preset in presets.items():
         variants = [name]
-        if pool is not None and has_pool(preset):
-            variants = [f"{name}{',' if ':' in name else ':'}pool={rule}" for rule in pool.split(",")]
+        if group_reduce is not None and has_group_reduce(preset):
+            variants = [f"{name}{',' if ':' in name else ':'}group_reduce={rule}" for rule in group_reduce.split(",")]
         for variant in variants:
             for tokens in sizes("--budget", budget) if budget is not None and preset.has_budget else [None]:
                 policy, counted = make_policy(variant, tokens)

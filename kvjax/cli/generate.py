@@ -66,7 +66,7 @@ def generate(
     compilation: everything is compiled, and run once for a few tokens, before the clock starts; `compile_seconds`
     in the JSON is that time.
     """
-    from kvjax.sample import sampling
+    from kvjax.sampling import sampling
 
     policy, budget = make_policy(cache, budget)
     draw = sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -83,7 +83,7 @@ def generate(
 
     import kvjax
     from kvjax import models
-    from kvjax.generate import stream, warm_up
+    from kvjax.generation import stream, warm_up
     from kvjax.request import check_fit
 
     progress = bars()
@@ -151,7 +151,7 @@ def generate(
             write(piece)
         write("\n")
     decode_seconds = time.perf_counter() - begin
-    kvjax.check(run.cache)
+    kvjax.raise_on_overflow(run.cache)
 
     new = run.rows[0]
     size = kvjax.memory.nbytes(run.cache)

@@ -75,7 +75,7 @@ def measure(
     from kvjax.evaluate.files import read_text
     from kvjax.evaluate.live import capture, capture_generated
     from kvjax.evaluate.record import digest, provenance
-    from kvjax.sample import sampling
+    from kvjax.sampling import sampling
 
     progress = bars()
     words = read_text(text, download="--text takes a UTF-8 file with a long text")

@@ -13,8 +13,8 @@ import typer
 
 if TYPE_CHECKING:
     from kvjax import CacheSpec
+    from kvjax.attention import PerLayer
     from kvjax.caches.policy import Policy
-    from kvjax.hook import Layered
     from kvjax.models import Checkpoint
     from kvjax.presets import Preset
 
@@ -70,10 +70,10 @@ def without_weights(directory: Path) -> Checkpoint:
     return Checkpoint(nothing, config, read_stop_tokens(directory, fields, config.vocab_size), directory)
 
 
-def make_policy(cache: str, budget: int | None = None) -> tuple[Layered, int | None]:
+def make_policy(cache: str, budget: int | None = None) -> tuple[PerLayer, int | None]:
     """The policies of `cache`, and their budget if the method has one.
 
-    `cache` is the name of a preset, with settings of it if need be, as "fier:pool=per_head,group=16".
+    `cache` is the name of a preset, with settings of it if need be, as "fier:group_reduce=per_head,group=16".
     """
     from kvjax import presets
 
@@ -109,10 +109,10 @@ def settings_of(option: str, given: str, make: Callable[..., Any]) -> dict[str, 
     return settings
 
 
-def has_pool(preset: Preset) -> bool:
+def has_group_reduce(preset: Preset) -> bool:
     """Whether its choice is shared by a GQA group, by a rule that can be set."""
-    pool = inspect.signature(preset.make).parameters.get("pool")
-    return pool is not None and isinstance(pool.default, str)
+    group_reduce = inspect.signature(preset.make).parameters.get("group_reduce")
+    return group_reduce is not None and isinstance(group_reduce.default, str)
 
 
 def sizes(option: str, text: str, units: str = "K") -> list[int]:
@@ -127,7 +127,7 @@ def _size(option: str, text: str, units: str) -> int:
     return int(number) * unit
 
 
-def implementations(policy: Layered, spec: CacheSpec) -> dict[str, str]:
+def implementations(policy: PerLayer, spec: CacheSpec) -> dict[str, str]:
     """What runs each operation of a decode step for which there is a kernel, as `kvjax.ops.explain` says it."""
     import jax
     import jax.numpy as jnp

@@ -14,7 +14,7 @@ from kvjax.cli.options import Dtype, ModelDir, dtype_name, make_policy, model_di
 from kvjax.cli.terminal import bar, bars, say, write
 
 if TYPE_CHECKING:
-    from kvjax.hook import Layered
+    from kvjax.attention import PerLayer
 
 DEFAULT_SHARE = 0.11
 
@@ -88,5 +88,5 @@ def perplexity(
     write((json.dumps(measure.summarise(cells)) if as_json else measure.markdown(cells)) + "\n")
 
 
-def _with_budget(cache: str, budget: int) -> Layered:
+def _with_budget(cache: str, budget: int) -> PerLayer:
     return make_policy(cache, budget)[0]

@@ -25,7 +25,7 @@ from kvjax.caches import Retrieval
 from kvjax.demotion import Fifo
 from kvjax.evaluate.live import Live
 from kvjax.evaluate.measure import Reads, reads
-from kvjax.pick import Pool, require_pool
+from kvjax.selection import GroupReduce, require_group_reduce
 from kvjax.selectors import Paris, Selector
 from kvjax.selectors.paris import TIERS
 from kvjax.spec import CacheSpec, require_int
@@ -61,7 +61,7 @@ class Learnt:
     by: By = "products"
     rounds: int = 10
     rho: float = 0.25
-    pool: Pool = "mean_query"
+    group_reduce: GroupReduce = "mean_query"
 
     def __post_init__(self) -> None:
         for name in ("channels", "bits", "rounds"):
@@ -70,7 +70,7 @@ class Learnt:
             raise ValueError(f"Learnt(bits={self.bits}): a centroid's number is a byte; use at most 8 bits")
         if self.by not in get_args(By):
             raise ValueError(f"Learnt(by={self.by!r}) must be one of {', '.join(get_args(By))}")
-        require_pool(self.pool)
+        require_group_reduce(self.group_reduce)
 
     @property
     def unit(self) -> int:

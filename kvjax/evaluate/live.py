@@ -27,11 +27,11 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
+from kvjax.attention import Cache, init, raise_on_overflow
 from kvjax.caches import Full, FullState, Info
-from kvjax.generate import Model, generate, prefill
-from kvjax.hook import Cache, check, init
-from kvjax.partial import Partial
-from kvjax.sample import Sampling
+from kvjax.generation import Model, generate, prefill
+from kvjax.partial import PartialAttention
+from kvjax.sampling import Sampling
 from kvjax.spec import CacheSpec, require_int
 
 NO_WINDOW = np.iinfo(np.int32).max
@@ -103,7 +103,7 @@ class Recorded:
 
     def attend_stored(
         self, st: RecordedState, q: Array, ahead: Array, *, scale: float, window: int | None = None
-    ) -> Partial:
+    ) -> PartialAttention:
         return Full().attend_stored(st.full, q, ahead, scale=scale, window=window)
 
     def full_rows(self, st: RecordedState) -> None:
@@ -186,7 +186,7 @@ def read(cache: Cache) -> Live:
     Raises:
       ValueError: a layer of another policy, no step recorded, or rows whose steps stand at different positions.
     """
-    check(cache)
+    raise_on_overflow(cache)
     layers = []
     positions: np.ndarray | None = None
     for i, layer in enumerate(cache.layers):

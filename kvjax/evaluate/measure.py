@@ -2,7 +2,7 @@
 
 A policy is driven through `kvjax.attention_info` itself: the keys of the context are stored as a prompt stores them,
 then each live query makes its decode step, and the same query attends to everything. So what is measured is what the
-cache does, demotion, waiting tokens, index and all, for any selector, store and schedule; nothing is simulated. The
+cache does, demotion, pending tokens, index and all, for any selector, store and schedule; nothing is simulated. The
 queries are those of full attention (`kvjax.evaluate.live`), so errors do not add up from layer to layer.
 
 Set recall alone misleads: many tokens matter little, and a choice may miss half of the set and hold 90 % of the mass.
@@ -22,15 +22,15 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax import ops
+from kvjax.attention import LayerCache, PerLayer, attention_info, init_layer
 from kvjax.caches import Info, Observer, Policy, Retrieval, RetrievalState
 from kvjax.caches.policy import lowest_visible
 from kvjax.demotion import Fifo
 from kvjax.evaluate.live import Live, adjacent
-from kvjax.hook import LayerCache, Layered, attention_info, init_layer
 from kvjax.layouts import whole_units
 from kvjax.partial import group_queries
-from kvjax.pick import POOLS, Selection, membership, pool_scores, set_recall
 from kvjax.rotate import SUBSPACE
+from kvjax.selection import GROUP_REDUCES, Selection, membership, reduce_scores, set_recall
 from kvjax.selectors import All, CentrePages, Exact, Fier, MinMaxPages, Paris, Selector
 from kvjax.spec import CacheSpec
 
@@ -76,7 +76,7 @@ class Reads:
 
 def reads(
     live: Live,
-    policy: Policy | Layered,
+    policy: Policy | PerLayer,
     *,
     top: int | None = None,
     prompt: int | None = None,
@@ -97,7 +97,7 @@ def reads(
     found = []
     runs = live.runs()
     for i, layer in enumerate(live.layers):
-        one = policy.policy(i) if isinstance(policy, Layered) else policy
+        one = policy.policy(i) if isinstance(policy, PerLayer) else policy
         if isinstance(one, Observer):
             raise ValueError(f"{one} chooses by the queries of a prompt, which live steps do not have")
         steps, held, base = [], 0, init_layer(one, layer.spec)
@@ -212,7 +212,7 @@ def _chosen(
     assert policy.budget is not None
     count = whole_units(policy.budget - policy.sink - policy.local, policy.selector.unit) if top is None else top
     count = min(count, S)
-    pooled = pool_scores([(logits, free)], policy.selector.pool)
+    pooled = reduce_scores([(logits, free)], policy.selector.group_reduce)
     wanted, own = (ops.top_k(scores, free, count) for scores in (pooled, logits))
     attended = membership(got, S) | (visible & ~free)
     return seen._replace(
@@ -230,7 +230,7 @@ def _bytes(policy: Policy, spec: CacheSpec, seen: _Step) -> np.ndarray:
     row = 2 * spec.head_dim * np.dtype(spec.dtype).itemsize
     if not isinstance(policy, Retrieval):
         return seen.attended.sum(axis=-1) * row
-    selection = 1 if isinstance(policy.selector, All) or policy.selector.pool != "per_head" else spec.group
+    selection = 1 if isinstance(policy.selector, All) or policy.selector.group_reduce != "per_head" else spec.group
     exact = selection * seen.attended - seen.fetched
     stored = policy.store.bytes_per_token(spec) / spec.kv_heads
     values = exact.sum(axis=-1) * row + seen.fetched.sum(axis=-1) * stored
@@ -276,17 +276,17 @@ def groups(budget: int, sizes: Sequence[int] = (32, 64, 128, 256)) -> dict[str, 
 
     Chunks of FIER have the size of the largest group.
     """
-    fier = {f"Fier g={g}": _retrieval(Fier(group=g, pool="per_head"), budget, leave=max(sizes)) for g in sizes}
-    return {**fier, "Quest": _retrieval(MinMaxPages(page=16, pool="per_head"), budget)}
+    fier = {f"Fier g={g}": _retrieval(Fier(group=g, group_reduce="per_head"), budget, leave=max(sizes)) for g in sizes}
+    return {**fier, "Quest": _retrieval(MinMaxPages(page=16, group_reduce="per_head"), budget)}
 
 
 def pools(budget: int) -> dict[str, Policy]:
     """FIER and Quest under each rule of pooling over a GQA group, and with a choice for each query head."""
     made: dict[str, Policy] = {}
-    for pool in POOLS:
-        rule: Any = pool
-        made[f"Fier {pool}"] = _retrieval(Fier(pool=rule), budget)
-        made[f"Quest {pool}"] = _retrieval(MinMaxPages(page=16, pool=rule), budget)
+    for group_reduce in GROUP_REDUCES:
+        rule: Any = group_reduce
+        made[f"Fier {group_reduce}"] = _retrieval(Fier(group_reduce=rule), budget)
+        made[f"Quest {group_reduce}"] = _retrieval(MinMaxPages(page=16, group_reduce=rule), budget)
     return made
 
 
@@ -299,7 +299,7 @@ def _retrieval(selector: Selector, budget: int, *, leave: int = 32) -> Retrieval
 
 def compare(
     live: Live,
-    policies: Mapping[str, Policy | Layered],
+    policies: Mapping[str, Policy | PerLayer],
     *,
     progress: Callable[[str], None] | None = None,
     **settings: Any,

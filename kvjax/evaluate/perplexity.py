@@ -29,11 +29,11 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from kvjax.attention import Cache, PerLayer, init, raise_on_overflow
 from kvjax.evaluate import prompt
 from kvjax.evaluate.plots import labels, new_figure, style
 from kvjax.evaluate.record import digest, digest_json, provenance, replace_file
-from kvjax.generate import Model
-from kvjax.hook import Cache, Layered, check, init
+from kvjax.generation import Model
 from kvjax.models import Checkpoint
 from kvjax.request import check_fit
 from kvjax.spec import CacheSpec, require_int
@@ -41,7 +41,7 @@ from kvjax.spec import CacheSpec, require_int
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Caches = Mapping[str, Layered | Callable[[Any], Layered]]
+Caches = Mapping[str, PerLayer | Callable[[Any], PerLayer]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class Plan:
 
     setting: Setting
     rows: Mapping[int, np.ndarray]  # i32[passages, length + steps] by length, ascending
-    policies: Mapping[int, Mapping[str, Layered]]  # by length and name
+    policies: Mapping[int, Mapping[str, PerLayer]]  # by length and name
     budgets: Mapping[int, Mapping[str, int | None]]
 
 
@@ -159,8 +159,8 @@ def prepare(
     rows, policies, budgets = {}, {}, {}
     for length in lengths:
         rows[length] = np.array([[*prefix, *ids[at - length + len(prefix) : at + steps]] for at in starts], np.int32)
-        budgets[length] = {n: None if isinstance(c, Layered) else setting.budget_at(length) for n, c in caches.items()}
-        policies[length] = {n: c if isinstance(c, Layered) else c(budgets[length][n]) for n, c in caches.items()}
+        budgets[length] = {n: None if isinstance(c, PerLayer) else setting.budget_at(length) for n, c in caches.items()}
+        policies[length] = {n: c if isinstance(c, PerLayer) else c(budgets[length][n]) for n, c in caches.items()}
         spec = CacheSpec(
             batch=setting.batch,
             q_heads=config.q_heads,
@@ -208,7 +208,7 @@ def run(
 
 
 def _score_all(
-    checkpoint: Checkpoint, rows: np.ndarray, setting: Setting, policies: Mapping[str, Layered]
+    checkpoint: Checkpoint, rows: np.ndarray, setting: Setting, policies: Mapping[str, PerLayer]
 ) -> Iterator[tuple[str, tuple[tuple[float, ...], ...], tuple[float, ...], float]]:
     """Name, nll, attended and seconds of each policy. A context is read once, and stored into every cache."""
     steps, count = setting.steps, len(rows) // setting.batch
@@ -220,7 +220,7 @@ def _score_all(
             begin = time.perf_counter()
             cache = prompt.store(checkpoint, prompts, policy, prompts.spec.capacity + steps)
             cache, nll, attended = _score(checkpoint.model, cache, part[:, context - 1 : -1], part[:, context:])
-            check(cache)
+            raise_on_overflow(cache)
             parts[name].append((np.asarray(nll), np.asarray(attended), time.perf_counter() - begin))
             if len(parts[name]) == count:
                 nlls, seen, seconds = zip(*parts.pop(name), strict=True)
@@ -367,7 +367,7 @@ def _places(have: int, context: int, steps: int, passages: int) -> list[int]:
     return [context + span * (2 * i + 1) // (2 * passages) for i in range(passages)]
 
 
-def _find(cells: Sequence[Cell], name: str, policy: Layered, length: int, made: Mapping[str, Any]) -> Cell | None:
+def _find(cells: Sequence[Cell], name: str, policy: PerLayer, length: int, made: Mapping[str, Any]) -> Cell | None:
     """The cell that was made as one would be made now, the date aside."""
     for cell in cells:
         wanted = json.loads(json.dumps({**made, "date": cell.made["date"]}))

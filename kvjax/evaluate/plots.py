@@ -54,7 +54,8 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def style(method: str, among: Sequence[str] = ()) -> dict[str, Any]:
-    """Colour, marker and line of a method; settings of one preset (`fier:pool=per_head`) share a colour, not a line.
+    """Colour, marker and line of a method; settings of one preset (`fier:group_reduce=per_head`) share a colour, not a
+    line.
 
     More of them than there are lines have colours.
     """

@@ -19,11 +19,11 @@ import numpy as np
 from jax import Array
 from jax.tree_util import register_dataclass
 
+from kvjax.attention import Cache, LayerCache, PerLayer, attention, init, init_layer
 from kvjax.caches import Info
-from kvjax.generate import chunk_size, prefill
-from kvjax.hook import Cache, LayerCache, Layered, attention, init, init_layer
+from kvjax.generation import chunk_size, prefill
 from kvjax.models import Checkpoint
-from kvjax.partial import Partial
+from kvjax.partial import PartialAttention
 from kvjax.spec import CacheSpec
 
 WHOLE = 1 << 30  # more tokens than a prompt has: one chunk
@@ -83,8 +83,8 @@ class Prompt:
 
     def attend_stored(
         self, st: PromptState, q: Array, ahead: Array, *, scale: float, window: int | None = None
-    ) -> Partial:
-        raise NotImplementedError("a Prompt takes one chunk, with fresh=True")
+    ) -> PartialAttention:
+        raise NotImplementedError("a Prompt takes one chunk, with first_chunk=True")
 
     def full_rows(self, st: PromptState) -> None:
         return None
@@ -109,10 +109,10 @@ def read(checkpoint: Checkpoint, rows: Sequence[Sequence[int]]) -> tuple[Array, 
         padded[: len(row)] = row
     T = tokens.shape[1]
     empty = init(Prompt(), checkpoint.model.spec(batch=len(rows), capacity=T), layers=checkpoint.config.layers)
-    return prefill(checkpoint.model, empty, tokens, lengths, chunk=T, fresh=True)
+    return prefill(checkpoint.model, empty, tokens, lengths, chunk=T, first_chunk=True)
 
 
-def store(checkpoint: Checkpoint, prompts: Cache, policy: Layered, capacity: int) -> Cache:
+def store(checkpoint: Checkpoint, prompts: Cache, policy: PerLayer, capacity: int) -> Cache:
     """A cache of `policy` that holds what `read` recorded, as if the model had prefilled it; `prompts` stays."""
     layers = []
     for i, (layer, window) in enumerate(zip(prompts.layers, checkpoint.config.windows, strict=True)):
@@ -125,4 +125,4 @@ def store(checkpoint: Checkpoint, prompts: Cache, policy: Layered, capacity: int
 @partial(jax.jit, static_argnames="window", donate_argnames="cache")
 def _store(cache: LayerCache, q: Array, k: Array, v: Array, lengths: Array, *, window: int | None) -> Any:
     # Nobody reads the prompt's own attention, so XLA leaves it out.
-    return attention(cache, q, k, v, lengths=lengths, window=window, fresh=True)[1]
+    return attention(cache, q, k, v, lengths=lengths, window=window, first_chunk=True)[1]

@@ -1,7 +1,7 @@
 """Runs a task through caches, decoding for real, and keeps what came in files that a later run goes on from.
 
 Each batch of prompts is prefilled once and stored into every cache (see `kvjax.evaluate.prompt`); from there each cache
-decodes for itself, by `kvjax.generate.decode`.
+decodes for itself, by `kvjax.generation.decode`.
 
 A result is a file for each cell, a task with a cache. Its name ends in a digest of everything that made it: examples,
 policy, weights, dtype, versions and source of kvjax. So a file is never mistaken for another's, a run that was killed
@@ -24,13 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from kvjax.attention import Cache, PerLayer, init
 from kvjax.caches import Policy
 from kvjax.evaluate import prompt
 from kvjax.evaluate.record import digest, digest_json, provenance
 from kvjax.evaluate.results import Cell, read_cell
 from kvjax.evaluate.task import Example, Task
-from kvjax.generate import decode
-from kvjax.hook import Cache, Layered, init
+from kvjax.generation import decode
 from kvjax.models import Checkpoint
 from kvjax.spec import CacheSpec, require_int
 
@@ -46,7 +46,7 @@ class Plan:
     """A task and caches, checked, with what files hold of them already. `run` does the rest."""
 
     task: Task
-    policies: Mapping[str, Layered]
+    policies: Mapping[str, PerLayer]
     prompts: Mapping[str, tuple[int, ...]]  # by example, in the order of their lengths
     examples: Mapping[str, Example]
     cells: Mapping[str, Cell]  # by cache
@@ -68,7 +68,7 @@ class Plan:
 def evaluate(
     checkpoint: Checkpoint,
     task: Task,
-    caches: Mapping[str, Layered | Policy],
+    caches: Mapping[str, PerLayer | Policy],
     *,
     batch: int = 8,
     out: Path | None = None,
@@ -92,7 +92,7 @@ def evaluate(
 def prepare(
     checkpoint: Checkpoint,
     task: Task,
-    caches: Mapping[str, Layered | Policy],
+    caches: Mapping[str, PerLayer | Policy],
     *,
     dtype: Any,
     out: Path | None = None,
@@ -105,7 +105,7 @@ def prepare(
     """
     if not caches:
         raise ValueError("evaluate needs at least one cache")
-    policies = {name: c if isinstance(c, Layered) else Layered((), c) for name, c in caches.items()}
+    policies = {name: c if isinstance(c, PerLayer) else PerLayer((), c) for name, c in caches.items()}
     examples = list(task.examples(checkpoint.tokenizer))
     ids = [example.id for example in examples]
     if not ids or len(set(ids)) < len(ids):

@@ -112,13 +112,13 @@ def variables(rng: random.Random, *, chains: int = 1, hops: int = 2) -> Hidden:
     require_int("variables(hops=...)", hops, at_least=0)
     _at_most("variables(chains * (hops + 1))", chains * (hops + 1), len(WORDS))
     names, values = rng.sample(WORDS, chains * (hops + 1)), _numbers(rng, chains)
-    waiting = []
+    pending = []
     for i, value in enumerate(values):
         own = names[i * (hops + 1) : (i + 1) * (hops + 1)]
-        waiting.append([f"VAR {name} = {of}" for name, of in zip(own, (value, *own), strict=False)])
-    order = [i for i, chain in enumerate(waiting) for _ in chain]
+        pending.append([f"VAR {name} = {of}" for name, of in zip(own, (value, *own), strict=False)])
+    order = [i for i, chain in enumerate(pending) for _ in chain]
     rng.shuffle(order)  # chains mix, and each keeps its order
-    lines = tuple(waiting[i].pop(0) for i in order)
+    lines = tuple(pending[i].pop(0) for i in order)
     asked = rng.randrange(chains)
     question = f"The value of {names[asked * (hops + 1) + hops]} is "
     holding = tuple(line for line, chain in enumerate(order) if chain == asked)

@@ -32,14 +32,14 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
+from kvjax.attention import Cache, LayerCache, PerLayer, init, raise_on_overflow
 from kvjax.evaluate.plots import new_figure, style
 from kvjax.evaluate.record import provenance, replace_file
-from kvjax.generate import Stream, _prefill_chunk, chunk_size, prefill, warm_up
-from kvjax.hook import Cache, LayerCache, Layered, check, init
+from kvjax.generation import Stream, _prefill_chunk, chunk_size, prefill, warm_up
 from kvjax.memory import nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.models.rope import Default, Llama3
-from kvjax.sample import Sampling
+from kvjax.sampling import Sampling
 from kvjax.spec import require_int
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Workload:
 
     steps: int = 128  # decode steps under the clock
     block: int = 32  # steps between two readings of it; the first block, before these steps, is not counted
-    chunk: int | None = None  # of the prompt, as in `kvjax.generate.prefill`
+    chunk: int | None = None  # of the prompt, as in `kvjax.generation.prefill`
     synthetic: bool = False  # random keys and values in place of a prompt; there is no TTFT then
     seed: int = 0
 
@@ -65,7 +65,7 @@ class Workload:
 
 
 def time_cell(
-    model: Decoder, caches: Layered, *, length: int, batch: int, workload: Workload = Workload()
+    model: Decoder, caches: PerLayer, *, length: int, batch: int, workload: Workload = Workload()
 ) -> dict[str, Any]:
     """One cell: seconds, tokens a second and bytes of decoding `batch` rows after `length` tokens each.
 
@@ -96,7 +96,7 @@ def time_cell(
         warm_up(model, empty(), length, max_new_tokens=new, block=block, chunk=workload.chunk)
         tokens, cache = rng.integers(model.config.vocab_size, size=(batch, length), dtype=np.int32), empty()
         start = time.perf_counter()
-        logits, cache = jax.block_until_ready(prefill(model, cache, tokens, chunk=workload.chunk, fresh=True))
+        logits, cache = jax.block_until_ready(prefill(model, cache, tokens, chunk=workload.chunk, first_chunk=True))
         row["ttft_seconds"] = time.perf_counter() - start
         row["prefill_tokens_per_second"] = batch * length / row["ttft_seconds"]
     run = Stream(model, cache, logits, new, Sampling(), None, np.zeros((0,), np.int32))
@@ -111,7 +111,7 @@ def time_cell(
         if not count:
             break
         each.append(1e3 * (time.perf_counter() - start) / count)
-    check(run.cache)
+    raise_on_overflow(run.cache)
 
     size = nbytes(run.cache)
     row |= {
@@ -134,7 +134,7 @@ def time_cell(
 
 def sweep(
     model: Decoder,
-    caches: Mapping[str, Layered],
+    caches: Mapping[str, PerLayer],
     *,
     lengths: Iterable[int],
     batches: Iterable[int] | None,
@@ -214,8 +214,8 @@ def largest(fits: Callable[[int], bool], *, guess: int) -> int:
 def fill(cache: Cache, length: int, *, seed: int = 0, chunk: int | None = None) -> Cache:
     """`cache`, empty and donated, with `length` tokens a row whose keys and values are normal random numbers.
 
-    Each layer's policy stores them by its own `prefill`, a chunk at a time (as `kvjax.generate.chunk_size`), so what it
-    builds beside them is what a prompt would build.
+    Each layer's policy stores them by its own `prefill`, a chunk at a time (as `kvjax.generation.chunk_size`), so what
+    it builds beside them is what a prompt would build.
     """
     spec, key = cache.spec, jax.random.key(seed)
     size = chunk_size(length, chunk, rows=spec.batch)
@@ -327,7 +327,7 @@ def _draw(key: Array, size: float, *, shape: tuple[int, ...], dtype: Any) -> Arr
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
-def _attempt(model: Decoder, policies: Layered, length: int, batch: int, workload: Workload) -> dict[str, Any]:
+def _attempt(model: Decoder, policies: PerLayer, length: int, batch: int, workload: Workload) -> dict[str, Any]:
     """`time_cell` with `status` "ok"; or, if it does not fit, "out of memory" once the memory is free again."""
     try:
         row = {"status": "ok", **time_cell(model, policies, length=length, batch=batch, workload=workload)}
@@ -340,7 +340,7 @@ def _attempt(model: Decoder, policies: Layered, length: int, batch: int, workloa
 
 
 def _largest_batch(
-    model: Decoder, policies: Layered, length: int, workload: Workload, stats: Mapping[str, int]
+    model: Decoder, policies: PerLayer, length: int, workload: Workload, stats: Mapping[str, int]
 ) -> dict[str, Any]:
     spec = model.spec(batch=1, capacity=length)
     one = nbytes(shapes(partial(init, policies, spec, layers=model.config.layers)))
@@ -403,8 +403,8 @@ def _program_bytes(model: Decoder, run: Stream, length: int, workload: Workload)
         size = chunk_size(length, workload.chunk, rows=B)
         tokens, lengths = np.zeros((B, size), np.int32), np.zeros((B,), np.int32)
         programs += [
-            _prefill_chunk.lower(model, cache, tokens, lengths, fresh=fresh)
-            for fresh in ((True,) if size >= length else (True, False))
+            _prefill_chunk.lower(model, cache, tokens, lengths, first_chunk=first_chunk)
+            for first_chunk in ((True,) if size >= length else (True, False))
         ]
     found = [analysis for program in programs if (analysis := program.compile().memory_analysis()) is not None]
     return max(

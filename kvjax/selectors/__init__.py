@@ -2,13 +2,13 @@
 
 A selector indexes keys as they leave the recent block and scores units of `unit` tokens (1, or a page) for a query.
 Scores estimate scale * q.k, so that they compare with the exact scores of tokens that still wait to be indexed;
-`Retrieval` pools over the group, and picks; a `Picker` does that by itself.
+`Retrieval` pools over the group, and picks; a `FusedSelector` does that by itself.
 """
 
 from kvjax.selectors.exact import Exact
 from kvjax.selectors.fier import Fier
 from kvjax.selectors.pages import CentrePages, MinMaxPages
 from kvjax.selectors.paris import Paris
-from kvjax.selectors.selector import All, Pickable, Picker, Selector
+from kvjax.selectors.selector import All, Candidates, FusedSelector, Selector
 
-__all__ = ["All", "CentrePages", "Exact", "Fier", "MinMaxPages", "Paris", "Pickable", "Picker", "Selector"]
+__all__ = ["All", "Candidates", "CentrePages", "Exact", "Fier", "FusedSelector", "MinMaxPages", "Paris", "Selector"]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.blocks import write
-from kvjax.pick import Pool, require_pool
+from kvjax.selection import GroupReduce, require_group_reduce
 from kvjax.spec import CacheSpec
 
 
@@ -16,16 +16,16 @@ from kvjax.spec import CacheSpec
 class Exact:
     """Scores tokens by scale * q.k itself: the ceiling of what a selector can find, and no saving.
 
-    With pool="mean_softmax" the choice is by the attention mass of the group, with "per_head" of each query head; with
-    "mean_score" and "mean_query" (equal here, as q.k is linear) it is by the mean of the true scores. Index: a second
-    copy of the keys, D values of the cache's dtype a key and kv head, for a selector does not see the store; every step
-    reads all of it.
+    With group_reduce="mean_softmax" the choice is by the attention mass of the group, with "per_head" of each query
+    head; with "mean_score" and "mean_query" (equal here, as q.k is linear) it is by the mean of the true scores. Index:
+    a second copy of the keys, D values of the cache's dtype a key and kv head, for a selector does not see the store;
+    every step reads all of it.
     """
 
-    pool: Pool = "mean_softmax"
+    group_reduce: GroupReduce = "mean_softmax"
 
     def __post_init__(self) -> None:
-        require_pool(self.pool)
+        require_group_reduce(self.group_reduce)
 
     @property
     def unit(self) -> int:

@@ -9,9 +9,9 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.blocks import write
-from kvjax.pick import Picked, Pool, require_pool
 from kvjax.quant import OneBit, quantize_1bit
-from kvjax.selectors.selector import Pickable
+from kvjax.selection import GroupReduce, PackedSelection, require_group_reduce
+from kvjax.selectors.selector import Candidates
 from kvjax.spec import CacheSpec, require_int
 
 
@@ -23,16 +23,16 @@ class Fier:
     and kv head, 1/8 of a bf16 key.
 
     **Source:** FIER, section 3 and Algorithm 1. **Differs:** the paper chooses for each query head of models without
-    GQA; here the group shares a choice by `pool`, and "per_head" is the paper's rule (G times the reads). A group is
-    sealed when its chunk leaves the recent block; until then its tokens compete by exact scores.
+    GQA; here the group shares a choice by `group_reduce`, and "per_head" is the paper's rule (G times the reads). A
+    group is sealed when its chunk leaves the recent block; until then its tokens compete by exact scores.
     """
 
     group: int = 32
-    pool: Pool = "mean_softmax"
+    group_reduce: GroupReduce = "mean_softmax"
 
     def __post_init__(self) -> None:
         require_int("Fier(group=...)", self.group, at_least=1)
-        require_pool(self.pool)
+        require_group_reduce(self.group_reduce)
 
     @property
     def unit(self) -> int:
@@ -72,9 +72,9 @@ class Fier:
     def score(self, ix: OneBit, q: Array, *, scale: float) -> Array:
         return ops.score_1bit(q, ix, scale=scale)
 
-    def pick(self, ix: OneBit, q: Array, among: Pickable, *, scale: float) -> Picked:
-        span, waiting, count, room, wide, last = among
-        return ops.pick_1bit(q, ix, span, waiting, count, self.pool, room, scale=scale, wide=wide, last=last)
+    def select(self, ix: OneBit, q: Array, among: Candidates, *, scale: float) -> PackedSelection:
+        span, pending, count, room, wide, last = among
+        return ops.select_1bit(q, ix, span, pending, count, self.group_reduce, room, scale=scale, wide=wide, last=last)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         per_channel = 1 / 8 + 2 * _scale_dtype(spec).itemsize / self.group

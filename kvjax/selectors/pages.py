@@ -15,8 +15,8 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.blocks import write
-from kvjax.pick import Pool, Selection, expand_units, require_pool
-from kvjax.selectors.selector import Pickable
+from kvjax.selection import GroupReduce, Selection, expand_units, require_group_reduce
+from kvjax.selectors.selector import Candidates
 from kvjax.spec import CacheSpec, require_int
 
 
@@ -32,11 +32,11 @@ class _Pages:
     """Scores pages of `page` tokens by a box each; what the box is, a subclass says."""
 
     page: int
-    pool: Pool
+    group_reduce: GroupReduce
 
     def __post_init__(self) -> None:
         require_int(f"{type(self).__name__}(page=...)", self.page, at_least=1)
-        require_pool(self.pool)
+        require_group_reduce(self.group_reduce)
 
     def box(self, keys: Array) -> Boxes:
         """The corners [B, K, P, D] of pages of keys [B, K, P, page, D]."""
@@ -72,15 +72,15 @@ class _Pages:
     def lowest_is_last(self) -> bool:
         return True
 
-    def pick(self, ix: Boxes, q: Array, among: Pickable, *, scale: float) -> Selection:
+    def select(self, ix: Boxes, q: Array, among: Candidates, *, scale: float) -> Selection:
         span, (keys, first, stop), limit, room, wide, last = among
-        picked = ops.pick_pages(
+        picked = ops.select_pages(
             q,
             *ix,
             span,
             (keys, first, stop),
             limit // self.page,
-            self.pool,
+            self.group_reduce,
             room,
             unit=self.page,
             scale=scale,
@@ -89,9 +89,9 @@ class _Pages:
         )
         # Of a page some tokens may be out of sight, or not there yet.
         slots, valid = expand_units(picked.selection, self.page)
-        waiting = slots - ix.low.shape[2] * self.page
+        pending = slots - ix.low.shape[2] * self.page
         start, end, first, stop = (jnp.reshape(x, (-1, 1, 1, 1)) for x in (*span, first, stop - last))
-        seen = jnp.where(waiting < 0, (slots >= start) & (slots < end), (waiting >= first) & (waiting < stop))
+        seen = jnp.where(pending < 0, (slots >= start) & (slots < end), (pending >= first) & (pending < stop))
         return Selection(slots, valid & seen)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
@@ -106,12 +106,12 @@ class MinMaxPages(_Pages):
     head, 1/8 of the key.
 
     **Source:** Quest (Tang et al. 2024), Algorithm 1 (page 16); FreeKV (page 32). **Differs:** Quest chooses for each
-    query head; here the group shares a choice by `pool`, FreeKV's mean of softmax by default, and "per_head" is Quest's
-    rule (G times the reads). A page is indexed with its chunk; until then its tokens compete by exact scores.
+    query head; here the group shares a choice by `group_reduce`, FreeKV's mean of softmax by default, and "per_head" is
+    Quest's rule (G times the reads). A page is indexed with its chunk; until then its tokens compete by exact scores.
     """
 
     page: int = 16
-    pool: Pool = "mean_softmax"
+    group_reduce: GroupReduce = "mean_softmax"
 
     def box(self, keys: Array) -> Boxes:
         return Boxes(jnp.min(keys, axis=3), jnp.max(keys, axis=3))
@@ -125,12 +125,12 @@ class CentrePages(_Pages):
     outside of the box. Index: as `MinMaxPages`, rounded to the cache's dtype.
 
     **Source:** ArkVale (Chen et al. 2024), the bounding cuboid with mean radius ("cuboid-mean"), page 32, mean of raw
-    scores over the group; FreeKV's CUDA code has the same summary and pool. **Differs:** ArkVale adds a page when it is
-    full; here it comes with its chunk, and its tokens compete by exact scores until then.
+    scores over the group; FreeKV's CUDA code has the same summary and group_reduce. **Differs:** ArkVale adds a page
+    when it is full; here it comes with its chunk, and its tokens compete by exact scores until then.
     """
 
     page: int = 32
-    pool: Pool = "mean_score"
+    group_reduce: GroupReduce = "mean_score"
 
     def box(self, keys: Array) -> Boxes:
         keys = keys.astype(jnp.float32)

@@ -13,9 +13,9 @@ from jax import Array
 from kvjax import ops
 from kvjax.blocks import write
 from kvjax.partial import attention_logits
-from kvjax.pick import Picked, Pool, Selection, require_pool
 from kvjax.rotate import SUBSPACE, Directions, encode, require_rotatable, rotate, rotate_few
-from kvjax.selectors.selector import Pickable
+from kvjax.selection import GroupReduce, PackedSelection, Selection, require_group_reduce
+from kvjax.selectors.selector import Candidates
 from kvjax.spec import CacheSpec, require_int
 
 Votes = Literal["tiers", "plain"]
@@ -67,7 +67,7 @@ class Paris:
     votes: Votes = "tiers"
     correct: bool = True
     candidates: int | None = None  # tokens to rerank; None: beta of the history
-    pool: Pool = "mean_query"
+    group_reduce: GroupReduce = "mean_query"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class Paris:
         if self.candidates is not None:
             require_int("Paris(candidates=...)", self.candidates, at_least=1)
         require_int("Paris(seed=...)", self.seed, at_least=0)
-        require_pool(self.pool)
+        require_group_reduce(self.group_reduce)
 
     @property
     def unit(self) -> int:
@@ -132,20 +132,22 @@ class Paris:
     def lowest_is_last(self) -> bool:
         return False  # candidates that only fill up are among those that are reranked
 
-    def pick(self, ix: ParisIndex, q: Array, among: Pickable, *, scale: float) -> Selection | Picked:
-        """As `Picker` has it. No token that is not reranked is chosen before all that are, so candidates are all that
-        is chosen from; where they and the waiting tokens are too few, as many more of the most voted come along: then
-        all of them are chosen."""
+    def select(self, ix: ParisIndex, q: Array, among: Candidates, *, scale: float) -> Selection | PackedSelection:
+        """As `FusedSelector` has it. No token that is not reranked is chosen before all that are, so candidates are all
+        that is chosen from; where they and the pending tokens are too few, as many more of the most voted come along:
+        then all of them are chosen."""
         span, (keys, start, stop), count, room, wide, last = among
-        if q.shape[2] > 1 and self.pool != "per_head":  # heads have candidates of their own, and a mean needs all
+        if (
+            q.shape[2] > 1 and self.group_reduce != "per_head"
+        ):  # heads have candidates of their own, and a mean needs all
             exact = attention_logits(q, keys, scale)[..., :wide]
             parts = [(self.score(ix, q, scale=scale), *span), (exact, start, stop - last)]
-            return ops.pick_scored(parts, count, self.pool, room)
+            return ops.select_scored(parts, count, self.group_reduce, room)
         votes = self._votes(ix, q)
         most = max(self.room(votes.shape[3]), min(room, votes.shape[3]))
         candidates = ops.most_voted(votes, span[1], ix.candidates, most, fill=(count, start, stop), last=last)
-        pick = partial(ops.pick_4bit, seed=self.seed, scale=scale, wide=wide, last=last)
-        return pick(q, ix.codes, candidates, among.waiting, count, room)
+        pick = partial(ops.select_4bit, seed=self.seed, scale=scale, wide=wide, last=last)
+        return pick(q, ix.codes, candidates, among.pending, count, room)
 
     def room(self, slots: int) -> int:
         """Candidates that a step over `slots` slots has room for: as many as any length of history wants."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jax import Array
 
-from kvjax.pick import Picked, Pool, Selection
+from kvjax.selection import GroupReduce, PackedSelection, Selection
 from kvjax.spec import CacheSpec
 
 
@@ -21,7 +21,7 @@ class Selector(Protocol):
         ...
 
     @property
-    def pool(self) -> Pool:
+    def group_reduce(self) -> GroupReduce:
         """How scores of the G query heads of a group become one."""
         ...
 
@@ -44,19 +44,19 @@ class Selector(Protocol):
         ...
 
 
-class Pickable(NamedTuple):
+class Candidates(NamedTuple):
     """What a step may pick, and how much. Counts, starts and stops are i32[B], or a number for all rows."""
 
     span: tuple[Array | int, Array]  # start and stop: slots [start, stop) of the index
-    waiting: tuple[Array, Array | int, Array]  # keys [B, K, R, D], scored as they are, start and stop
+    pending: tuple[Array, Array | int, Array]  # keys [B, K, R, D], scored as they are, start and stop
     limit: Array | int  # tokens to pick
     room: int  # most units that any row picks
     wide: int  # of the R keys only the first may wait
-    last: int  # tokens before the stop of `waiting` that do not
+    last: int  # tokens before the stop of `pending` that do not
 
 
 @runtime_checkable
-class Picker(Selector, Protocol):
+class FusedSelector(Selector, Protocol):
     """A selector that chooses by itself, for steps that need no order in what is chosen."""
 
     @property
@@ -69,9 +69,9 @@ class Picker(Selector, Protocol):
         """Whether of what it picks the unit that ranks lowest comes last."""
         ...
 
-    def pick(self, ix: Any, q: Array, among: Pickable, *, scale: float) -> Selection | Picked:
-        """The tokens `among` these that rank highest by `pool` for q [B, K, G, D], whole units in any order: slots of
-        the index, and S + w for waiting token w.
+    def select(self, ix: Any, q: Array, among: Candidates, *, scale: float) -> Selection | PackedSelection:
+        """The tokens `among` these that rank highest by `group_reduce` for q [B, K, G, D], whole units in any order:
+        slots of the index, and S + w for pending token w.
 
         Law: these are the tokens that `score` and `Retrieval` choose.
         """
@@ -83,7 +83,7 @@ class All:
     """Every stored token: no index and no choice. `Retrieval` then reads the whole store and takes no budget."""
 
     unit: int = 1
-    pool: Pool = "mean_score"
+    group_reduce: GroupReduce = "mean_score"
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         pass

@@ -6,8 +6,8 @@ selected.
 """
 
 from kvjax.stores.dense import Dense
-from kvjax.stores.host import Host, HostBlock
+from kvjax.stores.host import HostBlock, HostOffload
 from kvjax.stores.quantized import Quantized
 from kvjax.stores.store import Store
 
-__all__ = ["Dense", "Host", "HostBlock", "Quantized", "Store"]
+__all__ = ["Dense", "HostBlock", "HostOffload", "Quantized", "Store"]

@@ -9,8 +9,8 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, put
-from kvjax.partial import Partial, attend_blocks
-from kvjax.pick import Selection
+from kvjax.partial import PartialAttention, attend_blocks
+from kvjax.selection import Selection
 from kvjax.spec import CacheSpec
 
 
@@ -33,10 +33,10 @@ class Dense:
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         return k, v
 
-    def attend(self, st: Block, q: Array, start: Array, *, scale: float) -> Partial:
+    def attend(self, st: Block, q: Array, start: Array, *, scale: float) -> PartialAttention:
         return attend_blocks(q, st.k, st.v, start, st.count, scale=scale)
 
-    def attend_slots(self, st: Block, q: Array, selection: Selection, *, scale: float) -> Partial:
+    def attend_slots(self, st: Block, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
         return ops.attend_slots(q, st.k, st.v, selection, scale=scale)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:

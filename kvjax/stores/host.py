@@ -12,8 +12,8 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.memory import has_host_memory, host_zeros, to_device
-from kvjax.partial import Partial, attend_part, empty_part, keep_valid, merge
-from kvjax.pick import Selection
+from kvjax.partial import PartialAttention, attend_part, empty_part, keep_valid, merge
+from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, require_int
 
 Held = tuple[Selection, Array, Array]
@@ -44,7 +44,7 @@ class HostBlock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class HostOffload:
     """Keys and values as they came, in pinned host memory: a stored token takes nothing of the device's.
 
     A step moves what was selected, and a chunk of a prompt streams what is stored before it through the device, a
@@ -69,14 +69,17 @@ class Host:
     page: int = 1
 
     def __post_init__(self) -> None:
-        require_int("Host(page=...)", self.page, at_least=1)
+        require_int("HostOffload(page=...)", self.page, at_least=1)
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         if chunk % self.page:
-            raise ValueError(f"Host(page={self.page}) does not divide the chunk of {chunk}; use a divisor of {chunk}")
+            raise ValueError(
+                f"HostOffload(page={self.page}) does not divide the chunk of {chunk}; use a divisor of {chunk}"
+            )
         if not has_host_memory():
             raise ValueError(
-                f"Host needs pinned host memory, which the backend {jax.default_backend()!r} lacks; use the store Dense"
+                f"HostOffload needs pinned host memory, which the backend {jax.default_backend()!r} lacks; "
+                "use the store Dense"
             )
 
     def init(self, spec: CacheSpec, slots: int) -> HostBlock:
@@ -91,12 +94,12 @@ class Host:
         kv = ops.host_append(st.kv, new, st.count // Z, pages)
         return HostBlock(kv, jnp.minimum(st.count + pages * Z, st.slots))
 
-    def attend(self, st: HostBlock, q: Array, start: Array, *, scale: float) -> Partial:
+    def attend(self, st: HostBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
         P, Z, D = st.kv.shape[2], self.page, st.kv.shape[-1]
         n = max(1, min(P, 1024 // Z))
         start, stop = (a[:, None] if a.ndim == 1 else a for a in (start, st.count))
 
-        def step(i: Array, done: Partial) -> Partial:
+        def step(i: Array, done: PartialAttention) -> PartialAttention:
             first = jnp.minimum(i * n, P - n)  # the last block overlaps the one before: mask what is done
             k, v = _split(to_device(lax.dynamic_slice_in_dim(st.kv, first, n, axis=2)))
             slot = (first * Z + jnp.arange(n * Z))[None, None]
@@ -165,7 +168,7 @@ class Host:
         place = jnp.where(first < stored, first // self.page, stored // self.page + first - stored)
         return jnp.max(jnp.where(valid, place, -1), axis=3)
 
-    def attend_slots(self, st: HostBlock, q: Array, selection: Selection, *, scale: float) -> Partial:
+    def attend_slots(self, st: HostBlock, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
         k, v = self.gather(st, selection)
         return ops.attend_gathered(q, k, v, selection, scale=scale)
 

@@ -12,9 +12,9 @@ from jax.tree_util import register_dataclass
 from kvjax import ops
 from kvjax.blocks import write
 from kvjax.layouts import channels_packed
-from kvjax.partial import Partial
-from kvjax.pick import Selection
+from kvjax.partial import PartialAttention
 from kvjax.quant import QuantArray, dequantize, quantize
+from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, require_int
 
 KeyAxis = Literal["channel", "token"]
@@ -132,10 +132,10 @@ class Quantized:
         codes_k, codes_v = self._quantize(k, v)
         return dequantize(codes_k, k.shape[-1]), dequantize(codes_v, v.shape[-1])
 
-    def attend(self, st: QuantizedBlock, q: Array, start: Array, *, scale: float) -> Partial:
+    def attend(self, st: QuantizedBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
         return ops.attend_quantized(q, st.k, st.v, start, st.count, scale=scale)
 
-    def attend_slots(self, st: QuantizedBlock, q: Array, selection: Selection, *, scale: float) -> Partial:
+    def attend_slots(self, st: QuantizedBlock, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
         return ops.attend_gathered(q, *self.gather(st, selection), selection, scale=scale)
 
     def gather(self, st: QuantizedBlock, selection: Selection) -> tuple[Array, Array]:

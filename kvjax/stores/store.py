@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 from jax import Array
 
-from kvjax.partial import Partial
-from kvjax.pick import Selection
+from kvjax.partial import PartialAttention
+from kvjax.selection import Selection
 from kvjax.spec import CacheSpec
 
 
@@ -26,11 +26,11 @@ class Store(Protocol):
         """Adds the first `count` i32[B] tokens of k, v [B, K, T, D]; count is a multiple of the chunk."""
         ...
 
-    def attend(self, st: Any, q: Array, start: Array, *, scale: float) -> Partial:
+    def attend(self, st: Any, q: Array, start: Array, *, scale: float) -> PartialAttention:
         """Attention of q [B, K, Q, D] over the slots [start, count), start i32[B] or i32[B, Q]."""
         ...
 
-    def attend_slots(self, st: Any, q: Array, selection: Selection, *, scale: float) -> Partial:
+    def attend_slots(self, st: Any, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
         """Attention of q [B, K, G, D] over the selected slots, reading only those."""
         ...
 

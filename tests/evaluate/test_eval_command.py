@@ -91,10 +91,10 @@ def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded
         (("--cache", "full", "--budget", "64"), "--budget 64: full have no budget; leave it out, or add one of fier"),
         (("--cache", "fier", "--budget", "64,x"), "--budget takes whole numbers from 1, as 8192 or 8K"),
         (
-            ("--cache", "h2o", "--pool", "per_head"),
-            "--pool per_head: h2o do not choose by a group; leave it out",
+            ("--cache", "h2o", "--group-reduce", "per_head"),
+            "--group-reduce per_head: h2o do not choose by a group; leave it out",
         ),
-        (("--cache", "fier", "--pool", "most"), "pool"),
+        (("--cache", "fier", "--group-reduce", "most"), "group_reduce"),
         (("--length", "64"), "1 of 8 needles at 64, of which 8 are for the answer: length=56 has no room"),
         (("--length", "4K"), "do not fit in the model's 512 positions"),
         (("--samples", "0"), "samples=...) must be at least 1, got 0"),
@@ -137,9 +137,11 @@ def test_budgets_lengths_and_pools_make_cells_of_what_takes_them(run, checkpoint
     monkeypatch.setattr("kvjax.evaluate.runner.run", stop)
     caches = ("--cache", "full", "--cache", "fier:group=16", "--cache", "snapkv:window=8", "--budget", "16,32")
     tasks = ("--task", "pass_key", "--task", "needles:hidden=2", "--length", "300,400", "--samples", 1)
-    code, _, _ = run(checkpoint, *caches, *tasks, "--pool", "mean_softmax,per_head", "--out", tmp_path)
+    code, _, _ = run(checkpoint, *caches, *tasks, "--group-reduce", "mean_softmax,per_head", "--out", tmp_path)
     assert code == 130
-    fier = [f"fier:group=16,pool={rule}@{budget}" for rule in ("mean_softmax", "per_head") for budget in (16, 32)]
+    fier = [
+        f"fier:group=16,group_reduce={rule}@{budget}" for rule in ("mean_softmax", "per_head") for budget in (16, 32)
+    ]
     cells = ["full", *fier, "snapkv:window=8@16", "snapkv:window=8@32"]
     names = [f"{title} at {length}" for title in ("pass key", "1 of 2 needles") for length in (300, 400)]
     assert seen == [(name, cells) for name in names]

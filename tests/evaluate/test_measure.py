@@ -18,7 +18,9 @@ from tests.checkpoint import write_checkpoint
 L, B, N, K, D, S = 2, 2, 4, 2, 16, 96
 G, STEPS, ENDS = N // K, 4, (40, 96)
 POSITIONS = np.concatenate([np.arange(end - STEPS, end) for end in ENDS])
-BASE = Retrieval(selector=Exact(pool="per_head"), budget=32, sink=4, local=6, demote=Fifo(leave=1), dense_below=0)
+BASE = Retrieval(
+    selector=Exact(group_reduce="per_head"), budget=32, sink=4, local=6, demote=Fifo(leave=1), dense_below=0
+)
 CHOSEN = 32 - 4 - 6
 
 
@@ -163,7 +165,7 @@ def test_steps_are_cut_into_runs_and_windows():
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("selector", "sign"), [(Worst, -1), (Exact, 1)])
 def test_recall_mass_and_error_are_those_of_numpy(selector, sign):
-    seen = measure.reads(LIVE, replace(BASE, selector=selector(pool="per_head")))
+    seen = measure.reads(LIVE, replace(BASE, selector=selector(group_reduce="per_head")))
     wanted = _by_hand(LIVE, sign)
     for i, kind in enumerate(("recall", "mass", "error")):
         np.testing.assert_allclose(getattr(seen, kind), wanted[..., i], atol=2e-5, err_msg=kind)
@@ -174,7 +176,7 @@ def test_recall_mass_and_error_are_those_of_numpy(selector, sign):
 
 
 def test_a_pooled_choice_has_all_of_its_own_top_tokens_and_fewer_of_each_heads():
-    seen = measure.reads(LIVE, replace(BASE, selector=Exact(pool="mean_score")))
+    seen = measure.reads(LIVE, replace(BASE, selector=Exact(group_reduce="mean_score")))
     assert seen.recall.shape == (L, len(POSITIONS), B, K)
     assert (seen.recall == 1).all()
     assert 0.3 < seen.head_recall.mean() < 0.95
@@ -188,7 +190,7 @@ def test_a_pooled_choice_has_all_of_its_own_top_tokens_and_fewer_of_each_heads()
 
 @pytest.mark.thorough
 def test_top_asks_for_another_number_of_tokens_than_was_chosen():
-    seen = measure.reads(LIVE, replace(BASE, selector=Worst(pool="mean_score")), top=5)
+    seen = measure.reads(LIVE, replace(BASE, selector=Worst(group_reduce="mean_score")), top=5)
     free = POSITIONS + 1 - 10  # the worst 22 of them are chosen, so 5 best ones only where fewer than 27 are free
     assert (seen.recall[:, free >= 27] == 0).all()
 

@@ -141,7 +141,7 @@ def test_lines_are_the_means_by_budget_in_the_colour_of_the_method():
 
 def test_many_settings_of_a_preset_get_a_panel_and_colours_the_same_in_each():
     rules = ("mean_query", "mean_score", "max_softmax", "sum_softmax", "per_head")
-    names = [f"{name}:pool={rule}" for name in ("fier", "quest") for rule in rules]
+    names = [f"{name}:group_reduce={rule}" for name in ("fier", "quest") for rule in rules]
     cells = [cell(f"{name}@{budget}", 512, [1.0, 0.0]) for name in names for budget in (16, 64)]
     left, right = plots.by_budget(report.blocks(cells)).axes
     colours = [[line.get_color() for line in axis.lines] for axis in (left, right)]
@@ -175,7 +175,7 @@ def test_every_preset_has_a_colour_and_a_marker_of_its_own():
     looks = [plots.style(name) for name in REGISTRY]
     assert len({look["color"] for look in looks}) == len(looks)
     assert len({look["marker"] for look in looks}) == len(looks)
-    among = ["fier", "fier:pool=per_head"]
+    among = ["fier", "fier:group_reduce=per_head"]
     plain, per_head = (plots.style(name, among) for name in among)
     assert plain["color"] == per_head["color"]
     assert plain["linestyle"] != per_head["linestyle"]

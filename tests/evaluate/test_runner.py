@@ -12,7 +12,7 @@ from kvjax import models, presets
 from kvjax.evaluate import Example, runner
 from kvjax.evaluate.results import interval, read_cell
 from kvjax.evaluate.runner import evaluate, prepare
-from kvjax.generate import generate
+from kvjax.generation import generate
 from tests.checkpoint import LAYERS, POSITIONS, write_checkpoint
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 4
@@ -246,7 +246,7 @@ def test_the_key_changes_with_everything_that_could_change_an_answer(checkpoint,
     keys = {
         "nothing": digest(),
         "policy": digest(policy=presets.fier(17)),
-        "pool": digest(policy=presets.fier(16, pool="per_head")),
+        "group_reduce": digest(policy=presets.fier(16, group_reduce="per_head")),
         "dense layers": digest(policy=presets.fier(16, dense_layers=1)),
         "dtype": digest(dtype="bfloat16"),
         "task's key": digest(task=dataclasses.replace(task, version=1)),

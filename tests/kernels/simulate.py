@@ -31,7 +31,7 @@ UNUSED, READ_ONLY, UNWRITTEN, WRITTEN = range(4)  # of a byte
 # Of kernels that write a part of some outputs, which these are.
 PARTLY = {
     "kvjax_host_rows_first": (0, 1),
-    **dict.fromkeys(("kvjax_pick_1bit", "kvjax_pick_4bit", "kvjax_pick_pages"), (2,)),
+    **dict.fromkeys(("kvjax_select_1bit", "kvjax_select_4bit", "kvjax_select_pages"), (2,)),
 }
 DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 _machine: Machine | None = None

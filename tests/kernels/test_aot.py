@@ -19,15 +19,15 @@ from kvjax.kernels_pallas import (
     host_append,
     host_rows,
     most_voted,
-    pick_1bit,
-    pick_4bit,
-    pick_pages,
     put_token,
     rerank,
     score_1bit,
     score_pages,
+    select_1bit,
+    select_4bit,
+    select_pages,
     top_k,
-    top_k_pooled,
+    top_k_grouped,
 )
 
 import kvjax
@@ -75,15 +75,15 @@ def top(k):
     return partial(top_k.top_k, k=k)
 
 
-def pooled(pool, k):
-    return partial(top_k_pooled.top_k_pooled, pool=pool, k=k)
+def pooled(group_reduce, k):
+    return partial(top_k_grouped.top_k_grouped, group_reduce=group_reduce, k=k)
 
 
-def picking(S, D, W, pool, k, G=4, group=32, dtype=jnp.bfloat16, config=None):
+def picking(S, D, W, group_reduce, k, G=4, group=32, dtype=jnp.bfloat16, config=None):
     one = sds(1, dtype=jnp.int32)
     q, keys = sds(1, 8, G, D, dtype=jnp.float32), keys_1bit(8, S, D, group, dtype)
     args = q, *keys, [one, one], [sds(1, 8, G, W, dtype=jnp.float32), one, one], one
-    return partial(pick_1bit.pick_1bit, pool=pool, room=k, scale=0.1, config=config), args
+    return partial(select_1bit.select_1bit, group_reduce=group_reduce, room=k, scale=0.1, config=config), args
 
 
 def picking_keys(S, D, R, wide, k):
@@ -91,11 +91,13 @@ def picking_keys(S, D, R, wide, k):
     return partial(f, wide=wide), (q, *keys, span, [sds(1, 8, R, D), *ends], count)
 
 
-def pages(P, D, R, wide, k, unit=16, G=4, pool="mean_softmax", dtype=jnp.bfloat16):
+def pages(P, D, R, wide, k, unit=16, G=4, group_reduce="mean_softmax", dtype=jnp.bfloat16):
     one = sds(1, dtype=jnp.int32)
     q, corners = sds(1, 8, G, D, dtype=jnp.float32), 2 * [sds(1, 8, P, D, dtype=dtype)]
     args = q, *corners, [one, one], [sds(1, 8, R, D, dtype=dtype), one, one], one
-    return partial(pick_pages.pick_pages, pool=pool, room=k, unit=unit, scale=0.1, wide=wide, last=16), args
+    return partial(
+        select_pages.select_pages, group_reduce=group_reduce, room=k, unit=unit, scale=0.1, wide=wide, last=16
+    ), args
 
 
 def coded(S, D, bits, tokens, channels, value_channels):
@@ -122,10 +124,10 @@ def picks(G, S, D, M):
 
 def candidates(G, S, D, M, R, room, config=None):
     q, *codes, slots = picks(G, S, D, M)
-    waiting = sds(1, 8, R, D), *2 * [sds(1, dtype=jnp.int32)]
-    f = partial(pick_4bit.pick_4bit, room=room, centres=tuple(range(8)), scale=0.1, wide=R - 127, last=127)
+    pending = sds(1, 8, R, D), *2 * [sds(1, dtype=jnp.int32)]
+    f = partial(select_4bit.select_4bit, room=room, centres=tuple(range(8)), scale=0.1, wide=R - 127, last=127)
     found = sds(1, 8, G, dtype=jnp.int32)
-    return partial(f, turned=9 << 60, config=config), (q, *codes, (slots, found), waiting, waiting[1])
+    return partial(f, turned=9 << 60, config=config), (q, *codes, (slots, found), pending, pending[1])
 
 
 SCORE, PAGES, ATTEND, SPAN, CODED = (
@@ -155,27 +157,27 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     ),
     "top_k": (top(2048), (sds(8, 131072, dtype=jnp.float32), sds(8, 131072, dtype=bool)), 4.2, 0),
     "top_k, 1M": (top(2048), (sds(8, 1 << 20, dtype=jnp.float32), sds(8, 1 << 20, dtype=bool)), 33, 0),
-    "top_k_pooled": (pooled("mean_softmax", 2048), (parts(4, 130816, 256),), 0.5, 0),
-    "top_k_pooled, 1M": (pooled("mean_softmax", 2048), (parts(4, 1 << 20, 256),), 35, 0),
+    "top_k_grouped": (pooled("mean_softmax", 2048), (parts(4, 130816, 256),), 0.5, 0),
+    "top_k_grouped, 1M": (pooled("mean_softmax", 2048), (parts(4, 1 << 20, 256),), 35, 0),
     # The scores are 8 MiB.
-    "pick_1bit, with keys that wait": (*picking_keys(131072, 128, 256, 255, 2047), 8.2, 0),
-    "pick_1bit": (*picking(131072, 128, 256, "mean_softmax", 2047), 8.2, 0),
-    "pick_1bit, a loop": (*picking(1 << 20, 128, 256, "mean_softmax", 2047), 97, 0),
-    "pick_1bit, eight heads": (*picking(130816, 128, 256, "mean_softmax", 2048, G=8), 16.2, 0),
-    "pick_1bit, clusters of 16": (
-        *picking(131072, 128, 256, "mean_softmax", 2047, config=pick_1bit.Config(blocks=16)),
+    "select_1bit, with keys that wait": (*picking_keys(131072, 128, 256, 255, 2047), 8.2, 0),
+    "select_1bit": (*picking(131072, 128, 256, "mean_softmax", 2047), 8.2, 0),
+    "select_1bit, a loop": (*picking(1 << 20, 128, 256, "mean_softmax", 2047), 97, 0),
+    "select_1bit, eight heads": (*picking(130816, 128, 256, "mean_softmax", 2048, G=8), 16.2, 0),
+    "select_1bit, clusters of 16": (
+        *picking(131072, 128, 256, "mean_softmax", 2047, config=select_1bit.Config(blocks=16)),
         8.2,
         0,
     ),
-    "pick_1bit, D 64": (*picking(32512, 64, 383, "mean_score", 1788, G=1, group=64, dtype=jnp.float16), 0.6, 0),
-    "pick_4bit": (*candidates(1, 131072, 128, 13108, 383, 1916), 0.3, 0),
-    "pick_4bit, a loop": (*candidates(1, 1 << 20, 128, 104858, 383, 1916, pick_4bit.Config(2)), 7, 0),
-    "pick_4bit, D 64": (*candidates(4, 131072, 64, 13108, 383, 1916), 1, 0),
-    "pick_pages": (*pages(8176, 128, 287, 272, 127), 1.6, 0),
-    "pick_pages, one waits": (*pages(1016, 128, 159, 32, 56, unit=32), 0.3, 0),
-    "pick_pages, a loop": (*pages(1 << 18, 128, 287, 272, 127), 64, 0),
-    "pick_pages, eight heads": (*pages(8176, 64, 287, 272, 127, G=8, dtype=jnp.float16), 2.8, 0),
-    "pick_pages, by head": (*pages(2041, 128, 287, 272, 127, pool="per_head"), 0.4, 0),
+    "select_1bit, D 64": (*picking(32512, 64, 383, "mean_score", 1788, G=1, group=64, dtype=jnp.float16), 0.6, 0),
+    "select_4bit": (*candidates(1, 131072, 128, 13108, 383, 1916), 0.3, 0),
+    "select_4bit, a loop": (*candidates(1, 1 << 20, 128, 104858, 383, 1916, select_4bit.Config(2)), 7, 0),
+    "select_4bit, D 64": (*candidates(4, 131072, 64, 13108, 383, 1916), 1, 0),
+    "select_pages": (*pages(8176, 128, 287, 272, 127), 1.6, 0),
+    "select_pages, one waits": (*pages(1016, 128, 159, 32, 56, unit=32), 0.3, 0),
+    "select_pages, a loop": (*pages(1 << 18, 128, 287, 272, 127), 64, 0),
+    "select_pages, eight heads": (*pages(8176, 64, 287, 272, 127, G=8, dtype=jnp.float16), 2.8, 0),
+    "select_pages, by head": (*pages(2041, 128, 287, 272, 127, group_reduce="per_head"), 0.4, 0),
     "score_pages": (PAGES, (sds(1, 8, 4, 128), *2 * [sds(1, 8, 8192, 128)]), 0.1, 0),
     "score_pages, D 64": (PAGES, (sds(1, 8, 8, 64, dtype=jnp.float32), *2 * [sds(1, 8, 512, 64)]), 0.1, 0),
     "attend_slots": (ATTEND, slots(4, 131072, 128, 2048), 0.1, 0),
@@ -210,10 +212,10 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
 }
 
 
-TWO = "attend_quantized", "attend_span", "collide", "pick_1bit", "pick_4bit", "pick_pages"  # kernels of a program
+TWO = "attend_quantized", "attend_span", "collide", "select_1bit", "select_4bit", "select_pages"  # kernels of a program
 ONE = ("collide, a head",)
 # At most: else too few blocks fit on a multiprocessor.
-REGISTERS = {"collide": 128, "collide, a head": 128, "rerank": 72, "pick_4bit": 72}
+REGISTERS = {"collide": 128, "collide, a head": 128, "rerank": 72, "select_4bit": 72}
 
 LATE = (
     "attend_quantized, KIVI",
@@ -221,16 +223,16 @@ LATE = (
     "collide, D 64",
     "rerank, D 64",
     "top_k, 1M",
-    "top_k_pooled, 1M",
-    "pick_1bit, a loop",
-    "pick_1bit, eight heads",
-    "pick_1bit, clusters of 16",
-    "pick_1bit, D 64",
-    "pick_4bit, a loop",
-    "pick_4bit, D 64",
-    "pick_pages, a loop",
-    "pick_pages, eight heads",
-    "pick_pages, by head",
+    "top_k_grouped, 1M",
+    "select_1bit, a loop",
+    "select_1bit, eight heads",
+    "select_1bit, clusters of 16",
+    "select_1bit, D 64",
+    "select_4bit, a loop",
+    "select_4bit, D 64",
+    "select_pages, a loop",
+    "select_pages, eight heads",
+    "select_pages, by head",
     "attend_slots, D 256",
     "attend_span, D 256",
     "attend_zones, a loop",
@@ -258,11 +260,11 @@ def test_a_kernel_compiles_for_an_h200(name):
     ("preset", "found"),
     [
         (presets.full(), {"attend_span", "attend_span_merge"}),
-        (presets.fier(2048), {"pick_1bit_score", "pick_1bit", "attend_zones"}),
-        (presets.quest(2048), {"pick_pages_score", "pick_pages", "attend_zones"}),
+        (presets.fier(2048), {"select_1bit_score", "select_1bit", "attend_zones"}),
+        (presets.quest(2048), {"select_pages_score", "select_pages", "attend_zones"}),
         (
             presets.pariskv(2048),
-            {"collide", "most_voted", "pick_4bit_score", "pick_4bit", "attend_zones"},
+            {"collide", "most_voted", "select_4bit_score", "select_4bit", "attend_zones"},
         ),
         (presets.logquant(), {"attend_quantized", "attend_quantized_merge"}),
         (presets.kivi(), {"attend_quantized", "attend_quantized_merge"}),
@@ -357,5 +359,5 @@ def test_a_step_over_the_host_store_runs_its_kernels_and_copies_no_cache():
     with mock.patch.object(ops, "_unmeasured", return_value=None):
         program = aot.compile_for_h200(kvjax.attention, cache, *new, donate=0)
     names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels}
-    assert names == {"put_token", "pick_1bit_score", "pick_1bit", "host_rows", "host_append"}
+    assert names == {"put_token", "select_1bit_score", "select_1bit", "host_rows", "host_append"}
     assert program.temp_bytes < 40 * MIB  # the host's keys and values are 512 MiB

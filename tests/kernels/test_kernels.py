@@ -21,22 +21,22 @@ from kvjax.kernels_pallas import (
     host_append,
     host_rows,
     most_voted,
-    pick_1bit,
-    pick_4bit,
     put_token,
     rerank,
     score_1bit,
     score_pages,
+    select_1bit,
+    select_4bit,
     top_k,
-    top_k_pooled,
+    top_k_grouped,
 )
 
 from kvjax import CacheSpec, Fifo, Retrieval, ops
 from kvjax.blocks import Block
 from kvjax.partial import Span
-from kvjax.pick import Picked, Selection
 from kvjax.quant import OneBit, quantize, quantize_1bit
 from kvjax.rotate import encode
+from kvjax.selection import PackedSelection, Selection
 from kvjax.selectors import Fier
 from tests.kernels.conftest import HAS_KERNELS, KERNELS, ON_GPU
 
@@ -243,25 +243,25 @@ def test_rerank_refuses_what_it_has_no_kernel_for(changed, words):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (dict(D=96), "the kernel pick_4bit takes head sizes 64 and 128"),
-        (dict(dtype=jnp.float32), "waiting keys in bf16 or f16"),
+        (dict(D=96), "the kernel select_4bit takes head sizes 64 and 128"),
+        (dict(dtype=jnp.float32), "pending keys in bf16 or f16"),
         (dict(wide=17), "1 to 16 keys that may wait"),
-        (dict(room=30), "the kernel pick_4bit takes rows of k to"),
+        (dict(room=30), "the kernel select_4bit takes rows of k to"),
     ],
 )
-def test_pick_4bit_refuses_what_it_has_no_kernel_for(changed, words):
+def test_select_4bit_refuses_what_it_has_no_kernel_for(changed, words):
     def shapes(D=128, dtype=jnp.bfloat16, wide=16, room=20):
         q, late = jax.ShapeDtypeStruct((1, 2, 4, D), jnp.float32), jax.ShapeDtypeStruct((1, 2, 16, D), dtype)
         keys = jax.eval_shape(encode, jax.ShapeDtypeStruct((1, 2, 64, D), jnp.float32))
         slots = jax.ShapeDtypeStruct((1, 2, 4, 9), jnp.int32)
         return q, *keys, slots, late, room, wide
 
-    assert pick_4bit.supported(*shapes())
+    assert select_4bit.supported(*shapes())
     q, *keys, slots, late, room, wide = shapes(**changed)
-    assert words in pick_4bit.unsupported(q, *keys, slots, late, room, wide)
+    assert words in select_4bit.unsupported(q, *keys, slots, late, room, wide)
     with pytest.raises(NotImplementedError, match=words):
         jax.eval_shape(
-            lambda q, keys, slots, late: pick_4bit.pick_4bit(
+            lambda q, keys, slots, late: select_4bit.select_4bit(
                 q, *keys, (slots, None), (late, 0, 9), 5, room, centres=(0.1,), scale=1.0, turned=0, wide=wide
             ),
             *(q, keys, slots, late),
@@ -377,40 +377,40 @@ def test_put_token_refuses_what_it_has_no_kernel_for(changed, words):
     ("sizes", "dtype", "k", "words"),
     [
         ((64,), jnp.bfloat16, 5, "scores in f32"),
-        ((64, 8), jnp.float32, 73, "the kernel top_k_pooled takes rows of k to"),
+        ((64, 8), jnp.float32, 73, "the kernel top_k_grouped takes rows of k to"),
     ],
 )
-def test_top_k_pooled_refuses_what_it_has_no_kernel_for(sizes, dtype, k, words):
+def test_top_k_grouped_refuses_what_it_has_no_kernel_for(sizes, dtype, k, words):
     parts = [(jax.ShapeDtypeStruct((1, 2, 4, n), dtype), jax.ShapeDtypeStruct((1, 1, 1, n), bool)) for n in sizes]
-    assert words in top_k_pooled.unsupported(parts, "mean_score", k)
+    assert words in top_k_grouped.unsupported(parts, "mean_score", k)
     with pytest.raises(NotImplementedError, match=words):
-        jax.eval_shape(lambda parts: top_k_pooled.top_k_pooled(parts, "mean_score", k), parts)
+        jax.eval_shape(lambda parts: top_k_grouped.top_k_grouped(parts, "mean_score", k), parts)
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (dict(D=96), "the kernel pick_1bit takes head sizes 64 and 128"),
-        (dict(group=16), "the kernel pick_1bit takes groups of a multiple of 32"),
-        (dict(room=200), "the kernel pick_1bit takes rows of k to"),
+        (dict(D=96), "the kernel select_1bit takes head sizes 64 and 128"),
+        (dict(group=16), "the kernel select_1bit takes groups of a multiple of 32"),
+        (dict(room=200), "the kernel select_1bit takes rows of k to"),
         (dict(room=0), "k from 1 to 4096"),
-        (dict(waiting=jnp.bfloat16), "scores of waiting tokens in f32"),
+        (dict(pending=jnp.bfloat16), "scores of pending tokens in f32"),
     ],
 )
-def test_pick_1bit_refuses_what_it_has_no_kernel_for(changed, words):
-    def shapes(room=9, waiting=jnp.float32, **sizes):
+def test_select_1bit_refuses_what_it_has_no_kernel_for(changed, words):
+    def shapes(room=9, pending=jnp.float32, **sizes):
         q, bits, step = shapes_1bit(**sizes)
-        scores = jax.ShapeDtypeStruct((1, 2, 4, 7), waiting)
+        scores = jax.ShapeDtypeStruct((1, 2, 4, 7), pending)
         return q, OneBit(bits, step, step), scores, room
 
     q, keys, scores, room = shapes()
-    assert pick_1bit.supported(q, keys.bits, keys.scale, scores, "mean_softmax", room)
+    assert select_1bit.supported(q, keys.bits, keys.scale, scores, "mean_softmax", room)
     q, keys, scores, room = shapes(**changed)
-    assert words in pick_1bit.unsupported(q, keys.bits, keys.scale, scores, "mean_softmax", room)
+    assert words in select_1bit.unsupported(q, keys.bits, keys.scale, scores, "mean_softmax", room)
     ends = 2 * [jax.ShapeDtypeStruct((1,), jnp.int32)]
     with pytest.raises(NotImplementedError, match=words):
         jax.eval_shape(
-            lambda q, keys, scores, start, stop: pick_1bit.pick_1bit(
+            lambda q, keys, scores, start, stop: select_1bit.select_1bit(
                 q, *keys, (start, stop), (scores, start, stop), stop, "mean_softmax", room, scale=1.0
             ),
             *(q, keys, scores, *ends),
@@ -425,11 +425,11 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
     with pytest.raises(ValueError, match="stages must be 2, 4 or 8"):
         score_1bit.Config(stages=1)
     with pytest.raises(ValueError, match="units must be"):
-        pick_1bit.Config(units=0)
+        select_1bit.Config(units=0)
     with pytest.raises(ValueError, match="stages must be 2, 4 or 8"):
-        pick_1bit.Config(stages=3)
+        select_1bit.Config(stages=3)
     with pytest.raises(ValueError, match="blocks must be"):
-        pick_1bit.Config(blocks=3)
+        select_1bit.Config(blocks=3)
     with pytest.raises(ValueError, match="blocks must be"):
         attend_slots.Config(blocks=16)
     with pytest.raises(ValueError, match="warpgroups must be"):
@@ -443,9 +443,9 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
     with pytest.raises(ValueError, match="warpgroups must be 1, 2, 4 or 8; got 3"):
         rerank.Config(3)
     with pytest.raises(ValueError, match="warpgroups must be 1, 2, 4 or 8; got 16"):
-        pick_4bit.Config(warpgroups=16)
+        select_4bit.Config(warpgroups=16)
     with pytest.raises(ValueError, match="blocks must be"):
-        pick_4bit.Config(blocks=3)
+        select_4bit.Config(blocks=3)
     with pytest.raises(ValueError, match="parts must be at least 1"):
         collide.Config(parts=0)
     with pytest.raises(ValueError, match="stages must be at least 1"):
@@ -462,14 +462,14 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
 
 @pytest.mark.parametrize("k", [1, 100, 2048, 4096])
 def test_top_k_fits_in_shared_memory(k):
-    assert top_k.smem_bytes(k) < top_k_pooled.smem_bytes(k) <= 227 * 1024
+    assert top_k.smem_bytes(k) < top_k_grouped.smem_bytes(k) <= 227 * 1024
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
-def test_pick_1bit_fits_in_shared_memory_and_runs_at_once(stages):
-    assert pick_1bit.smem_bytes(128, pick_1bit.Config(stages=stages)) <= 227 * 1024 // 4
+def test_select_1bit_fits_in_shared_memory_and_runs_at_once(stages):
+    assert select_1bit.smem_bytes(128, select_1bit.Config(stages=stages)) <= 227 * 1024 // 4
     for rows, slots in ((8, 130816), (8, 32512), (64, 8192), (8, 300)):
-        config = pick_1bit.config_for(rows, 1, slots, slots + 256)
+        config = select_1bit.config_for(rows, 1, slots, slots + 256)
         assert (config.units, config.stages) == dataclasses.astuple(score_1bit.config_for(rows, slots))
         warps = rows * -(-slots // (score_1bit.UNIT * config.units))
         assert warps <= score_1bit.RUN_AT_ONCE
@@ -494,17 +494,17 @@ def test_attend_span_takes_the_multiprocessors_in_whole_waves(D):
         assert waves > 0.9 * np.ceil(waves) or rows == 1
 
 
-@pytest.mark.parametrize("waiting", [0, 256])
+@pytest.mark.parametrize("pending", [0, 256])
 @pytest.mark.parametrize("heads", [1, 3, 8, 64, 300])
-def test_rerank_has_a_thread_for_each_pick_and_a_multiprocessor_for_each_block_where_these_are_enough(heads, waiting):
+def test_rerank_has_a_thread_for_each_pick_and_a_multiprocessor_for_each_block_where_these_are_enough(heads, pending):
     for M in (1, 31, 130, 3277, 6554, 13108, 52429):
-        config = rerank.config_for(heads, M, waiting)
-        beside = heads * -(-waiting // (128 * config.warpgroups))
+        config = rerank.config_for(heads, M, pending)
+        beside = heads * -(-pending // (128 * config.warpgroups))
         share = rerank.split(heads, M, config, beside)
         assert share.blocks * share.picks >= M > (share.blocks - 1) * share.picks
         assert share.picks <= share.threads == 128 * config.warpgroups
         assert share.picks % 32 == 0
-        fits = heads * -(-M // 1024) + heads * -(-waiting // 1024) <= 132
+        fits = heads * -(-M // 1024) + heads * -(-pending // 1024) <= 132
         assert (heads * share.blocks + beside <= 132) == fits
 
 
@@ -556,7 +556,7 @@ def test_the_reference_runs_where_there_is_no_kernel():
     by_channel, by_token = quantize(boxes, 2, tokens=4), quantize(boxes, 2, channels=32)
     pages = jnp.zeros((1, 1, 16, 64), jnp.bfloat16)
     count, some = picks[:, 0, 0, 0], Selection(picks[:, :, :1], picks[:, :, :1] == 0)
-    span, found = Span(half, half, count, count), Picked(picks, picks[..., 0])
+    span, found = Span(half, half, count, count), PackedSelection(picks, picks[..., 0])
     scale = {"scale": 0.1}
     asked = (
         ("attend_quantized", (boxes, by_channel, by_token, count, count), scale),
@@ -571,10 +571,10 @@ def test_the_reference_runs_where_there_is_no_kernel():
         ("host_append", (boxes[..., None, :], [boxes], count, count), {}),
         ("host_rows", (boxes, picks[:, :, 0]), {}),
         ("most_voted", (boxes.astype(jnp.uint8), count, count, 5), {}),
-        ("pick_1bit", (boxes, one_bit, (0, count), (half, 0, count), 3, "mean_score", 5), {**scale, "wide": 4}),
-        ("pick_4bit", (boxes, codes, found, (half, 0, count), 5, 9), {**scale, "seed": 0, "wide": 4}),
+        ("select_1bit", (boxes, one_bit, (0, count), (half, 0, count), 3, "mean_score", 5), {**scale, "wide": 4}),
+        ("select_4bit", (boxes, codes, found, (half, 0, count), 5, 9), {**scale, "seed": 0, "wide": 4}),
         (
-            "pick_pages",
+            "select_pages",
             (boxes, half, half, (0, count), (pages, 0, count), 3, "mean_score", 5),
             {**scale, "unit": 16, "wide": 16},
         ),
@@ -583,7 +583,7 @@ def test_the_reference_runs_where_there_is_no_kernel():
         ("score_1bit", (boxes, one_bit), scale),
         ("score_pages", (boxes, half, half), scale),
         ("top_k", (scores, valid, 5), {}),
-        ("top_k_pooled", ([(boxes, boxes[:, :, :1] == 0)], "mean_score", 5), {}),
+        ("top_k_grouped", ([(boxes, boxes[:, :, :1] == 0)], "mean_score", 5), {}),
     )
     assert {op for op, *_ in asked} == set(KERNELS)
     for op, args, options in asked:
@@ -629,11 +629,16 @@ def test_the_derivative_of_scores_is_the_references():
     np.testing.assert_allclose(chosen, named, rtol=1e-5)
 
 
-@pytest.mark.parametrize("pool", ["mean_softmax", "mean_query", "per_head"])
-def test_a_step_chooses_of_all_pools_and_lengths_what_select_ranks_highest(pool):
+@pytest.mark.parametrize("group_reduce", ["mean_softmax", "mean_query", "per_head"])
+def test_a_step_chooses_of_all_pools_and_lengths_what_select_ranks_highest(group_reduce):
     spec = CacheSpec(batch=4, q_heads=4, kv_heads=2, head_dim=16, capacity=128, dtype=jnp.float32)
     policy = Retrieval(
-        selector=Fier(group=8, pool=pool), budget=20, sink=2, local=4, demote=Fifo(leave=16), dense_below=30
+        selector=Fier(group=8, group_reduce=group_reduce),
+        budget=20,
+        sink=2,
+        local=4,
+        demote=Fifo(leave=16),
+        dense_below=30,
     )
     k, q = jax.random.normal(jax.random.key(0), (4, 100, 2, 16)), jax.random.normal(jax.random.key(1), (4, 4, 16))
     lengths = jnp.array([100, 29, 31, 0])

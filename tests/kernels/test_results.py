@@ -23,26 +23,26 @@ from kvjax.kernels_pallas import (
     host_append,
     host_rows,
     most_voted,
-    pick_1bit,
-    pick_4bit,
-    pick_pages,
     put_token,
     rerank,
     score_1bit,
     score_pages,
+    select_1bit,
+    select_4bit,
+    select_pages,
     top_k,
-    top_k_pooled,
+    top_k_grouped,
 )
 
 import kvjax
-from kvjax import CacheSpec, Fifo, Host, Retrieval, generate, ops, presets
+from kvjax import CacheSpec, Fifo, HostOffload, Retrieval, generation, ops, presets
 from kvjax.blocks import Block
 from kvjax.evaluate import throughput
 from kvjax.memory import CONCURRENT, to_host
 from kvjax.partial import Span
-from kvjax.pick import Picked, Selection, expand_units, pool_scores
 from kvjax.quant import OneBit, QuantArray, quantize, quantize_1bit
 from kvjax.rotate import SUBSPACE, encode, lloyd_max, rotate, turned
+from kvjax.selection import PackedSelection, Selection, expand_units, reduce_scores
 from kvjax.selectors import MinMaxPages
 from tests.kernels.conftest import ON_GPU, on_gpu
 
@@ -119,7 +119,7 @@ def test_top_k_takes_16_bits_any_rank_and_vmap():
         np.testing.assert_array_equal(jax.jit(f)(scores)[0], want.slots)
 
 
-# ------------------------------------------------------------------------------------------------------ top_k_pooled
+# ------------------------------------------------------------------------------------------------------ top_k_grouped
 
 
 def parts_of(B, K, G, sizes, kind, seed=0):
@@ -162,22 +162,22 @@ def parts_of(B, K, G, sizes, kind, seed=0):
         ),
     ],
 )
-def test_top_k_pooled_chooses_what_its_reference_does(B, K, G, sizes, k, blocks):
+def test_top_k_grouped_chooses_what_its_reference_does(B, K, G, sizes, k, blocks):
     config = blocks and top_k.Config(blocks=blocks)
-    run = jax.jit(partial(top_k_pooled.top_k_pooled, k=k, config=config), static_argnums=1)
-    reference = jax.jit(partial(ops.top_k_pooled, k=k, implementation="xla"), static_argnums=1)
-    pooled = jax.jit(pool_scores, static_argnums=1)
+    run = jax.jit(partial(top_k_grouped.top_k_grouped, k=k, config=config), static_argnums=1)
+    reference = jax.jit(partial(ops.top_k_grouped, k=k, implementation="xla"), static_argnums=1)
+    pooled = jax.jit(reduce_scores, static_argnums=1)
     pools = {"spread": ("mean_softmax", "mean_score")} if B > 1 else {"spread": ("mean_softmax", "max_softmax")}
     for kind in ("spread", "equal", "poison", "infinite", "far apart", "few valid"):
         parts = parts_of(B, K, G, sizes, kind)
-        for pool in pools.get(kind, ("mean_softmax",)):
-            slots, found = run(parts, pool)
-            want = reference(parts, pool)
+        for group_reduce in pools.get(kind, ("mean_softmax",)):
+            slots, found = run(parts, group_reduce)
+            want = reference(parts, group_reduce)
             np.testing.assert_array_equal(found, want.valid, err_msg=kind)
             slots = np.asarray(slots)
             assert all(np.unique(row).size == k for row in slots.reshape(-1, k))
             # Ranks within rounding may stand in another order; what is chosen must rank as what the reference chose.
-            ranks = np.asarray(pooled(parts, pool))
+            ranks = np.asarray(pooled(parts, group_reduce))
             both = (np.take_along_axis(ranks, np.asarray(s), -1) for s in (slots, want.slots))
             got, best = (np.where(want.valid, rank, 0) for rank in both)
             np.testing.assert_allclose(got, best, rtol=1e-5, atol=1e-4, err_msg=kind)
@@ -185,10 +185,10 @@ def test_top_k_pooled_chooses_what_its_reference_does(B, K, G, sizes, k, blocks)
                 np.testing.assert_array_equal(slots, want.slots)
 
 
-def test_top_k_pooled_has_a_choice_for_each_head_and_takes_vmap():
+def test_top_k_grouped_has_a_choice_for_each_head_and_takes_vmap():
     parts = parts_of(2, 1, 2, (59, 5), "spread")
-    run = partial(top_k_pooled.top_k_pooled, pool="per_head", k=7, config=top_k.Config(blocks=1))
-    want = jax.jit(partial(ops.top_k_pooled, pool="per_head", k=7, implementation="xla"))(parts)
+    run = partial(top_k_grouped.top_k_grouped, group_reduce="per_head", k=7, config=top_k.Config(blocks=1))
+    want = jax.jit(partial(ops.top_k_grouped, group_reduce="per_head", k=7, implementation="xla"))(parts)
     np.testing.assert_array_equal(jax.jit(run)(parts)[0], want.slots)
     apart = jax.jit(jax.vmap(run))([tuple(a[:, None] for a in part) for part in parts])
     np.testing.assert_array_equal(apart[0][:, 0], want.slots)
@@ -366,7 +366,7 @@ def test_rerank_equals_its_reference(B, K, G, S, D, M, config):
     keys = jax.jit(encode)(k)
     keys = keys._replace(sizes=keys.sizes.at[:, :, ::3].set(255))
     slots = jnp.asarray(np.random.default_rng(M).integers(-3, S + 3, (B, K, G, M)), jnp.int32)
-    args = normal(1, B, K, G, D), keys, Picked(slots, jnp.full((B, K, G), M))
+    args = normal(1, B, K, G, D), keys, PackedSelection(slots, jnp.full((B, K, G), M))
     got = jax.jit(partial(rerank.rerank, centres=CENTRES, scale=0.3, config=config))(args[0], *keys, slots)
     want = jax.jit(partial(ops.rerank, scale=0.3, implementation="xla"))(*args)
     # Sums of D products in f32, in another order.
@@ -381,16 +381,16 @@ def test_rerank_takes_vmap():
     keys = jax.jit(encode)(normal(0, 1, 2, 30, 64))
     q, slots = normal(1, 3, 1, 2, 2, 64), jnp.arange(20).reshape(1, 1, 1, 20) + jnp.zeros((1, 2, 2, 1), jnp.int32)
     got = jax.jit(jax.vmap(lambda q: rerank.rerank(q, *keys, slots, centres=CENTRES, scale=1.0)))(q)
-    picked = Picked(slots, jnp.full((1, 2, 2), 20))
+    picked = PackedSelection(slots, jnp.full((1, 2, 2), 20))
     want = jnp.stack([ops.rerank(x, keys, picked, scale=1.0, implementation="xla") for x in q])
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-# --------------------------------------------------------------------------------------------------------- pick_4bit
+# --------------------------------------------------------------------------------------------------------- select_4bit
 
 
 def reranked(B, K, G, S, D, M, R, dtype, kind):
-    """Arguments of pick_4bit but the room, with spans and counts of each row that are at the edges."""
+    """Arguments of select_4bit but the room, with spans and counts of each row that are at the edges."""
     rng = np.random.default_rng(M)
     q, k = normal(1, B, K, G, D), normal(0, B, K, S, D)
     late = (2 * normal(2, B, K, R, D)).astype(dtype)
@@ -403,18 +403,18 @@ def reranked(B, K, G, S, D, M, R, dtype, kind):
         slot = jnp.arange(R)[None, :]
         outside = (slot < start[:, None]) | (slot >= stop[:, None] - 3)
         late = jnp.where(outside[:, None, :, None], jnp.nan, late)
-    return q, jax.jit(encode)(rotate(k, 3)), Picked(slots, found), (late, start, stop)
+    return q, jax.jit(encode)(rotate(k, 3)), PackedSelection(slots, found), (late, start, stop)
 
 
 @pytest.mark.parametrize(
     ("B", "K", "G", "S", "D", "M", "R", "wide", "room", "dtype", "config"),
     [
-        (6, 1, 2, 200, 128, 150, 40, 37, 50, jnp.bfloat16, pick_4bit.Config(blocks=1, unroll=1, warpgroups=1)),
-        (1, 2, 1, 90, 64, 33, 20, 20, 40, jnp.float16, pick_4bit.Config(blocks=2, unroll=1)),
+        (6, 1, 2, 200, 128, 150, 40, 37, 50, jnp.bfloat16, select_4bit.Config(blocks=1, unroll=1, warpgroups=1)),
+        (1, 2, 1, 90, 64, 33, 20, 20, 40, jnp.float16, select_4bit.Config(blocks=2, unroll=1)),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
-                (2, 1, 1, 5000, 128, 4200, 300, 259, 900, jnp.bfloat16, pick_4bit.Config(blocks=1, unroll=1)),
+                (2, 1, 1, 5000, 128, 4200, 300, 259, 900, jnp.bfloat16, select_4bit.Config(blocks=1, unroll=1)),
                 (1, 1, 8, 64, 64, 64, 8, 3, 67, jnp.bfloat16, None),
             )
         ),
@@ -427,22 +427,22 @@ def reranked(B, K, G, S, D, M, R, dtype, kind):
         ),
     ],
 )
-def test_pick_4bit_chooses_what_its_reference_does(B, K, G, S, D, M, R, wide, room, dtype, config):
+def test_select_4bit_chooses_what_its_reference_does(B, K, G, S, D, M, R, wide, room, dtype, config):
     how = {"scale": D**-0.5, "wide": wide, "last": 3}
 
     def run(q, keys, *rest):
         mine = {"centres": CENTRES, "turned": turned(D, 3), "config": config}
-        return pick_4bit.pick_4bit(q, *keys, *rest, room, **mine, **how)
+        return select_4bit.select_4bit(q, *keys, *rest, room, **mine, **how)
 
     count = jnp.asarray(np.resize([room, 1, room + 9, 5, 0, room], B), jnp.int32)
     for kind in ("normal", "equal", "poison"):
-        q, keys, candidates, waiting = reranked(B, K, G, S, D, M, R, dtype, kind)
-        args = q, keys, candidates, waiting, count
-        got = Picked(*jax.jit(run)(*args))
-        want = jax.jit(partial(ops.pick_4bit, room=room, seed=3, implementation="xla", **how))(*args)
+        q, keys, candidates, pending = reranked(B, K, G, S, D, M, R, dtype, kind)
+        args = q, keys, candidates, pending, count
+        got = PackedSelection(*jax.jit(run)(*args))
+        want = jax.jit(partial(ops.select_4bit, room=room, seed=3, implementation="xla", **how))(*args)
         np.testing.assert_array_equal(got.found, want.found, err_msg=kind)
         estimates = np.asarray(ops.rerank(rotate(q, 3), keys, candidates, scale=how["scale"], implementation="xla"))
-        exact = np.asarray(ops.attention_logits(q, waiting[0], how["scale"]))
+        exact = np.asarray(ops.attention_logits(q, pending[0], how["scale"]))
         for row in np.ndindex(B, K, G):
             scores = np.full(S + R, np.nan, np.float32)
             scores[np.asarray(candidates.slots)[row]] = estimates[row]
@@ -456,13 +456,13 @@ def test_pick_4bit_chooses_what_its_reference_does(B, K, G, S, D, M, R, wide, ro
 
 
 @pytest.mark.thorough
-def test_pick_4bit_takes_vmap_and_numbers_for_all_rows():
+def test_select_4bit_takes_vmap_and_numbers_for_all_rows():
     q, keys, candidates, (late, *_) = reranked(2, 1, 2, 80, 64, 60, 12, jnp.bfloat16, "normal")
     how = {"centres": CENTRES, "scale": 0.1, "turned": 6, "wide": 12, "last": 1}
 
     def run(q, start=0, stop=11, count=9):
-        config = pick_4bit.Config(blocks=1, unroll=1)
-        return pick_4bit.pick_4bit(q, *keys, candidates, (late, start, stop), count, 20, config=config, **how)
+        config = select_4bit.Config(blocks=1, unroll=1)
+        return select_4bit.select_4bit(q, *keys, candidates, (late, start, stop), count, 20, config=config, **how)
 
     many = jax.jit(jax.vmap(run))(jnp.stack([q, -q]))
     for i, one in enumerate((q, -q)):
@@ -552,11 +552,11 @@ def test_scores_take_vmap():
     np.testing.assert_array_equal(shared[0], whole)
 
 
-# --------------------------------------------------------------------------------------------------------- pick_1bit
+# --------------------------------------------------------------------------------------------------------- select_1bit
 
 
 def choice(B, K, G, S, D, group, W, room, dtype, kind):
-    """Arguments of pick_1bit, with spans and counts of each row that are at the edges."""
+    """Arguments of select_1bit, with spans and counts of each row that are at the edges."""
     q, ix = normal(1, B, K, G, D, dtype=dtype).astype(jnp.float32), index(B, K, S, D, group, dtype)
     scores = normal(2, B, K, G, W)
     span = spans_of(B, (0, S), (1, S - 1), (S // 2, S // 2 + room), (0, room + 1), (3, 3), (0, -5))
@@ -589,20 +589,21 @@ def choice(B, K, G, S, D, group, W, room, dtype, kind):
     return q, ix, span, (scores, *wait), count
 
 
-@partial(jax.jit, static_argnames="pool")
-def ranks_in_half(parts, pool):
-    """`pool_scores` of scores in f16, but softmaxes by the sums of what they were: scores, in f16, valid of a part."""
+@partial(jax.jit, static_argnames="group_reduce")
+def ranks_in_half(parts, group_reduce):
+    """`reduce_scores` of scores in f16, but softmaxes by the sums of what they were: scores, in f16, valid of a
+    part."""
     halves, valid = ([part[i] for part in parts] for i in (1, 2))
     halves = [half.astype(jnp.float32) for half in halves]
-    if "softmax" not in pool:
-        return pool_scores(list(zip(halves, valid, strict=True)), pool)
+    if "softmax" not in group_reduce:
+        return reduce_scores(list(zip(halves, valid, strict=True)), group_reduce)
     whole, half = (
         jnp.concatenate([jnp.where(ok, a, -jnp.inf) for a, ok in zip(which, valid, strict=True)], axis=-1)
         for which in ([part[0] for part in parts], halves)
     )
     total = jax.nn.logsumexp(whole, axis=-1, keepdims=True)
     shares = half - jnp.where(jnp.isneginf(total), 0.0, total)
-    if pool == "max_softmax":
+    if group_reduce == "max_softmax":
         return jnp.max(shares, axis=2, keepdims=True)
     return jax.nn.logsumexp(shares, axis=2, keepdims=True) - jnp.log(float(whole.shape[2]))
 
@@ -613,19 +614,19 @@ KINDS = ("normal", "equal", "few keys", "peaked", "flat", "coarse", "infinite", 
 @pytest.mark.parametrize(
     ("B", "K", "G", "S", "D", "group", "W", "room", "dtype", "config"),
     [
-        (6, 1, 2, 224, 128, 32, 7, 40, jnp.bfloat16, pick_1bit.Config(blocks=1, units=3)),
-        (1, 1, 4, 8224, 128, 32, 5, 900, jnp.bfloat16, pick_1bit.Config(blocks=1, unroll=2, units=16)),  # in steps
+        (6, 1, 2, 224, 128, 32, 7, 40, jnp.bfloat16, select_1bit.Config(blocks=1, units=3)),
+        (1, 1, 4, 8224, 128, 32, 5, 900, jnp.bfloat16, select_1bit.Config(blocks=1, unroll=2, units=16)),  # in steps
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
-                (1, 2, 4, 8192, 128, 32, 255, 1000, jnp.bfloat16, pick_1bit.Config(blocks=2, units=13, stages=4)),
-                (2, 1, 8, 4160, 64, 64, 9, 77, jnp.float16, pick_1bit.Config(blocks=1, unroll=1, units=9, stages=8)),
+                (1, 2, 4, 8192, 128, 32, 255, 1000, jnp.bfloat16, select_1bit.Config(blocks=2, units=13, stages=4)),
+                (2, 1, 8, 4160, 64, 64, 9, 77, jnp.float16, select_1bit.Config(blocks=1, unroll=1, units=9, stages=8)),
                 # Four steps, the last with what waits; of 300 wanted lists have room for what counts, of 4000 not.
-                (1, 1, 4, 11 << 12, 64, 64, 5, 300, jnp.bfloat16, pick_1bit.Config(blocks=1, unroll=3)),
-                (1, 1, 4, 11 << 12, 64, 64, 5, 4000, jnp.bfloat16, pick_1bit.Config(blocks=1, unroll=3)),
+                (1, 1, 4, 11 << 12, 64, 64, 5, 300, jnp.bfloat16, select_1bit.Config(blocks=1, unroll=3)),
+                (1, 1, 4, 11 << 12, 64, 64, 5, 4000, jnp.bfloat16, select_1bit.Config(blocks=1, unroll=3)),
                 (1, 1, 3, 4096 + 32, 128, 4128, 4, 4095, jnp.bfloat16, None),
-                (2, 1, 5, 64, 64, 32, 1, 65, jnp.bfloat16, pick_1bit.Config(blocks=4, units=2, stages=2)),
-                (1, 1, 4, 160, 128, 32, 8, 60, jnp.bfloat16, pick_1bit.Config(blocks=16, units=2)),
+                (2, 1, 5, 64, 64, 32, 1, 65, jnp.bfloat16, select_1bit.Config(blocks=4, units=2, stages=2)),
+                (1, 1, 4, 160, 128, 32, 8, 60, jnp.bfloat16, select_1bit.Config(blocks=16, units=2)),
             )
         ),
         *(
@@ -638,14 +639,16 @@ KINDS = ("normal", "equal", "few keys", "peaked", "flat", "coarse", "infinite", 
         *(pytest.param(6, 3, G, 2080, 64, 32, 33, 200, jnp.float16, None, marks=on_gpu) for G in range(1, 9)),
     ],
 )
-def test_pick_1bit_chooses_what_top_k_pooled_does_of_the_scores(
+def test_select_1bit_chooses_what_top_k_grouped_does_of_the_scores(
     B, K, G, S, D, group, W, room, dtype, config, monkeypatch, traced_anew
 ):
     if B == 6 or room == 300:  # bins of so few are counted again as those of many, or ranked
         monkeypatch.setattr(_choice, "LISTED", 8)
     run = jax.jit(
-        lambda q, ix, *args, pool: pick_1bit.pick_1bit(q, *ix, *args, pool, room, scale=D**-0.5, config=config),
-        static_argnames="pool",
+        lambda q, ix, *args, group_reduce: select_1bit.select_1bit(
+            q, *ix, *args, group_reduce, room, scale=D**-0.5, config=config
+        ),
+        static_argnames="group_reduce",
     )
     score = jax.jit(lambda q, ix: score_1bit.score_1bit(q, *ix, scale=D**-0.5))
     reference = jax.jit(partial(ops.top_k, k=room, implementation="xla"))
@@ -654,54 +657,57 @@ def test_pick_1bit_chooses_what_top_k_pooled_does_of_the_scores(
     for kind in KINDS:
         if kind == "infinite" and S // group < 3:
             continue
-        q, ix, span, waiting, count = choice(B, K, G, S, D, group, W, room, dtype, kind)
+        q, ix, span, pending, count = choice(B, K, G, S, D, group, W, room, dtype, kind)
         scores = score(q, ix)  # the same products
-        parts, late = [], waiting[0].astype(jnp.float16)
+        parts, late = [], pending[0].astype(jnp.float16)
         for part, half, ends in (
             (scores, scores.astype(jnp.float16), span),
-            (late.astype(jnp.float32), late, waiting[1:]),
+            (late.astype(jnp.float32), late, pending[1:]),
         ):
             slot = np.arange(part.shape[3])[None]
             valid = (slot >= np.asarray(ends[0])[:, None]) & (slot < np.asarray(ends[1])[:, None])
             parts.append((part, half, jnp.asarray(valid)[:, None, None]))
-        for pool in pools.get(kind, ("mean_softmax",)):
-            slots, found = (np.asarray(a) for a in Picked(*run(q, ix, span, waiting, count, pool=pool)).selection)
-            ranks = np.asarray(ranks_in_half(parts, pool=pool))
+        for group_reduce in pools.get(kind, ("mean_softmax",)):
+            slots, found = (
+                np.asarray(a)
+                for a in PackedSelection(*run(q, ix, span, pending, count, group_reduce=group_reduce)).selection
+            )
+            ranks = np.asarray(ranks_in_half(parts, group_reduce=group_reduce))
             want = reference(ranks, jnp.concatenate([ok for *_, ok in parts], axis=-1))
             wanted = np.asarray(want.valid) & (np.arange(room) < np.asarray(count)[:, None, None, None])
-            np.testing.assert_array_equal(found.sum(-1), wanted.sum(-1), err_msg=f"{kind}, {pool}")
+            np.testing.assert_array_equal(found.sum(-1), wanted.sum(-1), err_msg=f"{kind}, {group_reduce}")
             for row in np.ndindex(found.shape[:3]):
                 got, best = slots[row][found[row]], np.asarray(want.slots)[row][wanted[row]]
                 assert np.unique(got).size == got.size
                 if kind in ("equal", "few keys", "coarse"):
-                    assert set(got) == set(best), f"{kind}, {pool}"
+                    assert set(got) == set(best), f"{kind}, {group_reduce}"
                 # Ranks within rounding may be taken for each other.
                 both = (np.nan_to_num(np.sort(ranks[row][s]), nan=-np.inf) for s in (got, best))
-                np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-4, err_msg=f"{kind}, {pool}")
+                np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-4, err_msg=f"{kind}, {group_reduce}")
 
 
 @pytest.mark.parametrize(
-    ("G", "D", "R", "wide", "dtype", "pool"),
+    ("G", "D", "R", "wide", "dtype", "group_reduce"),
     [
         (3, 64, 44, 37, jnp.float16, "mean_softmax"),
         pytest.param(4, 128, 20, 19, jnp.bfloat16, "per_head", marks=pytest.mark.thorough),
         *(pytest.param(G, 128, 256, 255, jnp.bfloat16, "mean_softmax", marks=on_gpu) for G in (1, 4, 8)),
     ],
 )
-def test_pick_1bit_scores_keys_that_wait_as_they_are(G, D, R, wide, dtype, pool):
-    q, ix, span, waiting, count = choice(2, 3, G, 96, D, 32, wide, 33, dtype, "normal")
+def test_select_1bit_scores_keys_that_wait_as_they_are(G, D, R, wide, dtype, group_reduce):
+    q, ix, span, pending, count = choice(2, 3, G, 96, D, 32, wide, 33, dtype, "normal")
     keys = 4 * normal(7, 2, 3, R, D, dtype=dtype)  # some are chosen
     exact = jnp.einsum("bkgd,bksd->bkgs", q.astype(dtype), keys, preferred_element_type=jnp.float32) * 0.3
 
     def run(first, wide=None, last=0, numbers=None):
-        begin, end, n = numbers or (span, (waiting[1], waiting[2] + last), count)
-        config = pick_1bit.Config(blocks=1)
-        return pick_1bit.pick_1bit(
-            q, *ix, begin, (first, *end), n, pool, 33, scale=0.3, wide=wide, last=last, config=config
+        begin, end, n = numbers or (span, (pending[1], pending[2] + last), count)
+        config = select_1bit.Config(blocks=1)
+        return select_1bit.select_1bit(
+            q, *ix, begin, (first, *end), n, group_reduce, 33, scale=0.3, wide=wide, last=last, config=config
         )
 
     got, want = (
-        Picked(*made).selection
+        PackedSelection(*made).selection
         for made in (jax.jit(partial(run, wide=wide, last=3))(keys), jax.jit(run)(exact[..., :wide]))
     )
     np.testing.assert_array_equal(got.valid, want.valid)
@@ -711,7 +717,7 @@ def test_pick_1bit_scores_keys_that_wait_as_they_are(G, D, R, wide, dtype, pool)
     assert (np.asarray(got.slots)[np.asarray(got.valid)] >= 96).any()
     if G == 3:
         again = jax.jit(jax.vmap(partial(run, wide=wide)))(jnp.stack([keys, keys]))
-        np.testing.assert_array_equal(again[1][1], Picked(*jax.jit(partial(run, wide=wide))(keys)).found)
+        np.testing.assert_array_equal(again[1][1], PackedSelection(*jax.jit(partial(run, wide=wide))(keys)).found)
         late = (0, 0), (0, R), 33  # past the first `wide` nothing waits
         all_of, first_of = (
             jax.jit(partial(run, wide=w, numbers=late))(a)[0] for a, w in ((keys, wide), (exact[..., :wide], None))
@@ -726,14 +732,14 @@ def test_pick_1bit_scores_keys_that_wait_as_they_are(G, D, R, wide, dtype, pool)
 
 
 @pytest.mark.thorough
-def test_pick_1bit_chooses_alike_each_time_and_takes_vmap():
-    q, ix, span, waiting, count = choice(2, 1, 2, 96, 64, 32, 5, 20, jnp.bfloat16, "normal")
-    config = pick_1bit.Config(blocks=1)
+def test_select_1bit_chooses_alike_each_time_and_takes_vmap():
+    q, ix, span, pending, count = choice(2, 1, 2, 96, 64, 32, 5, 20, jnp.bfloat16, "normal")
+    config = select_1bit.Config(blocks=1)
 
-    def run(q, ix, span, waiting, count):
-        return pick_1bit.pick_1bit(q, *ix, span, waiting, count, "mean_softmax", 20, scale=0.1, config=config)
+    def run(q, ix, span, pending, count):
+        return select_1bit.select_1bit(q, *ix, span, pending, count, "mean_softmax", 20, scale=0.1, config=config)
 
-    args = q, ix, span, waiting, count
+    args = q, ix, span, pending, count
     want = jax.jit(run)(*args)
     apart = jax.jit(jax.vmap(lambda *a: run(*jax.tree.map(lambda x: x[None], a))))(*args)
     for got, expected in zip(apart, want, strict=True):
@@ -781,11 +787,11 @@ def test_a_page_of_nan_scores_only_itself_also_under_vmap():
     assert not np.isfinite(got[..., [7, 9]]).any()
 
 
-# -------------------------------------------------------------------------------------------------------- pick_pages
+# -------------------------------------------------------------------------------------------------------- select_pages
 
 
 def paged(B, K, G, P, D, unit, R, wide, room, dtype, kind):
-    """Arguments of pick_pages, with spans of tokens and counts of each row that are at the edges."""
+    """Arguments of select_pages, with spans of tokens and counts of each row that are at the edges."""
     (low, high), keys = boxes(B, K, P, D, dtype), 3 * normal(7, B, K, R, D, dtype=dtype)
     q, S = normal(2, B, K, G, D, dtype=dtype).astype(jnp.float32), P * unit
     span = spans_of(B, (0, S), (1, S - 1), (S // 2 + 3, S // 2 + room * unit), (0, room * unit + 1), (33, 33), (0, -5))
@@ -825,14 +831,14 @@ def token_pages(start, stop, pages, unit):
 @pytest.mark.parametrize(
     ("B", "K", "G", "P", "D", "unit", "R", "wide", "room", "dtype", "config"),
     [
-        (6, 1, 2, 67, 64, 16, 79, 48, 20, jnp.bfloat16, pick_pages.Config(blocks=1)),
-        (1, 1, 1, 4200, 64, 16, 16, 16, 900, jnp.bfloat16, pick_pages.Config(blocks=1, unroll=1)),  # in steps
+        (6, 1, 2, 67, 64, 16, 79, 48, 20, jnp.bfloat16, select_pages.Config(blocks=1)),
+        (1, 1, 1, 4200, 64, 16, 16, 16, 900, jnp.bfloat16, select_pages.Config(blocks=1, unroll=1)),  # in steps
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
-                (1, 2, 4, 520, 128, 16, 287, 272, 127, jnp.bfloat16, pick_pages.Config(blocks=2, tiles=2)),
-                (2, 1, 8, 100, 64, 32, 40, 32, 50, jnp.float16, pick_pages.Config(blocks=1, unroll=1, warpgroups=2)),
-                (2, 1, 5, 5, 128, 32, 33, 32, 6, jnp.bfloat16, pick_pages.Config(blocks=4, tiles=3)),
+                (1, 2, 4, 520, 128, 16, 287, 272, 127, jnp.bfloat16, select_pages.Config(blocks=2, tiles=2)),
+                (2, 1, 8, 100, 64, 32, 40, 32, 50, jnp.float16, select_pages.Config(blocks=1, unroll=1, warpgroups=2)),
+                (2, 1, 5, 5, 128, 32, 33, 32, 6, jnp.bfloat16, select_pages.Config(blocks=4, tiles=3)),
             )
         ),
         *(
@@ -845,15 +851,15 @@ def token_pages(start, stop, pages, unit):
         *(pytest.param(6, 3, G, 2081, 64, 48, 100, 96, 200, jnp.float16, None, marks=on_gpu) for G in range(1, 9)),
     ],
 )
-def test_pick_pages_chooses_what_top_k_pooled_does_of_the_scores(
+def test_select_pages_chooses_what_top_k_grouped_does_of_the_scores(
     B, K, G, P, D, unit, R, wide, room, dtype, config, monkeypatch, traced_anew
 ):
     if B == 6:  # bins of so few are counted again as those of many, or ranked
         monkeypatch.setattr(_choice, "LISTED", 8)
     how = dict(unit=unit, scale=D**-0.5, wide=wide)
     run = jax.jit(
-        lambda *args, pool: pick_pages.pick_pages(*args, pool, room, **how, last=3, config=config),
-        static_argnames="pool",
+        lambda *args, group_reduce: select_pages.select_pages(*args, group_reduce, room, **how, last=3, config=config),
+        static_argnames="group_reduce",
     )
     score = jax.jit(partial(score_pages.score_pages, scale=D**-0.5))
     reference = jax.jit(partial(ops.top_k, k=room, implementation="xla"))
@@ -870,24 +876,25 @@ def test_pick_pages_chooses_what_top_k_pooled_does_of_the_scores(
             (score(q, low, high), token_pages(*span, P, unit)),  # the same products
             (jnp.max(exact, axis=-1), token_pages(*wait, wide // unit, unit)),
         ]
-        for pool in pools.get(kind, ("mean_softmax",)):
-            waiting = keys, wait[0], wait[1] + 3
+        for group_reduce in pools.get(kind, ("mean_softmax",)):
+            pending = keys, wait[0], wait[1] + 3
             slots, found = (
-                np.asarray(a) for a in Picked(*run(q, low, high, span, waiting, count, pool=pool)).selection
+                np.asarray(a)
+                for a in PackedSelection(*run(q, low, high, span, pending, count, group_reduce=group_reduce)).selection
             )
-            ranks = np.asarray(pool_scores(parts, pool))
+            ranks = np.asarray(reduce_scores(parts, group_reduce))
             want = reference(ranks, jnp.concatenate([ok for _, ok in parts], axis=-1))
             wanted = np.asarray(want.valid) & (np.arange(room) < np.asarray(count)[:, None, None, None])
-            np.testing.assert_array_equal(found.sum(-1), wanted.sum(-1), err_msg=f"{kind}, {pool}")
+            np.testing.assert_array_equal(found.sum(-1), wanted.sum(-1), err_msg=f"{kind}, {group_reduce}")
             ranks = np.nan_to_num(ranks, nan=-np.inf)
             for row in np.ndindex(found.shape[:3]):
                 got, best = slots[row][found[row]], np.asarray(want.slots)[row][wanted[row]]
                 assert np.unique(got).size == got.size
                 if kind in ("equal", "few pages"):
-                    assert set(got) == set(best), f"{kind}, {pool}"
+                    assert set(got) == set(best), f"{kind}, {group_reduce}"
                 # Ranks within rounding may be taken for each other.
                 ours, theirs = (ranks[row][s] for s in (got, best))
-                close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4, err_msg=f"{kind}, {pool}")
+                close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4, err_msg=f"{kind}, {group_reduce}")
                 close(np.sort(ours), np.sort(theirs))
                 if got.size:
                     close(ours[-1], theirs[-1])
@@ -900,23 +907,23 @@ def test_pick_pages_chooses_what_top_k_pooled_does_of_the_scores(
 def test_scores_of_either_sign_are_counted_once(centre, monkeypatch, traced_anew):
     counted, find = [], top_k.find_bin
     monkeypatch.setattr(top_k, "find_bin", lambda *args, **how: counted.append(args) or find(*args, **how))
-    q, low, _, span, waiting, count = paged(1, 1, 1, 1000, 64, 16, 16, 16, 100, jnp.bfloat16, "normal")
+    q, low, _, span, pending, count = paged(1, 1, 1, 1000, 64, 16, 16, 16, 100, jnp.bfloat16, "normal")
     q, low = jnp.zeros_like(q).at[..., 0].set(1), low.at[..., 0].add(centre)
-    run = partial(pick_pages.pick_pages, unit=16, scale=1.0, wide=16, config=pick_pages.Config(blocks=1))
-    jax.block_until_ready(run(q, low, low, span, waiting, count, "mean_score", 100))
+    run = partial(select_pages.select_pages, unit=16, scale=1.0, wide=16, config=select_pages.Config(blocks=1))
+    jax.block_until_ready(run(q, low, low, span, pending, count, "mean_score", 100))
     assert len(counted) == (2 if centre == -40 else 1)  # below -32 is one bin
 
 
 @pytest.mark.thorough
-def test_pick_pages_chooses_alike_each_time_and_takes_vmap():
-    q, *corners, span, waiting, count = paged(2, 1, 2, 30, 64, 16, 40, 32, 9, jnp.bfloat16, "normal")
-    config = pick_pages.Config(blocks=1)
+def test_select_pages_chooses_alike_each_time_and_takes_vmap():
+    q, *corners, span, pending, count = paged(2, 1, 2, 30, 64, 16, 40, 32, 9, jnp.bfloat16, "normal")
+    config = select_pages.Config(blocks=1)
 
-    def run(q, low, high, span, waiting, count):
+    def run(q, low, high, span, pending, count):
         how = dict(unit=16, scale=0.1, wide=32, config=config)
-        return pick_pages.pick_pages(q, low, high, span, waiting, count, "mean_softmax", 9, **how)
+        return select_pages.select_pages(q, low, high, span, pending, count, "mean_softmax", 9, **how)
 
-    args = q, *corners, span, waiting, count
+    args = q, *corners, span, pending, count
     want = jax.jit(run)(*args)
     apart = jax.jit(jax.vmap(lambda *a: run(*jax.tree.map(lambda x: x[None], a))))(*args)
     for got, expected in zip(apart, want, strict=True):
@@ -924,7 +931,7 @@ def test_pick_pages_chooses_alike_each_time_and_takes_vmap():
     numbers = (-4, 470), (2, 30), 8  # of all rows
     arrays = jax.tree.map(lambda n: jnp.full(2, n, jnp.int32), numbers)
     for one, each in zip(
-        *(jax.jit(lambda q, n=n: run(q, *corners, n[0], (waiting[0], *n[1]), n[2]))(q) for n in (numbers, arrays)),
+        *(jax.jit(lambda q, n=n: run(q, *corners, n[0], (pending[0], *n[1]), n[2]))(q) for n in (numbers, arrays)),
         strict=True,
     ):
         np.testing.assert_array_equal(one, each)
@@ -1119,7 +1126,7 @@ def test_attention_over_zones_reads_nothing_that_is_not_attended_to():
     far = Selection(jnp.where(selection.valid, selection.slots, 10**9), selection.valid)
     np.testing.assert_array_equal(run(q, k, v, far, recent, sink), want)
     ordered = Selection(*(jnp.take_along_axis(a, jnp.argsort(~selection.valid), axis=-1) for a in far))
-    counted = Picked(ordered.slots, jnp.sum(ordered.valid, axis=-1, dtype=jnp.int32))
+    counted = PackedSelection(ordered.slots, jnp.sum(ordered.valid, axis=-1, dtype=jnp.int32))
     np.testing.assert_array_equal(run(q, k, v, counted, recent, sink), run(q, k, v, ordered, recent, sink))
     f32 = run(q.astype(jnp.float32), k, v, selection, recent, sink)
     assert f32.dtype == jnp.float32
@@ -1535,7 +1542,7 @@ def test_an_array_of_the_host_stays_there_through_loops_and_vmap_of_the_kernels(
 @pytest.mark.parametrize("page", [1, 16])
 def test_the_host_store_is_the_same_with_and_without_its_kernels(page, monkeypatch):
     spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=64, capacity=300, dtype=jnp.bfloat16)
-    store, new = Host(page=page), [normal(s, 2, 2, 48, 64, dtype=jnp.bfloat16) for s in (1, 2)]
+    store, new = HostOffload(page=page), [normal(s, 2, 2, 48, 64, dtype=jnp.bfloat16) for s in (1, 2)]
     pages = jnp.asarray([[[[0, 2, 1]], [[2, 1, 0]]], [[[0, 0, 0]], [[1, 2, 0]]]], jnp.int32)
     selection = expand_units(Selection(pages, pages > 0), page)
 
@@ -1569,7 +1576,7 @@ def test_tokens_are_the_same_with_kernels_beside_each_other(policies, monkeypatc
     found = []
     for options in (None, CONCURRENT):
         how = {"static_argnames": ("room", "measure"), "donate_argnames": "cache", "compiler_options": options}
-        monkeypatch.setattr(generate, "_decode_loop", jax.jit(generate._decode_loop.__wrapped__, **how))
+        monkeypatch.setattr(generation, "_decode_loop", jax.jit(generation._decode_loop.__wrapped__, **how))
         cache = kvjax.init(policies, model.spec(batch=2, capacity=1024), layers=4)
-        found.append(generate.generate(model, cache, prompt, max_new_tokens=200).tokens)
+        found.append(generation.generate(model, cache, prompt, max_new_tokens=200).tokens)
     np.testing.assert_array_equal(*found)

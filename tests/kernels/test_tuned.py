@@ -18,14 +18,14 @@ from kvjax.kernels_pallas import (
     attend_zones,
     collide,
     most_voted,
-    pick_1bit,
-    pick_4bit,
-    pick_pages,
     rerank,
     score_1bit,
     score_pages,
+    select_1bit,
+    select_4bit,
+    select_pages,
     top_k,
-    top_k_pooled,
+    top_k_grouped,
 )
 
 from tests.kernels.conftest import HAS_KERNELS
@@ -156,11 +156,11 @@ def _rerank(rows, M, G, D):
     return partial(rerank.rerank, centres=range(8), scale=0.1), f32(B, 1, G, D), *codes, i32(B, 1, G, M)
 
 
-def _pick_4bit(rows, M, W, room, G, D):
+def _select_4bit(rows, M, W, room, G, D):
     f, q, *codes, slots = _rerank(rows, M, G, D)
-    waiting = sds(q.shape[0], 1, 40, D), *2 * [i32(q.shape[0])]
-    call = partial(pick_4bit.pick_4bit, room=room, **(f.keywords | {"centres": tuple(range(8))}), turned=5, wide=W)
-    return call, q, *codes, (slots, i32(*q.shape[:3])), waiting, waiting[1]
+    pending = sds(q.shape[0], 1, 40, D), *2 * [i32(q.shape[0])]
+    call = partial(select_4bit.select_4bit, room=room, **(f.keywords | {"centres": tuple(range(8))}), turned=5, wide=W)
+    return call, q, *codes, (slots, i32(*q.shape[:3])), pending, pending[1]
 
 
 def _most_voted(rows, S, room):
@@ -173,16 +173,16 @@ def _score_1bit(rows, S, G, D, group):
     return partial(score_1bit.score_1bit, scale=0.1), f32(rows, 1, G, D), *keys
 
 
-def _pick_1bit(rows, S, room, G, H, D, group, softmax):
+def _select_1bit(rows, S, room, G, H, D, group, softmax):
     span = i32(rows), i32(rows)
-    pool = ("mean_softmax" if softmax else "mean_score") if H == 1 else "per_head"
-    call = partial(pick_1bit.pick_1bit, pool=pool, room=room, scale=0.1)
+    group_reduce = ("mean_softmax" if softmax else "mean_score") if H == 1 else "per_head"
+    call = partial(select_1bit.select_1bit, group_reduce=group_reduce, room=room, scale=0.1)
     return call, *_score_1bit(rows, S, G, D, group)[1:], span, (f32(rows, 1, G, 64), *span), i32(rows)
 
 
-def _pick_pages(rows, P, W, room, G, H, D, softmax):
-    pool = ("mean_softmax" if softmax else "mean_score") if H == 1 else "per_head"
-    call = partial(pick_pages.pick_pages, pool=pool, room=room, unit=16, scale=0.1, wide=16 * W)
+def _select_pages(rows, P, W, room, G, H, D, softmax):
+    group_reduce = ("mean_softmax" if softmax else "mean_score") if H == 1 else "per_head"
+    call = partial(select_pages.select_pages, group_reduce=group_reduce, room=room, unit=16, scale=0.1, wide=16 * W)
     span = i32(rows), i32(rows)
     return call, *_score_pages(rows, P, G, D)[1:], span, (sds(rows, 1, 16 * W, D), *span), i32(rows)
 
@@ -195,9 +195,9 @@ def _top_k(rows, U, k):
     return partial(top_k.top_k, k=k), f32(rows, U), sds(rows, U, dtype=bool)
 
 
-def _top_k_pooled(rows, U, k, G, softmax):
+def _top_k_grouped(rows, U, k, G, softmax):
     parts = [(f32(rows, 1, G, U), sds(rows, 1, 1, U, dtype=bool))]
-    return partial(top_k_pooled.top_k_pooled, pool="mean_softmax" if softmax else "mean_score", k=k), parts
+    return partial(top_k_grouped.top_k_grouped, group_reduce="mean_softmax" if softmax else "mean_score", k=k), parts
 
 
 CODED = dict(key_bits=2, value_bits=4, key_tokens=42, key_channels=1, value_channels=64)
@@ -208,18 +208,18 @@ CALLS = {  # by kernel, a call that asks for a shape; such a shape; a config tha
     "attend_zones": (_zones, dict(rows=3, M=66, G=5, D=128), dict(blocks=2, warpgroups=1)),
     "collide": (_collide, dict(rows=2, S=512, G=3, D=64), dict(parts=3, warpgroups=1, keys=1, stages=3, apart=1)),
     "most_voted": (_most_voted, dict(rows=2, S=512, room=99), dict(blocks=2, warpgroups=2)),
-    "pick_1bit": (
-        _pick_1bit,
+    "select_1bit": (
+        _select_1bit,
         dict(rows=2, S=512, room=31, G=4, H=1, D=64, group=32, softmax=1),
         dict(blocks=4, unroll=2, units=3, stages=2),
     ),
-    "pick_4bit": (
-        _pick_4bit,
+    "select_4bit": (
+        _select_4bit,
         dict(rows=6, M=77, W=33, room=20, G=3, D=128),
         dict(blocks=8, unroll=2, warpgroups=4),
     ),
-    "pick_pages": (
-        _pick_pages,
+    "select_pages": (
+        _select_pages,
         dict(rows=2, P=77, W=3, room=20, G=4, H=1, D=64, softmax=1),
         dict(blocks=4, unroll=2, tiles=2, warpgroups=2),
     ),
@@ -227,7 +227,7 @@ CALLS = {  # by kernel, a call that asks for a shape; such a shape; a config tha
     "score_1bit": (_score_1bit, dict(rows=2, S=512, G=3, D=128, group=64), dict(units=3, stages=8)),
     "score_pages": (_score_pages, dict(rows=5, P=33, G=2, D=64), dict(tiles=2, warpgroups=2)),
     "top_k": (_top_k, dict(rows=2, U=512, k=31), dict(blocks=4, unroll=2)),
-    "top_k_pooled": (_top_k_pooled, dict(rows=3, U=512, k=31, G=4, softmax=1), dict(blocks=4, unroll=2)),
+    "top_k_grouped": (_top_k_grouped, dict(rows=3, U=512, k=31, G=4, softmax=1), dict(blocks=4, unroll=2)),
 }
 
 

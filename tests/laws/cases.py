@@ -20,7 +20,7 @@ from kvjax import (
     Fifo,
     Full,
     HeavyHitter,
-    Host,
+    HostOffload,
     LastQuery,
     LogSparse,
     MinMaxPages,
@@ -56,22 +56,22 @@ CASES: dict[str, Case] = {
     "fier with sink and window": _with(),
     "fier, dense below 90 tokens": _with(dense_below=90),
     "fier per query head, 7 on 1": _with(
-        selector=Fier(group=16, pool="per_head"), spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1)
+        selector=Fier(group=16, group_reduce="per_head"), spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1)
     ),
     "fier, no group, f16": _with(spec=dataclasses.replace(SPEC, q_heads=2, kv_heads=2, dtype=jnp.float16)),
     "quest preset, budget 40": Case(presets.quest(budget=40, page=8).rest),
     "pages per query head, 7 on 1, bf16": _with(
-        selector=MinMaxPages(page=16, pool="per_head"),
+        selector=MinMaxPages(page=16, group_reduce="per_head"),
         budget=70,
         spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1, dtype=jnp.bfloat16),
     ),
     "pages by centre, dense below 90 tokens": _with(selector=CentrePages(page=32), budget=64, dense_below=90),
-    "pages in host memory": _with(selector=MinMaxPages(page=16), store=Host(page=8)),
-    "fier in host memory, bf16": _with(store=Host(), spec=dataclasses.replace(SPEC, dtype=jnp.bfloat16)),
-    "all in host memory": _with(selector=All(), budget=None, store=Host(page=32)),
+    "pages in host memory": _with(selector=MinMaxPages(page=16), store=HostOffload(page=8)),
+    "fier in host memory, bf16": _with(store=HostOffload(), spec=dataclasses.replace(SPEC, dtype=jnp.bfloat16)),
+    "all in host memory": _with(selector=All(), budget=None, store=HostOffload(page=32)),
     "freekv preset, budget 72": Case(presets.freekv(budget=72, page=8, sink=4, local=24, tau=0.0).rest),
     "fier per query head a step late, 7 on 1": _with(
-        selector=Fier(group=16, pool="per_head"),
+        selector=Fier(group=16, group_reduce="per_head"),
         schedule=Speculative(tau=-1.0),
         dense_below=90,
         spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1),
@@ -85,16 +85,16 @@ CASES: dict[str, Case] = {
         spec=dataclasses.replace(SPEC, head_dim=64),
     ),
     "paris per query head a step late, 7 on 1, bf16, in host memory": _with(
-        selector=Paris(votes="plain", correct=False, candidates=200, pool="per_head"),
-        store=Host(),
+        selector=Paris(votes="plain", correct=False, candidates=200, group_reduce="per_head"),
+        store=HostOffload(),
         schedule=Speculative(tau=-1.0),
         dense_below=90,
         spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1, head_dim=24, dtype=jnp.bfloat16),
     ),
     "exact, budget 24": Case(presets.exact(budget=24, chunk=32).rest),
     "exact per query head, 7 on 1, in host memory, bf16": _with(
-        selector=Exact(pool="per_head"),
-        store=Host(),
+        selector=Exact(group_reduce="per_head"),
+        store=HostOffload(),
         spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1, dtype=jnp.bfloat16),
     ),
     "streaming_llm, budget 64": Case(presets.streaming_llm(budget=64).rest),
@@ -113,7 +113,7 @@ CASES: dict[str, Case] = {
         Evicting(evictor=LastQuery(), budget=55), dataclasses.replace(SPEC, q_heads=7, kv_heads=1)
     ),
     "observation of 5, bf16": Case(
-        Evicting(evictor=Observation(window=5, pool=3), budget=60), dataclasses.replace(SPEC, dtype=jnp.bfloat16)
+        Evicting(evictor=Observation(window=5, kernel_size=3), budget=60), dataclasses.replace(SPEC, dtype=jnp.bfloat16)
     ),
     "retrieval of all": _with(selector=All(), budget=None),
     "logquant preset, window 12": Case(presets.logquant(window=12, group=8).rest),
@@ -131,13 +131,13 @@ CASES: dict[str, Case] = {
 # Products of the methods' parts, and the methods beside them, at the sizes that models have: each meets every group and
 # both head sizes.
 _PRODUCTS: dict[str, Retrieval] = {
-    "fier, history on the host": dataclasses.replace(BASE, store=Host()),
-    "paris, history on the host": dataclasses.replace(BASE, selector=Paris(candidates=200), store=Host()),
+    "fier, history on the host": dataclasses.replace(BASE, store=HostOffload()),
+    "paris, history on the host": dataclasses.replace(BASE, selector=Paris(candidates=200), store=HostOffload()),
     "fier, speculative": dataclasses.replace(BASE, schedule=Speculative(tau=-1.0)),
     "paris, speculative": dataclasses.replace(BASE, selector=Paris(candidates=200), schedule=Speculative(tau=0.0)),
     "fier, log-sparse window": dataclasses.replace(BASE, demote=LogSparse(window=32)),
     "paris, log-sparse window": dataclasses.replace(
-        BASE, selector=Paris(candidates=200), demote=LogSparse(window=32), store=Host()
+        BASE, selector=Paris(candidates=200), demote=LogSparse(window=32), store=HostOffload()
     ),
     "paris, values of 2 bits": dataclasses.replace(
         BASE,
@@ -168,12 +168,14 @@ QUICK_LAWS = (
 QUICK_MORE = {"freekv preset, budget 72": ("inactive_rows_store_nothing",)}  # its schedule keeps what a row recalled
 
 # Variants that differ from a case above in the choice alone: they run the laws that a choice can break.
-POOLS: dict[str, Case] = {
-    f"fier, {pool}": _with(selector=Fier(group=16, pool=pool))  # type: ignore[arg-type]
-    for pool in ("mean_query", "mean_score", "max_softmax", "sum_softmax")
+GROUP_REDUCES: dict[str, Case] = {
+    f"fier, {group_reduce}": _with(selector=Fier(group=16, group_reduce=group_reduce))  # type: ignore[arg-type]
+    for group_reduce in ("mean_query", "mean_score", "max_softmax", "sum_softmax")
 } | {
     "pariskv preset, budget 60": Case(presets.pariskv(budget=60, local=24, chunk=32, dense_below=0).rest),
-    "paris, plain votes, few candidates": _with(selector=Paris(votes="plain", candidates=20, pool="mean_softmax")),
+    "paris, plain votes, few candidates": _with(
+        selector=Paris(votes="plain", candidates=20, group_reduce="mean_softmax")
+    ),
 }
 QUICK_POOLS = ("fier, mean_score", "pariskv preset, budget 60")
 CHOICE_LAWS = (
@@ -206,12 +208,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"pages of 24 tokens, which do not divide the chunk of 32",
     ),
     "host pages that straddle chunks": (
-        lambda: kvjax.init_layer(dataclasses.replace(BASE, selector=All(), budget=None, store=Host(page=24)), SPEC),
-        r"Host\(page=24\) does not divide the chunk of 32; use a divisor of 32",
+        lambda: kvjax.init_layer(
+            dataclasses.replace(BASE, selector=All(), budget=None, store=HostOffload(page=24)), SPEC
+        ),
+        r"HostOffload\(page=24\) does not divide the chunk of 32; use a divisor of 32",
     ),
     "host pages larger than a choice": (
-        lambda: dataclasses.replace(BASE, store=Host(page=8)),
-        r"Host\(page=8\) moves whole pages, but Fier.* chooses 1 tokens at a time; use Host\(page=1\)",
+        lambda: dataclasses.replace(BASE, store=HostOffload(page=8)),
+        r"HostOffload\(page=8\) moves whole pages, but Fier.* chooses 1 tokens at a time; use HostOffload\(page=1\)",
     ),
     "tau NaN": (lambda: Speculative(tau=float("nan")), r"tau=nan\) must be a number to compare cosines with"),
     "tau of a word": (lambda: presets.freekv(tau="low"), r"tau='low'\) must be a number"),  # type: ignore[arg-type]
@@ -260,7 +264,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "negative window": (lambda: presets.logquant(window=-1), r"window=.*at least 1, got -1"),
     "no residual": (lambda: presets.kivi(residual=0), r"residual=.*at least 1, got 0"),
-    "unknown pool": (lambda: Fier(pool="median"), r"pool must be one of mean_query.*got 'median'"),  # type: ignore[arg-type]
+    "unknown group_reduce": (
+        lambda: Fier(group_reduce="median"),
+        r"group_reduce must be one of mean_query.*got 'median'",
+    ),  # type: ignore[arg-type]
     "head size that does not pack": (
         lambda: kvjax.init_layer(BASE, dataclasses.replace(SPEC, head_dim=12)),
         r"head_dim=12; use a multiple of 8",
@@ -270,7 +277,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "negative sink": (lambda: Sliding(sink=-1), r"Sliding\(sink=.*at least 0, got -1"),
     "recent share of 2": (lambda: HeavyHitter(recent=2.0), r"share of the slots, 0 to 1; got 2.0"),
     "no room beside the window": (lambda: presets.snapkv(budget=1), r"budget of Observation.*at least 2, got 1"),
-    "pool without a middle": (lambda: presets.snapkv(pool=8), r"pool=8\) has no middle; use 7 or 9"),
+    "kernel_size without a middle": (
+        lambda: presets.snapkv(kernel_size=8),
+        r"kernel_size=8\) has no middle; use 7 or 9",
+    ),
     "eviction without a budget": (lambda: Evicting(evictor=LastQuery(), budget=0), r"budget=.*at least 1, got 0"),
     "prompt without queries": (
         lambda: kvjax.init_layer(presets.tova().rest, SPEC).policy.prefill(None, *[jnp.zeros(0)] * 3),

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
-from kvjax import laws
+from kvjax import testing
 from tests.laws.cases import (
     BASE,
     CASES,
     CHOICE_LAWS,
     CORE,
-    POOLS,
+    GROUP_REDUCES,
     QUICK_LAWS,
     QUICK_MORE,
     QUICK_POOLS,
@@ -34,7 +34,7 @@ def _cells(wanted: Iterable[str], cases: Iterable[str], quick: Callable[[str], C
 
 def _quick(case: str) -> Container[str]:
     if case in CORE:
-        return laws.LAWS
+        return testing.LAWS
     return (*QUICK_LAWS, *QUICK_MORE.get(case, ())) if "preset" in case else ()
 
 
@@ -46,14 +46,14 @@ def _id(name: str) -> str:
     return name.replace(" ", "_")
 
 
-@pytest.mark.parametrize(("law", "case"), _cells(laws.LAWS, CASES, _quick), ids=_id)
+@pytest.mark.parametrize(("law", "case"), _cells(testing.LAWS, CASES, _quick), ids=_id)
 def test_law_holds(law: str, case: str) -> None:
-    laws.LAWS[law](CASES[case].policy, CASES[case].spec)
+    testing.LAWS[law](CASES[case].policy, CASES[case].spec)
 
 
-@pytest.mark.parametrize(("law", "case"), _cells(CHOICE_LAWS, POOLS, _quick_choice), ids=_id)
+@pytest.mark.parametrize(("law", "case"), _cells(CHOICE_LAWS, GROUP_REDUCES, _quick_choice), ids=_id)
 def test_law_holds_whatever_the_pooling(law: str, case: str) -> None:
-    laws.LAWS[law](POOLS[case].policy, POOLS[case].spec)
+    testing.LAWS[law](GROUP_REDUCES[case].policy, GROUP_REDUCES[case].spec)
 
 
 @pytest.mark.parametrize("combination", REFUSED)
@@ -117,12 +117,12 @@ class _Broken(kvjax.Full):
 )
 def test_law_catches_a_broken_policy(fault: str, law: str) -> None:
     with pytest.raises(AssertionError):
-        laws.LAWS[law](_Broken(fault=fault), SPEC)
+        testing.LAWS[law](_Broken(fault=fault), SPEC)
 
 
 def test_check_names_the_law_that_fails() -> None:
     with pytest.raises(AssertionError, match=r"^budget_of_all_is_dense_attention: "):
-        laws.check(_Broken(fault="forgets the newest"), SPEC)
+        testing.check(_Broken(fault="forgets the newest"), SPEC)
 
 
 def test_recall_law_catches_a_choice_that_is_not_by_score() -> None:
@@ -134,4 +134,4 @@ def test_recall_law_catches_a_choice_that_is_not_by_score() -> None:
 
     fields = {f.name: getattr(BASE, f.name) for f in dataclasses.fields(BASE)}
     with pytest.raises(AssertionError):
-        laws.LAWS["recall_grows_with_budget"](Fickle(**fields), SPEC)
+        testing.LAWS["recall_grows_with_budget"](Fickle(**fields), SPEC)

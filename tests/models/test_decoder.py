@@ -43,7 +43,7 @@ def tokens():
     return jax.random.randint(jax.random.key(0), (B, 30), 0, CONFIG.vocab_size)
 
 
-@partial(jax.jit, static_argnames=("last", "fresh", "info"))
+@partial(jax.jit, static_argnames=("last", "first_chunk", "info"))
 def run(model, tokens, cache=None, **settings):
     return model(tokens, cache, **settings)
 
@@ -53,8 +53,8 @@ def empty(model, capacity=32, batch=B):
 
 
 def test_last_gives_the_logits_of_the_last_real_token(model, tokens):
-    every, _ = run(model, tokens[:, :T], empty(model), lengths=LENGTHS, fresh=True)
-    last, cache = run(model, tokens[:, :T], empty(model), lengths=LENGTHS, fresh=True, last=True)
+    every, _ = run(model, tokens[:, :T], empty(model), lengths=LENGTHS, first_chunk=True)
+    last, cache = run(model, tokens[:, :T], empty(model), lengths=LENGTHS, first_chunk=True, last=True)
     assert every.shape == (B, T, 40)
     assert last.shape == (B, 40)
     assert every.dtype == last.dtype == jnp.float32
@@ -67,7 +67,7 @@ def test_last_gives_the_logits_of_the_last_real_token(model, tokens):
 def test_without_a_cache_it_is_the_plain_causal_model(model, tokens):
     plain, none = run(model, tokens[:, :T])
     assert none is None
-    cached, _ = run(model, tokens[:, :T], empty(model), fresh=True)
+    cached, _ = run(model, tokens[:, :T], empty(model), first_chunk=True)
     np.testing.assert_allclose(plain, cached, atol=1e-5)
     changed, _ = run(model, tokens[:, :T].at[:, 7].set(0))
     np.testing.assert_allclose(changed[:, :7], plain[:, :7], atol=1e-5)
@@ -83,7 +83,7 @@ def test_chunks_and_single_tokens_give_the_logits_of_the_whole(model, tokens, cu
     lengths = jnp.arange(6, 6 + B)
     for end in cuts:
         real = jnp.clip(lengths - start, 0, end - start)
-        logits, cache = run(model, tokens[:, start:end], cache, lengths=real, fresh=start == 0)
+        logits, cache = run(model, tokens[:, start:end], cache, lengths=real, first_chunk=start == 0)
         for row, n in enumerate(real.tolist()):
             np.testing.assert_allclose(logits[row, :n], whole[row, start : start + n], atol=2e-5)
         start = end
@@ -159,12 +159,12 @@ def test_retrieval_caches_with_a_large_budget_decode_as_full_ones(model, tokens)
     )
     caches = [kvjax.init(p, model.spec(B, 64), layers=2) for p in (kvjax.Full(), policy)]
     step = jax.jit(lambda model, cache, token: model(token, cache, last=True))
-    caches = [run(model, tokens[:, :T], cache, lengths=LENGTHS, fresh=True)[1] for cache in caches]
+    caches = [run(model, tokens[:, :T], cache, lengths=LENGTHS, first_chunk=True)[1] for cache in caches]
     for i in range(30):  # crosses flushes
         (a, b) = (step(model, cache, tokens[:, i : i + 1]) for cache in caches)
         np.testing.assert_allclose(a[0], b[0], atol=1e-4)
         caches = [a[1], b[1]]
-    kvjax.check(caches[1])
+    kvjax.raise_on_overflow(caches[1])
 
 
 def test_dynamic_rope_follows_the_longest_row_that_takes_a_token(tokens):

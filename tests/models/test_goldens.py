@@ -176,7 +176,7 @@ def greedy(model, tokens, lengths):
     @jax.jit
     def run(model, tokens, lengths):
         cache = kvjax.init(kvjax.Full(), model.spec(len(LENGTHS), tokens.shape[1] + STEPS), layers=model.config.layers)
-        prompt, cache = model(tokens, cache, lengths=lengths, fresh=True)
+        prompt, cache = model(tokens, cache, lengths=lengths, first_chunk=True)
         first = prompt[jnp.arange(len(lengths)), lengths - 1]
 
         def step(carry, _):
@@ -188,7 +188,7 @@ def greedy(model, tokens, lengths):
         return prompt, new.T, logits, cache
 
     prompt, new, logits, cache = run(model, tokens, lengths)
-    kvjax.check(cache)
+    kvjax.raise_on_overflow(cache)
     return np.asarray(prompt), np.asarray(new), np.asarray(logits)
 
 

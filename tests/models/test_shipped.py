@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from kvjax import models, presets
+from kvjax.attention import init
 from kvjax.evaluate.synthetic import FORMS, weave
-from kvjax.generate import generate
-from kvjax.hook import init
+from kvjax.generation import generate
 
 LENGTH = 512
 TEXT = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "

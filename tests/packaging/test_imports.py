@@ -15,19 +15,19 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # A module imports lower floors only. A new module of kvjax needs a line here.
 FLOORS = {
     **dict.fromkeys(("spec", "layouts", "memory"), 0),
-    **dict.fromkeys(("partial", "quant", "rotate", "pick", "blocks"), 1),
+    **dict.fromkeys(("partial", "quant", "rotate", "selection", "blocks"), 1),
     "ops": 2,
     **dict.fromkeys(("stores", "selectors", "demotion", "schedules", "evictors"), 3),
     "caches": 4,
-    **dict.fromkeys(("hook", "presets", "models"), 5),
-    **dict.fromkeys(("sample", "request", "text", "generate", "laws", "saving"), 6),
+    **dict.fromkeys(("attention", "presets", "models"), 5),
+    **dict.fromkeys(("sampling", "request", "text", "generation", "testing", "saving"), 6),
     "evaluate": 7,
     "cli": 8,
 }
 SAME_FLOOR = {
     ("ops", "kernels_pallas"),  # dispatch
-    ("presets", "hook"),  # a preset returns hook's Layered
-    *(("generate", part) for part in ("sample", "request", "text")),
+    ("presets", "attention"),  # a preset returns hook's PerLayer
+    *(("generation", part) for part in ("sampling", "request", "text")),
 }
 FACADE = 6  # `import kvjax` itself: what the package's __init__ may gather, for those above the models
 

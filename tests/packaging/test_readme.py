@@ -9,7 +9,7 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
-from kvjax.kernels_pallas import pick_4bit, score_pages
+from kvjax.kernels_pallas import score_pages, select_4bit
 
 from kvjax import models
 from kvjax.presets import REGISTRY
@@ -68,7 +68,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # What a kernel is given without being asked, where that changed after its benchmark.
 DEFAULTS = {
     name: "x".join(str(size) for size in astuple(config))
-    for name, config in (("score_pages", score_pages.Config()), ("pick_4bit", pick_4bit.config_for(8, 13108, 256)))
+    for name, config in (("score_pages", score_pages.Config()), ("select_4bit", select_4bit.config_for(8, 13108, 256)))
 }
 
 

@@ -1,7 +1,7 @@
-"""Device time from a query to its pages by their boxes: of pick_pages' two kernels by block sizes, of score_pages with
-top_k_pooled, and of the references.
+"""Device time from a query to its pages by their boxes: of select_pages' two kernels by block sizes, of score_pages
+with top_k_grouped, and of the references.
 
-    python benchmarks/pick_pages.py
+    python benchmarks/select_pages.py
 
 on a GPU. "scores" and "choice" are the kernels of the default. Each call picks from as many sets of pages, at most
 `MOST`, as hold twice what the L2 cache does, so that they come from device memory.
@@ -17,16 +17,16 @@ import jax.numpy as jnp
 import score_pages
 from device_time import device_time
 from jax import Array
-from kvjax.kernels_pallas import pick_pages
-from kvjax.kernels_pallas.pick_pages import Config, config_for
+from kvjax.kernels_pallas import select_pages
+from kvjax.kernels_pallas.select_pages import Config, config_for
 from sweep import Sweep, repeats, run
 
 from kvjax import ops
 from kvjax.ops import Implementation
 from kvjax.partial import attention_logits
-from kvjax.pick import Picked, Pool, Selection, pool_scores
+from kvjax.selection import GroupReduce, PackedSelection, Selection, reduce_scores
 
-SHAPES = (  # B, K, G, pages, tokens of a page, pages that wait, k, D, pool
+SHAPES = (  # B, K, G, pages, tokens of a page, pages that wait, k, D, group_reduce
     *((1, 8, 4, P, 16, 16, 126, 128, "mean_softmax") for P in (8192, 2048, 512, 65536)),
     (8, 8, 4, 2048, 16, 16, 126, 128, "mean_softmax"),
     (8, 8, 4, 8192, 16, 16, 126, 128, "mean_softmax"),
@@ -39,25 +39,27 @@ MOST = 16  # sets of pages: of 8192 tokens and less L2 holds all
 Waiting = tuple[Array, Array, Array]
 
 
-def inputs(B: int, K: int, G: int, P: int, unit: int, waiting: int, D: int, n: int) -> Any:
+def inputs(B: int, K: int, G: int, P: int, unit: int, pending: int, D: int, n: int) -> Any:
     q, low, high = score_pages.inputs(B, K, G, P, D, "bfloat16", n)
-    keys = jax.random.normal(jax.random.key(9), (B, K, waiting * unit, D), "bfloat16")
+    keys = jax.random.normal(jax.random.key(9), (B, K, pending * unit, D), "bfloat16")
     none, full = jnp.zeros(B, jnp.int32), jnp.full(B, P * unit, jnp.int32)
-    return q.astype(jnp.float32), low, high, (none, full), (keys, none, jnp.full(B, waiting * unit, jnp.int32))
+    return q.astype(jnp.float32), low, high, (none, full), (keys, none, jnp.full(B, pending * unit, jnp.int32))
 
 
 def measure(
-    sweep: Sweep, B: int, K: int, G: int, P: int, unit: int, waiting: int, k: int, D: int, pool: Pool
+    sweep: Sweep, B: int, K: int, G: int, P: int, unit: int, pending: int, k: int, D: int, group_reduce: GroupReduce
 ) -> dict[str, Any]:
-    moved, scale, wide = B * K * (P * (4 * D + 8 * G) + 4 * k), D**-0.5, waiting * unit
+    moved, scale, wide = B * K * (P * (4 * D + 8 * G) + 4 * k), D**-0.5, pending * unit
     n = min(repeats(moved), MOST)
-    args = jax.jit(inputs, static_argnums=range(8))(B, K, G, P, unit, waiting, D, n)
+    args = jax.jit(inputs, static_argnums=range(8))(B, K, G, P, unit, pending, D, n)
 
     def kernel(config: Config | None) -> Any:
         @jax.jit
         def one(q: Array, low: Array, high: Array, span: Any, late: Waiting) -> Selection:
             how: dict[str, Any] = {"unit": unit, "scale": scale, "wide": wide, "config": config}
-            return Picked(*pick_pages.pick_pages(q, low, high, span, late, k, pool, k, **how)).selection
+            return PackedSelection(
+                *select_pages.select_pages(q, low, high, span, late, k, group_reduce, k, **how)
+            ).selection
 
         return lambda q, *corners_and: each(one, q, *corners_and)
 
@@ -66,23 +68,23 @@ def measure(
 
     def scored(implementation: Implementation, q: Array, low: Array, high: Array, late: Waiting) -> list[Any]:
         """Of pages and of those that wait, all valid."""
-        exact = attention_logits(q, late[0], scale).reshape(B, K, G, waiting, unit)
+        exact = attention_logits(q, late[0], scale).reshape(B, K, G, pending, unit)
         stored = ops.score_pages(q, low, high, scale=scale, implementation=implementation)
         return [(s, jnp.ones((B, 1, 1, s.shape[-1]), bool)) for s in (stored, jnp.max(exact, axis=-1))]
 
     def by(implementation: Implementation) -> Any:
-        """score_pages and top_k_pooled, and what XLA does around them."""
+        """score_pages and top_k_grouped, and what XLA does around them."""
 
         @jax.jit
         def one(q: Array, low: Array, high: Array, span: Any, late: Waiting) -> Selection:
             parts = scored(implementation, q, low, high, late)
-            return ops.top_k_pooled(parts, pool, k, implementation=implementation)
+            return ops.top_k_grouped(parts, group_reduce, k, implementation=implementation)
 
         return lambda q, *corners_and: each(one, q, *corners_and)
 
     @jax.jit
     def ranks(q: Array, low: Array, high: Array, span: Any, late: Waiting) -> Array:
-        return pool_scores(scored("mosaic", q, low, high, late), pool)
+        return reduce_scores(scored("mosaic", q, low, high, late), group_reduce)
 
     ranked = each(ranks, *args)
 
@@ -96,26 +98,26 @@ def measure(
             worst = max(worst, float(jnp.max(jnp.abs(ours - highest))) if bool(jnp.all(one.valid)) else float("inf"))
         return worst
 
-    default = config_for(B * K, 1, P + waiting)
+    default = config_for(B * K, 1, P + pending)
     configs = [default, *(replace(default, blocks=blocks) for blocks in (2, 4, 8))]
     configs += [replace(default, tiles=2), replace(default, warpgroups=2)]
-    row = sweep("pick_pages", kernel, by("mosaic"), args, configs=configs, error=error, most=1e-3, moved=moved, n=n)
+    row = sweep("select_pages", kernel, by("mosaic"), args, configs=configs, error=error, most=1e-3, moved=moved, n=n)
     row["xla"] = device_time(by("xla"), *args, calls=3)[0] / n
     total, apart = device_time(by("mosaic"), *args, calls=10)
     every = device_time(kernel(None), *args, calls=10)[1]
-    kernels = ("kvjax_pick_pages_score", "kvjax_pick_pages")
+    kernels = ("kvjax_select_pages_score", "kvjax_select_pages")
     scores, both = (sum(us for name, us in every.items() if which in name) / n for which in kernels)
-    sizes = {"B": B, "K": K, "G": G, "P": P, "unit": unit, "W": waiting, "k": k, "D": D, "pool": pool}
+    sizes = {"B": B, "K": K, "G": G, "P": P, "unit": unit, "W": pending, "k": k, "D": D, "group_reduce": group_reduce}
     two = sum(us for name, us in apart.items() if "kvjax" in name) / n
-    times = {"scores": scores, "choice": both - scores, "score_pages and top_k_pooled": two, "with xla": total / n}
+    times = {"scores": scores, "choice": both - scores, "score_pages and top_k_grouped": two, "with xla": total / n}
     return {**sizes, **times, **row}
 
 
 if __name__ == "__main__":
     run(
-        "pick_pages",
-        "pick_pages of q f32[B, K, G, D], the corners of P pages of `unit` tokens, and keys of W pages that wait; "
-        "config: blocks x unroll x tiles x warpgroups; score_pages and top_k_pooled: their kernels, and with those of "
+        "select_pages",
+        "select_pages of q f32[B, K, G, D], the corners of P pages of `unit` tokens, and keys of W pages that wait; "
+        "config: blocks x unroll x tiles x warpgroups; score_pages and top_k_grouped: their kernels, and with those of "
         "XLA around them",
         "normal random corners, keys and queries; all valid",
         measure,

@@ -8,9 +8,11 @@ import jax
 import numpy as np
 from jax import Array
 
+from kvjax.attention import raise_on_overflow
 from kvjax.caches import Evicting, Policy, Retrieval
-from kvjax.hook import check as check_overflow
-from kvjax.laws.drive import (
+from kvjax.memory import to_device
+from kvjax.spec import CacheSpec
+from kvjax.testing.drive import (
     CHUNK,
     Tokens,
     attending_to_all,
@@ -22,9 +24,7 @@ from kvjax.laws.drive import (
     step,
     with_room,
 )
-from kvjax.laws.expect import as_stored, assert_attended, assert_close, assert_same, dense, held_positions
-from kvjax.memory import to_device
-from kvjax.spec import CacheSpec
+from kvjax.testing.expect import as_stored, assert_attended, assert_close, assert_same, dense, held_positions
 
 
 def budget_of_all_is_dense_attention(policy: Policy, spec: CacheSpec) -> None:
@@ -44,7 +44,7 @@ def budget_of_all_is_dense_attention(policy: Policy, spec: CacheSpec) -> None:
             assert_close(out[b], want, spec, f"length {n}")
         assert_attended(info, lengths + 1)
         np.testing.assert_array_equal(np.asarray(cache.length), lengths + 1)
-        check_overflow(cache)
+        raise_on_overflow(cache)
 
 
 def prompt_attends_causally(policy: Policy, spec: CacheSpec) -> None:

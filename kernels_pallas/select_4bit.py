@@ -1,14 +1,14 @@
 """The slots that a query ranks highest by 4-bit codes among candidates, from query to choice in two kernels.
 
-**Scores** are those of `rerank`, from the same code, but lie in f16 between the kernels, as in `pick_1bit`, and a block
-whose places no candidate has ends at once. Keys that wait, and are scored as they are, have blocks of their own at the
-end of the same grid, a key a thread, for a query that is first rounded to their dtype; a warp of each of the others
-rotates it (`_rotated`).
+**Scores** are those of `rerank`, from the same code, but lie in f16 between the kernels, as in `select_1bit`, and a
+block whose places no candidate has ends at once. Keys that wait, and are scored as they are, have blocks of their own
+at the end of the same grid, a key a thread, for a query that is first rounded to their dtype; a warp of each of the
+others rotates it (`_rotated`).
 
-**The choice** is that of `pick_1bit` (`_choice`), of one head: it counts keys into bins, and sorts nothing. What it
+**The choice** is that of `select_1bit` (`_choice`), of one head: it counts keys into bins, and sorts nothing. What it
 writes of a candidate is its slot. Counts, starts and stops are read where the cache has them, and clipped there. So
 nothing is left to XLA: it took masks of both parts, both parts put together, and slots of what was chosen, four
-launches of 1.1 to 1.8 us on an H200, beside `top_k_pooled` with 11.7 us.
+launches of 1.1 to 1.8 us on an H200, beside `top_k_grouped` with 11.7 us.
 
 **Bytes:** those of `rerank`, but 2 written a candidate; 2 D read and 2 written a key that waits; 2 read a unit, and 4
 read and written one chosen. The bound on an H200 (4.3 TB/s) for 8 kv heads x 13108 candidates of 131072, D = 128, 1916
@@ -41,7 +41,7 @@ from kvjax.kernels_pallas import top_k as t
 from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
 from kvjax.kernels_pallas.score_1bit import halves
 
-MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/pick_4bit.json
+MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_4bit.json
 
 
 @dataclass(frozen=True)
@@ -67,45 +67,45 @@ def smem_bytes(D: int) -> int:
 
 
 def unsupported(
-    q: Any, signs: Any, sizes: Any, weights: Any, slots: Any, waiting: Any, room: int, wide: int
+    q: Any, signs: Any, sizes: Any, weights: Any, slots: Any, pending: Any, room: int, wide: int
 ) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     if limit := rerank.unsupported(q, signs, sizes, weights, slots):
-        return limit.replace("rerank", "pick_4bit", 1)
-    if waiting.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the kernel pick_4bit takes waiting keys in bf16 or f16; got {waiting.dtype}"
-    if not 1 <= wide <= waiting.shape[2]:
-        return f"the kernel pick_4bit takes 1 to {waiting.shape[2]} keys that may wait; got {wide}"
+        return limit.replace("rerank", "select_4bit", 1)
+    if pending.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the kernel select_4bit takes pending keys in bf16 or f16; got {pending.dtype}"
+    if not 1 <= wide <= pending.shape[2]:
+        return f"the kernel select_4bit takes 1 to {pending.shape[2]} keys that may wait; got {wide}"
     if limit := t.unsupported((q.shape[0], sum(choice.padded(slots.shape[3], wide))), jnp.float32, room):
-        return limit.replace("top_k", "pick_4bit", 1)
+        return limit.replace("top_k", "select_4bit", 1)
     return None
 
 
-def supported(q: Any, signs: Any, sizes: Any, weights: Any, slots: Any, waiting: Any, room: int, wide: int) -> bool:
-    return unsupported(q, signs, sizes, weights, slots, waiting, room, wide) is None
+def supported(q: Any, signs: Any, sizes: Any, weights: Any, slots: Any, pending: Any, room: int, wide: int) -> bool:
+    return unsupported(q, signs, sizes, weights, slots, pending, room, wide) is None
 
 
 @c.lowered_once("room", "centres", "scale", "turned", "wide", "last", "config")
-def pick_4bit(
+def select_4bit(
     q: Array, signs: Array, sizes: Array, weights: Array, candidates: Sequence[Array],
-    waiting: Sequence[Array | int], count: Array | int, room: int,
+    pending: Sequence[Array | int], count: Array | int, room: int,
     *, centres: tuple[float, ...], scale: float, turned: int, wide: int, last: int = 0, config: Config | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """(slots i32[B, K, G, room], found i32[B, K, G]) of the `count` units that each query ranks highest.
 
     Units are `candidates` = (slots i32[B, K, G, M], found i32[B, K, G]), the first `found`, scored as in `rerank` for q
-    [B, K, G, D], rotated as `turned` says (`rotate.turned`); and after all S slots of the codes those of `waiting` =
+    [B, K, G, D], rotated as `turned` says (`rotate.turned`); and after all S slots of the codes those of `pending` =
     (keys [B, K, R, D], start, stop) without the `last` before its stop, scored for q, of which the first `wide` may
     wait. Count, start and stop are i32[B], or a number for all.
     """
     slots, found = candidates
-    keys, *numbers = waiting
+    keys, *numbers = pending
     assert not isinstance(keys, int)
     if limit := unsupported(q, signs, sizes, weights, slots, keys, room, wide):
         raise NotImplementedError(limit)
     (B, K, G, D), M, R = q.shape, slots.shape[3], keys.shape[2]
     chosen = config or _tuned.choose(
-        "pick_4bit", config_for(B * K * G, M, wide), rows=B * K * G, M=M, W=wide, room=room, G=G, D=D
+        "select_4bit", config_for(B * K * G, M, wide), rows=B * K * G, M=M, W=wide, room=room, G=G, D=D
     )
     ends = (found, *(jnp.asarray(x, jnp.int32) for x in (*numbers, count)))
     codes = (a.reshape(B * K, *a.shape[2:]) for a in (signs, sizes, weights))
@@ -118,7 +118,7 @@ def pick_4bit(
 
 def _pick(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
     """Of `args`: found, start, stop and count, each of a number of heads that divides these; then queries,
-    candidates, waiting keys and codes."""
+    candidates, pending keys and codes."""
     centres, scale, turned, wide, last, room, config = how
     (heads, D), M, (rows, R, _), S = args[4].shape, args[5].shape[1], args[6].shape, args[7].shape[1]
     parts = choice.padded(M, wide)
@@ -132,10 +132,10 @@ def _pick(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
         blocks = heads * shares.blocks
         scores = c.kernel(
             functools.partial(
-                _scores, sizes=(heads // rows, S, D, M), waiting=(R, wide), shares=(shares, late), blocks=blocks,
+                _scores, sizes=(heads // rows, S, D, M), pending=(R, wide), shares=(shares, late), blocks=blocks,
                 kind=keys.dtype, how={"centres": centres, "scale": scale, "turned": turned},
             ),
-            name="kvjax_pick_4bit_score",
+            name="kvjax_select_4bit_score",
             out_type=tuple(jax.ShapeDtypeStruct((heads, n), jnp.float16) for n in parts),
             scratch_types=[c.plgpu.SMEM((words,), jnp.uint32) for words in (rerank.BYTES * rerank.COPIES * 2, D)],
             grid=(blocks + heads * late.blocks,),
@@ -144,9 +144,9 @@ def _pick(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
         )(ends[0], q, slots, keys, *codes)  # fmt: skip
         spans = jnp.zeros(1, jnp.int32), *ends
         return choice.launch(
-            "kvjax_pick_4bit", _choose, [slots, *spans, *scores], rows=heads, sizes=parts, room=room, config=config,
+            "kvjax_select_4bit", _choose, [slots, *spans, *scores], rows=heads, sizes=parts, room=room, config=config,
             names=(M, parts[0], S), most=(M, wide), heads=1, sums=0,
-            shared_by=[heads // end.size for end in spans], last=last, pool="per_head",
+            shared_by=[heads // end.size for end in spans], last=last, group_reduce="per_head",
         )  # fmt: skip
 
     @run.def_vmap
@@ -170,11 +170,11 @@ def _choose(slots_m, *refs, names: tuple[int, int, int], **how: Any) -> None:
 
 def _scores(
     found_m, q_m, slots_m, keys_m, signs_m, sizes_m, weights_m, out_m, late_m, table_m, queries_m,
-    *, sizes: tuple[int, int, int, int], waiting: tuple[int, int], shares: tuple[rerank.Split, rerank.Split],
+    *, sizes: tuple[int, int, int, int], pending: tuple[int, int], shares: tuple[rerank.Split, rerank.Split],
     blocks: int, kind: Any, how: dict[str, Any],
 ) -> None:  # fmt: skip
     """Of the candidates in the first `blocks`, of the keys that wait in the others; as `shares` has each."""
-    (G, _, D, M), (R, wide), block = sizes, waiting, c.special("ctaid.x")
+    (G, _, D, M), (R, wide), block = sizes, pending, c.special("ctaid.x")
     codes, scratch = (signs_m, sizes_m, weights_m), (table_m, queries_m)
     place = rerank.Place(block, sizes, shares[0])
     with when(block < blocks):

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from kvjax.attention import LayerCache
 from kvjax.caches import Evicting, Policy, Retrieval, RetrievalState
-from kvjax.hook import LayerCache
-from kvjax.laws.drive import fill, new_cache, ragged_lengths, random_tokens, step
-from kvjax.laws.expect import assert_attended, zones
-from kvjax.pick import Selection, mass_recall
+from kvjax.selection import Selection, mass_recall
 from kvjax.spec import CacheSpec
+from kvjax.testing.drive import fill, new_cache, ragged_lengths, random_tokens, step
+from kvjax.testing.expect import assert_attended, zones
 
 
 def selected_slots_are_valid_and_unique(policy: Policy, spec: CacheSpec) -> None:

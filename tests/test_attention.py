@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import hook, laws
+from kvjax import testing
+from kvjax.attention import any_full, flushed
 from tests.laws.cases import BASE, SPEC
 
-attend = jax.jit(kvjax.attention, static_argnames=("fresh",))
+attend = jax.jit(kvjax.attention, static_argnames=("first_chunk",))
 
 
 def draw(B: int = 2, T: int = 5, N: int = 4, K: int = 2, D: int = 16, seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -27,7 +28,7 @@ def causal(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: in
     for b, t in np.ndindex(B, T):
         first = 0 if window is None else max(0, t - window + 1)
         query = q[b, t] * scale * np.sqrt(D)  # `dense` divides by sqrt(D)
-        out[b, t] = laws.dense(query, k[b, first : t + 1], v[b, first : t + 1])
+        out[b, t] = testing.dense(query, k[b, first : t + 1], v[b, first : t + 1])
     return out
 
 
@@ -42,7 +43,7 @@ def test_no_cache_is_causal_attention(window: int | None, scale: float | None) -
 
 @pytest.mark.parametrize("policy", [kvjax.Full(), dataclasses.replace(BASE, budget=300)], ids=["full", "fier"])
 def test_sliding_window_in_prompt_and_decoding(policy: kvjax.Policy) -> None:
-    tokens, lengths, window = laws.random_tokens(SPEC), np.array([150, 3, 61]), 40
+    tokens, lengths, window = testing.random_tokens(SPEC), np.array([150, 3, 61]), 40
     call = jax.jit(functools.partial(kvjax.attention_info, window=window))
     cache = kvjax.init_layer(policy, SPEC)
     held = np.zeros(3, int)
@@ -54,23 +55,23 @@ def test_sliding_window_in_prompt_and_decoding(policy: kvjax.Policy) -> None:
             for t in range(0, int(now[b]), 7):
                 p = held[b] + t
                 low = max(0, p - window + 1)
-                want = laws.dense(tokens.q[b, p], tokens.k[b, low : p + 1], tokens.v[b, low : p + 1])
+                want = testing.dense(tokens.q[b, p], tokens.k[b, low : p + 1], tokens.v[b, low : p + 1])
                 np.testing.assert_allclose(out[b, t], want, atol=1e-5)
         held = held + now
     for i in range(30):
         out, cache, info = call(cache, *tokens.at((lengths + i)[:, None]))
         for b, p in enumerate(lengths + i):
             low = max(0, p - window + 1)
-            want = laws.dense(tokens.q[b, p], tokens.k[b, low : p + 1], tokens.v[b, low : p + 1])
+            want = testing.dense(tokens.q[b, p], tokens.k[b, low : p + 1], tokens.v[b, low : p + 1])
             np.testing.assert_allclose(out[b, 0], want, atol=1e-5)
         assert (np.asarray(info.attended)[:, 0] == np.minimum(lengths + i + 1, window)).all()
 
 
 def test_fresh_prompt_equals_a_prompt_on_an_empty_cache() -> None:
-    tokens = laws.random_tokens(SPEC)
+    tokens = testing.random_tokens(SPEC)
     prompt = tokens.at(np.arange(48)[None].repeat(3, 0))
     empty = kvjax.init_layer(BASE, SPEC)
-    (a, cache_a), (b, cache_b) = (attend(empty, *prompt, fresh=fresh) for fresh in (True, False))
+    (a, cache_a), (b, cache_b) = (attend(empty, *prompt, first_chunk=first_chunk) for first_chunk in (True, False))
     np.testing.assert_allclose(a, b, atol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, cache_a, cache_b)
 
@@ -87,7 +88,7 @@ def test_mixed_precision_keeps_the_dtype_of_queries_and_of_the_cache() -> None:
 
 def test_one_trace_over_300_steps_with_flushes() -> None:
     spec = dataclasses.replace(SPEC, capacity=400)
-    cache, tokens, traces = kvjax.init(BASE, spec, layers=2), laws.random_tokens(spec), []
+    cache, tokens, traces = kvjax.init(BASE, spec, layers=2), testing.random_tokens(spec), []
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(cache: kvjax.Cache, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[kvjax.Cache, jax.Array]:
@@ -104,36 +105,36 @@ def test_one_trace_over_300_steps_with_flushes() -> None:
     assert len(traces) == 1
     assert cache.length.tolist() == [300] * 3
     assert int(cache.layers[1].state.store.count[0]) == 256
-    kvjax.check(cache)
+    kvjax.raise_on_overflow(cache)
 
 
 def test_step_without_flush_drops_and_says_so() -> None:
-    cache, tokens = kvjax.init_layer(BASE, SPEC), laws.random_tokens(SPEC)
+    cache, tokens = kvjax.init_layer(BASE, SPEC), testing.random_tokens(SPEC)
     step = jax.jit(functools.partial(kvjax.attention, flush=False))
     for i in range(4 + 24 + 31 + 1):
         _, cache = step(cache, *tokens.at(np.full((3, 1), i)))
     with pytest.raises(RuntimeError, match=r"rows \[0, 1, 2\] dropped tokens.*flush was not called"):
-        kvjax.check(cache)
+        kvjax.raise_on_overflow(cache)
     assert cache.length.tolist() == [59] * 3
 
 
 def test_a_cache_can_promise_that_nothing_is_full() -> None:
-    cache, tokens = kvjax.init(BASE, SPEC, layers=1), laws.random_tokens(SPEC)
+    cache, tokens = kvjax.init(BASE, SPEC, layers=1), testing.random_tokens(SPEC)
     for i in range(4 + 24 + 31):
-        assert not hook.any_full(cache)
+        assert not any_full(cache)
         _, layer = attend(cache.layers[0], *tokens.at(np.full((3, 1), i)))
         cache = kvjax.Cache((layer,))
-    assert hook.any_full(cache)
-    assert hook.any_full(cache.layers[0])
-    promised = hook.flushed(cache)
+    assert any_full(cache)
+    assert any_full(cache.layers[0])
+    promised = flushed(cache)
     assert jax.tree.structure(promised) != jax.tree.structure(cache)
     assert kvjax.flush(promised) is promised
     _, layer = attend(promised.layers[0], *tokens.at(np.full((3, 1), 59)))
     assert layer.flushed  # a model may keep its layers in one tree
     assert layer.state.overflow.all()  # the promise was false
-    assert jax.tree.structure(hook.flushed(promised, False)) == jax.tree.structure(cache)
-    assert not hook.any_full(kvjax.flush(cache))
-    assert not hook.any_full(kvjax.init(kvjax.Full(), SPEC, layers=1))
+    assert jax.tree.structure(flushed(promised, False)) == jax.tree.structure(cache)
+    assert not any_full(kvjax.flush(cache))
+    assert not any_full(kvjax.init(kvjax.Full(), SPEC, layers=1))
 
 
 def test_vmap_over_the_hook_gives_each_its_own() -> None:

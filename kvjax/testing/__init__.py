@@ -1,8 +1,8 @@
 """The laws of a cache policy, as functions that anyone can run on a policy of their own.
 
-    from kvjax import laws
-    laws.check(MyPolicy(...), spec)                  # all laws; AssertionError names the first that does not hold
-    laws.LAWS["row_ignores_other_rows"](policy, spec)
+    from kvjax import testing
+    testing.check(MyPolicy(...), spec)                  # all laws; AssertionError names the first that does not hold
+    testing.LAWS["row_ignores_other_rows"](policy, spec)
 
 A law takes a policy and a CacheSpec and compares with the simplest independent thing: attention in numpy float64, or
 the same policy fed in another way. Where a store keeps keys and values in few bits, the attention to compare with is
@@ -20,18 +20,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvjax.caches import Policy
-from kvjax.laws.attending import (
+from kvjax.spec import CacheSpec
+from kvjax.testing.attending import (
     budget_of_all_is_dense_attention,
     every_token_is_in_one_zone,
     order_of_chunks_does_not_matter,
     prompt_attends_causally,
     step_attends_to_what_is_held,
 )
-from kvjax.laws.choosing import recall_grows_with_budget, selected_slots_are_valid_and_unique
-from kvjax.laws.drive import CHUNK, Tokens, attending_to_all, edge_lengths, fill, random_tokens, step
-from kvjax.laws.expect import as_stored, dense, held_positions, poison, tolerance, valid_part, zones
-from kvjax.laws.programs import one_trace_serves_all_steps, policy_is_a_value, step_is_in_place, structure_is_constant
-from kvjax.laws.storing import (
+from kvjax.testing.choosing import recall_grows_with_budget, selected_slots_are_valid_and_unique
+from kvjax.testing.drive import CHUNK, Tokens, attending_to_all, edge_lengths, fill, random_tokens, step
+from kvjax.testing.expect import as_stored, dense, held_positions, poison, tolerance, valid_part, zones
+from kvjax.testing.programs import (
+    one_trace_serves_all_steps,
+    policy_is_a_value,
+    step_is_in_place,
+    structure_is_constant,
+)
+from kvjax.testing.storing import (
     budget_bounds_what_is_held,
     checkpoint_restores_to_the_bit,
     full_cache_drops_and_says_so,
@@ -42,7 +48,6 @@ from kvjax.laws.storing import (
     row_ignores_other_rows,
     slots_past_count_do_not_matter,
 )
-from kvjax.spec import CacheSpec
 
 __all__ = [
     "CHUNK",

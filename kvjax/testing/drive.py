@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax import Array
 
+from kvjax.attention import LayerCache, attention, attention_info, init_layer
 from kvjax.caches import Evicting, Info, Policy, Retrieval
-from kvjax.hook import LayerCache, attention, attention_info, init_layer
 from kvjax.spec import CacheSpec
 
 CHUNK = 48  # tokens of prompt in a call
@@ -51,8 +51,8 @@ def random_tokens(spec: CacheSpec, seed: int = 0) -> Tokens:
 
 
 new_cache = jax.jit(init_layer, static_argnums=(0, 1))
-prefill_chunk = jax.jit(attention, static_argnames=("window", "scale", "fresh", "flush"))
-_step = jax.jit(attention_info, static_argnames=("window", "scale", "fresh", "flush"))
+prefill_chunk = jax.jit(attention, static_argnames=("window", "scale", "first_chunk", "flush"))
+_step = jax.jit(attention_info, static_argnames=("window", "scale", "first_chunk", "flush"))
 
 
 def fill(cache: LayerCache, tokens: Tokens, lengths: Any, held: Any = 0) -> tuple[LayerCache, np.ndarray]:

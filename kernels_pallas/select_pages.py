@@ -6,7 +6,7 @@ Tokens that wait to be indexed are scored as they are by blocks of their own at 
 with 16 keys as the rows of a product and the heads as its columns; a page's score is its largest. By XLA that takes two
 launches, and the masks of pages two more; here both kernels read counts in tokens where the cache has them.
 
-**The choice** is that of `pick_1bit` (`_choice`).
+**The choice** is that of `select_1bit` (`_choice`).
 
 **Bytes:** 2 D e read, e of a corner's number, 4 G written and 4 G read a page and kv head, 4 `room` written. The bound
 on an H200 (4.3 TB/s) for 8 kv heads x 131072 tokens, D = 128 in bf16, G = 4, is 8.3 us for pages of 16 and 4.1 us for
@@ -14,7 +14,7 @@ pages of 32.
 
 **Measured** on an H200, 2026-11-22, jax 0.11.2, device time of both kernels, normal random q, keys and corners, 8 kv
 heads, G = 4, D = 128, bf16, pages of 16 of which 16 wait, 126 chosen: 8192 pages 16.8 us, scores 10.8 and choice 6.0
-(`score_pages` and `top_k_pooled` 18.9, with XLA around them 21.2, the references 109), mean of scores 15.3 (29.0 with
+(`score_pages` and `top_k_grouped` 18.9, with XLA around them 21.2, the references 109), mean of scores 15.3 (29.0 with
 XLA), 2048 pages 9.8 (12.9), 512 7.9 (10.4), 65536 77.9 (88.6), batch 8 x 2048 26.0 (31.2), 8 x 8192 76.1 (88.2); pages
 of 32 of which one waits, 56 chosen: 4096 12.0 (15.9), 1024 8.7 (11.4); G = 8, D = 64 13.3 (19.2). A step of Quest, 5
 launches of 8 before, took 26.5 us for 131072 tokens where it had taken 34.5, and 18.9 where 25.4 for 32768.
@@ -37,10 +37,10 @@ from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas import score_pages as score
 from kvjax.kernels_pallas import top_k as t
-from kvjax.kernels_pallas import top_k_pooled as pooled
+from kvjax.kernels_pallas import top_k_grouped as pooled
 from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
 
-MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/pick_pages.json
+MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_pages.json
 TILE = 16  # keys: the rows of a product
 
 
@@ -62,48 +62,52 @@ def smem_bytes() -> int:
     return 4 * sum(choice.SCRATCH)
 
 
-def unsupported(q: Any, low: Any, high: Any, waiting: Any, pool: str, room: int, unit: int, wide: int) -> str | None:
+def unsupported(
+    q: Any, low: Any, high: Any, pending: Any, group_reduce: str, room: int, unit: int, wide: int
+) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     if limit := score.unsupported(q, low, high):
-        return limit.replace("score_pages", "pick_pages", 1)
+        return limit.replace("score_pages", "select_pages", 1)
     if unit % TILE:
-        return f"the kernel pick_pages takes pages of a multiple of {TILE} tokens; got {unit}"
-    if waiting.dtype != low.dtype:
-        return f"the kernel pick_pages takes keys in the dtype of the corners, {low.dtype}; got {waiting.dtype}"
+        return f"the kernel select_pages takes pages of a multiple of {TILE} tokens; got {unit}"
+    if pending.dtype != low.dtype:
+        return f"the kernel select_pages takes keys in the dtype of the corners, {low.dtype}; got {pending.dtype}"
     if wide < 1 or wide % unit:
-        return f"the kernel pick_pages takes at least one page of tokens that may wait, in pages of {unit}; got {wide}"
+        return (
+            f"the kernel select_pages takes at least one page of tokens that may wait, in pages of {unit}; got {wide}"
+        )
     sizes = choice.padded(low.shape[2], wide // unit)
     if limit := t.unsupported((q.shape[0], sum(sizes)), jnp.float32, room):
-        return limit.replace("top_k", "pick_pages", 1)
+        return limit.replace("top_k", "select_pages", 1)
     return None
 
 
-def supported(q: Any, low: Any, high: Any, waiting: Any, pool: str, room: int, unit: int, wide: int) -> bool:
-    return unsupported(q, low, high, waiting, pool, room, unit, wide) is None
+def supported(q: Any, low: Any, high: Any, pending: Any, group_reduce: str, room: int, unit: int, wide: int) -> bool:
+    return unsupported(q, low, high, pending, group_reduce, room, unit, wide) is None
 
 
-@c.lowered_once("pool", "room", "unit", "scale", "wide", "last", "config")
-def pick_pages(
-    q: Array, low: Array, high: Array, span: Sequence[Array | int], waiting: Sequence[Array | int],
-    count: Array | int, pool: str, room: int, *, unit: int, scale: float, wide: int, last: int = 0,
+@c.lowered_once("group_reduce", "room", "unit", "scale", "wide", "last", "config")
+def select_pages(
+    q: Array, low: Array, high: Array, span: Sequence[Array | int], pending: Sequence[Array | int],
+    count: Array | int, group_reduce: str, room: int, *, unit: int, scale: float, wide: int, last: int = 0,
     config: Config | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """(pages i32[B, K, H, room], found i32[B, K, H]) of the `count` pages that rank highest: the first `found`.
 
     Pages have `unit` tokens each. There are those with a token in [start, stop), `span` = (start, stop), scored by
-    corners [B, K, P, D] for q [B, K, G, D]; and, from page P on, those of `waiting` = (keys [B, K, R, D], start, stop)
+    corners [B, K, P, D] for q [B, K, G, D]; and, from page P on, those of `pending` = (keys [B, K, R, D], start, stop)
     with a token in [start, stop) without the `last` before its stop, among the first `wide`, scored by the largest of
     these. Count, starts and stops are i32[B], or a number for all, and are clipped to what there is. H is G under
     "per_head", else 1. The page that ranks lowest comes last, the others in any order.
     """
-    keys = waiting[0]
+    keys = pending[0]
     assert not isinstance(keys, int)
-    if limit := unsupported(q, low, high, keys, pool, room, unit, wide):
+    if limit := unsupported(q, low, high, keys, group_reduce, room, unit, wide):
         raise NotImplementedError(limit)
     (B, K, G, D), P = q.shape, low.shape[2]
-    H = G if pool == "per_head" else 1
+    H = G if group_reduce == "per_head" else 1
     chosen = config or _tuned.choose(
-        "pick_pages",
+        "select_pages",
         config_for(B * K, H, sum(choice.padded(P, wide // unit))),
         rows=B * K,
         P=P,
@@ -112,18 +116,18 @@ def pick_pages(
         G=G,
         H=H,
         D=D,
-        softmax=int(pool in pooled.SOFTMAX),
+        softmax=int(group_reduce in pooled.SOFTMAX),
     )
-    ends = (jnp.asarray(x, jnp.int32).reshape(-1) for x in (*span, *waiting[1:], count))
+    ends = (jnp.asarray(x, jnp.int32).reshape(-1) for x in (*span, *pending[1:], count))
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (keys, q.astype(low.dtype), low, high))
-    how = _How(pool, room, unit, scale, wide, last, chosen)
+    how = _How(group_reduce, room, unit, scale, wide, last, chosen)
     pages, found = _pick(how, *ends, *rows)
     return pages.reshape(B, K, H, room), found.reshape(B, K, H)
 
 
 @dataclass(frozen=True)
 class _How:
-    pool: str
+    group_reduce: str
     room: int
     unit: int
     scale: float
@@ -137,9 +141,9 @@ def _pick(how: _How, *args: Array) -> tuple[Array, Array]:
     count, each of a number of rows that divides these, then keys that wait, q, and both corners."""
     keys, q, low, _ = args[5:]
     (rows, G, D), P, config = q.shape, low.shape[1], how.config
-    heads = 1 if how.pool == "per_head" else G
+    heads = 1 if how.group_reduce == "per_head" else G
     chosen_rows, most = rows * G // heads, (P, how.wide // how.unit)
-    summed = how.pool in pooled.SOFTMAX and heads > 1
+    summed = how.group_reduce in pooled.SOFTMAX and heads > 1
     sizes, tiles = choice.padded(*most), -(-P // score.TILE)
     warps = 4 * config.warpgroups
     blocks = [-(-n // warps) for n in (rows * -(-tiles // config.tiles), rows * sizes[1])]
@@ -155,7 +159,7 @@ def _pick(how: _How, *args: Array) -> tuple[Array, Array]:
                 _score, shape=(rows, G, P, D), R=keys.shape[1], kind="bf16" if low.dtype == jnp.bfloat16 else "f16",
                 shared_by=[rows // end.size for end in ends[:4]], blocks=blocks[0], how=how,
             ),
-            name="kvjax_pick_pages_score",
+            name="kvjax_select_pages_score",
             out_type=(outs[1], outs[0], *outs[2:]),
             grid=(sum(blocks),),
             grid_names=("block",),
@@ -163,9 +167,9 @@ def _pick(how: _How, *args: Array) -> tuple[Array, Array]:
         )(*ends[:4], *arrays)  # fmt: skip
         parts = (a.reshape(chosen_rows, heads, -1) for a in (stored, late))
         return choice.launch(
-            "kvjax_pick_pages", choice.choose, [*ends, *sums, *parts], rows=chosen_rows, sizes=sizes, room=how.room,
+            "kvjax_select_pages", choice.choose, [*ends, *sums, *parts], rows=chosen_rows, sizes=sizes, room=how.room,
             config=config, most=most, heads=heads, sums=tiles if summed else 0, unit=how.unit, half=False,
-            shared_by=[chosen_rows // end.size for end in ends], last=how.last, pool=how.pool,
+            shared_by=[chosen_rows // end.size for end in ends], last=how.last, group_reduce=how.group_reduce,
             name=lambda _, page: (page < sizes[0]).choose(page, page - sizes[0] + P),
         )  # fmt: skip
 

@@ -11,10 +11,10 @@ import chex
 import jax
 import numpy as np
 
+from kvjax.attention import flush, insert, raise_on_overflow
 from kvjax.caches import Evicting, Policy, Retrieval
-from kvjax.hook import check as check_overflow
-from kvjax.hook import flush, insert
-from kvjax.laws.drive import (
+from kvjax.spec import CacheSpec
+from kvjax.testing.drive import (
     CHUNK,
     Tokens,
     fill,
@@ -25,8 +25,7 @@ from kvjax.laws.drive import (
     step,
     with_room,
 )
-from kvjax.laws.expect import assert_attended, assert_close, assert_same, held_positions, poison, valid_part
-from kvjax.spec import CacheSpec
+from kvjax.testing.expect import assert_attended, assert_close, assert_same, held_positions, poison, valid_part
 
 
 def prefill_equals_prefill_then_updates(policy: Policy, spec: CacheSpec) -> None:
@@ -130,7 +129,7 @@ def full_cache_drops_and_says_so(policy: Policy, spec: CacheSpec) -> None:
     tokens = random_tokens(spec, 14)
     cache, _ = fill(new_cache(policy, spec), tokens, np.full(spec.batch, spec.capacity - 1))
     _, cache, _ = step(cache, tokens, np.full(spec.batch, spec.capacity - 1))
-    check_overflow(cache)
+    raise_on_overflow(cache)
     for _ in range(3 * spec.capacity):  # some zones hold a few tokens more than the capacity
         before = cache
         _, cache, _ = step(cache, tokens, np.full(spec.batch, spec.capacity - 1))
@@ -140,7 +139,7 @@ def full_cache_drops_and_says_so(policy: Policy, spec: CacheSpec) -> None:
         raise AssertionError("no overflow however many tokens came")
     assert_same(valid_part(cache, spec)[:-1], valid_part(before, spec)[:-1], "what was stored")
     try:
-        check_overflow(cache)
+        raise_on_overflow(cache)
     except RuntimeError:
         return
     raise AssertionError("check did not raise")
@@ -170,7 +169,7 @@ def budget_bounds_what_is_held(policy: Policy, spec: CacheSpec) -> None:
                 want = given[b, np.array(mine) % spec.capacity, k]
                 assert_same(np.asarray(stored)[b, k, : len(mine)], want, f"row {b} head {k}")
     np.testing.assert_array_equal(np.asarray(cache.length), came)
-    check_overflow(cache)
+    raise_on_overflow(cache)
     sizes = [
         sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(jax.eval_shape(partial(policy.init, larger))))
         for larger in (dataclasses.replace(spec, capacity=n * max(spec.capacity, policy.budget)) for n in (1, 1000))

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from kvjax.attention import LayerCache
 from kvjax.caches import EvictingState, Info, Policy, Retrieval, RetrievalState
-from kvjax.hook import LayerCache
 from kvjax.memory import to_device
 from kvjax.spec import CacheSpec
 

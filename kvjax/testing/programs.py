@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from kvjax.attention import LayerCache, attention, flush, init_layer
 from kvjax.caches import Policy, Retrieval
-from kvjax.hook import LayerCache, attention, flush, init_layer
-from kvjax.laws.drive import CHUNK, fill, new_cache, random_tokens, step, with_room
 from kvjax.memory import shapes
 from kvjax.spec import CacheSpec
+from kvjax.testing.drive import CHUNK, fill, new_cache, random_tokens, step, with_room
 
 
 def one_trace_serves_all_steps(policy: Policy, spec: CacheSpec) -> None:

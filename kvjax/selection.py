@@ -1,8 +1,9 @@
 """Choosing: from scores of units to the slots that a query attends to.
 
-Scores come per query head. `pool` makes one score a unit and kv head of them, so that the G heads of a group read the
-same tokens (1/G of the reads of a choice for each query head). Ties go to the lower slot. Softmax pooling is done on
-logarithms: the order is that of the mean of the softmaxes, but scores far below the top do not underflow to a tie.
+Scores come per query head. `group_reduce` makes one score a unit and kv head of them, so that the G heads of a group
+read the same tokens (1/G of the reads of a choice for each query head). Ties go to the lower slot. Softmax pooling is
+done on logarithms: the order is that of the mean of the softmaxes, but scores far below the top do not underflow to a
+tie.
 
 **Source:** the five rules as used by ParisKV (mean of queries), ArkVale (mean of scores), ShadowKV (max of softmax),
 PQCache (sum of softmax) and FreeKV (mean of softmax). Sum and mean of softmax rank alike; both names are kept.
@@ -17,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-Pool = Literal["mean_query", "mean_score", "max_softmax", "sum_softmax", "mean_softmax", "per_head"]
-POOLS: tuple[str, ...] = get_args(Pool)
+GroupReduce = Literal["mean_query", "mean_score", "max_softmax", "sum_softmax", "mean_softmax", "per_head"]
+GROUP_REDUCES: tuple[str, ...] = get_args(GroupReduce)
 
 
 class Selection(NamedTuple):
@@ -28,7 +29,7 @@ class Selection(NamedTuple):
     valid: Array  # bool[B, K, H, M]
 
 
-class Picked(NamedTuple):
+class PackedSelection(NamedTuple):
     """A selection whose valid slots come first, in any order. What reads it needs no mask."""
 
     slots: Array  # i32[B, K, H, M] as in a Selection
@@ -44,35 +45,35 @@ class Picked(NamedTuple):
         return Selection(self.slots, self.valid)
 
 
-def require_pool(pool: str) -> None:
-    if pool not in POOLS:
-        raise ValueError(f"pool must be one of {', '.join(POOLS)}; got {pool!r}")
+def require_group_reduce(group_reduce: str) -> None:
+    if group_reduce not in GROUP_REDUCES:
+        raise ValueError(f"group_reduce must be one of {', '.join(GROUP_REDUCES)}; got {group_reduce!r}")
 
 
-def pool_queries(q: Array, pool: Pool) -> Array:
+def reduce_queries(q: Array, group_reduce: GroupReduce) -> Array:
     """The queries f32[B, K, G', D] to score for q [B, K, G, D]: their mean (G' = 1) under `mean_query`, else all."""
     q = q.astype(jnp.float32)
-    return jnp.mean(q, axis=2, keepdims=True) if pool == "mean_query" else q
+    return jnp.mean(q, axis=2, keepdims=True) if group_reduce == "mean_query" else q
 
 
-def pool_scores(parts: Sequence[tuple[Array, Array]], pool: Pool) -> Array:
+def reduce_scores(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce) -> Array:
     """f32[B, K, H, U] ranks of the units of all parts, one part after the other.
 
     A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U']; ranks are -inf where it is false. Softmax
     is over the units of all parts together.
     """
     scores = [jnp.where(valid, score, -jnp.inf) for score, valid in parts]
-    if pool == "per_head":
+    if group_reduce == "per_head":
         return jnp.concatenate(scores, axis=-1)
-    if pool in ("mean_query", "mean_score"):
+    if group_reduce in ("mean_query", "mean_score"):
         return jnp.concatenate([jnp.mean(s, axis=2, keepdims=True) for s in scores], axis=-1)
     totals = jnp.concatenate([jax.nn.logsumexp(s, axis=-1, keepdims=True) for s in scores], axis=-1)
     total = jax.nn.logsumexp(totals, axis=-1, keepdims=True)
     shares = [s - jnp.where(jnp.isneginf(total), 0.0, total) for s in scores]
-    if pool == "max_softmax":
+    if group_reduce == "max_softmax":
         return jnp.concatenate([jnp.max(s, axis=2, keepdims=True) for s in shares], axis=-1)
     pooled = jnp.concatenate([jax.nn.logsumexp(s, axis=2, keepdims=True) for s in shares], axis=-1)
-    return pooled - jnp.log(scores[0].shape[2]) if pool == "mean_softmax" else pooled
+    return pooled - jnp.log(scores[0].shape[2]) if group_reduce == "mean_softmax" else pooled
 
 
 def expand_units(units: Selection, unit: int) -> Selection:
@@ -85,7 +86,7 @@ def expand_units(units: Selection, unit: int) -> Selection:
     return Selection(slots.reshape(*lead, M * unit), valid.reshape(*lead, M * unit))
 
 
-def split_selection(selection: Selection | Picked, slots: int) -> tuple[Selection, Selection]:
+def split_selection(selection: Selection | PackedSelection, slots: int) -> tuple[Selection, Selection]:
     """The part of it that lies in the first `slots` slots, and the part past them, whose slots count from there."""
     past = selection.slots >= slots
     return (

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.sample import Sampling, row_keys, sampling
-from kvjax.sample import sample as draw_eagerly
+from kvjax.sampling import Sampling, row_keys, sampling
+from kvjax.sampling import sample as draw_eagerly
 
 DRAWS = 20_000
 sample = jax.jit(draw_eagerly)

@@ -1,4 +1,4 @@
-"""Device time of pick_4bit by block sizes, and of its reference: `python benchmarks/pick_4bit.py`, on a GPU.
+"""Device time of select_4bit by block sizes, and of its reference: `python benchmarks/select_4bit.py`, on a GPU.
 
 Each call chooses from as many candidates as read twice what the L2 cache holds, as in `benchmarks/rerank.py`.
 """
@@ -12,14 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas import pick_4bit
-from kvjax.kernels_pallas.pick_4bit import Config, config_for
+from kvjax.kernels_pallas import select_4bit
+from kvjax.kernels_pallas.select_4bit import Config, config_for
 from rerank import inputs
 from sweep import Sweep, repeats, run
 
 from kvjax import ops
-from kvjax.pick import Picked
 from kvjax.rotate import SUBSPACE, Directions, lloyd_max, turned
+from kvjax.selection import PackedSelection
 
 SHAPES = (  # B, K, G, S, D, M, keys that wait, k
     (1, 8, 1, 131072, 128, 13108, 256, 1916),
@@ -37,28 +37,28 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, M: int, W: int
     n = repeats(moved)
 
     @jax.jit
-    def make() -> tuple[Array, Directions, list[Picked], Array]:
+    def make() -> tuple[Array, Directions, list[PackedSelection], Array]:
         q, keys, slots = inputs(B, K, G, S, D, M, n)
         found, late = jnp.full((B, K, G), M, jnp.int32), jax.random.normal(jax.random.key(6), (B, K, W, D))
-        return q, keys, [Picked(s, found) for s in slots], late.astype("bfloat16")
+        return q, keys, [PackedSelection(s, found) for s in slots], late.astype("bfloat16")
 
     args = make()
 
     def kernel(config: Config) -> Any:
         centres = tuple(lloyd_max(SUBSPACE)[1].tolist())
-        run = partial(pick_4bit.pick_4bit, centres=centres, turned=turned(D, 0), config=config)
+        run = partial(select_4bit.select_4bit, centres=centres, turned=turned(D, 0), config=config)
         one = jax.jit(partial(run, room=k, scale=D**-0.5, wide=W))  # lowered once
 
-        def choose(q: Array, keys: Directions, lists: list[Picked], late: Array) -> list[Picked]:
-            return [Picked(*one(q, *keys, some, (late, 0, W), k)) for some in lists]
+        def choose(q: Array, keys: Directions, lists: list[PackedSelection], late: Array) -> list[PackedSelection]:
+            return [PackedSelection(*one(q, *keys, some, (late, 0, W), k)) for some in lists]
 
         return choose
 
-    def reference(q: Array, keys: Directions, lists: list[Picked], late: Array) -> list[Picked]:
-        run = partial(ops.pick_4bit, seed=0, scale=D**-0.5, wide=W, implementation="xla")
+    def reference(q: Array, keys: Directions, lists: list[PackedSelection], late: Array) -> list[PackedSelection]:
+        run = partial(ops.select_4bit, seed=0, scale=D**-0.5, wide=W, implementation="xla")
         return [run(q, keys, some, (late, 0, W), k, k) for some in lists]
 
-    def error(got: list[Picked], want: list[Picked]) -> float:
+    def error(got: list[PackedSelection], want: list[PackedSelection]) -> float:
         """The largest share of a list's choice that is not the reference's: near ties, as f16 has them."""
         rows = [jnp.sort(p.slots.reshape(-1, k), axis=-1) for both in zip(got, want, strict=True) for p in both]
         same = [jax.vmap(jnp.isin)(a, b) for a, b in zip(rows[::2], rows[1::2], strict=True)]
@@ -67,14 +67,14 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, M: int, W: int
     default = config_for(B * K * G, M, W)
     configs = [default, *(replace(default, blocks=b, unroll=4) for b in (2, 4, 8))]
     configs += [replace(default, warpgroups=n) for n in (1, 2, 4, 8)]
-    row = sweep("pick_4bit", kernel, reference, args, configs=configs, error=error, most=5e-3, moved=moved, n=n)
+    row = sweep("select_4bit", kernel, reference, args, configs=configs, error=error, most=5e-3, moved=moved, n=n)
     return {"B": B, "K": K, "G": G, "S": S, "D": D, "M": M, "W": W, "k": k, **row}
 
 
 if __name__ == "__main__":
     run(
-        "pick_4bit",
-        "pick_4bit of q f32[B, K, G, D], k chosen of M of S keys for each of G heads and W keys that wait; error: "
+        "select_4bit",
+        "select_4bit of q f32[B, K, G, D], k chosen of M of S keys for each of G heads and W keys that wait; error: "
         "share of a list's choice that is not the reference's; config: blocks x unroll x warpgroups",
         "normal random q and keys that wait, uniform random codes and weights; slots unique, spread, rising",
         measure,

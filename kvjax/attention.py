@@ -62,7 +62,7 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class Layered:
+class PerLayer:
     """Policies of a model's layers: one each for the first ones, then one for all the others."""
 
     first: tuple[Policy, ...]
@@ -75,7 +75,7 @@ class Layered:
 C = TypeVar("C", Cache, LayerCache)
 
 
-def init(policy: Policy | Layered, spec: CacheSpec, *, layers: int) -> Cache:
+def init(policy: Policy | PerLayer, spec: CacheSpec, *, layers: int) -> Cache:
     """An empty cache for a model of `layers` attention layers.
 
     >>> import kvjax
@@ -84,14 +84,14 @@ def init(policy: Policy | Layered, spec: CacheSpec, *, layers: int) -> Cache:
     Array([0], dtype=int32)
     """
     require_int("init(layers=...)", layers, at_least=1)
-    policies = [policy.policy(i) if isinstance(policy, Layered) else policy for i in range(layers)]
+    policies = [policy.policy(i) if isinstance(policy, PerLayer) else policy for i in range(layers)]
     return Cache(tuple(init_layer(p, spec) for p in policies))
 
 
 def init_layer(policy: Policy, spec: CacheSpec) -> LayerCache:
     """An empty cache for one attention layer."""
-    if isinstance(policy, Layered):
-        raise ValueError("init_layer takes the policy of one layer; call .policy(layer) of the Layered, or init(...)")
+    if isinstance(policy, PerLayer):
+        raise ValueError("init_layer takes the policy of one layer; call .policy(layer) of the PerLayer, or init(...)")
     return LayerCache(policy.init(spec), policy, spec)
 
 
@@ -105,7 +105,7 @@ def attention(
     active: ArrayLike | None = None,
     window: int | None = None,
     scale: float | None = None,
-    fresh: bool = False,
+    first_chunk: bool = False,
     flush: bool = True,
 ) -> tuple[Array, LayerCache | None]:
     """Attention of q [B, T, N, D] over the cache and over k, v [B, T, K, D], all after RoPE; stores k and v.
@@ -117,7 +117,7 @@ def attention(
       active: bool[B], rows that take this decode token; others store nothing, and their output is meaningless.
       window: sliding window; a token sees itself and the window - 1 before it.
       scale: of the logits; default D**-0.5.
-      fresh: promises that the cache is empty, so a prompt attends only to itself (cuDNN attention on a GPU).
+      first_chunk: promises that the cache is empty, so a prompt attends only to itself (cuDNN attention on a GPU).
       flush: before a decode step, demote from a full recent block. A model of many layers passes False and calls
         `kvjax.flush` once a step, before its first layer: on a GPU each condition makes the host wait.
 
@@ -128,7 +128,7 @@ def attention(
       ValueError: shapes that disagree with each other or with the cache, `lengths` or `active` where they mean nothing.
     """
     out, cache, _ = attention_info(
-        cache, q, k, v, lengths=lengths, active=active, window=window, scale=scale, fresh=fresh, flush=flush
+        cache, q, k, v, lengths=lengths, active=active, window=window, scale=scale, first_chunk=first_chunk, flush=flush
     )
     return out, cache
 
@@ -143,7 +143,7 @@ def attention_info(
     active: ArrayLike | None = None,
     window: int | None = None,
     scale: float | None = None,
-    fresh: bool = False,
+    first_chunk: bool = False,
     flush: bool = True,
 ) -> tuple[Array, LayerCache | None, Info | None]:
     """`attention`, and what the step read: an `Info` for a decode step, None for a prompt or without a cache."""
@@ -165,7 +165,7 @@ def attention_info(
         out, state, info = policy.attend(state, q[:, 0], scale=scale, window=window)
         return out[:, None], dataclasses.replace(cache, state=state), info
 
-    if cache is None or fresh:
+    if cache is None or first_chunk:
         out = _causal(q, k, v, scale, window)
     else:
         own = attend_causal(_group(q, K), *_heads_first(k, v), scale=scale, window=window)
@@ -195,7 +195,7 @@ def flush(cache: C) -> C:
     """Demotes from the recent blocks that are full, in all layers under one `lax.cond`; else nothing changes.
 
     A model that passes `flush=False` to `attention` calls this once before each step. Without it the block stays
-    full, and the next token of that row is dropped and reported by `check`.
+    full, and the next token of that row is dropped and reported by `raise_on_overflow`.
 
     Before, not after: attention then reads what the flush wrote, in the order of the data. After the step XLA sees no
     order between the reads of the step and the writes of the flush, and copies the whole store to be safe (measured
@@ -241,7 +241,7 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
     )
 
 
-def check(cache: Cache | LayerCache) -> None:
+def raise_on_overflow(cache: Cache | LayerCache) -> None:
     """Raises RuntimeError if a row has dropped a token. Call it outside jit; it reads flags from the device."""
     layers = cache.layers if isinstance(cache, Cache) else (cache,)
     flags = np.stack([np.asarray(layer.state.overflow) for layer in layers])
@@ -263,8 +263,8 @@ def _layers(cache: Cache | LayerCache) -> tuple[LayerCache, ...]:
 
 def _full_rows(layers: tuple[LayerCache, ...]) -> list[Array]:
     """bool[B] of each layer that can have full rows and makes no promise."""
-    waiting = (layer for layer in layers if not layer.flushed)
-    return [rows for layer in waiting if (rows := layer.policy.full_rows(layer.state)) is not None]
+    pending = (layer for layer in layers if not layer.flushed)
+    return [rows for layer in pending if (rows := layer.policy.full_rows(layer.state)) is not None]
 
 
 def _flush(cache: Any) -> Any:

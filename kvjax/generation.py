@@ -28,11 +28,11 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
+from kvjax.attention import Cache, any_full, flush, flushed, raise_on_overflow
 from kvjax.caches import Observer
-from kvjax.hook import Cache, any_full, check, flush, flushed
 from kvjax.memory import CONCURRENT, commit_together
 from kvjax.request import check_request, pad_prompt, stop_array
-from kvjax.sample import Sampling, row_keys, sample
+from kvjax.sampling import Sampling, row_keys, sample
 from kvjax.spec import require_int
 from kvjax.text import Detokenizer
 
@@ -57,13 +57,13 @@ class Model(Protocol):
         lengths: Any = None,
         active: Any = None,
         last: bool = False,
-        fresh: bool = False,
+        first_chunk: bool = False,
         info: bool = False,
     ) -> Any:
         """(logits, cache), or (logits, cache, infos) with info=True.
 
         tokens i32[B, T] · lengths i32[B]: real tokens of this right-padded chunk · active bool[B]: rows that take
-        this token · last=True: logits f32[B, V] of each row's last real token · fresh=True: the cache is empty ·
+        this token · last=True: logits f32[B, V] of each row's last real token · first_chunk=True: the cache is empty ·
         info=True: one Info a layer, with `attended` i32[B, K].
         """
 
@@ -91,7 +91,7 @@ def prefill(
     lengths: ArrayLike | None = None,
     *,
     chunk: int | None = None,
-    fresh: bool | None = None,
+    first_chunk: bool | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Array, Cache]:
     """Stores a right-padded prompt i32[B, T] and returns the logits f32[B, V] of each row's last real token.
@@ -99,7 +99,7 @@ def prefill(
     Works through the prompt by chunks of at most `chunk` tokens (None: 512 on CPU; on GPU 32768, counted over all
     rows; the whole prompt for a cache that chooses by its queries what to keep of it, as the evicting ones do), so it
     holds neither a T x T array nor the logits of every token. A row of length 0 stores nothing, and
-    its logits mean nothing. `fresh` promises that the cache is empty; None finds out, and is False under a trace.
+    its logits mean nothing. `first_chunk` promises that the cache is empty; None finds out, and is False under a trace.
     `progress` is called with the number of columns done after each chunk, which waits for the chunk.
     """
     # On the host where they can be: slices of a prompt are then no programs of their own.
@@ -117,9 +117,9 @@ def prefill(
         raise ValueError(
             f"lengths must be integers [B={B}], one for each row of tokens, got {count.dtype}{list(count.shape)}"
         )
-    if fresh is None:
+    if first_chunk is None:
         held = cache.length
-        fresh = not isinstance(held, jax.core.Tracer) and not np.any(np.asarray(held))
+        first_chunk = not isinstance(held, jax.core.Tracer) and not np.any(np.asarray(held))
 
     size = chunk_size(T, _chunk(cache, T, chunk), rows=B)
     pad = jnp.pad if isinstance(prompt, jax.core.Tracer) else np.pad
@@ -127,7 +127,9 @@ def prefill(
     logits: Array | None = None
     for start in range(0, T, size):
         real = (count - start).clip(0, size).astype(np.int32)
-        new, cache = _prefill_chunk(model, cache, prompt[:, start : start + size], real, fresh=fresh and start == 0)
+        new, cache = _prefill_chunk(
+            model, cache, prompt[:, start : start + size], real, first_chunk=first_chunk and start == 0
+        )
         # A row of which this chunk holds the last token has it here; a row that ended before keeps what it has.
         logits = new if logits is None else _keep_rows(real > 0, new, logits)
         if progress is not None:
@@ -165,9 +167,11 @@ def _round_up(size: int) -> int:
     return -(-size // step) * step
 
 
-@partial(jax.jit, static_argnames="fresh", donate_argnames="cache")
-def _prefill_chunk(model: Model, cache: Cache, tokens: Array, lengths: Array, *, fresh: bool) -> tuple[Array, Cache]:
-    return model(tokens, cache, lengths=lengths, last=True, fresh=fresh)
+@partial(jax.jit, static_argnames="first_chunk", donate_argnames="cache")
+def _prefill_chunk(
+    model: Model, cache: Cache, tokens: Array, lengths: Array, *, first_chunk: bool
+) -> tuple[Array, Cache]:
+    return model(tokens, cache, lengths=lengths, last=True, first_chunk=first_chunk)
 
 
 @jax.jit
@@ -354,7 +358,7 @@ def _decode_all(
     found = run.advance(max_new_tokens)
     tokens = np.full((len(found), max_new_tokens), PAD, np.int32)
     tokens[:, : found.shape[1]] = found
-    check(run.cache)
+    raise_on_overflow(run.cache)
     lengths = np.array([len(row) for row in run.rows], np.int32)
     return Generation(tokens, lengths, run.cache, run.logits, run.attended)
 

@@ -9,7 +9,7 @@ scored as they are, have blocks of their own at the end of the same grid: as a p
 2.5 us on an H200 for 256 keys a head. Both kernels read counts and limits where the cache has them, and clip them
 themselves: as one array made by XLA they took a launch of 1.4 us.
 
-**The choice** (`_choice`) has a cluster of blocks a row, as `top_k_pooled`, but reads the scores once: the heads' sums
+**The choice** (`_choice`) has a cluster of blocks a row, as `top_k_grouped`, but reads the scores once: the heads' sums
 come from the warps' statistics, a few KB. Keys are counted into 2048 bins, 32 to an octave of a sum of softmaxes, where
 the last place's bin of 131072 units has some tens, and these are ranked by comparing each with each. Nothing is sorted:
 counts give the places, which follow the threads, in every run alike. Of a row that registers do not have a sample gives
@@ -19,7 +19,7 @@ a bound, below which nothing is looked at again.
 TB/s) for 8 kv heads x 131072, D = 128, g = 32, G = 4 is 9.8 us and, if L2 has lost the scores, 2.0 us.
 
 **Measured** on an H200, 2026-11-22, jax 0.11.2, device time, 8 kv heads, G = 4, D = 128, bf16, 256 keys that wait, 2048
-chosen: 130816 tokens 23.7 us, scores 15.0 and choice 8.5 (`score_1bit` and `top_k_pooled` 32.2, the references 1263),
+chosen: 130816 tokens 23.7 us, scores 15.0 and choice 8.5 (`score_1bit` and `top_k_grouped` 32.2, the references 1263),
 mean of scores 20.6 (29.1), 32512 tokens 11.6 (16.9, 876; eight units a warp, of `tuned.json`), 7936 9.2 (18.6, 252), 1M
 139, scores 101.5 and choice 37.3 (200, 7303), batch 8 x 32512 38.6 (53.3, 1668), 8 x 130816 132, scores 101.3 and
 choice 30.1 (190, 5350); G = 8 32.1 (47.6, 1308). Within a step of FIER ("parts" in
@@ -53,10 +53,10 @@ from kvjax.kernels_pallas import _common as c
 from kvjax.kernels_pallas import _tuned
 from kvjax.kernels_pallas import score_1bit as score
 from kvjax.kernels_pallas import top_k as t
-from kvjax.kernels_pallas import top_k_pooled as pooled
+from kvjax.kernels_pallas import top_k_grouped as pooled
 from kvjax.kernels_pallas._common import Word, instr, loop, ptx, real, when, word
 
-MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/pick_1bit.json
+MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_1bit.json
 EXACT = 32  # keys of a warp that scores those that wait
 
 
@@ -81,55 +81,55 @@ def smem_bytes(D: int, config: Config) -> int:
     return max(score.smem_bytes(D, config), 4 * sum(choice.SCRATCH))
 
 
-def unsupported(q: Any, bits: Any, step: Any, waiting: Any, pool: str, room: int) -> str | None:
+def unsupported(q: Any, bits: Any, step: Any, pending: Any, group_reduce: str, room: int) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     if limit := score.unsupported(q, bits, step):
-        return limit.replace("score_1bit", "pick_1bit", 1)
-    if waiting.dtype != jnp.float32:
-        return f"the kernel pick_1bit takes scores of waiting tokens in f32; got {waiting.dtype}"
-    if limit := t.unsupported((q.shape[0], bits.shape[2] + waiting.shape[3]), jnp.float32, room):
-        return limit.replace("top_k", "pick_1bit", 1)
+        return limit.replace("score_1bit", "select_1bit", 1)
+    if pending.dtype != jnp.float32:
+        return f"the kernel select_1bit takes scores of pending tokens in f32; got {pending.dtype}"
+    if limit := t.unsupported((q.shape[0], bits.shape[2] + pending.shape[3]), jnp.float32, room):
+        return limit.replace("top_k", "select_1bit", 1)
     return None
 
 
-def supported(q: Any, bits: Any, step: Any, waiting: Any, pool: str, room: int) -> bool:
-    return unsupported(q, bits, step, waiting, pool, room) is None
+def supported(q: Any, bits: Any, step: Any, pending: Any, group_reduce: str, room: int) -> bool:
+    return unsupported(q, bits, step, pending, group_reduce, room) is None
 
 
-@c.lowered_once("pool", "room", "scale", "wide", "last", "config")
-def pick_1bit(
-    q: Array, bits: Array, step: Array, zero: Array, span: Sequence[Array | int], waiting: Sequence[Array | int],
-    count: Array | int, pool: str, room: int, *, scale: float, wide: int | None = None, last: int = 0,
+@c.lowered_once("group_reduce", "room", "scale", "wide", "last", "config")
+def select_1bit(
+    q: Array, bits: Array, step: Array, zero: Array, span: Sequence[Array | int], pending: Sequence[Array | int],
+    count: Array | int, group_reduce: str, room: int, *, scale: float, wide: int | None = None, last: int = 0,
     config: Config | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """(slots i32[B, K, H, room], found i32[B, K, H]) of the `count` units that rank highest: the first `found`.
 
     Units are the slots [start, stop) of 1-bit keys, `span` = (start, stop), for q [B, K, G, D] and keys as in
-    `score_1bit`; and after all S slots those of `waiting` = (scores f32[B, K, G, W], start, stop) without the `last`
-    before its stop. With `wide`, waiting[0] are not scores but keys [B, K, R, D] in the dtype of the steps, of which
+    `score_1bit`; and after all S slots those of `pending` = (scores f32[B, K, G, W], start, stop) without the `last`
+    before its stop. With `wide`, pending[0] are not scores but keys [B, K, R, D] in the dtype of the steps, of which
     the first `wide` may wait, and are scored by blocks of their own. Count, starts and stops are i32[B], or a number
     for all, and are clipped to what there is. H is G under "per_head", else 1.
     """
-    assert not isinstance(waiting[0], int)
-    (B, K, G, D), S, most = q.shape, bits.shape[2], waiting[0].shape[3] if wide is None else wide
+    assert not isinstance(pending[0], int)
+    (B, K, G, D), S, most = q.shape, bits.shape[2], pending[0].shape[3] if wide is None else wide
     W = most if wide is None else wide + -wide % 4
-    scores = waiting[0] if wide is None else jax.ShapeDtypeStruct((B, K, G, W), jnp.float32)
-    if limit := unsupported(q, bits, step, scores, pool, room):
+    scores = pending[0] if wide is None else jax.ShapeDtypeStruct((B, K, G, W), jnp.float32)
+    if limit := unsupported(q, bits, step, scores, group_reduce, room):
         raise NotImplementedError(limit)
-    if wide is not None and waiting[0].dtype != step.dtype:
+    if wide is not None and pending[0].dtype != step.dtype:
         raise NotImplementedError(
-            f"the kernel pick_1bit takes keys in the dtype of the steps, {step.dtype}; got {waiting[0].dtype}"
+            f"the kernel select_1bit takes keys in the dtype of the steps, {step.dtype}; got {pending[0].dtype}"
         )
-    H = G if pool == "per_head" else 1
+    H = G if group_reduce == "per_head" else 1
     if wide is None:
-        arrived = jnp.pad(waiting[0], ((0, 0),) * 3 + ((0, -W % 4),)).reshape(B * K * H, G // H, -1).astype(jnp.float16)
+        arrived = jnp.pad(pending[0], ((0, 0),) * 3 + ((0, -W % 4),)).reshape(B * K * H, G // H, -1).astype(jnp.float16)
         W += -W % 4
     else:
-        arrived = waiting[0].reshape(B * K, -1, D)
-    ends = (jnp.asarray(x, jnp.int32).reshape(-1) for x in (*span, *waiting[1:], count))
+        arrived = pending[0].reshape(B * K, -1, D)
+    ends = (jnp.asarray(x, jnp.int32).reshape(-1) for x in (*span, *pending[1:], count))
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
     chosen = config or _tuned.choose(
-        "pick_1bit",
+        "select_1bit",
         config_for(B * K, H, S, S + W),
         rows=B * K,
         S=S,
@@ -138,57 +138,57 @@ def pick_1bit(
         H=H,
         D=D,
         group=S // step.shape[2],
-        softmax=int(pool in pooled.SOFTMAX),
+        softmax=int(group_reduce in pooled.SOFTMAX),
     )
     wide = None if wide is None else W
-    slots, found = _pick(pool, room, scale, wide, most, last, chosen, *ends, arrived, *rows)
+    slots, found = _pick(group_reduce, room, scale, wide, most, last, chosen, *ends, arrived, *rows)
     return slots.reshape(B, K, H, room), found.reshape(B, K, H)
 
 
 def _pick(
-    pool: str, room: int, scale: float, wide: int | None, most: int, last: int, config: Config, *args: Array
+    group_reduce: str, room: int, scale: float, wide: int | None, most: int, last: int, config: Config, *args: Array
 ) -> tuple[Array, Array]:  # fmt: skip
-    """(slots i32[rows, room], how many i32[rows]) of rows of `waiting`, each of one row of keys or of some; and of all
-    heads of one row, or of each, if `waiting` are `wide` keys. The first `most` of these may wait. `args` are the
-    spans' ends and the count, each of a number of rows that divides these, then waiting, q, bits, step and zero."""
-    waiting, q, bits, *_ = args[5:]
+    """(slots i32[rows, room], how many i32[rows]) of rows of `pending`, each of one row of keys or of some; and of all
+    heads of one row, or of each, if `pending` are `wide` keys. The first `most` of these may wait. `args` are the
+    spans' ends and the count, each of a number of rows that divides these, then pending, q, bits, step and zero."""
+    pending, q, bits, *_ = args[5:]
     (rows, S, _), G = bits.shape, q.shape[1]
     if wide is None:
-        chosen_rows, heads, W = waiting.shape
+        chosen_rows, heads, W = pending.shape
     else:
-        heads, W = (1 if pool == "per_head" else G), wide
+        heads, W = (1 if group_reduce == "per_head" else G), wide
         chosen_rows = rows * G // heads
-    summed = pool in pooled.SOFTMAX and heads > 1
+    summed = group_reduce in pooled.SOFTMAX and heads > 1
 
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> tuple[Array, Array]:
-        ends, (waiting, q, bits, step, zero) = args[:5], args[5:]
+        ends, (pending, q, bits, step, zero) = args[:5], args[5:]
         span = ends[:2] if summed else ()
         scored = score.Scores.of(q, bits, step, scale, config, half=True)
         outs = [jax.ShapeDtypeStruct((rows, G, S), jnp.float16)]
         if summed:
             outs.append(jax.ShapeDtypeStruct((rows, G, scored.jobs, 2), jnp.float32))
         program = functools.partial(_score, scored=scored, shared_by=[rows // end.size for end in span])
-        exact = [waiting] if wide else []
+        exact = [pending] if wide else []
         if wide:
             outs.append(jax.ShapeDtypeStruct((rows, G, wide), jnp.float16))
-            program = functools.partial(_score_both, program=program, scored=scored, wide=wide, R=waiting.shape[1])
+            program = functools.partial(_score_both, program=program, scored=scored, wide=wide, R=pending.shape[1])
         more = -(-rows * -(-wide // EXACT) // score.WARPS) if wide else 0
-        score_kernel = scored.kernel(program, more_blocks=more, name="kvjax_pick_1bit_score", out_type=tuple(outs))
+        score_kernel = scored.kernel(program, more_blocks=more, name="kvjax_select_1bit_score", out_type=tuple(outs))
         scores, *sums = score_kernel(*exact, q, bits, step, zero, *span)
-        arrived = sums.pop().reshape(chosen_rows, heads, wide) if wide else waiting
+        arrived = sums.pop().reshape(chosen_rows, heads, wide) if wide else pending
         parts = [scores.reshape(chosen_rows, heads, S), arrived][: 2 if W else 1]
         ends = ends if W else (*ends[:2], ends[4])
         return choice.launch(
-            "kvjax_pick_1bit", choice.choose, [*ends, *sums, *parts], rows=chosen_rows,
+            "kvjax_select_1bit", choice.choose, [*ends, *sums, *parts], rows=chosen_rows,
             sizes=tuple(part.shape[2] for part in parts), room=room, config=config, most=(S, most), heads=heads,
             sums=scored.jobs if summed else 0, shared_by=[chosen_rows // end.size for end in ends], last=last,
-            pool=pool,
+            group_reduce=group_reduce,
         )  # fmt: skip
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        slots, found = _pick(pool, room, scale, wide, most, last, config, *c.flatten_batch(n, batches, args))
+        slots, found = _pick(group_reduce, room, scale, wide, most, last, config, *c.flatten_batch(n, batches, args))
         return (slots.reshape(n, chosen_rows, room), found.reshape(n, chosen_rows)), (True, True)
 
     return run(*args)

@@ -1,10 +1,10 @@
 """The slots of the k units that a group of query heads ranks highest, pooled and chosen in one kernel.
 
-The group's ranks (`kvjax.pick.pool_scores`) exist in registers only. Where softmaxes are pooled, each thread first
-keeps, for each head, the largest of its scores and the sum of 2^(score - largest), merged over the warp, the block and
-the cluster to the log of the head's sum. Then, as the scores are read again (from L2, as far as it holds them), the G
-scores of a unit become one key, and the kernel `top_k` does the rest. A row of more than 131072 units, which registers
-do not hold, is written as keys and read from there by the later passes.
+The group's ranks (`kvjax.selection.reduce_scores`) exist in registers only. Where softmaxes are pooled, each thread
+first keeps, for each head, the largest of its scores and the sum of 2^(score - largest), merged over the warp, the
+block and the cluster to the log of the head's sum. Then, as the scores are read again (from L2, as far as it holds
+them), the G scores of a unit become one key, and the kernel `top_k` does the rest. A row of more than 131072 units,
+which registers do not hold, is written as keys and read from there by the later passes.
 
 The key of a sum of softmaxes is that sum; that of its logarithm, which sums below 2^-96 have, has few leading bits to
 tell units apart. Of 131072 normal random scores of deviation 2 the first 11 bits leave 425 units in the bin of place
@@ -43,7 +43,7 @@ from kvjax.kernels_pallas._common import Flag, Word, instr, loop, ptx, real, whe
 from kvjax.kernels_pallas._softmax import finite
 from kvjax.kernels_pallas.top_k import Config, config_for
 
-MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/top_k_pooled.json
+MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/top_k_grouped.json
 HEADS = 8
 STATS = 32 * HEADS * 2  # words: largest and sum of a head and warp; after them a head's of the block, and its log
 LOG2_E = 1 / math.log(2)
@@ -59,32 +59,32 @@ def smem_bytes(k: int) -> int:
     return t.smem_bytes(k) + 4 * (STATS + 3 * HEADS)
 
 
-def unsupported(parts: Parts, pool: str, k: int) -> str | None:
+def unsupported(parts: Parts, group_reduce: str, k: int) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     G, U = parts[0][0].shape[2], sum(scores.shape[3] for scores, _ in parts)
     if not 1 <= G <= HEADS:
-        return f"the kernel top_k_pooled takes 1 to {HEADS} query heads a kv head; got {G}"
+        return f"the kernel top_k_grouped takes 1 to {HEADS} query heads a kv head; got {G}"
     if any(scores.dtype != jnp.float32 for scores, _ in parts):
-        return f"the kernel top_k_pooled takes scores in f32; got {', '.join(str(s.dtype) for s, _ in parts)}"
+        return f"the kernel top_k_grouped takes scores in f32; got {', '.join(str(s.dtype) for s, _ in parts)}"
     limit = t.unsupported((parts[0][0].shape[0], U), jnp.float32, k)
-    return limit and limit.replace("top_k", "top_k_pooled", 1)
+    return limit and limit.replace("top_k", "top_k_grouped", 1)
 
 
-def supported(parts: Parts, pool: str, k: int) -> bool:
-    return unsupported(parts, pool, k) is None
+def supported(parts: Parts, group_reduce: str, k: int) -> bool:
+    return unsupported(parts, group_reduce, k) is None
 
 
-@c.lowered_once("pool", "k", "config")
-def top_k_pooled(parts: Parts, pool: str, k: int, *, config: Config | None = None) -> tuple[Array, Array]:
+@c.lowered_once("group_reduce", "k", "config")
+def top_k_grouped(parts: Parts, group_reduce: str, k: int, *, config: Config | None = None) -> tuple[Array, Array]:
     """(slots i32[B, K, H, k], valid bool[B, K, H, k]) of the k units of all parts that rank highest, most first.
 
     A part is scores f32[B, K, G, U'] and its valid bool[B, 1 or K, 1, U']; H is G under "per_head", else 1. Two parts
     are read where they lie if the first has a multiple of 4 units; else the scores are put together first.
     """
-    if limit := unsupported(parts, pool, k):
+    if limit := unsupported(parts, group_reduce, k):
         raise NotImplementedError(limit)
     B, K, G, _ = parts[0][0].shape
-    H = G if pool == "per_head" else 1
+    H = G if group_reduce == "per_head" else 1
     scores = [scores for scores, _ in parts]
     valid = jnp.concatenate([ok.astype(jnp.uint8) for _, ok in parts], axis=-1)
     if len(parts) > 2 or (len(parts) == 2 and scores[0].shape[3] % 4):
@@ -95,13 +95,13 @@ def top_k_pooled(parts: Parts, pool: str, k: int, *, config: Config | None = Non
     flat = [s.reshape(B * K * H, G // H, s.shape[3]) for s in scores]
     rows, U = B * K * H, sum(part.shape[3] for part in scores)
     chosen = config or _tuned.choose(
-        "top_k_pooled", config_for(rows, U), rows=rows, U=U, k=k, G=G // H, softmax=int(pool in SOFTMAX)
+        "top_k_grouped", config_for(rows, U), rows=rows, U=U, k=k, G=G // H, softmax=int(group_reduce in SOFTMAX)
     )
-    out = _pick(pool, k, chosen, valid, *flat).reshape(B, K, H, k)
+    out = _pick(group_reduce, k, chosen, valid, *flat).reshape(B, K, H, k)
     return (out & jnp.uint32(t.SLOTS)).astype(jnp.int32), out > t.SLOTS
 
 
-def _pick(pool: str, k: int, config: Config, valid: Array, *scores: Array) -> Array:
+def _pick(group_reduce: str, k: int, config: Config, valid: Array, *scores: Array) -> Array:
     rows, heads, _ = scores[0].shape
     sizes = tuple(s.shape[2] for s in scores)
     U = sum(sizes)
@@ -113,8 +113,10 @@ def _pick(pool: str, k: int, config: Config, valid: Array, *scores: Array) -> Ar
     def run(valid: Array, *scores: Array) -> Array:
         shared_by = rows // valid.shape[0]
         return c.kernel(
-            functools.partial(_program, sizes=sizes, heads=heads, shared_by=shared_by, pool=pool, k=k, config=config),
-            name="kvjax_top_k_pooled",
+            functools.partial(
+                _program, sizes=sizes, heads=heads, shared_by=shared_by, group_reduce=group_reduce, k=k, config=config
+            ),
+            name="kvjax_top_k_grouped",
             out_type=tuple(outs),
             scratch_types=[*t.scratch(k), c.plgpu.SMEM((STATS + 3 * HEADS,), jnp.uint32)],
             grid=(rows,),
@@ -126,12 +128,14 @@ def _pick(pool: str, k: int, config: Config, valid: Array, *scores: Array) -> Ar
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
-        return _pick(pool, k, config, *c.flatten_batch(n, batches, args)).reshape(n, rows, k), True
+        return _pick(group_reduce, k, config, *c.flatten_batch(n, batches, args)).reshape(n, rows, k), True
 
     return run(valid, *scores)
 
 
-def _program(*refs: Any, sizes: tuple[int, ...], heads: int, shared_by: int, pool: str, k: int, config: Config) -> None:
+def _program(
+    *refs: Any, sizes: tuple[int, ...], heads: int, shared_by: int, group_reduce: str, k: int, config: Config
+) -> None:
     U = sum(sizes)
     row = c.special("clusterid.x")
     valid_m, *rest = refs
@@ -148,13 +152,13 @@ def _program(*refs: Any, sizes: tuple[int, ...], heads: int, shared_by: int, poo
         fours = load_heads(scores, sizes, heads, at, end)
         return [(flags >> (8 * j)) & 1 for j in range(4)], fours
 
-    logs = _log_sums(load, U, heads, stats_m, config) if pool in SOFTMAX and heads > 1 else None
+    logs = _log_sums(load, U, heads, stats_m, config) if group_reduce in SOFTMAX and heads > 1 else None
 
     def first(i: Word) -> list[list[Word]]:
         fours = []
         for at, end in zip(t.fours(i, U, config), t.ends(U, config), strict=True):
             flags, heads_ = load(at, end)
-            four = pooled_keys(flags, [[h[j] for h in heads_] for j in range(4)], logs, pool)
+            four = pooled_keys(flags, [[h[j] for h in heads_] for j in range(4)], logs, group_reduce)
             fours.append(four)
             if keys is not None:
                 with when(at < U):
@@ -195,7 +199,7 @@ def load_heads(scores: Sequence[Any], sizes: Sequence[int], heads: int, at: Word
     return fours
 
 
-def pooled_keys(flags: list[Word], units: list[list[Word]], logs: list[Word] | None, pool: str) -> list[Word]:
+def pooled_keys(flags: list[Word], units: list[list[Word]], logs: list[Word] | None, group_reduce: str) -> list[Word]:
     """The keys of units with these scores of the heads, 0 where the flag is; `logs` as `_log_sums` gives them, where
     softmaxes are pooled.
 
@@ -208,7 +212,7 @@ def pooled_keys(flags: list[Word], units: list[list[Word]], logs: list[Word] | N
         units = [
             [instr("fma.rn.f32", x, real(LOG2_E), log) for x, log in zip(unit, logs, strict=True)] for unit in units
         ]
-        if pool == "max_softmax":
+        if group_reduce == "max_softmax":
             keys = [_key(functools.reduce(_larger, unit)) for unit in units]
         else:
             sums = [functools.reduce(_add, [_power(x) for x in unit]) for unit in units]
