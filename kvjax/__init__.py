@@ -43,6 +43,7 @@ from kvjax.caches import (
 )
 from kvjax.demotion import Demotion, Fifo, LogSparse
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
+from kvjax.generation import generate, stream
 from kvjax.partial import PartialAttention, attend_part, merge
 from kvjax.schedules import EveryStep, Schedule, Speculative
 from kvjax.selection import Selection
@@ -103,6 +104,7 @@ __all__ = [
     "attention",
     "attention_info",
     "flush",
+    "generate",
     "init",
     "init_layer",
     "insert",
@@ -110,4 +112,5 @@ __all__ = [
     "merge",
     "presets",
     "raise_on_overflow",
+    "stream",
 ]

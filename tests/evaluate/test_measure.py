@@ -110,9 +110,9 @@ def test_captured_queries_and_keys_are_those_of_a_plain_forward_pass(checkpoint,
     assert live.positions.tolist() == [17, 18, 19, 37, 38, 39]
     assert len(plain) == len(live.layers)
     for layer, (q, k, v) in zip(live.layers, plain, strict=True):
-        np.testing.assert_allclose(layer.q, q[:, live.positions], atol=2e-5)
-        np.testing.assert_allclose(layer.k, jnp.swapaxes(k, 1, 2), atol=2e-5)
-        np.testing.assert_allclose(layer.v, jnp.swapaxes(v, 1, 2), atol=2e-5)
+        np.testing.assert_allclose(layer.q, q[:, live.positions], rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(layer.k, jnp.swapaxes(k, 1, 2), rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(layer.v, jnp.swapaxes(v, 1, 2), rtol=2e-5, atol=2e-5)
         assert (layer.scale, layer.window) == (pytest.approx(q.shape[-1] ** -0.5), None)
 
 
