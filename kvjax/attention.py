@@ -13,18 +13,22 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
 from kvjax.caches import Info, Observer, Policy
+from kvjax.memory import Bytes, nbytes
 from kvjax.partial import attend_causal, merge
 from kvjax.spec import CacheSpec, check_dims, require_int
+from kvjax.validation import check_alive, check_floats, check_not_empty, check_verbs, finite_number, shown
 
 
 @register_dataclass
@@ -43,6 +47,14 @@ class LayerCache:
         """i32[B] tokens that a row has taken in."""
         return self.state.length
 
+    @property
+    def nbytes(self) -> Bytes:
+        """Bytes of the arrays, `device` and `host`."""
+        return nbytes(self.state)
+
+    def __repr__(self) -> str:
+        return f"LayerCache({self.policy!r}; {_contents(self)})"
+
 
 @register_dataclass
 @dataclass(frozen=True)
@@ -59,6 +71,18 @@ class Cache:
     def length(self) -> Array:
         """i32[B] tokens that a row has taken in, the same in all layers."""
         return self.layers[0].length
+
+    @property
+    def nbytes(self) -> Bytes:
+        """Bytes of the arrays of all layers, `device` and `host`."""
+        return nbytes(self.layers)
+
+    def __repr__(self) -> str:
+        if not self.layers:
+            return "Cache(no layers)"
+        runs = [(len(list(run)), policy) for policy, run in groupby(layer.policy for layer in self.layers)]
+        layers = " + ".join(f"{count} x {policy!r}" for count, policy in runs)
+        return f"Cache({layers}; {_contents(self)})"
 
 
 @dataclass(frozen=True)
@@ -83,7 +107,10 @@ def init(policy: Policy | PerLayer, spec: CacheSpec, *, layers: int) -> Cache:
     >>> kvjax.init(kvjax.Full(), spec, layers=2).length
     Array([0], dtype=int32)
     """
-    require_int("init(layers=...)", layers, at_least=1)
+    layers = require_int("init(layers=...)", layers, at_least=1)
+    if not isinstance(policy, PerLayer):
+        _check_policy("init(policy=...)", policy)
+    _check_spec("init(spec=...)", spec)
     policies = [policy.policy(i) if isinstance(policy, PerLayer) else policy for i in range(layers)]
     return Cache(tuple(init_layer(p, spec) for p in policies))
 
@@ -92,6 +119,8 @@ def init_layer(policy: Policy, spec: CacheSpec) -> LayerCache:
     """An empty cache for one attention layer."""
     if isinstance(policy, PerLayer):
         raise ValueError("init_layer takes the policy of one layer; call .policy(layer) of the PerLayer, or init(...)")
+    _check_policy("init_layer(policy=...)", policy)
+    _check_spec("init_layer(spec=...)", spec)
     return LayerCache(policy.init(spec), policy, spec)
 
 
@@ -147,16 +176,19 @@ def attention_info(
     flush: bool = True,
 ) -> tuple[Array, LayerCache | None, Info | None]:
     """`attention`, and what the step read: an `Info` for a decode step, None for a prompt or without a cache."""
+    check_floats(q=q, k=k, v=v)
+    _check_layer_cache(cache)
     known = {} if cache is None else _spec_dims(cache.spec)
     sizes = check_dims("q BTND, k BTKD, v BTKD", known, q=q, k=k, v=v)
     B, T, N, K, D = (sizes[x] for x in "BTNKD")
+    check_not_empty(sizes, B="rows", T="tokens", N="query heads", K="kv heads", D="channels")
     if N % K:
         raise ValueError(f"q has N={N} heads, which K={K} kv heads do not divide; q{list(q.shape)}, k{list(k.shape)}")
     if window is not None:
         require_int("attention(window=...)", window, at_least=1)
     if active is not None and T > 1:
         raise ValueError(f"active is for decode steps (T=1), got T={T}; give lengths, 0 for rows that take nothing")
-    scale = D**-0.5 if scale is None else float(scale)
+    scale = D**-0.5 if scale is None else finite_number("attention(scale=...)", scale)
     count = _row_counts(B, T, lengths, active)
 
     if cache is not None and T == 1:
@@ -201,6 +233,7 @@ def flush(cache: C) -> C:
     order between the reads of the step and the writes of the flush, and copies the whole store to be safe (measured
     on CPU, 2026-11-21, jax 0.10.2 and 0.11.2: temp bytes of a step 2.2 times the key cache, against 0.14).
     """
+    _check_cache("flush", cache)
     return _flush(cache)
 
 
@@ -223,8 +256,11 @@ def flushed(cache: Cache, promise: bool = True) -> Cache:
 def insert(cache: C, prefix: C, row: int | Array) -> C:
     """`cache` with row `row` replaced by `prefix`, a cache of batch 1 with the same policies and capacity.
 
-    A server prefills a request alone and inserts it into a running batch.
+    A server prefills a request alone and inserts it into a running batch. A traced row that the cache does not have
+    changes nothing; one that is known raises ValueError.
     """
+    _check_cache("insert(cache=...)", cache)
+    _check_cache("insert(prefix=...)", prefix)
     if _kinds(cache) != _kinds(prefix):
         raise ValueError(
             f"insert needs a prefix of the same layers, policies, capacity and dtype; got {_summary(prefix)} for "
@@ -232,18 +268,26 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
         )
     if prefix.spec.batch != 1:
         raise ValueError(f"insert takes one row: the prefix must have batch 1, got {prefix.spec.batch}")
-    if not isinstance(row, jax.core.Tracer) and not 0 <= int(row) < cache.spec.batch:
-        raise ValueError(f"insert got row={row}; the cache has rows 0 to {cache.spec.batch - 1}")
-    return jax.tree.map(
-        lambda whole, one: lax.dynamic_update_slice_in_dim(whole, one.astype(whole.dtype), row, axis=0),
-        cache,
-        _as_spec_of(prefix, cache),
-    )
+    rows = cache.spec.batch
+
+    def place(whole: C) -> C:
+        return jax.tree.map(
+            lambda whole, one: lax.dynamic_update_slice_in_dim(whole, one.astype(whole.dtype), row, axis=0),
+            whole,
+            _as_spec_of(prefix, cache),
+        )
+
+    if isinstance(row, Tracer):
+        return lax.cond((row >= 0) & (row < rows), place, lambda whole: whole, cache)
+    if not 0 <= int(row) < rows:
+        raise ValueError(f"insert got row={row}; the cache has rows 0 to {rows - 1}")
+    return place(cache)
 
 
 def raise_on_overflow(cache: Cache | LayerCache) -> None:
     """Raises RuntimeError if a row has dropped a token. Call it outside jit; it reads flags from the device."""
-    layers = cache.layers if isinstance(cache, Cache) else (cache,)
+    _check_cache("raise_on_overflow", cache)
+    layers = _layers(cache)
     flags = np.stack([np.asarray(layer.state.overflow) for layer in layers])
     rows = np.flatnonzero(flags.any(axis=0)).tolist()
     if rows:
@@ -255,6 +299,36 @@ def raise_on_overflow(cache: Cache | LayerCache) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
+
+
+def _check_policy(where: str, policy: Any) -> None:
+    """Raises ValueError for what is no policy: a preset's name, a class, a preset that was not called."""
+    check_verbs(where, policy, "a policy", ("init", "prefill", "update", "attend"), "kvjax.presets.fier(256)")
+
+
+def _check_spec(where: str, spec: Any) -> None:
+    if not isinstance(spec, CacheSpec):
+        raise ValueError(
+            f"{where} must be a kvjax.CacheSpec, got {shown(spec)}; make one with kvjax.CacheSpec(batch=..., "
+            "q_heads=..., kv_heads=..., head_dim=..., capacity=...), or model.spec(batch=..., capacity=...)"
+        )
+
+
+def _check_layer_cache(cache: Any) -> None:
+    if isinstance(cache, Cache):
+        raise ValueError(
+            "attention takes the cache of one layer, got the Cache of a whole model; pass cache.layers[i], and put the "
+            "layers that come back into dataclasses.replace(cache, layers=(...))"
+        )
+    if cache is not None and not isinstance(cache, LayerCache):
+        raise ValueError(f"attention takes a kvjax.LayerCache or None, got {shown(cache)}; kvjax.init_layer makes one")
+    check_alive("attention", cache)
+
+
+def _check_cache(where: str, cache: Any) -> None:
+    if not isinstance(cache, Cache | LayerCache):
+        raise ValueError(f"{where} takes a cache, got {shown(cache)}; kvjax.init makes one")
+    check_alive(where, cache)
 
 
 def _layers(cache: Cache | LayerCache) -> tuple[LayerCache, ...]:
@@ -282,6 +356,26 @@ def _flush(cache: Any) -> Any:
     return dataclasses.replace(cache, layers=layers) if isinstance(cache, Cache) else layers[0]
 
 
+def _contents(cache: Cache | LayerCache) -> str:
+    """Rows, length and bytes for a repr, of whatever the leaves are: arrays, tracers, shapes, or what tree.map made."""
+    leaves, spec = jax.tree.leaves(cache), cache.spec
+    rows = f"{spec.batch} row{'s' if spec.batch > 1 else ''}"
+    if not all(hasattr(leaf, "dtype") and hasattr(leaf, "shape") for leaf in leaves):
+        return f"{rows}, capacity {spec.capacity}, leaves that are no arrays"
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        length = "length traced"
+    elif not all(isinstance(leaf, Array | np.ndarray) for leaf in leaves):
+        length = "shapes alone"
+    elif any(isinstance(leaf, Array) and leaf.is_deleted() for leaf in leaves):
+        return f"{rows}, capacity {spec.capacity}, donated: its arrays are gone"
+    elif not all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in leaves):
+        length = "length on several hosts"
+    else:
+        held = np.asarray(cache.length).reshape(-1)
+        length = f"length {held.tolist() if held.size <= 4 else f'{held.min()} to {held.max()}'}"
+    return f"{rows}, {length} of {spec.capacity}, {cache.nbytes}"
+
+
 def _spec_dims(spec: CacheSpec) -> dict[str, int]:
     return {"B": spec.batch, "N": spec.q_heads, "K": spec.kv_heads, "D": spec.head_dim}
 
@@ -292,12 +386,19 @@ def _row_counts(B: int, T: int, lengths: ArrayLike | None, active: ArrayLike | N
     for name, given in (("lengths", lengths), ("active", active)):
         if given is None:
             continue
+        known = None if isinstance(given, Tracer) else np.asarray(given)
         given = jnp.asarray(given)
         if given.shape != (B,):
             raise ValueError(f"{name} must have shape [B={B}], got {list(given.shape)}")
         wanted = jnp.bool_ if name == "active" else jnp.integer
         if not jnp.issubdtype(given.dtype, wanted):
             raise ValueError(f"{name} must be {'bool' if name == 'active' else 'integers'}, got {given.dtype}")
+        if name == "lengths" and known is not None:
+            outside = known[(known < 0) | (known > T)]
+            if outside.size:
+                raise ValueError(
+                    f"lengths must be in [0, T={T}], got {outside[0]}; they count this chunk's real tokens"
+                )
         count = jnp.where(given, count, 0) if name == "active" else jnp.minimum(jnp.clip(given, 0, T), count)
     return count.astype(jnp.int32)
 

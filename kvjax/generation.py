@@ -31,7 +31,7 @@ from jax.typing import ArrayLike
 from kvjax.attention import Cache, any_full, flush, flushed, raise_on_overflow
 from kvjax.caches import Observer
 from kvjax.memory import CONCURRENT, commit_together
-from kvjax.request import check_request, pad_prompt, stop_array
+from kvjax.request import check_model, check_model_cache, check_request, pad_prompt, stop_array
 from kvjax.sampling import Sampling, row_keys, sample
 from kvjax.spec import require_int
 from kvjax.text import Detokenizer
@@ -102,6 +102,8 @@ def prefill(
     its logits mean nothing. `first_chunk` promises that the cache is empty; None finds out, and is False under a trace.
     `progress` is called with the number of columns done after each chunk, which waits for the chunk.
     """
+    check_model(model)
+    check_model_cache(cache)
     # On the host where they can be: slices of a prompt are then no programs of their own.
     prompt: Any = tokens if isinstance(tokens, jax.core.Tracer) else np.asarray(tokens)
     if prompt.ndim != 2 or prompt.shape[0] != cache.spec.batch or prompt.shape[1] == 0:
@@ -306,7 +308,10 @@ def generate(
     key, i)`, so pass a new key for each turn. `measure` fills in `attended`. What cannot fit is an error before any
     work: see `kvjax.request.check_request`.
     """
+    check_model(model)
+    check_model_cache(cache)
     tokens, lengths = pad_prompt(prompt, lengths, rows=cache.spec.batch)
+    max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
     keys = None if sampling.greedy else row_keys(key, cache.spec.batch)
     logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk)
@@ -329,12 +334,15 @@ def decode(
 
     Rows where `active` bool[B] is false emit nothing, as the empty rows of a server's batch.
     """
+    check_model(model)
+    check_model_cache(cache)
     B = cache.spec.batch
     if logits.ndim != 2 or logits.shape[0] != B:
         raise ValueError(f"logits must be [B={B}, V] for this cache, got shape {list(logits.shape)}")
     rows = np.ones((B,), bool) if active is None else np.asarray(active)
     if rows.shape != (B,) or rows.dtype != bool:
         raise ValueError(f"active must be bool[B={B}], got {rows.dtype}{list(rows.shape)}")
+    max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     stop = check_request(
         model, cache, None, np.where(rows, 0, -1), max_new_tokens=max_new_tokens, stop_tokens=stop_tokens
     )
@@ -385,6 +393,8 @@ def stream(
     of text that never cut a character. The prompt is checked and prefilled by this call, so errors come before the
     first piece. The host waits for the device once a block; a larger block is faster and less smooth.
     """
+    check_model(model)
+    check_model_cache(cache)
     block = require_int("block", block, at_least=1)
     tokens, lengths = pad_prompt(prompt, lengths, rows=cache.spec.batch)
     if tokenizer is not None and cache.spec.batch != 1:
@@ -392,6 +402,7 @@ def stream(
             f"text streams one row at a time, but the cache has B={cache.spec.batch}; "
             "leave out the tokenizer to stream token ids of all rows"
         )
+    max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
     keys = None if sampling.greedy else row_keys(key, cache.spec.batch)
     logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk, progress=progress)
@@ -510,6 +521,7 @@ def warm_up(
 
     Runs two chunks that hold one token, and one decode step. Consumes `cache`, which must be empty: make another.
     """
+    max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     B = cache.spec.batch
     size = chunk_size(prompt_tokens, _chunk(cache, prompt_tokens, chunk), rows=B)
     tokens = np.zeros((B, min(prompt_tokens, 2 * size)), np.int32)

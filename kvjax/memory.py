@@ -75,23 +75,57 @@ def has_host_memory() -> bool:
 
 
 class Bytes(NamedTuple):
-    """Bytes of a tree by where they lie."""
+    """Bytes of a tree by where they lie.
+
+    >>> str(Bytes(device=3 * 2**20, host=0))
+    '3.0 MiB on the device'
+    """
 
     device: int
     host: int
 
+    @property
+    def total(self) -> int:
+        return self.device + self.host
+
+    def __str__(self) -> str:
+        parts = [(self.device, "the device"), (self.host, "the host")]
+        return ", ".join(f"{in_units(size)} on {where}" for size, where in parts if size) or "0 B"
+
+
+def in_units(size: int) -> str:
+    """Bytes in the unit that makes them readable.
+
+    >>> in_units(1023), in_units(1536), in_units(5 * 2**30)
+    ('1023 B', '1.5 KiB', '5.0 GiB')
+    """
+    if size < 1024:
+        return f"{size} B"
+    power = min((size.bit_length() - 1) // 10, 4)
+    return f"{size / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+
 
 def nbytes(tree: Any) -> Bytes:
-    """Bytes of the arrays of `tree`, or of what `shapes` says of them, in device memory and in host memory.
+    """Bytes of the arrays of `tree` in device memory and in host memory.
 
-    On a CPU backend the default memory is that of the device, whatever its kind is called there.
+    The arrays may be traced, or the shapes that `shapes` and `jax.eval_shape` return. A shape without a sharding counts
+    for the device. On a CPU backend the default memory is that of the device, whatever its kind is called there.
     """
     device = host = 0
     for leaf in jax.tree.leaves(tree):
-        default = next(iter(leaf.sharding.device_set)).default_memory().kind
-        kind, size = leaf.sharding.memory_kind, leaf.size * leaf.dtype.itemsize
-        if kind is not None and kind != default and kind in HOST_KINDS:
+        size = int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize
+        if _on_host(leaf):
             host += size
         else:
             device += size
     return Bytes(device, host)
+
+
+def _on_host(leaf: Any) -> bool:
+    if isinstance(leaf, Tracer):
+        return leaf.aval.memory_space == jax.memory.Space.Host  # type: ignore[attr-defined]
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return False
+    kind = sharding.memory_kind
+    return kind in HOST_KINDS and kind != next(iter(sharding.device_set)).default_memory().kind

@@ -5,7 +5,6 @@ A preset returns the policies of all layers of a model. Its docstring says where
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from kvjax.selectors.paris import Votes
 from kvjax.spec import require_int
 from kvjax.stores import Dense, HostOffload, Quantized, Store
 from kvjax.stores.quantized import KeyAxis
+from kvjax.validation import nearest, shown
 
 
 def full() -> PerLayer:
@@ -344,5 +344,6 @@ def find(name: str) -> Preset:
     """The preset of that name, or an error with the nearest one."""
     if name in REGISTRY:
         return REGISTRY[name]
-    near = difflib.get_close_matches(name, REGISTRY, n=1, cutoff=0.0)
-    raise ValueError(f"unknown cache {name!r}; did you mean {near[0]!r}? There are {', '.join(REGISTRY)}")
+    near = nearest(name, REGISTRY)
+    hint = f"did you mean {near!r}? There" if near else "there"
+    raise ValueError(f"unknown cache {shown(name)}; {hint} are {', '.join(REGISTRY)}")

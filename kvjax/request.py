@@ -7,6 +7,7 @@ A model may tell its positions and vocabulary (`max_positions`, or `config` with
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from jax.typing import ArrayLike
 
 from kvjax.attention import Cache
 from kvjax.spec import require_int
+from kvjax.validation import check_alive, shown
 
 
 def pad_prompt(
@@ -83,6 +85,29 @@ def check_request(
     for row in np.flatnonzero(lengths >= 0):
         check_fit(int(held[row]), int(lengths[row]), max_new_tokens, capacity, positions, where=f"row {row}: ")
     return stop
+
+
+def check_model(model: Any) -> None:
+    """Raises ValueError for a model that cannot be called, as a Checkpoint or the path of one."""
+    if callable(model) and not isinstance(model, type):
+        return
+    if callable(getattr(model, "model", None)):
+        cure = "pass its .model, or call its own .generate"
+    elif isinstance(model, str | Path):
+        cure = "load it first: kvjax.models.load(directory).model"
+    else:
+        cure = "give a model as kvjax.generation.Model describes it, for example kvjax.models.load(directory).model"
+    raise ValueError(f"model must be a callable pytree, got {shown(model)}; {cure}")
+
+
+def check_model_cache(cache: Any) -> None:
+    """Raises ValueError for what is no live cache of a whole model."""
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"cache must be the Cache of a whole model, got {shown(cache)}; make one with "
+            "kvjax.init(policy, model.spec(batch=..., capacity=...), layers=model.config.layers)"
+        )
+    check_alive("generate", cache)
 
 
 def check_fit(

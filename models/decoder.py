@@ -21,6 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from kvjax.attention import Cache, LayerCache, attention_info, flush
 from kvjax.spec import CacheSpec
+from kvjax.validation import shown
 
 from . import rope
 from .activations import ACTIVATIONS
@@ -196,6 +197,11 @@ class Decoder(nnx.Module):
         if tokens.ndim != 2 or tokens.shape[1] == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers [B, T >= 1], got {tokens.dtype}{list(tokens.shape)}")
         B, T = tokens.shape
+        if cache is not None and not hasattr(cache, "layers"):
+            raise ValueError(
+                f"a model takes the Cache of all its layers, got {shown(cache)}; make one with "
+                f"kvjax.init(policy, model.spec(batch={B}, capacity=...), layers={self.config.layers})"
+            )
         if cache is not None and T == 1:
             cache = flush(cache)  # once for all layers, before any of them reads
         caches = (None,) * self.config.layers if cache is None else cache.layers

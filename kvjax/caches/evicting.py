@@ -24,6 +24,7 @@ from kvjax.partial import (
     ungroup,
 )
 from kvjax.spec import CacheSpec, require_int
+from kvjax.validation import check_verbs
 
 QUERIES = 128  # of a prompt, whose weights are held at a time
 SLOTS = 1024  # to which a chunk of a prompt attends at a time
@@ -65,6 +66,7 @@ class Evicting:
 
     def __post_init__(self) -> None:
         require_int("Evicting(budget=...)", self.budget, at_least=1)
+        check_verbs("Evicting(evictor=...)", self.evictor, "an evictor", ("check", "worth"), "kvjax.Sliding()")
         self.evictor.check(self.budget)
 
     def init(self, spec: CacheSpec) -> EvictingState:

@@ -33,6 +33,7 @@ from kvjax.selection import PackedSelection, Selection, expand_units, reduce_que
 from kvjax.selectors import All, Candidates, FusedSelector, Selector
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores import Dense, HostOffload, Quantized, Store
+from kvjax.validation import check_verbs
 
 
 @register_dataclass
@@ -87,6 +88,8 @@ class Retrieval:
     def __post_init__(self) -> None:
         for name, at_least in (("sink", 0), ("local", 1), ("dense_below", 0)):
             require_int(f"Retrieval({name}=...)", getattr(self, name), at_least=at_least)
+        check_verbs("Retrieval(selector=...)", self.selector, "a selector", ("init", "score"), "kvjax.Fier()")
+        check_verbs("Retrieval(store=...)", self.store, "a store", ("init", "append"), "kvjax.Dense()")
         if isinstance(self.selector, All):
             if not isinstance(self.schedule, EveryStep):
                 raise ValueError(

@@ -1,0 +1,114 @@
+"""Checks of what a caller passes in: each error says what it got, what it wanted, and how to mend it.
+
+The checks look at what an argument offers and never at its concrete class, so that a policy, selector or store of
+another package passes them. They run while tracing and cost nothing in a compiled program.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+LEAST_LIKENESS = 0.6  # of a name that "did you mean" offers: 2 * equal letters / all letters
+
+
+def check_verbs(where: str, value: Any, wanted: str, verbs: Iterable[str], example: str) -> None:
+    """Raises ValueError unless `value` is an instance with the methods `verbs`.
+
+    >>> import kvjax
+    >>> check_verbs("init(policy=...)", kvjax.Full, "a policy", ["attend"], "kvjax.Full()")
+    Traceback (most recent call last):
+        ...
+    ValueError: init(policy=...) must be a policy, got the class Full; make an instance: Full(...)
+    """
+    if isinstance(value, str):
+        problem = f"the string {value!r}; write it as code, for example {example}"
+    elif isinstance(value, type):
+        problem = f"the class {value.__name__}; make an instance: {value.__name__}(...)"
+    elif missing := [verb for verb in verbs if not callable(getattr(value, verb, None))]:
+        if callable(value):
+            name = getattr(value, "__name__", type(value).__name__)
+            problem = f"the function {name}; call it: {name}(...)"
+        else:
+            problem = f"{shown(value)}, which has no {', '.join(missing)}; give for example {example}"
+    else:
+        return
+    raise ValueError(f"{where} must be {wanted}, got {problem}")
+
+
+def check_alive(where: str, cache: Any) -> None:
+    """Raises ValueError for a cache whose arrays were donated to an earlier call."""
+    for leaf in jax.tree.leaves(cache):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+            raise ValueError(
+                f"{where} got a cache whose arrays are gone: an earlier call took them over (donated them) and "
+                "returned a new cache; use the cache that it returned, or copy it before: jax.tree.map(jnp.copy, cache)"
+            )
+
+
+def check_floats(**arrays: Any) -> None:
+    """Raises ValueError unless all are arrays of real floats.
+
+    >>> check_floats(q=[[1.0, 2.0]])
+    Traceback (most recent call last):
+        ...
+    ValueError: q must be an array of floats, got a list; convert it with jnp.asarray
+    """
+    for name, array in arrays.items():
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            raise ValueError(f"{name} must be an array of floats, got {shown(array)}; convert it with jnp.asarray")
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} must be an array of floats, got {array.dtype}{list(array.shape)}; "
+                f"convert it with {name}.astype(jnp.bfloat16) or another float dtype"
+            )
+
+
+def check_not_empty(sizes: dict[str, int], **letters: str) -> None:
+    """Raises ValueError for a size of 0; `letters` say in words what each letter counts."""
+    for letter, what in letters.items():
+        if sizes[letter] == 0:
+            raise ValueError(f"q, k and v have {letter}=0 {what}; give at least one")
+
+
+def finite_number(what: str, value: Any) -> float:
+    """`value` as a float, or an error that says what it must be."""
+    if isinstance(value, Tracer):
+        raise ValueError(f"{what} must be a Python number, got a traced array; it is part of the compiled program")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{what} must be a finite number, got {value!r}")
+    return number
+
+
+def shown(value: Any) -> str:
+    """What a value is, in a few words for an error message."""
+    if value is None:
+        return "None"
+    if isinstance(value, str | bool | int | float):
+        return repr(value) if len(repr(value)) <= 60 else f"a {type(value).__name__}"
+    name = type(value).__name__
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"an array {np.dtype(value.dtype).name}{list(value.shape)}"
+    return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The name that `name` most likely stands for, in any case of letters; None if none is near.
+
+    >>> nearest("FIER", ["fier", "quest"]), nearest("qest", ["fier", "quest"]), nearest("lru", ["fier", "quest"])
+    ('fier', 'quest', None)
+    """
+    lower = {known.lower().replace("-", "_"): known for known in names}
+    found = difflib.get_close_matches(name.lower().replace("-", "_"), lower, n=1, cutoff=LEAST_LIKENESS)
+    return lower[found[0]] if found else None

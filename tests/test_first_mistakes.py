@@ -1,0 +1,308 @@
+"""What a newcomer gets wrong first is answered with what was got, what was wanted and how to mend it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import models, presets
+from kvjax.generation import decode, prefill
+
+SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32")
+CONFIG = models.DecoderConfig(
+    vocab_size=50, hidden_size=32, intermediate_size=48, layers=2, q_heads=4, kv_heads=2, head_dim=16
+)
+
+
+def layer(policy: Any = None) -> kvjax.LayerCache:
+    return kvjax.init_layer(kvjax.Full() if policy is None else policy, SPEC)
+
+
+def cache() -> kvjax.Cache:
+    return kvjax.init(kvjax.Full(), SPEC, layers=2)
+
+
+def model() -> models.Decoder:
+    return models.Decoder(CONFIG)
+
+
+def qkv(T: int = 3, B: int = 2, dtype: Any = np.float32) -> tuple[Any, Any, Any]:
+    return tuple(np.ones((B, T, heads, 16)).astype(dtype) for heads in (4, 2, 2))  # type: ignore[return-value]
+
+
+def donated(made: Any) -> Any:
+    """`made` after a call that took its arrays over."""
+    for leaf in jax.tree.leaves(made):
+        leaf.delete()
+    return made
+
+
+ROWS: dict[str, tuple[Callable[[], Any], str]] = {
+    # ------------------------------------------------------------------------------------------------ making a cache
+    "the name of a preset": (
+        lambda: kvjax.init("fier", SPEC, layers=2),  # type: ignore[arg-type]
+        r"init\(policy=\.\.\.\) must be a policy, got the string 'fier'; write it as code, for example kvjax\.presets",
+    ),
+    "a preset that was not called": (
+        lambda: kvjax.init(presets.fier, SPEC, layers=2),  # type: ignore[arg-type]
+        r"got the function fier; call it: fier\(\.\.\.\)",
+    ),
+    "a class of policy": (
+        lambda: kvjax.init(kvjax.Full, SPEC, layers=2),  # type: ignore[arg-type]
+        r"got the class Full; make an instance: Full\(\.\.\.\)",
+    ),
+    "a class of policy for a layer": (
+        lambda: kvjax.init_layer(kvjax.Full, SPEC),  # type: ignore[arg-type]
+        r"init_layer\(policy=\.\.\.\) must be a policy, got the class Full",
+    ),
+    "a selector for a policy": (
+        lambda: kvjax.init_layer(kvjax.Fier(), SPEC),  # type: ignore[arg-type]
+        r"must be a policy, got a Fier, which has no prefill, update, attend; give for example kvjax\.presets\.fier",
+    ),
+    "a dict for the spec": (
+        lambda: kvjax.init(kvjax.Full(), {"batch": 1}, layers=2),  # type: ignore[arg-type]
+        r"init\(spec=\.\.\.\) must be a kvjax\.CacheSpec, got a dict; make one with kvjax\.CacheSpec\(batch",
+    ),
+    "policy and spec the wrong way round": (
+        lambda: kvjax.init(SPEC, kvjax.Full(), layers=2),  # type: ignore[arg-type]
+        r"must be a policy, got a CacheSpec, which has no init",
+    ),
+    "a class of selector": (
+        lambda: kvjax.Retrieval(selector=kvjax.Fier, budget=400),  # type: ignore[arg-type]
+        r"Retrieval\(selector=\.\.\.\) must be a selector, got the class Fier; make an instance: Fier\(\.\.\.\)",
+    ),
+    "a selector by name": (
+        lambda: kvjax.Retrieval(selector="fier", budget=400),  # type: ignore[arg-type]
+        r"must be a selector, got the string 'fier'; write it as code, for example kvjax\.Fier\(\)",
+    ),
+    "a class of store": (
+        lambda: kvjax.Retrieval(selector=kvjax.Fier(), budget=400, store=kvjax.Dense),  # type: ignore[arg-type]
+        r"Retrieval\(store=\.\.\.\) must be a store, got the class Dense; make an instance",
+    ),
+    "a class of evictor": (
+        lambda: kvjax.Evicting(evictor=kvjax.Sliding),  # type: ignore[arg-type]
+        r"Evicting\(evictor=\.\.\.\) must be an evictor, got the class Sliding",
+    ),
+    "an unknown preset in capitals": (
+        lambda: presets.find("FIER"),
+        r"unknown cache 'FIER'; did you mean 'fier'\? There",
+    ),
+    "an unknown preset near another": (lambda: presets.find("pariskw"), "did you mean 'pariskv'"),
+    "an unknown preset with a dash": (lambda: presets.find("streaming-llm"), "did you mean 'streaming_llm'"),
+    "an unknown preset near none": (lambda: presets.find("lru"), "unknown cache 'lru'; there are full, fier, "),
+    "a number of layers that is none": (
+        lambda: kvjax.init(kvjax.Full(), SPEC, layers=0),
+        r"init\(layers=\.\.\.\) must be at least 1, got 0",
+    ),
+    # ----------------------------------------------------------------------------------------------------- attention
+    "a model's cache for a layer": (
+        lambda: kvjax.attention(cache(), *qkv()),  # type: ignore[arg-type]
+        r"attention takes the cache of one layer, got the Cache of a whole model; pass cache\.layers\[i\]",
+    ),
+    "a policy for a cache": (
+        lambda: kvjax.attention(kvjax.Full(), *qkv()),  # type: ignore[arg-type]
+        r"attention takes a kvjax\.LayerCache or None, got a Full; kvjax\.init_layer makes one",
+    ),
+    "a donated layer": (
+        lambda: kvjax.attention(donated(layer()), *qkv()),
+        r"attention got a cache whose arrays are gone: .*donated.*use the cache that it returned",
+    ),
+    "lists": (
+        lambda: kvjax.attention(None, *(array.tolist() for array in qkv())),  # type: ignore[arg-type]
+        r"q must be an array of floats, got a list; convert it with jnp\.asarray",
+    ),
+    "integers": (lambda: kvjax.attention(None, *qkv(dtype=np.int32)), r"q must be an array of floats, got int32\[2, 3"),
+    "booleans": (lambda: kvjax.attention(None, *qkv(dtype=bool)), r"q must be an array of floats, got bool"),
+    "complex": (lambda: kvjax.attention(None, *qkv(dtype=np.complex64)), r"q must be .* got complex64"),
+    "integer values": (
+        lambda: kvjax.attention(None, *qkv()[:2], qkv(dtype=np.int8)[2]),
+        r"v must be an array of floats, got int8\[2, 3, 2, 16\]; convert it with v\.astype",
+    ),
+    "a scale of nan": (
+        lambda: kvjax.attention(None, *qkv(), scale=float("nan")),
+        r"attention\(scale=\.\.\.\) must be a finite number, got nan",
+    ),
+    "an infinite scale": (
+        lambda: kvjax.attention(layer(), *qkv(1), scale=np.inf),
+        r"attention\(scale=\.\.\.\) must be a finite number, got inf",
+    ),
+    "a scale that is text": (
+        lambda: kvjax.attention(None, *qkv(), scale="half"),  # type: ignore[arg-type]
+        "must be a finite number, got 'half'",
+    ),
+    "a traced scale": (
+        lambda: jax.jit(lambda scale: kvjax.attention(None, *qkv(), scale=scale)[0])(0.5),
+        "must be a Python number, got a traced array",
+    ),
+    "no tokens": (lambda: kvjax.attention(None, *qkv(T=0)), "q, k and v have T=0 tokens; give at least one"),
+    "no tokens with a cache": (lambda: kvjax.attention(layer(), *qkv(T=0)), "T=0 tokens"),
+    "no rows": (lambda: kvjax.attention(None, *qkv(B=0)), "q, k and v have B=0 rows; give at least one"),
+    "more real tokens than there are": (
+        lambda: kvjax.attention(layer(), *qkv(), lengths=[1, 4]),
+        r"lengths must be in \[0, T=3\], got 4",
+    ),
+    "fewer real tokens than none": (
+        lambda: kvjax.attention(layer(), *qkv(), lengths=np.array([-1, 3])),
+        r"lengths must be in \[0, T=3\], got -1",
+    ),
+    # ---------------------------------------------------------------------------------------- flush, insert, overflow
+    "a donated cache flushed": (lambda: kvjax.flush(donated(cache())), "flush got a cache whose arrays are gone"),
+    "a donated cache inserted into": (
+        lambda: kvjax.insert(donated(cache()), cache(), 0),
+        r"insert\(cache=\.\.\.\) got a cache whose arrays are gone",
+    ),
+    "a policy flushed": (lambda: kvjax.flush(kvjax.Full()), "flush takes a cache, got a Full"),  # type: ignore[type-var]
+    "a donated cache asked for overflow": (lambda: kvjax.raise_on_overflow(donated(cache())), "arrays are gone"),
+    # --------------------------------------------------------------------------------------------- models, generation
+    "a layer's cache for a model": (
+        lambda: model()(jnp.ones((2, 3), jnp.int32), layer()),  # type: ignore[arg-type]
+        r"a model takes the Cache of all its layers, got a LayerCache; make one with kvjax\.init\(policy, model\.spec",
+    ),
+    "a layer's cache for generate": (
+        lambda: kvjax.generate(model(), layer(), [[1], [2]], max_new_tokens=2),  # type: ignore[arg-type]
+        r"cache must be the Cache of a whole model, got a LayerCache; make one with kvjax\.init",
+    ),
+    "a donated cache for generate": (
+        lambda: kvjax.generate(model(), donated(cache()), [[1], [2]], max_new_tokens=2),
+        "generate got a cache whose arrays are gone",
+    ),
+    "a donated cache for stream": (
+        lambda: kvjax.stream(model(), donated(cache()), [[1], [2]], max_new_tokens=2),
+        "arrays are gone",
+    ),
+    "a donated cache for decode": (
+        lambda: decode(model(), donated(cache()), jnp.zeros((2, 50)), max_new_tokens=2),
+        "arrays are gone",
+    ),
+    "a donated cache for prefill": (lambda: prefill(model(), donated(cache()), [[1, 2], [2, 3]]), "arrays are gone"),
+    "a directory for a model": (
+        lambda: kvjax.generate(Path("llama"), cache(), [[1], [2]], max_new_tokens=2),  # type: ignore[arg-type]
+        r"model must be a callable pytree, got a \w+; load it first: kvjax\.models\.load\(directory\)\.model",
+    ),
+    "a class for a model": (
+        lambda: kvjax.generate(models.Decoder, cache(), [[1], [2]], max_new_tokens=2),  # type: ignore[arg-type]
+        r"model must be a callable pytree",
+    ),
+    "one list of tokens for a prompt": (
+        lambda: kvjax.generate(model(), cache(), [1, 2], max_new_tokens=2),  # type: ignore[list-item]
+        r"for one row write \[tokens\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_first_mistake_says_got_wanted_and_how_to_mend(row: str) -> None:
+    call, message = ROWS[row]
+    with pytest.raises(ValueError, match=message) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+def test_arrays_that_a_step_took_over_are_told_after_it() -> None:
+    step = jax.jit(kvjax.attention, donate_argnums=0)
+    first = layer()
+    _, second = step(first, *qkv(1))
+    with pytest.raises(ValueError, match="arrays are gone"):
+        kvjax.attention(first, *qkv(1))
+    assert "donated" in repr(first)
+    assert "length [1, 1] of 64" in repr(second)
+
+
+def test_numpy_integers_count_tokens() -> None:
+    made = kvjax.generate(model(), cache(), [[1], [2]], max_new_tokens=np.int64(2))  # type: ignore[arg-type]
+    assert made.tokens.shape == (2, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------- row of jit
+
+
+@pytest.mark.parametrize("row", [-1, 2, 7])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        kvjax.Full(),
+        kvjax.Retrieval(
+            selector=kvjax.Fier(group=16),
+            store=kvjax.HostOffload(),
+            budget=24,
+            sink=0,
+            local=8,
+            demote=kvjax.Fifo(leave=16),
+            dense_below=0,
+        ),
+    ],
+    ids=["full", "host"],
+)
+def test_traced_row_out_of_range_changes_nothing(policy: Any, row: int) -> None:
+    _, whole = kvjax.attention(layer(policy), *qkv(5))
+    one = kvjax.init_layer(policy, dataclasses.replace(SPEC, batch=1))
+    insert = jax.jit(kvjax.insert)
+    jax.tree.map(np.testing.assert_array_equal, insert(whole, one, row), whole)
+    assert insert(whole, one, 1).length.tolist() == [5, 0]
+
+
+# -------------------------------------------------------------------------------------------------------- what is shown
+
+
+def test_repr_tells_policy_rows_length_and_bytes() -> None:
+    made = kvjax.init(presets.fier(24, group=8, chunk=16, dense_layers=1), SPEC, layers=3)
+    text = repr(made)
+    assert text.startswith("Cache(1 x Full() + 2 x Retrieval(selector=Fier(group=8")
+    assert "2 rows, length [0, 0] of 64, " in text
+    assert "KiB on the device" in text
+    assert "array" not in text.lower()
+    assert len(text) < 600
+    _, filled = kvjax.attention(made.layers[0], *qkv(), lengths=[3, 1])
+    assert re.fullmatch(r"LayerCache\(Full\(\); 2 rows, length \[3, 1\] of 64, 32\.0 KiB on the device\)", repr(filled))
+
+
+def test_repr_of_many_rows_gives_shortest_and_longest() -> None:
+    spec = dataclasses.replace(SPEC, batch=6)
+    _, made = kvjax.attention(kvjax.init_layer(kvjax.Full(), spec), *qkv(B=6), lengths=[0, 1, 2, 3, 3, 1])
+    assert "6 rows, length 0 to 3 of 64" in repr(made)
+
+
+def test_repr_tells_host_memory() -> None:
+    policy = presets.freekv(48, page=8, sink=8, local=8, dense_layers=0)
+    assert "on the device, " in repr(kvjax.init(policy, SPEC, layers=1))
+    assert "KiB on the host" in repr(kvjax.init(policy, SPEC, layers=1))
+
+
+def test_repr_works_on_whatever_a_cache_may_hold() -> None:
+    seen = []
+
+    def watch(made: kvjax.Cache) -> kvjax.Cache:
+        seen.append((repr(made), repr(made.layers[0]), made.nbytes))
+        return made
+
+    jax.jit(watch)(cache())
+    jax.vmap(watch)(jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), cache()))
+    for text, one, size in seen:
+        assert "length traced of 64, 64.0 KiB on the device" in text
+        assert "length traced" in one
+        assert size.host == 0
+    shapes = jax.eval_shape(cache)
+    assert "shapes alone of 64, 64.0 KiB on the device" in repr(shapes)
+    assert shapes.nbytes == cache().nbytes
+    for made in (0, None, "x", object()):
+        assert "2 rows" in repr(jax.tree.map(lambda _, made=made: made, cache()))
+    assert repr(jax.device_get(cache())) == repr(cache())
+    assert repr(kvjax.Cache(())) == "Cache(no layers)"
+    assert "gone" in repr(donated(cache()))
+
+
+def test_nbytes_counts_all_layers_where_they_lie() -> None:
+    made = cache()
+    assert made.nbytes == kvjax.memory.nbytes(made)
+    assert made.nbytes.device == 2 * made.layers[0].nbytes.device
+    assert made.nbytes.total == sum(leaf.nbytes for leaf in jax.tree.leaves(made))
+    assert str(made.nbytes) == "64.0 KiB on the device"
