@@ -30,7 +30,8 @@ from kvjax import CacheSpec, Full, PerLayer, presets
 from kvjax.caches import Info
 from kvjax.evaluate import throughput
 from kvjax.evaluate.record import digest_json
-from kvjax.partial import PartialAttention, attend_blocks
+from kvjax.partial import PartialAttention
+from kvjax.prompt import attend_zone
 
 
 @register_dataclass
@@ -79,12 +80,10 @@ class FullByCudnn:
         read = jnp.broadcast_to(st.length.astype(jnp.float32)[:, None], (q.shape[0], st.k.shape[2]))
         return out[:, 0].astype(q.dtype), st, Info(read, None)
 
-    def attend_stored(
-        self, st: RowsFirst, q: Array, ahead: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
+    def attend_stored(self, st: RowsFirst, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
         assert window is None
         k, v = (jnp.swapaxes(a, 1, 2) for a in (st.k, st.v))
-        return attend_blocks(q, k, v, jnp.zeros_like(st.length), st.length, scale=scale)
+        return attend_zone(q, k, v, None, st.length, scale=scale)
 
     def full_rows(self, st: RowsFirst) -> None:
         return None

@@ -10,9 +10,7 @@ function over pytrees, so it runs under jit, scan and grad, in NNX and Linen mod
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -26,7 +24,8 @@ from jax.typing import ArrayLike
 
 from kvjax.caches import Info, Observer, Policy
 from kvjax.memory import Bytes, nbytes
-from kvjax.partial import attend_causal, merge
+from kvjax.partial import merge
+from kvjax.prompt import attend_chunk, attend_own, group, ungroup
 from kvjax.spec import CacheSpec, check_dims, require_int
 from kvjax.validation import check_alive, check_floats, check_not_empty, check_verbs, finite_number, shown
 
@@ -198,18 +197,12 @@ def attention_info(
         return out[:, None], dataclasses.replace(cache, state=state), info
 
     if cache is None or first_chunk:
-        out = _causal(q, k, v, scale, window)
+        out = attend_chunk(q, k, v, scale=scale, window=window)
     else:
-        own = attend_causal(_group(q, K), *_heads_first(k, v), scale=scale, window=window)
-        # One stored context serves all T queries of a chunk; query t stands t tokens past it.
-        stored = cache.policy.attend_stored(
-            cache.state,
-            _group(q, K).reshape(B, K, -1, D),
-            jnp.tile(jnp.arange(T), N // K),
-            scale=scale,
-            window=window,
-        )
-        out = _ungroup(merge(stored, own).out.reshape(B, K, N // K, T, D), q.dtype)
+        grouped = group(q, K)
+        own = attend_own(grouped, *(jnp.swapaxes(a, 1, 2) for a in (k, v)), scale=scale, window=window)
+        stored = cache.policy.attend_stored(cache.state, grouped, scale=scale, window=window)
+        out = ungroup(merge(stored, own).out.reshape(grouped.shape), q.dtype)
         # Read, then store: without an order XLA copies all that is stored, to be safe (CPU with jaxlib before 0.11
         # drops barriers first, and copies; measured 2026-11-21, 131072 tokens: temp bytes 391 MB, with it 117 MB).
         out, k, v = lax.optimization_barrier((out, k, v))
@@ -401,58 +394,6 @@ def _row_counts(B: int, T: int, lengths: ArrayLike | None, active: ArrayLike | N
                 )
         count = jnp.where(given, count, 0) if name == "active" else jnp.minimum(jnp.clip(given, 0, T), count)
     return count.astype(jnp.int32)
-
-
-def _causal(q: Array, k: Array, v: Array, scale: float, window: int | None) -> Array:
-    """Plain causal attention [B, T, N, D]; by cuDNN in a program for a GPU, where it takes the shape."""
-
-    def blocked(q: Array, k: Array, v: Array) -> Array:
-        return _blocked(q, k, v, scale, window)
-
-    def cudnn(q: Array, k: Array, v: Array) -> Array:
-        return jax.nn.dot_product_attention(
-            q,
-            k.astype(q.dtype),
-            v.astype(q.dtype),
-            is_causal=True,
-            scale=scale,
-            local_window_size=None if window is None else (window - 1, 0),
-            implementation="cudnn",
-        )
-
-    D, T = q.shape[-1], q.shape[1]
-    fits = q.dtype in (jnp.bfloat16, jnp.float16) and D % 8 == 0 and D <= 128 and T > 1
-    if not fits or jax.default_backend() != "gpu":  # cuDNN's door asks for a GPU while tracing
-        return blocked(q, k, v)
-    platforms: dict[str, Callable[..., Array]] = {"cuda": cudnn, "default": blocked}
-    return lax.platform_dependent(q, k, v, **platforms)
-
-
-# Kept under grad: its inputs alone. What `platform_dependent` does not choose is differentiated too, and would hand its
-# T x T weights on as zeros; traced once for all layers, a step of 8 layers at 16384 tokens takes 7 s and not 47.
-@partial(jax.checkpoint, static_argnums=(3, 4))
-@partial(jax.jit, static_argnums=(3, 4))
-def _blocked(q: Array, k: Array, v: Array, scale: float, window: int | None) -> Array:
-    B, T, N, D = q.shape
-    K = k.shape[2]
-    part = attend_causal(_group(q, K), *_heads_first(k, v), scale=scale, window=window)
-    return _ungroup(part.out.reshape(B, K, N // K, T, D), q.dtype)
-
-
-def _group(q: Array, kv_heads: int) -> Array:
-    """[B, T, N, D] as [B, K, G, T, D]."""
-    B, T, N, D = q.shape
-    return jnp.moveaxis(q.reshape(B, T, kv_heads, N // kv_heads, D), 1, 3)
-
-
-def _ungroup(out: Array, dtype: Any) -> Array:
-    """[B, K, G, T, D] as [B, T, N, D]."""
-    B, K, G, T, D = out.shape
-    return jnp.moveaxis(out, 3, 1).reshape(B, T, K * G, D).astype(dtype)
-
-
-def _heads_first(k: Array, v: Array) -> tuple[Array, Array]:
-    return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
 
 
 def _as_spec_of(prefix: Any, cache: Any) -> Any:

@@ -30,7 +30,7 @@ from kvjax.partial import (
     merge,
     part_of_logits,
 )
-from kvjax.quant import OneBit, QuantArray, dequantize, dequantize_1bit, split_scales
+from kvjax.quant import OneBit, QuantArray, dequantize, dequantize_1bit, slice_tokens, split_scales
 from kvjax.rotate import SUBSPACE, Directions, decode, lloyd_max, rotate_few, turned
 from kvjax.selection import (
     GroupReduce,
@@ -800,7 +800,7 @@ def _attend_quantized(
         mask = (slot >= jnp.maximum(start, i * block)[..., None]) & (slot < stop[..., None])  # [B, Q, block]
         seen = jnp.any(mask, axis=1)[:, None]
         # Without the barrier XLA widens all codes and scales ahead of the loop.
-        kb, vb = lax.optimization_barrier(tuple(_slice(a, first, block) for a in (keys, values)))
+        kb, vb = lax.optimization_barrier(tuple(slice_tokens(a, first, block) for a in (keys, values)))
         if not folds:
             vf = keep_valid(dequantize(vb, D), seen)
             return merge(done, attend_part(q, dequantize(kb, D), vf, mask[:, None], scale=scale))
@@ -809,14 +809,6 @@ def _attend_quantized(
 
     blocks = (jnp.max(stop) + block - 1) // block
     return lax.fori_loop(0, blocks, step, empty_part(q.shape))
-
-
-def _slice(code: QuantArray, first: Array, size: int) -> QuantArray:
-    group = code.codes.shape[2] // code.scales.shape[2]
-    return QuantArray(
-        lax.dynamic_slice_in_dim(code.codes, first, size, axis=2),
-        lax.dynamic_slice_in_dim(code.scales, first // group, size // group, axis=2),
-    )
 
 
 def _scores(q: Array, keys: QuantArray) -> Array:

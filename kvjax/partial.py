@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 
 class PartialAttention(NamedTuple):
@@ -97,30 +97,6 @@ def part_of_logits(logits: Array, mask: Array, mix: Callable[[Array], Array]) ->
     total = jnp.sum(weights, axis=-1)
     floor = jnp.finfo(jnp.float32).tiny
     return PartialAttention(mix(weights) / jnp.maximum(total, floor)[..., None], jnp.log(total) + shift)
-
-
-def attend_blocks(
-    q: Array, k: Array, v: Array, start: Array, stop: Array, *, scale: float, block: int = 1024
-) -> PartialAttention:
-    """Attention over the slots [start, stop) of long k, v [B, K, S, D], a block of keys at a time.
-
-    start and stop are i32[B] or i32[B, Q]. Holds logits of Q x block, never of Q x S: this is how a chunk of a
-    prompt attends to what is stored before it. Values outside of [start, stop) may hold anything.
-    """
-    slots = k.shape[2]
-    block = min(block, slots)
-    start, stop = (a[:, None] if a.ndim == 1 else a for a in (start, stop))
-
-    def step(i: Array, done: PartialAttention) -> PartialAttention:
-        first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask what is done
-        slot = (first + jnp.arange(block))[None, None]
-        mask = (slot >= jnp.maximum(start, i * block)[..., None]) & (slot < stop[..., None])  # [B, Q, block]
-        kb, vb = (lax.dynamic_slice_in_dim(a, first, block, axis=2) for a in (k, v))
-        vb = keep_valid(vb, jnp.any(mask, axis=1)[:, None])
-        return merge(done, attend_part(q, kb, vb, mask[:, None], scale=scale))
-
-    blocks = (jnp.max(stop) + block - 1) // block
-    return lax.fori_loop(0, blocks, step, empty_part((*q.shape[:3], v.shape[-1])))
 
 
 def attend_causal(

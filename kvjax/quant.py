@@ -109,3 +109,12 @@ def _join(scale: Array, zero: Array) -> Array:
     scale = jnp.where(scale >= 2.0**-125, scale, 0.0)
     low, high = (lax.bitcast_convert_type(a.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32) for a in (scale, zero))
     return low | (high << jnp.uint32(16))
+
+
+def slice_tokens(code: QuantArray, first: Array | int, size: int) -> QuantArray:
+    """The codes of the `size` tokens from `first` on, both multiples of a group of tokens."""
+    group = code.codes.shape[2] // code.scales.shape[2]
+    return QuantArray(
+        lax.dynamic_slice_in_dim(code.codes, first, size, axis=2),
+        lax.dynamic_slice_in_dim(code.scales, first // group, size // group, axis=2),
+    )

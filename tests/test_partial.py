@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvjax.partial import PartialAttention, attend_blocks, attend_causal, attend_part, empty_part, merge
+from kvjax.partial import PartialAttention, attend_causal, attend_part, empty_part, merge
 
 
 def whole(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -82,26 +82,6 @@ def test_masked_keys_may_be_nan() -> None:
     seen = mask[0, 0, 0][None, None, :, None]
     part = attend_part(q, np.where(seen, k, np.nan), v, jnp.asarray(mask), scale=1.0)
     check(part, *whole(q, k, v, mask, 1.0))
-
-
-@pytest.mark.parametrize("block", [1, 5, 12, 100])
-def test_blocks_give_the_same_as_the_whole(block: int) -> None:
-    q, k, v, _ = draw(5)
-    start, stop = np.array([[0, 3, 7], [2, 2, 0]]), np.array([9, 0])
-    slot = np.arange(12)
-    mask = (slot >= start[..., None]) & (slot < stop[:, None, None])
-    unused = (slot >= stop[:, None])[:, None, :, None]
-    poisoned_k, poisoned_v = (np.where(unused, np.nan, a) for a in (k, v))
-    part = attend_blocks(
-        q,
-        jnp.asarray(poisoned_k),
-        jnp.asarray(poisoned_v),
-        jnp.asarray(start),
-        jnp.asarray(stop),
-        scale=0.5,
-        block=block,
-    )
-    check(part, *whole(q, k, v, np.broadcast_to(mask[:, None], (2, 2, 3, 12)), 0.5))
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 50])

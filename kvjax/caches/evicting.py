@@ -11,7 +11,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, write
-from kvjax.caches.policy import Info, lowest_visible
+from kvjax.caches.policy import Info, chunk_starts, lowest_visible
 from kvjax.evictors import Evictor
 from kvjax.partial import (
     PartialAttention,
@@ -23,6 +23,7 @@ from kvjax.partial import (
     softmax_weights,
     ungroup,
 )
+from kvjax.prompt import attend_zone
 from kvjax.spec import CacheSpec, require_int
 from kvjax.validation import check_verbs
 
@@ -213,15 +214,20 @@ class Evicting:
         return jax.tree.map(lambda a, b: jnp.where((lengths > 0).reshape(-1, *(1,) * (a.ndim - 1)), a, b), kept, st)
 
     def attend_stored(
-        self, st: EvictingState, q: Array, ahead: Array, *, scale: float, window: int | None = None
+        self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
     ) -> PartialAttention:
-        first = lowest_visible(st.length[:, None] + ahead[None], window)[:, None, :, None]
+        first = chunk_starts(st.length, q.shape[3], window)
+        if first is None:
+            return attend_zone(q, st.tokens.k, st.tokens.v, None, st.tokens.count, scale=scale)
+        B, K, G, T, D = q.shape
+        first = jnp.tile(first, (1, G))[:, None, :, None]
         position = self._positions(st)
         parts = []
         for at in range(0, position.shape[2], SLOTS):
             here = position[:, :, None, at : at + SLOTS]
             k, v = (a[:, :, at : at + SLOTS] for a in (st.tokens.k, st.tokens.v))
-            parts.append(attend_part(q, k, v, (here >= first) & (here >= 0), scale=scale))
+            mask = (here >= first) & (here >= 0)
+            parts.append(attend_part(q.reshape(B, K, G * T, D), k, v, mask, scale=scale))
         return merge(*parts)
 
     # ---------------------------------------------------------------------------------------------------------- parts

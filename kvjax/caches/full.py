@@ -10,8 +10,9 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, put
-from kvjax.caches.policy import Info, lowest_visible
-from kvjax.partial import PartialAttention, Span, attend_blocks, group_queries, ungroup
+from kvjax.caches.policy import Info, chunk_starts, lowest_visible
+from kvjax.partial import PartialAttention, Span, group_queries, ungroup
+from kvjax.prompt import attend_zone
 from kvjax.spec import CacheSpec
 from kvjax.stores import Dense
 
@@ -55,11 +56,9 @@ class Full:
         attended = span.size.astype(jnp.float32)[:, None]
         return ungroup(out, q.dtype), st, Info(jnp.broadcast_to(attended, qg.shape[:2]), None)
 
-    def attend_stored(
-        self, st: FullState, q: Array, ahead: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
-        start = lowest_visible(st.length[:, None] + ahead[None], window)
-        return attend_blocks(q, st.tokens.k, st.tokens.v, start, st.length, scale=scale)
+    def attend_stored(self, st: FullState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+        start = chunk_starts(st.length, q.shape[3], window)
+        return attend_zone(q, st.tokens.k, st.tokens.v, start, st.length, scale=scale)
 
     def full_rows(self, st: FullState) -> None:
         return None

@@ -37,10 +37,11 @@ class Policy(Protocol):
         """Attention of q [B, N, D], the queries of each row's newest stored token."""
         ...
 
-    def attend_stored(
-        self, st: Any, q: Array, ahead: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
-        """Exact attention of q [B, K, Q, D] over all that is stored; query i stands `ahead[i]`, i32[Q], past it."""
+    def attend_stored(self, st: Any, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+        """Exact attention of a chunk's queries q [B, K, G, T, D] over all that is stored, a part over Q = G*T.
+
+        Query t of the chunk stands t tokens past what is stored.
+        """
         ...
 
     def full_rows(self, st: Any) -> Array | None:
@@ -63,6 +64,13 @@ class Observer(Protocol):
     ) -> Any:
         """`prefill` of k, v with the queries q [B, T, N, D]."""
         ...
+
+
+def chunk_starts(length: Array, T: int, window: int | None) -> Array | None:
+    """i32[B, T]: the lowest position that each query of a chunk of T sees past `length` i32[B]; None if it sees all."""
+    if window is None:
+        return None
+    return lowest_visible(length[:, None] + jnp.arange(T, dtype=jnp.int32)[None], window)
 
 
 def lowest_visible(position: Array, window: int | None) -> Array:

@@ -15,19 +15,19 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, put, take_rows
-from kvjax.caches.policy import Info, lowest_visible
+from kvjax.caches.policy import Info, chunk_starts, lowest_visible
 from kvjax.demotion import Demotion, Fifo, plan
 from kvjax.layouts import whole_units
 from kvjax.partial import (
     PartialAttention,
     Span,
-    attend_blocks,
     attention_logits,
     group_queries,
     keep_valid,
     merge,
     ungroup,
 )
+from kvjax.prompt import attend_zone
 from kvjax.schedules import EveryStep, Recall, Schedule
 from kvjax.selection import PackedSelection, Selection, expand_units, reduce_queries, split_selection
 from kvjax.selectors import All, Candidates, FusedSelector, Selector
@@ -420,17 +420,20 @@ class Retrieval:
         return min(max(self._chosen // self.selector.unit, dense), units)
 
     def attend_stored(
-        self, st: RetrievalState, q: Array, ahead: Array, *, scale: float, window: int | None = None
+        self, st: RetrievalState, q: Array, *, scale: float, window: int | None = None
     ) -> PartialAttention:
         self._check_window(window)
+        first = chunk_starts(st.length, q.shape[3], window)
+
+        def start(offset: Array) -> Array | None:
+            return None if first is None else _slot_of(first, offset[:, None])
+
+        parts = [self.store.attend_chunk(st.store, q, start(st.offset_store), scale=scale)]
         zones = [(st.recent, st.offset_recent)]
         if st.sink is not None:
             zones.append((st.sink, jnp.zeros_like(st.recent.count)))
-        first = lowest_visible(st.length[:, None] + ahead[None], window)
-        parts = [self.store.attend(st.store, q, _slot_of(first, st.offset_store[:, None]), scale=scale)]
         for zone, offset in zones:
-            start = _slot_of(first, offset[:, None])
-            parts.append(attend_blocks(q, zone.k, zone.v, start, zone.count, scale=scale))
+            parts.append(attend_zone(q, zone.k, zone.v, start(offset), zone.count, scale=scale))
         return merge(*parts)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:

@@ -102,9 +102,9 @@ class Recorded:
         return out, state, info
 
     def attend_stored(
-        self, st: RecordedState, q: Array, ahead: Array, *, scale: float, window: int | None = None
+        self, st: RecordedState, q: Array, *, scale: float, window: int | None = None
     ) -> PartialAttention:
-        return Full().attend_stored(st.full, q, ahead, scale=scale, window=window)
+        return Full().attend_stored(st.full, q, scale=scale, window=window)
 
     def full_rows(self, st: RecordedState) -> None:
         return None

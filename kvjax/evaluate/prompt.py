@@ -81,9 +81,7 @@ class Prompt:
     ) -> tuple[Array, PromptState, Info]:
         raise NotImplementedError("a Prompt is not decoded from; store() puts it into a cache that is")
 
-    def attend_stored(
-        self, st: PromptState, q: Array, ahead: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
+    def attend_stored(self, st: PromptState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
         raise NotImplementedError("a Prompt takes one chunk, with first_chunk=True")
 
     def full_rows(self, st: PromptState) -> None:

@@ -9,7 +9,8 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, put
-from kvjax.partial import PartialAttention, attend_blocks
+from kvjax.partial import PartialAttention
+from kvjax.prompt import attend_zone
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec
 
@@ -34,7 +35,10 @@ class Dense:
         return k, v
 
     def attend(self, st: Block, q: Array, start: Array, *, scale: float) -> PartialAttention:
-        return attend_blocks(q, st.k, st.v, start, st.count, scale=scale)
+        return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
+
+    def attend_chunk(self, st: Block, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+        return attend_zone(q, st.k, st.v, start, st.count, scale=scale)
 
     def attend_slots(self, st: Block, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
         return ops.attend_slots(q, st.k, st.v, selection, scale=scale)

@@ -12,7 +12,8 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.memory import has_host_memory, host_zeros, to_device
-from kvjax.partial import PartialAttention, attend_part, empty_part, keep_valid, merge
+from kvjax.partial import PartialAttention
+from kvjax.prompt import attend_blocks
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, require_int
 
@@ -95,20 +96,15 @@ class HostOffload:
         return HostBlock(kv, jnp.minimum(st.count + pages * Z, st.slots))
 
     def attend(self, st: HostBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
-        P, Z, D = st.kv.shape[2], self.page, st.kv.shape[-1]
-        n = max(1, min(P, 1024 // Z))
-        start, stop = (a[:, None] if a.ndim == 1 else a for a in (start, st.count))
+        return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
 
-        def step(i: Array, done: PartialAttention) -> PartialAttention:
-            first = jnp.minimum(i * n, P - n)  # the last block overlaps the one before: mask what is done
-            k, v = _split(to_device(lax.dynamic_slice_in_dim(st.kv, first, n, axis=2)))
-            slot = (first * Z + jnp.arange(n * Z))[None, None]
-            mask = (slot >= jnp.maximum(start, i * n * Z)[..., None]) & (slot < stop[..., None])
-            v = keep_valid(v, jnp.any(mask, axis=1)[:, None])
-            return merge(done, attend_part(q, k, v, mask[:, None], scale=scale))
+    def attend_chunk(self, st: HostBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+        Z = self.page
 
-        blocks = (jnp.max(stop) + n * Z - 1) // (n * Z)
-        return lax.fori_loop(0, blocks, step, empty_part((*q.shape[:3], D)))
+        def read(kv: Array, first: Array | int, size: int) -> tuple[Array, Array]:
+            return _split(to_device(lax.dynamic_slice_in_dim(kv, first // Z, size // Z, axis=2)))
+
+        return attend_blocks(q, st.kv, start, st.count, read=read, slots=st.slots, unit=Z, scale=scale)
 
     def gather(self, st: HostBlock, selection: Selection) -> tuple[Array, Array]:
         return _split(ops.host_rows(st.kv, self._pages(selection, st.slots)))

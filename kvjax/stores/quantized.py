@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.blocks import write
 from kvjax.layouts import channels_packed
 from kvjax.partial import PartialAttention
-from kvjax.quant import QuantArray, dequantize, quantize
+from kvjax.prompt import attend_blocks
+from kvjax.quant import QuantArray, dequantize, quantize, slice_tokens
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, require_int
 
@@ -134,6 +135,17 @@ class Quantized:
 
     def attend(self, st: QuantizedBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
         return ops.attend_quantized(q, st.k, st.v, start, st.count, scale=scale)
+
+    def attend_chunk(self, st: QuantizedBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+        D = q.shape[-1]
+
+        def read(coded: tuple[QuantArray, QuantArray], first: Array | int, size: int) -> tuple[Array, Array]:
+            # Without the barrier XLA widens all codes ahead of the loop over blocks.
+            k, v = lax.optimization_barrier(tuple(slice_tokens(code, first, size) for code in coded))
+            return dequantize(k, D), dequantize(v, D)
+
+        unit = self._key_tokens()
+        return attend_blocks(q, (st.k, st.v), start, st.count, read=read, slots=st.slots, unit=unit, scale=scale)
 
     def attend_slots(self, st: QuantizedBlock, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
         return ops.attend_gathered(q, *self.gather(st, selection), selection, scale=scale)

@@ -27,7 +27,15 @@ class Store(Protocol):
         ...
 
     def attend(self, st: Any, q: Array, start: Array, *, scale: float) -> PartialAttention:
-        """Attention of q [B, K, Q, D] over the slots [start, count), start i32[B] or i32[B, Q]."""
+        """Attention of a step's q [B, K, G, D] over the slots [start, count), start i32[B]."""
+        ...
+
+    def attend_chunk(self, st: Any, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+        """Attention of a chunk's q [B, K, G, T, D] over the slots [start, count), a part over Q = G*T.
+
+        start is i32[B, T], a slot for each query, or None for slot 0. `kvjax.prompt.attend_blocks` does it for a store
+        that can read a block of its slots.
+        """
         ...
 
     def attend_slots(self, st: Any, q: Array, selection: Selection, *, scale: float) -> PartialAttention:

@@ -16,7 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FLOORS = {
     **dict.fromkeys(("spec", "layouts", "memory", "validation"), 0),
     **dict.fromkeys(("partial", "quant", "rotate", "selection", "blocks"), 1),
-    "ops": 2,
+    **dict.fromkeys(("ops", "prompt"), 2),
     **dict.fromkeys(("stores", "selectors", "demotion", "schedules", "evictors"), 3),
     "caches": 4,
     **dict.fromkeys(("attention", "presets", "models"), 5),

@@ -1,0 +1,285 @@
+"""Attention of a chunk of prompt: over itself, and over what a cache stored before it.
+
+A chunk of T tokens attends causally to itself and to every stored token. The stored part is a `PartialAttention` per
+zone, and all parts merge by their log-sum-exp. On an NVIDIA GPU each part is one cuDNN call, which reads keys and
+values where they lie, [B, K, S, D], skips the slots past a row's count, and takes no memory beside its output. On other
+platforms, and for what cuDNN does not take (f32, sliding windows over stored tokens), a block of keys at a time is
+multiplied in plain JAX.
+
+A store whose keys lie elsewhere or in other bits gives blocks of them (`attend_blocks`): the codes of a quantised store
+are expanded one block at a time, and a host store's next block is copied while the device attends to this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.partial import (
+    PartialAttention,
+    attend_causal,
+    attend_part,
+    empty_part,
+    keep_valid,
+    merge,
+)
+
+Reader = Callable[[Any, Array | int, int], tuple[Array, Array]]
+"""(state, first, size) -> keys and values [B, K, size, D] of the slots [first, first + size) of a store."""
+
+CPU_BLOCK = 1024  # slots a block
+GPU_BLOCK = 32768  # slots of all rows together: 134 MB of bf16 keys and values at 8 heads of 128
+
+
+def attend_chunk(q: Array, k: Array, v: Array, *, scale: float, window: int | None = None) -> Array:
+    """Causal attention of q [B, T, N, D] over its own k, v [B, T, K, D]: [B, T, N, D] in the dtype of q."""
+
+    def blocked(q: Array, k: Array, v: Array) -> Array:
+        return _blocked(q, k, v, scale, window)
+
+    def cudnn(q: Array, k: Array, v: Array) -> Array:
+        return jax.nn.dot_product_attention(
+            q,
+            k.astype(q.dtype),
+            v.astype(q.dtype),
+            is_causal=True,
+            scale=scale,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation="cudnn",
+        )
+
+    if not takes_cudnn(q.dtype, q.shape[-1]) or q.shape[1] == 1:
+        return blocked(q, k, v)
+    return lax.platform_dependent(q, k, v, cuda=cudnn, default=blocked)
+
+
+def attend_own(q: Array, k: Array, v: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+    """Causal attention of q [B, K, G, T, D] over its own k, v [B, K, T, D]: a part over Q = G*T, to be merged."""
+    reference = partial(attend_causal, scale=scale, window=window)
+    if not takes_cudnn(k.dtype, k.shape[-1]):
+        return reference(q, k, v)
+
+    def run(q: Array, k: Array, v: Array) -> PartialAttention:
+        kinds = _cudnn_masks()
+        out, lse = _cudnn(q, k, v, scale=scale, mask_type=kinds.CAUSAL, sliding_window_length=window)
+        return PartialAttention(out, lse)
+
+    return lax.platform_dependent(q, k, v, cuda=_with_derivative(run, reference), default=reference)
+
+
+def attend_zone(q: Array, k: Array, v: Array, start: Array | None, stop: Array, *, scale: float) -> PartialAttention:
+    """Attention of a chunk's queries q [B, K, G, T, D] over the slots [start, stop) of k, v [B, K, S, D].
+
+    start is i32[B, T], a slot for each query, or None for slot 0; stop is i32[B]. The part is over Q = G*T. Keys
+    outside may hold anything; values must be finite where `start` is None.
+    """
+
+    def read(zone: tuple[Array, Array], first: Array | int, size: int) -> tuple[Array, Array]:
+        a, b = (lax.dynamic_slice_in_dim(x, first, size, axis=2) for x in zone)
+        return a, b
+
+    reference = partial(_attend_blocks, read=read, slots=k.shape[2], block=CPU_BLOCK, scale=scale)
+    if start is not None or not takes_cudnn(k.dtype, k.shape[-1]):
+        return reference(q, (k, v), start, stop)
+
+    def run(q: Array, zone: tuple[Array, Array], start: None, stop: Array) -> PartialAttention:
+        return _cudnn_part(q, *zone, stop, scale=scale)
+
+    return lax.platform_dependent(q, (k, v), start, stop, cuda=_with_derivative(run, reference), default=reference)
+
+
+def attend_blocks(
+    q: Array,
+    state: Any,
+    start: Array | None,
+    stop: Array,
+    *,
+    read: Reader,
+    slots: int,
+    unit: int,
+    scale: float,
+) -> PartialAttention:
+    """`attend_zone` over keys and values that `read` gives a block at a time, out of the `slots` slots of a store.
+
+    A block has a multiple of `unit` slots. One block is held at a time, and on a GPU the next one beside it, so that a
+    copy from host memory runs while the device attends.
+    """
+    rows = q.shape[0]
+
+    def sized(target: int) -> int:
+        return min(max(target // unit, 1) * unit, slots)
+
+    reference = partial(_attend_blocks, read=read, slots=slots, block=sized(CPU_BLOCK), scale=scale)
+    if start is not None or not takes_cudnn(q.dtype, q.shape[-1]):
+        return reference(q, state, start, stop)
+    block = sized(max(GPU_BLOCK // rows, CPU_BLOCK))
+
+    def run(q: Array, state: Any, start: None, stop: Array) -> PartialAttention:
+        return _stream(q, state, stop, read=read, slots=slots, block=block, part=partial(_cudnn_part, scale=scale))
+
+    return lax.platform_dependent(q, state, start, stop, cuda=_with_derivative(run, reference), default=reference)
+
+
+def _stream(
+    q: Array,
+    state: Any,
+    stop: Array,
+    *,
+    read: Reader,
+    slots: int,
+    block: int,
+    part: Callable[[Array, Array, Array, Array], PartialAttention],
+) -> PartialAttention:
+    """Merges `part` of every block up to the longest row; reads a block ahead of the one that is attended to."""
+    blocks = -(-jnp.max(stop) // block)
+
+    def ahead(i: Array) -> tuple[Array, Array]:
+        k, v = read(state, jnp.minimum(i * block, slots - block), block)
+        return k.astype(q.dtype), v.astype(q.dtype)
+
+    def step(i: Array, carry: tuple[tuple[Array, Array], PartialAttention]) -> Any:
+        (k, v), done = carry
+        following = ahead(jnp.minimum(i + 1, blocks - 1))
+        if slots % block:  # the last block overlaps the one before: what is done goes behind the rest
+            again = jnp.maximum(i * block - (slots - block), 0)
+            k, v = (jnp.roll(a, -again, axis=2) for a in (k, v))
+        return following, merge(done, part(q, k, v, jnp.clip(stop - i * block, 0, block)))
+
+    return lax.fori_loop(0, blocks, step, (ahead(jnp.zeros((), jnp.int32)), _nothing(q)))[1]
+
+
+def takes_cudnn(dtype: Any, head_dim: int) -> bool:
+    """Whether this process runs cuDNN attention on keys of this dtype and head size."""
+    if jax.default_backend() != "gpu" or _cudnn_call() is None:  # cuDNN's door asks for a GPU while tracing
+        return False
+    largest = 256 if float(getattr(jax.devices()[0], "compute_capability", 0)) >= 9.0 else 128
+    return dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= largest
+
+
+# --------------------------------------------------------------------------------------------------------- plain JAX
+
+
+def _attend_blocks(
+    q: Array,
+    state: Any,
+    start: Array | None,
+    stop: Array,
+    *,
+    read: Reader,
+    slots: int,
+    block: int,
+    scale: float,
+) -> PartialAttention:
+    """Holds logits of Q x block, never of Q x S, and visits only blocks that a query sees."""
+    B, K, G, T, D = q.shape
+    block = min(block, slots)
+
+    def one(q: Array, state: Any, start: Array | None, stop: Array, i: Array) -> PartialAttention:
+        first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask what is done
+        slot = (first + jnp.arange(block, dtype=jnp.int32))[None, None]
+        low = i * block if start is None else jnp.maximum(start, i * block)[..., None]
+        mask = (slot >= low) & (slot < stop[:, None, None])  # bool[B, 1 or T, block]
+        k, v = read(state, first, block)
+        v = keep_valid(v, jnp.any(mask, axis=1)[:, None])
+        seen = jnp.broadcast_to(mask[:, None, None], (B, 1, 1 if start is None else G, *mask.shape[1:]))
+        return attend_part(q.reshape(B, K, G * T, D), k, v, seen.reshape(B, 1, -1, block), scale=scale)
+
+    def run(q: Array, state: Any, start: Array | None, stop: Array) -> PartialAttention:
+        from_block = jnp.zeros((), jnp.int32) if start is None else jnp.min(start) // block
+        return lax.fori_loop(
+            from_block,
+            -(-jnp.max(stop) // block),
+            lambda i, done: merge(done, one(q, state, start, stop, i)),
+            _nothing(q),
+        )
+
+    def differentiable(q: Array, state: Any, start: Array | None, stop: Array) -> PartialAttention:
+        # A loop whose bounds are data has no reverse derivative: this one visits all blocks, and keeps none of them.
+        def step(done: PartialAttention, i: Array) -> tuple[PartialAttention, None]:
+            return merge(done, jax.checkpoint(one)(q, state, start, stop, i)), None
+
+        return lax.scan(step, _nothing(q), jnp.arange(-(-slots // block), dtype=jnp.int32))[0]
+
+    return _with_derivative(run, differentiable)(q, state, start, stop)
+
+
+def _nothing(q: Array) -> PartialAttention:
+    B, K, G, T, D = q.shape
+    return empty_part((B, K, G * T, D))
+
+
+def _with_derivative(run: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with the derivative of `reference`, which computes the same."""
+    f = jax.custom_jvp(run)
+    f.defjvp(lambda primals, tangents: (f(*primals), jax.jvp(reference, primals, tangents)[1]))
+    return f
+
+
+# Kept under grad: its inputs alone. What `platform_dependent` does not choose is differentiated too, and would hand its
+# T x T weights on as zeros; traced once for all layers, a step of 8 layers at 16384 tokens takes 7 s and not 47.
+@partial(jax.checkpoint, static_argnums=(3, 4))
+@partial(jax.jit, static_argnums=(3, 4))
+def _blocked(q: Array, k: Array, v: Array, scale: float, window: int | None) -> Array:
+    B, T, N, D = q.shape
+    K = k.shape[2]
+    part = attend_causal(group(q, K), *(jnp.swapaxes(a, 1, 2) for a in (k, v)), scale=scale, window=window)
+    return ungroup(part.out.reshape(B, K, N // K, T, D), q.dtype)
+
+
+def group(q: Array, kv_heads: int) -> Array:
+    """[B, T, N, D] as [B, K, G, T, D]."""
+    B, T, N, D = q.shape
+    return jnp.moveaxis(q.reshape(B, T, kv_heads, N // kv_heads, D), 1, 3)
+
+
+def ungroup(out: Array, dtype: Any) -> Array:
+    """[B, K, G, T, D] as [B, T, N, D]."""
+    B, K, G, T, D = out.shape
+    return jnp.moveaxis(out, 3, 1).reshape(B, T, K * G, D).astype(dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------- cuDNN
+
+
+def _cudnn_part(q: Array, k: Array, v: Array, stop: Array, *, scale: float) -> PartialAttention:
+    """Over the slots [0, stop) of k, v [B, K, S, D]; stop i32[B] may be 0."""
+    T, some = q.shape[3], (stop > 0)[:, None, None]
+    queries = jnp.full_like(stop, T, dtype=jnp.int32)
+    kind = _cudnn_masks().PADDING
+    out, lse = _cudnn(q, k, v, scale=scale, mask_type=kind, q_seqlen=queries, kv_seqlen=stop.astype(jnp.int32))
+    return PartialAttention(jnp.where(some[..., None], out, 0.0), jnp.where(some, lse, -jnp.inf))
+
+
+def _cudnn(q: Array, k: Array, v: Array, **how: Any) -> tuple[Array, Array]:
+    """f32[B, K, G*T, D] and its log-sum-exp f32[B, K, G*T] of q [B, K, G, T, D]; the products read q as k's dtype."""
+    B, K, G, T, D = q.shape
+    call = _cudnn_call()
+    assert call is not None
+    heads = q.astype(k.dtype).reshape(B, K * G, T, D)
+    out, lse = call(heads, k, v.astype(k.dtype), qkv_layout="BNTH", return_residual=True, **how)
+    return out.reshape(B, K, G * T, D).astype(jnp.float32), lse.reshape(B, K, G * T)
+
+
+@cache
+def _cudnn_call() -> Callable[..., Any] | None:
+    """cuDNN's attention with its f32 log-sum-exp, keys as [B, K, S, D]; None where this jax has none.
+
+    `jax.nn.dot_product_attention` is its public door. It rounds the log-sum-exp to the dtype of the queries, 3 % of a
+    part's weight in bfloat16, and takes keys as [B, S, K, D] alone, which costs a copy of what is stored.
+    """
+    try:
+        from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention
+    except ImportError:  # pragma: no cover (a jax that moved it)
+        return None
+    return dot_product_attention
+
+
+def _cudnn_masks() -> Any:
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType
+
+    return MaskType
