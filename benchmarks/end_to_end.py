@@ -29,7 +29,7 @@ from layers import out_of, show
 from kvjax import CacheSpec, Full, PerLayer, presets
 from kvjax.caches import Info
 from kvjax.evaluate import throughput
-from kvjax.evaluate.record import digest_json
+from kvjax.evaluate.provenance import digest_json
 from kvjax.partial import PartialAttention
 from kvjax.prompt import attend_zone
 

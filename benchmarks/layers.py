@@ -18,7 +18,7 @@ from kvjax.kernels_pallas import _common
 
 from kvjax import CacheSpec, ops
 from kvjax.caches import Full, Policy, Retrieval
-from kvjax.evaluate.record import provenance
+from kvjax.evaluate.provenance import provenance
 from kvjax.selectors import All, Paris
 
 

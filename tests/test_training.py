@@ -15,8 +15,8 @@ import pytest
 
 import kvjax
 from kvjax import models
-from kvjax.evaluate.record import digest
-from kvjax.evaluate.synthetic import FORMS
+from kvjax.evaluate.provenance import digest
+from kvjax.evaluate.tasks.generated import FORMS
 from kvjax.generation import generate
 
 ROOT = Path(__file__).parent.parent

@@ -2,7 +2,7 @@
 
 A corpus is a directory that `prepare` makes once: a tokenizer, one array of ids for each kind of text, and a card that
 says which files they came from. A row is running text, a text that repeats a passage, or a text with hidden lines and
-questions, made by the forms and the weaving of kvjax.evaluate.synthetic, so a row that asks one question is what an
+questions, made by the forms and the weaving of kvjax.evaluate.tasks, so a row that asks one question is what an
 evaluation asks. Most rows ask many: a row of 16K tokens costs the same with one answer or with fifty. A program asks
 for its variables between their assignments.
 """
@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from kvjax.evaluate.record import digest, digest_json
-from kvjax.evaluate.synthetic import DOTS, FORMS, WORDS, Hidden, weave
+from kvjax.evaluate.provenance import digest, digest_json
+from kvjax.evaluate.tasks.generated import FORMS
+from kvjax.evaluate.tasks.weaving import DOTS, WORDS, Hidden, weave
 
 NONE, TEXT, ANSWER, CHAIN, REPEAT = range(5)  # kinds of token: what the loss weighs differently
 

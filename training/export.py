@@ -21,8 +21,8 @@ from kvjax.models import DecoderConfig
 from step import decoder_config, losses, shapes, stack, unstack
 
 from kvjax import models
-from kvjax.evaluate.record import digest_json
-from kvjax.evaluate.synthetic import FORMS
+from kvjax.evaluate.provenance import digest_json
+from kvjax.evaluate.tasks.generated import FORMS
 
 SHARD_BYTES = 15 * 10**6  # of a file of the export, which is to stay below 16 MB
 

@@ -36,7 +36,7 @@ from export import export, judge
 from kvjax.models import DecoderConfig
 from step import Programs, decoder_config, flops_per_token, initial_state, make_step, shapes
 
-from kvjax.evaluate.record import provenance
+from kvjax.evaluate.provenance import provenance
 
 # --------------------------------------------------------------------------------------------------------- the schedule
 

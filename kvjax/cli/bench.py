@@ -163,7 +163,7 @@ def _model(
 ) -> tuple[Decoder, dict[str, Any]]:
     """The model, and what results say of it."""
     from kvjax import models
-    from kvjax.evaluate.record import digest, digest_json
+    from kvjax.evaluate.provenance import digest, digest_json
     from kvjax.evaluate.throughput import random_model
 
     about: dict[str, Any] = {"model": name, "dtype": kind}

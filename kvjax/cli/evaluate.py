@@ -24,7 +24,7 @@ from kvjax.cli.terminal import bar, bars, say, write
 if TYPE_CHECKING:
     from kvjax.attention import PerLayer
     from kvjax.evaluate import Task
-    from kvjax.evaluate.results import Cell
+    from kvjax.evaluate.store import Cell
 
 SAMPLES = 64
 DATA = ("longbench", "longbench-v2", "gsm8k", "ruler")
@@ -122,7 +122,7 @@ def evaluate(
         given = [name for name, value in others.items() if value is not None] + ["--quick"] * quick
         if given:
             raise ValueError(f"--report-only reads what lies in --out as it is; leave out {', '.join(given)}")
-        from kvjax.evaluate.results import read_cells
+        from kvjax.evaluate.store import read_cells
 
         _report(read_cells(out), out)
         return
@@ -136,8 +136,8 @@ def evaluate(
     import jax
 
     from kvjax import models
-    from kvjax.evaluate import runner
-    from kvjax.evaluate.record import digest
+    from kvjax.evaluate import accuracy
+    from kvjax.evaluate.provenance import digest
 
     progress = bars()
     checkpoint = without_weights(directory)
@@ -146,7 +146,7 @@ def evaluate(
         plans = []
         for one in asked:
             plans.append(
-                runner.prepare(
+                accuracy.prepare(
                     checkpoint, one, policies, dtype=kind, out=out / "results", model_digest=weights, resume=resume
                 )
             )
@@ -163,11 +163,7 @@ def evaluate(
             capacity = None if jax.default_backend() == "cpu" else max(plan.capacity for plan in plans)
             for number, plan in enumerate(plans, 1):
                 with bar(progress, plan.task.name, total=plan.total) as advance_to:
-
-                    def show(answers: int, of: int, what: str, number: int = number, plan: Any = plan) -> None:
-                        advance_to(answers, f"task {number} of {len(plans)}, {plan.task.name}: {what}")
-
-                    runner.run(loaded, plan, batch=batch, capacity=capacity, progress=show)
+                    accuracy.run(loaded, plan, batch=batch, capacity=capacity, progress=advance_to)
                 if progress.disable:  # no terminal: a line a task, for whoever reads the log
                     say(f"task {number} of {len(plans)}, {plan.task.name}: {plan.done} answers")
     _report(cells, out)
@@ -192,7 +188,7 @@ def _tasks(
     data: Path | None,
 ) -> list[Task]:
     """Every task at every length. What a task has no use for is refused."""
-    from kvjax.evaluate.tasks import TASKS
+    from kvjax.evaluate.tasks.generated import TASKS
 
     if text is not None and not text.is_file():
         raise ValueError(f"--text {text}: there is no such file")
@@ -221,10 +217,10 @@ def _tasks(
 
 def _data_tasks(asked: str, samples: int | None, data: Path | None) -> list[Task]:
     """Tasks of published files in the directory `data`: of longbench and ruler every file there, if none is named."""
-    from kvjax.evaluate.gsm8k import Gsm8k
-    from kvjax.evaluate.longbench import METRICS, LongBench, LongBenchV2
-    from kvjax.evaluate.ruler import Ruler
-    from kvjax.evaluate.tasks import First
+    from kvjax.evaluate.tasks.generated import First
+    from kvjax.evaluate.tasks.gsm8k import Gsm8k
+    from kvjax.evaluate.tasks.longbench import METRICS, LongBench, LongBenchV2
+    from kvjax.evaluate.tasks.ruler import Ruler
 
     name = asked.partition(":")[0]
     if data is None:

@@ -65,7 +65,7 @@ def perplexity(
 
     from kvjax import models
     from kvjax.evaluate import perplexity as measure
-    from kvjax.evaluate.files import read_text
+    from kvjax.evaluate.tasks.files import read_text
 
     words = read_text(text, download="--text takes a UTF-8 file of running text")
     setting = measure.Setting(lengths=lengths, steps=steps, passages=passages, batch=batch, budget=budget, share=share)

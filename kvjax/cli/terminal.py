@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,13 +31,35 @@ def bars() -> Progress:
     )
 
 
+LOG_EVERY = 30.0  # seconds, at most, between two lines of a log while work goes on
+
+
 @contextmanager
 def bar(progress: Progress, what: str, *, total: int | None = None) -> Iterator[Any]:
-    """A bar while the block runs; yields a function that sets how much is done and, if given, the words beside it."""
+    """A bar while the block runs; yields a function of what is done, of how much, and what is being done now.
+
+    Where there is no terminal, a line goes to stderr instead: one when the block has run for LOG_EVERY seconds, and so
+    on, each with the latest that is known, whether or not anything was reported since.
+    """
+    latest, over = [what], threading.Event()
     task = progress.add_task(what, total=total)
+
+    def advance_to(done: int, of: int | None = None, now: str | None = None) -> None:
+        progress.update(task, completed=done, total=of, description=f"{what}: {now}" if now else what)
+        latest[0] = f"{what}: {done}" + (f" of {of}" if of is not None else "") + (f", {now}" if now else "")
+
+    def log() -> None:
+        begin = time.monotonic()
+        while not over.wait(LOG_EVERY):
+            say(f"{latest[0]} ({time.monotonic() - begin:.0f} s)")
+
+    logger = threading.Thread(target=log, daemon=True) if progress.disable else None
+    if logger is not None:
+        logger.start()
     try:
-        yield lambda done, now=None: progress.update(task, completed=done, description=now)
+        yield advance_to
     finally:
+        over.set()
         progress.remove_task(task)
 
 

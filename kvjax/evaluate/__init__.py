@@ -1,5 +1,5 @@
-"""What each method keeps and loses, shown on a model: tasks, measurements of selectors, throughput, reports."""
+"""What each method keeps and loses, shown on a model: tasks, perplexity, recall of selectors, throughput, reports."""
 
-from kvjax.evaluate.task import Example, Task
+from kvjax.evaluate.tasks import Example, Task
 
 __all__ = ["Example", "Task"]

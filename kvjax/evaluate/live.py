@@ -14,7 +14,7 @@ Queries of prompts are not kept; `capture` decodes the tokens that are to be mea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -29,6 +29,7 @@ from jax.typing import ArrayLike
 
 from kvjax.attention import Cache, init, raise_on_overflow
 from kvjax.caches import Full, FullState, Info
+from kvjax.evaluate.store import Progress
 from kvjax.generation import Model, generate, prefill
 from kvjax.partial import PartialAttention
 from kvjax.sampling import Sampling
@@ -212,12 +213,13 @@ def capture(
     *,
     lengths: Sequence[int],
     steps: int,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Live:
     """Live queries of a text: the `steps` tokens that end at each of `lengths` are decoded, all others prefilled.
 
     `checkpoint` is a `kvjax.models.Checkpoint`, or anything with its `model` and `config.layers`. tokens i32[B, S], of
-    which the longest of `lengths` are read; full attention throughout. `progress` is called with the tokens done.
+    which the longest of `lengths` are read; full attention throughout. `progress` is called with the tokens done and
+    all of them.
 
     Raises:
       ValueError: lengths that do not rise by `steps` at least, or reach beyond the text or the model's positions.
@@ -245,7 +247,7 @@ def capture(
         held = end
         if progress is not None:
             jax.block_until_ready(cache)
-            progress(held)
+            progress(held, ends[-1], "tokens read")
     return read(cache)
 
 

@@ -32,7 +32,7 @@ from jax.typing import DTypeLike
 from kvjax.attention import Cache, PerLayer, init, raise_on_overflow
 from kvjax.evaluate import prompt
 from kvjax.evaluate.plots import labels, new_figure, style
-from kvjax.evaluate.record import digest, digest_json, provenance, replace_file
+from kvjax.evaluate.provenance import digest, digest_json, provenance, replace_file
 from kvjax.generation import Model
 from kvjax.models import Checkpoint
 from kvjax.request import check_fit

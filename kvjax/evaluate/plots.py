@@ -6,11 +6,12 @@ colours, in a panel of their own. Lines are named where they end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
 from kvjax.presets import REGISTRY
 
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from kvjax.evaluate.recall import Reads
     from kvjax.evaluate.report import Block
-    from kvjax.evaluate.results import Cell
+    from kvjax.evaluate.store import Cell
 
 # Okabe and Ito's colours, which people with any colour vision tell apart, darker ones for lines; then greys.
 COLOURS = {
@@ -89,6 +91,9 @@ def labels(methods: Sequence[str]) -> dict[str, str]:
     return short
 
 
+# ----------------------------------------------------------------------------------------- scores of an evaluation
+
+
 def by_budget(panels: Sequence[Block]) -> Figure:
     """Mean score by budget, a line a method with intervals of 95 %, a panel a length; dashed for those without one."""
     panels = [block for whole in panels for block in _uncrowded(whole) if block.budgets]
@@ -155,16 +160,9 @@ def spread(places: Sequence[float], *, gap: float, top: float) -> list[float]:
     >>> [round(y, 3) for y in spread([0.5, 0.5, 0.9, 1.0], gap=0.1, top=0.95)]
     [0.45, 0.55, 0.85, 0.95]
     """
-    # Isotonic regression of the places less the gaps below them, by pooling neighbours that fall.
-    pools: list[tuple[float, int]] = []
-    for i, place in enumerate(places):
-        mean, count = place - i * gap, 1
-        while pools and pools[-1][0] > mean:
-            before, size = pools.pop()
-            mean, count = (mean * count + before * size) / (count + size), count + size
-        pools.append((mean, count))
-    flat = [mean for mean, count in pools for _ in range(count)]
-    return [min(mean, top - (len(flat) - 1) * gap) + i * gap for i, mean in enumerate(flat)]
+    steps = gap * np.arange(len(places))  # what is left of rising places without them need not rise
+    flat = isotonic_regression(np.asarray(places) - steps).x if len(places) else steps
+    return (np.minimum(flat, top - (len(places) - 1) * gap) + steps).tolist()
 
 
 def depths(blocks: Sequence[Block]) -> list[float]:
@@ -254,3 +252,67 @@ def _short(length: int | None) -> str:
 def _title(panels: Sequence[Block]) -> str:
     samples = list(dict.fromkeys(block.samples for block in panels))
     return f"{panels[0].title} · {panels[0].cells[0].head['model']['name']} · n = {' / '.join(samples)}"
+
+
+# ------------------------------------------------------------------------------------------------ recall of selectors
+
+WORDS: dict[str, str] = {
+    "recall": "set recall",
+    "head_recall": "set recall by query head",
+    "mass": "attention mass",
+    "error": "relative error of the output",
+    "mass_past_sinks": "attention mass past the first 2 tokens",
+    "top": "share of the most attended tokens",
+    "outputs": "L1 error of the output",
+    "weights": "L1 error of the weights",
+}
+
+
+CHOICE = ("head_recall", "mass", "error")  # what a comparison of choices shows
+
+
+def recall_by_length(found: Mapping[str, Reads]) -> Figure:
+    """Recall, mass and error of each policy by the length of the context."""
+    figure, axes = panels(3, height=3.6)
+    short = labels(list(found))
+    for axis, kind in zip(axes, ("recall", "mass", "error"), strict=True):
+        for name, seen in found.items():
+            places = seen.by_length()
+            means = [_known_mean(getattr(seen, kind)[:, at]) for at in places.values()]
+            axis.plot(list(places), means, label=short[name], markersize=4, **style(name, list(found)))
+        axis.set(xlabel="context (tokens)", ylabel=WORDS[kind], ylim=(0, None) if kind == "error" else (0, 1.02))
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}K" if x >= 1024 else f"{x:g}")
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 5), frameon=False)
+    return figure
+
+
+def dots(found: Mapping[str, Any], kinds: Sequence[str]) -> Figure:
+    """The mean of each of `kinds` for each policy, one panel a kind."""
+    figure, axes = panels(len(kinds), height=1.2 + 0.28 * len(found), share=True)
+    at = np.arange(len(found))[::-1]
+    for axis, kind in zip(axes, kinds, strict=True):
+        values = [_known_mean(getattr(seen, kind)) for seen in found.values()]
+        axis.hlines(at, 0, values, color=COLOURS["exact"], linewidth=1)
+        axis.plot(values, at, "o", color=COLOURS["fier"])
+        for x, y in zip(values, at, strict=True):
+            axis.annotate(f"{x:.3g}", (x, y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
+        axis.set(xlabel=WORDS[kind], xlim=(0, 1.25 * max([v for v in values if v == v], default=1.0)))
+        axis.set_yticks(at, list(found))
+    return figure
+
+
+def panels(count: int, *, height: float, share: bool = False) -> tuple[Figure, Sequence[Axes]]:
+    """`count` axes in a row, without a frame at the top and right."""
+    figure = new_figure(max(4.0 * count, 5.0), height)
+    axes = figure.subplots(1, count, squeeze=False, sharey=share)[0]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    return figure, axes
+
+
+def _known_mean(a: np.ndarray) -> float:
+    known = a[~np.isnan(a)]
+    return float(known.mean()) if known.size else float("nan")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.evaluate.record import replace_file
-from kvjax.evaluate.results import Cell
+from kvjax.evaluate.provenance import replace_file
+from kvjax.evaluate.store import Cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -34,7 +34,7 @@ from jax.typing import DTypeLike
 
 from kvjax.attention import Cache, LayerCache, PerLayer, init, raise_on_overflow
 from kvjax.evaluate.plots import new_figure, style
-from kvjax.evaluate.record import provenance, replace_file
+from kvjax.evaluate.provenance import provenance, replace_file
 from kvjax.generation import Stream, _prefill_chunk, chunk_size, prefill, warm_up
 from kvjax.memory import nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig

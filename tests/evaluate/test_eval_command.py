@@ -134,7 +134,7 @@ def test_budgets_lengths_and_pools_make_cells_of_what_takes_them(run, checkpoint
         if len(seen) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvjax.evaluate.runner.run", stop)
+    monkeypatch.setattr("kvjax.evaluate.accuracy.run", stop)
     caches = ("--cache", "full", "--cache", "fier:group=16", "--cache", "snapkv:window=8", "--budget", "16,32")
     tasks = ("--task", "pass_key", "--task", "needles:hidden=2", "--length", "300,400", "--samples", 1)
     code, _, _ = run(checkpoint, *caches, *tasks, "--group-reduce", "mean_softmax,per_head", "--out", tmp_path)

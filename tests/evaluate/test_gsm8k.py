@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvjax.evaluate.gsm8k import Gsm8k
+from kvjax.evaluate.tasks.gsm8k import Gsm8k
 
 TRAIN = [{"question": f"What is {i} + 1?", "answer": f"{i}+1=<<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"} for i in range(9)]
 TEST = [{"question": "What is 600 + 400?", "answer": "It is 1,000.\n#### 1,000"}]

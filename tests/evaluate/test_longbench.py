@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvjax.evaluate.longbench import METRICS, LongBench, LongBenchV2, answer_letter
+from kvjax.evaluate.tasks.longbench import METRICS, LongBench, LongBenchV2, answer_letter
 
 PROMPTS = {name: "{context}\n\nQuestion: {input}\nAnswer:" for name in METRICS} | {"gov_report": "Sum up: {context}"}
 

@@ -5,7 +5,7 @@ from decimal import Decimal
 
 import pytest
 
-from kvjax.evaluate import metrics
+from kvjax.evaluate.tasks import metrics
 
 
 def test_f1_counts_repeated_words_once_each():

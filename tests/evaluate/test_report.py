@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.evaluate import plots, report
-from kvjax.evaluate.results import Cell, read_cells
+from kvjax.evaluate.store import Cell, read_cells
 from kvjax.presets import REGISTRY
 
 KEY = {"versions": {"jax": "1.2.3"}, "dtype": "float32", "device": "cpu", "model": "abc"}

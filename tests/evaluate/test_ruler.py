@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvjax.evaluate.ruler import Ruler
+from kvjax.evaluate.tasks.ruler import Ruler
 
 
 def write(path, *records):

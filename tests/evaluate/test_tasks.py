@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 from transformers import AutoTokenizer
 
-from kvjax.evaluate.record import digest_json
-from kvjax.evaluate.tasks import TASKS, made_text
+from kvjax.evaluate.provenance import digest_json
+from kvjax.evaluate.tasks.generated import TASKS, made_text
 from tests.checkpoint import write_checkpoint
 
 LENGTH = 1200

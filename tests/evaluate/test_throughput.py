@@ -15,7 +15,7 @@ import kvjax
 from kvjax import presets
 from kvjax.cli import main
 from kvjax.evaluate import throughput
-from kvjax.evaluate.record import digest_json
+from kvjax.evaluate.provenance import digest_json
 from kvjax.evaluate.throughput import Workload
 
 CONFIG = DecoderConfig(

@@ -8,7 +8,8 @@ import pytest
 
 from kvjax import models, presets
 from kvjax.attention import init
-from kvjax.evaluate.synthetic import FORMS, weave
+from kvjax.evaluate.tasks.generated import FORMS
+from kvjax.evaluate.tasks.weaving import weave
 from kvjax.generation import generate
 
 LENGTH = 512

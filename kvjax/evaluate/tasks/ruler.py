@@ -1,6 +1,6 @@
 """RULER from the JSONL files that its generator writes, for those who want its very examples.
 
-`kvjax.evaluate.synthetic` makes tasks of the same kinds for a model of any vocabulary; these files are made by
+`kvjax.evaluate.tasks` makes tasks of the same kinds for a model of any vocabulary; these files are made by
 RULER's scripts for one tokenizer and one length, and hold the model's chat template already.
 """
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvjax.evaluate import metrics
-from kvjax.evaluate.files import STRINGS, Fields, digests, read_jsonl
-from kvjax.evaluate.task import Example
+from kvjax.evaluate.tasks import metrics
+from kvjax.evaluate.tasks.files import STRINGS, Fields, digests, read_jsonl
+from kvjax.evaluate.tasks.protocol import Example
 
 # The tokens that RULER lets each kind of task generate. A task's name starts with its kind: niah_multikey_1, qa_2.
 NEW_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}

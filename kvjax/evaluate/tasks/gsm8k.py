@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvjax.evaluate import metrics
-from kvjax.evaluate.files import digests, read_jsonl
-from kvjax.evaluate.task import Example
+from kvjax.evaluate.tasks import metrics
+from kvjax.evaluate.tasks.files import digests, read_jsonl
+from kvjax.evaluate.tasks.protocol import Example
 from kvjax.spec import require_int
 
 _FIELDS = {"question": str, "answer": str}

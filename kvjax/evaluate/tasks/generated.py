@@ -1,4 +1,4 @@
-"""Tasks of generated questions, by name: `synthetic`'s forms with a length, a number of samples and a seed.
+"""Tasks of generated questions, by name: a form with a length, a number of samples and a seed.
 
 `length` is what a model has to hold, prompt and answer, so a task of 16384 is for a model of 16384 positions. Each
 sample draws from its own generator, named by form, length, seed and number: more samples add to those of fewer.
@@ -17,11 +17,25 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.evaluate.record import digest
-from kvjax.evaluate.synthetic import DOTS, FORMS, Hidden, Woven, weave
-from kvjax.evaluate.task import Example, Task
+from kvjax.evaluate.provenance import digest
+from kvjax.evaluate.tasks import needles as needles_file
+from kvjax.evaluate.tasks import variables as variables_file
+from kvjax.evaluate.tasks import words as words_file
+from kvjax.evaluate.tasks.protocol import Example, Task
+from kvjax.evaluate.tasks.weaving import DOTS, Hidden, Woven, weave
 from kvjax.spec import require_int
 
+FORMS: dict[str, Callable[..., Hidden]] = {
+    form.__name__: form
+    for form in (
+        needles_file.pass_key,
+        needles_file.needles,
+        needles_file.key_value,
+        variables_file.variables,
+        words_file.frequent_words,
+        words_file.common_words,
+    )
+}
 TITLES = {
     "pass_key": "pass key",
     "needles": "{asked} of {hidden} needles",

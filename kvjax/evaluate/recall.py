@@ -11,9 +11,11 @@ So four numbers go together: set recall, the mass that the tokens read hold, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +29,10 @@ from kvjax.caches import Info, Observer, Policy, Retrieval, RetrievalState
 from kvjax.caches.policy import lowest_visible
 from kvjax.demotion import Fifo
 from kvjax.evaluate.live import Live, adjacent
-from kvjax.layouts import whole_units
+from kvjax.evaluate.provenance import digest, provenance, replace_file
+from kvjax.evaluate.store import Progress
+from kvjax.evaluate.tasks.files import read_text
+from kvjax.models import Checkpoint
 from kvjax.partial import group_queries
 from kvjax.rotate import SUBSPACE
 from kvjax.selection import GROUP_REDUCES, Selection, membership, reduce_scores, set_recall
@@ -37,7 +42,11 @@ from kvjax.spec import CacheSpec
 
 @dataclass(frozen=True)
 class Reads:
-    """What a policy read at T live steps of L layers and B rows. NaN where a policy chooses nothing."""
+    """What a policy read at T live steps of L layers and B rows.
+
+    Recall is NaN where there was nothing to choose: a policy without a selector, or no tokens beside sink and local
+    window. It is 0 where a selector could choose and did not, and below 1 where its pages cannot fill the budget.
+    """
 
     lengths: np.ndarray  # i[T] tokens that each step's query sees
     recall: (
@@ -51,19 +60,21 @@ class Reads:
 
     def row(self) -> dict[str, float]:
         """Means over everything, for a table."""
-        return {field.name: _mean(getattr(self, field.name)) for field in fields(self) if field.name != "lengths"}
+        return {field.name: mean_known(getattr(self, field.name)) for field in fields(self) if field.name != "lengths"}
 
     def summary(self) -> dict[str, Any]:
         """Means as JSON: over everything, and by layer, by layer and head, by length."""
         kinds = ("recall", "head_recall", "mass", "error")
         by_length = {}
         for length, steps in self.by_length().items():
-            by_length[length] = {kind: _mean(getattr(self, kind)[:, steps]) for kind in (*kinds, "attended", "bytes")}
+            by_length[length] = {
+                kind: mean_known(getattr(self, kind)[:, steps]) for kind in (*kinds, "attended", "bytes")
+            }
         return {
             "mean": self.row(),
-            "by_layer": {kind: [_mean(a) for a in getattr(self, kind)] for kind in kinds},
+            "by_layer": {kind: [mean_known(a) for a in getattr(self, kind)] for kind in kinds},
             "by_layer_and_head": {
-                kind: [[_mean(a[..., head]) for head in range(a.shape[-1])] for a in getattr(self, kind)]
+                kind: [[mean_known(a[..., head]) for head in range(a.shape[-1])] for a in getattr(self, kind)]
                 for kind in ("head_recall", "mass")
             },
             "by_length": by_length,
@@ -80,13 +91,14 @@ def reads(
     *,
     top: int | None = None,
     prompt: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Reads:
     """Drives `policy` through the live steps of all layers.
 
     Each run of adjacent steps starts from the context before it, stored as one prompt; or, with `prompt`, as that many
     tokens first and the rest after, for selectors that learn from a prompt. `top` is how many exact tokens recall asks
-    for; by default as many as the policy chooses beside sink and local window.
+    for; by default as many as the budget leaves beside sink and local window, whether or not the selector's pages
+    divide that number. `progress` is called with runs of steps done, all of them, and the layer.
 
     Cost: of each step, one of the policy and one of full attention; holds the cache of one layer.
 
@@ -111,7 +123,7 @@ def reads(
             seen = _run(cache, q, layer.k, layer.v, start, scale=layer.scale, window=layer.window, top=top)
             steps.append(jax.tree.map(np.asarray, seen))
             if progress is not None:
-                progress(i * len(runs) + len(steps))
+                progress(i * len(runs) + len(steps), len(live.layers) * len(runs), f"layer {i}")
         seen = jax.tree.map(lambda *parts: np.concatenate(parts), *steps)
         found.append(seen._replace(read=_bytes(one, layer.spec, seen)))
     whole: _Step = jax.tree.map(lambda *layers: np.stack(_same_heads(layers)), *found)
@@ -210,14 +222,17 @@ def _chosen(
     slot = jnp.arange(S)[None, None, None]
     free = visible & (slot >= in_store) & (slot < (st.length - policy.local)[:, None, None, None])
     assert policy.budget is not None
-    count = whole_units(policy.budget - policy.sink - policy.local, policy.selector.unit) if top is None else top
-    count = min(count, S)
+    count = min(policy.budget - policy.sink - policy.local if top is None else top, S)
     pooled = reduce_scores([(logits, free)], policy.selector.group_reduce)
     wanted, own = (ops.top_k(scores, free, count) for scores in (pooled, logits))
     attended = membership(got, S) | (visible & ~free)
+
+    def recall(wanted: Selection) -> Array:
+        return jnp.where(jnp.any(wanted.valid, axis=-1), set_recall(got, wanted, S), jnp.nan)
+
     return seen._replace(
-        recall=set_recall(got, wanted, S).reshape(B, -1),
-        head_recall=jnp.broadcast_to(set_recall(got, own, S), (B, K, G)).reshape(B, -1),
+        recall=recall(wanted).reshape(B, -1),
+        head_recall=jnp.broadcast_to(recall(own), (B, K, G)).reshape(B, -1),
         mass=jnp.sum(jnp.where(attended, weights, 0.0), axis=-1).reshape(B, -1),
         fetched=jnp.sum(valid & ~past, axis=(2, 3), dtype=jnp.float32),
         held=held,
@@ -247,7 +262,7 @@ def _same_heads(layers: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
     return [a if a.shape[-1] == heads else a[..., :heads] for a in layers] if layers[0].ndim == 3 else layers
 
 
-def _mean(a: np.ndarray) -> float:
+def mean_known(a: np.ndarray) -> float:
     known = a[~np.isnan(a)]
     return round(float(known.mean()), 5) if known.size else float("nan")
 
@@ -262,35 +277,26 @@ def selectors(budget: int) -> dict[str, Policy]:
     Tokens are indexed in chunks of 32 or as pages, so that nearly all of a choice is the index's.
     """
     return {
-        "Exact": _retrieval(Exact(), budget),
-        "Fier": _retrieval(Fier(), budget),
-        "Paris": _retrieval(Paris(), budget),
-        "MinMaxPages 16": _retrieval(MinMaxPages(page=16), budget),
-        "MinMaxPages 32": _retrieval(MinMaxPages(page=32), budget),
-        "CentrePages 32": _retrieval(CentrePages(page=32), budget),
+        "exact": retrieval(Exact(), budget),
+        "fier": retrieval(Fier(), budget),
+        "pariskv": retrieval(Paris(), budget),
+        "quest": retrieval(MinMaxPages(page=16), budget),
+        "quest:page=32": retrieval(MinMaxPages(page=32), budget),
+        "centre_pages:page=32": retrieval(CentrePages(page=32), budget),
     }
 
 
-def groups(budget: int, sizes: Sequence[int] = (32, 64, 128, 256)) -> dict[str, Policy]:
-    """FIER by group size beside Quest, each query head choosing for itself as in the papers (FIER, Fig. 6, Table 4).
-
-    Chunks of FIER have the size of the largest group.
-    """
-    fier = {f"Fier g={g}": _retrieval(Fier(group=g, group_reduce="per_head"), budget, leave=max(sizes)) for g in sizes}
-    return {**fier, "Quest": _retrieval(MinMaxPages(page=16, group_reduce="per_head"), budget)}
-
-
-def pools(budget: int) -> dict[str, Policy]:
+def group_reduces(budget: int) -> dict[str, Policy]:
     """FIER and Quest under each rule of pooling over a GQA group, and with a choice for each query head."""
     made: dict[str, Policy] = {}
     for group_reduce in GROUP_REDUCES:
         rule: Any = group_reduce
-        made[f"Fier {group_reduce}"] = _retrieval(Fier(group_reduce=rule), budget)
-        made[f"Quest {group_reduce}"] = _retrieval(MinMaxPages(page=16, group_reduce=rule), budget)
+        made[f"fier:group_reduce={group_reduce}"] = retrieval(Fier(group_reduce=rule), budget)
+        made[f"quest:group_reduce={group_reduce}"] = retrieval(MinMaxPages(page=16, group_reduce=rule), budget)
     return made
 
 
-def _retrieval(selector: Selector, budget: int, *, leave: int = 32) -> Retrieval:
+def retrieval(selector: Selector, budget: int, *, leave: int = 32) -> Retrieval:
     """Pages are indexed as soon as they are full: tokens that wait compete by exact scores, which lie below the bounds
     of pages, so a Quest that lets many wait loses its newest tokens."""
     demote = Fifo(leave=leave if selector.unit == 1 else selector.unit)
@@ -301,63 +307,75 @@ def compare(
     live: Live,
     policies: Mapping[str, Policy | PerLayer],
     *,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
     **settings: Any,
 ) -> dict[str, Reads]:
-    """`reads` of each policy by name."""
+    """`reads` of each policy by name. `progress` is called with policies done, all of them, and the next one's name."""
     found = {}
-    for name, policy in policies.items():
+    for done, (name, policy) in enumerate(policies.items()):
         if progress is not None:
-            progress(name)
+            progress(done, len(policies), name)
         found[name] = reads(live, policy, **settings)
     return found
 
 
-# ------------------------------------------------------------------------------------------ queries of adjacent steps
+# --------------------------------------------------------------------------------------------------- text in, table out
+
+COLUMNS = {  # of a table, for help and captions
+    "recall": "share of the exact top tokens that were read, by the rule that a GQA group shares",
+    "head_recall": "share of each query head's own exact top tokens that were read",
+    "mass": "share of the softmax mass that the tokens read hold, sink and local window included",
+    "error": "relative error of the attention output",
+    "attended": "tokens read a step and KV head",
+    "bytes": "bytes read a step and layer: keys, values and index",
+}
 
 
-@dataclass(frozen=True)
-class Turns:
-    """How far queries turn from step to step, as FreeKV's correction sees it."""
-
-    cosines: np.ndarray  # f[L, T, B, K] mean over the group of cosine(q_t, q_{t-1}), for each pair of adjacent steps
-
-    def corrected(self, tau: float) -> tuple[float, float]:
-        """Shares of (step, kv head) below `tau`, and of (step, layer) where any head is: FreeKV then selects anew."""
-        below = self.cosines < tau
-        return float(below.mean()), float(below.any(axis=-1).mean())
-
-    def summary(self, taus: Sequence[float] = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)) -> dict[str, Any]:
-        """Quantiles by layer, and corrected shares by tau, as JSON."""
-        at = (0.05, 0.25, 0.5, 0.75, 0.95)
-        quantiles = np.quantile(self.cosines.reshape(len(self.cosines), -1), at, axis=-1).T
-        return {
-            "quantiles": list(at),
-            "cosine_by_layer": quantiles.round(5).tolist(),
-            "mean_by_layer": [_mean(layer) for layer in self.cosines],
-            "corrected_heads": {str(tau): round(self.corrected(tau)[0], 5) for tau in taus},
-            "corrected_steps": {str(tau): round(self.corrected(tau)[1], 5) for tau in taus},
-            "corrected_heads_by_layer": {
-                str(tau): [round(float((layer < tau).mean()), 5) for layer in self.cosines] for tau in taus
-            },
-        }
-
-
-def turns(live: Live) -> Turns:
-    """The cosine of each live query to the one of the step before, by kv head.
+def read_tokens(checkpoint: Checkpoint, text: Path, length: int) -> list[int]:
+    """The first `length` tokens of a UTF-8 file.
 
     Raises:
-      ValueError: no two recorded steps are adjacent.
+      ValueError: it has fewer.
     """
-    first = np.flatnonzero(np.diff(live.positions) == 1)
-    if not len(first):
-        raise ValueError("turns needs steps at adjacent positions; capture with steps=2 or more")
-    cosines = []
-    for layer in live.layers:
-        B = layer.q.shape[0]
-        q = np.asarray(layer.q, np.float32)
-        q = q / np.maximum(np.linalg.norm(q, axis=-1, keepdims=True), np.finfo(np.float32).tiny)
-        each = np.sum(q[:, first] * q[:, first + 1], axis=-1)  # [B, T, N]
-        grouped = each.reshape(B, len(first), layer.k.shape[1], -1).mean(axis=-1)
-        cosines.append(np.clip(np.moveaxis(grouped, 1, 0), -1.0, 1.0))
-    return Turns(np.stack(cosines))
+    words = read_text(text, download="--text takes a UTF-8 file with a long text")
+    tokens = checkpoint.tokenizer(words, verbose=False)["input_ids"][:length]
+    if len(tokens) < length:
+        raise ValueError(f"--text {text} has {len(tokens)} tokens, fewer than --length {length}; give a longer one")
+    return tokens
+
+
+def about(directory: Path, text: Path, dtype: str, lengths: Sequence[int], steps: int) -> dict[str, Any]:
+    """What made a measurement, for the head of its file; JSON."""
+    return {
+        **provenance(),
+        "model": {"name": directory.resolve().name, "digest": digest(directory)},
+        "text": {"name": text.name, "digest": digest(text)},
+        "dtype": dtype,
+        "lengths": list(lengths),
+        "steps": steps,
+    }
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of rows that have the same keys; "-" where a number is not known."""
+    titles = list(rows[0])
+
+    def cell(value: Any) -> str:
+        if not isinstance(value, float):
+            return str(value)
+        return "-" if value != value else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+    lines = [titles, ["---"] * len(titles), *([cell(row[t]) for t in titles] for row in rows)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def write(
+    out: Path, kind: str, head: Mapping[str, Any], results: Mapping[str, Any], table: str, figure: Any
+) -> list[Path]:
+    """Writes measure_KIND.json, .md and .svg to the folder `out`, and returns their paths."""
+    paths = [out / f"measure_{kind}.{suffix}" for suffix in ("json", "md", "svg")]
+    content = json.dumps({**head, "measure": kind, "results": results}, indent=1).replace("NaN", "null")
+    replace_file(paths[0], content + "\n")
+    replace_file(paths[1], table)
+    figure.savefig(paths[2])
+    return paths

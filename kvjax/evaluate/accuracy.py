@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,9 +27,9 @@ from jax import Array
 from kvjax.attention import Cache, PerLayer, init
 from kvjax.caches import Policy
 from kvjax.evaluate import prompt
-from kvjax.evaluate.record import digest, digest_json, provenance
-from kvjax.evaluate.results import Cell, read_cell
-from kvjax.evaluate.task import Example, Task
+from kvjax.evaluate.provenance import digest, digest_json, provenance
+from kvjax.evaluate.store import Cell, Progress, read_cell
+from kvjax.evaluate.tasks.protocol import Example, Task
 from kvjax.generation import decode
 from kvjax.models import Checkpoint
 from kvjax.spec import CacheSpec, require_int
@@ -37,8 +37,6 @@ from kvjax.spec import CacheSpec, require_int
 FORMAT = 1  # of the files, and of what the runner does with a prompt and an answer
 CAPACITY_STEP = 128  # capacities are multiples of it, so that near lengths share programs
 PIECE = 32  # tokens, at most, decoded between two looks for the end of an answer
-
-Progress = Callable[[int, int, str], None]  # answers there are, of how many, and what is being done
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
-from kvjax.evaluate.record import digest_json, replace_file
+from kvjax.evaluate.provenance import digest_json, replace_file
 from kvjax.presets import REGISTRY
+
+# Called with how much is done, of how much, and what is being done now.
+Progress = Callable[[int, int, str], None]
 
 
 @dataclass
@@ -145,10 +149,10 @@ def interval(scores: np.ndarray) -> tuple[float | None, float | None]:
     if n == 0:
         return None, None
     if np.isin(scores, (0.0, 1.0)).all():
-        z, p = 1.959963984540054, float(np.mean(scores))
-        middle, reach = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        # Clipped, for at p = 0 and p = 1 rounding leaves a little beyond the ends.
-        return max(0.0, (middle - reach) / (1 + z * z / n)), min(1.0, (middle + reach) / (1 + z * z / n))
-    draws = np.random.default_rng(0).choice(scores, size=(2000, n)).mean(axis=1)
-    low, high = np.quantile(draws, (0.025, 0.975))
-    return float(low), float(high)
+        found = stats.binomtest(int(scores.sum()), n).proportion_ci(method="wilson")
+    elif n == 1:
+        return float(scores[0]), float(scores[0])
+    else:
+        drawn = {"n_resamples": 2000, "method": "percentile", "rng": np.random.default_rng(0)}
+        found = stats.bootstrap((scores,), np.mean, **drawn).confidence_interval
+    return float(found.low), float(found.high)

@@ -9,9 +9,9 @@ import pytest
 
 import kvjax
 from kvjax import models, presets
-from kvjax.evaluate import Example, runner
-from kvjax.evaluate.results import interval, read_cell
-from kvjax.evaluate.runner import evaluate, prepare
+from kvjax.evaluate import Example, accuracy
+from kvjax.evaluate.accuracy import evaluate, prepare
+from kvjax.evaluate.store import interval, read_cell
 from kvjax.generation import generate
 from tests.checkpoint import LAYERS, POSITIONS, write_checkpoint
 
@@ -165,7 +165,7 @@ def test_intervals():
 
 def test_a_killed_run_goes_on_where_it_stopped(checkpoint, task, finished, tmp_path, monkeypatch):
     calls = []
-    decode = runner._decode
+    decode = accuracy._decode
 
     def counting(checkpoint, cache, logits, task, active):
         if len(calls) == 3:  # between the two caches of the second batch
@@ -173,7 +173,7 @@ def test_a_killed_run_goes_on_where_it_stopped(checkpoint, task, finished, tmp_p
         calls.append(int(active.sum()))
         return decode(checkpoint, cache, logits, task, active)
 
-    monkeypatch.setattr(runner, "_decode", counting)
+    monkeypatch.setattr(accuracy, "_decode", counting)
     with pytest.raises(KeyboardInterrupt):
         whole_run(checkpoint, task, tmp_path)
     assert calls == [2, 2, 2]
@@ -183,7 +183,7 @@ def test_a_killed_run_goes_on_where_it_stopped(checkpoint, task, finished, tmp_p
     for name, cell in finished[1].items():
         assert answers(cells[name]) == answers(cell)
         np.testing.assert_allclose(cells[name].attended, cell.attended, rtol=1e-6)
-    monkeypatch.setattr(runner.prompt, "read", lambda *args: pytest.fail("a finished run prefills nothing"))
+    monkeypatch.setattr(accuracy.prompt, "read", lambda *args: pytest.fail("a finished run prefills nothing"))
     assert whole_run(checkpoint, task, tmp_path)["full"].summary() == cells["full"].summary()
 
 
@@ -194,13 +194,13 @@ def test_plans_may_share_a_capacity(checkpoint, task, monkeypatch):
         seen.append(cache.spec.capacity)
         return [("", 1)] * len(active), [1.0] * LAYERS, 1
 
-    monkeypatch.setattr(runner, "_decode", decode)
+    monkeypatch.setattr(accuracy, "_decode", decode)
     plan = prepare(checkpoint, task, {"full": CACHES["full"]}, dtype="float32")
     assert plan.capacity == 384
-    runner.run(checkpoint, plan, batch=2)
+    accuracy.run(checkpoint, plan, batch=2)
     assert set(seen) == {384}
     plan = prepare(checkpoint, task, {"full": CACHES["full"]}, dtype="float32")
-    runner.run(checkpoint, plan, batch=2, capacity=512)
+    accuracy.run(checkpoint, plan, batch=2, capacity=512)
     assert set(seen) == {384, 512}
 
 
@@ -256,12 +256,12 @@ def test_the_key_changes_with_everything_that_could_change_an_answer(checkpoint,
         "model": digest(checkpoint=dataclasses.replace(checkpoint, directory=other)),
         "stop tokens": digest(checkpoint=dataclasses.replace(checkpoint, stop_tokens=(3,))),
     }
-    made = runner.provenance()
+    made = accuracy.provenance()
     for name, value in {"source": "x", "versions": {"jax": "0"}, "backend": "gpu", "device": "x"}.items():
-        monkeypatch.setattr(runner, "provenance", lambda name=name, value=value: {**made, name: value})
+        monkeypatch.setattr(accuracy, "provenance", lambda name=name, value=value: {**made, name: value})
         keys[name] = digest()
     assert len(set(keys.values())) == len(keys), keys
-    monkeypatch.setattr(runner, "provenance", lambda: {**made, "date": "another"})
+    monkeypatch.setattr(accuracy, "provenance", lambda: {**made, "date": "another"})
     assert digest() == keys["nothing"]
 
 
@@ -288,7 +288,7 @@ def long_task(**changes):
 
 @pytest.fixture
 def long_text(monkeypatch):
-    monkeypatch.setattr("tests.evaluate.test_runner.TEXT", "".join(map(chr, range(97, 123))) * 40)
+    monkeypatch.setattr("tests.evaluate.test_accuracy.TEXT", "".join(map(chr, range(97, 123))) * 40)
 
 
 def test_a_prompt_without_room_is_refused_before_anything_runs(checkpoint, long_text):

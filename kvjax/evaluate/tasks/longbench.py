@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvjax.evaluate import metrics
-from kvjax.evaluate.files import STRINGS, Fields, check_records, digests, read_json, read_jsonl, read_text
-from kvjax.evaluate.task import Example
+from kvjax.evaluate.tasks import metrics
+from kvjax.evaluate.tasks.files import STRINGS, Fields, check_records, digests, read_json, read_jsonl, read_text
+from kvjax.evaluate.tasks.protocol import Example
 
 # Which metric LongBench gives each data set: its name in tables, and the function.
 _F1 = ("F1", metrics.f1)

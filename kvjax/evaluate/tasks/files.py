@@ -11,7 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any
 
-from kvjax.evaluate.record import digest
+from kvjax.evaluate.provenance import digest
 
 STRINGS = "a list of one or more strings"  # numbers count as what they are written as
 Fields = Mapping[str, type | UnionType | str]  # the fields that a record must have, and what they hold

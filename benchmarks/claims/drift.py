@@ -10,7 +10,7 @@ centroids of the prompt, and with centroids learnt anew from all of the text so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple, get_args
@@ -24,7 +24,8 @@ from kvjax.blocks import write
 from kvjax.caches import Retrieval
 from kvjax.demotion import Fifo
 from kvjax.evaluate.live import Live
-from kvjax.evaluate.measure import Reads, reads
+from kvjax.evaluate.recall import Reads, reads
+from kvjax.evaluate.store import Progress
 from kvjax.selection import GroupReduce, require_group_reduce
 from kvjax.selectors import Paris, Selector
 from kvjax.selectors.paris import TIERS
@@ -181,7 +182,7 @@ def drift(
     prompt: int,
     candidates: int = 2048,
     rounds: int = 10,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Reads]:
     """Recall of the exact top 100 of the history along `live`, of indexes that know the first `prompt` tokens at first.
 
@@ -205,15 +206,15 @@ def drift(
     for name, made in learnt.items():
         cases |= {f"{name}, prompt": (made, prompt), f"{name}, anew": (made, None)}
     found = {}
-    for name, (made, first) in cases.items():
+    for done, (name, (made, first)) in enumerate(cases.items()):
         if progress is not None:
-            progress(name)
+            progress(done, len(cases), name)
         found[name] = reads(live, made, top=TOP, prompt=first)
     return found
 
 
 def ablation(
-    live: Live, *, shares: Sequence[float] = (0.05, 0.1, 0.25, 0.5, 1.0), progress: Callable[[str], None] | None = None
+    live: Live, *, shares: Sequence[float] = (0.05, 0.1, 0.25, 0.5, 1.0), progress: Progress | None = None
 ) -> dict[str, Reads]:
     """ParisKV's parts: alpha-correction on and off, both forms of voting, and recall by the share of candidates.
 
@@ -228,8 +229,8 @@ def ablation(
     cases |= {f"candidates {share:g}": Paris(candidates=max(TOP, round(share * longest))) for share in shares}
     cases["all reranked, no alpha-correction"] = Paris(candidates=longest, correct=False)
     found = {}
-    for name, selector in cases.items():
+    for done, (name, selector) in enumerate(cases.items()):
         if progress is not None:
-            progress(name)
+            progress(done, len(cases), name)
         found[name] = reads(live, replace(base, selector=selector), top=TOP)
     return found

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from kvjax.evaluate.synthetic import DOTS, FORMS, WORDS, Hidden, weave
+from kvjax.evaluate.tasks.generated import FORMS
+from kvjax.evaluate.tasks.weaving import DOTS, WORDS, Hidden, weave
 from tests.checkpoint import BOS, write_checkpoint
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
@@ -135,7 +136,7 @@ def test_the_excerpt_is_the_text_read_on_from_some_place_and_round_again(tokeniz
 
 def test_seeds_hold_across_processes():
     code = (
-        "import random; from kvjax.evaluate.synthetic import FORMS\n"
+        "import random; from kvjax.evaluate.tasks.generated import FORMS\n"
         f"small = {SMALL!r}\n"
         "for f in FORMS.values(): print(f(random.Random('a 7'), **small.get(f.__name__, {})))"
     )

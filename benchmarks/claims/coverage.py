@@ -24,7 +24,8 @@ from kvjax import presets
 from kvjax.caches import Retrieval
 from kvjax.demotion import Fifo, plan
 from kvjax.evaluate.live import Live, LiveLayer
-from kvjax.evaluate.measure import exact_logits
+from kvjax.evaluate.recall import exact_logits
+from kvjax.evaluate.store import Progress
 
 SINKS = 2  # first tokens that the second coverage leaves out: they draw attention whatever they say
 
@@ -231,7 +232,7 @@ def _mask(positions: Callable[[int], np.ndarray]) -> Mask:
 
 
 def logquant(
-    live: Live, *, window: int = 42, bits: tuple[int, ...] = (2, 4), progress: Callable[[str], None] | None = None
+    live: Live, *, window: int = 42, bits: tuple[int, ...] = (2, 4), progress: Progress | None = None
 ) -> dict[str, Kept]:
     """Coverage and loss of LogQuant's pattern beside a window, StreamingLLM's and recent attention's, 2W to 3W exact.
 
@@ -256,8 +257,8 @@ def logquant(
         assert isinstance(kivi, Retrieval)
         cases[f"KIVI, {n} bits"] = (of_policy(kivi), kivi)
     found = {}
-    for name, (mask, policy) in cases.items():
+    for done, (name, (mask, policy)) in enumerate(cases.items()):
         if progress is not None:
-            progress(name)
+            progress(done, len(cases), name)
         found[name] = keep(live, mask, policy)
     return found

@@ -1,0 +1,122 @@
+"""Measures what papers claim, on live queries and keys of a model.
+
+    python -m benchmarks.claims [MODEL_DIR] --text book.txt --what queries,drift --out folder
+
+groups: FIER's recall by layer and head and by group size, beside Quest. queries: cosine of adjacent queries, and what
+FreeKV would correct. logquant: coverage and loss by which tokens stay exact. drift: recall while the model writes, of
+indexes learnt from the prompt and of ParisKV. paris: alpha-correction, voting and candidates of ParisKV.
+
+drift and paris follow the model while it writes at temperature 1, the others a given text. A table goes to stdout, and
+with --out measure_WHAT.json, .md and .svg to a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.claims import coverage, drift, figures
+from benchmarks.claims.groups import groups
+from benchmarks.claims.queries import Turns, turns
+from kvjax import models
+from kvjax.evaluate import recall
+from kvjax.evaluate.live import Live, capture, capture_generated
+from kvjax.evaluate.plots import dots
+from kvjax.sampling import sampling
+
+FOLLOWED = ("groups", "queries", "logquant")
+WRITTEN = ("drift", "paris")
+WHATS = (*FOLLOWED, *WRITTEN)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", nargs="?", type=Path, default=None, help="default: the shipped model")
+    parser.add_argument("--text", type=Path, required=True, help="UTF-8 file with a long text that the model never saw")
+    parser.add_argument("--what", default=",".join(WHATS), help="with commas between; default all")
+    parser.add_argument("--length", default="1024,2048,4096", help="tokens of context, rising")
+    parser.add_argument("--steps", type=int, default=32, help="live queries at each length, adjacent")
+    parser.add_argument("--budget", type=int, default=256, help="tokens that a step reads a KV head")
+    parser.add_argument("--new-tokens", type=int, default=None, help="of drift and paris; default: as many as the text")
+    parser.add_argument("--window", type=int, default=42, help="of logquant: 2W to 3W tokens are exact")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    parser.add_argument("--out", type=Path, default=None)
+    given = parser.parse_args(args)
+    kinds, lengths = given.what.split(","), [int(part) for part in given.length.split(",")]
+    if unknown := set(kinds) - set(WHATS):
+        parser.error(f"--what {', '.join(unknown)} must be of {', '.join(WHATS)}")
+    directory = given.model_dir or models.shipped()
+    checkpoint = models.load(directory, dtype=given.dtype)
+    tokens = recall.read_tokens(checkpoint, given.text, lengths[-1])
+    new = given.new_tokens
+    if new is None:
+        new = min(lengths[-1], (checkpoint.config.max_positions or 2 * lengths[-1]) - lengths[-1])
+    if set(kinds) & set(WRITTEN) and new < given.steps:
+        parser.error(f"--new-tokens {new} are fewer than --steps {given.steps}")
+
+    live: dict[bool, Live] = {}
+    if set(kinds) & set(FOLLOWED):
+        live[False] = capture(checkpoint, [tokens], lengths=lengths, steps=given.steps)
+    if set(kinds) & set(WRITTEN):
+        key = jax.random.key(given.seed)
+        written, _ = capture_generated(checkpoint, [tokens], steps=new, sampling=sampling(1.0), key=key)
+        live[True] = written.windows(min(9, new // given.steps), given.steps)
+    head = recall.about(directory, given.text, given.dtype, lengths, given.steps)
+    for kind in kinds:
+        settings, found, figure = measure(kind, live[kind in WRITTEN], given.budget, lengths[-1], given.window)
+        if kind in WRITTEN:
+            settings |= {"prompt": lengths[-1], "new_tokens": new, "temperature": 1.0, "seed": given.seed}
+        table = recall.markdown(rows(found))
+        print(f"{kind}\n\n{table}", flush=True)
+        if given.out is not None:
+            results = {name: one.summary() for name, one in found.items()}
+            recall.write(given.out, kind, {**head, **settings}, results, table, figure)
+    return 0
+
+
+def measure(
+    kind: str, live: Live, budget: int, prompt: int, window: int
+) -> tuple[dict[str, Any], Mapping[str, Any], Any]:
+    """Settings, results by name, and the figure."""
+
+    def note(done: int, total: int, name: str) -> None:
+        print(f"{kind}: {done} of {total}, {name}", file=sys.stderr, flush=True)
+
+    if kind == "groups":
+        found: Any = recall.compare(live, groups(budget), progress=note)
+        return {"budget": budget}, found, figures.maps(found)
+    if kind == "queries":
+        turned = turns(live)
+        return {}, {"cosine of adjacent queries": turned}, figures.turning(turned)
+    if kind == "logquant":
+        found = coverage.logquant(live, window=window, progress=note)
+        return {"window": window}, found, dots(found, ("mass", "top", "weights", "outputs"))
+    if kind == "drift":
+        found = drift.drift(live, prompt=prompt, progress=note)
+        return {}, found, figures.drifting(found, prompt=prompt)
+    found = drift.ablation(live, progress=note)
+    return {}, found, dots(found, ("recall", "mass", "error"))
+
+
+def rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row a case; of turns, a row a threshold tau."""
+    made = []
+    for name, one in found.items():
+        if isinstance(one, Turns):
+            shares = one.summary()
+            for tau, heads in shares["corrected_heads"].items():
+                steps = shares["corrected_steps"][tau]
+                made.append({"tau": tau, "heads corrected": heads, "layers and steps corrected": steps})
+        else:
+            made.append({"": name, **one.row()})
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

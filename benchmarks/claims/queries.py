@@ -1,0 +1,59 @@
+"""How far queries turn from step to step: FreeKV reuses a recall while they hardly do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvjax.evaluate.live import Live
+from kvjax.evaluate.recall import mean_known
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How far queries turn from step to step, as FreeKV's correction sees it."""
+
+    cosines: np.ndarray  # f[L, T, B, K] mean over the group of cosine(q_t, q_{t-1}), for each pair of adjacent steps
+
+    def corrected(self, tau: float) -> tuple[float, float]:
+        """Shares of (step, kv head) below `tau`, and of (step, layer) where any head is: FreeKV then selects anew."""
+        below = self.cosines < tau
+        return float(below.mean()), float(below.any(axis=-1).mean())
+
+    def summary(self, taus: Sequence[float] = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)) -> dict[str, Any]:
+        """Quantiles by layer, and corrected shares by tau, as JSON."""
+        at = (0.05, 0.25, 0.5, 0.75, 0.95)
+        quantiles = np.quantile(self.cosines.reshape(len(self.cosines), -1), at, axis=-1).T
+        return {
+            "quantiles": list(at),
+            "cosine_by_layer": quantiles.round(5).tolist(),
+            "mean_by_layer": [mean_known(layer) for layer in self.cosines],
+            "corrected_heads": {str(tau): round(self.corrected(tau)[0], 5) for tau in taus},
+            "corrected_steps": {str(tau): round(self.corrected(tau)[1], 5) for tau in taus},
+            "corrected_heads_by_layer": {
+                str(tau): [round(float((layer < tau).mean()), 5) for layer in self.cosines] for tau in taus
+            },
+        }
+
+
+def turns(live: Live) -> Turns:
+    """The cosine of each live query to the one of the step before, by kv head.
+
+    Raises:
+      ValueError: no two recorded steps are adjacent.
+    """
+    first = np.flatnonzero(np.diff(live.positions) == 1)
+    if not len(first):
+        raise ValueError("turns needs steps at adjacent positions; capture with steps=2 or more")
+    cosines = []
+    for layer in live.layers:
+        B = layer.q.shape[0]
+        q = np.asarray(layer.q, np.float32)
+        q = q / np.maximum(np.linalg.norm(q, axis=-1, keepdims=True), np.finfo(np.float32).tiny)
+        each = np.sum(q[:, first] * q[:, first + 1], axis=-1)  # [B, T, N]
+        grouped = each.reshape(B, len(first), layer.k.shape[1], -1).mean(axis=-1)
+        cosines.append(np.clip(np.moveaxis(grouped, 1, 0), -1.0, 1.0))
+    return Turns(np.stack(cosines))

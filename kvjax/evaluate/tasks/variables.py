@@ -1,0 +1,38 @@
+"""Variable chains: a number is handed on from variable to variable, and a cache must keep every link.
+
+**Source:** variable tracking of RULER (Hsieh et al. 2024), made anew from its description.
+"""
+
+from __future__ import annotations
+
+import random
+
+from kvjax.evaluate.tasks.weaving import WORDS, Hidden, draw_numbers, require_at_most
+from kvjax.spec import require_int
+
+
+def variables(rng: random.Random, *, chains: int = 1, hops: int = 2) -> Hidden:
+    """`chains` numbers, each handed on `hops` times from variable to variable; the last of one chain is asked for.
+
+    **Differs:** RULER asks for all variables of a value; here one value is asked for, so that an answer is one number
+    whatever the number of hops.
+
+    >>> made = variables(random.Random(0), chains=1, hops=1)
+    >>> made.lines, made.question, made.answers
+    (('VAR plate = 15306', 'VAR rocket = plate'), 'The value of rocket is ', ('15306',))
+    """
+    require_int("variables(chains=...)", chains, at_least=1)
+    require_int("variables(hops=...)", hops, at_least=0)
+    require_at_most("variables(chains * (hops + 1))", chains * (hops + 1), len(WORDS))
+    names, values = rng.sample(WORDS, chains * (hops + 1)), draw_numbers(rng, chains)
+    pending = []
+    for i, value in enumerate(values):
+        own = names[i * (hops + 1) : (i + 1) * (hops + 1)]
+        pending.append([f"VAR {name} = {of}" for name, of in zip(own, (value, *own), strict=False)])
+    order = [i for i, chain in enumerate(pending) for _ in chain]
+    rng.shuffle(order)  # chains mix, and each keeps its order
+    lines = tuple(pending[i].pop(0) for i in order)
+    asked = rng.randrange(chains)
+    question = f"The value of {names[asked * (hops + 1) + hops]} is "
+    holding = tuple(line for line, chain in enumerate(order) if chain == asked)
+    return Hidden(lines, question, (values[asked],), {"chains": chains, "hops": hops}, holding)
