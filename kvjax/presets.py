@@ -5,6 +5,7 @@ A preset returns the policies of all layers of a model. Its docstring says where
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from kvjax.schedules import Speculative
 from kvjax.selection import GroupReduce
 from kvjax.selectors import All, Exact, Fier, MinMaxPages, Paris
 from kvjax.selectors.paris import Votes
+from kvjax.settings import read_settings
 from kvjax.spec import require_int
 from kvjax.stores import Dense, HostOffload, Quantized, Store
 from kvjax.stores.quantized import KeyAxis
@@ -347,3 +349,56 @@ def find(name: str) -> Preset:
     near = nearest(name, REGISTRY)
     hint = f"did you mean {near!r}? There" if near else "there"
     raise ValueError(f"unknown cache {shown(name)}; {hint} are {', '.join(REGISTRY)}")
+
+
+def parse(text: str) -> PerLayer:
+    """The policies that a text names: a preset, and settings of it if need be.
+
+    >>> parse("fier:budget=256,group=16") == fier(256, group=16)
+    True
+
+    Raises:
+      ValueError: an unknown preset, with the nearest one; a setting that the preset does not have.
+    """
+    return parse_with_budget(text)[0]
+
+
+def parse_with_budget(
+    text: str, budget: int | None = None, *, where: str = "cache", budget_where: str = "budget="
+) -> tuple[PerLayer, int | None]:
+    """`parse`, and the budget of the preset if it has one. `budget` is one that was given beside the text.
+
+    `where` and `budget_where` name the two in error messages.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"{where} must be text such as 'fier:budget=256', got {shown(text)}")
+    preset = find(text.partition(":")[0].strip())
+    settings = read_settings(text, preset.make, where=where)
+    if budget is not None:
+        if not preset.has_budget:
+            have = ", ".join(p.name for p in REGISTRY.values() if p.has_budget)
+            raise ValueError(
+                f"{budget_where} {budget}: the cache {preset.name!r} has no budget; leave it out, or use one of {have}"
+            )
+        if settings.get("budget", budget) != budget:
+            raise ValueError(f"{where} {text} and {budget_where} {budget} set two budgets; give one")
+        settings["budget"] = budget
+    policies = preset.make(**settings)
+    if not preset.has_budget:
+        return policies, None
+    return policies, settings.get("budget", inspect.signature(preset.make).parameters["budget"].default)
+
+
+def check_reaches(policies: PerLayer, layers: int, name: str) -> None:
+    """Raises ValueError where the dense layers of a preset are all the layers of the model.
+
+    >>> check_reaches(fier(64, dense_layers=2), 2, "fier")
+    Traceback (most recent call last):
+        ...
+    ValueError: fier keeps the first 2 layers full and the model has 2, so no layer uses it; set dense_layers below 2
+    """
+    if len(policies.first) >= layers and policies.rest not in policies.first[:layers]:
+        raise ValueError(
+            f"{name} keeps the first {len(policies.first)} layers full and the model has {layers}, so no layer uses "
+            f"it; set dense_layers below {layers}"
+        )

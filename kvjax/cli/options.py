@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -77,36 +76,14 @@ def make_policy(cache: str, budget: int | None = None) -> tuple[PerLayer, int | 
     """
     from kvjax import presets
 
-    name = cache.partition(":")[0]
-    preset = presets.find(name)
-    settings = settings_of("--cache", cache, preset.make)
-    if budget is not None:
-        if not preset.has_budget:
-            have = ", ".join(p.name for p in presets.REGISTRY.values() if p.has_budget)
-            raise ValueError(f"--budget {budget}: the cache {name!r} has no budget; leave it out, or use one of {have}")
-        settings["budget"] = budget
-    if not preset.has_budget:
-        return preset.make(**settings), None
-    return preset.make(**settings), settings.get("budget", inspect.signature(preset.make).parameters["budget"].default)
+    return presets.parse_with_budget(cache, budget, where="--cache", budget_where="--budget")
 
 
 def settings_of(option: str, given: str, make: Callable[..., Any]) -> dict[str, Any]:
-    """What follows the name in "NAME:SETTING=VALUE,...", settings that `make` takes; values as Python writes them."""
-    name, _, rest = given.partition(":")
-    parameters = inspect.signature(make).parameters.values()
-    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    settings: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
-        if key not in known or not equals:
-            raise ValueError(
-                f"{option} {given}: {part!r} sets nothing of {name}; write NAME=VALUE, of {', '.join(known) or 'none'}"
-            )
-        try:
-            settings[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            settings[key] = value
-    return settings
+    """What follows the name in "NAME:SETTING=VALUE,...", settings that `make` takes."""
+    from kvjax.settings import read_settings
+
+    return read_settings(given, make, where=option)
 
 
 def has_group_reduce(preset: Preset) -> bool:
