@@ -14,7 +14,7 @@ pytree of arrays). A model calls `kvjax.attention` where attention was:
 """
 
 from importlib import import_module
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from kvjax import memory, presets
 from kvjax.attention import (
@@ -43,7 +43,8 @@ from kvjax.caches import (
 )
 from kvjax.demotion import Demotion, Fifo, LogSparse
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
-from kvjax.generation import generate, stream
+from kvjax.generation import decode, generate, prefill, stream
+from kvjax.ops import explain
 from kvjax.partial import PartialAttention, attend_part, merge
 from kvjax.schedules import EveryStep, Schedule, Speculative
 from kvjax.selection import Selection
@@ -51,14 +52,27 @@ from kvjax.selectors import All, CentrePages, Exact, Fier, MinMaxPages, Paris, S
 from kvjax.spec import CacheSpec
 from kvjax.stores import Dense, HostOffload, Quantized, Store
 
+if TYPE_CHECKING:
+    from kvjax.saving import restore, save
+
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> ModuleType:
-    """`kvjax.models`, loaded on first use: it takes flax, which a cache does not need."""
-    if name == "models":
-        return import_module("kvjax.models")
+# Loaded on first use: `models` takes flax, and a save takes orbax, which a cache in memory does not need.
+_LAZY_MODULES = ("models", "testing")
+_LAZY = {"save": "kvjax.saving", "restore": "kvjax.saving"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY_MODULES:
+        return import_module(f"kvjax.{name}")
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, *_LAZY_MODULES})
 
 
 __all__ = [
@@ -103,6 +117,8 @@ __all__ = [
     "attend_part",
     "attention",
     "attention_info",
+    "decode",
+    "explain",
     "flush",
     "generate",
     "init",
@@ -110,7 +126,10 @@ __all__ = [
     "insert",
     "memory",
     "merge",
+    "prefill",
     "presets",
     "raise_on_overflow",
+    "restore",
+    "save",
     "stream",
 ]

@@ -76,6 +76,26 @@ def sampling(temperature: Any = 0.0, *, top_k: Any = None, top_p: Any = None, mi
     return Sampling(temperature=heat, top_k=k, top_p=p, min_p=least)
 
 
+def requested_sampling(temperature: Any = None, *, top_k: Any = None, top_p: Any = None, min_p: Any = None) -> Sampling:
+    """`sampling` for settings that a person gave: without a temperature it is greedy, and filters are refused.
+
+    >>> requested_sampling(top_p=0.9)
+    Traceback (most recent call last):
+        ...
+    ValueError: top_p=0.9 filters draws, but without a temperature nothing is drawn; give temperature too, as 1.0
+    """
+    if temperature is None:
+        given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value} filters draws, but without a temperature nothing is drawn; give temperature too, "
+                    "as 1.0"
+                )
+        return Sampling()
+    return sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+
+
 def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
     """The next token i32[B] of each row, from logits f32[B, V].
 

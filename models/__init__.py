@@ -9,8 +9,21 @@ if __name__ == "models":
     raise ImportError("this folder is the package kvjax.models: write `import kvjax.models`, not `import models`")
 
 from . import rope
+from .checkpoint import Checkpoint, Completion
 from .config import DecoderConfig, Family, Weight
 from .decoder import Decoder
-from .weights import FAMILIES, Checkpoint, load, save, shipped
+from .weights import FAMILIES, load, save, shipped
 
-__all__ = ["FAMILIES", "Checkpoint", "Decoder", "DecoderConfig", "Family", "Weight", "load", "rope", "save", "shipped"]
+__all__ = [
+    "FAMILIES",
+    "Checkpoint",
+    "Completion",
+    "Decoder",
+    "DecoderConfig",
+    "Family",
+    "Weight",
+    "load",
+    "rope",
+    "save",
+    "shipped",
+]

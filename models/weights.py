@@ -12,12 +12,10 @@ before anything else, so what cannot be said in the format is refused and not lo
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from .checkpoint import Checkpoint
 from .config import DecoderConfig, Family, Fields, Weight
 from .decoder import Decoder, param_dtype
 from .llama import LLAMA
@@ -41,61 +40,6 @@ FAMILIES: dict[str, Family] = {f.model_type: f for f in (LLAMA, MISTRAL, QWEN2, 
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors spells them
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer.tiktoken")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A model that was loaded from a directory, and what its directory says about text."""
-
-    model: Decoder
-    config: DecoderConfig
-    stop_tokens: tuple[int, ...]  # ids that end a text: of generation_config.json, else of config.json
-    directory: Path
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer, by transformers, on first use.
-
-        Raises:
-          FileNotFoundError: the directory has no tokenizer files.
-          ValueError: transformers cannot read them.
-        """
-        if not any((self.directory / name).is_file() for name in _TOKENIZER_FILES):
-            raise FileNotFoundError(
-                f"{self.directory} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy tokenizer.json and "
-                "tokenizer_config.json of the model there, or pass token ids"
-            )
-        with _without_torch_advice():
-            from transformers import AutoTokenizer
-
-            try:
-                return AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True)
-            except Exception as error:
-                raise ValueError(f"transformers cannot read the tokenizer in {self.directory}: {error}") from error
-
-    def apply_chat(self, messages: str | Sequence[Mapping[str, Any]], *, answer: bool = True) -> list[int]:
-        """Token ids of a conversation in the model's chat template; a string is one message of the user.
-
-        `answer` ends with what introduces the model's turn.
-
-        Raises:
-          ValueError: the tokenizer has no chat template, or the template refuses the messages.
-        """
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        if self.tokenizer.chat_template is None:
-            raise ValueError(
-                f"the tokenizer in {self.directory} has no chat template, so this is no chat model; pass the text "
-                "itself as the prompt"
-            )
-        try:
-            ids = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=answer, tokenize=True, return_dict=False
-            )
-        except Exception as error:
-            raise ValueError(f"the chat template in {self.directory} refuses the messages: {error}") from error
-        return [int(i) for i in ids]
 
 
 def shipped() -> Path:
@@ -458,18 +402,3 @@ def _no_weights(directory: Path) -> Exception:
             "safe_serialization=True)"
         )
     return FileNotFoundError(f"{directory} has neither {_SINGLE} nor {_INDEX}; download the weights")
-
-
-@contextmanager
-def _without_torch_advice() -> Iterator[None]:
-    """Silences the notice of transformers that torch is not there, which nobody here needs."""
-    logger = logging.getLogger("transformers")
-
-    def keep(record: logging.LogRecord) -> bool:
-        return "PyTorch was not found" not in record.getMessage()
-
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)

@@ -6,12 +6,19 @@ import pkgutil
 
 import pytest
 
-import kvjax
+# Where the package is not installed, models and kernels lie in folders of their own, which a walk does not find.
+APART = ("kvjax.kernels_pallas", "kvjax.models")
 
-MODULES = ["kvjax", *sorted(m.name for m in pkgutil.walk_packages(kvjax.__path__, "kvjax."))]
+
+def modules() -> list[str]:
+    found = {"kvjax", *APART}
+    for name in ("kvjax", *APART):
+        path = importlib.import_module(name).__path__
+        found |= {module.name for module in pkgutil.walk_packages(path, f"{name}.")}
+    return sorted(found)
 
 
-@pytest.mark.parametrize("name", [*MODULES, "kvjax.kernels_pallas", "kvjax.models"])
+@pytest.mark.parametrize("name", modules())
 def test_examples_of(name):
     failed, _ = doctest.testmod(importlib.import_module(name))
     assert not failed, "the report is in the captured output"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -306,3 +309,35 @@ def test_nbytes_counts_all_layers_where_they_lie() -> None:
     assert made.nbytes.device == 2 * made.layers[0].nbytes.device
     assert made.nbytes.total == sum(leaf.nbytes for leaf in jax.tree.leaves(made))
     assert str(made.nbytes) == "64.0 KiB on the device"
+
+
+# -------------------------------------------------------------------------------------------------------- front door
+
+
+def test_every_name_of_the_front_door_is_there() -> None:
+    for name in (*kvjax.__all__, "models", "testing"):
+        assert getattr(kvjax, name) is not None
+        assert name in dir(kvjax)
+    with pytest.raises(AttributeError, match="module 'kvjax' has no attribute 'sav'"):
+        kvjax.sav  # noqa: B018
+
+
+def test_texts_name_what_exists() -> None:
+    """Every `kvjax.name` that a docstring, comment or message of the package writes can be reached."""
+    root = Path(kvjax.__file__).parent
+    files = [path for folder in (root, *map(Path, models.__path__)) for path in folder.rglob("*.py")]
+    named = {found for file in files for found in re.findall(r"`kvjax\.(\w+(?:\.\w+)*)", file.read_text())}
+    assert len(named) > 10
+    for name in sorted(named):
+        there: Any = kvjax
+        for part in name.split("."):
+            try:
+                there = getattr(there, part)
+            except AttributeError:
+                there = importlib.import_module(f"{there.__name__}.{part}")
+
+
+def test_import_needs_neither_flax_nor_orbax() -> None:
+    program = "import sys, kvjax; print(sorted({'flax', 'orbax', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,380 @@
+"""A checkpoint that was loaded: the model, its tokenizer, and text in and out of it.
+
+    checkpoint = kvjax.models.load("directory")
+    checkpoint.generate("Once upon a time", cache="fier:budget=256", max_new_tokens=40).text
+
+`generate` and `stream` know what the functions of the same names in `kvjax` ask for: the capacity that a prompt needs,
+the layers, the stop tokens. Code of the checkpoint's own is never run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+import kvjax
+from kvjax import presets
+from kvjax.attention import Cache, PerLayer
+from kvjax.caches import Policy
+from kvjax.generation import Generation, Stream, generate, stream
+from kvjax.request import check_fit
+from kvjax.sampling import Sampling, requested_sampling
+from kvjax.spec import require_int
+from kvjax.text import Detokenizer
+from kvjax.validation import shown
+
+from .config import DecoderConfig, Fields
+from .decoder import Decoder
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer.tiktoken")
+NEW_TOKENS = 128  # by default, or what the model's positions leave
+CAPACITY_STEP = 128  # capacities are multiples of it, so that near lengths share a program
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]  # {"role": ..., "content": ...} of each turn
+Prompt: TypeAlias = str | Messages
+
+
+@dataclass(frozen=True, repr=False)
+class Completion:
+    """What `Checkpoint.generate` returns: the new text and tokens of each prompt, and the cache that holds them."""
+
+    texts: list[str]  # new text of each prompt
+    prompt_lengths: list[int]  # tokens of each prompt
+    generation: Generation
+
+    @property
+    def text(self) -> str:
+        """The new text of the one prompt.
+
+        Raises:
+          ValueError: there were several; use `texts`.
+        """
+        return self._only(self.texts, "texts")
+
+    @property
+    def tokens(self) -> list[int]:
+        """The new token ids of the one prompt, a stop token included; `rows` has those of several."""
+        return self._only(self.rows, "rows")
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The new token ids of each prompt."""
+        return self.generation.rows
+
+    @property
+    def cache(self) -> Cache:
+        """Holds the prompts and all new tokens."""
+        return self.generation.cache
+
+    @property
+    def attended(self) -> np.ndarray:
+        """f32[L] tokens that a decode step attended to, mean over steps and KV heads, of each layer."""
+        assert self.generation.attended is not None
+        return self.generation.attended
+
+    def _only(self, found: list[Any], plural: str) -> Any:
+        if len(found) != 1:
+            raise ValueError(f"there were {len(found)} prompts; use .{plural}, which has an entry for each")
+        return found[0]
+
+    def __repr__(self) -> str:
+        short = [text if len(text) <= 60 else f"{text[:57]}..." for text in self.texts[:4]]
+        more = f", and {len(self.texts) - 4} more" if len(self.texts) > 4 else ""
+        return (
+            f"Completion({', '.join(map(repr, short))}{more}; {sum(map(len, self.rows))} new tokens, "
+            f"{float(np.mean(self.attended)):.1f} attended a step)"
+        )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that was loaded from a directory, and what its directory says about text."""
+
+    model: Decoder
+    config: DecoderConfig
+    stop_tokens: tuple[int, ...]  # ids that end a text: of generation_config.json, else of config.json
+    directory: Path
+
+    def __repr__(self) -> str:
+        sizes = f"{self.config.layers} layers, {self.config.max_positions or 'unlimited'} positions"
+        return f"Checkpoint({str(self.directory)!r}; {sizes})"
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, by transformers, on first use.
+
+        Raises:
+          FileNotFoundError: the directory has no tokenizer files.
+          ValueError: transformers cannot read them, or they ask to run code of the checkpoint's own.
+        """
+        if not any((self.directory / name).is_file() for name in TOKENIZER_FILES):
+            raise FileNotFoundError(
+                f"{self.directory} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy tokenizer.json and "
+                "tokenizer_config.json of the model there, or pass token ids"
+            )
+        _refuse_own_code(self.directory)
+        with _without_torch_advice():
+            from transformers import AutoTokenizer
+
+            try:
+                return AutoTokenizer.from_pretrained(
+                    str(self.directory), local_files_only=True, trust_remote_code=False
+                )
+            except Exception as error:
+                raise ValueError(f"transformers cannot read the tokenizer in {self.directory}: {error}") from error
+
+    def apply_chat(self, messages: Prompt, *, answer: bool = True) -> list[int]:
+        """Token ids of a conversation in the model's chat template; a string is one message of the user.
+
+        `answer` ends with what introduces the model's turn.
+
+        Raises:
+          ValueError: the tokenizer has no chat template, or the template refuses the messages.
+        """
+        ids = self._template(messages, answer, tokenize=True, return_dict=False)
+        return [int(i) for i in ids]
+
+    def render_chat(self, messages: Prompt, *, answer: bool = True) -> str:
+        """`apply_chat` as text."""
+        return str(self._template(messages, answer, tokenize=False))
+
+    def _template(self, messages: Prompt, answer: bool, **settings: Any) -> Any:
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        if self.tokenizer.chat_template is None:
+            raise ValueError(
+                f"the tokenizer in {self.directory} has no chat template, so this is no chat model; pass the text "
+                "itself as the prompt"
+            )
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=answer, **settings)
+        except Exception as error:
+            raise ValueError(f"the chat template in {self.directory} refuses the messages: {error}") from error
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer puts around it, or of chat messages.
+
+        Raises:
+          ValueError: no token comes of it; or see `apply_chat`.
+        """
+        ids = list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else self.apply_chat(prompt)
+        if not ids:
+            raise ValueError("the prompt is empty: the tokenizer makes no token of it; give at least one character")
+        return [int(i) for i in ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        text = Detokenizer(self.tokenizer)
+        return text.push(ids) + text.finish()
+
+    def init_cache(
+        self, cache: str | Policy | PerLayer = "full", *, capacity: int, batch: int = 1, dtype: DTypeLike | None = None
+    ) -> Cache:
+        """An empty cache for this model; `cache` is a policy, or text as `kvjax.presets.parse` reads it."""
+        policies = presets.parse(cache) if isinstance(cache, str) else cache
+        if isinstance(policies, PerLayer):
+            name = cache if isinstance(cache, str) else "the policy"
+            presets.check_reaches(policies, self.config.layers, name)
+        spec = self.model.spec(batch=batch, capacity=capacity, dtype=dtype)
+        return kvjax.init(policies, spec, layers=self.config.layers)
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        *,
+        cache: str | Policy | PerLayer = "full",
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        key: Array | None = None,
+        stop_tokens: Sequence[int] | None = None,
+        capacity: int | None = None,
+    ) -> Completion:
+        """Continues a text, answers chat messages, or does so for a list of either, decoding through a KV cache.
+
+        >>> from kvjax import models
+        >>> checkpoint = models.load(models.shipped())
+        >>> text = "The pass key is 71432. Remember it.\\nWhat is the pass key? The pass key is "
+        >>> checkpoint.generate(text, cache="fier:budget=32", max_new_tokens=5).text
+        '71432'
+
+        Args:
+          prompt: text · chat messages, each with "role" and "content" · a list of texts or of such conversations.
+          cache: a policy such as `kvjax.presets.fier(256)`, or its text: "fier:budget=256".
+          max_new_tokens: 128 by default, or what the model's positions leave.
+          temperature, top_k, top_p, min_p: greedy without a temperature; see `kvjax.sampling`.
+          seed, key: of the draws, one of the two; seed 0 by default.
+          stop_tokens: those of the checkpoint by default.
+          capacity: tokens that the cache can hold; by default what this call needs.
+
+        Raises:
+          ValueError: an unknown cache, a prompt that does not fit, chat messages without a chat template.
+        """
+        prompts = _as_list(prompt)
+        run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens)
+        draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
+        done = generate(self.model, run.cache, run.rows, sampling=draw, key=key, measure=True, **run.settings)
+        return Completion([self.decode(row) for row in done.rows], [len(row) for row in run.rows], done)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        cache: str | Policy | PerLayer = "full",
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        key: Array | None = None,
+        stop_tokens: Sequence[int] | None = None,
+        capacity: int | None = None,
+    ) -> Stream:
+        """`generate` of one prompt as an iterator over pieces of text, which never cut a character.
+
+        The prompt is read by this call, so errors come before the first piece. Between pieces the returned
+        `kvjax.generation.Stream` tells `rows`, `cache` and `attended`.
+        """
+        prompts = _as_list(prompt)
+        if len(prompts) != 1:
+            raise ValueError(f"stream takes one prompt, got {len(prompts)}; call generate for several")
+        run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens)
+        draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
+        return stream(
+            self.model,
+            run.cache,
+            run.rows,
+            sampling=draw,
+            key=key,
+            measure=True,
+            tokenizer=self.tokenizer,
+            **run.settings,
+        )
+
+    def _request(
+        self,
+        prompts: list[Prompt],
+        cache: str | Policy | PerLayer,
+        max_new_tokens: int | None,
+        capacity: int | None,
+        stop_tokens: Sequence[int] | None,
+    ) -> _Request:
+        if isinstance(cache, str):
+            presets.parse(cache)  # its errors come before the tokenizer is loaded
+        rows = [self.encode(prompt) for prompt in prompts]
+        longest, positions = max(map(len, rows)), self.config.max_positions
+        new = default_new_tokens(longest, positions) if max_new_tokens is None else max_new_tokens
+        new = require_int("max_new_tokens", new, at_least=1)
+        check_fit(0, longest, new, capacity, positions)
+        made = self.init_cache(cache, capacity=capacity or round_capacity(longest + new), batch=len(rows))
+        stop = self.stop_tokens if stop_tokens is None else stop_tokens
+        return _Request(rows, made, {"max_new_tokens": new, "stop_tokens": stop})
+
+
+@dataclasses.dataclass
+class _Request:
+    rows: list[list[int]]  # token ids of the prompts
+    cache: Cache
+    settings: dict[str, Any]
+
+
+def default_new_tokens(prompt: int, positions: int | None) -> int:
+    """128 new tokens, or what the model's positions leave after a prompt.
+
+    >>> default_new_tokens(100, None), default_new_tokens(100, 128)
+    (128, 28)
+    """
+    return NEW_TOKENS if positions is None else max(1, min(NEW_TOKENS, positions - prompt))
+
+
+def round_capacity(tokens: int) -> int:
+    """A capacity for `tokens`, rounded up so that near lengths share a compiled program.
+
+    >>> round_capacity(100), round_capacity(129)
+    (128, 256)
+    """
+    return -(-tokens // CAPACITY_STEP) * CAPACITY_STEP
+
+
+def _draws(
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    seed: int | None,
+    key: Array | None,
+) -> tuple[Sampling, Array | None]:
+    draw = requested_sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    if seed is not None and key is not None:
+        raise ValueError("seed and key both say how to draw; give one of them")
+    if draw.greedy or key is not None:
+        return draw, key
+    return draw, jax.random.key(require_int("seed", 0 if seed is None else seed, at_least=0))
+
+
+def _as_list(prompt: Any) -> list[Prompt]:
+    """The prompts of text, messages, or a list of either."""
+    if _is_prompt(prompt):
+        return [prompt]
+    if isinstance(prompt, list | tuple) and prompt and all(map(_is_prompt, prompt)):
+        return list(prompt)
+    what = "an empty list" if isinstance(prompt, list | tuple) and not prompt else shown(prompt)
+    if isinstance(prompt, list | tuple) and prompt:
+        what = f"a list that begins with {shown(prompt[0])}"
+    raise ValueError(
+        f'prompt must be text, chat messages [{{"role": "user", "content": "..."}}], or a list of either; got {what}; '
+        "for token ids call kvjax.generate"
+    )
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, str):
+        return True
+    messages = isinstance(value, list | tuple) and len(value) > 0
+    return messages and all(isinstance(m, Mapping) and "role" in m for m in value)
+
+
+def _refuse_own_code(directory: Path) -> None:
+    """Raises ValueError where the tokenizer's settings name Python code of the checkpoint's own."""
+    for name in ("tokenizer_config.json", "config.json"):
+        file = directory / name
+        named = Fields.read(file).raw.get("auto_map") if file.is_file() else None
+        if name == "config.json" and not (isinstance(named, dict) and "AutoTokenizer" in named):
+            continue  # a model's own code is never looked at
+        if named:
+            raise ValueError(
+                f"{file} asks for Python code of the checkpoint's own (auto_map: {json.dumps(named)[:200]}), which "
+                "kvjax never runs; use a checkpoint whose tokenizer.json needs no code, or remove auto_map if it does "
+                "without"
+            )
+
+
+@contextmanager
+def _without_torch_advice() -> Iterator[None]:
+    """Silences the notice of transformers that torch is not there, which nobody here needs."""
+    logger = logging.getLogger("transformers")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "PyTorch was not found" not in record.getMessage()
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
