@@ -6,7 +6,8 @@ is a row: the name that its configs carry, a function from their fields to a Dec
 Fields are read as transformers reads them (the defaults of its config classes where a field is absent, both the
 `rope_parameters` of transformers 5 and the older `rope_theta` and `rope_scaling`). A field that would change results
 and that the decoder does not implement is refused here, before any weight is read; fields that transformers ignores
-for a family are ignored here too.
+for a family are ignored here too. `transformers.AutoConfig` is not used: it takes seconds to import, ignores fields
+that it does not know, and would not tell an absent field from its default.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ class Family:
 
 
 _REQUIRED: Any = object()
+MOST_LAYERS = 1024  # several times those of the deepest models; each layer costs time before any weight is read
 
 
 class Fields:
@@ -137,6 +139,8 @@ class Fields:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is not valid JSON ({error}); download it again") from error
+        except RecursionError:
+            raise ValueError(f"{path} nests brackets too deeply to be a config; download it again") from None
         if not isinstance(raw, dict):
             raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}")
         return cls(raw, str(path))
@@ -189,8 +193,6 @@ class Fields:
 
 # Fields that no family of ours implements, with the values that leave results as they are.
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "quantization_config": ({},),
-    "compression_config": ({},),
     "partial_rotary_factor": (1,),
     "per_layer_config": ({},),
     "attn_logit_softcapping": (0,),
@@ -211,13 +213,20 @@ def read_common(fields: Fields, *, kv_heads: int | None, head_dim: int | None, p
     The arguments are what transformers' config class of the family takes for absent `num_key_value_heads` (None: as
     many as query heads), `head_dim` (None: hidden size over query heads) and `max_position_embeddings`.
     """
+    for name in ("quantization_config", "compression_config"):
+        if fields.raw.get(name) not in (None, {}):
+            method = fields.raw[name].get("quant_method") if isinstance(fields.raw[name], dict) else None
+            by = f" by {method}" if isinstance(method, str) else ""
+            raise ValueError(
+                f"{fields.source} is of a checkpoint that is quantised{by} ({name}), which is not supported; load an "
+                "unquantised one"
+            )
     for name, harmless in _REFUSED.items():
         value = fields.raw.get(name)
         if value is not None and value not in harmless:
             allowed = f"only {harmless[0]!r} is, or leaving it out" if harmless else "leave it out"
-            hint = "; load an unquantised checkpoint" if name.startswith(("quant", "compress")) else ""
-            shown = "a value" if isinstance(value, dict) else repr(value)
-            raise ValueError(f"{name} in {fields.source} is {shown}, which is not supported: {allowed}{hint}")
+            shown = "an object" if isinstance(value, dict) else repr(value)
+            raise ValueError(f"{name} in {fields.source} is {shown}, which is not supported: {allowed}")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     stated = fields.raw.get("num_key_value_heads", kv_heads)  # null means as many as query heads in every family
     size = fields.integer("head_dim", head_dim)
@@ -243,7 +252,7 @@ def read_common(fields: Fields, *, kv_heads: int | None, head_dim: int | None, p
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size"),
-        "layers": fields.integer("num_hidden_layers"),
+        "layers": _layers(fields),
         "q_heads": heads,
         "kv_heads": kv,
         "head_dim": size,
@@ -254,6 +263,16 @@ def read_common(fields: Fields, *, kv_heads: int | None, head_dim: int | None, p
         "tied_head": fields.flag("tie_word_embeddings", False),
         "initializer_range": fields.number("initializer_range", 0.02),
     }
+
+
+def _layers(fields: Fields) -> int:
+    layers = fields.integer("num_hidden_layers")
+    if layers > MOST_LAYERS:
+        raise ValueError(
+            f"num_hidden_layers in {fields.source} is {layers}, more than any model has (at most {MOST_LAYERS} are "
+            "read); the file is damaged: download it again"
+        )
+    return layers
 
 
 def read_rope(fields: Fields, positions: int) -> Rope:

@@ -65,24 +65,19 @@ def load(directory: str | Path, dtype: DTypeLike = jnp.bfloat16) -> Checkpoint:
       ValueError: a config that asks for what is not supported, pickled weights, a damaged file, or tensors that are
         missing, unexpected or misshapen: one error that lists them all.
     """
-    directory = Path(directory)
+    directory = Path(directory).expanduser()
     dtype = param_dtype(dtype)
-    if not directory.is_dir():
-        what = "is a file" if directory.exists() else "does not exist"
-        raise FileNotFoundError(
-            f"{directory} {what}; give a directory with config.json and {_SINGLE} "
-            "(`hf download ORGANISATION/MODEL --local-dir DIRECTORY` makes one)"
-        )
-    if not (directory / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{directory} has no config.json; give a directory that holds a checkpoint in Hugging Face format"
-        )
+    check_directory(directory)
     fields = Fields.read(directory / "config.json")
     family = find_family(fields)
     config = family.configure(fields)
     stop_tokens = read_stop_tokens(directory, fields, config.vocab_size)
     tensors = read_headers(directory)
-
+    if config.layers > len(tensors):
+        raise ValueError(
+            f"num_hidden_layers in {fields.source} is {config.layers}, but the files hold only {len(tensors)} tensors; "
+            "one of the two is damaged: download both again"
+        )
     model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
     places = match(family, model, tensors, directory)
     staging = np.empty(max(tensors[name].nbytes for name in places), np.uint8)
@@ -92,6 +87,22 @@ def load(directory: str | Path, dtype: DTypeLike = jnp.bfloat16) -> Checkpoint:
                 if tensors[name].file == file:
                     param.set_value(_place(opened.get_tensor(name), staging, dtype, weight.transposed))
     return Checkpoint(model, config, stop_tokens, directory)
+
+
+def check_directory(directory: Path) -> None:
+    """Raises FileNotFoundError for what is no directory with a config.json, with how to get one."""
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "does not exist"
+        hub = len(directory.parts) == 2 and not directory.is_absolute() and not directory.exists()
+        source, target = (directory.as_posix(), directory.name) if hub else ("ORGANISATION/MODEL", "DIRECTORY")
+        raise FileNotFoundError(
+            f"{directory} {what}; give a directory with config.json and {_SINGLE} "
+            f"(`hf download {source} --local-dir {target}` makes one)"
+        )
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{directory} has no config.json; give a directory that holds a checkpoint in Hugging Face format"
+        )
 
 
 def save(
@@ -287,6 +298,12 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
         where = Fields.read(index).raw.get("weight_map")  # type: ignore[assignment]
         if not isinstance(where, dict) or not where or not all(isinstance(f, str) for f in where.values()):
             raise ValueError(f"{index} must have a weight_map from tensor names to files; download it again")
+        outside = sorted({name for name in where.values() if not _is_plain(name)})
+        if outside:
+            raise ValueError(
+                f"{index} names files that are not in its directory: {', '.join(map(repr, outside[:4]))}; a shard is a "
+                "file beside the index, so this index is damaged or not to be trusted: download it again"
+            )
         files = [directory / name for name in sorted(set(where.values()))]
     else:
         raise _no_weights(directory)
@@ -308,6 +325,11 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
     if astray:
         raise ValueError(f"{directory} lacks tensors where {_INDEX} says they are: {', '.join(astray)}")
     return tensors
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a file name stays in its directory, and is not hidden: a digest of the directory covers it."""
+    return not name.startswith(".") and not set(name) & {"/", "\\", "\0", ":"} and name != ""
 
 
 def match(

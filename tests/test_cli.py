@@ -232,7 +232,9 @@ def test_a_prompt_file_without_text_is_empty(kvjax, checkpoint, tmp_path):
 
 def test_a_directory_that_is_no_checkpoint_is_refused(kvjax, tmp_path):
     ask = ("--prompt", "a")
-    assert_one_line(kvjax("generate", tmp_path / "none", *ask), "none is not a directory")
+    assert_one_line(
+        kvjax("generate", tmp_path / "none", *ask), "none does not exist; give a directory with config.json"
+    )
     assert_one_line(kvjax("generate", tmp_path, *ask), "has no config.json")
     (tmp_path / "config.json").write_text("{")
     assert_one_line(kvjax("generate", tmp_path, *ask), "config.json")

@@ -47,14 +47,12 @@ def dtype_name(name: str | None) -> str:
 
 
 def model_directory(given: Path | None) -> Path:
-    if given is None:
-        from kvjax.models import shipped
+    from kvjax.models.weights import check_directory, shipped
 
+    if given is None:
         return shipped()
-    if not given.is_dir():
-        raise ValueError(f"{given} is not a directory; pass one with config.json, tokenizer and safetensors")
-    if not (given / "config.json").is_file():
-        raise ValueError(f"{given} has no config.json; pass a checkpoint in Hugging Face format")
+    given = given.expanduser()
+    check_directory(given)
     return given
 
 

@@ -251,6 +251,42 @@ def test_an_index_that_disagrees_with_its_files_is_said(write, no_reading):
         models.load(directory)
 
 
+@pytest.mark.parametrize("name", ["../{0}", "/tmp/{0}", "sub/{0}", ".{0}", "..", "", "a\\{0}", "C:{0}"])
+def test_a_shard_outside_of_the_directory_is_refused(write, name, no_reading):
+    directory = write(shards=2)
+    index = directory / "model.safetensors.index.json"
+    where = json.loads(index.read_text())["weight_map"]
+    first = min(where.values())
+    shutil.copy(directory / first, directory.parent / first)  # it could be read
+    index.write_text(json.dumps({"weight_map": {n: name.format(f) if f == first else f for n, f in where.items()}}))
+    with pytest.raises(ValueError, match="names files that are not in its directory") as error:
+        models.load(directory)
+    assert "\n" not in str(error.value)
+
+
+def test_more_layers_than_tensors_are_refused_before_a_model_is_made(write, no_reading, monkeypatch):
+    directory = write(files={"config.json": {**CONFIG, "num_hidden_layers": 1000}})
+    monkeypatch.setattr(models.weights, "Decoder", lambda *args, **settings: pytest.fail("a model was made"))
+    with pytest.raises(ValueError, match=r"num_hidden_layers in .* is 1000, but the files hold only \d+ tensors"):
+        models.load(directory)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_endless_brackets_are_one_sentence(write, file, no_reading):
+    directory = write(shards=2)
+    (directory / file).write_text('{"a": ' + "[" * 100_000)
+    with pytest.raises(ValueError, match=r"nests brackets too deeply|is not valid JSON") as error:
+        models.load(directory)
+    assert len(str(error.value)) < 300
+    assert "\n" not in str(error.value)
+
+
+def test_a_name_of_the_hub_is_told_how_to_download_it():
+    with pytest.raises(FileNotFoundError, match="does not exist; give a directory") as error:
+        models.load("Qwen/Qwen3-0.6B")
+    assert "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`" in str(error.value)
+
+
 def test_pickled_weights_are_refused_with_how_to_convert_them(write):
     directory = write()
     (directory / "model.safetensors").unlink()
