@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import testing
 from kvjax.attention import any_full, flushed
+from kvjax.testing import _drive as testing
+from kvjax.testing._expect import dense
 from tests.laws.cases import BASE, SPEC
 
 attend = jax.jit(kvjax.attention, static_argnames=("first_chunk",))
@@ -28,7 +29,7 @@ def causal(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: in
     for b, t in np.ndindex(B, T):
         first = 0 if window is None else max(0, t - window + 1)
         query = q[b, t] * scale * np.sqrt(D)  # `dense` divides by sqrt(D)
-        out[b, t] = testing.dense(query, k[b, first : t + 1], v[b, first : t + 1])
+        out[b, t] = dense(query, k[b, first : t + 1], v[b, first : t + 1])
     return out
 
 
@@ -55,14 +56,14 @@ def test_sliding_window_in_prompt_and_decoding(policy: kvjax.Policy) -> None:
             for t in range(0, int(now[b]), 7):
                 p = held[b] + t
                 low = max(0, p - window + 1)
-                want = testing.dense(tokens.q[b, p], tokens.k[b, low : p + 1], tokens.v[b, low : p + 1])
+                want = dense(tokens.q[b, p], tokens.k[b, low : p + 1], tokens.v[b, low : p + 1])
                 np.testing.assert_allclose(out[b, t], want, atol=1e-5)
         held = held + now
     for i in range(30):
         out, cache, info = call(cache, *tokens.at((lengths + i)[:, None]))
         for b, p in enumerate(lengths + i):
             low = max(0, p - window + 1)
-            want = testing.dense(tokens.q[b, p], tokens.k[b, low : p + 1], tokens.v[b, low : p + 1])
+            want = dense(tokens.q[b, p], tokens.k[b, low : p + 1], tokens.v[b, low : p + 1])
             np.testing.assert_allclose(out[b, 0], want, atol=1e-5)
         assert (np.asarray(info.attended)[:, 0] == np.minimum(lengths + i + 1, window)).all()
 

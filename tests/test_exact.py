@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Exact, Fifo, Retrieval, testing
+from kvjax import CacheSpec, Exact, Fifo, Retrieval
 from kvjax.selection import GROUP_REDUCES
+from kvjax.testing import _drive as testing
 from tests.oracles import agrees, pooled
 from tests.test_fier import picks
 

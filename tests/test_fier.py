@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Fier, Fifo, Retrieval, testing
+from kvjax import CacheSpec, Fier, Fifo, Retrieval
 from kvjax.ops import score_1bit
 from kvjax.quant import quantize_1bit
+from kvjax.testing import _drive as testing
 from tests.oracles import agrees, fier_scores, pooled
 
 

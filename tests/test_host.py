@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Dense, Fier, Fifo, HostOffload, MinMaxPages, Retrieval, memory, testing
+from kvjax import CacheSpec, Dense, Fier, Fifo, HostOffload, MinMaxPages, Retrieval, memory
 from kvjax.selection import Selection, expand_units
+from kvjax.testing import _drive as testing
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=300, dtype=jnp.float32)
 POLICY = Retrieval(

@@ -10,8 +10,10 @@ import pytest
 
 import kvjax
 import kvjax.stores.quantized
-from kvjax import CacheSpec, Fifo, LogSparse, Quantized, presets, testing
+from kvjax import CacheSpec, Fifo, LogSparse, Quantized, presets
 from kvjax.quant import split_scales
+from kvjax.testing import _drive as testing
+from kvjax.testing import check_policy
 from tests.oracles import log_sparse, residual
 
 
@@ -146,7 +148,7 @@ def test_defaults_attend_to_everything_as_stored(
     preset, q_heads: int, kv_heads: int, head_dim: int, dtype: str
 ) -> None:
     spec = CacheSpec(batch=7, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, capacity=440, dtype=dtype)
-    testing.budget_of_all_is_dense_attention(preset.rest, spec)
+    check_policy(preset.rest, spec, laws=["budget_of_all_is_dense_attention"]).raise_for_failures()
 
 
 def test_presets_have_the_papers_numbers() -> None:

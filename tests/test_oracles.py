@@ -26,13 +26,13 @@ from kvjax import (
     Retrieval,
     Speculative,
     models,
-    testing,
 )
 from kvjax.generation import generate
 from kvjax.layouts import unpack_codes
 from kvjax.quant import split_scales
 from kvjax.rotate import _signs, encode, lloyd_max, rotate
 from kvjax.sampling import sampling
+from kvjax.testing import _drive as testing
 from tests import oracles
 
 STEPS = 12

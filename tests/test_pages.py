@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import kvjax
-from kvjax import CacheSpec, CentrePages, Fier, Fifo, MinMaxPages, Paris, Retrieval, testing
+from kvjax import CacheSpec, CentrePages, Fier, Fifo, MinMaxPages, Paris, Retrieval
 from kvjax.ops import score_pages, select_pages
 from kvjax.selectors import FusedSelector
+from kvjax.testing import _drive as testing
 from tests.oracles import agrees, pooled
 from tests.test_fier import select
 

@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax import CacheSpec, Fifo, Paris, Retrieval, ops, testing
+from kvjax import CacheSpec, Fifo, Paris, Retrieval, ops
 from kvjax.layouts import pack_bits
 from kvjax.rotate import decode, encode, hadamard, lloyd_max, rotate, rotate_few
 from kvjax.selection import Selection, set_recall
 from kvjax.selectors.paris import FLOOR, ParisIndex
+from kvjax.testing import _drive as testing
+from kvjax.testing._expect import dense
 from tests import oracles
 from tests.oracles import agrees
 from tests.test_fier import picks
@@ -360,4 +362,4 @@ def test_full_attention_until_the_row_is_long() -> None:
     cache, _ = testing.fill(kvjax.init_layer(kvjax.presets.pariskv().rest, spec), tokens, lengths)
     out, _, info = testing.step(cache, tokens, lengths)
     assert np.asarray(info.attended)[:, 0].tolist() == [901, 232]
-    np.testing.assert_allclose(out[0], testing.dense(tokens.q[0, 900], tokens.k[0, :901], tokens.v[0, :901]), atol=1e-5)
+    np.testing.assert_allclose(out[0], dense(tokens.q[0, 900], tokens.k[0, :901], tokens.v[0, :901]), atol=1e-5)

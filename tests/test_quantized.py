@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
 import kvjax
-from kvjax import CacheSpec, Fier, Fifo, Quantized, Retrieval, Selection, testing
+from kvjax import CacheSpec, Fier, Fifo, Quantized, Retrieval, Selection
 from kvjax.layouts import pack_codes, unpack_codes
 from kvjax.quant import dequantize, quantize, split_scales
+from kvjax.testing import _drive as testing
 from tests.oracles import asymmetric, attention
 
 BITS = (2, 3, 4, 8)

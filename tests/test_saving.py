@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import testing
 from kvjax.saving import restore, save
+from kvjax.testing import _drive as testing
 from tests.laws.cases import BASE, SPEC
 
 LENGTHS = np.array([150, 3, 61])
@@ -126,7 +126,7 @@ def test_restores_on_another_number_of_devices(tmp_path: Path) -> None:
     """Saved with rows over 4 devices, restored over 2 and on 1; each process has its own number of them."""
     program = """
         import sys, jax, numpy as np, kvjax
-        from kvjax import testing
+        from kvjax.testing import _drive as testing
         from kvjax.saving import restore, save
         count, path, saving = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "save"
         assert len(jax.devices()) == count

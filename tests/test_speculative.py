@@ -22,9 +22,9 @@ from kvjax import (
     Speculative,
     Store,
     ops,
-    testing,
 )
 from kvjax.selection import PackedSelection
+from kvjax.testing import _drive as testing
 from tests.test_fier import select
 
 SPEC = CacheSpec(batch=3, q_heads=8, kv_heads=2, head_dim=16, capacity=300, dtype=jnp.float32)

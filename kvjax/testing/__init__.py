@@ -1,127 +1,77 @@
-"""The laws of a cache policy, as functions that anyone can run on a policy of their own.
+"""The laws of a cache policy, to run on a policy of your own.
 
-    from kvjax import testing
-    testing.check(MyPolicy(...), spec)                  # all laws; AssertionError names the first that does not hold
-    testing.LAWS["row_ignores_other_rows"](policy, spec)
+    report = kvjax.testing.check_policy(MyPolicy(...), spec)
+    print(report)                   # one row a law: held, failed or does not apply, each with its reason
+    report.raise_for_failures()     # AssertionError with all failures
 
-A law takes a policy and a CacheSpec and compares with the simplest independent thing: attention in numpy float64, or
-the same policy fed in another way. Where a store keeps keys and values in few bits, the attention to compare with is
-over what it gives back for those tokens that have left the recent block, and over exact ones for all others. Laws
-that speak of a budget or of a selection ask nothing of policies without. Prompts come in chunks of `CHUNK` tokens and
-steps of one, so a policy compiles twice for most laws.
+A law compares a policy with the simplest independent thing: attention in numpy float64, or the same policy fed in
+another way. Where a store keeps keys and values in few bits, the attention to compare with is over what the store gives
+back for tokens that have left the recent block, and over exact keys and values for all others.
 
-A policy that evicts has laws of its own: what it holds, and what a step then attends to. A law that compares with all
-tokens that came gives it slots for all of them (`attending_to_all`), and a law of what happens when the capacity is
-used up asks nothing of it, for it always has room. All other laws hold while tokens die.
+A policy is known by its fields, not by its class. `budget` with `selector` says that it selects, `budget` with
+`evictor` that it evicts, `store` with `demote` and `local` that it has a history of chunks; without a budget it attends
+to every token. A law that needs a field which a policy lacks does not apply, and its row says which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Iterable
+from typing import Any
 
-from kvjax.caches import Policy
 from kvjax.spec import CacheSpec
-from kvjax.testing.attending import (
-    budget_of_all_is_dense_attention,
-    every_token_is_in_one_zone,
-    order_of_chunks_does_not_matter,
-    prompt_attends_causally,
-    step_attends_to_what_is_held,
-)
-from kvjax.testing.choosing import recall_grows_with_budget, selected_slots_are_valid_and_unique
-from kvjax.testing.drive import CHUNK, Tokens, attending_to_all, edge_lengths, fill, random_tokens, step
-from kvjax.testing.expect import as_stored, dense, held_positions, poison, tolerance, valid_part, zones
-from kvjax.testing.programs import (
-    one_trace_serves_all_steps,
-    policy_is_a_value,
-    step_is_in_place,
-    structure_is_constant,
-)
-from kvjax.testing.storing import (
-    budget_bounds_what_is_held,
-    checkpoint_restores_to_the_bit,
-    full_cache_drops_and_says_so,
-    inactive_rows_store_nothing,
-    insert_replaces_one_row,
-    padding_does_not_matter,
-    prefill_equals_prefill_then_updates,
-    row_ignores_other_rows,
-    slots_past_count_do_not_matter,
-)
+from kvjax.testing._anatomy import DoesNotApply, core, has_history
+from kvjax.testing._laws import FUNCTIONS
+from kvjax.testing._report import Report, Row
 
-__all__ = [
-    "CHUNK",
-    "LAWS",
-    "Law",
-    "Tokens",
-    "as_stored",
-    "attending_to_all",
-    "budget_bounds_what_is_held",
-    "budget_of_all_is_dense_attention",
-    "check",
-    "checkpoint_restores_to_the_bit",
-    "dense",
-    "edge_lengths",
-    "every_token_is_in_one_zone",
-    "fill",
-    "full_cache_drops_and_says_so",
-    "held_positions",
-    "inactive_rows_store_nothing",
-    "insert_replaces_one_row",
-    "one_trace_serves_all_steps",
-    "order_of_chunks_does_not_matter",
-    "padding_does_not_matter",
-    "poison",
-    "policy_is_a_value",
-    "prefill_equals_prefill_then_updates",
-    "prompt_attends_causally",
-    "random_tokens",
-    "recall_grows_with_budget",
-    "row_ignores_other_rows",
-    "selected_slots_are_valid_and_unique",
-    "slots_past_count_do_not_matter",
-    "step",
-    "step_attends_to_what_is_held",
-    "step_is_in_place",
-    "structure_is_constant",
-    "tolerance",
-    "valid_part",
-    "zones",
-]
+__all__ = ["LAWS", "Report", "Row", "check_policy"]
 
-Law = Callable[[Policy, CacheSpec], None]
-
-LAWS: dict[str, Law] = {
-    law.__name__: law
-    for law in (
-        budget_of_all_is_dense_attention,
-        prompt_attends_causally,
-        prefill_equals_prefill_then_updates,
-        row_ignores_other_rows,
-        padding_does_not_matter,
-        slots_past_count_do_not_matter,
-        order_of_chunks_does_not_matter,
-        selected_slots_are_valid_and_unique,
-        recall_grows_with_budget,
-        every_token_is_in_one_zone,
-        inactive_rows_store_nothing,
-        insert_replaces_one_row,
-        full_cache_drops_and_says_so,
-        one_trace_serves_all_steps,
-        step_is_in_place,
-        structure_is_constant,
-        policy_is_a_value,
-        budget_bounds_what_is_held,
-        step_attends_to_what_is_held,
-        checkpoint_restores_to_the_bit,
-    )
-}
+LAWS: dict[str, str] = {name: inspect.cleandoc(law.__doc__ or "") for name, law in FUNCTIONS.items()}
+"""The name of each law and what it says."""
 
 
-def check(policy: Policy, spec: CacheSpec) -> None:
-    """Runs all laws; the first that does not hold raises AssertionError, which starts with its name."""
-    for name, law in LAWS.items():
-        try:
-            law(policy, spec)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
+def check_policy(policy: Any, spec: CacheSpec | None = None, *, laws: Iterable[str] | None = None) -> Report:
+    """Runs the laws on a policy and reports which held, which failed and which do not apply.
+
+    An error of the policy is a failure of the law that met it, and the other laws still run. All laws take about a
+    minute on a CPU, most of it compiling.
+
+    Args:
+      policy: anything with the verbs of `kvjax.Policy`, for one layer.
+      spec: sizes to run with; default a small f32 cache of three rows, with room for several chunks of the policy.
+      laws: names from `LAWS`; default all.
+
+    Raises:
+      ValueError: an unknown law, or a class in place of a policy.
+
+    >>> import kvjax
+    >>> check_policy(kvjax.Full(), laws=["policy_is_a_value"])["policy_is_a_value"].outcome
+    'held'
+    """
+    if isinstance(policy, type):
+        raise ValueError(f"check_policy got the class {policy.__name__}; give an instance, {policy.__name__}(...)")
+    names = list(FUNCTIONS) if laws is None else list(laws)
+    unknown = [name for name in names if name not in FUNCTIONS]
+    if unknown:
+        raise ValueError(f"check_policy got laws={unknown}; kvjax.testing.LAWS has {', '.join(FUNCTIONS)}")
+    spec = _small_spec(policy) if spec is None else spec
+    return Report(policy, spec, tuple(_run(name, policy, spec) for name in names))
+
+
+def _run(name: str, policy: Any, spec: CacheSpec) -> Row:
+    try:
+        FUNCTIONS[name](policy, spec)
+    except DoesNotApply as reason:
+        return Row(name, "does not apply", str(reason))
+    except AssertionError as error:
+        return Row(name, "failed", str(error) or "an assertion without a message", error)
+    except Exception as error:
+        return Row(name, "failed", f"{type(error).__name__}: {error}", error)
+    return Row(name, "held")
+
+
+def _small_spec(policy: Any) -> CacheSpec:
+    inner, capacity = core(policy), 200
+    if has_history(policy):
+        capacity = max(capacity, inner.demote.slots(inner.local) + 3 * inner.demote.leave)
+    return CacheSpec(batch=3, q_heads=8, kv_heads=2, head_dim=64, capacity=capacity, dtype="float32")

@@ -158,6 +158,20 @@ CASES |= {
     for head_dim in ((64, 128)[(i + j) % 2],)
 }
 
+_HISTORY = {"order_of_chunks_does_not_matter"}
+_BUDGET = {"recall_grows_with_budget"}
+_EVICTION = {"budget_bounds_what_is_held", "step_attends_to_what_is_held"}
+
+
+def does_not_apply(policy: kvjax.Policy) -> set[str]:
+    """The laws that ask for what such a policy does not have."""
+    if isinstance(policy, Evicting):
+        return _HISTORY | _BUDGET | {"full_cache_drops_and_says_so"}
+    if isinstance(policy, Full):
+        return _HISTORY | _BUDGET | _EVICTION
+    return _EVICTION | (_BUDGET if policy.budget is None else set())  # type: ignore[attr-defined]
+
+
 # In every run of the suite core cases run all laws, and presets these; with --thorough, all cases do.
 CORE = ("full", "fier preset, budget 24", "fier with sink and window")
 QUICK_LAWS = (

@@ -1,17 +1,15 @@
 """Every law on every policy. A failure names the law and the policy."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
 
 import kvjax
 from kvjax import testing
+from tests.laws.broken import BROKEN, CAUGHT
 from tests.laws.cases import (
-    BASE,
     CASES,
     CHOICE_LAWS,
     CORE,
@@ -21,6 +19,8 @@ from tests.laws.cases import (
     QUICK_POOLS,
     REFUSED,
     SPEC,
+    Case,
+    does_not_apply,
 )
 
 
@@ -42,18 +42,25 @@ def _quick_choice(case: str) -> Container[str]:
     return CHOICE_LAWS if case in QUICK_POOLS else ()
 
 
+def _assert_holds(law: str, case: Case) -> None:
+    """The law holds; or it does not apply, and the table of cases says so too."""
+    report = testing.check_policy(case.policy, case.spec, laws=[law])
+    report.raise_for_failures()
+    assert report[law].outcome == ("does not apply" if law in does_not_apply(case.policy) else "held"), report
+
+
 def _id(name: str) -> str:
     return name.replace(" ", "_")
 
 
 @pytest.mark.parametrize(("law", "case"), _cells(testing.LAWS, CASES, _quick), ids=_id)
 def test_law_holds(law: str, case: str) -> None:
-    testing.LAWS[law](CASES[case].policy, CASES[case].spec)
+    _assert_holds(law, CASES[case])
 
 
 @pytest.mark.parametrize(("law", "case"), _cells(CHOICE_LAWS, GROUP_REDUCES, _quick_choice), ids=_id)
 def test_law_holds_whatever_the_pooling(law: str, case: str) -> None:
-    testing.LAWS[law](GROUP_REDUCES[case].policy, GROUP_REDUCES[case].spec)
+    _assert_holds(law, GROUP_REDUCES[case])
 
 
 @pytest.mark.parametrize("combination", REFUSED)
@@ -68,70 +75,49 @@ def test_every_preset_has_a_case() -> None:
     assert {type(preset.policy()) for preset in kvjax.presets.REGISTRY.values()} <= policies
 
 
-# A law that cannot fail proves nothing: break policies on purpose.
+def test_every_law_has_a_broken_policy_that_it_catches() -> None:
+    assert {law for _, law in CAUGHT} == set(testing.LAWS)
+    assert {fault for fault, _ in CAUGHT} == set(BROKEN)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Broken(kvjax.Full):
-    """A Full that is wrong in the way that `fault` says."""
-
-    fault: str = ""
-
-    def update(self, st, k, v, active):
-        after = super().update(st, k, v, active)
-        tokens = after.tokens
-        if self.fault == "stores inactive rows":
-            return super().update(st, k, v, jnp.ones_like(active))
-        if self.fault == "clamps":
-            last = tokens.slots - 1
-            tokens = dataclasses.replace(tokens, k=tokens.k.at[:, :, last].set(jnp.swapaxes(k, 1, 2)[:, :, 0]))
-            return dataclasses.replace(after, tokens=tokens, overflow=st.overflow)
-        return after
-
-    def attend(self, st, q, *, scale, window=None):
-        tokens = st.tokens
-        if self.fault == "uses the length of row 0":
-            tokens = dataclasses.replace(tokens, count=jnp.broadcast_to(tokens.count[:1], tokens.count.shape))
-        if self.fault == "reads past count":
-            tokens = dataclasses.replace(tokens, count=tokens.count + 1)
-        if self.fault == "forgets the newest":
-            tokens = dataclasses.replace(tokens, count=jnp.maximum(tokens.count - 1, 1))
-        out, _, info = super().attend(dataclasses.replace(st, tokens=tokens), q, scale=scale, window=window)
-        if self.fault == "changes the state":
-            st = dataclasses.replace(st, overflow=st.overflow.astype(jnp.int8))
-        return out, st, info
-
-
-@pytest.mark.parametrize(
-    ("fault", "law"),
-    [
-        ("uses the length of row 0", "row_ignores_other_rows"),
-        ("uses the length of row 0", "budget_of_all_is_dense_attention"),
-        ("reads past count", "slots_past_count_do_not_matter"),
-        ("forgets the newest", "every_token_is_in_one_zone"),
-        ("forgets the newest", "budget_of_all_is_dense_attention"),
-        ("stores inactive rows", "inactive_rows_store_nothing"),
-        ("clamps", "full_cache_drops_and_says_so"),
-        ("changes the state", "structure_is_constant"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "law"), CAUGHT, ids=_id)
 def test_law_catches_a_broken_policy(fault: str, law: str) -> None:
-    with pytest.raises(AssertionError):
-        testing.LAWS[law](_Broken(fault=fault), SPEC)
+    report = testing.check_policy(BROKEN[fault], SPEC, laws=[law])
+    assert report[law].outcome == "failed", report
+    assert isinstance(report[law].error, AssertionError), "the law did not judge: the policy raised"
 
 
-def test_check_names_the_law_that_fails() -> None:
-    with pytest.raises(AssertionError, match=r"^budget_of_all_is_dense_attention: "):
-        testing.check(_Broken(fault="forgets the newest"), SPEC)
+def test_report_tells_what_held_what_failed_and_what_does_not_apply() -> None:
+    laws = ["recall_grows_with_budget", "budget_of_all_is_dense_attention", "policy_is_a_value"]
+    report = testing.check_policy(BROKEN["forgets the newest"], SPEC, laws=laws)
+    assert [row.outcome for row in report] == ["does not apply", "failed", "held"]
+    assert report["recall_grows_with_budget"].reason == "the policy selects nothing (no `selector` with a `budget`)"
+    assert "length 1: differs by" in report["budget_of_all_is_dense_attention"].reason
+    assert "1 held, 1 failed, 1 does not apply" in repr(report)
+    assert "  held            policy_is_a_value" in repr(report).splitlines()
+    with pytest.raises(AssertionError, match=r"^budget_of_all_is_dense_attention: length 1: differs"):
+        report.raise_for_failures()
 
 
-def test_recall_law_catches_a_choice_that_is_not_by_score() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Fickle(kvjax.Retrieval):
-        def select(self, st, q, *, scale=None, window=None):
-            good = super().select(st, q, scale=scale, window=window)
-            return good._replace(slots=(good.slots + 3 * self.budget) % st.store.slots)
+def test_an_error_of_the_policy_is_a_failure_and_other_laws_run() -> None:
+    class NoUpdate(kvjax.Full):
+        def update(self, st, k, v, active):
+            raise TypeError("no update here")
 
-    fields = {f.name: getattr(BASE, f.name) for f in dataclasses.fields(BASE)}
-    with pytest.raises(AssertionError):
-        testing.LAWS["recall_grows_with_budget"](Fickle(**fields), SPEC)
+    report = testing.check_policy(NoUpdate(), SPEC, laws=["row_ignores_other_rows", "prompt_attends_causally"])
+    assert report["row_ignores_other_rows"].reason == "TypeError: no update here"
+    assert report["prompt_attends_causally"].outcome == "held"
+
+
+def test_check_policy_refuses_what_is_no_policy_or_law() -> None:
+    with pytest.raises(ValueError, match=r"got the class Full; give an instance, Full\(\.\.\.\)"):
+        testing.check_policy(kvjax.Full)
+    with pytest.raises(ValueError, match=r"got laws=\['lawful'\]; kvjax.testing.LAWS has budget_of_all"):
+        testing.check_policy(kvjax.Full(), laws=["lawful"])
+    with pytest.raises(KeyError, match="has no law 'lawful'"):
+        testing.check_policy(kvjax.Full(), laws=["policy_is_a_value"])["lawful"]
+
+
+def test_testing_has_few_public_names() -> None:
+    assert testing.__all__ == ["LAWS", "Report", "Row", "check_policy"]
+    assert all(says for says in testing.LAWS.values())

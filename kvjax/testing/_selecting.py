@@ -1,9 +1,9 @@
-"""Which tokens a selector chooses."""
+"""Which tokens a selector selects."""
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,40 +11,54 @@ import numpy as np
 from jax import Array
 
 from kvjax.attention import LayerCache
-from kvjax.caches import Evicting, Policy, Retrieval, RetrievalState
+from kvjax.caches import Policy
 from kvjax.selection import Selection, mass_recall
 from kvjax.spec import CacheSpec
-from kvjax.testing.drive import fill, new_cache, ragged_lengths, random_tokens, step
-from kvjax.testing.expect import assert_attended, zones
+from kvjax.testing._anatomy import (
+    core,
+    core_state,
+    has_budget,
+    has_history,
+    require,
+    selects,
+    sink,
+    with_fields,
+)
+from kvjax.testing._drive import fill, new_cache, ragged_lengths, random_tokens, step
+from kvjax.testing._expect import assert_attended, zones
 
 
 def selected_slots_are_valid_and_unique(policy: Policy, spec: CacheSpec) -> None:
     """A step attends to at most its budget, at least what there is, and never twice to a token."""
     tokens, lengths = random_tokens(spec, 8), ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
+    inner = core(policy)
     for i in range(3):
         _, cache, info = step(cache, tokens, lengths + i)
         held = lengths + i + 1
-        if not isinstance(policy, Retrieval) or policy.budget is None:
-            assert info.selection is None
-            assert_attended(info, np.minimum(held, policy.budget) if isinstance(policy, Evicting) else held)
+        if not selects(policy):
+            assert info.selection is None, "a policy that reads all that it holds tells of a selection"
+            assert_attended(info, np.minimum(held, inner.budget) if has_budget(policy) else held)
             continue
-        most = np.where(held >= policy.dense_below, np.minimum(held, policy.budget), held)
-        if policy.selector.unit == 1:
+        most = np.where(held >= getattr(inner, "dense_below", 0), np.minimum(held, inner.budget), held)
+        if inner.selector.unit == 1:
             assert_attended(info, most)
         assert (np.asarray(info.attended) <= most[:, None] + 0.01).all(), info.attended
+        require(info.selection is not None, "the policy's Info has no selection")
         _check_selection(info.selection, cache)
 
 
 def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
-    """A larger budget keeps what a smaller one chose, so the softmax mass that it holds does not fall."""
-    if not isinstance(policy, Retrieval) or policy.budget is None:
-        return
+    """A larger budget keeps what a smaller one selected, so the softmax mass that it holds does not fall."""
+    require(selects(policy), "the policy selects nothing (no `selector` with a `budget`)")
+    inner = core(policy)
+    require(has_history(policy) and hasattr(inner, "select"), "the policy has no `select` over a history of chunks")
     tokens, lengths = random_tokens(spec, 9), ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
+    state = core_state(cache.state)
     q = jnp.asarray(tokens.at(lengths[:, None])[0][:, 0])
-    stored = cache.state.store.slots
-    keys = np.zeros((spec.batch, spec.kv_heads, stored + cache.state.recent.slots, spec.head_dim), np.float32)
+    stored = state.store.slots
+    keys = np.zeros((spec.batch, spec.kv_heads, stored + state.recent.slots, spec.head_dim), np.float32)
     for b, n in enumerate(lengths):
         chunks, recent = zones(policy, spec, n)
         history = [position for chunk in chunks for position in chunk]
@@ -52,17 +66,18 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
         keys[b, :, stored : stored + len(recent)] = np.swapaxes(tokens.k[b, recent], 0, 1)
 
     @partial(jax.jit, static_argnums=1)
-    def choose(st: RetrievalState, wider: Retrieval, keys: Array) -> tuple[Selection, Array]:
+    def selection_and_mass(st: Any, wider: Any, keys: Array) -> tuple[Selection, Array]:
         qg = q.astype(jnp.float32).reshape(spec.batch, spec.kv_heads, spec.group, spec.head_dim)
         logits = jnp.einsum("bkgd,bksd->bkgs", qg, keys) * spec.head_dim**-0.5
         valid = [jnp.arange(b.slots)[None] < b.count[:, None] for b in (st.store, st.recent)]
         selection = wider.select(st, q)
         return selection, mass_recall(selection, logits, jnp.concatenate(valid, axis=1))
 
-    base, unit, before, chosen = policy.sink + policy.local, policy.selector.unit, None, None
+    base, unit, before, chosen = sink(policy) + inner.local, inner.selector.unit, None, None
+    dense = {"dense_below": 0} if hasattr(inner, "dense_below") else {}
     for more in (unit, 3 * unit, spec.capacity):
-        wider = dataclasses.replace(policy, budget=base + more, dense_below=0)
-        selection, mass = choose(cache.state, wider, keys)
+        wider = with_fields(inner, budget=base + more, **dense)
+        selection, mass = selection_and_mass(state, wider, keys)
         mass = np.asarray(mass)
         members = _members(selection)
         assert before is None or (mass >= before - 1e-6).all(), f"mass fell at budget {base + more}"
@@ -72,7 +87,7 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
 
 def _check_selection(selection: Selection | None, cache: LayerCache) -> None:
     assert selection is not None
-    st = cache.state
+    st = core_state(cache.state)
     slots, valid = np.asarray(selection.slots), np.asarray(selection.valid)
     past = st.store.slots + st.recent.slots
     assert ((slots >= 0) & (slots < past)).all(), "a slot out of range"

@@ -11,8 +11,9 @@ import numpy as np
 from jax import Array
 
 from kvjax.attention import LayerCache, attention, attention_info, init_layer
-from kvjax.caches import Evicting, Info, Policy, Retrieval
+from kvjax.caches import Info, Policy
 from kvjax.spec import CacheSpec
+from kvjax.testing._anatomy import core, evicts, has_budget, has_history, sink, with_fields
 
 CHUNK = 48  # tokens of prompt in a call
 
@@ -84,24 +85,26 @@ def step(
 
 def attending_to_all(policy: Policy, spec: CacheSpec) -> Policy:
     """The policy with a budget that no row exceeds; itself where it has no budget."""
-    if isinstance(policy, Retrieval) and policy.budget is not None:
-        unit = policy.selector.unit
-        return dataclasses.replace(policy, budget=spec.capacity + policy.sink + policy.local + unit)
-    return with_room(policy, spec)
+    if evicts(policy) or not has_budget(policy):
+        return with_room(policy, spec)
+    inner = core(policy)
+    unit = getattr(getattr(inner, "selector", None), "unit", 1)
+    return with_fields(policy, budget=spec.capacity + sink(policy) + getattr(inner, "local", 0) + unit)
 
 
 def with_room(policy: Policy, spec: CacheSpec) -> Policy:
     """A policy that evicts with slots for all tokens; any other as it is."""
-    return dataclasses.replace(policy, budget=spec.capacity) if isinstance(policy, Evicting) else policy
+    return with_fields(policy, budget=spec.capacity) if evicts(policy) else policy
 
 
 def edge_lengths(policy: Policy, spec: CacheSpec) -> list[int]:
     """The lengths at which zones become empty, full, or about to be flushed."""
     edges = {0, 1, CHUNK, spec.capacity - 1}
-    if isinstance(policy, Retrieval):
-        sink, chunk, block = policy.sink, policy.demote.leave, policy.demote.slots(policy.local)
-        edges |= {sink, sink + 1, chunk - 1, chunk, chunk + 1, sink + policy.local}
-        edges |= {sink + block - 1, sink + block, sink + block + 1, sink + block + chunk}
+    if has_history(policy):
+        inner, first = core(policy), sink(policy)
+        chunk, block = inner.demote.leave, inner.demote.slots(inner.local)
+        edges |= {first, first + 1, chunk - 1, chunk, chunk + 1, first + inner.local}
+        edges |= {first + block - 1, first + block, first + block + 1, first + block + chunk}
     return sorted(n for n in edges if 0 <= n < spec.capacity)
 
 

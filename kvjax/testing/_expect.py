@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,9 +11,20 @@ import numpy as np
 from jax import Array
 
 from kvjax.attention import LayerCache
-from kvjax.caches import EvictingState, Info, Policy, Retrieval, RetrievalState
-from kvjax.memory import to_device
+from kvjax.caches import Info, Policy
 from kvjax.spec import CacheSpec
+from kvjax.testing._anatomy import (
+    core,
+    core_state,
+    has_history,
+    has_zones,
+    map_slots,
+    replace_core,
+    require,
+    sink,
+    with_part,
+)
+from kvjax.testing._drive import random_tokens, step
 
 
 def tolerance(spec: CacheSpec) -> float:
@@ -38,13 +47,14 @@ def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 _decode = jax.jit(lambda store, k, v: store.decoded(k, v), static_argnums=0)
 
 
-def zones(policy: Retrieval, spec: CacheSpec, held: int) -> tuple[list[list[int]], list[int]]:
+def zones(policy: Policy, spec: CacheSpec, held: int) -> tuple[list[list[int]], list[int]]:
     """Positions of the chunks of the history and of the recent block, in order, of a flushed row of `held` tokens."""
-    leaving, staying = policy.demote.leaving(policy.local), policy.demote.staying(policy.local)
-    most = jax.eval_shape(partial(policy.init, spec)).store.slots // policy.demote.leave
+    inner = core(policy)
+    leaving, staying = inner.demote.leaving(inner.local), inner.demote.staying(inner.local)
+    most = core_state(jax.eval_shape(partial(policy.init, spec))).store.slots // inner.demote.leave
     chunks: list[list[int]] = []
     block: list[int] = []
-    for position in range(policy.sink, held):
+    for position in range(sink(policy), held):
         block.append(position)
         if len(block) == len(leaving) + len(staying) and len(chunks) < most:
             chunks.append([block[i] for i in leaving])
@@ -56,12 +66,12 @@ def as_stored(
     policy: Policy, spec: CacheSpec, k: np.ndarray, v: np.ndarray, held: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """A row's k, v [S, K, D] as the policy gives them back when it holds the first `held`; later ones are exact."""
-    if not isinstance(policy, Retrieval):
+    if not has_history(policy):
         return k, v
     k, v = k.astype(np.float32), v.astype(np.float32)
     for chunk in zones(policy, spec, held)[0]:
         heads_first = (np.swapaxes(a[chunk], 0, 1)[None] for a in (k, v))
-        k[chunk], v[chunk] = (np.swapaxes(np.asarray(a)[0], 0, 1) for a in _decode(policy.store, *heads_first))
+        k[chunk], v[chunk] = (np.swapaxes(np.asarray(a)[0], 0, 1) for a in _decode(core(policy).store, *heads_first))
     return k, v
 
 
@@ -88,72 +98,64 @@ def assert_attended(info: Info, want: np.ndarray) -> None:
 
 def held_positions(cache: LayerCache) -> list[list[list[int]]]:
     """Positions of the tokens that each row and kv head of a policy that evicts holds, by slot."""
-    st = cache.state
+    st = core_state(cache.state)
     return [
         [head[:count].tolist() for head in row]
         for row, count in zip(np.asarray(st.position), np.asarray(st.tokens.count), strict=True)
     ]
 
 
-def valid_part(cache: LayerCache, spec: CacheSpec) -> list[Any]:
-    """The state with zeros in every slot past count, as leaves; what two caches that hold the same must agree on.
+def valid_part(cache: LayerCache) -> list[Any]:
+    """The core of the state with zeros in every slot past count, as leaves: what two caches of equal tokens agree on.
 
-    Without what a schedule remembers of the last step: a prompt leaves none. Slots that hold a bag, as those of a
-    policy that evicts, in order of position.
+    Without what is remembered of the last step: a prompt leaves none. Slots that hold a bag, as those of a policy that
+    evicts, in order of position.
     """
-    st = cache.state
-    if isinstance(st, RetrievalState):
-        cache = dataclasses.replace(cache, state=dataclasses.replace(st, schedule=()))
-    if isinstance(st, EvictingState):
+    st = core_state(cache.state)
+    if hasattr(st, "schedule"):
+        st = with_part(st, "schedule", ())
+    if hasattr(st, "position") and hasattr(st, "tokens"):
         used = jnp.arange(st.tokens.slots)[None] < st.tokens.count[:, None]
-        order = jnp.argsort(jnp.where(used[:, None], st.position, spec.capacity), axis=-1)
+        order = jnp.argsort(jnp.where(used[:, None], st.position, jnp.iinfo(jnp.int32).max), axis=-1)
 
         def sort(leaf: Array) -> Array:
             if leaf.ndim < 3:
                 return leaf
             return jnp.take_along_axis(leaf, order.reshape(*order.shape, *(1,) * (leaf.ndim - 3)), axis=2)
 
-        cache = dataclasses.replace(cache, state=jax.tree.map(sort, st))
-    return jax.tree.leaves(_map_slots(cache, spec, lambda leaf, used: jnp.where(used, leaf, jnp.zeros_like(leaf))))
+        st = jax.tree.map(sort, st)
+    return jax.tree.leaves(map_slots(st, lambda _, leaf, used: jnp.where(used, leaf, jnp.zeros_like(leaf))))
 
 
-def poison(cache: LayerCache, spec: CacheSpec) -> Any:
-    """The state with every slot past count spoiled: floats NaN but values 1e4, codes of all ones."""
+def assert_same_contents(got: LayerCache, want: LayerCache, spec: CacheSpec, what: str, row: int | None = None) -> None:
+    """Two caches hold the same, in one row or in all: equal to the bit in every used slot.
 
-    def spoil(leaf: Array, used: Array, is_value: bool) -> Array:
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            return jnp.where(used, leaf, jnp.asarray(1e4 if is_value else jnp.nan, leaf.dtype))
-        return jnp.where(used, leaf, jnp.asarray(jnp.iinfo(leaf.dtype).max, leaf.dtype))
-
-    return _map_slots(cache, spec, spoil, values=True)
-
-
-def _map_slots(cache: LayerCache, spec: CacheSpec, change: Callable[..., Array], values: bool = False) -> Any:
-    """Applies change(leaf, used[, is_value]) to each leaf with slots on axis 2; `used` broadcasts against the leaf.
-
-    A leaf of the store or the index that has fewer slots than the store has one for each unit of tokens.
+    A state without zones shows what it holds by two steps alone.
     """
+    if has_zones(want.state):
+        one = slice(None) if row is None else row
+        held, wanted = ([np.asarray(a)[one] for a in valid_part(cache)] for cache in (got, want))
+        assert_same(held, wanted, what)
+        return
+    tokens = random_tokens(spec, 99)
+    for i in range(2):
+        out, got, _ = step(got, tokens, np.full(spec.batch, i))
+        out_wanted, want, _ = step(want, tokens, np.full(spec.batch, i))
+        rows = slice(None) if row is None else slice(row, row + 1)
+        assert_close(out[rows], out_wanted[rows], spec, f"{what}: what a step then reads")
 
-    def zone(tree: Any, count: Array, slots: int) -> Any:
-        def one(path: Any, leaf: Array) -> Array:
-            if leaf.ndim < 3:
-                return leaf
-            used = jnp.arange(leaf.shape[2])[None] < (count * leaf.shape[2] // slots)[:, None]
-            used = used.reshape(used.shape[0], 1, -1, *(1,) * (leaf.ndim - 3))
-            extra = (jax.tree_util.keystr(path).endswith(".v"),) if values else ()
-            return jax.device_put(change(to_device(leaf), used, *extra), leaf.sharding)
 
-        return jax.tree_util.tree_map_with_path(one, tree)
+def poison(cache: LayerCache) -> Any:
+    """The state with every slot past count spoiled: floats NaN but values 1e4, codes of all ones."""
+    require(
+        has_zones(cache.state), "the state has no zone: no field with `count` and `slots` says which slots are used"
+    )
 
-    st = cache.state
-    if isinstance(st, RetrievalState):
-        return dataclasses.replace(
-            st,
-            sink=None if st.sink is None else zone(st.sink, st.sink.count, st.sink.slots),
-            store=zone(st.store, st.store.count, st.store.slots),
-            index=zone(st.index, st.store.count, st.store.slots),
-            recent=zone(st.recent, st.recent.count, st.recent.slots),
-        )
-    if isinstance(st, EvictingState):
-        return zone(st, st.tokens.count, st.tokens.slots)
-    return zone(st, st.length, spec.capacity)
+    def spoil(path: Any, leaf: Array, used: Array) -> Array:
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            bad = 1e4 if jax.tree_util.keystr(path).endswith(".v") else jnp.nan
+        else:
+            bad = True if leaf.dtype == jnp.bool_ else jnp.iinfo(leaf.dtype).max
+        return jnp.where(used, leaf, jnp.asarray(bad, leaf.dtype))
+
+    return replace_core(cache.state, map_slots(cache.state, spoil))

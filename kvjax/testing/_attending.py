@@ -9,10 +9,11 @@ import numpy as np
 from jax import Array
 
 from kvjax.attention import raise_on_overflow
-from kvjax.caches import Evicting, Policy, Retrieval
+from kvjax.caches import Policy
 from kvjax.memory import to_device
 from kvjax.spec import CacheSpec
-from kvjax.testing.drive import (
+from kvjax.testing._anatomy import core, core_state, evicts, has_history, replace_core, require, with_part
+from kvjax.testing._drive import (
     CHUNK,
     Tokens,
     attending_to_all,
@@ -24,7 +25,7 @@ from kvjax.testing.drive import (
     step,
     with_room,
 )
-from kvjax.testing.expect import as_stored, assert_attended, assert_close, assert_same, dense, held_positions
+from kvjax.testing._expect import as_stored, assert_attended, assert_close, assert_same, dense, held_positions
 
 
 def budget_of_all_is_dense_attention(policy: Policy, spec: CacheSpec) -> None:
@@ -64,13 +65,12 @@ def prompt_attends_causally(policy: Policy, spec: CacheSpec) -> None:
 
 def order_of_chunks_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
     """Chunks of the history may lie in any order: attention after RoPE is over a bag."""
-    if not isinstance(policy, Retrieval):
-        return
+    require(has_history(policy), "the policy has no history of chunks (the fields `store`, `demote` and `local`)")
     tokens, lengths = random_tokens(spec, 7), np.full(spec.batch, spec.capacity - 2)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
-    st, chunk = cache.state, policy.demote.leave
+    st, chunk = core_state(cache.state), core(policy).demote.leave
     chunks = int(np.asarray(st.store.count).min()) // chunk
-    assert chunks >= 2, f"the capacity of {spec.capacity} has {chunks} chunks of {chunk}; give the law more"
+    require(chunks >= 2, f"the capacity of {spec.capacity} has {chunks} chunks of {chunk}; give a spec with more")
     order = np.concatenate([np.arange(chunks)[::-1], np.arange(chunks, st.store.slots // chunk)])
 
     def move(leaf: Array) -> Array:
@@ -80,9 +80,12 @@ def order_of_chunks_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
         blocks = leaf.reshape(*leaf.shape[:2], len(order), -1, *leaf.shape[3:])
         return jax.device_put(blocks[:, :, order].reshape(leaf.shape), home)
 
-    moved = dataclasses.replace(st, store=jax.tree.map(move, st.store), index=jax.tree.map(move, st.index))
+    moved = with_part(st, "store", jax.tree.map(move, st.store))
+    if hasattr(st, "index"):
+        moved = with_part(moved, "index", jax.tree.map(move, st.index))
     out, _, info = step(cache, tokens, lengths)
-    out_moved, _, info_moved = step(dataclasses.replace(cache, state=moved), tokens, lengths)
+    moved_cache = dataclasses.replace(cache, state=replace_core(cache.state, moved))
+    out_moved, _, info_moved = step(moved_cache, tokens, lengths)
     assert_close(out_moved, out, spec, "step")
     assert_same(info_moved.attended, info.attended, "attended")
 
@@ -113,8 +116,7 @@ def every_token_is_in_one_zone(policy: Policy, spec: CacheSpec) -> None:
 
 def step_attends_to_what_is_held(policy: Policy, spec: CacheSpec) -> None:
     """A step of a policy that evicts is exact attention over the tokens that each kv head then holds."""
-    if not isinstance(policy, Evicting):
-        return
+    require(evicts(policy), "the policy evicts nothing (no `evictor` with a `budget`)")
     tokens, lengths = random_tokens(spec, 19), ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     for i in range(3):

@@ -13,10 +13,11 @@ import numpy as np
 from jax import Array
 
 from kvjax.attention import LayerCache, attention, flush, init_layer
-from kvjax.caches import Policy, Retrieval
+from kvjax.caches import Policy
 from kvjax.memory import shapes
 from kvjax.spec import CacheSpec
-from kvjax.testing.drive import CHUNK, fill, new_cache, random_tokens, step, with_room
+from kvjax.testing._anatomy import selects, twin
+from kvjax.testing._drive import CHUNK, fill, new_cache, random_tokens, step, with_room
 
 
 def one_trace_serves_all_steps(policy: Policy, spec: CacheSpec) -> None:
@@ -61,7 +62,7 @@ def step_is_in_place(policy: Policy, spec: CacheSpec) -> None:
         aliased = memory.alias_size_in_bytes + memory.host_alias_size_in_bytes
         assert aliased >= size, f"{aliased} of {size} bytes are aliased"
         exact = 2 * batch * large.kv_heads * large.capacity * large.head_dim * jnp.dtype(large.dtype).itemsize
-        beside = max(size, exact) if isinstance(policy, Retrieval) and policy.budget is not None else size
+        beside = max(size, exact) if selects(policy) else size
         # cuBLAS takes a workspace of 32 MiB, whatever the sizes.
         allowed = beside // 4 + (32 * 2**20 if jax.default_backend() == "gpu" else 0)
         assert memory.temp_size_in_bytes <= allowed, f"{memory.temp_size_in_bytes} temp bytes beside {beside} of cache"
@@ -83,10 +84,10 @@ def structure_is_constant(policy: Policy, spec: CacheSpec) -> None:
 
 def policy_is_a_value(policy: Policy, spec: CacheSpec) -> None:
     """Equal policies are one static argument: hashable, equal, printable; a changed copy differs."""
-    twin = dataclasses.replace(policy)  # type: ignore[type-var]
-    assert twin == policy, "replace without a change gave another policy"
-    assert hash(twin) == hash(policy), "equal policies have different hashes"
-    assert repr(twin) == repr(policy)
+    other = twin(policy)
+    assert other == policy, "a copy without a change is another policy"
+    assert hash(other) == hash(policy), "equal policies have different hashes"
+    assert repr(other) == repr(policy), "equal policies print differently"
     assert not jax.tree.leaves(jax.tree.map(lambda a: a if isinstance(a, jax.Array) else None, vars(policy)))
 
 

@@ -1,0 +1,219 @@
+"""Policies that are broken on purpose: a law that cannot fail proves nothing.
+
+Each is a working policy with one fault in one verb. `CAUGHT` names the laws that must fail on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import kvjax
+from kvjax import Evicting, Fier, Full, LastQuery, Retrieval, Sliding
+from tests.laws.cases import BASE
+
+
+@dataclasses.dataclass(frozen=True)
+class BrokenFull(Full):
+    """A Full that is wrong in the way that `fault` says."""
+
+    fault: str = ""
+
+    def init(self, spec):
+        st = super().init(spec)
+        if self.fault == "cannot be saved":
+            return Wrapped(st, {"a.b": st.overflow, "a": {"b": ~st.overflow}})
+        return Wrapped(st, {}) if self.fault == "counts its steps in a static field" else st
+
+    def prefill(self, st, k, v, lengths):
+        if isinstance(st, Wrapped):
+            return dataclasses.replace(st, full=super().prefill(st.full, k, v, lengths))
+        if self.fault == "stores padding's mean":
+            k = k + 0 * jnp.mean(k, axis=1, keepdims=True)
+        if self.fault == "stores a prompt in reverse":
+            k = jnp.flip(k, axis=1)
+        return super().prefill(st, k, v, lengths)
+
+    def update(self, st, k, v, active):
+        if isinstance(st, Wrapped):
+            steps = st.steps + (self.fault != "cannot be saved")
+            return dataclasses.replace(st, full=super().update(st.full, k, v, active), steps=steps)
+        after = super().update(st, k, v, active)
+        tokens = after.tokens
+        if self.fault == "stores inactive rows":
+            return super().update(st, k, v, jnp.ones_like(active))
+        if self.fault == "clamps":
+            last = tokens.slots - 1
+            tokens = dataclasses.replace(tokens, k=tokens.k.at[:, :, last].set(jnp.swapaxes(k, 1, 2)[:, :, 0]))
+            return dataclasses.replace(after, tokens=tokens, overflow=st.overflow)
+        if self.fault == "copies its cache":
+            turned = lax.optimization_barrier(jnp.sort(tokens.k, axis=2) + jnp.sort(tokens.v, axis=2))
+            return dataclasses.replace(after, tokens=dataclasses.replace(tokens, k=tokens.k + 0 * turned))
+        return after
+
+    def attend(self, st, q, *, scale, window=None):
+        if isinstance(st, Wrapped):
+            out, full, info = super().attend(st.full, q, scale=scale, window=window)
+            return out, dataclasses.replace(st, full=full), info
+        tokens = st.tokens
+        if self.fault == "uses the length of row 0":
+            tokens = dataclasses.replace(tokens, count=jnp.broadcast_to(tokens.count[:1], tokens.count.shape))
+        if self.fault == "reads past count":
+            tokens = dataclasses.replace(tokens, count=tokens.count + 1)
+        if self.fault == "forgets the newest":
+            tokens = dataclasses.replace(tokens, count=jnp.maximum(tokens.count - 1, 1))
+        out, _, info = super().attend(dataclasses.replace(st, tokens=tokens), q, scale=scale, window=window)
+        if self.fault == "changes the state":
+            st = dataclasses.replace(st, overflow=st.overflow.astype(jnp.int8))
+        if self.fault == "scales by the batch's mean length":
+            out = out * (1 + jnp.mean(st.length.astype(jnp.float32))).astype(out.dtype)
+        return out, st, info
+
+    def attend_stored(self, st, q, *, scale, window=None):
+        if isinstance(st, Wrapped):
+            return super().attend_stored(st.full, q, scale=scale, window=window)
+        if self.fault == "forgets a prompt's first chunk":
+            st = dataclasses.replace(st, tokens=dataclasses.replace(st.tokens, count=jnp.zeros_like(st.tokens.count)))
+        return super().attend_stored(st, q, scale=scale, window=window)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Wrapped:
+    """A FullState beside leaves that a checkpoint stores under one name, or a count that is part of the type."""
+
+    full: Any
+    flags: dict[str, Any]
+    steps: int = dataclasses.field(default=0, metadata={"static": True})
+
+    @property
+    def length(self):
+        return self.full.length
+
+    @property
+    def overflow(self):
+        return self.full.overflow
+
+
+class Identity(Full):
+    """A Full that equals nothing but itself."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other):
+        return self is other
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BySlot(Fier):
+    """A Fier that prefers tokens by the slot in which they lie."""
+
+    def score(self, ix, q, *, scale):
+        scores = super().score(ix, q, scale=scale)
+        return scores + jnp.arange(scores.shape[-1], dtype=scores.dtype)[None, None, None]
+
+    def select(self, ix, q, among, *, scale):
+        found = super().select(ix, q, among, scale=scale)
+        first = found.slots[..., :1]
+        return found._replace(slots=jnp.arange(found.slots.shape[-1], dtype=first.dtype)[None, None, None] + 0 * first)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BrokenRetrieval(Retrieval):
+    """A Retrieval that is wrong in the way that `fault` says."""
+
+    fault: str = ""
+
+    def attend(self, st, q, *, scale, window=None):
+        out, st, info = super().attend(st, q, scale=scale, window=window)
+        if self.fault == "tells a slot twice":
+            slots = jnp.broadcast_to(info.selection.slots[..., :1], info.selection.slots.shape)
+            info = info._replace(selection=info.selection._replace(slots=slots))
+        return out, st, info
+
+    def select(self, st, q, *, scale=None, window=None):
+        good = super().select(st, q, scale=scale, window=window)
+        if self.fault == "selects other tokens at each budget":
+            return good._replace(slots=(good.slots + 3 * self.budget) % st.store.slots)
+        return good
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BrokenEvicting(Evicting):
+    """An Evicting that is wrong in the way that `fault` says."""
+
+    fault: str = ""
+
+    def attend(self, st, q, *, scale, window=None):
+        if self.fault == "reads half of what it holds":
+            half = dataclasses.replace(st, tokens=dataclasses.replace(st.tokens, count=(st.tokens.count + 1) // 2))
+            out, _, info = super().attend(half, q, scale=scale, window=window)
+            return out, st, info
+        return super().attend(st, q, scale=scale, window=window)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvictsTheNewest(Sliding):
+    """A Sliding whose newest token is the first to go."""
+
+    def worth(self, evidence, position, length, slots):
+        return -super().worth(evidence, position, length, slots)
+
+
+def _base(cls: type, **changes: Any) -> Any:
+    return cls(**{f.name: getattr(BASE, f.name) for f in dataclasses.fields(BASE)} | changes)
+
+
+BROKEN: dict[str, kvjax.Policy] = {
+    fault: BrokenFull(fault=fault)
+    for fault in (
+        "uses the length of row 0",
+        "reads past count",
+        "forgets the newest",
+        "stores inactive rows",
+        "stores padding's mean",
+        "stores a prompt in reverse",
+        "clamps",
+        "copies its cache",
+        "changes the state",
+        "scales by the batch's mean length",
+        "forgets a prompt's first chunk",
+        "cannot be saved",
+        "counts its steps in a static field",
+    )
+} | {
+    "equals nothing": Identity(),
+    "selects by slot": _base(Retrieval, selector=BySlot(group=16)),
+    "tells a slot twice": _base(BrokenRetrieval, fault="tells a slot twice"),
+    "selects other tokens at each budget": _base(BrokenRetrieval, fault="selects other tokens at each budget"),
+    "evicts the newest": Evicting(evictor=EvictsTheNewest(), budget=64),
+    "reads half of what it holds": BrokenEvicting(evictor=LastQuery(), budget=64, fault="reads half of what it holds"),
+}
+
+CAUGHT: list[tuple[str, str]] = [
+    ("uses the length of row 0", "row_ignores_other_rows"),
+    ("uses the length of row 0", "budget_of_all_is_dense_attention"),
+    ("reads past count", "slots_past_count_do_not_matter"),
+    ("forgets the newest", "every_token_is_in_one_zone"),
+    ("forgets the newest", "budget_of_all_is_dense_attention"),
+    ("stores inactive rows", "inactive_rows_store_nothing"),
+    ("stores padding's mean", "padding_does_not_matter"),
+    ("stores a prompt in reverse", "prefill_equals_prefill_then_updates"),
+    ("clamps", "full_cache_drops_and_says_so"),
+    ("copies its cache", "step_is_in_place"),
+    ("changes the state", "structure_is_constant"),
+    ("counts its steps in a static field", "one_trace_serves_all_steps"),
+    ("scales by the batch's mean length", "insert_replaces_one_row"),
+    ("forgets a prompt's first chunk", "prompt_attends_causally"),
+    ("cannot be saved", "checkpoint_restores_to_the_bit"),
+    ("equals nothing", "policy_is_a_value"),
+    ("selects by slot", "order_of_chunks_does_not_matter"),
+    ("tells a slot twice", "selected_slots_are_valid_and_unique"),
+    ("selects other tokens at each budget", "recall_grows_with_budget"),
+    ("evicts the newest", "budget_bounds_what_is_held"),
+    ("reads half of what it holds", "step_attends_to_what_is_held"),
+]
