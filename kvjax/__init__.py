@@ -41,6 +41,7 @@ from kvjax.caches import (
     Retrieval,
     RetrievalState,
 )
+from kvjax.capacity import grow
 from kvjax.demotion import Demotion, Fifo, LogSparse
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
 from kvjax.generation import decode, generate, prefill, stream
@@ -121,6 +122,7 @@ __all__ = [
     "explain",
     "flush",
     "generate",
+    "grow",
     "init",
     "init_layer",
     "insert",

@@ -1,0 +1,55 @@
+"""A cache with room for more tokens: a conversation that outgrows its capacity goes on in a larger cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+
+from kvjax.attention import Cache, LayerCache, init_layer
+from kvjax.spec import require_int
+from kvjax.validation import check_alive, shown
+
+C = TypeVar("C", Cache, LayerCache)
+
+
+def grow(cache: C, capacity: int) -> C:
+    """The same tokens in a cache of `capacity` tokens a row, which must be at least that of `cache`.
+
+    Copies every array, so that old and new cache are in memory together; programs compile anew for the new shapes.
+
+    >>> import kvjax
+    >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=64)
+    >>> kvjax.grow(kvjax.init_layer(kvjax.Full(), spec), 128).spec.capacity
+    128
+
+    Raises:
+      ValueError: a smaller capacity, no cache, or one whose arrays were donated.
+    """
+    if not isinstance(cache, Cache | LayerCache):
+        raise ValueError(f"grow takes a cache, got {shown(cache)}; kvjax.init makes one")
+    check_alive("grow", cache)
+    capacity = require_int("grow(capacity=...)", capacity, at_least=1)
+    if capacity < cache.spec.capacity:
+        raise ValueError(
+            f"grow(capacity={capacity}) is below the cache's capacity of {cache.spec.capacity}; a cache cannot shrink"
+        )
+    if isinstance(cache, Cache):
+        return Cache(tuple(_grow(layer, capacity) for layer in cache.layers))
+    return _grow(cache, capacity)
+
+
+def _grow(layer: LayerCache, capacity: int) -> LayerCache:
+    """Slots are filled from the first on in every array of a state, so the larger array begins with the smaller."""
+    larger = init_layer(layer.policy, dataclasses.replace(layer.spec, capacity=capacity))
+
+    def place(new: Any, old: Any) -> Any:
+        if new.shape == old.shape:
+            return old
+        if new.ndim != old.ndim or any(a < b for a, b in zip(new.shape, old.shape, strict=True)):
+            raise ValueError(f"{layer.policy} cannot grow: an array of shape {old.shape} becomes {new.shape}")
+        return lax.dynamic_update_slice(new, old, (0,) * new.ndim)
+
+    return dataclasses.replace(layer, state=jax.tree.map(place, larger.state, layer.state), spec=larger.spec)

@@ -1,0 +1,67 @@
+"""A cache that grew goes on as one that had the room from the start."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import presets
+
+SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=96, dtype="float32")
+LARGER = dataclasses.replace(SPEC, capacity=224)
+SMALL: dict[str, dict[str, Any]] = {
+    "fier": {"budget": 24, "chunk": 32, "dense_layers": 0},
+    "pariskv": {"budget": 24, "sink": 4, "local": 8, "chunk": 16, "dense_below": 0},
+    "quest": {"budget": 32, "page": 8, "dense_layers": 0},
+    "freekv": {"budget": 48, "page": 8, "sink": 8, "local": 8, "dense_layers": 0},
+    "logquant": {"window": 12, "group": 16},
+    "kivi": {"residual": 32, "group": 16},
+    "exact": {"budget": 24, "chunk": 32, "dense_layers": 0},
+    "streaming_llm": {"budget": 128},
+    "h2o": {"budget": 128},
+    "tova": {"budget": 40},
+    "snapkv": {"budget": 40, "window": 8},
+}
+
+attend = jax.jit(kvjax.attention)
+
+
+def draw(T: int, seed: int) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(seed)
+    return tuple(rng.normal(size=(2, T, heads, 16)).astype(np.float32) for heads in (4, 2, 2))
+
+
+@pytest.mark.parametrize("name", presets.REGISTRY)
+def test_grown_cache_goes_on_as_one_that_was_large_from_the_start(name: str) -> None:
+    policy = presets.find(name).make(**SMALL.get(name, {})).rest
+    small, large = kvjax.init_layer(policy, SPEC), kvjax.init_layer(policy, LARGER)
+    lengths = np.array([70, 33])
+    _, small = attend(small, *draw(70, 0), lengths=lengths)
+    _, large = attend(large, *draw(70, 0), lengths=lengths)
+    for i in range(3):
+        _, small = attend(small, *draw(1, 1 + i))
+        _, large = attend(large, *draw(1, 1 + i))
+    grown = kvjax.grow(small, LARGER.capacity)
+    assert jax.tree.structure(grown) == jax.tree.structure(large)
+    jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), grown, large)
+    assert grown.nbytes == large.nbytes
+    for i in range(40):  # past the first capacity, across flushes
+        new = draw(1, 100 + i)
+        got, grown = attend(grown, *new)
+        want, large = attend(large, *new)
+        np.testing.assert_allclose(got, want, atol=2e-5)
+    kvjax.raise_on_overflow(grown)
+
+
+def test_grow_serves_whole_models_and_refuses_to_shrink() -> None:
+    cache = kvjax.init(kvjax.Full(), SPEC, layers=2)
+    assert kvjax.grow(cache, 128).spec.capacity == 128
+    with pytest.raises(ValueError, match=r"grow\(capacity=64\) is below the cache's capacity of 96; a cache cannot"):
+        kvjax.grow(cache, 64)
+    with pytest.raises(ValueError, match="grow takes a cache, got a Full"):
+        kvjax.grow(kvjax.Full(), 128)  # type: ignore[type-var]
