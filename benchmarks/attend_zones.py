@@ -64,8 +64,8 @@ def measure(
         one = jax.jit(partial(attend_zones.attend_zones, local=local, scale=scale, config=config))  # lowered once
         return lambda q, k, v, zones: [one(q, k, v, slots, found, *spans) for slots, *spans in zones]
 
-    def reference(implementation: ops.Implementation | None, q: Array, k: Array, v: Array, zones: Any) -> list[Array]:
-        one = jax.jit(partial(ops._attend_zones, local=local, scale=scale, implementation=implementation))
+    def reference(attend: Any, q: Array, k: Array, v: Array, zones: Any) -> list[Array]:
+        one = jax.jit(partial(attend, local=local, scale=scale))
         return [one(q, k, v, PackedSelection(slots, found), *spans) for slots, *spans in zones]
 
     def error(got: Any, want: Any) -> float:
@@ -74,7 +74,8 @@ def measure(
 
     args = jax.jit(inputs, static_argnums=range(12))(B, K, G, H, S, R, local, sink, D, M, dtype, n)
     configs = [attend_zones.config_for(B * K * H, read, D), *CONFIGS]
-    xla, apart = partial(reference, "xla"), partial(reference, None)
+    xla = partial(reference, partial(ops.attend_zones, implementation="xla"))
+    apart = partial(reference, ops.attend_zones.reference)  # its parts by their kernels
     row = sweep("attend_zones", kernel, xla, args, configs=configs, error=error, most=1e-2, moved=moved, n=n)
     sizes = {"B": B, "K": K, "G": G, "H": H, "S": S, "R": R, "local": local, "sink": sink, "D": D, "M": M}
     return {**sizes, "dtype": dtype, "apart": device_time(apart, *args, calls=10)[0] / n, **row}

@@ -67,7 +67,7 @@ def implementation(name: str) -> Iterator[None]:
     because nobody has measured them; "xla", the references alone."""
     with ExitStack() as stack:
         if name == "kernels":
-            stack.enter_context(mock.patch.object(ops, "_unmeasured", return_value=None))
+            stack.enter_context(mock.patch.object(ops.op, "_unmeasured", return_value=None))
         elif name == "xla":
             reason = "the benchmark asks for the reference"
             stack.enter_context(mock.patch.object(_common, "why_not", return_value=reason))

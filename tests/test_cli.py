@@ -75,7 +75,7 @@ def test_a_cache_takes_settings_of_its_preset():
 def test_operations_that_store_are_told_of_too():
     sizes = {"batch": 1, "q_heads": 2, "kv_heads": 1, "head_dim": 16, "capacity": 256}
     found = implementations(presets.freekv(64, page=16, sink=16, local=32), CacheSpec(**sizes))
-    assert {"put_token", "select_pages", "host_rows", "host_append"} <= set(found)
+    assert {"put_token", "select_pages", "host_rows_first", "host_append"} <= set(found)
     assert in_short(implementations(presets.h2o(64), CacheSpec(**sizes))) == "all of a step is plain XLA"
 
 

@@ -275,7 +275,7 @@ def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
     spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072, dtype=jnp.bfloat16)
     policy = preset.rest
     state = jax.eval_shape(partial(policy.init, spec))
-    with mock.patch.object(ops, "_unmeasured", return_value=None):
+    with mock.patch.object(ops.op, "_unmeasured", return_value=None):
         program = aot.compile_for_h200(lambda st, q: policy.attend(st, q, scale=0.1)[0], state, sds(1, 32, 128))
     names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels}
     assert names == found
@@ -293,7 +293,7 @@ def test_a_step_starts_few_kernels_and_copies_nothing(preset, most):
     spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072, dtype=jnp.bfloat16)
     cache = jax.eval_shape(partial(kvjax.init_layer, preset.rest, spec))
     new = sds(1, 1, 32, 128), sds(1, 1, 8, 128), sds(1, 1, 8, 128)
-    with mock.patch.object(ops, "_unmeasured", return_value=None):
+    with mock.patch.object(ops.op, "_unmeasured", return_value=None):
         program = aot.compile_for_h200(partial(kvjax.attention, flush=False), cache, *new, donate=0)
     assert len(program.launches) <= most, program.launches
     assert not [name for name in program.launches if name.startswith("copy")]
@@ -356,7 +356,7 @@ def test_a_step_over_the_host_store_runs_its_kernels_and_copies_no_cache():
     spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072, dtype=jnp.bfloat16)
     cache = memory.shapes(partial(kvjax.init_layer, presets.fier(2048, host=True).rest, spec))
     new = sds(1, 1, 32, 128), sds(1, 1, 8, 128), sds(1, 1, 8, 128)
-    with mock.patch.object(ops, "_unmeasured", return_value=None):
+    with mock.patch.object(ops.op, "_unmeasured", return_value=None):
         program = aot.compile_for_h200(kvjax.attention, cache, *new, donate=0)
     names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels}
     assert names == {"put_token", "select_1bit_score", "select_1bit", "host_rows", "host_append"}

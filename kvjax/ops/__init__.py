@@ -1,0 +1,51 @@
+"""The operations that a decode step spends its time in: each in plain JAX, and as a GPU kernel.
+
+The plain JAX is the reference: it takes everything that the signature admits, and holds little memory at a time. A new
+operation needs a function in the file of its family (`kvjax.ops.op` says how), a file in `kernels_pallas/` and one in
+`tests/kernels/`.
+"""
+
+from kvjax.ops.attend import attend_beside, attend_gathered, attend_slots, attend_span, attend_zones, gather_slots
+from kvjax.ops.host import host_append, host_rows, host_rows_first, host_rows_rest
+from kvjax.ops.op import OPS, Explanation, Implementation, Op, explain, explained, use
+from kvjax.ops.quantized import attend_quantized, attend_quantized_zones, gather_quantized
+from kvjax.ops.rank import top_k, top_k_grouped
+from kvjax.ops.score import rerank, score_1bit, score_pages
+from kvjax.ops.select import select_1bit, select_4bit, select_pages, select_scored
+from kvjax.ops.vote import collide, most_voted
+from kvjax.ops.write import put_token
+
+__all__ = [
+    "OPS",
+    "Explanation",
+    "Implementation",
+    "Op",
+    "attend_beside",
+    "attend_gathered",
+    "attend_quantized",
+    "attend_quantized_zones",
+    "attend_slots",
+    "attend_span",
+    "attend_zones",
+    "collide",
+    "explain",
+    "explained",
+    "gather_quantized",
+    "gather_slots",
+    "host_append",
+    "host_rows",
+    "host_rows_first",
+    "host_rows_rest",
+    "most_voted",
+    "put_token",
+    "rerank",
+    "score_1bit",
+    "score_pages",
+    "select_1bit",
+    "select_4bit",
+    "select_pages",
+    "select_scored",
+    "top_k",
+    "top_k_grouped",
+    "use",
+]

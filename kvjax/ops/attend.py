@@ -1,0 +1,153 @@
+"""Exact attention of a step: over spans, over selected slots, and over all zones of a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.ops.op import Implementation, op
+from kvjax.partial import PartialAttention, Span, attend_part, keep_valid, merge
+from kvjax.selection import PackedSelection, Selection, membership, split_selection
+
+
+@op(static_argnames=("scale",), derivative="reference")
+def attend_span(q: Array, span: Span, *, scale: float, implementation: Implementation | None = None) -> Array:
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over `span`; 0 where it is empty.
+
+    Keys outside of the span may hold anything. `implementation`: see `explain`. The kernel's products read q in the
+    dtype of the keys; it reads nothing outside of the span.
+    """
+    # Values outside of the span are finite, so they need no mask here; it would write a second copy of them.
+    return attend_part(q, span.k, span.v, span.mask[:, None, None], scale=scale).out.astype(q.dtype)
+
+
+@attend_span.limit
+def _attend_span_limit(kernel: Any, q: Array, span: Span, *, scale: float) -> str | None:
+    return kernel.unsupported(q, *span)
+
+
+@attend_span.mosaic
+def _attend_span_mosaic(kernel: Any, q: Array, span: Span, *, scale: float) -> Array:
+    return kernel.attend_span(q, *span, scale=scale)
+
+
+@op(static_argnames=("scale",), derivative="reference")
+def attend_slots(
+    q: Array,
+    k: Array,
+    v: Array,
+    selection: Selection,
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> PartialAttention:
+    """Exact attention of q [B, K, G, D] over the selected slots of k, v [B, K, S, D]; PartialAttention over Q = G.
+
+    `implementation`: see `explain`. The kernel gathers and attends at once; its products read q in the dtype of k.
+    """
+    kg, vg = gather_slots(k, v, selection)
+    return attend_gathered(q, kg, vg, selection, scale=scale)
+
+
+@attend_slots.limit
+def _attend_slots_limit(kernel: Any, q: Array, k: Array, v: Array, selection: Selection, *, scale: float) -> str | None:
+    return kernel.unsupported(q, k, v, selection.slots)
+
+
+@attend_slots.mosaic
+def _attend_slots_mosaic(
+    kernel: Any, q: Array, k: Array, v: Array, selection: Selection, *, scale: float
+) -> PartialAttention:
+    return PartialAttention(*kernel.attend_slots(q, k, v, *selection, scale=scale))
+
+
+@op(static_argnames=("local", "scale"), derivative="reference")
+def attend_zones(
+    q: Array,
+    k: Array,
+    v: Array,
+    selection: Selection | PackedSelection,
+    recent: Span,
+    sink: Span | None,
+    local: int,
+    more: tuple[Array, Array] | None = None,
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> Array:
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over all that a step of retrieval attends to.
+
+    That is the selected slots of k, v [B, K, S, D], slots 0 to S - 1, of `more`, keys and values of the same shape, if
+    given, slots S to 2 S - 1, and of `recent`, whose slots follow; the last `local` slots of the span of `recent`, none
+    of which are selected; and the span of `sink`, if there is one. `implementation`: see `explain`. The kernel's
+    products read q in the dtype of k.
+    """
+    if more is not None:
+        k, v = (jnp.concatenate(two, axis=2) for two in zip((k, v), more, strict=True))
+    recent = recent._replace(start=jnp.maximum(recent.start, recent.stop - local))
+    stored, pending = split_selection(selection, k.shape[2])
+    history = attend_slots(q, k, v, stored, scale=scale)
+    return attend_beside(history, q, pending, recent, sink, scale=scale)
+
+
+@attend_zones.limit
+def _attend_zones_limit(
+    kernel: Any, q: Array, k: Array, v: Array, selection: Any, recent: Span, sink: Any, local: int, more: Any, **_: Any
+) -> str | None:
+    return kernel.unsupported(q, k, v, selection.slots, recent, sink, local, more)
+
+
+@attend_zones.mosaic
+def _attend_zones_mosaic(
+    kernel: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    selection: Selection | PackedSelection,
+    recent: Span,
+    sink: Span | None,
+    local: int,
+    more: tuple[Array, Array] | None,
+    *,
+    scale: float,
+) -> Array:
+    known = selection.found if isinstance(selection, PackedSelection) else selection.valid
+    return kernel.attend_zones(q, k, v, selection.slots, known, recent, sink, local, more, scale=scale)
+
+
+def attend_beside(
+    history: PartialAttention, q: Array, pending: Selection | None, recent: Span, sink: Span | None, *, scale: float
+) -> Array:
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: `history` and the attention over the spans of `recent` and `sink`,
+    and over the slots of `recent` that `pending` has."""
+    mask = recent.mask[:, None, None]
+    if pending is not None:
+        mask |= membership(pending, recent.k.shape[2])
+    parts = [history, attend_part(q, recent.k, recent.v, mask, scale=scale)]
+    if sink is not None:
+        parts.append(attend_part(q, sink.k, sink.v, sink.mask[:, None, None], scale=scale))
+    return merge(*parts).out.astype(q.dtype)
+
+
+def gather_slots(k: Array, v: Array, selection: Selection) -> tuple[Array, Array]:
+    """Keys and values [B, K, H*M, D] of the selected slots of k, v [B, K, S, D]; slots out of range are clipped."""
+    index = flat_slots(selection)
+    return jnp.take_along_axis(k, index, axis=2, mode="clip"), jnp.take_along_axis(v, index, axis=2, mode="clip")
+
+
+def attend_gathered(q: Array, kg: Array, vg: Array, selection: Selection, *, scale: float) -> PartialAttention:
+    """Attention of q [B, K, G, D] over selected tokens that were gathered: kg, vg [B, K, H*M, D], in order."""
+    B, K, G, D = q.shape
+    H, M = selection.slots.shape[2:]
+    kg, vg = (a.reshape(B, K * H, M, a.shape[-1]) for a in (kg, vg))
+    valid = selection.valid.reshape(B, K * H, M)
+    part = attend_part(q.reshape(B, K * H, G // H, D), kg, keep_valid(vg, valid), valid[:, :, None], scale=scale)
+    return PartialAttention(part.out.reshape(B, K, G, -1), part.lse.reshape(B, K, G))
+
+
+def flat_slots(selection: Selection) -> Array:
+    """i32[B, K, H*M, 1]: the slots, as an index along axis 2."""
+    B, K, H, M = selection.slots.shape
+    return selection.slots.reshape(B, K, H * M, 1)

@@ -1,0 +1,188 @@
+"""Reads and writes of rows in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.memory import to_device, to_host
+from kvjax.ops.op import Implementation, op
+
+Parts = tuple[Array, ...]
+
+
+@op()
+def host_rows(x: Array, index: Array, *, implementation: Implementation | None = None) -> Array:
+    """[B, K, N, ...] on the device: rows `index` i32[B, K, N] of x [B, K, P, ...] in host memory; zeros where it is out
+    of range.
+
+    Moves those rows and no others. XLA gathers on the host's CPU, and moves what it gathered. `implementation`: see
+    `explain`; all give the same.
+    """
+    return _gather_rows(x, index)
+
+
+@host_rows.limit
+def _host_rows_limit(kernel: Any, x: Array, index: Array) -> str | None:
+    return kernel.unsupported(x, index)
+
+
+@host_rows.mosaic
+def _host_rows_mosaic(kernel: Any, x: Array, index: Array) -> Array:
+    return kernel.host_rows(x, index)
+
+
+@op(kernel="host_rows")
+def host_rows_first(
+    x: Array,
+    index: Array,
+    edge: Array,
+    now: Array,
+    held: tuple[Array, Parts],
+    recent: Parts,
+    *,
+    implementation: Implementation | None = None,
+) -> Parts:
+    """The keys and values, [B, K, M * Z, D] each, that heads recall from host memory: of the (b, k) where `now` bool[B,
+    K] is true, and of others anything. `host_rows_rest` gives all.
+
+    Recalled are, of x [B, K, P, 2, Z, D], at place n < N what `index` i32[B, K, N] says, at place N what `edge` i32[B]
+    says, and zeros at the rest. Where it says i < P, that is row i of x; P + r are the Z slots from slot r on of
+    `recent`, keys and values [B, K, R, D], the last one for those past its end; and a negative number gives zeros.
+    `held` = (there i32[B, K, M], (k, v)) says what lies on the device already: of the rows there[b, k, m], negative for
+    none, the keys and values, [B, K, M * Z, D] each. The kernel reads them there.
+
+    XLA reads the rows of all (b, k), as it moves as many in either case. `implementation`: see `explain`.
+    """
+    return _host_recall(x, index, edge, held[0].shape[2], recent)
+
+
+@host_rows_first.limit
+def _host_rows_first_limit(kernel: Any, *, x: Array, held: Any, recent: Parts, **_: Any) -> str | None:
+    return kernel.unsupported_recall(x, held[0], [*held[1], *recent])
+
+
+@host_rows_first.mosaic
+def _host_rows_first_mosaic(
+    kernel: Any, x: Array, index: Array, edge: Array, now: Array, held: tuple[Array, Parts], recent: Parts
+) -> Parts:
+    return kernel.recall(x, index, edge, now, held, recent)
+
+
+@op(kernel="host_rows")
+def host_rows_rest(
+    x: Array,
+    index: Array,
+    edge: Array,
+    now: Array,
+    held: tuple[Array, Parts],
+    recent: Parts,
+    ready: tuple[Array, Parts],
+    *,
+    implementation: Implementation | None = None,
+) -> Parts:
+    """The keys and values, [B, K, M * Z, D] each: of heads `now` as in `host_rows_first`; where `which` bool[B, K] is
+    true, those of `ready` = (which, (k, v)), which that gave, of the same implementation; else those of `held`.
+
+    The kernel has few blocks, beside which others run where XLA starts them at the same time (`memory.CONCURRENT`).
+    """
+    which, anew = ready  # of all heads
+    heads = (now | which)[..., None, None]
+    return tuple(jnp.where(heads, a, b) for a, b in zip(anew, held[1], strict=True))
+
+
+@host_rows_rest.limit
+def _host_rows_rest_limit(kernel: Any, *, x: Array, held: Any, recent: Parts, ready: Any, **_: Any) -> str | None:
+    return kernel.unsupported_recall(x, held[0], [*held[1], *recent, *ready[1]])
+
+
+@host_rows_rest.mosaic
+def _host_rows_rest_mosaic(
+    kernel: Any,
+    x: Array,
+    index: Array,
+    edge: Array,
+    now: Array,
+    held: tuple[Array, Parts],
+    recent: Parts,
+    ready: tuple[Array, Parts],
+) -> Parts:
+    config, blocks = kernel.BESIDE
+    return kernel.recall(x, index, edge, now, held, recent, ready, config=config, blocks=blocks)
+
+
+def _gather_rows(x: Array, index: Array) -> Array:
+    row = x.shape[3:]
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(3, 3 + len(row))),
+        collapsed_slice_dims=(2,),
+        start_index_map=(2,),
+        operand_batching_dims=(0, 1),
+        start_indices_batching_dims=(0, 1),
+    )
+    places = index[..., None]
+    if jax.typeof(x).memory_space == jax.memory.Space.Host:
+        places = to_host(places)
+    rows = to_device(lax.gather(x, places, numbers, (1, 1, 1, *row), mode=lax.GatherScatterMode.CLIP))
+    there = (index >= 0) & (index < x.shape[2])
+    return jnp.where(there.reshape(*index.shape, *[1] * len(row)), rows, jnp.zeros((), x.dtype))
+
+
+def _host_recall(x: Array, index: Array, edge: Array, places: int, recent: Parts) -> Parts:
+    (B, K, P, _, Z, D), N = x.shape, index.shape[2]
+    at_edge = jnp.broadcast_to(edge[:, None, None], (B, K, 1))
+    nothing = jnp.full((B, K, max(places - N - 1, 0)), -1, jnp.int32)
+    index = jnp.concatenate([index, at_edge, nothing], axis=2)[:, :, :places]
+    rows = _gather_rows(x, jnp.where(index < P, index, -1))
+    slots = index[..., None] - P + jnp.arange(Z)[None, None, None]
+    slots = jnp.clip(slots, 0, recent[0].shape[2] - 1).reshape(B, K, places * Z, 1)
+    waits = jnp.repeat(index >= P, Z, axis=2)[..., None]
+    stored = (rows[:, :, :, n].reshape(B, K, places * Z, D) for n in range(len(recent)))
+    return tuple(
+        jnp.where(waits, jnp.take_along_axis(zone, slots, axis=2).astype(x.dtype), old)
+        for old, zone in zip(stored, recent, strict=True)
+    )
+
+
+@op()
+def host_append(
+    x: Array, new: Sequence[Array], at: Array, count: Array, *, implementation: Implementation | None = None
+) -> Array:
+    """x [B, K, P, parts, ...] in host memory, with the first `count` i32[B] rows of each of the parts `new` [B, K, n,
+    ...] at row `at` i32[B] and those after it, of n <= P. Rows at or past P are dropped.
+
+    In place where x is donated or a loop's carry. XLA reads, changes and writes a slice for each row of the batch.
+    `implementation`: see `explain`; all give the same.
+    """
+    stacked = jnp.stack([part.astype(x.dtype) for part in new], axis=3)
+    (B, K, P, *row), n = x.shape, stacked.shape[2]
+    move = to_host if jax.typeof(x).memory_space == jax.memory.Space.Host else to_device
+
+    # A row at a time, a slice that is read, changed and written: in host memory XLA keeps this in place on CPU and
+    # GPU (a scatter too, but on a GPU it is the CPU that does it, with a warning). A slice past the end would be
+    # clamped, so it starts earlier and its first rows stay as they are.
+    def one_row(b: Array, x: Array) -> Array:
+        first = jnp.minimum(at[b], P - n)
+        source = first + jnp.arange(n) - at[b]
+        fits = (source >= 0) & (source < count[b])
+        where: list[Array | int] = [b, 0, first, *[0] * len(row)]
+        old = to_device(lax.dynamic_slice(x, where, (1, K, n, *row)))
+        mine = jnp.take(lax.dynamic_slice_in_dim(stacked, b, 1, axis=0), source, axis=2, mode="clip")
+        changed = jnp.where(fits.reshape(n, *[1] * len(row)), mine, old)
+        return lax.dynamic_update_slice(x, move(changed), where)
+
+    return lax.fori_loop(0, B, one_row, x)
+
+
+@host_append.limit
+def _host_append_limit(kernel: Any, x: Array, new: Sequence[Array], at: Array, count: Array) -> str | None:
+    return kernel.unsupported(x, tuple(new), at, count)
+
+
+@host_append.mosaic
+def _host_append_mosaic(kernel: Any, x: Array, new: Sequence[Array], at: Array, count: Array) -> Array:
+    return kernel.host_append(x, tuple(new), at, count)

@@ -1,0 +1,250 @@
+"""What every operation shares: the choice between its reference and its kernel.
+
+An operation is a function in plain JAX, its reference, under the decorator `op`. Two more functions say how its GPU
+kernel is called and which arguments the kernel cannot take. `Op` does the rest: the argument `implementation`, the
+import of the kernel on first use, the derivative, the entry in `OPS`, and `explain`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args
+
+import jax
+from jax import Array, lax
+
+Implementation = Literal["xla", "mosaic"]
+Derivative = Literal["reference", "zero", "none"]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+OPS: dict[str, Op[..., Any]] = {}
+_chosen = jax.make_user_context(None)  # an Implementation; jit's caches have it in their keys
+_explained: ContextVar[list[Explanation] | None] = ContextVar("explained", default=None)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which implementation an operation runs, and why. As a string: "mosaic", or "xla: reason"."""
+
+    op: str
+    implementation: Implementation
+    reason: str
+
+    def __str__(self) -> str:
+        return "mosaic" if self.implementation == "mosaic" else f"xla: {self.reason}"
+
+
+class Op(Generic[P, R]):
+    """An operation: callable as its reference is, with `implementation` to choose what runs. Made by `op`."""
+
+    def __init__(
+        self, reference: Callable[P, R], kernel: str | None, static_argnames: tuple[str, ...], derivative: Derivative
+    ) -> None:
+        functools.update_wrapper(self, reference)
+        self.name = reference.__name__
+        self.kernel = kernel or self.name  # a module of kvjax.kernels_pallas
+        self.reference = reference  # in it, operations are chosen as anywhere
+        self._signature = inspect.signature(reference)
+        self._static = static_argnames
+        self.operands = [n for n in self._signature.parameters if n not in (*static_argnames, "implementation")]
+        self.derivative = derivative
+        OPS[self.name] = self
+
+    def __repr__(self) -> str:
+        return f"<kvjax.ops.{self.name}>"
+
+    def limit(self, f: Callable[..., str | None]) -> Callable[..., str | None]:
+        """Registers f(kernel's module, arguments): the limit of the kernel that they exceed, or None.
+
+        It raises ValueError for arguments that no implementation takes.
+        """
+        self._limit = f
+        return f
+
+    def mosaic(self, f: Callable[..., R]) -> Callable[..., R]:
+        """Registers f(kernel's module, arguments), which runs the kernel."""
+        self._mosaic = f
+        return f
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        implementation = _require(given.pop("implementation")) or _chosen.value
+        kernel = import_module(f"kvjax.kernels_pallas.{self.kernel}")
+        limit = _why_not(self._limit(kernel, **given))
+        how = self._explain(kernel, limit, implementation)
+        if (found := _explained.get()) is not None:
+            found.append(how)
+        static = tuple((name, given.pop(name)) for name in self._static)
+        operands = tuple(given.values())
+        # JAX traces a branch once for each function and shapes, so equal calls share their functions. Not where
+        # somebody looks at the calls inside, or changes a kernel.
+        build = _functions.__wrapped__ if found is not None or _traced_anew() else _functions
+        run, reference = build(self, static, implementation is not None, how.implementation == "mosaic")
+        if self.derivative == "zero":
+            operands = lax.stop_gradient(operands)
+        if implementation == "mosaic":
+            if limit:
+                raise NotImplementedError(limit)
+            return lax.platform_dependent(*operands, cuda=run)  # lowered for anything else: NotImplementedError
+        if implementation == "xla" or _unmeasured(kernel):
+            return reference(*operands)
+        if limit:
+            if jax.default_backend() == "gpu":
+                _say_once(limit)
+            return reference(*operands)
+        return lax.platform_dependent(*operands, cuda=run, default=reference)
+
+    def _explain(self, kernel: Any, limit: str | None, implementation: Implementation | None) -> Explanation:
+        if implementation is not None:
+            return Explanation(self.name, implementation, "asked for by name")
+        why = limit or _unmeasured(kernel)
+        if why is None and jax.default_backend() != "gpu":
+            why = f"the kernels are for GPUs; this process runs on {jax.default_backend()}"
+        if why is None:
+            return Explanation(self.name, "mosaic", f"measured on a GPU on {kernel.MEASURED}")
+        return Explanation(self.name, "xla", why)
+
+
+def op(
+    *, kernel: str | None = None, static_argnames: tuple[str, ...] = (), derivative: Derivative = "none"
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Makes an operation of a reference in plain JAX, which must take `implementation=None` and leave it unused.
+
+    `kernel` is the module of the kernel, if not of the operation's name. Arguments named in `static_argnames` are
+    Python values; all others are pytrees of arrays. `derivative`: a kernel has none of its own. It takes that of the
+    reference, or "zero" for a choice of slots.
+    """
+    return lambda reference: Op(reference, kernel, static_argnames, derivative)
+
+
+def explain(op: str | Op[..., Any], *args: Any, **options: Any) -> Explanation:
+    """Which implementation `op` runs for these arguments, and why.
+
+    `op` is an operation of `kvjax.ops` or its name; the rest is what it takes, with `jax.ShapeDtypeStruct` for any
+    array. By default a GPU runs the Pallas Mosaic GPU kernel wherever there is one: jax >= 0.11, compute capability
+    9.0, shapes that it takes, and a time that was measured. All else runs the reference ("xla"). The choice is made for
+    the platform that a program is lowered for. A kernel asked for by name ("mosaic") runs, measured or not, or raises
+    NotImplementedError with the limit.
+
+    >>> import jax, jax.numpy as jnp
+    >>> scores, valid = (jax.ShapeDtypeStruct((8, 65536), dtype) for dtype in (jnp.float32, bool))
+    >>> explain("top_k", scores, valid, 8192).implementation
+    'xla'
+    """
+    name = op.name if isinstance(op, Op) else op
+    if name not in OPS:
+        raise ValueError(f"op must be one of {', '.join(sorted(OPS))}; got {op!r}")
+    leaves, tree = jax.tree.flatten((args, options))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
+
+    def run(arrays: dict[int, Array]) -> Any:
+        args, options = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return OPS[name](*args, **options)
+
+    with explained() as found:
+        jax.eval_shape(run, arrays)
+    return found[0]
+
+
+@contextmanager
+def explained() -> Iterator[list[Explanation]]:
+    """Collects an `Explanation` for each call of an operation that is traced in the block, in order.
+
+    A function that jit has traced before is not traced again, and adds none.
+    """
+    found: list[Explanation] = []
+    token = _explained.set(found)
+    try:
+        yield found
+    finally:
+        _explained.reset(token)
+
+
+@contextmanager
+def use(implementation: Implementation | None) -> Iterator[None]:
+    """In the block, operations run `implementation`: "xla", "mosaic", or None for the default choice.
+
+    As if each call had it as its argument; a call that names another keeps that. It is a part of the keys of jit's
+    caches (`jax.make_user_context`): a jitted function is traced again where the choice differs.
+    """
+    with _chosen(_require(implementation)):
+        yield
+
+
+def _require(implementation: Any) -> Any:
+    if implementation not in (None, *get_args(Implementation)):
+        names = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"implementation must be None or one of {names}; got {implementation!r}")
+    return implementation
+
+
+@contextmanager
+def _inside_reference(*, forced: bool, silent: bool) -> Iterator[None]:
+    """A reference that was asked for by name calls references alone; one beside a kernel that runs is not told of."""
+    token = _explained.set(None) if silent else None
+    try:
+        if forced:
+            with _chosen("xla"):
+                yield
+        else:
+            yield
+    finally:
+        if token is not None:
+            _explained.reset(token)
+
+
+@functools.lru_cache(maxsize=1024)
+def _functions(
+    op: Op[..., R], static: tuple[tuple[str, Any], ...], forced: bool, silent: bool
+) -> tuple[Callable[..., R], Callable[..., R]]:
+    """The kernel and the reference, as functions of the operands alone."""
+    kernel = import_module(f"kvjax.kernels_pallas.{op.kernel}")
+
+    def reference(*operands: Any) -> R:
+        with _inside_reference(forced=forced, silent=silent):
+            return op.reference(**dict(zip(op.operands, operands, strict=True)), **dict(static))
+
+    def mosaic(*operands: Any) -> R:
+        return op._mosaic(kernel, **dict(zip(op.operands, operands, strict=True)), **dict(static))
+
+    return _with_derivative(mosaic, reference) if op.derivative == "reference" else mosaic, reference
+
+
+def _why_not(limit: str | None) -> str | None:
+    """Why no kernel can run: what this process lacks, or else `limit`."""
+    from kvjax.kernels_pallas import _common
+
+    return _common.why_not() or limit
+
+
+def _traced_anew() -> bool:
+    from kvjax.kernels_pallas import _common
+
+    return _common._anew.get()
+
+
+def _unmeasured(kernel: Any) -> str | None:
+    name = kernel.__name__.rpartition(".")[2]
+    return None if kernel.MEASURED else f"the kernel {name} is not yet measured on a GPU: ask for it by name"
+
+
+def _with_derivative(run: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, a kernel, with the derivative of the reference: it has none of its own."""
+    f = jax.custom_jvp(run)
+    f.defjvp(lambda primals, tangents: (f(*primals), jax.jvp(reference, primals, tangents)[1]))
+    return f
+
+
+@functools.cache
+def _say_once(why: str) -> None:
+    logging.getLogger("kvjax").warning("running the reference in plain JAX: %s", why)

@@ -1,0 +1,69 @@
+"""The highest of scores: of each row, and of all heads of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.ops.op import Implementation, op
+from kvjax.selection import GroupReduce, Selection, reduce_scores
+
+
+@op(static_argnames=("k",), derivative="zero")
+def top_k(scores: Array, valid: Array, k: int, *, implementation: Implementation | None = None) -> Selection:
+    """The k largest of scores f32[..., U] where `valid` (broadcastable bool) is true; ties go to the lower index.
+
+    A row with fewer than k valid units gives all of them, and the rest of its selection is not valid. `implementation`:
+    see `explain`; all give the same.
+    """
+    valid = jnp.broadcast_to(valid, scores.shape)
+    # A valid score of -inf must still come before what is not valid, and NaN must not rank first.
+    low = jnp.finfo(scores.dtype).min
+    ranked = jnp.where(valid, jnp.clip(jnp.nan_to_num(scores, nan=low), low), -jnp.inf)
+    _, slots = lax.top_k(ranked, k)
+    return Selection(slots.astype(jnp.int32), jnp.take_along_axis(valid, slots, axis=-1))
+
+
+@top_k.limit
+def _top_k_limit(kernel: Any, scores: Array, valid: Array, k: int) -> str | None:
+    return kernel.unsupported(scores.shape, scores.dtype, k)
+
+
+@top_k.mosaic
+def _top_k_mosaic(kernel: Any, scores: Array, valid: Array, k: int) -> Selection:
+    return Selection(*kernel.top_k(scores, valid, k))
+
+
+@op(static_argnames=("group_reduce", "k"), derivative="zero")
+def top_k_grouped(
+    parts: Sequence[tuple[Array, Array]],
+    group_reduce: GroupReduce,
+    k: int,
+    *,
+    implementation: Implementation | None = None,
+) -> Selection:
+    """The k units of all parts that a group of heads ranks highest: `top_k` of `pick.reduce_scores`, in one kernel.
+
+    A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U']; units count on from part to part. Softmax is
+    over the valid units of all parts. `implementation`: see `explain`; where ranks differ by less than rounding, the
+    kernel may order them otherwise.
+    """
+    valid = jnp.concatenate([ok for _, ok in parts], axis=-1)
+    return top_k(reduce_scores(parts, group_reduce), valid, k)
+
+
+@top_k_grouped.limit
+def _top_k_grouped_limit(
+    kernel: Any, parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, k: int
+) -> str | None:
+    return kernel.unsupported(parts, group_reduce, k)
+
+
+@top_k_grouped.mosaic
+def _top_k_grouped_mosaic(
+    kernel: Any, parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, k: int
+) -> Selection:
+    return Selection(*kernel.top_k_grouped(parts, group_reduce, k))

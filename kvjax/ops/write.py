@@ -1,0 +1,50 @@
+"""The write of a token into the zones of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.blocks import Block, put
+from kvjax.ops.op import Implementation, op
+
+
+@op(derivative="reference")
+def put_token(
+    zones: Sequence[Block],
+    k: Array,
+    v: Array,
+    active: Array,
+    overflow: Array,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[list[Block], Array]:
+    """The zones with the token k, v [B, K, 1, D] of each row that is `active` bool[B], in the first that has room; and
+    `overflow` bool[B], also true of rows where none had.
+
+    In place where zones are donated or a loop's carry. `implementation`: see `explain`; all give the same.
+    """
+    after, left = [], active
+    for zone in zones:
+        fits = left & (zone.count < zone.slots)
+        after.append(put(zone, k, v, fits.astype(jnp.int32)))
+        left = left & ~fits
+    return after, overflow | left
+
+
+@put_token.limit
+def _put_token_limit(
+    kernel: Any, zones: Sequence[Block], k: Array, v: Array, active: Array, overflow: Array
+) -> str | None:
+    return kernel.unsupported([(zone.k, zone.v, zone.count) for zone in zones], k, v, active, overflow)
+
+
+@put_token.mosaic
+def _put_token_mosaic(
+    kernel: Any, zones: Sequence[Block], k: Array, v: Array, active: Array, overflow: Array
+) -> tuple[list[Block], Array]:
+    stored, overflow = kernel.put_token([(zone.k, zone.v, zone.count) for zone in zones], k, v, active, overflow)
+    return [Block(*zone) for zone in stored], overflow
