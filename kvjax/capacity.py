@@ -36,9 +36,12 @@ def grow(cache: C, capacity: int) -> C:
         raise ValueError(
             f"grow(capacity={capacity}) is below the cache's capacity of {cache.spec.capacity}; a cache cannot shrink"
         )
+    grown: Any
     if isinstance(cache, Cache):
-        return Cache(tuple(_grow(layer, capacity) for layer in cache.layers))
-    return _grow(cache, capacity)
+        grown = Cache(tuple(_grow(layer, capacity) for layer in cache.layers))
+    else:
+        grown = _grow(cache, capacity)
+    return grown
 
 
 def _grow(layer: LayerCache, capacity: int) -> LayerCache:

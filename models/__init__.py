@@ -9,6 +9,7 @@ if __name__ == "models":
     raise ImportError("this folder is the package kvjax.models: write `import kvjax.models`, not `import models`")
 
 from . import rope
+from .chat import Chat
 from .checkpoint import Checkpoint, Completion
 from .config import DecoderConfig, Family, Weight
 from .decoder import Decoder
@@ -16,6 +17,7 @@ from .weights import FAMILIES, load, save, shipped
 
 __all__ = [
     "FAMILIES",
+    "Chat",
     "Checkpoint",
     "Completion",
     "Decoder",

@@ -35,12 +35,11 @@ from kvjax.spec import require_int
 from kvjax.text import Detokenizer
 from kvjax.validation import shown
 
+from .chat import Chat, default_new_tokens, round_capacity
 from .config import DecoderConfig, Fields
 from .decoder import Decoder
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer.tiktoken")
-NEW_TOKENS = 128  # by default, or what the model's positions leave
-CAPACITY_STEP = 128  # capacities are multiples of it, so that near lengths share a program
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]  # {"role": ..., "content": ...} of each turn
 Prompt: TypeAlias = str | Messages
@@ -267,6 +266,42 @@ class Checkpoint:
             **run.settings,
         )
 
+    def chat(
+        self,
+        *,
+        system: str | None = None,
+        cache: str | Policy | PerLayer = "full",
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        key: Array | None = None,
+        capacity: int | None = None,
+    ) -> Chat:
+        """A conversation whose cache is kept from turn to turn: a turn feeds its own tokens, and nothing twice.
+
+        `system` is the message that opens it, `max_new_tokens` those of an answer. Without a `capacity` the cache grows
+        as the conversation does. The other arguments are those of `generate`.
+
+        Raises:
+          ValueError: the tokenizer has no chat template, or an argument that `generate` would refuse.
+        """
+        if isinstance(cache, str):
+            presets.parse(cache)
+        self.render_chat("hello")  # a model without a template says so now
+        draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
+        return Chat(
+            self,
+            lambda capacity: self.init_cache(cache, capacity=capacity),
+            system=system,
+            max_new_tokens=max_new_tokens,
+            sampling=draw,
+            key=key,
+            capacity=capacity,
+        )
+
     def _request(
         self,
         prompts: list[Prompt],
@@ -292,24 +327,6 @@ class _Request:
     rows: list[list[int]]  # token ids of the prompts
     cache: Cache
     settings: dict[str, Any]
-
-
-def default_new_tokens(prompt: int, positions: int | None) -> int:
-    """128 new tokens, or what the model's positions leave after a prompt.
-
-    >>> default_new_tokens(100, None), default_new_tokens(100, 128)
-    (128, 28)
-    """
-    return NEW_TOKENS if positions is None else max(1, min(NEW_TOKENS, positions - prompt))
-
-
-def round_capacity(tokens: int) -> int:
-    """A capacity for `tokens`, rounded up so that near lengths share a compiled program.
-
-    >>> round_capacity(100), round_capacity(129)
-    (128, 256)
-    """
-    return -(-tokens // CAPACITY_STEP) * CAPACITY_STEP
 
 
 def _draws(
