@@ -7,7 +7,7 @@ platforms, and for what cuDNN does not take (f32, sliding windows over stored to
 multiplied in plain JAX.
 
 A store whose keys lie elsewhere or in other bits gives blocks of them (`attend_blocks`): the codes of a quantised store
-are expanded one block at a time, and a host store's next block is copied while the device attends to this one.
+are expanded, and the pages of a host store copied, one block at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Reader = Callable[[Any, Array | int, int], tuple[Array, Array]]
 """(state, first, size) -> keys and values [B, K, size, D] of the slots [first, first + size) of a store."""
 
 CPU_BLOCK = 1024  # slots a block
-GPU_BLOCK = 32768  # slots of all rows together: 134 MB of bf16 keys and values at 8 heads of 128
+GPU_BLOCK = 16384  # slots of all rows together: 67 MB of bf16 keys and values at 8 heads of 128
 
 
 def attend_chunk(q: Array, k: Array, v: Array, *, scale: float, window: int | None = None) -> Array:
@@ -106,8 +106,8 @@ def attend_blocks(
 ) -> PartialAttention:
     """`attend_zone` over keys and values that `read` gives a block at a time, out of the `slots` slots of a store.
 
-    A block has a multiple of `unit` slots. One block is held at a time, and on a GPU the next one beside it, so that a
-    copy from host memory runs while the device attends.
+    A block has a multiple of `unit` slots, and one block is held at a time. On an H200 a second block, read ahead of
+    its use, gained nothing: XLA reads host memory by a kernel, in turn with the others.
     """
     rows = q.shape[0]
 
@@ -135,22 +135,20 @@ def _stream(
     block: int,
     part: Callable[[Array, Array, Array, Array], PartialAttention],
 ) -> PartialAttention:
-    """Merges `part` of every block up to the longest row; reads a block ahead of the one that is attended to."""
-    blocks = -(-jnp.max(stop) // block)
+    """Merges `part` of every block up to the longest row's last slot."""
+    whole = slots // block
 
-    def ahead(i: Array) -> tuple[Array, Array]:
-        k, v = read(state, jnp.minimum(i * block, slots - block), block)
-        return k.astype(q.dtype), v.astype(q.dtype)
+    def merged(first: Array | int, size: int, done: PartialAttention) -> PartialAttention:
+        k, v = (a.astype(q.dtype) for a in read(state, first, size))
+        return merge(done, part(q, k, v, jnp.clip(stop - first, 0, size)))
 
-    def step(i: Array, carry: tuple[tuple[Array, Array], PartialAttention]) -> Any:
-        (k, v), done = carry
-        following = ahead(jnp.minimum(i + 1, blocks - 1))
-        if slots % block:  # the last block overlaps the one before: what is done goes behind the rest
-            again = jnp.maximum(i * block - (slots - block), 0)
-            k, v = (jnp.roll(a, -again, axis=2) for a in (k, v))
-        return following, merge(done, part(q, k, v, jnp.clip(stop - i * block, 0, block)))
-
-    return lax.fori_loop(0, blocks, step, (ahead(jnp.zeros((), jnp.int32)), _nothing(q)))[1]
+    blocks = jnp.minimum(-(-jnp.max(stop) // block), whole)
+    done = lax.fori_loop(0, blocks, lambda i, done: merged(i * block, block, done), _nothing(q))
+    if slots % block:
+        first = whole * block
+        last = partial(merged, first, slots - first)
+        done = lax.cond(jnp.max(stop) > first, last, lambda done: done, done)
+    return done
 
 
 def takes_cudnn(dtype: Any, head_dim: int) -> bool:

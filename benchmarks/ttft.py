@@ -1,0 +1,151 @@
+"""Time to first token: prompts of any length through `kvjax.generation.prefill` with its defaults, and next turns.
+
+    python benchmarks/ttft.py [--shape llama-3.1-8b] [--lengths 65536,131072] [--turn 1024] [--methods full,fier]
+
+A model of random bf16 weights reads random tokens, batch 1. Each method reads the shortest prompt once untimed,
+which compiles; then every length `--calls` times into an empty cache, of which the median is kept, and a turn of
+`--turn` tokens after 32768 tokens and after the longest prompt. `floor` is the same prompt in one chunk, whose
+attention is one cuDNN call a layer. FLOPs are those of the matrix products and of causal attention; tflops is their
+rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from kvjax.models import Decoder, DecoderConfig
+from layers import out_of, save, show
+
+import kvjax
+from kvjax import presets
+from kvjax.evaluate import throughput
+from kvjax.generation import prefill
+
+METHODS: dict[str, Callable[[], Any]] = {
+    "full": presets.full,
+    "fier": lambda: presets.fier(2048),
+    "quest": lambda: presets.quest(2048),
+    "pariskv": lambda: presets.pariskv(2048),
+    "logquant": presets.logquant,
+    "kivi": presets.kivi,
+    "fier:host": lambda: presets.fier(2048, host=True),
+    "pariskv:host": lambda: presets.pariskv(2048, host=True),
+    "freekv": lambda: presets.freekv(2048),
+}
+TURN_AFTER = 32768
+
+
+def flops(config: DecoderConfig, tokens: int, before: int = 0) -> float:
+    """Of the matrix products of `tokens` tokens, logits of the last one alone, and of attention after `before` more."""
+    hidden, heads = config.hidden_size, (config.q_heads + config.kv_heads) * config.head_dim
+    layer = 2 * hidden * heads + 3 * hidden * config.intermediate_size
+    attention = 4 * config.q_heads * config.head_dim * tokens * (before + tokens / 2)
+    return config.layers * (2.0 * layer * tokens + attention) + 2.0 * hidden * config.vocab_size
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    out = jax.block_until_ready(call())
+    return time.perf_counter() - start, out
+
+
+def measure(
+    name: str, policy: Any, config: DecoderConfig, model: Decoder, given: argparse.Namespace, floor: bool = False
+) -> list[dict[str, Any]]:
+    longest = max(given.lengths)
+    spec = model.spec(batch=1, capacity=longest + given.turn + 64)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, longest + given.turn), dtype=np.int32)
+    rows: list[dict[str, Any]] = []
+
+    def row(what: str, length: int, count: int, before: int, seconds: list[float]) -> None:
+        took = statistics.median(seconds)
+        rate = flops(config, count, before) / took / 1e12
+        sizes = {"shape": given.shape, "method": name, "what": what, "tokens": length}
+        rows.append({**sizes, "seconds": took, "tflops": rate, "runs": seconds})
+        show({k: v for k, v in rows[-1].items() if k != "runs"})
+
+    def read(length: int, cache: Any) -> tuple[float, Any]:
+        return timed(lambda: prefill(model, cache, tokens[:, :length], chunk=length if floor else None))
+
+    def empty() -> Any:
+        return jax.block_until_ready(kvjax.init(policy, spec, layers=config.layers))
+
+    if not floor:
+        took, (_, cache) = read(min(given.lengths), empty())
+        show({"method": name, "tokens": min(given.lengths), "seconds with compilation": took})
+        del cache
+    for length in given.lengths:
+        seconds, turns = [], []
+        for i in range(given.calls + floor):
+            took, (logits, cache) = read(length, empty())
+            if not bool(jnp.all(jnp.isfinite(logits))):
+                raise SystemExit(f"{name}: the logits are not finite")
+            seconds.append(took)
+            if length == longest and not floor and i == given.calls - 1:
+                turns.append(_turn(model, cache, tokens, length, given.turn))
+            del cache
+            gc.collect()
+        row("prompt", length, length, 0, seconds[floor:])
+        if turns:
+            row("turn", length, given.turn, length, turns[0])
+    if not floor:
+        _, (_, cache) = read(min(TURN_AFTER, longest), empty())
+        after = min(TURN_AFTER, longest)
+        row("turn", after, given.turn, after, _turn(model, cache, tokens, after, given.turn))
+    return rows
+
+
+def _turn(model: Decoder, cache: Any, tokens: np.ndarray, after: int, size: int) -> list[float]:
+    """Seconds of a second turn, for the first compiles; it stands `size` tokens further."""
+    half = size // 2 if size > 1 else 1
+    part = tokens[:, after : after + size]
+    if cache.spec.capacity < after + 2 * size:  # both must fit: the first is short, and of the same shape
+        _, (_, cache) = timed(lambda: prefill(model, cache, part, np.full(1, 1, np.int32), first_chunk=False))
+    else:
+        _, (_, cache) = timed(lambda: prefill(model, cache, part, np.full(1, half, np.int32), first_chunk=False))
+    took, _ = timed(lambda: prefill(model, cache, part, first_chunk=False))
+    return [took]
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(throughput.SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[65536, 131072])
+    parser.add_argument("--turn", type=int, default=1024)
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
+    parser.add_argument("--calls", type=int, default=2)
+    parser.add_argument("--no-floor", action="store_true", help="without the prompt in one chunk")
+    parser.add_argument("--out", type=Path, help="default: results/ttft.json; with --quick nothing is written")
+    parser.add_argument("--quick", action="store_true", help="two narrow layers in float32, short prompts")
+    given = parser.parse_args(args)
+    config, dtype = throughput.SHAPES[given.shape], "bfloat16"
+    if given.quick:
+        from dataclasses import replace
+
+        config = replace(config, layers=2, windows=(), hidden_size=64, intermediate_size=64, vocab_size=64, head_dim=16)
+        given.lengths, given.turn, dtype = [600, 1200], 64, "float32"
+    elif jax.default_backend() != "gpu":
+        parser.error("this measures a GPU; --quick runs a small model without one")
+    model = throughput.random_model(config, dtype)
+    what = f"{__doc__.splitlines()[0]} Random weights and tokens, batch 1; tokens of a turn: {given.turn}"
+    key = ("shape", "method", "what", "tokens")
+    if not given.no_floor:
+        rows = measure("floor: one cuDNN call", presets.full(), config, model, given, floor=True)
+        save(out_of(given, "ttft.json"), what, rows, key)
+    for name in given.methods:
+        rows = measure(name, METHODS[name](), config, model, given)
+        save(out_of(given, "ttft.json"), what, rows, key)
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()
