@@ -1,17 +1,27 @@
 """Caches on disk: a conversation that goes on after a restart, a prefix that is read once and continued many times.
 
-A cache is saved by orbax-checkpoint together with a description of what made it: the format, and every field of each
-layer's policy and spec. Restoring takes a cache of the wanted kind (`like`: made by `kvjax.init`, which also says on
-which devices and in which memory the arrays shall lie), and refuses a save that was made by anything else, naming
-each difference, for arrays of the right shapes may still mean something else.
+A cache is saved by orbax-checkpoint together with a description of what made it (the format, and every field of each
+layer's policy and spec) and a SHA-256 of each array. Restoring takes a cache of the wanted kind (`like`: made by
+`kvjax.init`, which also says on which devices and in which memory the arrays shall lie). It refuses a save that was
+made by anything else, naming each difference, for arrays of the right shapes may still mean something else; and a save
+whose bytes are not those that were written.
 
-A directory holds numbered saves. A save is written beside the last one and takes its name when it is complete, so one
-that is cut off leaves the last good one readable.
+A directory holds numbered saves of one writer at a time. A save is written beside the last one and takes its name when
+it is complete, so one that is cut off leaves the last good one readable.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import hashlib
+import json
+import logging
+import numbers
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,63 +29,165 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.core import Tracer
 
 from kvjax.attention import Cache, LayerCache, init_layer
+from kvjax.capacity import grow
 from kvjax.memory import shapes
+from kvjax.spec import require_int
+from kvjax.validation import check_alive, shown
 
 FORMAT = 1  # of states; a change of what a state's fields mean makes it one more
+LOCK = ".kvjax-writer"  # a file in the directory, locked by the process that writes a save
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a save that is being written, or was cut off
+
+
+class DamagedSaveError(ValueError):
+    """A save whose files are not what was written: cut short, changed, or in part gone."""
 
 
 def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> int:
     """Saves `cache` and returns the number of the save. The newest `keep` complete saves stay.
 
-    Reads the arrays from the device and waits until all is on disk.
+    Reads the arrays from the device and waits until all is on disk. A save that fails leaves the earlier ones as they
+    were.
+
+    Raises:
+      ValueError: no cache, or one whose arrays were donated.
+      RuntimeError: another process is saving to the directory.
+      OSError: the directory cannot be written, as a disk that is full.
     """
-    if keep < 1:
-        raise ValueError(f"save(keep=...) must be at least 1, got {keep}")
-    path = Path(directory).absolute()
-    with _manager(path, keep=keep) as manager:
-        step = -1 if manager.latest_step() is None else int(manager.latest_step())
-        leaves = dict(_named(cache))
-        manager.save(
-            step + 1,
-            args=ocp.args.Composite(arrays=ocp.args.StandardSave(leaves), about=ocp.args.JsonSave(describe(cache))),
-        )
-        manager.wait_until_finished()
-    return step + 1
+    _check("save", cache)
+    keep = require_int("save(keep=...)", keep, at_least=1)
+    path = _path(directory)
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{path} is a file; give the name of a directory for saves")
+    path.mkdir(parents=True, exist_ok=True)
+    leaves = dict(_named(cache))
+    about = describe(cache) | {"sha256": {name: _digest(leaf) for name, leaf in leaves.items()}}
+    about["sha256_of_this"] = _digest_json(about)
+    with _only_writer(path), _quiet():
+        for cut_off in path.glob(f"*{UNFINISHED}*"):
+            shutil.rmtree(cut_off, ignore_errors=True)
+        step = max(_numbered(path), default=-1) + 1
+        try:
+            with _manager(path, keep=keep) as manager:
+                manager.save(
+                    step, args=ocp.args.Composite(arrays=ocp.args.StandardSave(leaves), about=ocp.args.JsonSave(about))
+                )
+                manager.wait_until_finished()
+        except Exception as error:
+            raise OSError(
+                f"the save to {path} failed ({_short(error)}); earlier saves there are as they were"
+            ) from error
+        if not _is_complete(path / str(step)):
+            raise OSError(f"the save to {path} was not written; earlier saves there are as they were")
+    return step
 
 
-def restore(directory: str | Path, like: Cache | LayerCache) -> Any:
+def restore(directory: str | Path, like: Cache | LayerCache, *, step: int | None = None) -> Any:
     """The newest complete save, as a cache of the kind of `like`, on its devices and in its memory.
 
     `like` may be a cache of arrays, or one of shapes, as `jax.eval_shape` of `kvjax.init` makes: what has no sharding
-    goes to the default device, and to host memory where `kvjax.init` would put it there.
+    goes to the default device, and to host memory where `kvjax.init` would put it there. A `like` of a larger capacity
+    than the save has gets a cache that has grown.
+
+    `step` asks for the save of that number. Without it, a damaged newest save is told in a warning, and the newest one
+    before it that is whole is restored.
 
     Raises:
-      FileNotFoundError: the directory has no complete save.
+      FileNotFoundError: the directory has no complete save, or none of that number.
+      DamagedSaveError: (a ValueError) no save is whole, or the one that was asked for is not.
       ValueError: the save is of another format, policy, spec or shape; the message lists every difference.
     """
-    path = Path(directory).absolute()
+    _check("restore(like=...)", like)
+    path = _path(directory)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a directory; kvjax.save makes one")
-    with _manager(path, keep=None) as manager:
-        step = manager.latest_step()
-        if step is None:
-            raise FileNotFoundError(f"{path} holds no complete save of a cache; kvjax.save makes one")
-        saved = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
-        different = differences(saved, describe(like))
+    steps = saved_steps(path)
+    if not steps:
+        raise FileNotFoundError(f"{path} holds no complete save of a cache; kvjax.save makes one")
+    if step is not None:
+        step = require_int("restore(step=...)", step, at_least=0)
+        if step not in steps:
+            raise FileNotFoundError(f"{path} has no save {step}; there are {', '.join(map(str, steps))}")
+    wanted = steps if step is None else [step]
+    damaged: DamagedSaveError | None = None
+    for number in reversed(wanted):
+        try:
+            found = _restore(path, like, number)
+        except DamagedSaveError as error:
+            damaged = damaged or error
+            continue
+        if damaged is not None:
+            warnings.warn(f"{damaged}; restored save {number} in its place", stacklevel=2)
+        return found
+    before = [number for number in steps if number < wanted[-1]]
+    cure = "save anew"
+    if step is not None and before:
+        cure = f"the one before is save {before[-1]}: restore(..., step={before[-1]})"
+    raise DamagedSaveError(f"{damaged}; {cure}") from damaged
+
+
+def saved_steps(directory: str | Path) -> list[int]:
+    """The numbers of the complete saves in a directory, in order."""
+    path = _path(directory)
+    return sorted(number for number in _numbered(path) if _is_complete(path / str(number)))
+
+
+def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
+    def damage(what: Any) -> DamagedSaveError:
+        return DamagedSaveError(f"save {step} in {path} is damaged: {what}")
+
+    with _quiet(), _manager(path, keep=None) as manager:
+        try:
+            saved = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+            own = saved.pop("sha256_of_this")
+            digests = saved["sha256"]
+        except Exception as error:
+            raise damage(f"its description cannot be read ({_short(error)})") from error
+        if _digest_json(saved) != own:
+            raise damage("its description has changed since it was written")
+        del saved["sha256"]
+        room = _with_capacity_of(saved, like)
+        different = told_once(differences(saved, describe(room)))
         if different:
             raise ValueError(
-                f"the save in {path} was made by another kind of cache; make `like` as it was, or save anew: "
+                f"save {step} in {path} was made by another kind of cache; make `like` as it was, or save anew: "
                 + "; ".join(different)
             )
         wanted = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home)
-            for (name, leaf), home in zip(_named(like), _homes(like), strict=True)
+            for (name, leaf), home in zip(_named(room), _homes(room), strict=True)
         }
-        found = manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted)))["arrays"]
-    leaves = [jax.device_put(found[name], wanted[name].sharding) for name, _ in _named(like)]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+        try:
+            found = manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted)))["arrays"]
+        except Exception as error:
+            raise damage(f"its arrays cannot be read ({_short(error)})") from error
+    changed = [name for name in wanted if _digest(found[name]) != digests.get(name)]
+    if changed:
+        raise damage(f"{', '.join(changed[:4])} changed since it was written")
+    leaves = [jax.device_put(found[name], wanted[name].sharding) for name, _ in _named(room)]
+    cache = jax.tree.unflatten(jax.tree.structure(room), leaves)
+    if room is like:
+        return cache
+    grown = jax.tree.leaves(grow(cache, like.spec.capacity))
+    homes = zip(grown, _homes(like), strict=True)
+    return jax.tree.unflatten(jax.tree.structure(like), [jax.device_put(leaf, home) for leaf, home in homes])
+
+
+def _with_capacity_of(saved: dict[str, Any], like: Any) -> Any:
+    """`like`, or shapes of it with the capacity of the save where that is smaller."""
+    capacities = {layer["spec"]["capacity"] for layer in saved["layers"]}
+    if len(capacities) != 1 or not 0 < (capacity := capacities.pop()) < like.spec.capacity:
+        return like
+
+    def smaller(layer: LayerCache) -> Any:
+        return init_layer(layer.policy, dataclasses.replace(layer.spec, capacity=capacity))
+
+    if isinstance(like, Cache):
+        return jax.eval_shape(lambda: Cache(tuple(map(smaller, like.layers))))
+    return jax.eval_shape(lambda: smaller(like))
 
 
 def describe(cache: Cache | LayerCache) -> dict[str, Any]:
@@ -111,6 +223,21 @@ def differences(saved: Any, wanted: Any, where: str = "") -> list[str]:
     return [] if saved == wanted else [f"{where} is {saved} in the save, {wanted} wanted"]
 
 
+def told_once(different: list[str]) -> list[str]:
+    """Differences with those of many layers as one, and those of arrays only where nothing else says why.
+
+    >>> told_once([f"layers[{i}].policy.budget is 64 in the save, 128 wanted" for i in range(3)])
+    ['policy.budget is 64 in the save, 128 wanted (layers 0 to 2)']
+    """
+    causes = [line for line in different if not line.startswith("arrays")] or different
+    layers: dict[str, list[str]] = {}
+    for line in causes:
+        inside = line.startswith("layers[")
+        number, _, what = line.removeprefix("layers[").partition("].") if inside else ("", "", line)
+        layers.setdefault(what, []).append(number)
+    return [f"{what} (layers {n[0]} to {n[-1]})" if len(n) > 1 else what for what, n in layers.items()]
+
+
 def _plain(value: Any) -> Any:
     """A frozen dataclass as a dict that begins with its name; all else as JSON has it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -118,7 +245,13 @@ def _plain(value: Any) -> Any:
         return {"kind": type(value).__qualname__, **fields}
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
-    return value if isinstance(value, bool | int | float | str | None) else str(value)
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    if isinstance(value, numbers.Integral):  # numpy's too: equal policies are described alike
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    return value if isinstance(value, str | None) else str(value)
 
 
 def _named(cache: Any) -> list[tuple[str, Any]]:
@@ -140,5 +273,68 @@ def _homes(cache: Cache | LayerCache) -> list[Any]:
 
 
 def _manager(path: Path, keep: int | None) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
+    """For a save that keeps so many; None to read alone."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False, read_only=keep is None)
     return ocp.CheckpointManager(path, options=options, item_names=("arrays", "about"))
+
+
+def _check(where: str, cache: Any) -> None:
+    if not isinstance(cache, Cache | LayerCache):
+        raise ValueError(f"{where} takes a cache, got {shown(cache)}; kvjax.init makes one")
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(cache)):
+        raise ValueError(f"{where} got a traced cache; call it outside of jit")
+    if where == "save":
+        check_alive(where, cache)
+
+
+def _path(directory: str | Path) -> Path:
+    return Path(directory).expanduser().absolute()
+
+
+def _numbered(path: Path) -> list[int]:
+    return [int(entry.name) for entry in path.iterdir() if entry.name.isascii() and entry.name.isdecimal()]
+
+
+def _is_complete(step: Path) -> bool:
+    """Whether a numbered folder is a save: orbax gives it its name once all is in it."""
+    return (step / "about").is_dir() and (step / "arrays").is_dir()
+
+
+def _digest(leaf: Any) -> str:
+    array = np.ascontiguousarray(np.asarray(leaf))
+    head = f"{array.dtype.name}{list(leaf.shape)}".encode()
+    return hashlib.sha256(head + b"\0" + array.reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def _digest_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _short(error: Exception) -> str:
+    """An error of a library in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+@contextmanager
+def _only_writer(path: Path) -> Iterator[None]:
+    """Refuses a second writer; the lock of a process that was killed is gone with it."""
+    with (path / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RuntimeError(
+                f"another process is saving to {path}; wait until it is done, or save to another directory"
+            ) from error
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps orbax's log of its own troubles from the terminal: an error says in one line what counts."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

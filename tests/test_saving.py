@@ -77,9 +77,9 @@ def test_prefix_saved_once_serves_many_continuations(tmp_path: Path) -> None:
         (
             dataclasses.replace(BASE, selector=kvjax.Fier(group=32)),
             SPEC,
-            r"policy.selector.group is 16 in the save, 32 wanted; arrays.*bfloat16\[3, 2, 10, 16\]",
+            r"policy.selector.group is 16 in the save, 32 wanted$",
         ),
-        (BASE, dataclasses.replace(SPEC, capacity=400), r"spec.capacity is 200 in the save, 400 wanted"),
+        (BASE, dataclasses.replace(SPEC, capacity=150), r"spec.capacity is 200 in the save, 150 wanted"),
         (BASE, dataclasses.replace(SPEC, dtype="bfloat16"), r"spec.dtype is float32 in the save, bfloat16 wanted"),
     ],
 )
