@@ -251,7 +251,7 @@ def test_an_index_that_disagrees_with_its_files_is_said(write, no_reading):
         models.load(directory)
 
 
-@pytest.mark.parametrize("name", ["../{0}", "/tmp/{0}", "sub/{0}", ".{0}", "..", "", "a\\{0}", "C:{0}"])
+@pytest.mark.parametrize("name", ["../{0}", "/nowhere/{0}", "sub/{0}", ".{0}", "..", "", "a\\{0}", "C:{0}"])
 def test_a_shard_outside_of_the_directory_is_refused(write, name, no_reading):
     directory = write(shards=2)
     index = directory / "model.safetensors.index.json"
