@@ -17,9 +17,8 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 from kvjax.kernels_pallas import _common
 
 from kvjax import CacheSpec, ops
-from kvjax.caches import Full, Policy, Retrieval
+from kvjax.caches import Compressed, Full, Policy, Retrieval
 from kvjax.evaluate.provenance import provenance
-from kvjax.selectors import All, Paris
 
 
 class Took(NamedTuple):
@@ -81,14 +80,10 @@ def floor_us(policy: Policy, spec: CacheSpec, length: int) -> float:
     pair = 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
     if isinstance(policy, Full):
         read = float(pair * length)
-    elif isinstance(policy, Retrieval) and isinstance(policy.selector, All):
+    elif isinstance(policy, Compressed):
         read = policy.store.bytes_per_token(spec) * length
     elif isinstance(policy, Retrieval):
-        assert policy.budget is not None
-        index = policy.selector.bytes_per_token(spec) * length
-        if isinstance(policy.selector, Paris):  # of 6 bytes a subspace, 1 for each token and 6 for each candidate
-            index *= 1 / 6 + policy.selector.room(length) / length
-        read = index + pair * policy.budget
+        read = policy.selector.bytes_read(spec, length) + pair * policy.budget
     else:
         raise TypeError(f"what does {policy} read?")
     return spec.batch * read / BYTES_PER_US

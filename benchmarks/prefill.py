@@ -26,7 +26,8 @@ from layers import clock, keep_counts, out_of, save, show
 
 import kvjax
 from kvjax import presets
-from kvjax.caches import Policy, Retrieval
+from kvjax.caches import Policy
+from kvjax.caches.zones import Zoned
 from kvjax.evaluate.throughput import SHAPES, fill, random_model
 
 LAYERS = 2
@@ -53,7 +54,7 @@ def token(cache: Any, model: Decoder, tokens: Array) -> tuple[Array, Any]:
     return logits, keep_counts(cache, after)
 
 
-def seal(state: Any, policy: Retrieval) -> tuple[Array, Any]:
+def seal(state: Any, policy: Zoned) -> tuple[Array, Any]:
     """Demotes from the recent block, full in every row."""
     recent = dataclasses.replace(state.recent, count=jnp.full_like(state.recent.count, state.recent.slots))
     after = policy.flush(dataclasses.replace(state, recent=recent))
@@ -62,7 +63,7 @@ def seal(state: Any, policy: Retrieval) -> tuple[Array, Any]:
 
 def measure(name: str, config: DecoderConfig, model: Decoder, length: int, batch: int, calls: int) -> dict[str, Any]:
     policy: Policy = POLICIES[name]().rest
-    chunk = policy.demote.leave if isinstance(policy, Retrieval) else 0
+    chunk = policy.demote.leave if isinstance(policy, Zoned) else 0
     layered = kvjax.PerLayer((), policy)
     spec = model.spec(batch=batch, capacity=length + max(chunk, 1))
     tokens = jax.random.randint(jax.random.key(0), (batch, length), 0, config.vocab_size)
@@ -76,7 +77,7 @@ def measure(name: str, config: DecoderConfig, model: Decoder, length: int, batch
     step, _ = clock(jax.jit(token, donate_argnums=0), cache, model, tokens[:, :1], calls=calls)
     row |= {"token_us": step.us / LAYERS, "chunk": chunk, "seal_us": 0.0}
     del cache
-    if isinstance(policy, Retrieval):
+    if isinstance(policy, Zoned):
         (layer,) = fill(kvjax.init(layered, spec, layers=1), length - 1).layers
         sealed, _ = clock(jax.jit(seal, donate_argnums=0, static_argnums=1), layer.state, policy, calls=calls)
         row["seal_us"] = sealed.us

@@ -31,6 +31,7 @@ from kvjax.attention import (
     raise_on_overflow,
 )
 from kvjax.caches import (
+    Compressed,
     Evicting,
     EvictingState,
     Full,
@@ -39,7 +40,9 @@ from kvjax.caches import (
     Observer,
     Policy,
     Retrieval,
-    RetrievalState,
+    Speculative,
+    SpeculativeState,
+    ZonedState,
 )
 from kvjax.capacity import grow
 from kvjax.demotion import Demotion, Fifo, LogSparse
@@ -47,11 +50,10 @@ from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
 from kvjax.generation import decode, generate, prefill, stream
 from kvjax.ops import explain
 from kvjax.partial import PartialAttention, attend_part, merge
-from kvjax.schedules import EveryStep, Schedule, Speculative
 from kvjax.selection import Selection
-from kvjax.selectors import All, CentrePages, Exact, Fier, MinMaxPages, Paris, Selector
+from kvjax.selectors import CentrePages, Exact, Fier, MinMaxPages, Paris, Selector
 from kvjax.spec import CacheSpec
-from kvjax.stores import Dense, HostOffload, Quantized, Store
+from kvjax.stores import Dense, FusedSlotStore, FusedStore, HostOffload, Quantized, RecallingStore, Store
 
 if TYPE_CHECKING:
     from kvjax.saving import restore, save
@@ -77,13 +79,12 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "All",
     "Cache",
     "CacheSpec",
     "CentrePages",
+    "Compressed",
     "Demotion",
     "Dense",
-    "EveryStep",
     "Evicting",
     "EvictingState",
     "Evictor",
@@ -92,6 +93,8 @@ __all__ = [
     "Fifo",
     "Full",
     "FullState",
+    "FusedSlotStore",
+    "FusedStore",
     "HeavyHitter",
     "HostOffload",
     "Info",
@@ -106,14 +109,15 @@ __all__ = [
     "PerLayer",
     "Policy",
     "Quantized",
+    "RecallingStore",
     "Retrieval",
-    "RetrievalState",
-    "Schedule",
     "Selection",
     "Selector",
     "Sliding",
     "Speculative",
+    "SpeculativeState",
     "Store",
+    "ZonedState",
     "any_full",
     "attend_part",
     "attention",

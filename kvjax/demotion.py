@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from kvjax.spec import require_int
 
@@ -34,23 +36,14 @@ class Demotion(Protocol):
 
     def staying(self, local: int) -> np.ndarray: ...
 
+    def place(self, flushes: Array, slot: Array) -> Array:
+        """The place in the order of arrival of the token in `slot` of the block after so many flushes, i32.
 
-def plan(demotion: Demotion, local: int, flushes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where each token of a long line goes, when it enters an empty block one by one and full blocks are flushed.
-
-    Returns i[flushes, leave], the places in the line of the tokens that leave at each flush, and i[flushes + 1, slots],
-    those in the block after each number of flushes, once it is full again. Static, whatever the length of a row: a
-    prompt is stored by two gathers, and leaves what token by token updates would have left.
-    """
-    leaving, staying, slots = demotion.leaving(local), demotion.staying(local), demotion.slots(local)
-    block, left = np.arange(slots), []
-    blocks = [block]
-    for flush in range(flushes):
-        left.append(block[leaving])
-        new = slots + flush * len(leaving) + np.arange(len(leaving))
-        block = np.concatenate([block[staying], new])
-        blocks.append(block)
-    return np.array(left, np.int32).reshape(flushes, len(leaving)), np.array(blocks, np.int32)
+        It counts the tokens that entered the block before this one, so it depends on nothing but the two numbers: a
+        position of a token needs no storing. Law: `place` is what filling an empty block one token at a time, with
+        `leaving` and `staying`, comes to.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +71,9 @@ class Fifo:
 
     def staying(self, local: int) -> np.ndarray:
         return np.arange(self.leave, self.slots(local))
+
+    def place(self, flushes: Array, slot: Array) -> Array:
+        return flushes * self.leave + slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +114,14 @@ class LogSparse:
 
     def staying(self, local: int) -> np.ndarray:
         return np.concatenate([np.arange(0, 2 * self.window, 2), np.arange(2 * self.window, self.slots(local))])
+
+    def place(self, flushes: Array, slot: Array) -> Array:
+        """A flush moves slot 2i to slot i below 2W, and slots past 2W back by W.
+
+        So a token in slot i < W came by way of slots 2i, 4i, ..., each a flush earlier; slots from W on are in order.
+        """
+        W = self.window
+        # Flushes since the token of slot i was in a slot from W on: least n with i * 2**n >= W. Slot 0 never moves.
+        steps = [2**30, *((-(-W // i) - 1).bit_length() for i in range(1, 3 * W))]
+        back = jnp.minimum(flushes, jnp.asarray(steps, jnp.int32)[slot])
+        return (flushes - back) * W + (slot << jnp.minimum(back, 30))

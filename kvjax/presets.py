@@ -10,16 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvjax.attention import PerLayer
-from kvjax.caches import Evicting, Full, Policy, Retrieval
-from kvjax.demotion import Demotion, Fifo, LogSparse
+from kvjax.caches import Compressed, Evicting, Full, Policy, Retrieval, Speculative
+from kvjax.demotion import Fifo, LogSparse
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
-from kvjax.schedules import Speculative
 from kvjax.selection import GroupReduce
-from kvjax.selectors import All, Exact, Fier, MinMaxPages, Paris
+from kvjax.selectors import Exact, Fier, MinMaxPages, Paris
 from kvjax.selectors.paris import Votes
 from kvjax.settings import read_settings
 from kvjax.spec import require_int
-from kvjax.stores import Dense, HostOffload, Quantized, Store
+from kvjax.stores import Dense, HostOffload, Quantized
 from kvjax.stores.quantized import KeyAxis
 from kvjax.validation import nearest, shown
 
@@ -159,7 +158,7 @@ def logquant(
     demote = LogSparse(window=window)
     key_group = window if key_axis == "channel" else group
     store = Quantized(bits=bits, key_axis=key_axis, key_group=key_group, value_group=group)
-    return PerLayer((Full(),) * dense_layers, _reading_all(store, demote, local=window))
+    return PerLayer((Full(),) * dense_layers, Compressed(store=store, local=window, demote=demote))
 
 
 def kivi(bits: int = 2, *, residual: int = 128, group: int = 32, dense_layers: int = 0) -> PerLayer:
@@ -175,11 +174,7 @@ def kivi(bits: int = 2, *, residual: int = 128, group: int = 32, dense_layers: i
     require_int("kivi(residual=...)", residual, at_least=1)
     require_int("kivi(dense_layers=...)", dense_layers, at_least=0)
     store = Quantized(bits=bits, key_group=group)
-    return PerLayer((Full(),) * dense_layers, _reading_all(store, Fifo(leave=residual), local=1))
-
-
-def _reading_all(store: Store, demote: Demotion, local: int) -> Retrieval:
-    return Retrieval(selector=All(), budget=None, store=store, sink=0, local=local, demote=demote, dense_below=0)
+    return PerLayer((Full(),) * dense_layers, Compressed(store=store, demote=Fifo(leave=residual)))
 
 
 def freekv(
@@ -214,10 +209,9 @@ def freekv(
         sink=sink,
         local=local,
         demote=Fifo(leave=page if chunk is None else chunk),
-        schedule=Speculative(tau=tau),
         dense_below=0,
     )
-    return PerLayer((Full(),) * dense_layers, policy)
+    return PerLayer((Full(),) * dense_layers, Speculative(policy, tau=tau))
 
 
 def exact(

@@ -17,7 +17,7 @@ from tests.oracles import agrees, fier_scores, pooled
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def select(policy: Retrieval, st: kvjax.RetrievalState, q: jax.Array) -> kvjax.Selection:
+def select(policy: Retrieval, st: kvjax.ZonedState, q: jax.Array) -> kvjax.Selection:
     return policy.select(st, q)
 
 

@@ -153,8 +153,8 @@ def test_defaults_attend_to_everything_as_stored(
 
 def test_presets_have_the_papers_numbers() -> None:
     logquant, kivi = presets.logquant().rest, presets.kivi().rest
-    assert isinstance(logquant, kvjax.Retrieval)
-    assert isinstance(kivi, kvjax.Retrieval)
+    assert isinstance(logquant, kvjax.Compressed)
+    assert isinstance(kivi, kvjax.Compressed)
     assert logquant.demote == LogSparse(window=128 // 3)
     assert logquant.store == Quantized(bits=2, key_axis="channel", key_group=42, value_group=64)
     assert kivi.demote == Fifo(leave=128)

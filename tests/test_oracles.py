@@ -41,13 +41,15 @@ POLICIES = {
     "fier": Retrieval(selector=Fier(group=16), budget=40, demote=Fifo(leave=32), **ZONES),
     "pariskv": Retrieval(selector=Paris(), budget=40, demote=Fifo(leave=32), **ZONES),
     "pariskv, plain votes": Retrieval(selector=Paris(votes="plain"), budget=40, demote=Fifo(leave=32), **ZONES),
-    "freekv": Retrieval(
-        selector=MinMaxPages(page=8),
-        store=HostOffload(page=8),
-        budget=12 + 4 * 8 + 3,  # the 3 have no page, but room for the token between window and recall
-        demote=Fifo(leave=8),
-        schedule=Speculative(tau=0.75),
-        **ZONES,
+    "freekv": Speculative(
+        Retrieval(
+            selector=MinMaxPages(page=8),
+            store=HostOffload(page=8),
+            budget=12 + 4 * 8 + 3,  # the 3 have no page, but room for the token between window and recall
+            demote=Fifo(leave=8),
+            **ZONES,
+        ),
+        tau=0.75,
     ),
     "logquant": kvjax.presets.logquant(window=14).rest,
     "logquant by token, 4 bits": kvjax.presets.logquant(window=14, bits=4, key_axis="token").rest,
@@ -61,7 +63,7 @@ def _cells(kind: Callable[[str], bool]) -> list:
 
 
 def _quantises(name: str) -> bool:
-    return isinstance(POLICIES[name].store, kvjax.Quantized)
+    return isinstance(POLICIES[name], kvjax.Compressed)
 
 
 def live_tokens(model: models.Decoder, text: np.ndarray) -> testing.Tokens:
@@ -142,11 +144,15 @@ def steps(policy: kvjax.Policy, spec: CacheSpec, tokens: testing.Tokens) -> Iter
             )
 
 
-def expected(policy: Retrieval, at: Step, heads: dict[tuple[int, int], oracles.FreeKV]) -> tuple[bool, set[int]]:
+def expected(
+    policy: Retrieval | Speculative, at: Step, heads: dict[tuple[int, int], oracles.FreeKV]
+) -> tuple[bool, set[int]]:
     """Whether the oracle selects anew, and the positions that it attends to."""
+    tau = policy.tau if isinstance(policy, Speculative) else None
+    policy = policy.retrieval if isinstance(policy, Speculative) else policy
     sink, local, scale = policy.sink, policy.local, at.q.shape[1] ** -0.5
-    if isinstance(policy.schedule, Speculative):
-        new = oracles.FreeKV(policy.selector.unit, policy.budget, sink, local, policy.schedule.tau)
+    if tau is not None:
+        new = oracles.FreeKV(policy.selector.unit, policy.budget, sink, local, tau)
         return heads.setdefault((at.row, at.head), new).step(at.q, at.k)
     end = oracles.history_end(at.held, sink, local, policy.demote.leave)
     keys = at.k[sink : at.held - local]
@@ -177,7 +183,7 @@ def test_retrieval_attends_to_the_slots_of_the_oracle(name: str, keys: str, chec
         fresh, total = fresh + selects, total + 1
     print(f"{name}, {keys} keys: {same} of {total} choices are the oracle's, {fresh} made anew")
     assert same >= 0.99 * total
-    if policy.schedule != kvjax.EveryStep() and keys == "random":
+    if isinstance(policy, Speculative) and keys == "random":
         assert spec.batch * spec.kv_heads < fresh < total, "only first steps, or all, select anew"
 
 

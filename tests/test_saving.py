@@ -45,12 +45,12 @@ def test_whole_cache_and_abstract_like(tmp_path: Path) -> None:
 
 
 def test_shapes_without_shardings_come_back_into_the_memory_that_they_were_in(tmp_path: Path) -> None:
-    policy = dataclasses.replace(BASE, store=kvjax.HostOffload(), schedule=kvjax.Speculative(tau=0.0))
+    policy = kvjax.Speculative(dataclasses.replace(BASE, store=kvjax.HostOffload()), tau=0.0)
     cache, tokens = filled(policy)
     save(tmp_path, cache)
     back = restore(tmp_path, jax.eval_shape(lambda: kvjax.init_layer(policy, SPEC)))
     assert kvjax.memory.nbytes(back) == kvjax.memory.nbytes(cache)
-    assert back.state.store.kv.sharding.memory_kind == "pinned_host"
+    assert back.state.zones.store.kv.sharding.memory_kind == "pinned_host"
     for i in range(2):
         out, cache, _ = testing.step(cache, tokens, LENGTHS + i)
         again, back, _ = testing.step(back, tokens, LENGTHS + i)

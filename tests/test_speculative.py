@@ -12,7 +12,6 @@ import kvjax
 from kvjax import (
     CacheSpec,
     Dense,
-    EveryStep,
     Fier,
     Fifo,
     HostOffload,
@@ -34,7 +33,6 @@ PAGES = Retrieval(
     sink=4,
     local=9,
     demote=Fifo(leave=16),
-    schedule=Speculative(),
     dense_below=0,
 )
 TOKENS = Retrieval(
@@ -44,7 +42,6 @@ TOKENS = Retrieval(
     sink=0,
     local=1,
     demote=Fifo(leave=16),
-    schedule=Speculative(),
     dense_below=60,
 )
 LENGTHS = np.array([200, 61, 3])
@@ -67,11 +64,11 @@ def unordered(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ops, name, by_slot(getattr(ops, name)))
 
 
-def with_tau(policy: Retrieval, tau: float) -> Retrieval:
-    return dataclasses.replace(policy, schedule=Speculative(tau=tau))
+def with_tau(policy: Retrieval, tau: float) -> Speculative:
+    return Speculative(policy, tau=tau)
 
 
-def positions(policy: Retrieval, st: kvjax.RetrievalState, slots: np.ndarray, row: int) -> np.ndarray:
+def positions(policy: Retrieval, st: kvjax.ZonedState, slots: np.ndarray, row: int) -> np.ndarray:
     """Of slots of a row, as the order of arrival tells: the store follows the sink, the recent block the store."""
     count = int(st.store.count[row])
     return policy.sink + np.where(slots < st.store.slots, slots, slots - st.store.slots + count)
@@ -93,7 +90,7 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 )
 def test_step_attends_with_the_last_recall_where_the_query_has_not_turned(policy: Retrieval, tau: float) -> None:
     tokens, lengths = testing.random_tokens(SPEC), LENGTHS.copy()
-    plain = dataclasses.replace(policy, schedule=EveryStep())
+    plain = policy
     cache, _ = testing.fill(kvjax.init_layer(with_tau(policy, tau), SPEC), tokens, lengths)
     twin, _ = testing.fill(kvjax.init_layer(plain, SPEC), tokens, lengths)
     last: list = [None] * 3  # of each row: its query, and by kv head and choice the ranked positions of its selection
@@ -150,7 +147,7 @@ def test_step_attends_with_the_last_recall_where_the_query_has_not_turned(policy
                     )
                     # What a step tells of its choice has moved along with the flushes.
                     slots, valid = (np.asarray(a[row, head, choice]) for a in info.selection)
-                    told = positions(policy, cache.state, slots, row)[valid]
+                    told = positions(policy, cache.state.zones, slots, row)[valid]
                     assert set(told.tolist()) == set(picked[picked >= 0].tolist())
                 np.testing.assert_allclose(float(info.attended[row, head]), np.mean(counts), rtol=1e-6)
             last[row] = (mine, ranked)
@@ -171,8 +168,7 @@ def test_step_attends_with_the_last_recall_where_the_query_has_not_turned(policy
 def test_tau_above_one_is_selection_at_every_step(policy: Retrieval) -> None:
     tokens = testing.random_tokens(SPEC)
     caches = [
-        testing.fill(kvjax.init_layer(p, SPEC), tokens, LENGTHS)[0]
-        for p in (with_tau(policy, 1.0000001), dataclasses.replace(policy, schedule=EveryStep()))
+        testing.fill(kvjax.init_layer(p, SPEC), tokens, LENGTHS)[0] for p in (with_tau(policy, 1.0000001), policy)
     ]
     lengths = LENGTHS.copy()
     for i in range(40):
@@ -271,10 +267,10 @@ def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(ops, "host_rows_first", recalled)
     monkeypatch.setattr(ops, "host_rows_rest", recalled)
-    policy, tokens, rng = with_tau(PAGES, 0.1), testing.random_tokens(SPEC), np.random.default_rng(0)
+    tokens, rng = testing.random_tokens(SPEC), np.random.default_rng(0)
     stores: tuple[Store, Store] = HostOffload(page=8), Dense()
     lengths, found = np.array([40, 30, 5]), 0
-    empty = [kvjax.init_layer(dataclasses.replace(policy, store=store), SPEC) for store in stores]
+    empty = [kvjax.init_layer(with_tau(dataclasses.replace(PAGES, store=store), 0.1), SPEC) for store in stores]
     caches = [testing.fill(cache, tokens, lengths)[0] for cache in empty]
     step = jax.jit(lambda cache, active, *qkv: (*kvjax.attention(cache, *qkv, active=active), hits.pop() | hits.pop()))
     while (lengths < 270).all():
@@ -333,14 +329,16 @@ def test_a_row_that_makes_no_step_moves_nothing_and_keeps_what_it_recalled(monke
 
     lengths, steps = LENGTHS.copy(), np.zeros(3, int)
     for active in np.array([[True, False, True], [True, True, False], [True, False, True]]):
-        before = cache.state.schedule
+        before = dataclasses.replace(cache.state, zones=())
         out, cache, told = step(cache, tokens.at(lengths[:, None]), active)
         assert np.isfinite(out).all(), "not even of a row that makes no step"
         # In its first step a row waits for all of its recall, and then, as no head turns, for nothing.
         for heads, rows in zip(told, (active & (steps == 0), active & (steps > 0)), strict=True):
             np.testing.assert_array_equal(heads, np.repeat(rows[:, None], 2, axis=1))
         idle = np.flatnonzero(~active)
-        for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(cache.state.schedule), strict=True):
+        for old, new in zip(
+            *(jax.tree.leaves(x) for x in (before, dataclasses.replace(cache.state, zones=()))), strict=True
+        ):
             np.testing.assert_array_equal(new[idle], old[idle])
         lengths, steps = lengths + active, steps + active
 
@@ -357,4 +355,4 @@ def test_freekv_is_dense_in_the_first_layer_and_holds_its_budget_in_the_others()
                 (np.asarray(info.attended) == 601 + i).all() if number == 0 else (np.asarray(info.attended) <= 96).all()
             )
         bytes_held = kvjax.memory.nbytes(filled)
-        assert bytes_held.host == (0 if number == 0 else filled.state.store.slots * 2 * 2 * 16 * 4)
+        assert bytes_held.host == (0 if number == 0 else filled.state.zones.store.slots * 2 * 2 * 16 * 4)

@@ -21,8 +21,8 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax import presets
-from kvjax.caches import Retrieval
-from kvjax.demotion import Fifo, plan
+from kvjax.caches import Compressed
+from kvjax.demotion import Fifo
 from kvjax.evaluate.live import Live, LiveLayer
 from kvjax.evaluate.recall import exact_logits
 from kvjax.evaluate.store import Progress
@@ -30,28 +30,29 @@ from kvjax.evaluate.store import Progress
 SINKS = 2  # first tokens that the second coverage leaves out: they draw attention whatever they say
 
 
-def exact_tokens(policy: Retrieval, length: int) -> np.ndarray:
+def exact_tokens(policy: Compressed, length: int) -> np.ndarray:
     """i[E], the positions that are exact when a row has just taken its token number `length` in a decode step.
 
-    >>> from kvjax import All, LogSparse
-    >>> exact_tokens(Retrieval(selector=All(), budget=None, sink=0, local=2, demote=LogSparse(window=2)), 9)
+    >>> from kvjax import Compressed, LogSparse
+    >>> exact_tokens(Compressed(local=2, demote=LogSparse(window=2)), 9)
     array([0, 4, 6, 7, 8])
     """
     sink = min(policy.sink, length)
     line, slots, leave = length - sink, policy.demote.slots(policy.local), policy.demote.leave
     flushes = max(0, -(-(line - slots) // leave))
-    _, blocks = plan(policy.demote, policy.local, flushes)
-    return np.concatenate([np.arange(sink), np.sort(sink + blocks[flushes][: line - flushes * leave])])
+    block = policy.demote.place(jnp.int32(flushes), jnp.arange(line - flushes * leave))
+    return np.concatenate([np.arange(sink), np.sort(sink + np.asarray(block))])
 
 
-def decoded(policy: Retrieval, k: Array, v: Array) -> tuple[Array, Array]:
+def decoded(policy: Compressed, k: Array, v: Array) -> tuple[Array, Array]:
     """Keys and values [B, K, S, D] as the store gives them back, where they have left the recent block of a row of S
     tokens; all others as they are."""
     line, slots, leave = k.shape[2] - policy.sink, policy.demote.slots(policy.local), policy.demote.leave
     flushes = max(0, -(-(line - slots) // leave))
     if not flushes:
         return k, v
-    place = jnp.asarray(policy.sink + plan(policy.demote, policy.local, flushes)[0].reshape(-1))
+    leaving = jnp.asarray(policy.demote.leaving(policy.local), jnp.int32)
+    place = policy.sink + policy.demote.place(jnp.arange(flushes)[:, None], leaving[None]).reshape(-1)
     stored = policy.store.decoded(k[:, :, place], v[:, :, place])
     kq, vq = (a.at[:, :, place].set(b.astype(a.dtype)) for a, b in zip((k, v), stored, strict=True))
     return kq, vq
@@ -100,7 +101,7 @@ class Kept:
 Mask = Callable[[LiveLayer, np.ndarray], np.ndarray]  # bool[R, 1 or K, S]: exact tokens of R steps at these positions
 
 
-def keep(live: Live, mask: Mask, policy: Retrieval | None) -> Kept:
+def keep(live: Live, mask: Mask, policy: Compressed | None) -> Kept:
     """Exact are the tokens of `mask`; others are what the store of `policy` gives back, or dropped if it is None."""
     found, exact = [], []
     for layer in live.layers:
@@ -171,12 +172,12 @@ def _keep(
 # ------------------------------------------------------------------------------------------------------ which are kept
 
 
-def of_policy(policy: Retrieval) -> Mask:
+def of_policy(policy: Compressed) -> Mask:
     """What a policy keeps exact."""
     return _mask(lambda length: exact_tokens(policy, length))
 
 
-def newest(like: Retrieval, *, sink: int = 0) -> Mask:
+def newest(like: Compressed, *, sink: int = 0) -> Mask:
     """`sink` first tokens and the newest ones, as many in all as `like` keeps exact: a window, or StreamingLLM."""
 
     def positions(length: int) -> np.ndarray:
@@ -187,7 +188,7 @@ def newest(like: Retrieval, *, sink: int = 0) -> Mask:
     return _mask(positions)
 
 
-def heavy(like: Retrieval, queries: int = 16) -> Mask:
+def heavy(like: Compressed, queries: int = 16) -> Mask:
     """Half the newest tokens, half those that drew most attention, as many in all as `like` keeps exact.
 
     The mass is that of the `queries` live queries before the step in its run (all there are, if fewer), summed over the
@@ -240,8 +241,8 @@ def logquant(
     token. "KIVI" is the preset, which keeps 1 to 128 tokens exact in groups of 32.
     """
     logsparse = presets.logquant(window).rest
-    assert isinstance(logsparse, Retrieval)
-    cases: dict[str, tuple[Mask, Retrieval | None]] = {
+    assert isinstance(logsparse, Compressed)
+    cases: dict[str, tuple[Mask, Compressed | None]] = {
         "log-sparse, drop": (of_policy(logsparse), None),
         "window, drop": (newest(logsparse), None),
         "sink and window, drop": (newest(logsparse, sink=4), None),
@@ -249,12 +250,12 @@ def logquant(
     }
     for n in bits:
         made = presets.logquant(window, bits=n).rest
-        assert isinstance(made, Retrieval)
+        assert isinstance(made, Compressed)
         windowed = replace(made, demote=Fifo(leave=window), local=2 * window + 1)  # 2W + 1 to 3W newest, as LogSparse
         cases[f"log-sparse, {n} bits"] = (of_policy(made), made)
         cases[f"window, {n} bits"] = (of_policy(windowed), windowed)
         kivi = presets.kivi(n).rest
-        assert isinstance(kivi, Retrieval)
+        assert isinstance(kivi, Compressed)
         cases[f"KIVI, {n} bits"] = (of_policy(kivi), kivi)
     found = {}
     for done, (name, (mask, policy)) in enumerate(cases.items()):

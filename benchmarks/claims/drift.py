@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +129,9 @@ class Learnt:
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return float(spec.kv_heads * spec.head_dim // self.channels)
+
+    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
+        return self.bytes_per_token(spec) * length
 
 
 def nearest(x: Array, centroids: Array) -> Array:

@@ -14,12 +14,16 @@ pytree whose every leaf has the batch first; verbs take a state and return one o
 Nothing here clamps: a token that has no room is dropped and sets `overflow`, which `kvjax.raise_on_overflow` reports.
 """
 
+from kvjax.caches.compressed import Compressed
 from kvjax.caches.evicting import Evicting, EvictingState
 from kvjax.caches.full import Full, FullState
 from kvjax.caches.policy import Info, Observer, Policy
-from kvjax.caches.retrieval import Retrieval, RetrievalState
+from kvjax.caches.retrieval import Retrieval
+from kvjax.caches.speculative import Speculative, SpeculativeState
+from kvjax.caches.zones import ZonedState
 
 __all__ = [
+    "Compressed",
     "Evicting",
     "EvictingState",
     "Full",
@@ -28,5 +32,7 @@ __all__ = [
     "Observer",
     "Policy",
     "Retrieval",
-    "RetrievalState",
+    "Speculative",
+    "SpeculativeState",
+    "ZonedState",
 ]

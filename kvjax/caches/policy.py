@@ -16,8 +16,9 @@ class Info(NamedTuple):
     """What a person wants to know of a decode step. XLA removes what nobody reads."""
 
     attended: Array  # f32[B, K] tokens whose keys and values were read, mean over the group's own choices
-    selection: Selection | None  # what a retrieval chose; None where everything is read
-    fresh: Array | None = None  # bool[B, K] heads that chose with this step's query; None where all heads always do
+    selection: Selection | None  # slots that a selector selected; None where everything is read
+    fresh: Array | None = None  # bool[B, K] heads that selected with this step's query; None where all heads always do
+    positions: Array | None = None  # i32[B, K, H, M] tokens that were read, once each, in any order; -1 where none
 
 
 class Policy(Protocol):

@@ -2,7 +2,7 @@
 
 A policy is driven through `kvjax.attention_info` itself: the keys of the context are stored as a prompt stores them,
 then each live query makes its decode step, and the same query attends to everything. So what is measured is what the
-cache does, demotion, pending tokens, index and all, for any selector, store and schedule; nothing is simulated. The
+cache does, demotion, pending tokens, index and all, for any selector and store; nothing is simulated. The
 queries are those of full attention (`kvjax.evaluate.live`), so errors do not add up from layer to layer.
 
 Set recall alone misleads: many tokens matter little, and a choice may miss half of the set and hold 90 % of the mass.
@@ -25,8 +25,9 @@ from jax import Array, lax
 
 from kvjax import ops
 from kvjax.attention import LayerCache, PerLayer, attention_info, init_layer
-from kvjax.caches import Info, Observer, Policy, Retrieval, RetrievalState
+from kvjax.caches import Info, Observer, Policy, Retrieval, Speculative, ZonedState
 from kvjax.caches.policy import lowest_visible
+from kvjax.caches.zones import Zoned
 from kvjax.demotion import Fifo
 from kvjax.evaluate.live import Live, adjacent
 from kvjax.evaluate.provenance import digest, provenance, replace_file
@@ -34,9 +35,8 @@ from kvjax.evaluate.store import Progress
 from kvjax.evaluate.tasks.files import read_text
 from kvjax.models import Checkpoint
 from kvjax.partial import group_queries
-from kvjax.rotate import SUBSPACE
 from kvjax.selection import GROUP_REDUCES, Selection, membership, reduce_scores, set_recall
-from kvjax.selectors import All, CentrePages, Exact, Fier, MinMaxPages, Paris, Selector
+from kvjax.selectors import CentrePages, Exact, Fier, MinMaxPages, Paris, Selector
 from kvjax.spec import CacheSpec
 
 
@@ -181,8 +181,13 @@ def _run(
         )
         none = jnp.full((B, spec.q_heads), jnp.nan)
         seen = _Step(none, none, none, error.reshape(B, -1), info.attended, jnp.zeros_like(info.attended), 0, 0.0)
-        if isinstance(policy, Retrieval):
-            seen = _chosen(policy, cache.state, info, seen, logits, weights, visible, top)
+        inner, state = _core(policy), cache.state.zones if isinstance(policy, Speculative) else cache.state
+        if isinstance(inner, Retrieval):
+            seen = _chosen(inner, state, info, seen, logits, weights, visible, top)
+        elif isinstance(inner, Zoned):  # it reads all
+            held = state.store.count
+            fetched = jnp.broadcast_to(held.astype(jnp.float32)[:, None], info.attended.shape)
+            seen = seen._replace(fetched=fetched, held=held)
         return cache, seen._replace(held=jnp.broadcast_to(jnp.asarray(seen.held), B), read=jnp.zeros(B))
 
     return lax.scan(step, cache, (q, start + jnp.arange(q.shape[0])))[1]
@@ -200,7 +205,7 @@ def exact_logits(
 
 def _chosen(
     policy: Retrieval,
-    st: RetrievalState,
+    st: ZonedState,
     info: Info,
     seen: _Step,
     logits: Array,
@@ -208,24 +213,20 @@ def _chosen(
     visible: Array,
     top: int | None,
 ) -> _Step:
-    """Recall and mass of what a retrieval chose. Under a `Speculative` schedule the mass leaves out the one token that
-    is attended beside what was reused."""
+    """Recall and mass of what a retrieval selected."""
     B, K, G, S = logits.shape
     held = st.store.count
-    if info.selection is None:  # it reads all
-        return seen._replace(fetched=jnp.broadcast_to(held.astype(jnp.float32)[:, None], (B, K)), held=held)
+    assert info.selection is not None
+    assert info.positions is not None
     slots, valid = info.selection
-    past = slots >= st.store.slots
-    in_store, in_recent = (a[:, None, None, None] for a in (st.offset_store, st.offset_recent))
-    got = Selection(jnp.where(past, slots - st.store.slots + in_recent, slots + in_store), valid)
+    got = Selection(policy.positions(st, slots), valid)
+    read = membership(Selection(jnp.maximum(info.positions, 0), info.positions >= 0), S)
 
     slot = jnp.arange(S)[None, None, None]
-    free = visible & (slot >= in_store) & (slot < (st.length - policy.local)[:, None, None, None])
-    assert policy.budget is not None
+    free = visible & (slot >= policy.sink) & (slot < (st.length - policy.local)[:, None, None, None])
     count = min(policy.budget - policy.sink - policy.local if top is None else top, S)
     pooled = reduce_scores([(logits, free)], policy.selector.group_reduce)
     wanted, own = (ops.top_k(scores, free, count) for scores in (pooled, logits))
-    attended = membership(got, S) | (visible & ~free)
 
     def recall(wanted: Selection) -> Array:
         return jnp.where(jnp.any(wanted.valid, axis=-1), set_recall(got, wanted, S), jnp.nan)
@@ -233,27 +234,28 @@ def _chosen(
     return seen._replace(
         recall=recall(wanted).reshape(B, -1),
         head_recall=jnp.broadcast_to(recall(own), (B, K, G)).reshape(B, -1),
-        mass=jnp.sum(jnp.where(attended, weights, 0.0), axis=-1).reshape(B, -1),
-        fetched=jnp.sum(valid & ~past, axis=(2, 3), dtype=jnp.float32),
+        mass=jnp.sum(jnp.where(read, weights, 0.0), axis=-1).reshape(B, -1),
+        fetched=jnp.sum(valid & (slots < st.store.slots), axis=(2, 3), dtype=jnp.float32),
         held=held,
     )
 
 
+def _core(policy: Policy) -> Policy:
+    """The policy that stores the tokens: what a `Speculative` wraps, or itself."""
+    return policy.retrieval if isinstance(policy, Speculative) else policy
+
+
 def _bytes(policy: Policy, spec: CacheSpec, seen: _Step) -> np.ndarray:
-    """f[T, B]: keys and values of what was read, as stored, and the index: all of it, or for Paris the signs of all
-    keys and the codes of the candidates."""
+    """f[T, B]: keys and values of what was read, as stored, and what the selector reads of its index."""
+    policy = _core(policy)
     row = 2 * spec.head_dim * np.dtype(spec.dtype).itemsize
-    if not isinstance(policy, Retrieval):
+    if not isinstance(policy, Zoned):
         return seen.attended.sum(axis=-1) * row
-    selection = 1 if isinstance(policy.selector, All) or policy.selector.group_reduce != "per_head" else spec.group
-    exact = selection * seen.attended - seen.fetched
+    per_head = isinstance(policy, Retrieval) and policy.selector.group_reduce == "per_head"
+    exact = (spec.group if per_head else 1) * seen.attended - seen.fetched
     stored = policy.store.bytes_per_token(spec) / spec.kv_heads
     values = exact.sum(axis=-1) * row + seen.fetched.sum(axis=-1) * stored
-    if isinstance(policy.selector, Paris):
-        signs, codes = spec.head_dim / SUBSPACE, spec.head_dim * 6 / SUBSPACE
-        picked = np.minimum(policy.selector.room(spec.capacity), seen.held)
-        return values + spec.kv_heads * (seen.held * signs + picked * codes)
-    return values + seen.held * policy.selector.bytes_per_token(spec)
+    return values + policy.selector.bytes_read(spec, seen.held) if isinstance(policy, Retrieval) else values
 
 
 def _same_heads(layers: Sequence[np.ndarray]) -> Sequence[np.ndarray]:

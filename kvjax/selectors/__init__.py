@@ -9,6 +9,6 @@ from kvjax.selectors.exact import Exact
 from kvjax.selectors.fier import Fier
 from kvjax.selectors.pages import CentrePages, MinMaxPages
 from kvjax.selectors.paris import Paris
-from kvjax.selectors.selector import All, Candidates, FusedSelector, Selector
+from kvjax.selectors.selector import Candidates, FusedSelector, Selector
 
-__all__ = ["All", "Candidates", "CentrePages", "Exact", "Fier", "FusedSelector", "MinMaxPages", "Paris", "Selector"]
+__all__ = ["Candidates", "CentrePages", "Exact", "Fier", "FusedSelector", "MinMaxPages", "Paris", "Selector"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -45,3 +46,6 @@ class Exact:
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return float(spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize)
+
+    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
+        return self.bytes_per_token(spec) * length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -39,7 +40,7 @@ class Fier:
         return 1
 
     @property
-    def picks_in_window(self) -> bool:
+    def selects_in_window(self) -> bool:
         return True
 
     @property
@@ -79,6 +80,9 @@ class Fier:
     def bytes_per_token(self, spec: CacheSpec) -> float:
         per_channel = 1 / 8 + 2 * _scale_dtype(spec).itemsize / self.group
         return spec.kv_heads * spec.head_dim * per_channel
+
+    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
+        return self.bytes_per_token(spec) * length
 
 
 def _scale_dtype(spec: CacheSpec) -> jnp.dtype:

@@ -8,7 +8,7 @@ bound of every q.k of the page; a smaller box gives it up to follow the typical 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -65,7 +65,7 @@ class _Pages:
         return ops.score_pages(q, ix.low, ix.high, scale=scale)
 
     @property
-    def picks_in_window(self) -> bool:
+    def selects_in_window(self) -> bool:
         return True
 
     @property
@@ -96,6 +96,9 @@ class _Pages:
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize / self.page
+
+    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
+        return self.bytes_per_token(spec) * length
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -125,7 +125,7 @@ class Paris:
         return ops.collide(q, ix.codes.signs, ix.counts.reshape(B, K, N, 2**SUBSPACE), ix.limits, seed=self.seed)
 
     @property
-    def picks_in_window(self) -> bool:
+    def selects_in_window(self) -> bool:
         return False
 
     @property
@@ -158,6 +158,11 @@ class Paris:
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return spec.kv_heads * spec.head_dim * 6 / SUBSPACE
+
+    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
+        """The sign patterns of all keys, 1 byte a subspace, and the codes of the candidates, 6 bytes a subspace."""
+        candidates = np.minimum(self.room(spec.capacity), length)
+        return spec.kv_heads * spec.head_dim / SUBSPACE * (length + 6 * candidates)
 
 
 def _shares(n: Array) -> tuple[Array, Array]:

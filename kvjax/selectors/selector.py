@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jax import Array
@@ -43,6 +42,10 @@ class Selector(Protocol):
         """Bytes of index that a stored token takes in a layer, over all kv heads."""
         ...
 
+    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
+        """Bytes of index that a step of a layer reads of a history of `length` tokens, over all kv heads."""
+        ...
+
 
 class Candidates(NamedTuple):
     """What a step may pick, and how much. Counts, starts and stops are i32[B], or a number for all rows."""
@@ -60,7 +63,7 @@ class FusedSelector(Selector, Protocol):
     """A selector that chooses by itself, for steps that need no order in what is chosen."""
 
     @property
-    def picks_in_window(self) -> bool:
+    def selects_in_window(self) -> bool:
         """Whether it does so under a sliding window too, where tokens before the starts do not count."""
         ...
 
@@ -76,26 +79,3 @@ class FusedSelector(Selector, Protocol):
         Law: these are the tokens that `score` and `Retrieval` choose.
         """
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class All:
-    """Every stored token: no index and no choice. `Retrieval` then reads the whole store and takes no budget."""
-
-    unit: int = 1
-    group_reduce: GroupReduce = "mean_score"
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        pass
-
-    def init(self, spec: CacheSpec, slots: int) -> tuple[()]:
-        return ()
-
-    def append(self, ix: tuple[()], k: Array, at: Array, count: Array) -> tuple[()]:
-        return ()
-
-    def score(self, ix: tuple[()], q: Array, *, scale: float) -> Array:
-        raise NotImplementedError("All keeps no index and scores nothing; it reads every stored token")
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return 0.0

@@ -8,6 +8,16 @@ selected.
 from kvjax.stores.dense import Dense
 from kvjax.stores.host import HostBlock, HostOffload
 from kvjax.stores.quantized import Quantized
-from kvjax.stores.store import Store
+from kvjax.stores.store import FusedSlotStore, FusedStore, Held, RecallingStore, Store
 
-__all__ = ["Dense", "HostBlock", "HostOffload", "Quantized", "Store"]
+__all__ = [
+    "Dense",
+    "FusedSlotStore",
+    "FusedStore",
+    "Held",
+    "HostBlock",
+    "HostOffload",
+    "Quantized",
+    "RecallingStore",
+    "Store",
+]

@@ -9,15 +9,19 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, put
-from kvjax.partial import PartialAttention
+from kvjax.partial import PartialAttention, Span
 from kvjax.prompt import attend_zone
-from kvjax.selection import Selection
+from kvjax.selection import PackedSelection, Selection
 from kvjax.spec import CacheSpec
 
 
 @dataclass(frozen=True)
 class Dense:
     """Keys and values as they came, in device memory, [B, K, S, D]."""
+
+    @property
+    def page(self) -> int:
+        return 1
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         pass
@@ -42,6 +46,19 @@ class Dense:
 
     def attend_slots(self, st: Block, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
         return ops.attend_slots(q, st.k, st.v, selection, scale=scale)
+
+    def attend_slots_with(
+        self,
+        st: Block,
+        q: Array,
+        selection: Selection | PackedSelection,
+        recent: Span,
+        sink: Span | None,
+        local: int,
+        *,
+        scale: float,
+    ) -> Array:
+        return ops.attend_zones(q, st.k, st.v, selection, recent, sink, local, scale=scale)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize

@@ -16,9 +16,7 @@ from kvjax.partial import PartialAttention
 from kvjax.prompt import attend_blocks
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, require_int
-
-Held = tuple[Selection, Array, Array]
-"""Slots [B, K, 1, M] that were recalled before, and their keys and values [B, K, M, D], on the device."""
+from kvjax.stores.store import Held
 
 
 @register_dataclass
@@ -119,14 +117,7 @@ class HostOffload:
         rows: Array,
         now: Array,
     ) -> tuple[tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
-        """Keys and values of the selection, of heads `now` bool[B, K], and anything of others; and a function that
-        gives them of all heads of `rows` bool[B], and of others what is held. It reads while the device goes on with
-        what does not depend on it, if it may (`memory.CONCURRENT`).
-
-        Slot S + r of the selection is slot r of `recent`, keys and values [B, K, R, D]. Behind the selection comes slot
-        `edge` i32[B] of it, and anything finite up to the length of what is held; nothing where it is negative. Pages
-        that are held need not move.
-        """
+        """See `RecallingStore`. Reads beside what the device does meanwhile, if it may (`memory.CONCURRENT`)."""
         before, *parts = held
         index, there = self._pages(selection, st.slots), self._whole_pages(st, before)
         edge = jnp.where(edge < 0, -1, st.kv.shape[2] + edge)

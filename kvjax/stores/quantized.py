@@ -12,7 +12,7 @@ from jax.tree_util import register_dataclass
 from kvjax import ops
 from kvjax.blocks import write
 from kvjax.layouts import channels_packed
-from kvjax.partial import PartialAttention
+from kvjax.partial import PartialAttention, Span
 from kvjax.prompt import attend_blocks
 from kvjax.quant import QuantArray, dequantize, quantize, slice_tokens
 from kvjax.selection import Selection
@@ -63,6 +63,10 @@ class Quantized:
             raise ValueError(f"Quantized(key_axis={self.key_axis!r}) must be 'channel' or 'token'")
         require_int("Quantized(key_group=...)", self.key_group, at_least=1)
         require_int("Quantized(value_group=...)", self._value_group, at_least=1)
+
+    @property
+    def page(self) -> int:
+        return 1
 
     @property
     def _value_bits(self) -> int:
@@ -146,6 +150,11 @@ class Quantized:
 
         unit = self._key_tokens()
         return attend_blocks(q, (st.k, st.v), start, st.count, read=read, slots=st.slots, unit=unit, scale=scale)
+
+    def attend_with(
+        self, st: QuantizedBlock, q: Array, start: Array, recent: Span, sink: Span | None, *, scale: float
+    ) -> Array:
+        return ops.attend_quantized_zones(q, st.k, st.v, start, st.count, recent, sink, scale=scale)
 
     def attend_slots(self, st: QuantizedBlock, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
         return ops.attend_gathered(q, *self.gather(st, selection), selection, scale=scale)

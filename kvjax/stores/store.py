@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jax import Array
 
-from kvjax.partial import PartialAttention
-from kvjax.selection import Selection
+from kvjax.partial import PartialAttention, Span
+from kvjax.selection import PackedSelection, Selection
 from kvjax.spec import CacheSpec
 
 
 class Store(Protocol):
-    """Keeps keys and values. Slots are handed out in order of arrival; slot s holds the s-th token that came."""
+    """Keeps keys and values. Slots are handed out in order of arrival; slot s holds the s-th token that came.
+
+    A store may have further verbs, which policies find by the protocols below: `FusedStore`, `FusedSlotStore`,
+    `RecallingStore`. Without them a policy puts the same attention together from the verbs here.
+    """
+
+    @property
+    def page(self) -> int:
+        """Tokens that can only be read together: a selection must name whole pages. 1 where any token can be read."""
+        ...
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         """Raises ValueError where this store cannot take chunks of `chunk` tokens of such a cache."""
@@ -53,4 +63,79 @@ class Store(Protocol):
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         """Bytes that a stored token takes in a layer, over all kv heads."""
+        ...
+
+
+@runtime_checkable
+class FusedStore(Store, Protocol):
+    """A store that attends to the history together with the exact tokens beside it.
+
+    `Compressed` calls `attend_with` in place of `attend` and a merge with the attention over sink and recent block, so
+    that a step needs one kernel and no partial results. Law: both give the same, up to rounding.
+    """
+
+    def attend_with(self, st: Any, q: Array, start: Array, recent: Span, sink: Span | None, *, scale: float) -> Array:
+        """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, count), start i32[B], and over
+        the spans of `recent` and `sink`."""
+        ...
+
+
+@runtime_checkable
+class FusedSlotStore(Store, Protocol):
+    """A store that attends to selected slots together with the exact tokens beside them.
+
+    `Retrieval` calls `attend_slots_with` in place of `attend_slots` and a merge with the attention over sink, selected
+    pending tokens and local window. Law: both give the same, up to rounding.
+    """
+
+    def attend_slots_with(
+        self,
+        st: Any,
+        q: Array,
+        selection: Selection | PackedSelection,
+        recent: Span,
+        sink: Span | None,
+        local: int,
+        *,
+        scale: float,
+    ) -> Array:
+        """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the selected slots, S + r being slot r of
+        `recent`; over the last `local` slots of the span of `recent`, none of which are selected; and over the span of
+        `sink`."""
+        ...
+
+
+class Held(NamedTuple):
+    """Tokens that were recalled before and are still on the device."""
+
+    selection: Selection  # [B, K, 1, M]
+    k: Array  # dtype[B, K, M, D]
+    v: Array  # dtype[B, K, M, D]
+
+
+@runtime_checkable
+class RecallingStore(Store, Protocol):
+    """A store outside of device memory that recalls a selection in two parts, first what this step needs.
+
+    `Speculative` calls `recall` in place of `gather`. A step then waits for the heads that attend with the selection
+    now, while the rest, which the next step attends with, is read beside other work of the device.
+    """
+
+    def recall(
+        self,
+        st: Any,
+        selection: Selection,
+        recent: tuple[Array, Array],
+        edge: Array,
+        held: Held,
+        rows: Array,
+        now: Array,
+    ) -> tuple[tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
+        """Keys and values [B, K, M, D] of the selection for heads `now` bool[B, K], anything for others; and a function
+        that gives them for all heads of `rows` bool[B], and for other rows what is held.
+
+        Slot S + r of the selection is slot r of `recent`, keys and values [B, K, R, D]. Slot `edge` i32[B] of it comes
+        after the selection, nothing where it is negative; up to the M of `held` then anything finite. Tokens that are
+        held need not be read again.
+        """
         ...

@@ -12,10 +12,9 @@ import kvjax
 from benchmarks.claims import coverage, drift, figures, queries
 from benchmarks.claims.__main__ import main
 from benchmarks.claims.groups import groups
-from kvjax import CacheSpec, Fifo, LogSparse, Quantized, Retrieval
+from kvjax import CacheSpec, Compressed, Dense, Fifo, LogSparse, Quantized
 from kvjax.evaluate import plots, recall
 from kvjax.evaluate.live import Live
-from kvjax.selectors import All
 from tests.evaluate.test_recall import LIVE, POSITIONS, STEPS, B, D, G, K, L, N, S, _live, _logits, _softmax, directory  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------- turns
@@ -56,8 +55,8 @@ def test_equal_queries_never_correct_and_tau_beyond_the_cosines_decides_alone():
 @pytest.mark.parametrize(
     "policy",
     [
-        Retrieval(selector=All(), budget=None, sink=0, local=5, demote=LogSparse(window=5)),
-        Retrieval(selector=All(), budget=None, sink=3, local=4, demote=Fifo(leave=6)),
+        Compressed(store=Dense(), local=5, demote=LogSparse(window=5)),
+        Compressed(store=Dense(), sink=3, local=4, demote=Fifo(leave=6)),
     ],
 )
 def test_exact_tokens_are_those_of_the_cache(policy):
@@ -73,11 +72,8 @@ def test_exact_tokens_are_those_of_the_cache(policy):
         assert coverage.exact_tokens(policy, position + 1).tolist() == sorted(held.tolist())
 
 
-LOGSPARSE = Retrieval(
-    selector=All(),
+LOGSPARSE = Compressed(
     store=Quantized(bits=2, key_group=6, value_group=8),
-    budget=None,
-    sink=0,
     local=6,
     demote=LogSparse(window=6),
 )

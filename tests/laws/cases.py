@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 import kvjax
 from kvjax import (
-    All,
     CacheSpec,
     CentrePages,
+    Compressed,
     Evicting,
     Exact,
     Fier,
@@ -47,6 +47,11 @@ def _with(policy: Retrieval = BASE, spec: CacheSpec = SPEC, **changes: Any) -> C
     return Case(dataclasses.replace(policy, **changes), spec)
 
 
+def _late(*, tau: float, spec: CacheSpec = SPEC, **changes: Any) -> Case:
+    """With what the step before recalled, for heads whose cosine reaches tau."""
+    return Case(Speculative(dataclasses.replace(BASE, **changes), tau=tau), spec)
+
+
 CASES: dict[str, Case] = {
     "full": Case(Full()),
     "full, 7 query heads on 1, bf16": Case(
@@ -68,15 +73,15 @@ CASES: dict[str, Case] = {
     "pages by centre, dense below 90 tokens": _with(selector=CentrePages(page=32), budget=64, dense_below=90),
     "pages in host memory": _with(selector=MinMaxPages(page=16), store=HostOffload(page=8)),
     "fier in host memory, bf16": _with(store=HostOffload(), spec=dataclasses.replace(SPEC, dtype=jnp.bfloat16)),
-    "all in host memory": _with(selector=All(), budget=None, store=HostOffload(page=32)),
+    "all in host memory": Case(Compressed(store=HostOffload(page=32), sink=4, local=24, demote=Fifo(leave=32))),
     "freekv preset, budget 72": Case(presets.freekv(budget=72, page=8, sink=4, local=24, tau=0.0).rest),
-    "fier per query head a step late, 7 on 1": _with(
+    "fier per query head a step late, 7 on 1": _late(
         selector=Fier(group=16, group_reduce="per_head"),
-        schedule=Speculative(tau=-1.0),
+        tau=-1.0,
         dense_below=90,
         spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1),
     ),
-    "fier a step late, log-sparse": _with(demote=LogSparse(window=32), schedule=Speculative(tau=-1.0)),
+    "fier a step late, log-sparse": _late(demote=LogSparse(window=32), tau=-1.0),
     # Votes tie at the last place of the candidates, and the lower slot wins: with all of them reranked the laws hold
     # in any order of slots.
     "paris over 2-bit values, heads of 64": _with(
@@ -84,10 +89,10 @@ CASES: dict[str, Case] = {
         store=Quantized(bits=4, key_group=16, value_bits=2, value_group=8),
         spec=dataclasses.replace(SPEC, head_dim=64),
     ),
-    "paris per query head a step late, 7 on 1, bf16, in host memory": _with(
+    "paris per query head a step late, 7 on 1, bf16, in host memory": _late(
         selector=Paris(votes="plain", correct=False, candidates=200, group_reduce="per_head"),
         store=HostOffload(),
-        schedule=Speculative(tau=-1.0),
+        tau=-1.0,
         dense_below=90,
         spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1, head_dim=24, dtype=jnp.bfloat16),
     ),
@@ -115,7 +120,7 @@ CASES: dict[str, Case] = {
     "observation of 5, bf16": Case(
         Evicting(evictor=Observation(window=5, kernel_size=3), budget=60), dataclasses.replace(SPEC, dtype=jnp.bfloat16)
     ),
-    "retrieval of all": _with(selector=All(), budget=None),
+    "compressed, nothing lost": Case(Compressed(store=kvjax.Dense(), sink=4, local=24, demote=Fifo(leave=32))),
     "logquant preset, window 12": Case(presets.logquant(window=12, group=8).rest),
     "logquant by token, 3 bits, 7 on 1, bf16": Case(
         presets.logquant(window=16, bits=3, key_axis="token").rest,
@@ -130,11 +135,11 @@ CASES: dict[str, Case] = {
 
 # Products of the methods' parts, and the methods beside them, at the sizes that models have: each meets every group and
 # both head sizes.
-_PRODUCTS: dict[str, Retrieval] = {
+_PRODUCTS: dict[str, kvjax.Policy] = {
     "fier, history on the host": dataclasses.replace(BASE, store=HostOffload()),
     "paris, history on the host": dataclasses.replace(BASE, selector=Paris(candidates=200), store=HostOffload()),
-    "fier, speculative": dataclasses.replace(BASE, schedule=Speculative(tau=-1.0)),
-    "paris, speculative": dataclasses.replace(BASE, selector=Paris(candidates=200), schedule=Speculative(tau=0.0)),
+    "fier, speculative": Speculative(BASE, tau=-1.0),
+    "paris, speculative": Speculative(dataclasses.replace(BASE, selector=Paris(candidates=200)), tau=0.0),
     "fier, log-sparse window": dataclasses.replace(BASE, demote=LogSparse(window=32)),
     "paris, log-sparse window": dataclasses.replace(
         BASE, selector=Paris(candidates=200), demote=LogSparse(window=32), store=HostOffload()
@@ -144,9 +149,9 @@ _PRODUCTS: dict[str, Retrieval] = {
         selector=Paris(candidates=200),
         store=Quantized(bits=8, key_group=16, value_bits=2, value_group=32),
     ),
-    "freekv at scale": presets.freekv(budget=72, page=8, sink=4, local=24, tau=0.0).rest,  # type: ignore[dict-item]
-    "logquant at scale": presets.logquant(window=12, group=32).rest,  # type: ignore[dict-item]
-    "kivi at scale": presets.kivi(residual=32, group=16).rest,  # type: ignore[dict-item]
+    "freekv at scale": presets.freekv(budget=72, page=8, sink=4, local=24, tau=0.0).rest,
+    "logquant at scale": presets.logquant(window=12, group=32).rest,
+    "kivi at scale": presets.kivi(residual=32, group=16).rest,
 }
 _GROUPS = ((2, 2), (8, 2), (7, 1))  # query heads on kv heads
 CASES |= {
@@ -169,7 +174,7 @@ def does_not_apply(policy: kvjax.Policy) -> set[str]:
         return _HISTORY | _BUDGET | {"full_cache_drops_and_says_so"}
     if isinstance(policy, Full):
         return _HISTORY | _BUDGET | _EVICTION
-    return _EVICTION | (_BUDGET if policy.budget is None else set())  # type: ignore[attr-defined]
+    return _EVICTION | (_BUDGET if isinstance(policy, Compressed) else set())
 
 
 # In every run of the suite core cases run all laws, and presets these; with --thorough, all cases do.
@@ -207,11 +212,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: presets.fier(budget=16, sink=4, local=64),
         r"budget=16.*4 \+ 64.*at least 68",
     ),
-    "no budget": (lambda: dataclasses.replace(BASE, budget=None), r"budget=None needs the selector All"),
-    "All with a budget": (
-        lambda: dataclasses.replace(BASE, selector=All()),
-        r"budget=64 cannot hold; give budget=None",
-    ),
+    "no budget": (lambda: dataclasses.replace(BASE, budget=None), r"Retrieval\(budget=.*must be an integer, got None"),
     "no local window": (lambda: dataclasses.replace(BASE, local=0), r"local=.*at least 1, got 0"),
     "group that straddles chunks": (
         lambda: kvjax.init(presets.fier(group=48), SPEC, layers=3),
@@ -222,20 +223,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"pages of 24 tokens, which do not divide the chunk of 32",
     ),
     "host pages that straddle chunks": (
-        lambda: kvjax.init_layer(
-            dataclasses.replace(BASE, selector=All(), budget=None, store=HostOffload(page=24)), SPEC
-        ),
+        lambda: kvjax.init_layer(Compressed(store=HostOffload(page=24), sink=4, local=24, demote=Fifo(leave=32)), SPEC),
         r"HostOffload\(page=24\) does not divide the chunk of 32; use a divisor of 32",
     ),
     "host pages larger than a choice": (
         lambda: dataclasses.replace(BASE, store=HostOffload(page=8)),
         r"HostOffload\(page=8\) moves whole pages, but Fier.* chooses 1 tokens at a time; use HostOffload\(page=1\)",
     ),
-    "tau NaN": (lambda: Speculative(tau=float("nan")), r"tau=nan\) must be a number to compare cosines with"),
+    "tau NaN": (lambda: Speculative(BASE, tau=float("nan")), r"tau=nan\) must be a number to compare cosines with"),
     "tau of a word": (lambda: presets.freekv(tau="low"), r"tau='low'\) must be a number"),  # type: ignore[arg-type]
     "speculation without a choice": (
-        lambda: dataclasses.replace(BASE, selector=All(), budget=None, schedule=Speculative()),
-        r"All chooses nothing that Speculative.*leave the schedule EveryStep\(\)",
+        lambda: Speculative(Compressed()),  # type: ignore[arg-type]
+        r"Speculative got Compressed.*takes a kvjax.Retrieval",
     ),
     "heads that do not rotate": (
         lambda: kvjax.init_layer(dataclasses.replace(BASE, selector=Paris()), dataclasses.replace(SPEC, head_dim=80)),
@@ -252,7 +251,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"budget=100 is below sink \+ local = 4 \+ 128.*at least 132",
     ),
     "speculation without a budget": (
-        lambda: dataclasses.replace(BASE, budget=28, schedule=Speculative()),
+        lambda: Speculative(dataclasses.replace(BASE, budget=28)),
         r"budget=28 leaves nothing beside sink \+ local = 4 \+ 24.*at least 29",
     ),
     "page of 0": (lambda: CentrePages(page=0), r"page=.*at least 1, got 0"),

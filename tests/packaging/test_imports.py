@@ -17,7 +17,7 @@ FLOORS = {
     **dict.fromkeys(("spec", "layouts", "memory", "validation", "settings"), 0),
     **dict.fromkeys(("partial", "quant", "rotate", "selection", "blocks"), 1),
     **dict.fromkeys(("ops", "prompt"), 2),
-    **dict.fromkeys(("stores", "selectors", "demotion", "schedules", "evictors"), 3),
+    **dict.fromkeys(("stores", "selectors", "demotion", "evictors"), 3),
     "caches": 4,
     **dict.fromkeys(("attention", "presets"), 5),
     **dict.fromkeys(("sampling", "request", "text", "generation", "testing", "capacity"), 6),

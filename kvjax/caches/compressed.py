@@ -1,0 +1,56 @@
+"""Every token kept in few bits, all of them attended: LogQuant, KIVI."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax import ops
+from kvjax.caches.policy import Info
+from kvjax.caches.zones import Zoned, ZonedState
+from kvjax.demotion import Demotion, Fifo
+from kvjax.partial import group_queries, ungroup
+from kvjax.stores import FusedStore, Quantized, Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed(Zoned):
+    """Keeps every token and attends to all of them: sink and recent block exactly, the history as its store keeps it.
+
+    `demote` says which tokens leave the recent block for the store, `local` how many newest ones never do. A store that
+    is a `FusedStore` attends to all zones in one operation. A row's history has capacity - sink - local + 1 slots,
+    rounded down to whole chunks (at least one).
+
+    >>> import kvjax
+    >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=512)
+    >>> layer = kvjax.init_layer(kvjax.Compressed(store=kvjax.Quantized(bits=4)), spec)
+    """
+
+    store: Store = Quantized()
+    sink: int = 0
+    local: int = 1
+    demote: Demotion = Fifo(leave=128)
+
+    def attend(
+        self, st: ZonedState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, ZonedState, Info]:
+        B, K = q.shape[0], st.recent.k.shape[1]
+        qg = group_queries(q, K)
+        seen = self.visible(st, window)
+        if isinstance(self.store, FusedStore):
+            out = self.store.attend_with(st.store, qg, seen.store, seen.recent, seen.sink, scale=scale)
+        else:
+            history = self.store.attend(st.store, qg, seen.store, scale=scale)
+            out = ops.attend_beside(history, qg, None, seen.recent, seen.sink, scale=scale)
+        attended = jnp.maximum(st.store.count - seen.store, 0) + seen.recent.size
+        if seen.sink is not None:
+            attended += seen.sink.size
+        slots = self.sink + st.store.slots + st.recent.slots
+        position = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (B, K, 1, slots))
+        read = position < st.length[:, None, None, None]
+        if seen.first is not None:
+            read &= position >= seen.first[:, None, None, None]
+        counted = jnp.broadcast_to(attended.astype(jnp.float32)[:, None], (B, K))
+        return ungroup(out, q.dtype), st, Info(counted, None, None, jnp.where(read, position, -1))

@@ -1,0 +1,291 @@
+"""FreeKV: a step attends with what the step before recalled, so that recalling need not stand before attention.
+
+A step selects with its own query and recalls what it selected: it reads those keys and values from wherever they lie.
+A kv head whose query has hardly turned since the step before does not wait for that. It attends with the recall of the
+step before, which is one step old, and the new recall serves the next step. No token is out of sight for that: the
+token that has left the local window since is kept beside the recall, and a row whose last step was not the one before
+(a prompt came between, or the row was replaced) waits for its own recall.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import register_dataclass
+
+from kvjax import ops
+from kvjax.blocks import take_rows
+from kvjax.caches.policy import Info
+from kvjax.caches.retrieval import Retrieval, without_packing
+from kvjax.caches.zones import Visible, ZonedState
+from kvjax.partial import PartialAttention, group_queries, ungroup
+from kvjax.selection import Selection, split_selection
+from kvjax.spec import CacheSpec
+from kvjax.stores import Held, RecallingStore
+
+
+class Recall(NamedTuple):
+    """What a step selected, read from wherever it lies."""
+
+    selection: Selection  # slots of the history, and S + r for slot r of the recent block
+    k: Array  # dtype[B, K, R, D], R > H*M, in the order of the selection; at H*M the edge, and then anything finite
+    v: Array  # dtype[B, K, R, D]
+    edge: Array  # bool[B] whether there is an edge: the oldest token of a full local window, which the next step leaves
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class SpeculativeState:
+    """The tokens, and what a row's last step asked and recalled."""
+
+    zones: ZonedState
+    recall: Recall  # its slots are where the tokens lie now
+    query: Array  # f32[B, K, G, D]
+    recalled_at: Array  # i32[B] tokens that the row held; -1 if it made no step yet
+    due: Array  # bool[B] a token came that has not attended yet
+
+    @property
+    def length(self) -> Array:
+        """i32[B] tokens held."""
+        return self.zones.length
+
+    @property
+    def overflow(self) -> Array:
+        """bool[B] a token of this row was dropped."""
+        return self.zones.overflow
+
+
+@dataclass(frozen=True)
+class Speculative:
+    """A `Retrieval` whose steps attend with the recall of the step before, except for heads whose query has turned.
+
+    For each kv head, C = mean over its query heads of cosine(q_t, q_{t-1}). Heads with C >= tau attend with the keys
+    and values that step t-1 recalled, the others with a fresh recall; the fresh recall of all heads is kept for t+1. So
+    tau > 1 is a selection at every step, and tau <= -1 one that is always a step late. A row's first step recalls anew,
+    and so does one that a prompt, a replaced row or a dropped token parts from its last.
+
+    A reused recall has the token that left the local window since beside it, in the place of its lowest-ranked one if
+    that would exceed the budget. It holds tokens as they were, for a step also exact ones that a store of few bits has
+    rounded since. Costs 2 M D values of the store's precision and the query in f32, a row and kv head, in device
+    memory: the M tokens of the budget that are selected, or room for `dense_below`.
+
+    Over a `RecallingStore` a step waits for what its own heads need. The rest of the recall, which it reads for the
+    next one, goes on beside attention, the matrix products and the layers that follow, where the program was compiled
+    with `memory.CONCURRENT`, as that of `kvjax.generate` is. Without it, and in plain JAX, attention waits for all.
+
+    **Source:** FreeKV, speculative retrieval and fine-grained correction; tau 0.8 for long inputs, 0.9 for long
+    generation. **Differs:** FreeKV selects for all heads only if one needs it, which the host decides; here every step
+    selects and recalls and the device decides which recall is used, so that no step waits for the host.
+    """
+
+    retrieval: Retrieval
+    tau: float = field(default=0.8, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.retrieval, Retrieval):
+            raise ValueError(
+                f"Speculative got {self.retrieval!r}; it speculates on what a selector selects and takes a "
+                "kvjax.Retrieval(...)"
+            )
+        if isinstance(self.tau, bool) or not isinstance(self.tau, int | float) or math.isnan(self.tau):
+            raise ValueError(
+                f"Speculative(tau={self.tau!r}) must be a number to compare cosines with: 0.8 or 0.9 as in FreeKV, "
+                "above 1 to select at every step, -1 to always reuse"
+            )
+        if self.retrieval.selected == 0:
+            base, unit = self.retrieval.sink + self.retrieval.local, self.retrieval.selector.unit
+            raise ValueError(
+                f"budget={self.retrieval.budget} leaves nothing beside sink + local = {self.retrieval.sink} + "
+                f"{self.retrieval.local} that Speculative could reuse; raise it to at least {base + unit}"
+            )
+
+    def init(self, spec: CacheSpec) -> SpeculativeState:
+        policy, st = self.retrieval, self.retrieval.init(spec)
+
+        def recall(q: Array) -> Recall:
+            selection = without_packing(policy.find(st, q, policy.visible(st, None), scale=1.0))
+            stored, _ = split_selection(self._flat(selection), st.store.slots)
+            return Recall(selection, *policy.store.gather(st.store, stored), jnp.zeros(spec.batch, bool))
+
+        q = jax.ShapeDtypeStruct((spec.batch, spec.kv_heads, spec.group, spec.head_dim), spec.dtype)
+        return SpeculativeState(
+            zones=st,
+            recall=jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(recall, q)),
+            query=jnp.zeros(q.shape, jnp.float32),
+            recalled_at=jnp.full(spec.batch, -1, jnp.int32),
+            due=jnp.zeros(spec.batch, bool),
+        )
+
+    # ----------------------------------------------------------------------------------------------------- attending
+
+    def attend(
+        self, st: SpeculativeState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, SpeculativeState, Info]:
+        policy, zones = self.retrieval, st.zones
+        qg = group_queries(q, zones.recent.k.shape[1])
+        seen = policy.visible(zones, window)
+        selection = without_packing(policy.find(zones, qg, seen, scale=scale, in_order=self._dropped(zones)))
+
+        # Which heads reuse. After a prompt slots are not what they were, and nothing is known.
+        query = qg.astype(jnp.float32)
+        known = st.recalled_at + st.due.astype(jnp.int32) == zones.length
+        last = st.recall._replace(
+            selection=Selection(st.recall.selection.slots, st.recall.selection.valid & known[:, None, None, None])
+        )
+        reused = (_similarity(query, st.query) >= self.tau) & (st.recalled_at + 1 == zones.length)[:, None]
+        now = ~reused & st.due[:, None]  # a row that makes no step recalls nothing
+
+        # Recall for the heads that attend with it now, then the rest.
+        new, rest = self._recall(zones, selection, last, st.due, now)
+        by_head = reused[:, :, None, None]
+        used = Selection(*(jnp.where(by_head, *two) for two in zip(st.recall.selection, selection, strict=True)))
+        fresh = rest()
+
+        # Attend to sink, local window and the recall: slots W ... 2W-1 are those of the new one, and then `recent`.
+        edge = last.edge if seen.first is None else last.edge & (zones.length - 1 - policy.local >= seen.first)
+        used = self._keep_reused(zones, used, by_head, edge, seen)
+        with_edge = edge[:, None, None, None] & by_head
+        read = _in_order(used.valid, with_edge)
+        read = read._replace(slots=read.slots + jnp.where(now, last.k.shape[2], 0)[..., None, None])
+        out = ops.attend_zones(qg, last.k, last.v, read, seen.recent, seen.sink, policy.local, new, scale=scale)
+
+        def keep(old: Array, new: Array) -> Array:
+            return jnp.where(st.due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+        after = SpeculativeState(
+            zones=zones,
+            recall=Recall(
+                Selection(*(keep(*two) for two in zip(st.recall.selection, selection, strict=True))),
+                fresh.k,
+                fresh.v,
+                keep(st.recall.edge, fresh.edge),
+            ),
+            query=keep(st.query, query),
+            recalled_at=keep(st.recalled_at, zones.length),
+            due=jnp.zeros_like(st.due),
+        )
+        return ungroup(out, q.dtype), after, self._info(zones, seen, used, with_edge, ~reused)
+
+    def _dropped(self, zones: ZonedState) -> int:
+        """Units of a recall that a step which reuses it may leave out: one, for the edge, or more once a row has
+        outgrown `dense_below`."""
+        policy = self.retrieval
+        unit = policy.selector.unit
+        wide = -(-(zones.recent.slots - policy.local) // unit)
+        return 1 if policy.room(zones.store.slots // unit + wide) * unit <= policy.selected else zones.store.slots
+
+    def _recall(
+        self, st: ZonedState, selection: Selection, last: Recall, rows: Array, now: Array
+    ) -> tuple[tuple[Array, Array], Callable[[], Recall]]:
+        """Keys and values of the selection for heads `now` bool[B, K], anything for others; and a function that recalls
+        for all heads of `rows` bool[B], and keeps the keys and values of other rows."""
+        policy = self.retrieval
+        B, K, H, M = selection.slots.shape
+        recent, oldest = (st.recent.k, st.recent.v), st.recent.count - policy.local
+        if isinstance(policy.store, RecallingStore):
+            held, edge = Held(self._flat(last.selection), last.k, last.v), jnp.maximum(oldest, -1)
+            used, rest = policy.store.recall(st.store, selection, recent, edge, held, rows, now)
+            return used, lambda: Recall(selection, *rest(), oldest >= 0)
+
+        stored, pending = split_selection(self._flat(selection), st.store.slots)
+        here = pending.valid.reshape(B, K, -1, 1)
+        at_edge = (jnp.arange(here.shape[2]) == H * M)[None, None, :, None]
+
+        def whole(old: Array, new: Array, zone: Array) -> Array:
+            edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None])
+            return jnp.where(at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old))
+
+        found = policy.store.gather(st.store, stored), ops.gather_slots(*recent, pending), recent
+        k, v = (whole(*zones) for zones in zip(*found, strict=True))
+        kept_k, kept_v = (jnp.where(rows[:, None, None, None], *two) for two in ((k, last.k), (v, last.v)))
+        return (k, v), lambda: Recall(selection, kept_k, kept_v, oldest >= 0)
+
+    def _flat(self, selection: Selection) -> Selection:
+        """[B, K, 1, H*M + unit]: those of all heads one after the other, and room for the edge that moves as a unit."""
+        width = ((0, 0), (0, 0), (0, 0), (0, self.retrieval.selector.unit))
+        return Selection(*(jnp.pad(a.reshape(*a.shape[:2], 1, -1), width) for a in selection))
+
+    def _keep_reused(
+        self, st: ZonedState, selection: Selection, reused: Array, edge: Array, seen: Visible
+    ) -> Selection:
+        """Of a reused selection, what this step sees, and what the budget holds beside the edge."""
+        policy, slots = self.retrieval, st.store.slots
+        start = jnp.where(
+            selection.slots < slots,
+            seen.store[:, None, None, None],
+            slots + seen.recent.start[:, None, None, None],
+        )
+        rank = jnp.arange(selection.slots.shape[-1])[None, None, None]
+        room = jnp.minimum(policy.budget - policy.sink - policy.local - edge.astype(jnp.int32), policy.selected)
+        limit = jnp.where(st.length < policy.dense_below, rank.shape[-1], room)
+        kept = (selection.slots >= start) & (rank < limit[:, None, None, None])
+        return Selection(selection.slots, selection.valid & (kept | ~reused))
+
+    def _info(self, st: ZonedState, seen: Visible, used: Selection, with_edge: Array, fresh: Array) -> Info:
+        info = self.retrieval.info(st, seen, used, fresh)
+        position = (st.length - 1 - self.retrieval.local)[:, None, None, None]
+        edge = jnp.broadcast_to(jnp.where(with_edge, position, -1), (*used.slots.shape[:3], 1))
+        assert info.positions is not None
+        return info._replace(
+            attended=info.attended + with_edge[:, :, 0, 0].astype(jnp.float32),
+            positions=jnp.concatenate([info.positions, edge], axis=-1),
+        )
+
+    # ------------------------------------------------------------------------------------------------------- storing
+
+    def update(self, st: SpeculativeState, k: Array, v: Array, active: Array) -> SpeculativeState:
+        return replace(st, zones=self.retrieval.update(st.zones, k, v, active), due=st.due | active)
+
+    def prefill(self, st: SpeculativeState, k: Array, v: Array, lengths: Array) -> SpeculativeState:
+        return replace(st, zones=self.retrieval.prefill(st.zones, k, v, lengths))
+
+    def full_rows(self, st: SpeculativeState) -> Array:
+        return self.retrieval.full_rows(st.zones)
+
+    def flush(self, st: SpeculativeState) -> SpeculativeState:
+        """Demotes, and follows the tokens of the recall to where they then lie."""
+        policy, zones = self.retrieval, st.zones
+        full, slots = policy.full_rows(zones), zones.store.slots
+        leaving, staying = policy.demote.leaving(policy.local), policy.demote.staying(policy.local)
+        place = [0] * zones.recent.slots  # of slot r of the block: in the chunk that leaves, or from `slots` on
+        for i, r in enumerate(leaving):
+            place[r] = i
+        for i, r in enumerate(staying):
+            place[r] = slots + i
+        to = jnp.asarray(place, jnp.int32)[None]
+        to += jnp.where(to < slots, zones.store.count[:, None], 0)
+        held = st.recall.selection.slots
+        moved = jnp.take_along_axis(to[:, None, None], jnp.clip(held - slots, 0, to.shape[1] - 1), axis=-1)
+        held = jnp.where(full[:, None, None, None] & (held >= slots), moved, held)
+        recall = st.recall._replace(selection=st.recall.selection._replace(slots=held))
+        return replace(st, zones=policy.flush(zones), recall=recall)
+
+    def attend_stored(
+        self, st: SpeculativeState, q: Array, *, scale: float, window: int | None = None
+    ) -> PartialAttention:
+        return self.retrieval.attend_stored(st.zones, q, scale=scale, window=window)
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return self.retrieval.bytes_per_token(spec)
+
+
+def _in_order(valid: Array, edge: Array) -> Selection:
+    """Of what was recalled in the order of `valid` bool[B, K, H, M], that which is; and, after it all, the edge."""
+    H, M = valid.shape[2:]
+    own = jnp.arange(H)[:, None] * M + jnp.arange(M)[None]
+    slots = jnp.concatenate([own, jnp.full((H, 1), H * M)], axis=1, dtype=jnp.int32)
+    valid = jnp.concatenate([valid, jnp.broadcast_to(edge, (*valid.shape[:3], 1))], axis=3)
+    return Selection(jnp.broadcast_to(slots[None, None], valid.shape), valid)
+
+
+def _similarity(a: Array, b: Array) -> Array:
+    """f32[B, K]: mean over the group of the cosine of a and b [B, K, G, D], within -1 and 1; 0 for a query of zeros."""
+    sizes = jnp.sqrt(jnp.sum(a * a, axis=-1) * jnp.sum(b * b, axis=-1))
+    cosines = jnp.sum(a * b, axis=-1) / jnp.maximum(sizes, jnp.finfo(jnp.float32).tiny)
+    return jnp.clip(jnp.mean(cosines, axis=-1), -1.0, 1.0)

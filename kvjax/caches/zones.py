@@ -1,0 +1,212 @@
+"""Zones: sink, history and recent block, which `Retrieval` and `Compressed` share.
+
+A row's first `sink` tokens stay in the sink. All others enter the recent block, and leave it in chunks for the history,
+which a store holds. So each token lies in exactly one zone:
+
+    sink | history (store) | recent block            slots of the two:  0 ... S-1 | S ... S+R-1
+
+A selection names slots, since kernels read slots; people and laws want positions. `Zoned.positions` gives the position
+of a slot, `lowest_slot` the first slot of a zone at or past a position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import register_dataclass
+
+from kvjax import ops
+from kvjax.blocks import Block, empty_block, put, take_rows
+from kvjax.caches.policy import chunk_starts, lowest_visible
+from kvjax.demotion import Demotion
+from kvjax.layouts import whole_units
+from kvjax.partial import PartialAttention, Span, keep_valid, merge
+from kvjax.prompt import attend_zone
+from kvjax.spec import CacheSpec, require_int
+from kvjax.stores import Store
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class ZonedState:
+    """The tokens of each row by zone, and the selector's index of the history."""
+
+    sink: Block | None  # [B, K, sink, D] the first tokens of a row; None if the policy keeps none
+    store: Any  # the history
+    index: Any  # what the selector knows of the history; () without a selector
+    recent: Block  # [B, K, R, D] the newest tokens, in order of arrival; R is what the demotion asks for
+    overflow: Array  # bool[B] a token of this row was dropped
+
+    @property
+    def length(self) -> Array:
+        """i32[B] tokens held."""
+        return self.offset_recent + self.recent.count
+
+    @property
+    def offset_store(self) -> Array:
+        """i32[B] tokens before the history."""
+        return jnp.zeros_like(self.recent.count) if self.sink is None else self.sink.count
+
+    @property
+    def offset_recent(self) -> Array:
+        """i32[B] tokens before the recent block, if tokens leave in order of arrival."""
+        return self.offset_store + self.store.count
+
+
+class Visible(NamedTuple):
+    """What the query of a row's newest token may attend to: all tokens, or those of a sliding window."""
+
+    first: Array | None  # i32[B] the lowest visible position; None if all tokens are visible
+    store: Array  # i32[B] the first visible slot of the history
+    recent: Span
+    sink: Span | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zoned:
+    """Stores tokens in zones; a subclass says what a step attends to. A row's history has capacity - sink - local + 1
+    slots, rounded down to whole chunks (at least one)."""
+
+    store: Store
+    sink: int
+    local: int
+    demote: Demotion
+
+    def __post_init__(self) -> None:
+        for name, at_least in (("sink", 0), ("local", 1)):
+            require_int(f"{type(self).__name__}({name}=...)", getattr(self, name), at_least=at_least)
+
+    def init(self, spec: CacheSpec) -> ZonedState:
+        chunk, stay = self.demote.leave, len(self.demote.staying(self.local))
+        self.store.check(spec, chunk)
+        slots = max(whole_units(spec.capacity - self.sink - stay, chunk), chunk)
+        return ZonedState(
+            sink=empty_block(spec, self.sink) if self.sink else None,
+            store=self.store.init(spec, slots),
+            index=(),
+            recent=empty_block(spec, self.demote.slots(self.local)),
+            overflow=jnp.zeros(spec.batch, bool),
+        )
+
+    def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
+        """Adds the first `count` i32[B] tokens of k, v [B, K, T, D] to the history, whole chunks of them."""
+        return replace(st, store=self.store.append(st.store, k, v, count))
+
+    # ------------------------------------------------------------------------------------------------------- storing
+
+    def update(self, st: ZonedState, k: Array, v: Array, active: Array) -> ZonedState:
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        zones = [st.recent] if st.sink is None else [st.sink, st.recent]
+        (*sink, recent), overflow = ops.put_token(zones, k, v, active, st.overflow)
+        return replace(st, sink=sink[0] if sink else None, recent=recent, overflow=overflow)
+
+    def prefill(self, st: ZonedState, k: Array, v: Array, lengths: Array) -> ZonedState:
+        dtype, slots, chunk = st.recent.k.dtype, st.recent.slots, self.demote.leave
+        k, v = (jnp.swapaxes(a, 1, 2).astype(dtype) for a in (k, v))
+        T, sink, to_sink = k.shape[2], st.sink, jnp.zeros_like(lengths)
+        if sink is not None:
+            to_sink = jnp.minimum(sink.slots - sink.count, lengths)
+            sink = put(sink, k, v, to_sink)
+
+        # The recent block and the new tokens make one line of tokens a row. Its front goes to the history, as updates
+        # and flushes token by token would have sent it, and the rest is the new block.
+        held, total = st.recent.count, st.recent.count + lengths - to_sink
+        room = (st.store.slots - st.store.count) // chunk
+        stay = len(self.demote.staying(self.local))
+        chunks = jnp.clip((total - stay) // chunk, 0, room)
+        most = max(min((slots + T - stay) // chunk, st.store.slots // chunk), 0)
+
+        def line(place: Array) -> tuple[Array, Array]:
+            """Keys and values of the tokens at places i32[B or 1, X] of the line."""
+            source = jnp.where(place < held[:, None], place, slots + place - held[:, None] + to_sink[:, None])
+            return (
+                take_rows(jnp.concatenate([st.recent.k, k], axis=2), source),
+                take_rows(jnp.concatenate([st.recent.v, v], axis=2), source),
+            )
+
+        moved = chunks * chunk
+        if most > 0:
+            st = self.append(st, *line(self._history(jnp.arange(most * chunk))[None]), moved)
+        rk, rv = line(self.demote.place(chunks[:, None], jnp.arange(slots)[None]))
+        left = total - moved
+        # Zeros past count, where padding of the prompt may have come along.
+        valid = (jnp.arange(slots)[None] < left[:, None])[:, None]
+        recent = Block(keep_valid(rk, valid), keep_valid(rv, valid), jnp.minimum(left, slots))
+        return replace(st, sink=sink, recent=recent, overflow=st.overflow | (left > slots))
+
+    def full_rows(self, st: ZonedState) -> Array:
+        full = st.recent.count >= st.recent.slots
+        return full & (st.store.count + self.demote.leave <= st.store.slots)
+
+    def flush(self, st: ZonedState) -> ZonedState:
+        full = self.full_rows(st)
+        leaving, staying = self.demote.leaving(self.local), self.demote.staying(self.local)
+        count = jnp.where(full, len(leaving), 0)
+        st = self.append(st, st.recent.k[:, :, leaving], st.recent.v[:, :, leaving], count)
+
+        def keep(a: Array) -> Array:
+            stay = len(staying)
+            front = jnp.where(full[:, None, None, None], a[:, :, staying], a[:, :, :stay])
+            return jnp.concatenate([front, a[:, :, stay:]], axis=2)
+
+        return replace(st, recent=Block(keep(st.recent.k), keep(st.recent.v), st.recent.count - count))
+
+    # -------------------------------------------------------------------------------------------- slots and positions
+
+    def positions(self, st: ZonedState, slots: Array) -> Array:
+        """i32[B, ...] positions of `slots` i32[B, ...]: s below S is a slot of the history, S + r one of the recent
+        block."""
+        by_row = (-1, *(1,) * (slots.ndim - 1))
+        sink, chunks = st.offset_store.reshape(by_row), (st.store.count // self.demote.leave).reshape(by_row)
+        recent = self.demote.place(chunks, jnp.maximum(slots - st.store.slots, 0))
+        return sink + jnp.where(slots < st.store.slots, self._history(slots), recent)
+
+    def _history(self, slots: Array) -> Array:
+        """The place past the sink of the tokens in slots of the history."""
+        leaving = jnp.asarray(self.demote.leaving(self.local), jnp.int32)
+        return self.demote.place(slots // self.demote.leave, leaving[slots % self.demote.leave])
+
+    def visible(self, st: ZonedState, window: int | None) -> Visible:
+        self._check_window(window)
+        first = None if window is None else lowest_visible(st.length - 1, window)
+        # Values past the counts of recent and sink are finite: `prefill` and `flush` see to it, and they need no mask.
+        recent = Span(st.recent.k, st.recent.v, lowest_slot(first, st.offset_recent), st.recent.count)
+        sink = None
+        if st.sink is not None:
+            sink = Span(st.sink.k, st.sink.v, lowest_slot(first, jnp.zeros_like(st.sink.count)), st.sink.count)
+        return Visible(first, lowest_slot(first, st.offset_store), recent, sink)
+
+    def _check_window(self, window: int | None) -> None:
+        if window is not None and not self.demote.ordered:
+            raise ValueError(
+                f"{self.demote} forgets the order of tokens, so it cannot serve a sliding window of {window}"
+            )
+
+    def attend_stored(self, st: ZonedState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+        self._check_window(window)
+        first = chunk_starts(st.length, q.shape[3], window)
+
+        def start(offset: Array) -> Array | None:
+            return None if first is None else lowest_slot(first, offset[:, None])
+
+        parts = [self.store.attend_chunk(st.store, q, start(st.offset_store), scale=scale)]
+        zones = [(st.recent, st.offset_recent)]
+        if st.sink is not None:
+            zones.append((st.sink, jnp.zeros_like(st.recent.count)))
+        for zone, offset in zones:
+            parts.append(attend_zone(q, zone.k, zone.v, start(offset), zone.count, scale=scale))
+        return merge(*parts)
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return self.store.bytes_per_token(spec)
+
+
+def lowest_slot(position: Array | None, offset: Array) -> Array:
+    """The first slot at or past `position` in a zone whose slot 0 holds position `offset` and that is in order.
+
+    None is position 0, and costs a step no kernel.
+    """
+    return jnp.zeros_like(offset) if position is None else jnp.maximum(position - offset, 0)
