@@ -295,10 +295,11 @@ def test_a_larger_cache_takes_a_smaller_save(tmp_path: Path, abstract: bool) -> 
 def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    kvjax.save("~/talk", filled(2))
+    folder = os.sep.join(("~", "talk"))
+    kvjax.save(folder, filled(2))
     assert (tmp_path / "talk" / "0").is_dir()
     assert not (tmp_path / "~").exists()
-    assert number_of(kvjax.restore("~/talk", empty())) == 2
+    assert number_of(kvjax.restore(folder, empty())) == 2
 
 
 @pytest.mark.parametrize(
