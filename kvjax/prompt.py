@@ -58,6 +58,34 @@ def attend_chunk(q: Array, k: Array, v: Array, *, scale: float, window: int | No
     return lax.platform_dependent(q, k, v, cuda=cudnn, default=blocked)
 
 
+def attend_chunk_after(
+    attend_stored: Callable[[Array], PartialAttention],
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Array:
+    """Attention of q [B, T, N, D] over stored tokens and, causally, over its own k, v [B, T, K, D]: as `attend_chunk`.
+
+    `attend_stored` gives the part of q [B, K, G, T', D] over what is stored, a part over Q = G*T'. It is asked for the
+    first T' queries alone that a sliding window lets see stored tokens.
+    """
+    grouped, keys, values = group(q, k.shape[2]), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    B, K, G, T, D = grouped.shape
+    own = attend_own(grouped, keys, values, scale=scale, window=window)
+    own = PartialAttention(own.out.reshape(B, K, G, T, D), own.lse.reshape(B, K, G, T))
+    past = T if window is None else min(T, window - 1)
+    if past:
+        stored = attend_stored(grouped[:, :, :, :past])
+        stored = PartialAttention(stored.out.reshape(B, K, G, past, D), stored.lse.reshape(B, K, G, past))
+        rest = empty_part((B, K, G, T - past, D))
+        stored = PartialAttention(*(jnp.concatenate(two, axis=3) for two in zip(stored, rest, strict=True)))
+        own = merge(stored, own)
+    return ungroup(own.out, q.dtype)
+
+
 def attend_own(q: Array, k: Array, v: Array, *, scale: float, window: int | None = None) -> PartialAttention:
     """Causal attention of q [B, K, G, T, D] over its own k, v [B, K, T, D]: a part over Q = G*T, to be merged."""
     reference = partial(attend_causal, scale=scale, window=window)
