@@ -14,6 +14,7 @@ written as soon as it is done.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +30,7 @@ from layers import out_of, show
 from kvjax import CacheSpec, Full, PerLayer, presets
 from kvjax.caches import Info
 from kvjax.evaluate import throughput
-from kvjax.evaluate.provenance import digest_json
+from kvjax.evaluate.provenance import digest_json, replace_file
 from kvjax.partial import PartialAttention
 from kvjax.prompt import attend_zone
 
@@ -130,8 +131,9 @@ def main(args: Sequence[str] | None = None) -> None:
         dtype, caches["cudnn"] = "float32", PerLayer((), FullByCudnn("xla"))
         config = replace(config, layers=2, windows=(), hidden_size=64, intermediate_size=64, vocab_size=64, head_dim=16)
     model = throughput.random_model(config, dtype)
+    out, rows = out_of(given, "end_to_end.json"), []
     for length in given.lengths:
-        throughput.sweep(
+        rows += throughput.sweep(
             model,
             caches,
             lengths=[length],
@@ -143,9 +145,14 @@ def main(args: Sequence[str] | None = None) -> None:
                 chunk=length if given.prompt else None,
                 synthetic=not given.prompt,
             ),
-            out=out_of(given, "end_to_end.json"),
-            report=_report,
+            out=None if out is None else out.with_suffix(""),  # a folder of cells beside the file of rows
         )
+        for row in rows[-len(caches) * (1 if given.largest else len(given.batches)) :]:
+            _report(row)
+        if out is not None:
+            earlier = json.loads(out.read_text())["rows"] if out.is_file() else []
+            new = [row for row in rows if row not in earlier]
+            replace_file(out, json.dumps({"rows": earlier + new}, indent=1) + "\n")
 
 
 def _report(row: dict[str, Any]) -> None:

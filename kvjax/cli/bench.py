@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,6 @@ from kvjax.cli.options import (
     dtype_name,
     implementations,
     in_short,
-    make_policy,
     model_directory,
     sizes,
     without_weights,
@@ -52,6 +52,14 @@ def bench(
             show_default=False,
         ),
     ] = None,
+    dense_layers: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="First layers that attend to everything, in every row. Default each method's own.",
+            show_default=False,
+        ),
+    ] = None,
     length: Annotated[str, typer.Option(help="Tokens of context; several as 8K,32K,128K.")] = "2K",
     batch: Annotated[str, typer.Option(help="Rows decoded together; several as 1,8; or `largest` that fits.")] = "1",
     steps: Annotated[int, typer.Option(help="Decode steps under the clock.")] = 128,
@@ -69,7 +77,7 @@ def bench(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for throughput.json and throughput.svg; cells that throughput.json has are not run again.",
+            help="Folder for results/*.json, throughput.json and throughput.svg; cells in results are not run again.",
             show_default=False,
         ),
     ] = None,
@@ -77,15 +85,17 @@ def bench(
     """Measures time and memory of decoding through caches: TTFT, TPOT, tokens a second, bytes.
 
     Prompts are random tokens of the exact length, stored by the model; decoding is the library's own loop on the
-    device. Compilation is not counted. TPOT is the median over blocks of steps, with the fastest and the slowest.
+    device. Compilation is not counted. Columns: TTFT, seconds to the first token; TPOT, milliseconds per output token,
+    the median over blocks of steps, with the fastest and the slowest; tokens a second of all rows; the cache's bytes on
+    the device and on the host; and the peak of the device's memory.
     """
     from kvjax.evaluate import throughput
 
     workload = throughput.Workload(steps=steps, block=block, chunk=chunk, synthetic=synthetic_cache, seed=seed)
     lengths = sizes("--length", length, "KM")
     batches = None if batch == "largest" else sizes("--batch", batch, "KM")
-    budgets = [None] if budget is None else sizes("--budget", budget, "KM")
-    caches = _caches(cache or ["full", "fier"], budgets)
+    budgets = None if budget is None else sizes("--budget", budget, "KM")
+    caches = _caches(cache or ["full", "fier"], budgets, dense_layers)
     if random is not None and model_dir is not None:
         raise ValueError(f"give a checkpoint or --random, not both; got {model_dir} and --random {random}")
     kind = dtype_name(dtype)
@@ -103,45 +113,49 @@ def bench(
         spec = model.spec(batch=(batches or [1])[0], capacity=max(lengths) + block + steps)
         say(f"{label}: {in_short(implementations(policies, spec))}")
 
-    results = None if out is None else out / "throughput.json"
-    with progress:
-        total = len(caches) * len(lengths) * len(batches or [1])
-        done: list[dict[str, Any]] = []
-        with bar(progress, f"{total} cells", total=total) as advance_to:
+    with progress, bar(progress, "cells") as advance_to:
 
-            def report(row: dict[str, Any]) -> None:
-                done.append(row)
-                advance_to(len(done))
-                say(" | ".join(_cells(row)))
+        def tell(done: int, of: int, what: str) -> None:
+            advance_to(done, of, what)
+            say(what)
 
-            rows = throughput.sweep(
-                model,
-                caches,
-                lengths=lengths,
-                batches=batches,
-                about=about,
-                workload=workload,
-                out=results,
-                report=report,
-            )
+        rows = throughput.sweep(
+            model,
+            caches,
+            lengths=lengths,
+            batches=batches,
+            about=about,
+            workload=workload,
+            out=None if out is None else out / "results",
+            progress=tell,
+        )
     _print(rows)
     if out is not None:
-        say(f"wrote {results}")
-        if any(row["status"] == "ok" for row in rows):
-            throughput.figure(rows).savefig(out / "throughput.svg")
-            say(f"wrote {out / 'throughput.svg'}")
+        _write(rows, out)
 
 
-def _caches(names: Sequence[str], budgets: Sequence[int | None]) -> dict[str, PerLayer]:
-    """Policies by a label that tells the budget; a method without one comes once, whatever the budgets."""
-    from kvjax.presets import find
+def _write(rows: Sequence[dict[str, Any]], out: Path) -> None:
+    from kvjax.evaluate import throughput
+    from kvjax.evaluate.provenance import replace_file
 
-    caches: dict[str, PerLayer] = {}
-    for name in names:
-        for budget in budgets if find(name.partition(":")[0]).has_budget else [None]:
-            policies, given = make_policy(name, budget)
-            caches[name if given is None else f"{name} {given}"] = policies
-    return caches
+    replace_file(out / "throughput.json", json.dumps({"rows": rows}, indent=1) + "\n")
+    say(f"wrote {out / 'throughput.json'}")
+    if any(row["status"] == "ok" for row in rows):
+        throughput.figure(rows).savefig(out / "throughput.svg")
+        say(f"wrote {out / 'throughput.svg'}")
+
+
+def _caches(names: Sequence[str], budgets: Sequence[int] | None, dense_layers: int | None) -> dict[str, PerLayer]:
+    """Policies by the name of a row, as "fier@1024"; a method without a budget comes once, whatever the budgets."""
+    from kvjax import presets
+    from kvjax.evaluate.caches import make_rows
+
+    takes = budgets is not None and any(presets.find(name.partition(":")[0]).has_budget for name in names)
+    rows = make_rows(names, budgets=budgets if takes else None, dense_layers=dense_layers)
+    for row in rows:
+        if row.refused:
+            say(f"not run: {row.name}: {row.refused}")
+    return {row.name: row.policies for row in rows if row.policies is not None}
 
 
 def _shape(given: str) -> tuple[str, DecoderConfig]:
@@ -163,39 +177,19 @@ def _model(
 ) -> tuple[Decoder, dict[str, Any]]:
     """The model, and what results say of it."""
     from kvjax import models
-    from kvjax.evaluate.provenance import digest, digest_json
+    from kvjax.evaluate.provenance import digest_json, model_digest
     from kvjax.evaluate.throughput import random_model
 
     about: dict[str, Any] = {"model": name, "dtype": kind}
     if directory is not None:
-        return models.load(directory, dtype=kind).model, {**about, "digest": digest(directory)}
+        return models.load(directory, dtype=kind).model, {**about, "digest": model_digest(directory)}
     return random_model(config, kind, seed=seed), {**about, "digest": digest_json(repr(config))}
-
-
-TITLES = ("cache", "length", "batch", "TTFT s", "TPOT ms", "tokens/s", "cache MiB", "on host MiB", "peak MiB")
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    from kvjax.evaluate.throughput import short
-
-    head = [row["cache"], short(row["length"]), str(row["batch"])]
-    if row["status"] != "ok":
-        return [*head, row["status"]]
-    ttft = "-" if row["ttft_seconds"] is None else f"{row['ttft_seconds']:.3g}"
-    return [
-        *head,
-        ttft,
-        f"{row['tpot_ms']:.3g} ({row['tpot_ms_min']:.3g} to {row['tpot_ms_max']:.3g})",
-        f"{row['tokens_per_second']:.1f}",
-        *(
-            "-" if (size := row[name]) is None else f"{size / 2**20:,.1f}"
-            for name in ("cache_bytes_device", "cache_bytes_host", "peak_bytes")
-        ),
-    ]
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
     from rich.table import Table
+
+    from kvjax.evaluate import throughput
 
     first = rows[0]
     prompt = "random keys and values in the cache" if first["synthetic"] else "random prompts"
@@ -206,8 +200,8 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
         caption=f"{prompt}; TPOT: median over blocks of {first['block']} of {first['steps']} steps (fastest to "
         f"slowest); peak: {' or '.join(of[name] for name in sorted(peak)) or '-'}",
     )
-    for title in TITLES:
+    for title in throughput.TITLES:
         table.add_column(title, justify="left" if title == "cache" else "right")
     for row in rows:
-        table.add_row(*_cells(row))
+        table.add_row(*throughput.columns(row))
     show(table)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvjax.cli.options import Dtype, ModelDir, dtype_name, make_policy, model_directory, sizes, without_weights
+from kvjax.cli.evaluate import DenseLayers
+from kvjax.cli.options import Dtype, ModelDir, dtype_name, model_directory, sizes, without_weights
 from kvjax.cli.terminal import bar, bars, say, write
-
-if TYPE_CHECKING:
-    from kvjax.attention import PerLayer
 
 DEFAULT_SHARE = 0.11
 
@@ -32,8 +28,9 @@ def perplexity(
     ] = None,
     length: Annotated[str, typer.Option(help="Tokens of context; several as 1K,4K.")] = "1K,2K,4K",
     budget: Annotated[
-        int | None, typer.Option(help="Tokens attended a step and KV head, at every length.", show_default=False)
+        int | None, typer.Option(help="Tokens that a step reads a KV head, at every length.", show_default=False)
     ] = None,
+    dense_layers: DenseLayers = 2,
     share: Annotated[
         float | None,
         typer.Option(help=f"Budget as a share of the context. Default {DEFAULT_SHARE}.", show_default=False),
@@ -44,49 +41,54 @@ def perplexity(
     dtype: Dtype = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="JSON file of the results; what it holds already is not run again.", show_default=False),
+        typer.Option(help="Folder of results/*.json; what it holds already is not run again.", show_default=False),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the plot there, as SVG or PNG.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Perplexity of a long text by context length, every token decoded through the cache.
 
-    Prints a Markdown table; in parentheses the change against the first cache and its standard error.
+    Prints a Markdown table. Columns: context in tokens; budget, what a cache may read a step and KV head in layers that
+    are not dense; tokens read, what it did read, mean over steps, KV heads and all layers; perplexity a token; and the
+    change against the first cache with its standard error.
     """
     names = list(dict.fromkeys(cache or ("full", "fier", "quest")))
     if budget is None and share is None:
         share = DEFAULT_SHARE
-    lengths = tuple(sizes("--length", length))
-    caches: dict[str, Any] = {}
-    for name in names:
-        policy, own_budget = make_policy(name)
-        caches[name] = policy if own_budget is None else partial(_with_budget, name)
-    kind, directory = dtype_name(dtype), model_directory(model_dir)
+    lengths, kind, directory = tuple(sizes("--length", length)), dtype_name(dtype), model_directory(model_dir)
 
     from kvjax import models
     from kvjax.evaluate import perplexity as measure
     from kvjax.evaluate.tasks.files import read_text
 
+    if plot is not None:
+        _check_plot(plot)
     words = read_text(text, download="--text takes a UTF-8 file of running text")
     setting = measure.Setting(lengths=lengths, steps=steps, passages=passages, batch=batch, budget=budget, share=share)
-    progress, total = bars(), len(names) * len(set(lengths))
+    results, progress = None if out is None else out / "results", bars()
     with progress:
         with bar(progress, "reading the text"):
-            plan = measure.prepare(without_weights(directory), words, caches, setting, dtype=kind)
-        with bar(progress, "loading weights"):
-            checkpoint = models.load(directory, dtype=kind)
-        with bar(progress, "decoding", total=total) as advance_to:
-            done = itertools.count(1)
-
-            def report(cell: measure.Cell) -> None:
-                say(f"{cell.cache}, {cell.length} tokens: perplexity {cell.perplexity:.3f} ± {cell.stderr:.3f}")
-                advance_to(next(done))
-
-            cells = measure.run(checkpoint, plan, out=out, report=report)
+            checkpoint = without_weights(directory)
+            plans = measure.prepare(
+                checkpoint, words, names, setting, dtype=kind, dense_layers=dense_layers, out=results
+            )
+        if any(plan.done < plan.total for plan in plans):
+            with bar(progress, "loading weights"):
+                checkpoint = models.load(directory, dtype=kind)
+        with bar(progress, "decoding") as advance_to:
+            cells = measure.run(checkpoint, plans, batch=batch, progress=advance_to)
+    write((json.dumps(measure.summarise(cells)) if as_json else measure.markdown(cells)) + "\n")
     if plot is not None:
         measure.figure(cells).savefig(plot)
-    write((json.dumps(measure.summarise(cells)) if as_json else measure.markdown(cells)) + "\n")
+        say(f"wrote {plot}")
 
 
-def _with_budget(cache: str, budget: int) -> PerLayer:
-    return make_policy(cache, budget)[0]
+def _check_plot(path: Path) -> None:
+    """Whether the plot can be written in the end, before anything long starts."""
+    from kvjax.evaluate.plots import new_figure
+
+    known = new_figure(1, 1).canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"--plot {path}: a file of this kind cannot be drawn; end it in .svg, .png or .pdf")
+    if not path.absolute().parent.is_dir() or path.is_dir():
+        raise ValueError(f"--plot {path}: there is no such folder, or it is one; give the path of a file")

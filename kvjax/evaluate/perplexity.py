@@ -14,34 +14,33 @@ context lengths in one; here a point has one length.
 
 from __future__ import annotations
 
-import json
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 
-from kvjax.attention import Cache, PerLayer, init, raise_on_overflow
-from kvjax.evaluate import prompt
+from kvjax import presets
+from kvjax.attention import Cache, raise_on_overflow
+from kvjax.evaluate.caches import DENSE_LAYERS, Caches, make_rows
+from kvjax.evaluate.plan import Plan, feed
+from kvjax.evaluate.plan import prepare as prepare_one
+from kvjax.evaluate.plan import run as run_one
 from kvjax.evaluate.plots import labels, new_figure, style
-from kvjax.evaluate.provenance import digest, digest_json, provenance, replace_file
-from kvjax.generation import Model
+from kvjax.evaluate.provenance import digest_json, model_digest
+from kvjax.evaluate.report import markdown_table, refusals
+from kvjax.evaluate.store import Cell, Progress
+from kvjax.evaluate.tasks import Example
 from kvjax.models import Checkpoint
 from kvjax.request import check_fit
-from kvjax.spec import CacheSpec, require_int
+from kvjax.spec import require_int
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Caches = Mapping[str, PerLayer | Callable[[Any], PerLayer]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,32 +79,39 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """What one cache made of the scored tokens after contexts of one length."""
+class Passages:
+    """A task: the tokens of each passage, of which the last `steps` are scored."""
 
-    cache: str
-    policies: str
-    length: int  # tokens of context, of which the last is fed by the first decode step
-    budget: int | None  # what the cache was asked for; None if it was given as it is
-    nll: tuple[tuple[float, ...], ...]  # [passages][steps] nats
-    attended: tuple[float, ...]  # tokens a step and kv head, by layer
-    seconds: float  # of decoding, with compilation
-    made: Mapping[str, Any]  # by which model, text, versions and device
+    rows: tuple[tuple[int, ...], ...]  # context and scored tokens of each passage
+    steps: int
 
-    @property
-    def perplexity(self) -> float:
-        return math.exp(np.mean(self.nll))
+    metric = "perplexity"
+    max_new_tokens = 0
+    stop = ()
+    chat = False
 
     @property
-    def stderr(self) -> float:
-        """Of the perplexity, as if tokens were independent draws."""
-        return self.perplexity * _stderr(np.asarray(self.nll))
+    def length(self) -> int:
+        """Tokens of context, of which the last is fed by the first step."""
+        return len(self.rows[0]) - self.steps
 
-    def ratio(self, other: Cell) -> tuple[float, float]:
-        """This perplexity over that of another cache at the same length, and the ratio's standard error."""
-        gap = np.asarray(self.nll) - np.asarray(other.nll)
-        ratio = math.exp(np.mean(gap))
-        return ratio, ratio * _stderr(gap)
+    @property
+    def name(self) -> str:
+        return f"perplexity after {self.length} tokens"
+
+    def key(self) -> Mapping[str, Any]:
+        return {"title": "perplexity", "length": self.length, "steps": self.steps, "tokens": digest_json(self.rows)}
+
+    def examples(self, tokenizer: Any) -> list[Example]:
+        last = self.length - 1
+        return [Example(str(i), row[:last], (), {}, row[last:-1]) for i, row in enumerate(self.rows)]
+
+    def targets(self, number: str) -> tuple[int, ...]:
+        """The tokens that are scored: each follows the one that was fed."""
+        return self.rows[int(number)][self.length :]
+
+    def score(self, example: Example, answer: str) -> float:
+        raise NotImplementedError("a passage is scored token by token")
 
 
 def perplexity(
@@ -114,41 +120,38 @@ def perplexity(
     caches: Caches,
     setting: Setting,
     *,
+    dense_layers: int | None = DENSE_LAYERS,
     out: Path | None = None,
-    report: Callable[[Cell], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Cell]:
     """Every cache at every context length, lengths ascending.
 
     Args:
       text: text, before whose contexts stands what the tokenizer puts before a text (BOS), or token ids as they are.
-      caches: by name. One that is a function, as most presets, is called with the budget of each length.
-      out: JSON file that gets each cell as it is done. One that is there, made by the same, is not run again.
-      report: is called with each cell as it is done.
+      caches: names such as "fier:group=16", which get the setting's budget at each length, or policies by name.
+      dense_layers: the first layers that attend to everything, in all rows that do not set their own.
+      out: folder of results, a file a cell. One that is there, made by the same, is not run again.
 
     Raises:
       ValueError: a text that is too short, lengths beyond the model's positions, a budget that is missing or too
-        small for a cache; before anything runs.
+        small for every cache; before anything runs.
     """
-    plan = prepare(checkpoint, text, caches, setting, dtype=checkpoint.model.dtype)
-    return run(checkpoint, plan, out=out, report=report)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Passages and caches, checked. `run` does the rest."""
-
-    setting: Setting
-    rows: Mapping[int, np.ndarray]  # i32[passages, length + steps] by length, ascending
-    policies: Mapping[int, Mapping[str, PerLayer]]  # by length and name
-    budgets: Mapping[int, Mapping[str, int | None]]
+    dtype = checkpoint.model.dtype
+    plans = prepare(checkpoint, text, caches, setting, dtype=dtype, dense_layers=dense_layers, out=out)
+    return run(checkpoint, plans, batch=setting.batch, progress=progress)
 
 
 def prepare(
-    checkpoint: Checkpoint, text: str | Sequence[int], caches: Caches, setting: Setting, *, dtype: DTypeLike
-) -> Plan:
-    """What `perplexity` does before it needs the weights: every error that can be known comes from here."""
-    if not caches:
-        raise ValueError("perplexity needs one or more caches")
+    checkpoint: Checkpoint,
+    text: str | Sequence[int],
+    caches: Caches,
+    setting: Setting,
+    *,
+    dtype: DTypeLike,
+    dense_layers: int | None = DENSE_LAYERS,
+    out: Path | None = None,
+) -> list[Plan]:
+    """A plan for each length: what `perplexity` does before it needs the weights; every error comes from here."""
     config, lengths, steps = checkpoint.config, sorted(set(setting.lengths)), setting.steps
     for length in lengths:
         check_fit(0, length - 1, steps, None, config.max_positions)
@@ -156,156 +159,135 @@ def prepare(
     starts = _places(len(ids), lengths[-1] - len(prefix), steps, setting.passages)
     if min(ids) < 0 or max(ids) >= config.vocab_size:
         raise ValueError(f"text has token ids {min(ids)} to {max(ids)}, but the vocabulary has {config.vocab_size}")
-    rows, policies, budgets = {}, {}, {}
+    model, plans = model_digest(checkpoint.directory), []
     for length in lengths:
-        rows[length] = np.array([[*prefix, *ids[at - length + len(prefix) : at + steps]] for at in starts], np.int32)
-        budgets[length] = {n: None if isinstance(c, PerLayer) else setting.budget_at(length) for n, c in caches.items()}
-        policies[length] = {n: c if isinstance(c, PerLayer) else c(budgets[length][n]) for n, c in caches.items()}
-        spec = CacheSpec(
-            batch=setting.batch,
-            q_heads=config.q_heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            capacity=prompt.columns(length - 1) + steps,
-            dtype=dtype,
-        )
-        for policy in policies[length].values():
-            jax.eval_shape(partial(init, policy, spec, layers=config.layers))  # says what it cannot hold
-    return Plan(setting, rows, policies, budgets)
+        rows = tuple((*prefix, *ids[at - length + len(prefix) : at + steps]) for at in starts)
+        asked = make_rows(caches, budgets=_budgets(setting, caches, length), dense_layers=dense_layers)
+        task = Passages(tuple(tuple(map(int, row)) for row in rows), steps)
+        plans.append(prepare_one(checkpoint, task, asked, dtype=dtype, out=out, model=model))
+    return plans
 
 
 def run(
-    checkpoint: Checkpoint,
-    plan: Plan,
-    *,
-    out: Path | None = None,
-    report: Callable[[Cell], None] | None = None,
+    checkpoint: Checkpoint, plans: Sequence[Plan], *, batch: int = 1, progress: Progress | None = None
 ) -> list[Cell]:
-    """Scores what a plan asks for; see `perplexity`."""
-    about = {
-        "model": checkpoint.directory.resolve().name,
-        "model_digest": digest(checkpoint.directory),
-        "dtype": jnp.dtype(checkpoint.model.dtype).name,
-        **provenance(),
-    }
-    cells: list[Cell] = []
-    saved = _saved(out)
-    for length, rows in plan.rows.items():
-        made = {**about, "tokens_digest": digest_json(rows.tolist()), "steps": plan.setting.steps}
-        here, budgets = plan.policies[length], plan.budgets[length]
-        known = {name: _find(saved, name, policy, length, made) for name, policy in here.items()}
-        found = {name: cell for name, cell in known.items() if cell is not None}
-        missing = {name: policy for name, policy in here.items() if name not in found}
-        for name, nll, attended, seconds in _score_all(checkpoint, rows, plan.setting, missing):
-            cell = Cell(name, repr(here[name]), length, budgets[name], nll, attended, seconds, made)
-            found[name] = cell
-            saved = [*saved, cell]
-            _save(out, saved)
-            if report is not None:
-                report(cell)
-        cells += [found[name] for name in here]
+    """Scores what plans leave open; see `perplexity`."""
+    cells, total, before = [], sum(plan.total for plan in plans), 0
+    for plan in plans:
+
+        def advance(done: int, of: int, what: str, before: int = before, name: str = plan.task.name) -> None:
+            if progress is not None:
+                progress(before + done, total, f"{name}, {what}" if what else name)
+
+        cells += run_one(checkpoint, plan, score, batch=batch, progress=advance)
+        before += plan.total
     return cells
 
 
-def _score_all(
-    checkpoint: Checkpoint, rows: np.ndarray, setting: Setting, policies: Mapping[str, PerLayer]
-) -> Iterator[tuple[str, tuple[tuple[float, ...], ...], tuple[float, ...], float]]:
-    """Name, nll, attended and seconds of each policy. A context is read once, and stored into every cache."""
-    steps, count = setting.steps, len(rows) // setting.batch
-    context = rows.shape[1] - steps
-    parts: dict[str, list[tuple[np.ndarray, np.ndarray, float]]] = {name: [] for name in policies}
-    for part in np.split(rows, count) if policies else ():
-        _, prompts = prompt.read(checkpoint, part[:, : context - 1].tolist())
-        for name, policy in policies.items():
-            begin = time.perf_counter()
-            cache = prompt.store(checkpoint, prompts, policy, prompts.spec.capacity + steps)
-            cache, nll, attended = _score(checkpoint.model, cache, part[:, context - 1 : -1], part[:, context:])
-            raise_on_overflow(cache)
-            parts[name].append((np.asarray(nll), np.asarray(attended), time.perf_counter() - begin))
-            if len(parts[name]) == count:
-                nlls, seen, seconds = zip(*parts.pop(name), strict=True)
-                nats = tuple(tuple(row) for row in np.concatenate(nlls).tolist())
-                yield name, nats, tuple(np.mean(seen, axis=0).tolist()), sum(seconds)
-
-
-@partial(jax.jit, donate_argnames="cache")
-def _score(model: Model, cache: Cache, fed: Array, targets: Array) -> tuple[Cache, Array, Array]:
-    """Feeds i32[B, steps] token by token; nll f32[B, steps] of the targets, and tokens attended f32[L]."""
-
-    def step(cache: Cache, tokens: tuple[Array, Array]) -> tuple[Cache, tuple[Array, Array]]:
-        token, target = tokens
-        logits, cache, infos = model(token[:, None], cache, last=True, info=True)
-        score = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        seen = jnp.stack([jnp.mean(info.attended.astype(jnp.float32)) for info in infos])
-        return cache, (jax.nn.logsumexp(logits, axis=-1) - score, seen)
-
-    cache, (nll, seen) = lax.scan(step, cache, (fed.T, targets.T))
-    return cache, nll.T, jnp.mean(seen, axis=0)
+def score(
+    checkpoint: Checkpoint, cache: Cache, logits: Array, plan: Plan, asked: Sequence[str | None]
+) -> tuple[Mapping[str, dict[str, Any]], list[float], int]:
+    """Nats of each scored token, by passage; tokens read by layer, and the row steps that they are the mean of."""
+    task = plan.task
+    assert isinstance(task, Passages)
+    fed = [() if i is None else plan.fed[i] for i in asked]
+    targets = [() if i is None else task.targets(i) for i in asked]
+    done = feed(checkpoint, cache, logits, fed, targets, room=task.steps)
+    raise_on_overflow(done.cache)
+    nll = np.asarray(done.nll).tolist()
+    found = {i: {"nll": nll[row]} for row, i in enumerate(asked) if i is not None}
+    return found, np.asarray(done.attended).tolist(), int(done.steps)
 
 
 # -------------------------------------------------------------------------------------------------------------- results
 
 
+def nats(cell: Cell) -> np.ndarray:
+    """f64[passages, steps], passages in the order of the text."""
+    return np.array([example["nll"] for example in sorted(cell.examples, key=lambda e: int(e["id"]))], np.float64)
+
+
+def mean_perplexity(cell: Cell) -> tuple[float, float]:
+    """The perplexity a token, and its standard error as if tokens were independent draws."""
+    found = nats(cell)
+    mean = math.exp(found.mean())
+    return mean, mean * _stderr(found)
+
+
+def ratio(cell: Cell, other: Cell) -> tuple[float, float]:
+    """The perplexity of one cell over that of another at the same length, and the ratio's standard error."""
+    gap = nats(cell) - nats(other)
+    found = math.exp(np.mean(gap))
+    return found, found * _stderr(gap)
+
+
 def summarise(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """A row a cell: perplexity, and its ratio to that of the first cache at that length, with standard errors."""
-    first = {cell.length: cell for cell in cells if cell.cache == cells[0].cache}
+    """A row a cell with results: perplexity, and its ratio to that of the first cache at that length, with standard
+    errors; `tokens_read` is the mean over steps, KV heads and all layers."""
+    done = [cell for cell in cells if cell.examples]
+    first = {_length(cell): cell for cell in done if cell.method == cells[0].method}
     rows = []
-    for cell in cells:
+    for cell in done:
+        found, error = mean_perplexity(cell)
         row = {
-            "cache": cell.cache,
-            "length": cell.length,
+            "cache": cell.method,
+            "length": _length(cell),
             "budget": cell.budget,
-            "attended": float(np.mean(cell.attended)),
-            "tokens": int(np.size(cell.nll)),
-            "perplexity": cell.perplexity,
-            "stderr": cell.stderr,
+            "tokens_read": cell.tokens_read,
+            "tokens": int(nats(cell).size),
+            "perplexity": found,
+            "stderr": error,
         }
-        if cell.length in first:
-            row["ratio"], row["ratio_stderr"] = cell.ratio(first[cell.length])
+        if _length(cell) in first:
+            row["ratio"], row["ratio_stderr"] = ratio(cell, first[_length(cell)])
         rows.append(row)
     return rows
 
 
 def markdown(cells: Sequence[Cell]) -> str:
-    """A table: a row a cache, a column a context length; perplexity, and its change against the first cache."""
-    lengths = sorted({cell.length for cell in cells})
-    rows = {(row["cache"], row["length"]): row for row in summarise(cells)}
-    lines = [
-        f"| cache | {' | '.join(f'{length} tokens' for length in lengths)} |",
-        "| --- |" + " ---: |" * len(lengths),
-    ]
-    for name in dict.fromkeys(cell.cache for cell in cells):
-        shown = []
-        for length in lengths:
-            row = rows.get((name, length))
-            change = "" if row is None or name == cells[0].cache or "ratio" not in row else _change(row)
-            shown.append("" if row is None else f"{row['perplexity']:.2f}{change}")
-        lines.append(f"| {name} | {' | '.join(shown)} |")
-    return "\n".join(lines)
+    """A table: a row a cache and context length; perplexity, and its change against the first cache.
+
+    Caches that were refused follow, each with its reason.
+    """
+    lines = []
+    for row in summarise(cells):
+        change = "" if row["cache"] == cells[0].method or "ratio" not in row else _change(row)
+        budget = "all" if row["budget"] is None else str(row["budget"])
+        read, found = f"{row['tokens_read']:.0f}", f"{row['perplexity']:.2f}"
+        lines.append([f"`{row['cache']}`", str(row["length"]), budget, read, found, change])
+    head = ["cache", "context", "budget", "tokens read", "perplexity", f"against {cells[0].method}"]
+    return markdown_table(head, lines) + refusals(cells)
+
+
+def _length(cell: Cell) -> int:
+    return cell.key["task"]["length"]
 
 
 def _change(row: Mapping[str, Any]) -> str:
-    return f" ({100 * (row['ratio'] - 1):+.2f} ± {100 * row['ratio_stderr']:.2f} %)"
+    return f"{100 * (row['ratio'] - 1):+.2f} ± {100 * row['ratio_stderr']:.2f} %"
 
 
 def figure(cells: Sequence[Cell]) -> Figure:
     """Perplexity by context length, a line a cache; beside it the change against the first cache, with error bars.
 
+    The legend tells the tokens that a step read a KV head at each length, mean over all layers.
+
     Raises:
       ImportError: matplotlib is not installed.
     """
-    rows, names = summarise(cells), list(dict.fromkeys(cell.cache for cell in cells))
+    rows, names = summarise(cells), list(dict.fromkeys(cell.method for cell in cells if cell.examples))
     short = labels(names)
-    lengths = sorted({cell.length for cell in cells})
+    lengths = sorted({row["length"] for row in rows})
     drawing = new_figure(9, 4.0 + 0.2 * -(-len(names) // 3))
     left, right = drawing.subplots(1, 2)
     for name in names:
         look = style(name, names)
         own = [row for row in rows if row["cache"] == name]
+        read = " / ".join(f"{row['tokens_read']:.0f}" for row in own)
         left.plot(
             [row["length"] for row in own],
             [row["perplexity"] for row in own],
-            label=short[name],
+            label=f"{short[name]}, {read} read",
             markersize=4.5,
             **look,
         )
@@ -367,27 +349,9 @@ def _places(have: int, context: int, steps: int, passages: int) -> list[int]:
     return [context + span * (2 * i + 1) // (2 * passages) for i in range(passages)]
 
 
-def _find(cells: Sequence[Cell], name: str, policy: PerLayer, length: int, made: Mapping[str, Any]) -> Cell | None:
-    """The cell that was made as one would be made now, the date aside."""
-    for cell in cells:
-        wanted = json.loads(json.dumps({**made, "date": cell.made["date"]}))
-        if (cell.cache, cell.policies, cell.length, dict(cell.made)) == (name, repr(policy), length, wanted):
-            return cell
-    return None
-
-
-def _saved(out: Path | None) -> list[Cell]:
-    if out is None or not out.is_file():
-        return []
-    try:
-        found = json.loads(out.read_text())["cells"]
-        return [Cell(**{**c, "nll": tuple(map(tuple, c["nll"])), "attended": tuple(c["attended"])}) for c in found]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{out} is no result of a perplexity ({error!r}); move it away, or give another file"
-        ) from None
-
-
-def _save(out: Path | None, cells: Sequence[Cell]) -> None:
-    if out is not None:
-        replace_file(out, json.dumps({"cells": [asdict(cell) for cell in cells]}) + "\n")
+def _budgets(setting: Setting, caches: Caches, length: int) -> list[int] | None:
+    """The budget of the caches that have one and do not set it themselves; None if there are none."""
+    if isinstance(caches, Mapping):
+        return None
+    takes = [text for text in caches if presets.find(text.partition(":")[0]).has_budget and "budget=" not in text]
+    return [setting.budget_at(length)] if takes else None

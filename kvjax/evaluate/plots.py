@@ -1,4 +1,4 @@
-"""Plots of results: score by budget, a line a method, and score by depth and length, a map a cache.
+"""Plots of results: score by tokens read, a line a method, and score by depth and length, a map a cache.
 
 A method has the same colour in every plot, unless so many settings of one preset are compared that these take the
 colours, in a panel of their own. Lines are named where they end.
@@ -61,10 +61,10 @@ def style(method: str, among: Sequence[str] = ()) -> dict[str, Any]:
 
     More of them than there are lines have colours.
     """
-    name = method.partition(":")[0]
+    name = _preset(method)
     known = list(REGISTRY)
     place = known.index(name) if name in known else len(known)
-    same = [other for other in dict.fromkeys((*among, method)) if other.partition(":")[0] == name]
+    same = [other for other in dict.fromkeys((*among, method)) if _preset(other) == name]
     if len(same) > len(LINES):
         at = same.index(method)
         return {"color": [*COLOURS.values()][at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)], "linestyle": "-"}
@@ -73,6 +73,11 @@ def style(method: str, among: Sequence[str] = ()) -> dict[str, Any]:
         "marker": MARKERS[place % len(MARKERS)],
         "linestyle": LINES[same.index(method) % len(LINES)],
     }
+
+
+def _preset(name: str) -> str:
+    """ "fier" of "fier:group=16@64"."""
+    return name.partition("@")[0].partition(":")[0]
 
 
 def labels(methods: Sequence[str]) -> dict[str, str]:
@@ -95,7 +100,11 @@ def labels(methods: Sequence[str]) -> dict[str, str]:
 
 
 def by_budget(panels: Sequence[Block]) -> Figure:
-    """Mean score by budget, a line a method with intervals of 95 %, a panel a length; dashed for those without one."""
+    """Mean score by tokens read, a line a method with intervals of 95 %, a panel a length.
+
+    Tokens read are the mean over steps, KV heads and all layers, so that methods of one budget and different dense
+    layers do not stand above each other. Caches without a budget are dashed lines across.
+    """
     panels = [block for whole in panels for block in _uncrowded(whole) if block.budgets]
     figure = new_figure(1.6 + 4.2 * len(panels), 4.2)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -104,7 +113,7 @@ def by_budget(panels: Sequence[Block]) -> Figure:
         _lines(axis, block, methods)
         if block.length is not None:
             axis.set_title(f"{block.length:,} tokens".replace(",", " "), fontsize=10)
-        axis.set_xlabel("budget: tokens attended a step and KV head")
+        axis.set_xlabel("tokens read a step and KV head, mean over layers")
     axes[0].set_ylabel(panels[0].cells[0].metric)
     figure.suptitle(_title(panels), x=0.01, ha="left", fontsize=11)
     return figure
@@ -121,28 +130,30 @@ def _uncrowded(block: Block) -> list[Block]:
 
 
 def _lines(axis: Axes, block: Block, methods: Sequence[str]) -> None:
+    from kvjax.evaluate.report import score
+
     budgets = block.budgets
     ends: list[tuple[float, str, str]] = []
     short = labels(methods)
     for method in block.methods:
         look = style(method, methods)
-        cells = [(b, cell.summary()) for b in budgets if (cell := block.cell(method, b)) is not None]
-        if cells:
-            x, found = [b for b, _ in cells], [s for _, s in cells]
+        found = [score(cell) for b in budgets if (cell := block.cell(method, b)) is not None]
+        if found:
+            x = [s["tokens_read"] for s in found]
             y = [s["mean"] for s in found]
             axis.plot(x, y, markersize=4.5, linewidth=1.6, **look)
             axis.vlines(x, [s["low"] for s in found], [s["high"] for s in found], color=look["color"], alpha=0.35)
             ends.append((y[-1], short[method], look["color"]))
         cell = block.cell(method, None)
         if cell is not None:
-            mean = cell.summary()["mean"]
+            mean = score(cell)["mean"]
             axis.axhline(mean, color=look["color"], linewidth=1.1, linestyle=(0, (6, 3)))
             ends.append((mean, short[method], look["color"]))
+    read = [cell.tokens_read or 1.0 for cell in block.cells if cell.budget is not None]
     axis.set_xscale("log", base=2)
-    axis.set_xticks(budgets, [str(b) for b in budgets])
-    axis.minorticks_off()
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     axis.set_ylim(-0.03, 1.03)
-    axis.set_xlim(budgets[0] / 1.15, budgets[-1] * 1.15)
+    axis.set_xlim(min(read) / 1.15, max(read) * 1.15)
     axis.grid(color="0.9", linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
@@ -184,7 +195,7 @@ def by_depth(panels: Sequence[Block]) -> Figure:
         cells = [cell for b in (None, *block.budgets) if (cell := block.cell(method, b)) is not None]
         _map(axis, cells, panels, [str(cell.budget or "all") for cell in cells])
         axis.set_title(label, fontsize=9)
-    figure.supxlabel("budget: tokens attended a step and KV head", fontsize=10)
+    figure.supxlabel("tokens read a step and KV head, mean over layers", fontsize=10)
     return figure
 
 

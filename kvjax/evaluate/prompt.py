@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax.attention import Cache, LayerCache, PerLayer, attention, init, init_layer
 from kvjax.caches import Info
-from kvjax.generation import chunk_size, prefill
+from kvjax.generation import Model, chunk_size, prefill
 from kvjax.models import Checkpoint
 from kvjax.partial import PartialAttention
 from kvjax.spec import CacheSpec
@@ -124,3 +124,40 @@ def store(checkpoint: Checkpoint, prompts: Cache, policy: PerLayer, capacity: in
 def _store(cache: LayerCache, q: Array, k: Array, v: Array, lengths: Array, *, window: int | None) -> Any:
     # Nobody reads the prompt's own attention, so XLA leaves it out.
     return attention(cache, q, k, v, lengths=lengths, window=window, first_chunk=True)[1]
+
+
+class Fed(NamedTuple):
+    """What `feed` returns."""
+
+    cache: Cache
+    logits: Array  # f32[B, V] of the token after the last of each row
+    nll: Array  # f32[B, R] nats of the targets; meaningless where a row has no step
+    attended: Array  # f32[L] tokens read a step and KV head, mean over the row steps
+    steps: Array  # f32[] row steps
+
+
+@partial(jax.jit, donate_argnames="cache")
+def feed(model: Model, cache: Cache, logits: Array, tokens: Array, targets: Array, counts: Array) -> Fed:
+    """Feeds the first `counts` i32[B] of tokens i32[B, R], one decode step each, and scores targets i32[B, R].
+
+    targets[b, t] is scored by the logits after tokens[b, t]. A row that has no token left stands still, and keeps its
+    logits.
+    """
+    rows = jnp.arange(tokens.shape[0])
+    zero = jnp.sum(logits[:0], dtype=jnp.float32)  # on the devices of the logits
+
+    def step(t: Array, fed: Fed) -> Fed:
+        active = t < counts
+        new, cache, infos = model(tokens[:, t][:, None], fed.cache, active=active, last=True, info=True)
+        nll = jax.nn.logsumexp(new, axis=-1) - new[rows, targets[:, t]]
+        seen = jnp.stack([info.attended.astype(jnp.float32).mean(axis=-1) for info in infos])  # [L, B]
+        count = jnp.sum(active).astype(jnp.float32)
+        steps = fed.steps + count
+        total = jnp.sum(jnp.where(active[None], seen, 0.0), axis=-1)
+        attended = fed.attended + (total - fed.attended * count) / jnp.maximum(steps, 1.0)
+        return Fed(cache, jnp.where(active[:, None], new, fed.logits), fed.nll.at[:, t].set(nll), attended, steps)
+
+    start = Fed(
+        cache, logits, zero + jnp.zeros(tokens.shape, jnp.float32), jnp.broadcast_to(zero, (len(cache.layers),)), zero
+    )
+    return lax.fori_loop(0, jnp.max(counts), step, start)

@@ -52,6 +52,17 @@ def digest(path: str | Path) -> str:
     return digest_json(seen)
 
 
+MODEL_FILES = (".json", ".safetensors", ".model", ".txt", ".jinja")  # config, weights, tokenizer and templates
+
+
+def model_digest(directory: str | Path) -> str:
+    """SHA-256 of the files of a checkpoint that decide what it answers; its README is not one of them."""
+    files = sorted(file for file in Path(directory).iterdir() if file.is_file() and file.suffix in MODEL_FILES)
+    if not files:
+        raise FileNotFoundError(f"{directory}: there is no checkpoint")
+    return digest_json({file.name: digest(file) for file in files if not file.name.startswith(".")})
+
+
 def digest_json(value: Any) -> str:
     """SHA-256 of a JSON value, whatever the order of its keys.
 

@@ -9,11 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvjax.evaluate.provenance import replace_file
-from kvjax.evaluate.store import Cell
+from kvjax.evaluate.store import Cell, interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+COLUMNS = (
+    "Budget: tokens that a cache may read a step and KV head, in layers that are not dense. Tokens read: what it did "
+    "read, mean over steps, KV heads and all layers, dense ones included. 95 %: interval of the mean score."
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,11 @@ class Block:
     def budgets(self) -> list[int]:
         return sorted({cell.budget for cell in self.cells if cell.budget is not None})
 
+    @property
+    def ordered(self) -> list[Cell]:
+        """By method, in the order in which they came, then by budget."""
+        return sorted(self.cells, key=lambda cell: (self.methods.index(cell.method), cell.budget or 0))
+
     def cell(self, method: str, budget: int | None) -> Cell | None:
         found = (cell for cell in self.cells if (cell.method, cell.budget) == (method, budget))
         return next(found, None)
@@ -49,61 +62,106 @@ def blocks(cells: Sequence[Cell]) -> list[Block]:
     for cell in cells:
         task = cell.key["task"]
         if cell.examples:
-            found.setdefault((task.get("title", cell.task), task.get("length")), []).append(cell)
+            title = task.get("title", cell.task) + (f", question {task['question']}" if "question" in task else "")
+            found.setdefault((title, task.get("length")), []).append(cell)
     return [Block(title, length, tuple(of)) for (title, length), of in found.items()]
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Markdown: a row a cache, a column a budget, a block a task and length; mean score (interval of 95 %).
+    """Markdown: a block a task and length, a row a cache and budget, with the tokens read and the mean score.
 
-    "all" is for caches without a budget.
+    Caches that could not be run follow, each with its reason.
     """
-    return "\n\n".join(_table(block) for block in blocks(cells)) + "\n"
+    return "\n\n".join(_table(block) for block in blocks(cells)) + "\n" + refusals(cells)
 
 
 def _table(block: Block) -> str:
-    budgets = _columns([block])
     metric = " and ".join(dict.fromkeys(cell.metric for cell in block.cells))
     where = "" if block.length is None else f", {block.length} tokens"
-    rows = [[f"`{name}`", *(_score(block.cell(name, budget)) for budget in budgets)] for name in block.methods]
+    rows = []
+    for cell in block.ordered:
+        s = score(cell)
+        numbers = [f"{cell.tokens_read:.0f}", f"{s['mean']:.2f}", f"{s['low']:.2f} to {s['high']:.2f}"]
+        rows.append([f"`{cell.method}`", _budget(cell), *numbers])
     head = f"### {block.title}{where}\n\n{metric[0].upper()}{metric[1:]}, n = {block.samples}."
-    return f"{head}\n\n{_markdown(budgets, rows)}"
+    return f"{head}\n\n{markdown_table(['cache', 'budget', 'tokens read', metric, '95 %'], rows)}"
 
 
-def _columns(of: Sequence[Block]) -> list[int | None]:
-    """Budgets, rising, after None if there is a cache without one."""
-    budgets: list[int | None] = [*sorted({budget for block in of for budget in block.budgets})]
-    return [None, *budgets] if any(cell.budget is None for block in of for cell in block.cells) else budgets
+def _budget(cell: Cell) -> str:
+    note = cell.head.get("note")
+    return "all" if cell.budget is None else f"{cell.budget}" + (f" ({note})" if note else "")
 
 
-def _markdown(budgets: Sequence[int | None], rows: Sequence[Sequence[str]]) -> str:
-    head = [["cache", *("all" if b is None else str(b) for b in budgets)], ["---", *["---:"] * len(budgets)]]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [*head, *rows])
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown, the first column to the left and the others to the right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines) + ("" if rows else "\n")
+
+
+def plain(markdown: str) -> str:
+    """Markdown tables as columns of text, for a terminal."""
+    lines: list[str] = []
+    pending: list[list[str]] = []
+    for line in [*markdown.splitlines(), ""]:
+        if line.startswith("|"):
+            pending.append([cell.strip().strip("`") for cell in line.strip("|").split(" | ")])
+            continue
+        if pending:
+            rows = [row for row in pending if not row[0].startswith("---")]
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            for first, *others in rows:
+                rest = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+                lines.append("  ".join([first.ljust(widths[0]), *rest]).rstrip())
+            pending = []
+        lines.append(line.removeprefix("### "))
+    return "\n".join(lines).rstrip()
+
+
+def refusals(cells: Sequence[Cell]) -> str:
+    """A line for each cache that could not be run, with the reason; nothing where there is none."""
+    found = dict.fromkeys((cell.cache, cell.refused) for cell in cells if cell.refused)
+    return "".join(f"\nNot run: `{cache}`: {why}.\n" for cache, why in found)
 
 
 def overview(cells: Sequence[Cell]) -> str:
-    """Markdown: a block a task that has several lengths, with the mean scores at all of them in each place."""
+    """Markdown: a block a task that has several lengths, with tokens read and mean scores at all of them in turn."""
     parts = []
     for title, of in by_title(cells).items():
         if len(of) < 2:
             continue
         of = sorted(of, key=lambda block: block.length or 0)
-        budgets = _columns(of)
         rows = []
-        for method in dict.fromkeys(method for block in of for method in block.methods):
-            found = [[block.cell(method, budget) for block in of] for budget in budgets]
-            rows.append([f"`{method}`", *(_means(here) if any(here) else "" for here in found)])
+        for first in dict.fromkeys((cell.method, cell.budget) for block in of for cell in block.ordered):
+            here = [block.cell(*first) for block in of]
+            label = next(_budget(cell) for cell in here if cell is not None)
+            read = " / ".join("-" if cell is None else f"{cell.tokens_read:.0f}" for cell in here)
+            rows.append([f"`{first[0]}`", label, read, _means(here)])
         lengths = " / ".join(str(block.length) for block in of)
         samples = " / ".join(dict.fromkeys(block.samples for block in of))
         metric = of[0].cells[0].metric
         head = f"### {title}, {lengths} tokens\n\n{metric[0].upper()}{metric[1:]} at each length, n = {samples}."
-        parts.append(f"{head}\n\n{_markdown(budgets, rows)}\n\n")
+        parts.append(f"{head}\n\n{markdown_table(['cache', 'budget', 'tokens read', metric], rows)}\n\n")
     return "".join(parts)
 
 
 def _means(cells: Sequence[Cell | None]) -> str:
     """As ".97 .85 -"."""
-    return " ".join("-" if cell is None else f"{cell.summary()['mean']:.2f}".removeprefix("0") for cell in cells)
+    return " ".join("-" if cell is None else f"{score(cell)['mean']:.2f}".removeprefix("0") for cell in cells)
+
+
+def score(cell: Cell) -> dict[str, Any]:
+    """n, the mean score with its interval of 95 %, tokens read a step (mean over layers, and the last), seconds."""
+    low, high = interval(cell.scores)
+    attended = cell.attended
+    return {
+        "n": len(cell.scores),
+        "mean": float(np.mean(cell.scores)) if len(cell.scores) else None,
+        "low": low,
+        "high": high,
+        "tokens_read": cell.tokens_read,
+        "tokens_read_last_layer": None if attended is None else attended[-1],
+        "seconds": cell.seconds,
+    }
 
 
 def by_title(cells: Sequence[Cell]) -> dict[str, list[Block]]:
@@ -114,23 +172,19 @@ def by_title(cells: Sequence[Cell]) -> dict[str, list[Block]]:
     return found
 
 
-def _score(cell: Cell | None) -> str:
-    if cell is None:
-        return ""
-    s = cell.summary()
-    return f"{s['mean']:.2f} ({s['low']:.2f}, {s['high']:.2f})"
-
-
 def page(cells: Sequence[Cell]) -> str:
     """The tables, the short one first, and above them what was run."""
     runs = dict.fromkeys(
-        f"{cell.head['date'][:10]}, {cell.key['device']}, "
-        + ", ".join(f"{name} {version}" for name, version in cell.key["versions"].items())
+        f"{made['date'][:10]}, {made['device']}, "
+        + ", ".join(f"{name} {version}" for name, version in made["versions"].items())
         for cell in cells
+        for made in cell.head.get("made", [])
     )
+    dense = sorted({cell.head["dense_layers"] for cell in cells if cell.head.get("dense_layers") is not None})
     how = (
-        "Greedy decoding through each cache. Mean score (interval of 95 %) by budget, the tokens attended a step and "
-        f'KV head; "all" is for caches without a budget. {"; ".join(runs)}.'
+        f"Greedy decoding through each cache. {COLUMNS} First layers that attend to everything: "
+        f"{' or '.join(map(str, dense)) or 'none'} of {cells[0].head['model']['layers']}; a row that sets its own "
+        f"number says so. {'; '.join(runs)}."
     )
     name, dtype = cells[0].head["model"]["name"], cells[0].key["dtype"]
     return f"# {name}, {dtype}\n\n{how}\n\n{overview(cells)}{table(cells)}"
@@ -138,19 +192,20 @@ def page(cells: Sequence[Cell]) -> str:
 
 def summary(cells: Sequence[Cell]) -> dict[str, Any]:
     """What was run and what came out, without the answers; JSON."""
-    wanted = ("versions", "source", "python", "backend", "device")
     made: list[dict[str, Any]] = []
     results: dict[str, dict[str, Any]] = {}
     for cell in cells:
-        one: dict[str, Any] = {name: cell.key[name] for name in wanted if name in cell.key}
-        if one not in made:
-            made.append(one)
+        made += [one for one in cell.head.get("made", []) if one not in made]
         if cell.examples:
             found = results.setdefault(cell.task, {"metric": cell.metric, "task": cell.key["task"], "caches": {}})
-            found["caches"][cell.cache] = {"budget": cell.budget, **_rounded(cell.summary())}
+            settings = {name: cell.head.get(name) for name in ("budget", "dense_layers")}
+            found["caches"][cell.cache] = {**settings, **_rounded(score(cell))}
     model = {**cells[0].head["model"], "digest": cells[0].key.get("model")}
-    date = max(cell.head["date"] for cell in cells)
-    return {"date": date, "made": made, "model": model, "dtype": cells[0].key["dtype"], "results": results}
+    refused = {cell.cache: cell.refused for cell in cells if cell.refused}
+    key = cells[0].key
+    return {"made": made, "kvjax": key["kvjax"], "model": model, "dtype": key["dtype"], "results": results} | (
+        {"refused": refused} if refused else {}
+    )
 
 
 def _rounded(found: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,16 @@
-"""A result: what one cache made of one task, in a file that says everything that made it."""
+"""One resumable store for every measurement: a cell is what one cache made of one task, in a file of its own.
+
+A file's name ends in a digest of the cell's key, which holds what decides the result: the model's weights, the policy,
+the task and the version of kvjax. So a file is never mistaken for another's, a run that was killed goes on where it
+stopped, and a run in which one of these changed begins anew. Source digest, versions and device are kept beside the
+key, as provenance: a changed comment does not forget answers.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +20,8 @@ from scipy import stats
 
 from kvjax.evaluate.provenance import digest_json, replace_file
 from kvjax.presets import REGISTRY
+
+FORMAT = 2  # of the files, and of what is done with a prompt and an answer
 
 # Called with how much is done, of how much, and what is being done now.
 Progress = Callable[[int, int, str], None]
@@ -25,11 +34,12 @@ class Cell:
     task: str
     metric: str
     cache: str  # the name that the caller gave the cache
-    key: dict[str, Any]  # everything that decides the answers, as JSON
-    head: dict[str, Any]  # what else a reader wants to know: provenance, sizes
+    key: dict[str, Any]  # everything that decides the results, as JSON
+    head: dict[str, Any]  # what else a reader wants to know: model, budget, what made it
     total: int  # examples of the task
-    path: Path | None  # where it is kept
+    path: Path | None = None  # where it is kept
     batches: list[dict[str, Any]] = field(default_factory=list)  # each: examples, attended_by_layer, steps, seconds
+    refused: str = ""  # why this cache cannot be run; such a cell has no results
 
     @property
     def digest(self) -> str:
@@ -42,11 +52,11 @@ class Cell:
 
     @property
     def budget(self) -> int | None:
-        return self.head["budget"]
+        return self.head.get("budget")
 
     @property
     def examples(self) -> list[dict[str, Any]]:
-        """Those that have an answer: id, fields, prompt_tokens, answers, answer, new_tokens, score."""
+        """The results, one for each example that was run: its id, and what its task records."""
         return [example for batch in self.batches for example in batch["examples"]]
 
     @property
@@ -55,56 +65,86 @@ class Cell:
 
     @property
     def attended(self) -> list[float] | None:
-        """Tokens attended a step and kv head, by layer, mean over steps; None before the first."""
+        """Tokens read a step and KV head, by layer, mean over steps; None before the first."""
         steps = [batch["steps"] for batch in self.batches]
         if not sum(steps):
             return None
         return np.average([batch["attended_by_layer"] for batch in self.batches], axis=0, weights=steps).tolist()
 
-    def summary(self) -> dict[str, Any]:
-        """n, mean score with its interval of 95 %, tokens attended a step (mean over layers, and the last), seconds."""
-        low, high = interval(self.scores)
+    @property
+    def tokens_read(self) -> float | None:
+        """Tokens read a step and KV head, mean over steps and all layers: what a fair comparison holds equal."""
         attended = self.attended
-        return {
-            "n": len(self.scores),
-            "mean": float(np.mean(self.scores)) if len(self.scores) else None,
-            "low": low,
-            "high": high,
-            "attended": None if attended is None else float(np.mean(attended)),
-            "attended_last_layer": None if attended is None else attended[-1],
-            "seconds": sum(batch["seconds"] for batch in self.batches),
-        }
+        return None if attended is None else float(np.mean(attended))
+
+    @property
+    def seconds(self) -> float:
+        return sum(batch["seconds"] for batch in self.batches)
+
+    def made_by(self, provenance: dict[str, Any]) -> None:
+        """Notes what makes the next results, unless the same made earlier ones on another date."""
+        made = self.head.setdefault("made", [])
+        if all({**one, "date": ""} != {**provenance, "date": ""} for one in made):
+            made.append(provenance)
+
+    def open(self, folder: Path, ids: Collection[str], *, resume: bool = True) -> None:
+        """Finds the file of this cell in a folder, and takes over the results that it holds.
+
+        Raises:
+          ValueError: the file is damaged, was changed by hand, or has results of examples that the task lacks.
+        """
+        name = re.sub(r"[^\w.@=-]+", "-", f"{self.task} {self.cache} {self.digest[:16]}")
+        self.path = Path(folder) / f"{name}.json"
+        if not resume or not self.path.exists():
+            return
+        found = read_cell(self.path)
+        if found.digest != self.digest:
+            raise ValueError(f"{self.path} was changed by hand: its key is not that of its name; delete it")
+        unknown = [example["id"] for example in found.examples if example["id"] not in ids]
+        if unknown:
+            raise _damaged(self.path, f"its task has no example {unknown[0]!r}")
+        self.batches, self.head["made"] = found.batches, found.head.get("made", [])
 
     def save(self) -> None:
         """Replaces the file as a whole: a run killed at any moment leaves the old one or the new."""
         if self.path is None:
             return
-        shown = {"task": self.task, "metric": self.metric, "cache": self.cache, "summary": self.summary()}
-        text = json.dumps(
-            {**shown, **self.head, "key": self.key, "total": self.total, "batches": self.batches}, indent=1
-        )
-        replace_file(self.path, text + "\n")
+        about = {"task": self.task, "metric": self.metric, "cache": self.cache, "tokens_read": self.tokens_read}
+        kept = {**about, **self.head, "key": self.key, "total": self.total, "batches": self.batches}
+        replace_file(self.path, json.dumps(kept, indent=1) + "\n")
 
 
 def read_cell(path: Path) -> Cell:
     """A cell from its file.
 
     Raises:
-      ValueError: it is no such file.
+      ValueError: it is no such file, or a damaged one.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         own = {name: raw.pop(name) for name in ("task", "metric", "cache", "key", "total", "batches")}
-        raw.pop("summary")
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is no result of kvjax ({error!r}); move it away or delete it") from None
-    return Cell(path=path, head=raw, **own)
+        raw.pop("tokens_read", None)
+        cell = Cell(path=path, head=raw, **own)
+        ids = [example["id"] for example in cell.examples]
+        for batch in cell.batches:
+            if not {"attended_by_layer", "steps", "seconds"} <= batch.keys():
+                raise ValueError("a batch lacks its steps")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise _damaged(path, repr(error)) from None
+    doubled = [i for i in set(ids) if ids.count(i) > 1]
+    if doubled:
+        raise _damaged(path, f"example {doubled[0]!r} has several results")
+    return cell
+
+
+def _damaged(path: Path, why: str) -> ValueError:
+    return ValueError(f"{path} is no result of kvjax ({why}); move it away or delete it")
 
 
 def read_cells(folder: Path) -> list[Cell]:
     """The cells of every run under a folder, in the order of tables: by task, length, method and budget.
 
-    Of a cell that several runs have begun, the one with the most answers.
+    Of a cell that several runs have begun, the one with the most results.
 
     Raises:
       ValueError: there is none; they are of several models or dtypes; or runs that differ made the same cell.
@@ -153,6 +193,6 @@ def interval(scores: np.ndarray) -> tuple[float | None, float | None]:
     elif n == 1:
         return float(scores[0]), float(scores[0])
     else:
-        drawn = {"n_resamples": 2000, "method": "percentile", "rng": np.random.default_rng(0)}
+        drawn: dict[str, Any] = {"n_resamples": 2000, "method": "percentile", "rng": np.random.default_rng(0)}
         found = stats.bootstrap((scores,), np.mean, **drawn).confidence_interval
     return float(found.low), float(found.high)

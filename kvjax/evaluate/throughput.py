@@ -7,8 +7,9 @@ stored by each layer's policy (`Workload.synthetic`). The loop runs on the devic
 the clock after each: the time per output token (TPOT) is that of a block over its steps. To start a block takes the
 host some milliseconds, for a model of 32 layers, which a block of few steps shows.
 
-A cell that does not fit in memory is a result as well. Rows go to a JSON file as they come, each with all that decided
-it, and a row that is there already is not measured again.
+A cell that does not fit in memory is a result as well. Cells go to the store of `kvjax.evaluate.store` as they come. A
+time depends on the device, on every version and on every line of the source, so here these are part of the key: what
+was measured by other code is measured again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from jax.typing import DTypeLike
 
 from kvjax.attention import Cache, LayerCache, PerLayer, init, raise_on_overflow
 from kvjax.evaluate.plots import new_figure, style
-from kvjax.evaluate.provenance import provenance, replace_file
+from kvjax.evaluate.provenance import provenance
+from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.generation import Stream, _prefill_chunk, chunk_size, prefill, warm_up
 from kvjax.memory import nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig
@@ -141,7 +143,7 @@ def sweep(
     about: Mapping[str, Any],
     workload: Workload = Workload(),
     out: Path | None = None,
-    report: Callable[[dict], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[dict]:
     """`time_cell` of every cache at every length and batch: a flat JSON object each, also where one does not fit.
 
@@ -150,9 +152,10 @@ def sweep(
     Above 64 GB it needs XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB. (A process may have been given a part of the device's memory
     only: on a GPU 3/4 of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. `bytes_limit` tells it.)
 
-    `about` names the model, its digest and whatever else decides a result. Rows are kept in the JSON file `out`; one
-    that is there already, from the same code on the same device, comes from there. A cell that does not fit has the
-    `status` "out of memory", and larger ones of its cache are taken not to fit either. `report` gets each row.
+    `about` names the model, its digest, its dtype and whatever else decides a result. Cells are kept in the folder
+    `out`; one that is there already, from the same code on the same device, comes from there. A cell that does not fit
+    has the `status` "out of memory", and larger ones of its cache are taken not to fit either. `progress` is called
+    with the cells done, all of them, and the last one in words.
 
     Raises:
       NotImplementedError: the largest batch on a device that does not report its memory, as CPUs.
@@ -166,26 +169,59 @@ def sweep(
     made = provenance()
     date = made.pop("date")
     rows: list[dict] = []
-    for (name, policies), length, batch in product(
-        caches.items(), sorted(lengths), [None] if batches is None else sorted(batches)
-    ):
+    asked = list(product(caches.items(), sorted(lengths), [None] if batches is None else sorted(batches)))
+    for (name, policies), length, batch in asked:
         key = {**about, **made, **asdict(workload), "cache": name, "policies": repr(policies), "length": length}
         key |= {"largest_batch": True} if batch is None else {"batch": batch}
-        row = _recorded(out, key)
-        if row is None:
+        cell = _cell(name, key, out)
+        if not cell.examples:
+            begin = time.perf_counter()
             smaller = [r["batch"] for r in rows if r["status"] != "ok" and r["cache"] == name and r["length"] <= length]
             if batch is None:
-                row = _largest_batch(model, policies, length, workload, stats)
+                found = _largest_batch(model, policies, length, workload, stats)
             elif smaller and min(smaller) <= batch:
-                row = {"status": "out of memory", "error": f"not tried: a batch of {min(smaller)} did not fit"}
+                found = {"status": "out of memory", "error": f"not tried: a batch of {min(smaller)} did not fit"}
             else:
-                row = _attempt(model, policies, length, batch, workload)
-            row = {**key, "date": date, **row}
-            _record(out, row)
-        rows.append(row)
-        if report is not None:
-            report(row)
+                found = _attempt(model, policies, length, batch, workload)
+            example = {"id": "time", "date": date, **found}
+            seconds = round(time.perf_counter() - begin, 3)
+            cell.batches = [{"examples": [example], "attended_by_layer": [], "steps": 0, "seconds": seconds}]
+            cell.save()
+        rows.append({**key, **{name: value for name, value in cell.examples[0].items() if name != "id"}})
+        if progress is not None:
+            progress(len(rows), len(asked), " | ".join(columns(rows[-1])))
     return rows
+
+
+def _cell(name: str, key: dict[str, Any], out: Path | None) -> Cell:
+    """The cell of a key, with what the folder `out` holds of it."""
+    of = f"{key['length']} x {key.get('batch', 'largest')}"
+    kept = {**json.loads(json.dumps(key)), "format": FORMAT, "task": {"title": "throughput", "length": key["length"]}}
+    cell = Cell(f"throughput at {of}", "milliseconds", name, kept, {}, 1)
+    if out is not None:
+        cell.open(out, ["time"])
+    return cell
+
+
+TITLES = ("cache", "length", "batch", "TTFT s", "TPOT ms", "tokens/s", "cache MiB", "on host MiB", "peak MiB")
+
+
+def columns(row: Mapping[str, Any]) -> list[str]:
+    """A row of a sweep under TITLES; after the first three, what went wrong if something did."""
+    head = [row["cache"], short(row["length"]), str(row["batch"])]
+    if row["status"] != "ok":
+        return [*head, row["status"]]
+    ttft = "-" if row["ttft_seconds"] is None else f"{row['ttft_seconds']:.3g}"
+    return [
+        *head,
+        ttft,
+        f"{row['tpot_ms']:.3g} ({row['tpot_ms_min']:.3g} to {row['tpot_ms_max']:.3g})",
+        f"{row['tokens_per_second']:.1f}",
+        *(
+            "-" if (size := row[name]) is None else f"{size / 2**20:,.1f}"
+            for name in ("cache_bytes_device", "cache_bytes_host", "peak_bytes")
+        ),
+    ]
 
 
 def largest(fits: Callable[[int], bool], *, guess: int) -> int:
@@ -371,22 +407,6 @@ def _memory_stats() -> Mapping[str, int]:
     return jax.devices()[0].memory_stats() or {}
 
 
-def _recorded(out: Path | None, key: dict[str, Any]) -> dict[str, Any] | None:
-    """The row of `out` that was made by all that `key` says."""
-    wanted = json.loads(json.dumps(key)).items()
-    return next((row for row in _rows(out) if wanted <= row.items()), None)
-
-
-def _record(out: Path | None, row: dict[str, Any]) -> None:
-    if out is not None:
-        rows = [*_rows(out), row]
-        replace_file(out, json.dumps({"rows": rows}, indent=1) + "\n")
-
-
-def _rows(out: Path | None) -> list[dict[str, Any]]:
-    return json.loads(out.read_text())["rows"] if out is not None and out.is_file() else []
-
-
 def _device_peak() -> int | None:
     return _memory_stats().get("peak_bytes_in_use")
 
@@ -444,7 +464,7 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
                 yerr=np.reshape(ends, (-1, 2)).T,
                 label=name,
                 capsize=2,
-                **style(_method(name), [_method(other) for other in names]),
+                **style(name, names),
             )
         panel.set_title(f"batch {batch}")
         panel.set_xscale("log")
@@ -459,11 +479,6 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
     prompt = "random keys and values" if made["synthetic"] else "random prompts"
     drawn.suptitle(f"{made['model']}, {made['dtype']}, {made['device']}; {prompt}", fontsize="medium")
     return drawn
-
-
-def _method(label: str) -> str:
-    """The label "fier 128" as `style` wants it: what follows a colon varies the line, not its colour."""
-    return label.replace(" ", ":", 1)
 
 
 def short(length: int) -> str:

@@ -9,15 +9,20 @@ import pytest
 
 import kvjax
 from kvjax import models, presets
-from kvjax.evaluate import Example, accuracy
-from kvjax.evaluate.accuracy import evaluate, prepare
+from kvjax.evaluate import Example, accuracy, plan, report
+from kvjax.evaluate.accuracy import evaluate
+from kvjax.evaluate.caches import make_rows
 from kvjax.evaluate.store import interval, read_cell
-from kvjax.generation import generate
+from kvjax.generation import decode, decode_step, generate, prefill
 from tests.checkpoint import LAYERS, POSITIONS, write_checkpoint
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 4
 NEW = 40  # more than a piece
 CACHES = {"full": presets.full(), "snapkv@40": presets.snapkv(40, window=8, dense_layers=1)}
+
+
+def prepare(checkpoint, task, caches, **settings):
+    return plan.prepare(checkpoint, task, make_rows(caches) if caches else [], **settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +118,10 @@ def test_answers_are_those_of_generate_for_every_preset(checkpoint, name):
 
 def test_scores_lengths_and_fields_are_those_of_the_examples(finished, expected, task):
     cells = finished[1]
-    assert cells["full"].summary()["mean"] == 1
-    assert cells["full"].summary()["n"] == 5
+    assert report.score(cells["full"])["mean"] == 1
+    assert report.score(cells["full"])["n"] == 5
     right = np.mean([a == b for a, b in zip(expected["snapkv@40"], expected["full"], strict=True)])
-    assert cells["snapkv@40"].summary()["mean"] == right < 1
+    assert report.score(cells["snapkv@40"])["mean"] == right < 1
     assert {e["id"]: e["prompt_tokens"] for e in cells["full"].examples} == {
         f"e{i}": n for i, n in enumerate(task.lengths)
     }
@@ -165,13 +170,13 @@ def test_intervals():
 
 def test_a_killed_run_goes_on_where_it_stopped(checkpoint, task, finished, tmp_path, monkeypatch):
     calls = []
-    decode = accuracy._decode
+    real = accuracy._decode
 
     def counting(checkpoint, cache, logits, task, active):
         if len(calls) == 3:  # between the two caches of the second batch
             raise KeyboardInterrupt
         calls.append(int(active.sum()))
-        return decode(checkpoint, cache, logits, task, active)
+        return real(checkpoint, cache, logits, task, active)
 
     monkeypatch.setattr(accuracy, "_decode", counting)
     with pytest.raises(KeyboardInterrupt):
@@ -183,8 +188,8 @@ def test_a_killed_run_goes_on_where_it_stopped(checkpoint, task, finished, tmp_p
     for name, cell in finished[1].items():
         assert answers(cells[name]) == answers(cell)
         np.testing.assert_allclose(cells[name].attended, cell.attended, rtol=1e-6)
-    monkeypatch.setattr(accuracy.prompt, "read", lambda *args: pytest.fail("a finished run prefills nothing"))
-    assert whole_run(checkpoint, task, tmp_path)["full"].summary() == cells["full"].summary()
+    monkeypatch.setattr(plan.prompt, "read", lambda *args: pytest.fail("a finished run prefills nothing"))
+    assert report.score(whole_run(checkpoint, task, tmp_path)["full"]) == report.score(cells["full"])
 
 
 def test_plans_may_share_a_capacity(checkpoint, task, monkeypatch):
@@ -195,12 +200,12 @@ def test_plans_may_share_a_capacity(checkpoint, task, monkeypatch):
         return [("", 1)] * len(active), [1.0] * LAYERS, 1
 
     monkeypatch.setattr(accuracy, "_decode", decode)
-    plan = prepare(checkpoint, task, {"full": CACHES["full"]}, dtype="float32")
-    assert plan.capacity == 384
-    accuracy.run(checkpoint, plan, batch=2)
+    made = prepare(checkpoint, task, {"full": CACHES["full"]}, dtype="float32")
+    assert made.capacity == 384
+    plan.run(checkpoint, made, accuracy.answer, batch=2)
     assert set(seen) == {384}
-    plan = prepare(checkpoint, task, {"full": CACHES["full"]}, dtype="float32")
-    accuracy.run(checkpoint, plan, batch=2, capacity=512)
+    made = prepare(checkpoint, task, {"full": CACHES["full"]}, dtype="float32")
+    plan.run(checkpoint, made, accuracy.answer, batch=2, capacity=512)
     assert set(seen) == {384, 512}
 
 
@@ -219,10 +224,11 @@ def test_a_file_says_what_made_it_and_reads_back(finished):
     assert len(files) == len(cells)
     for cell in cells.values():
         raw = json.loads(cell.path.read_text())
-        assert raw["summary"]["mean"] == cell.summary()["mean"]
+        assert raw["tokens_read"] == pytest.approx(np.mean(cell.attended))
         assert raw["key"]["policy"] == repr(CACHES[cell.cache])
-        assert {"model", "dtype", "versions", "source", "backend", "examples", "task"} <= set(raw["key"])
-        assert {"date", "model", "budget"} <= set(raw)
+        assert {"model", "dtype", "kvjax", "task", "policy"} <= set(raw["key"])
+        assert {"made", "model", "budget", "dense_layers"} <= set(raw)
+        assert {"date", "versions", "source", "backend"} <= set(raw["made"][0])
         assert cell.digest[:16] in cell.path.name
         again = read_cell(cell.path)
         assert (again.digest, again.examples, again.method) == (cell.digest, cell.examples, cell.cache.split("@")[0])
@@ -233,7 +239,7 @@ def test_scores_of_an_old_file_are_made_anew_by_the_task(checkpoint, task, finis
     strict = dataclasses.replace(task)
     object.__setattr__(strict, "score", lambda example, answer: 0.25)
     (cell,) = evaluate(checkpoint, strict, {"full": CACHES["full"]}, out=tmp_path)
-    assert cell.summary()["mean"] == 0.25
+    assert report.score(cell)["mean"] == 0.25
 
 
 def test_the_key_changes_with_everything_that_could_change_an_answer(checkpoint, task, tmp_path, monkeypatch):
@@ -256,20 +262,39 @@ def test_the_key_changes_with_everything_that_could_change_an_answer(checkpoint,
         "model": digest(checkpoint=dataclasses.replace(checkpoint, directory=other)),
         "stop tokens": digest(checkpoint=dataclasses.replace(checkpoint, stop_tokens=(3,))),
     }
-    made = accuracy.provenance()
-    for name, value in {"source": "x", "versions": {"jax": "0"}, "backend": "gpu", "device": "x"}.items():
-        monkeypatch.setattr(accuracy, "provenance", lambda name=name, value=value: {**made, name: value})
-        keys[name] = digest()
+    real = plan.provenance()
+    newer = {**real, "versions": {**real["versions"], "kvjax": "9"}}
+    monkeypatch.setattr(plan, "provenance", lambda: newer)
+    keys["version of kvjax"] = digest()
     assert len(set(keys.values())) == len(keys), keys
-    monkeypatch.setattr(accuracy, "provenance", lambda: {**made, "date": "another"})
-    assert digest() == keys["nothing"]
+    # A changed comment, another machine or a newer jax are provenance: they do not forget answers.
+    versions = {**real["versions"], "jax": "0"}
+    for changes in ({"date": "x"}, {"source": "x"}, {"versions": versions}, {"backend": "gpu"}, {"device": "x"}):
+        monkeypatch.setattr(plan, "provenance", lambda changes=changes: {**real, **changes})
+        assert digest() == keys["nothing"]
+    (tmp_path / "other" / "README.md").write_text("words")
+    assert digest(checkpoint=dataclasses.replace(checkpoint, directory=other)) == keys["model"]
+
+
+def test_a_file_names_all_that_made_its_results(checkpoint, task, finished, tmp_path, monkeypatch):
+    raw = json.loads(finished[1]["full"].path.read_text())
+    raw["batches"][1]["examples"].pop()
+    (tmp_path / finished[1]["full"].path.name).write_text(json.dumps(raw))
+    real = plan.provenance()
+    monkeypatch.setattr(plan, "provenance", lambda: {**real, "source": "other"})
+    (cell,) = evaluate(checkpoint, task, {"full": CACHES["full"]}, batch=2, out=tmp_path)
+    assert [made["source"] for made in cell.head["made"]] == [real["source"], "other"]
 
 
 def test_a_damaged_file_is_named_and_not_overwritten(checkpoint, task, finished, tmp_path):
     file = tmp_path / finished[1]["full"].path.name
-    for text, message in (("{", "is no result of kvjax"), ('{"a": 1}', "is no result of kvjax")):
+    whole = json.loads(finished[1]["full"].path.read_text())
+    doubled = {**whole, "batches": [*whole["batches"], whole["batches"][0]]}
+    unknown = json.loads(json.dumps(whole))
+    unknown["batches"][0]["examples"][0]["id"] = "nobody"
+    for text in ("{", '{"a": 1}', "[]", "3", '"x"', json.dumps(doubled), json.dumps(unknown)):
         file.write_text(text)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"is no result of kvjax .*move it away or delete it"):
             evaluate(checkpoint, task, {"full": CACHES["full"]}, out=tmp_path)
         assert file.read_text() == text
     raw = json.loads(finished[1]["full"].path.read_text())
@@ -304,11 +329,11 @@ def test_a_task_that_says_so_loses_the_middle_of_its_prompts(checkpoint, long_te
     if as_text:
         examples = [dataclasses.replace(e, prompt=tokenizer.decode(e.prompt)) for e in examples]
         object.__setattr__(task, "examples", lambda tokenizer: examples)
-    plan = prepare(checkpoint, task, CACHES, dtype="float32")
+    made = prepare(checkpoint, task, CACHES, dtype="float32")
     whole = examples[1].prompt if as_text else tokenizer.decode(examples[1].prompt)
     room = POSITIONS - NEW
-    assert tokenizer.decode(plan.prompts["e1"]) == whole[: room // 2] + whole[-room // 2 :]
-    assert tokenizer.decode(plan.prompts["e0"]) == (
+    assert tokenizer.decode(made.prompts["e1"]) == whole[: room // 2] + whole[-room // 2 :]
+    assert tokenizer.decode(made.prompts["e0"]) == (
         examples[0].prompt if as_text else tokenizer.decode(examples[0].prompt)
     )
 
@@ -318,8 +343,8 @@ def test_text_prompts_go_through_the_tokenizer_and_chat_through_the_template(che
     for chat, wanted in ((False, "hello"), (True, "[user]hello[reply]")):
         task = Copy(chat=chat)
         object.__setattr__(task, "examples", lambda tokenizer: examples)
-        plan = prepare(checkpoint, task, CACHES, dtype="float32")
-        assert checkpoint.tokenizer.decode(plan.prompts["a"]) == wanted
+        made = prepare(checkpoint, task, CACHES, dtype="float32")
+        assert checkpoint.tokenizer.decode(made.prompts["a"]) == wanted
 
 
 def test_a_chat_prompt_is_cut_so_that_the_template_fits_too(checkpoint):
@@ -341,3 +366,80 @@ def test_ids_must_differ_and_caches_must_be(checkpoint, task):
         prepare(checkpoint, task, {}, dtype="float32")
     with pytest.raises(ValueError, match="key_group=3"):
         prepare(checkpoint, task, {"kivi": presets.kivi(group=3)}, dtype="float32")
+
+
+# ------------------------------------------------------------------------------------------ a question that comes late
+
+
+@dataclasses.dataclass(frozen=True)
+class Late(Copy):
+    """The last 20 tokens of each prompt are fed one at a time."""
+
+    name: str = "late"
+
+    def examples(self, tokenizer):
+        cut = [(e.prompt[:-20], e.prompt[-20:]) for e in super().examples(tokenizer)]
+        whole = super().examples(tokenizer)
+        return [dataclasses.replace(e, prompt=a, question=b) for e, (a, b) in zip(whole, cut, strict=True)]
+
+
+def test_a_question_is_decoded_through_the_cache_and_full_attention_does_not_mind(checkpoint, expected):
+    caches = {"full": CACHES["full"], "window": presets.streaming_llm(40, dense_layers=1)}
+    right = tuple(expected["full"])
+    late = {c.cache: c for c in evaluate(checkpoint, Late(right=right), caches, batch=2)}
+    assert answers(late["full"]) == {f"e{i}": answer for i, answer in enumerate(expected["full"])}
+    assert {e["id"]: e["prompt_tokens"] for e in late["full"].examples} == {
+        f"e{i}": n for i, n in enumerate(Copy().lengths)
+    }
+    # By hand: the prompt without its question, then one token at a time.
+    for i, example in enumerate(Late().examples(checkpoint.tokenizer)[:2]):
+        cache = kvjax.init(caches["window"], checkpoint.model.spec(batch=1, capacity=384), layers=LAYERS)
+        logits, cache = prefill(checkpoint.model, cache, [example.prompt], chunk=256)
+        for token in example.question:
+            logits, cache = decode_step(checkpoint.model, cache, np.array([token], np.int32))
+        ask = {"max_new_tokens": NEW, "stop_tokens": checkpoint.stop_tokens}
+        done = decode(checkpoint.model, cache, logits, **ask)
+        assert answers(late["window"])[f"e{i}"] == checkpoint.tokenizer.decode(done.rows[0], skip_special_tokens=True)
+
+
+# ------------------------------------------------------------------------------------------------- rows of a comparison
+
+
+def test_dense_layers_are_those_of_all_rows_and_a_rows_own_wins_and_is_shown():
+    rows = {row.name: row for row in make_rows(["full", "fier", "snapkv", "h2o:dense_layers=0"], budgets=[64])}
+    assert list(rows) == ["full", "fier@64", "snapkv@64", "h2o:dense_layers=0@64"]
+    assert [row.dense_layers for row in rows.values()] == [None, 2, 2, 0]
+    assert [len(row.policies.first) for row in rows.values()] == [0, 2, 2, 0]
+    assert [row.dense_layers for row in make_rows(["fier", "pariskv", "kivi"], dense_layers=1)] == [1, 1, 1]
+    assert [len(row.policies.first) for row in make_rows(["fier", "freekv"], dense_layers=None)] == [2, 1]
+
+
+def test_a_budget_that_one_cache_cannot_hold_stops_that_row_alone(checkpoint):
+    rows = make_rows(["pariskv", "fier"], budgets=[64, 512])
+    refused = {row.name: row.refused for row in rows if row.refused}
+    assert list(refused) == ["pariskv@64"]
+    assert "below sink + local" in refused["pariskv@64"]
+    made = plan.prepare(checkpoint, Copy(), rows, dtype="float32")
+    assert list(made.policies) == ["pariskv@512", "fier@64", "fier@512"]
+    assert made.cells["pariskv@64"].refused
+    with pytest.raises(ValueError, match="below sink"):
+        plan.prepare(checkpoint, Copy(), make_rows(["pariskv"], budgets=[64]), dtype="float32")
+
+
+def test_a_row_whose_layers_are_all_dense_is_refused(checkpoint):
+    made = plan.prepare(checkpoint, Copy(), make_rows(["full", f"fier:dense_layers={LAYERS}"]), dtype="float32")
+    assert list(made.policies) == ["full"]
+    assert "so no layer uses it" in made.cells[f"fier:dense_layers={LAYERS}@1024"].refused
+
+
+def test_budgets_of_whole_pages_say_what_they_are_rounded_to():
+    rows = {row.name: row for row in make_rows(["quest"], budgets=[20, 32, 40])}
+    assert "no room for a page of 16 tokens; use at least 32" in rows["quest@20"].refused
+    assert (rows["quest@32"].note, rows["quest@40"].note) == ("", "reads 32: whole pages of 16")
+
+
+def test_a_setting_that_no_budget_mends_stops_the_comparison():
+    with pytest.raises(ValueError, match=r"Fier\(group=...\) must be an integer"):
+        make_rows(["full", "fier:group=x"], budgets=[64])
+    with pytest.raises(ValueError, match="unknown cache 'fire'"):
+        make_rows(["full", "fire"])

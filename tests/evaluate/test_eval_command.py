@@ -31,21 +31,23 @@ def test_a_run_writes_results_table_and_plots_and_is_not_made_again(run, checkpo
     ask = (checkpoint, *SMALL, "--cache", "streaming_llm", "--budget", "16", "--out", tmp_path)
     code, out, err = run(*ask)
     assert code == 0, err
-    assert "| cache | 16 |" in out
-    assert "| `streaming_llm` | " in out
-    assert "pass key, 300 tokens" in out
+    assert "| cache | budget | tokens read | exact match | 95 % |" in out
+    assert "| `streaming_llm` | 16 | " in out
+    assert "pass key, question decoded, 300 tokens" in out
     assert {path.name for path in tmp_path.iterdir()} == {
         "results",
         "table.md",
         "summary.json",
-        "pass-key-by-depth.svg",
+        "pass-key-question-decoded-by-depth.svg",
     }
     files = list((tmp_path / "results").glob("*.json"))
     assert len(files) == 1
     raw = json.loads(files[0].read_text())
-    assert (raw["task"], raw["total"], raw["summary"]["n"]) == ("pass key at 300", 3, 3)
-    assert raw["cache"] == "streaming_llm@16"
-    assert raw["summary"]["attended_last_layer"] == raw["budget"] == 16
+    assert (raw["task"], raw["total"]) == ("pass key at 300, question decoded", 3)
+    assert (raw["cache"], raw["budget"], raw["dense_layers"]) == ("streaming_llm@16", 16, 2)
+    read = json.loads((tmp_path / "summary.json").read_text())["results"][raw["task"]]["caches"]["streaming_llm@16"]
+    assert read["tokens_read_last_layer"] == 16
+    assert read["tokens_read"] > 2 / 3 * 280, "two of three layers are dense"
 
     monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
     again = run(*ask)
@@ -71,7 +73,9 @@ def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded
         "`streaming_llm`",
     ]
     assert (tmp_path / "table.md").read_text().endswith(out)
-    caches = json.loads((tmp_path / "summary.json").read_text())["results"]["pass key at 300"]["caches"]
+    caches = json.loads((tmp_path / "summary.json").read_text())["results"]["pass key at 300, question decoded"][
+        "caches"
+    ]
     assert {name: found["n"] for name, found in caches.items()} == {"full": 3, "streaming_llm@16": 3}
 
     code, out, err = run(checkpoint, "--report-only", "--cache", "full", "--out", tmp_path)
@@ -95,13 +99,19 @@ def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded
             "--group-reduce per_head: h2o do not choose by a group; leave it out",
         ),
         (("--cache", "fier", "--group-reduce", "most"), "group_reduce"),
-        (("--length", "64"), "1 of 8 needles at 64, of which 8 are for the answer: length=56 has no room"),
+        (
+            ("--length", "64"),
+            "at 64, question decoded, of which 8 are for the answer: length=56 has no room",
+        ),
         (("--length", "4K"), "do not fit in the model's 512 positions"),
         (("--samples", "0"), "samples=...) must be at least 1, got 0"),
         (("--text", "/nowhere/x.txt"), "--text /nowhere/x.txt: there is no such file"),
         (("--task", "gsm8k"), "--task gsm8k reads published files: give their directory as --data DIR"),
         (("--task", "gsm8k", "--data", "/nowhere"), "/nowhere/train.jsonl is not there; download"),
-        (("--task", "gsm8k", "--data", "/nowhere", "--length", "4K"), "--length 4K has no use for gsm8k"),
+        (("--task", "gsm8k", "--data", "/nowhere", "--length", "4K"), "--length 4096 has no use for gsm8k"),
+        (("--question", "late"), "question='late') must be decoded or prefilled"),
+        (("--cache", "pariskv", "--budget", "64"), "budget=64 is below sink + local"),
+        (("--cache", "quest", "--budget", "20"), "no room for a page of 16 tokens; use at least 32"),
         (("--data", "/nowhere"), "--data /nowhere has no use for needles"),
         (("--task", "ruler", "--data", "/nowhere"), "has no .jsonl file"),
         (("--task", "longbench", "--data", "/nowhere"), "download"),
@@ -129,12 +139,12 @@ def test_budgets_lengths_and_pools_make_cells_of_what_takes_them(run, checkpoint
     """The plan alone: nothing is decoded."""
     seen = []
 
-    def stop(loaded, plan, **settings):
+    def stop(loaded, plan, answer, **settings):
         seen.append((plan.task.name, list(plan.cells)))
         if len(seen) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvjax.evaluate.accuracy.run", stop)
+    monkeypatch.setattr("kvjax.evaluate.plan.run", stop)
     caches = ("--cache", "full", "--cache", "fier:group=16", "--cache", "snapkv:window=8", "--budget", "16,32")
     tasks = ("--task", "pass_key", "--task", "needles:hidden=2", "--length", "300,400", "--samples", 1)
     code, _, _ = run(checkpoint, *caches, *tasks, "--group-reduce", "mean_softmax,per_head", "--out", tmp_path)
@@ -143,7 +153,9 @@ def test_budgets_lengths_and_pools_make_cells_of_what_takes_them(run, checkpoint
         f"fier:group=16,group_reduce={rule}@{budget}" for rule in ("mean_softmax", "per_head") for budget in (16, 32)
     ]
     cells = ["full", *fier, "snapkv:window=8@16", "snapkv:window=8@32"]
-    names = [f"{title} at {length}" for title in ("pass key", "1 of 2 needles") for length in (300, 400)]
+    names = [
+        f"{title} at {length}, question decoded" for title in ("pass key", "1 of 2 needles") for length in (300, 400)
+    ]
     assert seen == [(name, cells) for name in names]
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -13,14 +12,15 @@ import pytest
 from kvjax import models, presets
 from kvjax.cli import main
 from kvjax.evaluate import perplexity as module
-from kvjax.evaluate.perplexity import Cell, Setting, figure, markdown, perplexity, summarise
+from kvjax.evaluate.perplexity import Setting, figure, markdown, mean_perplexity, nats, perplexity, summarise
+from kvjax.evaluate.store import Cell
 from tests.checkpoint import BOS, POSITIONS, write_checkpoint
 
 TEXT = "".join(f"{i} ships went out, and {i * i} came back; " for i in range(40))
 STEPS = 6
 SETTING = Setting(lengths=(40,), steps=STEPS, passages=2, batch=2, budget=12)
 BOTH = dataclasses.replace(SETTING, lengths=(40, 24), budget=None)
-SMALL = partial(presets.fier, group=8, chunk=8, dense_layers=1)
+SMALL = "fier:group=8,chunk=8,dense_layers=1"
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +36,12 @@ def checkpoint(directory):
 @pytest.fixture(scope="module")
 def cells(checkpoint):
     """Full after 24 and 40 tokens; after 40, FIER with 12 tokens a step and FIER with all."""
-    caches = {"full": presets.full(), "fier": SMALL, "fier, all": SMALL(budget=64)}
-    first = perplexity(checkpoint, TEXT, {"full": presets.full()}, BOTH)[:1]
-    return first + perplexity(checkpoint, TEXT, caches, SETTING)
+    first = perplexity(checkpoint, TEXT, ["full"], BOTH)[:1]
+    return first + perplexity(checkpoint, TEXT, ["full", SMALL, f"{SMALL},budget=64"], SETTING)
 
 
 def of(cells, cache, length):
-    (found,) = (cell for cell in cells if (cell.cache, cell.length) == (cache, length))
+    (found,) = (c for c in cells if (c.cache, c.key["task"]["length"]) == (cache, length))
     return found
 
 
@@ -57,20 +56,20 @@ def test_full_equals_a_plain_forward_pass(cells, checkpoint):
         scores = np.asarray(forward(checkpoint.model, padded))[:, length - 1 : length - 1 + STEPS]
         wanted = -np.take_along_axis(scores, rows[:, length:, None], axis=-1)[..., 0]
         full = of(cells, "full", length)
-        np.testing.assert_allclose(full.nll, wanted, rtol=1e-4)
-        assert full.perplexity == pytest.approx(math.exp(wanted.mean()), rel=1e-4)
+        np.testing.assert_allclose(nats(full), wanted, rtol=1e-4)
+        assert mean_perplexity(full)[0] == pytest.approx(math.exp(wanted.mean()), rel=1e-4)
         np.testing.assert_allclose(full.attended, length + (STEPS - 1) / 2)
 
 
 def test_a_budget_of_everything_equals_full(cells):
-    np.testing.assert_allclose(of(cells, "fier, all", 40).nll, of(cells, "full", 40).nll, rtol=1e-4)
+    np.testing.assert_allclose(nats(of(cells, f"{SMALL}@64", 40)), nats(of(cells, "full", 40)), rtol=1e-4)
 
 
 def test_a_small_budget_reads_what_it_says_and_scores_otherwise(cells):
-    small, full = of(cells, "fier", 40), of(cells, "full", 40)
+    small, full = of(cells, f"{SMALL}@12", 40), of(cells, "full", 40)
     np.testing.assert_allclose(small.attended[1:], 12)
     assert (small.budget, full.budget) == (12, None)
-    assert np.max(np.abs(np.subtract(small.nll, full.nll))) > 1e-3
+    assert np.max(np.abs(nats(small) - nats(full))) > 1e-3
 
 
 def test_shares_of_the_context_are_rounded():
@@ -79,38 +78,38 @@ def test_shares_of_the_context_are_rounded():
 
 
 def test_cells_come_by_length_and_say_what_made_them(cells, checkpoint):
-    assert [(c.cache, c.length) for c in cells] == [("full", 24), ("full", 40), ("fier", 40), ("fier, all", 40)]
-    assert cells[2].policies == repr(SMALL(budget=12))
-    assert {"date", "versions", "device", "model_digest", "tokens_digest", "dtype"} <= set(cells[0].made)
-    assert cells[0].made["model"] == checkpoint.directory.name
+    made = [(c.cache, c.key["task"]["length"]) for c in cells]
+    assert made == [("full", 24), ("full", 40), (f"{SMALL}@12", 40), (f"{SMALL}@64", 40)]
+    assert cells[2].key["policy"] == repr(presets.fier(12, group=8, chunk=8, dense_layers=1))
+    assert {"model", "dtype", "kvjax", "task"} <= set(cells[0].key)
+    assert {"date", "versions", "device", "source"} <= set(cells[0].head["made"][0])
+    assert cells[0].head["model"]["name"] == checkpoint.directory.name
 
 
-def test_bos_stands_before_every_context():
+def test_bos_stands_before_every_context(directory):
     def tokenizer(text, **settings):
         return {"input_ids": [*([BOS] if settings.get("add_special_tokens", True) else []), *text.encode()]}
 
     tokenizer.bos_token_id = BOS
     assert module._tokens(SimpleNamespace(tokenizer=tokenizer), "ab") == ([BOS], [97, 98])
     assert module._tokens(SimpleNamespace(), [5, 6]) == ([], [5, 6])
-    config = SimpleNamespace(
-        vocab_size=300, max_positions=None, layers=1, q_heads=2, kv_heads=1, head_dim=8, tokenizer=tokenizer
-    )
-    plan = module.prepare(
-        SimpleNamespace(config=config, tokenizer=tokenizer),
-        "abcdefgh",
-        {"full": presets.full()},
-        Setting(lengths=(3, 5), steps=2),
-        dtype="float32",
-    )
-    assert plan.rows[3].tolist() == [[BOS, *b"defg"]]
-    assert plan.rows[5].tolist() == [[BOS, *b"bcdefg"]]
+    config = SimpleNamespace(vocab_size=300, max_positions=None, layers=1, q_heads=2, kv_heads=1, head_dim=8)
+    holder = SimpleNamespace(config=config, tokenizer=tokenizer, directory=directory, stop_tokens=())
+    short, long = module.prepare(holder, "abcdefgh", ["full"], Setting(lengths=(3, 5), steps=2), dtype="float32")
+    assert short.task.rows == ((BOS, *b"defg"),)
+    assert long.task.rows == ((BOS, *b"bcdefg"),)
+    assert (short.prompts["0"], short.fed["0"], short.task.targets("0")) == ((BOS, *b"d"), (*b"ef",), (*b"fg",))
 
 
 # -------------------------------------------------------------------------------------------------------------- results
 
 
 def cell(cache, length, nll):
-    return Cell(cache, "", length, None, nll, (8.0,), 0.0, {})
+    examples = [{"id": str(i), "nll": list(row)} for i, row in enumerate(nll)]
+    batches = [{"examples": examples, "attended_by_layer": [8.0], "steps": 1, "seconds": 0.0}]
+    return Cell(
+        f"perplexity {length}", "perplexity", cache, {"task": {"length": length}}, {"budget": None}, 1, None, batches
+    )
 
 
 def test_ratios_are_paired():
@@ -120,44 +119,43 @@ def test_ratios_are_paired():
     assert row["ratio"] == pytest.approx(math.exp(0.15))
     # gaps .1 .1 .1 .3: deviation .1 over the root of 4
     assert row["ratio_stderr"] == pytest.approx(math.exp(0.15) * 0.1 / 2)
-    assert full.stderr == pytest.approx(math.exp(2) * math.sqrt(2 / 3) / 2)
+    assert mean_perplexity(full)[1] == pytest.approx(math.exp(2) * math.sqrt(2 / 3) / 2)
 
 
 def test_table_and_plot_show_every_cell():
     cells = [cell(n, t, ((1.0 + t / 64 + i, 2.0 + i / 2),)) for t in (8, 16) for i, n in enumerate(("full", "other"))]
     lines = markdown(cells).splitlines()
-    assert lines[0] == "| cache | 8 tokens | 16 tokens |"
-    assert lines[2] == f"| full | {cells[0].perplexity:.2f} | {cells[2].perplexity:.2f} |"
+    means = [mean_perplexity(c)[0] for c in cells]
+    assert lines[0] == "| cache | context | budget | tokens read | perplexity | against full |"
+    assert lines[2] == f"| `full` | 8 | all | 8 | {means[0]:.2f} |  |"
     change, error = 100 * (math.exp(0.75) - 1), 100 * math.exp(0.75) * 0.25
-    assert f"{cells[1].perplexity:.2f} ({change:+.2f} ± {error:.2f} %)" in lines[3]
+    assert lines[3] == f"| `other` | 8 | all | 8 | {means[1]:.2f} | {change:+.2f} ± {error:.2f} % |"
     left, right = figure(cells).axes
     shown = {line.get_label(): line for line in left.get_lines()}
-    np.testing.assert_allclose(shown["other"].get_ydata(), [cells[1].perplexity, cells[3].perplexity])
-    np.testing.assert_allclose(shown["other"].get_xdata(), [8, 16])
+    np.testing.assert_allclose(shown["other, 8 / 8 read"].get_ydata(), means[1::2])
+    np.testing.assert_allclose(shown["other, 8 / 8 read"].get_xdata(), [8, 16])
     assert list(right.containers[0].lines[0].get_ydata()) == pytest.approx([change, change])
     assert len(right.containers) == 1
 
 
 def test_a_file_s_cells_are_not_run_again(checkpoint, cells, tmp_path, monkeypatch):
-    out, full = tmp_path / "deep" / "out.json", {"full": presets.full()}
+    out, full = tmp_path / "deep" / "results", ["full"]
     first = perplexity(checkpoint, TEXT, full, BOTH, out=out)
-    assert [c.nll for c in first] == [c.nll for c in cells[:2]]
+    assert nats(first[1]).tolist() == nats(cells[1]).tolist()
 
-    def fail(checkpoint, rows, setting, policies):
-        assert not policies, "ran"
-        return iter(())
-
-    monkeypatch.setattr(module, "_score_all", fail)
-    assert perplexity(checkpoint, TEXT, full, BOTH, out=out) == first
+    monkeypatch.setattr(module, "score", lambda *args: pytest.fail("ran"))
+    again = perplexity(checkpoint, TEXT, full, BOTH, out=out)
+    assert [c.batches for c in again] == [c.batches for c in first]
     for changes in ({"lengths": (24, 30, 40)}, {"passages": 4}, {"steps": 5}):
-        with pytest.raises(AssertionError, match="ran"):
+        with pytest.raises(pytest.fail.Exception, match="ran"):
             perplexity(checkpoint, TEXT, full, dataclasses.replace(BOTH, **changes), out=out)
-    with pytest.raises(AssertionError, match="ran"):
-        perplexity(checkpoint, TEXT, {"full": SMALL(budget=9)}, BOTH, out=out)
-    with pytest.raises(AssertionError, match="ran"):
+    with pytest.raises(pytest.fail.Exception, match="ran"):
+        perplexity(checkpoint, TEXT, {"full": presets.fier(9, group=8, chunk=8, dense_layers=1)}, BOTH, out=out)
+    with pytest.raises(pytest.fail.Exception, match="ran"):
         perplexity(checkpoint, TEXT.replace("ships", "boats"), full, BOTH, out=out)
-    out.write_text("{}")
-    with pytest.raises(ValueError, match=r"out.json is no result of a perplexity .*move it away"):
+    for path in out.iterdir():
+        path.write_text("[]")
+    with pytest.raises(ValueError, match=r"is no result of kvjax .*move it away"):
         perplexity(checkpoint, TEXT, full, BOTH, out=out)
 
 
@@ -178,16 +176,16 @@ def test_a_file_s_cells_are_not_run_again(checkpoint, cells, tmp_path, monkeypat
 )
 def test_bad_settings_are_refused_before_anything_runs(checkpoint, changes, said):
     with pytest.raises(ValueError, match=said):
-        perplexity(checkpoint, TEXT, {"fier": SMALL}, Setting(**{**dataclasses.asdict(SETTING), **changes}))
+        perplexity(checkpoint, TEXT, [SMALL], Setting(**{**dataclasses.asdict(SETTING), **changes}))
 
 
 def test_bad_texts_and_caches_are_refused(checkpoint):
     for text, caches, said in (
-        ("", {"fier": SMALL}, "the text is empty"),
-        ("abc", {"fier": SMALL}, "the text has 3 tokens"),
-        ([5] * 500 + [9999], {"fier": SMALL}, "token ids 5 to 9999, but the vocabulary has 258"),
-        (TEXT, {}, "one or more caches"),
-        (TEXT, {"pariskv": presets.pariskv}, "budget=12 is below sink"),
+        ("", [SMALL], "the text is empty"),
+        ("abc", [SMALL], "the text has 3 tokens"),
+        ([5] * 500 + [9999], [SMALL], "token ids 5 to 9999, but the vocabulary has 258"),
+        (TEXT, [], "at least one cache"),
+        (TEXT, ["pariskv"], "budget=12 is below sink"),
     ):
         with pytest.raises(ValueError, match=said):
             perplexity(checkpoint, text, caches, SETTING)
@@ -195,16 +193,15 @@ def test_bad_texts_and_caches_are_refused(checkpoint):
 
 def test_command_prints_a_table_and_goes_on_from_its_file(directory, tmp_path, capsys):
     (tmp_path / "book.txt").write_text(TEXT)
-    args = ["perplexity", directory, "--text", tmp_path / "book.txt", "--out", tmp_path / "out.json", "--steps", STEPS]
+    args = ["perplexity", directory, "--text", tmp_path / "book.txt", "--out", tmp_path / "out", "--steps", STEPS]
     args += ["--length", "40", "--passages", 2, "--batch", 2, "--share", 0.3]
     args += ["--cache", "full", "--cache", "fier:group=8,chunk=8,dense_layers=1"]
     assert main([str(arg) for arg in [*args, "--plot", tmp_path / "plot.svg"]]) == 0
     out, err = capsys.readouterr()
     header, _, full, fier = out.splitlines()
-    assert header == "| cache | 40 tokens |"
-    assert full.startswith("| full | ")
-    assert fier.startswith("| fier:group=8,chunk=8,dense_layers=1 | ")
-    assert err.count("perplexity") == 2
+    assert header == "| cache | context | budget | tokens read | perplexity | against full |"
+    assert full.startswith("| `full` | 40 | all | 42 | ")
+    assert fier.startswith("| `fier:group=8,chunk=8,dense_layers=1` | 40 | 12 | 22 | ")
     assert "<svg" in (tmp_path / "plot.svg").read_text()
 
     assert main([str(arg) for arg in [*args, "--json"]]) == 0
@@ -214,5 +211,10 @@ def test_command_prints_a_table_and_goes_on_from_its_file(directory, tmp_path, c
         ("full", None, 2 * STEPS),
         ("fier:group=8,chunk=8,dense_layers=1", 12, 2 * STEPS),
     ]
+    for bad, why in (("plot.xyz", "cannot be drawn"), ("none/plot.svg", "there is no such folder")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
+            assert main([str(arg) for arg in [*args, "--plot", tmp_path / bad]]) == 1
+        assert why in capsys.readouterr().err
     assert main(["perplexity", str(directory), "--text", str(tmp_path / "none.txt")]) == 1
     assert "none.txt is not there; --text takes a UTF-8 file" in capsys.readouterr().err

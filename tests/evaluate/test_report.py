@@ -11,15 +11,20 @@ from kvjax.evaluate import plots, report
 from kvjax.evaluate.store import Cell, read_cells
 from kvjax.presets import REGISTRY
 
-KEY = {"versions": {"jax": "1.2.3"}, "dtype": "float32", "device": "cpu", "model": "abc"}
+KEY = {"dtype": "float32", "model": "abc", "kvjax": "1"}
+MADE = {"date": "2026-01-02T03:04:05", "versions": {"jax": "1.2.3"}, "device": "cpu"}
 
 
 def cell(cache, length, scores, title="needle", depths=2):
     budget = int(cache.partition("@")[2]) if "@" in cache else None
     examples = [{"id": str(i), "score": s, "fields": {"depth": float(i % 2)}} for i, s in enumerate(scores)]
-    batches = [{"examples": examples, "attended_by_layer": [1.0], "steps": 1, "seconds": 1.0}] if scores else []
+    batches = (
+        [{"examples": examples, "attended_by_layer": [float(budget or 500), 500.0], "steps": 1, "seconds": 1.0}]
+        if scores
+        else []
+    )
     task = {"title": title, "length": length, "depths": depths}
-    head = {"budget": budget, "model": {"name": "tiny"}, "date": "2026-01-02T03:04:05"}
+    head = {"budget": budget, "model": {"name": "tiny", "layers": 2}, "dense_layers": 1, "made": [MADE]}
     return Cell(f"{title} at {length}", "exact match", cache, {**KEY, "task": task}, head, 4, None, batches)
 
 
@@ -34,12 +39,13 @@ CELLS = [
 ]
 
 
-def test_the_table_has_a_row_a_cache_a_column_a_budget_and_a_block_a_length():
+def test_the_table_has_a_row_a_cache_and_budget_with_tokens_read_and_a_block_a_length():
     assert report.table(CELLS[:3]) == (
         "### needle, 512 tokens\n\nExact match, n = 4.\n\n"
-        "| cache | all | 16 | 64 |\n| --- | ---: | ---: | ---: |\n"
-        "| `full` | 1.00 (0.51, 1.00) |  |  |\n"
-        "| `fier` |  | 0.25 (0.05, 0.70) | 0.50 (0.15, 0.85) |\n"
+        "| cache | budget | tokens read | exact match | 95 % |\n| --- | ---: | ---: | ---: | ---: |\n"
+        "| `full` | all | 500 | 1.00 | 0.51 to 1.00 |\n"
+        "| `fier` | 16 | 258 | 0.25 | 0.05 to 0.70 |\n"
+        "| `fier` | 64 | 282 | 0.50 | 0.15 to 0.85 |\n"
     )
     whole = report.table(CELLS)
     assert [line for line in whole.splitlines() if line.startswith("#")] == [
@@ -48,11 +54,36 @@ def test_the_table_has_a_row_a_cache_a_column_a_budget_and_a_block_a_length():
     ]
 
 
+def test_caches_that_were_not_run_are_told_with_the_reason_and_rounded_budgets_too():
+    refused = dataclasses.replace(CELLS[1], cache="pariskv@64", batches=[], refused="the budget is too small")
+    floored = dataclasses.replace(CELLS[2], head={**CELLS[2].head, "note": "reads 8: whole pages of 8"})
+    told = report.table([CELLS[0], refused, floored])
+    assert told.endswith("\nNot run: `pariskv@64`: the budget is too small.\n")
+    assert "| `fier` | 16 (reads 8: whole pages of 8) | 258 |" in told
+    assert report.summary([CELLS[0], refused])["refused"] == {"pariskv@64": "the budget is too small"}
+
+
+def test_both_protocols_of_a_question_are_blocks_of_their_own():
+    def of(question):
+        return dataclasses.replace(CELLS[0], key={**KEY, "task": {**CELLS[0].key["task"], "question": question}})
+
+    titles = [block.title for block in report.blocks([of("decoded"), of("prefilled")])]
+    assert titles == ["needle, question decoded", "needle, question prefilled"]
+
+
+def test_a_comparison_shows_itself_as_columns():
+    assert report.plain(report.table(CELLS[:2])).splitlines()[4:] == [
+        "cache  budget  tokens read  exact match          95 %",
+        "full      all          500         1.00  0.51 to 1.00",
+        "fier       64          282         0.50  0.15 to 0.85",
+    ]
+
+
 def test_the_page_says_model_versions_and_date():
     page = report.page(CELLS)
     for part in ("# tiny, float32", "jax 1.2.3", "2026-01-02", "cpu", report.overview(CELLS), report.table(CELLS)):
         assert part in page
-    other = dataclasses.replace(CELLS[0], key={**CELLS[0].key, "device": "gpu"})
+    other = dataclasses.replace(CELLS[0], head={**CELLS[0].head, "made": [{**MADE, "device": "gpu"}]})
     assert "2026-01-02, cpu, jax 1.2.3; 2026-01-02, gpu, jax 1.2.3." in report.page([*CELLS, other])
 
 
@@ -60,19 +91,20 @@ def test_the_overview_has_all_lengths_of_a_task_in_each_place():
     others = [cell("full", 512, [1.0], title="key"), cell("h2o@16", 512, [1.0])]
     assert report.overview([*CELLS[3:], *CELLS[:3], *others]) == (
         "### needle, 512 / 1024 tokens\n\nExact match at each length, n = 1 to 4 / 4.\n\n"
-        "| cache | all | 16 | 64 |\n| --- | ---: | ---: | ---: |\n"
-        "| `full` | 1.00 .75 |  |  |\n| `fier` |  | .25 .00 | .50 .31 |\n| `h2o` |  | 1.00 - |  |\n\n"
+        "| cache | budget | tokens read | exact match |\n| --- | ---: | ---: | ---: |\n"
+        "| `full` | all | 500 / 500 | 1.00 .75 |\n| `fier` | 16 | 258 / 258 | .25 .00 |\n"
+        "| `fier` | 64 | 282 / 282 | .50 .31 |\n| `h2o` | 16 | 258 / - | 1.00 - |\n\n"
     )
     assert report.overview(CELLS[:3]) == ""
 
 
 def test_the_summary_says_what_was_run_and_the_scores():
     found = json.loads(json.dumps(report.summary(CELLS)))
-    assert found["made"] == [{"versions": {"jax": "1.2.3"}, "device": "cpu"}]
-    assert (found["date"], found["model"], found["dtype"]) == (
-        "2026-01-02T03:04:05",
-        {"name": "tiny", "digest": "abc"},
+    assert found["made"] == [MADE]
+    assert (found["model"], found["dtype"], found["kvjax"]) == (
+        {"name": "tiny", "layers": 2, "digest": "abc"},
         "float32",
+        "1",
     )
     assert list(found["results"]) == ["needle at 512", "needle at 1024"]
     short = found["results"]["needle at 1024"]
@@ -101,7 +133,7 @@ def test_cells_of_several_runs_come_in_the_order_of_tables(tmp_path):
     assert report.table(found[:3]) == report.table(CELLS[:3])
     assert len(found[2].examples) == 4
 
-    other = save(dataclasses.replace(CELLS[1], key={**CELLS[1].key, "source": "other"}), "other")
+    other = save(dataclasses.replace(CELLS[1], key={**CELLS[1].key, "kvjax": "other"}), "other")
     with pytest.raises(ValueError, match="one task and cache, but not made by the same; move one away"):
         read_cells(tmp_path)
     other.unlink()
@@ -130,7 +162,7 @@ def test_lines_are_the_means_by_budget_in_the_colour_of_the_method():
     left, right = figure.axes
     (line,) = (line for line in left.lines if line.get_marker() != "None")
     assert line.get_color() == plots.COLOURS["fier"]
-    np.testing.assert_array_equal(line.get_xdata(), [16, 64])
+    np.testing.assert_array_equal(line.get_xdata(), [258, 282], "tokens read, dense layers included")
     np.testing.assert_array_equal(line.get_ydata(), [0.25, 0.5])
     (dashed,) = (line for line in right.lines if line.get_marker() == "None")
     np.testing.assert_array_equal(dashed.get_ydata(), [0.75, 0.75])

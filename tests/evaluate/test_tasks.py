@@ -20,7 +20,7 @@ def tokenizer(tmp_path_factory):
 
 
 def make(name, **changes):
-    return TASKS[name](**{"length": LENGTH, "samples": 3, **SMALL.get(name, {}), **changes})
+    return TASKS[name](**{"length": LENGTH, "samples": 3, "question": "prefilled", **SMALL.get(name, {}), **changes})
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -33,6 +33,19 @@ def test_a_prompt_and_its_answer_have_the_length_and_a_right_answer_counts_in_fu
         assert task.score(example, "nothing") == 0
         text = tokenizer.decode(example.prompt)
         assert all(re.search(rf"\b{answer}\b", text) for answer in example.answers)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_decoded_question_is_the_end_of_the_same_prompt(tokenizer, name):
+    early, late = make(name), make(name, question="decoded")
+    assert TASKS[name](length=LENGTH).question == "decoded"
+    for whole, cut in zip(early.examples(tokenizer), late.examples(tokenizer), strict=True):
+        assert cut.prompt + cut.question == whole.prompt
+        assert (whole.question, cut.answers, cut.fields) == ((), whole.answers, whole.fields)
+        asked = tokenizer.decode(cut.question)
+        assert asked.startswith("\n")
+        assert "?" in asked or name in ("key_value", "variables")
+        assert not any(answer in asked for answer in cut.answers)
 
 
 @pytest.mark.parametrize("name", ["needles", "common_words"])
@@ -111,11 +124,12 @@ def test_every_setting_is_in_the_key():
     base = make("needle")
     changed = [make("needle", **{name: 7}) for name in ("samples", "seed", "depths")]
     changed += [make("needle", length=900), make("pass_key"), make("needles"), make("needles", hidden=9)]
+    changed += [make("needle", question="decoded")]
     assert len({digest_json(task.key()) for task in (base, *changed)}) == len(changed) + 1
 
 
 def test_names_say_what_is_asked_and_how_long():
-    assert make("needles", hidden=9).name == "1 of 9 needles at 1200"
+    assert make("needles", hidden=9).name == "1 of 9 needles at 1200, question prefilled"
     assert make("common_words").title == "3 common words"
     names = {make(name).name for name in TASKS}
     assert len(names) == len(TASKS)

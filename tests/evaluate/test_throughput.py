@@ -116,7 +116,7 @@ def test_one_that_does_not_fit_is_reported_and_the_rest_goes_on(model, monkeypat
 
     monkeypatch.setattr(throughput, "time_cell", time_cell)
     caches = {"fier": FIER, "full": presets.full()}
-    rows = sweep(model, caches, lengths=[64, 32], batches=[8, 2, 4], out=tmp_path / "rows.json")
+    rows = sweep(model, caches, lengths=[64, 32], batches=[8, 2, 4], out=tmp_path)
     said = {(row["cache"], row["length"], row["batch"]): row["status"] for row in rows}
     assert [key for key, status in said.items() if status != "ok"] == [
         ("fier", length, batch) for length in (32, 64) for batch in (4, 8)
@@ -125,7 +125,8 @@ def test_one_that_does_not_fit_is_reported_and_the_rest_goes_on(model, monkeypat
     assert len(tried) == 12 - 3  # what is larger than a cell that did not fit is not tried
     assert "9 bytes" in rows[1]["error"]
     assert "batch of 4 did not fit" in rows[2]["error"]
-    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
+    assert sweep(model, caches, lengths=[64, 32], batches=[8, 2, 4], out=tmp_path) == rows
+    assert len(list(tmp_path.iterdir())) == 12
 
 
 def test_other_errors_are_raised(model, monkeypatch):
@@ -142,7 +143,7 @@ def test_what_is_in_the_file_is_not_measured_again(model, monkeypatch, tmp_path)
     monkeypatch.setattr(
         throughput, "time_cell", lambda *a, batch, **s: measured.append(batch) or {"tpot_ms": float(len(measured))}
     )
-    out, full = tmp_path / "deep" / "rows.json", {"full": presets.full()}
+    out, full = tmp_path / "deep", {"full": presets.full()}
     first = sweep(model, full, out)
     assert sweep(model, full, out) == first
     both = sweep(model, full, out, batches=[BATCH, 7])
@@ -156,7 +157,12 @@ def test_what_is_in_the_file_is_not_measured_again(model, monkeypatch, tmp_path)
     monkeypatch.setattr(throughput, "provenance", lambda: {**real, "source": "other"})
     sweep(model, full, out)
     assert measured == [BATCH, 7, BATCH, BATCH, BATCH, BATCH]
-    assert len(json.loads(out.read_text())["rows"]) == 6
+    assert len(list(out.iterdir())) == 6
+    for text in ("[]", "{}", "{"):
+        for path in out.iterdir():
+            path.write_text(text)
+        with pytest.raises(ValueError, match=r"is no result of kvjax .*move it away or delete it"):
+            sweep(model, full, out)
 
 
 @pytest.mark.parametrize("most", [0, 1, 5, 29, 64])

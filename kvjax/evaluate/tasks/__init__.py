@@ -1,5 +1,89 @@
-"""What an evaluation asks: one file a family of tasks, and the protocol that they share."""
+"""What an evaluation asks: one file a family of tasks, the protocol that they share, and tasks by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from kvjax.evaluate.tasks.protocol import Example, Task
+from kvjax.settings import read_settings
 
-__all__ = ["Example", "Task"]
+__all__ = ["DATA", "Example", "Task", "make_tasks"]
+
+DATA = ("longbench", "longbench-v2", "gsm8k", "ruler")
+SAMPLES, LENGTH = 64, 2048  # of generated tasks, where nothing else is asked for
+
+
+def make_tasks(
+    names: Sequence[str],
+    *,
+    lengths: Sequence[int] | None = None,
+    samples: int | None = None,
+    seed: int = 0,
+    text: Path | None = None,
+    question: str | None = None,
+    data: Path | None = None,
+) -> list[Task]:
+    """Tasks by name, with settings if need be ("needles:hidden=16"): a generated one at every length.
+
+    `lengths`, `seed`, `text` and `question` are of generated tasks (see `generated.Synthetic`), `data` is the directory
+    of published ones: of longbench and ruler every file there, if none is named. `samples` cuts both.
+
+    Raises:
+      ValueError: an unknown task or setting, or an option that no task has a use for.
+    """
+    from kvjax.evaluate.tasks.generated import TASKS
+
+    if text is not None and not text.is_file():
+        raise ValueError(f"--text {text}: there is no such file")
+    common: dict[str, Any] = {"samples": SAMPLES if samples is None else samples, "seed": seed, "text": text}
+    common |= {} if question is None else {"question": question}
+    made: list[Task] = []
+    for asked in names:
+        name = asked.partition(":")[0]
+        if name in TASKS:
+            settings = read_settings(asked, TASKS[name], where="--task")
+            made += [TASKS[name](**{**common, "length": n, **settings}) for n in lengths or [LENGTH]]
+        elif name in DATA:
+            made += _published(asked, samples, data)
+        else:
+            raise ValueError(f"--task {asked}: unknown; there are {', '.join((*TASKS, *DATA))}")
+    generated = [name for name in names if name.partition(":")[0] in TASKS]
+    for option, given, fits, cure in (
+        ("--length", lengths and ",".join(map(str, lengths)), generated, "published data has its own lengths"),
+        ("--text", text, generated, "published data has its own text"),
+        ("--question", question, generated, "prompts of published data are prefilled whole"),
+        ("--data", data, len(generated) < len(names), f"it is for {', '.join(DATA)}"),
+    ):
+        if given is not None and not fits:
+            raise ValueError(f"{option} {given} has no use for {', '.join(names)}: {cure}; leave it out")
+    return made
+
+
+def _published(asked: str, samples: int | None, data: Path | None) -> list[Task]:
+    from kvjax.evaluate.tasks.generated import First
+    from kvjax.evaluate.tasks.gsm8k import Gsm8k
+    from kvjax.evaluate.tasks.longbench import METRICS, LongBench, LongBenchV2
+    from kvjax.evaluate.tasks.ruler import Ruler
+
+    name = asked.partition(":")[0]
+    if data is None:
+        raise ValueError(f"--task {asked} reads published files: give their directory as --data DIR")
+    makers: dict[str, Any] = {"longbench": LongBench, "longbench-v2": LongBenchV2, "gsm8k": Gsm8k, "ruler": Ruler}
+    given = read_settings(asked, makers[name], where="--task")
+    found: list[Task] = []
+    if name == "longbench":
+        here = [n for base in METRICS for n in (base, f"{base}_e") if (data / f"{n}.jsonl").is_file()]
+        chosen = [given.pop("dataset")] if "dataset" in given else here or [next(iter(METRICS))]
+        found = [LongBench(data, dataset, **given) for dataset in chosen]
+    elif name == "longbench-v2":
+        found = [LongBenchV2(data / given.pop("path", "data.json"), **given)]
+    elif name == "gsm8k":
+        found = [Gsm8k(data, **given)]
+    else:
+        paths = [data / given.pop("path")] if "path" in given else sorted(data.rglob("*.jsonl"))
+        if not paths:
+            raise ValueError(f"--data {data} has no .jsonl file; RULER's scripts make TASK/validation.jsonl")
+        found = [Ruler(path, **given) for path in paths]
+    return found if samples is None else [First(one, samples) for one in found]

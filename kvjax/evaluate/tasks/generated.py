@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
+import kvjax.evaluate.tasks.needles as needles_file
+import kvjax.evaluate.tasks.variables as variables_file
+import kvjax.evaluate.tasks.words as words_file
 from kvjax.evaluate.provenance import digest
-from kvjax.evaluate.tasks import needles as needles_file
-from kvjax.evaluate.tasks import variables as variables_file
-from kvjax.evaluate.tasks import words as words_file
 from kvjax.evaluate.tasks.protocol import Example, Task
 from kvjax.evaluate.tasks.weaving import DOTS, Hidden, Woven, weave
 from kvjax.spec import require_int
@@ -36,6 +36,7 @@ FORMS: dict[str, Callable[..., Hidden]] = {
         words_file.common_words,
     )
 }
+Question = Literal["decoded", "prefilled"]
 TITLES = {
     "pass_key": "pass key",
     "needles": "{asked} of {hidden} needles",
@@ -57,6 +58,11 @@ class Synthetic:
     which samples take turns, for forms of one line; None hides at random. `text` is a file of UTF-8 whose excerpts
     the lines are hidden in; None takes sentences made here, so that nothing need be downloaded. The words of
     frequent_words and common_words fill the prompt themselves.
+
+    `question` says how the question reaches the model. "prefilled": as the end of the prompt, so that a cache which
+    drops tokens of a prompt chooses them with the question in view, and the first token of the answer comes from full
+    attention. "decoded": one step at a time through the cache, after the prompt is stored, as in the pass-key script of
+    Quest, which FIER's Table 3 follows.
     """
 
     form: str
@@ -66,10 +72,13 @@ class Synthetic:
     seed: int = 0
     depths: int | None = None
     text: str | Path | None = None
+    question: Question = "decoded"
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise ValueError(f"Synthetic has no form {self.form!r}; it has {', '.join(FORMS)}")
+        if self.question not in get_args(Question):
+            raise ValueError(f"{self.form}(question={self.question!r}) must be {' or '.join(get_args(Question))}")
         for name in ("length", "samples"):
             require_int(f"{self.form}({name}=...)", getattr(self, name), at_least=1)
         if self.depths is not None:
@@ -86,7 +95,7 @@ class Synthetic:
 
     @property
     def name(self) -> str:
-        return f"{self.title} at {self.length}"
+        return f"{self.title} at {self.length}, question {self.question}"
 
     @property
     def metric(self) -> str:
@@ -106,7 +115,7 @@ class Synthetic:
         return False
 
     def key(self) -> Mapping[str, Any]:
-        own = {name: getattr(self, name) for name in ("form", "length", "samples", "seed", "depths")}
+        own = {name: getattr(self, name) for name in ("form", "length", "samples", "seed", "depths", "question")}
         return {
             **own,
             "title": self.title,
@@ -163,7 +172,8 @@ class Synthetic:
         fields = {"length": self.length, **hidden.fields}
         if len(hidden.holding) == 1:
             fields["depth"] = round(woven.depths[hidden.holding[0]] if depths is None else depths[0], 3)
-        return Example(str(number), woven.ids, hidden.answers, fields)
+        at = woven.question if self.question == "decoded" else len(woven.ids)
+        return Example(str(number), woven.ids[:at], hidden.answers, fields, woven.ids[at:])
 
     def _weave(
         self, tokenizer: Any, text: str | np.ndarray, hidden: Hidden, rng: random.Random, depths: list[float] | None

@@ -13,13 +13,15 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Example:
-    """One question. Its prompt is text, or token ids where a length is to be met exactly; the runner adds nothing to
-    ids, and to text what the tokenizer adds (as BOS), or the chat template if the task asks for it."""
+    """One question. Its prompt is text, or token ids where a length is to be met exactly. Nothing is added to ids; to
+    text what the tokenizer adds (as BOS), or the chat template if the task asks for it. The prompt is prefilled; the
+    tokens of `question` follow it one decode step at a time, through the cache."""
 
     id: str  # unique and stable within the task
     prompt: str | tuple[int, ...]
     answers: tuple[str, ...]  # what is right, in the task's own sense
     fields: Mapping[str, Any] = field(default_factory=dict)  # depth, length, subject ...: results are grouped by them
+    question: tuple[int, ...] = ()  # token ids that are fed after the prompt, one step each
 
 
 class Task(Protocol):

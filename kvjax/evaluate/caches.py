@@ -1,0 +1,165 @@
+"""The rows of a comparison: caches from text such as "fier:group=16", at equal budgets and equal dense layers.
+
+A comparison is fair if all rows read about as many tokens. Two settings decide that: the budget, and how many of the
+first layers attend to everything. So one `dense_layers` holds for all rows, whatever the papers' presets say; a row
+that sets its own keeps it, and shows it in its name. A budget that one method cannot hold stops that row alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+
+from kvjax import presets
+from kvjax.attention import PerLayer, init
+from kvjax.caches import Policy
+from kvjax.layouts import whole_units
+from kvjax.presets import Preset
+from kvjax.settings import read_settings
+from kvjax.spec import CacheSpec
+
+DENSE_LAYERS = 2  # of FIER's and Quest's papers
+AMPLE = 1 << 30  # a budget that every method can hold
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cache of a comparison, or the reason why it cannot be run."""
+
+    name: str  # "fier@64": what stands before "@" is the method
+    policies: PerLayer | None
+    budget: int | None = None  # tokens that a step reads a KV head; None for a cache without one
+    refused: str = ""  # why it cannot be run
+    dense_layers: int | None = None  # first layers that attend to everything; None where the cache has no such setting
+    note: str = ""  # a budget that is rounded down to whole pages
+
+
+Caches = Mapping[str, PerLayer | Policy] | Sequence[str]
+
+
+def make_rows(
+    caches: Caches,
+    *,
+    budgets: Sequence[int] | None = None,
+    dense_layers: int | None = DENSE_LAYERS,
+    group_reduces: Sequence[str] | None = None,
+) -> list[Row]:
+    """The rows of a comparison: each cache with every budget and every group rule that it takes.
+
+    Args:
+      caches: names of presets with settings if need be, as "fier:group=16"; or policies by name, taken as they are.
+      budgets: for methods that have one; a budget in a name wins.
+      dense_layers: of all rows whose text does not set it; None leaves each preset its own.
+      group_reduces: for methods that share a selection by a rule that can be set.
+
+    Raises:
+      ValueError: an unknown preset or setting; budgets or rules that no cache takes; no row that can be run. A budget
+        that one cache of several cannot hold is no error: its row says so.
+    """
+    if isinstance(caches, str):
+        caches = [caches]
+    if not caches:
+        raise ValueError("a comparison needs at least one cache, as 'full' or 'fier:budget=64'")
+    if isinstance(caches, Mapping):
+        return [_given(name, policy) for name, policy in caches.items()]
+    known = {text: presets.find(text.partition(":")[0]) for text in caches}
+    _require_use("--budget", budgets, known, lambda preset: preset.has_budget, "have no budget")
+    _require_use("--group-reduce", group_reduces, known, has_group_reduce, "do not choose by a group")
+    found: dict[str, Row] = {}
+    for text, preset in known.items():
+        asked = read_settings(text, preset.make, where="--cache")
+        own_budget = asked.pop("budget", None)
+        rules: Sequence[str | None] = group_reduces if group_reduces and has_group_reduce(preset) else [None]
+        for rule in rules:
+            settings = asked if rule is None else {**asked, "group_reduce": rule}
+            label = _label(preset.name, settings)
+            if dense_layers is not None and "dense_layers" in _parameters(preset):
+                settings = {"dense_layers": dense_layers, **settings}
+            if not preset.has_budget:
+                found[label] = Row(label, preset.make(**settings), dense_layers=settings.get("dense_layers"))
+                continue
+            preset.make(**settings, budget=AMPLE)  # a setting that no budget can mend stops the whole comparison
+            default = _parameters(preset)["budget"].default
+            for budget in [own_budget] if own_budget is not None else budgets or [default]:
+                name = f"{label}@{budget}"
+                try:
+                    made = preset.make(**settings, budget=budget)
+                    found[name] = Row(
+                        name, made, budget, note=_rounding(made.rest, budget), dense_layers=len(made.first)
+                    )
+                except ValueError as error:
+                    found[name] = Row(name, None, budget, refused=str(error))
+    _require_one(list(found.values()))
+    return list(found.values())
+
+
+def check_rows(rows: Sequence[Row], spec: CacheSpec, layers: int) -> list[Row]:
+    """The rows, with those refused that cannot hold this model.
+
+    Raises:
+      ValueError: no row can.
+    """
+    checked = []
+    for row in rows:
+        refused = row.refused
+        if row.policies is not None:
+            try:
+                presets.check_reaches(row.policies, layers, row.name)
+                jax.eval_shape(partial(init, row.policies, spec, layers=layers))
+            except (ValueError, NotImplementedError) as error:
+                refused = str(error)
+        checked.append(replace(row, policies=None if refused else row.policies, refused=refused))
+    _require_one(checked)
+    return checked
+
+
+def _require_one(rows: Sequence[Row]) -> None:
+    if all(row.refused for row in rows):
+        raise ValueError("; ".join(dict.fromkeys(row.refused for row in rows)))
+
+
+def has_group_reduce(preset: Preset) -> bool:
+    """Whether a GQA group shares its selection by a rule that can be set."""
+    rule = _parameters(preset).get("group_reduce")
+    return rule is not None and isinstance(rule.default, str)
+
+
+def _given(name: str, policy: PerLayer | Policy) -> Row:
+    policies = policy if isinstance(policy, PerLayer) else PerLayer((), policy)
+    return Row(name, policies, getattr(policies.rest, "budget", None), dense_layers=len(policies.first))
+
+
+def _parameters(preset: Preset) -> Mapping[str, Any]:
+    return inspect.signature(preset.make).parameters
+
+
+def _label(name: str, settings: Mapping[str, Any]) -> str:
+    return name + (":" + ",".join(f"{key}={value}" for key, value in settings.items()) if settings else "")
+
+
+def _rounding(policy: Policy, budget: int) -> str:
+    """What a budget is rounded down to, where the selector reads whole pages."""
+    inner: Any = getattr(policy, "retrieval", policy)  # of a policy around a Retrieval
+    unit = getattr(getattr(inner, "selector", None), "unit", 1)
+    if unit == 1:
+        return ""
+    beside = inner.sink + inner.local
+    reads = beside + whole_units(budget - beside, unit)
+    if reads == beside:
+        least = beside + unit
+        raise ValueError(f"budget={budget} leaves no room for a page of {unit} tokens; use at least {least}")
+    return "" if reads == budget else f"reads {reads}: whole pages of {unit}"
+
+
+def _require_use(
+    option: str, given: Sequence[Any] | None, known: Mapping[str, Preset], takes: Callable[[Preset], bool], why: str
+) -> None:
+    if given and not any(map(takes, known.values())):
+        have = ", ".join(preset.name for preset in presets.REGISTRY.values() if takes(preset))
+        shown = ",".join(map(str, given))
+        raise ValueError(f"{option} {shown}: {', '.join(known)} {why}; leave it out, or add one of {have}")

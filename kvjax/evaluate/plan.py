@@ -1,0 +1,249 @@
+"""Runs a plan: reads each batch of prompts once, stores it in every cache, and lets each cache answer for itself.
+
+What "answer" means is a function: `accuracy.answer` decodes freely, `perplexity.score` feeds the true continuation. A
+prompt may end in tokens that are fed one step at a time through the cache, as a question that comes after the cache
+has thrown away what it will.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kvjax.attention import Cache, PerLayer
+from kvjax.evaluate import prompt
+from kvjax.evaluate.caches import Row, check_rows
+from kvjax.evaluate.provenance import digest_json, model_digest, provenance
+from kvjax.evaluate.store import FORMAT, Cell, Progress
+from kvjax.evaluate.tasks import Example, Task
+from kvjax.models import Checkpoint
+from kvjax.spec import CacheSpec, require_int
+
+CAPACITY_STEP = 128  # capacities are multiples of it, so that near lengths share programs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A task and caches, checked, with what files hold of them already. `run` does the rest."""
+
+    task: Task
+    policies: Mapping[str, PerLayer]  # of the caches that can be run
+    prompts: Mapping[str, tuple[int, ...]]  # prefilled tokens by example, in the order of their lengths
+    fed: Mapping[str, tuple[int, ...]]  # tokens that follow them one step at a time
+    examples: Mapping[str, Example]
+    cells: Mapping[str, Cell]  # by cache; those that were refused have no policy
+    notes: Mapping[str, str]  # by cache: a budget that was rounded down
+
+    @property
+    def total(self) -> int:
+        return len(self.prompts) * len(self.policies)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a cache must hold for the longest example."""
+        return _capacity(max(map(len, self.prompts.values())), self.new_tokens)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that follow a prefilled prompt, at most: those that are fed, and the answer."""
+        return max(map(len, self.fed.values())) + self.task.max_new_tokens
+
+    @property
+    def done(self) -> int:
+        return sum(len(cell.examples) for cell in self.cells.values())
+
+
+# Takes (checkpoint, cache, logits f32[B, V], plan, the id that each row is asked or None), and returns results by id,
+# tokens read by layer, and the row steps that these are the mean of.
+Answer = Callable[
+    [Checkpoint, Cache, Array, Plan, Sequence[str | None]], tuple[Mapping[str, dict[str, Any]], list[float], int]
+]
+
+
+def prepare(
+    checkpoint: Checkpoint,
+    task: Task,
+    rows: Sequence[Row],
+    *,
+    dtype: Any,
+    out: Path | None = None,
+    model: str | None = None,
+    resume: bool = True,
+) -> Plan:
+    """Checks everything that needs no weights: every error that can be known comes from here.
+
+    `model`, the digest of the checkpoint's directory, spares reading it; without `resume`, files in `out` are replaced.
+
+    Raises:
+      ValueError: prompts that the model has no positions for, examples without ids of their own, a damaged result, or
+        no cache that can hold the model. A cache that cannot, beside others that can, has a cell that says why.
+    """
+    examples = list(task.examples(checkpoint.tokenizer))
+    ids = [example.id for example in examples]
+    if not ids or len(set(ids)) < len(ids):
+        raise ValueError(f"the task {task.name} has {len(ids)} examples with {len(set(ids))} ids; each needs its own")
+    prompts = {example.id: _encode(checkpoint, task, example) for example in examples}
+    fed = {example.id: tuple(example.question) for example in examples}
+    order = sorted(range(len(ids)), key=lambda i: len(prompts[ids[i]]))
+
+    config, dtype = checkpoint.config, jnp.dtype(dtype)
+    new = max(map(len, fed.values())) + task.max_new_tokens
+    spec = CacheSpec(
+        batch=1,
+        q_heads=config.q_heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        capacity=_capacity(len(prompts[ids[order[-1]]]), new),
+        dtype=dtype,
+    )
+    if not rows:
+        raise ValueError("a comparison needs at least one cache")
+    rows = check_rows(rows, spec, config.layers)
+    made = provenance()
+    common = {
+        "format": FORMAT,
+        "kvjax": made["versions"]["kvjax"],
+        "model": model_digest(checkpoint.directory) if model is None else model,
+        "dtype": dtype.name,
+        "task": {
+            **task.key(),
+            "max_new_tokens": task.max_new_tokens,
+            "stop": list(task.stop),
+            "stop_tokens": list(checkpoint.stop_tokens),
+            "examples": digest_json([(i, prompts[i], fed[i], examples[n].answers) for n, i in enumerate(ids)]),
+        },
+    }
+    sizes = ("layers", "q_heads", "kv_heads", "head_dim", "vocab_size", "max_positions")
+    about = {"name": checkpoint.directory.resolve().name, **{name: getattr(config, name) for name in sizes}}
+    cells, by_id = {}, {example.id: example for example in examples}
+    for row in rows:
+        head = {"model": about, "budget": row.budget, "dense_layers": row.dense_layers, "note": row.note}
+        key = {**common, "policy": repr(row.policies)}
+        cell = Cell(task.name, task.metric, row.name, key, head, len(ids), refused=row.refused)
+        if out is not None and not row.refused:
+            cell.open(out, by_id.keys(), resume=resume)
+            for example in cell.examples:  # its results stay; its score may be that of an earlier version of the task
+                if "answer" in example:
+                    example["score"] = float(task.score(by_id[example["id"]], example["answer"]))
+        cells[row.name] = cell
+    policies = {row.name: row.policies for row in rows if row.policies is not None}
+    notes = {row.name: row.note for row in rows if row.note}
+    return Plan(task, policies, {ids[i]: prompts[ids[i]] for i in order}, fed, by_id, cells, notes)
+
+
+def run(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    answer: Answer,
+    *,
+    batch: int = 8,
+    capacity: int | None = None,
+    progress: Progress | None = None,
+) -> list[Cell]:
+    """Answers what a plan leaves open. The cells come in the order of the caches, those that were refused among them.
+
+    `capacity`, of all caches, is by default what each batch needs. Plans that share the largest `plan.capacity` share
+    the programs that decode: where compiling costs more than empty slots do, as for a small model on a GPU.
+    """
+    batch = min(require_int("batch", batch, at_least=1), len(plan.prompts))
+    ids, made = list(plan.prompts), provenance()
+    known = {name: {example["id"] for example in plan.cells[name].examples} for name in plan.policies}
+    for first in range(0, len(ids), batch):
+        part = ids[first : first + batch]
+        open_cells = [name for name in plan.policies if not known[name].issuperset(part)]
+        if not open_cells:
+            continue
+        if progress is not None:
+            progress(plan.done, plan.total, f"prefill of {len(part)} prompts")
+        rows = [plan.prompts[i] for i in part] + [()] * (batch - len(part))
+        logits, prompts = jax.block_until_ready(prompt.read(checkpoint, rows))
+        needed = _capacity(prompts.spec.capacity, plan.new_tokens)
+        for name in open_cells:
+            if progress is not None:
+                progress(plan.done, plan.total, name)
+            begin, cell = time.perf_counter(), plan.cells[name]
+            asked = [i if i not in known[name] else None for i in part] + [None] * (batch - len(part))
+            held = prompt.store(checkpoint, prompts, plan.policies[name], capacity or needed)
+            answers, attended, steps = answer(checkpoint, held, logits, plan, asked)
+            tokens = {i: len(plan.prompts[i]) + len(plan.fed[i]) for i in answers}
+            results = [{"id": i, "prompt_tokens": tokens[i], **result} for i, result in answers.items()]
+            seconds = round(time.perf_counter() - begin, 3)
+            cell.made_by(made)
+            cell.batches.append(
+                {"examples": results, "attended_by_layer": attended, "steps": steps, "seconds": seconds}
+            )
+            cell.save()
+    if progress is not None:
+        progress(plan.done, plan.total, "")
+    return list(plan.cells.values())
+
+
+def feed(
+    checkpoint: Checkpoint,
+    cache: Cache,
+    logits: Array,
+    fed: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]] | None = None,
+    *,
+    room: int | None = None,
+) -> prompt.Fed:
+    """Feeds each row its own tokens one step at a time; see `prompt.feed`. `room` columns share one program."""
+    counts = np.array([len(row) for row in fed], np.int32)
+    tokens = np.zeros((len(fed), max(room or 0, int(counts.max()))), np.int32)
+    wanted = tokens.copy()
+    for to, rows in ((tokens, fed), (wanted, fed if targets is None else targets)):
+        for padded, row in zip(to, rows, strict=True):
+            padded[: len(row)] = row
+    return prompt.feed(checkpoint.model, cache, logits, tokens, wanted, counts)
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def _encode(checkpoint: Checkpoint, task: Task, example: Example) -> tuple[int, ...]:
+    """Token ids of a prompt, short enough for the model to answer."""
+    tokenizer, positions = checkpoint.tokenizer, checkpoint.config.max_positions
+    chat = task.chat and tokenizer.chat_template is not None
+
+    def encode(text: str) -> list[int]:
+        return checkpoint.apply_chat(text) if chat else list(tokenizer(text)["input_ids"])
+
+    given = example.prompt
+    ids = encode(given) if isinstance(given, str) else list(given)
+    new = len(example.question) + task.max_new_tokens
+    room = len(ids) if positions is None else positions - new
+    if len(ids) > room and (room < 2 or not getattr(task, "truncate", False)):
+        raise ValueError(
+            f"{task.name}, example {example.id}: {len(ids)} prompt + {new} new tokens do not fit in "
+            f"the model's {positions} positions; ask for shorter examples"
+        )
+    keep = room
+    while len(ids) > room:  # what a template adds, and how the halves tokenize anew, shows when they are put together
+        if isinstance(given, str):
+            text = tokenizer(given, add_special_tokens=False)["input_ids"]
+            head, tail = (tokenizer.decode(half, skip_special_tokens=True) for half in _halves(text, keep))
+            ids = encode(head + tail)
+        else:
+            head, tail = _halves(list(given), keep)
+            ids = head + tail
+        keep -= max(1, len(ids) - room)
+    if not ids:
+        raise ValueError(f"{task.name}, example {example.id}: the prompt is empty")
+    return tuple(ids)
+
+
+def _halves(ids: list[int], keep: int) -> tuple[list[int], list[int]]:
+    """The first and the last tokens, `keep` in all."""
+    return ids[: keep - keep // 2], ids[len(ids) - keep // 2 :]
+
+
+def _capacity(tokens: int, new: int) -> int:
+    return -(-(prompt.columns(tokens) + new) // CAPACITY_STEP) * CAPACITY_STEP
