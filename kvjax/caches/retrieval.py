@@ -17,6 +17,7 @@ from kvjax.selection import PackedSelection, Selection, expand_units, reduce_que
 from kvjax.selectors import Candidates, FusedSelector, Selector
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores import Dense, FusedSlotStore, Store
+from kvjax.validation import check_verbs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class Retrieval(Zoned):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_verbs("Retrieval(selector=...)", self.selector, "a selector", ("init", "score"), "kvjax.Fier()")
         require_int("Retrieval(dense_below=...)", self.dense_below, at_least=0)
         require_int("Retrieval(budget=...)", self.budget, at_least=1)
         if self.budget < self.sink + self.local:

@@ -27,6 +27,7 @@ from kvjax.partial import PartialAttention, Span, keep_valid, merge
 from kvjax.prompt import attend_zone
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores import Store
+from kvjax.validation import check_verbs
 
 
 @register_dataclass
@@ -65,10 +66,8 @@ class Visible(NamedTuple):
     sink: Span | None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Zoned:
-    """Stores tokens in zones; a subclass says what a step attends to. A row's history has capacity - sink - local + 1
-    slots, rounded down to whole chunks (at least one)."""
+    """Stores tokens in zones. A subclass is a dataclass with these fields, and says what a step attends to."""
 
     store: Store
     sink: int
@@ -78,6 +77,8 @@ class Zoned:
     def __post_init__(self) -> None:
         for name, at_least in (("sink", 0), ("local", 1)):
             require_int(f"{type(self).__name__}({name}=...)", getattr(self, name), at_least=at_least)
+        where = f"{type(self).__name__}(store=...)"
+        check_verbs(where, self.store, "a store", ("init", "append"), "kvjax.Dense()")
 
     def init(self, spec: CacheSpec) -> ZonedState:
         chunk, stay = self.demote.leave, len(self.demote.staying(self.local))
