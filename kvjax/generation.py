@@ -218,6 +218,13 @@ class _Flat:
         return jax.tree.unflatten(self.tree, self.leaves)(*args, **kwargs)
 
 
+@jax.jit
+def _has_no_best(logits: Array) -> Array:
+    """bool[B]: NaN or infinity is among the logits, or nothing else than -infinity, which masks a token."""
+    best = jnp.max(logits, axis=-1)  # NaN if any is
+    return ~jnp.isfinite(best)
+
+
 @partial(jax.jit, static_argnames="layers")
 def _empty_mean(logits: Array, layers: int) -> tuple[Array, Array]:
     """`_Loop.attended` and `counted` of no steps: made of logits, so that they lie on the devices of these."""
@@ -240,8 +247,11 @@ def _decode_loop(
     *,
     room: int,
     measure: bool,
-) -> _Loop:
-    """Emits up to `limit` <= `room` tokens a row. `first` counts the tokens that earlier calls of this run emitted."""
+) -> tuple[_Loop, Array]:
+    """Emits up to `limit` <= `room` tokens a row; and tells the rows whose logits then have no best token, bool[B].
+
+    `first` counts the tokens that earlier calls of this run emitted.
+    """
 
     def more(s: _Loop) -> Array:
         return (s.step < limit) & jnp.any(s.active)
@@ -284,7 +294,8 @@ def _decode_loop(
 
     tokens = jnp.full((logits.shape[0], room), PAD, jnp.int32)
     zero = jnp.zeros((), jnp.int32)
-    return lax.while_loop(more, flush_and_emit, _Loop(zero, cache, logits, tokens, active, *mean))
+    done = lax.while_loop(more, flush_and_emit, _Loop(zero, cache, logits, tokens, active, *mean))
+    return done, _has_no_best(done.logits)
 
 
 def generate(
@@ -454,6 +465,7 @@ class Stream(Iterator[Any]):
         self._sampling, self._keys, self._stop = sampling, keys, stop
         self._left, self._step = max_new_tokens, 0
         self._active: Any = np.ones((batch,), bool) if active is None else active
+        self._taking_part = self._active
         self._measure, self._block, self._text = measure, min(block, max_new_tokens), text
 
     @property
@@ -478,16 +490,28 @@ class Stream(Iterator[Any]):
         limit = min(steps, self._left)
         if limit < 1 or not np.any(self._active):
             return np.zeros((len(self.rows), 0), np.int32)
+        if self._step == 0:
+            self._check_finite(_has_no_best(self.logits), "before the first token")
         arguments, shape = self._call(steps, limit)
-        done = _decode_loop(*arguments, **shape)
+        done, bad = _decode_loop(*arguments, **shape)
         self.cache, self.logits, self._mean = done.cache, done.logits, (done.attended, done.counted)
-        tokens, count, self._active = jax.device_get((done.tokens, done.step, done.active))
+        tokens, count, self._active, bad = jax.device_get((done.tokens, done.step, done.active, bad))
         self._step += int(count)
         self._left -= int(count)
+        self._check_finite(bad, f"by new token {self._step}")
         tokens = tokens[:, : int(count)]
         for row, new in zip(self.rows, tokens, strict=True):
             row.extend(new[new != PAD].tolist())
         return tokens
+
+    def _check_finite(self, without_best: Any, when: str) -> None:
+        """Raises for rows whose logits say nothing. What is not finite once stays so: the cache holds it."""
+        bad = np.flatnonzero(np.asarray(without_best) & self._taking_part)
+        if bad.size:
+            raise RuntimeError(
+                f"the model's logits of row {bad[0]} are not finite {when}; its weights are damaged, or activations "
+                "outgrew the dtype: load the model in bfloat16 or float32, and check the checkpoint"
+            )
 
     def __next__(self) -> Any:
         while True:

@@ -63,12 +63,17 @@ def cache_dtype(dtype: DTypeLike) -> np.dtype:
     return found
 
 
-def require_int(what: str, value: Any, *, at_least: int) -> int:
+MOST = 2**31 - 1  # counts, sizes and positions are int32 on the device
+
+
+def require_int(what: str, value: Any, *, at_least: int, at_most: int = MOST) -> int:
     """`value` as an int, or an error that says what it must be."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"{what} must be an integer, got {value!r}")
     if value < at_least:
         raise ValueError(f"{what} must be at least {at_least}, got {value}")
+    if value > at_most:
+        raise ValueError(f"{what} must be at most {at_most}, got {value}")
     return int(value)
 
 

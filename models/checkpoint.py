@@ -168,10 +168,28 @@ class Checkpoint:
         Raises:
           ValueError: no token comes of it; or see `apply_chat`.
         """
+        if isinstance(prompt, str):
+            self._check_length(prompt)
         ids = list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else self.apply_chat(prompt)
         if not ids:
             raise ValueError("the prompt is empty: the tokenizer makes no token of it; give at least one character")
         return [int(i) for i in ids]
+
+    def _check_length(self, text: str) -> None:
+        """Refuses a text that no tokenization can fit, before minutes are spent on one."""
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            raise ValueError("the prompt is no text in UTF-8: it holds half a character (a surrogate)") from None
+        positions = self.config.max_positions
+        if positions is None or size <= positions * 16:
+            return
+        longest = 4 * max(map(len, self.tokenizer.get_vocab()))  # bytes: a character has at most 4
+        if size > positions * longest:
+            raise ValueError(
+                f"the prompt of {size} bytes has more than {positions} tokens (none of the model's is longer than "
+                f"{longest} bytes), but the model has {positions} positions; shorten it to some {positions * 4} bytes"
+            )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
@@ -342,7 +360,7 @@ def _draws(
         raise ValueError("seed and key both say how to draw; give one of them")
     if draw.greedy or key is not None:
         return draw, key
-    return draw, jax.random.key(require_int("seed", 0 if seed is None else seed, at_least=0))
+    return draw, jax.random.key(require_int("seed", 0 if seed is None else seed, at_least=0, at_most=2**32 - 1))
 
 
 def _as_list(prompt: Any) -> list[Prompt]:

@@ -1,9 +1,11 @@
 """The command line, in process, on a random checkpoint in Hugging Face format that the test writes."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -91,10 +93,11 @@ def test_json_text_is_the_decoded_new_tokens_and_equals_the_streamed_text(run_js
     report = run_json(*args)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     assert report["text"] == tokenizer.decode(report["token_ids"], skip_special_tokens=True)
-    code, out, err = kvjax("generate", checkpoint, *args)
+    code, out, err = kvjax("generate", checkpoint, *args, "--verbose")
     assert code == 0
     assert out == report["text"] + "\n"
     summary, ran = err.splitlines()
+    assert kvjax("generate", checkpoint, *args)[2].count("\n") == 1  # kernels for GPUs are no news on a CPU
     assert f"{len(TEXT.encode())} prompt tokens" in summary
     assert ran == in_short(report["implementations"])
     assert "put_token" in report["implementations"]
@@ -106,6 +109,21 @@ def test_prompt_file_drops_one_newline_at_its_end(run_json, tmp_path):
     file.write_text(TEXT + "\n", encoding="utf-8")
     args = ("--max-new-tokens", 5)
     assert run_json("--prompt-file", file, *args)["token_ids"] == run_json("--prompt", TEXT, *args)["token_ids"]
+
+
+def test_a_prompt_comes_from_a_file_with_a_mark_a_pipe_or_stdin(run_json, tmp_path, monkeypatch):
+    wanted = run_json("--prompt", TEXT, "--max-new-tokens", 3)
+    file = tmp_path / "marked.txt"
+    file.write_bytes(b"\xef\xbb\xbf" + TEXT.encode() + b"\r\n")
+    given = {"file": file, "stdin": "-", "pipe": tmp_path / "pipe"}
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode() + b"\n"), encoding="latin-1"))
+    os.mkfifo(given["pipe"])
+    writer = threading.Thread(target=lambda: given["pipe"].write_text(TEXT, encoding="utf-8"), daemon=True)
+    writer.start()
+    for what, path in given.items():
+        report = run_json("--prompt-file", path, "--max-new-tokens", 3)
+        assert report["token_ids"] == wanted["token_ids"], what
+        assert report["prompt_tokens"] == wanted["prompt_tokens"], what
 
 
 def test_draws_follow_the_seed(run_json):
@@ -187,10 +205,25 @@ def assert_one_line(result, message, code=1):
         (("--prompt", "a", "--cache", "fier", "--budget", 0), "budget=...) must be at least 1, got 0"),
         (("--prompt", "a", "--cache", "fier", "--budget", -5), "must be at least 1, got -5"),
         (("--prompt", "a", "--temperature", "nan"), "temperature must be a finite number of at least 0, got nan"),
+        (("--prompt", "a", "--top-p", 0.9), "top_p=0.9 filters draws, but without a temperature nothing is drawn"),
+        (("--prompt", "a", "--min-p", 0.1), "min_p=0.1 filters draws"),
+        (("--prompt", "a", "--cache", "FIER"), "unknown cache 'FIER'; did you mean 'fier'?"),
+        (("--prompt", "a", "--cache", "lru"), "unknown cache 'lru'; there are full, fier"),
+        (("--prompt", "a", "--cache", "fier:host=maybe"), "host must be true or false, got 'maybe'"),
+        (
+            ("--prompt", "a", "--cache", "fier:dense_layers=3"),
+            "keeps the first 3 layers full and the model has 3, so no",
+        ),
+        (("--prompt", "a", "--cache", "fier", "--budget", 2**40), "must be at most 2147483647, got 1099511627776"),
+        (("--prompt", "a", "--cache", "fier:local=3000000000"), "must be at most 2147483647, got 3000000000"),
+        (("--prompt", "a", "--cache", "fier:budget=8", "--budget", 9), "set two budgets; give one"),
+        (("--prompt", "caf\udce9"), "--prompt is not UTF-8; set a UTF-8 locale"),
+        (("--prompt-file", "/tmp"), "there is no such file"),
+        (("--prompt", "a" * 100_000), "the prompt of 100000 bytes has more than 512 tokens"),
         (("--prompt", "a", "--temperature", -1), "temperature must be a finite number"),
-        (("--prompt", "a", "--top-k", 0), "top_k must be at least 1"),
-        (("--prompt", "a", "--top-p", 1.5), "top_p must be in (0, 1]"),
-        (("--prompt", "a", "--min-p", "nan"), "min_p must be in [0, 1)"),
+        (("--prompt", "a", "--temperature", 1, "--top-k", 0), "top_k must be at least 1"),
+        (("--prompt", "a", "--temperature", 1, "--top-p", 1.5), "top_p must be in (0, 1]"),
+        (("--prompt", "a", "--temperature", 1, "--min-p", "nan"), "min_p must be in [0, 1)"),
         (("--prompt", "a", "--dtype", "int8"), "a cache cannot hold dtype int8; use one of bfloat16"),
         (("--prompt", "a", "--dtype", "floaty"), "a cache cannot hold dtype 'floaty'"),
         (("--prompt", "a", "--seed", 2**32), "--seed must be in [0, 2**32), got 4294967296"),
@@ -269,6 +302,36 @@ def test_chat_without_a_template_is_refused(kvjax, tmp_path):
     file = directory / "tokenizer_config.json"
     file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "chat_template"}))
     assert_one_line(kvjax("generate", directory, "--prompt", "a", "--chat"), "has no chat template")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_logits_that_are_not_finite_end_in_one_line(kvjax, tmp_path, bad):
+    directory = write_checkpoint(tmp_path)
+    tensors = weights()
+    tensors["model.norm.weight"][3] = bad
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    for more in ((), ("--json",)):
+        result = kvjax("generate", directory, "--prompt", "abc", "--max-new-tokens", 3, *more)
+        assert_one_line(result, "the model's logits of row 0 are not finite before the first token")
+
+
+def test_help_and_version_have_their_usual_names(kvjax):
+    from kvjax import __version__
+
+    assert kvjax("--version") == (0, f"kvjax {__version__}\n", "")
+    assert kvjax("-h")[:2] == kvjax("--help")[:2]
+    assert kvjax("generate", "-h")[:2] == kvjax("generate", "--help")[:2]
+
+
+def test_a_reader_that_leaves_ends_the_command_with_141(checkpoint):
+    command = [sys.executable, "-m", "kvjax.cli", "generate", checkpoint, "--prompt", "abc", "--max-new-tokens", "300"]
+    read, wrote = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=wrote, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(wrote)
+    assert done.returncode == 141, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Error" not in done.stderr
 
 
 def test_an_interrupt_leaves_no_traceback(kvjax, checkpoint, monkeypatch):

@@ -3,7 +3,7 @@
 A command is a module here, with a function that typer calls. Everything cheap is checked before anything long starts,
 in this order: options, prompt, config, length of the prompt, weights. What a user can get wrong ends in one line
 `error: ...` on stderr and a non-zero exit code: 2 for the use of the command, 1 for everything else, 130 for an
-interrupt. KVJAX_TRACEBACK=1 shows the traceback instead.
+interrupt, 141 where the reader of stdout is gone. KVJAX_TRACEBACK=1 shows the traceback instead.
 
 Heavy imports stand inside the commands, so that `kvjax --help` stays quick.
 """
@@ -13,11 +13,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
 from kvjax.cli import bench, evaluate, generate, measure, methods, perplexity
-from kvjax.cli.terminal import say
+from kvjax.cli.terminal import say, write
 
 # Advice for people who train with torch, and warnings of XLA's start, are not for this command's users.
 for _name, _value in (
@@ -33,7 +35,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="KV caches for long-context decoding in JAX.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        write(f"kvjax {metadata.version('kvjax')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """KV caches for long-context decoding in JAX."""
+
+
 app.command("generate")(generate.generate)
 app.command("methods")(methods.methods)
 app.command("eval")(evaluate.evaluate)
@@ -51,15 +71,25 @@ def main(args: Sequence[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:  # the reader, as `head`, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except BrokenPipeError:
+        return _reader_gone()
+    except SystemExit as end:  # click's answer to a closed pipe
+        if isinstance(end.__context__, BrokenPipeError):
+            return _reader_gone()
+        return end.code if isinstance(end.code, int) else 1
     except Exception as error:
         if os.environ.get("KVJAX_TRACEBACK"):
             raise
         usage = getattr(error, "format_message", None)  # click's errors, wherever typer's version keeps their class
         say(f"error: {_one_line(error) if usage is None else ' '.join(usage().split())}")
         return 1 if usage is None else 2
+
+
+def _reader_gone() -> int:
+    """The reader of stdout, as `head`, has had enough: what is left to write goes nowhere."""
+    sys.stdout = sys.__stdout__
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return 141
 
 
 def _one_line(error: Exception) -> str:

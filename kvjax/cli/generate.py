@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -21,11 +22,7 @@ from kvjax.cli.options import (
 )
 from kvjax.cli.terminal import bar, bars, say, write
 
-if TYPE_CHECKING:
-    from kvjax.models import Checkpoint
-
-DEFAULT_NEW_TOKENS = 128
-CAPACITY_STEP = 128  # capacities are multiples of it, so that near lengths share a program
+STDIN = Path("-")
 JSON_BLOCK = 16  # tokens between two reads of the host; --json need not show each token as it comes
 
 
@@ -34,7 +31,9 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="The prompt itself.", show_default=False)] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(help="UTF-8 file with the prompt; one newline at its end is dropped.", show_default=False),
+        typer.Option(
+            help="UTF-8 file with the prompt, - for stdin; one newline at its end is dropped.", show_default=False
+        ),
     ] = None,
     cache: Annotated[str, typer.Option(help="A method of `kvjax methods`, or with settings: fier:group=16.")] = "full",
     budget: Annotated[
@@ -43,9 +42,11 @@ def generate(
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(help=f"Default {DEFAULT_NEW_TOKENS}, or what the model's positions leave.", show_default=False),
+        typer.Option(help="Default 128, or what the model's positions leave.", show_default=False),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of the draws; without it, or at 0, greedy.", show_default=False)
+    ] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k most likely tokens.", show_default=False)] = None,
     top_p: Annotated[
         float | None,
@@ -59,6 +60,7 @@ def generate(
     dtype: Dtype = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Say which implementation ran each operation.")] = False,
 ) -> None:
     """Continues a prompt, decoding through a KV cache.
 
@@ -66,10 +68,10 @@ def generate(
     compilation: everything is compiled, and run once for a few tokens, before the clock starts; `compile_seconds`
     in the JSON is that time.
     """
-    from kvjax.sampling import sampling
+    from kvjax.sampling import requested_sampling
 
     policy, budget = make_policy(cache, budget)
-    draw = sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    draw = requested_sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
     if not 0 <= seed < 2**32:
@@ -84,16 +86,18 @@ def generate(
     import kvjax
     from kvjax import models
     from kvjax.generation import stream, warm_up
+    from kvjax.models.chat import default_new_tokens, round_capacity
+    from kvjax.presets import check_reaches
     from kvjax.request import check_fit
 
     progress = bars()
     with progress, bar(progress, "reading the prompt"):
         checkpoint = without_weights(directory)
-        tokens = _encode(checkpoint, text, chat=chat)
+        tokens = checkpoint.apply_chat(text) if chat else checkpoint.encode(text)
     config, positions = checkpoint.config, checkpoint.config.max_positions
+    check_reaches(policy, config.layers, f"--cache {cache}")
     if max_new_tokens is None:
-        left = DEFAULT_NEW_TOKENS if positions is None else positions - len(tokens)
-        max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, left))
+        max_new_tokens = default_new_tokens(len(tokens), positions)
     check_fit(0, len(tokens), max_new_tokens, None, positions)
 
     spec = kvjax.CacheSpec(
@@ -101,7 +105,7 @@ def generate(
         q_heads=config.q_heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        capacity=-(-(len(tokens) + max_new_tokens) // CAPACITY_STEP) * CAPACITY_STEP,
+        capacity=round_capacity(len(tokens) + max_new_tokens),
         dtype=kind,
     )
 
@@ -180,19 +184,32 @@ def generate(
         say(
             f"{len(tokens)} prompt tokens at {report['prefill_tokens_per_second']:.0f}/s, {len(new)} new at "
             f"{report['decode_tokens_per_second']:.1f}/s; cache {cache}: {size.device / 2**20:.1f} MiB on the device, "
-            f"{size.host / 2**20:.1f} MiB on the host, {attended.mean():.1f} tokens attended a step\n"
-            f"{in_short(ran)}"
+            f"{size.host / 2**20:.1f} MiB on the host, {attended.mean():.1f} tokens attended a step"
         )
+        if verbose or jax.default_backend() == "gpu":
+            say(in_short(ran))
+
+
+def _is_text(argument: str) -> bool:
+    """Whether an argument of the command was UTF-8; Python keeps other bytes as half characters."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise ValueError(f"give {'one' if prompt is None else 'only one'} of --prompt TEXT and --prompt-file FILE")
+    if prompt is not None and not _is_text(prompt):
+        raise ValueError("--prompt is not UTF-8; set a UTF-8 locale, or give the text as --prompt-file FILE")
     if file is not None:
-        if not file.is_file():
+        if file != STDIN and (not file.exists() or file.is_dir()):  # a pipe will do
             raise ValueError(f"--prompt-file {file}: there is no such file")
+        content = sys.stdin.buffer.read() if file == STDIN else file.read_bytes()
         try:
-            prompt = file.read_bytes().decode("utf-8")
+            prompt = content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"--prompt-file {file} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}; "
@@ -203,11 +220,3 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if not prompt:
         raise ValueError("the prompt is empty; give at least one character")
     return prompt
-
-
-def _encode(checkpoint: Checkpoint, text: str, *, chat: bool) -> list[int]:
-    """Token ids of the prompt, with the special tokens that the tokenizer or the chat template puts around it."""
-    ids = checkpoint.apply_chat(text) if chat else list(checkpoint.tokenizer(text)["input_ids"])
-    if not ids:
-        raise ValueError("the prompt is empty: the tokenizer makes no token of it")
-    return ids
