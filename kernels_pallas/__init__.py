@@ -1,5 +1,6 @@
-"""Pallas Mosaic GPU kernels for Hopper, one operation a file, with the semantics of its reference in `kvjax.ops`.
+"""Pallas Mosaic GPU kernels for Hopper GPUs, one operation a file, with the semantics of its reference in `kvjax.ops`.
 
-Arguments are the arrays of the reference's, without its named tuples. `kvjax.ops` chooses (`kvjax.ops.explain` says
-what and why); importing this package imports no kernel.
+Arguments are the arrays of the reference without its named tuples. `kvjax.ops` selects the implementation, and
+`kvjax.ops.explain` says which and why. Importing this package imports no kernel. Times and variants that were tried are
+in `benchmarks/NOTES.md`.
 """

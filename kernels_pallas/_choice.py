@@ -1,36 +1,15 @@
-"""The choice of `select_1bit` and others: from scores and their statistics to slots, by a cluster of blocks a row.
+"""The choice shared by the `select_*` kernels: from scores and their statistics to slots, a cluster of blocks a row.
 
-(1) The heads' sums are merged from the warps' statistics, while the first scores are on their way. (2) Each thread
-loads its scores, three fours ahead if they are in f16 and G <= 4, and makes keys of them, which stay in registers (of a
-row of at most 163840 with 8 blocks, 327680 with 16), and counts them into 2048 bins. (3) `top_k.find_bin` finds the bin
-of the last place over the cluster, and how many the blocks before have of it and above it: all that places need. (4)
-Each block writes the slots above the bin, in the order of threads. The elements of the bin, some tens, go to a list in
-the shared memory of every block of the cluster; a warp counts those larger than its own, which gives that one's place.
-So two barriers of the cluster are all, and the order of slots follows from the input alone. The lowest-ranked comes
-last.
+(1) The heads' sums are merged from the statistics of the warps. (2) Threads load scores, make keys of them and count
+the keys into 2048 bins; registers hold up to 163840 with 8 blocks. (3) `top_k.find_bin` finds the bin of the last place
+over the cluster. (4) Each block writes the slots above that bin in thread order. Elements of the bin itself go to a
+list in every block; a warp places each by counting larger ones.
 
-A longer row is read in steps, once: its keys are neither written nor made again. Each step has some of all of the row,
-so the first one is a sample, and the bin in which the last place of the sample lies is a bound: of the row no fewer
-elements are that large. Those of the other steps are compared with it, and of the sample, which registers hold; a four
-of adjacent elements that has one which is not below goes to a list that its warp has in shared memory, in the order of
-lanes. The passes visit the lists. Where one of a block is full, as of equal scores, the block reads its share again,
-writes the keys, and passes read these. Steps that lie in the first part for all threads are a loop of their own,
-without a question of any load, so that three fours are on their way there too, over the end of a step as well.
+A longer row is read in steps. The first bounds the last place; warps list only elements above.
 
-A bin of more than `ranked_at_once` elements, as of equal scores, or of those that are next to nothing, is first counted
-again, in 11 bits of what is left of key and slot at a time, by a barrier each: to rank n of them takes some n^2 / 30000
-us of a block, by count and by one profile, and to count again some 1.7 us. Of an H200, for 8 rows of 2500 that are all
-chosen, where the lowest is one of 601 below 2^-3 and there is one bin for these: 14.4 us by ranking, 7.4 by counting
-again, and 5.6 with bins for scores below 0 as well, which cost others 0.2 us.
+A bin with more than `ranked_at_once` elements is counted again, 11 bits at a time.
 
-**Counted** for 8 rows x 131072, G = 4, k = 2048, mean of softmaxes, blocks of 8, normal random scores of deviation 2:
-58 elements in the last place's bin, 2.1 lanes of a warp that meet in a bin when counting; by the leading 11 bits of a
-logarithm it is 11578 and 18. 64 registers, no spills.
-
-**Tried and lost** (`select_1bit` has its times), with shares of the 21 us that it took then, by a profile: counting
-again until as many are in a bin as are wanted (more than a tenth a pass); each thread reading two bins of all blocks (a
-tenth, once); 32 loads and selections a thread for the sums of warps (a twentieth, each time); a logarithm for each unit
-(a fifth of its special functions).
+**Bytes:** 2 or 4 G read a unit, 4 written a place. **Bound:** latency. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the kernels share: every import of Mosaic GPU, and a notation for the code of one CUDA thread.
+"""The parts that all kernels share: imports of Mosaic GPU, and a notation for the code of one CUDA thread.
 
-Pallas has no gather, atomic add to shared memory, shuffle or register-level `mma` on Hopper, which is what selecting
-and bit-expanding kernels are made of. They are written here as the body of one `inline_mgpu`: `Word` is a 32-bit
-register of a thread (unsigned), `ptx` one instruction, `when` and `loop` control flow; Python loops unroll.
+Pallas offers no gather, no atomic addition to shared memory, no shuffle and no register-level `mma` on Hopper. Kernels
+that select or expand bits need these, so their body is one `inline_mgpu` call. `Word` is an unsigned 32-bit register of
+a thread, `ptx` emits one instruction, `when` and `loop` are control flow, and Python loops unroll.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A query rotated by a warp, as `kvjax.rotate` has it: signs, then log2 D rounds of sums and differences.
+"""Rotates a query within one warp, as `kvjax.rotate` does: signs, then log2 D rounds of sums and differences.
 
-A lane holds D/32 adjacent channels: the first rounds are its own, and five shuffle. Of a head some 250 cycles, where a
-product with the matrix, by XLA, was a launch of 1.3 to 2 us on an H200.
+A lane holds D/32 adjacent channels. The first rounds stay within a lane, and five use shuffles. This replaces a launch
+of an XLA matrix product. Costs: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

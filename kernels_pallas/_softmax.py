@@ -1,8 +1,8 @@
-"""Attention over a part of the keys, as a warp keeps it in registers, how it takes keys and values in, and how warps
-and blocks merge theirs.
+"""Attention over a part of the keys in the registers of a warp, and the merges of warps and blocks.
 
-A lane has, of the heads 2 col and 2 col + 1: the largest score (base 2), its share of the sum of 2^(score - largest),
-and the mix of values weighted alike, [D, heads] in the places of the sums of `mma`; quad = lane / 4, col = lane % 4.
+A lane holds the state of heads 2 col and 2 col + 1, where quad = lane / 4 and col = lane % 4: the largest score (base
+2), the lane's share of the sum of 2^(score - largest), and the mix of values with the same weights. The mix is [D,
+heads], laid out as the accumulator of `mma`.
 """
 
 from __future__ import annotations

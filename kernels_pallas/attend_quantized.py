@@ -1,39 +1,17 @@
-"""Attention over keys and values of 2 and 4 bits, whose codes become operands of `mma` by an `and` of two at a time.
+"""Attention over keys and values of 2 or 4 bits, whose codes become operands of `mma` with one `and` for two codes.
 
-Below 256 the bits of a bf16 count linearly, so codes need not be decoded where scales can leave them. Keys by channel:
-q.k = sum (q s) c + q.z, with queries times scales once a group, and q.z as the start of the sums. Values by token:
-sum P v = sum (P s) c + sum P z, with weights times scales, an operand for each slice of channels that has scales of its
-own, and sum P z in f32 beside the mix. Only q s and P s are rounded, and what that takes is given back times the centre
-of the codes, as if codes were around 0. Keys by token are decoded: a code's bits after those of 1, less 1, and one
-`fma` with scale and zero.
+Below 256 the bits of a bf16 count linearly, so codes are used undecoded where scales can move: to the queries for keys
+by channel, to the weights for values by token. Zeros are added in f32. Keys by token are decoded. The rounding of
+scaled operands is corrected.
 
-Scores are S^T = K q^T, 16 keys the rows and 8 heads the columns of a product, and the mix is O^T = V^T P^T; channels
-are taken in the order in which their bits lie. A warp does a unit at a time: a group of keys that share scales by
-channel, or 32 keys with scales by token. A unit is padded to whole products. It is copied (`cp.async`) into shared
-memory of the warp, `stages` - 1 units ahead. The warps of some blocks share what is stored of a row, whatever its room,
-in turns; each keeps a part (online softmax, base 2); the warps of a block merge in shared memory, and the blocks in a
-second, small kernel, which writes the mean in the dtype of the queries. A zone of exact keys beside the codes (the
-recent block) is shared out among the same warps, 16 keys at a time, once they are through with their units. So a decode
-step of LogQuant is three launches: the new token's, the parts and their merge (ahead-of-time compile; 14 before).
+A warp takes one unit at a time; exact keys of the recent block follow. A second kernel merges blocks.
 
-**Sizes:** by channel q s and q z must be below 2^50, of values s below 2^55 and z below 2^38; all of it may be as small
-as 2^-57 before precision suffers.
+**Bytes:** D (b_k + b_v) / 8 of codes and 4 D / g of scales each of keys and values, for a token and KV head.
 
-**Bytes:** a token and kv head, D (b_k + b_v) / 8 of codes and 4 D / g of scales each of keys and values. The bound on
-an H200 (4.3 TB/s) for 8 kv heads x 131072, D = 128, 2 bits, keys by channel in groups of 42, values of 64: 21 us.
+**Bound:** instructions, then memory.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time with the merge, normal random q, k, v, 4 queries a kv head,
-those shapes: 36.0 us (the reference 5.24 ms); 32760 tokens 14.5 us, batch 8 x 32760 65.6 us. Of 131072 tokens, KIVI's
-groups of 32 47.0 us, the same in 4 bits 45.3, at D = 64 28.2; keys by token in groups of 64 40.1. Counted for the
-first: 250 instructions of a warp for 16 tokens, 125 of them at half rate, which is 17 us of issue slots; 148 registers,
-12 warps a multiprocessor and 40 KB in flight. (KIVI's slices of 32 channels take two products where one would do, and
-330 instructions.) With every code decoded and loads into registers it was 567, and 74 us.
-
-**Tried and lost** in time: three stages 38.6 us; four warpgroups a block, which have 128 registers and read 17 spilled
-ones in a unit, 38.8, and in three stages 41.8; 32 blocks a row 40.5, with one warpgroup and four stages 41.1; two
-warpgroups and four stages 41.2. Of the form with decoded codes: 16 blocks of a warpgroup a row 113 us, 50 blocks 81 us.
-In accuracy: without what rounding takes given back, the error is twice as large; of decoded codes, `fma` with zero -
-scale 2^b and without the subtraction was wrong by 1 to 2 %, as that sum is rounded for a whole group.
+**Limits:** by channel, q s and q z below 2^50; of values, s below 2^55 and z below 2^38; precision suffers below 2^-57.
+Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

@@ -1,24 +1,15 @@
-"""Exact attention over selected slots: keys and values are gathered, scored and mixed in one kernel.
+"""Exact attention over selected slots: one kernel gathers keys and values, scores them and mixes the values.
 
-A cluster of blocks has a row (a kv head, or a query head that chose for itself), a warp 32 of its slots at a time, and
-the warps of a cluster share a row's slots in turns. A warp copies the keys and values of its slots into shared memory
-of its own (`cp.async`, 16 bytes a lane; of a slot that is not valid nothing is read, zeros are written), so that no
-warp waits for another before the end, and all bytes of a short row are in flight at once. Scores are S^T = K q^T with
-16 keys as the rows of `mma` and 8 heads as its columns; the weights, rounded to the cache's dtype, become the right
-operand of O^T = V^T P^T by a transposition of 8 x 8 in registers. Each warp keeps the largest score, the sum and the
-mix of its slots (online softmax, base 2), and the warps merge in shared memory, the blocks through the cluster's.
+A cluster of blocks works on one row: a KV head, or a query head with its own selection. Each warp takes 32 slots at a
+time and copies their keys and values into its own shared memory, so no warp waits for another before the end. Scores
+are K q^T on `mma`. The weights are rounded to the dtype of the cache and transposed in registers for the product with
+V. Each warp keeps an online softmax in base 2; warps merge in shared memory, then blocks merge through the cluster.
 
-**Bytes:** 2 D e M read a row, e of an element, and 4 M of slots; 4 g (D + 1) written. The bound on an H200 (4.3 TB/s)
-is 2.0 us for 8 rows of 2048 slots, D = 128 in bf16.
+**Bytes:** 2 D e M read a row, where e is the size of an element, 4 M of slots, and 4 g (D + 1) written.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, normal random q, k, v, slots spread, in random order, 8 kv
-heads, G = 4, D = 128, bf16: 2048 of 131072 slots 6.0 us (the reference 24 us), of 1M 6.2 us; 512 slots 4.3 us, 1024
-slots 4.8 us (both of `tuned.json`; 5.0 and 5.1 by the rule), 4096 slots 8.7 us; batch 8 x 2048 of 32768 21 us. XLA adds
-1.4 us around it. `benchmarks/results/attend_slots.json` has more. Few slots are a matter of latency: one wave of loads
-for slots, one for their rows, one merge.
+**Bound:** latency for few slots, random reads for many.
 
-**Tried and lost** (2048 slots): 8 blocks of a warpgroup 6.8 us, 4 of two 7.4 us, 2 of two 10.4 us. With 64 rows 8
-blocks a row take 32 us where 2 take 21.
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

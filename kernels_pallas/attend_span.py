@@ -1,26 +1,16 @@
-"""Exact attention over a span of each row's slots, keys and values as they came: a decode step over a dense cache.
+"""Exact attention over a contiguous span of each row's slots: a decode step over a dense cache.
 
-XLA writes logits to device memory, reads them for the largest and again for the sums, and reads the cache by products
-that do not reach the memory's speed; cuDNN wants [B, S, K, D]. Here a row (a kv head) is split over blocks, and all
-warps of a row take its tiles of `keys` slots in turns, from its own start to its own stop: a cache that is a quarter
-full takes a quarter of the time. A warp copies its tiles (`cp.async`, 16 bytes a lane) into shared memory of its own, a
-ring of `stages`, keys and values apart: as soon as keys are scored those of `stages` tiles further are on their way,
-and no warp waits for another before the end. Of what is outside of the span nothing is read; zeros are written. Scores,
-weights and mix are those of `attend_slots`; the parts of a row's blocks are merged by a second, small kernel, which
-writes the mean in the dtype of the queries.
+A row, which is a KV head, is split over blocks. All warps of a row take its tiles of `keys` slots in turns, from the
+row's own start to its own stop, so a cache that is a quarter full takes a quarter of the time. Each warp copies tiles
+into its own ring of `stages` in shared memory and refills a stage as soon as it is scored. Scores, weights and mix are
+those of `attend_slots`. A second, small kernel merges the blocks of a row and writes the mean in the dtype of the
+queries.
 
-**Bytes:** 2 D e (stop - start) read a row, e of an element; and 4 g (D + 1) of each block, written and read. The bound
-on an H200 (4.3 TB/s) for 8 kv heads x 131072, D = 128 in bf16, is 125 us: a multiprocessor takes in 64 keys a
-microsecond then. Counted: 248 instructions of a warp for 16 keys, so 14 % of issue slots (ahead-of-time compile).
+**Bytes:** 2 D e (stop - start) read a row, where e is the size of an element, and 4 g (D + 1) written and read a block.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of both kernels, normal random q, k, v, 8 kv heads, G = 4,
-D = 128, bf16: 8192 tokens 11.6 us, 32768 33.2, 131072 119.5 (a quarter full 33.5), 1M 926, 8 x 32768 234; the reference
-20, 48, 153 (152), 1096 and 288. Beside it in a step over 131072 tokens, all launches: 124 us, by cuDNN 127; of 32768 37
-and 39, of 8 x 32768 240 and 242. D = 64, G = 8, f16, 131072: 63.9; D = 256, 65536: 122. All but the shortest read at
-4.3 to 4.6 TB/s.
+**Bound:** memory.
 
-**Tried and lost** (131072): tiles of 16 keys, two blocks a multiprocessor with 96 KB in flight each 120.8 us, two waves
-of blocks 122 to 126, one stage of 16 keys 122.7. Whatever has 128 to 192 KB in flight in one wave is within 1 %.
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

@@ -1,23 +1,16 @@
-"""Attention of a whole step of retrieval in one kernel: chosen slots, local window and sink.
+"""Attention of a whole retrieval step in one kernel: selected slots, local window and sink.
 
-The kernel is that of `attend_slots`, over slots that count on from the store to the recent block and to the sink: of
-each slot that it copies it compares which zone that lies in. A row's places are the chosen slots, then those of the
-local window, then the sink's; a warp makes the slots of the last two from their spans, and knows from a count, or from
--1 in the list, where nothing was chosen. So no list is put together, there is no attention over the recent block in
-plain XLA, no merge and no conversion after it: of a FIER step's launches at 128K 4 are left of 16 (with `put_token`,
-and with `select_1bit`, which scores keys that wait and clips counts itself). Slots of the store may lie in two arrays,
-of which one goes on where the other ends: what FreeKV recalled a step before, and what it recalls now.
+The kernel of `attend_slots` runs over one numbering of slots that continues from the store to the recent block and the
+sink. For each slot that it copies, it compares which zone the slot lies in. Warps derive the slots of the window and
+the sink from their spans. A count, or -1 in the list, says where nothing was selected. The store may consist of two
+arrays, such as the tokens that FreeKV recalled one step before and the tokens that it recalls now.
 
-**Bytes:** 2 D e M read a row, e of an element and M of all slots attended to, and 4 of each chosen one; e g D written.
-The bound on an H200 (4.3 TB/s) is 2.0 us for 8 rows of 2048 slots, D = 128 in bf16, and 16 us for 64.
+**Bytes:** 2 D e M read a row, where e is the size of an element and M counts all attended slots; 4 for each selected
+slot; e g D written.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, normal random q, k, v, slots spread, in random order, 8 kv
-heads, G = 4, D = 128, bf16, a store of 131072: 2047 slots and a token (FIER) 6.4 us (the reference 34 us, the reference
-around the kernel `attend_slots` 18), 2032 and 16 (Quest) 6.3 us (33, 16), 1916, 128 and a sink of 4 (ParisKV) 6.5 us
-(43, 27); batch 8 x 2048 of 32768 21.2 us (111, 35).
+**Bound:** as `attend_slots`.
 
-**Tried and lost**: 8 blocks of a warpgroup 7.4 us, 4 of two 8.1, 2 of two 11.8; with 64 rows 8 blocks a row take 33 us,
-4 take 28 to 29.
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

@@ -1,44 +1,18 @@
-"""Votes for keys by the sign patterns of their subspaces, all G heads of a group at once, in one kernel or two.
+"""Votes for keys by the sign patterns of their subspaces, for all query heads of a group at once.
 
-**Ranks**: what each of the 256 patterns of a subspace earns. Of two opposite patterns the scores are s and -s; 16 lanes
-sort the 128 that are not below 0, 8 to a lane, as f32 numbers whose bits are 23 of s and the pattern: 8 by a network,
-then four bitonic merges by shuffles, in which a lane that is to have the lesser number has it with the other sign, so
-that a product and a maximum are all. Sums of counts come from the lanes above. Where the 23 bits are alike and s has
-more of them, or limits ask for patterns below 0, s itself decides, in a branch that is seldom taken. Each block of a
-row ranks all of its subspaces, while its first patterns are on their way: that costs less than to hand ranks on, where
-G D/8 is at most 32. More, of up to 8 rows, are ranked by a kernel of their own, a block a subspace. Queries are rotated
-there, by a warp each, if they are to be (`_rotated`).
+**Ranks** say how many votes each of the 256 patterns of a subspace earns. Opposite patterns have opposite scores, so 16
+lanes sort 128 scores and sum the counts. Each block ranks all subspaces of its row, unless G D/8 exceeds 32 and rows
+are few: then a kernel of its own does.
 
-**Votes**: `parts` blocks a row, one for each multiprocessor, look up what patterns earn in shared memory. What 4 heads
-give are the bytes of one word, so that a key takes D/8 words and additions for all of them. At random addresses some
-3.5 of 32 lanes would meet in one bank; so lanes begin with different subspaces, and subspaces lie in banks of their
-own: table[pattern][copy, subspace, word], 32 words a pattern. A dot product of 4 bytes takes one of them out of a word
-and makes it an address. A thread copies the patterns of its own keys into shared memory (`cp.async`), `stages` turns of
-`keys` keys ahead, and reads them in its order of subspaces; no thread waits for another. What has to be there first,
-counts and queries, is asked for by all threads before any asks for patterns, or it would come after these.
+**Votes** are looked up in shared memory by `parts` blocks a row. One word holds the votes of 4 heads as bytes. Lanes
+start at different subspaces, in separate banks.
 
-**Bytes:** D/8 read and G written a key and kv head, and 1 KiB of counts a subspace and kv head: at D = 128 and G = 4,
-20 bytes a key. The bound on an H200 (4.3 TB/s) for 8 kv heads x 131072 is 4.2 us for G = 1 and 4.9 for G = 4, for 8 x
-1M 33 and 39 us. Shared memory has 20 words a key to read at D = 128, which take 2.7 us of all multiprocessors, by
-count. Scores of patterns are sums in the order of channels, in f32: where two are equal but for rounding, the reference
-may order them otherwise. A query that is not a number gets some votes. 107 registers for G = 1, no spills.
+**Bytes:** D/8 read and G written a key and KV head; 1 KiB of counts a subspace and KV head.
 
-**Measured** on an H200, 2026-11-22, jax 0.11.2, device time of all its kernels, 8 kv heads x 131072, D = 128, six
-limits, queries and counts of its own for each call: G = 1, as a step of ParisKV asks (the mean of a group), 7.3 us (the
-reference 199), G = 4 10.0 us (454; 2.4 of it for ranks), G = 8 13.5 us (522). 32768 keys 4.4 us (254), G = 4 6.5 (387);
-1M 36.1 us (257), G = 4 46.6 (1.53 ms); batch 8 x 32768 11.8 us (232), G = 4 16.3 (650); D = 64 and G = 4 7.3 us (403).
-In an earlier form, of 7.4 us for G = 1 6.9 remained without ranks, 6.1 without lookups, 5.9 without both; of 4096 keys
-2.1 of 3.9 without ranks.
+**Bound:** memory, then shared memory.
 
-**Tried and lost**: ranks by comparing all pairs, a kernel of 2.8 us (G = 4 3.6, G = 8 5.3) before one of votes with 7.8
-(8.7 and 11.1), in which patterns came to registers; in it batch 8 x 32768 took 20.9 us, G = 4 31.2. Warps that ask for
-counts and then for patterns, each on its own, so that the counts of one come behind the patterns of another, and that
-sort integers by two comparisons and a selection: 11.8 us, 9.8 with fewer patterns on their way. Pairs sorted by 32
-lanes: G = 1 as fast, G = 4 12.1 us where 16 take 11.0; by 8 7.8 and 10.8, with spills for G = 8. 8 warpgroups 8.1 us.
-More patterns on their way: twice as many 7.7 us, also of half the keys at once 7.9. Clusters of 2 blocks that share the
-subspaces: what they give each other comes behind their patterns, 10.1 us, G = 4 10.7 if few are on their way; of 4
-blocks not all clusters run at once, 18.9 us. All ranks in each block for G = 4 11.0 us, G = 8 18.5; a kernel of its own
-for G = 1 10.1, with 33 blocks a row 12.2; that of G = 4 with all stages begun before its result is there 10.8.
+**Limits:** scores that differ only by rounding may rank unlike the reference; a NaN query gets arbitrary votes.
+Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""Chunks of rows written into an array in pinned host memory, over the bus, where they belong, in one launch.
+"""Writes chunks of rows into an array in pinned host memory over the bus, in one launch.
 
-XLA writes a slice at a time, a copy for each row of the batch. Here a thread loads 16 bytes of every part of a row,
-such as its keys and its values, and stores them in the host's memory, so that parts become adjacent on the way and
-nothing is stacked before. Writes are posted: nothing waits for the bus but the end of the kernel. The array is changed
-in place where it is given away (donated, or a loop's carry); else XLA copies it first, all of it.
+XLA writes one slice at a time, with a copy for each row of the batch. Here a thread loads 16 bytes of every part of a
+row, such as its keys and its values, and stores them in host memory, so parts become adjacent without being stacked
+first. Writes are posted: only the end of the kernel waits for the bus. The array is changed in place if it is donated
+or carried by a loop; otherwise XLA copies all of it first.
 
-**Bytes:** R a row read on the device, R written over the bus. The bound of PCIe 5 x16 at 50 GB/s is 2.6 us for 8 heads
-x 32 tokens, keys and values of D = 128 in bf16.
+**Bytes:** R a row read on the device and R written over the bus.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, keys and values of D = 128 in bf16: 8 heads x 32 tokens
-2.0 us, less than the bus takes for them: the last may still be on their way when the kernel ends; 64 x 32 19.5 us and 8
-heads x 8 pages of 32 19.7 us, 53 to 54 GB/s. By the host's clock, that has a launch in it, 14, 97 and 38 us, where the
-reference takes 61, 141 and 76. `benchmarks/results/host_append.json` has more.
+**Bound:** the bus.
 
-**Tried and lost**: two chunks a thread, four warpgroups: within 5 % of each other.
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

@@ -1,37 +1,17 @@
-"""Rows of an array in pinned host memory, read over the bus by the kernel that wants them.
+"""Reads rows of an array in pinned host memory over the bus, inside the kernel that needs them.
 
-A row is all that lies behind one index, such as the keys and values of a page. A `pinned_host` operand reaches a kernel
-as an address that its threads load from: no copy, no part of the host's CPU. The bus is slow to answer, so what counts
-is bytes in flight: a thread loads 16 bytes, of `ahead` places, before it stores any, and neighbours in a warp load
-neighbouring bytes. Of a row whose index is out of range nothing is read.
+A row is everything behind one index, such as the keys and values of a page. Threads load from the `pinned_host` operand
+without the host's CPU. The bus has high latency, so a thread loads 16 bytes for `ahead` places before it stores any.
 
-A **recall** (`recall`) brings keys and values to their places in one kernel, from wherever they lie: a page that the
-step before recalled and that is still on the device is read there (a warp looks for it, 32 of the held ones at a time),
-tokens that wait to be stored are read in the recent block, and all else comes over the bus. The first of a step reads
-for the heads that turned, and writes nothing of others, which attend with what they have where that is. What nothing
-waits for is read by a second one, of a few blocks that take turns: they fill the bus, and leave the multiprocessors to
-the kernels beside them. As it reads what the step before recalled, it cannot write in its place; XLA copies, beside the
-rest of the step as well.
+**Recall** (`recall`) fills the places of a step from three sources: pages that the step before recalled and that are
+still on the device, pending tokens in the recent block, and otherwise the host. A first kernel serves only the heads
+that turned. A second one, of few blocks, reads the rest beside the other kernels of the step.
 
-**Bytes:** R a row read over the bus, unless it is held, R written and 4 read on the device. The bound of PCIe 5 x16 at
-50 GB/s is 42 us for 2 MiB, 4096 rows of keys and values of D = 128 in bf16.
+**Bytes:** R a row read over the bus unless held, R written and 4 read on the device.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, rows of 512 bytes in random order, 8 kv heads: 512 rows
-each (2 MiB) 43.5 us, 48 GB/s; 2048 rows 166 us, 50.4 GB/s; pages of 32 tokens, 64 each, the same; batch 8 x 512 rows
-330 us, 51 GB/s. By the host's clock, that has a launch in it, 72 us and 211 us, where the reference takes 167 us and
-468 us. `benchmarks/results/host_rows.json` has more.
+**Bound:** the bus.
 
-In a step of FreeKV 56 pages of 32 tokens for each of 8 kv heads are 7.3 MB, 147 us at that speed. Eight layers of
-Llama-3.1-8B, 32768 tokens, no head turned (2026-11-22), ms a token: 2.55 one kernel after the other; 1.83 with this
-read beside the rest; 1.73 with the choice by `select_pages`; 1.66 in this form. By a profile of the last the read takes
-110 to 114 us, the first kernel 1.6, and matrix products are 5 to 10 % slower than those of Quest, whose layer takes
-140 us where this takes 167.
-
-**Tried and lost**: one, four, eight chunks ahead, one and four warpgroups: within 5 % of each other. The bus is full.
-Of the read beside (8 layers, ms a token): 16 blocks of two chunks ahead 1.67, and with 8 rows 5.89 for 5.85 with four;
-before, 3, 4, 6 and 8 blocks of eight chunks 1.68 to 1.71, 4 blocks of sixteen 1.70, 16 blocks of one warpgroup and four
-chunks 1.69, with two chunks 8 blocks 1.90, 64 1.92, 128 2.08. A first kernel that gave all heads what they attend with,
-those that had not turned by copying it: 8.7 us for 1.6.
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

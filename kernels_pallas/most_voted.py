@@ -1,23 +1,16 @@
-"""The slots of the keys with most votes, in order of slot, chosen in one kernel: a histogram and two running sums.
+"""The slots of the keys with the most votes, in order of slot, selected in one kernel.
 
-A cluster of `blocks` blocks shares a row of votes. Each counts its votes by value, in a copy of 256 bins for each lane,
-so that no two meet in a bank; from the sum over the cluster follows the least vote that is taken, and how many slots of
-that vote, and from the sum over the blocks before, where a block begins. Then each reads its votes again (from L2), and
-the place of a slot is the number of those taken before it: of the warps before, by their counts, and of the lanes
-before, by shuffles. Votes are compared four a word, and both running sums are halves of one word. Blocks share the
-slots that a row holds, not those that it could; lengths and counts are read where the cache has them, and clipped here:
-as arrays made by XLA, a mask of slots and a count took two launches of 1.3 us.
+A cluster of `blocks` blocks shares a row of votes. Each block counts its votes by value, in separate bins for each lane
+to avoid bank conflicts. The sums over the cluster give the least vote that is selected and the place where each block
+begins. Each block then reads its votes again, and the place of a slot is the number of selected slots before it, from
+running sums over lanes and warps. Votes are compared four a word, and one word holds both running sums. Lengths and
+counts are read from the cache and clipped.
 
-**Bytes:** 1 read a key and row, twice, and 4 written a place. The bound on an H200 (4.3 TB/s) for 8 rows x 131072 with
-13108 places is 0.3 us from device memory; what `collide` has just written, 1 MB, is still in L2.
+**Bytes:** 1 read twice a key and row, and 4 written a place.
 
-**Measured** on an H200, 2026-11-22, jax 0.11.2, device time, votes binomial of 96 at .2: 8 rows x 131072, 13108 places
-5.9 us (the reference 70), 6554 places 5.2 us (69), 32 rows 9.9 us (122), 8 x 1M 23.5 us (189; 16 blocks of four
-warpgroups), 8 x 32768 3.6 us (56; 8 of two, as `tuned.json` has both), 64 rows x 32768 6.9 us (94).
+**Bound:** latency; the votes usually lie in the L2 cache.
 
-**Tried and lost**: 8 blocks of two warpgroups 6.6 us, of eight 6.1; 16 blocks of two 6.5, of four 6.6, of eight 11.1; 8
-of four for 8 x 1M 29.0. 8 copies of the bins, votes compared one by one, a scan for each sum and three barriers of the
-cluster for two 8.4 us, and in that form: 8 rows of 4 blocks 12.5 us; 64 rows of 8 blocks 27 us, hence `config_for`.
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

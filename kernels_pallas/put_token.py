@@ -1,15 +1,15 @@
-"""A decode step's token written where it belongs, keys and values, counts and all, in one launch.
+"""Writes the token of a decode step into its cache zone, keys, values and counts, in one launch.
 
-XLA has a scatter each for the keys and the values of a zone (of a sink too, though it takes tokens only at the start),
-and a kernel for the counts. Here a block has a row of the batch: it reads the row's counts, finds the first zone with
-room, and its threads move 16 bytes of the key and 16 of the value each; then it writes the new counts. All is changed
-in place where it is given away (donated, or a loop's carry); else XLA copies it first. It takes a launch and two loads,
-one after the other.
+XLA needs one scatter for the keys and one for the values of each zone, and another kernel for the counts. Here a block
+works on one row of the batch. It reads the counts of the row and finds the first zone with room. Its threads move 16
+bytes of the key and 16 of the value each, then one thread writes the new counts. The arrays are changed in place if
+they are donated or carried by a loop; otherwise XLA copies them first.
 
-**Bytes:** 4 e K D a row of the batch, e of an element: nothing. A launch of a kernel on an H200 takes 1 to 1.5 us.
+**Bytes:** 4 e K D a row of the batch, where e is the size of an element.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, 16 layers of 8 kv heads, D = 128, bf16: 1.3 us a layer, of
-a batch of 64 1.4 (the reference, in three launches, 4.5 and 5.9); with a sink 1.3 (in six, 7.6).
+**Bound:** one launch and two dependent loads.
+
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

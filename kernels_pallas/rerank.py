@@ -1,28 +1,17 @@
-"""Products of queries with the 4-bit codes of picked keys: a thread reads one key's codes and decodes them by table.
+"""Products of queries with the 4-bit codes of selected keys, decoded by a table in shared memory.
 
-Sign and size of a channel are 4 bits, one in each of four planes. Exchanges of bits bring those of channels i and i + 4
-of a subspace together in a byte, for four subspaces at once, and a table in shared memory has for each byte both
-decoded numbers in f32; 16 copies of it, 32 KiB, so that no two lanes of half a warp meet in a bank. Each pair of
-channels takes some 6 instructions: 1 to make bytes, 2 to look up (a dot product of 4 bytes makes one of them an
-address), 2 to multiply and add, 1 for the rest. Sums of a subspace are multiplied by its weight. A thread reads its
-slot and codes before the block writes the table, and a block serves one head. Pieces of 32 bytes at random are what
-takes the time, so all picks should be under way at once: ptxas is kept to 72 registers, from 126, by loops that it may
-not unroll. Where a block for each multiprocessor is enough, of up to eight warpgroups (with 64 registers), all have a
-like share.
+The sign and size of a channel are 4 bits in four planes. Bit exchanges bring the bits of channels i and i + 4 of a
+subspace together in one byte, and a table has both decoded numbers for each byte. It has 16 copies to avoid bank
+conflicts. The sum of each subspace is multiplied by its weight.
 
-**Bytes:** 3/4 D read a pick, in pieces of D/8, 3 D/8 and D/4, of 32 bytes each from device memory, so 128 at D = 128;
-and 4 of its slot and 4 written. The bound on an H200 (4.3 TB/s) is 1.7 us for 8 kv heads x 6554 picks of one list (5 %
-of 131072), and 6.6 us for a list for each of G = 4 heads if nothing that one of them read is still in L2. 104 bytes a
-pick, were pieces read to the byte, are 1.3 and 5.1 us.
+Each thread estimates one key and reads its codes before the block writes the table. Random reads dominate, so all keys
+should be under way at once: rolled loops keep registers few.
 
-**Measured** on an H200, 2026-11-22, jax 0.11.2, device time, 8 kv heads x 131072, D = 128, slots spread: 6554 picks of
-one list 6.0 us (the reference 107), 13108 picks, which a step of ParisKV has, 10.7 us (212), a list of 6554 for each of
-4 heads 17.8 us (152); 3277 of 32768 2.9 us (52), batch 8 18.8 us (117); 52429 of 1M 34.4 us (853); 6554 at D = 64 3.8
-us (97). Before bits were transposed by exchanges (592 instructions, from 640): 6.0 to 6.2 us by GPU.
+**Bytes:** 3/4 D read a selected key, in pieces of at least 32 bytes, plus 4 of its slot and 4 written.
 
-**Tried and lost**: a warpgroup a block 10.5, 28.7 and 17.5 us for 6554 picks, a list a head and 13108, with a table for
-each 128 picks; for 6554 two 6.6 us and eight 7.4, for 13108 two 10.8 and four 12.3; like shares where blocks take
-turns, within 2 %.
+**Bound:** latency of random reads.
+
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

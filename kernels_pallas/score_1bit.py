@@ -1,43 +1,16 @@
-"""Scores of 1-bit keys: q.k~ of every key, for all G heads of a group at once.
+"""Scores of 1-bit keys: the product of each query head of a group with every dequantised key.
 
-score = sum_d q_d zero_d + sum_d (q_d step_d) code_d, codes +1 and -1. Zero and step are those of a group of tokens,
-so the first sum is one number a head and group, and in the second the queries are multiplied by the step, once for
-the 32 keys of a unit: 16-bit operands, products summed in f32. Both run on `mma` (m16n8k16), 8 heads as its columns.
+score = sum_d q_d zero_d + sum_d (q_d step_d) code_d. A group of tokens shares zero and step, so the first sum is one
+number a group, and queries meet the step once for 32 keys. Both sums run on `mma`.
 
-**Codes are read as numbers where they lie.** A lane holds the channels i and i + D/8 of its D/4 as a pair: their bits
-are the same bit of both halves of a word. A bit alone in a half is a power of two as bf16, if it is of the exponent,
-and as f16 too, if it is one of the leading subnormal ones. So one `and` makes two operands, 0 or a power, and the
-queries are divided by that power beforehand; other bits are rotated there first. Codes are then 1 and 0, and
-sum (q step) code = 2 sum (q step) bit - sum (q step), of the same rounded products: the last is one more product, its
-rows all ones.
+A bit alone in a 16-bit half is a power of two as a float, so one `and` makes two operands; queries are divided by these
+powers beforehand. With G <= 4, one product serves two units. Each warp copies units into its own ring in shared memory.
 
-**Two units at once** where G <= 4: columns 4.. have the queries times the next unit's step. A lane keeps of two
-products the one in whose columns its heads are, and writes for one of the two units.
+**Bytes:** D/8 + 4 D/g read and 4 G written a key and KV head.
 
-A warp copies what it reads into a ring in shared memory of its own (`cp.async`), refilled as soon as a stage lies in
-registers: bytes in flight cost no registers, and no iteration waits for its own loads. As many units are a warp's as
-give each multiprocessor 16 warps: these run at once, in up to 128 registers, and share the keys evenly.
+**Bound:** memory.
 
-**Bytes:** (D/8 + 4 D/g) read and 4 G written a key and kv head: at D = 128, g = 32, G = 4, 48 bytes. The bound on an
-H200 (4.3 TB/s) is 11.7 us for 8 kv heads x 131072 and 94 us for 8 x 1M.
-
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time of the kernel alone, normal random keys and queries, 8 kv
-heads, G = 4, D = 128, g = 32, bf16: 131072 keys 14.0 us (the reference 1.04 ms), 8192 2.7 us, 32768 5.1 us, 1M 97 us,
-batch 8 x 32768 26.7 us; 131072 in f16 14.2 us, with g = 64 12.5, G = 1 12.7, G = 8 18.8, D = 64 8.3. XLA adds 1 to 1.5
-us around it. Counted for G = 4, D = 128, bf16: 147 instructions of a warp a unit, 69 of them to make operands of codes,
-which keep the integer pipe busy for 6 us of 131072 keys; 104 registers, no spills. Queries times step are rounded to 16
-bits: against the reference, ||error|| / ||scores|| is 2.4e-3 for bf16 and 3e-4 for f16, which has fewer exponents:
-there queries below 2^-11 lose up to 3 bits.
-
-**Tried and lost** (131072 keys): copies swizzled on the way from memory, 20.6 us: eight lanes with a stride of 64 bytes
-fetch half sectors. Copied in order, and swizzled in shared memory, they take 14.0. Two stages 14.2 us, eight 14.6; 12
-and 14 units a warp, whose second turn is mostly empty, 15.5 and 15.3, 8 units 15.1, 4 units 17.4. Before codes were
-read where they lie, a shift, an and and a xor for two codes, +1 and -1, and units loaded into registers: 277
-instructions a unit, 20.9 us with one unit loaded ahead, with two 22.3 us, three 24.9 us (112 and 130 registers), none
-24 to 25 us. To choose a lane's product by two predicated multiplications, not selects: 7 instructions of the integer
-pipe less in two units and 4 more in all, and 10 registers (counted). The sum of q step of a group from the unrounded
-products, with that of the zeros: 8 products less in two units, but an error 1.2 to 1.4 times as large (calculated), as
-a product's error then counts twice where its bit is 1, and not at all where it is 0.
+**Limits:** queries times step are rounded to 16 bits; `unsupported` lists the shapes. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""Scores of pages by the boxes around their keys, for all G heads of a group at once.
+"""Scores of pages by the bounding boxes of their keys, for all query heads of a group at once.
 
-score = q+ . high + q- . low, q+ the positive and q- the negative part of q: two products on `mma` (m16n8k16) with 16
-pages as rows and 8 heads as columns. A lane loads 16 bytes of a corner at a time, 64 bytes of a row by four lanes; any
-order of channels serves, if corners and queries have the same, so what is loaded is what is multiplied. Nothing goes
-through shared memory. Corners and queries multiply in the corners' 16 bits, and sums are f32; queries of a model in
-that dtype are not rounded.
+score = q+ . high + q- . low, where q+ is the positive and q- the negative part of the query. Both products run on `mma`
+with 16 pages as rows and 8 heads as columns. Each lane loads 16 bytes of a box corner at a time. The order of channels
+does not matter as long as corners and queries share it, so loaded words are multiplied as they are, without shared
+memory. Queries in the dtype of the corners are not rounded; sums are f32.
 
-**Bytes:** 2 D e read and 4 G written a page and kv head, e of a corner's number: at D = 128 in bf16, G = 4, 528 bytes.
-The bound on an H200 (4.3 TB/s) for 8 kv heads x 131072 tokens is 8.0 us for pages of 16 and 4.0 us for pages of 32.
+**Bytes:** 2 D e read and 4 G written a page and KV head, where e is the size of a corner's element.
 
-**Measured** on an H200, 2026-11-21, jax 0.11.2, device time, normal random q and corners, 8 kv heads, G = 4, D = 128,
-bf16: 8192 pages 10.4 us (the reference 36 us), 4096 pages 6.0 us, 65536 pages 67 us; batch 8 x 2048 18 us.
-`benchmarks/results/score_pages.json` has more.
+**Bound:** memory.
 
-**Tried and lost** (8192 pages): 2 tiles a warp 11.4 us, 4 tiles 10.9 us, 8 tiles 13.5 us; two warpgroups no gain.
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

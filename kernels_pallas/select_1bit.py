@@ -1,41 +1,17 @@
-"""The slots that a group of query heads ranks highest by 1-bit keys, from query to choice in two kernels.
+"""The slots that a group of query heads ranks highest by 1-bit keys, from query to slots in two kernels.
 
-**Scores** are those of `score_1bit`, from the same code, but lie in f16 between the kernels: half of the bytes, and
-rounded by 2^-12 of themselves at most, less than by what they are made of (q times step in 16 bits). A finite score
-beyond 65504 counts as an infinite one. Where softmaxes are pooled, a warp also keeps each head's largest score and the
-sum of 2^(score - largest) over the slots of the span, while it has them in registers: not yet rounded, as to round them
-there takes 8 instructions more in two units; the sums differ by less than their terms do. Keys that wait, and are
-scored as they are, have blocks of their own at the end of the same grid: as a product in XLA they are a launch more, of
-2.5 us on an H200 for 256 keys a head. Both kernels read counts and limits where the cache has them, and clip them
-themselves: as one array made by XLA they took a launch of 1.4 us.
+**Scores** are computed by the code of `score_1bit` and stored in f16, which rounds them less than their 16-bit operands
+do. For softmaxes, each warp also keeps every head's largest score and the sum of 2^(score - largest). Pending keys are
+scored exactly by extra blocks at the end of the same grid.
 
-**The choice** (`_choice`) has a cluster of blocks a row, as `top_k_grouped`, but reads the scores once: the heads' sums
-come from the warps' statistics, a few KB. Keys are counted into 2048 bins, 32 to an octave of a sum of softmaxes, where
-the last place's bin of 131072 units has some tens, and these are ranked by comparing each with each. Nothing is sorted:
-counts give the places, which follow the threads, in every run alike. Of a row that registers do not have a sample gives
-a bound, below which nothing is looked at again.
+**The choice** (`_choice`) reads the scores once and counts keys into a histogram; nothing is sorted. Both kernels read
+counts and limits from the cache and clip them, which saves launches.
 
-**Bytes:** D/8 + 4 D/g read, 2 G written and 2 G read a slot and kv head, 4 `room` written. The bound on an H200 (4.3
-TB/s) for 8 kv heads x 131072, D = 128, g = 32, G = 4 is 9.8 us and, if L2 has lost the scores, 2.0 us.
+**Bytes:** D/8 + 4 D/g read, 2 G written and 2 G read a slot and KV head, and 4 `room` written.
 
-**Measured** on an H200, 2026-11-22, jax 0.11.2, device time, 8 kv heads, G = 4, D = 128, bf16, 256 keys that wait, 2048
-chosen: 130816 tokens 23.7 us, scores 15.0 and choice 8.5 (`score_1bit` and `top_k_grouped` 32.2, the references 1263),
-mean of scores 20.6 (29.1), 32512 tokens 11.6 (16.9, 876; eight units a warp, of `tuned.json`), 7936 9.2 (18.6, 252), 1M
-139, scores 101.5 and choice 37.3 (200, 7303), batch 8 x 32512 38.6 (53.3, 1668), 8 x 130816 132, scores 101.3 and
-choice 30.1 (190, 5350); G = 8 32.1 (47.6, 1308). Within a step of FIER ("parts" in
-`benchmarks/results/decode_step.json`), scores and choice: 131072 tokens 16.1 and 9.1 us, 1M 99.8 and 37.6, 32768 5.9
-and 6.6, 8192 3.6 and 6.4, batch 8 x 32768 28.5 and 10.7, 8 x 131072 99.6 and 32.7. Counted for G = 4, bf16: a unit
-takes 174 instructions of a warp (before codes were read where they lie 357, and the scores took 26 us); 116 registers,
-no spills.
+**Bound:** memory for the scores, latency for the choice.
 
-**Tried and lost**: scores of 1M (100 us): without their being written 99.8, without the sums of softmaxes 88.8; sums
-that are scaled anew only where they must be 100.9, those of an iteration beside the products of the next 102, rows
-taken by turns 100.2, eight stages 100.6. The choice of 1M (37.3 us): keys written and read by two more passes 47.6, and
-94 for 65 where most sums are next to nothing, and for 143 where lists are full; four fours on their way 41.9, two 37.9;
-its loads alone take 37.4. Of 8 x 130816: clusters of 16 blocks 29.3 us, as not eight of these run at once (15 of 8
-blocks do); 4 blocks a row 29.0 us, 2 blocks 36.7; 8, 12 and 14 units for 16 24.3 to 25.4; a branch for each pass that
-the choice does not need .2 us more in a step. Scores in f32 between the kernels, and copies that fetched half sectors:
-30.7.
+**Limits:** scores beyond 65504 count as infinite; otherwise those of `score_1bit`. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

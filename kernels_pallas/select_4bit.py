@@ -1,27 +1,18 @@
-"""The slots that a query ranks highest by 4-bit codes among candidates, from query to choice in two kernels.
+"""The slots that a query ranks highest by 4-bit codes among candidates, from query to slots in two kernels.
 
-**Scores** are those of `rerank`, from the same code, but lie in f16 between the kernels, as in `select_1bit`, and a
-block whose places no candidate has ends at once. Keys that wait, and are scored as they are, have blocks of their own
-at the end of the same grid, a key a thread, for a query that is first rounded to their dtype; a warp of each of the
-others rotates it (`_rotated`).
+**Scores** are computed by the code of `rerank` and stored in f16. A block without candidates ends at once. Extra blocks
+at the end of the same grid score the pending keys, one key a thread, with the query rounded to the dtype of the keys.
+In the other blocks, one warp rotates the query.
 
-**The choice** is that of `select_1bit` (`_choice`), of one head: it counts keys into bins, and sorts nothing. What it
-writes of a candidate is its slot. Counts, starts and stops are read where the cache has them, and clipped there. So
-nothing is left to XLA: it took masks of both parts, both parts put together, and slots of what was chosen, four
-launches of 1.1 to 1.8 us on an H200, beside `top_k_grouped` with 11.7 us.
+**The choice** is `_choice` with one head; it writes the slot of each chosen candidate. Counts, starts and stops are
+read from the cache and clipped in the kernel.
 
-**Bytes:** those of `rerank`, but 2 written a candidate; 2 D read and 2 written a key that waits; 2 read a unit, and 4
-read and written one chosen. The bound on an H200 (4.3 TB/s) for 8 kv heads x 13108 candidates of 131072, D = 128, 1916
-chosen, is 2.7 us.
+**Bytes:** those of `rerank` with 2 bytes written a candidate; 2 D read and 2 written a pending key; 2 read a unit; 4
+read and written a chosen unit.
 
-**Measured** on an H200, 2026-11-22, jax 0.11.2, device time of both kernels, 8 kv heads, D = 128, 256 keys that wait,
-1916 chosen, slots spread: 13108 candidates of 131072 18.0 us (the reference 283; in a step of ParisKV 10.7 and 6.3),
-6000 of 32768 10.5 us (147), 2500 of 8192 9.2 us (69), 104858 of 1M 66.0 us (1.91 ms); before the choice had bins for
-scores below 0, batch 8 x 6000 36.4 us (257), a list for each of 4 heads 37.6 us (379), D = 64 11.9 us (262). In a step
-of ParisKV over 8192 tokens, where all candidates are chosen, scores 3.9 us and the choice 5.6.
+**Bound:** latency of reads of 32 bytes at random.
 
-**Tried and lost** (13108, in an earlier run): scores by blocks of one, two and four warpgroups 25.8, 19.1 and 18.8 us;
-with two, a choice by 2 blocks 19.8 us, by 8 19.2.
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

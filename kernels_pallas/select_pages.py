@@ -1,25 +1,17 @@
-"""The pages that a group of query heads ranks highest by the boxes around their keys, from query to choice.
+"""The pages that a group of query heads ranks highest by the bounding boxes of their keys, in two kernels.
 
-**Scores** are those of `score_pages`, by the same code, in f32: they are few. A warp that has scored 16 pages also
-keeps, where softmaxes are pooled, each head's largest score and the sum of 2^(score - largest) over those of the span.
-Tokens that wait to be indexed are scored as they are by blocks of their own at the end of the same grid, a page a warp,
-with 16 keys as the rows of a product and the heads as its columns; a page's score is its largest. By XLA that takes two
-launches, and the masks of pages two more; here both kernels read counts in tokens where the cache has them.
+**Scores** are computed by the code of `score_pages` and kept in f32, since pages are few. For softmaxes, a warp that
+scored 16 pages also keeps each head's largest score and the sum of 2^(score - largest). Pending tokens, which have no
+box yet, are scored exactly by extra blocks of the same grid; a page's score is its largest.
 
-**The choice** is that of `select_1bit` (`_choice`).
+**The choice** is `_choice`. Both kernels read counts in tokens from the cache, which saves four XLA launches.
 
-**Bytes:** 2 D e read, e of a corner's number, 4 G written and 4 G read a page and kv head, 4 `room` written. The bound
-on an H200 (4.3 TB/s) for 8 kv heads x 131072 tokens, D = 128 in bf16, G = 4, is 8.3 us for pages of 16 and 4.1 us for
-pages of 32.
+**Bytes:** 2 D e read, 4 G written and 4 G read a page and KV head, where e is the size of a corner's element, and 4
+`room` written.
 
-**Measured** on an H200, 2026-11-22, jax 0.11.2, device time of both kernels, normal random q, keys and corners, 8 kv
-heads, G = 4, D = 128, bf16, pages of 16 of which 16 wait, 126 chosen: 8192 pages 16.8 us, scores 10.8 and choice 6.0
-(`score_pages` and `top_k_grouped` 18.9, with XLA around them 21.2, the references 109), mean of scores 15.3 (29.0 with
-XLA), 2048 pages 9.8 (12.9), 512 7.9 (10.4), 65536 77.9 (88.6), batch 8 x 2048 26.0 (31.2), 8 x 8192 76.1 (88.2); pages
-of 32 of which one waits, 56 chosen: 4096 12.0 (15.9), 1024 8.7 (11.4); G = 8, D = 64 13.3 (19.2). A step of Quest, 5
-launches of 8 before, took 26.5 us for 131072 tokens where it had taken 34.5, and 18.9 where 25.4 for 32768.
+**Bound:** memory for the scores, latency for the choice.
 
-**Tried and lost** (8192 pages): a choice by 2 blocks 17.2 us, by 8 16.9; two tiles a warp 17.2; two warpgroups no gain.
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

@@ -1,36 +1,15 @@
-"""The slots of the k largest scores of a row, in order of rank, exactly: ties go to the lower slot.
+"""The slots of the k largest scores of each row, in order of rank. The result is exact: ties go to the lower slot.
 
-A cluster of blocks has a row. Scores become u32 keys of the same order (0: not valid), and a key with its slot, which
-are unique, is what is ranked. (1) Each thread reads 16 keys; of a row of at most 131072 they stay in registers. (2) A
-histogram of the keys' top 11 bits in shared memory finds the bin in which the k-th lies: of each other's a block reads
-the sums of 32 bins each, and then those 32 of which one is the bin. While more than `candidates(k)` elements lie in it
-or above, the next bits are done: 11 and 10 more of the key, then 22 of the slot. (3) Each block sorts its share of
-these candidates (bitonic, by shuffles where it can), gives it to the others, and finds the rank of each of its own in
-each list by bisection; ranks below k are written. What is seldom needed is passed over by one branch, as each takes
-some 280 cycles to the code behind it.
+A cluster of blocks works on one row. Scores become unsigned keys of the same order (0: invalid). (1) Each thread reads
+16 keys; registers hold a row of at most 131072. (2) A histogram of the top bits of the keys finds the bin of the k-th
+key. While more than `candidates(k)` elements are left, the next bits are counted. (3) Each block sorts its share of the
+candidates, sends it to the others, and finds the ranks of its own by bisection.
 
-**Bytes:** 4 U read (once for U <= 131072; three or more times beyond, from L2 as far as it holds them) and 4 k written
-a row. The bound on an H200 (4.3 TB/s) is 1 us for 8 x 131072 and 8 us for 8 x 1M: the kernel is bound by latency, and
-beyond 131072 by reading with 64 of 132 multiprocessors.
+**Bytes:** 4 U read and 4 k written a row; longer rows are read three or more times.
 
-**Measured** on an H200, 2026-11-22, jax 0.11.2, device time of the kernel alone, k = 2048, normal random scores, all
-valid: 8 x 131072 10.0 us (the reference 205), 8 x 1M 32.9 us (2.46 ms), 8 x 32768 7.7 us (74), 64 x 32768 14.8 us
-(243), 32 x 131072 20.9 us (942); k = 256 and 4096 of 8 x 131072 7.8 and 13.4 us. Softmaxes, or half of the scores
-valid: 12.1 and 9.4 us. Equal or rising scores at 8 x 131072, where most of the 54 bits are needed or one block has all
-candidates: 21.2 and 23.8 us. Making keys of scores and splitting the result, which XLA may fuse with what is around,
-adds 3.4 us, at 8 x 1M 18 us. Of the 16500 cycles of a block at 8 x 131072, 7300 go until the candidates are listed,
-3600 to sorting, 2600 to giving and waiting, 2800 to ranking. 63 registers, no spills.
+**Bound:** latency, and the reads of 64 multiprocessors for longer rows.
 
-**Tried and lost** (8 x 131072, k = 2048): a sort in loops, a fourth of the code, 11.5 us; a pair a thread in place of
-two 10.1; places for candidates reserved by a running sum of each warp 10.4 (it pays for equal scores, as additions to
-one word queue); places looked for by keys alone, and again by slots where another list has the same key, 10.8, as there
-are such among normal scores; lists that each block fetched 11.1, with branches around each candidate. Clusters of 16
-blocks 25.9 us, as not eight of these run at once (15 of 8 blocks do); 4 blocks a row 14.4 to 14.7 us, 2 blocks 22.1.
-Each thread reading bins of all blocks 13.8 us, and in that form: one block sorting all candidates, in shared memory 33
-us, with shuffles 25 us (its throughput, not latency); going on until exactly k are left 22 us; 512 threads a block 15.6
-us; 2048 candidates for k = 1024 16.3 us, where 4096 take 13.8; 64 rows x 32768 with 8 blocks a row 56 us, 4 blocks 34
-us, 2 blocks 17 to 24 us, hence `config_for`. In XLA alone, bisection by counting and compaction by running sums took
-110 us (with dispatch), unordered.
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations

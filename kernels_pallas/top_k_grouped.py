@@ -1,29 +1,17 @@
-"""The slots of the k units that a group of query heads ranks highest, pooled and chosen in one kernel.
+"""The k highest-ranked units of a group of query heads: heads are reduced and units selected in one kernel.
 
-The group's ranks (`kvjax.selection.reduce_scores`) exist in registers only. Where softmaxes are pooled, each thread
-first keeps, for each head, the largest of its scores and the sum of 2^(score - largest), merged over the warp, the
-block and the cluster to the log of the head's sum. Then, as the scores are read again (from L2, as far as it holds
-them), the G scores of a unit become one key, and the kernel `top_k` does the rest. A row of more than 131072 units,
-which registers do not hold, is written as keys and read from there by the later passes.
+The reduced scores (`kvjax.selection.reduce_scores`) exist only in registers. For softmaxes, the kernel reads all scores
+once to find the log-sum-exp of each head, merged over warp, block and cluster. It then reads the scores again, reduces
+the G scores of a unit to one key, and goes on as `top_k`. Rows that registers cannot hold are written out as keys.
 
-The key of a sum of softmaxes is that sum; that of its logarithm, which sums below 2^-96 have, has few leading bits to
-tell units apart. Of 131072 normal random scores of deviation 2 the first 11 bits leave 425 units in the bin of place
-2048 (of the logarithm 11578), of 8192 and place 127 26 (742).
+The key is the sum of softmaxes itself, because its leading bits separate more units than a logarithm's. Sums below
+2^-96 use their logarithm.
 
-**Bytes:** 4 G U read, twice where softmaxes are pooled, and 4 k written a row of the group. The bound on an H200
-(4.3 TB/s) for 8 rows x 131072, G = 4 is 3.9 us for each reading from device memory; what `score_1bit` has just written,
-16.8 MB, L2 may still hold.
+**Bytes:** 4 G U read a row of the group, twice with softmaxes, and 4 k written.
 
-**Measured** on an H200, 2026-11-22, jax 0.11.2, device time of the kernel alone, normal random scores of deviation 2,
-all valid, in two parts, as of a store and a recent window, 8 rows of groups of 4, k = 2048: 131072 units, mean of
-softmaxes 17.8 us, mean of scores 12.2 us (pooled by XLA, then `top_k`: 37.8 and 14.6 us; all by the references 231 and
-207); 131328 units, which registers do not hold, 20.1 us; 32768 11.6 us (91), batch 8 24.4 us (266); 1M 101 us (3.23
-ms); groups of 8 24.1 us (243); 127 of 8192 8.7 us (54). XLA adds 2 to 4 us around it. With logarithms as keys, 131072
-units took 30 us, 1M 128 us and batch 8 x 32768 29 us.
+**Bound:** latency at 131072 units; the second read often hits the L2 cache.
 
-**Tried and lost** (131072): clusters of 16 blocks 33.3 us, as not eight of these run at once (15 of 8 blocks do); 4
-blocks a row 27.1 us, 2 blocks 46.1, one 82; two loads in flight 18.3 us. With logarithms as keys, of 8192 units, k =
-127: 8 blocks 19.3 us, 4 blocks 14.5, 2 blocks 12.7, hence `config_for`.
+**Limits:** at most 8 heads a group, scores in f32, and those of `top_k`. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations
