@@ -120,7 +120,8 @@ class Evicting:
             out = ops.attend_span(qg, span, scale=scale)
         else:  # what a head sees has gaps, or its logits are wanted below too
             out = attend_part(qg, st.tokens.k, st.tokens.v, visible[:, :, None], scale=scale).out
-        info = Info(jnp.sum(visible, axis=-1, dtype=jnp.float32), None)
+        positions = jnp.where(visible, st.position, -1)[:, :, None]
+        info = Info(jnp.sum(visible, axis=-1, dtype=jnp.float32), None, positions=positions)
         if st.evidence is not None and st.due is not None:
             weights = softmax_weights(qg, st.tokens.k, visible[:, :, None], scale=scale)
             seen = self.evictor.see_step(st.evidence, weights)

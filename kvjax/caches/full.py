@@ -54,7 +54,11 @@ class Full:
         qg = group_queries(q, st.tokens.k.shape[1])
         out = ops.attend_span(qg, span, scale=scale)
         attended = span.size.astype(jnp.float32)[:, None]
-        return ungroup(out, q.dtype), st, Info(jnp.broadcast_to(attended, qg.shape[:2]), None)
+        position = jnp.arange(st.tokens.slots, dtype=jnp.int32)[None]
+        positions = jnp.where((position >= span.start[:, None]) & (position < span.stop[:, None]), position, -1)
+        positions = jnp.broadcast_to(positions[:, None, None], (*qg.shape[:2], 1, st.tokens.slots))
+        info = Info(jnp.broadcast_to(attended, qg.shape[:2]), None, positions=positions)
+        return ungroup(out, q.dtype), st, info
 
     def attend_stored(self, st: FullState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
         start = chunk_starts(st.length, q.shape[3], window)

@@ -24,27 +24,35 @@ from kvjax.validation import check_verbs
 class Retrieval(Zoned):
     """Keeps every token and attends to `budget` of them a step: sink, local window and what the selector finds.
 
-    `budget` counts each token whose keys and values a step reads. Fewer than a chunk of recent tokens wait to be
-    indexed beside the `local` ones; they compete with the history by their exact scores (their keys are read for
-    that), so a budget of 32 attends to 32 tokens. A row that holds fewer than `dense_below` tokens attends to all of
-    them; as shapes are static, every step then gathers room for that many.
+    `budget` counts each token whose keys and values a step reads. `local` is by default 64, or a quarter of the budget
+    where that is less. Fewer than a chunk of recent tokens wait to be indexed beside the `local` ones; they compete
+    with the history by their exact scores (their keys are read for that), so a budget of 32 attends to 32 tokens. A row
+    that holds fewer than `dense_below` tokens attends to all of them; as shapes are static, every step then gathers
+    room for that many.
 
     A row's history has capacity - sink - local + 1 slots, rounded down to whole chunks (at least one).
+
+    >>> import kvjax
+    >>> policy = kvjax.Retrieval(selector=kvjax.Fier(), budget=64)
+    >>> policy.sink, policy.local
+    (4, 16)
     """
 
     selector: Selector
     store: Store = Dense()
     budget: int = 1024
     sink: int = 4
-    local: int = 256
+    local: int = None  # type: ignore[assignment]  # `__post_init__` puts the default here, which the budget decides
     demote: Demotion = Fifo(leave=256)
-    dense_below: int = 2048
+    dense_below: int = 0
 
     def __post_init__(self) -> None:
+        require_int("Retrieval(budget=...)", self.budget, at_least=1)
+        if self.local is None:
+            object.__setattr__(self, "local", max(1, min(64, self.budget // 4)))
         super().__post_init__()
         check_verbs("Retrieval(selector=...)", self.selector, "a selector", ("init", "score"), "kvjax.Fier()")
         require_int("Retrieval(dense_below=...)", self.dense_below, at_least=0)
-        require_int("Retrieval(budget=...)", self.budget, at_least=1)
         if self.budget < self.sink + self.local:
             raise ValueError(
                 f"budget={self.budget} is below sink + local = {self.sink} + {self.local}, which every step attends "
