@@ -115,7 +115,8 @@ def quest(
     """Quest: every token is kept, and a step attends to the pages whose box of smallest and largest keys scores best.
 
     The first `dense_layers` layers attend to everything. `local` (default: one page) newest tokens are always attended,
-    the rest of the budget is whole pages; pages are indexed in chunks of `chunk` tokens (default: one page).
+    the rest of the budget is whole pages, at least one; pages are indexed in chunks of `chunk` tokens (default: one
+    page).
 
     **Source:** Quest (Tang et al. 2024), Algorithm 1; pages of 16. **Differs:** the choice is shared by a GQA group
     (`group_reduce`; "per_head" is the paper's rule). The released code always attends to the last, partial page; here
@@ -123,6 +124,7 @@ def quest(
     """
     require_int("quest(dense_layers=...)", dense_layers, at_least=0)
     require_int("quest(budget=...)", budget, at_least=1)
+    _require_page("quest", budget, page, sink, page if local is None else local)
     policy = Retrieval(
         selector=MinMaxPages(page=page, group_reduce=group_reduce),
         budget=budget,
@@ -202,6 +204,7 @@ def freekv(
     """
     require_int("freekv(dense_layers=...)", dense_layers, at_least=0)
     require_int("freekv(budget=...)", budget, at_least=1)
+    _require_page("freekv", budget, page, sink, local)
     policy = Retrieval(
         selector=MinMaxPages(page=page, group_reduce=group_reduce),
         store=HostOffload(page=page),
@@ -212,6 +215,15 @@ def freekv(
         dense_below=0,
     )
     return PerLayer((Full(),) * dense_layers, Speculative(policy, tau=tau))
+
+
+def _require_page(name: str, budget: int, page: int, sink: int, local: int) -> None:
+    """Raises ValueError where the budget leaves no room for a page beside sink and local window."""
+    if sink + local <= budget < sink + local + page:
+        raise ValueError(
+            f"{name}(budget={budget}) leaves no room for a page of {page} tokens beside sink + local = {sink} + "
+            f"{local}; use at least {sink + local + page}, or smaller pages"
+        )
 
 
 def exact(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +13,6 @@ if TYPE_CHECKING:
     from kvjax.attention import PerLayer
     from kvjax.caches.policy import Policy
     from kvjax.models import Checkpoint
-    from kvjax.presets import Preset
 
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 
@@ -75,19 +72,6 @@ def make_policy(cache: str, budget: int | None = None) -> tuple[PerLayer, int | 
     from kvjax import presets
 
     return presets.parse_with_budget(cache, budget, where="--cache", budget_where="--budget")
-
-
-def settings_of(option: str, given: str, make: Callable[..., Any]) -> dict[str, Any]:
-    """What follows the name in "NAME:SETTING=VALUE,...", settings that `make` takes."""
-    from kvjax.settings import read_settings
-
-    return read_settings(given, make, where=option)
-
-
-def has_group_reduce(preset: Preset) -> bool:
-    """Whether its choice is shared by a GQA group, by a rule that can be set."""
-    group_reduce = inspect.signature(preset.make).parameters.get("group_reduce")
-    return group_reduce is not None and isinstance(group_reduce.default, str)
 
 
 def sizes(option: str, text: str, units: str = "K") -> list[int]:

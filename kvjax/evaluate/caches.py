@@ -150,9 +150,6 @@ def _rounding(policy: Policy, budget: int) -> str:
         return ""
     beside = inner.sink + inner.local
     reads = beside + whole_units(budget - beside, unit)
-    if reads == beside:
-        least = beside + unit
-        raise ValueError(f"budget={budget} leaves no room for a page of {unit} tokens; use at least {least}")
     return "" if reads == budget else f"reads {reads}: whole pages of {unit}"
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import numpy as np
@@ -434,8 +435,17 @@ def test_a_row_whose_layers_are_all_dense_is_refused(checkpoint):
 
 def test_budgets_of_whole_pages_say_what_they_are_rounded_to():
     rows = {row.name: row for row in make_rows(["quest"], budgets=[20, 32, 40])}
-    assert "no room for a page of 16 tokens; use at least 32" in rows["quest@20"].refused
+    assert re.search("no room for a page of 16 .*use at least 32", rows["quest@20"].refused)
     assert (rows["quest@32"].note, rows["quest@40"].note) == ("", "reads 32: whole pages of 16")
+
+
+@pytest.mark.parametrize("budget", [16, 31])
+def test_a_budget_without_room_for_a_page_is_an_error_of_the_preset(budget):
+    with pytest.raises(ValueError, match=rf"quest\(budget={budget}\) leaves no room for a page of 16 tokens"):
+        presets.quest(budget)
+    with pytest.raises(ValueError, match="use at least 288"):
+        presets.freekv(256 + budget)
+    assert presets.quest(32).rest.budget == 32
 
 
 def test_a_setting_that_no_budget_mends_stops_the_comparison():

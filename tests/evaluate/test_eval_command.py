@@ -3,10 +3,11 @@
 import json
 import re
 import sys
+import time
 
 import pytest
 
-from kvjax.cli import main
+from kvjax.cli import main, terminal
 from kvjax.cli.evaluate import QUICK
 from tests.checkpoint import write_checkpoint
 
@@ -111,7 +112,7 @@ def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded
         (("--task", "gsm8k", "--data", "/nowhere", "--length", "4K"), "--length 4096 has no use for gsm8k"),
         (("--question", "late"), "question='late') must be decoded or prefilled"),
         (("--cache", "pariskv", "--budget", "64"), "budget=64 is below sink + local"),
-        (("--cache", "quest", "--budget", "20"), "no room for a page of 16 tokens; use at least 32"),
+        (("--cache", "quest", "--budget", "20"), "no room for a page of 16 tokens beside"),
         (("--data", "/nowhere"), "--data /nowhere has no use for needles"),
         (("--task", "ruler", "--data", "/nowhere"), "has no .jsonl file"),
         (("--task", "longbench", "--data", "/nowhere"), "download"),
@@ -166,3 +167,32 @@ def test_quick_fills_in_what_is_not_asked_for(run, checkpoint, tmp_path):
     assert QUICK["length"] == "2K"
     code, _, err = run(checkpoint, "--quick", "--length", "300", "--cache", "fire", "--out", tmp_path)
     assert "unknown cache 'fire'" in err
+
+
+def test_a_log_has_a_line_while_work_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "LOG_EVERY", 0.05)
+    with terminal.bars() as progress, terminal.bar(progress, "decoding", total=9) as advance_to:
+        advance_to(2, 9, "fier@64")
+        time.sleep(0.2)  # nothing is reported meanwhile
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 2
+    assert all(line.startswith("decoding: 2 of 9, fier@64 (") for line in lines)
+    assert terminal.LOG_EVERY <= 30
+
+
+@pytest.mark.parametrize("command", ["eval", "perplexity", "measure", "bench"])
+def test_help_explains_the_columns(run, capsys, command):
+    assert main([command, "--help"]) == 0
+    out = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    wanted = {"measure": ("recall is the share", "mass is"), "bench": ("TTFT,", "TPOT,")}
+    for words in wanted.get(command, ("tokens read", "mean over steps, KV heads and all layers")):
+        assert words in out
+
+
+def test_one_cache_that_cannot_hold_a_budget_does_not_stop_the_others(run, checkpoint, tmp_path):
+    ask = ("--cache", "pariskv:dense_layers=0", "--cache", "streaming_llm", "--budget", "16", "--out", tmp_path)
+    code, out, err = run(checkpoint, *SMALL, *ask)
+    assert code == 0, err
+    assert "| `streaming_llm` | 16 | " in out
+    assert "Not run: `pariskv:dense_layers=0@16`: budget=16 is below sink + local" in out
+    assert "pariskv:dense_layers=0@16" in json.loads((tmp_path / "summary.json").read_text())["refused"]

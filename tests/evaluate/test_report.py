@@ -207,6 +207,8 @@ def test_every_preset_has_a_colour_and_a_marker_of_its_own():
     looks = [plots.style(name) for name in REGISTRY]
     assert len({look["color"] for look in looks}) == len(looks)
     assert len({look["marker"] for look in looks}) == len(looks)
+    for name in REGISTRY:  # also as rows name it, whatever its settings and budget
+        assert plots.style(f"{name}@64") == plots.style(f"{name}:dense_layers=1@64") == plots.style(name)
     among = ["fier", "fier:group_reduce=per_head"]
     plain, per_head = (plots.style(name, among) for name in among)
     assert plain["color"] == per_head["color"]
