@@ -19,7 +19,7 @@ from sweep import Sweep, repeats, run
 
 from kvjax import ops
 from kvjax.rotate import SUBSPACE, Directions, lloyd_max, turned
-from kvjax.selection import PackedSelection
+from kvjax.selection import Candidates, PackedSelection
 
 SHAPES = (  # B, K, G, S, D, M, keys that wait, k
     (1, 8, 1, 131072, 128, 13108, 256, 1916),
@@ -55,8 +55,9 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, M: int, W: int
         return choose
 
     def reference(q: Array, keys: Directions, lists: list[PackedSelection], late: Array) -> list[PackedSelection]:
-        run = partial(ops.select_4bit, seed=0, scale=D**-0.5, wide=W, implementation="xla")
-        return [run(q, keys, some, (late, 0, W), k, k) for some in lists]
+        among = Candidates(span=(0, jnp.asarray(S)), pending=(late, 0, W), limit=k, room=k, pending_slots=W)
+        run = partial(ops.select_4bit, seed=0, scale=D**-0.5, implementation="xla")
+        return [run(q, keys, some, among) for some in lists]
 
     def error(got: list[PackedSelection], want: list[PackedSelection]) -> float:
         """The largest share of a list's choice that is not the reference's: near ties, as f16 has them."""

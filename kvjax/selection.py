@@ -12,11 +12,14 @@ PQCache (sum of softmax) and FreeKV (mean of softmax). Sum and mean of softmax r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.tree_util import register_dataclass
 
 GroupReduce = Literal["mean_query", "mean_score", "max_softmax", "sum_softmax", "mean_softmax", "per_head"]
 GROUP_REDUCES: tuple[str, ...] = get_args(GroupReduce)
@@ -43,6 +46,82 @@ class PackedSelection(NamedTuple):
     @property
     def selection(self) -> Selection:
         return Selection(self.slots, self.valid)
+
+
+def pack(selection: Selection) -> PackedSelection:
+    """A selection whose valid slots come first already, by their number."""
+    return PackedSelection(selection.slots, jnp.sum(selection.valid, axis=-1, dtype=jnp.int32))
+
+
+@partial(register_dataclass, data_fields=("span", "pending", "limit"), meta_fields=("room", "pending_slots", "local"))
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """The units among which a step selects, and how many. Starts, stops and limit are i32[B], or one for all rows.
+
+    A unit is a token or a page of tokens. Stored units are those of the index with a token in `span`. Pending units
+    have recent tokens that are not indexed yet: their keys are scored as they are, and a page has the score of its best
+    token. They are numbered on from the stored units.
+    """
+
+    span: tuple[Array | int, Array]  # start and stop of the slots of the index
+    pending: tuple[Array, Array | int, Array | int]  # recent keys [B, K, R, D], start and stop of their slots
+    limit: Array | int  # units to select
+    room: int  # most units that any row selects
+    pending_slots: int  # the first of the R keys, in whole units: no others are pending
+    local: int = 0  # tokens before the stop of `pending` that are not, as every step attends to them
+
+    def require(self, stored: int, unit: int) -> None:
+        """Raises ValueError where these sizes do not fit an index of `stored` units of `unit` tokens."""
+        keys, slots = self.pending[0].shape[2], self.pending_slots
+        if unit < 1 or slots % unit or not 0 < slots <= keys:
+            raise ValueError(
+                f"Candidates(pending_slots={slots}) must be whole pages of {unit} tokens among the {keys} recent keys"
+            )
+        if self.room > stored + slots // unit:
+            raise ValueError(
+                f"Candidates(room={self.room}) is more than the {stored} stored and {slots // unit} pending units"
+            )
+
+    def stored_units(self, units: int, unit: int = 1) -> Array:
+        """bool[B, 1, 1, U]: which of the index's U units have a token in the span."""
+        start, stop = self.span
+        if unit > 1:
+            start, stop = (jnp.asarray(x, jnp.int32) for x in self.span)
+            start, stop = start // unit, jnp.where(stop > start, -(-stop // unit), 0)
+        return self._inside(start, stop, units)
+
+    def pending_units(self, scores: Array, unit: int = 1) -> tuple[Array, Array]:
+        """Scores f32[B, K, G, W] of the pending units and which of them there are, bool[B, 1, 1, W], for scores
+        f32[B, K, G, R] of the recent keys."""
+        _, start, stop = self.pending
+        scores = scores[..., : self.pending_slots]
+        valid = self._inside(start, stop - self.local, self.pending_slots)
+        if unit == 1:
+            return scores, valid
+        pages = self.pending_slots // unit
+        scores = jnp.where(valid, scores, -jnp.inf).reshape(*scores.shape[:3], pages, unit)
+        return jnp.max(scores, axis=-1), jnp.any(valid.reshape(*valid.shape[:3], pages, unit), axis=-1)
+
+    def tokens(self, units: Selection, stored: int, unit: int) -> Selection:
+        """The tokens of selected units, of an index of `stored` units: those of a page that are candidates."""
+        if unit == 1:
+            return units
+        slots, valid = expand_units(units, unit)
+        (start, stop), (_, first, end) = self.span, self.pending
+        start, stop, first, end = (by_row(x) for x in (start, stop, first, end - self.local))
+        recent = slots - stored * unit
+        inside = jnp.where(recent < 0, (slots >= start) & (slots < stop), (recent >= first) & (recent < end))
+        return Selection(slots, valid & inside)
+
+    def _inside(self, start: Array | int, stop: Array | int, units: int) -> Array:
+        unit = jnp.arange(units)[None, None, None]
+        inside = (unit >= by_row(start)) & (unit < by_row(stop))
+        return jnp.broadcast_to(inside, (self.pending[0].shape[0], 1, 1, units))
+
+
+def by_row(number: Array | int) -> Array:
+    """i32[B, 1, 1, 1] of i32[B]; i32[1, 1, 1, 1] of a number."""
+    return jnp.reshape(jnp.asarray(number, jnp.int32), (-1, 1, 1, 1))
 
 
 def require_group_reduce(group_reduce: str) -> None:

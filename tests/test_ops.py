@@ -11,6 +11,7 @@ import pytest
 
 from kvjax import ops
 from kvjax.quant import quantize_1bit
+from kvjax.selection import Candidates
 from tests.kernels.conftest import HAS_KERNELS, KERNELS, ON_GPU
 
 SCORES, VALID = jax.random.normal(jax.random.key(0), (2, 50)), jnp.ones((2, 50), bool)
@@ -19,7 +20,9 @@ SCORES, VALID = jax.random.normal(jax.random.key(0), (2, 50)), jnp.ones((2, 50),
 def select_1bit(**options):
     keys = quantize_1bit(jax.random.normal(jax.random.key(1), (1, 1, 64, 64)), 32, jnp.bfloat16)
     q = jax.random.normal(jax.random.key(2), (1, 1, 2, 64))
-    return ops.select_1bit(q, keys, (0, 60), (jnp.zeros((1, 1, 2, 4)), 0, 3), 9, "mean_score", 9, scale=0.1, **options)
+    late = jnp.zeros((1, 1, 4, 64), jnp.bfloat16)
+    among = Candidates(span=(0, 60), pending=(late, 0, 3), limit=9, room=9, pending_slots=4)
+    return ops.select_1bit(q, keys, among, "mean_score", scale=0.1, **options)
 
 
 def test_every_kernel_has_an_operation_and_every_operation_is_exported():

@@ -12,8 +12,8 @@ from kvjax.caches.policy import Info
 from kvjax.caches.zones import Visible, Zoned, ZonedState
 from kvjax.demotion import Demotion, Fifo
 from kvjax.layouts import whole_units
-from kvjax.partial import Span, attention_logits, group_queries, ungroup
-from kvjax.selection import PackedSelection, Selection, expand_units, reduce_queries, split_selection
+from kvjax.partial import Span, group_queries, ungroup
+from kvjax.selection import PackedSelection, Selection, reduce_queries, split_selection
 from kvjax.selectors import Candidates, FusedSelector, Selector
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores import Dense, FusedSlotStore, Store
@@ -107,42 +107,30 @@ class Retrieval(Zoned):
         queries = reduce_queries(q, group_reduce)
 
         # Pending tokens stand in the first slots of the recent block, before the local ones.
-        wide = -(-(st.recent.slots - self.local) // unit) * unit
-        room = self.room((slots + wide) // unit)
-        limit: Array | int = self.selected  # a number where it is one for all, as an array takes a kernel
-        if room * unit != limit:
-            limit = jnp.where(st.length < self.dense_below, room * unit, limit)
+        pending_slots = -(-(st.recent.slots - self.local) // unit) * unit
+        room = self.room((slots + pending_slots) // unit)
+        limit: Array | int = self.selected // unit  # a number where it is one for all, as an array takes a kernel
+        if room != limit:
+            limit = jnp.where(st.length < self.dense_below, room, limit)
         selector, all_visible = self.selector, seen.first is None
+        starts = (0, 0) if all_visible else (seen.store, seen.recent.start)
+        candidates = Candidates(
+            span=(starts[0], st.store.count),
+            pending=(st.recent.k, starts[1], st.recent.count),
+            limit=limit,
+            room=room,
+            pending_slots=pending_slots,
+            local=self.local,
+        )
         if (
             isinstance(selector, FusedSelector)
             and in_order <= selector.lowest_is_last
             and (all_visible or selector.selects_in_window)
         ):
-            starts = (0, 0) if all_visible else (seen.store, seen.recent.start)
-            span, pending = (starts[0], st.store.count), (st.recent.k, starts[1], st.recent.count)
-            among = Candidates(span, pending, limit=limit, room=room, wide=wide, last=self.local)
-            return selector.select(st.index, queries, among, scale=scale)
-
-        estimates = selector.score(st.index, queries, scale=scale)
-        # The scores of pending tokens are attention's own logits.
-        slot = jnp.arange(wide)[None]
-        waits = (slot < (st.recent.count - self.local)[:, None]) & (slot >= seen.recent.start[:, None])
-        exact = attention_logits(queries, st.recent.k, scale)[..., :wide]
-        exact = jnp.where(waits[:, None, None], exact, -jnp.inf)
-        exact = jnp.max(exact.reshape(*exact.shape[:-1], wide // unit, unit), axis=-1)
-        stored_slot = jnp.arange(slots)[None]
-        stored = (stored_slot < st.store.count[:, None]) & (stored_slot >= seen.store[:, None])
-
-        tokens = jnp.concatenate([stored, waits], axis=1)  # bool[B, S + wide]
-        units = jnp.any(tokens.reshape(tokens.shape[0], -1, unit), axis=-1)[:, None, None]
-        split = slots // unit
-        parts = [(estimates, units[..., :split]), (exact, units[..., split:])]
-        best = expand_units(ops.top_k_grouped(parts, group_reduce, room), unit)
-
-        visible = jnp.take_along_axis(tokens[:, None, None], best.slots, axis=-1)
-        rank = jnp.arange(room * unit)[None, None, None]
-        within = rank < jnp.reshape(limit, (-1, 1, 1, 1))
-        return Selection(best.slots, best.valid & visible & within)
+            return selector.select(st.index, queries, candidates, scale=scale)
+        scores = selector.score(st.index, queries, scale=scale)
+        best = ops.select_top(scores, queries, candidates, group_reduce, unit=unit, scale=scale)
+        return candidates.tokens(best, slots // unit, unit)
 
     def select(self, st: ZonedState, q: Array, *, scale: float | None = None, window: int | None = None) -> Selection:
         """What a step with q [B, N, D] selects beside sink and local window, sorted by score.

@@ -89,7 +89,8 @@ class Op(Generic[P, R]):
         # JAX traces a branch once for each function and shapes, so equal calls share their functions. Not where
         # somebody looks at the calls inside, or changes a kernel.
         build = _functions.__wrapped__ if found is not None or _traced_anew() else _functions
-        run, reference = build(self, static, implementation is not None, how.implementation == "mosaic")
+        silent = how.implementation == "mosaic"
+        run, reference = build(self, static, silent or implementation is not None, silent)
         if self.derivative == "zero":
             operands = lax.stop_gradient(operands)
         if implementation == "mosaic":
@@ -190,7 +191,7 @@ def _require(implementation: Any) -> Any:
 
 @contextmanager
 def _inside_reference(*, forced: bool, silent: bool) -> Iterator[None]:
-    """A reference that was asked for by name calls references alone; one beside a kernel that runs is not told of."""
+    """`forced`: operations inside run their references. `silent`: they add no explanation, as a kernel runs instead."""
     token = _explained.set(None) if silent else None
     try:
         if forced:

@@ -45,13 +45,14 @@ def top_k_grouped(
     *,
     implementation: Implementation | None = None,
 ) -> Selection:
-    """The k units of all parts that a group of heads ranks highest: `top_k` of `pick.reduce_scores`, in one kernel.
+    """The k highest units of all parts for a group of heads: `top_k` of `selection.reduce_scores`, in one kernel.
 
-    A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U']; units count on from part to part. Softmax is
-    over the valid units of all parts. `implementation`: see `explain`; where ranks differ by less than rounding, the
-    kernel may order them otherwise.
+    A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U'], or [B, K, G, U'] under "per_head". Units are
+    numbered on from part to part; softmax is over the valid units of all. `implementation`: see `explain`; the kernel
+    may order units otherwise whose ranks differ by less than rounding.
     """
-    valid = jnp.concatenate([ok for _, ok in parts], axis=-1)
+    heads = jnp.broadcast_shapes(*(ok.shape[:-1] for _, ok in parts))
+    valid = jnp.concatenate([jnp.broadcast_to(ok, (*heads, ok.shape[-1])) for _, ok in parts], axis=-1)
     return top_k(reduce_scores(parts, group_reduce), valid, k)
 
 
@@ -59,6 +60,8 @@ def top_k_grouped(
 def _top_k_grouped_limit(
     kernel: Any, parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, k: int
 ) -> str | None:
+    if any(valid.shape[2] != 1 for _, valid in parts):
+        return "the kernel top_k_grouped takes units that are valid for all query heads of a group"
     return kernel.unsupported(parts, group_reduce, k)
 
 

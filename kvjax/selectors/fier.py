@@ -11,8 +11,7 @@ from jax import Array
 from kvjax import ops
 from kvjax.blocks import write
 from kvjax.quant import OneBit, quantize_1bit
-from kvjax.selection import GroupReduce, PackedSelection, require_group_reduce
-from kvjax.selectors.selector import Candidates
+from kvjax.selection import Candidates, GroupReduce, PackedSelection, require_group_reduce
 from kvjax.spec import CacheSpec, require_int
 
 
@@ -74,8 +73,7 @@ class Fier:
         return ops.score_1bit(q, ix, scale=scale)
 
     def select(self, ix: OneBit, q: Array, among: Candidates, *, scale: float) -> PackedSelection:
-        span, pending, count, room, wide, last = among
-        return ops.select_1bit(q, ix, span, pending, count, self.group_reduce, room, scale=scale, wide=wide, last=last)
+        return ops.select_1bit(q, ix, among, self.group_reduce, scale=scale)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         per_channel = 1 / 8 + 2 * _scale_dtype(spec).itemsize / self.group

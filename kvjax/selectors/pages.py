@@ -15,8 +15,7 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.blocks import write
-from kvjax.selection import GroupReduce, Selection, expand_units, require_group_reduce
-from kvjax.selectors.selector import Candidates
+from kvjax.selection import Candidates, GroupReduce, Selection, require_group_reduce
 from kvjax.spec import CacheSpec, require_int
 
 
@@ -73,26 +72,8 @@ class _Pages:
         return True
 
     def select(self, ix: Boxes, q: Array, among: Candidates, *, scale: float) -> Selection:
-        span, (keys, first, stop), limit, room, wide, last = among
-        picked = ops.select_pages(
-            q,
-            *ix,
-            span,
-            (keys, first, stop),
-            limit // self.page,
-            self.group_reduce,
-            room,
-            unit=self.page,
-            scale=scale,
-            wide=wide,
-            last=last,
-        )
-        # Of a page some tokens may be out of sight, or not there yet.
-        slots, valid = expand_units(picked.selection, self.page)
-        pending = slots - ix.low.shape[2] * self.page
-        start, end, first, stop = (jnp.reshape(x, (-1, 1, 1, 1)) for x in (*span, first, stop - last))
-        seen = jnp.where(pending < 0, (slots >= start) & (slots < end), (pending >= first) & (pending < stop))
-        return Selection(slots, valid & seen)
+        pages = ops.select_pages(q, *ix, among, self.group_reduce, unit=self.page, scale=scale)
+        return among.tokens(pages.selection, ix.low.shape[2], self.page)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize / self.page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
@@ -12,10 +11,8 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.blocks import write
-from kvjax.partial import attention_logits
 from kvjax.rotate import SUBSPACE, Directions, encode, require_rotatable, rotate, rotate_few
-from kvjax.selection import GroupReduce, PackedSelection, Selection, require_group_reduce
-from kvjax.selectors.selector import Candidates
+from kvjax.selection import Candidates, GroupReduce, PackedSelection, Selection, require_group_reduce
 from kvjax.spec import CacheSpec, require_int
 
 Votes = Literal["tiers", "plain"]
@@ -136,18 +133,13 @@ class Paris:
         """As `FusedSelector` has it. No token that is not reranked is chosen before all that are, so candidates are all
         that is chosen from; where they and the pending tokens are too few, as many more of the most voted come along:
         then all of them are chosen."""
-        span, (keys, start, stop), count, room, wide, last = among
-        if (
-            q.shape[2] > 1 and self.group_reduce != "per_head"
-        ):  # heads have candidates of their own, and a mean needs all
-            exact = attention_logits(q, keys, scale)[..., :wide]
-            parts = [(self.score(ix, q, scale=scale), *span), (exact, start, stop - last)]
-            return ops.select_scored(parts, count, self.group_reduce, room)
+        if q.shape[2] > 1 and self.group_reduce != "per_head":  # a mean needs all scores of each head
+            return ops.select_top(self.score(ix, q, scale=scale), q, among, self.group_reduce, scale=scale)
         votes = self._votes(ix, q)
-        most = max(self.room(votes.shape[3]), min(room, votes.shape[3]))
-        candidates = ops.most_voted(votes, span[1], ix.candidates, most, fill=(count, start, stop), last=last)
-        pick = partial(ops.select_4bit, seed=self.seed, scale=scale, wide=wide, last=last)
-        return pick(q, ix.codes, candidates, among.pending, count, room)
+        most = max(self.room(votes.shape[3]), min(among.room, votes.shape[3]))
+        fill = among.limit, *among.pending[1:]
+        listed = ops.most_voted(votes, among.span[1], ix.candidates, most, fill=fill, last=among.local)
+        return ops.select_4bit(q, ix.codes, listed, among, seed=self.seed, scale=scale)
 
     def room(self, slots: int) -> int:
         """Candidates that a step over `slots` slots has room for: as many as any length of history wants."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jax import Array
 
-from kvjax.selection import GroupReduce, PackedSelection, Selection
+from kvjax.selection import Candidates, GroupReduce, PackedSelection, Selection
 from kvjax.spec import CacheSpec
 
 
@@ -45,17 +45,6 @@ class Selector(Protocol):
     def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
         """Bytes of index that a step of a layer reads of a history of `length` tokens, over all kv heads."""
         ...
-
-
-class Candidates(NamedTuple):
-    """What a step may pick, and how much. Counts, starts and stops are i32[B], or a number for all rows."""
-
-    span: tuple[Array | int, Array]  # start and stop: slots [start, stop) of the index
-    pending: tuple[Array, Array | int, Array]  # keys [B, K, R, D], scored as they are, start and stop
-    limit: Array | int  # tokens to pick
-    room: int  # most units that any row picks
-    wide: int  # of the R keys only the first may wait
-    last: int  # tokens before the stop of `pending` that do not
 
 
 @runtime_checkable

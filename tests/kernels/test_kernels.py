@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from kvjax.blocks import Block
 from kvjax.partial import Span
 from kvjax.quant import OneBit, quantize, quantize_1bit
 from kvjax.rotate import encode
-from kvjax.selection import PackedSelection, Selection
+from kvjax.selection import Candidates, PackedSelection, Selection
 from kvjax.selectors import Fier
 from tests.kernels.conftest import HAS_KERNELS, KERNELS, ON_GPU
 
@@ -557,6 +558,7 @@ def test_the_reference_runs_where_there_is_no_kernel():
     pages = jnp.zeros((1, 1, 16, 64), jnp.bfloat16)
     count, some = picks[:, 0, 0, 0], Selection(picks[:, :, :1], picks[:, :, :1] == 0)
     span, found = Span(half, half, count, count), PackedSelection(picks, picks[..., 0])
+    few = Candidates(span=(0, count), pending=(half, 0, count), limit=3, room=5, pending_slots=4)
     scale = {"scale": 0.1}
     asked = (
         ("attend_quantized", (boxes, by_channel, by_token, count, count), scale),
@@ -571,12 +573,12 @@ def test_the_reference_runs_where_there_is_no_kernel():
         ("host_append", (boxes[..., None, :], [boxes], count, count), {}),
         ("host_rows", (boxes, picks[:, :, 0]), {}),
         ("most_voted", (boxes.astype(jnp.uint8), count, count, 5), {}),
-        ("select_1bit", (boxes, one_bit, (0, count), (half, 0, count), 3, "mean_score", 5), {**scale, "wide": 4}),
-        ("select_4bit", (boxes, codes, found, (half, 0, count), 5, 9), {**scale, "seed": 0, "wide": 4}),
+        ("select_1bit", (boxes, one_bit, few, "mean_score"), scale),
+        ("select_4bit", (boxes, codes, found, few), {**scale, "seed": 0}),
         (
             "select_pages",
-            (boxes, half, half, (0, count), (pages, 0, count), 3, "mean_score", 5),
-            {**scale, "unit": 16, "wide": 16},
+            (boxes, half, half, replace(few, pending=(pages, 0, count), pending_slots=16), "mean_score"),
+            {**scale, "unit": 16},
         ),
         ("put_token", ([Block(boxes, boxes, count)], *2 * [boxes[:, :, :1]], *2 * [count == 0]), {}),
         ("rerank", (boxes, codes, found), scale),

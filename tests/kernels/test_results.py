@@ -42,7 +42,7 @@ from kvjax.memory import CONCURRENT, to_host
 from kvjax.partial import Span, attention_logits
 from kvjax.quant import OneBit, QuantArray, quantize, quantize_1bit
 from kvjax.rotate import SUBSPACE, encode, lloyd_max, rotate, turned
-from kvjax.selection import PackedSelection, Selection, expand_units, reduce_scores
+from kvjax.selection import Candidates, PackedSelection, Selection, expand_units, reduce_scores
 from kvjax.selectors import MinMaxPages
 from tests.kernels.conftest import ON_GPU, on_gpu
 
@@ -439,7 +439,9 @@ def test_select_4bit_chooses_what_its_reference_does(B, K, G, S, D, M, R, wide, 
         q, keys, candidates, pending = reranked(B, K, G, S, D, M, R, dtype, kind)
         args = q, keys, candidates, pending, count
         got = PackedSelection(*jax.jit(run)(*args))
-        want = jax.jit(partial(ops.select_4bit, room=room, seed=3, implementation="xla", **how))(*args)
+        among = Candidates(span=(0, S), pending=pending, limit=count, room=room, pending_slots=wide, local=3)
+        reference = jax.jit(partial(ops.select_4bit, seed=3, scale=how["scale"], implementation="xla"))
+        want = reference(q, keys, candidates, among)
         np.testing.assert_array_equal(got.found, want.found, err_msg=kind)
         estimates = np.asarray(ops.rerank(rotate(q, 3), keys, candidates, scale=how["scale"], implementation="xla"))
         exact = np.asarray(attention_logits(q, pending[0], how["scale"]))
