@@ -218,7 +218,7 @@ def _functions(
     def mosaic(*operands: Any) -> R:
         return op._mosaic(kernel, **dict(zip(op.operands, operands, strict=True)), **dict(static))
 
-    return _with_derivative(mosaic, reference) if op.derivative == "reference" else mosaic, reference
+    return with_derivative(mosaic, reference) if op.derivative == "reference" else mosaic, reference
 
 
 def _why_not(limit: str | None) -> str | None:
@@ -239,8 +239,8 @@ def _unmeasured(kernel: Any) -> str | None:
     return None if kernel.MEASURED else f"the kernel {name} is not yet measured on a GPU: ask for it by name"
 
 
-def _with_derivative(run: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, a kernel, with the derivative of the reference: it has none of its own."""
+def with_derivative(run: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, a kernel or a loop whose bounds are data, with the derivative of the reference: it has none of its own."""
     f = jax.custom_jvp(run)
     f.defjvp(lambda primals, tangents: (f(*primals), jax.jvp(reference, primals, tangents)[1]))
     return f

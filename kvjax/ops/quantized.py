@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.layouts import unpack_codes
 from kvjax.ops.attend import attend_beside, flat_slots
-from kvjax.ops.op import Implementation, op
+from kvjax.ops.op import Implementation, op, with_derivative
 from kvjax.partial import PartialAttention, Span, attend_part, empty_part, keep_valid, merge, part_of_logits
 from kvjax.quant import QuantArray, dequantize, slice_tokens, split_scales
 from kvjax.selection import Selection
@@ -46,22 +47,32 @@ def attend_quantized(
     folds = q.shape[2] <= slots * D // max(keys.scales[0, 0].size, values.scales[0, 0].size)
     q = q.astype(jnp.float32)
     start, stop = (a[:, None] if a.ndim == 1 else a for a in (start, stop))
+    operands = q, keys, values, start, stop
 
-    def step(i: Array, done: PartialAttention) -> PartialAttention:
+    def one(i: Array, q: Array, keys: QuantArray, values: QuantArray, start: Array, stop: Array) -> PartialAttention:
         first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask what is done
-        slot = (first + jnp.arange(block))[None, None]
+        slot = (first + jnp.arange(block, dtype=jnp.int32))[None, None]
         mask = (slot >= jnp.maximum(start, i * block)[..., None]) & (slot < stop[..., None])  # [B, Q, block]
         seen = jnp.any(mask, axis=1)[:, None]
         # Without the barrier XLA widens all codes and scales ahead of the loop.
         kb, vb = lax.optimization_barrier(tuple(slice_tokens(a, first, block) for a in (keys, values)))
         if not folds:
-            vf = keep_valid(dequantize(vb, D), seen)
-            return merge(done, attend_part(q, dequantize(kb, D), vf, mask[:, None], scale=scale))
+            return attend_part(q, dequantize(kb, D), keep_valid(dequantize(vb, D), seen), mask[:, None], scale=scale)
         logits = _scores(q, kb) * scale
-        return merge(done, part_of_logits(logits, mask[:, None], lambda weights: _mix(weights, vb, seen, D)))
+        return part_of_logits(logits, mask[:, None], lambda weights: _mix(weights, vb, seen, D))
 
-    blocks = (jnp.max(stop) + block - 1) // block
-    return lax.fori_loop(0, blocks, step, empty_part(q.shape))
+    def run(*operands: Any) -> PartialAttention:
+        blocks = (jnp.max(operands[-1]) + block - 1) // block
+        return lax.fori_loop(0, blocks, lambda i, done: merge(done, one(i, *operands)), empty_part(q.shape))
+
+    def differentiable(*operands: Any) -> PartialAttention:
+        # A loop whose bounds are data has no reverse derivative: this one visits all blocks, and keeps none of them.
+        def step(done: PartialAttention, i: Array) -> tuple[PartialAttention, None]:
+            return merge(done, jax.checkpoint(one)(i, *operands)), None
+
+        return lax.scan(step, empty_part(q.shape), jnp.arange(-(-slots // block), dtype=jnp.int32))[0]
+
+    return with_derivative(run, differentiable)(*operands)
 
 
 @attend_quantized.limit

@@ -17,6 +17,7 @@ from kvjax.prompt import attend_blocks
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores.store import Held
+from kvjax.validation import refuse_derivative
 
 
 @register_dataclass
@@ -86,6 +87,12 @@ class HostOffload:
         return HostBlock(host_zeros(shape, spec.dtype), jnp.zeros(spec.batch, jnp.int32))
 
     def append(self, st: HostBlock, k: Array, v: Array, count: Array) -> HostBlock:
+        k, v = refuse_derivative(
+            f"{self} keeps keys and values in host memory, where they have no derivative; use the store Dense(), or "
+            "jax.lax.stop_gradient on k and v",
+            k,
+            v,
+        )
         B, K, T, D = k.shape
         Z, n = self.page, T // self.page
         new = [a.reshape(B, K, n, Z, D).astype(st.kv.dtype) for a in (k, v)]

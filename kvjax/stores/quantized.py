@@ -17,6 +17,7 @@ from kvjax.prompt import attend_blocks
 from kvjax.quant import QuantArray, dequantize, quantize, slice_tokens
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, require_int
+from kvjax.validation import refuse_derivative
 
 KeyAxis = Literal["channel", "token"]
 BITS = (2, 3, 4, 8)
@@ -116,6 +117,12 @@ class Quantized:
 
     def append(self, st: QuantizedBlock, k: Array, v: Array, count: Array) -> QuantizedBlock:
         tokens, start = self._key_tokens(), st.count
+        k, v = refuse_derivative(
+            f"{self} keeps keys and values as codes, which have no derivative; use the store Dense(), or "
+            "jax.lax.stop_gradient on k and v",
+            k,
+            v,
+        )
         new_k, new_v = self._quantize(k, v)
         return QuantizedBlock(
             QuantArray(

@@ -141,10 +141,10 @@ def has_zones(state: Any) -> bool:
 
 
 def memory_of_steps(state: Any) -> Any:
-    """What is kept between steps beside the tokens: leaves outside of the core, and the core's `schedule`."""
+    """What is kept between steps beside the tokens: the leaves outside of the core."""
     inner = core_state(state)
     outside = {} if inner is state else {k: v for k, v in parts(state).items() if not _within(v, inner)}
-    return jax.tree.leaves((outside, getattr(inner, "schedule", ())))
+    return jax.tree.leaves(outside)
 
 
 def _within(part: Any, inner: Any) -> bool:
@@ -174,7 +174,7 @@ def map_slots(state: Any, change: Callable[[Any, Array, Array], Array]) -> Any:
 
     for name, part in fields.items():
         zone = part if is_zone(part) else main
-        if zone is not None and part is not None and name != "schedule":
+        if zone is not None and part is not None:
             inner = with_part(inner, name, walk(part, zone, is_zone(part) or name == "index"))
     return inner
 

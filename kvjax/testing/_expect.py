@@ -22,7 +22,6 @@ from kvjax.testing._anatomy import (
     replace_core,
     require,
     sink,
-    with_part,
 )
 from kvjax.testing._drive import random_tokens, step
 
@@ -112,8 +111,6 @@ def valid_part(cache: LayerCache) -> list[Any]:
     evicts, in order of position.
     """
     st = core_state(cache.state)
-    if hasattr(st, "schedule"):
-        st = with_part(st, "schedule", ())
     if hasattr(st, "position") and hasattr(st, "tokens"):
         used = jnp.arange(st.tokens.slots)[None] < st.tokens.count[:, None]
         order = jnp.argsort(jnp.where(used[:, None], st.position, jnp.iinfo(jnp.int32).max), axis=-1)

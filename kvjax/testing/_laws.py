@@ -13,6 +13,7 @@ from kvjax.testing._attending import (
     prompt_attends_causally,
     step_attends_to_what_is_held,
 )
+from kvjax.testing._gradients import gradients_are_those_of_attention
 from kvjax.testing._programs import (
     one_trace_serves_all_steps,
     policy_is_a_value,
@@ -55,6 +56,7 @@ FUNCTIONS: dict[str, Law] = {
         step_is_in_place,
         structure_is_constant,
         policy_is_a_value,
+        gradients_are_those_of_attention,
         budget_bounds_what_is_held,
         step_attends_to_what_is_held,
         checkpoint_restores_to_the_bit,

@@ -69,6 +69,8 @@ class BrokenFull(Full):
         out, _, info = super().attend(dataclasses.replace(st, tokens=tokens), q, scale=scale, window=window)
         if self.fault == "changes the state":
             st = dataclasses.replace(st, overflow=st.overflow.astype(jnp.int8))
+        if self.fault == "stops the gradient":
+            out = lax.stop_gradient(out)
         if self.fault == "scales by the batch's mean length":
             out = out * (1 + jnp.mean(st.length.astype(jnp.float32))).astype(out.dtype)
         return out, st, info
@@ -183,6 +185,7 @@ BROKEN: dict[str, kvjax.Policy] = {
         "scales by the batch's mean length",
         "forgets a prompt's first chunk",
         "cannot be saved",
+        "stops the gradient",
         "counts its steps in a static field",
     )
 } | {
@@ -211,6 +214,7 @@ CAUGHT: list[tuple[str, str]] = [
     ("forgets a prompt's first chunk", "prompt_attends_causally"),
     ("cannot be saved", "checkpoint_restores_to_the_bit"),
     ("equals nothing", "policy_is_a_value"),
+    ("stops the gradient", "gradients_are_those_of_attention"),
     ("selects by slot", "order_of_chunks_does_not_matter"),
     ("tells a slot twice", "selected_slots_are_valid_and_unique"),
     ("selects other tokens at each budget", "recall_grows_with_budget"),
