@@ -1,8 +1,8 @@
 """Runs a plan: reads each batch of prompts once, stores it in every cache, and lets each cache answer for itself.
 
-What "answer" means is a function: `accuracy.answer` decodes freely, `perplexity.score` feeds the true continuation. A
-prompt may end in tokens that are fed one step at a time through the cache, as a question that comes after the cache
-has thrown away what it will.
+An `Answer` function decides how: `accuracy.answer` decodes freely, `perplexity.score` feeds the true continuation. The
+last tokens of a prompt may be fed one step at a time through the cache, as a question that comes after the cache has
+evicted what it will evict.
 """
 
 from __future__ import annotations

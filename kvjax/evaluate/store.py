@@ -144,7 +144,7 @@ def _damaged(path: Path, why: str) -> ValueError:
 def read_cells(folder: Path) -> list[Cell]:
     """The cells of every run under a folder, in the order of tables: by task, length, method and budget.
 
-    Of a cell that several runs have begun, the one with the most results.
+    Where several runs began a cell, the one with the most results counts.
 
     Raises:
       ValueError: there is none; they are of several models or dtypes; or runs that differ made the same cell.
