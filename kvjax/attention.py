@@ -10,6 +10,7 @@ function over pytrees, so it runs under jit, scan and grad, in NNX and Linen mod
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -23,7 +24,7 @@ from jax.core import Tracer
 from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
-from kvjax.caches import Info, Observer, Policy
+from kvjax.caches import Info, Observer, PerLayer, Policy
 from kvjax.memory import Bytes, nbytes
 from kvjax.prompt import attend_chunk, attend_chunk_after
 from kvjax.spec import CacheSpec, check_dims, require_int
@@ -38,8 +39,6 @@ class LayerCache:
     state: Any
     policy: Policy = dataclasses.field(metadata={"static": True})
     spec: CacheSpec = dataclasses.field(metadata={"static": True})
-    # A promise that no row's recent block is full: see `flushed`.
-    flushed: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def length(self) -> Array:
@@ -53,6 +52,21 @@ class LayerCache:
 
     def __repr__(self) -> str:
         return f"LayerCache({self.policy!r}; {_contents(self)})"
+
+    def _full_rows(self) -> Array | None:
+        return self.policy.full_rows(self.state)
+
+
+@register_dataclass
+@dataclass(frozen=True, repr=False)
+class _FlushedLayer(LayerCache):
+    """A LayerCache with the promise of `flushed`."""
+
+    # jax tells tree structures apart by their static fields, not by their classes; jit must not mix the two up.
+    promise: bool = dataclasses.field(default=True, metadata={"static": True})
+
+    def _full_rows(self) -> None:
+        return None
 
 
 @register_dataclass
@@ -84,22 +98,11 @@ class Cache:
         return f"Cache({layers}; {_contents(self)})"
 
 
-@dataclass(frozen=True)
-class PerLayer:
-    """Policies of a model's layers: one each for the first ones, then one for all the others."""
-
-    first: tuple[Policy, ...]
-    rest: Policy
-
-    def policy(self, layer: int) -> Policy:
-        return self.first[layer] if layer < len(self.first) else self.rest
-
-
 C = TypeVar("C", Cache, LayerCache)
 
 
-def init(policy: Policy | PerLayer, spec: CacheSpec, *, layers: int) -> Cache:
-    """An empty cache for a model of `layers` attention layers.
+def init(policy: Policy | PerLayer | Sequence[Policy], spec: CacheSpec, *, layers: int) -> Cache:
+    """An empty cache for a model of `layers` attention layers, of one policy or of a policy for each layer.
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=64)
@@ -107,16 +110,23 @@ def init(policy: Policy | PerLayer, spec: CacheSpec, *, layers: int) -> Cache:
     Array([0], dtype=int32)
     """
     layers = require_int("init(layers=...)", layers, at_least=1)
-    if not isinstance(policy, PerLayer):
+    if isinstance(policy, list | tuple):
+        if len(policy) != layers:
+            raise ValueError(
+                f"init got {len(policy)} policies for layers={layers}; give one for each layer, or a kvjax.PerLayer"
+            )
+        for i, own in enumerate(policy):
+            _check_policy(f"init(policy=...)[{i}]", own)
+    elif not isinstance(policy, PerLayer):
         _check_policy("init(policy=...)", policy)
     _check_spec("init(spec=...)", spec)
-    policies = [policy.policy(i) if isinstance(policy, PerLayer) else policy for i in range(layers)]
-    return Cache(tuple(init_layer(p, spec) for p in policies))
+    by_layer = PerLayer.of(policy)
+    return Cache(tuple(init_layer(by_layer.policy(i), spec) for i in range(layers)))
 
 
 def init_layer(policy: Policy, spec: CacheSpec) -> LayerCache:
     """An empty cache for one attention layer."""
-    if isinstance(policy, PerLayer):
+    if isinstance(policy, PerLayer | list | tuple):
         raise ValueError("init_layer takes the policy of one layer; call .policy(layer) of the PerLayer, or init(...)")
     _check_policy("init_layer(policy=...)", policy)
     _check_spec("init_layer(spec=...)", spec)
@@ -239,9 +249,9 @@ def flushed(cache: Cache, promise: bool = True) -> Cache:
 
     For loops that ask by themselves, as `kvjax.generate` does: on a GPU each condition makes the host wait, and a loop
     whose own condition is that no block is full asks once a step, not twice. Who promises takes it back after the step.
-    The promise is part of the type of the cache, so that no compiled program mixes the two up.
     """
-    return Cache(tuple(dataclasses.replace(layer, flushed=promise) for layer in cache.layers))
+    kind = _FlushedLayer if promise else LayerCache
+    return Cache(tuple(kind(layer.state, layer.policy, layer.spec) for layer in cache.layers))
 
 
 def insert(cache: C, prefix: C, row: int | Array) -> C:
@@ -328,8 +338,7 @@ def _layers(cache: Cache | LayerCache) -> tuple[LayerCache, ...]:
 
 def _full_rows(layers: tuple[LayerCache, ...]) -> list[Array]:
     """bool[B] of each layer that can have full rows and makes no promise."""
-    pending = (layer for layer in layers if not layer.flushed)
-    return [rows for layer in pending if (rows := layer.policy.full_rows(layer.state)) is not None]
+    return [rows for layer in layers if (rows := layer._full_rows()) is not None]
 
 
 def _flush(cache: Any) -> Any:

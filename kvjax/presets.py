@@ -9,8 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvjax.attention import PerLayer
-from kvjax.caches import Compressed, Evicting, Full, Policy, Retrieval, Speculative
+from kvjax.caches import Compressed, Evicting, Full, PerLayer, Policy, Retrieval, Speculative
 from kvjax.demotion import Fifo, LogSparse
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
 from kvjax.selection import GroupReduce

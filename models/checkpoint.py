@@ -197,7 +197,12 @@ class Checkpoint:
         return text.push(ids) + text.finish()
 
     def init_cache(
-        self, cache: str | Policy | PerLayer = "full", *, capacity: int, batch: int = 1, dtype: DTypeLike | None = None
+        self,
+        cache: str | Policy | PerLayer | Sequence[Policy] = "full",
+        *,
+        capacity: int,
+        batch: int = 1,
+        dtype: DTypeLike | None = None,
     ) -> Cache:
         """An empty cache for this model; `cache` is a policy, or text as `kvjax.presets.parse` reads it."""
         policies = presets.parse(cache) if isinstance(cache, str) else cache
@@ -211,7 +216,7 @@ class Checkpoint:
         self,
         prompt: Prompt | Sequence[Prompt],
         *,
-        cache: str | Policy | PerLayer = "full",
+        cache: str | Policy | PerLayer | Sequence[Policy] = "full",
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
@@ -252,7 +257,7 @@ class Checkpoint:
         self,
         prompt: Prompt,
         *,
-        cache: str | Policy | PerLayer = "full",
+        cache: str | Policy | PerLayer | Sequence[Policy] = "full",
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
@@ -288,7 +293,7 @@ class Checkpoint:
         self,
         *,
         system: str | None = None,
-        cache: str | Policy | PerLayer = "full",
+        cache: str | Policy | PerLayer | Sequence[Policy] = "full",
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
@@ -323,7 +328,7 @@ class Checkpoint:
     def _request(
         self,
         prompts: list[Prompt],
-        cache: str | Policy | PerLayer,
+        cache: str | Policy | PerLayer | Sequence[Policy],
         max_new_tokens: int | None,
         capacity: int | None,
         stop_tokens: Sequence[int] | None,

@@ -131,7 +131,9 @@ def test_a_cache_can_promise_that_nothing_is_full() -> None:
     assert jax.tree.structure(promised) != jax.tree.structure(cache)
     assert kvjax.flush(promised) is promised
     _, layer = attend(promised.layers[0], *tokens.at(np.full((3, 1), 59)))
-    assert layer.flushed  # a model may keep its layers in one tree
+    assert kvjax.flush(layer) is layer  # a model may keep its layers in one tree
+    assert type(cache.layers[0]) is kvjax.LayerCache
+    assert isinstance(layer, kvjax.LayerCache)
     assert layer.state.overflow.all()  # the promise was false
     assert jax.tree.structure(flushed(promised, False)) == jax.tree.structure(cache)
     assert not any_full(kvjax.flush(cache))
@@ -218,3 +220,15 @@ def test_bytes_a_token_are_what_the_arrays_take() -> None:
 def test_bytes_are_counted_where_they_lie() -> None:
     host = jax.device_put(jnp.zeros(10), jax.memory.Space.Host)
     assert kvjax.memory.nbytes({"a": jnp.zeros(3), "b": host}) == (12, 40)
+
+
+def test_a_plain_list_of_policies_is_one_for_each_layer() -> None:
+    policies = [kvjax.Full(), BASE, kvjax.Compressed()]
+    spec = dataclasses.replace(SPEC, head_dim=32)
+    cache = kvjax.init(policies, spec, layers=3)
+    assert [layer.policy for layer in cache.layers] == policies
+    assert jax.tree.structure(cache) == jax.tree.structure(kvjax.init(tuple(policies), spec, layers=3))
+    with pytest.raises(ValueError, match=r"init got 3 policies for layers=4; give one for each layer"):
+        kvjax.init(policies, spec, layers=4)
+    with pytest.raises(ValueError, match=r"init\(policy=\.\.\.\)\[1\] must be a policy, got the string 'fier'"):
+        kvjax.init([BASE, "fier"], spec, layers=2)  # type: ignore[list-item]

@@ -17,6 +17,7 @@ Nothing here clamps: a token that has no room is dropped and sets `overflow`, wh
 from kvjax.caches.compressed import Compressed
 from kvjax.caches.evicting import Evicting, EvictingState
 from kvjax.caches.full import Full, FullState
+from kvjax.caches.per_layer import PerLayer
 from kvjax.caches.policy import Info, Observer, Policy
 from kvjax.caches.retrieval import Retrieval
 from kvjax.caches.speculative import Speculative, SpeculativeState
@@ -30,6 +31,7 @@ __all__ = [
     "FullState",
     "Info",
     "Observer",
+    "PerLayer",
     "Policy",
     "Retrieval",
     "Speculative",

@@ -39,7 +39,7 @@ class Row:
     note: str = ""  # a budget that is rounded down to whole pages
 
 
-Caches = Mapping[str, PerLayer | Policy] | Sequence[str]
+Caches = Mapping[str, PerLayer | Policy | Sequence[Policy]] | Sequence[str]
 
 
 def make_rows(
@@ -129,8 +129,8 @@ def has_group_reduce(preset: Preset) -> bool:
     return rule is not None and isinstance(rule.default, str)
 
 
-def _given(name: str, policy: PerLayer | Policy) -> Row:
-    policies = policy if isinstance(policy, PerLayer) else PerLayer((), policy)
+def _given(name: str, policy: PerLayer | Policy | Sequence[Policy]) -> Row:
+    policies = PerLayer.of(policy)
     return Row(name, policies, getattr(policies.rest, "budget", None), dense_layers=len(policies.first))
 
 

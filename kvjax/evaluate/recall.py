@@ -87,7 +87,7 @@ class Reads:
 
 def reads(
     live: Live,
-    policy: Policy | PerLayer,
+    policy: Policy | PerLayer | Sequence[Policy],
     *,
     top: int | None = None,
     prompt: int | None = None,
@@ -109,7 +109,7 @@ def reads(
     found = []
     runs = live.runs()
     for i, layer in enumerate(live.layers):
-        one = policy.policy(i) if isinstance(policy, PerLayer) else policy
+        one = PerLayer.of(policy).policy(i)
         if isinstance(one, Observer):
             raise ValueError(f"{one} chooses by the queries of a prompt, which live steps do not have")
         steps, held, base = [], 0, init_layer(one, layer.spec)

@@ -28,7 +28,6 @@ FLOORS = {
 }
 SAME_FLOOR = {
     ("ops", "kernels_pallas"),  # dispatch
-    ("presets", "attention"),  # a preset returns hook's PerLayer
     *(("generation", part) for part in ("sampling", "request", "text")),
 }
 FACADE = 6  # `import kvjax` itself: what the package's __init__ may gather, for those above the models

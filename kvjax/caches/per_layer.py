@@ -1,0 +1,33 @@
+"""Policies of a model's layers, which may differ from layer to layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvjax.caches.policy import Policy
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """Policies of a model's layers: one each for the first ones, then one for all the others.
+
+    Fits a model of any number of layers. Where the number is known, a plain list of policies does the same.
+    """
+
+    first: tuple[Policy, ...]
+    rest: Policy
+
+    def policy(self, layer: int) -> Policy:
+        return self.first[layer] if layer < len(self.first) else self.rest
+
+    @classmethod
+    def of(cls, policies: Policy | PerLayer | Sequence[Policy]) -> PerLayer:
+        """One policy for all layers, or a policy for each layer, as a PerLayer."""
+        if isinstance(policies, PerLayer):
+            return policies
+        if isinstance(policies, Sequence):
+            if not policies:
+                raise ValueError("a list of policies needs one for each layer, got an empty one")
+            return cls(tuple(policies[:-1]), policies[-1])
+        return cls((), policies)
