@@ -1,0 +1,216 @@
+"""A selector and a store of another package: written from the protocols alone, they combine and hold the laws."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+import kvjax
+from kvjax import CacheSpec, Fifo, Retrieval, ops
+from kvjax.partial import PartialAttention, attend_part
+from kvjax.selection import Selection, membership
+from kvjax.testing import LAWS, check_policy
+from kvjax.testing._drive import fill, random_tokens, step
+
+SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=150, dtype="float32")
+LAWS_OF_PARTS = (
+    "budget_of_all_is_dense_attention",
+    "prefill_equals_prefill_then_updates",
+    "slots_past_count_do_not_matter",
+    "selected_slots_are_valid_and_unique",
+    "inactive_rows_store_nothing",
+)
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Scores a token by the first half of its key's channels."""
+
+    unit: int = 1
+    group_reduce: str = "mean_score"
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        if spec.head_dim % 2:
+            raise ValueError(f"Halves needs an even head_dim, got {spec.head_dim}")
+
+    def init(self, spec: CacheSpec, slots: int) -> Array:
+        return jnp.zeros((spec.batch, spec.kv_heads, slots, spec.head_dim // 2), spec.dtype)
+
+    def append(self, ix: Array, k: Array, at: Array, count: Array) -> Array:
+        place = jnp.arange(k.shape[2])[None]
+        slot = jnp.where(place < count[:, None], at[:, None] + place, ix.shape[2])
+        rows = jnp.arange(k.shape[0])[:, None]
+        return ix.at[rows, :, slot].set(jnp.moveaxis(k, 2, 1)[..., : ix.shape[3]].astype(ix.dtype), mode="drop")
+
+    def score(self, ix: Array, q: Array, *, scale: float) -> Array:
+        return jnp.einsum("bkgd,bksd->bkgs", q[..., : ix.shape[3]], ix.astype(q.dtype)) * scale
+
+    def bytes_read(self, spec: CacheSpec, length: int) -> float:
+        return length * self.bytes_per_token(spec)
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return spec.kv_heads * spec.head_dim / 2 * jnp.dtype(spec.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class FusedHalves(Halves):
+    """A Halves with the optional verb `select`."""
+
+    selects_in_window: bool = True
+    lowest_is_last: bool = True
+
+    def select(self, ix: Array, q: Array, among: Any, *, scale: float) -> Any:
+        CALLS.append("select")
+        best = ops.select_top(self.score(ix, q, scale=scale), q, among, self.group_reduce, unit=1, scale=scale)
+        return among.tokens(best, ix.shape[2], 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Joined:
+    """Keys and values in one array."""
+
+    kv: Array  # dtype[B, K, S, 2 D]
+    count: Array  # i32[B]
+
+    @property
+    def slots(self) -> int:
+        return self.kv.shape[2]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A store that keeps a token's key and value side by side."""
+
+    page: int = 1
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        pass
+
+    def init(self, spec: CacheSpec, slots: int) -> Joined:
+        shape = (spec.batch, spec.kv_heads, slots, 2 * spec.head_dim)
+        return Joined(jnp.zeros(shape, spec.dtype), jnp.zeros(spec.batch, jnp.int32))
+
+    def append(self, st: Joined, k: Array, v: Array, count: Array) -> Joined:
+        place = jnp.arange(k.shape[2])[None]
+        fits = (place < count[:, None]) & (st.count[:, None] + place < st.slots)
+        slot = jnp.where(fits, st.count[:, None] + place, st.slots)
+        new = jnp.moveaxis(jnp.concatenate([k, v], axis=-1), 2, 1).astype(st.kv.dtype)
+        kv = st.kv.at[jnp.arange(k.shape[0])[:, None], :, slot].set(new, mode="drop")
+        return Joined(kv, jnp.minimum(st.count + count, st.slots))
+
+    def attend(self, st: Joined, q: Array, start: Array, *, scale: float) -> PartialAttention:
+        return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
+
+    def attend_chunk(self, st: Joined, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+        B, K, G, T, D = q.shape
+        first = jnp.zeros((B, T), jnp.int32) if start is None else start
+        slot = jnp.arange(st.slots)[None, None]
+        mask = (slot >= first[..., None]) & (slot < st.count[:, None, None])  # [B, T, S]
+        k, v = jnp.split(st.kv, 2, axis=-1)
+        v = jnp.where((slot[:, 0] < st.count[:, None])[:, None, :, None], v, jnp.zeros((), v.dtype))
+        return attend_part(q.reshape(B, K, G * T, D), k, v, jnp.tile(mask, (1, G, 1))[:, None], scale=scale)
+
+    def attend_slots(self, st: Joined, q: Array, selection: Any, *, scale: float) -> PartialAttention:
+        k, v = self.gather(st, selection)
+        B, K, H, M = selection.slots.shape
+        valid = selection.valid.reshape(B, K, 1, H * M)
+        if H > 1:  # each query head reads its own
+            own = jnp.arange(H)[:, None] == jnp.arange(H * M)[None] // M
+            valid = valid & own[None, None]
+        v = jnp.where(selection.valid.reshape(B, K, H * M)[..., None], v, jnp.zeros((), v.dtype))
+        return attend_part(q, k, v, valid, scale=scale)
+
+    def gather(self, st: Joined, selection: Any) -> tuple[Array, Array]:
+        slots = selection.slots.reshape(*selection.slots.shape[:2], -1, 1)
+        k, v = jnp.split(jnp.take_along_axis(st.kv, slots, axis=2, mode="clip"), 2, axis=-1)
+        return k, v
+
+    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
+        return k, v
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class FusedJoint(Joint):
+    """A Joint store with the optional verbs: history, recent block and sink are attended to in one operation."""
+
+    def attend_with(self, st: Joined, q: Array, start: Array, recent: Any, sink: Any, *, scale: float) -> Array:
+        CALLS.append("attend_with")
+        slot = jnp.arange(st.slots)[None]
+        stored = (slot >= start[:, None]) & (slot < st.count[:, None])
+        return self._attend(st, q, recent, sink, stored[:, None, None], recent.mask[:, None, None], scale)
+
+    def attend_slots_with(
+        self, st: Joined, q: Array, selection: Any, recent: Any, sink: Any, local: int, *, scale: float
+    ) -> Array:
+        CALLS.append("attend_slots_with")
+        chosen = membership(Selection(selection.slots, selection.valid), st.slots + recent.k.shape[2])
+        newest = recent.mask & (jnp.arange(recent.k.shape[2])[None] >= (recent.stop - local)[:, None])
+        own = chosen[..., st.slots :] | newest[:, None, None]
+        return self._attend(st, q, recent, sink, chosen[..., : st.slots], own, scale)
+
+    def _attend(self, st: Joined, q: Array, recent: Any, sink: Any, stored: Array, own: Array, scale: float) -> Array:
+        """Masks bool[B, 1 or K, 1 or G, slots] of history and recent block."""
+        k, v = jnp.split(st.kv, 2, axis=-1)
+        v = jnp.where((jnp.arange(st.slots)[None] < st.count[:, None])[:, None, :, None], v, jnp.zeros((), v.dtype))
+        zones = [(k, v, stored), (recent.k, recent.v, own)]
+        if sink is not None:
+            zones.append((sink.k, sink.v, sink.mask[:, None, None]))
+        keys, values = (jnp.concatenate([zone[i] for zone in zones], axis=2) for i in (0, 1))
+        masks = [jnp.broadcast_to(mask, (*q.shape[:3], mask.shape[3])) for _, _, mask in zones]
+        return attend_part(q, keys, values, jnp.concatenate(masks, axis=3), scale=scale).out.astype(q.dtype)
+
+
+CALLS: list[str] = []
+SIZES = {"sink": 4, "local": 16, "demote": Fifo(leave=16)}
+POLICIES = {
+    "selector": Retrieval(selector=Halves(), budget=40, dense_below=0, **SIZES),
+    "selector and store": Retrieval(selector=Halves(), store=Joint(), budget=40, dense_below=0, **SIZES),
+    "fused selector and store": Retrieval(
+        selector=FusedHalves(), store=FusedJoint(), budget=40, dense_below=0, **SIZES
+    ),
+    "speculative": kvjax.Speculative(
+        Retrieval(selector=FusedHalves(), store=Joint(), budget=40, dense_below=0, **SIZES), tau=0.0
+    ),
+    "fused store that is all read": kvjax.Compressed(store=FusedJoint(), **SIZES),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_foreign_parts_hold_the_laws(name: str, request: pytest.FixtureRequest) -> None:
+    laws = LAWS if request.config.getoption("--thorough") else LAWS_OF_PARTS
+    report = check_policy(POLICIES[name], SPEC, laws=laws)
+    report.raise_for_failures()
+    assert len(report.laws("held")) >= len(laws) - 3, report
+
+
+@pytest.mark.parametrize(
+    ("name", "verbs"),
+    [
+        ("selector and store", []),
+        ("fused selector and store", ["select", "attend_slots_with"]),
+        ("fused store that is all read", ["attend_with"]),
+    ],
+)
+def test_foreign_parts_with_the_verbs_get_the_fused_paths(name: str, verbs: list[str]) -> None:
+    cache = kvjax.init_layer(POLICIES[name], SPEC)
+    q, k = (jax.ShapeDtypeStruct((SPEC.batch, 1, n, SPEC.head_dim), jnp.float32) for n in (4, 2))
+    CALLS.clear()
+    jax.eval_shape(lambda *a: kvjax.attention(*a), cache, q, k, k)
+    assert verbs == CALLS
+
+
+def test_fused_and_plain_parts_attend_alike() -> None:
+    tokens, lengths = random_tokens(SPEC), np.array([120, 77])
+    outs = []
+    for name in ("selector and store", "fused selector and store"):
+        cache, _ = fill(kvjax.init_layer(POLICIES[name], SPEC), tokens, lengths)
+        outs.append(step(cache, tokens, lengths)[0])
+    np.testing.assert_allclose(*outs, atol=1e-5)
