@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.spec import require_int
+from kvjax.spec import keep_int
 
 
 class Demotion(Protocol):
@@ -57,7 +57,7 @@ class Fifo:
     leave: int = 256
 
     def __post_init__(self) -> None:
-        require_int("Fifo(leave=...)", self.leave, at_least=1)
+        keep_int(self, "leave", at_least=1)
 
     @property
     def ordered(self) -> bool:
@@ -91,7 +91,7 @@ class LogSparse:
     window: int = 42
 
     def __post_init__(self) -> None:
-        require_int("LogSparse(window=...)", self.window, at_least=1)
+        keep_int(self, "window", at_least=1)
 
     @property
     def leave(self) -> int:

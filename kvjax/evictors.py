@@ -16,7 +16,7 @@ from typing import Protocol
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.spec import require_int
+from kvjax.spec import keep_int, require_int
 
 
 class Evictor(Protocol):
@@ -62,7 +62,7 @@ class Sliding:
     sink: int = 4
 
     def __post_init__(self) -> None:
-        require_int("Sliding(sink=...)", self.sink, at_least=0)
+        keep_int(self, "sink", at_least=0)
 
     @property
     def arrival(self) -> None:
@@ -174,8 +174,8 @@ class Observation:
     kernel_size: int = 7  # tokens, odd
 
     def __post_init__(self) -> None:
-        require_int("Observation(window=...)", self.window, at_least=1)
-        require_int("Observation(kernel_size=...)", self.kernel_size, at_least=1)
+        keep_int(self, "window", at_least=1)
+        keep_int(self, "kernel_size", at_least=1)
         if self.kernel_size % 2 == 0:
             raise ValueError(
                 f"Observation(kernel_size={self.kernel_size}) has no middle; "

@@ -77,6 +77,13 @@ def require_int(what: str, value: Any, *, at_least: int, at_most: int = MOST) ->
     return int(value)
 
 
+def keep_int(config: Any, name: str, *, at_least: int) -> None:
+    """`require_int` of a field of a frozen dataclass, which then holds a Python int: a numpy integer would print
+    otherwise, and so make another key of the same results."""
+    value = require_int(f"{type(config).__name__}({name}=...)", getattr(config, name), at_least=at_least)
+    object.__setattr__(config, name, value)
+
+
 def check_dims(layout: str, known: Mapping[str, int] | None = None, /, **arrays: Any) -> dict[str, int]:
     """Binds every dimension letter and returns the sizes.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -223,6 +224,15 @@ def test_arrays_that_a_step_took_over_are_told_after_it() -> None:
 def test_numpy_integers_count_tokens() -> None:
     made = kvjax.generate(model(), cache(), [[1], [2]], max_new_tokens=np.int64(2))  # type: ignore[arg-type]
     assert made.tokens.shape == (2, 2)
+
+
+@pytest.mark.parametrize("name", presets.REGISTRY)
+def test_numpy_integers_in_a_policy_are_those_of_python(name: str) -> None:
+    make = presets.find(name).make
+    given = {p.name: p.default for p in inspect.signature(make).parameters.values() if type(p.default) is int}
+    numpy = make(**{key: np.int64(value) for key, value in given.items()})
+    assert repr(numpy) == repr(make())  # reprs are part of the keys of results
+    assert hash(numpy) == hash(make())
 
 
 # ---------------------------------------------------------------------------------------------------------- row of jit

@@ -24,7 +24,7 @@ from kvjax.partial import (
     ungroup,
 )
 from kvjax.prompt import attend_zone
-from kvjax.spec import CacheSpec, require_int
+from kvjax.spec import CacheSpec, keep_int
 from kvjax.validation import check_verbs
 
 QUERIES = 128  # of a prompt, whose weights are held at a time
@@ -66,7 +66,7 @@ class Evicting:
     budget: int = 1024  # tokens held and attended
 
     def __post_init__(self) -> None:
-        require_int("Evicting(budget=...)", self.budget, at_least=1)
+        keep_int(self, "budget", at_least=1)
         check_verbs("Evicting(evictor=...)", self.evictor, "an evictor", ("check", "worth"), "kvjax.Sliding()")
         self.evictor.check(self.budget)
 

@@ -15,7 +15,7 @@ from kvjax.layouts import whole_units
 from kvjax.partial import Span, group_queries, ungroup
 from kvjax.selection import PackedSelection, Selection, reduce_queries, split_selection
 from kvjax.selectors import Candidates, FusedSelector, Selector
-from kvjax.spec import CacheSpec, require_int
+from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores import Dense, FusedSlotStore, Store
 from kvjax.validation import check_verbs
 
@@ -47,12 +47,12 @@ class Retrieval(Zoned):
     dense_below: int = 0
 
     def __post_init__(self) -> None:
-        require_int("Retrieval(budget=...)", self.budget, at_least=1)
+        keep_int(self, "budget", at_least=1)
         if self.local is None:
             object.__setattr__(self, "local", max(1, min(64, self.budget // 4)))
         super().__post_init__()
         check_verbs("Retrieval(selector=...)", self.selector, "a selector", ("init", "score"), "kvjax.Fier()")
-        require_int("Retrieval(dense_below=...)", self.dense_below, at_least=0)
+        keep_int(self, "dense_below", at_least=0)
         if self.budget < self.sink + self.local:
             raise ValueError(
                 f"budget={self.budget} is below sink + local = {self.sink} + {self.local}, which every step attends "

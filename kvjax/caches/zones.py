@@ -25,7 +25,7 @@ from kvjax.demotion import Demotion
 from kvjax.layouts import whole_units
 from kvjax.partial import PartialAttention, Span, keep_valid, merge
 from kvjax.prompt import attend_zone
-from kvjax.spec import CacheSpec, require_int
+from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores import Store
 from kvjax.validation import check_verbs
 
@@ -76,7 +76,7 @@ class Zoned:
 
     def __post_init__(self) -> None:
         for name, at_least in (("sink", 0), ("local", 1)):
-            require_int(f"{type(self).__name__}({name}=...)", getattr(self, name), at_least=at_least)
+            keep_int(self, name, at_least=at_least)
         where = f"{type(self).__name__}(store=...)"
         check_verbs(where, self.store, "a store", ("init", "append"), "kvjax.Dense()")
 

@@ -12,7 +12,7 @@ from kvjax import ops
 from kvjax.blocks import write
 from kvjax.quant import OneBit, quantize_1bit
 from kvjax.selection import Candidates, GroupReduce, PackedSelection, require_group_reduce
-from kvjax.spec import CacheSpec, require_int
+from kvjax.spec import CacheSpec, keep_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Fier:
     group_reduce: GroupReduce = "mean_softmax"
 
     def __post_init__(self) -> None:
-        require_int("Fier(group=...)", self.group, at_least=1)
+        keep_int(self, "group", at_least=1)
         require_group_reduce(self.group_reduce)
 
     @property

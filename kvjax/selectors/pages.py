@@ -16,7 +16,7 @@ from jax import Array
 from kvjax import ops
 from kvjax.blocks import write
 from kvjax.selection import Candidates, GroupReduce, Selection, require_group_reduce
-from kvjax.spec import CacheSpec, require_int
+from kvjax.spec import CacheSpec, keep_int
 
 
 class Boxes(NamedTuple):
@@ -34,7 +34,7 @@ class _Pages:
     group_reduce: GroupReduce
 
     def __post_init__(self) -> None:
-        require_int(f"{type(self).__name__}(page=...)", self.page, at_least=1)
+        keep_int(self, "page", at_least=1)
         require_group_reduce(self.group_reduce)
 
     def box(self, keys: Array) -> Boxes:

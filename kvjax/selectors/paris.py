@@ -13,7 +13,7 @@ from kvjax import ops
 from kvjax.blocks import write
 from kvjax.rotate import SUBSPACE, Directions, encode, require_rotatable, rotate, rotate_few
 from kvjax.selection import Candidates, GroupReduce, PackedSelection, Selection, require_group_reduce
-from kvjax.spec import CacheSpec, require_int
+from kvjax.spec import CacheSpec, keep_int
 
 Votes = Literal["tiers", "plain"]
 
@@ -71,8 +71,8 @@ class Paris:
         if self.votes not in get_args(Votes):
             raise ValueError(f"Paris(votes=...) must be one of {', '.join(get_args(Votes))}; got {self.votes!r}")
         if self.candidates is not None:
-            require_int("Paris(candidates=...)", self.candidates, at_least=1)
-        require_int("Paris(seed=...)", self.seed, at_least=0)
+            keep_int(self, "candidates", at_least=1)
+        keep_int(self, "seed", at_least=0)
         require_group_reduce(self.group_reduce)
 
     @property

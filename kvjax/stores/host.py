@@ -15,7 +15,7 @@ from kvjax.memory import has_host_memory, host_zeros, to_device
 from kvjax.partial import PartialAttention
 from kvjax.prompt import attend_blocks
 from kvjax.selection import Selection
-from kvjax.spec import CacheSpec, require_int
+from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.store import Held
 from kvjax.validation import refuse_derivative
 
@@ -69,7 +69,7 @@ class HostOffload:
     page: int = 1
 
     def __post_init__(self) -> None:
-        require_int("HostOffload(page=...)", self.page, at_least=1)
+        keep_int(self, "page", at_least=1)
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         if chunk % self.page:

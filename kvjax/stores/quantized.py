@@ -16,7 +16,7 @@ from kvjax.partial import PartialAttention, Span
 from kvjax.prompt import attend_blocks
 from kvjax.quant import QuantArray, dequantize, quantize, slice_tokens
 from kvjax.selection import Selection
-from kvjax.spec import CacheSpec, require_int
+from kvjax.spec import CacheSpec, keep_int
 from kvjax.validation import refuse_derivative
 
 KeyAxis = Literal["channel", "token"]
@@ -62,8 +62,11 @@ class Quantized:
                 raise ValueError(f"Quantized({name}={bits!r}): there are codes of {', '.join(map(str, BITS))} bits")
         if self.key_axis not in get_args(KeyAxis):
             raise ValueError(f"Quantized(key_axis={self.key_axis!r}) must be 'channel' or 'token'")
-        require_int("Quantized(key_group=...)", self.key_group, at_least=1)
-        require_int("Quantized(value_group=...)", self._value_group, at_least=1)
+        keep_int(self, "bits", at_least=1)
+        keep_int(self, "key_group", at_least=1)
+        for name in ("value_bits", "value_group"):
+            if getattr(self, name) is not None:
+                keep_int(self, name, at_least=1)
 
     @property
     def page(self) -> int:
