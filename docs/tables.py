@@ -1,0 +1,343 @@
+"""Writes the measured tables and the picture of README.md and docs/ from benchmarks/results: `python -m docs.tables`.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function of this module, listed in TABLES.
+The suite checks that a run would change nothing, so no measured number is typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from kvjax.kernels_pallas import score_pages, select_4bit
+
+from kvjax.evaluate.plots import COLOURS
+from kvjax.presets import REGISTRY
+from kvjax.spec import CacheSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PICTURE = ROOT / "docs" / "decode_step.svg"
+PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+STEP_METHODS = ("cudnn", "full", "fier", "quest", "pariskv", "logquant")
+CACHES = {"cudnn": "full attention by cuDNN"} | {
+    name: f"`{name}`" for name in ("full", "fier", "quest", "pariskv", "freekv", "freekv:tau=-1", "logquant")
+}
+ONE_CALL = "floor: one cuDNN call"
+
+
+def load_rows(name: str) -> list[dict[str, Any]]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+
+
+def load_scores(name: str) -> dict[str, dict[str, Any]]:
+    """Task -> cache -> score."""
+    found = json.loads((RESULTS / f"{name}.json").read_text())["results"]
+    return {task: result["caches"] for task, result in found.items()}
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = True) -> str:
+    """A table whose first column is text, and the others numbers unless said otherwise."""
+    rule = ["---", *["---:" if numbers else "---"] * (len(header) - 1)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, rule, *rows))
+
+
+def short(share: float) -> str:
+    """A share as README shows it: .95, 1.00."""
+    return f"{share:.2f}".removeprefix("0")
+
+
+# --------------------------------------------------------------------------------------------------------------- README
+
+
+def speed() -> str:
+    """Decode steps and times to the first token of a few sizes."""
+    steps, first = _default_steps(), _first_tokens()
+    columns = ("cudnn", "fier", "quest", "pariskv", "logquant")
+    rows = []
+    for length, batch in ((8192, 1), (32768, 8), (131072, 1), (131072, 8)):
+        times = [steps[length, batch, method]["us"] for method in columns]
+        rows.append([f"decode step, {length} tokens, batch {batch}, us", *(f"{us:.0f}" for us in times)])
+    for tokens in (65536, 131072):
+        times = [first[ONE_CALL if method == "cudnn" else method, "prompt", tokens] for method in columns]
+        rows.append([f"first token, prompt of {tokens}, s", *(f"{seconds:.2f}" for seconds in times)])
+    return markdown(["", "full, cuDNN", *(f"`{name}`" for name in columns[1:])], rows)
+
+
+def quality() -> str:
+    """Needles found in 16384 tokens by the budget."""
+    scores, budgets = load_scores("eval")["1 of 8 needles at 16384"], (32, 64, 128, 512)
+    rows = [["`full`, reads all", *[short(scores["full"]["mean"])] * len(budgets)]]
+    for cache in ("fier", "quest", "tova:dense_layers=2", "snapkv:dense_layers=2", "streaming_llm:dense_layers=2"):
+        name = cache.partition(":")[0]
+        rows.append([f"`{name}`", *(short(scores[f"{cache}@{budget}"]["mean"]) for budget in budgets)])
+    return markdown(["tokens read", *map(str, budgets)], rows)
+
+
+def methods() -> str:
+    """The registry, with the bytes that a stored token takes in a layer of Llama-3.1-8B."""
+    spec = CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072)
+    rows = [
+        [f"[`{p.name}`](methods.md#{p.name})", p.keeps, f"{p.policy().bytes_per_token(spec):,.0f}", p.paper]
+        for p in REGISTRY.values()
+    ]
+    return markdown(["name", "what it keeps", "bytes a token", "paper"], rows, numbers=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------- speed
+
+
+def _default_steps() -> dict[tuple[int, int, str], dict[str, Any]]:
+    rows = (row for row in load_rows("decode_step") if row["implementation"] == "default")
+    return {(row["length"], row["batch"], row["method"]): row for row in rows}
+
+
+def _first_tokens() -> dict[tuple[str, str, int], float]:
+    return {(row["method"], row["what"], row["tokens"]): row["seconds"] for row in load_rows("ttft")}
+
+
+def steps() -> str:
+    found, rows = _default_steps(), []
+    for length, batch in sorted({key[:2] for key in found}):
+        cells = [f"{length} x {batch}"]
+        for method in STEP_METHODS:
+            row = found[length, batch, method]
+            times = "" if method == "cudnn" else f", {row['times_faster_than_cudnn']:.2f}x"
+            cells.append(f"{row['us']:.1f} ({row['floor_us']:.1f}){times}")
+        rows.append(cells)
+    return markdown(["tokens x rows", "cuDNN", *(f"`{name}`" for name in STEP_METHODS[1:])], rows)
+
+
+def steps_in_plain_jax() -> str:
+    found = {}
+    for row in load_rows("decode_step"):
+        if row["batch"] == 1 and (row["implementation"] == "xla" or row["method"] == "by hand"):
+            found[row["method"], row["length"]] = f"{row['us']:.0f}"
+    columns = ("by hand", "fier", "quest", "pariskv", "logquant")
+    lengths = sorted({length for method, length in found if method != "by hand"})
+    rows = [[str(n), *(found.get((method, n), "") for method in columns)] for n in lengths]
+    return markdown(["tokens", columns[0], *(f"`{name}`" for name in columns[1:])], rows)
+
+
+KERNELS = {
+    "score_1bit": "score all keys by 1 bit",
+    "select_1bit": "score by 1 bit, reduce over the group, select 2048",
+    "score_pages": "score all pages of 16 tokens by their boxes",
+    "select_pages": "score pages and 16 pending pages, reduce over the group, select 126",
+    "top_k_grouped": "reduce scores over the group, select 2048",
+    "top_k": "select 2048",
+    "attend_zones": "attend to 2048 selected and recent tokens",
+    "attend_slots": "attend to 2048 selected tokens",
+    "attend_span": "attend to all",
+    "attend_quantized": "attend to all, stored in 2 bits",
+    "collide": "ParisKV's votes for all keys",
+    "most_voted": "the 13108 keys with most votes",
+    "rerank": "score 6554 candidates by 4 bits",
+    "select_4bit": "score 13108 candidates by 4 bits, select 1916",
+    "put_token": "write the key and value of one token",
+    "host_rows": "read 2 MiB of pinned host memory",
+    "host_append": "write 8 x 32 rows to pinned host memory",
+}
+# Kernels that by default take other block sizes than those of the benchmark's first entry.
+DEFAULTS = {
+    name: "x".join(str(size) for size in astuple(config))
+    for name, config in (("score_pages", score_pages.Config()), ("select_4bit", select_4bit.config_for(8, 13108, 256)))
+}
+
+
+def kernels() -> str:
+    files = {path.stem for path in RESULTS.glob("*.json") if '"kernel": ' in path.read_text()}
+    if files != set(KERNELS):
+        raise ValueError(f"KERNELS and benchmarks/results disagree about {sorted(files ^ set(KERNELS))}")
+    rows = []
+    for name, what in KERNELS.items():
+        row = load_rows(name)[0]
+        us, floor = row["all"][DEFAULTS[name]] if name in DEFAULTS else row["kernel"], row["floor"]
+        rows.append([f"`{name}`: {what}", *(f"{x:.1f}" for x in (us, floor, row["xla"]))])
+    return markdown(["operation", "kernel, us", "floor of its bytes, us", "plain JAX, us"], rows)
+
+
+def tokens() -> str:
+    """Time per output token of a whole model."""
+    measured = [row for row in load_rows("end_to_end") if not row.get("largest_batch")]
+    took = {(row["cache"], row["batch"], row["length"]): f"{row['tpot_ms']:.2f}" for row in measured}
+    sizes = sorted({key[1:] for key in took}, key=lambda size: size[::-1])
+    rows = [[shown, *(took.get((cache, *size), "") for size in sizes)] for cache, shown in CACHES.items()]
+    return markdown(["cache", *(f"{batch} x {length}" for batch, length in sizes)], rows)
+
+
+def largest_batches() -> str:
+    found: dict[str, dict[int, list[str]]] = {}
+    for row in load_rows("end_to_end"):
+        if row.get("largest_batch"):
+            cells = [str(row["batch"]), f"{row['tokens_per_second']:.0f}"]
+            found.setdefault(row["cache"], {})[row["length"]] = cells
+    rows = []
+    for cache in (name for name in CACHES if name in found):
+        rows.append([CACHES[cache], *(cell for n in (32768, 131072) for cell in found[cache].get(n, ["", ""]))])
+    header = ["cache", "rows of 32768", "tokens a second", "rows of 131072", "tokens a second"]
+    return markdown(header, rows)
+
+
+def first_tokens() -> str:
+    found = _first_tokens()
+    columns = [("prompt", 65536), ("prompt", 131072), ("turn", 32768), ("turn", 131072)]
+    rows = []
+    for method in dict.fromkeys(method for method, *_ in found):
+        cells = (found.get((method, *column)) for column in columns)
+        shown = "one cuDNN call" if method == ONE_CALL else f"`{method}`"
+        rows.append([shown, *("" if seconds is None else f"{seconds:.2f}" for seconds in cells)])
+    return markdown(
+        ["cache", "prompt of 65536", "prompt of 131072", "1024 more after 32768", "1024 more after 131072"], rows
+    )
+
+
+def indexing() -> str:
+    rows = []
+    for row in load_rows("prefill"):
+        if row["method"] != "full":
+            shares = (f"{100 * row[name]:+.1f} %" for name in ("added", "seal_added"))
+            rows.append([f"`{row['method']}`", str(row["length"]), *shares])
+    return markdown(["cache", "tokens", "added to a prompt", "added to a token by sealing"], rows)
+
+
+# -------------------------------------------------------------------------------------------------------------- quality
+
+
+def needles() -> str:
+    lengths, budgets = (4096, 8192, 16384), (None, 16, 32, 64, 128, 256, 512)
+    scores = load_scores("eval")
+    rows = []
+    for method in dict.fromkeys(cache.partition("@")[0] for cache in scores["1 of 8 needles at 8192"]):
+        cells = [f"`{method}`"]
+        for budget in budgets:
+            name = method if budget is None else f"{method}@{budget}"
+            found = [scores[f"1 of 8 needles at {n}"].get(name) for n in lengths]
+            cells.append(" ".join(short(score["mean"]) for score in found if score))
+        rows.append(cells)
+    return markdown(["cache", "all", *map(str, budgets[1:])], rows)
+
+
+def perplexities() -> str:
+    measured = load_rows("perplexity")
+    rows = []
+    for cache in dict.fromkeys(row["cache"] for row in measured):
+        own = [row for row in measured if row["cache"] == cache]
+        told = (f"{x['perplexity']:.2f}" if cache == "full" else f"{100 * (x['ratio'] - 1):+.1f} %" for x in own)
+        rows.append([f"`{cache}`", *told])
+    lengths = dict.fromkeys(row["length"] for row in measured)
+    return markdown(["cache", *map(str, lengths)], rows)
+
+
+def tokens_read() -> str:
+    """Mean tokens read of the table of perplexities: the dense layers count too."""
+    measured = load_rows("perplexity")
+    rows = []
+    for cache in dict.fromkeys(row["cache"] for row in measured):
+        own = [row for row in measured if row["cache"] == cache]
+        rows.append([f"`{cache}`", *(f"{row['attended']:.0f}" for row in own)])
+    return markdown(["cache", *map(str, dict.fromkeys(row["length"] for row in measured))], rows)
+
+
+def group_rules() -> str:
+    scores = load_scores("eval_pools")
+    tasks = ("1 of 8 needles at 8192", "pass key at 8192")
+    rows = []
+    for rule in ("per_head", "max_softmax", "mean_softmax", "mean_query", "mean_score"):
+        cells = [
+            short(scores[task][f"{name}:group_reduce={rule}@32"]["mean"])
+            for name in ("fier", "quest")
+            for task in tasks
+        ]
+        rows.append([f"`{rule}`", *cells])
+    return markdown(["rule", "`fier`, needles", "`fier`, pass key", "`quest`, needles", "`quest`, pass key"], rows)
+
+
+def papers() -> str:
+    scores = load_scores("eval_papers")["1 of 8 needles at 8192"]
+    budgets = (16, 32, 64, 128, 256)
+    rows = []
+    for cache in ("pariskv:sink=4,local=8", "freekv:sink=0,local=32"):
+        found = (scores.get(f"{cache}@{budget}") for budget in budgets)
+        rows.append([f"`{cache}`", "", *("" if score is None else short(score["mean"]) for score in found)])
+    for cache in ("logquant:bits=2", "kivi:bits=2"):
+        rows.append([f"`{cache}`", short(scores[cache]["mean"]), *[""] * len(budgets)])
+    return markdown(["cache", "all", *map(str, budgets)], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    table.__name__: table
+    for table in (
+        speed, quality, methods, steps, steps_in_plain_jax, kernels, tokens, largest_batches, first_tokens, indexing,
+        needles, perplexities, tokens_read, group_rules, papers,
+    )
+}  # fmt: skip
+
+
+def fill(text: str) -> str:
+    """`text` with each table written anew."""
+    return PLACE.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
+
+
+# -------------------------------------------------------------------------------------------------------------- picture
+
+PICTURED = ("cudnn", "logquant", "pariskv", "fier", "quest")
+
+
+def picture(batch: int = 1) -> str:
+    """SVG: time of a decode step by tokens in the cache, both on logarithmic axes."""
+    found = _default_steps()
+    lengths = sorted({length for length, rows, _ in found if rows == batch})
+    left, top, width, height = 70, 50, 510, 290
+    low, high = 8.0, 1300.0
+
+    def x(tokens: float) -> float:
+        return left + width * math.log(tokens / lengths[0]) / math.log(lengths[-1] / lengths[0])
+
+    def y(us: float) -> float:
+        return top + height * (1 - math.log(us / low) / math.log(high / low))
+
+    def text(at: tuple[float, float], words: str, anchor: str, colour: str = "#333333") -> str:
+        return f'<text x="{at[0]:.1f}" y="{at[1]:.1f}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
+
+    lines = [
+        '<svg xmlns="http://www.w3.org/2000/svg" width="720" height="400" viewBox="0 0 720 400" '
+        'font-family="sans-serif" font-size="13">',
+        '<rect width="720" height="400" fill="white"/>',
+        text((left, 24), "Attention of one decode step in one layer, microseconds (NVIDIA H200)", "start"),
+    ]
+    for us in (10, 30, 100, 300, 1000):
+        lines.append(f'<path d="M{left} {y(us):.1f}H{left + width}" stroke="#dddddd"/>')
+        lines.append(text((left - 8, y(us) + 4), str(us), "end"))
+    for tokens in lengths:
+        lines.append(f'<path d="M{x(tokens):.1f} {top}V{top + height}" stroke="#dddddd"/>')
+        lines.append(text((x(tokens), top + height + 20), f"{tokens // 1024}K", "middle"))
+    lines.append(text((left + width / 2, top + height + 42), f"tokens in the cache, batch {batch}", "middle"))
+    ends = {method: y(found[lengths[-1], batch, method]["us"]) for method in PICTURED}
+    place = 0.0
+    for method in sorted(ends, key=lambda method: ends[method]):
+        place = max(ends[method], place + 16)  # labels must not cover each other
+        times = [found[n, batch, method]["us"] for n in lengths]
+        points = " ".join(f"{x(n):.1f},{y(us):.1f}" for n, us in zip(lengths, times, strict=True))
+        name, preset = ("full, cuDNN", "full") if method == "cudnn" else (method, method)
+        colour = COLOURS[preset]
+        lines.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
+        lines += [
+            f'<circle cx="{x(n):.1f}" cy="{y(us):.1f}" r="3.5" fill="{colour}"/>'
+            for n, us in zip(lengths, times, strict=True)
+        ]
+        lines.append(text((left + width + 10, place + 4), f"{name} {times[-1]:.0f}", "start", colour))
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(fill(page.read_text()))
+    PICTURE.write_text(picture())
