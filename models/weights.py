@@ -29,6 +29,8 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from kvjax.spec import require_int
+
 from .checkpoint import Checkpoint
 from .config import DecoderConfig, Family, Fields, Weight
 from .decoder import Decoder, param_dtype
@@ -127,9 +129,14 @@ def save(
 
     Raises:
       FileExistsError: the directory has a checkpoint already.
-      ValueError: a config that no supported architecture has.
+      ValueError: a config that no supported architecture has, token ids outside of the vocabulary, no room in a file.
     """
-    directory = Path(directory)
+    directory = Path(directory).expanduser()
+    most = model.config.vocab_size - 1
+    for what, ids in (("bos_token", [] if bos_token is None else [bos_token]), ("stop_tokens", stop_tokens)):
+        for token in ids:
+            require_int(f"save({what}=...)", token, at_least=0, at_most=most)
+    shard_bytes = require_int("save(shard_bytes=...)", shard_bytes, at_least=1, at_most=2**63 - 1)
     held = [p.name for p in (directory / "config.json", *directory.glob("*.safetensors*")) if p.exists()]
     if held:
         raise FileExistsError(f"{directory} has a checkpoint ({', '.join(sorted(held))}); give a new directory")
@@ -162,9 +169,10 @@ def save(
         (directory / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
     fields["dtype"] = _stored(model.embedding, dtype).name
     if bos_token is not None:
-        fields["bos_token_id"] = bos_token
+        fields["bos_token_id"] = int(bos_token)
     if stop_tokens:
-        fields["eos_token_id"] = list(stop_tokens) if len(stop_tokens) > 1 else stop_tokens[0]
+        ids = [int(token) for token in stop_tokens]
+        fields["eos_token_id"] = ids if len(ids) > 1 else ids[0]
     (directory / "config.json").write_text(json.dumps(fields, indent=1), encoding="utf-8")
 
 

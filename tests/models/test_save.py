@@ -83,6 +83,22 @@ def test_a_directory_with_a_checkpoint_is_left_alone(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["model-00001-of-00002.safetensors"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shard_bytes": 0}, r"save\(shard_bytes=\.\.\.\) must be at least 1, got 0"),
+        ({"shard_bytes": "5GB"}, r"save\(shard_bytes=\.\.\.\) must be an integer, got '5GB'"),
+        ({"stop_tokens": [1, 10**6]}, r"save\(stop_tokens=\.\.\.\) must be at most \d+, got 1000000"),
+        ({"bos_token": -1}, r"save\(bos_token=\.\.\.\) must be at least 0, got -1"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_before_anything_is_written(settings, message, tmp_path):
+    model = decoder("llama")
+    with pytest.raises(ValueError, match=message):
+        models.save(tmp_path / "new", model, **settings)
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_config_that_no_architecture_has_is_refused_before_anything_is_written(tmp_path):
     config = dataclasses.replace(PLAIN, qk_norm=True, mlp_bias=True)
     with pytest.raises(ValueError, match=r"none of LlamaForCausalLM.*qk_norm=True"):
