@@ -88,22 +88,37 @@ def _asked(
 
 
 def tune(found: _tuned.Asked, times: dict[Any, float]) -> None:
-    """Writes to tuned.json the fastest config for the shape, if it gains enough; what was there for it gives way."""
+    """Writes the fastest config for the shape on its device to tuned.json, if it gains enough; the shape's old entry
+    goes."""
+    if found.device is None:
+        raise SystemExit("tuned.json has entries by kind of device, and this device's is not known")
     best = min(times, key=lambda config: times[config])
     _tuned.entries.cache_clear()  # another benchmark may have written to it
-    kernels = {kernel: list(kept) for kernel, kept in _tuned.entries(_tuned.FILE).items()}
+    devices = {device: dict(kernels) for device, kernels in _tuned.entries(_tuned.FILE).items()}
+    kernels = devices.pop(found.device, {})
     kept = [entry for entry in kernels.pop(found.kernel, []) if entry["shape"] != found.shape]
     if times[best] <= (1 - LEAST_GAIN) * times[found.rule]:
         us = {"us": round(times[best], 2), "default_us": round(times[found.rule], 2)}
-        kept.append({"shape": found.shape, "config": dataclasses.asdict(best), **us, **where()})
+        made = {name: x for name, x in where().items() if name != "device"}
+        kept.append({"shape": found.shape, "config": dataclasses.asdict(best), **us, **made})
     if kept:
         kernels[found.kernel] = kept
-    of_kernel = (
-        f'"{kernel}": [\n' + ",\n".join("  " + json.dumps(entry) for entry in kernels[kernel]) + "\n]"
-        for kernel in sorted(kernels)
-    )
-    _tuned.FILE.write_text("{\n" + ",\n".join(of_kernel) + "\n}\n")
+    if kernels:
+        devices[found.device] = kernels
+    _tuned.FILE.write_text(_lines(devices) + "\n")
     _tuned.entries.cache_clear()
+
+
+def _lines(x: Any, depth: int = 0) -> str:
+    """JSON with a line for each entry of each kernel of each device."""
+    if depth == 3 or not x:
+        return json.dumps(x)
+    indent = "  " * depth
+    if isinstance(x, list):
+        parts, ends = [_lines(entry, depth + 1) for entry in x], "[]"
+    else:
+        parts, ends = [f"{json.dumps(name)}: {_lines(x[name], depth + 1)}" for name in sorted(x)], "{}"
+    return ends[0] + "\n" + ",\n".join(f"{indent}  {part}" for part in parts) + f"\n{indent}" + ends[1]
 
 
 def run(

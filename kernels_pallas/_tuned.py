@@ -1,9 +1,10 @@
-"""Block sizes that a benchmark found faster than a kernel's own rule: `tuned.json` beside this module.
+"""Block sizes that a benchmark found faster than a kernel's own rule, from `tuned.json` beside this module.
 
-By kernel, a list of {"shape": {name: number or word}, "config": {field: number}, "us": .., "default_us": .., "device",
-"date", "versions"}. An entry serves shapes whose `SIZES` are each within a factor of `NEAR` of its own, the rest equal;
-of several, the nearest. What has no entry is left to the kernel's rule. `python benchmarks/KERNEL.py --tune`, on a GPU
-and in a checkout, measures and writes them.
+The file has entries by kind of device, then by kernel. An entry is {"shape": {name: number or word}, "config": {field:
+number}, "us": .., "default_us": .., "date", "versions"}. It serves shapes in which each of `SIZES` is within a factor
+of `NEAR` and all else is equal; the nearest entry wins. A shape without an entry, or a device without entries, gets the
+kernel's rule. The device is the one that the program is lowered for, if that is known (`device_kind`). `python
+benchmarks/KERNEL.py --tune`, on a GPU and in a checkout, measures and writes entries.
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 from kvjax.kernels_pallas._common import traced_anew
 
 FILE = Path(__file__).with_name("tuned.json")
 NEAR = 1.5
-SIZES = frozenset(("rows", "S", "U", "P", "M", "k", "room"))  # rows, and tokens, units, pages, picks of one
+SIZES = frozenset(("rows", "S", "U", "P", "M", "k", "room"))  # rows; tokens, units, pages or places of a row
 
 C = TypeVar("C")
 
@@ -34,15 +36,26 @@ class Asked(NamedTuple):
     shape: dict[str, Any]
     rule: Any
     config: Any
+    device: str | None
 
 
 _asked: ContextVar[list[Asked] | None] = ContextVar("_asked", default=None)
 
 
-def choose(kernel: str, rule: C, limit: Callable[[C], str | None] = lambda _: None, /, **shape: Any) -> C:
-    """The config of the entry for `shape`; `rule`, the kernel's own, without one, or if `limit` says why not."""
-    chosen = rule
-    if entry := tuned(kernel, **shape):
+def choose(
+    kernel: str,
+    rule: C,
+    operands: Sequence[jax.Array],
+    limit: Callable[[C], str | None] = lambda _: None,
+    /,
+    **shape: Any,
+) -> C:
+    """The config of the entry for `shape` on the device of the operands; else `rule`, the kernel's own.
+
+    An entry that `limit` refuses with a reason is left out.
+    """
+    chosen, device = rule, device_kind(operands)
+    if entry := tuned(device, kernel, **shape):
         try:
             chosen = type(rule)(**entry)
             why_not = limit(chosen)
@@ -52,19 +65,35 @@ def choose(kernel: str, rule: C, limit: Callable[[C], str | None] = lambda _: No
             _say_once(f"{kernel}: {entry}: {why_not}")
             chosen = rule
     if (found := _asked.get()) is not None:
-        found.append(Asked(kernel, shape, rule, chosen))
+        found.append(Asked(kernel, shape, rule, chosen, device))
     return chosen
 
 
-def tuned(kernel: str, /, **shape: Any) -> dict[str, int] | None:
-    """The config of the nearest entry that serves `shape`."""
-    found = ((distance(entry["shape"], shape), i) for i, entry in enumerate(entries(FILE).get(kernel, ())))
+def device_kind(operands: Sequence[jax.Array] = ()) -> str | None:
+    """The kind of GPU that a program over `operands` is lowered for, such as "NVIDIA H200"; None if unknown.
+
+    A program that is compiled ahead of time has it in the mesh of its operands, or in the mesh of the context. Any
+    other program is for the GPUs of this process, if they are of one kind.
+    """
+    meshes = [getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None) for x in operands]
+    for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
+        device = getattr(mesh, "abstract_device", None)
+        if device is not None and device.platform == "gpu":
+            return device.device_kind
+    kinds = {device.device_kind for device in jax.devices() if device.platform == "gpu"}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def tuned(device: str | None, kernel: str, /, **shape: Any) -> dict[str, int] | None:
+    """The config of the device's nearest entry that serves `shape`."""
+    given = entries(FILE).get(device or "", {}).get(kernel, ())
+    found = ((distance(entry["shape"], shape), i) for i, entry in enumerate(given))
     away, i = min(found, default=(math.inf, 0))
-    return None if away == math.inf else entries(FILE)[kernel][i]["config"]
+    return None if away == math.inf else given[i]["config"]
 
 
 def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
-    """Of two shapes, in powers of two; infinite where one's entry does not serve the other."""
+    """The distance of two shapes in powers of two; infinite if the entry of one does not serve the other."""
     if a.keys() != b.keys() or any(a[name] != b[name] for name in a.keys() - SIZES):
         return math.inf
     pairs = [sorted((a[name], b[name])) for name in a.keys() & SIZES]
@@ -73,7 +102,7 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 @contextmanager
 def asked() -> Iterator[list[Asked]]:
-    """Collects what kernels that are traced in the block ask for: so a benchmark knows the names of a shape."""
+    """Collects what kernels that are traced in the block ask for. Benchmarks learn the names of a shape from it."""
     found: list[Asked] = []
     token = _asked.set(found)
     try:
@@ -84,20 +113,21 @@ def asked() -> Iterator[list[Asked]]:
 
 
 @cache
-def entries(file: Path) -> dict[str, list[dict[str, Any]]]:
-    """What a file has, by kernel. What cannot be read is left out, and said once."""
+def entries(file: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """The entries of a file, by kind of device and kernel. Those that cannot be read are left out, and said once."""
     try:
-        kernels = json.loads(file.read_text())
+        devices = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         _say_once(str(error))
         return {}
-    found: dict[str, list[dict[str, Any]]] = {}
-    for kernel, given in kernels.items() if isinstance(kernels, dict) else [("the file", kernels)]:
-        for entry in given if isinstance(given, list) else [given]:
-            if _well_formed(entry):
-                found.setdefault(kernel, []).append(entry)
-            else:
-                _say_once(f"{kernel}: {entry} is no shape and config of numbers")
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for device, kernels in devices.items() if isinstance(devices, dict) else [("the file", devices)]:
+        for kernel, given in kernels.items() if isinstance(kernels, dict) else [(device, kernels)]:
+            for entry in given if isinstance(given, list) else [given]:
+                if _well_formed(entry):
+                    found.setdefault(device, {}).setdefault(kernel, []).append(entry)
+                else:
+                    _say_once(f"{kernel}: {entry} is no shape and config of numbers")
     return found
 
 

@@ -190,6 +190,7 @@ def _attend(scale: float, dtype: Any, config: Config | None, *args: Array) -> tu
     config = config or _tuned.choose(
         "attend_quantized",
         config_for(rows, layout),
+        args,
         lambda x: None if smem_bytes(layout, x) <= c.SMEM else f"{smem_bytes(layout, x)} bytes of shared memory",
         rows=rows,
         S=layout.S,

@@ -100,6 +100,7 @@ def attend_slots(
     chosen = config or _tuned.choose(
         "attend_slots",
         config_for(B * K * H, M, D),
+        (q, k, v),
         lambda x: unsupported(q, k, v, slots, x),
         rows=B * K * H,
         M=M,

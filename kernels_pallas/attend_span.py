@@ -108,7 +108,14 @@ def attend_span(
     B, K, G, D = q.shape
     rows, S = B * K, k.shape[2]
     chosen = config or _tuned.choose(
-        "attend_span", config_for(rows, S, D), lambda x: unsupported(q, k, v, start, stop, x), rows=rows, S=S, G=G, D=D
+        "attend_span",
+        config_for(rows, S, D),
+        (q, k, v),
+        lambda x: unsupported(q, k, v, start, stop, x),
+        rows=rows,
+        S=S,
+        G=G,
+        D=D,
     )
     queries, kept = q.astype(k.dtype).reshape(rows, G, D), (a.reshape(rows, S, D) for a in (k, v))
     ends = (a.astype(jnp.int32) for a in (start, stop))

@@ -92,6 +92,7 @@ def attend_zones(
     chosen = config or _tuned.choose(
         "attend_zones",
         config_for(B * K * H, read, D),
+        (q, k, v),
         lambda x: unsupported(q, k, v, slots, recent, sink, local, more, x),
         rows=B * K * H,
         M=read,

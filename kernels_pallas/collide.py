@@ -128,7 +128,9 @@ def collide(
     B, K, G, D = q.shape
     S, N = ids.shape[2:]
     limit_of = partial(too_large, G, N)
-    chosen = config or _tuned.choose("collide", config_for(B * K, S, G, D), limit_of, rows=B * K, S=S, G=G, D=D)
+    chosen = config or _tuned.choose(
+        "collide", config_for(B * K, S, G, D), (q, ids), limit_of, rows=B * K, S=S, G=G, D=D
+    )
     if limit := limit_of(chosen):
         raise NotImplementedError(f"the kernel collide cannot take {chosen}: {limit}")
     args = *(a.reshape(B * K, *a.shape[2:]) for a in (q.astype(jnp.float32), ids, counts)), limits

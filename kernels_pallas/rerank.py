@@ -104,7 +104,9 @@ def rerank(
     B, K, G, M = slots.shape
     codes = (a.reshape(B * K, *a.shape[2:]) for a in (signs, sizes, weights))
     heads = (a.reshape(B * K * G, a.shape[-1]) for a in (q.astype(jnp.float32), slots))
-    chosen = config or _tuned.choose("rerank", config_for(B * K * G, M), rows=B * K * G, M=M, G=G, D=q.shape[-1])
+    chosen = config or _tuned.choose(
+        "rerank", config_for(B * K * G, M), (q, signs), rows=B * K * G, M=M, G=G, D=q.shape[-1]
+    )
     how = tuple(map(float, centres)), scale, chosen
     return _estimates(how, *heads, *codes).reshape(B, K, G, M)
 

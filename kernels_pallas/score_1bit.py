@@ -91,7 +91,9 @@ def score_1bit(q: Array, bits: Array, step: Array, zero: Array, *, scale: float,
         raise NotImplementedError(limit)
     (B, K, G, D), S = q.shape, bits.shape[2]
     group = S // step.shape[2]
-    chosen = config or _tuned.choose("score_1bit", config_for(B * K, S), rows=B * K, S=S, G=G, D=D, group=group)
+    chosen = config or _tuned.choose(
+        "score_1bit", config_for(B * K, S), (q, bits), rows=B * K, S=S, G=G, D=D, group=group
+    )
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
     return _scores(scale, chosen, *rows).reshape(B, K, G, -1)
 

@@ -71,7 +71,7 @@ def score_pages(q: Array, low: Array, high: Array, *, scale: float, config: Conf
     B, K, G, D = q.shape
     q = q.astype(low.dtype).reshape(B * K, G, D)
     corners = (a.reshape(B * K, *a.shape[2:]) for a in (low, high))
-    chosen = config or _tuned.choose("score_pages", Config(), rows=B * K, P=low.shape[2], G=G, D=D)
+    chosen = config or _tuned.choose("score_pages", Config(), (q, low), rows=B * K, P=low.shape[2], G=G, D=D)
     return _scores(scale, chosen, q, *corners).reshape(B, K, G, -1)
 
 

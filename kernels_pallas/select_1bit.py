@@ -107,6 +107,7 @@ def select_1bit(
     chosen = config or _tuned.choose(
         "select_1bit",
         config_for(B * K, H, S, S + W),
+        (q, bits),
         rows=B * K,
         S=S,
         room=room,

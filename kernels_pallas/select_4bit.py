@@ -96,7 +96,7 @@ def select_4bit(
         raise NotImplementedError(limit)
     (B, K, G, D), M, R = q.shape, slots.shape[3], keys.shape[2]
     chosen = config or _tuned.choose(
-        "select_4bit", config_for(B * K * G, M, wide), rows=B * K * G, M=M, W=wide, room=room, G=G, D=D
+        "select_4bit", config_for(B * K * G, M, wide), (q, signs), rows=B * K * G, M=M, W=wide, room=room, G=G, D=D
     )
     ends = (found, *(jnp.asarray(x, jnp.int32) for x in (*numbers, count)))
     codes = (a.reshape(B * K, *a.shape[2:]) for a in (signs, sizes, weights))

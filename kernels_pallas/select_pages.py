@@ -101,6 +101,7 @@ def select_pages(
     chosen = config or _tuned.choose(
         "select_pages",
         config_for(B * K, H, sum(choice.padded(P, wide // unit))),
+        (q, low),
         rows=B * K,
         P=P,
         W=wide // unit,

@@ -108,7 +108,7 @@ def ordered_keys(scores: Array, valid: Array) -> Array:
 def select(keys: Array, k: int, config: Config | None = None) -> Array:
     """u32[rows, k] slots of the k largest of keys u32[rows, U], U a multiple of 4; with bit 31 where a key is not 0."""
     rows, U = keys.shape
-    chosen = config or _tuned.choose("top_k", config_for(rows, U), rows=rows, U=U, k=k)
+    chosen = config or _tuned.choose("top_k", config_for(rows, U), (keys,), rows=rows, U=U, k=k)
 
     @jax.custom_batching.custom_vmap
     def run(keys: Array) -> Array:

@@ -83,7 +83,14 @@ def top_k_grouped(parts: Parts, group_reduce: str, k: int, *, config: Config | N
     flat = [s.reshape(B * K * H, G // H, s.shape[3]) for s in scores]
     rows, U = B * K * H, sum(part.shape[3] for part in scores)
     chosen = config or _tuned.choose(
-        "top_k_grouped", config_for(rows, U), rows=rows, U=U, k=k, G=G // H, softmax=int(group_reduce in SOFTMAX)
+        "top_k_grouped",
+        config_for(rows, U),
+        scores,
+        rows=rows,
+        U=U,
+        k=k,
+        G=G // H,
+        softmax=int(group_reduce in SOFTMAX),
     )
     out = _pick(group_reduce, k, chosen, valid, *flat).reshape(B, K, H, k)
     return (out & jnp.uint32(t.SLOTS)).astype(jnp.int32), out > t.SLOTS

@@ -31,6 +31,7 @@ from kvjax.kernels_pallas import (
 from tests.kernels.conftest import HAS_KERNELS
 
 SHIPPED = _tuned.FILE
+H200 = "NVIDIA H200"
 
 
 @dataclass(frozen=True)
@@ -55,32 +56,95 @@ def file(tmp_path, monkeypatch):
     _tuned.entries.cache_clear()
 
 
+@pytest.fixture
+def on_h200(monkeypatch):
+    """Kernels are traced as for an H200."""
+    monkeypatch.setattr(_tuned, "device_kind", lambda operands: H200)
+
+
 def entry(shape, **config):
     return {"shape": shape, "config": config}
+
+
+def text(**kernels):
+    """A file with these kernels' entries, of an H200."""
+    return json.dumps({H200: kernels})
 
 
 def test_the_nearest_entry_serves_a_shape_and_none_that_is_far_away(file):
     near, nearer = {"rows": 8, "S": 2048, "D": 128}, {"rows": 8, "S": 3000, "D": 128}
     narrow = {"rows": 8, "S": 4096, "D": 64}
-    file.write_text(json.dumps({"toy": [entry(near, blocks=1), entry(nearer, blocks=2), entry(narrow, blocks=4)]}))
-    found = partial(_tuned.tuned, "toy", rows=8, D=128)
+    file.write_text(text(toy=[entry(near, blocks=1), entry(nearer, blocks=2), entry(narrow, blocks=4)]))
+    found = partial(_tuned.tuned, H200, "toy", rows=8, D=128)
     assert found(S=2048) == found(S=1366) == found(S=2200) == {"blocks": 1}
     assert found(S=3000) == found(S=2900) == found(S=4500) == {"blocks": 2}
     assert found(S=4501) is found(S=1365) is found(S=0) is None
-    assert _tuned.tuned("toy", rows=12, S=3000, D=128) == {"blocks": 2}
-    assert _tuned.tuned("toy", rows=13, S=3000, D=128) is None
-    assert _tuned.tuned("toy", rows=8, S=4096, D=64) == {"blocks": 4}
-    assert _tuned.tuned("toy", rows=8, S=4096, D=96) is _tuned.tuned("toy", rows=8, S=2048) is None
-    assert _tuned.tuned("other", rows=8, S=2048, D=128) is None
+    assert _tuned.tuned(H200, "toy", rows=12, S=3000, D=128) == {"blocks": 2}
+    assert _tuned.tuned(H200, "toy", rows=13, S=3000, D=128) is None
+    assert _tuned.tuned(H200, "toy", rows=8, S=4096, D=64) == {"blocks": 4}
+    assert _tuned.tuned(H200, "toy", rows=8, S=4096, D=96) is _tuned.tuned(H200, "toy", rows=8, S=2048) is None
+    assert _tuned.tuned(H200, "other", rows=8, S=2048, D=128) is None
 
 
-def test_a_config_is_the_entrys_and_else_the_rules(file):
-    file.write_text(json.dumps({"toy": [entry({"rows": 8}, blocks=2)]}))
+def test_a_config_is_the_entrys_and_else_the_rules(file, on_h200):
+    file.write_text(text(toy=[entry({"rows": 8}, blocks=2)]))
     rule = Config(4, 1)
     with _tuned.asked() as asked:
-        assert _tuned.choose("toy", rule, rows=8) == Config(2, 4)
-        assert _tuned.choose("toy", rule, rows=80) is rule
-    assert asked == [("toy", {"rows": 8}, rule, Config(2, 4)), ("toy", {"rows": 80}, rule, rule)]
+        assert _tuned.choose("toy", rule, (), rows=8) == Config(2, 4)
+        assert _tuned.choose("toy", rule, (), rows=80) is rule
+    assert asked == [("toy", {"rows": 8}, rule, Config(2, 4), H200), ("toy", {"rows": 80}, rule, rule, H200)]
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA H200 MIG 1g.18gb", None])
+def test_another_kind_of_device_gets_the_rule(file, monkeypatch, device):
+    file.write_text(text(toy=[entry({"rows": 8}, blocks=2)]))
+    monkeypatch.setattr(_tuned, "device_kind", lambda operands: device)
+    rule = Config(4, 1)
+    assert _tuned.choose("toy", rule, (), rows=8) is rule
+
+
+def test_each_kind_of_device_has_its_own_entries(file, monkeypatch):
+    file.write_text(
+        json.dumps({H200: {"toy": [entry({"rows": 8}, blocks=2)]}, "B": {"toy": [entry({"rows": 8}, blocks=1)]}})
+    )
+    for device, blocks in ((H200, 2), ("B", 1)):
+        monkeypatch.setattr(_tuned, "device_kind", lambda operands, device=device: device)
+        assert _tuned.choose("toy", Config(4, 4), (), rows=8) == Config(blocks, 4)
+
+
+@dataclass(frozen=True)
+class Device:
+    device_kind: str
+    platform: str = "gpu"
+
+
+@pytest.mark.parametrize(
+    ("devices", "kind"),
+    [
+        ([Device(H200), Device(H200)], H200),
+        ([Device(H200), Device("NVIDIA H100 80GB HBM3")], None),
+        ([Device("cpu", "cpu")], None),
+    ],
+)
+def test_a_program_is_for_the_gpus_of_its_process_if_they_are_alike(monkeypatch, devices, kind):
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    assert _tuned.device_kind() == kind
+
+
+def test_a_program_compiled_ahead_of_time_is_for_the_device_of_its_mesh(monkeypatch):
+    from jax._src.mesh import AbstractDevice  # no public name
+
+    monkeypatch.setattr(jax, "devices", lambda: [Device("NVIDIA H100 80GB HBM3")])
+    target = AbstractDevice(H200, num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=target)
+    plain = jax.ShapeDtypeStruct((3,), jnp.float32)
+    placed = plain.update(sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    seen = []
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.eval_shape(lambda x: seen.append(_tuned.device_kind([x])), plain)
+    jax.eval_shape(lambda x: seen.append(_tuned.device_kind([x * 2])), placed)
+    jax.eval_shape(lambda x: seen.append(_tuned.device_kind([x])), plain)
+    assert seen == [H200, H200, "NVIDIA H100 80GB HBM3"]
 
 
 @pytest.mark.parametrize(
@@ -89,25 +153,32 @@ def test_a_config_is_the_entrys_and_else_the_rules(file):
         (None, "No such file"),
         ("{", "Expecting"),
         ("[1]", "the file: 1"),
-        ('{"toy": 3}', "toy: 3"),
-        ('{"toy": [{"shape": {"rows": 8}}]}', "no shape and config"),
-        ('{"toy": [{"shape": {"rows": 0}, "config": {}}]}', "no shape and config"),
-        ('{"toy": [{"shape": {"rows": 8}, "config": {"blocks": "2"}}]}', "no shape and config"),
-        ('{"toy": [{"shape": {"rows": 8}, "config": {"blocks": 2.5}}]}', "no shape and config"),
-        ('{"toy": [{"shape": {"rows": 8}, "config": {"threads": 2}}]}', "unexpected keyword argument 'threads'"),
-        ('{"toy": [{"shape": {"rows": 8}, "config": {"blocks": 3}}]}', "blocks must be 1, 2, 4 or 8; got 3"),
-        ('{"toy": [{"shape": {"rows": 8}, "config": {"blocks": 2}}]}', "it takes no 2"),
+        ('{"NVIDIA H200": 3}', "NVIDIA H200: 3"),
+        ('{"NVIDIA H200": {"toy": 3}}', "toy: 3"),
+        ('{"NVIDIA H200": {"toy": [{"shape": {"rows": 8}}]}}', "no shape and config"),
+        ('{"NVIDIA H200": {"toy": [{"shape": {"rows": 0}, "config": {}}]}}', "no shape and config"),
+        ('{"NVIDIA H200": {"toy": [{"shape": {"rows": 8}, "config": {"blocks": "2"}}]}}', "no shape and config"),
+        ('{"NVIDIA H200": {"toy": [{"shape": {"rows": 8}, "config": {"blocks": 2.5}}]}}', "no shape and config"),
+        (
+            '{"NVIDIA H200": {"toy": [{"shape": {"rows": 8}, "config": {"threads": 2}}]}}',
+            "unexpected keyword argument 'threads'",
+        ),
+        (
+            '{"NVIDIA H200": {"toy": [{"shape": {"rows": 8}, "config": {"blocks": 3}}]}}',
+            "blocks must be 1, 2, 4 or 8; got 3",
+        ),
+        ('{"NVIDIA H200": {"toy": [{"shape": {"rows": 8}, "config": {"blocks": 2}}]}}', "it takes no 2"),
     ],
 )
-def test_what_cannot_be_used_is_left_out_and_said_once(file, caplog, text, said):
+def test_what_cannot_be_used_is_left_out_and_said_once(file, on_h200, caplog, text, said):
     if text is None:
         file.unlink()
     else:
         file.write_text(text)
-    rule = Config()
+    rule, limit = Config(), lambda x: "it takes no 2" if x.blocks == 2 else None
     with caplog.at_level(logging.WARNING, logger="kvjax"):
         for _ in range(2):
-            assert _tuned.choose("toy", rule, lambda x: "it takes no 2" if x.blocks == 2 else None, rows=8) is rule
+            assert _tuned.choose("toy", rule, (), limit, rows=8) is rule
     (message,) = caplog.messages
     assert said in message
 
@@ -245,25 +316,27 @@ needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="the kernels need jax
 
 @needs_kernels
 @pytest.mark.parametrize("kernel", CALLS)
-def test_a_kernel_takes_the_config_of_an_entry_for_its_shape(file, kernel):
+def test_a_kernel_takes_the_config_of_an_entry_for_its_shape(file, on_h200, kernel):
     _, shape, config = CALLS[kernel]
     rule = asked_of(kernel, shape).config
-    file.write_text(json.dumps({kernel: [entry(shape, **config)]}))
+    file.write_text(text(**{kernel: [entry(shape, **config)]}))
     _tuned.entries.cache_clear()
     assert asked_of(kernel, shape).config == type(rule)(**config) != rule
 
 
 @needs_kernels
-def test_every_shipped_entry_is_taken_by_its_kernel(caplog):
-    entries = json.loads(SHIPPED.read_text())
-    assert entries
+def test_every_shipped_entry_is_taken_by_its_kernel(monkeypatch, caplog):
+    devices = json.loads(SHIPPED.read_text())
+    assert devices.keys() == {H200}  # the kinds of device that have been measured
     with caplog.at_level(logging.WARNING, logger="kvjax"):
-        for kernel, shipped in entries.items():
-            for given in shipped:
-                one = asked_of(kernel, given["shape"])
-                assert one.config == type(one.rule)(**given["config"])
-                assert given["us"] <= 0.97 * given["default_us"] + 0.01
-                assert given.keys() >= {"device", "date", "versions"}
+        for device, kernels in devices.items():
+            monkeypatch.setattr(_tuned, "device_kind", lambda operands, device=device: device)
+            for kernel, shipped in kernels.items():
+                for given in shipped:
+                    one = asked_of(kernel, given["shape"])
+                    assert one.config == type(one.rule)(**given["config"])
+                    assert given["us"] <= 0.97 * given["default_us"] + 0.01
+                    assert given.keys() >= {"date", "versions"}
     assert not caplog.messages
 
 
@@ -271,7 +344,7 @@ def test_every_shipped_entry_is_taken_by_its_kernel(caplog):
 
 
 @pytest.fixture
-def sweep(monkeypatch, file):
+def sweep(monkeypatch, file, on_h200):
     """The benchmarks' module, with times of its own: 10 us a block, less for two warpgroups."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
     import sweep
@@ -288,7 +361,7 @@ def sweep(monkeypatch, file):
 
 
 def toy(x, rule, config):
-    _ = config or _tuned.choose("toy", rule, rows=8, D=64)
+    _ = config or _tuned.choose("toy", rule, [x], rows=8, D=64)
     return x
 
 
@@ -312,22 +385,33 @@ def test_a_sweep_writes_what_the_lookup_reads_if_it_is_told_to_and_it_pays(sweep
     assert (row["config"], row["best_config"]) == ("4x4", "2x4")
     assert json.loads(file.read_text()) == {}
 
-    file.write_text(json.dumps({"toy": [entry({"rows": 80, "D": 64}, blocks=1)], "other": [entry({"k": 9})]}))
+    others = {"NVIDIA H100": {"toy": [entry({"rows": 8, "D": 64}, blocks=8)]}}
+    given = {"toy": [entry({"rows": 80, "D": 64}, blocks=1)], "other": [entry({"k": 9})]}
+    file.write_text(json.dumps(others | {H200: given}))
     _tuned.entries.cache_clear()
     swept(sweep, configs, rule, settled)
-    written = json.loads(file.read_text())
+    everything = json.loads(file.read_text())
+    written = everything[H200]
+    assert everything == others | {H200: written}
     assert written["other"] == [entry({"k": 9})]
     assert [e["config"] for e in written["toy"]] == [{"blocks": 1}, {"blocks": 2, "warpgroups": 4}]
     assert (written["toy"][1]["us"], written["toy"][1]["default_us"]) == (20.4, 40.4)
     assert written["toy"][1]["versions"]["jax"] == jax.__version__
-    assert _tuned.tuned("toy", rows=8, D=64) == {"blocks": 2, "warpgroups": 4}
+    assert _tuned.tuned(H200, "toy", rows=8, D=64) == {"blocks": 2, "warpgroups": 4}
     row = swept(sweep, [], rule, settled)  # the first inputs of a shape decide
     assert (row["config"], list(row["all"])) == ("2x4", ["2x4", "4x4"])
-    assert json.loads(file.read_text()) == written
+    assert json.loads(file.read_text()) == everything
 
 
 def test_an_entry_gives_way_where_the_rule_is_within_three_percent(sweep, file):
-    file.write_text(json.dumps({"toy": [entry({"rows": 8, "D": 64}, blocks=8)]}))
+    file.write_text(text(toy=[entry({"rows": 8, "D": 64}, blocks=8)]))
     row = swept(sweep, [Config(1, 1)], Config(1, 2), [])
     assert (row["config"], row["best_config"]) == ("8x4", "1x1")  # by 1 %
+    assert json.loads(file.read_text()) == {}
+
+
+def test_a_sweep_of_a_device_of_unknown_kind_writes_nothing(sweep, file, monkeypatch):
+    monkeypatch.setattr(_tuned, "device_kind", lambda operands: None)
+    with pytest.raises(SystemExit, match="kind of device"):
+        swept(sweep, [Config(2, 4)], Config(4, 4), [])
     assert json.loads(file.read_text()) == {}
