@@ -90,7 +90,7 @@ def most_voted(
         raise NotImplementedError(limit)
     B, K, G, S = votes.shape
     rows = B * K * G
-    chosen = config or _tuned.choose("most_voted", config_for(rows), (votes,), rows=rows, S=S, room=room)
+    chosen = config or _tuned.choose("most_voted", config_for(rows), (votes, length, count), rows=rows, S=S, room=room)
     numbers = [jnp.asarray(x, jnp.int32).reshape(-1) for x in (length, count, *(fill or ()))]
     slots, found = _most_voted(room, last, chosen, votes.reshape(rows, S), *numbers)
     return slots.reshape(B, K, G, room), found.reshape(B, K, G)

@@ -85,7 +85,7 @@ def top_k_grouped(parts: Parts, group_reduce: str, k: int, *, config: Config | N
     chosen = config or _tuned.choose(
         "top_k_grouped",
         config_for(rows, U),
-        scores,
+        (*scores, valid),
         rows=rows,
         U=U,
         k=k,
