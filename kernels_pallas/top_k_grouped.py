@@ -74,7 +74,9 @@ def top_k_grouped(parts: Parts, group_reduce: str, k: int, *, config: Config | N
     B, K, G, _ = parts[0][0].shape
     H = G if group_reduce == "per_head" else 1
     scores = [scores for scores, _ in parts]
-    valid = jnp.concatenate([ok.astype(jnp.uint8) for _, ok in parts], axis=-1)
+    shared = jnp.broadcast_shapes(*(ok.shape[:-1] for _, ok in parts))  # a part may have one row for all KV heads
+    flags = [jnp.broadcast_to(ok, (*shared, ok.shape[-1])) for _, ok in parts]
+    valid = jnp.concatenate([ok.astype(jnp.uint8) for ok in flags], axis=-1)
     if len(parts) > 2 or (len(parts) == 2 and scores[0].shape[3] % 4):
         scores = [jnp.concatenate(scores, axis=-1)]
     ragged = ((0, 0),) * 3 + ((0, -valid.shape[3] % 4),)
