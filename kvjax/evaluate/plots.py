@@ -151,7 +151,12 @@ def _lines(axis: Axes, block: Block, methods: Sequence[str]) -> None:
             ends.append((mean, short[method], look["color"]))
     read = [cell.tokens_read or 1.0 for cell in block.cells if cell.budget is not None]
     axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    ticks: list[float] = []
+    for at in sorted(read):
+        if not ticks or at > 1.1 * ticks[-1]:  # numbers need room
+            ticks.append(at)
+    axis.set_xticks(ticks, [f"{at:.0f}" for at in ticks])
+    axis.minorticks_off()
     axis.set_ylim(-0.03, 1.03)
     axis.set_xlim(min(read) / 1.15, max(read) * 1.15)
     axis.grid(color="0.9", linewidth=0.8)
