@@ -63,13 +63,13 @@ def load_heads(
 
 
 def numbers(two: Word) -> list[Word]:
-    """Two f16 numbers in f32."""
+    """The two f16 numbers of a word, in f32."""
     both = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
     return ptx(both, two, results=2)
 
 
 def padded(*sizes: int) -> tuple[int, ...]:
-    """To whole fours, which a thread loads."""
+    """Sizes rounded up to multiples of four, the units that a thread loads at once."""
     return tuple(n + -n % 4 for n in sizes)
 
 
@@ -96,17 +96,17 @@ def launch(
 
 
 def scratch(U: int, config: t.Config) -> tuple[int, ...]:
-    """Words of shared memory for a row of U units."""
+    """The words of shared memory that a row of U units needs."""
     return SCRATCH if t.in_one_step(U, config) else (*SCRATCH, WARPS * (LIST + 1))
 
 
 def ranked_at_once(blocks: int) -> int:
-    """Of a bin: as many elements as `blocks` rank as fast as they would be counted again."""
+    """The size of a bin up to which ranking its elements is as fast as counting them again."""
     return min(LISTED, math.isqrt(50_000 * blocks))
 
 
 class Ahead:
-    """A thread's loads of scores that are on their way: of each four, of each head, words."""
+    """A thread's loads of scores in flight, as words of each head of each group of four."""
 
     def __init__(self) -> None:
         self.fours: list[list[list[Word]]] = []
@@ -579,7 +579,7 @@ def _write(
 
     @c.loop(part * 32 + warp, many, 32 * blocks)
     def _from_list(i: Word) -> None:
-        """A warp counts the elements of the list that are larger than the i-th."""
+        """Counts the larger elements of the list for element i, one warp an element."""
 
         @c.loop(lane, many, 32, [word(0)])
         def larger(j: Word, n: Word) -> Word:
@@ -596,7 +596,7 @@ def _write(
 
 
 class _Held:
-    """A row whose keys registers hold."""
+    """A row whose keys stay in registers."""
 
     def __init__(self, elements: Elements):
         self.elements = elements._replace(pairs=_Once(elements.pairs))
@@ -607,7 +607,7 @@ class _Held:
 
 
 class _Listed:
-    """A row of which the candidates are in lists, or if these are full, all keys in device memory at `kept`."""
+    """A row whose candidates are in lists, or, if a list overflows, whose keys are in device memory at `kept`."""
 
     def __init__(
         self, first: Fours, others: Callable[..., list[Word]], again: Callable[[Word], Fours], lists: _Lists,
@@ -645,7 +645,7 @@ class _Listed:
 
 
 class _Once:
-    """What an iterator gives, made when it is first asked for, one after the other, and held then."""
+    """The items of an iterator, made on first use and kept."""
 
     def __init__(self, made: Iterable[Any]):
         self.made = iter(made)

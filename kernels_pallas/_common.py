@@ -59,8 +59,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def lowered_once(*static: str) -> Callable[[F], F]:
-    """Of a function that calls a kernel: many layers that call it alike trace and lower it once, and so Mosaic compiles
-    one kernel for them, where it would compile one each (a Llama of 32 layers with FIER: some 100)."""
+    """Decorates a function that calls a kernel, so that equal calls of many layers are traced and lowered once.
+
+    Mosaic then compiles one kernel for all layers. It would otherwise compile one for each call, about 100 for a Llama
+    of 32 layers with FIER.
+    """
 
     def wrap(f: F) -> F:
         jitted = jax.jit(f, static_argnames=static)
@@ -76,7 +79,7 @@ def lowered_once(*static: str) -> Callable[[F], F]:
 
 @contextmanager
 def traced_anew() -> Iterator[None]:
-    """In the block, every call of what is `lowered_once` is traced: for who looks into a kernel, or changes it."""
+    """In the block, calls of `lowered_once` functions are traced again, for code that inspects or changes a kernel."""
     token = _anew.set(True)
     try:
         yield
@@ -85,7 +88,7 @@ def traced_anew() -> Iterator[None]:
 
 
 def flatten_batch(n: int, batches: Sequence[bool], args: Sequence[jax.Array]) -> list[jax.Array]:
-    """[n, rows, ...] as [n * rows, ...], of what is batched; the rest is repeated. For a kernel's rule of vmap."""
+    """Reshapes batched [n, rows, ...] to [n * rows, ...] and repeats unbatched arguments, for a kernel's vmap rule."""
     whole = (a if has else jax.numpy.broadcast_to(a[None], (n, *a.shape)) for a, has in zip(args, batches, strict=True))
     return [a.reshape(n * a.shape[1], *a.shape[2:]) for a in whole]
 
@@ -219,7 +222,7 @@ def sum_of(words: Sequence[Word]) -> Word:
 
 
 def warp_sum(x: Word) -> Word:
-    """The sum of x over the lanes of a warp, in each of them."""
+    """The sum of x over the lanes of a warp. All lanes get it."""
     return instr("redux.sync.add.u32", x, -1, convergent=True)
 
 
@@ -250,7 +253,7 @@ def when(flag: Flag) -> Iterator[None]:
 
 
 def loop(start: Operand, stop: Operand, step: Operand, carry: Sequence[Word] = ()) -> Callable[..., list[Word]]:
-    """for i in range(start, stop, step), by threads each on their own: carry = body(i, *carry)."""
+    """Runs carry = body(i, *carry) for i in range(start, stop, step); each thread has its own bounds."""
 
     def run(body: Callable[..., Any]) -> list[Word]:
         op = scf.ForOp(_value(start), _value(stop), _value(step), [w.value for w in carry])
@@ -264,7 +267,7 @@ def loop(start: Operand, stop: Operand, step: Operand, carry: Sequence[Word] = (
 
 
 def repeat(carry: Sequence[Word], body: Callable[..., tuple[Flag, Sequence[Word]]]) -> list[Word]:
-    """again, carry = body(*carry), once and then while `again` is true."""
+    """Runs again, carry = body(*carry) once, and then while `again` is true."""
     types = [w.value.type for w in carry]
     op = scf.WhileOp(types, [w.value for w in carry])
     before, after = (region.blocks.append(*types) for region in (op.before, op.after))
@@ -277,7 +280,7 @@ def repeat(carry: Sequence[Word], body: Callable[..., tuple[Flag, Sequence[Word]
 
 
 def ballot(flag: Flag) -> Word:
-    """A bit for each lane of the warp, whether its flag is true; in each of them."""
+    """One bit for each lane of the warp, set if the lane's flag is true. All lanes get the same word."""
     return ptx("vote.sync.ballot.b32 $0, $1, -1;", flag, results=1, convergent=True)
 
 
@@ -301,7 +304,7 @@ def divide(x: Word, by: int) -> Word:
 
 
 def choose_between(flag: Flag, make: Callable[[], Sequence[Word]], otherwise: Sequence[Word]) -> list[Word]:
-    """make() where the flag is true, else `otherwise`; the flag must be that of the whole block if make() waits."""
+    """make() if the flag is true, else `otherwise`. If make() has a barrier, the whole block must share the flag."""
     op = scf.IfOp(flag.value, [w.value.type for w in otherwise], has_else=True)
     with ir.InsertionPoint(op.then_block):
         scf.yield_([w.value for w in make()])
@@ -322,10 +325,9 @@ def kernel(program: Callable[..., None], *, name: str, **how: Any) -> Callable[.
 
 
 def kernel_in_place(program: Callable[..., None], *, name: str, **how: Any) -> Callable[..., tuple[jax.Array, ...]]:
-    """As `kernel`, of a program that changes its first operands, given together, in the memory that they lie in, and
-    returns them.
+    """A kernel, as `kernel`, that changes its first operands in place and returns them; they are passed together.
 
-    XLA copies the operands first, unless they are given away.
+    XLA copies these operands first, unless they are donated.
     """
 
     def run(changed: Sequence[jax.Array], *args: jax.Array) -> tuple[jax.Array, ...]:
@@ -389,13 +391,13 @@ def ends_of(start: Numbers, stop: Numbers, row: Word, size: int) -> list[Word]:
 
 
 def span_of(start: Numbers, stop: Numbers, row: Word, size: int, last: int = 0) -> list[Word]:
-    """Of a row the first slot, and how many, of [start, stop - last) among `size` slots."""
+    """The first slot of a row's span [start, stop - last) among `size` slots, and the number of slots."""
     first, end = clipped(number_of(start, row), size), number_of(stop, row) - last
     return [first, instr("max.s32", instr("min.s32", end, size) - first, 0)]
 
 
 def remote(at: Word, block: Operand) -> Word:
-    """The address in the cluster of what is at `at` in another block's shared memory."""
+    """The cluster address of the place `at` in the shared memory of another block."""
     return ptx("mapa.shared::cluster.u32 $0, $1, $2;", at, block, results=1)
 
 
@@ -408,7 +410,7 @@ def block_barrier() -> None:
 
 
 def cluster_barrier() -> None:
-    """All threads of the cluster; what each wrote to shared and device memory before it, all see after it."""
+    """A barrier of all threads of the cluster. All see what each wrote to shared and device memory before it."""
     cluster_arrive()
     cluster_wait()
 

@@ -44,7 +44,7 @@ class Config:
 
 
 class Split(NamedTuple):
-    """Of the picks of a head."""
+    """How the selected keys of a head are split over blocks."""
 
     blocks: int
     picks: int  # of a block, whole warps
@@ -59,7 +59,7 @@ def config_for(heads: int, M: int, pending: int = 0) -> Config:
 
 
 def split(heads: int, M: int, config: Config, beside: int = 0) -> Split:
-    """Over all multiprocessors, less `beside`, where one block for each is enough."""
+    """Splits over all multiprocessors but `beside`, if one block for each is enough."""
     blocks = max(-(-M // (128 * config.warpgroups)), (c.MULTIPROCESSORS - beside) // heads)
     picks = -(-M // (blocks * 32)) * 32
     return Split(-(-M // picks), picks, 128 * config.warpgroups)
