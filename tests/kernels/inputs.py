@@ -1,0 +1,40 @@
+"""Inputs that the tests of several kernels share."""
+
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.quant import quantize_1bit
+from kvjax.rotate import SUBSPACE, lloyd_max
+
+
+@lru_cache(maxsize=4)  # the sizes for a GPU take seconds
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype))
+
+
+def relative(got, want):
+    got, want = (np.asarray(a, np.float64) for a in (got, want))
+    return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
+
+
+CENTRES = tuple(lloyd_max(SUBSPACE)[1].tolist())
+
+
+def index(B, K, S, D, group, dtype, seed=0):
+    k = normal(seed, B, K, S, D) * (1 + np.arange(D) % 5).astype(np.float32)[None, None, None]
+    return jax.jit(partial(quantize_1bit, group=group, dtype=dtype))(k)
+
+
+def boxes(B, K, P, D, dtype):
+    corners = np.sort([normal(seed, B, K, P, D) for seed in (0, 1)], axis=0)
+    return tuple(jnp.asarray(a.astype(dtype)) for a in corners)
+
+
+def spans_of(B, *spans):
+    return tuple(jnp.asarray(np.resize(ends, B).astype(np.int32)) for ends in zip(*spans, strict=True))
+
+
+BIG = [(0, 131040), (0, 0), (5, 131000), (64, 65)]

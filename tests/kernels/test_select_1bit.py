@@ -1,0 +1,215 @@
+"""The kernel select_1bit beside the reference, on random and on adversarial input."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kvjax.kernels_pallas import (
+    _choice,
+    score_1bit,
+    select_1bit,
+)
+
+from kvjax import ops
+from kvjax.quant import OneBit
+from kvjax.selection import PackedSelection, reduce_scores
+from tests.kernels.conftest import on_gpu
+from tests.kernels.inputs import index, normal, spans_of
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+def choice(B, K, G, S, D, group, W, room, dtype, kind):
+    """Arguments of select_1bit, with spans and counts of each row that are at the edges."""
+    q, ix = normal(1, B, K, G, D, dtype=dtype).astype(jnp.float32), index(B, K, S, D, group, dtype)
+    scores = normal(2, B, K, G, W)
+    span = spans_of(B, (0, S), (1, S - 1), (S // 2, S // 2 + room), (0, room + 1), (3, 3), (0, -5))
+    wait = spans_of(B, (0, W), (0, 0), (W - 1, W), (0, 1), (2, W - 2), (1, -3))
+    count = jnp.asarray(np.resize([room, room - 1, room, 1, room, 0], B).astype(np.int32))
+    if kind == "equal":
+        ix, scores = OneBit(jnp.zeros_like(ix.bits), *(jnp.ones_like(a) for a in ix[1:])), jnp.zeros_like(scores)
+    elif kind == "few keys":
+        ix = OneBit(ix.bits * 0 + ix.bits[:, :, :1], *(a * 0 + a[:, :, :1] for a in ix[1:]))
+        ix = ix._replace(bits=ix.bits.at[:, :, 1::3].set(255).at[:, :, 2::5].set(0))
+    elif kind == "peaked":
+        q, scores = q * 300, scores * 300
+    elif kind == "flat":
+        q, scores = q * 1e-6, scores * 1e-6
+    elif kind == "coarse":  # some 500: f16 has two numbers to 1 there
+        q, scores = q.at[..., 0].set(1.0), scores + 6000 * D**-0.5
+        ix = ix._replace(zero=ix.zero.at[..., 0].set(6000))
+    elif kind == "infinite":  # of a unit's keys -inf for all heads, of another's +inf for one head
+        q = q.at[..., 0].set(1.0).at[..., 1].set(0.5).at[:, :, 0, 1].set(-0.5)
+        zero = ix.zero.at[:, :, 1, 0].set(-jnp.inf).at[:, :, 2, :2].set(jnp.array([-jnp.inf, 0.0], dtype))
+        ix = ix._replace(zero=zero.at[0, :, 0, 0].set(jnp.inf) if B > 1 else zero)
+        scores = scores.at[..., 1::2].set(-jnp.inf)
+    elif kind == "poison":  # past the spans
+        slot = jnp.arange(S // group)[None, None, :, None] * group
+        outside = (slot + group <= span[0][:, None, None, None]) | (slot >= span[1][:, None, None, None])
+        ix = ix._replace(zero=jnp.where(outside, jnp.nan, ix.zero), scale=jnp.where(outside, jnp.inf, ix.scale))
+        slot = jnp.arange(W)[None, None, None]
+        outside = (slot < wait[0][:, None, None, None]) | (slot >= wait[1][:, None, None, None])
+        scores = jnp.where(outside, jnp.nan, scores)
+    return q, ix, span, (scores, *wait), count
+
+
+@partial(jax.jit, static_argnames="group_reduce")
+def ranks_in_half(parts, group_reduce):
+    """`reduce_scores` of scores in f16, but softmaxes by the sums of what they were: scores, in f16, valid of a
+    part."""
+    halves, valid = ([part[i] for part in parts] for i in (1, 2))
+    halves = [half.astype(jnp.float32) for half in halves]
+    if "softmax" not in group_reduce:
+        return reduce_scores(list(zip(halves, valid, strict=True)), group_reduce)
+    whole, half = (
+        jnp.concatenate([jnp.where(ok, a, -jnp.inf) for a, ok in zip(which, valid, strict=True)], axis=-1)
+        for which in ([part[0] for part in parts], halves)
+    )
+    total = jax.nn.logsumexp(whole, axis=-1, keepdims=True)
+    shares = half - jnp.where(jnp.isneginf(total), 0.0, total)
+    if group_reduce == "max_softmax":
+        return jnp.max(shares, axis=2, keepdims=True)
+    return jax.nn.logsumexp(shares, axis=2, keepdims=True) - jnp.log(float(whole.shape[2]))
+
+
+KINDS = ("normal", "equal", "few keys", "peaked", "flat", "coarse", "infinite", "poison")
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "G", "S", "D", "group", "W", "room", "dtype", "config"),
+    [
+        (6, 1, 2, 224, 128, 32, 7, 40, jnp.bfloat16, select_1bit.Config(blocks=1, units=3)),
+        (1, 1, 4, 8224, 128, 32, 5, 900, jnp.bfloat16, select_1bit.Config(blocks=1, unroll=2, units=16)),  # in steps
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                (1, 2, 4, 8192, 128, 32, 255, 1000, jnp.bfloat16, select_1bit.Config(blocks=2, units=13, stages=4)),
+                (2, 1, 8, 4160, 64, 64, 9, 77, jnp.float16, select_1bit.Config(blocks=1, unroll=1, units=9, stages=8)),
+                # Four steps, the last with what waits; of 300 wanted lists have room for what counts, of 4000 not.
+                (1, 1, 4, 11 << 12, 64, 64, 5, 300, jnp.bfloat16, select_1bit.Config(blocks=1, unroll=3)),
+                (1, 1, 4, 11 << 12, 64, 64, 5, 4000, jnp.bfloat16, select_1bit.Config(blocks=1, unroll=3)),
+                (1, 1, 3, 4096 + 32, 128, 4128, 4, 4095, jnp.bfloat16, None),
+                (2, 1, 5, 64, 64, 32, 1, 65, jnp.bfloat16, select_1bit.Config(blocks=4, units=2, stages=2)),
+                (1, 1, 4, 160, 128, 32, 8, 60, jnp.bfloat16, select_1bit.Config(blocks=16, units=2)),
+            )
+        ),
+        *(
+            pytest.param(*sizes, jnp.bfloat16, None, marks=on_gpu)
+            for sizes in (
+                *((1, 8, 4, 130816, 128, 32, 256, 2048), (1, 8, 4, 131072, 128, 32, 256, 2047)),
+                *((6, 2, 8, 5024, 128, 32, 257, 300), (1, 2, 4, 1 << 20, 128, 32, 512, 4000)),
+            )
+        ),
+        *(pytest.param(6, 3, G, 2080, 64, 32, 33, 200, jnp.float16, None, marks=on_gpu) for G in range(1, 9)),
+    ],
+)
+def test_select_1bit_chooses_what_top_k_grouped_does_of_the_scores(
+    B, K, G, S, D, group, W, room, dtype, config, monkeypatch, traced_anew
+):
+    if B == 6 or room == 300:  # bins of so few are counted again as those of many, or ranked
+        monkeypatch.setattr(_choice, "LISTED", 8)
+    run = jax.jit(
+        lambda q, ix, *args, group_reduce: select_1bit.select_1bit(
+            q, *ix, *args, group_reduce, room, scale=D**-0.5, config=config
+        ),
+        static_argnames="group_reduce",
+    )
+    score = jax.jit(lambda q, ix: score_1bit.score_1bit(q, *ix, scale=D**-0.5))
+    reference = jax.jit(partial(ops.top_k, k=room, implementation="xla"))
+    pools = {"normal": ("mean_softmax", "per_head") if B == 6 else ("max_softmax", "mean_score", "per_head")}
+    pools["coarse"] = ("mean_score",)
+    for kind in KINDS:
+        if kind == "infinite" and S // group < 3:
+            continue
+        q, ix, span, pending, count = choice(B, K, G, S, D, group, W, room, dtype, kind)
+        scores = score(q, ix)  # the same products
+        parts, late = [], pending[0].astype(jnp.float16)
+        for part, half, ends in (
+            (scores, scores.astype(jnp.float16), span),
+            (late.astype(jnp.float32), late, pending[1:]),
+        ):
+            slot = np.arange(part.shape[3])[None]
+            valid = (slot >= np.asarray(ends[0])[:, None]) & (slot < np.asarray(ends[1])[:, None])
+            parts.append((part, half, jnp.asarray(valid)[:, None, None]))
+        for group_reduce in pools.get(kind, ("mean_softmax",)):
+            slots, found = (
+                np.asarray(a)
+                for a in PackedSelection(*run(q, ix, span, pending, count, group_reduce=group_reduce)).selection
+            )
+            ranks = np.asarray(ranks_in_half(parts, group_reduce=group_reduce))
+            want = reference(ranks, jnp.concatenate([ok for *_, ok in parts], axis=-1))
+            wanted = np.asarray(want.valid) & (np.arange(room) < np.asarray(count)[:, None, None, None])
+            np.testing.assert_array_equal(found.sum(-1), wanted.sum(-1), err_msg=f"{kind}, {group_reduce}")
+            for row in np.ndindex(found.shape[:3]):
+                got, best = slots[row][found[row]], np.asarray(want.slots)[row][wanted[row]]
+                assert np.unique(got).size == got.size
+                if kind in ("equal", "few keys", "coarse"):
+                    assert set(got) == set(best), f"{kind}, {group_reduce}"
+                # Ranks within rounding may be taken for each other.
+                both = (np.nan_to_num(np.sort(ranks[row][s]), nan=-np.inf) for s in (got, best))
+                np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-4, err_msg=f"{kind}, {group_reduce}")
+
+
+@pytest.mark.parametrize(
+    ("G", "D", "R", "wide", "dtype", "group_reduce"),
+    [
+        (3, 64, 44, 37, jnp.float16, "mean_softmax"),
+        pytest.param(4, 128, 20, 19, jnp.bfloat16, "per_head", marks=pytest.mark.thorough),
+        *(pytest.param(G, 128, 256, 255, jnp.bfloat16, "mean_softmax", marks=on_gpu) for G in (1, 4, 8)),
+    ],
+)
+def test_select_1bit_scores_keys_that_wait_as_they_are(G, D, R, wide, dtype, group_reduce):
+    q, ix, span, pending, count = choice(2, 3, G, 96, D, 32, wide, 33, dtype, "normal")
+    keys = 4 * normal(7, 2, 3, R, D, dtype=dtype)  # some are chosen
+    exact = jnp.einsum("bkgd,bksd->bkgs", q.astype(dtype), keys, preferred_element_type=jnp.float32) * 0.3
+
+    def run(first, wide=None, last=0, numbers=None):
+        begin, end, n = numbers or (span, (pending[1], pending[2] + last), count)
+        config = select_1bit.Config(blocks=1)
+        return select_1bit.select_1bit(
+            q, *ix, begin, (first, *end), n, group_reduce, 33, scale=0.3, wide=wide, last=last, config=config
+        )
+
+    got, want = (
+        PackedSelection(*made).selection
+        for made in (jax.jit(partial(run, wide=wide, last=3))(keys), jax.jit(run)(exact[..., :wide]))
+    )
+    np.testing.assert_array_equal(got.valid, want.valid)
+    for row in np.ndindex(got.valid.shape[:3]):
+        ours, theirs = (set(np.asarray(s.slots)[row][np.asarray(s.valid)[row]].tolist()) for s in (got, want))
+        assert ours == theirs
+    assert (np.asarray(got.slots)[np.asarray(got.valid)] >= 96).any()
+    if G == 3:
+        again = jax.jit(jax.vmap(partial(run, wide=wide)))(jnp.stack([keys, keys]))
+        np.testing.assert_array_equal(again[1][1], PackedSelection(*jax.jit(partial(run, wide=wide))(keys)).found)
+        late = (0, 0), (0, R), 33  # past the first `wide` nothing waits
+        all_of, first_of = (
+            jax.jit(partial(run, wide=w, numbers=late))(a)[0] for a, w in ((keys, wide), (exact[..., :wide], None))
+        )
+        np.testing.assert_array_equal(np.sort(all_of, axis=-1), np.sort(first_of, axis=-1))
+        numbers = (-4, 90), (2, 30), 31  # of all rows
+        arrays = jax.tree.map(lambda n: jnp.full(2, n, jnp.int32), numbers)
+        for one, each in zip(
+            *(jax.jit(partial(run, wide=wide, numbers=n))(keys) for n in (numbers, arrays)), strict=True
+        ):
+            np.testing.assert_array_equal(one, each)
+
+
+@pytest.mark.thorough
+def test_select_1bit_chooses_alike_each_time_and_takes_vmap():
+    q, ix, span, pending, count = choice(2, 1, 2, 96, 64, 32, 5, 20, jnp.bfloat16, "normal")
+    config = select_1bit.Config(blocks=1)
+
+    def run(q, ix, span, pending, count):
+        return select_1bit.select_1bit(q, *ix, span, pending, count, "mean_softmax", 20, scale=0.1, config=config)
+
+    args = q, ix, span, pending, count
+    want = jax.jit(run)(*args)
+    apart = jax.jit(jax.vmap(lambda *a: run(*jax.tree.map(lambda x: x[None], a))))(*args)
+    for got, expected in zip(apart, want, strict=True):
+        np.testing.assert_array_equal(got[:, 0], expected)
+    shared = jax.jit(jax.vmap(lambda q: run(q, *args[1:])))(jnp.stack([q, -q]))
+    for got, expected in zip(shared, want, strict=True):
+        np.testing.assert_array_equal(got[0], expected)
