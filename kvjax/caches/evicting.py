@@ -245,7 +245,7 @@ class Evicting:
     @staticmethod
     def _coming(st: EvictingState, lengths: Array, T: int) -> Array:
         """i32[B, K, T] positions of a chunk's tokens, -1 for padding."""
-        at = jnp.arange(T)[None]
+        at = jnp.arange(T, dtype=jnp.int32)[None]
         coming = jnp.where(at < lengths[:, None], st.length[:, None] + at, -1)
         return jnp.broadcast_to(coming[:, None], (*st.position.shape[:2], T))
 

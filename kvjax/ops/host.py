@@ -169,7 +169,7 @@ def host_append(
         first = jnp.minimum(at[b], P - n)
         source = first + jnp.arange(n) - at[b]
         fits = (source >= 0) & (source < count[b])
-        where: list[Array | int] = [b, 0, first, *[0] * len(row)]
+        where = [jnp.asarray(i, jnp.int32) for i in (b, 0, first, *[0] * len(row))]  # of one type under x64 too
         old = to_device(lax.dynamic_slice(x, where, (1, K, n, *row)))
         mine = jnp.take(lax.dynamic_slice_in_dim(stacked, b, 1, axis=0), source, axis=2, mode="clip")
         changed = jnp.where(fits.reshape(n, *[1] * len(row)), mine, old)

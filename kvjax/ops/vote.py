@@ -120,7 +120,7 @@ def most_voted(
     chosen = above | (level & (upto <= spare))
     place = lax.cumsum(above.astype(jnp.int32), axis=3) + jnp.minimum(upto, jnp.maximum(spare, 0)) - 1
     slots = jnp.zeros((B, K, G, room), jnp.int32)
-    b, k, g, s = jnp.meshgrid(*(jnp.arange(n) for n in votes.shape), indexing="ij", sparse=True)
+    b, k, g, s = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in votes.shape), indexing="ij", sparse=True)
     slots = slots.at[b, k, g, jnp.where(chosen, place, room)].set(s, mode="drop", unique_indices=True)
     return PackedSelection(slots, jnp.sum(chosen, axis=-1, dtype=jnp.int32))
 

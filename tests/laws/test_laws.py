@@ -1,9 +1,11 @@
 """Every law on every policy. A failure names the law and the policy."""
 
 import itertools
+import warnings
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
+import jax
 import pytest
 
 import kvjax
@@ -61,6 +63,26 @@ def test_law_holds(law: str, case: str) -> None:
 @pytest.mark.parametrize(("law", "case"), _cells(CHOICE_LAWS, GROUP_REDUCES, _quick_choice), ids=_id)
 def test_law_holds_whatever_the_pooling(law: str, case: str) -> None:
     _assert_holds(law, GROUP_REDUCES[case])
+
+
+X64_LAWS = ("prefill_equals_prefill_then_updates", "structure_is_constant")
+X64_CASES = ("tova, budget 64", "freekv preset, budget 72", "fier with sink and window")
+X64_QUICK = [("structure_is_constant", case) for case in X64_CASES]
+
+
+@pytest.mark.parametrize(
+    ("law", "case"),
+    [*X64_QUICK, *(p for p in _cells(X64_LAWS, CASES, lambda _: ()) if p.values not in X64_QUICK)],
+    ids=_id,
+)
+def test_law_holds_with_64_bit_types(law: str, case: str) -> None:
+    """Under `jax_enable_x64`, where indices and constants are of 64 bits by default, states keep their dtypes.
+
+    As users run it, with standard promotion: indices of 32 and of 64 bits meet.
+    """
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        _assert_holds(law, CASES[case])
 
 
 @pytest.mark.parametrize("combination", REFUSED)
