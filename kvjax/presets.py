@@ -306,41 +306,60 @@ class Preset:
     has_budget: bool = True
 
     def policy(self) -> Policy:
-        """Of a layer that the method is applied to, with the preset's defaults."""
+        """The policy that this preset uses for a compressed layer, with its defaults."""
         return self.make().rest
 
 
 REGISTRY: dict[str, Preset] = {
     p.name: p
     for p in (
-        Preset("full", full, "every token, attends to all", "-", has_budget=False),
-        Preset("fier", fier, "every token and 1-bit keys, attends to the budget", "FIER 2025"),
+        Preset("full", full, "all tokens; attends to all", "-", has_budget=False),
+        Preset("fier", fier, "all tokens, and keys in 1 bit; attends to the budget", "FIER 2025"),
         Preset(
             "pariskv",
             pariskv,
-            "every token and rotated 4-bit keys, attends to the budget",
+            "all tokens, and rotated keys in 4 bits; attends to the budget",
             "ParisKV 2026",
         ),
-        Preset("quest", quest, "every token and boxes of pages of keys, attends to the budget", "Quest 2024"),
-        Preset("freekv", freekv, "every token in host memory, attends to pages recalled a step before", "FreeKV 2025"),
+        Preset(
+            "quest",
+            quest,
+            "all tokens, and a box around the keys of each page; attends to the budget",
+            "Quest 2024",
+        ),
+        Preset(
+            "freekv",
+            freekv,
+            "all tokens in host memory; attends to the pages that the step before recalled",
+            "FreeKV 2025",
+        ),
         Preset(
             "logquant",
             logquant,
-            "every token, attends to all; 2 bits but for 84 to 126, denser the newer",
+            "84 to 126 tokens in full precision, log-spaced, the rest in 2 bits; reads all",
             "LogQuant 2025",
             has_budget=False,
         ),
         Preset(
-            "kivi", kivi, "every token, attends to all; 2 bits but for the newest 128", "KIVI 2024", has_budget=False
+            "kivi",
+            kivi,
+            "up to 128 recent tokens in full precision, the rest in 2 bits; reads all",
+            "KIVI 2024",
+            has_budget=False,
         ),
-        Preset("exact", exact, "every token, attends to the budget by true scores: the ceiling of a selector", "-"),
-        Preset("streaming_llm", streaming_llm, "the first 4 tokens and the newest, to the budget", "StreamingLLM 2023"),
-        Preset("h2o", h2o, "the newest tokens and the most attended so far, half of the budget each", "H2O 2023"),
-        Preset("tova", tova, "the tokens that the newest query attends to most, to the budget", "TOVA 2024"),
+        Preset("exact", exact, "all tokens; attends to the budget by exact scores, for comparison", "-"),
+        Preset(
+            "streaming_llm",
+            streaming_llm,
+            "the first 4 tokens and the most recent, up to the budget",
+            "StreamingLLM 2023",
+        ),
+        Preset("h2o", h2o, "the most recent tokens and the most attended so far, half of the budget each", "H2O 2023"),
+        Preset("tova", tova, "the tokens that the newest query attends to most, up to the budget", "TOVA 2024"),
         Preset(
             "snapkv",
             snapkv,
-            "what the prompt's last 32 queries attend to most and what follows, to the budget",
+            "the prompt's tokens that its last 32 queries attend to most, and later tokens",
             "SnapKV 2024",
         ),
     )

@@ -32,7 +32,7 @@ def bench(
         str | None,
         typer.Option(
             metavar="SHAPE",
-            help="Random weights in place of a checkpoint: llama-3.1-8b, llama-3.2-1b, mistral-7b, qwen2.5-7b, "
+            help="Random weights of this shape: llama-3.1-8b, llama-3.2-1b, mistral-7b, qwen2.5-7b, "
             "qwen3-8b, or the path of a config.json.",
             show_default=False,
         ),
@@ -40,7 +40,7 @@ def bench(
     cache: Annotated[
         list[str] | None,
         typer.Option(
-            help="A method of `kvjax methods`; settings may follow, as fier:group=16. Repeat it for several. "
+            help="A method of `kvjax methods`; settings may follow: fier:group=16. Repeat it for several. "
             "Default full and fier.",
             show_default=False,
         ),
@@ -48,7 +48,7 @@ def bench(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Tokens attended a step and KV head, for the methods that have one; several as 512,2048.",
+            help="Tokens that a step reads for each KV head, for methods with a budget. Several: 512,2048.",
             show_default=False,
         ),
     ] = None,
@@ -60,20 +60,25 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    length: Annotated[str, typer.Option(help="Tokens of context; several as 8K,32K,128K.")] = "2K",
-    batch: Annotated[str, typer.Option(help="Rows decoded together; several as 1,8; or `largest` that fits.")] = "1",
-    steps: Annotated[int, typer.Option(help="Decode steps under the clock.")] = 128,
-    block: Annotated[int, typer.Option(help="Steps between two readings of it.")] = 32,
+    length: Annotated[str, typer.Option(help="Tokens of context. Several: 8K,32K,128K.")] = "2K",
+    batch: Annotated[
+        str, typer.Option(help="Rows decoded together. Several: 1,8. `largest` finds the most that fit.")
+    ] = "1",
+    steps: Annotated[int, typer.Option(help="Decode steps to time.")] = 128,
+    block: Annotated[int, typer.Option(help="Decode steps between two readings of the clock.")] = 32,
     chunk: Annotated[
         int | None,
-        typer.Option(help="Tokens of a prompt's chunk; the default is that of the library.", show_default=False),
+        typer.Option(help="Tokens of a chunk of the prompt. Default: the library's.", show_default=False),
     ] = None,
     synthetic_cache: Annotated[
         bool,
-        typer.Option("--synthetic-cache", help="Random keys and values in place of a prompt: quick, and no TTFT."),
+        typer.Option(
+            "--synthetic-cache",
+            help="Fill the cache with random keys and values, not from a prompt. Quick, without TTFT.",
+        ),
     ] = False,
     dtype: Dtype = None,
-    seed: Annotated[int, typer.Option(help="Of prompts and random weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and random weights.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -82,7 +87,7 @@ def bench(
         ),
     ] = None,
 ) -> None:
-    """Measures time and memory of decoding through caches: TTFT, TPOT, tokens a second, bytes.
+    """Measures time and memory of decoding through caches: TTFT, TPOT, tokens per second, bytes.
 
     Prompts are random tokens of the exact length, stored by the model; decoding is the library's own loop on the
     device. Compilation is not counted. Columns: TTFT, seconds to the first token; TPOT, milliseconds per output token,

@@ -27,7 +27,7 @@ Tasks = Annotated[
     list[str] | None,
     typer.Option(
         help="pass_key, needle, needles, key_value, variables, frequent_words, common_words; or with --data longbench, "
-        "longbench-v2, gsm8k, ruler. Settings may follow, as needles:hidden=16,asked=2. Repeat it for several. Default "
+        "longbench-v2, gsm8k, ruler. Settings may follow: needles:hidden=16,asked=2. Repeat it for several. Default "
         "needles.",
         show_default=False,
     ),
@@ -35,7 +35,7 @@ Tasks = Annotated[
 CacheNames = Annotated[
     list[str] | None,
     typer.Option(
-        help="A method of `kvjax methods`, or with settings: fier:group=16. Repeat it for several. Default full and "
+        help="A method of `kvjax methods`; settings may follow: fier:group=16. Repeat it for several. Default full and "
         "fier.",
         show_default=False,
     ),
@@ -57,7 +57,7 @@ def evaluate(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Tokens that a step reads a KV head, for the methods that have a budget; several as 64,256.",
+            help="Tokens that a step reads for each KV head, for methods with a budget. Several: 64,256.",
             show_default=False,
         ),
     ] = None,
@@ -73,23 +73,26 @@ def evaluate(
     group_reduce: Annotated[
         str | None,
         typer.Option(
-            help="How a GQA group shares a choice, for the methods that choose; several as mean_softmax,per_head.",
+            help="How a GQA group shares a selection, for methods that select. Several: mean_softmax,per_head.",
             show_default=False,
         ),
     ] = None,
     length: Annotated[
         str | None,
         typer.Option(
-            help="Tokens of prompt and answer of generated tasks; several as 4K,8K. Default 2K.", show_default=False
+            help="Tokens of prompt and answer of generated tasks. Several: 4K,8K. Default 2K.", show_default=False
         ),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Examples of each task. Default 64, of data all.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Examples of each task. Default 64 of a generated task, all of published data.", show_default=False
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of generated tasks.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of generated tasks.")] = 0,
     text: Annotated[
         Path | None,
-        typer.Option(help="UTF-8 file to hide things in; without it, sentences made here.", show_default=False),
+        typer.Option(help="UTF-8 file to hide things in. Default: generated sentences.", show_default=False),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="Directory of published data, for the tasks that read it.", show_default=False)
@@ -101,19 +104,19 @@ def evaluate(
         "kvjax-eval"
     ),
     resume: Annotated[
-        bool, typer.Option(help="Go on from the results in --out, of which each tells what made it.")
+        bool, typer.Option(help="Continue from the results in --out that were made by the same model, cache and task.")
     ] = True,
     report_only: Annotated[
         bool,
         typer.Option(
             "--report-only",
-            help="Decode nothing: table and plots of all results in --out, and of runs whose --out lay in it.",
+            help="Decode nothing; write the table and plots of all results in --out and the folders below it.",
         ),
     ] = False,
 ) -> None:
-    """Scores tasks, decoded for real through caches: a table and plots by cache, budget and length.
+    """Scores tasks by decoding their answers through caches; writes a table and plots by cache, budget and length.
 
-    Prompts are prefilled once for all caches. A run that was killed goes on where it stopped. Columns of the table:
+    Prompts are prefilled once for all caches. A killed run continues where it stopped. Columns of the table:
     budget is what a cache may read a step and KV head in layers that are not dense; tokens read is what it did read,
     mean over steps, KV heads and all layers; 95 % is the interval of the mean score. A cache that cannot hold a budget
     is told below the table, and the others run.

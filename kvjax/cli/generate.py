@@ -32,31 +32,36 @@ def generate(
     prompt_file: Annotated[
         Path | None,
         typer.Option(
-            help="UTF-8 file with the prompt, - for stdin; one newline at its end is dropped.", show_default=False
+            help="UTF-8 file with the prompt, or - for stdin. One newline at its end is dropped.", show_default=False
         ),
     ] = None,
-    cache: Annotated[str, typer.Option(help="A method of `kvjax methods`, or with settings: fier:group=16.")] = "full",
+    cache: Annotated[
+        str, typer.Option(help="A method of `kvjax methods`; settings may follow: fier:group=16.")
+    ] = "full",
     budget: Annotated[
         int | None,
-        typer.Option(help="Tokens attended a step and KV head, for methods that have one.", show_default=False),
+        typer.Option(help="Tokens that a step reads for each KV head, for methods with a budget.", show_default=False),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(help="Default 128, or what the model's positions leave.", show_default=False),
+        typer.Option(
+            help="Most tokens to generate. Default 128, or what the model's positions leave.", show_default=False
+        ),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="Of the draws; without it, or at 0, greedy.", show_default=False)
+        float | None,
+        typer.Option(help="Sampling temperature. Without it, or at 0, decoding is greedy.", show_default=False),
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k most likely tokens.", show_default=False)] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Draw from the fewest tokens that hold this probability.", show_default=False),
+        typer.Option(help="Draw from the smallest set of tokens with at least this probability.", show_default=False),
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option(help="Draw from tokens at least this times as likely as the likeliest.", show_default=False),
+        typer.Option(help="Draw from tokens with at least this share of the highest probability.", show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Dtype = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,

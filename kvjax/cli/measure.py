@@ -17,18 +17,18 @@ def measure(
     model_dir: ModelDir = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="UTF-8 file with a long text, best one that the model never saw.", show_default=False),
+        typer.Option(help="UTF-8 file with a long text that the model never saw.", show_default=False),
     ] = None,
-    what: Annotated[str, typer.Option(help=f"Which measurements, with commas between: {', '.join(WHATS)}.")] = "recall",
-    length: Annotated[str, typer.Option(help="Tokens of context, rising.")] = "1K,2K,4K",
-    steps: Annotated[int, typer.Option(help="Live queries at each length, adjacent.")] = 32,
-    budget: Annotated[int, typer.Option(help="Tokens that a step reads a KV head.")] = 256,
+    what: Annotated[str, typer.Option(help=f"Measurements, separated by commas: {', '.join(WHATS)}.")] = "recall",
+    length: Annotated[str, typer.Option(help="Tokens of context, in rising order.")] = "1K,2K,4K",
+    steps: Annotated[int, typer.Option(help="Adjacent queries of the model at each length.")] = 32,
+    budget: Annotated[int, typer.Option(help="Tokens that a step reads for each KV head.")] = 256,
     dtype: Dtype = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for measure_WHAT.json, .md and .svg.", show_default=False)
     ] = None,
 ) -> None:
-    """Measures how well selectors choose, on live queries and keys of the model.
+    """Measures how well selectors select, on the model's own queries and keys.
 
     recall compares every selector with exact top-k by context length. group_reduce compares the rules by which a GQA
     group shares a choice. Tables go to stdout. Their columns:

@@ -6,7 +6,7 @@ from kvjax.cli.terminal import show
 
 
 def methods() -> None:
-    """Lists the caches: what each keeps, its bytes a token, and its paper."""
+    """Lists the methods: what each keeps, its bytes per token, and its paper."""
     from rich.table import Table
 
     from kvjax.presets import REGISTRY

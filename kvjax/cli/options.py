@@ -20,14 +20,14 @@ ModelDir = Annotated[
     Path | None,
     typer.Argument(
         metavar="MODEL_DIR",
-        help="Checkpoint in Hugging Face format. Without it, the model that ships with kvjax.",
+        help="Directory of a checkpoint in Hugging Face format. Default: the model that ships with kvjax.",
         show_default=False,
     ),
 ]
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="Of weights and cache: float32, bfloat16 or float16. Default float32 on CPU, else bfloat16.",
+        help="Dtype of weights and cache: float32, bfloat16 or float16. Default float32 on a CPU, else bfloat16.",
         show_default=False,
     ),
 ]

@@ -16,19 +16,19 @@ DEFAULT_SHARE = 0.11
 
 
 def perplexity(
-    text: Annotated[Path, typer.Option(help="UTF-8 file of running text, as a book.", show_default=False)],
+    text: Annotated[Path, typer.Option(help="UTF-8 file of running text, such as a book.", show_default=False)],
     model_dir: ModelDir = None,
     cache: Annotated[
         list[str] | None,
         typer.Option(
-            help="A method of `kvjax methods`, or with settings: quest:page=32. Repeat it for several; the first is "
-            "what the others are compared with. Default full, fier and quest.",
+            help="A method of `kvjax methods`; settings may follow: quest:page=32. Repeat it for several; the first is "
+            "the baseline of the others. Default full, fier and quest.",
             show_default=False,
         ),
     ] = None,
-    length: Annotated[str, typer.Option(help="Tokens of context; several as 1K,4K.")] = "1K,2K,4K",
+    length: Annotated[str, typer.Option(help="Tokens of context. Several: 1K,4K.")] = "1K,2K,4K",
     budget: Annotated[
-        int | None, typer.Option(help="Tokens that a step reads a KV head, at every length.", show_default=False)
+        int | None, typer.Option(help="Tokens that a step reads for each KV head, at every length.", show_default=False)
     ] = None,
     dense_layers: DenseLayers = 2,
     share: Annotated[
@@ -36,17 +36,19 @@ def perplexity(
         typer.Option(help=f"Budget as a share of the context. Default {DEFAULT_SHARE}.", show_default=False),
     ] = None,
     steps: Annotated[int, typer.Option(help="Tokens scored in each passage, one decode step each.")] = 256,
-    passages: Annotated[int, typer.Option(help="Places in the text.")] = 1,
+    passages: Annotated[int, typer.Option(help="Number of passages of the text.")] = 1,
     batch: Annotated[int, typer.Option(help="Passages decoded together.")] = 1,
     dtype: Dtype = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of results/*.json; what it holds already is not run again.", show_default=False),
+        typer.Option(
+            help="Folder for results/*.json. Results that are there already are not run again.", show_default=False
+        ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the plot there, as SVG or PNG.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Perplexity of a long text by context length, every token decoded through the cache.
+    """Measures the perplexity of a long text by context length; every token is decoded through the cache.
 
     Prints a Markdown table. Columns: context in tokens; budget, what a cache may read a step and KV head in layers that
     are not dense; tokens read, what it did read, mean over steps, KV heads and all layers; perplexity a token; and the
