@@ -9,6 +9,7 @@ import jax
 from jax import lax
 
 from kvjax.attention import Cache, LayerCache, init_layer
+from kvjax.caches import Growing
 from kvjax.spec import require_int
 from kvjax.validation import check_alive, shown
 
@@ -55,4 +56,7 @@ def _grow(layer: LayerCache, capacity: int) -> LayerCache:
             raise ValueError(f"{layer.policy} cannot grow: an array of shape {old.shape} becomes {new.shape}")
         return lax.dynamic_update_slice(new, old, (0,) * new.ndim)
 
-    return dataclasses.replace(layer, state=jax.tree.map(place, larger.state, layer.state), spec=larger.spec)
+    state = jax.tree.map(place, larger.state, layer.state)
+    if isinstance(layer.policy, Growing):
+        state = layer.policy.grown(state, layer.state)
+    return dataclasses.replace(layer, state=state, spec=larger.spec)

@@ -65,3 +65,21 @@ def test_grow_serves_whole_models_and_refuses_to_shrink() -> None:
         kvjax.grow(cache, 64)
     with pytest.raises(ValueError, match="grow takes a cache, got a Full"):
         kvjax.grow(kvjax.Full(), 128)  # type: ignore[type-var]
+
+
+def test_a_recall_made_before_growing_names_the_same_tokens() -> None:
+    policy = presets.freekv(**SMALL["freekv"], tau=-1.0).rest  # every step attends with the recall of the one before
+    step = jax.jit(kvjax.attention_info, static_argnames="window")
+    caches = [kvjax.init_layer(policy, spec) for spec in (SPEC, LARGER)]
+    for i, cache in enumerate(caches):
+        _, cache = attend(cache, *draw(70, 0), lengths=np.array([70, 33]))
+        for seed in range(1, 6):
+            _, cache, _ = step(cache, *draw(1, seed))
+        caches[i] = cache
+    grown, large = kvjax.grow(caches[0], LARGER.capacity), caches[1]
+    recalled = np.asarray(large.state.recall.selection.slots)
+    assert (recalled >= large.state.zones.store.slots).any(), "the recall has no pending token"
+    for window in (None, 24):
+        (got, _, read), (want, _, wanted) = (step(cache, *draw(1, 9), window=window) for cache in (grown, large))
+        np.testing.assert_array_equal(np.sort(read.positions), np.sort(wanted.positions))
+        np.testing.assert_allclose(got, want, atol=2e-5)

@@ -9,6 +9,7 @@ pytree whose every leaf has the batch first; verbs take a state and return one o
     attend    attention of the newest token's queries, over what the policy lets them see
     flush     demotes from full recent blocks; called before each update, for all layers under one condition
     attend_stored   exact attention over everything stored: what a chunk of a prompt needs of the chunks before it
+    grown              renumbers what depends on the capacity, for a policy that keeps such numbers
     prefill_observed   in place of prefill, for a policy to which the queries of a prompt matter
 
 Nothing here clamps: a token that has no room is dropped and sets `overflow`, which `kvjax.raise_on_overflow` reports.
@@ -18,7 +19,7 @@ from kvjax.caches.compressed import Compressed
 from kvjax.caches.evicting import Evicting, EvictingState
 from kvjax.caches.full import Full, FullState
 from kvjax.caches.per_layer import PerLayer
-from kvjax.caches.policy import Info, Observer, Policy
+from kvjax.caches.policy import Growing, Info, Observer, Policy
 from kvjax.caches.retrieval import Retrieval
 from kvjax.caches.speculative import Speculative, SpeculativeState
 from kvjax.caches.zones import ZonedState
@@ -29,6 +30,7 @@ __all__ = [
     "EvictingState",
     "Full",
     "FullState",
+    "Growing",
     "Info",
     "Observer",
     "PerLayer",

@@ -67,6 +67,15 @@ class Observer(Protocol):
         ...
 
 
+@runtime_checkable
+class Growing(Protocol):
+    """A policy whose state has numbers that depend on the capacity; `kvjax.grow` asks it to renumber them."""
+
+    def grown(self, st: Any, before: Any) -> Any:
+        """`st`, whose arrays are those of `before` in the first slots of larger ones, as if it had been so large."""
+        ...
+
+
 def chunk_starts(length: Array, T: int, window: int | None) -> Array | None:
     """i32[B, T]: the lowest position that each query of a chunk of T sees past `length` i32[B]; None if it sees all."""
     if window is None:

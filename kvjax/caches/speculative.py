@@ -266,6 +266,13 @@ class Speculative:
         recall = st.recall._replace(selection=st.recall.selection._replace(slots=held))
         return replace(st, zones=policy.flush(zones), recall=recall)
 
+    def grown(self, st: SpeculativeState, before: SpeculativeState) -> SpeculativeState:
+        """Slots of the recent block, S + r, follow those of a longer history."""
+        old, new = before.zones.store.slots, st.zones.store.slots
+        selection = st.recall.selection
+        slots = jnp.where(selection.slots < old, selection.slots, selection.slots + (new - old))
+        return replace(st, recall=st.recall._replace(selection=selection._replace(slots=slots)))
+
     def attend_stored(
         self, st: SpeculativeState, q: Array, *, scale: float, window: int | None = None
     ) -> PartialAttention:

@@ -113,7 +113,7 @@ def test_stop_tokens_and_new_tokens_are_known(checkpoint: models.Checkpoint) -> 
         ("abc", {"capacity": 4, "max_new_tokens": 2}, "make the cache with capacity=5"),
         ("abc", {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: re.sub(r" at 0x\w+", "", str(value))[:40],
 )
 def test_first_mistakes_are_answered(
     checkpoint: models.Checkpoint, prompt: Any, settings: dict[str, Any], message: str
