@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.ops.op import with_derivative
 from kvjax.partial import (
     PartialAttention,
     attend_causal,
@@ -97,7 +98,7 @@ def attend_own(q: Array, k: Array, v: Array, *, scale: float, window: int | None
         out, lse = _cudnn(q, k, v, scale=scale, mask_type=kinds.CAUSAL, sliding_window_length=window)
         return PartialAttention(out, lse)
 
-    return lax.platform_dependent(q, k, v, cuda=_with_derivative(run, reference), default=reference)
+    return lax.platform_dependent(q, k, v, cuda=with_derivative(run, reference), default=reference)
 
 
 def attend_zone(q: Array, k: Array, v: Array, start: Array | None, stop: Array, *, scale: float) -> PartialAttention:
@@ -118,7 +119,7 @@ def attend_zone(q: Array, k: Array, v: Array, start: Array | None, stop: Array, 
     def run(q: Array, zone: tuple[Array, Array], start: None, stop: Array) -> PartialAttention:
         return _cudnn_part(q, *zone, stop, scale=scale)
 
-    return lax.platform_dependent(q, (k, v), start, stop, cuda=_with_derivative(run, reference), default=reference)
+    return lax.platform_dependent(q, (k, v), start, stop, cuda=with_derivative(run, reference), default=reference)
 
 
 def attend_blocks(
@@ -150,7 +151,7 @@ def attend_blocks(
     def run(q: Array, state: Any, start: None, stop: Array) -> PartialAttention:
         return _stream(q, state, stop, read=read, slots=slots, block=block, part=partial(_cudnn_part, scale=scale))
 
-    return lax.platform_dependent(q, state, start, stop, cuda=_with_derivative(run, reference), default=reference)
+    return lax.platform_dependent(q, state, start, stop, cuda=with_derivative(run, reference), default=reference)
 
 
 def _stream(
@@ -231,19 +232,12 @@ def _attend_blocks(
 
         return lax.scan(step, _nothing(q), jnp.arange(-(-slots // block), dtype=jnp.int32))[0]
 
-    return _with_derivative(run, differentiable)(q, state, start, stop)
+    return with_derivative(run, differentiable)(q, state, start, stop)
 
 
 def _nothing(q: Array) -> PartialAttention:
     B, K, G, T, D = q.shape
     return empty_part((B, K, G * T, D))
-
-
-def _with_derivative(run: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` with the derivative of `reference`, which computes the same."""
-    f = jax.custom_jvp(run)
-    f.defjvp(lambda primals, tangents: (f(*primals), jax.jvp(reference, primals, tangents)[1]))
-    return f
 
 
 # Kept under grad: its inputs alone. What `platform_dependent` does not choose is differentiated too, and would hand its

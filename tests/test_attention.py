@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.attention import any_full, flushed
-from kvjax.testing import _drive as testing
+from kvjax.testing import _drive as drive
 from kvjax.testing._expect import dense
 from tests.laws.cases import BASE, SPEC
 
@@ -44,7 +44,7 @@ def test_no_cache_is_causal_attention(window: int | None, scale: float | None) -
 
 @pytest.mark.parametrize("policy", [kvjax.Full(), dataclasses.replace(BASE, budget=300)], ids=["full", "fier"])
 def test_sliding_window_in_prompt_and_decoding(policy: kvjax.Policy) -> None:
-    tokens, lengths, window = testing.random_tokens(SPEC), np.array([150, 3, 61]), 40
+    tokens, lengths, window = drive.random_tokens(SPEC), np.array([150, 3, 61]), 40
     call = jax.jit(functools.partial(kvjax.attention_info, window=window))
     cache = kvjax.init_layer(policy, SPEC)
     held = np.zeros(3, int)
@@ -69,7 +69,7 @@ def test_sliding_window_in_prompt_and_decoding(policy: kvjax.Policy) -> None:
 
 
 def test_fresh_prompt_equals_a_prompt_on_an_empty_cache() -> None:
-    tokens = testing.random_tokens(SPEC)
+    tokens = drive.random_tokens(SPEC)
     prompt = tokens.at(np.arange(48)[None].repeat(3, 0))
     empty = kvjax.init_layer(BASE, SPEC)
     (a, cache_a), (b, cache_b) = (attend(empty, *prompt, first_chunk=first_chunk) for first_chunk in (True, False))
@@ -89,7 +89,7 @@ def test_mixed_precision_keeps_the_dtype_of_queries_and_of_the_cache() -> None:
 
 def test_one_trace_over_300_steps_with_flushes() -> None:
     spec = dataclasses.replace(SPEC, capacity=400)
-    cache, tokens, traces = kvjax.init(BASE, spec, layers=2), testing.random_tokens(spec), []
+    cache, tokens, traces = kvjax.init(BASE, spec, layers=2), drive.random_tokens(spec), []
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(cache: kvjax.Cache, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[kvjax.Cache, jax.Array]:
@@ -110,7 +110,7 @@ def test_one_trace_over_300_steps_with_flushes() -> None:
 
 
 def test_step_without_flush_drops_and_says_so() -> None:
-    cache, tokens = kvjax.init_layer(BASE, SPEC), testing.random_tokens(SPEC)
+    cache, tokens = kvjax.init_layer(BASE, SPEC), drive.random_tokens(SPEC)
     step = jax.jit(functools.partial(kvjax.attention, flush=False))
     for i in range(4 + 24 + 31 + 1):
         _, cache = step(cache, *tokens.at(np.full((3, 1), i)))
@@ -120,7 +120,7 @@ def test_step_without_flush_drops_and_says_so() -> None:
 
 
 def test_a_cache_can_promise_that_nothing_is_full() -> None:
-    cache, tokens = kvjax.init(BASE, SPEC, layers=1), testing.random_tokens(SPEC)
+    cache, tokens = kvjax.init(BASE, SPEC, layers=1), drive.random_tokens(SPEC)
     for i in range(4 + 24 + 31):
         assert not any_full(cache)
         _, layer = attend(cache.layers[0], *tokens.at(np.full((3, 1), i)))

@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax import CacheSpec, Evicting, HeavyHitter, LastQuery, Observation, Sliding, generation
 from kvjax.caches import evicting
-from kvjax.testing import _drive as testing
+from kvjax.testing import _drive as drive
 from kvjax.testing import check_policy
 from kvjax.testing._expect import dense, held_positions
 
@@ -91,7 +91,7 @@ class Row:
         return {p: best.get(p, np.inf) for p in kept}
 
 
-def rows(rule: str, tokens: testing.Tokens, lengths: np.ndarray, chunk: int, window: int | None = None) -> list[Row]:
+def rows(rule: str, tokens: drive.Tokens, lengths: np.ndarray, chunk: int, window: int | None = None) -> list[Row]:
     """Rows after prompts of these lengths, in chunks."""
     made = [Row(rule, tokens.q[b], tokens.k[b], window) for b in range(len(lengths))]
     for row, length in zip(made, lengths, strict=True):
@@ -107,19 +107,19 @@ def keeps(cache: kvjax.LayerCache) -> list[list[set[int]]]:
 @pytest.mark.parametrize("rule", EVICTORS)
 def test_keeps_the_positions_that_the_rule_keeps(rule: str) -> None:
     """Ragged prompts in chunks that grow past the budget, then steps, in which rows fill up at different times."""
-    tokens, lengths = testing.random_tokens(SPEC), np.array([101, 49, 3])
+    tokens, lengths = drive.random_tokens(SPEC), np.array([101, 49, 3])
     policy = Evicting(evictor=EVICTORS[rule], budget=BUDGET)
-    cache, _ = testing.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
-    wanted = rows(rule, tokens, lengths, testing.CHUNK)
+    cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
+    wanted = rows(rule, tokens, lengths, drive.CHUNK)
     assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted]
     for i in range(30):
-        _, cache, info = testing.step(cache, tokens, lengths + i)
+        _, cache, info = drive.step(cache, tokens, lengths + i)
         for row in wanted:
             row.step()
         assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted], f"step {i}"
         np.testing.assert_array_equal(np.asarray(info.attended[:, 0]), np.minimum(lengths + i + 1, BUDGET))
     # The next turn of a conversation, to rows whose slots are in no order.
-    cache, _ = testing.fill(cache, tokens, lengths + 40, held=lengths + 30)
+    cache, _ = drive.fill(cache, tokens, lengths + 40, held=lengths + 30)
     for row in wanted:
         row.prompt(10)
     assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted]
@@ -130,7 +130,7 @@ def test_keeps_the_positions_that_the_rule_keeps(rule: str) -> None:
 @pytest.mark.parametrize(("group", "window"), [(2, 30), (1, None), (7, None)])
 def test_keeps_the_positions_that_the_rule_keeps_of_a_whole_prompt(rule: str, group: int, window: int | None) -> None:
     spec = dataclasses.replace(SPEC, q_heads=2 * group)
-    tokens, lengths = testing.random_tokens(spec, 1), np.array([110, 77, 18])
+    tokens, lengths = drive.random_tokens(spec, 1), np.array([110, 77, 18])
     policy = Evicting(evictor=EVICTORS[rule], budget=BUDGET)
     step = jax.jit(kvjax.attention, static_argnames="window")
     first = (a[:, :110] for a in (tokens.q, tokens.k, tokens.v))
@@ -150,7 +150,7 @@ def test_keeps_the_positions_that_the_rule_keeps_of_a_whole_prompt(rule: str, gr
 def test_a_chunk_of_a_prompt_sees_what_is_held_within_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for all, chunks give what the whole prompt gives; slots are read in several parts."""
     monkeypatch.setattr(evicting, "SLOTS", 32)
-    tokens, step = testing.random_tokens(SPEC, 2), jax.jit(kvjax.attention, static_argnames="window")
+    tokens, step = drive.random_tokens(SPEC, 2), jax.jit(kvjax.attention, static_argnames="window")
     prompt = tuple(a[:, :120] for a in (tokens.q, tokens.k, tokens.v))
     whole, _ = step(None, *prompt, window=50)
     cache = kvjax.init_layer(Evicting(evictor=LastQuery(), budget=SPEC.capacity), SPEC)

@@ -7,7 +7,7 @@ import pytest
 import kvjax
 from kvjax import CacheSpec, Exact, Fifo, Retrieval
 from kvjax.selection import GROUP_REDUCES
-from kvjax.testing import _drive as testing
+from kvjax.testing import _drive as drive
 from tests.oracles import agrees, pooled
 from tests.test_fier import picks
 
@@ -22,10 +22,10 @@ def test_picks_the_best_true_scores(group_reduce: str) -> None:
     policy = Retrieval(
         selector=Exact(group_reduce=group_reduce), budget=20, sink=0, local=1, demote=Fifo(leave=16), dense_below=0
     )
-    tokens, lengths = testing.random_tokens(SPEC), np.array([150, 12])
-    cache, _ = testing.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
+    tokens, lengths = drive.random_tokens(SPEC), np.array([150, 12])
+    cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
     for i in range(18):
-        _, cache, _ = testing.step(cache, tokens, lengths + i)
+        _, cache, _ = drive.step(cache, tokens, lengths + i)
         for row, n in enumerate(lengths + i + 1):
             q = tokens.q[:, n - 1]
             found = picks(policy, cache, q, row)

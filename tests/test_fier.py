@@ -12,7 +12,7 @@ import kvjax
 from kvjax import CacheSpec, Fier, Fifo, Retrieval
 from kvjax.ops import score_1bit
 from kvjax.quant import quantize_1bit
-from kvjax.testing import _drive as testing
+from kvjax.testing import _drive as drive
 from tests.oracles import agrees, fier_scores, pooled
 
 
@@ -45,10 +45,10 @@ def test_picks_are_those_of_fier_scores(group_reduce: str) -> None:
         demote=Fifo(leave=group),
         dense_below=0,
     )
-    tokens, lengths = testing.random_tokens(spec), np.array([301, 90])
-    cache, _ = testing.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    tokens, lengths = drive.random_tokens(spec), np.array([301, 90])
+    cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     for i in range(20):  # crosses a seal in each row
-        _, cache, _ = testing.step(cache, tokens, lengths + i)
+        _, cache, _ = drive.step(cache, tokens, lengths + i)
         q = tokens.at((lengths + i)[:, None])[0][:, 0]
         for row, n in enumerate(lengths + i + 1):
             found = picks(policy, cache, q, row)
@@ -85,11 +85,11 @@ def test_score_is_the_product_with_the_decoded_key() -> None:
 def test_first_two_layers_are_dense_and_say_so() -> None:
     spec = CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=700, dtype=jnp.float32)
     cache = kvjax.init(kvjax.presets.fier(budget=64), spec, layers=4)
-    tokens = testing.random_tokens(spec)
+    tokens = drive.random_tokens(spec)
     attended = []
     for layer in cache.layers:
-        filled, _ = testing.fill(layer, tokens, [600])
-        _, _, info = testing.step(filled, tokens, [600])
+        filled, _ = drive.fill(layer, tokens, [600])
+        _, _, info = drive.step(filled, tokens, [600])
         attended.append(float(info.attended.max()))
     assert attended == [601, 601, 64, 64]
 
@@ -98,10 +98,10 @@ def test_first_two_layers_are_dense_and_say_so() -> None:
 def test_small_budget_counts_recent_tokens_too(budget: int) -> None:
     spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=600, dtype=jnp.float32)
     policy = kvjax.presets.fier(budget=budget).rest
-    tokens, lengths = testing.random_tokens(spec), np.array([255, 300])
-    cache, _ = testing.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    tokens, lengths = drive.random_tokens(spec), np.array([255, 300])
+    cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     for i in range(8):
-        _, cache, info = testing.step(cache, tokens, lengths + i)
+        _, cache, info = drive.step(cache, tokens, lengths + i)
         assert (np.asarray(info.attended) == budget).all()
 
 
@@ -122,13 +122,13 @@ def test_step_at_32k_tokens_never_unpacks_its_keys(dtype: str) -> None:
 def test_equals_full_attention_over_200_steps_that_cross_flushes() -> None:
     spec = CacheSpec(batch=3, q_heads=8, kv_heads=2, head_dim=16, capacity=600, dtype=jnp.float32)
     fier = dataclasses.replace(kvjax.presets.fier(budget=600, group=16, chunk=32).rest, sink=4, local=24)
-    tokens, lengths = testing.random_tokens(spec), np.array([130, 7, 300])
-    caches = [testing.fill(kvjax.init_layer(p, spec), tokens, lengths)[0] for p in (fier, kvjax.Full())]
+    tokens, lengths = drive.random_tokens(spec), np.array([130, 7, 300])
+    caches = [drive.fill(kvjax.init_layer(p, spec), tokens, lengths)[0] for p in (fier, kvjax.Full())]
     for i in range(200):
         active = np.array([True, i % 3 > 0, True])
         outs = []
         for j, cache in enumerate(caches):
-            out, caches[j], _ = testing.step(cache, tokens, lengths, active)
+            out, caches[j], _ = drive.step(cache, tokens, lengths, active)
             outs.append(out)
         np.testing.assert_allclose(outs[0][active], outs[1][active], atol=1e-5)
         lengths = lengths + active

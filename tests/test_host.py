@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax import CacheSpec, Dense, Fier, Fifo, HostOffload, MinMaxPages, Retrieval, memory
 from kvjax.selection import Selection, expand_units
-from kvjax.testing import _drive as testing
+from kvjax.testing import _drive as drive
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=300, dtype=jnp.float32)
 POLICY = Retrieval(
@@ -67,12 +67,12 @@ def test_host_store_holds_and_reads_what_dense_does(page: int) -> None:
 def test_policy_over_host_memory_attends_as_over_dense(selector) -> None:
     host = dataclasses.replace(POLICY, selector=selector, store=HostOffload(page=selector.unit))
     dense = dataclasses.replace(host, store=Dense())
-    tokens, lengths = testing.random_tokens(SPEC), np.array([150, 61])
-    caches = [testing.fill(kvjax.init_layer(p, SPEC), tokens, lengths)[0] for p in (host, dense)]
+    tokens, lengths = drive.random_tokens(SPEC), np.array([150, 61])
+    caches = [drive.fill(kvjax.init_layer(p, SPEC), tokens, lengths)[0] for p in (host, dense)]
     for i in range(40):
         outs = []
         for j, cache in enumerate(caches):
-            out, caches[j], _ = testing.step(cache, tokens, lengths + i)
+            out, caches[j], _ = drive.step(cache, tokens, lengths + i)
             outs.append(out)
         np.testing.assert_allclose(outs[0], outs[1], atol=1e-5)
 
@@ -85,7 +85,7 @@ def test_presets_move_the_history_to_the_host_and_change_nothing_else() -> None:
 
 
 def test_memory_kind_is_kept_by_init_jit_donation_and_loops() -> None:
-    tokens = testing.random_tokens(SPEC)
+    tokens = drive.random_tokens(SPEC)
     q, k, v = (jnp.asarray(a) for a in (tokens.q, tokens.k, tokens.v))
     make = functools.partial(kvjax.init_layer, POLICY, SPEC)
     assert kind(make()) == kind(jax.jit(make)()) == "pinned_host"
@@ -106,7 +106,7 @@ def test_memory_kind_is_kept_by_init_jit_donation_and_loops() -> None:
     assert kind(after) == "pinned_host"
     assert after.state.store.kv.unsafe_buffer_pointer() == place
     assert after.length.tolist() == [180, 180]
-    steps, _ = testing.fill(make(), tokens, np.array([180, 180]))
+    steps, _ = drive.fill(make(), tokens, np.array([180, 180]))
     np.testing.assert_array_equal(after.state.store.count, steps.state.store.count)
     n = int(steps.state.store.count[0])
     np.testing.assert_array_equal(after.state.store.k[:, :, :n], steps.state.store.k[:, :, :n])

@@ -12,16 +12,16 @@ import kvjax
 import kvjax.stores.quantized
 from kvjax import CacheSpec, Fifo, LogSparse, Quantized, presets
 from kvjax.quant import split_scales
-from kvjax.testing import _drive as testing
+from kvjax.testing import _drive as drive
 from kvjax.testing import check_policy
 from tests.oracles import log_sparse, residual
 
 
-def positions_as_values(spec: CacheSpec) -> testing.Tokens:
+def positions_as_values(spec: CacheSpec) -> drive.Tokens:
     """Tokens whose values are all their own position: a constant group, which is stored exactly."""
-    tokens = testing.random_tokens(spec)
+    tokens = drive.random_tokens(spec)
     at = np.arange(spec.capacity, dtype=np.float32)[None, :, None, None]
-    return testing.Tokens(tokens.q, tokens.k, np.broadcast_to(at, tokens.v.shape).astype(tokens.v.dtype))
+    return drive.Tokens(tokens.q, tokens.k, np.broadcast_to(at, tokens.v.shape).astype(tokens.v.dtype))
 
 
 def held(cache: kvjax.LayerCache, row: int) -> tuple[list[int], list[int]]:
@@ -48,13 +48,13 @@ def test_every_token_is_where_the_rule_puts_it(policy, rule, size: int) -> None:
     lengths = np.arange(1, 5 * size + 1)
     spec = CacheSpec(batch=len(lengths), q_heads=1, kv_heads=1, head_dim=8, capacity=12 * size, dtype=jnp.float32)
     tokens = positions_as_values(spec)
-    cache, _ = testing.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     flush = jax.jit(kvjax.flush)
     for i in range(5 * size + 1):
         flushed = flush(cache)
         for row, n in enumerate(lengths + i):
             assert held(flushed, row) == rule(size, n), f"{n} tokens, {i} of them decoded"
-        _, cache, _ = testing.step(cache, tokens, lengths + i)
+        _, cache, _ = drive.step(cache, tokens, lengths + i)
     kvjax.raise_on_overflow(cache)
 
 
@@ -88,7 +88,7 @@ def test_a_token_is_quantised_once(policy, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(kvjax.stores.quantized, "quantize", counted)
     spec = CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=16, capacity=220, dtype=jnp.float32)
-    tokens, cache = testing.random_tokens(spec), kvjax.init_layer(policy, spec)
+    tokens, cache = drive.random_tokens(spec), kvjax.init_layer(policy, spec)
     step = jax.jit(lambda *args: kvjax.attention(*args))  # a trace of its own, with the counter in it
     for n in range(200):
         before = cache.state.store
@@ -111,12 +111,12 @@ def test_a_token_is_quantised_once(policy, monkeypatch: pytest.MonkeyPatch) -> N
 def test_more_bits_come_closer_to_full_attention(make) -> None:
     """On random tokens, where attention averages much away and so errors weigh most."""
     spec = CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=64, capacity=600, dtype=jnp.float32)
-    tokens, lengths = testing.random_tokens(spec), np.array([570, 400])
-    want, _, _ = testing.step(testing.fill(kvjax.init_layer(kvjax.Full(), spec), tokens, lengths)[0], tokens, lengths)
+    tokens, lengths = drive.random_tokens(spec), np.array([570, 400])
+    want, _, _ = drive.step(drive.fill(kvjax.init_layer(kvjax.Full(), spec), tokens, lengths)[0], tokens, lengths)
     errors = []
     for bits in (2, 4, 8):
-        cache, _ = testing.fill(kvjax.init_layer(make(bits=bits).rest, spec), tokens, lengths)
-        out, _, info = testing.step(cache, tokens, lengths)
+        cache, _ = drive.fill(kvjax.init_layer(make(bits=bits).rest, spec), tokens, lengths)
+        out, _, info = drive.step(cache, tokens, lengths)
         errors.append(np.sqrt(np.mean((out - want) ** 2) / np.mean(want**2)))
         assert (np.asarray(info.attended) == lengths[:, None] + 1).all()
     # Two bits more are steps of a fifth, four more of a seventeenth.

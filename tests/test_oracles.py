@@ -32,7 +32,7 @@ from kvjax.layouts import unpack_codes
 from kvjax.quant import split_scales
 from kvjax.rotate import _signs, encode, lloyd_max, rotate
 from kvjax.sampling import sampling
-from kvjax.testing import _drive as testing
+from kvjax.testing import _drive as drive
 from tests import oracles
 
 STEPS = 12
@@ -66,7 +66,7 @@ def _quantises(name: str) -> bool:
     return isinstance(POLICIES[name], kvjax.Compressed)
 
 
-def live_tokens(model: models.Decoder, text: np.ndarray) -> testing.Tokens:
+def live_tokens(model: models.Decoder, text: np.ndarray) -> drive.Tokens:
     """Queries, keys and values of each layer, as rows, over token ids i[S]."""
     seen: list[tuple[np.ndarray, ...]] = []
 
@@ -77,7 +77,7 @@ def live_tokens(model: models.Decoder, text: np.ndarray) -> testing.Tokens:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvjax.models.decoder.attention_info", watch)
         model(text[None])
-    return testing.Tokens(*(np.stack(part) for part in zip(*seen, strict=True)))
+    return drive.Tokens(*(np.stack(part) for part in zip(*seen, strict=True)))
 
 
 def own_text(loaded: models.Checkpoint, length: int) -> np.ndarray:
@@ -90,7 +90,7 @@ def own_text(loaded: models.Checkpoint, length: int) -> np.ndarray:
 
 
 @functools.cache
-def data(checkpoint: str | None) -> dict[str, tuple[CacheSpec, testing.Tokens]]:
+def data(checkpoint: str | None) -> dict[str, tuple[CacheSpec, drive.Tokens]]:
     """Random and live tokens of the same shapes, so that both run the same programs."""
     if checkpoint is None:
         config = models.DecoderConfig(
@@ -102,8 +102,8 @@ def data(checkpoint: str | None) -> dict[str, tuple[CacheSpec, testing.Tokens]]:
         loaded = models.load(checkpoint, dtype="float32")
         model, text = loaded.model, own_text(loaded, 600)
     spec = model.spec(batch=model.config.layers, capacity=len(text))
-    drawn = testing.random_tokens(spec)
-    random = testing.Tokens(drawn.q.copy(), drawn.k, drawn.v)
+    drawn = drive.random_tokens(spec)
+    random = drive.Tokens(drawn.q.copy(), drawn.k, drawn.v)
     for t in range(1, spec.capacity):  # a query resembles the one before: cosines of 0.75, a little more or less
         random.q[:, t] = 0.75 * random.q[:, t - 1] + np.sqrt(1 - 0.75**2) * random.q[:, t]
     return {"random": (spec, random), "live": (spec, live_tokens(model, text))}
@@ -124,11 +124,11 @@ class Step:
     cache: kvjax.LayerCache  # after it
 
 
-def steps(policy: kvjax.Policy, spec: CacheSpec, tokens: testing.Tokens) -> Iterator[Step]:
+def steps(policy: kvjax.Policy, spec: CacheSpec, tokens: drive.Tokens) -> Iterator[Step]:
     lengths = spec.capacity - STEPS - 7 * np.arange(spec.batch)
-    cache, _ = testing.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     for i in range(STEPS):
-        out, cache, info = testing.step(cache, tokens, lengths + i)
+        out, cache, info = drive.step(cache, tokens, lengths + i)
         for row, head in np.ndindex(spec.batch, spec.kv_heads):
             n, G = int(lengths[row]) + i, spec.group
             yield Step(

@@ -15,7 +15,7 @@ from kvjax import CacheSpec, CentrePages, Fier, Fifo, MinMaxPages, Paris, Retrie
 from kvjax.ops import score_pages, select_pages
 from kvjax.selection import Candidates
 from kvjax.selectors import FusedSelector
-from kvjax.testing import _drive as testing
+from kvjax.testing import _drive as drive
 from tests.oracles import agrees, pooled
 from tests.test_fier import select
 
@@ -48,8 +48,8 @@ def scores(q: np.ndarray, keys: np.ndarray, sealed: int, page: int, summary: typ
 def test_a_pick_is_the_choice_and_its_lowest_comes_last_where_it_says_so(selector: FusedSelector) -> None:
     spec = CacheSpec(batch=4, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
     policy = Retrieval(selector=selector, budget=50, sink=2, local=3, demote=Fifo(leave=16), dense_below=0)
-    tokens = testing.random_tokens(spec)
-    cache, _ = testing.fill(kvjax.init_layer(policy, spec), tokens, np.array([190, 101, 33, 4]))
+    tokens = drive.random_tokens(spec)
+    cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, np.array([190, 101, 33, 4]))
     q = tokens.at(np.array([[150]] * 4))[0][:, 0]
     got = jax.jit(lambda st, q: policy.find(st, q.reshape(4, 2, 2, 16), policy.visible(st, None), scale=0.25))(
         cache.state, q
@@ -103,10 +103,10 @@ def test_picks_are_the_pages_of_the_best_boxes(summary: type, group_reduce: str,
         demote=Fifo(leave=2 * page),
         dense_below=0,
     )
-    tokens, lengths = testing.random_tokens(spec), np.array([301, 90])
-    cache, _ = testing.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    tokens, lengths = drive.random_tokens(spec), np.array([301, 90])
+    cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     for i in range(20):  # crosses a flush in each row
-        _, cache, info = testing.step(cache, tokens, lengths + i)
+        _, cache, info = drive.step(cache, tokens, lengths + i)
         q = tokens.at((lengths + i)[:, None])[0][:, 0]
         selection = select(policy, cache.state, q)
         slots, valid = np.asarray(selection.slots), np.asarray(selection.valid)
@@ -151,10 +151,10 @@ def test_budget_that_is_no_multiple_of_the_page_is_never_exceeded(extra: int) ->
     policy = Retrieval(
         selector=MinMaxPages(page=16), budget=9 + extra, sink=4, local=5, demote=Fifo(leave=32), dense_below=0
     )
-    tokens, lengths = testing.random_tokens(spec), np.array([250, 36])
-    cache, _ = testing.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    tokens, lengths = drive.random_tokens(spec), np.array([250, 36])
+    cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     for i in range(34):
-        _, cache, info = testing.step(cache, tokens, lengths + i)
+        _, cache, info = drive.step(cache, tokens, lengths + i)
         attended = np.asarray(info.attended)
         assert (attended <= 9 + extra).all()
         assert (attended >= 9).all()
@@ -181,11 +181,11 @@ def test_index_takes_the_bytes_that_it_says() -> None:
 def test_quest_is_dense_in_two_layers_and_attends_to_whole_pages_in_the_others() -> None:
     spec = CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=700, dtype=jnp.float32)
     cache = kvjax.init(kvjax.presets.quest(budget=80), spec, layers=4)
-    tokens = testing.random_tokens(spec)
+    tokens = drive.random_tokens(spec)
     attended = []
     for layer in cache.layers:
-        filled, _ = testing.fill(layer, tokens, [607])
-        _, _, info = testing.step(filled, tokens, [607])
+        filled, _ = drive.fill(layer, tokens, [607])
+        _, _, info = drive.step(filled, tokens, [607])
         attended.append(float(info.attended.min()))
     assert attended == [608, 608, 80, 80]
 

@@ -17,7 +17,7 @@ from kvjax.layouts import pack_bits
 from kvjax.rotate import decode, encode, hadamard, lloyd_max, rotate, rotate_few
 from kvjax.selection import Selection, set_recall
 from kvjax.selectors.paris import FLOOR, ParisIndex
-from kvjax.testing import _drive as testing
+from kvjax.testing import _drive as drive
 from kvjax.testing._expect import dense
 from tests import oracles
 from tests.oracles import agrees
@@ -109,10 +109,10 @@ def test_candidates_and_reach_follow_the_length(n: int) -> None:
 def test_picks_of_a_cache_are_those_of_the_definition() -> None:
     spec = CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=64, capacity=330, dtype=jnp.bfloat16)
     policy = Retrieval(selector=Paris(), budget=40, sink=3, local=9, demote=Fifo(leave=16), dense_below=0)
-    tokens, lengths = testing.random_tokens(spec), np.array([301, 90])
-    cache, _ = testing.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    tokens, lengths = drive.random_tokens(spec), np.array([301, 90])
+    cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     for i in range(20):  # crosses a flush in each row
-        _, cache, _ = testing.step(cache, tokens, lengths + i)
+        _, cache, _ = drive.step(cache, tokens, lengths + i)
         q = tokens.at((lengths + i)[:, None])[0][:, 0]
         for row, n in enumerate(lengths + i + 1):
             stored = int(cache.state.store.count[row])
@@ -358,8 +358,8 @@ def test_preset_counts_sink_and_local_in_its_budget() -> None:
 
 def test_full_attention_until_the_row_is_long() -> None:
     spec = CacheSpec(batch=2, q_heads=2, kv_heads=1, head_dim=16, capacity=1400, dtype=jnp.float32)
-    tokens, lengths = testing.random_tokens(spec), np.array([900, 1300])
-    cache, _ = testing.fill(kvjax.init_layer(kvjax.presets.pariskv().rest, spec), tokens, lengths)
-    out, _, info = testing.step(cache, tokens, lengths)
+    tokens, lengths = drive.random_tokens(spec), np.array([900, 1300])
+    cache, _ = drive.fill(kvjax.init_layer(kvjax.presets.pariskv().rest, spec), tokens, lengths)
+    out, _, info = drive.step(cache, tokens, lengths)
     assert np.asarray(info.attended)[:, 0].tolist() == [901, 232]
     np.testing.assert_allclose(out[0], dense(tokens.q[0, 900], tokens.k[0, :901], tokens.v[0, :901]), atol=1e-5)

@@ -18,7 +18,7 @@ import kvjax
 from kvjax import CacheSpec, Fier, Fifo, Quantized, Retrieval, Selection
 from kvjax.layouts import pack_codes, unpack_codes
 from kvjax.quant import dequantize, quantize, split_scales
-from kvjax.testing import _drive as testing
+from kvjax.testing import _drive as drive
 from tests.oracles import asymmetric, attention
 
 BITS = (2, 3, 4, 8)
@@ -244,10 +244,10 @@ def test_retrieval_over_codes_reads_what_it_chose() -> None:
         selector=Fier(group=8), budget=48, sink=4, local=12, demote=Fifo(leave=32), dense_below=0, store=kvjax.Dense()
     )
     coded = dataclasses.replace(policy, store=Quantized(bits=2, key_group=32, value_group=16))
-    tokens, lengths = testing.random_tokens(spec), np.array([333, 150])
-    (exact, _), (few, _) = (testing.fill(kvjax.init_layer(p, spec), tokens, lengths) for p in (policy, coded))
-    _, _, info = testing.step(exact, tokens, lengths)
-    out, _, info_few = testing.step(few, tokens, lengths)
+    tokens, lengths = drive.random_tokens(spec), np.array([333, 150])
+    (exact, _), (few, _) = (drive.fill(kvjax.init_layer(p, spec), tokens, lengths) for p in (policy, coded))
+    _, _, info = drive.step(exact, tokens, lengths)
+    out, _, info_few = drive.step(few, tokens, lengths)
     np.testing.assert_array_equal(info_few.selection.slots, info.selection.slots)
     slots, valid = np.asarray(info.selection.slots), np.asarray(info.selection.valid)
     for b, h in np.ndindex(2, 2):

@@ -13,15 +13,15 @@ import pytest
 
 import kvjax
 from kvjax.saving import restore, save
-from kvjax.testing import _drive as testing
+from kvjax.testing import _drive as drive
 from tests.laws.cases import BASE, SPEC
 
 LENGTHS = np.array([150, 3, 61])
 
 
-def filled(policy: kvjax.Policy = BASE, seed: int = 0) -> tuple[kvjax.LayerCache, testing.Tokens]:
-    tokens = testing.random_tokens(SPEC, seed)
-    return testing.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)[0], tokens
+def filled(policy: kvjax.Policy = BASE, seed: int = 0) -> tuple[kvjax.LayerCache, drive.Tokens]:
+    tokens = drive.random_tokens(SPEC, seed)
+    return drive.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)[0], tokens
 
 
 def test_conversation_goes_on_after_a_restart_as_if_there_had_been_none(tmp_path: Path) -> None:
@@ -30,14 +30,14 @@ def test_conversation_goes_on_after_a_restart_as_if_there_had_been_none(tmp_path
     back = restore(tmp_path / "talk", kvjax.init_layer(BASE, SPEC))
     jax.tree.map(np.testing.assert_array_equal, back, cache)
     for i in range(40):  # crosses a flush
-        out, cache, _ = testing.step(cache, tokens, LENGTHS + i)
-        again, back, _ = testing.step(back, tokens, LENGTHS + i)
+        out, cache, _ = drive.step(cache, tokens, LENGTHS + i)
+        again, back, _ = drive.step(back, tokens, LENGTHS + i)
         np.testing.assert_array_equal(again, out)
 
 
 def test_whole_cache_and_abstract_like(tmp_path: Path) -> None:
     cache = kvjax.init(kvjax.presets.fier(budget=24, group=8, chunk=32), SPEC, layers=3)
-    layers = tuple(testing.fill(layer, testing.random_tokens(SPEC), LENGTHS)[0] for layer in cache.layers)
+    layers = tuple(drive.fill(layer, drive.random_tokens(SPEC), LENGTHS)[0] for layer in cache.layers)
     cache = dataclasses.replace(cache, layers=layers)
     save(tmp_path, cache)
     like = jax.eval_shape(lambda: kvjax.init(kvjax.presets.fier(budget=24, group=8, chunk=32), SPEC, layers=3))
@@ -52,8 +52,8 @@ def test_shapes_without_shardings_come_back_into_the_memory_that_they_were_in(tm
     assert kvjax.memory.nbytes(back) == kvjax.memory.nbytes(cache)
     assert back.state.zones.store.kv.sharding.memory_kind == "pinned_host"
     for i in range(2):
-        out, cache, _ = testing.step(cache, tokens, LENGTHS + i)
-        again, back, _ = testing.step(back, tokens, LENGTHS + i)
+        out, cache, _ = drive.step(cache, tokens, LENGTHS + i)
+        again, back, _ = drive.step(back, tokens, LENGTHS + i)
         np.testing.assert_array_equal(again, out)
 
 
@@ -63,7 +63,7 @@ def test_prefix_saved_once_serves_many_continuations(tmp_path: Path) -> None:
     outs = []
     for seed in (1, 2, 1):
         branch = restore(tmp_path, cache)
-        out, branch, _ = testing.step(branch, testing.random_tokens(SPEC, seed), LENGTHS)
+        out, branch, _ = drive.step(branch, drive.random_tokens(SPEC, seed), LENGTHS)
         outs.append(out)
     np.testing.assert_array_equal(outs[0], outs[2])
     assert not np.allclose(outs[0], outs[1])
@@ -126,7 +126,7 @@ def test_restores_on_another_number_of_devices(tmp_path: Path) -> None:
     """Saved with rows over 4 devices, restored over 2 and on 1; each process has its own number of them."""
     program = """
         import sys, jax, numpy as np, kvjax
-        from kvjax.testing import _drive as testing
+        from kvjax.testing import _drive as drive
         from kvjax.saving import restore, save
         count, path, saving = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "save"
         assert len(jax.devices()) == count
@@ -136,8 +136,8 @@ def test_restores_on_another_number_of_devices(tmp_path: Path) -> None:
         )
         mesh = jax.make_mesh((count,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
         rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
-        tokens = testing.random_tokens(spec)
-        wanted, _ = testing.fill(kvjax.init_layer(policy, spec), tokens, [100, 20, 3, 60])
+        tokens = drive.random_tokens(spec)
+        wanted, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, [100, 20, 3, 60])
         if saving:
             save(path, jax.device_put(wanted, rows))
         else:

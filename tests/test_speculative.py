@@ -23,7 +23,7 @@ from kvjax import (
     ops,
 )
 from kvjax.selection import PackedSelection
-from kvjax.testing import _drive as testing
+from kvjax.testing import _drive as drive
 from tests.test_fier import select
 
 SPEC = CacheSpec(batch=3, q_heads=8, kv_heads=2, head_dim=16, capacity=300, dtype=jnp.float32)
@@ -89,17 +89,17 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     ids=["pages, dense at first", "tokens per head over host", "pages"],
 )
 def test_step_attends_with_the_last_recall_where_the_query_has_not_turned(policy: Retrieval, tau: float) -> None:
-    tokens, lengths = testing.random_tokens(SPEC), LENGTHS.copy()
+    tokens, lengths = drive.random_tokens(SPEC), LENGTHS.copy()
     plain = policy
-    cache, _ = testing.fill(kvjax.init_layer(with_tau(policy, tau), SPEC), tokens, lengths)
-    twin, _ = testing.fill(kvjax.init_layer(plain, SPEC), tokens, lengths)
+    cache, _ = drive.fill(kvjax.init_layer(with_tau(policy, tau), SPEC), tokens, lengths)
+    twin, _ = drive.fill(kvjax.init_layer(plain, SPEC), tokens, lengths)
     last: list = [None] * 3  # of each row: its query, and by kv head and choice the ranked positions of its selection
     chosen = (policy.budget - policy.sink - policy.local) // policy.selector.unit * policy.selector.unit
     reuses = 0
     for i in range(50):  # each row crosses three flushes
         active = np.array([True, i % 4 != 2, True])
-        out, cache, info = testing.step(cache, tokens, lengths, active)
-        _, twin, _ = testing.step(twin, tokens, lengths, active)
+        out, cache, info = drive.step(cache, tokens, lengths, active)
+        _, twin, _ = drive.step(twin, tokens, lengths, active)
         q = tokens.at(lengths[:, None])[0][:, 0]
         lengths = lengths + active
         selection = select(plain, twin.state, q)
@@ -166,16 +166,14 @@ def test_step_attends_with_the_last_recall_where_the_query_has_not_turned(policy
     ids=["pages", "tokens per head over host", "pages over host", "pages over 4 bits"],
 )
 def test_tau_above_one_is_selection_at_every_step(policy: Retrieval) -> None:
-    tokens = testing.random_tokens(SPEC)
-    caches = [
-        testing.fill(kvjax.init_layer(p, SPEC), tokens, LENGTHS)[0] for p in (with_tau(policy, 1.0000001), policy)
-    ]
+    tokens = drive.random_tokens(SPEC)
+    caches = [drive.fill(kvjax.init_layer(p, SPEC), tokens, LENGTHS)[0] for p in (with_tau(policy, 1.0000001), policy)]
     lengths = LENGTHS.copy()
     for i in range(40):
         active = np.array([True, i % 3 != 0, True])
         outs, infos = [], []
         for j, cache in enumerate(caches):
-            out, caches[j], info = testing.step(cache, tokens, lengths, active)
+            out, caches[j], info = drive.step(cache, tokens, lengths, active)
             outs.append(out[active])
             infos.append(info)
         np.testing.assert_allclose(outs[0], outs[1], atol=1e-6, rtol=1e-5)  # the same tokens, summed in another order
@@ -186,53 +184,53 @@ def test_tau_above_one_is_selection_at_every_step(policy: Retrieval) -> None:
 
 
 def test_first_step_after_a_prompt_or_an_insert_selects_anew() -> None:
-    policy, tokens = with_tau(PAGES, -1.0), testing.random_tokens(SPEC)
-    cache, _ = testing.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
+    policy, tokens = with_tau(PAGES, -1.0), drive.random_tokens(SPEC)
+    cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
     fresh = []
     for i in range(2):
-        _, cache, info = testing.step(cache, tokens, LENGTHS + i)
+        _, cache, info = drive.step(cache, tokens, LENGTHS + i)
         fresh.append(np.asarray(info.fresh).all(axis=1).tolist())
     assert fresh == [[True] * 3, [False] * 3]
     # Row 1 takes 5 tokens more of a prompt, the others none.
-    cache, _ = testing.fill(cache, tokens, LENGTHS + np.array([2, 7, 2]), held=LENGTHS + 2)
-    _, cache, info = testing.step(cache, tokens, LENGTHS + np.array([2, 7, 2]))
+    cache, _ = drive.fill(cache, tokens, LENGTHS + np.array([2, 7, 2]), held=LENGTHS + 2)
+    _, cache, info = drive.step(cache, tokens, LENGTHS + np.array([2, 7, 2]))
     assert np.asarray(info.fresh).all(axis=1).tolist() == [False, True, False]
     one = dataclasses.replace(SPEC, batch=1)
-    prefix, _ = testing.fill(kvjax.init_layer(policy, one), testing.random_tokens(one, 3), [100])
+    prefix, _ = drive.fill(kvjax.init_layer(policy, one), drive.random_tokens(one, 3), [100])
     cache = kvjax.insert(cache, prefix, 2)
-    _, cache, info = testing.step(cache, tokens, np.array([203, 69, 100]))
+    _, cache, info = drive.step(cache, tokens, np.array([203, 69, 100]))
     assert np.asarray(info.fresh).all(axis=1).tolist() == [False, False, True]
 
 
 def test_query_of_an_inactive_step_is_forgotten() -> None:
-    policy, tokens, other = with_tau(PAGES, 0.0), testing.random_tokens(SPEC), testing.random_tokens(SPEC, 1)
+    policy, tokens, other = with_tau(PAGES, 0.0), drive.random_tokens(SPEC), drive.random_tokens(SPEC, 1)
     outs = []
     for idle in (tokens, other):
-        cache, _ = testing.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
-        _, cache, _ = testing.step(cache, tokens, LENGTHS)
-        _, cache, _ = testing.step(cache, idle, LENGTHS + 1, active=np.zeros(3, bool))
-        outs.append(testing.step(cache, tokens, LENGTHS + 1)[0])
+        cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
+        _, cache, _ = drive.step(cache, tokens, LENGTHS)
+        _, cache, _ = drive.step(cache, idle, LENGTHS + 1, active=np.zeros(3, bool))
+        outs.append(drive.step(cache, tokens, LENGTHS + 1)[0])
     np.testing.assert_array_equal(outs[0], outs[1])
 
 
 def test_repeated_query_reuses_and_a_zero_query_does_not() -> None:
-    tokens = testing.random_tokens(SPEC)
-    same = testing.Tokens(np.repeat(tokens.q[:, :1], SPEC.capacity, axis=1), tokens.k, tokens.v)
-    none = testing.Tokens(np.zeros_like(tokens.q), tokens.k, tokens.v)
+    tokens = drive.random_tokens(SPEC)
+    same = drive.Tokens(np.repeat(tokens.q[:, :1], SPEC.capacity, axis=1), tokens.k, tokens.v)
+    none = drive.Tokens(np.zeros_like(tokens.q), tokens.k, tokens.v)
     for data, fresh in ((same, False), (none, True)):
-        cache, _ = testing.fill(kvjax.init_layer(with_tau(PAGES, 0.999), SPEC), data, LENGTHS)
-        _, cache, _ = testing.step(cache, data, LENGTHS)
-        _, cache, info = testing.step(cache, data, LENGTHS + 1)
+        cache, _ = drive.fill(kvjax.init_layer(with_tau(PAGES, 0.999), SPEC), data, LENGTHS)
+        _, cache, _ = drive.step(cache, data, LENGTHS)
+        _, cache, info = drive.step(cache, data, LENGTHS + 1)
         assert (np.asarray(info.fresh) == fresh).all()
 
 
 def test_sliding_window_holds_for_a_reused_recall() -> None:
     """With equal keys a reusing step is a mean of values, and none may lie before the window."""
-    policy, tokens = with_tau(dataclasses.replace(PAGES, budget=300), -1.0), testing.random_tokens(SPEC)
-    tokens = testing.Tokens(tokens.q, np.ones_like(tokens.k), tokens.v)
-    cache, _ = testing.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
+    policy, tokens = with_tau(dataclasses.replace(PAGES, budget=300), -1.0), drive.random_tokens(SPEC)
+    tokens = drive.Tokens(tokens.q, np.ones_like(tokens.k), tokens.v)
+    cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
     for i in range(40):
-        out, cache, info = testing.step(cache, tokens, LENGTHS + i, window=20)
+        out, cache, info = drive.step(cache, tokens, LENGTHS + i, window=20)
         for row, n in enumerate(LENGTHS + i + 1):
             seen = tokens.v[row, max(n - 20, 0) : n].astype(np.float64)
             np.testing.assert_allclose(out[row], seen.mean(axis=0).repeat(4, axis=0), atol=1e-5)
@@ -267,20 +265,20 @@ def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(ops, "host_rows_first", recalled)
     monkeypatch.setattr(ops, "host_rows_rest", recalled)
-    tokens, rng = testing.random_tokens(SPEC), np.random.default_rng(0)
+    tokens, rng = drive.random_tokens(SPEC), np.random.default_rng(0)
     stores: tuple[Store, Store] = HostOffload(page=8), Dense()
     lengths, found = np.array([40, 30, 5]), 0
     empty = [kvjax.init_layer(with_tau(dataclasses.replace(PAGES, store=store), 0.1), SPEC) for store in stores]
-    caches = [testing.fill(cache, tokens, lengths)[0] for cache in empty]
+    caches = [drive.fill(cache, tokens, lengths)[0] for cache in empty]
     step = jax.jit(lambda cache, active, *qkv: (*kvjax.attention(cache, *qkv, active=active), hits.pop() | hits.pop()))
     while (lengths < 270).all():
         if rng.random() < 0.3:
             more = rng.integers(0, 24, 3) * (rng.random(3) < 0.6)
-            caches = [testing.fill(cache, tokens, lengths + more, held=lengths)[0] for cache in caches]
+            caches = [drive.fill(cache, tokens, lengths + more, held=lengths)[0] for cache in caches]
             lengths = lengths + more
         active = rng.random(3) < 0.8
         out, caches[0], hit = step(caches[0], active, *tokens.at(lengths[:, None]))
-        want, caches[1], _ = testing.step(caches[1], tokens, lengths, active)
+        want, caches[1], _ = drive.step(caches[1], tokens, lengths, active)
         np.testing.assert_allclose(np.asarray(out)[active, 0], want[active], atol=2e-6, err_msg=str(lengths))
         lengths, found = lengths + active, found + int(hit)
     assert found > 30
@@ -288,8 +286,8 @@ def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_step_waits_only_for_what_its_heads_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reads the rest of a recall may be late: nothing of this step comes of it, and what the next reuses does."""
-    policy, tokens = with_tau(dataclasses.replace(PAGES, store=HostOffload(page=8)), -1.0), testing.random_tokens(SPEC)
-    cache, _ = testing.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
+    policy, tokens = with_tau(dataclasses.replace(PAGES, store=HostOffload(page=8)), -1.0), drive.random_tokens(SPEC)
+    cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
     step = lambda: jax.jit(lambda cache, *qkv: kvjax.attention(cache, *qkv))  # noqa: E731 (each is traced anew)
     qkv = [tokens.at((LENGTHS + i)[:, None]) for i in range(2)]
     want, _ = step()(cache, *qkv[0])
@@ -303,8 +301,8 @@ def test_a_step_waits_only_for_what_its_heads_need(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_row_that_makes_no_step_moves_nothing_and_keeps_what_it_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, tokens = with_tau(dataclasses.replace(PAGES, store=HostOffload(page=8)), -1.0), testing.random_tokens(SPEC)
-    cache, _ = testing.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
+    policy, tokens = with_tau(dataclasses.replace(PAGES, store=HostOffload(page=8)), -1.0), drive.random_tokens(SPEC)
+    cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
     asked, read = [], []
     by_xla = ops.host_rows_first, ops.host_rows_rest
 
@@ -346,11 +344,11 @@ def test_a_row_that_makes_no_step_moves_nothing_and_keeps_what_it_recalled(monke
 def test_freekv_is_dense_in_the_first_layer_and_holds_its_budget_in_the_others() -> None:
     spec = dataclasses.replace(SPEC, batch=1, capacity=700)
     cache = kvjax.init(kvjax.presets.freekv(budget=96, page=8, sink=8, local=24), spec, layers=3)
-    tokens = testing.random_tokens(spec)
+    tokens = drive.random_tokens(spec)
     for number, layer in enumerate(cache.layers):
-        filled, _ = testing.fill(layer, tokens, [600])
+        filled, _ = drive.fill(layer, tokens, [600])
         for i in range(10):
-            _, filled, info = testing.step(filled, tokens, [600 + i])
+            _, filled, info = drive.step(filled, tokens, [600 + i])
             assert (
                 (np.asarray(info.attended) == 601 + i).all() if number == 0 else (np.asarray(info.attended) <= 96).all()
             )

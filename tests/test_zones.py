@@ -24,7 +24,7 @@ from kvjax import (
     Retrieval,
     Speculative,
 )
-from kvjax.testing import _drive as testing
+from kvjax.testing import _drive as drive
 from kvjax.testing._expect import dense
 
 
@@ -74,14 +74,14 @@ POLICIES: dict[str, Policy] = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_step_is_attention_over_its_positions(name: str, window: int | None) -> None:
     """Over those tokens once each: so no position is missing, wrong or told twice, after prompts, flushes and reuse."""
-    policy, tokens, lengths = POLICIES[name], testing.random_tokens(SPEC), np.array([150, 61, 2])
-    cache, _ = testing.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
+    policy, tokens, lengths = POLICIES[name], drive.random_tokens(SPEC), np.array([150, 61, 2])
+    cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
     if window is not None and "log-sparse" in name:
         with pytest.raises(ValueError, match="forgets the order of tokens"):
-            testing.step(cache, tokens, lengths, window=window)
+            drive.step(cache, tokens, lengths, window=window)
         return
     for i in range(40):
-        out, cache, info = testing.step(cache, tokens, lengths + i, window=window)
+        out, cache, info = drive.step(cache, tokens, lengths + i, window=window)
         if i % 3:
             continue
         positions = np.asarray(info.positions)
