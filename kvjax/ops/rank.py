@@ -69,6 +69,4 @@ def _top_k_grouped_limit(
 def _top_k_grouped_mosaic(
     kernel: Any, parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, k: int
 ) -> Selection:
-    heads = max(valid.shape[1] for _, valid in parts)  # 1 or K: the kernel takes one mask for all parts
-    wide = [(score, jnp.broadcast_to(valid, (valid.shape[0], heads, *valid.shape[2:]))) for score, valid in parts]
-    return Selection(*kernel.top_k_grouped(wide, group_reduce, k))
+    return Selection(*kernel.top_k_grouped(parts, group_reduce, k))

@@ -88,3 +88,13 @@ def test_top_k_grouped_has_a_choice_for_each_head_and_takes_vmap():
     np.testing.assert_array_equal(jax.jit(run)(parts)[0], want.slots)
     apart = jax.jit(jax.vmap(run))([tuple(a[:, None] for a in part) for part in parts])
     np.testing.assert_array_equal(apart[0][:, 0], want.slots)
+
+
+def test_top_k_grouped_takes_flags_of_each_head_beside_flags_of_all():
+    (scores, valid), shared = parts_of(1, 2, 2, (59, 5), "spread")
+    parts = [(scores, jnp.concatenate([valid, ~valid], axis=1)), shared]
+    run = partial(top_k_grouped.top_k_grouped, group_reduce="mean_score", k=7, config=top_k.Config(blocks=1))
+    want = jax.jit(partial(ops.top_k_grouped, group_reduce="mean_score", k=7, implementation="xla"))(parts)
+    slots, found = jax.jit(run)(parts)
+    np.testing.assert_array_equal(found, want.valid)
+    np.testing.assert_array_equal(slots, want.slots)
