@@ -105,13 +105,11 @@ def measure(
 
 
 def _turn(model: Decoder, cache: Any, tokens: np.ndarray, after: int, size: int) -> list[float]:
-    """Seconds of a second turn, for the first compiles; it stands `size` tokens further."""
-    half = size // 2 if size > 1 else 1
+    """Seconds of a second turn, for the first compiles; it stands at most half a turn further."""
     part = tokens[:, after : after + size]
-    if cache.spec.capacity < after + 2 * size:  # both must fit: the first is short, and of the same shape
-        _, (_, cache) = timed(lambda: prefill(model, cache, part, np.full(1, 1, np.int32), first_chunk=False))
-    else:
-        _, (_, cache) = timed(lambda: prefill(model, cache, part, np.full(1, half, np.int32), first_chunk=False))
+    # Both must fit. The first stores few of its tokens, in a program of the same shape.
+    few = 1 if cache.spec.capacity < after + 2 * size else max(size // 2, 1)
+    _, (_, cache) = timed(lambda: prefill(model, cache, part, np.full(1, few, np.int32), first_chunk=False))
     took, _ = timed(lambda: prefill(model, cache, part, first_chunk=False))
     return [took]
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 
 class PartialAttention(NamedTuple):
@@ -151,6 +151,40 @@ def _merge_two(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     share = (wb / jnp.maximum(total, floor))[..., None]
     out = jnp.where(share == 0, a.out, jnp.where(share == 1, b.out, a.out + share * (b.out - a.out)))
     return PartialAttention(out, jnp.log(total) + shift)
+
+
+def merge_blocks(
+    one: Callable[..., PartialAttention],
+    *operands: Any,
+    bounds: Callable[..., tuple[Array | int, Array]],
+    blocks: int,
+    shape: tuple[int, ...],
+) -> PartialAttention:
+    """The merge of one(i, *operands) for the blocks i from first to stop - 1, (first, stop) = bounds(*operands).
+
+    `shape` is that of `out`. The bounds may be data; the derivative visits all `blocks` instead, whose parts must be
+    empty outside of the bounds, and keeps none of them.
+    """
+
+    def run(*operands: Any) -> PartialAttention:
+        first, stop = bounds(*operands)
+        return lax.fori_loop(first, stop, lambda i, done: merge(done, one(i, *operands)), empty_part(shape))
+
+    def differentiable(*operands: Any) -> PartialAttention:
+        # A loop whose bounds are data has no reverse derivative.
+        def step(done: PartialAttention, i: Array) -> tuple[PartialAttention, None]:
+            return merge(done, jax.checkpoint(one)(i, *operands)), None
+
+        return lax.scan(step, empty_part(shape), jnp.arange(blocks, dtype=jnp.int32))[0]
+
+    return with_derivative(run, differentiable)(*operands)
+
+
+def with_derivative(run: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, a kernel or a loop whose bounds are data, with the derivative of the reference: it has none of its own."""
+    f = jax.custom_jvp(run)
+    f.defjvp(lambda primals, tangents: (f(*primals), jax.jvp(reference, primals, tangents)[1]))
+    return f
 
 
 def group_queries(q: Array, kv_heads: int) -> Array:

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.ops.op import with_derivative
 from kvjax.partial import (
     PartialAttention,
     attend_causal,
@@ -28,6 +27,8 @@ from kvjax.partial import (
     empty_part,
     keep_valid,
     merge,
+    merge_blocks,
+    with_derivative,
 )
 
 Reader = Callable[[Any, Array | int, int], tuple[Array, Array]]
@@ -206,7 +207,7 @@ def _attend_blocks(
     B, K, G, T, D = q.shape
     block = min(block, slots)
 
-    def one(q: Array, state: Any, start: Array | None, stop: Array, i: Array) -> PartialAttention:
+    def one(i: Array, q: Array, state: Any, start: Array | None, stop: Array) -> PartialAttention:
         first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask what is done
         slot = (first + jnp.arange(block, dtype=jnp.int32))[None, None]
         low = i * block if start is None else jnp.maximum(start, i * block)[..., None]
@@ -216,23 +217,11 @@ def _attend_blocks(
         seen = jnp.broadcast_to(mask[:, None, None], (B, 1, 1 if start is None else G, *mask.shape[1:]))
         return attend_part(q.reshape(B, K, G * T, D), k, v, seen.reshape(B, 1, -1, block), scale=scale)
 
-    def run(q: Array, state: Any, start: Array | None, stop: Array) -> PartialAttention:
-        from_block = jnp.zeros((), jnp.int32) if start is None else jnp.min(start) // block
-        return lax.fori_loop(
-            from_block,
-            -(-jnp.max(stop) // block),
-            lambda i, done: merge(done, one(q, state, start, stop, i)),
-            _nothing(q),
-        )
+    def bounds(q: Array, state: Any, start: Array | None, stop: Array) -> tuple[Array | int, Array]:
+        return 0 if start is None else jnp.min(start) // block, -(-jnp.max(stop) // block)
 
-    def differentiable(q: Array, state: Any, start: Array | None, stop: Array) -> PartialAttention:
-        # A loop whose bounds are data has no reverse derivative: this one visits all blocks, and keeps none of them.
-        def step(done: PartialAttention, i: Array) -> tuple[PartialAttention, None]:
-            return merge(done, jax.checkpoint(one)(q, state, start, stop, i)), None
-
-        return lax.scan(step, _nothing(q), jnp.arange(-(-slots // block), dtype=jnp.int32))[0]
-
-    return with_derivative(run, differentiable)(q, state, start, stop)
+    shape = (B, K, G * T, D)
+    return merge_blocks(one, q, state, start, stop, bounds=bounds, blocks=-(-slots // block), shape=shape)
 
 
 def _nothing(q: Array) -> PartialAttention:

@@ -20,6 +20,8 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args
 import jax
 from jax import Array, lax
 
+from kvjax.partial import with_derivative
+
 Implementation = Literal["xla", "mosaic"]
 Derivative = Literal["reference", "zero", "none"]
 P = ParamSpec("P")
@@ -237,13 +239,6 @@ def _traced_anew() -> bool:
 def _unmeasured(kernel: Any) -> str | None:
     name = kernel.__name__.rpartition(".")[2]
     return None if kernel.MEASURED else f"the kernel {name} is not yet measured on a GPU: ask for it by name"
-
-
-def with_derivative(run: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, a kernel or a loop whose bounds are data, with the derivative of the reference: it has none of its own."""
-    f = jax.custom_jvp(run)
-    f.defjvp(lambda primals, tangents: (f(*primals), jax.jvp(reference, primals, tangents)[1]))
-    return f
 
 
 @functools.cache

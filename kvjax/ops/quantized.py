@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.layouts import unpack_codes
 from kvjax.ops.attend import attend_beside, flat_slots
-from kvjax.ops.op import Implementation, op, with_derivative
-from kvjax.partial import PartialAttention, Span, attend_part, empty_part, keep_valid, merge, part_of_logits
+from kvjax.ops.op import Implementation, op
+from kvjax.partial import PartialAttention, Span, attend_part, keep_valid, merge_blocks, part_of_logits
 from kvjax.quant import QuantArray, dequantize, slice_tokens, split_scales
 from kvjax.selection import Selection
 
@@ -61,18 +60,10 @@ def attend_quantized(
         logits = _scores(q, kb) * scale
         return part_of_logits(logits, mask[:, None], lambda weights: _mix(weights, vb, seen, D))
 
-    def run(*operands: Any) -> PartialAttention:
-        blocks = (jnp.max(operands[-1]) + block - 1) // block
-        return lax.fori_loop(0, blocks, lambda i, done: merge(done, one(i, *operands)), empty_part(q.shape))
+    def bounds(*operands: Any) -> tuple[int, Array]:
+        return 0, (jnp.max(operands[-1]) + block - 1) // block
 
-    def differentiable(*operands: Any) -> PartialAttention:
-        # A loop whose bounds are data has no reverse derivative: this one visits all blocks, and keeps none of them.
-        def step(done: PartialAttention, i: Array) -> tuple[PartialAttention, None]:
-            return merge(done, jax.checkpoint(one)(i, *operands)), None
-
-        return lax.scan(step, empty_part(q.shape), jnp.arange(-(-slots // block), dtype=jnp.int32))[0]
-
-    return with_derivative(run, differentiable)(*operands)
+    return merge_blocks(one, *operands, bounds=bounds, blocks=-(-slots // block), shape=q.shape)
 
 
 @attend_quantized.limit

@@ -28,7 +28,6 @@ FLOORS = {
 }
 SAME_FLOOR = {
     ("ops", "kernels_pallas"),  # dispatch
-    ("prompt", "ops"),  # the derivative of a loop
     *(("generation", part) for part in ("sampling", "request", "text")),
 }
 FACADE = 6  # `import kvjax` itself: what the package's __init__ may gather, for those above the models
