@@ -206,11 +206,15 @@ def attention_info(
         out, state, info = policy.attend(state, q[:, 0], scale=scale, window=window)
         return out[:, None], dataclasses.replace(cache, state=state), info
 
+    own_k, own_v = k, v
+    if lengths is not None:  # padding weighs nothing, but nothing times NaN is NaN
+        real = (jnp.arange(T)[None] < count[:, None])[..., None, None]
+        own_k, own_v = (jnp.where(real, a, jnp.zeros((), a.dtype)) for a in (k, v))
     if cache is None or first_chunk:
-        out = attend_chunk(q, k, v, scale=scale, window=window)
+        out = attend_chunk(q, own_k, own_v, scale=scale, window=window)
     else:
         attend_stored = partial(cache.policy.attend_stored, cache.state, scale=scale, window=window)
-        out = attend_chunk_after(attend_stored, q, k, v, scale=scale, window=window)
+        out = attend_chunk_after(attend_stored, q, own_k, own_v, scale=scale, window=window)
         # Read, then store: without an order XLA copies all that is stored, to be safe (CPU with jaxlib before 0.11
         # drops barriers first, and copies; measured 2026-11-21, 131072 tokens: temp bytes 391 MB, with it 117 MB).
         out, k, v = _in_order(out, k, v)

@@ -77,11 +77,11 @@ def row_ignores_other_rows(policy: Policy, spec: CacheSpec) -> None:
 
 
 def padding_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
-    """Tokens past a row's length may be anything: keys NaN, values 1e4."""
+    """Tokens past a row's length may be anything, also NaN."""
     tokens, lengths = random_tokens(spec, 5), ragged_lengths(policy, spec)
     past = (np.arange(spec.capacity) >= lengths[:, None])[..., None, None]
-    dtype = tokens.v.dtype
-    bad = Tokens(tokens.q, np.where(past, np.nan, tokens.k).astype(dtype), np.where(past, 1e4, tokens.v).astype(dtype))
+    nothing = np.asarray(np.nan, tokens.v.dtype)
+    bad = Tokens(*(np.where(past, nothing, a) for a in (tokens.q, tokens.k, tokens.v)))
     clean, out_clean = fill(new_cache(policy, spec), tokens, lengths)
     dirty, out_dirty = fill(new_cache(policy, spec), bad, lengths)
     assert_same(out_dirty, out_clean, "prompt output")
