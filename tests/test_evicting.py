@@ -147,6 +147,16 @@ def test_keeps_the_positions_that_the_rule_keeps_of_a_whole_prompt(rule: str, gr
             np.testing.assert_allclose(np.asarray(out)[b, 0, :group], want, atol=1e-5)
 
 
+def test_queries_before_the_window_do_not_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that is read in several blocks of queries, the first of them cut."""
+    monkeypatch.setattr(evicting, "QUERIES", 4)
+    tokens, lengths = drive.random_tokens(SPEC), np.array([60, 41, 5])
+    cache = kvjax.init_layer(Evicting(evictor=EVICTORS["observation"], budget=BUDGET), SPEC)
+    prompt = (a[:, :60] for a in (tokens.q, tokens.k, tokens.v))
+    _, cache = jax.jit(lambda cache, *qkv: kvjax.attention(cache, *qkv, lengths=lengths))(cache, *prompt)
+    assert keeps(cache) == [[set(kept) for kept in row.kept] for row in rows("observation", tokens, lengths, 60)]
+
+
 def test_a_chunk_of_a_prompt_sees_what_is_held_within_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for all, chunks give what the whole prompt gives; slots are read in several parts."""
     monkeypatch.setattr(evicting, "SLOTS", 32)

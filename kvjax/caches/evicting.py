@@ -155,10 +155,11 @@ class Evicting:
         # The last queries of each row, padded at the front to whole blocks with queries that see nothing.
         asked = T if voters is None else min(voters, T)
         block = min(asked, QUERIES)
-        asked = -(-asked // block) * block
-        at = lengths[:, None] - asked + jnp.arange(asked)[None]
+        whole = -(-asked // block) * block
+        at = lengths[:, None] - whole + jnp.arange(whole)[None]
         queries = jnp.take_along_axis(q, jnp.maximum(at, 0)[:, :, None, None], axis=1)
-        standing = jnp.where(at >= 0, st.length[:, None] + at, -1)
+        votes_too = (at >= 0) & (jnp.arange(whole) >= whole - asked)[None]
+        standing = jnp.where(votes_too, st.length[:, None] + at, -1)
         keys = jnp.concatenate([st.tokens.k, jnp.swapaxes(k, 1, 2).astype(st.tokens.k.dtype)], axis=2)
         position = jnp.concatenate([self._positions(st), self._coming(st, lengths, T)], axis=2)
 
@@ -170,7 +171,7 @@ class Evicting:
             return votes + _sum_weights(qb, keys, seen, scale)
 
         B, K, L = position.shape
-        votes = lax.fori_loop(0, asked // block, count, jnp.zeros((B, K, q.shape[2] // K, L), jnp.float32))
+        votes = lax.fori_loop(0, whole // block, count, jnp.zeros((B, K, q.shape[2] // K, L), jnp.float32))
         return self._keep(st, k, v, lengths, votes)
 
     def _keep(self, st: EvictingState, k: Array, v: Array, lengths: Array, votes: Array | None) -> EvictingState:
