@@ -160,6 +160,19 @@ def test_budget_that_is_no_multiple_of_the_page_is_never_exceeded(extra: int) ->
         assert (attended >= 9).all()
 
 
+def test_pages_of_one_token_wait_for_nothing() -> None:
+    """With chunks of one token none waits between history and local window; a box is then the key itself."""
+    spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=60, dtype=jnp.float32)
+    tokens, lengths, found = drive.random_tokens(spec), np.array([50, 7]), []
+    for selector in (MinMaxPages(page=1, group_reduce="mean_softmax"), kvjax.Exact()):
+        policy = Retrieval(selector=selector, budget=12, sink=1, local=2, demote=Fifo(leave=1))
+        cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+        found.append([drive.step(cache, tokens, lengths)[i] for i in (0, 2)])
+    (out, info), (out_exact, info_exact) = found
+    np.testing.assert_allclose(out, out_exact, atol=1e-5)
+    np.testing.assert_array_equal(np.sort(info.positions), np.sort(info_exact.positions))
+
+
 def test_page_of_equal_keys_scores_as_its_key() -> None:
     spec = CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=8, capacity=64, dtype=jnp.float32)
     key = np.linspace(-2, 2, 8, dtype=np.float32)

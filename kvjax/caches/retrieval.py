@@ -107,7 +107,7 @@ class Retrieval(Zoned):
         queries = reduce_queries(q, group_reduce)
 
         # Pending tokens stand in the first slots of the recent block, before the local ones.
-        pending_slots = -(-(st.recent.slots - self.local) // unit) * unit
+        pending_slots = max(-(-(st.recent.slots - self.local) // unit), 1) * unit
         room = self.room((slots + pending_slots) // unit)
         limit: Array | int = self.selected // unit  # a number where it is one for all, as an array takes a kernel
         if room != limit:
