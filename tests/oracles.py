@@ -208,7 +208,8 @@ class FreeKV:
         # What the last step recalled, and the token that has left the window since, in the lowest-ranked one's place
         # where the budget has no other.
         left, most = n - 1 - self.local, self.budget - self.sink - self.local - 1
-        recalled = last[1] if left < self.sink else [*last[1][:most], left]
+        kept = last[1] if sum(p is not None for p in last[1]) <= most else last[1][:most]
+        recalled = last[1] if left < self.sink else [*kept, left]
         return False, attended | {p for p in recalled if p is not None}
 
     @staticmethod

@@ -45,9 +45,15 @@ POLICIES = {
         Retrieval(
             selector=MinMaxPages(page=8),
             store=HostOffload(page=8),
-            budget=12 + 4 * 8 + 3,  # the 3 have no page, but room for the token between window and recall
+            budget=12 + 4 * 8 + 3,  # the 3 have no page, but there is room for the token between window and recall
             demote=Fifo(leave=8),
             **ZONES,
+        ),
+        tau=0.75,
+    ),
+    "freekv, no room to spare": Speculative(
+        Retrieval(
+            selector=MinMaxPages(page=8), store=HostOffload(page=8), budget=12 + 4 * 8, demote=Fifo(leave=8), **ZONES
         ),
         tau=0.75,
     ),
@@ -55,7 +61,7 @@ POLICIES = {
     "logquant by token, 4 bits": kvjax.presets.logquant(window=14, bits=4, key_axis="token").rest,
     "kivi": kvjax.presets.kivi(residual=32, group=16).rest,
 }
-QUICK = ("pariskv", "freekv", "logquant")  # FIER and KIVI have tests of their own of the same things
+QUICK = ("pariskv", "freekv, no room to spare", "logquant")  # FIER and KIVI have tests of their own of the same things
 
 
 def _cells(kind: Callable[[str], bool]) -> list:

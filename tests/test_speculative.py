@@ -24,6 +24,7 @@ from kvjax import (
 )
 from kvjax.selection import PackedSelection
 from kvjax.testing import _drive as drive
+from tests import oracles
 from tests.test_fier import select
 
 SPEC = CacheSpec(batch=3, q_heads=8, kv_heads=2, head_dim=16, capacity=300, dtype=jnp.float32)
@@ -354,3 +355,22 @@ def test_freekv_is_dense_in_the_first_layer_and_holds_its_budget_in_the_others()
             )
         bytes_held = kvjax.memory.nbytes(filled)
         assert bytes_held.host == (0 if number == 0 else filled.state.zones.store.slots * 2 * 2 * 16 * 4)
+
+
+def test_a_reused_recall_drops_nothing_that_the_budget_can_hold() -> None:
+    """A page that the local window cuts has fewer tokens, so the token that left the window has room beside it."""
+    spec = CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=16, capacity=120, dtype=jnp.float32)
+    tokens, page, sink, local = drive.random_tokens(spec, 3), 8, 1, 5
+    loud = np.where(np.arange(120) < 80, 1, 6).astype(np.float32)  # so the page that is not full yet ranks high
+    tokens = dataclasses.replace(tokens, k=tokens.k * loud[None, :, None, None])
+    budget = sink + local + 4 * page
+    inner = Retrieval(selector=MinMaxPages(page=page), budget=budget, sink=sink, local=local, demote=Fifo(leave=page))
+    cache, _ = drive.fill(kvjax.init_layer(Speculative(inner, tau=-1.0), spec), tokens, [90])
+    oracle, most = oracles.FreeKV(page, budget, sink, local, -1.0), 0
+    for n in range(90, 110):
+        _, cache, info = drive.step(cache, tokens, [n])
+        _, wanted = oracle.step(tokens.q[0, n], tokens.k[0, : n + 1, 0])
+        read = set(np.asarray(info.positions).reshape(-1).tolist()) - {-1}
+        assert read == wanted, n
+        most = max(most, len(read))
+    assert most == budget

@@ -223,9 +223,10 @@ class Speculative:
         )
         rank = jnp.arange(selection.slots.shape[-1])[None, None, None]
         room = jnp.minimum(policy.budget - policy.sink - policy.local - edge.astype(jnp.int32), policy.selected)
-        limit = jnp.where(st.length < policy.dense_below, rank.shape[-1], room)
-        kept = (selection.slots >= start) & (rank < limit[:, None, None, None])
-        return Selection(selection.slots, selection.valid & (kept | ~reused))
+        limit = jnp.where(st.length < policy.dense_below, rank.shape[-1], room)[:, None, None, None]
+        valid = selection.valid & ((selection.slots >= start) | ~reused)
+        fits = jnp.sum(valid, axis=-1, keepdims=True, dtype=jnp.int32) <= limit
+        return Selection(selection.slots, valid & ((rank < limit) | fits | ~reused))
 
     def _info(self, st: ZonedState, seen: Visible, used: Selection, with_edge: Array, fresh: Array) -> Info:
         info = self.retrieval.info(st, seen, used, fresh)
