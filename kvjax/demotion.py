@@ -84,8 +84,9 @@ class LogSparse:
     tokens; the even ones and the newest W stay. So 2W to 3W tokens are in the block, the newest W of them adjacent
     (`local` may be at most W); they reach back about W log2 W tokens, and a row's first token never leaves.
 
-    **Source:** LogQuant, Algorithm 1. **Differs:** the paper thins as soon as the block is full, we before the next
-    token comes: the query of that step still reads all 3W.
+    A full block is thinned before the next token comes, so the query of the step that filled it reads all 3W.
+
+    **Source:** LogQuant, Algorithm 1.
     """
 
     window: int = 42

@@ -72,6 +72,7 @@ def pariskv(
     votes: Votes = "tiers",
     correct: bool = True,
     candidates: int | None = None,
+    group_reduce: GroupReduce = "mean_query",
     dense_below: int = 1024,
     host: bool = False,
     dense_layers: int = 0,
@@ -81,7 +82,8 @@ def pariskv(
     The paper selects k = 100 tokens beside sink and local window; the budget counts all, so its default is
     4 + 128 + 100, and k = budget - sink - local. The paper's ranges are sink 4..64, local 128..512, `chunk` (its update
     buffer) 256..512 and full attention below 1K..2K tokens; no layer is skipped. A budget beyond the candidates (a
-    tenth to a half of the history, or as many as `candidates` says) goes on by votes.
+    tenth to a half of the history, or as many as `candidates` says) goes on by votes. A GQA group retrieves once, by
+    the mean of its queries (`group_reduce`).
 
     **Source:** ParisKV (Qi et al. 2026). **Differs:** the paper attends to all of its update buffer; here up to `chunk`
     tokens wait for the index, and compete with the history by exact scores. The paper moves the history's keys and
@@ -90,7 +92,7 @@ def pariskv(
     require_int("pariskv(dense_layers=...)", dense_layers, at_least=0)
     require_int("pariskv(budget=...)", budget, at_least=1)
     policy = Retrieval(
-        selector=Paris(votes=votes, correct=correct, candidates=candidates),
+        selector=Paris(votes=votes, correct=correct, candidates=candidates, group_reduce=group_reduce),
         store=HostOffload() if host else Dense(),
         budget=budget,
         sink=sink,
