@@ -6,9 +6,10 @@ pytree of arrays). A model calls `kvjax.attention` where attention was:
 >>> import jax, kvjax
 >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=512, dtype="float32")
 >>> layer = kvjax.init_layer(kvjax.Retrieval(selector=kvjax.Fier(), budget=64), spec)
+>>> attention = jax.jit(kvjax.attention_info)
 >>> q, k, v = (jax.random.normal(jax.random.key(i), (1, 300, n, 16)) for i, n in enumerate((4, 2, 2)))
->>> out, layer = kvjax.attention(layer, q, k, v)                              # a prompt of 300 tokens
->>> out, layer, info = kvjax.attention_info(layer, q[:, :1], k[:, :1], v[:, :1])  # a decode step
+>>> out, layer, _ = attention(layer, q, k, v)                              # a prompt of 300 tokens
+>>> out, layer, info = attention(layer, q[:, :1], k[:, :1], v[:, :1])      # a decode step
 >>> int(layer.length[0]), float(info.attended[0, 0])
 (301, 64.0)
 """

@@ -232,7 +232,7 @@ class Checkpoint:
         >>> from kvjax import models
         >>> checkpoint = models.load(models.shipped())
         >>> text = "The pass key is 71432. Remember it.\\nWhat is the pass key? The pass key is "
-        >>> checkpoint.generate(text, cache="fier:budget=32", max_new_tokens=5).text
+        >>> checkpoint.generate(text, max_new_tokens=5).text
         '71432'
 
         Args:

@@ -50,7 +50,7 @@ def test_python_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch, capsy
 
 
 def test_hook_is_shown_in_ten_lines():
-    hook = next(text for _, text in blocks(README, "python") if "kvjax.attention(" in text).split("\n\n", 1)[1]
+    hook = next(text for _, text in blocks(README, "python") if "kvjax.attention_info" in text).split("\n\n", 1)[1]
     assert len([line for line in hook.splitlines() if line]) <= 10
 
 
