@@ -10,7 +10,7 @@ function over pytrees, so it runs under jit, scan and grad, in NNX and Linen mod
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -99,6 +99,7 @@ class Cache:
 
 
 C = TypeVar("C", Cache, LayerCache)
+S = TypeVar("S")
 
 
 def init(policy: Policy | PerLayer | Sequence[Policy], spec: CacheSpec, *, layers: int) -> Cache:
@@ -355,9 +356,34 @@ def _flush(cache: Any) -> Any:
     def demote(states: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(layer.policy.flush(st) for layer, st in zip(layers, states, strict=True))
 
-    states = lax.cond(jnp.any(jnp.stack(full)), demote, lambda states: states, states)
+    states = _if_any(full, demote, states)
     layers = tuple(dataclasses.replace(a, state=st) for a, st in zip(layers, states, strict=True))
     return dataclasses.replace(cache, layers=layers) if isinstance(cache, Cache) else layers[0]
+
+
+def _if_any(full: list[Array], demote: Callable[[S], S], states: S) -> S:
+    """`demote(states)` if any of `full` is true, else `states`.
+
+    Under vmap a condition selects between both, and XLA cannot select between arrays in host memory. `demote` changes
+    full rows alone, so all caches demote there if any has a full row.
+    """
+
+    def run(full: list[Array], states: S) -> S:
+        return lax.cond(jnp.any(jnp.stack(full)), demote, lambda states: states, states)
+
+    if not any(jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in jax.tree.leaves(states)):
+        return run(full, states)
+
+    def batched(size: int, mapped: Any, full: list[Array], states: S) -> tuple[S, Any]:
+        def whole(is_mapped: bool, leaf: Array) -> Array:
+            return leaf if is_mapped else jnp.broadcast_to(leaf, (size, *leaf.shape))
+
+        full, states = jax.tree.map(whole, tuple(mapped), (full, states))
+        return _if_any(full, jax.vmap(demote), states), jax.tree.map(lambda _: True, states)
+
+    once = jax.custom_batching.custom_vmap(run)
+    once.def_vmap(batched)
+    return once(full, states)
 
 
 def _contents(cache: Cache | LayerCache) -> str:

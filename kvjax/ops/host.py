@@ -115,6 +115,30 @@ def _host_rows_rest_mosaic(
     return kernel.recall(x, index, edge, now, held, recent, ready, config=config, blocks=blocks)
 
 
+def read_pages(x: Array, first: Array | int, size: int) -> Array:
+    """[..., size, 2, Z, D] on the device: pages [first, first + size) of x [..., P, 2, Z, D] in host memory.
+
+    Takes vmap, for which JAX would make a gather whose indices lie in device memory; XLA refuses to mix the two.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def read(x: Array, first: Array) -> Array:
+        return to_device(lax.dynamic_slice_in_dim(x, first, size, axis=x.ndim - 4))
+
+    @read.def_vmap
+    def batched(count: int, mapped: list[bool], x: Array, first: Array) -> tuple[Array, bool]:
+        if not mapped[1]:
+            return read_pages(x, first, size), True
+
+        def one(i: Array) -> Array:
+            mine = lax.dynamic_index_in_dim(x, i, keepdims=False) if mapped[0] else x
+            return read_pages(mine, first[i], size)
+
+        return lax.map(one, jnp.arange(count, dtype=jnp.int32)), True
+
+    return read(x, jnp.asarray(first, jnp.int32))
+
+
 def _gather_rows(x: Array, index: Array) -> Array:
     row = x.shape[3:]
     numbers = lax.GatherDimensionNumbers(
@@ -158,7 +182,26 @@ def host_append(
     In place where x is donated or a loop's carry. XLA reads, changes and writes a slice for each row of the batch.
     `implementation`: see `explain`; all give the same.
     """
-    stacked = jnp.stack([part.astype(x.dtype) for part in new], axis=3)
+    return _append_rows(x, jnp.stack([part.astype(x.dtype) for part in new], axis=3), at, count)
+
+
+def _append_rows(x: Array, stacked: Array, at: Array, count: Array) -> Array:
+    """`host_append` of parts stacked as [B, K, n, parts, ...]. Takes vmap: what is mapped over becomes rows."""
+
+    @jax.custom_batching.custom_vmap
+    def append(x: Array, stacked: Array, at: Array, count: Array) -> Array:
+        return _append_each(x, stacked, at, count)
+
+    @append.def_vmap
+    def batched(size: int, mapped: list[bool], *args: Array) -> tuple[Array, bool]:
+        whole = [a if m else jnp.broadcast_to(a, (size, *a.shape)) for a, m in zip(args, mapped, strict=True)]
+        out = _append_rows(*(a.reshape(-1, *a.shape[2:]) for a in whole))
+        return out.reshape(size, -1, *out.shape[1:]), True
+
+    return append(x, stacked, at, count)
+
+
+def _append_each(x: Array, stacked: Array, at: Array, count: Array) -> Array:
     (B, K, P, *row), n = x.shape, stacked.shape[2]
     move = to_host if jax.typeof(x).memory_space == jax.memory.Space.Host else to_device
 

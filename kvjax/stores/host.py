@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.memory import has_host_memory, host_zeros, to_device
+from kvjax.ops.host import read_pages
 from kvjax.partial import PartialAttention
 from kvjax.prompt import attend_blocks
 from kvjax.selection import Selection
@@ -107,7 +108,7 @@ class HostOffload:
         Z = self.page
 
         def read(kv: Array, first: Array | int, size: int) -> tuple[Array, Array]:
-            return _split(to_device(lax.dynamic_slice_in_dim(kv, first // Z, size // Z, axis=2)))
+            return _split(read_pages(kv, first // Z, size // Z))
 
         return attend_blocks(q, st.kv, start, st.count, read=read, slots=st.slots, unit=Z, scale=scale)
 

@@ -1,0 +1,62 @@
+"""jax's transformations over the hook: vmap and grad over caches in host memory, devices that are not the first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import presets
+
+SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32")
+FREEKV = presets.freekv(32, page=8, sink=8, local=8, dense_layers=0, tau=0.0).rest
+HOST = {
+    "fier": presets.fier(24, group=8, chunk=16, dense_layers=0, host=True).rest,
+    "freekv": FREEKV,
+    "all": kvjax.Compressed(store=kvjax.HostOffload(page=8), sink=4, local=8, demote=kvjax.Fifo(leave=16)),
+}
+
+
+def qkv(tokens: int, *lead: int) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(tokens)
+    return tuple(jnp.asarray(rng.normal(size=(*lead, 2, tokens, h, 16)).astype(np.float32)) for h in (4, 2, 2))
+
+
+def talk(cache: Any, prompt: Any, more: Any, step: Any) -> tuple[Any, ...]:
+    """A prompt, a chunk after it, and a step that flushes and reads host memory."""
+    first, cache = kvjax.attention(cache, *prompt)
+    later, cache = kvjax.attention(cache, *more)
+    out, cache = kvjax.attention(cache, *step)
+    return first, later, out, cache
+
+
+@pytest.mark.parametrize("name", ["fier", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("freekv", "all"))])
+def test_vmap_over_a_cache_in_host_memory_is_that_of_each(name: str) -> None:
+    caches = [kvjax.init_layer(HOST[name], SPEC) for _ in range(2)]
+    both = jax.tree.map(lambda *a: jnp.stack(a), *caches)
+    tokens = qkv(30, 2), qkv(18, 2), qkv(1, 2)
+    got = jax.jit(jax.vmap(talk))(both, *tokens)
+    one = jax.jit(talk)
+    for i, cache in enumerate(caches):
+        want = one(cache, *jax.tree.map(lambda a, i=i: a[i], tokens))
+        jax.tree.map(lambda g, w, i=i: np.testing.assert_allclose(g[i], w, atol=1e-5), got, want)
+
+
+@pytest.mark.thorough  # the law of gradients has prompts and steps; this adds vmap
+def test_gradients_by_queries_pass_a_cache_in_host_memory_also_under_vmap() -> None:
+    """Of two rows of queries over one cache that both read: the gradient of each is that of it alone."""
+    _, _, _, cache = jax.jit(talk)(kvjax.init_layer(HOST["fier"], SPEC), qkv(30), qkv(18), qkv(1))
+    queries, step = qkv(1, 2)[0], qkv(1)
+
+    def loss(q: jax.Array) -> jax.Array:
+        return jnp.sum(kvjax.attention(cache, q, *step[1:])[0] ** 2)
+
+    grad = jax.grad(loss)
+    got = jax.jit(jax.vmap(grad))(queries)
+    assert np.abs(got).max() > 1e-3
+    for i in range(2):
+        np.testing.assert_allclose(got[i], jax.jit(grad)(queries[i]), atol=1e-5)
