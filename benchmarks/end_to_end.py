@@ -56,6 +56,7 @@ class FullByCudnn:
         return RowsFirst(k, v, jnp.zeros(spec.batch, jnp.int32), jnp.zeros(spec.batch, bool))
 
     def prefill(self, st: RowsFirst, k: Array, v: Array, lengths: Array) -> RowsFirst:
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
         i, S = jnp.arange(k.shape[1])[None], st.k.shape[1]
         at = jnp.where(i < lengths[:, None], st.length[:, None] + i, S)
         row = jnp.arange(k.shape[0])[:, None]
@@ -71,15 +72,15 @@ class FullByCudnn:
         assert window is None
         implementation: Any = self.implementation
         out = jax.nn.dot_product_attention(
-            q[:, None].astype(st.k.dtype),
+            q.reshape(q.shape[0], 1, -1, q.shape[3]).astype(st.k.dtype),
             st.k,
             st.v,
             scale=scale,
             key_value_seq_lengths=st.length,
             implementation=implementation,
         )
-        read = jnp.broadcast_to(st.length.astype(jnp.float32)[:, None], (q.shape[0], st.k.shape[2]))
-        return out[:, 0].astype(q.dtype), st, Info(read, None)
+        read = jnp.broadcast_to(st.length.astype(jnp.float32)[:, None], q.shape[:2])
+        return out.reshape(q.shape), st, Info(read, None)
 
     def attend_stored(self, st: RowsFirst, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
         assert window is None

@@ -26,7 +26,8 @@ from jax.typing import ArrayLike
 
 from kvjax.caches import Info, Observer, PerLayer, Policy
 from kvjax.memory import Bytes, nbytes
-from kvjax.prompt import attend_chunk, attend_chunk_after
+from kvjax.partial import group_queries
+from kvjax.prompt import attend_chunk, attend_chunk_after, group, ungroup
 from kvjax.spec import CacheSpec, check_dims, require_int
 from kvjax.validation import check_alive, check_floats, check_not_empty, check_verbs, finite_number, shown
 
@@ -202,31 +203,33 @@ def attention_info(
     count = _row_counts(B, T, lengths, active)
 
     if cache is not None and T == 1:
-        policy = cache.policy
+        policy, (k, v) = cache.policy, _heads_first(k, v)
         state = policy.update((_flush(cache) if flush else cache).state, k, v, count > 0)
-        out, state, info = policy.attend(state, q[:, 0], scale=scale, window=window)
-        return out[:, None], dataclasses.replace(cache, state=state), info
+        out, state, info = policy.attend(state, group_queries(q[:, 0], K), scale=scale, window=window)
+        return out.astype(q.dtype).reshape(B, 1, N, D), dataclasses.replace(cache, state=state), info
 
     own_k, own_v = k, v
     if lengths is not None:  # padding weighs nothing, but nothing times NaN is NaN
         real = (jnp.arange(T)[None] < count[:, None])[..., None, None]
         own_k, own_v = (jnp.where(real, a, jnp.zeros((), a.dtype)) for a in (k, v))
-    if cache is None or first_chunk:
+    if cache is None:
+        return attend_chunk(q, own_k, own_v, scale=scale, window=window), None, None
+    grouped, (k, v) = group(q, K), _heads_first(k, v)
+    if first_chunk:
         out = attend_chunk(q, own_k, own_v, scale=scale, window=window)
     else:
         attend_stored = partial(cache.policy.attend_stored, cache.state, scale=scale, window=window)
-        out = attend_chunk_after(attend_stored, q, own_k, own_v, scale=scale, window=window)
+        own_k, own_v = _heads_first(own_k, own_v)
+        out = ungroup(attend_chunk_after(attend_stored, grouped, own_k, own_v, scale=scale, window=window), q.dtype)
         # Read, then store: without an order XLA copies all that is stored, to be safe (CPU with jaxlib before 0.11
         # drops barriers first, and copies; measured 2026-11-21, 131072 tokens: temp bytes 391 MB, with it 117 MB).
         out, k, v = _in_order(out, k, v)
-    if cache is not None:
-        policy = cache.policy
-        if isinstance(policy, Observer):
-            state = policy.prefill_observed(cache.state, q, k, v, count, scale=scale, window=window)
-        else:
-            state = policy.prefill(cache.state, k, v, count)
-        cache = dataclasses.replace(cache, state=state)
-    return out, cache, None
+    policy = cache.policy
+    if isinstance(policy, Observer):
+        state = policy.prefill_observed(cache.state, grouped, k, v, count, scale=scale, window=window)
+    else:
+        state = policy.prefill(cache.state, k, v, count)
+    return out, dataclasses.replace(cache, state=state), None
 
 
 def flush(cache: C) -> C:
@@ -384,6 +387,11 @@ def _if_any(full: list[Array], demote: Callable[[S], S], states: S) -> S:
     once = jax.custom_batching.custom_vmap(run)
     once.def_vmap(batched)
     return once(full, states)
+
+
+def _heads_first(*arrays: Array) -> tuple[Array, ...]:
+    """Arrays [B, T, K, D] as [B, K, T, D], the layout of policies."""
+    return tuple(jnp.swapaxes(a, 1, 2) for a in arrays)
 
 
 def _contents(cache: Cache | LayerCache) -> str:

@@ -191,9 +191,3 @@ def group_queries(q: Array, kv_heads: int) -> Array:
     """q [B, N, D] as [B, K, G, D]: query head n reads kv head n // G."""
     B, N, D = q.shape
     return q.reshape(B, kv_heads, N // kv_heads, D)
-
-
-def ungroup(out: Array, dtype: jnp.dtype) -> Array:
-    """[B, K, G, D] back to [B, N, D], in the model's dtype."""
-    B, K, G, D = out.shape
-    return jax.lax.convert_element_type(out, dtype).reshape(B, K * G, D)

@@ -69,23 +69,22 @@ def attend_chunk_after(
     scale: float,
     window: int | None = None,
 ) -> Array:
-    """Attention of q [B, T, N, D] over stored tokens and, causally, over its own k, v [B, T, K, D]: as `attend_chunk`.
+    """Attention of q [B, K, G, T, D] over stored tokens and, causally, over its own k, v [B, K, T, D]: as q, in f32.
 
     `attend_stored` gives the part of q [B, K, G, T', D] over what is stored, a part over Q = G*T'. It is asked for the
     first T' queries alone that a sliding window lets see stored tokens.
     """
-    grouped, keys, values = group(q, k.shape[2]), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    B, K, G, T, D = grouped.shape
-    own = attend_own(grouped, keys, values, scale=scale, window=window)
+    B, K, G, T, D = q.shape
+    own = attend_own(q, k, v, scale=scale, window=window)
     own = PartialAttention(own.out.reshape(B, K, G, T, D), own.lse.reshape(B, K, G, T))
     past = T if window is None else min(T, window - 1)
     if past:
-        stored = attend_stored(grouped[:, :, :, :past])
+        stored = attend_stored(q[:, :, :, :past])
         stored = PartialAttention(stored.out.reshape(B, K, G, past, D), stored.lse.reshape(B, K, G, past))
         rest = empty_part((B, K, G, T - past, D))
         stored = PartialAttention(*(jnp.concatenate(two, axis=3) for two in zip(stored, rest, strict=True)))
         own = merge(stored, own)
-    return ungroup(own.out, q.dtype)
+    return own.out
 
 
 def attend_own(q: Array, k: Array, v: Array, *, scale: float, window: int | None = None) -> PartialAttention:

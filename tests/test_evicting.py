@@ -173,7 +173,7 @@ def test_a_prompt_of_16k_tokens_holds_no_square_of_weights() -> None:
     """All its queries vote, a block at a time: of 4 heads, all weights would be 4 GiB."""
     spec = dataclasses.replace(SPEC, batch=1, capacity=16384)
     policy = Evicting(evictor=HeavyHitter(), budget=256)
-    q, k = (jax.ShapeDtypeStruct((1, 16384, n, 16), jnp.float32) for n in (4, 2))
+    q, k = (jax.ShapeDtypeStruct((1, 2, *g, 16384, 16), jnp.float32) for g in ((2,), ()))
     prefill = jax.jit(functools.partial(policy.prefill_observed, scale=0.25))
     st = jax.eval_shape(functools.partial(policy.init, spec))
     memory = prefill.lower(st, q, k, k, jax.ShapeDtypeStruct((1,), jnp.int32)).compile().memory_analysis()

@@ -11,6 +11,7 @@ import pytest
 import kvjax
 from kvjax import CacheSpec, Fier, Fifo, Retrieval
 from kvjax.ops import score_1bit
+from kvjax.partial import group_queries
 from kvjax.quant import quantize_1bit
 from kvjax.testing import _drive as drive
 from tests.oracles import agrees, fier_scores, pooled
@@ -18,7 +19,7 @@ from tests.oracles import agrees, fier_scores, pooled
 
 @functools.partial(jax.jit, static_argnums=0)
 def select(policy: Retrieval, st: kvjax.ZonedState, q: jax.Array) -> kvjax.Selection:
-    return policy.select(st, q)
+    return policy.select(st, group_queries(q, st.recent.k.shape[1]))
 
 
 def picks(policy: Retrieval, cache: kvjax.LayerCache, q: np.ndarray, row: int) -> list[list[set[int]]]:

@@ -132,7 +132,7 @@ def test_a_step_chooses_what_select_ranks_highest(group_reduce: Any, candidates:
     spec = CacheSpec(batch=5, q_heads=4, kv_heads=2, head_dim=16, capacity=160, dtype=jnp.dtype(jnp.float32))
     selector = Paris(group_reduce=group_reduce, candidates=candidates)
     policy = Retrieval(selector=selector, budget=40, sink=2, local=4, demote=Fifo(leave=16), dense_below=30)
-    k, q = jax.random.normal(jax.random.key(0), (5, 150, 2, 16)), jax.random.normal(jax.random.key(1), (5, 4, 16))
+    k, q = (jax.random.normal(jax.random.key(i), (5, 2, n, 16)) for i, n in enumerate((150, 2)))
 
     @jax.jit
     def choose(k: jax.Array, q: jax.Array) -> list[tuple[Any, Any]]:

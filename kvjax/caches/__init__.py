@@ -12,6 +12,9 @@ pytree whose every leaf has the batch first; verbs take a state and return one o
     grown              renumbers what depends on the capacity, for a policy that keeps such numbers
     prefill_observed   in place of prefill, for a policy to which the queries of a prompt matter
 
+All arrays have kv heads before tokens: k and v are [B, K, T, D], the queries of a step [B, K, G, D] and those of a
+prompt [B, K, G, T, D]. `kvjax.attention` turns a model's layout into this one, once.
+
 Nothing here clamps: a token that has no room is dropped and sets `overflow`, which `kvjax.raise_on_overflow` reports.
 """
 

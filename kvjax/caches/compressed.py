@@ -11,7 +11,6 @@ from kvjax import ops
 from kvjax.caches.policy import Info
 from kvjax.caches.zones import Zoned, ZonedState
 from kvjax.demotion import Demotion, Fifo
-from kvjax.partial import group_queries, ungroup
 from kvjax.stores import FusedStore, Quantized, Store
 
 
@@ -36,14 +35,13 @@ class Compressed(Zoned):
     def attend(
         self, st: ZonedState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, ZonedState, Info]:
-        B, K = q.shape[0], st.recent.k.shape[1]
-        qg = group_queries(q, K)
+        B, K = q.shape[:2]
         seen = self.visible(st, window)
         if isinstance(self.store, FusedStore):
-            out = self.store.attend_with(st.store, qg, seen.store, seen.recent, seen.sink, scale=scale)
+            out = self.store.attend_with(st.store, q, seen.store, seen.recent, seen.sink, scale=scale)
         else:
-            history = self.store.attend(st.store, qg, seen.store, scale=scale)
-            out = ops.attend_beside(history, qg, None, seen.recent, seen.sink, scale=scale)
+            history = self.store.attend(st.store, q, seen.store, scale=scale)
+            out = ops.attend_beside(history, q, None, seen.recent, seen.sink, scale=scale)
         attended = jnp.maximum(st.store.count - seen.store, 0) + seen.recent.size
         if seen.sink is not None:
             attended += seen.sink.size
@@ -53,4 +51,4 @@ class Compressed(Zoned):
         if seen.first is not None:
             read &= position >= seen.first[:, None, None, None]
         counted = jnp.broadcast_to(attended.astype(jnp.float32)[:, None], (B, K))
-        return ungroup(out, q.dtype), st, Info(counted, None, None, jnp.where(read, position, -1))
+        return out, st, Info(counted, None, None, jnp.where(read, position, -1))

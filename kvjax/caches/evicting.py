@@ -17,11 +17,9 @@ from kvjax.partial import (
     PartialAttention,
     Span,
     attend_part,
-    group_queries,
     keep_valid,
     merge,
     softmax_weights,
-    ungroup,
 )
 from kvjax.prompt import attend_zone
 from kvjax.spec import CacheSpec, keep_int
@@ -100,8 +98,8 @@ class Evicting:
         came = active.astype(jnp.int32)
         return EvictingState(
             tokens=Block(
-                place(st.tokens.k, jnp.swapaxes(k, 1, 2)),
-                place(st.tokens.v, jnp.swapaxes(v, 1, 2)),
+                place(st.tokens.k, k),
+                place(st.tokens.v, v),
                 jnp.minimum(st.tokens.count + came, S),
             ),
             position=place(st.position, st.length[:, None, None]),
@@ -113,21 +111,20 @@ class Evicting:
     def attend(
         self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, EvictingState, Info]:
-        qg = group_queries(q, st.position.shape[1])
         visible = self._held(st) & (st.position >= lowest_visible(st.length - 1, window)[:, None, None])
         if window is None and st.evidence is None:
             span = Span(st.tokens.k, st.tokens.v, jnp.zeros_like(st.length), st.tokens.count)
-            out = ops.attend_span(qg, span, scale=scale)
+            out = ops.attend_span(q, span, scale=scale)
         else:  # what a head sees has gaps, or its logits are wanted below too
-            out = attend_part(qg, st.tokens.k, st.tokens.v, visible[:, :, None], scale=scale).out
+            out = attend_part(q, st.tokens.k, st.tokens.v, visible[:, :, None], scale=scale).out
         positions = jnp.where(visible, st.position, -1)[:, :, None]
         info = Info(jnp.sum(visible, axis=-1, dtype=jnp.float32), None, positions=positions)
         if st.evidence is not None and st.due is not None:
-            weights = softmax_weights(qg, st.tokens.k, visible[:, :, None], scale=scale)
+            weights = softmax_weights(q, st.tokens.k, visible[:, :, None], scale=scale)
             seen = self.evictor.see_step(st.evidence, weights)
             evidence = jnp.where(st.due[:, None, None], seen, st.evidence)
             st = replace(st, evidence=evidence, due=jnp.zeros_like(st.due))
-        return ungroup(out, q.dtype), st, info
+        return out, st, info
 
     # -------------------------------------------------------------------------------------------------------- prompts
 
@@ -150,33 +147,34 @@ class Evicting:
     ) -> EvictingState:
         if self.evictor.arrival is None:
             return self.prefill(st, k, v, lengths)
-        T, S = k.shape[1], st.tokens.slots
+        T, S = k.shape[2], st.tokens.slots
         voters = self.evictor.voters(S)
         # The last queries of each row, padded at the front to whole blocks with queries that see nothing.
         asked = T if voters is None else min(voters, T)
         block = min(asked, QUERIES)
         whole = -(-asked // block) * block
         at = lengths[:, None] - whole + jnp.arange(whole)[None]
-        queries = jnp.take_along_axis(q, jnp.maximum(at, 0)[:, :, None, None], axis=1)
+        queries = jnp.take_along_axis(q, jnp.maximum(at, 0)[:, None, None, :, None], axis=3)
         votes_too = (at >= 0) & (jnp.arange(whole) >= whole - asked)[None]
         standing = jnp.where(votes_too, st.length[:, None] + at, -1)
-        keys = jnp.concatenate([st.tokens.k, jnp.swapaxes(k, 1, 2).astype(st.tokens.k.dtype)], axis=2)
+        keys = jnp.concatenate([st.tokens.k, k.astype(st.tokens.k.dtype)], axis=2)
         position = jnp.concatenate([self._positions(st), self._coming(st, lengths, T)], axis=2)
 
         def count(i: Array, votes: Array) -> Array:
-            qb, here = (lax.dynamic_slice_in_dim(a, i * block, block, axis=1) for a in (queries, standing))
+            qb = lax.dynamic_slice_in_dim(queries, i * block, block, axis=3)
+            here = lax.dynamic_slice_in_dim(standing, i * block, block, axis=1)
             first = lowest_visible(here, window)
             seen = (position[:, :, None] <= here[:, None, :, None]) & (position[:, :, None] >= first[:, None, :, None])
             seen &= (position >= 0)[:, :, None]
             return votes + _sum_weights(qb, keys, seen, scale)
 
         B, K, L = position.shape
-        votes = lax.fori_loop(0, whole // block, count, jnp.zeros((B, K, q.shape[2] // K, L), jnp.float32))
+        votes = lax.fori_loop(0, whole // block, count, jnp.zeros((B, K, q.shape[2], L), jnp.float32))
         return self._keep(st, k, v, lengths, votes)
 
     def _keep(self, st: EvictingState, k: Array, v: Array, lengths: Array, votes: Array | None) -> EvictingState:
         """Keeps the most worth of what is held and of a chunk. `votes` f32[B, K, G, S+T] are by slot, then by place."""
-        (B, K, S), T = st.position.shape, k.shape[1]
+        (B, K, S), T = st.position.shape, k.shape[2]
         end = st.length + lengths
         held = self._positions(st)
         # One line in order of position: empty slots, held tokens, the chunk, its padding.
@@ -199,7 +197,7 @@ class Evicting:
         source = jnp.take_along_axis(order, place, axis=-1)
 
         def take(old: Array, new: Array) -> Array:
-            both = jnp.concatenate([old, jnp.swapaxes(new, 1, 2).astype(old.dtype)], axis=2)
+            both = jnp.concatenate([old, new.astype(old.dtype)], axis=2)
             return keep_valid(jnp.take_along_axis(both, source[..., None], axis=2), valid)
 
         def select(line: Array) -> Array:
@@ -262,9 +260,9 @@ class Evicting:
 
 
 def _sum_weights(q: Array, k: Array, seen: Array, scale: float) -> Array:
-    """f32[B, K, G, L]: softmax weights of q [B, T, N, D] over k [B, K, L, D] where `seen` bool[B, K, T, L], summed."""
-    B, T, N, D = q.shape
-    K, L = k.shape[1:3]
-    grouped = jnp.moveaxis(q.reshape(B, T, K, N // K, D), 1, 3).reshape(B, K, -1, D)
-    mask = jnp.broadcast_to(seen[:, :, None], (B, K, N // K, T, L)).reshape(B, K, -1, L)
-    return jnp.sum(softmax_weights(grouped, k, mask, scale=scale).reshape(B, K, N // K, T, L), axis=3)
+    """f32[B, K, G, L]: softmax weights of q [B, K, G, T, D] over k [B, K, L, D] where `seen` bool[B, K, T, L], summed
+    over T."""
+    B, K, G, T, D = q.shape
+    L = k.shape[2]
+    mask = jnp.broadcast_to(seen[:, :, None], (B, K, G, T, L)).reshape(B, K, -1, L)
+    return jnp.sum(softmax_weights(q.reshape(B, K, -1, D), k, mask, scale=scale).reshape(B, K, G, T, L), axis=3)

@@ -11,7 +11,7 @@ from jax.tree_util import register_dataclass
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, put
 from kvjax.caches.policy import Info, chunk_starts, lowest_visible
-from kvjax.partial import PartialAttention, Span, group_queries, ungroup
+from kvjax.partial import PartialAttention, Span
 from kvjax.prompt import attend_zone
 from kvjax.spec import CacheSpec
 from kvjax.stores import Dense
@@ -37,12 +37,10 @@ class Full:
         return FullState(empty_block(spec, spec.capacity), jnp.zeros(spec.batch, bool))
 
     def prefill(self, st: FullState, k: Array, v: Array, lengths: Array) -> FullState:
-        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
         overflow = st.overflow | (st.length + lengths > st.tokens.slots)
         return FullState(put(st.tokens, k, v, lengths), overflow)
 
     def update(self, st: FullState, k: Array, v: Array, active: Array) -> FullState:
-        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
         (tokens,), overflow = ops.put_token([st.tokens], k, v, active, st.overflow)
         return FullState(tokens, overflow)
 
@@ -51,14 +49,13 @@ class Full:
     ) -> tuple[Array, FullState, Info]:
         # Values past count are finite: zeros, or tokens of a row that was replaced.
         span = Span(st.tokens.k, st.tokens.v, lowest_visible(st.length - 1, window), st.length)
-        qg = group_queries(q, st.tokens.k.shape[1])
-        out = ops.attend_span(qg, span, scale=scale)
+        out = ops.attend_span(q, span, scale=scale)
         attended = span.size.astype(jnp.float32)[:, None]
         position = jnp.arange(st.tokens.slots, dtype=jnp.int32)[None]
         positions = jnp.where((position >= span.start[:, None]) & (position < span.stop[:, None]), position, -1)
-        positions = jnp.broadcast_to(positions[:, None, None], (*qg.shape[:2], 1, st.tokens.slots))
-        info = Info(jnp.broadcast_to(attended, qg.shape[:2]), None, positions=positions)
-        return ungroup(out, q.dtype), st, info
+        positions = jnp.broadcast_to(positions[:, None, None], (*q.shape[:2], 1, st.tokens.slots))
+        info = Info(jnp.broadcast_to(attended, q.shape[:2]), None, positions=positions)
+        return out, st, info
 
     def attend_stored(self, st: FullState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
         start = chunk_starts(st.length, q.shape[3], window)

@@ -22,20 +22,20 @@ class Info(NamedTuple):
 
 
 class Policy(Protocol):
-    """The verbs that `kvjax.attention` calls. All are pure."""
+    """The verbs that `kvjax.attention` calls. All are pure, and see kv heads before tokens: [B, K, ...]."""
 
     def init(self, spec: CacheSpec) -> Any: ...
 
     def prefill(self, st: Any, k: Array, v: Array, lengths: Array) -> Any:
-        """Stores the first `lengths` i32[B] tokens of k, v [B, T, K, D]."""
+        """Stores the first `lengths` i32[B] tokens of k, v [B, K, T, D]."""
         ...
 
     def update(self, st: Any, k: Array, v: Array, active: Array) -> Any:
-        """Stores k, v [B, 1, K, D] of the rows where `active` bool[B]."""
+        """Stores k, v [B, K, 1, D] of the rows where `active` bool[B]."""
         ...
 
     def attend(self, st: Any, q: Array, *, scale: float, window: int | None = None) -> tuple[Array, Any, Info]:
-        """Attention of q [B, N, D], the queries of each row's newest stored token."""
+        """Attention [B, K, G, D], in any float dtype, of q [B, K, G, D]: the queries of each row's newest token."""
         ...
 
     def attend_stored(self, st: Any, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
@@ -63,7 +63,7 @@ class Observer(Protocol):
     def prefill_observed(
         self, st: Any, q: Array, k: Array, v: Array, lengths: Array, *, scale: float, window: int | None = None
     ) -> Any:
-        """`prefill` of k, v with the queries q [B, T, N, D]."""
+        """`prefill` of k, v with the queries q [B, K, G, T, D]."""
         ...
 
 

@@ -12,7 +12,7 @@ from kvjax.caches.policy import Info
 from kvjax.caches.zones import Visible, Zoned, ZonedState
 from kvjax.demotion import Demotion, Fifo
 from kvjax.layouts import whole_units
-from kvjax.partial import Span, group_queries, ungroup
+from kvjax.partial import Span
 from kvjax.selection import PackedSelection, Selection, reduce_queries, split_selection
 from kvjax.selectors import Candidates, FusedSelector, Selector
 from kvjax.spec import CacheSpec, keep_int
@@ -84,16 +84,15 @@ class Retrieval(Zoned):
     def attend(
         self, st: ZonedState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, ZonedState, Info]:
-        qg = group_queries(q, st.recent.k.shape[1])
         seen = self.visible(st, window)
-        selection = self.find(st, qg, seen, scale=scale)
+        selection = self.find(st, q, seen, scale=scale)
         if isinstance(self.store, FusedSlotStore):
-            out = self.store.attend_slots_with(st.store, qg, selection, seen.recent, seen.sink, self.local, scale=scale)
+            out = self.store.attend_slots_with(st.store, q, selection, seen.recent, seen.sink, self.local, scale=scale)
         else:
             stored, pending = split_selection(selection, st.store.slots)
-            history = self.store.attend_slots(st.store, qg, stored, scale=scale)
-            out = ops.attend_beside(history, qg, pending, self.local_span(seen), seen.sink, scale=scale)
-        return ungroup(out, q.dtype), st, self.info(st, seen, without_packing(selection))
+            history = self.store.attend_slots(st.store, q, stored, scale=scale)
+            out = ops.attend_beside(history, q, pending, self.local_span(seen), seen.sink, scale=scale)
+        return out, st, self.info(st, seen, without_packing(selection))
 
     def find(
         self, st: ZonedState, q: Array, seen: Visible, *, scale: float, in_order: int = 0
@@ -133,13 +132,13 @@ class Retrieval(Zoned):
         return candidates.tokens(best, slots // unit, unit)
 
     def select(self, st: ZonedState, q: Array, *, scale: float | None = None, window: int | None = None) -> Selection:
-        """What a step with q [B, N, D] selects beside sink and local window, sorted by score.
+        """What a step with q [B, K, G, D] selects beside sink and local window, sorted by score.
 
         Slots below the store's are slots of the history; S + r is slot r of the recent block.
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        qg, seen = group_queries(q, st.recent.k.shape[1]), self.visible(st, window)
-        return without_packing(self.find(st, qg, seen, scale=scale, in_order=st.store.slots))
+        found = self.find(st, q, self.visible(st, window), scale=scale, in_order=st.store.slots)
+        return without_packing(found)
 
     # --------------------------------------------------------------------------------------------------------- parts
 

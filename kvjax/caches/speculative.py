@@ -24,7 +24,7 @@ from kvjax.blocks import take_rows
 from kvjax.caches.policy import Info
 from kvjax.caches.retrieval import Retrieval, without_packing
 from kvjax.caches.zones import Visible, ZonedState
-from kvjax.partial import PartialAttention, group_queries, ungroup
+from kvjax.partial import PartialAttention
 from kvjax.selection import Selection, split_selection
 from kvjax.spec import CacheSpec
 from kvjax.stores import Held, RecallingStore
@@ -128,12 +128,11 @@ class Speculative:
         self, st: SpeculativeState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, SpeculativeState, Info]:
         policy, zones = self.retrieval, st.zones
-        qg = group_queries(q, zones.recent.k.shape[1])
         seen = policy.visible(zones, window)
-        selection = without_packing(policy.find(zones, qg, seen, scale=scale, in_order=self._dropped(zones)))
+        selection = without_packing(policy.find(zones, q, seen, scale=scale, in_order=self._dropped(zones)))
 
         # Which heads reuse. After a prompt slots are not what they were, and nothing is known.
-        query = qg.astype(jnp.float32)
+        query = q.astype(jnp.float32)
         known = st.recalled_at + st.due.astype(jnp.int32) == zones.length
         last = st.recall._replace(
             selection=Selection(st.recall.selection.slots, st.recall.selection.valid & known[:, None, None, None])
@@ -153,7 +152,7 @@ class Speculative:
         with_edge = edge[:, None, None, None] & by_head
         read = _in_order(used.valid, with_edge)
         read = read._replace(slots=read.slots + jnp.where(now, last.k.shape[2], 0)[..., None, None])
-        out = ops.attend_zones(qg, last.k, last.v, read, seen.recent, seen.sink, policy.local, new, scale=scale)
+        out = ops.attend_zones(q, last.k, last.v, read, seen.recent, seen.sink, policy.local, new, scale=scale)
 
         def keep(old: Array, new: Array) -> Array:
             return jnp.where(st.due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
@@ -170,7 +169,7 @@ class Speculative:
             recalled_at=keep(st.recalled_at, zones.length),
             due=jnp.zeros_like(st.due),
         )
-        return ungroup(out, q.dtype), after, self._info(zones, seen, used, with_edge, ~reused)
+        return out, after, self._info(zones, seen, used, with_edge, ~reused)
 
     def _dropped(self, zones: ZonedState) -> int:
         """Units of a recall that a step which reuses it may leave out: one, for the edge, or more once a row has

@@ -99,14 +99,13 @@ class Zoned:
     # ------------------------------------------------------------------------------------------------------- storing
 
     def update(self, st: ZonedState, k: Array, v: Array, active: Array) -> ZonedState:
-        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
         zones = [st.recent] if st.sink is None else [st.sink, st.recent]
         (*sink, recent), overflow = ops.put_token(zones, k, v, active, st.overflow)
         return replace(st, sink=sink[0] if sink else None, recent=recent, overflow=overflow)
 
     def prefill(self, st: ZonedState, k: Array, v: Array, lengths: Array) -> ZonedState:
         dtype, slots, chunk = st.recent.k.dtype, st.recent.slots, self.demote.leave
-        k, v = (jnp.swapaxes(a, 1, 2).astype(dtype) for a in (k, v))
+        k, v = k.astype(dtype), v.astype(dtype)
         T, sink, to_sink = k.shape[2], st.sink, jnp.zeros_like(lengths)
         if sink is not None:
             to_sink = jnp.minimum(sink.slots - sink.count, lengths)

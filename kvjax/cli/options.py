@@ -94,8 +94,8 @@ def implementations(policy: PerLayer, spec: CacheSpec) -> dict[str, str]:
     from kvjax import ops
 
     def step(own: Policy) -> tuple[Any, Any]:
-        q = jnp.zeros((spec.batch, spec.q_heads, spec.head_dim), spec.dtype)
-        k = jnp.zeros((spec.batch, 1, spec.kv_heads, spec.head_dim), spec.dtype)
+        q = jnp.zeros((spec.batch, spec.kv_heads, spec.group, spec.head_dim), spec.dtype)
+        k = jnp.zeros((spec.batch, spec.kv_heads, 1, spec.head_dim), spec.dtype)
         st = own.update(own.flush(own.init(spec)), k, k, jnp.ones(spec.batch, bool))
         return own.attend(st, q, scale=1.0)[:2]
 

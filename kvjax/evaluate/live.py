@@ -42,7 +42,7 @@ NO_WINDOW = np.iinfo(np.int32).max
 @dataclass(frozen=True)
 class RecordedState:
     full: FullState  # every key and value
-    queries: Array  # dtype[B, steps, N, D] of decode steps, in order
+    queries: Array  # dtype[B, steps, K, G, D] of decode steps, in order
     positions: Array  # i32[B, steps] where each stands; -1 where there was no step
     count: Array  # i32[B] steps recorded
     scale: Array  # f32[B] of the logits
@@ -72,7 +72,7 @@ class Recorded:
         B = spec.batch
         return RecordedState(
             full=Full().init(spec),
-            queries=jnp.zeros((B, self.steps, spec.q_heads, spec.head_dim), spec.dtype),
+            queries=jnp.zeros((B, self.steps, spec.kv_heads, spec.group, spec.head_dim), spec.dtype),
             positions=jnp.full((B, self.steps), -1, jnp.int32),
             count=jnp.zeros(B, jnp.int32),
             scale=jnp.zeros(B, jnp.float32),
@@ -202,6 +202,7 @@ def read(cache: Cache) -> Live:
         window = int(np.asarray(st.window)[0])
         k, v = (a if a.shape[2] == S else a[:, :, :S] for a in (st.full.tokens.k, st.full.tokens.v))
         q = st.queries if st.queries.shape[1] == T else st.queries[:, :T]
+        q = q.reshape(*q.shape[:2], -1, q.shape[-1])
         layers.append(LiveLayer(q, k, v, float(np.asarray(st.scale)[0]), None if window == NO_WINDOW else window))
     assert positions is not None
     return Live(tuple(layers), positions)

@@ -24,6 +24,7 @@ from kvjax.caches import Info
 from kvjax.generation import Model, chunk_size, prefill
 from kvjax.models import Checkpoint
 from kvjax.partial import PartialAttention
+from kvjax.prompt import ungroup
 from kvjax.spec import CacheSpec
 
 WHOLE = 1 << 30  # more tokens than a prompt has: one chunk
@@ -32,9 +33,9 @@ WHOLE = 1 << 30  # more tokens than a prompt has: one chunk
 @register_dataclass
 @dataclass(frozen=True)
 class PromptState:
-    q: Array  # dtype[B, T, N, D]
-    k: Array  # dtype[B, T, K, D]
-    v: Array  # dtype[B, T, K, D]
+    q: Array  # dtype[B, K, G, T, D]
+    k: Array  # dtype[B, K, T, D]
+    v: Array  # dtype[B, K, T, D]
     length: Array  # i32[B] real tokens of each row
 
     @property
@@ -48,11 +49,11 @@ class Prompt:
     """Takes one prompt of as many columns as the spec's capacity, in one chunk, and keeps it as it came."""
 
     def init(self, spec: CacheSpec) -> PromptState:
-        def zeros(heads: int) -> Array:
-            return jnp.zeros((spec.batch, spec.capacity, heads, spec.head_dim), spec.dtype)
+        def zeros(*heads: int) -> Array:
+            return jnp.zeros((spec.batch, *heads, spec.capacity, spec.head_dim), spec.dtype)
 
-        length = jnp.zeros(spec.batch, jnp.int32)
-        return PromptState(zeros(spec.q_heads), zeros(spec.kv_heads), zeros(spec.kv_heads), length)
+        K, length = spec.kv_heads, jnp.zeros(spec.batch, jnp.int32)
+        return PromptState(zeros(K, spec.group), zeros(K), zeros(K), length)
 
     def prefill_observed(
         self,
@@ -66,7 +67,7 @@ class Prompt:
         window: int | None = None,
     ) -> PromptState:
         if q.shape != st.q.shape:
-            raise ValueError(f"a Prompt takes one chunk of {st.q.shape[1]} columns, got {q.shape[1]}")
+            raise ValueError(f"a Prompt takes one chunk of {st.q.shape[3]} columns, got {q.shape[3]}")
         dtype = st.q.dtype
         return PromptState(q.astype(dtype), k.astype(dtype), v.astype(dtype), lengths)
 
@@ -123,6 +124,7 @@ def store(checkpoint: Checkpoint, prompts: Cache, policy: PerLayer, capacity: in
 @partial(jax.jit, static_argnames="window", donate_argnames="cache")
 def _store(cache: LayerCache, q: Array, k: Array, v: Array, lengths: Array, *, window: int | None) -> Any:
     # Nobody reads the prompt's own attention, so XLA leaves it out.
+    q, k, v = ungroup(q, q.dtype), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
     return attention(cache, q, k, v, lengths=lengths, window=window, first_chunk=True)[1]
 
 

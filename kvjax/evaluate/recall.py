@@ -147,7 +147,7 @@ class _Step(NamedTuple):
 def _store(cache: LayerCache, k: Array, v: Array, start: Array | int, stop: Array | int) -> LayerCache:
     """Stores the tokens [start, stop) of k, v [B, K, S, D] as one chunk of a prompt, padded to S."""
     at = start + jnp.arange(k.shape[2])
-    kt, vt = (jnp.swapaxes(jnp.take(a, at, axis=2, mode="clip"), 1, 2) for a in (k, v))
+    kt, vt = (jnp.take(a, at, axis=2, mode="clip") for a in (k, v))
     count = jnp.full(k.shape[0], stop - start, jnp.int32)
     return replace(cache, state=cache.policy.prefill(cache.state, kt, vt, count))
 

@@ -267,7 +267,7 @@ def fill(cache: Cache, length: int, *, seed: int = 0, chunk: int | None = None) 
 @partial(jax.jit, static_argnames="tokens", donate_argnames="layer")
 def _store(layer: LayerCache, key: Array, count: Array, *, tokens: int) -> LayerCache:
     spec = layer.spec
-    shape = (spec.batch, tokens, spec.kv_heads, spec.head_dim)
+    shape = (spec.batch, spec.kv_heads, tokens, spec.head_dim)
     k, v = (jax.random.normal(own, shape, spec.dtype) for own in jax.random.split(key))
     return replace(layer, state=layer.policy.prefill(layer.state, k, v, jnp.full(spec.batch, count)))
 

@@ -12,7 +12,16 @@ from kvjax.attention import raise_on_overflow
 from kvjax.caches import Policy
 from kvjax.memory import to_device
 from kvjax.spec import CacheSpec
-from kvjax.testing._anatomy import core, core_state, evicts, has_history, replace_core, require, with_part
+from kvjax.testing._anatomy import (
+    core,
+    core_state,
+    evicts,
+    has_history,
+    memory_of_steps,
+    replace_core,
+    require,
+    with_part,
+)
 from kvjax.testing._drive import (
     CHUNK,
     Tokens,
@@ -112,6 +121,32 @@ def every_token_is_in_one_zone(policy: Policy, spec: CacheSpec) -> None:
             mean = np.where(fresh[:, None], now, then).repeat(spec.group, axis=0)
             assert_close(out[b], mean, spec, f"row {b} with {n} tokens")
         assert_attended(info, lengths + i + 1)
+
+
+def step_attends_to_the_positions_it_tells(policy: Policy, spec: CacheSpec) -> None:
+    """The output of a step is attention over the tokens of `Info.positions`, each read once and as it is stored."""
+    tokens, lengths = random_tokens(spec, 22), ragged_lengths(policy, spec)
+    cache, _ = fill(new_cache(policy, spec), tokens, lengths)
+    for i in range(3):
+        out, cache, info = step(cache, tokens, lengths + i)
+        require(info.positions is not None, "the policy's Info has no positions")
+        told = np.asarray(info.positions)
+        for b, at in enumerate(lengths + i):
+            k, v = (a[b, : at + 1] for a in (tokens.k, tokens.v))
+            stored = as_stored(policy, spec, k, v, at)
+            exact = all(np.array_equal(a, b) for a, b in zip(stored, (k, v), strict=True))
+            require(
+                exact or not memory_of_steps(cache.state),
+                "the store rounds keys and values, and a step may read them as they were at the step before",
+            )
+            for head in range(spec.q_heads):
+                kv = head // spec.group
+                mine = told[b, kv, head % spec.group if told.shape[2] > 1 else 0]
+                mine = np.sort(mine[mine >= 0])
+                assert (np.diff(mine) > 0).all(), f"row {b}, head {head}: a position twice"
+                assert (mine <= at).all(), f"row {b}, head {head}: a position past the newest token"
+                want = dense(tokens.q[b, at, head : head + 1], *(a[mine, kv : kv + 1] for a in stored))
+                assert_close(out[b, head : head + 1], want, spec, f"row {b}, head {head}, position {at}")
 
 
 def step_attends_to_what_is_held(policy: Policy, spec: CacheSpec) -> None:

@@ -11,6 +11,7 @@ from kvjax.testing._attending import (
     every_token_is_in_one_zone,
     order_of_chunks_does_not_matter,
     prompt_attends_causally,
+    step_attends_to_the_positions_it_tells,
     step_attends_to_what_is_held,
 )
 from kvjax.testing._gradients import gradients_are_those_of_attention
@@ -49,6 +50,7 @@ FUNCTIONS: dict[str, Law] = {
         selected_slots_are_valid_and_unique,
         recall_grows_with_budget,
         every_token_is_in_one_zone,
+        step_attends_to_the_positions_it_tells,
         inactive_rows_store_nothing,
         insert_replaces_one_row,
         full_cache_drops_and_says_so,

@@ -12,6 +12,7 @@ from jax import Array
 
 from kvjax.attention import LayerCache
 from kvjax.caches import Policy
+from kvjax.partial import group_queries
 from kvjax.selection import Selection, mass_recall
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import (
@@ -56,7 +57,7 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
     tokens, lengths = random_tokens(spec, 9), ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     state = core_state(cache.state)
-    q = jnp.asarray(tokens.at(lengths[:, None])[0][:, 0])
+    q = group_queries(jnp.asarray(tokens.at(lengths[:, None])[0][:, 0]), spec.kv_heads)
     stored = state.store.slots
     keys = np.zeros((spec.batch, spec.kv_heads, stored + state.recent.slots, spec.head_dim), np.float32)
     for b, n in enumerate(lengths):
@@ -67,8 +68,7 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
 
     @partial(jax.jit, static_argnums=1)
     def selection_and_mass(st: Any, wider: Any, keys: Array) -> tuple[Selection, Array]:
-        qg = q.astype(jnp.float32).reshape(spec.batch, spec.kv_heads, spec.group, spec.head_dim)
-        logits = jnp.einsum("bkgd,bksd->bkgs", qg, keys) * spec.head_dim**-0.5
+        logits = jnp.einsum("bkgd,bksd->bkgs", q.astype(jnp.float32), keys) * spec.head_dim**-0.5
         valid = [jnp.arange(b.slots)[None] < b.count[:, None] for b in (st.store, st.recent)]
         selection = wider.select(st, q)
         return selection, mass_recall(selection, logits, jnp.concatenate(valid, axis=1))

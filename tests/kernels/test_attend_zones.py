@@ -135,8 +135,8 @@ def test_a_step_of_retrieval_is_the_same_with_the_kernel_of_zones(monkeypatch):
     spec = CacheSpec(batch=3, q_heads=4, kv_heads=2, head_dim=64, capacity=200, dtype=jnp.bfloat16)
     chooses = {"selector": MinMaxPages(page=4), "demote": Fifo(leave=8)}
     policy = Retrieval(**chooses, budget=40, sink=3, local=6, dense_below=20)
-    k, v = (normal(s, 3, 101, 2, 64, dtype=jnp.bfloat16) for s in (1, 2))
-    q, lengths = normal(0, 3, 4, 64, dtype=jnp.bfloat16), jnp.asarray([101, 17, 2])
+    k, v = (normal(s, 3, 2, 101, 64, dtype=jnp.bfloat16) for s in (1, 2))
+    q, lengths = normal(0, 3, 2, 2, 64, dtype=jnp.bfloat16), jnp.asarray([101, 17, 2])
     state = jax.jit(lambda k, v: policy.prefill(policy.init(spec), k, v, lengths))(k, v)
     for window in (None, 50):
         want, _, info = jax.jit(lambda *args, w=window: policy.attend(*args, scale=0.125, window=w))(state, q)

@@ -642,7 +642,7 @@ def test_a_step_chooses_of_all_pools_and_lengths_what_select_ranks_highest(group
         demote=Fifo(leave=16),
         dense_below=30,
     )
-    k, q = jax.random.normal(jax.random.key(0), (4, 100, 2, 16)), jax.random.normal(jax.random.key(1), (4, 4, 16))
+    k, q = (jax.random.normal(jax.random.key(i), (4, 2, n, 16)) for i, n in enumerate((100, 2)))
     lengths = jnp.array([100, 29, 31, 0])
 
     @jax.jit

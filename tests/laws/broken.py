@@ -33,9 +33,9 @@ class BrokenFull(Full):
         if isinstance(st, Wrapped):
             return dataclasses.replace(st, full=super().prefill(st.full, k, v, lengths))
         if self.fault == "stores padding's mean":
-            k = k + 0 * jnp.mean(k, axis=1, keepdims=True)
+            k = k + 0 * jnp.mean(k, axis=2, keepdims=True)
         if self.fault == "stores a prompt in reverse":
-            k = jnp.flip(k, axis=1)
+            k = jnp.flip(k, axis=2)
         return super().prefill(st, k, v, lengths)
 
     def update(self, st, k, v, active):
@@ -48,7 +48,7 @@ class BrokenFull(Full):
             return super().update(st, k, v, jnp.ones_like(active))
         if self.fault == "clamps":
             last = tokens.slots - 1
-            tokens = dataclasses.replace(tokens, k=tokens.k.at[:, :, last].set(jnp.swapaxes(k, 1, 2)[:, :, 0]))
+            tokens = dataclasses.replace(tokens, k=tokens.k.at[:, :, last].set(k[:, :, 0]))
             return dataclasses.replace(after, tokens=tokens, overflow=st.overflow)
         if self.fault == "copies its cache":
             turned = lax.optimization_barrier(jnp.sort(tokens.k, axis=2) + jnp.sort(tokens.v, axis=2))
@@ -67,6 +67,8 @@ class BrokenFull(Full):
         if self.fault == "forgets the newest":
             tokens = dataclasses.replace(tokens, count=jnp.maximum(tokens.count - 1, 1))
         out, _, info = super().attend(dataclasses.replace(st, tokens=tokens), q, scale=scale, window=window)
+        if self.fault == "tells one token too few":
+            info = info._replace(positions=jnp.where(info.positions == 1, -1, info.positions))
         if self.fault == "changes the state":
             st = dataclasses.replace(st, overflow=st.overflow.astype(jnp.int8))
         if self.fault == "stops the gradient":
@@ -187,6 +189,7 @@ BROKEN: dict[str, kvjax.Policy] = {
         "cannot be saved",
         "stops the gradient",
         "counts its steps in a static field",
+        "tells one token too few",
     )
 } | {
     "equals nothing": Identity(),
@@ -212,6 +215,7 @@ CAUGHT: list[tuple[str, str]] = [
     ("counts its steps in a static field", "one_trace_serves_all_steps"),
     ("scales by the batch's mean length", "insert_replaces_one_row"),
     ("forgets a prompt's first chunk", "prompt_attends_causally"),
+    ("tells one token too few", "step_attends_to_the_positions_it_tells"),
     ("cannot be saved", "checkpoint_restores_to_the_bit"),
     ("equals nothing", "policy_is_a_value"),
     ("stops the gradient", "gradients_are_those_of_attention"),
