@@ -52,9 +52,10 @@ from kvjax.generation import decode, generate, prefill, stream
 from kvjax.ops import explain
 from kvjax.partial import PartialAttention, attend_part, merge
 from kvjax.selection import Selection
-from kvjax.selectors import CentrePages, Exact, Fier, MinMaxPages, Paris, Selector
+from kvjax.selectors import BallPages, CentrePages, Exact, Fier, MinMaxPages, Paris, ProductCodes, Selector
 from kvjax.spec import CacheSpec
 from kvjax.stores import Dense, FusedSlotStore, FusedStore, HostOffload, Quantized, RecallingStore, Store
+from kvjax.timestamps import LastUse
 
 if TYPE_CHECKING:
     from kvjax.saving import restore, save
@@ -80,6 +81,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "BallPages",
     "Cache",
     "CacheSpec",
     "CentrePages",
@@ -100,6 +102,7 @@ __all__ = [
     "HostOffload",
     "Info",
     "LastQuery",
+    "LastUse",
     "LayerCache",
     "LogSparse",
     "MinMaxPages",
@@ -109,6 +112,7 @@ __all__ = [
     "PartialAttention",
     "PerLayer",
     "Policy",
+    "ProductCodes",
     "Quantized",
     "RecallingStore",
     "Retrieval",

@@ -8,17 +8,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
+from kvjax.budgets import pyramid
 from kvjax.caches import Compressed, Evicting, Full, PerLayer, Policy, Retrieval, Speculative
 from kvjax.demotion import Fifo, LogSparse
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
 from kvjax.selection import GroupReduce
-from kvjax.selectors import Exact, Fier, MinMaxPages, Paris
+from kvjax.selectors import BallPages, CentrePages, Exact, Fier, MinMaxPages, Paris, ProductCodes
 from kvjax.selectors.paris import Votes
 from kvjax.settings import read_settings
 from kvjax.spec import require_int
 from kvjax.stores import Dense, HostOffload, Quantized
 from kvjax.stores.quantized import KeyAxis
+from kvjax.timestamps import LastUse
 from kvjax.validation import nearest, shown
 
 
@@ -218,6 +221,81 @@ def freekv(
     return PerLayer((Full(),) * dense_layers, Speculative(policy, tau=tau))
 
 
+def arkvale(
+    budget: int = 1024,
+    *,
+    digest: Literal["cuboid", "sphere"] = "cuboid",
+    page: int = 32,
+    group_reduce: GroupReduce = "mean_score",
+    sink: int = 64,
+    local: int = 64,
+    dense_layers: int = 2,
+) -> PerLayer:
+    """ArkVale: keys and values in host memory, and each step recalls the pages whose digest scores best.
+
+    The first `dense_layers` layers attend to everything, on the device. `sink` first and `local` newest tokens, two
+    pages each, are always attended. The rest of the budget is pages of `page` tokens, by a box around the typical keys
+    of each ("cuboid", `CentrePages`) or a ball ("sphere", `BallPages`). Pages that the step before recalled are still
+    on the device and are not moved again.
+
+    **Source:** ArkVale (Chen et al. 2024). **Differs:** resident are the pages of the last step alone, where the paper
+    keeps a cache of pages and replaces the one that scores least; both attend to the same pages. A page that is not yet
+    full competes by the exact scores of its tokens.
+    """
+    require_int("arkvale(dense_layers=...)", dense_layers, at_least=0)
+    require_int("arkvale(budget=...)", budget, at_least=1)
+    if digest not in ("cuboid", "sphere"):
+        raise ValueError(f"arkvale(digest={digest!r}) must be 'cuboid' or 'sphere'")
+    _require_page("arkvale", budget, page, sink, local)
+    digests = CentrePages if digest == "cuboid" else BallPages
+    policy = Retrieval(
+        selector=digests(page=page, group_reduce=group_reduce),
+        store=HostOffload(page=page),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=page),
+        dense_below=0,
+    )
+    return PerLayer((Full(),) * dense_layers, Speculative(policy, tau=2.0))  # no cosine reaches 2: never a step late
+
+
+def pqcache(
+    budget: int = 1024,
+    *,
+    parts: int = 2,
+    bits: int = 6,
+    learn: int = 1024,
+    group_reduce: GroupReduce = "sum_softmax",
+    sink: int = 4,
+    local: int = 64,
+    host: bool = False,
+    dense_layers: int = 0,
+) -> PerLayer:
+    """PQCache: every token is kept, and a step attends to the `budget` whose product-quantised keys score best.
+
+    A key is `parts` codes of `bits` bits, each the nearest of the centroids that k-means found among the first `learn`
+    tokens. Tokens are encoded `learn` at a time; until then they compete by their exact scores. With `host` the
+    history's keys and values lie in host memory.
+
+    **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820). **Differs:** see `ProductCodes`: centroids are learnt
+    from the first `learn` tokens, not from the whole prompt. The paper keeps keys and values in host memory with a
+    cache of blocks on the device; here that is `host`, without the cache.
+    """
+    require_int("pqcache(dense_layers=...)", dense_layers, at_least=0)
+    require_int("pqcache(budget=...)", budget, at_least=1)
+    policy = Retrieval(
+        selector=ProductCodes(parts=parts, bits=bits, learn=learn, group_reduce=group_reduce),
+        store=HostOffload() if host else Dense(),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=learn),
+        dense_below=0,
+    )
+    return PerLayer((Full(),) * dense_layers, policy)
+
+
 def _require_page(name: str, budget: int, page: int, sink: int, local: int) -> None:
     """Raises ValueError where the budget leaves no room for a page beside sink and local window."""
     if sink + local <= budget < sink + local + page:
@@ -291,6 +369,42 @@ def snapkv(budget: int = 1024, *, window: int = 32, kernel_size: int = 7, dense_
     return _evicting("snapkv", Observation(window=window, kernel_size=kernel_size), budget, dense_layers)
 
 
+def raas(budget: int = 1024, *, threshold: float = 1e-4, dense_layers: int = 0) -> PerLayer:
+    """RaaS: a prompt stays, and the generated token that has gone longest without attention is dropped.
+
+    **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147). **Differs:** see `LastUse`: tokens, not pages of 16, by exact
+    weights, and the budget counts the prompt.
+    """
+    return _evicting("raas", LastUse(threshold=threshold), budget, dense_layers)
+
+
+def pyramidkv(
+    budget: int = 1024, *, layers: int = 32, beta: float = 20.0, window: int = 8, kernel_size: int = 7
+) -> PerLayer:
+    """PyramidKV: SnapKV with a budget that falls linearly from the first layer to the last, `budget` on average.
+
+    Beside `window` tokens in every layer, the last of `layers` layers has 1/beta of an equal share of the rest, and the
+    first has what makes the mean come out. Give the number of layers of your model.
+
+    **Source:** PyramidKV (Cai et al. 2024, arXiv 2406.02069): beta 20. **Differs:** as `snapkv`; budgets are rounded to
+    whole tokens, so the mean may differ from `budget` by less than one.
+    """
+    require_int("pyramidkv(budget=...)", budget, at_least=1)
+    require_int("pyramidkv(layers=...)", layers, at_least=1)
+    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 1 <= beta < float("inf"):
+        raise ValueError(f"pyramidkv(beta={beta!r}) must be a number, at least 1")
+    evictor = Observation(window=window, kernel_size=kernel_size)
+    beside = min(evictor.window, budget)
+    budgets = [beside + share for share in pyramid(budget - beside, layers, beta)]
+    if budgets[-1] < 2:
+        raise ValueError(
+            f"pyramidkv(budget={budget}) leaves the last of {layers} layers {budgets[-1]} tokens and it needs 2; raise "
+            "the budget or the window"
+        )
+    policies = [Evicting(evictor=evictor, budget=tokens) for tokens in budgets]
+    return PerLayer.of(policies)
+
+
 def _evicting(name: str, evictor: Evictor, budget: int, dense_layers: int) -> PerLayer:
     require_int(f"{name}(dense_layers=...)", dense_layers, at_least=0)
     require_int(f"{name}(budget=...)", budget, at_least=1)
@@ -336,6 +450,13 @@ REGISTRY: dict[str, Preset] = {
             "FreeKV 2025",
         ),
         Preset(
+            "arkvale",
+            arkvale,
+            "all tokens in host memory; attends to the pages with the best digests",
+            "ArkVale 2024",
+        ),
+        Preset("pqcache", pqcache, "all tokens, and keys in 2 bytes; attends to the budget", "PQCache 2024"),
+        Preset(
             "logquant",
             logquant,
             "84 to 126 tokens in full precision, log-spaced, the rest in 2 bits; reads all",
@@ -364,6 +485,13 @@ REGISTRY: dict[str, Preset] = {
             "the prompt's tokens that its last 32 queries attend to most, and later tokens",
             "SnapKV 2024",
         ),
+        Preset(
+            "pyramidkv",
+            pyramidkv,
+            "as snapkv, with budgets that fall from the first layer to the last",
+            "PyramidKV 2024",
+        ),
+        Preset("raas", raas, "the prompt, and generated tokens that were attended to lately", "RaaS 2025"),
     )
 }
 
@@ -424,6 +552,11 @@ def check_reaches(policies: PerLayer, layers: int, name: str) -> None:
     ValueError: fier keeps the first 2 layers full and the model has 2, so no layer uses it; set dense_layers below 2
     """
     if len(policies.first) >= layers and policies.rest not in policies.first[:layers]:
+        if set(policies.first) != {Full()}:
+            raise ValueError(
+                f"{name} has policies for {len(policies.first) + 1} layers and the model has {layers}; set "
+                f"layers={layers}"
+            )
         raise ValueError(
             f"{name} keeps the first {len(policies.first)} layers full and the model has {layers}, so no layer uses "
             f"it; set dense_layers below {layers}"

@@ -37,8 +37,12 @@ COLOURS = {
     "streaming_llm": "#999933",
     "logquant": "#332288",
     "kivi": "#44aa99",
+    "arkvale": "#6699cc",
+    "pqcache": "#994455",
+    "pyramidkv": "#ee8866",
+    "raas": "#bbaa33",
 }
-MARKERS = "oDs^vPX*<>hp"
+MARKERS = "oDs^vPX*<>hpdH81234x+|_."
 LINES = ("-", "--", ":", "-.")
 
 

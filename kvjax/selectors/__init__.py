@@ -5,10 +5,23 @@ Scores estimate scale * q.k, so that they compare with the exact scores of token
 `Retrieval` pools over the group, and picks; a `FusedSelector` does that by itself.
 """
 
+from kvjax.selectors.balls import BallPages
 from kvjax.selectors.exact import Exact
 from kvjax.selectors.fier import Fier
 from kvjax.selectors.pages import CentrePages, MinMaxPages
 from kvjax.selectors.paris import Paris
+from kvjax.selectors.product import ProductCodes
 from kvjax.selectors.selector import Candidates, FusedSelector, Selector
 
-__all__ = ["Candidates", "CentrePages", "Exact", "Fier", "FusedSelector", "MinMaxPages", "Paris", "Selector"]
+__all__ = [
+    "BallPages",
+    "Candidates",
+    "CentrePages",
+    "Exact",
+    "Fier",
+    "FusedSelector",
+    "MinMaxPages",
+    "Paris",
+    "ProductCodes",
+    "Selector",
+]

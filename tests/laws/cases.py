@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 import kvjax
 from kvjax import (
+    BallPages,
     CacheSpec,
     CentrePages,
     Compressed,
@@ -26,6 +27,7 @@ from kvjax import (
     MinMaxPages,
     Observation,
     Paris,
+    ProductCodes,
     Quantized,
     Retrieval,
     Sliding,
@@ -74,6 +76,19 @@ CASES: dict[str, Case] = {
     "pages in host memory": _with(selector=MinMaxPages(page=16), store=HostOffload(page=8)),
     "fier in host memory, bf16": _with(store=HostOffload(), spec=dataclasses.replace(SPEC, dtype=jnp.bfloat16)),
     "all in host memory": Case(Compressed(store=HostOffload(page=32), sink=4, local=24, demote=Fifo(leave=32))),
+    "arkvale, budget 72": Case(presets.arkvale(budget=72, page=8, sink=4, local=24).rest),
+    "pages by ball, per query head, 7 on 1": _with(
+        selector=BallPages(page=16, radius="max", group_reduce="per_head"),
+        budget=70,
+        spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1),
+    ),
+    # Tokens with equal codes tie, and the lower slot wins: with a code for every two channels none are equal.
+    "pqcache, 8 parts": _with(selector=ProductCodes(parts=8, bits=5, learn=32)),
+    "pqcache in host memory, bf16": _with(
+        selector=ProductCodes(parts=8, bits=5, learn=32, group_reduce="per_head"),
+        store=HostOffload(),
+        spec=dataclasses.replace(SPEC, dtype=jnp.bfloat16),
+    ),
     "freekv preset, budget 72": Case(presets.freekv(budget=72, page=8, sink=4, local=24, tau=0.0).rest),
     "fier per query head a step late, 7 on 1": _late(
         selector=Fier(group=16, group_reduce="per_head"),
@@ -106,6 +121,7 @@ CASES: dict[str, Case] = {
     "h2o preset, budget 64": Case(presets.h2o(budget=64).rest),
     "tova, budget 64": Case(presets.tova(budget=64).rest),
     "snapkv, budget 64": Case(presets.snapkv(budget=64).rest),
+    "raas, budget 64": Case(presets.raas(budget=64).rest),
     "window without a sink, 7 on 1, bf16": Case(
         Evicting(evictor=Sliding(sink=0), budget=61),
         dataclasses.replace(SPEC, q_heads=7, kv_heads=1, dtype=jnp.bfloat16),

@@ -1,0 +1,53 @@
+"""RaaS: an evictor that goes by when a token was last attended to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+_ARRIVAL = 1.0  # of a token that no step has seen: above all that steps leave
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastUse:
+    """Evicts the token that has gone longest without a softmax weight above `threshold`; a prompt's tokens stay.
+
+    A step stamps each held token to which one of the group's query heads pays more than the threshold. Evidence is 0
+    for a token stamped by the last step, one less for each step since, and infinite for tokens of a prompt. The budget
+    should exceed the prompt by what an answer needs. Of a longer prompt only the newest tokens are kept, and all
+    generated tokens share one slot.
+
+    **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147): stamps, threshold 1e-4, prompt kept. **Differs:** tokens are
+    stamped and evicted one at a time, by their exact weights; the paper does so for pages of 16, by an estimate. The
+    budget counts the prompt.
+    """
+
+    threshold: float = 1e-4
+
+    def __post_init__(self) -> None:
+        value = self.threshold
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise ValueError(f"LastUse(threshold=...) is a softmax weight, at least 0 and below 1; got {value!r}")
+
+    @property
+    def arrival(self) -> float:
+        return _ARRIVAL
+
+    def check(self, budget: int) -> None:
+        pass
+
+    def voters(self, slots: int) -> int:
+        return 1  # their votes are not used: all of a prompt stays
+
+    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
+        return jnp.where(evidence == _ARRIVAL, jnp.inf, evidence)
+
+    def see_step(self, evidence: Array, weights: Array) -> Array:
+        stamped = jnp.any(weights > self.threshold, axis=2)
+        return jnp.where(jnp.isinf(evidence), evidence, jnp.where(stamped, 0.0, evidence - 1))
+
+    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
+        assert evidence is not None
+        return evidence

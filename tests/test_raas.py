@@ -1,0 +1,64 @@
+"""RaaS against numpy written from its words, and PyramidKV's budgets."""
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import CacheSpec, Evicting, LastUse, presets
+from kvjax.testing import _drive as drive
+from kvjax.testing._expect import held_positions
+
+SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=100, dtype="float32")
+
+
+def test_the_token_without_attention_for_longest_is_evicted_and_the_prompt_stays() -> None:
+    """A threshold of 1/20 is passed now and then, so stamps differ from ages."""
+    threshold, budget, prompt = 0.05, 24, 12
+    tokens = drive.random_tokens(SPEC)
+    cache = kvjax.init_layer(Evicting(evictor=LastUse(threshold=threshold), budget=budget), SPEC)
+    cache, _ = drive.fill(cache, tokens, np.full(2, prompt))
+    held = {at: {p: np.inf for p in range(prompt)} for at in np.ndindex(2, 2)}  # stamp of each position
+    by_age = 0
+    for n in range(prompt, 80):
+        _, cache, _ = drive.step(cache, tokens, np.full(2, n))
+        ours = held_positions(cache)
+        for (row, head), stamps in held.items():
+            if len(stamps) == budget:
+                oldest = min(stamps, key=lambda p: (stamps[p], p))
+                by_age += oldest != min(p for p in stamps if p >= prompt)
+                del stamps[oldest]
+            stamps[n] = n
+            at = sorted(stamps)
+            q = tokens.q[row, n].reshape(2, 2, -1)[head].astype(np.float64)
+            logits = q @ tokens.k[row, at, head].astype(np.float64).T / 4
+            weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            for p, weight in zip(at, weights.max(axis=0), strict=True):
+                if weight > threshold and p >= prompt:
+                    stamps[p] = n
+            assert sorted(ours[row][head]) == at, (row, head, n)
+    assert by_age > 10, "stamps and ages choose alike"
+
+
+def test_budgets_of_a_pyramid_fall_linearly_and_keep_their_mean() -> None:
+    policies = presets.pyramidkv(budget=256, layers=16, beta=20, window=16)
+    budgets = np.array([policies.policy(i).budget for i in range(16)])
+    assert abs(budgets.mean() - 256) < 1
+    assert budgets[-1] == 16 + (256 - 16) // 20
+    assert (np.abs(np.diff(budgets) - np.diff(budgets).mean()) <= 1).all()
+    assert (np.diff(budgets) < 0).all()
+    assert presets.pyramidkv(budget=64, layers=1).policy(0).budget == 64
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: LastUse(threshold=1.0), r"threshold=.*below 1; got 1.0"),
+        (lambda: presets.pyramidkv(beta=0.5), r"beta=0.5.*at least 1"),
+        (lambda: presets.pyramidkv(budget=1, layers=2), r"budget=1.*needs 2"),
+        (lambda: presets.check_reaches(presets.pyramidkv(), 8, "pyramidkv"), r"policies for 32 layers.*layers=8"),
+    ],
+)
+def test_what_cannot_work_is_refused(make, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
