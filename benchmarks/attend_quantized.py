@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas import _common, attend_quantized
-from kvjax.kernels_pallas.attend_quantized import Config
+from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.attend import attend_quantized
+from kvjax.kernels_pallas.attend.attend_quantized import Config
 from sweep import Sweep, run
 
 from kvjax import ops
@@ -58,7 +59,7 @@ def measure(sweep: Sweep, *shape: int) -> dict[str, Any]:
     first = attend_quantized.config_for(B * K, layout)
     configs = [first]
     configs += [Config(times * first.blocks, *sizes) for times, *sizes in OTHERS]
-    configs = [x for x in configs if attend_quantized.smem_bytes(layout, x) <= _common.SMEM]
+    configs = [x for x in configs if attend_quantized.smem_bytes(layout, x) <= simt.SMEM]
     row = sweep("attend_quantized", kernel, reference, args, configs=configs, error=error, most=2e-2, moved=moved)
     sizes = {"B": B, "K": K, "Q": Q, "S": S, "D": D, "bits": bits, "key_group": [tokens, channels]}
     return {**sizes, "value_group": value_channels, **row}

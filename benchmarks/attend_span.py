@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas import attend_span
-from kvjax.kernels_pallas.attend_span import Config
+from kvjax.kernels_pallas.attend import attend_span
+from kvjax.kernels_pallas.attend.attend_span import Config
 from sweep import Sweep, repeats, run
 
 from kvjax import ops

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from attend_slots import CONFIGS
 from device_time import device_time
 from jax import Array
-from kvjax.kernels_pallas import attend_zones
+from kvjax.kernels_pallas.attend import attend_zones
 from sweep import Sweep, repeats, run
 
 from kvjax import ops

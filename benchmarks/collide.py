@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas import collide
-from kvjax.kernels_pallas.collide import Config
+from kvjax.kernels_pallas.vote import collide
+from kvjax.kernels_pallas.vote.collide import Config
 from sweep import Sweep, repeats, run
 
 from kvjax import ops

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from device_time import kernels, write
-from kvjax.kernels_pallas import host_append, host_rows
-from kvjax.kernels_pallas.host_rows import Config
+from kvjax.kernels_pallas.host import host_append, host_rows
+from kvjax.kernels_pallas.host.host_rows import Config
 
 from kvjax import ops
 from kvjax.memory import host_zeros, to_device, to_host

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas import most_voted
-from kvjax.kernels_pallas.most_voted import Config, config_for
+from kvjax.kernels_pallas.vote import most_voted
+from kvjax.kernels_pallas.vote.most_voted import Config, config_for
 from sweep import Sweep, run
 
 from kvjax import ops

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas import rerank
-from kvjax.kernels_pallas.rerank import Config
+from kvjax.kernels_pallas.score import rerank
+from kvjax.kernels_pallas.score.rerank import Config
 from sweep import Sweep, repeats, run
 
 from kvjax import ops

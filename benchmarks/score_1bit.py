@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas import score_1bit
-from kvjax.kernels_pallas.score_1bit import Config, config_for
+from kvjax.kernels_pallas.score import score_1bit
+from kvjax.kernels_pallas.score.score_1bit import Config, config_for
 from sweep import Sweep, run
 
 from kvjax import ops

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas import score_pages
-from kvjax.kernels_pallas.score_pages import Config
+from kvjax.kernels_pallas.score import score_pages
+from kvjax.kernels_pallas.score.score_pages import Config
 from sweep import Sweep, repeats, run
 
 from kvjax import ops

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas import select_4bit
-from kvjax.kernels_pallas.select_4bit import Config, config_for
+from kvjax.kernels_pallas.select import select_4bit
+from kvjax.kernels_pallas.select.select_4bit import Config, config_for
 from rerank import inputs
 from sweep import Sweep, repeats, run
 

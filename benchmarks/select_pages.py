@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import score_pages
 from device_time import device_time
 from jax import Array
-from kvjax.kernels_pallas import select_pages
-from kvjax.kernels_pallas.select_pages import Config, config_for
+from kvjax.kernels_pallas.select import select_pages
+from kvjax.kernels_pallas.select.select_pages import Config, config_for
 from sweep import Sweep, repeats, run
 
 from kvjax import ops

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 from device_time import BYTES_PER_US, device_time, where, write
-from kvjax.kernels_pallas import _tuned
+from kvjax.kernels_pallas import tuned
 
 L2_BYTES = 60e6
 LEAST_GAIN = 0.03  # of an entry of tuned.json, over the kernel's rule
@@ -26,7 +26,7 @@ class Sweep:
     """What a run tries for each shape, and whether it keeps what wins."""
 
     most_configs: int | None = None  # that are tried; None: all
-    settled: list[_tuned.Asked] | None = None  # what has been tuned, each by its first inputs; None: nothing is
+    settled: list[tuned.Asked] | None = None  # what has been tuned, each by its first inputs; None: nothing is
 
     def __call__(
         self,
@@ -79,22 +79,22 @@ def label_of(config: Any) -> str:
 
 def _asked(
     kernel: Callable[[Any], Callable[..., Any]], args: Sequence[Any], name: str, configs: Iterable[Any]
-) -> tuple[list[Any], _tuned.Asked | None]:
+) -> tuple[list[Any], tuned.Asked | None]:
     """What to try, the default first, then the kernel's rule; and what the kernel asks for when it is given none."""
-    with _tuned.asked() as all_asked:
+    with tuned.asked() as all_asked:
         jax.eval_shape(lambda *args: kernel(None)(*args), *args)
     found = next((x for x in all_asked if x.kernel == name), None)
     return list(dict.fromkeys([*((found.config, found.rule) if found else ()), *configs])), found
 
 
-def tune(found: _tuned.Asked, times: dict[Any, float]) -> None:
+def tune(found: tuned.Asked, times: dict[Any, float]) -> None:
     """Writes the fastest config for the shape on its device to tuned.json, if it gains enough; the shape's old entry
     goes."""
     if found.device is None:
         raise SystemExit("tuned.json has entries by kind of device, and this device's is not known")
     best = min(times, key=lambda config: times[config])
-    _tuned.entries.cache_clear()  # another benchmark may have written to it
-    devices = {device: dict(kernels) for device, kernels in _tuned.entries(_tuned.FILE).items()}
+    tuned.entries.cache_clear()  # another benchmark may have written to it
+    devices = {device: dict(kernels) for device, kernels in tuned.entries(tuned.FILE).items()}
     kernels = devices.pop(found.device, {})
     kept = [entry for entry in kernels.pop(found.kernel, []) if entry["shape"] != found.shape]
     if times[best] <= (1 - LEAST_GAIN) * times[found.rule]:
@@ -105,8 +105,8 @@ def tune(found: _tuned.Asked, times: dict[Any, float]) -> None:
         kernels[found.kernel] = kept
     if kernels:
         devices[found.device] = kernels
-    _tuned.FILE.write_text(_lines(devices) + "\n")
-    _tuned.entries.cache_clear()
+    tuned.FILE.write_text(_lines(devices) + "\n")
+    tuned.entries.cache_clear()
 
 
 def _lines(x: Any, depth: int = 0) -> str:
@@ -141,7 +141,7 @@ def run(
     given, rows = parser.parse_args(), []
     if jax.default_backend() != "gpu":
         parser.error("this measures a GPU")
-    settled: list[_tuned.Asked] | None = [] if given.tune else None
+    settled: list[tuned.Asked] | None = [] if given.tune else None
     for shape in shapes:
         most_configs = None if given.all or len(rows) < swept else 1
         rows.append(measure(Sweep(most_configs, settled), *shape))

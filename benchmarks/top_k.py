@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas import top_k
-from kvjax.kernels_pallas.top_k import Config, config_for
+from kvjax.kernels_pallas.select import top_k
+from kvjax.kernels_pallas.select.top_k import Config, config_for
 from sweep import Sweep, run
 
 from kvjax import ops

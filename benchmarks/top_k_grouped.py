@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from device_time import device_time
 from jax import Array
-from kvjax.kernels_pallas import top_k_grouped
-from kvjax.kernels_pallas.top_k import Config, config_for
+from kvjax.kernels_pallas.select import top_k_grouped
+from kvjax.kernels_pallas.select.top_k import Config, config_for
 from sweep import Sweep, run
 
 from kvjax import ops

@@ -14,7 +14,8 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from kvjax.kernels_pallas import score_pages, select_4bit
+from kvjax.kernels_pallas.score import score_pages
+from kvjax.kernels_pallas.select import select_4bit
 
 from kvjax.evaluate.plots import COLOURS
 from kvjax.presets import REGISTRY

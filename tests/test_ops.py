@@ -26,7 +26,7 @@ def select_1bit(**options):
 
 
 def test_every_kernel_has_an_operation_and_every_operation_is_exported():
-    assert {op.kernel for op in ops.OPS.values()} == set(KERNELS)
+    assert {op.module for op in ops.OPS.values()} == set(KERNELS.values())
     for name, op in ops.OPS.items():
         assert getattr(ops, name) is op
         assert name in ops.__all__

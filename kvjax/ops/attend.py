@@ -12,7 +12,7 @@ from kvjax.partial import PartialAttention, Span, attend_part, keep_valid, merge
 from kvjax.selection import PackedSelection, Selection, membership, split_selection
 
 
-@op(static_argnames=("scale",), derivative="reference")
+@op(kernel="attend.attend_span", static_argnames=("scale",), derivative="reference")
 def attend_span(q: Array, span: Span, *, scale: float, implementation: Implementation | None = None) -> Array:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over `span`; 0 where it is empty.
 
@@ -33,7 +33,7 @@ def _attend_span_mosaic(kernel: Any, q: Array, span: Span, *, scale: float) -> A
     return kernel.attend_span(q, *span, scale=scale)
 
 
-@op(static_argnames=("scale",), derivative="reference")
+@op(kernel="attend.attend_slots", static_argnames=("scale",), derivative="reference")
 def attend_slots(
     q: Array,
     k: Array,
@@ -63,7 +63,7 @@ def _attend_slots_mosaic(
     return PartialAttention(*kernel.attend_slots(q, k, v, *selection, scale=scale))
 
 
-@op(static_argnames=("local", "scale"), derivative="reference")
+@op(kernel="attend.attend_zones", static_argnames=("local", "scale"), derivative="reference")
 def attend_zones(
     q: Array,
     k: Array,

@@ -15,7 +15,7 @@ from kvjax.ops.op import Implementation, op
 Parts = tuple[Array, ...]
 
 
-@op()
+@op(kernel="host.host_rows")
 def host_rows(x: Array, index: Array, *, implementation: Implementation | None = None) -> Array:
     """[B, K, N, ...] on the device: rows `index` i32[B, K, N] of x [B, K, P, ...] in host memory; zeros where it is out
     of range.
@@ -36,7 +36,7 @@ def _host_rows_mosaic(kernel: Any, x: Array, index: Array) -> Array:
     return kernel.host_rows(x, index)
 
 
-@op(kernel="host_rows")
+@op(kernel="host.host_rows")
 def host_rows_first(
     x: Array,
     index: Array,
@@ -73,7 +73,7 @@ def _host_rows_first_mosaic(
     return kernel.recall(x, index, edge, now, held, recent)
 
 
-@op(kernel="host_rows")
+@op(kernel="host.host_rows")
 def host_rows_rest(
     x: Array,
     index: Array,
@@ -172,7 +172,7 @@ def _host_recall(x: Array, index: Array, edge: Array, places: int, recent: Parts
     )
 
 
-@op()
+@op(kernel="host.host_append")
 def host_append(
     x: Array, new: Sequence[Array], at: Array, count: Array, *, implementation: Implementation | None = None
 ) -> Array:

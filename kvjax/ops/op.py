@@ -48,11 +48,11 @@ class Op(Generic[P, R]):
     """An operation: callable as its reference is, with `implementation` to choose what runs. Made by `op`."""
 
     def __init__(
-        self, reference: Callable[P, R], kernel: str | None, static_argnames: tuple[str, ...], derivative: Derivative
+        self, reference: Callable[P, R], kernel: str, static_argnames: tuple[str, ...], derivative: Derivative
     ) -> None:
         functools.update_wrapper(self, reference)
         self.name = reference.__name__
-        self.kernel = kernel or self.name  # a module of kvjax.kernels_pallas
+        self.kernel = kernel  # folder and module in kvjax.kernels_pallas
         self.reference = reference  # in it, operations are chosen as anywhere
         self._signature = inspect.signature(reference)
         self._static = static_argnames
@@ -62,6 +62,11 @@ class Op(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<kvjax.ops.{self.name}>"
+
+    @property
+    def module(self) -> Any:
+        """The module of the kernel, imported on first use."""
+        return import_module(f"kvjax.kernels_pallas.{self.kernel}")
 
     def limit(self, f: Callable[..., str | None]) -> Callable[..., str | None]:
         """Registers f(kernel's module, arguments): the limit of the kernel that they exceed, or None.
@@ -81,7 +86,7 @@ class Op(Generic[P, R]):
         bound.apply_defaults()
         given = bound.arguments
         implementation = _require(given.pop("implementation")) or _chosen.value
-        kernel = import_module(f"kvjax.kernels_pallas.{self.kernel}")
+        kernel = self.module
         limit = _why_not(self._limit(kernel, **given))
         how = self._explain(kernel, limit, implementation)
         if (found := _explained.get()) is not None:
@@ -90,7 +95,7 @@ class Op(Generic[P, R]):
         operands = tuple(given.values())
         # JAX traces a branch once for each function and shapes, so equal calls share their functions. Not where
         # somebody looks at the calls inside, or changes a kernel.
-        build = _functions.__wrapped__ if found is not None or _traced_anew() else _functions
+        build = _functions.__wrapped__ if found is not None or not _has_cache() else _functions
         silent = how.implementation == "mosaic"
         run, reference = build(self, static, silent or implementation is not None, silent)
         if self.derivative == "zero":
@@ -119,13 +124,13 @@ class Op(Generic[P, R]):
 
 
 def op(
-    *, kernel: str | None = None, static_argnames: tuple[str, ...] = (), derivative: Derivative = "none"
+    *, kernel: str, static_argnames: tuple[str, ...] = (), derivative: Derivative = "none"
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Makes an operation of a reference in plain JAX, which must take `implementation=None` and leave it unused.
 
-    `kernel` is the module of the kernel, if not of the operation's name. Arguments named in `static_argnames` are
-    Python values; all others are pytrees of arrays. `derivative`: a kernel has none of its own. It takes that of the
-    reference, or "zero" for a choice of slots.
+    `kernel` is the folder and module of the kernel in `kvjax.kernels_pallas`, such as "attend.attend_span". Arguments
+    named in `static_argnames` are Python values; all others are pytrees of arrays. `derivative`: a kernel has none of
+    its own. It takes that of the reference, or "zero" for a choice of slots.
     """
     return lambda reference: Op(reference, kernel, static_argnames, derivative)
 
@@ -211,7 +216,7 @@ def _functions(
     op: Op[..., R], static: tuple[tuple[str, Any], ...], forced: bool, silent: bool
 ) -> tuple[Callable[..., R], Callable[..., R]]:
     """The kernel and the reference, as functions of the operands alone."""
-    kernel = import_module(f"kvjax.kernels_pallas.{op.kernel}")
+    kernel = op.module
 
     def reference(*operands: Any) -> R:
         with _inside_reference(forced=forced, silent=silent):
@@ -225,15 +230,15 @@ def _functions(
 
 def _why_not(limit: str | None) -> str | None:
     """Why no kernel can run: what this process lacks, or else `limit`."""
-    from kvjax.kernels_pallas import _common
+    from kvjax.kernels_pallas import simt
 
-    return _common.why_not() or limit
+    return simt.why_not() or limit
 
 
-def _traced_anew() -> bool:
-    from kvjax.kernels_pallas import _common
+def _has_cache() -> bool:
+    from kvjax.kernels_pallas import simt
 
-    return _common._anew.get()
+    return simt.has_cache()
 
 
 def _unmeasured(kernel: Any) -> str | None:

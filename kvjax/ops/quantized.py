@@ -15,7 +15,7 @@ from kvjax.quant import QuantArray, dequantize, slice_tokens, split_scales
 from kvjax.selection import Selection
 
 
-@op(static_argnames=("scale",), derivative="reference")
+@op(kernel="attend.attend_quantized", static_argnames=("scale",), derivative="reference")
 def attend_quantized(
     q: Array,
     keys: QuantArray,
@@ -80,7 +80,7 @@ def _attend_quantized_mosaic(
     return PartialAttention(*kernel.attend_quantized(q, keys, values, start, stop, scale=scale))
 
 
-@op(kernel="attend_quantized", static_argnames=("scale",), derivative="reference")
+@op(kernel="attend.attend_quantized", static_argnames=("scale",), derivative="reference")
 def attend_quantized_zones(
     q: Array,
     keys: QuantArray,

@@ -12,7 +12,7 @@ from kvjax.ops.op import Implementation, op
 from kvjax.selection import GroupReduce, Selection, reduce_scores
 
 
-@op(static_argnames=("k",), derivative="zero")
+@op(kernel="select.top_k", static_argnames=("k",), derivative="zero")
 def top_k(scores: Array, valid: Array, k: int, *, implementation: Implementation | None = None) -> Selection:
     """The k largest of scores f32[..., U] where `valid` (broadcastable bool) is true; ties go to the lower index.
 
@@ -37,7 +37,7 @@ def _top_k_mosaic(kernel: Any, scores: Array, valid: Array, k: int) -> Selection
     return Selection(*kernel.top_k(scores, valid, k))
 
 
-@op(static_argnames=("group_reduce", "k"), derivative="zero")
+@op(kernel="select.top_k_grouped", static_argnames=("group_reduce", "k"), derivative="zero")
 def top_k_grouped(
     parts: Sequence[tuple[Array, Array]],
     group_reduce: GroupReduce,

@@ -13,7 +13,7 @@ from kvjax.rotate import SUBSPACE, Directions, decode, lloyd_max
 from kvjax.selection import PackedSelection
 
 
-@op(static_argnames=("scale",), derivative="reference")
+@op(kernel="score.score_1bit", static_argnames=("scale",), derivative="reference")
 def score_1bit(q: Array, keys: OneBit, *, scale: float, implementation: Implementation | None = None) -> Array:
     """f32[B, K, G, S]: scale * q.k~ of q [B, K, G, D] with every key k~ that `keys` [B, K, S, ...] decode to.
 
@@ -53,7 +53,7 @@ def _score_1bit_mosaic(kernel: Any, q: Array, keys: OneBit, *, scale: float) -> 
     return kernel.score_1bit(q, *keys, scale=scale)
 
 
-@op(static_argnames=("scale",), derivative="reference")
+@op(kernel="score.score_pages", static_argnames=("scale",), derivative="reference")
 def score_pages(
     q: Array, low: Array, high: Array, *, scale: float, implementation: Implementation | None = None
 ) -> Array:
@@ -82,7 +82,7 @@ def _score_pages_mosaic(kernel: Any, q: Array, low: Array, high: Array, *, scale
     return kernel.score_pages(q, low, high, scale=scale)
 
 
-@op(static_argnames=("scale",), derivative="reference")
+@op(kernel="score.rerank", static_argnames=("scale",), derivative="reference")
 def rerank(
     q: Array, keys: Directions, picked: PackedSelection, *, scale: float, implementation: Implementation | None = None
 ) -> Array:

@@ -44,7 +44,7 @@ def _highest(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, ca
     return Selection(best.slots, best.valid & (rank < by_row(candidates.limit)))
 
 
-@op(static_argnames=("group_reduce", "scale"), derivative="zero")
+@op(kernel="select.select_1bit", static_argnames=("group_reduce", "scale"), derivative="zero")
 def select_1bit(
     q: Array,
     keys: OneBit,
@@ -86,7 +86,7 @@ def _select_1bit_mosaic(
     return PackedSelection(*kernel.select_1bit(q, *keys, candidates.span, pending, limit, group_reduce, room, **how))
 
 
-@op(static_argnames=("group_reduce", "unit", "scale"), derivative="zero")
+@op(kernel="select.select_pages", static_argnames=("group_reduce", "unit", "scale"), derivative="zero")
 def select_pages(
     q: Array,
     low: Array,
@@ -143,7 +143,7 @@ def _select_pages_mosaic(
     return PackedSelection(*kernel.select_pages(q, low, high, span, pending, limit, group_reduce, room, **how))
 
 
-@op(static_argnames=("seed", "scale"), derivative="zero")
+@op(kernel="select.select_4bit", static_argnames=("seed", "scale"), derivative="zero")
 def select_4bit(
     q: Array,
     keys: Directions,

@@ -13,7 +13,7 @@ from kvjax.rotate import rotate_few, turned
 from kvjax.selection import PackedSelection
 
 
-@op(static_argnames=("seed",), derivative="reference")
+@op(kernel="vote.collide", static_argnames=("seed",), derivative="reference")
 def collide(
     q: Array,
     ids: Array,
@@ -81,7 +81,7 @@ def _collide_mosaic(kernel: Any, q: Array, ids: Array, counts: Array, limits: Ar
     return kernel.collide(q, ids, counts, limits, turned=rotation)
 
 
-@op(static_argnames=("room", "last"), derivative="zero")
+@op(kernel="vote.most_voted", static_argnames=("room", "last"), derivative="zero")
 def most_voted(
     votes: Array,
     length: Array,

@@ -12,7 +12,7 @@ from kvjax.blocks import Block, put
 from kvjax.ops.op import Implementation, op
 
 
-@op(derivative="reference")
+@op(kernel="write.put_token", derivative="reference")
 def put_token(
     zones: Sequence[Block],
     k: Array,

@@ -2,22 +2,19 @@
 
 from collections.abc import Iterator
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 
 import jax
 import pytest
-from kvjax.kernels_pallas import _common
+from kvjax.kernels_pallas import simt
 
 from kvjax import kernels_pallas
-from tests.kernels.simulate import simulated
+from tests.kernels.simulate import Simulator
 
-KERNELS = {
-    module.name: import_module(f"{kernels_pallas.__name__}.{module.name}")
-    for module in iter_modules(kernels_pallas.__path__)
-    if not module.name.startswith("_")
-}
+MODULES = (import_module(m.name) for m in walk_packages(kernels_pallas.__path__, f"{kernels_pallas.__name__}."))
+KERNELS = {m.__name__.rpartition(".")[2]: m for m in MODULES if hasattr(m, "MEASURED")}
 HAS_KERNELS = jax.__version_info__ >= (0, 11)
-ON_GPU = HAS_KERNELS and jax.default_backend() == "gpu" and _common.why_not() is None
+ON_GPU = HAS_KERNELS and jax.default_backend() == "gpu" and simt.why_not() is None
 
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="a size for a GPU of compute capability 9.0, with jax >= 0.11")
 
@@ -28,12 +25,12 @@ def kernels() -> Iterator[None]:
     if ON_GPU:
         yield
     else:
-        with simulated(*KERNELS.values()):
+        with simt.use(Simulator()):
             yield
 
 
 @pytest.fixture
-def traced_anew() -> Iterator[None]:
+def bypass_cache() -> Iterator[None]:
     """For a test that changes what a kernel is made of."""
-    with _common.traced_anew():
+    with simt.bypass_cache():
         yield

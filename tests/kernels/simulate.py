@@ -1,8 +1,8 @@
 """Runs the kernels' bodies on CPU: all threads of a grid in lockstep, a register is a numpy array over them.
 
-Interpret mode does not run PTX, and the kernels are written in it, through the notation of `kernels_pallas._common`.
-`simulated()` puts numpy under that notation, so that each kernel, with the wrapper around it, runs anywhere and is
-compared with its reference. It is stricter than a GPU. It raises on a load or store outside of an array, on one that is
+Interpret mode does not run PTX, and the kernels are written in it, through the words of `kernels_pallas.simt`. The
+`Simulator` is a backend of these words, so each kernel, with the wrapper around it, runs anywhere and is compared with
+its reference. It is stricter than a GPU. It raises on a load or store outside of an array, on one that is
 not aligned, on a read of what nothing wrote (shared memory included), on an output left unwritten, on a collective of
 a warp with lanes missing, and on two threads that touch a word of shared memory, one of them writing, without a barrier
 between. What it cannot show: time, rounding of `approx` instructions, and what Mosaic and ptxas make of the code.
@@ -15,98 +15,143 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import jax
 import ml_dtypes
 import numpy as np
-from kvjax.kernels_pallas import _common
+from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.simt import Launch
 
 U32, U64 = np.uint32, np.uint64
 GLOBAL, GAP = 1 << 40, 1024  # where device memory begins; bytes between arrays
 SHARED, BLOCK_BITS = 1024, 24  # where a block's shared memory begins; a block's place in addresses of a cluster
 UNUSED, READ_ONLY, UNWRITTEN, WRITTEN = range(4)  # of a byte
-# Of kernels that write a part of some outputs, which these are.
-PARTLY = {
-    "kvjax_host_rows_first": (0, 1),
-    **dict.fromkeys(("kvjax_select_1bit", "kvjax_select_4bit", "kvjax_select_pages"), (2,)),
-}
+WIDTHS = {32: U32, 64: U64}
+ARITHMETIC: dict[str, Any] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.floor_divide, "and": np.bitwise_and,
+    "or": np.bitwise_or, "xor": np.bitwise_xor, "shl": np.left_shift, "shr": np.right_shift,
+}  # fmt: skip
+COMPARISONS: dict[str, Any] = {
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal
+}  # fmt: skip
 DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
-_machine: Machine | None = None
 # XLA's threads take subnormal numbers for 0, and threads that they start do too; those of a GPU and this one do not.
 _thread = ThreadPoolExecutor(1)
 _thread.submit(int).result()
 
 
-@contextlib.contextmanager
-def simulated(*modules: Any) -> Iterator[None]:
-    """Within it the kernels of `modules` run here. Give jit what was not traced outside of it."""
-    names = {
-        "loop": _loop,
-        "choose_between": _choose_between,
-        "repeat": _repeat,
-        "kernel": _kernel,
-        "kernel_in_place": _kernel_in_place,
-    }
-    fakes = {
-        "arith": _Arith,
-        "ir": SimpleNamespace(
-            IntegerType=SimpleNamespace(get_signless=lambda bits: U64 if bits == 64 else U32),
-            IntegerAttr=SimpleNamespace(get=lambda kind, x: x),
-        ),
-        "llvm": SimpleNamespace(ptrtoint=lambda kind, at: np.asarray(at, kind)),
-        "mgpu_utils": SimpleNamespace(inline_ptx=_inline_ptx, memref_ptr=lambda ref: ref, when=_when),
-        "plgpu": SimpleNamespace(SMEM=lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)),
-    }
-    with contextlib.ExitStack() as stack:
-        for module in (_common, *modules):
-            for name, fake in names.items():
-                if hasattr(module, name):
-                    stack.enter_context(mock.patch.object(module, name, fake))
-        for name, fake in fakes.items():
-            stack.enter_context(mock.patch.object(_common, name, fake, create=True))
-        stack.enter_context(_common.traced_anew())
-        yield
+class Simulator:
+    """The `Backend` that runs a grid in numpy. A value is an array over all threads, or a number for all of them."""
 
+    def __init__(self) -> None:
+        self._machine: Machine | None = None
 
-def _kernel(program: Callable[..., None], *, name: str, out_type: Any, **how: Any) -> Callable[..., Any]:
-    outs, tree = jax.tree.flatten(out_type)
+    @property
+    def machine(self) -> Machine:
+        assert self._machine is not None, "a word outside of a kernel"
+        return self._machine
 
-    def execute(*args: Any) -> Any:
-        global _machine
-        assert _machine is None
-        _machine = Machine([np.asarray(a) for a in args], outs, partly=PARTLY.get(name, ()), **how)
+    def constant(self, x: int, bits: int = 32) -> Any:
+        return np.asarray(np.int64(x)).astype(WIDTHS[bits])
+
+    def arithmetic(self, op: str, a: Any, b: Any) -> Any:
+        if op in ("shl", "shr"):
+            assert ((np.asarray(b) < 32) | ~self.machine.mask).all(), "a shift by 32 or more is not defined"
+        return ARITHMETIC[op](a, b)
+
+    def compare(self, op: str, a: Any, b: Any) -> Any:
+        return COMPARISONS[op](a, b)
+
+    def select(self, flag: Any, yes: Any, no: Any) -> Any:
+        return np.where(flag, yes, no)
+
+    def extend(self, x: Any) -> Any:
+        return np.asarray(x).astype(U64)
+
+    def address(self, ref: Any, bits: int) -> Any:
+        return np.asarray(ref, WIDTHS[bits])
+
+    def ptx(self, code: str, values: Any, results: int, convergent: bool) -> list[Any]:
+        m = self.machine
+        arrays = [np.broadcast_to(v, m.lanes) for v in values]
+        empty = [np.zeros(m.lanes, U32) for _ in range(results)]
+        registers: dict[str, Any] = {f"${i}": a for i, a in enumerate((*empty, *arrays))}
+        for guard, negated, name, operands in _parse(code):
+            lanes = m.mask
+            if guard:
+                lanes = lanes & (~registers[guard] if negated else registers[guard])
+            _step(m, name, operands, registers, lanes)
+        return [registers[f"${i}"] for i in range(results)]
+
+    @contextlib.contextmanager
+    def when(self, flag: Any) -> Iterator[None]:
+        self.machine.masks.append(self.machine.mask & flag)
         try:
-            _thread.submit(np.errstate(all="ignore")(program), *_machine.refs).result()
-            return jax.tree.unflatten(tree, _machine.results())
+            yield
         finally:
-            _machine = None
+            self.machine.masks.pop()
 
-    return lambda *args: jax.pure_callback(execute, out_type, *args)
+    def loop(self, start: Any, stop: Any, step: Any, carry: Any, body: Callable[..., Any]) -> list[Any]:
+        m = self.machine
+        first, last, by = (np.broadcast_to(x, m.lanes).view(np.int32) for x in (start, stop, step))
+        i, values = first.copy(), [np.broadcast_to(x, m.lanes) for x in carry]
+        while (m.mask & (i < last)).any():
+            active = m.mask & (i < last)
+            with self.when(active):
+                out = body(i.view(U32), *values)
+            values = [np.where(active, new, old) for new, old in zip(out, values, strict=True)]
+            i = np.where(active, i + by, i)
+        return values
 
+    def repeat(self, carry: Any, body: Callable[..., Any]) -> list[Any]:
+        m = self.machine
+        active, values = m.mask, [np.broadcast_to(x, m.lanes) for x in carry]
+        while active.any():
+            with self.when(active):
+                again, out = body(*values)
+            values = [np.where(active, new, old) for new, old in zip(out, values, strict=True)]
+            active = active & again
+        return values
 
-def _kernel_in_place(program: Callable[..., None], **how: Any) -> Callable[..., Any]:
-    def run(changed: Any, *args: Any) -> Any:
+    def branch(self, flag: Any, make: Callable[[], Any], otherwise: Any) -> list[Any]:
+        with self.when(flag):
+            made = make() if self.machine.mask.any() else otherwise
+        return [np.where(flag, a, b) for a, b in zip(made, otherwise, strict=True)]
+
+    def run(
+        self, program: Callable[..., None], launch: Launch, out_type: Any, args: Any, in_place: bool = False
+    ) -> Any:
+        outs, tree = jax.tree.flatten(out_type)
+
+        def on_host(*args: Any) -> Any:
+            assert self._machine is None
+            self._machine = machine = Machine([np.asarray(a) for a in args], outs, launch, in_place=in_place)
+            try:
+                _thread.submit(self._execute, program).result()
+                return jax.tree.unflatten(tree, machine.results())
+            finally:
+                self._machine = None
+
+        return jax.pure_callback(on_host, out_type, *args)
+
+    def _execute(self, program: Callable[..., None]) -> None:
+        with simt.use(self), np.errstate(all="ignore"):
+            program(*self.machine.refs)
+
+    def run_in_place(self, program: Callable[..., None], launch: Launch, changed: Any, args: Any) -> Any:
         shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in changed)
-        outs = _kernel(program, out_type=shapes, in_place=True, **how)(*changed, *args)
+        outs = self.run(program, launch, shapes, [*changed, *args], in_place=True)
         return tuple(jax.device_put(out, jax.typeof(a).memory_space) for out, a in zip(outs, changed, strict=True))
-
-    return run
 
 
 class Machine:
     """The threads of a grid, and their memories."""
 
-    def __init__(
-        self, args: list[Any], outs: list[Any], *, grid: tuple[int], num_threads: int, cluster: tuple[int] = (1,),
-        scratch_types: Any = (), grid_names: Any = None, cluster_names: Any = None, in_place: bool = False,
-        partly: tuple[int, ...] = (),
-    ):  # fmt: skip
-        self.partly = partly
-        self.threads, self.cluster = 128 * num_threads, cluster[0]
-        blocks = grid[0] * self.cluster
+    def __init__(self, args: list[Any], outs: list[Any], launch: Launch, *, in_place: bool = False):
+        self.sparse = launch.sparse
+        self.threads, self.cluster = 128 * launch.warpgroups, launch.cluster or 1
+        blocks = launch.blocks * self.cluster
         self.lanes = blocks * self.threads
         lane = np.arange(self.lanes)
         block = lane // self.threads
@@ -137,11 +182,11 @@ class Machine:
         self.refs = [GLOBAL + r for r in refs]
 
         at = SHARED
-        for a in scratch_types:
+        for words in launch.scratch:
             self.refs.append(at)
-            at += -(-(a.size * 4) // 1024) * 1024
+            at += -(-(words * 4) // 1024) * 1024
         self.words = at // 4
-        assert at - SHARED <= _common.SMEM, f"{at - SHARED} bytes of shared memory"
+        assert at - SHARED <= simt.SMEM, f"{at - SHARED} bytes of shared memory"
         self.shared = np.zeros(blocks * self.words, U32)
         # A race: touched since the last barrier of both. Times are counts of operations.
         self.time = 1
@@ -159,7 +204,7 @@ class Machine:
         for i, (start, a) in enumerate(self.outs):
             size = a.size * a.dtype.itemsize
             left = np.flatnonzero(self.state[start : start + size] != WRITTEN)
-            assert i in self.partly or not left.size, f"an output {a} was left unwritten at byte {left[0]}"
+            assert i in self.sparse or not left.size, f"an output {a} was left unwritten at byte {left[0]}"
             self.memory[start + left] = 0xFF  # NaN
             found.append(self.memory[start : start + size].view(a.dtype).reshape(a.shape))
         return found
@@ -291,20 +336,6 @@ class Machine:
 
 
 # --------------------------------------------------------------------------------------------------------- instructions
-
-
-def _inline_ptx(code: str, *values: Any, result_types: Any = None, **_: Any) -> Any:
-    m = _machine
-    assert m is not None
-    arrays = [np.broadcast_to(v, m.lanes) for v in values]
-    results: list[Any] = [np.zeros(m.lanes, U32) for _ in result_types or ()]
-    registers: dict[str, Any] = {f"${i}": a for i, a in enumerate((*results, *arrays))}
-    for guard, negated, name, operands in _parse(code):
-        lanes = m.mask
-        if guard:
-            lanes = lanes & (~registers[guard] if negated else registers[guard])
-        _step(m, name, operands, registers, lanes)
-    return [registers[f"${i}"] for i in range(len(results))]
 
 
 @functools.cache
@@ -566,90 +597,3 @@ def _collective(m: Machine, kind: str, name: str, operands: Any, read: Any, addr
                 put(x, np.ascontiguousarray(total[:, quad + 8 * (j >> 1), col + (j & 1)]).reshape(-1), lanes)
         case _:
             raise NotImplementedError(f"the simulator has no {name}")
-
-
-# ------------------------------------------------------------------------------------------------- the notation's parts
-
-
-def _places(by: Any) -> Any:
-    assert _machine is not None
-    assert ((np.asarray(by) < 32) | ~_machine.mask).all(), "a shift by 32 or more is not defined"
-    return by
-
-
-class _Arith:
-    """Of MLIR's dialect `arith`, what the notation uses."""
-
-    CmpIPredicate = SimpleNamespace(
-        ult=np.less, ule=np.less_equal, ugt=np.greater, uge=np.greater_equal, eq=np.equal, ne=np.not_equal
-    )
-    addi, subi, muli, divui = (staticmethod(f) for f in (np.add, np.subtract, np.multiply, np.floor_divide))
-    andi, ori, xori = (staticmethod(f) for f in (np.bitwise_and, np.bitwise_or, np.bitwise_xor))
-    select = staticmethod(np.where)
-
-    @staticmethod
-    def shli(a: Any, b: Any) -> Any:
-        return np.left_shift(a, _places(b))
-
-    @staticmethod
-    def shrui(a: Any, b: Any) -> Any:
-        return np.right_shift(a, _places(b))
-
-    @staticmethod
-    def constant(kind: Any, x: int) -> Any:
-        return np.asarray(np.int64(x)).astype(kind)
-
-    @staticmethod
-    def extui(kind: Any, x: Any) -> Any:
-        return np.asarray(x).astype(kind)
-
-    @staticmethod
-    def cmpi(compare: Any, a: Any, b: Any) -> Any:
-        return compare(a, b)
-
-
-@contextlib.contextmanager
-def _when(flag: Any) -> Iterator[None]:
-    assert _machine is not None
-    _machine.masks.append(_machine.mask & flag)
-    try:
-        yield
-    finally:
-        _machine.masks.pop()
-
-
-def _loop(start: Any, stop: Any, step: Any, carry: Any = ()) -> Any:
-    def run(body: Any) -> list[Any]:
-        m = _machine
-        assert m is not None
-        first, last, by = (np.broadcast_to(_common.word(x).value, m.lanes).view(np.int32) for x in (start, stop, step))
-        i, values = first.copy(), [np.broadcast_to(w.value, m.lanes) for w in carry]
-        while (m.mask & (i < last)).any():
-            active = m.mask & (i < last)
-            with _when(active):
-                out = body(_common.Word(i.view(U32)), *(_common.Word(v) for v in values))
-            out = [] if out is None else out if isinstance(out, (list, tuple)) else [out]
-            values = [np.where(active, w.value, v) for w, v in zip(out, values, strict=True)]
-            i = np.where(active, i + by, i)
-        return [_common.Word(v) for v in values]
-
-    return run
-
-
-def _repeat(carry: Any, body: Any) -> list[Any]:
-    m = _machine
-    assert m is not None
-    active, values = m.mask, [np.broadcast_to(w.value, m.lanes) for w in carry]
-    while active.any():
-        with _when(active):
-            again, out = body(*(_common.Word(v) for v in values))
-        values = [np.where(active, w.value, v) for w, v in zip(out, values, strict=True)]
-        active = active & again.value
-    return [_common.Word(v) for v in values]
-
-
-def _choose_between(flag: Any, make: Any, otherwise: Any) -> list[Any]:
-    assert _machine is not None
-    with _when(flag.value):
-        made = make() if _machine.mask.any() else otherwise
-    return [_common.Word(np.where(flag.value, a.value, b.value)) for a, b in zip(made, otherwise, strict=True)]

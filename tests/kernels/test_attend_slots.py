@@ -6,16 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas import (
-    _common,
-    attend_slots,
-    top_k,
-)
+from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.attend import attend_slots
+from kvjax.kernels_pallas.select import top_k
 
 from kvjax import ops
 from kvjax.selection import Selection
 from tests.kernels.conftest import ON_GPU, on_gpu
 from tests.kernels.inputs import normal, relative
+from tests.kernels.simulate import Simulator
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -100,22 +99,28 @@ def test_the_simulator_sees_that_a_barrier_is_missing(barrier, monkeypatch):
     q, k, v, (slots, valid) = attended(1, 1, 2, 1, 40, 64, 140, jnp.bfloat16, [140])
     config = attend_slots.Config(2 if barrier == "cluster_barrier" else 1, 1)
     run = jax.jit(partial(attend_slots.attend_slots, scale=0.1, config=config))
-    monkeypatch.setattr(_common, barrier, lambda: None)
+    monkeypatch.setattr(simt, barrier, lambda: None)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"races|may still read"):
         jax.block_until_ready(run(q, k, v, slots, valid))
 
 
+class Early(Simulator):
+    """A backend whose threads, once they waited at a barrier of their cluster, arrive at the next one at once."""
+
+    early = False
+
+    def ptx(self, code, *args):
+        if code.startswith("barrier.cluster.arrive") and self.early:
+            return []
+        found = super().ptx(code, *args)
+        if code.startswith("barrier.cluster.wait"):
+            self.early = True
+            super().ptx("barrier.cluster.arrive.release;", (), 0, True)
+        return found
+
+
 @pytest.mark.skipif(ON_GPU, reason="of the simulator")
-def test_the_simulator_sees_that_a_block_arrives_before_it_has_written(monkeypatch):
-    arrive, wait, early = _common.cluster_arrive, _common.cluster_wait, []
-
-    def wait_and_arrive_at_the_next():
-        wait()
-        arrive()
-        early.append(True)
-
-    monkeypatch.setattr(_common, "cluster_arrive", lambda: None if early else arrive())
-    monkeypatch.setattr(_common, "cluster_wait", wait_and_arrive_at_the_next)
+def test_the_simulator_sees_that_a_block_arrives_before_it_has_written():
     run = jax.jit(partial(top_k.top_k, k=20, config=top_k.Config(blocks=2)))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"races|may still read"):
+    with simt.use(Early()), pytest.raises(jax.errors.JaxRuntimeError, match=r"races|may still read"):
         jax.block_until_ready(run(normal(0, 1, 300), jnp.ones((1, 300), bool)))

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas import (
-    attend_span,
-)
+from kvjax.kernels_pallas.attend import attend_span
 
 from kvjax import ops
 from kvjax.partial import Span

@@ -6,10 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas import (
-    attend_slots,
-    attend_zones,
-)
+from kvjax.kernels_pallas.attend import attend_slots, attend_zones
 
 from kvjax import CacheSpec, Fifo, Retrieval, ops
 from kvjax.partial import Span

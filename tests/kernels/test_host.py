@@ -8,10 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas import (
-    host_append,
-    host_rows,
-)
+from kvjax.kernels_pallas.host import host_append, host_rows
 
 import kvjax
 from kvjax import CacheSpec, HostOffload, generation, ops, presets

@@ -12,25 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas import (
-    _common,
-    attend_quantized,
-    attend_slots,
-    attend_span,
-    attend_zones,
-    collide,
-    host_append,
-    host_rows,
-    most_voted,
-    put_token,
-    rerank,
-    score_1bit,
-    score_pages,
-    select_1bit,
-    select_4bit,
-    top_k,
-    top_k_grouped,
-)
+from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.attend import attend_quantized, attend_slots, attend_span, attend_zones
+from kvjax.kernels_pallas.host import host_append, host_rows
+from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
+from kvjax.kernels_pallas.select import select_1bit, select_4bit, tiling, top_k, top_k_grouped
+from kvjax.kernels_pallas.select.keys import ordered_keys
+from kvjax.kernels_pallas.vote import collide, most_voted
+from kvjax.kernels_pallas.write import put_token
 
 from kvjax import CacheSpec, Fifo, Retrieval, ops
 from kvjax.blocks import Block
@@ -474,7 +463,7 @@ def test_select_1bit_fits_in_shared_memory_and_runs_at_once(stages):
         assert (config.units, config.stages) == dataclasses.astuple(score_1bit.config_for(rows, slots))
         warps = rows * -(-slots // (score_1bit.UNIT * config.units))
         assert warps <= score_1bit.RUN_AT_ONCE
-        assert top_k.in_one_step(slots + 256, config)
+        assert tiling.in_one_step(slots + 256, config)
     assert score_1bit.config_for(64, 32512).units == 16  # two turns, the last of them full
 
 
@@ -534,7 +523,7 @@ def test_a_kernel_that_was_not_measured_is_only_run_by_name(monkeypatch):
 
 def test_a_gpu_without_kernels_is_told_of_once(monkeypatch, caplog):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(_common, "why_not", lambda: "this GPU is too old")
+    monkeypatch.setattr(simt, "why_not", lambda: "this GPU is too old")
     with caplog.at_level(logging.WARNING, "kvjax"):
         for k in (3, 4):
             ops.top_k(jnp.zeros((1, 9)), jnp.ones((1, 9), bool), k)
@@ -601,7 +590,7 @@ def test_the_reference_runs_where_there_is_no_kernel():
 @pytest.mark.skipif(not HAS_KERNELS, reason="there are kernels from jax 0.11 on")
 def test_a_program_lowered_for_a_gpu_has_the_kernels():
     if not ON_GPU and jax.default_backend() == "gpu":
-        pytest.skip(_common.why_not())
+        pytest.skip(simt.why_not())
     ix = index(1, 2, 64, 64, 32, jnp.bfloat16)
 
     def step(q, ix):
@@ -616,10 +605,10 @@ def test_a_program_lowered_for_a_gpu_has_the_kernels():
 
 def test_keys_have_the_order_of_the_scores():
     scores = jnp.array([-jnp.inf, jnp.nan, -3e38, -1.0, -1e-30, -0.0, 0.0, 1e-30, 1.0, 3e38, jnp.inf])
-    keys = np.asarray(top_k.ordered_keys(scores, jnp.ones(scores.shape, bool))).astype(np.int64)
+    keys = np.asarray(ordered_keys(scores, jnp.ones(scores.shape, bool))).astype(np.int64)
     assert keys[0] == keys[1] > 0
     assert (np.diff(keys[1:]) > 0).all()
-    assert not np.asarray(top_k.ordered_keys(scores, jnp.zeros(scores.shape, bool))).any()
+    assert not np.asarray(ordered_keys(scores, jnp.zeros(scores.shape, bool))).any()
 
 
 def test_the_derivative_of_scores_is_the_references():

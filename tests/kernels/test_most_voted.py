@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas import (
-    most_voted,
-)
+from kvjax.kernels_pallas.vote import most_voted
 
 from kvjax import ops
 from tests.kernels.conftest import on_gpu

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas import (
-    put_token,
-)
+from kvjax.kernels_pallas.write import put_token
 
 from kvjax import ops
 from kvjax.blocks import Block

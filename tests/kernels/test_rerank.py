@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas import (
-    rerank,
-)
+from kvjax.kernels_pallas.score import rerank
 
 from kvjax import ops
 from kvjax.rotate import encode

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas import (
-    score_1bit,
-)
+from kvjax.kernels_pallas.score import score_1bit
 
 from kvjax import ops
 from kvjax.quant import OneBit, quantize_1bit

@@ -6,11 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas import (
-    _choice,
-    score_1bit,
-    select_1bit,
-)
+from kvjax.kernels_pallas.score import score_1bit
+from kvjax.kernels_pallas.select import select_1bit, threshold
 
 from kvjax import ops
 from kvjax.quant import OneBit
@@ -106,10 +103,10 @@ KINDS = ("normal", "equal", "few keys", "peaked", "flat", "coarse", "infinite", 
     ],
 )
 def test_select_1bit_chooses_what_top_k_grouped_does_of_the_scores(
-    B, K, G, S, D, group, W, room, dtype, config, monkeypatch, traced_anew
+    B, K, G, S, D, group, W, room, dtype, config, monkeypatch, bypass_cache
 ):
     if B == 6 or room == 300:  # bins of so few are counted again as those of many, or ranked
-        monkeypatch.setattr(_choice, "LISTED", 8)
+        monkeypatch.setattr(threshold, "LISTED", 8)
     run = jax.jit(
         lambda q, ix, *args, group_reduce: select_1bit.select_1bit(
             q, *ix, *args, group_reduce, room, scale=D**-0.5, config=config

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas import (
-    select_4bit,
-)
+from kvjax.kernels_pallas.select import select_4bit
 
 from kvjax import ops
 from kvjax.partial import attention_logits

@@ -6,12 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas import (
-    _choice,
-    score_pages,
-    select_pages,
-    top_k,
-)
+from kvjax.kernels_pallas.score import score_pages
+from kvjax.kernels_pallas.select import histogram, select_pages, threshold
 
 from kvjax import ops
 from kvjax.selection import PackedSelection, reduce_scores
@@ -83,10 +79,10 @@ def token_pages(start, stop, pages, unit):
     ],
 )
 def test_select_pages_chooses_what_top_k_grouped_does_of_the_scores(
-    B, K, G, P, D, unit, R, wide, room, dtype, config, monkeypatch, traced_anew
+    B, K, G, P, D, unit, R, wide, room, dtype, config, monkeypatch, bypass_cache
 ):
     if B == 6:  # bins of so few are counted again as those of many, or ranked
-        monkeypatch.setattr(_choice, "LISTED", 8)
+        monkeypatch.setattr(threshold, "LISTED", 8)
     how = dict(unit=unit, scale=D**-0.5, wide=wide)
     run = jax.jit(
         lambda *args, group_reduce: select_pages.select_pages(*args, group_reduce, room, **how, last=3, config=config),
@@ -135,9 +131,9 @@ def test_select_pages_chooses_what_top_k_grouped_does_of_the_scores(
 
 @pytest.mark.skipif(ON_GPU, reason="it counts what the simulator does")
 @pytest.mark.parametrize("centre", [-40.0, -3.0, 3.0])
-def test_scores_of_either_sign_are_counted_once(centre, monkeypatch, traced_anew):
-    counted, find = [], top_k.find_bin
-    monkeypatch.setattr(top_k, "find_bin", lambda *args, **how: counted.append(args) or find(*args, **how))
+def test_scores_of_either_sign_are_counted_once(centre, monkeypatch, bypass_cache):
+    counted, find = [], histogram.find_bin
+    monkeypatch.setattr(histogram, "find_bin", lambda *args, **how: counted.append(args) or find(*args, **how))
     q, low, _, span, pending, count = paged(1, 1, 1, 1000, 64, 16, 16, 16, 100, jnp.bfloat16, "normal")
     q, low = jnp.zeros_like(q).at[..., 0].set(1), low.at[..., 0].add(centre)
     run = partial(select_pages.select_pages, unit=16, scale=1.0, wide=16, config=select_pages.Config(blocks=1))

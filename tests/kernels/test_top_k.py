@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas import (
-    top_k,
-)
+from kvjax.kernels_pallas.select import top_k
 
 from kvjax import ops
 from tests.kernels.conftest import on_gpu

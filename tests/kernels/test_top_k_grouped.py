@@ -6,10 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas import (
-    top_k,
-    top_k_grouped,
-)
+from kvjax.kernels_pallas.select import top_k, top_k_grouped
 
 from kvjax import ops
 from kvjax.selection import reduce_scores

@@ -10,27 +10,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from kvjax.kernels_pallas import (
-    _tuned,
-    attend_quantized,
-    attend_slots,
-    attend_span,
-    attend_zones,
-    collide,
-    most_voted,
-    rerank,
-    score_1bit,
-    score_pages,
-    select_1bit,
-    select_4bit,
-    select_pages,
-    top_k,
-    top_k_grouped,
-)
+from kvjax.kernels_pallas import tuned
+from kvjax.kernels_pallas.attend import attend_quantized, attend_slots, attend_span, attend_zones
+from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
+from kvjax.kernels_pallas.select import select_1bit, select_4bit, select_pages, top_k, top_k_grouped
+from kvjax.kernels_pallas.vote import collide, most_voted
 
 from tests.kernels.conftest import HAS_KERNELS
 
-SHIPPED = _tuned.FILE
+SHIPPED = tuned.FILE
 H200 = "NVIDIA H200"
 
 
@@ -49,17 +37,17 @@ def file(tmp_path, monkeypatch):
     """Where the lookup reads, for now empty."""
     path = tmp_path / "tuned.json"
     path.write_text("{}")
-    monkeypatch.setattr(_tuned, "FILE", path)
-    _tuned.entries.cache_clear()
-    _tuned._say_once.cache_clear()
+    monkeypatch.setattr(tuned, "FILE", path)
+    tuned.entries.cache_clear()
+    tuned._say_once.cache_clear()
     yield path
-    _tuned.entries.cache_clear()
+    tuned.entries.cache_clear()
 
 
 @pytest.fixture
 def on_h200(monkeypatch):
     """Kernels are traced as for an H200."""
-    monkeypatch.setattr(_tuned, "device_kind", lambda operands: H200)
+    monkeypatch.setattr(tuned, "device_kind", lambda operands: H200)
 
 
 def entry(shape, **config):
@@ -75,32 +63,32 @@ def test_the_nearest_entry_serves_a_shape_and_none_that_is_far_away(file):
     near, nearer = {"rows": 8, "S": 2048, "D": 128}, {"rows": 8, "S": 3000, "D": 128}
     narrow = {"rows": 8, "S": 4096, "D": 64}
     file.write_text(text(toy=[entry(near, blocks=1), entry(nearer, blocks=2), entry(narrow, blocks=4)]))
-    found = partial(_tuned.tuned, H200, "toy", rows=8, D=128)
+    found = partial(tuned.config_of, H200, "toy", rows=8, D=128)
     assert found(S=2048) == found(S=1366) == found(S=2200) == {"blocks": 1}
     assert found(S=3000) == found(S=2900) == found(S=4500) == {"blocks": 2}
     assert found(S=4501) is found(S=1365) is found(S=0) is None
-    assert _tuned.tuned(H200, "toy", rows=12, S=3000, D=128) == {"blocks": 2}
-    assert _tuned.tuned(H200, "toy", rows=13, S=3000, D=128) is None
-    assert _tuned.tuned(H200, "toy", rows=8, S=4096, D=64) == {"blocks": 4}
-    assert _tuned.tuned(H200, "toy", rows=8, S=4096, D=96) is _tuned.tuned(H200, "toy", rows=8, S=2048) is None
-    assert _tuned.tuned(H200, "other", rows=8, S=2048, D=128) is None
+    assert tuned.config_of(H200, "toy", rows=12, S=3000, D=128) == {"blocks": 2}
+    assert tuned.config_of(H200, "toy", rows=13, S=3000, D=128) is None
+    assert tuned.config_of(H200, "toy", rows=8, S=4096, D=64) == {"blocks": 4}
+    assert tuned.config_of(H200, "toy", rows=8, S=4096, D=96) is tuned.config_of(H200, "toy", rows=8, S=2048) is None
+    assert tuned.config_of(H200, "other", rows=8, S=2048, D=128) is None
 
 
 def test_a_config_is_the_entrys_and_else_the_rules(file, on_h200):
     file.write_text(text(toy=[entry({"rows": 8}, blocks=2)]))
     rule = Config(4, 1)
-    with _tuned.asked() as asked:
-        assert _tuned.choose("toy", rule, (), rows=8) == Config(2, 4)
-        assert _tuned.choose("toy", rule, (), rows=80) is rule
+    with tuned.asked() as asked:
+        assert tuned.select("toy", rule, (), rows=8) == Config(2, 4)
+        assert tuned.select("toy", rule, (), rows=80) is rule
     assert asked == [("toy", {"rows": 8}, rule, Config(2, 4), H200), ("toy", {"rows": 80}, rule, rule, H200)]
 
 
 @pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA H200 MIG 1g.18gb", None])
 def test_another_kind_of_device_gets_the_rule(file, monkeypatch, device):
     file.write_text(text(toy=[entry({"rows": 8}, blocks=2)]))
-    monkeypatch.setattr(_tuned, "device_kind", lambda operands: device)
+    monkeypatch.setattr(tuned, "device_kind", lambda operands: device)
     rule = Config(4, 1)
-    assert _tuned.choose("toy", rule, (), rows=8) is rule
+    assert tuned.select("toy", rule, (), rows=8) is rule
 
 
 def test_each_kind_of_device_has_its_own_entries(file, monkeypatch):
@@ -108,8 +96,8 @@ def test_each_kind_of_device_has_its_own_entries(file, monkeypatch):
         json.dumps({H200: {"toy": [entry({"rows": 8}, blocks=2)]}, "B": {"toy": [entry({"rows": 8}, blocks=1)]}})
     )
     for device, blocks in ((H200, 2), ("B", 1)):
-        monkeypatch.setattr(_tuned, "device_kind", lambda operands, device=device: device)
-        assert _tuned.choose("toy", Config(4, 4), (), rows=8) == Config(blocks, 4)
+        monkeypatch.setattr(tuned, "device_kind", lambda operands, device=device: device)
+        assert tuned.select("toy", Config(4, 4), (), rows=8) == Config(blocks, 4)
 
 
 @dataclass(frozen=True)
@@ -128,7 +116,7 @@ class Device:
 )
 def test_a_program_is_for_the_gpus_of_its_process_if_they_are_alike(monkeypatch, devices, kind):
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    assert _tuned.device_kind() == kind
+    assert tuned.device_kind() == kind
 
 
 def test_a_program_compiled_ahead_of_time_is_for_the_device_of_its_mesh(monkeypatch):
@@ -141,9 +129,9 @@ def test_a_program_compiled_ahead_of_time_is_for_the_device_of_its_mesh(monkeypa
     placed = plain.update(sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
     seen = []
     with jax.sharding.use_abstract_mesh(mesh):
-        jax.eval_shape(lambda x: seen.append(_tuned.device_kind([x])), plain)
-    jax.eval_shape(lambda x: seen.append(_tuned.device_kind([x * 2])), placed)
-    jax.eval_shape(lambda x: seen.append(_tuned.device_kind([x])), plain)
+        jax.eval_shape(lambda x: seen.append(tuned.device_kind([x])), plain)
+    jax.eval_shape(lambda x: seen.append(tuned.device_kind([x * 2])), placed)
+    jax.eval_shape(lambda x: seen.append(tuned.device_kind([x])), plain)
     assert seen == [H200, H200, "NVIDIA H100 80GB HBM3"]
 
 
@@ -178,7 +166,7 @@ def test_what_cannot_be_used_is_left_out_and_said_once(file, on_h200, caplog, te
     rule, limit = Config(), lambda x: "it takes no 2" if x.blocks == 2 else None
     with caplog.at_level(logging.WARNING, logger="kvjax"):
         for _ in range(2):
-            assert _tuned.choose("toy", rule, (), limit, rows=8) is rule
+            assert tuned.select("toy", rule, (), limit, rows=8) is rule
     (message,) = caplog.messages
     assert said in message
 
@@ -304,7 +292,7 @@ CALLS = {  # by kernel, a call that asks for a shape; such a shape; a config tha
 
 def asked_of(kernel, shape):
     call, *args = CALLS[kernel][0](**shape)
-    with _tuned.asked() as found:
+    with tuned.asked() as found:
         jax.eval_shape(lambda *args: call(*args), *args)  # of its own, or it were traced once
     (one,) = found
     assert (one.kernel, one.shape) == (kernel, shape)
@@ -320,7 +308,7 @@ def test_a_kernel_takes_the_config_of_an_entry_for_its_shape(file, on_h200, kern
     _, shape, config = CALLS[kernel]
     rule = asked_of(kernel, shape).config
     file.write_text(text(**{kernel: [entry(shape, **config)]}))
-    _tuned.entries.cache_clear()
+    tuned.entries.cache_clear()
     assert asked_of(kernel, shape).config == type(rule)(**config) != rule
 
 
@@ -330,7 +318,7 @@ def test_every_shipped_entry_is_taken_by_its_kernel(monkeypatch, caplog):
     assert devices.keys() == {H200}  # the kinds of device that have been measured
     with caplog.at_level(logging.WARNING, logger="kvjax"):
         for device, kernels in devices.items():
-            monkeypatch.setattr(_tuned, "device_kind", lambda operands, device=device: device)
+            monkeypatch.setattr(tuned, "device_kind", lambda operands, device=device: device)
             for kernel, shipped in kernels.items():
                 for given in shipped:
                     one = asked_of(kernel, given["shape"])
@@ -361,7 +349,7 @@ def sweep(monkeypatch, file, on_h200):
 
 
 def toy(x, rule, config):
-    _ = config or _tuned.choose("toy", rule, [x], rows=8, D=64)
+    _ = config or tuned.select("toy", rule, [x], rows=8, D=64)
     return x
 
 
@@ -388,7 +376,7 @@ def test_a_sweep_writes_what_the_lookup_reads_if_it_is_told_to_and_it_pays(sweep
     others = {"NVIDIA H100": {"toy": [entry({"rows": 8, "D": 64}, blocks=8)]}}
     given = {"toy": [entry({"rows": 80, "D": 64}, blocks=1)], "other": [entry({"k": 9})]}
     file.write_text(json.dumps(others | {H200: given}))
-    _tuned.entries.cache_clear()
+    tuned.entries.cache_clear()
     swept(sweep, configs, rule, settled)
     everything = json.loads(file.read_text())
     written = everything[H200]
@@ -397,7 +385,7 @@ def test_a_sweep_writes_what_the_lookup_reads_if_it_is_told_to_and_it_pays(sweep
     assert [e["config"] for e in written["toy"]] == [{"blocks": 1}, {"blocks": 2, "warpgroups": 4}]
     assert (written["toy"][1]["us"], written["toy"][1]["default_us"]) == (20.4, 40.4)
     assert written["toy"][1]["versions"]["jax"] == jax.__version__
-    assert _tuned.tuned(H200, "toy", rows=8, D=64) == {"blocks": 2, "warpgroups": 4}
+    assert tuned.config_of(H200, "toy", rows=8, D=64) == {"blocks": 2, "warpgroups": 4}
     row = swept(sweep, [], rule, settled)  # the first inputs of a shape decide
     assert (row["config"], list(row["all"])) == ("2x4", ["2x4", "4x4"])
     assert json.loads(file.read_text()) == everything
@@ -411,7 +399,7 @@ def test_an_entry_gives_way_where_the_rule_is_within_three_percent(sweep, file):
 
 
 def test_a_sweep_of_a_device_of_unknown_kind_writes_nothing(sweep, file, monkeypatch):
-    monkeypatch.setattr(_tuned, "device_kind", lambda operands: None)
+    monkeypatch.setattr(tuned, "device_kind", lambda operands: None)
     with pytest.raises(SystemExit, match="kind of device"):
         swept(sweep, [Config(2, 4)], Config(4, 4), [])
     assert json.loads(file.read_text()) == {}

@@ -1,0 +1,635 @@
+"""Attention over keys and values of 2 or 4 bits, whose codes become operands of `mma` with one `and` for two codes.
+
+Below 256 the bits of a bf16 count linearly, so codes are used undecoded where scales can move: to the queries for keys
+by channel, to the weights for values by token. Zeros are added in f32. Keys by token are decoded. The rounding of
+scaled operands is corrected.
+
+A warp takes one unit at a time; exact keys of the recent block follow. A second kernel merges blocks.
+
+**Bytes:** D (b_k + b_v) / 8 of codes and 4 D / g of scales each of keys and values, for a token and KV head.
+
+**Bound:** instructions, then memory.
+
+**Limits:** by channel, q s and q z below 2^50; of values, s below 2^55 and z below 2^38; precision suffers below 2^-57.
+Evidence: `benchmarks/NOTES.md`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import simt, tuned
+from kvjax.kernels_pallas.attend import softmax
+from kvjax.kernels_pallas.attend.softmax import HEADS, KINDS
+from kvjax.kernels_pallas.simt import Flag, Word, instr, loop, ptx, real, when, word
+
+MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_quantized.json
+BY_TOKEN = 32  # keys of a unit that have scales of their own
+MOST_GROUP = 64
+LIFT = 64  # see `_codes`
+SLACK = 8.0  # weights are up to 2^(LIFT + SLACK)
+ONE = 0x3F803F80  # bf16, twice
+
+
+@dataclass(frozen=True)
+class Config:
+    blocks: int  # of a row
+    warpgroups: int = 3  # of a block; as registers are, there is one such block a multiprocessor
+    stages: int = 2  # units that a warp has room for in shared memory
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1 or self.warpgroups not in (1, 2, 3, 4) or self.stages < 2:
+            raise ValueError(f"blocks must be at least 1, warpgroups 1 to 4, stages 2 or more; got {self}")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of codes and of a unit of them, and where its parts lie in a stage of a warp's shared memory, in bytes."""
+
+    S: int
+    D: int
+    bits: tuple[int, int]  # of keys and values
+    key_group: tuple[int, int]  # tokens and channels
+    value_channels: int  # of a group
+
+    @property
+    def by_channel(self) -> bool:
+        return self.key_group[1] == 1
+
+    @property
+    def unit(self) -> int:
+        return self.key_group[0] if self.by_channel else BY_TOKEN
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.unit // 16)
+
+    @property
+    def per_token(self) -> tuple[int, ...]:
+        """Bytes a token of key codes, value codes, value scales, and key scales by token."""
+        keys = 0 if self.by_channel else 4 * self.D // self.key_group[1]
+        return self.D * self.bits[0] // 8, self.D * self.bits[1] // 8, 4 * self.D // self.value_channels, keys
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        return tuple(accumulate((16 * self.tiles * n for n in self.per_token[:3]), initial=0))
+
+    @property
+    def stage(self) -> int:
+        return 16 * self.tiles * sum(self.per_token) + (4 * self.D if self.by_channel else 0)
+
+
+def layout_of(D: int, keys: Any, values: Any) -> Layout:
+    S = keys[0].shape[-2]
+    key_bits, value_bits = (codes.shape[-1] * 8 // D for codes, _ in (keys, values))
+    return Layout(S, D, (key_bits, value_bits), _groups(keys[1], S, D), _groups(values[1], S, D)[1])
+
+
+def _room(layout: Layout, config: Config) -> int:
+    """Bytes of shared memory of a warp: its stages, and then its part."""
+    return max(config.stages * layout.stage, softmax.part_bytes(layout.D))
+
+
+def smem_bytes(layout: Layout, config: Config) -> int:
+    return 4 * config.warpgroups * _room(layout, config)
+
+
+def unsupported(
+    q: Any, keys: Any, values: Any, start: Any, stop: Any, recent: Any = None, sink: Any = None
+) -> str | None:
+    """The limit that these shapes exceed; None if there is a kernel for them. keys, values: (codes, scales)."""
+    *_, Q, D = q.shape
+    S = keys[0].shape[2]
+    if D not in (64, 128):
+        return f"the kernel attend_quantized takes head sizes 64 and 128; got D={D}"
+    if not 1 <= Q <= HEADS:
+        return f"the kernel attend_quantized takes 1 to {HEADS} queries a kv head; got {Q}"
+    bits = [codes.shape[3] * 8 / D for codes, _ in (keys, values)]
+    if not all(b in (2, 4) for b in bits):
+        return f"the kernel attend_quantized takes codes of 2 and 4 bits; got {bits[0]:g} and {bits[1]:g}"
+    (tokens, channels), sliced = _groups(keys[1], S, D), _groups(values[1], S, D)
+    if not (tokens == 1 and channels % (D // 4) == 0) and not (channels == 1 and tokens <= MOST_GROUP):
+        return (
+            f"the kernel attend_quantized takes keys in groups of up to {MOST_GROUP} tokens by 1 channel, or of "
+            f"1 token by a multiple of {D // 4} channels; got {tokens} by {channels}"
+        )
+    if sliced[0] != 1 or sliced[1] % (D // 8):
+        return (
+            f"the kernel attend_quantized takes values in groups of 1 token by a multiple of {D // 8} channels; "
+            f"got {sliced[0]} by {sliced[1]}"
+        )
+    if len(start.shape) != 1 or len(stop.shape) != 1:
+        return f"the kernel attend_quantized takes one start and stop a row; got start{list(start.shape)}"
+    if S * D >= 1 << 31:
+        return f"the kernel attend_quantized takes rows of less than 2^31 / D tokens; got {S}"
+    if recent is not None:
+        if sink is not None:
+            return "the kernel attend_quantized takes one exact zone; got a sink beside the recent one"
+        if str(q.dtype) not in KINDS:
+            return f"the kernel attend_quantized takes queries in f32, bf16 or f16; got {q.dtype}"
+        if any(a.dtype != jnp.bfloat16 for a in recent[:2]) or recent[0].shape[2] == 0:
+            zone = f"{recent[0].dtype}{list(recent[0].shape)}"
+            return f"the kernel attend_quantized takes an exact zone of keys and values in bf16; got {zone}"
+    if 0 in q.shape:
+        return f"the kernel attend_quantized takes at least one row; got q{list(q.shape)}"
+    return None
+
+
+def supported(q: Any, keys: Any, values: Any, start: Any, stop: Any, recent: Any = None) -> bool:
+    return unsupported(q, keys, values, start, stop, recent) is None
+
+
+def _groups(scales: Any, S: int, D: int) -> tuple[int, int]:
+    """Tokens and channels of a group."""
+    return S // scales.shape[-2], D // scales.shape[-1]
+
+
+@simt.lowered_once("scale", "config")
+def attend_quantized(
+    q: Array,
+    keys: tuple[Array, Array],
+    values: tuple[Array, Array],
+    start: Array,
+    stop: Array,
+    recent: tuple[Array, Array, Array, Array] | None = None,
+    *,
+    scale: float,
+    config: Config | None = None,
+) -> Any:
+    """(out f32[B, K, Q, D], lse f32[B, K, Q]) of q [B, K, Q, D] over slots [start, stop) i32[B] of codes of k and v.
+
+    keys and values are (codes u8[B, K, S, D * bits / 8], scales u32[B, K, S / gs, D / gd]). With `recent`, exact keys
+    and values bf16[B, K, R, D] and the start and stop i32[B] of those that are attended to, out [B, K, Q, D] of both in
+    the dtype of q.
+    """
+    if limit := unsupported(q, keys, values, start, stop, recent):
+        raise NotImplementedError(limit)
+    B, K, Q, D = q.shape
+    zone = () if recent is None else (*(a.reshape(B * K, -1, D) for a in recent[:2]), *recent[2:])
+    flat = [a.reshape(B * K, *a.shape[2:]) for a in (*keys, *values)]
+    dtype = jnp.dtype(jnp.float32) if recent is None else q.dtype
+    queries, ends = q.astype(jnp.bfloat16).reshape(B * K, Q, D), (a.astype(jnp.int32) for a in (start, stop))
+    made = _attend(scale, dtype, config, queries, *ends, *flat, *zone)
+    out = made[0].reshape(B, K, Q, D)
+    return (out, made[1].reshape(B, K, Q)) if recent is None else out
+
+
+def _attend(scale: float, dtype: Any, config: Config | None, *args: Array) -> tuple[Array, ...]:
+    """[rows, Q, D] in `dtype`; and, without a zone, f32[rows, Q]."""
+    rows, Q, D = args[0].shape
+    layout = layout_of(D, args[3:5], args[5:7])
+    config = config or tuned.select(
+        "attend_quantized",
+        config_for(rows, layout),
+        args,
+        lambda x: None if smem_bytes(layout, x) <= simt.SMEM else f"{smem_bytes(layout, x)} bytes of shared memory",
+        rows=rows,
+        S=layout.S,
+        D=D,
+        Q=Q,
+        **dict(zip(("key_bits", "value_bits"), layout.bits, strict=True)),
+        **dict(zip(("key_tokens", "key_channels"), layout.key_group, strict=True)),
+        value_channels=layout.value_channels,
+    )
+
+    @jax.custom_batching.custom_vmap
+    def run(*args: Array) -> tuple[Array, ...]:
+        shared_by, recent = rows // args[1].shape[0], args[7].shape[1] if len(args) > 7 else 0
+        means, logs = simt.kernel(
+            functools.partial(
+                _program, heads=Q, shared_by=shared_by, recent=recent, layout=layout, scale=scale, config=config
+            ),
+            name="kvjax_attend_quantized",
+            out_type=(
+                jax.ShapeDtypeStruct((rows, config.blocks, Q, D), jnp.float32),
+                jax.ShapeDtypeStruct((rows, config.blocks, Q), jnp.float32),
+            ),
+            scratch=(smem_bytes(layout, config) // 4,),
+            blocks=rows * config.blocks,
+            warpgroups=config.warpgroups,
+        )(*args)
+        return softmax.merge_blocks(means, logs, dtype, name="attend_quantized", lse=not recent)
+
+    @run.def_vmap
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+        found = _attend(scale, dtype, config, *simt.flatten_batch(n, batches, args))
+        return tuple(a.reshape(n, rows, *a.shape[1:]) for a in found), (True,) * len(found)
+
+    return run(*args)
+
+
+def config_for(rows: int, layout: Layout) -> Config:
+    """As much of a multiprocessor as shared memory allows, and blocks for the fewest turns of their warps, a wave of
+    blocks being worth two more."""
+    sizes = ((3, 2), (2, 2), (1, 2))
+    warpgroups, stages = next(x for x in sizes if smem_bytes(layout, Config(1, *x)) <= simt.SMEM)
+    units = -(-layout.S // layout.unit)
+
+    def turns(blocks: int) -> int:
+        return -(-rows * blocks // simt.MULTIPROCESSORS) * (-(-units // (blocks * 4 * warpgroups)) + 2)
+
+    return Config(min(range(1, simt.MULTIPROCESSORS + 1), key=turns), warpgroups, stages)
+
+
+def _program(
+    q_m, start_m, stop_m, key_codes_m, key_scales_m, value_codes_m, value_scales_m, *refs,
+    heads: int,
+    shared_by: int,
+    recent: int,  # slots of the exact zone
+    layout: Layout,
+    scale: float,
+    config: Config,
+) -> None:  # fmt: skip
+    *zone, out_m, lse_m, room_m = refs
+    blocks, D, unit, tiles, by_channel = config.blocks, layout.D, layout.unit, layout.tiles, layout.by_channel
+    warps = 4 * config.warpgroups
+    t, block = simt.special("tid.x"), simt.special("ctaid.x")
+    lane, warp = t & 31, t >> 5
+    quad, col = lane >> 2, lane & 3
+    row = simt.divide(block, blocks)
+    part = block - row * blocks
+    q, out, lse = (
+        simt.offset_rows(simt.global_address(m), n, heads * size)
+        for m, n, size in ((q_m, row, D * 2), (out_m, block, D * 4), (lse_m, block, 4))
+    )
+    start, stop = simt.ends_of((start_m, shared_by), (stop_m, shared_by), row, layout.S)
+    first = simt.divide(start, unit)
+    units = simt.divide(stop + (unit - 1), unit)
+    units = (units > first).select(units - first, 0)
+    each = simt.divide(units + (blocks - 1), blocks)
+    begin = part * each
+    end = (begin + each < units).select(begin + each, units) + first
+    begin = begin + first + warp
+    room = simt.shared_address(room_m) + warp * _room(layout, config)
+    fetch = _fetcher(layout, lane, row, key_codes_m, value_codes_m, value_scales_m, key_scales_m)
+
+    for i in range(config.stages - 1):
+        with when(begin + i * warps < end):
+            fetch(begin + i * warps, room + i * layout.stage)
+        ptx("cp.async.commit_group;")
+    queries = _queries(layout, q, heads, quad, col, 1.0 if scale >= 0 else -1.0)
+    factor = (abs(scale) or 2.0**-99) / math.log(2) * (2.0**LIFT if by_channel else 1.0)
+    mixing = _Mixing(layout, lane)
+    last = room + (config.stages - 1) * layout.stage
+
+    @loop(begin, end, warps, [room, last, *mixing.nothing()])
+    def carry(n: Word, at: Word, before: Word, *state: Word) -> list[Word]:
+        ptx(f"cp.async.wait_group {config.stages - 2};")
+        simt.warp_barrier()
+        ahead = n + (config.stages - 1) * warps
+        with when(ahead < end):
+            fetch(ahead, before)
+        ptx("cp.async.commit_group;")
+        logs = _scores(layout, at, queries, quad, col)
+        scales = mixing.scales(at)
+        for r in range(unit // 8, 2 * tiles):  # of the last 16 keys, what no unit has
+            for e in (2 * (r % 2), 2 * (r % 2) + 1):
+                logs[r // 2][e] = (quad + 8 * r < unit).select(logs[r // 2][e], real(-math.inf))
+
+        def counted() -> list[Word]:
+            tokens = [n * unit + (quad + 8 * r) for r in range(2 * tiles)]
+            there = [(token >= start) & (token < stop) for token in tokens]
+            kept = [f.select(x, 0) for f, words in zip(there, scales, strict=True) for x in words]
+            return [*softmax.flat(softmax.masked(logs, lambda r: there[r])), *kept]
+
+        whole = [*softmax.flat(logs), *softmax.flat(scales)]
+        words = iter(simt.branch((n * unit < start) | (n * unit + unit > stop), counted, whole))
+        logs, scales = ([[next(words) for _ in four] for four in fours] for fours in (logs, scales))
+        kept, weights = softmax.exponentials(state, logs, factor=factor, lift=LIFT, slack=SLACK)
+        mixed = mixing.add(softmax.parts(kept)[2], at, weights, scales)
+        return [at.equals(last).select(room, at + layout.stage), at, *kept[:4], *softmax.flat(mixed)]
+
+    ptx("cp.async.wait_group 0;")
+    simt.warp_barrier()
+    state = mixing.finish(carry[2:])
+    if zone:  # its tiles go to warps that may have a unit less
+        ends = simt.ends_of((zone[2], shared_by), (zone[3], shared_by), row, recent)
+        job = (word(warps - 1) - warp) * blocks + (word(blocks - 1) - part)
+        state = _exact(mixing, zone[:2], ends, q, heads, recent, row, job, warps * blocks, state, scale=scale)
+    softmax.store(room, state, heads, D, mixing.channel)
+    simt.block_barrier()
+    parts = [simt.shared_address(room_m) + w * _room(layout, config) for w in range(warps)]
+    loop(t, heads * D // 4, 32 * warps)(lambda i: softmax.Merged(parts, i, D, "shared").write(out, lse))
+
+
+# An integer m below 256 as the bits of a bf16 is m 2^-133, whatever its highest bit (the smallest normal numbers lie as
+# densely as those below them). So an `and` makes two codes, times 2^-133 and the power of two of their place; those
+# of the upper bytes after a shift by 8. Queries have the inverse of the powers beforehand, less LIFT; of values the
+# place is that of a channel, and its power is taken out in the end.
+
+
+def _codes(x: Word, shifted: Word, place: int, bits: int) -> list[Word]:
+    """Codes in place `place` of both lower bytes of the halves of x, and in that of both upper ones."""
+    mask = (((1 << bits) - 1) << (bits * place)) * 0x10001
+    return [x & mask, shifted & mask]
+
+
+def _fetcher(layout: Layout, lane: Word, row: Word, *refs: Any) -> Callable[[Word, Word], None]:
+    """fetch(unit, to) starts to copy a unit into a stage; what is not of the row or of the unit becomes 0."""
+    S, D, unit, padded = layout.S, layout.D, layout.unit, 16 * layout.tiles
+    jobs = []  # (address for this lane, bytes of a unit, of a token, of a chunk, place)
+    for m, size, place in zip(refs, layout.per_token, layout.places, strict=True):
+        if size:
+            chunk = math.gcd(16, S * size, unit * size)
+            jobs.append((simt.offset_rows(simt.global_address(m), row, S * size), size, chunk, place))
+    if layout.by_channel:
+        # Of the D/16 chunks of a column of lanes the i-th goes to 4 i + col, so that columns read from other banks.
+        per = D // 16
+        groups = simt.offset_rows(simt.global_address(refs[3]), row, S // unit * D * 4)
+        swizzled = ((lane & (per - 1)) * 4 + simt.divide(lane, per)) * 16 + layout.places[3]
+
+    def fetch(n: Word, to: Word) -> None:
+        for address, size, chunk, place in jobs:
+            cache = "cg" if chunk == 16 else "ca"
+            copy = f"cp.async.{cache}.shared.global [$0+{{0}}], [$1+{{0}}], {chunk}, $2;"
+            source, at = simt.offset(address, n * (unit * size) + lane * chunk), to + lane * chunk + place
+            valid = word(unit * size)
+            if S % unit:
+                left = (word(S) - n * unit) * size
+                valid = (left < unit * size).select(left, unit * size)
+            for done in range(0, padded * size, 32 * chunk):
+                here = lane * chunk + done
+                full = done + 32 * chunk <= unit * size and not S % unit
+                with when(here < padded * size):
+                    ptx(copy.format(done), at, source, chunk if full else (here < valid).select(chunk, 0))
+        if layout.by_channel:
+            with when(lane < D // 4):
+                copy = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+                ptx(copy, to + swizzled, simt.offset(groups, n * (4 * D) + lane * 16), 16)
+
+    return fetch
+
+
+def _own_queries(q: Any, heads: int, D: int, quad: Word, col: Word) -> list[Word]:
+    """Of query `quad`, or 0, the D/4 adjacent channels of this column of lanes, two a word."""
+    pick = (quad < heads).select(quad, 0)
+    return [(quad < heads).select(w, 0) for w in _words(simt.offset(q, pick * (D * 2) + col * (D // 2)), D // 8)]
+
+
+def _queries(layout: Layout, q: Any, heads: int, quad: Word, col: Word, sign: float) -> list[Word]:
+    """Right operands. A lane has D/4 adjacent channels, as pairs of those whose codes are 16 bits apart in a word; the
+    j-th pair of a word's lower bytes comes before that of its upper bytes."""
+    D, bits = layout.D, layout.bits[0]
+    mine = _own_queries(q, heads, D, quad, col)
+    found = []
+    for low, high in _pairs(layout):
+        pair = _prmt(mine[low // 2], mine[high // 2], 0x7632 if low % 2 else 0x5410)
+        power = 2.0 ** (133 - LIFT - low % (8 // bits) * bits) if layout.by_channel else 1.0
+        found.append(instr("mul.bf16x2", pair, _pair(sign * power)))
+    return found
+
+
+def _pairs(layout: Layout) -> list[tuple[int, int]]:
+    half = 16 // layout.bits[0]
+    lows = [
+        w + j + upper for w in range(0, layout.D // 4, 2 * half) for j in range(half // 2) for upper in (0, half // 2)
+    ]
+    return [(low, low + half) for low in lows]
+
+
+def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word) -> list[list[Word]]:
+    """Sums of `mma` of 16 keys each: scores without scale, times 2^-LIFT where scales are by channel."""
+    D, bits, width = layout.D, layout.bits[0], layout.per_token[0]
+    in_byte, pairs, tiles = 8 // bits, _pairs(layout), layout.tiles
+    lane = at + (quad * width + col * (width // 4))
+    rows = [_words(lane + 8 * r * width, width // 16) for r in range(2 * tiles)]
+    begin = [word(0)] * 4
+    if layout.by_channel:
+        shared = [w for i in range(D // 16) for w in _words(at + layout.places[3] + col * 16 + i * 64, 4)]
+        steps, zeros = ([_prmt(shared[a], shared[b], how) for a, b in pairs] for how in (0x5410, 0x7632))
+        scaled = [instr("mul.bf16x2", x, s) for x, s in zip(queries, steps, strict=True)]
+        # By place, as the queries have their powers: the lower rows have products with zeros, the upper ones those with
+        # scales, less what rounding leaves of them; that is given back times the centre of the codes.
+        sums = [begin] * in_byte
+        for n in range(0, len(pairs), 2):
+            j, off = n // 2 % in_byte, word(_pair(-1.0))
+            a = [zeros[n], steps[n], zeros[n + 1], steps[n + 1]]
+            sums[j] = simt.mma("bf16", sums[j], a, queries[n : n + 2])
+            sums[j] = simt.mma("bf16", sums[j], [word(0), off, word(0), off], scaled[n : n + 2])
+        begin = []
+        for e in range(2):
+            places = [instr("fma.rn.f32", acc[e + 2], real(_centre(bits)), acc[e]) for acc in sums]
+            total = functools.reduce(lambda a, b: instr("fma.rn.f32", a, real(2.0**bits), b), places[::-1])
+            begin.append(instr("mul.f32", instr("mul.f32", total, real(2.0**-64)), real(2.0**-69)))
+        begin = begin * 2
+        queries = scaled
+    else:
+        size = layout.per_token[3]
+        slice_ = simt.divide(col * (D // 4), layout.key_group[1])
+        lane = at + (quad * size + slice_ * 4)
+        own = [_words(lane + (layout.places[3] + 8 * r * size), 1)[0] for r in range(2 * tiles)]
+        affine = [_affine(w, bits) for w in own]
+    found = []
+    for tile in range(tiles):
+        near, far = rows[2 * tile : 2 * tile + 2]
+        shifted = [[x >> 8 for x in words] for words in (near, far)]
+        acc = begin
+        for n in range(0, len(pairs), 2):
+            w, j = divmod(n // 2, in_byte)
+            if layout.by_channel:
+                lanes = [_codes(x[w], s[w], j, bits) for x, s in zip((near, far), shifted, strict=True)]
+            else:
+                lanes = [
+                    [_decode(x[w], i, bits, *affine[2 * tile + r]) for i in (j, j + in_byte)]
+                    for r, x in enumerate((near, far))
+                ]
+            acc = simt.mma("bf16", acc, [x for two in zip(*lanes, strict=True) for x in two], queries[n : n + 2])
+        found.append(acc)
+    return found
+
+
+class _Mixing:
+    """The mix of values and how their channels lie in it.
+
+    `ldmatrix` gives a lane the half words `quad` of the blocks of 16 bytes of a token, two tokens at once. A product
+    has 16 channels as its rows: a lane's codes at one place of their lower and upper bytes. So its channels are of one
+    slice that has scales of its own, or of some: then there is a product for each, and a lane takes that of its slice.
+    Weights times the scales of a slice are the right operand; weights times zeros are summed beside the mix.
+    """
+
+    def __init__(self, layout: Layout, lane: Word):
+        self.layout, self.lane, self.quad, self.bits = layout, lane, lane >> 2, layout.bits[1]
+        self.in_byte = 8 // self.bits
+        self.block = 128 // self.bits  # channels of 16 bytes
+        self.slices = layout.D // layout.value_channels
+        self.of_block = max(1, self.block // layout.value_channels)  # slices
+        self.products = [(m, j) for m in range(layout.D // self.block) for j in range(self.in_byte)]
+
+    def nothing(self) -> list[Word]:
+        """The state of `_softmax` with another four sums for each slice, of weights times zeros."""
+        return [*softmax.empty(self.layout.D), *[word(0)] * (4 * self.slices)]
+
+    def scales(self, at: Word) -> list[list[Word]]:
+        """Those of keys quad + 8 r of the unit, by r and slice."""
+        size, place = self.layout.per_token[2], self.layout.places[2]
+        at = at + self.quad * size
+        return [_words(at + (place + 8 * r * size), self.slices) for r in range(2 * self.layout.tiles)]
+
+    def add(
+        self, mixed: list[list[Word]], at: Word, weights: list[list[Word]], scales: list[list[Word]]
+    ) -> list[list[Word]]:
+        """The mix and the other sums with the values of the unit at `at`."""
+        mixed, sums = mixed[: -self.slices], mixed[-self.slices :]
+        # What rounding takes from the right operand is given back times the centre of the codes, once (row 0).
+        centre = _centre(self.bits)
+        off = self.quad.equals(0).select(_pair(-centre), 0)
+        rights: list[list[list[Word]]] = [[] for _ in sums]
+        for n, tile in enumerate(weights):
+            for s, right in enumerate(rights):
+                own = [words[s] for words in scales[2 * n : 2 * n + 2]]
+                steps = [x << 16 for x in own]
+                middles = [
+                    instr("fma.rn.f32", step, real(centre), x & 0xFFFF0000) for step, x in zip(steps, own, strict=True)
+                ]
+                scaled = [instr("mul.f32", x, steps[e // 2]) for e, x in enumerate(tile)]
+                right.append(softmax.right_operand(scaled, "bf16"))
+                acc = simt.mma("bf16", sums[s], [off, word(0), off, word(0)], right[n])
+                sums[s] = [instr("fma.rn.f32", x, middles[e // 2], acc[e]) for e, x in enumerate(tile)]
+        return self._products(mixed, at + self.layout.places[1], rights) + sums
+
+    def _products(self, mixed: list[list[Word]], at: Word, rights: list[list[list[Word]]]) -> list[list[Word]]:
+        width, blocks = self.layout.per_token[1], self.layout.D // self.block
+        i = self.lane >> 3  # lanes 8 i .. give the addresses of the i-th matrix: tokens 8 (i & 1) .., block i >> 1
+        at = at + ((i & 1) * 8 + (self.lane & 7)) * width + ((i >> 1) * 16 if blocks > 1 else 0)
+        code = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
+        words = [
+            [
+                x
+                for m in range(0, blocks, 2)
+                for x in ptx(code, at + (16 * tile * width + 16 * m), results=4, convergent=True)
+            ]
+            for tile in range(self.layout.tiles)
+        ]
+        shifted = [[x >> 8 for x in tile] for tile in words]
+        found = []
+        for (m, j), before in zip(self.products, mixed, strict=True):
+            first, by_slice = self._first(m), []
+            for right in rights[first : first + self.of_block]:
+                acc = before
+                for x, y, operand in zip(words, shifted, right, strict=True):
+                    near, far = (_codes(x[i], y[i], j, self.bits) for i in (2 * m, 2 * m + 1))
+                    acc = simt.mma("bf16", acc, [*near, *far], operand)
+                by_slice.append(acc)
+            found.append(self._of_lane(by_slice))
+        return found
+
+    def _first(self, m: int) -> int:
+        """The first slice of block m."""
+        return self.block * m // self.layout.value_channels
+
+    def _of_lane(self, by_slice: Sequence[list[Word]]) -> list[Word]:
+        """Of lists by slice of a block, that of this lane's."""
+        found = by_slice[0]
+        for i, other in enumerate(by_slice[1:], 1):
+            mine = self.quad * (2 * self.in_byte) >= i * self.layout.value_channels
+            found = [mine.select(x, y) for x, y in zip(other, found, strict=True)]
+        return found
+
+    def finish(self, state: Sequence[Word]) -> list[Word]:
+        """The state of `_softmax`: without LIFT, codes' places, and the other sums, which are added to the mix."""
+        tops, totals, mixed = softmax.parts(state)
+        zeros = []
+        for acc in mixed[-self.slices :]:
+            two = [instr("add.f32", acc[e], acc[e + 2]) for e in range(2)]
+            for gap in (4, 8, 16):
+                two = [instr("add.f32", x, simt.bfly(x, gap)) for x in two]
+            zeros.append([instr("mul.f32", x, real(2.0**-LIFT)) for x in two])
+        found = []
+        for (m, j), acc in zip(self.products, mixed[: -self.slices], strict=True):
+            own = self._of_lane(zeros[self._first(m) :][: self.of_block])
+            power = real(2.0 ** (133 - LIFT - self.bits * j))
+            found += [instr("fma.rn.f32", x, power, own[e % 2]) for e, x in enumerate(acc)]
+        return [*tops, *(instr("mul.f32", x, real(2.0**-LIFT)) for x in totals), *found]
+
+    def channel(self, n: int, half: int) -> Word:
+        m, j = self.products[n]
+        return self.quad * (2 * self.in_byte) + (self.block * m + j + self.in_byte * half)
+
+
+def _exact(
+    mixing: _Mixing, zone: Sequence[Any], ends: Sequence[Word], q: Any, heads: int, size: int, row: Word,
+    first: Word, step: int, state: list[Word], *, scale: float,
+) -> list[Word]:  # fmt: skip
+    """The state with some of the exact keys and values of the span `ends`, 16 at a time."""
+    D, quad, col, in_byte = mixing.layout.D, mixing.quad, mixing.lane & 3, mixing.in_byte
+    keys, values = (simt.offset_rows(simt.global_address(m), row, size * D * 2) for m in zone)
+    queries = _own_queries(q, heads, D, quad, col)
+    start, stop = ends
+
+    @loop(simt.divide(start, 16) + first, simt.divide(stop + 15, 16), step, state)
+    def carry(n: Word, *state: Word) -> list[Word]:
+        def words(address: Any, token: Word, byte: Word, number: int) -> list[Word]:
+            token = n * 16 + token
+            return _words(simt.offset(address, (token < size).select(token, size - 1) * (2 * D) + byte), number)
+
+        near, far = (words(keys, quad + 8 * r, col * (D // 2), D // 8) for r in range(2))
+        # Of the values a lane's channels of a block, of tokens 2 col, 2 col + 1 and of those 8 further.
+        blocks = range(D // mixing.block)
+        tokens = [col * 2 + (i & 1) + 8 * (i >> 1) for i in range(4)]
+        own = [[words(values, x, quad * (4 * in_byte) + 2 * mixing.block * m, in_byte) for m in blocks] for x in tokens]
+        scores = [word(0)] * 4
+        for i in range(0, D // 8, 2):
+            scores = simt.mma("bf16", scores, [near[i], far[i], near[i + 1], far[i + 1]], queries[i : i + 2])
+
+        def there(r: int) -> Flag:
+            token = n * 16 + (quad + 8 * r)
+            return (token >= start) & (token < stop)
+
+        kept, (right,) = softmax.weigh(state, [scores], there, scale=scale, kind="bf16")
+        mixed = softmax.parts(kept)[2]
+        for i, (m, j) in enumerate(mixing.products):
+            a = [
+                _prmt(own[x][m][channel // 2], own[x + 1][m][channel // 2], 0x7632 if channel % 2 else 0x5410)
+                for x in (0, 2)
+                for channel in (j, j + in_byte)
+            ]
+            mixed[i] = simt.mma("bf16", mixed[i], a, right)
+        return [*kept[:4], *softmax.flat(mixed)]
+
+    return carry
+
+
+def _prmt(a: Word, b: Word, how: int) -> Word:
+    return instr("prmt.b32", a, b, how)
+
+
+def _words(at: Any, words: int) -> list[Word]:
+    """1, 2, 4 or a multiple of 4 words of shared memory, at a Word, or of device memory, at an address."""
+    space, n = "shared" if isinstance(at, Word) else "global.nc", min(words, 4)
+    lanes = ", ".join(f"${i}" for i in range(n))
+    kind, to = (f".v{n}", f"{{{lanes}}}") if n > 1 else ("", lanes)
+    loads = [f"ld.{space}{kind}.u32 {to}, [${n}+{4 * w}];" for w in range(0, words, n)]
+    found = [ptx(load, at, results=n) for load in loads]
+    return found if n == 1 else [w for four in found for w in four]
+
+
+def _affine(x: Word, bits: int) -> tuple[Word, Word]:
+    """Scale 2^bits and zero of a u32 of scale and zero, each twice, as bf16."""
+    return instr("mul.bf16x2", _prmt(x, x, 0x5410), _pair(2.0**bits)), _prmt(x, x, 0x7632)
+
+
+def _centre(bits: int) -> float:
+    """The mean of the least code and the largest."""
+    return (2**bits - 1) / 2
+
+
+def _pair(x: float) -> int:
+    """x twice, in bf16, which must hold it."""
+    return (simt.real_bits(x) >> 16) * 0x10001
+
+
+def _decode(x: Word, j: int, bits: int, scale: Word, zero: Word) -> Word:
+    """Values of the j-th codes of both halves of x."""
+    shift = bits * j - (7 - bits)
+    x = x >> shift if shift > 0 else x << -shift if shift else x
+    mask = ((1 << bits) - 1) << (7 - bits)
+    code = instr("sub.bf16x2", (x & (mask * 0x10001)) | ONE, ONE)
+    return instr("fma.rn.bf16x2", code, scale, zero)

@@ -1,0 +1,290 @@
+"""Exact attention over selected slots: one kernel gathers keys and values, scores them and mixes the values.
+
+A cluster of blocks works on one row: a KV head, or a query head with its own selection. Each warp takes 32 slots at a
+time and copies their keys and values into its own shared memory, so no warp waits for another before the end. Scores
+are K q^T on `mma`. The weights are rounded to the dtype of the cache and transposed in registers for the product with
+V. Each warp keeps an online softmax in base 2; warps merge in shared memory, then blocks merge through the cluster.
+
+**Bytes:** 2 D e M read a row, where e is the size of an element, 4 M of slots, and 4 g (D + 1) written.
+
+**Bound:** latency for few slots, random reads for many.
+
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import simt, tuned
+from kvjax.kernels_pallas.attend import softmax
+from kvjax.kernels_pallas.attend.softmax import HEADS
+from kvjax.kernels_pallas.simt import Word, loop, ptx, when, word
+
+MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_slots.json
+TILE = 32  # slots of a warp at a time
+MOST_SLOTS = 4096
+
+
+@dataclass(frozen=True)
+class Config:
+    blocks: int = 8  # of a row, a cluster
+    warpgroups: int = 2  # of a block
+
+    def __post_init__(self) -> None:
+        if self.blocks not in (1, 2, 4, 8):
+            raise ValueError(f"blocks must be 1, 2, 4 or 8, a cluster's; got {self.blocks}")
+        if self.warpgroups not in (1, 2, 4):
+            raise ValueError(f"warpgroups must be 1, 2 or 4; got {self.warpgroups}")
+
+
+def config_for(rows: int, slots: int, D: int) -> Config:
+    """As many blocks a row as fit on the multiprocessors at once and have work; four warps for the widest heads."""
+    warpgroups = 2 if D < 256 else 1
+    most = -(-slots // (TILE * 4 * warpgroups))
+    return Config(next((b for b in (8, 4, 2) if b < 2 * most and rows * b <= 128), 1), warpgroups)
+
+
+def smem_bytes(D: int, config: Config) -> int:
+    return config.warpgroups * 4 * TILE * D * 2 * 2
+
+
+def unsupported(q: Any, k: Any, v: Any, slots: Any, config: Config | None = None) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    _, _, G, D = q.shape
+    H, M = slots.shape[2:]
+    if D not in (64, 128, 256):
+        return f"the kernel attend_slots takes head sizes 64, 128 and 256; got D={D}"
+    if not 1 <= G // H <= HEADS:
+        return f"the kernel attend_slots takes 1 to {HEADS} query heads that share a selection; got {G} for {H}"
+    if k.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        return f"the kernel attend_slots takes keys and values in bf16 or f16; got {k.dtype}"
+    if (v.dtype, v.shape) != (k.dtype, k.shape):
+        return f"the kernel attend_slots takes values like keys, {k.dtype}{list(k.shape)}; got {v.dtype}{list(v.shape)}"
+    if not 1 <= M <= MOST_SLOTS:
+        return f"the kernel attend_slots takes 1 to {MOST_SLOTS} slots a row; got {M}"
+    if k.shape[2] * D * 2 >= 1 << 32:
+        return f"the kernel attend_slots takes rows of less than 4 GiB of keys; got k{list(k.shape)}"
+    if 0 in q.shape:
+        return f"the kernel attend_slots takes at least one row; got q{list(q.shape)}"
+    if config and smem_bytes(D, config) > simt.SMEM:
+        return f"{config} needs {smem_bytes(D, config)} bytes of shared memory for D={D}; a block has {simt.SMEM}"
+    return None
+
+
+def supported(q: Any, k: Any, v: Any, slots: Any) -> bool:
+    return unsupported(q, k, v, slots) is None
+
+
+@simt.lowered_once("scale", "config")
+def attend_slots(
+    q: Array, k: Array, v: Array, slots: Array, valid: Array, *, scale: float, config: Config | None = None
+) -> tuple[Array, Array]:
+    """(out f32[B, K, G, D], lse f32[B, K, G]) of q [B, K, G, D] over the `valid` slots [B, K, H, M] of k, v.
+
+    k, v are [B, K, S, D]. `config` is chosen by the shape.
+    """
+    if limit := unsupported(q, k, v, slots, config):
+        raise NotImplementedError(limit)
+    B, K, G, D = q.shape
+    S, (H, M) = k.shape[2], slots.shape[2:]
+    chosen = config or tuned.select(
+        "attend_slots",
+        config_for(B * K * H, M, D),
+        (q, k, v),
+        lambda x: unsupported(q, k, v, slots, x),
+        rows=B * K * H,
+        M=M,
+        G=G // H,
+        D=D,
+    )
+    index = jnp.where(valid, jnp.clip(slots, 0, S - 1), -1).reshape(B * K * H, M)
+    out, lse = attend(
+        q.astype(k.dtype).reshape(B * K * H, G // H, D),
+        [a.reshape(B * K, S, D) for a in (k, v)],
+        index,
+        outs=(((G // H, D), jnp.float32), ((G // H,), jnp.float32)),
+        name="attend_slots",
+        write=softmax.Merged.write,
+        scale=scale,
+        config=chosen,
+    )
+    return out.reshape(B, K, G, D), lse.reshape(B, K, G)
+
+
+def attend(
+    q: Array, kept: Sequence[Array], index: Array, *, found: Array | None = None,
+    spans: Sequence[tuple[Array, Array, int]] = (), outs: Sequence[tuple[tuple[int, ...], Any]],
+    name: str, write: Callable[..., None], scale: float, config: Config,
+) -> tuple[Array, ...]:  # fmt: skip
+    """The kernel, over rows of queries [rows, heads, D] and of slots i32[rows, M], -1 where there is none.
+
+    `kept` has the keys and values [rows', S, D] of each zone; slots count on from zone to zone. Of a row's slots those
+    from the `found` i32[rows] on are not read either. `spans` are start and stop, i32[rows''] both, of each of the
+    last zones, and how many slots are read there: so many, the last. `outs` are shapes and dtypes of what write(merged,
+    *addresses) writes of each row.
+    """
+    rows, heads, D = q.shape
+    lists, ends = [index] if found is None else [index, found], [end for *two, _ in spans for end in two]
+
+    @jax.custom_batching.custom_vmap
+    def run(q: Array, *args: Array) -> tuple[Array, ...]:
+        kept, index = args[: -len(lists + ends)], args[-len(lists + ends)]
+        return simt.kernel(
+            functools.partial(
+                _program,
+                sizes=(heads, rows // kept[0].shape[0], D, index.shape[1]),
+                zones=tuple(a.shape[1] for a in kept[::2]),
+                most=tuple(most for *_, most in spans),
+                counted=found is not None,
+                shared_by=rows // ends[0].shape[0] if ends else 1,
+                strides=tuple(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in outs),
+                write=write,
+                kind="bf16" if kept[0].dtype == jnp.bfloat16 else "f16",
+                scale=scale,
+                config=config,
+            ),
+            name=f"kvjax_{name}",
+            out_type=tuple(jax.ShapeDtypeStruct((rows, *shape), dtype) for shape, dtype in outs),
+            scratch=(smem_bytes(D, config) // 4,),
+            blocks=rows,
+            cluster=config.blocks,
+            warpgroups=config.warpgroups,
+        )(q, *args)
+
+    @run.def_vmap
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+        q, *flat = simt.flatten_batch(n, batches, args)
+        kept, (index, *rest) = flat[: -len(lists + ends)], flat[-len(lists + ends) :]
+        found = rest.pop(0) if len(lists) == 2 else None
+        two = zip(rest[::2], rest[1::2], (most for *_, most in spans), strict=True)
+        made = attend(
+            q, kept, index, found=found, spans=list(two), outs=outs, name=name, write=write, scale=scale, config=config
+        )
+        return tuple(a.reshape(n, rows, *a.shape[1:]) for a in made), (True,) * len(outs)
+
+    return run(q, *kept, *lists, *ends)
+
+
+def _program(
+    q_m: Any, *refs: Any, sizes: tuple[int, int, int, int], zones: tuple[int, ...], most: tuple[int, ...],
+    counted: bool, shared_by: int, strides: tuple[int, ...], write: Callable[..., None], kind: str, scale: float,
+    config: Config,
+) -> None:  # fmt: skip
+    heads, of_zone, D, M = sizes
+    places = M + sum(most)
+    warps, blocks = 4 * config.warpgroups, config.blocks
+    t, part, row = simt.special("tid.x"), simt.special("cluster_ctarank"), simt.special("clusterid.x")
+    lane, warp = t & 31, t >> 5
+    rows = softmax.Rows(D, kind, lane)
+    width = rows.width  # bytes of keys of one slot
+    chunks = width // 16
+    kept_m, (index_m, *rest) = refs[: 2 * len(zones)], refs[2 * len(zones) :]
+    of_counts = [1] * counted + [shared_by] * (2 * len(most))
+    q, index, *kept = (simt.global_address(m) for m in (q_m, index_m, *kept_m))
+    q, index = simt.offset_rows(q, row, heads * width), simt.offset_rows(index, row, M * 4)
+    ends, of_row = list(itertools.accumulate(zones)), simt.divide(row, of_zone)
+
+    def bases(places: Sequence[Any]) -> list[Any]:
+        """Of each zone, where slot 0 of this row would lie if the zone's rows went on to before its first slot."""
+        mine = (simt.offset_rows(a, of_row, n * width) for a, n in zip(places, zones, strict=True))
+        return [simt.offset_rows(a, word(end - n), -width) for a, n, end in zip(mine, zones, ends, strict=True)]
+
+    k, v = bases(kept[::2]), bases(kept[1::2])
+    *outs_m, room_m = rest[len(of_counts) :]
+    outs = [simt.offset_rows(simt.global_address(m), row, stride) for m, stride in zip(outs_m, strides, strict=True)]
+    limits = [simt.number_of(numbers, row) for numbers in zip(rest, of_counts, strict=False)]
+    found, spans = limits[0] if counted else None, list(zip(limits[counted::2], limits[counted + 1 :: 2], strict=True))
+    room = simt.shared_address(room_m)
+    keys = room + warp * (2 * TILE * width)
+    values = keys + TILE * width
+    steps = -(-places // (TILE * warps * blocks))
+
+    def slots_of(step: Word) -> Word:
+        """The slot of this lane in tile `step` of the warp; all ones where there is none. The list's come first, then
+        those of the spans."""
+        at = ((step * blocks + part) * warps + warp) * TILE + lane
+        slot = simt.load_below(at, M, simt.offset(index, at * 4), 0xFFFFFFFF)
+        if found is not None:
+            slot = (at < found).select(slot, 0xFFFFFFFF)
+        first = M
+        for (start, stop), n, end in zip(spans, most, ends[len(zones) - len(most) - 1 :], strict=False):
+            of_span = (stop > start + n).select(stop - n, start) + (at - first)
+            there = (at >= first) & (at < first + n) & (of_span < stop)
+            slot, first = there.select(of_span + end, slot), first + n
+        return slot
+
+    per = 32 // chunks  # rows that one instruction copies
+    chunk, first = lane & (chunks - 1), simt.divide(lane, chunks)
+
+    def copy(sources: Sequence[Any], to: Word, slots: Word) -> None:
+        for i in range(TILE // per):
+            r = first + i * per
+            slot = simt.from_lane(slots, r)
+            there = slot.differs(0xFFFFFFFF)
+            slot, source = there.select(slot, 0), sources[-1]
+            for before, end in zip(sources[-2::-1], ends[-2::-1], strict=True):
+                source = simt.select_address(slot < end, before, source)
+            at = simt.offset(source, slot * width + chunk * 16)
+            ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", rows.place(to, r, chunk), at, there.select(16, 0))
+        ptx("cp.async.commit_group;")
+
+    def wait() -> None:
+        """For all copies but the last group's."""
+        ptx("cp.async.wait_group 1;")
+        simt.warp_barrier()
+
+    slots = slots_of(word(0))
+    copy(k, keys, slots)
+    copy(v, values, slots)
+    queries = rows.queries(q, heads)
+
+    def step(n: Word, slots: Word, *state: Word) -> list[Word]:
+        ahead = slots_of(n + 1) if steps > 1 else slots
+        wait()
+        scores = rows.scores(keys, queries, TILE // 16)
+        simt.warp_barrier()
+        if steps > 1:
+            copy(k, keys, ahead)
+        else:
+            ptx("cp.async.commit_group;")
+        there = simt.ballot(slots.differs(0xFFFFFFFF)) >> rows.quad
+        before, weights = softmax.weigh(
+            state, scores, lambda j: ((there >> (8 * j)) & 1).differs(0), scale=scale, kind=kind
+        )
+        wait()
+        mixed = rows.mix(before, values, weights)
+        if steps > 1:
+            simt.warp_barrier()
+            copy(v, values, ahead)
+        return [ahead, *mixed]
+
+    carry = [slots, *softmax.empty(D)]
+    carry = step(word(0), *carry) if steps == 1 else loop(0, steps, 1, carry)(step)
+    ptx("cp.async.wait_group 0;")
+    simt.block_barrier()  # the copies' memory is used anew
+
+    size = softmax.part_bytes(D)
+    rows.store(room + warp * size, carry[1:], heads)
+    simt.block_barrier()
+    quads, whole = heads * D // 4, room + warps * size
+    mine = [room + w * size for w in range(warps)]
+    loop(t, quads, 32 * warps)(lambda i: softmax.Merged(mine, i, D, "shared").store(whole))
+    simt.cluster_barrier()
+    share = -(-quads // blocks)
+    others = [simt.remote(whole, b) for b in range(blocks)]
+
+    @loop(part * share + t, quads, 32 * warps)
+    def _write(i: Word) -> None:
+        with when(i < (part + 1) * share):
+            write(softmax.Merged(others, i, D, "shared::cluster"), *outs)
+
+    simt.cluster_barrier()  # a block may end once the others have read its part

@@ -1,0 +1,229 @@
+"""Exact attention over a contiguous span of each row's slots: a decode step over a dense cache.
+
+A row, which is a KV head, is split over blocks. All warps of a row take its tiles of `keys` slots in turns, from the
+row's own start to its own stop, so a cache that is a quarter full takes a quarter of the time. Each warp copies tiles
+into its own ring of `stages` in shared memory and refills a stage as soon as it is scored. Scores, weights and mix are
+those of `attend_slots`. A second, small kernel merges the blocks of a row and writes the mean in the dtype of the
+queries.
+
+**Bytes:** 2 D e (stop - start) read a row, where e is the size of an element, and 4 g (D + 1) written and read a block.
+
+**Bound:** memory.
+
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import simt, tuned
+from kvjax.kernels_pallas.attend import softmax
+from kvjax.kernels_pallas.attend.softmax import HEADS, KINDS
+from kvjax.kernels_pallas.simt import Word, loop, ptx, when, word
+
+MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_span.json
+
+
+@dataclass(frozen=True)
+class Config:
+    blocks: int  # of a row
+    warpgroups: int = 1  # of a block
+    stages: int = 3  # tiles that a warp has room for in shared memory
+    keys: int = 32  # of a tile
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1 or self.warpgroups not in (1, 2, 3, 4) or self.stages < 1 or self.keys not in (16, 32, 64):
+            raise ValueError(f"blocks and stages must be at least 1, warpgroups 1 to 4, keys 16, 32 or 64; got {self}")
+
+
+def at_once(D: int, config: Config) -> int:
+    """Blocks that run at once: of a multiprocessor what its shared memory holds, and 16 warps of 128 registers."""
+    if smem_bytes(D, config) > simt.SMEM:
+        return 0
+    return simt.MULTIPROCESSORS * min((simt.SMEM + 1024) // (smem_bytes(D, config) + 1024), 4 // config.warpgroups)
+
+
+def config_for(rows: int, S: int, D: int) -> Config:
+    """192 KB in flight a multiprocessor, and of a row as many blocks as take the fewest turns of warps, a wave being
+    worth two more."""
+    keys = 16 if D == 256 else 32
+    wave = at_once(D, Config(1, keys=keys))
+
+    def turns(blocks: int) -> int:
+        return -(-rows * blocks // wave) * (-(-S // (blocks * 4 * keys)) + 2)
+
+    return Config(min(range(1, simt.MULTIPROCESSORS + 1), key=turns), keys=keys)
+
+
+def _room(D: int, config: Config) -> int:
+    """Bytes of shared memory of a warp: its tiles of keys and values, and then its part."""
+    return max(config.stages * config.keys * D * 2 * 2, softmax.part_bytes(D))
+
+
+def smem_bytes(D: int, config: Config) -> int:
+    return 4 * config.warpgroups * _room(D, config)
+
+
+def unsupported(q: Any, k: Any, v: Any, start: Any, stop: Any, config: Config | None = None) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    *_, G, D = q.shape
+    if D not in (64, 128, 256):
+        return f"the kernel attend_span takes head sizes 64, 128 and 256; got D={D}"
+    if not 1 <= G <= HEADS:
+        return f"the kernel attend_span takes 1 to {HEADS} queries a kv head; got {G}"
+    if str(q.dtype) not in KINDS:
+        return f"the kernel attend_span takes queries in f32, bf16 or f16; got {q.dtype}"
+    if k.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        return f"the kernel attend_span takes keys and values in bf16 or f16; got {k.dtype}"
+    if (v.dtype, v.shape) != (k.dtype, k.shape):
+        return f"the kernel attend_span takes values like keys, {k.dtype}{list(k.shape)}; got {v.dtype}{list(v.shape)}"
+    if k.shape[2] * D * 2 >= 1 << 32:
+        return f"the kernel attend_span takes rows of less than 4 GiB of keys; got k{list(k.shape)}"
+    if 0 in q.shape or 0 in k.shape:
+        return f"the kernel attend_span takes at least one row and slot; got q{list(q.shape)}, k{list(k.shape)}"
+    if config and smem_bytes(D, config) > simt.SMEM:
+        return f"{config} needs {smem_bytes(D, config)} bytes of shared memory for D={D}; a block has {simt.SMEM}"
+    return None
+
+
+def supported(q: Any, k: Any, v: Any, start: Any, stop: Any) -> bool:
+    return unsupported(q, k, v, start, stop) is None
+
+
+@simt.lowered_once("scale", "config")
+def attend_span(
+    q: Array, k: Array, v: Array, start: Array, stop: Array, *, scale: float, config: Config | None = None
+) -> Array:
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, stop) i32[B] of k, v [B, K, S, D];
+    0 where there are none. `config` is chosen by the shape."""
+    if limit := unsupported(q, k, v, start, stop, config):
+        raise NotImplementedError(limit)
+    B, K, G, D = q.shape
+    rows, S = B * K, k.shape[2]
+    chosen = config or tuned.select(
+        "attend_span",
+        config_for(rows, S, D),
+        (q, k, v),
+        lambda x: unsupported(q, k, v, start, stop, x),
+        rows=rows,
+        S=S,
+        G=G,
+        D=D,
+    )
+    queries, kept = q.astype(k.dtype).reshape(rows, G, D), (a.reshape(rows, S, D) for a in (k, v))
+    ends = (a.astype(jnp.int32) for a in (start, stop))
+    return _attend(scale, q.dtype, chosen, queries, *ends, *kept).reshape(q.shape)
+
+
+def _attend(scale: float, dtype: Any, config: Config, *args: Array) -> Array:
+    """[rows, G, D] in `dtype`, of queries, start and stop, keys and values."""
+
+    @jax.custom_batching.custom_vmap
+    def run(*args: Array) -> Array:
+        (rows, G, D), kept = args[0].shape, args[3]
+        means, logs = simt.kernel(
+            functools.partial(
+                _program,
+                sizes=(G, D, kept.shape[1]),
+                shared_by=rows // args[1].shape[0],
+                kind="bf16" if kept.dtype == jnp.bfloat16 else "f16",
+                scale=scale,
+                config=config,
+            ),
+            name="kvjax_attend_span",
+            out_type=(
+                jax.ShapeDtypeStruct((rows, config.blocks, G, D), jnp.float32),
+                jax.ShapeDtypeStruct((rows, config.blocks, G), jnp.float32),
+            ),
+            scratch=(smem_bytes(D, config) // 4,),
+            blocks=rows * config.blocks,
+            warpgroups=config.warpgroups,
+        )(*args)
+        return softmax.merge_blocks(means, logs, dtype, name="attend_span", lse=False)[0]
+
+    @run.def_vmap
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
+        found = _attend(scale, dtype, config, *simt.flatten_batch(n, batches, args))
+        return found.reshape(n, -1, *found.shape[1:]), True
+
+    return run(*args)
+
+
+def _program(
+    q_m: Any, start_m: Any, stop_m: Any, k_m: Any, v_m: Any, out_m: Any, lse_m: Any, room_m: Any, *,
+    sizes: tuple[int, int, int], shared_by: int, kind: str, scale: float, config: Config,
+) -> None:  # fmt: skip
+    (heads, D, S), (blocks, keys) = sizes, (config.blocks, config.keys)
+    warps, t, block = 4 * config.warpgroups, simt.special("tid.x"), simt.special("ctaid.x")
+    lane, warp = t & 31, t >> 5
+    rows = softmax.Rows(D, kind, lane)
+    row = simt.divide(block, blocks)
+    q, k, v, out, lse = (
+        simt.offset_rows(simt.global_address(m), n, stride)
+        for m, n, stride in (
+            (q_m, row, heads * D * 2),
+            (k_m, row, S * D * 2),
+            (v_m, row, S * D * 2),
+            (out_m, block, heads * D * 4),
+            (lse_m, block, heads * 4),
+        )
+    )
+    start, stop = simt.ends_of((start_m, shared_by), (stop_m, shared_by), row, S)
+    room = simt.shared_address(room_m) + warp * _room(D, config)
+    tile = keys * rows.width  # bytes; of a stage the keys lie before the values
+
+    chunks = rows.width // 16
+    per = 32 // chunks  # slots that one instruction copies
+    chunk, first = lane & (chunks - 1), simt.divide(lane, chunks)
+    places = [rows.place(word(0), first + i, chunk) for i in range(0, 8, per)]  # of a lane, which repeat after 8 slots
+    k, v = (simt.offset(a, lane * 16) for a in (k, v))
+
+    def fetch(source: Any, to: Word, slot: Word) -> None:
+        """Starts to copy the tile that begins at `slot`, as far as it is in the span; zeros after it."""
+        with when(slot < stop):
+            source, mine = simt.offset(source, slot * rows.width), slot + first
+            for i in range(0, keys, per):
+                at, byte = to + places[i % 8 // per], i * rows.width
+                copy = f"cp.async.cg.shared.global [$0+{i // 8 * 8 * rows.width}], [$1+{byte}], 16, $2;"
+                ptx(copy, at, source, (mine + i < stop).select(16, 0))
+        ptx("cp.async.commit_group;")
+
+    def wait() -> None:
+        """For the oldest tile of keys or values that was not waited for."""
+        ptx(f"cp.async.wait_group {2 * config.stages - 1};")
+        simt.warp_barrier()
+
+    step = blocks * warps * keys
+    begin = start + ((block - row * blocks) * warps + warp) * keys
+    for i in range(config.stages):
+        fetch(k, room + i * 2 * tile, begin + i * step)
+        fetch(v, room + i * 2 * tile + tile, begin + i * step)
+    queries, last = rows.queries(q, heads), room + (config.stages - 1) * 2 * tile
+
+    @loop(begin, stop, step, [room, *softmax.empty(D)])
+    def carry(slot: Word, at: Word, *state: Word) -> list[Word]:
+        ahead = slot + config.stages * step
+        wait()
+        scores = rows.scores(at, queries, keys // 16)
+        simt.warp_barrier()
+        fetch(k, at, ahead)
+        mine = slot + rows.quad
+        before, weights = softmax.weigh(state, scores, lambda n: mine + 8 * n < stop, scale=scale, kind=kind)
+        wait()
+        mixed = rows.mix(before, at + tile, weights)
+        simt.warp_barrier()
+        fetch(v, at + tile, ahead)
+        return [at.equals(last).select(room, at + 2 * tile), *mixed]
+
+    ptx("cp.async.wait_group 0;")
+    simt.warp_barrier()
+    rows.store(room, carry[1:], heads)
+    simt.block_barrier()
+    parts = [simt.shared_address(room_m) + w * _room(D, config) for w in range(warps)]
+    loop(t, heads * D // 4, 32 * warps)(lambda i: softmax.Merged(parts, i, D, "shared").write(out, lse))

@@ -1,0 +1,124 @@
+"""Attention of a whole retrieval step in one kernel: selected slots, local window and sink.
+
+The kernel of `attend_slots` runs over one numbering of slots that continues from the store to the recent block and the
+sink. For each slot that it copies, it compares which zone the slot lies in. Warps derive the slots of the window and
+the sink from their spans. A count, or -1 in the list, says where nothing was selected. The store may consist of two
+arrays, such as the tokens that FreeKV recalled one step before and the tokens that it recalls now.
+
+**Bytes:** 2 D e M read a row, where e is the size of an element and M counts all attended slots; 4 for each selected
+slot; e g D written.
+
+**Bound:** as `attend_slots`.
+
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import simt, tuned
+from kvjax.kernels_pallas.attend import attend_slots as one_zone
+from kvjax.kernels_pallas.attend import softmax
+from kvjax.kernels_pallas.attend.attend_slots import Config, config_for
+from kvjax.kernels_pallas.attend.softmax import KINDS
+
+MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_zones.json
+
+
+def unsupported(
+    q: Any, k: Any, v: Any, slots: Any, recent: Any, sink: Any, local: int, more: Any = None,
+    config: Config | None = None,
+) -> str | None:  # fmt: skip
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    B, K, H, M = slots.shape
+    spans = _spans(recent, sink, local)
+    all_slots = jax.ShapeDtypeStruct((B, K, H, M + sum(most for _, most in spans)), jnp.int32)
+    if limit := one_zone.unsupported(q, k, v, all_slots, config):
+        return limit.replace("attend_slots", "attend_zones", 1)
+    if str(q.dtype) not in KINDS:
+        return f"the kernel attend_zones takes queries in f32, bf16 or f16; got {q.dtype}"
+    others = [a for zone in (more or (), *(span[:2] for span, _ in spans)) for a in zone]
+    if any(a.dtype != k.dtype for a in others):
+        return f"the kernel attend_zones takes zones of one dtype; got {', '.join(str(a.dtype) for a in (k, *others))}"
+    total = k.shape[2] + sum(keys.shape[2] for keys in others[::2])
+    if total * k.shape[3] * 2 >= 1 << 32:
+        return f"the kernel attend_zones takes rows of less than 4 GiB of keys; got {total} slots of D={k.shape[3]}"
+    return None
+
+
+def _spans(recent: Any, sink: Any, local: int) -> list[tuple[Any, int]]:
+    """Each with the most slots of it that are attended to."""
+    return [(recent, local)] + ([] if sink is None else [(sink, sink[0].shape[2])])
+
+
+def supported(q: Any, k: Any, v: Any, slots: Any, recent: Any, sink: Any, local: int, more: Any = None) -> bool:
+    return unsupported(q, k, v, slots, recent, sink, local, more) is None
+
+
+@simt.lowered_once("local", "scale", "config")
+def attend_zones(
+    q: Array,
+    k: Array,
+    v: Array,
+    slots: Array,
+    known: Array,
+    recent: Any,
+    sink: Any,
+    local: int,
+    more: tuple[Array, Array] | None = None,
+    *,
+    scale: float,
+    config: Config | None = None,
+) -> Array:
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over slots i32[B, K, H, M] and spans.
+
+    Of the slots those are read that `known` says: as bool[B, K, H, M] which, as i32[B, K, H] how many, the first. k, v
+    are [B, K, S, D], slots 0 to S - 1; `more`, of the same shape, has slots S to 2 S - 1, if given; those of `recent`
+    follow. `recent`, and `sink` if there is one, are keys and values [B, K, R, D] and start and stop i32[B] of the
+    slots that are attended to, of `recent` the last `local` of these. `config` is chosen by the shape.
+    """
+    if limit := unsupported(q, k, v, slots, recent, sink, local, more, config):
+        raise NotImplementedError(limit)
+    B, K, G, D = q.shape
+    H, M = slots.shape[2:]
+    found, spans = None, _spans(recent, sink, local)
+    read = M + sum(most for _, most in spans)
+    chosen = config or tuned.select(
+        "attend_zones",
+        config_for(B * K * H, read, D),
+        (q, k, v),
+        lambda x: unsupported(q, k, v, slots, recent, sink, local, more, x),
+        rows=B * K * H,
+        M=read,
+        G=G // H,
+        D=D,
+    )
+    if not M:  # a kernel reads no array without elements
+        slots, known = jnp.zeros((B, K, H, 1), jnp.int32), jnp.zeros((B, K, H), jnp.int32)
+    if known.dtype == bool:
+        stored = k.shape[2] * (1 if more is None else 2)
+        slots = jnp.where(known, jnp.clip(slots, 0, stored + recent[0].shape[2] - 1), -1)
+    else:
+        found = known.reshape(B * K * H)
+    (out,) = one_zone.attend(
+        q.astype(k.dtype).reshape(B * K * H, G // H, D),
+        [a.reshape(B * K, -1, D) for zone in ((k, v), more or (), *(span[:2] for span, _ in spans)) for a in zone],
+        slots.astype(jnp.int32).reshape(B * K * H, -1),
+        found=found,
+        spans=[(*(end.astype(jnp.int32) for end in span[2:]), most) for span, most in spans],
+        outs=(((G // H, D), q.dtype),),
+        name="attend_zones",
+        write=functools.partial(_write, kind=KINDS[str(q.dtype)]),
+        scale=scale,
+        config=chosen,
+    )
+    return out.reshape(B, K, G, D)
+
+
+def _write(merged: softmax.Merged, out: Any, *, kind: str) -> None:
+    merged.write_mean(out, kind)

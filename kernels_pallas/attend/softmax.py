@@ -1,0 +1,275 @@
+"""Attention over a part of the keys in the registers of a warp, and the merges of warps and blocks.
+
+A lane holds the state of heads 2 col and 2 col + 1, where quad = lane / 4 and col = lane % 4: the largest score (base
+2), the lane's share of the sum of 2^(score - largest), and the mix of values with the same weights. The mix is [D,
+heads], laid out as the accumulator of `mma`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.simt import Flag, Word, instr, ptx, real, when, word
+
+HEADS = 8  # columns of a product
+KINDS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # of queries and means
+
+
+def empty(D: int) -> list[Word]:
+    """Largest scores, sums and mix of nothing."""
+    return [real(-math.inf)] * 2 + [word(0)] * (2 + D // 4)
+
+
+def parts(state: Sequence[Word]) -> tuple[list[Word], list[Word], list[list[Word]]]:
+    mixed = [list(state[j : j + 4]) for j in range(4, len(state), 4)]
+    return list(state[:2]), list(state[2:4]), mixed
+
+
+def weigh(
+    state: Sequence[Word], scores: list[list[Word]], there: Callable[[int], Flag], *, scale: float, kind: str
+) -> tuple[list[Word], list[list[Word]]]:
+    """The state before the values of some keys are mixed in, and their weights as right operands of `mma`.
+
+    `scores` are the sums of `mma` of 16 keys each, without `scale`; `there(n)` says whether key 8 n + quad counts.
+    """
+    logs = [[instr("mul.f32", x, real(scale / math.log(2))) for x in tile] for tile in scores]
+    kept, weights = exponentials(state, masked(logs, there))
+    return kept, [right_operand(tile, kind) for tile in weights]
+
+
+def masked(logs: list[list[Word]], there: Callable[[int], Flag]) -> list[list[Word]]:
+    return [[there(2 * n + e // 2).select(x, real(-math.inf)) for e, x in enumerate(t)] for n, t in enumerate(logs)]
+
+
+def exponentials(
+    state: Sequence[Word], logs: list[list[Word]], *, factor: float = 1.0, lift: float = 0.0, slack: float | None = None
+) -> tuple[list[Word], list[list[Word]]]:
+    """The state before the values of some keys are mixed in, and their weights times 2^lift.
+
+    Logarithms, which `factor` > 0 multiplies, and weights are in the places of the sums of `mma` of 16 keys each. The
+    state's sums have the lift too. With `slack` its largest score stays, and so its sums need no multiplication, until
+    a score is larger by more than that; weights are up to 2^(lift + slack) then.
+    """
+    olds, tops = list(state[:2]), []
+    for e in range(2):
+        top = functools.reduce(lambda a, b: instr("max.f32", a, b), [x for tile in logs for x in tile[e::2]])
+        for gap in (4, 8, 16):
+            top = instr("max.f32", top, simt.bfly(top, gap))
+        tops.append(instr("max.f32", olds[e], top if factor == 1 else instr("mul.f32", top, real(factor))))
+
+    def moved() -> list[Word]:
+        keep = [instr("ex2.approx.ftz.f32", instr("sub.f32", x, finite(y))) for x, y in zip(olds, tops, strict=True)]
+        return [*tops, *(instr("mul.f32", x, keep[i % 2]) for i, x in enumerate(state[2:]))]
+
+    if slack is None:
+        state = moved()
+    else:
+        greater = "{ .reg .pred p; setp.gt.f32 p, $1, $2; selp.u32 $0, 1, 0, p; }"
+        limits = [instr("add.f32", x, real(slack)) for x in olds]
+        far = [simt.ballot(ptx(greater, x, y, results=1).differs(0)) for x, y in zip(tops, limits, strict=True)]
+        state = simt.branch((far[0] | far[1]).differs(0), moved, state)
+    tops, totals, mixed = parts(state)
+    weights = [list(tile) for tile in logs]
+    for e in range(2):
+        shift = instr("sub.f32", real(lift), finite(tops[e]))
+        for tile in weights:
+            for i in (e, e + 2):
+                tile[i] = instr("ex2.approx.ftz.f32", instr("fma.rn.f32", tile[i], real(factor), shift))
+                totals[e] = instr("add.f32", totals[e], tile[i])
+    return [*tops, *totals, *flat(mixed)], weights
+
+
+def right_operand(tile: list[Word], kind: str) -> list[Word]:
+    """The sums of a `mma` of 16 keys as its right operand, whose rows the keys are."""
+    halves = [instr(f"cvt.rn.{kind}x2.f32", tile[n + 1], tile[n]) for n in (0, 2)]
+    return [instr("movmatrix.sync.aligned.m8n8.trans.b16", x, convergent=True) for x in halves]
+
+
+def flat(mixed: list[list[Word]]) -> list[Word]:
+    return [x for acc in mixed for x in acc]
+
+
+def finite(top: Word) -> Word:
+    """A largest score, or 0 for that of nothing: it keeps 2^(-inf - 0) = 0, where 2^(-inf - -inf) is NaN."""
+    return top.equals(real(-math.inf)).select(0, top)
+
+
+class Rows:
+    """Keys and values of D times 16 bits in shared memory of a warp, and products with them.
+
+    A row there is one token's, its chunk i of 16 bytes at i ^ (row % 8): 8 rows of a chunk, which is what `ldmatrix`
+    reads at once, then lie in different banks.
+    """
+
+    def __init__(self, D: int, kind: str, lane: Word):
+        self.D, self.kind, self.width = D, kind, 2 * D
+        self.quad, self.col = lane >> 2, lane & 3
+        # Lane 8 i + r gives `ldmatrix` the address of row r of its i-th 8 x 8 part.
+        r, i = lane & 7, lane >> 3
+        self._key = ((i & 1) * 8 + r) * self.width, ((i >> 1) ^ r) << 4
+        self._value = ((i >> 1) * 8 + r) * self.width, ((i & 1) ^ r) << 4
+
+    def place(self, at: Word, row: Word, chunk: Word) -> Word:
+        return at + row * self.width + ((chunk ^ (row & 7)) << 4)
+
+    def queries(self, q: Any, heads: int) -> list[Word]:
+        """Right operands of queries in device memory: lane (head quad, channels 2 col, 2 col + 1) of each 8."""
+        at = self.quad * self.width + self.col * 4
+        return [simt.load_below(self.quad, heads, simt.offset(q, at + n * 16)) for n in range(self.D // 8)]
+
+    def scores(self, at: Word, queries: Sequence[Word], tiles: int) -> list[list[Word]]:
+        """Of 16 keys each, the first of them at `at`."""
+        scores = [[word(0)] * 4 for _ in range(tiles)]
+        for j in range(self.D // 16):
+            for n, acc in enumerate(scores):
+                scores[n] = simt.mma(self.kind, acc, self._part(at, self._key, n, j, ""), queries[2 * j : 2 * j + 2])
+        return scores
+
+    def mix(self, state: Sequence[Word], at: Word, weights: Sequence[Sequence[Word]]) -> list[Word]:
+        """The state with values at `at` times `weights`, right operands of 16 keys each."""
+        *_, mixed = parts(state)
+        for j, acc in enumerate(mixed):
+            for n, right in enumerate(weights):
+                acc = simt.mma(self.kind, acc, self._part(at, self._value, n, j, ".trans"), right)
+            mixed[j] = acc
+        return [*state[:4], *flat(mixed)]
+
+    def _part(self, at: Word, lane: tuple[Word, Word], tile: int, pair: int, how: str) -> list[Word]:
+        (row, chunk), code = lane, f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+        place = at + row + tile * 16 * self.width + (chunk ^ (pair * 32))
+        return ptx(code, place, results=4, convergent=True)
+
+    def store(self, at: Word, state: Sequence[Word], heads: int) -> None:
+        """Writes a warp's part."""
+        store(at, state, heads, self.D, lambda j, half: self.quad + 16 * j + 8 * half)
+
+
+# In shared memory a part has, a head after the other, D words of the mix and 4 of padding (the lanes of a store then go
+# to different banks), and after all heads their largest scores and sums.
+
+
+def part_bytes(D: int) -> int:
+    return HEADS * (D + 4 + 2) * 4
+
+
+def _stats(at: Word, head: Word, D: int) -> Word:
+    return at + (head * 2 + HEADS * (D + 4)) * 4
+
+
+def store(at: Word, state: Sequence[Word], heads: int, D: int, channel: Callable[[int, int], Word]) -> None:
+    """Writes a warp's part. channel(j, half) is that of this lane's words `half` of the j-th 16 of the mix."""
+    tops, totals, mixed = parts(state)
+    lane = simt.special("tid.x") & 31
+    for gap in (4, 8, 16):
+        totals = [instr("add.f32", x, simt.bfly(x, gap)) for x in totals]
+    for e in range(2):
+        head = (lane & 3) * 2 + e
+        with when(head < heads):
+            for j, acc in enumerate(mixed):
+                for half in range(2):
+                    simt.store_shared(at + (head * (D + 4) + channel(j, half)) * 4, acc[2 * half + e])
+            with when(lane < 4):
+                simt.store_shared(_stats(at, head, D), tops[e], totals[e])
+
+
+class Merged:
+    """Words 4 i .. 4 i + 3 of the mix [heads, D] of some parts."""
+
+    def __init__(self, sources: Sequence[Word], i: Word, D: int, space: str):
+        self._find(i, D)
+        code = f"ld.{space}.v2.u32 {{$0, $1}}, [$2];"
+        stats = [ptx(code, _stats(at, self.head, D), results=2) for at in sources]
+        code, place = f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4];", (self.head * (D + 4) + self.word) * 4
+        mixes = [ptx(code, at + place, results=4) for at in sources]
+        self._merge(stats, mixes)
+
+    @classmethod
+    def of_means(cls, means: Any, logs: Any, n: int, heads: int, i: Word, D: int) -> Merged:
+        """Of parts whose means f32[n, heads, D] and natural logs of sums f32[n, heads] are in device memory."""
+        self = cls.__new__(cls)
+        self._find(i, D)
+        logs = [simt.load(simt.offset(logs, (self.head + b * heads) * 4)) for b in range(n)]
+        stats = [[instr("mul.f32", x, real(1 / math.log(2))), real(1.0)] for x in logs]
+        code = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];"
+        self._merge(
+            stats, [ptx(code, simt.offset(means, (i + b * (heads * D // 4)) * 16), results=4) for b in range(n)]
+        )
+        return self
+
+    def _find(self, i: Word, D: int) -> None:
+        self.D, self.head = D, simt.divide(i, D // 4)
+        self.word = (i - self.head * (D // 4)) * 4
+
+    def _merge(self, stats: Sequence[Sequence[Word]], mixes: Sequence[Sequence[Word]]) -> None:
+        self.top = functools.reduce(lambda a, b: instr("max.f32", a, b), [top for top, _ in stats])
+        self.total, self.four = word(0), [word(0)] * 4
+        for (top, total), mix in zip(stats, mixes, strict=True):
+            by = instr("ex2.approx.ftz.f32", instr("sub.f32", top, finite(self.top)))
+            self.total = instr("fma.rn.f32", total, by, self.total)
+            self.four = [instr("fma.rn.f32", x, by, acc) for x, acc in zip(mix, self.four, strict=True)]
+
+    def store(self, at: Word) -> None:
+        """Writes it as a part's."""
+        simt.store_shared(at + (self.head * (self.D + 4) + self.word) * 4, *self.four)
+        with when(self.word.equals(0)):
+            simt.store_shared(_stats(at, self.head, self.D), self.top, self.total)
+
+    def write(self, out: Any, lse: Any) -> None:
+        """Writes the mean of values f32[heads, D] and the natural log of the sum f32[heads] to device memory."""
+        self.write_mean(out, "f32")
+        with when(self.word.equals(0)):
+            log = instr("add.f32", self.top, instr("lg2.approx.f32", self.total))
+            ptx("st.global.u32 [$0], $1;", simt.offset(lse, self.head * 4), instr("mul.f32", log, real(math.log(2))))
+
+    def write_mean(self, out: Any, kind: str) -> None:
+        """Writes the mean of values [heads, D] to device memory, as "f32", "bf16" or "f16"."""
+        by = instr("max.f32", self.total, real(1e-37))
+        mean = [instr("div.rn.f32", x, by) for x in self.four]
+        at = self.head * self.D + self.word
+        if kind == "f32":
+            ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", simt.offset(out, at * 4), *mean)
+        else:
+            two = [instr(f"cvt.rn.{kind}x2.f32", mean[j + 1], mean[j]) for j in (0, 2)]
+            ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset(out, at * 2), *two)
+
+
+def merge_blocks(means: Array, logs: Array, dtype: Any, *, name: str, lse: bool) -> tuple[Array, ...]:
+    """[rows, heads, D] in `dtype` of parts: their means f32[rows, blocks, heads, D] and natural logs of sums f32[rows,
+    blocks, heads]; and, if asked for, the log of all, f32[rows, heads]. A kernel of its own, of a block a row."""
+    rows, blocks, heads, D = means.shape
+    outs = [jax.ShapeDtypeStruct((rows, heads, D), dtype)]
+    if lse:
+        outs.append(jax.ShapeDtypeStruct((rows, heads), jnp.float32))
+    return simt.kernel(
+        functools.partial(_merge, heads=heads, D=D, blocks=blocks, kind=KINDS[str(jnp.dtype(dtype))]),
+        name=f"kvjax_{name}_merge",
+        out_type=tuple(outs),
+        blocks=rows,
+        warpgroups=1,
+    )(means, logs)
+
+
+def _merge(
+    means_m: Any, logs_m: Any, out_m: Any, lse_m: Any = None, *, heads: int, D: int, blocks: int, kind: str
+) -> None:
+    row, t = simt.special("ctaid.x"), simt.special("tid.x")
+    means, logs = (
+        simt.offset_rows(simt.global_address(m), row, blocks * heads * size)
+        for m, size in ((means_m, D * 4), (logs_m, 4))
+    )
+    out = simt.offset_rows(simt.global_address(out_m), row, heads * D * (4 if kind == "f32" else 2))
+
+    @simt.loop(t, heads * D // 4, 128)
+    def _write(i: Word) -> None:
+        merged = Merged.of_means(means, logs, blocks, heads, i, D)
+        if lse_m is None:
+            merged.write_mean(out, kind)
+        else:
+            merged.write(out, simt.offset_rows(simt.global_address(lse_m), row, heads * 4))

@@ -1,0 +1,1 @@
+"""Rows of arrays in pinned host memory: read and appended by kernels."""

@@ -1,0 +1,286 @@
+"""Reads rows of an array in pinned host memory over the bus, inside the kernel that needs them.
+
+A row is everything behind one index, such as the keys and values of a page. Threads load from the `pinned_host` operand
+without the host's CPU. The bus has high latency, so a thread loads 16 bytes for `ahead` places before it stores any.
+
+**Recall** (`recall`) fills the places of a step from three sources: pages that the step before recalled and that are
+still on the device, pending tokens in the recent block, and otherwise the host. A first kernel serves only the heads
+that turned. A second one, of few blocks, reads the rest beside the other kernels of the step.
+
+**Bytes:** R a row read over the bus unless held, R written and 4 read on the device.
+
+**Bound:** the bus.
+
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import Array
+from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.simt import Flag, Word, instr, loop, ptx, when, word
+
+MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/host_rows.json
+CHUNK = 16  # bytes that a thread moves at once
+
+
+@dataclass(frozen=True)
+class Config:
+    ahead: int = 2  # chunks of a thread
+    warpgroups: int = 2  # of a block
+
+    def __post_init__(self) -> None:
+        if self.ahead < 1 or self.warpgroups not in (1, 2, 4, 8):
+            raise ValueError(f"ahead must be at least 1, warpgroups 1, 2, 4 or 8; got {self}")
+
+
+BESIDE = Config(ahead=4), 16  # chunks in flight enough to fill the bus, of blocks few enough to leave room for others
+
+
+def smem_bytes() -> int:
+    return 0
+
+
+def row_bytes(x: Any) -> int:
+    return math.prod(x.shape[3:]) * x.dtype.itemsize
+
+
+def limit_of_chunks(name: str, size: int, rows: int) -> str | None:
+    """The limit that `rows` rows of `size` bytes exceed, for a kernel that moves chunks; None if there is none."""
+    if size % CHUNK:
+        return f"the kernel {name} takes rows of a multiple of {CHUNK} bytes; got {size}"
+    if not size or not rows:
+        return f"the kernel {name} takes at least one row, and one byte of each; got {rows} of {size}"
+    if rows * (size // CHUNK) >= 1 << 31:
+        return f"the kernel {name} takes less than 32 GiB at a time; got {rows * size} bytes"
+    return None
+
+
+def unsupported(x: Any, index: Any) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    return limit_of_chunks("host_rows", row_bytes(x), x.shape[2] and math.prod(index.shape))
+
+
+def supported(x: Any, index: Any) -> bool:
+    return unsupported(x, index) is None
+
+
+def unsupported_recall(x: Any, there: Any, zones: Sequence[Any]) -> str | None:
+    """The limit that these shapes and dtypes exceed, for `recall`; None if there is a kernel for them."""
+    if any(a.dtype != x.dtype for a in zones):
+        found = ", ".join(str(a.dtype) for a in zones)
+        return f"the kernel host_rows recalls keys and values in the dtype of the store, {x.dtype}; got {found}"
+    if limit := limit_of_chunks("host_rows", row_bytes(x), x.shape[2] and math.prod(there.shape)):
+        return limit
+    line = x.shape[-1] * x.dtype.itemsize
+    return f"the kernel host_rows recalls slots of a multiple of {CHUNK} bytes; got {line}" if line % CHUNK else None
+
+
+def host_rows(x: Array, index: Array, *, config: Config | None = None) -> Array:
+    """[B, K, N, ...] on the device: rows `index` i32[B, K, N] of x [B, K, P, ...]; zeros where it is out of range."""
+    if limit := unsupported(x, index):
+        raise NotImplementedError(limit)
+    return _rows(config or Config(), x, index)
+
+
+def _rows(config: Config, x: Array, index: Array) -> Array:
+    @jax.custom_batching.custom_vmap
+    def run(x: Array, index: Array) -> Array:
+        rows, chunks = math.prod(index.shape[:2]), row_bytes(x) // CHUNK
+        program = functools.partial(_program, rows=rows, P=x.shape[2], N=index.shape[2], chunks=chunks, config=config)
+        out = jax.ShapeDtypeStruct((*index.shape, *x.shape[3:]), x.dtype)
+        return _kernel("kvjax_host_rows", program, out, index.size * chunks, config, None)(x, index)
+
+    @run.def_vmap
+    def batched(n: int, batches: list[Any], *args: Array) -> tuple[Array, bool]:
+        out = _rows(config, *simt.flatten_batch(n, batches, args))
+        return out.reshape(n, -1, *out.shape[1:]), True
+
+    return run(x, index)
+
+
+def recall(
+    x: Array, index: Array, edge: Array, now: Array, held: tuple[Array, Sequence[Array]], recent: Sequence[Array],
+    kept: tuple[Array, Sequence[Array]] | None = None, *, blocks: int | None = None, config: Config | None = None,
+) -> tuple[Array, ...]:  # fmt: skip
+    """The parts, [B, K, M * Z, D] each on the device, of x [B, K, P, parts, Z, D] that heads recall to M places.
+
+    The (b, k) where `now` bool[B, K] is true get at place n < N what `index` i32[B, K, N] says, at place N what `edge`
+    i32[B] says, and zeros at the rest: i < P is row i of x; P + r are the Z slots from r on of `recent`, parts
+    [B, K, R, D], the last slot again and again past its end; and a negative number gives zeros. `held` = (there
+    i32[B, K, M], parts [B, K, M * Z, D]) are rows, and negative numbers for none, that lie on the device already, and
+    are read there.
+
+    Others get anything: nothing is written. With `kept` = (which bool[B, K], parts) they get these where `which` is
+    true, and else those of `held`, as they are. `blocks` take turns; None: one for each piece.
+    """
+    if limit := unsupported_recall(x, held[0], [*held[1], *recent, *(kept or ((), ()))[1]]):
+        raise NotImplementedError(limit)
+    mode = now.astype(jax.numpy.int32)
+    if kept is not None:
+        mode = jax.numpy.where(kept[0], 2, mode)
+    zones = *held[1], *recent, *(() if kept is None else kept[1])
+    args = x, index, edge.reshape(-1, 1), mode, held[0], *zones
+    return tuple(_recall(config or Config(), blocks, *args))
+
+
+def _recall(config: Config, blocks: int | None, *args: Array) -> list[Array]:
+    @jax.custom_batching.custom_vmap
+    def run(*args: Array) -> list[Array]:
+        x, index, _, _, there, *zones = args
+        parts, recent, (_, K, M) = zones[: x.shape[3]], zones[x.shape[3]], there.shape
+        chunks = row_bytes(x) // CHUNK
+        program = functools.partial(
+            _recall_program, rows=math.prod(there.shape[:2]), K=K, P=x.shape[2], N=index.shape[2], M=M, chunks=chunks,
+            parts=len(parts), R=recent.shape[2], line=x.shape[-1] * x.dtype.itemsize, keeps=len(zones) > 2 * len(parts),
+            config=config, blocks=blocks,
+        )  # fmt: skip
+        outs = tuple(jax.ShapeDtypeStruct(a.shape, x.dtype) for a in parts)
+        keeps = len(zones) > 2 * len(parts)
+        name, sparse = ("kvjax_host_rows_rest", ()) if keeps else ("kvjax_host_rows_first", range(len(parts)))
+        return list(_kernel(name, program, outs, there.size * chunks, config, blocks, tuple(sparse))(*args))
+
+    @run.def_vmap
+    def batched(n: int, batches: list[Any], *args: Array) -> tuple[list[Array], list[bool]]:
+        outs = _recall(config, blocks, *simt.flatten_batch(n, batches, args))
+        return [a.reshape(n, -1, *a.shape[1:]) for a in outs], [True] * len(outs)
+
+    return run(*args)
+
+
+def _kernel(
+    name: str, program: Callable[..., None], out_type: Any, chunks: int, config: Config, blocks: int | None,
+    sparse: tuple[int, ...] = (),
+) -> Any:  # fmt: skip
+    """A kernel of `blocks` that take turns, or of enough blocks for all chunks."""
+    return simt.kernel(
+        program,
+        name=name,
+        out_type=out_type,
+        blocks=blocks or -(-chunks // (128 * config.warpgroups * config.ahead)),
+        warpgroups=config.warpgroups,
+        sparse=sparse,
+    )
+
+
+def _program(x_m: Any, index_m: Any, out_m: Any, *, rows: int, P: int, N: int, chunks: int, config: Config) -> None:
+    size, total = chunks * CHUNK, rows * N * chunks
+    x, index, out = (simt.global_address(m) for m in (x_m, index_m, out_m))
+
+    def source(at: Word) -> tuple[Flag, Any]:
+        i = simt.divide(at, chunks)
+        row = simt.load(simt.offset_rows(index, i, 4))
+        from_row = simt.offset_rows(simt.offset_rows(x, simt.divide(i, N), P * size), row, size)
+        return row < P, simt.offset(from_row, (at - i * chunks) * CHUNK)
+
+    _move(total, source, lambda at: simt.offset_rows(out, at, CHUNK), config, None)
+
+
+def _recall_program(
+    *refs: Any, rows: int, K: int, P: int, N: int, M: int, chunks: int, parts: int, R: int, line: int, keeps: bool,
+    config: Config, blocks: int | None,
+) -> None:  # fmt: skip
+    x, index, edge, mode, there, *zones = (simt.global_address(m) for m in refs)
+    held, recent, *kept, outs = (zones[i : i + parts] for i in range(0, len(zones), parts))
+    size, piece = chunks * CHUNK, chunks * CHUNK // parts
+    width = M * piece
+
+    def place_of(row: Word, of: Word) -> Word:
+        """Where `row` is held; all ones if it is not. The same in all lanes of a warp."""
+        lane = simt.special("laneid")
+
+        @loop(0, M, 32, [word(0xFFFFFFFF)])
+        def place(i: Word, known: Word) -> Word:
+            at = i + lane
+            other = simt.load_below(at, M, simt.offset(simt.offset_rows(there, of, M * 4), at * 4), 0xFFFFFFFF)
+            votes = simt.ballot(other.equals(row) & (row < P))
+            return votes.differs(0).select(i + 31 - instr("clz.b32", votes), known)
+
+        return place[0]
+
+    def whose(at: Word) -> tuple[Word, Word, Word, Word]:
+        """Of a chunk the (b, k), the place, the part and the byte in it."""
+        i = simt.divide(at, chunks)
+        of, inside = simt.divide(i, M), (at - i * chunks) * CHUNK
+        part = simt.divide(inside, piece)
+        return of, i - of * M, part, inside - part * piece
+
+    def of_part(addresses: Sequence[Any], part: Word) -> Any:
+        chosen = addresses[0]
+        for n, address in enumerate(addresses[1:], 1):
+            chosen = simt.select_address(part.equals(n), address, chosen)
+        return chosen
+
+    def source(at: Word) -> tuple[Flag, Any]:
+        of, n, part, byte = whose(at)
+        row = simt.load_below(n, N, simt.offset_rows(simt.offset_rows(index, of, N * 4), n, 4), 0xFFFFFFFF)
+        row = n.equals(N).select(simt.load(simt.offset_rows(edge, simt.divide(of, K), 4)), row)
+        how = simt.load(simt.offset_rows(mode, of, 4))
+        anew = how.equals(1)
+        from_host = simt.offset_rows(simt.offset_rows(x, of, P * size), (row < P).select(row, 0), size)
+        found = simt.offset(from_host, part * piece + byte)
+        place = place_of(row, of) if size % (32 * CHUNK) == 0 else word(0xFFFFFFFF)  # a warp looks for one row
+        at_place = of_part(held, part)
+        if keeps:
+            at_place = simt.select_address(how.equals(2), of_part(kept[0], part), at_place)
+        place = anew.select(place, n)
+        at_place = simt.offset_rows(simt.offset_rows(at_place, of, width), place, piece)
+        found = simt.select_address(place.differs(0xFFFFFFFF), simt.offset(at_place, byte), found)
+        in_slot = simt.divide(byte, line)
+        slot = instr("min.u32", row - P + in_slot, R - 1)
+        newest = simt.offset_rows(simt.offset_rows(of_part(recent, part), of, R * line), slot, line)
+        is_there = row < 1 << 31
+        waits = anew & is_there & (row >= P)
+        found = simt.select_address(waits, simt.offset(newest, byte - in_slot * line), found)
+        return anew.select(is_there.select(1, 0), 1).differs(0), found
+
+    def is_wanted(at: Word) -> Flag:
+        return simt.load(simt.offset_rows(mode, whose(at)[0], 4)).equals(1)
+
+    def target(at: Word) -> Any:
+        of, n, part, byte = whose(at)
+        return simt.offset(simt.offset_rows(simt.offset_rows(of_part(outs, part), of, width), n, piece), byte)
+
+    _move(rows * M * chunks, source, target, config, blocks, None if keeps else is_wanted)
+
+
+def _move(
+    total: int, source: Callable[[Word], tuple[Flag, Any]], target: Callable[[Word], Any], config: Config,
+    blocks: int | None, is_wanted: Callable[[Word], Flag] | None = None,
+) -> None:  # fmt: skip
+    """Chunks 0 to total - 1, each to its target, or those alone that are wanted, a warp's all or none; zeros where
+    nothing is at the source."""
+    threads = 128 * config.warpgroups
+
+    def move(first: Word) -> None:
+        at_chunk = [first + j * threads for j in range(config.ahead)]
+        if is_wanted is None:
+            move_all(at_chunk, [at < total for at in at_chunk])
+            return
+        wanted = [(at < total) & is_wanted(instr("min.u32", at, total - 1)) for at in at_chunk]
+        with when(functools.reduce(lambda a, b: a | b, wanted)):
+            move_all(at_chunk, wanted)
+
+    def move_all(at_chunk: list[Word], wanted: list[Flag]) -> None:
+        sources = [source(instr("min.u32", at, total - 1)) for at in at_chunk]  # a spare thread loads the last
+        load = (
+            "{ .reg .pred p; setp.ne.u32 p, $4, 0; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
+            "@p ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$5]; }"
+        )
+        loaded = [ptx(load, there.select(1, 0), address, results=4) for there, address in sources]
+        for at, flag, words in zip(at_chunk, wanted, loaded, strict=True):
+            with when(flag):
+                ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", target(at), *words)
+
+    first = simt.special("ctaid.x") * (threads * config.ahead) + simt.special("tid.x")
+    if blocks is None:
+        move(first)
+    else:
+        loop(first, total, threads * config.ahead * blocks)(move)

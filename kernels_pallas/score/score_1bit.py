@@ -1,0 +1,395 @@
+"""Scores of 1-bit keys: the product of each query head of a group with every dequantised key.
+
+score = sum_d q_d zero_d + sum_d (q_d step_d) code_d. A group of tokens shares zero and step, so the first sum is one
+number a group, and queries meet the step once for 32 keys. Both sums run on `mma`.
+
+A bit alone in a 16-bit half is a power of two as a float, so one `and` makes two operands; queries are divided by these
+powers beforehand. With G <= 4, one product serves two units. Each warp copies units into its own ring in shared memory.
+
+**Bytes:** D/8 + 4 D/g read and 4 G written a key and KV head.
+
+**Bound:** memory.
+
+**Limits:** queries times step are rounded to 16 bits; `unsupported` lists the shapes. Evidence: `benchmarks/NOTES.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import simt, tuned
+from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
+
+MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/score_1bit.json
+UNIT = 32  # keys: the rows of two products
+HEADS = 8  # columns of a product
+WARPS = 4  # of a block
+# Bits that, alone in a half word, serve as numbers; `power` has which. Queries are divided by them, and by 2^SMALLER,
+# so that factors are powers 64 .. -63 in bf16, where |q| and |q step| may be 2^63, and 0 .. -3 in f16: not larger.
+WINDOW = {"bf16": range(7, 15), "f16": range(8, 12)}
+SMALLER = {"bf16": 62, "f16": 16}
+RUN_AT_ONCE = simt.MULTIPROCESSORS * 16  # warps
+
+Visit = Callable[[Word, list[list[Word]], Sequence[Word]], list[Word]]
+
+
+@dataclass(frozen=True)
+class Config:
+    units: int = 8  # of a warp
+    stages: int = 4  # units that a warp has room for in shared memory
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.units <= 16:
+            raise ValueError(f"units must be 1 to 16, the rows of a product; got {self.units}")
+        if self.stages not in (2, 4, 8):
+            raise ValueError(f"stages must be 2, 4 or 8; got {self.stages}")
+
+
+def config_for(rows: int, slots: int) -> Config:
+    """Warps take so many units each that all run at once, or in as few full turns as 16 units allow."""
+    of_one_turn = rows * slots / (UNIT * RUN_AT_ONCE)
+    return Config(max(math.ceil(of_one_turn / math.ceil(of_one_turn / 16)), 2))
+
+
+def smem_bytes(D: int, config: Config) -> int:
+    """Of a block; a stage has the codes of a unit, and its steps."""
+    return WARPS * config.stages * (UNIT * D // 8 + 2 * D)
+
+
+def unsupported(q: Any, bits: Any, step: Any) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    *_, G, D = q.shape
+    S, groups = bits.shape[2], step.shape[2]
+    if D not in (64, 128):
+        return f"the kernel score_1bit takes head sizes 64 and 128; got D={D}"
+    if not 1 <= G <= HEADS:
+        return f"the kernel score_1bit takes 1 to {HEADS} query heads a kv head; got G={G}"
+    if not groups or S % groups or (S // groups) % UNIT:
+        return f"the kernel score_1bit takes groups of a multiple of {UNIT} tokens; got {S} tokens in {groups} groups"
+    if step.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        return f"the kernel score_1bit takes scales in bf16 or f16; got {step.dtype}"
+    if 0 in q.shape:
+        return f"the kernel score_1bit takes at least one row; got q{list(q.shape)}"
+    return None
+
+
+def supported(q: Any, bits: Any, step: Any) -> bool:
+    return unsupported(q, bits, step) is None
+
+
+@simt.lowered_once("scale", "config")
+def score_1bit(q: Array, bits: Array, step: Array, zero: Array, *, scale: float, config: Config | None = None) -> Array:
+    """f32[B, K, G, S]: scale * q.k~ of q [B, K, G, D], keys of bits u8[B, K, S, D/8], step and zero [B, K, S/g, D]."""
+    if limit := unsupported(q, bits, step):
+        raise NotImplementedError(limit)
+    (B, K, G, D), S = q.shape, bits.shape[2]
+    group = S // step.shape[2]
+    chosen = config or tuned.select(
+        "score_1bit", config_for(B * K, S), (q, bits), rows=B * K, S=S, G=G, D=D, group=group
+    )
+    rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
+    return _scores(scale, chosen, *rows).reshape(B, K, G, -1)
+
+
+def _scores(scale: float, config: Config, q: Array, bits: Array, step: Array, zero: Array) -> Array:
+    rows, S, _ = bits.shape
+    G = q.shape[1]
+
+    @jax.custom_batching.custom_vmap
+    def run(q: Array, bits: Array, step: Array, zero: Array) -> Array:
+        scores, out = Scores.of(q, bits, step, scale, config), jax.ShapeDtypeStruct((rows, G, S), jnp.float32)
+        return scores.kernel(scores.program, name="kvjax_score_1bit", out_type=out)(q, bits, step, zero)
+
+    @run.def_vmap
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
+        flat = simt.flatten_batch(n, batches, args)
+        return _scores(scale, config, *flat).reshape(n, rows, G, S), True
+
+    return run(q, bits, step, zero)
+
+
+class Thread(NamedTuple):
+    """Which thread this is, and what it works on."""
+
+    warp: Word  # of the block
+    lane: Word
+    quad: Word  # it has keys 4 quad .. 4 quad + 3 of a unit
+    col: Word
+    head: Word  # and of this head and the next
+    later: Word  # units that its own is after an iteration's first
+    row: Word
+    job: Word  # of the row's warps this one
+
+
+class Pair(NamedTuple):
+    """Channels i and i + D/8 of a lane."""
+
+    turn: int  # the word of codes rotated by so many bits to the left
+    bit: int  # has theirs as this bit of its lower half and of its upper one
+    i: int
+    swapped: bool  # or of the upper and the lower
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The kernel's code, for flat arrays of these sizes."""
+
+    rows: int
+    G: int
+    S: int
+    D: int
+    group: int
+    kind: str  # of the scales, "bf16" or "f16"
+    scale: float
+    config: Config
+    half: bool  # whether scores are written in f16, not f32
+
+    @classmethod
+    def of(cls, q: Array, bits: Array, step: Array, scale: float, config: Config, half: bool = False) -> Scores:
+        rows, S, width = bits.shape
+        kind = "bf16" if step.dtype == jnp.bfloat16 else "f16"
+        return cls(rows, q.shape[1], S, 8 * width, S // step.shape[1], kind, scale, config, half)
+
+    @property
+    def at_once(self) -> int:
+        """Units of an iteration."""
+        return 2 if 2 * self.G <= HEADS else 1
+
+    @property
+    def iterations(self) -> int:
+        return -(-self.config.units // self.at_once)
+
+    @property
+    def jobs(self) -> int:
+        """Warps of a row."""
+        return -(-self.S // (UNIT * self.iterations * self.at_once))
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """In the order of the products."""
+        H, window = self.D // 8, WINDOW[self.kind]
+        places = [(turn, bit) for turn in range(0, H, len(window)) for bit in window]
+        return [Pair(turn, bit, (bit - turn) % H, (bit - turn) % 32 >= 16) for turn, bit in places]
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.rows * self.jobs // WARPS)
+
+    def kernel(self, program: Callable[..., Any], *, more_blocks: int = 0, **how: Any) -> Callable[..., Any]:
+        def body(*refs: Any) -> None:
+            program(*refs)
+
+        return simt.kernel(
+            body,
+            scratch=(smem_bytes(self.D, self.config) // 4,),
+            blocks=self.blocks + more_blocks,
+            warpgroups=WARPS // 4,
+            **how,
+        )
+
+    def thread(self) -> Thread:
+        t = simt.special("tid.x")
+        warp, lane = t >> 5, t & 31
+        quad, col = lane >> 2, lane & 3
+        job, last = simt.special("ctaid.x") * WARPS + warp, self.rows * self.jobs - 1
+        job = (job < last).select(job, last)  # a spare warp repeats the last
+        row = simt.divide(job, self.jobs)
+        head, later = ((col & 1) * 2, col >> 1) if self.at_once == 2 else (col * 2, word(0))
+        return Thread(warp, lane, quad, col, head, later, row, job - row * self.jobs)
+
+    def program(
+        self, q_m, bits_m, step_m, zero_m, out_m, ring_m, *, visit: Visit | None = None, state: Sequence[Word] = ()
+    ) -> list[Word]:  # fmt: skip
+        """The kernel's body. state = visit(unit, four scores of each of the thread's two heads, state), if given; the
+        unit may be one that is not there, and scores are in f32."""
+        G, S, D, kind, at_once = self.G, self.S, self.D, self.kind, self.at_once
+        warp, lane, quad, col, head, later, row, job = self.thread()
+        H, units, stages = D // 8, S // UNIT, self.config.stages // at_once
+        first = job * (self.iterations * at_once)
+        q, bits, step, zero, out = (simt.global_address(m) for m in (q_m, bits_m, step_m, zero_m, out_m))
+        q = simt.offset_rows(q, row, G * D * 2)
+        bits = simt.offset_rows(bits, row, S * D // 8)
+        step, zero = (simt.offset_rows(a, row, S // self.group * D * 2) for a in (step, zero))
+        size = 2 if self.half else 4  # bytes of a score
+        out = simt.offset_rows(out, row * G + head, S * size)
+        codes, steps = UNIT * D // 8, 2 * D  # bytes of a unit
+        ring = simt.shared_address(ring_m) + warp * (self.config.stages * (codes + steps))
+
+        def within(unit: Word) -> Word:
+            return (unit < units).select(unit, units - 1)
+
+        def group_of(unit: Word) -> Word:
+            return simt.divide(unit, self.group // UNIT)
+
+        def stage(i: Word) -> Word:
+            return ring + (i & (stages - 1)) * (at_once * (codes + steps))
+
+        # Chunks of 16 bytes are copied in their order, as eight lanes fetch whole sectors then, to places where the
+        # eight that lanes read at once are in different banks.
+        def place_of(chunk: Word) -> Word:
+            return chunk ^ (chunk >> 3)
+
+        def fetch(i: Word) -> None:
+            """Starts to copy the units of iteration i."""
+            for size, to in ((codes, 0), (steps, at_once * codes)):
+                chunks = size // 16
+                for start in range(0, at_once * chunks, 32):
+                    n = lane + start
+                    of = simt.divide(n, chunks)
+                    unit, chunk = within(first + i * at_once + of), n & (chunks - 1)
+                    at = simt.offset_rows(step, group_of(unit), size) if to else simt.offset_rows(bits, unit, size)
+                    place = of * chunks + (chunk if D == 64 else place_of(chunk))
+                    ptx(
+                        "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p cp.async.cg.shared.global [$0], [$1], 16, $4; }",
+                        *(stage(i) + place * 16 + to, simt.offset(at, chunk * 16), n, at_once * chunks, 16),
+                    )
+
+        matrix_row = place_of((lane & 7) * 4 + (lane >> 3)) * 16  # key 4 r + i is row r of the i-th matrix
+
+        def load_codes(at: Word) -> list[Word]:
+            """This lane's, of keys 4 quad .. 4 quad + 3."""
+            if D == 128:
+                load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+                return ptx(load, at + matrix_row, results=4, convergent=True)
+            # 16 channels a lane: each of their two bytes twice, for a half of the word.
+            at, bytes_ = at + quad * 32 + (col >> 1) * 4, (col & 1).differs(0).select(0x3322, 0x1100)
+            words = [ptx(f"ld.shared.u32 $0, [$1+{8 * i}];", at, results=1) for i in range(4)]
+            return [ptx("prmt.b32 $0, $1, 0, $2;", w, bytes_, results=1) for w in words]
+
+        own_steps = col * (4 * H) + (quad >> 2) * steps * (at_once - 1) + at_once * codes
+        turned = (col >> 1) * 16 if D == 128 else word(0)  # of its chunks the even and the odd ones change places
+        turns = own_steps + turned, own_steps - turned
+
+        def load_steps(at: Word) -> list[Word]:
+            load = "ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4+{}];"
+            return [w for v in range(H // 4) for w in ptx(load.format(16 * v), at + turns[v & 1], results=4)]
+
+        column = quad & 3 if at_once == 2 else quad  # head of the column; one that is not there goes nowhere
+        queries = lane_channels(q, (column < G).select(column, 0), col, D)
+        eights = (0, 8) if self.iterations * at_once > 8 else (0,)
+        zeros = [lane_channels(zero, group_of(within(first + quad + h)), col, D) for h in eights]
+        for i in range(stages):
+            if i < self.iterations:
+                fetch(word(i))
+            ptx("cp.async.commit_group;")
+
+        pairs, smaller = self.pairs, SMALLER[kind]
+        queries = paired(queries, pairs)
+        base = zero_scores(kind, [paired(z, pairs) for z in zeros], queries)
+        base = [instr("mul.f32", x, real(self.scale)) for x in base]
+        factors = [word(twice(kind, -smaller - power(kind, p.bit))) for p in pairs]
+        queries = [times(kind, *two) for two in zip(queries, factors, strict=True)]
+
+        @loop(0, self.iterations, 1, state)
+        def last(i: Word, *state: Word) -> Sequence[Word]:
+            ptx(f"cp.async.wait_group {stages - 1};")
+            simt.warp_barrier()
+            at = stage(i)
+            step = load_steps(at)
+            held = [load_codes(at + u * codes) for u in range(at_once)]
+            simt.warp_barrier()
+            with when(i + stages < self.iterations):
+                fetch(i + stages)
+            ptx("cp.async.commit_group;")
+            scaled = [times(kind, *two) for two in zip(queries, paired(step, pairs), strict=True)]
+            sums = [unit_sums(kind, pairs, words, scaled) for words in held]
+            mine = [later.equals(0).select(*two) for two in zip(sums[0], sums[-1], strict=True)]
+            own = i * at_once + later
+            fours = []
+            for e, all_ones in enumerate(ones_sums(kind, scaled)):
+                start = (own < 8).select(base[e], base[2 + e]) if len(eights) == 2 else base[e]
+                start = simt.from_lane(start, ((own & 7) << 2) + col)
+                start = instr("fma.rn.f32", all_ones, real(-self.scale * 2.0**smaller), start)
+                larger = real(self.scale * 2.0 ** (smaller + 1))
+                fours.append([instr("fma.rn.f32", x, larger, start) for x in mine[4 * e : 4 * e + 4]])
+            unit = first + own
+            at = simt.offset(simt.offset_rows(out, within(unit), UNIT * size), quad * (4 * size))
+            for e, four in enumerate(fours):
+                words = [halves(*four[:2]), halves(*four[2:])] if self.half else four
+                named = ", ".join(f"${3 + i}" for i in range(size))
+                ptx(
+                    "{ .reg .pred p; setp.lt.u32 p, $1, $2; "
+                    f"@p st.global.v{size}.b32 [$0+{e * S * size}], {{{named}}}; }}",
+                    *(at, head, G - e, *words),
+                )
+            return visit(unit, fours, state) if visit else []
+
+        return last
+
+
+def halves(low: Word, high: Word) -> Word:
+    """Two f32 numbers in f16."""
+    return instr("cvt.rn.f16x2.f32", high, low)
+
+
+def lane_channels(address: Any, index: Word, col: Word, D: int) -> list[Word]:
+    """This lane's D/4 channels of row `index` of [..., D] 16-bit numbers, as they lie."""
+    at = simt.offset(simt.offset_rows(address, index, D * 2), col * (D // 2))
+    loads = [f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{4 * v}];" for v in range(0, D // 8, 4)]
+    return [w for load in loads for w in ptx(load, at, results=4)]
+
+
+def paired(words: Sequence[Word], pairs: Sequence[Pair]) -> list[Word]:
+    """The same channels as pairs."""
+    found = []
+    for _, _, i, swapped in pairs:
+        two = words[i // 2], words[i // 2 + len(words) // 2]
+        halves = "prmt.b32 $0, $1, $2, 0x7632;" if i % 2 else "prmt.b32 $0, $1, $2, 0x5410;"
+        found.append(ptx(halves, *two[:: -1 if swapped else 1], results=1))
+    return found
+
+
+def times(kind: str, a: Word, b: Word) -> Word:
+    return ptx(f"mul.{kind}x2 $0, $1, $2;", a, b, results=1)
+
+
+def power(kind: str, bit: int) -> int:
+    """Of 2, that a half word with this bit alone is."""
+    return 2 ** (bit - 7) - 127 if kind == "bf16" else bit - 24
+
+
+def twice(kind: str, exponent: int) -> int:
+    """2^exponent in both halves."""
+    return ((exponent + 127) << 7 if kind == "bf16" else (exponent + 15) << 10) * 0x00010001
+
+
+def zero_scores(kind: str, zeros: list[list[Word]], queries: list[Word]) -> list[Word]:
+    """q . zero, of unit `quad` and of unit `quad` + 8, for the heads of columns 2 col and 2 col + 1."""
+    base = [word(0)] * 4
+    for j in range(0, len(queries), 2):
+        low, high = zeros[0], zeros[-1]
+        base = simt.mma(kind, base, [low[j], high[j], low[j + 1], high[j + 1]], queries[j : j + 2])
+    return base
+
+
+def unit_sums(kind: str, pairs: Sequence[Pair], codes: Sequence[Word], scaled: Sequence[Word]) -> list[Word]:
+    """Sums over channels of bit times `scaled`, of keys 4 quad .. 4 quad + 3, whose codes are `codes`: of column 2 col,
+    then of the next. `mma` has key 2 tile + half of column 2 col + e as the (2 half + e)-th of 16 keys."""
+    acc = [[word(0)] * 4] * 2
+    for j in range(0, len(pairs), 2):
+        for tile in range(2):
+            two = codes[2 * tile : 2 * tile + 2]
+            a = [rotated(w, p.turn) & (0x00010001 << p.bit) for p in pairs[j : j + 2] for w in two]
+            acc[tile] = simt.mma(kind, acc[tile], a, scaled[j : j + 2])
+    return [acc[tile][2 * half + e] for e in range(2) for tile in range(2) for half in range(2)]
+
+
+def ones_sums(kind: str, scaled: Sequence[Word]) -> list[Word]:
+    """The same of a key whose bits are all 1, of columns 2 col and 2 col + 1."""
+    acc = [[word(0)] * 4] * 2
+    window = WINDOW[kind]
+    for j in range(0, len(scaled), 2):  # four constants serve two products: rows 0 .. 7 of one, 8 .. 15 of the other
+        bits = [window[j // 4 * 4 % len(window) + k] for k in (0, 2, 1, 3)]
+        acc[j // 2 % 2] = simt.mma(kind, acc[j // 2 % 2], [word(0x00010001 << b) for b in bits], scaled[j : j + 2])
+    return [instr("add.f32", acc[0][e], acc[1][2 + e]) for e in range(2)]
+
+
+def rotated(w: Word, by: int) -> Word:
+    """To the left."""
+    return (w << by) | (w >> (32 - by)) if by else w

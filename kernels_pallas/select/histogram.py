@@ -1,0 +1,98 @@
+"""A histogram of keys in the shared memory of each block, and the bin of the last place over a cluster.
+
+A bin is found in two rounds: the sums of 32 bins each, then the bins of one such group. Blocks read each other's counts
+through the cluster.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.select import tiling
+from kvjax.kernels_pallas.simt import (
+    Word,
+    block_barrier,
+    cluster_barrier,
+    loop,
+    ptx,
+    when,
+    word,
+)
+
+BINS, GROUPS = 2048, 64  # groups of 32 bins
+PASS = BINS + 5 * GROUPS  # words of the histogram of a pass, with what `find_bin` needs
+
+
+def clear(bins: Word) -> None:
+    """`PASS` words, to be counted in after a barrier."""
+    loop(simt.special("tid.x"), PASS // 4, tiling.THREADS)(
+        lambda i: ptx("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", bins + i * 16, 0)
+    )
+
+
+class Found(NamedTuple):
+    """The bin in which the last of the `wanted` largest elements lies, and numbers of elements."""
+
+    bin: Word
+    need: Word  # of the bin, among the wanted
+    many: Word  # in the bin
+    wanted: Word  # all, if there are fewer than were asked for
+    above: Word  # in higher bins, of the blocks before this one
+    beside: Word  # in the bin, of the blocks before this one
+
+
+def find_bin(bins: Word, wanted: Word, blocks: int, of_earlier: bool = True) -> Found:
+    """Of the histograms that the blocks have at `bins`, `PASS` words that were zeros before the elements were counted;
+    without numbers of earlier blocks, which are zeros then, if these are not wanted.
+
+    A block reads of another the sums of 32 bins each, then the 32 bins in which the one lies: of each one word a lane.
+    """
+    thread, part = simt.special("tid.x"), simt.special("cluster_ctarank")
+    lane, warp = thread & 31, thread >> 5
+    own, sums, sums_before, counts, counts_before = (bins + 4 * (BINS + i * GROUPS) for i in range(5))
+    block_barrier()
+    here = simt.sum_of(simt.load_shared(bins + thread * 8, 2))
+    low = simt.warp_sum((lane < 16).select(here, 0))
+    high = simt.warp_sum(here) - low
+    with when(lane.equals(0)):
+        simt.store_shared(own + warp * 8, *[low, high])
+    cluster_barrier()
+
+    def add(at: Word, block: Word, to: Word, to_before: Word) -> None:
+        theirs = ptx("ld.shared::cluster.u32 $0, [$1];", simt.remote(at, block), results=1)
+        ptx("red.shared.add.u32 [$0], $1;", to, theirs)
+        if of_earlier:
+            with when(block < part):
+                ptx("red.shared.add.u32 [$0], $1;", to_before, theirs)
+
+    def place(counts: list[Word], wanted: Word) -> list[Word]:
+        """Of counts that the lanes have, which has the last of the wanted, how many come after it, and itself."""
+        above = simt.sum_of_next_lanes(simt.sum_of(counts))
+        found = [word(0)] * 3
+        for j in reversed(range(len(counts))):
+            there = (above < wanted) & (wanted <= above + counts[j])
+            of_this = lane * len(counts) + j, above, counts[j]
+            found = [there.select(x, y) for x, y in zip(of_this, found, strict=True)]
+            above = above + counts[j]
+        return [simt.warp_sum(x) for x in found]
+
+    with when(warp < 2 * blocks):
+        group = ((warp & 1) * 32 + lane) * 4
+        add(own + group, warp >> 1, sums + group, sums_before + group)
+    block_barrier()
+    groups = simt.load_shared(sums + lane * 8, 2)
+    total = simt.warp_sum(groups[0] + groups[1])
+    wanted = (wanted < total).select(wanted, total)
+    group, above, _ = place(groups, wanted)
+    with when(warp < blocks):
+        add(bins + (group * 32 + lane) * 4, warp, counts + lane * 4, counts_before + lane * 4)
+    block_barrier()
+    of_group, more, many = place([simt.load_shared(counts + lane * 4)], wanted - above)
+    found = group * 32 + of_group, wanted - above - more, many, wanted
+    if not of_earlier:
+        return Found(*found, word(0), word(0))
+    before = [(lane * 2 + j > group).select(x, 0) for j, x in enumerate(simt.load_shared(sums_before + lane * 8, 2))]
+    beside = simt.load_shared(counts_before + lane * 4)
+    before.append((lane > of_group).select(beside, 0))
+    return Found(*found, simt.warp_sum(simt.sum_of(before)), simt.warp_sum(lane.equals(of_group).select(beside, 0)))

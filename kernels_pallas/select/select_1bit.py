@@ -1,0 +1,256 @@
+"""The slots that a group of query heads ranks highest by 1-bit keys, from query to slots in two kernels.
+
+**Scores** are computed by the code of `score_1bit` and stored in f16, which rounds them less than their 16-bit operands
+do. For softmaxes, each warp also keeps every head's largest score and the sum of 2^(score - largest). Pending keys are
+scored exactly by extra blocks at the end of the same grid.
+
+**The choice** (`_choice`) reads the scores once and counts keys into a histogram; nothing is sorted. Both kernels read
+counts and limits from the cache and clip them, which saves launches.
+
+**Bytes:** D/8 + 4 D/g read, 2 G written and 2 G read a slot and KV head, and 4 `room` written.
+
+**Bound:** memory for the scores, latency for the choice.
+
+**Limits:** scores beyond 65504 count as infinite; otherwise those of `score_1bit`. Evidence: `benchmarks/NOTES.md`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import simt, tuned
+from kvjax.kernels_pallas.score import score_1bit as score
+from kvjax.kernels_pallas.select import cluster, logsum, tiling, top_k
+from kvjax.kernels_pallas.select.keys import SOFTMAX
+from kvjax.kernels_pallas.select.logsum import NOTHING
+from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
+
+MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_1bit.json
+EXACT = 32  # keys of a warp that scores those that wait
+
+
+@dataclass(frozen=True)
+class Config(score.Config, tiling.Config):
+    """Of the choice: blocks, unroll; of the scores: units, stages."""
+
+    def __post_init__(self) -> None:
+        tiling.Config.__post_init__(self)
+        score.Config.__post_init__(self)
+
+
+def config_for(rows: int, per_row: int, slots: int, units: int) -> Config:
+    """Of `rows` rows of scores over `slots` slots, chosen from in `per_row` ways each, with `units` units in all."""
+    blocks = tiling.config_for(rows * per_row, units).blocks
+    fits = tiling.in_one_step(units, tiling.Config(blocks, 5))  # registers hold 20 keys of a thread
+    return Config(blocks, 5 if fits else 4, *astuple(score.config_for(rows, slots)))
+
+
+def smem_bytes(D: int, config: Config) -> int:
+    """Of a block of the scores, and of one of the choice; the larger."""
+    return max(score.smem_bytes(D, config), 4 * sum(cluster.SCRATCH))
+
+
+def unsupported(q: Any, bits: Any, step: Any, pending: Any, group_reduce: str, room: int) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    if limit := score.unsupported(q, bits, step):
+        return limit.replace("score_1bit", "select_1bit", 1)
+    if pending.dtype != jnp.float32:
+        return f"the kernel select_1bit takes scores of pending tokens in f32; got {pending.dtype}"
+    if limit := top_k.unsupported((q.shape[0], bits.shape[2] + pending.shape[3]), jnp.float32, room):
+        return limit.replace("top_k", "select_1bit", 1)
+    return None
+
+
+def supported(q: Any, bits: Any, step: Any, pending: Any, group_reduce: str, room: int) -> bool:
+    return unsupported(q, bits, step, pending, group_reduce, room) is None
+
+
+@simt.lowered_once("group_reduce", "room", "scale", "wide", "last", "config")
+def select_1bit(
+    q: Array, bits: Array, step: Array, zero: Array, span: Sequence[Array | int], pending: Sequence[Array | int],
+    count: Array | int, group_reduce: str, room: int, *, scale: float, wide: int | None = None, last: int = 0,
+    config: Config | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """(slots i32[B, K, H, room], found i32[B, K, H]) of the `count` units that rank highest: the first `found`.
+
+    Units are the slots [start, stop) of 1-bit keys, `span` = (start, stop), for q [B, K, G, D] and keys as in
+    `score_1bit`; and after all S slots those of `pending` = (scores f32[B, K, G, W], start, stop) without the `last`
+    before its stop. With `wide`, pending[0] are not scores but keys [B, K, R, D] in the dtype of the steps, of which
+    the first `wide` may wait, and are scored by blocks of their own. Count, starts and stops are i32[B], or a number
+    for all, and are clipped to what there is. H is G under "per_head", else 1.
+    """
+    assert not isinstance(pending[0], int)
+    (B, K, G, D), S, most = q.shape, bits.shape[2], pending[0].shape[3] if wide is None else wide
+    W = most if wide is None else wide + -wide % 4
+    scores = pending[0] if wide is None else jax.ShapeDtypeStruct((B, K, G, W), jnp.float32)
+    if limit := unsupported(q, bits, step, scores, group_reduce, room):
+        raise NotImplementedError(limit)
+    if wide is not None and pending[0].dtype != step.dtype:
+        raise NotImplementedError(
+            f"the kernel select_1bit takes keys in the dtype of the steps, {step.dtype}; got {pending[0].dtype}"
+        )
+    H = G if group_reduce == "per_head" else 1
+    if wide is None:
+        arrived = jnp.pad(pending[0], ((0, 0),) * 3 + ((0, -W % 4),)).reshape(B * K * H, G // H, -1).astype(jnp.float16)
+        W += -W % 4
+    else:
+        arrived = pending[0].reshape(B * K, -1, D)
+    ends = (jnp.asarray(x, jnp.int32).reshape(-1) for x in (*span, *pending[1:], count))
+    rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
+    chosen = config or tuned.select(
+        "select_1bit",
+        config_for(B * K, H, S, S + W),
+        (q, bits),
+        rows=B * K,
+        S=S,
+        room=room,
+        G=G,
+        H=H,
+        D=D,
+        group=S // step.shape[2],
+        softmax=int(group_reduce in SOFTMAX),
+    )
+    wide = None if wide is None else W
+    slots, found = _pick(group_reduce, room, scale, wide, most, last, chosen, *ends, arrived, *rows)
+    return slots.reshape(B, K, H, room), found.reshape(B, K, H)
+
+
+def _pick(
+    group_reduce: str, room: int, scale: float, wide: int | None, most: int, last: int, config: Config, *args: Array
+) -> tuple[Array, Array]:  # fmt: skip
+    """(slots i32[rows, room], how many i32[rows]) of rows of `pending`, each of one row of keys or of some; and of all
+    heads of one row, or of each, if `pending` are `wide` keys. The first `most` of these may wait. `args` are the
+    spans' ends and the count, each of a number of rows that divides these, then pending, q, bits, step and zero."""
+    pending, q, bits, *_ = args[5:]
+    (rows, S, _), G = bits.shape, q.shape[1]
+    if wide is None:
+        chosen_rows, heads, W = pending.shape
+    else:
+        heads, W = (1 if group_reduce == "per_head" else G), wide
+        chosen_rows = rows * G // heads
+    summed = group_reduce in SOFTMAX and heads > 1
+
+    @jax.custom_batching.custom_vmap
+    def run(*args: Array) -> tuple[Array, Array]:
+        ends, (pending, q, bits, step, zero) = args[:5], args[5:]
+        span = ends[:2] if summed else ()
+        scored = score.Scores.of(q, bits, step, scale, config, half=True)
+        outs = [jax.ShapeDtypeStruct((rows, G, S), jnp.float16)]
+        if summed:
+            outs.append(jax.ShapeDtypeStruct((rows, G, scored.jobs, 2), jnp.float32))
+        program = functools.partial(_score, scored=scored, shared_by=[rows // end.size for end in span])
+        exact = [pending] if wide else []
+        if wide:
+            outs.append(jax.ShapeDtypeStruct((rows, G, wide), jnp.float16))
+            program = functools.partial(_score_both, program=program, scored=scored, wide=wide, R=pending.shape[1])
+        more = -(-rows * -(-wide // EXACT) // score.WARPS) if wide else 0
+        score_kernel = scored.kernel(program, more_blocks=more, name="kvjax_select_1bit_score", out_type=tuple(outs))
+        scores, *sums = score_kernel(*exact, q, bits, step, zero, *span)
+        arrived = sums.pop().reshape(chosen_rows, heads, wide) if wide else pending
+        parts = [scores.reshape(chosen_rows, heads, S), arrived][: 2 if W else 1]
+        ends = ends if W else (*ends[:2], ends[4])
+        return cluster.launch(
+            "kvjax_select_1bit", cluster.select_units, [*ends, *sums, *parts], rows=chosen_rows,
+            sizes=tuple(part.shape[2] for part in parts), room=room, config=config, most=(S, most), heads=heads,
+            sums=scored.jobs if summed else 0, shared_by=[chosen_rows // end.size for end in ends], last=last,
+            group_reduce=group_reduce,
+        )  # fmt: skip
+
+    @run.def_vmap
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
+        slots, found = _pick(group_reduce, room, scale, wide, most, last, config, *simt.flatten_batch(n, batches, args))
+        return (slots.reshape(n, chosen_rows, room), found.reshape(n, chosen_rows)), (True, True)
+
+    return run(*args)
+
+
+# ---------------------------------------------------------------------------------------------------------- the scores
+
+
+def _score_both(keys_m, *refs, program: Callable[..., None], scored: score.Scores, wide: int, R: int) -> None:
+    """The scores' kernel with blocks after its own for keys that wait."""
+    *others, out_m, ring_m = refs
+    block = simt.special("ctaid.x")
+    with when(block < scored.blocks):
+        program(*others, ring_m)
+    with when(block >= scored.blocks):
+        _exact(block - scored.blocks, others[0], keys_m, out_m, scored=scored, wide=wide, R=R)
+
+
+def _exact(block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scores, wide: int, R: int) -> None:
+    """Scores of `wide` keys as they are, `EXACT` a warp: with 16 as the rows of a product and the heads as its columns.
+
+    A sum over channels may take them in any order: lane col has 8 adjacent ones of each 32, of keys and queries alike.
+    """
+    G, D = scored.G, scored.D
+    t = simt.special("tid.x")
+    lane, jobs = t & 31, -(-wide // EXACT)
+    quad, col, job = lane >> 2, lane & 3, block * score.WARPS + (t >> 5)
+    job = (job < scored.rows * jobs).select(job, scored.rows * jobs - 1)  # a spare warp repeats the last
+    row = simt.divide(job, jobs)
+    first = (job - row * jobs) * EXACT
+    q, keys, out = (
+        simt.offset_rows(simt.global_address(m), row, n * size)
+        for m, n, size in ((q_m, G, 2 * D), (keys_m, R, 2 * D), (out_m, G, 2 * wide))
+    )
+
+    def channels(a: Any, i: Word) -> list[list[Word]]:
+        load = "ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{}];"
+        at = simt.offset(a, i * (2 * D) + col * 16)
+        return [ptx(load.format(64 * n), at, results=4) for n in range(D // 32)]
+
+    queries = channels(q, (quad < G).select(quad, 0))
+
+    @loop(0, EXACT, 16)
+    def _tile(i: Word) -> None:
+        slots = [first + i + quad + 8 * half for half in range(2)]
+        upper, lower = (channels(keys, (slot < R).select(slot, R - 1)) for slot in slots)
+        sums = [word(0)] * 4
+        for u, w, b in zip(upper, lower, queries, strict=True):
+            for j in (0, 2):
+                sums = simt.mma(scored.kind, sums, [u[j], w[j], u[j + 1], w[j + 1]], b[j : j + 2])
+        for n, x in enumerate(sums):
+            head, slot = col * 2 + (n & 1), slots[n >> 1]
+            with when((head < G) & (slot < wide)):
+                at, x = (
+                    simt.offset(simt.offset_rows(out, head, 2 * wide), slot * 2),
+                    instr("mul.f32", x, real(scored.scale)),
+                )
+                ptx("st.global.u16 [$0], $1;", at, score.halves(x, x))
+
+
+def _score(*refs, scored: score.Scores, shared_by: Sequence[int]) -> None:
+    """The scores' kernel; with a span also, of each warp and head, what `pooled.add` gives of the span's."""
+    if not shared_by:
+        scored.program(*refs)
+        return
+    q_m, bits_m, step_m, zero_m, start_m, stop_m, out_m, sums_m, ring_m = refs
+    thread = scored.thread()
+    start, length = simt.span_of((start_m, shared_by[0]), (stop_m, shared_by[1]), thread.row, scored.S)
+
+    def visit(unit: Word, heads: list[list[Word]], state: Sequence[Word]) -> list[Word]:
+        slot = unit * score.UNIT - start
+        partly = (slot >= length) | (slot + score.UNIT > length)
+
+        def of_span() -> list[Word]:
+            there = [(slot + thread.quad * 4 + j) < length for j in range(4)]
+            return [f.select(x, NOTHING[0]) for four in heads for f, x in zip(there, four, strict=True)]
+
+        counted = simt.branch(partly, of_span, [x for four in heads for x in four])
+        return logsum.add(state[:2], counted[:4]) + logsum.add(state[2:], counted[4:])
+
+    none = [word(x) for x in NOTHING]
+    states = scored.program(q_m, bits_m, step_m, zero_m, out_m, ring_m, visit=visit, state=none * 2)
+    for e, two in enumerate((states[:2], states[2:])):
+        for gap in (2, 4, 8, 16)[scored.at_once == 1 :]:  # to other units, then to other keys
+            two = logsum.merge([two, [simt.bfly(x, gap) for x in two]])
+        head = thread.head + e
+        with when(thread.quad.equals(0) & thread.later.equals(0) & (head < scored.G)):
+            at = simt.offset_rows(simt.global_address(sums_m), thread.row * scored.G + head, scored.jobs * 8)
+            ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset(at, thread.job * 8), *two)

@@ -1,0 +1,218 @@
+"""The slots that a query ranks highest by 4-bit codes among candidates, from query to slots in two kernels.
+
+**Scores** are computed by the code of `rerank` and stored in f16. A block without candidates ends at once. Extra blocks
+at the end of the same grid score the pending keys, one key a thread, with the query rounded to the dtype of the keys.
+In the other blocks, one warp rotates the query.
+
+**The choice** is `_choice` with one head; it writes the slot of each chosen candidate. Counts, starts and stops are
+read from the cache and clipped in the kernel.
+
+**Bytes:** those of `rerank` with 2 bytes written a candidate; 2 D read and 2 written a pending key; 2 read a unit; 4
+read and written a chosen unit.
+
+**Bound:** latency of reads of 32 bytes at random.
+
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import simt, tuned
+from kvjax.kernels_pallas.score import rerank
+from kvjax.kernels_pallas.score.score_1bit import halves
+from kvjax.kernels_pallas.select import cluster, tiling, top_k
+from kvjax.kernels_pallas.select.keys import numbers
+from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
+
+MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_4bit.json
+
+
+@dataclass(frozen=True)
+class Config(rerank.Config, tiling.Config):
+    """Of the choice: blocks, unroll; of the scores: warpgroups."""
+
+    def __post_init__(self) -> None:
+        tiling.Config.__post_init__(self)
+        rerank.Config.__post_init__(self)
+
+
+def config_for(rows: int, M: int, wide: int) -> Config:
+    """No more loads in flight than a thread has fours."""
+    units = sum(cluster.padded(M, wide))
+    blocks = tiling.config_for(rows, units).blocks
+    fits = (
+        n for n in range(1, 6) if tiling.in_one_step(units, tiling.Config(blocks, n))
+    )  # registers hold 20 keys of a thread
+    return Config(blocks, next(fits, 4), rerank.config_for(rows, M, wide).warpgroups)
+
+
+def smem_bytes(D: int) -> int:
+    """Of a block of the scores, and of one of the choice; the larger."""
+    return max(rerank.smem_bytes(D), 4 * sum(cluster.SCRATCH))
+
+
+def unsupported(
+    q: Any, signs: Any, sizes: Any, weights: Any, slots: Any, pending: Any, room: int, wide: int
+) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    if limit := rerank.unsupported(q, signs, sizes, weights, slots):
+        return limit.replace("rerank", "select_4bit", 1)
+    if pending.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the kernel select_4bit takes pending keys in bf16 or f16; got {pending.dtype}"
+    if not 1 <= wide <= pending.shape[2]:
+        return f"the kernel select_4bit takes 1 to {pending.shape[2]} keys that may wait; got {wide}"
+    if limit := top_k.unsupported((q.shape[0], sum(cluster.padded(slots.shape[3], wide))), jnp.float32, room):
+        return limit.replace("top_k", "select_4bit", 1)
+    return None
+
+
+def supported(q: Any, signs: Any, sizes: Any, weights: Any, slots: Any, pending: Any, room: int, wide: int) -> bool:
+    return unsupported(q, signs, sizes, weights, slots, pending, room, wide) is None
+
+
+@simt.lowered_once("room", "centres", "scale", "turned", "wide", "last", "config")
+def select_4bit(
+    q: Array, signs: Array, sizes: Array, weights: Array, candidates: Sequence[Array],
+    pending: Sequence[Array | int], count: Array | int, room: int,
+    *, centres: tuple[float, ...], scale: float, turned: int, wide: int, last: int = 0, config: Config | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """(slots i32[B, K, G, room], found i32[B, K, G]) of the `count` units that each query ranks highest.
+
+    Units are `candidates` = (slots i32[B, K, G, M], found i32[B, K, G]), the first `found`, scored as in `rerank` for q
+    [B, K, G, D], rotated as `turned` says (`rotate.turned`); and after all S slots of the codes those of `pending` =
+    (keys [B, K, R, D], start, stop) without the `last` before its stop, scored for q, of which the first `wide` may
+    wait. Count, start and stop are i32[B], or a number for all.
+    """
+    slots, found = candidates
+    keys, *numbers = pending
+    assert not isinstance(keys, int)
+    if limit := unsupported(q, signs, sizes, weights, slots, keys, room, wide):
+        raise NotImplementedError(limit)
+    (B, K, G, D), M, R = q.shape, slots.shape[3], keys.shape[2]
+    chosen = config or tuned.select(
+        "select_4bit", config_for(B * K * G, M, wide), (q, signs), rows=B * K * G, M=M, W=wide, room=room, G=G, D=D
+    )
+    ends = (found, *(jnp.asarray(x, jnp.int32) for x in (*numbers, count)))
+    codes = (a.reshape(B * K, *a.shape[2:]) for a in (signs, sizes, weights))
+    how = tuple(map(float, centres)), scale, turned, wide, last, room, chosen
+    heads = q.astype(jnp.float32).reshape(B * K * G, D), slots.reshape(B * K * G, M)
+    args = *(x.reshape(-1) for x in ends), *heads, keys.reshape(B * K, R, D), *codes
+    picked, many = _pick(how, *args)
+    return picked.reshape(B, K, G, room), many.reshape(B, K, G)
+
+
+def _pick(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
+    """Of `args`: found, start, stop and count, each of a number of heads that divides these; then queries,
+    candidates, pending keys and codes."""
+    centres, scale, turned, wide, last, room, config = how
+    (heads, D), M, (rows, R, _), S = args[4].shape, args[5].shape[1], args[6].shape, args[7].shape[1]
+    parts = cluster.padded(M, wide)
+    threads = 128 * config.warpgroups
+    late = rerank.Split(-(-wide // threads), threads, threads)
+    shares = rerank.split(heads, M, config, beside=heads * late.blocks)
+
+    @jax.custom_batching.custom_vmap
+    def run(*args: Array) -> tuple[Array, Array]:
+        ends, (q, slots, keys, *codes) = args[:4], args[4:]
+        blocks = heads * shares.blocks
+        scores = simt.kernel(
+            functools.partial(
+                _scores, sizes=(heads // rows, S, D, M), pending=(R, wide), shares=(shares, late), blocks=blocks,
+                kind=keys.dtype, how={"centres": centres, "scale": scale, "turned": turned},
+            ),
+            name="kvjax_select_4bit_score",
+            out_type=tuple(jax.ShapeDtypeStruct((heads, n), jnp.float16) for n in parts),
+            scratch=(rerank.BYTES * rerank.COPIES * 2, D),
+            blocks=blocks + heads * late.blocks,
+            warpgroups=config.warpgroups,
+        )(ends[0], q, slots, keys, *codes)  # fmt: skip
+        spans = jnp.zeros(1, jnp.int32), *ends
+        return cluster.launch(
+            "kvjax_select_4bit", _choose, [slots, *spans, *scores], rows=heads, sizes=parts, room=room, config=config,
+            names=(M, parts[0], S), most=(M, wide), heads=1, sums=0,
+            shared_by=[heads // end.size for end in spans], last=last, group_reduce="per_head",
+        )  # fmt: skip
+
+    @run.def_vmap
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
+        picked, many = _pick(how, *simt.flatten_batch(n, batches, args))
+        return (picked.reshape(n, heads, room), many.reshape(n, heads)), (True, True)
+
+    return run(*args)
+
+
+def _choose(slots_m, *refs, names: tuple[int, int, int], **how: Any) -> None:
+    """The choice, of what has the slots of candidates."""
+    M, first, S = names
+
+    def name(row: Word, unit: Word) -> Word:
+        at = simt.offset(simt.offset_rows(simt.global_address(slots_m), row, M * 4), unit * 4)
+        return simt.load_below(unit, M, at, unit - first + S)
+
+    cluster.select_units(*refs, name=name, **how)
+
+
+def _scores(
+    found_m, q_m, slots_m, keys_m, signs_m, sizes_m, weights_m, out_m, late_m, table_m, queries_m,
+    *, sizes: tuple[int, int, int, int], pending: tuple[int, int], shares: tuple[rerank.Split, rerank.Split],
+    blocks: int, kind: Any, how: dict[str, Any],
+) -> None:  # fmt: skip
+    """Of the candidates in the first `blocks`, of the keys that wait in the others; as `shares` has each."""
+    (G, _, D, M), (R, wide), block = sizes, pending, simt.special("ctaid.x")
+    codes, scratch = (signs_m, sizes_m, weights_m), (table_m, queries_m)
+    place = rerank.Place(block, sizes, shares[0])
+    with when(block < blocks):
+        slot = place.slot(slots_m)  # on its way together with `found`
+        there = place.first < simt.clipped(simt.number_of((found_m, 1), place.head), M)
+        run = functools.partial(rerank.estimate, q_m, slot, codes, scratch, place, **how)
+        estimate = simt.branch(there, lambda: [run()], [word(0)])
+        _store(out_m, place, *estimate)
+    with when(block >= blocks):
+        place = rerank.Place(block - blocks, (G, 0, D, wide), shares[1])
+        exact = _exact(q_m, keys_m, queries_m, place, R, kind)
+        _store(late_m, place, instr("mul.f32", exact, real(how["scale"])))
+
+
+def _store(out_m: Any, place: rerank.Place, score: Word) -> None:
+    (size,) = cluster.padded(place.sizes[3])
+    with when(place.is_of_block & (place.pick < size)):
+        at = simt.offset(simt.offset_rows(simt.global_address(out_m), place.head, size * 2), place.pick * 2)
+        ptx("st.global.u16 [$0], $1;", at, halves(score, score))
+
+
+def _exact(q_m: Any, keys_m: Any, queries_m: Any, place: rerank.Place, R: int, kind: Any) -> Word:
+    """q.k of this thread's key, q rounded to the dtype of keys."""
+    D, t, bf16 = place.sizes[2], simt.special("tid.x"), kind == jnp.bfloat16
+    queries = simt.shared_address(queries_m)
+
+    def both(two: Word) -> list[Word]:
+        """Two numbers in f32."""
+        return [two << 16, two & 0xFFFF0000] if bf16 else numbers(two)
+
+    with when(t < D):
+        x = simt.load(simt.offset_rows(simt.global_address(q_m), place.head * D + t, 4))
+        rounded = instr("cvt.rn.bf16x2.f32", x, x) if bf16 else halves(x, x)
+        simt.store_shared(queries + t * 4, both(rounded)[0])
+    simt.block_barrier()
+    row = simt.offset_rows(simt.global_address(keys_m), place.row, R * D * 2)
+    key = simt.offset(row, (place.pick < R).select(place.pick, R - 1) * (D * 2))
+
+    @loop(0, D, 32, [word(0)])
+    def total(first: Word, total: Word) -> Word:
+        load = "ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{}];"
+        words = [x for i in range(0, 64, 16) for x in ptx(load.format(i), simt.offset(key, first * 2), results=4)]
+        for i in range(0, 32, 4):
+            four = simt.load_shared(queries + first * 4 + i * 4, 4)
+            for x, channel in zip(four, [*both(words[i // 2]), *both(words[i // 2 + 1])], strict=True):
+                total = instr("fma.rn.f32", x, channel, total)
+        return total
+
+    return total[0]

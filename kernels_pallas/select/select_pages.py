@@ -1,0 +1,240 @@
+"""The pages that a group of query heads ranks highest by the bounding boxes of their keys, in two kernels.
+
+**Scores** are computed by the code of `score_pages` and kept in f32, since pages are few. For softmaxes, a warp that
+scored 16 pages also keeps each head's largest score and the sum of 2^(score - largest). Pending tokens, which have no
+box yet, are scored exactly by extra blocks of the same grid; a page's score is its largest.
+
+**The choice** is `_choice`. Both kernels read counts in tokens from the cache, which saves four XLA launches.
+
+**Bytes:** 2 D e read, 4 G written and 4 G read a page and KV head, where e is the size of a corner's element, and 4
+`room` written.
+
+**Bound:** memory for the scores, latency for the choice.
+
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import simt, tuned
+from kvjax.kernels_pallas.score import score_pages as score
+from kvjax.kernels_pallas.select import cluster, logsum, tiling, top_k
+from kvjax.kernels_pallas.select.keys import SOFTMAX
+from kvjax.kernels_pallas.select.logsum import NOTHING
+from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
+
+MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_pages.json
+TILE = 16  # keys: the rows of a product
+
+
+@dataclass(frozen=True)
+class Config(score.Config, tiling.Config):
+    """Of the choice: blocks, unroll; of the scores: tiles, warpgroups."""
+
+    def __post_init__(self) -> None:
+        tiling.Config.__post_init__(self)
+        score.Config.__post_init__(self)
+
+
+def config_for(rows: int, per_row: int, units: int) -> Config:
+    """Of `rows` rows of scores, chosen from in `per_row` ways each, with `units` pages in all."""
+    return Config(tiling.config_for(rows * per_row, units).blocks)
+
+
+def smem_bytes() -> int:
+    return 4 * sum(cluster.SCRATCH)
+
+
+def unsupported(
+    q: Any, low: Any, high: Any, pending: Any, group_reduce: str, room: int, unit: int, wide: int
+) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    if limit := score.unsupported(q, low, high):
+        return limit.replace("score_pages", "select_pages", 1)
+    if unit % TILE:
+        return f"the kernel select_pages takes pages of a multiple of {TILE} tokens; got {unit}"
+    if pending.dtype != low.dtype:
+        return f"the kernel select_pages takes keys in the dtype of the corners, {low.dtype}; got {pending.dtype}"
+    if wide < 1 or wide % unit:
+        return (
+            f"the kernel select_pages takes at least one page of tokens that may wait, in pages of {unit}; got {wide}"
+        )
+    sizes = cluster.padded(low.shape[2], wide // unit)
+    if limit := top_k.unsupported((q.shape[0], sum(sizes)), jnp.float32, room):
+        return limit.replace("top_k", "select_pages", 1)
+    return None
+
+
+def supported(q: Any, low: Any, high: Any, pending: Any, group_reduce: str, room: int, unit: int, wide: int) -> bool:
+    return unsupported(q, low, high, pending, group_reduce, room, unit, wide) is None
+
+
+@simt.lowered_once("group_reduce", "room", "unit", "scale", "wide", "last", "config")
+def select_pages(
+    q: Array, low: Array, high: Array, span: Sequence[Array | int], pending: Sequence[Array | int],
+    count: Array | int, group_reduce: str, room: int, *, unit: int, scale: float, wide: int, last: int = 0,
+    config: Config | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """(pages i32[B, K, H, room], found i32[B, K, H]) of the `count` pages that rank highest: the first `found`.
+
+    Pages have `unit` tokens each. There are those with a token in [start, stop), `span` = (start, stop), scored by
+    corners [B, K, P, D] for q [B, K, G, D]; and, from page P on, those of `pending` = (keys [B, K, R, D], start, stop)
+    with a token in [start, stop) without the `last` before its stop, among the first `wide`, scored by the largest of
+    these. Count, starts and stops are i32[B], or a number for all, and are clipped to what there is. H is G under
+    "per_head", else 1. The page that ranks lowest comes last, the others in any order.
+    """
+    keys = pending[0]
+    assert not isinstance(keys, int)
+    if limit := unsupported(q, low, high, keys, group_reduce, room, unit, wide):
+        raise NotImplementedError(limit)
+    (B, K, G, D), P = q.shape, low.shape[2]
+    H = G if group_reduce == "per_head" else 1
+    chosen = config or tuned.select(
+        "select_pages",
+        config_for(B * K, H, sum(cluster.padded(P, wide // unit))),
+        (q, low),
+        rows=B * K,
+        P=P,
+        W=wide // unit,
+        room=room,
+        G=G,
+        H=H,
+        D=D,
+        softmax=int(group_reduce in SOFTMAX),
+    )
+    ends = (jnp.asarray(x, jnp.int32).reshape(-1) for x in (*span, *pending[1:], count))
+    rows = (a.reshape(B * K, *a.shape[2:]) for a in (keys, q.astype(low.dtype), low, high))
+    how = _How(group_reduce, room, unit, scale, wide, last, chosen)
+    pages, found = _pick(how, *ends, *rows)
+    return pages.reshape(B, K, H, room), found.reshape(B, K, H)
+
+
+@dataclass(frozen=True)
+class _How:
+    group_reduce: str
+    room: int
+    unit: int
+    scale: float
+    wide: int
+    last: int
+    config: Config
+
+
+def _pick(how: _How, *args: Array) -> tuple[Array, Array]:
+    """(pages i32[rows, room], how many i32[rows]), a row of all heads or of one. `args` are the spans' ends and the
+    count, each of a number of rows that divides these, then keys that wait, q, and both corners."""
+    keys, q, low, _ = args[5:]
+    (rows, G, D), P, config = q.shape, low.shape[1], how.config
+    heads = 1 if how.group_reduce == "per_head" else G
+    chosen_rows, most = rows * G // heads, (P, how.wide // how.unit)
+    summed = how.group_reduce in SOFTMAX and heads > 1
+    sizes, tiles = cluster.padded(*most), -(-P // score.TILE)
+    warps = 4 * config.warpgroups
+    blocks = [-(-n // warps) for n in (rows * -(-tiles // config.tiles), rows * sizes[1])]
+
+    @jax.custom_batching.custom_vmap
+    def run(*args: Array) -> tuple[Array, Array]:
+        ends, arrays = args[:5], args[5:]
+        outs = [jax.ShapeDtypeStruct((rows, G, n), jnp.float32) for n in sizes]
+        if summed:
+            outs.append(jax.ShapeDtypeStruct((rows, G, tiles, 2), jnp.float32))
+        late, stored, *sums = simt.kernel(
+            functools.partial(
+                _score, shape=(rows, G, P, D), R=keys.shape[1], kind="bf16" if low.dtype == jnp.bfloat16 else "f16",
+                shared_by=[rows // end.size for end in ends[:4]], blocks=blocks[0], how=how,
+            ),
+            name="kvjax_select_pages_score",
+            out_type=(outs[1], outs[0], *outs[2:]),
+            blocks=sum(blocks),
+            warpgroups=config.warpgroups,
+        )(*ends[:4], *arrays)  # fmt: skip
+        parts = (a.reshape(chosen_rows, heads, -1) for a in (stored, late))
+        return cluster.launch(
+            "kvjax_select_pages", cluster.select_units, [*ends, *sums, *parts], rows=chosen_rows, sizes=sizes,
+            room=how.room, config=config, most=most, heads=heads, unit=how.unit, half=False,
+            shared_by=[chosen_rows // end.size for end in ends], last=how.last, group_reduce=how.group_reduce,
+            sums=tiles if summed else 0,
+            name=lambda _, page: (page < sizes[0]).select(page, page - sizes[0] + P),
+        )  # fmt: skip
+
+    @run.def_vmap
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
+        pages, found = _pick(how, *simt.flatten_batch(n, batches, args))
+        return (pages.reshape(n, chosen_rows, how.room), found.reshape(n, chosen_rows)), (True, True)
+
+    return run(*args)
+
+
+def _score(
+    start_m, stop_m, wait_start_m, wait_stop_m, keys_m, q_m, low_m, high_m, late_m, out_m, *sums_m,
+    shape: tuple[int, int, int, int], R: int, kind: str, shared_by: Sequence[int], blocks: int, how: _How,
+) -> None:  # fmt: skip
+    """Of the pages in the first `blocks`, with a tile's statistics; of the tokens that wait in the others."""
+    (rows, G, P, D), block = shape, simt.special("ctaid.x")
+    tiles = -(-P // score.TILE)
+    lane = simt.special("tid.x") & 31
+    quad, col = lane >> 2, lane & 3
+    start_at, stop_at, wait_start_at, wait_stop_at = zip(
+        (start_m, stop_m, wait_start_m, wait_stop_m), shared_by, strict=True
+    )
+
+    def visit(row: Word, tile: Word, pages: list[Word], scores: list[list[Word]]) -> None:
+        start, length = cluster.units_of(simt.span_of(start_at, stop_at, row, P * how.unit), how.unit)
+        there = [(page - start) < length for page in pages]
+        for e, two in enumerate(scores):
+            nothing = NOTHING[0]
+            state = logsum.add(
+                [word(x) for x in NOTHING], [f.select(x, nothing) for f, x in zip(there, two, strict=True)]
+            )
+            for gap in (4, 8, 16):
+                state = logsum.merge([state, [simt.bfly(x, gap) for x in state]])
+            head = col * 2 + e
+            with when(quad.equals(0) & (head < G) & (tile < tiles)):
+                at = simt.offset_rows(simt.global_address(sums_m[0]), row * G + head, tiles * 8)
+                ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset(at, tile * 8), *state)
+
+    with when(block < blocks):
+        score.program(
+            q_m, low_m, high_m, out_m, shape=shape, kind=kind, scale=how.scale, config=how.config,
+            width=cluster.padded(P)[0], visit=visit if sums_m else None,
+        )  # fmt: skip
+    with when(block >= blocks):
+        (pages,) = cluster.padded(how.wide // how.unit)
+        job = (block - blocks) * (4 * how.config.warpgroups) + (simt.special("tid.x") >> 5)
+        job = (job < rows * pages).select(job, rows * pages - 1)  # a spare warp repeats the last
+        row = simt.divide(job, pages)
+        page = job - row * pages
+        start, length = simt.span_of(wait_start_at, wait_stop_at, row, how.wide, how.last)
+        q, keys = (simt.offset_rows(simt.global_address(m), row, n * D * 2) for m, n in ((q_m, G), (keys_m, R)))
+        queries = score.channels(q, (quad < G).select(quad, 0), D)
+
+        @loop(0, how.unit, TILE, [real(-float("inf"))] * 2)
+        def best(i: Word, *best: Word) -> list[Word]:
+            slots = [page * how.unit + i + quad + 8 * half for half in range(2)]
+            both = [score.channels(keys, (slot < R).select(slot, R - 1), D) for slot in slots]
+            acc = [word(0)] * 4
+            for j in range(0, D // 8, 2):
+                acc = simt.mma(kind, acc, [both[0][j], both[1][j], both[0][j + 1], both[1][j + 1]], queries[j : j + 2])
+            found = list(best)
+            for n, x in enumerate(acc):
+                there = (slots[n >> 1] - start) < length
+                found[n & 1] = instr(
+                    "max.f32", found[n & 1], there.select(instr("mul.f32", x, real(how.scale)), NOTHING[0])
+                )
+            return found
+
+        for e, x in enumerate(best):
+            for gap in (4, 8, 16):
+                x = instr("max.f32", x, simt.bfly(x, gap))
+            head = col * 2 + e
+            with when(quad.equals(0) & (head < G)):
+                at = simt.offset(simt.offset_rows(simt.global_address(late_m), row * G + head, pages * 4), page * 4)
+                ptx("st.global.u32 [$0], $1;", at, x)

@@ -1,0 +1,134 @@
+"""Sorts candidates of a block, then finds each one's rank among the candidates of all blocks of a cluster.
+
+A block sorts its list by a bitonic network and sends it to the other blocks. A thread then finds the rank of an element
+by bisection in each list.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.select import tiling
+from kvjax.kernels_pallas.select.keys import SLOTS
+from kvjax.kernels_pallas.simt import (
+    Word,
+    cluster_barrier,
+    loop,
+    ptx,
+    when,
+    word,
+)
+
+# Words of `small`, after totals of warps: of the length of this block's list, and of those of all blocks'.
+LENGTH, LENGTHS = 32, 33
+
+
+def load_pair(at: Word, index: Word, count: Word) -> list[Word]:
+    """The pair at `at` if index < count, else zeros."""
+    return ptx(
+        "{ .reg .pred p; setp.lt.u32 p, $2, $3; mov.u32 $0, 0; mov.u32 $1, 0; @p ld.shared.v2.u32 {$0, $1}, [$4]; }",
+        *(index, count, at),
+        results=2,
+    )
+
+
+def sort_pairs(sizes: list[int], mine: Word, spare: Word, length: Word, t: Word) -> None:
+    """Sorts `mine` by the smallest of the networks that has room. A branch past one takes long: few are passed."""
+    if len(sizes) == 1:
+        of_thread = max(2 if sizes[0] > 32 else 1, sizes[0] // tiling.THREADS)  # fewer waits for others than with one
+        with when(t < sizes[0] // of_thread):
+            _bitonic(sizes[0], of_thread, mine, spare, length, t)
+        return
+    half = len(sizes) // 2
+    with when(length <= sizes[half - 1]):
+        sort_pairs(sizes[:half], mine, spare, length, t)
+    with when(length > sizes[half - 1]):
+        sort_pairs(sizes[half:], mine, spare, length, t)
+
+
+def _bitonic(size_all: int, m: int, mine: Word, spare: Word, length: Word, t: Word) -> None:
+    """Sorts the first `length` pairs of `mine`, largest first, by the first threads, each of m of `size_all`."""
+    base = (t >> 5) * (32 * m) + (t & 31)
+    at = [base + 32 * j for j in range(m)]
+    x = [load_pair(mine + e * 8, e, length) for e in at]
+    buffers = [spare, mine]
+
+    def sync() -> None:
+        ptx(f"bar.sync 1, {size_all // m};", convergent=True)
+
+    def keep(mine: list[Word], other: list[Word], larger: Word) -> list[Word]:
+        return ptx(
+            "{ .reg .u64 x, y; .reg .pred p, q; mov.b64 x, {$2, $3}; mov.b64 y, {$4, $5}; setp.gt.u64 p, x, y; "
+            "setp.ne.u32 q, $6, 0; xor.pred p, p, q; selp.b32 $0, $4, $2, p; selp.b32 $1, $5, $3, p; }",
+            *(*mine, *other, larger),
+            results=2,
+        )
+
+    size = 2
+    while size <= size_all:
+        gap = size // 2
+        while gap:
+            if gap >= 32 * m:
+                for e, v in zip(at, x, strict=True):
+                    simt.store_shared(buffers[0] + e * 8, *v)
+                sync()
+                other = [simt.load_shared(buffers[0] + (e ^ gap) * 8, 2) for e in at]
+                buffers.reverse()
+            elif gap >= 32:
+                other = [x[j ^ (gap // 32)] for j in range(m)]
+            else:
+                other = [[simt.bfly(w, gap) for w in v] for v in x]
+            larger = [(e & gap).equals(0).select(1, 0) ^ (e & size).equals(0).select(0, 1) for e in at]
+            x = [keep(*three) for three in zip(x, other, larger, strict=True)]
+            gap //= 2
+        size *= 2
+    sync()
+    for e, v in zip(at, x, strict=True):
+        simt.store_shared(mine + e * 8, *v)
+
+
+def write_by_rank(mine: Word, lists: Word, small: Word, out: Any, length: Word, t: Word, k: int, blocks: int) -> None:
+    """Gives the sorted list `mine` to the other blocks, and writes its slots where they rank.
+
+    Of the others' lists a block has that of the next block first, and so on, in `lists`.
+    """
+    part, share = simt.special("cluster_ctarank"), tiling.THREADS // blocks  # threads that write to a block
+    lengths = [simt.load_shared(small + (((part + b) & (blocks - 1)) + LENGTHS) * 4) for b in range(1, blocks)]
+    firsts, most = [word(0)], word(0)
+    for n in lengths:
+        firsts.append(firsts[-1] + n)
+        most = (most > n).select(most, n)
+    block = simt.divide(t, share)
+    after = (part - block) & (blocks - 1)  # how many blocks this one comes after it
+    between = [(after > b).select(lengths[-b], 0) for b in range(1, blocks - 1)]
+    to = simt.remote(lists + simt.sum_of([word(0), *between]) * 8, block)
+
+    @loop(after.equals(0).select(length, t & (share - 1)), length, share)
+    def _give(i: Word) -> None:
+        ptx("st.shared::cluster.v2.u32 [$0], {$1, $2};", to + i * 8, *simt.load_shared(mine + i * 8, 2))
+
+    cluster_barrier()
+    bits = word(32) - ptx("clz.b32 $0, $1;", most, results=1)
+
+    @loop(t, length, tiling.THREADS)
+    def _write(i: Word) -> None:
+        rank, key = load_pair(mine + i * 8, i, length)
+
+        def bisect(j: Word, *counts: Word) -> list[Word]:
+            step = word(1) << (bits - 1 - j)
+            return [
+                ptx(
+                    "{ .reg .u64 x, y; .reg .pred p, q; setp.le.u32 p, $2, $3; mov.b64 x, {$4, $5}; mov.u64 y, 0; "
+                    "@p ld.shared.u64 y, [$6]; setp.gt.u64 q, y, x; selp.u32 $0, $2, $1, q; }",
+                    *(count, count + step, n, rank, key, lists + (first + count + step - 1) * 8),
+                    results=1,
+                )
+                for n, first, count in zip(lengths, firsts[:-1], counts, strict=True)
+            ]
+
+        larger = loop(0, bits, 1, [word(0)] * len(lengths))(bisect) if lengths else []
+        at = simt.sum_of([i, *larger])
+        with when(at < k):
+            slot = (word(SLOTS) - rank) | key.differs(0).select(1 << 31, 0)
+            ptx("st.global.u32 [$0], $1;", simt.offset(out, at * 4), slot)

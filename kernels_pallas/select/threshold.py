@@ -1,0 +1,183 @@
+"""The last place: the key, and where keys are equal the slot, of the last unit that is selected.
+
+Keys are counted into 2048 bins, of which the first pass has narrow ones where scores usually lie. A bin with more than
+`ranked_at_once` elements is counted again, 11 bits at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.select import histogram, tiling
+from kvjax.kernels_pallas.select.elements import Elements, Fours, InLists, InRegisters, elements_of
+from kvjax.kernels_pallas.simt import (
+    Flag,
+    Operand,
+    Word,
+    instr,
+    ptx,
+    word,
+)
+
+KEY_PASSES = 4  # over the keys at most, the later by 11 bits; then two by 11 bits of the slot's 22
+TURNS = 0, 1, 0, 1, 2, 0  # the histogram of each pass; those of slots may follow on any
+LISTED = 1024  # elements of a bin that are ranked at once, at most
+
+
+def ranked_at_once(blocks: int) -> int:
+    """The size of a bin up to which ranking its elements is as fast as counting them again."""
+    return min(LISTED, math.isqrt(50_000 * blocks))
+
+
+Place = Callable[[Word, Word], list[Operand]]  # of a key and rank, the bin, and perhaps two numbers (`_count`)
+
+
+class LastPlace(NamedTuple):
+    """Of the last place. Keys low .. low + size are those of its bin, of which `need` of `many` are wanted; of those
+    that equal `low`, slots count whose rank is at least `least`. `wanted` are there in all; of these the blocks before
+    this one have `above` that are larger than the bin, and `beside` that are in it."""
+
+    low: Word
+    size: Word
+    least: Word
+    need: Word
+    many: Word
+    wanted: Word
+    above: Word
+    beside: Word
+
+
+@dataclass(frozen=True)
+class Bins:
+    """The first: one for each 2^shift keys from `base` on. If there are two keys of a `gap`, those from one to the
+    other are all in one bin, with the first beyond."""
+
+    base: int
+    shift: int
+    gap: tuple[int, int] | None = None
+
+    @property
+    def skipped(self) -> int:
+        return self.gap[1] - self.gap[0] if self.gap else 0
+
+    def place(self, key: Word, _: Word) -> list[Operand]:
+        """Those that are 0 count where nothing is read: a branch around each takes longer."""
+        moved = key
+        if self.gap:
+            above = instr("max.u32", key - self.skipped, self.gap[0])
+            moved = (key < 1 << 31).select(instr("min.u32", key, self.gap[0]), above)
+        place = (instr("max.u32", moved, self.base) - self.base) >> self.shift
+        return [key.equals(0).select(histogram.BINS, instr("min.u32", place, histogram.BINS - 1))]
+
+    def extent(self, place: Word) -> tuple[Word, Word, Flag]:
+        """Of a bin the lowest key, how many follow it, and whether these are more than usual."""
+        most = (1 << self.shift) - 1
+        last = self.base + ((histogram.BINS - 1) << self.shift) + self.skipped
+        wide = {0: (1, self.base + most - 1), histogram.BINS - 1: (last, 0xFFFFFFFF - last)}
+        low, size = (place << self.shift) + self.base, word(most)
+        if self.gap:
+            middle = (self.gap[0] - self.base) >> self.shift
+            wide[middle] = self.gap[0], self.skipped + most
+            low = low + (place > middle).select(self.skipped, 0)
+        for which, (first, more) in wide.items():
+            low, size = (place.equals(which).select(x, y) for x, y in ((first, low), (more, size)))
+        return low, size, functools.reduce(lambda a, b: a | b, [place.equals(which) for which in wide])
+
+
+# 32 to an octave from 2^-61 to 2^3 for sums of softmaxes, 256 to an octave from -2^8 to -1 for logarithms of softmaxes,
+# and for scores 128 to an octave from -2^5 to -2^-3 and from 2^-3 to 2^5.
+FIRST_BINS = {
+    "sum": Bins(0xA1000000, 18),
+    "log": Bins(0x3C7FFFFF, 15),
+    "score": Bins(0x3E000000, 16, (0x42000000, 0xBE000000)),
+}
+
+
+def _by_bits(low: Word, size: Word, by: Operand) -> Place:
+    """Of keys low .. low + size, from bit `by` on."""
+    return lambda key, _: [(key - low) >> by, key - low, size]
+
+
+def _count(bins: Word, elements: Elements, place: Place) -> None:
+    """`place` gives a bin, and perhaps two numbers, of which the first is not the larger if the element counts."""
+    for element in elements.pairs:
+        digit, *limits = place(*element)
+        red = "red.shared.add.u32 [$0], 1;"
+        if limits:
+            red = "{ .reg .pred p; setp.le.u32 p, $1, $2; @p " + red + " }"
+        ptx(red, bins + digit * 4, *limits)
+
+
+def lower_bound(sample: Fours, wanted: Word, hist: Word, bins: Bins, U: int, config: tiling.Config) -> Word:
+    """A key, or the lowest one of a bin, than which at least as many of a sample are not lower as are wanted."""
+    at = hist + histogram.PASS * 4
+    _count(at, elements_of(word(0), sample, U, config), bins.place)
+    got = histogram.find_bin(at, wanted, config.blocks, of_earlier=False)
+    low, size, is_wide = bins.extent(got.bin)
+
+    def within() -> list[Word]:
+        """In a bin that has most of the range, which is counted again."""
+        low_now, size_now, need = low, size, got.need
+        for turn, by in ((2, 21), (1, 10)):
+            at = hist + turn * histogram.PASS * 4
+            histogram.clear(at)
+            simt.block_barrier()
+            _count(at, elements_of(word(0), sample, U, config), _by_bits(low_now, size_now, by))
+            finer = histogram.find_bin(at, need, config.blocks, of_earlier=False)
+            low_now, size_now, need = low_now + (finer.bin << by), word((1 << by) - 1), finer.need
+        return [low_now]
+
+    (bound,) = simt.branch(is_wide, within, [low])
+    return (got.wanted < wanted).select(1, bound)
+
+
+def last_place(row: InRegisters | InLists, wanted: Word, hist: Word, bins: Bins, blocks: int) -> LastPlace:
+    def count(n: int, place: Place, wanted: Word) -> histogram.Found:
+        """Histograms take turns: of one that is cleared all blocks had what they needed before the last pass."""
+        at = hist + TURNS[n] * histogram.PASS * 4
+        if n:
+            histogram.clear(at)
+            simt.block_barrier()
+        row.each(lambda elements: _count(at, elements, place))
+        return histogram.find_bin(at, wanted, blocks)
+
+    place, need, many, wanted, above, beside = count(0, bins.place, wanted)
+    low, size, is_wide = bins.extent(place)
+    further = is_wide.select(21, bins.shift - 11)  # where the next bits to count begin
+    state = [low, size, further, word(0), need, many, above, beside]
+
+    def by_key(n: int, low: Word, size: Word, shift: Word, _: Word, need: Word, *of_blocks: Word) -> list[Word]:
+        got = count(n, _by_bits(low, size, shift), need)
+        further = (shift > 11).select(shift - 11, 0)
+        low, size = low + (got.bin << shift), (word(1) << shift) - 1
+        return [low, size, further, word(0), got.need, got.many, of_blocks[1] + got.above, got.beside]
+
+    def by_slot(low: Word, size: Word, shift: Word, least: Word, need: Word, *of_blocks: Word) -> list[Word]:
+        above = of_blocks[1]
+        for n, by in ((KEY_PASSES, 11), (KEY_PASSES + 1, 0)):
+
+            def place(key: Word, rank: Word, by: int = by, least: Word = least) -> list[Operand]:
+                digit = (rank - least) >> by
+                return [digit, key.equals(low).select(digit, histogram.BINS), histogram.BINS - 1]
+
+            got = count(n, place, need)
+            least, need, above = least + (got.bin << by), got.need, above + got.above
+        return [low, size, shift, least, need, got.many, above, got.beside]
+
+    def is_long(state: list[Word]) -> Flag:
+        return state[5] > ranked_at_once(blocks)
+
+    def narrowed() -> list[Word]:
+        found = state
+        for n in range(1, KEY_PASSES):
+            found = simt.branch(is_long(found) & found[1].differs(0), functools.partial(by_key, n, *found), found)
+        return simt.branch(is_long(found), functools.partial(by_slot, *found), found)
+
+    state = simt.branch(is_long(state), narrowed, state)  # one branch past all of it: far ones take long
+    low, size, _, least, need, many, above, beside = state
+    return LastPlace(low, size, least, need, many, wanted, above, beside)

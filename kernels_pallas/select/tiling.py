@@ -1,0 +1,75 @@
+"""How the threads of a cluster divide a row of scores.
+
+A thread takes four adjacent elements at a time. The first fours of all threads are spread over the whole row, so what
+is read first is a sample of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.simt import (
+    Word,
+    ptx,
+)
+
+THREADS = 1024
+
+
+@dataclass(frozen=True)
+class Config:
+    blocks: int = 8  # of a row; clusters of 16 are not portable, but Hopper has them
+    unroll: int = 4  # loads of four keys in flight
+
+    def __post_init__(self) -> None:
+        if self.blocks not in (1, 2, 4, 8, 16):
+            raise ValueError(f"blocks must be 1, 2, 4, 8 or 16, a cluster's; got {self.blocks}")
+        if self.unroll < 1:
+            raise ValueError(f"unroll must be at least 1; got {self.unroll}")
+
+
+def config_for(rows: int, units: int) -> Config:
+    """As many blocks a row as run at once, one on a multiprocessor; whole clusters cannot use all of the 132.
+
+    A short row has fewer, as to merge them takes longer than to read it.
+    """
+    most = 2 if units <= 8192 else 4 if units <= 16384 else 8
+    return Config(blocks=next((b for b in (8, 4) if b <= most and rows * b <= 112), 2))
+
+
+def fours(i: Word, U: int, config: Config) -> list[Word]:
+    """The first of each four of adjacent elements that this thread has of step i of a row of U. A step has some of all
+    of the row, as a sample."""
+    stride, unroll, number = steps(U, config)
+    first = i * stride + simt.special("cluster_ctarank") * (THREADS * 4) + simt.special("tid.x") * 4
+    return [first + u * (number * stride) for u in range(unroll)]
+
+
+def steps(U: int, config: Config) -> tuple[int, int, int]:
+    """Elements between the fours of a thread in a step and the next, fours of a step, steps."""
+    stride = THREADS * 4 * config.blocks
+    number = -(-U // (stride * config.unroll))
+    return stride, -(-U // (stride * number)), number
+
+
+def ends(U: int, config: Config) -> list[int]:
+    """Before which each of `fours` lies, for all threads and steps."""
+    stride, unroll, number = steps(U, config)
+    return [(u + 1) * number * stride for u in range(unroll)]
+
+
+def in_one_step(U: int, config: Config) -> bool:
+    """Whether the threads of a row hold all of it in registers, and read it once."""
+    return steps(U, config)[2] == 1
+
+
+def load_four(row: Any, at: Word, U: int) -> list[Word]:
+    """Words at .. at + 3 of a row in device memory; zeros past its end."""
+    return ptx(
+        "{ .reg .pred p; setp.lt.u32 p, $4, $5; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
+        "@p ld.global.v4.u32 {$0, $1, $2, $3}, [$6]; }",
+        *(at, U, simt.offset(row, at * 4)),
+        results=4,
+    )

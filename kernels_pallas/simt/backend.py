@@ -1,0 +1,112 @@
+"""The interface between the words of the kernels and what executes them.
+
+Kernels are written in words: registers, predicates, loops, PTX instructions, launches. A backend gives each word its
+meaning. `Mosaic` builds MLIR for a GPU. The tests have a second backend that runs all threads of a grid in numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from jax import Array
+from kvjax.kernels_pallas.simt.mosaic import Mosaic
+
+Value = Any  # a register of each thread, in the backend's own representation
+Arithmetic = Literal["add", "sub", "mul", "div", "and", "or", "xor", "shl", "shr"]
+Comparison = Literal["lt", "le", "gt", "ge", "eq", "ne"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The grid of a kernel and the shared memory of its blocks."""
+
+    name: str
+    blocks: int  # or clusters, if a cluster has more than one block
+    warpgroups: int  # of a block, 128 threads each
+    cluster: int | None = None  # blocks of a cluster
+    scratch: tuple[int, ...] = ()  # words of each array in shared memory
+    sparse: tuple[int, ...] = ()  # numbers of the outputs that may stay unwritten in part
+
+
+class Backend(Protocol):
+    """What the words of `kvjax.kernels_pallas.simt` are made of. Numbers are unsigned, of 32 bits or of 64."""
+
+    def constant(self, x: int, bits: int = 32) -> Value: ...
+
+    def arithmetic(self, op: Arithmetic, a: Value, b: Value) -> Value:
+        """`a op b` for two numbers of equal width, or for two predicates."""
+
+    def compare(self, op: Comparison, a: Value, b: Value) -> Value: ...
+
+    def select(self, flag: Value, yes: Value, no: Value) -> Value: ...
+
+    def extend(self, x: Value) -> Value:
+        """A number of 32 bits as one of 64."""
+
+    def address(self, ref: Any, bits: int) -> Value:
+        """Where a ref lies in device memory (64 bits) or in the block's shared memory (32 bits)."""
+
+    def ptx(self, code: str, values: Sequence[Value], results: int, convergent: bool) -> Sequence[Value]:
+        """Runs PTX in which $0, $1, ... are the results and then the values."""
+
+    def when(self, flag: Value) -> AbstractContextManager[None]:
+        """The threads of which the flag is true run the block."""
+
+    def loop(
+        self, start: Value, stop: Value, step: Value, carry: Sequence[Value], body: Callable[..., Sequence[Value]]
+    ) -> Sequence[Value]:
+        """carry = body(i, *carry) for i in range(start, stop, step)."""
+
+    def repeat(self, carry: Sequence[Value], body: Callable[..., tuple[Value, Sequence[Value]]]) -> Sequence[Value]:
+        """again, carry = body(*carry) once, and then while `again` is true."""
+
+    def branch(
+        self, flag: Value, make: Callable[[], Sequence[Value]], otherwise: Sequence[Value]
+    ) -> Sequence[Value]: ...
+
+    def run(self, program: Callable[..., None], launch: Launch, out_type: Any, args: Sequence[Array]) -> Any:
+        """The outputs of program(*inputs, *outputs, *scratch)."""
+
+    def run_in_place(
+        self, program: Callable[..., None], launch: Launch, changed: Sequence[Array], args: Sequence[Array]
+    ) -> tuple[Array, ...]:
+        """`changed` after program(*changed, *args, *scratch)."""
+
+
+_backend: ContextVar[Backend] = ContextVar("_backend", default=Mosaic())  # noqa: B039 (it has no state)
+_cache: ContextVar[bool] = ContextVar("_cache", default=True)
+
+
+def backend() -> Backend:
+    """The backend that gives the words their meaning here: Mosaic, if no other was named by `use`."""
+    return _backend.get()
+
+
+@contextmanager
+def use(other: Backend) -> Iterator[None]:
+    """In the block, kernels run on `other`, and nothing that was traced for another backend is used again."""
+    token = _backend.set(other)
+    try:
+        with bypass_cache():
+            yield
+    finally:
+        _backend.reset(token)
+
+
+@contextmanager
+def bypass_cache() -> Iterator[None]:
+    """In the block, functions under `lowered_once` are traced again, for code that inspects or changes a kernel."""
+    token = _cache.set(False)
+    try:
+        yield
+    finally:
+        _cache.reset(token)
+
+
+def has_cache() -> bool:
+    """Whether functions that were traced before may be used again here."""
+    return _cache.get()

@@ -1,0 +1,77 @@
+"""What the threads of a warp, a block and a cluster do together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvjax.kernels_pallas.simt.word import Flag, Operand, Word, instr, ptx
+
+
+def special(name: str) -> Word:
+    """A special register, such as tid.x."""
+    return ptx(f"mov.u32 $0, %{name};", results=1)
+
+
+def bfly(x: Word, gap: int) -> Word:
+    """x of the lane whose number differs in the bit `gap`."""
+    return ptx("shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", x, gap, results=1, convergent=True)
+
+
+def from_lane(x: Word, lane: Operand) -> Word:
+    return ptx("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", x, lane, results=1, convergent=True)
+
+
+def ballot(flag: Flag) -> Word:
+    """One bit for each lane of the warp, set if the lane's flag is true. All lanes get the same word."""
+    return ptx("vote.sync.ballot.b32 $0, $1, -1;", flag, results=1, convergent=True)
+
+
+def warp_sum(x: Word) -> Word:
+    """The sum of x over the lanes of a warp. All lanes get it."""
+    return instr("redux.sync.add.u32", x, -1, convergent=True)
+
+
+def sum_of_next_lanes(x: Word) -> Word:
+    """The sum of x over the lanes of a warp that come after this one."""
+    lane, upward = special("laneid"), x  # of this lane and those after it
+    for gap in (1, 2, 4, 8, 16):
+        other = ptx("shfl.sync.down.b32 $0, $1, $2, 31, -1;", upward, gap, results=1, convergent=True)
+        upward = upward + (lane + gap < 32).select(other, 0)
+    return upward - x
+
+
+def mma(kind: str, acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word]) -> list[Word]:
+    """acc f32[16, 8] + a[16, 16] @ b[16, 8], where a and b are of `kind`, "bf16" or "f16".
+
+    The PTX manual shows under m16n8k16 which lane has which element.
+    """
+    return ptx(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, "
+        "{$8, $9}, {$10, $11, $12, $13};",
+        *(*a, *b, *acc),
+        results=4,
+        convergent=True,
+    )
+
+
+def warp_barrier() -> None:
+    ptx("bar.warp.sync -1;", convergent=True)
+
+
+def block_barrier() -> None:
+    ptx("bar.sync 0;", convergent=True)
+
+
+def cluster_barrier() -> None:
+    """A barrier of all threads of the cluster. All see what each wrote to shared and device memory before it."""
+    cluster_arrive()
+    cluster_wait()
+
+
+def cluster_arrive() -> None:
+    """The first half of `cluster_barrier`: all threads see after `cluster_wait` what was written before it."""
+    ptx("barrier.cluster.arrive.release;", convergent=True)
+
+
+def cluster_wait() -> None:
+    ptx("barrier.cluster.wait.acquire;", convergent=True)

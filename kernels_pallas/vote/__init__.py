@@ -1,0 +1,1 @@
+"""Votes for keys by the sign patterns of their subspaces, and the keys with the most votes."""

@@ -1,0 +1,280 @@
+"""The slots of the keys with the most votes, in order of slot, selected in one kernel.
+
+A cluster of `blocks` blocks shares a row of votes. Each block counts its votes by value, in separate bins for each lane
+to avoid bank conflicts. The sums over the cluster give the least vote that is selected and the place where each block
+begins. Each block then reads its votes again, and the place of a slot is the number of selected slots before it, from
+running sums over lanes and warps. Votes are compared four a word, and one word holds both running sums. Lengths and
+counts are read from the cache and clipped.
+
+**Bytes:** 1 read twice a key and row, and 4 written a place.
+
+**Bound:** latency; the votes usually lie in the L2 cache.
+
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import simt, tuned
+from kvjax.kernels_pallas.simt import Word, loop, ptx, when, word
+
+MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/most_voted.json
+BINS, COPIES = 256, 32  # a copy for each lane, in a bank of its own
+OWN = BINS // 32  # bins of a lane
+BYTES = 16  # votes that a thread reads at once
+HIGH = 0x80808080  # the highest bits of the bytes of a word
+
+
+@dataclass(frozen=True)
+class Config:
+    blocks: int = 8  # of a row, a cluster
+    warpgroups: int = 4  # of a block
+
+    def __post_init__(self) -> None:
+        if self.blocks not in (1, 2, 4, 8, 16):
+            raise ValueError(f"blocks must be 1, 2, 4, 8 or 16, a cluster's; got {self.blocks}")
+        if self.warpgroups not in (2, 4, 8):
+            raise ValueError(f"warpgroups must be 2, 4 or 8, a thread for each bin; got {self.warpgroups}")
+
+
+def config_for(rows: int) -> Config:
+    """Fewer and smaller blocks the more rows there are: as many as run at once."""
+    if rows <= 16:
+        return Config()
+    return Config(blocks=8, warpgroups=2) if rows <= 32 else Config(blocks=4, warpgroups=2)
+
+
+def smem_bytes(config: Config) -> int:
+    return 4 * sum(_sizes(config))
+
+
+def _sizes(config: Config) -> tuple[int, ...]:
+    """Words of the bins in copies, those of the block, of the row, of the blocks before, and of what warps take."""
+    return BINS * COPIES, BINS, BINS, BINS, 4 * config.warpgroups
+
+
+def unsupported(votes: Any, length: Any, count: Any, room: int) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    S = votes.shape[3]
+    if votes.dtype != jnp.uint8 or length.dtype != jnp.int32 or count.dtype != jnp.int32:
+        kinds = f"{votes.dtype}, {length.dtype} and {count.dtype}"
+        return f"the kernel most_voted takes votes in u8, lengths and counts in i32; got {kinds}"
+    if S % BYTES or not BYTES <= S < 1 << 24:
+        return f"the kernel most_voted takes a multiple of {BYTES} keys, less than 2^24; got {S}"
+    if 0 in votes.shape or room < 1:
+        return f"the kernel most_voted takes at least one row and place; got votes{list(votes.shape)}, room {room}"
+    return None
+
+
+def supported(votes: Any, length: Any, count: Any, room: int) -> bool:
+    return unsupported(votes, length, count, room) is None
+
+
+@simt.lowered_once("room", "last", "config")
+def most_voted(
+    votes: Array, length: Array, count: Array, room: int, *, fill: Sequence[Array | int] | None = None, last: int = 0,
+    config: Config | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """(slots i32[B, K, G, room], found i32[B, K, G]) of u8[B, K, G, S] votes in the first `length` i32[B] slots, count
+    i32[B]; with `fill` = (total, start, stop), each i32[B] or a number for all, more as in `ops.most_voted`."""
+    if limit := unsupported(votes, length, count, room):
+        raise NotImplementedError(limit)
+    B, K, G, S = votes.shape
+    rows = B * K * G
+    chosen = config or tuned.select("most_voted", config_for(rows), (votes, length, count), rows=rows, S=S, room=room)
+    numbers = [jnp.asarray(x, jnp.int32).reshape(-1) for x in (length, count, *(fill or ()))]
+    slots, found = _most_voted(room, last, chosen, votes.reshape(rows, S), *numbers)
+    return slots.reshape(B, K, G, room), found.reshape(B, K, G)
+
+
+def _most_voted(room: int, last: int, config: Config, votes: Array, *numbers: Array) -> tuple[Array, Array]:
+    rows, S = votes.shape
+    shared_by = [rows // number.size for number in numbers]
+
+    @jax.custom_batching.custom_vmap
+    def run(votes: Array, *numbers: Array) -> tuple[Array, Array]:
+        return simt.kernel(
+            functools.partial(_program, shared_by=shared_by, sizes=(S, room, last), config=config),
+            name="kvjax_most_voted",
+            out_type=(jax.ShapeDtypeStruct((rows, room), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)),
+            scratch=tuple(_sizes(config)),
+            blocks=rows,
+            cluster=config.blocks,
+            warpgroups=config.warpgroups,
+        )(votes, *numbers)
+
+    @run.def_vmap
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
+        slots, found = _most_voted(room, last, config, *simt.flatten_batch(n, batches, args))
+        return (slots.reshape(n, rows, room), found.reshape(n, rows)), (True, True)
+
+    return run(votes, *numbers)
+
+
+def _program(
+    votes_m, *refs, shared_by: Sequence[int], sizes: tuple[int, int, int], config: Config,
+) -> None:  # fmt: skip
+    (slots_m, found_m, *scratch_m), (S, room, last) = refs[len(shared_by) :], sizes
+    blocks, threads = config.blocks, 128 * config.warpgroups
+    t, part, row = simt.special("tid.x"), simt.special("cluster_ctarank"), simt.special("clusterid.x")
+    lane, warp = t & 31, t >> 5
+    length, wanted, *fill = [simt.number_of(number, row) for number in zip(refs, shared_by, strict=False)]
+    votes, slots, found = (simt.global_address(m) for m in (votes_m, slots_m, found_m))
+    votes, slots = simt.offset_rows(votes, row, S), simt.offset_rows(slots, row, room * 4)
+    copies, bins, every, before, warps = (simt.shared_address(m) for m in scratch_m)
+    for i in range(0, BINS * COPIES // 4, threads):
+        ptx("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", copies + (t + i) * 16, 0)
+    tile = threads * BYTES
+    length = simt.clipped(length, S)
+    size = simt.divide(length + (blocks * BYTES - 1), blocks * BYTES) * BYTES  # votes of a block
+    start = part * size
+    stop = (start + size < length).select(start + size, length)
+
+    def load(first: Word) -> tuple[list[Word], list[Word]]:
+        """This thread's votes of a tile, four a word, and the highest bit of a byte for each that counts."""
+        at = first + t * BYTES
+        left = (at < stop).select(stop - at, 0)  # of the votes from there on
+        words = ptx(
+            "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", simt.offset(votes, left.differs(0).select(at, 0)), results=4
+        )
+
+        def ragged() -> list[Word]:
+            there = [simt.clipped(left - 4 * w, 4) for w in range(BYTES // 4)]
+            return [n.equals(0).select(0, word(HIGH) >> (((word(4) - n) << 3) & 31)) for n in there]
+
+        return words, simt.branch(left < BYTES, ragged, [word(HIGH)] * (BYTES // 4))
+
+    simt.block_barrier()
+    own_copy = copies + lane * 4
+
+    @loop(start, stop, tile)
+    def _count(first: Word) -> None:
+        for votes_, marks in zip(*load(first), strict=True):
+            for byte in range(4):
+                at = simt.instr("dp4a.u32.u32", votes_, (COPIES * 4) << (8 * byte), own_copy)  # own_copy + 128 * vote
+                # 0 is added too: of a condition, ptxas makes a branch for each vote.
+                ptx("red.shared.add.u32 [$0], $1;", at, (marks >> (8 * byte + 7)) & 1)
+
+    simt.block_barrier()
+    with when(t < BINS):
+        fours = [simt.load_shared(copies + t * (COPIES * 4) + (((t + i) & 7) << 4), 4) for i in range(COPIES // 4)]
+        simt.store_shared(bins + t * 4, simt.sum_of([x for four in fours for x in four]))
+    simt.cluster_barrier()
+    with when(t < BINS):
+        of_blocks = [
+            ptx("ld.shared::cluster.u32 $0, [$1];", simt.remote(bins + t * 4, b), results=1) for b in range(blocks)
+        ]
+        simt.store_shared(every + t * 4, simt.sum_of(of_blocks))
+        of_earlier = [(part > b).select(x, 0) for b, x in enumerate(of_blocks)]
+        simt.store_shared(before + t * 4, simt.sum_of(of_earlier))
+    ptx("barrier.cluster.arrive.relaxed;", convergent=True)  # what this block counted, no other will read after it
+    simt.block_barrier()
+
+    # Every warp finds the least vote taken: the largest that no fewer than `wanted` reach.
+    if fill:
+        total, first, end = fill
+        beside = simt.instr("max.s32", end - last - first, 0)
+        wanted = simt.instr("max.s32", wanted, total - beside)
+    wanted = simt.clipped(wanted, room)
+    mine = _eight(every + lane * (OWN * 4))
+    total = simt.sum_of(mine)
+    through = _scan(total, lane)
+    all_votes = simt.from_lane(through, 31)
+    reach = all_votes - through  # votes of the lanes above
+    least, above = word(0), word(0)
+    for i in reversed(range(OWN)):
+        more = reach + mine[i]
+        here = (more >= wanted) & (reach < wanted)
+        least, above = here.select(lane * OWN + i, least), here.select(reach, above)
+        reach = more
+    least, above = simt.warp_sum(least), simt.warp_sum(above)
+    least = wanted.equals(0).select(BINS - 1, least)
+    few = all_votes < wanted  # then all are taken: those above 0, and those of 0
+    zero = simt.load_shared(every)
+    above = few.select(all_votes - zero, above)
+    spare = wanted - above
+
+    # What the blocks before this one take.
+    more_before = [(lane * OWN + i > least).select(x, 0) for i, x in enumerate(_eight(before + lane * (OWN * 4)))]
+    taken_before = simt.warp_sum(simt.sum_of(more_before))
+    same_before = simt.load_shared(before + least * 4)
+    least_bytes, more_bytes = least * 0x01010101, (least + 1) * 0x01010101
+    none_more = least.equals(BINS - 1)
+
+    @loop(start, stop, tile, [taken_before, same_before])
+    def _place(first: Word, *before: Word) -> list[Word]:
+        values, marks = load(first)
+        more = [none_more.select(0, _reach(x, more_bytes, mark)) for x, mark in zip(values, marks, strict=True)]
+        same = [_reach(x, least_bytes, mark) ^ y for x, mark, y in zip(values, marks, more, strict=True)]
+        # Those with more votes are counted in the lower 16 bits, those with as many in the higher.
+        counts = [simt.instr("dp4a.u32.u32", simt.sum_of([x >> 7 for x in xs]), 0x01010101, 0) for xs in (more, same)]
+        own = counts[0] | (counts[1] << 16)
+        upto = _scan(own, lane)
+        with when(lane.equals(31)):
+            simt.store_shared(warps + warp * 4, upto)
+        simt.block_barrier()
+        of_warp = simt.load_shared(warps + (lane & (threads // 32 - 1)) * 4)
+        simt.block_barrier()
+        sums = _scan((lane < threads // 32).select(of_warp, 0), lane)
+        ahead = upto - own + warp.equals(0).select(0, simt.from_lane(sums, (warp - 1) & 31))
+        a, level = before[0] + (ahead & 0xFFFF), before[1] + (ahead >> 16)
+        left = (level < spare).select(spare - level, 0)  # places for those of the least vote, from here on
+
+        def first_of_same() -> list[Word]:
+            kept, rest = [], left
+            for x in same:
+                part = word(0)
+                for byte in range(4):
+                    bit = x & (0x80 << (8 * byte))
+                    takes = bit.differs(0) & rest.differs(0)
+                    part, rest = takes.select(part | bit, part), takes.select(rest - 1, rest)
+                kept.append(part)
+            return kept
+
+        all_or_none = [left.equals(0).select(0, x) for x in same]
+        same = simt.branch((left < counts[1]) & left.differs(0), first_of_same, all_or_none)
+        place = a + (level < spare).select(level, spare)
+        for w, taken in enumerate(x | y for x, y in zip(more, same, strict=True)):
+            for byte in range(4):
+                bit = (taken & (0x80 << (8 * byte))).differs(0)
+                with when(bit):
+                    slot = first + t * BYTES + (4 * w + byte)
+                    ptx("st.global.b32 [$0], $1;", simt.offset(slots, place * 4), slot)
+                place = bit.select(place + 1, place)
+        of_tile = simt.from_lane(sums, 31)
+        return [before[0] + (of_tile & 0xFFFF), before[1] + (of_tile >> 16)]
+
+    taken = few.select(all_votes, wanted)
+    with when(part.equals(0) & t.equals(0)):
+        ptx("st.global.b32 [$0], $1;", simt.offset(found, row * 4), taken)
+    loop(taken + part * threads + t, room, threads * blocks)(
+        lambda i: ptx("st.global.b32 [$0], $1;", simt.offset(slots, i * 4), 0)
+    )
+    ptx("barrier.cluster.wait.acquire;", convergent=True)
+
+
+def _reach(x: Word, bound: Word, mark: Word) -> Word:
+    """`mark` of the bytes, in their highest bits, where x is at least `bound`."""
+    low = (x | HIGH) - (bound & ~HIGH & 0xFFFFFFFF)  # of what is left of them, and no byte borrows
+    return ((x & (bound ^ 0xFFFFFFFF)) | (((x ^ bound) ^ 0xFFFFFFFF) & low)) & mark
+
+
+def _eight(at: Word) -> list[Word]:
+    loads = [f"ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4+{i}];" for i in (0, 16)]
+    return [x for load in loads for x in ptx(load, at, results=4)]
+
+
+def _scan(x: Word, lane: Word) -> Word:
+    """The sum of x of this lane and those below."""
+    for gap in (1, 2, 4, 8, 16):
+        other = simt.from_lane(x, (lane - gap) & 31)
+        x = x + (lane >= gap).select(other, 0)
+    return x

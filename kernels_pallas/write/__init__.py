@@ -1,0 +1,1 @@
+"""Writes of tokens into cache zones, in place."""

@@ -1,0 +1,118 @@
+"""Writes the token of a decode step into its cache zone, keys, values and counts, in one launch.
+
+XLA needs one scatter for the keys and one for the values of each zone, and another kernel for the counts. Here a block
+works on one row of the batch. It reads the counts of the row and finds the first zone with room. Its threads move 16
+bytes of the key and 16 of the value each, then one thread writes the new counts. The arrays are changed in place if
+they are donated or carried by a loop; otherwise XLA copies them first.
+
+**Bytes:** 4 e K D a row of the batch, where e is the size of an element.
+
+**Bound:** one launch and two dependent loads.
+
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.simt import Word, loop, ptx, when
+
+MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/put_token.json
+CHUNK = 16  # bytes
+THREADS = 128
+
+Zone = tuple[Array, Array, Array]  # keys and values [B, K, S, D], count i32[B]
+
+
+def smem_bytes() -> int:
+    return 0
+
+
+def unsupported(zones: Sequence[Any], k: Any, v: Any, active: Any, overflow: Any) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+    kept = [a for zone in zones for a in zone[:2]]
+    if any(a.dtype != kept[0].dtype for a in kept):
+        return f"the kernel put_token takes zones of one dtype; got {', '.join(str(a.dtype) for a in kept)}"
+    if (size := k.shape[3] * kept[0].dtype.itemsize) % CHUNK:
+        return f"the kernel put_token takes heads of a multiple of {CHUNK} bytes; got {size}"
+    if 0 in k.shape or any(0 in a.shape for a in kept):
+        return f"the kernel put_token takes at least one row and slot; got k{list(k.shape)}"
+    return None
+
+
+def supported(zones: Sequence[Any], k: Any, v: Any, active: Any, overflow: Any) -> bool:
+    return unsupported(zones, k, v, active, overflow) is None
+
+
+@simt.lowered_once()
+def put_token(zones: Sequence[Zone], k: Array, v: Array, active: Array, overflow: Array) -> tuple[list[Zone], Array]:
+    """Zones (keys, values, count) with the token k, v [B, K, 1, D] of each row that is `active` bool[B], in the first
+    zone that has room; and `overflow` bool[B], also true where none had."""
+    if limit := unsupported(zones, k, v, active, overflow):
+        raise NotImplementedError(limit)
+    # One array, which XLA writes where it rotates the key; for v apart it has a kernel more.
+    token = jnp.stack([a.astype(zones[0][0].dtype) for a in (k, v)], axis=1)
+    *made, flags = _put(len(zones), *(a for zone in zones for a in zone), overflow, active, token)
+    return list(zip(made[::3], made[1::3], made[2::3], strict=True)), flags
+
+
+def _put(zones: int, *args: Array) -> tuple[Array, ...]:
+    @jax.custom_batching.custom_vmap
+    def run(*args: Array) -> tuple[Array, ...]:
+        changed, given = args[: 3 * zones + 1], args[3 * zones + 1 :]
+        B, K, _, D = changed[0].shape
+        slots = tuple(a.shape[2] for a in changed[:-1:3])
+        return simt.kernel_in_place(
+            functools.partial(_program, slots=slots, heads=K, width=D * changed[0].dtype.itemsize),
+            name="kvjax_put_token",
+            blocks=B,
+            warpgroups=THREADS // 128,
+        )(changed, *given)
+
+    @run.def_vmap
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+        made = _put(zones, *simt.flatten_batch(n, batches, args))
+        return tuple(a.reshape(n, -1, *a.shape[1:]) for a in made), (True,) * len(made)
+
+    return run(*args)
+
+
+def _program(*refs: Any, slots: tuple[int, ...], heads: int, width: int) -> None:
+    *kept, overflow, active, given = (simt.global_address(m) for m in refs)
+    chunks, row, t = width // CHUNK, simt.special("ctaid.x"), simt.special("tid.x")
+    zones = list(zip(kept[::3], kept[1::3], (simt.offset_rows(a, row, 4) for a in kept[2::3]), slots, strict=True))
+
+    # Not `nc`: these are written at the end, by one thread, after the others have read them.
+    held = [ptx("ld.global.u32 $0, [$1];", count, results=1) for *_, count, _ in zones]
+    dropped, due = (ptx("ld.global.u8 $0, [$1];", simt.offset(a, row), results=1) for a in (overflow, active))
+    left, taken = due.differs(0), []
+    for count, (*_, most) in zip(held, zones, strict=True):
+        taken.append(left & (count < most))
+        left = left & (count >= most)
+
+    @loop(t, heads * chunks, THREADS)
+    def _move(i: Word) -> None:
+        head = simt.divide(i, chunks)
+        code, at = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", i * CHUNK
+        token = [
+            ptx(code, simt.offset(simt.offset_rows(given, row * 2 + n, heads * width), at), results=4) for n in range(2)
+        ]
+        for (*pair, _, size), count, there in zip(zones, held, taken, strict=True):
+            with when(there):
+                for to, words in zip(pair, token, strict=True):
+                    to = simt.offset_rows(simt.offset_rows(to, row * heads + head, size * width), count, width)
+                    to = simt.offset(to, at - head * width)
+                    ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", to, *words)
+
+    simt.block_barrier()
+    with when(t.equals(0)):
+        for (*_, count, _), old, there in zip(zones, held, taken, strict=True):
+            ptx("st.global.u32 [$0], $1;", count, old + there.select(1, 0))
+        ptx("st.global.u8 [$0], $1;", simt.offset(overflow, row), dropped | left.select(1, 0))
