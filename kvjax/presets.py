@@ -110,6 +110,7 @@ def quest(
     budget: int = 1024,
     *,
     page: int = 16,
+    least_pages: int = 3,
     group_reduce: GroupReduce = "mean_softmax",
     sink: int = 0,
     local: int | None = None,
@@ -118,22 +119,32 @@ def quest(
 ) -> PerLayer:
     """Quest: every token is kept, and a step attends to the pages whose box of smallest and largest keys scores best.
 
-    The first `dense_layers` layers attend to everything. `local` (default: one page) newest tokens are always attended,
-    the rest of the budget is whole pages, at least one; pages are indexed in chunks of `chunk` tokens (default: one
-    page).
+    The first `dense_layers` layers attend to everything. The budget is whole pages, `least_pages` at least. The newest
+    page competes like the others, by the box of the tokens that it has. The newest token is attended in any case, and
+    stands beside the budget if its page is not selected. With `local`, so many newest tokens are attended and count.
+    Pages are indexed in chunks of `chunk` tokens (default: one page).
 
-    **Source:** Quest (Tang et al. 2024), Algorithm 1; pages of 16. **Differs:** the choice is shared by a GQA group
-    (`group_reduce`; "per_head" is the paper's rule). The released code always attends to the last, partial page; here
-    to the `local` newest tokens, and a page that is not yet full competes by the exact scores of its tokens.
+    **Source:** Quest (Tang et al. 2024), Algorithm 1, as the released code evaluates it: pages of 16, at least 3, the
+    partial page by its own box. **Differs:** the choice is shared by a GQA group (`group_reduce`; "per_head" is the
+    paper's rule). The released code raises smaller budgets to 3 pages, here they are refused. Its CUDA kernels always
+    attend to the newest page, as `local=16` does.
     """
     require_int("quest(dense_layers=...)", dense_layers, at_least=0)
     require_int("quest(budget=...)", budget, at_least=1)
-    _require_page("quest", budget, page, sink, page if local is None else local)
+    require_int("quest(page=...)", page, at_least=1)
+    require_int("quest(least_pages=...)", least_pages, at_least=1)
+    pages = (budget - sink - (local or 0)) // page
+    if pages < least_pages:
+        raise ValueError(
+            f"quest(budget={budget}) has room for {max(pages, 0)} pages of {page} tokens beside sink + local = {sink} "
+            f"+ {local or 0}, and Quest reads at least {least_pages}; use at least "
+            f"{sink + (local or 0) + least_pages * page}, or another least_pages"
+        )
     policy = Retrieval(
-        selector=MinMaxPages(page=page, group_reduce=group_reduce),
-        budget=budget,
+        selector=MinMaxPages(page=page, group_reduce=group_reduce, pending="box"),
+        budget=sink + pages * page + (1 if local is None else local),
         sink=sink,
-        local=page if local is None else local,
+        local=1 if local is None else local,
         demote=Fifo(leave=page if chunk is None else chunk),
         dense_below=0,
     )

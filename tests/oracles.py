@@ -236,6 +236,28 @@ class FreeKV:
         return [scale * sum(max(x * a, x * b) for x, a, b in zip(row, low, high, strict=True)) for row in q]
 
 
+# --------------------------------------------------------------------------------------------------------------- Quest
+
+
+def quest(q: np.ndarray, keys: np.ndarray, page: int, pages: int, group_reduce: str) -> list[set[int]]:
+    """Positions that a step with q [G, D] attends to of keys [n, D], by query head, or one set for all.
+
+    Algorithm 1 as the released code evaluates it: pages from position 0 on, the last one as far as it has come, each
+    with the box of its smallest and largest keys; the best pages, at least 3. The newest token is read in any case.
+    """
+    scores = []
+    for first in range(0, len(keys), page):
+        tokens = keys[first : first + page].astype(np.float64)
+        low, high = tokens.min(axis=0), tokens.max(axis=0)
+        scores.append([sum(max(x * a, x * b) for x, a, b in zip(row, low, high, strict=True)) for row in q])
+    ranks = pooled(np.array(scores).T * q.shape[1] ** -0.5, group_reduce)
+    found = []
+    for row in ranks:
+        best = np.argsort(-row, kind="stable")[: max(pages, 3)].tolist()
+        found.append({p for i in best for p in range(i * page, min((i + 1) * page, len(keys)))} | {len(keys) - 1})
+    return found
+
+
 # --------------------------------------------------------------------------------------------------- LogQuant and KIVI
 
 

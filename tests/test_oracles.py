@@ -194,6 +194,28 @@ def test_retrieval_attends_to_the_slots_of_the_oracle(name: str, keys: str, chec
 
 
 @pytest.mark.parametrize("keys", [pytest.param("random", marks=pytest.mark.thorough), "live"])
+@pytest.mark.parametrize("rule", [pytest.param("per_head", marks=pytest.mark.thorough), "mean_softmax"])
+def test_quest_attends_to_the_pages_of_the_oracle(rule: str, keys: str, checkpoint: str | None) -> None:
+    """All positions, in steps at which the newest page begins, grows and is stored."""
+    (spec, tokens), page, same, total, newest = data(checkpoint)[keys], 8, 0, 0, 0
+    policy = kvjax.presets.quest(4 * page + 5, page=page, group_reduce=rule).rest
+    lengths = spec.capacity - STEPS - 7 * np.arange(spec.batch)
+    cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    for i in range(STEPS):
+        _, cache, info = drive.step(cache, tokens, lengths + i)
+        for row, head in np.ndindex(spec.batch, spec.kv_heads):
+            n = int(lengths[row]) + i
+            q = tokens.q[row, n].reshape(spec.kv_heads, spec.group, -1)[head]
+            wanted = oracles.quest(q, tokens.k[row, : n + 1, head], page, 4, rule)
+            for mine, want in zip(np.asarray(info.positions)[row, head], wanted, strict=True):
+                same += set(mine.tolist()) - {-1} == want
+                total, newest = total + 1, newest + (n // page * page in want)
+    print(f"quest, {rule}, {keys} keys: {same} of {total} choices are the oracle's, {newest} with the newest page")
+    assert same >= 0.99 * total
+    assert newest > 0
+
+
+@pytest.mark.parametrize("keys", [pytest.param("random", marks=pytest.mark.thorough), "live"])
 @pytest.mark.parametrize("name", _cells(_quantises))
 def test_codes_scales_and_outputs_are_those_of_the_oracle(name: str, keys: str, checkpoint: str | None) -> None:
     policy, (spec, tokens) = POLICIES[name], data(checkpoint)[keys]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax import CacheSpec, Fifo, Paris, Retrieval, ops
 from kvjax.layouts import pack_bits
-from kvjax.rotate import decode, encode, hadamard, lloyd_max, rotate, rotate_few
+from kvjax.rotate import _signs, decode, encode, hadamard, lloyd_max, rotate, rotate_few
 from kvjax.selection import Selection, set_recall
 from kvjax.selectors.paris import FLOOR, ParisIndex
 from kvjax.testing import _drive as drive
@@ -363,3 +363,31 @@ def test_full_attention_until_the_row_is_long() -> None:
     out, _, info = drive.step(cache, tokens, lengths)
     assert np.asarray(info.attended)[:, 0].tolist() == [901, 232]
     np.testing.assert_allclose(out[0], dense(tokens.q[0, 900], tokens.k[0, :901], tokens.v[0, :901]), atol=1e-5)
+
+
+@pytest.mark.parametrize("candidates", [40, None])
+def test_under_a_sliding_window_votes_and_candidates_are_of_the_visible_keys(candidates: int | None) -> None:
+    """Selections are those of the oracle over the visible part of the history, for rows of different lengths."""
+    spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=400, dtype=jnp.float32)
+    sink, local, chunk, window, budget = 2, 5, 32, 120, 27
+    policy = Retrieval(
+        selector=Paris(candidates=candidates), budget=budget, sink=sink, local=local, demote=Fifo(leave=chunk)
+    )
+    tokens, lengths = drive.random_tokens(spec, 4), np.array([380, 90])
+    cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
+    same = total = 0
+    for i in range(3):
+        _, cache, info = drive.step(cache, tokens, lengths + i, window=window)
+        for row, head in np.ndindex(2, 2):
+            n = int(lengths[row]) + i + 1
+            first, end = max(n - window, 0), oracles.history_end(n, sink, local, chunk)
+            query = tokens.q[row, n - 1].reshape(2, 2, -1)[head].astype(np.float64).mean(axis=0)
+            keys = tokens.k[row, :n, head]
+            start = max(first, sink)
+            history = oracles.Paris(oracles.rotation(_signs(16, 0)), keys[start:end], candidates=candidates)
+            ranks = np.concatenate([history.ranks(query), keys[end : n - local].astype(np.float64) @ query])
+            best = start + np.argsort(-ranks, kind="stable")[: budget - sink - local]
+            wanted = {*range(first, sink), *best.tolist(), *range(n - local, n)}
+            same += set(np.asarray(info.positions)[row, head].reshape(-1).tolist()) - {-1} == wanted
+            total += 1
+    assert same >= total - 1, (same, total)

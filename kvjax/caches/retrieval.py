@@ -14,7 +14,7 @@ from kvjax.demotion import Demotion, Fifo
 from kvjax.layouts import whole_units
 from kvjax.partial import Span
 from kvjax.selection import PackedSelection, Selection, reduce_queries, split_selection
-from kvjax.selectors import Candidates, FusedSelector, Selector
+from kvjax.selectors import Candidates, FusedSelector, PendingSelector, Selector, WindowedSelector
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores import Dense, FusedSlotStore, Store
 from kvjax.validation import check_verbs
@@ -127,8 +127,12 @@ class Retrieval(Zoned):
             and (all_visible or selector.selects_in_window)
         ):
             return selector.select(st.index, queries, candidates, scale=scale)
-        scores = selector.score(st.index, queries, scale=scale)
-        best = ops.select_top(scores, queries, candidates, group_reduce, unit=unit, scale=scale)
+        if seen.window is not None and isinstance(selector, WindowedSelector):
+            scores = selector.score_visible(st.index, queries, candidates, window=seen.window, scale=scale)
+        else:
+            scores = selector.score(st.index, queries, scale=scale)
+        scored = selector.with_pending(candidates, queries) if isinstance(selector, PendingSelector) else candidates
+        best = ops.select_top(scores, queries, scored, group_reduce, unit=unit, scale=scale)
         return candidates.tokens(best, slots // unit, unit)
 
     def select(self, st: ZonedState, q: Array, *, scale: float | None = None, window: int | None = None) -> Selection:

@@ -61,6 +61,7 @@ class Visible(NamedTuple):
     """What the query of a row's newest token may attend to: all tokens, or those of a sliding window."""
 
     first: Array | None  # i32[B] the lowest visible position; None if all tokens are visible
+    window: int | None  # tokens that a query sees; None if all
     store: Array  # i32[B] the first visible slot of the history
     recent: Span
     sink: Span | None
@@ -177,7 +178,7 @@ class Zoned:
         sink = None
         if st.sink is not None:
             sink = Span(st.sink.k, st.sink.v, lowest_slot(first, jnp.zeros_like(st.sink.count)), st.sink.count)
-        return Visible(first, lowest_slot(first, st.offset_store), recent, sink)
+        return Visible(first, window, lowest_slot(first, st.offset_store), recent, sink)
 
     def _check_window(self, window: int | None) -> None:
         if window is not None and not self.demote.ordered:

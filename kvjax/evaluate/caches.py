@@ -18,7 +18,6 @@ import jax
 from kvjax import presets
 from kvjax.attention import PerLayer, init
 from kvjax.caches import Policy
-from kvjax.layouts import whole_units
 from kvjax.presets import Preset
 from kvjax.settings import read_settings
 from kvjax.spec import CacheSpec
@@ -148,9 +147,9 @@ def _rounding(policy: Policy, budget: int) -> str:
     unit = getattr(getattr(inner, "selector", None), "unit", 1)
     if unit == 1:
         return ""
-    beside = inner.sink + inner.local
-    reads = beside + whole_units(budget - beside, unit)
-    return "" if reads == budget else f"reads {reads}: whole pages of {unit}"
+    beside, pages = inner.sink + inner.local, inner.selected // unit
+    reads = beside + inner.selected
+    return "" if reads == budget else f"reads up to {reads}: {pages} pages of {unit} tokens and {beside} beside"
 
 
 def _require_use(

@@ -282,8 +282,8 @@ def selectors(budget: int) -> dict[str, Policy]:
         "exact": retrieval(Exact(), budget),
         "fier": retrieval(Fier(), budget),
         "pariskv": retrieval(Paris(), budget),
-        "quest": retrieval(MinMaxPages(page=16), budget),
-        "quest:page=32": retrieval(MinMaxPages(page=32), budget),
+        "quest": retrieval(MinMaxPages(page=16, pending="box"), budget),
+        "quest:page=32": retrieval(MinMaxPages(page=32, pending="box"), budget),
         "centre_pages:page=32": retrieval(CentrePages(page=32), budget),
     }
 
@@ -294,13 +294,13 @@ def group_reduces(budget: int) -> dict[str, Policy]:
     for group_reduce in GROUP_REDUCES:
         rule: Any = group_reduce
         made[f"fier:group_reduce={group_reduce}"] = retrieval(Fier(group_reduce=rule), budget)
-        made[f"quest:group_reduce={group_reduce}"] = retrieval(MinMaxPages(page=16, group_reduce=rule), budget)
+        pages = MinMaxPages(page=16, group_reduce=rule, pending="box")
+        made[f"quest:group_reduce={group_reduce}"] = retrieval(pages, budget)
     return made
 
 
 def retrieval(selector: Selector, budget: int, *, leave: int = 32) -> Retrieval:
-    """Pages are indexed as soon as they are full: tokens that wait compete by exact scores, which lie below the bounds
-    of pages, so a Quest that lets many wait loses its newest tokens."""
+    """Tokens are indexed in chunks of `leave`, pages as soon as they are full."""
     demote = Fifo(leave=leave if selector.unit == 1 else selector.unit)
     return Retrieval(selector=selector, budget=budget, sink=4, local=16, demote=demote, dense_below=0)
 

@@ -11,7 +11,7 @@ from kvjax.selectors.fier import Fier
 from kvjax.selectors.pages import CentrePages, MinMaxPages
 from kvjax.selectors.paris import Paris
 from kvjax.selectors.product import ProductCodes
-from kvjax.selectors.selector import Candidates, FusedSelector, Selector
+from kvjax.selectors.selector import Candidates, FusedSelector, PendingSelector, Selector, WindowedSelector
 
 __all__ = [
     "BallPages",
@@ -22,6 +22,8 @@ __all__ = [
     "FusedSelector",
     "MinMaxPages",
     "Paris",
+    "PendingSelector",
     "ProductCodes",
     "Selector",
+    "WindowedSelector",
 ]

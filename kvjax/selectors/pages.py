@@ -7,8 +7,8 @@ bound of every q.k of the page; a smaller box gives it up to follow the typical 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 from jax import Array
@@ -17,6 +17,8 @@ from kvjax import ops
 from kvjax.blocks import write
 from kvjax.selection import Candidates, GroupReduce, Selection, require_group_reduce
 from kvjax.spec import CacheSpec, keep_int
+
+Pending = Literal["exact", "box"]
 
 
 class Boxes(NamedTuple):
@@ -40,6 +42,9 @@ class _Pages:
     def box(self, keys: Array) -> Boxes:
         """The corners [B, K, P, D] of pages of keys [B, K, P, page, D]."""
         raise NotImplementedError
+
+    def with_pending(self, among: Candidates, q: Array) -> Candidates:
+        return among
 
     @property
     def unit(self) -> int:
@@ -72,7 +77,8 @@ class _Pages:
         return True
 
     def select(self, ix: Boxes, q: Array, among: Candidates, *, scale: float) -> Selection:
-        pages = ops.select_pages(q, *ix, among, self.group_reduce, unit=self.page, scale=scale)
+        scored = self.with_pending(among, q)
+        pages = ops.select_pages(q, *ix, scored, self.group_reduce, unit=self.page, scale=scale)
         return among.tokens(pages.selection, ix.low.shape[2], self.page)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
@@ -91,14 +97,50 @@ class MinMaxPages(_Pages):
 
     **Source:** Quest (Tang et al. 2024), Algorithm 1 (page 16); FreeKV (page 32). **Differs:** Quest chooses for each
     query head; here the group shares a choice by `group_reduce`, FreeKV's mean of softmax by default, and "per_head" is
-    Quest's rule (G times the reads). A page is indexed with its chunk; until then its tokens compete by exact scores.
+    Quest's rule (G times the reads). A page is indexed with its chunk. Until then its score is the best exact score of
+    its tokens (pending="exact"), or the score of the box of those that it has ("box"), as in Quest's evaluation. An
+    exact score is below the bounds of other pages, so the newest page often loses by it.
     """
 
     page: int = 16
     group_reduce: GroupReduce = "mean_softmax"
+    pending: Pending = "exact"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pending not in get_args(Pending):
+            raise ValueError(f"MinMaxPages(pending=...) must be 'exact' or 'box'; got {self.pending!r}")
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        super().check(spec, chunk)
+        if self.pending == "box" and self.group_reduce != "mean_query" and self.page < spec.group:
+            raise ValueError(
+                f"MinMaxPages(page={self.page}, pending='box') needs pages of at least as many tokens as a KV head has "
+                f"query heads, {spec.group}; use larger pages, or pending='exact'"
+            )
 
     def box(self, keys: Array) -> Boxes:
         return Boxes(jnp.min(keys, axis=3), jnp.max(keys, axis=3))
+
+    def with_pending(self, among: Candidates, q: Array) -> Candidates:
+        if self.pending == "exact":
+            return among
+        keys, start, stop = among.pending
+        B, K, _, D = keys.shape
+        shape = (B, K, among.pending_slots // self.page, self.page, D)
+        there = jnp.arange(among.pending_slots)[None] < jnp.reshape(jnp.asarray(stop, jnp.int32), (-1, 1))
+        there = jnp.broadcast_to(there, (B, among.pending_slots)).reshape(B, 1, *shape[2:4], 1)
+        pages = keys[:, :, : among.pending_slots].reshape(shape)
+        largest = jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype)
+        low = jnp.min(jnp.where(there, pages, largest), axis=3, keepdims=True)
+        high = jnp.max(jnp.where(there, pages, -largest), axis=3, keepdims=True)
+        # The point of its box at which a query head has its best score, one after the other in the page's slots. All
+        # are points of the box, so the best of them for any head is its own.
+        best = jnp.where(q[:, :, None, :, :] > 0, high, low)
+        points = jnp.take(best, jnp.arange(self.page) % q.shape[2], axis=3).reshape(B, K, -1, D)
+        first, end = start // self.page * self.page, -(-(stop - among.local) // self.page) * self.page
+        end = jnp.where(jnp.asarray(stop) - among.local > start, end, first)
+        return replace(among, pending=(points, first, end), local=0)
 
 
 @dataclass(frozen=True, kw_only=True)

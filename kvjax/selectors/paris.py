@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from kvjax import ops
-from kvjax.blocks import write
+from kvjax.blocks import take_rows, write
 from kvjax.rotate import SUBSPACE, Directions, encode, require_rotatable, rotate, rotate_few
 from kvjax.selection import Candidates, GroupReduce, PackedSelection, Selection, require_group_reduce
 from kvjax.spec import CacheSpec, keep_int
@@ -52,7 +52,8 @@ class Paris:
     12K, a fifth up to 30K, 6000 up to 60K, then a tenth), however short the rows are. `candidates` fixes their number
     instead, whatever the length.
 
-    A score depends on the history beside its own key, through the counts. Votes tie often; at the last place among the
+    A score depends on the history beside its own key, through the counts; under a sliding window on the visible part of
+    it, whose patterns each step counts anew. Votes tie often; at the last place among the
     candidates the lower slot wins, so there, and only there, the order of slots matters.
 
     **Source:** ParisKV (Qi et al. 2026, arXiv 2602.07721): collision, reranking, alpha-correction (`correct`).
@@ -91,14 +92,19 @@ class Paris:
 
     def append(self, ix: ParisIndex, k: Array, at: Array, count: Array) -> ParisIndex:
         new = encode(rotate(k, self.seed), correct=self.correct)
-        B, K, T, N = new.signs.shape
-        i = jnp.arange(T)[None]
+        i = jnp.arange(k.shape[2])[None]
         stored = (i < count[:, None]) & (at[:, None] + i < ix.codes.signs.shape[2])
-        first = (jnp.arange(K)[:, None] * N + jnp.arange(N)[None]) * 2**SUBSPACE
-        place = first[None, :, None] + new.signs.astype(jnp.int32)
-        place = jnp.where(stored[:, None, :, None], place, ix.counts.shape[1]).reshape(B, -1)
-        counts = ix.counts.at[jnp.arange(B)[:, None], place].add(1, mode="drop")
+        counts = self._tally(ix.counts, new.signs, stored)
         return self._counted(Directions(*(write(a, b, at, count) for a, b in zip(ix.codes, new, strict=True))), counts)
+
+    @staticmethod
+    def _tally(counts: Array, signs: Array, there: Array) -> Array:
+        """`counts` with the patterns u8[B, K, T, N] of the tokens that are `there`, bool[B, T]."""
+        B, K, _, N = signs.shape
+        first = (jnp.arange(K)[:, None] * N + jnp.arange(N)[None]) * 2**SUBSPACE
+        place = first[None, :, None] + signs.astype(jnp.int32)
+        place = jnp.where(there[:, None, :, None], place, counts.shape[1]).reshape(B, -1)
+        return counts.at[jnp.arange(B)[:, None], place].add(1, mode="drop")
 
     def _counted(self, codes: Directions, counts: Array) -> ParisIndex:
         n = _length(counts)
@@ -115,6 +121,19 @@ class Paris:
         slots = jnp.where(picked.valid, picked.slots, S)
         b, k, g, _ = jnp.meshgrid(*(jnp.arange(size) for size in slots.shape), indexing="ij", sparse=True)
         return (votes.astype(jnp.float32) + FLOOR).at[b, k, g, slots].set(estimates, mode="drop")
+
+    def score_visible(self, ix: ParisIndex, q: Array, among: Candidates, *, window: int, scale: float) -> Array:
+        """Votes and candidates are those of an index of the visible tokens alone."""
+        B, S = ix.codes.signs.shape[0], ix.codes.signs.shape[2]
+        start, stop = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in among.span)
+        i = jnp.arange(min(window, S), dtype=jnp.int32)[None]
+        place, seen = start[:, None] + i, i < (stop - start)[:, None]
+        codes = Directions(*(take_rows(a, place) for a in ix.codes))
+        visible = self._counted(codes, self._tally(jnp.zeros_like(ix.counts), codes.signs, seen))
+        scores = self.score(visible, q, scale=scale)
+        b, k, g, at = jnp.meshgrid(*(jnp.arange(n) for n in scores.shape), indexing="ij", sparse=True)
+        at = jnp.where(seen[:, None, None], place[:, None, None], S)
+        return jnp.zeros((*scores.shape[:3], S), jnp.float32).at[b, k, g, at].set(scores, mode="drop")
 
     def _votes(self, ix: ParisIndex, q: Array) -> Array:
         """Votes u8[B, K, G, S] for q."""

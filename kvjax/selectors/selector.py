@@ -48,6 +48,27 @@ class Selector(Protocol):
 
 
 @runtime_checkable
+class PendingSelector(Selector, Protocol):
+    """A selector that scores pending units in a way of its own, not by the best exact score of their tokens."""
+
+    def with_pending(self, among: Candidates, q: Array) -> Candidates:
+        """`among` with other keys in the pending slots: a unit's score is the best of these for q [B, K, G, D].
+
+        The units are the same, those with a token that `among` calls pending.
+        """
+        ...
+
+
+@runtime_checkable
+class WindowedSelector(Selector, Protocol):
+    """A selector whose scores depend on which tokens of the history the query sees."""
+
+    def score_visible(self, ix: Any, q: Array, among: Candidates, *, window: int, scale: float) -> Array:
+        """`score` as if the history were the tokens in the span of `among` alone, `window` of them at most."""
+        ...
+
+
+@runtime_checkable
 class FusedSelector(Selector, Protocol):
     """A selector that chooses by itself, for steps that need no order in what is chosen."""
 

@@ -436,18 +436,22 @@ def test_a_row_whose_layers_are_all_dense_is_refused(checkpoint):
 
 
 def test_budgets_of_whole_pages_say_what_they_are_rounded_to():
-    rows = {row.name: row for row in make_rows(["quest"], budgets=[20, 32, 40])}
-    assert re.search("no room for a page of 16 .*use at least 32", rows["quest@20"].refused)
-    assert (rows["quest@32"].note, rows["quest@40"].note) == ("", "reads 32: whole pages of 16")
+    rows = {row.name: row for row in make_rows(["quest", "quest:local=16", "freekv"], budgets=[40, 64, 330])}
+    assert re.search("room for 2 pages of 16 .*at least 3; use at least 48", rows["quest@40"].refused)
+    assert rows["quest@64"].note == "reads up to 65: 4 pages of 16 tokens and 1 beside"
+    assert rows["quest:local=16@64"].note == ""
+    assert rows["quest@330"].note == "reads up to 321: 20 pages of 16 tokens and 1 beside"
+    assert rows["freekv@330"].note == "reads up to 320: 2 pages of 32 tokens and 256 beside"
 
 
 @pytest.mark.parametrize("budget", [16, 31])
 def test_a_budget_without_room_for_a_page_is_an_error_of_the_preset(budget):
-    with pytest.raises(ValueError, match=rf"quest\(budget={budget}\) leaves no room for a page of 16 tokens"):
+    with pytest.raises(ValueError, match=rf"quest\(budget={budget}\) has room for 1 pages of 16 tokens.*at least 48"):
         presets.quest(budget)
+    assert presets.quest(budget, least_pages=1).rest.budget == 16 + 1
     with pytest.raises(ValueError, match="use at least 288"):
         presets.freekv(256 + budget)
-    assert presets.quest(32).rest.budget == 32
+    assert presets.quest(63).rest.budget == 3 * 16 + 1
 
 
 def test_a_setting_that_no_budget_mends_stops_the_comparison():
