@@ -30,6 +30,7 @@ from kvjax.attention import (
     init_layer,
     insert,
     raise_on_overflow,
+    shardings,
 )
 from kvjax.caches import (
     Compressed,
@@ -51,6 +52,7 @@ from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
 from kvjax.generation import decode, generate, prefill, stream
 from kvjax.ops import explain
 from kvjax.partial import PartialAttention, attend_part, merge
+from kvjax.placement import Placement
 from kvjax.selection import Selection
 from kvjax.selectors import BallPages, CentrePages, Exact, Fier, MinMaxPages, Paris, ProductCodes, Selector
 from kvjax.spec import CacheSpec
@@ -111,6 +113,7 @@ __all__ = [
     "Paris",
     "PartialAttention",
     "PerLayer",
+    "Placement",
     "Policy",
     "ProductCodes",
     "Quantized",
@@ -142,5 +145,6 @@ __all__ = [
     "raise_on_overflow",
     "restore",
     "save",
+    "shardings",
     "stream",
 ]

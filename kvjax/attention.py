@@ -21,12 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
 from kvjax.caches import Info, Observer, PerLayer, Policy
-from kvjax.memory import Bytes, nbytes
+from kvjax.memory import Bytes, nbytes, on_host
 from kvjax.partial import group_queries
+from kvjax.placement import Placement, first_row, make_state, run_on_parts, state_shardings, state_specs
 from kvjax.prompt import attend_chunk, attend_chunk_after, group, ungroup
 from kvjax.spec import CacheSpec, check_dims, require_int
 from kvjax.validation import check_alive, check_floats, check_not_empty, check_verbs, finite_number, shown
@@ -40,6 +42,7 @@ class LayerCache:
     state: Any
     policy: Policy = dataclasses.field(metadata={"static": True})
     spec: CacheSpec = dataclasses.field(metadata={"static": True})
+    placement: Placement | None = dataclasses.field(default=None, metadata={"static": True})  # how it is split
 
     @property
     def length(self) -> Array:
@@ -48,7 +51,7 @@ class LayerCache:
 
     @property
     def nbytes(self) -> Bytes:
-        """Bytes of the arrays, `device` and `host`."""
+        """Bytes of the arrays, `device` and `host`; of one device, where a placement splits them."""
         return nbytes(self.state)
 
     def __repr__(self) -> str:
@@ -87,8 +90,13 @@ class Cache:
         return self.layers[0].length
 
     @property
+    def placement(self) -> Placement | None:
+        """How the cache is split over devices; None for a cache on one."""
+        return self.layers[0].placement if self.layers else None
+
+    @property
     def nbytes(self) -> Bytes:
-        """Bytes of the arrays of all layers, `device` and `host`."""
+        """Bytes of the arrays of all layers, `device` and `host`; of one device, where a placement splits them."""
         return nbytes(self.layers)
 
     def __repr__(self) -> str:
@@ -103,8 +111,13 @@ C = TypeVar("C", Cache, LayerCache)
 S = TypeVar("S")
 
 
-def init(policy: Policy | PerLayer | Sequence[Policy], spec: CacheSpec, *, layers: int) -> Cache:
+def init(
+    policy: Policy | PerLayer | Sequence[Policy], spec: CacheSpec, *, layers: int, placement: Placement | None = None
+) -> Cache:
     """An empty cache for a model of `layers` attention layers, of one policy or of a policy for each layer.
+
+    A `placement` splits it over the devices of a mesh: each part is made on its device, and all functions that take the
+    cache keep it there.
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=64)
@@ -123,16 +136,40 @@ def init(policy: Policy | PerLayer | Sequence[Policy], spec: CacheSpec, *, layer
         _check_policy("init(policy=...)", policy)
     _check_spec("init(spec=...)", spec)
     by_layer = PerLayer.of(policy)
-    return Cache(tuple(init_layer(by_layer.policy(i), spec) for i in range(layers)))
+    return Cache(tuple(init_layer(by_layer.policy(i), spec, placement) for i in range(layers)))
 
 
-def init_layer(policy: Policy, spec: CacheSpec) -> LayerCache:
-    """An empty cache for one attention layer."""
+def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = None) -> LayerCache:
+    """An empty cache for one attention layer, split over the devices of a `placement` if one is given.
+
+    Raises:
+      ValueError: no policy, no spec, or rows, KV heads or a policy that the placement cannot split.
+    """
     if isinstance(policy, PerLayer | list | tuple):
         raise ValueError("init_layer takes the policy of one layer; call .policy(layer) of the PerLayer, or init(...)")
     _check_policy("init_layer(policy=...)", policy)
     _check_spec("init_layer(spec=...)", spec)
-    return LayerCache(policy.init(spec), policy, spec)
+    if placement is None:
+        return LayerCache(policy.init(spec), policy, spec)
+    if not isinstance(placement, Placement):
+        raise ValueError(f"placement must be a kvjax.Placement, got {shown(placement)}; it names the axes of a mesh")
+    make: Any = make_state  # cached by the policy, which is frozen
+    return LayerCache(make(policy, spec, placement)(), policy, spec, placement)
+
+
+def shardings(cache: C) -> C:
+    """The tree of `jax.sharding.NamedSharding`s of a cache with a placement, memory kinds included.
+
+    `cache` may be one of shapes, as `jax.eval_shape` of `kvjax.init` gives it. For `jit`, `device_put` and orbax.
+
+    Raises:
+      ValueError: no cache, or one without a placement.
+    """
+    if not isinstance(cache, Cache | LayerCache):
+        raise ValueError(f"shardings takes a cache, got {shown(cache)}; kvjax.init makes one")
+    if any(layer.placement is None for layer in _layers(cache)):
+        raise ValueError("shardings takes a cache with a placement; make it with kvjax.init(..., placement=...)")
+    return _with_states(cache, [state_shardings(x.policy, x.spec, _placement(x)) for x in _layers(cache)])
 
 
 def attention(
@@ -202,6 +239,98 @@ def attention_info(
     scale = D**-0.5 if scale is None else finite_number("attention(scale=...)", scale)
     count = _row_counts(B, T, lengths, active)
 
+    run = _attend if cache is None or cache.placement is None else _attend_on_parts
+    settings: dict[str, Any] = {"scale": scale, "window": window, "first_chunk": first_chunk, "flush": flush}
+    return run(cache, q, k, v, count, padded=lengths is not None, **settings)
+
+
+def flush(cache: C) -> C:
+    """Demotes from the recent blocks that are full, in all layers under one `lax.cond`; else nothing changes.
+
+    A model that passes `flush=False` to `attention` calls this once before each step. Without it the block stays
+    full, and the next token of that row is dropped and reported by `raise_on_overflow`.
+
+    Before, not after: attention then reads what the flush wrote, in the order of the data. After the step XLA sees no
+    order between the reads of the step and the writes of the flush, and copies the whole store to be safe (measured
+    on CPU, 2026-11-21, jax 0.10.2 and 0.11.2: temp bytes of a step 2.2 times the key cache, against 0.14).
+    """
+    _check_cache("flush", cache)
+    return _flush_on_parts(cache) if _layers(cache)[0].placement else _flush(cache)
+
+
+def any_full(cache: Cache | LayerCache) -> Array:
+    """bool[]: whether `flush` would demote anything."""
+    full = _full_rows(_layers(cache))
+    return jnp.any(jnp.stack(full)) if full else jnp.zeros((), bool)
+
+
+def flushed(cache: Cache, promise: bool = True) -> Cache:
+    """`cache` with the promise that `any_full` is false, so that `flush` does nothing, not even ask; or without it.
+
+    For loops that ask by themselves, as `kvjax.generate` does: on a GPU each condition makes the host wait, and a loop
+    whose own condition is that no block is full asks once a step, not twice. Who promises takes it back after the step.
+    """
+    kind = _FlushedLayer if promise else LayerCache
+    return Cache(tuple(kind(layer.state, layer.policy, layer.spec, layer.placement) for layer in cache.layers))
+
+
+def insert(cache: C, prefix: C, row: int | Array) -> C:
+    """`cache` with row `row` replaced by `prefix`, a cache of batch 1 with the same policies and capacity.
+
+    A server prefills a request alone and inserts it into a running batch. A traced row that the cache does not have
+    changes nothing; one that is known raises ValueError. Where `cache` has a placement, give `prefix` the same one
+    without `batch`, as one row cannot be split.
+    """
+    _check_cache("insert(cache=...)", cache)
+    _check_cache("insert(prefix=...)", prefix)
+    if _kinds(cache) != _kinds(prefix):
+        raise ValueError(
+            f"insert needs a prefix of the same layers, policies, capacity and dtype; got {_summary(prefix)} for "
+            f"{_summary(cache)}"
+        )
+    if prefix.spec.batch != 1:
+        raise ValueError(f"insert takes one row: the prefix must have batch 1, got {prefix.spec.batch}")
+    if not isinstance(row, Tracer) and not 0 <= int(row) < cache.spec.batch:
+        raise ValueError(f"insert got row={row}; the cache has rows 0 to {cache.spec.batch - 1}")
+    if _layers(cache)[0].placement is not None:
+        return _insert_on_parts(cache, prefix, row)
+    if isinstance(row, Tracer):
+        return _insert_if_there(cache, prefix, row)
+    return _insert(cache, prefix, row)
+
+
+def raise_on_overflow(cache: Cache | LayerCache) -> None:
+    """Raises RuntimeError if a row has dropped a token. Call it outside jit; it reads flags from the device."""
+    _check_cache("raise_on_overflow", cache)
+    layers = _layers(cache)
+    flags = np.stack([on_host(layer.state.overflow) for layer in layers])
+    rows = np.flatnonzero(flags.any(axis=0)).tolist()
+    if rows:
+        raise RuntimeError(
+            f"rows {rows} dropped tokens in layers {np.flatnonzero(flags.any(axis=1)).tolist()}: the capacity of "
+            f"{layers[0].spec.capacity} tokens is used up, or kvjax.flush was not called before each decode step; "
+            "make the cache with a larger capacity"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------- attending
+
+
+def _attend(
+    cache: LayerCache | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    count: Array,
+    *,
+    scale: float,
+    window: int | None,
+    first_chunk: bool,
+    flush: bool,
+    padded: bool,
+) -> tuple[Array, LayerCache | None, Info | None]:
+    """`attention_info` of checked arguments; `count` i32[B] tokens of each row are stored."""
+    (B, T, N, D), K = q.shape, k.shape[2]
     if cache is not None and T == 1:
         policy, (k, v) = cache.policy, _heads_first(k, v)
         state = policy.update((_flush(cache) if flush else cache).state, k, v, count > 0)
@@ -209,7 +338,7 @@ def attention_info(
         return out.astype(q.dtype).reshape(B, 1, N, D), dataclasses.replace(cache, state=state), info
 
     own_k, own_v = k, v
-    if lengths is not None:  # padding weighs nothing, but nothing times NaN is NaN
+    if padded:  # padding weighs nothing, but nothing times NaN is NaN
         real = (jnp.arange(T)[None] < count[:, None])[..., None, None]
         own_k, own_v = (jnp.where(real, a, jnp.zeros((), a.dtype)) for a in (k, v))
     if cache is None:
@@ -232,79 +361,22 @@ def attention_info(
     return out, dataclasses.replace(cache, state=state), None
 
 
-def flush(cache: C) -> C:
-    """Demotes from the recent blocks that are full, in all layers under one `lax.cond`; else nothing changes.
+@partial(jax.jit, static_argnames=("scale", "window", "first_chunk", "flush", "padded"), inline=True)
+def _attend_on_parts(
+    cache: LayerCache, q: Array, k: Array, v: Array, count: Array, **settings: Any
+) -> tuple[Array, LayerCache, Info | None]:
+    """`_attend` by each device of the placement for its rows and heads."""
 
-    A model that passes `flush=False` to `attention` calls this once before each step. Without it the block stays
-    full, and the next token of that row is dropped and reported by `raise_on_overflow`.
+    def local(state: Any, q: Array, k: Array, v: Array, count: Array) -> Any:
+        out, mine, info = _attend(_part(cache, state), q, k, v, count, **settings)
+        assert mine is not None
+        return out, mine.state, info
 
-    Before, not after: attention then reads what the flush wrote, in the order of the data. After the step XLA sees no
-    order between the reads of the step and the writes of the flush, and copies the whole store to be safe (measured
-    on CPU, 2026-11-21, jax 0.10.2 and 0.11.2: temp bytes of a step 2.2 times the key cache, against 0.14).
-    """
-    _check_cache("flush", cache)
-    return _flush(cache)
-
-
-def any_full(cache: Cache | LayerCache) -> Array:
-    """bool[]: whether `flush` would demote anything."""
-    full = _full_rows(_layers(cache))
-    return jnp.any(jnp.stack(full)) if full else jnp.zeros((), bool)
-
-
-def flushed(cache: Cache, promise: bool = True) -> Cache:
-    """`cache` with the promise that `any_full` is false, so that `flush` does nothing, not even ask; or without it.
-
-    For loops that ask by themselves, as `kvjax.generate` does: on a GPU each condition makes the host wait, and a loop
-    whose own condition is that no block is full asks once a step, not twice. Who promises takes it back after the step.
-    """
-    kind = _FlushedLayer if promise else LayerCache
-    return Cache(tuple(kind(layer.state, layer.policy, layer.spec) for layer in cache.layers))
-
-
-def insert(cache: C, prefix: C, row: int | Array) -> C:
-    """`cache` with row `row` replaced by `prefix`, a cache of batch 1 with the same policies and capacity.
-
-    A server prefills a request alone and inserts it into a running batch. A traced row that the cache does not have
-    changes nothing; one that is known raises ValueError.
-    """
-    _check_cache("insert(cache=...)", cache)
-    _check_cache("insert(prefix=...)", prefix)
-    if _kinds(cache) != _kinds(prefix):
-        raise ValueError(
-            f"insert needs a prefix of the same layers, policies, capacity and dtype; got {_summary(prefix)} for "
-            f"{_summary(cache)}"
-        )
-    if prefix.spec.batch != 1:
-        raise ValueError(f"insert takes one row: the prefix must have batch 1, got {prefix.spec.batch}")
-    rows = cache.spec.batch
-
-    def place(whole: C) -> C:
-        return jax.tree.map(
-            lambda whole, one: lax.dynamic_update_slice_in_dim(whole, one.astype(whole.dtype), row, axis=0),
-            whole,
-            _as_spec_of(prefix, cache),
-        )
-
-    if isinstance(row, Tracer):
-        return lax.cond((row >= 0) & (row < rows), place, lambda whole: whole, cache)
-    if not 0 <= int(row) < rows:
-        raise ValueError(f"insert got row={row}; the cache has rows 0 to {rows - 1}")
-    return place(cache)
-
-
-def raise_on_overflow(cache: Cache | LayerCache) -> None:
-    """Raises RuntimeError if a row has dropped a token. Call it outside jit; it reads flags from the device."""
-    _check_cache("raise_on_overflow", cache)
-    layers = _layers(cache)
-    flags = np.stack([np.asarray(layer.state.overflow) for layer in layers])
-    rows = np.flatnonzero(flags.any(axis=0)).tolist()
-    if rows:
-        raise RuntimeError(
-            f"rows {rows} dropped tokens in layers {np.flatnonzero(flags.any(axis=1)).tolist()}: the capacity of "
-            f"{layers[0].spec.capacity} tokens is used up, or kvjax.flush was not called before each decode step; "
-            "make the cache with a larger capacity"
-        )
+    placement, state = _placement(cache), _specs(cache)
+    tokens = placement.spec("BTN")
+    inside, outside = (state, tokens, tokens, tokens, placement.spec("B")), (tokens, state, placement.spec("BK"))
+    out, held, info = run_on_parts(placement, local, inside, outside, cache.state, q, k, v, count)
+    return out, dataclasses.replace(cache, state=held), info
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
@@ -359,8 +431,73 @@ def _flush(cache: Any) -> Any:
     def demote(states: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(layer.policy.flush(st) for layer, st in zip(layers, states, strict=True))
 
-    states = _if_any(full, demote, states)
-    layers = tuple(dataclasses.replace(a, state=st) for a, st in zip(layers, states, strict=True))
+    return _with_states(cache, _if_any(full, demote, states))
+
+
+@partial(jax.jit, inline=True)
+def _flush_on_parts(cache: Any) -> Any:
+    """`_flush` by each device for its rows; the devices need not agree, as no part of a flush reads another's."""
+    layers = _layers(cache)
+    if not _full_rows(layers):
+        return cache
+    states, specs = [layer.state for layer in layers], [_specs(layer) for layer in layers]
+
+    def local(states: list[Any]) -> list[Any]:
+        mine = Cache(tuple(_part(layer, st) for layer, st in zip(layers, states, strict=True)))
+        return [layer.state for layer in _flush(mine).layers]
+
+    return _with_states(cache, run_on_parts(_placement(layers[0]), local, (specs,), specs, states))
+
+
+def _insert(cache: C, prefix: C, row: int | Array) -> C:
+    def place(whole: Array, one: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(whole, one.astype(whole.dtype), row, axis=0)
+
+    return jax.tree.map(place, cache, _as_spec_of(prefix, cache))
+
+
+def _insert_if_there(cache: Any, prefix: Any, row: Array) -> Any:
+    there = (row >= 0) & (row < jax.tree.leaves(cache)[0].shape[0])
+    return lax.cond(there, lambda cache: _insert(cache, prefix, row), lambda cache: cache, cache)
+
+
+@partial(jax.jit, inline=True)
+def _insert_on_parts(cache: Any, prefix: Any, row: Array) -> Any:
+    """Each device has all of the prefix's row for its heads; those write it that hold the row of the cache."""
+    layers, ones = _layers(cache), _layers(prefix)
+    placement = _placement(layers[0])
+    whole = [_specs(layer) for layer in layers]
+    of_one = dataclasses.replace(placement, batch=None)
+    one = [state_specs(layer.policy, layer.spec, of_one) for layer in ones]
+
+    def local(states: list[Any], prefix: list[Any], row: Array) -> list[Any]:
+        rows = layers[0].spec.batch // placement.parts("batch")
+        return _insert_if_there(states, prefix, row - first_row(placement, rows))
+
+    states, prefixes = ([layer.state for layer in them] for them in (layers, ones))
+    row = jnp.asarray(row, jnp.int32)
+    return _with_states(
+        cache, run_on_parts(placement, local, (whole, one, PartitionSpec()), whole, states, prefixes, row)
+    )
+
+
+def _placement(cache: LayerCache) -> Placement:
+    assert cache.placement is not None
+    return cache.placement
+
+
+def _specs(cache: LayerCache) -> Any:
+    """The PartitionSpecs of the arrays of a state."""
+    return state_specs(cache.policy, cache.spec, _placement(cache))
+
+
+def _part(cache: LayerCache, state: Any) -> LayerCache:
+    """The cache that a device has of its part `state`."""
+    return dataclasses.replace(cache, state=state, spec=_placement(cache).local(cache.spec), placement=None)
+
+
+def _with_states(cache: Any, states: Sequence[Any]) -> Any:
+    layers = tuple(dataclasses.replace(a, state=st) for a, st in zip(_layers(cache), states, strict=True))
     return dataclasses.replace(cache, layers=layers) if isinstance(cache, Cache) else layers[0]
 
 

@@ -16,6 +16,7 @@ from typing import Protocol
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.placement import mean_over_heads
 from kvjax.spec import keep_int, require_int
 
 
@@ -144,7 +145,8 @@ class LastQuery:
         return self.see_step(evidence, votes)
 
     def see_step(self, evidence: Array, weights: Array) -> Array:
-        return jnp.broadcast_to(jnp.mean(weights, axis=(1, 2))[:, None], evidence.shape)
+        mean = mean_over_heads(jnp.mean(weights, axis=(1, 2)))
+        return jnp.broadcast_to(mean[:, None], evidence.shape)
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
         assert evidence is not None

@@ -7,12 +7,13 @@ and what it costs the host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -45,7 +46,7 @@ def shapes(make: Callable[[], Any]) -> Any:
     """The tree of arrays that `make` returns, as `jax.ShapeDtypeStruct`s that say in which memory of the default device
     each would lie. It is traced, not run: nothing is allocated."""
     traced = jax.jit(make).trace()
-    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))  # jit reads the memory of a shape from a NamedSharding alone
+    mesh = Mesh(np.array(jax.local_devices()[:1]), ("x",))  # jit reads the memory of a shape from a NamedSharding alone
 
     def shape(aval: Any) -> jax.ShapeDtypeStruct:
         kind = "pinned_host" if aval.memory_space == jax.memory.Space.Host else None
@@ -55,6 +56,21 @@ def shapes(make: Callable[[], Any]) -> Any:
 
     tree = jax.tree.structure(traced.out_info)
     return jax.tree.unflatten(tree, [shape(aval) for aval in traced.jaxpr.out_avals])
+
+
+def on_host(x: Any) -> np.ndarray:
+    """x as numpy, where its parts may lie on the devices of several processes: then all of them must call this."""
+    if not isinstance(x, Array) or x.is_fully_addressable:
+        return np.asarray(x)
+    if not x.is_fully_replicated:
+        assert isinstance(x.sharding, NamedSharding)
+        x = _everywhere(x, NamedSharding(x.sharding.mesh, PartitionSpec()))
+    return np.asarray(x.addressable_data(0))
+
+
+@partial(jax.jit, static_argnames="sharding")
+def _everywhere(x: Array, sharding: NamedSharding) -> Array:
+    return lax.with_sharding_constraint(x, sharding)
 
 
 def commit_together(tree: Any) -> Any:
@@ -106,14 +122,17 @@ def in_units(size: int) -> str:
 
 
 def nbytes(tree: Any) -> Bytes:
-    """Bytes of the arrays of `tree` in device memory and in host memory.
+    """Bytes of the arrays of `tree` in device memory and in host memory. Of an array that is split over devices, what
+    one of them holds.
 
     The arrays may be traced, or the shapes that `shapes` and `jax.eval_shape` return. A shape without a sharding counts
     for the device. On a CPU backend the default memory is that of the device, whatever its kind is called there.
     """
     device = host = 0
     for leaf in jax.tree.leaves(tree):
-        size = int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize
+        sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
+        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        size = int(np.prod(shape, dtype=np.int64)) * leaf.dtype.itemsize
         if _on_host(leaf):
             host += size
         else:

@@ -13,7 +13,7 @@ from .chat import Chat
 from .checkpoint import Checkpoint, Completion
 from .config import DecoderConfig, Family, Weight
 from .decoder import Decoder
-from .weights import FAMILIES, load, save, shipped
+from .weights import FAMILIES, load, logical_axis_rules, save, shipped
 
 __all__ = [
     "FAMILIES",
@@ -25,6 +25,7 @@ __all__ = [
     "Family",
     "Weight",
     "load",
+    "logical_axis_rules",
     "rope",
     "save",
     "shipped",

@@ -29,6 +29,7 @@ from kvjax import presets
 from kvjax.attention import Cache, PerLayer
 from kvjax.caches import Policy
 from kvjax.generation import Generation, Stream, generate, stream
+from kvjax.placement import Placement
 from kvjax.request import check_fit
 from kvjax.sampling import Sampling, requested_sampling
 from kvjax.spec import require_int
@@ -105,6 +106,7 @@ class Checkpoint:
     config: DecoderConfig
     stop_tokens: tuple[int, ...]  # ids that end a text: of generation_config.json, else of config.json
     directory: Path
+    placement: Placement | None = None  # of the model, and of the caches that it makes
 
     def __repr__(self) -> str:
         sizes = f"{self.config.layers} layers, {self.config.max_positions or 'unlimited'} positions"
@@ -210,7 +212,7 @@ class Checkpoint:
             name = cache if isinstance(cache, str) else "the policy"
             presets.check_reaches(policies, self.config.layers, name)
         spec = self.model.spec(batch=batch, capacity=capacity, dtype=dtype)
-        return kvjax.init(policies, spec, layers=self.config.layers)
+        return kvjax.init(policies, spec, layers=self.config.layers, placement=self.placement)
 
     def generate(
         self,

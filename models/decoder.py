@@ -5,6 +5,9 @@ run in a Python loop over a tuple of layer caches, so that each is updated in pl
 
 Numbers: parameters and activations have one dtype; norms, RoPE angles and rotation, attention logits and softmax, and
 the logits are f32. Products of f32 parameters run at full f32 precision, on a GPU too.
+
+Each parameter names its axes ("vocab", "embed", "q_heads", "kv_heads", "head_dim", "mlp") in its metadata. Rules from
+these names to axes of a mesh say how a model is split over devices; `kvjax.models.load` has such rules.
 """
 
 from __future__ import annotations
@@ -29,11 +32,21 @@ from .config import DecoderConfig
 
 
 class Linear(nnx.Module):
-    """x [..., in] times a kernel, plus a bias if it has one."""
+    """x [..., in] times a kernel, plus a bias if it has one. `axes` are the names of in and out."""
 
-    def __init__(self, size_in: int, size_out: int, *, bias: bool, scale: float, rngs: nnx.Rngs, dtype: np.dtype):
-        self.kernel = nnx.Param(_normal(rngs, (size_in, size_out), scale, dtype))  # [in, out]
-        self.bias = nnx.Param(jnp.zeros(size_out, dtype)) if bias else None  # [out]
+    def __init__(
+        self,
+        size_in: int,
+        size_out: int,
+        *,
+        axes: tuple[str, str],
+        bias: bool,
+        scale: float,
+        rngs: nnx.Rngs,
+        dtype: np.dtype,
+    ):
+        self.kernel = _param(_normal(rngs, (size_in, size_out), scale, dtype), axes)  # [in, out]
+        self.bias = _param(jnp.zeros(size_out, dtype), axes[1:]) if bias else None  # [out]
 
     def __call__(self, x: Array) -> Array:
         y = _product("...i,io->...o", x, self.kernel[...])
@@ -43,8 +56,8 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """x over the root of its mean square, times a scale a channel; computed in f32."""
 
-    def __init__(self, size: int, *, eps: float, dtype: np.dtype):
-        self.scale = nnx.Param(jnp.ones(size, dtype))
+    def __init__(self, size: int, *, axis: str = "embed", eps: float, dtype: np.dtype):
+        self.scale = _param(jnp.ones(size, dtype), (axis,))
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
@@ -60,12 +73,13 @@ class Attention(nnx.Module):
     def __init__(self, config: DecoderConfig, *, window: int | None, rngs: nnx.Rngs, dtype: np.dtype):
         hidden, N, K, D = config.hidden_size, config.q_heads, config.kv_heads, config.head_dim
         common: dict[str, Any] = {"scale": config.initializer_range, "rngs": rngs, "dtype": dtype}
-        self.q = Linear(hidden, N * D, bias=config.qkv_bias, **common)
-        self.k = Linear(hidden, K * D, bias=config.qkv_bias, **common)
-        self.v = Linear(hidden, K * D, bias=config.qkv_bias, **common)
-        self.out = Linear(N * D, hidden, bias=config.out_bias, **common)
-        self.q_norm = RMSNorm(D, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(D, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
+        self.q = Linear(hidden, N * D, axes=("embed", "q_heads"), bias=config.qkv_bias, **common)
+        self.k = Linear(hidden, K * D, axes=("embed", "kv_heads"), bias=config.qkv_bias, **common)
+        self.v = Linear(hidden, K * D, axes=("embed", "kv_heads"), bias=config.qkv_bias, **common)
+        self.out = Linear(N * D, hidden, axes=("q_heads", "embed"), bias=config.out_bias, **common)
+        norm: dict[str, Any] = {"axis": "head_dim", "eps": config.norm_eps, "dtype": dtype}
+        self.q_norm = RMSNorm(D, **norm) if config.qk_norm else None
+        self.k_norm = RMSNorm(D, **norm) if config.qk_norm else None
         self.head_dim = D
         self.window = window
 
@@ -91,9 +105,9 @@ class MLP(nnx.Module):
             "rngs": rngs,
             "dtype": dtype,
         }
-        self.gate = Linear(hidden, inner, **common)
-        self.up = Linear(hidden, inner, **common)
-        self.down = Linear(inner, hidden, **common)
+        self.gate = Linear(hidden, inner, axes=("embed", "mlp"), **common)
+        self.up = Linear(hidden, inner, axes=("embed", "mlp"), **common)
+        self.down = Linear(inner, hidden, axes=("mlp", "embed"), **common)
         self.activation = config.activation
 
     def __call__(self, x: Array) -> Array:
@@ -141,13 +155,21 @@ class Decoder(nnx.Module):
         self.config = config
         self.dtype = param_dtype(dtype)
         shape = (config.vocab_size, config.hidden_size)
-        self.embedding = nnx.Param(_normal(rngs, shape, config.initializer_range, self.dtype))  # [V, hidden]
+        table = _normal(rngs, shape, config.initializer_range, self.dtype)
+        self.embedding = _param(table, ("vocab", "embed"))  # [V, hidden]
         self.layers = nnx.List([Layer(config, window=w, rngs=rngs, dtype=self.dtype) for w in config.windows])
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=self.dtype)
         if config.tied_head:
             self.head = None
         else:
-            self.head = Linear(*shape[::-1], bias=False, scale=config.initializer_range, rngs=rngs, dtype=self.dtype)
+            self.head = Linear(
+                *shape[::-1],
+                axes=("embed", "vocab"),
+                bias=False,
+                scale=config.initializer_range,
+                rngs=rngs,
+                dtype=self.dtype,
+            )
 
     @property
     def max_positions(self) -> int | None:
@@ -235,7 +257,8 @@ class Decoder(nnx.Module):
             cache = dataclasses.replace(cache, layers=tuple(layers))
 
         if last:
-            x = x[jnp.arange(B), jnp.maximum(new - 1, 0)]
+            # by its own index in each row: an index of all rows would gather them where devices split the batch
+            x = jnp.take_along_axis(x, jnp.maximum(new - 1, 0)[:, None, None], axis=1)[:, 0]
         logits = self._logits(self.norm(x))
         return (logits, cache, tuple(infos)) if info else (logits, cache)
 
@@ -255,6 +278,13 @@ def param_dtype(dtype: DTypeLike) -> np.dtype:
         shown = found.name if found is not None else repr(dtype)
         raise ValueError(f"a model cannot have dtype {shown}; use one of bfloat16, float16, float32")
     return found
+
+
+def _param(value: Array, axes: tuple[str, ...]) -> nnx.Param:
+    """A parameter that tells the logical names of its axes, where `nnx.get_partition_spec` and kvjax look for them."""
+    param = nnx.Param(value)
+    param.set_metadata(out_sharding=axes)  # not by the constructor, which would want a mesh at once
+    return param
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: np.dtype) -> Array:

@@ -25,10 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from kvjax.placement import Axes, Placement
 from kvjax.spec import require_int
 
 from .checkpoint import Checkpoint
@@ -56,16 +58,29 @@ def shipped() -> Path:
     return Path(str(resources.files("kvjax") / "data" / "kvjax-26m"))
 
 
-def load(directory: str | Path, dtype: DTypeLike = jnp.bfloat16) -> Checkpoint:
+def load(
+    directory: str | Path,
+    dtype: DTypeLike = jnp.bfloat16,
+    *,
+    placement: Placement | None = None,
+    rules: Mapping[str, Axes] | None = None,
+) -> Checkpoint:
     """Loads a checkpoint in Hugging Face format, of Llama, Mistral, Qwen2, Qwen2.5 or Qwen3.
 
     Needs config.json, and model.safetensors or the files that model.safetensors.index.json lists. Memory: the model
     in `dtype` and a few tensors.
 
+    With a `placement` the model is split over its mesh, as `logical_axis_rules` says: heads, MLP and vocabulary over
+    the axes of `heads`. Each device gets its own part straight from the files, and each part is read once. Caches that
+    the checkpoint makes then have the placement too.
+
+    Args:
+      rules: changes of `logical_axis_rules(placement)`, as {"vocab": None} for an embedding on all devices.
+
     Raises:
       FileNotFoundError: the directory or a file is not there.
       ValueError: a config that asks for what is not supported, pickled weights, a damaged file, or tensors that are
-        missing, unexpected or misshapen: one error that lists them all.
+        missing, unexpected or misshapen: one error that lists them all. Or sizes that the placement cannot split.
     """
     directory = Path(directory).expanduser()
     dtype = param_dtype(dtype)
@@ -81,14 +96,79 @@ def load(directory: str | Path, dtype: DTypeLike = jnp.bfloat16) -> Checkpoint:
             "one of the two is damaged: download both again"
         )
     model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
+    placement = None if placement is None else placement.auto
+    homes = None if placement is None else model_shardings(model, placement, rules)
     places = match(family, model, tensors, directory)
     staging = np.empty(max(tensors[name].nbytes for name in places), np.uint8)
     for file in sorted({tensors[name].file for name in places}):
         with _open(file) as opened:
             for name, (weight, param) in places.items():
-                if tensors[name].file == file:
+                if tensors[name].file != file:
+                    continue
+                if homes is None:
                     param.set_value(_place(opened.get_tensor(name), staging, dtype, weight.transposed))
-    return Checkpoint(model, config, stop_tokens, directory)
+                else:
+                    read = opened.get_slice(name)
+                    param.set_value(_place_parts(read, staging, param, homes[id(param)], weight.transposed))
+    return Checkpoint(model, config, stop_tokens, directory, placement)
+
+
+def logical_axis_rules(placement: Placement) -> dict[str, Axes]:
+    """The axes of the mesh over which each named axis of a Decoder's parameters is split; None for none.
+
+    `flax.nnx.logical_axis_rules(tuple(rules.items()))` takes them too.
+
+    **Source:** Megatron-LM (Shoeybi et al. 2019), section 3: q, k, v, gate and up by columns, out and down by rows, so
+    that a layer needs two sums over the devices. The vocabulary is split in the embedding and in the head.
+
+    >>> import jax
+    >>> from kvjax import Placement
+    >>> rules = logical_axis_rules(Placement(mesh=jax.make_mesh((1,), ("model",)), heads="model"))
+    >>> rules["q_heads"], rules["embed"]
+    ('model', None)
+    """
+    split = dict.fromkeys(("vocab", "q_heads", "kv_heads", "mlp"), placement.heads)
+    return {**split, "embed": None, "head_dim": None}
+
+
+def model_shardings(
+    model: Decoder, placement: Placement, rules: Mapping[str, Axes] | None = None
+) -> dict[int, NamedSharding]:
+    """The sharding of each parameter of a Decoder, by the id of its `nnx.Param`.
+
+    Raises:
+      ValueError: a rule for a name that no parameter has, or heads or an MLP that cannot be split evenly. A vocabulary
+        that cannot be split stays whole.
+    """
+    config, known = model.config, logical_axis_rules(placement)
+    for name in rules or {}:
+        if name not in known:
+            raise ValueError(f"rules names {name!r}, an axis that no parameter has; use {', '.join(known)}")
+    known |= rules or {}
+    sizes = {
+        "q_heads": (config.q_heads, "query heads"),
+        "kv_heads": (config.kv_heads, "KV heads"),
+        "mlp": (config.intermediate_size, "channels of the MLP"),
+        "vocab": (config.vocab_size, "tokens of the vocabulary"),
+        "embed": (config.hidden_size, "channels"),
+        "head_dim": (config.head_dim, "channels of a head"),
+    }
+    for name, (size, what) in sizes.items():
+        parts = placement.devices_of(known[name])
+        if size % parts and name == "vocab":
+            known[name] = None
+        elif size % parts:
+            raise ValueError(
+                f"{placement} splits {size} {what} over {parts} devices, which does not come out even; use an axis "
+                f"whose size divides {size}"
+            )
+
+    def home(param: nnx.Param) -> NamedSharding:
+        return NamedSharding(
+            placement.mesh, PartitionSpec(*(known[axis] for axis in param.get_metadata("out_sharding")))
+        )
+
+    return {id(param): home(param) for _, param in _params(model)}
 
 
 def check_directory(directory: Path) -> None:
@@ -403,6 +483,25 @@ def _place(array: np.ndarray, staging: np.ndarray, dtype: np.dtype, transposed: 
     staged = staging[: array.nbytes].view(array.dtype).reshape(array.shape)
     np.copyto(staged, array)
     return jax.block_until_ready(_convert(staged, dtype=dtype, transposed=transposed))
+
+
+def _place_parts(read: Any, staging: np.ndarray, param: nnx.Param, home: NamedSharding, transposed: bool) -> Array:
+    """The parameter, of which each device of this process holds its part. Devices with the same part share a read."""
+    shape, dtype = param.get_value().shape, param.get_value().dtype
+    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in home.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        devices.setdefault(bounds, []).append(device)
+    parts = []
+    for bounds, (first, *others) in devices.items():
+        inside = tuple(slice(*bound) for bound in bounds)
+        part = np.asarray(read[inside[::-1] if transposed else inside])
+        staged = staging[: part.nbytes].view(part.dtype).reshape(part.shape)
+        np.copyto(staged, part)
+        part = jax.block_until_ready(_convert(jax.device_put(staged, first), dtype=dtype, transposed=transposed))
+        parts += [part, *(jax.device_put(part, device) for device in others)]
+    return jax.make_array_from_single_device_arrays(shape, home, parts)
 
 
 @partial(jax.jit, static_argnames=("dtype", "transposed"))

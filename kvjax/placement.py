@@ -1,0 +1,258 @@
+"""Many devices: how the rows, KV heads and tokens of a cache are split over a mesh.
+
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    placement = kvjax.Placement(mesh=mesh, batch="data", heads="model")
+    cache = kvjax.init(policy, spec, layers=32, placement=placement)
+
+A cache keeps its placement, and every function of kvjax that takes the cache reads it there. Rows never read each
+other, and KV heads neither, so the functions run in `jax.shard_map`: each device works on its own rows and heads, with
+the policy that it would have alone, and a GPU kernel gets the part that lies on its device. (A GPU kernel under plain
+`jit` has no rule for split operands: XLA then gathers the whole cache on every device in every step, and says nothing.)
+
+Which axis of an array of a state counts rows and which counts heads is read off: `Policy.init` is traced for more rows
+and for more heads, and the axes that grow are those. A policy of your own needs no annotations for it. An array must
+begin with its rows, and an axis that joins heads with something else must count the heads first.
+
+A mean over all heads is the one thing that a device cannot work out alone; a policy asks for it by `mean_over_heads`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, TypeAlias
+
+import jax
+from jax import Array, lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from kvjax.memory import shapes
+from kvjax.spec import CacheSpec
+from kvjax.validation import shown
+
+Axes: TypeAlias = str | tuple[str, ...] | None
+
+_current = jax.make_user_context(None)  # the Placement whose shard_map is being traced; jit's caches have it as a key
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which axes of a mesh split the rows and the KV heads of a cache. Static and hashable.
+
+    A size that an axis does not divide is an error of `kvjax.init`. What no axis splits lies on all devices.
+
+    Raises:
+      ValueError: an axis that the mesh does not have, or one that is named twice.
+    """
+
+    mesh: Mesh
+    batch: Axes = None  # axes that split the rows
+    heads: Axes = None  # axes that split the KV heads, and the query heads with them
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise ValueError(
+                f"Placement(mesh=...) must be a jax.sharding.Mesh, got {shown(self.mesh)}; make one with "
+                'jax.make_mesh((2, 4), ("data", "model"))'
+            )
+        used: dict[str, str] = {}
+        for what in ("batch", "heads"):
+            axes = getattr(self, what)
+            if isinstance(axes, list):
+                object.__setattr__(self, what, tuple(axes))
+            for axis in _names(what, axes):
+                if axis not in self.mesh.shape:
+                    raise ValueError(
+                        f"Placement({what}={axis!r}): the mesh has no axis of that name; its axes are {self._axes()}"
+                    )
+                if axis in used:
+                    raise ValueError(
+                        f"Placement({what}={axis!r}): the axis splits {used[axis]} already; give each its own axis"
+                    )
+                used[axis] = what
+
+    def __repr__(self) -> str:
+        parts = [f"{what}={axes!r}" for what in ("batch", "heads") if (axes := getattr(self, what)) is not None]
+        return f"Placement({', '.join([self._axes(), *parts])})"
+
+    def _axes(self) -> str:
+        return " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+
+    @property
+    def auto(self) -> Placement:
+        """The same on a mesh whose axes are all Auto: a Decoder leaves the splitting of its products to XLA."""
+        return dataclasses.replace(self, mesh=Mesh(self.mesh.devices, self.mesh.axis_names))
+
+    def parts(self, what: str) -> int:
+        """Into how many parts the "batch" or the "heads" are split."""
+        return self.devices_of(getattr(self, what))
+
+    def devices_of(self, axes: Axes) -> int:
+        """The devices along `axes` of the mesh; 1 for None."""
+        return math.prod(self.mesh.shape[axis] for axis in _names("axes", axes))
+
+    def spec(self, letters: str) -> PartitionSpec:
+        """The PartitionSpec of an array whose axes have these letters: B rows, K and N heads, another letter whole."""
+        split = {"B": self.batch, "K": self.heads, "N": self.heads}
+        return PartitionSpec(*(split.get(letter) for letter in letters))
+
+    def local(self, spec: CacheSpec) -> CacheSpec:
+        """What one device holds of a cache of `spec`.
+
+        Raises:
+          ValueError: rows or KV heads that cannot be split evenly.
+        """
+        for what, size, name in (("batch", spec.batch, "rows"), ("heads", spec.kv_heads, "KV heads")):
+            parts = self.parts(what)
+            if size % parts:
+                fits = [n for n in range(1, parts + 1) if parts % n == 0 and size % n == 0]
+                cure = "use as many devices for it as divide that number"
+                if what == "batch":
+                    cure = f"make the batch a multiple of {parts}, or split it over {fits[-1]}"
+                elif len(fits) > 0:
+                    cure = f"use an axis of {fits[-1]} for heads, and the other devices for the batch"
+                raise ValueError(
+                    f"Placement({what}={getattr(self, what)!r}) splits {size} {name} over {parts} devices, which does "
+                    f"not come out even; {cure}"
+                )
+        heads = self.parts("heads")
+        return dataclasses.replace(
+            spec,
+            batch=spec.batch // self.parts("batch"),
+            q_heads=spec.q_heads // heads,
+            kv_heads=spec.kv_heads // heads,
+        )
+
+    def check(self, policy: Any, spec: CacheSpec) -> None:
+        """Raises ValueError where a cache of `policy` cannot be split as the placement says."""
+        local = jax.eval_shape(partial(policy.init, self.local(spec)))
+        whole = jax.eval_shape(partial(policy.init, spec))
+        for path, leaf, part in _zip_with_paths(whole, local):
+            spec_of = self.spec(_letters(policy, spec, path))
+            here = NamedSharding(self.mesh.abstract_mesh, spec_of).shard_shape(leaf.shape)
+            if here != part.shape:
+                raise ValueError(
+                    f"{policy} cannot be split as {self}: its array {path} is {list(leaf.shape)}, of which a device "
+                    f"would hold {list(here)}, but a cache of the rows and heads of one device has {list(part.shape)}"
+                )
+
+
+def state_specs(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
+    """The tree of PartitionSpecs of a policy's state."""
+    letters, tree = _axes_of(policy, spec)
+    return jax.tree.unflatten(tree, [placement.spec(axes) for _, axes in letters])
+
+
+def state_shardings(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
+    """The tree of NamedShardings of a policy's state, each of the memory where the policy puts the array."""
+    specs = state_specs(policy, spec, placement)
+    return jax.tree.map(
+        lambda leaf, split: NamedSharding(placement.mesh, split, memory_kind=leaf.sharding.memory_kind),
+        shapes(partial(policy.init, spec)),
+        specs,
+    )
+
+
+@lru_cache(maxsize=256)
+def make_state(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
+    """A jitted function of no arguments that makes an empty state, each part of it on its device.
+
+    Raises:
+      ValueError: rows, KV heads or a policy that cannot be split.
+    """
+    placement.check(policy, spec)
+    return jax.jit(partial(policy.init, spec), out_shardings=state_shardings(policy, spec, placement))
+
+
+def run_on_parts(placement: Placement, f: Any, in_specs: tuple[Any, ...], out_specs: Any, *operands: Any) -> Any:
+    """f(*operands), run by each device on its own part of the operands. `out_specs` may be prefixes of trees."""
+    operands = jax.tree.map(partial(_split_as, placement.mesh), in_specs, operands)
+
+    def local(*operands: Any) -> Any:
+        with _current(placement):
+            return f(*operands)
+
+    # Not checked: the check of which results are equal on all devices knows no in-place kernels (jax 0.11).
+    run = jax.shard_map(local, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return run(*operands)
+
+
+def mean_over_heads(x: Array) -> Array:
+    """The mean of x over all devices that hold other KV heads of the same rows; x itself where heads are not split.
+
+    For a policy that takes a mean over all heads: take that of the heads at hand first, then this.
+    """
+    placement = _current.value
+    return x if placement is None or placement.heads is None else lax.pmean(x, placement.heads)
+
+
+def first_row(placement: Placement, rows: int) -> Array | int:
+    """The number of the first row that a device holds, where each holds `rows`. Call it in `run_on_parts`."""
+    return 0 if placement.batch is None else lax.axis_index(placement.batch) * rows
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+
+def _names(what: str, axes: Any) -> tuple[str, ...]:
+    if axes is None:
+        return ()
+    names = (axes,) if isinstance(axes, str) else axes
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"Placement({what}=...) must be the name of an axis, a tuple of names, or None; got {axes!r}")
+    return tuple(names)
+
+
+@lru_cache(maxsize=256)
+def _axes_of(policy: Any, spec: CacheSpec) -> tuple[list[tuple[str, str]], Any]:
+    """Path and letters of each array of a state, and the tree; "BK.." for an array [B, K, S, D]."""
+
+    def traced(**sizes: Any) -> Any:
+        return jax.eval_shape(partial(policy.init, dataclasses.replace(spec, **sizes)))
+
+    base = traced()
+    rows = traced(batch=2 * spec.batch)
+    heads = traced(kv_heads=2 * spec.kv_heads, q_heads=2 * spec.q_heads)
+    found = []
+    for (path, a, more_rows), more_heads in zip(_zip_with_paths(base, rows), jax.tree.leaves(heads), strict=True):
+        letters = ""
+        for size, b, k in zip(a.shape, more_rows.shape, more_heads.shape, strict=True):
+            if b != size and k != size:
+                raise ValueError(
+                    f"{policy} keeps an array {path} of shape {list(a.shape)} with an axis of rows and heads together; "
+                    "give rows an axis of their own, and a Placement can split it"
+                )
+            letters += "B" if b != size else "K" if k != size else "."
+        found.append((path, letters))
+    return found, jax.tree.structure(base)
+
+
+def _split_as(mesh: Mesh, spec: PartitionSpec, x: Array) -> Array:
+    """x with `spec` in its type, where the axes of the mesh are Explicit; else XLA does that by itself."""
+    if AxisType.Explicit not in mesh.axis_types or jax.typeof(x).sharding.spec == _padded(spec, x.ndim):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def _padded(spec: PartitionSpec, ndim: int) -> PartitionSpec:
+    return PartitionSpec(*spec, *(None,) * (ndim - len(spec)))
+
+
+def _letters(policy: Any, spec: CacheSpec, path: str) -> str:
+    return dict(_axes_of(policy, spec)[0])[path]
+
+
+def _zip_with_paths(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        yield jax.tree_util.keystr(path), x, y
+
+
+@contextmanager
+def current(placement: Placement | None) -> Iterator[None]:
+    """In the block, `mean_over_heads` is of this placement."""
+    with _current(placement):
+        yield

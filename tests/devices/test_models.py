@@ -1,0 +1,135 @@
+"""A model that is loaded onto a mesh: each device reads its own part, and the text is that of one device."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+from kvjax.models import Decoder, DecoderConfig, load, logical_axis_rules, save
+from kvjax.models import weights as loading
+
+import kvjax
+from kvjax import Placement, presets
+from kvjax.generation import decode_step, generate
+
+CONFIG = DecoderConfig(
+    vocab_size=96, hidden_size=32, intermediate_size=64, layers=2, q_heads=8, kv_heads=4, head_dim=16, qkv_bias=True
+)
+MESH = jax.make_mesh((2, 4), ("data", "model"))
+BOTH = Placement(mesh=MESH, batch="data", heads="model")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("model") / "checkpoint"
+    save(found, Decoder(CONFIG, rngs=nnx.Rngs(7)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def models(directory: Path) -> tuple[Any, Any]:
+    return load(directory, jnp.float32), load(directory, jnp.float32, placement=BOTH)
+
+
+def leaves(model: Decoder) -> dict[str, jax.Array]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
+
+
+def test_parts_are_those_of_the_whole_and_lie_where_the_rules_say(models: tuple[Any, Any]) -> None:
+    one, split = (leaves(checkpoint.model) for checkpoint in models)
+    assert jax.tree.structure(models[0].model) == jax.tree.structure(models[1].model)
+    for name, whole in one.items():
+        np.testing.assert_array_equal(np.asarray(split[name]), np.asarray(whole))
+        here = split[name].addressable_shards[0].data.nbytes
+        assert here == whole.nbytes // (1 if "norm" in name else 4), name
+
+
+def test_each_byte_of_the_files_is_read_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    opener = loading._open
+
+    class Slice:
+        def __init__(self, tensor: Any) -> None:
+            self.get_shape, self.get_dtype, self.tensor = tensor.get_shape, tensor.get_dtype, tensor
+
+        def __getitem__(self, index: Any) -> np.ndarray:
+            found = self.tensor[index]
+            read.append(found.nbytes)
+            return found
+
+    class File:
+        def __init__(self, file: Path) -> None:
+            self.file = opener(file)
+            self.keys = self.file.keys
+
+        def __enter__(self) -> File:
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            pass
+
+        def get_slice(self, name: str) -> Slice:
+            return Slice(self.file.get_slice(name))
+
+    monkeypatch.setattr(loading, "_open", File)
+    checkpoint = load(directory, jnp.float32, placement=BOTH)
+    sizes = [leaf.nbytes for leaf in jax.tree.leaves(checkpoint.model)]
+    assert sum(read) == sum(sizes)
+    assert max(read) <= max(sizes) // 4
+
+
+@pytest.mark.parametrize("name", ["fier", "full"])
+def test_generated_tokens_are_those_of_one_device(models: tuple[Any, Any], name: str) -> None:
+    policy = {"fier": presets.fier(budget=24, group=8, chunk=32, dense_layers=1), "full": kvjax.Full()}[name]
+    prompt = [list(range(1, 60)), [5, 9], list(range(3, 80, 2)), [7] * 40]
+    found = []
+    for checkpoint in models:
+        cache = checkpoint.init_cache(policy, capacity=160, batch=4, dtype="float32")
+        found.append(generate(checkpoint.model, cache, prompt, max_new_tokens=40, chunk=64))
+    one, split = found
+    np.testing.assert_array_equal(one.tokens, split.tokens)
+    np.testing.assert_allclose(np.asarray(split.logits), np.asarray(one.logits), atol=1e-4)
+    homes = jax.tree.leaves(kvjax.shardings(split.cache))
+    assert all(a.sharding.is_equivalent_to(b, a.ndim) for a, b in zip(jax.tree.leaves(split.cache), homes, strict=True))
+    assert split.cache.nbytes.device < one.cache.nbytes.device / 6
+
+
+def test_step_talks_as_megatron_does(models: tuple[Any, Any]) -> None:
+    """Two sums a layer, the embedding, and the condition of the flush; nothing as large as the cache or the logits."""
+    checkpoint = models[1]
+    cache = checkpoint.init_cache(
+        "fier:budget=24,group=8,chunk=32,dense_layers=1", capacity=160, batch=4, dtype="float32"
+    )
+    program = decode_step.lower(checkpoint.model, cache, jnp.zeros(4, jnp.int32)).compile().as_text()
+    found = re.findall(
+        r" = (\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)[-\w]*\(", program
+    )
+    assert {kind for _, kind in found} == {"all-reduce"}, found
+    assert len(found) <= 2 * CONFIG.layers + 2, found
+
+
+def test_names_of_axes_are_where_nnx_looks(models: tuple[Any, Any]) -> None:
+    rules = tuple(logical_axis_rules(BOTH).items())
+    with nnx.logical_axis_rules(rules):
+        homes = nnx.get_named_sharding(nnx.state(models[0].model), MESH)
+    assert homes["layers"][0]["attention"]["q"]["kernel"].get_value().spec == PartitionSpec(None, "model")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules", "error"),
+    [
+        ((1, 8), None, "splits 4 KV heads over 8 devices"),
+        ((2, 4), {"vocabulary": None}, "rules names 'vocabulary'"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(directory: Path, mesh: Any, rules: Any, error: str) -> None:
+    placement = Placement(mesh=jax.make_mesh(mesh, ("data", "model")), batch="data", heads="model")
+    with pytest.raises(ValueError, match=error):
+        load(directory, placement=placement, rules=rules)
