@@ -431,7 +431,8 @@ def _flush(cache: Any) -> Any:
     def demote(states: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(layer.policy.flush(st) for layer, st in zip(layers, states, strict=True))
 
-    return _with_states(cache, _if_any(full, demote, states))
+    states = _if_any(full, demote, states)
+    return _with_states(cache, states)
 
 
 @partial(jax.jit, inline=True)

@@ -47,7 +47,7 @@ def grow(cache: C, capacity: int) -> C:
 
 def _grow(layer: LayerCache, capacity: int) -> LayerCache:
     """Slots are filled from the first on in every array of a state, so the larger array begins with the smaller."""
-    larger = init_layer(layer.policy, dataclasses.replace(layer.spec, capacity=capacity))
+    larger = init_layer(layer.policy, dataclasses.replace(layer.spec, capacity=capacity), layer.placement)
 
     def place(new: Any, old: Any) -> Any:
         if new.shape == old.shape:

@@ -31,9 +31,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.core import Tracer
 
-from kvjax.attention import Cache, LayerCache, init_layer
+from kvjax.attention import Cache, LayerCache, init_layer, shardings
 from kvjax.capacity import grow
-from kvjax.memory import shapes
+from kvjax.memory import on_host, shapes
 from kvjax.spec import require_int
 from kvjax.validation import check_alive, shown
 
@@ -183,7 +183,7 @@ def _with_capacity_of(saved: dict[str, Any], like: Any) -> Any:
         return like
 
     def smaller(layer: LayerCache) -> Any:
-        return init_layer(layer.policy, dataclasses.replace(layer.spec, capacity=capacity))
+        return init_layer(layer.policy, dataclasses.replace(layer.spec, capacity=capacity), layer.placement)
 
     if isinstance(like, Cache):
         return jax.eval_shape(lambda: Cache(tuple(map(smaller, like.layers))))
@@ -265,7 +265,9 @@ def _homes(cache: Cache | LayerCache) -> list[Any]:
     found = []
     for layer in layers:
         given = [leaf.sharding for leaf in jax.tree.leaves(layer)]
-        if None in given:
+        if layer.placement is not None:
+            given = jax.tree.leaves(shardings(layer))
+        elif None in given:
             new = jax.tree.leaves(shapes(partial(init_layer, layer.policy, layer.spec)))
             given = [theirs or ours.sharding for theirs, ours in zip(given, new, strict=True)]
         found += given
@@ -301,7 +303,7 @@ def _is_complete(step: Path) -> bool:
 
 
 def _digest(leaf: Any) -> str:
-    array = np.ascontiguousarray(np.asarray(leaf))
+    array = np.ascontiguousarray(on_host(leaf))
     head = f"{array.dtype.name}{list(leaf.shape)}".encode()
     return hashlib.sha256(head + b"\0" + array.reshape(-1).view(np.uint8).data).hexdigest()
 

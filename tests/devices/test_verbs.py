@@ -1,0 +1,153 @@
+"""All that a cache with a placement is given to: it stays where it lies, and mistakes are told in words."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.sharding import AxisType, PartitionSpec
+
+import kvjax
+from kvjax import CacheSpec, Evicting, LastQuery, Placement, evictors
+from kvjax.placement import mean_over_heads
+from tests.devices.test_rows_and_heads import BOTH, MESH
+from tests.laws.cases import CASES
+
+SPEC = CacheSpec(batch=4, q_heads=8, kv_heads=4, head_dim=16, capacity=96, dtype="float32")
+FIER = CASES["fier with sink and window"].policy
+TOVA = Evicting(evictor=LastQuery(), budget=24)
+
+
+def prompt(tokens: int = 40, rows: int = 4) -> tuple[Array, ...]:
+    return tuple(jax.random.normal(jax.random.key(i), (rows, tokens, n, 16)) for i, n in enumerate((8, 4, 4)))
+
+
+@jax.jit
+def fill(cache: kvjax.LayerCache, q: Array, k: Array, v: Array) -> tuple[Any, kvjax.LayerCache]:
+    """A prompt and one step."""
+    out, cache = kvjax.attention(cache, q[:, :-1], k[:, :-1], v[:, :-1], first_chunk=True)
+    last, cache = kvjax.attention(cache, q[:, -1:], k[:, -1:], v[:, -1:])
+    return (out, last), cache
+
+
+@pytest.fixture(scope="module")
+def filled() -> tuple[kvjax.LayerCache, kvjax.LayerCache]:
+    return tuple(fill(kvjax.init_layer(FIER, SPEC, at), *prompt())[1] for at in (None, BOTH))  # type: ignore[return-value]
+
+
+def assert_equal(one: Any, split: Any) -> None:
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(split), strict=True):
+        np.testing.assert_allclose(np.asarray(b), np.asarray(a), atol=2e-5)
+
+
+def assert_in_place(cache: kvjax.LayerCache) -> None:
+    for leaf, home in zip(jax.tree.leaves(cache), jax.tree.leaves(kvjax.shardings(cache)), strict=True):
+        assert leaf.sharding.is_equivalent_to(home, leaf.ndim)
+
+
+def test_init_makes_each_part_on_its_device() -> None:
+    cache = kvjax.init(FIER, SPEC, layers=2, placement=BOTH)
+    assert cache.placement == BOTH
+    assert_in_place(cache)
+    assert cache.nbytes.device < kvjax.init(FIER, SPEC, layers=2).nbytes.device / 7
+    assert "length [0, 0, 0, 0]" in repr(cache)
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_insert_writes_one_row_where_it_lies(filled: Any, row: int) -> None:
+    one, split = filled
+    q, k, v = prompt(9, rows=1)
+    single = dataclasses.replace(SPEC, batch=1)
+    prefixes = [kvjax.init_layer(FIER, single, at) for at in (None, dataclasses.replace(BOTH, batch=None))]
+    (_, alone), (_, prefix) = (fill(cache, q, k, v) for cache in prefixes)
+    inserted = jax.jit(kvjax.insert)(split, prefix, row)
+    assert_in_place(inserted)
+    assert_equal(kvjax.insert(one, alone, row).state, inserted.state)
+    outside = jax.jit(kvjax.insert)(split, prefix, 4)
+    assert_equal(one.state, outside.state)
+
+
+def test_grow_save_and_restore_keep_the_parts_in_place(filled: Any, tmp_path: Path) -> None:
+    one, split = filled
+    grown = kvjax.grow(split, 160)
+    assert_in_place(grown)
+    assert_equal(kvjax.grow(one, 160).state, grown.state)
+    kvjax.save(tmp_path, split)
+    other = Placement(mesh=jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2), batch="a", heads="b")
+    for at in (other, None):
+        found = kvjax.restore(tmp_path, kvjax.init_layer(FIER, SPEC, at))
+        assert found.placement == at
+        assert_equal(one.state, found.state)
+    assert_in_place(kvjax.restore(tmp_path, jax.eval_shape(partial(kvjax.init_layer, FIER, SPEC, other))))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_explicit_axes_do_as_well(inside: bool) -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    at = Placement(mesh=mesh, batch="data", heads="model")
+    want, alone = fill(kvjax.init_layer(TOVA, SPEC), *prompt())
+    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
+        home = jax.NamedSharding(mesh, PartitionSpec("data"))
+        given = tuple(jax.device_put(a, home) if inside else a for a in prompt())
+        found, cache = fill(kvjax.init_layer(TOVA, SPEC, at), *given)
+    assert_equal(want, found)
+    assert_equal(alone.state, cache.state)
+
+
+def test_mean_of_the_heads_at_hand_would_evict_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why TOVA takes a mean over devices: without it each device goes by its own heads."""
+
+    def run(at: Placement | None, capacity: int) -> np.ndarray:  # of another capacity, nothing is traced yet
+        _, cache = fill(kvjax.init_layer(TOVA, dataclasses.replace(SPEC, capacity=capacity), at), *prompt())
+        return np.asarray(cache.state.position)
+
+    alone = run(None, 90)
+    np.testing.assert_array_equal(run(BOTH, 90), alone)
+    monkeypatch.setattr(evictors, "mean_over_heads", lambda x: x)
+    assert np.any(run(BOTH, 91) != alone)
+    assert mean_over_heads(jnp.ones(())) == 1  # outside of a placement
+
+
+def test_gradients_are_those_of_one_device() -> None:
+    def loss(cache: kvjax.LayerCache, q: Array, k: Array, v: Array) -> Array:
+        (out, last), _ = fill(cache, q, k, v)
+        return jnp.sum(out**2) + jnp.sum(last**2)
+
+    gradient = jax.jit(jax.grad(loss, argnums=(1, 2, 3)))
+    one, split = (gradient(kvjax.init_layer(kvjax.Full(), SPEC, at), *prompt()) for at in (None, BOTH))
+    assert_equal(one, split)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (
+            lambda: Placement(mesh=MESH, heads="tensor"),
+            "no axis of that name; its axes are data=2 x model=4",
+        ),
+        (lambda: Placement(mesh=MESH, batch="data", heads="data"), "splits batch already"),
+        (lambda: Placement(mesh=8, heads="model"), "must be a jax.sharding.Mesh, got 8"),
+        (lambda: Placement(mesh=MESH, heads=4), "must be the name of an axis"),
+        (
+            lambda: kvjax.init(FIER, dataclasses.replace(SPEC, kv_heads=2), layers=1, placement=BOTH),
+            "splits 2 KV heads over 4 devices.*use an axis of 2 for heads",
+        ),
+        (
+            lambda: kvjax.init(FIER, dataclasses.replace(SPEC, batch=3), layers=1, placement=BOTH),
+            "splits 3 rows over 2 devices.*make the batch a multiple of 2",
+        ),
+        (lambda: kvjax.init(FIER, SPEC, layers=1, placement="model"), "must be a kvjax.Placement, got 'model'"),
+        (lambda: kvjax.shardings(kvjax.init_layer(FIER, SPEC)), "takes a cache with a placement"),
+    ],
+)
+def test_mistakes_are_told_in_words(make: Any, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        make()
