@@ -36,15 +36,18 @@ from kvjax.caches import (
     Compressed,
     Evicting,
     EvictingState,
+    Follower,
     Full,
     FullState,
     Info,
     Observer,
     Policy,
     Retrieval,
+    Shared,
     Speculative,
     SpeculativeState,
     ZonedState,
+    share_selections,
 )
 from kvjax.capacity import grow
 from kvjax.demotion import Demotion, Fifo, LogSparse
@@ -96,6 +99,7 @@ __all__ = [
     "Exact",
     "Fier",
     "Fifo",
+    "Follower",
     "Full",
     "FullState",
     "FusedSlotStore",
@@ -121,6 +125,7 @@ __all__ = [
     "Retrieval",
     "Selection",
     "Selector",
+    "Shared",
     "Sliding",
     "Speculative",
     "SpeculativeState",
@@ -145,6 +150,7 @@ __all__ = [
     "raise_on_overflow",
     "restore",
     "save",
+    "share_selections",
     "shardings",
     "stream",
 ]

@@ -25,11 +25,12 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
-from kvjax.caches import Info, Observer, PerLayer, Policy
+from kvjax.caches import Following, Info, Observer, PerLayer, Policy
 from kvjax.memory import Bytes, nbytes, on_host
 from kvjax.partial import group_queries
 from kvjax.placement import Placement, first_row, make_state, run_on_parts, state_shardings, state_specs
 from kvjax.prompt import attend_chunk, attend_chunk_after, group, ungroup
+from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, check_dims, require_int
 from kvjax.validation import check_alive, check_floats, check_not_empty, check_verbs, finite_number, shown
 
@@ -184,6 +185,7 @@ def attention(
     scale: float | None = None,
     first_chunk: bool = False,
     flush: bool = True,
+    selection: Selection | None = None,
 ) -> tuple[Array, LayerCache | None]:
     """Attention of q [B, T, N, D] over the cache and over k, v [B, T, K, D], all after RoPE; stores k and v.
 
@@ -197,6 +199,8 @@ def attention(
       first_chunk: promises that the cache is empty, so a prompt attends only to itself (cuDNN attention on a GPU).
       flush: before a decode step, demote from a full recent block. A model of many layers passes False and calls
         `kvjax.flush` once a step, before its first layer: on a GPU each condition makes the host wait.
+      selection: for a `Follower`, the `Info.selection` of this step in the layer that it follows; other policies select
+        by themselves and do not read it.
 
     Returns:
       out [B, T, N, D] in q's dtype, and the cache.
@@ -205,7 +209,17 @@ def attention(
       ValueError: shapes that disagree with each other or with the cache, `lengths` or `active` where they mean nothing.
     """
     out, cache, _ = attention_info(
-        cache, q, k, v, lengths=lengths, active=active, window=window, scale=scale, first_chunk=first_chunk, flush=flush
+        cache,
+        q,
+        k,
+        v,
+        lengths=lengths,
+        active=active,
+        window=window,
+        scale=scale,
+        first_chunk=first_chunk,
+        flush=flush,
+        selection=selection,
     )
     return out, cache
 
@@ -222,6 +236,7 @@ def attention_info(
     scale: float | None = None,
     first_chunk: bool = False,
     flush: bool = True,
+    selection: Selection | None = None,
 ) -> tuple[Array, LayerCache | None, Info | None]:
     """`attention`, and what the step read: an `Info` for a decode step, None for a prompt or without a cache."""
     check_floats(q=q, k=k, v=v)
@@ -241,7 +256,7 @@ def attention_info(
 
     run = _attend if cache is None or cache.placement is None else _attend_on_parts
     settings: dict[str, Any] = {"scale": scale, "window": window, "first_chunk": first_chunk, "flush": flush}
-    return run(cache, q, k, v, count, padded=lengths is not None, **settings)
+    return run(cache, q, k, v, count, selection, padded=lengths is not None, **settings)
 
 
 def flush(cache: C) -> C:
@@ -322,6 +337,7 @@ def _attend(
     k: Array,
     v: Array,
     count: Array,
+    selection: Selection | None,
     *,
     scale: float,
     window: int | None,
@@ -334,7 +350,11 @@ def _attend(
     if cache is not None and T == 1:
         policy, (k, v) = cache.policy, _heads_first(k, v)
         state = policy.update((_flush(cache) if flush else cache).state, k, v, count > 0)
-        out, state, info = policy.attend(state, group_queries(q[:, 0], K), scale=scale, window=window)
+        queries = group_queries(q[:, 0], K)
+        if selection is not None and isinstance(policy, Following):
+            out, state, info = policy.attend_selection(state, queries, selection, scale=scale, window=window)
+        else:
+            out, state, info = policy.attend(state, queries, scale=scale, window=window)
         return out.astype(q.dtype).reshape(B, 1, N, D), dataclasses.replace(cache, state=state), info
 
     own_k, own_v = k, v
@@ -363,19 +383,22 @@ def _attend(
 
 @partial(jax.jit, static_argnames=("scale", "window", "first_chunk", "flush", "padded"), inline=True)
 def _attend_on_parts(
-    cache: LayerCache, q: Array, k: Array, v: Array, count: Array, **settings: Any
+    cache: LayerCache, q: Array, k: Array, v: Array, count: Array, selection: Selection | None, **settings: Any
 ) -> tuple[Array, LayerCache, Info | None]:
     """`_attend` by each device of the placement for its rows and heads."""
 
-    def local(state: Any, q: Array, k: Array, v: Array, count: Array) -> Any:
-        out, mine, info = _attend(_part(cache, state), q, k, v, count, **settings)
+    def local(state: Any, *operands: Any) -> Any:
+        out, mine, info = _attend(_part(cache, state), *operands, **settings)
         assert mine is not None
         return out, mine.state, info
 
     placement, state = _placement(cache), _specs(cache)
     tokens = placement.spec("BTN")
-    inside, outside = (state, tokens, tokens, tokens, placement.spec("B")), (tokens, state, placement.spec("BK"))
-    out, held, info = run_on_parts(placement, local, inside, outside, cache.state, q, k, v, count)
+    heads = placement.spec("BK")
+    inside = (state, tokens, tokens, tokens, placement.spec("B"), jax.tree.map(lambda _: heads, selection))
+    out, held, info = run_on_parts(
+        placement, local, inside, (tokens, state, heads), cache.state, q, k, v, count, selection
+    )
     return out, dataclasses.replace(cache, state=held), info
 
 

@@ -1,17 +1,21 @@
 """Presets: the methods of the papers, as parts put together with the paper's defaults, and the table of them.
 
 A preset returns the policies of all layers of a model. Its docstring says where it differs from the paper.
+
+Presets that select tokens take `share` and `anchors`: every `share`-th layer past the dense ones selects, or the layers
+whose numbers `anchors` has, and the layers after it attend to the same slots (`Shared`). As text, anchors are
+separated by "+": "fier:budget=256,anchors=2+5+9".
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from kvjax.budgets import pyramid
-from kvjax.caches import Compressed, Evicting, Full, PerLayer, Policy, Retrieval, Speculative
+from kvjax.caches import Compressed, Evicting, Full, PerLayer, Policy, Retrieval, Speculative, share_selections
 from kvjax.demotion import Fifo, LogSparse
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
 from kvjax.selection import GroupReduce
@@ -23,6 +27,8 @@ from kvjax.stores import Dense, HostOffload, Quantized
 from kvjax.stores.quantized import KeyAxis
 from kvjax.timestamps import LastUse
 from kvjax.validation import nearest, shown
+
+Anchors = Sequence[int] | int | str | None
 
 
 def full() -> PerLayer:
@@ -40,6 +46,8 @@ def fier(
     chunk: int = 256,
     host: bool = False,
     dense_layers: int = 2,
+    share: int = 1,
+    anchors: Anchors = None,
 ) -> PerLayer:
     """FIER: every token is kept, and a step attends to the `budget` whose 1-bit keys score best.
 
@@ -63,7 +71,7 @@ def fier(
         demote=Fifo(leave=chunk),
         dense_below=0,
     )
-    return PerLayer((Full(),) * dense_layers, policy)
+    return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)
 
 
 def pariskv(
@@ -79,6 +87,8 @@ def pariskv(
     dense_below: int = 1024,
     host: bool = False,
     dense_layers: int = 0,
+    share: int = 1,
+    anchors: Anchors = None,
 ) -> PerLayer:
     """ParisKV: every token is kept, and a step attends to sink, local window and the best keys of a rotated index.
 
@@ -103,7 +113,7 @@ def pariskv(
         demote=Fifo(leave=chunk),
         dense_below=dense_below,
     )
-    return PerLayer((Full(),) * dense_layers, policy)
+    return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)
 
 
 def quest(
@@ -116,6 +126,8 @@ def quest(
     local: int | None = None,
     chunk: int | None = None,
     dense_layers: int = 2,
+    share: int = 1,
+    anchors: Anchors = None,
 ) -> PerLayer:
     """Quest: every token is kept, and a step attends to the pages whose box of smallest and largest keys scores best.
 
@@ -148,7 +160,7 @@ def quest(
         demote=Fifo(leave=page if chunk is None else chunk),
         dense_below=0,
     )
-    return PerLayer((Full(),) * dense_layers, policy)
+    return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)
 
 
 def logquant(
@@ -204,6 +216,8 @@ def freekv(
     local: int = 128,
     chunk: int | None = None,
     dense_layers: int = 1,
+    share: int = 1,
+    anchors: Anchors = None,
 ) -> PerLayer:
     """FreeKV: keys and values in host memory, and a step attends with the pages that the step before recalled.
 
@@ -229,7 +243,9 @@ def freekv(
         demote=Fifo(leave=page if chunk is None else chunk),
         dense_below=0,
     )
-    return PerLayer((Full(),) * dense_layers, Speculative(policy, tau=tau))
+    return share_selections(
+        PerLayer((Full(),) * dense_layers, Speculative(policy, tau=tau)), share=share, anchors=anchors
+    )
 
 
 def arkvale(
@@ -324,6 +340,8 @@ def exact(
     local: int = 1,
     chunk: int = 256,
     dense_layers: int = 2,
+    share: int = 1,
+    anchors: Anchors = None,
 ) -> PerLayer:
     """The oracle: every token is kept, and a step attends to the `budget` whose true scores are best.
 
@@ -341,7 +359,7 @@ def exact(
         demote=Fifo(leave=chunk),
         dense_below=0,
     )
-    return PerLayer((Full(),) * dense_layers, policy)
+    return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)
 
 
 def streaming_llm(budget: int = 1024, *, sink: int = 4, dense_layers: int = 0) -> PerLayer:

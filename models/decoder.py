@@ -23,6 +23,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from kvjax.attention import Cache, LayerCache, attention_info, flush
+from kvjax.caches import Following
 from kvjax.spec import CacheSpec
 from kvjax.validation import shown
 
@@ -247,10 +248,14 @@ class Decoder(nnx.Module):
         x = self.embedding[...].at[tokens].get(mode="clip")
         layers: list[Any] = []
         infos: list[Any] = []
+        selection = None  # of the last layer that selected, for the layers that follow it
         for layer, layer_cache in zip(self.layers, caches, strict=True):
+            follows = layer_cache is not None and isinstance(layer_cache.policy, Following)
             x, layer_cache, seen = layer(
-                x, cos, sin, layer_cache, lengths=lengths, active=active, first_chunk=first_chunk
+                x, cos, sin, layer_cache, lengths=lengths, active=active, first_chunk=first_chunk, selection=selection
             )
+            if seen is not None and not follows:
+                selection = seen.selection
             layers.append(layer_cache)
             infos.append(seen)
         if cache is not None:

@@ -10,6 +10,7 @@ pytree whose every leaf has the batch first; verbs take a state and return one o
     flush     demotes from full recent blocks; called before each update, for all layers under one condition
     attend_stored   exact attention over everything stored: what a chunk of a prompt needs of the chunks before it
     grown              renumbers what depends on the capacity, for a policy that keeps such numbers
+    attend_selection   in place of attend, for a policy that attends to what another layer selected
     prefill_observed   in place of prefill, for a policy to which the queries of a prompt matter
 
 All arrays have kv heads before tokens: k and v are [B, K, T, D], the queries of a step [B, K, G, D] and those of a
@@ -24,6 +25,7 @@ from kvjax.caches.full import Full, FullState
 from kvjax.caches.per_layer import PerLayer
 from kvjax.caches.policy import Growing, Info, Observer, Policy
 from kvjax.caches.retrieval import Retrieval
+from kvjax.caches.shared import Follower, Following, Leading, Shared, share_selections
 from kvjax.caches.speculative import Speculative, SpeculativeState
 from kvjax.caches.zones import ZonedState
 
@@ -31,15 +33,20 @@ __all__ = [
     "Compressed",
     "Evicting",
     "EvictingState",
+    "Follower",
+    "Following",
     "Full",
     "FullState",
     "Growing",
     "Info",
+    "Leading",
     "Observer",
     "PerLayer",
     "Policy",
     "Retrieval",
+    "Shared",
     "Speculative",
     "SpeculativeState",
     "ZonedState",
+    "share_selections",
 ]

@@ -9,19 +9,20 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.caches.policy import Info
-from kvjax.caches.zones import Visible, Zoned, ZonedState
+from kvjax.caches.selected import SelectedZones, without_packing
+from kvjax.caches.shared import Follower, require_whole_pages
+from kvjax.caches.zones import Visible, ZonedState
 from kvjax.demotion import Demotion, Fifo
 from kvjax.layouts import whole_units
-from kvjax.partial import Span
-from kvjax.selection import PackedSelection, Selection, reduce_queries, split_selection
+from kvjax.selection import PackedSelection, Selection, reduce_queries
 from kvjax.selectors import Candidates, FusedSelector, PendingSelector, Selector, WindowedSelector
 from kvjax.spec import CacheSpec, keep_int
-from kvjax.stores import Dense, FusedSlotStore, Store
+from kvjax.stores import Dense, Store
 from kvjax.validation import check_verbs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retrieval(Zoned):
+class Retrieval(SelectedZones):
     """Keeps every token and attends to `budget` of them a step: sink, local window and what the selector finds.
 
     `budget` counts each token whose keys and values a step reads. `local` is by default 64, or a quarter of the budget
@@ -64,11 +65,7 @@ class Retrieval(Zoned):
                 f"{self.selector} scores pages of {unit} tokens, which do not divide the chunk of "
                 f"{self.demote.leave}; make {self.demote} leave a multiple of {unit}"
             )
-        if unit % self.store.page:
-            raise ValueError(
-                f"{self.store} moves whole pages, but {self.selector} chooses {unit} tokens at a time; "
-                f"use {type(self.store).__name__}(page={unit})"
-            )
+        require_whole_pages(self.store, unit, f"{self.selector} chooses {unit} tokens at a time")
 
     def init(self, spec: CacheSpec) -> ZonedState:
         self.selector.check(spec, self.demote.leave)
@@ -85,14 +82,7 @@ class Retrieval(Zoned):
         self, st: ZonedState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, ZonedState, Info]:
         seen = self.visible(st, window)
-        selection = self.find(st, q, seen, scale=scale)
-        if isinstance(self.store, FusedSlotStore):
-            out = self.store.attend_slots_with(st.store, q, selection, seen.recent, seen.sink, self.local, scale=scale)
-        else:
-            stored, pending = split_selection(selection, st.store.slots)
-            history = self.store.attend_slots(st.store, q, stored, scale=scale)
-            out = ops.attend_beside(history, q, pending, self.local_span(seen), seen.sink, scale=scale)
-        return out, st, self.info(st, seen, without_packing(selection))
+        return self.attend_selected(st, q, self.find(st, q, seen, scale=scale), seen, scale=scale)
 
     def find(
         self, st: ZonedState, q: Array, seen: Visible, *, scale: float, in_order: int = 0
@@ -156,35 +146,16 @@ class Retrieval(Zoned):
         dense = -(-max(self.dense_below - self.sink - self.local, 0) // self.selector.unit)
         return min(max(self.selected // self.selector.unit, dense), units)
 
-    def local_span(self, seen: Visible) -> Span:
-        return seen.recent._replace(start=jnp.maximum(seen.recent.stop - self.local, seen.recent.start))
-
-    def info(self, st: ZonedState, seen: Visible, selection: Selection, fresh: Array | None = None) -> Info:
-        """What a step tells that attends to sink, local window and `selection`."""
-        beside = self.local_span(seen).size
-        if seen.sink is not None:
-            beside += seen.sink.size
-        attended = jnp.sum(selection.valid, axis=-1) + beside[:, None, None]
-        attended = jnp.mean(attended, axis=-1, dtype=jnp.float32)
-        positions = self.positions_read(st, seen, selection)
-        attended = jnp.broadcast_to(attended, positions.shape[:2])
-        return Info(attended, selection, fresh, positions)
-
-    def positions_read(self, st: ZonedState, seen: Visible, selection: Selection) -> Array:
-        """i32[B, K, H, sink + M + local]: positions of sink, selection and local window, -1 where there is none."""
-        B, K, H, _ = selection.slots.shape
-        length, block = (a[:, None] for a in (st.length, st.recent.count))
-        sink, back = jnp.arange(self.sink)[None], jnp.arange(self.local, 0, -1)[None]
-        parts = [jnp.where(sink < length, sink, -1), jnp.where(back <= block, length - back, -1)]
-        if seen.first is not None:
-            parts = [jnp.where(part >= seen.first[:, None], part, -1) for part in parts]
-        first, last = (jnp.broadcast_to(part[:, None, None], (B, K, H, part.shape[1])) for part in parts)
-        selected = jnp.where(selection.valid, self.positions(st, selection.slots), -1)
-        return jnp.concatenate([first, selected, last], axis=-1)
+    def follower(self, heads: tuple[int, ...] | None = None) -> Follower:
+        """The policy of a layer that attends to what a layer of this policy selects; `heads` as in `Follower`."""
+        return Follower(
+            store=self.store,
+            sink=self.sink,
+            local=self.local,
+            demote=self.demote,
+            unit=self.selector.unit,
+            heads=heads,
+        )
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return super().bytes_per_token(spec) + self.selector.bytes_per_token(spec)
-
-
-def without_packing(selection: Selection | PackedSelection) -> Selection:
-    return selection.selection if isinstance(selection, PackedSelection) else selection

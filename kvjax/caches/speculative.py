@@ -22,7 +22,9 @@ from jax.tree_util import register_dataclass
 from kvjax import ops
 from kvjax.blocks import take_rows
 from kvjax.caches.policy import Info
-from kvjax.caches.retrieval import Retrieval, without_packing
+from kvjax.caches.retrieval import Retrieval
+from kvjax.caches.selected import without_packing
+from kvjax.caches.shared import Follower
 from kvjax.caches.zones import Visible, ZonedState
 from kvjax.partial import PartialAttention
 from kvjax.selection import Selection, split_selection
@@ -277,6 +279,11 @@ class Speculative:
         self, st: SpeculativeState, q: Array, *, scale: float, window: int | None = None
     ) -> PartialAttention:
         return self.retrieval.attend_stored(st.zones, q, scale=scale, window=window)
+
+    def follower(self, heads: tuple[int, ...] | None = None) -> Follower:
+        """The policy of a layer that attends to what a layer of this policy attends to, but for the token that has just
+        left the local window."""
+        return self.retrieval.follower(heads)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return self.retrieval.bytes_per_token(spec)

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from kvjax.cli import bench, evaluate, generate, measure, methods, perplexity
+from kvjax.cli import bench, calibrate, evaluate, generate, measure, methods, perplexity
 from kvjax.cli.terminal import say, write
 
 # Advice for people who train with torch, and warnings of XLA's start, are not for this command's users.
@@ -60,6 +60,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)
 app.command("perplexity")(perplexity.perplexity)
 app.command("measure")(measure.measure)
+app.command("calibrate")(calibrate.calibrate)
 
 
 def main(args: Sequence[str] | None = None) -> int:

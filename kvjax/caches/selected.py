@@ -1,0 +1,66 @@
+"""A step over zones that attends to sink, local window and selected slots, whoever selected them.
+
+`Retrieval` selects by its own index. `Follower` gets the selection of another layer. Both attend by
+`SelectedZones.attend_selected`, so they read the same tokens in the same way.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax import ops
+from kvjax.caches.policy import Info
+from kvjax.caches.zones import Visible, Zoned, ZonedState
+from kvjax.partial import Span
+from kvjax.selection import PackedSelection, Selection, split_selection
+from kvjax.stores import FusedSlotStore
+
+
+class SelectedZones(Zoned):
+    """Zones of which a step attends to sink, local window and a selection."""
+
+    def attend_selected(
+        self, st: ZonedState, q: Array, selection: Selection | PackedSelection, seen: Visible, *, scale: float
+    ) -> tuple[Array, ZonedState, Info]:
+        """Attention [B, K, G, D] of q [B, K, G, D] over sink, selection and local window; the state, and what was read.
+
+        Slots of the selection below the store's are slots of the history; S + r is slot r of the recent block.
+        """
+        if isinstance(self.store, FusedSlotStore):
+            out = self.store.attend_slots_with(st.store, q, selection, seen.recent, seen.sink, self.local, scale=scale)
+        else:
+            stored, pending = split_selection(selection, st.store.slots)
+            history = self.store.attend_slots(st.store, q, stored, scale=scale)
+            out = ops.attend_beside(history, q, pending, self.local_span(seen), seen.sink, scale=scale)
+        return out, st, self.info(st, seen, without_packing(selection))
+
+    def local_span(self, seen: Visible) -> Span:
+        return seen.recent._replace(start=jnp.maximum(seen.recent.stop - self.local, seen.recent.start))
+
+    def info(self, st: ZonedState, seen: Visible, selection: Selection, fresh: Array | None = None) -> Info:
+        """What a step tells that attends to sink, local window and `selection`."""
+        beside = self.local_span(seen).size
+        if seen.sink is not None:
+            beside += seen.sink.size
+        attended = jnp.sum(selection.valid, axis=-1) + beside[:, None, None]
+        attended = jnp.mean(attended, axis=-1, dtype=jnp.float32)
+        positions = self.positions_read(st, seen, selection)
+        attended = jnp.broadcast_to(attended, positions.shape[:2])
+        return Info(attended, selection, fresh, positions)
+
+    def positions_read(self, st: ZonedState, seen: Visible, selection: Selection) -> Array:
+        """i32[B, K, H, sink + M + local]: positions of sink, selection and local window, -1 where there is none."""
+        B, K, H, _ = selection.slots.shape
+        length, block = (a[:, None] for a in (st.length, st.recent.count))
+        sink, back = jnp.arange(self.sink)[None], jnp.arange(self.local, 0, -1)[None]
+        parts = [jnp.where(sink < length, sink, -1), jnp.where(back <= block, length - back, -1)]
+        if seen.first is not None:
+            parts = [jnp.where(part >= seen.first[:, None], part, -1) for part in parts]
+        first, last = (jnp.broadcast_to(part[:, None, None], (B, K, H, part.shape[1])) for part in parts)
+        selected = jnp.where(selection.valid, self.positions(st, selection.slots), -1)
+        return jnp.concatenate([first, selected, last], axis=-1)
+
+
+def without_packing(selection: Selection | PackedSelection) -> Selection:
+    return selection.selection if isinstance(selection, PackedSelection) else selection
