@@ -150,7 +150,7 @@ __all__ = [
     "raise_on_overflow",
     "restore",
     "save",
-    "share_selections",
     "shardings",
+    "share_selections",
     "stream",
 ]
