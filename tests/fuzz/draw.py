@@ -1,0 +1,157 @@
+"""Random configurations: a policy of any parts that fit together, a spec, and settings of the hook.
+
+A seed names a configuration for good: a failure is repeated by its number. Combinations that the library refuses are
+drawn anew, and the refusal must be one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvjax
+from kvjax import CacheSpec, presets
+
+CHUNK = 16  # tokens of prompt in a call
+GROUP_REDUCES = ("mean_softmax", "per_head", "mean_query", "mean_score", "max_softmax", "sum_softmax")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    policy: kvjax.Policy
+    spec: CacheSpec
+    window: int | None
+
+    def __str__(self) -> str:
+        return f"{self.policy} for {self.spec}, window={self.window}"
+
+
+def configuration(seed: int) -> Configuration:
+    """The configuration of a seed; the first of its draws that the library accepts."""
+    rng = np.random.default_rng([seed, 23])
+    for _ in range(200):
+        try:
+            policy, spec, window = _policy(rng), _spec(rng), _one(rng, None, None, None, 1, 7, 30)
+            jax.eval_shape(partial(kvjax.init_layer, policy, spec))
+        except (ValueError, NotImplementedError) as refusal:
+            if "\n" in str(refusal):
+                raise AssertionError(f"seed {seed} is refused by more than a sentence: {refusal}") from refusal
+            continue
+        demote = getattr(getattr(policy, "retrieval", policy), "demote", None)
+        # A block that forgets the order of its tokens refuses a sliding window when a step is traced.
+        return Configuration(policy, spec, window if getattr(demote, "ordered", True) else None)
+    raise AssertionError(f"seed {seed}: nothing of 200 draws was accepted")
+
+
+def heads(spec: CacheSpec) -> tuple[int, int, int]:
+    return spec.q_heads, spec.kv_heads, spec.kv_heads
+
+
+def _one(rng: np.random.Generator, *values: Any) -> Any:
+    return values[int(rng.integers(len(values)))]
+
+
+def _spec(rng: np.random.Generator) -> CacheSpec:
+    q_heads, kv_heads = _one(rng, (4, 2), (2, 2), (7, 1), (8, 2))
+    return CacheSpec(
+        batch=int(rng.integers(1, 4)),
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=_one(rng, 8, 16, 32),
+        capacity=int(rng.integers(20, 90)),
+        dtype=_one(rng, "float32", "float32", "float32", "bfloat16", "float16"),
+    )
+
+
+def _policy(rng: np.random.Generator) -> kvjax.Policy:
+    kinds: tuple[Callable[[np.random.Generator], kvjax.Policy], ...] = (
+        _retrieval,
+        _retrieval,
+        _retrieval,
+        lambda rng: kvjax.Speculative(_retrieval(rng), tau=_one(rng, -1.0, 0.0, 0.5, 2.0)),
+        lambda rng: kvjax.Compressed(
+            store=_store(rng), sink=_sink(rng), local=int(rng.integers(1, 12)), demote=_demote(rng)
+        ),
+        lambda rng: kvjax.Evicting(evictor=_evictor(rng), budget=int(rng.integers(4, 60))),
+        lambda rng: kvjax.Full(),
+        _preset,
+    )
+    return kinds[int(rng.integers(len(kinds)))](rng)
+
+
+def _preset(rng: np.random.Generator) -> kvjax.Policy:
+    """A preset with small sizes, and defaults where it has them."""
+    budget = int(rng.integers(24, 60))
+    return _one(
+        rng,
+        lambda: presets.fier(budget, group=8, chunk=16),
+        lambda: presets.quest(budget, page=8),
+        lambda: presets.pariskv(budget, sink=4, local=8, chunk=16, dense_below=_one(rng, 0, 30)),
+        lambda: presets.freekv(budget, page=8, sink=4, local=8),
+        lambda: presets.exact(budget, chunk=16),
+        lambda: presets.logquant(window=8, group=8),
+        lambda: presets.kivi(residual=16, group=8),
+        lambda: presets.snapkv(budget, window=8, kernel_size=3),
+        lambda: presets.h2o(budget),
+        lambda: presets.tova(budget),
+        lambda: presets.streaming_llm(budget),
+    )().rest
+
+
+def _retrieval(rng: np.random.Generator) -> kvjax.Retrieval:
+    return kvjax.Retrieval(
+        selector=_selector(rng),
+        store=_store(rng),
+        budget=int(rng.integers(8, 60)),
+        sink=_sink(rng),
+        local=int(rng.integers(1, 12)),
+        demote=_demote(rng),
+        dense_below=_one(rng, 0, 0, 25),
+    )
+
+
+def _sink(rng: np.random.Generator) -> int:
+    return _one(rng, 0, 0, 1, 4)
+
+
+def _selector(rng: np.random.Generator) -> Any:
+    rule = _one(rng, *GROUP_REDUCES)
+    return _one(
+        rng,
+        lambda: kvjax.Fier(group=_one(rng, 4, 8, 16), group_reduce=rule),
+        lambda: kvjax.MinMaxPages(page=_one(rng, 1, 4, 8), group_reduce=rule),
+        lambda: kvjax.CentrePages(page=_one(rng, 4, 8), group_reduce=rule),
+        lambda: kvjax.Exact(group_reduce=rule),
+        lambda: kvjax.Paris(votes=_one(rng, "tiers", "plain"), candidates=_one(rng, None, 8, 20), group_reduce=rule),
+    )()
+
+
+def _store(rng: np.random.Generator) -> Any:
+    return _one(
+        rng,
+        lambda: kvjax.Dense(),
+        lambda: kvjax.Dense(),
+        lambda: kvjax.HostOffload(page=_one(rng, 1, 4, 8)),
+        lambda: kvjax.Quantized(
+            bits=_one(rng, 2, 3, 4, 8), key_axis=_one(rng, "channel", "token"), key_group=8, value_group=8
+        ),
+    )()
+
+
+def _demote(rng: np.random.Generator) -> Any:
+    return _one(rng, kvjax.Fifo(leave=8), kvjax.Fifo(leave=16), kvjax.LogSparse(window=_one(rng, 8, 12)))
+
+
+def _evictor(rng: np.random.Generator) -> Any:
+    return _one(
+        rng,
+        lambda: kvjax.Sliding(sink=_one(rng, 0, 2, 4)),
+        lambda: kvjax.HeavyHitter(recent=_one(rng, 0.0, 0.3, 0.8)),
+        lambda: kvjax.LastQuery(),
+        lambda: kvjax.Observation(window=_one(rng, 1, 4, 8), kernel_size=_one(rng, 1, 3, 5)),
+    )()

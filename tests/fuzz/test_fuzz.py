@@ -1,0 +1,106 @@
+"""Random caches under random calls give what plain lists of tokens give: no wrong output, no token lost in silence.
+
+A failure names its script s; `run(Programs(configuration(s // SCRIPTS)), s)` repeats it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvjax
+from tests.fuzz.draw import Configuration, configuration
+from tests.fuzz.run import Programs, Wrong, run_all
+from tests.laws.broken import BrokenFull
+
+SCRIPTS = 4  # of a configuration, which share its compiled programs
+CONFIGURATIONS = 500
+QUICK = (2, 3)  # in every run of the suite; what once failed joins them
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=() if n in QUICK else pytest.mark.thorough) for n in range(CONFIGURATIONS)]
+)
+def test_random_scripts_on_a_random_configuration(number: int) -> None:
+    run_all(Programs(configuration(number)), range(SCRIPTS * number, SCRIPTS * (number + 1)))
+
+
+# --------------------------------------------------------------------------------------------------- planted faults
+
+SPEC = kvjax.CacheSpec(batch=3, q_heads=4, kv_heads=2, head_dim=16, capacity=60, dtype="float32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LosesOne(kvjax.Retrieval):
+    """A Retrieval whose flush writes one token of a chunk over its neighbour."""
+
+    def append(self, st: Any, k: Any, v: Any, count: Any) -> Any:
+        return super().append(st, k, v.at[:, :, 3].set(v[:, :, 2]), count)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TellsOthers(kvjax.Retrieval):
+    """A Retrieval that tells positions one beside those that it read."""
+
+    def positions_read(self, st: Any, seen: Any, selection: Any) -> Any:
+        told = super().positions_read(st, seen, selection)
+        return jnp.where((told > 5) & (told < 9), told - 1, told)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixesRows(kvjax.Retrieval):
+    """A Retrieval whose flush gives a row the recent values of its neighbour."""
+
+    def flush(self, st: Any) -> Any:
+        after = super().flush(st)
+        recent = dataclasses.replace(after.recent, v=jnp.roll(after.recent.v, 1, axis=0))
+        return dataclasses.replace(after, recent=recent)
+
+
+PARTS: dict[str, Any] = {
+    "selector": kvjax.Fier(group=8),
+    "budget": 24,
+    "sink": 2,
+    "local": 8,
+    "demote": kvjax.Fifo(leave=8),
+}
+FAULTS: dict[str, kvjax.Policy] = {
+    "a token is written over its neighbour": LosesOne(**PARTS),
+    "positions that were not read": TellsOthers(**PARTS),
+    "rows mixed by a flush": MixesRows(**PARTS),
+} | {
+    fault: BrokenFull(fault=fault)
+    for fault in (
+        "clamps",
+        "uses the length of row 0",
+        "reads past count",
+        "forgets the newest",
+        "stores inactive rows",
+        "scales by the batch's mean length",
+        "stores a prompt in reverse",
+        "forgets a prompt's first chunk",
+    )
+}
+QUICK_FAULTS = ("clamps", "reads past count")
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=() if f in QUICK_FAULTS else pytest.mark.thorough) for f in FAULTS], ids=lambda f: f
+)
+def test_a_planted_fault_is_found(fault: str) -> None:
+    programs = Programs(Configuration(FAULTS[fault], SPEC, None))
+    with pytest.raises(Wrong, match=r"^script \d, call \d+ of "):
+        run_all(programs, range(SCRIPTS))
+
+
+def test_a_fault_of_insert_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row too low."""
+    real = kvjax.insert
+    programs = Programs(Configuration(kvjax.Full(), SPEC, None))
+    programs.insert = jax.jit(lambda cache, one, row: real(cache, one, jnp.maximum(row - 1, 0)))
+    with pytest.raises(Wrong):
+        run_all(programs, range(SCRIPTS))
