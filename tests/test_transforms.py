@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import presets
+from kvjax.testing._expect import dense
 
 SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32")
 FREEKV = presets.freekv(32, page=8, sink=8, local=8, dense_layers=0, tau=0.0).rest
@@ -34,7 +35,20 @@ def talk(cache: Any, prompt: Any, more: Any, step: Any) -> tuple[Any, ...]:
     return first, later, out, cache
 
 
-@pytest.mark.parametrize("name", ["fier", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("freekv", "all"))])
+def test_vmap_over_caches_in_host_memory_gives_each_its_own() -> None:
+    """The second cache has the rows of the first in turn, and so its outputs and contents."""
+    both = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), kvjax.init_layer(HOST["all"], SPEC))
+    tokens = [tuple(jnp.concatenate([a, a[:, ::-1]]) for a in qkv(n, 1)) for n in (30, 18, 1)]
+    *outs, cache = jax.jit(jax.vmap(talk))(both, *tokens)
+    for out in (*outs, *jax.tree.leaves(cache)):
+        np.testing.assert_allclose(out[1], out[0][::-1], atol=1e-6)
+    q, k, v = (np.concatenate([np.asarray(part[i][0]) for part in tokens], axis=1) for i in range(3))
+    want = dense(q[0, -1], k[0], v[0])  # every token is attended
+    np.testing.assert_allclose(outs[2][0, 0, 0], want, atol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", HOST)
 def test_vmap_over_a_cache_in_host_memory_is_that_of_each(name: str) -> None:
     caches = [kvjax.init_layer(HOST[name], SPEC) for _ in range(2)]
     both = jax.tree.map(lambda *a: jnp.stack(a), *caches)
