@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import tables
+from docs import pictures, tables
 from kvjax import models
 from kvjax.presets import REGISTRY
 from tests.checkpoint import write_checkpoint
@@ -90,6 +90,11 @@ def test_no_table_of_numbers_is_typed_by_hand(page):
 
 def test_the_picture_shows_what_the_results_say():
     assert tables.PICTURE.read_text() == tables.picture(), "run python -m docs.tables"
+
+
+def test_pictures_of_the_concepts_are_as_their_code_draws_them():
+    for name, draw in pictures.CONCEPTS.items():
+        assert (pictures.FOLDER / f"{name}.svg").read_text() == draw().svg(), "run python -m docs.pictures"
 
 
 def test_a_changed_number_is_found():

@@ -1,0 +1,61 @@
+"""Sphinx settings of the site that docs/website.py builds."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import kvjax
+from docs.docstrings import to_rst
+
+project = "kvjax"
+author = "the kvjax authors"
+copyright = "the kvjax authors, Apache-2.0"
+version = release = kvjax.__version__
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 4
+nb_execution_mode = "force" if os.environ.get("KVJAX_SITE_EXECUTE") else "off"
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+
+html_theme = "sphinx_book_theme"
+html_title = "kvjax"
+html_static_path = [str(Path(__file__).parent / "static")]
+html_css_files = ["kvjax.css"]
+html_theme_options = {
+    "show_navbar_depth": 1,
+    "show_toc_level": 2,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "navbar_persistent": [],  # one search field is enough
+    "pygments_light_style": "a11y-high-contrast-light",
+}
+html_copy_source = False
+html_show_sphinx = False
+pygments_style = "default"
+mathjax_path = "not-shipped.js"  # nothing comes from the network; a page with a formula is a broken link
+
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 90
+napoleon_numpy_docstring = False
+default_role = "literal"
+
+
+def _process(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = to_rst(lines)
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", _process, priority=100)  # before napoleon

@@ -1,0 +1,238 @@
+"""Builds the site: `python -m docs.website OUT` writes its HTML; `--execute` runs the notebooks and shows their output.
+
+The pages lie in a temporary tree with the repository's own folders, so that links of README.md and docs/ hold on a code
+host and on the site alike. Each section of docs/methods.md about a method becomes a page. The pages of the API are
+written from what the package exports. A warning of Sphinx, a link without a target and a resource on the network are
+errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib import import_module
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urlparse
+
+ROOT = Path(__file__).resolve().parents[1]
+
+COPIED = (
+    "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "benchmarks/NOTES.md", "training/README.md",
+    "kvjax/data/kvjax-26m/README.md",
+)  # fmt: skip
+CONTENTS = {  # caption -> pages; of the guides, methods, notebooks and API below
+    "Start": ["docs/getting_started", "docs/concepts"],
+    "Methods": ["docs/methods", "docs/support"],
+    "Guides": ["docs/guides"],
+    "Notebooks": [],
+    "Measurements": ["docs/performance", "benchmarks/NOTES"],
+    "API": [],
+    "Project": ["CHANGELOG", "CONTRIBUTING", "docs/citation", "kvjax/data/kvjax-26m/README", "training/README"],
+}
+API = {  # page -> title, modules whose exported names stand on it
+    "attention": ("Make and call a cache", ("kvjax.attention", "kvjax.spec", "kvjax.prompt", "kvjax.capacity")),
+    "generation": ("Generate", ("kvjax.generation", "kvjax.sampling", "kvjax.request")),
+    "saving": ("Save and restore", ("kvjax.saving",)),
+    "policies": ("Policies", ("kvjax.caches",)),
+    "selectors": ("Selectors", ("kvjax.selectors", "kvjax.selection")),
+    "stores": ("Stores", ("kvjax.stores",)),
+    "evictors": ("Demotions and evictors", ("kvjax.demotion", "kvjax.evictors")),
+    "partial": ("Partial attention", ("kvjax.partial",)),
+    "operations": ("Operations and kernels", ("kvjax.ops",)),
+    "more": ("More", ("kvjax",)),  # what stands in no other module
+}
+SPACES = {  # modules that users name: page -> title, module
+    "presets": ("Presets", "kvjax.presets"),
+    "models": ("Models", "kvjax.models"),
+    "evaluate": ("Evaluate", "kvjax.evaluate"),
+    "testing": ("Test a policy", "kvjax.testing"),
+    "memory": ("Memory", "kvjax.memory"),
+}
+
+
+def stage(folder: Path) -> None:
+    """Writes the sources of the site into an empty folder."""
+    from kvjax.presets import REGISTRY
+
+    for name in COPIED:
+        _put(folder / name, (ROOT / name).read_text())
+    for path in (ROOT / "docs").rglob("*"):
+        if path.suffix in (".md", ".svg", ".png"):
+            target = folder / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+    for path in (ROOT / "benchmarks" / "results").glob("*.svg"):
+        _put(folder / path.relative_to(ROOT), path.read_text())
+    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    for path in notebooks:
+        (folder / "notebooks").mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / "notebooks" / path.name)
+
+    contents = {
+        caption: [page for page in pages if (folder / f"{page}.md").exists()] for caption, pages in CONTENTS.items()
+    }
+    contents["Notebooks"] = [f"notebooks/{path.stem}" for path in notebooks]
+    contents["API"] = [f"docs/api/{page}" for page in api_pages(folder / "docs" / "api")]
+    own = list(REGISTRY)
+    split_methods(folder / "docs", own)
+    readme = (ROOT / "README.md").read_text()
+    trees = "".join(_tree(pages, caption) for caption, pages in contents.items())
+    _put(folder / "index.md", f"{readme}\n{trees}")
+    for page in folder.rglob("*.md"):
+        link = re.compile(rf"\]\(((?:\.\./|docs/)*)methods\.md#({'|'.join(own)})\)")
+        _put(page, link.sub(r"](\1methods/\2.md)", page.read_text()).replace("../README.md", "../index.md"))
+
+
+def _tree(pages: list[str], caption: str = "", options: str = ":hidden:") -> str:
+    title = f":caption: {caption}\n" if caption else ""
+    return f"```{{toctree}}\n{options}\n{title}\n" + "\n".join(f"/{page}" for page in pages) + "\n```\n\n"
+
+
+def _put(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def split_methods(docs: Path, own: list[str]) -> None:
+    """A page for each method in place of its section of methods.md."""
+    head, *parts = re.split(r"^## ", (docs / "methods.md").read_text(), flags=re.MULTILINE)
+    rest = []
+    for part in parts:
+        name, _, body = part.partition("\n")
+        if name.strip() not in own:
+            rest.append(f"## {part}")
+            continue
+        body = re.sub(r"\]\((?!https?:|#)([^)]+)\)", r"](../\1)", body)
+        body = re.sub(r"\]\(#([^)]+)\)", r"](../methods.md#\1)", body)
+        body = re.sub(r"(?<=[^\n])\n(?=\*\*[\w ]+\.\*\*)", "\n\n", body)  # each answer is a paragraph
+        picture = f"pictures/reads_{name}.svg"
+        shown = f"\n![What each decode step of {name} reads](../{picture})\n" if (docs / picture).exists() else ""
+        signature = f"\n## Signature\n\n```{{eval-rst}}\n.. autofunction:: kvjax.presets.{name}\n   :no-index:\n```\n"
+        _put(docs / "methods" / f"{name}.md", f"# {name}\n{shown}{body}{signature}")
+    _put(docs / "methods.md", "".join((head, *rest)) + "\n" + _tree([f"docs/methods/{name}" for name in own]))
+
+
+def exported() -> dict[str, list[str]]:
+    """The names that `import kvjax` gives, by their page of the API."""
+    kvjax = import_module("kvjax")
+    pages: dict[str, list[str]] = {page: [] for page in API}
+    for name in kvjax.__all__:
+        thing = getattr(kvjax, name)
+        if inspect.ismodule(thing):
+            continue
+        module = getattr(thing, "__module__", "kvjax")
+        fits = [(len(m), page) for page, (_, ms) in API.items() for m in ms if f"{module}.".startswith(f"{m}.")]
+        pages[max(fits)[1]].append(f"kvjax.{name}")
+    for page, (_, module) in SPACES.items():
+        space = import_module(module)
+        names = getattr(space, "__all__", None) or [
+            n for n, thing in vars(space).items()
+            if not n.startswith("_") and getattr(thing, "__module__", None) == module and callable(thing)
+        ]  # fmt: skip
+        pages[page] = [f"{module}.{name}" for name in names]
+    return {
+        page: sorted(names, key=lambda name: inspect.isclass(_resolve(name))) for page, names in pages.items() if names
+    }
+
+
+def api_pages(folder: Path) -> list[str]:
+    """Writes the pages of the API, and returns their names."""
+    found = exported()
+    for page, names in found.items():
+        title, module = SPACES.get(page, (API.get(page, ("",))[0], "kvjax"))
+        entries = []
+        for name in names:
+            thing = _resolve(name)
+            if not callable(thing):
+                continue
+            kind = "autoclass" if inspect.isclass(thing) else "autofunction"
+            members = "   :members:\n" if kind == "autoclass" else ""
+            entries.append(f"```{{eval-rst}}\n.. {kind}:: {name}\n{members}```\n")
+        _put(folder / f"{page}.md", f"# {title}\n\n`import {module}`\n\n" + "\n".join(entries))
+    return list(found)
+
+
+def _resolve(name: str) -> object:
+    module, _, last = name.rpartition(".")
+    return getattr(import_module(module), last)
+
+
+# --------------------------------------------------------------------------------------------------------------- links
+
+
+class _Page(HTMLParser):
+    """Links, resources and anchors of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []  # what a browser fetches by itself
+        self.anchors: set[str] = {"", "top"}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value for name, value in attrs if value}
+        self.anchors |= {given[name] for name in ("id", "name") if name in given}
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        elif tag == "link" and given.get("rel") in ("stylesheet", "preload", "icon") and "href" in given:
+            self.loaded.append(given["href"])
+        elif tag in ("script", "img", "iframe", "source") and "src" in given:
+            self.loaded.append(given["src"])
+
+
+def broken_links(site: Path) -> Iterator[str]:
+    """What a page of the site links to or loads and is not there."""
+    pages = {path.resolve(): _Page(path.read_text()) for path in site.rglob("*.html")}
+    for path, page in pages.items():
+        where = path.relative_to(site.resolve())
+        for address in page.loaded:
+            if urlparse(address).scheme in ("http", "https"):
+                yield f"{where} loads {address} from the network"
+        for address in (*page.links, *page.loaded):
+            if urlparse(address).scheme:
+                continue
+            file, anchor = urldefrag(address)
+            target = (path.parent / unquote(file.partition("?")[0])).resolve() if file else path
+            if not target.exists():
+                yield f"{where} links to {address}: no such file"
+            elif target in pages and unquote(anchor) not in pages[target].anchors:
+                yield f"{where} links to {address}: no such heading"
+
+
+def build(out: Path, *, execute: bool = False) -> None:
+    """Writes the site to `out`.
+
+    Raises:
+      RuntimeError: Sphinx warned, or a link is broken.
+    """
+    from sphinx.cmd.build import main
+
+    if execute:
+        os.environ["KVJAX_SITE_EXECUTE"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        stage(Path(folder))
+        status = main(["-q", "-W", "--keep-going", "-b", "html", "-c", str(ROOT / "docs"), folder, str(out)])
+    if status:
+        raise RuntimeError("the site has warnings, which are listed above")
+    found = sorted(set(broken_links(out)))
+    if found:
+        raise RuntimeError("\n".join(found))
+
+
+if __name__ == "__main__":
+    asked = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    asked.add_argument("out", type=Path, help="folder for the HTML")
+    asked.add_argument("--execute", action="store_true", help="run the notebooks, to show their outputs")
+    given = asked.parse_args()
+    try:
+        build(given.out, execute=given.execute)
+    except RuntimeError as error:
+        sys.exit(str(error))

@@ -1,0 +1,52 @@
+"""The site: every exported name has a page, links are checked, and the whole is built where Sphinx is installed."""
+
+import doctest
+import importlib.util
+
+import pytest
+
+import kvjax
+from docs import docstrings, website
+
+
+def test_every_exported_name_has_a_page():
+    found = {name for names in website.exported().values() for name in names}
+    modules = {"memory", "presets"}
+    assert {f"kvjax.{name}" for name in kvjax.__all__ if name not in modules} <= found
+
+
+def test_every_method_has_a_page(tmp_path):
+    website.stage(tmp_path)
+    for name in kvjax.presets.REGISTRY:
+        page = (tmp_path / "docs" / "methods" / f"{name}.md").read_text()
+        assert page.startswith(f"# {name}\n")
+        assert "**Not for.**" in page
+        assert f"methods/{name}.md" in (tmp_path / "docs" / "methods.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('<a href="b.html">', "no such file"),
+        ('<a href="#gone">', "no such heading"),
+        ('<script src="https://cdn.example/x.js"></script>', "from the network"),
+        ('<a href="#here">', None),
+        ('<a href="https://example.org">', None),
+    ],
+)
+def test_a_broken_link_is_found(tmp_path, text, told):
+    (tmp_path / "a.html").write_text(f'<h1 id="here">A</h1>{text}')
+    found = list(website.broken_links(tmp_path))
+    assert len(found) == (told is not None)
+    assert all(told in line for line in found)
+
+
+def test_docstrings_become_markup():
+    assert not doctest.testmod(docstrings).failed
+
+
+@pytest.mark.thorough  # .ci/run builds it in a stage of its own
+@pytest.mark.skipif(importlib.util.find_spec("sphinx_book_theme") is None, reason="needs kvjax[docs]")
+def test_the_site_builds_without_warnings(tmp_path):
+    website.build(tmp_path / "site")
+    assert (tmp_path / "site" / "index.html").exists()
