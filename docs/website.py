@@ -190,7 +190,7 @@ class _Page(HTMLParser):
 
 def broken_links(site: Path) -> Iterator[str]:
     """What a page of the site links to or loads and is not there."""
-    pages = {path.resolve(): _Page(path.read_text()) for path in site.rglob("*.html")}
+    pages = {path.resolve(): _Page(path.read_text()) for path in site.rglob("*.html") if "_static" not in path.parts}
     for path, page in pages.items():
         where = path.relative_to(site.resolve())
         for address in page.loaded:

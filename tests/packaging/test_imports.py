@@ -15,9 +15,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # A module imports lower floors only. A new module of kvjax needs a line here.
 FLOORS = {
     **dict.fromkeys(("spec", "layouts", "memory", "validation", "settings", "budgets"), 0),
-    **dict.fromkeys(("partial", "quant", "rotate", "selection", "blocks"), 1),
+    **dict.fromkeys(("partial", "quant", "rotate", "selection", "blocks", "placement"), 1),
     **dict.fromkeys(("ops", "prompt"), 2),
-    **dict.fromkeys(("stores", "selectors", "demotion", "evictors"), 3),
+    **dict.fromkeys(("stores", "selectors", "demotion", "evictors", "timestamps"), 3),
     "caches": 4,
     **dict.fromkeys(("attention", "presets"), 5),
     **dict.fromkeys(("sampling", "request", "text", "generation", "testing", "capacity"), 6),
