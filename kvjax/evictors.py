@@ -11,13 +11,15 @@ and its tokens, in order of position; there position is -1 where there is no tok
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.placement import mean_over_heads
 from kvjax.spec import keep_int, require_int
+
+Pooling = Literal["max", "mean"]
 
 
 class Evictor(Protocol):
@@ -157,23 +159,26 @@ class LastQuery:
 class Observation:
     """The last `window` queries of a prompt vote for what stays of it, and their own tokens stay.
 
-    A token's vote is the largest of the `kernel_size` tokens around it, each the softmax weight that it got, summed
-    over the window and the query heads of its group. With fewer than 2 `window` slots, the window is half of the slots.
+    A token's vote is the largest of the `kernel_size` tokens around it (pooling="max"), or their mean ("mean", where
+    there are none counting as 0), each the softmax weight that it got, summed over the window and the query heads of
+    its group. With fewer than 2 `window` slots, the window is half of the slots.
 
     Pooling keeps what stands beside a voted token, `kernel_size` // 2 to each side; what no query has asked for yet and
     lies further off is lost. Of five-digit numbers, a token a digit, a model of 26 M parameters wrote the first four
     digits right in 8 of 8 cases and the fifth in 1, with a kernel_size of 13 all (needles in 2048 tokens, budget 256,
     2026-11-21).
 
-    **Source:** SnapKV (Li et al. 2024), section 4; window 32, pooling of 7. **Differs:** the paper chooses for each
-    query head, here a group shares a choice. The paper keeps all that is generated beside its budget; here a generated
-    token takes the slot of the prompt's token with the lowest vote, so that the budget holds, and when none is left, of
-    the oldest. Of a prompt in several chunks each chunk chooses among what earlier ones left, neighbours being
-    neighbours in what is left, and of a chunk shorter than the window only its own queries vote.
+    **Source:** SnapKV (Li et al. 2024), section 4; window 32, pooling of 7; both poolings are in its code.
+    **Differs:** the paper chooses for each query head, here a group shares a choice. The paper keeps all that is
+    generated beside its budget; here a generated token takes the slot of the prompt's token with the lowest vote, so
+    that the budget holds, and when none is left, of the oldest. Of a prompt in several chunks each chunk chooses among
+    what earlier ones left, neighbours being neighbours in what is left, and of a chunk shorter than the window only
+    its own queries vote.
     """
 
     window: int = 32
     kernel_size: int = 7  # tokens, odd
+    pooling: Pooling = "max"
 
     def __post_init__(self) -> None:
         keep_int(self, "window", at_least=1)
@@ -183,6 +188,8 @@ class Observation:
                 f"Observation(kernel_size={self.kernel_size}) has no middle; "
                 f"use {self.kernel_size - 1} or {self.kernel_size + 1}"
             )
+        if self.pooling not in get_args(Pooling):
+            raise ValueError(f"Observation(pooling={self.pooling!r}) must be 'max' or 'mean'")
 
     @property
     def arrival(self) -> float:
@@ -196,8 +203,9 @@ class Observation:
 
     def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
         newest = _newest(position, end, self.voters(slots))
-        votes = jnp.where(newest | (position < 0), -jnp.inf, jnp.sum(votes, axis=2))
-        pooled = lax.reduce_window(votes, -jnp.inf, lax.max, (1, 1, self.kernel_size), (1, 1, 1), "SAME")
+        least, combine = (-jnp.inf, lax.max) if self.pooling == "max" else (0.0, lax.add)
+        votes = jnp.where(newest | (position < 0), least, jnp.sum(votes, axis=2))
+        pooled = lax.reduce_window(votes, least, combine, (1, 1, self.kernel_size), (1, 1, 1), "SAME")
         return jnp.where(newest, jnp.inf, pooled)
 
     def see_step(self, evidence: Array, weights: Array) -> Array:

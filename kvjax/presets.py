@@ -12,12 +12,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from kvjax.budgets import pyramid
 from kvjax.caches import Compressed, Evicting, Full, PerLayer, Policy, Retrieval, Speculative, share_selections
 from kvjax.demotion import Fifo, LogSparse
-from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
+from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Pooling, Sliding
 from kvjax.selection import GroupReduce
 from kvjax.selectors import BallPages, CentrePages, Exact, Fier, MinMaxPages, Paris, ProductCodes
 from kvjax.selectors.paris import Votes
@@ -29,6 +29,11 @@ from kvjax.timestamps import LastUse
 from kvjax.validation import nearest, shown
 
 Anchors = Sequence[int] | int | str | None
+# FreeKV's settings by the kind of task.
+FREEKV: dict[str, dict[str, Any]] = {
+    "long_input": {"sink": 128, "local": 128, "tau": 0.8},
+    "long_generation": {"sink": 512, "local": 512, "tau": 0.9},
+}
 
 
 def full() -> PerLayer:
@@ -167,16 +172,19 @@ def logquant(
     window: int = 42,
     *,
     bits: int = 2,
+    value_bits: int | None = None,
     key_axis: KeyAxis = "channel",
     group: int = 64,
+    sink: int = 0,
     dense_layers: int = 0,
 ) -> PerLayer:
     """LogQuant: everything is attended; 2W to 3W tokens are exact, ever sparser with age, and the rest has 2 bits.
 
     W = `window`; 42 is a third of the 128 exact tokens that the paper gives (R). Values are quantised by token in
     groups of `group` channels; keys by channel in groups of W tokens, the whole of what leaves at once, or with
-    key_axis="token" as the values are. A prompt attends to itself exactly, or if it comes in several chunks, to the
-    earlier ones as they are stored.
+    key_axis="token" as the values are. Values have the bits of the keys, or `value_bits`. The first `sink` tokens stay
+    exact; the paper sets none apart, though the first of all never leaves its window. A prompt attends to itself
+    exactly, or if it comes in several chunks, to the earlier ones as they are stored.
 
     **Source:** LogQuant (2025), Algorithm 1, section 2.4. **Differs:** groups of keys have W = 42 tokens, not 64: the
     tokens that leave together are quantised together, once, and 42 is the largest group that divides them. The
@@ -186,14 +194,23 @@ def logquant(
     require_int("logquant(dense_layers=...)", dense_layers, at_least=0)
     demote = LogSparse(window=window)
     key_group = window if key_axis == "channel" else group
-    store = Quantized(bits=bits, key_axis=key_axis, key_group=key_group, value_group=group)
-    return PerLayer((Full(),) * dense_layers, Compressed(store=store, local=window, demote=demote))
+    store = Quantized(bits=bits, key_axis=key_axis, key_group=key_group, value_bits=value_bits, value_group=group)
+    return PerLayer((Full(),) * dense_layers, Compressed(store=store, sink=sink, local=window, demote=demote))
 
 
-def kivi(bits: int = 2, *, residual: int = 128, group: int = 32, dense_layers: int = 0) -> PerLayer:
+def kivi(
+    bits: int = 2,
+    *,
+    value_bits: int | None = None,
+    residual: int = 128,
+    group: int = 32,
+    sink: int = 0,
+    dense_layers: int = 0,
+) -> PerLayer:
     """KIVI: everything is attended; the newest tokens, `residual` at most, are exact, and the rest has 2 bits.
 
-    Keys are quantised by channel in groups of `group` tokens, values by token in groups of `group` channels.
+    Keys are quantised by channel in groups of `group` tokens, values by token in groups of `group` channels, in the
+    bits of the keys or in `value_bits`. The first `sink` tokens stay exact; the paper sets none apart.
 
     **Source:** KIVI (Liu et al. 2024), section 3; g = 32, R = 128. **Differs:** keys and values leave the recent block
     together by the paper's rule for keys: all R at once when there are R, so 1 to R tokens are exact. The paper keeps
@@ -202,18 +219,20 @@ def kivi(bits: int = 2, *, residual: int = 128, group: int = 32, dense_layers: i
     """
     require_int("kivi(residual=...)", residual, at_least=1)
     require_int("kivi(dense_layers=...)", dense_layers, at_least=0)
-    store = Quantized(bits=bits, key_group=group)
-    return PerLayer((Full(),) * dense_layers, Compressed(store=store, demote=Fifo(leave=residual)))
+    store = Quantized(bits=bits, key_group=group, value_bits=value_bits)
+    return PerLayer((Full(),) * dense_layers, Compressed(store=store, sink=sink, demote=Fifo(leave=residual)))
 
 
 def freekv(
     budget: int = 2048,
     *,
-    tau: float = 0.8,
+    task: Literal["long_input", "long_generation"] = "long_input",
+    tau: float | None = None,
     page: int = 32,
+    summary: Literal["min_max", "centre"] = "min_max",
     group_reduce: GroupReduce = "mean_softmax",
-    sink: int = 128,
-    local: int = 128,
+    sink: int | None = None,
+    local: int | None = None,
     chunk: int | None = None,
     dense_layers: int = 1,
     share: int = 1,
@@ -222,20 +241,28 @@ def freekv(
     """FreeKV: keys and values in host memory, and a step attends with the pages that the step before recalled.
 
     The first `dense_layers` layers attend to everything, on the device. `sink` first and `local` newest tokens are
-    always attended; the rest of the budget is pages of `page` tokens, by the box of their smallest and largest keys.
-    Heads whose query has turned (cosine to the last below `tau`) recall anew. Pages are stored in chunks of `chunk`
-    tokens (default: one page).
+    always attended; the rest of the budget is pages of `page` tokens, by the box of their smallest and largest keys, or
+    with summary="centre" by that of `CentrePages`. Heads whose query has turned (cosine to the last below `tau`) recall
+    anew. Pages are stored in chunks of `chunk` tokens (default: one page).
 
-    **Source:** FreeKV (2025); defaults are those for long inputs. For long generation it sets sink and local to 512
-    and tau to 0.9. **Differs:** see `Speculative` and `HostOffload` for who decides and what stays resident; a page
-    that is not yet full competes by the exact scores of its tokens. FreeKV's CUDA code sums pages up as `CentrePages`
-    does, and pools raw scores by "mean_score".
+    `task` is the paper's setting: "long_input" has sink and local of 128 and tau of 0.8, "long_generation" 512, 512 and
+    0.9. Each can be given by itself too.
+
+    **Source:** FreeKV (2025). **Differs:** see `Speculative` and `HostOffload` for who decides and what stays resident;
+    a page that is not yet full competes by the exact scores of its tokens. FreeKV's CUDA code sums pages up as
+    summary="centre" does, and pools raw scores by group_reduce="mean_score".
     """
+    if task not in FREEKV:
+        raise ValueError(f"freekv(task={task!r}) must be one of {', '.join(FREEKV)}")
+    if summary not in ("min_max", "centre"):
+        raise ValueError(f"freekv(summary={summary!r}) must be 'min_max' or 'centre'")
+    own = {"sink": sink, "local": local, "tau": tau}
+    sink, local, tau = (FREEKV[task][name] if value is None else value for name, value in own.items())
     require_int("freekv(dense_layers=...)", dense_layers, at_least=0)
     require_int("freekv(budget=...)", budget, at_least=1)
     _require_page("freekv", budget, page, sink, local)
     policy = Retrieval(
-        selector=MinMaxPages(page=page, group_reduce=group_reduce),
+        selector=(MinMaxPages if summary == "min_max" else CentrePages)(page=page, group_reduce=group_reduce),
         store=HostOffload(page=page),
         budget=budget,
         sink=sink,
@@ -389,13 +416,23 @@ def tova(budget: int = 1024, *, dense_layers: int = 0) -> PerLayer:
     return _evicting("tova", LastQuery(), budget, dense_layers)
 
 
-def snapkv(budget: int = 1024, *, window: int = 32, kernel_size: int = 7, dense_layers: int = 0) -> PerLayer:
+def snapkv(
+    budget: int = 1024,
+    *,
+    window: int = 32,
+    kernel_size: int = 7,
+    pooling: Pooling = "max",
+    dense_layers: int = 0,
+) -> PerLayer:
     """SnapKV: of a prompt, the last `window` tokens and those to which their queries attend most, `budget` in all.
+
+    A token's vote is the largest (pooling="max") or the mean ("mean") of the `kernel_size` votes around it.
 
     **Source:** SnapKV (Li et al. 2024), section 4. **Differs:** see `Observation`: a group of query heads shares a
     choice, and generated tokens take slots of the budget; see `Evicting` for prompts in several chunks.
     """
-    return _evicting("snapkv", Observation(window=window, kernel_size=kernel_size), budget, dense_layers)
+    evictor = Observation(window=window, kernel_size=kernel_size, pooling=pooling)
+    return _evicting("snapkv", evictor, budget, dense_layers)
 
 
 def raas(budget: int = 1024, *, threshold: float = 1e-4, dense_layers: int = 0) -> PerLayer:

@@ -23,6 +23,7 @@ EVICTORS = {
     "heavy hitter": HeavyHitter(recent=0.5),
     "last query": LastQuery(),
     "observation": Observation(window=WINDOW, kernel_size=POOL),
+    "observation, mean": Observation(window=WINDOW, kernel_size=POOL, pooling="mean"),
 }
 
 
@@ -30,6 +31,8 @@ class Row:
     """One row in plain Python: for each kv head, the positions that it keeps and what each has earned."""
 
     def __init__(self, rule: str, q: np.ndarray, k: np.ndarray, window: int | None = None):
+        rule, _, pooling = rule.partition(", ")
+        self.pool = np.max if not pooling else lambda votes: np.sum(votes) / POOL  # what is not there counts as 0
         self.rule, self.q, self.k, self.window = rule, q.astype(np.float64), k.astype(np.float64), window
         self.group = q.shape[1] // k.shape[1]
         self.kept: list[dict[int, float]] = [{} for _ in range(k.shape[1])]
@@ -87,7 +90,7 @@ class Row:
     def pooled(self, kept: dict[int, float]) -> dict[int, float]:
         prefix = [p for p in sorted(kept) if p < self.length - WINDOW]
         votes = [kept[p] for p in prefix]
-        best = {p: max(votes[max(i - POOL // 2, 0) : i + POOL // 2 + 1]) for i, p in enumerate(prefix)}
+        best = {p: self.pool(votes[max(i - POOL // 2, 0) : i + POOL // 2 + 1]) for i, p in enumerate(prefix)}
         return {p: best.get(p, np.inf) for p in kept}
 
 

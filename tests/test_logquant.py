@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +33,27 @@ def held(cache: kvjax.LayerCache, row: int) -> tuple[list[int], list[int]]:
     return recent.astype(int).tolist(), stored.astype(int).tolist()
 
 
+def behind(sink: int, rule: Callable[[int, int], tuple[list[int], list[int]]]):
+    """The rule for the tokens past the first `sink`."""
+
+    def shifted(size: int, tokens: int) -> tuple[list[int], list[int]]:
+        exact, quantised = rule(size, max(tokens - sink, 0))
+        return [p + sink for p in exact], [p + sink for p in quantised]
+
+    return shifted
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("policy", "rule", "size"),
     [
+        (presets.kivi(residual=8, group=4, sink=3, value_bits=4).rest, behind(3, residual), 8),
         (presets.logquant(window=4, group=8).rest, log_sparse, 4),
         (presets.logquant(window=6, group=8).rest, log_sparse, 6),
         (presets.logquant(window=5, bits=8, key_axis="token").rest, log_sparse, 5),
         (presets.kivi(residual=8, group=4).rest, residual, 8),
     ],
-    ids=["logquant 4", "logquant 6", "logquant 5 by token", "kivi 8"],
+    ids=["kivi 8 behind 3", "logquant 4", "logquant 6", "logquant 5 by token", "kivi 8"],
 )
 def test_every_token_is_where_the_rule_puts_it(policy, rule, size: int) -> None:
     """Prompts of every length from 1 to 5W, a row each, and 5W decode steps after."""

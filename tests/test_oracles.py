@@ -60,6 +60,8 @@ POLICIES = {
     "logquant": kvjax.presets.logquant(window=14).rest,
     "logquant by token, 4 bits": kvjax.presets.logquant(window=14, bits=4, key_axis="token").rest,
     "kivi": kvjax.presets.kivi(residual=32, group=16).rest,
+    "kivi with sinks, values of 4 bits": kvjax.presets.kivi(residual=32, group=16, sink=5, value_bits=4).rest,
+    "logquant with sinks": kvjax.presets.logquant(window=14, sink=5).rest,
 }
 QUICK = ("pariskv", "freekv, no room to spare", "logquant")  # FIER and KIVI have tests of their own of the same things
 
@@ -225,11 +227,12 @@ def test_codes_scales_and_outputs_are_those_of_the_oracle(name: str, keys: str, 
     values = min(store.value_group or store.key_group, D)
     rule = oracles.log_sparse if isinstance(policy.demote, LogSparse) else oracles.residual
     for at in steps(policy, spec, tokens):
-        exact, quantised = rule(policy.demote.leave, at.held - 1)  # a step demotes before its token comes
-        exact = [*exact, at.held - 1]
+        sink = policy.sink
+        exact, quantised = rule(policy.demote.leave, at.held - 1 - sink)  # a step demotes before its token comes
+        exact, quantised = [*range(sink), *(sink + p for p in exact), at.held - 1], [sink + p for p in quantised]
         codes = [
             oracles.asymmetric(at.k[quantised], store.bits, tokens_of_a_key, channels),
-            oracles.asymmetric(at.v[quantised], store.bits, 1, values),
+            oracles.asymmetric(at.v[quantised], store.value_bits or store.bits, 1, values),
         ]
         k, v = (
             np.concatenate([code * scale + zero, a[exact]])

@@ -11,6 +11,7 @@ import pytest
 import kvjax
 from kvjax import (
     CacheSpec,
+    CentrePages,
     Dense,
     Fier,
     Fifo,
@@ -374,3 +375,16 @@ def test_a_reused_recall_drops_nothing_that_the_budget_can_hold() -> None:
         assert read == wanted, n
         most = max(most, len(read))
     assert most == budget
+
+
+def test_freekv_takes_its_settings_from_the_task_and_its_pages_from_the_summary() -> None:
+    preset = kvjax.presets.freekv
+    assert preset() == preset(task="long_input", tau=0.8, sink=128, local=128)
+    long = preset(task="long_generation")
+    assert long == preset(tau=0.9, sink=512, local=512)
+    assert preset(task="long_generation", sink=4).rest.retrieval.sink == 4
+    assert preset(summary="centre", group_reduce="mean_score").rest.retrieval.selector == CentrePages(page=32)
+    with pytest.raises(ValueError, match=r"freekv\(task='chat'\) must be one of long_input, long_generation"):
+        preset(task="chat")
+    with pytest.raises(ValueError, match=r"freekv\(summary='mean'\) must be 'min_max' or 'centre'"):
+        preset(summary="mean")
