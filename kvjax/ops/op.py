@@ -82,9 +82,7 @@ class Op(Generic[P, R]):
         return f
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
+        given = self._arguments(*args, **kwargs)
         implementation = _require(given.pop("implementation")) or _chosen.value
         kernel = self.module
         limit = _why_not(self._limit(kernel, **given))
@@ -111,6 +109,17 @@ class Op(Generic[P, R]):
                 _say_once(limit)
             return reference(*operands)
         return lax.platform_dependent(*operands, cuda=run, default=reference)
+
+    def unsupported(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
+        """The limit of the kernel that these arguments exceed, on any machine; None if there is a kernel for them."""
+        given = self._arguments(*args, **kwargs)
+        del given["implementation"]
+        return self._limit(self.module, **given)
+
+    def _arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
 
     def _explain(self, kernel: Any, limit: str | None, implementation: Implementation | None) -> Explanation:
         if implementation is not None:

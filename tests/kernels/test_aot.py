@@ -133,6 +133,24 @@ def over_zones(local):
     return lambda *args: attend_zones.attend_zones(*args, local, scale=0.1)
 
 
+HOST = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec(), memory_kind="pinned_host")
+
+
+def kept_by_host(pages, page, D=128):
+    return jax.ShapeDtypeStruct((1, 8, pages, 2, page, D), jnp.bfloat16, sharding=HOST)
+
+
+def recalled(rest):
+    """A recall of 64 pages of 32 tokens, its first kernel or the rest."""
+    held, flags = [*2 * [sds(1, 8, 2048, 128)]], sds(1, 8, dtype=bool)
+    there, index = (sds(1, 8, n, dtype=jnp.int32) for n in (64, 63))
+    args = kept_by_host(1024, 32), index, sds(1, dtype=jnp.int32), flags, (there, held), 2 * [sds(1, 8, 159, 128)]
+    if not rest:
+        return host_rows.recall, args
+    config, blocks = host_rows.BESIDE
+    return partial(host_rows.recall, config=config, blocks=blocks), (*args, (flags, held))
+
+
 MIB = 1 << 20
 PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes of spills at most
     "score_1bit": (SCORE, (sds(1, 8, 4, 128, dtype=jnp.float32), *keys_1bit(8, 131072, 128, 32)), 0.1, 0),
@@ -181,8 +199,8 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_zones, a choice for each head": (over_zones(128), zones(8, 131072, 383, 4, 64, 1916, H=8), 0.6, 0),
     "attend_quantized, LogQuant": (CODED, coded(131040, 128, 2, 42, 1, 64), 0.6, 0),
     "attend_quantized, KIVI": (CODED, coded(131072, 128, 2, 32, 1, 32), 0.6, 0),
-    "attend_quantized, a zone": (CODED, (*coded(131040, 128, 2, 42, 1, 64), recent_zone(126)), 0.6, 0),
-    "attend_quantized, D 64": (CODED, (*coded(131072, 64, 4, 32, 1, 32), recent_zone(128, 64)), 0.6, 0),
+    "attend_quantized_zones": (CODED, (*coded(131040, 128, 2, 42, 1, 64), recent_zone(126)), 0.6, 0),
+    "attend_quantized_zones, D 64": (CODED, (*coded(131072, 64, 4, 32, 1, 32), recent_zone(128, 64)), 0.6, 0),
     "attend_quantized, by token, 4 bits": (CODED, coded(131072, 128, 4, 1, 64, 32), 0.6, 0),
     "collide": (collide.collide, ballot(4, 131072, 128, 6), 0.2, 0),
     "collide, a head": (collide.collide, ballot(1, 131072, 128, 6), 0.1, 0),
@@ -196,7 +214,16 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "rerank": (partial(rerank.rerank, centres=range(8), scale=0.1), picks(1, 131072, 128, 6554), 0.1, 0),
     "rerank, D 64": (partial(rerank.rerank, centres=range(8), scale=0.1), picks(4, 131072, 64, 6554), 0.1, 0),
     "attend_slots, a choice for each head": (ATTEND, slots(8, 131072, 64, 2048, H=8), 0.6, 0),
+    "host_rows": (host_rows.host_rows, (kept_by_host(1 << 13, 32), sds(1, 8, 64, dtype=jnp.int32)), 0.1, 0),
+    "host_rows_first": (*recalled(rest=False), 0.1, 0),
+    "host_rows_rest": (*recalled(rest=True), 0.1, 0),
 }
+DONATED = {"host_append"}  # compiled with a donated array by a test of its own
+
+
+def test_every_operation_is_compiled():
+    compiled = {name.split(",")[0] for name in PROGRAMS if name not in LATE} | DONATED
+    assert compiled == ops.OPS.keys(), "an operation needs a program in tests/kernels/test_aot.py"
 
 
 TWO = "attend_quantized", "attend_span", "collide", "select_1bit", "select_4bit", "select_pages"  # kernels of a program
@@ -206,7 +233,7 @@ REGISTERS = {"collide": 128, "collide, a head": 128, "rerank": 72, "select_4bit"
 
 LATE = (
     "attend_quantized, KIVI",
-    "attend_quantized, D 64",
+    "attend_quantized_zones, D 64",
     "collide, D 64",
     "rerank, D 64",
     "top_k, 1M",
@@ -235,8 +262,9 @@ def test_a_kernel_compiles_for_an_h200(name):
     f, args, mib, spills = PROGRAMS[name]
     program = aot.compile_for_h200(f, *args)
     assert len(program.kernels) == 1 + (name.startswith(TWO) and name not in ONE)
+    op = name.split(",")[0]
     for kernel, (registers, stored, loaded) in program.kernels.items():
-        assert kernel.startswith("kvjax_" + name.split(",")[0]), kernel
+        assert kernel.startswith(("kvjax_" + op, "kvjax_" + ops.OPS[op].kernel.rpartition(".")[2])), kernel
         assert registers <= REGISTERS.get(name, 255)
         assert max(stored, loaded) <= spills, f"{stored} bytes of spills stored, {loaded} loaded"
     assert program.temp_bytes <= mib * MIB
@@ -284,13 +312,6 @@ def test_a_step_starts_few_kernels_and_copies_nothing(preset, most):
         program = aot.compile_for_h200(partial(kvjax.attention, flush=False), cache, *new, donate=0)
     assert len(program.launches) <= most, program.launches
     assert not [name for name in program.launches if name.startswith("copy")]
-
-
-HOST = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec(), memory_kind="pinned_host")
-
-
-def kept_by_host(pages, page, D=128):
-    return jax.ShapeDtypeStruct((1, 8, pages, 2, page, D), jnp.bfloat16, sharding=HOST)
 
 
 @pytest.mark.parametrize("name", ["host_rows", "host_append"])

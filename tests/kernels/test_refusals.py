@@ -1,0 +1,115 @@
+"""Every operation says which arguments its kernel refuses, and why; none is run that the kernel cannot take."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from kvjax.kernels_pallas.attend import attend_slots, attend_span, attend_zones
+from kvjax.kernels_pallas.select import select_1bit, select_4bit
+from kvjax.kernels_pallas.vote import collide
+
+from kvjax import ops
+from kvjax.partial import Span
+from kvjax.selection import Selection
+from tests.kernels.cases import CASES, candidates, codes, i32, one_bit, quantized_zones, slots, span, votes, zones
+from tests.kernels.conftest import HAS_KERNELS
+
+REFUSED = [
+    pytest.param(name, sizes, words, id=f"{name}-{'-'.join(sizes)}-{i}")
+    for name, case in CASES.items()
+    for i, (sizes, words) in enumerate(case.refused)
+]
+
+
+def test_every_operation_has_its_cases():
+    assert CASES.keys() == ops.OPS.keys(), "an operation needs an entry in tests/kernels/cases.py"
+    assert all(case.refused for case in CASES.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_kernel_takes_the_arguments_of_its_case(name):
+    args, options = CASES[name].args()
+    assert ops.OPS[name].unsupported(*args, **options) is None
+
+
+def run(f, args):
+    """eval_shape of f(*args), whose arguments may be more than arrays."""
+    leaves, tree = jax.tree.flatten(args)
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
+    return jax.eval_shape(
+        lambda arrays: f(*jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])), arrays
+    )
+
+
+@pytest.mark.parametrize(("name", "sizes", "words"), REFUSED)
+def test_a_kernel_refuses_what_exceeds_its_limits(name, sizes, words):
+    args, options = CASES[name].args(**sizes)
+    op = ops.OPS[name]
+    with pytest.raises(AssertionError, match=words):
+        assert not op.unsupported(*args, **options)
+    with pytest.raises(NotImplementedError, match=words if HAS_KERNELS else r"jax >= 0\.11"):
+        run(partial(op, **options, implementation="mosaic"), args)
+
+    def kernel(*args):  # by whatever way it is called
+        given = op._arguments(*args, **options)
+        del given["implementation"]
+        return op._mosaic(op.module, **given)
+
+    with pytest.raises(NotImplementedError, match=words):
+        run(kernel, args)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case", "config"),
+    [
+        (attend_slots.attend_slots, slots(), attend_slots.Config(warpgroups=4)),
+        (attend_span.attend_span, span(), attend_span.Config(1, warpgroups=4, stages=8)),
+        (collide.collide, votes(), collide.Config(stages=9)),
+    ],
+)
+def test_a_config_that_shared_memory_cannot_hold_is_refused(kernel, case, config):
+    args, options = case
+    args = [x for a in args for x in (a if isinstance(a, (Selection, Span)) else (a,))]
+    options = {name: x for name, x in options.items() if name == "scale"}
+    with pytest.raises(NotImplementedError, match="bytes of shared memory"):
+        run(partial(kernel, **options, config=config), args)
+
+
+def test_attention_over_zones_refuses_a_config_that_shared_memory_cannot_hold():
+    (q, k, v, selection, recent, sink, local), scale = zones()
+    run_zones = partial(attend_zones.attend_zones, local=local, **scale, config=attend_slots.Config(warpgroups=4))
+    with pytest.raises(NotImplementedError, match="bytes of shared memory"):
+        run(run_zones, (q, k, v, *selection, recent, sink))
+
+
+def test_attention_over_codes_refuses_a_sink_beside_the_recent_zone():
+    args, options = quantized_zones(sink=True)
+    limit = "the kernel attend_quantized takes one exact zone; got a sink beside the recent one"
+    assert ops.OPS["attend_quantized_zones"].unsupported(*args, **options) == limit
+
+
+def test_kernels_refuse_what_their_operations_cannot_ask_for():
+    (q, keys), _ = one_bit()
+    pending = jax.ShapeDtypeStruct((1, 2, 4, 7), jnp.bfloat16)
+    assert "scores of pending tokens in f32" in select_1bit.unsupported(
+        q, keys.bits, keys.scale, pending, "mean_softmax", 9
+    )
+    (q, keys, listed), _ = codes()
+    late = candidates().pending[0]
+    assert "1 to 16 keys that may wait" in select_4bit.unsupported(q, *keys, listed.slots, late, 9, 17)
+    args, _ = votes(T=16)
+    assert "1 to 15 limits for D=128" in collide.unsupported(*args)
+    with pytest.raises(NotImplementedError, match="1 to 15 limits for D=128"):
+        run(collide.collide, args)
+    with pytest.raises(ValueError, match="more than 255"):
+        ops.OPS["collide"].unsupported(*args)
+    (q, keys), _ = one_bit()
+    late = jax.ShapeDtypeStruct((1, 2, 16, 64), jnp.float16)
+
+    def select(q, keys, late, n):
+        span, pending = (n, n), (late, n, n)
+        return select_1bit.select_1bit(q, *keys, span, pending, n, "mean_softmax", 9, scale=1.0, wide=16)
+
+    with pytest.raises(NotImplementedError, match="keys in the dtype of the steps, bfloat16; got float16"):
+        run(select, (q, keys, late, i32(1)))
