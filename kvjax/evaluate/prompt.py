@@ -134,6 +134,7 @@ class Fed(NamedTuple):
     cache: Cache
     logits: Array  # f32[B, V] of the token after the last of each row
     nll: Array  # f32[B, R] nats of the targets; meaningless where a row has no step
+    greedy: Array  # bool[B, R] whether the target is the likeliest token; meaningless where a row has no step
     attended: Array  # f32[L] tokens read a step and KV head, mean over the row steps
     steps: Array  # f32[] row steps
 
@@ -152,14 +153,15 @@ def feed(model: Model, cache: Cache, logits: Array, tokens: Array, targets: Arra
         active = t < counts
         new, cache, infos = model(tokens[:, t][:, None], fed.cache, active=active, last=True, info=True)
         nll = jax.nn.logsumexp(new, axis=-1) - new[rows, targets[:, t]]
+        greedy = fed.greedy.at[:, t].set(jnp.argmax(new, axis=-1) == targets[:, t])
         seen = jnp.stack([info.attended.astype(jnp.float32).mean(axis=-1) for info in infos])  # [L, B]
         count = jnp.sum(active).astype(jnp.float32)
         steps = fed.steps + count
         total = jnp.sum(jnp.where(active[None], seen, 0.0), axis=-1)
         attended = fed.attended + (total - fed.attended * count) / jnp.maximum(steps, 1.0)
-        return Fed(cache, jnp.where(active[:, None], new, fed.logits), fed.nll.at[:, t].set(nll), attended, steps)
+        logits = jnp.where(active[:, None], new, fed.logits)
+        return Fed(cache, logits, fed.nll.at[:, t].set(nll), greedy, attended, steps)
 
-    start = Fed(
-        cache, logits, zero + jnp.zeros(tokens.shape, jnp.float32), jnp.broadcast_to(zero, (len(cache.layers),)), zero
-    )
+    nll = zero + jnp.zeros(tokens.shape, jnp.float32)
+    start = Fed(cache, logits, nll, nll > 0, jnp.broadcast_to(zero, (len(cache.layers),)), zero)
     return lax.fori_loop(0, jnp.max(counts), step, start)

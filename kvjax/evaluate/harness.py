@@ -1,0 +1,274 @@
+r"""EleutherAI's lm-evaluation-harness on a kvjax checkpoint, decoding through any cache.
+
+    import lm_eval
+    from kvjax.evaluate.harness import KvjaxLM
+
+    model = KvjaxLM(kvjax.models.load("directory"), cache="fier:budget=256")
+    lm_eval.simple_evaluate(model=model, tasks=["gsm8k"])
+
+or from a shell, with the harness' own options:
+
+    python -m kvjax.evaluate.harness run --model kvjax --tasks gsm8k \
+        --model_args pretrained=directory,cache=fier:budget=256
+
+Every scored token comes from a decode step: a context is prefilled but for its last token, which is fed through the
+cache like the tokens of the continuation. So a method that drops or compresses tokens is measured, not its prompt.
+Needs the extra `harness`: `pip install 'kvjax[harness]'`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows
+except ImportError as error:
+    raise ImportError("kvjax.evaluate.harness needs lm_eval: pip install 'kvjax[harness]'") from error
+
+from kvjax import models
+from kvjax.attention import Cache, raise_on_overflow
+from kvjax.evaluate.accuracy import QUESTION_STEP, answer
+from kvjax.evaluate.caches import make_rows
+from kvjax.evaluate.plan import Answer, Plan, feed, prepare, run
+from kvjax.evaluate.tasks import Example
+from kvjax.models import Checkpoint
+from kvjax.spec import require_int
+
+
+class Scored(NamedTuple):
+    """Two runs of token ids; the second is scored."""
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Requests:
+    """A task of requests that are equal in what ends them."""
+
+    given: tuple[Example, ...]
+    max_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+
+    name = "requests"
+    metric = "none"
+    chat = False
+
+    def key(self) -> Mapping[str, Any]:
+        return {"task": self.name}
+
+    def examples(self, tokenizer: Any) -> list[Example]:
+        return list(self.given)
+
+    def score(self, example: Example, answer: str) -> float:
+        return 0.0
+
+
+@register_model("kvjax")
+class KvjaxLM(TemplateLM):
+    """A checkpoint as lm-evaluation-harness drives it: `generate_until` and `loglikelihood` through one cache.
+
+    Args:
+      checkpoint: from `kvjax.models.load`.
+      cache: a policy, or text such as "fier:budget=256".
+      dense_layers: first layers that attend to everything, where the cache's text does not say; None: its preset's.
+      batch: requests decoded together.
+      max_gen_toks: new tokens of an answer where the task does not say.
+
+    **Source:** the interface of lm-evaluation-harness 0.4.9 and later. **Differs** from its Hugging Face model: a
+    context's last token and all of a continuation are decoded one by one, and a prompt that is too long is an error.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        cache: Any = "full",
+        *,
+        dense_layers: int | None = None,
+        batch: int = 8,
+        max_gen_toks: int = 256,
+    ) -> None:
+        super().__init__()
+        self.checkpoint = checkpoint
+        self.batch = require_int("KvjaxLM(batch=...)", batch, at_least=1)
+        self.max_gen_toks = require_int("KvjaxLM(max_gen_toks=...)", max_gen_toks, at_least=1)
+        self.rows = make_rows([cache] if isinstance(cache, str) else {"cache": cache}, dense_layers=dense_layers)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> KvjaxLM:
+        """From `--model_args pretrained=DIRECTORY,cache=...`; the shipped model without `pretrained`."""
+        more = {} if additional_config is None else dict(additional_config)
+        settings = {**arg_dict}
+        directory, dtype = settings.pop("pretrained", None), settings.pop("dtype", None)
+        size = settings.pop("batch_size", more.get("batch_size"))
+        if size is not None:
+            settings["batch"] = require_int("batch_size", _int(size), at_least=1)
+        for name in ("dense_layers", "batch", "max_gen_toks"):
+            if name in settings:
+                settings[name] = _int(settings[name])
+        unknown = settings.keys() - {"cache", "dense_layers", "batch", "max_gen_toks"}
+        if unknown:
+            raise ValueError(
+                f"--model_args got {', '.join(sorted(unknown))}; kvjax takes pretrained, cache, dtype, dense_layers, "
+                "batch_size and max_gen_toks"
+            )
+        return cls(models.load(directory or models.shipped(), **({"dtype": dtype} if dtype else {})), **settings)
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> KvjaxLM:
+        """`create_from_arg_obj` of the text that a shell gives."""
+        pairs = (part.partition("=") for part in arg_string.split(",") if part)
+        return cls.create_from_arg_obj({name: value for name, _, value in pairs}, additional_config)
+
+    # ------------------------------------------------------------------------------------------ what the harness asks
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.checkpoint.tokenizer
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The checkpoint's directory, which keys what the harness stores of tokenized requests."""
+        return str(self.checkpoint.directory)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a window of `loglikelihood_rolling`."""
+        return self.checkpoint.config.max_positions or 1 << 20
+
+    @property
+    def eot_token_id(self) -> int:
+        """Ends a text."""
+        end = self.tokenizer.eos_token_id
+        return int(end if end is not None else self.checkpoint.stop_tokens[0])
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Stands before a text without context: BOS if the tokenizer has one, else the token that ends texts."""
+        begin = self.tokenizer.bos_token_id
+        return self.eot_token_id if begin is None else int(begin)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.checkpoint.render_chat(chat_history, answer=add_generation_prompt)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        begin = self.tokenizer.bos_token
+        if add_special_tokens is None:  # a chat template has put BOS there itself
+            add_special_tokens = not (begin and string.startswith(begin))
+        ids = self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        return [int(i) for i in ids]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The greedy answer to each request, up to the first of its stop texts.
+
+        Raises:
+          ValueError: a request that asks for sampling, or whose prompt does not fit the model's positions.
+        """
+        groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+        for i, request in enumerate(requests):
+            groups.setdefault(self._ends(request.args[1]), []).append(i)
+        found = [""] * len(requests)
+        for (limit, stop), members in groups.items():
+            given = tuple(Example(str(i), tuple(self.tok_encode(requests[i].args[0])), (), {}) for i in members)
+            for i, result in self._run(_Requests(given, limit, stop), answer).items():
+                found[i] = result["answer"]
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log probability of each text, whole, in windows of the model's positions."""
+        windows, owner = [], []
+        for i, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            for context, scored in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length - 1, 1):
+                split = len(context) - len(scored) + 1  # the context holds what stands before each scored token
+                windows.append(Scored(tuple(context[:split]), tuple(scored)))
+                owner.append(i)
+        totals = [0.0] * len(requests)
+        for i, (total, _) in zip(owner, self._score(windows), strict=True):
+            totals[i] += total
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        return self._score([Scored(tuple(context), tuple(rest)) for _, context, rest in requests])
+
+    # ----------------------------------------------------------------------------------------------------------- parts
+
+    def _ends(self, settings: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
+        """The number of tokens and the texts that end an answer."""
+        if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
+            raise ValueError(
+                f"the task asks for sampling ({dict(settings)}), and kvjax answers greedily here; give the task "
+                "--gen_kwargs do_sample=false"
+            )
+        until = settings.get("until") or []
+        stop = (until,) if isinstance(until, str) else tuple(until)
+        limit = settings.get("max_gen_toks", settings.get("max_new_tokens", self.max_gen_toks))
+        return int(limit), stop
+
+    def _run(self, task: _Requests, each: Answer) -> dict[int, dict[str, Any]]:
+        plan = prepare(self.checkpoint, task, self.rows, dtype=self.checkpoint.model.dtype, model="harness")
+        (cell,) = run(self.checkpoint, plan, each, batch=self.batch)
+        return {int(example["id"]): example for example in cell.examples}
+
+    def _score(self, pairs: Sequence[Scored]) -> list[tuple[float, bool]]:
+        """Log probability of each continuation after its context, and whether each of its tokens is the likeliest.
+
+        A context of one token is prefilled, as a cache begins with a prompt; of a longer one all but the last token.
+        """
+        given = []
+        for i, (context, rest) in enumerate(pairs):
+            if not context or not rest:
+                raise ValueError(
+                    f"request {i} has {len(context)} tokens of context and {len(rest)} to score; both need 1"
+                )
+            cut = max(1, len(context) - 1)
+            given.append(Example(str(i), context[:cut], (), {}, (*context[cut:], *rest)[:-1]))
+
+        def score(
+            checkpoint: Checkpoint, cache: Cache, logits: Array, plan: Plan, asked: Sequence[str | None]
+        ) -> tuple[Mapping[str, dict[str, Any]], list[float], int]:
+            fed = [() if i is None else plan.fed[i] for i in asked]
+            wanted = [() if i is None else pairs[int(i)].continuation for i in asked]
+            skip = [len(w) - len(f) for w, f in zip(wanted, fed, strict=True)]  # 1: the prompt's own logits score it
+            first = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+            targets = [w[s:] for w, s in zip(wanted, skip, strict=True)]
+            room = -(-max(1, *map(len, fed)) // QUESTION_STEP) * QUESTION_STEP
+            done = feed(checkpoint, cache, logits, fed, targets, room=room)
+            raise_on_overflow(done.cache)
+            nll, greedy = np.asarray(done.nll, np.float64), np.asarray(done.greedy)
+            found = {}
+            for row, i in enumerate(asked):
+                if i is None:
+                    continue
+                size = len(fed[row])
+                total, likeliest = -nll[row, :size].sum(), bool(greedy[row, :size].all())
+                if skip[row]:
+                    token = wanted[row][0]
+                    total, likeliest = total + first[row, token], likeliest and int(first[row].argmax()) == token
+                found[i] = {"logprob": float(total), "greedy": likeliest}
+            return found, np.asarray(done.attended).tolist(), int(done.steps)
+
+        results = self._run(_Requests(tuple(given)), score)
+        return [(results[i]["logprob"], results[i]["greedy"]) for i in range(len(pairs))]
+
+
+def _int(value: Any) -> Any:
+    """A number that a shell gave as text; anything else as it is, for `require_int` to refuse."""
+    return int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else value
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    sys.exit(cli_evaluate())

@@ -1,0 +1,96 @@
+"""lm-evaluation-harness drives a checkpoint through a cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'kvjax[harness]'")
+
+from kvjax.models import Checkpoint
+
+from kvjax import models
+from kvjax.evaluate.harness import KvjaxLM
+
+KEY = "The pass key is {0}. Remember it.\nWhat is the pass key? The pass key is "
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Checkpoint:
+    return models.load(models.shipped(), dtype="float32")
+
+
+def request(*args: Any) -> SimpleNamespace:
+    return SimpleNamespace(args=args)
+
+
+def test_continuations_have_the_models_own_probability(shipped: Checkpoint) -> None:
+    model = KvjaxLM(shipped, "full", batch=2)
+    asked = KEY.format(71432) + "7143"
+    pairs = [(asked, "2"), (asked, "3"), ("", "The")]
+    found = model.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
+    for (context, rest), (logprob, greedy) in zip(pairs, found, strict=True):
+        head, tail = (
+            model._encode_pair(context, rest) if context else ([model.prefix_token_id], model.tok_encode(rest, False))
+        )
+        logits = shipped.model(np.array([head + tail]), None)[0]
+        table = np.asarray(jax.nn.log_softmax(logits, axis=-1))[0, len(head) - 1 : -1]
+        want = float(sum(table[i, token] for i, token in enumerate(tail)))
+        assert logprob == pytest.approx(want, rel=1e-3, abs=1e-3)
+        assert greedy == all(int(row.argmax()) == token for row, token in zip(table, tail, strict=True))
+    assert found[0][1]
+    assert not found[1][1]
+    (rolled,) = model.loglikelihood_rolling([request("The")], disable_tqdm=True)
+    assert rolled == pytest.approx(found[2][0], abs=1e-4)
+
+
+def test_a_cache_that_drops_the_key_is_seen(shipped: Checkpoint) -> None:
+    text = KEY.format(71432).replace("\n", "\n" + "The river was wide and the road was long. " * 30 + "\n")
+    pair = request(text, "71432")
+    ((full, _),) = KvjaxLM(shipped, "full").loglikelihood([pair], disable_tqdm=True)
+    ((dropped, _),) = KvjaxLM(shipped, "streaming_llm:budget=16,dense_layers=0").loglikelihood(
+        [pair], disable_tqdm=True
+    )
+    assert full - dropped > 5
+
+
+def test_the_harness_scores_a_task_of_local_files(shipped: Checkpoint, tmp_path: Path) -> None:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    keys = ["71432", "20518"]
+    (tmp_path / "keys.jsonl").write_text("".join(json.dumps({"prompt": KEY.format(k), "key": k}) + "\n" for k in keys))
+    (tmp_path / "keys.yaml").write_text(
+        f"""task: local_keys
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path}/keys.jsonl}}, cache_dir: {tmp_path}/cache}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: "{{{{key}}}}"
+generation_kwargs: {{until: ["."], max_gen_toks: 6, do_sample: false}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+filter_list: [{{name: first, filter: [{{function: regex, regex_pattern: "^([0-9]{{5}})"}}, {{function: take_first}}]}}]
+"""
+    )
+    results = lm_eval.simple_evaluate(
+        model=KvjaxLM(shipped, "fier:budget=64", batch=2),
+        tasks=["local_keys"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    assert results["results"]["local_keys"]["exact_match,first"] == 1.0
+
+
+def test_what_the_adapter_refuses(shipped: Checkpoint) -> None:
+    model = KvjaxLM(shipped)
+    with pytest.raises(ValueError, match="asks for sampling"):
+        model.generate_until([request("a", {"do_sample": True, "temperature": 0.7})])
+    with pytest.raises(ValueError, match="kvjax takes pretrained, cache"):
+        KvjaxLM.create_from_arg_string("cash=fier")
