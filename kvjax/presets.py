@@ -29,6 +29,7 @@ from kvjax.timestamps import LastUse
 from kvjax.validation import nearest, shown
 
 Anchors = Sequence[int] | int | str | None
+
 # FreeKV's settings by the kind of task.
 FREEKV: dict[str, dict[str, Any]] = {
     "long_input": {"sink": 128, "local": 128, "tau": 0.8},
@@ -256,13 +257,15 @@ def freekv(
         raise ValueError(f"freekv(task={task!r}) must be one of {', '.join(FREEKV)}")
     if summary not in ("min_max", "centre"):
         raise ValueError(f"freekv(summary={summary!r}) must be 'min_max' or 'centre'")
-    own = {"sink": sink, "local": local, "tau": tau}
-    sink, local, tau = (FREEKV[task][name] if value is None else value for name, value in own.items())
+    sink = FREEKV[task]["sink"] if sink is None else sink
+    local = FREEKV[task]["local"] if local is None else local
+    tau = FREEKV[task]["tau"] if tau is None else tau
     require_int("freekv(dense_layers=...)", dense_layers, at_least=0)
     require_int("freekv(budget=...)", budget, at_least=1)
     _require_page("freekv", budget, page, sink, local)
+    pages: type[MinMaxPages] | type[CentrePages] = MinMaxPages if summary == "min_max" else CentrePages
     policy = Retrieval(
-        selector=(MinMaxPages if summary == "min_max" else CentrePages)(page=page, group_reduce=group_reduce),
+        selector=pages(page=page, group_reduce=group_reduce),
         store=HostOffload(page=page),
         budget=budget,
         sink=sink,

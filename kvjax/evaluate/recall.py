@@ -56,7 +56,7 @@ class Reads:
     mass: np.ndarray  # f[L, T, B, N] share of softmax mass that the tokens read hold, sink and local window included
     error: np.ndarray  # f[L, T, B, N] |out - exact out| / |exact out|
     attended: np.ndarray  # f[L, T, B, K] tokens whose keys and values were read
-    bytes: np.ndarray  # f[L, T, B] read in a step: keys, values and index
+    bytes: np.ndarray  # f[L, T, B] read in a step: keys, values, index and keys of pending tokens
 
     def row(self) -> dict[str, float]:
         """Means over everything, for a table."""
@@ -140,6 +140,7 @@ class _Step(NamedTuple):
     attended: Any  # f32[B, K]
     fetched: Any  # f32[B, K] tokens read from the store, each query head's own choice counted
     held: Any  # i32[B] tokens in the store
+    pending: Any  # i32[B] tokens that are not indexed yet, whose keys were scored
     read: Any  # f32[B] bytes
 
 
@@ -180,7 +181,7 @@ def _run(
             jnp.linalg.norm(exact, axis=-1), jnp.finfo(jnp.float32).tiny
         )
         none = jnp.full((B, spec.q_heads), jnp.nan)
-        seen = _Step(none, none, none, error.reshape(B, -1), info.attended, jnp.zeros_like(info.attended), 0, 0.0)
+        seen = _Step(none, none, none, error.reshape(B, -1), info.attended, jnp.zeros_like(info.attended), 0, 0, 0.0)
         inner, state = _core(policy), cache.state.zones if isinstance(policy, Speculative) else cache.state
         if isinstance(inner, Retrieval):
             seen = _chosen(inner, state, info, seen, logits, weights, visible, top)
@@ -188,7 +189,8 @@ def _run(
             held = state.store.count
             fetched = jnp.broadcast_to(held.astype(jnp.float32)[:, None], info.attended.shape)
             seen = seen._replace(fetched=fetched, held=held)
-        return cache, seen._replace(held=jnp.broadcast_to(jnp.asarray(seen.held), B), read=jnp.zeros(B))
+        held, pending = (jnp.broadcast_to(jnp.asarray(a), B) for a in (seen.held, seen.pending))
+        return cache, seen._replace(held=held, pending=pending, read=jnp.zeros(B))
 
     return lax.scan(step, cache, (q, start + jnp.arange(q.shape[0])))[1]
 
@@ -237,6 +239,7 @@ def _chosen(
         mass=jnp.sum(jnp.where(read, weights, 0.0), axis=-1).reshape(B, -1),
         fetched=jnp.sum(valid & (slots < st.store.slots), axis=(2, 3), dtype=jnp.float32),
         held=held,
+        pending=jnp.maximum(st.recent.count - policy.local, 0),
     )
 
 
@@ -246,7 +249,7 @@ def _core(policy: Policy) -> Policy:
 
 
 def _bytes(policy: Policy, spec: CacheSpec, seen: _Step) -> np.ndarray:
-    """f[T, B]: keys and values of what was read, as stored, and what the selector reads of its index."""
+    """f[T, B]: keys and values of what was read, as stored, and what was scored: the selector's index, pending keys."""
     policy = _core(policy)
     row = 2 * spec.head_dim * np.dtype(spec.dtype).itemsize
     if not isinstance(policy, Zoned):
@@ -255,7 +258,9 @@ def _bytes(policy: Policy, spec: CacheSpec, seen: _Step) -> np.ndarray:
     exact = (spec.group if per_head else 1) * seen.attended - seen.fetched
     stored = policy.store.bytes_per_token(spec) / spec.kv_heads
     values = exact.sum(axis=-1) * row + seen.fetched.sum(axis=-1) * stored
-    return values + policy.selector.bytes_read(spec, seen.held) if isinstance(policy, Retrieval) else values
+    if not isinstance(policy, Retrieval):
+        return values
+    return values + policy.selector.bytes_read(spec, seen.held) + seen.pending * (spec.kv_heads * row / 2)
 
 
 def _same_heads(layers: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
@@ -329,7 +334,7 @@ COLUMNS = {  # of a table, for help and captions
     "mass": "share of the softmax mass that the tokens read hold, sink and local window included",
     "error": "relative error of the attention output",
     "attended": "tokens read a step and KV head",
-    "bytes": "bytes read a step and layer: keys, values and index",
+    "bytes": "bytes read a step and layer: keys, values, index and the keys of tokens that wait for the index",
 }
 
 

@@ -232,7 +232,8 @@ def test_bytes_read_are_keys_values_and_index_of_what_is_stored():
     seen = recall.reads(LIVE, policy)
     history = (POSITIONS + 1 - 4 - 6) // 8 * 8  # whole chunks beyond the window
     index = history * K * D * (1 / 8 + 4 / 8)
-    np.testing.assert_array_equal(seen.bytes[0, :, 0], 32 * K * 2 * D * 4 + index)
+    pending = (POSITIONS + 1 - 4 - 6 - history) * K * D * 4  # scored by their keys
+    np.testing.assert_array_equal(seen.bytes[0, :, 0], 32 * K * 2 * D * 4 + index + pending)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) for n in recall.selectors(64)])
