@@ -43,6 +43,7 @@ from kvjax.caches import (
     Observer,
     Policy,
     Retrieval,
+    Sampled,
     Shared,
     Speculative,
     SpeculativeState,
@@ -53,6 +54,7 @@ from kvjax.capacity import grow
 from kvjax.demotion import Demotion, Fifo, LogSparse
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
 from kvjax.generation import decode, generate, prefill, stream
+from kvjax.hashing import SimHash
 from kvjax.ops import explain
 from kvjax.partial import PartialAttention, attend_part, merge
 from kvjax.placement import Placement
@@ -123,9 +125,11 @@ __all__ = [
     "Quantized",
     "RecallingStore",
     "Retrieval",
+    "Sampled",
     "Selection",
     "Selector",
     "Shared",
+    "SimHash",
     "Sliding",
     "Speculative",
     "SpeculativeState",

@@ -15,9 +15,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvjax.budgets import pyramid
-from kvjax.caches import Compressed, Evicting, Full, PerLayer, Policy, Retrieval, Speculative, share_selections
+from kvjax.caches import (
+    Compressed,
+    Evicting,
+    Full,
+    PerLayer,
+    Policy,
+    Retrieval,
+    Sampled,
+    Speculative,
+    share_selections,
+)
 from kvjax.demotion import Fifo, LogSparse
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Pooling, Sliding
+from kvjax.hashing import SimHash
 from kvjax.selection import GroupReduce
 from kvjax.selectors import BallPages, CentrePages, Exact, Fier, MinMaxPages, Paris, ProductCodes
 from kvjax.selectors.paris import Votes
@@ -353,6 +364,42 @@ def pqcache(
     return PerLayer((Full(),) * dense_layers, policy)
 
 
+def magicpig(
+    budget: int = 2048,
+    *,
+    bits: int = 10,
+    tables: int = 150,
+    least: int = 2,
+    sink: int = 4,
+    local: int = 64,
+    chunk: int = 256,
+    seed: int = 0,
+    host: bool = False,
+    dense_layers: int = 1,
+) -> PerLayer:
+    """MagicPIG: every token is kept; a step estimates attention from tokens whose hashes collide with the query's.
+
+    Each query head samples the keys that share its hash of `bits` bits in at least `least` of `tables` tables, and
+    weighs them by the inverse of the probability of that. The sink and the recent block of up to `local` + `chunk`
+    tokens are attended exactly; the budget counts them. With `host` the history's keys and values lie in host memory.
+
+    **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179): 10 bits, 150 tables, 2 collisions, sink 4, local 64.
+    **Differs:** see `Sampled` and `SimHash`. The paper keeps layers 0 and 16 of 32 dense; here the first
+    `dense_layers`. Hashes lie on the device; the paper's are in host memory.
+    """
+    require_int("magicpig(dense_layers=...)", dense_layers, at_least=0)
+    require_int("magicpig(budget=...)", budget, at_least=1)
+    policy = Sampled(
+        hashing=SimHash(bits=bits, tables=tables, least=least, learn=chunk, seed=seed),
+        store=HostOffload() if host else Dense(),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=chunk),
+    )
+    return PerLayer((Full(),) * dense_layers, policy)
+
+
 def _require_page(name: str, budget: int, page: int, sink: int, local: int) -> None:
     """Raises ValueError where the budget leaves no room for a page beside sink and local window."""
     if sink + local <= budget < sink + local + page:
@@ -524,6 +571,7 @@ REGISTRY: dict[str, Preset] = {
             "all tokens in host memory; attends to the pages with the best digests",
             "ArkVale 2024",
         ),
+        Preset("magicpig", magicpig, "all tokens, and key hashes; attends to a weighted sample", "MagicPIG 2024"),
         Preset("pqcache", pqcache, "all tokens, and keys in 2 bytes; attends to the budget", "PQCache 2024"),
         Preset(
             "logquant",

@@ -28,6 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "snapkv": {"budget": 40, "window": 8},
     "arkvale": {"budget": 48, "page": 8, "sink": 8, "local": 8, "dense_layers": 0},
     "pqcache": {"budget": 24, "bits": 4, "learn": 16, "local": 8},
+    "magicpig": {"budget": 48, "bits": 4, "tables": 32, "local": 8, "chunk": 16, "dense_layers": 0},
     "pyramidkv": {"budget": 40, "layers": 1},
     "raas": {"budget": 128},
 }
@@ -41,7 +42,7 @@ def draw(T: int, seed: int) -> tuple[np.ndarray, ...]:
 
 
 # Every kind of state grows in every run; presets whose states are alike wait for --thorough.
-ALIKE = ("arkvale", "pyramidkv", "raas")
+ALIKE = ("arkvale", "magicpig", "pqcache", "pyramidkv", "raas")
 
 
 @pytest.mark.parametrize(

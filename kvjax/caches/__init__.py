@@ -25,6 +25,7 @@ from kvjax.caches.full import Full, FullState
 from kvjax.caches.per_layer import PerLayer
 from kvjax.caches.policy import Growing, Info, Observer, Policy
 from kvjax.caches.retrieval import Retrieval
+from kvjax.caches.sampled import Sampled
 from kvjax.caches.shared import Follower, Following, Leading, Shared, share_selections
 from kvjax.caches.speculative import Speculative, SpeculativeState
 from kvjax.caches.zones import ZonedState
@@ -44,6 +45,7 @@ __all__ = [
     "PerLayer",
     "Policy",
     "Retrieval",
+    "Sampled",
     "Shared",
     "Speculative",
     "SpeculativeState",

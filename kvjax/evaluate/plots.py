@@ -38,6 +38,7 @@ COLOURS = {
     "logquant": "#332288",
     "kivi": "#44aa99",
     "arkvale": "#6699cc",
+    "magicpig": "#ffaabb",
     "pqcache": "#994455",
     "pyramidkv": "#ee8866",
     "raas": "#bbaa33",

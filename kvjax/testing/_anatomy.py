@@ -1,9 +1,9 @@
 """What a policy and its state are made of, found by the names of their fields and never by their class.
 
 The laws are for policies that nobody here has seen. A policy with `budget` and `selector` selects; one with `budget`
-and `evictor` evicts; one with `store` and `demote` has a history; one that holds another policy in a field is read
-through that field. In a state, a zone is anything with `count` and `slots`. A law that needs a part that a policy does
-not have raises `DoesNotApply`.
+and `evictor` evicts; one with `budget` and `hashing` samples; one with `store` and `demote` has a history; one that
+holds another policy in a field is read through that field. In a state, a zone is anything with `count` and `slots`. A
+law that needs a part that a policy does not have raises `DoesNotApply`.
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ def has_budget(policy: Any) -> bool:
 def selects(policy: Any) -> bool:
     """Whether a step reads at most `budget` of the stored tokens, which a selector chooses."""
     return has_budget(policy) and hasattr(core(policy), "selector")
+
+
+def samples(policy: Any) -> bool:
+    """Whether a step draws at most `budget` of the stored tokens at random, by their hashes."""
+    return has_budget(policy) and hasattr(core(policy), "hashing")
 
 
 def evicts(policy: Any) -> bool:

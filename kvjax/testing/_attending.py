@@ -124,7 +124,10 @@ def every_token_is_in_one_zone(policy: Policy, spec: CacheSpec) -> None:
 
 
 def step_attends_to_the_positions_it_tells(policy: Policy, spec: CacheSpec) -> None:
-    """The output of a step is attention over the tokens of `Info.positions`, each read once and as it is stored."""
+    """The output of a step is attention over the tokens of `Info.positions`, each read once and as it is stored.
+
+    Where a policy weighs tokens, `Info.log_weights` are added to their logits.
+    """
     tokens, lengths = random_tokens(spec, 22), ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     for i in range(3):
@@ -141,11 +144,15 @@ def step_attends_to_the_positions_it_tells(policy: Policy, spec: CacheSpec) -> N
             )
             for head in range(spec.q_heads):
                 kv = head // spec.group
-                mine = told[b, kv, head % spec.group if told.shape[2] > 1 else 0]
-                mine = np.sort(mine[mine >= 0])
+                choice = b, kv, head % spec.group if told.shape[2] > 1 else 0
+                order = np.argsort(told[choice])
+                order = order[told[choice][order] >= 0]
+                mine = told[choice][order]
                 assert (np.diff(mine) > 0).all(), f"row {b}, head {head}: a position twice"
                 assert (mine <= at).all(), f"row {b}, head {head}: a position past the newest token"
-                want = dense(tokens.q[b, at, head : head + 1], *(a[mine, kv : kv + 1] for a in stored))
+                weights = 0.0 if info.log_weights is None else np.asarray(info.log_weights)[choice][order]
+                keys, values = (a[mine, kv : kv + 1] for a in stored)
+                want = dense(tokens.q[b, at, head : head + 1], keys, values, weights)
                 assert_close(out[b, head : head + 1], want, spec, f"row {b}, head {head}, position {at}")
 
 

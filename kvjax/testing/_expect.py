@@ -31,13 +31,13 @@ def tolerance(spec: CacheSpec) -> float:
     return {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[jnp.dtype(spec.dtype).name]
 
 
-def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Attention of q [N, D] over k, v [S, K, D] in float64, a head at a time."""
+def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, log_weights: Any = 0.0) -> np.ndarray:
+    """Attention of q [N, D] over k, v [S, K, D] in float64, a head at a time. `log_weights` [S] add to the logits."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     group = q.shape[0] // k.shape[1]
     out = np.zeros_like(q)
     for n in range(q.shape[0]):
-        logits = k[:, n // group] @ q[n] / np.sqrt(q.shape[1])
+        logits = k[:, n // group] @ q[n] / np.sqrt(q.shape[1]) + log_weights
         weights = np.exp(logits - logits.max())
         out[n] = weights @ v[:, n // group] / weights.sum()
     return out

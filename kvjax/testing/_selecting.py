@@ -21,6 +21,7 @@ from kvjax.testing._anatomy import (
     has_budget,
     has_history,
     require,
+    samples,
     selects,
     sink,
     with_fields,
@@ -37,12 +38,12 @@ def selected_slots_are_valid_and_unique(policy: Policy, spec: CacheSpec) -> None
     for i in range(3):
         _, cache, info = step(cache, tokens, lengths + i)
         held = lengths + i + 1
-        if not selects(policy):
+        if not selects(policy) and not samples(policy):
             assert info.selection is None, "a policy that reads all that it holds tells of a selection"
             assert_attended(info, np.minimum(held, inner.budget) if has_budget(policy) else held)
             continue
         most = np.where(held >= getattr(inner, "dense_below", 0), np.minimum(held, inner.budget), held)
-        if inner.selector.unit == 1:
+        if selects(policy) and inner.selector.unit == 1:
             assert_attended(info, most)
         assert (np.asarray(info.attended) <= most[:, None] + 0.01).all(), info.attended
         require(info.selection is not None, "the policy's Info has no selection")

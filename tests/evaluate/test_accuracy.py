@@ -111,6 +111,7 @@ def test_answers_are_those_of_generate_for_every_preset(checkpoint, name):
         "pariskv": {"local": 16},
         "freekv": {"sink": 8, "local": 8},
         "arkvale": {"sink": 8, "local": 8, "dense_layers": 0},
+        "magicpig": {"chunk": 16, "local": 8},
         "pyramidkv": {"layers": 2},
     }
     budget = {"budget": 64} if presets.REGISTRY[name].has_budget else {}
