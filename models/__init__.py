@@ -13,7 +13,7 @@ from .chat import Chat
 from .checkpoint import Checkpoint, Completion
 from .config import DecoderConfig, Family, Weight
 from .decoder import Decoder
-from .weights import FAMILIES, load, logical_axis_rules, save, shipped
+from .weights import FAMILIES, distribute, load, logical_axis_rules, save, shipped
 
 __all__ = [
     "FAMILIES",
@@ -24,6 +24,7 @@ __all__ = [
     "DecoderConfig",
     "Family",
     "Weight",
+    "distribute",
     "load",
     "logical_axis_rules",
     "rope",

@@ -131,6 +131,23 @@ def logical_axis_rules(placement: Placement) -> dict[str, Axes]:
     return {**split, "embed": None, "head_dim": None}
 
 
+def distribute(model: Decoder, placement: Placement, rules: Mapping[str, Axes] | None = None) -> Decoder:
+    """`model` with its parameters where `load` with this placement puts them; for a model that was not loaded.
+
+    Raises:
+      ValueError: as `load`, for what the placement cannot split.
+    """
+    placement = placement.auto
+    homes = model_shardings(model, placement, rules)
+    graph, state = nnx.split(model)
+    ordered = {path: homes[id(param)] for path, param in _params(model)}
+    moved = {path: jax.device_put(param.get_value(), ordered[path]) for path, param in nnx.to_flat_state(state)}
+    found = nnx.merge(graph, state)
+    for path, param in _params(found):
+        param.set_value(moved[path])
+    return found
+
+
 def model_shardings(
     model: Decoder, placement: Placement, rules: Mapping[str, Axes] | None = None
 ) -> dict[int, NamedSharding]:

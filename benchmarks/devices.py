@@ -1,0 +1,192 @@
+"""One GPU against several: the same tokens, and TPOT of a Llama-3.1-8B shape with random weights, by placement.
+
+    python benchmarks/devices.py [--methods full,fier] [--length 32768] [--batch 8] [--layers 32] [--no-check]
+
+Needs two GPUs or more; with n of them the placements are none, a mesh of one device (what a placement costs by itself),
+data=n (rows split, the model on each) and model=n (heads, MLP and vocabulary split). The check decodes with a small
+model in float32, whose tokens must be those of one GPU. The times are of bfloat16 over a synthetic cache, medians over
+blocks of steps, and each decode loop is one program, so nothing of the host is in them but one call a block.
+
+Written to results/devices.json row by row: bytes of weights and cache of one device, the floor (these bytes that a step
+reads over the memory's bandwidth, without the traffic between devices), and the collectives of the decode loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from device_time import BYTES_PER_US, write
+from jax.sharding import Mesh
+from kvjax.models import Decoder, distribute
+from layers import show
+
+import kvjax
+from kvjax import Cache, PerLayer, Placement, presets
+from kvjax.evaluate import throughput
+from kvjax.generation import Stream, generate
+from kvjax.memory import nbytes
+from kvjax.sampling import Sampling
+
+METHODS: dict[str, Callable[[int], PerLayer]] = {
+    "full": lambda budget: presets.full(),
+    "fier": presets.fier,
+    "quest": presets.quest,
+    "pariskv": presets.pariskv,
+    "freekv": presets.freekv,
+    "kivi": lambda budget: presets.kivi(),
+    "tova": presets.tova,
+}
+CHECKED = ("fier", "freekv", "tova")  # of the check: an index, memory of the host, a mean over all heads
+COLLECTIVE = re.compile(r" = \S+ (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+
+
+def placements(devices: Sequence[Any]) -> dict[str, Placement | None]:
+    """By name; None is one device without a mesh."""
+
+    def over(data: int, model: int) -> Placement:
+        mesh = Mesh(np.array(devices[: data * model]).reshape(data, model), ("data", "model"))
+        return Placement(mesh=mesh, batch="data", heads="model")
+
+    n = len(devices)
+    found = {"none": None, "mesh of 1": over(1, 1)}
+    return found | ({f"data={n}": over(n, 1), f"model={n}": over(1, n)} if n > 1 else {})
+
+
+def check(
+    places: dict[str, Placement | None], methods: Sequence[str], *, width: int, length: int
+) -> list[dict[str, Any]]:
+    """Tokens of a small model in float32, by method and placement, against those of one device."""
+    config = replace(
+        throughput.SHAPES["llama-3.2-1b"], layers=2, windows=(), hidden_size=width, intermediate_size=width, head_dim=64
+    )
+    config = replace(config, vocab_size=512, initializer_range=0.2)
+    model = throughput.random_model(config, "float32")
+    tokens = np.random.default_rng(0).integers(512, size=(8, length), dtype=np.int32)
+    lengths = length - length // 16 * np.arange(8, dtype=np.int32)
+    rows = []
+    for method in methods:
+        policy = METHODS[method](256)
+        policies = PerLayer(policy.first[:1], policy.rest)
+        alone: Any = None
+        for name, place in places.items():
+            own = model if place is None else distribute(model, place)
+            cache = kvjax.init(policies, own.spec(batch=8, capacity=length + 128), layers=2, placement=place)
+            done = generate(own, cache, tokens, lengths, max_new_tokens=length // 8)
+            alone = done if alone is None else alone
+            error = float(np.abs(np.asarray(done.logits) - np.asarray(alone.logits)).max())
+            same = bool(np.array_equal(done.tokens, alone.tokens))
+            rows.append({"check": method, "placement": name, "same_tokens": same, "largest_difference": error})
+            show(rows[-1])
+    return rows
+
+
+def fill(cache: Cache, length: int) -> Cache:
+    """`throughput.fill`, each array where its placement has it."""
+    cache = throughput.fill(cache, length)
+    return cache if cache.placement is None else jax.device_put(cache, kvjax.shardings(cache), donate=True)
+
+
+def decode_time(
+    model: Decoder, policies: PerLayer, place: Placement | None, *, length: int, batch: int, block: int, blocks: int
+) -> tuple[dict[str, Any], np.ndarray]:
+    """A row of the table, and the first tokens that came."""
+    new = block * (blocks + 1)
+    spec = model.spec(batch=batch, capacity=-(-(length + new) // 1024) * 1024)
+    cache = fill(kvjax.init(policies, spec, layers=model.config.layers, placement=place), length)
+    size, weights = nbytes(cache), nbytes(model)
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((batch, model.config.vocab_size), np.float32))
+    if place is not None:
+        logits = jax.device_put(logits, jax.NamedSharding(place.mesh, place.spec("B")))
+    begin = time.perf_counter()
+    run = Stream(model, cache, logits, new, Sampling(), None, np.zeros((0,), np.int32))
+    del cache
+    program = run.lower(block).compile().as_text()
+    first = run.advance(block)
+    compiled = time.perf_counter() - begin
+    times = []
+    for _ in range(blocks):
+        start = time.perf_counter()
+        run.advance(block)
+        times.append(1e3 * (time.perf_counter() - start) / block)
+    kvjax.raise_on_overflow(run.cache)
+    found = COLLECTIVE.findall(program)
+    row = {
+        "tpot_ms": round(float(np.median(times)), 4),
+        "tpot_ms_min": round(min(times), 4),
+        "tpot_ms_max": round(max(times), 4),
+        "weight_bytes": weights.device,
+        "cache_bytes": size.device,
+        "host_bytes": size.host,
+        "floor_ms": round(weights.device / BYTES_PER_US / 1e3, 4),
+        "collectives": {kind: found.count(kind) for kind in sorted(set(found))},
+        "compile_seconds": round(compiled, 1),
+    }
+    return row, first
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=["full", "fier"])
+    parser.add_argument("--length", type=int, default=32768)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--no-check", action="store_true", help="times alone")
+    parser.add_argument("--quick", action="store_true", help="small sizes on any devices; nothing is written")
+    given = parser.parse_args(args)
+    if not given.quick and (jax.default_backend() != "gpu" or jax.device_count() < 2):
+        parser.error("this compares one GPU with several, and found no two; --quick runs small sizes on any devices")
+    config, dtype, blocks, block = (
+        replace(throughput.SHAPES["llama-3.1-8b"], layers=given.layers, windows=()),
+        "bfloat16",
+        4,
+        32,
+    )
+    if given.quick:
+        config = replace(config, layers=3, windows=(), hidden_size=64, intermediate_size=64, vocab_size=64, head_dim=16)
+        dtype, given.length, given.budget, blocks, block = "float32", 300, 128, 2, 4
+    places = placements(jax.devices())
+    checked: dict[str, Any] = {"width": 64, "length": 96} if given.quick else {"width": 1024, "length": 800}
+    methods = () if given.no_check else CHECKED[:1] if given.quick else CHECKED
+    rows = check(places, methods, **checked)
+    save = partial(
+        write,
+        "devices.json",
+        f"one GPU against {jax.device_count()}; tokens of a small model in float32, and TPOT of llama-3.1-8b's shape, "
+        f"{config.layers} layers, {given.batch} rows of {given.length} tokens, budget {given.budget}, {dtype}",
+        "keys, values and weights normal, a prompt of random tokens for the check",
+        times=f"milliseconds a step by the host's clock, medians of {blocks} blocks of {block} steps of one program; "
+        "floor: bytes of the weights of a device / 4.3 TB/s",
+    )
+    model = throughput.random_model(config, dtype)
+    for method in given.methods:
+        alone: Any = None
+        for name, place in places.items():
+            own = model if place is None else distribute(model, place)
+            settings = {"length": given.length, "batch": given.batch, "block": block, "blocks": blocks}
+            row, first = decode_time(own, METHODS[method](given.budget), place, **settings)
+            alone = first if alone is None else alone
+            row["share_of_same_tokens"] = round(float(np.mean(first == alone)), 4)
+            rows.append({"method": method, "placement": name, **row})
+            show(rows[-1])
+            if not given.quick:
+                save(rows=rows)
+            del own
+            gc.collect()
+    wrong = [row for row in rows if row.get("same_tokens") is False]
+    if wrong:
+        raise SystemExit(f"tokens differ from those of one device: {wrong}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Programs for 8 H200s, compiled without one: kernels run on the part of a device, and no part of a cache moves."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import kvjax
+from kvjax import CacheSpec, LayerCache, Placement, presets
+from kvjax.memory import shapes
+from kvjax.placement import state_specs
+from tests.kernels import aot
+
+pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
+SPEC = CacheSpec(batch=8, q_heads=32, kv_heads=8, head_dim=128, capacity=32768)
+COLLECTIVE = re.compile(r" = (\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)")
+
+
+@cache
+def mesh(data: int, model: int) -> Mesh:
+    from jax.experimental import topologies
+
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it asks the driver
+    eight = topologies.get_topology_desc(platform="cuda", target_config=aot.TARGET, topology="1x1x8")
+    return Mesh(np.array(eight.devices).reshape(data, model), ("data", "model"))
+
+
+def compiled(policy: Any, placement: Placement | None, at: Mesh) -> tuple[str, int, int]:
+    """HLO of a step, its temporary bytes on a device, and the kernels that it calls."""
+
+    def shape(leaf: Any, split: PartitionSpec) -> Any:
+        kind = aot._OnHost if leaf.sharding.memory_kind == "pinned_host" else NamedSharding
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=kind(at, split))
+
+    spec = SPEC if at.size > 1 else Placement(mesh=mesh(2, 4), batch="data", heads="model").local(SPEC)
+    whole = shapes(partial(policy.init, spec))
+    specs = jax.tree.map(lambda _: PartitionSpec(), whole) if placement is None else state_specs(policy, spec, placement)
+    layer = LayerCache(jax.tree.map(shape, whole, specs), policy, spec, placement)
+    split = PartitionSpec() if placement is None else placement.spec("BTN")
+    q, k, v = (
+        jax.ShapeDtypeStruct((spec.batch, 1, n, 128), jnp.bfloat16, sharding=NamedSharding(at, split))
+        for n in (spec.q_heads, spec.kv_heads, spec.kv_heads)
+    )
+    program = jax.jit(kvjax.attention, donate_argnums=0).lower(layer, q, k, v).compile()
+    memory = program.memory_analysis()
+    text = program.as_text()
+    return text, memory.temp_size_in_bytes + memory.host_temp_size_in_bytes, text.count('custom_call_target="mosaic')
+
+
+CASES = {"fier": presets.fier(2048).rest, "full": kvjax.Full()}
+MORE = {name: getattr(presets, name)().rest for name in ("quest", "pariskv", "freekv", "kivi", "streaming_llm", "exact")}
+
+
+def check(policy: Any) -> None:
+    placement = Placement(mesh=mesh(2, 4), batch="data", heads="model")
+    split, temporary, kernels = compiled(policy, placement, placement.mesh)
+    one, _, wanted = compiled(policy, None, Mesh(mesh(2, 4).devices[:1, :1], ("data", "model")))
+    assert not COLLECTIVE.findall(split)
+    assert kernels == wanted > 0
+    assert temporary < 20e6
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_run_on_the_part_of_a_device(name: str) -> None:
+    check(CASES[name])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", MORE)
+def test_kernels_of_more_methods_run_on_the_part_of_a_device(name: str) -> None:
+    check(MORE[name])
