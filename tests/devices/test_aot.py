@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from functools import cache, partial
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kvjax
-from kvjax import CacheSpec, LayerCache, Placement, presets
+from kvjax import CacheSpec, LayerCache, Placement, ops, presets
 from kvjax.memory import shapes
+from kvjax.ops import partitioned
+from kvjax.partial import Span
 from kvjax.placement import state_specs
 from tests.kernels import aot
 
@@ -42,7 +45,9 @@ def compiled(policy: Any, placement: Placement | None, at: Mesh) -> tuple[str, i
 
     spec = SPEC if at.size > 1 else Placement(mesh=mesh(2, 4), batch="data", heads="model").local(SPEC)
     whole = shapes(partial(policy.init, spec))
-    specs = jax.tree.map(lambda _: PartitionSpec(), whole) if placement is None else state_specs(policy, spec, placement)
+    specs = (
+        jax.tree.map(lambda _: PartitionSpec(), whole) if placement is None else state_specs(policy, spec, placement)
+    )
     layer = LayerCache(jax.tree.map(shape, whole, specs), policy, spec, placement)
     split = PartitionSpec() if placement is None else placement.spec("BTN")
     q, k, v = (
@@ -56,13 +61,15 @@ def compiled(policy: Any, placement: Placement | None, at: Mesh) -> tuple[str, i
 
 
 CASES = {"fier": presets.fier(2048).rest, "full": kvjax.Full()}
-MORE = {name: getattr(presets, name)().rest for name in ("quest", "pariskv", "freekv", "kivi", "streaming_llm", "exact")}
+MORE = {
+    name: getattr(presets, name)().rest for name in ("quest", "pariskv", "freekv", "kivi", "streaming_llm", "exact")
+}
 
 
 def check(policy: Any) -> None:
     placement = Placement(mesh=mesh(2, 4), batch="data", heads="model")
     split, temporary, kernels = compiled(policy, placement, placement.mesh)
-    one, _, wanted = compiled(policy, None, Mesh(mesh(2, 4).devices[:1, :1], ("data", "model")))
+    _, _, wanted = compiled(policy, None, Mesh(mesh(2, 4).devices[:1, :1], ("data", "model")))
     assert not COLLECTIVE.findall(split)
     assert kernels == wanted > 0
     assert temporary < 20e6
@@ -77,3 +84,24 @@ def test_kernels_run_on_the_part_of_a_device(name: str) -> None:
 @pytest.mark.parametrize("name", MORE)
 def test_kernels_of_more_methods_run_on_the_part_of_a_device(name: str) -> None:
     check(MORE[name])
+
+
+def test_plain_jit_over_several_devices_warns_once_and_names_the_cure() -> None:
+    at = mesh(2, 4)
+    q = jax.ShapeDtypeStruct((8, 8, 4, 128), jnp.bfloat16, sharding=NamedSharding(at, PartitionSpec("data", "model")))
+    k = jax.ShapeDtypeStruct((8, 8, 1024, 128), jnp.bfloat16, sharding=q.sharding)
+    count = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=NamedSharding(at, PartitionSpec("data")))
+
+    def attend(q: Any, k: Any, v: Any, count: Any) -> Any:
+        return ops.attend_span(q, Span(k, v, jnp.zeros_like(count), count), scale=1.0)
+
+    partitioned._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="attend_span is compiled for 8 devices without a placement.*Placement"):
+        jax.jit(attend).lower(q, k, k, count)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(lambda *given: attend(*given)).lower(q, k, k, count)  # once
+        partitioned._warn_once.cache_clear()
+        split = (PartitionSpec("data", "model"),) * 3 + (PartitionSpec("data"),)
+        local = jax.shard_map(attend, mesh=at, in_specs=split, out_specs=split[0], check_vma=False)
+        jax.jit(local).lower(q, k, k, count)
