@@ -315,6 +315,31 @@ def test_logits_that_are_not_finite_end_in_one_line(kvjax, tmp_path, bad):
         assert_one_line(result, "the model's logits of row 0 are not finite before the first token")
 
 
+def test_compare_shows_answers_side_by_side(kvjax, checkpoint, tmp_path):
+    text = tmp_path / "prompt.txt"
+    text.write_text(TEXT + "\n")
+    caches = ("--cache", "full", "--cache", "streaming_llm:budget=4096", "--cache", "fier:budget=10")
+    args = (*caches, "--max-new-tokens", 3, "--model", checkpoint)
+    code, out, err = kvjax("compare", text, *args, "--json")
+    assert (code, err) == (0, "")
+    full, streaming, fier = map(json.loads, out.splitlines())
+    assert full["cache"] == "full"
+    assert full["same"] == len(full["token_ids"]) == 3
+    assert streaming["token_ids"] == full["token_ids"]  # a budget of more than there is
+    assert fier["attended"] < full["attended"] == len(TEXT.encode()) + 2  # the mean of 1, 2 and 3 more
+    assert full["device_bytes"] > 0
+    assert all(answer["decode_tokens_per_second"] > 0 for answer in (full, streaming, fier))
+
+
+def test_compare_refuses_what_it_cannot_run(kvjax, checkpoint):
+    code, _, err = kvjax("compare", TEXT, "--cache", "pariskv", "--budget", 5, "--model", checkpoint)
+    assert code == 1
+    assert "budget" in err
+    code, _, err = kvjax("compare", TEXT, "--cache", "nothing", "--model", checkpoint)
+    assert code == 1
+    assert "unknown cache" in err
+
+
 def test_help_and_version_have_their_usual_names(kvjax):
     from kvjax import __version__
 

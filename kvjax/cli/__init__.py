@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from kvjax.cli import bench, calibrate, evaluate, generate, measure, methods, perplexity
+from kvjax.cli import bench, calibrate, compare, evaluate, generate, measure, methods, perplexity
 from kvjax.cli.terminal import say, write
 
 # Advice for people who train with torch, and warnings of XLA's start, are not for this command's users.
@@ -55,6 +55,7 @@ def _common(
 
 
 app.command("generate")(generate.generate)
+app.command("compare")(compare.compare)
 app.command("methods")(methods.methods)
 app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)

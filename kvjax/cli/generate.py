@@ -82,7 +82,7 @@ def generate(
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed must be in [0, 2**32), got {seed}")  # JAX would drop the higher bits
     kind = dtype_name(dtype)
-    text = _read_prompt(prompt, prompt_file)
+    text = read_prompt(prompt, prompt_file)
     directory = model_directory(model_dir)
 
     import jax
@@ -204,7 +204,7 @@ def _is_text(argument: str) -> bool:
     return True
 
 
-def _read_prompt(prompt: str | None, file: Path | None) -> str:
+def read_prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise ValueError(f"give {'one' if prompt is None else 'only one'} of --prompt TEXT and --prompt-file FILE")
     if prompt is not None and not _is_text(prompt):

@@ -1,0 +1,99 @@
+"""`kvjax compare`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvjax.cli.generate import STDIN, read_prompt
+from kvjax.cli.options import Dtype, dtype_name, model_directory
+from kvjax.cli.terminal import bar, bars, say, show, write
+
+if TYPE_CHECKING:
+    from kvjax.evaluate.side_by_side import Answer
+
+DEFAULT = ("full", "fier", "quest", "snapkv", "logquant")
+
+
+def compare(
+    prompt: Annotated[
+        str, typer.Argument(metavar="TEXT_OR_FILE", help="The prompt, or a UTF-8 file that holds it, or - for stdin.")
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MODEL_DIR",
+            help="Directory of a checkpoint in Hugging Face format. Default: the model that ships with kvjax.",
+            show_default=False,
+        ),
+    ] = None,
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"A method of `kvjax methods`, with settings if need be; repeat it. Default: {', '.join(DEFAULT)}.",
+            show_default=False,
+        ),
+    ] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option(help="Tokens that a step reads for each KV head, for methods with a budget.", show_default="256"),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 32,
+    dtype: Dtype = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line instead of the table.")] = False,
+) -> None:
+    """Shows the answers of several methods to one prompt side by side, with tokens read, bytes and speed.
+
+    Decoding is greedy. "same" counts the leading tokens that equal the first method's. Times are without compilation.
+    """
+    from kvjax import models
+    from kvjax.evaluate.side_by_side import side_by_side
+
+    path = Path(prompt)
+    is_file = path == STDIN or (len(prompt) < 1024 and "\n" not in prompt and path.is_file())
+    text = read_prompt(None, path) if is_file else read_prompt(prompt, None)
+    kind = dtype_name(dtype)
+    directory = model_directory(model)
+    progress = bars()
+    with progress, bar(progress, "comparing") as advance_to:
+        checkpoint = models.load(directory, dtype=kind)
+        found = side_by_side(
+            checkpoint, text, cache or list(DEFAULT), budget=budget, max_new_tokens=max_new_tokens, progress=advance_to
+        )
+    if as_json:
+        write("".join(json.dumps(answer.as_json()) + "\n" for answer in found))
+        return
+    show(_table(found))
+    for answer in found:
+        if answer.refused:
+            say(f"{answer.cache}: {answer.refused}")
+    if all(answer.refused for answer in found):
+        raise ValueError("no cache could be run; the reasons are above")
+
+
+def _table(found: list[Answer]) -> Any:
+    from rich.table import Table
+
+    table = Table(show_lines=True)
+    table.add_column("cache", no_wrap=True)
+    table.add_column("answer", ratio=1)
+    for title in ("same", "tokens read", "MiB", "prompt, s", "tokens/s"):
+        table.add_column(title, justify="right")
+    for answer in found:
+        if answer.refused:
+            table.add_row(answer.cache, "refused", *[""] * 5)
+            continue
+        host = f" + {answer.host_bytes / 2**20:.1f} host" if answer.host_bytes else ""
+        table.add_row(
+            answer.cache,
+            " ".join(answer.text.split()),
+            f"{answer.same}/{len(answer.token_ids)}",
+            f"{answer.attended:.0f}",
+            f"{answer.device_bytes / 2**20:.1f}{host}",
+            f"{answer.prefill_seconds:.2f}",
+            f"{answer.decode_tokens_per_second:.1f}",
+        )
+    return table

@@ -1,0 +1,126 @@
+"""One prompt through several caches: each answer with what it cost, and where it leaves the first one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvjax
+from kvjax.evaluate.caches import Caches, Row, make_rows
+from kvjax.generation import stream, warm_up
+from kvjax.models import Checkpoint
+from kvjax.models.chat import round_capacity
+from kvjax.presets import check_reaches
+from kvjax.request import check_fit
+from kvjax.spec import require_int
+
+BUDGET = 256  # of methods whose text sets none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What one cache answered, and what it cost."""
+
+    cache: str  # as it was asked for, with its budget: "fier@256"
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    same: int = 0  # leading tokens that are those of the first answer
+    attended: float = 0.0  # tokens that a decode step read, mean over steps, KV heads and layers
+    device_bytes: int = 0  # of the cache
+    host_bytes: int = 0
+    prefill_seconds: float = 0.0  # without compilation
+    decode_tokens_per_second: float = 0.0
+    refused: str = ""  # why it could not be run; all else is empty then
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def side_by_side(
+    checkpoint: Checkpoint,
+    prompt: str,
+    caches: Caches,
+    *,
+    budget: int | None = None,
+    dense_layers: int | None = None,
+    max_new_tokens: int = 32,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> list[Answer]:
+    """Continues one prompt greedily through each cache, and times it.
+
+    Args:
+      caches: names of presets with settings if need be, as "fier:budget=64"; or policies by name.
+      budget: of caches that have one and do not set it; default 256.
+      dense_layers: of the caches that have the setting and do not set it; None leaves each preset its own.
+      progress: called with how many caches are done, how many there are, and the next one's name.
+
+    Raises:
+      ValueError: an unknown cache, or a prompt that does not fit the model. A cache that cannot hold its budget or this
+        model has an answer with the reason instead.
+    """
+    max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
+    try:
+        rows = make_rows(caches, budgets=[BUDGET if budget is None else budget], dense_layers=dense_layers)
+    except ValueError:
+        if budget is not None:
+            raise
+        rows = make_rows(caches, dense_layers=dense_layers)  # none of them has a budget
+    tokens = checkpoint.encode(prompt)
+    check_fit(0, len(tokens), max_new_tokens, None, checkpoint.config.max_positions)
+    found: list[Answer] = []
+    for at, row in enumerate(rows):
+        if progress is not None:
+            progress(at, len(rows), row.name)
+        found.append(_answer(checkpoint, row, tokens, max_new_tokens, found))
+    return found
+
+
+def _answer(checkpoint: Checkpoint, row: Row, tokens: list[int], max_new_tokens: int, earlier: list[Answer]) -> Answer:
+    policies = row.policies
+    if policies is None:
+        return Answer(cache=row.name, refused=row.refused)
+    spec = checkpoint.model.spec(batch=1, capacity=round_capacity(len(tokens) + max_new_tokens))
+
+    def empty() -> kvjax.Cache:
+        return kvjax.init(policies, spec, layers=checkpoint.config.layers)
+
+    try:
+        if isinstance(policies, kvjax.PerLayer):
+            check_reaches(policies, checkpoint.config.layers, row.name)
+        jax.eval_shape(empty)
+    except (ValueError, NotImplementedError) as error:
+        return Answer(cache=row.name, refused=str(error))
+    settings: dict[str, Any] = dict(
+        max_new_tokens=max_new_tokens, stop_tokens=checkpoint.stop_tokens, measure=True, block=max_new_tokens
+    )
+    warm_up(checkpoint.model, empty(), len(tokens), **settings)
+    cache = jax.block_until_ready(empty())
+    begin = time.perf_counter()
+    run = stream(checkpoint.model, cache, [tokens], tokenizer=checkpoint.tokenizer, **settings)
+    jax.block_until_ready(run.logits)
+    middle = time.perf_counter()
+    text = "".join(run)
+    end = time.perf_counter()
+    ids = tuple(int(i) for i in run.rows[0])
+    first = next((answer.token_ids for answer in earlier if not answer.refused), ids)
+    size = kvjax.memory.nbytes(run.cache)
+    return Answer(
+        cache=row.name,
+        text=text,
+        token_ids=ids,
+        same=next(_differences(ids, first), min(len(ids), len(first))),
+        attended=float(np.mean(np.asarray(run.attended, np.float64))),
+        device_bytes=size.device,
+        host_bytes=size.host,
+        prefill_seconds=middle - begin,
+        decode_tokens_per_second=len(ids) / (end - middle),
+    )
+
+
+def _differences(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[int]:
+    return (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
