@@ -54,6 +54,8 @@ def _grow(layer: LayerCache, capacity: int) -> LayerCache:
             return old
         if new.ndim != old.ndim or any(a < b for a, b in zip(new.shape, old.shape, strict=True)):
             raise ValueError(f"{layer.policy} cannot grow: an array of shape {old.shape} becomes {new.shape}")
+        if isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer):
+            new = jax.device_put(new, old.sharding)  # the cache's own device need not be the default one
         return lax.dynamic_update_slice(new, old, (0,) * new.ndim)
 
     state = jax.tree.map(place, larger.state, layer.state)

@@ -42,11 +42,31 @@ def host_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     return jnp.broadcast_to(to_host(jnp.zeros((), dtype)), shape)
 
 
+def vary_with(tree: Any, *like: Any) -> Any:
+    """`tree` with the type of arrays that differ from device to device, where arrays of `like` have it.
+
+    Inside of `jax.shard_map` a loop that starts from zeros needs it: what it carries has one type from the start.
+    """
+    axes = frozenset[str]().union(*(_varying_axes(leaf) for leaf in jax.tree.leaves(like)))
+
+    def cast(leaf: Array) -> Array:
+        missing = tuple(sorted(axes - _varying_axes(leaf)))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+def _varying_axes(leaf: Any) -> frozenset[str]:
+    """Axes of a mesh over which an array differs; jax 0.11 has renamed where the type says so."""
+    aval: Any = jax.typeof(leaf)
+    return aval.vma if hasattr(aval, "vma") else getattr(getattr(aval, "mat", None), "varying", frozenset())
+
+
 def shapes(make: Callable[[], Any]) -> Any:
     """The tree of arrays that `make` returns, as `jax.ShapeDtypeStruct`s that say in which memory of the default device
     each would lie. It is traced, not run: nothing is allocated."""
     traced = jax.jit(make).trace()
-    mesh = Mesh(np.array(jax.local_devices()[:1]), ("x",))  # jit reads the memory of a shape from a NamedSharding alone
+    mesh = Mesh(np.array([_default_device()]), ("x",))  # jit reads the memory of a shape from a NamedSharding alone
 
     def shape(aval: Any) -> jax.ShapeDtypeStruct:
         kind = "pinned_host" if aval.memory_space == jax.memory.Space.Host else None
@@ -56,6 +76,11 @@ def shapes(make: Callable[[], Any]) -> Any:
 
     tree = jax.tree.structure(traced.out_info)
     return jax.tree.unflatten(tree, [shape(aval) for aval in traced.jaxpr.out_avals])
+
+
+def _default_device() -> jax.Device:
+    chosen = jax.config.jax_default_device  # a device, the name of a platform, or None
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
 
 def on_host(x: Any) -> np.ndarray:
@@ -87,7 +112,7 @@ def commit_together(tree: Any) -> Any:
 
 def has_host_memory() -> bool:
     """Whether the default device reads pinned host memory. CPU (where it is a name alone), GPU and TPU backends do."""
-    return any(kind.kind == "pinned_host" for kind in jax.devices()[0].addressable_memories())
+    return any(kind.kind == "pinned_host" for kind in _default_device().addressable_memories())
 
 
 class Bytes(NamedTuple):

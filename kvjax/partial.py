@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.memory import vary_with
+
 
 class PartialAttention(NamedTuple):
     """Attention over a part of the keys. Q is G in decoding and G*T in prefill."""
@@ -168,14 +170,16 @@ def merge_blocks(
 
     def run(*operands: Any) -> PartialAttention:
         first, stop = bounds(*operands)
-        return lax.fori_loop(first, stop, lambda i, done: merge(done, one(i, *operands)), empty_part(shape))
+        return lax.fori_loop(
+            first, stop, lambda i, done: merge(done, one(i, *operands)), vary_with(empty_part(shape), operands)
+        )
 
     def differentiable(*operands: Any) -> PartialAttention:
         # A loop whose bounds are data has no reverse derivative.
         def step(done: PartialAttention, i: Array) -> tuple[PartialAttention, None]:
             return merge(done, jax.checkpoint(one)(i, *operands)), None
 
-        return lax.scan(step, empty_part(shape), jnp.arange(blocks, dtype=jnp.int32))[0]
+        return lax.scan(step, vary_with(empty_part(shape), operands), jnp.arange(blocks, dtype=jnp.int32))[0]
 
     return with_derivative(run, differentiable)(*operands)
 

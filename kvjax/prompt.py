@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.memory import vary_with
 from kvjax.partial import (
     PartialAttention,
     attend_causal,
@@ -172,7 +173,8 @@ def _stream(
         return merge(done, part(q, k, v, jnp.clip(stop - first, 0, size)))
 
     blocks = jnp.minimum(-(-jnp.max(stop) // block), whole)
-    done = lax.fori_loop(0, blocks, lambda i, done: merged(i * block, block, done), _nothing(q))
+    done = vary_with(_nothing(q), q, state, stop)
+    done = lax.fori_loop(0, blocks, lambda i, done: merged(i * block, block, done), done)
     if slots % block:
         first = whole * block
         last = partial(merged, first, slots - first)

@@ -13,6 +13,7 @@ from kvjax import ops
 from kvjax.blocks import Block, empty_block, write
 from kvjax.caches.policy import Info, chunk_starts, lowest_visible
 from kvjax.evictors import Evictor
+from kvjax.memory import vary_with
 from kvjax.partial import (
     PartialAttention,
     Span,
@@ -169,7 +170,8 @@ class Evicting:
             return votes + _sum_weights(qb, keys, seen, scale)
 
         B, K, L = position.shape
-        votes = lax.fori_loop(0, whole // block, count, jnp.zeros((B, K, q.shape[2], L), jnp.float32))
+        votes = vary_with(jnp.zeros((B, K, q.shape[2], L), jnp.float32), queries, keys, standing, position)
+        votes = lax.fori_loop(0, whole // block, count, votes)
         return self._keep(st, k, v, lengths, votes)
 
     def _keep(self, st: EvictingState, k: Array, v: Array, lengths: Array, votes: Array | None) -> EvictingState:

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.memory import vary_with
 from kvjax.ops.op import Implementation, op
 from kvjax.quant import OneBit, dequantize_1bit
 from kvjax.rotate import SUBSPACE, Directions, decode, lloyd_max
@@ -40,7 +41,7 @@ def score_1bit(q: Array, keys: OneBit, *, scale: float, implementation: Implemen
         s = jnp.einsum("bkgd,bksd->bkgs", q, keys_f32, precision="highest") * scale
         return lax.dynamic_update_slice_in_dim(scores, s, first * group, axis=3)
 
-    return lax.fori_loop(0, -(-groups // block), step, jnp.zeros((B, K, G, S), jnp.float32))
+    return lax.fori_loop(0, -(-groups // block), step, vary_with(jnp.zeros((B, K, G, S), jnp.float32), q, keys))
 
 
 @score_1bit.limit
@@ -102,7 +103,7 @@ def rerank(
         s = jnp.einsum("bkgd,bkgsd->bkgs", q.astype(jnp.float32), decoded, precision="highest") * scale
         return lax.dynamic_update_slice_in_dim(scores, s, first, axis=3)
 
-    return lax.fori_loop(0, -(-M // block), step, jnp.zeros((B, K, G, M), jnp.float32))
+    return lax.fori_loop(0, -(-M // block), step, vary_with(jnp.zeros((B, K, G, M), jnp.float32), q, keys, picked))
 
 
 @rerank.limit

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.memory import vary_with
 from kvjax.ops.op import Implementation, op
 from kvjax.rotate import rotate_few, turned
 from kvjax.selection import PackedSelection
@@ -49,7 +50,7 @@ def collide(
         found = jnp.take_along_axis(earned, index, axis=-1, mode="promise_in_bounds")
         return lax.dynamic_update_slice_in_dim(votes, jnp.sum(found, axis=3, dtype=jnp.uint8), first, axis=3)
 
-    return lax.fori_loop(0, -(-S // block), step, jnp.zeros((B, K, G, S), jnp.uint8))
+    return lax.fori_loop(0, -(-S // block), step, vary_with(jnp.zeros((B, K, G, S), jnp.uint8), earned, ids))
 
 
 def _keys_before(q: Array, counts: Array) -> Array:
@@ -113,7 +114,7 @@ def most_voted(
         enough = jnp.sum(votes >= higher[..., None], axis=-1, dtype=jnp.int32) >= count
         return jnp.where(enough, higher, least)
 
-    least = lax.fori_loop(0, 8, narrow, jnp.zeros((B, K, G), jnp.int32))[..., None]
+    least = lax.fori_loop(0, 8, narrow, vary_with(jnp.zeros((B, K, G), jnp.int32), votes, count))[..., None]
     above, level = votes > least, votes == least
     spare = count[..., None] - jnp.sum(above, axis=-1, dtype=jnp.int32, keepdims=True)
     upto = lax.cumsum(level.astype(jnp.int32), axis=3)
