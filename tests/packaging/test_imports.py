@@ -16,7 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FLOORS = {
     **dict.fromkeys(("spec", "layouts", "memory", "validation", "settings", "budgets"), 0),
     **dict.fromkeys(("partial", "quant", "rotate", "selection", "blocks", "placement"), 1),
-    **dict.fromkeys(("ops", "prompt"), 2),
+    **dict.fromkeys(("ops", "prompt", "hashing"), 2),
     **dict.fromkeys(("stores", "selectors", "demotion", "evictors", "timestamps"), 3),
     "caches": 4,
     **dict.fromkeys(("attention", "presets"), 5),
@@ -104,10 +104,11 @@ def normal(requirement: str) -> str:
 
 
 def test_every_import_is_a_declared_dependency():
-    needed, extra = PROJECT["project"]["dependencies"], PROJECT["project"]["optional-dependencies"]["eval"]
+    needed, extras = PROJECT["project"]["dependencies"], PROJECT["project"]["optional-dependencies"]
     owners = metadata.packages_distributions()
     for module in SOURCES:
-        declared = {normal(r) for r in (*needed, *(extra if part(module) in ("evaluate", "cli") else ()))}
+        own = [*(extras["eval"] if part(module) in ("evaluate", "cli") else ()), *extras.get(module.split(".")[-1], ())]
+        declared = {normal(r) for r in (*needed, *own)}
         for name in third_party(module):
             distributions = {normal(d) for d in owners.get(name, [name])}
             assert distributions & declared, f"{module} imports {name} of {distributions}, which is not declared"
