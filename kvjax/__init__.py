@@ -61,7 +61,17 @@ from kvjax.placement import Placement
 from kvjax.selection import Selection
 from kvjax.selectors import BallPages, CentrePages, Exact, Fier, MinMaxPages, Paris, ProductCodes, Selector
 from kvjax.spec import CacheSpec
-from kvjax.stores import Dense, FusedSlotStore, FusedStore, HostOffload, Quantized, RecallingStore, Store
+from kvjax.stores import (
+    CachingStore,
+    Dense,
+    FusedSlotStore,
+    FusedStore,
+    HostOffload,
+    HotSet,
+    Quantized,
+    RecallingStore,
+    Store,
+)
 from kvjax.timestamps import LastUse
 
 if TYPE_CHECKING:
@@ -91,6 +101,7 @@ __all__ = [
     "BallPages",
     "Cache",
     "CacheSpec",
+    "CachingStore",
     "CentrePages",
     "Compressed",
     "Demotion",
@@ -108,6 +119,7 @@ __all__ = [
     "FusedStore",
     "HeavyHitter",
     "HostOffload",
+    "HotSet",
     "Info",
     "LastQuery",
     "LastUse",

@@ -17,7 +17,7 @@ from kvjax.layouts import whole_units
 from kvjax.selection import PackedSelection, Selection, reduce_queries
 from kvjax.selectors import Candidates, FusedSelector, PendingSelector, Selector, WindowedSelector
 from kvjax.spec import CacheSpec, keep_int
-from kvjax.stores import Dense, Store
+from kvjax.stores import CachingStore, Dense, Store
 from kvjax.validation import check_verbs
 
 
@@ -70,6 +70,9 @@ class Retrieval(SelectedZones):
     def init(self, spec: CacheSpec) -> ZonedState:
         self.selector.check(spec, self.demote.leave)
         st = super().init(spec)
+        if isinstance(self.store, CachingStore):
+            heads = spec.group if self.selector.group_reduce == "per_head" else 1
+            self.store.require_room(heads * self.room(st.store.slots // self.selector.unit) * self.selector.unit)
         return replace(st, index=self.selector.init(spec, st.store.slots))
 
     def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -14,7 +16,7 @@ from kvjax.caches.policy import Info
 from kvjax.caches.zones import Visible, Zoned, ZonedState
 from kvjax.partial import Span
 from kvjax.selection import PackedSelection, Selection, split_selection
-from kvjax.stores import FusedSlotStore
+from kvjax.stores import CachingStore, FusedSlotStore
 
 
 class SelectedZones(Zoned):
@@ -27,7 +29,11 @@ class SelectedZones(Zoned):
 
         Slots of the selection below the store's are slots of the history; S + r is slot r of the recent block.
         """
-        if isinstance(self.store, FusedSlotStore):
+        if isinstance(self.store, CachingStore):
+            store, (k, v, there) = self.store.load(st.store, selection)
+            st = replace(st, store=store)
+            out = ops.attend_zones(q, k, v, there, seen.recent, seen.sink, self.local, scale=scale)
+        elif isinstance(self.store, FusedSlotStore):
             out = self.store.attend_slots_with(st.store, q, selection, seen.recent, seen.sink, self.local, scale=scale)
         else:
             stored, pending = split_selection(selection, st.store.slots)

@@ -29,7 +29,7 @@ from kvjax.caches.zones import Visible, ZonedState
 from kvjax.partial import PartialAttention
 from kvjax.selection import Selection, split_selection
 from kvjax.spec import CacheSpec
-from kvjax.stores import Held, RecallingStore
+from kvjax.stores import CachingStore, Held, RecallingStore
 
 
 class Recall(NamedTuple):
@@ -143,7 +143,7 @@ class Speculative:
         now = ~reused & st.due[:, None]  # a row that makes no step recalls nothing
 
         # Recall for the heads that attend with it now, then the rest.
-        new, rest = self._recall(zones, selection, last, st.due, now)
+        zones, new, rest = self._recall(zones, selection, last, st.due, now)
         by_head = reused[:, :, None, None]
         used = Selection(*(jnp.where(by_head, *two) for two in zip(st.recall.selection, selection, strict=True)))
         fresh = rest()
@@ -183,16 +183,16 @@ class Speculative:
 
     def _recall(
         self, st: ZonedState, selection: Selection, last: Recall, rows: Array, now: Array
-    ) -> tuple[tuple[Array, Array], Callable[[], Recall]]:
-        """Keys and values of the selection for heads `now` bool[B, K], anything for others; and a function that recalls
-        for all heads of `rows` bool[B], and keeps the keys and values of other rows."""
+    ) -> tuple[ZonedState, tuple[Array, Array], Callable[[], Recall]]:
+        """The zones; keys and values of the selection for heads `now` bool[B, K], anything for others; and a function
+        that recalls for all heads of `rows` bool[B], and keeps the keys and values of other rows."""
         policy = self.retrieval
         B, K, H, M = selection.slots.shape
         recent, oldest = (st.recent.k, st.recent.v), st.recent.count - policy.local
         if isinstance(policy.store, RecallingStore):
             held, edge = Held(self._flat(last.selection), last.k, last.v), jnp.maximum(oldest, -1)
             used, rest = policy.store.recall(st.store, selection, recent, edge, held, rows, now)
-            return used, lambda: Recall(selection, *rest(), oldest >= 0)
+            return st, used, lambda: Recall(selection, *rest(), oldest >= 0)
 
         stored, pending = split_selection(self._flat(selection), st.store.slots)
         here = pending.valid.reshape(B, K, -1, 1)
@@ -202,10 +202,15 @@ class Speculative:
             edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None])
             return jnp.where(at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old))
 
-        found = policy.store.gather(st.store, stored), ops.gather_slots(*recent, pending), recent
+        if isinstance(policy.store, CachingStore):
+            store, (*loaded, there) = policy.store.load(st.store, selection)
+            st, history = replace(st, store=store), ops.gather_slots(*loaded, self._flat(there))
+        else:
+            history = policy.store.gather(st.store, stored)
+        found = history, ops.gather_slots(*recent, pending), recent
         k, v = (whole(*zones) for zones in zip(*found, strict=True))
         kept_k, kept_v = (jnp.where(rows[:, None, None, None], *two) for two in ((k, last.k), (v, last.v)))
-        return (k, v), lambda: Recall(selection, kept_k, kept_v, oldest >= 0)
+        return st, (k, v), lambda: Recall(selection, kept_k, kept_v, oldest >= 0)
 
     def _flat(self, selection: Selection) -> Selection:
         """[B, K, 1, H*M + unit]: those of all heads one after the other, and room for the edge that moves as a unit."""

@@ -7,16 +7,21 @@ selected.
 
 from kvjax.stores.dense import Dense
 from kvjax.stores.host import HostBlock, HostOffload
+from kvjax.stores.hot import HotBlock, HotSet
 from kvjax.stores.quantized import Quantized
-from kvjax.stores.store import FusedSlotStore, FusedStore, Held, RecallingStore, Store
+from kvjax.stores.store import CachingStore, FusedSlotStore, FusedStore, Held, Loaded, RecallingStore, Store
 
 __all__ = [
+    "CachingStore",
     "Dense",
     "FusedSlotStore",
     "FusedStore",
     "Held",
     "HostBlock",
     "HostOffload",
+    "HotBlock",
+    "HotSet",
+    "Loaded",
     "Quantized",
     "RecallingStore",
     "Store",

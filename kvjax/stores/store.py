@@ -16,7 +16,7 @@ class Store(Protocol):
     """Keeps keys and values. Slots are handed out in order of arrival; slot s holds the s-th token that came.
 
     A store may have further verbs, which policies find by the protocols below: `FusedStore`, `FusedSlotStore`,
-    `RecallingStore`. Without them a policy puts the same attention together from the verbs here.
+    `RecallingStore`, `CachingStore`. Without them a policy puts the same attention together from the verbs here.
     """
 
     @property
@@ -138,4 +138,30 @@ class RecallingStore(Store, Protocol):
         after the selection, nothing where it is negative; up to the M of `held` then anything finite. Tokens that are
         held need not be read again.
         """
+        ...
+
+
+class Loaded(NamedTuple):
+    """Tokens on the device, and a selection of them."""
+
+    k: Array  # dtype[B, K, X, D]
+    v: Array  # dtype[B, K, X, D]
+    selection: Selection  # slot X + r is slot r of the recent block
+
+
+@runtime_checkable
+class CachingStore(Store, Protocol):
+    """A store that keeps on the device what steps select, so that later steps need not read it again.
+
+    A step calls `load` with what it selected, and attends to what comes back. Law: the tokens are those that
+    `attend_slots` of the same selection reads, in the same order.
+    """
+
+    def load(self, st: Any, selection: Selection | PackedSelection) -> tuple[Any, Loaded]:
+        """The state with all of the selection on the device, and where it is there. S + r is slot r of the recent
+        block."""
+        ...
+
+    def require_room(self, tokens: int) -> None:
+        """Raises ValueError where a step cannot select so many tokens of a row and KV head."""
         ...

@@ -156,11 +156,17 @@ def _within(part: Any, inner: Any) -> bool:
     return part is inner or any(_within(p, inner) for p in parts(part).values())
 
 
+def of_copies(path: Any) -> bool:
+    """Whether the path of a leaf leads through a field `hot`."""
+    return any(getattr(key, "name", None) == "hot" for key in path)
+
+
 def map_slots(state: Any, change: Callable[[Any, Array, Array], Array]) -> Any:
     """The core of a state with change(path, leaf, used) for each leaf that has slots on axis 2.
 
     `used` is bool and broadcasts against the leaf. Arrays outside of zones belong to the zone `store`, or to the only
-    zone, where they have as many slots. A leaf of a zone or of `index` with fewer has one for each unit of tokens.
+    zone, where they have as many slots. A leaf of a zone or of `index` with fewer has one for each unit of tokens. A
+    field `hot` of a zone has copies of its tokens, in slots of its own, and stays as it is.
     """
     inner = core_state(state)
     fields = parts(inner)
@@ -169,7 +175,7 @@ def map_slots(state: Any, change: Callable[[Any, Array, Array], Array]) -> Any:
 
     def walk(tree: Any, zone: Any, units: bool) -> Any:
         def one(path: Any, leaf: Array) -> Array:
-            if leaf.ndim < 3 or (leaf.shape[2] != zone.slots and not units):
+            if leaf.ndim < 3 or (leaf.shape[2] != zone.slots and not units) or of_copies(path):
                 return leaf
             used = jnp.arange(leaf.shape[2])[None] < (zone.count * leaf.shape[2] // zone.slots)[:, None]
             used = used.reshape(used.shape[0], 1, -1, *(1,) * (leaf.ndim - 3))

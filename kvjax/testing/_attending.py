@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from kvjax.testing._anatomy import (
     evicts,
     has_history,
     memory_of_steps,
+    of_copies,
     replace_core,
     require,
     with_part,
@@ -82,16 +84,16 @@ def order_of_chunks_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
     require(chunks >= 2, f"the capacity of {spec.capacity} has {chunks} chunks of {chunk}; give a spec with more")
     order = np.concatenate([np.arange(chunks)[::-1], np.arange(chunks, st.store.slots // chunk)])
 
-    def move(leaf: Array) -> Array:
-        if leaf.ndim < 3:
+    def move(path: Any, leaf: Array) -> Array:
+        if leaf.ndim < 3 or of_copies(path):
             return leaf
         home, leaf = leaf.sharding, to_device(leaf)
         blocks = leaf.reshape(*leaf.shape[:2], len(order), -1, *leaf.shape[3:])
         return jax.device_put(blocks[:, :, order].reshape(leaf.shape), home)
 
-    moved = with_part(st, "store", jax.tree.map(move, st.store))
+    moved = with_part(st, "store", jax.tree_util.tree_map_with_path(move, st.store))
     if hasattr(st, "index"):
-        moved = with_part(moved, "index", jax.tree.map(move, st.index))
+        moved = with_part(moved, "index", jax.tree_util.tree_map_with_path(move, st.index))
     out, _, info = step(cache, tokens, lengths)
     moved_cache = dataclasses.replace(cache, state=replace_core(cache.state, moved))
     out_moved, _, info_moved = step(moved_cache, tokens, lengths)

@@ -19,6 +19,7 @@ from kvjax.testing._anatomy import (
     has_history,
     has_zones,
     map_slots,
+    of_copies,
     replace_core,
     require,
     sink,
@@ -107,8 +108,8 @@ def held_positions(cache: LayerCache) -> list[list[list[int]]]:
 def valid_part(cache: LayerCache) -> list[Any]:
     """The core of the state with zeros in every slot past count, as leaves: what two caches of equal tokens agree on.
 
-    Without what is remembered of the last step: a prompt leaves none. Slots that hold a bag, as those of a policy that
-    evicts, in order of position.
+    Without what is remembered of earlier steps, a hot set's copies too: a prompt leaves none. Slots that hold a bag, as
+    those of a policy that evicts, in order of position.
     """
     st = core_state(cache.state)
     if hasattr(st, "position") and hasattr(st, "tokens"):
@@ -121,7 +122,8 @@ def valid_part(cache: LayerCache) -> list[Any]:
             return jnp.take_along_axis(leaf, order.reshape(*order.shape, *(1,) * (leaf.ndim - 3)), axis=2)
 
         st = jax.tree.map(sort, st)
-    return jax.tree.leaves(map_slots(st, lambda _, leaf, used: jnp.where(used, leaf, jnp.zeros_like(leaf))))
+    held = map_slots(st, lambda _, leaf, used: jnp.where(used, leaf, jnp.zeros_like(leaf)))
+    return [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(held) if not of_copies(path)]
 
 
 def assert_same_contents(got: LayerCache, want: LayerCache, spec: CacheSpec, what: str, row: int | None = None) -> None:

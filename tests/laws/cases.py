@@ -22,6 +22,7 @@ from kvjax import (
     Full,
     HeavyHitter,
     HostOffload,
+    HotSet,
     LastQuery,
     LogSparse,
     MinMaxPages,
@@ -75,6 +76,14 @@ CASES: dict[str, Case] = {
     "pages by centre, dense below 90 tokens": _with(selector=CentrePages(page=32), budget=64, dense_below=90),
     "pages in host memory": _with(selector=MinMaxPages(page=16), store=HostOffload(page=8)),
     "fier in host memory, bf16": _with(store=HostOffload(), spec=dataclasses.replace(SPEC, dtype=jnp.bfloat16)),
+    "fier in host memory, hot set": _with(store=HotSet(tokens=256)),
+    "pages per query head a step late, hot set, 7 on 1, bf16": _late(
+        selector=MinMaxPages(page=16, group_reduce="per_head"),
+        store=HotSet(tokens=7 * 256, store=HostOffload(page=8)),
+        budget=70,
+        tau=0.0,
+        spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1, dtype=jnp.bfloat16),
+    ),
     "all in host memory": Case(Compressed(store=HostOffload(page=32), sink=4, local=24, demote=Fifo(leave=32))),
     "arkvale, budget 72": Case(presets.arkvale(budget=72, page=8, sink=4, local=24).rest),
     "pages by ball, per query head, 7 on 1": _with(

@@ -1,0 +1,161 @@
+"""The hot set: the same tokens as without it, whatever is on the device, and only misses read from the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import CacheSpec, Fier, Fifo, HostOffload, HotSet, MinMaxPages, Retrieval, Speculative
+from kvjax.selection import Selection
+from kvjax.stores.hot import Hot, _places
+from kvjax.testing import _drive as drive
+
+SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
+FIER = Retrieval(selector=Fier(group=16), store=HostOffload(), budget=64, sink=4, local=24, demote=Fifo(leave=32))
+PAGES = dataclasses.replace(FIER, selector=MinMaxPages(page=16), store=HostOffload(page=8))
+PER_HEAD = dataclasses.replace(FIER, selector=Fier(group=16, group_reduce="per_head"))
+
+
+def with_hot_set(policy: Any, tokens: int) -> Any:
+    if isinstance(policy, Speculative):
+        return Speculative(with_hot_set(policy.retrieval, tokens), tau=policy.tau)
+    return dataclasses.replace(policy, store=HotSet(tokens=tokens, store=policy.store))
+
+
+@pytest.mark.parametrize(
+    ("policy", "tokens"),
+    [
+        (FIER, 40),
+        pytest.param(PAGES, 48, marks=pytest.mark.thorough),
+        (Speculative(PAGES, tau=0.0), 40),
+        pytest.param(PER_HEAD, 80, marks=pytest.mark.thorough),
+    ],
+    ids=["fier", "pages", "freekv", "per_head"],
+)
+def test_steps_read_the_same_tokens_as_without_a_hot_set(policy: Any, tokens: int) -> None:
+    """Ragged rows, a row that pauses, flushes, and a hot set so small that pages come and go."""
+    hot = with_hot_set(policy, tokens)
+    data, lengths = drive.random_tokens(SPEC, 1), np.array([150, 70])
+    plain, _ = drive.fill(drive.new_cache(policy, SPEC), data, lengths)
+    cached, _ = drive.fill(drive.new_cache(hot, SPEC), data, lengths)
+    for i in range(36):
+        active = np.arange(2) != (i % 3 == 1)
+        out, plain, info = drive.step(plain, data, lengths, active)
+        out_cached, cached, info_cached = drive.step(cached, data, lengths, active)
+        np.testing.assert_array_equal(info_cached.positions, info.positions)
+        np.testing.assert_allclose(out_cached[active], out[active], atol=2e-6)
+        lengths = lengths + active
+    state = cached.state.zones if isinstance(hot, Speculative) else cached.state
+    check_tables(state.store.hot)
+    assert (np.asarray(state.store.hot.loads) > tokens // hot_page(hot)).any(), "nothing was replaced"
+
+
+def hot_page(policy: Any) -> int:
+    return (policy.retrieval if isinstance(policy, Speculative) else policy).store.page
+
+
+def check_tables(hot: Hot) -> None:
+    """No page is reachable at two places."""
+    page, place = np.asarray(hot.page), np.asarray(hot.place)
+    for b, k in np.ndindex(*page.shape[:2]):
+        reached = [p for p in range(place.shape[2]) if page[b, k, place[b, k, p] % page.shape[2]] == p]
+        assert len({place[b, k, p] for p in reached}) == len(reached)
+
+
+class Clock:
+    """The clock rule for one head, a page at a time."""
+
+    def __init__(self, places: int) -> None:
+        self.page, self.used, self.hand = [-1] * places, [False] * places, 0
+
+    def step(self, wanted: list[int]) -> int:
+        """Pages that are read for a step. Hits are marked first, and none of a step's pages gives way to another."""
+        kept = {p for p in wanted if p in self.page}
+        for p in kept:
+            self.used[self.page.index(p)] = True
+        misses = [p for p in wanted if p not in kept]
+        busy = [self.page.index(p) for p in kept]
+        for p in misses:
+            for _ in range(2 * len(self.page) + 1):
+                at, self.hand = self.hand, (self.hand + 1) % len(self.page)
+                if at in busy:
+                    continue
+                if not self.used[at]:
+                    break
+                self.used[at] = False
+            self.page[at], self.used[at] = p, True
+            busy.append(at)
+        return len(misses)
+
+
+def test_pages_are_replaced_by_the_clock_rule() -> None:
+    """Against a clock in Python: as many reads, and the same pages on the device."""
+    rng, places, pages, N = np.random.default_rng(0), 12, 40, 5
+    lead = (1, 2)
+    hot = Hot(
+        k=jnp.zeros((*lead, places, 1)),
+        v=jnp.zeros((*lead, places, 1)),
+        page=jnp.full((*lead, places), -1, jnp.int32),
+        place=jnp.zeros((*lead, pages), jnp.int32),
+        used=jnp.zeros((*lead, places), bool),
+        hand=jnp.zeros(lead, jnp.int32),
+        loads=jnp.zeros(lead, jnp.int32),
+    )
+    clocks, run = [Clock(places), Clock(places)], jax.jit(_places)
+    weights = 1 / np.arange(1, pages + 1)
+    reads = np.zeros(2, int)
+    for i in range(60):
+        wanted = np.stack([rng.choice(pages, N, replace=False, p=weights / weights.sum()) for _ in range(2)])
+        wanted[:, N - i % 3 :] = -1
+        hot, place, missed = run(hot, jnp.asarray(wanted[None], jnp.int32))
+        for k, clock in enumerate(clocks):
+            known = [p for p in wanted[k] if p >= 0]
+            reads[k] += clock.step(known)
+            assert set(known) <= set(np.asarray(hot.page)[0, k].tolist())
+            np.testing.assert_array_equal(np.asarray(hot.page)[0, k, np.asarray(place)[0, k, : len(known)]], known)
+        assert np.asarray(missed)[0, :, N - i % 3 :].sum() == 0
+        check_tables(hot)
+    np.testing.assert_array_equal(np.asarray(hot.loads)[0], reads)
+    assert [sorted(row) for row in np.asarray(hot.page)[0].tolist()] == [sorted(clock.page) for clock in clocks]
+
+
+def test_pages_that_are_written_anew_are_read_anew() -> None:
+    store, spec = HotSet(tokens=8, store=HostOffload(page=4)), dataclasses.replace(SPEC, batch=1, kv_heads=1)
+    rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.normal(size=(1, 1, 8, 16)), jnp.float32) for _ in range(2))
+    selection = Selection(jnp.arange(4, 8, dtype=jnp.int32)[None, None, None], jnp.ones((1, 1, 1, 4), bool))
+    load = jax.jit(store.load)
+    st = store.append(store.init(spec, 16), k, v, jnp.array([8]))
+    st, loaded = load(st, selection)
+    np.testing.assert_array_equal(loaded.k[0, 0, loaded.selection.slots[0, 0, 0]], k[0, 0, 4:])
+    cut = dataclasses.replace(st, history=dataclasses.replace(st.history, count=jnp.array([4], jnp.int32)))
+    st, loaded = load(store.append(cut, -k, -v, jnp.array([4])), selection)
+    np.testing.assert_array_equal(loaded.k[0, 0, loaded.selection.slots[0, 0, 0]], -k[0, 0, :4])
+    st, _ = load(st, selection)
+    assert int(st.hot.loads[0, 0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: HotSet(tokens=0), r"tokens=.*at least 1, got 0"),
+        (lambda: HotSet(tokens=20, store=HostOffload(page=8)), r"whole pages.*use a multiple of 8"),
+        (
+            lambda: kvjax.init_layer(with_hot_set(FIER, 30), SPEC),
+            r"HotSet\(tokens=30\) is smaller than the 36 tokens that a step selects.*use at least 36",
+        ),
+        (
+            lambda: kvjax.init_layer(with_hot_set(PER_HEAD, 60), SPEC),
+            r"smaller than the 72 tokens that a step selects",
+        ),
+    ],
+)
+def test_a_hot_set_that_cannot_serve_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
