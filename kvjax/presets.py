@@ -34,7 +34,7 @@ from kvjax.selectors import BallPages, CentrePages, Exact, Fier, MinMaxPages, Pa
 from kvjax.selectors.paris import Votes
 from kvjax.settings import read_settings
 from kvjax.spec import require_int
-from kvjax.stores import Dense, HostOffload, Quantized
+from kvjax.stores import Dense, HostOffload, HotSet, Quantized, Store
 from kvjax.stores.quantized import KeyAxis
 from kvjax.timestamps import LastUse
 from kvjax.validation import nearest, shown
@@ -62,6 +62,7 @@ def fier(
     local: int = 1,
     chunk: int = 256,
     host: bool = False,
+    hot: int = 0,
     dense_layers: int = 2,
     share: int = 1,
     anchors: Anchors = None,
@@ -71,7 +72,8 @@ def fier(
     The first `dense_layers` layers attend to everything. Sealed groups of `group` tokens are scored by 1-bit keys; the
     newest tokens, up to `chunk` of them, wait unsealed and are scored exactly. The paper forces no token into the
     choice, so `sink` is 0 and `local` is the new token alone. With `host` the history's keys and values lie in host
-    memory, and the device holds the 1-bit keys.
+    memory, and the device holds the 1-bit keys; with `hot` it also holds that many tokens of each row and KV head that
+    were selected last (`HotSet`).
 
     **Source:** FIER (2025), Algorithm 1; g = 32. **Differs:** the choice is shared by a GQA group (`group_reduce`;
     "per_head" is the paper's rule), and a group is sealed with its chunk, not as soon as it is full (chunk=group
@@ -81,7 +83,7 @@ def fier(
     require_int("fier(budget=...)", budget, at_least=1)
     policy = Retrieval(
         selector=Fier(group=group, group_reduce=group_reduce),
-        store=HostOffload() if host else Dense(),
+        store=_history("fier", host, hot),
         budget=budget,
         sink=sink,
         local=local,
@@ -103,6 +105,7 @@ def pariskv(
     group_reduce: GroupReduce = "mean_query",
     dense_below: int = 1024,
     host: bool = False,
+    hot: int = 0,
     dense_layers: int = 0,
     share: int = 1,
     anchors: Anchors = None,
@@ -117,13 +120,14 @@ def pariskv(
 
     **Source:** ParisKV (Qi et al. 2026). **Differs:** the paper attends to all of its update buffer; here up to `chunk`
     tokens wait for the index, and compete with the history by exact scores. The paper moves the history's keys and
-    values to host memory: so does `host`, to choose the same tokens; without it they stay on the device.
+    values to host memory: so does `host`, to choose the same tokens; without it they stay on the device. `hot` is as in
+    `fier`.
     """
     require_int("pariskv(dense_layers=...)", dense_layers, at_least=0)
     require_int("pariskv(budget=...)", budget, at_least=1)
     policy = Retrieval(
         selector=Paris(votes=votes, correct=correct, candidates=candidates, group_reduce=group_reduce),
-        store=HostOffload() if host else Dense(),
+        store=_history("pariskv", host, hot),
         budget=budget,
         sink=sink,
         local=local,
@@ -142,6 +146,8 @@ def quest(
     sink: int = 0,
     local: int | None = None,
     chunk: int | None = None,
+    host: bool = False,
+    hot: int = 0,
     dense_layers: int = 2,
     share: int = 1,
     anchors: Anchors = None,
@@ -151,7 +157,7 @@ def quest(
     The first `dense_layers` layers attend to everything. The budget is whole pages, `least_pages` at least. The newest
     page competes like the others, by the box of the tokens that it has. The newest token is attended in any case, and
     stands beside the budget if its page is not selected. With `local`, so many newest tokens are attended and count.
-    Pages are indexed in chunks of `chunk` tokens (default: one page).
+    Pages are indexed in chunks of `chunk` tokens (default: one page). `host` and `hot` as in `fier`.
 
     **Source:** Quest (Tang et al. 2024), Algorithm 1, as the released code evaluates it: pages of 16, at least 3, the
     partial page by its own box. **Differs:** the choice is shared by a GQA group (`group_reduce`; "per_head" is the
@@ -171,6 +177,7 @@ def quest(
         )
     policy = Retrieval(
         selector=MinMaxPages(page=page, group_reduce=group_reduce, pending="box"),
+        store=_history("quest", host, hot, page),
         budget=sink + pages * page + (1 if local is None else local),
         sink=sink,
         local=1 if local is None else local,
@@ -246,6 +253,7 @@ def freekv(
     sink: int | None = None,
     local: int | None = None,
     chunk: int | None = None,
+    hot: int = 0,
     dense_layers: int = 1,
     share: int = 1,
     anchors: Anchors = None,
@@ -259,6 +267,7 @@ def freekv(
 
     `task` is the paper's setting: "long_input" has sink and local of 128 and tau of 0.8, "long_generation" 512, 512 and
     0.9. Each can be given by itself too.
+    `hot` tokens of each row and head stay on the device (`HotSet`).
 
     **Source:** FreeKV (2025). **Differs:** see `Speculative` and `HostOffload` for who decides and what stays resident;
     a page that is not yet full competes by the exact scores of its tokens. FreeKV's CUDA code sums pages up as
@@ -277,7 +286,7 @@ def freekv(
     pages: type[MinMaxPages] | type[CentrePages] = MinMaxPages if summary == "min_max" else CentrePages
     policy = Retrieval(
         selector=pages(page=page, group_reduce=group_reduce),
-        store=HostOffload(page=page),
+        store=_history("freekv", True, hot, page),
         budget=budget,
         sink=sink,
         local=local,
@@ -398,6 +407,16 @@ def magicpig(
         demote=Fifo(leave=chunk),
     )
     return PerLayer((Full(),) * dense_layers, policy)
+
+
+def _history(name: str, host: bool, hot: int, page: int = 1) -> Store:
+    """Where a preset keeps its history: on the device, in host memory, or there with a hot set of `hot` tokens."""
+    require_int(f"{name}(hot=...)", hot, at_least=0)
+    if hot and not host:
+        raise ValueError(f"{name}(hot={hot}) keeps tokens of a host store on the device; set host=True too")
+    if not host:
+        return Dense()
+    return HotSet(tokens=hot, store=HostOffload(page=page)) if hot else HostOffload(page=page)
 
 
 def _require_page(name: str, budget: int, page: int, sink: int, local: int) -> None:

@@ -145,6 +145,7 @@ def test_pages_that_are_written_anew_are_read_anew() -> None:
     ("make", "message"),
     [
         (lambda: HotSet(tokens=0), r"tokens=.*at least 1, got 0"),
+        (lambda: kvjax.presets.fier(64, hot=128), r"fier\(hot=128\).*set host=True too"),
         (lambda: HotSet(tokens=20, store=HostOffload(page=8)), r"whole pages.*use a multiple of 8"),
         (
             lambda: kvjax.init_layer(with_hot_set(FIER, 30), SPEC),
@@ -159,3 +160,12 @@ def test_pages_that_are_written_anew_are_read_anew() -> None:
 def test_a_hot_set_that_cannot_serve_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_presets_make_hot_sets() -> None:
+    policies = [kvjax.presets.parse(text).rest for text in ("fier:host=yes,hot=4096", "quest:host=yes,hot=4096")]
+    assert [policy.store for policy in policies] == [
+        HotSet(tokens=4096),
+        HotSet(tokens=4096, store=HostOffload(page=16)),
+    ]
+    assert kvjax.presets.freekv(hot=4096).rest.retrieval.store == HotSet(tokens=4096, store=HostOffload(page=32))

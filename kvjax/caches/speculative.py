@@ -203,8 +203,9 @@ class Speculative:
             return jnp.where(at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old))
 
         if isinstance(policy.store, CachingStore):
-            store, (*loaded, there) = policy.store.load(st.store, selection)
-            st, history = replace(st, store=store), ops.gather_slots(*loaded, self._flat(there))
+            store, loaded = policy.store.load(st.store, selection)
+            st = replace(st, store=store)
+            history = ops.gather_slots(loaded.k, loaded.v, self._flat(loaded.selection))
         else:
             history = policy.store.gather(st.store, stored)
         found = history, ops.gather_slots(*recent, pending), recent
