@@ -25,11 +25,16 @@ from kvjax.attention import (
     any_full,
     attention,
     attention_info,
+    decode,
+    decode_info,
     flush,
     init,
     init_layer,
     insert,
+    prefill,
     raise_on_overflow,
+    rollback,
+    room,
     shardings,
 )
 from kvjax.caches import (
@@ -40,9 +45,11 @@ from kvjax.caches import (
     Full,
     FullState,
     Info,
+    MultiStep,
     Observer,
     Policy,
     Retrieval,
+    Reversible,
     Sampled,
     Shared,
     Speculative,
@@ -53,7 +60,7 @@ from kvjax.caches import (
 from kvjax.capacity import grow
 from kvjax.demotion import Demotion, Fifo, LogSparse
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
-from kvjax.generation import decode, generate, prefill, stream
+from kvjax.generation import generate, stream
 from kvjax.hashing import SimHash
 from kvjax.ops import explain
 from kvjax.partial import PartialAttention, attend_part, merge
@@ -126,6 +133,7 @@ __all__ = [
     "LayerCache",
     "LogSparse",
     "MinMaxPages",
+    "MultiStep",
     "Observation",
     "Observer",
     "Paris",
@@ -137,6 +145,7 @@ __all__ = [
     "Quantized",
     "RecallingStore",
     "Retrieval",
+    "Reversible",
     "Sampled",
     "Selection",
     "Selector",
@@ -152,6 +161,7 @@ __all__ = [
     "attention",
     "attention_info",
     "decode",
+    "decode_info",
     "explain",
     "flush",
     "generate",
@@ -165,6 +175,8 @@ __all__ = [
     "presets",
     "raise_on_overflow",
     "restore",
+    "rollback",
+    "room",
     "save",
     "shardings",
     "share_selections",

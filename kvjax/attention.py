@@ -3,7 +3,8 @@
     out, cache = kvjax.attention(cache, q, k, v)
 
 T > 1 tokens are a chunk of prompt: exact causal attention over what is stored and themselves; then they are stored.
-T == 1 is a decode step: the token is stored, and attends to what the layer's policy chooses. Everything is a pure
+T == 1 is a decode step: the token is stored, and attends to what the layer's policy chooses. `prefill` and `decode` say
+which of the two is meant, and decode takes several steps at once. Everything is a pure
 function over pytrees, so it runs under jit, scan and grad, in NNX and Linen modules alike.
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,11 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
-from kvjax.caches import Following, Info, Observer, PerLayer, Policy
+from kvjax.caches import Following, Info, MultiStep, Observer, PerLayer, Policy, Reversible
 from kvjax.memory import Bytes, nbytes, on_host
 from kvjax.partial import group_queries
 from kvjax.placement import Placement, first_row, make_state, run_on_parts, state_shardings, state_specs
-from kvjax.prompt import attend_chunk, attend_chunk_after, group, ungroup
+from kvjax.prompt import attend_chunk, attend_chunk_after, group, in_order, ungroup
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, check_dims, require_int
 from kvjax.validation import check_alive, check_floats, check_not_empty, check_verbs, finite_number, shown
@@ -109,6 +110,7 @@ class Cache:
 
 
 C = TypeVar("C", Cache, LayerCache)
+MOST_STEPS = 16  # tokens of a row in one `decode`
 S = TypeVar("S")
 
 
@@ -239,24 +241,131 @@ def attention_info(
     selection: Selection | None = None,
 ) -> tuple[Array, LayerCache | None, Info | None]:
     """`attention`, and what the step read: an `Info` for a decode step, None for a prompt or without a cache."""
-    check_floats(q=q, k=k, v=v)
-    _check_layer_cache(cache)
-    known = {} if cache is None else _spec_dims(cache.spec)
-    sizes = check_dims("q BTND, k BTKD, v BTKD", known, q=q, k=k, v=v)
-    B, T, N, K, D = (sizes[x] for x in "BTNKD")
-    check_not_empty(sizes, B="rows", T="tokens", N="query heads", K="kv heads", D="channels")
-    if N % K:
-        raise ValueError(f"q has N={N} heads, which K={K} kv heads do not divide; q{list(q.shape)}, k{list(k.shape)}")
-    if window is not None:
-        require_int("attention(window=...)", window, at_least=1)
-    if active is not None and T > 1:
-        raise ValueError(f"active is for decode steps (T=1), got T={T}; give lengths, 0 for rows that take nothing")
-    scale = D**-0.5 if scale is None else finite_number("attention(scale=...)", scale)
-    count = _row_counts(B, T, lengths, active)
+    sizes, scale = _check_call("attention", cache, q, k, v, window, scale)
+    if active is not None and sizes.T > 1:
+        raise ValueError(
+            f"active is for decode steps (T=1), got T={sizes.T}; give lengths, 0 for rows that take nothing"
+        )
+    count = _row_counts(sizes.B, sizes.T, lengths, active)
+    operands: Any = (cache, q, k, v, count, selection)
+    by: dict[str, Any] = {"scale": scale, "window": window}
+    if cache is not None and sizes.T == 1:
+        return _run(_attend_step, *operands, **by, flush=flush)
+    return _run(_attend_prompt, *operands, **by, first_chunk=first_chunk, padded=lengths is not None)
 
-    run = _attend if cache is None or cache.placement is None else _attend_on_parts
-    settings: dict[str, Any] = {"scale": scale, "window": window, "first_chunk": first_chunk, "flush": flush}
-    return run(cache, q, k, v, count, selection, padded=lengths is not None, **settings)
+
+def prefill(
+    cache: LayerCache,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    lengths: ArrayLike | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    first_chunk: bool = False,
+) -> tuple[Array, LayerCache]:
+    """A chunk of a prompt: exact causal attention over the stored tokens and over k, v [B, T, K, D], which it stores.
+
+    `attention` with T > 1, and also with T = 1: a single token of prompt is then read exactly and not by selection.
+    Arguments and result are those of `attention`.
+    """
+    sizes, scale = _check_call("prefill", cache, q, k, v, window, scale)
+    count = _row_counts(sizes.B, sizes.T, lengths, None)
+    settings: dict[str, Any] = {"first_chunk": first_chunk, "padded": lengths is not None}
+    return _run(_attend_prompt, cache, q, k, v, count, None, scale=scale, window=window, **settings)[:2]
+
+
+def decode(
+    cache: LayerCache,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    lengths: ArrayLike | None = None,
+    active: ArrayLike | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    flush: bool = True,
+    selection: Selection | None = None,
+) -> tuple[Array, LayerCache]:
+    """T = 1 to 16 decode steps at once: out [B, T, N, D] and the cache, as T calls of `attention` would give them.
+
+    Each token attends to what the policy selects for its own query, over the tokens up to itself. `Full`, `Compressed`
+    and `Retrieval` take the steps in one pass as long as no row has to be flushed between them; other policies, and
+    steps with a flush between them, go one after the other inside the call.
+
+    Args:
+      lengths: i32[B], steps that each row takes (default T); `active` bool[B] are rows that take any.
+      flush: demote from full recent blocks, before the first step and between steps. With False the caller has called
+        `kvjax.flush`, and no row takes more tokens than `kvjax.room` says; others are dropped and reported by
+        `raise_on_overflow`.
+      selection: for a `Follower`, the `Info.selection` that `decode_info` gave for the layer that it follows.
+
+    The other arguments are those of `attention`. `rollback` takes back tokens that are not wanted after all.
+    """
+    settings: Any = {"window": window, "scale": scale, "flush": flush, "selection": selection}
+    out, cache, _ = decode_info(cache, q, k, v, lengths=lengths, active=active, **settings)
+    return out, cache
+
+
+def decode_info(
+    cache: LayerCache,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    lengths: ArrayLike | None = None,
+    active: ArrayLike | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    flush: bool = True,
+    selection: Selection | None = None,
+) -> tuple[Array, LayerCache, Info]:
+    """`decode`, and the `Info` of every step: their arrays stacked, T in front."""
+    sizes, scale = _check_call("decode", cache, q, k, v, window, scale)
+    if sizes.T > MOST_STEPS:
+        raise ValueError(
+            f"decode takes 1 to {MOST_STEPS} tokens of a row, got T={sizes.T}; kvjax.prefill reads a prompt"
+        )
+    count = _row_counts(sizes.B, sizes.T, lengths, active)
+    if lengths is not None and sizes.T > 1:
+        k, v = _without_padding(k, v, count)
+    return _run(_attend_steps, cache, q, k, v, count, selection, scale=scale, window=window, flush=flush)
+
+
+def room(cache: Cache | LayerCache) -> Array:
+    """i32[B]: tokens that each row can take before `flush` is due or the cache is full, in the layer with the fewest.
+
+    Raises:
+      ValueError: a policy that cannot tell, as it does not take back tokens either: see `rollback`.
+    """
+    _check_cache("room", cache)
+    free = [_reversible(layer, "room").free(layer.state) for layer in _layers(cache)]
+    return jnp.min(jnp.stack(free), axis=0)
+
+
+def rollback(cache: C, lengths: ArrayLike) -> C:
+    """`cache` with the first `lengths` i32[B] tokens of each row, as if later ones had never come.
+
+    Takes back tokens of the recent block, and moves no array: what a draft proposed and the model did not accept. A
+    token that came after a flush was due cannot be taken back past that flush, so take at most `room(cache)` tokens
+    between two rollbacks. `truncate` goes back further.
+
+    Raises:
+      ValueError: a policy that forgets (`Evicting`) or remembers its last step (`Speculative`); lengths past what is
+        there or before the last flush. Under jit, where lengths are not known, such a row stays as it is and
+        `raise_on_overflow` reports it.
+    """
+    _check_cache("rollback", cache)
+    target = _target_lengths("rollback", cache, lengths)
+    states = []
+    for layer in _layers(cache):
+        policy = _reversible(layer, "rollback")
+        if not isinstance(lengths, Tracer):
+            _check_reach(np.asarray(target), policy.earliest(layer.state), layer.length)
+        states.append(policy.rollback(layer.state, target))
+    return _with_states(cache, states)
 
 
 def flush(cache: C) -> C:
@@ -324,46 +433,66 @@ def raise_on_overflow(cache: Cache | LayerCache) -> None:
         raise RuntimeError(
             f"rows {rows} dropped tokens in layers {np.flatnonzero(flags.any(axis=1)).tolist()}: the capacity of "
             f"{layers[0].spec.capacity} tokens is used up, or kvjax.flush was not called before each decode step; "
-            "make the cache with a larger capacity"
+            "make the cache with a larger capacity (or a kvjax.rollback asked for a length that is out of reach)"
         )
 
 
 # ----------------------------------------------------------------------------------------------------------- attending
 
 
-def _attend(
-    cache: LayerCache | None,
+def _run(attend: Callable[..., Any], cache: LayerCache | None, *operands: Any, **settings: Any) -> Any:
+    """`attend` of checked arguments, by each device for its own part where the cache has a placement."""
+    if cache is None or cache.placement is None:
+        return attend(cache, *operands, **settings)
+    return _run_on_parts(attend, cache, *operands, **settings)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("scale", "window", "first_chunk", "flush", "padded"), inline=True)
+def _run_on_parts(
+    attend: Callable[..., Any],
+    cache: LayerCache,
     q: Array,
     k: Array,
     v: Array,
     count: Array,
     selection: Selection | None,
+    **settings: Any,
+) -> tuple[Array, LayerCache, Info | None]:
+    """`attend` by each device of the placement for its rows and heads."""
+
+    def local(state: Any, *operands: Any) -> Any:
+        out, mine, info = attend(_part(cache, state), *operands, **settings)
+        return out, mine.state, info
+
+    placement, state = _placement(cache), _specs(cache)
+    tokens, heads = placement.spec("BTN"), placement.spec("TBK" if attend is _attend_steps else "BK")
+    inside = (state, tokens, tokens, tokens, placement.spec("B"), jax.tree.map(lambda _: heads, selection))
+    out, held, info = run_on_parts(
+        placement, local, inside, (tokens, state, heads), cache.state, q, k, v, count, selection
+    )
+    return out, dataclasses.replace(cache, state=held), info
+
+
+def _attend_prompt(
+    cache: LayerCache | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    count: Array,
+    _: Any,
     *,
     scale: float,
     window: int | None,
     first_chunk: bool,
-    flush: bool,
     padded: bool,
-) -> tuple[Array, LayerCache | None, Info | None]:
-    """`attention_info` of checked arguments; `count` i32[B] tokens of each row are stored."""
-    (B, T, N, D), K = q.shape, k.shape[2]
-    if cache is not None and T == 1:
-        policy, (k, v) = cache.policy, _heads_first(k, v)
-        state = policy.update((_flush(cache) if flush else cache).state, k, v, count > 0)
-        queries = group_queries(q[:, 0], K)
-        if selection is not None and isinstance(policy, Following):
-            out, state, info = policy.attend_selection(state, queries, selection, scale=scale, window=window)
-        else:
-            out, state, info = policy.attend(state, queries, scale=scale, window=window)
-        return out.astype(q.dtype).reshape(B, 1, N, D), dataclasses.replace(cache, state=state), info
-
+) -> tuple[Array, LayerCache | None, None]:
+    """A chunk of a prompt, of which the first `count` i32[B] tokens are stored."""
     own_k, own_v = k, v
-    if padded:  # padding weighs nothing, but nothing times NaN is NaN
-        real = (jnp.arange(T)[None] < count[:, None])[..., None, None]
-        own_k, own_v = (jnp.where(real, a, jnp.zeros((), a.dtype)) for a in (k, v))
+    if padded:
+        own_k, own_v = _without_padding(k, v, count)
     if cache is None:
         return attend_chunk(q, own_k, own_v, scale=scale, window=window), None, None
-    grouped, (k, v) = group(q, K), _heads_first(k, v)
+    grouped, (k, v) = group(q, k.shape[2]), _heads_first(k, v)
     if first_chunk:
         out = attend_chunk(q, own_k, own_v, scale=scale, window=window)
     else:
@@ -372,7 +501,7 @@ def _attend(
         out = ungroup(attend_chunk_after(attend_stored, grouped, own_k, own_v, scale=scale, window=window), q.dtype)
         # Read, then store: without an order XLA copies all that is stored, to be safe (CPU with jaxlib before 0.11
         # drops barriers first, and copies; measured 2026-11-21, 131072 tokens: temp bytes 391 MB, with it 117 MB).
-        out, k, v = _in_order(out, k, v)
+        out, k, v = in_order(out, k, v)
     policy = cache.policy
     if isinstance(policy, Observer):
         state = policy.prefill_observed(cache.state, grouped, k, v, count, scale=scale, window=window)
@@ -381,28 +510,102 @@ def _attend(
     return out, dataclasses.replace(cache, state=state), None
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "first_chunk", "flush", "padded"), inline=True)
-def _attend_on_parts(
-    cache: LayerCache, q: Array, k: Array, v: Array, count: Array, selection: Selection | None, **settings: Any
-) -> tuple[Array, LayerCache, Info | None]:
-    """`_attend` by each device of the placement for its rows and heads."""
+def _attend_step(
+    cache: LayerCache,
+    q: Array,
+    k: Array,
+    v: Array,
+    count: Array,
+    selection: Selection | None,
+    *,
+    scale: float,
+    window: int | None,
+    flush: bool,
+) -> tuple[Array, LayerCache, Info]:
+    """One decode step of the rows whose `count` is 1."""
+    policy, (k, v) = cache.policy, _heads_first(k, v)
+    state = policy.update((_flush(cache) if flush else cache).state, k, v, count > 0)
+    queries = group_queries(q[:, 0], k.shape[1])
+    if selection is not None and isinstance(policy, Following):
+        out, state, info = policy.attend_selection(state, queries, selection, scale=scale, window=window)
+    else:
+        out, state, info = policy.attend(state, queries, scale=scale, window=window)
+    return out.astype(q.dtype).reshape(q.shape), dataclasses.replace(cache, state=state), info
 
-    def local(state: Any, *operands: Any) -> Any:
-        out, mine, info = _attend(_part(cache, state), *operands, **settings)
-        assert mine is not None
-        return out, mine.state, info
 
-    placement, state = _placement(cache), _specs(cache)
-    tokens = placement.spec("BTN")
-    heads = placement.spec("BK")
-    inside = (state, tokens, tokens, tokens, placement.spec("B"), jax.tree.map(lambda _: heads, selection))
-    out, held, info = run_on_parts(
-        placement, local, inside, (tokens, state, heads), cache.state, q, k, v, count, selection
-    )
-    return out, dataclasses.replace(cache, state=held), info
+def _attend_steps(
+    cache: LayerCache,
+    q: Array,
+    k: Array,
+    v: Array,
+    count: Array,
+    selection: Selection | None,
+    *,
+    scale: float,
+    window: int | None,
+    flush: bool,
+) -> tuple[Array, LayerCache, Info]:
+    """T decode steps, of which each row takes the first `count` i32[B]; in one pass where the policy can."""
+
+    def one_by_one(cache: LayerCache) -> tuple[Array, LayerCache, Info]:
+        def one(cache: LayerCache, x: Any) -> tuple[LayerCache, tuple[Array, Info]]:
+            t, selection, *qkv = x
+            q, k, v = (a[:, None] for a in qkv)
+            taken = (t < count).astype(jnp.int32)
+            out, cache, info = _attend_step(cache, q, k, v, taken, selection, scale=scale, window=window, flush=flush)
+            return cache, (out[:, 0], info)
+
+        tokens = (jnp.moveaxis(a, 1, 0) for a in (q, k, v))
+        steps = jnp.arange(q.shape[1], dtype=jnp.int32), selection, *tokens
+        cache, (out, info) = lax.scan(one, cache, steps)
+        return jnp.moveaxis(out, 0, 1), cache, info
+
+    policy = cache.policy
+    if not isinstance(policy, MultiStep):
+        return one_by_one(cache)
+    several = policy
+
+    def one_pass(cache: LayerCache) -> tuple[Array, LayerCache, Info]:
+        keys, values = _heads_first(k, v)
+        grouped = group(q, k.shape[2])
+        out, state, info = several.decode(cache.state, grouped, keys, values, count, scale=scale, window=window)
+        return ungroup(out, q.dtype), dataclasses.replace(cache, state=state), info
+
+    if not flush or cache._full_rows() is None:
+        return one_pass(cache)
+    cache = _flush(cache)
+    return lax.cond(jnp.any(count > several.free(cache.state)), one_by_one, one_pass, cache)
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
+
+
+class _Sizes(NamedTuple):
+    B: int
+    T: int
+
+
+def _check_call(
+    verb: str, cache: Any, q: Array, k: Array, v: Array, window: int | None, scale: float | None
+) -> tuple[_Sizes, float]:
+    """Sizes and scale of a call; ValueError for arrays that disagree with each other or with the cache."""
+    check_floats(q=q, k=k, v=v)
+    _check_layer_cache(verb, cache)
+    known = {} if cache is None else _spec_dims(cache.spec)
+    sizes = check_dims("q BTND, k BTKD, v BTKD", known, q=q, k=k, v=v)
+    B, T, N, K, D = (sizes[x] for x in "BTNKD")
+    check_not_empty(sizes, B="rows", T="tokens", N="query heads", K="kv heads", D="channels")
+    if N % K:
+        raise ValueError(f"q has N={N} heads, which K={K} kv heads do not divide; q{list(q.shape)}, k{list(k.shape)}")
+    if window is not None:
+        require_int(f"{verb}(window=...)", window, at_least=1)
+    return _Sizes(B, T), D**-0.5 if scale is None else finite_number(f"{verb}(scale=...)", scale)
+
+
+def _without_padding(k: Array, v: Array, count: Array) -> tuple[Array, Array]:
+    """k, v [B, T, K, D] with 0 past the first `count` i32[B] tokens: padding weighs 0, but 0 times NaN is NaN."""
+    real = (jnp.arange(k.shape[1])[None] < count[:, None])[..., None, None]
+    return jnp.where(real, k, jnp.zeros((), k.dtype)), jnp.where(real, v, jnp.zeros((), v.dtype))
 
 
 def _check_policy(where: str, policy: Any) -> None:
@@ -418,15 +621,20 @@ def _check_spec(where: str, spec: Any) -> None:
         )
 
 
-def _check_layer_cache(cache: Any) -> None:
+def _check_layer_cache(verb: str, cache: Any) -> None:
     if isinstance(cache, Cache):
         raise ValueError(
-            "attention takes the cache of one layer, got the Cache of a whole model; pass cache.layers[i], and put the "
+            f"{verb} takes the cache of one layer, got the Cache of a whole model; pass cache.layers[i], and put the "
             "layers that come back into dataclasses.replace(cache, layers=(...))"
         )
-    if cache is not None and not isinstance(cache, LayerCache):
-        raise ValueError(f"attention takes a kvjax.LayerCache or None, got {shown(cache)}; kvjax.init_layer makes one")
-    check_alive("attention", cache)
+    if not isinstance(cache, LayerCache) and (cache is not None or verb != "attention"):
+        wanted, mend = "a kvjax.LayerCache", "kvjax.init_layer makes one"
+        if verb == "attention":
+            wanted += " or None"
+        elif callable(cache):
+            mend = f"kvjax.generation.{verb} takes a model"
+        raise ValueError(f"{verb} takes {wanted}, got {shown(cache)}; {mend}")
+    check_alive(verb, cache)
 
 
 def _check_cache(where: str, cache: Any) -> None:
@@ -525,6 +733,36 @@ def _with_states(cache: Any, states: Sequence[Any]) -> Any:
     return dataclasses.replace(cache, layers=layers) if isinstance(cache, Cache) else layers[0]
 
 
+def _reversible(layer: LayerCache, verb: str) -> Reversible:
+    if not isinstance(layer.policy, Reversible):
+        raise ValueError(
+            f"{verb} needs a policy that can take back tokens, which {layer.policy!r} cannot: it has forgotten or "
+            "remembers more than what it stores; use Full, Retrieval or Compressed, or a copy of the cache"
+        )
+    return layer.policy
+
+
+def _target_lengths(verb: str, cache: Any, lengths: ArrayLike) -> Array:
+    target = jnp.asarray(lengths)
+    if target.shape != (cache.spec.batch,) or not jnp.issubdtype(target.dtype, jnp.integer):
+        raise ValueError(
+            f"{verb}(lengths=...) must be integers [B={cache.spec.batch}], the tokens that each row keeps; got "
+            f"{target.dtype}{list(target.shape)}"
+        )
+    return target.astype(jnp.int32)
+
+
+def _check_reach(target: np.ndarray, earliest: Array, length: Array) -> None:
+    if isinstance(earliest, Tracer) or isinstance(length, Tracer):
+        return
+    first, last = np.asarray(earliest), np.asarray(length)
+    for row in np.flatnonzero((target < first) | (target > last)):
+        raise ValueError(
+            f"rollback of row {row} to {target[row]} tokens: it holds {last[row]}, and can go back to {first[row]}, "
+            "where its recent block was last flushed; kvjax.truncate goes back further"
+        )
+
+
 def _if_any(full: list[Array], demote: Callable[[S], S], states: S) -> S:
     """`demote(states)` if any of `full` is true, else `states`.
 
@@ -573,15 +811,6 @@ def _contents(cache: Cache | LayerCache) -> str:
         held = np.asarray(cache.length).reshape(-1)
         length = f"length {held.tolist() if held.size <= 4 else f'{held.min()} to {held.max()}'}"
     return f"{rows}, {length} of {spec.capacity}, {cache.nbytes}"
-
-
-@jax.custom_jvp
-def _in_order(*arrays: Array) -> tuple[Array, ...]:
-    """The arrays, none of which is there before all are. Each keeps its own derivative: k and v may have none."""
-    return tuple(lax.optimization_barrier(arrays))
-
-
-_in_order.defjvp(lambda primals, tangents: (_in_order(*primals), tangents), symbolic_zeros=True)
 
 
 def _spec_dims(spec: CacheSpec) -> dict[str, int]:

@@ -58,13 +58,15 @@ class Model(Protocol):
         active: Any = None,
         last: bool = False,
         first_chunk: bool = False,
+        steps: bool = False,
         info: bool = False,
     ) -> Any:
         """(logits, cache), or (logits, cache, infos) with info=True.
 
         tokens i32[B, T] · lengths i32[B]: real tokens of this right-padded chunk · active bool[B]: rows that take
         this token · last=True: logits f32[B, V] of each row's last real token · first_chunk=True: the cache is empty ·
-        info=True: one Info a layer, with `attended` i32[B, K].
+        steps=True: the T tokens are decode steps, which drafts need · info=True: one Info a layer, with `attended`
+        f32[B, K], or f32[T, B, K] of steps.
         """
 
 

@@ -182,6 +182,15 @@ def _stream(
     return done
 
 
+@jax.custom_jvp
+def in_order(*arrays: Array) -> tuple[Array, ...]:
+    """The arrays, none of which is there before all are. Each keeps its own derivative: k and v may have none."""
+    return tuple(lax.optimization_barrier(arrays))
+
+
+in_order.defjvp(lambda primals, tangents: (in_order(*primals), tangents), symbolic_zeros=True)
+
+
 def takes_cudnn(dtype: Any, head_dim: int) -> bool:
     """Whether this process runs cuDNN attention on keys of this dtype and head size."""
     if jax.default_backend() != "gpu" or _cudnn_call() is None:  # cuDNN's door asks for a GPU while tracing

@@ -22,7 +22,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from kvjax.attention import Cache, LayerCache, attention_info, flush
+from kvjax.attention import Cache, LayerCache, attention_info, decode_info, flush
 from kvjax.caches import Following
 from kvjax.spec import CacheSpec
 from kvjax.validation import shown
@@ -85,13 +85,18 @@ class Attention(nnx.Module):
         self.window = window
 
     def __call__(
-        self, x: Array, cos: Array, sin: Array, cache: LayerCache | None, **settings: Any
+        self, x: Array, cos: Array, sin: Array, cache: LayerCache | None, *, steps: bool, **settings: Any
     ) -> tuple[Array, LayerCache | None, Any]:
         q, k, v = (part(x).reshape(*x.shape[:2], -1, self.head_dim) for part in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-        mixed, cache, info = attention_info(cache, q, k, v, window=self.window, flush=False, **settings)
+        info: Any
+        if steps and cache is not None:
+            settings.pop("first_chunk")
+            mixed, cache, info = decode_info(cache, q, k, v, window=self.window, flush=False, **settings)
+        else:
+            mixed, cache, info = attention_info(cache, q, k, v, window=self.window, flush=False, **settings)
         return self.out(mixed.reshape(*x.shape[:2], -1)), cache, info
 
 
@@ -197,6 +202,7 @@ class Decoder(nnx.Module):
         active: ArrayLike | None = None,
         last: bool = False,
         first_chunk: bool = False,
+        steps: bool = False,
         info: bool = False,
     ) -> Any:
         """(logits, cache), or (logits, cache, infos) with info=True.
@@ -208,6 +214,8 @@ class Decoder(nnx.Module):
           active: bool[B], rows that take this token of a decode step; the logits of others mean nothing.
           last: logits only of each row's last real token of this chunk.
           first_chunk: promises that the cache is empty.
+          steps: the T <= 16 tokens are decode steps, `lengths` of them a row: see `kvjax.decode`. A row takes at most
+            `kvjax.room(cache)` after a flush; each Info has T steps in front.
           info: adds one `kvjax.Info` a layer, or None a layer where no decode step ran.
 
         Returns:
@@ -225,7 +233,7 @@ class Decoder(nnx.Module):
                 f"a model takes the Cache of all its layers, got {shown(cache)}; make one with "
                 f"kvjax.init(policy, model.spec(batch={B}, capacity=...), layers={self.config.layers})"
             )
-        if cache is not None and T == 1:
+        if cache is not None and (steps or T == 1):
             cache = flush(cache)  # once for all layers, before any of them reads
         caches = (None,) * self.config.layers if cache is None else cache.layers
         if len(caches) != self.config.layers:
@@ -252,7 +260,15 @@ class Decoder(nnx.Module):
         for layer, layer_cache in zip(self.layers, caches, strict=True):
             follows = layer_cache is not None and isinstance(layer_cache.policy, Following)
             x, layer_cache, seen = layer(
-                x, cos, sin, layer_cache, lengths=lengths, active=active, first_chunk=first_chunk, selection=selection
+                x,
+                cos,
+                sin,
+                layer_cache,
+                lengths=lengths,
+                active=active,
+                first_chunk=first_chunk,
+                steps=steps,
+                selection=selection,
             )
             if seen is not None and not follows:
                 selection = seen.selection

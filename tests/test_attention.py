@@ -232,3 +232,59 @@ def test_a_plain_list_of_policies_is_one_for_each_layer() -> None:
         kvjax.init(policies, spec, layers=4)
     with pytest.raises(ValueError, match=r"init\(policy=\.\.\.\)\[1\] must be a policy, got the string 'fier'"):
         kvjax.init([BASE, "fier"], spec, layers=2)  # type: ignore[list-item]
+
+
+def test_one_token_of_prompt_is_read_exactly_by_name() -> None:
+    """And by selection as a step."""
+    tokens, n = drive.random_tokens(SPEC), np.array([150, 150, 150])
+    cache, _ = drive.fill(kvjax.init_layer(dataclasses.replace(BASE, budget=32), SPEC), tokens, n)
+    out, after = jax.jit(kvjax.prefill)(cache, *tokens.at(n[:, None]))
+    want = dense(tokens.q[0, 150], tokens.k[0, :151], tokens.v[0, :151])
+    np.testing.assert_allclose(out[0, 0], want, atol=1e-5)
+    assert np.abs(np.asarray(drive.step(cache, tokens, n)[0][0]) - want).max() > 1e-3
+    assert after.length.tolist() == [151] * 3
+
+
+def test_rollback_out_of_reach_is_refused_or_reported() -> None:
+    tokens, n = drive.random_tokens(SPEC), np.array([150, 20, 0])
+    cache, _ = drive.fill(kvjax.init_layer(BASE, SPEC), tokens, n)
+    with pytest.raises(
+        ValueError, match=r"rollback of row 0 to 3 tokens: it holds 150, and can go back to 123.*truncate"
+    ):
+        kvjax.rollback(cache, jnp.array([3, 20, 0]))
+    with pytest.raises(ValueError, match=r"rollback of row 1 to 21 tokens: it holds 20, and can go back to 0"):
+        kvjax.rollback(cache, [150, 21, 0])
+    with pytest.raises(ValueError, match=r"lengths=\.\.\.\) must be integers \[B=3\]"):
+        kvjax.rollback(cache, [1])
+    after = jax.jit(kvjax.rollback)(cache, jnp.array([3, 7, 0]))
+    assert after.length.tolist() == [150, 7, 0]
+    with pytest.raises(RuntimeError, match=r"rows \[0\].*rollback asked for a length"):
+        kvjax.raise_on_overflow(after)
+    assert kvjax.room(cache).tolist() == [5, 39, 59]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [kvjax.presets.tova(64).rest, kvjax.presets.freekv(72, page=8, sink=4, local=24).rest],
+    ids=["tova", "freekv"],
+)
+def test_policies_that_forget_refuse_a_rollback(policy: kvjax.Policy) -> None:
+    cache = kvjax.init_layer(policy, SPEC)
+    for verb in (kvjax.room, lambda cache: kvjax.rollback(cache, [0, 0, 0])):
+        with pytest.raises(ValueError, match=r"needs a policy that can take back tokens.*use Full, Retrieval"):
+            verb(cache)
+
+
+def test_decode_says_what_it_takes() -> None:
+    cache = kvjax.init_layer(kvjax.Full(), SPEC)
+    q, k, v = draw(B=3, T=17, N=8)
+    with pytest.raises(
+        ValueError, match=r"decode takes 1 to 16 tokens of a row, got T=17; kvjax.prefill reads a prompt"
+    ):
+        kvjax.decode(cache, q, k, v)
+    with pytest.raises(
+        ValueError, match=r"decode takes a kvjax.LayerCache, got .*; kvjax.generation.decode takes a model"
+    ):
+        kvjax.decode(lambda tokens: None, q, k, v)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"prefill takes a kvjax.LayerCache, got None; kvjax.init_layer makes one"):
+        kvjax.prefill(None, q, k, v)  # type: ignore[arg-type]

@@ -12,6 +12,8 @@ pytree whose every leaf has the batch first; verbs take a state and return one o
     grown              renumbers what depends on the capacity, for a policy that keeps such numbers
     attend_selection   in place of attend, for a policy that attends to what another layer selected
     prefill_observed   in place of prefill, for a policy to which the queries of a prompt matter
+    decode             several steps in one pass, for a policy that can; free says how many
+    rollback           takes back tokens, for a policy that can; earliest says how far
 
 All arrays have kv heads before tokens: k and v are [B, K, T, D], the queries of a step [B, K, G, D] and those of a
 prompt [B, K, G, T, D]. `kvjax.attention` turns a model's layout into this one, once.
@@ -23,7 +25,7 @@ from kvjax.caches.compressed import Compressed
 from kvjax.caches.evicting import Evicting, EvictingState
 from kvjax.caches.full import Full, FullState
 from kvjax.caches.per_layer import PerLayer
-from kvjax.caches.policy import Growing, Info, Observer, Policy
+from kvjax.caches.policy import Growing, Info, MultiStep, Observer, Policy, Reversible
 from kvjax.caches.retrieval import Retrieval
 from kvjax.caches.sampled import Sampled
 from kvjax.caches.shared import Follower, Following, Leading, Shared, share_selections
@@ -41,10 +43,12 @@ __all__ = [
     "Growing",
     "Info",
     "Leading",
+    "MultiStep",
     "Observer",
     "PerLayer",
     "Policy",
     "Retrieval",
+    "Reversible",
     "Sampled",
     "Shared",
     "Speculative",

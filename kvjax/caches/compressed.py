@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax import ops
-from kvjax.caches.policy import Info
+from kvjax.caches.policy import Info, step_lengths
 from kvjax.caches.zones import Zoned, ZonedState
 from kvjax.demotion import Demotion, Fifo
+from kvjax.prompt import attend_chunk_after, in_order
 from kvjax.stores import FusedStore, Quantized, Store
 
 
@@ -35,13 +38,27 @@ class Compressed(Zoned):
     def attend(
         self, st: ZonedState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, ZonedState, Info]:
-        B, K = q.shape[:2]
         seen = self.visible(st, window)
         if isinstance(self.store, FusedStore):
             out = self.store.attend_with(st.store, q, seen.store, seen.recent, seen.sink, scale=scale)
         else:
             history = self.store.attend(st.store, q, seen.store, scale=scale)
             out = ops.attend_beside(history, q, None, seen.recent, seen.sink, scale=scale)
+        return out, st, self._info(st, window)
+
+    def decode(
+        self, st: ZonedState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, ZonedState, Info]:
+        """Steps that read everything are a chunk of a prompt: one pass over the stored tokens."""
+        stored = partial(self.attend_stored, st, scale=scale, window=window)
+        out = attend_chunk_after(stored, q, k, v, scale=scale, window=window)
+        out, k, v = in_order(out, k, v)
+        after = self.put_tokens(st, k, v, count)
+        lengths = step_lengths(st.length, count, k.shape[2])
+        return out, after, jax.vmap(lambda n: self._info(self.shortened(after, n), window))(lengths)
+
+    def _info(self, st: ZonedState, window: int | None) -> Info:
+        (B, K), seen = st.recent.k.shape[:2], self.visible(st, window)
         attended = jnp.maximum(st.store.count - seen.store, 0) + seen.recent.size
         if seen.sink is not None:
             attended += seen.sink.size
@@ -51,4 +68,4 @@ class Compressed(Zoned):
         if seen.first is not None:
             read &= position >= seen.first[:, None, None, None]
         counted = jnp.broadcast_to(attended.astype(jnp.float32)[:, None], (B, K))
-        return out, st, Info(counted, None, None, jnp.where(read, position, -1))
+        return Info(counted, None, None, jnp.where(read, position, -1))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, put
-from kvjax.caches.policy import Info, chunk_starts, lowest_visible
+from kvjax.caches.policy import Info, chunk_starts, in_range, lowest_visible, step_lengths
 from kvjax.partial import PartialAttention, Span
-from kvjax.prompt import attend_zone
+from kvjax.prompt import attend_chunk_after, attend_zone, in_order
 from kvjax.spec import CacheSpec
 from kvjax.stores import Dense
 
@@ -48,18 +50,48 @@ class Full:
         self, st: FullState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, FullState, Info]:
         # Values past count are finite: zeros, or tokens of a row that was replaced.
-        span = Span(st.tokens.k, st.tokens.v, lowest_visible(st.length - 1, window), st.length)
-        out = ops.attend_span(q, span, scale=scale)
+        out = ops.attend_span(q, self._span(st, window), scale=scale)
+        return out, st, self._info(st, window)
+
+    def _span(self, st: FullState, window: int | None) -> Span:
+        return Span(st.tokens.k, st.tokens.v, lowest_visible(st.length - 1, window), st.length)
+
+    def _info(self, st: FullState, window: int | None) -> Info:
+        span = self._span(st, window)
         attended = span.size.astype(jnp.float32)[:, None]
         position = jnp.arange(st.tokens.slots, dtype=jnp.int32)[None]
         positions = jnp.where((position >= span.start[:, None]) & (position < span.stop[:, None]), position, -1)
-        positions = jnp.broadcast_to(positions[:, None, None], (*q.shape[:2], 1, st.tokens.slots))
-        info = Info(jnp.broadcast_to(attended, q.shape[:2]), None, positions=positions)
-        return out, st, info
+        heads = st.tokens.k.shape[:2]
+        positions = jnp.broadcast_to(positions[:, None, None], (*heads, 1, st.tokens.slots))
+        return Info(jnp.broadcast_to(attended, heads), None, positions=positions)
 
     def attend_stored(self, st: FullState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
         start = chunk_starts(st.length, q.shape[3], window)
         return attend_zone(q, st.tokens.k, st.tokens.v, start, st.length, scale=scale)
+
+    def decode(
+        self, st: FullState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, FullState, Info]:
+        """Steps that read everything are a chunk of a prompt: one pass over the stored tokens."""
+        stored = partial(self.attend_stored, st, scale=scale, window=window)
+        out = attend_chunk_after(stored, q, k, v, scale=scale, window=window)
+        out, k, v = in_order(out, k, v)
+        after = self.prefill(st, k, v, count)
+        lengths = step_lengths(st.length, count, k.shape[2])
+        return out, after, jax.vmap(lambda n: self._info(self._shortened(after, n), window))(lengths)
+
+    def free(self, st: FullState) -> Array:
+        return st.tokens.slots - st.length
+
+    def earliest(self, st: FullState) -> Array:
+        return jnp.zeros_like(st.length)
+
+    def rollback(self, st: FullState, lengths: Array) -> FullState:
+        lengths, outside = in_range(lengths, self.earliest(st), st.length)
+        return replace(self._shortened(st, lengths), overflow=st.overflow | outside)
+
+    def _shortened(self, st: FullState, lengths: Array) -> FullState:
+        return replace(st, tokens=replace(st.tokens, count=lengths))
 
     def full_rows(self, st: FullState) -> None:
         return None

@@ -79,6 +79,45 @@ class Growing(Protocol):
         ...
 
 
+@runtime_checkable
+class MultiStep(Protocol):
+    """A policy that takes several decode steps at once; without it `kvjax.decode` takes them one after the other."""
+
+    def decode(
+        self, st: Any, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, Any, Info]:
+        """The first `count` i32[B] of T steps with q [B, K, G, T, D] and k, v [B, K, T, D], and no flush between them.
+
+        Attention [B, K, G, T, D], the state after all steps, and the Infos of the steps, stacked in front. A token
+        without room sets `overflow`. Law: this is `update` and `attend` for one token after the other.
+        """
+        ...
+
+    def free(self, st: Any) -> Array:
+        """i32[B]: tokens that each row takes before it must be flushed, or is full."""
+        ...
+
+
+@runtime_checkable
+class Reversible(Protocol):
+    """A policy that can take back its newest tokens, as far as nothing was flushed for them: see `kvjax.rollback`."""
+
+    def free(self, st: Any) -> Array:
+        """i32[B]: tokens that each row takes before it must be flushed, or is full."""
+        ...
+
+    def earliest(self, st: Any) -> Array:
+        """i32[B]: the smallest length that `rollback` can take each row back to."""
+        ...
+
+    def rollback(self, st: Any, lengths: Array) -> Any:
+        """`st` with the first `lengths` i32[B] tokens of each row, from `earliest` to what it holds.
+
+        Law: as if later tokens had never come. A row whose length lies outside stays and sets `overflow`.
+        """
+        ...
+
+
 def chunk_starts(length: Array, T: int, window: int | None) -> Array | None:
     """i32[B, T]: the lowest position that each query of a chunk of T sees past `length` i32[B]; None if it sees all."""
     if window is None:
@@ -89,3 +128,14 @@ def chunk_starts(length: Array, T: int, window: int | None) -> Array | None:
 def lowest_visible(position: Array, window: int | None) -> Array:
     """The lowest position that a query at `position` sees; a window counts the query's own token."""
     return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)
+
+
+def step_lengths(length: Array, count: Array, T: int) -> Array:
+    """i32[T, B]: the length of each row after each of T steps, of which it takes the first `count` i32[B]."""
+    return length[None] + jnp.minimum(jnp.arange(1, T + 1, dtype=jnp.int32)[:, None], count[None])
+
+
+def in_range(lengths: Array, earliest: Array, length: Array) -> tuple[Array, Array]:
+    """`lengths` i32[B] with those outside of earliest to length replaced by length, and bool[B]: which were outside."""
+    outside = (lengths < earliest) | (lengths > length)
+    return jnp.where(outside, length, lengths), outside

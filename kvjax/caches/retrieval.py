@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax import ops
-from kvjax.caches.policy import Info
+from kvjax.caches.policy import Info, step_lengths
 from kvjax.caches.selected import SelectedZones, without_packing
 from kvjax.caches.shared import Follower, require_whole_pages
 from kvjax.caches.zones import Visible, ZonedState
@@ -87,13 +88,52 @@ class Retrieval(SelectedZones):
         seen = self.visible(st, window)
         return self.attend_selected(st, q, self.find(st, q, seen, scale=scale), seen, scale=scale)
 
+    def decode(
+        self, st: ZonedState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, ZonedState, Info]:
+        """Each step sees the state as it is after its own token: the same arrays with smaller counts.
+
+        Where the selector does not select by itself, and without a sliding window, one pass over the index scores the
+        queries of all steps.
+        """
+        after = self.put_tokens(st, k, v, count)
+        lengths = step_lengths(st.length, count, k.shape[2])
+        by_step = jnp.moveaxis(q, 3, 0)
+        alone = window is not None or self._fused(True) is not None
+        scores = None if alone else self._score_steps(st, by_step, scale=scale)
+
+        def step(_: None, x: tuple[Array, Array, Array | None]) -> tuple[None, tuple[Array, Info]]:
+            length, q, scores = x
+            view = self.shortened(after, length)
+            seen = self.visible(view, window)
+            selection = self.find(view, q, seen, scale=scale, scores=scores)
+            out, view, info = self.attend_selected(view, q, selection, seen, scale=scale)
+            return None, (out, info)
+
+        _, (out, info) = lax.scan(step, None, (lengths, by_step, scores))
+        return jnp.moveaxis(out, 0, 3), after, info
+
+    def _score_steps(self, st: ZonedState, q: Array, *, scale: float) -> Array:
+        """f32[T, B, K, G', units] scores of the history for the queries q [T, B, K, G, D] of T steps."""
+        queries = jax.vmap(lambda q: reduce_queries(q, self.selector.group_reduce))(q)
+        T, B, K, G, D = queries.shape
+        scores = self.selector.score(st.index, jnp.moveaxis(queries, 0, 2).reshape(B, K, T * G, D), scale=scale)
+        return jnp.moveaxis(scores.reshape(B, K, T, G, -1), 2, 0)
+
     def find(
-        self, st: ZonedState, q: Array, seen: Visible, *, scale: float, in_order: int = 0
+        self,
+        st: ZonedState,
+        q: Array,
+        seen: Visible,
+        *,
+        scale: float,
+        in_order: int = 0,
+        scores: Array | None = None,
     ) -> Selection | PackedSelection:
         """Scores the tokens beside sink and local window and selects the best for q [B, K, G, D], in whole units.
 
         History and pending tokens compete. The last `in_order` units of the selection are those that rank lowest, in
-        order of rank; a `FusedSelector` promises at most one.
+        order of rank; a `FusedSelector` promises at most one. `scores` are those of the history, if they are known.
         """
         unit, group_reduce, slots = self.selector.unit, self.selector.group_reduce, st.store.slots
         queries = reduce_queries(q, group_reduce)
@@ -114,19 +154,23 @@ class Retrieval(SelectedZones):
             pending_slots=pending_slots,
             local=self.local,
         )
-        if (
-            isinstance(selector, FusedSelector)
-            and in_order <= selector.lowest_is_last
-            and (all_visible or selector.selects_in_window)
-        ):
-            return selector.select(st.index, queries, candidates, scale=scale)
+        fused = self._fused(all_visible, in_order)
+        if scores is None and fused is not None:
+            return fused.select(st.index, queries, candidates, scale=scale)
         if seen.window is not None and isinstance(selector, WindowedSelector):
             scores = selector.score_visible(st.index, queries, candidates, window=seen.window, scale=scale)
-        else:
+        elif scores is None:
             scores = selector.score(st.index, queries, scale=scale)
         scored = selector.with_pending(candidates, queries) if isinstance(selector, PendingSelector) else candidates
         best = ops.select_top(scores, queries, scored, group_reduce, unit=unit, scale=scale)
         return candidates.tokens(best, slots // unit, unit)
+
+    def _fused(self, all_visible: bool, in_order: int = 0) -> FusedSelector | None:
+        """The selector if it selects by itself what `find` asks for."""
+        selector = self.selector
+        if not isinstance(selector, FusedSelector) or in_order > selector.lowest_is_last:
+            return None
+        return selector if all_visible or selector.selects_in_window else None
 
     def select(self, st: ZonedState, q: Array, *, scale: float | None = None, window: int | None = None) -> Selection:
         """What a step with q [B, K, G, D] selects beside sink and local window, sorted by score.

@@ -20,7 +20,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, put, take_rows
-from kvjax.caches.policy import chunk_starts, lowest_visible
+from kvjax.caches.policy import chunk_starts, in_range, lowest_visible
 from kvjax.demotion import Demotion
 from kvjax.layouts import whole_units
 from kvjax.partial import PartialAttention, Span, keep_valid, merge
@@ -154,6 +154,39 @@ class Zoned:
             return jnp.concatenate([front, a[:, :, stay:]], axis=2)
 
         return replace(st, recent=Block(keep(st.recent.k), keep(st.recent.v), st.recent.count - count))
+
+    # ---------------------------------------------------------------------------------------------- several tokens
+
+    def put_tokens(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
+        """Stores the first `count` i32[B] of k, v [B, K, T, D] without a flush; what has no room is dropped."""
+        sink, to_sink = st.sink, jnp.zeros_like(count)
+        if sink is not None:
+            to_sink = jnp.minimum(sink.slots - sink.count, count)
+            sink = put(sink, k, v, to_sink)
+            place = jnp.arange(k.shape[2])[None] + to_sink[:, None]
+            k, v = take_rows(k, place), take_rows(v, place)
+        overflow = st.overflow | (st.recent.count + count - to_sink > st.recent.slots)
+        return replace(st, sink=sink, recent=put(st.recent, k, v, count - to_sink), overflow=overflow)
+
+    def free(self, st: ZonedState) -> Array:
+        sink = 0 if st.sink is None else st.sink.slots - st.sink.count
+        return sink + st.recent.slots - st.recent.count
+
+    def earliest(self, st: ZonedState) -> Array:
+        """The length at which the history last grew; 0 while there is none."""
+        return jnp.where(st.store.count > 0, st.offset_recent + len(self.demote.staying(self.local)), 0)
+
+    def rollback(self, st: ZonedState, lengths: Array) -> ZonedState:
+        lengths, outside = in_range(lengths, self.earliest(st), st.length)
+        return replace(self.shortened(st, lengths), overflow=st.overflow | outside)
+
+    def shortened(self, st: ZonedState, lengths: Array) -> ZonedState:
+        """`st` with the first `lengths` i32[B] tokens, of which at least `earliest` must stay. No array moves."""
+        sink = st.sink
+        if sink is not None:
+            sink = replace(sink, count=jnp.minimum(lengths, sink.slots))
+            lengths = lengths - sink.count
+        return replace(st, sink=sink, recent=replace(st.recent, count=lengths - st.store.count))
 
     # -------------------------------------------------------------------------------------------- slots and positions
 

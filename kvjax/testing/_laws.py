@@ -22,6 +22,7 @@ from kvjax.testing._programs import (
     structure_is_constant,
 )
 from kvjax.testing._selecting import recall_grows_with_budget, selected_slots_are_valid_and_unique
+from kvjax.testing._steps import decode_equals_single_steps, rollback_forgets_what_came_after
 from kvjax.testing._storing import (
     budget_bounds_what_is_held,
     checkpoint_restores_to_the_bit,
@@ -51,6 +52,8 @@ FUNCTIONS: dict[str, Law] = {
         recall_grows_with_budget,
         every_token_is_in_one_zone,
         step_attends_to_the_positions_it_tells,
+        decode_equals_single_steps,
+        rollback_forgets_what_came_after,
         inactive_rows_store_nothing,
         insert_replaces_one_row,
         full_cache_drops_and_says_so,

@@ -77,6 +77,13 @@ class BrokenFull(Full):
             out = out * (1 + jnp.mean(st.length.astype(jnp.float32))).astype(out.dtype)
         return out, st, info
 
+    def decode(self, st, q, k, v, count, *, scale, window=None):
+        window = 1 if self.fault == "decodes each token alone" else window
+        return super().decode(st, q, k, v, count, scale=scale, window=window)
+
+    def rollback(self, st, lengths):
+        return st if self.fault == "keeps what it takes back" else super().rollback(st, lengths)
+
     def attend_stored(self, st, q, *, scale, window=None):
         if isinstance(st, Wrapped):
             return super().attend_stored(st.full, q, scale=scale, window=window)
@@ -190,6 +197,8 @@ BROKEN: dict[str, kvjax.Policy] = {
         "stops the gradient",
         "counts its steps in a static field",
         "tells one token too few",
+        "decodes each token alone",
+        "keeps what it takes back",
     )
 } | {
     "equals nothing": Identity(),
@@ -216,6 +225,8 @@ CAUGHT: list[tuple[str, str]] = [
     ("scales by the batch's mean length", "insert_replaces_one_row"),
     ("forgets a prompt's first chunk", "prompt_attends_causally"),
     ("tells one token too few", "step_attends_to_the_positions_it_tells"),
+    ("decodes each token alone", "decode_equals_single_steps"),
+    ("keeps what it takes back", "rollback_forgets_what_came_after"),
     ("cannot be saved", "checkpoint_restores_to_the_bit"),
     ("equals nothing", "policy_is_a_value"),
     ("stops the gradient", "gradients_are_those_of_attention"),

@@ -194,15 +194,18 @@ CASES |= {
 
 _HISTORY = {"order_of_chunks_does_not_matter"}
 _BUDGET = {"recall_grows_with_budget"}
+_ROLLBACK = {"rollback_forgets_what_came_after"}
 _EVICTION = {"budget_bounds_what_is_held", "step_attends_to_what_is_held"}
 
 
 def does_not_apply(policy: kvjax.Policy) -> set[str]:
     """The laws that ask for what such a policy does not have."""
     if isinstance(policy, Evicting):
-        return _HISTORY | _BUDGET | {"full_cache_drops_and_says_so"}
+        return _HISTORY | _BUDGET | _ROLLBACK | {"full_cache_drops_and_says_so"}
     if isinstance(policy, Full):
         return _HISTORY | _BUDGET | _EVICTION
+    if isinstance(policy, Speculative):
+        return _EVICTION | _ROLLBACK
     return _EVICTION | (_BUDGET if isinstance(policy, Compressed | kvjax.Sampled) else set())
 
 

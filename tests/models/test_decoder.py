@@ -43,7 +43,7 @@ def tokens():
     return jax.random.randint(jax.random.key(0), (B, 30), 0, CONFIG.vocab_size)
 
 
-@partial(jax.jit, static_argnames=("last", "first_chunk", "info"))
+@partial(jax.jit, static_argnames=("last", "first_chunk", "info", "steps"))
 def run(model, tokens, cache=None, **settings):
     return model(tokens, cache, **settings)
 
@@ -120,6 +120,27 @@ def test_rows_that_are_not_active_store_nothing(model, tokens):
     every, _ = run(model, tokens[:, T : T + 1], cache, last=True)
     np.testing.assert_allclose(logits[active], every[active], atol=1e-5)
     assert np.isfinite(np.asarray(logits)).all()
+
+
+def test_several_steps_at_once_are_single_steps(model, tokens):
+    """Through a selecting cache, ragged, a row without a step among them; what is taken back is as if never fed."""
+    policy = kvjax.Retrieval(selector=kvjax.Exact(), budget=6, sink=1, local=2, demote=kvjax.LogSparse(window=8))
+    policies = [kvjax.Full(), policy]  # the first layer has a sliding window, which a LogSparse block cannot serve
+    cache = kvjax.init(policies, model.spec(B, 32), layers=2)
+    _, cache = run(model, tokens[:, :T], cache, lengths=LENGTHS)
+    count = jnp.array([5, 3, 0, 4])
+    logits, together, infos = run(model, tokens[:, T : T + 5], cache, lengths=count, steps=True, info=True)
+    single = cache
+    for t in range(5):
+        want, single, seen = run(model, tokens[:, T + t][:, None], single, active=t < count, info=True)
+        active = np.asarray(t < count)
+        np.testing.assert_allclose(logits[active, t], want[active, 0], atol=1e-4)
+        for ours, theirs in zip(infos, seen, strict=True):
+            np.testing.assert_array_equal(ours.attended[t][active], theirs.attended[active])
+    np.testing.assert_array_equal(together.length, single.length)
+    back, (active, last) = jax.jit(kvjax.rollback)(together, LENGTHS), (jnp.ones(B, bool), tokens[:, :1])
+    ahead, again = (run(model, last, c, active=active, info=True)[0] for c in (cache, back))
+    np.testing.assert_allclose(again, ahead, atol=1e-4)
 
 
 def test_info_tells_what_each_layer_attended_to(model, tokens):

@@ -1,0 +1,88 @@
+"""Several steps at once, and tokens that are taken back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.attention import LayerCache, decode_info, flush, rollback, room
+from kvjax.caches import Policy, Reversible
+from kvjax.spec import CacheSpec
+from kvjax.testing._anatomy import core, has_history, require, sink
+from kvjax.testing._drive import Tokens, fill, new_cache, ragged_lengths, random_tokens, step
+from kvjax.testing._expect import assert_close, assert_same, assert_same_contents
+
+STEPS = 5
+
+_decode = jax.jit(decode_info, static_argnames=("window", "scale", "flush"))
+_rollback = jax.jit(rollback)
+_room = jax.jit(room)
+_flush = jax.jit(flush)
+
+
+def decode_equals_single_steps(policy: Policy, spec: CacheSpec) -> None:
+    """Several tokens in one `decode` read, give and leave what one step after the other does, flushes included."""
+    tokens, lengths = random_tokens(spec, 23), _before_a_flush(policy, spec, 2)
+    together, _ = fill(new_cache(policy, spec), tokens, lengths)
+    single = together
+    for call in range(2):
+        count = (np.array([STEPS, 3, 0])[np.arange(spec.batch) % 3] + call) % (STEPS + 1)
+        count = np.minimum(count, spec.capacity - 1 - lengths)
+        out, together, info = _decode(together, *tokens.at(lengths[:, None] + np.arange(STEPS)), lengths=count)
+        for t in range(STEPS):
+            active = t < count
+            want, single, seen = step(single, tokens, lengths + np.minimum(t, count), active)
+            assert_close(np.asarray(out, np.float32)[active, t], want[active], spec, f"step {t}")
+            assert_same(np.asarray(info.attended)[t, active], np.asarray(seen.attended)[active], f"attended, step {t}")
+            if seen.positions is not None:
+                got, told = (np.sort(np.asarray(a)[active]) for a in (info.positions[t], seen.positions))
+                assert_same(got, told, f"positions read, step {t}")
+        lengths = lengths + count
+        assert_same_contents(together, single, spec, f"state after call {call}")
+        assert (np.asarray(together.length) == lengths).all(), "the length is not that of the steps"
+
+
+def rollback_forgets_what_came_after(policy: Policy, spec: CacheSpec) -> None:
+    """Tokens that are taken back leave what would be there if they had never come, and no others can be."""
+    require(isinstance(policy, Reversible), "the policy takes no tokens back (no `rollback`, `earliest` and `free`)")
+    tokens, other = random_tokens(spec, 24), random_tokens(spec, 25)
+    lengths = _before_a_flush(policy, spec, 3)
+    start, _ = fill(new_cache(policy, spec), tokens, lengths)
+    start = _flush(start)
+    count = np.minimum(STEPS, np.asarray(_room(start)))
+    kept = np.minimum(np.arange(spec.batch) % 3, count)
+    _, went, _ = _take(start, tokens, lengths, kept)
+    _, further, _ = _take(went, other, lengths + kept, count - kept)
+    back = _rollback(further, lengths + kept)
+    assert (np.asarray(back.length) == lengths + kept).all(), "rollback left another length"
+    assert_same_contents(back, went, spec, "state after rollback")
+    out, _, info = step(back, tokens, lengths + kept)
+    want, _, wanted = step(went, tokens, lengths + kept)
+    assert_same((out, info.attended), (want, wanted.attended), "the step after rollback")
+
+    earliest = np.asarray(policy.earliest(start.state))  # type: ignore[attr-defined]
+    first, _ = fill(new_cache(policy, spec), tokens, earliest)
+    assert_same_contents(_rollback(start, earliest), first, spec, "state at the earliest length")
+    for wrong in (earliest - 1, lengths + 1):
+        try:
+            rollback(start, wrong)
+        except ValueError:
+            continue
+        raise AssertionError(f"rollback to {wrong.tolist()} of {lengths.tolist()} tokens was not refused")
+
+
+def _take(cache: LayerCache, tokens: Tokens, lengths: np.ndarray, count: np.ndarray) -> Any:
+    return _decode(cache, *tokens.at(lengths[:, None] + np.arange(STEPS)), lengths=count, flush=False)
+
+
+def _before_a_flush(policy: Policy, spec: CacheSpec, tokens: int) -> np.ndarray:
+    """Lengths by row, at the first of which the recent block is full after `tokens` more."""
+    lengths = np.minimum(ragged_lengths(policy, spec), spec.capacity - 3 * STEPS)
+    if has_history(policy):
+        inner = core(policy)
+        first = sink(policy) + inner.demote.slots(inner.local) - tokens
+        chunks = max(spec.capacity - 3 * STEPS - first, 0) // inner.demote.leave
+        lengths[0] = min(first + chunks * inner.demote.leave, lengths.max())
+    return np.maximum(lengths, 1)
