@@ -58,7 +58,7 @@ from kvjax.caches import (
     share_selections,
 )
 from kvjax.capacity import grow
-from kvjax.demotion import Demotion, Fifo, LogSparse
+from kvjax.demotion import Buffer, Demotion, Fifo, LogSparse
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
 from kvjax.generation import generate, stream
 from kvjax.hashing import SimHash
@@ -106,6 +106,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "BallPages",
+    "Buffer",
     "Cache",
     "CacheSpec",
     "CachingStore",

@@ -77,6 +77,43 @@ class Fifo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """The oldest `leave` tokens of the local window leave together when it is full: none waits outside of it.
+
+    The block has `local` slots and every step attends to all of its tokens, between local - leave and local of them.
+    `Fifo` has `local` tokens and up to a chunk more, which compete with the history.
+
+    **Source:** ParisKV's update buffer beside its local window: `local` is the sum of both, `leave` the buffer.
+    """
+
+    leave: int = 256
+
+    def __post_init__(self) -> None:
+        keep_int(self, "leave", at_least=1)
+
+    @property
+    def ordered(self) -> bool:
+        return True
+
+    def slots(self, local: int) -> int:
+        if local <= self.leave:
+            raise ValueError(
+                f"Buffer(leave={self.leave}) is part of the local window, so local={local} must be more than it; use "
+                f"local={local + self.leave}, or Fifo(leave={self.leave})"
+            )
+        return local
+
+    def leaving(self, local: int) -> np.ndarray:
+        return np.arange(self.leave)
+
+    def staying(self, local: int) -> np.ndarray:
+        return np.arange(self.leave, self.slots(local))
+
+    def place(self, flushes: Array, slot: Array) -> Array:
+        return flushes * self.leave + slot
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogSparse:
     """The odd tokens of the older two thirds leave, so the density of what stays halves with age.
 

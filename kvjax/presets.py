@@ -26,7 +26,7 @@ from kvjax.caches import (
     Speculative,
     share_selections,
 )
-from kvjax.demotion import Fifo, LogSparse
+from kvjax.demotion import Buffer, Fifo, LogSparse
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Pooling, Sliding
 from kvjax.hashing import SimHash
 from kvjax.selection import GroupReduce
@@ -96,12 +96,15 @@ def fier(
 def pariskv(
     budget: int = 232,
     *,
+    k: int | None = None,
     sink: int = 4,
     local: int = 128,
     chunk: int = 256,
+    buffer: Literal["select", "attend"] = "select",
     votes: Votes = "tiers",
     correct: bool = True,
     candidates: int | None = None,
+    seed: int | None = 0,
     group_reduce: GroupReduce = "mean_query",
     dense_below: int = 1024,
     host: bool = False,
@@ -113,25 +116,40 @@ def pariskv(
     """ParisKV: every token is kept, and a step attends to sink, local window and the best keys of a rotated index.
 
     The paper selects k = 100 tokens beside sink and local window; the budget counts all, so its default is
-    4 + 128 + 100, and k = budget - sink - local. The paper's ranges are sink 4..64, local 128..512, `chunk` (its update
-    buffer) 256..512 and full attention below 1K..2K tokens; no layer is skipped. A budget beyond the candidates (a
-    tenth to a half of the history, or as many as `candidates` says) goes on by votes. A GQA group retrieves once, by
-    the mean of its queries (`group_reduce`).
+    4 + 128 + 100, and k = budget - sink - local. `k` gives the number itself, in place of a budget. The paper's ranges
+    are sink 4..64, local 128..512, `chunk` (its update buffer) 256..512 and full attention below 1K..2K tokens; no
+    layer is skipped. A budget beyond the candidates (a tenth to a half of the history, or as many as `candidates` says)
+    goes on by votes. A GQA group retrieves once, by the mean of its queries (`group_reduce`). With seed=None keys are
+    not rotated, the paper's ablation.
 
-    **Source:** ParisKV (Qi et al. 2026). **Differs:** the paper attends to all of its update buffer; here up to `chunk`
-    tokens wait for the index, and compete with the history by exact scores. The paper moves the history's keys and
+    Up to `chunk` tokens wait for the index in the update buffer. With buffer="select" they compete with the history by
+    exact scores, within the budget. With "attend", as in the paper, a step attends to all of them beside the budget.
+
+    **Source:** ParisKV (Qi et al. 2026). **Differs:** the default of `buffer`. The paper moves the history's keys and
     values to host memory: so does `host`, to choose the same tokens; without it they stay on the device. `hot` is as in
     `fier`.
     """
     require_int("pariskv(dense_layers=...)", dense_layers, at_least=0)
     require_int("pariskv(budget=...)", budget, at_least=1)
+    if k is not None:
+        require_int("pariskv(k=...)", k, at_least=1)
+        if budget not in (232, sink + local + k):
+            raise ValueError(
+                f"pariskv(budget={budget}, k={k}): with sink={sink} and local={local} that k is a budget of "
+                f"{sink + local + k}; give one of the two"
+            )
+        budget = sink + local + k
+    if buffer not in ("select", "attend"):
+        raise ValueError(f"pariskv(buffer={buffer!r}) must be 'select' or 'attend'")
+    beside = chunk if buffer == "attend" else 0
+    selector = Paris(votes=votes, correct=correct, candidates=candidates, group_reduce=group_reduce, seed=seed)
     policy = Retrieval(
-        selector=Paris(votes=votes, correct=correct, candidates=candidates, group_reduce=group_reduce),
+        selector=selector,
         store=_history("pariskv", host, hot),
-        budget=budget,
+        budget=budget + beside,
         sink=sink,
-        local=local,
-        demote=Fifo(leave=chunk),
+        local=local + beside,
+        demote=Buffer(leave=chunk) if beside else Fifo(leave=chunk),
         dense_below=dense_below,
     )
     return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)

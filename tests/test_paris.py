@@ -365,6 +365,45 @@ def test_full_attention_until_the_row_is_long() -> None:
     np.testing.assert_allclose(out[0], dense(tokens.q[0, 900], tokens.k[0, :901], tokens.v[0, :901]), atol=1e-5)
 
 
+@pytest.mark.parametrize("seed", [0, None])
+def test_an_update_buffer_is_attended_beside_what_is_selected(seed: int | None) -> None:
+    """Positions of the oracle's k best of the history, and of all newer ones, while the buffer fills and empties."""
+    spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
+    sink, local, chunk, k = 2, 5, 32, 20
+    preset = kvjax.presets.pariskv(
+        k=k, sink=sink, local=local, chunk=chunk, buffer="attend", candidates=60, seed=seed, dense_below=0
+    )
+    tokens, lengths = drive.random_tokens(spec, 4), np.array([150, 90])
+    cache, _ = drive.fill(kvjax.init_layer(preset.rest, spec), tokens, lengths)
+    rotated = np.eye(16) if seed is None else oracles.rotation(_signs(16, seed))
+    same, sizes = 0, set()
+    for i in range(chunk + 2):
+        _, cache, info = drive.step(cache, tokens, lengths + i)
+        for row, head in np.ndindex(2, 2):
+            n = int(lengths[row]) + i + 1
+            end = sink + -(-max(n - sink - local - chunk, 0) // chunk) * chunk  # what does not fit has left in chunks
+            query = tokens.q[row, n - 1].reshape(2, 2, -1)[head].astype(np.float64).mean(axis=0)
+            ranks = oracles.Paris(rotated, tokens.k[row, sink:end, head], candidates=60).ranks(query)
+            wanted = {*range(sink), *(sink + np.argsort(-ranks, kind="stable")[:k]).tolist(), *range(end, n)}
+            read = set(np.asarray(info.positions)[row, head].reshape(-1).tolist()) - {-1}
+            same += read == wanted
+            sizes.add(len(read))
+            assert float(info.attended[row, head]) == len(read)
+    assert same >= 0.99 * 4 * (chunk + 2)
+    assert (min(sizes), max(sizes)) == (sink + local + 1 + k, sink + local + chunk + k)
+
+
+def test_k_and_budget_are_one_setting() -> None:
+    preset = kvjax.presets.pariskv
+    assert preset(k=100) == preset() == preset(budget=232)
+    with pytest.raises(ValueError, match=r"budget=64, k=50.*a budget of 182; give one of the two"):
+        preset(budget=64, k=50)
+    policy = preset(buffer="attend").rest
+    assert (policy.selected, policy.local, policy.demote) == (100, 384, kvjax.Buffer(leave=256))
+    with pytest.raises(ValueError, match=r"takes tokens out of the local window in chunks.*use kvjax.Fifo"):
+        kvjax.Speculative(policy)
+
+
 @pytest.mark.parametrize("candidates", [40, None])
 def test_under_a_sliding_window_votes_and_candidates_are_of_the_visible_keys(candidates: int | None) -> None:
     """Selections are those of the oracle over the visible part of the history, for rows of different lengths."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import (
+    Buffer,
     CacheSpec,
     Compressed,
     Demotion,
@@ -39,10 +40,15 @@ def filled(demote: Demotion, local: int, flushes: int) -> tuple[list[np.ndarray]
     return left, blocks
 
 
-@given(st.integers(1, 50), st.integers(1, 50), st.booleans(), st.integers(0, 300))
-def test_place_is_that_of_a_block_filled_token_by_token(size: int, local: int, sparse: bool, flushes: int) -> None:
-    demote: Demotion = LogSparse(window=size) if sparse else Fifo(leave=size)
-    local = min(local, size) if sparse else local
+@given(st.integers(1, 50), st.integers(1, 50), st.sampled_from(["all", "sparse", "buffer"]), st.integers(0, 300))
+def test_place_is_that_of_a_block_filled_token_by_token(size: int, local: int, which: str, flushes: int) -> None:
+    demote: Demotion
+    if which == "sparse":
+        demote, local = LogSparse(window=size), min(local, size)
+    elif which == "buffer":
+        demote, local = Buffer(leave=size), local + size
+    else:
+        demote = Fifo(leave=size)
     left, blocks = filled(demote, local, flushes)
     place = functools.partial(jnp.asarray, dtype=jnp.int32)
     for n in {0, min(1, flushes), flushes // 2, flushes}:

@@ -100,6 +100,12 @@ class Speculative:
                 f"Speculative(tau={self.tau!r}) must be a number to compare cosines with: 0.8 or 0.9 as in FreeKV, "
                 "above 1 to select at every step, -1 to always reuse"
             )
+        demote, local = self.retrieval.demote, self.retrieval.local
+        if len(demote.staying(local)) < local - 1:
+            raise ValueError(
+                f"{demote} takes tokens out of the local window in chunks, and a recall of the step before has none of "
+                f"them; use kvjax.Fifo(leave={demote.leave})"
+            )
         if self.retrieval.selected == 0:
             base, unit = self.retrieval.sink + self.retrieval.local, self.retrieval.selector.unit
             raise ValueError(

@@ -142,14 +142,16 @@ def _label(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def _rounding(policy: Policy, budget: int) -> str:
-    """What a budget is rounded down to, where the selector reads whole pages."""
+    """What a budget comes to, where the selector reads whole pages or other tokens are read beside it."""
     inner: Any = getattr(policy, "retrieval", policy)  # of a policy around a Retrieval
     unit = getattr(getattr(inner, "selector", None), "unit", 1)
-    if unit == 1:
+    if not hasattr(inner, "selected"):
         return ""
-    beside, pages = inner.sink + inner.local, inner.selected // unit
-    reads = beside + inner.selected
-    return "" if reads == budget else f"reads up to {reads}: {pages} pages of {unit} tokens and {beside} beside"
+    beside = inner.sink + inner.local
+    reads, chosen = beside + inner.selected, f"{inner.selected // unit} pages of {unit} tokens"
+    if unit == 1:
+        chosen = f"{inner.selected} selected"
+    return "" if reads == budget else f"reads up to {reads}: {chosen} and {beside} beside"
 
 
 def _require_use(

@@ -56,24 +56,27 @@ class Paris:
     it, whose patterns each step counts anew. Votes tie often; at the last place among the
     candidates the lower slot wins, so there, and only there, the order of slots matters.
 
-    **Source:** ParisKV (Qi et al. 2026, arXiv 2602.07721): collision, reranking, alpha-correction (`correct`).
-    **Differs:** a query is rotated but not normalised, for both stages are linear in it; the signs of a code are stored
-    once, as the patterns (96 bytes a key, not 112); keys of one pattern are equally good, and enter a tier together in
-    both forms of voting; 5K, 10K and 30K are read as thousands of tokens in the history.
+    **Source:** ParisKV (Qi et al. 2026, arXiv 2602.07721): collision, reranking, alpha-correction (`correct`). With
+    seed=None nothing is rotated, the ablation of its Fig. 10: where channels differ in size, votes and codes follow
+    the large ones. **Differs:** neither query nor key is normalised, for both stages are linear in the query, and
+    signs and directions are those of the unit key; the signs of a code are stored once, as the patterns (96 bytes a
+    key, not 112); keys of one pattern are equally good, and enter a tier together in both forms of voting; 5K, 10K and
+    30K are read as thousands of tokens in the history.
     """
 
     votes: Votes = "tiers"
     correct: bool = True
     candidates: int | None = None  # tokens to rerank; None: beta of the history
     group_reduce: GroupReduce = "mean_query"
-    seed: int = 0
+    seed: int | None = 0  # of the rotation; None: keys as they are
 
     def __post_init__(self) -> None:
         if self.votes not in get_args(Votes):
             raise ValueError(f"Paris(votes=...) must be one of {', '.join(get_args(Votes))}; got {self.votes!r}")
         if self.candidates is not None:
             keep_int(self, "candidates", at_least=1)
-        keep_int(self, "seed", at_least=0)
+        if self.seed is not None:
+            keep_int(self, "seed", at_least=0)
         require_group_reduce(self.group_reduce)
 
     @property
@@ -91,7 +94,7 @@ class Paris:
         return self._counted(codes, jnp.zeros((spec.batch, spec.kv_heads * N * 2**SUBSPACE), jnp.int32))
 
     def append(self, ix: ParisIndex, k: Array, at: Array, count: Array) -> ParisIndex:
-        new = encode(rotate(k, self.seed), correct=self.correct)
+        new = encode(k.astype(jnp.float32) if self.seed is None else rotate(k, self.seed), correct=self.correct)
         i = jnp.arange(k.shape[2])[None]
         stored = (i < count[:, None]) & (at[:, None] + i < ix.codes.signs.shape[2])
         counts = self._tally(ix.counts, new.signs, stored)
@@ -117,7 +120,8 @@ class Paris:
         votes = self._votes(ix, q)
         S = votes.shape[3]
         picked = ops.most_voted(votes, _length(ix.counts), ix.candidates, self.room(S))
-        estimates = ops.rerank(rotate_few(q, self.seed), ix.codes, picked, scale=scale)
+        rotated = q if self.seed is None else rotate_few(q, self.seed)
+        estimates = ops.rerank(rotated, ix.codes, picked, scale=scale)
         slots = jnp.where(picked.valid, picked.slots, S)
         b, k, g, _ = jnp.meshgrid(*(jnp.arange(size) for size in slots.shape), indexing="ij", sparse=True)
         return (votes.astype(jnp.float32) + FLOOR).at[b, k, g, slots].set(estimates, mode="drop")
@@ -152,7 +156,8 @@ class Paris:
         """As `FusedSelector` has it. No token that is not reranked is chosen before all that are, so candidates are all
         that is chosen from; where they and the pending tokens are too few, as many more of the most voted come along:
         then all of them are chosen."""
-        if q.shape[2] > 1 and self.group_reduce != "per_head":  # a mean needs all scores of each head
+        means = q.shape[2] > 1 and self.group_reduce != "per_head"  # a mean needs all scores of each head
+        if means or self.seed is None:
             return ops.select_top(self.score(ix, q, scale=scale), q, among, self.group_reduce, scale=scale)
         votes = self._votes(ix, q)
         most = max(self.room(votes.shape[3]), min(among.room, votes.shape[3]))

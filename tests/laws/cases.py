@@ -124,6 +124,9 @@ CASES: dict[str, Case] = {
         dense_below=90,
         spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1, head_dim=24, dtype=jnp.bfloat16),
     ),
+    "paris, update buffer attended, not rotated": Case(
+        presets.pariskv(k=20, sink=4, local=8, chunk=16, buffer="attend", candidates=200, seed=None, dense_below=0).rest
+    ),
     "exact, budget 24": Case(presets.exact(budget=24, chunk=32).rest),
     "exact per query head, 7 on 1, in host memory, bf16": _with(
         selector=Exact(group_reduce="per_head"),
