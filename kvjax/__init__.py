@@ -38,6 +38,7 @@ from kvjax.attention import (
     shardings,
 )
 from kvjax.caches import (
+    Compensated,
     Compressed,
     Evicting,
     EvictingState,
@@ -47,6 +48,7 @@ from kvjax.caches import (
     Info,
     MultiStep,
     Observer,
+    PerHead,
     Policy,
     Retrieval,
     Reversible,
@@ -111,6 +113,7 @@ __all__ = [
     "CacheSpec",
     "CachingStore",
     "CentrePages",
+    "Compensated",
     "Compressed",
     "Demotion",
     "Dense",
@@ -139,6 +142,7 @@ __all__ = [
     "Observer",
     "Paris",
     "PartialAttention",
+    "PerHead",
     "PerLayer",
     "Placement",
     "Policy",

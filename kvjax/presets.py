@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from kvjax.budgets import pyramid
 from kvjax.caches import (
+    Compensated,
     Compressed,
     Evicting,
     Full,
@@ -29,6 +30,7 @@ from kvjax.caches import (
 from kvjax.demotion import Buffer, Fifo, LogSparse
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Pooling, Sliding
 from kvjax.hashing import SimHash
+from kvjax.heads import Heads
 from kvjax.selection import GroupReduce
 from kvjax.selectors import BallPages, CentrePages, Exact, Fier, MinMaxPages, Paris, ProductCodes
 from kvjax.selectors.paris import Votes
@@ -558,6 +560,41 @@ def pyramidkv(
     return PerLayer.of(policies)
 
 
+def razorattention(budget: int = 4096, *, sink: int = 4, heads: str | Heads | None = None) -> PerLayer:
+    """RazorAttention: retrieval heads keep everything; others keep `budget` tokens and the mean of the rest.
+
+    `heads` are the retrieval heads, or a file of them: `kvjax.heads.retrieval_heads` finds them for a model by the
+    paper's rule, and `save` writes them. Without it no head keeps everything. Other heads keep the `sink` first tokens,
+    the newest ones, and a compensation token.
+
+    **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891). **Differs:** see `Compensated` and
+    `kvjax.heads.retrieval_heads`. The paper's window grows with the prompt, to a fifth of it; here it is `budget`.
+    """
+    return _by_head("razorattention", Compensated, budget, sink, heads)
+
+
+def duoattention(budget: int = 256, *, sink: int = 64, heads: str | Heads | None = None) -> PerLayer:
+    """DuoAttention: retrieval heads keep everything; others keep the first `sink` tokens and the newest.
+
+    `heads` are the retrieval heads, or a file of them, as in `razorattention`. Without it all heads keep `budget`.
+
+    **Source:** DuoAttention (Xiao et al. 2024, arXiv 2410.10819). **Differs:** the paper learns which heads retrieve,
+    by training gates on synthetic texts; here the heads are given, or found by the rule of RazorAttention.
+    """
+    return _by_head("duoattention", None, budget, sink, heads)
+
+
+def _by_head(
+    name: str, wrap: Callable[[Evicting], Policy] | None, budget: int, sink: int, heads: str | Heads | None
+) -> PerLayer:
+    require_int(f"{name}(budget=...)", budget, at_least=1)
+    window = Evicting(evictor=Sliding(sink=sink), budget=budget)
+    others: Policy = window if wrap is None else wrap(window)
+    if heads is None:
+        return PerLayer((), others)
+    return (Heads.load(heads) if isinstance(heads, str) else heads).policies(others)
+
+
 def _evicting(name: str, evictor: Evictor, budget: int, dense_layers: int) -> PerLayer:
     require_int(f"{name}(dense_layers=...)", dense_layers, at_least=0)
     require_int(f"{name}(budget=...)", budget, at_least=1)
@@ -646,6 +683,18 @@ REGISTRY: dict[str, Preset] = {
             "PyramidKV 2024",
         ),
         Preset("raas", raas, "the prompt, and generated tokens that were attended to lately", "RaaS 2025"),
+        Preset(
+            "razorattention",
+            razorattention,
+            "all tokens in retrieval heads; in others the newest, and the mean of the rest",
+            "RazorAttention 2024",
+        ),
+        Preset(
+            "duoattention",
+            duoattention,
+            "all tokens in retrieval heads; in others the first and the newest",
+            "DuoAttention 2024",
+        ),
     )
 }
 

@@ -31,6 +31,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "magicpig": {"budget": 48, "bits": 4, "tables": 32, "local": 8, "chunk": 16, "dense_layers": 0},
     "pyramidkv": {"budget": 40, "layers": 1},
     "raas": {"budget": 128},
+    "razorattention": {"budget": 128},
+    "duoattention": {"budget": 128},
 }
 
 attend = jax.jit(kvjax.attention)
@@ -42,7 +44,7 @@ def draw(T: int, seed: int) -> tuple[np.ndarray, ...]:
 
 
 # Every kind of state grows in every run; presets whose states are alike wait for --thorough.
-ALIKE = ("arkvale", "magicpig", "pqcache", "pyramidkv", "raas")
+ALIKE = ("arkvale", "magicpig", "pqcache", "pyramidkv", "raas", "razorattention", "duoattention")
 
 
 @pytest.mark.parametrize(

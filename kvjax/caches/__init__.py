@@ -21,9 +21,11 @@ prompt [B, K, G, T, D]. `kvjax.attention` turns a model's layout into this one, 
 Nothing here clamps: a token that has no room is dropped and sets `overflow`, which `kvjax.raise_on_overflow` reports.
 """
 
+from kvjax.caches.compensated import Compensated, CompensatedState
 from kvjax.caches.compressed import Compressed
 from kvjax.caches.evicting import Evicting, EvictingState
 from kvjax.caches.full import Full, FullState
+from kvjax.caches.per_head import PerHead, PerHeadState
 from kvjax.caches.per_layer import PerLayer
 from kvjax.caches.policy import Growing, Info, MultiStep, Observer, Policy, Reversible
 from kvjax.caches.retrieval import Retrieval
@@ -33,6 +35,8 @@ from kvjax.caches.speculative import Speculative, SpeculativeState
 from kvjax.caches.zones import ZonedState
 
 __all__ = [
+    "Compensated",
+    "CompensatedState",
     "Compressed",
     "Evicting",
     "EvictingState",
@@ -45,6 +49,8 @@ __all__ = [
     "Leading",
     "MultiStep",
     "Observer",
+    "PerHead",
+    "PerHeadState",
     "PerLayer",
     "Policy",
     "Retrieval",

@@ -42,6 +42,8 @@ COLOURS = {
     "pqcache": "#994455",
     "pyramidkv": "#ee8866",
     "raas": "#bbaa33",
+    "razorattention": "#117733",
+    "duoattention": "#88ccee",
 }
 MARKERS = "oDs^vPX*<>hpdH81234x+|_."
 LINES = ("-", "--", ":", "-.")

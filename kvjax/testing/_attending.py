@@ -159,7 +159,10 @@ def step_attends_to_the_positions_it_tells(policy: Policy, spec: CacheSpec) -> N
 
 
 def step_attends_to_what_is_held(policy: Policy, spec: CacheSpec) -> None:
-    """A step of a policy that evicts is exact attention over the tokens that each kv head then holds."""
+    """A step of a policy that evicts is exact attention over the tokens that each kv head then holds.
+
+    Where the state has a `compensation`, the mean key and value of what was evicted, it counts as often as these were.
+    """
     require(evicts(policy), "the policy evicts nothing (no `evictor` with a `budget`)")
     tokens, lengths = random_tokens(spec, 19), ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
@@ -169,4 +172,13 @@ def step_attends_to_what_is_held(policy: Policy, spec: CacheSpec) -> None:
             mine = held_positions(cache)[b][k]
             heads = slice(k * spec.group, (k + 1) * spec.group)
             q, keys, values = tokens.q[b, lengths[b] + i, heads], tokens.k[b, mine, k], tokens.v[b, mine, k]
-            assert_close(out[b, heads], dense(q, keys[:, None], values[:, None]), spec, f"row {b}, kv head {k}")
+            weights = np.zeros(len(mine))
+            gone = sorted(set(range(int(lengths[b]) + i + 1)) - set(mine))
+            if hasattr(cache.state, "compensation") and gone:
+                keys, values = (
+                    np.concatenate([a, of[b, gone, k].astype(np.float64).mean(axis=0)[None]])
+                    for a, of in ((keys, tokens.k), (values, tokens.v))
+                )
+                weights = np.append(weights, np.log(len(gone)))
+            want = dense(q, keys[:, None], values[:, None], weights)
+            assert_close(out[b, heads], want, spec, f"row {b}, kv head {k}")

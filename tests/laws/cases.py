@@ -137,6 +137,10 @@ CASES: dict[str, Case] = {
     "h2o preset, budget 64": Case(presets.h2o(budget=64).rest),
     "tova, budget 64": Case(presets.tova(budget=64).rest),
     "snapkv, budget 64": Case(presets.snapkv(budget=64).rest),
+    "razorattention, budget 64": Case(presets.razorattention(budget=64).rest),
+    "some heads in full, others in chunks": Case(
+        kvjax.PerHead(heads=(1,), chosen=Full(), others=Compressed(store=kvjax.Dense(), demote=Fifo(leave=32)))
+    ),
     "raas, budget 64": Case(presets.raas(budget=64).rest),
     "window without a sink, 7 on 1, bf16": Case(
         Evicting(evictor=Sliding(sink=0), budget=61),
@@ -203,8 +207,11 @@ _EVICTION = {"budget_bounds_what_is_held", "step_attends_to_what_is_held"}
 
 def does_not_apply(policy: kvjax.Policy) -> set[str]:
     """The laws that ask for what such a policy does not have."""
-    if isinstance(policy, Evicting):
-        return _HISTORY | _BUDGET | _ROLLBACK | {"full_cache_drops_and_says_so"}
+    if isinstance(policy, Evicting | kvjax.Compensated):
+        told = {"step_attends_to_the_positions_it_tells"} if isinstance(policy, kvjax.Compensated) else set()
+        return told | _HISTORY | _BUDGET | _ROLLBACK | {"full_cache_drops_and_says_so"}
+    if isinstance(policy, kvjax.PerHead):
+        return _HISTORY | _BUDGET | _EVICTION | _ROLLBACK
     if isinstance(policy, Full):
         return _HISTORY | _BUDGET | _EVICTION
     if isinstance(policy, Speculative):
