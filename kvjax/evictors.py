@@ -11,13 +11,14 @@ and its tokens, in order of position; there position is -1 where there is no tok
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.placement import mean_over_heads
 from kvjax.spec import keep_int, require_int
+from kvjax.validation import check_verbs
 
 Pooling = Literal["max", "mean"]
 
@@ -54,18 +55,61 @@ class Evictor(Protocol):
         ...
 
 
+class Rope(Protocol):
+    """A kind of rotary position embedding, as those of `kvjax.models.rope`."""
+
+    def frequencies(self, head_dim: int) -> Any:
+        """f32[D/2] radians a position, of channel i and channel i + D/2."""
+        ...
+
+
+@runtime_checkable
+class Renumbering(Evictor, Protocol):
+    """An evictor of a cache in which tokens are numbered by their place among what is held."""
+
+    @property
+    def renumbered(self) -> int:
+        """The first slots that do not stand as far from the query as when they came; 0 for none."""
+        ...
+
+    def turn(self, q: Array, by: Array) -> Array:
+        """q [B, K, G, Q, D] as if it stood `by` i32[B] positions further on."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sliding:
     """The first `sink` tokens stay, and the newest.
 
-    **Source:** StreamingLLM (Xiao et al. 2023), section 3.2; sink 4. **Differs:** the paper numbers positions anew
-    within the cache, so that they stay below its size; here keys keep the positions with which they came.
+    With `rope`, the rotary embedding of the model, tokens are numbered by their place in the cache: a query sees the
+    sink right before the window, however much has been evicted between them, and no two tokens are further apart than
+    the cache is long. Without it keys keep the positions with which they came.
+
+    **Source:** StreamingLLM (Xiao et al. 2023), section 3.2; sink 4. **Differs:** the paper stores keys before their
+    rotation and rotates all of them in every step. Distances within the window are the same in both numberings, so here
+    the query alone is turned back, for the sink. A chunk of a prompt is numbered on from what is held before it.
     """
 
     sink: int = 4
+    rope: Rope | None = None
 
     def __post_init__(self) -> None:
         keep_int(self, "sink", at_least=0)
+        if self.rope is not None:
+            check_verbs(
+                "Sliding(rope=...)", self.rope, "a kind of RoPE", ("frequencies",), "kvjax.models.rope.Default()"
+            )
+
+    @property
+    def renumbered(self) -> int:
+        return self.sink if self.rope is not None else 0
+
+    def turn(self, q: Array, by: Array) -> Array:
+        assert self.rope is not None
+        angle = by.astype(jnp.float32)[:, None] * jnp.asarray(self.rope.frequencies(q.shape[-1]))[None]
+        cos, sin = (f(angle)[:, None, None, None] for f in (jnp.cos, jnp.sin))
+        low, high = jnp.split(q.astype(jnp.float32), 2, axis=-1)
+        return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(q.dtype)
 
     @property
     def arrival(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 from kvjax.budgets import pyramid
@@ -478,13 +479,19 @@ def exact(
     return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)
 
 
-def streaming_llm(budget: int = 1024, *, sink: int = 4, dense_layers: int = 0) -> PerLayer:
+def streaming_llm(
+    budget: int = 1024, *, sink: int = 4, rope_theta: float | None = None, dense_layers: int = 0
+) -> PerLayer:
     """StreamingLLM: the first `sink` tokens and the newest are kept and attended, `budget` in all.
 
-    **Source:** StreamingLLM (Xiao et al. 2023), section 3.2. **Differs:** see `Sliding`: positions are not numbered
-    anew within the cache.
+    With `rope_theta`, that of a model with plain RoPE, positions are numbered within the cache, as in the paper; for
+    other kinds of RoPE see `Sliding(rope=...)`.
+
+    **Source:** StreamingLLM (Xiao et al. 2023), section 3.2. **Differs:** without `rope_theta` keys keep the positions
+    with which they came.
     """
-    return _evicting("streaming_llm", Sliding(sink=sink), budget, dense_layers)
+    rope = None if rope_theta is None else import_module("kvjax.models.rope").Default(theta=float(rope_theta))
+    return _evicting("streaming_llm", Sliding(sink=sink, rope=rope), budget, dense_layers)
 
 
 def h2o(budget: int = 1024, *, recent: float = 0.5, dense_layers: int = 0) -> PerLayer:

@@ -172,6 +172,43 @@ def test_a_chunk_of_a_prompt_sees_what_is_held_within_its_window(monkeypatch: py
         np.testing.assert_allclose(out, whole[:, first : first + 40], atol=1e-5)
 
 
+def _rotated(x: np.ndarray, position: np.ndarray, theta: float) -> np.ndarray:
+    """RoPE of x [T, heads, D] at positions [T], channel i with channel i + D/2."""
+    half = x.shape[-1] // 2
+    angle = position[:, None] * theta ** (-np.arange(half) / half)
+    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    low, high = x[..., :half], x[..., half:]
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def test_positions_are_those_within_the_cache() -> None:
+    """Keys rotated anew by their place among what is held, as in StreamingLLM, in steps and in a later chunk."""
+    theta, sink, T = 100.0, 4, 60
+    tokens = drive.random_tokens(SPEC)
+    q, k, v = (a[0, :120].astype(np.float64) for a in (tokens.q, tokens.k, tokens.v))
+    came = np.arange(120)
+    qr, kr = (_rotated(a, came, theta)[None].astype(np.float32) for a in (q, k))
+    spec = dataclasses.replace(SPEC, batch=1)
+    policy = Evicting(evictor=Sliding(sink=sink, rope=kvjax.models.rope.Default(theta=theta)), budget=BUDGET)
+    run = jax.jit(kvjax.attention)
+
+    def wanted(held: list[int], new: int) -> np.ndarray:
+        line, at = [*held, new], np.arange(len(held) + 1)
+        keys = _rotated(k[line], at, theta)
+        query = _rotated(q[new : new + 1], at[-1:], theta)[0]
+        return dense(query, keys, v[line])
+
+    _, cache = run(kvjax.init_layer(policy, spec), qr[:, :T], kr[:, :T], v[None, :T].astype(np.float32))
+    kept = [*range(sink), *range(T - (BUDGET - sink), T)]
+    chunk = slice(T, T + 8)
+    out, cache = run(cache, qr[:, chunk], kr[:, chunk], v[None, chunk].astype(np.float32))
+    for i in range(8):
+        np.testing.assert_allclose(out[0, i], wanted([*kept, *range(T, T + i)], T + i), atol=1e-5)
+    for t in range(T + 8, T + 16):
+        out, cache = run(cache, *(a[:, t : t + 1] for a in (qr, kr, v[None].astype(np.float32))))
+        np.testing.assert_allclose(out[0, 0], wanted([*range(sink), *range(t - BUDGET + sink + 1, t)], t), atol=1e-5)
+
+
 def test_a_prompt_of_16k_tokens_holds_no_square_of_weights() -> None:
     """All its queries vote, a block at a time: of 4 heads, all weights would be 4 GiB."""
     spec = dataclasses.replace(SPEC, batch=1, capacity=16384)

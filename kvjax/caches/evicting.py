@@ -12,7 +12,7 @@ from jax.tree_util import register_dataclass
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, write
 from kvjax.caches.policy import Info, chunk_starts, lowest_visible
-from kvjax.evictors import Evictor
+from kvjax.evictors import Evictor, Renumbering
 from kvjax.memory import vary_with
 from kvjax.partial import (
     PartialAttention,
@@ -113,7 +113,9 @@ class Evicting:
         self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, EvictingState, Info]:
         visible = self._held(st) & (st.position >= lowest_visible(st.length - 1, window)[:, None, None])
-        if window is None and st.evidence is None:
+        if moved := self._renumbered:
+            out = self._attend_moved(st, q[:, :, :, None], visible[:, :, None], moved, scale=scale).out
+        elif window is None and st.evidence is None:
             span = Span(st.tokens.k, st.tokens.v, jnp.zeros_like(st.length), st.tokens.count)
             out = ops.attend_span(q, span, scale=scale)
         else:  # what a head sees has gaps, or its logits are wanted below too
@@ -219,9 +221,14 @@ class Evicting:
         self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
     ) -> PartialAttention:
         first = chunk_starts(st.length, q.shape[3], window)
+        B, K, G, T, D = q.shape
+        if moved := self._renumbered:
+            seen = jnp.broadcast_to(self._held(st)[:, :, None], (B, 1, T, st.tokens.slots))
+            if first is not None:
+                seen = seen & (st.position[:, :, None] >= first[:, None, :, None])
+            return self._attend_moved(st, q, jnp.tile(seen, (1, 1, G, 1)), moved, scale=scale)
         if first is None:
             return attend_zone(q, st.tokens.k, st.tokens.v, None, st.tokens.count, scale=scale)
-        B, K, G, T, D = q.shape
         first = jnp.tile(first, (1, G))[:, None, :, None]
         position = self._positions(st)
         parts = []
@@ -233,6 +240,26 @@ class Evicting:
         return merge(*parts)
 
     # ---------------------------------------------------------------------------------------------------------- parts
+
+    @property
+    def _renumbered(self) -> int:
+        return self.evictor.renumbered if isinstance(self.evictor, Renumbering) else 0
+
+    def _attend_moved(self, st: EvictingState, q: Array, seen: Array, moved: int, *, scale: float) -> PartialAttention:
+        """Attention of q [B, K, G, T, D], a part over G*T, to the slots `seen` bool[B, 1 or K, 1 or G*T, S].
+
+        The first `moved` slots hold the tokens that have stayed since they came; a query sees them as far off as the
+        number of tokens held between them says.
+        """
+        assert isinstance(self.evictor, Renumbering)
+        B, K, G, T, D = q.shape
+        n = min(moved, st.tokens.slots)
+        turned = self.evictor.turn(q, st.tokens.count - st.length)
+        parts = []
+        for queries, slots in ((turned, slice(0, n)), (q, slice(n, None))):
+            k, v = st.tokens.k[:, :, slots], st.tokens.v[:, :, slots]
+            parts.append(attend_part(queries.reshape(B, K, G * T, D), k, v, seen[..., slots], scale=scale))
+        return merge(*parts)
 
     @staticmethod
     def _held(st: EvictingState) -> Array:
