@@ -1,6 +1,9 @@
 """The kernel score_pages beside the reference, on random and on adversarial input."""
 
+import importlib
+import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,7 @@ import pytest
 from kvjax.kernels_pallas.score import score_pages
 
 from kvjax import ops
-from tests.kernels.conftest import on_gpu
+from tests.kernels.conftest import HAS_KERNELS, ON_GPU, on_gpu
 from tests.kernels.inputs import boxes, normal, relative
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -43,3 +46,19 @@ def test_a_page_of_nan_scores_only_itself_also_under_vmap():
     others = np.setdiff1d(np.arange(20), [7, 9])
     np.testing.assert_array_equal(got[..., others], want[..., others])
     assert not np.isfinite(got[..., [7, 9]]).any()
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(ON_GPU or not HAS_KERNELS, reason="interprets a kernel of jax >= 0.11")
+def test_the_plain_kernel_of_the_benchmark_equals_the_reference(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    for name in ("score_pages", "sweep", "device_time", "plain_score_pages"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    plain = importlib.import_module("plain_score_pages")
+    kernel, interpret = plain.plgpu.kernel, plain.plgpu.InterpretGPUParams()
+    monkeypatch.setattr(plain.plgpu, "kernel", partial(kernel, interpret=interpret))
+    monkeypatch.setattr(plain, "MULTIPROCESSORS", 6)  # the last block of a row has fewer tiles
+    low, high = boxes(1, 2, 320, 128, jnp.bfloat16)
+    q = normal(2, 1, 2, 4, 128, dtype=jnp.bfloat16)
+    got = plain.plain_score_pages(q, low, high, scale=0.1, config=plain.Config(stages=2))
+    assert relative(got, ops.score_pages(q, low, high, scale=0.1, implementation="xla")) < 1e-6
