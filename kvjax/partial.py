@@ -19,32 +19,33 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.arrays import Bool, Float, Int32, Shaped
 from kvjax.memory import vary_with
 
 
 class PartialAttention(NamedTuple):
     """Attention over a part of the keys. Q is G in decoding and G*T in prefill."""
 
-    out: Array  # f32[B, K, Q, D] mean of values weighted by softmax; 0 where the part is empty
-    lse: Array  # f32[B, K, Q] natural log of the sum of exp(scale * q.k); -inf where the part is empty
+    out: Float[Array, "B K Q D"]  # mean of values weighted by softmax; 0 where the part is empty
+    lse: Float[Array, "B K Q"]  # natural log of the sum of exp(scale * q.k); -inf where the part is empty
 
 
 class Span(NamedTuple):
     """A zone of a cache, of which the slots [start, stop) are attended to. Values of the others are finite."""
 
-    k: Array  # dtype[B, K, S, D]
-    v: Array  # dtype[B, K, S, D]
-    start: Array  # i32[B]
-    stop: Array  # i32[B]
+    k: Float[Array, "B K S D"]
+    v: Float[Array, "B K S D"]
+    start: Int32[Array, " B"]
+    stop: Int32[Array, " B"]
 
     @property
-    def size(self) -> Array:
-        """i32[B] tokens attended to."""
+    def size(self) -> Int32[Array, " B"]:
+        """Tokens attended to."""
         return jnp.maximum(self.stop - self.start, 0)
 
     @property
-    def mask(self) -> Array:
-        """bool[B, S]"""
+    def mask(self) -> Bool[Array, "B S"]:
+        """Which slots are attended to."""
         slot = jnp.arange(self.k.shape[2])[None]
         return (slot >= self.start[:, None]) & (slot < self.stop[:, None])
 
@@ -54,7 +55,14 @@ def empty_part(shape: tuple[int, ...]) -> PartialAttention:
     return PartialAttention(jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32))
 
 
-def attend_part(q: Array, k: Array, v: Array, mask: Array, *, scale: float) -> PartialAttention:
+def attend_part(
+    q: Float[Array, "B K Q D"],
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S _"],
+    mask: Bool[Array, "#B #K #Q #S"],
+    *,
+    scale: float,
+) -> PartialAttention:
     """Attention of q [B, K, Q, D] over k, v [B, K, S, D] where `mask`, broadcastable to bool[B, K, Q, S], is true.
 
     Keys where the mask is false may hold anything. Values there must be finite (0 times NaN is NaN): zero them with
@@ -70,7 +78,9 @@ def attend_part(q: Array, k: Array, v: Array, mask: Array, *, scale: float) -> P
     return part_of_logits(attention_logits(q, k, scale), mask, mix)
 
 
-def softmax_weights(q: Array, k: Array, mask: Array, *, scale: float) -> Array:
+def softmax_weights(
+    q: Float[Array, "B K Q D"], k: Float[Array, "B K S D"], mask: Bool[Array, "#B #K #Q #S"], *, scale: float
+) -> Float[Array, "B K Q S"]:
     """f32[B, K, Q, S] weights with which `attend_part` mixes values; 0 where `mask` is false, and in an empty part.
 
     Beside an `attend_part` of the same arguments in one program, XLA computes the logits once.
@@ -80,13 +90,15 @@ def softmax_weights(q: Array, k: Array, mask: Array, *, scale: float) -> Array:
     return jnp.where(empty, 0.0, jax.nn.softmax(jnp.where(empty, 0.0, logits), axis=-1))
 
 
-def attention_logits(q: Array, k: Array, scale: float) -> Array:
+def attention_logits(q: Float[Array, "B K Q D"], k: Float[Array, "B K S D"], scale: float) -> Float[Array, "B K Q S"]:
     """f32[B, K, Q, S]: scale * q.k of q [B, K, Q, D] with k [B, K, S, D]; the product reads both in the dtype of k."""
     q = q.astype(k.dtype)
     return jnp.einsum("bkqd,bksd->bkqs", q, k, preferred_element_type=jnp.float32, precision="highest") * scale
 
 
-def part_of_logits(logits: Array, mask: Array, mix: Callable[[Array], Array]) -> PartialAttention:
+def part_of_logits(
+    logits: Float[Array, "B K Q S"], mask: Bool[Array, "#B #K #Q #S"], mix: Callable[[Array], Array]
+) -> PartialAttention:
     """The PartialAttention of logits f32[B, K, Q, S] where `mask`, broadcastable to their shape, is true.
 
     `mix` gives the sum f32[B, K, Q, D] of values weighted by f32[B, K, Q, S], which are 0 where the mask is false.
@@ -102,7 +114,13 @@ def part_of_logits(logits: Array, mask: Array, mix: Callable[[Array], Array]) ->
 
 
 def attend_causal(
-    q: Array, k: Array, v: Array, *, scale: float, window: int | None = None, block: int = 512
+    q: Float[Array, "B K G T D"],
+    k: Float[Array, "B K T D"],
+    v: Float[Array, "B K T _"],
+    *,
+    scale: float,
+    window: int | None = None,
+    block: int = 512,
 ) -> PartialAttention:
     """Causal attention of q [B, K, G, T, D] over its own k, v [B, K, T, D]; PartialAttention over Q = G*T.
 
@@ -127,7 +145,7 @@ def attend_causal(
     return PartialAttention(out.reshape(B, K, G * T, -1), lse.reshape(B, K, G * T))
 
 
-def keep_valid(values: Array, valid: Array) -> Array:
+def keep_valid(values: Shaped[Array, "*rows D"], valid: Bool[Array, "*#rows"]) -> Shaped[Array, "*rows D"]:
     """values [..., S, D] with 0 where `valid` [..., S] is false, so that no NaN of an unused slot gets out."""
     return jnp.where(valid[..., None], values, jnp.zeros((), values.dtype))
 
@@ -191,7 +209,7 @@ def with_derivative(run: Callable[..., Any], reference: Callable[..., Any]) -> C
     return f
 
 
-def group_queries(q: Array, kv_heads: int) -> Array:
+def group_queries(q: Shaped[Array, "B N D"], kv_heads: int) -> Shaped[Array, "B K G D"]:
     """q [B, N, D] as [B, K, G, D]: query head n reads kv head n // G."""
     B, N, D = q.shape
     return q.reshape(B, kv_heads, N // kv_heads, D)

@@ -21,18 +21,19 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from kvjax.arrays import Float, UInt8
 from kvjax.layouts import pack_bits, pack_codes, unpack_bits, unpack_codes
 
 
 class OneBit(NamedTuple):
     """1-bit codes of keys: S tokens in groups of g, D channels."""
 
-    bits: Array  # u8[..., S, D/8] bit j of byte i is 1 where channel 8i + j of the token is >= its zero
-    scale: Array  # dtype[..., S/g, D] half the range of the group; 0 for a constant group, which decodes to itself
-    zero: Array  # dtype[..., S/g, D] middle of the group
+    bits: UInt8[Array, "*rows S D/8"]  # bit j of byte i is 1 where channel 8i + j of the token is >= its zero
+    scale: Float[Array, "*rows S/g D"]  # half the range of the group; 0 for a constant group, which decodes to itself
+    zero: Float[Array, "*rows S/g D"]  # middle of the group
 
 
-def quantize_1bit(x: Array, group: int, dtype: DTypeLike = jnp.bfloat16) -> OneBit:
+def quantize_1bit(x: Float[Array, "*rows S D"], group: int, dtype: DTypeLike = jnp.bfloat16) -> OneBit:
     """1-bit codes of x [..., S, D], S a multiple of `group`; scale and zero are stored in `dtype`.
 
     Codes are taken against the exact midpoint, before it is rounded to `dtype`.
@@ -47,7 +48,7 @@ def quantize_1bit(x: Array, group: int, dtype: DTypeLike = jnp.bfloat16) -> OneB
     return OneBit(bits, ((high - low) / 2).astype(dtype), zero.astype(dtype))
 
 
-def dequantize_1bit(code: OneBit) -> Array:
+def dequantize_1bit(code: OneBit) -> Float[Array, "*rows S D"]:
     """f32[..., S, D]: zero + scale where the bit is 1, zero - scale where it is 0."""
     *lead, S, _ = code.bits.shape
     groups, D = code.scale.shape[-2:]
@@ -66,7 +67,7 @@ class QuantArray(NamedTuple):
     scales: Array  # u32[..., S / gs, D / gd] bfloat16 scale in the low half, bfloat16 zero in the high half
 
 
-def quantize(x: Array, bits: int, *, tokens: int = 1, channels: int = 1) -> QuantArray:
+def quantize(x: Float[Array, "*rows S D"], bits: int, *, tokens: int = 1, channels: int = 1) -> QuantArray:
     """Codes of x [..., S, D] in groups of `tokens` by `channels`: round((x - min) / scale), half to even.
 
     scale is (max - min) / (2**bits - 1). A constant group has scale 0 and decodes to itself, rounded to bfloat16; so
@@ -88,7 +89,7 @@ def quantize(x: Array, bits: int, *, tokens: int = 1, channels: int = 1) -> Quan
     return QuantArray(pack_codes(codes.reshape(*lead, S, D), bits), scales[..., :, 0, :, 0])
 
 
-def dequantize(code: QuantArray, channels: int) -> Array:
+def dequantize(code: QuantArray, channels: int) -> Float[Array, "*rows S D"]:
     """f32[..., S, D] of D = `channels`: scale * code + zero."""
     *lead, S, _ = code.codes.shape
     groups, slices = code.scales.shape[-2:]

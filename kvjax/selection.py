@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import register_dataclass
 
+from kvjax.arrays import Bool, Int32
+
 GroupReduce = Literal["mean_query", "mean_score", "max_softmax", "sum_softmax", "mean_softmax", "per_head"]
 GROUP_REDUCES: tuple[str, ...] = get_args(GroupReduce)
 
@@ -28,19 +30,19 @@ GROUP_REDUCES: tuple[str, ...] = get_args(GroupReduce)
 class Selection(NamedTuple):
     """The slots that a step attends to. H is 1 where a group shares them, G where each query head has its own."""
 
-    slots: Array  # i32[B, K, H, M] store slots, unique among the valid ones; in range also where not valid
-    valid: Array  # bool[B, K, H, M]
+    slots: Int32[Array, "B K H M"]  # store slots, unique among the valid ones; in range also where not valid
+    valid: Bool[Array, "B K H M"]
 
 
 class PackedSelection(NamedTuple):
     """A selection whose valid slots come first, in any order. What reads it needs no mask."""
 
-    slots: Array  # i32[B, K, H, M] as in a Selection
-    found: Array  # i32[B, K, H] so many, the first, are valid
+    slots: Int32[Array, "B K H M"]  # as in a Selection
+    found: Int32[Array, "B K H"]  # so many, the first, are valid
 
     @property
-    def valid(self) -> Array:
-        """bool[B, K, H, M]"""
+    def valid(self) -> Bool[Array, "B K H M"]:
+        """Which slots are valid: the first `found`."""
         return jnp.arange(self.slots.shape[3])[None, None, None] < self.found[..., None]
 
     @property

@@ -7,13 +7,16 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from kvjax.arrays import Float, Int32
 from kvjax.ops.op import Implementation, op
 from kvjax.partial import PartialAttention, Span, attend_part, keep_valid, merge
 from kvjax.selection import PackedSelection, Selection, membership, split_selection
 
 
 @op(kernel="attend.attend_span", static_argnames=("scale",), derivative="reference")
-def attend_span(q: Array, span: Span, *, scale: float, implementation: Implementation | None = None) -> Array:
+def attend_span(
+    q: Float[Array, "B K G D"], span: Span, *, scale: float, implementation: Implementation | None = None
+) -> Float[Array, "B K G D"]:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over `span`; 0 where it is empty.
 
     Keys outside of the span may hold anything. `implementation`: see `explain`. The kernel's products read q in the
@@ -35,9 +38,9 @@ def _attend_span_mosaic(kernel: Any, q: Array, span: Span, *, scale: float) -> A
 
 @op(kernel="attend.attend_slots", static_argnames=("scale",), derivative="reference")
 def attend_slots(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Float[Array, "B K G D"],
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
     selection: Selection,
     *,
     scale: float,
@@ -65,18 +68,18 @@ def _attend_slots_mosaic(
 
 @op(kernel="attend.attend_zones", static_argnames=("local", "scale"), derivative="reference")
 def attend_zones(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Float[Array, "B K G D"],
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
     selection: Selection | PackedSelection,
     recent: Span,
     sink: Span | None,
     local: int,
-    more: tuple[Array, Array] | None = None,
+    more: tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]] | None = None,
     *,
     scale: float,
     implementation: Implementation | None = None,
-) -> Array:
+) -> Float[Array, "B K G D"]:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over all that a step of retrieval attends to.
 
     That is the selected slots of k, v [B, K, S, D], slots 0 to S - 1, of `more`, keys and values of the same shape, if
@@ -118,8 +121,14 @@ def _attend_zones_mosaic(
 
 
 def attend_beside(
-    history: PartialAttention, q: Array, pending: Selection | None, recent: Span, sink: Span | None, *, scale: float
-) -> Array:
+    history: PartialAttention,
+    q: Float[Array, "B K G D"],
+    pending: Selection | None,
+    recent: Span,
+    sink: Span | None,
+    *,
+    scale: float,
+) -> Float[Array, "B K G D"]:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: `history` and the attention over the spans of `recent` and `sink`,
     and over the slots of `recent` that `pending` has."""
     mask = recent.mask[:, None, None]
@@ -131,13 +140,22 @@ def attend_beside(
     return merge(*parts).out.astype(q.dtype)
 
 
-def gather_slots(k: Array, v: Array, selection: Selection) -> tuple[Array, Array]:
+def gather_slots(
+    k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], selection: Selection
+) -> tuple[Float[Array, "B K HM D"], Float[Array, "B K HM D"]]:
     """Keys and values [B, K, H*M, D] of the selected slots of k, v [B, K, S, D]; slots out of range are clipped."""
     index = flat_slots(selection)
     return jnp.take_along_axis(k, index, axis=2, mode="clip"), jnp.take_along_axis(v, index, axis=2, mode="clip")
 
 
-def attend_gathered(q: Array, kg: Array, vg: Array, selection: Selection, *, scale: float) -> PartialAttention:
+def attend_gathered(
+    q: Float[Array, "B K G D"],
+    kg: Float[Array, "B K HM D"],
+    vg: Float[Array, "B K HM D"],
+    selection: Selection,
+    *,
+    scale: float,
+) -> PartialAttention:
     """Attention of q [B, K, G, D] over selected tokens that were gathered: kg, vg [B, K, H*M, D], in order."""
     B, K, G, D = q.shape
     H, M = selection.slots.shape[2:]
@@ -147,7 +165,7 @@ def attend_gathered(q: Array, kg: Array, vg: Array, selection: Selection, *, sca
     return PartialAttention(part.out.reshape(B, K, G, -1), part.lse.reshape(B, K, G))
 
 
-def flat_slots(selection: Selection) -> Array:
+def flat_slots(selection: Selection) -> Int32[Array, "B K HM 1"]:
     """i32[B, K, H*M, 1]: the slots, as an index along axis 2."""
     B, K, H, M = selection.slots.shape
     return selection.slots.reshape(B, K, H * M, 1)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.arrays import Bool, Int32, Shaped
 from kvjax.memory import to_device, to_host
 from kvjax.ops.op import Implementation, op
 
@@ -16,7 +17,9 @@ Parts = tuple[Array, ...]
 
 
 @op(kernel="host.host_rows")
-def host_rows(x: Array, index: Array, *, implementation: Implementation | None = None) -> Array:
+def host_rows(
+    x: Shaped[Array, "B K P *row"], index: Int32[Array, "B K N"], *, implementation: Implementation | None = None
+) -> Shaped[Array, "B K N *row"]:
     """[B, K, N, ...] on the device: rows `index` i32[B, K, N] of x [B, K, P, ...] in host memory; zeros where it is out
     of range.
 
@@ -38,11 +41,11 @@ def _host_rows_mosaic(kernel: Any, x: Array, index: Array) -> Array:
 
 @op(kernel="host.host_rows")
 def host_rows_first(
-    x: Array,
-    index: Array,
-    edge: Array,
-    now: Array,
-    held: tuple[Array, Parts],
+    x: Shaped[Array, "B K P 2 Z D"],
+    index: Int32[Array, "B K N"],
+    edge: Int32[Array, " B"],
+    now: Bool[Array, "B K"],
+    held: tuple[Int32[Array, "B K M"], Parts],
     recent: Parts,
     *,
     implementation: Implementation | None = None,
@@ -75,11 +78,11 @@ def _host_rows_first_mosaic(
 
 @op(kernel="host.host_rows")
 def host_rows_rest(
-    x: Array,
-    index: Array,
-    edge: Array,
-    now: Array,
-    held: tuple[Array, Parts],
+    x: Shaped[Array, "B K P 2 Z D"],
+    index: Int32[Array, "B K N"],
+    edge: Int32[Array, " B"],
+    now: Bool[Array, "B K"],
+    held: tuple[Int32[Array, "B K M"], Parts],
     recent: Parts,
     ready: tuple[Array, Parts],
     *,
@@ -174,8 +177,13 @@ def _host_recall(x: Array, index: Array, edge: Array, places: int, recent: Parts
 
 @op(kernel="host.host_append")
 def host_append(
-    x: Array, new: Sequence[Array], at: Array, count: Array, *, implementation: Implementation | None = None
-) -> Array:
+    x: Shaped[Array, "B K P parts *row"],
+    new: Sequence[Shaped[Array, "B K n *row"]],
+    at: Int32[Array, " B"],
+    count: Int32[Array, " B"],
+    *,
+    implementation: Implementation | None = None,
+) -> Shaped[Array, "B K P parts *row"]:
     """x [B, K, P, parts, ...] in host memory, with the first `count` i32[B] rows of each of the parts `new` [B, K, n,
     ...] at row `at` i32[B] and those after it, of n <= P. Rows at or past P are dropped.
 

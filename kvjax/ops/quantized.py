@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.arrays import Float, Int32
 from kvjax.layouts import unpack_codes
 from kvjax.ops.attend import attend_beside, flat_slots
 from kvjax.ops.op import Implementation, op
@@ -17,11 +18,11 @@ from kvjax.selection import Selection
 
 @op(kernel="attend.attend_quantized", static_argnames=("scale",), derivative="reference")
 def attend_quantized(
-    q: Array,
+    q: Float[Array, "B K Q D"],
     keys: QuantArray,
     values: QuantArray,
-    start: Array,
-    stop: Array,
+    start: Int32[Array, " B *Q"],
+    stop: Int32[Array, " B *Q"],
     *,
     scale: float,
     implementation: Implementation | None = None,
@@ -82,17 +83,17 @@ def _attend_quantized_mosaic(
 
 @op(kernel="attend.attend_quantized", static_argnames=("scale",), derivative="reference")
 def attend_quantized_zones(
-    q: Array,
+    q: Float[Array, "B K Q D"],
     keys: QuantArray,
     values: QuantArray,
-    start: Array,
-    stop: Array,
+    start: Int32[Array, " B"],
+    stop: Int32[Array, " B"],
     recent: Span,
     sink: Span | None,
     *,
     scale: float,
     implementation: Implementation | None = None,
-) -> Array:
+) -> Float[Array, "B K Q D"]:
     """[B, K, Q, D] in the dtype of q [B, K, Q, D]: `attend_quantized`, start and stop i32[B], and the spans of `recent`
     and `sink`, if there is one.
 

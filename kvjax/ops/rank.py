@@ -8,12 +8,19 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.arrays import Bool, Float
 from kvjax.ops.op import Implementation, op
 from kvjax.selection import GroupReduce, Selection, reduce_scores
 
 
 @op(kernel="select.top_k", static_argnames=("k",), derivative="zero")
-def top_k(scores: Array, valid: Array, k: int, *, implementation: Implementation | None = None) -> Selection:
+def top_k(
+    scores: Float[Array, "*rows U"],
+    valid: Bool[Array, "*#rows #U"],
+    k: int,
+    *,
+    implementation: Implementation | None = None,
+) -> Selection:
     """The k largest of scores f32[..., U] where `valid` (broadcastable bool) is true; ties go to the lower index.
 
     A row with fewer than k valid units gives all of them, and the rest of its selection is not valid. `implementation`:
@@ -39,7 +46,7 @@ def _top_k_mosaic(kernel: Any, scores: Array, valid: Array, k: int) -> Selection
 
 @op(kernel="select.top_k_grouped", static_argnames=("group_reduce", "k"), derivative="zero")
 def top_k_grouped(
-    parts: Sequence[tuple[Array, Array]],
+    parts: Sequence[tuple[Float[Array, "B K G _"], Bool[Array, "B _ _ _"]]],
     group_reduce: GroupReduce,
     k: int,
     *,

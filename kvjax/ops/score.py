@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.arrays import Float
 from kvjax.memory import vary_with
 from kvjax.ops.op import Implementation, op
 from kvjax.quant import OneBit, dequantize_1bit
@@ -15,7 +16,9 @@ from kvjax.selection import PackedSelection
 
 
 @op(kernel="score.score_1bit", static_argnames=("scale",), derivative="reference")
-def score_1bit(q: Array, keys: OneBit, *, scale: float, implementation: Implementation | None = None) -> Array:
+def score_1bit(
+    q: Float[Array, "B K G D"], keys: OneBit, *, scale: float, implementation: Implementation | None = None
+) -> Float[Array, "B K G S"]:
     """f32[B, K, G, S]: scale * q.k~ of q [B, K, G, D] with every key k~ that `keys` [B, K, S, ...] decode to.
 
     Reads D/8 + 4 D/g bytes a key and kv head. Keys are expanded in blocks of S/64 (at least 512): on CPU at 8 heads
@@ -56,8 +59,13 @@ def _score_1bit_mosaic(kernel: Any, q: Array, keys: OneBit, *, scale: float) -> 
 
 @op(kernel="score.score_pages", static_argnames=("scale",), derivative="reference")
 def score_pages(
-    q: Array, low: Array, high: Array, *, scale: float, implementation: Implementation | None = None
-) -> Array:
+    q: Float[Array, "B K G D"],
+    low: Float[Array, "B K P D"],
+    high: Float[Array, "B K P D"],
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B K G P"]:
     """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and pages' corners [B, K, P, D].
 
     As high >= low, the larger product is that with `high` where q_i > 0 and with `low` elsewhere, so the score is two
@@ -85,8 +93,13 @@ def _score_pages_mosaic(kernel: Any, q: Array, low: Array, high: Array, *, scale
 
 @op(kernel="score.rerank", static_argnames=("scale",), derivative="reference")
 def rerank(
-    q: Array, keys: Directions, picked: PackedSelection, *, scale: float, implementation: Implementation | None = None
-) -> Array:
+    q: Float[Array, "B K G D"],
+    keys: Directions,
+    picked: PackedSelection,
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B K G M"]:
     """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the `picked` of the keys k~ that `keys` [B, K, S, ..] code.
 
     Reads 3/4 D bytes a picked key, in blocks of 512. On CPU at 8 heads, M = 6000 of 32K tokens, D = 128, G = 1: 8-10 ms

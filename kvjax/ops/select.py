@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from kvjax.arrays import Float
 from kvjax.ops.op import Implementation, op
 from kvjax.ops.rank import top_k_grouped
 from kvjax.ops.score import centres, rerank, score_1bit, score_pages
@@ -27,7 +28,13 @@ from kvjax.selection import (
 
 
 def select_top(
-    scores: Array, q: Array, candidates: Candidates, group_reduce: GroupReduce, *, unit: int = 1, scale: float
+    scores: Float[Array, "B K G U"],
+    q: Float[Array, "B K G D"],
+    candidates: Candidates,
+    group_reduce: GroupReduce,
+    *,
+    unit: int = 1,
+    scale: float,
 ) -> Selection:
     """The candidates with the highest scores, sorted by score: score, mask, group-reduce, top-k, cut.
 
@@ -46,7 +53,7 @@ def _highest(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, ca
 
 @op(kernel="select.select_1bit", static_argnames=("group_reduce", "scale"), derivative="zero")
 def select_1bit(
-    q: Array,
+    q: Float[Array, "B K G D"],
     keys: OneBit,
     candidates: Candidates,
     group_reduce: GroupReduce,
@@ -88,9 +95,9 @@ def _select_1bit_mosaic(
 
 @op(kernel="select.select_pages", static_argnames=("group_reduce", "unit", "scale"), derivative="zero")
 def select_pages(
-    q: Array,
-    low: Array,
-    high: Array,
+    q: Float[Array, "B K G D"],
+    low: Float[Array, "B K P D"],
+    high: Float[Array, "B K P D"],
     candidates: Candidates,
     group_reduce: GroupReduce,
     *,
@@ -145,7 +152,7 @@ def _select_pages_mosaic(
 
 @op(kernel="select.select_4bit", static_argnames=("seed", "scale"), derivative="zero")
 def select_4bit(
-    q: Array,
+    q: Float[Array, "B K G D"],
     keys: Directions,
     listed: PackedSelection,
     candidates: Candidates,

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.arrays import Float, Int32, UInt8
 from kvjax.memory import vary_with
 from kvjax.ops.op import Implementation, op
 from kvjax.rotate import rotate_few, turned
@@ -16,14 +17,14 @@ from kvjax.selection import PackedSelection
 
 @op(kernel="vote.collide", static_argnames=("seed",), derivative="reference")
 def collide(
-    q: Array,
-    ids: Array,
-    counts: Array,
-    limits: Array,
+    q: Float[Array, "B K G D"],
+    ids: UInt8[Array, "B K S N"],
+    counts: Int32[Array, "B K N 256"],
+    limits: Int32[Array, "B T"],
     *,
     seed: int | None = None,
     implementation: Implementation | None = None,
-) -> Array:
+) -> UInt8[Array, "B K G S"]:
     """u8[B, K, G, S] votes for keys that lie in the same part of space as q [B, K, G, D], a subspace of 8 at a time.
 
     In a subspace, a key is known by its sign pattern, `ids` u8[B, K, S, D/8], and a pattern's score is the product of
@@ -84,9 +85,9 @@ def _collide_mosaic(kernel: Any, q: Array, ids: Array, counts: Array, limits: Ar
 
 @op(kernel="vote.most_voted", static_argnames=("room", "last"), derivative="zero")
 def most_voted(
-    votes: Array,
-    length: Array,
-    count: Array,
+    votes: UInt8[Array, "B K G S"],
+    length: Int32[Array, " B"],
+    count: Int32[Array, " B"],
     room: int,
     *,
     fill: tuple[Array | int, Array | int, Array | int] | None = None,

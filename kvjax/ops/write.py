@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from kvjax.arrays import Bool, Shaped
 from kvjax.blocks import Block, put
 from kvjax.ops.op import Implementation, op
 
@@ -15,13 +16,13 @@ from kvjax.ops.op import Implementation, op
 @op(kernel="write.put_token", derivative="reference")
 def put_token(
     zones: Sequence[Block],
-    k: Array,
-    v: Array,
-    active: Array,
-    overflow: Array,
+    k: Shaped[Array, "B K 1 D"],
+    v: Shaped[Array, "B K 1 D"],
+    active: Bool[Array, " B"],
+    overflow: Bool[Array, " B"],
     *,
     implementation: Implementation | None = None,
-) -> tuple[list[Block], Array]:
+) -> tuple[list[Block], Bool[Array, " B"]]:
     """The zones with the token k, v [B, K, 1, D] of each row that is `active` bool[B], in the first that has room; and
     `overflow` bool[B], also true of rows where none had.
 

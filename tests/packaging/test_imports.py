@@ -14,7 +14,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # A module imports lower floors only. A new module of kvjax needs a line here.
 FLOORS = {
-    **dict.fromkeys(("spec", "layouts", "memory", "validation", "settings", "budgets"), 0),
+    **dict.fromkeys(("arrays", "spec", "layouts", "memory", "validation", "settings", "budgets"), 0),
     **dict.fromkeys(("partial", "quant", "rotate", "selection", "blocks", "placement"), 1),
     **dict.fromkeys(("ops", "prompt", "hashing"), 2),
     **dict.fromkeys(("stores", "selectors", "demotion", "evictors", "timestamps"), 3),

@@ -1,0 +1,23 @@
+"""Array types with dtype and axes in a signature, such as `Float[Array, "B K G D"]`.
+
+An axis that several arguments of a function name has one size. The names are those of `jaxtyping` where it is
+installed, and the suite then checks every call. Elsewhere they are `typing.Annotated`: nothing is checked. A string
+of one axis begins with a space, which linters need.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+from typing import Annotated as Bool
+from typing import Annotated as Float
+from typing import Annotated as Int32
+from typing import Annotated as Shaped
+from typing import Annotated as UInt8
+
+if not TYPE_CHECKING and find_spec("jaxtyping"):
+    _types = import_module("jaxtyping")
+    Bool, Float, Int32, Shaped, UInt8 = (
+        getattr(_types, name) for name in ("Bool", "Float", "Int32", "Shaped", "UInt8")
+    )
+
+__all__ = ["Bool", "Float", "Int32", "Shaped", "UInt8"]
