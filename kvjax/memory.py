@@ -79,7 +79,8 @@ def shapes(make: Callable[[], Any]) -> Any:
 
 
 def _default_device() -> jax.Device:
-    chosen = jax.config.jax_default_device  # a device, the name of a platform, or None
+    config: Any = jax.config
+    chosen = config.jax_default_device  # a device, the name of a platform, or None
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
 

@@ -1,8 +1,10 @@
 """The command line, in process, on a random checkpoint in Hugging Face format that the test writes."""
 
+import inspect
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ from safetensors.numpy import save_file
 
 from kvjax import CacheSpec, presets
 from kvjax.cli import main
+from kvjax.cli.methods import MEANINGS, meaning
 from kvjax.cli.options import implementations, in_short, make_policy
 from tests.checkpoint import LAYERS, POSITIONS, D, K, config, weights, write_checkpoint
 
@@ -159,6 +162,41 @@ def test_methods_lists_every_preset(kvjax):
     assert "Llama-3.1-8B" in out
 
 
+def test_a_method_tells_its_settings(kvjax):
+    code, out, err = kvjax("methods", "quest")
+    assert (code, err) == (0, "")
+    assert "Quest 2024" in out
+    rows = {line.split()[1]: line for line in out.splitlines() if line.startswith("│")}
+    assert "16" in rows["page"].split()
+    assert "tokens of a page" in rows["page"]
+    assert "quest:budget=1024" in out
+    assert kvjax("methods", "full")[1].endswith("It has no settings.\n")
+    assert_one_line(kvjax("methods", "QEST"), "unknown cache 'QEST'; did you mean 'quest'?")
+
+
+def test_every_setting_of_every_method_is_explained():
+    settings = [(p.name, name) for p in presets.REGISTRY.values() for name in inspect.signature(p.make).parameters]
+    assert not [pair for pair in settings if not meaning(*pair)], "kvjax/cli/methods.py: MEANINGS lacks them"
+    named = {key for pair in settings for key in (pair[1], ".".join(pair))}
+    assert not set(MEANINGS) - named, "no method has them"
+
+
+def test_help_has_groups_with_every_command(kvjax):
+    _, out, _ = kvjax("--help")
+    panels = dict.fromkeys(re.findall(r"╭─ (\w+) ─", out))
+    assert {"Answer", "Quality", "Speed"} <= set(panels)
+    assert "Commands" not in panels, "a command without a group"
+
+
+def test_a_shell_completes_commands_and_methods(kvjax, monkeypatch):
+    monkeypatch.setenv("_KVJAX_COMPLETE", "complete_bash")
+    for words, wanted in (("kvjax meth", ["methods"]), ("kvjax generate --cache stre", ["streaming_llm"])):
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+        code, out, _ = kvjax()
+        assert (code, out.split()) == (0, wanted)
+
+
 def test_help_names_the_commands(kvjax):
     code, out, _ = kvjax("--help")
     assert code == 0
@@ -244,6 +282,7 @@ def test_bad_options_are_one_line(kvjax, checkpoint, args, message):
         (("generate", "--promt", "x"), "--promt"),
         (("generate", "--budget", "many"), "--budget"),
         (("nothing",), "nothing"),
+        (("methods", "fier", "quest"), "unexpected extra argument"),
     ],
     ids=str,
 )
@@ -275,6 +314,48 @@ def test_a_directory_that_is_no_checkpoint_is_refused(kvjax, tmp_path):
     assert_one_line(kvjax("generate", tmp_path, *ask), "amba")
     (tmp_path / "config.json").write_text(json.dumps(config()))
     assert_one_line(kvjax("generate", tmp_path, *ask), "tokenizer")
+
+
+def test_a_name_of_the_hub_is_told_how_to_download_it(kvjax, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = kvjax("generate", "Qwen/Qwen3-0.6B", "--prompt", "a")
+    assert_one_line(result, "Qwen/Qwen3-0.6B does not exist; give a directory with config.json")
+    assert "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` makes one" in result[2]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[" * 100_000, "nests brackets too deeply to be a config"),
+        (json.dumps(config(num_hidden_layers=10**6)), "is 1000000, more than any model has"),
+        (
+            json.dumps(config(quantization_config={"quant_method": "awq"})),
+            "is of a checkpoint that is quantised by awq",
+        ),
+        ('{"a": 1} é'.encode("latin-1"), "is not valid JSON"),
+    ],
+    ids=["brackets", "layers", "quantised", "latin-1"],
+)
+def test_a_config_that_would_hang_or_crash_is_one_line(kvjax, checkpoint, tmp_path, content, message):
+    for command in (("generate", tmp_path), ("bench", "--random", tmp_path / "config.json")):
+        (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+        more = ("--prompt", "a") if command[0] == "generate" else ()
+        assert_one_line(kvjax(*command, *more), message)
+
+
+def test_a_prompt_of_66_megabytes_is_refused_before_it_is_tokenized(kvjax, checkpoint, tmp_path, monkeypatch):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"word " * 13_200_000)
+    monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
+    result = kvjax("generate", checkpoint, "--prompt-file", file)
+    assert_one_line(result, "the prompt of 66000000 bytes has more than 512 tokens (none of the model's is longer than")
+
+
+def test_a_model_without_room_is_one_line_before_it_is_drawn(kvjax, monkeypatch):
+    monkeypatch.setattr("kvjax.evaluate.throughput._available_bytes", lambda: 2**30)
+    monkeypatch.setattr("kvjax.evaluate.throughput._draw", lambda *args, **settings: pytest.fail("weights were drawn"))
+    result = kvjax("bench", "--random", "llama-3.2-1b", "--dtype", "bfloat16")
+    assert_one_line(result, "out of memory: the weights in bfloat16 would take 2.3 GiB, and 1.0 GiB are free; use a")
 
 
 def test_without_a_directory_the_model_that_ships_answers(kvjax):

@@ -6,11 +6,14 @@ import dataclasses
 import os
 import random
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +176,32 @@ def test_a_failed_save_leaves_the_last_one_and_the_next_works(tmp_path: Path, mo
     assert number_of(kvjax.restore(tmp_path, empty())) in (2, 3)
     kvjax.save(tmp_path, filled(4))
     assert number_of(kvjax.restore(tmp_path, empty())) == 4
+
+
+@contextmanager
+def disk_with_room_for(size: int) -> Iterator[None]:
+    """Files grow to `size` bytes at most in the block: writes past that fail, as those on a full disk do."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))  # Python ignores the signal that comes with it
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("room", [0, 600, 5000])
+def test_a_full_disk_is_one_sentence_and_leaves_the_last_save(tmp_path: Path, room: int) -> None:
+    """Wherever writing ends: at the first byte, in the description, within the arrays."""
+    kvjax.save(tmp_path, filled(2))
+    rng = np.random.default_rng(0)
+    large = jax.tree.map(lambda leaf: jnp.asarray(rng.integers(0, 100, leaf.shape), leaf.dtype), empty())
+    with disk_with_room_for(room), pytest.raises(OSError, match=r"the save to .* failed .*; earlier saves") as error:
+        kvjax.save(tmp_path, large)
+    one_sentence(error.value)
+    assert number_of(kvjax.restore(tmp_path, empty())) == 2
+    kvjax.save(tmp_path, filled(4))
+    assert number_of(kvjax.restore(tmp_path, empty())) == 4
+    assert saving.saved_steps(tmp_path) == [1]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

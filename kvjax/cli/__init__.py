@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,10 +31,10 @@ for _name, _value in (
     os.environ.setdefault(_name, _value)
 
 app = typer.Typer(
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="KV caches for long-context decoding in JAX.",
+    epilog="`kvjax COMMAND --help` explains a command; `kvjax --install-completion` completes names in your shell.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -54,14 +54,15 @@ def _common(
     """KV caches for long-context decoding in JAX."""
 
 
-app.command("generate")(generate.generate)
-app.command("compare")(compare.compare)
-app.command("methods")(methods.methods)
-app.command("eval")(evaluate.evaluate)
-app.command("bench")(bench.bench)
-app.command("perplexity")(perplexity.perplexity)
-app.command("measure")(measure.measure)
-app.command("calibrate")(calibrate.calibrate)
+_GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
+    "Answer": {"generate": generate.generate, "compare": compare.compare, "methods": methods.methods},
+    "Quality": {"eval": evaluate.evaluate, "perplexity": perplexity.perplexity, "measure": measure.measure},
+    "Speed": {"bench": bench.bench},
+    "Tune": {"calibrate": calibrate.calibrate},
+}
+for _group, _commands in _GROUPS.items():
+    for _name, _command in _commands.items():
+        app.command(_name, rich_help_panel=_group)(_command)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ import typer
 from kvjax.cli.options import (
     Dtype,
     ModelDir,
+    complete_cache,
     dtype_name,
     implementations,
     in_short,
@@ -42,6 +43,7 @@ def bench(
         typer.Option(
             help="A method of `kvjax methods`; settings may follow: fier:group=16. Repeat it for several. "
             "Default full and fier.",
+            autocompletion=complete_cache,
             show_default=False,
         ),
     ] = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.cli.generate import STDIN, read_prompt
-from kvjax.cli.options import Dtype, dtype_name, model_directory
+from kvjax.cli.options import Dtype, complete_cache, dtype_name, model_directory
 from kvjax.cli.terminal import bar, bars, say, show, write
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def compare(
         list[str] | None,
         typer.Option(
             help=f"A method of `kvjax methods`, with settings if need be; repeat it. Default: {', '.join(DEFAULT)}.",
+            autocompletion=complete_cache,
             show_default=False,
         ),
     ] = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.cli.options import Dtype, ModelDir, dtype_name, model_directory, sizes, without_weights
+from kvjax.cli.options import Dtype, ModelDir, complete_cache, dtype_name, model_directory, sizes, without_weights
 from kvjax.cli.terminal import bar, bars, say, write
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ CacheNames = Annotated[
     typer.Option(
         help="A method of `kvjax methods`; settings may follow: fier:group=16. Repeat it for several. Default full and "
         "fier.",
+        autocompletion=complete_cache,
         show_default=False,
     ),
 ]

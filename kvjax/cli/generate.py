@@ -13,6 +13,7 @@ import typer
 from kvjax.cli.options import (
     Dtype,
     ModelDir,
+    complete_cache,
     dtype_name,
     implementations,
     in_short,
@@ -36,7 +37,10 @@ def generate(
         ),
     ] = None,
     cache: Annotated[
-        str, typer.Option(help="A method of `kvjax methods`; settings may follow: fier:group=16.")
+        str,
+        typer.Option(
+            help="A method of `kvjax methods`; settings may follow: fier:group=16.", autocompletion=complete_cache
+        ),
     ] = "full",
     budget: Annotated[
         int | None,

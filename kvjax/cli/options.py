@@ -33,6 +33,13 @@ Dtype = Annotated[
 ]
 
 
+def complete_cache(incomplete: str) -> list[str]:
+    """Methods that begin so, for a shell's completion."""
+    from kvjax.presets import REGISTRY
+
+    return [name for name in REGISTRY if name.startswith(incomplete)]
+
+
 def dtype_name(name: str | None) -> str:
     from kvjax.spec import cache_dtype
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvjax.cli.evaluate import DenseLayers
-from kvjax.cli.options import Dtype, ModelDir, dtype_name, model_directory, sizes, without_weights
+from kvjax.cli.options import Dtype, ModelDir, complete_cache, dtype_name, model_directory, sizes, without_weights
 from kvjax.cli.terminal import bar, bars, say, write
 
 DEFAULT_SHARE = 0.11
@@ -23,6 +23,7 @@ def perplexity(
         typer.Option(
             help="A method of `kvjax methods`; settings may follow: quest:page=32. Repeat it for several; the first is "
             "the baseline of the others. Default full, fier and quest.",
+            autocompletion=complete_cache,
             show_default=False,
         ),
     ] = None,

@@ -317,12 +317,12 @@ def dots(found: Mapping[str, Any], kinds: Sequence[str]) -> Figure:
     at = np.arange(len(found))[::-1]
     for axis, kind in zip(axes, kinds, strict=True):
         values = [_known_mean(getattr(seen, kind)) for seen in found.values()]
-        axis.hlines(at, 0, values, color=COLOURS["exact"], linewidth=1)
-        axis.plot(values, at, "o", color=COLOURS["fier"])
-        for x, y in zip(values, at, strict=True):
+        axis.hlines(at, 0, values, color="0.8", linewidth=1)
+        for name, x, y in zip(found, values, at, strict=True):
+            axis.plot(x, y, markersize=6, **style(name, list(found)))
             axis.annotate(f"{x:.3g}", (x, y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
         axis.set(xlabel=WORDS[kind], xlim=(0, 1.25 * max([v for v in values if v == v], default=1.0)))
-        axis.set_yticks(at, list(found))
+        axis.set_yticks(at, labels(list(found)).values())
     return figure
 
 

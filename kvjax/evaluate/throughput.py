@@ -38,7 +38,7 @@ from kvjax.evaluate.plots import new_figure, style
 from kvjax.evaluate.provenance import provenance
 from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.generation import Stream, _prefill_chunk, chunk_size, prefill, warm_up
-from kvjax.memory import nbytes, shapes
+from kvjax.memory import in_units, nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.models.rope import Default, Llama3
 from kvjax.sampling import Sampling
@@ -340,8 +340,13 @@ def random_model(config: DecoderConfig, dtype: DTypeLike = jnp.bfloat16, *, seed
     """A Decoder with random parameters, each drawn on the device in `dtype` alone: 8B in bfloat16 takes 16 GB.
 
     Normal with the config's initializer_range, biases 0, norms 1, as `Decoder` itself, which draws in f32.
+
+    Raises:
+      ValueError: a CPU's memory has no room for them; a GPU says so itself.
     """
     model, key = nnx.eval_shape(lambda: Decoder(config, dtype=dtype)), jax.random.key(seed)
+    if lacking := _no_room(f"the weights in {jnp.dtype(dtype).name}", nbytes(nnx.state(model, nnx.Param)).total):
+        raise ValueError(f"{lacking}; use a smaller model, or a dtype of fewer bits")
     for number, (path, param) in enumerate(nnx.iter_graph(model)):
         if isinstance(param, nnx.Param):
             kind, like = str(path[-1]), param.get_value()
@@ -365,6 +370,11 @@ def _draw(key: Array, size: float, *, shape: tuple[int, ...], dtype: Any) -> Arr
 
 def _attempt(model: Decoder, policies: PerLayer, length: int, batch: int, workload: Workload) -> dict[str, Any]:
     """`time_cell` with `status` "ok"; or, if it does not fit, "out of memory" once the memory is free again."""
+    new = workload.block + workload.steps
+    spec = model.spec(batch=batch, capacity=-(-(length + new) // CAPACITY_STEP) * CAPACITY_STEP)
+    size = nbytes(shapes(partial(init, policies, spec, layers=model.config.layers)))
+    if lacking := _no_room("the cache", size.total):
+        return {"status": "out of memory", "error": lacking}
     try:
         row = {"status": "ok", **time_cell(model, policies, length=length, batch=batch, workload=workload)}
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
@@ -401,6 +411,23 @@ def _largest_batch(
 
 def _free_host_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _no_room(what: str, size: int) -> str:
+    """Why `size` bytes have no room where the device's memory is the machine's, which kills a process that takes more
+    than there is; nothing where there is room, or where the device itself refuses."""
+    if _memory_stats() or size <= (free := _available_bytes()):
+        return ""
+    return f"out of memory: {what} would take {in_units(size)}, and {in_units(free)} are free"
+
+
+def _available_bytes() -> int:
+    """Bytes of the machine's memory that a new program could have, those of file caches included."""
+    try:
+        (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        return _free_host_bytes()
 
 
 def _memory_stats() -> Mapping[str, int]:
