@@ -5,8 +5,9 @@ read the same tokens (1/G of the reads of a choice for each query head). Ties go
 done on logarithms: the order is that of the mean of the softmaxes, but scores far below the top do not underflow to a
 tie.
 
-**Source:** the five rules as used by ParisKV (mean of queries), ArkVale (mean of scores), ShadowKV (max of softmax),
-PQCache (sum of softmax) and FreeKV (mean of softmax). Sum and mean of softmax rank alike; both names are kept.
+**Source:** the rules as used by ParisKV (mean of queries), ArkVale (mean of scores), ShadowKV (max of softmax),
+PQCache (sum of softmax) and FreeKV (mean of softmax, and in its ablation the maximum of scores, which no kernel has).
+Sum and mean of softmax rank alike; both names are kept.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax.arrays import Bool, Int32
 
-GroupReduce = Literal["mean_query", "mean_score", "max_softmax", "sum_softmax", "mean_softmax", "per_head"]
+GroupReduce = Literal["mean_query", "mean_score", "max_score", "max_softmax", "sum_softmax", "mean_softmax", "per_head"]
 GROUP_REDUCES: tuple[str, ...] = get_args(GroupReduce)
 
 
@@ -131,6 +132,12 @@ def require_group_reduce(group_reduce: str) -> None:
         raise ValueError(f"group_reduce must be one of {', '.join(GROUP_REDUCES)}; got {group_reduce!r}")
 
 
+def no_kernel_for(group_reduce: GroupReduce) -> str | None:
+    """Why the kernels cannot rank units by this rule; None if they can."""
+    require_group_reduce(group_reduce)
+    return "the kernels do not reduce a group by max_score" if group_reduce == "max_score" else None
+
+
 def reduce_queries(q: Array, group_reduce: GroupReduce) -> Array:
     """The queries f32[B, K, G', D] to score for q [B, K, G, D]: their mean (G' = 1) under `mean_query`, else all."""
     q = q.astype(jnp.float32)
@@ -146,6 +153,8 @@ def reduce_scores(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduc
     scores = [jnp.where(valid, score, -jnp.inf) for score, valid in parts]
     if group_reduce == "per_head":
         return jnp.concatenate(scores, axis=-1)
+    if group_reduce == "max_score":
+        return jnp.concatenate([jnp.max(s, axis=2, keepdims=True) for s in scores], axis=-1)
     if group_reduce in ("mean_query", "mean_score"):
         return jnp.concatenate([jnp.mean(s, axis=2, keepdims=True) for s in scores], axis=-1)
     totals = jnp.concatenate([jax.nn.logsumexp(s, axis=-1, keepdims=True) for s in scores], axis=-1)

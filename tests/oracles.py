@@ -48,6 +48,7 @@ def pooled(scores: np.ndarray, group_reduce: str) -> np.ndarray:
         "per_head": lambda: scores,
         "mean_query": lambda: scores.mean(axis=0, keepdims=True),  # scores are linear in the query
         "mean_score": lambda: scores.mean(axis=0, keepdims=True),
+        "max_score": lambda: scores.max(axis=0, keepdims=True),
         "max_softmax": lambda: shares.max(axis=0, keepdims=True),
         "sum_softmax": lambda: shares.sum(axis=0, keepdims=True),
         "mean_softmax": lambda: shares.mean(axis=0, keepdims=True),

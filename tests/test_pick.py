@@ -5,7 +5,16 @@ import numpy as np
 import pytest
 
 from kvjax.ops import attend_slots, top_k
-from kvjax.selection import GROUP_REDUCES, Selection, expand_units, mass_recall, membership, reduce_scores, set_recall
+from kvjax.selection import (
+    GROUP_REDUCES,
+    Selection,
+    expand_units,
+    mass_recall,
+    membership,
+    no_kernel_for,
+    reduce_scores,
+    set_recall,
+)
 from tests.test_partial import whole
 
 
@@ -37,6 +46,7 @@ def test_pooling_ranks_as_its_rule_says(group_reduce: str) -> None:
         "per_head": masked,
         "mean_query": masked.mean(axis=2, keepdims=True),
         "mean_score": masked.mean(axis=2, keepdims=True),
+        "max_score": masked.max(axis=2, keepdims=True),
         "max_softmax": shares.max(axis=2, keepdims=True),
         "sum_softmax": shares.sum(axis=2, keepdims=True),
         "mean_softmax": shares.mean(axis=2, keepdims=True),
@@ -44,6 +54,12 @@ def test_pooling_ranks_as_its_rule_says(group_reduce: str) -> None:
     split = [(jnp.asarray(scores[..., a:b]), jnp.asarray(valid[..., a:b])) for a, b in ((0, 6), (6, 10))]
     got = np.asarray(reduce_scores(split, group_reduce))  # type: ignore[arg-type]
     np.testing.assert_allclose(np.exp(got) if "softmax" in group_reduce else got, want, rtol=1e-5)
+
+
+def test_a_rule_without_a_kernel_says_so() -> None:
+    refused = {rule: no_kernel_for(rule) for rule in GROUP_REDUCES}  # type: ignore[arg-type]
+    assert [rule for rule, why in refused.items() if why] == ["max_score"]
+    assert refused["max_score"] == "the kernels do not reduce a group by max_score"
 
 
 def test_scores_far_below_the_top_keep_their_order() -> None:

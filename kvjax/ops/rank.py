@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from kvjax.arrays import Bool, Float
 from kvjax.ops.op import Implementation, op
-from kvjax.selection import GroupReduce, Selection, reduce_scores
+from kvjax.selection import GroupReduce, Selection, no_kernel_for, reduce_scores
 
 
 @op(kernel="select.top_k", static_argnames=("k",), derivative="zero")
@@ -69,7 +69,7 @@ def _top_k_grouped_limit(
 ) -> str | None:
     if any(valid.shape[2] != 1 for _, valid in parts):
         return "the kernel top_k_grouped takes units that are valid for all query heads of a group"
-    return kernel.unsupported(parts, group_reduce, k)
+    return no_kernel_for(group_reduce) or kernel.unsupported(parts, group_reduce, k)
 
 
 @top_k_grouped.mosaic

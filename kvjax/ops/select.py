@@ -22,8 +22,8 @@ from kvjax.selection import (
     PackedSelection,
     Selection,
     by_row,
+    no_kernel_for,
     pack,
-    require_group_reduce,
 )
 
 
@@ -77,7 +77,8 @@ def _select_1bit_limit(
 ) -> str | None:
     candidates.require(keys.bits.shape[2], 1)
     pending = jax.ShapeDtypeStruct((*q.shape[:3], candidates.pending_slots), jnp.float32)
-    return kernel.unsupported(q, keys.bits, keys.scale, pending, group_reduce, candidates.room)
+    limit = kernel.unsupported(q, keys.bits, keys.scale, pending, group_reduce, candidates.room)
+    return no_kernel_for(group_reduce) or limit
 
 
 @select_1bit.mosaic
@@ -127,10 +128,10 @@ def _select_pages_limit(
     unit: int,
     **_: Any,
 ) -> str | None:
-    require_group_reduce(group_reduce)
+    unknown = no_kernel_for(group_reduce)
     candidates.require(low.shape[2], unit)
     keys, room, wide = candidates.pending[0], candidates.room, candidates.pending_slots
-    return kernel.unsupported(q, low, high, keys, group_reduce, room, unit, wide)
+    return unknown or kernel.unsupported(q, low, high, keys, group_reduce, room, unit, wide)
 
 
 @select_pages.mosaic

@@ -232,7 +232,7 @@ QUICK_MORE = {"freekv preset, budget 72": ("inactive_rows_store_nothing",)}  # i
 # Variants that differ from a case above in the choice alone: they run the laws that a choice can break.
 GROUP_REDUCES: dict[str, Case] = {
     f"fier, {group_reduce}": _with(selector=Fier(group=16, group_reduce=group_reduce))  # type: ignore[arg-type]
-    for group_reduce in ("mean_query", "mean_score", "max_softmax", "sum_softmax")
+    for group_reduce in ("mean_query", "mean_score", "max_score", "max_softmax", "sum_softmax")
 } | {
     "pariskv preset, budget 60": Case(presets.pariskv(budget=60, local=24, chunk=32, dense_below=0).rest),
     "paris, plain votes, few candidates": _with(
