@@ -101,9 +101,9 @@ def evaluate(
     quick: Annotated[bool, typer.Option("--quick", help="A small comparison, in minutes on a CPU.")] = False,
     batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 8,
     dtype: Dtype = None,
-    out: Annotated[Path, typer.Option(help="Directory for results/*.json, table.md and the plots.")] = Path(
-        "kvjax-eval"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Directory for results/*.json, table.md, the plots, and report.html with both.")
+    ] = Path("kvjax-eval"),
     resume: Annotated[
         bool, typer.Option(help="Continue from the results in --out that were made by the same model, cache and task.")
     ] = True,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvjax.evaluate import html
 from kvjax.evaluate.provenance import replace_file
 from kvjax.evaluate.store import Cell, interval
 
@@ -225,11 +226,14 @@ def figures(cells: Sequence[Cell]) -> Iterator[tuple[str, Figure]]:
 
 
 def write(cells: Sequence[Cell], out: Path) -> list[Path]:
-    """Writes table.md, summary.json and the plots to `out`, and returns their paths."""
+    """Writes table.md, summary.json, the plots, and report.html with all of them to `out`, and returns their paths."""
     written = [out / "table.md", out / "summary.json"]
     replace_file(written[0], page(cells))
     replace_file(written[1], json.dumps(summary(cells)) + "\n")
     for name, figure in figures(cells):
         written.append(out / f"{name}.svg")
         figure.savefig(written[-1])
+    plots = {path.stem: path.read_bytes() for path in written if path.suffix == ".svg"}
+    written.append(out / "report.html")
+    replace_file(written[-1], html.page(page(cells), plots))
     return written

@@ -39,6 +39,7 @@ def test_a_run_writes_results_table_and_plots_and_is_not_made_again(run, checkpo
         "results",
         "table.md",
         "summary.json",
+        "report.html",
         "pass-key-question-decoded-by-depth.svg",
     }
     files = list((tmp_path / "results").glob("*.json"))

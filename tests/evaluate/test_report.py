@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 
 import numpy as np
@@ -147,14 +148,24 @@ def test_cells_of_several_runs_come_in_the_order_of_tables(tmp_path):
 def test_everything_is_written(tmp_path):
     written = report.write(CELLS, tmp_path / "out")
     assert {path.name for path in written} == {
-        *("table.md", "summary.json", "needle-by-budget.svg", "needle-by-depth.svg")
+        *("table.md", "summary.json", "needle-by-budget.svg", "needle-by-depth.svg", "report.html")
     }
     assert all(path.stat().st_size > 500 for path in written)
 
 
 def test_without_a_curve_or_depths_there_is_no_plot(tmp_path):
     cells = [cell("full", 512, [1.0], depths=None), cell("fier@16", 512, [1.0], depths=None)]
-    assert [path.name for path in report.write(cells, tmp_path)] == ["table.md", "summary.json"]
+    assert [path.name for path in report.write(cells, tmp_path)] == ["table.md", "summary.json", "report.html"]
+
+
+def test_the_page_holds_every_number_and_plot_and_loads_nothing(tmp_path):
+    report.write(CELLS, tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    for number in re.findall(r"\d+\.\d+", (tmp_path / "table.md").read_text()):
+        assert number in text
+    loaded = re.findall(r"(?:src|href)=['\"]([^'\"]{0,30})", text)
+    assert len(loaded) == 2
+    assert all(address.startswith("data:image/svg+xml;base64,") for address in loaded)
 
 
 def test_lines_are_the_means_by_budget_in_the_colour_of_the_method():
