@@ -30,7 +30,7 @@ from jax.typing import ArrayLike
 
 from kvjax.attention import Cache, any_full, flush, flushed, raise_on_overflow
 from kvjax.caches import Observer
-from kvjax.memory import CONCURRENT, commit_together
+from kvjax.memory import CONCURRENT, commit_together, on_host
 from kvjax.request import check_model, check_model_cache, check_request, pad_prompt, stop_array
 from kvjax.sampling import Sampling, row_keys, sample
 from kvjax.spec import require_int
@@ -123,7 +123,7 @@ def prefill(
         )
     if first_chunk is None:
         held = cache.length
-        first_chunk = not isinstance(held, jax.core.Tracer) and not np.any(np.asarray(held))
+        first_chunk = not isinstance(held, jax.core.Tracer) and not np.any(on_host(held))
 
     size = chunk_size(T, _chunk(cache, T, chunk), rows=B)
     pad = jnp.pad if isinstance(prompt, jax.core.Tracer) else np.pad
@@ -473,7 +473,7 @@ class Stream(Iterator[Any]):
     @property
     def attended(self) -> np.ndarray | None:
         """f32[L] tokens attended a step and kv head, mean over the steps so far; None if not measured."""
-        return np.asarray(self._mean[0]) if self._measure else None
+        return on_host(self._mean[0]) if self._measure else None
 
     def _call(self, steps: int, limit: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of `_decode_loop`, traced ones and others."""
@@ -497,7 +497,7 @@ class Stream(Iterator[Any]):
         arguments, shape = self._call(steps, limit)
         done, bad = _decode_loop(*arguments, **shape)
         self.cache, self.logits, self._mean = done.cache, done.logits, (done.attended, done.counted)
-        tokens, count, self._active, bad = jax.device_get((done.tokens, done.step, done.active, bad))
+        tokens, count, self._active, bad = jax.tree.map(on_host, (done.tokens, done.step, done.active, bad))
         self._step += int(count)
         self._left -= int(count)
         self._check_finite(bad, f"by new token {self._step}")
@@ -508,7 +508,7 @@ class Stream(Iterator[Any]):
 
     def _check_finite(self, without_best: Any, when: str) -> None:
         """Raises for rows whose logits say nothing. What is not finite once stays so: the cache holds it."""
-        bad = np.flatnonzero(np.asarray(without_best) & self._taking_part)
+        bad = np.flatnonzero(on_host(without_best) & self._taking_part)
         if bad.size:
             raise RuntimeError(
                 f"the model's logits of row {bad[0]} are not finite {when}; its weights are damaged, or activations "

@@ -94,6 +94,15 @@ def on_host(x: Any) -> np.ndarray:
     return np.asarray(x.addressable_data(0))
 
 
+def of_first_process(number: int) -> int:
+    """`number` as the first process has it. Of several processes, all call this and wait for each other."""
+    if jax.process_count() == 1:
+        return number
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
 @partial(jax.jit, static_argnames="sharding")
 def _everywhere(x: Array, sharding: NamedSharding) -> Array:
     return lax.with_sharding_constraint(x, sharding)

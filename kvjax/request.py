@@ -14,6 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax.attention import Cache
+from kvjax.memory import on_host
 from kvjax.spec import require_int
 from kvjax.validation import check_alive, shown
 
@@ -80,7 +81,7 @@ def check_request(
             high = np.max(ids, initial=0)
             if high >= vocabulary:
                 raise ValueError(f"{what} has the token id {high}, but the model's vocabulary is {vocabulary}")
-    held = np.asarray(cache.length)
+    held = on_host(cache.length)
     capacity, positions = cache.spec.capacity, max_positions(model)
     for row in np.flatnonzero(lengths >= 0):
         check_fit(int(held[row]), int(lengths[row]), max_new_tokens, capacity, positions, where=f"row {row}: ")

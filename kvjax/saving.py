@@ -21,7 +21,7 @@ import numbers
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from jax.core import Tracer
 
 from kvjax.attention import Cache, LayerCache, init_layer, shardings
 from kvjax.capacity import grow
-from kvjax.memory import on_host, shapes
+from kvjax.memory import of_first_process, on_host, shapes
 from kvjax.spec import require_int
 from kvjax.validation import check_alive, shown
 
@@ -48,6 +48,8 @@ class DamagedSaveError(ValueError):
 
 def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> int:
     """Saves `cache` and returns the number of the save. The newest `keep` complete saves stay.
+
+    Under `jax.distributed` all processes call it, with a directory that all of them see.
 
     Reads the arrays from the device and waits until all is on disk. A save that fails leaves the earlier ones as they
     were.
@@ -66,10 +68,11 @@ def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> 
     leaves = dict(_named(cache))
     about = describe(cache) | {"sha256": {name: _digest(leaf) for name, leaf in leaves.items()}}
     about["sha256_of_this"] = _digest_json(about)
-    with _only_writer(path), _quiet():
-        for cut_off in path.glob(f"*{UNFINISHED}*"):
+    first = jax.process_index() == 0  # of several processes, all write the arrays that they have and one does the rest
+    with _only_writer(path) if first else nullcontext(), _quiet():
+        for cut_off in path.glob(f"*{UNFINISHED}*") if first else ():
             shutil.rmtree(cut_off, ignore_errors=True)
-        step = max(_numbered(path), default=-1) + 1
+        step = of_first_process(max(_numbered(path), default=-1) + 1)
         try:
             with _manager(path, keep=keep) as manager:
                 manager.save(

@@ -17,6 +17,8 @@ from kvjax.cli.options import (
     dtype_name,
     implementations,
     in_short,
+    join_processes,
+    make_placement,
     make_policy,
     model_directory,
     without_weights,
@@ -69,6 +71,21 @@ def generate(
     dtype: Dtype = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="data=N,model=N",
+            help="Split the model and the KV heads of the cache over the devices of `model`; `data` repeats that.",
+            show_default=False,
+        ),
+    ] = None,
+    distributed: Annotated[
+        bool,
+        typer.Option(
+            "--distributed",
+            help="This is one of several processes with the same arguments (jax.distributed); the first one prints.",
+        ),
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Say which implementation ran each operation.")] = False,
 ) -> None:
     """Continues a prompt, decoding through a KV cache.
@@ -85,6 +102,9 @@ def generate(
         raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed must be in [0, 2**32), got {seed}")  # JAX would drop the higher bits
+    if distributed:
+        join_processes()
+    placement = make_placement(mesh)
     kind = dtype_name(dtype)
     text = read_prompt(prompt, prompt_file)
     directory = model_directory(model_dir)
@@ -119,7 +139,7 @@ def generate(
     )
 
     def empty() -> kvjax.Cache:
-        return kvjax.init(policy, spec, layers=config.layers)
+        return kvjax.init(policy, spec, layers=config.layers, placement=placement)
 
     jax.eval_shape(empty)  # a policy that cannot hold this model says so before the weights are read
     ran = implementations(policy, spec)
@@ -133,7 +153,7 @@ def generate(
     }
     with progress:
         with bar(progress, "loading weights"):
-            model = models.load(directory, dtype=kind).model
+            model = models.load(directory, dtype=kind, placement=placement).model
         with bar(progress, "compiling"):
             begin = time.perf_counter()
             warm_up(model, empty(), len(tokens), **settings)
@@ -159,10 +179,13 @@ def generate(
                 for piece in run:
                     pieces.append(piece)
                     advance_to(len(run.rows[0]))
+    first = jax.process_index() == 0
     if not as_json:
         for piece in run:
-            write(piece)
-        write("\n")
+            if first:
+                write(piece)
+        if first:
+            write("\n")
     decode_seconds = time.perf_counter() - begin
     kvjax.raise_on_overflow(run.cache)
 
@@ -187,6 +210,8 @@ def generate(
         "implementations": ran,
         "backend": jax.default_backend(),
     }
+    if not first:
+        return
     if as_json:
         write(json.dumps(report) + "\n")
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from kvjax import CacheSpec
+    from kvjax import CacheSpec, Placement
     from kvjax.attention import PerLayer
     from kvjax.caches.policy import Policy
     from kvjax.models import Checkpoint
@@ -79,6 +81,44 @@ def make_policy(cache: str, budget: int | None = None) -> tuple[PerLayer, int | 
     from kvjax import presets
 
     return presets.parse_with_budget(cache, budget, where="--cache", budget_where="--budget")
+
+
+def make_placement(mesh: str | None) -> Placement | None:
+    """The placement of "data=2,model=4" for one row: `model` splits it by KV heads, and all of `data` do the same."""
+    if mesh is None:
+        return None
+    sizes: dict[str, int] = {}
+    for part in mesh.split(","):
+        name, _, number = part.partition("=")
+        if name not in ("data", "model") or name in sizes or not number.isdecimal() or int(number) < 1:
+            raise ValueError(f"--mesh takes data=N, model=N or both with a comma between them, each once; got {mesh!r}")
+        sizes[name] = int(number)
+    import jax
+    import numpy as np
+
+    from kvjax import Placement
+
+    wanted, there = math.prod(sizes.values()), jax.device_count()
+    if wanted > there or (jax.process_count() > 1 and wanted != there):
+        raise ValueError(f"--mesh {mesh} asks for {wanted} devices; there are {there}")
+    devices = np.array(jax.devices()[:wanted]).reshape(sizes.get("data", 1), sizes.get("model", 1))
+    return Placement(mesh=jax.sharding.Mesh(devices, ("data", "model")), heads="model")
+
+
+def join_processes() -> None:
+    """Makes this process one of several: of a cluster that JAX knows, or of those that the environment names."""
+    import jax
+
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    address, *numbers = (os.environ.get(name) for name in names)
+    try:
+        count, number = (None if value is None else int(value) for value in numbers)
+        jax.distributed.initialize(address, count, number)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"--distributed could not join the other processes ({' '.join(str(error).split())[:160]}); set "
+            f"{', '.join(names)}, or start the processes by a cluster that JAX knows, as Slurm"
+        ) from error
 
 
 def sizes(option: str, text: str, units: str = "K") -> list[int]:
