@@ -17,6 +17,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import kvjax
 from kvjax import CacheSpec, Evicting, LastQuery, Placement, evictors
+from kvjax.cli.options import make_placement
 from kvjax.placement import mean_over_heads
 from tests.devices.test_rows_and_heads import BOTH, MESH
 from tests.laws.cases import CASES
@@ -151,3 +152,10 @@ def test_gradients_are_those_of_one_device() -> None:
 def test_mistakes_are_told_in_words(make: Any, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         make()
+
+
+@pytest.mark.parametrize("mesh", ["model", "model=0", "heads=2", "model=2,model=2", "data=4,model=4"])
+def test_mesh_of_the_command_is_checked(mesh: str) -> None:
+    with pytest.raises(ValueError, match="--mesh"):
+        make_placement(mesh)
+    assert make_placement("data=2,model=4") == dataclasses.replace(BOTH, batch=None)
