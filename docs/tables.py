@@ -276,11 +276,27 @@ def papers() -> str:
     return markdown(["cache", "all", *map(str, budgets)], rows)
 
 
+def scaling() -> str:
+    header = ("model", "tokens a row", "rows", "weights, GB", "cache `full`, GB", "traffic, ms", "TPOT `full`, ms",
+              "TPOT `fier`, ms")  # fmt: skip
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        times = (row[f"{method}_tpot_ms"] for method in ("full", "fier"))
+        return [
+            row["model"],
+            str(row["tokens"]),
+            *(str(row[name]) for name in ("rows", "weight_gb", "full_cache_gb", "traffic_ms")),
+            *("does not fit" if time is None else str(time) for time in times),
+        ]
+
+    return markdown(header, map(cells, load_rows("scaling")))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         speed, quality, methods, steps, steps_in_plain_jax, kernels, tokens, largest_batches, first_tokens, indexing,
-        needles, perplexities, tokens_read, group_rules, papers,
+        needles, perplexities, tokens_read, group_rules, papers, scaling,
     )
 }  # fmt: skip
 
