@@ -47,7 +47,7 @@ def vary_with(tree: Any, *like: Any) -> Any:
 
     Inside of `jax.shard_map` a loop that starts from zeros needs it: what it carries has one type from the start.
     """
-    axes = frozenset[str]().union(*(_varying_axes(leaf) for leaf in jax.tree.leaves(like)))
+    axes = varying_axes(like)
 
     def cast(leaf: Array) -> Array:
         missing = tuple(sorted(axes - _varying_axes(leaf)))
@@ -60,6 +60,11 @@ def _varying_axes(leaf: Any) -> frozenset[str]:
     """Axes of a mesh over which an array differs; jax 0.11 has renamed where the type says so."""
     aval: Any = jax.typeof(leaf)
     return aval.vma if hasattr(aval, "vma") else getattr(getattr(aval, "mat", None), "varying", frozenset())
+
+
+def varying_axes(tree: Any) -> frozenset[str]:
+    """Axes of a mesh over which some array of `tree` differs, where `jax.shard_map` checks types."""
+    return frozenset[str]().union(*(_varying_axes(leaf) for leaf in jax.tree.leaves(tree)))
 
 
 def shapes(make: Callable[[], Any]) -> Any:

@@ -85,7 +85,7 @@ class Attention(nnx.Module):
         self.window = window
 
     def __call__(
-        self, x: Array, cos: Array, sin: Array, cache: LayerCache | None, *, steps: bool, **settings: Any
+        self, x: Array, cos: Array, sin: Array, cache: LayerCache | None, *, steps: bool = False, **settings: Any
     ) -> tuple[Array, LayerCache | None, Any]:
         q, k, v = (part(x).reshape(*x.shape[:2], -1, self.head_dim) for part in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:

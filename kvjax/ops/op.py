@@ -21,6 +21,7 @@ import jax
 from jax import Array, lax
 
 from kvjax.ops.partitioned import warn_if_partitioned
+from kvjax.memory import varying_axes
 from kvjax.partial import with_derivative
 
 Implementation = Literal["xla", "mosaic"]
@@ -86,7 +87,7 @@ class Op(Generic[P, R]):
         given = self._arguments(*args, **kwargs)
         implementation = _require(given.pop("implementation")) or _chosen.value
         kernel = self.module
-        limit = _why_not(self._limit(kernel, **given))
+        limit = _why_not(self._limit(kernel, **given)) or _why_not_in_shard_map(given)
         how = self._explain(kernel, limit, implementation)
         if (found := _explained.get()) is not None:
             found.append(how)
@@ -247,6 +248,15 @@ def _why_not(limit: str | None) -> str | None:
     from kvjax.kernels_pallas import simt
 
     return simt.why_not() or limit
+
+
+def _why_not_in_shard_map(operands: Any) -> str | None:
+    if axes := varying_axes([leaf for leaf in jax.tree.leaves(operands) if isinstance(leaf, jax.Array)]):
+        return (
+            f"JAX cannot check the types of kernels in jax.shard_map over {', '.join(sorted(axes))}; pass "
+            "check_vma=False to it, or give the cache a kvjax.Placement"
+        )
+    return None
 
 
 def _has_cache() -> bool:
