@@ -50,9 +50,9 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: b
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, rule, *rows))
 
 
-def short(share: float) -> str:
+def short(share: float, digits: int = 2) -> str:
     """A share as README shows it: .95, 1.00."""
-    return f"{share:.2f}".removeprefix("0")
+    return f"{share:.{digits}f}".removeprefix("0")
 
 
 # --------------------------------------------------------------------------------------------------------------- README
@@ -229,6 +229,43 @@ def needles() -> str:
     return markdown(["cache", "all", *map(str, budgets[1:])], rows)
 
 
+def equal_perplexities() -> str:
+    """Rows at equal dense layers: change of the perplexity with its standard error, and mean tokens read."""
+    measured = load_rows("perplexity_equal")
+    lengths = list(dict.fromkeys(row["length"] for row in measured))
+    found = {(row["dense_layers"], row["cache"], row["length"]): row for row in measured}
+    rows = []
+    for dense, cache in dict.fromkeys((row["dense_layers"], row["cache"]) for row in measured):
+        cells = []
+        for length in lengths:
+            row = found.get((dense, cache, length))
+            if row is None:
+                cells += ["", ""]
+                continue
+            change = f"{100 * (row['ratio'] - 1):+.1f} ± {100 * row['ratio_stderr']:.1f} %"
+            cells += [f"{row['perplexity']:.2f}" if cache == "full" else change, f"{row['tokens_read']:.0f}"]
+        rows.append([f"`{cache}`", "all" if cache == "full" else str(dense), *cells])
+    head = [part for length in lengths for part in (str(length), "read")]
+    return markdown(["cache", "dense layers", *head], rows)
+
+
+def coverage() -> str:
+    """Attention that exact tokens hold by which tokens are exact, and the error with the rest in 2 bits."""
+    found = json.loads((RESULTS / "measure_logquant.json").read_text())["results"]
+    rows = []
+    for title, kept, rounded in (
+        ("log-spaced (LogQuant)", "log-sparse, drop", "log-sparse, 2 bits"),
+        ("the newest", "window, drop", "window, 2 bits"),
+        ("sink and the newest", "sink and window, drop", None),
+        ("the newest, KIVI's groups", "KIVI, 2 bits", "KIVI, 2 bits"),
+    ):
+        mean = found[kept]["mean"]
+        error = "" if rounded is None else short(found[rounded]["mean"]["error"], 3)
+        rows.append([title, short(mean["mass"], 3), short(mean["mass_past_sinks"], 3), error])
+    head = ["exact tokens", "share of attention", "past the first two tokens", "error of the output, rest in 2 bits"]
+    return markdown(head, rows)
+
+
 def perplexities() -> str:
     measured = load_rows("perplexity")
     rows = []
@@ -296,7 +333,7 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         speed, quality, methods, steps, steps_in_plain_jax, kernels, tokens, largest_batches, first_tokens, indexing,
-        needles, perplexities, tokens_read, group_rules, papers, scaling,
+        needles, coverage, equal_perplexities, perplexities, tokens_read, group_rules, papers, scaling,
     )
 }  # fmt: skip
 
