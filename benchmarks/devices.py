@@ -75,7 +75,7 @@ def check(
     lengths = length - length // 16 * np.arange(8, dtype=np.int32)
     rows = []
     for method in methods:
-        policy = METHODS[method](256)
+        policy = METHODS[method](320)
         policies = PerLayer(policy.first[:1], policy.rest)
         alone: Any = None
         for name, place in places.items():

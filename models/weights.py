@@ -142,7 +142,7 @@ def distribute(model: Decoder, placement: Placement, rules: Mapping[str, Axes] |
     graph, state = nnx.split(model)
     ordered = {path: homes[id(param)] for path, param in _params(model)}
     moved = {path: jax.device_put(param.get_value(), ordered[path]) for path, param in nnx.to_flat_state(state)}
-    found = nnx.merge(graph, state)
+    found = nnx.merge(graph, state, copy=True)  # with parameters of its own: `model` keeps its arrays where they are
     for path, param in _params(found):
         param.set_value(moved[path])
     return found

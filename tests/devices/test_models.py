@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from kvjax.models import Decoder, DecoderConfig, load, logical_axis_rules, save
+from kvjax.models import Decoder, DecoderConfig, distribute, load, logical_axis_rules, save
 from kvjax.models import weights as loading
 
 import kvjax
@@ -133,3 +133,12 @@ def test_what_cannot_be_split_is_refused(directory: Path, mesh: Any, rules: Any,
     placement = Placement(mesh=jax.make_mesh(mesh, ("data", "model")), batch="data", heads="model")
     with pytest.raises(ValueError, match=error):
         load(directory, placement=placement, rules=rules)
+
+
+def test_distribute_leaves_its_model_where_it_was() -> None:
+    model = Decoder(CONFIG)
+    split = distribute(model, BOTH)
+    for own, moved in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(split)), strict=True):
+        assert len(own.sharding.device_set) == 1
+        np.testing.assert_array_equal(own, moved)
+    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(split)))

@@ -19,7 +19,7 @@ FLOORS = {
     **dict.fromkeys(("ops", "prompt", "hashing"), 2),
     **dict.fromkeys(("stores", "selectors", "demotion", "evictors", "timestamps"), 3),
     "caches": 4,
-    **dict.fromkeys(("attention", "presets"), 5),
+    **dict.fromkeys(("attention", "heads", "presets"), 5),
     **dict.fromkeys(("sampling", "request", "text", "generation", "testing", "capacity"), 6),
     "saving": 7,
     "models": 7,
@@ -28,6 +28,7 @@ FLOORS = {
 }
 SAME_FLOOR = {
     ("ops", "kernels_pallas"),  # dispatch
+    ("presets", "heads"),
     *(("generation", part) for part in ("sampling", "request", "text")),
 }
 FACADE = 6  # `import kvjax` itself: what the package's __init__ may gather, for those above the models
