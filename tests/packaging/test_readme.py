@@ -59,7 +59,8 @@ def test_ci_runs_the_two_commands_of_readme():
     """CI takes the shell blocks from README itself, so there must be two and it must spell neither."""
     setup, test = (text for _, text in blocks(README, "sh"))
     assert "-c constraints.txt" in setup
-    assert "[dev]" in setup
+    assert "-e . &&" in setup, "the quickstart needs no torch"
+    assert "-e '.[dev]' &&" in test
     assert "kvjax generate" in setup
     assert README.count("<!-- .ci/run runs the next block -->\n```sh\n") == 2
     script = (ROOT / ".ci" / "run").read_text()
