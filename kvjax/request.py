@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from kvjax.attention import Cache
@@ -73,6 +75,7 @@ def check_request(
     ids must be in its vocabulary where it tells that. Rows of length -1 do not take part.
     """
     require_int("max_new_tokens", max_new_tokens, at_least=1)
+    check_devices(model, cache)
     stop = stop_array(stop_tokens)
     vocabulary = vocabulary_size(model)
     if vocabulary is not None:
@@ -99,6 +102,34 @@ def check_model(model: Any) -> None:
     else:
         cure = "give a model as kvjax.generation.Model describes it, for example kvjax.models.load(directory).model"
     raise ValueError(f"model must be a callable pytree, got {shown(model)}; {cure}")
+
+
+def check_devices(model: Any, cache: Cache) -> None:
+    """Raises ValueError for a cache with a placement and a model on other devices, or on other kinds of axes."""
+    placement = cache.placement
+    if placement is None:
+        return
+    wanted = set(placement.mesh.devices.flat)
+    for leaf in jax.tree.leaves(model):
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            continue
+        if leaf.sharding.device_set != wanted:
+            here = len(leaf.sharding.device_set)
+            raise ValueError(
+                f"the model lies on {here} device{'s' if here > 1 else ''} and the cache on {len(wanted)}, by its "
+                f"{placement}; give both one placement: kvjax.models.load(directory, placement=...)"
+            )
+        mesh = getattr(leaf.sharding, "mesh", placement.mesh)
+        if (AxisType.Explicit in mesh.axis_types) != (AxisType.Explicit in placement.mesh.axis_types):
+            raise ValueError(
+                f"the model lies on a mesh of {_kinds(mesh)} axes and the cache on one of {_kinds(placement.mesh)} "
+                "axes; make the cache with the placement of the model: a loaded checkpoint has it as .placement, and "
+                "Placement(...).auto has Auto axes"
+            )
+
+
+def _kinds(mesh: Any) -> str:
+    return "Explicit" if AxisType.Explicit in mesh.axis_types else "Auto"
 
 
 def check_model_cache(cache: Any) -> None:

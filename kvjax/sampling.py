@@ -17,12 +17,13 @@ not change the draw.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 
@@ -100,7 +101,8 @@ def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
     """The next token i32[B] of each row, from logits f32[B, V].
 
     `key` is one key of jax.random.key for all rows, or B keys; it may be None when `sampling` is greedy.
-    Sorts the vocabulary only where top-k or top-p asks for it.
+    Sorts the vocabulary only where top-p asks for it. Where devices split the vocabulary, greedy choices and top-k only
+    exchange counts and each device's best token, and top-p gathers the logits.
     """
     if logits.ndim != 2:
         raise ValueError(f"logits must have the 2 dimensions [B, V], got {list(logits.shape)}")
@@ -114,14 +116,12 @@ def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
     scores = logits.astype(jnp.float32) / jnp.where(drawn_rows, temperature, 1.0)
     noise = jax.vmap(lambda row: jax.random.gumbel(row, (V,), jnp.float32))(keys)
 
+    if sampling.top_k is not None:
+        scores = jnp.where(_among_best(scores, _column("top_k", sampling.top_k, B)), scores, -jnp.inf)
     order = None
-    if sampling.top_k is not None or sampling.top_p is not None:
+    if sampling.top_p is not None:
         order = jnp.argsort(scores, axis=-1, descending=True, stable=True)  # rank -> token
         scores, noise = (jnp.take_along_axis(a, order, axis=-1) for a in (scores, noise))
-    if sampling.top_k is not None:
-        rank = jnp.arange(V)[None]
-        scores = jnp.where(rank < _column("top_k", sampling.top_k, B), scores, -jnp.inf)
-    if sampling.top_p is not None:
         p = _column("top_p", sampling.top_p, B)
         share = jax.nn.softmax(scores, axis=-1)
         before = jnp.cumsum(share, axis=-1) - share  # probability of the tokens ranked above
@@ -136,6 +136,41 @@ def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
     if order is not None:
         drawn = jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0]
     return jnp.where(drawn_rows[:, 0], drawn, best).astype(jnp.int32)
+
+
+def _among_best(scores: Array, k: Array) -> Array:
+    """bool[B, V]: the k i32[B or 1, 1] largest of each row; of equals the lower tokens.
+
+    Finds the k-th largest score four bits at a time, and then how many of its equals pass, by counts alone: sums over
+    the vocabulary, which devices that split it can exchange without the scores.
+    """
+    bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)  # -0 as 0
+    ordered = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # as the floats are ordered
+    kth = _largest(lambda at: _count(ordered[:, None] >= at) >= k, len(scores))
+    above, equal = ordered > kth, ordered == kth
+    room = k - _count(above)[:, None]
+    token = lax.broadcasted_iota(jnp.uint32, scores.shape, 1)
+    end = _largest(lambda at: _count(equal[:, None] & (token[:, None] < at)) <= room, len(scores))
+    return above | (equal & (token < end))
+
+
+def _count(x: Array) -> Array:
+    return jnp.sum(x, axis=-1, dtype=jnp.int32)
+
+
+def _largest(holds: Callable[[Array], Array], rows: int) -> Array:
+    """u32[B, 1]: the largest number x for which holds(x) is true, as it is for all numbers below x.
+
+    `holds` takes u32[B, 15, 1] and returns bool[B, 15].
+    """
+    digits = jnp.arange(1, 16, dtype=jnp.uint32)[None]
+
+    def digit(i: Array, found: Array) -> Array:
+        shift = jnp.uint32(28) - 4 * i.astype(jnp.uint32)
+        passed = holds((found + (digits << shift))[..., None])
+        return found + (jnp.sum(passed, axis=-1, keepdims=True, dtype=jnp.uint32) << shift)
+
+    return lax.fori_loop(0, 8, digit, jnp.zeros((rows, 1), jnp.uint32))
 
 
 def row_keys(key: Array | None, rows: int) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from kvjax.models import weights as loading
 import kvjax
 from kvjax import Placement, presets
 from kvjax.generation import decode_step, generate
+from kvjax.sampling import Sampling, sample, sampling
 
 CONFIG = DecoderConfig(
     vocab_size=96, hidden_size=32, intermediate_size=64, layers=2, q_heads=8, kv_heads=4, head_dim=16, qkv_bias=True
 )
-MESH = jax.make_mesh((2, 4), ("data", "model"))
+MESH = jax.make_mesh((2, 4), ("data", "model"))  # Explicit axes: load makes them Auto
 BOTH = Placement(mesh=MESH, batch="data", heads="model")
 
 
@@ -113,6 +115,40 @@ def test_step_talks_as_megatron_does(models: tuple[Any, Any]) -> None:
     )
     assert {kind for _, kind in found} == {"all-reduce"}, found
     assert len(found) <= 2 * CONFIG.layers + 2, found
+
+
+@pytest.mark.parametrize("draw", [Sampling(), sampling(0.8, top_k=5), sampling(0.8, top_k=[1, 5, 9, 96], min_p=0.1)])
+def test_token_is_drawn_without_gathering_the_logits(draw: Sampling) -> None:
+    logits = jax.random.normal(jax.random.key(3), (4, 4096))
+    key = None if draw.greedy else jax.random.key(5)
+    one = jax.jit(sample)(logits, key, draw)
+    split = jax.device_put(logits, jax.NamedSharding(BOTH.auto.mesh, PartitionSpec("data", "model")))
+    program = jax.jit(sample).lower(split, key, draw).compile()
+    np.testing.assert_array_equal(np.asarray(program(split, key, draw)), np.asarray(one))
+    sizes = re.findall(r" = \(?\w+\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)", program.as_text())
+    assert all(np.prod([int(n) for n in size.split(",") if n]) < 100 for size in sizes), sizes
+
+
+def test_cache_of_another_mesh_than_the_model_is_refused(models: tuple[Any, Any]) -> None:
+    one, split = models
+    settings = {"layers": 2, "placement": BOTH}
+    explicit = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    for model, given, error in (
+        (one.model, settings, "the model lies on 1 device and the cache on 8"),
+        (
+            split.model,
+            {**settings, "placement": dataclasses.replace(BOTH, mesh=explicit)},
+            "a mesh of Auto axes and the cache on one of Explicit axes",
+        ),
+        (
+            split.model,
+            {**settings, "placement": Placement(mesh=jax.make_mesh((4,), ("m",)), heads="m")},
+            "the model lies on 8 devices and the cache on 4",
+        ),
+    ):
+        cache = kvjax.init(kvjax.Full(), model.spec(batch=2, capacity=32), **given)
+        with pytest.raises(ValueError, match=error):
+            generate(model, cache, [[1, 2], [3]], max_new_tokens=2)
 
 
 def test_names_of_axes_are_where_nnx_looks(models: tuple[Any, Any]) -> None:
