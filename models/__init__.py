@@ -1,8 +1,8 @@
-"""Language models in Flax NNX that decode through kvjax caches: Llama, Mistral, Qwen2, Qwen2.5 and Qwen3.
+"""Language models in Flax NNX that decode through kvjax caches: Llama, Mistral, Qwen2, Qwen2.5, Qwen3 and Phi-3.
 
 >>> from kvjax import models
 >>> sorted(models.FAMILIES)
-['llama', 'mistral', 'qwen2', 'qwen3']
+['llama', 'mistral', 'phi3', 'qwen2', 'qwen3']
 """
 
 if __name__ == "models":

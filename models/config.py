@@ -105,6 +105,11 @@ class Weight:
     name: str  # in the files
     path: str  # in the Decoder
     transposed: bool = False  # [out, in] in the files, [in, out] in the Decoder
+    followed_by: tuple[str, ...] = ()  # paths of parameters that follow in the same tensor, along its first axis
+
+    def paths(self, layer: int) -> tuple[str, ...]:
+        """Where the parts of the tensor of a layer are in the Decoder, in order."""
+        return tuple(path.format(i=layer) for path in (self.path, *self.followed_by))
 
 
 @dataclass(frozen=True)
@@ -328,10 +333,29 @@ def read_rope(fields: Fields, positions: int) -> Rope:
             mscale_all_dim=given.number("mscale_all_dim", None),
             truncate=given.flag("truncate", True),
         )
+    if kind == "longrope":
+        factor = given.number("factor", None) or positions / original
+        return ropes.LongRope(
+            theta=theta,
+            short_factor=_factors(given, "short_factor"),
+            long_factor=_factors(given, "long_factor"),
+            original=original,
+            attention_factor=given.number("attention_factor", None) or ropes.longrope_attention(factor, original),
+        )
     raise ValueError(
         f"the RoPE type {kind!r} in {given.source} is not supported; those that are: default, linear, dynamic, "
-        "llama3, yarn"
+        "llama3, yarn, longrope"
     )
+
+
+def _factors(fields: Fields, name: str) -> tuple[float, ...]:
+    """A list of numbers."""
+    value = fields.raw.get(name)
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(x, int | float) and not isinstance(x, bool) for x in value
+    ):
+        raise fields.error(name, "a list of numbers, one for each pair of channels")
+    return tuple(float(x) for x in value)
 
 
 def read_layer_types(fields: Fields, layers: int, window: int | None) -> tuple[int | None, ...] | None:

@@ -4,12 +4,13 @@ A kind of RoPE is a frozen object that answers three questions: the inverse freq
 position of each pair of channels), the factor on cosine and sine, and how many positions it takes. Channel i is paired
 with channel i + D/2, as in Hugging Face checkpoints (not i with i + 1, as in the papers).
 
-All kinds but `Dynamic` are constants: plain numpy in f32, in the order of operations of transformers, so that angles
-of far positions agree. `Dynamic` depends on the length of the longest row, which is data; it is a pure function of
-that length, and `length` of the others' `frequencies` is ignored.
+All kinds but `Dynamic` and `LongRope` are constants: plain numpy in f32, in the order of operations of transformers,
+so that angles of far positions agree. These two depend on the length of the longest row, which is data; they are pure
+functions of that length, and `length` of the others' `frequencies` is ignored.
 
 **Source:** Su et al. 2021 (RoPE); Chen et al. 2023 (Linear); Peng et al. 2023, YaRN (Yarn, and Dynamic as its
-appendix B.1); Llama Team 2024 (Llama3); transformers `modeling_rope_utils` for every detail that a paper leaves open.
+appendix B.1); Llama Team 2024 (Llama3); Ding et al. 2024 (LongRope); transformers `modeling_rope_utils` for every
+detail that a paper leaves open.
 """
 
 from __future__ import annotations
@@ -207,6 +208,55 @@ class Yarn:
 
     def reach(self, trained: int) -> int:
         return max(trained, int(self.original * self.factor))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongRope:
+    """Each pair of channels has a factor of its own on its period: one for short texts, another past `original` tokens.
+
+    As in transformers, all rows of a batch use the factors of the longest. **Differs:** keys that a cache holds keep
+    the rotation of the call that stored them, as with `Dynamic`; `generate` of transformers reads the text anew when it
+    crosses `original`. So an answer that crosses it differs from one of transformers.
+
+    **Source:** Ding et al. 2024 (LongRoPE), as Phi-3 uses it.
+    """
+
+    theta: float = 10000.0
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original: int  # tokens of the pretraining
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        _above(self, 1.0, "theta")
+        _above(self, 0.0, "original", "attention_factor")
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self, name)
+            if not factors or not all(0 < x < math.inf for x in factors):
+                raise ValueError(f"LongRope({name}=...) must be finite numbers above 0, got {factors}")
+
+    @property
+    def amplitude(self) -> float:
+        return self.attention_factor
+
+    def frequencies(self, head_dim: int, length: Array | int = 0) -> Any:
+        short, long = (self._frequencies(head_dim, factors) for factors in (self.short_factor, self.long_factor))
+        return jnp.where(jnp.asarray(length) > self.original, long, short)
+
+    def _frequencies(self, head_dim: int, factors: tuple[float, ...]) -> np.ndarray:
+        if len(factors) != head_dim // 2:
+            raise ValueError(
+                f"LongRope has {len(factors)} factors for a head of {head_dim} channels; it needs {head_dim // 2}"
+            )
+        return np.float32(1.0) / (np.array(factors, np.float32) * _periods(self.theta, head_dim))
+
+    def reach(self, trained: int) -> int:
+        return trained
+
+
+def longrope_attention(factor: float, original: int) -> float:
+    """The factor on cosine and sine that LongRoPE gives a text `factor` times as long as `original`."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def angles(rope: Rope, positions: Array, head_dim: int, length: Array | int = 0) -> tuple[Array, Array]:

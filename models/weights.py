@@ -38,9 +38,10 @@ from .config import DecoderConfig, Family, Fields, Weight
 from .decoder import Decoder, param_dtype
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .phi import PHI3
 from .qwen import QWEN2, QWEN3
 
-FAMILIES: dict[str, Family] = {f.model_type: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {f.model_type: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)}
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors spells them
@@ -65,7 +66,7 @@ def load(
     placement: Placement | None = None,
     rules: Mapping[str, Axes] | None = None,
 ) -> Checkpoint:
-    """Loads a checkpoint in Hugging Face format, of Llama, Mistral, Qwen2, Qwen2.5 or Qwen3.
+    """Loads a checkpoint in Hugging Face format, of Llama, Mistral, Qwen2, Qwen2.5, Qwen3 or Phi-3.
 
     Needs config.json, and model.safetensors or the files that model.safetensors.index.json lists. Memory: the model
     in `dtype` and a few tensors.
@@ -102,14 +103,15 @@ def load(
     staging = np.empty(max(tensors[name].nbytes for name in places), np.uint8)
     for file in sorted({tensors[name].file for name in places}):
         with _open(file) as opened:
-            for name, (weight, param) in places.items():
+            for name, (weight, params) in places.items():
                 if tensors[name].file != file:
                     continue
                 if homes is None:
-                    param.set_value(_place(opened.get_tensor(name), staging, dtype, weight.transposed))
-                else:
-                    read = opened.get_slice(name)
-                    param.set_value(_place_parts(read, staging, param, homes[id(param)], weight.transposed))
+                    _place(opened.get_tensor(name), staging, dtype, weight, params)
+                    continue
+                for param, rows in zip(params, _rows(weight, params), strict=True):
+                    part = _Rows(opened.get_slice(name), rows.start)
+                    param.set_value(_place_parts(part, staging, param, homes[id(param)], weight.transposed))
     return Checkpoint(model, config, stop_tokens, directory, placement)
 
 
@@ -240,12 +242,12 @@ def save(
     family, fields = describe(model.config)
     params = {".".join(map(str, path)): param.get_value() for path, param in _params(model)}
     rows = {
-        weight.name.format(i=i): (weight, params[weight.path.format(i=i)])
+        weight.name.format(i=i): (weight, tuple(params[path] for path in weight.paths(i)))
         for weight in family.weights
         for i in range(model.config.layers if "{i}" in weight.path else 1)
         if weight.path.format(i=i) in params
     }
-    sizes = {name: param.size * _stored(param, dtype).itemsize for name, (_, param) in rows.items()}
+    sizes = {name: sum(p.size * _stored(p, dtype).itemsize for p in parts) for name, (_, parts) in rows.items()}
     shards = split(sizes, shard_bytes)
     many = len(shards) > 1
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)] if many else [_SINGLE]
@@ -254,9 +256,9 @@ def save(
     for file, names in zip(files, shards, strict=True):
         tensors = {}
         for name in names:
-            weight, param = rows[name]
-            array = _convert(param, dtype=_stored(param, dtype), transposed=weight.transposed)
-            tensors[name] = np.ascontiguousarray(array)
+            weight, parts = rows[name]
+            arrays = [np.asarray(_convert(p, dtype=_stored(p, dtype), transposed=weight.transposed)) for p in parts]
+            tensors[name] = np.ascontiguousarray(np.concatenate(arrays) if len(arrays) > 1 else arrays[0])
         save_file(tensors, directory / file, metadata={"format": "pt"})
     if many:
         index = {
@@ -439,19 +441,18 @@ def _is_plain(name: str) -> bool:
 
 def match(
     family: Family, model: Decoder, tensors: Mapping[str, Tensor], directory: Path
-) -> dict[str, tuple[Weight, nnx.Param]]:
-    """For each tensor that is to be read, its row of the weight table and its parameter in `model`.
+) -> dict[str, tuple[Weight, tuple[nnx.Param, ...]]]:
+    """For each tensor that is to be read, its row of the weight table and its parameters in `model`.
 
     Raises:
       ValueError: lists all tensors that are missing, unexpected, misshapen or of a dtype that is no float.
     """
     params = {".".join(map(str, path)): param for path, param in _params(model)}
-    wanted: dict[str, tuple[Weight, nnx.Param]] = {}
+    wanted: dict[str, tuple[Weight, tuple[nnx.Param, ...]]] = {}
     for weight in family.weights:
         for i in range(model.config.layers if "{i}" in weight.path else 1):
-            param = params.pop(weight.path.format(i=i), None)
-            if param is not None:
-                wanted[weight.name.format(i=i)] = (weight, param)
+            if weight.path.format(i=i) in params:
+                wanted[weight.name.format(i=i)] = (weight, tuple(params.pop(path) for path in weight.paths(i)))
     assert not params, f"no weight of {family.model_type} fills {sorted(params)}"
 
     head, table = "lm_head.weight", "model.embed_tokens.weight"
@@ -485,21 +486,43 @@ def _params(model: Decoder) -> Iterator[tuple[tuple[Any, ...], nnx.Param]]:
             yield path, node
 
 
-def _file_shape(weight: Weight, param: nnx.Param) -> tuple[int, ...]:
-    shape = tuple(param.get_value().shape)
-    return shape[::-1] if weight.transposed else shape
+def _file_shape(weight: Weight, params: tuple[nnx.Param, ...]) -> tuple[int, ...]:
+    shape = tuple(params[0].get_value().shape)
+    _, *rest = shape[::-1] if weight.transposed else shape
+    return (_rows(weight, params)[-1].stop, *rest)
+
+
+def _rows(weight: Weight, params: tuple[nnx.Param, ...]) -> list[slice]:
+    """Where each parameter lies along the first axis of their tensor."""
+    ends = np.cumsum([param.get_value().shape[-1 if weight.transposed else 0] for param in params]).tolist()
+    return [slice(first, stop) for first, stop in zip([0, *ends], ends, strict=False)]
+
+
+class _Rows:
+    """A slice of a file's tensor that begins `first` rows into it."""
+
+    def __init__(self, read: Any, first: int) -> None:
+        self.read = read
+        self.first = first
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Any:
+        rows, *rest = index
+        return self.read[(slice(rows.start + self.first, rows.stop + self.first), *rest)]
 
 
 def _stored(param: Any, dtype: DTypeLike | None) -> np.dtype:
     return param.dtype if dtype is None else param_dtype(dtype)
 
 
-def _place(array: np.ndarray, staging: np.ndarray, dtype: np.dtype, transposed: bool) -> Array:
-    """The tensor on the device as a parameter. It goes by way of `staging`, bytes that serve every tensor: jax may keep
-    what it was given for a while after the result is ready, and whole tensors would pile up."""
+def _place(
+    array: np.ndarray, staging: np.ndarray, dtype: np.dtype, weight: Weight, params: tuple[nnx.Param, ...]
+) -> None:
+    """Puts a tensor on the device as its parameters. It goes by way of `staging`, bytes that serve every tensor: jax
+    may keep what it was given for a while after the result is ready, and whole tensors would pile up."""
     staged = staging[: array.nbytes].view(array.dtype).reshape(array.shape)
     np.copyto(staged, array)
-    return jax.block_until_ready(_convert(staged, dtype=dtype, transposed=transposed))
+    for param, rows in zip(params, _rows(weight, params), strict=True):
+        param.set_value(jax.block_until_ready(_convert(staged[rows], dtype=dtype, transposed=weight.transposed)))
 
 
 def _place_parts(read: Any, staging: np.ndarray, param: nnx.Param, home: NamedSharding, transposed: bool) -> Array:

@@ -70,6 +70,17 @@ ROPES = {
     },
     "yarn-plain": {"rope_type": "yarn", "rope_theta": 900.0, "factor": 8.0, "beta_fast": 3.0},
 }
+# Phi-3's, with a text of 50 tokens beyond `original`, or within it.
+LONG = {
+    f"longrope-{name}": {
+        "rope_type": "longrope",
+        "rope_theta": 600.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.5, 2.0, 4.0, 9.0],
+        "original_max_position_embeddings": original,
+    }
+    for name, original in (("past", 26), ("within", 60))
+}
 FAMILIES = {
     "llama": ("Llama", {"hidden_act": "gelu", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "llama-plain": (
@@ -103,6 +114,8 @@ FAMILIES = {
     ),
     "qwen3-plain": ("Qwen3", {"use_sliding_window": False}),
     "mistral": ("Mistral", {"hidden_act": "gelu_new", "sliding_window": 9, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", {"head_dim": 8, "hidden_act": "gelu", "max_position_embeddings": 104, "sliding_window": 30}),
+    "phi3-plain": ("Phi3", {"head_dim": 8, "num_key_value_heads": None, "tie_word_embeddings": True}),
     "mistral-plain": ("Mistral", {"hidden_act": "mish", "sliding_window": None, "head_dim": None}),
 }
 # Every scaling and every family generates; every pair of them compares logits.
@@ -119,6 +132,7 @@ GENERATED = [
     ("mistral-plain", "yarn-plain"),
 ]
 COMPARED = [(f, r) for f in FAMILIES for r in ROPES if f in ("llama", "qwen2", "qwen3", "mistral") or r == "default"]
+COMPARED += [("phi3", rope) for rope in LONG]
 
 
 def build(family, rope, directory, **save):
@@ -128,7 +142,10 @@ def build(family, rope, directory, **save):
 
     torch.set_num_threads(1)  # threads cost these sizes far more than they give
     name, own = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, "rope_parameters": dict(ROPES[rope]), **own})
+    scaling = dict((ROPES | LONG)[rope])
+    if "original_max_position_embeddings" in scaling and name == "Phi3":
+        own = own | {"original_max_position_embeddings": scaling["original_max_position_embeddings"]}
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, "rope_parameters": scaling, **own})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()

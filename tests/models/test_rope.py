@@ -17,6 +17,7 @@ KINDS = [
     models.rope.Dynamic(theta=300.0, factor=4.0, original=32),
     models.rope.Llama3(theta=300.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original=64),
     models.rope.Yarn(theta=300.0, factor=4.0, original=32),
+    models.rope.LongRope(theta=300.0, short_factor=(1.0,) * 8, long_factor=(1.5,) * 8, original=32),
 ]
 some = st.floats(1.0, 20.0, width=16)
 
@@ -115,6 +116,14 @@ def test_rotation_computes_in_f32_and_keeps_the_dtype():
     [
         (lambda: models.rope.Default(theta=1.0), r"Default\(theta=...\) must be a finite number above 1.0, got 1.0"),
         (lambda: models.rope.Linear(factor=float("inf")), r"Linear\(factor=...\)"),
+        (
+            lambda: models.rope.LongRope(short_factor=(1.0, 0.0), long_factor=(1.0,), original=8),
+            r"LongRope\(short_factor=...\) must be finite numbers above 0",
+        ),
+        (
+            lambda: models.rope.LongRope(short_factor=(1.0,), long_factor=(1.0,), original=8).frequencies(8),
+            "LongRope has 1 factors for a head of 8 channels; it needs 4",
+        ),
         (lambda: models.rope.Yarn(factor=2.0, original=0), r"Yarn\(original=...\)"),
         (
             lambda: models.rope.Llama3(factor=2.0, low_freq_factor=4, high_freq_factor=4, original=8),
@@ -128,5 +137,5 @@ def test_bad_parameters_are_refused(make, said):
 
 
 def test_examples_of_the_modules_run():
-    for name in ("activations", "config", "decoder", "llama", "mistral", "qwen", "rope", "weights"):
+    for name in ("activations", "config", "decoder", "llama", "mistral", "phi", "qwen", "rope", "weights"):
         assert doctest.testmod(getattr(models, name)).failed == 0
