@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax import CacheSpec, Fier, Fifo, HostOffload, HotSet, MinMaxPages, Retrieval, Speculative
 from kvjax.selection import Selection
-from kvjax.stores.hot import Hot, _places
+from kvjax.stores.hot import Hot, empty_hot, give_places
 from kvjax.testing import _drive as drive
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
@@ -97,17 +97,8 @@ class Clock:
 def test_pages_are_replaced_by_the_clock_rule() -> None:
     """Against a clock in Python: as many reads, and the same pages on the device."""
     rng, places, pages, N = np.random.default_rng(0), 12, 40, 5
-    lead = (1, 2)
-    hot = Hot(
-        k=jnp.zeros((*lead, places, 1)),
-        v=jnp.zeros((*lead, places, 1)),
-        page=jnp.full((*lead, places), -1, jnp.int32),
-        place=jnp.zeros((*lead, pages), jnp.int32),
-        used=jnp.zeros((*lead, places), bool),
-        hand=jnp.zeros(lead, jnp.int32),
-        loads=jnp.zeros(lead, jnp.int32),
-    )
-    clocks, run = [Clock(places), Clock(places)], jax.jit(_places)
+    hot = empty_hot((1, 2), places, pages, page=1, head_dim=1, dtype=jnp.float32)
+    clocks, run = [Clock(places), Clock(places)], jax.jit(give_places)
     weights = 1 / np.arange(1, pages + 1)
     reads = np.zeros(2, int)
     for i in range(60):

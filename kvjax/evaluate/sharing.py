@@ -119,7 +119,7 @@ def measure(live: Live, policies: PerLayer, *, progress: Progress | None = None)
         own = []
         for run in live.runs():
             start = int(live.positions[run.start])
-            cache = _prompt(init_layer(policies.rest, layer.spec), layer.k[:, :, :start], layer.v[:, :, :start])
+            cache = fill_prompt(init_layer(policies.rest, layer.spec), layer.k[:, :, :start], layer.v[:, :, :start])
             q = jnp.moveaxis(layer.q[:, run], 1, 0)
             own.append(np.asarray(_positions(cache, q, layer.k, layer.v, start, layer.scale, layer.window)))
         read.append(np.concatenate(own))
@@ -134,7 +134,8 @@ def measure(live: Live, policies: PerLayer, *, progress: Progress | None = None)
 
 
 @jax.jit
-def _prompt(cache: LayerCache, k: Array, v: Array) -> LayerCache:
+def fill_prompt(cache: LayerCache, k: Array, v: Array) -> LayerCache:
+    """The cache with k, v [B, K, S, D] stored as one prompt of every row."""
     lengths = jnp.full(k.shape[0], k.shape[2], jnp.int32)
     return replace(cache, state=cache.policy.prefill(cache.state, k, v, lengths))
 

@@ -7,6 +7,7 @@ selected.
 
 from kvjax.stores.dense import Dense
 from kvjax.stores.host import HostBlock, HostOffload
+from kvjax.stores.host_codes import HostFloat8, HostQuantized
 from kvjax.stores.hot import HotBlock, HotSet
 from kvjax.stores.quantized import Quantized
 from kvjax.stores.store import CachingStore, FusedSlotStore, FusedStore, Held, Loaded, RecallingStore, Store
@@ -18,7 +19,9 @@ __all__ = [
     "FusedStore",
     "Held",
     "HostBlock",
+    "HostFloat8",
     "HostOffload",
+    "HostQuantized",
     "HotBlock",
     "HotSet",
     "Loaded",

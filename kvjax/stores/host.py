@@ -36,12 +36,12 @@ class HostBlock:
     @property
     def k(self) -> Array:
         """dtype[B, K, S, D]: all keys, moved to the device."""
-        return _split(to_device(self.kv))[0]
+        return split_parts(to_device(self.kv))[0]
 
     @property
     def v(self) -> Array:
         """dtype[B, K, S, D]: all values, moved to the device."""
-        return _split(to_device(self.kv))[1]
+        return split_parts(to_device(self.kv))[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +108,12 @@ class HostOffload:
         Z = self.page
 
         def read(kv: Array, first: Array | int, size: int) -> tuple[Array, Array]:
-            return _split(read_pages(kv, first // Z, size // Z))
+            return split_parts(read_pages(kv, first // Z, size // Z))
 
         return attend_blocks(q, st.kv, start, st.count, read=read, slots=st.slots, unit=Z, scale=scale)
 
     def gather(self, st: HostBlock, selection: Selection) -> tuple[Array, Array]:
-        return _split(ops.host_rows(st.kv, self._pages(selection, st.slots)))
+        return split_parts(ops.host_rows(st.kv, self._pages(selection, st.slots)))
 
     def recall(
         self,
@@ -174,7 +174,7 @@ class HostOffload:
         return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
 
 
-def _split(kv: Array) -> tuple[Array, Array]:
+def split_parts(kv: Array) -> tuple[Array, Array]:
     """Keys and values [B, K, n*Z, D] of pages [B, K, n, 2, Z, D]."""
     B, K, n, _, Z, D = kv.shape
     return kv[:, :, :, 0].reshape(B, K, n * Z, D), kv[:, :, :, 1].reshape(B, K, n * Z, D)

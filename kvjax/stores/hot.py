@@ -19,6 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.tree_util import register_dataclass
+from jax.typing import DTypeLike
 
 from kvjax.partial import PartialAttention
 from kvjax.selection import PackedSelection, Selection
@@ -97,17 +98,8 @@ class HotSet:
             )
 
     def init(self, spec: CacheSpec, slots: int) -> HotBlock:
-        lead, places = (spec.batch, spec.kv_heads), self.tokens // self.page
-        shape = (*lead, self.tokens, spec.head_dim)
-        hot = Hot(
-            k=jnp.zeros(shape, spec.dtype),
-            v=jnp.zeros(shape, spec.dtype),
-            page=jnp.full((*lead, places), -1, jnp.int32),
-            place=jnp.zeros((*lead, slots // self.page), jnp.int32),
-            used=jnp.zeros((*lead, places), bool),
-            hand=jnp.zeros(lead, jnp.int32),
-            loads=jnp.zeros(lead, jnp.int32),
-        )
+        lead = (spec.batch, spec.kv_heads)
+        hot = empty_hot(lead, self.tokens // self.page, slots // self.page, self.page, spec.head_dim, spec.dtype)
         return HotBlock(self.store.init(spec, slots), hot)
 
     def append(self, st: HotBlock, k: Array, v: Array, count: Array) -> HotBlock:
@@ -127,7 +119,7 @@ class HotSet:
         page = jnp.where(wanted, slots.reshape(by_page)[..., 0] // Z, -1)
         if H > 1:  # a page that several query heads selected is read once
             page, same = _once(page, st.hot.place.shape[2])
-        hot, place, missed = _places(st.hot, page)
+        hot, place, missed = give_places(st.hot, page)
         hot = self._read(st.history, hot, jnp.where(missed, page, -1), place)
         if H > 1:
             place = jnp.take_along_axis(place, same, axis=2)
@@ -175,6 +167,20 @@ class HotSet:
         return self.store.bytes_per_token(spec)
 
 
+def empty_hot(lead: tuple[int, int], places: int, pages: int, page: int, head_dim: int, dtype: DTypeLike) -> Hot:
+    """Room for `places` pages of `page` tokens, of a history of `pages` pages; `lead` is rows and KV heads."""
+    shape = (*lead, places * page, head_dim)
+    return Hot(
+        k=jnp.zeros(shape, dtype),
+        v=jnp.zeros(shape, dtype),
+        page=jnp.full((*lead, places), -1, jnp.int32),
+        place=jnp.zeros((*lead, pages), jnp.int32),
+        used=jnp.zeros((*lead, places), bool),
+        hand=jnp.zeros(lead, jnp.int32),
+        loads=jnp.zeros(lead, jnp.int32),
+    )
+
+
 def _once(page: Array, pages: int) -> tuple[Array, Array]:
     """`page` i32[B, K, N] with -1 for all but the first of equal ones, and i32[B, K, N]: where that first one is."""
     B, K, N = page.shape
@@ -188,7 +194,7 @@ def _once(page: Array, pages: int) -> tuple[Array, Array]:
     return jnp.where(same == order, page, -1), same
 
 
-def _places(hot: Hot, page: Array) -> tuple[Hot, Array, Array]:
+def give_places(hot: Hot, page: Array) -> tuple[Hot, Array, Array]:
     """Gives each page i32[B, K, N], all different but for -1, a place of its own.
 
     Returns the hot set with its tables brought up to date, the places i32[B, K, N], and bool[B, K, N] which pages are

@@ -21,7 +21,9 @@ from kvjax import (
     Fifo,
     Full,
     HeavyHitter,
+    HostFloat8,
     HostOffload,
+    HostQuantized,
     HotSet,
     LastQuery,
     LogSparse,
@@ -77,6 +79,10 @@ CASES: dict[str, Case] = {
     "pages in host memory": _with(selector=MinMaxPages(page=16), store=HostOffload(page=8)),
     "fier in host memory, bf16": _with(store=HostOffload(), spec=dataclasses.replace(SPEC, dtype=jnp.bfloat16)),
     "fier in host memory, hot set": _with(store=HotSet(tokens=256)),
+    "fier in host memory, 8-bit floats": _with(store=HostFloat8()),
+    "pages in host memory, 4 bits, hot set": _with(
+        selector=MinMaxPages(page=16), store=HotSet(tokens=256, store=HostQuantized(bits=4, group=8, page=8))
+    ),
     "pages per query head a step late, hot set, 7 on 1, bf16": _late(
         selector=MinMaxPages(page=16, group_reduce="per_head"),
         store=HotSet(tokens=7 * 256, store=HostOffload(page=8)),
