@@ -65,9 +65,9 @@ class HotSet:
     """A history in `store`, of which the device keeps the `tokens` of each row and KV head that were selected last.
 
     A step attends to the same tokens as without the hot set. It reads from the host only the selected pages that are
-    not on the device, and of a page and head only once. `tokens` must hold what one step selects; two to four times
-    that is what pays (`benchmarks/results/hot_set.json`). Costs 2 D values of the cache's dtype a token of the hot set
-    and head, and four bytes a page of the capacity, in device memory.
+    not on the device, and of a page and head only once. `tokens` must hold what one step selects;
+    `benchmarks/results/hit_rates.json` has hit rates by size. In device memory it costs 2 D values of the cache's dtype
+    a token of the hot set and head, and four bytes a page of the capacity.
 
     >>> import kvjax
     >>> policy = kvjax.Retrieval(selector=kvjax.Fier(), store=kvjax.HotSet(tokens=1024), budget=256)
