@@ -1,0 +1,96 @@
+"""Several decode steps of a row in one call of `kvjax.decode`, by method, length and number of tokens.
+
+    python benchmarks/decode_tokens.py [--lengths 131072] [--batches 1] [--tokens 1,2,4,8,16] [--methods fier]
+
+A layer of Llama-3.1-8B takes T tokens that each attend by selection, as a model does that checks the tokens of a draft.
+Device time is that of `decode_step.py`: some layers in straight line, over their number. `times_one` is the time over
+that of one token, in the same run: 1 would be a pass that costs no more for T tokens, T one that saves nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from decode_step import L2_BYTES, policies, random_pair, through
+from device_time import BYTES_PER_US
+from jax import Array
+from layers import clock, floor_us, out_of, save, show
+
+import kvjax
+from kvjax import CacheSpec
+from kvjax.evaluate.throughput import fill
+
+METHODS = ["full", "fier", "quest", "pariskv", "logquant"]
+
+
+def step(cache: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    return kvjax.decode(cache, q, k, v, flush=False)
+
+
+def measure(method: str, spec: CacheSpec, tokens: int, budget: int, calls: int, most_layers: int) -> dict[str, Any]:
+    B, K, D, S = spec.batch, spec.kv_heads, spec.head_dim, spec.capacity
+    policy = policies(budget)[method]
+    floor = floor_us(policy, spec, S)
+    layers = int(min(max(2, -(-2 * L2_BYTES // (floor * BYTES_PER_US))), most_layers))
+    states: Any = fill(kvjax.init(policy, spec, layers=layers), S - (calls + 3) * tokens).layers
+    q = jax.random.normal(jax.random.key(100), (B, tokens, spec.q_heads, D), spec.dtype)
+    k, v = random_pair(jax.random.key(101), (B, tokens, K, D), spec.dtype)
+    took, outs = clock(jax.jit(through(step), donate_argnums=0), states, q, k, v, calls=calls)
+    del states
+    if not all(bool(jnp.all(jnp.isfinite(out))) and bool(jnp.any(out != 0)) for out in outs):
+        raise SystemExit(f"{method}: the output is not finite, or zero")
+    return {
+        "method": method,
+        "length": S,
+        "batch": B,
+        "tokens": tokens,
+        "layers": layers,
+        "us": took.us / layers,
+        "kernels": None if took.kernels is None else took.kernels / layers,
+        "floor_us": floor,
+        "parts": {name: round(us / layers, 2) for name, us in took.parts.items()},
+    }
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers: Callable[[str], list[int]] = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser.add_argument("--lengths", type=numbers, default=[131072])
+    parser.add_argument("--batches", type=numbers, default=[1])
+    parser.add_argument("--tokens", type=numbers, default=[1, 2, 4, 8, 16])
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=METHODS)
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--calls", type=int, default=6)
+    parser.add_argument("--out", type=Path, help="default: results/decode_tokens.json; with --quick nothing is written")
+    parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
+    given = parser.parse_args(args)
+    shape, most_layers = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": jnp.dtype(jnp.bfloat16)}, 16
+    if given.quick:
+        shape, most_layers = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": jnp.dtype(jnp.float32)}, 2
+    elif jax.default_backend() != "gpu":
+        parser.error("this measures a GPU; --quick runs small sizes without one")
+    what = "several decode steps of a row at once, a layer, " + ", ".join(f"{k} {v}" for k, v in shape.items())
+    what += f"; budget {given.budget}; normal random keys, values and queries; us: device time of the kernels"
+    key = ("method", "length", "batch", "tokens", "backend")
+    for length in given.lengths:
+        for batch in given.batches:
+            spec = CacheSpec(batch=batch, capacity=length, **shape)
+            for method in given.methods:
+                one = None
+                for tokens in given.tokens:
+                    row = measure(method, spec, tokens, given.budget, given.calls, most_layers)
+                    one = row["us"] if tokens == 1 else one
+                    row["times_one"] = None if one is None else row["us"] / one
+                    show(row)
+                    save(out_of(given, "decode_tokens.json"), what, [row], key)
+                    gc.collect()
+
+
+if __name__ == "__main__":
+    main()
