@@ -13,7 +13,7 @@ from kvjax import ops
 from kvjax.caches.policy import Info, step_lengths
 from kvjax.caches.zones import Zoned, ZonedState
 from kvjax.demotion import Demotion, Fifo
-from kvjax.prompt import attend_chunk_after, in_order
+from kvjax.prompt import attend_chunk_after
 from kvjax.stores import FusedStore, Quantized, Store
 
 
@@ -49,11 +49,13 @@ class Compressed(Zoned):
     def decode(
         self, st: ZonedState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, ZonedState, Info]:
-        """Steps that read everything are a chunk of a prompt: one pass over the stored tokens."""
-        stored = partial(self.attend_stored, st, scale=scale, window=window)
-        out = attend_chunk_after(stored, q, k, v, scale=scale, window=window)
-        out, k, v = in_order(out, k, v)
+        """Steps that read everything are a chunk of a prompt: one pass over the stored tokens.
+
+        What was stored before is read from the arrays after the write, so that XLA writes in place.
+        """
         after = self.put_tokens(st, k, v, count)
+        stored = partial(self.attend_stored, self.shortened(after, st.length), scale=scale, window=window)
+        out = attend_chunk_after(stored, q, k, v, scale=scale, window=window)
         lengths = step_lengths(st.length, count, k.shape[2])
         return out, after, jax.vmap(lambda n: self._info(self.shortened(after, n), window))(lengths)
 

@@ -14,7 +14,7 @@ from kvjax import ops
 from kvjax.blocks import Block, empty_block, put
 from kvjax.caches.policy import Info, chunk_starts, in_range, lowest_visible, step_lengths
 from kvjax.partial import PartialAttention, Span
-from kvjax.prompt import attend_chunk_after, attend_zone, in_order
+from kvjax.prompt import attend_chunk_after, attend_zone
 from kvjax.spec import CacheSpec
 from kvjax.stores import Dense
 
@@ -72,11 +72,13 @@ class Full:
     def decode(
         self, st: FullState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, FullState, Info]:
-        """Steps that read everything are a chunk of a prompt: one pass over the stored tokens."""
-        stored = partial(self.attend_stored, st, scale=scale, window=window)
-        out = attend_chunk_after(stored, q, k, v, scale=scale, window=window)
-        out, k, v = in_order(out, k, v)
+        """Steps that read everything are a chunk of a prompt: one pass over the stored tokens.
+
+        What was stored before is read from the arrays after the write, so that XLA writes in place.
+        """
         after = self.prefill(st, k, v, count)
+        stored = partial(self.attend_stored, self._shortened(after, st.length), scale=scale, window=window)
+        out = attend_chunk_after(stored, q, k, v, scale=scale, window=window)
         lengths = step_lengths(st.length, count, k.shape[2])
         return out, after, jax.vmap(lambda n: self._info(self._shortened(after, n), window))(lengths)
 

@@ -102,15 +102,15 @@ class Retrieval(SelectedZones):
         alone = window is not None or self._fused(True) is not None
         scores = None if alone else self._score_steps(st, by_step, scale=scale)
 
-        def step(_: None, x: tuple[Array, Array, Array | None]) -> tuple[None, tuple[Array, Info]]:
+        def step(held: ZonedState, x: tuple[Array, Array, Array | None]) -> tuple[ZonedState, tuple[Array, Info]]:
             length, q, scores = x
-            view = self.shortened(after, length)
+            view = self.shortened(held, length)
             seen = self.visible(view, window)
             selection = self.find(view, q, seen, scale=scale, scores=scores)
             out, view, info = self.attend_selected(view, q, selection, seen, scale=scale)
-            return None, (out, info)
+            return replace(held, store=view.store), (out, info)  # a store may remember what it read
 
-        _, (out, info) = lax.scan(step, None, (lengths, by_step, scores))
+        after, (out, info) = lax.scan(step, after, (lengths, by_step, scores))
         return jnp.moveaxis(out, 0, 3), after, info
 
     def _score_steps(self, st: ZonedState, q: Array, *, scale: float) -> Array:
