@@ -61,6 +61,7 @@ from kvjax.caches import (
 )
 from kvjax.capacity import grow
 from kvjax.demotion import Buffer, Demotion, Fifo, LogSparse
+from kvjax.drafts import DraftModel, PromptLookup
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
 from kvjax.generation import generate, stream
 from kvjax.hashing import SimHash
@@ -119,6 +120,7 @@ __all__ = [
     "Compressed",
     "Demotion",
     "Dense",
+    "DraftModel",
     "Evicting",
     "EvictingState",
     "Evictor",
@@ -151,6 +153,7 @@ __all__ = [
     "Placement",
     "Policy",
     "ProductCodes",
+    "PromptLookup",
     "Quantized",
     "RecallingStore",
     "Retrieval",

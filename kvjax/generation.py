@@ -28,8 +28,10 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
-from kvjax.attention import Cache, any_full, flush, flushed, raise_on_overflow
+from kvjax.attention import Cache, any_full, flush, flushed, raise_on_overflow, rollback
+from kvjax.attention import room as free_room
 from kvjax.caches import Observer
+from kvjax.drafts import Draft, Speculation, accepted, check_takes_drafts
 from kvjax.memory import CONCURRENT, commit_together, on_host
 from kvjax.request import check_model, check_model_cache, check_request, pad_prompt, stop_array
 from kvjax.sampling import Sampling, row_keys, sample
@@ -79,6 +81,7 @@ class Generation:
     cache: Cache  # holds the prompt and all new tokens
     logits: Array  # f32[B, V] of the token after the last of each row
     attended: np.ndarray | None = None  # f32[L] tokens attended a step and kv head, mean; None if not measured
+    speculation: Speculation | None = None  # how drafts went; None without a draft
 
     @property
     def rows(self) -> list[list[int]]:
@@ -300,6 +303,103 @@ def _decode_loop(
     return done, _has_no_best(done.logits)
 
 
+class _DraftLoop(NamedTuple):
+    emitted: Array  # i32[B] tokens of each row that this call emitted
+    cache: Cache
+    logits: Array  # f32[B, V]
+    tokens: Array  # i32[B, room]
+    active: Array  # bool[B] rows that have not ended
+    attended: Array  # as in _Loop, mean over the tokens that were accepted
+    counted: Array
+    state: Any  # of the drafter
+    numbers: Array  # i32[3] steps of a row, tokens drafted, tokens accepted
+
+
+@partial(jax.jit, static_argnames=("room", "measure"), donate_argnames=("cache", "state"), compiler_options=CONCURRENT)
+def _draft_loop(
+    model: Model,
+    cache: Cache,
+    logits: Array,
+    active: Array,
+    mean: tuple[Array, Array],
+    keys: Array | None,
+    first: Array,
+    limit: Array,
+    sampling: Sampling,
+    stop: Array,
+    drafter: Any,
+    state: Any,
+    *,
+    room: int,
+    measure: bool,
+) -> tuple[_DraftLoop, Array]:
+    """`_decode_loop` with several tokens a step: the next token of each row and a draft of those after it."""
+
+    def running(s: _DraftLoop) -> Array:
+        return s.active & (s.emitted < limit)
+
+    def draw_after(s: _DraftLoop) -> Callable[[Array, Array | int], Array]:
+        def draw(logits: Array, i: Array | int) -> Array:
+            now = None if keys is None else jax.vmap(jax.random.fold_in)(keys, first + s.emitted + i)
+            return sample(logits, now, sampling)
+
+        return draw
+
+    def step(s: _DraftLoop) -> _DraftLoop:
+        active, draw, held, cache = running(s), draw_after(s), s.cache.length, flush(s.cache)
+        token = jnp.where(active, draw(s.logits, 0), 0)
+        draft, wanted, proposed = drafter.with_state(s.state).propose(token, active, draw)
+        most = jnp.minimum(free_room(cache), limit - s.emitted) - 1
+        drafted = jnp.where(active, jnp.clip(wanted, 0, jnp.maximum(most, 0)), 0)
+        fed = jnp.concatenate([token[:, None], draft], axis=1)
+        count = jnp.where(active, 1 + drafted, 0)
+        new, cache, *infos = model(fed, flushed(cache), lengths=count, steps=True, info=measure)
+
+        places = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
+        drawn = jax.vmap(draw, (1, 0), 1)(new[:, :-1], places)
+        ends = jnp.any(fed[..., None] == stop[None, None], axis=-1)
+        good = accepted(drawn, draft, drafted, ends[:, :-1])
+        taken = jnp.where(active, 1 + good, 0)
+        place = jnp.arange(fed.shape[1], dtype=jnp.int32)[None]
+        kept, right = place < taken[:, None], jnp.where(active, good, 0)
+        at = jnp.where(kept, s.emitted[:, None] + place, room)
+        tokens = s.tokens.at[jnp.arange(len(at))[:, None], at].set(fed, mode="drop")
+        after = jnp.take_along_axis(new, good[:, None, None], axis=1)[:, 0]
+        attended, counted = s.attended, s.counted
+        if measure:
+            seen = jnp.stack([info.attended.astype(jnp.float32).mean(axis=-1) for info in infos[0]])  # [L, T, B]
+            rows = jnp.sum(taken).astype(jnp.float32)
+            counted = counted + rows
+            total = jnp.sum(jnp.where(kept.T[None], seen, 0.0), axis=(1, 2))
+            attended = attended + (total - attended * rows) / jnp.maximum(counted, 1.0)
+        return _DraftLoop(
+            emitted=s.emitted + taken,
+            cache=rollback(flushed(cache, False), held + taken),
+            logits=jnp.where(active[:, None], after, s.logits),
+            tokens=tokens,
+            active=s.active & ~jnp.any(ends & kept, axis=1),
+            attended=attended,
+            counted=counted,
+            state=proposed.accept(fed, taken).state,
+            numbers=s.numbers + jnp.stack([jnp.sum(a, dtype=jnp.int32) for a in (active, drafted, right)]),
+        )
+
+    B = logits.shape[0]
+    start = _DraftLoop(
+        emitted=jnp.zeros(B, jnp.int32),
+        cache=cache,
+        logits=logits,
+        tokens=jnp.full((B, room), PAD, jnp.int32),
+        active=active,
+        attended=mean[0],
+        counted=mean[1],
+        state=state,
+        numbers=jnp.zeros(3, jnp.int32),
+    )
+    done = lax.while_loop(lambda s: jnp.any(running(s)), step, start)
+    return done, _has_no_best(done.logits)
+
+
 def generate(
     model: Model,
     cache: Cache,
@@ -312,13 +412,16 @@ def generate(
     stop_tokens: int | Iterable[int] = (),
     chunk: int | None = None,
     measure: bool = False,
+    draft: Draft | None = None,
 ) -> Generation:
     """Continues each row of the prompt until it emits a stop token or `max_new_tokens`.
 
     `prompt` is one sequence of token ids a row, of any lengths, or a right-padded i32[B, T] with `lengths` i32[B].
     It is appended to what the cache holds already, so a conversation goes on from the cache of its last turn.
     `key` is one key, of which each row folds in its number, or B keys; token i of a row draws with `fold_in(row's
-    key, i)`, so pass a new key for each turn. `measure` fills in `attended`. What cannot fit is an error before any
+    key, i)`, so pass a new key for each turn. `measure` fills in `attended`. `draft`, a
+    `PromptLookup` or a `DraftModel`, guesses tokens that the model then checks, several in a step: the text stays the
+    same, up to rounding, and `speculation` tells how well it went. What cannot fit is an error before any
     work: see `kvjax.request.check_request`.
     """
     check_model(model)
@@ -327,8 +430,11 @@ def generate(
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
     keys = None if sampling.greedy else row_keys(key, cache.spec.batch)
+    if draft is not None:
+        check_takes_drafts(cache, draft.tokens)
     logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk)
-    return _decode_all(model, cache, logits, max_new_tokens, sampling, keys, stop, measure=measure)
+    drafter = None if draft is None else draft.start(model, cache, tokens, lengths, max_new_tokens)
+    return _decode_all(model, cache, logits, max_new_tokens, sampling, keys, stop, measure=measure, drafter=drafter)
 
 
 def decode(
@@ -374,14 +480,17 @@ def _decode_all(
     *,
     active: np.ndarray | None = None,
     measure: bool,
+    drafter: Any = None,
 ) -> Generation:
-    run = Stream(model, cache, logits, max_new_tokens, sampling, keys, stop, active=active, measure=measure)
+    run = Stream(
+        model, cache, logits, max_new_tokens, sampling, keys, stop, active=active, measure=measure, drafter=drafter
+    )
     found = run.advance(max_new_tokens)
     tokens = np.full((len(found), max_new_tokens), PAD, np.int32)
     tokens[:, : found.shape[1]] = found
     raise_on_overflow(run.cache)
     lengths = np.array([len(row) for row in run.rows], np.int32)
-    return Generation(tokens, lengths, run.cache, run.logits, run.attended)
+    return Generation(tokens, lengths, run.cache, run.logits, run.attended, run.speculation)
 
 
 def stream(
@@ -399,12 +508,14 @@ def stream(
     tokenizer: Any = None,
     block: int = 1,
     progress: Callable[[int], None] | None = None,
+    draft: Draft | None = None,
 ) -> Stream:
     """`generate` as an iterator over what comes: the same tokens, in pieces of up to `block` tokens a row.
 
     Yields i32[B, n <= block] on the host, with PAD where a row has ended; or, with a `tokenizer` and one row, pieces
     of text that never cut a character. The prompt is checked and prefilled by this call, so errors come before the
-    first piece. The host waits for the device once a block; a larger block is faster and less smooth.
+    first piece. The host waits for the device once a block; a larger block is faster and less smooth. With a
+    `draft`, as in `generate`, a block is at least a draft and the token before it.
     """
     check_model(model)
     check_model_cache(cache)
@@ -418,6 +529,9 @@ def stream(
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
     keys = None if sampling.greedy else row_keys(key, cache.spec.batch)
+    if draft is not None:
+        check_takes_drafts(cache, draft.tokens)
+        block = max(block, draft.tokens + 1)
     logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk, progress=progress)
     return Stream(
         model,
@@ -430,6 +544,7 @@ def stream(
         measure=measure,
         block=block,
         text=None if tokenizer is None else Detokenizer(tokenizer),
+        drafter=None if draft is None else draft.start(model, cache, tokens, lengths, max_new_tokens),
     )
 
 
@@ -458,6 +573,7 @@ class Stream(Iterator[Any]):
         measure: bool = False,
         block: int = 1,
         text: Detokenizer | None = None,
+        drafter: Any = None,
     ) -> None:
         batch = cache.spec.batch
         mean = _empty_mean(logits, len(cache.layers) if measure else 0)
@@ -468,12 +584,18 @@ class Stream(Iterator[Any]):
         self._left, self._step = max_new_tokens, 0
         self._active: Any = np.ones((batch,), bool) if active is None else active
         self._taking_part = self._active
+        self._drafter, self._numbers = drafter, np.zeros(3, np.int64)
         self._measure, self._block, self._text = measure, min(block, max_new_tokens), text
 
     @property
     def attended(self) -> np.ndarray | None:
         """f32[L] tokens attended a step and kv head, mean over the steps so far; None if not measured."""
         return on_host(self._mean[0]) if self._measure else None
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """How drafts went so far; None without a draft."""
+        return None if self._drafter is None else Speculation(*self._numbers.tolist())
 
     def _call(self, steps: int, limit: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of `_decode_loop`, traced ones and others."""
@@ -485,6 +607,8 @@ class Stream(Iterator[Any]):
     def lower(self, steps: int) -> jax.stages.Lowered:
         """The program of `advance(steps)`, for who asks what it is or needs; nothing runs."""
         arguments, shape = self._call(steps, steps)
+        if self._drafter is not None:
+            return _draft_loop.lower(*arguments, self._drafter.with_state(None), self._drafter.state, **shape)
         return _decode_loop.lower(*arguments, **shape)
 
     def advance(self, steps: int) -> np.ndarray:
@@ -495,9 +619,16 @@ class Stream(Iterator[Any]):
         if self._step == 0:
             self._check_finite(_has_no_best(self.logits), "before the first token")
         arguments, shape = self._call(steps, limit)
-        done, bad = _decode_loop(*arguments, **shape)
+        done: Any
+        if self._drafter is None:
+            done, bad = _decode_loop(*arguments, **shape)
+            count = done.step
+        else:
+            done, bad = _draft_loop(*arguments, self._drafter.with_state(None), self._drafter.state, **shape)
+            count, self._drafter = jnp.max(done.emitted), self._drafter.with_state(done.state)
+            self._numbers += on_host(done.numbers)
         self.cache, self.logits, self._mean = done.cache, done.logits, (done.attended, done.counted)
-        tokens, count, self._active, bad = jax.tree.map(on_host, (done.tokens, done.step, done.active, bad))
+        tokens, count, self._active, bad = jax.tree.map(on_host, (done.tokens, count, done.active, bad))
         self._step += int(count)
         self._left -= int(count)
         self._check_finite(bad, f"by new token {self._step}")

@@ -1,0 +1,278 @@
+"""Drafts: tokens that are guessed cheaply and checked by the model, several in one step.
+
+A draft proposes what may come next. The model takes the next token and the draft in one step (`kvjax.decode`), and a
+drafted token is accepted if it is the very token that the model draws in its place: the most likely one without a
+temperature, else a draw with the key of that position. Tokens past the first that differs are taken back
+(`kvjax.rollback`). So the text is the text without drafts, also a drawn one with the same key, up to rounding of the
+logits; drafts change its speed alone.
+
+**Source:** Leviathan et al. 2023 and Saxena 2023 (prompt lookup). **Differs:** they accept a drafted token with
+probability min(1, p / q) and draw anew from the rest. Here the draft and the model draw with the same noise (Daliri et
+al. 2024), which has the same distribution p and gives the text of the key. For a draft without a draw of its own, as
+prompt lookup, the two rules accept equally often.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.tree_util import register_dataclass
+
+from kvjax.attention import MOST_STEPS, Cache, flush, init, rollback
+from kvjax.caches import Full, PerLayer, Policy, Reversible
+from kvjax.request import check_model, vocabulary_size
+from kvjax.spec import require_int
+
+Draw = Callable[[Array, Array | int], Array]
+"""(logits f32[B, V], i) -> i32[B]: the token that the run draws from them, i tokens after the next one."""
+
+
+class Drafter(Protocol):
+    """A draft in progress: a pytree, of which a loop on the device carries `state`."""
+
+    @property
+    def state(self) -> Any:
+        """The arrays that steps change. They are donated."""
+        ...
+
+    def with_state(self, state: Any) -> Any:
+        """The drafter with another state."""
+        ...
+
+    @property
+    def most(self) -> int:
+        """Tokens that a step drafts at most."""
+        ...
+
+    def propose(self, token: Array, active: Array, draw: Draw) -> tuple[Array, Array, Any]:
+        """Drafts i32[B, most] of what follows `token` i32[B], how many of them i32[B], and the drafter after it."""
+        ...
+
+    def accept(self, tokens: Array, taken: Array) -> Any:
+        """The drafter after the first `taken` i32[B] of tokens i32[B, 1 + most], the token and its draft."""
+        ...
+
+
+class Draft(Protocol):
+    """What `generate` and `stream` take as `draft`."""
+
+    tokens: int
+
+    def start(self, model: Any, cache: Cache, prompt: np.ndarray, lengths: np.ndarray, new_tokens: int) -> Drafter:
+        """The drafter of a run that has read a right-padded prompt i32[B, T] with `lengths` i32[B]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLookup:
+    """Drafts what followed the last `ngram` tokens where they stood before, in the prompt or in what was written.
+
+    Costs no second model. Finds the last place of the longest run of at most `ngram` tokens; where not even the last
+    token stood before, it drafts nothing. Pays where the answer repeats the prompt: code that is edited, summaries.
+    """
+
+    ngram: int = 3
+    tokens: int = 8
+
+    def __post_init__(self) -> None:
+        require_int("PromptLookup(ngram=...)", self.ngram, at_least=1, at_most=64)
+        _require_tokens(self)
+
+    def start(
+        self, model: Any, cache: Cache, prompt: np.ndarray, lengths: np.ndarray, new_tokens: int
+    ) -> _LookupDrafter:
+        size = max(64, 1 << (prompt.shape[1] + new_tokens + self.tokens).bit_length())
+        text = np.pad(prompt, ((0, 0), (0, size - prompt.shape[1])))
+        return _LookupDrafter(jnp.asarray(text), jnp.asarray(lengths, jnp.int32), self.ngram, self.tokens)
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """Drafts by a smaller model of the same vocabulary, which reads and writes along with the other.
+
+    `cache` is the policy of its own cache, one that `kvjax.rollback` takes.
+    """
+
+    model: Any
+    tokens: int = dataclasses.field(default=4, kw_only=True)
+    cache: Policy | PerLayer = dataclasses.field(default=Full(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        _require_tokens(self)
+        if not hasattr(self.model, "spec") or not hasattr(self.model, "config"):
+            raise ValueError("DraftModel takes a kvjax.models.Decoder, or a model with its `spec` and `config.layers`")
+
+    def start(
+        self, model: Any, cache: Cache, prompt: np.ndarray, lengths: np.ndarray, new_tokens: int
+    ) -> _ModelDrafter:
+        from kvjax.generation import prefill
+
+        ours, theirs = vocabulary_size(self.model), vocabulary_size(model)
+        if ours is not None and theirs is not None and ours != theirs:
+            raise ValueError(
+                f"the draft model has a vocabulary of {ours} tokens and the model one of {theirs}; a draft model must "
+                "have the model's tokenizer"
+            )
+        held = np.asarray(cache.length) - np.asarray(lengths)
+        if held.any():
+            raise ValueError(
+                f"the cache held {int(held.max())} tokens before this prompt, which the draft model has not read; "
+                "give it an empty cache and the whole text, or draft by PromptLookup()"
+            )
+        spec = self.model.spec(batch=cache.spec.batch, capacity=cache.spec.capacity + self.tokens + 1)
+        own = init(self.cache, spec, layers=self.model.config.layers)
+        check_takes_drafts(own, self.tokens)
+        _, own = prefill(self.model, own, prompt, lengths)
+        return _ModelDrafter(self.model, own, jnp.asarray(lengths, jnp.int32), self.tokens)
+
+
+def parse(text: str) -> PromptLookup:
+    """The draft of a text such as "prompt-lookup" or "prompt-lookup:3,8", n-gram and tokens.
+
+    >>> parse("prompt-lookup:2,4")
+    PromptLookup(ngram=2, tokens=4)
+    """
+    name, _, numbers = text.partition(":")
+    parts = numbers.split(",") if numbers else []
+    if name != "prompt-lookup" or len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(
+            f"speculate={text!r} must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS as prompt-lookup:3,8"
+        )
+    return PromptLookup(**dict(zip(("ngram", "tokens"), map(int, parts), strict=False)))
+
+
+def check_takes_drafts(cache: Cache, tokens: int) -> None:
+    """Raises ValueError for a cache of which drafted tokens cannot be taken back."""
+    for i, layer in enumerate(cache.layers):
+        policy: Any = layer.policy
+        if not isinstance(policy, Reversible):
+            raise ValueError(
+                f"drafts need a cache that can take back tokens, which layer {i} with {policy!r} cannot; use "
+                "full, or a retrieval or compressed method other than freekv"
+            )
+        chunk = getattr(getattr(policy, "demote", None), "leave", None)
+        if chunk is not None and tokens + 1 > chunk:
+            raise ValueError(
+                f"a draft of {tokens} tokens and the token before it are more than the {chunk} that the recent block "
+                f"of layer {i} takes between two flushes; draft at most {chunk - 1}, or make the chunk larger"
+            )
+
+
+def _require_tokens(draft: Any) -> None:
+    require_int(f"{type(draft).__name__}(tokens=...)", draft.tokens, at_least=1, at_most=MOST_STEPS - 1)
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class _LookupDrafter:
+    text: Array  # i32[B, L] prompt and what was written
+    length: Array  # i32[B]
+    ngram: int = dataclasses.field(metadata={"static": True})
+    most: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def state(self) -> Any:
+        return self.text, self.length
+
+    def with_state(self, state: Any) -> _LookupDrafter:
+        text: Any
+        length: Any
+        text, length = (None, None) if state is None else state
+        return dataclasses.replace(self, text=text, length=length)
+
+    def propose(self, token: Array, active: Array, draw: Draw) -> tuple[Array, Array, _LookupDrafter]:
+        text, L = _append(self.text, self.length, token[:, None], jnp.ones_like(token)), self.text.shape[1]
+        n, place = self.length + 1, jnp.arange(L, dtype=jnp.int32)[None]
+        start = jnp.full_like(n, -1)  # where the continuation of the longest run begins
+        same = jnp.ones(text.shape, bool)  # the i + 1 tokens that end at this place are the last i + 1 of the text
+        for i in range(self.ngram):
+            last = jnp.take_along_axis(text, jnp.maximum(n - 1 - i, 0)[:, None], axis=1)
+            same &= (jnp.roll(text, i, axis=1) == last) & (place >= i)
+            found = jnp.max(jnp.where(same & (place < (n - 1)[:, None]), place, -1), axis=1)
+            start = jnp.where(found >= 0, found + 1, start)
+        at = jnp.minimum(start[:, None] + jnp.arange(self.most)[None], L - 1)
+        count = jnp.where(start >= 0, jnp.minimum(n - start, self.most), 0)
+        return jnp.take_along_axis(text, jnp.maximum(at, 0), axis=1), count, self
+
+    def accept(self, tokens: Array, taken: Array) -> _LookupDrafter:
+        text = _append(self.text, self.length, tokens, taken)
+        return dataclasses.replace(self, text=text, length=self.length + taken)
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class _ModelDrafter:
+    model: Any
+    cache: Cache
+    length: Array  # i32[B] tokens that were accepted
+    most: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def state(self) -> Any:
+        return self.cache, self.length
+
+    def with_state(self, state: Any) -> _ModelDrafter:
+        cache: Any
+        length: Any
+        cache, length = (None, None) if state is None else state
+        return dataclasses.replace(self, cache=cache, length=length)
+
+    def propose(self, token: Array, active: Array, draw: Draw) -> tuple[Array, Array, _ModelDrafter]:
+        def feed(carry: tuple[Cache, Array], i: Array) -> tuple[tuple[Cache, Array], Array]:
+            cache, token = carry
+            logits, cache = self.model(token[:, None], flush(cache), active=active, last=True)
+            token = draw(logits, i)
+            return (cache, token), token
+
+        # The last draft is fed too: if all are accepted, this cache holds what the model's does.
+        steps = jnp.arange(1, self.most + 2, dtype=jnp.int32)
+        (cache, _), drafted = lax.scan(feed, (self.cache, token), steps)
+        count = jnp.full_like(token, self.most)
+        return drafted[: self.most].T, count, dataclasses.replace(self, cache=cache)
+
+    def accept(self, tokens: Array, taken: Array) -> _ModelDrafter:
+        length = self.length + taken
+        return dataclasses.replace(self, cache=rollback(self.cache, length), length=length)
+
+
+def _append(text: Array, length: Array, tokens: Array, count: Array) -> Array:
+    i = jnp.arange(tokens.shape[1])[None]
+    at = jnp.where(i < count[:, None], length[:, None] + i, text.shape[1])
+    return text.at[jnp.arange(text.shape[0])[:, None], at].set(tokens, mode="drop")
+
+
+def accepted(drawn: Array, draft: Array, count: Array, ended: Array) -> Array:
+    """i32[B]: how many of the first `count` of draft i32[B, M] are accepted.
+
+    `drawn` i32[B, M] are the tokens that the model draws in their places. `ended` bool[B, M]: the token before each
+    one ends the text.
+    """
+    i = jnp.arange(draft.shape[1])[None]
+    good = (drawn == draft) & (i < count[:, None]) & ~ended
+    return jnp.sum(jnp.cumprod(good.astype(jnp.int32), axis=1), axis=1)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How well drafts went, over all rows."""
+
+    steps: int  # steps of the model, a row each
+    drafted: int  # tokens that were proposed to it
+    accepted: int
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafted tokens that were accepted; 0 where none was drafted."""
+        return self.accepted / max(self.drafted, 1)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """New tokens of a row for each step of the model; 1 without drafts."""
+        return (self.steps + self.accepted) / max(self.steps, 1)
