@@ -47,7 +47,7 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, M: int, W: int
     def kernel(config: Config) -> Any:
         centres = tuple(lloyd_max(SUBSPACE)[1].tolist())
         run = partial(select_4bit.select_4bit, centres=centres, turned=turned(D, 0), config=config)
-        one = jax.jit(partial(run, room=k, scale=D**-0.5, wide=W))  # lowered once
+        one = jax.jit(partial(run, room=k, scale=D**-0.5, pending_slots=W))  # lowered once
 
         def choose(q: Array, keys: Directions, lists: list[PackedSelection], late: Array) -> list[PackedSelection]:
             return [PackedSelection(*one(q, *keys, some, (late, 0, W), k)) for some in lists]

@@ -49,14 +49,14 @@ def inputs(B: int, K: int, G: int, P: int, unit: int, pending: int, D: int, n: i
 def measure(
     sweep: Sweep, B: int, K: int, G: int, P: int, unit: int, pending: int, k: int, D: int, group_reduce: GroupReduce
 ) -> dict[str, Any]:
-    moved, scale, wide = B * K * (P * (4 * D + 8 * G) + 4 * k), D**-0.5, pending * unit
+    moved, scale, pending_slots = B * K * (P * (4 * D + 8 * G) + 4 * k), D**-0.5, pending * unit
     n = min(repeats(moved), MOST)
     args = jax.jit(inputs, static_argnums=range(8))(B, K, G, P, unit, pending, D, n)
 
     def kernel(config: Config | None) -> Any:
         @jax.jit
         def one(q: Array, low: Array, high: Array, span: Any, late: Waiting) -> Selection:
-            how: dict[str, Any] = {"unit": unit, "scale": scale, "wide": wide, "config": config}
+            how: dict[str, Any] = {"unit": unit, "scale": scale, "wide": pending_slots, "config": config}
             return PackedSelection(
                 *select_pages.select_pages(q, low, high, span, late, k, group_reduce, k, **how)
             ).selection

@@ -33,7 +33,7 @@ from kvjax.kernels_pallas.simt import Flag, Word, instr, loop, ptx, real, when, 
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_quantized.json
 BY_TOKEN = 32  # keys of a unit that have scales of their own
-MOST_GROUP = 64
+MAX_GROUP = 64
 LIFT = 64  # see `_codes`
 SLACK = 8.0  # weights are up to 2^(LIFT + SLACK)
 ONE = 0x3F803F80  # bf16, twice
@@ -116,9 +116,9 @@ def unsupported(
     if not all(b in (2, 4) for b in bits):
         return f"the kernel attend_quantized takes codes of 2 and 4 bits; got {bits[0]:g} and {bits[1]:g}"
     (tokens, channels), sliced = _groups(keys[1], S, D), _groups(values[1], S, D)
-    if not (tokens == 1 and channels % (D // 4) == 0) and not (channels == 1 and tokens <= MOST_GROUP):
+    if not (tokens == 1 and channels % (D // 4) == 0) and not (channels == 1 and tokens <= MAX_GROUP):
         return (
-            f"the kernel attend_quantized takes keys in groups of up to {MOST_GROUP} tokens by 1 channel, or of "
+            f"the kernel attend_quantized takes keys in groups of up to {MAX_GROUP} tokens by 1 channel, or of "
             f"1 token by a multiple of {D // 4} channels; got {tokens} by {channels}"
         )
     if sliced[0] != 1 or sliced[1] % (D // 8):
@@ -278,9 +278,9 @@ def _program(
     queries = _queries(layout, q, heads, quad, col, 1.0 if scale >= 0 else -1.0)
     factor = (abs(scale) or 2.0**-99) / math.log(2) * (2.0**LIFT if by_channel else 1.0)
     mixing = _Mixing(layout, lane)
-    last = room + (config.stages - 1) * layout.stage
+    end_of_ring = room + (config.stages - 1) * layout.stage
 
-    @loop(begin, end, warps, [room, last, *mixing.nothing()])
+    @loop(begin, end, warps, [room, end_of_ring, *mixing.nothing()])
     def carry(n: Word, at: Word, before: Word, *state: Word) -> list[Word]:
         ptx(f"cp.async.wait_group {config.stages - 2};")
         simt.warp_barrier()
@@ -296,16 +296,16 @@ def _program(
 
         def counted() -> list[Word]:
             tokens = [n * unit + (quad + 8 * r) for r in range(2 * tiles)]
-            there = [(token >= start) & (token < stop) for token in tokens]
-            kept = [f.select(x, 0) for f, words in zip(there, scales, strict=True) for x in words]
-            return [*softmax.flat(softmax.masked(logs, lambda r: there[r])), *kept]
+            exists = [(token >= start) & (token < stop) for token in tokens]
+            kept = [f.select(x, 0) for f, words in zip(exists, scales, strict=True) for x in words]
+            return [*softmax.flat(softmax.masked(logs, lambda r: exists[r])), *kept]
 
         whole = [*softmax.flat(logs), *softmax.flat(scales)]
         words = iter(simt.branch((n * unit < start) | (n * unit + unit > stop), counted, whole))
         logs, scales = ([[next(words) for _ in four] for four in fours] for fours in (logs, scales))
         kept, weights = softmax.exponentials(state, logs, factor=factor, lift=LIFT, slack=SLACK)
         mixed = mixing.add(softmax.parts(kept)[2], at, weights, scales)
-        return [at.equals(last).select(room, at + layout.stage), at, *kept[:4], *softmax.flat(mixed)]
+        return [at.equals(end_of_ring).select(room, at + layout.stage), at, *kept[:4], *softmax.flat(mixed)]
 
     ptx("cp.async.wait_group 0;")
     simt.warp_barrier()
@@ -579,11 +579,11 @@ def _exact(
         for i in range(0, D // 8, 2):
             scores = simt.mma("bf16", scores, [near[i], far[i], near[i + 1], far[i + 1]], queries[i : i + 2])
 
-        def there(r: int) -> Flag:
+        def exists(r: int) -> Flag:
             token = n * 16 + (quad + 8 * r)
             return (token >= start) & (token < stop)
 
-        kept, (right,) = softmax.weigh(state, [scores], there, scale=scale, kind="bf16")
+        kept, (right,) = softmax.weigh(state, [scores], exists, scale=scale, kind="bf16")
         mixed = softmax.parts(kept)[2]
         for i, (m, j) in enumerate(mixing.products):
             a = [

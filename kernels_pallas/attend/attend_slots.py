@@ -31,7 +31,7 @@ from kvjax.kernels_pallas.simt import Word, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_slots.json
 TILE = 32  # slots of a warp at a time
-MOST_SLOTS = 4096
+MAX_SLOTS = 4096
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Config:
 def config_for(rows: int, slots: int, D: int) -> Config:
     """As many blocks a row as fit on the multiprocessors at once and have work; four warps for the widest heads."""
     warpgroups = 2 if D < 256 else 1
-    most = -(-slots // (TILE * 4 * warpgroups))
-    return Config(next((b for b in (8, 4, 2) if b < 2 * most and rows * b <= 128), 1), warpgroups)
+    max_slots = -(-slots // (TILE * 4 * warpgroups))
+    return Config(next((b for b in (8, 4, 2) if b < 2 * max_slots and rows * b <= 128), 1), warpgroups)
 
 
 def smem_bytes(D: int, config: Config) -> int:
@@ -69,8 +69,8 @@ def unsupported(q: Any, k: Any, v: Any, slots: Any, config: Config | None = None
         return f"the kernel attend_slots takes keys and values in bf16 or f16; got {k.dtype}"
     if (v.dtype, v.shape) != (k.dtype, k.shape):
         return f"the kernel attend_slots takes values like keys, {k.dtype}{list(k.shape)}; got {v.dtype}{list(v.shape)}"
-    if not 1 <= M <= MOST_SLOTS:
-        return f"the kernel attend_slots takes 1 to {MOST_SLOTS} slots a row; got {M}"
+    if not 1 <= M <= MAX_SLOTS:
+        return f"the kernel attend_slots takes 1 to {MAX_SLOTS} slots a row; got {M}"
     if k.shape[2] * D * 2 >= 1 << 32:
         return f"the kernel attend_slots takes rows of less than 4 GiB of keys; got k{list(k.shape)}"
     if 0 in q.shape:
@@ -143,7 +143,7 @@ def attend(
                 _program,
                 sizes=(heads, rows // kept[0].shape[0], D, index.shape[1]),
                 zones=tuple(a.shape[1] for a in kept[::2]),
-                most=tuple(most for *_, most in spans),
+                max_slots=tuple(max_slots for *_, max_slots in spans),
                 counted=found is not None,
                 shared_by=rows // ends[0].shape[0] if ends else 1,
                 strides=tuple(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in outs),
@@ -165,7 +165,7 @@ def attend(
         q, *flat = simt.flatten_batch(n, batches, args)
         kept, (index, *rest) = flat[: -len(lists + ends)], flat[-len(lists + ends) :]
         found = rest.pop(0) if len(lists) == 2 else None
-        two = zip(rest[::2], rest[1::2], (most for *_, most in spans), strict=True)
+        two = zip(rest[::2], rest[1::2], (max_slots for *_, max_slots in spans), strict=True)
         made = attend(
             q, kept, index, found=found, spans=list(two), outs=outs, name=name, write=write, scale=scale, config=config
         )
@@ -175,12 +175,12 @@ def attend(
 
 
 def _program(
-    q_m: Any, *refs: Any, sizes: tuple[int, int, int, int], zones: tuple[int, ...], most: tuple[int, ...],
+    q_m: Any, *refs: Any, sizes: tuple[int, int, int, int], zones: tuple[int, ...], max_slots: tuple[int, ...],
     counted: bool, shared_by: int, strides: tuple[int, ...], write: Callable[..., None], kind: str, scale: float,
     config: Config,
 ) -> None:  # fmt: skip
     heads, of_zone, D, M = sizes
-    places = M + sum(most)
+    places = M + sum(max_slots)
     warps, blocks = 4 * config.warpgroups, config.blocks
     t, part, row = simt.special("tid.x"), simt.special("cluster_ctarank"), simt.special("clusterid.x")
     lane, warp = t & 31, t >> 5
@@ -188,7 +188,7 @@ def _program(
     width = rows.width  # bytes of keys of one slot
     chunks = width // 16
     kept_m, (index_m, *rest) = refs[: 2 * len(zones)], refs[2 * len(zones) :]
-    of_counts = [1] * counted + [shared_by] * (2 * len(most))
+    of_counts = [1] * counted + [shared_by] * (2 * len(max_slots))
     q, index, *kept = (simt.global_address(m) for m in (q_m, index_m, *kept_m))
     q, index = simt.offset_rows(q, row, heads * width), simt.offset_rows(index, row, M * 4)
     ends, of_row = list(itertools.accumulate(zones)), simt.divide(row, of_zone)
@@ -216,10 +216,10 @@ def _program(
         if found is not None:
             slot = (at < found).select(slot, 0xFFFFFFFF)
         first = M
-        for (start, stop), n, end in zip(spans, most, ends[len(zones) - len(most) - 1 :], strict=False):
+        for (start, stop), n, end in zip(spans, max_slots, ends[len(zones) - len(max_slots) - 1 :], strict=False):
             of_span = (stop > start + n).select(stop - n, start) + (at - first)
-            there = (at >= first) & (at < first + n) & (of_span < stop)
-            slot, first = there.select(of_span + end, slot), first + n
+            exists = (at >= first) & (at < first + n) & (of_span < stop)
+            slot, first = exists.select(of_span + end, slot), first + n
         return slot
 
     per = 32 // chunks  # rows that one instruction copies
@@ -229,12 +229,12 @@ def _program(
         for i in range(TILE // per):
             r = first + i * per
             slot = simt.from_lane(slots, r)
-            there = slot.differs(0xFFFFFFFF)
-            slot, source = there.select(slot, 0), sources[-1]
+            exists = slot.differs(0xFFFFFFFF)
+            slot, source = exists.select(slot, 0), sources[-1]
             for before, end in zip(sources[-2::-1], ends[-2::-1], strict=True):
                 source = simt.select_address(slot < end, before, source)
             at = simt.offset(source, slot * width + chunk * 16)
-            ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", rows.place(to, r, chunk), at, there.select(16, 0))
+            ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", rows.place(to, r, chunk), at, exists.select(16, 0))
         ptx("cp.async.commit_group;")
 
     def wait() -> None:
@@ -256,9 +256,9 @@ def _program(
             copy(k, keys, ahead)
         else:
             ptx("cp.async.commit_group;")
-        there = simt.ballot(slots.differs(0xFFFFFFFF)) >> rows.quad
+        exists = simt.ballot(slots.differs(0xFFFFFFFF)) >> rows.quad
         before, weights = softmax.weigh(
-            state, scores, lambda j: ((there >> (8 * j)) & 1).differs(0), scale=scale, kind=kind
+            state, scores, lambda j: ((exists >> (8 * j)) & 1).differs(0), scale=scale, kind=kind
         )
         wait()
         mixed = rows.mix(before, values, weights)

@@ -204,7 +204,7 @@ def _program(
     for i in range(config.stages):
         fetch(k, room + i * 2 * tile, begin + i * step)
         fetch(v, room + i * 2 * tile + tile, begin + i * step)
-    queries, last = rows.queries(q, heads), room + (config.stages - 1) * 2 * tile
+    queries, end_of_ring = rows.queries(q, heads), room + (config.stages - 1) * 2 * tile
 
     @loop(begin, stop, step, [room, *softmax.empty(D)])
     def carry(slot: Word, at: Word, *state: Word) -> list[Word]:
@@ -219,7 +219,7 @@ def _program(
         mixed = rows.mix(before, at + tile, weights)
         simt.warp_barrier()
         fetch(v, at + tile, ahead)
-        return [at.equals(last).select(room, at + 2 * tile), *mixed]
+        return [at.equals(end_of_ring).select(room, at + 2 * tile), *mixed]
 
     ptx("cp.async.wait_group 0;")
     simt.warp_barrier()

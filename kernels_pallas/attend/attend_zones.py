@@ -37,7 +37,7 @@ def unsupported(
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     B, K, H, M = slots.shape
     spans = _spans(recent, sink, local)
-    all_slots = jax.ShapeDtypeStruct((B, K, H, M + sum(most for _, most in spans)), jnp.int32)
+    all_slots = jax.ShapeDtypeStruct((B, K, H, M + sum(max_slots for _, max_slots in spans)), jnp.int32)
     if limit := one_zone.unsupported(q, k, v, all_slots, config):
         return limit.replace("attend_slots", "attend_zones", 1)
     if str(q.dtype) not in KINDS:
@@ -87,7 +87,7 @@ def attend_zones(
     B, K, G, D = q.shape
     H, M = slots.shape[2:]
     found, spans = None, _spans(recent, sink, local)
-    read = M + sum(most for _, most in spans)
+    read = M + sum(max_slots for _, max_slots in spans)
     chosen = config or tuned.select(
         "attend_zones",
         config_for(B * K * H, read, D),
@@ -110,7 +110,7 @@ def attend_zones(
         [a.reshape(B * K, -1, D) for zone in ((k, v), more or (), *(span[:2] for span, _ in spans)) for a in zone],
         slots.astype(jnp.int32).reshape(B * K * H, -1),
         found=found,
-        spans=[(*(end.astype(jnp.int32) for end in span[2:]), most) for span, most in spans],
+        spans=[(*(end.astype(jnp.int32) for end in span[2:]), max_slots) for span, max_slots in spans],
         outs=(((G // H, D), q.dtype),),
         name="attend_zones",
         write=functools.partial(_write, kind=KINDS[str(q.dtype)]),

@@ -72,12 +72,12 @@ def supported(x: Any, index: Any) -> bool:
     return unsupported(x, index) is None
 
 
-def unsupported_recall(x: Any, there: Any, zones: Sequence[Any]) -> str | None:
+def unsupported_recall(x: Any, device_rows: Any, zones: Sequence[Any]) -> str | None:
     """The limit that these shapes and dtypes exceed, for `recall`; None if there is a kernel for them."""
     if any(a.dtype != x.dtype for a in zones):
         found = ", ".join(str(a.dtype) for a in zones)
         return f"the kernel host_rows recalls keys and values in the dtype of the store, {x.dtype}; got {found}"
-    if limit := limit_of_chunks("host_rows", row_bytes(x), x.shape[2] and math.prod(there.shape)):
+    if limit := limit_of_chunks("host_rows", row_bytes(x), x.shape[2] and math.prod(device_rows.shape)):
         return limit
     line = x.shape[-1] * x.dtype.itemsize
     return f"the kernel host_rows recalls slots of a multiple of {CHUNK} bytes; got {line}" if line % CHUNK else None
@@ -107,45 +107,44 @@ def _rows(config: Config, x: Array, index: Array) -> Array:
 
 
 def recall(
-    x: Array, index: Array, edge: Array, now: Array, held: tuple[Array, Sequence[Array]], recent: Sequence[Array],
-    kept: tuple[Array, Sequence[Array]] | None = None, *, blocks: int | None = None, config: Config | None = None,
+    x: Array, index: Array, edge: Array, recalls: Array, device: tuple[Array, Sequence[Array]], recent: Sequence[Array],
+    first_read: tuple[Array, Sequence[Array]] | None = None, *, blocks: int | None = None, config: Config | None = None,
 ) -> tuple[Array, ...]:  # fmt: skip
     """The parts, [B, K, M * Z, D] each on the device, of x [B, K, P, parts, Z, D] that heads recall to M places.
 
-    The (b, k) where `now` bool[B, K] is true get at place n < N what `index` i32[B, K, N] says, at place N what `edge`
-    i32[B] says, and zeros at the rest: i < P is row i of x; P + r are the Z slots from r on of `recent`, parts
-    [B, K, R, D], the last slot again and again past its end; and a negative number gives zeros. `held` = (there
+    The (b, k) where `recalls` bool[B, K] is true get at place n < N what `index` i32[B, K, N] says, at place N what
+    `edge` i32[B] says, and zeros at the rest: i < P is row i of x; P + r are the Z slots from r on of `recent`, parts
+    [B, K, R, D], the last slot again and again past its end; and a negative number gives zeros. `device` = (rows
     i32[B, K, M], parts [B, K, M * Z, D]) are rows, and negative numbers for none, that lie on the device already, and
     are read there.
 
-    Others get anything: nothing is written. With `kept` = (which bool[B, K], parts) they get these where `which` is
-    true, and else those of `held`, as they are. `blocks` take turns; None: one for each piece.
+    Others get anything: nothing is written. With `first_read` = (which bool[B, K], parts) they get these where `which`
+    is true, and else those of `device`, as they are. `blocks` take turns; None: one for each piece.
     """
-    if limit := unsupported_recall(x, held[0], [*held[1], *recent, *(kept or ((), ()))[1]]):
+    if limit := unsupported_recall(x, device[0], [*device[1], *recent, *(first_read or ((), ()))[1]]):
         raise NotImplementedError(limit)
-    mode = now.astype(jax.numpy.int32)
-    if kept is not None:
-        mode = jax.numpy.where(kept[0], 2, mode)
-    zones = *held[1], *recent, *(() if kept is None else kept[1])
-    args = x, index, edge.reshape(-1, 1), mode, held[0], *zones
+    mode = recalls.astype(jax.numpy.int32)
+    if first_read is not None:
+        mode = jax.numpy.where(first_read[0], 2, mode)
+    zones = *device[1], *recent, *(() if first_read is None else first_read[1])
+    args = x, index, edge.reshape(-1, 1), mode, device[0], *zones
     return tuple(_recall(config or Config(), blocks, *args))
 
 
 def _recall(config: Config, blocks: int | None, *args: Array) -> list[Array]:
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> list[Array]:
-        x, index, _, _, there, *zones = args
-        parts, recent, (_, K, M) = zones[: x.shape[3]], zones[x.shape[3]], there.shape
-        chunks = row_bytes(x) // CHUNK
+        x, index, _, _, device_rows, *zones = args
+        parts, recent, (_, K, M) = zones[: x.shape[3]], zones[x.shape[3]], device_rows.shape
+        chunks, keeps = row_bytes(x) // CHUNK, len(zones) > 2 * len(parts)
         program = functools.partial(
-            _recall_program, rows=math.prod(there.shape[:2]), K=K, P=x.shape[2], N=index.shape[2], M=M, chunks=chunks,
-            parts=len(parts), R=recent.shape[2], line=x.shape[-1] * x.dtype.itemsize, keeps=len(zones) > 2 * len(parts),
+            _recall_program, rows=math.prod(device_rows.shape[:2]), K=K, P=x.shape[2], N=index.shape[2], M=M,
+            chunks=chunks, parts=len(parts), R=recent.shape[2], line=x.shape[-1] * x.dtype.itemsize, keeps=keeps,
             config=config, blocks=blocks,
         )  # fmt: skip
         outs = tuple(jax.ShapeDtypeStruct(a.shape, x.dtype) for a in parts)
-        keeps = len(zones) > 2 * len(parts)
         name, sparse = ("kvjax_host_rows_rest", ()) if keeps else ("kvjax_host_rows_first", range(len(parts)))
-        return list(_kernel(name, program, outs, there.size * chunks, config, blocks, tuple(sparse))(*args))
+        return list(_kernel(name, program, outs, device_rows.size * chunks, config, blocks, tuple(sparse))(*args))
 
     @run.def_vmap
     def batched(n: int, batches: list[Any], *args: Array) -> tuple[list[Array], list[bool]]:
@@ -187,8 +186,8 @@ def _recall_program(
     *refs: Any, rows: int, K: int, P: int, N: int, M: int, chunks: int, parts: int, R: int, line: int, keeps: bool,
     config: Config, blocks: int | None,
 ) -> None:  # fmt: skip
-    x, index, edge, mode, there, *zones = (simt.global_address(m) for m in refs)
-    held, recent, *kept, outs = (zones[i : i + parts] for i in range(0, len(zones), parts))
+    x, index, edge, mode, device_rows, *zones = (simt.global_address(m) for m in refs)
+    device, recent, *first_read, outs = (zones[i : i + parts] for i in range(0, len(zones), parts))
     size, piece = chunks * CHUNK, chunks * CHUNK // parts
     width = M * piece
 
@@ -199,7 +198,7 @@ def _recall_program(
         @loop(0, M, 32, [word(0xFFFFFFFF)])
         def place(i: Word, known: Word) -> Word:
             at = i + lane
-            other = simt.load_below(at, M, simt.offset(simt.offset_rows(there, of, M * 4), at * 4), 0xFFFFFFFF)
+            other = simt.load_below(at, M, simt.offset(simt.offset_rows(device_rows, of, M * 4), at * 4), 0xFFFFFFFF)
             votes = simt.ballot(other.equals(row) & (row < P))
             return votes.differs(0).select(i + 31 - instr("clz.b32", votes), known)
 
@@ -223,23 +222,23 @@ def _recall_program(
         row = simt.load_below(n, N, simt.offset_rows(simt.offset_rows(index, of, N * 4), n, 4), 0xFFFFFFFF)
         row = n.equals(N).select(simt.load(simt.offset_rows(edge, simt.divide(of, K), 4)), row)
         how = simt.load(simt.offset_rows(mode, of, 4))
-        anew = how.equals(1)
+        is_recalled = how.equals(1)
         from_host = simt.offset_rows(simt.offset_rows(x, of, P * size), (row < P).select(row, 0), size)
         found = simt.offset(from_host, part * piece + byte)
         place = place_of(row, of) if size % (32 * CHUNK) == 0 else word(0xFFFFFFFF)  # a warp looks for one row
-        at_place = of_part(held, part)
+        at_place = of_part(device, part)
         if keeps:
-            at_place = simt.select_address(how.equals(2), of_part(kept[0], part), at_place)
-        place = anew.select(place, n)
+            at_place = simt.select_address(how.equals(2), of_part(first_read[0], part), at_place)
+        place = is_recalled.select(place, n)
         at_place = simt.offset_rows(simt.offset_rows(at_place, of, width), place, piece)
         found = simt.select_address(place.differs(0xFFFFFFFF), simt.offset(at_place, byte), found)
         in_slot = simt.divide(byte, line)
         slot = instr("min.u32", row - P + in_slot, R - 1)
         newest = simt.offset_rows(simt.offset_rows(of_part(recent, part), of, R * line), slot, line)
         is_there = row < 1 << 31
-        waits = anew & is_there & (row >= P)
+        waits = is_recalled & is_there & (row >= P)
         found = simt.select_address(waits, simt.offset(newest, byte - in_slot * line), found)
-        return anew.select(is_there.select(1, 0), 1).differs(0), found
+        return is_recalled.select(is_there.select(1, 0), 1).differs(0), found
 
     def is_wanted(at: Word) -> Flag:
         return simt.load(simt.offset_rows(mode, whose(at)[0], 4)).equals(1)
@@ -274,7 +273,7 @@ def _move(
             "{ .reg .pred p; setp.ne.u32 p, $4, 0; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
             "@p ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$5]; }"
         )
-        loaded = [ptx(load, there.select(1, 0), address, results=4) for there, address in sources]
+        loaded = [ptx(load, exists.select(1, 0), address, results=4) for exists, address in sources]
         for at, flag, words in zip(at_chunk, wanted, loaded, strict=True):
             with when(flag):
                 ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", target(at), *words)

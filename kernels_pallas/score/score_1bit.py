@@ -197,8 +197,8 @@ class Scores:
         t = simt.special("tid.x")
         warp, lane = t >> 5, t & 31
         quad, col = lane >> 2, lane & 3
-        job, last = simt.special("ctaid.x") * WARPS + warp, self.rows * self.jobs - 1
-        job = (job < last).select(job, last)  # a spare warp repeats the last
+        job, final = simt.special("ctaid.x") * WARPS + warp, self.rows * self.jobs - 1
+        job = (job < final).select(job, final)  # a spare warp repeats the last
         row = simt.divide(job, self.jobs)
         head, later = ((col & 1) * 2, col >> 1) if self.at_once == 2 else (col * 2, word(0))
         return Thread(warp, lane, quad, col, head, later, row, job - row * self.jobs)
@@ -287,18 +287,18 @@ class Scores:
         queries = [times(kind, *two) for two in zip(queries, factors, strict=True)]
 
         @loop(0, self.iterations, 1, state)
-        def last(i: Word, *state: Word) -> Sequence[Word]:
+        def final(i: Word, *state: Word) -> Sequence[Word]:
             ptx(f"cp.async.wait_group {stages - 1};")
             simt.warp_barrier()
             at = stage(i)
             step = load_steps(at)
-            held = [load_codes(at + u * codes) for u in range(at_once)]
+            unit_codes = [load_codes(at + u * codes) for u in range(at_once)]
             simt.warp_barrier()
             with when(i + stages < self.iterations):
                 fetch(i + stages)
             ptx("cp.async.commit_group;")
             scaled = [times(kind, *two) for two in zip(queries, paired(step, pairs), strict=True)]
-            sums = [unit_sums(kind, pairs, words, scaled) for words in held]
+            sums = [unit_sums(kind, pairs, words, scaled) for words in unit_codes]
             mine = [later.equals(0).select(*two) for two in zip(sums[0], sums[-1], strict=True)]
             own = i * at_once + later
             fours = []
@@ -320,7 +320,7 @@ class Scores:
                 )
             return visit(unit, fours, state) if visit else []
 
-        return last
+        return final
 
 
 def halves(low: Word, high: Word) -> Word:

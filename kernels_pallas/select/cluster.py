@@ -83,14 +83,14 @@ class Loads:
 
 
 def select_units(
-    *refs, sizes: tuple[int, ...], heads: int, sums: int, shared_by: Sequence[int], last: int, group_reduce: str,
-    room: int, config: tiling.Config, most: Sequence[int] | None = None, unit: int = 1, half: bool = True,
+    *refs, sizes: tuple[int, ...], heads: int, sums: int, shared_by: Sequence[int], local: int, group_reduce: str,
+    room: int, config: tiling.Config, limits: Sequence[int] | None = None, unit: int = 1, half: bool = True,
     name: Callable[[Word, Word], Word] = lambda row, chosen: chosen,
 ) -> None:  # fmt: skip
     """The kernel's body, over heads' scores of each of `sizes`, with `sums` statistics of each head, if any. It begins
-    with start and stop of each part's span, of which the second part's `last` do not count, nor what is not among the
-    `most` first of each part, and how many units are wanted. Spans are of tokens, of which a unit has `unit`; it is in
-    one if any of these is. Scores are in f16, or in f32 if not `half`. `name` is what is written of a unit."""
+    with start and stop of each part's span, of which the second part's `local` do not count, nor what is not among the
+    `limits` first of each part, and how many units are wanted. Spans are of tokens, of which a unit has `unit`; it is
+    in one if any of these is. Scores are in f16, or in f32 if not `half`. `name` is what is written of a unit."""
     U, S = sum(sizes), sizes[0]
     scratches = len(scratch(U, config))
     ends, arrays = list(zip(refs, shared_by, strict=False)), refs[len(shared_by) : -scratches]
@@ -100,11 +100,11 @@ def select_units(
     stride, unroll, steps = tiling.steps(U, config)
     whole = min(max(S // stride - (unroll - 1) * steps, 0), steps)  # steps that lie in the first part for all threads
     row = simt.special("clusterid.x")
-    most = most or sizes
-    start, length = units_of(simt.span_of(ends[0], ends[1], row, most[0] * unit), unit)
+    limits = limits or sizes
+    start, length = units_of(simt.span_of(ends[0], ends[1], row, limits[0] * unit), unit)
     wait_start, wait_length = word(0), word(0)
     if len(sizes) == 2:
-        wait_start, wait_length = units_of(simt.span_of(ends[2], ends[3], row, most[1] * unit, last), unit)
+        wait_start, wait_length = units_of(simt.span_of(ends[2], ends[3], row, limits[1] * unit, local), unit)
     wanted = simt.clipped(simt.number_of(ends[-1], row), room)
     size = 2 if half else 4
     scores = [
@@ -225,7 +225,7 @@ def _logs(
             ptx(load, a, n, simt.offset(parts, a * 8), results=2) for a in (first + j * stride for j in range(number))
         ]
 
-    def arrived(first: Word, number: int) -> list[Word]:
+    def pending_scores(first: Word, number: int) -> list[Word]:
         at = [first + j * stride for j in range(number)]
         if not half:
             return [simt.load_below(a - start, length, simt.offset(scores, a * 4), NOTHING[0]) for a in at]
@@ -234,26 +234,26 @@ def _logs(
 
     # All that is loaded at first is on its way before any of it is waited for.
     turn = min(-(-n // stride), 8), min(-(-size // stride), 4)
-    begun = statistics(index, turn[0])
+    of_first_turn = statistics(index, turn[0])
     loads()
-    late = arrived(index, turn[1])
-    state = logsum.merge(begun)
-    state = logsum.add(state, late) if size else state
+    of_pending = pending_scores(index, turn[1])
+    state = logsum.merge(of_first_turn)
+    state = logsum.add(state, of_pending) if size else state
     if n > turn[0] * stride:
         more = simt.loop(index + turn[0] * stride, n, 8 * stride, state)
         state = more(lambda i, *state: logsum.merge([state, *statistics(i, 8)]))
     if size > turn[1] * stride:
         more = simt.loop(index + turn[1] * stride, size, stride, state)
-        state = more(lambda i, *state: logsum.add(state, arrived(i, 1)))
+        state = more(lambda i, *state: logsum.add(state, pending_scores(i, 1)))
     state = logsum.merge_lanes(state)
     with when(lane.equals(0)):
         simt.store_shared(shared + warp * 8, *state)
     simt.block_barrier()
     logs = shared + 2 * 32 * 4
     with when(warp < heads):
-        there = lane < share
-        got = simt.load_shared(shared + (there.select(lane, 0) * heads + warp) * 8, 2)
-        log = logsum.minus_log(logsum.merge_lanes([there.select(x, y) for x, y in zip(got, NOTHING, strict=True)]))
+        exists = lane < share
+        got = simt.load_shared(shared + (exists.select(lane, 0) * heads + warp) * 8, 2)
+        log = logsum.minus_log(logsum.merge_lanes([exists.select(x, y) for x, y in zip(got, NOTHING, strict=True)]))
         with when(lane.equals(0)):
             simt.store_shared(logs + warp * 4, log)
     simt.block_barrier()
@@ -279,5 +279,5 @@ def _select(
         at_first = elements._Once(first)
         bound = wanted.equals(0).select(0xFFFFFFFF, lower_bound(at_first, wanted, hist, bins, U, config))
         row = InLists(at_first, others, again, Lists(lists, bound), kept, U, config)
-    last = last_place(row, wanted, hist, bins, config.blocks)
-    write_slots(row, last, here, slots, found, small, name, room, config)
+    local = last_place(row, wanted, hist, bins, config.blocks)
+    write_slots(row, local, here, slots, found, small, name, room, config)

@@ -48,16 +48,16 @@ class _Thread(NamedTuple):
 
 
 def write_slots(
-    row: InRegisters | InLists, last: LastPlace, here: _Thread, slots: Any, found: Any, small: Word,
+    row: InRegisters | InLists, cut: LastPlace, here: _Thread, slots: Any, found: Any, small: Word,
     name: Callable[[Word], Word], room: int, config: tiling.Config,
 ) -> None:  # fmt: skip
     """Taken are keys beyond the bin's; if slots were counted, also those that equal `low` of a higher rank than the one
     that is left. What the bin has comes into the list that each block gets, [many] of rank and key."""
     blocks, (thread, part, lane, warp, length, listed) = config.blocks, here
-    wanted, need, is_held = last.wanted, last.need, isinstance(row, InRegisters)
-    by_rank, none = last.least.differs(0), wanted.equals(0)
-    low, high = none.select(0xFFFFFFFF, last.low), none.select(0xFFFFFFFF, last.low + last.size)
-    many = none.select(0, last.many)
+    wanted, need, is_held = cut.wanted, cut.need, isinstance(row, InRegisters)
+    by_rank, none = cut.least.differs(0), wanted.equals(0)
+    low, high = none.select(0xFFFFFFFF, cut.low), none.select(0xFFFFFFFF, cut.low + cut.size)
+    many = none.select(0, cut.many)
 
     def bits(conditions: str, elements: Iterable[Pair], *limits: Word) -> Word:
         found = word(0)
@@ -72,7 +72,7 @@ def write_slots(
         level = bits("setp.ge.u32 p, $3, $5;", elements, low)
 
         def of_rank() -> list[Word]:
-            higher, rank = "setp.eq.u32 p, $3, $5; setp.g{}.and.u32 p, $4, $6, p;", (elements, low, last.least)
+            higher, rank = "setp.eq.u32 p, $3, $5; setp.g{}.and.u32 p, $4, $6, p;", (elements, low, cut.least)
             return [taken | bits(higher.format("t"), *rank), taken | bits(higher.format("e"), *rank)]
 
         taken, level = simt.branch(by_rank, of_rank, [taken, level])
@@ -93,7 +93,7 @@ def write_slots(
         pairs = list(elements.pairs)
         taken, level = marks(pairs)
         with when(level.differs(0)):
-            at = last.beside + ptx("atom.shared.add.u32 $0, [$1], $2;", length, number(level), results=1)
+            at = cut.beside + ptx("atom.shared.add.u32 $0, [$1], $2;", length, number(level), results=1)
 
             def share(i: Word, e: Word) -> None:
                 key, rank = pairs[0]
@@ -118,7 +118,7 @@ def write_slots(
         numbered(taken, store)
         return [at + number(taken)]
 
-    row.each(write, [last.above + sum_before(number(mine_taken) if is_held else mine_taken, small)])
+    row.each(write, [cut.above + sum_before(number(mine_taken) if is_held else mine_taken, small)])
     with when(thread.equals(0) & part.equals(0)):
         ptx("st.global.u32 [$0], $1;", found, wanted)
     simt.loop(wanted + part * tiling.THREADS + thread, room, tiling.THREADS * blocks)(

@@ -99,12 +99,12 @@ class _Once:
 
     def __init__(self, made: Iterable[Any]):
         self.made = iter(made)
-        self.held: list[Any] = []
+        self.items: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self.held
+        yield from self.items
         for x in self.made:
-            self.held.append(x)
+            self.items.append(x)
             yield x
 
 
@@ -139,9 +139,9 @@ class Lists:
     def elements(self, first: Word, number: Word) -> Elements:
         """Of this lane's four of the fours from `first` on."""
         i = first + self.lane
-        there = i < number
-        i = there.select(i, 0)
+        exists = i < number
+        i = exists.select(i, 0)
         four = simt.load_shared(self.keys + i * 16, 4)
         at = simt.load_shared(self.starts + i * 4)
-        pairs = [(there.select(key, 0), word(SLOTS) - (at + j)) for j, key in enumerate(four)]
+        pairs = [(exists.select(key, 0), word(SLOTS) - (at + j)) for j, key in enumerate(four)]
         return Elements(pairs, lambda e: at + e)

@@ -71,9 +71,9 @@ def find_bin(bins: Word, wanted: Word, blocks: int, of_earlier: bool = True) -> 
         above = simt.sum_of_next_lanes(simt.sum_of(counts))
         found = [word(0)] * 3
         for j in reversed(range(len(counts))):
-            there = (above < wanted) & (wanted <= above + counts[j])
+            exists = (above < wanted) & (wanted <= above + counts[j])
             of_this = lane * len(counts) + j, above, counts[j]
-            found = [there.select(x, y) for x, y in zip(of_this, found, strict=True)]
+            found = [exists.select(x, y) for x, y in zip(of_this, found, strict=True)]
             above = above + counts[j]
         return [simt.warp_sum(x) for x in found]
 

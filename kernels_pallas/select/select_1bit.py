@@ -71,36 +71,42 @@ def supported(q: Any, bits: Any, step: Any, pending: Any, group_reduce: str, roo
     return unsupported(q, bits, step, pending, group_reduce, room) is None
 
 
-@simt.lowered_once("group_reduce", "room", "scale", "wide", "last", "config")
+@simt.lowered_once("group_reduce", "room", "scale", "pending_slots", "local", "config")
 def select_1bit(
     q: Array, bits: Array, step: Array, zero: Array, span: Sequence[Array | int], pending: Sequence[Array | int],
-    count: Array | int, group_reduce: str, room: int, *, scale: float, wide: int | None = None, last: int = 0,
+    count: Array | int, group_reduce: str, room: int, *, scale: float, pending_slots: int | None = None, local: int = 0,
     config: Config | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """(slots i32[B, K, H, room], found i32[B, K, H]) of the `count` units that rank highest: the first `found`.
 
     Units are the slots [start, stop) of 1-bit keys, `span` = (start, stop), for q [B, K, G, D] and keys as in
-    `score_1bit`; and after all S slots those of `pending` = (scores f32[B, K, G, W], start, stop) without the `last`
-    before its stop. With `wide`, pending[0] are not scores but keys [B, K, R, D] in the dtype of the steps, of which
-    the first `wide` may wait, and are scored by blocks of their own. Count, starts and stops are i32[B], or a number
-    for all, and are clipped to what there is. H is G under "per_head", else 1.
+    `score_1bit`; and after all S slots those of `pending` = (scores f32[B, K, G, W], start, stop) without the `local`
+    before its stop. With `pending_slots`, pending[0] are not scores but keys [B, K, R, D] in the dtype of the steps, of
+    which the first `pending_slots` may wait, and are scored by blocks of their own. Count, starts and stops are i32[B],
+    or a number for all, and are clipped to what there is. H is G under "per_head", else 1.
     """
     assert not isinstance(pending[0], int)
-    (B, K, G, D), S, most = q.shape, bits.shape[2], pending[0].shape[3] if wide is None else wide
-    W = most if wide is None else wide + -wide % 4
-    scores = pending[0] if wide is None else jax.ShapeDtypeStruct((B, K, G, W), jnp.float32)
+    (B, K, G, D), S, pending_units = (
+        q.shape,
+        bits.shape[2],
+        pending[0].shape[3] if pending_slots is None else pending_slots,
+    )
+    W = pending_units if pending_slots is None else pending_slots + -pending_slots % 4
+    scores = pending[0] if pending_slots is None else jax.ShapeDtypeStruct((B, K, G, W), jnp.float32)
     if limit := unsupported(q, bits, step, scores, group_reduce, room):
         raise NotImplementedError(limit)
-    if wide is not None and pending[0].dtype != step.dtype:
+    if pending_slots is not None and pending[0].dtype != step.dtype:
         raise NotImplementedError(
             f"the kernel select_1bit takes keys in the dtype of the steps, {step.dtype}; got {pending[0].dtype}"
         )
     H = G if group_reduce == "per_head" else 1
-    if wide is None:
-        arrived = jnp.pad(pending[0], ((0, 0),) * 3 + ((0, -W % 4),)).reshape(B * K * H, G // H, -1).astype(jnp.float16)
+    if pending_slots is None:
+        pending_scores = (
+            jnp.pad(pending[0], ((0, 0),) * 3 + ((0, -W % 4),)).reshape(B * K * H, G // H, -1).astype(jnp.float16)
+        )
         W += -W % 4
     else:
-        arrived = pending[0].reshape(B * K, -1, D)
+        pending_scores = pending[0].reshape(B * K, -1, D)
     ends = (jnp.asarray(x, jnp.int32).reshape(-1) for x in (*span, *pending[1:], count))
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
     chosen = config or tuned.select(
@@ -116,23 +122,33 @@ def select_1bit(
         group=S // step.shape[2],
         softmax=int(group_reduce in SOFTMAX),
     )
-    wide = None if wide is None else W
-    slots, found = _pick(group_reduce, room, scale, wide, most, last, chosen, *ends, arrived, *rows)
+    pending_slots = None if pending_slots is None else W
+    slots, found = _pick(
+        group_reduce, room, scale, pending_slots, pending_units, local, chosen, *ends, pending_scores, *rows
+    )
     return slots.reshape(B, K, H, room), found.reshape(B, K, H)
 
 
 def _pick(
-    group_reduce: str, room: int, scale: float, wide: int | None, most: int, last: int, config: Config, *args: Array
-) -> tuple[Array, Array]:  # fmt: skip
+    group_reduce: str,
+    room: int,
+    scale: float,
+    pending_slots: int | None,
+    pending_units: int,
+    local: int,
+    config: Config,
+    *args: Array,
+) -> tuple[Array, Array]:
     """(slots i32[rows, room], how many i32[rows]) of rows of `pending`, each of one row of keys or of some; and of all
-    heads of one row, or of each, if `pending` are `wide` keys. The first `most` of these may wait. `args` are the
-    spans' ends and the count, each of a number of rows that divides these, then pending, q, bits, step and zero."""
+    heads of one row, or of each, if `pending` are `pending_slots` keys. The first `pending_units` of these may wait.
+    `args` are the spans' ends and the count, each of a number of rows that divides these, then pending, q, bits, step
+    and zero."""
     pending, q, bits, *_ = args[5:]
     (rows, S, _), G = bits.shape, q.shape[1]
-    if wide is None:
+    if pending_slots is None:
         chosen_rows, heads, W = pending.shape
     else:
-        heads, W = (1 if group_reduce == "per_head" else G), wide
+        heads, W = (1 if group_reduce == "per_head" else G), pending_slots
         chosen_rows = rows * G // heads
     summed = group_reduce in SOFTMAX and heads > 1
 
@@ -145,26 +161,46 @@ def _pick(
         if summed:
             outs.append(jax.ShapeDtypeStruct((rows, G, scored.jobs, 2), jnp.float32))
         program = functools.partial(_score, scored=scored, shared_by=[rows // end.size for end in span])
-        exact = [pending] if wide else []
-        if wide:
-            outs.append(jax.ShapeDtypeStruct((rows, G, wide), jnp.float16))
-            program = functools.partial(_score_both, program=program, scored=scored, wide=wide, R=pending.shape[1])
-        more = -(-rows * -(-wide // EXACT) // score.WARPS) if wide else 0
+        exact = [pending] if pending_slots else []
+        if pending_slots:
+            outs.append(jax.ShapeDtypeStruct((rows, G, pending_slots), jnp.float16))
+            program = functools.partial(
+                _score_both, program=program, scored=scored, pending_slots=pending_slots, R=pending.shape[1]
+            )
+        more = -(-rows * -(-pending_slots // EXACT) // score.WARPS) if pending_slots else 0
         score_kernel = scored.kernel(program, more_blocks=more, name="kvjax_select_1bit_score", out_type=tuple(outs))
         scores, *sums = score_kernel(*exact, q, bits, step, zero, *span)
-        arrived = sums.pop().reshape(chosen_rows, heads, wide) if wide else pending
-        parts = [scores.reshape(chosen_rows, heads, S), arrived][: 2 if W else 1]
+        pending_scores = sums.pop().reshape(chosen_rows, heads, pending_slots) if pending_slots else pending
+        parts = [scores.reshape(chosen_rows, heads, S), pending_scores][: 2 if W else 1]
         ends = ends if W else (*ends[:2], ends[4])
         return cluster.launch(
-            "kvjax_select_1bit", cluster.select_units, [*ends, *sums, *parts], rows=chosen_rows,
-            sizes=tuple(part.shape[2] for part in parts), room=room, config=config, most=(S, most), heads=heads,
-            sums=scored.jobs if summed else 0, shared_by=[chosen_rows // end.size for end in ends], last=last,
+            "kvjax_select_1bit",
+            cluster.select_units,
+            [*ends, *sums, *parts],
+            rows=chosen_rows,
+            sizes=tuple(part.shape[2] for part in parts),
+            room=room,
+            config=config,
+            limits=(S, pending_units),
+            heads=heads,
+            sums=scored.jobs if summed else 0,
+            shared_by=[chosen_rows // end.size for end in ends],
+            local=local,
             group_reduce=group_reduce,
-        )  # fmt: skip
+        )
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        slots, found = _pick(group_reduce, room, scale, wide, most, last, config, *simt.flatten_batch(n, batches, args))
+        slots, found = _pick(
+            group_reduce,
+            room,
+            scale,
+            pending_slots,
+            pending_units,
+            local,
+            config,
+            *simt.flatten_batch(n, batches, args),
+        )
         return (slots.reshape(n, chosen_rows, room), found.reshape(n, chosen_rows)), (True, True)
 
     return run(*args)
@@ -173,31 +209,32 @@ def _pick(
 # ---------------------------------------------------------------------------------------------------------- the scores
 
 
-def _score_both(keys_m, *refs, program: Callable[..., None], scored: score.Scores, wide: int, R: int) -> None:
+def _score_both(keys_m, *refs, program: Callable[..., None], scored: score.Scores, pending_slots: int, R: int) -> None:
     """The scores' kernel with blocks after its own for keys that wait."""
     *others, out_m, ring_m = refs
     block = simt.special("ctaid.x")
     with when(block < scored.blocks):
         program(*others, ring_m)
     with when(block >= scored.blocks):
-        _exact(block - scored.blocks, others[0], keys_m, out_m, scored=scored, wide=wide, R=R)
+        _exact(block - scored.blocks, others[0], keys_m, out_m, scored=scored, pending_slots=pending_slots, R=R)
 
 
-def _exact(block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scores, wide: int, R: int) -> None:
-    """Scores of `wide` keys as they are, `EXACT` a warp: with 16 as the rows of a product and the heads as its columns.
+def _exact(block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scores, pending_slots: int, R: int) -> None:
+    """Scores of `pending_slots` keys as they are, `EXACT` a warp: with 16 as the rows of a product and the heads as its
+    columns.
 
     A sum over channels may take them in any order: lane col has 8 adjacent ones of each 32, of keys and queries alike.
     """
     G, D = scored.G, scored.D
     t = simt.special("tid.x")
-    lane, jobs = t & 31, -(-wide // EXACT)
+    lane, jobs = t & 31, -(-pending_slots // EXACT)
     quad, col, job = lane >> 2, lane & 3, block * score.WARPS + (t >> 5)
     job = (job < scored.rows * jobs).select(job, scored.rows * jobs - 1)  # a spare warp repeats the last
     row = simt.divide(job, jobs)
     first = (job - row * jobs) * EXACT
     q, keys, out = (
         simt.offset_rows(simt.global_address(m), row, n * size)
-        for m, n, size in ((q_m, G, 2 * D), (keys_m, R, 2 * D), (out_m, G, 2 * wide))
+        for m, n, size in ((q_m, G, 2 * D), (keys_m, R, 2 * D), (out_m, G, 2 * pending_slots))
     )
 
     def channels(a: Any, i: Word) -> list[list[Word]]:
@@ -217,9 +254,9 @@ def _exact(block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scor
                 sums = simt.mma(scored.kind, sums, [u[j], w[j], u[j + 1], w[j + 1]], b[j : j + 2])
         for n, x in enumerate(sums):
             head, slot = col * 2 + (n & 1), slots[n >> 1]
-            with when((head < G) & (slot < wide)):
+            with when((head < G) & (slot < pending_slots)):
                 at, x = (
-                    simt.offset(simt.offset_rows(out, head, 2 * wide), slot * 2),
+                    simt.offset(simt.offset_rows(out, head, 2 * pending_slots), slot * 2),
                     instr("mul.f32", x, real(scored.scale)),
                 )
                 ptx("st.global.u16 [$0], $1;", at, score.halves(x, x))
@@ -239,8 +276,8 @@ def _score(*refs, scored: score.Scores, shared_by: Sequence[int]) -> None:
         partly = (slot >= length) | (slot + score.UNIT > length)
 
         def of_span() -> list[Word]:
-            there = [(slot + thread.quad * 4 + j) < length for j in range(4)]
-            return [f.select(x, NOTHING[0]) for four in heads for f, x in zip(there, four, strict=True)]
+            exists = [(slot + thread.quad * 4 + j) < length for j in range(4)]
+            return [f.select(x, NOTHING[0]) for four in heads for f, x in zip(exists, four, strict=True)]
 
         counted = simt.branch(partly, of_span, [x for four in heads for x in four])
         return logsum.add(state[:2], counted[:4]) + logsum.add(state[2:], counted[4:])

@@ -44,14 +44,14 @@ class Config(rerank.Config, tiling.Config):
         rerank.Config.__post_init__(self)
 
 
-def config_for(rows: int, M: int, wide: int) -> Config:
+def config_for(rows: int, M: int, pending_slots: int) -> Config:
     """No more loads in flight than a thread has fours."""
-    units = sum(cluster.padded(M, wide))
+    units = sum(cluster.padded(M, pending_slots))
     blocks = tiling.config_for(rows, units).blocks
     fits = (
         n for n in range(1, 6) if tiling.in_one_step(units, tiling.Config(blocks, n))
     )  # registers hold 20 keys of a thread
-    return Config(blocks, next(fits, 4), rerank.config_for(rows, M, wide).warpgroups)
+    return Config(blocks, next(fits, 4), rerank.config_for(rows, M, pending_slots).warpgroups)
 
 
 def smem_bytes(D: int) -> int:
@@ -60,49 +60,71 @@ def smem_bytes(D: int) -> int:
 
 
 def unsupported(
-    q: Any, signs: Any, sizes: Any, weights: Any, slots: Any, pending: Any, room: int, wide: int
+    q: Any, signs: Any, sizes: Any, weights: Any, slots: Any, pending: Any, room: int, pending_slots: int
 ) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     if limit := rerank.unsupported(q, signs, sizes, weights, slots):
         return limit.replace("rerank", "select_4bit", 1)
     if pending.dtype not in (jnp.bfloat16, jnp.float16):
         return f"the kernel select_4bit takes pending keys in bf16 or f16; got {pending.dtype}"
-    if not 1 <= wide <= pending.shape[2]:
-        return f"the kernel select_4bit takes 1 to {pending.shape[2]} keys that may wait; got {wide}"
-    if limit := top_k.unsupported((q.shape[0], sum(cluster.padded(slots.shape[3], wide))), jnp.float32, room):
+    if not 1 <= pending_slots <= pending.shape[2]:
+        return f"the kernel select_4bit takes 1 to {pending.shape[2]} keys that may wait; got {pending_slots}"
+    if limit := top_k.unsupported((q.shape[0], sum(cluster.padded(slots.shape[3], pending_slots))), jnp.float32, room):
         return limit.replace("top_k", "select_4bit", 1)
     return None
 
 
-def supported(q: Any, signs: Any, sizes: Any, weights: Any, slots: Any, pending: Any, room: int, wide: int) -> bool:
-    return unsupported(q, signs, sizes, weights, slots, pending, room, wide) is None
+def supported(
+    q: Any, signs: Any, sizes: Any, weights: Any, slots: Any, pending: Any, room: int, pending_slots: int
+) -> bool:
+    return unsupported(q, signs, sizes, weights, slots, pending, room, pending_slots) is None
 
 
-@simt.lowered_once("room", "centres", "scale", "turned", "wide", "last", "config")
+@simt.lowered_once("room", "centres", "scale", "turned", "pending_slots", "local", "config")
 def select_4bit(
-    q: Array, signs: Array, sizes: Array, weights: Array, candidates: Sequence[Array],
-    pending: Sequence[Array | int], count: Array | int, room: int,
-    *, centres: tuple[float, ...], scale: float, turned: int, wide: int, last: int = 0, config: Config | None = None,
-) -> tuple[Array, Array]:  # fmt: skip
+    q: Array,
+    signs: Array,
+    sizes: Array,
+    weights: Array,
+    candidates: Sequence[Array],
+    pending: Sequence[Array | int],
+    count: Array | int,
+    room: int,
+    *,
+    centres: tuple[float, ...],
+    scale: float,
+    turned: int,
+    pending_slots: int,
+    local: int = 0,
+    config: Config | None = None,
+) -> tuple[Array, Array]:
     """(slots i32[B, K, G, room], found i32[B, K, G]) of the `count` units that each query ranks highest.
 
     Units are `candidates` = (slots i32[B, K, G, M], found i32[B, K, G]), the first `found`, scored as in `rerank` for q
     [B, K, G, D], rotated as `turned` says (`rotate.turned`); and after all S slots of the codes those of `pending` =
-    (keys [B, K, R, D], start, stop) without the `last` before its stop, scored for q, of which the first `wide` may
-    wait. Count, start and stop are i32[B], or a number for all.
+    (keys [B, K, R, D], start, stop) without the `local` before its stop, scored for q, of which the first
+    `pending_slots` may wait. Count, start and stop are i32[B], or a number for all.
     """
     slots, found = candidates
     keys, *numbers = pending
     assert not isinstance(keys, int)
-    if limit := unsupported(q, signs, sizes, weights, slots, keys, room, wide):
+    if limit := unsupported(q, signs, sizes, weights, slots, keys, room, pending_slots):
         raise NotImplementedError(limit)
     (B, K, G, D), M, R = q.shape, slots.shape[3], keys.shape[2]
     chosen = config or tuned.select(
-        "select_4bit", config_for(B * K * G, M, wide), (q, signs), rows=B * K * G, M=M, W=wide, room=room, G=G, D=D
+        "select_4bit",
+        config_for(B * K * G, M, pending_slots),
+        (q, signs),
+        rows=B * K * G,
+        M=M,
+        W=pending_slots,
+        room=room,
+        G=G,
+        D=D,
     )
     ends = (found, *(jnp.asarray(x, jnp.int32) for x in (*numbers, count)))
     codes = (a.reshape(B * K, *a.shape[2:]) for a in (signs, sizes, weights))
-    how = tuple(map(float, centres)), scale, turned, wide, last, room, chosen
+    how = tuple(map(float, centres)), scale, turned, pending_slots, local, room, chosen
     heads = q.astype(jnp.float32).reshape(B * K * G, D), slots.reshape(B * K * G, M)
     args = *(x.reshape(-1) for x in ends), *heads, keys.reshape(B * K, R, D), *codes
     picked, many = _pick(how, *args)
@@ -112,12 +134,12 @@ def select_4bit(
 def _pick(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
     """Of `args`: found, start, stop and count, each of a number of heads that divides these; then queries,
     candidates, pending keys and codes."""
-    centres, scale, turned, wide, last, room, config = how
+    centres, scale, turned, pending_slots, local, room, config = how
     (heads, D), M, (rows, R, _), S = args[4].shape, args[5].shape[1], args[6].shape, args[7].shape[1]
-    parts = cluster.padded(M, wide)
+    parts = cluster.padded(M, pending_slots)
     threads = 128 * config.warpgroups
-    late = rerank.Split(-(-wide // threads), threads, threads)
-    shares = rerank.split(heads, M, config, beside=heads * late.blocks)
+    of_pending = rerank.Split(-(-pending_slots // threads), threads, threads)
+    shares = rerank.split(heads, M, config, beside=heads * of_pending.blocks)
 
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> tuple[Array, Array]:
@@ -125,20 +147,25 @@ def _pick(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
         blocks = heads * shares.blocks
         scores = simt.kernel(
             functools.partial(
-                _scores, sizes=(heads // rows, S, D, M), pending=(R, wide), shares=(shares, late), blocks=blocks,
-                kind=keys.dtype, how={"centres": centres, "scale": scale, "turned": turned},
+                _scores,
+                sizes=(heads // rows, S, D, M),
+                pending=(R, pending_slots),
+                shares=(shares, of_pending),
+                blocks=blocks,
+                kind=keys.dtype,
+                how={"centres": centres, "scale": scale, "turned": turned},
             ),
             name="kvjax_select_4bit_score",
             out_type=tuple(jax.ShapeDtypeStruct((heads, n), jnp.float16) for n in parts),
             scratch=(rerank.BYTES * rerank.COPIES * 2, D),
-            blocks=blocks + heads * late.blocks,
+            blocks=blocks + heads * of_pending.blocks,
             warpgroups=config.warpgroups,
-        )(ends[0], q, slots, keys, *codes)  # fmt: skip
+        )(ends[0], q, slots, keys, *codes)
         spans = jnp.zeros(1, jnp.int32), *ends
         return cluster.launch(
             "kvjax_select_4bit", _choose, [slots, *spans, *scores], rows=heads, sizes=parts, room=room, config=config,
-            names=(M, parts[0], S), most=(M, wide), heads=1, sums=0,
-            shared_by=[heads // end.size for end in spans], last=last, group_reduce="per_head",
+            names=(M, parts[0], S), limits=(M, pending_slots), heads=1, sums=0,
+            shared_by=[heads // end.size for end in spans], local=local, group_reduce="per_head",
         )  # fmt: skip
 
     @run.def_vmap
@@ -161,24 +188,24 @@ def _choose(slots_m, *refs, names: tuple[int, int, int], **how: Any) -> None:
 
 
 def _scores(
-    found_m, q_m, slots_m, keys_m, signs_m, sizes_m, weights_m, out_m, late_m, table_m, queries_m,
+    found_m, q_m, slots_m, keys_m, signs_m, sizes_m, weights_m, out_m, pending_m, table_m, queries_m,
     *, sizes: tuple[int, int, int, int], pending: tuple[int, int], shares: tuple[rerank.Split, rerank.Split],
     blocks: int, kind: Any, how: dict[str, Any],
 ) -> None:  # fmt: skip
     """Of the candidates in the first `blocks`, of the keys that wait in the others; as `shares` has each."""
-    (G, _, D, M), (R, wide), block = sizes, pending, simt.special("ctaid.x")
+    (G, _, D, M), (R, pending_slots), block = sizes, pending, simt.special("ctaid.x")
     codes, scratch = (signs_m, sizes_m, weights_m), (table_m, queries_m)
     place = rerank.Place(block, sizes, shares[0])
     with when(block < blocks):
         slot = place.slot(slots_m)  # on its way together with `found`
-        there = place.first < simt.clipped(simt.number_of((found_m, 1), place.head), M)
+        exists = place.first < simt.clipped(simt.number_of((found_m, 1), place.head), M)
         run = functools.partial(rerank.estimate, q_m, slot, codes, scratch, place, **how)
-        estimate = simt.branch(there, lambda: [run()], [word(0)])
+        estimate = simt.branch(exists, lambda: [run()], [word(0)])
         _store(out_m, place, *estimate)
     with when(block >= blocks):
-        place = rerank.Place(block - blocks, (G, 0, D, wide), shares[1])
+        place = rerank.Place(block - blocks, (G, 0, D, pending_slots), shares[1])
         exact = _exact(q_m, keys_m, queries_m, place, R, kind)
-        _store(late_m, place, instr("mul.f32", exact, real(how["scale"])))
+        _store(pending_m, place, instr("mul.f32", exact, real(how["scale"])))
 
 
 def _store(out_m: Any, place: rerank.Place, score: Word) -> None:

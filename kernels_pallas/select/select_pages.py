@@ -54,7 +54,7 @@ def smem_bytes() -> int:
 
 
 def unsupported(
-    q: Any, low: Any, high: Any, pending: Any, group_reduce: str, room: int, unit: int, wide: int
+    q: Any, low: Any, high: Any, pending: Any, group_reduce: str, room: int, unit: int, pending_slots: int
 ) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     if limit := score.unsupported(q, low, high):
@@ -63,47 +63,50 @@ def unsupported(
         return f"the kernel select_pages takes pages of a multiple of {TILE} tokens; got {unit}"
     if pending.dtype != low.dtype:
         return f"the kernel select_pages takes keys in the dtype of the corners, {low.dtype}; got {pending.dtype}"
-    if wide < 1 or wide % unit:
+    if pending_slots < 1 or pending_slots % unit:
         return (
-            f"the kernel select_pages takes at least one page of tokens that may wait, in pages of {unit}; got {wide}"
+            f"the kernel select_pages takes at least one page of tokens that may wait, in pages of {unit}; "
+            f"got {pending_slots}"
         )
-    sizes = cluster.padded(low.shape[2], wide // unit)
+    sizes = cluster.padded(low.shape[2], pending_slots // unit)
     if limit := top_k.unsupported((q.shape[0], sum(sizes)), jnp.float32, room):
         return limit.replace("top_k", "select_pages", 1)
     return None
 
 
-def supported(q: Any, low: Any, high: Any, pending: Any, group_reduce: str, room: int, unit: int, wide: int) -> bool:
-    return unsupported(q, low, high, pending, group_reduce, room, unit, wide) is None
+def supported(
+    q: Any, low: Any, high: Any, pending: Any, group_reduce: str, room: int, unit: int, pending_slots: int
+) -> bool:
+    return unsupported(q, low, high, pending, group_reduce, room, unit, pending_slots) is None
 
 
-@simt.lowered_once("group_reduce", "room", "unit", "scale", "wide", "last", "config")
+@simt.lowered_once("group_reduce", "room", "unit", "scale", "pending_slots", "local", "config")
 def select_pages(
     q: Array, low: Array, high: Array, span: Sequence[Array | int], pending: Sequence[Array | int],
-    count: Array | int, group_reduce: str, room: int, *, unit: int, scale: float, wide: int, last: int = 0,
+    count: Array | int, group_reduce: str, room: int, *, unit: int, scale: float, pending_slots: int, local: int = 0,
     config: Config | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """(pages i32[B, K, H, room], found i32[B, K, H]) of the `count` pages that rank highest: the first `found`.
 
     Pages have `unit` tokens each. There are those with a token in [start, stop), `span` = (start, stop), scored by
     corners [B, K, P, D] for q [B, K, G, D]; and, from page P on, those of `pending` = (keys [B, K, R, D], start, stop)
-    with a token in [start, stop) without the `last` before its stop, among the first `wide`, scored by the largest of
-    these. Count, starts and stops are i32[B], or a number for all, and are clipped to what there is. H is G under
-    "per_head", else 1. The page that ranks lowest comes last, the others in any order.
+    with a token in [start, stop) without the `local` before its stop, among the first `pending_slots`, scored by the
+    largest of these. Count, starts and stops are i32[B], or a number for all, and are clipped to what there is. H is G
+    under "per_head", else 1. The page that ranks lowest comes last, the others in any order.
     """
     keys = pending[0]
     assert not isinstance(keys, int)
-    if limit := unsupported(q, low, high, keys, group_reduce, room, unit, wide):
+    if limit := unsupported(q, low, high, keys, group_reduce, room, unit, pending_slots):
         raise NotImplementedError(limit)
     (B, K, G, D), P = q.shape, low.shape[2]
     H = G if group_reduce == "per_head" else 1
     chosen = config or tuned.select(
         "select_pages",
-        config_for(B * K, H, sum(cluster.padded(P, wide // unit))),
+        config_for(B * K, H, sum(cluster.padded(P, pending_slots // unit))),
         (q, low),
         rows=B * K,
         P=P,
-        W=wide // unit,
+        W=pending_slots // unit,
         room=room,
         G=G,
         H=H,
@@ -112,7 +115,7 @@ def select_pages(
     )
     ends = (jnp.asarray(x, jnp.int32).reshape(-1) for x in (*span, *pending[1:], count))
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (keys, q.astype(low.dtype), low, high))
-    how = _How(group_reduce, room, unit, scale, wide, last, chosen)
+    how = _How(group_reduce, room, unit, scale, pending_slots, local, chosen)
     pages, found = _pick(how, *ends, *rows)
     return pages.reshape(B, K, H, room), found.reshape(B, K, H)
 
@@ -123,8 +126,8 @@ class _How:
     room: int
     unit: int
     scale: float
-    wide: int
-    last: int
+    pending_slots: int
+    local: int
     config: Config
 
 
@@ -134,9 +137,9 @@ def _pick(how: _How, *args: Array) -> tuple[Array, Array]:
     keys, q, low, _ = args[5:]
     (rows, G, D), P, config = q.shape, low.shape[1], how.config
     heads = 1 if how.group_reduce == "per_head" else G
-    chosen_rows, most = rows * G // heads, (P, how.wide // how.unit)
+    chosen_rows, limits = rows * G // heads, (P, how.pending_slots // how.unit)
     summed = how.group_reduce in SOFTMAX and heads > 1
-    sizes, tiles = cluster.padded(*most), -(-P // score.TILE)
+    sizes, tiles = cluster.padded(*limits), -(-P // score.TILE)
     warps = 4 * config.warpgroups
     blocks = [-(-n // warps) for n in (rows * -(-tiles // config.tiles), rows * sizes[1])]
 
@@ -146,7 +149,7 @@ def _pick(how: _How, *args: Array) -> tuple[Array, Array]:
         outs = [jax.ShapeDtypeStruct((rows, G, n), jnp.float32) for n in sizes]
         if summed:
             outs.append(jax.ShapeDtypeStruct((rows, G, tiles, 2), jnp.float32))
-        late, stored, *sums = simt.kernel(
+        of_pending, stored, *sums = simt.kernel(
             functools.partial(
                 _score, shape=(rows, G, P, D), R=keys.shape[1], kind="bf16" if low.dtype == jnp.bfloat16 else "f16",
                 shared_by=[rows // end.size for end in ends[:4]], blocks=blocks[0], how=how,
@@ -156,11 +159,11 @@ def _pick(how: _How, *args: Array) -> tuple[Array, Array]:
             blocks=sum(blocks),
             warpgroups=config.warpgroups,
         )(*ends[:4], *arrays)  # fmt: skip
-        parts = (a.reshape(chosen_rows, heads, -1) for a in (stored, late))
+        parts = (a.reshape(chosen_rows, heads, -1) for a in (stored, of_pending))
         return cluster.launch(
             "kvjax_select_pages", cluster.select_units, [*ends, *sums, *parts], rows=chosen_rows, sizes=sizes,
-            room=how.room, config=config, most=most, heads=heads, unit=how.unit, half=False,
-            shared_by=[chosen_rows // end.size for end in ends], last=how.last, group_reduce=how.group_reduce,
+            room=how.room, config=config, limits=limits, heads=heads, unit=how.unit, half=False,
+            shared_by=[chosen_rows // end.size for end in ends], local=how.local, group_reduce=how.group_reduce,
             sums=tiles if summed else 0,
             name=lambda _, page: (page < sizes[0]).select(page, page - sizes[0] + P),
         )  # fmt: skip
@@ -174,7 +177,7 @@ def _pick(how: _How, *args: Array) -> tuple[Array, Array]:
 
 
 def _score(
-    start_m, stop_m, wait_start_m, wait_stop_m, keys_m, q_m, low_m, high_m, late_m, out_m, *sums_m,
+    start_m, stop_m, wait_start_m, wait_stop_m, keys_m, q_m, low_m, high_m, pending_m, out_m, *sums_m,
     shape: tuple[int, int, int, int], R: int, kind: str, shared_by: Sequence[int], blocks: int, how: _How,
 ) -> None:  # fmt: skip
     """Of the pages in the first `blocks`, with a tile's statistics; of the tokens that wait in the others."""
@@ -188,11 +191,11 @@ def _score(
 
     def visit(row: Word, tile: Word, pages: list[Word], scores: list[list[Word]]) -> None:
         start, length = cluster.units_of(simt.span_of(start_at, stop_at, row, P * how.unit), how.unit)
-        there = [(page - start) < length for page in pages]
+        exists = [(page - start) < length for page in pages]
         for e, two in enumerate(scores):
             nothing = NOTHING[0]
             state = logsum.add(
-                [word(x) for x in NOTHING], [f.select(x, nothing) for f, x in zip(there, two, strict=True)]
+                [word(x) for x in NOTHING], [f.select(x, nothing) for f, x in zip(exists, two, strict=True)]
             )
             for gap in (4, 8, 16):
                 state = logsum.merge([state, [simt.bfly(x, gap) for x in state]])
@@ -207,12 +210,12 @@ def _score(
             width=cluster.padded(P)[0], visit=visit if sums_m else None,
         )  # fmt: skip
     with when(block >= blocks):
-        (pages,) = cluster.padded(how.wide // how.unit)
+        (pages,) = cluster.padded(how.pending_slots // how.unit)
         job = (block - blocks) * (4 * how.config.warpgroups) + (simt.special("tid.x") >> 5)
         job = (job < rows * pages).select(job, rows * pages - 1)  # a spare warp repeats the last
         row = simt.divide(job, pages)
         page = job - row * pages
-        start, length = simt.span_of(wait_start_at, wait_stop_at, row, how.wide, how.last)
+        start, length = simt.span_of(wait_start_at, wait_stop_at, row, how.pending_slots, how.local)
         q, keys = (simt.offset_rows(simt.global_address(m), row, n * D * 2) for m, n in ((q_m, G), (keys_m, R)))
         queries = score.channels(q, (quad < G).select(quad, 0), D)
 
@@ -225,9 +228,9 @@ def _score(
                 acc = simt.mma(kind, acc, [both[0][j], both[1][j], both[0][j + 1], both[1][j + 1]], queries[j : j + 2])
             found = list(best)
             for n, x in enumerate(acc):
-                there = (slots[n >> 1] - start) < length
+                exists = (slots[n >> 1] - start) < length
                 found[n & 1] = instr(
-                    "max.f32", found[n & 1], there.select(instr("mul.f32", x, real(how.scale)), NOTHING[0])
+                    "max.f32", found[n & 1], exists.select(instr("mul.f32", x, real(how.scale)), NOTHING[0])
                 )
             return found
 
@@ -236,5 +239,5 @@ def _score(
                 x = instr("max.f32", x, simt.bfly(x, gap))
             head = col * 2 + e
             with when(quad.equals(0) & (head < G)):
-                at = simt.offset(simt.offset_rows(simt.global_address(late_m), row * G + head, pages * 4), page * 4)
+                at = simt.offset(simt.offset_rows(simt.global_address(pending_m), row * G + head, pages * 4), page * 4)
                 ptx("st.global.u32 [$0], $1;", at, x)

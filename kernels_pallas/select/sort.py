@@ -33,35 +33,35 @@ def load_pair(at: Word, index: Word, count: Word) -> list[Word]:
     )
 
 
-def sort_pairs(sizes: list[int], mine: Word, spare: Word, length: Word, t: Word) -> None:
-    """Sorts `mine` by the smallest of the networks that has room. A branch past one takes long: few are passed."""
+def sort_pairs(sizes: list[int], own: Word, spare: Word, length: Word, t: Word) -> None:
+    """Sorts `own` by the smallest of the networks that has room. A branch past one takes long: few are passed."""
     if len(sizes) == 1:
         of_thread = max(2 if sizes[0] > 32 else 1, sizes[0] // tiling.THREADS)  # fewer waits for others than with one
         with when(t < sizes[0] // of_thread):
-            _bitonic(sizes[0], of_thread, mine, spare, length, t)
+            _bitonic(sizes[0], of_thread, own, spare, length, t)
         return
     half = len(sizes) // 2
     with when(length <= sizes[half - 1]):
-        sort_pairs(sizes[:half], mine, spare, length, t)
+        sort_pairs(sizes[:half], own, spare, length, t)
     with when(length > sizes[half - 1]):
-        sort_pairs(sizes[half:], mine, spare, length, t)
+        sort_pairs(sizes[half:], own, spare, length, t)
 
 
-def _bitonic(size_all: int, m: int, mine: Word, spare: Word, length: Word, t: Word) -> None:
-    """Sorts the first `length` pairs of `mine`, largest first, by the first threads, each of m of `size_all`."""
+def _bitonic(size_all: int, m: int, own: Word, spare: Word, length: Word, t: Word) -> None:
+    """Sorts the first `length` pairs of `own`, largest first, by the first threads, each of m of `size_all`."""
     base = (t >> 5) * (32 * m) + (t & 31)
     at = [base + 32 * j for j in range(m)]
-    x = [load_pair(mine + e * 8, e, length) for e in at]
-    buffers = [spare, mine]
+    x = [load_pair(own + e * 8, e, length) for e in at]
+    buffers = [spare, own]
 
     def sync() -> None:
         ptx(f"bar.sync 1, {size_all // m};", convergent=True)
 
-    def keep(mine: list[Word], other: list[Word], larger: Word) -> list[Word]:
+    def keep(own: list[Word], other: list[Word], larger: Word) -> list[Word]:
         return ptx(
             "{ .reg .u64 x, y; .reg .pred p, q; mov.b64 x, {$2, $3}; mov.b64 y, {$4, $5}; setp.gt.u64 p, x, y; "
             "setp.ne.u32 q, $6, 0; xor.pred p, p, q; selp.b32 $0, $4, $2, p; selp.b32 $1, $5, $3, p; }",
-            *(*mine, *other, larger),
+            *(*own, *other, larger),
             results=2,
         )
 
@@ -85,20 +85,20 @@ def _bitonic(size_all: int, m: int, mine: Word, spare: Word, length: Word, t: Wo
         size *= 2
     sync()
     for e, v in zip(at, x, strict=True):
-        simt.store_shared(mine + e * 8, *v)
+        simt.store_shared(own + e * 8, *v)
 
 
-def write_by_rank(mine: Word, lists: Word, small: Word, out: Any, length: Word, t: Word, k: int, blocks: int) -> None:
-    """Gives the sorted list `mine` to the other blocks, and writes its slots where they rank.
+def write_by_rank(own: Word, lists: Word, small: Word, out: Any, length: Word, t: Word, k: int, blocks: int) -> None:
+    """Gives the sorted list `own` to the other blocks, and writes its slots where they rank.
 
     Of the others' lists a block has that of the next block first, and so on, in `lists`.
     """
     part, share = simt.special("cluster_ctarank"), tiling.THREADS // blocks  # threads that write to a block
     lengths = [simt.load_shared(small + (((part + b) & (blocks - 1)) + LENGTHS) * 4) for b in range(1, blocks)]
-    firsts, most = [word(0)], word(0)
+    firsts, longest = [word(0)], word(0)
     for n in lengths:
         firsts.append(firsts[-1] + n)
-        most = (most > n).select(most, n)
+        longest = (longest > n).select(longest, n)
     block = simt.divide(t, share)
     after = (part - block) & (blocks - 1)  # how many blocks this one comes after it
     between = [(after > b).select(lengths[-b], 0) for b in range(1, blocks - 1)]
@@ -106,14 +106,14 @@ def write_by_rank(mine: Word, lists: Word, small: Word, out: Any, length: Word, 
 
     @loop(after.equals(0).select(length, t & (share - 1)), length, share)
     def _give(i: Word) -> None:
-        ptx("st.shared::cluster.v2.u32 [$0], {$1, $2};", to + i * 8, *simt.load_shared(mine + i * 8, 2))
+        ptx("st.shared::cluster.v2.u32 [$0], {$1, $2};", to + i * 8, *simt.load_shared(own + i * 8, 2))
 
     cluster_barrier()
-    bits = word(32) - ptx("clz.b32 $0, $1;", most, results=1)
+    bits = word(32) - ptx("clz.b32 $0, $1;", longest, results=1)
 
     @loop(t, length, tiling.THREADS)
     def _write(i: Word) -> None:
-        rank, key = load_pair(mine + i * 8, i, length)
+        rank, key = load_pair(own + i * 8, i, length)
 
         def bisect(j: Word, *counts: Word) -> list[Word]:
             step = word(1) << (bits - 1 - j)

@@ -76,17 +76,17 @@ class Bins:
 
     def extent(self, place: Word) -> tuple[Word, Word, Flag]:
         """Of a bin the lowest key, how many follow it, and whether these are more than usual."""
-        most = (1 << self.shift) - 1
-        last = self.base + ((histogram.BINS - 1) << self.shift) + self.skipped
-        wide = {0: (1, self.base + most - 1), histogram.BINS - 1: (last, 0xFFFFFFFF - last)}
-        low, size = (place << self.shift) + self.base, word(most)
+        size_of_bin = (1 << self.shift) - 1
+        beyond = self.base + ((histogram.BINS - 1) << self.shift) + self.skipped
+        widths = {0: (1, self.base + size_of_bin - 1), histogram.BINS - 1: (beyond, 0xFFFFFFFF - beyond)}
+        low, size = (place << self.shift) + self.base, word(size_of_bin)
         if self.gap:
             middle = (self.gap[0] - self.base) >> self.shift
-            wide[middle] = self.gap[0], self.skipped + most
+            widths[middle] = self.gap[0], self.skipped + size_of_bin
             low = low + (place > middle).select(self.skipped, 0)
-        for which, (first, more) in wide.items():
+        for which, (first, more) in widths.items():
             low, size = (place.equals(which).select(x, y) for x, y in ((first, low), (more, size)))
-        return low, size, functools.reduce(lambda a, b: a | b, [place.equals(which) for which in wide])
+        return low, size, functools.reduce(lambda a, b: a | b, [place.equals(which) for which in widths])
 
 
 # 32 to an octave from 2^-61 to 2^3 for sums of softmaxes, 256 to an octave from -2^8 to -1 for logarithms of softmaxes,

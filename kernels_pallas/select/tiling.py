@@ -35,8 +35,8 @@ def config_for(rows: int, units: int) -> Config:
 
     A short row has fewer, as to merge them takes longer than to read it.
     """
-    most = 2 if units <= 8192 else 4 if units <= 16384 else 8
-    return Config(blocks=next((b for b in (8, 4) if b <= most and rows * b <= 112), 2))
+    limit = 2 if units <= 8192 else 4 if units <= 16384 else 8
+    return Config(blocks=next((b for b in (8, 4) if b <= limit and rows * b <= 112), 2))
 
 
 def fours(i: Word, U: int, config: Config) -> list[Word]:

@@ -136,20 +136,20 @@ def select_row(
     """
     blocks, capacity = config.blocks, candidates(k)
     t = simt.special("tid.x")
-    hist, mine, spare, small = (simt.shared_address(m) for m in scratch_m)
+    hist, own, spare, small = (simt.shared_address(m) for m in scratch_m)
 
     def elements(fetch: Fetch, i: Word) -> list[tuple[Word, Word]]:
         """Keys and slots' ranks; past the end of the row keys are 0, and their slots come after all others."""
         places = zip(tiling.fours(i, U, config), fetch(i), strict=True)
         return [(key, word(SLOTS) - (at + j)) for at, four in places for j, key in enumerate(four)]
 
-    held = elements(first, word(0)) if tiling.in_one_step(U, config) else None
+    elements_held = elements(first, word(0)) if tiling.in_one_step(U, config) else None
     fetches = iter((first,))
 
     def each(visit: Callable[[list[tuple[Word, Word]]], None]) -> None:
         fetch = next(fetches, again)
-        if held is not None:
-            visit(held)
+        if elements_held is not None:
+            visit(elements_held)
         else:
             loop(0, tiling.steps(U, config)[2], 1)(lambda i: visit(elements(fetch, i)))
 
@@ -187,7 +187,7 @@ def select_row(
             return [first + of_warp - simt.sum_of_next_lanes(n) - n]
 
         (place,) = simt.branch(many, in_turn, [reserve(many.select(0, n))])
-        at = mine + place * 8
+        at = own + place * 8
         for flag, (key, rank) in zip(flags, elements, strict=True):
             store = "{ .reg .pred p; setp.ne.u32 p, $0, 0; @p st.shared.v2.u32 [$1], {$2, $3}; }"
             ptx(store, flag, at, rank, key)
@@ -200,10 +200,10 @@ def select_row(
         to = simt.remote(small + (simt.special("cluster_ctarank") + LENGTHS) * 4, t)
         ptx("st.shared::cluster.u32 [$0], $1;", to, length)
     simt.cluster_arrive()
-    sort_pairs([n for n in (32, 256, 512, 1024, 2048) if n < capacity] + [capacity], mine, spare, length, t)
+    sort_pairs([n for n in (32, 256, 512, 1024, 2048) if n < capacity] + [capacity], own, spare, length, t)
     block_barrier()
     simt.cluster_wait()  # so all blocks have read the histograms too, where the lists come
-    write_by_rank(mine, hist, small, out, length, t, k, blocks)
+    write_by_rank(own, hist, small, out, length, t, k, blocks)
 
 
 def _digit_pass(n: int, state: list[Word], each: Callable[..., None], hist: Word, blocks: int) -> list[Word]:
@@ -225,8 +225,8 @@ def _digit_pass(n: int, state: list[Word], each: Callable[..., None], hist: Word
                 ptx("red.shared.add.u32 [$0], 1;", bins + digit * 4)
 
     each(count)
-    digit, need, held, *_ = histogram.find_bin(bins, need, blocks, of_earlier=False)
+    digit, need, elements_held, *_ = histogram.find_bin(bins, need, blocks, of_earlier=False)
     mask = ((1 << bits) - 1) << shift
     if of_slot:
-        return [high, high_mask, low | (digit << shift), low_mask | mask, need, held]
-    return [high | (digit << shift), high_mask | mask, low, low_mask, need, held]
+        return [high, high_mask, low | (digit << shift), low_mask | mask, need, elements_held]
+    return [high | (digit << shift), high_mask | mask, low, low_mask, need, elements_held]

@@ -197,10 +197,10 @@ def _log_sums(load: Any, U: int, heads: int, stats_m: Any, config: Config) -> li
             simt.store_shared(of_block + warp * 8, *state)
     simt.cluster_barrier()
     with when(warp < heads):  # and of all blocks
-        there = lane < config.blocks
-        at = simt.remote(of_block + warp * 8, there.select(lane, 0))
+        exists = lane < config.blocks
+        at = simt.remote(of_block + warp * 8, exists.select(lane, 0))
         state = ptx("ld.shared::cluster.v2.u32 {$0, $1}, [$2];", at, results=2)
-        log = logsum.minus_log(logsum.merge_lanes([there.select(x, y) for x, y in zip(state, NOTHING, strict=True)]))
+        log = logsum.minus_log(logsum.merge_lanes([exists.select(x, y) for x, y in zip(state, NOTHING, strict=True)]))
         with when(lane.equals(0)):
             simt.store_shared(logs + warp * 4, log)
     simt.block_barrier()

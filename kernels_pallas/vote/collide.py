@@ -37,7 +37,7 @@ PITCH = PATTERNS + 4  # words from a subspace to the next, so that fours of 8 of
 LANES = 16  # that rank a subspace for a head
 PAIRS = PATTERNS // 2 // LANES  # of a lane: a pattern and that of all signs turned, whose scores are s and -s
 BITS = LANES.bit_length() - 1  # of a lane's number
-MOST = 1 << 24  # keys: sums of counts are exact in f32
+MAX_KEYS = 1 << 24  # keys: sums of counts are exact in f32
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def unsupported(q: Any, ids: Any, counts: Any, limits: Any) -> str | None:
         return f"the kernel collide takes head sizes 64 and 128 in subspaces of 8; got D={D} in {N}"
     if not 1 <= G <= HEADS:
         return f"the kernel collide takes 1 to {HEADS} query heads a kv head; got G={G}"
-    if not 4 <= S < MOST or S % 4:
+    if not 4 <= S < MAX_KEYS or S % 4:
         return f"the kernel collide takes a multiple of 4 keys, less than 2^24; got {S}"
     if not 1 <= limits.shape[1] <= 255 // N:
         return f"the kernel collide takes 1 to {255 // N} limits for D={D}; got {limits.shape[1]}"
@@ -212,21 +212,21 @@ def _vote(*refs, sizes: Sizes, S: int, turned: int | None, config: Config) -> No
 
     # All threads ask for what a query needs before one asks for patterns: it does not wait for them then. What patterns
     # earn would wait for those of other blocks too; so of them a turn must do until it is there.
-    begun = 1 if config.apart else config.stages
+    turns = 1 if config.apart else config.stages
     if config.apart:
         earned = simt.offset_rows(simt.global_address(*of_query), row, -(-G // 4) * N * PATTERNS * 4)
         found = table.load(lambda at: simt.offset(earned, at * 4), PATTERNS, "global.nc")
         simt.block_barrier()
-        votes.begin(0, begun)
+        votes.begin(0, turns)
     else:
         ranks = _Ranks(of_query, (table_m, *of_ranks), row, word(0), N, sizes, turned, config.warpgroups)
         simt.block_barrier()
-        votes.begin(0, begun)
+        votes.begin(0, turns)
         ranks.find()
         earned = simt.shared_address(of_ranks[0])
         found = table.load(lambda at: earned + at * 4, PITCH, "shared")
     table.store(found)
-    votes.begin(begun, config.stages)
+    votes.begin(turns, config.stages)
     simt.block_barrier()
     votes.count(simt.offset_rows(out, row, G * S))
 
@@ -257,7 +257,7 @@ class _Ranks:
         lane, warp = t & 31, t >> 5
         self.mine = [t + i for i in range(0, fours, threads)]
         load = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];"
-        self.held = [ptx(load, simt.offset(counts, (i < fours).select(i, 0) * 16), results=4) for i in self.mine]
+        self.loaded = [ptx(load, simt.offset(counts, (i < fours).select(i, 0) * 16), results=4) for i in self.mine]
         self.query = self._channels((warp < self.G).select(warp, self.G - 1))
         self.limit = simt.load(simt.offset(limits, (lane < self.T).select(lane, self.T - 1) * 4))
         zeros = "st.shared.v4.u32 [$0], {$1, $1, $1, $1};"
@@ -266,7 +266,7 @@ class _Ranks:
         self.lane = lane & (LANES - 1)
         # 1 where a lane's number has a bit, else -1; and 1 where there is a lane so many further, else 0.
         self.signs = [(self.lane & (1 << i)).equals(0).select(simt.real(-1.0), simt.real(1.0)) for i in range(BITS)]
-        self.there = [(self.lane < LANES - (1 << i)).select(simt.real(1.0), 0) for i in range(BITS)]
+        self.exists = [(self.lane < LANES - (1 << i)).select(simt.real(1.0), 0) for i in range(BITS)]
 
     def _channels(self, head: Word) -> list[Word]:
         return channels(simt.offset(self.q, head * (self.N * 32)), self.N * 8)
@@ -276,11 +276,11 @@ class _Ranks:
         G, T = self.G, self.T
         t = simt.special("tid.x")
         lane, warp = t & 31, t >> 5
-        for i, four in zip(self.mine, self.held, strict=True):
+        for i, four in zip(self.mine, self.loaded, strict=True):
             numbers = [instr("cvt.rn.f32.u32", x) for x in four]
             with when(i < self.share * PATTERNS // 4):
                 simt.store_shared(self.counts + i * 16, *numbers)
-        limit = simt.clipped(self.limit, MOST)
+        limit = simt.clipped(self.limit, MAX_KEYS)
         self.largest = instr("cvt.rn.f32.u32", instr("redux.sync.max.u32", limit, -1, convergent=True))
         with when(t < T):
             simt.store_shared(self.bounds + t * 4, instr("cvt.rn.f32.u32", limit))
@@ -301,12 +301,12 @@ class _Ranks:
         def _job(first: Word) -> None:
             ptx('.pragma "nounroll";')
             job = first + simt.divide(lane, LANES)
-            there = job < jobs  # or these lanes do what others do, for nothing
-            self._rank(there.select(job, jobs - 1), there)
+            exists = job < jobs  # or these lanes do what others do, for nothing
+            self._rank(exists.select(job, jobs - 1), exists)
 
         simt.block_barrier()
 
-    def _rank(self, job: Word, there: Flag) -> None:
+    def _rank(self, job: Word, exists: Flag) -> None:
         """Of the job-th subspace and head, by these lanes."""
         subspace = simt.divide(job, self.G)
         head = job - subspace * self.G
@@ -324,18 +324,18 @@ class _Ranks:
         deep = self.lane.equals(0) & (above[0] < self.largest)  # numbers in f32, not below 0
         finer = (_any([finer]) & alike) | _any([deep])
         at = self.earned + ((head >> 2) * self.share + subspace) * (PITCH * 4) + (head & 3)
-        put = partial(self._put, at, there)
+        put = partial(self._put, at, exists)
         found = simt.branch(finer, lambda: self._exactly(x, patterns, counts, put), [*patterns, *above])
         put(found[:PAIRS], found[PAIRS:])
 
     def _differences(self, x: Sequence[Word], step: int) -> list[Word]:
         """Of each word from the one before it, or from the next if `step` is -1; all bits where there is none."""
         if step < 0:
-            others, edge, there = [*x[1:], self._next(x[0])], -1, self.lane < LANES - 1
+            others, edge, exists = [*x[1:], self._next(x[0])], -1, self.lane < LANES - 1
         else:
-            others, edge, there = [self._last(x[-1]), *x[:-1]], 0, self.lane > 0
+            others, edge, exists = [self._last(x[-1]), *x[:-1]], 0, self.lane > 0
         found = [a ^ b for a, b in zip(x, others, strict=True)]
-        found[edge] = there.select(found[edge], 0xFFFFFFFF)
+        found[edge] = exists.select(found[edge], 0xFFFFFFFF)
         return found
 
     def _levelled(self, sums: Sequence[Word], differences: Sequence[Word], alike: int, step: int) -> list[Word]:
@@ -351,7 +351,7 @@ class _Ranks:
 
         return simt.repeat(sums, once)
 
-    def _put(self, at: Word, there: Flag, patterns: Sequence[Word], before: Sequence[Word]) -> None:
+    def _put(self, at: Word, exists: Flag, patterns: Sequence[Word], before: Sequence[Word]) -> None:
         """What these patterns earn, that have so many keys before them; bytes of words at `at`."""
 
         @loop(0, self.T, 1, [simt.real(2.0**23)] * PAIRS)
@@ -361,7 +361,7 @@ class _Ranks:
             more = [instr("sub.sat.f32", bound, x) for x in before]  # 1 if bound > x, as both are whole
             return [instr("add.f32", a, b) for a, b in zip(votes, more, strict=True)]
 
-        nothing = there.select(simt.real(2.0**23), 0xFFFFFFFF)
+        nothing = exists.select(simt.real(2.0**23), 0xFFFFFFFF)
         for pattern, n in zip(patterns, votes, strict=True):  # the byte is the number
             store = "{ .reg .pred p; setp.gt.u32 p, $1, $2; @p st.shared.u8 [$0], $1; }"
             ptx(store, at + pattern * 4, n, nothing)
@@ -369,7 +369,7 @@ class _Ranks:
     def _keys(self, x: Sequence[Word]) -> tuple[list[Word], Flag]:
         """Of this lane's pairs, 23 bits of s, whose order is that of s where they differ, and 8 of the pattern; and
         whether s has more bits. As f32 they are numbers."""
-        first, most = word(0), word(0)
+        first, magnitude = word(0), word(0)
         for y, sign in zip(x, self.signs, strict=False):  # bit j of a pattern is the sign of channel j
             first = instr("fma.rn.f32", sign, y, first)  # summed in the order of channels
         totals = [first]
@@ -377,9 +377,9 @@ class _Ranks:
             totals = [instr(f"{how}.f32", total, y) for how in ("sub", "add") for total in totals]
         totals = [instr("sub.f32", total, x[7]) for total in totals]
         for y in x:
-            most = instr("add.f32", most, instr("abs.f32", y))
-        # A power of two that makes `most` at most 2^23 / 1.01; as f32, more would be no number.
-        exponent = instr("mul.f32", most, simt.real(1.01)) >> 23
+            magnitude = instr("add.f32", magnitude, instr("abs.f32", y))
+        # A power of two that makes `magnitude` at most 2^23 / 1.01; as f32, more would be no number.
+        exponent = instr("mul.f32", magnitude, simt.real(1.01)) >> 23
         scale = instr("min.u32", word(276) - exponent, 254) << 23
         keys, rest = [], word(0)
         for i, total in enumerate(totals):
@@ -406,9 +406,9 @@ class _Ranks:
             own.append(instr("add.f32", own[-1], x))
         upward = own.pop()  # of this lane and later ones
         mine = upward
-        for i, there in enumerate(self.there):
+        for i, exists in enumerate(self.exists):
             other = ptx(f"shfl.sync.down.b32 $0, $1, {1 << i}, 31, -1;", upward, results=1, convergent=True)
-            upward = instr("fma.rn.f32", other, there, upward)
+            upward = instr("fma.rn.f32", other, exists, upward)
         later = instr("sub.f32", upward, mine)
         return [instr("add.f32", later, x) for x in reversed(own)]
 
@@ -477,9 +477,9 @@ class _Ranks:
 
         found = simt.repeat([*(score(p) for p in patterns), *patterns], exchanged)
         s, patterns = found[:PAIRS], found[PAIRS:]
-        held, opposite = ([_word_of(counts, p ^ turn) for p in patterns] for turn in (0, 0xFF))
-        above = self._levelled(self._sums_above(held), self._differences(s, -1), 1, -1)
-        total = functools.reduce(partial(instr, "add.f32"), [*held, *opposite])
+        loaded, opposite = ([_word_of(counts, p ^ turn) for p in patterns] for turn in (0, 0xFF))
+        above = self._levelled(self._sums_above(loaded), self._differences(s, -1), 1, -1)
+        total = functools.reduce(partial(instr, "add.f32"), [*loaded, *opposite])
         for gap in (1 << i for i in range(BITS)):
             total = instr("add.f32", total, simt.bfly(total, gap))
         after = self._sums_above(opposite)
@@ -530,8 +530,8 @@ class _Table:
         """Of some fours of patterns, words that lie at place([word, subspace, pattern]), `pitch` to a subspace."""
         n = simt.divide(self.which, self.width)
         first = ((self.which - n * self.width) * self.N + n) * pitch
-        load, last = f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4];", PATTERNS // 4 - 1
-        return [ptx(load, place(first + (i < last).select(i, last) * 4), results=4) for i in self.fours]
+        load, final = f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4];", PATTERNS // 4 - 1
+        return [ptx(load, place(first + (i < final).select(i, final) * 4), results=4) for i in self.fours]
 
     def store(self, found: Sequence[Sequence[Word]]) -> None:
         copies = 32 // self.words
@@ -577,11 +577,11 @@ class _Votes:
         mine = self._mine()[0]
         for i in range(self.config.keys):
             key = first + mine + i * self.threads
-            there = key < self.stop
-            at = simt.offset(self.ids, there.select(key, 0) * self.N)
+            exists = key < self.stop
+            at = simt.offset(self.ids, exists.select(key, 0) * self.N)
             to = self.ring + slot + mine * self.N + i * self.threads * self.N
             how = "cg" if self.N == 16 else "ca"
-            ptx(f"cp.async.{how}.shared.global [$0], [$1], {self.N}, $2;", to, at, there.select(self.N, 0))
+            ptx(f"cp.async.{how}.shared.global [$0], [$1], {self.N}, $2;", to, at, exists.select(self.N, 0))
         ptx("cp.async.commit_group;")
 
     def begin(self, first: int, stop: int) -> None:

@@ -78,31 +78,37 @@ def supported(votes: Any, length: Any, count: Any, room: int) -> bool:
     return unsupported(votes, length, count, room) is None
 
 
-@simt.lowered_once("room", "last", "config")
+@simt.lowered_once("room", "local", "config")
 def most_voted(
-    votes: Array, length: Array, count: Array, room: int, *, fill: Sequence[Array | int] | None = None, last: int = 0,
+    votes: Array,
+    length: Array,
+    count: Array,
+    room: int,
+    *,
+    complement: Sequence[Array | int] | None = None,
+    local: int = 0,
     config: Config | None = None,
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array]:
     """(slots i32[B, K, G, room], found i32[B, K, G]) of u8[B, K, G, S] votes in the first `length` i32[B] slots, count
-    i32[B]; with `fill` = (total, start, stop), each i32[B] or a number for all, more as in `ops.most_voted`."""
+    i32[B]; with `complement` = (total, start, stop), each i32[B] or a number for all, more as in `ops.most_voted`."""
     if limit := unsupported(votes, length, count, room):
         raise NotImplementedError(limit)
     B, K, G, S = votes.shape
     rows = B * K * G
     chosen = config or tuned.select("most_voted", config_for(rows), (votes, length, count), rows=rows, S=S, room=room)
-    numbers = [jnp.asarray(x, jnp.int32).reshape(-1) for x in (length, count, *(fill or ()))]
-    slots, found = _most_voted(room, last, chosen, votes.reshape(rows, S), *numbers)
+    numbers = [jnp.asarray(x, jnp.int32).reshape(-1) for x in (length, count, *(complement or ()))]
+    slots, found = _most_voted(room, local, chosen, votes.reshape(rows, S), *numbers)
     return slots.reshape(B, K, G, room), found.reshape(B, K, G)
 
 
-def _most_voted(room: int, last: int, config: Config, votes: Array, *numbers: Array) -> tuple[Array, Array]:
+def _most_voted(room: int, local: int, config: Config, votes: Array, *numbers: Array) -> tuple[Array, Array]:
     rows, S = votes.shape
     shared_by = [rows // number.size for number in numbers]
 
     @jax.custom_batching.custom_vmap
     def run(votes: Array, *numbers: Array) -> tuple[Array, Array]:
         return simt.kernel(
-            functools.partial(_program, shared_by=shared_by, sizes=(S, room, last), config=config),
+            functools.partial(_program, shared_by=shared_by, sizes=(S, room, local), config=config),
             name="kvjax_most_voted",
             out_type=(jax.ShapeDtypeStruct((rows, room), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)),
             scratch=tuple(_sizes(config)),
@@ -113,7 +119,7 @@ def _most_voted(room: int, last: int, config: Config, votes: Array, *numbers: Ar
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        slots, found = _most_voted(room, last, config, *simt.flatten_batch(n, batches, args))
+        slots, found = _most_voted(room, local, config, *simt.flatten_batch(n, batches, args))
         return (slots.reshape(n, rows, room), found.reshape(n, rows)), (True, True)
 
     return run(votes, *numbers)
@@ -122,11 +128,11 @@ def _most_voted(room: int, last: int, config: Config, votes: Array, *numbers: Ar
 def _program(
     votes_m, *refs, shared_by: Sequence[int], sizes: tuple[int, int, int], config: Config,
 ) -> None:  # fmt: skip
-    (slots_m, found_m, *scratch_m), (S, room, last) = refs[len(shared_by) :], sizes
+    (slots_m, found_m, *scratch_m), (S, room, local) = refs[len(shared_by) :], sizes
     blocks, threads = config.blocks, 128 * config.warpgroups
     t, part, row = simt.special("tid.x"), simt.special("cluster_ctarank"), simt.special("clusterid.x")
     lane, warp = t & 31, t >> 5
-    length, wanted, *fill = [simt.number_of(number, row) for number in zip(refs, shared_by, strict=False)]
+    length, wanted, *complement = [simt.number_of(number, row) for number in zip(refs, shared_by, strict=False)]
     votes, slots, found = (simt.global_address(m) for m in (votes_m, slots_m, found_m))
     votes, slots = simt.offset_rows(votes, row, S), simt.offset_rows(slots, row, room * 4)
     copies, bins, every, before, warps = (simt.shared_address(m) for m in scratch_m)
@@ -147,8 +153,8 @@ def _program(
         )
 
         def ragged() -> list[Word]:
-            there = [simt.clipped(left - 4 * w, 4) for w in range(BYTES // 4)]
-            return [n.equals(0).select(0, word(HIGH) >> (((word(4) - n) << 3) & 31)) for n in there]
+            exists = [simt.clipped(left - 4 * w, 4) for w in range(BYTES // 4)]
+            return [n.equals(0).select(0, word(HIGH) >> (((word(4) - n) << 3) & 31)) for n in exists]
 
         return words, simt.branch(left < BYTES, ragged, [word(HIGH)] * (BYTES // 4))
 
@@ -179,9 +185,9 @@ def _program(
     simt.block_barrier()
 
     # Every warp finds the least vote taken: the largest that no fewer than `wanted` reach.
-    if fill:
-        total, first, end = fill
-        beside = simt.instr("max.s32", end - last - first, 0)
+    if complement:
+        total, first, end = complement
+        beside = simt.instr("max.s32", end - local - first, 0)
         wanted = simt.instr("max.s32", wanted, total - beside)
     wanted = simt.clipped(wanted, room)
     mine = _eight(every + lane * (OWN * 4))

@@ -90,12 +90,12 @@ def _program(*refs: Any, slots: tuple[int, ...], heads: int, width: int) -> None
     zones = list(zip(kept[::3], kept[1::3], (simt.offset_rows(a, row, 4) for a in kept[2::3]), slots, strict=True))
 
     # Not `nc`: these are written at the end, by one thread, after the others have read them.
-    held = [ptx("ld.global.u32 $0, [$1];", count, results=1) for *_, count, _ in zones]
+    counts = [ptx("ld.global.u32 $0, [$1];", count, results=1) for *_, count, _ in zones]
     dropped, due = (ptx("ld.global.u8 $0, [$1];", simt.offset(a, row), results=1) for a in (overflow, active))
     left, taken = due.differs(0), []
-    for count, (*_, most) in zip(held, zones, strict=True):
-        taken.append(left & (count < most))
-        left = left & (count >= most)
+    for count, (*_, capacity) in zip(counts, zones, strict=True):
+        taken.append(left & (count < capacity))
+        left = left & (count >= capacity)
 
     @loop(t, heads * chunks, THREADS)
     def _move(i: Word) -> None:
@@ -104,8 +104,8 @@ def _program(*refs: Any, slots: tuple[int, ...], heads: int, width: int) -> None
         token = [
             ptx(code, simt.offset(simt.offset_rows(given, row * 2 + n, heads * width), at), results=4) for n in range(2)
         ]
-        for (*pair, _, size), count, there in zip(zones, held, taken, strict=True):
-            with when(there):
+        for (*pair, _, size), count, exists in zip(zones, counts, taken, strict=True):
+            with when(exists):
                 for to, words in zip(pair, token, strict=True):
                     to = simt.offset_rows(simt.offset_rows(to, row * heads + head, size * width), count, width)
                     to = simt.offset(to, at - head * width)
@@ -113,6 +113,6 @@ def _program(*refs: Any, slots: tuple[int, ...], heads: int, width: int) -> None
 
     simt.block_barrier()
     with when(t.equals(0)):
-        for (*_, count, _), old, there in zip(zones, held, taken, strict=True):
-            ptx("st.global.u32 [$0], $1;", count, old + there.select(1, 0))
+        for (*_, count, _), old, exists in zip(zones, counts, taken, strict=True):
+            ptx("st.global.u32 [$0], $1;", count, old + exists.select(1, 0))
         ptx("st.global.u8 [$0], $1;", simt.offset(overflow, row), dropped | left.select(1, 0))

@@ -44,36 +44,37 @@ def host_rows_first(
     x: Shaped[Array, "B K P 2 Z D"],
     index: Int32[Array, "B K N"],
     edge: Int32[Array, " B"],
-    now: Bool[Array, "B K"],
-    held: tuple[Int32[Array, "B K M"], Parts],
+    recalls: Bool[Array, "B K"],
+    device: tuple[Int32[Array, "B K M"], Parts],
     recent: Parts,
     *,
     implementation: Implementation | None = None,
 ) -> Parts:
-    """The keys and values, [B, K, M * Z, D] each, that heads recall from host memory: of the (b, k) where `now` bool[B,
-    K] is true, and of others anything. `host_rows_rest` gives all.
+    """The keys and values [B, K, M * Z, D] that heads recall from host memory, where `recalls` bool[B, K] is true.
+
+    Other heads get anything; `host_rows_rest` gives the parts of all.
 
     Recalled are, of x [B, K, P, 2, Z, D], at place n < N what `index` i32[B, K, N] says, at place N what `edge` i32[B]
     says, and zeros at the rest. Where it says i < P, that is row i of x; P + r are the Z slots from slot r on of
     `recent`, keys and values [B, K, R, D], the last one for those past its end; and a negative number gives zeros.
-    `held` = (there i32[B, K, M], (k, v)) says what lies on the device already: of the rows there[b, k, m], negative for
-    none, the keys and values, [B, K, M * Z, D] each. The kernel reads them there.
+    `device` = (rows i32[B, K, M], (k, v)) says what lies on the device already: of rows[b, k, m], negative for none,
+    the keys and values, [B, K, M * Z, D] each. The kernel reads them there.
 
     XLA reads the rows of all (b, k), as it moves as many in either case. `implementation`: see `explain`.
     """
-    return _host_recall(x, index, edge, held[0].shape[2], recent)
+    return _host_recall(x, index, edge, device[0].shape[2], recent)
 
 
 @host_rows_first.limit
-def _host_rows_first_limit(kernel: Any, *, x: Array, held: Any, recent: Parts, **_: Any) -> str | None:
-    return kernel.unsupported_recall(x, held[0], [*held[1], *recent])
+def _host_rows_first_limit(kernel: Any, *, x: Array, device: Any, recent: Parts, **_: Any) -> str | None:
+    return kernel.unsupported_recall(x, device[0], [*device[1], *recent])
 
 
 @host_rows_first.mosaic
 def _host_rows_first_mosaic(
-    kernel: Any, x: Array, index: Array, edge: Array, now: Array, held: tuple[Array, Parts], recent: Parts
+    kernel: Any, x: Array, index: Array, edge: Array, recalls: Array, device: tuple[Array, Parts], recent: Parts
 ) -> Parts:
-    return kernel.recall(x, index, edge, now, held, recent)
+    return kernel.recall(x, index, edge, recalls, device, recent)
 
 
 @op(kernel="host.host_rows")
@@ -81,26 +82,30 @@ def host_rows_rest(
     x: Shaped[Array, "B K P 2 Z D"],
     index: Int32[Array, "B K N"],
     edge: Int32[Array, " B"],
-    now: Bool[Array, "B K"],
-    held: tuple[Int32[Array, "B K M"], Parts],
+    recalls: Bool[Array, "B K"],
+    device: tuple[Int32[Array, "B K M"], Parts],
     recent: Parts,
-    ready: tuple[Array, Parts],
+    first_read: tuple[Array, Parts],
     *,
     implementation: Implementation | None = None,
 ) -> Parts:
-    """The keys and values, [B, K, M * Z, D] each: of heads `now` as in `host_rows_first`; where `which` bool[B, K] is
-    true, those of `ready` = (which, (k, v)), which that gave, of the same implementation; else those of `held`.
+    """The keys and values [B, K, M * Z, D] of all heads, after `host_rows_first` gave those of some.
+
+    `first_read` = (which bool[B, K], parts) is what `host_rows_first` gave, of the same implementation. Heads in
+    `recalls` recall as there; the others get `first_read` where `which` is true, and the parts of `device` elsewhere.
 
     The kernel has few blocks, beside which others run where XLA starts them at the same time (`memory.CONCURRENT`).
     """
-    which, anew = ready  # of all heads
-    heads = (now | which)[..., None, None]
-    return tuple(jnp.where(heads, a, b) for a, b in zip(anew, held[1], strict=True))
+    which, anew = first_read  # of all heads
+    heads = (recalls | which)[..., None, None]
+    return tuple(jnp.where(heads, a, b) for a, b in zip(anew, device[1], strict=True))
 
 
 @host_rows_rest.limit
-def _host_rows_rest_limit(kernel: Any, *, x: Array, held: Any, recent: Parts, ready: Any, **_: Any) -> str | None:
-    return kernel.unsupported_recall(x, held[0], [*held[1], *recent, *ready[1]])
+def _host_rows_rest_limit(
+    kernel: Any, *, x: Array, device: Any, recent: Parts, first_read: Any, **_: Any
+) -> str | None:
+    return kernel.unsupported_recall(x, device[0], [*device[1], *recent, *first_read[1]])
 
 
 @host_rows_rest.mosaic
@@ -109,13 +114,13 @@ def _host_rows_rest_mosaic(
     x: Array,
     index: Array,
     edge: Array,
-    now: Array,
-    held: tuple[Array, Parts],
+    recalls: Array,
+    device: tuple[Array, Parts],
     recent: Parts,
-    ready: tuple[Array, Parts],
+    first_read: tuple[Array, Parts],
 ) -> Parts:
     config, blocks = kernel.BESIDE
-    return kernel.recall(x, index, edge, now, held, recent, ready, config=config, blocks=blocks)
+    return kernel.recall(x, index, edge, recalls, device, recent, first_read, config=config, blocks=blocks)
 
 
 def read_pages(x: Array, first: Array | int, size: int) -> Array:

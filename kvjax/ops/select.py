@@ -86,10 +86,10 @@ def _select_1bit_mosaic(
     kernel: Any, q: Array, keys: OneBit, candidates: Candidates, group_reduce: GroupReduce, *, scale: float
 ) -> PackedSelection:
     pending, wide = candidates.pending, candidates.pending_slots
-    how: dict[str, Any] = {"scale": scale, "wide": wide, "last": candidates.local}
+    how: dict[str, Any] = {"scale": scale, "pending_slots": wide, "local": candidates.local}
     if pending[0].dtype != keys.scale.dtype:  # the kernel takes scores in place of keys of another dtype
         pending = attention_logits(q, pending[0], scale)[..., :wide], *pending[1:]
-        how["wide"] = None
+        how["pending_slots"] = None
     limit, room = candidates.limit, candidates.room
     return PackedSelection(*kernel.select_1bit(q, *keys, candidates.span, pending, limit, group_reduce, room, **how))
 
@@ -147,7 +147,7 @@ def _select_pages_mosaic(
     scale: float,
 ) -> PackedSelection:
     span, pending, limit, room = candidates.span, candidates.pending, candidates.limit, candidates.room
-    how = {"unit": unit, "scale": scale, "wide": candidates.pending_slots, "last": candidates.local}
+    how = {"unit": unit, "scale": scale, "pending_slots": candidates.pending_slots, "local": candidates.local}
     return PackedSelection(*kernel.select_pages(q, low, high, span, pending, limit, group_reduce, room, **how))
 
 
@@ -191,7 +191,7 @@ def _select_4bit_limit(
 def _select_4bit_mosaic(
     kernel: Any, *, q: Array, keys: Directions, listed: PackedSelection, candidates: Candidates, seed: int, scale: float
 ) -> PackedSelection:
-    how: dict[str, Any] = {"scale": scale, "wide": candidates.pending_slots, "last": candidates.local}
+    how: dict[str, Any] = {"scale": scale, "pending_slots": candidates.pending_slots, "local": candidates.local}
     how |= {"centres": centres(), "turned": turned(q.shape[-1], seed)}
     limit, room = candidates.limit, candidates.room
     return PackedSelection(*kernel.select_4bit(q, *keys, listed, candidates.pending, limit, room, **how))

@@ -83,29 +83,29 @@ def _collide_mosaic(kernel: Any, q: Array, ids: Array, counts: Array, limits: Ar
     return kernel.collide(q, ids, counts, limits, turned=rotation)
 
 
-@op(kernel="vote.most_voted", static_argnames=("room", "last"), derivative="zero")
+@op(kernel="vote.most_voted", static_argnames=("room", "local"), derivative="zero")
 def most_voted(
     votes: UInt8[Array, "B K G S"],
     length: Int32[Array, " B"],
     count: Int32[Array, " B"],
     room: int,
     *,
-    fill: tuple[Array | int, Array | int, Array | int] | None = None,
-    last: int = 0,
+    complement: tuple[Array | int, Array | int, Array | int] | None = None,
+    local: int = 0,
     implementation: Implementation | None = None,
 ) -> PackedSelection:
     """The `count` i32[B] slots with most `votes` u8[B, K, G, S] of the first `length` i32[B]; ties go to the lower.
 
-    At most `room` of them, in order of slot, not of votes. With `fill` = (total, start, stop), each i32[B] or a number
-    for all rows, count is at least what makes `total` with the slots [start, stop - `last`) of something else.
+    At most `room` of them, in order of slot, not of votes. With `complement` = (total, start, stop), each i32[B] or a
+    number for all rows, count is at least what makes `total` with the slots [start, stop - `local`) of something else.
 
     Eight passes find the vote that the last of them has, and two running sums their places: there is no sort. On CPU at
     8 heads x 32K tokens, room 6000: 6-10 ms (as `collide`). `implementation`: see `explain`; all give the same.
     """
     B, K, G, S = votes.shape
-    if fill is not None:
-        total, start, stop = fill
-        count = jnp.maximum(count, total - jnp.maximum(stop - last - start, 0))
+    if complement is not None:
+        total, start, stop = complement
+        count = jnp.maximum(count, total - jnp.maximum(stop - local - start, 0))
     count = jnp.clip(count, 0, room)[:, None, None]
     valid = jnp.arange(S)[None] < length[:, None]
     votes = jnp.where(valid[:, None, None], votes.astype(jnp.int32), -1)
@@ -129,13 +129,13 @@ def most_voted(
 
 @most_voted.limit
 def _most_voted_limit(
-    kernel: Any, votes: Array, length: Array, count: Array, room: int, *, fill: Sequence[Array] | None, last: int
+    kernel: Any, votes: Array, length: Array, count: Array, room: int, *, complement: Sequence[Array] | None, local: int
 ) -> str | None:
     return kernel.unsupported(votes, length, count, room)
 
 
 @most_voted.mosaic
 def _most_voted_mosaic(
-    kernel: Any, votes: Array, length: Array, count: Array, room: int, *, fill: Sequence[Array] | None, last: int
+    kernel: Any, votes: Array, length: Array, count: Array, room: int, *, complement: Sequence[Array] | None, local: int
 ) -> PackedSelection:
-    return PackedSelection(*kernel.most_voted(votes, length, count, room, fill=fill, last=last))
+    return PackedSelection(*kernel.most_voted(votes, length, count, room, complement=complement, local=local))

@@ -162,7 +162,7 @@ class Paris:
         votes = self._votes(ix, q)
         most = max(self.room(votes.shape[3]), min(among.room, votes.shape[3]))
         fill = among.limit, *among.pending[1:]
-        listed = ops.most_voted(votes, among.span[1], ix.candidates, most, fill=fill, last=among.local)
+        listed = ops.most_voted(votes, among.span[1], ix.candidates, most, complement=fill, local=among.local)
         return ops.select_4bit(q, ix.codes, listed, among, seed=self.seed, scale=scale)
 
     def room(self, slots: int) -> int:

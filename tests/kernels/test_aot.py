@@ -73,17 +73,23 @@ def picking(S, D, W, group_reduce, k, G=4, group=32, dtype=jnp.bfloat16, config=
     return partial(select_1bit.select_1bit, group_reduce=group_reduce, room=k, scale=0.1, config=config), args
 
 
-def picking_keys(S, D, R, wide, k):
-    f, (q, *keys, span, (_, *ends), count) = picking(S, D, wide, "mean_softmax", k)
-    return partial(f, wide=wide), (q, *keys, span, [sds(1, 8, R, D), *ends], count)
+def picking_keys(S, D, R, pending_slots, k):
+    f, (q, *keys, span, (_, *ends), count) = picking(S, D, pending_slots, "mean_softmax", k)
+    return partial(f, pending_slots=pending_slots), (q, *keys, span, [sds(1, 8, R, D), *ends], count)
 
 
-def pages(P, D, R, wide, k, unit=16, G=4, group_reduce="mean_softmax", dtype=jnp.bfloat16):
+def pages(P, D, R, pending_slots, k, unit=16, G=4, group_reduce="mean_softmax", dtype=jnp.bfloat16):
     one = sds(1, dtype=jnp.int32)
     q, corners = sds(1, 8, G, D, dtype=jnp.float32), 2 * [sds(1, 8, P, D, dtype=dtype)]
     args = q, *corners, [one, one], [sds(1, 8, R, D, dtype=dtype), one, one], one
     return partial(
-        select_pages.select_pages, group_reduce=group_reduce, room=k, unit=unit, scale=0.1, wide=wide, last=16
+        select_pages.select_pages,
+        group_reduce=group_reduce,
+        room=k,
+        unit=unit,
+        scale=0.1,
+        pending_slots=pending_slots,
+        local=16,
     ), args
 
 
@@ -112,7 +118,9 @@ def picks(G, S, D, M):
 def candidates(G, S, D, M, R, room, config=None):
     q, *codes, slots = picks(G, S, D, M)
     pending = sds(1, 8, R, D), *2 * [sds(1, dtype=jnp.int32)]
-    f = partial(select_4bit.select_4bit, room=room, centres=tuple(range(8)), scale=0.1, wide=R - 127, last=127)
+    f = partial(
+        select_4bit.select_4bit, room=room, centres=tuple(range(8)), scale=0.1, pending_slots=R - 127, local=127
+    )
     found = sds(1, 8, G, dtype=jnp.int32)
     return partial(f, turned=9 << 60, config=config), (q, *codes, (slots, found), pending, pending[1])
 

@@ -39,10 +39,10 @@ def test_most_voted_equals_its_reference(B, K, G, S, room, config):
     rng = np.random.default_rng(S)
     length = jnp.asarray(np.resize([S, S + 9, 0, 1, S - 5, room], B), jnp.int32)
     count = jnp.asarray(np.resize([room, room // 2, 3, room + 5, 0, 1], B), jnp.int32)
-    run = jax.jit(partial(most_voted.most_voted, room=room, last=3, config=config))
-    reference = jax.jit(partial(ops.most_voted, room=room, last=3, implementation="xla"))
+    run = jax.jit(partial(most_voted.most_voted, room=room, local=3, config=config))
+    reference = jax.jit(partial(ops.most_voted, room=room, local=3, implementation="xla"))
     stop = jnp.asarray(np.resize([0, 9, 2, 50, 40, 3], B), jnp.int32)
-    for values, fill in (
+    for values, complement in (
         ([0, 1, 2], None),
         ([7], (room, 2, stop)),
         ([0, 255], (count + 20, jnp.asarray([1], jnp.int32), stop)),
@@ -51,7 +51,9 @@ def test_most_voted_equals_its_reference(B, K, G, S, room, config):
     ):
         votes = jnp.asarray(rng.choice(np.array(values, np.uint8), (B, K, G, S)))
         for got, want in zip(
-            run(votes, length, count, fill=fill), reference(votes, length, count, fill=fill), strict=True
+            run(votes, length, count, complement=complement),
+            reference(votes, length, count, complement=complement),
+            strict=True,
         ):
             np.testing.assert_array_equal(got, want, err_msg=str(values))
 

@@ -115,7 +115,7 @@ def test_kernels_refuse_what_their_operations_cannot_ask_for():
 
     def select(q, keys, late, n):
         span, pending = (n, n), (late, n, n)
-        return select_1bit.select_1bit(q, *keys, span, pending, n, "mean_softmax", 9, scale=1.0, wide=16)
+        return select_1bit.select_1bit(q, *keys, span, pending, n, "mean_softmax", 9, scale=1.0, pending_slots=16)
 
     with pytest.raises(NotImplementedError, match="keys in the dtype of the steps, bfloat16; got float16"):
         run(select, (q, keys, late, i32(1)))

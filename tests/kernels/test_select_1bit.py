@@ -150,28 +150,41 @@ def test_select_1bit_chooses_what_top_k_grouped_does_of_the_scores(
 
 
 @pytest.mark.parametrize(
-    ("G", "D", "R", "wide", "dtype", "group_reduce"),
+    ("G", "D", "R", "pending_slots", "dtype", "group_reduce"),
     [
         (3, 64, 44, 37, jnp.float16, "mean_softmax"),
         pytest.param(4, 128, 20, 19, jnp.bfloat16, "per_head", marks=pytest.mark.thorough),
         *(pytest.param(G, 128, 256, 255, jnp.bfloat16, "mean_softmax", marks=on_gpu) for G in (1, 4, 8)),
     ],
 )
-def test_select_1bit_scores_keys_that_wait_as_they_are(G, D, R, wide, dtype, group_reduce):
-    q, ix, span, pending, count = choice(2, 3, G, 96, D, 32, wide, 33, dtype, "normal")
+def test_select_1bit_scores_keys_that_wait_as_they_are(G, D, R, pending_slots, dtype, group_reduce):
+    q, ix, span, pending, count = choice(2, 3, G, 96, D, 32, pending_slots, 33, dtype, "normal")
     keys = 4 * normal(7, 2, 3, R, D, dtype=dtype)  # some are chosen
     exact = jnp.einsum("bkgd,bksd->bkgs", q.astype(dtype), keys, preferred_element_type=jnp.float32) * 0.3
 
-    def run(first, wide=None, last=0, numbers=None):
-        begin, end, n = numbers or (span, (pending[1], pending[2] + last), count)
+    def run(first, pending_slots=None, local=0, numbers=None):
+        begin, end, n = numbers or (span, (pending[1], pending[2] + local), count)
         config = select_1bit.Config(blocks=1)
         return select_1bit.select_1bit(
-            q, *ix, begin, (first, *end), n, group_reduce, 33, scale=0.3, wide=wide, last=last, config=config
+            q,
+            *ix,
+            begin,
+            (first, *end),
+            n,
+            group_reduce,
+            33,
+            scale=0.3,
+            pending_slots=pending_slots,
+            local=local,
+            config=config,
         )
 
     got, want = (
         PackedSelection(*made).selection
-        for made in (jax.jit(partial(run, wide=wide, last=3))(keys), jax.jit(run)(exact[..., :wide]))
+        for made in (
+            jax.jit(partial(run, pending_slots=pending_slots, local=3))(keys),
+            jax.jit(run)(exact[..., :pending_slots]),
+        )
     )
     np.testing.assert_array_equal(got.valid, want.valid)
     for row in np.ndindex(got.valid.shape[:3]):
@@ -179,17 +192,21 @@ def test_select_1bit_scores_keys_that_wait_as_they_are(G, D, R, wide, dtype, gro
         assert ours == theirs
     assert (np.asarray(got.slots)[np.asarray(got.valid)] >= 96).any()
     if G == 3:
-        again = jax.jit(jax.vmap(partial(run, wide=wide)))(jnp.stack([keys, keys]))
-        np.testing.assert_array_equal(again[1][1], PackedSelection(*jax.jit(partial(run, wide=wide))(keys)).found)
-        late = (0, 0), (0, R), 33  # past the first `wide` nothing waits
+        again = jax.jit(jax.vmap(partial(run, pending_slots=pending_slots)))(jnp.stack([keys, keys]))
+        np.testing.assert_array_equal(
+            again[1][1], PackedSelection(*jax.jit(partial(run, pending_slots=pending_slots))(keys)).found
+        )
+        late = (0, 0), (0, R), 33  # past the first `pending_slots` nothing waits
         all_of, first_of = (
-            jax.jit(partial(run, wide=w, numbers=late))(a)[0] for a, w in ((keys, wide), (exact[..., :wide], None))
+            jax.jit(partial(run, pending_slots=w, numbers=late))(a)[0]
+            for a, w in ((keys, pending_slots), (exact[..., :pending_slots], None))
         )
         np.testing.assert_array_equal(np.sort(all_of, axis=-1), np.sort(first_of, axis=-1))
         numbers = (-4, 90), (2, 30), 31  # of all rows
         arrays = jax.tree.map(lambda n: jnp.full(2, n, jnp.int32), numbers)
         for one, each in zip(
-            *(jax.jit(partial(run, wide=wide, numbers=n))(keys) for n in (numbers, arrays)), strict=True
+            *(jax.jit(partial(run, pending_slots=pending_slots, numbers=n))(keys) for n in (numbers, arrays)),
+            strict=True,
         ):
             np.testing.assert_array_equal(one, each)
 

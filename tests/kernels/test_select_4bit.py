@@ -36,7 +36,7 @@ def reranked(B, K, G, S, D, M, R, dtype, kind):
 
 
 @pytest.mark.parametrize(
-    ("B", "K", "G", "S", "D", "M", "R", "wide", "room", "dtype", "config"),
+    ("B", "K", "G", "S", "D", "M", "R", "pending_slots", "room", "dtype", "config"),
     [
         (6, 1, 2, 200, 128, 150, 40, 37, 50, jnp.bfloat16, select_4bit.Config(blocks=1, unroll=1, warpgroups=1)),
         (1, 2, 1, 90, 64, 33, 20, 20, 40, jnp.float16, select_4bit.Config(blocks=2, unroll=1)),
@@ -56,8 +56,8 @@ def reranked(B, K, G, S, D, M, R, dtype, kind):
         ),
     ],
 )
-def test_select_4bit_chooses_what_its_reference_does(B, K, G, S, D, M, R, wide, room, dtype, config):
-    how = {"scale": D**-0.5, "wide": wide, "last": 3}
+def test_select_4bit_chooses_what_its_reference_does(B, K, G, S, D, M, R, pending_slots, room, dtype, config):
+    how = {"scale": D**-0.5, "pending_slots": pending_slots, "local": 3}
 
     def run(q, keys, *rest):
         mine = {"centres": CENTRES, "turned": turned(D, 3), "config": config}
@@ -68,7 +68,7 @@ def test_select_4bit_chooses_what_its_reference_does(B, K, G, S, D, M, R, wide, 
         q, keys, candidates, pending = reranked(B, K, G, S, D, M, R, dtype, kind)
         args = q, keys, candidates, pending, count
         got = PackedSelection(*jax.jit(run)(*args))
-        among = Candidates(span=(0, S), pending=pending, limit=count, room=room, pending_slots=wide, local=3)
+        among = Candidates(span=(0, S), pending=pending, limit=count, room=room, pending_slots=pending_slots, local=3)
         reference = jax.jit(partial(ops.select_4bit, seed=3, scale=how["scale"], implementation="xla"))
         want = reference(q, keys, candidates, among)
         np.testing.assert_array_equal(got.found, want.found, err_msg=kind)
@@ -89,7 +89,7 @@ def test_select_4bit_chooses_what_its_reference_does(B, K, G, S, D, M, R, wide, 
 @pytest.mark.thorough
 def test_select_4bit_takes_vmap_and_numbers_for_all_rows():
     q, keys, candidates, (late, *_) = reranked(2, 1, 2, 80, 64, 60, 12, jnp.bfloat16, "normal")
-    how = {"centres": CENTRES, "scale": 0.1, "turned": 6, "wide": 12, "last": 1}
+    how = {"centres": CENTRES, "scale": 0.1, "turned": 6, "pending_slots": 12, "local": 1}
 
     def run(q, start=0, stop=11, count=9):
         config = select_4bit.Config(blocks=1, unroll=1)

@@ -17,12 +17,14 @@ from tests.kernels.inputs import boxes, normal, spans_of
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-def paged(B, K, G, P, D, unit, R, wide, room, dtype, kind):
+def paged(B, K, G, P, D, unit, R, pending_slots, room, dtype, kind):
     """Arguments of select_pages, with spans of tokens and counts of each row that are at the edges."""
     (low, high), keys = boxes(B, K, P, D, dtype), 3 * normal(7, B, K, R, D, dtype=dtype)
     q, S = normal(2, B, K, G, D, dtype=dtype).astype(jnp.float32), P * unit
     span = spans_of(B, (0, S), (1, S - 1), (S // 2 + 3, S // 2 + room * unit), (0, room * unit + 1), (33, 33), (0, -5))
-    wait = spans_of(B, (0, wide), (0, 0), (wide - 1, wide), (0, 1), (2, wide - 2), (1, -3))
+    wait = spans_of(
+        B, (0, pending_slots), (0, 0), (pending_slots - 1, pending_slots), (0, 1), (2, pending_slots - 2), (1, -3)
+    )
     count = jnp.asarray(np.resize([room, room - 1, room, 1, room, 0], B).astype(np.int32))
     if kind == "equal":
         low, high, keys = jnp.ones_like(low), jnp.ones_like(high), jnp.ones_like(keys)
@@ -56,7 +58,7 @@ def token_pages(start, stop, pages, unit):
 
 
 @pytest.mark.parametrize(
-    ("B", "K", "G", "P", "D", "unit", "R", "wide", "room", "dtype", "config"),
+    ("B", "K", "G", "P", "D", "unit", "R", "pending_slots", "room", "dtype", "config"),
     [
         (6, 1, 2, 67, 64, 16, 79, 48, 20, jnp.bfloat16, select_pages.Config(blocks=1)),
         (1, 1, 1, 4200, 64, 16, 16, 16, 900, jnp.bfloat16, select_pages.Config(blocks=1, unroll=1)),  # in steps
@@ -79,13 +81,13 @@ def token_pages(start, stop, pages, unit):
     ],
 )
 def test_select_pages_chooses_what_top_k_grouped_does_of_the_scores(
-    B, K, G, P, D, unit, R, wide, room, dtype, config, monkeypatch, bypass_cache
+    B, K, G, P, D, unit, R, pending_slots, room, dtype, config, monkeypatch, bypass_cache
 ):
     if B == 6:  # bins of so few are counted again as those of many, or ranked
         monkeypatch.setattr(threshold, "LISTED", 8)
-    how = dict(unit=unit, scale=D**-0.5, wide=wide)
+    how = dict(unit=unit, scale=D**-0.5, pending_slots=pending_slots)
     run = jax.jit(
-        lambda *args, group_reduce: select_pages.select_pages(*args, group_reduce, room, **how, last=3, config=config),
+        lambda *args, group_reduce: select_pages.select_pages(*args, group_reduce, room, **how, local=3, config=config),
         static_argnames="group_reduce",
     )
     score = jax.jit(partial(score_pages.score_pages, scale=D**-0.5))
@@ -94,14 +96,16 @@ def test_select_pages_chooses_what_top_k_grouped_does_of_the_scores(
     for kind in ("normal", "equal", "few pages", "peaked", "flat", "infinite", "poison"):
         if kind == "infinite" and P < 3:
             continue
-        q, low, high, span, (keys, *wait), count = paged(B, K, G, P, D, unit, R, wide, room, dtype, kind)
-        slot = jnp.arange(wide)[None, None, None]
+        q, low, high, span, (keys, *wait), count = paged(B, K, G, P, D, unit, R, pending_slots, room, dtype, kind)
+        slot = jnp.arange(pending_slots)[None, None, None]
         there = (slot >= wait[0][:, None, None, None]) & (slot < wait[1][:, None, None, None])
-        exact = jnp.einsum("bkgd,bksd->bkgs", q.astype(dtype), keys[:, :, :wide], preferred_element_type=jnp.float32)
-        exact = jnp.where(there, exact * D**-0.5, -jnp.inf).reshape(B, K, G, wide // unit, unit)
+        exact = jnp.einsum(
+            "bkgd,bksd->bkgs", q.astype(dtype), keys[:, :, :pending_slots], preferred_element_type=jnp.float32
+        )
+        exact = jnp.where(there, exact * D**-0.5, -jnp.inf).reshape(B, K, G, pending_slots // unit, unit)
         parts = [
             (score(q, low, high), token_pages(*span, P, unit)),  # the same products
-            (jnp.max(exact, axis=-1), token_pages(*wait, wide // unit, unit)),
+            (jnp.max(exact, axis=-1), token_pages(*wait, pending_slots // unit, unit)),
         ]
         for group_reduce in pools.get(kind, ("mean_softmax",)):
             pending = keys, wait[0], wait[1] + 3
@@ -136,7 +140,7 @@ def test_scores_of_either_sign_are_counted_once(centre, monkeypatch, bypass_cach
     monkeypatch.setattr(histogram, "find_bin", lambda *args, **how: counted.append(args) or find(*args, **how))
     q, low, _, span, pending, count = paged(1, 1, 1, 1000, 64, 16, 16, 16, 100, jnp.bfloat16, "normal")
     q, low = jnp.zeros_like(q).at[..., 0].set(1), low.at[..., 0].add(centre)
-    run = partial(select_pages.select_pages, unit=16, scale=1.0, wide=16, config=select_pages.Config(blocks=1))
+    run = partial(select_pages.select_pages, unit=16, scale=1.0, pending_slots=16, config=select_pages.Config(blocks=1))
     jax.block_until_ready(run(q, low, low, span, pending, count, "mean_score", 100))
     assert len(counted) == (2 if centre == -40 else 1)  # below -32 is one bin
 
@@ -147,7 +151,7 @@ def test_select_pages_chooses_alike_each_time_and_takes_vmap():
     config = select_pages.Config(blocks=1)
 
     def run(q, low, high, span, pending, count):
-        how = dict(unit=16, scale=0.1, wide=32, config=config)
+        how = dict(unit=16, scale=0.1, pending_slots=32, config=config)
         return select_pages.select_pages(q, low, high, span, pending, count, "mean_softmax", 9, **how)
 
     args = q, *corners, span, pending, count

@@ -218,7 +218,9 @@ def _rerank(rows, M, G, D):
 def _select_4bit(rows, M, W, room, G, D):
     f, q, *codes, slots = _rerank(rows, M, G, D)
     pending = sds(q.shape[0], 1, 40, D), *2 * [i32(q.shape[0])]
-    call = partial(select_4bit.select_4bit, room=room, **(f.keywords | {"centres": tuple(range(8))}), turned=5, wide=W)
+    call = partial(
+        select_4bit.select_4bit, room=room, **(f.keywords | {"centres": tuple(range(8))}), turned=5, pending_slots=W
+    )
     return call, q, *codes, (slots, i32(*q.shape[:3])), pending, pending[1]
 
 
@@ -241,7 +243,9 @@ def _select_1bit(rows, S, room, G, H, D, group, softmax):
 
 def _select_pages(rows, P, W, room, G, H, D, softmax):
     group_reduce = ("mean_softmax" if softmax else "mean_score") if H == 1 else "per_head"
-    call = partial(select_pages.select_pages, group_reduce=group_reduce, room=room, unit=16, scale=0.1, wide=16 * W)
+    call = partial(
+        select_pages.select_pages, group_reduce=group_reduce, room=room, unit=16, scale=0.1, pending_slots=16 * W
+    )
     span = i32(rows), i32(rows)
     return call, *_score_pages(rows, P, G, D)[1:], span, (sds(rows, 1, 16 * W, D), *span), i32(rows)
 
