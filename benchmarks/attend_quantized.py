@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas import simt
-from kvjax.kernels_pallas.attend import attend_quantized
-from kvjax.kernels_pallas.attend.attend_quantized import Config
 from sweep import Sweep, run
 
 from kvjax import ops
+from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.attend import attend_quantized
+from kvjax.kernels_pallas.attend.attend_quantized import Config
 from kvjax.quant import QuantArray, quantize
 
 SHAPES = (  # B, K, Q, S, D, bits of keys and values, a key group's tokens and channels, a value group's channels

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas.attend import attend_slots
-from kvjax.kernels_pallas.attend.attend_slots import Config
 from sweep import Sweep, repeats, run
 
 from kvjax import ops
+from kvjax.kernels_pallas.attend import attend_slots
+from kvjax.kernels_pallas.attend.attend_slots import Config
 from kvjax.selection import Selection
 
 SHAPES = (  # B, K, G, H, S, D, M, dtype

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas.attend import attend_span
-from kvjax.kernels_pallas.attend.attend_span import Config
 from sweep import Sweep, repeats, run
 
 from kvjax import ops
+from kvjax.kernels_pallas.attend import attend_span
+from kvjax.kernels_pallas.attend.attend_span import Config
 from kvjax.partial import Span
 
 SHAPES = (  # B, K, G, S, D, dtype, share of the slots that are attended to

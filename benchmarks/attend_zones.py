@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from attend_slots import CONFIGS
 from device_time import device_time
 from jax import Array
-from kvjax.kernels_pallas.attend import attend_zones
 from sweep import Sweep, repeats, run
 
 from kvjax import ops
+from kvjax.kernels_pallas.attend import attend_zones
 from kvjax.partial import Span
 from kvjax.selection import PackedSelection
 

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas.vote import collide
-from kvjax.kernels_pallas.vote.collide import Config
 from sweep import Sweep, repeats, run
 
 from kvjax import ops
+from kvjax.kernels_pallas.vote import collide
+from kvjax.kernels_pallas.vote.collide import Config
 
 SHAPES = (  # B, K, G, S, D, T
     (1, 8, 1, 131072, 128, 6),

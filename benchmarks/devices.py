@@ -27,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 from device_time import BYTES_PER_US, write
 from jax.sharding import Mesh
-from kvjax.models import Decoder, distribute
 from layers import show
 
 import kvjax
@@ -35,6 +34,7 @@ from kvjax import Cache, PerLayer, Placement, presets
 from kvjax.evaluate import throughput
 from kvjax.generation import Stream, generate
 from kvjax.memory import nbytes
+from kvjax.models import Decoder, distribute
 from kvjax.sampling import Sampling
 
 METHODS: dict[str, Callable[[int], PerLayer]] = {

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from device_time import kernels, write
-from kvjax.kernels_pallas.host import host_append, host_rows
-from kvjax.kernels_pallas.host.host_rows import Config
 
 from kvjax import ops
+from kvjax.kernels_pallas.host import host_append, host_rows
+from kvjax.kernels_pallas.host.host_rows import Config
 from kvjax.memory import host_zeros, to_device, to_host
 
 BUS_BYTES_PER_US = 50e3  # of PCIe 5 x16, as copies from pinned memory reach

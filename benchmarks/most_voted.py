@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas.vote import most_voted
-from kvjax.kernels_pallas.vote.most_voted import Config, config_for
 from sweep import Sweep, run
 
 from kvjax import ops
+from kvjax.kernels_pallas.vote import most_voted
+from kvjax.kernels_pallas.vote.most_voted import Config, config_for
 
 SHAPES = (  # B, K, G, S, room
     (1, 8, 1, 131072, 13108),

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from kvjax.kernels_pallas.score import score_pages
 from score_pages import SHAPES, inputs
 from sweep import Sweep, repeats, run
 
 from kvjax import ops
+from kvjax.kernels_pallas.score import score_pages
 
 TILE = 64  # pages: the rows of a product
 HEADS = 8  # columns of a product

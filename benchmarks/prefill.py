@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.models import Decoder, DecoderConfig
 from layers import clock, keep_counts, out_of, save, show
 
 import kvjax
@@ -29,6 +28,7 @@ from kvjax import presets
 from kvjax.caches import Policy
 from kvjax.caches.zones import Zoned
 from kvjax.evaluate.throughput import SHAPES, fill, random_model
+from kvjax.models import Decoder, DecoderConfig
 
 LAYERS = 2
 FULL = SHAPES["llama-3.1-8b"]

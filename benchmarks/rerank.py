@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas.score import rerank
-from kvjax.kernels_pallas.score.rerank import Config
 from sweep import Sweep, repeats, run
 
 from kvjax import ops
+from kvjax.kernels_pallas.score import rerank
+from kvjax.kernels_pallas.score.rerank import Config
 from kvjax.rotate import SUBSPACE, Directions, lloyd_max
 from kvjax.selection import PackedSelection
 

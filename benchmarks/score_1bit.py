@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas.score import score_1bit
-from kvjax.kernels_pallas.score.score_1bit import Config, config_for
 from sweep import Sweep, run
 
 from kvjax import ops
+from kvjax.kernels_pallas.score import score_1bit
+from kvjax.kernels_pallas.score.score_1bit import Config, config_for
 from kvjax.quant import OneBit, quantize_1bit
 
 SHAPES = (  # B, K, G, S, D, group, dtype of the scales

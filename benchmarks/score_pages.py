@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas.score import score_pages
-from kvjax.kernels_pallas.score.score_pages import Config
 from sweep import Sweep, repeats, run
 
 from kvjax import ops
+from kvjax.kernels_pallas.score import score_pages
+from kvjax.kernels_pallas.score.score_pages import Config
 
 SHAPES = (  # B, K, G, P, D, dtype
     *((1, 8, 4, P, 128, "bfloat16") for P in (8192, 4096, 2048, 65536)),

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from device_time import device_time
 from jax import Array
-from kvjax.kernels_pallas.select import select_1bit
-from kvjax.kernels_pallas.select.select_1bit import Config, config_for
 from score_1bit import index
 from sweep import Sweep, run
 
 from kvjax import ops
+from kvjax.kernels_pallas.select import select_1bit
+from kvjax.kernels_pallas.select.select_1bit import Config, config_for
 from kvjax.ops import Implementation
 from kvjax.quant import OneBit
 from kvjax.selection import GroupReduce, PackedSelection, Selection

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas.select import select_4bit
-from kvjax.kernels_pallas.select.select_4bit import Config, config_for
 from rerank import inputs
 from sweep import Sweep, repeats, run
 
 from kvjax import ops
+from kvjax.kernels_pallas.select import select_4bit
+from kvjax.kernels_pallas.select.select_4bit import Config, config_for
 from kvjax.rotate import SUBSPACE, Directions, lloyd_max, turned
 from kvjax.selection import Candidates, PackedSelection
 

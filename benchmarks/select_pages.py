@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import score_pages
 from device_time import device_time
 from jax import Array
-from kvjax.kernels_pallas.select import select_pages
-from kvjax.kernels_pallas.select.select_pages import Config, config_for
 from sweep import Sweep, repeats, run
 
 from kvjax import ops
+from kvjax.kernels_pallas.select import select_pages
+from kvjax.kernels_pallas.select.select_pages import Config, config_for
 from kvjax.ops import Implementation
 from kvjax.partial import attention_logits
 from kvjax.selection import GroupReduce, PackedSelection, Selection, reduce_scores

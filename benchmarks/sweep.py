@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from device_time import BYTES_PER_US, device_time, where, write
+
 from kvjax.kernels_pallas import tuned
 
 L2_BYTES = 60e6

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from kvjax.kernels_pallas.select import top_k
-from kvjax.kernels_pallas.select.top_k import Config, config_for
 from sweep import Sweep, run
 
 from kvjax import ops
+from kvjax.kernels_pallas.select import top_k
+from kvjax.kernels_pallas.select.top_k import Config, config_for
 
 INPUTS = ("normal", "softmax", "equal", "rising", "half valid")
 SHAPES = (  # rows, U, k, scores

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from device_time import device_time
 from jax import Array
-from kvjax.kernels_pallas.select import top_k_grouped
-from kvjax.kernels_pallas.select.top_k import Config, config_for
 from sweep import Sweep, run
 
 from kvjax import ops
+from kvjax.kernels_pallas.select import top_k_grouped
+from kvjax.kernels_pallas.select.top_k import Config, config_for
 from kvjax.selection import GroupReduce, reduce_scores
 
 SHAPES = (  # B, K, G, units of the history, units that wait, k, group_reduce

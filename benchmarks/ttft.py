@@ -22,13 +22,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kvjax.models import Decoder, DecoderConfig
 from layers import out_of, save, show
 
 import kvjax
 from kvjax import presets
 from kvjax.evaluate import throughput
 from kvjax.generation import prefill
+from kvjax.models import Decoder, DecoderConfig
 
 METHODS: dict[str, Callable[[], Any]] = {
     "full": presets.full,

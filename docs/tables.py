@@ -14,10 +14,9 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+from kvjax.evaluate.plots import COLOURS
 from kvjax.kernels_pallas.score import score_pages
 from kvjax.kernels_pallas.select import select_4bit
-
-from kvjax.evaluate.plots import COLOURS
 from kvjax.presets import REGISTRY
 from kvjax.spec import CacheSpec
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+
 from kvjax.kernels_pallas.simt import bypass_cache
 
 FILE = Path(__file__).with_name("tuned.json")

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.models import Decoder, DecoderConfig
 
 import kvjax
 from kvjax import CacheSpec, Fier, Fifo, Follower, HostOffload, MinMaxPages, Retrieval, Shared, Speculative, presets
+from kvjax.models import Decoder, DecoderConfig
 from kvjax.testing import _drive as drive
 from kvjax.testing import check_policy
 from kvjax.testing._expect import dense

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from kvjax.models import DecoderConfig
 from step import decoder_config, losses, shapes, stack, unstack
 
 from kvjax import models
 from kvjax.evaluate.provenance import digest_json
 from kvjax.evaluate.tasks.generated import FORMS
+from kvjax.models import DecoderConfig
 
 SHARD_BYTES = 15 * 10**6  # of a file of the export, which is to stay below 16 MB
 

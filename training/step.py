@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import Array
+
 from kvjax.models import Decoder, DecoderConfig, rope
 
 EMBEDDING = "embedding.value"

@@ -33,10 +33,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import data
 from export import export, judge
-from kvjax.models import DecoderConfig
 from step import Programs, decoder_config, flops_per_token, initial_state, make_step, shapes
 
 from kvjax.evaluate.provenance import provenance
+from kvjax.models import DecoderConfig
 
 # --------------------------------------------------------------------------------------------------------- the schedule
 

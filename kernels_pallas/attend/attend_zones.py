@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.attend import attend_slots as one_zone
 from kvjax.kernels_pallas.attend import softmax

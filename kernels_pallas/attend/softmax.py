@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.simt import Flag, Word, instr, ptx, real, when, word
 

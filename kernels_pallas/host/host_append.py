@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 from jax import Array
+
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.host.host_rows import CHUNK, Config, limit_of_chunks, row_bytes
 from kvjax.kernels_pallas.simt import ptx, when, word

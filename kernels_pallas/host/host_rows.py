@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 from jax import Array
+
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.simt import Flag, Word, instr, loop, ptx, when, word
 

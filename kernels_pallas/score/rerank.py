@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.score.rotate import channels, rotated
 from kvjax.kernels_pallas.simt import Word, loop, ptx, when, word

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.select import compact, elements, histogram, logsum, tiling
 from kvjax.kernels_pallas.select.compact import write_slots

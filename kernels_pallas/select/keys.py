@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend.softmax import finite
 from kvjax.kernels_pallas.select import logsum, tiling

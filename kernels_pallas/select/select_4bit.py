@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.score import rerank
 from kvjax.kernels_pallas.score.score_1bit import halves

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.select import histogram, tiling
 from kvjax.kernels_pallas.select.keys import MAX_K, MAX_UNITS, SLOTS, ordered_keys

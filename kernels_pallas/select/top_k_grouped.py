@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.select import logsum, tiling, top_k
 from kvjax.kernels_pallas.select.keys import HEADS, SLOTS, SOFTMAX, load_heads_f32, reduced_keys

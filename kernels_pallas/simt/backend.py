@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from jax import Array
+
 from kvjax.kernels_pallas.simt.mosaic import Mosaic
 
 Value = Any  # a register of each thread, in the backend's own representation

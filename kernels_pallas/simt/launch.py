@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 from jax import Array
+
 from kvjax.kernels_pallas.simt.backend import Launch, backend, has_cache
 
 MULTIPROCESSORS = 132  # of an H200

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.score.rotate import channels, rotated
 from kvjax.kernels_pallas.simt import Flag, Word, instr, loop, ptx, when, word

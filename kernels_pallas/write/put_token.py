@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.simt import Word, loop, ptx, when
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from kvjax.models import Decoder, DecoderConfig, distribute, load, logical_axis_rules, save
-from kvjax.models import weights as loading
 
 import kvjax
 from kvjax import Placement, presets
 from kvjax.generation import decode_step, generate
+from kvjax.models import Decoder, DecoderConfig, distribute, load, logical_axis_rules, save
+from kvjax.models import weights as loading
 from kvjax.sampling import Sampling, sample, sampling
 
 CONFIG = DecoderConfig(

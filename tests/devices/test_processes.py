@@ -14,9 +14,9 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from kvjax.models import Decoder, load, save
 
 import kvjax
+from kvjax.models import Decoder, load, save
 from tests.devices.test_models import CONFIG
 
 METHOD = "fier:budget=24,group=8,chunk=32,dense_layers=1,host=yes"

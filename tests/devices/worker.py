@@ -13,10 +13,10 @@ if int(processes) > 1:
     jax.distributed.initialize(address, int(processes), int(number))
 
 import numpy as np  # noqa: E402
-from kvjax.models import load  # noqa: E402
 
 import kvjax  # noqa: E402
 from kvjax.generation import decode, generate  # noqa: E402
+from kvjax.models import load  # noqa: E402
 
 mesh = jax.make_mesh((2, 4), ("data", "model"))
 loaded = load(checkpoint, "float32", placement=kvjax.Placement(mesh=mesh, batch="data", heads="model"))

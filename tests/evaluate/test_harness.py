@@ -13,10 +13,9 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'kvjax[harness]'")
 
-from kvjax.models import Checkpoint
-
 from kvjax import models
 from kvjax.evaluate.harness import KvjaxLM
+from kvjax.models import Checkpoint
 
 KEY = "The pass key is {0}. Remember it.\nWhat is the pass key? The pass key is "
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kvjax.models import Decoder, DecoderConfig
 
 import kvjax
 from kvjax import presets
@@ -17,6 +16,7 @@ from kvjax.cli import main
 from kvjax.evaluate import throughput
 from kvjax.evaluate.provenance import digest_json
 from kvjax.evaluate.throughput import Workload
+from kvjax.models import Decoder, DecoderConfig
 
 CONFIG = DecoderConfig(
     vocab_size=32, hidden_size=16, intermediate_size=24, layers=2, q_heads=4, kv_heads=2, head_dim=8, qk_norm=True

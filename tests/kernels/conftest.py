@@ -6,9 +6,9 @@ from pkgutil import walk_packages
 
 import jax
 import pytest
-from kvjax.kernels_pallas import simt
 
 from kvjax import kernels_pallas
+from kvjax.kernels_pallas import simt
 from tests.kernels.simulate import Simulator
 
 MODULES = (import_module(m.name) for m in walk_packages(kernels_pallas.__path__, f"{kernels_pallas.__name__}."))

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.simt import Launch
 

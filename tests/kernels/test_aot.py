@@ -10,15 +10,15 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
+
+import kvjax
+from kvjax import memory, ops, presets
 from kvjax.kernels_pallas.attend import attend_quantized, attend_slots, attend_span, attend_zones
 from kvjax.kernels_pallas.host import host_append, host_rows
 from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
 from kvjax.kernels_pallas.select import select_1bit, select_4bit, select_pages, top_k, top_k_grouped
 from kvjax.kernels_pallas.vote import collide, most_voted
 from kvjax.kernels_pallas.write import put_token
-
-import kvjax
-from kvjax import memory, ops, presets
 from tests.kernels import aot
 
 pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas.attend import attend_quantized
 
 from kvjax import ops
+from kvjax.kernels_pallas.attend import attend_quantized
 from kvjax.partial import Span
 from kvjax.quant import QuantArray, quantize
 from tests.kernels.conftest import on_gpu

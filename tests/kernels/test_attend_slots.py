@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from kvjax import ops
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import attend_slots
 from kvjax.kernels_pallas.select import top_k
-
-from kvjax import ops
 from kvjax.selection import Selection
 from tests.kernels.conftest import ON_GPU, on_gpu
 from tests.kernels.inputs import normal, relative

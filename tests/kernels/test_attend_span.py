@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas.attend import attend_span
 
 from kvjax import ops
+from kvjax.kernels_pallas.attend import attend_span
 from kvjax.partial import Span
 from tests.kernels.conftest import on_gpu
 from tests.kernels.inputs import BIG, normal, relative, spans_of

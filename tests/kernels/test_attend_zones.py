@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas.attend import attend_slots, attend_zones
 
 from kvjax import CacheSpec, Fifo, Retrieval, ops
+from kvjax.kernels_pallas.attend import attend_slots, attend_zones
 from kvjax.partial import Span
 from kvjax.selection import PackedSelection, Selection
 from kvjax.selectors import MinMaxPages

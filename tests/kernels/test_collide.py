@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas.vote import collide
 
 from kvjax import ops
+from kvjax.kernels_pallas.vote import collide
 from kvjax.rotate import turned
 from tests.kernels.conftest import on_gpu
 from tests.kernels.inputs import normal

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas.host import host_append, host_rows
 
 import kvjax
 from kvjax import CacheSpec, HostOffload, generation, ops, presets
 from kvjax.evaluate import throughput
+from kvjax.kernels_pallas.host import host_append, host_rows
 from kvjax.memory import CONCURRENT, to_host
 from kvjax.selection import Selection, expand_units
 from tests.kernels.conftest import ON_GPU, on_gpu

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from kvjax import CacheSpec, Fifo, Retrieval, ops
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import attend_quantized, attend_slots, attend_span
 from kvjax.kernels_pallas.host import host_rows
@@ -17,8 +19,6 @@ from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
 from kvjax.kernels_pallas.select import select_1bit, select_4bit, tiling, top_k, top_k_grouped
 from kvjax.kernels_pallas.select.keys import ordered_keys
 from kvjax.kernels_pallas.vote import collide, most_voted
-
-from kvjax import CacheSpec, Fifo, Retrieval, ops
 from kvjax.quant import quantize_1bit
 from kvjax.selectors import Fier
 from tests.kernels.cases import CASES

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas.vote import most_voted
 
 from kvjax import ops
+from kvjax.kernels_pallas.vote import most_voted
 from tests.kernels.conftest import on_gpu
 
 pytestmark = pytest.mark.usefixtures("kernels")

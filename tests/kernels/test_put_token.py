@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas.write import put_token
 
 from kvjax import ops
 from kvjax.blocks import Block
+from kvjax.kernels_pallas.write import put_token
 from tests.kernels.conftest import ON_GPU, on_gpu
 from tests.kernels.inputs import normal
 

@@ -6,11 +6,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+
+from kvjax import ops
 from kvjax.kernels_pallas.attend import attend_slots, attend_span, attend_zones
 from kvjax.kernels_pallas.select import select_1bit, select_4bit
 from kvjax.kernels_pallas.vote import collide
-
-from kvjax import ops
 from kvjax.partial import Span
 from kvjax.selection import Selection
 from tests.kernels.cases import CASES, candidates, codes, i32, one_bit, quantized_zones, slots, span, votes, zones

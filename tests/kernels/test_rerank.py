@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas.score import rerank
 
 from kvjax import ops
+from kvjax.kernels_pallas.score import rerank
 from kvjax.rotate import encode
 from kvjax.selection import PackedSelection
 from tests.kernels.conftest import on_gpu

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas.score import score_1bit
 
 from kvjax import ops
+from kvjax.kernels_pallas.score import score_1bit
 from kvjax.quant import OneBit, quantize_1bit
 from tests.kernels.conftest import on_gpu
 from tests.kernels.inputs import index, normal, relative

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas.score import score_pages
 
 from kvjax import ops
+from kvjax.kernels_pallas.score import score_pages
 from tests.kernels.conftest import HAS_KERNELS, ON_GPU, on_gpu
 from tests.kernels.inputs import boxes, normal, relative
 

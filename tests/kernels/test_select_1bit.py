@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas.score import score_1bit
-from kvjax.kernels_pallas.select import select_1bit, threshold
 
 from kvjax import ops
+from kvjax.kernels_pallas.score import score_1bit
+from kvjax.kernels_pallas.select import select_1bit, threshold
 from kvjax.quant import OneBit
 from kvjax.selection import PackedSelection, reduce_scores
 from tests.kernels.conftest import on_gpu

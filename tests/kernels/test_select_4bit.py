@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas.select import select_4bit
 
 from kvjax import ops
+from kvjax.kernels_pallas.select import select_4bit
 from kvjax.partial import attention_logits
 from kvjax.rotate import encode, rotate, turned
 from kvjax.selection import Candidates, PackedSelection

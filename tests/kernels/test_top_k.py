@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.kernels_pallas.select import top_k
 
 from kvjax import ops
+from kvjax.kernels_pallas.select import top_k
 from tests.kernels.conftest import on_gpu
 from tests.kernels.inputs import normal
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+
 from kvjax.kernels_pallas import tuned
 from kvjax.kernels_pallas.attend import attend_quantized, attend_slots, attend_span, attend_zones
 from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
 from kvjax.kernels_pallas.select import select_1bit, select_4bit, select_pages, top_k, top_k_grouped
 from kvjax.kernels_pallas.vote import collide, most_voted
-
 from tests.kernels.conftest import HAS_KERNELS
 
 SHIPPED = tuned.FILE

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kvjax.models import rope
 
 from kvjax import models
+from kvjax.models import rope
 
 PLAIN = models.DecoderConfig(
     vocab_size=50,
