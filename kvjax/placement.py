@@ -129,15 +129,20 @@ class Placement:
 
     def check(self, policy: Any, spec: CacheSpec) -> None:
         """Raises ValueError where a cache of `policy` cannot be split as the placement says."""
+        if self.parts("heads") > 1 and getattr(policy, "heads", None) is not None:
+            raise ValueError(
+                f"{policy} numbers the KV heads of a layer, so they cannot be split over the {self.parts('heads')} "
+                "devices of heads; split the batch alone, or use a policy that treats all heads alike"
+            )
         local = jax.eval_shape(partial(policy.init, self.local(spec)))
         whole = jax.eval_shape(partial(policy.init, spec))
+        parts = {"B": self.parts("batch"), "K": self.parts("heads"), ".": 1}
         for path, leaf, part in _zip_with_paths(whole, local):
-            spec_of = self.spec(_letters(policy, spec, path))
-            here = NamedSharding(self.mesh.abstract_mesh, spec_of).shard_shape(leaf.shape)
-            if here != part.shape:
+            letters = _letters(policy, spec, path)
+            if leaf.shape != tuple(size * parts[a] for size, a in zip(part.shape, letters, strict=True)):
                 raise ValueError(
-                    f"{policy} cannot be split as {self}: its array {path} is {list(leaf.shape)}, of which a device "
-                    f"would hold {list(here)}, but a cache of the rows and heads of one device has {list(part.shape)}"
+                    f"{policy} cannot be split as {self}: its array {path} is {list(leaf.shape)}, but a cache of the "
+                    f"rows and heads of one device has {list(part.shape)}"
                 )
 
 

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import kvjax
 from kvjax import CacheSpec, Evicting, LastQuery, Placement, evictors
+from kvjax.caches.per_head import PerHead
 from kvjax.cli.options import make_placement
 from kvjax.placement import mean_over_heads
 from tests.devices.test_rows_and_heads import BOTH, MESH
@@ -144,6 +145,10 @@ def test_gradients_are_those_of_one_device() -> None:
         (
             lambda: kvjax.init(FIER, dataclasses.replace(SPEC, batch=3), layers=1, placement=BOTH),
             "splits 3 rows over 2 devices.*make the batch a multiple of 2",
+        ),
+        (
+            lambda: kvjax.init(PerHead(heads=(1,), chosen=FIER, others=TOVA), SPEC, layers=1, placement=BOTH),
+            "numbers the KV heads of a layer, so they cannot be split over the 4 devices",
         ),
         (lambda: kvjax.init(FIER, SPEC, layers=1, placement="model"), "must be a kvjax.Placement, got 'model'"),
         (lambda: kvjax.shardings(kvjax.init_layer(FIER, SPEC)), "takes a cache with a placement"),
