@@ -1,0 +1,161 @@
+"""Writes docs/support.md: which method takes which feature, found by trying each: `python -m docs.support`.
+
+Everything is traced at a small size on abstract values, so no program is compiled; a refusal is an error of tracing or
+construction, as a user would meet it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kvjax
+from docs.pictures import small
+from kvjax import models, ops
+from kvjax.presets import REGISTRY, Preset
+
+PAGE = Path(__file__).parent / "support.md"
+SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=32, capacity=128, dtype="float32")
+
+
+def tokens(count: int) -> tuple[jax.Array, ...]:
+    return tuple(jnp.zeros((2, count, heads, 32), jnp.float32) for heads in (4, 2, 2))
+
+
+def prompt(policy: Any, **settings: Any) -> Any:
+    return kvjax.attention(kvjax.init_layer(policy, SPEC), *tokens(40), **settings)[1]
+
+
+def step(policy: Any, **settings: Any) -> Any:
+    return kvjax.attention(prompt(policy), *tokens(1), **settings)
+
+
+def chunks(policy: Any) -> Any:
+    return kvjax.attention(prompt(policy), *tokens(16))
+
+
+def ragged(policy: Any) -> Any:
+    cache = prompt(policy, lengths=jnp.array([40, 7]))
+    return kvjax.attention(cache, *tokens(1), active=jnp.array([True, False]))
+
+
+def window(policy: Any) -> Any:
+    return kvjax.attention(prompt(policy, window=32), *tokens(1), window=32)
+
+
+def several(policy: Any) -> Any:
+    return kvjax.decode(prompt(policy), *tokens(4))
+
+
+def rollback(policy: Any) -> Any:
+    return kvjax.rollback(several(policy)[1], jnp.array([40, 41]))
+
+
+def gradient(policy: Any) -> Any:
+    def loss(q: jax.Array) -> jax.Array:
+        _, k, v = tokens(1)
+        return kvjax.attention(prompt(policy), q, k, v)[0].sum()
+
+    return jax.grad(loss)(tokens(1)[0])
+
+
+def vmap(policy: Any) -> Any:
+    stacked = jax.tree.map(lambda a: jnp.stack([a, a]), prompt(policy))
+    return jax.vmap(lambda cache: kvjax.attention(cache, *tokens(1)))(stacked)
+
+
+def grow(policy: Any) -> Any:
+    return kvjax.grow(prompt(policy), 256)
+
+
+def insert(policy: Any) -> Any:
+    one = kvjax.init_layer(policy, kvjax.CacheSpec(**{**vars(SPEC), "batch": 1}))
+    return kvjax.insert(prompt(policy), one, 1)
+
+
+TRACED: dict[str, Callable[[Any], Any]] = {
+    "ragged rows": ragged,
+    "prompt in chunks": chunks,
+    "sliding window": window,
+    "several tokens a step": several,
+    "`rollback`": rollback,
+    "`insert`": insert,
+    "`grow`": grow,
+    "`grad`": gradient,
+    "`vmap`": vmap,
+}
+SETTINGS = {"host memory": "host", "hot set": "hot", "shared selections": "share", "dense layers": "dense_layers"}
+
+
+def tried(feature: Callable[[Any], Any], policy: Any) -> str:
+    """An empty string, or why the policy refuses."""
+    try:
+        jax.eval_shape(partial(feature, policy))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ""
+
+
+def operations(policy: Any) -> list[str]:
+    """Names of the operations of a decode step for which there is a kernel."""
+    with ops.explained() as found:
+        jax.eval_shape(partial(step, policy))
+    return list(dict.fromkeys(call.op for call in found))
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, ["---"] * len(header), *rows))
+
+
+def page() -> str:
+    presets: list[Preset] = list(REGISTRY.values())
+    policies = {preset.name: small(preset) for preset in presets}
+    rows, why = [], []
+    for preset in presets:
+        cells = [f"[`{preset.name}`](methods.md#{preset.name})"]
+        for name, feature in TRACED.items():
+            refusal = tried(feature, policies[preset.name])
+            cells.append("no" if refusal else "yes")
+            if refusal:
+                why.append(f"- `{preset.name}`, {name}: {refusal[:260]}")
+        takes = inspect.signature(preset.make).parameters
+        rows.append(cells + ["yes" if setting in takes else "" for setting in SETTINGS.values()])
+    kernels = [
+        [f"`{name}`", ", ".join(f"`{op}`" for op in operations(policy)) or "none"] for name, policy in policies.items()
+    ]
+    families = [[f"`{name}`", "yes"] for name in sorted(models.FAMILIES)]
+    return f"""# Support matrix
+
+`python -m docs.support` writes this page: it tries each feature on each method. Methods run on every platform of JAX;
+the kernels need a Hopper GPU and jax 0.11 or later, and elsewhere plain JAX does the same work.
+
+## Methods and features
+
+{table(["method", *TRACED, *SETTINGS], rows)}
+A blank means that the preset has no such setting.
+
+## What is refused, and why
+
+{chr(10).join(why) or "Nothing."}
+
+## Kernels of a decode step
+
+Operations of a step that have a GPU kernel, with the sizes of this run. `kvjax.explain` tells which of them run for
+your sizes and device, and why not.
+
+{table(["method", "operations"], kernels)}
+## Models
+
+A checkpoint in Hugging Face format is read if its `model_type` is one of these; every cache serves every model.
+
+{table(["`model_type`", "read"], families)}"""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
