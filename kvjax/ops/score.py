@@ -21,10 +21,8 @@ def score_1bit(
 ) -> Float[Array, "B K G S"]:
     """f32[B, K, G, S]: scale * q.k~ of q [B, K, G, D] with every key k~ that `keys` [B, K, S, ...] decode to.
 
-    Reads D/8 + 4 D/g bytes a key and kv head. Keys are expanded in blocks of S/64 (at least 512): on CPU at 8 heads
-    x 32K tokens, D = 128, G = 4, this took 8-13 ms, one expansion of everything 57 ms and 128 MiB, and one fused
-    multiply and sum 0.4-2.4 s (2026-11-21, jax 0.10.2, 2 shared cores, normal random q, uniform random codes).
-    `implementation`: see `explain`. The kernel multiplies numbers of the scales' 16 bits, and sums in f32.
+    Reads D/8 + 4 D/g bytes a key and KV head. Keys are expanded in blocks of S/64, at least 512, so no f32 copy of all
+    keys exists. `implementation`: see `explain`. The kernel multiplies in the 16 bits of the scales and sums in f32.
     """
     B, K, G, _ = q.shape
     S, groups = keys.bits.shape[2], keys.scale.shape[2]
@@ -69,9 +67,8 @@ def score_pages(
     """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and pages' corners [B, K, P, D].
 
     As high >= low, the larger product is that with `high` where q_i > 0 and with `low` elsewhere, so the score is two
-    matrix products. Reads 2 D values a page and kv head; 16-bit corners are widened to f32 on the way, which for pages
-    of 16 is 1/4 of the bytes of the keys, held for the time of the product. `implementation`: see `explain`. The kernel
-    multiplies in the 16 bits of the corners, to which it rounds q, and sums in f32.
+    matrix products. Reads 2 D values a page and KV head. `implementation`: see `explain`. The kernel rounds q to the
+    16 bits of the corners and sums in f32.
     """
     q = q.astype(jnp.float32)
     parts = ((jnp.maximum(q, 0.0), high), (jnp.minimum(q, 0.0), low))
@@ -102,8 +99,7 @@ def rerank(
 ) -> Float[Array, "B K G M"]:
     """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the `picked` of the keys k~ that `keys` [B, K, S, ..] code.
 
-    Reads 3/4 D bytes a picked key, in blocks of 512. On CPU at 8 heads, M = 6000 of 32K tokens, D = 128, G = 1: 8-10 ms
-    (2026-11-21, jax 0.10.2, 2 shared cores, normal random keys and q). `implementation`: see `explain`.
+    Reads 3/4 D bytes a picked key, in blocks of 512. `implementation`: see `explain`.
     """
     B, K, G, M = picked.slots.shape
     block = min(512, M)

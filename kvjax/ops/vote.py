@@ -25,17 +25,15 @@ def collide(
     seed: int | None = None,
     implementation: Implementation | None = None,
 ) -> UInt8[Array, "B K G S"]:
-    """u8[B, K, G, S] votes for keys that lie in the same part of space as q [B, K, G, D], a subspace of 8 at a time.
+    """Votes for keys whose sign patterns score high with q, one vote at most a subspace and limit.
 
-    In a subspace, a key is known by its sign pattern, `ids` u8[B, K, S, D/8], and a pattern's score is the product of
-    its signs with q. A key earns a vote for each of the `limits` i32[B, T] that exceeds the number of keys in patterns
-    of higher score; `counts` i32[B, K, D/8, 256] says how many keys a pattern has. Limits from few keys to many make
-    nested tiers; one limit is plain voting. Votes, T D/8 at most, must fit in a byte. With a `seed`, q is first rotated
-    (`kvjax.rotate`).
+    A key is known in a subspace of 8 channels by its sign pattern, `ids`, and a pattern's score is the product of its
+    signs with q. A key earns a vote for each of the `limits` that exceeds the number of keys in patterns of higher
+    score; `counts` says how many keys a pattern has. Several limits make nested tiers. Votes, T D/8 at most, must fit
+    in a byte. With a `seed`, q is first rotated (`kvjax.rotate`).
 
-    Reads D/8 bytes a key. On CPU at 8 heads x 32K tokens, D = 128, G = 1, T = 6: 10-13 ms (2026-11-21, jax 0.10.2, 2
-    shared cores, normal random keys and q). `implementation`: see `explain`. Where scores of patterns differ by less
-    than rounding, the kernel may order them otherwise.
+    Reads D/8 bytes a key. `implementation`: see `explain`. Where scores of patterns differ by less than rounding, the
+    kernel may order them otherwise.
     """
     B, K, G, D = q.shape
     S, N = ids.shape[2:]
@@ -99,8 +97,8 @@ def most_voted(
     At most `room` of them, in order of slot, not of votes. With `complement` = (total, start, stop), each i32[B] or a
     number for all rows, count is at least what makes `total` with the slots [start, stop - `local`) of something else.
 
-    Eight passes find the vote that the last of them has, and two running sums their places: there is no sort. On CPU at
-    8 heads x 32K tokens, room 6000: 6-10 ms (as `collide`). `implementation`: see `explain`; all give the same.
+    Eight passes find the vote of the last place and two running sums the places: nothing is sorted. `implementation`:
+    see `explain`; all give the same.
     """
     B, K, G, S = votes.shape
     if complement is not None:
