@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kvjax.models import Decoder, DecoderConfig
 
 import kvjax
 from kvjax import DraftModel, Fifo, PromptLookup, Retrieval
 from kvjax.drafts import Speculation, _LookupDrafter, accepted, parse
+from kvjax.models import Decoder, DecoderConfig
 from kvjax.sampling import sampling
 
 CONFIG = DecoderConfig(
