@@ -563,6 +563,10 @@ def _attend_steps(
     policy = cache.policy
     if not isinstance(policy, MultiStep):
         return one_by_one(cache)
+    if q.shape[1] == 1:  # a loop of one step would cost kernels
+        chosen = jax.tree.map(lambda a: a[0], selection)
+        out, cache, info = _attend_step(cache, q, k, v, count, chosen, scale=scale, window=window, flush=flush)
+        return out, cache, jax.tree.map(lambda a: a[None], info)
     several = policy
 
     def one_pass(cache: LayerCache) -> tuple[Array, LayerCache, Info]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -100,3 +101,19 @@ def test_a_step_is_attention_over_its_positions(name: str, window: int | None) -
             np.testing.assert_allclose(out[b, k * SPEC.group + g], want[0], atol=2e-5, err_msg=f"{i} {b} {k} {g}")
         counts = (positions >= 0).sum(axis=-1).mean(axis=-1)
         np.testing.assert_allclose(info.attended, counts, rtol=1e-6)
+
+
+@pytest.mark.parametrize("policy", [kvjax.Full(), kvjax.presets.quest(64, page=8).rest], ids=["full", "quest"])
+def test_steps_that_find_no_room_attend_to_what_is_stored(policy):
+    """Without flushes, tokens past a full block are dropped and reported; what attends stays inside the arrays."""
+    spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=96)
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 92, h, 16)) for i, h in enumerate((4, 2, 2)))
+    _, cache = kvjax.attention(kvjax.init_layer(policy, spec), q, k, v)
+    room = int(kvjax.room(cache)[0])
+    steps = (a[:, : room + 4] for a in (q, k, v))
+    out, after, info = kvjax.decode_info(cache, *steps, flush=False)
+    assert int(after.length[0]) == 92 + room
+    assert np.isfinite(out).all()
+    assert int(info.positions.max()) < 92 + room
+    with pytest.raises(RuntimeError, match="dropped"):
+        kvjax.raise_on_overflow(after)

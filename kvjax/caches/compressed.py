@@ -56,7 +56,7 @@ class Compressed(Zoned):
         after = self.put_tokens(st, k, v, count)
         stored = partial(self.attend_stored, self.shortened(after, st.length), scale=scale, window=window)
         out = attend_chunk_after(stored, q, k, v, scale=scale, window=window)
-        lengths = step_lengths(st.length, count, k.shape[2])
+        lengths = step_lengths(st.length, count, k.shape[2], after.length)
         return out, after, jax.vmap(lambda n: self._info(self.shortened(after, n), window))(lengths)
 
     def _info(self, st: ZonedState, window: int | None) -> Info:

@@ -79,7 +79,7 @@ class Full:
         after = self.prefill(st, k, v, count)
         stored = partial(self.attend_stored, self._shortened(after, st.length), scale=scale, window=window)
         out = attend_chunk_after(stored, q, k, v, scale=scale, window=window)
-        lengths = step_lengths(st.length, count, k.shape[2])
+        lengths = step_lengths(st.length, count, k.shape[2], after.length)
         return out, after, jax.vmap(lambda n: self._info(self._shortened(after, n), window))(lengths)
 
     def free(self, st: FullState) -> Array:

@@ -130,9 +130,13 @@ def lowest_visible(position: Array, window: int | None) -> Array:
     return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)
 
 
-def step_lengths(length: Array, count: Array, T: int) -> Array:
-    """i32[T, B]: the length of each row after each of T steps, of which it takes the first `count` i32[B]."""
-    return length[None] + jnp.minimum(jnp.arange(1, T + 1, dtype=jnp.int32)[:, None], count[None])
+def step_lengths(length: Array, count: Array, T: int, end: Array) -> Array:
+    """i32[T, B]: the length of each row after each of T steps, of which it takes the first `count` i32[B].
+
+    `end` i32[B] is the length of what was stored: a token that found no room was dropped.
+    """
+    wanted = length[None] + jnp.minimum(jnp.arange(1, T + 1, dtype=jnp.int32)[:, None], count[None])
+    return jnp.minimum(wanted, end[None])
 
 
 def in_range(lengths: Array, earliest: Array, length: Array) -> tuple[Array, Array]:

@@ -97,7 +97,7 @@ class Retrieval(SelectedZones):
         queries of all steps.
         """
         after = self.put_tokens(st, k, v, count)
-        lengths = step_lengths(st.length, count, k.shape[2])
+        lengths = step_lengths(st.length, count, k.shape[2], after.length)
         by_step = jnp.moveaxis(q, 3, 0)
         alone = window is not None or self._fused(True) is not None
         scores = None if alone else self._score_steps(st, by_step, scale=scale)
