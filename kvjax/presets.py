@@ -163,6 +163,7 @@ def quest(
     *,
     page: int = 16,
     least_pages: int = 3,
+    newest: Literal["attend", "select"] = "attend",
     group_reduce: GroupReduce = "mean_softmax",
     sink: int = 0,
     local: int | None = None,
@@ -175,33 +176,41 @@ def quest(
 ) -> PerLayer:
     """Quest: every token is kept, and a step attends to the pages whose box of smallest and largest keys scores best.
 
-    The first `dense_layers` layers attend to everything. The budget is whole pages, `least_pages` at least. The newest
-    page competes like the others, by the box of the tokens that it has. The newest token is attended in any case, and
-    stands beside the budget if its page is not selected. With `local`, so many newest tokens are attended and count.
-    Pages are indexed in chunks of `chunk` tokens (default: one page). `host` and `hot` as in `fier`.
+    The first `dense_layers` layers attend to everything. The budget is whole pages, `least_pages` at least. Pages are
+    indexed in chunks of `chunk` tokens (default: one page). `host` and `hot` as in `fier`.
 
-    **Source:** Quest (Tang et al. 2024), Algorithm 1, as the released code evaluates it: pages of 16, at least 3, the
-    partial page by its own box. **Differs:** the choice is shared by a GQA group (`group_reduce`; "per_head" is the
-    paper's rule). The released code raises smaller budgets to 3 pages, here they are refused. Its CUDA kernels always
-    attend to the newest page, as `local=16` does.
+    With newest="attend", as in the CUDA kernels of the released code, the `local` newest tokens (default: one page) are
+    always attended and count. With "select", as in its evaluation, the newest page competes by the box of the tokens
+    that it has; only the newest token is attended in any case, beside the budget if its page is not selected.
+
+    **Source:** Quest (Tang et al. 2024), Algorithm 1; pages of 16, at least 3. **Differs:** the choice is shared by a
+    GQA group (`group_reduce`; "per_head" is the paper's rule). The released code raises smaller budgets to 3 pages,
+    here they are refused. With newest="attend" the newest tokens are those of a window, not of a page, and a page that
+    is not full competes by the exact scores of its other tokens.
     """
     require_int("quest(dense_layers=...)", dense_layers, at_least=0)
     require_int("quest(budget=...)", budget, at_least=1)
     require_int("quest(page=...)", page, at_least=1)
     require_int("quest(least_pages=...)", least_pages, at_least=1)
-    pages = (budget - sink - (local or 0)) // page
-    if pages < least_pages:
+    if newest not in ("attend", "select"):
+        raise ValueError(f"quest(newest={newest!r}) must be 'attend' or 'select'")
+    selects = newest == "select"
+    counted = local if local is not None else 0 if selects else page
+    pages, always = (budget - sink - counted) // page, counted // page
+    needed = max(least_pages - always, 1)
+    if pages < needed:
         raise ValueError(
             f"quest(budget={budget}) has room for {max(pages, 0)} pages of {page} tokens beside sink + local = {sink} "
-            f"+ {local or 0}, and Quest reads at least {least_pages}; use at least "
-            f"{sink + (local or 0) + least_pages * page}, or another least_pages"
+            f"+ {counted}, and Quest reads at least {needed} there; use at least {sink + counted + needed * page}, or "
+            "another least_pages"
         )
+    beside = 1 if selects and local is None else 0
     policy = Retrieval(
-        selector=MinMaxPages(page=page, group_reduce=group_reduce, pending="box"),
+        selector=MinMaxPages(page=page, group_reduce=group_reduce, pending="box" if selects else "exact"),
         store=_history("quest", host, hot, page),
-        budget=sink + pages * page + (1 if local is None else local),
+        budget=sink + counted + pages * page + beside if selects else budget,
         sink=sink,
-        local=1 if local is None else local,
+        local=counted + beside,
         demote=Fifo(leave=page if chunk is None else chunk),
         dense_below=0,
     )

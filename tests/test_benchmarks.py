@@ -84,7 +84,7 @@ def test_the_floor_counts_what_a_step_must_read(scripts):
     per_head = {
         "full": S * 512,
         "fier": S * 32 + chosen,
-        "quest": S * 32 + chosen + 512,  # the newest token beside the pages
+        "quest": S * 32 + chosen,
         "pariskv": S * 16 + -(-S // 10) * 96 + chosen,
         "logquant": S * (64 + 2 * 4 + 4 * 128 / 42),
     }

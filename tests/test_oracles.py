@@ -200,7 +200,7 @@ def test_retrieval_attends_to_the_slots_of_the_oracle(name: str, keys: str, chec
 def test_quest_attends_to_the_pages_of_the_oracle(rule: str, keys: str, checkpoint: str | None) -> None:
     """All positions, in steps at which the newest page begins, grows and is stored."""
     (spec, tokens), page, same, total, newest = data(checkpoint)[keys], 8, 0, 0, 0
-    policy = kvjax.presets.quest(4 * page + 5, page=page, group_reduce=rule).rest
+    policy = kvjax.presets.quest(4 * page + 5, page=page, newest="select", group_reduce=rule).rest
     lengths = spec.capacity - STEPS - 7 * np.arange(spec.batch)
     cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     for i in range(STEPS):

@@ -200,8 +200,7 @@ def test_quest_is_dense_in_two_layers_and_attends_to_whole_pages_in_the_others()
         filled, _ = drive.fill(layer, tokens, [607])
         _, _, info = drive.step(filled, tokens, [607])
         attended.append(float(info.attended.min()))
-    assert attended[:2] == [608, 608]
-    assert all(80 <= found <= 81 for found in attended[2:]), attended  # the newest token, if its page lost
+    assert attended == [608, 608, 80, 80]
 
 
 def test_step_at_32k_tokens_holds_no_second_index() -> None:

@@ -132,8 +132,12 @@ class MinMaxPages(_Pages):
         there = jnp.broadcast_to(there, (B, among.pending_slots)).reshape(B, 1, *shape[2:4], 1)
         pages = keys[:, :, : among.pending_slots].reshape(shape)
         largest = jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype)
-        low = jnp.min(jnp.where(there, pages, largest), axis=3, keepdims=True)
-        high = jnp.max(jnp.where(there, pages, -largest), axis=3, keepdims=True)
+        # One after the other, so that XLA makes one kernel of all this: a reduction would be one of its own.
+        low, high = jnp.full_like(pages[:, :, :, :1], largest), jnp.full_like(pages[:, :, :, :1], -largest)
+        for i in range(self.page):
+            key, seen = pages[:, :, :, i : i + 1], there[:, :, :, i : i + 1]
+            low = jnp.where(seen, jnp.minimum(low, key), low)
+            high = jnp.where(seen, jnp.maximum(high, key), high)
         # The point of its box at which a query head has its best score, one after the other in the page's slots. All
         # are points of the box, so the best of them for any head is its own.
         best = jnp.where(q[:, :, None, :, :] > 0, high, low)

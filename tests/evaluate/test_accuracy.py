@@ -437,22 +437,25 @@ def test_a_row_whose_layers_are_all_dense_is_refused(checkpoint):
 
 
 def test_budgets_of_whole_pages_say_what_they_are_rounded_to():
-    rows = {row.name: row for row in make_rows(["quest", "quest:local=16", "freekv"], budgets=[40, 64, 330])}
-    assert re.search("room for 2 pages of 16 .*at least 3; use at least 48", rows["quest@40"].refused)
-    assert rows["quest@64"].note == "reads up to 65: 4 pages of 16 tokens and 1 beside"
-    assert rows["quest:local=16@64"].note == ""
-    assert rows["quest@330"].note == "reads up to 321: 20 pages of 16 tokens and 1 beside"
+    rows = {row.name: row for row in make_rows(["quest", "quest:newest=select", "freekv"], budgets=[40, 64, 330])}
+    assert re.search("room for 1 pages of 16 .*at least 2 there; use at least 48", rows["quest@40"].refused)
+    assert re.search(
+        "room for 2 pages of 16 .*at least 3 there; use at least 48", rows["quest:newest=select@40"].refused
+    )
+    assert rows["quest:newest=select@64"].note == "reads up to 65: 4 pages of 16 tokens and 1 beside"
+    assert rows["quest@64"].note == ""
+    assert rows["quest@330"].note == "reads up to 320: 19 pages of 16 tokens and 16 beside"
     assert rows["freekv@330"].note == "reads up to 320: 2 pages of 32 tokens and 256 beside"
 
 
 @pytest.mark.parametrize("budget", [16, 31])
 def test_a_budget_without_room_for_a_page_is_an_error_of_the_preset(budget):
-    with pytest.raises(ValueError, match=rf"quest\(budget={budget}\) has room for 1 pages of 16 tokens.*at least 48"):
+    with pytest.raises(ValueError, match=rf"quest\(budget={budget}\) has room for 0 pages of 16 tokens.*at least 48"):
         presets.quest(budget)
-    assert presets.quest(budget, least_pages=1).rest.budget == 16 + 1
+    assert presets.quest(budget, least_pages=1, newest="select").rest.budget == 16 + 1
     with pytest.raises(ValueError, match="use at least 288"):
         presets.freekv(256 + budget)
-    assert presets.quest(63).rest.budget == 3 * 16 + 1
+    assert presets.quest(48).rest.budget == 48
 
 
 def test_a_setting_that_no_budget_mends_stops_the_comparison():

@@ -113,7 +113,7 @@ def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded
         (("--task", "gsm8k", "--data", "/nowhere", "--length", "4K"), "--length 4096 has no use for gsm8k"),
         (("--question", "late"), "question='late') must be decoded or prefilled"),
         (("--cache", "pariskv", "--budget", "64"), "budget=64 is below sink + local"),
-        (("--cache", "quest", "--budget", "20"), "has room for 1 pages of 16 tokens beside"),
+        (("--cache", "quest", "--budget", "20"), "has room for 0 pages of 16 tokens beside"),
         (("--data", "/nowhere"), "--data /nowhere has no use for needles"),
         (("--task", "ruler", "--data", "/nowhere"), "has no .jsonl file"),
         (("--task", "longbench", "--data", "/nowhere"), "download"),

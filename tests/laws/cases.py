@@ -70,6 +70,7 @@ CASES: dict[str, Case] = {
     ),
     "fier, no group, f16": _with(spec=dataclasses.replace(SPEC, q_heads=2, kv_heads=2, dtype=jnp.float16)),
     "quest preset, budget 40": Case(presets.quest(budget=40, page=8).rest),
+    "quest, newest page selected": Case(presets.quest(budget=40, page=8, newest="select").rest),
     "pages per query head, 7 on 1, bf16": _with(
         selector=MinMaxPages(page=16, group_reduce="per_head"),
         budget=70,
