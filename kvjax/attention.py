@@ -350,7 +350,7 @@ def rollback(cache: C, lengths: ArrayLike) -> C:
 
     Takes back tokens of the recent block, and moves no array: what a draft proposed and the model did not accept. A
     token that came after a flush was due cannot be taken back past that flush, so take at most `room(cache)` tokens
-    between two rollbacks. `truncate` goes back further.
+    between two rollbacks.
 
     Raises:
       ValueError: a policy that forgets (`Evicting`) or remembers its last step (`Speculative`); lengths past what is
@@ -763,7 +763,7 @@ def _check_reach(target: np.ndarray, earliest: Array, length: Array) -> None:
     for row in np.flatnonzero((target < first) | (target > last)):
         raise ValueError(
             f"rollback of row {row} to {target[row]} tokens: it holds {last[row]}, and can go back to {first[row]}, "
-            "where its recent block was last flushed; kvjax.truncate goes back further"
+            "where its recent block was last flushed; kvjax.room says how many it takes before that"
         )
 
 

@@ -62,7 +62,10 @@ class Drafter(Protocol):
 class Draft(Protocol):
     """What `generate` and `stream` take as `draft`."""
 
-    tokens: int
+    @property
+    def tokens(self) -> int:
+        """Tokens that a step drafts at most."""
+        ...
 
     def start(self, model: Any, cache: Cache, prompt: np.ndarray, lengths: np.ndarray, new_tokens: int) -> Drafter:
         """The drafter of a run that has read a right-padded prompt i32[B, T] with `lengths` i32[B]."""

@@ -673,6 +673,7 @@ def warm_up(
     chunk: int | None = None,
     measure: bool = False,
     block: int | None = None,
+    draft: Draft | None = None,
 ) -> None:
     """Compiles all that `generate` (or `stream`, with `block`) will run on a prompt of that length.
 
@@ -685,6 +686,12 @@ def warm_up(
     logits, cache = prefill(model, cache, tokens, np.ones((B,), np.int32), chunk=size)
     keys = None if sampling.greedy else row_keys(jax.random.key(0), B)
     steps = max_new_tokens if block is None else min(block, max_new_tokens)
-    run = Stream(model, cache, logits, 1, sampling, keys, stop_array(stop_tokens), measure=measure)
+    drafter = None
+    if draft is not None:
+        whole, one = np.zeros((B, prompt_tokens), np.int32), np.ones((B,), np.int32)
+        drafter = draft.start(model, cache, whole, one, max_new_tokens)
+        steps = max(steps, draft.tokens + 1)
+    stop = stop_array(stop_tokens)
+    run = Stream(model, cache, logits, 1, sampling, keys, stop, measure=measure, drafter=drafter)
     run.advance(steps)
     jax.block_until_ready(run.logits)

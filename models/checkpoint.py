@@ -25,9 +25,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 import kvjax
-from kvjax import presets
+from kvjax import drafts, presets
 from kvjax.attention import Cache, PerLayer
 from kvjax.caches import Policy
+from kvjax.drafts import Draft, Speculation
 from kvjax.generation import Generation, Stream, generate, stream
 from kvjax.placement import Placement
 from kvjax.request import check_fit
@@ -83,6 +84,11 @@ class Completion:
         """f32[L] tokens that a decode step attended to, mean over steps and KV heads, of each layer."""
         assert self.generation.attended is not None
         return self.generation.attended
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """How drafts went: acceptance, tokens a step; None without `speculate`."""
+        return self.generation.speculation
 
     def _only(self, found: list[Any], plural: str) -> Any:
         if len(found) != 1:
@@ -228,6 +234,7 @@ class Checkpoint:
         key: Array | None = None,
         stop_tokens: Sequence[int] | None = None,
         capacity: int | None = None,
+        speculate: str | Draft | None = None,
     ) -> Completion:
         """Continues a text, answers chat messages, or does so for a list of either, decoding through a KV cache.
 
@@ -245,6 +252,8 @@ class Checkpoint:
           seed, key: of the draws, one of the two; seed 0 by default.
           stop_tokens: those of the checkpoint by default.
           capacity: tokens that the cache can hold; by default what this call needs.
+          speculate: a draft, as `kvjax.PromptLookup()`, `kvjax.DraftModel(small.model)` or "prompt-lookup:3,8". The
+            model checks several of its tokens at a time. The text stays the same; `speculation` tells how well it went.
 
         Raises:
           ValueError: an unknown cache, a prompt that does not fit, chat messages without a chat template.
@@ -252,7 +261,9 @@ class Checkpoint:
         prompts = _as_list(prompt)
         run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens)
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
-        done = generate(self.model, run.cache, run.rows, sampling=draw, key=key, measure=True, **run.settings)
+        draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
+        run.settings |= {"sampling": draw, "key": key, "measure": True, "draft": draft}
+        done = generate(self.model, run.cache, run.rows, **run.settings)
         return Completion([self.decode(row) for row in done.rows], [len(row) for row in run.rows], done)
 
     def stream(
@@ -269,6 +280,7 @@ class Checkpoint:
         key: Array | None = None,
         stop_tokens: Sequence[int] | None = None,
         capacity: int | None = None,
+        speculate: str | Draft | None = None,
     ) -> Stream:
         """`generate` of one prompt as an iterator over pieces of text, which never cut a character.
 
@@ -280,6 +292,7 @@ class Checkpoint:
             raise ValueError(f"stream takes one prompt, got {len(prompts)}; call generate for several")
         run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens)
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
+        draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
         return stream(
             self.model,
             run.cache,
@@ -287,6 +300,7 @@ class Checkpoint:
             sampling=draw,
             key=key,
             measure=True,
+            draft=draft,
             tokenizer=self.tokenizer,
             **run.settings,
         )

@@ -68,6 +68,22 @@ def generate(
         typer.Option(help="Draw from tokens with at least this share of the highest probability.", show_default=False),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    speculate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="prompt-lookup[:NGRAM,TOKENS]",
+            help="Draft what followed the same words before, and check the draft in one step. The text stays the same.",
+            show_default=False,
+        ),
+    ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Draft 4 tokens at a time by this smaller model of the same vocabulary.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Dtype = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
@@ -102,6 +118,8 @@ def generate(
         raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed must be in [0, 2**32), got {seed}")  # JAX would drop the higher bits
+    if speculate is not None and draft is not None:
+        raise ValueError("--speculate and --draft both say what drafts; give one of them")
     if distributed:
         join_processes()
     placement = make_placement(mesh)
@@ -113,12 +131,13 @@ def generate(
     import numpy as np
 
     import kvjax
-    from kvjax import models
+    from kvjax import drafts, models
     from kvjax.generation import stream, warm_up
     from kvjax.models.chat import default_new_tokens, round_capacity
     from kvjax.presets import check_reaches
     from kvjax.request import check_fit
 
+    drafting: Any = None if speculate is None else drafts.parse(speculate)
     progress = bars()
     with progress, bar(progress, "reading the prompt"):
         checkpoint = without_weights(directory)
@@ -154,6 +173,9 @@ def generate(
     with progress:
         with bar(progress, "loading weights"):
             model = models.load(directory, dtype=kind, placement=placement).model
+            if draft is not None:
+                drafting = kvjax.DraftModel(models.load(draft, dtype=kind).model)
+            settings["draft"] = drafting
         with bar(progress, "compiling"):
             begin = time.perf_counter()
             warm_up(model, empty(), len(tokens), **settings)
@@ -203,6 +225,8 @@ def generate(
         "cache_bytes_host": size.host,
         "attended_tokens_per_step": float(attended.mean()),
         "attended_tokens_by_layer": attended.tolist(),
+        "acceptance": None if run.speculation is None else run.speculation.acceptance,
+        "tokens_per_step": None if run.speculation is None else run.speculation.tokens_per_step,
         "model": str(directory),
         "cache": cache,
         "budget": budget,
@@ -220,6 +244,11 @@ def generate(
             f"{report['decode_tokens_per_second']:.1f}/s; cache {cache}: {size.device / 2**20:.1f} MiB on the device, "
             f"{size.host / 2**20:.1f} MiB on the host, {attended.mean():.1f} tokens attended a step"
         )
+        if run.speculation is not None:
+            say(
+                f"{run.speculation.acceptance:.0%} of {run.speculation.drafted} drafted tokens accepted, "
+                f"{run.speculation.tokens_per_step:.2f} tokens a step"
+            )
         if verbose or jax.default_backend() == "gpu":
             say(in_short(ran))
 
