@@ -12,6 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, Fier, Fifo, HostOffload, HotSet, MinMaxPages, Retrieval, Speculative
+from kvjax.attention import decode_info
 from kvjax.selection import Selection
 from kvjax.stores.hot import Hot, empty_hot, give_places
 from kvjax.testing import _drive as drive
@@ -54,6 +55,20 @@ def test_steps_read_the_same_tokens_as_without_a_hot_set(policy: Any, tokens: in
     state = cached.state.zones if isinstance(hot, Speculative) else cached.state
     check_tables(state.store.hot)
     assert (np.asarray(state.store.hot.loads) > tokens // hot_page(hot)).any(), "nothing was replaced"
+
+
+def test_steps_taken_at_once_fill_the_hot_set_too() -> None:
+    hot, data, lengths = with_hot_set(FIER, 48), drive.random_tokens(SPEC, 1), np.array([150, 70])
+    cache, _ = drive.fill(drive.new_cache(hot, SPEC), data, lengths)
+    decode = jax.jit(lambda cache, q, k, v: decode_info(cache, q, k, v, flush=False))
+    tokens = data.at(lengths[:, None] + np.arange(3)[None])
+    _, several, info = decode(cache, *tokens)
+    one = cache
+    for i in range(3):
+        _, one, seen = drive.step(one, data, lengths + i)
+        np.testing.assert_array_equal(np.asarray(info.positions)[i], seen.positions)
+    np.testing.assert_array_equal(several.state.store.hot.loads, one.state.store.hot.loads)
+    assert (np.asarray(one.state.store.hot.loads) > 0).all()
 
 
 def hot_page(policy: Any) -> int:
