@@ -69,7 +69,7 @@ from kvjax.ops import explain
 from kvjax.partial import PartialAttention, attend_part, merge
 from kvjax.placement import Placement
 from kvjax.selection import Selection
-from kvjax.selectors import BallPages, CentrePages, Exact, Fier, MinMaxPages, Paris, ProductCodes, Selector
+from kvjax.selectors import BallPages, CentrePages, Exact, Fier, MinMaxPages, Nucleus, Paris, ProductCodes, Selector
 from kvjax.spec import CacheSpec
 from kvjax.stores import (
     CachingStore,
@@ -144,6 +144,7 @@ __all__ = [
     "LogSparse",
     "MinMaxPages",
     "MultiStep",
+    "Nucleus",
     "Observation",
     "Observer",
     "Paris",

@@ -1,0 +1,62 @@
+"""Adaptive budgets: the fewest tokens whose estimated shares of the attention sum up to p."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import CacheSpec, Exact, Fifo, Nucleus, Retrieval
+from kvjax.testing import _drive as drive
+
+SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
+BASE = Retrieval(selector=Exact(), budget=120, sink=4, local=8, demote=Fifo(leave=32))
+
+
+@pytest.mark.parametrize("group_reduce", ["mean_softmax", "per_head"])
+def test_a_step_reads_the_fewest_tokens_that_hold_the_share(group_reduce: str) -> None:
+    """Beside sink and local window, against numpy in float64; history and pending tokens compete."""
+    selector = Exact(group_reduce=group_reduce)
+    policy = dataclasses.replace(BASE, selector=Nucleus(selector=selector, p=0.8))
+    tokens, lengths = drive.random_tokens(SPEC, 1), np.array([170, 60])
+    cache, _ = drive.fill(drive.new_cache(policy, SPEC), tokens, lengths)
+    _, _, info = drive.step(cache, tokens, lengths)
+    positions = np.asarray(info.positions)
+    for b, h, c in np.ndindex(positions.shape[:3]):
+        n = lengths[b] + 1
+        free = np.arange(4, n - 8)
+        q = tokens.q[b, lengths[b]].reshape(2, 2, -1)[h].astype(np.float64)
+        weights = np.exp(q @ tokens.k[b, free, h].astype(np.float64).T / 4)
+        shares = weights / weights.sum(axis=1, keepdims=True)
+        shares = shares.mean(axis=0) if group_reduce == "mean_softmax" else shares[c]
+        order = np.argsort(-shares)
+        count = int(np.searchsorted(np.cumsum(shares[order]), 0.8)) + 1
+        wanted = set(free[order[: min(count, 108)]]) | set(range(4)) | set(range(n - 8, n))
+        assert {p for p in positions[b, h, c] if p >= 0} == wanted
+    assert (np.asarray(info.attended) < 120).all(), "fewer than the budget"
+
+
+def test_with_the_whole_share_it_selects_what_its_selector_does() -> None:
+    tokens, lengths = drive.random_tokens(SPEC, 1), np.array([170, 60])
+    cache, _ = drive.fill(drive.new_cache(BASE, SPEC), tokens, lengths)
+    whole = dataclasses.replace(BASE, selector=Nucleus(selector=BASE.selector, p=1.0))
+    q = jnp.asarray(tokens.q[:, 170].reshape(2, 2, 2, 16))
+    found = [
+        jax.jit(partial(lambda policy, st, q: policy.attend(st, q, scale=0.25)[2].positions, policy))(cache.state, q)
+        for policy in (BASE, whole)
+    ]
+    np.testing.assert_array_equal(np.sort(found[1], axis=-1), np.sort(found[0], axis=-1))
+
+
+@pytest.mark.parametrize("p", [0, 1.5, "most"])
+def test_a_share_out_of_range_is_refused(p: float) -> None:
+    with pytest.raises(ValueError, match=r"Nucleus\(p="):
+        Nucleus(selector=kvjax.Fier(), p=p)
+
+
+def test_a_selector_that_ranks_by_votes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"scores estimate scale \* q\.k"):
+        Nucleus(selector=kvjax.Paris())
