@@ -85,7 +85,7 @@ def stage(folder: Path) -> None:
     readme = (ROOT / "README.md").read_text()
     trees = "".join(_tree(pages, caption) for caption, pages in contents.items())
     _put(folder / "index.md", f"{readme}\n{trees}")
-    for page in folder.rglob("*.md"):
+    for page in (*folder.rglob("*.md"), *folder.rglob("*.ipynb")):
         link = re.compile(rf"\]\(((?:\.\./|docs/)*)methods\.md#({'|'.join(own)})\)")
         _put(page, link.sub(r"](\1methods/\2.md)", page.read_text()).replace("../README.md", "../index.md"))
 
