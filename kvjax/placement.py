@@ -1,4 +1,4 @@
-"""Many devices: how the rows, KV heads and tokens of a cache are split over a mesh.
+"""Many devices: how the rows and the KV heads of a cache are split over a mesh.
 
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     placement = kvjax.Placement(mesh=mesh, batch="data", heads="model")
@@ -7,7 +7,8 @@
 A cache keeps its placement, and every function of kvjax that takes the cache reads it there. Rows never read each
 other, and KV heads neither, so the functions run in `jax.shard_map`: each device works on its own rows and heads, with
 the policy that it would have alone, and a GPU kernel gets the part that lies on its device. (A GPU kernel under plain
-`jit` has no rule for split operands: XLA then gathers the whole cache on every device in every step, and says nothing.)
+`jit` has no rule for split operands: XLA then gathers the whole cache on every device in every step. kvjax warns of it
+once.)
 
 Which axis of an array of a state counts rows and which counts heads is read off: `Policy.init` is traced for more rows
 and for more heads, and the axes that grow are those. A policy of your own needs no annotations for it. An array must
@@ -21,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
@@ -254,10 +254,3 @@ def _letters(policy: Any, spec: CacheSpec, path: str) -> str:
 def _zip_with_paths(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
         yield jax.tree_util.keystr(path), x, y
-
-
-@contextmanager
-def current(placement: Placement | None) -> Iterator[None]:
-    """In the block, `mean_over_heads` is of this placement."""
-    with _current(placement):
-        yield
