@@ -261,7 +261,7 @@ def test_a_killed_writer_leaves_its_last_save(tmp_path: Path, seed: int, request
         said = kill_while_saving(tmp_path, 1000 * seed + kill, first)
         found = number_of(kvjax.restore(tmp_path, empty()))
         assert found in (said, said + 2)  # the one after may have been complete, and not told yet
-        first = found + 2
+        first = found + 2 if found < 200 else 3  # every array must tell the number: bfloat16 has 8 bits
 
 
 @pytest.mark.thorough
