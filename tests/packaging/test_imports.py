@@ -20,7 +20,7 @@ FLOORS = {
     **dict.fromkeys(("stores", "selectors", "demotion", "evictors", "timestamps"), 3),
     "caches": 4,
     **dict.fromkeys(("attention", "heads", "presets"), 5),
-    **dict.fromkeys(("sampling", "request", "text", "generation", "testing", "capacity"), 6),
+    **dict.fromkeys(("sampling", "request", "text", "drafts", "generation", "testing", "capacity"), 6),
     "saving": 7,
     "models": 7,
     "evaluate": 8,
@@ -29,7 +29,9 @@ FLOORS = {
 SAME_FLOOR = {
     ("ops", "kernels_pallas"),  # dispatch
     ("presets", "heads"),
-    *(("generation", part) for part in ("sampling", "request", "text")),
+    *(("generation", part) for part in ("sampling", "request", "text", "drafts")),
+    ("drafts", "request"),
+    ("drafts", "generation"),  # a draft model reads its prompt when it is first asked
 }
 FACADE = 6  # `import kvjax` itself: what the package's __init__ may gather, for those above the models
 
