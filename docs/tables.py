@@ -328,11 +328,32 @@ def scaling() -> str:
     return markdown(header, map(cells, load_rows("scaling")))
 
 
+def anchors() -> str:
+    """Error of attention outputs by the layers that select for the others."""
+    error = json.loads((RESULTS / "calibrate.json").read_text())["error"]
+    named = {"share=1": "all six", "anchors": "three, by `kvjax calibrate`", "share=2": "every second, `share=2`"}
+    rows = [[told, f"{error[name]:.3f}".removeprefix("0")] for name, told in named.items()]
+    return markdown(["layers that select", "error"], rows)
+
+
+def hit_rates() -> str:
+    """Share of the selected pages that a hot set has, along the text, by its size."""
+    found = json.loads((RESULTS / "hit_rates.json").read_text())
+    rows = {row["method"]: row for row in found["rows"] if row["along"] == "text"}
+    names = ("fier", "pariskv", "quest", "freekv")
+    sizes = [key for key in rows["fier"] if key.endswith(" x")]  # in budgets
+    body = [
+        [f"{int(size.split()[0]) * found['budget']} tokens", *(short(rows[name][size]) for name in names)]
+        for size in sizes
+    ]
+    return markdown(["hot set", *(f"`{name}`" for name in names)], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         speed, quality, methods, steps, steps_in_plain_jax, kernels, tokens, largest_batches, first_tokens, indexing,
-        needles, coverage, equal_perplexities, perplexities, tokens_read, group_rules, papers, scaling,
+        needles, coverage, equal_perplexities, perplexities, tokens_read, group_rules, papers, scaling, hit_rates, anchors,
     )
 }  # fmt: skip
 
