@@ -353,7 +353,8 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         speed, quality, methods, steps, steps_in_plain_jax, kernels, tokens, largest_batches, first_tokens, indexing,
-        needles, coverage, equal_perplexities, perplexities, tokens_read, group_rules, papers, scaling, hit_rates, anchors,
+        needles, coverage, equal_perplexities, perplexities, tokens_read, group_rules, papers, scaling, hit_rates,
+        anchors,
     )
 }  # fmt: skip
 
