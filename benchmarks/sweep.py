@@ -75,7 +75,8 @@ class Sweep:
 
 
 def label_of(config: Any) -> str:
-    return "x".join(str(x) for x in dataclasses.astuple(config))
+    """A config's numbers; "rule" for None, with which a kernel goes by its own rule."""
+    return "rule" if config is None else "x".join(str(x) for x in dataclasses.astuple(config))
 
 
 def _asked(

@@ -579,12 +579,12 @@ def pyramidkv(
 def razorattention(budget: int = 4096, *, sink: int = 4, heads: str | Heads | None = None) -> PerLayer:
     """RazorAttention: retrieval heads keep everything; others keep `budget` tokens and the mean of the rest.
 
-    `heads` are the retrieval heads, or a file of them: `kvjax.heads.retrieval_heads` finds them for a model by the
-    paper's rule, and `save` writes them. Without it no head keeps everything. Other heads keep the `sink` first tokens,
-    the newest ones, and a compensation token.
+    `heads` are the retrieval heads, or a file of them: `kvjax.evaluate.heads.retrieval_heads` finds them for a model
+    by the paper's rule, and `save` writes them. Without it no head keeps everything. Other heads keep the `sink` first
+    tokens, the newest ones, and a compensation token.
 
     **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891). **Differs:** see `Compensated` and
-    `kvjax.heads.retrieval_heads`. The paper's window grows with the prompt, to a fifth of it; here it is `budget`.
+    `kvjax.evaluate.heads.retrieval_heads`. The paper's window grows with the prompt, to a fifth; here it is `budget`.
     """
     return _by_head("razorattention", Compensated, budget, sink, heads)
 

@@ -8,6 +8,7 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, Compensated, Evicting, Full, LastQuery, PerHead, Sliding, heads, presets
+from kvjax.evaluate import heads as finding
 from kvjax.testing import _drive as drive
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=120, dtype="float32")
@@ -58,19 +59,19 @@ def test_echo_and_induction_heads_are_found(monkeypatch) -> None:
     monkeypatch.setattr("kvjax.evaluate.live.capture", lambda *a, **b: live)
     config = types.SimpleNamespace(vocab_size=50, kv_heads=4)
     checkpoint = types.SimpleNamespace(config=config)
-    echo, induction = heads.scores(checkpoint, length=length, repeats=repeats, batch=1)
+    echo, induction = finding.scores(checkpoint, length=length, repeats=repeats, batch=1)
     assert echo.argmax() == 1
     assert echo[0, 1] > 0.5
     assert induction.argmax() == 2
     assert induction[0, 2] > 0.5
-    found = heads.retrieval_heads(checkpoint, echo=0.25, induction=0.25, length=length, repeats=repeats)
+    found = finding.retrieval_heads(checkpoint, echo=0.25, induction=0.25, length=length, repeats=repeats)
     assert found == heads.Heads(kv_heads=4, layers=((1, 2),))
 
 
 @pytest.mark.thorough
 def test_heads_of_the_shipped_model_are_found_and_serve_it(tmp_path) -> None:
     checkpoint = kvjax.models.load(kvjax.models.shipped(), dtype="float32")
-    found = heads.retrieval_heads(checkpoint)
+    found = finding.retrieval_heads(checkpoint)
     assert 0 < found.count < found.kv_heads * len(found.layers)
     found.save(tmp_path / "heads.json")
     text = (

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
-import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax import ops
 from kvjax.caches.policy import Info, step_lengths
 from kvjax.caches.zones import Zoned, ZonedState
 from kvjax.demotion import Demotion, Fifo
-from kvjax.prompt import attend_chunk_after
 from kvjax.stores import FusedStore, Quantized, Store
 
 
@@ -49,15 +46,17 @@ class Compressed(Zoned):
     def decode(
         self, st: ZonedState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, ZonedState, Info]:
-        """Steps that read everything are a chunk of a prompt: one pass over the stored tokens.
-
-        What was stored before is read from the arrays after the write, so that XLA writes in place.
-        """
+        """Each step sees the tokens up to its own: the same arrays with smaller counts, by the kernel of one step."""
         after = self.put_tokens(st, k, v, count)
-        stored = partial(self.attend_stored, self.shortened(after, st.length), scale=scale, window=window)
-        out = attend_chunk_after(stored, q, k, v, scale=scale, window=window)
-        lengths = step_lengths(st.length, count, k.shape[2], after.length)
-        return out, after, jax.vmap(lambda n: self._info(self.shortened(after, n), window))(lengths)
+
+        def step(_: None, x: tuple[Array, Array]) -> tuple[None, tuple[Array, Info]]:
+            length, q = x
+            out, _, info = self.attend(self.shortened(after, length), q, scale=scale, window=window)
+            return None, (out, info)
+
+        steps = step_lengths(st.length, count, k.shape[2], after.length), jnp.moveaxis(q, 3, 0)
+        _, (out, info) = lax.scan(step, None, steps)
+        return jnp.moveaxis(out, 0, 3), after, info
 
     def _info(self, st: ZonedState, window: int | None) -> Info:
         (B, K), seen = st.recent.k.shape[:2], self.visible(st, window)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
-import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, put
 from kvjax.caches.policy import Info, chunk_starts, in_range, lowest_visible, step_lengths
 from kvjax.partial import PartialAttention, Span
-from kvjax.prompt import attend_chunk_after, attend_zone
+from kvjax.prompt import attend_zone
 from kvjax.spec import CacheSpec
 from kvjax.stores import Dense
 
@@ -72,15 +70,17 @@ class Full:
     def decode(
         self, st: FullState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, FullState, Info]:
-        """Steps that read everything are a chunk of a prompt: one pass over the stored tokens.
-
-        What was stored before is read from the arrays after the write, so that XLA writes in place.
-        """
+        """Each step sees the tokens up to its own: the same arrays with a smaller length, by the kernel of one step."""
         after = self.prefill(st, k, v, count)
-        stored = partial(self.attend_stored, self._shortened(after, st.length), scale=scale, window=window)
-        out = attend_chunk_after(stored, q, k, v, scale=scale, window=window)
-        lengths = step_lengths(st.length, count, k.shape[2], after.length)
-        return out, after, jax.vmap(lambda n: self._info(self._shortened(after, n), window))(lengths)
+
+        def step(_: None, x: tuple[Array, Array]) -> tuple[None, tuple[Array, Info]]:
+            length, q = x
+            out, _, info = self.attend(self._shortened(after, length), q, scale=scale, window=window)
+            return None, (out, info)
+
+        steps = step_lengths(st.length, count, k.shape[2], after.length), jnp.moveaxis(q, 3, 0)
+        _, (out, info) = lax.scan(step, None, steps)
+        return jnp.moveaxis(out, 0, 3), after, info
 
     def free(self, st: FullState) -> Array:
         return st.tokens.slots - st.length
