@@ -312,6 +312,57 @@ def papers() -> str:
     return markdown(["cache", "all", *map(str, budgets)], rows)
 
 
+def _by_budget(scores: dict[str, Any], budgets: Sequence[int]) -> str:
+    """Scores of a task by method and budget, and the mean tokens read at each budget."""
+    rows, read = [], {}
+    for method in dict.fromkeys(cache.partition("@")[0] for cache in scores):
+        cells = [f"`{method}`", *(short(scores[method]["mean"]) for _ in [0] if method in scores)]
+        cells += [""] * (2 - len(cells))
+        for budget in budgets:
+            score = scores.get(f"{method}@{budget}")
+            cells.append("" if score is None else short(score["mean"]))
+            if score is not None and method == "fier":
+                read[budget] = score["tokens_read"]
+        rows.append(cells)
+    rows.append(["tokens read by `fier`", "", *(f"{read[budget]:.0f}" for budget in budgets)])
+    return markdown(["cache", "all", *map(str, budgets)], rows)
+
+
+def real_needles() -> str:
+    return _by_budget(load_scores("eval_qwen")["1 of 8 needles at 16384, question decoded"], (64, 256, 1024))
+
+
+def real_pass_keys() -> str:
+    return _by_budget(load_scores("eval_qwen")["pass key at 16384, question decoded"], (64, 256, 1024))
+
+
+def real_gsm8k() -> str:
+    return _by_budget(load_scores("eval_qwen_gsm8k")["gsm8k"], (64, 128, 256))
+
+
+def devices() -> str:
+    """TPOT on one GPU and on two, by placement."""
+    rows = {(row["method"], row["placement"]): row for row in load_rows("devices")}
+    names = ("none", "mesh of 1", "data=2", "model=2")
+
+    def cell(method: str, name: str) -> str:
+        return f"{rows[method, name]['tpot_ms']:.2f}" if (method, name) in rows else ""
+
+    body = [[f"`{method}`", *(cell(method, name) for name in names)] for method in ("full", "fier")]
+    return markdown(["cache", "one GPU", "a mesh of one GPU", "rows over two", "heads over two"], body)
+
+
+def several_tokens() -> str:
+    """Time of an attention layer for T tokens of a row in one call, and over the time of one."""
+    rows = {(row["method"], row["tokens"]): row for row in load_rows("decode_tokens")}
+    names = [method for method in ("fier", "quest", "pariskv") if (method, 8) in rows]
+
+    def cell(method: str, tokens: int) -> str:
+        return f"{rows[method, tokens]['us']:.0f} ({rows[method, tokens]['times_one']:.1f})"
+
+    return markdown(["cache", "1", "2", "8"], [[f"`{m}`", *(cell(m, t) for t in (1, 2, 8))] for m in names])
+
+
 def scaling() -> str:
     header = ("model", "tokens a row", "rows", "weights, GB", "cache `full`, GB", "traffic, ms", "TPOT `full`, ms",
               "TPOT `fier`, ms")  # fmt: skip
@@ -354,7 +405,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for table in (
         speed, quality, methods, steps, steps_in_plain_jax, kernels, tokens, largest_batches, first_tokens, indexing,
         needles, coverage, equal_perplexities, perplexities, tokens_read, group_rules, papers, scaling, hit_rates,
-        anchors,
+        anchors, real_needles, real_pass_keys, real_gsm8k, devices, several_tokens,
     )
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_on_eight_devices(request: pytest.FixtureRequest) -> None:
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    given = ["--thorough"] if request.config.getoption("--thorough") else []
+    given = [name for name in ("--thorough", "--quick") if request.config.getoption(name)]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "tests/devices", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *given],
         cwd=ROOT,
