@@ -75,7 +75,7 @@ class Full:
 
         def step(_: None, x: tuple[Array, Array]) -> tuple[None, tuple[Array, Info]]:
             length, q = x
-            out, _, info = self.attend(self._shortened(after, length), q, scale=scale, window=window)
+            out, _state, info = self.attend(self._shortened(after, length), q, scale=scale, window=window)
             return None, (out, info)
 
         steps = step_lengths(st.length, count, k.shape[2], after.length), jnp.moveaxis(q, 3, 0)
