@@ -44,7 +44,19 @@ def draw(T: int, seed: int) -> tuple[np.ndarray, ...]:
 
 
 # Every kind of state grows in every run; presets whose states are alike wait for --thorough.
-ALIKE = ("arkvale", "magicpig", "pqcache", "pyramidkv", "raas", "razorattention", "duoattention")
+ALIKE = (
+    "quest",
+    "kivi",
+    "h2o",
+    "tova",
+    "arkvale",
+    "magicpig",
+    "pqcache",
+    "pyramidkv",
+    "raas",
+    "razorattention",
+    "duoattention",
+)
 
 
 @pytest.mark.parametrize(

@@ -430,7 +430,7 @@ def test_help_and_version_have_their_usual_names(kvjax):
 
 
 def test_a_reader_that_leaves_ends_the_command_with_141(checkpoint):
-    command = [sys.executable, "-m", "kvjax.cli", "generate", checkpoint, "--prompt", "abc", "--max-new-tokens", "300"]
+    command = [sys.executable, "-m", "kvjax.cli", "generate", checkpoint, "--prompt", "abc", "--max-new-tokens", "30"]
     read, wrote = os.pipe()
     os.close(read)
     done = subprocess.run(command, stdout=wrote, stderr=subprocess.PIPE, text=True, check=False)

@@ -77,6 +77,7 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_step_is_attention_over_its_positions(name: str, window: int | None) -> None:

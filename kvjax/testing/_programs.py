@@ -33,7 +33,7 @@ def one_trace_serves_all_steps(policy: Policy, spec: CacheSpec) -> None:
     for i in range(min(100, spec.capacity)):
         active = np.arange(spec.batch) <= i
         _, cache = run(cache, *tokens.at(np.full((spec.batch, 1), i)), active)
-    assert len(traces) == 1, f"traced {len(traces)} times"
+        assert len(traces) == 1, f"traced again for step {i}"
 
 
 def step_is_in_place(policy: Policy, spec: CacheSpec) -> None:
