@@ -30,7 +30,7 @@ from jax.typing import ArrayLike
 
 from kvjax.attention import Cache, any_full, flush, flushed, raise_on_overflow, rollback
 from kvjax.attention import room as free_room
-from kvjax.caches import Observer
+from kvjax.caches import Info, Observer
 from kvjax.drafts import Draft, Speculation, accepted, check_takes_drafts
 from kvjax.memory import CONCURRENT, commit_together, on_host
 from kvjax.request import check_model, check_model_cache, check_request, pad_prompt, stop_array
@@ -237,6 +237,19 @@ def _empty_mean(logits: Array, layers: int) -> tuple[Array, Array]:
     return jnp.broadcast_to(zero, (layers,)), zero
 
 
+def count_attended(mean: Array, counted: Array, infos: Sequence[Info], took: Array) -> tuple[Array, Array]:
+    """The mean tokens read f32[L] by layer, and the row steps f32[] that it is of, with those of one more step.
+
+    `took` bool[..., B] are the rows that took it, with T in front for several steps, as in the Infos. A running mean,
+    for a sum of long contexts over many steps would outgrow f32.
+    """
+    seen = jnp.stack([info.attended.astype(jnp.float32).mean(axis=-1) for info in infos])  # [L, ..., B]
+    steps = jnp.sum(took).astype(jnp.float32)
+    counted = counted + steps
+    total = jnp.sum(jnp.where(took[None], seen, 0.0), axis=tuple(range(1, seen.ndim)))
+    return mean + (total - mean * steps) / jnp.maximum(counted, 1.0), counted
+
+
 @partial(jax.jit, static_argnames=("room", "measure"), donate_argnames="cache", compiler_options=CONCURRENT)
 def _decode_loop(
     model: Model,
@@ -269,12 +282,7 @@ def _decode_loop(
         attended, counted = s.attended, s.counted
         if measure:
             new, cache, infos = model(fed, flushed(s.cache), active=s.active, last=True, info=True)
-            seen = jnp.stack([info.attended.astype(jnp.float32).mean(axis=-1) for info in infos])  # [L, B]
-            rows = jnp.sum(s.active).astype(jnp.float32)
-            counted = counted + rows
-            # A running mean, for a sum of long contexts over many steps would outgrow f32.
-            total = jnp.sum(jnp.where(s.active[None], seen, 0.0), axis=-1)
-            attended = attended + (total - attended * rows) / jnp.maximum(counted, 1.0)
+            attended, counted = count_attended(attended, counted, infos, s.active)
         else:
             new, cache = model(fed, flushed(s.cache), active=s.active, last=True)
         return _Loop(
@@ -367,11 +375,7 @@ def _draft_loop(
         after = jnp.take_along_axis(new, good[:, None, None], axis=1)[:, 0]
         attended, counted = s.attended, s.counted
         if measure:
-            seen = jnp.stack([info.attended.astype(jnp.float32).mean(axis=-1) for info in infos[0]])  # [L, T, B]
-            rows = jnp.sum(taken).astype(jnp.float32)
-            counted = counted + rows
-            total = jnp.sum(jnp.where(kept.T[None], seen, 0.0), axis=(1, 2))
-            attended = attended + (total - attended * rows) / jnp.maximum(counted, 1.0)
+            attended, counted = count_attended(attended, counted, infos[0], kept.T)
         return _DraftLoop(
             emitted=s.emitted + taken,
             cache=rollback(flushed(cache, False), held + taken),

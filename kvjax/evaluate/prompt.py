@@ -21,7 +21,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax.attention import Cache, LayerCache, PerLayer, attention, init, init_layer
 from kvjax.caches import Info
-from kvjax.generation import Model, chunk_size, prefill
+from kvjax.generation import Model, chunk_size, count_attended, prefill
 from kvjax.models import Checkpoint
 from kvjax.partial import PartialAttention
 from kvjax.prompt import ungroup
@@ -154,11 +154,7 @@ def feed(model: Model, cache: Cache, logits: Array, tokens: Array, targets: Arra
         new, cache, infos = model(tokens[:, t][:, None], fed.cache, active=active, last=True, info=True)
         nll = jax.nn.logsumexp(new, axis=-1) - new[rows, targets[:, t]]
         greedy = fed.greedy.at[:, t].set(jnp.argmax(new, axis=-1) == targets[:, t])
-        seen = jnp.stack([info.attended.astype(jnp.float32).mean(axis=-1) for info in infos])  # [L, B]
-        count = jnp.sum(active).astype(jnp.float32)
-        steps = fed.steps + count
-        total = jnp.sum(jnp.where(active[None], seen, 0.0), axis=-1)
-        attended = fed.attended + (total - fed.attended * count) / jnp.maximum(steps, 1.0)
+        attended, steps = count_attended(fed.attended, fed.steps, infos, active)
         logits = jnp.where(active[:, None], new, fed.logits)
         return Fed(cache, logits, fed.nll.at[:, t].set(nll), greedy, attended, steps)
 
