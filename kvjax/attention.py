@@ -292,8 +292,8 @@ def decode(
     """T = 1 to 16 decode steps at once: out [B, T, N, D] and the cache, as T calls of `attention` would give them.
 
     Each token attends to what the policy selects for its own query, over the tokens up to itself. `Full`, `Compressed`
-    and `Retrieval` take the steps in one pass as long as no row has to be flushed between them; other policies, and
-    steps with a flush between them, go one after the other inside the call.
+    and `Retrieval` store all tokens first, as long as no row has to be flushed between them, and attend for one after
+    the other; other policies, and steps with a flush between them, also store one after the other inside the call.
 
     Args:
       lengths: i32[B], steps that each row takes (default T); `active` bool[B] are rows that take any.
@@ -545,7 +545,7 @@ def _attend_steps(
     window: int | None,
     flush: bool,
 ) -> tuple[Array, LayerCache, Info]:
-    """T decode steps, of which each row takes the first `count` i32[B]; in one pass where the policy can."""
+    """T decode steps, of which each row takes the first `count` i32[B]; stored at once where the policy can."""
 
     def one_by_one(cache: LayerCache) -> tuple[Array, LayerCache, Info]:
         def one(cache: LayerCache, x: Any) -> tuple[LayerCache, tuple[Array, Info]]:
@@ -569,16 +569,16 @@ def _attend_steps(
         return out, cache, jax.tree.map(lambda a: a[None], info)
     several = policy
 
-    def one_pass(cache: LayerCache) -> tuple[Array, LayerCache, Info]:
+    def stored_at_once(cache: LayerCache) -> tuple[Array, LayerCache, Info]:
         keys, values = _heads_first(k, v)
         grouped = group(q, k.shape[2])
         out, state, info = several.decode(cache.state, grouped, keys, values, count, scale=scale, window=window)
         return ungroup(out, q.dtype), dataclasses.replace(cache, state=state), info
 
     if not flush or cache._full_rows() is None:
-        return one_pass(cache)
+        return stored_at_once(cache)
     cache = _flush(cache)
-    return lax.cond(jnp.any(count > several.free(cache.state)), one_by_one, one_pass, cache)
+    return lax.cond(jnp.any(count > several.free(cache.state)), one_by_one, stored_at_once, cache)
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
