@@ -12,7 +12,14 @@ from kvjax.selectors.nucleus import Nucleus
 from kvjax.selectors.pages import CentrePages, MinMaxPages
 from kvjax.selectors.paris import Paris
 from kvjax.selectors.product import ProductCodes
-from kvjax.selectors.selector import Candidates, FusedSelector, PendingSelector, Selector, WindowedSelector
+from kvjax.selectors.selector import (
+    Candidates,
+    FusedSelector,
+    PendingSelector,
+    Selector,
+    WindowedSelector,
+    with_own_pending,
+)
 
 __all__ = [
     "BallPages",
@@ -28,4 +35,5 @@ __all__ = [
     "ProductCodes",
     "Selector",
     "WindowedSelector",
+    "with_own_pending",
 ]

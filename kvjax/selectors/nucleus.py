@@ -16,7 +16,7 @@ from jax import Array
 from kvjax import ops
 from kvjax.partial import attention_logits
 from kvjax.selection import Candidates, GroupReduce, Selection, reduce_scores
-from kvjax.selectors.selector import PendingSelector, Selector, WindowedSelector
+from kvjax.selectors.selector import Selector, WindowedSelector, with_own_pending
 from kvjax.spec import CacheSpec
 from kvjax.validation import check_verbs, finite_number
 
@@ -82,7 +82,7 @@ class Nucleus:
 
     def select(self, ix: Any, q: Array, among: Candidates, *, scale: float) -> Selection:
         scores, unit, group_reduce = self.score(ix, q, scale=scale), self.unit, self.group_reduce
-        scored = self.selector.with_pending(among, q) if isinstance(self.selector, PendingSelector) else among
+        scored = with_own_pending(self.selector, among, q)
         best = ops.select_top(scores, q, scored, group_reduce, unit=unit, scale=scale)
         pending = scored.pending_units(attention_logits(q, scored.pending[0], scale), unit)
         stored = scores, among.stored_units(scores.shape[-1], unit)

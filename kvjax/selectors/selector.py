@@ -89,3 +89,8 @@ class FusedSelector(Selector, Protocol):
         Law: these are the tokens that `score` and `Retrieval` choose.
         """
         ...
+
+
+def with_own_pending(selector: Selector, among: Candidates, q: Array) -> Candidates:
+    """`among` with the pending keys by which `selector` scores; as it is, for exact scores of the tokens."""
+    return selector.with_pending(among, q) if isinstance(selector, PendingSelector) else among
