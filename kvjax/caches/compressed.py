@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from kvjax import ops
-from kvjax.caches.policy import Info, step_lengths
+from kvjax.caches.policy import Info, attend_in_turn, step_lengths
 from kvjax.caches.zones import Zoned, ZonedState
 from kvjax.demotion import Demotion, Fifo
 from kvjax.stores import FusedStore, Quantized, Store
@@ -49,14 +49,10 @@ class Compressed(Zoned):
         """Each step sees the tokens up to its own: the same arrays with smaller counts, by the kernel of one step."""
         after = self.put_tokens(st, k, v, count)
 
-        def step(_: None, x: tuple[Array, Array]) -> tuple[None, tuple[Array, Info]]:
-            length, q = x
-            out, _state, info = self.attend(self.shortened(after, length), q, scale=scale, window=window)
-            return None, (out, info)
+        def attend(st: ZonedState, q: Array, length: Array) -> tuple[Array, ZonedState, Info]:
+            return self.attend(self.shortened(st, length), q, scale=scale, window=window)
 
-        steps = step_lengths(st.length, count, k.shape[2], after.length), jnp.moveaxis(q, 3, 0)
-        _, (out, info) = lax.scan(step, None, steps)
-        return jnp.moveaxis(out, 0, 3), after, info
+        return attend_in_turn(attend, after, q, step_lengths(st.length, count, k.shape[2], after.length))
 
     def _info(self, st: ZonedState, window: int | None) -> Info:
         (B, K), seen = st.recent.k.shape[:2], self.visible(st, window)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, put
-from kvjax.caches.policy import Info, chunk_starts, in_range, lowest_visible, step_lengths
+from kvjax.caches.policy import Info, attend_in_turn, chunk_starts, in_range, lowest_visible, step_lengths
 from kvjax.partial import PartialAttention, Span
 from kvjax.prompt import attend_zone
 from kvjax.spec import CacheSpec
@@ -73,14 +73,10 @@ class Full:
         """Each step sees the tokens up to its own: the same arrays with a smaller length, by the kernel of one step."""
         after = self.prefill(st, k, v, count)
 
-        def step(_: None, x: tuple[Array, Array]) -> tuple[None, tuple[Array, Info]]:
-            length, q = x
-            out, _state, info = self.attend(self._shortened(after, length), q, scale=scale, window=window)
-            return None, (out, info)
+        def attend(st: FullState, q: Array, length: Array) -> tuple[Array, FullState, Info]:
+            return self.attend(self._shortened(st, length), q, scale=scale, window=window)
 
-        steps = step_lengths(st.length, count, k.shape[2], after.length), jnp.moveaxis(q, 3, 0)
-        _, (out, info) = lax.scan(step, None, steps)
-        return jnp.moveaxis(out, 0, 3), after, info
+        return attend_in_turn(attend, after, q, step_lengths(st.length, count, k.shape[2], after.length))
 
     def free(self, st: FullState) -> Array:
         return st.tokens.slots - st.length

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax.partial import PartialAttention
 from kvjax.selection import Selection
@@ -143,3 +144,20 @@ def in_range(lengths: Array, earliest: Array, length: Array) -> tuple[Array, Arr
     """`lengths` i32[B] with those outside of earliest to length replaced by length, and bool[B]: which were outside."""
     outside = (lengths < earliest) | (lengths > length)
     return jnp.where(outside, length, lengths), outside
+
+
+def attend_in_turn(
+    attend: Callable[..., tuple[Array, Any, Info]], st: Any, q: Array, *of_each: Any
+) -> tuple[Array, Any, Info]:
+    """T steps over tokens that are stored already: attend(state, q [B, K, G, D], *of_each) -> out, state, Info.
+
+    q is [B, K, G, T, D], and the arrays of `of_each` have T in front. Returns attention [B, K, G, T, D], the last state
+    and the Infos, stacked in front.
+    """
+
+    def step(st: Any, x: Any) -> tuple[Any, tuple[Array, Info]]:
+        out, st, info = attend(st, *x)
+        return st, (out, info)
+
+    st, (out, info) = lax.scan(step, st, (jnp.moveaxis(q, 3, 0), *of_each))
+    return jnp.moveaxis(out, 0, 3), st, info

@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from kvjax import ops
-from kvjax.caches.policy import Info, step_lengths
+from kvjax.caches.policy import Info, attend_in_turn, step_lengths
 from kvjax.caches.selected import SelectedZones, without_packing
 from kvjax.caches.shared import Follower, require_whole_pages
 from kvjax.caches.zones import Visible, ZonedState
 from kvjax.demotion import Demotion, Fifo
 from kvjax.layouts import whole_units
 from kvjax.selection import PackedSelection, Selection, reduce_queries
-from kvjax.selectors import Candidates, FusedSelector, PendingSelector, Selector, WindowedSelector
+from kvjax.selectors import Candidates, FusedSelector, Selector, WindowedSelector, with_own_pending
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores import CachingStore, Dense, Store
 from kvjax.validation import check_verbs
@@ -98,20 +98,15 @@ class Retrieval(SelectedZones):
         """
         after = self.put_tokens(st, k, v, count)
         lengths = step_lengths(st.length, count, k.shape[2], after.length)
-        by_step = jnp.moveaxis(q, 3, 0)
         alone = window is not None or self._fused(True) is not None
-        scores = None if alone else self._score_steps(st, by_step, scale=scale)
+        scores = None if alone else self._score_steps(st, jnp.moveaxis(q, 3, 0), scale=scale)
 
-        def step(held: ZonedState, x: tuple[Array, Array, Array | None]) -> tuple[ZonedState, tuple[Array, Info]]:
-            length, q, scores = x
-            view = self.shortened(held, length)
-            seen = self.visible(view, window)
-            selection = self.find(view, q, seen, scale=scale, scores=scores)
-            out, view, info = self.attend_selected(view, q, selection, seen, scale=scale)
-            return replace(held, store=view.store), (out, info)  # a store may remember what it read
+        def attend(st: ZonedState, q: Array, length: Array, scores: Array | None) -> tuple[Array, ZonedState, Info]:
+            st = self.shortened(st, length)
+            seen = self.visible(st, window)
+            return self.attend_selected(st, q, self.find(st, q, seen, scale=scale, scores=scores), seen, scale=scale)
 
-        after, (out, info) = lax.scan(step, after, (lengths, by_step, scores))
-        return jnp.moveaxis(out, 0, 3), after, info
+        return attend_in_turn(attend, after, q, lengths, scores)
 
     def _score_steps(self, st: ZonedState, q: Array, *, scale: float) -> Array:
         """f32[T, B, K, G', units] scores of the history for the queries q [T, B, K, G, D] of T steps."""
@@ -161,7 +156,7 @@ class Retrieval(SelectedZones):
             scores = selector.score_visible(st.index, queries, candidates, window=seen.window, scale=scale)
         elif scores is None:
             scores = selector.score(st.index, queries, scale=scale)
-        scored = selector.with_pending(candidates, queries) if isinstance(selector, PendingSelector) else candidates
+        scored = with_own_pending(selector, candidates, queries)
         best = ops.select_top(scores, queries, scored, group_reduce, unit=unit, scale=scale)
         return candidates.tokens(best, slots // unit, unit)
 
