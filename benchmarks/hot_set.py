@@ -49,7 +49,7 @@ def check(spec: CacheSpec) -> None:
     host, hot = HostOffload(), HotSet(tokens=96)
     k, v = (jax.random.normal(jax.random.key(i), (2, spec.kv_heads, 256, spec.head_dim), spec.dtype) for i in range(2))
     count = jnp.full(2, 256, jnp.int32)
-    st_host, st = (store.append(store.init(spec, 256), k, v, count) for store in (host, hot))
+    st_host, st = (jax.jit(store.append)(store.init(spec, 256), k, v, count) for store in (host, hot))
     load = jax.jit(hot.load)
     for i in range(12):
         chosen = Selection(slots(i, 256, 48, 0.5, spec), jnp.ones((2, spec.kv_heads, 1, 48), bool))
