@@ -8,6 +8,8 @@ Each method runs as users have it ("default"), then, if kernels were left out th
 as "parts", the time of a layer by kernel. Beside the methods, in the same run:
 - cudnn: `jax.nn.dot_product_attention(implementation="cudnn")` over keys and values [B, S, K, D], all of them valid.
 - full: kvjax's Full, which XLA reads as [B, K, S, D].
+- fier, quest and pariskv leave short caches to `Full` where that was measured to be faster, as users have it;
+  `--dense-capacity 0` measures how they select there, for `short.py`.
 - by hand: exact scores, `lax.top_k`, `take_along_axis`, softmax, as one writes it without a library.
 
 Device time is that of the kernels of some layers in straight line, each pending for the one before, over their number:
@@ -33,6 +35,7 @@ from layers import clock, floor_us, implementation, out_of, save, show
 
 import kvjax
 from kvjax import CacheSpec, ops, presets
+from kvjax.caches.short import of_size
 from kvjax.evaluate.throughput import fill
 from kvjax.partial import group_queries
 
@@ -42,12 +45,12 @@ L2_BYTES = 60e6
 Step = Callable[[Any, Array, Array, Array], tuple[Array, Any]]  # state, q, k, v [B, 1, heads, D] -> out, state
 
 
-def policies(budget: int) -> dict[str, kvjax.Policy]:
+def policies(budget: int, dense_capacity: Any = "auto") -> dict[str, kvjax.Policy]:
     return {
         "full": presets.full().rest,
-        "fier": presets.fier(budget).rest,
-        "quest": presets.quest(budget).rest,
-        "pariskv": presets.pariskv(budget).rest,
+        "fier": presets.fier(budget, dense_capacity=dense_capacity).rest,
+        "quest": presets.quest(budget, dense_capacity=dense_capacity).rest,
+        "pariskv": presets.pariskv(budget, dense_capacity=dense_capacity).rest,
         "logquant": presets.logquant().rest,
     }
 
@@ -97,10 +100,12 @@ def random_pair(key: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Array, 
     return k, v
 
 
-def measure(method: str, how: str, spec: CacheSpec, budget: int, calls: int, most_layers: int) -> dict[str, Any]:
+def measure(
+    method: str, how: str, spec: CacheSpec, budget: int, calls: int, most_layers: int, dense_capacity: Any = "auto"
+) -> dict[str, Any]:
     B, K, D, S = spec.batch, spec.kv_heads, spec.head_dim, spec.capacity
-    named = policies(budget)
-    policy = named.get(method, named["full"])
+    named = policies(budget, dense_capacity)
+    policy = of_size(named.get(method, named["full"]), spec)
     floor = floor_us(policy, spec, S)
     if method == "by hand":  # the keys, and what was chosen
         floor = floor / 2 + B * 2 * K * D * spec.dtype.itemsize * min(budget, S) / BYTES_PER_US
@@ -123,6 +128,7 @@ def measure(method: str, how: str, spec: CacheSpec, budget: int, calls: int, mos
     return {
         "method": method,
         "implementation": how,
+        "policy": type(policy).__name__ if method in named else None,
         "length": S,
         "batch": B,
         "layers": layers,
@@ -144,6 +150,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", type=lambda text: text.split(","), default=METHODS)
     parser.add_argument("--implementations", type=lambda text: text.split(","), default=["default", "kernels", "xla"])
     parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--dense-capacity", type=int, default="auto", help="default: as measured for this device")
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--out", type=Path, help="default: results/decode_step.json; with --quick nothing is written")
     parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
@@ -171,7 +178,7 @@ def main(args: Sequence[str] | None = None) -> None:
                     continue
                 try:
                     with ops.explained() as found:
-                        row = measure(method, how, spec, given.budget, given.calls, most_layers)
+                        row = measure(method, how, spec, given.budget, given.calls, most_layers, given.dense_capacity)
                 except jax.errors.JaxRuntimeError as error:
                     if "RESOURCE_EXHAUSTED" not in str(error):
                         raise

@@ -32,9 +32,9 @@ from kvjax.evaluate.throughput import fill
 from kvjax.selection import set_recall
 
 METHODS: dict[str, Callable[..., kvjax.PerLayer]] = {
-    "fier": lambda budget, share: presets.fier(budget, dense_layers=0, share=share),
-    "quest": lambda budget, share: presets.quest(budget, dense_layers=0, share=share),
-    "pariskv": lambda budget, share: presets.pariskv(budget, dense_layers=0, share=share),
+    "fier": lambda budget, share: presets.fier(budget, dense_layers=0, dense_capacity=0, share=share),
+    "quest": lambda budget, share: presets.quest(budget, dense_layers=0, dense_capacity=0, share=share),
+    "pariskv": lambda budget, share: presets.pariskv(budget, dense_layers=0, dense_capacity=0, share=share),
 }
 
 

@@ -27,6 +27,7 @@ from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
 from kvjax.caches import Following, Info, MultiStep, Observer, PerLayer, Policy, Reversible
+from kvjax.caches.short import Refillable, of_size, refilled
 from kvjax.memory import Bytes, nbytes, on_host
 from kvjax.partial import group_queries
 from kvjax.placement import Placement, first_row, make_state, run_on_parts, state_shardings, state_specs
@@ -119,6 +120,8 @@ def init(
 ) -> Cache:
     """An empty cache for a model of `layers` attention layers, of one policy or of a policy for each layer.
 
+    A policy may leave a cache of so small a capacity to `Full` (`Retrieval.dense_capacity`).
+
     A `placement` splits it over the devices of a mesh: each part is made on its device, and all functions that take the
     cache keep it there.
 
@@ -139,7 +142,10 @@ def init(
         _check_policy("init(policy=...)", policy)
     _check_spec("init(spec=...)", spec)
     by_layer = PerLayer.of(policy)
-    return Cache(tuple(init_layer(by_layer.policy(i), spec, placement) for i in range(layers)))
+    own = [by_layer.policy(i) for i in range(layers)]
+    if placement is None:
+        own = [of_size(policy, spec) for policy in own]
+    return Cache(tuple(init_layer(policy, spec, placement) for policy in own))
 
 
 def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = None) -> LayerCache:
@@ -407,6 +413,7 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
     """
     _check_cache("insert(cache=...)", cache)
     _check_cache("insert(prefix=...)", prefix)
+    prefix = _with_policies_of(cache, prefix)
     if _kinds(cache) != _kinds(prefix):
         raise ValueError(
             f"insert needs a prefix of the same layers, policies, capacity and dtype; got {_summary(prefix)} for "
@@ -847,6 +854,21 @@ def _row_counts(B: int, T: int, lengths: ArrayLike | None, active: ArrayLike | N
 def _as_spec_of(prefix: Any, cache: Any) -> Any:
     """`prefix` with the static fields of `cache`, whose batch differs."""
     return jax.tree.unflatten(jax.tree.structure(cache), jax.tree.leaves(prefix))
+
+
+def _with_policies_of(cache: Any, prefix: Any) -> Any:
+    """`prefix` with the policies of `cache`: one row may be too short for a policy that serves a batch."""
+
+    def mend(own: LayerCache, layer: LayerCache) -> LayerCache:
+        old = layer.policy
+        wanted = of_size(old, own.spec)
+        if not isinstance(old, Refillable) or wanted == layer.policy or wanted != own.policy:
+            return layer
+        return dataclasses.replace(layer, state=refilled(wanted, layer.spec, old, layer.state), policy=wanted)
+
+    if not isinstance(prefix, Cache) or len(cache.layers) != len(prefix.layers):
+        return prefix
+    return Cache(tuple(mend(*two) for two in zip(cache.layers, prefix.layers, strict=True)))
 
 
 def _kinds(cache: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from jax import lax
 
 from kvjax.attention import Cache, LayerCache, init_layer
 from kvjax.caches import Growing
+from kvjax.caches.short import Refillable, of_size, refilled
 from kvjax.spec import require_int
 from kvjax.validation import check_alive, shown
 
@@ -47,7 +48,11 @@ def grow(cache: C, capacity: int) -> C:
 
 def _grow(layer: LayerCache, capacity: int) -> LayerCache:
     """Slots are filled from the first on in every array of a state, so the larger array begins with the smaller."""
-    larger = init_layer(layer.policy, dataclasses.replace(layer.spec, capacity=capacity), layer.placement)
+    spec = dataclasses.replace(layer.spec, capacity=capacity)
+    if isinstance(layer.policy, Refillable) and of_size(layer.policy, spec) != layer.policy:
+        policy = of_size(layer.policy, spec)
+        return LayerCache(refilled(policy, spec, layer.policy, layer.state), policy, spec)
+    larger = init_layer(layer.policy, spec, layer.placement)
 
     def place(new: Any, old: Any) -> Any:
         if new.shape == old.shape:

@@ -28,6 +28,7 @@ from kvjax.caches import (
     Speculative,
     share_selections,
 )
+from kvjax.caches.short import DenseCapacity
 from kvjax.demotion import Buffer, Fifo, LogSparse
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Pooling, Sliding
 from kvjax.hashing import SimHash
@@ -66,6 +67,7 @@ def fier(
     chunk: int = 256,
     host: bool = False,
     hot: int = 0,
+    dense_capacity: DenseCapacity = "auto",
     dense_layers: int = 2,
     share: int = 1,
     anchors: Anchors = None,
@@ -76,7 +78,8 @@ def fier(
     newest tokens, up to `chunk` of them, wait unsealed and are scored exactly. The paper forces no token into the
     choice, so `sink` is 0 and `local` is the new token alone. With `host` the history's keys and values lie in host
     memory, and the device holds the 1-bit keys; with `hot` it also holds that many tokens of each row and KV head that
-    were selected last (`HotSet`).
+    were selected last (`HotSet`). A cache of at most `dense_capacity` tokens is made `Full`, by default where that was
+    measured to be faster (`Retrieval`); not with `host`, `share` or `anchors`.
 
     **Source:** FIER (2025), Algorithm 1; g = 32. **Differs:** the choice is shared by a GQA group (`group_reduce`;
     "per_head" is the paper's rule), and a group is sealed with its chunk, not as soon as it is full (chunk=group
@@ -92,6 +95,7 @@ def fier(
         local=local,
         demote=Fifo(leave=chunk),
         dense_below=0,
+        dense_capacity=_dense_capacity("fier", dense_capacity, host, share, anchors),
     )
     return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)
 
@@ -112,6 +116,7 @@ def pariskv(
     dense_below: int = 1024,
     host: bool = False,
     hot: int = 0,
+    dense_capacity: DenseCapacity = "auto",
     dense_layers: int = 0,
     share: int = 1,
     anchors: Anchors = None,
@@ -129,8 +134,8 @@ def pariskv(
     exact scores, within the budget. With "attend", as in the paper, a step attends to all of them beside the budget.
 
     **Source:** ParisKV (Qi et al. 2026). **Differs:** the default of `buffer`. The paper moves the history's keys and
-    values to host memory: so does `host`, to choose the same tokens; without it they stay on the device. `hot` is as in
-    `fier`.
+    values to host memory: so does `host`, to choose the same tokens; without it they stay on the device. `hot` and
+    `dense_capacity` are as in `fier`.
     """
     require_int("pariskv(dense_layers=...)", dense_layers, at_least=0)
     require_int("pariskv(budget=...)", budget, at_least=1)
@@ -154,6 +159,7 @@ def pariskv(
         local=local + beside,
         demote=Buffer(leave=chunk) if beside else Fifo(leave=chunk),
         dense_below=dense_below,
+        dense_capacity=_dense_capacity("pariskv", dense_capacity, host, share, anchors),
     )
     return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)
 
@@ -170,6 +176,7 @@ def quest(
     chunk: int | None = None,
     host: bool = False,
     hot: int = 0,
+    dense_capacity: DenseCapacity = "auto",
     dense_layers: int = 2,
     share: int = 1,
     anchors: Anchors = None,
@@ -177,7 +184,7 @@ def quest(
     """Quest: every token is kept, and a step attends to the pages whose box of smallest and largest keys scores best.
 
     The first `dense_layers` layers attend to everything. The budget is whole pages, `least_pages` at least. Pages are
-    indexed in chunks of `chunk` tokens (default: one page). `host` and `hot` as in `fier`.
+    indexed in chunks of `chunk` tokens (default: one page). `host`, `hot` and `dense_capacity` as in `fier`.
 
     With newest="attend", as in the CUDA kernels of the released code, the `local` newest tokens (default: one page) are
     always attended and count. With "select", as in its evaluation, the newest page competes by the box of the tokens
@@ -213,6 +220,7 @@ def quest(
         local=counted + beside,
         demote=Fifo(leave=page if chunk is None else chunk),
         dense_below=0,
+        dense_capacity=_dense_capacity("quest", dense_capacity, host, share, anchors),
     )
     return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)
 
@@ -437,6 +445,22 @@ def magicpig(
         demote=Fifo(leave=chunk),
     )
     return PerLayer((Full(),) * dense_layers, policy)
+
+
+def _dense_capacity(
+    name: str, dense_capacity: DenseCapacity, host: bool, share: int, anchors: Anchors
+) -> DenseCapacity:
+    """The setting, of which "auto" is 0 for a preset that keeps its history on the host or shares selections."""
+    shares = share != 1 or anchors is not None
+    if dense_capacity == "auto":
+        return 0 if host or shares else "auto"
+    dense_capacity = require_int(f"{name}(dense_capacity=...)", dense_capacity, at_least=0)
+    if dense_capacity and shares:
+        raise ValueError(
+            f"{name}(dense_capacity={dense_capacity}) makes short caches select nothing, but layers that share a "
+            "selection need one; use dense_capacity=0, or neither share nor anchors"
+        )
+    return dense_capacity
 
 
 def _history(name: str, host: bool, hot: int, page: int = 1) -> Store:

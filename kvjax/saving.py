@@ -32,6 +32,7 @@ import orbax.checkpoint as ocp
 from jax.core import Tracer
 
 from kvjax.attention import Cache, LayerCache, init_layer, shardings
+from kvjax.caches.short import of_size
 from kvjax.capacity import grow
 from kvjax.memory import of_first_process, on_host, shapes
 from kvjax.spec import require_int
@@ -186,7 +187,9 @@ def _with_capacity_of(saved: dict[str, Any], like: Any) -> Any:
         return like
 
     def smaller(layer: LayerCache) -> Any:
-        return init_layer(layer.policy, dataclasses.replace(layer.spec, capacity=capacity), layer.placement)
+        spec = dataclasses.replace(layer.spec, capacity=capacity)
+        whole = isinstance(like, Cache) and layer.placement is None
+        return init_layer(of_size(layer.policy, spec) if whole else layer.policy, spec, layer.placement)
 
     if isinstance(like, Cache):
         return jax.eval_shape(lambda: Cache(tuple(map(smaller, like.layers))))

@@ -31,6 +31,7 @@ from kvjax.caches.policy import Growing, Info, MultiStep, Observer, Policy, Reve
 from kvjax.caches.retrieval import Retrieval
 from kvjax.caches.sampled import Sampled
 from kvjax.caches.shared import Follower, Following, Leading, Shared, share_selections
+from kvjax.caches.short import Short
 from kvjax.caches.speculative import Speculative, SpeculativeState
 from kvjax.caches.zones import ZonedState
 
@@ -57,6 +58,7 @@ __all__ = [
     "Reversible",
     "Sampled",
     "Shared",
+    "Short",
     "Speculative",
     "SpeculativeState",
     "ZonedState",

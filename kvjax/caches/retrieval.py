@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax import ops
-from kvjax.caches.policy import Info, attend_in_turn, step_lengths
+from kvjax.caches.policy import Info, Policy, attend_in_turn, step_lengths
 from kvjax.caches.selected import SelectedZones, without_packing
 from kvjax.caches.shared import Follower, require_whole_pages
+from kvjax.caches.short import DenseCapacity, Short, is_short
 from kvjax.caches.zones import Visible, ZonedState
 from kvjax.demotion import Demotion, Fifo
 from kvjax.layouts import whole_units
@@ -32,6 +33,10 @@ class Retrieval(SelectedZones):
     that holds fewer than `dense_below` tokens attends to all of them; as shapes are static, every step then gathers
     room for that many.
 
+    A whole cache (`kvjax.init`) whose capacity is at most `dense_capacity` tokens is made `Full`, so that its steps
+    read every token and no budget applies; see `kvjax.caches.short`. "auto" takes the capacity below which a benchmark
+    found that faster on this kind of GPU, and none elsewhere. Set 0 to study what is selected.
+
     A row's history has capacity - sink - local + 1 slots, rounded down to whole chunks (at least one).
 
     >>> import kvjax
@@ -47,6 +52,7 @@ class Retrieval(SelectedZones):
     local: int = None  # type: ignore[assignment]  # `__post_init__` puts the default here, which the budget decides
     demote: Demotion = Fifo(leave=256)
     dense_below: int = 0
+    dense_capacity: DenseCapacity = 0
 
     def __post_init__(self) -> None:
         keep_int(self, "budget", at_least=1)
@@ -55,6 +61,8 @@ class Retrieval(SelectedZones):
         super().__post_init__()
         check_verbs("Retrieval(selector=...)", self.selector, "a selector", ("init", "score"), "kvjax.Fier()")
         keep_int(self, "dense_below", at_least=0)
+        if self.dense_capacity != "auto":
+            keep_int(self, "dense_capacity", at_least=0)
         if self.budget < self.sink + self.local:
             raise ValueError(
                 f"budget={self.budget} is below sink + local = {self.sink} + {self.local}, which every step attends "
@@ -75,6 +83,10 @@ class Retrieval(SelectedZones):
             heads = spec.group if self.selector.group_reduce == "per_head" else 1
             self.store.require_room(heads * self.room(st.store.slots // self.selector.unit) * self.selector.unit)
         return replace(st, index=self.selector.init(spec, st.store.slots))
+
+    def of_size(self, spec: CacheSpec) -> Policy:
+        short = is_short(self.dense_capacity, type(self.selector).__name__, spec)
+        return Short(self) if short else self
 
     def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
         index = self.selector.append(st.index, k, st.store.count, count)

@@ -156,6 +156,11 @@ class Shared(PerLayer):
                 "kvjax.Speculative, as fier, quest, pariskv, freekv and exact have"
             )
         self.rest.follower()  # says now what is wrong with one
+        if dense := getattr(self.rest, "dense_capacity", 0):
+            raise ValueError(
+                f"dense_capacity={dense!r} makes short caches select nothing, but layers that share a selection need "
+                "one; use dense_capacity=0"
+            )
         if self.anchors is None:
             return
         first = len(self.first)

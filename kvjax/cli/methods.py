@@ -39,6 +39,7 @@ MEANINGS: dict[str, str] = {
     "correct": "whether the estimate of a key is corrected for its rounding",
     "candidates": "keys with most votes that are ranked; none: a share of the history",
     "dense_below": "rows of fewer tokens attend to all of them",
+    "dense_capacity": "a cache of so few tokens attends to all of them; auto: where that was measured to be faster",
     "tau": "heads whose query's cosine to the last is below it recall anew",
     "freekv.task": "defaults of the paper for long_input or long_generation",
     "summary": "what sums up the keys of a page",

@@ -79,6 +79,8 @@ def make_rows(
             label = _label(preset.name, settings)
             if dense_layers is not None and "dense_layers" in _parameters(preset):
                 settings = {"dense_layers": dense_layers, **settings}
+            if "dense_capacity" in _parameters(preset):
+                settings = {"dense_capacity": 0, **settings}  # so that a row on any device is of its own method
             if not preset.has_budget:
                 found[label] = Row(label, preset.make(**settings), dense_layers=settings.get("dense_layers"))
                 continue
