@@ -150,7 +150,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", type=lambda text: text.split(","), default=METHODS)
     parser.add_argument("--implementations", type=lambda text: text.split(","), default=["default", "kernels", "xla"])
     parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--dense-capacity", type=int, default="auto", help="default: as measured for this device")
+    parser.add_argument("--dense-capacity", type=int, help="default: as measured for this device")
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--out", type=Path, help="default: results/decode_step.json; with --quick nothing is written")
     parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
@@ -161,6 +161,7 @@ def main(args: Sequence[str] | None = None) -> None:
     elif jax.default_backend() != "gpu":
         parser.error("this measures a GPU; --quick runs small sizes without one")
 
+    dense_capacity = "auto" if given.dense_capacity is None else given.dense_capacity
     key, shown = ("method", "implementation", "length", "batch", "backend"), False
     what = "a decode step of attention of a layer, " + ", ".join(f"{k} {v}" for k, v in shape.items())
     what += f"; budget {given.budget}; normal random keys, values and queries; us: device time of the kernels, "
@@ -178,7 +179,7 @@ def main(args: Sequence[str] | None = None) -> None:
                     continue
                 try:
                     with ops.explained() as found:
-                        row = measure(method, how, spec, given.budget, given.calls, most_layers, given.dense_capacity)
+                        row = measure(method, how, spec, given.budget, given.calls, most_layers, dense_capacity)
                 except jax.errors.JaxRuntimeError as error:
                     if "RESOURCE_EXHAUSTED" not in str(error):
                         raise
