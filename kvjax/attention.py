@@ -469,7 +469,7 @@ def _run_on_parts(
 
     def local(state: Any, *operands: Any) -> Any:
         out, mine, info = attend(_part(cache, state), *operands, **settings)
-        return out, mine.state, info
+        return out, _as_whole(cache, mine.state), info
 
     placement, state = _placement(cache), _specs(cache)
     tokens, heads = placement.spec("BTN"), placement.spec("TBK" if attend is _attend_steps else "BK")
@@ -687,7 +687,7 @@ def _flush_on_parts(cache: Any) -> Any:
 
     def local(states: list[Any]) -> list[Any]:
         mine = Cache(tuple(_part(layer, st) for layer, st in zip(layers, states, strict=True)))
-        return [layer.state for layer in _flush(mine).layers]
+        return [_as_whole(layer, own.state) for layer, own in zip(layers, _flush(mine).layers, strict=True)]
 
     return _with_states(cache, run_on_parts(_placement(layers[0]), local, (specs,), specs, states))
 
@@ -736,7 +736,15 @@ def _specs(cache: LayerCache) -> Any:
 
 def _part(cache: LayerCache, state: Any) -> LayerCache:
     """The cache that a device has of its part `state`."""
-    return dataclasses.replace(cache, state=state, spec=_placement(cache).local(cache.spec), placement=None)
+    placement = _placement(cache)
+    policy, spec = placement.policy_of_part(cache.policy), placement.local(cache.spec)
+    state = placement.enter(cache.policy, cache.spec, state)
+    return dataclasses.replace(cache, state=state, policy=policy, spec=spec, placement=None)
+
+
+def _as_whole(cache: LayerCache, state: Any) -> Any:
+    """The state of a device's part with the tree of the whole cache's."""
+    return jax.tree.unflatten(jax.tree.structure(cache.state), jax.tree.leaves(state))
 
 
 def _with_states(cache: Any, states: Sequence[Any]) -> Any:

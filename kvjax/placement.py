@@ -27,23 +27,28 @@ from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.memory import shapes
+from kvjax.context import OverContext
+from kvjax.memory import shapes, to_device, to_host
 from kvjax.spec import CacheSpec
 from kvjax.validation import shown
 
 Axes: TypeAlias = str | tuple[str, ...] | None
+AXES = ("batch", "heads", "context")  # fields of a Placement
 
 _current = jax.make_user_context(None)  # the Placement whose shard_map is being traced; jit's caches have it as a key
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Which axes of a mesh split the rows and the KV heads of a cache. Static and hashable.
+    """Which axes of a mesh split the rows, the KV heads and the tokens of a cache. Static and hashable.
 
-    A size that an axis does not divide is an error of `kvjax.init`. What no axis splits lies on all devices.
+    A size that an axis does not divide is an error of `kvjax.init`. What no axis splits lies on all devices. `context`
+    splits the history of each row, as `kvjax.context` says, and leaves the few newest tokens on all devices.
 
     Raises:
       ValueError: an axis that the mesh does not have, or one that is named twice.
@@ -52,6 +57,7 @@ class Placement:
     mesh: Mesh
     batch: Axes = None  # axes that split the rows
     heads: Axes = None  # axes that split the KV heads, and the query heads with them
+    context: Axes = None  # axes that split the tokens of a row
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -60,7 +66,7 @@ class Placement:
                 'jax.make_mesh((2, 4), ("data", "model"))'
             )
         used: dict[str, str] = {}
-        for what in ("batch", "heads"):
+        for what in AXES:
             axes = getattr(self, what)
             if isinstance(axes, list):
                 object.__setattr__(self, what, tuple(axes))
@@ -76,7 +82,7 @@ class Placement:
                 used[axis] = what
 
     def __repr__(self) -> str:
-        parts = [f"{what}={axes!r}" for what in ("batch", "heads") if (axes := getattr(self, what)) is not None]
+        parts = [f"{what}={axes!r}" for what in AXES if (axes := getattr(self, what)) is not None]
         return f"Placement({', '.join([self._axes(), *parts])})"
 
     def _axes(self) -> str:
@@ -88,7 +94,7 @@ class Placement:
         return dataclasses.replace(self, mesh=Mesh(self.mesh.devices, self.mesh.axis_names))
 
     def parts(self, what: str) -> int:
-        """Into how many parts the "batch" or the "heads" are split."""
+        """Into how many parts the "batch", the "heads" or the "context" are split."""
         return self.devices_of(getattr(self, what))
 
     def devices_of(self, axes: Axes) -> int:
@@ -96,8 +102,9 @@ class Placement:
         return math.prod(self.mesh.shape[axis] for axis in _names("axes", axes))
 
     def spec(self, letters: str) -> PartitionSpec:
-        """The PartitionSpec of an array whose axes have these letters: B rows, K and N heads, another letter whole."""
-        split = {"B": self.batch, "K": self.heads, "N": self.heads}
+        """The PartitionSpec of an array whose axes have these letters: B rows, K and N heads, S slots of the
+        history, another letter whole."""
+        split = {"B": self.batch, "K": self.heads, "N": self.heads, "S": self.context}
         return PartitionSpec(*(split.get(letter) for letter in letters))
 
     def local(self, spec: CacheSpec) -> CacheSpec:
@@ -110,11 +117,10 @@ class Placement:
             parts = self.parts(what)
             if size % parts:
                 fits = [n for n in range(1, parts + 1) if parts % n == 0 and size % n == 0]
-                cure = "use as many devices for it as divide that number"
-                if what == "batch":
-                    cure = f"make the batch a multiple of {parts}, or split it over {fits[-1]}"
-                elif len(fits) > 0:
-                    cure = f"use an axis of {fits[-1]} for heads, and the other devices for the batch"
+                cure = f"make the batch a multiple of {parts}, or split it over {fits[-1]}"
+                if what == "heads":
+                    rest = parts // fits[-1]
+                    cure = f"use an axis of {fits[-1]} for heads and one of {rest} for context, or for the batch"
                 raise ValueError(
                     f"Placement({what}={getattr(self, what)!r}) splits {size} {name} over {parts} devices, which does "
                     f"not come out even; {cure}"
@@ -134,22 +140,38 @@ class Placement:
                 f"{policy} numbers the KV heads of a layer, so they cannot be split over the {self.parts('heads')} "
                 "devices of heads; split the batch alone, or use a policy that treats all heads alike"
             )
-        local = jax.eval_shape(partial(policy.init, self.local(spec)))
+        part_of_policy = self.policy_of_part(policy)
+        if self.parts("context") > 1 and part_of_policy is policy and _grows(policy, spec):
+            raise ValueError(
+                f"{policy} keeps an array that grows with the capacity and has no over_context, so its tokens cannot "
+                f"be split over the {self.parts('context')} devices of context; split rows and heads alone"
+            )
         whole = jax.eval_shape(partial(policy.init, spec))
-        parts = {"B": self.parts("batch"), "K": self.parts("heads"), ".": 1}
-        for path, leaf, part in _zip_with_paths(whole, local):
-            letters = _letters(policy, spec, path)
+        parts = {"B": self.parts("batch"), "K": self.parts("heads"), "S": self.parts("context"), ".": 1}
+        found = _zip_with_paths(whole, _part_shapes(policy, spec, self))
+        for (path, leaf, part), letters in zip(found, _letters(policy, spec, self), strict=True):
             if leaf.shape != tuple(size * parts[a] for size, a in zip(part.shape, letters, strict=True)):
                 raise ValueError(
                     f"{policy} cannot be split as {self}: its array {path} is {list(leaf.shape)}, but a cache of the "
                     f"rows and heads of one device has {list(part.shape)}"
                 )
 
+    def policy_of_part(self, policy: Any) -> Any:
+        """The policy that a device runs: `policy`, or that of a device which has a part of each row's tokens."""
+        parts = self.parts("context")
+        if self.context is None or parts == 1 or not isinstance(policy, OverContext):
+            return policy
+        return policy.over_context(self.context, parts)
+
+    def enter(self, policy: Any, spec: CacheSpec, state: Any) -> Any:
+        """The part of a state that a device has, as `policy_of_part` has it."""
+        return jax.tree.unflatten(jax.tree.structure(_part_shapes(policy, spec, self)), jax.tree.leaves(state))
+
 
 def state_specs(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
     """The tree of PartitionSpecs of a policy's state."""
-    letters, tree = _axes_of(policy, spec)
-    return jax.tree.unflatten(tree, [placement.spec(axes) for _, axes in letters])
+    tree = _axes_of(policy, spec)[1]
+    return jax.tree.unflatten(tree, [placement.spec(axes) for axes in _letters(policy, spec, placement)])
 
 
 def state_shardings(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
@@ -171,6 +193,39 @@ def make_state(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
     """
     placement.check(policy, spec)
     return jax.jit(partial(policy.init, spec), out_shardings=state_shardings(policy, spec, placement))
+
+
+def in_order_of_place(
+    policy: Any, spec: CacheSpec, placement: Placement | None, state: Any, *, back: bool = False
+) -> Any:
+    """A state whose histories have their slots in order of place, as one device has them; or, `back`, by device.
+
+    Each device then holds adjacent places: for copies that must not depend on the placement, as those on disk.
+    """
+    if placement is None or placement.policy_of_part(policy) is policy:
+        return state
+    parts = placement.parts("context")
+    turns, mesh = policy.turns(spec, parts), Mesh(placement.mesh.devices, placement.mesh.axis_names)
+
+    def moved(leaf: Any, letters: str) -> Any:
+        if "S" not in letters:
+            return leaf
+        axis, dealt = letters.index("S"), (turns, parts) if back else (parts, turns)
+        on_host = jax.typeof(leaf).memory_space == jax.memory.Space.Host
+        home = NamedSharding(mesh, placement.spec(letters), memory_kind="pinned_host" if on_host else None)
+
+        def swap(x: Array) -> Array:
+            x = to_device(x) if on_host else x
+            split = x.reshape(*x.shape[:axis], *dealt, -1, *x.shape[axis + 1 :])
+            y = jnp.swapaxes(split, axis, axis + 1).reshape(x.shape)
+            return to_host(y) if on_host else y
+
+        if not isinstance(leaf, Tracer):
+            leaf = jax.device_put(leaf, home)
+        return jax.jit(swap, out_shardings=home)(leaf)
+
+    found = [moved(*pair) for pair in zip(jax.tree.leaves(state), _letters(policy, spec, placement), strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(state), found)
 
 
 def run_on_parts(placement: Placement, f: Any, in_specs: tuple[Any, ...], out_specs: Any, *operands: Any) -> Any:
@@ -247,8 +302,36 @@ def _padded(spec: PartitionSpec, ndim: int) -> PartitionSpec:
     return PartitionSpec(*spec, *(None,) * (ndim - len(spec)))
 
 
-def _letters(policy: Any, spec: CacheSpec, path: str) -> str:
-    return dict(_axes_of(policy, spec)[0])[path]
+@lru_cache(maxsize=256)
+def _letters(policy: Any, spec: CacheSpec, placement: Placement) -> list[str]:
+    """The letters of each array of a state: those of `_axes_of`, and "S" for the axis that context splits."""
+    known = [letters for _, letters in _axes_of(policy, spec)[0]]
+    if placement.parts("context") == 1:
+        return known
+    whole = jax.tree.leaves(jax.eval_shape(partial(policy.init, placement.local(spec))))
+    parts = jax.tree.leaves(_part_shapes(policy, spec, placement))
+    return [
+        "".join(letter if a == b else "S" for letter, a, b in zip(letters, one.shape, part.shape, strict=True))
+        for letters, one, part in zip(known, whole, parts, strict=True)
+    ]
+
+
+@lru_cache(maxsize=256)
+def _part_shapes(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
+    """The shapes of a state of one device."""
+    init = partial(placement.policy_of_part(policy).init, placement.local(spec))
+    if placement.policy_of_part(policy) is not policy:  # whose init may ask which device it is on
+        init = jax.shard_map(init, mesh=placement.mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False)
+    return jax.eval_shape(init)
+
+
+def _grows(policy: Any, spec: CacheSpec) -> bool:
+    """Whether some array has an axis of slots for all that a row can hold."""
+    sizes = [
+        jax.tree.leaves(jax.eval_shape(partial(policy.init, dataclasses.replace(spec, capacity=more))))
+        for more in (2**20, 2**21)
+    ]
+    return any(a.shape != b.shape for a, b in zip(*sizes, strict=True))
 
 
 def _zip_with_paths(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:

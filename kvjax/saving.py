@@ -35,6 +35,7 @@ from kvjax.attention import Cache, LayerCache, init_layer, shardings
 from kvjax.caches.short import of_size
 from kvjax.capacity import grow
 from kvjax.memory import of_first_process, on_host, shapes
+from kvjax.placement import in_order_of_place
 from kvjax.spec import require_int
 from kvjax.validation import check_alive, shown
 
@@ -66,7 +67,7 @@ def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> 
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; give the name of a directory for saves")
     path.mkdir(parents=True, exist_ok=True)
-    leaves = dict(_named(cache))
+    leaves = dict(_named(_by_place(cache)))
     about = describe(cache) | {"sha256": {name: _digest(leaf) for name, leaf in leaves.items()}}
     about["sha256_of_this"] = _digest_json(about)
     first = jax.process_index() == 0  # of several processes, all write the arrays that they have and one does the rest
@@ -172,12 +173,22 @@ def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
     if changed:
         raise damage(f"{', '.join(changed[:4])} changed since it was written")
     leaves = [jax.device_put(found[name], wanted[name].sharding) for name, _ in _named(room)]
-    cache = jax.tree.unflatten(jax.tree.structure(room), leaves)
+    cache = _by_place(jax.tree.unflatten(jax.tree.structure(room), leaves), back=True)
     if room is like:
         return cache
     grown = jax.tree.leaves(grow(cache, like.spec.capacity))
     homes = zip(grown, _homes(like), strict=True)
     return jax.tree.unflatten(jax.tree.structure(like), [jax.device_put(leaf, home) for leaf, home in homes])
+
+
+def _by_place(cache: Any, back: bool = False) -> Any:
+    """A cache whose arrays do not depend on how its tokens are split over devices, as a save has them; or `back`."""
+
+    def moved(layer: LayerCache) -> LayerCache:
+        state = in_order_of_place(layer.policy, layer.spec, layer.placement, layer.state, back=back)
+        return dataclasses.replace(layer, state=state)
+
+    return Cache(tuple(map(moved, cache.layers))) if isinstance(cache, Cache) else moved(cache)
 
 
 def _with_capacity_of(saved: dict[str, Any], like: Any) -> Any:

@@ -144,11 +144,21 @@ def reduce_queries(q: Array, group_reduce: GroupReduce) -> Array:
     return jnp.mean(q, axis=2, keepdims=True) if group_reduce == "mean_query" else q
 
 
-def reduce_scores(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce) -> Array:
+SOFTMAX_REDUCES = ("max_softmax", "sum_softmax", "mean_softmax")
+
+
+def log_sum(parts: Sequence[tuple[Array, Array]]) -> Array:
+    """f32[B, K, G, 1]: log of the sum of exponentials of the scores of all parts, as `reduce_scores` has them."""
+    scores = [jnp.where(valid, score, -jnp.inf) for score, valid in parts]
+    totals = jnp.concatenate([jax.nn.logsumexp(s, axis=-1, keepdims=True) for s in scores], axis=-1)
+    return jax.nn.logsumexp(totals, axis=-1, keepdims=True)
+
+
+def reduce_scores(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, total: Array | None = None) -> Array:
     """f32[B, K, H, U] ranks of the units of all parts, one part after the other.
 
     A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U']; ranks are -inf where it is false. Softmax
-    is over the units of all parts together.
+    is over the units of all parts together, or over those whose `log_sum` is `total`.
     """
     scores = [jnp.where(valid, score, -jnp.inf) for score, valid in parts]
     if group_reduce == "per_head":
@@ -157,8 +167,7 @@ def reduce_scores(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduc
         return jnp.concatenate([jnp.max(s, axis=2, keepdims=True) for s in scores], axis=-1)
     if group_reduce in ("mean_query", "mean_score"):
         return jnp.concatenate([jnp.mean(s, axis=2, keepdims=True) for s in scores], axis=-1)
-    totals = jnp.concatenate([jax.nn.logsumexp(s, axis=-1, keepdims=True) for s in scores], axis=-1)
-    total = jax.nn.logsumexp(totals, axis=-1, keepdims=True)
+    total = log_sum(parts) if total is None else total
     shares = [s - jnp.where(jnp.isneginf(total), 0.0, total) for s in scores]
     if group_reduce == "max_softmax":
         return jnp.concatenate([jnp.max(s, axis=2, keepdims=True) for s in shares], axis=-1)

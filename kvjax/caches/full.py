@@ -9,8 +9,9 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
-from kvjax.blocks import Block, empty_block, put
+from kvjax.blocks import Block, empty_block, put, take_rows
 from kvjax.caches.policy import Info, attend_in_turn, chunk_starts, in_range, lowest_visible, step_lengths
+from kvjax.context import Axis, Stripes, merge_chunk, merge_parts
 from kvjax.partial import PartialAttention, Span
 from kvjax.prompt import attend_zone
 from kvjax.spec import CacheSpec
@@ -57,10 +58,10 @@ class Full:
     def _info(self, st: FullState, window: int | None) -> Info:
         span = self._span(st, window)
         attended = span.size.astype(jnp.float32)[:, None]
-        position = jnp.arange(st.tokens.slots, dtype=jnp.int32)[None]
+        position = jnp.arange(self._slots(st), dtype=jnp.int32)[None]
         positions = jnp.where((position >= span.start[:, None]) & (position < span.stop[:, None]), position, -1)
         heads = st.tokens.k.shape[:2]
-        positions = jnp.broadcast_to(positions[:, None, None], (*heads, 1, st.tokens.slots))
+        positions = jnp.broadcast_to(positions[:, None, None], (*heads, 1, position.shape[1]))
         return Info(jnp.broadcast_to(attended, heads), None, positions=positions)
 
     def attend_stored(self, st: FullState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
@@ -79,7 +80,7 @@ class Full:
         return attend_in_turn(attend, after, q, step_lengths(st.length, count, k.shape[2], after.length))
 
     def free(self, st: FullState) -> Array:
-        return st.tokens.slots - st.length
+        return self._slots(st) - st.length
 
     def earliest(self, st: FullState) -> Array:
         return jnp.zeros_like(st.length)
@@ -91,11 +92,75 @@ class Full:
     def _shortened(self, st: FullState, lengths: Array) -> FullState:
         return replace(st, tokens=replace(st.tokens, count=lengths))
 
+    def _slots(self, st: FullState) -> int:
+        return st.tokens.slots
+
     def full_rows(self, st: FullState) -> None:
         return None
 
     def flush(self, st: FullState) -> FullState:
         return st
 
+    def over_context(self, axis: Axis, parts: int) -> StripedFull:
+        return StripedFull(Stripes(axis, parts, tokens=1))
+
+    def turns(self, spec: CacheSpec, parts: int) -> int:
+        return spec.capacity // parts
+
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return Dense().bytes_per_token(spec)
+
+
+@dataclass(frozen=True)
+class StripedFull(Full):
+    """`Full` on a device of a context axis: it has every n-th token, and attends to those of all devices.
+
+    `count` of the state is that of the whole row, the arrays are those of the device.
+    """
+
+    stripes: Stripes
+
+    def init(self, spec: CacheSpec) -> FullState:
+        parts = self.stripes.parts
+        if spec.capacity % parts:
+            raise ValueError(
+                f"Placement(context={self.stripes.axis!r}) deals a capacity of {spec.capacity} tokens to {parts} "
+                f"devices, which does not come out even; use {spec.capacity // parts * parts + parts}"
+            )
+        return FullState(empty_block(spec, spec.capacity // parts), jnp.zeros(spec.batch, bool))
+
+    def prefill(self, st: FullState, k: Array, v: Array, lengths: Array) -> FullState:
+        before, own = st.length, self._own(st)
+        after = jnp.minimum(before + lengths, self._slots(st))
+        slots = own.count[:, None] + jnp.arange(self.stripes.most(k.shape[2]))[None]
+        source = self.stripes.place(slots) - before[:, None]
+        own = put(own, take_rows(k, source), take_rows(v, source), self.stripes.owned(after) - own.count)
+        return FullState(replace(own, count=after), st.overflow | (before + lengths > after))
+
+    def update(self, st: FullState, k: Array, v: Array, active: Array) -> FullState:
+        _, here = self.stripes.slot(st.length)
+        fits = active & (st.length < self._slots(st))
+        (own,), _ = ops.put_token([self._own(st)], k, v, fits & here, st.overflow)
+        return FullState(replace(own, count=st.length + fits.astype(jnp.int32)), st.overflow | (active & ~fits))
+
+    def attend(
+        self, st: FullState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, FullState, Info]:
+        start = None if window is None else self.stripes.owned(lowest_visible(st.length - 1, window))[:, None]
+        part = self._attend_own(st, q[:, :, :, None], start, scale=scale)
+        return merge_parts(part, self.stripes.axis).out.astype(q.dtype), st, self._info(st, window)
+
+    def attend_stored(self, st: FullState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+        start = chunk_starts(st.length, q.shape[3], window)
+        start = None if start is None else self.stripes.owned(start)
+        return merge_chunk(self._attend_own(st, q, start, scale=scale), self.stripes.axis)
+
+    def _attend_own(self, st: FullState, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+        own = self._own(st)
+        return attend_zone(q, own.k, own.v, start, own.count, scale=scale)
+
+    def _own(self, st: FullState) -> Block:
+        return replace(st.tokens, count=self.stripes.owned(st.length))
+
+    def _slots(self, st: FullState) -> int:
+        return st.tokens.slots * self.stripes.parts

@@ -14,6 +14,7 @@ from kvjax.caches.selected import SelectedZones, without_packing
 from kvjax.caches.shared import Follower, require_whole_pages
 from kvjax.caches.short import DenseCapacity, Short, is_short
 from kvjax.caches.zones import Visible, ZonedState
+from kvjax.context import Axis, SplitSelector
 from kvjax.demotion import Demotion, Fifo
 from kvjax.layouts import whole_units
 from kvjax.selection import PackedSelection, Selection, reduce_queries
@@ -199,6 +200,18 @@ class Retrieval(SelectedZones):
         """Units that a step gathers room for: those of the budget, or all of a row that is still attended densely."""
         dense = -(-max(self.dense_below - self.sink - self.local, 0) // self.selector.unit)
         return min(max(self.selected // self.selector.unit, dense), units)
+
+    def over_context(self, axis: Axis, parts: int) -> Retrieval:
+        dealt = super().over_context(axis, parts)
+        if not isinstance(self.selector, SplitSelector):
+            return dealt
+        stripes, unit = self.stripes(axis, parts), self.selector.unit
+        if stripes.tokens % unit:
+            raise ValueError(
+                f"Placement(context={axis!r}) deals chunks of {self.demote.leave} tokens to {parts} devices and would "
+                f"cut pages of {unit}; let {self.demote} leave a multiple of {parts * unit}"
+            )
+        return replace(dealt, selector=self.selector.over_context(stripes))
 
     def follower(self, heads: tuple[int, ...] | None = None) -> Follower:
         """The policy of a layer that attends to what a layer of this policy selects; `heads` as in `Follower`."""

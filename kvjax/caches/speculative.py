@@ -26,6 +26,7 @@ from kvjax.caches.retrieval import Retrieval
 from kvjax.caches.selected import without_packing
 from kvjax.caches.shared import Follower
 from kvjax.caches.zones import Visible, ZonedState
+from kvjax.context import Axis
 from kvjax.partial import PartialAttention
 from kvjax.selection import Selection, split_selection
 from kvjax.spec import CacheSpec
@@ -296,6 +297,13 @@ class Speculative:
         """The policy of a layer that attends to what a layer of this policy attends to, but for the token that has just
         left the local window."""
         return self.retrieval.follower(heads)
+
+    def over_context(self, axis: Axis, parts: int) -> Speculative:
+        """What is recalled lies on all devices, so that it serves the next step as it does on one."""
+        return replace(self, retrieval=self.retrieval.over_context(axis, parts))
+
+    def turns(self, spec: CacheSpec, parts: int) -> int:
+        return self.retrieval.turns(spec, parts)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return self.retrieval.bytes_per_token(spec)

@@ -11,6 +11,7 @@ of a slot, `lowest_slot` the first slot of a zone at or past a position.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,12 +22,14 @@ from jax.tree_util import register_dataclass
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, put, take_rows
 from kvjax.caches.policy import chunk_starts, in_range, lowest_visible
+from kvjax.context import Axis, Stripes
 from kvjax.demotion import Demotion
 from kvjax.layouts import whole_units
 from kvjax.partial import PartialAttention, Span, keep_valid, merge
 from kvjax.prompt import attend_zone
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores import Store
+from kvjax.stores.striped import StripedStore
 from kvjax.validation import check_verbs
 
 
@@ -82,16 +85,19 @@ class Zoned:
         check_verbs(where, self.store, "a store", ("init", "append"), "kvjax.Dense()")
 
     def init(self, spec: CacheSpec) -> ZonedState:
-        chunk, stay = self.demote.leave, len(self.demote.staying(self.local))
-        self.store.check(spec, chunk)
-        slots = max(whole_units(spec.capacity - self.sink - stay, chunk), chunk)
+        self.store.check(spec, self.demote.leave)
         return ZonedState(
             sink=empty_block(spec, self.sink) if self.sink else None,
-            store=self.store.init(spec, slots),
+            store=self.store.init(spec, self._slots(spec)),
             index=(),
             recent=empty_block(spec, self.demote.slots(self.local)),
             overflow=jnp.zeros(spec.batch, bool),
         )
+
+    def _slots(self, spec: CacheSpec) -> int:
+        """Slots of the history: whole chunks."""
+        chunk, stay = self.demote.leave, len(self.demote.staying(self.local))
+        return max(whole_units(spec.capacity - self.sink - stay, chunk), chunk)
 
     def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
         """Adds the first `count` i32[B] tokens of k, v [B, K, T, D] to the history, whole chunks of them."""
@@ -233,6 +239,26 @@ class Zoned:
         for zone, offset in zones:
             parts.append(attend_zone(q, zone.k, zone.v, start(offset), zone.count, scale=scale))
         return merge(*parts)
+
+    # ---------------------------------------------------------------------------------------------- context parallelism
+
+    def stripes(self, axis: Axis, parts: int) -> Stripes:
+        """How the history is dealt to devices: of each chunk that leaves the recent block, every device takes one
+        stripe."""
+        chunk = self.demote.leave
+        if chunk % parts:
+            raise ValueError(
+                f"Placement(context={axis!r}) deals chunks of {chunk} tokens to {parts} devices, which does not come "
+                f"out even; let {self.demote} leave a multiple of {parts}"
+            )
+        return Stripes(axis, parts, chunk // parts)
+
+    def over_context(self, axis: Axis, parts: int) -> Any:
+        stripes = self.stripes(axis, parts)
+        return dataclasses.replace(self, store=StripedStore(self.store, stripes))  # type: ignore[type-var]
+
+    def turns(self, spec: CacheSpec, parts: int) -> int:
+        return self._slots(spec) // self.demote.leave
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return self.store.bytes_per_token(spec)

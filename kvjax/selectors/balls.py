@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.blocks import write
+from kvjax.context import Stripes
 from kvjax.selection import GroupReduce, require_group_reduce
 from kvjax.selectors.pages import _sum_pairs
+from kvjax.selectors.striped import StripedSelector
 from kvjax.spec import CacheSpec, keep_int
 
 Radius = Literal["mean", "max"]
@@ -79,6 +81,9 @@ class BallPages:
         products = jnp.einsum("bkgd,bkpd->bkgp", q, ix.centre.astype(jnp.float32), precision="highest")
         norms = jnp.linalg.norm(q, axis=-1, keepdims=True)
         return (products + norms * ix.radius[:, :, None].astype(jnp.float32)) * scale
+
+    def over_context(self, stripes: Stripes) -> StripedSelector:
+        return StripedSelector(self, stripes)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return spec.kv_heads * (spec.head_dim * jnp.dtype(spec.dtype).itemsize + 2) / self.page

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.blocks import write
+from kvjax.context import Stripes
 from kvjax.selection import GroupReduce, require_group_reduce
+from kvjax.selectors.striped import StripedSelector
 from kvjax.spec import CacheSpec
 
 
@@ -43,6 +45,9 @@ class Exact:
 
     def score(self, ix: Array, q: Array, *, scale: float) -> Array:
         return jnp.einsum("bkgd,bksd->bkgs", q, ix.astype(q.dtype), precision="highest") * scale
+
+    def over_context(self, stripes: Stripes) -> StripedSelector:
+        return StripedSelector(self, stripes)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return float(spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize)

@@ -10,8 +10,10 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.blocks import write
+from kvjax.context import Stripes
 from kvjax.quant import OneBit, quantize_1bit
 from kvjax.selection import Candidates, GroupReduce, PackedSelection, require_group_reduce
+from kvjax.selectors.striped import StripedSelector
 from kvjax.spec import CacheSpec, keep_int
 
 
@@ -74,6 +76,9 @@ class Fier:
 
     def select(self, ix: OneBit, q: Array, among: Candidates, *, scale: float) -> PackedSelection:
         return ops.select_1bit(q, ix, among, self.group_reduce, scale=scale)
+
+    def over_context(self, stripes: Stripes) -> StripedSelector:
+        return StripedSelector(self, stripes)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         per_channel = 1 / 8 + 2 * _scale_dtype(spec).itemsize / self.group

@@ -15,7 +15,9 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.blocks import write
+from kvjax.context import Stripes
 from kvjax.selection import Candidates, GroupReduce, Selection, require_group_reduce
+from kvjax.selectors.striped import StripedSelector
 from kvjax.spec import CacheSpec, keep_int
 
 Pending = Literal["exact", "box"]
@@ -80,6 +82,9 @@ class _Pages:
         scored = self.with_pending(among, q)
         pages = ops.select_pages(q, *ix, scored, self.group_reduce, unit=self.page, scale=scale)
         return among.tokens(pages.selection, ix.low.shape[2], self.page)
+
+    def over_context(self, stripes: Stripes) -> StripedSelector:
+        return StripedSelector(self, stripes)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize / self.page

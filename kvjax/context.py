@@ -1,0 +1,129 @@
+"""Context parallelism: the tokens of a row over the devices of a mesh axis, each with its own part of the history.
+
+    place of a token in the history    0 1 | 2 3 | 4 5 | 6 7 | 8 9 | ...      stripes of 2 tokens
+    device                              0  |  1  |  0  |  1  |  0  | ...      2 devices
+
+Stripes go to the devices in turn, so all hold equally many tokens and neighbours lie apart. A policy does not notice:
+its store and its selector are replaced by `StripedStore` and `StripedSelector`, which speak of the whole history and
+keep the stripes of their device. What the devices exchange is small:
+
+- attention: each device attends to what it has, and the parts merge by their log-sum-exp;
+- selection: each device offers its best units as pairs of score and place, and all devices sort the same offers. So
+  each has the selection that one device would make, ties by place included.
+
+Sink and recent block lie whole on every device. The functions here run inside of `kvjax.placement.run_on_parts`.
+
+**Source:** merging parts follows flash-decoding and ring attention; dealing tokens in turn follows the decode context
+parallelism of vLLM and SGLang, which attend to everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.partial import PartialAttention
+from kvjax.spec import CacheSpec
+
+Axis: TypeAlias = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Stripes:
+    """How the places of a history are dealt: `tokens` at a time, to each of `parts` devices in turn."""
+
+    axis: Axis  # of the mesh
+    parts: int
+    tokens: int
+
+    @property
+    def device(self) -> Array:
+        """The number of this device along the axis."""
+        return lax.axis_index(self.axis)
+
+    def owned(self, places: Array) -> Array:
+        """How many of the first `places` tokens this device has, which is the slot of its next one."""
+        turn = self.tokens * self.parts
+        rest = places % turn - self.device * self.tokens
+        return places // turn * self.tokens + jnp.clip(rest, 0, self.tokens)
+
+    def most(self, run: int) -> int:
+        """The most tokens that a device has of `run` adjacent ones."""
+        turns, rest = divmod(run, self.tokens * self.parts)
+        return turns * self.tokens + min(self.tokens, rest)
+
+    def place(self, slot: Array) -> Array:
+        """The place of the token in a slot of this device."""
+        return (slot // self.tokens * self.parts + self.device) * self.tokens + slot % self.tokens
+
+    def slot(self, place: Array) -> tuple[Array, Array]:
+        """The slot of the token at a place on the device that has it, and bool: whether this device has it."""
+        stripe = place // self.tokens
+        return stripe // self.parts * self.tokens + place % self.tokens, stripe % self.parts == self.device
+
+    def own(self, tokens: Array) -> Array:
+        """This device's tokens [B, K, T / parts, ...] of whole turns [B, K, T, ...]."""
+        B, K, T, *rest = tokens.shape
+        dealt = tokens.reshape(B, K, T // (self.parts * self.tokens), self.parts, self.tokens, *rest)
+        return lax.dynamic_index_in_dim(dealt, self.device, axis=3, keepdims=False).reshape(B, K, -1, *rest)
+
+    def gather(self, units: Array, unit: int) -> Array:
+        """The units [..., parts * U] of all devices by place, of U units [..., U] of `unit` tokens on each device."""
+        *lead, U = units.shape
+        every = lax.all_gather(units.reshape(*lead, U * unit // self.tokens, 1, self.tokens // unit), self.axis)
+        return jnp.moveaxis(every[..., 0, :], 0, -2).reshape(*lead, U * self.parts)
+
+
+@runtime_checkable
+class OverContext(Protocol):
+    """A policy whose history can be dealt to devices. `Zoned` policies, `Speculative` and `Full` have these verbs."""
+
+    def over_context(self, axis: Axis, parts: int) -> Any:
+        """The policy of one of `parts` devices along `axis`. Arrays of its state that it deals are smaller by that
+        factor, all others are those of the policy.
+
+        Raises:
+          ValueError: chunks or a store that cannot be dealt so.
+        """
+        ...
+
+    def turns(self, spec: CacheSpec, parts: int) -> int:
+        """Stripes that each device has room for."""
+        ...
+
+
+@runtime_checkable
+class SplitSelector(Protocol):
+    """A selector whose index can be dealt to devices. The index of another selector lies whole on all of them."""
+
+    def over_context(self, stripes: Stripes) -> Any:
+        """The selector of the whole history on a device that has its stripes; `StripedSelector(self, stripes)` where
+        the score of a unit depends on its own tokens and the query alone."""
+        ...
+
+
+def merge_parts(part: PartialAttention, axis: Axis) -> PartialAttention:
+    """The attention over the tokens of all devices, for the queries of a step: one all-gather of D + 1 numbers a
+    query head."""
+    every = lax.all_gather(jnp.concatenate([part.out, part.lse[..., None]], axis=-1), axis)
+    out, lse = every[..., :-1], every[..., -1]
+    top = jnp.max(lse, axis=0, keepdims=True)
+    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    weight = jnp.exp(lse - shift)
+    total = jnp.sum(weight, axis=0)
+    mean = jnp.sum(out * weight[..., None], axis=0) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    return PartialAttention(mean, jnp.log(total) + shift[0])
+
+
+def merge_chunk(part: PartialAttention, axis: Axis) -> PartialAttention:
+    """`merge_parts` for the many queries of a chunk of prompt: a maximum and a sum over devices, which move less."""
+    top = lax.pmax(lax.stop_gradient(part.lse), axis)
+    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    weight = jnp.exp(part.lse - shift)[..., None]
+    total = lax.psum(jnp.concatenate([part.out * weight, weight], axis=-1), axis)
+    floor = jnp.finfo(jnp.float32).tiny
+    out = total[..., :-1] / jnp.maximum(total[..., -1:], floor)
+    return PartialAttention(out, jnp.log(total[..., -1]) + shift)

@@ -1,0 +1,119 @@
+"""A selector of which each device of a context axis indexes its stripes, and all select the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from kvjax.context import Stripes
+from kvjax.ops.rank import top_k
+from kvjax.partial import attention_logits
+from kvjax.selection import (
+    SOFTMAX_REDUCES,
+    Candidates,
+    GroupReduce,
+    Selection,
+    by_row,
+    log_sum,
+    reduce_scores,
+)
+from kvjax.selectors.selector import Selector, with_own_pending
+from kvjax.spec import CacheSpec
+
+NOWHERE = int(np.iinfo(np.int32).max)  # the place of what is not valid
+
+
+@dataclass(frozen=True)
+class StripedSelector:
+    """A `selector` whose index is dealt over devices; it selects what the selector would select on one device.
+
+    A step scores the units of this device. Rules by softmax then need the sum over all devices: G numbers a KV head.
+    Each device offers as many of its best units as a step selects, 8 bytes each, and all sort the same offers beside
+    the pending units, which every device has.
+    """
+
+    selector: Selector
+    stripes: Stripes
+
+    @property
+    def unit(self) -> int:
+        return self.selector.unit
+
+    @property
+    def group_reduce(self) -> GroupReduce:
+        return self.selector.group_reduce
+
+    @property
+    def selects_in_window(self) -> bool:
+        return True
+
+    @property
+    def lowest_is_last(self) -> bool:
+        return True
+
+    def with_pending(self, among: Candidates, q: Array) -> Candidates:
+        return with_own_pending(self.selector, among, q)
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        self.selector.check(spec, self.stripes.tokens)
+
+    def init(self, spec: CacheSpec, slots: int) -> Any:
+        return self.selector.init(spec, slots // self.stripes.parts)
+
+    def append(self, ix: Any, k: Array, at: Array, count: Array) -> Any:
+        parts = self.stripes.parts
+        return self.selector.append(ix, self.stripes.own(k), at // parts, count // parts)
+
+    def score(self, ix: Any, q: Array, *, scale: float) -> Array:
+        """The scores of all devices: a step that calls `select` moves far less."""
+        return self.stripes.gather(self.selector.score(ix, q, scale=scale), self.unit)
+
+    def select(self, ix: Any, q: Array, among: Candidates, *, scale: float) -> Selection:
+        """The units that rank highest on all devices together, by rank; ties go to the lower place."""
+        stripes, unit, rule = self.stripes, self.unit, self.group_reduce
+        scores = self.selector.score(ix, q, scale=scale)
+        units = scores.shape[3]
+        scored = self.with_pending(among, q)
+        pending = scored.pending_units(attention_logits(q, scored.pending[0], scale), unit)
+        start, stop = (jnp.asarray(x, jnp.int32) for x in among.span)
+        own = replace(among, span=(stripes.owned(start), stripes.owned(stop)))
+        stored = scores, own.stored_units(units, unit)
+
+        total = None
+        if rule in SOFTMAX_REDUCES:
+            every = jnp.moveaxis(lax.all_gather(log_sum([stored])[..., 0], stripes.axis), 0, -1)
+            total = jax.nn.logsumexp(jnp.concatenate([every, log_sum([pending])], axis=-1), axis=-1, keepdims=True)
+        ranks, waiting = (_ranked(part, reduce_scores([part], rule, total)) for part in (stored, pending))
+
+        room = min(among.room, units)
+        best = top_k(ranks, stored[1], room)
+        rank = jnp.where(best.valid, jnp.take_along_axis(ranks, best.slots, axis=-1), -jnp.inf)
+        place = jnp.where(best.valid, stripes.place(best.slots * unit) // unit, NOWHERE)
+        offer = jnp.stack([lax.bitcast_convert_type(rank, jnp.int32), place], axis=-1)
+        offers = lax.all_gather(offer, stripes.axis, axis=3, tiled=True)
+
+        last = units * stripes.parts + jnp.arange(waiting.shape[3], dtype=jnp.int32)
+        last = jnp.where(pending[1], last[None, None, None], NOWHERE)
+        rank = jnp.concatenate([lax.bitcast_convert_type(offers[..., 0], jnp.float32), waiting], axis=-1)
+        place = jnp.concatenate([offers[..., 1], jnp.broadcast_to(last, waiting.shape)], axis=-1)
+        _, place = lax.sort((-rank, place), num_keys=2)
+        place = place[..., : among.room]
+        valid = (place < NOWHERE) & (jnp.arange(place.shape[3])[None, None, None] < by_row(among.limit))
+        return among.tokens(Selection(jnp.where(valid, place, 0), valid), units * stripes.parts, unit)
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return self.selector.bytes_per_token(spec)
+
+    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
+        return self.selector.bytes_read(spec, length)
+
+
+def _ranked(part: tuple[Array, Array], ranks: Array) -> Array:
+    """Ranks as `top_k` orders them: -inf where nothing is valid and no NaN, below every other unit that is."""
+    low = jnp.finfo(ranks.dtype).min
+    return jnp.where(part[1], jnp.clip(jnp.nan_to_num(ranks, nan=low), low), -jnp.inf)

@@ -1,0 +1,103 @@
+"""A store of which each device of a context axis keeps its stripes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.tree_util import register_dataclass
+
+from kvjax.context import Stripes, merge_chunk, merge_parts
+from kvjax.partial import PartialAttention
+from kvjax.selection import Selection
+from kvjax.spec import CacheSpec
+from kvjax.stores.store import CachingStore, Store
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class StripedState:
+    """What a device holds. It counts the tokens of the whole history, as its slots are the places of that."""
+
+    held: Any  # the state of the device's store, but with the count of the whole history
+    parts: int = field(metadata={"static": True})
+
+    @property
+    def count(self) -> Array:
+        """i32[B] tokens of the history, on all devices together."""
+        return self.held.count
+
+    @property
+    def slots(self) -> int:
+        """Slots of the history, on all devices together."""
+        return self.held.slots * self.parts
+
+
+@dataclass(frozen=True)
+class StripedStore:
+    """A `store` whose history is dealt over devices. Slots are places of the whole history.
+
+    Attention over the history or over selected slots is that of all devices: each attends to its own, and they merge.
+    What `gather` returns lies on all devices, by one sum.
+    """
+
+    store: Store
+    stripes: Stripes
+
+    @property
+    def page(self) -> int:
+        return self.store.page
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        if isinstance(self.store, CachingStore):
+            raise ValueError(
+                f"{self.store} keeps what steps select on one device, and cannot be split over the "
+                f"{self.stripes.parts} devices of context; use the store inside of it, or split rows and heads alone"
+            )
+        self.store.check(spec, self.stripes.tokens)
+
+    def init(self, spec: CacheSpec, slots: int) -> StripedState:
+        return StripedState(self.store.init(spec, slots // self.stripes.parts), self.stripes.parts)
+
+    def append(self, st: StripedState, k: Array, v: Array, count: Array) -> StripedState:
+        """Whole turns come, so each device stores as many tokens."""
+        parts = self.stripes.parts
+        held = self.store.append(self._own(st), self.stripes.own(k), self.stripes.own(v), count // parts)
+        return replace(st, held=replace(held, count=held.count * parts))
+
+    def attend(self, st: StripedState, q: Array, start: Array, *, scale: float) -> PartialAttention:
+        part = self.store.attend(self._own(st), q, self.stripes.owned(start), scale=scale)
+        return merge_parts(part, self.stripes.axis)
+
+    def attend_chunk(self, st: StripedState, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+        own = None if start is None else self.stripes.owned(start)
+        return merge_chunk(self.store.attend_chunk(self._own(st), q, own, scale=scale), self.stripes.axis)
+
+    def attend_slots(self, st: StripedState, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
+        own = self._own_slots(selection)
+        return merge_parts(self.store.attend_slots(self._own(st), q, own, scale=scale), self.stripes.axis)
+
+    def gather(self, st: StripedState, selection: Selection) -> tuple[Array, Array]:
+        own = self._own_slots(selection)
+        B, K = own.valid.shape[:2]
+        here = own.valid.reshape(B, K, -1, 1)
+        k, v = (jnp.where(here, a, jnp.zeros((), a.dtype)) for a in self.store.gather(self._own(st), own))
+        k, v = lax.psum((k, v), self.stripes.axis)
+        return k, v
+
+    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
+        return self.store.decoded(k, v)
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return self.store.bytes_per_token(spec)
+
+    def _own(self, st: StripedState) -> Any:
+        """The state of the device's store."""
+        return replace(st.held, count=st.count // self.stripes.parts)
+
+    def _own_slots(self, selection: Selection) -> Selection:
+        """The part of a selection that lies on this device, in its slots."""
+        slots, here = self.stripes.slot(selection.slots)
+        return Selection(jnp.where(here, slots, 0), selection.valid & here)
