@@ -81,7 +81,7 @@ def test_presets_move_the_history_to_the_host_and_change_nothing_else() -> None:
     for make in (kvjax.presets.fier, kvjax.presets.pariskv):
         layered = make(host=True, dense_layers=1)
         assert layered.first == (kvjax.Full(),)
-        assert layered.rest == dataclasses.replace(make().rest, store=HostOffload())
+        assert layered.rest == dataclasses.replace(make().rest, store=HostOffload(), dense_capacity=0)
 
 
 def test_memory_kind_is_kept_by_init_jit_donation_and_loops() -> None:

@@ -66,7 +66,13 @@ def limit_of_chunks(name: str, size: int, rows: int) -> str | None:
 
 def unsupported(x: Any, index: Any) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
-    return limit_of_chunks("host_rows", row_bytes(x), x.shape[2] and math.prod(index.shape))
+    limit = limit_of_chunks("host_rows", row_bytes(x), x.shape[2] and math.prod(index.shape))
+    return limit or _limit_of_parts(x)
+
+
+def _limit_of_parts(x: Any) -> str | None:
+    part = row_bytes(x) // x.shape[3]
+    return f"the kernel host_rows takes parts of a multiple of {CHUNK} bytes; got {part}" if part % CHUNK else None
 
 
 def supported(x: Any, index: Any) -> bool:
@@ -84,25 +90,27 @@ def unsupported_recall(x: Any, device_rows: Any, zones: Sequence[Any]) -> str | 
     return f"the kernel host_rows recalls slots of a multiple of {CHUNK} bytes; got {line}" if line % CHUNK else None
 
 
-def host_rows(x: Array, index: Array, *, config: Config | None = None) -> Array:
-    """[B, K, N, ...] on the device: rows `index` i32[B, K, N] of x [B, K, P, ...]; zeros where it is out of range."""
+def host_rows(x: Array, index: Array, *, config: Config | None = None) -> tuple[Array, ...]:
+    """The parts, [B, K, N * Z, D] each on the device, of rows `index` i32[B, K, N] of x [B, K, P, parts, Z, D]; zeros
+    where it is out of range."""
     if limit := unsupported(x, index):
         raise NotImplementedError(limit)
-    return _rows(config or Config(), x, index)
+    return tuple(_rows(config or Config(), x, index))
 
 
-def _rows(config: Config, x: Array, index: Array) -> Array:
+def _rows(config: Config, x: Array, index: Array) -> list[Array]:
     @jax.custom_batching.custom_vmap
-    def run(x: Array, index: Array) -> Array:
-        rows, chunks = math.prod(index.shape[:2]), row_bytes(x) // CHUNK
-        program = functools.partial(_program, rows=rows, P=x.shape[2], N=index.shape[2], chunks=chunks, config=config)
-        out = jax.ShapeDtypeStruct((*index.shape, *x.shape[3:]), x.dtype)
-        return _kernel("kvjax_host_rows", program, out, index.size * chunks, config, None)(x, index)
+    def run(x: Array, index: Array) -> list[Array]:
+        (B, K, N), (parts, Z, D), chunks = index.shape, x.shape[3:], row_bytes(x) // CHUNK
+        sizes = {"rows": B * K, "P": x.shape[2], "N": N, "chunks": chunks, "parts": parts}
+        outs = tuple(jax.ShapeDtypeStruct((B, K, N * Z, D), x.dtype) for _ in range(parts))
+        program = functools.partial(_program, **sizes, config=config)
+        return list(_kernel("kvjax_host_rows", program, outs, index.size * chunks, config, None)(x, index))
 
     @run.def_vmap
-    def batched(n: int, batches: list[Any], *args: Array) -> tuple[Array, bool]:
-        out = _rows(config, *simt.flatten_batch(n, batches, args))
-        return out.reshape(n, -1, *out.shape[1:]), True
+    def batched(n: int, batches: list[Any], *args: Array) -> tuple[list[Array], list[bool]]:
+        outs = _rows(config, *simt.flatten_batch(n, batches, args))
+        return [a.reshape(n, -1, *a.shape[1:]) for a in outs], [True] * len(outs)
 
     return run(x, index)
 
@@ -170,9 +178,9 @@ def _kernel(
     )
 
 
-def _program(x_m: Any, index_m: Any, out_m: Any, *, rows: int, P: int, N: int, chunks: int, config: Config) -> None:
-    size, total = chunks * CHUNK, rows * N * chunks
-    x, index, out = (simt.global_address(m) for m in (x_m, index_m, out_m))
+def _program(*refs: Any, rows: int, P: int, N: int, chunks: int, parts: int, config: Config) -> None:
+    size, piece, total = chunks * CHUNK, chunks * CHUNK // parts, rows * N * chunks
+    x, index, *outs = (simt.global_address(m) for m in refs)
 
     def source(at: Word) -> tuple[Flag, Any]:
         i = simt.divide(at, chunks)
@@ -180,7 +188,13 @@ def _program(x_m: Any, index_m: Any, out_m: Any, *, rows: int, P: int, N: int, c
         from_row = simt.offset_rows(simt.offset_rows(x, simt.divide(i, N), P * size), row, size)
         return row < P, simt.offset(from_row, (at - i * chunks) * CHUNK)
 
-    _move(total, source, lambda at: simt.offset_rows(out, at, CHUNK), config, None)
+    def target(at: Word) -> Any:
+        i = simt.divide(at, chunks)
+        inside = (at - i * chunks) * CHUNK
+        part = simt.divide(inside, piece)
+        return simt.offset(simt.offset_rows(_of_part(outs, part), i, piece), inside - part * piece)
+
+    _move(total, source, target, config, None)
 
 
 def _recall_program(
@@ -212,12 +226,6 @@ def _recall_program(
         part = simt.divide(inside, piece)
         return of, i - of * M, part, inside - part * piece
 
-    def of_part(addresses: Sequence[Any], part: Word) -> Any:
-        chosen = addresses[0]
-        for n, address in enumerate(addresses[1:], 1):
-            chosen = simt.select_address(part.equals(n), address, chosen)
-        return chosen
-
     def source(at: Word) -> tuple[Flag, Any]:
         of, n, part, byte = whose(at)
         row = simt.load_below(n, N, simt.offset_rows(simt.offset_rows(index, of, N * 4), n, 4), 0xFFFFFFFF)
@@ -227,15 +235,15 @@ def _recall_program(
         from_host = simt.offset_rows(simt.offset_rows(x, of, P * size), (row < P).select(row, 0), size)
         found = simt.offset(from_host, part * piece + byte)
         place = place_of(row, of) if size % (32 * CHUNK) == 0 else word(0xFFFFFFFF)  # a warp looks for one row
-        at_place = of_part(device, part)
+        at_place = _of_part(device, part)
         if keeps:
-            at_place = simt.select_address(how.equals(2), of_part(first_read[0], part), at_place)
+            at_place = simt.select_address(how.equals(2), _of_part(first_read[0], part), at_place)
         place = is_recalled.select(place, n)
         at_place = simt.offset_rows(simt.offset_rows(at_place, of, width), place, piece)
         found = simt.select_address(place.differs(0xFFFFFFFF), simt.offset(at_place, byte), found)
         in_slot = simt.divide(byte, line)
         slot = instr("min.u32", row - P + in_slot, R - 1)
-        newest = simt.offset_rows(simt.offset_rows(of_part(recent, part), of, R * line), slot, line)
+        newest = simt.offset_rows(simt.offset_rows(_of_part(recent, part), of, R * line), slot, line)
         is_there = row < 1 << 31
         waits = is_recalled & is_there & (row >= P)
         found = simt.select_address(waits, simt.offset(newest, byte - in_slot * line), found)
@@ -246,9 +254,16 @@ def _recall_program(
 
     def target(at: Word) -> Any:
         of, n, part, byte = whose(at)
-        return simt.offset(simt.offset_rows(simt.offset_rows(of_part(outs, part), of, width), n, piece), byte)
+        return simt.offset(simt.offset_rows(simt.offset_rows(_of_part(outs, part), of, width), n, piece), byte)
 
     _move(rows * M * chunks, source, target, config, blocks, None if keeps else is_wanted)
+
+
+def _of_part(addresses: Sequence[Any], part: Word) -> Any:
+    chosen = addresses[0]
+    for n, address in enumerate(addresses[1:], 1):
+        chosen = simt.select_address(part.equals(n), address, chosen)
+    return chosen
 
 
 def _move(

@@ -18,15 +18,17 @@ Parts = tuple[Array, ...]
 
 @op(kernel="host.host_rows")
 def host_rows(
-    x: Shaped[Array, "B K P *row"], index: Int32[Array, "B K N"], *, implementation: Implementation | None = None
-) -> Shaped[Array, "B K N *row"]:
-    """[B, K, N, ...] on the device: rows `index` i32[B, K, N] of x [B, K, P, ...] in host memory; zeros where it is out
-    of range.
+    x: Shaped[Array, "B K P parts Z D"], index: Int32[Array, "B K N"], *, implementation: Implementation | None = None
+) -> Parts:
+    """The parts [B, K, N * Z, D] on the device, such as keys and values, of rows in host memory.
+
+    They are rows `index` i32[B, K, N] of x [B, K, P, parts, Z, D]; zeros where it is out of range.
 
     Moves those rows and no others. XLA gathers on the host's CPU, and moves what it gathered. `implementation`: see
     `explain`; all give the same.
     """
-    return _gather_rows(x, index)
+    rows = _gather_rows(x, index)
+    return tuple(rows[:, :, :, n].reshape(*index.shape[:2], -1, x.shape[5]) for n in range(x.shape[3]))
 
 
 @host_rows.limit
@@ -35,7 +37,7 @@ def _host_rows_limit(kernel: Any, x: Array, index: Array) -> str | None:
 
 
 @host_rows.mosaic
-def _host_rows_mosaic(kernel: Any, x: Array, index: Array) -> Array:
+def _host_rows_mosaic(kernel: Any, x: Array, index: Array) -> Parts:
     return kernel.host_rows(x, index)
 
 

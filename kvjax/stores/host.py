@@ -13,9 +13,9 @@ from jax.tree_util import register_dataclass
 from kvjax import ops
 from kvjax.memory import has_host_memory, host_zeros, to_device
 from kvjax.ops.host import read_pages
-from kvjax.partial import PartialAttention
+from kvjax.partial import PartialAttention, Span
 from kvjax.prompt import attend_blocks
-from kvjax.selection import Selection
+from kvjax.selection import PackedSelection, Selection
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.store import Held
 from kvjax.validation import refuse_derivative
@@ -113,7 +113,8 @@ class HostOffload:
         return attend_blocks(q, st.kv, start, st.count, read=read, slots=st.slots, unit=Z, scale=scale)
 
     def gather(self, st: HostBlock, selection: Selection) -> tuple[Array, Array]:
-        return split_parts(ops.host_rows(st.kv, self._pages(selection, st.slots)))
+        k, v = ops.host_rows(st.kv, self._pages(selection, st.slots))
+        return k, v
 
     def recall(
         self,
@@ -166,6 +167,25 @@ class HostOffload:
     def attend_slots(self, st: HostBlock, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
         k, v = self.gather(st, selection)
         return ops.attend_gathered(q, k, v, selection, scale=scale)
+
+    def attend_slots_with(
+        self,
+        st: HostBlock,
+        q: Array,
+        selection: Selection | PackedSelection,
+        recent: Span,
+        sink: Span | None,
+        local: int,
+        *,
+        scale: float,
+    ) -> Array:
+        """See `FusedSlotStore`. The selected tokens of the history are moved to the device in the selection's order."""
+        slots = selection.slots
+        stored = slots < st.slots
+        k, v = self.gather(st, Selection(slots, selection.valid & stored))
+        moved = jnp.arange(k.shape[2], dtype=jnp.int32).reshape(1, 1, *slots.shape[2:])
+        there = selection._replace(slots=jnp.where(stored, moved, k.shape[2] + slots - st.slots))
+        return ops.attend_zones(q, k, v, there, recent, sink, local, scale=scale)
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         return k, v

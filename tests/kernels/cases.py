@@ -122,7 +122,7 @@ def voted(S=64, dtype=jnp.uint8, room=5):
 
 
 def rows(B=1, P=10, N=4, D=64):
-    return (sds(B, 2, P, 2, D), i32(B, 2, N)), {}
+    return (sds(B, 2, P, 2, 1, D), i32(B, 2, N)), {}
 
 
 def recalled(P=10, N=4, M=5, Z=4, D=64, recent=jnp.bfloat16):

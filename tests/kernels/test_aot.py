@@ -375,5 +375,5 @@ def test_a_step_over_the_host_store_runs_its_kernels_and_copies_no_cache():
     with mock.patch.object(ops.op, "_unmeasured", return_value=None):
         program = aot.compile_for_h200(kvjax.attention, cache, *new, donate=0)
     names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels}
-    assert names == {"put_token", "select_1bit_score", "select_1bit", "host_rows", "host_append"}
+    assert names == {"put_token", "select_1bit_score", "select_1bit", "host_rows", "host_append", "attend_zones"}
     assert program.temp_bytes < 40 * MIB  # the host's keys and values are 512 MiB
