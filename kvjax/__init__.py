@@ -48,6 +48,7 @@ from kvjax.caches import (
     Info,
     MultiStep,
     Observer,
+    OutlierRetrieval,
     PerHead,
     Policy,
     Retrieval,
@@ -69,7 +70,18 @@ from kvjax.ops import explain
 from kvjax.partial import PartialAttention, attend_part, merge
 from kvjax.placement import Placement
 from kvjax.selection import Selection
-from kvjax.selectors import BallPages, CentrePages, Exact, Fier, MinMaxPages, Nucleus, Paris, ProductCodes, Selector
+from kvjax.selectors import (
+    BallPages,
+    CentrePages,
+    Exact,
+    Fier,
+    MeanPages,
+    MinMaxPages,
+    Nucleus,
+    Paris,
+    ProductCodes,
+    Selector,
+)
 from kvjax.spec import CacheSpec
 from kvjax.stores import (
     CachingStore,
@@ -80,6 +92,7 @@ from kvjax.stores import (
     HostOffload,
     HostQuantized,
     HotSet,
+    LowRank,
     Quantized,
     RecallingStore,
     Store,
@@ -142,11 +155,14 @@ __all__ = [
     "LastUse",
     "LayerCache",
     "LogSparse",
+    "LowRank",
+    "MeanPages",
     "MinMaxPages",
     "MultiStep",
     "Nucleus",
     "Observation",
     "Observer",
+    "OutlierRetrieval",
     "Paris",
     "PartialAttention",
     "PerHead",

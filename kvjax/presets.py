@@ -21,6 +21,7 @@ from kvjax.caches import (
     Compressed,
     Evicting,
     Full,
+    OutlierRetrieval,
     PerLayer,
     Policy,
     Retrieval,
@@ -34,11 +35,11 @@ from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Pooling
 from kvjax.hashing import SimHash
 from kvjax.heads import Heads
 from kvjax.selection import GroupReduce
-from kvjax.selectors import BallPages, CentrePages, Exact, Fier, MinMaxPages, Paris, ProductCodes
+from kvjax.selectors import BallPages, CentrePages, Exact, Fier, MeanPages, MinMaxPages, Paris, ProductCodes
 from kvjax.selectors.paris import Votes
 from kvjax.settings import read_settings
 from kvjax.spec import require_int
-from kvjax.stores import Dense, HostOffload, HotSet, Quantized, Store
+from kvjax.stores import Dense, HostOffload, HotSet, LowRank, Quantized, Store
 from kvjax.stores.quantized import KeyAxis
 from kvjax.timestamps import LastUse
 from kvjax.validation import nearest, shown
@@ -463,6 +464,54 @@ def _dense_capacity(
     return dense_capacity
 
 
+def shadowkv(
+    budget: int = 2048,
+    *,
+    rank: int = 160,
+    page: int = 8,
+    outliers: int = 48,
+    rope_theta: float | None = None,
+    learn: int = 1024,
+    group_reduce: GroupReduce = "max_softmax",
+    sink: int = 4,
+    local: int = 32,
+    host: bool = True,
+    dense_layers: int = 0,
+) -> PerLayer:
+    """ShadowKV: keys as factors of low rank, values in host memory, and a step reads the pages of the best landmarks.
+
+    The landmark of a page of `page` tokens is the mean of its keys. The `outliers` pages whose keys stray farthest from
+    it stay exact on the device, and every step attends to them. Keys of other selected pages are rebuilt from `rank`
+    coefficients a token, for all heads together, and their values come from host memory (with host=False from the
+    device). With `rope_theta`, that of a model with plain RoPE, keys are factored before their rotation, as in the
+    paper; for other kinds of RoPE see `LowRank(rope=...)`. The budget counts the outliers.
+
+    **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465): rank 160, pages of 8, 48 outliers. **Differs:** see
+    `LowRank`: the basis is learnt from the first `learn` tokens, not from the whole prompt, and tokens are factored
+    `learn` at a time; until then they compete by their exact scores.
+    """
+    require_int("shadowkv(dense_layers=...)", dense_layers, at_least=0)
+    require_int("shadowkv(budget=...)", budget, at_least=1)
+    values = HostOffload(page=page) if host else Dense()
+    policy = OutlierRetrieval(
+        selector=MeanPages(page=page, group_reduce=group_reduce),
+        store=LowRank(
+            rank=rank, page=page, outliers=outliers, learn=learn, rope=_plain_rope(rope_theta), values=values
+        ),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=learn),
+        dense_below=0,
+    )
+    return PerLayer((Full(),) * dense_layers, policy)
+
+
+def _plain_rope(theta: float | None) -> Any:
+    """The plain RoPE of that theta; None without one."""
+    return None if theta is None else import_module("kvjax.models.rope").Default(theta=float(theta))
+
+
 def _history(name: str, host: bool, hot: int, page: int = 1) -> Store:
     """Where a preset keeps its history: on the device, in host memory, or there with a hot set of `hot` tokens."""
     require_int(f"{name}(hot=...)", hot, at_least=0)
@@ -523,8 +572,7 @@ def streaming_llm(
     **Source:** StreamingLLM (Xiao et al. 2023), section 3.2. **Differs:** without `rope_theta` keys keep the positions
     with which they came.
     """
-    rope = None if rope_theta is None else import_module("kvjax.models.rope").Default(theta=float(rope_theta))
-    return _evicting("streaming_llm", Sliding(sink=sink, rope=rope), budget, dense_layers)
+    return _evicting("streaming_llm", Sliding(sink=sink, rope=_plain_rope(rope_theta)), budget, dense_layers)
 
 
 def h2o(budget: int = 1024, *, recent: float = 0.5, dense_layers: int = 0) -> PerLayer:
@@ -687,6 +735,12 @@ REGISTRY: dict[str, Preset] = {
         ),
         Preset("magicpig", magicpig, "all tokens, and key hashes; attends to a weighted sample", "MagicPIG 2024"),
         Preset("pqcache", pqcache, "all tokens, and keys in 2 bytes; attends to the budget", "PQCache 2024"),
+        Preset(
+            "shadowkv",
+            shadowkv,
+            "keys of low rank, values in host memory; attends to outliers and the best pages",
+            "ShadowKV 2024",
+        ),
         Preset(
             "logquant",
             logquant,

@@ -43,6 +43,8 @@ COSTS = {
     "arkvale": Cost(presets.arkvale, PAGE_32, EXACT),
     "arkvale, sphere": Cost(functools.partial(presets.arkvale, digest="sphere"), PAGE_32 / 2 + 2 / 32, EXACT),
     "pqcache": Cost(presets.pqcache, EXACT + 2),
+    # Coefficients of 160 for all heads, a landmark and a number for 8 tokens, and values in host memory.
+    "shadowkv": Cost(presets.shadowkv, 160 * VALUE / K + D * VALUE / 8 + 4 / 8, D * VALUE),
     "magicpig": Cost(presets.magicpig, EXACT + 10 * 160 / 8),  # a bit for each of 10 signs in 160 tables
     # Codes of two bits, and 4 bytes of scale and zero for 42 tokens a channel and for 64 channels a token; or for 32.
     "logquant": Cost(presets.logquant, 2 * D * 2 / 8 + 4 * D / 42 + 4 * D / 64),

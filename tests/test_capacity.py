@@ -28,6 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "snapkv": {"budget": 40, "window": 8},
     "arkvale": {"budget": 48, "page": 8, "sink": 8, "local": 8, "dense_layers": 0},
     "pqcache": {"budget": 24, "bits": 4, "learn": 16, "local": 8},
+    "shadowkv": {"budget": 64, "rank": 12, "outliers": 2, "learn": 16, "local": 8},
     "magicpig": {"budget": 48, "bits": 4, "tables": 32, "local": 8, "chunk": 16, "dense_layers": 0},
     "pyramidkv": {"budget": 40, "layers": 1},
     "raas": {"budget": 128},
@@ -54,6 +55,7 @@ ALIKE = (
     "pqcache",
     "pyramidkv",
     "raas",
+    "shadowkv",
     "razorattention",
     "duoattention",
 )

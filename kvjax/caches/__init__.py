@@ -25,6 +25,7 @@ from kvjax.caches.compensated import Compensated, CompensatedState
 from kvjax.caches.compressed import Compressed
 from kvjax.caches.evicting import Evicting, EvictingState
 from kvjax.caches.full import Full, FullState
+from kvjax.caches.outliers import OutlierRetrieval
 from kvjax.caches.per_head import PerHead, PerHeadState
 from kvjax.caches.per_layer import PerLayer
 from kvjax.caches.policy import Growing, Info, MultiStep, Observer, Policy, Reversible
@@ -50,6 +51,7 @@ __all__ = [
     "Leading",
     "MultiStep",
     "Observer",
+    "OutlierRetrieval",
     "PerHead",
     "PerHeadState",
     "PerLayer",

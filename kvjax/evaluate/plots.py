@@ -40,6 +40,7 @@ COLOURS = {
     "arkvale": "#6699cc",
     "magicpig": "#ffaabb",
     "pqcache": "#994455",
+    "shadowkv": "#aa4466",
     "pyramidkv": "#ee8866",
     "raas": "#bbaa33",
     "razorattention": "#117733",

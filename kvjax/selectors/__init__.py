@@ -8,6 +8,7 @@ Scores estimate scale * q.k, so that they compare with the exact scores of token
 from kvjax.selectors.balls import BallPages
 from kvjax.selectors.exact import Exact
 from kvjax.selectors.fier import Fier
+from kvjax.selectors.means import MeanPages
 from kvjax.selectors.nucleus import Nucleus
 from kvjax.selectors.pages import CentrePages, MinMaxPages
 from kvjax.selectors.paris import Paris
@@ -28,6 +29,7 @@ __all__ = [
     "Exact",
     "Fier",
     "FusedSelector",
+    "MeanPages",
     "MinMaxPages",
     "Nucleus",
     "Paris",

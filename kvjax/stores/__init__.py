@@ -9,6 +9,7 @@ from kvjax.stores.dense import Dense
 from kvjax.stores.host import HostBlock, HostOffload
 from kvjax.stores.host_codes import HostFloat8, HostQuantized
 from kvjax.stores.hot import HotBlock, HotSet
+from kvjax.stores.low_rank import LowRank, LowRankBlock
 from kvjax.stores.quantized import Quantized
 from kvjax.stores.store import CachingStore, FusedSlotStore, FusedStore, Held, Loaded, RecallingStore, Store
 
@@ -25,6 +26,8 @@ __all__ = [
     "HotBlock",
     "HotSet",
     "Loaded",
+    "LowRank",
+    "LowRankBlock",
     "Quantized",
     "RecallingStore",
     "Store",

@@ -89,7 +89,8 @@ def attending_to_all(policy: Policy, spec: CacheSpec) -> Policy:
         return with_room(policy, spec)
     inner = core(policy)
     unit = getattr(getattr(inner, "selector", None), "unit", 1)
-    return with_fields(policy, budget=spec.capacity + sink(policy) + getattr(inner, "local", 0) + unit)
+    always = sink(policy) + getattr(inner, "local", 0) + getattr(inner, "beside", 0)
+    return with_fields(policy, budget=spec.capacity + always + unit)
 
 
 def with_room(policy: Policy, spec: CacheSpec) -> Policy:

@@ -69,7 +69,10 @@ def as_stored(
     if not has_history(policy):
         return k, v
     k, v = k.astype(np.float32), v.astype(np.float32)
-    for chunk in zones(policy, spec, held)[0]:
+    chunks = zones(policy, spec, held)[0]
+    if hasattr(core(policy).store, "learn") and chunks:  # what a chunk is read as depends on those before it
+        chunks = [[position for chunk in chunks for position in chunk]]
+    for chunk in chunks:
         heads_first = (np.swapaxes(a[chunk], 0, 1)[None] for a in (k, v))
         k[chunk], v[chunk] = (np.swapaxes(np.asarray(a)[0], 0, 1) for a in _decode(core(policy).store, *heads_first))
     return k, v

@@ -79,7 +79,8 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
         selection = wider.select(st, q)
         return selection, mass_recall(selection, logits, jnp.concatenate(valid, axis=1))
 
-    base, unit, before, chosen = sink(policy) + inner.local, inner.selector.unit, None, None
+    base = sink(policy) + inner.local + getattr(inner, "beside", 0)
+    unit, before, chosen = inner.selector.unit, None, None
     dense = {"dense_below": 0} if hasattr(inner, "dense_below") else {}
     for more in (unit, 3 * unit, spec.capacity):
         wider = with_fields(inner, budget=base + more, **dense)

@@ -109,6 +109,26 @@ CASES: dict[str, Case] = {
     "magicpig, budget 110": Case(
         presets.magicpig(budget=110, bits=6, tables=40, local=8, chunk=32, dense_layers=0).rest
     ),
+    "shadowkv, budget 96": Case(
+        kvjax.OutlierRetrieval(
+            selector=kvjax.MeanPages(page=8),
+            store=kvjax.LowRank(rank=24, outliers=4, learn=32, values=HostOffload(page=8)),
+            budget=96,
+            local=10,
+            demote=Fifo(leave=32),
+        )
+    ),
+    "shadowkv, bf16, values on the device": Case(
+        kvjax.OutlierRetrieval(
+            selector=kvjax.MeanPages(page=4, group_reduce="per_head"),
+            store=kvjax.LowRank(rank=16, page=4, outliers=5, learn=32, values=kvjax.Dense()),
+            budget=70,
+            sink=0,
+            local=8,
+            demote=Fifo(leave=32),
+        ),
+        dataclasses.replace(SPEC, q_heads=7, kv_heads=1, dtype=jnp.bfloat16),
+    ),
     "freekv preset, budget 72": Case(presets.freekv(budget=72, page=8, sink=4, local=24, tau=0.0).rest),
     "fier per query head a step late, 7 on 1": _late(
         selector=Fier(group=16, group_reduce="per_head"),

@@ -1,0 +1,123 @@
+"""ShadowKV's step: pages by their landmarks, beside pages that the store keeps exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax import ops
+from kvjax.caches.policy import Info
+from kvjax.caches.retrieval import Retrieval
+from kvjax.caches.selected import without_packing
+from kvjax.caches.zones import Visible, ZonedState
+from kvjax.demotion import Demotion, Fifo
+from kvjax.layouts import whole_units
+from kvjax.partial import merge
+from kvjax.selection import PackedSelection, Selection, by_row, split_selection
+from kvjax.selectors import MeanPages, Selector
+from kvjax.stores import LowRank, Store
+from kvjax.validation import check_verbs
+
+LAST = -1e30  # the score of a page that is attended anyway
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutlierRetrieval(Retrieval):
+    """A `Retrieval` that also attends, in every step, to the pages that its store keeps exactly.
+
+    These pages are the outliers, which their landmarks describe worst; they are not selected a second time. The budget
+    counts them, so it is sink, local window, outliers and what the selector finds.
+
+    **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465), Algorithm 2.
+
+    >>> import kvjax
+    >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=64, capacity=4096)
+    >>> layer = kvjax.init_layer(kvjax.OutlierRetrieval(store=kvjax.LowRank(rank=64), budget=1024), spec)
+    """
+
+    selector: Selector = MeanPages()
+    store: Store = LowRank()
+    demote: Demotion = Fifo(leave=1024)
+
+    def __post_init__(self) -> None:
+        verbs = ("init", "append", "kept", "attend_kept")
+        check_verbs("OutlierRetrieval(store=...)", self.store, "a store of exact pages", verbs, "kvjax.LowRank()")
+        super().__post_init__()
+        if self.exact_store.page != self.selector.unit:
+            raise ValueError(
+                f"OutlierRetrieval got {self.selector} with units of {self.selector.unit} and {self.store} with pages "
+                f"of {self.exact_store.page}; make them the same"
+            )
+        least = self.sink + self.local + self.beside
+        if self.budget < least:
+            raise ValueError(
+                f"budget={self.budget} is below sink + local + outliers = {self.sink} + {self.local} + {self.beside}, "
+                f"which every step attends to; raise the budget to at least {least}, or use fewer outliers"
+            )
+
+    @property
+    def exact_store(self) -> LowRank:
+        """The store, which keeps some pages exactly."""
+        return self.store  # type: ignore[return-value]  # its verbs are checked above
+
+    @property
+    def beside(self) -> int:
+        """Tokens of the budget that every step attends to beside sink and local window."""
+        return self.exact_store.outliers * self.exact_store.page
+
+    @property
+    def selected(self) -> int:
+        return whole_units(max(self.budget - self.sink - self.local - self.beside, 0), self.selector.unit)
+
+    def find(
+        self,
+        st: ZonedState,
+        q: Array,
+        seen: Visible,
+        *,
+        scale: float,
+        in_order: int = 0,
+        scores: Array | None = None,
+    ) -> Selection | PackedSelection:
+        if not self.beside:
+            return super().find(st, q, seen, scale=scale, in_order=in_order, scores=scores)
+        if scores is None:
+            scores = self.selector.score(st.index, q.astype(jnp.float32), scale=scale)
+        kept = self.exact_store.kept(st.store)
+        scores = jnp.where(kept[:, :, None], LAST, scores)
+        found = without_packing(super().find(st, q, seen, scale=scale, in_order=in_order, scores=scores))
+        return found._replace(valid=found.valid & ~self._are_kept(st, kept, found))
+
+    def _are_kept(self, st: ZonedState, kept: Array, selection: Selection) -> Array:
+        """bool[B, K, H, M]: which slots are of pages in `kept` bool[B, K, P]."""
+        B, K, H, M = selection.slots.shape
+        page = jnp.minimum(selection.slots // self.selector.unit, kept.shape[2] - 1).reshape(B, K, H * M)
+        here = jnp.take_along_axis(kept, page, axis=2).reshape(B, K, H, M)
+        return here & (selection.slots < st.store.slots)
+
+    def attend_selected(
+        self, st: ZonedState, q: Array, selection: Selection | PackedSelection, seen: Visible, *, scale: float
+    ) -> tuple[Array, ZonedState, Info]:
+        if not self.beside:
+            return super().attend_selected(st, q, selection, seen, scale=scale)
+        selection = without_packing(selection)
+        stored, pending = split_selection(selection, st.store.slots)
+        start = None if seen.first is None else seen.store
+        exact = self.exact_store.attend_kept(st.store, q, start, scale=scale)
+        history = merge(self.store.attend_slots(st.store, q, stored, scale=scale), exact)
+        out = ops.attend_beside(history, q, pending, self.local_span(seen), seen.sink, scale=scale)
+        return out, st, self._with_outliers(st, seen, self.info(st, seen, selection))
+
+    def _with_outliers(self, st: ZonedState, seen: Visible, info: Info) -> Info:
+        slots, valid = self.exact_store.kept_slots(st.store)
+        valid = valid & (slots >= by_row(seen.store))
+        assert info.positions is not None
+        H = info.positions.shape[2]
+        at = jnp.where(valid, self.positions(st, slots), -1)
+        at = jnp.broadcast_to(at, (*at.shape[:2], H, at.shape[3]))
+        return info._replace(
+            attended=info.attended + jnp.sum(valid[:, :, 0], axis=-1).astype(jnp.float32),
+            positions=jnp.concatenate([info.positions, at], axis=-1),
+        )

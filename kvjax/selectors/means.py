@@ -1,0 +1,63 @@
+"""ShadowKV's landmarks: pages by the mean of their keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.blocks import write
+from kvjax.selection import GroupReduce, require_group_reduce
+from kvjax.selectors.pages import _sum_pairs
+from kvjax.spec import CacheSpec, keep_int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanPages:
+    """Scores pages of `page` tokens by the mean of their keys: the mean of the exact scores of a page.
+
+    Index: D values of the cache's dtype a page and KV head.
+
+    **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465), landmarks: pages of 8, the maximum of softmax over the
+    group. **Differs:** a page is indexed with its chunk and competes by the best exact score of its tokens until then.
+    """
+
+    page: int = 8
+    group_reduce: GroupReduce = "max_softmax"
+
+    def __post_init__(self) -> None:
+        keep_int(self, "page", at_least=1)
+        require_group_reduce(self.group_reduce)
+
+    @property
+    def unit(self) -> int:
+        return self.page
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        if chunk % self.page:
+            raise ValueError(f"MeanPages(page={self.page}) does not divide the chunk of {chunk}; use a divisor")
+
+    def init(self, spec: CacheSpec, slots: int) -> Array:
+        return jnp.zeros((spec.batch, spec.kv_heads, slots // self.page, spec.head_dim), spec.dtype)
+
+    def append(self, ix: Array, k: Array, at: Array, count: Array) -> Array:
+        means = page_means(k, self.page).astype(ix.dtype)
+        return write(ix, means, at // self.page, count // self.page)
+
+    def score(self, ix: Array, q: Array, *, scale: float) -> Array:
+        q = q.astype(jnp.float32)
+        return jnp.einsum("bkgd,bkpd->bkgp", q, ix.astype(jnp.float32), precision="highest") * scale
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize / self.page
+
+    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
+        return self.bytes_per_token(spec) * length
+
+
+def page_means(k: Array, page: int) -> Array:
+    """f32[B, K, T / page, D]: means of the pages of keys [B, K, T, D], the same to the bit in every program."""
+    B, K, T, D = k.shape
+    return _sum_pairs(k.reshape(B, K, T // page, page, D).astype(jnp.float32)) / page

@@ -1,0 +1,337 @@
+"""ShadowKV's store: keys as factors of low rank on the device, a few pages of keys and values exactly, values apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.tree_util import register_dataclass
+
+from kvjax import ops
+from kvjax.blocks import write
+from kvjax.partial import PartialAttention, attend_part
+from kvjax.prompt import attend_blocks
+from kvjax.selection import Selection
+from kvjax.selectors.means import page_means
+from kvjax.selectors.pages import _sum_pairs
+from kvjax.spec import CacheSpec, keep_int
+from kvjax.stores.host import HostOffload
+from kvjax.stores.store import Store
+from kvjax.validation import check_verbs, refuse_derivative
+
+EMPTY = 2.0  # above every cosine: a place that holds no page
+
+
+class Rope(Protocol):
+    """A kind of rotary position embedding, as those of `kvjax.models.rope`."""
+
+    def frequencies(self, head_dim: int) -> Any:
+        """f32[D/2] radians a position, of channel i and channel i + D/2."""
+        ...
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class LowRankBlock:
+    """Keys of all heads as coefficients of one basis, and values in a store of their own.
+
+    The basis and the exact pages have no slots, and are flat.
+    """
+
+    coefficients: Array  # dtype[B, 1, S, r]
+    basis: Array  # f32[B, r K D] orthonormal rows of the keys of all heads, side by side
+    place: Array  # i32[B, K, P] which of the O exact pages a page is; -1 for none
+    exact_k: Array  # dtype[B, K O Z D]
+    exact_v: Array  # dtype[B, K O Z D]
+    cosine: Array  # f32[B, K O] smallest cosine of a key of an exact page to the page's mean, in rising order
+    values: Any  # the state of the store of values
+    count: Array  # i32[B] slots [0, count) are valid
+
+    @property
+    def slots(self) -> int:
+        return self.coefficients.shape[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """Keys as products of two factors of rank `rank`, on the device; values in the store `values`.
+
+    The keys of all KV heads of a token are one vector of K D channels. A row's basis is the space of the `rank` largest
+    singular values of the first `learn` vectors of its history; each token has `rank` coefficients in it, and a step
+    rebuilds the keys that it reads. Per head, the `outliers` pages of `page` tokens whose keys stray farthest from
+    their mean, by the smallest cosine to it, are kept exactly, keys and values. A page that is displaced by a later one
+    is read as all others are.
+
+    Keys have a low rank before their rotation by RoPE. With `rope`, the rotary embedding of the model, keys are turned
+    back before they are projected, and turned again when they are rebuilt. Without it the rotated keys are projected,
+    as the cache gets them, and lose more. A rank of K D or more loses nothing.
+
+    A token takes `rank` values of the cache's dtype on the device, for all heads together, and what `values` takes: a
+    store that keeps the two halves of a value as a key and a value of D / 2 channels.
+
+    **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465): rank 160, pages of 8, 48 outliers, values in host memory.
+    **Differs:** the paper factors the keys of a whole prompt and keeps what is generated exactly. Here the basis is
+    that of the first `learn` tokens, so that it does not depend on how a prompt is divided, and generated tokens are
+    projected too. Tokens are rotated by their slots; the constant angle between slots and positions changes no rank.
+    """
+
+    rank: int = 160
+    page: int = 8
+    outliers: int = 48
+    learn: int = 1024
+    rope: Rope | None = None
+    values: Store = HostOffload(page=8)
+
+    def __post_init__(self) -> None:
+        for name, at_least in (("rank", 1), ("page", 1), ("outliers", 0), ("learn", 1)):
+            keep_int(self, name, at_least=at_least)
+        check_verbs("LowRank(values=...)", self.values, "a store", ("init", "append", "gather"), "kvjax.Dense()")
+        if self.rope is not None:
+            check_verbs(
+                "LowRank(rope=...)", self.rope, "a kind of RoPE", ("frequencies",), "kvjax.models.rope.Default()"
+            )
+        if self.page % self.values.page:
+            raise ValueError(
+                f"LowRank(page={self.page}) is not made of whole pages of {self.values}; use "
+                f"{type(self.values).__name__}(page={self.page})"
+            )
+        if self.learn % self.page or self.learn < self.rank:
+            least = -(-self.rank // self.page) * self.page
+            raise ValueError(
+                f"LowRank(learn={self.learn}) must be whole pages of {self.page} tokens and at least rank={self.rank}; "
+                f"use a multiple of {self.page} from {least} on"
+            )
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        if chunk % self.learn:
+            raise ValueError(
+                f"LowRank(learn={self.learn}) needs chunks of whole {self.learn} tokens, got chunks of {chunk}; use "
+                f"Fifo(leave={self.learn}), or a learn that divides {chunk}"
+            )
+        self.values.check(self._halves(spec), chunk)
+
+    def init(self, spec: CacheSpec, slots: int) -> LowRankBlock:
+        B, K, D = spec.batch, spec.kv_heads, spec.head_dim
+        exact, rank = (B, K * self.outliers * self.page * D), self._rank(spec)
+        return LowRankBlock(
+            coefficients=jnp.zeros((B, 1, slots, rank), spec.dtype),
+            basis=jnp.zeros((B, rank * K * D), jnp.float32),
+            place=jnp.full((B, K, slots // self.page), -1, jnp.int32),
+            exact_k=jnp.zeros(exact, spec.dtype),
+            exact_v=jnp.zeros(exact, spec.dtype),
+            cosine=jnp.full((B, K * self.outliers), EMPTY, jnp.float32),
+            values=self.values.init(self._halves(spec), slots),
+            count=jnp.zeros(B, jnp.int32),
+        )
+
+    # ------------------------------------------------------------------------------------------------------- storing
+
+    def append(self, st: LowRankBlock, k: Array, v: Array, count: Array) -> LowRankBlock:
+        k, v = refuse_derivative(
+            f"{self} keeps keys as factors of low rank, which have no derivative; use the store Dense(), or "
+            "jax.lax.stop_gradient on k and v",
+            k,
+            v,
+        )
+        count = jnp.minimum(count, st.slots - st.count)
+        plain = self._turn(k.astype(jnp.float32), st.count[:, None] + jnp.arange(k.shape[2])[None], back=True)
+        starts = (st.count == 0) & (count > 0)
+
+        def learnt(basis: Array) -> Array:
+            first = jnp.where(starts[:, None, None, None], plain[:, :, : self.learn], 0.0)  # padding may be NaN
+            new = self._learn(first).reshape(basis.shape)
+            return jnp.where(starts[:, None], new, basis)
+
+        basis = lax.cond(jnp.any(starts), learnt, lambda basis: basis, st.basis)
+        coefficients = self._project(plain, basis).astype(st.coefficients.dtype)
+        stored = replace(
+            st,
+            coefficients=write(st.coefficients, coefficients, st.count, count),
+            basis=basis,
+            values=self.values.append(st.values, *_halves(v), count),
+            count=st.count + count,
+        )
+        return self._keep(stored, k, v, st.count, count) if self.outliers else stored
+
+    def _learn(self, k: Array) -> Array:
+        """f32[B, r, K D]: the space of the largest singular values of keys [B, K, n, D]."""
+        rows = _side_by_side(k)
+        products = jnp.einsum("bsi,bsj->bij", rows, rows, precision="highest")
+        _, vectors = jnp.linalg.eigh(products)  # in rising order
+        return jnp.swapaxes(jnp.flip(vectors, axis=2)[:, :, : min(self.rank, rows.shape[2])], 1, 2)
+
+    def _project(self, k: Array, basis: Array) -> Array:
+        """f32[B, 1, T, r] of keys f32[B, K, T, D]; a block of `learn` tokens at a time, so that the bits are those of a
+        prompt of any length."""
+        B, K, T, D = k.shape
+        basis = basis.reshape(B, -1, K * D)
+        blocks = jnp.moveaxis(_side_by_side(k).reshape(B, T // self.learn, self.learn, K * D), 1, 0)
+        found = lax.map(lambda block: jnp.einsum("bsi,bri->bsr", block, basis, precision="highest"), blocks)
+        return jnp.moveaxis(found, 0, 1).reshape(B, 1, T, -1)
+
+    def _keep(self, st: LowRankBlock, k: Array, v: Array, at: Array, count: Array) -> LowRankBlock:
+        """With the pages of k, v [B, K, T, D] among the exact ones, whose cosines are smallest; of equals the first."""
+        B, K, T, D = k.shape
+        Z, most, n = self.page, self.outliers, T // self.page
+        new_pages = at[:, None] // Z + jnp.arange(n)[None]
+        new = jnp.arange(n)[None] < (count // Z)[:, None]
+        cosine = jnp.where(new[:, None], _straying(k, Z), EMPTY)
+        line = jnp.concatenate([st.cosine.reshape(B, K, most), cosine], axis=2)
+        order = jnp.argsort(line, axis=2, stable=True)[:, :, :most]  # held ones stand first: they came earlier
+        kept = jnp.take_along_axis(line, order, axis=2)
+        pages = jnp.concatenate([self._pages(st), jnp.broadcast_to(new_pages[:, None], (B, K, n))], axis=2)
+        pages = jnp.where(kept < EMPTY, jnp.take_along_axis(pages, order, axis=2), st.place.shape[2])
+        b, h = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
+        place = jnp.full_like(st.place, -1).at[b, h, pages].set(jnp.arange(most, dtype=jnp.int32), mode="drop")
+
+        def take(held: Array, x: Array) -> Array:
+            both = jnp.concatenate(
+                [held.reshape(B, K, most, Z * D), x.reshape(B, K, n, Z * D).astype(held.dtype)],
+                axis=2,
+            )
+            mine = jnp.take_along_axis(both, order[..., None], axis=2)
+            return jnp.where((kept < EMPTY)[..., None], mine, jnp.zeros((), held.dtype)).reshape(B, -1)
+
+        return replace(
+            st,
+            place=place,
+            exact_k=take(st.exact_k, k),
+            exact_v=take(st.exact_v, v),
+            cosine=kept.reshape(B, -1),
+        )
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def kept(self, st: LowRankBlock) -> Array:
+        """bool[B, K, P]: pages that are kept exactly."""
+        return (st.place >= 0) & (st.place < self.outliers)
+
+    def kept_slots(self, st: LowRankBlock) -> Selection:
+        """The slots [B, K, 1, O Z] of the pages that are kept exactly, in the order in which they lie."""
+        B, K, _ = st.place.shape
+        Z = self.page
+        pages = self._pages(st)
+        slots = pages[..., None] * Z + jnp.arange(Z, dtype=jnp.int32)[None, None, None]
+        valid = jnp.broadcast_to((st.cosine.reshape(B, K, -1) < EMPTY)[..., None], slots.shape)
+        return Selection(slots.reshape(B, K, 1, -1), valid.reshape(B, K, 1, -1))
+
+    def attend_kept(self, st: LowRankBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+        """Attention of q [B, K, G, D] over the pages that are kept exactly, of which slots from start i32[B] on."""
+        B, K, _, D = q.shape
+        if start is None:
+            valid = jnp.repeat(st.cosine.reshape(B, K, -1) < EMPTY, self.page, axis=2)
+        else:
+            slots, valid = (a[:, :, 0] for a in self.kept_slots(st))
+            valid = valid & (slots >= start[:, None, None])
+        k, v = (a.reshape(B, K, -1, D) for a in (st.exact_k, st.exact_v))
+        return attend_part(q, k, v, valid[:, :, None], scale=scale)
+
+    def _pages(self, st: LowRankBlock) -> Array:
+        """i32[B, K, O]: the number of each exact page; 0 where a place is empty."""
+        B, K, P = st.place.shape
+        place = jnp.where(self.kept(st), st.place, self.outliers)
+        b, h = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
+        page = jnp.broadcast_to(jnp.arange(P, dtype=jnp.int32), place.shape)
+        return jnp.zeros((B, K, self.outliers), jnp.int32).at[b, h, place].set(page, mode="drop")
+
+    def attend(self, st: LowRankBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
+        return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
+
+    def attend_chunk(self, st: LowRankBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+        B, K = st.place.shape[:2]
+
+        def read(st: LowRankBlock, first: Array | int, size: int) -> tuple[Array, Array]:
+            slots = jnp.asarray(first, jnp.int32) + jnp.arange(size, dtype=jnp.int32)
+            slots = jnp.broadcast_to(slots, (B, K, 1, size))
+            return self.gather(st, Selection(slots, jnp.ones_like(slots, bool)))
+
+        return attend_blocks(q, st, start, st.count, read=read, slots=st.slots, unit=self.page, scale=scale)
+
+    def attend_slots(self, st: LowRankBlock, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
+        return ops.attend_gathered(q, *self.gather(st, selection), selection, scale=scale)
+
+    def gather(self, st: LowRankBlock, selection: Selection) -> tuple[Array, Array]:
+        (B, K, _), slots = st.place.shape, selection.slots
+        slots = slots.reshape(B, K, -1)
+        coefficients = jnp.take_along_axis(st.coefficients, slots[..., None], axis=2, mode="clip")
+        basis = st.basis.reshape(B, coefficients.shape[-1], K, -1)
+        k = jnp.einsum("bksr,brkd->bksd", coefficients.astype(jnp.float32), basis, precision="highest")
+        k = self._turn(k, slots, back=False)
+        # The store of values clips and masks as it likes; both halves are one value.
+        v = jnp.concatenate(self.values.gather(st.values, selection), axis=-1)
+        if not self.outliers:
+            return k.astype(st.coefficients.dtype), v
+        page = jnp.minimum(slots // self.page, st.place.shape[2] - 1)
+        place = jnp.take_along_axis(st.place, page, axis=2)
+        exact = (place >= 0) & (place < self.outliers)
+        at = jnp.where(exact, place * self.page + slots % self.page, 0)
+
+        def mend(x: Array, held: Array) -> Array:
+            held = held.reshape(B, K, self.outliers * self.page, -1)
+            own = jnp.take_along_axis(held, at[..., None], axis=2)
+            return jnp.where(exact[..., None], own, x.astype(held.dtype))
+
+        return mend(k, st.exact_k), mend(v, st.exact_v)
+
+    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """What a row's first chunks k, v [B, K, T, D] are read as once they are stored, all of them."""
+        B, K, T, D = k.shape
+        st = self.init(CacheSpec(batch=B, q_heads=K, kv_heads=K, head_dim=D, capacity=T, dtype=k.dtype), T)
+        st = self.append(st, k, v, jnp.full(B, T, jnp.int32))
+        slots = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, K, 1, T))
+        return self.gather(st, Selection(slots, jnp.ones_like(slots, bool)))
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        factors = self._rank(spec) * jnp.dtype(spec.dtype).itemsize
+        return factors + 4 * spec.kv_heads / self.page + self.values.bytes_per_token(self._halves(spec))
+
+    # --------------------------------------------------------------------------------------------------------- parts
+
+    def _rank(self, spec: CacheSpec) -> int:
+        return min(self.rank, spec.kv_heads * spec.head_dim)
+
+    @staticmethod
+    def _halves(spec: CacheSpec) -> CacheSpec:
+        """What `values` keeps: two halves of a value for a key and a value."""
+        if spec.head_dim % 2:
+            raise ValueError(f"LowRank splits values into halves, got head_dim={spec.head_dim}; use an even one")
+        return replace(spec, head_dim=spec.head_dim // 2)
+
+    def _turn(self, k: Array, slots: Array, *, back: bool) -> Array:
+        """Keys f32[B, K, T, D] turned to their slots i32[B, T] or [B, K, T], or back from them; as they are without
+        `rope`."""
+        if self.rope is None:
+            return k
+        if slots.ndim == 2:
+            slots = slots[:, None]
+        angle = slots[..., None].astype(jnp.float32) * np.asarray(self.rope.frequencies(k.shape[-1]))[None, None, None]
+        cos, sin = jnp.cos(angle), jnp.sin(angle) * (-1.0 if back else 1.0)
+        low, high = jnp.split(k, 2, axis=-1)
+        return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def _side_by_side(k: Array) -> Array:
+    """f32[B, T, K D] of keys [B, K, T, D]."""
+    B, K, T, D = k.shape
+    return jnp.swapaxes(k.astype(jnp.float32), 1, 2).reshape(B, T, K * D)
+
+
+def _halves(v: Array) -> tuple[Array, Array]:
+    low, high = jnp.split(v, 2, axis=-1)
+    return low, high
+
+
+def _straying(k: Array, page: int) -> Array:
+    """f32[B, K, P]: the smallest cosine of a key of k [B, K, T, D] to the mean of its page."""
+    B, K, T, D = k.shape
+    keys = k.reshape(B, K, T // page, page, D).astype(jnp.float32)
+    means = page_means(k, page)[:, :, :, None]
+
+    def dot(a: Array, b: Array) -> Array:
+        return _sum_pairs(jnp.moveaxis(a * b, 4, 3))
+
+    norms = jnp.sqrt(dot(keys, keys) * dot(means, means))
+    return jnp.min(dot(keys, means) / jnp.maximum(norms, 1e-30), axis=3)
