@@ -26,8 +26,9 @@ QUICK: dict[str, Any] = {
 Tasks = Annotated[
     list[str] | None,
     typer.Option(
-        help="pass_key, needle, needles, key_value, variables, frequent_words, common_words; or with --data longbench, "
-        "longbench-v2, gsm8k, ruler. Settings may follow: needles:hidden=16,asked=2. Repeat it for several. Default "
+        help="pass_key, needle, needles, needle_lines, key_value, variables, assigned_variables, frequent_words, "
+        "common_words; ruler-synthetic for the ten generated tasks of RULER; or with --data longbench, longbench-v2, "
+        "gsm8k, ruler. Settings may follow: needles:hidden=16,asked=2. Repeat it for several. Default "
         "needles.",
         show_default=False,
     ),

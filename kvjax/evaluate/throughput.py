@@ -106,23 +106,9 @@ def time_cell(
     run.advance(block)
     row["warm_up_seconds"] = time.perf_counter() - begin - (row["ttft_seconds"] or 0.0)
 
-    each = []
-    while True:
-        start = time.perf_counter()
-        count = run.advance(block).shape[1]  # waits for the device
-        if not count:
-            break
-        each.append(1e3 * (time.perf_counter() - start) / count)
-    raise_on_overflow(run.cache)
-
+    row |= time_steps(run, block)
     size = nbytes(run.cache)
     row |= {
-        "tpot_ms": float(np.median(each)),
-        "tpot_ms_min": min(each),
-        "tpot_ms_max": max(each),
-        "tpot_ms_mean": float(np.mean(each)),
-        "blocks": len(each),
-        "tokens_per_second": 1e3 * batch / float(np.median(each)),
         "cache_bytes_device": size.device,
         "cache_bytes_host": size.host,
         "weight_bytes": nbytes(model).device,
@@ -132,6 +118,32 @@ def time_cell(
     row["peak_bytes"] = after if rose else _program_bytes(model, run, length, workload)
     row["peak_of"] = "device" if rose else "programs"
     return row
+
+
+def time_steps(run: Stream, block: int) -> dict[str, Any]:
+    """Times what is left of a run, `block` steps at a time: milliseconds a token, and tokens a second of all rows.
+
+    The first block after a compilation should be behind it.
+
+    Raises:
+      RuntimeError: a cache took more tokens than it holds.
+    """
+    each = []
+    while True:
+        start = time.perf_counter()
+        count = run.advance(block).shape[1]  # waits for the device
+        if not count:
+            break
+        each.append(1e3 * (time.perf_counter() - start) / count)
+    raise_on_overflow(run.cache)
+    return {
+        "tpot_ms": float(np.median(each)),
+        "tpot_ms_min": min(each),
+        "tpot_ms_max": max(each),
+        "tpot_ms_mean": float(np.mean(each)),
+        "blocks": len(each),
+        "tokens_per_second": 1e3 * run.cache.spec.batch / float(np.median(each)),
+    }
 
 
 def sweep(

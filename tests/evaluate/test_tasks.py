@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvjax.evaluate.provenance import digest_json
+from kvjax.evaluate.tasks import make_tasks
 from kvjax.evaluate.tasks.generated import TASKS, made_text
 from tests.checkpoint import write_checkpoint
 
@@ -56,6 +57,21 @@ def test_examples_are_the_same_again_and_more_samples_add_to_fewer(tokenizer, na
     assert make(name, samples=2, length=LENGTH + 50).examples(tokenizer)[0].answers != few[0].answers
 
 
+def test_ruler_stands_for_its_ten_synthetic_tasks_with_names_of_their_own(tokenizer):
+    tasks = make_tasks(["ruler-synthetic", "pass_key"], lengths=[6000], samples=1)
+    assert len({task.title for task in tasks}) == 11
+    counts = [len(task.examples(tokenizer)[0].answers) for task in tasks]
+    assert counts == [1, 1, 1, 1, 1, 4, 4, 5, 10, 3, 1]
+
+
+def test_a_uuid_must_come_first_and_be_whole(tokenizer):
+    task = make("needle", kind="uuid", samples=1)
+    (example,) = task.examples(tokenizer)
+    (right,) = example.answers
+    assert [task.score(example, answer) for answer in (f" {right}.", right[:-1], f"it is {right}")] == [1, 0, 0]
+    assert task.max_new_tokens >= len(right)
+
+
 def test_depths_take_turns_from_the_beginning_to_the_end(tokenizer):
     examples = make("needle", depths=3, samples=6).examples(tokenizer)
     assert [example.fields["depth"] for example in examples] == [0, 0.5, 1, 0, 0.5, 1]
@@ -73,7 +89,7 @@ def test_the_depth_of_the_line_that_is_asked_for_is_told(tokenizer):
 
 
 def test_words_fill_the_prompt(tokenizer):
-    for name in ("frequent_words", "common_words"):
+    for name in ("frequent_words", "common_words", "needle_lines"):
         for example in make(name).examples(tokenizer):
             assert tokenizer.decode(example.prompt).count(".... ") * 5 < LENGTH / 10
     text = tokenizer.decode(make("common_words").examples(tokenizer)[0].prompt)

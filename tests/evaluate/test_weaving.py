@@ -21,7 +21,9 @@ TEXT = "It was the best of times, it was the worst of times, it was the age of w
 SMALL = {
     "needles": {"hidden": 4, "asked": 2},
     "key_value": {"pairs": 4},
+    "needle_lines": {"lines": 8},
     "variables": {"chains": 2, "hops": 2},
+    "assigned_variables": {"chains": 2, "hops": 3},
     "frequent_words": {"words": 60},
     "common_words": {"words": 40, "asked": 3, "often": 8, "rarely": 2},
 }
@@ -79,8 +81,8 @@ def solve(hidden):
     if "pass key" in question:
         return re.findall(r"The pass key is (\d+)\.", text)
     if "magic" in question:
-        words = re.findall(r"\w+", re.search(r"numbers? for (.*)\?", question)[1].replace(" and ", " "))
-        return [re.search(rf"magic number for {word} is: (\d+)\.", text)[1] for word in words]
+        keys = re.findall(r"[\w-]+", re.search(r"(?:number|uuid)s? for (.*)\?", question)[1].replace(" and ", " "))
+        return [value for key in keys for value in re.findall(rf"magic \w+ for {key} is: ([\w-]+)\.", text)]
     if question.startswith("Key"):
         return re.findall(rf'"{question.split(chr(34))[1]}": "(\d+)"', text)
     if question.startswith("The value"):
@@ -88,6 +90,11 @@ def solve(hidden):
         for name, value in re.findall(r"VAR (\w+) = (\w+)", text):
             known[name] = known.get(value, value)
         return [known[question.split()[3]]]
+    if question.startswith("Which variables"):
+        known = {}
+        for name, value in re.findall(r"VAR (\w+) = (\w+)", text):
+            known[name] = known.get(value, value)
+        return [name for name, value in known.items() if value == re.search(r"\d+", question)[0]]
     words = re.findall(r"[a-z]+", text)
     counts = sorted(((words.count(word), word) for word in set(words)), reverse=True)
     asked = int(re.search(r"which (\d+)", question)[1])
@@ -100,6 +107,16 @@ def test_who_reads_the_lines_finds_the_answers_and_no_others(form):
     for seed in range(20):
         hidden = make(form, seed)
         assert sorted(solve(hidden)) == sorted(hidden.answers)
+
+
+@pytest.mark.parametrize("settings", [{"values": 3}, {"values": 2, "asked": 2}, {"kind": "uuid"}])
+def test_needles_of_several_values_and_uuids_are_found_by_reading(settings):
+    for seed in range(20):
+        hidden = FORMS["needles"](random.Random(seed), **{"hidden": 4, "asked": 1, **settings})
+        assert sorted(solve(hidden)) == sorted(hidden.answers)
+        assert all(hidden.lines[i].endswith(f"{a}.") for i, a in zip(hidden.holding, hidden.answers, strict=True))
+    hidden = FORMS["needle_lines"](random.Random(0), lines=5, kind="uuid")
+    assert solve(hidden) == list(hidden.answers)
 
 
 @given(seed=st.integers(0, 999), depth=st.floats(0, 1), length=st.integers(400, 1200))
@@ -152,6 +169,9 @@ def test_seeds_hold_across_processes():
     [
         (lambda rng: FORMS["needles"](rng, hidden=len(WORDS) + 1), "hidden=...) must be at most"),
         (lambda rng: FORMS["needles"](rng, hidden=3, asked=4), "asked=...) must be at most 3, got 4"),
+        (lambda rng: FORMS["needles"](rng, values=0), "values=...) must be at least 1"),
+        (lambda rng: FORMS["needles"](rng, kind="word"), "kind='word') must be number or uuid"),
+        (lambda rng: FORMS["needle_lines"](rng, lines=0), "lines=...) must be at least 1"),
         (lambda rng: FORMS["key_value"](rng, pairs=0), "pairs=...) must be at least 1"),
         (lambda rng: FORMS["variables"](rng, chains=100, hops=4), "must be at most"),
         (lambda rng: FORMS["frequent_words"](rng, words=2), "clearly most frequent"),

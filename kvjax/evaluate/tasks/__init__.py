@@ -12,6 +12,7 @@ from kvjax.settings import read_settings
 __all__ = ["DATA", "Example", "Task", "make_tasks"]
 
 DATA = ("longbench", "longbench-v2", "gsm8k", "ruler")
+GENERATED_RULER = "ruler-synthetic"  # ten tasks: see `generated.RULER`
 SAMPLES, LENGTH = 64, 2048  # of generated tasks, where nothing else is asked for
 
 
@@ -27,14 +28,17 @@ def make_tasks(
 ) -> list[Task]:
     """Tasks by name, with settings if need be ("needles:hidden=16"): a generated one at every length.
 
+    "ruler-synthetic" stands for the synthetic tasks of RULER, all generated.
+
     `lengths`, `seed`, `text` and `question` are of generated tasks (see `generated.Synthetic`), `data` is the directory
     of published ones: of longbench and ruler every file there, if none is named. `samples` cuts both.
 
     Raises:
       ValueError: an unknown task or setting, or an option that no task has a use for.
     """
-    from kvjax.evaluate.tasks.generated import TASKS
+    from kvjax.evaluate.tasks.generated import RULER, TASKS
 
+    names = [one for name in names for one in (RULER if name == GENERATED_RULER else (name,))]
     if text is not None and not text.is_file():
         raise ValueError(f"--text {text}: there is no such file")
     common: dict[str, Any] = {"samples": SAMPLES if samples is None else samples, "seed": seed, "text": text}
@@ -48,7 +52,7 @@ def make_tasks(
         elif name in DATA:
             made += _published(asked, samples, data)
         else:
-            raise ValueError(f"--task {asked}: unknown; there are {', '.join((*TASKS, *DATA))}")
+            raise ValueError(f"--task {asked}: unknown; there are {', '.join((*TASKS, GENERATED_RULER, *DATA))}")
     generated = [name for name in names if name.partition(":")[0] in TASKS]
     for option, given, fits, cure in (
         ("--length", lengths and ",".join(map(str, lengths)), generated, "published data has its own lengths"),

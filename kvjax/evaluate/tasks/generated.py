@@ -21,6 +21,7 @@ import kvjax.evaluate.tasks.needles as needles_file
 import kvjax.evaluate.tasks.variables as variables_file
 import kvjax.evaluate.tasks.words as words_file
 from kvjax.evaluate.provenance import digest
+from kvjax.evaluate.tasks.needles import Kind
 from kvjax.evaluate.tasks.protocol import Example, Task
 from kvjax.evaluate.tasks.weaving import DOTS, Hidden, Woven, weave
 from kvjax.spec import require_int
@@ -30,8 +31,10 @@ FORMS: dict[str, Callable[..., Hidden]] = {
     for form in (
         needles_file.pass_key,
         needles_file.needles,
+        needles_file.needle_lines,
         needles_file.key_value,
         variables_file.variables,
+        variables_file.assigned_variables,
         words_file.frequent_words,
         words_file.common_words,
     )
@@ -40,11 +43,16 @@ Question = Literal["decoded", "prefilled"]
 TITLES = {
     "pass_key": "pass key",
     "needles": "{asked} of {hidden} needles",
+    "needle_lines": "1 of needles only",
     "key_value": "1 of {pairs} pairs",
     "variables": "1 of {chains} variable chains, {hops} hops",
+    "assigned_variables": "all variables of 1 of {chains} chains, {hops} hops",
     "frequent_words": "{asked} most frequent words",
     "common_words": "{asked} common words",
 }
+# Forms whose lines are the whole text: the setting that says how many, and tokens of one, at least.
+FILLING = {"frequent_words": ("words", 2), "common_words": ("words", 2), "needle_lines": ("lines", 8)}
+WORD = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d+|[^\W\d]+")  # a UUID, a number or a word
 LETTERS = 1_000_000  # of a text, at most, to take excerpts from
 
 
@@ -56,8 +64,8 @@ class Synthetic:
 
     `settings` are those of the form, as pairs. `depths` is a number of places, from the beginning to the end, between
     which samples take turns, for forms of one line; None hides at random. `text` is a file of UTF-8 whose excerpts
-    the lines are hidden in; None takes sentences made here, so that nothing need be downloaded. The words of
-    frequent_words and common_words fill the prompt themselves.
+    the lines are hidden in; None takes sentences made here, so that nothing need be downloaded. The lines of
+    frequent_words, common_words and needle_lines fill the prompt themselves.
 
     `question` says how the question reaches the model. "prefilled": as the end of the prompt, so that a cache which
     drops tokens of a prompt chooses them with the question in view, and the first token of the answer comes from full
@@ -91,7 +99,10 @@ class Synthetic:
     @property
     def title(self) -> str:
         """What is asked, without the length: "1 of 8 needles"."""
-        return "needle" if self._all.get("hidden") == 1 else TITLES[self.form].format(**self._all)
+        known = self._all
+        title = "needle" if known.get("hidden") == 1 else TITLES[self.form].format(**known)
+        values, kind = known.get("values", 1), known.get("kind", "number")
+        return title + (f", {values} values each" if values > 1 else "") + (", UUIDs" if kind == "uuid" else "")
 
     @property
     def name(self) -> str:
@@ -103,7 +114,9 @@ class Synthetic:
 
     @property
     def max_new_tokens(self) -> int:
-        """A number has five tokens at most, a coded word six, and some stand between."""
+        """A number has five tokens at most, a coded word six, a UUID 36, and some stand between."""
+        if self._all.get("kind") == "uuid":
+            return 40 * self._asked
         return 8 if self._asked == 1 else 12 * self._asked
 
     @property
@@ -128,7 +141,7 @@ class Synthetic:
         return [self._example(tokenizer, text, number) for number in range(self.samples)]
 
     def score(self, example: Example, answer: str) -> float:
-        words = re.findall(r"\d+|[^\W\d]+", answer.lower())  # a model may go on without a space
+        words = WORD.findall(answer.lower())  # a model may go on without a space
         if len(example.answers) == 1:
             right, first = example.answers[0].lower(), words[0] if words else ""
             return float((first[: len(right)] if right.isdigit() else first) == right)
@@ -136,7 +149,11 @@ class Synthetic:
 
     @property
     def _asked(self) -> int:
-        return self._all.get("asked", 1)
+        """How many answers an example has."""
+        known = self._all
+        return (
+            known["hops"] + 1 if self.form == "assigned_variables" else known.get("asked", 1) * known.get("values", 1)
+        )
 
     @property
     def _all(self) -> dict[str, Any]:
@@ -147,7 +164,7 @@ class Synthetic:
 
     @property
     def _fills(self) -> bool:
-        return self.form in ("frequent_words", "common_words")
+        return self.form in FILLING
 
     def _text(self) -> str:
         if self.text is None:
@@ -184,17 +201,18 @@ class Synthetic:
             raise ValueError(f"{self.name}, of which {self.max_new_tokens} are for the answer: {error}") from None
 
     def _filled(self, tokenizer: Any, rng: random.Random) -> tuple[Hidden, Woven]:
-        """As many words as the prompt has room for; dots fill what is left."""
-        prompt, state = self.length - self.max_new_tokens, rng.getstate()
-        words = prompt // 2
+        """As many words or lines as the prompt has room for; dots fill what is left."""
+        prompt, state, given = self.length - self.max_new_tokens, rng.getstate(), dict(self.settings)
+        name, least = FILLING[self.form]
+        count = prompt // least
         while True:
             rng.setstate(state)
-            hidden = FORMS[self.form](rng, **{"words": words, **dict(self.settings)})
+            hidden = FORMS[self.form](rng, **{name: count, **given})
             taken = sum(map(len, tokenizer([f"\n{line}\n" for line in hidden.lines])["input_ids"]))
             room = prompt - len(tokenizer(hidden.question)["input_ids"]) - 16
-            if taken <= room or "words" in dict(self.settings):
+            if taken <= room or name in given:
                 return hidden, self._weave(tokenizer, DOTS, hidden, rng, None)
-            words = min(words - 1, int(0.99 * words * room / taken))
+            count = min(count - 1, int(0.99 * count * room / taken))
 
 
 def pass_key(*, depths: int | None = 10, **common: Any) -> Synthetic:
@@ -202,14 +220,20 @@ def pass_key(*, depths: int | None = 10, **common: Any) -> Synthetic:
     return Synthetic(form="pass_key", depths=depths, **common)
 
 
-def needle(*, depths: int | None = 10, **common: Any) -> Synthetic:
-    """A number that belongs to a word, at `depths` places in turn."""
-    return Synthetic(form="needles", settings=(("hidden", 1),), depths=depths, **common)
+def needle(*, depths: int | None = 10, kind: Kind = "number", **common: Any) -> Synthetic:
+    """A number or UUID that belongs to a word, at `depths` places in turn."""
+    return Synthetic(form="needles", settings=(("hidden", 1), ("kind", kind)), depths=depths, **common)
 
 
-def needles(*, hidden: int = 8, asked: int = 1, **common: Any) -> Synthetic:
-    """`hidden` numbers that belong to words, of which `asked` are asked for."""
-    return Synthetic(form="needles", settings=(("hidden", hidden), ("asked", asked)), **common)
+def needles(*, hidden: int = 8, asked: int = 1, values: int = 1, kind: Kind = "number", **common: Any) -> Synthetic:
+    """`values` numbers or UUIDs for each of `hidden` words, of which `asked` words are asked for."""
+    settings = (("hidden", hidden), ("asked", asked), ("values", values), ("kind", kind))
+    return Synthetic(form="needles", settings=settings, **common)
+
+
+def needle_lines(*, kind: Kind = "number", **common: Any) -> Synthetic:
+    """One of as many needles as the prompt has room for, in place of a text."""
+    return Synthetic(form="needle_lines", settings=(("kind", kind),), **common)
 
 
 def key_value(*, pairs: int = 32, **common: Any) -> Synthetic:
@@ -220,6 +244,11 @@ def key_value(*, pairs: int = 32, **common: Any) -> Synthetic:
 def variables(*, chains: int = 1, hops: int = 2, **common: Any) -> Synthetic:
     """A number that is handed on from variable to variable."""
     return Synthetic(form="variables", settings=(("chains", chains), ("hops", hops)), **common)
+
+
+def assigned_variables(*, chains: int = 1, hops: int = 4, **common: Any) -> Synthetic:
+    """All variables that a number is handed on to."""
+    return Synthetic(form="assigned_variables", settings=(("chains", chains), ("hops", hops)), **common)
 
 
 def frequent_words(*, asked: int = 3, **common: Any) -> Synthetic:
@@ -255,8 +284,33 @@ class First:
 
 
 TASKS: dict[str, Callable[..., Synthetic]] = {
-    make.__name__: make for make in (pass_key, needle, needles, key_value, variables, frequent_words, common_words)
+    make.__name__: make
+    for make in (
+        pass_key,
+        needle,
+        needles,
+        needle_lines,
+        key_value,
+        variables,
+        assigned_variables,
+        frequent_words,
+        common_words,
+    )
 }
+# The synthetic tasks of RULER (Hsieh et al. 2024, Table 2) by their settings: retrieval from a text with numbers and
+# UUIDs, of one key among others, from needles alone, of several values and several keys, tracing, and aggregation.
+RULER = (
+    "needle",
+    "needle:kind=uuid",
+    "needles:hidden=4",
+    "needle_lines",
+    "needle_lines:kind=uuid",
+    "needles:hidden=4,values=4",
+    "needles:hidden=4,asked=4",
+    "assigned_variables",
+    "common_words",
+    "frequent_words",
+)
 
 
 @lru_cache(maxsize=2)  # lengths and tasks share a text

@@ -7,8 +7,12 @@ anew from its description; key-value look-up is from Liu et al. (2023).
 from __future__ import annotations
 
 import random
+from typing import Literal, get_args
 
-from kvjax.evaluate.tasks.weaving import WORDS, Hidden, draw_numbers, require_at_most
+from kvjax.evaluate.tasks.weaving import WORDS, Hidden, draw_numbers, draw_uuids, require_at_most
+from kvjax.spec import require_int
+
+Kind = Literal["number", "uuid"]  # what a needle holds
 
 
 def pass_key(rng: random.Random) -> Hidden:
@@ -21,8 +25,8 @@ def pass_key(rng: random.Random) -> Hidden:
     return Hidden((f"The pass key is {key}. Remember it.",), "What is the pass key? The pass key is ", (key,), {}, (0,))
 
 
-def needles(rng: random.Random, *, hidden: int = 8, asked: int = 1) -> Hidden:
-    """`hidden` numbers, each of a word, of which `asked` are asked for in one question.
+def needles(rng: random.Random, *, hidden: int = 8, asked: int = 1, values: int = 1, kind: Kind = "number") -> Hidden:
+    """`hidden` words with `values` numbers or UUIDs each; those of `asked` words are asked for in one question.
 
     >>> made = needles(random.Random(0), hidden=3, asked=2)
     >>> made.question
@@ -32,16 +36,55 @@ def needles(rng: random.Random, *, hidden: int = 8, asked: int = 1) -> Hidden:
     """
     require_at_most("needles(hidden=...)", hidden, len(WORDS))
     require_at_most("needles(asked=...)", asked, hidden)
-    words, values = rng.sample(WORDS, hidden), draw_numbers(rng, hidden)
-    lines = tuple(f"The special magic number for {w} is: {v}." for w, v in zip(words, values, strict=True))
+    require_int("needles(values=...)", values, at_least=1)
+    words, held = rng.sample(WORDS, hidden), _draw(rng, kind, hidden * values, where="needles")
+    of = [words[i // values] for i in range(len(held))]
+    order = list(range(len(held)))
+    if values > 1:
+        rng.shuffle(order)  # the values of a word stand apart
+    many = f"One of the special magic {kind}s" if values > 1 else f"The special magic {kind}"
+    lines = tuple(f"{many} for {of[i]} is: {held[i]}." for i in order)
     chosen = rng.sample(range(hidden), asked)
     named = [words[i] for i in chosen]
-    if asked == 1:
-        what, verb = f"special magic number for {named[0]}", "is"
+    wanted = [i * values + j for i in chosen for j in range(values)]
+    question = _ask(kind, named, plural=len(wanted) > 1)
+    fields = {"hidden": hidden, "asked": asked} | ({"values": values} if values > 1 else {})
+    return Hidden(lines, question, tuple(held[i] for i in wanted), fields, tuple(order.index(i) for i in wanted))
+
+
+def needle_lines(rng: random.Random, *, lines: int = 100, kind: Kind = "number") -> Hidden:
+    """Needles in place of a text: `lines` keys with a value each, of which one is asked for.
+
+    The keys of numbers are pairs of words, those of UUIDs are UUIDs. The lines are a whole text: fill up with DOTS.
+
+    >>> made = needle_lines(random.Random(0), lines=2)
+    >>> made.lines[0], made.answers
+    ('The special magic number for panda-violin is: 15306.', ('43936',))
+    """
+    require_at_most("needle_lines(lines=...)", lines, len(WORDS) ** 2)
+    if kind == "uuid":
+        keys = draw_uuids(rng, lines)
     else:
-        what, verb = f"special magic numbers for {', '.join(named[:-1])} and {named[-1]}", "are"
-    question = f"What {verb} the {what}? The {what} {verb}: "
-    return Hidden(lines, question, tuple(values[i] for i in chosen), {"hidden": hidden, "asked": asked}, tuple(chosen))
+        pairs = (divmod(i, len(WORDS)) for i in rng.sample(range(len(WORDS) ** 2), lines))
+        keys = [f"{WORDS[i]}-{WORDS[j]}" for i, j in pairs]
+    values = _draw(rng, kind, lines, where="needle_lines")
+    made = tuple(f"The special magic {kind} for {k} is: {v}." for k, v in zip(keys, values, strict=True))
+    at = rng.randrange(lines)
+    return Hidden(made, _ask(kind, [keys[at]], plural=False), (values[at],), {"lines": lines}, (at,))
+
+
+def _draw(rng: random.Random, kind: Kind, count: int, *, where: str) -> list[str]:
+    if kind not in get_args(Kind):
+        raise ValueError(f"{where}(kind={kind!r}) must be {' or '.join(get_args(Kind))}")
+    return draw_uuids(rng, count) if kind == "uuid" else draw_numbers(rng, count)
+
+
+def _ask(kind: Kind, keys: list[str], *, plural: bool) -> str:
+    named = f"{', '.join(keys[:-1])} and {keys[-1]}" if len(keys) > 1 else keys[0]
+    what, verb = (
+        (f"special magic {kind}s for {named}", "are") if plural else (f"special magic {kind} for {named}", "is")
+    )
+    return f"What {verb} the {what}? The {what} {verb}: "
 
 
 def key_value(rng: random.Random, *, pairs: int = 32) -> Hidden:

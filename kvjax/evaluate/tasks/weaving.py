@@ -9,6 +9,7 @@ returns `Hidden`. Nothing depends on `hash`, so seeds hold across processes.
 from __future__ import annotations
 
 import random
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,11 @@ class Woven:
 def draw_numbers(rng: random.Random, count: int) -> list[str]:
     """Different numbers of five digits."""
     return [str(n) for n in rng.sample(range(10000, 100000), count)]
+
+
+def draw_uuids(rng: random.Random, count: int) -> list[str]:
+    """Random UUIDs, as 32 hexadecimal digits in five groups."""
+    return [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(count)]
 
 
 def require_at_most(what: str, got: int, most: int) -> None:
