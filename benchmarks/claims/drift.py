@@ -27,12 +27,13 @@ from kvjax.evaluate.live import Live
 from kvjax.evaluate.recall import Reads, reads
 from kvjax.evaluate.store import Progress
 from kvjax.selection import GroupReduce, require_group_reduce
-from kvjax.selectors import Paris, Selector
+from kvjax.selectors import Exact, MinMaxPages, Paris, Selector
 from kvjax.selectors.paris import TIERS
 from kvjax.spec import CacheSpec, require_int
 
 By = Literal["products", "votes"]
 TOP = 100  # ParisKV's k
+PAGE = 16  # of Quest
 
 
 class Codebook(NamedTuple):
@@ -174,8 +175,9 @@ def k_means(x: Array, valid: Array, *, centroids: int, rounds: int) -> Array:
 
 def policy(selector: Selector, *, chosen: int = TOP) -> Retrieval:
     """ParisKV's zones around any selector: 4 sink tokens, the newest 128, and `chosen` of the history."""
+    leave = 32 if selector.unit == 1 else selector.unit
     return Retrieval(
-        selector=selector, budget=4 + 128 + chosen, sink=4, local=128, demote=Fifo(leave=32), dense_below=0
+        selector=selector, budget=4 + 128 + chosen, sink=4, local=128, demote=Fifo(leave=leave), dense_below=0
     )
 
 
@@ -191,7 +193,8 @@ def drift(
 
     "prompt" learns centroids from the prompt alone, "anew" from all of the history at each run of steps. Recall is that
     of the 100 which the whole index chooses, or of as many `candidates` by votes alone (names with "candidates").
-    "k-means" has ParisKV's subspaces of 8 channels with 256 centroids each; "PQCache" has 2 with 64.
+    "k-means" has ParisKV's subspaces of 8 channels with 256 centroids each; "PQCache" has 2 with 64. "Quest" reads the
+    whole pages that fit in 100 tokens, and its pages do not age; "exact" selects by the true scores.
     """
     full = int(live.lengths[-1])
     many = {"chosen": min(candidates, full - 132)}
@@ -199,6 +202,8 @@ def drift(
         "Paris": (policy(Paris()), prompt),
         "Paris, all reranked": (policy(Paris(candidates=full)), prompt),
         "Paris, candidates": (policy(Paris(candidates=1), **many), prompt),
+        "Quest": (policy(MinMaxPages(page=PAGE), chosen=TOP // PAGE * PAGE), prompt),
+        "exact": (policy(Exact()), prompt),
     }
     half = live.layers[0].spec.head_dim // 2
     learnt = {

@@ -1,0 +1,199 @@
+"""TTFT, TPOT and tokens a second of a published model on real text, by method, length and batch.
+
+    python benchmarks/real_speed.py MODEL --text book.txt [--sizes 16384x8,32768x1] [--methods cudnn,full,fier]
+
+The prompts are excerpts of a book, so queries turn as they do in use: FreeKV's corrections and the choice of every
+selector are real. Up to `--different` prompts are read once by the model and stored into each cache; a larger batch
+repeats them. Then `kvjax.generation.Stream`, the loop of `Checkpoint.generate`, decodes greedily by blocks of steps,
+and TPOT is the median over blocks. The time to the first token is that of a prompt of one row that each cache reads
+for itself. `cudnn` is full attention by one cuDNN call a layer. Rows that the file has are not measured again; each
+is written as soon as it is done. Programs of all methods are compiled beside one another before the clock runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from end_to_end import FullByCudnn
+from jax import Array
+from layers import show
+
+from kvjax import PerLayer, models
+from kvjax.attention import Cache, init
+from kvjax.evaluate import prompt, recall
+from kvjax.evaluate.caches import make_rows
+from kvjax.evaluate.provenance import replace_file
+from kvjax.evaluate.throughput import CAPACITY_STEP, time_steps
+from kvjax.generation import Stream, prefill
+from kvjax.memory import nbytes
+from kvjax.models import Checkpoint
+from kvjax.sampling import Sampling
+
+SIZES = "16384x8,16384x1,32768x1,32768x8,4096x1,4096x8,16384x32,4096x32"
+METHODS = "cudnn,full,fier,quest,pariskv,freekv,logquant,kivi,snapkv"
+ENDLESS = np.zeros((0,), np.int32)  # no stop tokens
+
+
+def caches(names: Sequence[str], budget: int, cudnn: str) -> dict[str, PerLayer]:
+    """Policies by name, presets with their own dense layers."""
+    found = {"cudnn": PerLayer((), FullByCudnn(cudnn))} if "cudnn" in names else {}
+    presets = [name for name in names if name != "cudnn"]
+    rows = make_rows(presets, budgets=[budget], dense_layers=None)
+    return found | {row.name.partition("@")[0]: row.policies for row in rows if row.policies is not None}
+
+
+def excerpts(checkpoint: Checkpoint, text: Path, length: int, count: int) -> np.ndarray:
+    """i32[count, length]: pieces of a book that follow one another."""
+    return np.array(recall.read_tokens(checkpoint, text, length * count), np.int32).reshape(count, length)
+
+
+def repeated(read: tuple[Array, Cache], batch: int) -> tuple[Array, Cache]:
+    """Logits and prompts with as many rows as asked for, those that were read in turn."""
+    logits, held = read
+    times = batch // logits.shape[0]
+    if times == 1:
+        return read
+
+    def tile(a: Array) -> Array:
+        return jnp.tile(a, (times, *[1] * (a.ndim - 1)))
+
+    layers = tuple(
+        replace(layer, state=jax.tree.map(tile, layer.state), spec=replace(layer.spec, batch=batch))
+        for layer in held.layers
+    )
+    return tile(logits), Cache(layers)
+
+
+def first_token(checkpoint: Checkpoint, policies: PerLayer, tokens: np.ndarray, capacity: int) -> float:
+    """Seconds from a prompt i32[1, T] to the logits after it."""
+    model, took = checkpoint.model, 0.0
+    for _ in range(2):  # the first compiles
+        cache = init(policies, model.spec(batch=1, capacity=capacity), layers=model.config.layers)
+        jax.block_until_ready(cache)
+        begin = time.perf_counter()
+        jax.block_until_ready(prefill(model, cache, tokens, first_chunk=True))
+        took = time.perf_counter() - begin
+    return took
+
+
+@contextmanager
+def out_of_memory_told(row: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
+            raise
+        row["status"] = "out of memory"
+    gc.collect()
+
+
+def measure(
+    checkpoint: Checkpoint,
+    policies: dict[str, PerLayer],
+    text: Path,
+    length: int,
+    batch: int,
+    given: argparse.Namespace,
+    keep: Callable[[dict[str, Any]], None],
+) -> None:
+    """Every method at one length and batch; `keep` takes each row."""
+    model, new = checkpoint.model, given.block + given.steps
+    capacity = -(-(prompt.columns(length) + new) // CAPACITY_STEP) * CAPACITY_STEP
+    tokens = excerpts(checkpoint, text, length, min(batch, given.different))
+    logits, read = jax.block_until_ready(repeated(prompt.read(checkpoint, tokens.tolist()), batch))
+
+    def begin(name: str) -> Stream:
+        cache = prompt.store(checkpoint, read, policies[name], capacity)
+        return Stream(model, cache, logits, new, Sampling(), None, ENDLESS)
+
+    rows: dict[str, dict[str, Any]] = {
+        name: {"method": name, "length": length, "batch": batch, "budget": given.budget, "status": "ok"}
+        for name in policies
+    }
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        waiting = []
+        for name, row in rows.items():
+            with out_of_memory_told(row):
+                waiting.append(pool.submit(begin(name).lower(given.block).compile))
+        for one in waiting:
+            one.exception()  # a program that does not fit says so again below
+    for name, row in rows.items():
+        if row["status"] == "ok":
+            with out_of_memory_told(row):
+                run = begin(name)
+                run.advance(given.block)
+                row |= time_steps(run, given.block)
+                size = nbytes(run.cache)
+                row |= {"cache_bytes_device": size.device, "cache_bytes_host": size.host}
+                del run
+                row["ttft_seconds"] = first_token(checkpoint, policies[name], tokens, capacity) if batch == 1 else None
+        show({key: row.get(key) for key in ("method", "length", "batch", "status", "tpot_ms", "tokens_per_second")})
+        keep(row)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", nargs="?", type=Path, default=None, help="default: the shipped model")
+    parser.add_argument("--text", type=Path, required=True, help="UTF-8 file with a long text")
+    parser.add_argument("--sizes", default=SIZES, help="tokens x rows, with commas between, in the order to measure")
+    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--block", type=int, default=32, help="steps between two readings of the clock")
+    parser.add_argument("--different", type=int, default=8, help="prompts that differ; larger batches repeat them")
+    parser.add_argument("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    parser.add_argument("--cudnn", default="cudnn", help="xla: the same attention without cuDNN, on a CPU")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "real_speed.json")
+    given = parser.parse_args(args)
+    if jax.config.jax_compilation_cache_dir is None:  # what the threads compile is found there again
+        jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
+    directory = given.model_dir or models.shipped()
+    checkpoint = models.load(directory, dtype=given.dtype)
+    policies = caches(given.methods.split(","), given.budget, given.cudnn)
+    sizes = [tuple(int(part) for part in size.split("x")) for size in given.sizes.split(",")]
+    for _, batch in sizes:
+        if batch % min(batch, given.different):
+            parser.error(f"--different {given.different} does not divide a batch of {batch}")
+    about = recall.about(directory, given.text, given.dtype, sorted({length for length, _ in sizes}), given.steps)
+    same = ("model", "text", "dtype", "device", "versions", "source")
+    rows = []
+    if given.out.is_file():
+        held = json.loads(given.out.read_text())
+        if all(held[name] == about[name] for name in same):
+            rows = held["rows"]
+    key = ("method", "length", "batch", "budget")
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(row)
+        lines = ",\n".join("    " + json.dumps(one) for one in rows)
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        head = json.dumps({**about, "block": given.block, "different": given.different}, indent=1)[:-2]
+        replace_file(given.out, f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
+
+    for length, batch in sizes:
+        known = {tuple(row[name] for name in key) for row in rows}
+        left = {name: made for name, made in policies.items() if (name, length, batch, given.budget) not in known}
+        row = {"method": "all", "length": length, "batch": batch, "status": "ok"}
+        with out_of_memory_told(row):
+            if left:
+                measure(checkpoint, left, given.text, length, batch, given, keep)
+        if row["status"] != "ok":
+            show(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Tokens a second with and without drafts by prompt look-up, on code to be edited and on passages to be summed up.
+
+    python benchmarks/speculation.py MODEL --text book.txt [--methods full,fier] [--tokens 3584] [--new-tokens 256]
+
+A model answers greedily, one prompt at a time, in its chat form where it has one. Code: files of Python's standard
+library, to be written again with type annotations. Summaries: passages of a book, to be summed up with quotations.
+`same_tokens` counts the prompts whose answers with and without drafts are equal; `acceptance` is the share of drafted
+tokens that the model would have written. Seconds are those of decoding alone, from the second run of each program on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from layers import show
+
+from kvjax import PromptLookup, models, presets
+from kvjax.evaluate import recall
+from kvjax.evaluate.provenance import replace_file
+from kvjax.generation import stream
+from kvjax.models import Checkpoint
+
+MODULES = ("textwrap", "heapq", "fnmatch", "shlex", "calendar", "configparser", "difflib", "argparse")
+CODE = "Write this Python code again with type annotations, and change nothing else.\n\n```python\n{}\n```"
+SUMMARY = "Sum up this passage in five sentences, and quote a sentence of it word by word after each.\n\n{}"
+
+
+def prompts(checkpoint: Checkpoint, text: Path, tokens: int, count: int) -> dict[str, list[list[int]]]:
+    """Token ids of chat prompts by kind, each with `tokens` tokens of material."""
+    tokenizer = checkpoint.tokenizer
+
+    def ask(form: str, ids: Sequence[int]) -> list[int]:
+        asked = form.format(tokenizer.decode(list(ids)))
+        return checkpoint.encode(asked) if tokenizer.chat_template is None else checkpoint.apply_chat(asked)
+
+    sources = [inspect.getsource(__import__(name)) for name in MODULES[:count]]
+    code = [tokenizer(source, verbose=False)["input_ids"][:tokens] for source in sources]
+    words = recall.read_tokens(checkpoint, text, tokens * 2 * count)
+    passages = [words[start : start + tokens] for start in range(0, len(words), 2 * tokens)]
+    return {"code": [ask(CODE, ids) for ids in code], "summary": [ask(SUMMARY, ids) for ids in passages]}
+
+
+def answer(
+    checkpoint: Checkpoint, cache: str, ids: list[int], capacity: int, new_tokens: int, draft: PromptLookup | None
+) -> tuple[list[int], float, Any]:
+    """The answer's tokens, seconds of decoding, and how drafts went."""
+    held = checkpoint.init_cache(presets.parse(cache), capacity=capacity)
+    stop = checkpoint.stop_tokens
+    settings: dict[str, Any] = {"max_new_tokens": new_tokens, "stop_tokens": stop, "block": new_tokens, "draft": draft}
+    run = stream(checkpoint.model, held, [ids], **settings)
+    jax.block_until_ready(run.logits)
+    begin = time.perf_counter()
+    for _ in run:
+        pass
+    return run.rows[0], time.perf_counter() - begin, run.speculation
+
+
+def measure(
+    checkpoint: Checkpoint, cache: str, kind: str, asked: list[list[int]], draft: PromptLookup, given: Any
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"cache": cache, "kind": kind, "prompts": len(asked)}
+    capacity = -(-(given.tokens + 256 + given.new_tokens) // 128) * 128
+    seconds, tokens, same, numbers = np.zeros(2), np.zeros(2, int), 0, np.zeros(3, int)
+    try:
+        for one in (None, draft):  # compiles
+            answer(checkpoint, cache, asked[0], capacity, given.new_tokens, one)
+    except (ValueError, NotImplementedError) as error:
+        return {**row, "refused": str(error)}
+    for ids in asked:
+        plain, plain_took, _ = answer(checkpoint, cache, ids, capacity, given.new_tokens, None)
+        drafted, took, went = answer(checkpoint, cache, ids, capacity, given.new_tokens, draft)
+        seconds += (plain_took, took)
+        tokens += (len(plain), len(drafted))
+        same += plain == drafted
+        numbers += (went.steps, went.drafted, went.accepted)
+    steps, proposed, accepted = (int(n) for n in numbers)
+    plain_rate, rate = (float(n) for n in tokens / seconds)
+    return {
+        **row,
+        "tokens_per_second": round(plain_rate, 1),
+        "tokens_per_second_drafted": round(rate, 1),
+        "times": round(rate / plain_rate, 3),
+        "acceptance": round(accepted / max(proposed, 1), 4),
+        "tokens_per_step": round(int(tokens[1]) / max(steps, 1), 3),
+        "same_tokens": same,
+        "new_tokens": int(tokens[0]),
+    }
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", type=Path, help="a model that follows instructions")
+    parser.add_argument("--text", type=Path, required=True, help="UTF-8 file with a long text")
+    parser.add_argument("--methods", default="full,fier:budget=1024,quest:budget=1024,pariskv:budget=1024,freekv")
+    parser.add_argument("--prompts", type=int, default=4, help=f"of each kind, at most {len(MODULES)}")
+    parser.add_argument("--tokens", type=int, default=3584, help="of the material in a prompt, at most")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--ngram", type=int, default=3)
+    parser.add_argument("--draft", type=int, default=8, help="tokens of a draft")
+    parser.add_argument("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "speculation.json")
+    given = parser.parse_args(args)
+    checkpoint = models.load(given.model_dir, dtype=given.dtype)
+    draft = PromptLookup(ngram=given.ngram, tokens=given.draft)
+    asked = prompts(checkpoint, given.text, given.tokens, given.prompts)
+    about = recall.about(given.model_dir, given.text, given.dtype, [given.tokens], given.new_tokens)
+    head = json.dumps({**about, "ngram": given.ngram, "draft": given.draft}, indent=1)[:-2]
+    rows = []
+    # One separator is a comma between methods; settings of a method go after a colon, joined by "+".
+    for cache in given.methods.split(","):
+        for kind, ids in asked.items():
+            rows.append(measure(checkpoint, cache.replace("+", ","), kind, ids, draft, given))
+            show(rows[-1])
+            lines = ",\n".join("    " + json.dumps(row) for row in rows)
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(given.out, f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
+
+
+if __name__ == "__main__":
+    main()
