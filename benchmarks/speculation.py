@@ -1,6 +1,6 @@
 """Tokens a second with and without drafts by prompt look-up, on code to be edited and on passages to be summed up.
 
-    python benchmarks/speculation.py MODEL --text book.txt [--methods full,fier] [--tokens 3584] [--new-tokens 256]
+    python benchmarks/speculation.py MODEL --text book.txt [--methods "full fier"] [--tokens 3584] [--new-tokens 256]
 
 A model answers greedily, one prompt at a time, in its chat form where it has one. Code: files of Python's standard
 library, to be written again with type annotations. Summaries: passages of a book, to be summed up with quotations.
@@ -22,8 +22,9 @@ import jax
 import numpy as np
 from layers import show
 
-from kvjax import PromptLookup, models, presets
+from kvjax import PromptLookup, models
 from kvjax.evaluate import recall
+from kvjax.evaluate.caches import make_rows
 from kvjax.evaluate.provenance import replace_file
 from kvjax.generation import stream
 from kvjax.models import Checkpoint
@@ -52,7 +53,9 @@ def answer(
     checkpoint: Checkpoint, cache: str, ids: list[int], capacity: int, new_tokens: int, draft: PromptLookup | None
 ) -> tuple[list[int], float, Any]:
     """The answer's tokens, seconds of decoding, and how drafts went."""
-    held = checkpoint.init_cache(presets.parse(cache), capacity=capacity)
+    (row,) = make_rows([cache], dense_layers=None)  # of its own method, however short the cache
+    assert row.policies is not None, row.refused
+    held = checkpoint.init_cache(row.policies, capacity=capacity)
     stop = checkpoint.stop_tokens
     settings: dict[str, Any] = {"max_new_tokens": new_tokens, "stop_tokens": stop, "block": new_tokens, "draft": draft}
     run = stream(checkpoint.model, held, [ids], **settings)
@@ -99,7 +102,11 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path, help="a model that follows instructions")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 file with a long text")
-    parser.add_argument("--methods", default="full,fier:budget=1024,quest:budget=1024,pariskv:budget=1024,freekv")
+    parser.add_argument(
+        "--methods",
+        default="full fier:budget=1024 quest:budget=1024 pariskv:budget=1024,dense_below=0",
+        help="with spaces between",
+    )
     parser.add_argument("--prompts", type=int, default=4, help=f"of each kind, at most {len(MODULES)}")
     parser.add_argument("--tokens", type=int, default=3584, help="of the material in a prompt, at most")
     parser.add_argument("--new-tokens", type=int, default=256)
@@ -114,10 +121,9 @@ def main(args: Sequence[str] | None = None) -> None:
     about = recall.about(given.model_dir, given.text, given.dtype, [given.tokens], given.new_tokens)
     head = json.dumps({**about, "ngram": given.ngram, "draft": given.draft}, indent=1)[:-2]
     rows = []
-    # One separator is a comma between methods; settings of a method go after a colon, joined by "+".
-    for cache in given.methods.split(","):
+    for cache in given.methods.split():
         for kind, ids in asked.items():
-            rows.append(measure(checkpoint, cache.replace("+", ","), kind, ids, draft, given))
+            rows.append(measure(checkpoint, cache, kind, ids, draft, given))
             show(rows[-1])
             lines = ",\n".join("    " + json.dumps(row) for row in rows)
             given.out.parent.mkdir(parents=True, exist_ok=True)
