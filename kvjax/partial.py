@@ -31,23 +31,34 @@ class PartialAttention(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A zone of a cache, of which the slots [start, stop) are attended to. Values of the others are finite."""
+    """A zone of a cache, of which the slots [start, stop) are attended to. Values of the others are finite.
+
+    The queries of T decode steps may each have a span of their own, start and stop i32[B, T].
+    """
 
     k: Float[Array, "B K S D"]
     v: Float[Array, "B K S D"]
-    start: Int32[Array, " B"]
-    stop: Int32[Array, " B"]
+    start: Int32[Array, " B *T"]
+    stop: Int32[Array, " B *T"]
 
     @property
-    def size(self) -> Int32[Array, " B"]:
+    def size(self) -> Int32[Array, " B *T"]:
         """Tokens attended to."""
         return jnp.maximum(self.stop - self.start, 0)
 
     @property
-    def mask(self) -> Bool[Array, "B S"]:
+    def mask(self) -> Bool[Array, "B *T S"]:
         """Which slots are attended to."""
-        slot = jnp.arange(self.k.shape[2])[None]
-        return (slot >= self.start[:, None]) & (slot < self.stop[:, None])
+        slot = jnp.arange(self.k.shape[2]).reshape((1,) * self.stop.ndim + (-1,))
+        return (slot >= self.start[..., None]) & (slot < self.stop[..., None])
+
+    def mask_of(self, queries: int) -> Bool[Array, "B 1 _ S"]:
+        """Which slots each query attends to, the queries of one step after those of the other; one row if all have one
+        span."""
+        mask = self.mask
+        if mask.ndim == 2:
+            return mask[:, None, None]
+        return jnp.repeat(mask, queries // mask.shape[1], axis=1)[:, None]
 
 
 def empty_part(shape: tuple[int, ...]) -> PartialAttention:

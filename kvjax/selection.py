@@ -12,10 +12,10 @@ Sum and mean of softmax rank alike; both names are kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax.arrays import Bool, Int32
+from kvjax.partial import attention_logits
 
 GroupReduce = Literal["mean_query", "mean_score", "max_score", "max_softmax", "sum_softmax", "mean_softmax", "per_head"]
 GROUP_REDUCES: tuple[str, ...] = get_args(GroupReduce)
@@ -56,7 +57,23 @@ def pack(selection: Selection) -> PackedSelection:
     return PackedSelection(selection.slots, jnp.sum(selection.valid, axis=-1, dtype=jnp.int32))
 
 
-@partial(register_dataclass, data_fields=("span", "pending", "limit"), meta_fields=("room", "pending_slots", "local"))
+def split_steps(x: Array, steps: int) -> Array:
+    """[B, K, T*H, ...] of T steps as [B, K*T, H, ...]: a step of a KV head is a group of its own."""
+    B, K, lists, *rest = x.shape
+    return x if steps == 1 else x.reshape(B, K * steps, lists // steps, *rest)
+
+
+def join_steps(x: Array, steps: int) -> Array:
+    """[B, K*T, H, ...] as [B, K, T*H, ...]: what `split_steps` splits."""
+    B, groups, heads, *rest = x.shape
+    return x if steps == 1 else x.reshape(B, groups // steps, steps * heads, *rest)
+
+
+@partial(
+    register_dataclass,
+    data_fields=("span", "pending", "limit"),
+    meta_fields=("room", "pending_slots", "local", "steps"),
+)
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
     """The units among which a step selects, and how many. Starts, stops and limit are i32[B], or one for all rows.
@@ -64,6 +81,10 @@ class Candidates:
     A unit is a token or a page of tokens. Stored units are those of the index with a token in `span`. Pending units
     have recent tokens that are not indexed yet: their keys are scored as they are, and a page has the score of its best
     token. They are numbered on from the stored units.
+
+    Several `steps` select at once, each for itself: queries are [B, K, T*G, D], those of one step after those of the
+    other, and a selection has the lists of all steps in the same order, [B, K, T*H, M]. Stops and limit may then differ
+    by step, i32[B, T], and so may the pending keys, [B, K, T, R, D].
     """
 
     span: tuple[Array | int, Array]  # start and stop of the slots of the index
@@ -72,10 +93,31 @@ class Candidates:
     room: int  # most units that any row selects
     pending_slots: int  # the first of the R keys, in whole units: no others are pending
     local: int = 0  # tokens before the stop of `pending` that are not, as every step attends to them
+    steps: int = 1  # decode steps whose queries select at once
+
+    def passes(self, q: Array, heads: int) -> Iterator[tuple[Array, Candidates]]:
+        """The queries [B, K, T'*G, D] and the candidates of as many steps at a time as have `heads` query heads."""
+        of_step = q.shape[2] // self.steps
+        at_once = max(heads // of_step, 1)
+        for first in range(0, self.steps, at_once):
+            of = slice(first, min(first + at_once, self.steps))
+
+            def part(number: Any, of: slice = of) -> Any:
+                return number[:, of] if isinstance(number, Array) and number.ndim == 2 else number
+
+            keys, start, stop = self.pending
+            mine = replace(
+                self,
+                span=(part(self.span[0]), part(self.span[1])),
+                pending=(keys if keys.ndim == 4 else keys[:, :, of], part(start), part(stop)),
+                limit=part(self.limit),
+                steps=of.stop - of.start,
+            )
+            yield q[:, :, of.start * of_step : of.stop * of_step], mine
 
     def require(self, stored: int, unit: int) -> None:
         """Raises ValueError where these sizes do not fit an index of `stored` units of `unit` tokens."""
-        keys, slots = self.pending[0].shape[2], self.pending_slots
+        keys, slots = self.pending[0].shape[-2], self.pending_slots
         if unit < 1 or slots % unit or not 0 < slots <= keys:
             raise ValueError(
                 f"Candidates(pending_slots={slots}) must be whole pages of {unit} tokens among the {keys} recent keys"
@@ -85,8 +127,22 @@ class Candidates:
                 f"Candidates(room={self.room}) is more than the {stored} stored and {slots // unit} pending units"
             )
 
+    def of_groups(self, number: Array | int) -> Array:
+        """i32[B or 1, 1, 1, 1] of i32[B] or of a number; i32[B, K*T, 1, 1] of i32[B, T]."""
+        number = jnp.asarray(number, jnp.int32)
+        if number.ndim < 2:
+            return by_row(number)
+        return jnp.tile(number, (1, self.pending[0].shape[1]))[:, :, None, None]
+
+    def pending_logits(self, q: Array, scale: float) -> Array:
+        """f32[B, K*T, G, R]: exact scores of the recent keys for q [B, K, T*G, D]."""
+        keys = self.pending[0]
+        if keys.ndim == 4:
+            return split_steps(attention_logits(q, keys, scale), self.steps)
+        return attention_logits(split_steps(q, self.steps), keys.reshape(keys.shape[0], -1, *keys.shape[3:]), scale)
+
     def stored_units(self, units: int, unit: int = 1) -> Array:
-        """bool[B, 1, 1, U]: which of the index's U units have a token in the span."""
+        """bool[B, 1 or K*T, 1, U]: which of the index's U units have a token in the span."""
         start, stop = self.span
         if unit > 1:
             start, stop = (jnp.asarray(x, jnp.int32) for x in self.span)
@@ -94,8 +150,8 @@ class Candidates:
         return self._inside(start, stop, units)
 
     def pending_units(self, scores: Array, unit: int = 1) -> tuple[Array, Array]:
-        """Scores f32[B, K, G, W] of the pending units and which of them there are, bool[B, 1, 1, W], for scores
-        f32[B, K, G, R] of the recent keys."""
+        """Scores f32[B, K*T, G, W] of the pending units and which of them there are, bool[B, 1 or K*T, 1, W], for
+        scores f32[B, K*T, G, R] of the recent keys."""
         _, start, stop = self.pending
         scores = scores[..., : self.pending_slots]
         valid = self._inside(start, stop - self.local, self.pending_slots)
@@ -109,17 +165,17 @@ class Candidates:
         """The tokens of selected units, of an index of `stored` units: those of a page that are candidates."""
         if unit == 1:
             return units
-        slots, valid = expand_units(units, unit)
+        slots, valid = (split_steps(a, self.steps) for a in expand_units(units, unit))
         (start, stop), (_, first, end) = self.span, self.pending
-        start, stop, first, end = (by_row(x) for x in (start, stop, first, end - self.local))
+        start, stop, first, end = (self.of_groups(x) for x in (start, stop, first, end - self.local))
         recent = slots - stored * unit
         inside = jnp.where(recent < 0, (slots >= start) & (slots < stop), (recent >= first) & (recent < end))
-        return Selection(slots, valid & inside)
+        return Selection(join_steps(slots, self.steps), join_steps(valid & inside, self.steps))
 
     def _inside(self, start: Array | int, stop: Array | int, units: int) -> Array:
         unit = jnp.arange(units)[None, None, None]
-        inside = (unit >= by_row(start)) & (unit < by_row(stop))
-        return jnp.broadcast_to(inside, (self.pending[0].shape[0], 1, 1, units))
+        inside = (unit >= self.of_groups(start)) & (unit < self.of_groups(stop))
+        return jnp.broadcast_to(inside, (self.pending[0].shape[0], *inside.shape[1:]))
 
 
 def by_row(number: Array | int) -> Array:
@@ -138,10 +194,20 @@ def no_kernel_for(group_reduce: GroupReduce) -> str | None:
     return "the kernels do not reduce a group by max_score" if group_reduce == "max_score" else None
 
 
-def reduce_queries(q: Array, group_reduce: GroupReduce) -> Array:
-    """The queries f32[B, K, G', D] to score for q [B, K, G, D]: their mean (G' = 1) under `mean_query`, else all."""
+def reduce_queries(q: Array, group_reduce: GroupReduce, steps: int = 1) -> Array:
+    """The queries f32[B, K, T*G', D] to score for q [B, K, T*G, D] of T steps: under `mean_query` the mean of each step
+    (G' = 1), else all."""
     q = q.astype(jnp.float32)
-    return jnp.mean(q, axis=2, keepdims=True) if group_reduce == "mean_query" else q
+    if group_reduce != "mean_query":
+        return q
+    return join_steps(jnp.mean(split_steps(q, steps), axis=2, keepdims=True), steps)
+
+
+def join_lists(parts: Sequence[PackedSelection]) -> PackedSelection:
+    """The selections of some steps, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return PackedSelection(*(jnp.concatenate(same, axis=2) for same in zip(*parts, strict=True)))
 
 
 SOFTMAX_REDUCES = ("max_softmax", "sum_softmax", "mean_softmax")
@@ -192,6 +258,20 @@ def split_selection(selection: Selection | PackedSelection, slots: int) -> tuple
         Selection(jnp.where(past, 0, selection.slots), selection.valid & ~past),
         Selection(jnp.where(past, selection.slots - slots, 0), selection.valid & past),
     )
+
+
+def of_lists(number: Array | int, lists: int) -> Array:
+    """i32[B or 1, 1, 1] of i32[B] or of a number; i32[B, 1, lists] of i32[B, T], one step's lists after the other's."""
+    number = jnp.asarray(number, jnp.int32)
+    if number.ndim < 2:
+        return number.reshape(-1, 1, 1)
+    return jnp.repeat(number, lists // number.shape[1], axis=1)[:, None]
+
+
+def of_heads(x: Array, heads: int) -> Array:
+    """[B, K or 1, Q, ...]: what each of `heads` query heads reads, of x [B, K or 1, H, ...] by list of slots; x where
+    all share one list."""
+    return x if x.shape[2] == 1 else jnp.repeat(x, heads // x.shape[2], axis=2)
 
 
 def membership(selection: Selection, slots: int) -> Array:

@@ -81,7 +81,8 @@ def attend_zones(
     Of the slots those are read that `known` says: as bool[B, K, H, M] which, as i32[B, K, H] how many, the first. k, v
     are [B, K, S, D], slots 0 to S - 1; `more`, of the same shape, has slots S to 2 S - 1, if given; those of `recent`
     follow. `recent`, and `sink` if there is one, are keys and values [B, K, R, D] and start and stop i32[B] of the
-    slots that are attended to, of `recent` the last `local` of these. `config` is chosen by the shape.
+    slots that are attended to, of `recent` the last `local` of these; or i32[B, T], of each H/T lists. `config` is
+    chosen by the shape.
     """
     if limit := unsupported(q, k, v, slots, recent, sink, local, more, config):
         raise NotImplementedError(limit)
@@ -111,7 +112,7 @@ def attend_zones(
         [a.reshape(B * K, -1, D) for zone in ((k, v), more or (), *(span[:2] for span, _ in spans)) for a in zone],
         slots.astype(jnp.int32).reshape(B * K * H, -1),
         found=found,
-        spans=[(*(end.astype(jnp.int32) for end in span[2:]), max_slots) for span, max_slots in spans],
+        spans=[(simt.by_step(span[2], K), simt.by_step(span[3], K), max_slots) for span, max_slots in spans],
         outs=(((G // H, D), q.dtype),),
         name="attend_zones",
         write=functools.partial(_write, kind=KINDS[str(q.dtype)]),

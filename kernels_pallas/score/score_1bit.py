@@ -158,6 +158,11 @@ class Scores:
         return cls(rows, q.shape[1], S, 8 * width, S // step.shape[1], kind, scale, config, half)
 
     @property
+    def columns(self) -> int:
+        """Products that a unit's codes take, of `HEADS` heads each."""
+        return -(-self.G // HEADS)
+
+    @property
     def at_once(self) -> int:
         """Units of an iteration."""
         return 2 if 2 * self.G <= HEADS else 1
@@ -207,9 +212,9 @@ class Scores:
     def program(
         self, q_m, bits_m, step_m, zero_m, out_m, ring_m, *, visit: Visit | None = None, state: Sequence[Word] = ()
     ) -> list[Word]:  # fmt: skip
-        """The kernel's body. state = visit(unit, four scores of each of the thread's two heads, state), if given; the
-        unit may be one that is not there, and scores are in f32."""
-        G, S, D, kind, at_once = self.G, self.S, self.D, self.kind, self.at_once
+        """The kernel's body. state = visit(unit, four scores of each of the thread's heads, state), if given; the
+        unit may be one that is not there, and scores are in f32. A thread has two heads of each 8."""
+        G, S, D, kind, at_once, columns = self.G, self.S, self.D, self.kind, self.at_once, self.columns
         warp, lane, quad, col, head, later, row, job = self.thread()
         H, units, stages = D // 8, S // UNIT, self.config.stages // at_once
         first = job * (self.iterations * at_once)
@@ -272,7 +277,8 @@ class Scores:
             return [w for v in range(H // 4) for w in ptx(load.format(16 * v), at + turns[v & 1], results=4)]
 
         column = quad & 3 if at_once == 2 else quad  # head of the column; one that is not there goes nowhere
-        queries = lane_channels(q, (column < G).select(column, 0), col, D)
+        own = [column + HEADS * c if c else column for c in range(columns)]
+        queries = [lane_channels(q, (head < G).select(head, 0), col, D) for head in own]
         eights = (0, 8) if self.iterations * at_once > 8 else (0,)
         zeros = [lane_channels(zero, group_of(within(first + quad + h)), col, D) for h in eights]
         for i in range(stages):
@@ -281,11 +287,11 @@ class Scores:
             ptx("cp.async.commit_group;")
 
         pairs, smaller = self.pairs, SMALLER[kind]
-        queries = paired(queries, pairs)
-        base = zero_scores(kind, [paired(z, pairs) for z in zeros], queries)
-        base = [instr("mul.f32", x, real(self.scale)) for x in base]
+        queries = [paired(words, pairs) for words in queries]
+        zeros = [paired(z, pairs) for z in zeros]
+        bases = [[instr("mul.f32", x, real(self.scale)) for x in zero_scores(kind, zeros, words)] for words in queries]
         factors = [word(twice(kind, -smaller - power(kind, p.bit))) for p in pairs]
-        queries = [times(kind, *two) for two in zip(queries, factors, strict=True)]
+        queries = [[times(kind, *two) for two in zip(words, factors, strict=True)] for words in queries]
 
         @loop(0, self.iterations, 1, state)
         def final(i: Word, *state: Word) -> Sequence[Word]:
@@ -298,26 +304,34 @@ class Scores:
             with when(i + stages < self.iterations):
                 fetch(i + stages)
             ptx("cp.async.commit_group;")
-            scaled = [times(kind, *two) for two in zip(queries, paired(step, pairs), strict=True)]
-            sums = [unit_sums(kind, pairs, words, scaled) for words in unit_codes]
-            mine = [later.equals(0).select(*two) for two in zip(sums[0], sums[-1], strict=True)]
+            step = paired(step, pairs)
+            if columns > 1:
+                made = wide_sums(kind, pairs, unit_codes[0], queries, step)
+            else:
+                scaled = [times(kind, *two) for two in zip(queries[0], step, strict=True)]
+                sums = [unit_sums(kind, pairs, words, scaled) for words in unit_codes]
+                mine = [later.equals(0).select(*two) for two in zip(sums[0], sums[-1], strict=True)]
+                made = [(mine, ones_sums(kind, scaled))]
             own = i * at_once + later
             fours = []
-            for e, all_ones in enumerate(ones_sums(kind, scaled)):
-                start = (own < 8).select(base[e], base[2 + e]) if len(eights) == 2 else base[e]
-                start = simt.from_lane(start, ((own & 7) << 2) + col)
-                start = instr("fma.rn.f32", all_ones, real(-self.scale * 2.0**smaller), start)
-                larger = real(self.scale * 2.0 ** (smaller + 1))
-                fours.append([instr("fma.rn.f32", x, larger, start) for x in mine[4 * e : 4 * e + 4]])
+            for base, (mine, ones) in zip(bases, made, strict=True):
+                for e, all_ones in enumerate(ones):
+                    start = (own < 8).select(base[e], base[2 + e]) if len(eights) == 2 else base[e]
+                    start = simt.from_lane(start, ((own & 7) << 2) + col)
+                    start = instr("fma.rn.f32", all_ones, real(-self.scale * 2.0**smaller), start)
+                    larger = real(self.scale * 2.0 ** (smaller + 1))
+                    fours.append([instr("fma.rn.f32", x, larger, start) for x in mine[4 * e : 4 * e + 4]])
             unit = first + own
             at = simt.offset(simt.offset_rows(out, within(unit), UNIT * size), quad * (4 * size))
-            for e, four in enumerate(fours):
+            for n, four in enumerate(fours):
                 words = [halves(*four[:2]), halves(*four[2:])] if self.half else four
-                named = ", ".join(f"${3 + i}" for i in range(size))
+                named, further = ", ".join(f"${3 + i}" for i in range(size)), n // 2 * HEADS + n % 2
+                if n % 2 == 0 and n:  # an offset as an immediate has 32 bits
+                    at = simt.offset_rows(at, word(HEADS), S * size)
                 ptx(
                     "{ .reg .pred p; setp.lt.u32 p, $1, $2; "
-                    f"@p st.global.v{size}.b32 [$0+{e * S * size}], {{{named}}}; }}",
-                    *(at, head, G - e, *words),
+                    f"@p st.global.v{size}.b32 [$0+{n % 2 * S * size}], {{{named}}}; }}",
+                    *(at, head, max(G - further, 0), *words),
                 )
             return visit(unit, fours, state) if visit else []
 
@@ -379,6 +393,32 @@ def unit_sums(kind: str, pairs: Sequence[Pair], codes: Sequence[Word], scaled: S
             a = [rotated(w, p.turn) & (0x00010001 << p.bit) for p in pairs[j : j + 2] for w in two]
             acc[tile] = simt.mma(kind, acc[tile], a, scaled[j : j + 2])
     return [acc[tile][2 * half + e] for e in range(2) for tile in range(2) for half in range(2)]
+
+
+def wide_sums(
+    kind: str, pairs: Sequence[Pair], codes: Sequence[Word], queries: Sequence[Sequence[Word]], step: Sequence[Word]
+) -> list[tuple[list[Word], list[Word]]]:
+    """`unit_sums` and `ones_sums` for each of some columns of queries, whose operands of codes are made once."""
+    acc = [[[word(0)] * 4 for _ in range(3)] for _ in queries]  # two tiles of keys, and ones
+    window = WINDOW[kind]
+    for j in range(0, len(pairs), 2):
+        left = [
+            [rotated(w, p.turn) & (0x00010001 << p.bit) for p in pairs[j : j + 2] for w in codes[2 * t : 2 * t + 2]]
+            for t in range(2)
+        ]
+        ones = [word(0x00010001 << window[i % len(window)]) for i in (j, j, j + 1, j + 1)]
+        for words, sums in zip(queries, acc, strict=True):
+            scaled = [times(kind, words[i], step[i]) for i in (j, j + 1)]
+            for t in range(2):
+                sums[t] = simt.mma(kind, sums[t], left[t], scaled)
+            sums[2] = simt.mma(kind, sums[2], ones, scaled)
+    return [
+        (
+            [sums[tile][2 * half + e] for e in range(2) for tile in range(2) for half in range(2)],
+            sums[2][:2],
+        )
+        for sums in acc
+    ]
 
 
 def ones_sums(kind: str, scaled: Sequence[Word]) -> list[Word]:

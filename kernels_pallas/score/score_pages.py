@@ -102,22 +102,30 @@ def program(
     config: Config, width: int | None = None, visit: Callable[..., None] | None = None,
 ) -> None:  # fmt: skip
     """The kernel's body, with `width` scores of a row and head, of which those past P are anything. Of each tile
-    visit(row, tile, pages, scores): a lane has two pages, and scores by head, 2 * (lane % 4) and the next, and page."""
+    visit(row, tile, pages, head, scores): a lane has two pages, and scores by head, this and the next, and page.
+
+    Heads go to warps by columns of a product; the warps of one tile are adjacent, and read its corners once."""
     rows, G, P, D = shape
-    tiles, width = -(-P // TILE), width or P
+    tiles, width, columns = -(-P // TILE), width or P, -(-G // HEADS)
     batches = -(-tiles // config.tiles)
     t = simt.special("tid.x")
     lane = t & 31
     quad, col = lane >> 2, lane & 3
     job = simt.special("ctaid.x") * (4 * config.warpgroups) + (t >> 5)
-    job = (job < rows * batches).select(job, rows * batches - 1)  # a spare warp repeats the last
+    last = rows * batches * columns - 1
+    job = (job < last + 1).select(job, last)  # a spare warp repeats the last
+    first_head = word(0)
+    if columns > 1:
+        tile_job = simt.divide(job, columns)
+        job, first_head = tile_job, (job - tile_job * columns) * HEADS
     row = simt.divide(job, batches)
     first = (job - row * batches) * config.tiles
     q, low, high, out = (simt.global_address(m) for m in (q_m, low_m, high_m, out_m))
     q = simt.offset_rows(q, row, G * D * 2)
     low, high = (simt.offset_rows(a, row, P * D * 2) for a in (low, high))
     out = simt.offset_rows(out, row, G * width * 4)
-    queries = [(quad < G).select(w, 0) for w in channels(q, (quad < G).select(quad, 0), D)]
+    own = first_head + quad if columns > 1 else quad
+    queries = [(own < G).select(w, 0) for w in channels(q, (own < G).select(own, 0), D)]
     up, down = ([instr(f"{name}.{kind}x2", w, 0) for w in queries] for name in ("max", "min"))
 
     @loop(0, config.tiles, 1)
@@ -130,14 +138,15 @@ def program(
             for (a, b), side in zip(corners, (up, down), strict=True):
                 acc = simt.mma(kind, acc, [a[j], b[j], a[j + 1], b[j + 1]], side[j : j + 2])
         scores = [[instr("mul.f32", acc[e + 2 * half], real(scale)) for half in range(2)] for e in range(2)]
+        pair = first_head + col * 2 if columns > 1 else col * 2
         for e in range(2):
-            head = col * 2 + e
+            head = pair + e
             for half in range(2):
                 with when((head < G) & (pages[half] < width)):
                     at = simt.offset(simt.offset_rows(out, head, width * 4), pages[half] * 4)
                     ptx("st.global.u32 [$0], $1;", at, scores[e][half])
         if visit is not None:
-            visit(row, first + i, pages, scores)
+            visit(row, first + i, pages, pair, scores)
 
 
 def channels(address: Any, index: Word, D: int) -> list[Word]:

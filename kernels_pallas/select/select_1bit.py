@@ -34,6 +34,7 @@ from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_1bit.json
 EXACT = 32  # keys of a warp that scores those that wait
+PASS = 4 * score.HEADS  # query heads of some steps that one pass takes, as many as registers hold
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,13 @@ def smem_bytes(D: int, config: Config) -> int:
     return max(score.smem_bytes(D, config), 4 * sum(cluster.SCRATCH))
 
 
-def unsupported(q: Any, bits: Any, step: Any, pending: Any, group_reduce: str, room: int) -> str | None:
+def unsupported(q: Any, bits: Any, step: Any, pending: Any, group_reduce: str, room: int, steps: int = 1) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
-    if limit := score.unsupported(q, bits, step):
+    one = jax.ShapeDtypeStruct((*q.shape[:2], q.shape[2] // steps, q.shape[3]), q.dtype)
+    if limit := score.unsupported(one, bits, step):
         return limit.replace("score_1bit", "select_1bit", 1)
+    if steps > 1 and q.shape[2] > PASS:
+        return f"the kernel select_1bit takes {PASS} query heads of some steps in one pass; got {q.shape[2]}"
     if pending.dtype != jnp.float32:
         return f"the kernel select_1bit takes scores of pending tokens in f32; got {pending.dtype}"
     if limit := top_k.unsupported((q.shape[0], bits.shape[2] + pending.shape[3]), jnp.float32, room):
@@ -68,15 +72,15 @@ def unsupported(q: Any, bits: Any, step: Any, pending: Any, group_reduce: str, r
     return None
 
 
-def supported(q: Any, bits: Any, step: Any, pending: Any, group_reduce: str, room: int) -> bool:
-    return unsupported(q, bits, step, pending, group_reduce, room) is None
+def supported(q: Any, bits: Any, step: Any, pending: Any, group_reduce: str, room: int, steps: int = 1) -> bool:
+    return unsupported(q, bits, step, pending, group_reduce, room, steps) is None
 
 
-@simt.lowered_once("group_reduce", "room", "scale", "pending_slots", "local", "config")
+@simt.lowered_once("group_reduce", "room", "scale", "pending_slots", "local", "steps", "config")
 def select_1bit(
     q: Array, bits: Array, step: Array, zero: Array, span: Sequence[Array | int], pending: Sequence[Array | int],
     count: Array | int, group_reduce: str, room: int, *, scale: float, pending_slots: int | None = None, local: int = 0,
-    config: Config | None = None,
+    steps: int = 1, config: Config | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """(slots i32[B, K, H, room], found i32[B, K, H]) of the `count` units that rank highest: the first `found`.
 
@@ -85,47 +89,47 @@ def select_1bit(
     before its stop. With `pending_slots`, pending[0] are not scores but keys [B, K, R, D] in the dtype of the steps, of
     which the first `pending_slots` may wait, and are scored by blocks of their own. Count, starts and stops are i32[B],
     or a number for all, and are clipped to what there is. H is G under "per_head", else 1.
+
+    With T `steps`, q is [B, K, T*G, D] and H is that of all steps; stops of pending units and the count may then be
+    i32[B, T], and pending keys [B, K, T, R, D].
     """
-    assert not isinstance(pending[0], int)
-    (B, K, G, D), S, pending_units = (
-        q.shape,
-        bits.shape[2],
-        pending[0].shape[3] if pending_slots is None else pending_slots,
-    )
+    given = pending[0]
+    assert not isinstance(given, int)
+    (B, K, G, D), S = q.shape, bits.shape[2]
+    pending_units = given.shape[3] if pending_slots is None else pending_slots
     W = pending_units if pending_slots is None else pending_slots + -pending_slots % 4
-    scores = pending[0] if pending_slots is None else jax.ShapeDtypeStruct((B, K, G, W), jnp.float32)
-    if limit := unsupported(q, bits, step, scores, group_reduce, room):
+    scores = given if pending_slots is None else jax.ShapeDtypeStruct((B, K, G, W), jnp.float32)
+    if limit := unsupported(q, bits, step, scores, group_reduce, room, steps):
         raise NotImplementedError(limit)
-    if pending_slots is not None and pending[0].dtype != step.dtype:
+    if pending_slots is not None and given.dtype != step.dtype:
         raise NotImplementedError(
-            f"the kernel select_1bit takes keys in the dtype of the steps, {step.dtype}; got {pending[0].dtype}"
+            f"the kernel select_1bit takes keys in the dtype of the steps, {step.dtype}; got {given.dtype}"
         )
-    H = G if group_reduce == "per_head" else 1
+    H = G if group_reduce == "per_head" else steps
     if pending_slots is None:
-        pending_scores = (
-            jnp.pad(pending[0], ((0, 0),) * 3 + ((0, -W % 4),)).reshape(B * K * H, G // H, -1).astype(jnp.float16)
-        )
+        pending_scores = jnp.pad(given, ((0, 0),) * 3 + ((0, -W % 4),)).reshape(B * K * H, G // H, -1)
+        pending_scores = pending_scores.astype(jnp.float16)
         W += -W % 4
     else:
-        pending_scores = pending[0].reshape(B * K, -1, D)
-    ends = (jnp.asarray(x, jnp.int32).reshape(-1) for x in (*span, *pending[1:], count))
+        pending_scores = given.reshape(-1, *given.shape[-2:])
+    ends = (simt.by_step(x, K) for x in (*span, *pending[1:], count))
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
     chosen = config or tuned.select(
         "select_1bit",
         config_for(B * K, H, S, S + W),
         (q, bits),
-        rows=B * K,
+        rows=B * K * steps,
         S=S,
         room=room,
-        G=G,
-        H=H,
+        G=G // steps,
+        H=H // steps,
         D=D,
         group=S // step.shape[2],
         softmax=int(group_reduce in SOFTMAX),
     )
     pending_slots = None if pending_slots is None else W
     slots, found = _pick(
-        group_reduce, room, scale, pending_slots, pending_units, local, chosen, *ends, pending_scores, *rows
+        group_reduce, room, scale, pending_slots, pending_units, local, steps, chosen, *ends, pending_scores, *rows
     )
     return slots.reshape(B, K, H, room), found.reshape(B, K, H)
 
@@ -137,19 +141,20 @@ def _pick(
     pending_slots: int | None,
     pending_units: int,
     local: int,
+    steps: int,
     config: Config,
     *args: Array,
 ) -> tuple[Array, Array]:
     """(slots i32[rows, room], how many i32[rows]) of rows of `pending`, each of one row of keys or of some; and of all
-    heads of one row, or of each, if `pending` are `pending_slots` keys. The first `pending_units` of these may wait.
-    `args` are the spans' ends and the count, each of a number of rows that divides these, then pending, q, bits, step
-    and zero."""
+    heads of one step of a row, or of each, if `pending` are `pending_slots` keys. The first `pending_units` of these
+    may wait. `args` are the spans' ends and the count, each of a number of rows that divides these, then pending, q,
+    bits, step and zero."""
     pending, q, bits, *_ = args[5:]
     (rows, S, _), G = bits.shape, q.shape[1]
     if pending_slots is None:
         chosen_rows, heads, W = pending.shape
     else:
-        heads, W = (1 if group_reduce == "per_head" else G), pending_slots
+        heads, W = (1 if group_reduce == "per_head" else G // steps), pending_slots
         chosen_rows = rows * G // heads
     summed = group_reduce in SOFTMAX and heads > 1
 
@@ -166,9 +171,14 @@ def _pick(
         if pending_slots:
             outs.append(jax.ShapeDtypeStruct((rows, G, pending_slots), jnp.float16))
             program = functools.partial(
-                _score_both, program=program, scored=scored, pending_slots=pending_slots, R=pending.shape[1]
+                _score_both,
+                program=program,
+                scored=scored,
+                pending_slots=pending_slots,
+                keys=(pending.shape[0], pending.shape[1]),
+                steps=steps,
             )
-        more = -(-rows * -(-pending_slots // EXACT) // score.WARPS) if pending_slots else 0
+        more = -(-rows * steps * -(-pending_slots // EXACT) // score.WARPS) if pending_slots else 0
         score_kernel = scored.kernel(program, more_blocks=more, name="kvjax_select_1bit_score", out_type=tuple(outs))
         scores, *sums = score_kernel(*exact, q, bits, step, zero, *span)
         pending_scores = sums.pop().reshape(chosen_rows, heads, pending_slots) if pending_slots else pending
@@ -199,6 +209,7 @@ def _pick(
             pending_slots,
             pending_units,
             local,
+            steps,
             config,
             *simt.flatten_batch(n, batches, args),
         )
@@ -210,32 +221,43 @@ def _pick(
 # ---------------------------------------------------------------------------------------------------------- the scores
 
 
-def _score_both(keys_m, *refs, program: Callable[..., None], scored: score.Scores, pending_slots: int, R: int) -> None:
-    """The scores' kernel with blocks after its own for keys that wait."""
+def _score_both(
+    keys_m, *refs, program: Callable[..., None], scored: score.Scores, pending_slots: int, keys: tuple[int, int],
+    steps: int,
+) -> None:  # fmt: skip
+    """The scores' kernel with blocks after its own for keys that wait, of `keys` = (rows, R)."""
     *others, out_m, ring_m = refs
     block = simt.special("ctaid.x")
     with when(block < scored.blocks):
         program(*others, ring_m)
     with when(block >= scored.blocks):
-        _exact(block - scored.blocks, others[0], keys_m, out_m, scored=scored, pending_slots=pending_slots, R=R)
+        of_keys = others[0], keys_m, out_m
+        _exact(block - scored.blocks, *of_keys, scored=scored, pending_slots=pending_slots, sizes=keys, steps=steps)
 
 
-def _exact(block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scores, pending_slots: int, R: int) -> None:
-    """Scores of `pending_slots` keys as they are, `EXACT` a warp: with 16 as the rows of a product and the heads as its
-    columns.
+def _exact(
+    block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scores, pending_slots: int,
+    sizes: tuple[int, int], steps: int,
+) -> None:  # fmt: skip
+    """Scores of `pending_slots` keys as they are, `EXACT` a warp, for the heads of a step: with 16 as the rows of a
+    product and the heads as its columns.
 
     A sum over channels may take them in any order: lane col has 8 adjacent ones of each 32, of keys and queries alike.
     """
-    G, D = scored.G, scored.D
+    rows, G, D, (stored, R) = scored.rows * steps, scored.G // steps, scored.D, sizes
     t = simt.special("tid.x")
     lane, jobs = t & 31, -(-pending_slots // EXACT)
     quad, col, job = lane >> 2, lane & 3, block * score.WARPS + (t >> 5)
-    job = (job < scored.rows * jobs).select(job, scored.rows * jobs - 1)  # a spare warp repeats the last
+    job = (job < rows * jobs).select(job, rows * jobs - 1)  # a spare warp repeats the last
     row = simt.divide(job, jobs)
     first = (job - row * jobs) * EXACT
     q, keys, out = (
-        simt.offset_rows(simt.global_address(m), row, n * size)
-        for m, n, size in ((q_m, G, 2 * D), (keys_m, R, 2 * D), (out_m, G, 2 * pending_slots))
+        simt.offset_rows(simt.global_address(m), at, n * size)
+        for m, at, n, size in (
+            (q_m, row, G, 2 * D),
+            (keys_m, simt.divide(row, rows // stored), R, 2 * D),
+            (out_m, row, G, 2 * pending_slots),
+        )
     )
 
     def channels(a: Any, i: Word) -> list[list[Word]]:
@@ -281,14 +303,17 @@ def _score(*refs, scored: score.Scores, shared_by: Sequence[int]) -> None:
             return [f.select(x, NOTHING[0]) for four in heads for f, x in zip(exists, four, strict=True)]
 
         counted = simt.branch(partly, of_span, [x for four in heads for x in four])
-        return logsum.add(state[:2], counted[:4]) + logsum.add(state[2:], counted[4:])
+        return [x for n in range(len(heads)) for x in logsum.add(state[2 * n : 2 * n + 2], counted[4 * n : 4 * n + 4])]
 
-    none = [word(x) for x in NOTHING]
-    states = scored.program(q_m, bits_m, step_m, zero_m, out_m, ring_m, visit=visit, state=none * 2)
-    for e, two in enumerate((states[:2], states[2:])):
+    heads = 2 * scored.columns
+    states = scored.program(
+        q_m, bits_m, step_m, zero_m, out_m, ring_m, visit=visit, state=[word(x) for x in NOTHING] * heads
+    )
+    for n in range(heads):
+        two = states[2 * n : 2 * n + 2]
         for gap in (2, 4, 8, 16)[scored.at_once == 1 :]:  # to other units, then to other keys
             two = logsum.merge([two, [simt.bfly(x, gap) for x in two]])
-        head = thread.head + e
+        head = thread.head + (n // 2 * score.HEADS + n % 2)
         with when(thread.quad.equals(0) & thread.later.equals(0) & (head < scored.G)):
             at = simt.offset_rows(simt.global_address(sums_m), thread.row * scored.G + head, scored.jobs * 8)
             ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset(at, thread.job * 8), *two)

@@ -104,7 +104,7 @@ def select_4bit(
     Units are `candidates` = (slots i32[B, K, G, M], found i32[B, K, G]), the first `found`, scored as in `rerank` for q
     [B, K, G, D], rotated as `turned` says (`rotate.turned`); and after all S slots of the codes those of `pending` =
     (keys [B, K, R, D], start, stop) without the `local` before its stop, scored for q, of which the first
-    `pending_slots` may wait. Count, start and stop are i32[B], or a number for all.
+    `pending_slots` may wait. Count, start and stop are i32[B], i32[B, T] for the heads of T steps, or a number for all.
     """
     slots, found = candidates
     keys, *numbers = pending
@@ -123,11 +123,11 @@ def select_4bit(
         G=G,
         D=D,
     )
-    ends = (found, *(jnp.asarray(x, jnp.int32) for x in (*numbers, count)))
+    ends = (found.reshape(-1), *(simt.by_step(x, K) for x in (*numbers, count)))
     codes = (a.reshape(B * K, *a.shape[2:]) for a in (signs, sizes, weights))
     how = tuple(map(float, centres)), scale, turned, pending_slots, local, room, chosen
     heads = q.astype(jnp.float32).reshape(B * K * G, D), slots.reshape(B * K * G, M)
-    args = *(x.reshape(-1) for x in ends), *heads, keys.reshape(B * K, R, D), *codes
+    args = *ends, *heads, keys.reshape(B * K, R, D), *codes
     picked, many = _pick(how, *args)
     return picked.reshape(B, K, G, room), many.reshape(B, K, G)
 

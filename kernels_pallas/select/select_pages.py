@@ -55,10 +55,12 @@ def smem_bytes() -> int:
 
 
 def unsupported(
-    q: Any, low: Any, high: Any, pending: Any, group_reduce: str, room: int, unit: int, pending_slots: int
-) -> str | None:
+    q: Any, low: Any, high: Any, pending: Any, group_reduce: str, room: int, unit: int, pending_slots: int,
+    steps: int = 1,
+) -> str | None:  # fmt: skip
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
-    if limit := score.unsupported(q, low, high):
+    one = jax.ShapeDtypeStruct((*q.shape[:2], q.shape[2] // steps, q.shape[3]), q.dtype)
+    if limit := score.unsupported(one, low, high):
         return limit.replace("score_pages", "select_pages", 1)
     if unit % TILE:
         return f"the kernel select_pages takes pages of a multiple of {TILE} tokens; got {unit}"
@@ -76,16 +78,17 @@ def unsupported(
 
 
 def supported(
-    q: Any, low: Any, high: Any, pending: Any, group_reduce: str, room: int, unit: int, pending_slots: int
-) -> bool:
-    return unsupported(q, low, high, pending, group_reduce, room, unit, pending_slots) is None
+    q: Any, low: Any, high: Any, pending: Any, group_reduce: str, room: int, unit: int, pending_slots: int,
+    steps: int = 1,
+) -> bool:  # fmt: skip
+    return unsupported(q, low, high, pending, group_reduce, room, unit, pending_slots, steps) is None
 
 
-@simt.lowered_once("group_reduce", "room", "unit", "scale", "pending_slots", "local", "config")
+@simt.lowered_once("group_reduce", "room", "unit", "scale", "pending_slots", "local", "steps", "config")
 def select_pages(
     q: Array, low: Array, high: Array, span: Sequence[Array | int], pending: Sequence[Array | int],
     count: Array | int, group_reduce: str, room: int, *, unit: int, scale: float, pending_slots: int, local: int = 0,
-    config: Config | None = None,
+    steps: int = 1, config: Config | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """(pages i32[B, K, H, room], found i32[B, K, H]) of the `count` pages that rank highest: the first `found`.
 
@@ -94,30 +97,33 @@ def select_pages(
     with a token in [start, stop) without the `local` before its stop, among the first `pending_slots`, scored by the
     largest of these. Count, starts and stops are i32[B], or a number for all, and are clipped to what there is. H is G
     under "per_head", else 1. The page that ranks lowest comes last, the others in any order.
+
+    With T `steps`, q is [B, K, T*G, D] and H is that of all steps. Stops and count may then be i32[B, T], and pending
+    keys [B, K, T, R, D].
     """
     keys = pending[0]
     assert not isinstance(keys, int)
-    if limit := unsupported(q, low, high, keys, group_reduce, room, unit, pending_slots):
+    if limit := unsupported(q, low, high, keys, group_reduce, room, unit, pending_slots, steps):
         raise NotImplementedError(limit)
     (B, K, G, D), P = q.shape, low.shape[2]
-    H = G if group_reduce == "per_head" else 1
+    H = G if group_reduce == "per_head" else steps
     chosen = config or tuned.select(
         "select_pages",
         config_for(B * K, H, sum(cluster.padded(P, pending_slots // unit))),
         (q, low),
-        rows=B * K,
+        rows=B * K * steps,
         P=P,
         W=pending_slots // unit,
         room=room,
-        G=G,
-        H=H,
+        G=G // steps,
+        H=H // steps,
         D=D,
         softmax=int(group_reduce in SOFTMAX),
     )
-    ends = (jnp.asarray(x, jnp.int32).reshape(-1) for x in (*span, *pending[1:], count))
-    rows = (a.reshape(B * K, *a.shape[2:]) for a in (keys, q.astype(low.dtype), low, high))
-    how = _How(group_reduce, room, unit, scale, pending_slots, local, chosen)
-    pages, found = _pick(how, *ends, *rows)
+    ends = (simt.by_step(x, K) for x in (*span, *pending[1:], count))
+    rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(low.dtype), low, high))
+    how = _How(group_reduce, room, unit, scale, pending_slots, local, steps, chosen)
+    pages, found = _pick(how, *ends, keys.reshape(-1, *keys.shape[-2:]), *rows)
     return pages.reshape(B, K, H, room), found.reshape(B, K, H)
 
 
@@ -129,20 +135,22 @@ class _How:
     scale: float
     pending_slots: int
     local: int
+    steps: int
     config: Config
 
 
 def _pick(how: _How, *args: Array) -> tuple[Array, Array]:
-    """(pages i32[rows, room], how many i32[rows]), a row of all heads or of one. `args` are the spans' ends and the
-    count, each of a number of rows that divides these, then keys that wait, q, and both corners."""
+    """(pages i32[rows, room], how many i32[rows]), a row of the heads of a step or of one head. `args` are the spans'
+    ends and the count, each of a number of rows that divides these, then keys that wait, q, and both corners."""
     keys, q, low, _ = args[5:]
-    (rows, G, D), P, config = q.shape, low.shape[1], how.config
-    heads = 1 if how.group_reduce == "per_head" else G
+    (rows, G, D), P, config, steps = q.shape, low.shape[1], how.config, how.steps
+    heads = 1 if how.group_reduce == "per_head" else G // steps
     chosen_rows, limits = rows * G // heads, (P, how.pending_slots // how.unit)
     summed = how.group_reduce in SOFTMAX and heads > 1
     sizes, tiles = cluster.padded(*limits), -(-P // score.TILE)
-    warps = 4 * config.warpgroups
-    blocks = [-(-n // warps) for n in (rows * -(-tiles // config.tiles), rows * sizes[1])]
+    warps, columns = 4 * config.warpgroups, -(-G // score.HEADS)
+    jobs = rows * columns * -(-tiles // config.tiles), rows * steps * sizes[1]
+    blocks = [-(-n // warps) for n in jobs]
 
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> tuple[Array, Array]:
@@ -152,8 +160,10 @@ def _pick(how: _How, *args: Array) -> tuple[Array, Array]:
             outs.append(jax.ShapeDtypeStruct((rows, G, tiles, 2), jnp.float32))
         of_pending, stored, *sums = simt.kernel(
             functools.partial(
-                _score, shape=(rows, G, P, D), R=keys.shape[1], kind="bf16" if low.dtype == jnp.bfloat16 else "f16",
-                shared_by=[rows // end.size for end in ends[:4]], blocks=blocks[0], how=how,
+                _score, shape=(rows, G, P, D), keys=(keys.shape[0], keys.shape[1]),
+                kind="bf16" if low.dtype == jnp.bfloat16 else "f16",
+                shared_by=[n // end.size for n, end in zip([rows] * 2 + [rows * steps] * 2, ends[:4], strict=True)],
+                blocks=blocks[0], how=how,
             ),
             name="kvjax_select_pages_score",
             out_type=(outs[1], outs[0], *outs[2:]),
@@ -179,10 +189,13 @@ def _pick(how: _How, *args: Array) -> tuple[Array, Array]:
 
 def _score(
     start_m, stop_m, wait_start_m, wait_stop_m, keys_m, q_m, low_m, high_m, pending_m, out_m, *sums_m,
-    shape: tuple[int, int, int, int], R: int, kind: str, shared_by: Sequence[int], blocks: int, how: _How,
+    shape: tuple[int, int, int, int], keys: tuple[int, int], kind: str, shared_by: Sequence[int], blocks: int,
+    how: _How,
 ) -> None:  # fmt: skip
-    """Of the pages in the first `blocks`, with a tile's statistics; of the tokens that wait in the others."""
+    """Of the pages in the first `blocks`, with a tile's statistics; of the tokens that wait in the others, a step's
+    heads at a time."""
     (rows, G, P, D), block = shape, simt.special("ctaid.x")
+    waiting, of_step = rows * how.steps, G // how.steps
     tiles = -(-P // score.TILE)
     lane = simt.special("tid.x") & 31
     quad, col = lane >> 2, lane & 3
@@ -190,7 +203,7 @@ def _score(
         (start_m, stop_m, wait_start_m, wait_stop_m), shared_by, strict=True
     )
 
-    def visit(row: Word, tile: Word, pages: list[Word], scores: list[list[Word]]) -> None:
+    def visit(row: Word, tile: Word, pages: list[Word], pair: Word, scores: list[list[Word]]) -> None:
         start, length = cluster.units_of(simt.span_of(start_at, stop_at, row, P * how.unit), how.unit)
         exists = [(page - start) < length for page in pages]
         for e, two in enumerate(scores):
@@ -200,7 +213,7 @@ def _score(
             )
             for gap in (4, 8, 16):
                 state = logsum.merge([state, [simt.bfly(x, gap) for x in state]])
-            head = col * 2 + e
+            head = pair + e
             with when(quad.equals(0) & (head < G) & (tile < tiles)):
                 at = simt.offset_rows(simt.global_address(sums_m[0]), row * G + head, tiles * 8)
                 ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset(at, tile * 8), *state)
@@ -213,17 +226,19 @@ def _score(
     with when(block >= blocks):
         (pages,) = cluster.padded(how.pending_slots // how.unit)
         job = (block - blocks) * (4 * how.config.warpgroups) + (simt.special("tid.x") >> 5)
-        job = (job < rows * pages).select(job, rows * pages - 1)  # a spare warp repeats the last
+        job = (job < waiting * pages).select(job, waiting * pages - 1)  # a spare warp repeats the last
         row = simt.divide(job, pages)
         page = job - row * pages
         start, length = simt.span_of(wait_start_at, wait_stop_at, row, how.pending_slots, how.local)
-        q, keys = (simt.offset_rows(simt.global_address(m), row, n * D * 2) for m, n in ((q_m, G), (keys_m, R)))
-        queries = score.channels(q, (quad < G).select(quad, 0), D)
+        stored, R = keys
+        q = simt.offset_rows(simt.global_address(q_m), row, of_step * D * 2)
+        recent = simt.offset_rows(simt.global_address(keys_m), simt.divide(row, waiting // stored), R * D * 2)
+        queries = score.channels(q, (quad < of_step).select(quad, 0), D)
 
         @loop(0, how.unit, TILE, [real(-float("inf"))] * 2)
         def best(i: Word, *best: Word) -> list[Word]:
             slots = [page * how.unit + i + quad + 8 * half for half in range(2)]
-            both = [score.channels(keys, (slot < R).select(slot, R - 1), D) for slot in slots]
+            both = [score.channels(recent, (slot < R).select(slot, R - 1), D) for slot in slots]
             acc = [word(0)] * 4
             for j in range(0, D // 8, 2):
                 acc = simt.mma(kind, acc, [both[0][j], both[1][j], both[0][j + 1], both[1][j + 1]], queries[j : j + 2])
@@ -239,6 +254,7 @@ def _score(
             for gap in (4, 8, 16):
                 x = instr("max.f32", x, simt.bfly(x, gap))
             head = col * 2 + e
-            with when(quad.equals(0) & (head < G)):
-                at = simt.offset(simt.offset_rows(simt.global_address(pending_m), row * G + head, pages * 4), page * 4)
+            with when(quad.equals(0) & (head < of_step)):
+                place = row * of_step + head
+                at = simt.offset(simt.offset_rows(simt.global_address(pending_m), place, pages * 4), page * 4)
                 ptx("st.global.u32 [$0], $1;", at, x)

@@ -8,6 +8,7 @@ from kvjax.kernels_pallas.simt.backend import Backend, Launch, backend, bypass_c
 from kvjax.kernels_pallas.simt.launch import (
     MULTIPROCESSORS,
     SMEM,
+    by_step,
     flatten_batch,
     kernel,
     kernel_in_place,
@@ -77,6 +78,7 @@ __all__ = [
     "bfly",
     "block_barrier",
     "branch",
+    "by_step",
     "bypass_cache",
     "clipped",
     "cluster_arrive",

@@ -55,3 +55,12 @@ def flatten_batch(n: int, batches: Sequence[bool], args: Sequence[Array]) -> lis
     """Reshapes batched [n, rows, ...] to [n * rows, ...] and repeats unbatched arguments, for a kernel's vmap rule."""
     whole = (a if has else jax.numpy.broadcast_to(a[None], (n, *a.shape)) for a, has in zip(args, batches, strict=True))
     return [a.reshape(n * a.shape[1], *a.shape[2:]) for a in whole]
+
+
+def by_step(number: Array | int, heads: int) -> Array:
+    """Numbers that rows of a kernel share, flat: of i32[B] or of a number as it is, and of i32[B, T] one for each of
+    `heads` KV heads and T steps."""
+    number = jax.numpy.asarray(number, jax.numpy.int32)
+    if number.ndim < 2:
+        return number.reshape(-1)
+    return jax.numpy.repeat(number[:, None], heads, axis=1).reshape(-1)

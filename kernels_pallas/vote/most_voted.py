@@ -91,13 +91,14 @@ def most_voted(
     config: Config | None = None,
 ) -> tuple[Array, Array]:
     """(slots i32[B, K, G, room], found i32[B, K, G]) of u8[B, K, G, S] votes in the first `length` i32[B] slots, count
-    i32[B]; with `complement` = (total, start, stop), each i32[B] or a number for all, more as in `ops.most_voted`."""
+    i32[B]; with `complement` = (total, start, stop), each i32[B], i32[B, T] or a number for all, more as in
+    `ops.most_voted`."""
     if limit := unsupported(votes, length, count, room):
         raise NotImplementedError(limit)
     B, K, G, S = votes.shape
     rows = B * K * G
     chosen = config or tuned.select("most_voted", config_for(rows), (votes, length, count), rows=rows, S=S, room=room)
-    numbers = [jnp.asarray(x, jnp.int32).reshape(-1) for x in (length, count, *(complement or ()))]
+    numbers = [simt.by_step(x, K) for x in (length, count, *(complement or ()))]
     slots, found = _most_voted(room, local, chosen, votes.reshape(rows, S), *numbers)
     return slots.reshape(B, K, G, room), found.reshape(B, K, G)
 

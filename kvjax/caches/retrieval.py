@@ -18,9 +18,16 @@ from kvjax.context import Axis, SplitSelector
 from kvjax.demotion import Demotion, Fifo
 from kvjax.layouts import whole_units
 from kvjax.selection import PackedSelection, Selection, reduce_queries
-from kvjax.selectors import Candidates, FusedSelector, Selector, WindowedSelector, with_own_pending
+from kvjax.selectors import (
+    Candidates,
+    FusedSelector,
+    MultiStepSelector,
+    Selector,
+    WindowedSelector,
+    with_own_pending,
+)
 from kvjax.spec import CacheSpec, keep_int
-from kvjax.stores import CachingStore, Dense, Store
+from kvjax.stores import CachingStore, Dense, MultiStepStore, Store
 from kvjax.validation import check_verbs
 
 
@@ -106,13 +113,17 @@ class Retrieval(SelectedZones):
     ) -> tuple[Array, ZonedState, Info]:
         """Each step sees the state as it is after its own token: the same arrays with smaller counts.
 
-        Where the selector does not select by itself, and without a sliding window, one pass over the index scores the
-        queries of all steps.
+        One pass over the index and one over the weights serve all steps, if store and selector can. Under a sliding
+        window, or with a store that changes as it is read, one step attends after the other.
         """
         after = self.put_tokens(st, k, v, count)
         lengths = step_lengths(st.length, count, k.shape[2], after.length)
-        alone = window is not None or self._fused(True) is not None
-        scores = None if alone else self._score_steps(st, jnp.moveaxis(q, 3, 0), scale=scale)
+        selector, store = self.selector, self.store
+        fused = isinstance(selector, FusedSelector)
+        together = isinstance(selector, MultiStepSelector) or not fused
+        if window is None and together and isinstance(store, MultiStepStore):
+            return self._attend_steps(after, q, lengths, scale=scale)
+        scores = None if window is not None or fused else self._score_steps(st, jnp.moveaxis(q, 3, 0), scale=scale)
 
         def attend(st: ZonedState, q: Array, length: Array, scores: Array | None) -> tuple[Array, ZonedState, Info]:
             st = self.shortened(st, length)
@@ -120,6 +131,25 @@ class Retrieval(SelectedZones):
             return self.attend_selected(st, q, self.find(st, q, seen, scale=scale, scores=scores), seen, scale=scale)
 
         return attend_in_turn(attend, after, q, lengths, scores)
+
+    def _attend_steps(
+        self, st: ZonedState, q: Array, lengths: Array, *, scale: float
+    ) -> tuple[Array, ZonedState, Info]:
+        """The steps of q [B, K, G, T, D], after each of which a row holds `lengths` i32[T, B] tokens, all at once."""
+        B, K, G, T, D = q.shape
+        queries = jnp.swapaxes(q, 2, 3).reshape(B, K, T * G, D)
+        seen = self.visible_steps(st, jnp.moveaxis(lengths, 0, 1))
+        found = self.find(st, queries, seen, scale=scale, steps=T)
+        assert isinstance(self.store, MultiStepStore)
+        out = self.store.attend_steps(st.store, queries, found, seen.recent, seen.sink, self.local, scale=scale)
+        out = jnp.swapaxes(out.reshape(B, K, T, G, D), 2, 3)
+
+        def info(length: Array, selection: Selection) -> Info:
+            then = self.shortened(st, length)
+            return self.info(then, self.visible(then, None), selection)
+
+        each = (jnp.moveaxis(a.reshape(B, K, T, -1, a.shape[3]), 2, 0) for a in without_packing(found))
+        return out, st, jax.vmap(info)(lengths, Selection(*each))
 
     def _score_steps(self, st: ZonedState, q: Array, *, scale: float) -> Array:
         """f32[T, B, K, G', units] scores of the history for the queries q [T, B, K, G, D] of T steps."""
@@ -137,33 +167,38 @@ class Retrieval(SelectedZones):
         scale: float,
         in_order: int = 0,
         scores: Array | None = None,
+        steps: int = 1,
     ) -> Selection | PackedSelection:
         """Scores the tokens beside sink and local window and selects the best for q [B, K, G, D], in whole units.
 
         History and pending tokens compete. The last `in_order` units of the selection are those that rank lowest, in
-        order of rank; a `FusedSelector` promises at most one. `scores` are those of the history, if they are known.
+        order of rank; a `FusedSelector` promises at most one. `scores` are those of the history, if they are known. For
+        the q [B, K, T*G, D] of some `steps`, `seen` is that of each, and the selection is [B, K, T*H, M].
         """
         unit, group_reduce, slots = self.selector.unit, self.selector.group_reduce, st.store.slots
-        queries = reduce_queries(q, group_reduce)
+        queries = reduce_queries(q, group_reduce, steps)
 
         # Pending tokens stand in the first slots of the recent block, before the local ones.
         pending_slots = max(-(-(st.recent.slots - self.local) // unit), 1) * unit
         room = self.room((slots + pending_slots) // unit)
         limit: Array | int = self.selected // unit  # a number where it is one for all, as an array takes a kernel
         if room != limit:
-            limit = jnp.where(st.length < self.dense_below, room, limit)
+            limit = jnp.where(seen.length < self.dense_below, room, limit)
         selector, all_visible = self.selector, seen.first is None
         starts = (0, 0) if all_visible else (seen.store, seen.recent.start)
         candidates = Candidates(
             span=(starts[0], st.store.count),
-            pending=(st.recent.k, starts[1], st.recent.count),
+            pending=(st.recent.k, starts[1], seen.recent.stop),
             limit=limit,
             room=room,
             pending_slots=pending_slots,
             local=self.local,
+            steps=steps,
         )
         fused = self._fused(all_visible, in_order)
         if scores is None and fused is not None:
+            if steps > 1 and isinstance(fused, MultiStepSelector):
+                return fused.select_steps(st.index, queries, candidates, scale=scale)
             return fused.select(st.index, queries, candidates, scale=scale)
         if seen.window is not None and isinstance(selector, WindowedSelector):
             scores = selector.score_visible(st.index, queries, candidates, window=seen.window, scale=scale)

@@ -61,8 +61,12 @@ class ZonedState:
 
 
 class Visible(NamedTuple):
-    """What the query of a row's newest token may attend to: all tokens, or those of a sliding window."""
+    """What the query of a row's newest token may attend to: all tokens, or those of a sliding window.
 
+    Of T steps at once, which have no window, the length and the spans of sink and recent block are those of each step.
+    """
+
+    length: Array  # i32[B] or i32[B, T] tokens held
     first: Array | None  # i32[B] the lowest visible position; None if all tokens are visible
     window: int | None  # tokens that a query sees; None if all
     store: Array  # i32[B] the first visible slot of the history
@@ -217,7 +221,17 @@ class Zoned:
         sink = None
         if st.sink is not None:
             sink = Span(st.sink.k, st.sink.v, lowest_slot(first, jnp.zeros_like(st.sink.count)), st.sink.count)
-        return Visible(first, window, lowest_slot(first, st.offset_store), recent, sink)
+        return Visible(st.length, first, window, lowest_slot(first, st.offset_store), recent, sink)
+
+    def visible_steps(self, st: ZonedState, lengths: Array) -> Visible:
+        """What the queries of T steps may attend to, after which a row of `st` holds `lengths` i32[B, T] tokens."""
+        sink, none = None, jnp.zeros_like(lengths)
+        recent = lengths - st.store.count[:, None]
+        if st.sink is not None:
+            of_sink = jnp.minimum(lengths, st.sink.slots)
+            sink, recent = Span(st.sink.k, st.sink.v, none, of_sink), recent - of_sink
+        seen = Span(st.recent.k, st.recent.v, none, recent)
+        return Visible(lengths, None, None, jnp.zeros_like(st.store.count), seen, sink)
 
     def _check_window(self, window: int | None) -> None:
         if window is not None and not self.demote.ordered:

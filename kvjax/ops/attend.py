@@ -10,7 +10,7 @@ from jax import Array
 from kvjax.arrays import Float, Int32
 from kvjax.ops.op import Implementation, op
 from kvjax.partial import PartialAttention, Span, attend_part, keep_valid, merge
-from kvjax.selection import PackedSelection, Selection, membership, split_selection
+from kvjax.selection import PackedSelection, Selection, membership, of_heads, split_selection
 
 
 @op(kernel="attend.attend_span", static_argnames=("scale",), derivative="reference")
@@ -23,7 +23,7 @@ def attend_span(
     dtype of the keys; it reads nothing outside of the span.
     """
     # Values outside of the span are finite, so they need no mask here; it would write a second copy of them.
-    return attend_part(q, span.k, span.v, span.mask[:, None, None], scale=scale).out.astype(q.dtype)
+    return attend_part(q, span.k, span.v, span.mask_of(q.shape[2]), scale=scale).out.astype(q.dtype)
 
 
 @attend_span.limit
@@ -84,8 +84,9 @@ def attend_zones(
 
     That is the selected slots of k, v [B, K, S, D], slots 0 to S - 1, of `more`, keys and values of the same shape, if
     given, slots S to 2 S - 1, and of `recent`, whose slots follow; the last `local` slots of the span of `recent`, none
-    of which are selected; and the span of `sink`, if there is one. `implementation`: see `explain`. The kernel's
-    products read q in the dtype of k.
+    of which are selected; and the span of `sink`, if there is one. The selection has H lists of slots, each for G/H
+    query heads in turn; starts and stops are i32[B], or i32[B, T] for those of T decode steps. `implementation`: see
+    `explain`. The kernel's products read q in the dtype of k.
     """
     if more is not None:
         k, v = (jnp.concatenate(two, axis=2) for two in zip((k, v), more, strict=True))
@@ -131,12 +132,12 @@ def attend_beside(
 ) -> Float[Array, "B K G D"]:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: `history` and the attention over the spans of `recent` and `sink`,
     and over the slots of `recent` that `pending` has."""
-    mask = recent.mask[:, None, None]
+    mask = recent.mask_of(q.shape[2])
     if pending is not None:
-        mask |= membership(pending, recent.k.shape[2])
+        mask |= of_heads(membership(pending, recent.k.shape[2]), q.shape[2])
     parts = [history, attend_part(q, recent.k, recent.v, mask, scale=scale)]
     if sink is not None:
-        parts.append(attend_part(q, sink.k, sink.v, sink.mask[:, None, None], scale=scale))
+        parts.append(attend_part(q, sink.k, sink.v, sink.mask_of(q.shape[2]), scale=scale))
     return merge(*parts).out.astype(q.dtype)
 
 

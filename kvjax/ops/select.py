@@ -13,7 +13,6 @@ from kvjax.arrays import Float
 from kvjax.ops.op import Implementation, op
 from kvjax.ops.rank import top_k_grouped
 from kvjax.ops.score import centres, rerank, score_1bit, score_pages
-from kvjax.partial import attention_logits
 from kvjax.quant import OneBit
 from kvjax.rotate import Directions, rotate_few, turned
 from kvjax.selection import (
@@ -21,9 +20,11 @@ from kvjax.selection import (
     GroupReduce,
     PackedSelection,
     Selection,
-    by_row,
+    join_lists,
+    join_steps,
     no_kernel_for,
     pack,
+    split_steps,
 )
 
 
@@ -40,15 +41,17 @@ def select_top(
 
     `scores` f32[B, K, G, U] are those of the U stored units for q [B, K, G, D]; those of pending keys are scale * q.k.
     """
-    pending = candidates.pending_units(attention_logits(q, candidates.pending[0], scale), unit)
-    stored = scores, candidates.stored_units(scores.shape[3], unit)
+    pending = candidates.pending_units(candidates.pending_logits(q, scale), unit)
+    stored = split_steps(scores, candidates.steps), candidates.stored_units(scores.shape[3], unit)
     return _highest([stored, pending], group_reduce, candidates)
 
 
 def _highest(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, candidates: Candidates) -> Selection:
+    """The highest of each step's parts, scores f32[B, K*T, G, U]: a selection [B, K, T*H, room]."""
     best = top_k_grouped(parts, group_reduce, candidates.room)
     rank = jnp.arange(candidates.room)[None, None, None]
-    return Selection(best.slots, best.valid & (rank < by_row(candidates.limit)))
+    valid = best.valid & (rank < candidates.of_groups(candidates.limit))
+    return Selection(*(join_steps(a, candidates.steps) for a in (best.slots, valid)))
 
 
 @op(kernel="select.select_1bit", static_argnames=("group_reduce", "scale"), derivative="zero")
@@ -76,22 +79,28 @@ def _select_1bit_limit(
     kernel: Any, q: Array, keys: OneBit, candidates: Candidates, group_reduce: GroupReduce, *, scale: float
 ) -> str | None:
     candidates.require(keys.bits.shape[2], 1)
-    pending = jax.ShapeDtypeStruct((*q.shape[:3], candidates.pending_slots), jnp.float32)
-    limit = kernel.unsupported(q, keys.bits, keys.scale, pending, group_reduce, candidates.room)
-    return no_kernel_for(group_reduce) or limit
+    unknown = no_kernel_for(group_reduce)
+    of_step = jax.ShapeDtypeStruct((*q.shape[:2], q.shape[2] // candidates.steps, q.shape[3]), q.dtype)
+    pending = jax.ShapeDtypeStruct((*of_step.shape[:3], candidates.pending_slots), jnp.float32)
+    return unknown or kernel.unsupported(of_step, keys.bits, keys.scale, pending, group_reduce, candidates.room)
 
 
 @select_1bit.mosaic
 def _select_1bit_mosaic(
     kernel: Any, q: Array, keys: OneBit, candidates: Candidates, group_reduce: GroupReduce, *, scale: float
 ) -> PackedSelection:
-    pending, wide = candidates.pending, candidates.pending_slots
-    how: dict[str, Any] = {"scale": scale, "pending_slots": wide, "local": candidates.local}
-    if pending[0].dtype != keys.scale.dtype:  # the kernel takes scores in place of keys of another dtype
-        pending = attention_logits(q, pending[0], scale)[..., :wide], *pending[1:]
-        how["pending_slots"] = None
-    limit, room = candidates.limit, candidates.room
-    return PackedSelection(*kernel.select_1bit(q, *keys, candidates.span, pending, limit, group_reduce, room, **how))
+    def one_pass(q: Array, candidates: Candidates) -> PackedSelection:
+        pending, wide, steps = candidates.pending, candidates.pending_slots, candidates.steps
+        how: dict[str, Any] = {"scale": scale, "pending_slots": wide, "local": candidates.local, "steps": steps}
+        if pending[0].dtype != keys.scale.dtype:  # the kernel takes scores in place of keys of another dtype
+            pending = join_steps(candidates.pending_logits(q, scale), steps)[..., :wide], *pending[1:]
+            how["pending_slots"] = None
+        limit, room = candidates.limit, candidates.room
+        return PackedSelection(
+            *kernel.select_1bit(q, *keys, candidates.span, pending, limit, group_reduce, room, **how)
+        )
+
+    return join_lists([one_pass(*part) for part in candidates.passes(q, kernel.PASS)])
 
 
 @op(kernel="select.select_pages", static_argnames=("group_reduce", "unit", "scale"), derivative="zero")
@@ -131,7 +140,7 @@ def _select_pages_limit(
     unknown = no_kernel_for(group_reduce)
     candidates.require(low.shape[2], unit)
     keys, room, wide = candidates.pending[0], candidates.room, candidates.pending_slots
-    return unknown or kernel.unsupported(q, low, high, keys, group_reduce, room, unit, wide)
+    return unknown or kernel.unsupported(q, low, high, keys, group_reduce, room, unit, wide, candidates.steps)
 
 
 @select_pages.mosaic
@@ -148,6 +157,7 @@ def _select_pages_mosaic(
 ) -> PackedSelection:
     span, pending, limit, room = candidates.span, candidates.pending, candidates.limit, candidates.room
     how = {"unit": unit, "scale": scale, "pending_slots": candidates.pending_slots, "local": candidates.local}
+    how["steps"] = candidates.steps
     return PackedSelection(*kernel.select_pages(q, low, high, span, pending, limit, group_reduce, room, **how))
 
 
@@ -171,8 +181,9 @@ def select_4bit(
     """
     M, S = listed.slots.shape[3], keys.signs.shape[2]
     estimates = rerank(rotate_few(q, seed), keys, listed, scale=scale)
-    pending = candidates.pending_units(attention_logits(q, candidates.pending[0], scale))
-    best = _highest([(estimates, listed.valid), pending], "per_head", candidates)
+    pending = candidates.pending_units(candidates.pending_logits(q, scale))
+    stored = split_steps(estimates, candidates.steps), split_steps(listed.valid, candidates.steps)
+    best = _highest([stored, pending], "per_head", candidates)
     slots = jnp.take_along_axis(listed.slots, jnp.minimum(best.slots, M - 1), axis=-1)
     slots = jnp.where(best.slots < M, slots, best.slots - M + S)
     return pack(Selection(slots, best.valid))

@@ -12,7 +12,7 @@ from kvjax.arrays import Float, Int32, UInt8
 from kvjax.memory import vary_with
 from kvjax.ops.op import Implementation, op
 from kvjax.rotate import rotate_few, turned
-from kvjax.selection import PackedSelection
+from kvjax.selection import PackedSelection, of_lists
 
 
 @op(kernel="vote.collide", static_argnames=("seed",), derivative="reference")
@@ -94,17 +94,19 @@ def most_voted(
 ) -> PackedSelection:
     """The `count` i32[B] slots with most `votes` u8[B, K, G, S] of the first `length` i32[B]; ties go to the lower.
 
-    At most `room` of them, in order of slot, not of votes. With `complement` = (total, start, stop), each i32[B] or a
-    number for all rows, count is at least what makes `total` with the slots [start, stop - `local`) of something else.
+    At most `room` of them, in order of slot, not of votes. With `complement` = (total, start, stop), count is at least
+    what makes `total` with the slots [start, stop - `local`) of something else. Each of these three is i32[B], a number
+    for all rows, or i32[B, T] for the heads of T decode steps.
 
     Eight passes find the vote of the last place and two running sums the places: nothing is sorted. `implementation`:
     see `explain`; all give the same.
     """
     B, K, G, S = votes.shape
+    count = of_lists(count, G)
     if complement is not None:
-        total, start, stop = complement
+        total, start, stop = (of_lists(x, G) for x in complement)
         count = jnp.maximum(count, total - jnp.maximum(stop - local - start, 0))
-    count = jnp.clip(count, 0, room)[:, None, None]
+    count = jnp.broadcast_to(jnp.clip(count, 0, room), (B, 1, count.shape[2]))
     valid = jnp.arange(S)[None] < length[:, None]
     votes = jnp.where(valid[:, None, None], votes.astype(jnp.int32), -1)
 

@@ -16,6 +16,7 @@ from kvjax.selectors.product import ProductCodes
 from kvjax.selectors.selector import (
     Candidates,
     FusedSelector,
+    MultiStepSelector,
     PendingSelector,
     Selector,
     WindowedSelector,
@@ -31,6 +32,7 @@ __all__ = [
     "FusedSelector",
     "MeanPages",
     "MinMaxPages",
+    "MultiStepSelector",
     "Nucleus",
     "Paris",
     "PendingSelector",

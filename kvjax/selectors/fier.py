@@ -80,6 +80,9 @@ class Fier:
     def over_context(self, stripes: Stripes) -> StripedSelector:
         return StripedSelector(self, stripes)
 
+    def select_steps(self, ix: OneBit, q: Array, among: Candidates, *, scale: float) -> PackedSelection:
+        return self.select(ix, q, among, scale=scale)
+
     def bytes_per_token(self, spec: CacheSpec) -> float:
         per_channel = 1 / 8 + 2 * _scale_dtype(spec).itemsize / self.group
         return spec.kv_heads * spec.head_dim * per_channel

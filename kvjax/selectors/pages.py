@@ -86,6 +86,9 @@ class _Pages:
     def over_context(self, stripes: Stripes) -> StripedSelector:
         return StripedSelector(self, stripes)
 
+    def select_steps(self, ix: Boxes, q: Array, among: Candidates, *, scale: float) -> Selection:
+        return self.select(ix, q, among, scale=scale)
+
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize / self.page
 
@@ -132,24 +135,28 @@ class MinMaxPages(_Pages):
             return among
         keys, start, stop = among.pending
         B, K, _, D = keys.shape
-        shape = (B, K, among.pending_slots // self.page, self.page, D)
-        there = jnp.arange(among.pending_slots)[None] < jnp.reshape(jnp.asarray(stop, jnp.int32), (-1, 1))
-        there = jnp.broadcast_to(there, (B, among.pending_slots)).reshape(B, 1, *shape[2:4], 1)
-        pages = keys[:, :, : among.pending_slots].reshape(shape)
+        steps, wide, heads = among.steps, among.pending_slots, q.shape[2] // among.steps
+        shape = (B, K, 1, wide // self.page, self.page, D)
+        ends = jnp.asarray(stop, jnp.int32)
+        there = (
+            jnp.arange(wide)[None, None] < (ends if ends.ndim == 2 else ends.reshape(-1, 1))[..., None]
+        )  # [B or 1, T or 1, W]
+        there = there.reshape(there.shape[0], 1, -1, *shape[3:5], 1)
+        pages = keys[:, :, :wide].reshape(shape)
         largest = jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype)
         # One after the other, so that XLA makes one kernel of all this: a reduction would be one of its own.
-        low, high = jnp.full_like(pages[:, :, :, :1], largest), jnp.full_like(pages[:, :, :, :1], -largest)
+        low, high = (jnp.full((B, K, steps, shape[3], 1, D), x) for x in (largest, -largest))
         for i in range(self.page):
-            key, seen = pages[:, :, :, i : i + 1], there[:, :, :, i : i + 1]
+            key, seen = pages[..., i : i + 1, :], there[..., i : i + 1, :]
             low = jnp.where(seen, jnp.minimum(low, key), low)
             high = jnp.where(seen, jnp.maximum(high, key), high)
         # The point of its box at which a query head has its best score, one after the other in the page's slots. All
         # are points of the box, so the best of them for any head is its own.
-        best = jnp.where(q[:, :, None, :, :] > 0, high, low)
-        points = jnp.take(best, jnp.arange(self.page) % q.shape[2], axis=3).reshape(B, K, -1, D)
+        best = jnp.where(q.reshape(B, K, steps, 1, heads, D) > 0, high, low)
+        points = jnp.take(best, jnp.arange(self.page) % heads, axis=4).reshape(B, K, steps, -1, D)
         first, end = start // self.page * self.page, -(-(stop - among.local) // self.page) * self.page
         end = jnp.where(jnp.asarray(stop) - among.local > start, end, first)
-        return replace(among, pending=(points, first, end), local=0)
+        return replace(among, pending=(points if steps > 1 else points[:, :, 0], first, end), local=0)
 
 
 @dataclass(frozen=True, kw_only=True)

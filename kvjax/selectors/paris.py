@@ -12,7 +12,15 @@ from jax import Array
 from kvjax import ops
 from kvjax.blocks import take_rows, write
 from kvjax.rotate import SUBSPACE, Directions, encode, require_rotatable, rotate, rotate_few
-from kvjax.selection import Candidates, GroupReduce, PackedSelection, Selection, require_group_reduce
+from kvjax.selection import (
+    Candidates,
+    GroupReduce,
+    PackedSelection,
+    Selection,
+    join_lists,
+    pack,
+    require_group_reduce,
+)
 from kvjax.spec import CacheSpec, keep_int
 
 Votes = Literal["tiers", "plain"]
@@ -156,7 +164,7 @@ class Paris:
         """As `FusedSelector` has it. No token that is not reranked is chosen before all that are, so candidates are all
         that is chosen from; where they and the pending tokens are too few, as many more of the most voted come along:
         then all of them are chosen."""
-        means = q.shape[2] > 1 and self.group_reduce != "per_head"  # a mean needs all scores of each head
+        means = q.shape[2] > among.steps and self.group_reduce != "per_head"  # a mean needs all scores of each head
         if means or self.seed is None:
             return ops.select_top(self.score(ix, q, scale=scale), q, among, self.group_reduce, scale=scale)
         votes = self._votes(ix, q)
@@ -164,6 +172,11 @@ class Paris:
         fill = among.limit, *among.pending[1:]
         listed = ops.most_voted(votes, among.span[1], ix.candidates, most, complement=fill, local=among.local)
         return ops.select_4bit(q, ix.codes, listed, among, seed=self.seed, scale=scale)
+
+    def select_steps(self, ix: ParisIndex, q: Array, among: Candidates, *, scale: float) -> PackedSelection:
+        """In passes of 8 queries, as many as the kernel of votes takes."""
+        found = (self.select(ix, *part, scale=scale) for part in among.passes(q, 8))
+        return join_lists([part if isinstance(part, PackedSelection) else pack(part) for part in found])
 
     def room(self, slots: int) -> int:
         """Candidates that a step over `slots` slots has room for: as many as any length of history wants."""

@@ -91,6 +91,15 @@ class FusedSelector(Selector, Protocol):
         ...
 
 
+@runtime_checkable
+class MultiStepSelector(FusedSelector, Protocol):
+    """A selector that selects for several decode steps at once, in one pass over its index."""
+
+    def select_steps(self, ix: Any, q: Array, among: Candidates, *, scale: float) -> Selection | PackedSelection:
+        """The tokens [B, K, T*H, M] that `select` selects for each of the `among.steps` steps, for q [B, K, T*G, D]."""
+        ...
+
+
 def with_own_pending(selector: Selector, among: Candidates, q: Array) -> Candidates:
     """`among` with the pending keys by which `selector` scores; as it is, for exact scores of the tokens."""
     return selector.with_pending(among, q) if isinstance(selector, PendingSelector) else among

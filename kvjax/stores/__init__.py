@@ -11,7 +11,16 @@ from kvjax.stores.host_codes import HostFloat8, HostQuantized
 from kvjax.stores.hot import HotBlock, HotSet
 from kvjax.stores.low_rank import LowRank, LowRankBlock
 from kvjax.stores.quantized import Quantized
-from kvjax.stores.store import CachingStore, FusedSlotStore, FusedStore, Held, Loaded, RecallingStore, Store
+from kvjax.stores.store import (
+    CachingStore,
+    FusedSlotStore,
+    FusedStore,
+    Held,
+    Loaded,
+    MultiStepStore,
+    RecallingStore,
+    Store,
+)
 
 __all__ = [
     "CachingStore",
@@ -28,6 +37,7 @@ __all__ = [
     "Loaded",
     "LowRank",
     "LowRankBlock",
+    "MultiStepStore",
     "Quantized",
     "RecallingStore",
     "Store",

@@ -15,12 +15,13 @@ from jax import Array, lax
 from kvjax import ops
 from kvjax.layouts import channels_packed
 from kvjax.memory import host_zeros, to_device
-from kvjax.partial import PartialAttention
+from kvjax.partial import PartialAttention, Span
 from kvjax.prompt import attend_blocks
 from kvjax.quant import QuantArray, dequantize, quantize
-from kvjax.selection import Selection
+from kvjax.selection import PackedSelection, Selection
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostBlock, HostOffload, split_parts
+from kvjax.stores.store import attend_slots_beside
 from kvjax.validation import refuse_derivative
 
 BITS = (2, 4, 8)
@@ -84,6 +85,19 @@ class _HostCodes:
     def attend_slots(self, st: HostBlock, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
         k, v = (self.decode(rows, q.shape[-1]) for rows in self._rows.gather(st, selection))
         return ops.attend_gathered(q, k, v, selection, scale=scale)
+
+    def attend_steps(
+        self,
+        st: HostBlock,
+        q: Array,
+        selection: Selection | PackedSelection,
+        recent: Span,
+        sink: Span | None,
+        local: int,
+        *,
+        scale: float,
+    ) -> Array:
+        return attend_slots_beside(self, st, st.slots, q, selection, recent, sink, local, scale=scale)
 
     def gather(self, st: HostBlock, selection: Selection) -> tuple[Array, Array]:
         k, v = (self.decode(rows, self._head_dim(st.kv.shape[-1])) for rows in self._rows.gather(st, selection))

@@ -15,8 +15,9 @@ from kvjax.layouts import channels_packed
 from kvjax.partial import PartialAttention, Span
 from kvjax.prompt import attend_blocks
 from kvjax.quant import QuantArray, dequantize, quantize, slice_tokens
-from kvjax.selection import Selection
+from kvjax.selection import PackedSelection, Selection
 from kvjax.spec import CacheSpec, keep_int
+from kvjax.stores.store import attend_slots_beside
 from kvjax.validation import refuse_derivative
 
 KeyAxis = Literal["channel", "token"]
@@ -168,6 +169,19 @@ class Quantized:
 
     def attend_slots(self, st: QuantizedBlock, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
         return ops.attend_gathered(q, *self.gather(st, selection), selection, scale=scale)
+
+    def attend_steps(
+        self,
+        st: QuantizedBlock,
+        q: Array,
+        selection: Selection | PackedSelection,
+        recent: Span,
+        sink: Span | None,
+        local: int,
+        *,
+        scale: float,
+    ) -> Array:
+        return attend_slots_beside(self, st, st.slots, q, selection, recent, sink, local, scale=scale)
 
     def gather(self, st: QuantizedBlock, selection: Selection) -> tuple[Array, Array]:
         D = st.k.codes.shape[-1] * 8 // self.bits

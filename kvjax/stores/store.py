@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from jax import Array
 
+from kvjax import ops
 from kvjax.partial import PartialAttention, Span
-from kvjax.selection import PackedSelection, Selection
+from kvjax.selection import PackedSelection, Selection, split_selection
 from kvjax.spec import CacheSpec
 
 
@@ -16,7 +18,8 @@ class Store(Protocol):
     """Keeps keys and values. Slots are handed out in order of arrival; slot s holds the s-th token that came.
 
     A store may have further verbs, which policies find by the protocols below: `FusedStore`, `FusedSlotStore`,
-    `RecallingStore`, `CachingStore`. Without them a policy puts the same attention together from the verbs here.
+    `MultiStepStore`, `RecallingStore`, `CachingStore`. Without them a policy puts the same attention together from the
+    verbs here.
     """
 
     @property
@@ -103,6 +106,53 @@ class FusedSlotStore(Store, Protocol):
         `recent`; over the last `local` slots of the span of `recent`, none of which are selected; and over the span of
         `sink`."""
         ...
+
+
+@runtime_checkable
+class MultiStepStore(Store, Protocol):
+    """A store that attends for several decode steps at once, each with a selection of its own.
+
+    `Retrieval.decode` calls `attend_steps` in place of one `attend_slots_with` or `attend_slots` a step. Law: both give
+    the same, up to rounding. `attend_slots_beside` is an implementation for a store whose `attend_slots` takes any
+    number of lists.
+    """
+
+    def attend_steps(
+        self,
+        st: Any,
+        q: Array,
+        selection: Selection | PackedSelection,
+        recent: Span,
+        sink: Span | None,
+        local: int,
+        *,
+        scale: float,
+    ) -> Array:
+        """[B, K, T*G, D] in the dtype of q [B, K, T*G, D], the query heads of one step after those of the other.
+
+        The arguments are those of `FusedSlotStore.attend_slots_with`, of all steps: lists of slots [B, K, T*H, M], and
+        spans with start and stop i32[B, T].
+        """
+        ...
+
+
+def attend_slots_beside(
+    store: Store,
+    st: Any,
+    slots: int,
+    q: Array,
+    selection: Selection | PackedSelection,
+    recent: Span,
+    sink: Span | None,
+    local: int,
+    *,
+    scale: float,
+) -> Array:
+    """`MultiStepStore.attend_steps` by `attend_slots` of a store of `slots` slots, and a merge."""
+    stored, pending = split_selection(selection, slots)
+    history = store.attend_slots(st, q, stored, scale=scale)
+    recent = recent._replace(start=jnp.maximum(recent.start, recent.stop - local))
+    return ops.attend_beside(history, q, pending, recent, sink, scale=scale)
 
 
 class Held(NamedTuple):

@@ -1,0 +1,123 @@
+"""The kernels that take several decode steps at once: each step gets what it gets alone."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import ops
+from kvjax.kernels_pallas import simt
+from kvjax.partial import Span
+from kvjax.rotate import encode
+from kvjax.selection import Candidates, PackedSelection
+from tests.kernels.inputs import boxes, index, normal, relative
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+def kernel(op, **arguments):
+    """The operation's kernel, as the operation calls it."""
+    return op._mosaic(op.module, **arguments)
+
+
+def candidates(B, K, T, R, D, S, wide, room, *, own=False, local=2, dtype=jnp.bfloat16):
+    """Candidates of T steps, each of which has one pending token more; counts differ by row."""
+    keys = 3 * normal(7, B, K, *((T,) if own else ()), R, D, dtype=dtype)
+    stop = jnp.asarray(np.arange(1, T + 1)[None] + np.array([R - T, 0])[:B, None], jnp.int32)
+    limit = jnp.asarray(np.broadcast_to(np.array([room, room - 1])[:B, None], (B, T)), jnp.int32)
+    span = (0, jnp.asarray([S, S - 3][:B], jnp.int32))
+    return Candidates(
+        span=span, pending=(keys, 0, stop), limit=limit, room=room, pending_slots=wide, local=local, steps=T
+    )
+
+
+def assert_each_step_is_as_alone(select, q, among):
+    """select(q, candidates) of all steps gives the slots that it gives for the first and for the last."""
+    together = jax.jit(select)(q, among)
+    of_step, alone, lists = q.shape[2] // among.steps, jax.jit(select), together.slots.shape[2] // among.steps
+    for t, (own_q, own) in enumerate(among.passes(q, of_step)):
+        if 0 < t < among.steps - 1:
+            continue
+        # As a caller of one step has it: numbers by row, and keys without the axis of steps.
+        keys, start, stop = own.pending
+        pending = (keys if keys.ndim == 4 else keys[:, :, 0], start, stop[:, 0])
+        want = alone(own_q, dataclasses.replace(own, pending=pending, limit=own.limit[:, 0]))
+        mine = PackedSelection(*(a[:, :, t * lists : (t + 1) * lists] for a in together))
+        np.testing.assert_array_equal(mine.found, want.found)
+        for got, wanted, valid in zip(mine.slots, want.slots, want.valid, strict=True):
+            got, wanted = (np.sort(np.where(valid, a, -1), axis=-1) for a in (got, wanted))
+            np.testing.assert_array_equal(got, wanted, err_msg=f"step {t}")
+
+
+@pytest.mark.parametrize(
+    ("T", "G", "D", "group_reduce"),
+    [
+        (8, 4, 64, "mean_softmax"),
+        pytest.param(3, 3, 128, "mean_score", marks=pytest.mark.thorough),
+        pytest.param(5, 7, 64, "per_head", marks=pytest.mark.thorough),  # two passes
+    ],
+)
+def test_select_1bit_scores_all_steps_at_once(T, G, D, group_reduce):
+    B, K, S = 1, 2, 160
+    q, ix = normal(1, B, K, T * G, D, dtype=jnp.bfloat16).astype(jnp.float32), index(B, K, S, D, 32, jnp.bfloat16)
+    among = candidates(B, K, T, 40, D, S, 36, 25)
+    run = partial(kernel, ops.select_1bit, keys=ix, group_reduce=group_reduce, scale=0.1)
+    assert_each_step_is_as_alone(lambda q, among: run(q=q, candidates=among), q, among)
+
+
+@pytest.mark.parametrize(("own", "B"), [(True, 2), pytest.param(False, 1, marks=pytest.mark.thorough)])
+def test_select_pages_scores_all_steps_at_once(own, B):
+    T, G, K, P, D, unit = 5, 3, 1, 21, 64, 16
+    q, (low, high) = normal(2, B, K, T * G, D, dtype=jnp.bfloat16).astype(jnp.float32), boxes(B, K, P, D, jnp.bfloat16)
+    among = candidates(B, K, T, 40, D, P * unit, 32, 7, own=own)
+    run = partial(kernel, ops.select_pages, low=low, high=high, group_reduce="mean_softmax", unit=unit, scale=0.1)
+    assert_each_step_is_as_alone(lambda q, among: run(q=q, candidates=among), q, among)
+
+
+def test_select_4bit_and_most_voted_take_the_candidates_of_each_step():
+    B, K, T, S, D = 2, 1, 3, 64, 64
+    q, keys = normal(1, B, K, T, D), jax.jit(encode)(normal(2, B, K, S, D))
+    votes = jnp.asarray(np.random.default_rng(4).integers(0, 20, (B, K, T, S)), jnp.uint8)
+    among = candidates(B, K, T, 12, D, S, 9, 20)
+
+    def select(q, among):
+        mine = votes if among.steps > 1 else votes[:, :, :1]
+        fill = among.limit, *among.pending[1:]
+        count = {"length": among.span[1], "count": jnp.full(B, 16, jnp.int32), "room": 30}
+        listed = kernel(ops.most_voted, votes=mine, **count, complement=fill, local=2)
+        return kernel(ops.select_4bit, q=q, keys=keys, listed=listed, candidates=among, seed=3, scale=0.1)
+
+    votes = jnp.broadcast_to(votes[:, :, :1], votes.shape)  # the same for each step, so that one alone has its own
+    assert_each_step_is_as_alone(select, q, among)
+
+
+def test_attend_zones_reads_the_spans_of_each_step():
+    B, K, T, G, S, R, D, M = 2, 1, 3, 2, 40, 20, 64, 9
+    q, *kv = (normal(i, B, K, n, D, dtype=jnp.bfloat16) for i, n in enumerate((T * G, S, S, R, R, 4, 4)))
+    rng = np.random.default_rng(1)
+    slots = jnp.asarray(np.stack([rng.permutation(S)[:M] for _ in range(B * K * T)]).reshape(B, K, T, M), jnp.int32)
+    found = jnp.asarray(rng.integers(0, M + 1, (B, K, T)), jnp.int32)
+    stop, sunk = (jnp.asarray(x, jnp.int32) for x in ([[5, 6, 7], [18, 19, 20]], [[0, 1, 2], [4, 4, 4]]))
+    none = jnp.zeros_like(stop)
+
+    def run(q, slots, found, start, stop, sunk):
+        recent, sink = Span(*kv[2:4], start, stop), Span(*kv[4:], start, sunk)
+        zones = {"k": kv[0], "v": kv[1], "recent": recent, "sink": sink, "local": 5, "more": None}
+        return kernel(ops.attend_zones, q=q, selection=PackedSelection(slots, found), **zones, scale=0.1)
+
+    together, alone = jax.jit(run)(q, slots, found, none, stop, sunk), jax.jit(run)
+    for t in range(T):
+        of = slice(t, t + 1)
+        want = alone(
+            q[:, :, t * G : (t + 1) * G], slots[:, :, of], found[:, :, of], *(x[:, t] for x in (none, stop, sunk))
+        )
+        assert relative(together[:, :, t * G : (t + 1) * G], want) < 1e-6
+
+
+def test_numbers_by_step_are_repeated_for_each_head():
+    got = simt.by_step(jnp.asarray([[1, 2, 3], [4, 5, 6]]), 2)
+    np.testing.assert_array_equal(got, [1, 2, 3, 1, 2, 3, 4, 5, 6, 4, 5, 6])
+    np.testing.assert_array_equal(simt.by_step(7, 2), [7])
