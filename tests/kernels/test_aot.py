@@ -322,6 +322,33 @@ def test_a_step_starts_few_kernels_and_copies_nothing(preset, most):
     assert not [name for name in program.launches if name.startswith("copy")]
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("preset", "most", "found"),
+    [
+        (presets.fier(2048), 12, ["select_1bit_score", "select_1bit", "attend_zones"]),
+        (presets.quest(2048), 13, ["select_pages_score", "select_pages", "attend_zones"]),
+        (
+            presets.pariskv(2048),
+            21,
+            ["collide_rank", "collide", "most_voted", "select_4bit_score", "select_4bit", "attend_zones"],
+        ),
+    ],
+    ids=["fier", "quest", "pariskv"],
+)
+def test_several_steps_start_each_kernel_once(preset, most, found):
+    spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072, dtype=jnp.bfloat16)
+    cache = jax.eval_shape(partial(kvjax.init_layer, preset.rest, spec))
+    new = sds(1, 8, 32, 128), sds(1, 8, 8, 128), sds(1, 8, 8, 128)
+    with mock.patch.object(ops.op, "_unmeasured", return_value=None):
+        program = aot.compile_for_h200(partial(kvjax.decode, flush=False), cache, *new, donate=0)
+    assert {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels} == set(found)
+    assert len(program.launches) <= most, program.launches
+    assert len([name for name in program.launches if name.startswith("mpmd_map")]) == len(found)
+    assert not [name for name in program.launches if name.startswith("while")]
+    assert program.temp_bytes < 100 * MIB  # for the scores of 256 heads in f16, 64 MiB; keys and values are 512 MiB
+
+
 @pytest.mark.parametrize("name", ["host_rows", "host_append"])
 def test_a_kernel_takes_arrays_of_the_host_as_they_are(name):
     x, one = kept_by_host(1 << 18, 1), sds(1, dtype=jnp.int32)
