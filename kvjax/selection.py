@@ -23,7 +23,6 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax.arrays import Bool, Int32
-from kvjax.partial import attention_logits
 
 GroupReduce = Literal["mean_query", "mean_score", "max_score", "max_softmax", "sum_softmax", "mean_softmax", "per_head"]
 GROUP_REDUCES: tuple[str, ...] = get_args(GroupReduce)
@@ -133,13 +132,6 @@ class Candidates:
         if number.ndim < 2:
             return by_row(number)
         return jnp.tile(number, (1, self.pending[0].shape[1]))[:, :, None, None]
-
-    def pending_logits(self, q: Array, scale: float) -> Array:
-        """f32[B, K*T, G, R]: exact scores of the recent keys for q [B, K, T*G, D]."""
-        keys = self.pending[0]
-        if keys.ndim == 4:
-            return split_steps(attention_logits(q, keys, scale), self.steps)
-        return attention_logits(split_steps(q, self.steps), keys.reshape(keys.shape[0], -1, *keys.shape[3:]), scale)
 
     def stored_units(self, units: int, unit: int = 1) -> Array:
         """bool[B, 1 or K*T, 1, U]: which of the index's U units have a token in the span."""

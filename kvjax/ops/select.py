@@ -13,6 +13,7 @@ from kvjax.arrays import Float
 from kvjax.ops.op import Implementation, op
 from kvjax.ops.rank import top_k_grouped
 from kvjax.ops.score import centres, rerank, score_1bit, score_pages
+from kvjax.partial import attention_logits
 from kvjax.quant import OneBit
 from kvjax.rotate import Directions, rotate_few, turned
 from kvjax.selection import (
@@ -41,9 +42,17 @@ def select_top(
 
     `scores` f32[B, K, G, U] are those of the U stored units for q [B, K, G, D]; those of pending keys are scale * q.k.
     """
-    pending = candidates.pending_units(candidates.pending_logits(q, scale), unit)
+    pending = candidates.pending_units(_pending_logits(q, candidates, scale), unit)
     stored = split_steps(scores, candidates.steps), candidates.stored_units(scores.shape[3], unit)
     return _highest([stored, pending], group_reduce, candidates)
+
+
+def _pending_logits(q: Array, candidates: Candidates, scale: float) -> Array:
+    """f32[B, K*T, G, R]: exact scores of the recent keys for q [B, K, T*G, D]."""
+    keys, steps = candidates.pending[0], candidates.steps
+    if keys.ndim == 4:
+        return split_steps(attention_logits(q, keys, scale), steps)
+    return attention_logits(split_steps(q, steps), keys.reshape(keys.shape[0], -1, *keys.shape[3:]), scale)
 
 
 def _highest(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, candidates: Candidates) -> Selection:
@@ -93,7 +102,7 @@ def _select_1bit_mosaic(
         pending, wide, steps = candidates.pending, candidates.pending_slots, candidates.steps
         how: dict[str, Any] = {"scale": scale, "pending_slots": wide, "local": candidates.local, "steps": steps}
         if pending[0].dtype != keys.scale.dtype:  # the kernel takes scores in place of keys of another dtype
-            pending = join_steps(candidates.pending_logits(q, scale), steps)[..., :wide], *pending[1:]
+            pending = join_steps(_pending_logits(q, candidates, scale), steps)[..., :wide], *pending[1:]
             how["pending_slots"] = None
         limit, room = candidates.limit, candidates.room
         return PackedSelection(
@@ -181,7 +190,7 @@ def select_4bit(
     """
     M, S = listed.slots.shape[3], keys.signs.shape[2]
     estimates = rerank(rotate_few(q, seed), keys, listed, scale=scale)
-    pending = candidates.pending_units(candidates.pending_logits(q, scale))
+    pending = candidates.pending_units(_pending_logits(q, candidates, scale))
     stored = split_steps(estimates, candidates.steps), split_steps(listed.valid, candidates.steps)
     best = _highest([stored, pending], "per_head", candidates)
     slots = jnp.take_along_axis(listed.slots, jnp.minimum(best.slots, M - 1), axis=-1)
