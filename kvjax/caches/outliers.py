@@ -80,14 +80,16 @@ class OutlierRetrieval(Retrieval):
         scale: float,
         in_order: int = 0,
         scores: Array | None = None,
+        steps: int = 1,
     ) -> Selection | PackedSelection:
         if not self.beside:
-            return super().find(st, q, seen, scale=scale, in_order=in_order, scores=scores)
+            return super().find(st, q, seen, scale=scale, in_order=in_order, scores=scores, steps=steps)
         if scores is None:
             scores = self.selector.score(st.index, q.astype(jnp.float32), scale=scale)
         kept = self.exact_store.kept(st.store)
         scores = jnp.where(kept[:, :, None], LAST, scores)
-        found = without_packing(super().find(st, q, seen, scale=scale, in_order=in_order, scores=scores))
+        every = super().find(st, q, seen, scale=scale, in_order=in_order, scores=scores, steps=steps)
+        found = without_packing(every)
         return found._replace(valid=found.valid & ~self._are_kept(st, kept, found))
 
     def _are_kept(self, st: ZonedState, kept: Array, selection: Selection) -> Array:
