@@ -140,6 +140,11 @@ class Placement:
                 f"{policy} numbers the KV heads of a layer, so they cannot be split over the {self.parts('heads')} "
                 "devices of heads; split the batch alone, or use a policy that treats all heads alike"
             )
+        if self.parts("heads") > 1 and getattr(policy, "shares_over_heads", False):
+            raise ValueError(
+                f"{policy} divides a budget over all KV heads of a layer, so they cannot be split over the "
+                f"{self.parts('heads')} devices of heads; split the batch alone"
+            )
         part_of_policy = self.policy_of_part(policy)
         if self.parts("context") > 1 and part_of_policy is policy and _grows(policy, spec):
             raise ValueError(

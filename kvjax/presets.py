@@ -21,6 +21,7 @@ from kvjax.caches import (
     Compressed,
     Evicting,
     Full,
+    HeadBudgets,
     OutlierRetrieval,
     PerLayer,
     Policy,
@@ -648,6 +649,31 @@ def pyramidkv(
     return PerLayer.of(policies)
 
 
+def adakv(
+    budget: int = 1024,
+    *,
+    floor: float = 0.2,
+    most: float = 2.0,
+    window: int = 32,
+    kernel_size: int = 7,
+    pooling: Pooling = "max",
+    dense_layers: int = 0,
+) -> PerLayer:
+    """AdaKV: SnapKV with one budget for all KV heads of a layer, `budget` a head on average.
+
+    All tokens of a prompt compete in all heads for the slots of the layer, so heads that attend widely keep more. A
+    head keeps at least `floor` of `budget`, and at most `most` times as many tokens, for which it has room.
+
+    **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550): floor 0.2, over SnapKV. **Differs:** see `HeadBudgets` and
+    `Observation`.
+    """
+    require_int("adakv(dense_layers=...)", dense_layers, at_least=0)
+    require_int("adakv(budget=...)", budget, at_least=1)
+    evictor = Observation(window=window, kernel_size=kernel_size, pooling=pooling)
+    policy = HeadBudgets(evictor=evictor, budget=budget, floor=floor, most=most)
+    return PerLayer((Full(),) * dense_layers, policy)
+
+
 def razorattention(budget: int = 4096, *, sink: int = 4, heads: str | Heads | None = None) -> PerLayer:
     """RazorAttention: retrieval heads keep everything; others keep `budget` tokens and the mean of the rest.
 
@@ -776,6 +802,7 @@ REGISTRY: dict[str, Preset] = {
             "as snapkv, with budgets that fall from the first layer to the last",
             "PyramidKV 2024",
         ),
+        Preset("adakv", adakv, "as snapkv, with more tokens in KV heads that attend widely", "AdaKV 2024"),
         Preset("raas", raas, "the prompt, and generated tokens that were attended to lately", "RaaS 2025"),
         Preset(
             "razorattention",

@@ -25,6 +25,7 @@ from kvjax.caches.compensated import Compensated, CompensatedState
 from kvjax.caches.compressed import Compressed
 from kvjax.caches.evicting import Evicting, EvictingState
 from kvjax.caches.full import Full, FullState
+from kvjax.caches.head_budgets import HeadBudgets, HeadBudgetsState
 from kvjax.caches.outliers import OutlierRetrieval
 from kvjax.caches.per_head import PerHead, PerHeadState
 from kvjax.caches.per_layer import PerLayer
@@ -47,6 +48,8 @@ __all__ = [
     "Full",
     "FullState",
     "Growing",
+    "HeadBudgets",
+    "HeadBudgetsState",
     "Info",
     "Leading",
     "MultiStep",

@@ -23,6 +23,7 @@ from kvjax.partial import (
     softmax_weights,
 )
 from kvjax.prompt import attend_zone
+from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.validation import check_verbs
 
@@ -82,10 +83,7 @@ class Evicting:
 
     def update(self, st: EvictingState, k: Array, v: Array, active: Array) -> EvictingState:
         B, K, S = st.position.shape
-        worth = self.evictor.worth(st.evidence, st.position, st.length + 1, S)
-        least = worth == jnp.min(worth, axis=-1, keepdims=True)
-        dies = jnp.argmin(jnp.where(least, st.position, jnp.iinfo(jnp.int32).max), axis=-1)
-        slot = jnp.where((st.tokens.count < S)[:, None], st.tokens.count[:, None], dies.astype(jnp.int32))
+        slot = self._slot(st)
 
         def place(held: Array, new: Array) -> Array:
             """`held` [B, K, S, ...] with `new` [B, 1 or K, 1, ...] in the slot of each head of the active rows."""
@@ -97,7 +95,8 @@ class Evicting:
         if evidence is not None and arrival is not None:
             evidence = place(evidence, jnp.full((B, 1, 1), arrival, jnp.float32))
         came = active.astype(jnp.int32)
-        return EvictingState(
+        return replace(
+            st,
             tokens=Block(
                 place(st.tokens.k, k),
                 place(st.tokens.v, v),
@@ -151,7 +150,7 @@ class Evicting:
         if self.evictor.arrival is None:
             return self.prefill(st, k, v, lengths)
         T, S = k.shape[2], st.tokens.slots
-        voters = self.evictor.voters(S)
+        voters = self.evictor.voters(self._share(S))
         # The last queries of each row, padded at the front to whole blocks with queries that see nothing.
         asked = T if voters is None else min(voters, T)
         block = min(asked, QUERIES)
@@ -190,11 +189,11 @@ class Evicting:
             line = jnp.concatenate([evidence, jnp.full((B, K, T), arrival, jnp.float32)], axis=2)
             evidence = jnp.take_along_axis(line, order, axis=-1)
             votes = jnp.take_along_axis(votes, order[:, :, None], axis=-1)
-            evidence = self.evictor.see_prompt(evidence, votes, position, end, S)
-        worth = self.evictor.worth(evidence, position, end, S)
+            evidence = self.evictor.see_prompt(evidence, votes, position, end, self._share(S))
+        worth = self.evictor.worth(evidence, position, end, self._share(S))
 
         # Ties go to the lower place of the line turned round: the newer token.
-        best = ops.top_k(jnp.flip(worth, axis=-1), jnp.flip(position >= 0, axis=-1), S)
+        best = self._best(jnp.flip(worth, axis=-1), jnp.flip(position >= 0, axis=-1), S)
         L = S + T
         place = jnp.sort(jnp.where(best.valid, L - 1 - best.slots, L), axis=-1)  # places kept, in order; then L
         valid, place = place < L, jnp.minimum(place, L - 1)
@@ -207,13 +206,15 @@ class Evicting:
         def select(line: Array) -> Array:
             return jnp.where(valid, jnp.take_along_axis(line, place, axis=-1), jnp.zeros((), line.dtype))
 
-        kept = EvictingState(
+        kept = replace(
+            st,
             tokens=Block(take(st.tokens.k, k), take(st.tokens.v, v), jnp.minimum(st.tokens.count + lengths, S)),
             position=select(position),
             evidence=None if evidence is None else select(evidence),
             length=end,
             due=None if st.due is None else jnp.zeros_like(st.due),
         )
+        kept = self._counted(kept, valid)
         # A row that takes nothing keeps its slots as they lie.
         return jax.tree.map(lambda a, b: jnp.where((lengths > 0).reshape(-1, *(1,) * (a.ndim - 1)), a, b), kept, st)
 
@@ -261,9 +262,33 @@ class Evicting:
             parts.append(attend_part(queries.reshape(B, K, G * T, D), k, v, seen[..., slots], scale=scale))
         return merge(*parts)
 
-    @staticmethod
-    def _held(st: EvictingState) -> Array:
-        """bool[B, 1, S]: slots that hold a token."""
+    def _slot(self, st: EvictingState) -> Array:
+        """i32[B, K]: where the next token goes, an empty slot or that of the token that dies."""
+        slots = st.tokens.slots
+        dies = self._dying(st, jnp.ones_like(st.position, bool))
+        return jnp.where((st.tokens.count < slots)[:, None], st.tokens.count[:, None], dies)
+
+    def _dying(self, st: EvictingState, held: Array) -> Array:
+        """i32[B, K]: the slot of the least worth, of equals the oldest, where `held` bool[B, K, S]."""
+        worth = self.evictor.worth(st.evidence, st.position, st.length + 1, self._share(st.tokens.slots))
+        worth = jnp.where(held, worth, jnp.inf)
+        least = held & (worth == jnp.min(worth, axis=-1, keepdims=True))
+        return jnp.argmin(jnp.where(least, st.position, jnp.iinfo(jnp.int32).max), axis=-1).astype(jnp.int32)
+
+    def _share(self, slots: int) -> int:
+        """Slots of a head that the evictor reckons with."""
+        return slots
+
+    def _best(self, worth: Array, there: Array, slots: int) -> Selection:
+        """The tokens to keep [B, K, slots] by worth f32[B, K, L], of those that are `there` bool[B, K, L]."""
+        return ops.top_k(worth, there, slots)
+
+    def _counted(self, st: EvictingState, valid: Array) -> EvictingState:
+        """The state whose slots have just been filled anew where `valid` bool[B, K, S]."""
+        return st
+
+    def _held(self, st: EvictingState) -> Array:
+        """bool[B, 1 or K, S]: slots that hold a token."""
         return (jnp.arange(st.tokens.slots)[None] < st.tokens.count[:, None])[:, None]
 
     def _positions(self, st: EvictingState) -> Array:

@@ -42,6 +42,7 @@ COLOURS = {
     "pqcache": "#994455",
     "shadowkv": "#aa4466",
     "pyramidkv": "#ee8866",
+    "adakv": "#44bb99",
     "raas": "#bbaa33",
     "razorattention": "#117733",
     "duoattention": "#88ccee",

@@ -164,6 +164,7 @@ CASES: dict[str, Case] = {
     "h2o preset, budget 64": Case(presets.h2o(budget=64).rest),
     "tova, budget 64": Case(presets.tova(budget=64).rest),
     "snapkv, budget 64": Case(presets.snapkv(budget=64).rest),
+    "adakv, budget 40": Case(presets.adakv(budget=40, window=5).rest),
     "razorattention, budget 64": Case(presets.razorattention(budget=64).rest),
     "some heads in full, others in chunks": Case(
         kvjax.PerHead(heads=(1,), chosen=Full(), others=Compressed(store=kvjax.Dense(), demote=Fifo(leave=32)))

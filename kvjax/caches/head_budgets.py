@@ -1,0 +1,132 @@
+"""AdaKV: one budget for all KV heads of a layer, of which each head gets what its tokens are worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import register_dataclass
+
+from kvjax import ops
+from kvjax.caches.evicting import Evicting, EvictingState
+from kvjax.partial import PartialAttention
+from kvjax.selection import Selection
+from kvjax.spec import CacheSpec
+
+ALL = 2**30  # a sliding window that hides nothing
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class HeadBudgetsState(EvictingState):
+    """Heads hold different numbers of tokens, each in its first slots; `tokens.count` is the largest of them."""
+
+    held: Array  # i32[B, K] tokens of a head
+    limit: Array  # i32[B, K] tokens that a head may hold until the next prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadBudgets(Evicting):
+    """Holds `budget` tokens a KV head on average, more in heads whose attention is spread wide.
+
+    When a prompt exceeds the budget, all its tokens in all KV heads compete for the slots of the layer by their worth,
+    and each head then has as many as it won. A head keeps its best `floor * budget` tokens in any case. In later steps
+    a head evicts its own tokens. Shapes are static: each head has room for `most * budget` tokens, and a step reads
+    all of that room.
+
+    **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550), Algorithm 1 over SnapKV's votes: floor 0.2. **Differs:** the
+    paper has no bound `most`, as it stores heads one after the other; what exceeds it goes to other heads. Its
+    safeguard mixes each head's number with an equal share; here an equal share of `floor` is certain and all else is
+    won. A GQA group shares what it keeps, and generated tokens count.
+
+    >>> import kvjax
+    >>> policy = kvjax.HeadBudgets(evictor=kvjax.Observation(), budget=256)
+    >>> policy.head_bounds
+    (51, 512)
+    """
+
+    floor: float = 0.2
+    most: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, low, high in (("floor", 0.0, 1.0), ("most", 1.0, 1e6)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ValueError(f"HeadBudgets({name}={value!r}) must be a number from {low:g} to {high:g}")
+        if self.evictor.arrival is None:
+            raise ValueError(
+                f"HeadBudgets got {self.evictor}, which does not say which tokens are worth more; use "
+                "kvjax.Observation()"
+            )
+
+    @property
+    def head_bounds(self) -> tuple[int, int]:
+        """The fewest and the most tokens that a head with a full cache holds."""
+        return max(int(self.floor * self.budget), 1), int(self.most * self.budget)
+
+    @property
+    def shares_over_heads(self) -> bool:
+        """Whether heads compete with each other, so that none can be computed without the others."""
+        return True
+
+    def init(self, spec: CacheSpec) -> HeadBudgetsState:
+        roomy = replace(self, budget=self.head_bounds[1])
+        st = Evicting.init(roomy, spec)
+        heads = (spec.batch, spec.kv_heads)
+        return HeadBudgetsState(
+            **vars(st),
+            held=jnp.zeros(heads, jnp.int32),
+            limit=jnp.full(heads, min(self.budget, spec.capacity), jnp.int32),
+        )
+
+    def update(self, st: EvictingState, k: Array, v: Array, active: Array) -> HeadBudgetsState:
+        assert isinstance(st, HeadBudgetsState)
+        new = super().update(st, k, v, active)
+        assert isinstance(new, HeadBudgetsState)
+        held = st.held + (active[:, None] & (st.held < st.limit)).astype(jnp.int32)
+        return replace(new, held=held, tokens=replace(new.tokens, count=jnp.max(held, axis=1)))
+
+    def attend_stored(
+        self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
+    ) -> PartialAttention:
+        return super().attend_stored(st, q, scale=scale, window=ALL if window is None else window)
+
+    # ---------------------------------------------------------------------------------------------------------- parts
+
+    def _share(self, slots: int) -> int:
+        return min(self.budget, slots)
+
+    def _held(self, st: EvictingState) -> Array:
+        assert isinstance(st, HeadBudgetsState)
+        return jnp.arange(st.tokens.slots)[None, None] < st.held[..., None]
+
+    def _slot(self, st: EvictingState) -> Array:
+        assert isinstance(st, HeadBudgetsState)
+        return jnp.where(st.held < st.limit, st.held, self._dying(st, self._held(st)))
+
+    def _best(self, worth: Array, there: Array, slots: int) -> Selection:
+        """The best tokens of all heads together, `slots` of a head at most."""
+        (B, K, _), share = worth.shape, self._share(slots)
+        own = ops.top_k(worth, there, slots)  # by falling worth
+        worth = jnp.take_along_axis(worth, own.slots, axis=-1)
+        certain = jnp.arange(slots) < min(self.head_bounds[0], share)
+        worth = jnp.where(certain[None, None], jnp.inf, worth)
+        # Equals go to the head in which they rank higher.
+        line, valid = (jnp.swapaxes(a, 1, 2).reshape(B, 1, -1) for a in (worth, own.valid))
+        won = ops.top_k(line, valid, K * share)
+        place = jnp.where(won.valid, won.slots, line.shape[2])[:, 0]
+        wins = jnp.zeros((B, line.shape[2]), bool).at[jnp.arange(B)[:, None], place].set(True, mode="drop")
+        return Selection(own.slots, own.valid & jnp.swapaxes(wins.reshape(B, slots, K), 1, 2))
+
+    def _counted(self, st: EvictingState, valid: Array) -> HeadBudgetsState:
+        assert isinstance(st, HeadBudgetsState)
+        held, share = jnp.sum(valid, axis=-1, dtype=jnp.int32), self._share(st.tokens.slots)
+        short = (st.length <= share)[:, None]  # all of it is there
+        return replace(
+            st,
+            held=held,
+            limit=jnp.where(short, share, held),
+            tokens=replace(st.tokens, count=jnp.max(held, axis=1)),
+        )
