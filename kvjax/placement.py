@@ -140,9 +140,9 @@ class Placement:
                 f"{policy} numbers the KV heads of a layer, so they cannot be split over the {self.parts('heads')} "
                 "devices of heads; split the batch alone, or use a policy that treats all heads alike"
             )
-        if self.parts("heads") > 1 and getattr(policy, "shares_over_heads", False):
+        if self.parts("heads") > 1 and _joins_heads(policy):
             raise ValueError(
-                f"{policy} divides a budget over all KV heads of a layer, so they cannot be split over the "
+                f"{policy} computes with all KV heads of a layer together, so they cannot be split over the "
                 f"{self.parts('heads')} devices of heads; split the batch alone"
             )
         part_of_policy = self.policy_of_part(policy)
@@ -328,6 +328,14 @@ def _part_shapes(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
     if placement.policy_of_part(policy) is not policy:  # whose init may ask which device it is on
         init = jax.shard_map(init, mesh=placement.mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False)
     return jax.eval_shape(init)
+
+
+def _joins_heads(part: Any) -> bool:
+    """Whether a policy, or a part of it, says by `joins_heads` that no head can be computed without the others."""
+    if getattr(part, "joins_heads", False):
+        return True
+    fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) and not isinstance(part, type) else ()
+    return any(_joins_heads(getattr(part, field.name)) for field in fields)
 
 
 def _grows(policy: Any, spec: CacheSpec) -> bool:

@@ -67,8 +67,8 @@ class HeadBudgets(Evicting):
         return max(int(self.floor * self.budget), 1), int(self.most * self.budget)
 
     @property
-    def shares_over_heads(self) -> bool:
-        """Whether heads compete with each other, so that none can be computed without the others."""
+    def joins_heads(self) -> bool:
+        """Whether no head can be computed without the others: all compete for one budget."""
         return True
 
     def init(self, spec: CacheSpec) -> HeadBudgetsState:

@@ -127,6 +127,11 @@ class LowRank:
             count=jnp.zeros(B, jnp.int32),
         )
 
+    @property
+    def joins_heads(self) -> bool:
+        """Whether no head can be computed without the others: their keys have one basis."""
+        return True
+
     # ------------------------------------------------------------------------------------------------------- storing
 
     def append(self, st: LowRankBlock, k: Array, v: Array, count: Array) -> LowRankBlock:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax import CacheSpec, LastQuery, Placement
+from kvjax.placement import _joins_heads
 from tests.laws.cases import CASES
 
 SPEC = CacheSpec(batch=4, q_heads=8, kv_heads=4, head_dim=16, capacity=200, dtype="float32")
@@ -111,8 +112,9 @@ def test_split_cache_does_what_one_device_does(name: str) -> None:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_split_in_every_way_does_what_one_device_does(name: str, placement: str) -> None:
-    if placement != "rows" and getattr(CASES[name].policy, "heads", None) is not None:
-        with pytest.raises(ValueError, match="numbers the KV heads"):
+    policy = CASES[name].policy
+    if placement != "rows" and (getattr(policy, "heads", None) is not None or _joins_heads(policy)):
+        with pytest.raises(ValueError, match="numbers the KV heads|computes with all KV heads"):
             check_case(name, PLACEMENTS[placement])
     else:
         check_case(name, PLACEMENTS[placement])

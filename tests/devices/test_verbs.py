@@ -150,6 +150,13 @@ def test_gradients_are_those_of_one_device() -> None:
             lambda: kvjax.init(PerHead(heads=(1,), chosen=FIER, others=TOVA), SPEC, layers=1, placement=BOTH),
             "numbers the KV heads of a layer, so they cannot be split over the 4 devices",
         ),
+        *(
+            (
+                lambda make=make: kvjax.init(make().rest, SPEC, layers=1, placement=BOTH),
+                "computes with all KV heads of a layer together, so they cannot be split over the 4 devices",
+            )
+            for make in (kvjax.presets.adakv, kvjax.presets.shadowkv)
+        ),
         (lambda: kvjax.init(FIER, SPEC, layers=1, placement="model"), "must be a kvjax.Placement, got 'model'"),
         (lambda: kvjax.shardings(kvjax.init_layer(FIER, SPEC)), "takes a cache with a placement"),
     ],
