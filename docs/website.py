@@ -32,7 +32,7 @@ CONTENTS = {  # caption -> pages; of the guides, methods, notebooks and API belo
     "Methods": ["docs/methods", "docs/support"],
     "Guides": ["docs/guides"],
     "Notebooks": [],
-    "Measurements": ["docs/performance", "docs/real_models", "docs/scaling", "benchmarks/NOTES"],
+    "Measurements": ["docs/performance", "docs/real_models", "docs/claims", "docs/scaling", "benchmarks/NOTES"],
     "API": [],
     "Project": ["CHANGELOG", "CONTRIBUTING", "docs/citation", "kvjax/data/kvjax-26m/README", "training/README"],
 }
