@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from layers import clock, out_of, save, show
+from layers import clock, implementation, out_of, save, show
 
 from kvjax import CacheSpec, Dense, HostOffload, HotSet, ops
 from kvjax.partial import Span
@@ -127,6 +127,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--hits", type=numbers, default=[0, 50, 90, 100], help="per cent")
     parser.add_argument("--tokens", type=numbers, default=[8192], help="of the hot set, a row and KV head")
     parser.add_argument("--select", type=int, default=1984)
+    parser.add_argument("--implementation", default="default", help="or kernels: also those that nobody has measured")
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--out", type=Path, help="default: results/hot_set.json; with --quick nothing is written")
     parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
@@ -138,14 +139,17 @@ def main(args: Sequence[str] | None = None) -> None:
         parser.error("this measures a GPU; --quick runs small sizes without one")
     what = "selected tokens read and attended in a layer, " + ", ".join(f"{k} {v}" for k, v in shape.items())
     what += f"; zeros; us: host's clock, kernels_us: device time, medians of {given.calls} calls"
-    key = ("kind", "batch", "length", "select", "tokens", "hit_rate", "backend")
-    check(CacheSpec(batch=2, capacity=256, **shape))
+    key = ("kind", "batch", "length", "select", "tokens", "hit_rate", "implementation", "backend")
+    with implementation(given.implementation):
+        check(CacheSpec(batch=2, capacity=256, **shape))
     for case in given.cases.split(","):
         batch, length = (int(part) for part in case.split("x"))
         spec = CacheSpec(batch=batch, capacity=length, **shape)
         rows = [("hot", tokens, hits / 100) for tokens in given.tokens for hits in given.hits]
         for kind, tokens, hits in (("device", 0, 1.0), ("host", 0, 1.0), *rows):
-            row = measure(kind, spec, given.select, tokens or given.select, hits, given.calls)
+            with implementation(given.implementation):
+                row = measure(kind, spec, given.select, tokens or given.select, hits, given.calls)
+            row["implementation"] = given.implementation
             show(row)
             save(out_of(given, "hot_set.json"), what, [row], key)
             gc.collect()

@@ -212,7 +212,7 @@ class Speculative:
         if isinstance(policy.store, CachingStore):
             store, loaded = policy.store.load(st.store, selection)
             st = replace(st, store=store)
-            history = ops.gather_slots(loaded.k, loaded.v, self._flat(loaded.selection))
+            history = ops.gather_slots(loaded.k, loaded.v, self._flat(without_packing(loaded.selection)))
         else:
             history = policy.store.gather(st.store, stored)
         found = history, ops.gather_slots(*recent, pending), recent

@@ -6,7 +6,7 @@ operation needs a function in the file of its family (`kvjax.ops.op` says how), 
 """
 
 from kvjax.ops.attend import attend_beside, attend_gathered, attend_slots, attend_span, attend_zones, gather_slots
-from kvjax.ops.host import host_append, host_rows, host_rows_first, host_rows_rest
+from kvjax.ops.host import HotTables, host_append, host_rows, host_rows_first, host_rows_rest, hot_load, hot_places
 from kvjax.ops.op import OPS, Explanation, Implementation, Op, explain, explained, use
 from kvjax.ops.quantized import attend_quantized, attend_quantized_zones, gather_quantized
 from kvjax.ops.rank import top_k, top_k_grouped
@@ -18,6 +18,7 @@ from kvjax.ops.write import put_token
 __all__ = [
     "OPS",
     "Explanation",
+    "HotTables",
     "Implementation",
     "Op",
     "attend_beside",
@@ -36,6 +37,8 @@ __all__ = [
     "host_rows",
     "host_rows_first",
     "host_rows_rest",
+    "hot_load",
+    "hot_places",
     "most_voted",
     "put_token",
     "rerank",

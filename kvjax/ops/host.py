@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -244,3 +244,130 @@ def _host_append_limit(kernel: Any, x: Array, new: Sequence[Array], at: Array, c
 @host_append.mosaic
 def _host_append_mosaic(kernel: Any, x: Array, new: Sequence[Array], at: Array, count: Array) -> Array:
     return kernel.host_append(x, tuple(new), at, count)
+
+
+class HotTables(NamedTuple):
+    """Which pages of a history on the host have a place on the device; n places for P pages."""
+
+    page: Int32[Array, "B K n"]  # the page of each place; -1 for none
+    used: Int32[Array, "B K n"]  # 0 for places that were not used since the hand came by, 2 for those filled last
+    place: Int32[Array, "B K P"]  # where each page was last put; it is there if `page` of that place says so
+    hand: Int32[Array, "B K"]  # the place that the hand stands at
+    loads: Int32[Array, "B K"]  # pages that got a place
+
+
+@op(kernel="host.hot_set")
+def hot_places(
+    tables: HotTables,
+    index: Int32[Array, "B K N"],
+    found: Int32[Array, "B K"],
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[HotTables, Int32[Array, "B K N"]]:
+    """Gives each page that a step wants a place, by the clock rule; the tables, and where each entry is.
+
+    A step wants the first `found` entries of `index`, N <= n: i < P is a page, all of them different, which is at
+    place i32; P + r becomes n + r; and a negative number, or an entry past those found, becomes n. Places whose page
+    must be read are `used` as 2. `implementation`: see `explain`; all give the same.
+    """
+    (B, K, N), n, P = index.shape, tables.page.shape[2], tables.place.shape[2]
+    row, head = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
+    index = jnp.where(jnp.arange(N)[None, None] < found[..., None], index, -1)
+    wanted = (index >= 0) & (index < P)
+    page = jnp.where(wanted, index, 0)
+    known = jnp.clip(jnp.take_along_axis(tables.place, page, axis=2), 0, n - 1)
+    hit = wanted & (jnp.take_along_axis(tables.page, known, axis=2) == page)
+    missed = wanted & ~hit
+
+    def at(places: Array, which: Array) -> tuple[Array, Array, Array]:
+        return row, head, jnp.where(which, places, n)
+
+    # Places in the order in which the hand gives them up: first those that were not used, then the used ones, each from
+    # the hand on; never those of this step's hits.
+    kept = jnp.zeros((B, K, n), bool).at[at(known, hit)].set(True, mode="drop")
+    was_used, at_hand = tables.used > 0, tables.hand[..., None]
+    idle, busy = ~kept & ~was_used, ~kept & was_used
+    before = lax.cumsum(jnp.stack([idle, busy]).astype(jnp.int32), axis=3)
+    total = before[..., -1:]
+    hand_at = jnp.broadcast_to(at_hand[None], (2, B, K, 1))
+    passed = jnp.where(hand_at > 0, jnp.take_along_axis(before, jnp.maximum(hand_at - 1, 0), axis=3), 0)
+    rank = before - 1 - passed
+    rank = jnp.where(rank < 0, rank + total, rank)
+    rank = jnp.where(idle, rank[0], jnp.where(busy, total[0] + rank[1], N))
+    place_of_rank = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[None, None], rank.shape)
+    given = jnp.zeros((B, K, N), jnp.int32).at[row, head, jnp.minimum(rank, N)].set(place_of_rank, mode="drop")
+
+    order = lax.cumsum(missed.astype(jnp.int32), axis=2)
+    misses = order[..., -1:]
+    place = jnp.where(missed, jnp.take_along_axis(given, jnp.maximum(order - 1, 0), axis=2), known)
+    last = jnp.take_along_axis(given, jnp.maximum(misses - 1, 0), axis=2)
+    # The hand has gone round to the place that it gave last, or all the way, and what it passed counts as unused.
+    distance = jnp.mod(jnp.arange(n)[None, None] - at_hand, n)
+    swept = (distance <= jnp.mod(last - at_hand, n)) | (misses > total[0])
+    used = (was_used & ~(swept & (misses > 0))).astype(jnp.int32)
+    used = used.at[at(place, wanted)].set(jnp.where(missed, 2, 1), mode="drop")
+    after = HotTables(
+        page=tables.page.at[at(place, missed)].set(page, mode="drop"),
+        used=used,
+        place=tables.place.at[row, head, jnp.where(missed, page, P)].set(place, mode="drop"),
+        hand=jnp.where(misses > 0, jnp.mod(last + 1, n), at_hand)[..., 0],
+        loads=tables.loads + misses[..., 0],
+    )
+    return after, jnp.where(wanted, place, n + jnp.maximum(index - P, 0))
+
+
+@hot_places.limit
+def _hot_places_limit(kernel: Any, tables: HotTables, index: Array, found: Array) -> str | None:
+    return kernel.unsupported(tables.page, index)
+
+
+@hot_places.mosaic
+def _hot_places_mosaic(kernel: Any, tables: HotTables, index: Array, found: Array) -> tuple[HotTables, Array]:
+    made, at = kernel.hot_places(tuple(tables), index, found)
+    return HotTables(*made), at
+
+
+@op(kernel="host.hot_set")
+def hot_load(
+    x: Shaped[Array, "B K P parts Z D"],
+    zones: Parts,
+    page: Int32[Array, "B K n"],
+    used: Int32[Array, "B K n"],
+    at: Int32[Array, "B K N"],
+    *,
+    implementation: Implementation | None = None,
+) -> Parts:
+    """`zones`, parts [B, K, n * Z, D] on the device, with the pages that `hot_places` gave a new place.
+
+    For each place in `at`, which may lie past the n places, that is `used` as 2, its `page` is read from x [B, K, P,
+    parts, Z, D] in host memory. In place where the zones are donated or a loop's carry. XLA reads as many rows as `at`
+    has. `implementation`: see `explain`; all give the same.
+    """
+    n = page.shape[2]
+    safe = jnp.minimum(at, n - 1)
+    fresh = (at < n) & (jnp.take_along_axis(used, safe, axis=2) == 2)
+    source = jnp.where(fresh, jnp.take_along_axis(page, safe, axis=2), -1)
+    return place_pages(zones, host_rows(x, source), jnp.where(fresh, at, n), n)
+
+
+def place_pages(zones: Parts, pages: Sequence[Array], at: Array, n: int) -> Parts:
+    """`zones`, [B, K, n * Z, D] each, with `pages` [B, K, N * Z, D] at the places below n in `at` i32[B, K, N]."""
+    (B, K, N), (*_, D) = at.shape, zones[0].shape
+    row, head = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
+
+    def put(zone: Array, new: Array) -> Array:
+        by_page = zone.reshape(B, K, n, -1, D)
+        new = new.reshape(B, K, N, -1, D).astype(zone.dtype)
+        return by_page.at[row, head, at].set(new, mode="drop").reshape(zone.shape)
+
+    return tuple(put(*two) for two in zip(zones, pages, strict=True))
+
+
+@hot_load.limit
+def _hot_load_limit(kernel: Any, x: Array, zones: Parts, page: Array, used: Array, at: Array) -> str | None:
+    return kernel.unsupported_load(x, zones[0], at)
+
+
+@hot_load.mosaic
+def _hot_load_mosaic(kernel: Any, x: Array, zones: Parts, page: Array, used: Array, at: Array) -> Parts:
+    return kernel.hot_load(x, zones, page, used, at)

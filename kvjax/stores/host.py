@@ -200,6 +200,13 @@ class HostOffload:
     ) -> Array:
         return self.attend_slots_with(st, q, selection, recent, sink, local, scale=scale)
 
+    def place(
+        self, st: HostBlock, hot: tuple[Array, Array], page: Array, used: Array, at: Array
+    ) -> tuple[Array, Array]:
+        """See `PlacingStore`."""
+        k, v = ops.hot_load(st.kv, hot, page, used, at)
+        return k, v
+
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         return k, v
 

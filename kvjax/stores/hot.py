@@ -17,15 +17,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 
+from kvjax import ops
+from kvjax.ops.host import place_pages
 from kvjax.partial import PartialAttention
 from kvjax.selection import PackedSelection, Selection
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostOffload
-from kvjax.stores.store import Loaded, Store
+from kvjax.stores.store import Loaded, PlacingStore, Store
 
 
 @register_dataclass
@@ -37,9 +39,16 @@ class Hot:
     v: Array  # dtype[B, K, n * Z, D]
     page: Array  # i32[B, K, n] the page of each place; -1 for none
     place: Array  # i32[B, K, P] where each page of the history was last put
-    used: Array  # bool[B, K, n] places that were used since the hand came by
+    used: Array  # i32[B, K, n] 0 for places that were not used since the hand came by, 2 for those filled last
     hand: Array  # i32[B, K] the place that the hand stands at
     loads: Array  # i32[B, K] pages that were read from the host, since `init`
+
+    @property
+    def tables(self) -> ops.HotTables:
+        return ops.HotTables(self.page, self.used, self.place, self.hand, self.loads)
+
+    def with_tables(self, tables: ops.HotTables) -> Hot:
+        return replace(self, **tables._asdict())
 
 
 @register_dataclass
@@ -110,40 +119,54 @@ class HotSet:
 
     def load(self, st: HotBlock, selection: Selection | PackedSelection) -> tuple[HotBlock, Loaded]:
         """See `CachingStore`."""
+        *_, H, M = selection.slots.shape
+        self.require_room(H * M)
+        place = self._place_tokens if self.page == H == 1 else self._place_pages
+        hot, fresh, slots = place(st, selection)
+        if isinstance(self.store, PlacingStore):
+            k, v = self.store.place(st.history, (hot.k, hot.v), hot.page, hot.used, fresh)
+        else:
+            k, v = self._read(st.history, hot, fresh)
+        there = selection._replace(slots=slots)
+        return HotBlock(st.history, replace(hot, k=k, v=v)), Loaded(k, v, there)
+
+    def _place_tokens(self, st: HotBlock, selection: Selection | PackedSelection) -> tuple[Hot, Array, Array]:
+        """The hot set with places for the selection, where each is, and the same as slots of a `Loaded`."""
+        B, K, _, M = selection.slots.shape
+        if isinstance(selection, PackedSelection):
+            index, found = selection.slots, selection.found
+        else:
+            index = jnp.where(selection.valid, selection.slots, -1)
+            found = jnp.full((B, K, 1), M, jnp.int32)
+        tables, at = ops.hot_places(st.hot.tables, index[:, :, 0], found[:, :, 0])
+        return st.hot.with_tables(tables), at, at[:, :, None]
+
+    def _place_pages(self, st: HotBlock, selection: Selection | PackedSelection) -> tuple[Hot, Array, Array]:
         slots, valid = selection.slots, selection.valid
         B, K, H, M = slots.shape
         Z, stored = self.page, valid & (slots < st.slots)
-        self.require_room(H * M)
         by_page = (B, K, H * M // Z, Z)
         wanted = jnp.any(stored.reshape(by_page), axis=3)
         page = jnp.where(wanted, slots.reshape(by_page)[..., 0] // Z, -1)
         if H > 1:  # a page that several query heads selected is read once
             page, same = _once(page, st.hot.place.shape[2])
-        hot, place, missed = give_places(st.hot, page)
-        hot = self._read(st.history, hot, jnp.where(missed, page, -1), place)
-        if H > 1:
-            place = jnp.take_along_axis(place, same, axis=2)
-        at = jnp.broadcast_to(place[..., None] * Z, by_page).reshape(B, K, H, M) + slots % Z
+        tables, at = ops.hot_places(st.hot.tables, page, jnp.full((B, K), page.shape[2], jnp.int32))
+        place = jnp.take_along_axis(at, same, axis=2) if H > 1 else at
+        inside = jnp.broadcast_to(place[..., None] * Z, by_page).reshape(B, K, H, M) + slots % Z
         past = self.tokens + jnp.maximum(slots - st.slots, 0)
-        there = Selection(jnp.where(slots < st.slots, at, past), valid)
-        return HotBlock(st.history, hot), Loaded(hot.k, hot.v, there)
+        return st.hot.with_tables(tables), at, jnp.where(stored, inside, past)
 
-    def _read(self, history: Any, hot: Hot, page: Array, place: Array) -> Hot:
-        """Puts the pages i32[B, K, N] of the history, -1 for none, in their places i32[B, K, N]."""
-        Z, (B, K, N) = self.page, page.shape
-        slots = jnp.maximum(page, 0)[..., None] * Z + jnp.arange(Z)[None, None, None]
-        valid = jnp.broadcast_to((page >= 0)[..., None], slots.shape)
+    def _read(self, history: Any, hot: Hot, at: Array) -> tuple[Array, Array]:
+        """Keys and values of the hot set with those pages of the history whose place, in `at` i32[B, K, N], is new."""
+        Z, (B, K, N), n = self.page, at.shape, hot.page.shape[2]
+        safe = jnp.minimum(at, n - 1)
+        fresh = (at < n) & (jnp.take_along_axis(hot.used, safe, axis=2) == 2)
+        page = jnp.where(fresh, jnp.take_along_axis(hot.page, safe, axis=2), 0)
+        slots = page[..., None] * Z + jnp.arange(Z)[None, None, None]
+        valid = jnp.broadcast_to(fresh[..., None], slots.shape)
         read = self.store.gather(history, Selection(slots.reshape(B, K, 1, N * Z), valid.reshape(B, K, 1, N * Z)))
-        to = jnp.where(page >= 0, place, hot.page.shape[2])
-        row, head = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
-
-        def put(buffer: Array, new: Array) -> Array:
-            pages = buffer.reshape(B, K, -1, Z, buffer.shape[3])
-            new = new.reshape(B, K, N, Z, buffer.shape[3]).astype(buffer.dtype)
-            return pages.at[row, head, to].set(new, mode="drop").reshape(buffer.shape)
-
-        k, v = (put(*two) for two in zip((hot.k, hot.v), read, strict=True))
-        return replace(hot, k=k, v=v)
+        k, v = place_pages((hot.k, hot.v), read, jnp.where(fresh, at, n), n)
+        return k, v
 
     # What reads no selection, or one that was not loaded, reads the history itself.
 
@@ -175,7 +198,7 @@ def empty_hot(lead: tuple[int, int], places: int, pages: int, page: int, head_di
         v=jnp.zeros(shape, dtype),
         page=jnp.full((*lead, places), -1, jnp.int32),
         place=jnp.zeros((*lead, pages), jnp.int32),
-        used=jnp.zeros((*lead, places), bool),
+        used=jnp.zeros((*lead, places), jnp.int32),
         hand=jnp.zeros(lead, jnp.int32),
         loads=jnp.zeros(lead, jnp.int32),
     )
@@ -200,46 +223,7 @@ def give_places(hot: Hot, page: Array) -> tuple[Hot, Array, Array]:
     Returns the hot set with its tables brought up to date, the places i32[B, K, N], and bool[B, K, N] which pages are
     to be read from the host to them.
     """
-    B, K, N = page.shape
     n = hot.page.shape[2]
-    row, head = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
-    known = jnp.clip(jnp.take_along_axis(hot.place, jnp.maximum(page, 0), axis=2), 0, n - 1)
-    hit = (page >= 0) & (jnp.take_along_axis(hot.page, known, axis=2) == page)
-    missed = (page >= 0) & ~hit
-
-    def at(places: Array, which: Array) -> tuple[Array, Array, Array]:
-        return row, head, jnp.where(which, places, n)
-
-    # Places in the order in which the hand gives them up: first those that were not used, then the used ones, each from
-    # the hand on; never those of this step's hits.
-    kept = jnp.zeros((B, K, n), bool).at[at(known, hit)].set(True, mode="drop")
-    at_hand = hot.hand[..., None]
-    idle, busy = ~kept & ~hot.used, ~kept & hot.used
-    before = lax.cumsum(jnp.stack([idle, busy]).astype(jnp.int32), axis=3)
-    total = before[..., -1:]
-    hand_at = jnp.broadcast_to(at_hand[None], (2, B, K, 1))
-    passed = jnp.where(hand_at > 0, jnp.take_along_axis(before, jnp.maximum(hand_at - 1, 0), axis=3), 0)
-    rank = before - 1 - passed
-    rank = jnp.where(rank < 0, rank + total, rank)
-    rank = jnp.where(idle, rank[0], jnp.where(busy, total[0] + rank[1], N))
-    place_of_rank = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[None, None], rank.shape)
-    given = jnp.zeros((B, K, N), jnp.int32).at[row, head, jnp.minimum(rank, N)].set(place_of_rank, mode="drop")
-
-    order = lax.cumsum(missed.astype(jnp.int32), axis=2)
-    misses = order[..., -1:]
-    place = jnp.where(missed, jnp.take_along_axis(given, jnp.maximum(order - 1, 0), axis=2), known)
-    last = jnp.take_along_axis(given, jnp.maximum(misses - 1, 0), axis=2)
-    # The hand has gone round to the place that it gave last, or all the way, and what it passed counts as unused.
-    distance = jnp.mod(jnp.arange(n)[None, None] - at_hand, n)
-    swept = (distance <= jnp.mod(last - at_hand, n)) | (misses > total[0])
-    used = hot.used & ~(swept & (misses > 0))
-    used = used.at[at(place, page >= 0)].set(True, mode="drop")
-    after = replace(
-        hot,
-        page=hot.page.at[at(place, missed)].set(page, mode="drop"),
-        place=hot.place.at[row, head, jnp.where(missed, page, hot.place.shape[2])].set(place, mode="drop"),
-        used=used,
-        hand=jnp.where(misses > 0, jnp.mod(last + 1, n), at_hand)[..., 0],
-        loads=hot.loads + misses[..., 0],
-    )
-    return after, place, missed
+    tables, place = ops.hot_places(hot.tables, page, jnp.full(page.shape[:2], page.shape[2], jnp.int32))
+    missed = (page >= 0) & (jnp.take_along_axis(tables.used, jnp.minimum(place, n - 1), axis=2) == 2)
+    return hot.with_tables(tables), place, missed

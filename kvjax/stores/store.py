@@ -191,12 +191,24 @@ class RecallingStore(Store, Protocol):
         ...
 
 
+@runtime_checkable
+class PlacingStore(Store, Protocol):
+    """A store outside of device memory that reads pages straight to their places in a hot set.
+
+    `HotSet` calls `place` in place of `gather` and a scatter.
+    """
+
+    def place(self, st: Any, hot: tuple[Array, Array], page: Array, used: Array, at: Array) -> tuple[Array, Array]:
+        """Keys and values of the hot set, [B, K, n * Z, D], with new pages; see `kvjax.ops.hot_load`."""
+        ...
+
+
 class Loaded(NamedTuple):
     """Tokens on the device, and a selection of them."""
 
     k: Array  # dtype[B, K, X, D]
     v: Array  # dtype[B, K, X, D]
-    selection: Selection  # slot X + r is slot r of the recent block
+    selection: Selection | PackedSelection  # slot X + r is slot r of the recent block
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.blocks import Block
+from kvjax.ops import HotTables
 from kvjax.partial import Span
 from kvjax.quant import OneBit, QuantArray
 from kvjax.rotate import encode
@@ -142,6 +143,16 @@ def appended(B=1, P=10, N=4, D=64, dtype=jnp.bfloat16):
 def tokens(D=64, slots=5, other=jnp.bfloat16):
     zones = [Block(*2 * [sds(2, 3, n, D, dtype=t)], i32(2)) for n, t in ((slots, jnp.bfloat16), (9, other))]
     return (zones, *2 * [sds(2, 3, 1, D)], flags(2), flags(2)), {}
+
+
+def placed(B=1, n=8, N=4, P=20):
+    tables = HotTables(i32(B, 2, n), i32(B, 2, n), i32(B, 2, P), i32(B, 2), i32(B, 2))
+    return (tables, i32(B, 2, N), i32(B, 2)), {}
+
+
+def hot_rows(B=1, n=8, N=4, P=20, Z=1, D=64, dtype=jnp.bfloat16):
+    zones = 2 * (sds(B, 2, n * Z, D, dtype=dtype),)
+    return (sds(B, 2, P, 2, Z, D), zones, i32(B, 2, n), i32(B, 2, n), i32(B, 2, N)), {}
 
 
 ROWS = [
@@ -312,6 +323,23 @@ CASES = {
     ),
     "host_append": Case(
         appended, [*ROWS, (dict(dtype=jnp.float16), "parts of the array's bfloat16; got float16, float16")]
+    ),
+    "hot_places": Case(
+        placed,
+        [
+            (dict(n=32769, N=4), "takes 1 to 32768 places and pages of a row; got 32769 and 4"),
+            (dict(N=4097), "takes 1 to 4096 places and pages of a row; got 8 and 4097"),
+            (dict(B=0), "takes 1 to 4096 places"),
+            (dict(n=32768, N=32768), "bytes of shared memory"),
+        ],
+    ),
+    "hot_load": Case(
+        hot_rows,
+        [
+            (dict(dtype=jnp.float16), "reads the dtype of the store, bfloat16; got float16"),
+            (dict(D=4), "parts of a multiple of 16 bytes; got 8"),
+            (dict(P=0), "at least one row"),
+        ],
     ),
     "put_token": Case(
         tokens,

@@ -14,7 +14,7 @@ import pytest
 import kvjax
 from kvjax import memory, ops, presets
 from kvjax.kernels_pallas.attend import attend_quantized, attend_slots, attend_span, attend_zones
-from kvjax.kernels_pallas.host import host_append, host_rows
+from kvjax.kernels_pallas.host import host_append, host_rows, hot_set
 from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
 from kvjax.kernels_pallas.select import select_1bit, select_4bit, select_pages, top_k, top_k_grouped
 from kvjax.kernels_pallas.vote import collide, most_voted
@@ -159,6 +159,16 @@ def recalled(rest):
     return partial(host_rows.recall, config=config, blocks=blocks), (*args, (flags, held))
 
 
+def places(n, N, P):
+    tables = [sds(1, 8, size, dtype=jnp.int32) for size in (n, n, P)]
+    index, numbers = sds(1, 8, N, dtype=jnp.int32), sds(1, 8, dtype=jnp.int32)
+    return (*tables, numbers, numbers), index, numbers
+
+
+def hot_zones(n, N):
+    return 2 * [sds(1, 8, n, 128)], *(sds(1, 8, size, dtype=jnp.int32) for size in (n, n, N))
+
+
 MIB = 1 << 20
 PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes of spills at most
     "score_1bit": (SCORE, (sds(1, 8, 4, 128, dtype=jnp.float32), *keys_1bit(8, 131072, 128, 32)), 0.1, 0),
@@ -225,6 +235,8 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "host_rows": (host_rows.host_rows, (kept_by_host(1 << 13, 32), sds(1, 8, 64, dtype=jnp.int32)), 0.1, 0),
     "host_rows_first": (*recalled(rest=False), 0.1, 0),
     "host_rows_rest": (*recalled(rest=True), 0.1, 0),
+    "hot_places": (hot_set.hot_places, places(8192, 2048, 131072), 5, 0),  # not given away, tables are copied
+    "hot_load": (hot_set.hot_load, (kept_by_host(1 << 17, 1), *hot_zones(8192, 2048)), 34, 0),  # zones too
 }
 DONATED = {"host_append"}  # compiled with a donated array by a test of its own
 
@@ -308,13 +320,20 @@ def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("preset", "most"),
-    [(presets.full(), 4), (presets.fier(2048), 5), (presets.quest(2048), 6), (presets.pariskv(2048), 8)],
-    ids=["full", "fier", "quest", "pariskv"],
+    [
+        (presets.full(), 4),
+        (presets.fier(2048), 5),
+        (presets.quest(2048), 6),
+        (presets.pariskv(2048), 8),
+        (presets.fier(2048, host=True), 7),
+        (presets.fier(2048, host=True, hot=8192), 7),
+    ],
+    ids=["full", "fier", "quest", "pariskv", "fier_on_host", "fier_hot"],
 )
 def test_a_step_starts_few_kernels_and_copies_nothing(preset, most):
     """One of them makes an array of k and v, which in a model the kernel does that rotates k."""
     spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072, dtype=jnp.bfloat16)
-    cache = jax.eval_shape(partial(kvjax.init_layer, preset.rest, spec))
+    cache = memory.shapes(partial(kvjax.init_layer, preset.rest, spec))
     new = sds(1, 1, 32, 128), sds(1, 1, 8, 128), sds(1, 1, 8, 128)
     with mock.patch.object(ops.op, "_unmeasured", return_value=None):
         program = aot.compile_for_h200(partial(kvjax.attention, flush=False), cache, *new, donate=0)

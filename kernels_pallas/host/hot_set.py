@@ -1,0 +1,291 @@
+"""Keeps the tables of a hot set, and reads into it what it lacks, in two launches.
+
+XLA needs 14 kernels for the clock rule: gathers, scatters and running sums over a few thousand numbers, each a launch.
+
+**Places** (`hot_places`): a block has the tables of one row and KV head. A thread has some of the pages that a step
+wants, and some of the places, in the order in which the hand comes by. It looks up whether its pages are there, and
+marks the places of those in shared memory. Two running sums over the block then say which place each missing page gets.
+
+**Load** (`hot_load`): as `host_rows`, into the places of missing pages. Other pages cost one look at two tables.
+
+**Bytes:** 20 a place and 16 a page for the tables; R a missing page over the bus and R written.
+
+**Bound:** a chain of dependent loads and four barriers; then the bus.
+
+**Limits:** `unsupported`, `unsupported_load`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array
+
+from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.host.host_rows import CHUNK, Config, _move, _of_part, limit_of_chunks, row_bytes
+from kvjax.kernels_pallas.simt import Flag, Word, block_barrier, instr, loop, ptx, special, when, word
+
+MEASURED: str | None = None
+MOST = 32  # pages, and places, of a thread
+NONE = 0xFFFFFFFF
+
+
+def smem_bytes(places: int, pages: int) -> int:
+    return 4 * (places + pages + 64)
+
+
+def threads_of(places: int) -> int:
+    """Threads of a block: few enough that each has work, up to 1024."""
+    return next((128 * w for w in (1, 2, 4) if places <= 4 * 128 * w), 1024)
+
+
+def unsupported(page: Any, index: Any) -> str | None:
+    """The limit that these shapes exceed, for `hot_places`; None if there is a kernel for them."""
+    places, pages = page.shape[2], index.shape[2]
+    most = MOST * threads_of(places)
+    if not (0 < places <= most and 0 < pages <= most and math.prod(index.shape)):
+        return f"the kernel hot_places takes 1 to {most} places and pages of a row; got {places} and {pages}"
+    if (size := smem_bytes(places, pages)) > simt.SMEM:
+        return f"the kernel hot_places takes {simt.SMEM} bytes of shared memory; {places} places need {size}"
+    return None
+
+
+def unsupported_load(x: Any, k: Any, index: Any) -> str | None:
+    """The limit that these shapes and dtypes exceed, for `hot_load`; None if there is a kernel for them."""
+    if k.dtype != x.dtype:
+        return f"the kernel hot_load reads the dtype of the store, {x.dtype}; got {k.dtype}"
+    limit = limit_of_chunks("hot_load", row_bytes(x), x.shape[2] and math.prod(index.shape))
+    part = row_bytes(x) // x.shape[3]
+    return limit or (
+        f"the kernel hot_load takes parts of a multiple of {CHUNK} bytes; got {part}" if part % CHUNK else None
+    )
+
+
+def supported(page: Any, index: Any) -> bool:
+    return unsupported(page, index) is None
+
+
+@simt.lowered_once()
+def hot_places(tables: Sequence[Array], index: Array, found: Array) -> tuple[list[Array], Array]:
+    """The tables after a step that wants the first `found` i32[B, K] of `index` i32[B, K, N], and where each is then.
+
+    Tables are page and used i32[B, K, n], place i32[B, K, P], hand and loads i32[B, K]; see `kvjax.ops.hot_places`.
+    """
+    if limit := unsupported(tables[0], index):
+        raise NotImplementedError(limit)
+    *made, at = _places(*tables, index, found)
+    return made, at
+
+
+def _places(*args: Array) -> list[Array]:
+    @jax.custom_batching.custom_vmap
+    def run(*args: Array) -> list[Array]:
+        *changed, found = args
+        page, _, place, _, _, index = changed
+        n, N = page.shape[2], index.shape[2]
+        program = partial(_places_program, n=n, N=N, P=place.shape[2], threads=threads_of(n))
+        launch = simt.kernel_in_place(
+            program,
+            name="kvjax_hot_places",
+            blocks=math.prod(page.shape[:2]),
+            warpgroups=threads_of(n) // 128,
+            scratch=(n, N, 64),
+        )
+        return list(launch(changed, found))
+
+    @run.def_vmap
+    def batched(size: int, batches: list[Any], *args: Array) -> tuple[list[Array], list[bool]]:
+        outs = _places(*simt.flatten_batch(size, batches, args))
+        return [a.reshape(size, -1, *a.shape[1:]) for a in outs], [True] * len(outs)
+
+    return run(*args)
+
+
+def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
+    addresses = [simt.global_address(m) for m in refs[:7]]
+    row, thread = special("ctaid.x"), special("tid.x")
+    widths = (n, n, P, 1, 1, N, 1)
+    page, used, place, hand, loads, index, found = (
+        simt.offset_rows(a, row, 4 * width) for a, width in zip(addresses, widths, strict=True)
+    )
+    kept, given, small = (simt.shared_address(m) for m in refs[7:])
+    at_hand, most = _load(hand), simt.load(found)
+
+    loop(thread, n, threads)(lambda i: simt.store_shared(kept + i * 4, 0))
+    block_barrier()
+
+    own = -(-N // threads)
+    wanted: list[tuple[Word, Flag, Flag, Word]] = []  # entry, whether it is a page, whether it is there, and where
+    for e in range(own):
+        m = thread * own + e
+        entry = _load_below(m, instr("min.u32", most, N), simt.offset_rows(index, m, 4))
+        is_page = entry < P
+        known = instr("min.u32", _load(simt.offset_rows(place, is_page.select(entry, 0), 4)), n - 1)
+        hit = is_page & _load(simt.offset_rows(page, known, 4)).equals(entry)
+        with when(hit):
+            simt.store_shared(kept + known * 4, 1)
+        wanted.append((entry, is_page, hit, known))
+    missing = [is_page.select(hit.select(0, 1), 0) for _, is_page, hit, _ in wanted]
+    block_barrier()
+
+    share = -(-n // threads)
+    idle, busy, packed = word(0), word(0), word(0)  # bits of the thread's places; idle ones + busy ones << 16
+    for e in range(share):
+        inside, at = _place_at(thread, e, share, at_hand, n)
+        free = inside & simt.load_shared(kept + at * 4).equals(0)
+        was_used = _load(simt.offset_rows(used, at, 4)).differs(0)
+        is_free, is_busy = free.select(1, 0), (free & was_used).select(1, 0)
+        idle, busy = idle | (is_free - is_busy) << e, busy | is_busy << e
+        packed = packed + (is_free - is_busy) + (is_busy << 16)
+    (before, total), (rank, misses) = _sums(packed, simt.sum_of(missing), small=small, warps=threads // 32)
+
+    for bits, first in ((idle, before & 0xFFFF), (busy, (total & 0xFFFF) + (before >> 16))):
+        next_rank = first
+        for e in range(share):
+            _, at = _place_at(thread, e, share, at_hand, n)
+            bit = (bits >> e) & 1
+            with when(bit.differs(0) & (next_rank < N)):
+                simt.store_shared(given + next_rank * 4, at)
+            next_rank = next_rank + bit
+    block_barrier()
+
+    any_missing = misses.differs(0)
+    (last,) = simt.branch(any_missing, partial(_words_at, given + (misses - 1) * 4), [at_hand])
+    for e, ((entry, is_page, _, known), is_missing) in enumerate(zip(wanted, missing, strict=True)):
+        m, missed = thread * own + e, is_missing.differs(0)
+        (to,) = simt.branch(missed, partial(_words_at, given + rank * 4), [known])
+        rank = rank + is_missing
+        with when(missed):
+            _store(simt.offset_rows(page, to, 4), entry)
+            _store(simt.offset_rows(place, entry, 4), to)
+            simt.store_shared(kept + to * 4, 2)
+        past = (entry < 1 << 31).select(entry - P, 0)
+        with when(m < N):
+            _store(simt.offset_rows(index, m, 4), is_page.select(to, past + n))
+    block_barrier()
+
+    distance = (last < at_hand).select(last + n, last) - at_hand
+    all_swept = misses > (total & 0xFFFF)
+    for e in range(share):
+        inside, at = _place_at(thread, e, share, at_hand, n)
+        swept = any_missing & (all_swept | (thread * share + e <= distance))
+        left = swept.select(0, (busy >> e) & 1)
+        now = simt.load_shared(kept + at * 4)
+        with when(inside):
+            _store(simt.offset_rows(used, at, 4), now.differs(0).select(now, left))
+    with when(thread.equals(0)):
+        _store(hand, any_missing.select((last + 1 < n).select(last + 1, 0), at_hand))
+        _store(loads, _load(loads) + misses)
+
+
+def _place_at(thread: Word, e: int, share: int, at_hand: Word, n: int) -> tuple[Flag, Word]:
+    """The e-th of a thread's `share` places, counted from the hand on, and whether there is one."""
+    j = thread * share + e
+    at = at_hand + instr("min.u32", j, n - 1)
+    return j < n, (at < n).select(at, at - n)
+
+
+def _sums(*words: Word, small: Word, warps: int) -> list[tuple[Word, Word]]:
+    """Of each word the sum over the threads of the block before this one, and over all."""
+    thread = special("tid.x")
+    lane, warp = thread & 31, thread >> 5
+    within = []
+    for i, x in enumerate(words):
+        of_warp = simt.warp_sum(x)
+        within.append(of_warp - simt.sum_of_next_lanes(x) - x)
+        with when(lane.equals(0)):
+            simt.store_shared(small + (warp + 32 * i) * 4, of_warp)
+    block_barrier()
+    sums = []
+    for i, inside in enumerate(within):
+        other = simt.load_shared(small + (instr("min.u32", lane, warps - 1) + 32 * i) * 4)
+        sums.append(
+            (simt.warp_sum((lane < warp).select(other, 0)) + inside, simt.warp_sum((lane < warps).select(other, 0)))
+        )
+    return sums
+
+
+def _words_at(place: Word) -> list[Word]:
+    return [simt.load_shared(place)]
+
+
+def _load(address: Any) -> Word:
+    """A word of device memory that the kernel may write."""
+    return ptx("ld.global.u32 $0, [$1];", address, results=1)
+
+
+def _load_below(i: Word, end: Word, address: Any) -> Word:
+    code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, $3; @p ld.global.u32 $0, [$4]; }"
+    return ptx(code, i, end, NONE, address, results=1)
+
+
+def _store(address: Any, x: Word) -> None:
+    ptx("st.global.u32 [$0], $1;", address, x)
+
+
+def hot_load(
+    x: Array, zones: Sequence[Array], page: Array, used: Array, at: Array, *, config: Config | None = None
+) -> tuple[Array, ...]:
+    """`zones`, [B, K, n * Z, D] each, with the parts of those pages of x [B, K, P, parts, Z, D] whose place at
+    i32[B, K, N] is `used` as 2; see `kvjax.ops.hot_load`."""
+    if limit := unsupported_load(x, zones[0], at):
+        raise NotImplementedError(limit)
+    return tuple(_fill(config or Config(), *zones, x, page, used, at))
+
+
+def _fill(config: Config, *args: Array) -> list[Array]:
+    @jax.custom_batching.custom_vmap
+    def run(*args: Array) -> list[Array]:
+        *zones, x, page, used, at = args
+        chunks, n, N = row_bytes(x) // CHUNK, page.shape[2], at.shape[2]
+        program = partial(
+            _load_program, rows=math.prod(at.shape[:2]), P=x.shape[2], n=n, N=N, chunks=chunks, parts=len(zones),
+            config=config,
+        )  # fmt: skip
+        launch = simt.kernel_in_place(
+            program,
+            name="kvjax_hot_load",
+            blocks=-(-at.size * chunks // (128 * config.warpgroups * config.ahead)),
+            warpgroups=config.warpgroups,
+        )
+        return list(launch(zones, x, page, used, at))
+
+    @run.def_vmap
+    def batched(size: int, batches: list[Any], *args: Array) -> tuple[list[Array], list[bool]]:
+        outs = _fill(config, *simt.flatten_batch(size, batches, args))
+        return [a.reshape(size, -1, *a.shape[1:]) for a in outs], [True] * len(outs)
+
+    return run(*args)
+
+
+def _load_program(*refs: Any, rows: int, P: int, n: int, N: int, chunks: int, parts: int, config: Config) -> None:
+    *zones, x, page, used, at = (simt.global_address(m) for m in refs)
+    size, piece = chunks * CHUNK, chunks * CHUNK // parts
+
+    def place_of(chunk: Word) -> tuple[Word, Word, Word]:
+        """Of a chunk the row and head, the place, and the byte in the page."""
+        i = simt.divide(chunk, chunks)
+        return simt.divide(i, N), simt.load(simt.offset_rows(at, i, 4)), (chunk - i * chunks) * CHUNK
+
+    def is_wanted(chunk: Word) -> Flag:
+        of, place, _ = place_of(chunk)
+        return simt.load_below(place, n, simt.offset(simt.offset_rows(used, of, 4 * n), place * 4)).equals(2)
+
+    def source(chunk: Word) -> tuple[Flag, Any]:
+        of, place, inside = place_of(chunk)
+        number = simt.load_below(place, n, simt.offset(simt.offset_rows(page, of, 4 * n), place * 4), NONE)
+        exists = (number < P) & is_wanted(chunk)
+        from_page = simt.offset_rows(simt.offset_rows(x, of, P * size), exists.select(number, 0), size)
+        return exists, simt.offset(from_page, inside)
+
+    def target(chunk: Word) -> Any:
+        of, place, inside = place_of(chunk)
+        part = simt.divide(inside, piece)
+        to_page = simt.offset_rows(simt.offset_rows(_of_part(zones, part), of, n * piece), place, piece)
+        return simt.offset(to_page, inside - part * piece)
+
+    _move(rows * N * chunks, source, target, config, None, is_wanted)

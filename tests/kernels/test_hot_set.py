@@ -1,0 +1,80 @@
+"""The kernels of the hot set beside the references, over steps that fill it, hit, miss and replace."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import ops
+from kvjax.kernels_pallas.host import hot_set
+from kvjax.memory import to_host
+from kvjax.stores.hot import empty_hot
+from tests.kernels.conftest import on_gpu
+from tests.kernels.inputs import normal
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+def wanted(rng, B, K, N, P, spread):
+    """Different pages, pending tokens and entries that are none, and how many entries there are."""
+    near = rng.integers(0, P - spread, (B, K, 1))
+    index = near + np.stack([rng.permutation(spread)[:N] for _ in range(B * K)]).reshape(B, K, N)
+    index.reshape(-1)[:: N // 2 + 1] = P + rng.integers(0, 5)
+    index.reshape(-1)[:: N // 3 + 2] = -1
+    return jnp.asarray(index, jnp.int32), jnp.asarray(rng.integers(N // 2, N + 1, (B, K)), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "n", "N", "P", "spread"),
+    [
+        (1, 2, 40, 17, 90, 60),
+        (2, 1, 700, 300, 2000, 900),
+        (1, 1, 9, 9, 64, 12),  # every place is wanted
+        *(pytest.param(2, 8, n, 2048, 131072, n + n // 2, marks=on_gpu) for n in (2048, 4096, 8192, 32768)),
+        pytest.param(1, 8, 129, 64, 4096, 300, marks=on_gpu),
+    ],
+)
+def test_places_are_those_of_the_reference(B, K, n, N, P, spread):
+    hot, rng = empty_hot((B, K), n, P, 1, 8, jnp.bfloat16), np.random.default_rng(0)
+    kernel, reference = jax.jit(hot_set.hot_places), jax.jit(partial(ops.hot_places, implementation="xla"))
+    ours = theirs = hot.tables
+    for step in range(8):
+        if step != 5:  # then nothing is missing
+            index, found = wanted(rng, B, K, N, P, spread)
+        theirs, want = reference(theirs, index, found)
+        made, at = kernel(tuple(ours), index, found)
+        ours = ops.HotTables(*made)
+        np.testing.assert_array_equal(at, want)
+        for name, a, b in zip(ours._fields, ours, theirs, strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=f"{name}, step {step}")
+    assert (np.asarray(theirs.loads) > n).any(), "nothing was replaced"
+    two = jax.tree.map(lambda a: jnp.stack([a, a]), (tuple(ours), index, found))
+    _, at = jax.jit(jax.vmap(hot_set.hot_places))(*two)
+    np.testing.assert_array_equal(at[1], reference(ours, index, found)[1])
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "n", "N", "P", "Z", "D"),
+    [
+        (1, 2, 12, 9, 40, 1, 64),
+        (2, 1, 7, 5, 20, 4, 8),
+        pytest.param(2, 8, 8192, 2048, 65536, 1, 128, marks=on_gpu),
+        pytest.param(1, 8, 256, 56, 4096, 32, 128, marks=on_gpu),
+    ],
+)
+def test_pages_with_a_new_place_are_read_to_it(B, K, n, N, P, Z, D):
+    rng = np.random.default_rng(0)
+    x = to_host(normal(7, B, K, P, 2, Z, D, dtype=jnp.bfloat16))
+    zones = [normal(s, B, K, n * Z, D, dtype=jnp.bfloat16) for s in (1, 2)]
+    page = jnp.asarray(np.stack([rng.permutation(P)[:n] for _ in range(B * K)]).reshape(B, K, n), jnp.int32)
+    used = jnp.asarray(rng.integers(0, 3, (B, K, n)), jnp.int32)
+    at = np.stack([rng.permutation(n)[:N] for _ in range(B * K)]).reshape(B, K, N)
+    at.reshape(-1)[::4] = n + 3
+    at = jnp.asarray(at, jnp.int32)
+    got = jax.jit(hot_set.hot_load)(x, zones, page, used, at)
+    want = jax.jit(partial(ops.hot_load, implementation="xla"))(x, tuple(zones), page, used, at)
+    assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(want, zones, strict=True))
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
