@@ -90,8 +90,8 @@ def generate(
     mesh: Annotated[
         str | None,
         typer.Option(
-            metavar="data=N,model=N",
-            help="Split the model and the KV heads of the cache over the devices of `model`; `data` repeats that.",
+            metavar="data=N,model=N,ctx=N",
+            help="Split model and KV heads over devices of `model`, cached tokens over `ctx`; `data` repeats that.",
             show_default=False,
         ),
     ] = None,

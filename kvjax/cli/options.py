@@ -83,15 +83,21 @@ def make_policy(cache: str, budget: int | None = None) -> tuple[PerLayer, int | 
     return presets.parse_with_budget(cache, budget, where="--cache", budget_where="--budget")
 
 
+MESH_AXES = ("data", "model", "ctx")
+
+
 def make_placement(mesh: str | None) -> Placement | None:
-    """The placement of "data=2,model=4" for one row: `model` splits it by KV heads, and all of `data` do the same."""
+    """The placement of "model=4,ctx=2" for one row: `model` splits its KV heads, `ctx` its tokens, and all of `data` do
+    the same."""
     if mesh is None:
         return None
     sizes: dict[str, int] = {}
     for part in mesh.split(","):
         name, _, number = part.partition("=")
-        if name not in ("data", "model") or name in sizes or not number.isdecimal() or int(number) < 1:
-            raise ValueError(f"--mesh takes data=N, model=N or both with a comma between them, each once; got {mesh!r}")
+        if name not in MESH_AXES or name in sizes or not number.isdecimal() or int(number) < 1:
+            raise ValueError(
+                f"--mesh takes data=N, model=N and ctx=N with commas between them, each at most once; got {mesh!r}"
+            )
         sizes[name] = int(number)
     import jax
     import numpy as np
@@ -101,8 +107,8 @@ def make_placement(mesh: str | None) -> Placement | None:
     wanted, there = math.prod(sizes.values()), jax.device_count()
     if wanted > there or (jax.process_count() > 1 and wanted != there):
         raise ValueError(f"--mesh {mesh} asks for {wanted} devices; there are {there}")
-    devices = np.array(jax.devices()[:wanted]).reshape(sizes.get("data", 1), sizes.get("model", 1))
-    return Placement(mesh=jax.sharding.Mesh(devices, ("data", "model")), heads="model")
+    devices = np.array(jax.devices()[:wanted]).reshape([sizes.get(name, 1) for name in MESH_AXES])
+    return Placement(mesh=jax.sharding.Mesh(devices, MESH_AXES), heads="model", context="ctx")
 
 
 def join_processes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -18,8 +19,8 @@ from flax import nnx
 import kvjax
 from kvjax.models import Decoder, load, save
 from tests.devices.test_models import CONFIG
+from tests.devices.worker import METHOD, work
 
-METHOD = "fier:budget=24,group=8,chunk=32,dense_layers=1,host=yes"
 ROOT = Path(__file__).parents[2]
 
 
@@ -53,8 +54,11 @@ def run(processes: int, checkpoint: Path, saves: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("model")
-    save(folder / "checkpoint", Decoder(CONFIG, rngs=nnx.Rngs(7)))
-    return folder / "checkpoint", folder, run(1, folder / "checkpoint", folder / "saves-1")
+    save(
+        folder / "checkpoint",
+        Decoder(dataclasses.replace(CONFIG, layers=1, windows=CONFIG.windows[:1]), rngs=nnx.Rngs(7)),
+    )
+    return folder / "checkpoint", folder, work(str(folder / "checkpoint"), str(folder / "saves-1"))
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.thorough)])

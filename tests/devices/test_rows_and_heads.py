@@ -1,4 +1,7 @@
-"""A cache whose rows and KV heads are split over devices does what one device does, without a word between devices."""
+"""A cache whose rows and KV heads are split over devices does what one device does, without a word between devices.
+
+`test_context.py` and `test_verbs.py` show it of FIER and TOVA in every run.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,6 @@ PLACEMENTS = {
         mesh=Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c")), heads=("a", "b")
     ),
 }
-SAMPLE = ("fier with sink and window", "freekv preset, budget 72", "tova, budget 64")
 COLLECTIVE = re.compile(r" = (\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)[-\w]*\(")
 STEPS, CHUNK = 45, 48
 
@@ -45,7 +47,8 @@ def tokens(spec: CacheSpec) -> tuple[Array, Array, Array]:
     """q, k, v of two chunks of a prompt and of the steps, one after the other."""
     T = 2 * CHUNK + STEPS
     shapes = [(4, T, heads, spec.head_dim) for heads in (spec.q_heads, spec.kv_heads, spec.kv_heads)]
-    return tuple(jax.random.normal(jax.random.key(i), shape, spec.dtype) for i, shape in enumerate(shapes))  # type: ignore[return-value]
+    rng = np.random.default_rng(0)  # jax.random would compile
+    return tuple(jnp.asarray(rng.standard_normal(shape), spec.dtype) for shape in shapes)  # type: ignore[return-value]
 
 
 def run(cache: kvjax.LayerCache, q: Array, k: Array, v: Array) -> tuple[Any, kvjax.LayerCache]:
@@ -103,18 +106,13 @@ def check_case(name: str, placement: Placement) -> None:
     assert {kind for _, kind in found} == ({"all-reduce"} if mean else set()), found
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-def test_split_cache_does_what_one_device_does(name: str) -> None:
-    check_case(name, BOTH)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_split_in_every_way_does_what_one_device_does(name: str, placement: str) -> None:
     policy = CASES[name].policy
     if placement != "rows" and (getattr(policy, "heads", None) is not None or _joins_heads(policy)):
-        with pytest.raises(ValueError, match="numbers the KV heads|computes with all KV heads"):
+        with pytest.raises(ValueError, match=r"numbers the KV heads|computes with all KV heads"):
             check_case(name, PLACEMENTS[placement])
     else:
         check_case(name, PLACEMENTS[placement])

@@ -42,7 +42,9 @@ def talk(cache: kvjax.Cache, prompt: Any, step: Any) -> tuple[Any, kvjax.Cache]:
 
 
 @pytest.mark.parametrize(
-    "names", [("fier, host", "h2o"), *(pytest.param((n,), marks=pytest.mark.thorough) for n in POLICIES)], ids=str
+    "names",
+    [("fier, host",), *(pytest.param((n,), marks=pytest.mark.thorough) for n in POLICIES if n != "fier, host")],
+    ids=str,
 )
 def test_shard_map_over_rows_passes_its_default_checks(names: tuple[str, ...]) -> None:
     policies = [POLICIES[name] for name in names]

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import kvjax
 from kvjax import CacheSpec, Evicting, LastQuery, Placement, evictors
 from kvjax.caches.per_head import PerHead
 from kvjax.cli.options import make_placement
 from kvjax.placement import mean_over_heads
-from tests.devices.test_rows_and_heads import BOTH, MESH
+from tests.devices.test_rows_and_heads import BOTH, COLLECTIVE, MESH
 from tests.laws.cases import CASES
 
 SPEC = CacheSpec(batch=4, q_heads=8, kv_heads=4, head_dim=16, capacity=96, dtype="float32")
@@ -29,7 +29,8 @@ TOVA = Evicting(evictor=LastQuery(), budget=24)
 
 
 def prompt(tokens: int = 40, rows: int = 4) -> tuple[Array, ...]:
-    return tuple(jax.random.normal(jax.random.key(i), (rows, tokens, n, 16)) for i, n in enumerate((8, 4, 4)))
+    rng = np.random.default_rng(tokens)  # jax.random would compile
+    return tuple(jnp.asarray(rng.standard_normal((rows, tokens, n, 16), np.float32)) for n in (8, 4, 4))
 
 
 @jax.jit
@@ -43,6 +44,12 @@ def fill(cache: kvjax.LayerCache, q: Array, k: Array, v: Array) -> tuple[Any, kv
 @pytest.fixture(scope="module")
 def filled() -> tuple[kvjax.LayerCache, kvjax.LayerCache]:
     return tuple(fill(kvjax.init_layer(FIER, SPEC, at), *prompt())[1] for at in (None, BOTH))  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def tova() -> Any:
+    """What one device gives."""
+    return fill(kvjax.init_layer(TOVA, SPEC), *prompt())
 
 
 def assert_equal(one: Any, split: Any) -> None:
@@ -66,10 +73,10 @@ def test_init_makes_each_part_on_its_device() -> None:
 @pytest.mark.parametrize("row", [0, 3])
 def test_insert_writes_one_row_where_it_lies(filled: Any, row: int) -> None:
     one, split = filled
-    q, k, v = prompt(9, rows=1)
     single = dataclasses.replace(SPEC, batch=1)
-    prefixes = [kvjax.init_layer(FIER, single, at) for at in (None, dataclasses.replace(BOTH, batch=None))]
-    (_, alone), (_, prefix) = (fill(cache, q, k, v) for cache in prefixes)
+    alone, prefix = (kvjax.init_layer(FIER, single, at) for at in (None, dataclasses.replace(BOTH, batch=None)))
+    alone = dataclasses.replace(alone, state=jax.tree.map(lambda a: a[2:3], one.state))  # row 2, as if read alone
+    prefix = jax.tree.map(jax.device_put, dataclasses.replace(prefix, state=alone.state), kvjax.shardings(prefix))
     inserted = jax.jit(kvjax.insert)(split, prefix, row)
     assert_in_place(inserted)
     assert_equal(kvjax.insert(one, alone, row).state, inserted.state)
@@ -92,10 +99,10 @@ def test_grow_save_and_restore_keep_the_parts_in_place(filled: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_explicit_axes_do_as_well(inside: bool) -> None:
+def test_explicit_axes_do_as_well(tova: Any, inside: bool) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     at = Placement(mesh=mesh, batch="data", heads="model")
-    want, alone = fill(kvjax.init_layer(TOVA, SPEC), *prompt())
+    want, alone = tova
     with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
         home = jax.NamedSharding(mesh, PartitionSpec("data"))
         given = tuple(jax.device_put(a, home) if inside else a for a in prompt())
@@ -104,17 +111,22 @@ def test_explicit_axes_do_as_well(inside: bool) -> None:
     assert_equal(alone.state, cache.state)
 
 
-def test_mean_of_the_heads_at_hand_would_evict_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mean_of_the_heads_at_hand_would_evict_other_tokens(tova: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Why TOVA takes a mean over devices: without it each device goes by its own heads."""
 
-    def run(at: Placement | None, capacity: int) -> np.ndarray:  # of another capacity, nothing is traced yet
-        _, cache = fill(kvjax.init_layer(TOVA, dataclasses.replace(SPEC, capacity=capacity), at), *prompt())
+    def run(capacity: int) -> np.ndarray:  # of another capacity, nothing is traced yet
+        cache = kvjax.init_layer(TOVA, dataclasses.replace(SPEC, capacity=capacity), BOTH)
+        program = fill.lower(cache, *prompt()).compile()
+        _, cache = program(cache, *prompt())
+        found.append({kind for _, kind in COLLECTIVE.findall(program.as_text())})
         return np.asarray(cache.state.position)
 
-    alone = run(None, 90)
-    np.testing.assert_array_equal(run(BOTH, 90), alone)
+    found: list[set[str]] = []
+    alone = np.asarray(tova[1].state.position)
+    np.testing.assert_array_equal(run(SPEC.capacity), alone)
     monkeypatch.setattr(evictors, "mean_over_heads", lambda x: x)
-    assert np.any(run(BOTH, 91) != alone)
+    assert np.any(run(SPEC.capacity + 1) != alone)
+    assert found == [{"all-reduce"}, set()]
     assert mean_over_heads(jnp.ones(())) == 1  # outside of a placement
 
 
@@ -170,4 +182,6 @@ def test_mistakes_are_told_in_words(make: Any, error: str) -> None:
 def test_mesh_of_the_command_is_checked(mesh: str) -> None:
     with pytest.raises(ValueError, match="--mesh"):
         make_placement(mesh)
-    assert make_placement("data=2,model=4") == dataclasses.replace(BOTH, batch=None)
+    assert make_placement("model=4,ctx=2") == Placement(
+        mesh=Mesh(np.array(jax.devices()).reshape(1, 4, 2), ("data", "model", "ctx")), heads="model", context="ctx"
+    )

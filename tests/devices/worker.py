@@ -1,32 +1,40 @@
-"""One of several processes that decode together: `worker.py ADDRESS PROCESSES NUMBER CHECKPOINT SAVES`.
+"""One of several processes that decode together: `worker.py ADDRESS PROCESSES NUMBER CHECKPOINT SAVES`."""
 
-Prints the tokens of a batch that data=2, model=4 split, saves the cache and decodes on.
-"""
+from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import jax
 
-address, processes, number, checkpoint, saves = sys.argv[1:]
-if int(processes) > 1:
+METHOD = "fier:budget=24,group=8,chunk=32,dense_layers=0,host=yes"
+
+
+def work(checkpoint: str, saves: str) -> dict[str, Any]:
+    """The tokens of a batch that data=2, model=2, ctx=2 split, and those that follow after a save."""
+    import numpy as np
+
+    import kvjax
+    from kvjax.generation import decode, generate
+    from kvjax.models import load
+
+    mesh = jax.make_mesh((2, 2, 2), ("data", "model", "ctx"))
+    placement = kvjax.Placement(mesh=mesh, batch="data", heads="model", context="ctx")
+    loaded = load(checkpoint, "float32", placement=placement)
+    cache = loaded.init_cache(METHOD, capacity=128, batch=2, dtype="float32")
+    prompt = [list(range(1, 60)), [7] * 40]
+    done = generate(loaded.model, cache, prompt, max_new_tokens=20, chunk=64, measure=True)
+    assert np.all(done.attended > 0)
+    kvjax.save(saves, done.cache)
+    restored = kvjax.restore(saves, done.cache)
+    more = decode(loaded.model, restored, done.logits, max_new_tokens=20, measure=True)  # the same program again
+    return {"tokens": done.tokens.tolist(), "more": more.tokens.tolist(), "devices": jax.device_count()}
+
+
+if __name__ == "__main__":
+    address, processes, number, *given = sys.argv[1:]
     jax.distributed.initialize(address, int(processes), int(number))
-
-import numpy as np  # noqa: E402
-
-import kvjax  # noqa: E402
-from kvjax.generation import decode, generate  # noqa: E402
-from kvjax.models import load  # noqa: E402
-
-mesh = jax.make_mesh((2, 4), ("data", "model"))
-loaded = load(checkpoint, "float32", placement=kvjax.Placement(mesh=mesh, batch="data", heads="model"))
-method = "fier:budget=24,group=8,chunk=32,dense_layers=1,host=yes"
-cache = loaded.init_cache(method, capacity=128, batch=2, dtype="float32")
-prompt = [list(range(1, 60)), [7] * 40]
-done = generate(loaded.model, cache, prompt, max_new_tokens=20, chunk=64, measure=True)
-kvjax.save(saves, done.cache)
-restored = kvjax.restore(saves, done.cache)
-more = decode(loaded.model, restored, done.logits, max_new_tokens=20)
-if jax.process_index() == 0:
-    print(json.dumps({"tokens": done.tokens.tolist(), "more": more.tokens.tolist(), "devices": jax.device_count()}))
-assert np.all(done.attended > 0)
+    found = work(*given)
+    if jax.process_index() == 0:
+        print(json.dumps(found))
