@@ -14,11 +14,16 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import gc
 import hashlib
 import json
 import logging
 import numbers
+import os
 import shutil
+import sys
+import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -41,6 +46,7 @@ from kvjax.validation import check_alive, shown
 
 FORMAT = 1  # of states; a change of what a state's fields mean makes it one more
 LOCK = ".kvjax-writer"  # a file in the directory, locked by the process that writes a save
+SETTLE = 0.05  # seconds in which reads that were under way when another one failed come to an end
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a save that is being written, or was cut off
 
 
@@ -57,7 +63,7 @@ def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> 
     were.
 
     Raises:
-      ValueError: no cache, or one whose arrays were donated.
+      ValueError: no cache, or one whose arrays were donated; no path.
       RuntimeError: another process is saving to the directory.
       OSError: the directory cannot be written, as a disk that is full.
     """
@@ -106,16 +112,16 @@ def restore(directory: str | Path, like: Cache | LayerCache, *, step: int | None
       ValueError: the save is of another format, policy, spec or shape; the message lists every difference.
     """
     _check("restore(like=...)", like)
+    if step is not None:
+        step = require_int("restore(step=...)", step, at_least=0)
     path = _path(directory)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a directory; kvjax.save makes one")
     steps = saved_steps(path)
     if not steps:
         raise FileNotFoundError(f"{path} holds no complete save of a cache; kvjax.save makes one")
-    if step is not None:
-        step = require_int("restore(step=...)", step, at_least=0)
-        if step not in steps:
-            raise FileNotFoundError(f"{path} has no save {step}; there are {', '.join(map(str, steps))}")
+    if step is not None and step not in steps:
+        raise FileNotFoundError(f"{path} has no save {step}; there are {', '.join(map(str, steps))}")
     wanted = steps if step is None else [step]
     damaged: DamagedSaveError | None = None
     for number in reversed(wanted):
@@ -155,6 +161,12 @@ def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
             raise damage("its description has changed since it was written")
         del saved["sha256"]
         room = _with_capacity_of(saved, like)
+        if _of_model(saved) != isinstance(like, Cache):
+            kinds = ("of one layer", "of a whole model")
+            raise ValueError(
+                f"save {step} in {path} has the cache {kinds[_of_model(saved)]}, and `like` is one "
+                f"{kinds[isinstance(like, Cache)]}; make `like` with {'init' if _of_model(saved) else 'init_layer'}"
+            )
         different = told_once(differences(saved, describe(room)))
         if different:
             raise ValueError(
@@ -191,6 +203,11 @@ def _by_place(cache: Any, back: bool = False) -> Any:
     return Cache(tuple(map(moved, cache.layers))) if isinstance(cache, Cache) else moved(cache)
 
 
+def _of_model(saved: dict[str, Any]) -> bool:
+    """Whether a description is of a model's cache, whose arrays are those of `layers`."""
+    return all(name.startswith(".layers") for name in saved["arrays"])
+
+
 def _with_capacity_of(saved: dict[str, Any], like: Any) -> Any:
     """`like`, or shapes of it with the capacity of the save where that is smaller."""
     capacities = {layer["spec"]["capacity"] for layer in saved["layers"]}
@@ -222,8 +239,12 @@ def differences(saved: Any, wanted: Any, where: str = "") -> list[str]:
 
     >>> differences({"a": {"budget": 64}, "b": 1}, {"a": {"budget": 128}, "b": 1})
     ['a.budget is 64 in the save, 128 wanted']
+    >>> differences({"policy": {"kind": "Full"}}, {"policy": {"kind": "Retrieval", "budget": 128}})
+    ['policy.kind is Full in the save, Retrieval wanted']
     """
     if isinstance(saved, dict) and isinstance(wanted, dict):
+        if saved.get("kind") != wanted.get("kind"):  # their fields are not comparable
+            return [f"{where}.kind is {saved.get('kind')} in the save, {wanted.get('kind')} wanted"]
         names = dict.fromkeys((*saved, *wanted))
         parts = [
             differences(saved.get(n, "absent"), wanted.get(n, "absent"), f"{where}.{n}" if where else n) for n in names
@@ -307,6 +328,10 @@ def _check(where: str, cache: Any) -> None:
 
 
 def _path(directory: str | Path) -> Path:
+    if not isinstance(directory, str | os.PathLike):
+        raise ValueError(f"the directory of saves must be a path, got {shown(directory)}; kvjax.save(directory, cache)")
+    if not str(directory):
+        raise ValueError("the directory of saves has an empty name; give one, or '.' for the current one")
     return Path(directory).expanduser().absolute()
 
 
@@ -349,11 +374,30 @@ def _only_writer(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps orbax's log of its own troubles from the terminal: an error says in one line what counts."""
-    logger = logging.getLogger("absl")
+    """Keeps orbax's own account of its troubles from the terminal: an error says in one line what counts.
+
+    It logs, and where one of its reads fails, the others end after the event loop that waited for them is closed, or
+    are dropped before their end: each prints a traceback that nothing can catch.
+    """
+    logger, hook = logging.getLogger("absl"), sys.unraisablehook
     level = logger.level
+
+    def drop_theirs(unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)  # of a coroutine
+        if "Event loop is closed" not in str(unraisable.exc_value) and (
+            code is None or "orbax" not in code.co_filename
+        ):
+            hook(unraisable)
+
     logger.setLevel(logging.CRITICAL + 1)
+    sys.unraisablehook = drop_theirs
     try:
         yield
+    except DamagedSaveError as error:
+        traceback.clear_frames(error.__cause__.__traceback__ if error.__cause__ is not None else None)
+        time.sleep(SETTLE)
+        gc.collect()
+        raise
     finally:
         logger.setLevel(level)
+        sys.unraisablehook = hook

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import random
 import re
@@ -62,10 +63,12 @@ def one_sentence(error: BaseException) -> None:
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_damage_of_any_file_restores_what_was_saved_or_says_so(
-    tmp_path: Path, damage: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, damage: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kvjax.save(tmp_path / "good", filled(3))
     refusals: list[str] = []
+    uncaught: list[Any] = []  # tracebacks of the library's own threads and coroutines
+    monkeypatch.setattr(sys, "unraisablehook", uncaught.append)
     for i, file in enumerate(files_of(tmp_path / "good" / "0")):
         place = tmp_path / f"{damage}{i}"
         shutil.copytree(tmp_path / "good", place)
@@ -86,6 +89,8 @@ def test_damage_of_any_file_restores_what_was_saved_or_says_so(
     for text in refusals:
         assert re.match(r"save 0 in /\S+ is damaged: .*; save anew$", text)
         assert len(text) < 600
+    gc.collect()
+    assert not uncaught
     assert capfd.readouterr().err.count("\n") <= 3  # no pages of a library's log
 
 
@@ -296,6 +301,12 @@ def test_a_difference_is_told_once_for_all_layers(tmp_path: Path) -> None:
         kvjax.restore(tmp_path, other)
     with pytest.raises(ValueError, match=r"layers has 4 entries in the save, 2 wanted$"):
         kvjax.restore(tmp_path, kvjax.init(POLICY, SPEC, layers=2))
+    with pytest.raises(
+        ValueError, match=r"anew: policy\.kind is Retrieval in the save, Full wanted \(layers 0 to 3\)$"
+    ):
+        kvjax.restore(tmp_path, kvjax.init(kvjax.Full(), SPEC, layers=4))
+    with pytest.raises(ValueError, match=r"has the cache of a whole model, and `like` is one of one layer; .* init$"):
+        kvjax.restore(tmp_path, empty())
 
 
 def test_numpy_numbers_in_a_policy_are_those_of_python(tmp_path: Path) -> None:
@@ -339,6 +350,10 @@ def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (lambda path: kvjax.save(path, empty(), keep=0), r"save\(keep=\.\.\.\) must be at least 1, got 0"),
         (lambda path: kvjax.save(path, empty(), keep=1.5), r"save\(keep=\.\.\.\) must be an integer, got 1\.5"),
         (lambda path: jax.jit(lambda c: kvjax.save(path, c))(empty()), "save got a traced cache; call it outside"),
+        (lambda path: kvjax.save(3, empty()), r"the directory of saves must be a path, got 3; kvjax\.save\(directory"),  # type: ignore[arg-type]
+        (lambda path: kvjax.save(empty(), path), "save takes a cache, got a PosixPath"),  # type: ignore[arg-type]
+        (lambda path: kvjax.save("", empty()), "has an empty name; give one"),
+        (lambda path: kvjax.restore(path, empty(), step="x"), r"restore\(step=\.\.\.\) must be an integer, got 'x'"),
     ],
 )
 def test_what_cannot_be_saved_is_said(tmp_path: Path, call: Any, message: str) -> None:
