@@ -34,7 +34,7 @@ from kvjax.placement import Placement, first_row, make_state, run_on_parts, stat
 from kvjax.prompt import attend_chunk, attend_chunk_after, group, in_order, ungroup
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, check_dims, require_int
-from kvjax.validation import check_alive, check_floats, check_not_empty, check_verbs, finite_number, shown
+from kvjax.validation import check_alive, check_array, check_floats, check_not_empty, check_verbs, finite_number, shown
 
 
 @register_dataclass
@@ -142,6 +142,7 @@ def init(
         _check_policy("init(policy=...)", policy)
     _check_spec("init(spec=...)", spec)
     by_layer = PerLayer.of(policy)
+    by_layer.check(layers)
     own = [by_layer.policy(i) for i in range(layers)]
     if placement is None:
         own = [of_size(policy, spec) for policy in own]
@@ -421,6 +422,9 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
         )
     if prefix.spec.batch != 1:
         raise ValueError(f"insert takes one row: the prefix must have batch 1, got {prefix.spec.batch}")
+    check_array("insert(row=...)", row, "an integer", "0")
+    if np.shape(row) != () or not jnp.issubdtype(jnp.result_type(row), jnp.integer):
+        raise ValueError(f"insert(row=...) must be an integer, got {shown(row)}; it counts rows from 0")
     if not isinstance(row, Tracer) and not 0 <= int(row) < cache.spec.batch:
         raise ValueError(f"insert got row={row}; the cache has rows 0 to {cache.spec.batch - 1}")
     if _layers(cache)[0].placement is not None:
@@ -762,6 +766,7 @@ def _reversible(layer: LayerCache, verb: str) -> Reversible:
 
 
 def _target_lengths(verb: str, cache: Any, lengths: ArrayLike) -> Array:
+    check_array(f"{verb}(lengths=...)", lengths, f"integers [B={cache.spec.batch}]", "[3, 5]")
     target = jnp.asarray(lengths)
     if target.shape != (cache.spec.batch,) or not jnp.issubdtype(target.dtype, jnp.integer):
         raise ValueError(
@@ -842,6 +847,7 @@ def _row_counts(B: int, T: int, lengths: ArrayLike | None, active: ArrayLike | N
     for name, given in (("lengths", lengths), ("active", active)):
         if given is None:
             continue
+        check_array(name, given, *(("bools", "[True, False]") if name == "active" else ("integers", "[3, 5]")))
         known = None if isinstance(given, Tracer) else np.asarray(given)
         given = jnp.asarray(given)
         if given.shape != (B,):

@@ -15,6 +15,7 @@ from kvjax.blocks import write
 from kvjax.spec import CacheSpec, keep_int
 
 WORD = 32  # tables a word has
+MOST_BITS, MOST_TABLES = 32, 4096  # a hash of more bits collides with nothing; more tables take longer than attention
 
 
 class HashIndex(NamedTuple):
@@ -49,6 +50,11 @@ class SimHash:
     def __post_init__(self) -> None:
         for name, at_least in (("bits", 1), ("tables", 1), ("least", 1), ("learn", 1), ("seed", 0)):
             keep_int(self, name, at_least=at_least)
+        if self.bits > MOST_BITS or self.tables > MOST_TABLES:
+            raise ValueError(
+                f"SimHash(bits={self.bits}, tables={self.tables}) takes at most {MOST_BITS} bits and {MOST_TABLES} "
+                "tables; the paper has 10 and 150"
+            )
         if self.least > self.tables:
             raise ValueError(f"SimHash(least={self.least}) collisions need as many tables, got tables={self.tables}")
 

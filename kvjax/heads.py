@@ -58,6 +58,8 @@ class Heads:
           FileNotFoundError: no such file.
           ValueError: a file that `save` did not write.
         """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"{path} is no file with the heads of a model; kvjax.heads.Heads.save writes one")
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             return cls(found["kv_heads"], tuple(tuple(layer) for layer in found["layers"]))

@@ -43,7 +43,7 @@ from kvjax.spec import require_int
 from kvjax.stores import Dense, HostOffload, HotSet, LowRank, Quantized, Store
 from kvjax.stores.quantized import KeyAxis
 from kvjax.timestamps import LastUse
-from kvjax.validation import nearest, shown
+from kvjax.validation import finite_number, nearest, shown
 
 Anchors = Sequence[int] | int | str | None
 
@@ -510,7 +510,9 @@ def shadowkv(
 
 def _plain_rope(theta: float | None) -> Any:
     """The plain RoPE of that theta; None without one."""
-    return None if theta is None else import_module("kvjax.models.rope").Default(theta=float(theta))
+    if theta is None:
+        return None
+    return import_module("kvjax.models.rope").Default(theta=finite_number("rope_theta", theta))
 
 
 def _history(name: str, host: bool, hot: int, page: int = 1) -> Store:
@@ -706,7 +708,14 @@ def _by_head(
     others: Policy = window if wrap is None else wrap(window)
     if heads is None:
         return PerLayer((), others)
-    return (Heads.load(heads) if isinstance(heads, str) else heads).policies(others)
+    if isinstance(heads, str):
+        heads = Heads.load(heads)
+    if not hasattr(heads, "policies"):
+        raise ValueError(
+            f"{name}(heads=...) takes a kvjax.heads.Heads or a file of them, got {shown(heads)}; "
+            "kvjax.evaluate.heads.retrieval_heads finds those of a model"
+        )
+    return heads.policies(others)
 
 
 def _evicting(name: str, evictor: Evictor, budget: int, dense_layers: int) -> PerLayer:

@@ -31,9 +31,8 @@ def read_settings(text: str, make: Callable[..., Any], *, where: str = "setting"
     for part in filter(None, rest.split(",")):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if key not in known or not equals:
-            raise ValueError(
-                f"{where} {text}: {part!r} sets nothing of {name}; write NAME=VALUE, of {', '.join(known) or 'none'}"
-            )
+            cure = f"write NAME=VALUE, of {', '.join(known)}" if known else "it has no settings"
+            raise ValueError(f"{where} {text}: {part!r} sets nothing of {name}; {cure}")
         if key in settings:
             raise ValueError(f"{where} {text}: {key} is given twice; give it once")
         settings[key] = _read(value, known[key].default, f"{where} {text}: {key}")

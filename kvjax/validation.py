@@ -97,6 +97,24 @@ def check_floats(**arrays: Any) -> None:
             )
 
 
+def check_array(what: str, value: Any, kind: str, example: str) -> None:
+    """Raises ValueError for what jnp.asarray does not take, as text or None: `what` must be `kind`, as `example`.
+
+    >>> check_array("rollback(lengths=...)", "ab", "integers", "[3, 5]")
+    Traceback (most recent call last):
+        ...
+    ValueError: rollback(lengths=...) must be integers, as [3, 5], got 'ab'
+    """
+    if isinstance(value, Tracer):
+        return
+    try:
+        numbers = np.asarray(value).dtype.kind in "biuf"
+    except (TypeError, ValueError):  # rows of different lengths
+        numbers = False
+    if not numbers:
+        raise ValueError(f"{what} must be {kind}, as {example}, got {shown(value)}")
+
+
 def check_not_empty(sizes: dict[str, int], **letters: str) -> None:
     """Raises ValueError for a size of 0; `letters` say in words what each letter counts."""
     for letter, what in letters.items():

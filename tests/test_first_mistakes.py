@@ -43,6 +43,24 @@ def qkv(T: int = 3, B: int = 2, dtype: Any = np.float32) -> tuple[Any, Any, Any]
     return tuple(np.ones((B, T, heads, 16)).astype(dtype) for heads in (4, 2, 2))  # type: ignore[return-value]
 
 
+RETRIEVAL = kvjax.Retrieval(
+    selector=kvjax.Fier(group=8), budget=24, sink=2, local=8, demote=kvjax.Fifo(leave=8), dense_below=0
+)
+
+
+def mesh() -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+
+
+def shared(heads: Any) -> kvjax.Cache:
+    policies = kvjax.share_selections(presets.fier(24, group=8, chunk=8), share=2, heads=heads)
+    return kvjax.init(policies, SPEC, layers=4)
+
+
+def insert(row: Any) -> kvjax.LayerCache:
+    return kvjax.insert(layer(), kvjax.init_layer(kvjax.Full(), dataclasses.replace(SPEC, batch=1)), row)
+
+
 def donated(made: Any) -> Any:
     """`made` after a call that took its arrays over."""
     for leaf in jax.tree.leaves(made):
@@ -158,7 +176,160 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.attention(layer(), *qkv(), lengths=np.array([-1, 3])),
         r"lengths must be in \[0, T=3\], got -1",
     ),
+    "lengths that are text": (
+        lambda: kvjax.attention(layer(), *qkv(), lengths="ab"),
+        r"lengths must be integers, as \[3, 5\], got 'ab'",
+    ),
+    "lengths for other rows": (
+        lambda: kvjax.attention(layer(), *qkv(), lengths=[1]),
+        r"lengths must have shape \[B=2\], got \[1\]",
+    ),
+    "active rows by number": (
+        lambda: kvjax.attention(layer(), *qkv(1), active=[1, 0]),
+        "active must be bool, got int32",
+    ),
+    "active rows of a prompt": (
+        lambda: kvjax.attention(layer(), *qkv(), active=[True, True]),
+        r"active is for decode steps \(T=1\), got T=3; give lengths",
+    ),
+    # ------------------------------------------------------------------------------------- prefill, decode, rollback
+    "a prompt without rows": (
+        lambda: kvjax.prefill(layer(), *(a[0] for a in qkv())),
+        r"q must have the 4 dimensions \[B, T, N, D\]; q\[3, 4, 16\]",
+    ),
+    "a prompt of other rows": (
+        lambda: kvjax.prefill(layer(), *qkv(B=3)),
+        r"q has B=3 but the cache has B=2; q\[3, 3, 4, 16\]",
+    ),
+    "a prompt of other heads": (
+        lambda: kvjax.prefill(layer(), qkv()[0], *qkv()[:2]),
+        r"k has K=4 but the cache has K=2",
+    ),
+    "values of other tokens": (lambda: kvjax.prefill(layer(), *qkv()[:2], qkv(4)[2]), "v has T=4 but q has T=3"),
+    "a prompt without a cache": (
+        lambda: kvjax.prefill(None, *qkv()),  # type: ignore[arg-type]
+        r"prefill takes a kvjax\.LayerCache, got None; kvjax\.init_layer makes one",
+    ),
+    "a window of no tokens": (
+        lambda: kvjax.prefill(layer(), *qkv(), window=0),
+        r"prefill\(window=\.\.\.\) must be at least 1, got 0",
+    ),
+    "no steps": (lambda: kvjax.decode(layer(), *qkv(0)), "T=0 tokens; give at least one"),
+    "too many steps": (
+        lambda: kvjax.decode(layer(), *qkv(17)),
+        r"decode takes 1 to 16 tokens of a row, got T=17; kvjax\.prefill reads a prompt",
+    ),
+    "more steps than there are": (
+        lambda: kvjax.decode(layer(), *qkv(3), lengths=[5, 1]),
+        r"lengths must be in \[0, T=3\], got 5",
+    ),
+    "steps without a cache": (
+        lambda: kvjax.decode(None, *qkv(1)),  # type: ignore[arg-type]
+        r"decode takes a kvjax\.LayerCache, got None",
+    ),
+    "steps of a follower alone": (
+        lambda: kvjax.decode(layer(RETRIEVAL.follower()), *qkv(1)),
+        r"Follower attends to what another layer selected and got no selection; pass selection=info\.selection",
+    ),
+    "a selection that is none": (
+        lambda: kvjax.attention(layer(RETRIEVAL.follower()), *qkv(1), selection=3),  # type: ignore[arg-type]
+        r"attention\(selection=\.\.\.\) takes the `selection` of an Info, got int",
+    ),
+    "back past what is there": (
+        lambda: kvjax.rollback(layer(), [20, 0]),
+        r"rollback of row 0 to 20 tokens: it holds 0, and can go back to 0",
+    ),
+    "back before the start": (lambda: kvjax.rollback(layer(), [-1, 0]), "rollback of row 0 to -1 tokens"),
+    "back to one length": (
+        lambda: kvjax.rollback(layer(), 3),
+        r"rollback\(lengths=\.\.\.\) must be integers \[B=2\], the tokens that each row keeps; got int32\[\]",
+    ),
+    "back to text": (lambda: kvjax.rollback(layer(), "x"), r"must be integers \[B=2\], as \[3, 5\], got 'x'"),
+    "back to nothing": (
+        lambda: kvjax.rollback(layer(), None),  # type: ignore[arg-type]
+        r"must be integers \[B=2\], as \[3, 5\], got None",
+    ),
+    "back where tokens are forgotten": (
+        lambda: kvjax.rollback(layer(presets.h2o(16).rest), [0, 0]),
+        "rollback needs a policy that can take back tokens, which .* cannot",
+    ),
+    "a smaller cache": (lambda: kvjax.grow(layer(), 32), r"grow\(capacity=32\) is below the cache's capacity of 64"),
+    # ---------------------------------------------------------------------------------- placements, hot sets, sharing
+    "a placement on no mesh": (
+        lambda: kvjax.Placement(mesh=3),  # type: ignore[arg-type]
+        r"Placement\(mesh=\.\.\.\) must be a jax\.sharding\.Mesh, got 3; make one with",
+    ),
+    "a placement by an axis that is not there": (
+        lambda: kvjax.Placement(mesh=mesh(), heads="tensor"),
+        r"Placement\(heads='tensor'\): the mesh has no axis of that name; its axes are data=1 x model=1",
+    ),
+    "a placement by an axis twice": (
+        lambda: kvjax.Placement(mesh=mesh(), batch="data", heads="data"),
+        "the axis splits batch already; give each its own axis",
+    ),
+    "a mesh for a placement": (
+        lambda: kvjax.init(kvjax.Full(), SPEC, layers=2, placement=mesh()),  # type: ignore[arg-type]
+        r"placement must be a kvjax\.Placement, got a Mesh",
+    ),
+    "a hot set below a selection": (
+        lambda: layer(dataclasses.replace(RETRIEVAL, store=kvjax.HotSet(tokens=8))),
+        r"HotSet\(tokens=8\) is smaller than the 14 tokens that a step selects.*; use at least 14",
+    ),
+    "a hot set of no tokens": (lambda: kvjax.HotSet(tokens=0), r"HotSet\(tokens=\.\.\.\) must be at least 1, got 0"),
+    "a hot set of half pages": (
+        lambda: kvjax.HotSet(tokens=12, store=kvjax.HostOffload(page=8)),
+        r"holds whole pages of HostOffload\(page=8\); use a multiple of 8",
+    ),
+    "a hot set of a store by name": (
+        lambda: kvjax.HotSet(tokens=8, store="host"),  # type: ignore[arg-type]
+        r"HotSet\(store=\.\.\.\) must be a store, got the string 'host'",
+    ),
+    "a hot set of a class": (
+        lambda: kvjax.HotSet(tokens=8, store=kvjax.HostOffload),  # type: ignore[arg-type]
+        r"got the class HostOffload; make an instance",
+    ),
+    "a hot set of a hot set": (
+        lambda: kvjax.HotSet(tokens=8, store=kvjax.HotSet(tokens=8)),
+        "which has a hot set already; give the store inside",
+    ),
+    "a hot set on the device": (lambda: presets.fier(24, hot=64), r"fier\(hot=64\) keeps .*; set host=True too"),
+    "no sharing": (lambda: presets.fier(24, share=0), "share must be at least 1, got 0"),
+    "sharing of what selects nothing": (
+        lambda: kvjax.share_selections(presets.h2o(24), share=2),
+        "selects nothing that other layers could follow",
+    ),
+    "sharing of one policy": (
+        lambda: kvjax.share_selections(RETRIEVAL, share=2),  # type: ignore[arg-type]
+        r"takes the policies of a model's layers, got a Retrieval; a preset returns them",
+    ),
+    "anchors that do not rise": (
+        lambda: presets.fier(24, anchors=[5, 2]),
+        r"anchors=\(5, 2\) must rise and begin with",
+    ),
+    "anchors past the model": (
+        lambda: kvjax.init(presets.fier(24, group=8, chunk=8, anchors="2+9"), SPEC, layers=4),
+        "anchors name layer 9, and the model has layers 0 to 3; leave it out",
+    ),
+    "anchors that are no number": (lambda: presets.fier(24, anchors=2.5), r"as \[2, 5, 9\] or '2\+5\+9', got 2\.5"),  # type: ignore[arg-type]
+    "share and anchors": (lambda: presets.fier(24, share=2, anchors=[2]), "both say which layers select; give one"),
+    "heads of a layer past the model": (
+        lambda: shared(heads={9: (0, 1)}),
+        "heads name layer 9, and the model has layers",
+    ),
+    "heads of a layer that selects": (lambda: shared(heads={2: (0, 1)}), "heads name layer 2, which follows no other"),
+    "heads that are not the layer's": (
+        lambda: shared(heads={3: (0, 1, 2)}),
+        r"Follower\(heads=\(0, 1, 2\)\) names 3 heads, and the cache has 2 KV heads",
+    ),
+    "heads without layers": (
+        lambda: shared(heads="x"),
+        r"heads must be the KV heads of layers, as \{3: \(1, 0\)\}, got 'x'",
+    ),
     # ---------------------------------------------------------------------------------------- flush, insert, overflow
+    "a row that is no whole number": (lambda: insert(0.5), r"insert\(row=\.\.\.\) must be an integer, got 0\.5"),
+    "a row by name": (lambda: insert("x"), r"insert\(row=\.\.\.\) must be an integer, as 0, got 'x'"),
+    "several rows": (lambda: insert([0]), r"insert\(row=\.\.\.\) must be an integer, got a list"),
+    "a row that is not there": (lambda: insert(5), "insert got row=5; the cache has rows 0 to 1"),
     "a donated cache flushed": (lambda: kvjax.flush(donated(cache())), "flush got a cache whose arrays are gone"),
     "a donated cache inserted into": (
         lambda: kvjax.insert(donated(cache()), cache(), 0),

@@ -21,6 +21,9 @@ class PerLayer:
     def policy(self, layer: int) -> Policy:
         return self.first[layer] if layer < len(self.first) else self.rest
 
+    def check(self, layers: int) -> None:
+        """Raises ValueError for policies that name layers which a model of `layers` layers does not have."""
+
     @classmethod
     def of(cls, policies: Policy | PerLayer | Sequence[Policy]) -> PerLayer:
         """One policy for all layers, or a policy for each layer, as a PerLayer."""

@@ -30,8 +30,9 @@ from kvjax.caches.selected import SelectedZones
 from kvjax.caches.zones import ZonedState
 from kvjax.demotion import Demotion, Fifo
 from kvjax.selection import Selection
-from kvjax.spec import keep_int, require_int
+from kvjax.spec import CacheSpec, keep_int, require_int
 from kvjax.stores import Dense, Store
+from kvjax.validation import shown
 
 
 @runtime_checkable
@@ -85,6 +86,14 @@ class Follower(SelectedZones):
             heads = tuple(require_int(where, head, at_least=0, at_most=len(self.heads) - 1) for head in self.heads)
             object.__setattr__(self, "heads", heads)
 
+    def init(self, spec: CacheSpec) -> ZonedState:
+        if self.heads is not None and len(self.heads) != spec.kv_heads:
+            raise ValueError(
+                f"Follower(heads={self.heads}) names {len(self.heads)} heads, and the cache has {spec.kv_heads} KV "
+                "heads; name one for each"
+            )
+        return super().init(spec)
+
     def attend(self, st: ZonedState, q: Array, *, scale: float, window: int | None = None) -> NoReturn:
         raise ValueError(
             "Follower attends to what another layer selected and got no selection; pass selection=info.selection to "
@@ -108,8 +117,6 @@ class Follower(SelectedZones):
             raise ValueError(
                 f"attention(selection=...) takes the `selection` of an Info, got {type(selection).__name__}"
             )
-        if self.heads is not None and len(self.heads) != K:
-            raise ValueError(f"Follower(heads={self.heads}) names {len(self.heads)} heads, but the cache has K={K}")
         if selection.slots.shape[:2] != (B, K) or selection.slots.shape[2] not in (1, G):
             raise ValueError(
                 f"the selection has slots{list(selection.slots.shape)}, but this layer has B={B}, K={K}, G={G}; pass "
@@ -174,6 +181,19 @@ class Shared(PerLayer):
                 "follows the last anchor before it"
             )
 
+    def check(self, layers: int) -> None:
+        named = {"anchors": self.anchors or (), "heads": tuple(layer for layer, _ in self.heads)}
+        for what, numbers in named.items():
+            if numbers and max(numbers) >= layers:
+                raise ValueError(
+                    f"{what} name layer {max(numbers)}, and the model has layers 0 to {layers - 1}; leave it out"
+                )
+        if selecting := [layer for layer, _ in self.heads if layer < len(self.first) or self.selects(layer)]:
+            raise ValueError(
+                f"heads name layer {selecting[0]}, which follows no other layer: it is dense or selects by itself; "
+                "leave it out"
+            )
+
     def selects(self, layer: int) -> bool:
         """Whether this layer selects by itself; False also for the first, dense layers."""
         past = layer - len(self.first)
@@ -202,11 +222,20 @@ def share_selections(
       ValueError: policies that select nothing, anchors that do not rise from the first layer past the dense ones.
     """
     require_int("share", share, at_least=1)
+    if not isinstance(policies, PerLayer):
+        raise ValueError(
+            f"share_selections takes the policies of a model's layers, got {shown(policies)}; a preset returns them, "
+            "as kvjax.presets.fier(256), and kvjax.PerLayer((), policy) makes them of one policy"
+        )
     if share == 1 and anchors is None and not heads:
         return policies
     if isinstance(anchors, str):
         anchors = _numbers(anchors)
     numbers = (anchors,) if isinstance(anchors, int) else anchors
+    if not isinstance(numbers, Sequence | None):
+        raise ValueError(f"anchors must be numbers of layers, as [2, 5, 9] or '2+5+9', got {shown(anchors)}")
+    if not isinstance(heads, Mapping | None) or not all(isinstance(own, Sequence) for own in (heads or {}).values()):
+        raise ValueError(f"heads must be the KV heads of layers, as {{3: (1, 0)}}, got {shown(heads)}")
     return Shared(
         policies.first,
         policies.rest,

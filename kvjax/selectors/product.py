@@ -63,7 +63,10 @@ class ProductCodes:
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         if spec.head_dim % self.parts:
-            raise ValueError(f"ProductCodes(parts={self.parts}) does not divide head_dim={spec.head_dim}")
+            raise ValueError(
+                f"ProductCodes(parts={self.parts}) does not divide head_dim={spec.head_dim}; use a divisor of "
+                f"{spec.head_dim}"
+            )
         if chunk % self.learn:
             raise ValueError(
                 f"ProductCodes(learn={self.learn}) needs chunks of whole {self.learn} tokens, got chunks of {chunk}; "

@@ -27,7 +27,8 @@ from kvjax.partial import PartialAttention
 from kvjax.selection import PackedSelection, Selection
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostOffload
-from kvjax.stores.store import Loaded, PlacingStore, Store
+from kvjax.stores.store import CachingStore, Loaded, PlacingStore, Store
+from kvjax.validation import check_verbs
 
 
 @register_dataclass
@@ -87,6 +88,10 @@ class HotSet:
 
     def __post_init__(self) -> None:
         keep_int(self, "tokens", at_least=1)
+        verbs = ("init", "append", "gather", "attend_slots")
+        check_verbs("HotSet(store=...)", self.store, "a store", verbs, "kvjax.HostOffload()")
+        if isinstance(self.store, CachingStore):
+            raise ValueError(f"HotSet(store=...) got {self.store}, which has a hot set already; give the store inside")
         if self.tokens % self.store.page:
             raise ValueError(
                 f"HotSet(tokens={self.tokens}) holds whole pages of {self.store}; use a multiple of {self.store.page}"
