@@ -117,12 +117,7 @@ class DraftModel:
     ) -> _ModelDrafter:
         from kvjax.generation import prefill
 
-        ours, theirs = vocabulary_size(self.model), vocabulary_size(model)
-        if ours is not None and theirs is not None and ours != theirs:
-            raise ValueError(
-                f"the draft model has a vocabulary of {ours} tokens and the model one of {theirs}; a draft model must "
-                "have the model's tokenizer"
-            )
+        check_vocabularies(vocabulary_size(self.model), vocabulary_size(model))
         held = np.asarray(cache.length) - np.asarray(lengths)
         if held.any():
             raise ValueError(
@@ -149,6 +144,15 @@ def parse(text: str) -> PromptLookup:
             f"speculate={text!r} must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS as prompt-lookup:3,8"
         )
     return PromptLookup(**dict(zip(("ngram", "tokens"), map(int, parts), strict=False)))
+
+
+def check_vocabularies(draft: int | None, model: int | None) -> None:
+    """Raises ValueError for a draft model of another vocabulary; one that tells none is not checked."""
+    if draft is not None and model is not None and draft != model:
+        raise ValueError(
+            f"the draft model has a vocabulary of {draft} tokens and the model one of {model}; a draft model must have "
+            "the model's tokenizer"
+        )
 
 
 def check_takes_drafts(cache: Cache, tokens: int) -> None:

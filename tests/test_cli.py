@@ -217,7 +217,7 @@ def test_the_command_runs_alone_and_writes_nothing_but_its_answer(checkpoint):
 # ----------------------------------------------------------------------------------------- what it refuses
 
 
-def assert_one_line(result, message, code=1):
+def assert_one_line(result, message, code=2):
     assert result[0] == code, result
     assert result[1] == ""
     assert result[2].startswith("error: "), result[2]
@@ -256,7 +256,7 @@ def assert_one_line(result, message, code=1):
         (("--prompt", "a", "--cache", "fier:local=3000000000"), "must be at most 2147483647, got 3000000000"),
         (("--prompt", "a", "--cache", "fier:budget=8", "--budget", 9), "set two budgets; give one"),
         (("--prompt", "caf\udce9"), "--prompt is not UTF-8; set a UTF-8 locale"),
-        (("--prompt-file", "/tmp"), "there is no such file"),
+        (("--prompt-file", "/tmp"), "--prompt-file /tmp is a folder; give a file with the prompt"),
         (("--prompt", "a" * 100_000), "the prompt of 100000 bytes has more than 512 tokens"),
         (("--prompt", "a", "--temperature", -1), "temperature must be a finite number"),
         (("--prompt", "a", "--temperature", 1, "--top-k", 0), "top_k must be at least 1"),
@@ -355,7 +355,8 @@ def test_a_model_without_room_is_one_line_before_it_is_drawn(kvjax, monkeypatch)
     monkeypatch.setattr("kvjax.evaluate.throughput._available_bytes", lambda: 2**30)
     monkeypatch.setattr("kvjax.evaluate.throughput._draw", lambda *args, **settings: pytest.fail("weights were drawn"))
     result = kvjax("bench", "--random", "llama-3.2-1b", "--dtype", "bfloat16")
-    assert_one_line(result, "out of memory: the weights in bfloat16 would take 2.3 GiB, and 1.0 GiB are free; use a")
+    message = "out of memory: the weights in bfloat16 would take 2.3 GiB, and 1.0 GiB are free; use a"
+    assert_one_line(result, message, code=1)
 
 
 def test_without_a_directory_the_model_that_ships_answers(kvjax):
@@ -393,7 +394,7 @@ def test_logits_that_are_not_finite_end_in_one_line(kvjax, tmp_path, bad):
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     for more in ((), ("--json",)):
         result = kvjax("generate", directory, "--prompt", "abc", "--max-new-tokens", 3, *more)
-        assert_one_line(result, "the model's logits of row 0 are not finite before the first token")
+        assert_one_line(result, "the model's logits of row 0 are not finite before the first token", code=1)
 
 
 def test_compare_shows_answers_side_by_side(kvjax, checkpoint, tmp_path):
@@ -414,11 +415,116 @@ def test_compare_shows_answers_side_by_side(kvjax, checkpoint, tmp_path):
 
 def test_compare_refuses_what_it_cannot_run(kvjax, checkpoint):
     code, _, err = kvjax("compare", TEXT, "--cache", "pariskv", "--budget", 5, "--model", checkpoint)
-    assert code == 1
+    assert code == 2
     assert "budget" in err
-    code, _, err = kvjax("compare", TEXT, "--cache", "nothing", "--model", checkpoint)
-    assert code == 1
-    assert "unknown cache" in err
+
+
+# The model directory is the tiny checkpoint; FILES stands for the folder of the files that `files` writes.
+REFUSED = [
+    # generate
+    ("generate --prompt a --cache fier:anchors=2+99", "anchors name layer 99, and the model has layers 0 to 2"),
+    ("generate --prompt a --cache full:budget=3", "'budget=3' sets nothing of full; it has no settings"),
+    ("generate --prompt a --cache streaming_llm:rope_theta=x", "(rope_theta=...) must be a finite number, got 'x'"),
+    ("generate --prompt a --cache razorattention:heads=3", "takes a kvjax.heads.Heads or a file of them, got 3"),
+    ("generate --prompt a --cache razorattention:heads=/no", "/no is no file with the heads of a model; kvjax.heads"),
+    ("generate --prompt a --cache magicpig:tables=100000", "takes at most 32 bits and 4096 tables"),
+    ("generate --prompt a --cache magicpig:bits=40", "takes at most 32 bits and 4096 tables"),
+    ("generate --prompt a --cache pqcache:parts=3", "does not divide head_dim=8; use a divisor of 8"),
+    ("generate --prompt a --cache freekv:tau=x", "Speculative(tau='x') must be a number"),
+    ("generate --prompt a --mesh data", "--mesh takes data=N"),
+    ("generate --prompt a --mesh model=x", "--mesh takes data=N"),
+    ("generate --prompt a --mesh data=1,data=1", "--mesh takes data=N"),
+    ("generate --prompt a --mesh model=99", "--mesh model=99 asks for 99 devices; there are 1"),
+    ("generate --prompt a --speculate x", "speculate='x' must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS"),
+    ("generate --prompt a --speculate prompt-lookup:0,4", "PromptLookup(ngram=...) must be at least 1, got 0"),
+    ("generate --prompt a --speculate prompt-lookup:3,16", "PromptLookup(tokens=...) must be at most 15, got 16"),
+    ("generate --prompt a --speculate prompt-lookup --cache h2o", "drafts need a cache that can take back tokens"),
+    ("generate --prompt a --speculate prompt-lookup --draft /no", "--speculate and --draft both say what drafts"),
+    ("generate --prompt a --draft /no", "/no does not exist; give a directory with config.json"),
+    (
+        "generate --prompt a --draft FILES/other",
+        "the draft model has a vocabulary of 99 tokens and the model one of 258",
+    ),
+    ("generate --prompt-file FILES", "is a folder; give a file with the prompt"),
+    ("generate --prompt-file FILES/binary", "is not UTF-8: byte 0x80 at 128; convert it first"),
+    ("generate --prompt-file /dev/null", "the prompt is empty"),
+    # compare: all before the weights
+    ("compare a --cache nothing", "unknown cache 'nothing'"),
+    ("compare a --cache fier --budget 0", "budget must be at least 1, got 0"),
+    ("compare a --cache full --budget 64", "full have no budget; leave it out, or add one of fier"),
+    ("compare a --max-new-tokens 0", "max_new_tokens must be at least 1, got 0"),
+    ("compare a --max-new-tokens 9999", "do not fit in the model's 512 positions"),
+    ("compare FILES", "is a folder; give a file with the prompt"),
+    ("compare FILES/binary", "TEXT_OR_FILE FILES/binary is not UTF-8"),
+    ("compare ./no/prompt", "TEXT_OR_FILE ./no/prompt: there is no such file; if it is the prompt itself"),
+    ("compare prompt.txt", "there is no such file"),
+    # measure and calibrate: all before the weights
+    ("measure", "--text takes a UTF-8 file with a long text; got none"),
+    ("calibrate --text /no", "--text takes a UTF-8 file with a long text; /no is not a file"),
+    ("measure --length 400 --text FILES/binary", "is not UTF-8 (byte 128); --text takes a UTF-8 file"),
+    ("measure --text FILES/short", "fewer than --length 300; give a longer one", "--length 300"),
+    ("measure --text FILES/long --length 200,100", "must be steps=32 or more above the one before"),
+    ("calibrate --text FILES/long --length 64,64", "must be steps=16 or more above the one before"),
+    ("calibrate --text FILES/long --length 200 --steps 0", "steps must be at least 1, got 0"),
+    ("measure --text FILES/long --length 1M", "reach beyond the 512 tokens that the text has or the model takes"),
+    ("measure --text FILES/long --length 9999M", "--length must be at most 2147483647, got 10484711424"),
+    ("measure --text FILES/long --what x", "--what takes recall, group_reduce, with commas between them; got 'x'"),
+    ("measure --text FILES/long --budget 2", "budget=2 is below sink + local = 4 + 16"),
+    ("measure --text FILES/long --budget -1", "must be at least 1, got -1"),
+    ("measure --text FILES/long --out FILES/short", "is a file; give the path of a folder"),
+    ("calibrate --text FILES/long --cache full", "selects nothing that other layers could follow"),
+    ("calibrate --text FILES/long --cache fier:share=2", "sets share, which this command finds; leave it out"),
+    (
+        "calibrate --text FILES/long --cache fier --length 100",
+        "keeps the first 9 layers full",
+        "--cache fier:dense_layers=9",
+    ),
+    ("calibrate --text FILES/long --share 0", "--share must be at least 1, got 0"),
+    ("calibrate --text FILES/long --out /no/x.json", "--out /no/x.json: there is no such folder"),
+    ("calibrate --text FILES/long --out FILES", "is a folder; give the path of a file"),
+    # bench: all before the weights
+    ("bench --cache full --budget 3", "full have no budget; leave it out, or add one of fier"),
+    ("bench --cache fier --dense-layers 99", "keeps the first 99 layers full and the model has 3"),
+    ("bench --chunk 0", "Workload(chunk=...) must be at least 1, got 0"),
+    ("bench --length 2047M --steps 2000000", "capacity=...) must be at most 2147483647"),
+    ("bench --out FILES/short", "is a file; give the path of a folder"),
+    # eval and perplexity
+    ("eval --batch 0", "--batch must be at least 1, got 0"),
+    ("eval --seed -1", "--seed must be at least 0, got -1"),
+    ("eval --out FILES/short", "is a file; give the path of a folder"),
+    (
+        "eval --cache fier --dense-layers 3 --length 480 --samples 1",
+        "keeps the first 3 layers full and the model has 3",
+    ),
+    ("perplexity --text FILES/long --out FILES/short", "is a file; give the path of a folder"),
+    ("perplexity --text FILES/long --plot FILES/x.abc", "cannot be drawn; end it in .svg"),
+    ("perplexity --text FILES/long --share nan", "share must be in (0, 1], got nan"),
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "binary").write_bytes(bytes(range(256)))
+    (folder / "short").write_text("a few words")
+    (folder / "long").write_text("It was the best of times, it was the worst of times. " * 60)
+    (folder / "other").mkdir()
+    (folder / "other" / "config.json").write_text(json.dumps(config(vocab_size=99, bos_token_id=1, eos_token_id=2)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("line", "message", "more"), [(*row, "")[:3] for row in REFUSED], ids=lambda value: str(value)[:60]
+)
+def test_what_cannot_be_done_is_one_line_before_the_weights(
+    kvjax, checkpoint, files, monkeypatch, tmp_path, line, message, more
+):
+    monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
+    monkeypatch.chdir(tmp_path)
+    command, *args = (word.replace("FILES", str(files)) for word in f"{line} {more}".split())
+    result = kvjax(command, *(["--model"] if command == "compare" else []), checkpoint, *args)
+    assert_one_line(result, message.replace("FILES", str(files)))
+    assert not list(tmp_path.iterdir()), "something was written"
 
 
 def test_help_and_version_have_their_usual_names(kvjax):

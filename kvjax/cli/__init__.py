@@ -2,8 +2,14 @@
 
 A command is a module here, with a function that typer calls. Everything cheap is checked before anything long starts,
 in this order: options, prompt, config, length of the prompt, weights. What a user can get wrong ends in one line
-`error: ...` on stderr and a non-zero exit code: 2 for the use of the command, 1 for everything else, 130 for an
-interrupt, 141 where the reader of stdout is gone. KVJAX_TRACEBACK=1 shows the traceback instead.
+`error: ...` on stderr and a non-zero exit code:
+
+    2    what was asked cannot be done: an option, a file, a model, or a combination of them
+    1    the work itself failed: no memory, no room on the disk, numbers that are not finite
+    130  an interrupt
+    141  the reader of stdout is gone
+
+KVJAX_TRACEBACK=1 shows the traceback instead.
 
 Heavy imports stand inside the commands, so that `kvjax --help` stays quick.
 """
@@ -65,6 +71,10 @@ for _group, _commands in _GROUPS.items():
         app.command(_name, rich_help_panel=_group)(_command)
 
 
+# Errors of what was asked. A check raises ValueError, and a path that a user gave may lead nowhere.
+_ASKED = (ValueError, NotImplementedError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """The console entry point. Returns the exit code."""
     args = list(sys.argv[1:] if args is None else args) or ["--help"]
@@ -85,7 +95,7 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         usage = getattr(error, "format_message", None)  # click's errors, wherever typer's version keeps their class
         say(f"error: {_one_line(error) if usage is None else ' '.join(usage().split())}")
-        return 1 if usage is None else 2
+        return 2 if usage is not None or isinstance(error, _ASKED) else 1
 
 
 def _reader_gone() -> int:
@@ -102,6 +112,6 @@ def _one_line(error: Exception) -> str:
         return f"out of memory; use a smaller model, a shorter prompt or --dtype bfloat16 ({message[:200]})"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if isinstance(error, ValueError | NotImplementedError | OSError | RuntimeError):
+    if isinstance(error, ValueError | NotImplementedError | OSError | RuntimeError | MemoryError):
         return message or type(error).__name__
     return f"{type(error).__name__}: {message} (unexpected; KVJAX_TRACEBACK=1 shows where)"

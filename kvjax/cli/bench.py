@@ -12,6 +12,7 @@ import typer
 from kvjax.cli.options import (
     Dtype,
     ModelDir,
+    check_folder,
     complete_cache,
     dtype_name,
     implementations,
@@ -24,6 +25,7 @@ from kvjax.cli.terminal import bar, bars, say, show
 
 if TYPE_CHECKING:
     from kvjax.attention import PerLayer
+    from kvjax.evaluate.caches import Row
     from kvjax.models import Decoder, DecoderConfig
 
 
@@ -97,12 +99,14 @@ def bench(
     the device and on the host; and the peak of the device's memory.
     """
     from kvjax.evaluate import throughput
+    from kvjax.evaluate.caches import make_rows
 
     workload = throughput.Workload(steps=steps, block=block, chunk=chunk, synthetic=synthetic_cache, seed=seed)
-    lengths = sizes("--length", length, "KM")
-    batches = None if batch == "largest" else sizes("--batch", batch, "KM")
-    budgets = None if budget is None else sizes("--budget", budget, "KM")
-    caches = _caches(cache or ["full", "fier"], budgets, dense_layers)
+    lengths = sizes("--length", length)
+    batches = None if batch == "largest" else sizes("--batch", batch)
+    budgets = None if budget is None else sizes("--budget", budget)
+    asked = make_rows(cache or ["full", "fier"], budgets=budgets, dense_layers=dense_layers)
+    check_folder("--out", out)
     if random is not None and model_dir is not None:
         raise ValueError(f"give a checkpoint or --random, not both; got {model_dir} and --random {random}")
     kind = dtype_name(dtype)
@@ -112,6 +116,7 @@ def bench(
     else:
         assert random is not None
         name, config = _shape(random)
+    caches = _caches(asked, config, kind, (batches or [1])[0], max(lengths) + block + steps)
 
     progress = bars()
     with progress, bar(progress, "loading weights" if directory is not None else "drawing weights"):
@@ -152,13 +157,13 @@ def _write(rows: Sequence[dict[str, Any]], out: Path) -> None:
         say(f"wrote {out / 'throughput.svg'}")
 
 
-def _caches(names: Sequence[str], budgets: Sequence[int] | None, dense_layers: int | None) -> dict[str, PerLayer]:
-    """Policies by the name of a row, as "fier@1024"; a method without a budget comes once, whatever the budgets."""
-    from kvjax import presets
-    from kvjax.evaluate.caches import make_rows
+def _caches(rows: Sequence[Row], config: DecoderConfig, kind: str, batch: int, capacity: int) -> dict[str, PerLayer]:
+    """Policies by the name of a row, as "fier@1024"; those that cannot hold the model or their budget are told."""
+    from kvjax import CacheSpec
+    from kvjax.evaluate.caches import check_rows
 
-    takes = budgets is not None and any(presets.find(name.partition(":")[0]).has_budget for name in names)
-    rows = make_rows(names, budgets=budgets if takes else None, dense_layers=dense_layers)
+    heads = {"q_heads": config.q_heads, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    rows = check_rows(rows, CacheSpec(batch=batch, capacity=capacity, dtype=kind, **heads), config.layers)
     for row in rows:
         if row.refused:
             say(f"not run: {row.name}: {row.refused}")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvjax.cli.generate import STDIN, read_prompt
-from kvjax.cli.options import Dtype, complete_cache, dtype_name, model_directory
+from kvjax.cli.options import Dtype, complete_cache, dtype_name, model_directory, without_weights
 from kvjax.cli.terminal import bar, bars, say, show, write
 
 if TYPE_CHECKING:
     from kvjax.evaluate.side_by_side import Answer
 
+_PATH = re.compile(r"(~|\.{0,2})/\S*|\S*\.(txt|md|json|jsonl)")
 DEFAULT = ("full", "fier", "quest", "snapkv", "logquant")
 
 
@@ -50,20 +52,18 @@ def compare(
 
     Decoding is greedy. "same" counts the leading tokens that equal the first method's. Times are without compilation.
     """
+    text = _read(prompt)
+    kind, directory = dtype_name(dtype), model_directory(model)
     from kvjax import models
-    from kvjax.evaluate.side_by_side import side_by_side
+    from kvjax.evaluate.side_by_side import prepare, side_by_side
 
-    path = Path(prompt)
-    is_file = path == STDIN or (len(prompt) < 1024 and "\n" not in prompt and path.is_file())
-    text = read_prompt(None, path) if is_file else read_prompt(prompt, None)
-    kind = dtype_name(dtype)
-    directory = model_directory(model)
-    progress = bars()
+    asked: Any = {"budget": budget, "max_new_tokens": max_new_tokens}
+    caches, progress = cache or list(DEFAULT), bars()
+    with progress, bar(progress, "reading the prompt"):
+        prepare(without_weights(directory), text, caches, **asked)  # says now what is wrong
     with progress, bar(progress, "comparing") as advance_to:
         checkpoint = models.load(directory, dtype=kind)
-        found = side_by_side(
-            checkpoint, text, cache or list(DEFAULT), budget=budget, max_new_tokens=max_new_tokens, progress=advance_to
-        )
+        found = side_by_side(checkpoint, text, caches, **asked, progress=advance_to)
     if as_json:
         write("".join(json.dumps(answer.as_json()) + "\n" for answer in found))
         return
@@ -73,6 +73,19 @@ def compare(
             say(f"{answer.cache}: {answer.refused}")
     if all(answer.refused for answer in found):
         raise ValueError("no cache could be run; the reasons are above")
+
+
+def _read(given: str) -> str:
+    """The prompt, or the text of the file that it names."""
+    path = Path(given)
+    if path == STDIN or (len(given) < 1024 and "\n" not in given and path.exists()):
+        return read_prompt(None, path, file_option="TEXT_OR_FILE")
+    if _PATH.fullmatch(given):  # of a file that is not there; the model would continue the path
+        raise ValueError(
+            f"TEXT_OR_FILE {given}: there is no such file; if it is the prompt itself, give it on stdin: "
+            "echo TEXT | kvjax compare -"
+        )
+    return read_prompt(given, None)
 
 
 def _table(found: list[Answer]) -> Any:

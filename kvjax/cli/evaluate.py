@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.cli.options import Dtype, ModelDir, complete_cache, dtype_name, model_directory, sizes, without_weights
+from kvjax.cli.options import (
+    Dtype,
+    ModelDir,
+    check_folder,
+    complete_cache,
+    dtype_name,
+    model_directory,
+    sizes,
+    without_weights,
+)
 from kvjax.cli.terminal import bar, bars, say, write
 
 if TYPE_CHECKING:
@@ -141,7 +150,11 @@ def evaluate(
 
     from kvjax.evaluate.caches import make_rows
     from kvjax.evaluate.tasks import make_tasks
+    from kvjax.spec import require_int
 
+    require_int("--batch", batch, at_least=1)
+    require_int("--seed", seed, at_least=0)
+    check_folder("--out", out)
     lengths = None if length is None else sizes("--length", length)
     asked = make_tasks(
         task or ["needles"], lengths=lengths, samples=samples, seed=seed, text=text, question=question, data=data

@@ -138,6 +138,8 @@ def generate(
     from kvjax.request import check_fit
 
     drafting: Any = None if speculate is None else drafts.parse(speculate)
+    if draft is not None:
+        draft = model_directory(draft)
     progress = bars()
     with progress, bar(progress, "reading the prompt"):
         checkpoint = without_weights(directory)
@@ -160,7 +162,11 @@ def generate(
     def empty() -> kvjax.Cache:
         return kvjax.init(policy, spec, layers=config.layers, placement=placement)
 
-    jax.eval_shape(empty)  # a policy that cannot hold this model says so before the weights are read
+    shapes = jax.eval_shape(empty)  # a policy that cannot hold this model says so before the weights are read
+    if draft is not None:
+        drafts.check_vocabularies(without_weights(draft).config.vocab_size, config.vocab_size)
+    if drafting is not None or draft is not None:
+        drafts.check_takes_drafts(shapes, kvjax.DraftModel.tokens if drafting is None else drafting.tokens)
     ran = implementations(policy, spec)
     block = JSON_BLOCK if as_json else 1
     settings: dict[str, Any] = {
@@ -262,24 +268,37 @@ def _is_text(argument: str) -> bool:
     return True
 
 
-def read_prompt(prompt: str | None, file: Path | None) -> str:
+def read_prompt(prompt: str | None, file: Path | None, *, file_option: str = "--prompt-file") -> str:
+    """The prompt of one of the two. `file_option` names the file in error messages."""
     if (prompt is None) == (file is None):
         raise ValueError(f"give {'one' if prompt is None else 'only one'} of --prompt TEXT and --prompt-file FILE")
     if prompt is not None and not _is_text(prompt):
         raise ValueError("--prompt is not UTF-8; set a UTF-8 locale, or give the text as --prompt-file FILE")
     if file is not None:
-        if file != STDIN and (not file.exists() or file.is_dir()):  # a pipe will do
-            raise ValueError(f"--prompt-file {file}: there is no such file")
-        content = sys.stdin.buffer.read() if file == STDIN else file.read_bytes()
-        try:
-            prompt = content.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"--prompt-file {file} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}; "
-                "convert it first, as with `iconv -t utf-8`"
-            ) from None
+        prompt = _decode(_content(file, file_option), f"{file_option} {file}")
         prompt = prompt.removesuffix("\n").removesuffix("\r")
     assert prompt is not None
     if not prompt:
         raise ValueError("the prompt is empty; give at least one character")
     return prompt
+
+
+def _content(file: Path, option: str) -> bytes:
+    if file == STDIN:
+        return sys.stdin.buffer.read()
+    file = file.expanduser()
+    if file.is_dir():
+        raise ValueError(f"{option} {file} is a folder; give a file with the prompt")
+    if not file.exists():  # a pipe will do
+        raise ValueError(f"{option} {file}: there is no such file")
+    return file.read_bytes()
+
+
+def _decode(content: bytes, what: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{what} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}; convert it first, as with "
+            "`iconv -t utf-8`"
+        ) from None

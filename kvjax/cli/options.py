@@ -127,16 +127,42 @@ def join_processes() -> None:
         ) from error
 
 
-def sizes(option: str, text: str, units: str = "K") -> list[int]:
-    """Numbers with commas between them: [8192, 100] of "8K,100". `units` are those of `UNITS` that may follow one."""
-    return [_size(option, part, units) for part in text.split(",")]
+def sizes(option: str, text: str) -> list[int]:
+    """Numbers with commas between them, of which K and M may be the units: [8192, 100] of "8K,100"."""
+    return [_size(option, part) for part in text.split(",")]
 
 
-def _size(option: str, text: str, units: str) -> int:
-    number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in tuple(units) else (text, 1)
-    if not number.strip().isdecimal() or int(number) < 1:
-        raise ValueError(f"{option} takes whole numbers from 1, as 8192 or 8K, with commas between them; got {text!r}")
-    return int(number) * unit
+def _size(option: str, text: str) -> int:
+    number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in tuple(UNITS) else (text, 1)
+    if not (number.isascii() and number.strip().isdecimal()) or int(number) < 1:
+        raise ValueError(
+            f"{option} takes whole numbers from 1, as 8192 or 8K or 1M, with commas between them; got {text!r}"
+        )
+    from kvjax.spec import require_int
+
+    return require_int(option, int(number) * unit, at_least=1)
+
+
+def check_folder(option: str, path: Path | None) -> None:
+    """Raises ValueError where no folder `path` can be written to; None is no request for one."""
+    if path is None:
+        return
+    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise ValueError(f"{option} {path}: {there} is a file; give the path of a folder, which is made if need be")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"{option} {path}: {there} may not be written to; give another folder")
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Raises ValueError where no file `path` can be written; None is no request for one."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder; give the path of a file")
+    folder = path.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{option} {path}: there is no such folder, or it may not be written to; make it first")
 
 
 def implementations(policy: PerLayer, spec: CacheSpec) -> dict[str, str]:

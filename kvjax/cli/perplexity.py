@@ -9,7 +9,17 @@ from typing import Annotated
 import typer
 
 from kvjax.cli.evaluate import DenseLayers
-from kvjax.cli.options import Dtype, ModelDir, complete_cache, dtype_name, model_directory, sizes, without_weights
+from kvjax.cli.options import (
+    Dtype,
+    ModelDir,
+    check_file,
+    check_folder,
+    complete_cache,
+    dtype_name,
+    model_directory,
+    sizes,
+    without_weights,
+)
 from kvjax.cli.terminal import bar, bars, say, write
 
 DEFAULT_SHARE = 0.11
@@ -64,6 +74,7 @@ def perplexity(
     from kvjax.evaluate import perplexity as measure
     from kvjax.evaluate.tasks.files import read_text
 
+    check_folder("--out", out)
     if plot is not None:
         _check_plot(plot)
     words = read_text(text, download="--text takes a UTF-8 file of running text")
@@ -93,5 +104,4 @@ def _check_plot(path: Path) -> None:
     known = new_figure(1, 1).canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
         raise ValueError(f"--plot {path}: a file of this kind cannot be drawn; end it in .svg, .png or .pdf")
-    if not path.absolute().parent.is_dir() or path.is_dir():
-        raise ValueError(f"--plot {path}: there is no such folder, or it is one; give the path of a file")
+    check_file("--plot", path)

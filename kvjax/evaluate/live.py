@@ -226,17 +226,10 @@ def capture(
       ValueError: lengths that do not rise by `steps` at least, or reach beyond the text or the model's positions.
     """
     text = np.asarray(tokens, np.int32)
-    require_int("capture(steps=...)", steps, at_least=1)
-    ends = [require_int("capture(lengths=...)", n, at_least=1) for n in lengths]
-    if text.ndim != 2 or not ends:
-        raise ValueError(f"capture needs tokens [B, S] and at least one length, got {list(text.shape)} and {ends}")
-    if any(end - steps < begin for begin, end in zip([1, *ends], ends, strict=False)):
-        raise ValueError(
-            f"each of lengths={ends} must be steps={steps} or more above the one before, the first above 1"
-        )
+    if text.ndim != 2:
+        raise ValueError(f"capture needs tokens [B, S], got {list(text.shape)}; for one text write [tokens]")
     most = min(n for n in (text.shape[1], getattr(checkpoint.model, "max_positions", None)) if n is not None)
-    if ends[-1] > most:
-        raise ValueError(f"lengths={ends} reach beyond the {most} tokens that the text has or the model takes")
+    ends = check_lengths(lengths, steps, most)
 
     model: Model = checkpoint.model
     cache = _empty(checkpoint, len(text), ends[-1], steps * len(ends))
@@ -250,6 +243,28 @@ def capture(
             jax.block_until_ready(cache)
             progress(held, ends[-1], "tokens read")
     return read(cache)
+
+
+def check_lengths(lengths: Sequence[int], steps: int, most: int | None) -> list[int]:
+    """`lengths` and `steps` as `capture` takes them, of a text or model of `most` tokens; None: of any number.
+
+    Raises:
+      ValueError: as `capture`.
+    """
+    require_int("steps", steps, at_least=1)
+    ends = [require_int("lengths", n, at_least=1) for n in lengths]
+    if not ends:
+        raise ValueError("lengths must name at least one length of context, got none")
+    if any(end - steps < begin for begin, end in zip([1, *ends], ends, strict=False)):
+        raise ValueError(
+            f"each of lengths={ends} must be steps={steps} or more above the one before, the first above 1; give fewer "
+            "steps, or other lengths"
+        )
+    if most is not None and ends[-1] > most:
+        raise ValueError(
+            f"lengths={ends} reach beyond the {most} tokens that the text has or the model takes; give shorter ones"
+        )
+    return ends
 
 
 def capture_generated(

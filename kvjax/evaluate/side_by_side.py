@@ -63,7 +63,29 @@ def side_by_side(
       ValueError: an unknown cache, or a prompt that does not fit the model. A cache that cannot hold its budget or this
         model has an answer with the reason instead.
     """
-    max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
+    settings: Any = {"budget": budget, "dense_layers": dense_layers, "max_new_tokens": max_new_tokens}
+    rows, tokens = prepare(checkpoint, prompt, caches, **settings)
+    found: list[Answer] = []
+    for at, row in enumerate(rows):
+        if progress is not None:
+            progress(at, len(rows), row.name)
+        found.append(_answer(checkpoint, row, tokens, max_new_tokens, found))
+    return found
+
+
+def prepare(
+    checkpoint: Checkpoint,
+    prompt: str,
+    caches: Caches,
+    *,
+    budget: int | None = None,
+    dense_layers: int | None = None,
+    max_new_tokens: int = 32,
+) -> tuple[list[Row], list[int]]:
+    """The rows and the prompt's tokens of `side_by_side`: all of it that needs no weights, with all its errors."""
+    require_int("max_new_tokens", max_new_tokens, at_least=1)
+    if budget is not None:
+        require_int("budget", budget, at_least=1)
     try:
         rows = make_rows(caches, budgets=[BUDGET if budget is None else budget], dense_layers=dense_layers)
     except ValueError:
@@ -72,12 +94,7 @@ def side_by_side(
         rows = make_rows(caches, dense_layers=dense_layers)  # none of them has a budget
     tokens = checkpoint.encode(prompt)
     check_fit(0, len(tokens), max_new_tokens, None, checkpoint.config.max_positions)
-    found: list[Answer] = []
-    for at, row in enumerate(rows):
-        if progress is not None:
-            progress(at, len(rows), row.name)
-        found.append(_answer(checkpoint, row, tokens, max_new_tokens, found))
-    return found
+    return rows, tokens
 
 
 def _answer(checkpoint: Checkpoint, row: Row, tokens: list[int], max_new_tokens: int, earlier: list[Answer]) -> Answer:

@@ -63,6 +63,8 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("steps", "block"):
             require_int(f"Workload({name}=...)", getattr(self, name), at_least=1)
+        if self.chunk is not None:
+            require_int("Workload(chunk=...)", self.chunk, at_least=1)
         require_int("Workload(seed=...)", self.seed, at_least=0)
 
 
@@ -354,11 +356,11 @@ def random_model(config: DecoderConfig, dtype: DTypeLike = jnp.bfloat16, *, seed
     Normal with the config's initializer_range, biases 0, norms 1, as `Decoder` itself, which draws in f32.
 
     Raises:
-      ValueError: a CPU's memory has no room for them; a GPU says so itself.
+      MemoryError: a CPU's memory has no room for them; a GPU says so itself.
     """
     model, key = nnx.eval_shape(lambda: Decoder(config, dtype=dtype)), jax.random.key(seed)
     if lacking := _no_room(f"the weights in {jnp.dtype(dtype).name}", nbytes(nnx.state(model, nnx.Param)).total):
-        raise ValueError(f"{lacking}; use a smaller model, or a dtype of fewer bits")
+        raise MemoryError(f"{lacking}; use a smaller model, or a dtype of fewer bits")
     for number, (path, param) in enumerate(nnx.iter_graph(model)):
         if isinstance(param, nnx.Param):
             kind, like = str(path[-1]), param.get_value()

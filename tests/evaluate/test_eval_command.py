@@ -81,10 +81,10 @@ def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded
     assert {name: found["n"] for name, found in caches.items()} == {"full": 3, "streaming_llm@16": 3}
 
     code, out, err = run(checkpoint, "--report-only", "--cache", "full", "--out", tmp_path)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "--report-only reads what lies in --out as it is; leave out MODEL_DIR, --cache" in err
     code, _, err = run("--report-only", "--out", tmp_path / "nowhere")
-    assert code == 1
+    assert code == 2
     assert "nowhere has no results; give the --out of a run" in err
 
 
@@ -123,7 +123,7 @@ def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded
 )
 def test_what_is_refused_is_one_line_with_the_mend(run, checkpoint, tmp_path, args, message):
     code, out, err = run(checkpoint, "--out", tmp_path, *args)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1, err
     assert message in err
@@ -163,7 +163,7 @@ def test_budgets_lengths_and_pools_make_cells_of_what_takes_them(run, checkpoint
 
 def test_quick_fills_in_what_is_not_asked_for(run, checkpoint, tmp_path):
     code, _, err = run(checkpoint, "--quick", "--out", tmp_path)
-    assert code == 1
+    assert code == 2
     assert re.search(r"do not fit in the model's 512 positions", err)
     assert QUICK["length"] == "2K"
     code, _, err = run(checkpoint, "--quick", "--length", "300", "--cache", "fire", "--out", tmp_path)

@@ -214,7 +214,7 @@ def test_command_prints_a_table_and_goes_on_from_its_file(directory, tmp_path, c
     for bad, why in (("plot.xyz", "cannot be drawn"), ("none/plot.svg", "there is no such folder")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
-            assert main([str(arg) for arg in [*args, "--plot", tmp_path / bad]]) == 1
+            assert main([str(arg) for arg in [*args, "--plot", tmp_path / bad]]) == 2
         assert why in capsys.readouterr().err
-    assert main(["perplexity", str(directory), "--text", str(tmp_path / "none.txt")]) == 1
+    assert main(["perplexity", str(directory), "--text", str(tmp_path / "none.txt")]) == 2
     assert "none.txt is not there; --text takes a UTF-8 file" in capsys.readouterr().err

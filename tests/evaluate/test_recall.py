@@ -269,7 +269,7 @@ def _measure(*args):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--what", "recal"), "recal must be of recall, group_reduce"),
+        (("--what", "recal"), "--what takes recall, group_reduce, with commas between them; got 'recal'"),
         (("--length", "4k,x"), "--length takes whole numbers from 1"),
         (("--text", "nowhere.txt"), "nowhere.txt is not a file"),
         pytest.param(
@@ -280,7 +280,7 @@ def _measure(*args):
 def test_command_says_what_was_wrong(directory, tmp_path, capsys, options, message):
     book = tmp_path / "book.txt"
     book.write_text("x" * 50)
-    assert _measure(directory, "--text", book, *options) == 1
+    assert _measure(directory, "--text", book, *options) == 2
     assert message in capsys.readouterr().err
 
 

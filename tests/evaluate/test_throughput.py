@@ -325,5 +325,5 @@ def test_bench_prints_a_table_and_goes_on_where_it_stopped(tmp_path, capsys):
     ],
 )
 def test_bench_says_what_is_wrong_before_it_starts(given, error, capsys):
-    assert main(["bench", *given]) == 1
+    assert main(["bench", *given]) == 2
     assert re.search(error, capsys.readouterr().err)
