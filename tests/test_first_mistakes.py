@@ -53,7 +53,7 @@ def mesh() -> jax.sharding.Mesh:
 
 
 def shared(heads: Any) -> kvjax.Cache:
-    policies = kvjax.share_selections(presets.fier(24, group=8, chunk=8), share=2, heads=heads)
+    policies = kvjax.share_selections(presets.fier(24, group=8, chunk=8, dense_capacity=0), share=2, heads=heads)
     return kvjax.init(policies, SPEC, layers=4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Annotated
@@ -35,11 +36,14 @@ def calibrate(
     from kvjax.settings import read_settings
     from kvjax.spec import require_int
 
-    policies = presets.parse(cache)
-    require_int("--share", share, at_least=1)
     make = presets.find(cache.partition(":")[0]).make
-    if already := {"share", "anchors"} & read_settings(cache, make).keys():
+    settings = read_settings(cache, make, where="--cache")
+    if already := {"share", "anchors"} & settings.keys():
         raise ValueError(f"--cache {cache} sets {already.pop()}, which this command finds; leave it out")
+    if "dense_capacity" in inspect.signature(make).parameters:
+        settings = {"dense_capacity": 0, **settings}  # a cache that selects nothing has nothing to share
+    policies = make(**settings)
+    require_int("--share", share, at_least=1)
     presets.share_selections(policies, share=2)  # says now if nothing can be shared
     check_file("--out", out)
     progress = bars()
