@@ -57,6 +57,10 @@ def rollback(policy: Any) -> Any:
     return kvjax.rollback(several(policy)[1], jnp.array([40, 41]))
 
 
+def truncate(policy: Any) -> Any:
+    return kvjax.truncate(prompt(policy), jnp.array([20, 0]))
+
+
 def gradient(policy: Any) -> Any:
     def loss(q: jax.Array) -> jax.Array:
         _, k, v = tokens(1)
@@ -85,6 +89,7 @@ TRACED: dict[str, Callable[[Any], Any]] = {
     "sliding window": window,
     "several tokens a step": several,
     "`rollback`": rollback,
+    "`truncate`": truncate,
     "`insert`": insert,
     "`grow`": grow,
     "`grad`": gradient,

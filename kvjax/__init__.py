@@ -36,6 +36,7 @@ from kvjax.attention import (
     rollback,
     room,
     shardings,
+    truncate,
 )
 from kvjax.caches import (
     Compensated,
@@ -58,6 +59,7 @@ from kvjax.caches import (
     Shared,
     Speculative,
     SpeculativeState,
+    Truncatable,
     ZonedState,
     share_selections,
 )
@@ -188,6 +190,7 @@ __all__ = [
     "Speculative",
     "SpeculativeState",
     "Store",
+    "Truncatable",
     "ZonedState",
     "any_full",
     "attend_part",
@@ -214,4 +217,5 @@ __all__ = [
     "shardings",
     "share_selections",
     "stream",
+    "truncate",
 ]

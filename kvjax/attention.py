@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
-from kvjax.caches import Following, Info, MultiStep, Observer, PerLayer, Policy, Reversible
+from kvjax.caches import Following, Info, MultiStep, Observer, PerLayer, Policy, Reversible, Truncatable
 from kvjax.caches.short import Refillable, of_size, refilled
 from kvjax.memory import Bytes, nbytes, on_host
 from kvjax.partial import group_queries
@@ -375,6 +375,34 @@ def rollback(cache: C, lengths: ArrayLike) -> C:
     return _with_states(cache, states)
 
 
+def truncate(cache: C, lengths: ArrayLike) -> C:
+    """`cache` with the first `lengths` i32[B] tokens of each row, any number up to what it holds.
+
+    A long prompt is read once, and any shorter prefix of it is then a cache for `insert` or for a prompt that goes on
+    otherwise: all that is held equals, to the bit, the cache of the shorter prompt. Costs about as much as a flush. The
+    result has the same capacity; the tokens that a `Retrieval` or a `Compressed` holds lie where `prefill` of the
+    shorter prompt would put them.
+
+    Raises:
+      ValueError: a policy that evicts or remembers its last step (`Evicting`, `Speculative`), a store that keeps codes
+        in place of keys and values, a demotion that forgets the order of tokens; lengths below 0 or past what is there.
+        Under jit, where lengths are not known, such a row stays as it is and `raise_on_overflow` reports it.
+    """
+    _check_cache("truncate", cache)
+    target, layers = _target_lengths("truncate", cache, lengths), _layers(cache)
+    for layer in layers:
+        if not isinstance(layer.policy, Truncatable):
+            raise ValueError(
+                f"truncate needs a policy that can shorten its cache; {layer.policy!r} forgets tokens or remembers its "
+                "last step, so prefill the shorter prompt instead"
+            )
+    if not isinstance(lengths, Tracer) and not isinstance(layers[0].length, Tracer):
+        known, held = np.asarray(target), on_host(layers[0].length)
+        for row in np.flatnonzero((known < 0) | (known > held)):
+            raise ValueError(f"truncate of row {row} to {known[row]} tokens: it holds {held[row]}")
+    return _truncate_on_parts(cache, target) if layers[0].placement else _truncate(cache, target)
+
+
 def flush(cache: C) -> C:
     """Demotes from the recent blocks that are full, in all layers under one `lax.cond`; else nothing changes.
 
@@ -694,6 +722,27 @@ def _flush_on_parts(cache: Any) -> Any:
         return [_as_whole(layer, own.state) for layer, own in zip(layers, _flush(mine).layers, strict=True)]
 
     return _with_states(cache, run_on_parts(_placement(layers[0]), local, (specs,), specs, states))
+
+
+def _truncate(cache: Any, lengths: Array) -> Any:
+    layers = _layers(cache)
+    policies: list[Any] = [layer.policy for layer in layers]
+    states = [policy.truncate(layer.state, lengths) for policy, layer in zip(policies, layers, strict=True)]
+    return _with_states(cache, states)
+
+
+def _truncate_on_parts(cache: Any, lengths: Array) -> Any:
+    """`_truncate` by each device for its rows and heads."""
+    layers = _layers(cache)
+    placement = _placement(layers[0])
+    states, specs = [layer.state for layer in layers], [_specs(layer) for layer in layers]
+
+    def local(states: list[Any], lengths: Array) -> list[Any]:
+        mine = _truncate(Cache(tuple(_part(layer, st) for layer, st in zip(layers, states, strict=True))), lengths)
+        return [_as_whole(layer, own.state) for layer, own in zip(layers, mine.layers, strict=True)]
+
+    inside = (specs, placement.spec("B"))
+    return _with_states(cache, run_on_parts(placement, local, inside, specs, states, lengths))
 
 
 def _insert(cache: C, prefix: C, row: int | Array) -> C:

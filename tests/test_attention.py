@@ -288,3 +288,44 @@ def test_decode_says_what_it_takes() -> None:
         kvjax.decode(lambda tokens: None, q, k, v)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"prefill takes a kvjax.LayerCache, got None; kvjax.init_layer makes one"):
         kvjax.prefill(None, q, k, v)  # type: ignore[arg-type]
+
+
+def test_a_prompt_read_between_the_steps_of_others_joins_them_as_if_read_alone() -> None:
+    policy = kvjax.Retrieval(selector=kvjax.Fier(group=8), budget=16, sink=2, local=4, demote=kvjax.Fifo(leave=8))
+    spec = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype=jnp.float32)
+    attention, insert = jax.jit(kvjax.attention), jax.jit(kvjax.insert)
+    prompt = [jax.random.normal(jax.random.key(i), (1, 36, heads, 16)) for i, heads in enumerate((4, 2, 2))]
+    steps = [jax.random.normal(jax.random.key(i), (2, 8, heads, 16)) for i, heads in enumerate((4, 2, 2))]
+    running, request = kvjax.init_layer(policy, spec), kvjax.init_layer(policy, dataclasses.replace(spec, batch=1))
+    alone = running
+    for t in range(3):
+        _, request = attention(request, *(a[:, 12 * t : 12 * t + 12] for a in prompt))
+        own = [a[:, t : t + 1] for a in steps]
+        out, running = attention(running, *own, active=jnp.array([True, False]))
+        want, alone = attention(alone, *own, active=jnp.array([True, False]))
+        np.testing.assert_array_equal(out[0], want[0])
+    running = insert(running, request, jnp.array(1))
+    for t in range(3, 8):
+        own = [a[:, t : t + 1] for a in steps]
+        out, running = attention(running, *own, active=jnp.array([True, True]))
+        first, alone = attention(alone, *own, active=jnp.array([True, True]))
+        second, request = attention(request, *(a[1:] for a in own))
+        np.testing.assert_array_equal(out[0], first[0])
+        np.testing.assert_allclose(out[1], second[0], atol=1e-5)
+    assert running.length.tolist() == [8, 41]
+
+
+def test_truncate_says_why_it_cannot_shorten_a_cache() -> None:
+    spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=256)
+    refused = {
+        kvjax.Evicting(evictor=kvjax.Sliding(), budget=32): r"truncate needs a policy that can shorten its cache",
+        kvjax.presets.logquant().rest: r"LogSparse\(.*forgets the order of tokens",
+        kvjax.presets.kivi().rest: r"Quantized\(.*does not give back keys and values as they came",
+    }
+    for policy, why in refused.items():
+        with pytest.raises(ValueError, match=why):
+            kvjax.truncate(kvjax.init_layer(policy, spec), jnp.zeros(1, jnp.int32))
+    cache = kvjax.init_layer(kvjax.Full(), spec)
+    with pytest.raises(ValueError, match="truncate of row 0 to 3 tokens: it holds 0"):
+        kvjax.truncate(cache, [3])
+    assert bool(jax.jit(kvjax.truncate)(cache, jnp.array([3])).state.overflow[0])

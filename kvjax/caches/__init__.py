@@ -14,6 +14,7 @@ pytree whose every leaf has the batch first; verbs take a state and return one o
     prefill_observed   in place of prefill, for a policy to which the queries of a prompt matter
     decode             several steps in one pass, for a policy that can; free says how many
     rollback           takes back tokens, for a policy that can; earliest says how far
+    truncate           shortens to any earlier length, for a policy that can
 
 All arrays have kv heads before tokens: k and v are [B, K, T, D], the queries of a step [B, K, G, D] and those of a
 prompt [B, K, G, T, D]. `kvjax.attention` turns a model's layout into this one, once.
@@ -29,7 +30,7 @@ from kvjax.caches.head_budgets import HeadBudgets, HeadBudgetsState
 from kvjax.caches.outliers import OutlierRetrieval
 from kvjax.caches.per_head import PerHead, PerHeadState
 from kvjax.caches.per_layer import PerLayer
-from kvjax.caches.policy import Growing, Info, MultiStep, Observer, Policy, Reversible
+from kvjax.caches.policy import Growing, Info, MultiStep, Observer, Policy, Reversible, Truncatable
 from kvjax.caches.retrieval import Retrieval
 from kvjax.caches.sampled import Sampled
 from kvjax.caches.shared import Follower, Following, Leading, Shared, share_selections
@@ -66,6 +67,7 @@ __all__ = [
     "Short",
     "Speculative",
     "SpeculativeState",
+    "Truncatable",
     "ZonedState",
     "share_selections",
 ]

@@ -89,6 +89,9 @@ class Full:
         lengths, outside = in_range(lengths, self.earliest(st), st.length)
         return replace(self._shortened(st, lengths), overflow=st.overflow | outside)
 
+    def truncate(self, st: FullState, lengths: Array) -> FullState:
+        return self.rollback(st, lengths)
+
     def _shortened(self, st: FullState, lengths: Array) -> FullState:
         return replace(st, tokens=replace(st.tokens, count=lengths))
 

@@ -119,6 +119,20 @@ class Reversible(Protocol):
         ...
 
 
+@runtime_checkable
+class Truncatable(Protocol):
+    """A policy that can shorten a cache to any earlier length: see `kvjax.truncate`."""
+
+    def truncate(self, st: Any, lengths: Array) -> Any:
+        """`st` with the first `lengths` i32[B] tokens of each row, from 0 to what it holds.
+
+        Law: in all that is held, the state of a prompt of so many tokens, to the bit. A row whose length lies outside
+        stays and sets `overflow`. Raises ValueError, with the reason, where a part of the policy has lost what a
+        shorter prompt would hold.
+        """
+        ...
+
+
 def chunk_starts(length: Array, T: int, window: int | None) -> Array | None:
     """i32[B, T]: the lowest position that each query of a chunk of T sees past `length` i32[B]; None if it sees all."""
     if window is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from kvjax.selectors import (
     FusedSelector,
     MultiStepSelector,
     Selector,
+    TruncatableSelector,
     WindowedSelector,
     with_own_pending,
 )
@@ -99,6 +101,14 @@ class Retrieval(SelectedZones):
     def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
         index = self.selector.append(st.index, k, st.store.count, count)
         return replace(super().append(st, k, v, count), index=index)
+
+    def truncate_index(self, ix: Any, count: Array) -> Any:
+        if not isinstance(self.selector, TruncatableSelector):
+            raise ValueError(
+                f"truncate cannot shorten the index of {self.selector}, which has no verb truncate(ix, count); "
+                "rollback takes back tokens of the recent block"
+            )
+        return self.selector.truncate(ix, count)
 
     # ----------------------------------------------------------------------------------------------------- attending
 

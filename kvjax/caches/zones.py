@@ -15,6 +15,7 @@ import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import register_dataclass
@@ -27,8 +28,9 @@ from kvjax.demotion import Demotion
 from kvjax.layouts import whole_units
 from kvjax.partial import PartialAttention, Span, keep_valid, merge
 from kvjax.prompt import attend_zone
+from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, keep_int
-from kvjax.stores import Store
+from kvjax.stores import Store, TruncatableStore
 from kvjax.stores.striped import StripedStore
 from kvjax.validation import check_verbs
 
@@ -197,6 +199,54 @@ class Zoned:
             sink = replace(sink, count=jnp.minimum(lengths, sink.slots))
             lengths = lengths - sink.count
         return replace(st, sink=sink, recent=replace(st.recent, count=lengths - st.store.count))
+
+    def truncate(self, st: ZonedState, lengths: Array) -> ZonedState:
+        """See `Truncatable`. Tokens return from the history to the recent block, where `prefill` would place them."""
+        if not self.demote.ordered:
+            raise ValueError(
+                f"truncate cannot shorten a cache of {self.demote}, which forgets the order of tokens; rollback takes "
+                "back those of the recent block"
+            )
+        if not isinstance(self.store, TruncatableStore):
+            raise ValueError(
+                f"truncate cannot shorten a cache of {self.store}, which does not give back keys and values as they "
+                "came; use the store Dense or HostOffload, or rollback for tokens of the recent block"
+            )
+        lengths, outside = in_range(lengths, jnp.zeros_like(lengths), st.length)
+        sink, rest = st.sink, lengths
+        if sink is not None:
+            sink = replace(sink, count=jnp.minimum(lengths, sink.slots))
+            rest = lengths - sink.count
+        chunk, stay = self.demote.leave, len(self.demote.staying(self.local))
+        held = jnp.clip((rest - stay) // chunk, 0, st.store.count // chunk) * chunk
+
+        # Slot r of the recent block has the token at place held + r, which now lies in the history or in the block.
+        place = held[:, None] + jnp.arange(st.recent.slots, dtype=jnp.int32)[None]
+        left = rest - held
+        valid = (place - held[:, None] < left[:, None])[:, None]
+        whole = -(-st.recent.slots // self.store.page) * self.store.page
+        slots = held[:, None] + jnp.arange(whole, dtype=jnp.int32)[None]
+        stored = slots < st.store.count[:, None]
+        shape = (*st.recent.k.shape[:2], 1, whole)
+        every = (jnp.where(stored, slots, 0), stored)
+        found = Selection(*(jnp.broadcast_to(a[:, None, None], shape) for a in every))
+        in_history = stored[:, None, : st.recent.slots, None]
+
+        def moved(gathered: Array, block: Array) -> Array:
+            later = take_rows(block, jnp.maximum(place - st.store.count[:, None], 0))
+            return keep_valid(jnp.where(in_history, gathered[:, :, : st.recent.slots], later), valid)
+
+        k, v = self.store.gather(st.store, found)
+        recent = Block(moved(k, st.recent.k), moved(v, st.recent.v), left)
+        store = self.store.truncate(st.store, held)
+        index, overflow = self.truncate_index(st.index, held), st.overflow | outside
+        return replace(st, sink=sink, store=store, index=index, recent=recent, overflow=overflow)
+
+    def truncate_index(self, ix: Any, count: Array) -> Any:
+        """The index of the first `count` i32[B] tokens of the history."""
+        if jax.tree.leaves(ix):
+            raise ValueError(f"truncate cannot shorten the index of {type(self).__name__}; it is not yet written")
+        return ix
 
     # -------------------------------------------------------------------------------------------- slots and positions
 

@@ -19,6 +19,7 @@ from kvjax.selectors.selector import (
     MultiStepSelector,
     PendingSelector,
     Selector,
+    TruncatableSelector,
     WindowedSelector,
     with_own_pending,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "PendingSelector",
     "ProductCodes",
     "Selector",
+    "TruncatableSelector",
     "WindowedSelector",
     "with_own_pending",
 ]

@@ -85,6 +85,9 @@ class BallPages:
     def over_context(self, stripes: Stripes) -> StripedSelector:
         return StripedSelector(self, stripes)
 
+    def truncate(self, ix: Balls, count: Array) -> Balls:
+        return ix
+
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return spec.kv_heads * (spec.head_dim * jnp.dtype(spec.dtype).itemsize + 2) / self.page
 

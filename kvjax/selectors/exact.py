@@ -46,6 +46,9 @@ class Exact:
     def score(self, ix: Array, q: Array, *, scale: float) -> Array:
         return jnp.einsum("bkgd,bksd->bkgs", q, ix.astype(q.dtype), precision="highest") * scale
 
+    def truncate(self, ix: Array, count: Array) -> Array:
+        return ix
+
     def over_context(self, stripes: Stripes) -> StripedSelector:
         return StripedSelector(self, stripes)
 

@@ -77,6 +77,9 @@ class Fier:
     def select(self, ix: OneBit, q: Array, among: Candidates, *, scale: float) -> PackedSelection:
         return ops.select_1bit(q, ix, among, self.group_reduce, scale=scale)
 
+    def truncate(self, ix: OneBit, count: Array) -> OneBit:
+        return ix
+
     def over_context(self, stripes: Stripes) -> StripedSelector:
         return StripedSelector(self, stripes)
 

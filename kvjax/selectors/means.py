@@ -50,6 +50,9 @@ class MeanPages:
         q = q.astype(jnp.float32)
         return jnp.einsum("bkgd,bkpd->bkgp", q, ix.astype(jnp.float32), precision="highest") * scale
 
+    def truncate(self, ix: Array, count: Array) -> Array:
+        return ix
+
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize / self.page
 

@@ -83,6 +83,9 @@ class _Pages:
         pages = ops.select_pages(q, *ix, scored, self.group_reduce, unit=self.page, scale=scale)
         return among.tokens(pages.selection, ix.low.shape[2], self.page)
 
+    def truncate(self, ix: Boxes, count: Array) -> Boxes:
+        return ix
+
     def over_context(self, stripes: Stripes) -> StripedSelector:
         return StripedSelector(self, stripes)
 

@@ -124,6 +124,10 @@ class Paris:
         wanted = _round_up(n * beta, 20) if self.candidates is None else jnp.minimum(n, self.candidates)
         return ParisIndex(codes, counts, _round_up(reach, 400), wanted)
 
+    def truncate(self, ix: ParisIndex, count: Array) -> ParisIndex:
+        there = jnp.arange(ix.codes.signs.shape[2], dtype=jnp.int32)[None] < count[:, None]
+        return self._counted(ix.codes, self._tally(jnp.zeros_like(ix.counts), ix.codes.signs, there))
+
     def score(self, ix: ParisIndex, q: Array, *, scale: float) -> Array:
         votes = self._votes(ix, q)
         S = votes.shape[3]

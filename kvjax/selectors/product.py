@@ -94,6 +94,9 @@ class ProductCodes:
         codes = jnp.moveaxis(codes, 0, 3).reshape(B, K, self.parts, T)
         return ProductIndex(write(ix.codes, jnp.swapaxes(codes, 2, 3), at, count), centroids)
 
+    def truncate(self, ix: ProductIndex, count: Array) -> ProductIndex:
+        return ix._replace(centroids=jnp.where((count > 0)[:, None], ix.centroids, 0))
+
     def score(self, ix: ProductIndex, q: Array, *, scale: float) -> Array:
         B, K, G, D = q.shape
         books = self._books(ix.centroids, q.shape)

@@ -100,6 +100,15 @@ class MultiStepSelector(FusedSelector, Protocol):
         ...
 
 
+@runtime_checkable
+class TruncatableSelector(Selector, Protocol):
+    """A selector whose index can be shortened, as `kvjax.truncate` asks."""
+
+    def truncate(self, ix: Any, count: Array) -> Any:
+        """The index of the first `count` i32[B] tokens of each row, whole chunks; slots past them may hold anything."""
+        ...
+
+
 def with_own_pending(selector: Selector, among: Candidates, q: Array) -> Candidates:
     """`among` with the pending keys by which `selector` scores; as it is, for exact scores of the tokens."""
     return selector.with_pending(among, q) if isinstance(selector, PendingSelector) else among

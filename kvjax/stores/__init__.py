@@ -20,6 +20,7 @@ from kvjax.stores.store import (
     MultiStepStore,
     RecallingStore,
     Store,
+    TruncatableStore,
 )
 
 __all__ = [
@@ -41,4 +42,5 @@ __all__ = [
     "Quantized",
     "RecallingStore",
     "Store",
+    "TruncatableStore",
 ]

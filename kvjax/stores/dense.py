@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 from jax import Array
@@ -34,6 +34,9 @@ class Dense:
 
     def gather(self, st: Block, selection: Selection) -> tuple[Array, Array]:
         return ops.gather_slots(st.k, st.v, selection)
+
+    def truncate(self, st: Block, count: Array) -> Block:
+        return replace(st, count=count)
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         return k, v

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -206,6 +206,9 @@ class HostOffload:
         """See `PlacingStore`."""
         k, v = ops.hot_load(st.kv, hot, page, used, at)
         return k, v
+
+    def truncate(self, st: HostBlock, count: Array) -> HostBlock:
+        return replace(st, count=count)
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         return k, v

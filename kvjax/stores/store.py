@@ -155,6 +155,15 @@ def attend_slots_beside(
     return ops.attend_beside(history, q, pending, recent, sink, scale=scale)
 
 
+@runtime_checkable
+class TruncatableStore(Store, Protocol):
+    """A store that gives back keys and values as they came, so that `kvjax.truncate` can take tokens out of it."""
+
+    def truncate(self, st: Any, count: Array) -> Any:
+        """The first `count` i32[B] slots of each row, whole chunks, as if no others had been appended."""
+        ...
+
+
 class Held(NamedTuple):
     """Tokens that were recalled before and are still on the device."""
 

@@ -22,7 +22,11 @@ from kvjax.testing._programs import (
     structure_is_constant,
 )
 from kvjax.testing._selecting import recall_grows_with_budget, selected_slots_are_valid_and_unique
-from kvjax.testing._steps import decode_equals_single_steps, rollback_forgets_what_came_after
+from kvjax.testing._steps import (
+    decode_equals_single_steps,
+    rollback_forgets_what_came_after,
+    truncate_gives_the_shorter_prompt,
+)
 from kvjax.testing._storing import (
     budget_bounds_what_is_held,
     checkpoint_restores_to_the_bit,
@@ -54,6 +58,7 @@ FUNCTIONS: dict[str, Law] = {
         step_attends_to_the_positions_it_tells,
         decode_equals_single_steps,
         rollback_forgets_what_came_after,
+        truncate_gives_the_shorter_prompt,
         inactive_rows_store_nothing,
         insert_replaces_one_row,
         full_cache_drops_and_says_so,

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.attention import LayerCache, decode_info, flush, rollback, room
-from kvjax.caches import Policy, Reversible
+from kvjax.attention import LayerCache, decode_info, flush, rollback, room, truncate
+from kvjax.caches import Policy, Reversible, Truncatable
 from kvjax.spec import CacheSpec
-from kvjax.testing._anatomy import core, has_history, require, sink
+from kvjax.testing._anatomy import DoesNotApply, core, has_history, require, sink
 from kvjax.testing._drive import Tokens, fill, new_cache, ragged_lengths, random_tokens, step
 from kvjax.testing._expect import assert_close, assert_same, assert_same_contents
 
@@ -18,6 +18,7 @@ STEPS = 5
 
 _decode = jax.jit(decode_info, static_argnames=("window", "scale", "flush"))
 _rollback = jax.jit(rollback)
+_truncate = jax.jit(truncate)
 _room = jax.jit(room)
 _flush = jax.jit(flush)
 
@@ -71,6 +72,34 @@ def rollback_forgets_what_came_after(policy: Policy, spec: CacheSpec) -> None:
         except ValueError:
             continue
         raise AssertionError(f"rollback to {wrong.tolist()} of {lengths.tolist()} tokens was not refused")
+
+
+def truncate_gives_the_shorter_prompt(policy: Policy, spec: CacheSpec) -> None:
+    """A cache that is cut at any earlier length holds what a prompt of that length leaves, and goes on like it."""
+    require(isinstance(policy, Truncatable), "the policy cannot shorten its cache (no `truncate`)")
+    tokens, lengths = random_tokens(spec, 26), ragged_lengths(policy, spec)
+    lengths = np.maximum(lengths, np.minimum(3 * spec.capacity // 4, spec.capacity - 3))
+    whole, _ = fill(new_cache(policy, spec), tokens, lengths)
+    try:
+        jax.eval_shape(truncate, whole, lengths)
+    except ValueError as reason:
+        raise DoesNotApply(str(reason)) from None
+    shares = np.array([0.0, 0.4, 1.0, 0.7])[np.arange(spec.batch) % 4]
+    for target in ((lengths * shares).astype(np.int32), np.maximum(lengths - 1 - np.arange(spec.batch) * 9, 0)):
+        cut = _truncate(whole, target)
+        assert (np.asarray(cut.length) == target).all(), "truncate left another length"
+        shorter, _ = fill(new_cache(policy, spec), tokens, target)
+        assert_same_contents(cut, shorter, spec, f"the cache cut to {target.tolist()} tokens")
+    other = random_tokens(spec, 27)
+    out, _, info = step(cut, other, target)
+    want, _, wanted = step(shorter, other, target)
+    assert_same((out, info.attended), (want, wanted.attended), "the step after truncate")
+    for wrong in (lengths + 1, np.full_like(lengths, -1)):
+        try:
+            truncate(whole, wrong)
+        except ValueError:
+            continue
+        raise AssertionError(f"truncate to {wrong.tolist()} of {lengths.tolist()} tokens was not refused")
 
 
 def _take(cache: LayerCache, tokens: Tokens, lengths: np.ndarray, count: np.ndarray) -> Any:

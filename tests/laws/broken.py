@@ -227,6 +227,7 @@ CAUGHT: list[tuple[str, str]] = [
     ("tells one token too few", "step_attends_to_the_positions_it_tells"),
     ("decodes each token alone", "decode_equals_single_steps"),
     ("keeps what it takes back", "rollback_forgets_what_came_after"),
+    ("keeps what it takes back", "truncate_gives_the_shorter_prompt"),
     ("cannot be saved", "checkpoint_restores_to_the_bit"),
     ("equals nothing", "policy_is_a_value"),
     ("stops the gradient", "gradients_are_those_of_attention"),

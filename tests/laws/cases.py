@@ -229,7 +229,8 @@ CASES |= {
 
 _HISTORY = {"order_of_chunks_does_not_matter"}
 _BUDGET = {"recall_grows_with_budget"}
-_ROLLBACK = {"rollback_forgets_what_came_after"}
+_TRUNCATE = {"truncate_gives_the_shorter_prompt"}
+_ROLLBACK = {"rollback_forgets_what_came_after"} | _TRUNCATE
 _EVICTION = {"budget_bounds_what_is_held", "step_attends_to_what_is_held"}
 
 
@@ -244,7 +245,10 @@ def does_not_apply(policy: kvjax.Policy) -> set[str]:
         return _HISTORY | _BUDGET | _EVICTION
     if isinstance(policy, Speculative):
         return _EVICTION | _ROLLBACK
-    return _EVICTION | (_BUDGET if isinstance(policy, Compressed | kvjax.Sampled) else set())
+    lost = isinstance(policy, kvjax.Sampled) or not policy.demote.ordered
+    lost |= not isinstance(policy.store, kvjax.Dense | HostOffload)
+    fixed = isinstance(policy, Compressed | kvjax.Sampled)
+    return _EVICTION | (_BUDGET if fixed else set()) | (_TRUNCATE if lost else set())
 
 
 # In every run of the suite core cases run all laws, and presets these; with --thorough, all cases do.
