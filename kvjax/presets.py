@@ -22,6 +22,7 @@ from kvjax.caches import (
     Evicting,
     Full,
     HeadBudgets,
+    Mixed,
     OutlierRetrieval,
     PerLayer,
     Policy,
@@ -676,6 +677,32 @@ def adakv(
     return PerLayer((Full(),) * dense_layers, policy)
 
 
+def mikv(
+    budget: int = 1024,
+    *,
+    bits: int = 2,
+    value_bits: int | None = None,
+    group: int = 32,
+    chunk: int = 128,
+    recent: float = 0.5,
+    dense_layers: int = 0,
+) -> PerLayer:
+    """MiKV: everything is attended; the `budget` tokens that matter are exact, and all others have `bits` bits.
+
+    A share of `recent` of the budget are the newest tokens, and the rest those that have gathered most attention, as in
+    `h2o`. What would be evicted there is stored in few bits: keys by channel in groups of `group` tokens, values by
+    token in groups of `group` channels, `chunk` tokens at a time.
+
+    **Source:** MiKV (Yang et al. 2024, arXiv 2402.18096). **Differs:** see `Mixed`: keys are quantised by channel in
+    place of the paper's channel balancer.
+    """
+    require_int("mikv(dense_layers=...)", dense_layers, at_least=0)
+    require_int("mikv(budget=...)", budget, at_least=1)
+    store = Quantized(bits=bits, key_group=group, value_bits=value_bits, value_group=group)
+    policy = Mixed(evictor=HeavyHitter(recent=recent), budget=budget, store=store, chunk=chunk)
+    return PerLayer((Full(),) * dense_layers, policy)
+
+
 def razorattention(budget: int = 4096, *, sink: int = 4, heads: str | Heads | None = None) -> PerLayer:
     """RazorAttention: retrieval heads keep everything; others keep `budget` tokens and the mean of the rest.
 
@@ -812,6 +839,12 @@ REGISTRY: dict[str, Preset] = {
             "PyramidKV 2024",
         ),
         Preset("adakv", adakv, "as snapkv, with more tokens in KV heads that attend widely", "AdaKV 2024"),
+        Preset(
+            "mikv",
+            mikv,
+            "the most recent and most attended tokens exactly, the rest in 2 bits; reads all",
+            "MiKV 2024",
+        ),
         Preset("raas", raas, "the prompt, and generated tokens that were attended to lately", "RaaS 2025"),
         Preset(
             "razorattention",

@@ -45,6 +45,7 @@ COSTS = {
     "pqcache": Cost(presets.pqcache, EXACT + 2),
     # Coefficients of 160 for all heads, a landmark and a number for 8 tokens, and values in host memory.
     "shadowkv": Cost(presets.shadowkv, 160 * VALUE / K + D * VALUE / 8 + 4 / 8, D * VALUE),
+    "mikv": Cost(presets.mikv, 2 * D * 2 / 8 + 2 * 4 * D / 32),
     "magicpig": Cost(presets.magicpig, EXACT + 10 * 160 / 8),  # a bit for each of 10 signs in 160 tables
     # Codes of two bits, and 4 bytes of scale and zero for 42 tokens a channel and for 64 channels a token; or for 32.
     "logquant": Cost(presets.logquant, 2 * D * 2 / 8 + 4 * D / 42 + 4 * D / 64),
@@ -68,6 +69,8 @@ def history(policy: kvjax.Policy, spec: CacheSpec) -> int:
     st = jax.eval_shape(functools.partial(policy.init, spec))
     if isinstance(policy, kvjax.Speculative):
         st = st.zones
+    if isinstance(policy, kvjax.Mixed):
+        return st.low.slots
     return st.tokens.slots if isinstance(policy, kvjax.Full) else st.store.slots
 
 

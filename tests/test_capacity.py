@@ -32,6 +32,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "magicpig": {"budget": 48, "bits": 4, "tables": 32, "local": 8, "chunk": 16, "dense_layers": 0},
     "pyramidkv": {"budget": 40, "layers": 1},
     "adakv": {"budget": 40, "window": 8},
+    "mikv": {"budget": 40, "group": 8, "chunk": 16},
     "raas": {"budget": 128},
     "razorattention": {"budget": 128},
     "duoattention": {"budget": 128},

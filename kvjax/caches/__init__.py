@@ -27,6 +27,7 @@ from kvjax.caches.compressed import Compressed
 from kvjax.caches.evicting import Evicting, EvictingState
 from kvjax.caches.full import Full, FullState
 from kvjax.caches.head_budgets import HeadBudgets, HeadBudgetsState
+from kvjax.caches.mixed import Mixed, MixedState
 from kvjax.caches.outliers import OutlierRetrieval
 from kvjax.caches.per_head import PerHead, PerHeadState
 from kvjax.caches.per_layer import PerLayer
@@ -53,6 +54,8 @@ __all__ = [
     "HeadBudgetsState",
     "Info",
     "Leading",
+    "Mixed",
+    "MixedState",
     "MultiStep",
     "Observer",
     "OutlierRetrieval",

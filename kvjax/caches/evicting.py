@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -197,26 +198,37 @@ class Evicting:
         L = S + T
         place = jnp.sort(jnp.where(best.valid, L - 1 - best.slots, L), axis=-1)  # places kept, in order; then L
         valid, place = place < L, jnp.minimum(place, L - 1)
-        source = jnp.take_along_axis(order, place, axis=-1)
 
-        def take(old: Array, new: Array) -> Array:
-            both = jnp.concatenate([old, new.astype(old.dtype)], axis=2)
-            return keep_valid(jnp.take_along_axis(both, source[..., None], axis=2), valid)
+        def tokens(place: Array) -> tuple[Array, Array]:
+            """Keys and values [B, K, X, D] of the line at places i32[B, K, X]."""
+            source = jnp.take_along_axis(order, place, axis=-1)[..., None]
+            k_line, v_line = (
+                jnp.concatenate([old, new.astype(old.dtype)], axis=2)
+                for old, new in ((st.tokens.k, k), (st.tokens.v, v))
+            )
+            return jnp.take_along_axis(k_line, source, axis=2), jnp.take_along_axis(v_line, source, axis=2)
 
         def select(line: Array) -> Array:
             return jnp.where(valid, jnp.take_along_axis(line, place, axis=-1), jnp.zeros((), line.dtype))
 
-        kept = replace(
-            st,
-            tokens=Block(take(st.tokens.k, k), take(st.tokens.v, v), jnp.minimum(st.tokens.count + lengths, S)),
-            position=select(position),
-            evidence=None if evidence is None else select(evidence),
-            length=end,
-            due=None if st.due is None else jnp.zeros_like(st.due),
-        )
-        kept = self._counted(kept, valid)
-        # A row that takes nothing keeps its slots as they lie.
-        return jax.tree.map(lambda a, b: jnp.where((lengths > 0).reshape(-1, *(1,) * (a.ndim - 1)), a, b), kept, st)
+        def leaving() -> tuple[Array, Array]:
+            b, h, at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], jnp.where(valid, place, L)
+            stays = jnp.zeros((B, K, L), bool).at[b, h, at].set(True, mode="drop")
+            gone = jnp.sort(jnp.where((position >= 0) & ~stays, jnp.arange(L, dtype=jnp.int32)[None, None], L), axis=-1)
+            return tokens(jnp.minimum(gone[..., :T], L - 1))
+
+        kept_k, kept_v = (keep_valid(a, valid) for a in tokens(place))
+        new = {
+            "tokens": Block(kept_k, kept_v, jnp.minimum(st.tokens.count + lengths, S)),
+            "position": select(position),
+            "evidence": None if evidence is None else select(evidence),
+            "length": end,
+            "due": None if st.due is None else jnp.zeros_like(st.due),
+        }
+        takes = lengths > 0  # a row that takes nothing keeps its slots as they lie
+        old = {name: getattr(st, name) for name in new}
+        new = jax.tree.map(lambda a, b: jnp.where(takes.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, old)
+        return self._settled(replace(st, **new), valid, takes, leaving)
 
     def attend_stored(
         self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
@@ -283,8 +295,11 @@ class Evicting:
         """The tokens to keep [B, K, slots] by worth f32[B, K, L], of those that are `there` bool[B, K, L]."""
         return ops.top_k(worth, there, slots)
 
-    def _counted(self, st: EvictingState, valid: Array) -> EvictingState:
-        """The state whose slots have just been filled anew where `valid` bool[B, K, S]."""
+    def _settled(
+        self, st: EvictingState, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
+    ) -> EvictingState:
+        """The state after a prompt, whose slots have just been filled where `valid` bool[B, K, S] in the rows that it
+        `takes` bool[B]. `leaving` gives keys and values [B, K, T, D] of what dies, in order, and then anything."""
         return st
 
     def _held(self, st: EvictingState) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -120,13 +121,11 @@ class HeadBudgets(Evicting):
         wins = jnp.zeros((B, line.shape[2]), bool).at[jnp.arange(B)[:, None], place].set(True, mode="drop")
         return Selection(own.slots, own.valid & jnp.swapaxes(wins.reshape(B, slots, K), 1, 2))
 
-    def _counted(self, st: EvictingState, valid: Array) -> HeadBudgetsState:
+    def _settled(
+        self, st: EvictingState, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
+    ) -> HeadBudgetsState:
         assert isinstance(st, HeadBudgetsState)
         held, share = jnp.sum(valid, axis=-1, dtype=jnp.int32), self._share(st.tokens.slots)
-        short = (st.length <= share)[:, None]  # all of it is there
-        return replace(
-            st,
-            held=held,
-            limit=jnp.where(short, share, held),
-            tokens=replace(st.tokens, count=jnp.max(held, axis=1)),
-        )
+        limit = jnp.where((st.length <= share)[:, None], share, held)  # all of a short prompt is there
+        held, limit = (jnp.where(takes[:, None], *two) for two in ((held, st.held), (limit, st.limit)))
+        return replace(st, held=held, limit=limit, tokens=replace(st.tokens, count=jnp.max(held, axis=1)))

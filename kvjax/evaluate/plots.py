@@ -43,6 +43,7 @@ COLOURS = {
     "shadowkv": "#aa4466",
     "pyramidkv": "#ee8866",
     "adakv": "#44bb99",
+    "mikv": "#7f7fcc",
     "raas": "#bbaa33",
     "razorattention": "#117733",
     "duoattention": "#88ccee",

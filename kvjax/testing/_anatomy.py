@@ -76,9 +76,14 @@ def samples(policy: Any) -> bool:
     return has_budget(policy) and hasattr(core(policy), "hashing")
 
 
+def ranks(policy: Any) -> bool:
+    """Whether an evictor says which `budget` tokens are held as they came; others are gone, or in a store."""
+    return has_budget(policy) and hasattr(core(policy), "evictor")
+
+
 def evicts(policy: Any) -> bool:
     """Whether at most `budget` tokens are held, and others are gone."""
-    return has_budget(policy) and hasattr(core(policy), "evictor")
+    return ranks(policy) and not hasattr(core(policy), "store")
 
 
 def has_history(policy: Any) -> bool:

@@ -13,7 +13,7 @@ from jax import Array
 from kvjax.attention import LayerCache, attention, attention_info, init_layer
 from kvjax.caches import Info, Policy
 from kvjax.spec import CacheSpec
-from kvjax.testing._anatomy import core, evicts, has_budget, has_history, sink, with_fields
+from kvjax.testing._anatomy import core, has_budget, has_history, ranks, sink, with_fields
 
 CHUNK = 48  # tokens of prompt in a call
 
@@ -85,7 +85,7 @@ def step(
 
 def attending_to_all(policy: Policy, spec: CacheSpec) -> Policy:
     """The policy with a budget that no row exceeds; itself where it has no budget."""
-    if evicts(policy) or not has_budget(policy):
+    if ranks(policy) or not has_budget(policy):
         return with_room(policy, spec)
     inner = core(policy)
     unit = getattr(getattr(inner, "selector", None), "unit", 1)
@@ -94,8 +94,8 @@ def attending_to_all(policy: Policy, spec: CacheSpec) -> Policy:
 
 
 def with_room(policy: Policy, spec: CacheSpec) -> Policy:
-    """A policy that evicts with slots for all tokens; any other as it is."""
-    return with_fields(policy, budget=spec.capacity) if evicts(policy) else policy
+    """A policy that ranks tokens with slots for all; any other as it is."""
+    return with_fields(policy, budget=spec.capacity) if ranks(policy) else policy
 
 
 def edge_lengths(policy: Policy, spec: CacheSpec) -> list[int]:

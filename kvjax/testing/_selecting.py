@@ -18,8 +18,10 @@ from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import (
     core,
     core_state,
+    evicts,
     has_budget,
     has_history,
+    ranks,
     require,
     samples,
     selects,
@@ -42,7 +44,8 @@ def selected_slots_are_valid_and_unique(policy: Policy, spec: CacheSpec) -> None
             assert info.selection is None, "a policy that reads all that it holds tells of a selection"
             if hasattr(inner, "head_bounds"):  # heads hold different numbers, `budget` on average
                 info = info._replace(attended=np.asarray(info.attended).mean(axis=1, keepdims=True))
-            assert_attended(info, np.minimum(held, inner.budget) if has_budget(policy) else held)
+            bounded = has_budget(policy) and (evicts(policy) or not ranks(policy))
+            assert_attended(info, np.minimum(held, inner.budget) if bounded else held)
             continue
         room = np.full(held.shape, inner.budget)
         if has_history(policy):  # a local window whose own oldest tokens leave in chunks is not always full

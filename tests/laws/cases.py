@@ -165,6 +165,7 @@ CASES: dict[str, Case] = {
     "tova, budget 64": Case(presets.tova(budget=64).rest),
     "snapkv, budget 64": Case(presets.snapkv(budget=64).rest),
     "adakv, budget 40": Case(presets.adakv(budget=40, window=5).rest),
+    "mikv, nothing lost": Case(kvjax.Mixed(budget=40, store=kvjax.Dense(), chunk=16)),
     "razorattention, budget 64": Case(presets.razorattention(budget=64).rest),
     "some heads in full, others in chunks": Case(
         kvjax.PerHead(heads=(1,), chosen=Full(), others=Compressed(store=kvjax.Dense(), demote=Fifo(leave=32)))
@@ -236,9 +237,11 @@ _EVICTION = {"budget_bounds_what_is_held", "step_attends_to_what_is_held"}
 
 def does_not_apply(policy: kvjax.Policy) -> set[str]:
     """The laws that ask for what such a policy does not have."""
-    if isinstance(policy, Evicting | kvjax.Compensated):
+    if isinstance(policy, Evicting | kvjax.Compensated) and not isinstance(policy, kvjax.Mixed):
         told = {"step_attends_to_the_positions_it_tells"} if isinstance(policy, kvjax.Compensated) else set()
         return told | _HISTORY | _BUDGET | _ROLLBACK | {"full_cache_drops_and_says_so"}
+    if isinstance(policy, kvjax.Mixed):
+        return {"step_attends_to_the_positions_it_tells"} | _HISTORY | _BUDGET | _ROLLBACK | _EVICTION
     if isinstance(policy, kvjax.PerHead):
         return _HISTORY | _BUDGET | _EVICTION | _ROLLBACK
     if isinstance(policy, Full):

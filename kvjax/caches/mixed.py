@@ -1,0 +1,184 @@
+"""MiKV: important tokens exactly, and all others in few bits, none dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import register_dataclass
+
+from kvjax.blocks import Block, empty_block, put
+from kvjax.caches.evicting import Evicting, EvictingState
+from kvjax.caches.policy import Info
+from kvjax.evictors import Evictor, HeavyHitter
+from kvjax.layouts import whole_units
+from kvjax.partial import PartialAttention, attend_part, attention_logits, keep_valid, merge
+from kvjax.prompt import attend_zone
+from kvjax.spec import CacheSpec, keep_int
+from kvjax.stores import Quantized, Store
+from kvjax.validation import check_verbs
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class MixedState(EvictingState):
+    """The important tokens, and where all others are."""
+
+    low: Any  # the state of the store
+    waiting: Block  # [B, K, chunk, D] tokens that left the important ones, until they are a chunk
+    next: Array  # i32[B, K] the slot whose token leaves next, if all are full
+    next_k: Array  # dtype[B, K, 1, D] its key
+    next_v: Array  # dtype[B, K, 1, D] its value
+    dropped: Array  # bool[B] a token of this row found no room
+
+    @property
+    def overflow(self) -> Array:
+        """bool[B] a token of this row was dropped."""
+        return self.dropped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed(Evicting):
+    """Holds the `budget` tokens of a KV head that matter most exactly, and all others as `store` keeps them.
+
+    The `evictor` says which token is no longer important when a new one comes. Its key and value wait in exact numbers
+    until `chunk` tokens are together, and then go to the store, in whose groups neighbours are tokens that left at
+    about the same time. None comes back. A step attends to everything: exact, waiting and stored tokens.
+
+    **Source:** MiKV (Yang et al. 2024, arXiv 2402.18096): importance by accumulated attention, as H2O; evicted tokens
+    in 2 to 4 bits. **Differs:** the paper divides channels of queries and keys by a balancer before it quantises keys
+    by token; here keys are quantised by channel, where a large channel has a scale of its own. Tokens of earlier chunks
+    of a prompt that were stored take no part in the votes of later ones.
+
+    >>> import kvjax
+    >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=512)
+    >>> layer = kvjax.init_layer(kvjax.Mixed(budget=128), spec)
+    """
+
+    evictor: Evictor = HeavyHitter()
+    store: Store = Quantized()
+    chunk: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        keep_int(self, "chunk", at_least=1)
+        if self.evictor.arrival is None:
+            raise ValueError(
+                f"Mixed got {self.evictor}, which has no evidence of what matters; use kvjax.HeavyHitter()"
+            )
+        check_verbs("Mixed(store=...)", self.store, "a store", ("init", "append"), "kvjax.Quantized()")
+
+    def init(self, spec: CacheSpec) -> MixedState:
+        self.store.check(spec, self.chunk)
+        st = super().init(spec)
+        slots = max(whole_units(spec.capacity - st.tokens.slots, self.chunk), self.chunk)
+        token = (spec.batch, spec.kv_heads, 1, spec.head_dim)
+        return MixedState(
+            **vars(st),
+            low=self.store.init(spec, slots),
+            waiting=empty_block(spec, self.chunk),
+            next=jnp.zeros((spec.batch, spec.kv_heads), jnp.int32),
+            next_k=jnp.zeros(token, spec.dtype),
+            next_v=jnp.zeros(token, spec.dtype),
+            dropped=jnp.zeros(spec.batch, bool),
+        )
+
+    def update(self, st: EvictingState, k: Array, v: Array, active: Array) -> MixedState:
+        assert isinstance(st, MixedState)
+        leaves = active & (st.tokens.count == st.tokens.slots)
+        room = st.waiting.count < st.waiting.slots
+        new = super().update(st, k, v, active & (room | ~leaves))
+        assert isinstance(new, MixedState)
+        waiting = put(st.waiting, st.next_k, st.next_v, (leaves & room).astype(jnp.int32))
+        return replace(new, waiting=waiting, dropped=st.dropped | (leaves & ~room))
+
+    def attend(
+        self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, EvictingState, Info]:
+        assert isinstance(st, MixedState)
+        self._check_window(window)
+        held = self._held(st)[:, :, None]
+        exact = attend_part(q, st.tokens.k, st.tokens.v, held, scale=scale)
+        waiting = (jnp.arange(self.chunk)[None] < st.waiting.count[:, None])[:, None, None]
+        low = self.store.attend(st.low, q, jnp.zeros_like(st.length), scale=scale)
+        whole = merge(exact, attend_part(q, st.waiting.k, st.waiting.v, waiting, scale=scale), low)
+        if st.evidence is not None and st.due is not None:
+            logits = attention_logits(q, st.tokens.k, scale)
+            lse = jnp.where(jnp.isneginf(whole.lse), 0.0, whole.lse)[..., None]
+            seen = self.evictor.see_step(st.evidence, jnp.where(held, jnp.exp(logits - lse), 0.0))
+            evidence = jnp.where(st.due[:, None, None], seen, st.evidence)
+            st = replace(st, evidence=evidence, due=jnp.zeros_like(st.due))
+        attended = st.tokens.count + st.waiting.count + st.low.count
+        attended = jnp.broadcast_to(attended.astype(jnp.float32)[:, None], q.shape[:2])
+        return whole.out.astype(q.dtype), self._with_next(st), Info(attended, None)
+
+    def attend_stored(
+        self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
+    ) -> PartialAttention:
+        assert isinstance(st, MixedState)
+        self._check_window(window)
+        exact = super().attend_stored(st, q, scale=scale)
+        low = self.store.attend_chunk(st.low, q, None, scale=scale)
+        return merge(exact, low, attend_zone(q, st.waiting.k, st.waiting.v, None, st.waiting.count, scale=scale))
+
+    def full_rows(self, st: EvictingState) -> Array:  # type: ignore[override]  # others never need a flush
+        assert isinstance(st, MixedState)
+        return (st.waiting.count == self.chunk) & (st.low.count + self.chunk <= st.low.slots)
+
+    def flush(self, st: EvictingState) -> MixedState:
+        assert isinstance(st, MixedState)
+        count = jnp.where(self.full_rows(st), self.chunk, 0)
+        low = self.store.append(st.low, st.waiting.k, st.waiting.v, count)
+        return replace(st, low=low, waiting=replace(st.waiting, count=st.waiting.count - count))
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return self.store.bytes_per_token(spec)
+
+    # ---------------------------------------------------------------------------------------------------------- parts
+
+    def _settled(
+        self, st: EvictingState, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
+    ) -> MixedState:
+        """Stores what a prompt has made unimportant: whole chunks of it and of what waited, in order."""
+        assert isinstance(st, MixedState)
+        slots, waited, W = st.tokens.slots, st.waiting.count, self.chunk
+        total = jnp.maximum(st.length - slots, 0) - st.low.count  # that wait now, or leave
+        k, v = (jnp.concatenate([a, b], axis=2) for a, b in zip((st.waiting.k, st.waiting.v), leaving(), strict=True))
+        room = (st.low.slots - st.low.count) // W
+        chunks = jnp.minimum(total // W, room)
+        most = min(k.shape[2] // W, st.low.slots // W)
+
+        def line(place: Array) -> tuple[Array, Array]:
+            """Tokens at places i32[B, X] of the line of waiting and leaving ones."""
+            source = jnp.where(place < waited[:, None], place, W + place - waited[:, None])
+            source = jnp.minimum(source, k.shape[2] - 1)[:, None, :, None]
+            return jnp.take_along_axis(k, source, axis=2), jnp.take_along_axis(v, source, axis=2)
+
+        low = st.low
+        if most > 0:
+            low = self.store.append(low, *line(jnp.arange(most * W)[None]), chunks * W)
+        left = total - chunks * W
+        valid = (jnp.arange(W)[None] < left[:, None])[:, None]
+        rest = (keep_valid(a, valid) for a in line(chunks[:, None] * W + jnp.arange(W)[None]))
+        waiting = Block(*rest, jnp.minimum(left, W))
+        return self._with_next(replace(st, low=low, waiting=waiting, dropped=st.dropped | (left > W)))
+
+    def _slot(self, st: EvictingState) -> Array:
+        assert isinstance(st, MixedState)
+        return jnp.where((st.tokens.count < st.tokens.slots)[:, None], st.tokens.count[:, None], st.next)
+
+    def _with_next(self, st: MixedState) -> MixedState:
+        """With the token that leaves next. An update that read it from the slots that it then writes would make XLA
+        copy them."""
+        slot = self._dying(st, jnp.broadcast_to(self._held(st), st.position.shape))
+        k, v = (jnp.take_along_axis(a, slot[:, :, None, None], axis=2) for a in (st.tokens.k, st.tokens.v))
+        return replace(st, next=slot, next_k=k, next_v=v)
+
+    def _check_window(self, window: int | None) -> None:
+        if window is not None:
+            raise ValueError(
+                f"Mixed stores tokens in the order in which they left, so it cannot serve a sliding window of {window}"
+            )
