@@ -162,8 +162,8 @@ class Mixed(Evicting):
             low = self.store.append(low, *line(jnp.arange(most * W)[None]), chunks * W)
         left = total - chunks * W
         valid = (jnp.arange(W)[None] < left[:, None])[:, None]
-        rest = (keep_valid(a, valid) for a in line(chunks[:, None] * W + jnp.arange(W)[None]))
-        waiting = Block(*rest, jnp.minimum(left, W))
+        rest_k, rest_v = (keep_valid(a, valid) for a in line(chunks[:, None] * W + jnp.arange(W)[None]))
+        waiting = Block(rest_k, rest_v, jnp.minimum(left, W))
         return self._with_next(replace(st, low=low, waiting=waiting, dropped=st.dropped | (left > W)))
 
     def _slot(self, st: EvictingState) -> Array:
