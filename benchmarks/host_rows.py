@@ -1,10 +1,11 @@
 """Times of host_rows and host_append by block sizes, and of their references.
 
-    python benchmarks/host_rows.py [host_rows | host_append]
+    python benchmarks/host_rows.py [host_rows | host_append | footprint]
 
 Each call does its operation `REPEATS` times, of other rows each. "kernel" is device time. Of a gather in host memory
 the host's CPU does a part, which no profile of the GPU shows: "clock" and "xla" are of the host's clock, and so hold
-what it takes to start the programs.
+what it takes to start the programs. "footprint" reads as many rows of larger and larger stores, in random and in rising
+order and with fewer blocks, each time from another of `STORES` stores, and writes host_rows_footprint.json.
 """
 
 from __future__ import annotations
@@ -120,7 +121,43 @@ def measure(
     return row | {"all": {label: round(us, 2) for label, us in times.items()}}
 
 
+STORES = 8
+
+
+def footprint() -> None:
+    """Time of a read by the size of the store: 2048 rows for each of 4 heads, as in Qwen2.5-7B."""
+    K, n, rows = 4, 2048, []
+    for P in (65536, 262144, 786432):
+        piece = jax.random.normal(jax.random.key(0), (1, K, 256, 2, 1, D), jnp.bfloat16)
+        stores = [to_host(jnp.tile(piece, (1, 1, P // 256, 1, 1, 1))) for _ in range(STORES)]
+        places = jax.random.randint(jax.random.key(1), (STORES, 1, K, n), 0, P // n) + jnp.arange(n) * (P // n)
+        orders = {
+            "rising": list(places),
+            "random": list(jax.random.permutation(jax.random.key(2), places, axis=-1, independent=True)),
+        }
+        for order, indices in orders.items():
+            for config, blocks in ((Config(), None), *((Config(4, 2), blocks) for blocks in (132, 64, 32, 16))):
+                read = partial(host_rows.host_rows, config=config, blocks=blocks)
+                run = jax.jit(
+                    lambda stores, indices, read=read: [read(*two) for two in zip(stores, indices, strict=True)]
+                )
+                found = [
+                    us
+                    for name, us in kernels(lambda run=run, s=stores, i=indices: run(s, i), 10)
+                    if "host_rows" in name
+                ]
+                us = sum(statistics.median(each) * len(each) / 10 for each in found) / STORES
+                row = {"P": P, "order": order, "ahead": config.ahead, "blocks": blocks, "kernel": us}
+                rows.append({**row, "GB/s": K * n * 4 * D / us / 1e3})
+                print(rows[-1], flush=True)
+        del stores
+    what = f"host_rows of {n} rows for each of {K} heads, D = {D}, bf16, from {STORES} stores of P rows in turn"
+    write("host_rows_footprint.json", what, "normal random values; rows are unique, evenly spread", rows, TIMES)
+
+
 if __name__ == "__main__":
+    if "footprint" in sys.argv[1:]:
+        footprint()
     for op, prepare, shapes, configs, reference in (
         (host_rows, reading, READS, READ_CONFIGS, ops.host_rows),
         (host_append, writing, WRITES, WRITE_CONFIGS, ops.host_append),

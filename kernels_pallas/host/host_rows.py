@@ -90,26 +90,26 @@ def unsupported_recall(x: Any, device_rows: Any, zones: Sequence[Any]) -> str | 
     return f"the kernel host_rows recalls slots of a multiple of {CHUNK} bytes; got {line}" if line % CHUNK else None
 
 
-def host_rows(x: Array, index: Array, *, config: Config | None = None) -> tuple[Array, ...]:
+def host_rows(x: Array, index: Array, *, config: Config | None = None, blocks: int | None = None) -> tuple[Array, ...]:
     """The parts, [B, K, N * Z, D] each on the device, of rows `index` i32[B, K, N] of x [B, K, P, parts, Z, D]; zeros
-    where it is out of range."""
+    where it is out of range. `blocks` take turns; None: one for each piece."""
     if limit := unsupported(x, index):
         raise NotImplementedError(limit)
-    return tuple(_rows(config or Config(), x, index))
+    return tuple(_rows(config or Config(), blocks, x, index))
 
 
-def _rows(config: Config, x: Array, index: Array) -> list[Array]:
+def _rows(config: Config, blocks: int | None, x: Array, index: Array) -> list[Array]:
     @jax.custom_batching.custom_vmap
     def run(x: Array, index: Array) -> list[Array]:
         (B, K, N), (parts, Z, D), chunks = index.shape, x.shape[3:], row_bytes(x) // CHUNK
         sizes = {"rows": B * K, "P": x.shape[2], "N": N, "chunks": chunks, "parts": parts}
         outs = tuple(jax.ShapeDtypeStruct((B, K, N * Z, D), x.dtype) for _ in range(parts))
-        program = functools.partial(_program, **sizes, config=config)
-        return list(_kernel("kvjax_host_rows", program, outs, index.size * chunks, config, None)(x, index))
+        program = functools.partial(_program, **sizes, config=config, blocks=blocks)
+        return list(_kernel("kvjax_host_rows", program, outs, index.size * chunks, config, blocks)(x, index))
 
     @run.def_vmap
     def batched(n: int, batches: list[Any], *args: Array) -> tuple[list[Array], list[bool]]:
-        outs = _rows(config, *simt.flatten_batch(n, batches, args))
+        outs = _rows(config, blocks, *simt.flatten_batch(n, batches, args))
         return [a.reshape(n, -1, *a.shape[1:]) for a in outs], [True] * len(outs)
 
     return run(x, index)
@@ -178,7 +178,9 @@ def _kernel(
     )
 
 
-def _program(*refs: Any, rows: int, P: int, N: int, chunks: int, parts: int, config: Config) -> None:
+def _program(
+    *refs: Any, rows: int, P: int, N: int, chunks: int, parts: int, config: Config, blocks: int | None
+) -> None:
     size, piece, total = chunks * CHUNK, chunks * CHUNK // parts, rows * N * chunks
     x, index, *outs = (simt.global_address(m) for m in refs)
 
@@ -194,7 +196,7 @@ def _program(*refs: Any, rows: int, P: int, N: int, chunks: int, parts: int, con
         part = simt.divide(inside, piece)
         return simt.offset(simt.offset_rows(_of_part(outs, part), i, piece), inside - part * piece)
 
-    _move(total, source, target, config, None)
+    _move(total, source, target, config, blocks)
 
 
 def _recall_program(

@@ -26,25 +26,26 @@ def on_host(*shape, dtype=jnp.bfloat16):
 
 
 @pytest.mark.parametrize(
-    ("B", "K", "P", "N", "row", "dtype", "config"),
+    ("B", "K", "P", "N", "row", "dtype", "config", "blocks"),
     [
-        (2, 3, 17, 9, (2, 4, 8), jnp.bfloat16, None),
-        (1, 2, 5, 7, (3, 1, 4), jnp.float32, host_rows.Config(3, 1)),
-        (1, 1, 3, 4, (2, 1, 96), jnp.float16, host_rows.Config(1, 4)),
+        (2, 3, 17, 9, (2, 4, 8), jnp.bfloat16, None, None),
+        (1, 2, 5, 7, (3, 1, 4), jnp.float32, host_rows.Config(3, 1), None),
+        (1, 1, 3, 40, (2, 1, 96), jnp.float16, host_rows.Config(1, 1), 2),
         *(
-            pytest.param(1, 8, 65536, N, (2, 1, 128), jnp.bfloat16, host_rows.Config(ahead, w), marks=on_gpu)
+            pytest.param(1, 8, 65536, N, (2, 1, 128), jnp.bfloat16, host_rows.Config(ahead, w), None, marks=on_gpu)
             for N in (1, 512, 2049)
             for ahead in (1, 2, 4, 8)
             for w in (1, 8)
         ),
-        pytest.param(2, 8, 4096, 300, (2, 32, 128), jnp.bfloat16, None, marks=on_gpu),
+        pytest.param(2, 8, 4096, 300, (2, 32, 128), jnp.bfloat16, None, None, marks=on_gpu),
+        pytest.param(1, 8, 65536, 2049, (2, 1, 128), jnp.bfloat16, host_rows.Config(4, 2), 32, marks=on_gpu),
     ],
 )
-def test_rows_of_the_host_equal_the_references(B, K, P, N, row, dtype, config):
+def test_rows_of_the_host_equal_the_references(B, K, P, N, row, dtype, config, blocks):
     x = on_host(B, K, P, *row, dtype=dtype)
     index = np.random.default_rng(0).integers(0, P, (B, K, N)).astype(np.int32)
     index.reshape(-1)[::4] = np.resize([-1, P, 0, P - 1, 1 << 30], index.size)[::4]
-    got = jax.jit(partial(host_rows.host_rows, config=config))(x, jnp.asarray(index))
+    got = jax.jit(partial(host_rows.host_rows, config=config, blocks=blocks))(x, jnp.asarray(index))
     want = jax.jit(partial(ops.host_rows, implementation="xla"))(x, jnp.asarray(index))
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_array_equal(ours, theirs)
