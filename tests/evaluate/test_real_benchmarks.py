@@ -1,0 +1,61 @@
+"""The benchmarks of published weights: what they prepare and how they sum up, without a run of a model."""
+
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.attention import init
+from kvjax.cli.options import without_weights
+from kvjax.evaluate.prompt import Prompt
+from kvjax.evaluate.store import Cell
+from kvjax.spec import CacheSpec
+from tests.checkpoint import write_checkpoint
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield lambda name: __import__(name)
+    for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(FOLDER))]:
+        del sys.modules[name]
+
+
+def test_a_larger_batch_repeats_the_prompts_that_were_read(scripts):
+    spec = CacheSpec(batch=2, q_heads=2, kv_heads=1, head_dim=4, capacity=8, dtype=jnp.dtype(jnp.float32))
+    held = init(Prompt(), spec, layers=1)
+    logits, cache = scripts("real_speed").repeated((jnp.arange(6.0).reshape(2, 3), held), 6)
+    np.testing.assert_array_equal(logits, np.tile(np.arange(6.0).reshape(2, 3), (3, 1)))
+    assert cache.spec.batch == 6
+    assert cache.layers[0].state.q.shape[0] == cache.layers[0].state.length.shape[0] == 6
+
+
+def test_methods_are_timed_with_their_own_selection_however_short_the_cache(scripts):
+    made = scripts("real_speed").caches(["cudnn", "full", "fier"], 64, "xla")
+    assert list(made) == ["cudnn", "full", "fier"]
+    assert made["fier"].rest.dense_capacity == 0
+
+
+def test_an_answer_that_drifts_shows_by_quarters(scripts):
+    def cell(nll):
+        batches = [{"examples": [{"id": "0", "nll": nll}], "attended_by_layer": [1.0], "steps": 8, "seconds": 0.0}]
+        return Cell("t", "perplexity", "x", {}, {}, 1, batches=batches)
+
+    drifting = [1.0, 1.0, 1.1, 1.1, 1.2, 1.2, 1.5, 1.5]
+    found = scripts("long_generation").summary(cell(drifting), cell([1.0] * 8))
+    assert found["ratio_by_quarter"] == pytest.approx(np.exp([0, 0.1, 0.2, 0.5]), abs=1e-4)
+    assert found["perplexity"] == pytest.approx(np.exp(np.mean(drifting)), abs=1e-4)
+
+
+def test_prompts_of_drafts_hold_what_was_asked_for(scripts, tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_text("Call me Ishmael. " * 200)
+    checkpoint = without_weights(write_checkpoint(tmp_path))
+    made = scripts("speculation").prompts(checkpoint, text, 100, 2)
+    assert {kind: len(ids) for kind, ids in made.items()} == {"code": 2, "summary": 2}
+    assert all(100 < len(ids) < 250 for kind in made.values() for ids in kind)
+    assert made["code"][0] != made["code"][1]
