@@ -1,0 +1,193 @@
+"""Tokens a second at the largest batch that device and host memory hold together, by the hit rate of the hot set.
+
+    XLA_PYTHON_CLIENT_MEM_FRACTION=.95 XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=110 \\
+        python benchmarks/host_batch.py [--method quest] [--hot 4096] [--steady 0,0.9,1] [--host-bytes 110e9] [--plan]
+
+A Llama-3.1-8B shape with random weights and random keys and values. The first two layers attend to everything. Of the
+others, as many keep their history on the device as it holds, and the rest on the host with a hot set. `--plan` prints
+what the formulas of `plan` say and runs nothing.
+
+The queries of a random model turn in every step, which those of a trained model do not. So a step selects by
+`steady` x a constant query + sqrt(1 - steady^2) x its own, of equal length: 0 selects anew, 1 always the same tokens.
+"hit_rate" is measured, of the selected units; `hit_rates.py` has those of trained models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from layers import implementation, out_of, save, show
+
+import kvjax
+from kvjax import CacheSpec, Full, PerLayer, Retrieval, presets
+from kvjax.evaluate import throughput
+from kvjax.generation import Stream
+from kvjax.memory import nbytes
+from kvjax.sampling import Sampling
+from kvjax.stores import HostFloat8, HotSet
+
+DENSE = 2  # first layers that attend to everything
+BESIDE = 6e9  # bytes of the device for logits, temporaries and fragments
+
+
+@dataclass(frozen=True)
+class Steady:
+    """A selector that asks `selector` with queries that turn less than those of the model."""
+
+    selector: Any
+    share: float
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "selector"), name)
+
+    def _steady(self, q: Array) -> Array:
+        own = q / jnp.maximum(jnp.linalg.norm(q, axis=-1, keepdims=True), 1e-6)
+        same = jax.random.normal(jax.random.key(5), q.shape[1:], q.dtype)[None]
+        same = same / jnp.linalg.norm(same, axis=-1, keepdims=True)
+        mixed = self.share * same + (1 - self.share**2) ** 0.5 * own
+        return mixed.astype(q.dtype) * q.shape[-1] ** 0.5
+
+    def score(self, ix: Any, q: Array, *, scale: float) -> Array:
+        out: Array = self.selector.score(ix, self._steady(q), scale=scale)
+        return out
+
+    def select(self, ix: Any, q: Array, among: Any, *, scale: float) -> Any:
+        return self.selector.select(ix, self._steady(q), among, scale=scale)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many rows there is room for, and how many layers keep their history on the device."""
+
+    rows: int
+    on_device: int  # past the dense ones
+    device_bytes_row: float
+    host_bytes_row: float
+
+
+def plan(policy: Retrieval, on_host: Any, spec: CacheSpec, layers: int, device_bytes: float, host_bytes: float) -> Plan:
+    """The split of layers that takes most rows.
+
+    A token takes 2 K D e bytes of keys and values, beside its index. A dense layer keeps all on the device. One with
+    its history on the host keeps index and recent block there, the hot set and 4 K bytes a page.
+    """
+    K, D, S, e = spec.kv_heads, spec.head_dim, spec.capacity, jnp.dtype(spec.dtype).itemsize
+    pair, index = 2 * K * D * e, policy.selector.bytes_per_token(spec)
+    recent = pair * (policy.demote.slots(policy.local) + policy.sink)
+    hot = on_host.tokens * (pair + 8 * K / on_host.page) + 4 * K * S / on_host.page
+    best = Plan(0, 0, 0.0, 0.0)
+    for on_device in range(layers - DENSE + 1):
+        away = layers - DENSE - on_device
+        device = DENSE * S * pair + on_device * S * pair + (layers - DENSE) * (S * index + recent) + away * hot
+        host = away * S * on_host.store.bytes_per_token(spec)
+        rows = int(min(device_bytes // device, host_bytes // host if host else float("inf")))
+        if rows > best.rows:
+            best = Plan(rows, on_device, device, host)
+    return best
+
+
+def measure(
+    model: Any, policies: PerLayer, length: int, rows: int, steps: int, block: int
+) -> tuple[dict[str, Any], float | None]:
+    """What `throughput.time_steps` says, and units that were read from the host a step, head and layer."""
+    spec = model.spec(batch=rows, capacity=length)
+    cache = throughput.fill(kvjax.init(policies, spec, layers=model.config.layers), length - block - steps - 4)
+    logits = jnp.zeros((rows, model.config.vocab_size), jnp.float32)
+    run = Stream(model, cache, logits, block + steps, Sampling(), None, np.zeros((0,), np.int32))
+    del cache, logits
+    run.advance(block)
+
+    def loads() -> float | None:
+        stores = [getattr(layer.state, "store", None) for layer in run.cache.layers]
+        found = [np.asarray(store.hot.loads) for store in stores if hasattr(store, "hot")]
+        return float(np.mean(found)) if found else None
+
+    before = loads()
+    times = throughput.time_steps(run, block)
+    after = loads()
+    size = nbytes(run.cache)
+    row = {**times, "cache_bytes_device": size.device, "cache_bytes_host": size.host}
+    return row, None if before is None or after is None else (after - before) / steps
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    reals: Callable[[str], list[float]] = lambda text: [float(part) for part in text.split(",")]  # noqa: E731
+    parser.add_argument("--method", choices=["fier", "quest", "pariskv"], default="quest")
+    parser.add_argument("--length", type=int, default=32768)
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--hot", type=int, default=4096, help="tokens of a row and KV head")
+    parser.add_argument("--float8", action="store_true", help="keep the history on the host in 8-bit floats")
+    parser.add_argument("--steady", type=reals, default=[0.9, 0.0, 1.0])
+    parser.add_argument("--rows", type=int, help="in place of the most that fit")
+    parser.add_argument("--device-bytes", type=float, default=135e9)
+    parser.add_argument("--host-bytes", type=float, default=110e9, help="of pinned memory")
+    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--implementation", default="default", help="or kernels: also those that nobody has measured")
+    parser.add_argument("--plan", action="store_true", help="say what fits and run nothing")
+    parser.add_argument("--out", type=Path, help="default: results/host_batch.json; with --quick nothing is written")
+    parser.add_argument("--quick", action="store_true", help="three narrow layers in float32 and two rows")
+    given = parser.parse_args(args)
+    if not (given.quick or given.plan) and jax.default_backend() != "gpu":
+        parser.error("this measures a GPU; --quick runs a small model without one")
+    config, dtype = throughput.SHAPES["llama-3.1-8b"], "bfloat16"
+    if given.quick:
+        small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "head_dim": 16}
+        config, dtype = replace(config, layers=4, windows=(), **small), "float32"
+        given.rows, given.device_bytes = given.rows or 2, 1e9
+    heads = {"q_heads": config.q_heads, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    spec = CacheSpec(batch=1, capacity=given.length, dtype=jnp.dtype(dtype), **heads)
+    base = presets.find(given.method).make(given.budget, dense_layers=0, dense_capacity=0).rest
+    assert isinstance(base, Retrieval)
+    hosted = presets.find(given.method).make(given.budget, dense_layers=0, host=True, hot=given.hot).rest
+    assert isinstance(hosted, Retrieval)
+    store: Any = hosted.store
+    if given.float8:
+        store = HotSet(tokens=given.hot, store=HostFloat8(page=store.page))
+    parameters = 16e9 if not given.quick else 0.0
+    found = plan(base, store, spec, config.layers, given.device_bytes - parameters - BESIDE, given.host_bytes)
+    rows = given.rows or found.rows
+    print(f"{found}; with {rows} rows: {rows * found.device_bytes_row / 1e9:.1f} GB of caches on the device, ", end="")
+    print(f"{rows * found.host_bytes_row / 1e9:.1f} GB on the host", flush=True)
+    if given.plan:
+        return
+    model = throughput.random_model(config, dtype)
+    what = f"tokens a second of a Llama-3.1-8B shape with random weights, length {given.length}, budget {given.budget}"
+    key = ("method", "store", "hot", "rows", "steady", "implementation", "backend")
+    for steady in given.steady:
+        selector = Steady(base.selector, steady)
+        device = replace(base, selector=selector)
+        host = replace(base, selector=selector, store=store)
+        away = config.layers - DENSE - found.on_device
+        policies = PerLayer.of([Full()] * DENSE + [device] * found.on_device + [host] * away)
+        with implementation(given.implementation):
+            times, read = measure(model, policies, given.length, rows, given.steps, given.block)
+        row = {
+            "method": given.method,
+            "store": type(store.store).__name__,
+            "hot": given.hot,
+            "rows": rows,
+            "layers_on_host": away,
+            "steady": steady,
+            "hit_rate": None if read is None else 1 - read / (base.selected // base.selector.unit),
+            "tokens_per_second": times["tokens_per_second"],
+            **{name: x for name, x in times.items() if name != "tokens_per_second"},
+            "implementation": given.implementation,
+        }
+        show(row)
+        save(out_of(given, "host_batch.json"), what, [row], key)
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()
