@@ -73,8 +73,9 @@ def measure(
     capacity = -(-(given.tokens + 256 + given.new_tokens) // 128) * 128
     seconds, tokens, same, numbers = np.zeros(2), np.zeros(2, int), 0, np.zeros(3, int)
     try:
-        for one in (None, draft):  # compiles
-            answer(checkpoint, cache, asked[0], capacity, given.new_tokens, one)
+        for i, ids in enumerate(asked):  # compiles; what drafts look up has sizes by the prompt
+            for one in (draft,) if i else (None, draft):
+                answer(checkpoint, cache, ids, capacity, given.new_tokens, one)
     except (ValueError, NotImplementedError) as error:
         return {**row, "refused": str(error)}
     for ids in asked:
