@@ -67,7 +67,7 @@ from kvjax.caches import (
 from kvjax.capacity import grow
 from kvjax.demotion import Buffer, Demotion, Fifo, LogSparse
 from kvjax.drafts import DraftModel, PromptLookup
-from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Sliding
+from kvjax.evictors import Evictor, HeavyHitter, LastQuery, LogSpaced, Observation, Sliding
 from kvjax.generation import generate, stream
 from kvjax.hashing import SimHash
 from kvjax.ops import explain
@@ -160,6 +160,7 @@ __all__ = [
     "LastQuery",
     "LastUse",
     "LayerCache",
+    "LogSpaced",
     "LogSparse",
     "LowRank",
     "MeanPages",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from kvjax.placement import mean_over_heads
@@ -130,6 +131,46 @@ class Sliding:
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
         return jnp.where(position < self.sink, jnp.inf, 0.0)
+
+
+@dataclass(frozen=True)
+class LogSpaced:
+    """Tokens stay the sparser the older they are: the density of what is held halves with age, and the first stays.
+
+    With a budget of 3W tokens the newest 2W stand together. `LogSparse` thins a full block of 3W tokens at once to 2W;
+    here the same tokens are evicted, one whenever a token comes, so that 3W are always held.
+
+    **Source:** LogQuant (2025), Algorithm 1, in its evicting variant. **Differs:** one token at a time.
+    """
+
+    @property
+    def arrival(self) -> None:
+        return None
+
+    def check(self, budget: int) -> None:
+        require_int("the budget of LogSpaced", budget, at_least=3)
+
+    def voters(self, slots: int) -> int:
+        return 0
+
+    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
+        return evidence
+
+    def see_step(self, evidence: Array, weights: Array) -> Array:
+        return evidence
+
+    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
+        """The number of the thinning in which a token dies.
+
+        A thinning takes a token from slot 2i to slot i, and from a slot past 2W back by W. So it dies in the first one
+        that finds it in an odd slot below 2W: as many after its first as its slot there can be halved.
+        """
+        W = max(slots // 3, 1)
+        halved = np.array([np.inf, *((s & -s).bit_length() - 1 for s in range(1, 2 * W))], np.float32)
+        position = jnp.maximum(position, 0)
+        first = jnp.maximum(position // W - 1, 0)  # the thinning that finds it in a slot below 2W
+        slot = jnp.where(position < W, position, W + position % W)
+        return first.astype(jnp.float32) + jnp.asarray(halved)[slot]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from kvjax.caches import (
 )
 from kvjax.caches.short import DenseCapacity
 from kvjax.demotion import Buffer, Fifo, LogSparse
-from kvjax.evictors import Evictor, HeavyHitter, LastQuery, Observation, Pooling, Sliding
+from kvjax.evictors import Evictor, HeavyHitter, LastQuery, LogSpaced, Observation, Pooling, Sliding
 from kvjax.hashing import SimHash
 from kvjax.heads import Heads
 from kvjax.selection import GroupReduce
@@ -579,6 +579,15 @@ def streaming_llm(
     return _evicting("streaming_llm", Sliding(sink=sink, rope=_plain_rope(rope_theta)), budget, dense_layers)
 
 
+def logevict(budget: int = 126, *, dense_layers: int = 0) -> PerLayer:
+    """LogQuant without its quantised tokens: `budget` tokens are held, the sparser the older, and the rest is evicted.
+
+    **Source:** LogQuant (2025), Algorithm 1, the variant that evicts, which it compares with. **Differs:** see
+    `LogSpaced`: tokens are evicted one at a time.
+    """
+    return _evicting("logevict", LogSpaced(), budget, dense_layers)
+
+
 def h2o(budget: int = 1024, *, recent: float = 0.5, dense_layers: int = 0) -> PerLayer:
     """H2O: the newest tokens, a share of `recent` of the budget, and the others by the attention they have gathered.
 
@@ -824,6 +833,7 @@ REGISTRY: dict[str, Preset] = {
             "the first 4 tokens and the most recent, up to the budget",
             "StreamingLLM 2023",
         ),
+        Preset("logevict", logevict, "tokens spaced by logarithm of their age, up to the budget", "LogQuant 2025"),
         Preset("h2o", h2o, "the most recent tokens and the most attended so far, half of the budget each", "H2O 2023"),
         Preset("tova", tova, "the tokens that the newest query attends to most, up to the budget", "TOVA 2024"),
         Preset(

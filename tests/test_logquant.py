@@ -190,3 +190,19 @@ def test_sliding_window_over_unordered_history_is_refused() -> None:
     q, k = (jnp.zeros((1, 1, heads, 16), jnp.bfloat16) for heads in (2, 1))
     with pytest.raises(ValueError, match=r"forgets the order of tokens.*window of 64"):
         kvjax.attention(cache, q, k, k, window=64)
+
+
+def test_the_evicting_variant_holds_the_exact_tokens_of_the_oracle() -> None:
+    """Whenever the block is full; in between it holds these and more."""
+    spec, W = kvjax.CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=8, capacity=140, dtype="float32"), 7
+    tokens = drive.random_tokens(spec)
+    for prompt in (1, 95):
+        cache, _ = drive.fill(kvjax.init_layer(kvjax.presets.logevict(3 * W).rest, spec), tokens, np.array([prompt]))
+        for n in range(prompt, 130):
+            _, cache, info = drive.step(cache, tokens, np.array([n]))
+            held = set(np.asarray(info.positions).ravel().tolist()) - {-1}
+            exact = set(log_sparse(W, n + 1)[0])
+            assert exact <= held, n
+            if (n + 1) % W == 0:
+                block = set(log_sparse(W, n)[0]) | {n}  # before it is thinned
+                assert held == block, n

@@ -44,6 +44,7 @@ COLOURS = {
     "pyramidkv": "#ee8866",
     "adakv": "#44bb99",
     "mikv": "#7f7fcc",
+    "logevict": "#555577",
     "raas": "#bbaa33",
     "razorattention": "#117733",
     "duoattention": "#88ccee",

@@ -164,6 +164,7 @@ CASES: dict[str, Case] = {
     "h2o preset, budget 64": Case(presets.h2o(budget=64).rest),
     "tova, budget 64": Case(presets.tova(budget=64).rest),
     "snapkv, budget 64": Case(presets.snapkv(budget=64).rest),
+    "logevict, budget 42": Case(presets.logevict(budget=42).rest),
     "adakv, budget 40": Case(presets.adakv(budget=40, window=5).rest),
     "mikv, nothing lost": Case(kvjax.Mixed(budget=40, store=kvjax.Dense(), chunk=16)),
     "razorattention, budget 64": Case(presets.razorattention(budget=64).rest),
