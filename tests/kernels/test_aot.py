@@ -392,25 +392,53 @@ def test_attention_follows_the_first_read_of_a_recall_and_not_the_rest():
     spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768, dtype=jnp.bfloat16)
     cache = memory.shapes(partial(kvjax.init_layer, presets.freekv(2048).rest, spec))
     program = aot.compile_for_h200(kvjax.attention, cache, sds(1, 1, 32, 128), *[sds(1, 1, 8, 128)] * 2, donate=0)
-    lines = re.findall(r"^\s+(?:ROOT )?%(\S+) = .*? (?:fusion|[\w-]+)\((.*?)\)(.*)$", program.hlo, re.MULTILINE)
-    operands = {name: re.findall(r"%([\w.-]+)", taken) for name, taken, _ in lines}
-    kernels = {name: re.search(r"kvjax_(\w+)", rest) for name, _, rest in lines if "mosaic_gpu" in rest}
-    reads = [name for name, kind in kernels.items() if kind and kind[1].startswith("host_rows")]
-    (attends,) = (name for name, kind in kernels.items() if kind and kind[1].startswith("attend_zones"))
-
-    def before(name):
-        found, left = set(), [name]
-        while left:
-            for operand in operands.get(left.pop(), ()):
-                if operand not in found:
-                    found.add(operand)
-                    left.append(operand)
-        return found
-
+    kernels, before = flow(program.hlo)
+    reads = [name for name, kind in kernels.items() if kind.startswith("host_rows")]
+    (attends,) = (name for name, kind in kernels.items() if kind.startswith("attend_zones"))
     first, rest = sorted(reads, key=lambda name: len(before(name)))
     assert first in before(rest)
     assert first in before(attends)
     assert rest not in before(attends)
+
+
+def flow(hlo):
+    """The kernels of a program by the name of their call, and a function that says which calls come before one."""
+    lines = re.findall(r"^\s+(?:ROOT )?%(\S+) = .*? (?:fusion|[\w-]+)\((.*?)\)(.*)$", hlo, re.MULTILINE)
+    operands = {name: re.findall(r"%([\w.-]+)", taken) for name, taken, _ in lines}
+    kernels = {name: re.search(r"kvjax_(\w+)", rest) for name, _, rest in lines if "mosaic_gpu" in rest}
+
+    def before(name):
+        found, left = set(), [name]
+        while left:
+            for operand in set(operands.get(left.pop(), ())) - found:
+                found.add(operand)
+                left.append(operand)
+        return found
+
+    return {name: kind[1] for name, kind in kernels.items() if kind}, before
+
+
+@pytest.mark.thorough
+def test_a_layer_that_follows_reads_the_host_while_its_anchor_attends():
+    """Its rows are known as soon as the anchor has selected, so a GPU may read them beside all that comes between."""
+    spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768, dtype=jnp.bfloat16)
+    policies = presets.fier(2048, host=True, share=2, dense_layers=0)
+    caches = [memory.shapes(partial(kvjax.init_layer, policies.policy(i), spec)) for i in range(2)]
+
+    def step(caches, q, k, v):
+        out, anchor, info = kvjax.attention_info(caches[0], q, k, v, flush=False)
+        out, follower = kvjax.attention(caches[1], out, k, v, flush=False, selection=info.selection)
+        return out, (anchor, follower)
+
+    program = aot.compile_for_h200(step, caches, sds(1, 1, 32, 128), *[sds(1, 1, 8, 128)] * 2, donate=0)
+    kernels, before = flow(program.hlo)
+    attends = [name for name, kind in kernels.items() if kind.startswith("attend_zones")]
+    anchor, follower = sorted(attends, key=lambda name: len(before(name)))
+    assert anchor in before(follower)
+    reads = [name for name, kind in kernels.items() if kind.startswith("host_rows")]
+    assert len(reads) == 2
+    assert not any(anchor in before(name) for name in reads)
+    assert sum(name in before(anchor) for name in reads) == 1
 
 
 @pytest.mark.thorough
