@@ -6,7 +6,9 @@ A model of random bf16 weights reads random tokens, batch 1. Each method reads t
 which compiles; then every length `--calls` times into an empty cache, of which the median is kept, and a turn of
 `--turn` tokens after 32768 tokens and after the longest prompt. `floor` is the same prompt in one chunk, whose
 attention is one cuDNN call a layer. FLOPs are those of the matrix products and of causal attention; tflops is their
-rate.
+rate. `cache_bytes` and `host_bytes` are what the cache takes on the device and on the host, and `peak_over_cache` is
+the largest amount of device memory in use so far beyond the weights and the cache: activations of a chunk, if nothing
+is kept twice. It never falls within a process: measure one method a run, with --no-floor, to tell methods apart.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import kvjax
 from kvjax import presets
 from kvjax.evaluate import throughput
 from kvjax.generation import prefill
+from kvjax.memory import nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig
 
 METHODS: dict[str, Callable[[], Any]] = {
@@ -52,6 +55,14 @@ def flops(config: DecoderConfig, tokens: int, before: int = 0) -> float:
     return config.layers * (2.0 * layer * tokens + attention) + 2.0 * hidden * config.vocab_size
 
 
+def memory_in_use(model: Decoder, spec: kvjax.CacheSpec, policy: Any) -> dict[str, int | None]:
+    """Bytes of the cache, and the largest amount of device memory in use so far beyond it and the weights."""
+    cache = nbytes(shapes(lambda: kvjax.init(policy, spec, layers=model.config.layers)))
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    over = None if peak is None else peak - nbytes(model).device - cache.device
+    return {"cache_bytes": cache.device, "host_bytes": cache.host, "peak_over_cache": over}
+
+
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     start = time.perf_counter()
     out = jax.block_until_ready(call())
@@ -70,7 +81,7 @@ def measure(
         took = statistics.median(seconds)
         rate = flops(config, count, before) / took / 1e12
         sizes = {"shape": given.shape, "method": name, "what": what, "tokens": length}
-        rows.append({**sizes, "seconds": took, "tflops": rate, "runs": seconds})
+        rows.append({**sizes, "seconds": took, "tflops": rate, "runs": seconds, **memory_in_use(model, spec, policy)})
         show({k: v for k, v in rows[-1].items() if k != "runs"})
 
     def read(length: int, cache: Any) -> tuple[float, Any]:

@@ -152,6 +152,24 @@ def test_a_prompt_larger_than_the_device_goes_to_the_host_chunk_by_chunk(make: C
         assert temp[1] <= temp[0] + size, f"more than one copy: {temp}"
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="on CPU, jaxlib before 0.11 copies what a chunk stores into")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n != "quest")) for n in presets.REGISTRY]
+)
+def test_a_prompt_needs_beside_its_cache_only_what_a_chunk_does(name: str) -> None:
+    """Four times the capacity and twice the chunk take twice the memory: no second cache, and never T x T logits."""
+    policy, temp = presets.REGISTRY[name].make().policy(40), []
+    for capacity, chunk in ((8192, 256), (32768, 512)):
+        spec = dataclasses.replace(SPEC, q_heads=8, kv_heads=2, capacity=capacity, dtype=jnp.float32)
+        q, k = (jax.ShapeDtypeStruct((1, chunk, heads, D), spec.dtype) for heads in (8, 2))
+        cache = memory.shapes(functools.partial(kvjax.init_layer, policy, spec))
+        compiled: Any = jax.jit(kvjax.attention, donate_argnums=0).lower(cache, q, k, k).compile().memory_analysis()
+        temp.append(compiled.temp_size_in_bytes)
+        assert compiled.alias_size_in_bytes + compiled.host_alias_size_in_bytes >= sum(held(policy, spec))
+        assert temp[-1] <= 3.5 * 8 * chunk * 1024 * 4, "more than some logits of a chunk by a block of 1024 tokens"
+    assert temp[1] <= 2.2 * temp[0]
+
+
 @pytest.mark.thorough
 def test_generation_of_a_model_needs_the_same_device_memory_for_any_prompt() -> None:
     model = models.Decoder(
