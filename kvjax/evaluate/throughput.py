@@ -162,8 +162,9 @@ def sweep(
     """`time_cell` of every cache at every length and batch: a flat JSON object each, also where one does not fit.
 
     `batches` None asks for the largest batch of each cache and length, found by trial: the first guess fills the free
-    memory with caches. What lies in host memory may fill 9/20 of what is free there: with 9/10 the process was killed.
-    Above 64 GB it needs XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB. (A process may have been given a part of the device's memory
+    memory with caches. What lies in host memory may fill 9/20 of what is free there, as XLA's pool of it grows by
+    doubling: with 9/10 the process was killed. With XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE=true it may fill the pool's
+    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 unless set. (A process may have been given a part of the device's memory
     only: on a GPU 3/4 of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. `bytes_limit` tells it.)
 
     `about` names the model, its digest, its dtype and whatever else decides a result. Cells are kept in the folder
@@ -404,8 +405,7 @@ def _largest_batch(
 ) -> dict[str, Any]:
     spec = model.spec(batch=1, capacity=length)
     one = nbytes(shapes(partial(init, policies, spec, layers=model.config.layers)))
-    # A process that takes all is killed, and one whose caches were to fill 9/10 of it was.
-    host = int(0.45 * _free_host_bytes()) // one.host if one.host else None
+    host = _host_room() // one.host if one.host else None
     room = stats["bytes_limit"] - stats["bytes_in_use"]
     most = min(x for x in (room // one.device, host) if x is not None)  # of these the caches alone have room
     tried: dict[int, dict[str, Any]] = {}
@@ -421,6 +421,17 @@ def _largest_batch(
     batch = largest(fits, guess=min(int(0.97 * room) // one.device, most))
     found = {"batch": batch, "bytes_limit": stats["bytes_limit"], "host_limit": host}
     return {**found, **tried.get(batch, {"status": "out of memory", "error": "not even a batch of 1 fits"})}
+
+
+def _host_room() -> int:
+    """Bytes of host memory that caches may fill.
+
+    A pool that grows takes up to twice as much, and a process that takes all is killed. A preallocated pool has one
+    region of a fixed size, of which arrays find nearly all.
+    """
+    if os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE", "").lower() in ("1", "true"):
+        return int(0.97 * (int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64)) << 30))
+    return int(0.45 * _free_host_bytes())
 
 
 def _free_host_bytes() -> int:

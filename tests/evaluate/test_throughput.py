@@ -201,6 +201,15 @@ def test_the_largest_batch_of_a_sweep(model, monkeypatch):
     assert (none["batch"], none["status"]) == (0, "out of memory")
 
 
+def test_a_preallocated_pool_of_host_memory_can_be_filled(monkeypatch):
+    monkeypatch.setattr(throughput, "_free_host_bytes", lambda: 100 << 30)
+    assert throughput._host_room() == int(0.45 * (100 << 30))
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE", "true")
+    assert throughput._host_room() == int(0.97 * (64 << 30))
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "85")
+    assert throughput._host_room() == int(0.97 * (85 << 30))
+
+
 def test_no_batch_is_tried_whose_caches_alone_have_no_room(model, monkeypatch):
     tried = []
     monkeypatch.setattr(throughput, "time_cell", lambda *args, batch, **how: tried.append(batch) or {})
