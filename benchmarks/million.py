@@ -6,8 +6,9 @@
 A Qwen2.5-7B shape with random bf16 weights reads random tokens in chunks of 32768. With `--last N` random keys and
 values stand for what comes before the last N chunks; `--last 0` reads all of it, some 2e17 FLOPs at a million. A row
 has the seconds of each chunk, of which the first compiles, the rate of the others by the FLOPs of the matrix products
-and of causal attention, what the whole prompt takes at that rate, and milliseconds a token of decoding. A history over host memory needs XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB and
-XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE=true for 30 GB; see `pinned.py`.
+and of causal attention, what the whole prompt takes at that rate, and milliseconds a token of decoding. A history over
+host memory needs XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB and XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE=true for 30 GB; see
+`pinned.py`.
 """
 
 from __future__ import annotations
