@@ -7,7 +7,7 @@ drawn anew, and the refusal must be one sentence.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,8 @@ import kvjax
 from kvjax import CacheSpec, presets
 
 CHUNK = 16  # tokens of prompt in a call
+WINDOWS = (None, None, None, 1, 7, 30)
+NEWER = 500  # configurations from here on are of what was added when those before it had a number
 GROUP_REDUCES = ("mean_softmax", "per_head", "mean_query", "mean_score", "max_softmax", "sum_softmax")
 
 
@@ -26,9 +28,16 @@ class Configuration:
     policy: kvjax.Policy
     spec: CacheSpec
     window: int | None
+    several: int = 0  # tokens of a `decode` call; 0 for scripts without
+    leader: kvjax.Policy | None = None  # of a layer before, whose selection `policy` follows
+
+    @property
+    def layers(self) -> list[kvjax.Policy]:
+        return [self.policy] if self.leader is None else [self.leader, self.policy]
 
     def __str__(self) -> str:
-        return f"{self.policy} for {self.spec}, window={self.window}"
+        leader = "" if self.leader is None else f", after {self.leader}"
+        return f"{self.policy}{leader} for {self.spec}, window={self.window}, several={self.several}"
 
 
 def configuration(seed: int) -> Configuration:
@@ -36,16 +45,28 @@ def configuration(seed: int) -> Configuration:
     rng = np.random.default_rng([seed, 23])
     for _ in range(200):
         try:
-            policy, spec, window = _policy(rng), _spec(rng), _one(rng, None, None, None, 1, 7, 30)
-            jax.eval_shape(partial(kvjax.init_layer, policy, spec))
+            policy, spec, window = (_policy if seed < NEWER else _newer)(rng), _spec(rng), _one(rng, *WINDOWS)
+            drawn = Configuration(policy, spec, window) if seed < NEWER else _with_steps(rng, policy, spec, window)
+            jax.eval_shape(partial(kvjax.init, drawn.layers, spec, layers=len(drawn.layers)))
         except (ValueError, NotImplementedError) as refusal:
             if "\n" in str(refusal):
                 raise AssertionError(f"seed {seed} is refused by more than a sentence: {refusal}") from refusal
             continue
         demote = getattr(getattr(policy, "retrieval", policy), "demote", None)
         # A block that forgets the order of its tokens refuses a sliding window when a step is traced.
-        return Configuration(policy, spec, window if getattr(demote, "ordered", True) else None)
+        ordered = getattr(demote, "ordered", True) and not hasattr(drawn.policy, "window")
+        return replace(drawn, window=window if ordered else None)
     raise AssertionError(f"seed {seed}: nothing of 200 draws was accepted")
+
+
+def _with_steps(rng: np.random.Generator, policy: kvjax.Policy, spec: CacheSpec, window: int | None) -> Configuration:
+    """With several steps at once, and where the policy selects for others, perhaps a follower in its place."""
+    several = _one(rng, 2, 3, 5)
+    if hasattr(policy, "follower") and rng.random() < 0.4:
+        heads = tuple(int(head) for head in rng.integers(0, spec.kv_heads, spec.kv_heads))
+        follower = policy.follower(_one(rng, None, heads))
+        return Configuration(follower, spec, window, several, policy)
+    return Configuration(policy, spec, window, several)
 
 
 def heads(spec: CacheSpec) -> tuple[int, int, int]:
@@ -82,6 +103,67 @@ def _policy(rng: np.random.Generator) -> kvjax.Policy:
         _preset,
     )
     return kinds[int(rng.integers(len(kinds)))](rng)
+
+
+def _newer(rng: np.random.Generator) -> kvjax.Policy:
+    """A policy with a part that `_policy` lacks, or one of `_policy` for several steps, rollback and followers."""
+    kinds: tuple[Callable[[np.random.Generator], kvjax.Policy], ...] = (
+        _policy,
+        _newer_retrieval,
+        _newer_retrieval,
+        _newer_retrieval,
+        lambda rng: kvjax.Speculative(_newer_retrieval(rng), tau=_one(rng, -1.0, 0.0, 0.5, 2.0)),
+        _sampled,
+        lambda rng: kvjax.Evicting(evictor=_newer_evictor(rng), budget=int(rng.integers(4, 60))),
+        lambda rng: kvjax.Compensated(_window(rng)),
+        lambda rng: kvjax.PerHead(heads=(int(rng.integers(2)),), chosen=kvjax.Full(), others=_window(rng)),
+    )
+    return kinds[int(rng.integers(len(kinds)))](rng)
+
+
+def _newer_retrieval(rng: np.random.Generator) -> kvjax.Retrieval:
+    """A Retrieval with a selector, a store or both that `_retrieval` lacks."""
+    chunk = _one(rng, 8, 16)
+    rule = _one(rng, *GROUP_REDUCES)
+    selector = _one(
+        rng,
+        lambda: kvjax.BallPages(page=_one(rng, 4, 8), radius=_one(rng, "mean", "max"), group_reduce=rule),
+        lambda: kvjax.ProductCodes(parts=_one(rng, 2, 4), bits=_one(rng, 2, 3), learn=chunk, group_reduce=rule),
+        lambda: _selector(rng),
+    )()
+    page = _one(rng, 1, 4, 8)
+    host = _one(
+        rng, kvjax.HostOffload(page=page), kvjax.HostFloat8(page=page), kvjax.HostQuantized(bits=4, group=8, page=page)
+    )
+    store = _one(rng, lambda: kvjax.HotSet(tokens=512, store=host), lambda: host, lambda: _store(rng))()
+    return replace(_retrieval(rng), selector=selector, store=store, demote=kvjax.Fifo(leave=chunk))
+
+
+def _sampled(rng: np.random.Generator) -> kvjax.Sampled:
+    chunk = _one(rng, 8, 16)
+    hashing = kvjax.SimHash(
+        bits=_one(rng, 2, 3, 5), tables=_one(rng, 4, 40), least=_one(rng, 1, 2), learn=chunk, seed=int(rng.integers(9))
+    )
+    return kvjax.Sampled(
+        hashing=hashing,
+        store=_one(rng, kvjax.Dense(), kvjax.HostOffload()),
+        budget=int(rng.integers(20, 60)),
+        sink=_sink(rng),
+        local=int(rng.integers(1, 8)),
+        demote=kvjax.Fifo(leave=chunk),
+    )
+
+
+def _window(rng: np.random.Generator) -> kvjax.Evicting:
+    return kvjax.Evicting(evictor=kvjax.Sliding(sink=_one(rng, 0, 2, 4)), budget=int(rng.integers(6, 40)))
+
+
+def _newer_evictor(rng: np.random.Generator) -> Any:
+    return _one(
+        rng,
+        lambda: kvjax.LastUse(threshold=_one(rng, 0.0, 1e-4, 0.1)),
+        lambda: kvjax.Observation(window=_one(rng, 1, 4, 8), kernel_size=_one(rng, 1, 3), pooling="mean"),
+    )()
 
 
 def _preset(rng: np.random.Generator) -> kvjax.Policy:

@@ -29,12 +29,26 @@ class Programs:
     """The compiled calls of one configuration, shared by its scripts."""
 
     def __init__(self, drawn: Configuration) -> None:
-        call = partial(kvjax.attention_info, window=drawn.window)
+        call = partial(_in_layers, kvjax.attention_info, window=drawn.window)
         self.drawn = drawn
         self.prompt = jax.jit(call)
         self.step = jax.jit(call, donate_argnums=0)
+        self.decode = jax.jit(partial(_in_layers, kvjax.decode_info, window=drawn.window), donate_argnums=0)
         self.insert = jax.jit(kvjax.insert)
-        self.empty = kvjax.init_layer(drawn.policy, drawn.spec)
+        self.rollback = jax.jit(kvjax.rollback)
+        self.empty = kvjax.init(drawn.layers, drawn.spec, layers=len(drawn.layers))
+        self.reversible = all(isinstance(policy, kvjax.Reversible) for policy in drawn.layers)
+
+
+def _in_layers(verb: Any, cache: kvjax.Cache, q: Any, k: Any, v: Any, **settings: Any) -> tuple[Any, kvjax.Cache, Any]:
+    """`verb` of the same tokens in each layer, which gets the selection of the layer before; the last one's results."""
+    layers: list[Any] = []
+    out, info = None, None
+    for layer in cache.layers:
+        selection = None if info is None else info.selection
+        out, layer, info = verb(layer, q, k, v, selection=selection, **settings)
+        layers.append(layer)
+    return out, kvjax.Cache(tuple(layers)), info
 
 
 class Rows:
@@ -47,7 +61,7 @@ class Rows:
         self.keys: list[list[np.ndarray]] = [[] for _ in range(self.spec.batch)]
         self.values: list[list[np.ndarray]] = [[] for _ in range(self.spec.batch)]
         self.dropped = np.zeros(self.spec.batch, bool)  # rows that outgrew the capacity: what they hold is not known
-        self.evicts = hasattr(self.policy, "evictor")
+        self.forgets = any(hasattr(self.policy, part) for part in ("evictor", "window", "others"))
         self.stored: dict[tuple[int, int, int], Any] = {}  # of the row that is compared, as `_stored` made it
 
     # ------------------------------------------------------------------------------------------------------- calls
@@ -59,6 +73,8 @@ class Rows:
             self.prompt()
         elif kind < 0.27 and self.spec.batch > 1:
             self.insert()
+        elif kind > 0.7 and self.programs.drawn.several:
+            self.decode()
         else:
             self.step()
 
@@ -72,7 +88,7 @@ class Rows:
             self.keys[b] += list(k[b, :n])
             self.values[b] += list(v[b, :n])
             self._finite(out[b, :n], "a prompt")
-            if self.dropped[b] or (self.evicts and before[b] > 0):
+            if self.dropped[b] or (self.forgets and before[b] > 0):
                 continue
             for t in {0, int(n) // 2, int(n) - 1} & set(range(int(n))):
                 seen = np.arange(before[b] + t + 1)
@@ -83,21 +99,80 @@ class Rows:
     def step(self) -> None:
         active = self.rng.random(self.spec.batch) < 0.85
         q, k, v = self._tokens(1)
-        before = [len(row) for row in self.keys]
-        out, self.cache, info = self.programs.step(self.cache, q, k, v, active=active)
-        out, positions = np.asarray(out, np.float64), np.asarray(info.positions)
-        attended = np.asarray(info.attended)
-        for b in np.flatnonzero(active):
-            self.keys[b].append(k[b, 0])
-            self.values[b].append(v[b, 0])
+        self._take(*self.programs.step(self.cache, q, k, v, active=active), (q, k, v), active.astype(int))
+
+    def decode(self) -> None:
+        """Several steps at once; then, where tokens can be taken back, some are."""
+        most = self.programs.drawn.several
+        q, k, v = self._tokens(most)
+        count = self.rng.integers(0, most + 1, self.spec.batch)
+        out, cache, infos = self.programs.decode(self.cache, q, k, v, lengths=count.astype(np.int32))
+        self._take(out, cache, infos, (q, k, v), count)
+        if self.programs.reversible and self.rng.random() < 0.5:
+            self.rollback(count)
+
+    def rollback(self, came: np.ndarray) -> None:
+        """Takes back some of the tokens that just came, as far as a flush since then allows."""
+        layers = zip(self.programs.drawn.layers, self.cache.layers, strict=True)
+        earliest = np.max([np.asarray(policy.earliest(layer.state)) for policy, layer in layers], axis=0)  # type: ignore[attr-defined]
+        held = np.asarray(self.cache.length)
+        kept = np.maximum(held - self.rng.integers(0, came + 1), np.minimum(earliest, held))
+        kept = np.where(self.dropped, held, kept)
+        self.cache = self.programs.rollback(self.cache, kept.astype(np.int32))
+        for b in np.flatnonzero(~self.dropped):
+            del self.keys[b][kept[b] :], self.values[b][kept[b] :]
+        self.stored = {}
         self._lengths()
-        for b in np.flatnonzero(active):
-            self._finite(out[b], "a step")
-            if not self.dropped[b]:
-                self._check_step(int(b), before[b], out[b, 0], q[b, 0], positions[b], attended[b])
+
+    def _take(self, out: Any, cache: Any, info: Any, qkv: tuple[np.ndarray, ...], count: np.ndarray) -> None:
+        """Of each row the first `count` of T steps that were made, out [B, T, N, D]; checks each that a row took."""
+        self.cache = cache
+        q, k, v = qkv
+        steps = q.shape[1]
+        positions, attended, weights = (
+            None if a is None else np.asarray(a).reshape(steps, self.spec.batch, *np.shape(a)[-n:])
+            for a, n in ((info.positions, 3), (info.attended, 1), (info.log_weights, 3))
+        )
+        out = np.asarray(out, np.float64)
+        before = [len(row) for row in self.keys]
+        for b, n in enumerate(count):
+            self.keys[b] += list(k[b, :n])
+            self.values[b] += list(v[b, :n])
+        self._lengths()
+        for b, n in enumerate(count):
+            self._finite(out[b, :n], "a step")
+            for t in range(n if not self.dropped[b] else 0):
+                if positions is None:
+                    self._check_compensated(b, before[b] + t, out[b, t], q[b, t])
+                    continue
+                told = None if weights is None else weights[t, b]
+                self._check_step(b, before[b] + t, out[b, t], q[b, t], positions[t, b], attended[t, b], told)
+
+    def _check_compensated(self, b: int, held: int, out: np.ndarray, q: np.ndarray) -> None:
+        """`out` is attention over sink and newest tokens, and over the mean of all others, as often as they are."""
+        window: Any = self.policy.window  # type: ignore[attr-defined]
+        sink, budget, n = window.evictor.sink, window.budget, held + 1
+        slots = min(budget, self.spec.capacity)
+        gone = range(sink, max(n - (slots - sink), sink))
+        read = [i for i in range(n) if i not in gone]
+        tokens = [np.array(a[b][:n], np.float64) for a in (self.keys, self.values)]
+        k, v = (np.concatenate([a[read], a[gone].mean(axis=0)[None]]) if gone else a[read] for a in tokens)
+        weights = np.zeros(len(k))
+        weights[len(read) :] = np.log(max(len(gone), 1))
+        for i, query in enumerate(q.astype(np.float64)):
+            want = _attend(query, k[:, i // self.spec.group], v[:, i // self.spec.group], weights)
+            if np.abs(out[i] - want).max() > 2 * tolerance(self.spec):
+                raise Wrong(f"row {b} of {n} tokens, head {i}: differs from attention over window and mean")
 
     def _check_step(
-        self, b: int, held: int, out: np.ndarray, q: np.ndarray, positions: np.ndarray, attended: np.ndarray
+        self,
+        b: int,
+        held: int,
+        out: np.ndarray,
+        q: np.ndarray,
+        positions: np.ndarray,
+        attended: np.ndarray,
+        log_weights: np.ndarray | None,
     ) -> None:
         """`positions` i[K, H, M] are a fair reading of the row's tokens, and `out` [N, D] is attention over them."""
         n, group = held + 1, self.spec.group
@@ -118,17 +193,24 @@ class Rows:
                 raise Wrong(f"{where}: reads {count} tokens and tells {attended[kv]}")
             for g in range(group):
                 head = kv * group + g
-                read = found[g if len(found) > 1 else 0]
-                self._compare(out[head : head + 1], q[head : head + 1], b, read, held, f"{where}, head {head}", kv=kv)
+                choice = g if len(found) > 1 else 0
+                weights = None
+                if log_weights is not None:
+                    order = np.argsort(positions[kv, choice])
+                    weights = log_weights[kv, choice][order][positions[kv, choice][order] >= 0]
+                what, one = f"{where}, head {head}", slice(head, head + 1)
+                self._compare(out[one], q[one], b, found[choice], held, what, kv=kv, log_weights=weights)
 
     def _check_budget(self, read: np.ndarray, n: int, where: str) -> None:
+        if hasattr(self.policy, "others"):  # each head has a policy of its own
+            return
         inner = getattr(self.policy, "retrieval", self.policy)
-        budget = getattr(inner, "budget", None)
+        budget = getattr(self.programs.drawn.leader or inner, "budget", None)
         if budget is None:
             if self.window is None and len(read) != n:
                 raise Wrong(f"{where}: reads {len(read)} of {n} tokens, and has no budget")
             return
-        most = max(budget, getattr(inner, "dense_below", 0))
+        most = max(budget, getattr(self.programs.drawn.leader or inner, "dense_below", 0))
         if len(read) > most:
             raise Wrong(f"{where}: reads {len(read)} tokens, more than {most}")
         if self.window is None and hasattr(inner, "local"):
@@ -142,7 +224,7 @@ class Rows:
         row = int(self.rng.integers(spec.batch))
         length = int(self.rng.integers(0, CHUNK + 1))
         q, k, v = self._tokens(CHUNK)
-        one = _alone(self.policy, spec)
+        one = _alone(self.programs.drawn.layers, spec)
         if length:
             # All rows of a batch of the same size read the request, so that it takes no program of its own.
             whole = jax.tree.map(lambda leaf: jax.numpy.copy(leaf), self.programs.empty)
@@ -167,7 +249,8 @@ class Rows:
 
     def _lengths(self) -> None:
         """A row holds what it was given; if not, it is past its capacity and says so."""
-        held, told = np.asarray(self.cache.length), np.asarray(self.cache.state.overflow)
+        held = np.asarray(self.cache.length)
+        told = np.any([np.asarray(layer.state.overflow) for layer in self.cache.layers], axis=0)
         for b, row in enumerate(self.keys):
             if self.dropped[b]:
                 if not told[b]:
@@ -181,9 +264,21 @@ class Rows:
                 self.dropped[b] = True
 
     def _compare(
-        self, out: np.ndarray, q: np.ndarray, b: int, read: np.ndarray, held: int, where: str, *, kv: int | None = None
+        self,
+        out: np.ndarray,
+        q: np.ndarray,
+        b: int,
+        read: np.ndarray,
+        held: int,
+        where: str,
+        *,
+        kv: int | None = None,
+        log_weights: np.ndarray | None = None,
     ) -> None:
-        """`out` [N, D] is attention of q [N, D] over the tokens `read`, as they are stored when `held` are."""
+        """`out` [N, D] is attention of q [N, D] over the tokens `read`, as they are stored when `held` are.
+
+        `log_weights` [S] are added to their logits.
+        """
         spec = self.spec
         errors = []
         for stored in self._stored(b, held):
@@ -191,9 +286,7 @@ class Rows:
             want = np.zeros(out.shape)
             for i, query in enumerate(q.astype(np.float64)):
                 head = i // spec.group if kv is None else kv
-                logits = k[:, head] @ query * spec.head_dim**-0.5
-                weights = np.exp(logits - logits.max())
-                want[i] = weights @ v[:, head] / weights.sum()
+                want[i] = _attend(query, k[:, head], v[:, head], 0.0 if log_weights is None else log_weights)
             errors.append(float(np.abs(out - want).max()))
             if errors[-1] <= 2 * tolerance(spec):
                 return
@@ -221,13 +314,21 @@ def _readable(leaf: Any) -> Any:
     return jax.device_put(leaf, jax.memory.Space.Device)
 
 
-def _alone(policy: Any, spec: Any) -> Any:
-    return kvjax.init_layer(policy, dataclasses.replace(spec, batch=1))
+def _alone(layers: Any, spec: Any) -> Any:
+    return kvjax.init(layers, dataclasses.replace(spec, batch=1), layers=len(layers))
+
+
+def _attend(query: np.ndarray, k: np.ndarray, v: np.ndarray, log_weights: Any = 0.0) -> np.ndarray:
+    """Attention of one query [D] over k, v [S, D]."""
+    logits = k @ query * query.size**-0.5 + log_weights
+    weights = np.exp(logits - logits.max())
+    return weights @ v / weights.sum()
 
 
 def _rounds(policy: Any) -> bool:
     store = getattr(getattr(policy, "retrieval", policy), "store", None)
-    return hasattr(store, "bits")
+    inner = getattr(store, "store", store)  # of a hot set
+    return hasattr(inner, "bits") or type(inner).__name__ == "HostFloat8"
 
 
 def run_all(programs: Programs, seeds: Iterable[int]) -> None:

@@ -18,8 +18,8 @@ from tests.fuzz.run import Programs, Wrong, run_all
 from tests.laws.broken import BrokenFull
 
 SCRIPTS = 4  # of a configuration, which share its compiled programs
-CONFIGURATIONS = 500
-QUICK = (2, 3)  # in every run of the suite; what once failed joins them
+CONFIGURATIONS = 1000
+QUICK = (2, 3, 676)  # in every run of the suite; what once failed joins them
 
 
 @pytest.mark.parametrize(
@@ -102,5 +102,22 @@ def test_a_fault_of_insert_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = kvjax.insert
     programs = Programs(Configuration(kvjax.Full(), SPEC, None))
     programs.insert = jax.jit(lambda cache, one, row: real(cache, one, jnp.maximum(row - 1, 0)))
+    with pytest.raises(Wrong):
+        run_all(programs, range(SCRIPTS))
+
+
+def test_a_fault_of_rollback_is_found() -> None:
+    """A token too many stays."""
+    programs = Programs(Configuration(kvjax.Full(), SPEC, None, several=3))
+    programs.rollback = jax.jit(lambda cache, to: kvjax.rollback(cache, jnp.minimum(to + 1, cache.length)))
+    with pytest.raises(Wrong):
+        run_all(programs, range(SCRIPTS))
+
+
+def test_a_fault_of_several_steps_is_found() -> None:
+    """The keys of a call come in another order."""
+    programs = Programs(Configuration(kvjax.Full(), SPEC, None, several=3))
+    real = programs.decode
+    programs.decode = lambda cache, q, k, v, **settings: real(cache, q, k[:, ::-1], v, **settings)
     with pytest.raises(Wrong):
         run_all(programs, range(SCRIPTS))

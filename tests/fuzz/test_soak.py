@@ -1,4 +1,4 @@
-"""A server's day in small: slots are filled, freed and inserted for many steps, and nothing wears out.
+"""A server's day in small: slots are filled, freed, inserted and rolled back for many steps, and nothing wears out.
 
 One program steps four policies side by side. Every step is compared with numpy; no program is compiled after the first
 requests, and no buffer stays behind.
@@ -28,6 +28,7 @@ POLICIES: tuple[kvjax.Policy, ...] = (
     presets.h2o(20).rest,
     kvjax.Compressed(store=kvjax.Dense(), sink=2, local=4, demote=kvjax.LogSparse(window=8)),
 )
+REVERSIBLE: tuple[kvjax.Policy, ...] = (kvjax.Full(), POLICIES[0], POLICIES[3])  # which take tokens back
 
 
 @contextmanager
@@ -55,6 +56,11 @@ def _all_layers(cache: kvjax.Cache, q: Any, k: Any, v: Any, **settings: Any) -> 
     return jnp.stack(outs), positions, kvjax.Cache(layers)  # type: ignore[arg-type]
 
 
+def _earliest(cache: kvjax.Cache) -> Any:
+    """i32[B]: the smallest length that each row can be taken back to, in all layers."""
+    return jnp.max(jnp.stack([layer.policy.earliest(layer.state) for layer in cache.layers]), axis=0)  # type: ignore[attr-defined]
+
+
 class Server:
     """Rows that serve one request after the other, each a run of tokens of a pool."""
 
@@ -65,13 +71,16 @@ class Server:
         self.step = jax.jit(_all_layers, donate_argnums=0)
         self.prefill = jax.jit(_all_layers)
         self.insert = jax.jit(kvjax.insert, donate_argnums=0)
+        self.rollback = jax.jit(kvjax.rollback, donate_argnums=0)
+        self.earliest = jax.jit(_earliest)
+        self.reversible = all(isinstance(policy, kvjax.Reversible) for policy in policies)
         one = kvjax.CacheSpec(**{**vars(SPEC), "batch": 1})
         self.empty = kvjax.init(list(policies), one, layers=len(policies))
         self.cache = kvjax.init(list(policies), SPEC, layers=len(policies))
         self.start = np.zeros(ROWS, int)
         self.length = np.zeros(ROWS, int)
         self.end = np.zeros(ROWS, int)  # 0: the row is free
-        self.served = 0
+        self.served = self.taken_back = 0
 
     def advance(self) -> None:
         for row in np.flatnonzero(self.length >= self.end):
@@ -85,6 +94,16 @@ class Server:
         out = np.asarray(out)
         for layer, read in enumerate(positions):
             self._check(out[layer, :, 0], np.asarray(read), active, self.policies[layer])
+        if self.reversible and self.rng.random() < 0.3:
+            self._take_back(active)
+
+    def _take_back(self, active: np.ndarray) -> None:
+        """As a draft that was not accepted: up to three tokens of some rows are taken back, and come again."""
+        wanted = self.length - self.rng.integers(0, 4, ROWS) * active
+        kept = np.minimum(np.maximum(wanted, np.asarray(self.earliest(self.cache))), self.length)
+        self.cache = self.rollback(self.cache, kept.astype(np.int32))
+        self.taken_back += int(np.sum(self.length - kept))
+        self.length = kept
 
     def _admit(self, row: int) -> None:
         """A request is read alone and takes the row."""
@@ -120,7 +139,13 @@ class Server:
 
 
 @pytest.mark.parametrize(
-    ("steps", "policies"), [(300, POLICIES[::2]), pytest.param(100_000, POLICIES, marks=pytest.mark.thorough)]
+    ("steps", "policies"),
+    [
+        (300, POLICIES[::2]),
+        (100, REVERSIBLE[:1]),
+        pytest.param(100_000, POLICIES, marks=pytest.mark.thorough),
+        pytest.param(100_000, REVERSIBLE, marks=pytest.mark.thorough),
+    ],
 )
 def test_a_server_serves_without_wear(steps: int, policies: tuple[kvjax.Policy, ...]) -> None:
     server = Server(policies, seed=steps)
@@ -133,6 +158,7 @@ def test_a_server_serves_without_wear(steps: int, policies: tuple[kvjax.Policy, 
             server.advance()
     assert not compiled
     assert server.served > steps / 50
+    assert server.taken_back > steps / 20 or not server.reversible
     gc.collect()
     assert len(jax.live_arrays()) == buffers
     assert sum(a.nbytes for a in jax.live_arrays()) == bytes_held
