@@ -6,7 +6,8 @@ XLA needs 14 kernels for the clock rule: gathers, scatters and running sums over
 wants, and some of the places, in the order in which the hand comes by. It looks up whether its pages are there, and
 marks the places of those in shared memory. Two running sums over the block then say which place each missing page gets.
 
-**Load** (`hot_load`): as `host_rows`, into the places of missing pages. Other pages cost one look at two tables.
+**Load** (`hot_load`): each lane of a warp looks up whether one page is missing. The warp then reads those pages from
+the host, one after the other, straight to their places.
 
 **Bytes:** 20 a place and 16 a page for the tables; R a missing page over the bus and R written.
 
@@ -26,11 +27,12 @@ import jax
 from jax import Array
 
 from kvjax.kernels_pallas import simt
-from kvjax.kernels_pallas.host.host_rows import CHUNK, Config, _move, _of_part, limit_of_chunks, row_bytes
+from kvjax.kernels_pallas.host.host_rows import CHUNK, Config, _of_part, limit_of_chunks, row_bytes
 from kvjax.kernels_pallas.simt import Flag, Word, block_barrier, instr, loop, ptx, special, when, word
 
 MEASURED: str | None = None
 MOST = 32  # pages, and places, of a thread
+LEAST_WARPS = 512  # of `hot_load`, so that enough reads are on their way to fill the bus
 NONE = 0xFFFFFFFF
 
 
@@ -234,7 +236,7 @@ def hot_load(
     i32[B, K, N] is `used` as 2; see `kvjax.ops.hot_load`."""
     if limit := unsupported_load(x, zones[0], at):
         raise NotImplementedError(limit)
-    return tuple(_fill(config or Config(), *zones, x, page, used, at))
+    return tuple(_fill(config or Config(ahead=4), *zones, x, page, used, at))
 
 
 def _fill(config: Config, *args: Array) -> list[Array]:
@@ -242,14 +244,15 @@ def _fill(config: Config, *args: Array) -> list[Array]:
     def run(*args: Array) -> list[Array]:
         *zones, x, page, used, at = args
         chunks, n, N = row_bytes(x) // CHUNK, page.shape[2], at.shape[2]
+        each = max(1, min(32, at.size // LEAST_WARPS))
         program = partial(
-            _load_program, rows=math.prod(at.shape[:2]), P=x.shape[2], n=n, N=N, chunks=chunks, parts=len(zones),
+            _load_program, total=at.size, P=x.shape[2], n=n, N=N, chunks=chunks, parts=len(zones), each=each,
             config=config,
         )  # fmt: skip
         launch = simt.kernel_in_place(
             program,
             name="kvjax_hot_load",
-            blocks=-(-at.size * chunks // (128 * config.warpgroups * config.ahead)),
+            blocks=-(-at.size // (each * 4 * config.warpgroups)),
             warpgroups=config.warpgroups,
         )
         return list(launch(zones, x, page, used, at))
@@ -262,30 +265,49 @@ def _fill(config: Config, *args: Array) -> list[Array]:
     return run(*args)
 
 
-def _load_program(*refs: Any, rows: int, P: int, n: int, N: int, chunks: int, parts: int, config: Config) -> None:
+def _load_program(
+    *refs: Any, total: int, P: int, n: int, N: int, chunks: int, parts: int, each: int, config: Config
+) -> None:
+    """A lane looks at one of a warp's `each` entries; then the warp moves the pages that some of them lack."""
     *zones, x, page, used, at = (simt.global_address(m) for m in refs)
-    size, piece = chunks * CHUNK, chunks * CHUNK // parts
+    size, piece, ahead = chunks * CHUNK, chunks * CHUNK // parts, min(config.ahead, -(-chunks // 32))
+    thread = special("tid.x")
+    lane, warp = thread & 31, special("ctaid.x") * (4 * config.warpgroups) + (thread >> 5)
 
-    def place_of(chunk: Word) -> tuple[Word, Word, Word]:
-        """Of a chunk the row and head, the place, and the byte in the page."""
-        i = simt.divide(chunk, chunks)
-        return simt.divide(i, N), simt.load(simt.offset_rows(at, i, 4)), (chunk - i * chunks) * CHUNK
+    entry = warp * each + lane
+    is_entry = (lane < each) & (entry < total)
+    entry = is_entry.select(entry, 0)
+    of, place = simt.divide(entry, N), simt.load(simt.offset_rows(at, entry, 4))
+    in_table = of * n + (place < n).select(place, 0)
+    fresh = is_entry & (place < n) & simt.load(simt.offset_rows(used, in_table, 4)).equals(2)
+    number = simt.load(simt.offset_rows(page, in_table, 4))
+    lacking = simt.ballot(fresh & (number < P))
 
-    def is_wanted(chunk: Word) -> Flag:
-        of, place, _ = place_of(chunk)
-        return simt.load_below(place, n, simt.offset(simt.offset_rows(used, of, 4 * n), place * 4)).equals(2)
+    def move(left: Word) -> tuple[Flag, list[Word]]:
+        one = instr("clz.b32", left) ^ 31
+        row, to, source = (simt.from_lane(shared, one) for shared in (of, in_table, number))
+        from_page = simt.offset_rows(simt.offset_rows(x, row, P * size), source, size)
+        for first in range(0, chunks, 32 * ahead):
+            places = [lane + (first + 32 * j) for j in range(ahead)]
+            words = [_chunk_below(c, chunks, simt.offset(from_page, c * CHUNK)) for c in places]
+            for c, loaded in zip(places, words, strict=True):
+                inside = c * CHUNK
+                part = simt.divide(inside, piece)
+                target = simt.offset(simt.offset_rows(_of_part(zones, part), to, piece), inside - part * piece)
+                with when(c < chunks):
+                    ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", target, *loaded)
+        left = left ^ (word(1) << one)
+        return left.differs(0), [left]
 
-    def source(chunk: Word) -> tuple[Flag, Any]:
-        of, place, inside = place_of(chunk)
-        number = simt.load_below(place, n, simt.offset(simt.offset_rows(page, of, 4 * n), place * 4), NONE)
-        exists = (number < P) & is_wanted(chunk)
-        from_page = simt.offset_rows(simt.offset_rows(x, of, P * size), exists.select(number, 0), size)
-        return exists, simt.offset(from_page, inside)
+    with when(lacking.differs(0)):
+        simt.repeat([lacking], move)
 
-    def target(chunk: Word) -> Any:
-        of, place, inside = place_of(chunk)
-        part = simt.divide(inside, piece)
-        to_page = simt.offset_rows(simt.offset_rows(_of_part(zones, part), of, n * piece), place, piece)
-        return simt.offset(to_page, inside - part * piece)
 
-    _move(rows * N * chunks, source, target, config, None, is_wanted)
+def _chunk_below(i: Word, end: int, address: Any) -> list[Word]:
+    """Four words at an address if i < end; else zeros, and nothing is read."""
+    code = (
+        "{ .reg .pred p; setp.lt.u32 p, $4, $5; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
+        "@p ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$6]; }"
+    )
+    words: list[Word] = ptx(code, i, end, address, results=4)
+    return words

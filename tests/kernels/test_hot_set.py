@@ -60,6 +60,8 @@ def test_places_are_those_of_the_reference(B, K, n, N, P, spread):
     [
         (1, 2, 12, 9, 40, 1, 64),
         (2, 1, 7, 5, 20, 4, 8),
+        (2, 4, 400, 300, 900, 1, 8),  # a warp looks at several
+        (1, 1, 9, 5, 20, 16, 32),  # a page is more than a warp moves at once
         pytest.param(2, 8, 8192, 2048, 65536, 1, 128, marks=on_gpu),
         pytest.param(1, 8, 256, 56, 4096, 32, 128, marks=on_gpu),
     ],
@@ -69,7 +71,7 @@ def test_pages_with_a_new_place_are_read_to_it(B, K, n, N, P, Z, D):
     x = to_host(normal(7, B, K, P, 2, Z, D, dtype=jnp.bfloat16))
     zones = [normal(s, B, K, n * Z, D, dtype=jnp.bfloat16) for s in (1, 2)]
     page = jnp.asarray(np.stack([rng.permutation(P)[:n] for _ in range(B * K)]).reshape(B, K, n), jnp.int32)
-    used = jnp.asarray(rng.integers(0, 3, (B, K, n)), jnp.int32)
+    used = jnp.asarray(rng.integers(1, 3, (B, K, n)), jnp.int32)
     at = np.stack([rng.permutation(n)[:N] for _ in range(B * K)]).reshape(B, K, N)
     at.reshape(-1)[::4] = n + 3
     at = jnp.asarray(at, jnp.int32)
