@@ -3,7 +3,8 @@
     python benchmarks/devices.py [--methods full,fier] [--length 32768] [--batch 8] [--layers 32] [--no-check]
 
 Needs two GPUs or more; with n of them the placements are none, a mesh of one device (what a placement costs by itself),
-data=n (rows split, the model on each) and model=n (heads, MLP and vocabulary split). The check decodes with a small
+data=n (rows split, the model on each), model=n (heads, MLP and vocabulary split) and ctx=n (the tokens of each row
+split, the model on each). The check decodes with a small
 model in float32, whose tokens must be those of one GPU. The times are of bfloat16 over a synthetic cache, medians over
 blocks of steps, and each decode loop is one program, so nothing of the host is in them but one call a block.
 
@@ -47,19 +48,19 @@ METHODS: dict[str, Callable[[int], PerLayer]] = {
     "tova": presets.tova,
 }
 CHECKED = ("fier", "tova")  # of the check: an index over all tokens, and a mean over all heads
-COLLECTIVE = re.compile(r" = \S+ (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+COLLECTIVE = re.compile(r" = .*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
 
 def placements(devices: Sequence[Any]) -> dict[str, Placement | None]:
     """By name; None is one device without a mesh."""
 
-    def over(data: int, model: int) -> Placement:
-        mesh = Mesh(np.array(devices[: data * model]).reshape(data, model), ("data", "model"))
-        return Placement(mesh=mesh, batch="data", heads="model")
+    def over(data: int, model: int, ctx: int = 1) -> Placement:
+        mesh = Mesh(np.array(devices[: data * model * ctx]).reshape(data, model, ctx), ("data", "model", "ctx"))
+        return Placement(mesh=mesh, batch="data", heads="model", context="ctx")
 
     n = len(devices)
     found = {"none": None, "mesh of 1": over(1, 1)}
-    return found | ({f"data={n}": over(n, 1), f"model={n}": over(1, n)} if n > 1 else {})
+    return found | ({f"data={n}": over(n, 1), f"model={n}": over(1, n), f"ctx={n}": over(1, 1, n)} if n > 1 else {})
 
 
 def check(

@@ -9,8 +9,13 @@ launched), and two sums over the devices a layer, one for the embedding and two 
 addition. A sum takes `LATENCY` and what a ring moves over NVLink. Other groups (the axis `data`) have rows of their own
 and no traffic. Depth scales `fixed` and `slope`.
 
-Constants: NVLink moves 450 GB/s in each direction of an H200 (NVIDIA H200 datasheet: 900 GB/s in all). LATENCY is an
-assumption; `benchmarks/devices.py` measures it with the rest. No row was run.
+The axis `ctx` joins groups that serve the same rows: each has all weights, and the tokens of a row are split. A layer
+then gathers the parts of attention, (D + 1) * 4 bytes a query head from each group. One that selects by FIER also
+gathers G * 4 bytes a KV head, and 8 bytes for each token of the budget and KV head. These gathers cross nodes.
+
+Constants: NVLink moves 450 GB/s in each direction of an H200 (NVIDIA H200 datasheet: 900 GB/s in all). Between nodes a
+GPU has 50 GB/s (NVIDIA DGX H200 datasheet: eight links of 400 Gb/s). LATENCY and FAR are assumptions;
+`benchmarks/devices.py` measures the first with the rest. No row was run.
 """
 
 from __future__ import annotations
@@ -26,11 +31,15 @@ from kvjax.evaluate.provenance import replace_file
 
 RESULTS = Path(__file__).parent / "results"
 LATENCY = 15e-6  # seconds of a small sum over the GPUs of a node: assumed
+FAR = 25e-6  # seconds of a small gather over nodes: assumed
 NVLINK = 450e9  # bytes a second in one direction
+NETWORK = 50e9  # bytes a second of a GPU to other nodes
+BUDGET = 2048
 MEMORY = 141e9  # bytes of an H200
 GROUP = 8  # GPUs of a node, one KV head each
 BANDWIDTH = BYTES_PER_US * 1e6
-TOKENS, ROWS, METHODS = (131072, 1048576, 10485760), (1, 8), ("full", "fier")
+SIZES = ((131072, 1), (1048576, 1), (1048576, 8), (10485760, 8), (10485760, 64))  # tokens of a row, groups of ctx
+ROWS, METHODS = (1, 8), ("full", "fier")
 SHAPES = {  # parameters, layers, hidden size; all have 8 KV heads of 128
     "Llama-3.1-8B": (8.03e9, 32, 4096, 32),
     "Llama-3.1-70B": (70.6e9, 80, 8192, 64),
@@ -48,8 +57,25 @@ def fitted(method: str) -> tuple[float, float]:
     return float(fixed), float(slope)
 
 
-def row(model: str, tokens: int, rows: int, fits: dict[str, tuple[float, float]]) -> dict[str, Any]:
-    """One group of GPUs that decodes `rows` rows of `tokens` each."""
+def context_seconds(method: str, layers: int, heads: int, rows: int, parts: int, link: tuple[float, float]) -> float:
+    """Seconds of a step's gathers over `parts` devices of the axis ctx, each with one KV head and `heads` query heads.
+    `link` is the seconds of a small gather and the bytes a second."""
+    if parts == 1:
+        return 0.0
+    gathers, moved = (1, 129 * 4 * heads) if method == "full" else (3, 129 * 4 * heads + 4 * heads + 8 * BUDGET)
+    return layers * (gathers * link[0] + rows * moved * (parts - 1) / link[1])
+
+
+def crossing(fits: dict[str, tuple[float, float]], parts: int, link: tuple[float, float]) -> int:
+    """Tokens of all rows from which FIER is faster than full attention, where Llama-3.1-8B has its tokens split over
+    `parts` devices that have all heads."""
+    (fixed_full, slope_full), (fixed, slope) = fits["full"], fits["fier"]
+    gathers = [context_seconds(m, 32, 32, 1, parts, link) for m in METHODS]
+    return int((fixed - fixed_full + gathers[1] - gathers[0]) / (slope_full - slope) * parts)
+
+
+def row(model: str, tokens: int, groups: int, rows: int, fits: dict[str, tuple[float, float]]) -> dict[str, Any]:
+    """`groups` groups of GPUs that decode `rows` rows of `tokens` each."""
     parameters, layers, hidden, heads = SHAPES[model]
     weights = 2 * parameters / GROUP
     sums = 2 * layers + 1
@@ -58,17 +84,23 @@ def row(model: str, tokens: int, rows: int, fits: dict[str, tuple[float, float]]
     found: dict[str, Any] = {
         "model": model,
         "tokens": tokens,
+        "gpus": GROUP * groups,
         "rows": rows,
         "weight_gb": round(weights / 1e9, 1),
         "collectives": sums + 2,
         "traffic_ms": round(1e3 * traffic, 2),
-        "gflop_full": round((2 * parameters + 4 * heads * 128 * layers * tokens) * rows / GROUP / 1e9, 1),
+        "gflop_full": round((2 * parameters + 4 * heads * 128 * layers * tokens / groups) * rows / GROUP / 1e9, 1),
     }
     for method in METHODS:
         fixed, slope = fits[method]
-        cache = TOKEN_BYTES[method] * layers * tokens * rows / GROUP
+        cache = TOKEN_BYTES[method] * layers * tokens * rows / GROUP / groups
+        gathers = context_seconds(method, layers, heads // GROUP, rows, groups, (FAR, NETWORK))
+        found[f"{method}_context_ms"] = round(1e3 * gathers, 2)
         found[f"{method}_cache_gb"] = round(cache / 1e9, 1)
-        seconds = fixed * layers / 32 + weights / BANDWIDTH + slope * layers / 32 * tokens * rows / GROUP + traffic
+        seconds = (
+            fixed * layers / 32 + weights / BANDWIDTH + slope * layers / 32 * tokens * rows / GROUP / groups + traffic
+        )
+        seconds += gathers
         found[f"{method}_tpot_ms"] = round(1e3 * seconds, 2) if weights + cache < 0.95 * MEMORY else None
     return found
 
@@ -76,11 +108,18 @@ def row(model: str, tokens: int, rows: int, fits: dict[str, tuple[float, float]]
 def main() -> None:
     fits = {method: fitted(method) for method in METHODS}
     about = {
-        "what": f"predicted, not run: a group of {GROUP} H200s, heads split over them; other groups have other rows",
+        "what": f"predicted, not run: groups of {GROUP} H200s, heads split over a group and tokens over groups",
         "from": "end_to_end.json, one H200",
-        "constants": {"latency_s": LATENCY, "nvlink_bytes_s": NVLINK, "memory_bytes_s": BANDWIDTH},
+        "constants": {
+            "latency_s": LATENCY,
+            "far_s": FAR,
+            "nvlink_bytes_s": NVLINK,
+            "network_bytes_s": NETWORK,
+            "memory_bytes_s": BANDWIDTH,
+        },
         "fits": {m: {"fixed_ms": round(1e3 * a, 3), "ns_a_token": round(1e9 * b, 4)} for m, (a, b) in fits.items()},
-        "rows": [row(model, tokens, rows, fits) for model in SHAPES for tokens in TOKENS for rows in ROWS],
+        "crossing": {parts: crossing(fits, parts, (LATENCY, NVLINK)) for parts in (1, 2, 4, 8)},
+        "rows": [row(model, *size, rows, fits) for model in SHAPES for size in SIZES for rows in ROWS],
     }
     replace_file(RESULTS / "scaling.json", json.dumps(about, indent=1) + "\n")
     print(json.dumps(about["fits"]))

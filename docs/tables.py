@@ -614,17 +614,18 @@ def several_tokens() -> str:
 
 
 def scaling() -> str:
-    header = ("model", "tokens a row", "rows", "weights, GB", "cache `full`, GB", "traffic, ms", "TPOT `full`, ms",
-              "TPOT `fier`, ms")  # fmt: skip
+    header = ("model", "tokens a row", "GPUs", "rows", "cache `full`, GB", "traffic `full`, ms", "TPOT `full`, ms",
+              "traffic `fier`, ms", "TPOT `fier`, ms")  # fmt: skip
 
     def cells(row: dict[str, Any]) -> list[str]:
-        times = (row[f"{method}_tpot_ms"] for method in ("full", "fier"))
-        return [
-            row["model"],
-            str(row["tokens"]),
-            *(str(row[name]) for name in ("rows", "weight_gb", "full_cache_gb", "traffic_ms")),
-            *("does not fit" if time is None else str(time) for time in times),
-        ]
+        times = []
+        for method in ("full", "fier"):
+            time = row[f"{method}_tpot_ms"]
+            times += [
+                f"{row['traffic_ms'] + row[f'{method}_context_ms']:.2f}",
+                "does not fit" if time is None else time,
+            ]
+        return [row["model"], *(str(row[n]) for n in ("tokens", "gpus", "rows", "full_cache_gb")), *map(str, times)]
 
     return markdown(header, map(cells, load_rows("scaling")))
 

@@ -253,7 +253,7 @@ class Decoder(nnx.Module):
         )
 
         # mode="clip": what a padding token embeds to has no meaning, but must be finite
-        x = self.embedding[...].at[tokens].get(mode="clip")
+        x = embed(self.embedding[...], tokens)
         layers: list[Any] = []
         infos: list[Any] = []
         selection = None  # of the last layer that selected, for the layers that follow it
@@ -310,6 +310,17 @@ def _param(value: Array, axes: tuple[str, ...]) -> nnx.Param:
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: np.dtype) -> Array:
     return (scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+
+
+def embed(table: Array, tokens: Array) -> Array:
+    """Rows [B, T, hidden] of a table [V, hidden] for tokens [B, T]; out of range is clipped.
+
+    A single token is looked up twice. XLA makes a slice of one look-up, and to take a slice of a table that is split
+    over devices it gathers the whole table on each of them, in every step.
+    """
+    one = tokens.size == 1
+    rows = table.at[jnp.concatenate([tokens, tokens]) if one else tokens].get(mode="clip")
+    return rows[:1] if one else rows
 
 
 def _product(terms: str, x: Array, kernel: Array, dtype: Any = None) -> Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from functools import cache, partial
 from typing import Any
@@ -12,28 +11,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kvjax
 from kvjax import CacheSpec, LayerCache, Placement, ops, presets
-from kvjax.memory import shapes
+from kvjax.generation import decode_step
+from kvjax.memory import nbytes, shapes
+from kvjax.models import Decoder, DecoderConfig, weights
+from kvjax.models.decoder import embed
 from kvjax.ops import partitioned
 from kvjax.partial import Span
 from kvjax.placement import state_specs
+from tests.devices.test_rows_and_heads import COLLECTIVE
 from tests.kernels import aot
 
 pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 SPEC = CacheSpec(batch=8, q_heads=32, kv_heads=8, head_dim=128, capacity=32768)
-COLLECTIVE = re.compile(r" = (\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)")
 
 
 @cache
-def mesh(data: int, model: int) -> Mesh:
+def mesh(data: int, model: int, ctx: int = 1) -> Mesh:
     from jax.experimental import topologies
 
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it asks the driver
     eight = topologies.get_topology_desc(platform="cuda", target_config=aot.TARGET, topology="1x1x8")
-    return Mesh(np.array(eight.devices).reshape(data, model), ("data", "model"))
+    return Mesh(np.array(eight.devices).reshape(data, model, ctx), ("data", "model", "ctx"))
 
 
 def compiled(policy: Any, placement: Placement | None, at: Mesh) -> tuple[str, int, int]:
@@ -69,7 +72,7 @@ MORE = {
 def check(policy: Any) -> None:
     placement = Placement(mesh=mesh(2, 4), batch="data", heads="model")
     split, temporary, kernels = compiled(policy, placement, placement.mesh)
-    _, _, wanted = compiled(policy, None, Mesh(mesh(2, 4).devices[:1, :1], ("data", "model")))
+    _, _, wanted = compiled(policy, None, Mesh(mesh(2, 4).devices[:1, :1, :1], ("data", "model", "ctx")))
     assert not COLLECTIVE.findall(split)
     assert kernels == wanted > 0
     assert temporary < 20e6
@@ -84,6 +87,57 @@ def test_kernels_run_on_the_part_of_a_device(name: str) -> None:
 @pytest.mark.parametrize("name", MORE)
 def test_kernels_of_more_methods_run_on_the_part_of_a_device(name: str) -> None:
     check(MORE[name])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "gathers"), [("full", 1), ("fier", 3)])
+def test_kernels_run_on_the_tokens_of_a_device(name: str, gathers: int) -> None:
+    """Of 8 GPUs, 2 by rows, 2 by heads and 2 by tokens; all that moves is what the formulas say."""
+    at = mesh(2, 2, 2)
+    placement = Placement(mesh=at, batch="data", heads="model", context="ctx")
+    program, temporary, kernels = compiled(CASES[name], placement, at)
+    found = COLLECTIVE.findall(program)
+    assert len(found) == gathers
+    assert {kind for _, kind in found} == {"all-gather"}
+    assert kernels > 0
+    assert temporary < 20e6
+
+
+def test_one_token_is_looked_up_without_gathering_the_table() -> None:
+    def home(*axes: Any) -> NamedSharding:
+        return NamedSharding(mesh(2, 4), PartitionSpec(*axes))
+
+    table = jax.ShapeDtypeStruct((1024, 64), jnp.bfloat16, sharding=home("model"))
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32, sharding=home())
+    program = jax.jit(embed).lower(table, tokens).compile().as_text()
+    assert {kind for _, kind in COLLECTIVE.findall(program)} == {"all-reduce"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("model", "ctx"), [(8, 1), (4, 2)])
+def test_step_of_a_70b_model_needs_the_memory_that_is_computed(model: int, ctx: int) -> None:
+    """Each of 8 GPUs holds its part of the weights and of the cache, and little beside them."""
+    config = DecoderConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, layers=80, q_heads=64, kv_heads=8, head_dim=128
+    )
+    placement = Placement(mesh=mesh(1, model, ctx), heads="model", context="ctx")
+    decoder = nnx.eval_shape(lambda: Decoder(config, dtype="bfloat16"))
+    homes = weights.model_shardings(decoder, placement)
+    for _, param in weights._params(decoder):
+        like = param.get_value()
+        param.set_value(jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=homes[id(param)]))
+    spec, policy = decoder.spec(batch=1, capacity=131072), CASES["fier"]
+    state = jax.tree.map(
+        lambda a, split: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(placement.mesh, split)),
+        shapes(partial(policy.init, spec)),
+        state_specs(policy, spec, placement),
+    )
+    held = kvjax.Cache((LayerCache(state, policy, spec, placement),) * config.layers)
+    token = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=NamedSharding(placement.mesh, PartitionSpec()))
+    memory = decode_step.lower(decoder, held, token).compile().memory_analysis()
+    assert nbytes(decoder).device < 2 * 70.6e9 / model * 1.01
+    assert memory.argument_size_in_bytes == pytest.approx(nbytes(decoder).device + nbytes(held).device, rel=1e-3)
+    assert memory.temp_size_in_bytes < 100e6
 
 
 def test_plain_jit_over_several_devices_warns_once_and_names_the_cure() -> None:

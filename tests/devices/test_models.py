@@ -21,6 +21,7 @@ from kvjax.generation import decode_step, generate
 from kvjax.models import Decoder, DecoderConfig, distribute, load, logical_axis_rules, save
 from kvjax.models import weights as loading
 from kvjax.sampling import Sampling, sample, sampling
+from tests.devices.test_rows_and_heads import COLLECTIVE
 
 CONFIG = DecoderConfig(
     vocab_size=96, hidden_size=32, intermediate_size=64, layers=2, q_heads=8, kv_heads=4, head_dim=16, qkv_bias=True
@@ -114,12 +115,7 @@ def test_step_talks_as_megatron_does(models: tuple[Any, Any, Any], at: int) -> N
     checkpoint = models[at]
     cache = checkpoint.init_cache(METHOD, capacity=160, batch=4, dtype="float32")
     program = decode_step.lower(checkpoint.model, cache, jnp.zeros(4, jnp.int32)).compile().as_text()
-    found = Counter(
-        kind
-        for _, kind in re.findall(
-            r" = (\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)[-\w]*\(", program
-        )
-    )
+    found = Counter(kind for _, kind in COLLECTIVE.findall(program))
     assert found.pop("all-gather", 0) == (0 if at == 1 else 4)
     assert found.pop("all-reduce") <= 2 * CONFIG.layers + 2
     assert not found

@@ -32,7 +32,7 @@ PLACEMENTS = {
         mesh=Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c")), heads=("a", "b")
     ),
 }
-COLLECTIVE = re.compile(r" = (\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)[-\w]*\(")
+COLLECTIVE = re.compile(r" = (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 STEPS, CHUNK = 45, 48
 
 
