@@ -178,6 +178,7 @@ OWN: dict[str, dict[str, Any]] = {  # where a method needs other sizes
     "logquant": dict(window=12),
     "freekv": dict(local=8),
     "pariskv": dict(candidates=32),
+    "shadowkv": dict(rank=8, page=2, outliers=2, learn=16),
 }
 
 

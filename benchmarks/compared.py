@@ -1,0 +1,156 @@
+"""One decode step of the methods that papers compare with, in a layer of Llama-3.1-8B, beside full attention by cuDNN.
+
+    python benchmarks/compared.py [--lengths 32768,131072] [--methods cudnn,shadowkv] [--out FILE]
+
+As `decode_step.py`, for methods that need the queries of a prompt, rebuild keys or keep parts of a token in different
+places. A prompt of normal random queries, keys and values is stored by `kvjax.attention`, a chunk at a time, so each
+method keeps what it would keep; then steps are timed in some layers in straight line. The floor is the bytes of what a
+step reads of the cache: the index, and keys and values of the budget or of everything, from the memory where they lie.
+Without a GPU (`--quick`) the host's clock is read and cuDNN is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from decode_step import cudnn, kvjax_step, random_pair, through
+from device_time import BYTES_PER_US
+from jax import Array
+from layers import clock, out_of, save, show
+
+import kvjax
+from kvjax import CacheSpec, presets
+
+METHODS = ["cudnn", "shadowkv", "shadowkv:host=false", "mikv", "adakv", "snapkv", "arkvale", "pqcache", "magicpig"]
+HOST_BYTES_PER_US = 5.5e4  # of the bus, one large copy
+LAYERS = 2
+
+
+def floor_us(policy: Any, spec: CacheSpec, budget: int) -> float:
+    """What a step of a layer reads at least."""
+    K, D, size, B = spec.kv_heads, spec.head_dim, spec.dtype.itemsize, spec.batch
+    pair, length = 2 * K * D * size, spec.capacity
+    inner = getattr(policy, "retrieval", policy)
+    store, selector = getattr(inner, "store", None), getattr(inner, "selector", None)
+    if isinstance(inner, kvjax.Mixed):
+        return B * (pair * budget + inner.bytes_per_token(spec) * (length - budget)) / BYTES_PER_US
+    if isinstance(inner, kvjax.HeadBudgets):
+        return B * pair * min(inner.head_bounds[1], length) / BYTES_PER_US
+    if isinstance(inner, kvjax.Evicting):
+        return B * pair * min(budget, length) / BYTES_PER_US
+    if isinstance(inner, kvjax.Sampled):
+        index = K * 4 * inner.hashing.bits * inner.hashing._words * length
+        return B * (index + pair * spec.group * budget) / BYTES_PER_US
+    assert selector is not None, policy
+    index = selector.bytes_read(spec, length)
+    if isinstance(store, kvjax.LowRank):
+        exact = K * inner.beside * 2 * D * size
+        chosen = K * (budget - inner.beside)
+        on_device, values = index + exact + chosen * store.rank * size, chosen * D * size
+        host = isinstance(store.values, kvjax.HostOffload)
+        return B * ((on_device + (0 if host else values)) / BYTES_PER_US + host * values / HOST_BYTES_PER_US)
+    if isinstance(store, kvjax.HostOffload):
+        return B * (index / BYTES_PER_US + pair * budget / HOST_BYTES_PER_US)
+    return B * (index + pair * budget) / BYTES_PER_US
+
+
+@partial(jax.jit, static_argnames="tokens", donate_argnames="layer")
+def store_chunk(layer: kvjax.LayerCache, key: Array, *, tokens: int) -> kvjax.LayerCache:
+    spec = layer.spec
+    q, (k, v) = (
+        jax.random.normal(key, (spec.batch, tokens, spec.q_heads, spec.head_dim), spec.dtype),
+        random_pair(jax.random.fold_in(key, 1), (spec.batch, tokens, spec.kv_heads, spec.head_dim), spec.dtype),
+    )
+    return kvjax.prefill(layer, q, k, v)[1]
+
+
+def filled(policy: Any, spec: CacheSpec, length: int, chunk: int, seed: int) -> kvjax.LayerCache:
+    layer = kvjax.init_layer(policy, spec)
+    for i, start in enumerate(range(0, length, chunk)):
+        key = jax.random.fold_in(jax.random.key(seed), i)
+        layer = store_chunk(layer, key, tokens=min(chunk, length - start))
+    return jax.block_until_ready(layer)
+
+
+def measure(method: str, spec: CacheSpec, budget: int, calls: int, chunk: int) -> dict[str, Any]:
+    B, K, D, S = spec.batch, spec.kv_heads, spec.head_dim, spec.capacity
+    shape = (B, S, K, D)
+    policy: Any = None
+    states: Any
+    if method == "cudnn":
+        make = jax.jit(random_pair, static_argnums=(1, 2))
+        states, step = tuple(make(jax.random.key(i), shape, spec.dtype) for i in range(LAYERS)), cudnn
+        floor = B * 2 * K * D * S * spec.dtype.itemsize / BYTES_PER_US
+    else:
+        policy = presets.parse_with_budget(method, budget)[0].rest
+        floor = floor_us(policy, spec, budget)
+        states = tuple(filled(policy, spec, S - calls - 3, chunk, i) for i in range(LAYERS))
+        step = kvjax_step
+    q = jax.random.normal(jax.random.key(100), (B, 1, spec.q_heads, D), spec.dtype)
+    k, v = random_pair(jax.random.key(101), (B, 1, K, D), spec.dtype)
+    took, outs = clock(jax.jit(through(step), donate_argnums=0), states, q, k, v, calls=calls)
+    if not all(bool(jnp.all(jnp.isfinite(out))) for out in outs):
+        raise SystemExit(f"{method}: the output is not finite")
+    parts = {name: round(us / LAYERS, 2) for name, us in list(took.parts.items())[:12]}
+    return {
+        "method": method,
+        "length": S,
+        "batch": B,
+        "us": took.us / LAYERS,
+        "kernels": None if took.kernels is None else took.kernels / LAYERS,
+        "floor_us": floor,
+        "parts": parts,
+    }
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    def numbers(text: str) -> list[int]:
+        return [int(n) for n in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=numbers, default=[32768, 131072])
+    parser.add_argument("--batches", type=numbers, default=[1])
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=METHODS)
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--chunk", type=int, default=4096, help="tokens of the prompt in a call")
+    parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="default: results/compared.json; with --quick nothing is written")
+    parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
+    given = parser.parse_args(args)
+    shape = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": jnp.dtype(jnp.bfloat16)}
+    if given.quick:
+        shape = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": jnp.dtype(jnp.float32)}
+    elif jax.default_backend() != "gpu":
+        parser.error("this measures a GPU; --quick runs small sizes without one")
+    what = "a decode step of attention of a layer, " + ", ".join(f"{k} {v}" for k, v in shape.items())
+    what += f"; budget {given.budget}; normal random keys, values and queries; us: device time of the kernels"
+    for length in given.lengths:
+        for batch in given.batches:
+            spec, best = CacheSpec(batch=batch, capacity=length, **shape), None
+            for method in given.methods:
+                if method == "cudnn" and jax.default_backend() != "gpu":
+                    continue
+                try:
+                    row = measure(method, spec, given.budget, given.calls, given.chunk)
+                except jax.errors.JaxRuntimeError as error:
+                    if "RESOURCE_EXHAUSTED" not in str(error):
+                        raise
+                    print(f"{method} | {length} | {batch} | out of memory", flush=True)
+                    continue
+                finally:
+                    gc.collect()
+                best = row["us"] if method == "cudnn" else best
+                row["times_faster_than_cudnn"] = None if best is None else best / row["us"]
+                show(row)
+                save(out_of(given, "compared.json"), what, [row], ("method", "length", "batch", "backend"))
+
+
+if __name__ == "__main__":
+    main()
