@@ -13,7 +13,7 @@ from kvjax.context import Stripes, merge_chunk, merge_parts
 from kvjax.partial import PartialAttention
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec
-from kvjax.stores.store import CachingStore, Store
+from kvjax.stores.store import CachingStore, Store, TruncatableStore
 
 
 @register_dataclass
@@ -86,6 +86,15 @@ class StripedStore:
         k, v = (jnp.where(here, a, jnp.zeros((), a.dtype)) for a in self.store.gather(self._own(st), own))
         k, v = lax.psum((k, v), self.stripes.axis)
         return k, v
+
+    def truncate(self, st: StripedState, count: Array) -> StripedState:
+        if not isinstance(self.store, TruncatableStore):
+            raise ValueError(
+                f"truncate cannot shorten a cache of {self.store}, which does not give back keys and values as they "
+                "came; use the store Dense or HostOffload, or rollback for tokens of the recent block"
+            )
+        held = self.store.truncate(self._own(st), count // self.stripes.parts)
+        return replace(st, held=replace(held, count=held.count * self.stripes.parts))
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         return self.store.decoded(k, v)

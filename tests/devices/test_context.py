@@ -26,6 +26,7 @@ from kvjax import (
     Fifo,
     Full,
     HostOffload,
+    HotSet,
     LastQuery,
     LogSparse,
     MinMaxPages,
@@ -214,10 +215,41 @@ def test_saves_and_larger_caches_do_not_depend_on_the_split(runs: Any, tmp_path:
     other = kvjax.restore(tmp_path / "split", kvjax.init_layer(FIER, SPEC, along(4)))
     kvjax.save(tmp_path / "other", other)
     assert_equal(kvjax.restore(tmp_path / "other", kvjax.init_layer(FIER, SPEC, THREE)), cache)
+    kvjax.save(tmp_path / "shorter", kvjax.truncate(cache, jnp.array([70, 33])))
+    shorter = kvjax.restore(tmp_path / "shorter", kvjax.init_layer(FIER, SPEC))
+    assert_equal(shorter, kvjax.truncate(alone, jnp.array([70, 33])))
     kvjax.save(tmp_path / "grown", kvjax.grow(cache, 160))
     larger = dataclasses.replace(SPEC, capacity=160)
     assert_equal(kvjax.restore(tmp_path / "grown", kvjax.init_layer(FIER, larger)), kvjax.grow(alone, 160))
     assert_equal(kvjax.restore(tmp_path / "split", kvjax.init_layer(FIER, larger, THREE)), kvjax.grow(cache, 160))
+
+
+@pytest.mark.thorough
+def test_several_steps_rows_and_followers_are_those_of_one_device() -> None:
+    """`decode` of several tokens, `rollback`, `insert` and a layer that attends to what another selected."""
+    policies = [FIER, FIER.follower(), Full()]
+
+    def talk(cache: kvjax.Cache, prefix: kvjax.Cache, first: Any, steps: Any) -> Any:
+        layers, outs, selection = [], [], None
+        for layer in cache.layers:
+            _, layer = kvjax.prefill(layer, *first)
+            layer = kvjax.rollback(layer, layer.length - 2)
+            out, layer, info = kvjax.decode_info(layer, *steps, selection=selection)
+            selection = info.selection
+            layers.append(layer)
+            outs += [out, jnp.sort(info.positions, axis=-1)]
+        return outs, kvjax.insert(kvjax.Cache(tuple(layers)), prefix, 1)
+
+    found = []
+    for placement in (None, THREE):
+        cache = kvjax.init(policies, SPEC, layers=3, placement=placement)
+        alone = None if placement is None else dataclasses.replace(placement, batch=None)
+        prefix = kvjax.init(policies, dataclasses.replace(SPEC, batch=1), layers=3, placement=alone)
+        found.append(jax.jit(talk)(cache, prefix, tokens(60, 0), tokens(12, 1)))
+    (one, before), (split, after) = found
+    for a, b in zip(one, split, strict=True):
+        np.testing.assert_allclose(np.asarray(b), np.asarray(a), atol=5e-6)
+    assert after.length.tolist() == before.length.tolist() == [70, 0]
 
 
 def test_owner_off_by_one_is_noticed(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +270,11 @@ def test_owner_off_by_one_is_noticed(runs: Any, monkeypatch: pytest.MonkeyPatch)
     ("policy", "parts", "error"),
     [
         (FIER, 8, r"Fier\(group=4\) does not divide .* of 2"),
+        (FIER, 3, r"deals chunks of 16 tokens to 3 devices.* leave a multiple of 3"),
+        (Retrieval(selector=MinMaxPages(page=8), budget=32, **ZONES), 4, "would cut pages of 8; .* multiple of 32"),
+        (dataclasses.replace(FIER, store=HotSet(tokens=64)), 2, "keeps what steps select on one device"),
+        (kvjax.PerHead(heads=(1,), chosen=Full(), others=FIER), 2, "grows with the capacity and has no over_context"),
+        (Full(), 3, "deals a capacity of 112 tokens to 3 devices.* use 114"),
     ],
 )
 def test_what_cannot_be_dealt_is_refused(policy: Any, parts: int, error: str) -> None:
