@@ -265,6 +265,17 @@ def coverage() -> str:
     return markdown(head, rows)
 
 
+def low_rank() -> str:
+    """Error of keys as factors of low rank, before and after RoPE."""
+    cells = {(row["keys"], row["basis"], row["share"]): row["error"] for row in load_rows("low_rank")}
+    shares = sorted({share for *_, share in cells})
+    rows = [
+        [kind, basis, *(short(cells[kind, basis, share]) for share in shares)]
+        for kind, basis in dict.fromkeys((kind, basis) for kind, basis, _ in cells)
+    ]
+    return markdown(["keys", "basis of", *(f"rank {100 * share:.0f} % of K D" for share in shares)], rows)
+
+
 def perplexities() -> str:
     measured = load_rows("perplexity")
     rows = []
@@ -655,8 +666,8 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         speed, quality, methods, steps, steps_in_plain_jax, kernels, tokens, largest_batches, first_tokens, indexing,
-        needles, coverage, equal_perplexities, perplexities, tokens_read, group_rules, papers, scaling, hit_rates,
-        anchors, real_needles, real_pass_keys, real_gsm8k, devices, several_tokens,
+        needles, coverage, low_rank, equal_perplexities, perplexities, tokens_read, group_rules, papers, scaling,
+        hit_rates, anchors, real_needles, real_pass_keys, real_gsm8k, devices, several_tokens,
         claims_fier, claims_pariskv, claims_freekv, claims_logquant,
     )
 }  # fmt: skip
