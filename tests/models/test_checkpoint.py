@@ -1,6 +1,7 @@
 """Loading: what the files hold reaches the model, nothing else does, and all that is wrong is said at once."""
 
 import json
+import os
 import pickle
 import re
 import shutil
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from kvjax import models
+from kvjax.evaluate.provenance import model_digest
 
 from .conftest import CONFIG, tensors_of
 
@@ -262,6 +264,23 @@ def test_a_shard_outside_of_the_directory_is_refused(write, name, no_reading):
     with pytest.raises(ValueError, match="names files that are not in its directory") as error:
         models.load(directory)
     assert "\n" not in str(error.value)
+
+
+def test_the_digest_changes_with_every_file_that_decides_an_answer(write):
+    directory = write(shards=2)
+    (directory / "tokenizer_config.json").write_text("{}")
+    (directory / "README.md").write_text("a")
+    before = model_digest(directory)
+    read = {name for name in os.listdir(directory) if name != "README.md"}
+    assert len([name for name in read if name.endswith(".safetensors")]) == 2
+    for name in read:
+        file = directory / name
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        assert model_digest(directory) != before, name
+        file.write_bytes(whole)
+    (directory / "README.md").write_text("b")
+    assert model_digest(directory) == before
 
 
 def test_more_layers_than_tensors_are_refused_before_a_model_is_made(write, no_reading, monkeypatch):
