@@ -299,8 +299,8 @@ def decode(
     """T = 1 to 16 decode steps at once: out [B, T, N, D] and the cache, as T calls of `attention` would give them.
 
     Each token attends to what the policy selects for its own query, over the tokens up to itself. As long as no row has
-    to be flushed between them, `Retrieval` stores, selects and attends for all tokens together; `Full` and `Compressed`
-    store them together and attend for one after the other. Other policies take one step after the other.
+    to be flushed between them, `Full`, `Compressed` and `Retrieval` store, select and attend for all tokens together.
+    Other policies, and steps under a sliding window, attend for one after the other.
 
     Args:
       lengths: i32[B], steps that each row takes (default T); `active` bool[B] are rows that take any.

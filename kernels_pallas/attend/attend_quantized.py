@@ -299,7 +299,7 @@ def _program(
             tokens = [n * unit + (quad + 8 * r) for r in range(2 * tiles)]
             exists = [(token >= start) & (token < stop) for token in tokens]
             kept = [f.select(x, 0) for f, words in zip(exists, scales, strict=True) for x in words]
-            return [*softmax.flat(softmax.masked(logs, lambda r: exists[r])), *kept]
+            return [*softmax.flat(softmax.masked(logs, lambda r, _: exists[r])), *kept]
 
         whole = [*softmax.flat(logs), *softmax.flat(scales)]
         words = iter(simt.branch((n * unit < start) | (n * unit + unit > stop), counted, whole))
@@ -580,7 +580,7 @@ def _exact(
         for i in range(0, D // 8, 2):
             scores = simt.mma("bf16", scores, [near[i], far[i], near[i + 1], far[i + 1]], queries[i : i + 2])
 
-        def exists(r: int) -> Flag:
+        def exists(r: int, _: int) -> Flag:
             token = n * 16 + (quad + 8 * r)
             return (token >= start) & (token < stop)
 

@@ -259,7 +259,7 @@ def _program(
             ptx("cp.async.commit_group;")
         exists = simt.ballot(slots.differs(0xFFFFFFFF)) >> rows.quad
         before, weights = softmax.weigh(
-            state, scores, lambda j: ((exists >> (8 * j)) & 1).differs(0), scale=scale, kind=kind
+            state, scores, lambda j, _: ((exists >> (8 * j)) & 1).differs(0), scale=scale, kind=kind
         )
         wait()
         mixed = rows.mix(before, values, weights)

@@ -26,7 +26,7 @@ from jax import Array
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.attend import softmax
 from kvjax.kernels_pallas.attend.softmax import HEADS, KINDS
-from kvjax.kernels_pallas.simt import Word, loop, ptx, when, word
+from kvjax.kernels_pallas.simt import Flag, Word, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_span.json
 
@@ -74,6 +74,7 @@ def smem_bytes(D: int, config: Config) -> int:
 def unsupported(q: Any, k: Any, v: Any, start: Any, stop: Any, config: Config | None = None) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     *_, G, D = q.shape
+    G //= _steps(stop)
     if D not in (64, 128, 256):
         return f"the kernel attend_span takes head sizes 64, 128 and 256; got D={D}"
     if not 1 <= G <= HEADS:
@@ -93,6 +94,10 @@ def unsupported(q: Any, k: Any, v: Any, start: Any, stop: Any, config: Config | 
     return None
 
 
+def _steps(stop: Any) -> int:
+    return stop.shape[1] if len(stop.shape) == 2 else 1
+
+
 def supported(q: Any, k: Any, v: Any, start: Any, stop: Any) -> bool:
     return unsupported(q, k, v, start, stop) is None
 
@@ -102,28 +107,43 @@ def attend_span(
     q: Array, k: Array, v: Array, start: Array, stop: Array, *, scale: float, config: Config | None = None
 ) -> Array:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, stop) i32[B] of k, v [B, K, S, D];
-    0 where there are none. `config` is chosen by the shape."""
+    0 where there are none. `config` is chosen by the shape.
+
+    With start and stop i32[B, T], q is [B, K, T*G, D] and each step has a span. `HEADS` queries at a time are rows of
+    their own, whose blocks run at once and so read most tiles from the L2 cache.
+    """
     if limit := unsupported(q, k, v, start, stop, config):
         raise NotImplementedError(limit)
     B, K, G, D = q.shape
-    rows, S = B * K, k.shape[2]
+    rows, S, steps = B * K, k.shape[2], _steps(stop)
+    passes = -(-G // HEADS) if steps > 1 else 1
     chosen = config or tuned.select(
         "attend_span",
-        config_for(rows, S, D),
+        config_for(rows * passes, S, D),
         (q, k, v),
         lambda x: unsupported(q, k, v, start, stop, x),
-        rows=rows,
+        rows=rows * passes,
         S=S,
-        G=G,
+        G=-(-G // passes),
         D=D,
     )
-    queries, kept = q.astype(k.dtype).reshape(rows, G, D), (a.reshape(rows, S, D) for a in (k, v))
-    ends = (a.astype(jnp.int32) for a in (start, stop))
-    return _attend(scale, q.dtype, chosen, queries, *ends, *kept).reshape(q.shape)
+    queries, kept = q.astype(k.dtype).reshape(rows, G, D), [a.reshape(rows, S, D) for a in (k, v)]
+    ends = [jnp.clip(a.astype(jnp.int32), 0, S) if steps > 1 else a.astype(jnp.int32) for a in (start, stop)]
+    if steps == 1:
+        return _attend(scale, q.dtype, chosen, queries, *ends, *kept).reshape(q.shape)
+    heads = -(-G // passes)
+    pad = (0, passes * heads - G)
+    queries = jnp.pad(queries, ((0, 0), pad, (0, 0))).reshape(rows * passes, heads, D)
+    limits = [jnp.pad(jnp.repeat(a, G // steps, axis=1), ((0, 0), pad)).reshape(B, passes, heads) for a in ends]
+    each = jnp.stack([jnp.repeat(a[:, None], K, axis=1).reshape(-1, heads) for a in limits], axis=1)
+    start, stop = jnp.min(ends[0], axis=1), jnp.max(ends[1], axis=1)
+    out = _attend(scale, q.dtype, chosen, queries, start, stop, *kept, each)
+    return out.reshape(rows, passes * heads, D)[:, :G].reshape(q.shape)
 
 
 def _attend(scale: float, dtype: Any, config: Config, *args: Array) -> Array:
-    """[rows, G, D] in `dtype`, of queries, start and stop, keys and values."""
+    """[rows, G, D] in `dtype`, of queries, start and stop, keys and values of rows that divide these; and perhaps start
+    and stop of each query, i32[rows, 2, G]."""
 
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> Array:
@@ -132,7 +152,7 @@ def _attend(scale: float, dtype: Any, config: Config, *args: Array) -> Array:
             functools.partial(
                 _program,
                 sizes=(G, D, kept.shape[1]),
-                shared_by=rows // args[1].shape[0],
+                shared_by=(rows // args[1].shape[0], rows // kept.shape[0]),
                 kind="bf16" if kept.dtype == jnp.bfloat16 else "f16",
                 scale=scale,
                 config=config,
@@ -157,25 +177,33 @@ def _attend(scale: float, dtype: Any, config: Config, *args: Array) -> Array:
 
 
 def _program(
-    q_m: Any, start_m: Any, stop_m: Any, k_m: Any, v_m: Any, out_m: Any, lse_m: Any, room_m: Any, *,
-    sizes: tuple[int, int, int], shared_by: int, kind: str, scale: float, config: Config,
+    q_m: Any, start_m: Any, stop_m: Any, k_m: Any, v_m: Any, *refs: Any,
+    sizes: tuple[int, int, int], shared_by: tuple[int, int], kind: str, scale: float, config: Config,
 ) -> None:  # fmt: skip
+    *each_m, out_m, lse_m, room_m = refs
     (heads, D, S), (blocks, keys) = sizes, (config.blocks, config.keys)
     warps, t, block = 4 * config.warpgroups, simt.special("tid.x"), simt.special("ctaid.x")
     lane, warp = t & 31, t >> 5
     rows = softmax.Rows(D, kind, lane)
     row = simt.divide(block, blocks)
+    kept_row = simt.divide(row, shared_by[1])
     q, k, v, out, lse = (
         simt.offset_rows(simt.global_address(m), n, stride)
         for m, n, stride in (
             (q_m, row, heads * D * 2),
-            (k_m, row, S * D * 2),
-            (v_m, row, S * D * 2),
+            (k_m, kept_row, S * D * 2),
+            (v_m, kept_row, S * D * 2),
             (out_m, block, heads * D * 4),
             (lse_m, block, heads * 4),
         )
     )
-    start, stop = simt.ends_of((start_m, shared_by), (stop_m, shared_by), row, S)
+    start, stop = simt.ends_of((start_m, shared_by[0]), (stop_m, shared_by[0]), row, S)
+    own = []  # start and stop of this lane's two queries
+    for m in each_m:
+        at = simt.offset_rows(simt.global_address(m), row, 2 * heads * 4)
+        for e in range(2):
+            head = rows.col * 2 + e
+            own.append([simt.load_below(head, heads, simt.offset(at, (head + n * heads) * 4)) for n in range(2)])
     room = simt.shared_address(room_m) + warp * _room(D, config)
     tile = keys * rows.width  # bytes; of a stage the keys lie before the values
 
@@ -215,7 +243,12 @@ def _program(
         simt.warp_barrier()
         fetch(k, at, ahead)
         mine = slot + rows.quad
-        before, weights = softmax.weigh(state, scores, lambda n: mine + 8 * n < stop, scale=scale, kind=kind)
+
+        def exists(n: int, e: int) -> Flag:
+            there = mine + 8 * n < stop
+            return there & (mine + 8 * n >= own[e][0]) & (mine + 8 * n < own[e][1]) if own else there
+
+        before, weights = softmax.weigh(state, scores, exists, scale=scale, kind=kind)
         wait()
         mixed = rows.mix(before, at + tile, weights)
         simt.warp_barrier()

@@ -34,19 +34,22 @@ def parts(state: Sequence[Word]) -> tuple[list[Word], list[Word], list[list[Word
 
 
 def weigh(
-    state: Sequence[Word], scores: list[list[Word]], exists: Callable[[int], Flag], *, scale: float, kind: str
+    state: Sequence[Word], scores: list[list[Word]], exists: Callable[[int, int], Flag], *, scale: float, kind: str
 ) -> tuple[list[Word], list[list[Word]]]:
     """The state before the values of some keys are mixed in, and their weights as right operands of `mma`.
 
-    `scores` are the sums of `mma` of 16 keys each, without `scale`; `there(n)` says whether key 8 n + quad counts.
+    `scores` are the sums of `mma` of 16 keys each, without `scale`; exists(n, e) says whether key 8 n + quad counts for
+    head 2 col + e.
     """
     logs = [[instr("mul.f32", x, real(scale / math.log(2))) for x in tile] for tile in scores]
     kept, weights = exponentials(state, masked(logs, exists))
     return kept, [right_operand(tile, kind) for tile in weights]
 
 
-def masked(logs: list[list[Word]], exists: Callable[[int], Flag]) -> list[list[Word]]:
-    return [[exists(2 * n + e // 2).select(x, real(-math.inf)) for e, x in enumerate(t)] for n, t in enumerate(logs)]
+def masked(logs: list[list[Word]], exists: Callable[[int, int], Flag]) -> list[list[Word]]:
+    return [
+        [exists(2 * n + e // 2, e % 2).select(x, real(-math.inf)) for e, x in enumerate(t)] for n, t in enumerate(logs)
+    ]
 
 
 def exponentials(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -11,7 +12,10 @@ from kvjax import ops
 from kvjax.caches.policy import Info, attend_in_turn, step_lengths
 from kvjax.caches.zones import Zoned, ZonedState
 from kvjax.demotion import Demotion, Fifo
+from kvjax.partial import PartialAttention
 from kvjax.stores import FusedStore, Quantized, Store
+
+QUERIES = 8  # of a KV head, which kernels take at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +50,36 @@ class Compressed(Zoned):
     def decode(
         self, st: ZonedState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, ZonedState, Info]:
-        """Each step sees the tokens up to its own: the same arrays with smaller counts, by the kernel of one step."""
+        """Each step sees the tokens up to its own: the same arrays with smaller counts.
+
+        Without a sliding window all steps see the same history, so as many as kernels take, `QUERIES` of a KV head,
+        read it together.
+        """
         after = self.put_tokens(st, k, v, count)
+        if window is None:
+            return self._attend_steps(after, q, step_lengths(st.length, count, k.shape[2], after.length), scale=scale)
 
         def attend(st: ZonedState, q: Array, length: Array) -> tuple[Array, ZonedState, Info]:
             return self.attend(self.shortened(st, length), q, scale=scale, window=window)
 
         return attend_in_turn(attend, after, q, step_lengths(st.length, count, k.shape[2], after.length))
+
+    def _attend_steps(
+        self, st: ZonedState, q: Array, lengths: Array, *, scale: float
+    ) -> tuple[Array, ZonedState, Info]:
+        """The steps of q [B, K, G, T, D], after each of which a row holds `lengths` i32[T, B] tokens."""
+        B, K, G, T, D = q.shape
+        seen = self.visible_steps(st, jnp.moveaxis(lengths, 0, 1))
+        queries = jnp.swapaxes(q, 2, 3).reshape(B, K, T * G, D)
+        of_pass = max(QUERIES // G, 1) * G
+        parts = [
+            self.store.attend(st.store, queries[:, :, first : first + of_pass], seen.store, scale=scale)
+            for first in range(0, T * G, of_pass)
+        ]
+        history = PartialAttention(*(jnp.concatenate(same, axis=2) for same in zip(*parts, strict=True)))
+        out = ops.attend_beside(history, queries, None, seen.recent, seen.sink, scale=scale)
+        info = jax.vmap(lambda length: self._info(self.shortened(st, length), None))(lengths)
+        return jnp.swapaxes(out.reshape(B, K, T, G, D), 2, 3), st, info
 
     def _info(self, st: ZonedState, window: int | None) -> Info:
         (B, K), seen = st.recent.k.shape[:2], self.visible(st, window)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, put, take_rows
-from kvjax.caches.policy import Info, attend_in_turn, chunk_starts, in_range, lowest_visible, step_lengths
+from kvjax.caches.policy import Info, chunk_starts, in_range, lowest_visible, step_lengths
 from kvjax.context import Axis, Stripes, merge_chunk, merge_parts
 from kvjax.partial import PartialAttention, Span
 from kvjax.prompt import attend_zone
@@ -71,13 +72,14 @@ class Full:
     def decode(
         self, st: FullState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, FullState, Info]:
-        """Each step sees the tokens up to its own: the same arrays with a smaller length, by the kernel of one step."""
+        """Each step sees the tokens up to its own: the same arrays with a smaller length, in one pass over them."""
         after = self.prefill(st, k, v, count)
-
-        def attend(st: FullState, q: Array, length: Array) -> tuple[Array, FullState, Info]:
-            return self.attend(self._shortened(st, length), q, scale=scale, window=window)
-
-        return attend_in_turn(attend, after, q, step_lengths(st.length, count, k.shape[2], after.length))
+        (B, K, G, T, D), lengths = q.shape, step_lengths(st.length, count, k.shape[2], after.length)
+        stop = jnp.moveaxis(lengths, 0, 1)
+        span = Span(after.tokens.k, after.tokens.v, lowest_visible(stop - 1, window), stop)
+        out = ops.attend_span(jnp.swapaxes(q, 2, 3).reshape(B, K, T * G, D), span, scale=scale)
+        info = jax.vmap(lambda length: self._info(self._shortened(after, length), window))(lengths)
+        return jnp.swapaxes(out.reshape(B, K, T, G, D), 2, 3), after, info
 
     def free(self, st: FullState) -> Array:
         return self._slots(st) - st.length

@@ -19,8 +19,9 @@ def attend_span(
 ) -> Float[Array, "B K G D"]:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over `span`; 0 where it is empty.
 
-    Keys outside of the span may hold anything. `implementation`: see `explain`. The kernel's products read q in the
-    dtype of the keys; it reads nothing outside of the span.
+    Keys outside of the span may hold anything. The queries [B, K, T*G, D] of T decode steps, one step's after the
+    other's, may each have a span, start and stop i32[B, T]. `implementation`: see `explain`. The kernel's products read
+    q in the dtype of the keys; it reads nothing outside of the span.
     """
     # Values outside of the span are finite, so they need no mask here; it would write a second copy of them.
     return attend_part(q, span.k, span.v, span.mask_of(q.shape[2]), scale=scale).out.astype(q.dtype)

@@ -345,6 +345,7 @@ def test_a_step_starts_few_kernels_and_copies_nothing(preset, most):
 @pytest.mark.parametrize(
     ("preset", "most", "found"),
     [
+        (presets.full(), 11, ["attend_span", "attend_span_merge"]),
         (presets.fier(2048), 12, ["select_1bit_score", "select_1bit", "attend_zones"]),
         (presets.quest(2048), 13, ["select_pages_score", "select_pages", "attend_zones"]),
         (
@@ -353,7 +354,7 @@ def test_a_step_starts_few_kernels_and_copies_nothing(preset, most):
             ["collide_rank", "collide", "most_voted", "select_4bit_score", "select_4bit", "attend_zones"],
         ),
     ],
-    ids=["fier", "quest", "pariskv"],
+    ids=["full", "fier", "quest", "pariskv"],
 )
 def test_several_steps_start_each_kernel_once(preset, most, found):
     spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072, dtype=jnp.bfloat16)

@@ -10,6 +10,7 @@ import pytest
 
 from kvjax import ops
 from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.attend import attend_span
 from kvjax.partial import Span
 from kvjax.rotate import encode
 from kvjax.selection import Candidates, PackedSelection
@@ -115,6 +116,26 @@ def test_attend_zones_reads_the_spans_of_each_step():
             q[:, :, t * G : (t + 1) * G], slots[:, :, of], found[:, :, of], *(x[:, t] for x in (none, stop, sunk))
         )
         assert relative(together[:, :, t * G : (t + 1) * G], want) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("T", "G", "D"), [(3, 4, 64), pytest.param(13, 1, 128, marks=pytest.mark.thorough)], ids=["12 heads", "13 heads"]
+)
+def test_attend_span_reads_the_span_of_each_step(T, G, D):
+    B, K, S = 2, 2, 100
+    q, *kv = (normal(i, B, K, n, D, dtype=jnp.bfloat16) for i, n in enumerate((T * G, S, S)))
+    stop = jnp.asarray([np.arange(T) + 40, np.minimum(np.arange(T) + S - 1, S)], jnp.int32)
+    start = jnp.maximum(stop - jnp.asarray([[200], [30]]), 0)
+
+    def run(q, start, stop):
+        config = attend_span.Config(2, stages=2, keys=16)
+        return attend_span.attend_span(q, *kv, start, stop, scale=0.1, config=config)
+
+    together, alone = jax.jit(run)(q, start, stop), jax.jit(run)
+    for t in (0, T - 1):
+        of = slice(t * G, (t + 1) * G)
+        want = alone(q[:, :, of], start[:, t], stop[:, t])  # in other tiles, and rounded to bfloat16
+        assert relative(together[:, :, of], want) < 2e-3
 
 
 def test_numbers_by_step_are_repeated_for_each_head():
