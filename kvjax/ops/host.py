@@ -256,7 +256,7 @@ class HotTables(NamedTuple):
     loads: Int32[Array, "B K"]  # pages that got a place
 
 
-@op(kernel="host.hot_set")
+@op(kernel="host.hot_pages")
 def hot_places(
     tables: HotTables,
     index: Int32[Array, "B K N"],
@@ -327,7 +327,7 @@ def _hot_places_mosaic(kernel: Any, tables: HotTables, index: Array, found: Arra
     return HotTables(*made), at
 
 
-@op(kernel="host.hot_set")
+@op(kernel="host.hot_pages")
 def hot_load(
     x: Shaped[Array, "B K P parts Z D"],
     zones: Parts,

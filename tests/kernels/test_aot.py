@@ -14,7 +14,7 @@ import pytest
 import kvjax
 from kvjax import memory, ops, presets
 from kvjax.kernels_pallas.attend import attend_quantized, attend_slots, attend_span, attend_zones
-from kvjax.kernels_pallas.host import host_append, host_rows, hot_set
+from kvjax.kernels_pallas.host import host_append, host_rows, hot_pages
 from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
 from kvjax.kernels_pallas.select import select_1bit, select_4bit, select_pages, top_k, top_k_grouped
 from kvjax.kernels_pallas.vote import collide, most_voted
@@ -235,8 +235,8 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "host_rows": (host_rows.host_rows, (kept_by_host(1 << 13, 32), sds(1, 8, 64, dtype=jnp.int32)), 0.1, 0),
     "host_rows_first": (*recalled(rest=False), 0.1, 0),
     "host_rows_rest": (*recalled(rest=True), 0.1, 0),
-    "hot_places": (hot_set.hot_places, places(8192, 2048, 131072), 5, 0),  # not given away, tables are copied
-    "hot_load": (hot_set.hot_load, (kept_by_host(1 << 17, 1), *hot_zones(8192, 2048)), 34, 0),  # zones too
+    "hot_places": (hot_pages.hot_places, places(8192, 2048, 131072), 5, 0),  # not given away, tables are copied
+    "hot_load": (hot_pages.hot_load, (kept_by_host(1 << 17, 1), *hot_zones(8192, 2048)), 34, 0),  # zones too
 }
 DONATED = {"host_append"}  # compiled with a donated array by a test of its own
 

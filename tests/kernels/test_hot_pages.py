@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import ops
-from kvjax.kernels_pallas.host import hot_set
+from kvjax.kernels_pallas.host import hot_pages
 from kvjax.memory import to_host
 from kvjax.stores.hot import empty_hot
 from tests.kernels.conftest import on_gpu
@@ -38,7 +38,7 @@ def wanted(rng, B, K, N, P, spread):
 )
 def test_places_are_those_of_the_reference(B, K, n, N, P, spread):
     hot, rng = empty_hot((B, K), n, P, 1, 8, jnp.bfloat16), np.random.default_rng(0)
-    kernel, reference = jax.jit(hot_set.hot_places), jax.jit(partial(ops.hot_places, implementation="xla"))
+    kernel, reference = jax.jit(hot_pages.hot_places), jax.jit(partial(ops.hot_places, implementation="xla"))
     ours = theirs = hot.tables
     for step in range(8):
         if step != 5:  # then nothing is missing
@@ -51,7 +51,7 @@ def test_places_are_those_of_the_reference(B, K, n, N, P, spread):
             np.testing.assert_array_equal(a, b, err_msg=f"{name}, step {step}")
     assert (np.asarray(theirs.loads) > n).any(), "nothing was replaced"
     two = jax.tree.map(lambda a: jnp.stack([a, a]), (tuple(ours), index, found))
-    _, at = jax.jit(jax.vmap(hot_set.hot_places))(*two)
+    _, at = jax.jit(jax.vmap(hot_pages.hot_places))(*two)
     np.testing.assert_array_equal(at[1], reference(ours, index, found)[1])
 
 
@@ -75,7 +75,7 @@ def test_pages_with_a_new_place_are_read_to_it(B, K, n, N, P, Z, D):
     at = np.stack([rng.permutation(n)[:N] for _ in range(B * K)]).reshape(B, K, N)
     at.reshape(-1)[::4] = n + 3
     at = jnp.asarray(at, jnp.int32)
-    got = jax.jit(hot_set.hot_load)(x, zones, page, used, at)
+    got = jax.jit(hot_pages.hot_load)(x, zones, page, used, at)
     want = jax.jit(partial(ops.hot_load, implementation="xla"))(x, tuple(zones), page, used, at)
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(want, zones, strict=True))
     for ours, theirs in zip(got, want, strict=True):
