@@ -1,0 +1,83 @@
+"""Times of hot_places and hot_load by rows, size of the hot set and hit rate, beside the references.
+
+    python benchmarks/hot_pages.py
+
+Every step wants `N` tokens of each row and KV head, of which a share of `hits` is there. Both kernels are compared with
+their references before they are timed. "kernel" is device time, and "xla" that of the references' kernels.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from device_time import kernels, write
+
+from kvjax import ops
+from kvjax.kernels_pallas.host import hot_pages
+from kvjax.memory import to_host
+from kvjax.stores.hot import empty_hot
+
+K, D, N, CALLS = 8, 128, 1984, 10
+CASES = [(B, n, hits) for B, n in ((1, 4096), (1, 8192), (16, 4096)) for hits in (1.0, 0.9, 0.5, 0.0)]  # rows, places
+PAGES = 32768
+TIMES = "microseconds of device time, medians of 10 calls; floor: bytes over the bus at 50 GB/s"
+
+
+def full_tables(B: int, n: int) -> ops.HotTables:
+    """Tables in which the pages 0 to n - 1 lie in places of their own number, none used."""
+    empty = empty_hot((B, K), n, PAGES, 1, D, jnp.bfloat16).tables
+    own = jnp.arange(n, dtype=jnp.int32)
+    place = empty.place.at[:, :, :n].set(own)
+    return empty._replace(page=jnp.broadcast_to(own, (B, K, n)), place=place)
+
+
+def device_us(call: Any, name: str) -> float:
+    found = kernels(call, CALLS)
+    return float(sum(np.median(each) * len(each) / CALLS for which, each in found if name in which))
+
+
+def measure(B: int, n: int, hits: float) -> dict[str, Any]:
+    rng, there = np.random.default_rng(0), round(hits * N)
+    index = np.stack(
+        [np.r_[rng.permutation(n)[:there], n + rng.permutation(PAGES - n)[: N - there]] for _ in range(B * K)]
+    )
+    index = jnp.asarray(rng.permuted(index, axis=1).reshape(B, K, N), jnp.int32)
+    found, tables = jnp.full((B, K), N, jnp.int32), full_tables(B, n)
+    places = jax.jit(lambda tables, index, found: hot_pages.hot_places(tuple(tables), index, found))
+    by_hand = jax.jit(partial(ops.hot_places, implementation="xla"))
+    want, at = by_hand(tables, index, found)
+    for a, b in zip(jax.tree.leaves(places(tables, index, found)), jax.tree.leaves((want, at)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+    piece = jax.random.normal(jax.random.key(0), (1, K, 256, 2, 1, D), jnp.bfloat16)
+    x = to_host(jnp.tile(piece, (B, 1, PAGES // 256, 1, 1, 1)))
+    zones = tuple(jnp.zeros((B, K, n, D), jnp.bfloat16) for _ in range(2))
+    load = jax.jit(lambda x, zones, page, used, at: hot_pages.hot_load(x, zones, page, used, at))
+    load_by_hand = jax.jit(partial(ops.hot_load, implementation="xla"))
+    args = x, zones, want.page, want.used, at
+    for a, b in zip(load(*args), load_by_hand(*args), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16))
+    return {
+        "B": B,
+        "n": n,
+        "hits": hits,
+        "hot_places": device_us(lambda: places(tables, index, found), "kvjax_hot_places"),
+        "hot_places_xla": device_us(lambda: by_hand(tables, index, found), ""),
+        "hot_load": device_us(lambda: load(*args), "kvjax_hot_load"),
+        "floor_load": B * K * (N - there) * 4 * D / 50e3,
+    }
+
+
+if __name__ == "__main__":
+    rows: list[dict[str, Any]] = []
+    for case in CASES:
+        rows.append(measure(*case))
+        print(" | ".join(f"{x:.4g}" for x in rows[-1].values()), flush=True)
+        what = f"hot_places and hot_load: N = {N} tokens for each of {K} heads, n places, D = {D}, bf16"
+        write(
+            "hot_pages.json", what, "random pages, hits and misses in random order; normal random values", rows, TIMES
+        )
