@@ -5,6 +5,7 @@
 A layer of Llama-3.1-8B takes T tokens that each attend by selection, as a model does that checks the tokens of a draft.
 Device time is that of `decode_step.py`: some layers in straight line, over their number. `times_one` is the time over
 that of one token, in the same run: 1 would be a pass that costs no more for T tokens, T one that saves nothing.
+`floor_us` is the time to read cache or index once, and the selections of T random queries, which share nothing.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ def step(cache: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
 def measure(method: str, spec: CacheSpec, tokens: int, budget: int, calls: int, most_layers: int) -> dict[str, Any]:
     B, K, D, S = spec.batch, spec.kv_heads, spec.head_dim, spec.capacity
     policy = policies(budget)[method]
-    floor = floor_us(policy, spec, S)
-    layers = int(min(max(2, -(-2 * L2_BYTES // (floor * BYTES_PER_US))), most_layers))
+    layers = int(min(max(2, -(-2 * L2_BYTES // (floor_us(policy, spec, S) * BYTES_PER_US))), most_layers))
     states: Any = fill(kvjax.init(policy, spec, layers=layers), S - (calls + 3) * tokens).layers
     q = jax.random.normal(jax.random.key(100), (B, tokens, spec.q_heads, D), spec.dtype)
     k, v = random_pair(jax.random.key(101), (B, tokens, K, D), spec.dtype)
@@ -53,7 +53,7 @@ def measure(method: str, spec: CacheSpec, tokens: int, budget: int, calls: int, 
         "layers": layers,
         "us": took.us / layers,
         "kernels": None if took.kernels is None else took.kernels / layers,
-        "floor_us": floor,
+        "floor_us": floor_us(policy, spec, S, tokens),
         "parts": {name: round(us / layers, 2) for name, us in took.parts.items()},
     }
 

@@ -73,15 +73,18 @@ def implementation(name: str) -> Iterator[None]:
         yield
 
 
-def floor_us(policy: Policy, spec: CacheSpec, length: int) -> float:
-    """The fewest bytes that a step of a layer reads after `length` tokens, over the memory's bandwidth."""
+def floor_us(policy: Policy, spec: CacheSpec, length: int, steps: int = 1) -> float:
+    """The fewest bytes that a step of a layer reads after `length` tokens, over the memory's bandwidth.
+
+    Several steps at once read index or cache once, and each the tokens that it selects, other ones than the others.
+    """
     pair = 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
     if isinstance(policy, Full):
         read = float(pair * length)
     elif isinstance(policy, Compressed):
         read = policy.store.bytes_per_token(spec) * length
     elif isinstance(policy, Retrieval):
-        read = policy.selector.bytes_read(spec, length) + pair * policy.budget
+        read = policy.selector.bytes_read(spec, length) + pair * policy.budget * steps
     else:
         raise TypeError(f"what does {policy} read?")
     return spec.batch * read / BYTES_PER_US
