@@ -54,17 +54,18 @@ def assert_each_step_is_as_alone(select, q, among):
 
 
 @pytest.mark.parametrize(
-    ("T", "G", "D", "group_reduce"),
+    ("T", "G", "D", "group_reduce", "keys"),
     [
-        (8, 4, 64, "mean_softmax"),
-        pytest.param(3, 3, 128, "mean_score", marks=pytest.mark.thorough),
-        pytest.param(5, 7, 64, "per_head", marks=pytest.mark.thorough),  # two passes
+        (8, 4, 64, "mean_softmax", jnp.bfloat16),
+        pytest.param(3, 3, 128, "mean_score", jnp.bfloat16, marks=pytest.mark.thorough),
+        pytest.param(5, 7, 64, "per_head", jnp.bfloat16, marks=pytest.mark.thorough),  # two passes
+        pytest.param(3, 4, 64, "mean_softmax", jnp.float32, marks=pytest.mark.thorough),  # scores in place of keys
     ],
 )
-def test_select_1bit_scores_all_steps_at_once(T, G, D, group_reduce):
+def test_select_1bit_scores_all_steps_at_once(T, G, D, group_reduce, keys):
     B, K, S = 1, 2, 160
     q, ix = normal(1, B, K, T * G, D, dtype=jnp.bfloat16).astype(jnp.float32), index(B, K, S, D, 32, jnp.bfloat16)
-    among = candidates(B, K, T, 40, D, S, 36, 25)
+    among = candidates(B, K, T, 40, D, S, 36, 25, dtype=keys)
     run = partial(kernel, ops.select_1bit, keys=ix, group_reduce=group_reduce, scale=0.1)
     assert_each_step_is_as_alone(lambda q, among: run(q=q, candidates=among), q, among)
 
