@@ -485,8 +485,10 @@ def shadowkv(
     The landmark of a page of `page` tokens is the mean of its keys. The `outliers` pages whose keys stray farthest from
     it stay exact on the device, and every step attends to them. Keys of other selected pages are rebuilt from `rank`
     coefficients a token, for all heads together, and their values come from host memory (with host=False from the
-    device). With `rope_theta`, that of a model with plain RoPE, keys are factored before their rotation, as in the
-    paper; for other kinds of RoPE see `LowRank(rope=...)`. The budget counts the outliers.
+    device). The budget counts the outliers.
+
+    Give `rope_theta`, that of a model with plain RoPE: keys are then factored before their rotation, as in the paper.
+    Rotated keys are not of low rank, and lose much more. For other kinds of RoPE see `LowRank(rope=...)`.
 
     **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465): rank 160, pages of 8, 48 outliers. **Differs:** see
     `LowRank`: the basis is learnt from the first `learn` tokens, not from the whole prompt, and tokens are factored

@@ -7,7 +7,7 @@ import kvjax
 from kvjax import CacheSpec, Dense, Fifo, HostOffload, LowRank, MeanPages, OutlierRetrieval, models, presets
 from kvjax.testing import _drive as drive
 from tests import oracles
-from tests.test_oracles import steps
+from tests.test_oracles import data, steps
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=160, dtype="float32")
 RANK, PAGE, OUTLIERS, LEARN, SINK, LOCAL, PAGES = 12, 4, 3, 32, 3, 6, 5
@@ -39,8 +39,15 @@ def straying(page: np.ndarray) -> float:
     return (page @ mean / np.linalg.norm(page, axis=1) / np.linalg.norm(mean)).min()
 
 
-@pytest.mark.parametrize("rope", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["rope", "as they come"])
-def test_a_step_attends_as_the_oracle(rope: bool) -> None:
+@pytest.mark.parametrize(
+    ("keys", "rope"),
+    [
+        ("random", True),
+        pytest.param("random", False, marks=pytest.mark.thorough),
+        pytest.param("live", True, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_step_attends_as_the_oracle(keys: str, rope: bool, checkpoint: str | None) -> None:
     turning = models.rope.Default(theta=THETA) if rope else None
     values = HostOffload(page=PAGE) if rope else Dense()
     policy = OutlierRetrieval(
@@ -51,9 +58,9 @@ def test_a_step_attends_as_the_oracle(rope: bool) -> None:
         local=LOCAL,
         demote=Fifo(leave=LEARN),
     )
-    tokens = drive.random_tokens(SPEC)
+    spec, tokens = (SPEC, drive.random_tokens(SPEC)) if keys == "random" else data(checkpoint)["live"]
     same = total = 0
-    for at in steps(policy, SPEC, tokens):
+    for at in steps(policy, spec, tokens):
         end, stop = oracles.history_end(at.held, SINK, LOCAL, LEARN), at.held - LOCAL
         k = at.k.astype(np.float64)
         k[SINK:end] = rebuilt(tokens.k[at.row], end, rope)[:, at.head]
@@ -63,12 +70,12 @@ def test_a_step_attends_as_the_oracle(rope: bool) -> None:
             k[page] = at.k[page]
         pending = [list(range(p, min(p + PAGE, stop))) for p in range(end, stop, PAGE)]
         others = [page for page in stored if page not in kept] + pending
-        exact = at.q.astype(np.float64) @ at.k.astype(np.float64).T * SPEC.head_dim**-0.5
+        exact = at.q.astype(np.float64) @ at.k.astype(np.float64).T * spec.head_dim**-0.5
         scores = np.array([exact[:, p].mean(axis=1) if p[0] < end else exact[:, p].max(axis=1) for p in others]).T
         best = np.argsort(-oracles.pooled(scores, "max_softmax")[0], kind="stable")[:PAGES]
         chosen = [t for page in [*kept, *(others[i] for i in best)] for t in page]
         chosen = sorted({*range(SINK), *chosen, *range(stop, at.held)})
-        want, _ = oracles.attention(at.q, k[chosen], at.v[chosen], SPEC.head_dim**-0.5)
+        want, _ = oracles.attention(at.q, k[chosen], at.v[chosen], spec.head_dim**-0.5)
         same += bool(np.abs(at.out - want).max() <= 5e-5 * max(1.0, np.abs(want).max()))
         total += 1
     assert same >= 0.97 * total, (same, total)

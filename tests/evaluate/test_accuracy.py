@@ -113,6 +113,8 @@ def test_answers_are_those_of_generate_for_every_preset(checkpoint, name):
         "arkvale": {"sink": 8, "local": 8, "dense_layers": 0},
         "magicpig": {"chunk": 16, "local": 8},
         "pyramidkv": {"layers": 2},
+        "shadowkv": {"rank": 12, "outliers": 2, "learn": 16, "local": 8},
+        "mikv": {"group": 8, "chunk": 16},
     }
     budget = {"budget": 64} if presets.REGISTRY[name].has_budget else {}
     policy = presets.REGISTRY[name].make(**budget, **sizes.get(name, {}))
