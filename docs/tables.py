@@ -408,7 +408,7 @@ def claims_fier() -> str:
         ],
         [
             "Selects more of each head's best tokens than Quest (Fig. 6)",
-            "nearly all layers and heads",
+            "by layer and head",
             f"recall of each head's own best at a budget of 256: {short(beside['Fier']['head_recall'])}; Quest "
             f"{short(beside['MinMaxPages 16']['head_recall'])}",
             "`kvjax measure`, `measure_recall.json`",
@@ -416,7 +416,7 @@ def claims_fier() -> str:
         ],
         [
             "Small groups select better (Table 4)",
-            "32 before 128 and 256",
+            "groups of 32, 128 and 256 compared",
             "recall by group " + ", ".join(f"{name.partition('=')[2]}: {recall[name]}" for name in sizes),
             "`benchmarks.claims --what groups`, `measure_groups.json`",
             "reproduced",
@@ -472,7 +472,7 @@ def claims_pariskv() -> str:
             f"recall@100 while a model writes: ParisKV {ends('Paris')}; k-means of the prompt "
             f"{ends('k-means, prompt')}, learnt anew {ends('k-means, anew')}",
             "`benchmarks.claims --what drift`, `measure_drift.json`",
-            "reproduced; all fall as the history grows",
+            "reproduced: the centroids of the prompt fall most",
         ],
         [
             "Recall@100 of 100K keys with a tenth of them as candidates",
@@ -527,7 +527,7 @@ def claims_freekv() -> str:
     rows = [
         [
             "Adjacent queries are alike, so few steps are corrected",
-            "43 to 52 % of steps on hard reasoning, tau .9",
+            "43 to 52 % of steps on hard reasoning",
             f"share of layers and steps by tau: {shares}; the package's small model, a book",
             "`benchmarks.claims --what queries`, `measure_queries.json`",
             "contradicted on a small model: its queries turn",
