@@ -731,6 +731,7 @@ def _truncate(cache: Any, lengths: Array) -> Any:
     return _with_states(cache, states)
 
 
+@partial(jax.jit, inline=True)
 def _truncate_on_parts(cache: Any, lengths: Array) -> Any:
     """`_truncate` by each device for its rows and heads."""
     layers = _layers(cache)
