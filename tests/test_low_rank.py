@@ -1,5 +1,6 @@
 """ShadowKV against numpy written from its words: factors of low rank, outliers, landmarks and a step."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -89,7 +90,7 @@ def test_keys_of_low_rank_come_back_and_a_full_rank_loses_nothing() -> None:
         k = np.moveaxis(k, 1, 0)[None].astype(np.float32)
         turning = models.rope.Default(theta=THETA) if rope else None
         store = LowRank(rank=rank, page=8, outliers=0, learn=48, rope=turning, values=Dense())
-        got, v = store.decoded(k, k)
+        got, v = jax.jit(store.decoded)(k, k)
         np.testing.assert_allclose(got, k, atol=2e-4)
         np.testing.assert_array_equal(v, k)
 
