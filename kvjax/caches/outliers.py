@@ -12,6 +12,7 @@ from kvjax.caches.policy import Info
 from kvjax.caches.retrieval import Retrieval
 from kvjax.caches.selected import without_packing
 from kvjax.caches.zones import Visible, ZonedState
+from kvjax.context import Axis
 from kvjax.demotion import Demotion, Fifo
 from kvjax.layouts import whole_units
 from kvjax.partial import merge
@@ -70,6 +71,12 @@ class OutlierRetrieval(Retrieval):
     @property
     def selected(self) -> int:
         return whole_units(max(self.budget - self.sink - self.local - self.beside, 0), self.selector.unit)
+
+    def over_context(self, axis: Axis, parts: int) -> Retrieval:
+        raise ValueError(
+            f"{type(self).__name__} has one basis for all tokens of a row, so they cannot be split over the {parts} "
+            "devices of context; split the batch alone"
+        )
 
     def find(
         self,
