@@ -36,6 +36,7 @@ from kvjax.evaluate import throughput
 from kvjax.generation import Stream, generate
 from kvjax.memory import nbytes
 from kvjax.models import Decoder, distribute
+from kvjax.placement import in_order_of_place
 from kvjax.sampling import Sampling
 
 METHODS: dict[str, Callable[[int], PerLayer]] = {
@@ -94,7 +95,16 @@ def check(
 def fill(cache: Cache, length: int) -> Cache:
     """`throughput.fill`, each array where its placement has it."""
     cache = throughput.fill(cache, length)
-    return cache if cache.placement is None else jax.device_put(cache, kvjax.shardings(cache), donate=True)
+    if cache.placement is None:
+        return cache
+    cache = jax.device_put(cache, kvjax.shardings(cache), donate=True)
+
+    def dealt(layer: Any) -> Any:  # the same tokens as on one device, where context has them
+        return replace(
+            layer, state=in_order_of_place(layer.policy, layer.spec, layer.placement, layer.state, back=True)
+        )
+
+    return Cache(tuple(map(dealt, cache.layers)))
 
 
 def decode_time(
