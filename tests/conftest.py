@@ -102,8 +102,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help="of each test's sets of parameters every seventh, and nothing of what stands on the library: evaluation, "
-        "training, benchmarks, notebooks, command line, README, examples",
+        help="every third test, with every seventh of its sets of parameters, and nothing of what stands on the "
+        "library: evaluation, training, benchmarks, notebooks, command line, README, examples",
     )
 
 
@@ -113,6 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         quick = config.getoption("--quick")
         every = 7 if quick else 1
         seen: dict[str, int] = {}
+        numbers: dict[str, int] = {}
         kept, left_out = [], []
         for item in items:
             sample = item.get_closest_marker("sample")
@@ -121,9 +122,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("thorough") or (quick and above):
                 left_out.append(item)
                 continue
+            number = numbers.setdefault(name, len(numbers))
             seen[name] = seen.get(name, 0) + 1
             late = sample is not None and seen[name] > sample.args[0]
-            (left_out if late or seen[name] % every != 1 % every else kept).append(item)
+            skipped = seen[name] % every != 1 % every or (quick and number % 3 != 0)
+            (left_out if late or skipped else kept).append(item)
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
     # A worker takes each of these alone: as the last they let all workers end together.

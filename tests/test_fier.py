@@ -32,6 +32,7 @@ def picks(policy: Retrieval, cache: kvjax.LayerCache, q: np.ndarray, row: int) -
     return [[set(position[k, h][valid[k, h]].tolist()) for h in range(slots.shape[1])] for k in range(len(slots))]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "group_reduce", ["mean_softmax", "per_head", "mean_query", "mean_score", "max_softmax", "sum_softmax"]
 )

@@ -305,6 +305,7 @@ def test_a_second_call_of_the_same_shapes_compiles_nothing(model):
 IN_HOST_MEMORY = dataclasses.replace(FLUSHING, store=kvjax.stores.HostOffload())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", [FIER, IN_HOST_MEMORY], ids=["device", "host"])
 def test_warm_up_compiles_all_that_a_run_needs(model, policy):
     settings = dict(max_new_tokens=7, stop_tokens=(0, 1), chunk=32, measure=True)

@@ -150,7 +150,7 @@ def test_step_at_32k_tokens_holds_no_decoded_cache(preset: kvjax.PerLayer, dtype
     assert memory.temp_size_in_bytes <= size // 4, f"{memory.temp_size_in_bytes} temp bytes beside {size} of cache"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("preset", [presets.logquant(), presets.kivi()], ids=["logquant", "kivi"])
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "head_dim", "dtype"),

@@ -44,6 +44,7 @@ def scores(q: np.ndarray, keys: np.ndarray, sealed: int, page: int, summary: typ
     return np.array(found).T * scale
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("selector", [MinMaxPages(page=8), CentrePages(page=4), Fier(group=8), Paris(candidates=9)])
 def test_a_pick_is_the_choice_and_its_lowest_comes_last_where_it_says_so(selector: FusedSelector) -> None:
     spec = CacheSpec(batch=4, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)

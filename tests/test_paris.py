@@ -124,6 +124,7 @@ def test_picks_of_a_cache_are_those_of_the_definition() -> None:
                 assert agrees(found[0], ranks, 28), (row, head, i)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("group_reduce", "candidates"), [("mean_query", None), ("mean_query", 9), ("per_head", 9), ("mean_softmax", 9)]
 )
@@ -365,6 +366,7 @@ def test_full_attention_until_the_row_is_long() -> None:
     np.testing.assert_allclose(out[0], dense(tokens.q[0, 900], tokens.k[0, :901], tokens.v[0, :901]), atol=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [0, None])
 def test_an_update_buffer_is_attended_beside_what_is_selected(seed: int | None) -> None:
     """Positions of the oracle's k best of the history, and of all newer ones, while the buffer fills and empties."""
@@ -404,6 +406,7 @@ def test_k_and_budget_are_one_setting() -> None:
         kvjax.Speculative(policy)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("candidates", [40, None])
 def test_under_a_sliding_window_votes_and_candidates_are_of_the_visible_keys(candidates: int | None) -> None:
     """Selections are those of the oracle over the visible part of the history, for rows of different lengths."""

@@ -31,6 +31,7 @@ def pair_step(anchor: Any, follower: Any, tokens: Any, others: Any, active: Any)
     return out, anchor, follower, info, seen
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "anchor",
     [BASE, pytest.param(PAGES, marks=pytest.mark.thorough), Speculative(PAGES, tau=0.0)],

@@ -256,7 +256,7 @@ def does_not_apply(policy: kvjax.Policy) -> set[str]:
 
 
 # In every run of the suite core cases run all laws, and presets these; with --thorough, all cases do.
-CORE = ("full", "fier preset, budget 24", "fier with sink and window")
+CORE = ("full", "fier with sink and window")
 QUICK_LAWS = (
     "budget_of_all_is_dense_attention",
     "prefill_equals_prefill_then_updates",
@@ -275,7 +275,7 @@ GROUP_REDUCES: dict[str, Case] = {
         selector=Paris(votes="plain", candidates=20, group_reduce="mean_softmax")
     ),
 }
-QUICK_POOLS = ("fier, mean_score", "pariskv preset, budget 60")
+QUICK_POOLS = ("pariskv preset, budget 60",)
 CHOICE_LAWS = (
     "slots_past_count_do_not_matter",
     "selected_slots_are_valid_and_unique",

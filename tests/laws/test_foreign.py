@@ -183,6 +183,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", POLICIES)
 def test_foreign_parts_hold_the_laws(name: str, request: pytest.FixtureRequest) -> None:
     laws = LAWS if request.config.getoption("--thorough") else LAWS_OF_PARTS

@@ -77,6 +77,7 @@ def test_a_turn_that_ended_by_a_stop_token_does_not_feed_it_again(
     assert fed[1] == bytes_of("[user]more[assistant]", checkpoint)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cache", ["full", "fier:budget=512,chunk=32", "kivi:residual=32,group=8"])
 def test_turns_equal_one_prompt_of_the_whole_conversation(
     checkpoint: models.Checkpoint, fed: list[list[int]], cache: str

@@ -75,6 +75,7 @@ def test_without_a_cache_it_is_the_plain_causal_model(model, tokens):
     np.testing.assert_allclose(last, plain[:, -1], atol=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cuts", [(12,), (5, 12), (3, 4, 9, 12)])
 def test_chunks_and_single_tokens_give_the_logits_of_the_whole(model, tokens, cuts):
     """Ragged rows: row r holds its first r + 6 tokens after the prompt, then decodes to 20."""
