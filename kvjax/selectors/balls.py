@@ -10,8 +10,8 @@ from jax import Array
 
 from kvjax.blocks import write
 from kvjax.context import Stripes
+from kvjax.reductions import sum_pairs
 from kvjax.selection import GroupReduce, require_group_reduce
-from kvjax.selectors.pages import _sum_pairs
 from kvjax.selectors.striped import StripedSelector
 from kvjax.spec import CacheSpec, keep_int
 
@@ -62,14 +62,14 @@ class BallPages:
     def append(self, ix: Balls, k: Array, at: Array, count: Array) -> Balls:
         B, K, T, D = k.shape
         keys = k.reshape(B, K, T // self.page, self.page, D).astype(jnp.float32)
-        centre = (_sum_pairs(keys) / self.page).astype(ix.centre.dtype)
+        centre = (sum_pairs(keys) / self.page).astype(ix.centre.dtype)
         # The distance from the centre as it is stored. Sums by halves are the same in every program.
         off = keys - centre[:, :, :, None].astype(jnp.float32)
-        distance = jnp.sqrt(_sum_pairs(jnp.moveaxis(off * off, 4, 3)))
+        distance = jnp.sqrt(sum_pairs(jnp.moveaxis(off * off, 4, 3)))
         if self.radius == "max":
             radius = jnp.max(distance, axis=3) * (1 + 2**-7)  # not below the distance after rounding
         else:
-            radius = _sum_pairs(distance) / self.page
+            radius = sum_pairs(distance) / self.page
         first, pages = at // self.page, count // self.page
         return Balls(
             write(ix.centre, centre, first, pages),

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.blocks import write
+from kvjax.reductions import page_means
 from kvjax.selection import GroupReduce, require_group_reduce
-from kvjax.selectors.pages import _sum_pairs
 from kvjax.spec import CacheSpec, keep_int
 
 
@@ -58,9 +58,3 @@ class MeanPages:
 
     def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
         return self.bytes_per_token(spec) * length
-
-
-def page_means(k: Array, page: int) -> Array:
-    """f32[B, K, T / page, D]: means of the pages of keys [B, K, T, D], the same to the bit in every program."""
-    B, K, T, D = k.shape
-    return _sum_pairs(k.reshape(B, K, T // page, page, D).astype(jnp.float32)) / page

@@ -16,6 +16,7 @@ from jax import Array
 from kvjax import ops
 from kvjax.blocks import write
 from kvjax.context import Stripes
+from kvjax.reductions import sum_pairs
 from kvjax.selection import Candidates, GroupReduce, Selection, require_group_reduce
 from kvjax.selectors.striped import StripedSelector
 from kvjax.spec import CacheSpec, keep_int
@@ -180,15 +181,5 @@ class CentrePages(_Pages):
     def box(self, keys: Array) -> Boxes:
         keys = keys.astype(jnp.float32)
         centre = (jnp.max(keys, axis=3) + jnp.min(keys, axis=3)) / 2
-        deviation = _sum_pairs(jnp.abs(keys - centre[:, :, :, None])) / self.page
+        deviation = sum_pairs(jnp.abs(keys - centre[:, :, :, None])) / self.page
         return Boxes(centre - deviation, centre + deviation)
-
-
-def _sum_pairs(x: Array) -> Array:
-    """Sum over axis 3 by adding halves. A reduction may add in another order in another program, and then a page that
-    a prompt brought would differ in its last bit from the same page brought by single steps."""
-    while (n := x.shape[3]) > 1:
-        half = n // 2
-        added = x[:, :, :, :half] + x[:, :, :, half : 2 * half]
-        x = added if n % 2 == 0 else jnp.concatenate([added, x[:, :, :, 2 * half :]], axis=3)
-    return x[:, :, :, 0]

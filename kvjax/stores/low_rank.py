@@ -14,9 +14,8 @@ from kvjax import ops
 from kvjax.blocks import write
 from kvjax.partial import PartialAttention, attend_part
 from kvjax.prompt import attend_blocks
+from kvjax.reductions import page_means, sum_pairs
 from kvjax.selection import Selection
-from kvjax.selectors.means import page_means
-from kvjax.selectors.pages import _sum_pairs
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostOffload
 from kvjax.stores.store import Store
@@ -336,7 +335,7 @@ def _straying(k: Array, page: int) -> Array:
     means = page_means(k, page)[:, :, :, None]
 
     def dot(a: Array, b: Array) -> Array:
-        return _sum_pairs(jnp.moveaxis(a * b, 4, 3))
+        return sum_pairs(jnp.moveaxis(a * b, 4, 3))
 
     norms = jnp.sqrt(dot(keys, keys) * dot(means, means))
     return jnp.min(dot(keys, means) / jnp.maximum(norms, 1e-30), axis=3)

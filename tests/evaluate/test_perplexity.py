@@ -80,7 +80,7 @@ def test_shares_of_the_context_are_rounded():
 def test_cells_come_by_length_and_say_what_made_them(cells, checkpoint):
     made = [(c.cache, c.key["task"]["length"]) for c in cells]
     assert made == [("full", 24), ("full", 40), (f"{SMALL}@12", 40), (f"{SMALL}@64", 40)]
-    assert cells[2].key["policy"] == repr(presets.fier(12, group=8, chunk=8, dense_layers=1))
+    assert cells[2].key["policy"] == repr(presets.fier(12, group=8, chunk=8, dense_layers=1, dense_capacity=0))
     assert {"model", "dtype", "kvjax", "task"} <= set(cells[0].key)
     assert {"date", "versions", "device", "source"} <= set(cells[0].head["made"][0])
     assert cells[0].head["model"]["name"] == checkpoint.directory.name

@@ -14,17 +14,18 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # A module imports lower floors only. A new module of kvjax needs a line here.
 FLOORS = {
-    **dict.fromkeys(("arrays", "spec", "layouts", "memory", "validation", "settings", "budgets"), 0),
-    **dict.fromkeys(("partial", "quant", "rotate", "selection", "blocks", "placement"), 1),
-    **dict.fromkeys(("ops", "prompt", "hashing"), 2),
-    **dict.fromkeys(("stores", "selectors", "demotion", "evictors", "timestamps"), 3),
-    "caches": 4,
-    **dict.fromkeys(("attention", "heads", "presets"), 5),
-    **dict.fromkeys(("sampling", "request", "text", "drafts", "generation", "testing", "capacity"), 6),
-    "saving": 7,
-    "models": 7,
-    "evaluate": 8,
-    "cli": 9,
+    **dict.fromkeys(("arrays", "spec", "layouts", "memory", "validation", "settings", "budgets", "reductions"), 0),
+    **dict.fromkeys(("partial", "quant", "rotate", "selection", "blocks"), 1),
+    **dict.fromkeys(("ops", "prompt", "hashing", "context"), 2),
+    **dict.fromkeys(("stores", "selectors", "demotion", "timestamps", "placement"), 3),
+    "evictors": 4,
+    "caches": 5,
+    **dict.fromkeys(("attention", "heads", "presets"), 6),
+    **dict.fromkeys(("sampling", "request", "text", "drafts", "generation", "testing", "capacity"), 7),
+    "saving": 8,
+    "models": 8,
+    "evaluate": 9,
+    "cli": 10,
 }
 SAME_FLOOR = {
     ("ops", "kernels_pallas"),  # dispatch
@@ -33,7 +34,7 @@ SAME_FLOOR = {
     ("drafts", "request"),
     ("drafts", "generation"),  # a draft model reads its prompt when it is first asked
 }
-FACADE = 6  # `import kvjax` itself: what the package's __init__ may gather, for those above the models
+FACADE = 7  # `import kvjax` itself: what the package's __init__ may gather, for those above the models
 
 
 def sources() -> dict[str, Path]:
