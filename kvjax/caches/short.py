@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from kvjax import ops
 from kvjax.caches.full import Full, FullState
 from kvjax.caches.policy import Policy
 from kvjax.spec import CacheSpec
@@ -88,10 +89,8 @@ def is_short(dense_capacity: DenseCapacity, selector: str, spec: CacheSpec) -> b
         return spec.capacity <= dense_capacity
     if jax.default_backend() != "gpu":
         return False
-    from kvjax.kernels_pallas.tuned import device_kind
-
     read = 2 * spec.batch * spec.capacity * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-    return read <= measured().get(device_kind() or "", {}).get(selector, {}).get("bytes", 0)
+    return read <= measured().get(ops.device_kind() or "", {}).get(selector, {}).get("bytes", 0)
 
 
 @cache

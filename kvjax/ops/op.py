@@ -273,3 +273,10 @@ def _unmeasured(kernel: Any) -> str | None:
 @functools.cache
 def _say_once(why: str) -> None:
     logging.getLogger("kvjax").warning("running the reference in plain JAX: %s", why)
+
+
+def device_kind() -> str | None:
+    """The kind of GPU that programs of this process run on, such as "NVIDIA H200"; None without one, or of several kinds."""
+    from kvjax.kernels_pallas.tuned import device_kind
+
+    return device_kind()
