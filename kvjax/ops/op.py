@@ -276,7 +276,7 @@ def _say_once(why: str) -> None:
 
 
 def device_kind() -> str | None:
-    """The kind of GPU that programs of this process run on, such as "NVIDIA H200"; None without one, or of several kinds."""
+    """The kind of GPU that this process has, such as "NVIDIA H200"; None without one, or with several kinds."""
     from kvjax.kernels_pallas.tuned import device_kind
 
     return device_kind()
