@@ -156,7 +156,7 @@ DEFAULTS = {
 
 
 def kernels() -> str:
-    files = {path.stem for path in RESULTS.glob("*.json") if '"kernel": ' in path.read_text()}
+    files = {path.stem for path in RESULTS.glob("*.json") if '"kernel": ' in path.read_text()} - {"plain_score_pages"}
     if files != set(KERNELS):
         raise ValueError(f"KERNELS and benchmarks/results disagree about {sorted(files ^ set(KERNELS))}")
     rows = []
@@ -349,6 +349,75 @@ def real_pass_keys() -> str:
 
 def real_gsm8k() -> str:
     return _by_budget(load_scores("eval_qwen_gsm8k")["gsm8k"], (64, 128, 256))
+
+
+def real_ruler() -> str:
+    """RULER's synthetic tasks by length: a row a task, a column a cache."""
+    found = json.loads((RESULTS / "eval_qwen_ruler.json").read_text())["results"]
+    names = list(dict.fromkeys(name for one in found.values() for name, c in one["caches"].items() if c["n"] == 100))
+    rows = []
+    for task, result in sorted(found.items(), key=lambda one: (one[1]["task"]["length"], one[0])):
+        caches = result["caches"]
+        cells = [short(caches[name]["mean"]) if name in caches and caches[name]["n"] == 100 else "" for name in names]
+        if any(cells):
+            rows.append([task.partition(" at ")[0], str(result["task"]["length"]), *cells])
+    return markdown(["task", "tokens", *(f"`{name}`" for name in names)], rows)
+
+
+def real_perplexities() -> str:
+    """Perplexity of full attention by text and length, and the change of the others against it."""
+    measured = load_rows("perplexity_qwen")
+    places = list(dict.fromkeys((row["text"], row["length"]) for row in measured))
+    rows = []
+    for cache in dict.fromkeys(row["cache"] for row in measured):
+        own = {(row["text"], row["length"]): row for row in measured if row["cache"] == cache}
+        cells = []
+        for place in places:
+            row = own.get(place)
+            if row is None:
+                cells.append("")
+            elif cache == "full":
+                cells.append(f"{row['perplexity']:.2f}")
+            else:
+                cells.append(f"{100 * (row['ratio'] - 1):+.1f} ± {100 * row['ratio_stderr']:.1f} %")
+        rows.append([f"`{cache}`", *cells])
+    return markdown(["cache", *(f"{text}, {length}" for text, length in places)], rows)
+
+
+def real_speed() -> str:
+    """TPOT in milliseconds of a published model on a book, by size and method."""
+    found = {(row["length"], row["batch"], row["method"]): row for row in load_rows("real_speed")}
+    names = list(dict.fromkeys(method for _, _, method in found))
+    rows = []
+    for size in sorted({key[:2] for key in found}):
+        cells = [found.get((*size, name), {}).get("tpot_ms") for name in names]
+        rows.append([f"{size[0]} x {size[1]}", *("" if ms is None else f"{ms:.2f}" for ms in cells)])
+    return markdown(["tokens x rows", *(name if name == "cudnn" else f"`{name}`" for name in names)], rows)
+
+
+def real_first_tokens() -> str:
+    """Seconds to the first token of one prompt, by its length."""
+    found = {(r["length"], r["method"]): r["ttft_seconds"] for r in load_rows("real_speed") if r.get("ttft_seconds")}
+    names = list(dict.fromkeys(method for _, method in found))
+    rows = []
+    for length in sorted({length for length, _ in found}):
+        cells = (found.get((length, name)) for name in names)
+        rows.append([str(length), *("" if seconds is None else f"{seconds:.3f}" for seconds in cells)])
+    return markdown(["tokens", *(name if name == "cudnn" else f"`{name}`" for name in names)], rows)
+
+
+def real_drafts() -> str:
+    """Tokens a second with and without drafts."""
+    rows = []
+    for row in load_rows("speculation"):
+        if "refused" not in row:
+            rates = (f"{row[name]:.0f}" for name in ("tokens_per_second", "tokens_per_second_drafted"))
+            same = f"{row['same_tokens']} of {row['prompts']}"
+            rows.append(
+                [f"`{row['cache']}`", row["kind"], *rates, f"{row['times']:.2f}", short(row["acceptance"]), same]
+            )
+    head = ["cache", "text", "tokens/s", "with drafts", "times", "acceptance", "same answers"]
+    return markdown(head, rows)
 
 
 # --------------------------------------------------------------------------------------------------------------- claims
@@ -616,12 +685,12 @@ def devices() -> str:
 def several_tokens() -> str:
     """Time of an attention layer for T tokens of a row in one call, and over the time of one."""
     rows = {(row["method"], row["tokens"]): row for row in load_rows("decode_tokens")}
-    names = [method for method in ("fier", "quest", "pariskv") if (method, 8) in rows]
+    names = [method for method in ("full", "fier", "quest", "pariskv", "logquant") if (method, 8) in rows]
 
     def cell(method: str, tokens: int) -> str:
         return f"{rows[method, tokens]['us']:.0f} ({rows[method, tokens]['times_one']:.1f})"
 
-    return markdown(["cache", "1", "2", "8"], [[f"`{m}`", *(cell(m, t) for t in (1, 2, 8))] for m in names])
+    return markdown(["cache", "1", "8"], [[f"`{m}`", *(cell(m, t) for t in (1, 8))] for m in names])
 
 
 def scaling() -> str:
@@ -649,9 +718,9 @@ def anchors() -> str:
     return markdown(["layers that select", "error"], rows)
 
 
-def hit_rates() -> str:
+def hit_rates(file: Path = RESULTS / "hit_rates.json") -> str:
     """Share of the selected pages that a hot set has, along the text, by its size."""
-    found = json.loads((RESULTS / "hit_rates.json").read_text())
+    found = json.loads(file.read_text())
     rows = {row["method"]: row for row in found["rows"] if row["along"] == "text"}
     names = ("fier", "pariskv", "quest", "freekv")
     sizes = [key for key in rows["fier"] if key.endswith(" x")]  # in budgets
@@ -662,12 +731,44 @@ def hit_rates() -> str:
     return markdown(["hot set", *(f"`{name}`" for name in names)], body)
 
 
+def shared_steps() -> str:
+    """Time of an attention layer, mean over layers of which every n-th selects."""
+    found = {(row["method"], row["length"], row["batch"], row["share"]): row["us"] for row in load_rows("shared")}
+    shares = sorted({key[3] for key in found})
+    rows = []
+    for method, length, batch in dict.fromkeys(key[:3] for key in found):
+        cells = (found.get((method, length, batch, share)) for share in shares)
+        rows.append([f"`{method}`", f"{batch} x {length}", *("" if us is None else f"{us:.1f}" for us in cells)])
+    return markdown(["cache", "rows x tokens", *(f"share {share}" for share in shares)], rows)
+
+
+def host_steps() -> str:
+    """Time of an attention layer with the history on the device, on the host, and there with a hot set."""
+    rows = []
+    for row in load_rows("host_steps"):
+        where = f"host, hot set of {row['hot']}" if row["hot"] else row["where"]
+        turned = str(row["correlation"]) if row["hot"] else ""
+        rows.append(
+            [f"`{row['method']}`", str(row["length"]), str(row["kv_heads"]), where, turned, f"{row['read']:.0f}",
+             f"{row['us']:.0f}"]
+        )  # fmt: skip
+    head = ["cache", "tokens", "KV heads", "history", "correlation of queries", "tokens read from the host", "us"]
+    return markdown(head, rows)
+
+
+def real_hit_rates() -> str:
+    """Share of the selected pages that a hot set has, along text of a published model, by its size."""
+    return hit_rates(RESULTS / "qwen" / "hit_rates.json")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         speed, quality, methods, steps, steps_in_plain_jax, kernels, tokens, largest_batches, first_tokens, indexing,
         needles, coverage, low_rank, equal_perplexities, perplexities, tokens_read, group_rules, papers, scaling,
-        hit_rates, anchors, real_needles, real_pass_keys, real_gsm8k, devices, several_tokens,
+        hit_rates, anchors, real_needles, real_pass_keys, real_gsm8k,
+        real_ruler, real_perplexities, real_speed, real_first_tokens, real_drafts,
+        devices, several_tokens, shared_steps, host_steps, real_hit_rates,
         claims_fier, claims_pariskv, claims_freekv, claims_logquant,
     )
 }  # fmt: skip
