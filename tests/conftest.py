@@ -95,6 +95,8 @@ ABOVE = (
     "test_doctests.py",
 )
 
+ORDER = {"test_devices.py": 0, "test_readme.py": 0, "test_goldens.py": 2}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="all of it: every law on every policy, every parameter")
@@ -129,8 +131,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (left_out if late or skipped else kept).append(item)
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
-    # A worker takes each of these alone: as the last they let all workers end together.
-    items.sort(key=lambda item: item.path.name == "test_goldens.py")
+    # A worker takes a file, and each golden alone. Long ones first and short ones last let all workers end together.
+    items.sort(key=lambda item: ORDER.get(item.path.name, 1))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -150,6 +152,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             # Each golden compiles a model of its own.
             return nodeid if "test_goldens.py" in nodeid else _shared(nodeid)
 
+    config.option.loadscopereorder = False  # it would take the files with the most tests first, not the longest
     return ByPrograms(config, log)
 
 

@@ -57,6 +57,7 @@ def test_steps_read_the_same_tokens_as_without_a_hot_set(policy: Any, tokens: in
     assert (np.asarray(state.store.hot.loads) > tokens // hot_page(hot)).any(), "nothing was replaced"
 
 
+@pytest.mark.thorough
 def test_steps_taken_at_once_fill_the_hot_set_too() -> None:
     hot, data, lengths = with_hot_set(FIER, 48), drive.random_tokens(SPEC, 1), np.array([150, 70])
     cache, _ = drive.fill(drive.new_cache(hot, SPEC), data, lengths)

@@ -118,7 +118,7 @@ def test_a_token_is_quantised_once(policy, monkeypatch: pytest.MonkeyPatch) -> N
     assert not hasattr(cache.state.store, "exact")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [presets.logquant, presets.kivi], ids=["logquant", "kivi"])
 def test_more_bits_come_closer_to_full_attention(make) -> None:
     """On random tokens, where attention averages much away and so errors weigh most."""

@@ -328,6 +328,7 @@ def _recall_100(paris: Paris, seed: int, n: int = 4096) -> float:
     return float(set_recall(*best, n).mean())
 
 
+@pytest.mark.thorough
 def test_alpha_correction_improves_recall() -> None:
     margin = np.mean([_recall_100(Paris(), s) - _recall_100(Paris(correct=False), s) for s in range(3)])
     assert margin >= 0.005, f"recall@100 grew by {margin:.4f}"

@@ -123,6 +123,7 @@ NOT_OF_A_PAIR = ("order_of_chunks_does_not_matter", "recall_grows_with_budget")
 QUICK = {"slots_past_count_do_not_matter"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "law",
     [

@@ -239,6 +239,7 @@ def test_sliding_window_holds_for_a_reused_recall() -> None:
             assert (np.asarray(info.attended)[row] == len(seen)).all()
 
 
+@pytest.mark.thorough
 def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that a recall is told not to move, as the kernel does, through steps, prompts in between and flushes."""
     hits = []
@@ -286,6 +287,7 @@ def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
     assert found > 30
 
 
+@pytest.mark.thorough
 def test_a_step_waits_only_for_what_its_heads_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reads the rest of a recall may be late: nothing of this step comes of it, and what the next reuses does."""
     policy, tokens = with_tau(dataclasses.replace(PAGES, store=HostOffload(page=8)), -1.0), drive.random_tokens(SPEC)

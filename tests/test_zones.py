@@ -41,6 +41,7 @@ def filled(demote: Demotion, local: int, flushes: int) -> tuple[list[np.ndarray]
     return left, blocks
 
 
+@pytest.mark.thorough
 @given(st.integers(1, 50), st.integers(1, 50), st.sampled_from(["all", "sparse", "buffer"]), st.integers(0, 300))
 def test_place_is_that_of_a_block_filled_token_by_token(size: int, local: int, which: str, flushes: int) -> None:
     demote: Demotion

@@ -260,7 +260,6 @@ CORE = ("full", "fier with sink and window")
 QUICK_LAWS = (
     "budget_of_all_is_dense_attention",
     "prefill_equals_prefill_then_updates",
-    "slots_past_count_do_not_matter",
     "step_attends_to_the_positions_it_tells",
 )
 QUICK_MORE = {"freekv preset, budget 72": ("inactive_rows_store_nothing",)}  # its schedule keeps what a row recalled

@@ -175,6 +175,7 @@ def test_decoding_traces_once_and_allocates_no_second_cache(model):
     np.testing.assert_array_equal(cache.length, np.full(B, 5))
 
 
+@pytest.mark.thorough
 def test_retrieval_caches_with_a_large_budget_decode_as_full_ones(model, tokens):
     policy = kvjax.Retrieval(
         selector=kvjax.Fier(group=8), budget=64, sink=2, local=8, demote=kvjax.Fifo(leave=8), dense_below=0
