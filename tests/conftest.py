@@ -104,7 +104,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help="every third test, with every seventh of its sets of parameters, and nothing of what stands on the "
+        help="every fifth test, with every seventh of its sets of parameters, and nothing of what stands on the "
         "library: evaluation, training, benchmarks, notebooks, command line, README, examples",
     )
 
@@ -128,7 +128,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             seen[name] = seen.get(name, 0) + 1
             late = sample is not None and seen[name] > sample.args[0]
             skipped = seen[name] % every != 1 % every or (
-                quick and number % 3 != 0 and item.path.name != "test_devices.py"
+                quick and number % 5 != 0 and item.path.name != "test_devices.py"
             )
             (left_out if late or skipped else kept).append(item)
         config.hook.pytest_deselected(items=left_out)

@@ -50,6 +50,7 @@ def draw(T: int, seed: int) -> tuple[np.ndarray, ...]:
 # Every kind of state grows in every run; presets whose states are alike wait for --thorough.
 ALIKE = (
     "quest",
+    "exact",
     "kivi",
     "h2o",
     "tova",

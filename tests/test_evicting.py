@@ -107,6 +107,7 @@ def keeps(cache: kvjax.LayerCache) -> list[list[set[int]]]:
     return [[set(head) for head in row] for row in held_positions(cache)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rule", EVICTORS)
 def test_keeps_the_positions_that_the_rule_keeps(rule: str) -> None:
     """Ragged prompts in chunks that grow past the budget, then steps, in which rows fill up at different times."""

@@ -92,6 +92,7 @@ def dense_answer(model, x):
     return np.asarray(parts.out(jnp.asarray(out, jnp.float32)))
 
 
+@pytest.mark.sample(2)
 @MODELS
 @POLICIES
 def test_prompt_and_scanned_steps_equal_dense_attention(make, policy):

@@ -29,6 +29,7 @@ def with_hot_set(policy: Any, tokens: int) -> Any:
     return dataclasses.replace(policy, store=HotSet(tokens=tokens, store=policy.store))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("policy", "tokens"),
     [

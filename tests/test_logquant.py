@@ -43,7 +43,7 @@ def behind(sink: int, rule: Callable[[int, int], tuple[list[int], list[int]]]):
     return shifted
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("policy", "rule", "size"),
     [

@@ -16,6 +16,7 @@ SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtyp
 BASE = Retrieval(selector=Exact(), budget=120, sink=4, local=8, demote=Fifo(leave=32))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("group_reduce", ["mean_softmax", "per_head"])
 def test_a_step_reads_the_fewest_tokens_that_hold_the_share(group_reduce: str) -> None:
     """Beside sink and local window, against numpy in float64; history and pending tokens compete."""

@@ -43,6 +43,7 @@ def ballot(B, K, G, S, D, T, kind, most=0.8):
     return tuple(map(jnp.asarray, (q, ids, counts, limits)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("B", "K", "G", "S", "D", "T", "config"),
     [
