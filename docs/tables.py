@@ -758,7 +758,7 @@ def host_steps() -> str:
 
 def real_hit_rates() -> str:
     """Share of the selected pages that a hot set has, along text of a published model, by its size."""
-    return hit_rates(RESULTS / "qwen" / "hit_rates.json")
+    return hit_rates(RESULTS / "hit_rates_qwen.json")
 
 
 TABLES: dict[str, Callable[[], str]] = {
