@@ -11,7 +11,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, put, take_rows
-from kvjax.caches.policy import Info, chunk_starts, in_range, lowest_visible, step_lengths
+from kvjax.caches.policy import Info, attend_in_turn, chunk_starts, in_range, lowest_visible, step_lengths
 from kvjax.context import Axis, Stripes, merge_chunk, merge_parts
 from kvjax.partial import PartialAttention, Span
 from kvjax.prompt import attend_zone
@@ -154,6 +154,17 @@ class StripedFull(Full):
         start = None if window is None else self.stripes.owned(lowest_visible(st.length - 1, window))[:, None]
         part = self._attend_own(st, q[:, :, :, None], start, scale=scale)
         return merge_parts(part, self.stripes.axis).out.astype(q.dtype), st, self._info(st, window)
+
+    def decode(
+        self, st: FullState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, FullState, Info]:
+        """As `Full`, but one step attends after the other: a device has other tokens of each of them."""
+        after = self.prefill(st, k, v, count)
+
+        def attend(st: FullState, q: Array, length: Array) -> tuple[Array, FullState, Info]:
+            return self.attend(self._shortened(st, length), q, scale=scale, window=window)
+
+        return attend_in_turn(attend, after, q, step_lengths(st.length, count, k.shape[2], after.length))
 
     def attend_stored(self, st: FullState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
         start = chunk_starts(st.length, q.shape[3], window)

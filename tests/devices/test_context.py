@@ -225,7 +225,6 @@ def test_saves_and_larger_caches_do_not_depend_on_the_split(runs: Any, tmp_path:
     assert_equal(kvjax.restore(tmp_path / "split", kvjax.init_layer(FIER, larger, THREE)), grown)
 
 
-@pytest.mark.thorough
 def test_several_steps_rows_and_followers_are_those_of_one_device() -> None:
     """`decode` of several tokens, `rollback`, `insert` and a layer that attends to what another selected."""
     policies = [FIER, FIER.follower(), Full()]
