@@ -24,8 +24,8 @@ from kvjax.selectors import (
     FusedSelector,
     MultiStepSelector,
     Selector,
-    TruncatableSelector,
     WindowedSelector,
+    require_truncatable,
     with_own_pending,
 )
 from kvjax.spec import CacheSpec, keep_int
@@ -103,12 +103,7 @@ class Retrieval(SelectedZones):
         return replace(super().append(st, k, v, count), index=index)
 
     def truncate_index(self, ix: Any, count: Array) -> Any:
-        if not isinstance(self.selector, TruncatableSelector):
-            raise ValueError(
-                f"truncate cannot shorten the index of {self.selector}, which has no verb truncate(ix, count); "
-                "rollback takes back tokens of the recent block"
-            )
-        return self.selector.truncate(ix, count)
+        return require_truncatable(self.selector).truncate(ix, count)
 
     # ----------------------------------------------------------------------------------------------------- attending
 

@@ -21,6 +21,7 @@ from kvjax.selectors.selector import (
     Selector,
     TruncatableSelector,
     WindowedSelector,
+    require_truncatable,
     with_own_pending,
 )
 
@@ -41,5 +42,6 @@ __all__ = [
     "Selector",
     "TruncatableSelector",
     "WindowedSelector",
+    "require_truncatable",
     "with_own_pending",
 ]

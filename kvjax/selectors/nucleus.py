@@ -16,7 +16,7 @@ from jax import Array
 from kvjax import ops
 from kvjax.partial import attention_logits
 from kvjax.selection import Candidates, GroupReduce, Selection, reduce_scores
-from kvjax.selectors.selector import Selector, TruncatableSelector, WindowedSelector, with_own_pending
+from kvjax.selectors.selector import Selector, WindowedSelector, require_truncatable, with_own_pending
 from kvjax.spec import CacheSpec
 from kvjax.validation import check_verbs, finite_number
 
@@ -78,11 +78,7 @@ class Nucleus:
         return self.selector.append(ix, k, at, count)
 
     def truncate(self, ix: Any, count: Array) -> Any:
-        if not isinstance(self.selector, TruncatableSelector):
-            raise ValueError(
-                f"truncate cannot shorten the index of {self.selector}, which has no verb truncate(ix, count)"
-            )
-        return self.selector.truncate(ix, count)
+        return require_truncatable(self.selector).truncate(ix, count)
 
     def score(self, ix: Any, q: Array, *, scale: float) -> Array:
         return self.selector.score(ix, q, scale=scale)

@@ -109,6 +109,16 @@ class TruncatableSelector(Selector, Protocol):
         ...
 
 
+def require_truncatable(selector: Selector) -> TruncatableSelector:
+    """`selector`, if its index can be shortened; else a ValueError."""
+    if not isinstance(selector, TruncatableSelector):
+        raise ValueError(
+            f"truncate cannot shorten the index of {selector}, which has no verb truncate(ix, count); "
+            "rollback takes back tokens of the recent block"
+        )
+    return selector
+
+
 def with_own_pending(selector: Selector, among: Candidates, q: Array) -> Candidates:
     """`among` with the pending keys by which `selector` scores; as it is, for exact scores of the tokens."""
     return selector.with_pending(among, q) if isinstance(selector, PendingSelector) else among

@@ -22,7 +22,7 @@ from kvjax.selection import (
     log_sum,
     reduce_scores,
 )
-from kvjax.selectors.selector import Selector, TruncatableSelector, with_own_pending
+from kvjax.selectors.selector import Selector, require_truncatable, with_own_pending
 from kvjax.spec import CacheSpec
 
 NOWHERE = int(np.iinfo(np.int32).max)  # the place of what is not valid
@@ -70,11 +70,7 @@ class StripedSelector:
         return self.selector.append(ix, self.stripes.own(k), at // parts, count // parts)
 
     def truncate(self, ix: Any, count: Array) -> Any:
-        if not isinstance(self.selector, TruncatableSelector):
-            raise ValueError(
-                f"truncate cannot shorten the index of {self.selector}, which has no verb truncate(ix, count)"
-            )
-        return self.selector.truncate(ix, count // self.stripes.parts)
+        return require_truncatable(self.selector).truncate(ix, count // self.stripes.parts)
 
     def score(self, ix: Any, q: Array, *, scale: float) -> Array:
         """The scores of all devices: a step that calls `select` moves far less."""
