@@ -30,7 +30,7 @@ from kvjax.partial import PartialAttention, Span, keep_valid, merge
 from kvjax.prompt import attend_zone
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, keep_int
-from kvjax.stores import Store, TruncatableStore
+from kvjax.stores import Store, require_truncatable
 from kvjax.stores.striped import StripedStore
 from kvjax.validation import check_verbs
 
@@ -207,11 +207,7 @@ class Zoned:
                 f"truncate cannot shorten a cache of {self.demote}, which forgets the order of tokens; rollback takes "
                 "back those of the recent block"
             )
-        if not isinstance(self.store, TruncatableStore):
-            raise ValueError(
-                f"truncate cannot shorten a cache of {self.store}, which does not give back keys and values as they "
-                "came; use the store Dense or HostOffload, or rollback for tokens of the recent block"
-            )
+        store = require_truncatable(self.store)
         lengths, outside = in_range(lengths, jnp.zeros_like(lengths), st.length)
         sink, rest = st.sink, lengths
         if sink is not None:
@@ -236,11 +232,10 @@ class Zoned:
             later = take_rows(block, jnp.maximum(place - st.store.count[:, None], 0))
             return keep_valid(jnp.where(in_history, gathered[:, :, : st.recent.slots], later), valid)
 
-        k, v = self.store.gather(st.store, found)
+        k, v = store.gather(st.store, found)
         recent = Block(moved(k, st.recent.k), moved(v, st.recent.v), left)
-        store = self.store.truncate(st.store, held)
-        index, overflow = self.truncate_index(st.index, held), st.overflow | outside
-        return replace(st, sink=sink, store=store, index=index, recent=recent, overflow=overflow)
+        history, index = store.truncate(st.store, held), self.truncate_index(st.index, held)
+        return replace(st, sink=sink, store=history, index=index, recent=recent, overflow=st.overflow | outside)
 
     def truncate_index(self, ix: Any, count: Array) -> Any:
         """The index of the first `count` i32[B] tokens of the history."""

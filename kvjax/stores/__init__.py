@@ -21,6 +21,7 @@ from kvjax.stores.store import (
     RecallingStore,
     Store,
     TruncatableStore,
+    require_truncatable,
 )
 
 __all__ = [
@@ -43,4 +44,5 @@ __all__ = [
     "RecallingStore",
     "Store",
     "TruncatableStore",
+    "require_truncatable",
 ]

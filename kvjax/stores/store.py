@@ -164,6 +164,16 @@ class TruncatableStore(Store, Protocol):
         ...
 
 
+def require_truncatable(store: Store) -> TruncatableStore:
+    """`store`, if it gives back what it was given; else a ValueError."""
+    if not isinstance(store, TruncatableStore):
+        raise ValueError(
+            f"truncate cannot shorten a cache of {store}, which does not give back keys and values as they "
+            "came; use the store Dense or HostOffload, or rollback for tokens of the recent block"
+        )
+    return store
+
+
 class Held(NamedTuple):
     """Tokens that were recalled before and are still on the device."""
 

@@ -13,7 +13,7 @@ from kvjax.context import Stripes, merge_chunk, merge_parts
 from kvjax.partial import PartialAttention
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec
-from kvjax.stores.store import CachingStore, Store, TruncatableStore
+from kvjax.stores.store import CachingStore, Store, require_truncatable
 
 
 @register_dataclass
@@ -88,12 +88,7 @@ class StripedStore:
         return k, v
 
     def truncate(self, st: StripedState, count: Array) -> StripedState:
-        if not isinstance(self.store, TruncatableStore):
-            raise ValueError(
-                f"truncate cannot shorten a cache of {self.store}, which does not give back keys and values as they "
-                "came; use the store Dense or HostOffload, or rollback for tokens of the recent block"
-            )
-        held = self.store.truncate(self._own(st), count // self.stripes.parts)
+        held = require_truncatable(self.store).truncate(self._own(st), count // self.stripes.parts)
         return replace(st, held=replace(held, count=held.count * self.stripes.parts))
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
