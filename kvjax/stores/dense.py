@@ -63,18 +63,7 @@ class Dense:
     ) -> Array:
         return ops.attend_zones(q, st.k, st.v, selection, recent, sink, local, scale=scale)
 
-    def attend_steps(
-        self,
-        st: Block,
-        q: Array,
-        selection: Selection | PackedSelection,
-        recent: Span,
-        sink: Span | None,
-        local: int,
-        *,
-        scale: float,
-    ) -> Array:
-        return self.attend_slots_with(st, q, selection, recent, sink, local, scale=scale)
+    attend_steps = attend_slots_with  # it takes any number of lists
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize

@@ -187,18 +187,7 @@ class HostOffload:
         there = selection._replace(slots=jnp.where(stored, moved, k.shape[2] + slots - st.slots))
         return ops.attend_zones(q, k, v, there, recent, sink, local, scale=scale)
 
-    def attend_steps(
-        self,
-        st: HostBlock,
-        q: Array,
-        selection: Selection | PackedSelection,
-        recent: Span,
-        sink: Span | None,
-        local: int,
-        *,
-        scale: float,
-    ) -> Array:
-        return self.attend_slots_with(st, q, selection, recent, sink, local, scale=scale)
+    attend_steps = attend_slots_with  # it takes any number of lists
 
     def place(
         self, st: HostBlock, hot: tuple[Array, Array], page: Array, used: Array, at: Array
