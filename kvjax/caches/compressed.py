@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax import ops
-from kvjax.caches.policy import Info, attend_in_turn, step_lengths
+from kvjax.caches.policy import Info, attend_in_turn, heads_as_steps, step_lengths, steps_as_heads
 from kvjax.caches.zones import Zoned, ZonedState
 from kvjax.demotion import Demotion, Fifo
 from kvjax.partial import PartialAttention
@@ -56,21 +56,21 @@ class Compressed(Zoned):
         read it together.
         """
         after = self.put_tokens(st, k, v, count)
+        lengths = step_lengths(st.length, count, k.shape[2], after.length)
         if window is None:
-            return self._attend_steps(after, q, step_lengths(st.length, count, k.shape[2], after.length), scale=scale)
+            return self._attend_steps(after, q, lengths, scale=scale)
 
         def attend(st: ZonedState, q: Array, length: Array) -> tuple[Array, ZonedState, Info]:
             return self.attend(self.shortened(st, length), q, scale=scale, window=window)
 
-        return attend_in_turn(attend, after, q, step_lengths(st.length, count, k.shape[2], after.length))
+        return attend_in_turn(attend, after, q, lengths)
 
     def _attend_steps(
         self, st: ZonedState, q: Array, lengths: Array, *, scale: float
     ) -> tuple[Array, ZonedState, Info]:
         """The steps of q [B, K, G, T, D], after each of which a row holds `lengths` i32[T, B] tokens."""
-        B, K, G, T, D = q.shape
-        seen = self.visible_steps(st, jnp.moveaxis(lengths, 0, 1))
-        queries = jnp.swapaxes(q, 2, 3).reshape(B, K, T * G, D)
+        G, T = q.shape[2:4]
+        seen, queries = self.visible_steps(st, jnp.moveaxis(lengths, 0, 1)), steps_as_heads(q)
         of_pass = max(QUERIES // G, 1) * G
         parts = [
             self.store.attend(st.store, queries[:, :, first : first + of_pass], seen.store, scale=scale)
@@ -79,7 +79,7 @@ class Compressed(Zoned):
         history = PartialAttention(*(jnp.concatenate(same, axis=2) for same in zip(*parts, strict=True)))
         out = ops.attend_beside(history, queries, None, seen.recent, seen.sink, scale=scale)
         info = jax.vmap(lambda length: self._info(self.shortened(st, length), None))(lengths)
-        return jnp.swapaxes(out.reshape(B, K, T, G, D), 2, 3), st, info
+        return heads_as_steps(out, T), st, info
 
     def _info(self, st: ZonedState, window: int | None) -> Info:
         (B, K), seen = st.recent.k.shape[:2], self.visible(st, window)

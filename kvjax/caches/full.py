@@ -11,7 +11,16 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.blocks import Block, empty_block, put, take_rows
-from kvjax.caches.policy import Info, attend_in_turn, chunk_starts, in_range, lowest_visible, step_lengths
+from kvjax.caches.policy import (
+    Info,
+    attend_in_turn,
+    chunk_starts,
+    heads_as_steps,
+    in_range,
+    lowest_visible,
+    step_lengths,
+    steps_as_heads,
+)
 from kvjax.context import Axis, Stripes, merge_chunk, merge_parts
 from kvjax.partial import PartialAttention, Span
 from kvjax.prompt import attend_zone
@@ -74,12 +83,13 @@ class Full:
     ) -> tuple[Array, FullState, Info]:
         """Each step sees the tokens up to its own: the same arrays with a smaller length, in one pass over them."""
         after = self.prefill(st, k, v, count)
-        (B, K, G, T, D), lengths = q.shape, step_lengths(st.length, count, k.shape[2], after.length)
+        T = k.shape[2]
+        lengths = step_lengths(st.length, count, T, after.length)
         stop = jnp.moveaxis(lengths, 0, 1)
         span = Span(after.tokens.k, after.tokens.v, lowest_visible(stop - 1, window), stop)
-        out = ops.attend_span(jnp.swapaxes(q, 2, 3).reshape(B, K, T * G, D), span, scale=scale)
+        out = heads_as_steps(ops.attend_span(steps_as_heads(q), span, scale=scale), T)
         info = jax.vmap(lambda length: self._info(self._shortened(after, length), window))(lengths)
-        return jnp.swapaxes(out.reshape(B, K, T, G, D), 2, 3), after, info
+        return out, after, info
 
     def free(self, st: FullState) -> Array:
         return self._slots(st) - st.length

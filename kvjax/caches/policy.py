@@ -154,6 +154,18 @@ def step_lengths(length: Array, count: Array, T: int, end: Array) -> Array:
     return jnp.minimum(wanted, end[None])
 
 
+def steps_as_heads(q: Array) -> Array:
+    """Queries [B, K, G, T, D] of T steps as [B, K, T*G, D]: the query heads of one step after those of the other."""
+    B, K, G, T, D = q.shape
+    return jnp.swapaxes(q, 2, 3).reshape(B, K, T * G, D)
+
+
+def heads_as_steps(out: Array, T: int) -> Array:
+    """[B, K, G, T, D] of what [B, K, T*G, D] is for the query heads of T steps; undoes `steps_as_heads`."""
+    B, K, _, D = out.shape
+    return jnp.swapaxes(out.reshape(B, K, T, -1, D), 2, 3)
+
+
 def in_range(lengths: Array, earliest: Array, length: Array) -> tuple[Array, Array]:
     """`lengths` i32[B] with those outside of earliest to length replaced by length, and bool[B]: which were outside."""
     outside = (lengths < earliest) | (lengths > length)

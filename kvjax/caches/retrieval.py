@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax import ops
-from kvjax.caches.policy import Info, Policy, attend_in_turn, step_lengths
+from kvjax.caches.policy import Info, Policy, attend_in_turn, heads_as_steps, step_lengths, steps_as_heads
 from kvjax.caches.selected import SelectedZones, without_packing
 from kvjax.caches.shared import Follower, require_whole_pages
 from kvjax.caches.short import DenseCapacity, Short, is_short
@@ -141,20 +141,18 @@ class Retrieval(SelectedZones):
         self, st: ZonedState, q: Array, lengths: Array, *, scale: float
     ) -> tuple[Array, ZonedState, Info]:
         """The steps of q [B, K, G, T, D], after each of which a row holds `lengths` i32[T, B] tokens, all at once."""
-        B, K, G, T, D = q.shape
-        queries = jnp.swapaxes(q, 2, 3).reshape(B, K, T * G, D)
+        (B, K, _, T, _), queries = q.shape, steps_as_heads(q)
         seen = self.visible_steps(st, jnp.moveaxis(lengths, 0, 1))
         found = self.find(st, queries, seen, scale=scale, steps=T)
         assert isinstance(self.store, MultiStepStore)
         out = self.store.attend_steps(st.store, queries, found, seen.recent, seen.sink, self.local, scale=scale)
-        out = jnp.swapaxes(out.reshape(B, K, T, G, D), 2, 3)
 
         def info(length: Array, selection: Selection) -> Info:
             then = self.shortened(st, length)
             return self.info(then, self.visible(then, None), selection)
 
         each = (jnp.moveaxis(a.reshape(B, K, T, -1, a.shape[3]), 2, 0) for a in without_packing(found))
-        return out, st, jax.vmap(info)(lengths, Selection(*each))
+        return heads_as_steps(out, T), st, jax.vmap(info)(lengths, Selection(*each))
 
     def _score_steps(self, st: ZonedState, q: Array, *, scale: float) -> Array:
         """f32[T, B, K, G', units] scores of the history for the queries q [T, B, K, G, D] of T steps."""
