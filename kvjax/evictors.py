@@ -78,8 +78,25 @@ class Renumbering(Evictor, Protocol):
         ...
 
 
+class _ByPosition:
+    """An evictor without evidence: it goes by position alone, and asks no query."""
+
+    @property
+    def arrival(self) -> None:
+        return None
+
+    def voters(self, slots: int) -> int:
+        return 0
+
+    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
+        return evidence
+
+    def see_step(self, evidence: Array, weights: Array) -> Array:
+        return evidence
+
+
 @dataclass(frozen=True, kw_only=True)
-class Sliding:
+class Sliding(_ByPosition):
     """The first `sink` tokens stay, and the newest.
 
     With `rope`, the rotary embedding of the model, tokens are numbered by their place in the cache: a query sees the
@@ -112,29 +129,16 @@ class Sliding:
         low, high = jnp.split(q.astype(jnp.float32), 2, axis=-1)
         return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(q.dtype)
 
-    @property
-    def arrival(self) -> None:
-        return None
-
     def check(self, budget: int) -> None:
         if budget <= self.sink:
             raise ValueError(f"{self} keeps {self.sink} tokens for ever and needs a budget of more, got {budget}")
-
-    def voters(self, slots: int) -> int:
-        return 0
-
-    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
-        return evidence
-
-    def see_step(self, evidence: Array, weights: Array) -> Array:
-        return evidence
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
         return jnp.where(position < self.sink, jnp.inf, 0.0)
 
 
 @dataclass(frozen=True)
-class LogSpaced:
+class LogSpaced(_ByPosition):
     """Tokens stay the sparser the older they are: the density of what is held halves with age, and the first stays.
 
     With a budget of 3W tokens the newest 2W stand together. `LogSparse` thins a full block of 3W tokens at once to 2W;
@@ -143,21 +147,8 @@ class LogSpaced:
     **Source:** LogQuant (2025), Algorithm 1, in its evicting variant. **Differs:** one token at a time.
     """
 
-    @property
-    def arrival(self) -> None:
-        return None
-
     def check(self, budget: int) -> None:
         require_int("the budget of LogSpaced", budget, at_least=3)
-
-    def voters(self, slots: int) -> int:
-        return 0
-
-    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
-        return evidence
-
-    def see_step(self, evidence: Array, weights: Array) -> Array:
-        return evidence
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
         """The number of the thinning in which a token dies.
