@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
 
 from kvjax.arrays import Bool, Float, Int32, Shaped
 from kvjax.memory import vary_with
@@ -214,9 +215,23 @@ def merge_blocks(
 
 
 def with_derivative(run: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, a kernel or a loop whose bounds are data, with the derivative of the reference: it has none of its own."""
+    """`run`, a kernel or a loop whose bounds are data, with the derivative of the reference: it has none of its own.
+
+    The reference is differentiated by those arrays alone of which a derivative is asked for. Others, such as a cache in
+    host memory, get no tangents of zeros, and may go through what cannot be differentiated.
+    """
     f = jax.custom_jvp(run)
-    f.defjvp(lambda primals, tangents: (f(*primals), jax.jvp(reference, primals, tangents)[1]))
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        leaves, tree = jax.tree.flatten(primals)
+        along = {i: t for i, t in enumerate(jax.tree.leaves(tangents)) if not isinstance(t, SymbolicZero)}
+
+        def of_varied(varied: dict[int, Array]) -> Any:
+            return reference(*jax.tree.unflatten(tree, [varied.get(i, leaf) for i, leaf in enumerate(leaves)]))
+
+        return f(*primals), jax.jvp(of_varied, ({i: leaves[i] for i in along},), (along,))[1]
+
+    f.defjvp(rule, symbolic_zeros=True)
     return f
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvjax.partial import PartialAttention, attend_causal, attend_part, empty_part, merge
+from kvjax.partial import PartialAttention, attend_causal, attend_part, empty_part, merge, with_derivative
 
 
 def whole(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -101,3 +101,18 @@ def test_attention_is_differentiable() -> None:
     grad = jax.grad(lambda q: attend_part(q, k, v, jnp.ones((1, 1, 1, 12), bool), scale=1.0).out.sum())(q)
     assert np.isfinite(np.asarray(grad)).all()
     assert np.asarray(grad).any()
+
+
+def test_a_derivative_leaves_alone_what_none_is_asked_by() -> None:
+    """A cache behind a kernel, of which there is no derivative, has none in its way: the query alone has one."""
+
+    @jax.custom_jvp
+    def read(cache: jax.Array) -> jax.Array:
+        return cache * 2
+
+    read.defjvp(lambda *_: pytest.fail("differentiated by the cache"))
+    f = with_derivative(lambda q, cache, none, n: read(cache[1]), lambda q, cache, none, n: q * read(cache[1]))
+    cache = jnp.zeros(()), jnp.float32(3)
+    grad = jax.jit(jax.grad(lambda q: jax.checkpoint(f)(q, cache, None, jnp.int32(5))))
+    assert grad(jnp.float32(7)) == 6
+    assert jax.vmap(grad)(jnp.ones(2)).tolist() == [6, 6]

@@ -87,7 +87,8 @@ class HeadBudgets(Evicting):
         new = super().update(st, k, v, active)
         assert isinstance(new, HeadBudgetsState)
         held = st.held + (active[:, None] & (st.held < st.limit)).astype(jnp.int32)
-        return replace(new, held=held, tokens=replace(new.tokens, count=jnp.max(held, axis=1)))
+        most = jnp.maximum(st.tokens.count, jnp.max(held, axis=1))  # of the old count, whose buffer it takes
+        return replace(new, held=held, tokens=replace(new.tokens, count=most))
 
     def attend_stored(
         self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
