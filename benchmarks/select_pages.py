@@ -56,7 +56,7 @@ def measure(
     def kernel(config: Config | None) -> Any:
         @jax.jit
         def one(q: Array, low: Array, high: Array, span: Any, late: Waiting) -> Selection:
-            how: dict[str, Any] = {"unit": unit, "scale": scale, "wide": pending_slots, "config": config}
+            how: dict[str, Any] = {"unit": unit, "scale": scale, "pending_slots": pending_slots, "config": config}
             return PackedSelection(
                 *select_pages.select_pages(q, low, high, span, late, k, group_reduce, k, **how)
             ).selection

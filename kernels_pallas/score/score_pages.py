@@ -15,7 +15,7 @@ memory. Queries in the dtype of the corners are not rounded; sums are f32.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +35,18 @@ HEADS = 8
 class Config:
     tiles: int = 1  # of a warp
     warpgroups: int = 1  # of a block
+    columns: int = 1  # products of `HEADS` heads that a warp makes of a tile, at most
 
     def __post_init__(self) -> None:
         if self.tiles < 1 or self.warpgroups not in (1, 2, 4):
             raise ValueError(f"tiles must be at least 1, warpgroups 1, 2 or 4; got {self}")
+        if self.columns < 1:
+            raise ValueError(f"columns must be at least 1; got {self.columns}")
+
+
+def parts(G: int, config: Config) -> int:
+    """Warps that share the heads of a tile."""
+    return -(-G // (HEADS * config.columns))
 
 
 def smem_bytes() -> int:
@@ -104,49 +112,59 @@ def program(
     """The kernel's body, with `width` scores of a row and head, of which those past P are anything. Of each tile
     visit(row, tile, pages, head, scores): a lane has two pages, and scores by head, this and the next, and page.
 
-    Heads go to warps by columns of a product; the warps of one tile are adjacent, and read its corners once."""
+    A warp makes `config.columns` products of the corners that it loads; the warps of one tile are adjacent."""
     rows, G, P, D = shape
-    tiles, width, columns = -(-P // TILE), width or P, -(-G // HEADS)
+    tiles, width, shares = -(-P // TILE), width or P, parts(G, config)
+    columns = -(-G // (HEADS * shares))
     batches = -(-tiles // config.tiles)
     t = simt.special("tid.x")
     lane = t & 31
     quad, col = lane >> 2, lane & 3
     job = simt.special("ctaid.x") * (4 * config.warpgroups) + (t >> 5)
-    last = rows * batches * columns - 1
+    last = rows * batches * shares - 1
     job = (job < last + 1).select(job, last)  # a spare warp repeats the last
     first_head = word(0)
-    if columns > 1:
-        tile_job = simt.divide(job, columns)
-        job, first_head = tile_job, (job - tile_job * columns) * HEADS
+    if shares > 1:
+        tile_job = simt.divide(job, shares)
+        job, first_head = tile_job, (job - tile_job * shares) * (HEADS * columns)
     row = simt.divide(job, batches)
     first = (job - row * batches) * config.tiles
     q, low, high, out = (simt.global_address(m) for m in (q_m, low_m, high_m, out_m))
     q = simt.offset_rows(q, row, G * D * 2)
     low, high = (simt.offset_rows(a, row, P * D * 2) for a in (low, high))
     out = simt.offset_rows(out, row, G * width * 4)
-    own = first_head + quad if columns > 1 else quad
-    queries = [(own < G).select(w, 0) for w in channels(q, (own < G).select(own, 0), D)]
-    up, down = ([instr(f"{name}.{kind}x2", w, 0) for w in queries] for name in ("max", "min"))
+
+    def load_queries(column: int) -> list[Word]:
+        own = first_head + (quad + HEADS * column) if G > HEADS else quad
+        return [(own < G).select(w, 0) for w in channels(q, (own < G).select(own, 0), D)]
+
+    def sides(words: Sequence[Word]) -> list[list[Word]]:
+        """Positive and negative parts of queries."""
+        return [[instr(f"{name}.{kind}x2", w, 0) for w in words] for name in ("max", "min")]
+
+    queries = [load_queries(column) for column in range(columns)]
+    both = [sides(queries[0])] if columns == 1 else []  # of more columns registers do not hold the parts
 
     @loop(0, config.tiles, 1)
     def _tile(i: Word) -> None:
         pages = [(first + i) * TILE + quad + 8 * half for half in range(2)]
         within = [(page < P).select(page, P - 1) for page in pages]
         corners = [[channels(a, page, D) for page in within] for a in (high, low)]
-        acc = [word(0)] * 4
-        for j in range(0, D // 8, 2):
-            for (a, b), side in zip(corners, (up, down), strict=True):
-                acc = simt.mma(kind, acc, [a[j], b[j], a[j + 1], b[j + 1]], side[j : j + 2])
-        scores = [[instr("mul.f32", acc[e + 2 * half], real(scale)) for half in range(2)] for e in range(2)]
-        pair = first_head + col * 2 if columns > 1 else col * 2
-        for e in range(2):
-            head = pair + e
-            for half in range(2):
-                with when((head < G) & (pages[half] < width)):
-                    at = simt.offset(simt.offset_rows(out, head, width * 4), pages[half] * 4)
-                    ptx("st.global.u32 [$0], $1;", at, scores[e][half])
-        if visit is not None:
-            visit(row, first + i, pages, pair, scores)
+        for column, words in enumerate(queries):
+            acc, two = [word(0)] * 4, both[column] if both else sides(words)
+            for j in range(0, D // 8, 2):
+                for (a, b), side in zip(corners, two, strict=True):
+                    acc = simt.mma(kind, acc, [a[j], b[j], a[j + 1], b[j + 1]], side[j : j + 2])
+            scores = [[instr("mul.f32", acc[e + 2 * half], real(scale)) for half in range(2)] for e in range(2)]
+            pair = first_head + (col * 2 + HEADS * column) if G > HEADS else col * 2
+            for e in range(2):
+                head = pair + e
+                for half in range(2):
+                    with when((head < G) & (pages[half] < width)):
+                        at = simt.offset(simt.offset_rows(out, head, width * 4), pages[half] * 4)
+                        ptx("st.global.u32 [$0], $1;", at, scores[e][half])
+            if visit is not None:
+                visit(row, first + i, pages, pair, scores)
 
 
 def channels(address: Any, index: Word, D: int) -> list[Word]:

@@ -148,8 +148,8 @@ def _pick(how: _How, *args: Array) -> tuple[Array, Array]:
     chosen_rows, limits = rows * G // heads, (P, how.pending_slots // how.unit)
     summed = how.group_reduce in SOFTMAX and heads > 1
     sizes, tiles = cluster.padded(*limits), -(-P // score.TILE)
-    warps, columns = 4 * config.warpgroups, -(-G // score.HEADS)
-    jobs = rows * columns * -(-tiles // config.tiles), rows * steps * sizes[1]
+    warps = 4 * config.warpgroups
+    jobs = rows * score.parts(G, config) * -(-tiles // config.tiles), rows * steps * sizes[1]
     blocks = [-(-n // warps) for n in jobs]
 
     @jax.custom_batching.custom_vmap
