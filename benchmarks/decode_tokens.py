@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +30,7 @@ from layers import clock, floor_us, out_of, save, show
 import kvjax
 from kvjax import CacheSpec
 from kvjax.evaluate.throughput import fill
+from kvjax.kernels_pallas import tuned
 
 METHODS = ["full", "fier", "quest", "pariskv", "logquant"]
 
@@ -34,12 +39,39 @@ def step(cache: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
     return kvjax.decode(cache, q, k, v, flush=False)
 
 
-def measure(method: str, spec: CacheSpec, tokens: int, budget: int, calls: int, most_layers: int) -> dict[str, Any]:
+@contextmanager
+def block_sizes(given: str) -> Iterator[None]:
+    """Kernels run with fields of their block sizes as in `given`, "KERNEL:FIELD=N,...;KERNEL:..."."""
+    changes: dict[str, dict[str, int]] = {}
+    for text in filter(None, given.split(";")):
+        kernel, _, fields = text.partition(":")
+        pairs = (field.partition("=") for field in fields.split(","))
+        changes[kernel] = {name: int(number) for name, _, number in pairs}
+    usual = tuned.select
+
+    def select(kernel: str, rule: Any, *args: Any, **shape: Any) -> Any:
+        chosen = usual(kernel, rule, *args, **shape)
+        return replace(chosen, **changes[kernel]) if kernel in changes else chosen
+
+    jax.clear_caches()  # of what was traced with other sizes
+    with mock.patch.object(tuned, "select", select):
+        yield
+
+
+def alike(key: Array, shape: tuple[int, ...], dtype: Any, share: float) -> Array:
+    """Normal random queries [B, T, N, D], of which two tokens' have the correlation `share`."""
+    both, each = (jax.random.normal(x, shape) for x in jax.random.split(key))
+    return (share**0.5 * both[:, :1] + (1 - share) ** 0.5 * each).astype(dtype)
+
+
+def measure(
+    method: str, spec: CacheSpec, tokens: int, budget: int, calls: int, most_layers: int, share: float
+) -> dict[str, Any]:
     B, K, D, S = spec.batch, spec.kv_heads, spec.head_dim, spec.capacity
     policy = policies(budget)[method]
     layers = int(min(max(2, -(-2 * L2_BYTES // (floor_us(policy, spec, S) * BYTES_PER_US))), most_layers))
     states: Any = fill(kvjax.init(policy, spec, layers=layers), S - (calls + 3) * tokens).layers
-    q = jax.random.normal(jax.random.key(100), (B, tokens, spec.q_heads, D), spec.dtype)
+    q = alike(jax.random.key(100), (B, tokens, spec.q_heads, D), spec.dtype, share)
     k, v = random_pair(jax.random.key(101), (B, tokens, K, D), spec.dtype)
     took, outs = clock(jax.jit(through(step), donate_argnums=0), states, q, k, v, calls=calls)
     del states
@@ -50,6 +82,7 @@ def measure(method: str, spec: CacheSpec, tokens: int, budget: int, calls: int, 
         "length": S,
         "batch": B,
         "tokens": tokens,
+        "alike": share,
         "layers": layers,
         "us": took.us / layers,
         "kernels": None if took.kernels is None else took.kernels / layers,
@@ -66,6 +99,10 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=numbers, default=[1, 2, 4, 8, 16])
     parser.add_argument("--methods", type=lambda text: text.split(","), default=METHODS)
     parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--alike", type=lambda text: [float(part) for part in text.split(",")], default=[0.0])
+    parser.add_argument(
+        "--config", action="append", default=[], help="also KERNEL:FIELD=N,...;KERNEL:...; these are not written"
+    )
     parser.add_argument("--calls", type=int, default=6)
     parser.add_argument("--out", type=Path, help="default: results/decode_tokens.json; with --quick nothing is written")
     parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
@@ -76,19 +113,23 @@ def main(args: Sequence[str] | None = None) -> None:
     elif jax.default_backend() != "gpu":
         parser.error("this measures a GPU; --quick runs small sizes without one")
     what = "several decode steps of a row at once, a layer, " + ", ".join(f"{k} {v}" for k, v in shape.items())
-    what += f"; budget {given.budget}; normal random keys, values and queries; us: device time of the kernels"
-    key = ("method", "length", "batch", "tokens", "backend")
+    what += f"; budget {given.budget}; normal random keys, values and queries; us: device time of the kernels; "
+    what += "alike: correlation of the queries of two tokens"
+    key = ("method", "length", "batch", "tokens", "alike", "backend")
     for length in given.lengths:
         for batch in given.batches:
             spec = CacheSpec(batch=batch, capacity=length, **shape)
-            for method in given.methods:
+            for method, share in product(given.methods, given.alike):
                 one = None
-                for tokens in given.tokens:
-                    row = measure(method, spec, tokens, given.budget, given.calls, most_layers)
-                    one = row["us"] if tokens == 1 else one
+                for tokens, sizes in product(given.tokens, ["", *given.config]):
+                    with block_sizes(sizes):
+                        row = measure(method, spec, tokens, given.budget, given.calls, most_layers, share)
+                    one = row["us"] if tokens == 1 and not sizes else one
                     row["times_one"] = None if one is None else row["us"] / one
                     show(row)
-                    save(out_of(given, "decode_tokens.json"), what, [row], key)
+                    print("  ", sizes or "as users have it", row["parts"], flush=True)
+                    if not sizes:
+                        save(out_of(given, "decode_tokens.json"), what, [row], key)
                     gc.collect()
 
 

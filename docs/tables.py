@@ -684,7 +684,7 @@ def devices() -> str:
 
 def several_tokens() -> str:
     """Time of an attention layer for T tokens of a row in one call, and over the time of one."""
-    rows = {(row["method"], row["tokens"]): row for row in load_rows("decode_tokens")}
+    rows = {(row["method"], row["tokens"]): row for row in load_rows("decode_tokens") if not row.get("alike")}
     names = [method for method in ("full", "fier", "quest", "pariskv", "logquant") if (method, 8) in rows]
 
     def cell(method: str, tokens: int) -> str:
