@@ -433,9 +433,9 @@ def wide_sums(
             for t in range(2):
                 sums[t] = simt.mma(kind, sums[t], left[t], right)
         bits = [word(0x00010001 << window[i % len(window)]) for i in (j, j + 1)]
-        for c, sums in enumerate(ones):
-            low, high = scaled[2 * c], scaled[2 * c + 1 :][:1] or [[word(0)] * 2]
-            ones[c] = simt.mma(kind, sums, [low[0], high[0][0], low[1], high[0][1]], bits)
+        for c, total in enumerate(ones):
+            low, high = [*scaled, [word(0)] * 2][2 * c : 2 * c + 2]
+            ones[c] = simt.mma(kind, total, [low[0], high[0], low[1], high[1]], bits)
     lane = simt.special("tid.x") & 31
     found = []
     for c, sums in enumerate(acc):
