@@ -105,6 +105,33 @@ class SplitSelector(Protocol):
         ...
 
 
+def share_of_highest(marks: Array, count: Array, levels: int, stripes: Stripes) -> Array:
+    """How many of the `count` tokens with the highest marks this device has: i32[B, K, G].
+
+    Marks u8[B, K, G, S] are those of this device's tokens, up to `levels`; 0 is no token. Ties go to the lower place of
+    the whole history, so these are the device's own highest, ties to the lower slot. Devices exchange how many of
+    their tokens reach each level, and how many of each stripe have the lowest mark that is among the highest.
+
+    Args:
+      count: i32[B], fewer where there are not as many tokens.
+    """
+    level = jnp.arange(1, levels + 2, dtype=jnp.uint8)[None, None, None, :, None]
+    own = jnp.sum(marks[..., None, :] >= level, axis=-1, dtype=jnp.int32)
+    every = lax.psum(own, stripes.axis)
+    count = jnp.minimum(count[:, None, None], every[..., 0])
+    least = jnp.sum(every >= count[..., None], axis=-1, keepdims=True, dtype=jnp.int32)
+    above, own_above = (jnp.take_along_axis(a, least, axis=-1, mode="fill", fill_value=0)[..., 0] for a in (every, own))
+
+    tied = (marks == least.astype(jnp.uint8)).reshape(*marks.shape[:3], -1, stripes.tokens)
+    tied = jnp.sum(tied, axis=-1, dtype=jnp.int32)
+    turns = jnp.moveaxis(lax.all_gather(tied, stripes.axis), 0, -1)  # [B, K, G, turns, parts]
+    flat = turns.reshape(*tied.shape[:3], -1)
+    before = (lax.cumsum(flat, axis=3) - flat).reshape(turns.shape)
+    before = lax.dynamic_index_in_dim(before, stripes.device, axis=4, keepdims=False)
+    spare = (count - above)[..., None]
+    return own_above + jnp.sum(jnp.clip(spare - before, 0, tied), axis=-1)
+
+
 def merge_parts(part: PartialAttention, axis: Axis) -> PartialAttention:
     """The attention over the tokens of all devices, for the queries of a step: one all-gather of D + 1 numbers a
     query head."""

@@ -7,10 +7,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from kvjax import ops
 from kvjax.blocks import take_rows, write
+from kvjax.context import Stripes, share_of_highest
 from kvjax.rotate import SUBSPACE, Directions, encode, require_rotatable, rotate, rotate_few
 from kvjax.selection import (
     Candidates,
@@ -21,6 +22,7 @@ from kvjax.selection import (
     pack,
     require_group_reduce,
 )
+from kvjax.selectors.striped import StripedSelector
 from kvjax.spec import CacheSpec, keep_int
 
 Votes = Literal["tiers", "plain"]
@@ -130,8 +132,14 @@ class Paris:
 
     def score(self, ix: ParisIndex, q: Array, *, scale: float) -> Array:
         votes = self._votes(ix, q)
+        picked = ops.most_voted(votes, _length(ix.counts), ix.candidates, self.room(votes.shape[3]))
+        return self._with_estimates(ix, q, votes, picked, scale=scale)
+
+    def _with_estimates(
+        self, ix: ParisIndex, q: Array, votes: Array, picked: PackedSelection, *, scale: float
+    ) -> Array:
+        """Scores of all keys: estimates of the `picked`, and below them the votes of the others."""
         S = votes.shape[3]
-        picked = ops.most_voted(votes, _length(ix.counts), ix.candidates, self.room(S))
         rotated = q if self.seed is None else rotate_few(q, self.seed)
         estimates = ops.rerank(rotated, ix.codes, picked, scale=scale)
         slots = jnp.where(picked.valid, picked.slots, S)
@@ -189,6 +197,9 @@ class Paris:
         longest = [n for n in (*(LENGTHS - 1).tolist(), slots) if n <= slots]
         return max(-(-n * int(BETA[np.searchsorted(LENGTHS, n, side="right")]) // 20) for n in longest)
 
+    def over_context(self, stripes: Stripes) -> StripedParis:
+        return StripedParis(self, stripes)
+
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return spec.kv_heads * spec.head_dim * 6 / SUBSPACE
 
@@ -196,6 +207,62 @@ class Paris:
         """The sign patterns of all keys, 1 byte a subspace, and the codes of the candidates, 6 bytes a subspace."""
         candidates = np.minimum(self.room(spec.capacity), length)
         return spec.kv_heads * spec.head_dim / SUBSPACE * (length + 6 * candidates)
+
+
+@dataclass(frozen=True)
+class StripedParis(StripedSelector):
+    """`Paris` on a device of a context axis: it has the codes of its stripes, and the counts of the whole history.
+
+    Votes follow from the counts, so each device finds those of its own keys. The candidates are those of one device:
+    devices exchange how many keys have how many votes, and each reranks its own candidates.
+    """
+
+    selector: Paris
+
+    @property
+    def selects_in_window(self) -> bool:
+        return False
+
+    def append(self, ix: ParisIndex, k: Array, at: Array, count: Array) -> ParisIndex:
+        """Every device encodes all keys of the chunk, whose patterns it counts, and stores its own."""
+        paris, stripes = self.selector, self.stripes
+        room = Directions(*(jnp.zeros((*a.shape[:2], k.shape[2], *a.shape[3:]), a.dtype) for a in ix.codes))
+        chunk = paris.append(ix._replace(codes=room), k, jnp.zeros_like(at), count)
+        parts = zip(ix.codes, chunk.codes, strict=True)
+        written = (write(a, stripes.own(b), at // stripes.parts, count // stripes.parts) for a, b in parts)
+        return chunk._replace(codes=Directions(*written))
+
+    def truncate(self, ix: ParisIndex, count: Array) -> ParisIndex:
+        own = self.selector.truncate(ix, count // self.stripes.parts)
+        return self.selector._counted(own.codes, lax.psum(own.counts, self.stripes.axis))
+
+    def score_own(self, ix: ParisIndex, q: Array, *, scale: float) -> Array:
+        return self._score_seen(ix, q, 0, self.stripes.owned(_length(ix.counts)), scale=scale)
+
+    def score_visible(self, ix: ParisIndex, q: Array, among: Candidates, *, window: int, scale: float) -> Array:
+        paris, (B, _, S, _) = self.selector, ix.codes.signs.shape
+        bounds = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in among.span)
+        start, stop = (self.stripes.owned(x) for x in bounds)
+        slot = start[:, None] + jnp.arange(min(self.stripes.most(window), S), dtype=jnp.int32)[None]
+        counts = paris._tally(jnp.zeros_like(ix.counts), take_rows(ix.codes.signs, slot), slot < stop[:, None])
+        visible = paris._counted(ix.codes, lax.psum(counts, self.stripes.axis))
+        return self.stripes.gather(self._score_seen(visible, q, start, stop, scale=scale), 1)
+
+    def _score_seen(self, ix: ParisIndex, q: Array, start: Array | int, stop: Array, *, scale: float) -> Array:
+        """`Paris.score` of this device's keys, of a history that is the slots [start, stop) of each device."""
+        paris, votes = self.selector, self.selector._votes(ix, q)
+        B, K, G, S = votes.shape
+        slot = jnp.arange(S, dtype=jnp.int32)[None]
+        seen = (slot >= jnp.reshape(jnp.asarray(start, jnp.int32), (-1, 1))) & (slot < stop[:, None])
+        marks = jnp.where(seen[:, None, None], votes + jnp.uint8(1), jnp.uint8(0))
+        room = paris.room(S * self.stripes.parts)
+        levels = ix.limits.shape[1] * ix.codes.signs.shape[3] + 1
+        count = share_of_highest(marks, jnp.minimum(ix.candidates, room), levels, self.stripes)
+        lists = ops.most_voted(  # a list of its own length for each head
+            marks.reshape(B * K, 1, G, S), jnp.full(B * K, S, jnp.int32), count.reshape(B * K, G), min(room, S)
+        )
+        picked = PackedSelection(lists.slots.reshape(B, K, G, -1), lists.found.reshape(B, K, G))
+        return paris._with_estimates(ix, q, votes, picked, scale=scale)
 
 
 def _shares(n: Array) -> tuple[Array, Array]:

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.blocks import write
+from kvjax.context import Stripes
 from kvjax.selection import GroupReduce, require_group_reduce
+from kvjax.selectors.striped import StripedSelector
 from kvjax.spec import CacheSpec, keep_int
 
 
@@ -79,6 +81,11 @@ class ProductCodes:
         return ProductIndex(codes, jnp.zeros((B, K * 2**self.bits * D), jnp.float32))
 
     def append(self, ix: ProductIndex, k: Array, at: Array, count: Array) -> ProductIndex:
+        codes, centroids = self._encode(ix.centroids, k, at, count)
+        return ProductIndex(write(ix.codes, codes, at, count), centroids)
+
+    def _encode(self, centroids: Array, k: Array, at: Array, count: Array) -> tuple[Array, Array]:
+        """Codes u8[B, K, T, m] of a chunk's keys, and the centroids, learnt from it where a history begins."""
         k = lax.stop_gradient(k)
         starts = (at == 0) & (count > 0)
 
@@ -86,13 +93,13 @@ class ProductCodes:
             new = self._learn(self._split(k[:, :, : self.learn])).reshape(centroids.shape)
             return jnp.where(starts[:, None], new, centroids)
 
-        centroids = lax.cond(jnp.any(starts), learnt, lambda centroids: centroids, ix.centroids)
+        centroids = lax.cond(jnp.any(starts), learnt, lambda centroids: centroids, centroids)
         books = self._books(centroids, k.shape)
         B, K, T, D = k.shape
         blocks = jnp.moveaxis(k.reshape(B, K, T // self.learn, self.learn, D), 2, 0)
         codes = lax.map(lambda block: _nearest(self._split(block), books), blocks)  # [blocks, B, K, m, learn]
         codes = jnp.moveaxis(codes, 0, 3).reshape(B, K, self.parts, T)
-        return ProductIndex(write(ix.codes, jnp.swapaxes(codes, 2, 3), at, count), centroids)
+        return jnp.swapaxes(codes, 2, 3), centroids
 
     def truncate(self, ix: ProductIndex, count: Array) -> ProductIndex:
         return ix._replace(centroids=jnp.where((count > 0)[:, None], ix.centroids, 0))
@@ -105,6 +112,9 @@ class ProductCodes:
         codes = jnp.moveaxis(ix.codes, 3, 0)[:, :, :, None].astype(jnp.int32)
         found = [jnp.take_along_axis(t, c, axis=-1) for t, c in zip(tables, codes, strict=True)]
         return sum(found[1:], found[0])
+
+    def over_context(self, stripes: Stripes) -> StripedProductCodes:
+        return StripedProductCodes(self, stripes)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return float(spec.kv_heads * self.parts)
@@ -136,6 +146,22 @@ class ProductCodes:
             return jnp.where(counts > 0, sums / jnp.maximum(counts, 1), books)
 
         return lax.fori_loop(0, self.iterations, improve, start)
+
+
+@dataclass(frozen=True)
+class StripedProductCodes(StripedSelector):
+    """`ProductCodes` on a device of a context axis: it has the codes of its stripes, and all centroids."""
+
+    selector: ProductCodes
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        self.selector.check(spec, chunk)
+
+    def append(self, ix: ProductIndex, k: Array, at: Array, count: Array) -> ProductIndex:
+        """Every device encodes all keys of the chunk, as all learn from the first ones, and stores its own codes."""
+        codes, centroids = self.selector._encode(ix.centroids, k, at, count)
+        parts = self.stripes.parts
+        return ProductIndex(write(ix.codes, self.stripes.own(codes), at // parts, count // parts), centroids)
 
 
 def _nearest(points: Array, books: Array) -> Array:

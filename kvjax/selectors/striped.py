@@ -74,12 +74,16 @@ class StripedSelector:
 
     def score(self, ix: Any, q: Array, *, scale: float) -> Array:
         """The scores of all devices: a step that calls `select` moves far less."""
-        return self.stripes.gather(self.selector.score(ix, q, scale=scale), self.unit)
+        return self.stripes.gather(self.score_own(ix, q, scale=scale), self.unit)
+
+    def score_own(self, ix: Any, q: Array, *, scale: float) -> Array:
+        """The scores f32[B, K, G, U] of the units of this device."""
+        return self.selector.score(ix, q, scale=scale)
 
     def select(self, ix: Any, q: Array, among: Candidates, *, scale: float) -> Selection:
         """The units that rank highest on all devices together, by rank; ties go to the lower place."""
         stripes, unit, rule = self.stripes, self.unit, self.group_reduce
-        scores = self.selector.score(ix, q, scale=scale)
+        scores = self.score_own(ix, q, scale=scale)
         units = scores.shape[3]
         scored = self.with_pending(among, q)
         pending = scored.pending_units(attention_logits(q, scored.pending[0], scale), unit)

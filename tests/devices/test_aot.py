@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from functools import cache, partial
 from typing import Any
 
@@ -90,15 +91,14 @@ def test_kernels_of_more_methods_run_on_the_part_of_a_device(name: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "gathers"), [("full", 1), ("fier", 3)])
-def test_kernels_run_on_the_tokens_of_a_device(name: str, gathers: int) -> None:
+@pytest.mark.parametrize(("name", "gathers", "sums"), [("full", 1, 0), ("fier", 3, 0), ("pariskv", 3, 1)])
+def test_kernels_run_on_the_tokens_of_a_device(name: str, gathers: int, sums: int) -> None:
     """Of 8 GPUs, 2 by rows, 2 by heads and 2 by tokens; all that moves is what the formulas say."""
     at = mesh(2, 2, 2)
     placement = Placement(mesh=at, batch="data", heads="model", context="ctx")
-    program, temporary, kernels = compiled(CASES[name], placement, at)
-    found = COLLECTIVE.findall(program)
-    assert len(found) == gathers
-    assert {kind for _, kind in found} == {"all-gather"}
+    program, temporary, kernels = compiled((CASES | MORE)[name], placement, at)
+    found = Counter(kind for _, kind in COLLECTIVE.findall(program))
+    assert found == Counter({"all-gather": gathers, "all-reduce": sums})
     assert kernels > 0
     assert temporary < 20e6
 

@@ -32,6 +32,7 @@ from kvjax import (
     MinMaxPages,
     Paris,
     Placement,
+    ProductCodes,
     Quantized,
     Retrieval,
     Speculative,
@@ -65,6 +66,7 @@ CASES: dict[str, tuple[kvjax.Policy, Placement, int | None]] = {
         along(4),
         WINDOW,
     ),
+    "paris": (Retrieval(selector=Paris(candidates=30), budget=24, **ZONES), THREE, None),
 }
 
 MORE: dict[str, tuple[kvjax.Policy, Placement, int | None]] = {
@@ -77,7 +79,21 @@ MORE: dict[str, tuple[kvjax.Policy, Placement, int | None]] = {
         None,
     ),
     "pages by ball in a window": (Retrieval(selector=BallPages(page=4), budget=32, **ZONES), along(4), WINDOW),
-    "paris, index on all devices": (Retrieval(selector=Paris(candidates=40), budget=24, **ZONES), THREE, None),
+    "paris per query head in a window": (
+        Retrieval(selector=Paris(candidates=30, votes="plain", group_reduce="per_head"), budget=16, **ZONES),
+        along(4),
+        WINDOW,
+    ),
+    "paris by length, a step late": (
+        Speculative(Retrieval(selector=Paris(), budget=24, **ZONES), tau=0.0),
+        THREE,
+        None,
+    ),
+    "product codes": (
+        Retrieval(selector=ProductCodes(parts=4, bits=3, learn=16), budget=24, **ZONES),
+        THREE,
+        None,
+    ),
     "fier over 4 bits, log-sparse": (
         Retrieval(
             selector=Fier(group=4),
@@ -197,10 +213,37 @@ def test_step_exchanges_what_the_formula_says(runs: Any, name: str) -> None:
         sizes.append(C * B * K * heads * policy.selected // unit * 2)  # offers
         if "softmax" in rule:
             sizes.append(C * B * K * G)  # log-sums
+    sums = 0
+    if isinstance(policy, Retrieval) and isinstance(policy.selector, Paris):
+        levels, slots = 6 * D // 8 + 2, policy.init(SPEC).store.slots
+        sizes += [B * K * levels, B * K * slots // policy.demote.leave * C]  # votes, and ties by stripe
+        sums = 1
     found = COLLECTIVE.findall(runs(name, True)[2])
-    assert {kind for _, kind in found} <= {"all-gather"}
+    kinds = Counter(kind for _, kind in found)
+    assert kinds.pop("all-reduce", 0) == sums
+    assert set(kinds) <= {"all-gather"}
     shapes = [shape.split("[")[1].split("]")[0].split(",") for shape, _ in found]
     assert Counter(int(np.prod([int(n) for n in shape])) for shape in shapes) == Counter(sizes)
+
+
+def test_devices_agree_on_the_most_voted_tokens_ties_by_place() -> None:
+    """Candidates of all devices together are those of one, also where stripes of many devices tie."""
+    stripes, turns, rng = context.Stripes("ctx", 4, 3), 5, np.random.default_rng(0)
+    marks = rng.integers(0, 4, (2, 2, 2, turns * 12), dtype=np.uint8)
+    marks[1, 0] = 2  # all tie
+    wanted = np.array([[23, 7], [60, 0], [11, 99]], np.int32)
+
+    def share(own: Array, count: Array) -> Array:
+        return jax.vmap(lambda n: context.share_of_highest(own[:, :, :, 0], n, 3, stripes))(count)[:, :, :, :, None]
+
+    dealt = marks.reshape(2, 2, 2, turns, 4, 3).swapaxes(3, 4).reshape(2, 2, 2, 4, -1)
+    split, whole = jax.P(None, None, None, "ctx"), jax.P(None, None, None, None, "ctx")
+    run = jax.jit(jax.shard_map(share, mesh=along(4).mesh, in_specs=(split, jax.P()), out_specs=whole, check_vma=False))
+    order = np.argsort(-marks.astype(int), axis=-1, kind="stable")
+    for shares, counts in zip(np.asarray(run(dealt, wanted)), wanted, strict=True):
+        for b, k, g in np.ndindex(2, 2, 2):
+            highest = order[b, k, g][: min(counts[b], np.sum(marks[b, k, g] > 0))]
+            np.testing.assert_array_equal(shares[b, k, g], np.bincount(highest // 3 % 4, minlength=4))
 
 
 def test_saves_and_larger_caches_do_not_depend_on_the_split(runs: Any, tmp_path: Path) -> None:
