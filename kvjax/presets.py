@@ -291,6 +291,7 @@ def freekv(
     page: int = 32,
     summary: Literal["min_max", "centre"] = "min_max",
     group_reduce: GroupReduce = "mean_softmax",
+    selection_scale: float | None = None,
     sink: int | None = None,
     local: int | None = None,
     chunk: int | None = None,
@@ -307,7 +308,8 @@ def freekv(
     anew. Pages are stored in chunks of `chunk` tokens (default: one page).
 
     `task` is the paper's setting: "long_input" has sink and local of 128 and tau of 0.8, "long_generation" 512, 512 and
-    0.9. Each can be given by itself too.
+    0.9. Each can be given by itself too. With selection_scale=1.0 `group_reduce` takes the softmax of unscaled
+    products, one of the paper's poolings; "max_score" is another.
     `hot` tokens of each row and head stay on the device (`HotSet`).
 
     **Source:** FreeKV (2025). **Differs:** see `Speculative` and `HostOffload` for who decides and what stays resident;
@@ -335,7 +337,9 @@ def freekv(
         dense_below=0,
     )
     return share_selections(
-        PerLayer((Full(),) * dense_layers, Speculative(policy, tau=tau)), share=share, anchors=anchors
+        PerLayer((Full(),) * dense_layers, Speculative(policy, tau=tau, selection_scale=selection_scale)),
+        share=share,
+        anchors=anchors,
     )
 
 

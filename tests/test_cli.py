@@ -17,6 +17,7 @@ from kvjax import CacheSpec, presets
 from kvjax.cli import main
 from kvjax.cli.methods import MEANINGS, meaning
 from kvjax.cli.options import implementations, in_short, make_policy
+from kvjax.heads import Heads
 from tests.checkpoint import LAYERS, POSITIONS, D, K, config, weights, write_checkpoint
 
 TEXT = "Call me Ishmael — some years ago. " * 4
@@ -413,6 +414,15 @@ def test_compare_shows_answers_side_by_side(kvjax, checkpoint, tmp_path):
     assert all(answer["decode_tokens_per_second"] > 0 for answer in (full, streaming, fier))
 
 
+def test_heads_are_found_and_saved_for_the_caches_that_take_them(kvjax, checkpoint, tmp_path):
+    ask = ("heads", checkpoint, "--length", 16, "--repeats", 2, "--induction", 0.5, "--dtype", "float32")
+    code, out, err = kvjax(*ask, "--out", tmp_path / "heads.json")
+    assert (code, out.count("layer ")) == (0, 3), err
+    found = Heads.load(tmp_path / "heads.json")
+    assert f"{found.count} of {found.kv_heads * 3} KV heads" in out
+    assert f"--cache razorattention:heads={tmp_path / 'heads.json'}" in out
+
+
 def test_compare_refuses_what_it_cannot_run(kvjax, checkpoint):
     code, _, err = kvjax("compare", TEXT, "--cache", "pariskv", "--budget", 5, "--model", checkpoint)
     assert code == 2
@@ -479,6 +489,9 @@ REFUSED = [
         "keeps the first 9 layers full",
         "--cache fier:dense_layers=9",
     ),
+    # heads: before the weights
+    ("heads --out /no/x.json", "--out /no/x.json: there is no such folder"),
+    ("heads --length 256 --repeats 4", "are 1024 tokens, and the model has"),
     ("calibrate --text FILES/long --share 0", "--share must be at least 1, got 0"),
     ("calibrate --text FILES/long --out /no/x.json", "--out /no/x.json: there is no such folder"),
     ("calibrate --text FILES/long --out FILES", "is a folder; give the path of a file"),

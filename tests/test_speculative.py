@@ -390,3 +390,39 @@ def test_freekv_takes_its_settings_from_the_task_and_its_pages_from_the_summary(
         preset(task="chat")
     with pytest.raises(ValueError, match=r"freekv\(summary='mean'\) must be 'min_max' or 'centre'"):
         preset(summary="mean")
+
+
+def test_selection_scale_is_that_of_the_group_s_softmax_alone() -> None:
+    """tau=2 selects at every step, so the tokens read are those of the plain policy asked with that scale."""
+    tokens = drive.random_tokens(SPEC)
+    spread = dataclasses.replace(tokens, q=3 * np.asarray(tokens.q))
+    policy = Speculative(PAGES, tau=2.0, selection_scale=1.0)
+    cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), spread, LENGTHS)
+    twin, _ = drive.fill(kvjax.init_layer(PAGES, SPEC), spread, LENGTHS)
+    out, cache, info = drive.step(cache, spread, LENGTHS)
+    _, twin, _ = drive.step(twin, spread, LENGTHS)
+    q = jnp.asarray(spread.at(LENGTHS[:, None])[0][:, 0].reshape(3, 2, 4, 16))
+
+    def read(scale: float) -> list[set[int]]:
+        found = PAGES.select(twin.state, q, scale=scale)
+        at = [positions(PAGES, twin.state, np.asarray(found.slots[row]), row) for row in range(3)]
+        where = (np.where(valid, own, -1) for own, valid in zip(at, np.asarray(found.valid), strict=True))
+        return [set(own[head].ravel()) - {-1} for own in where for head in range(2)]
+
+    unscaled = read(1.0)
+    for i, chosen in enumerate(unscaled):
+        row, head = divmod(i, 2)
+        length = int(LENGTHS[row]) + 1
+        wanted = chosen | set(range(min(4, length))) | set(range(max(length - 9, 0), length))
+        assert set(np.asarray(info.positions)[row, head].ravel()) - {-1} == wanted
+        for query in range(4):
+            k, v = (np.asarray(a)[row, sorted(wanted), head] for a in (spread.k, spread.v))
+            want = attention(np.asarray(q)[row, head, query], k, v)
+            np.testing.assert_allclose(np.asarray(out)[row, head * 4 + query], want, atol=1e-4)
+    assert unscaled != read(0.25), "the scale must matter for this to say something"
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
+def test_selection_scale_must_be_a_positive_number(scale: float) -> None:
+    with pytest.raises(ValueError, match=r"Speculative\(selection_scale=.*\) must be"):
+        Speculative(PAGES, selection_scale=scale)

@@ -31,6 +31,7 @@ from kvjax.partial import PartialAttention
 from kvjax.selection import Selection, split_selection
 from kvjax.spec import CacheSpec
 from kvjax.stores import CachingStore, Held, RecallingStore
+from kvjax.validation import finite_number
 
 
 class Recall(NamedTuple):
@@ -78,6 +79,9 @@ class Speculative:
     rounded since. Costs 2 M D values of the store's precision and the query in f32, a row and kv head, in device
     memory: the M tokens of the budget that are selected, or room for `dense_below`.
 
+    Scores of the selection are scaled as attention is, or by `selection_scale`. With 1.0 a group's softmax is that of
+    unscaled products, which follows its best pages more.
+
     Over a `RecallingStore` a step waits for what its own heads need. The rest of the recall, which it reads for the
     next one, goes on beside attention, the matrix products and the layers that follow, where the program was compiled
     with `memory.CONCURRENT`, as that of `kvjax.generate` is. Without it, and in plain JAX, attention waits for all.
@@ -89,6 +93,7 @@ class Speculative:
 
     retrieval: Retrieval
     tau: float = field(default=0.8, kw_only=True)
+    selection_scale: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.retrieval, Retrieval):
@@ -101,6 +106,14 @@ class Speculative:
                 f"Speculative(tau={self.tau!r}) must be a number to compare cosines with: 0.8 or 0.9 as in FreeKV, "
                 "above 1 to select at every step, -1 to always reuse"
             )
+        if self.selection_scale is not None:
+            factor = finite_number("Speculative(selection_scale=...)", self.selection_scale)
+            if factor <= 0:
+                raise ValueError(
+                    f"Speculative(selection_scale={self.selection_scale!r}) must be above 0; 1.0: unscaled products, "
+                    "None for the scale of attention"
+                )
+            object.__setattr__(self, "selection_scale", factor)
         demote, local = self.retrieval.demote, self.retrieval.local
         if len(demote.staying(local)) < local - 1:
             raise ValueError(
@@ -138,7 +151,8 @@ class Speculative:
     ) -> tuple[Array, SpeculativeState, Info]:
         policy, zones = self.retrieval, st.zones
         seen = policy.visible(zones, window)
-        selection = without_packing(policy.find(zones, q, seen, scale=scale, in_order=self._dropped(zones)))
+        of_scores = scale if self.selection_scale is None else self.selection_scale
+        selection = without_packing(policy.find(zones, q, seen, scale=of_scores, in_order=self._dropped(zones)))
 
         # Which heads reuse. After a prompt slots are not what they were, and nothing is known.
         query = q.astype(jnp.float32)

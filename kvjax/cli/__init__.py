@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli import bench, calibrate, compare, evaluate, generate, measure, methods, perplexity
+from kvjax.cli import bench, calibrate, compare, evaluate, generate, heads, measure, methods, perplexity
 from kvjax.cli.terminal import say, write
 
 # Advice for people who train with torch, and warnings of XLA's start, are not for this command's users.
@@ -64,7 +64,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
     "Answer": {"generate": generate.generate, "compare": compare.compare, "methods": methods.methods},
     "Quality": {"eval": evaluate.evaluate, "perplexity": perplexity.perplexity, "measure": measure.measure},
     "Speed": {"bench": bench.bench},
-    "Tune": {"calibrate": calibrate.calibrate},
+    "Tune": {"calibrate": calibrate.calibrate, "heads": heads.heads},
 }
 for _group, _commands in _GROUPS.items():
     for _name, _command in _commands.items():

@@ -100,7 +100,22 @@ def evaluate(
             help="Examples of each task. Default 64 of a generated task, all of published data.", show_default=False
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of generated tasks.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of generated tasks, and of answers that are drawn.")] = 0,
+    draws: Annotated[
+        int, typer.Option(min=1, help="Answers to each question, for mean@n and pass@n. More than 1: --temperature.")
+    ] = 1,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature of answers. At 0 decoding is greedy.")] = 0.0,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample among the likeliest tokens that hold this probability.", show_default=False),
+    ] = None,
+    max_prompt: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of a prompt, at most; what is longer loses its middle, as in LongBench. For LongBench.",
+            show_default=False,
+        ),
+    ] = None,
     text: Annotated[
         Path | None,
         typer.Option(help="UTF-8 file to hide things in. Default: generated sentences.", show_default=False),
@@ -141,7 +156,8 @@ def evaluate(
             "--length": length,
         }
         given |= {"--group-reduce": group_reduce, "--samples": samples, "--text": text, "--data": data}
-        given |= {"--question": question, "--quick": quick or None}
+        given |= {"--question": question, "--quick": quick or None, "--max-prompt": max_prompt}
+        given |= {"--draws": None if draws == 1 else draws, "--temperature": temperature or None, "--top-p": top_p}
         _report_only(out, [name for name, value in given.items() if value is not None])
         return
     if quick:
@@ -149,6 +165,7 @@ def evaluate(
         budget, length, samples = budget or QUICK["budget"], length or QUICK["length"], samples or QUICK["samples"]
 
     from kvjax.evaluate.caches import make_rows
+    from kvjax.evaluate.draws import Draws
     from kvjax.evaluate.tasks import make_tasks
     from kvjax.spec import require_int
 
@@ -165,11 +182,19 @@ def evaluate(
         dense_layers=dense_layers,
         group_reduces=None if group_reduce is None else group_reduce.split(","),
     )
+    if top_p is not None and not temperature:
+        raise ValueError(f"--top-p {top_p} has no effect on greedy decoding; set --temperature too, or leave it out")
+    how = {
+        "draws": Draws(count=draws, temperature=temperature, top_p=top_p, seed=seed),
+        "max_prompt": None if max_prompt is None else sizes("--max-prompt", max_prompt)[0],
+    }
     kind, directory = dtype_name(dtype), model_directory(model_dir)
-    _report(_run(directory, asked, rows, kind, batch, out, resume), out)
+    _report(_run(directory, asked, rows, kind, batch, out, resume, how), out)
 
 
-def _run(directory: Path, asked: Any, rows: Any, kind: str, batch: int, out: Path, resume: bool) -> list[Cell]:
+def _run(
+    directory: Path, asked: Any, rows: Any, kind: str, batch: int, out: Path, resume: bool, how: dict[str, Any]
+) -> list[Cell]:
     import jax
 
     from kvjax import models
@@ -183,7 +208,8 @@ def _run(directory: Path, asked: Any, rows: Any, kind: str, batch: int, out: Pat
         for one in asked:
             advance_to(len(plans), len(asked), one.name)
             kept = out / "results"
-            plans.append(plan.prepare(checkpoint, one, rows, dtype=kind, out=kept, model=digest, resume=resume))
+            settings = {**how, "dtype": kind, "out": kept, "model": digest, "resume": resume}
+            plans.append(plan.prepare(checkpoint, one, rows, **settings))
     for name, note in {name: note for one in plans for name, note in one.notes.items()}.items():
         say(f"{name} {note}")
     cells = [cell for one in plans for cell in one.cells.values()]

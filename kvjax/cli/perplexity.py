@@ -26,7 +26,13 @@ DEFAULT_SHARE = 0.11
 
 
 def perplexity(
-    text: Annotated[Path, typer.Option(help="UTF-8 file of running text, such as a book.", show_default=False)],
+    text: Annotated[
+        Path,
+        typer.Option(
+            help="UTF-8 file of running text, such as a book; or a folder of .txt files, such as the test set of PG19.",
+            show_default=False,
+        ),
+    ],
     model_dir: ModelDir = None,
     cache: Annotated[
         list[str] | None,
@@ -47,7 +53,7 @@ def perplexity(
         typer.Option(help=f"Budget as a share of the context. Default {DEFAULT_SHARE}.", show_default=False),
     ] = None,
     steps: Annotated[int, typer.Option(help="Tokens scored in each passage, one decode step each.")] = 256,
-    passages: Annotated[int, typer.Option(help="Number of passages of the text.")] = 1,
+    passages: Annotated[int, typer.Option(help="Number of passages of the text, or of each text of a folder.")] = 1,
     batch: Annotated[int, typer.Option(help="Passages decoded together.")] = 1,
     dtype: Dtype = None,
     out: Annotated[
@@ -72,12 +78,11 @@ def perplexity(
 
     from kvjax import models
     from kvjax.evaluate import perplexity as measure
-    from kvjax.evaluate.tasks.files import read_text
 
     check_folder("--out", out)
     if plot is not None:
         _check_plot(plot)
-    words = read_text(text, download="--text takes a UTF-8 file of running text")
+    words = _read(text)
     setting = measure.Setting(lengths=lengths, steps=steps, passages=passages, batch=batch, budget=budget, share=share)
     results, progress = None if out is None else out / "results", bars()
     with progress:
@@ -91,10 +96,23 @@ def perplexity(
                 checkpoint = models.load(directory, dtype=kind)
         with bar(progress, "decoding") as advance_to:
             cells = measure.run(checkpoint, plans, batch=batch, progress=advance_to)
-    write((json.dumps(measure.summarise(cells)) if as_json else measure.markdown(cells)) + "\n")
+    found = {"text": text.name, **measure.document(cells)} if as_json else {}
+    write((json.dumps(found) if as_json else measure.markdown(cells)) + "\n")
     if plot is not None:
         measure.figure(cells).savefig(plot)
         say(f"wrote {plot}")
+
+
+def _read(text: Path) -> str | dict[str, str]:
+    """A text; or those of a folder, by name."""
+    from kvjax.evaluate.tasks.files import read_text
+
+    if not text.is_dir():
+        return read_text(text, download="--text takes a UTF-8 file of running text")
+    found = {path.name: read_text(path, download="--text takes UTF-8 files") for path in sorted(text.glob("*.txt"))}
+    if not found:
+        raise ValueError(f"--text {text}: this folder has no .txt files; those of PG19 lie in its folder test")
+    return found
 
 
 def _check_plot(path: Path) -> None:

@@ -11,16 +11,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax import Array
 
 from kvjax.attention import Cache
 from kvjax.evaluate.caches import DENSE_LAYERS, Caches, make_rows
+from kvjax.evaluate.draws import Draws
 from kvjax.evaluate.plan import Plan, feed, prepare, run
 from kvjax.evaluate.store import Cell, Progress
 from kvjax.evaluate.tasks import Task
 from kvjax.generation import decode
 from kvjax.models import Checkpoint
+from kvjax.sampling import Sampling
 
 PIECE = 32  # tokens, at most, decoded between two looks for the end of an answer
 QUESTION_STEP = 16  # questions are padded to a multiple of it, so that few programs are compiled
@@ -34,6 +37,8 @@ def evaluate(
     budgets: Sequence[int] | None = None,
     dense_layers: int | None = DENSE_LAYERS,
     batch: int = 8,
+    draws: Draws = Draws(),  # noqa: B008 (frozen)
+    max_prompt: int | None = None,
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> list[Cell]:
@@ -49,14 +54,15 @@ def evaluate(
         if the task has a true `truncate`, as in LongBench.
     """
     rows = make_rows(caches, budgets=budgets, dense_layers=dense_layers)
-    plan = prepare(checkpoint, task, rows, dtype=checkpoint.model.dtype, out=out)
+    dtype = checkpoint.model.dtype
+    plan = prepare(checkpoint, task, rows, dtype=dtype, out=out, draws=draws, max_prompt=max_prompt)
     return run(checkpoint, plan, answer, batch=batch, progress=progress)
 
 
 def answer(
-    checkpoint: Checkpoint, cache: Cache, logits: Array, plan: Plan, asked: Sequence[str | None]
+    checkpoint: Checkpoint, cache: Cache, logits: Array, plan: Plan, asked: Sequence[str | None], draw: int
 ) -> tuple[Mapping[str, dict[str, Any]], list[float], int]:
-    """The answers of the rows that are asked; tokens read by layer, and the row steps that they are the mean of."""
+    """Answer `draw` of the rows that are asked; tokens read by layer, and the row steps that they are the mean of."""
     fed = [() if i is None else plan.fed[i] for i in asked]
     longest = max(map(len, plan.fed.values()))
     seen, before = np.zeros(len(cache.layers)), 0
@@ -64,7 +70,8 @@ def answer(
         done = feed(checkpoint, cache, logits, fed, room=-(-longest // QUESTION_STEP) * QUESTION_STEP)
         cache, logits, before = done.cache, done.logits, int(done.steps)
         seen = np.asarray(done.attended, np.float64) * before
-    answers, attended, steps = _decode(checkpoint, cache, logits, plan.task, np.array([i is not None for i in asked]))
+    active, how = np.array([i is not None for i in asked]), (plan.draws.sampling, plan.draws.keys(asked, draw))
+    answers, attended, steps = _decode(checkpoint, cache, logits, plan.task, active, *how)
     found = {}
     for i, (text, new_tokens) in zip(asked, answers, strict=True):
         if i is not None:
@@ -81,7 +88,13 @@ def answer(
 
 
 def _decode(
-    checkpoint: Checkpoint, cache: Cache, logits: Array, task: Task, active: np.ndarray
+    checkpoint: Checkpoint,
+    cache: Cache,
+    logits: Array,
+    task: Task,
+    active: np.ndarray,
+    sampling: Sampling,
+    keys: Array | None,
 ) -> tuple[list[tuple[str, int]], list[float], int]:
     """Answer and number of tokens of each row; tokens attended a step, by layer, and the steps they are the mean of."""
     tokenizer, stop_tokens = checkpoint.tokenizer, set(checkpoint.stop_tokens)
@@ -92,7 +105,15 @@ def _decode(
     while left and active.any():
         piece = min(left, even)
         done = decode(
-            checkpoint.model, cache, logits, max_new_tokens=piece, active=active, stop_tokens=stop_tokens, measure=True
+            checkpoint.model,
+            cache,
+            logits,
+            max_new_tokens=piece,
+            active=active,
+            sampling=sampling,
+            key=None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, left),
+            stop_tokens=stop_tokens,
+            measure=True,
         )
         cache, logits, left = done.cache, done.logits, left - piece
         new = int(done.lengths.sum())

@@ -149,7 +149,7 @@ def _rounding(policy: Policy, budget: int) -> str:
     unit = getattr(getattr(inner, "selector", None), "unit", 1)
     if not hasattr(inner, "selected"):
         return ""
-    beside = inner.sink + inner.local
+    beside = inner.sink + inner.local + getattr(inner, "beside", 0)
     reads, chosen = beside + inner.selected, f"{inner.selected // unit} pages of {unit} tokens"
     if unit == 1:
         chosen = f"{inner.selected} selected"

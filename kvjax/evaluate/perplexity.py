@@ -32,7 +32,7 @@ from kvjax.evaluate.plan import prepare as prepare_one
 from kvjax.evaluate.plan import run as run_one
 from kvjax.evaluate.plots import labels, new_figure, style
 from kvjax.evaluate.provenance import digest_json, model_digest
-from kvjax.evaluate.report import markdown_table, refusals
+from kvjax.evaluate.report import about, markdown_table, refusals
 from kvjax.evaluate.store import Cell, Progress
 from kvjax.evaluate.tasks import Example
 from kvjax.models import Checkpoint
@@ -49,7 +49,7 @@ class Setting:
 
     lengths: tuple[int, ...]  # tokens of context
     steps: int = 256  # tokens scored in each passage
-    passages: int = 1  # places in the text, spread evenly
+    passages: int = 1  # places in the text, or in each of several texts, spread evenly
     batch: int = 1  # passages that are read, and decoded, together
     budget: int | None = None  # tokens attended a step, at every length; or
     share: float | None = None  # budget as a share of the length: 0.11 of 4096 is 451
@@ -57,8 +57,6 @@ class Setting:
     def __post_init__(self) -> None:
         for name in ("steps", "passages", "batch"):
             require_int(f"Setting({name}=...)", getattr(self, name), at_least=1)
-        if self.passages % self.batch:
-            raise ValueError(f"batch={self.batch} does not divide passages={self.passages}; give a divisor of it")
         if not self.lengths:
             raise ValueError("Setting(lengths=...) needs one or more lengths of context")
         for length in self.lengths:
@@ -84,6 +82,7 @@ class Passages:
 
     rows: tuple[tuple[int, ...], ...]  # context and scored tokens of each passage
     steps: int
+    texts: tuple[str, ...] = ()  # names of the texts that they are of, where there are several
 
     metric = "perplexity"
     max_new_tokens = 0
@@ -100,7 +99,14 @@ class Passages:
         return f"perplexity after {self.length} tokens"
 
     def key(self) -> Mapping[str, Any]:
-        return {"title": "perplexity", "length": self.length, "steps": self.steps, "tokens": digest_json(self.rows)}
+        of = {"texts": list(self.texts)} if self.texts else {}
+        return {
+            "title": "perplexity",
+            "length": self.length,
+            "steps": self.steps,
+            "tokens": digest_json(self.rows),
+            **of,
+        }
 
     def examples(self, tokenizer: Any) -> list[Example]:
         last = self.length - 1
@@ -114,9 +120,12 @@ class Passages:
         raise NotImplementedError("a passage is scored token by token")
 
 
+Text = str | Sequence[int] | Mapping[str, str]
+
+
 def perplexity(
     checkpoint: Checkpoint,
-    text: str | Sequence[int],
+    text: Text,
     caches: Caches,
     setting: Setting,
     *,
@@ -127,7 +136,9 @@ def perplexity(
     """Every cache at every context length, lengths ascending.
 
     Args:
-      text: text, before whose contexts stands what the tokenizer puts before a text (BOS), or token ids as they are.
+      text: text, before whose contexts stands what the tokenizer puts before a text (BOS), or token ids as they are; or
+        several texts by name, as the books of PG19, each with its own passages. Of these, texts that are too short for
+        the longest context are left out.
       caches: names such as "fier:group=16", which get the setting's budget at each length, or policies by name.
       dense_layers: the first layers that attend to everything, in all rows that do not set their own.
       out: folder of results, a file a cell. One that is there, made by the same, is not run again.
@@ -143,7 +154,7 @@ def perplexity(
 
 def prepare(
     checkpoint: Checkpoint,
-    text: str | Sequence[int],
+    text: Text,
     caches: Caches,
     setting: Setting,
     *,
@@ -155,15 +166,12 @@ def prepare(
     config, lengths, steps = checkpoint.config, sorted(set(setting.lengths)), setting.steps
     for length in lengths:
         check_fit(0, length - 1, steps, None, config.max_positions)
-    prefix, ids = _tokens(checkpoint, text)
-    starts = _places(len(ids), lengths[-1] - len(prefix), steps, setting.passages)
-    if min(ids) < 0 or max(ids) >= config.vocab_size:
-        raise ValueError(f"text has token ids {min(ids)} to {max(ids)}, but the vocabulary has {config.vocab_size}")
+    names, passages = _passages(checkpoint, text, setting, lengths[-1])
     model, plans = model_digest(checkpoint.directory), []
     for length in lengths:
-        rows = tuple((*prefix, *ids[at - length + len(prefix) : at + steps]) for at in starts)
+        rows = tuple((*prefix, *ids[at - length + len(prefix) : at + steps]) for prefix, ids, at in passages)
         asked = make_rows(caches, budgets=_budgets(setting, caches, length), dense_layers=dense_layers)
-        task = Passages(tuple(tuple(map(int, row)) for row in rows), steps)
+        task = Passages(tuple(tuple(map(int, row)) for row in rows), steps, names)
         plans.append(prepare_one(checkpoint, task, asked, dtype=dtype, out=out, model=model))
     return plans
 
@@ -185,7 +193,7 @@ def run(
 
 
 def score(
-    checkpoint: Checkpoint, cache: Cache, logits: Array, plan: Plan, asked: Sequence[str | None]
+    checkpoint: Checkpoint, cache: Cache, logits: Array, plan: Plan, asked: Sequence[str | None], draw: int = 0
 ) -> tuple[Mapping[str, dict[str, Any]], list[float], int]:
     """Nats of each scored token, by passage; tokens read by layer, and the row steps that they are the mean of."""
     task = plan.task
@@ -242,6 +250,11 @@ def summarise(cells: Sequence[Cell]) -> list[dict[str, Any]]:
             row["ratio"], row["ratio_stderr"] = ratio(cell, first[_length(cell)])
         rows.append(row)
     return rows
+
+
+def document(cells: Sequence[Cell]) -> dict[str, Any]:
+    """`summarise`, with the model and what made the results; JSON."""
+    return {**about(cells), "rows": summarise(cells)}
 
 
 def markdown(cells: Sequence[Cell]) -> str:
@@ -331,6 +344,35 @@ def _tokens(checkpoint: Checkpoint, text: str | Sequence[int]) -> tuple[list[int
     if not ids:
         raise ValueError("the text is empty")
     return prefix, ids
+
+
+def _passages(
+    checkpoint: Checkpoint, text: Text, setting: Setting, context: int
+) -> tuple[tuple[str, ...], list[tuple[list[int], list[int], int]]]:
+    """Names of several texts; what stands before a passage, the ids of its text, and where its scored tokens begin."""
+    several = isinstance(text, Mapping)
+    if not several and setting.passages % setting.batch:
+        raise ValueError(f"batch={setting.batch} does not divide passages={setting.passages}; give a divisor of it")
+    names, found = [], []
+    for name, one in text.items() if isinstance(text, Mapping) else [("", text)]:
+        prefix, ids = _tokens(checkpoint, one)
+        try:
+            starts = _places(len(ids), context - len(prefix), setting.steps, setting.passages)
+        except ValueError:
+            if several:
+                continue
+            raise
+        if min(ids) < 0 or max(ids) >= checkpoint.config.vocab_size:
+            size = checkpoint.config.vocab_size
+            raise ValueError(f"text has token ids {min(ids)} to {max(ids)}, but the vocabulary has {size}")
+        names += [name] if several else []
+        found += [(prefix, ids, at) for at in starts]
+    if not found:
+        raise ValueError(
+            f"none of {len(text)} texts is long enough for {setting.passages} passages of {setting.steps} scored "
+            f"tokens after {context}; give longer texts, or fewer or shorter passages"
+        )
+    return tuple(names), found
 
 
 def _places(have: int, context: int, steps: int, passages: int) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jax import Array
 from kvjax.attention import Cache, PerLayer
 from kvjax.evaluate import prompt
 from kvjax.evaluate.caches import Row, check_rows
+from kvjax.evaluate.draws import Draws, join, rescore
 from kvjax.evaluate.provenance import digest_json, model_digest, provenance
 from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.evaluate.tasks import Example, Task
@@ -41,6 +43,7 @@ class Plan:
     examples: Mapping[str, Example]
     cells: Mapping[str, Cell]  # by cache; those that were refused have no policy
     notes: Mapping[str, str]  # by cache: a budget that was rounded down
+    draws: Draws = Draws()
 
     @property
     def total(self) -> int:
@@ -61,10 +64,10 @@ class Plan:
         return sum(len(cell.examples) for cell in self.cells.values())
 
 
-# Takes (checkpoint, cache, logits f32[B, V], plan, the id that each row is asked or None), and returns results by id,
-# tokens read by layer, and the row steps that these are the mean of.
+# Takes (checkpoint, cache, logits f32[B, V], plan, the id that each row is asked or None, which answer of several this
+# is), and returns results by id, tokens read by layer, and the row steps that these are the mean of.
 Answer = Callable[
-    [Checkpoint, Cache, Array, Plan, Sequence[str | None]], tuple[Mapping[str, dict[str, Any]], list[float], int]
+    [Checkpoint, Cache, Array, Plan, Sequence[str | None], int], tuple[Mapping[str, dict[str, Any]], list[float], int]
 ]
 
 
@@ -77,10 +80,13 @@ def prepare(
     out: Path | None = None,
     model: str | None = None,
     resume: bool = True,
+    draws: Draws = Draws(),  # noqa: B008 (frozen)
+    max_prompt: int | None = None,
 ) -> Plan:
     """Checks everything that needs no weights: every error that can be known comes from here.
 
     `model`, the digest of the checkpoint's directory, spares reading it; without `resume`, files in `out` are replaced.
+    Prompts are at most `max_prompt` tokens long, as many as the model has room for where that is None.
 
     Raises:
       ValueError: prompts that the model has no positions for, examples without ids of their own, a damaged result, or
@@ -90,7 +96,9 @@ def prepare(
     ids = [example.id for example in examples]
     if not ids or len(set(ids)) < len(ids):
         raise ValueError(f"the task {task.name} has {len(ids)} examples with {len(set(ids))} ids; each needs its own")
-    prompts = {example.id: _encode(checkpoint, task, example) for example in examples}
+    if max_prompt is not None:
+        require_int("max_prompt", max_prompt, at_least=2)
+    prompts = {example.id: _encode(checkpoint, task, example, max_prompt) for example in examples}
     fed = {example.id: tuple(example.question) for example in examples}
     order = sorted(range(len(ids)), key=lambda i: len(prompts[ids[i]]))
 
@@ -113,6 +121,7 @@ def prepare(
         "kvjax": made["versions"]["kvjax"],
         "model": model_digest(checkpoint.directory) if model is None else model,
         "dtype": dtype.name,
+        **draws.key(),
         "task": {
             **task.key(),
             "max_new_tokens": task.max_new_tokens,
@@ -131,12 +140,11 @@ def prepare(
         if out is not None and not row.refused:
             cell.open(out, by_id.keys(), resume=resume)
             for example in cell.examples:  # its results stay; its score may be that of an earlier version of the task
-                if "answer" in example:
-                    example["score"] = float(task.score(by_id[example["id"]], example["answer"]))
+                rescore(example, partial(_score, task, by_id[example["id"]]))
         cells[row.name] = cell
     policies = {row.name: row.policies for row in rows if row.policies is not None}
     notes = {row.name: row.note for row in rows if row.note}
-    return Plan(task, policies, {ids[i]: prompts[ids[i]] for i in order}, fed, by_id, cells, notes)
+    return Plan(task, policies, {ids[i]: prompts[ids[i]] for i in order}, fed, by_id, cells, notes, draws)
 
 
 def run(
@@ -171,8 +179,12 @@ def run(
                 progress(plan.done, plan.total, name)
             begin, cell = time.perf_counter(), plan.cells[name]
             asked = [i if i not in known[name] else None for i in part] + [None] * (batch - len(part))
-            held = prompt.store(checkpoint, prompts, plan.policies[name], capacity or needed)
-            answers, attended, steps = answer(checkpoint, held, logits, plan, asked)
+            drawn = []
+            for number in range(plan.draws.count):
+                held = prompt.store(checkpoint, prompts, plan.policies[name], capacity or needed)
+                drawn.append(answer(checkpoint, held, logits, plan, asked, number))
+            answers = {i: join([found[i] for found, _, _ in drawn]) for i in drawn[0][0]}
+            attended, steps = _mean(drawn)
             tokens = {i: len(plan.prompts[i]) + len(plan.fed[i]) for i in answers}
             results = [{"id": i, "prompt_tokens": tokens[i], **result} for i, result in answers.items()]
             seconds = round(time.perf_counter() - begin, 3)
@@ -208,8 +220,19 @@ def feed(
 # ---------------------------------------------------------------------------------------------------------------- parts
 
 
-def _encode(checkpoint: Checkpoint, task: Task, example: Example) -> tuple[int, ...]:
-    """Token ids of a prompt, short enough for the model to answer."""
+def _score(task: Task, example: Example, answer: str) -> float:
+    return float(task.score(example, answer))
+
+
+def _mean(drawn: Sequence[tuple[Any, list[float], int]]) -> tuple[list[float], int]:
+    """Tokens read by layer, and the row steps that they are the mean of, over several answers."""
+    steps = sum(own for _, _, own in drawn)
+    total = sum((np.asarray(read, np.float64) * own for _, read, own in drawn), np.zeros(len(drawn[0][1])))
+    return (drawn[0][1] if len(drawn) == 1 else (total / max(steps, 1)).tolist()), steps
+
+
+def _encode(checkpoint: Checkpoint, task: Task, example: Example, max_prompt: int | None) -> tuple[int, ...]:
+    """Token ids of a prompt, short enough for the model to answer and for `max_prompt`."""
     tokenizer, positions = checkpoint.tokenizer, checkpoint.config.max_positions
     chat = task.chat and tokenizer.chat_template is not None
 
@@ -220,7 +243,15 @@ def _encode(checkpoint: Checkpoint, task: Task, example: Example) -> tuple[int, 
     ids = encode(given) if isinstance(given, str) else list(given)
     new = len(example.question) + task.max_new_tokens
     room = len(ids) if positions is None else positions - new
-    if len(ids) > room and (room < 2 or not getattr(task, "truncate", False)):
+    cuts = getattr(task, "truncate", False)
+    if max_prompt is not None and max_prompt < len(ids) and (cuts or len(ids) <= room):
+        if not cuts:
+            raise ValueError(
+                f"{task.name}, example {example.id}: {len(ids)} prompt tokens are more than max_prompt={max_prompt}, "
+                "and this task has no middle to leave out; ask for shorter examples"
+            )
+        room = min(room, max_prompt)
+    if len(ids) > room and (room < 2 or not cuts):
         raise ValueError(
             f"{task.name}, example {example.id}: {len(ids)} prompt + {new} new tokens do not fit in "
             f"the model's {positions} positions; ask for shorter examples"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvjax.evaluate import html
+from kvjax.evaluate.draws import passes
 from kvjax.evaluate.provenance import replace_file
 from kvjax.evaluate.store import Cell, interval
 
@@ -78,14 +79,18 @@ def table(cells: Sequence[Cell]) -> str:
 
 def _table(block: Block) -> str:
     metric = " and ".join(dict.fromkeys(cell.metric for cell in block.cells))
+    scores = [score(cell) for cell in block.ordered]
+    counts = [str(k) for k in sorted({max(map(int, s["pass_at"])) for s in scores if "pass_at" in s})]
     where = "" if block.length is None else f", {block.length} tokens"
     rows = []
-    for cell in block.ordered:
-        s = score(cell)
+    for cell, s in zip(block.ordered, scores, strict=True):
         numbers = [f"{cell.tokens_read:.0f}", f"{s['mean']:.2f}", f"{s['low']:.2f} to {s['high']:.2f}"]
-        rows.append([f"`{cell.method}`", _budget(cell), *numbers])
+        passed = (f"{s['pass_at'][k]:.2f}" if k in s.get("pass_at", {}) else "" for k in counts)
+        rows.append([f"`{cell.method}`", _budget(cell), *numbers, *passed])
     head = f"### {block.title}{where}\n\n{metric[0].upper()}{metric[1:]}, n = {block.samples}."
-    return f"{head}\n\n{markdown_table(['cache', 'budget', 'tokens read', metric, '95 %'], rows)}"
+    head += f" Mean of {' or '.join(counts)} answers to each." if counts else ""
+    columns = ["cache", "budget", "tokens read", metric, "95 %", *(f"pass@{k}" for k in counts)]
+    return f"{head}\n\n{markdown_table(columns, rows)}"
 
 
 def _budget(cell: Cell) -> str:
@@ -151,10 +156,14 @@ def _means(cells: Sequence[Cell | None]) -> str:
 
 
 def score(cell: Cell) -> dict[str, Any]:
-    """n, the mean score with its interval of 95 %, tokens read a step (mean over layers, and the last), seconds."""
+    """n, the mean score with its interval of 95 %, tokens read a step (mean over layers, and the last), seconds.
+
+    Where each question has several answers, `pass_at` has pass@k by k.
+    """
     low, high = interval(cell.scores)
-    attended = cell.attended
-    return {
+    attended, passed = cell.attended, passes(cell.examples)
+    several = {"pass_at": {str(k): round(share, 4) for k, share in passed.items()}} if passed else {}
+    return several | {
         "n": len(cell.scores),
         "mean": float(np.mean(cell.scores)) if len(cell.scores) else None,
         "low": low,
@@ -191,22 +200,26 @@ def page(cells: Sequence[Cell]) -> str:
     return f"# {name}, {dtype}\n\n{how}\n\n{overview(cells)}{table(cells)}"
 
 
-def summary(cells: Sequence[Cell]) -> dict[str, Any]:
-    """What was run and what came out, without the answers; JSON."""
+def about(cells: Sequence[Cell]) -> dict[str, Any]:
+    """What made the results: dates, versions and devices; the model; JSON."""
     made: list[dict[str, Any]] = []
-    results: dict[str, dict[str, Any]] = {}
     for cell in cells:
         made += [one for one in cell.head.get("made", []) if one not in made]
+    key = cells[0].key
+    model = {**cells[0].head["model"], "digest": key.get("model")}
+    return {"made": made, "kvjax": key["kvjax"], "model": model, "dtype": key["dtype"]}
+
+
+def summary(cells: Sequence[Cell]) -> dict[str, Any]:
+    """What was run and what came out, without the answers; JSON."""
+    results: dict[str, dict[str, Any]] = {}
+    for cell in cells:
         if cell.examples:
             found = results.setdefault(cell.task, {"metric": cell.metric, "task": cell.key["task"], "caches": {}})
             settings = {name: cell.head.get(name) for name in ("budget", "dense_layers")}
             found["caches"][cell.cache] = {**settings, **_rounded(score(cell))}
-    model = {**cells[0].head["model"], "digest": cells[0].key.get("model")}
     refused = {cell.cache: cell.refused for cell in cells if cell.refused}
-    key = cells[0].key
-    return {"made": made, "kvjax": key["kvjax"], "model": model, "dtype": key["dtype"], "results": results} | (
-        {"refused": refused} if refused else {}
-    )
+    return {**about(cells), "results": results} | ({"refused": refused} if refused else {})
 
 
 def _rounded(found: dict[str, Any]) -> dict[str, Any]:

@@ -101,6 +101,27 @@ def test_bos_stands_before_every_context(directory):
     assert (short.prompts["0"], short.fed["0"], short.task.targets("0")) == ((BOS, *b"d"), (*b"ef",), (*b"fg",))
 
 
+def test_several_texts_have_their_own_passages_and_short_ones_are_left_out(checkpoint, tmp_path, capsys):
+    texts = {"a": TEXT, "b": "too short", "c": TEXT[7:]}
+    setting = dataclasses.replace(SETTING, passages=1, batch=1)
+    (plan,) = module.prepare(checkpoint, texts, ["full"], setting, dtype="float32")
+    alone = [module.prepare(checkpoint, texts[name], ["full"], setting, dtype="float32")[0] for name in "ac"]
+    assert plan.task.rows == tuple(one.task.rows[0] for one in alone)
+    assert plan.task.key()["texts"] == ["a", "c"]
+    assert "texts" not in alone[0].task.key()
+    with pytest.raises(ValueError, match="none of 2 texts is long enough for 1 passages of 6 scored tokens after 40"):
+        module.prepare(checkpoint, {"b": "too short", "d": "x"}, ["full"], setting, dtype="float32")
+
+    from kvjax.cli.perplexity import _read
+
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    assert _read(tmp_path) == {f"{name}.txt": text for name, text in texts.items()}
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"has no \.txt files; those of PG19"):
+        _read(tmp_path / "empty")
+
+
 # -------------------------------------------------------------------------------------------------------------- results
 
 
@@ -207,7 +228,10 @@ def test_command_prints_a_table_and_goes_on_from_its_file(directory, tmp_path, c
     assert main([str(arg) for arg in [*args, "--json"]]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert [(row["cache"], row["budget"], row["tokens"]) for row in json.loads(out)] == [
+    made = json.loads(out)
+    assert {"date", "versions", "device", "source"} <= set(made["made"][0])
+    assert (made["text"], made["model"]["name"], made["dtype"]) == ("book.txt", directory.name, "float32")
+    assert [(row["cache"], row["budget"], row["tokens"]) for row in made["rows"]] == [
         ("full", None, 2 * STEPS),
         ("fier:group=8,chunk=8,dense_layers=1", 12, 2 * STEPS),
     ]

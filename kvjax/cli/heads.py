@@ -1,0 +1,62 @@
+"""`kvjax heads`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvjax.cli.options import Dtype, ModelDir, check_file, dtype_name, model_directory, without_weights
+from kvjax.cli.terminal import bar, bars, say, write
+
+
+def heads(
+    model_dir: ModelDir = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="JSON file for the heads. Without it they are only printed.", show_default=False),
+    ] = None,
+    echo: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of query heads that attend most to earlier copies of a token.")
+    ] = 0.01,
+    induction: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of query heads that attend most to what followed these copies.")
+    ] = 0.14,
+    length: Annotated[int, typer.Option(min=2, help="Random tokens that are repeated.")] = 256,
+    repeats: Annotated[int, typer.Option(min=2, help="How often they are read.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random tokens.")] = 0,
+    dtype: Dtype = None,
+) -> None:
+    """Finds the retrieval heads of a model, by RazorAttention's rule on repeated random tokens.
+
+    Prints the KV heads of each layer, and the caches that keep everything in these heads alone: give one to --cache of
+    the other commands.
+    """
+    check_file("--out", out)
+    kind, directory = dtype_name(dtype), model_directory(model_dir)
+    positions = without_weights(directory).config.max_positions
+    if positions is not None and length * repeats > positions:
+        raise ValueError(
+            f"--length {length} times --repeats {repeats} are {length * repeats} tokens, and the model has {positions} "
+            "positions; repeat fewer tokens"
+        )
+    progress = bars()
+
+    from kvjax import models
+    from kvjax.evaluate.heads import retrieval_heads
+
+    with progress:
+        with bar(progress, "loading weights"):
+            checkpoint = models.load(directory, dtype=kind)
+        with bar(progress, f"{length * repeats} random tokens"):
+            found = retrieval_heads(
+                checkpoint, echo=echo, induction=induction, length=length, repeats=repeats, seed=seed
+            )
+    for layer, own in enumerate(found.layers):
+        write(f"layer {layer}: {', '.join(map(str, own)) or '-'}\n")
+    write(f"{found.count} of {found.kv_heads * len(found.layers)} KV heads\n")
+    if out is not None:
+        found.save(out)
+        write(f"\n--cache razorattention:heads={out}\n--cache duoattention:heads={out}\n")
+        say(f"wrote {out}")
