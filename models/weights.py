@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,24 @@ def shipped() -> Path:
     It finds what is hidden in long texts, so that what a cache keeps can be seen, and reads as English; it knows little
     else. The README.md in it says what it was trained on and what it can do, `training/` how it was made.
 
+    A clone of kvjax has it, and so does the package `kvjax-26m`.
+
     >>> load(shipped()).config.max_positions
     16384
+
+    Raises:
+      FileNotFoundError: kvjax was installed without its model.
     """
-    return Path(str(resources.files("kvjax") / "data" / "kvjax-26m"))
+    package = find_spec("kvjax_26m")
+    homes = (package and package.submodule_search_locations) or ()
+    for home in (resources.files("kvjax") / "data" / "kvjax-26m", *homes):
+        directory = Path(str(home))
+        if (directory / "config.json").is_file():
+            return directory
+    raise FileNotFoundError(
+        "the model that comes with kvjax is not installed: it is the package kvjax-26m, which lies in kvjax/data of a "
+        "clone (pip install path/to/clone/kvjax/data); or give the directory of a checkpoint of your own"
+    )
 
 
 def load(

@@ -44,11 +44,13 @@ def test_bare_import_of_models_names_the_right_one():
     assert "kvjax.models" in result.stderr.splitlines()[-1]
 
 
+BUILD = "from setuptools import build_meta; print(build_meta.build_{}({!r}))"
+
+
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory):
     """A source distribution of this tree, and a wheel built from that alone."""
     folder = tmp_path_factory.mktemp("distributions")
-    build = "from setuptools import build_meta; print(build_meta.build_{}({!r}))"
     tree = folder / "tree"
     tree.mkdir()
     for path in ROOT.iterdir():  # links, so that a build leaves nothing behind here
@@ -59,18 +61,32 @@ def distributions(tmp_path_factory):
             "tests",
         ):
             (tree / path.name).symlink_to(path)
-    weights = shutil.ignore_patterns("*.safetensors", "__pycache__")
-    shutil.copytree(ROOT / "kvjax", tree / "kvjax", ignore=weights)
-    for path in (ROOT / "kvjax").rglob("*.safetensors"):  # empty: to compress them took most of the time
-        (tree / path.relative_to(ROOT)).touch()
-    made = run(build.format("sdist", str(folder)), tree)
+    copy_without_weights(ROOT / "kvjax", tree / "kvjax")
+    made = run(BUILD.format("sdist", str(folder)), tree)
     assert made.returncode == 0, made.stderr
     source = folder / made.stdout.splitlines()[-1]
     with tarfile.open(source) as archive:
         archive.extractall(folder, filter="data")
-    made = run(build.format("wheel", str(folder)), folder / source.name.removesuffix(".tar.gz"))
+    made = run(BUILD.format("wheel", str(folder)), folder / source.name.removesuffix(".tar.gz"))
     assert made.returncode == 0, made.stderr
     return source, folder / made.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def model_wheel(tmp_path_factory):
+    """The wheel of the model that ships, with empty weights."""
+    folder = tmp_path_factory.mktemp("model")
+    copy_without_weights(ROOT / "kvjax" / "data", folder / "data")
+    made = run(BUILD.format("wheel", str(folder)), folder / "data")
+    assert made.returncode == 0, made.stderr
+    return folder / made.stdout.splitlines()[-1]
+
+
+def copy_without_weights(source: Path, target: Path) -> None:
+    """With empty files for them: to compress the weights took most of the time."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__"))
+    for path in source.rglob("*.safetensors"):
+        (target / path.relative_to(source)).touch()
 
 
 def modules() -> set[str]:
@@ -84,11 +100,16 @@ def modules() -> set[str]:
 
 def test_wheel_holds_every_module_and_what_they_read(distributions):
     names = set(zipfile.ZipFile(distributions[1]).namelist())
-    model = {f"kvjax/data/{p.relative_to(ROOT / 'kvjax/data')}" for p in (ROOT / "kvjax/data").rglob("*.*")}
-    assert len(model) > 5
-    assert modules() | model | {"kvjax/py.typed", "kvjax/kernels_pallas/tuned.json"} <= names
+    assert modules() | {"kvjax/py.typed", "kvjax/kernels_pallas/tuned.json"} <= names
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"kvjax"}, "one top-level package"
     assert any(n.endswith("licenses/LICENSE") for n in names)
+    assert not any("26m" in n or n.endswith(".safetensors") for n in names), "the model is a package of its own"
+
+
+def test_wheel_of_the_model_holds_its_files_alone(model_wheel):
+    names = {n for n in zipfile.ZipFile(model_wheel).namelist() if ".dist-info" not in n}
+    assert names == {f"kvjax_26m/{p.name}" for p in (ROOT / "kvjax/data/kvjax-26m").iterdir()}
+    assert len(names) > 5
 
 
 def test_source_distribution_holds_the_tests_and_what_they_read(distributions):
@@ -98,15 +119,23 @@ def test_source_distribution_holds_the_tests_and_what_they_read(distributions):
     assert tests | {"pyproject.toml", "README.md", "LICENSE", "CONTRIBUTING.md", "constraints.txt"} <= names
 
 
-def test_wheel_imports_from_a_foreign_directory(distributions, tmp_path):
-    """The wheel's own files, unpacked, ahead of whatever kvjax is installed."""
-    site = tmp_path / "site"
+def test_wheels_work_in_a_foreign_directory(distributions, model_wheel, tmp_path):
+    """The wheels' own files, unpacked, ahead of whatever kvjax is installed: without the model, and then with it."""
+    site, model = tmp_path / "site", tmp_path / "model"
     zipfile.ZipFile(distributions[1]).extractall(site)
+    zipfile.ZipFile(model_wheel).extractall(model)
     code = (
         "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__name__', '')]\n"
         "import kvjax.cli, kvjax.kernels_pallas, kvjax.models\n"
-        "print(kvjax.__file__, kvjax.models.__file__, kvjax.kernels_pallas.__file__)"
+        "print(kvjax.__file__, kvjax.models.__file__, kvjax.kernels_pallas.__file__)\n"
+        "try: kvjax.models.shipped()\n"
+        "except FileNotFoundError as error: print(error)\n"
+        f"sys.path.append({str(model)!r})\n"
+        "print(kvjax.models.shipped())"
     )
     result = run(code, tmp_path, path=site)
     assert result.returncode == 0, result.stderr
-    assert all(name.startswith(str(site)) for name in result.stdout.split())
+    imported, missing, found = result.stdout.splitlines()
+    assert all(name.startswith(str(site)) for name in imported.split())
+    assert "pip install path/to/clone/kvjax/data" in missing
+    assert found == str(model / "kvjax_26m")
