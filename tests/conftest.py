@@ -151,15 +151,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByPrograms(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            # Each golden compiles a model of its own.
-            return nodeid if "test_goldens.py" in nodeid else _shared(nodeid)
+            return _shared(nodeid)
 
     config.option.loadscopereorder = False  # it would take the files with the most tests first, not the longest
     return ByPrograms(config, log)
 
 
 def _shared(nodeid: str) -> str:
-    """Names the tests that run the same compiled programs: a policy's laws, a file's tests."""
+    """Names the tests that run the same compiled programs: a policy's laws, a file's tests.
+
+    Each golden, and each random configuration, compiles programs of its own.
+    """
     file, _, test = nodeid.partition("::")
+    if "test_goldens.py" in file or test.startswith("test_random_"):
+        return nodeid
     law = re.fullmatch(r"test_law_holds\w*\[\w+-(.*)\]", test)
     return f"{file}::{law[1]}" if law else file

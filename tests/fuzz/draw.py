@@ -19,7 +19,8 @@ from kvjax import CacheSpec, presets
 
 CHUNK = 16  # tokens of prompt in a call
 WINDOWS = (None, None, None, 1, 7, 30)
-NEWER = 500  # configurations from here on are of what was added when those before it had a number
+# Configurations from these numbers on are of what was added when those before them had a number.
+NEWER, NEWEST = 500, 1000
 GROUP_REDUCES = ("mean_softmax", "per_head", "mean_query", "mean_score", "max_softmax", "sum_softmax")
 
 
@@ -30,10 +31,16 @@ class Configuration:
     window: int | None
     several: int = 0  # tokens of a `decode` call; 0 for scripts without
     leader: kvjax.Policy | None = None  # of a layer before, whose selection `policy` follows
+    truncates: bool = False  # whether scripts cut the cache, where the policy can
 
     @property
     def layers(self) -> list[kvjax.Policy]:
         return [self.policy] if self.leader is None else [self.leader, self.policy]
+
+    @property
+    def keeps_evicted(self) -> bool:
+        """Whether what an evictor lets go is in a store, so that a step reads everything."""
+        return hasattr(self.policy, "evictor") and hasattr(self.policy, "store")
 
     def __str__(self) -> str:
         leader = "" if self.leader is None else f", after {self.leader}"
@@ -45,8 +52,13 @@ def configuration(seed: int) -> Configuration:
     rng = np.random.default_rng([seed, 23])
     for _ in range(200):
         try:
-            policy, spec, window = (_policy if seed < NEWER else _newer)(rng), _spec(rng), _one(rng, *WINDOWS)
-            drawn = Configuration(policy, spec, window) if seed < NEWER else _with_steps(rng, policy, spec, window)
+            draw = _policy if seed < NEWER else _newer if seed < NEWEST else _newest
+            policy, spec, window = draw(rng), _spec(rng), _one(rng, *WINDOWS)
+            if isinstance(policy, kvjax.PerLayer):
+                leader, follower = policy.policy(0), policy.policy(1)
+                drawn = Configuration(follower, spec, window, _one(rng, 2, 3, 5), leader)
+            else:
+                drawn = Configuration(policy, spec, window) if seed < NEWER else _with_steps(rng, policy, spec, window)
             jax.eval_shape(partial(kvjax.init, drawn.layers, spec, layers=len(drawn.layers)))
         except (ValueError, NotImplementedError) as refusal:
             if "\n" in str(refusal):
@@ -54,8 +66,8 @@ def configuration(seed: int) -> Configuration:
             continue
         demote = getattr(getattr(policy, "retrieval", policy), "demote", None)
         # A block that forgets the order of its tokens refuses a sliding window when a step is traced.
-        ordered = getattr(demote, "ordered", True) and not hasattr(drawn.policy, "window")
-        return replace(drawn, window=window if ordered else None)
+        ordered = getattr(demote, "ordered", True) and not hasattr(drawn.policy, "window") and not drawn.keeps_evicted
+        return replace(drawn, window=window if ordered else None, truncates=seed >= NEWEST)
     raise AssertionError(f"seed {seed}: nothing of 200 draws was accepted")
 
 
@@ -119,6 +131,100 @@ def _newer(rng: np.random.Generator) -> kvjax.Policy:
         lambda rng: kvjax.PerHead(heads=(int(rng.integers(2)),), chosen=kvjax.Full(), others=_window(rng)),
     )
     return kinds[int(rng.integers(len(kinds)))](rng)
+
+
+def _newest(rng: np.random.Generator) -> kvjax.Policy | kvjax.PerLayer:
+    """A policy with a part that `_newer` lacks, or one of `_newer`, whose caches are also cut to shorter ones."""
+    kinds: tuple[Callable[[np.random.Generator], kvjax.Policy | kvjax.PerLayer], ...] = (
+        _newer,
+        _low_rank,
+        _low_rank,
+        _nucleus,
+        _nucleus,
+        lambda rng: kvjax.HeadBudgets(
+            evictor=_one(rng, _newer_evictor, _attentive)(rng),
+            budget=int(rng.integers(6, 60)),
+            floor=_one(rng, 0.0, 0.2, 1.0),
+            most=_one(rng, 1.0, 1.5, 3.0),
+        ),
+        lambda rng: kvjax.Mixed(
+            evictor=_attentive(rng), budget=int(rng.integers(4, 40)), store=_low_store(rng), chunk=_one(rng, 8, 16)
+        ),
+        lambda rng: kvjax.Evicting(evictor=kvjax.LogSpaced(), budget=int(rng.integers(3, 60))),
+        _whole,
+        _shared_preset,
+    )
+    return kinds[int(rng.integers(len(kinds)))](rng)
+
+
+def _low_rank(rng: np.random.Generator) -> kvjax.OutlierRetrieval:
+    page, learn = _one(rng, 4, 8), _one(rng, 8, 16)
+    return kvjax.OutlierRetrieval(
+        selector=kvjax.MeanPages(page=page, group_reduce=_one(rng, *GROUP_REDUCES)),
+        store=kvjax.LowRank(
+            rank=int(rng.integers(1, learn + 1)),
+            page=page,
+            outliers=_one(rng, 0, 1, 3),
+            learn=learn,
+            rope=_one(rng, None, kvjax.models.rope.Default()),
+            values=_one(rng, kvjax.Dense(), kvjax.HostOffload(page=page), kvjax.HostOffload(page=1)),
+        ),
+        budget=int(rng.integers(8, 60)),
+        sink=_sink(rng),
+        local=int(rng.integers(1, 12)),
+        demote=kvjax.Fifo(leave=_one(rng, learn, 2 * learn)),
+    )
+
+
+def _nucleus(rng: np.random.Generator) -> kvjax.Policy:
+    policy = _one(rng, _retrieval, _newer_retrieval)(rng)
+    scores = kvjax.Nucleus(selector=policy.selector, p=_one(rng, 0.05, 0.5, 0.95, 1.0))
+    policy = replace(policy, selector=scores)
+    return kvjax.Speculative(policy, tau=_one(rng, -1.0, 0.5)) if rng.random() < 0.2 else policy
+
+
+def _whole(rng: np.random.Generator) -> kvjax.Policy:
+    """A policy whose cache can be cut to any shorter one."""
+    return _one(
+        rng,
+        lambda: kvjax.Full(),
+        lambda: replace(
+            _newer_retrieval(rng), store=_one(rng, kvjax.Dense(), kvjax.HostOffload(), kvjax.HotSet(tokens=512))
+        ),
+        lambda: kvjax.Compressed(
+            store=_one(rng, kvjax.Dense(), kvjax.HostOffload(page=8)),
+            sink=_sink(rng),
+            local=int(rng.integers(1, 12)),
+            demote=kvjax.Fifo(leave=_one(rng, 8, 16)),
+        ),
+    )()
+
+
+def _shared_preset(rng: np.random.Generator) -> kvjax.PerLayer:
+    """Two layers of a preset, of which the second follows the first."""
+    budget, hot = int(rng.integers(24, 60)), _one(rng, 0, 512)
+    return _one(
+        rng,
+        lambda: presets.fier(budget, group=8, chunk=16, host=hot > 0, hot=hot, dense_layers=0, share=2),
+        lambda: presets.quest(budget, page=8, host=hot > 0, hot=hot, dense_layers=0, share=2),
+        lambda: presets.freekv(budget, page=8, sink=4, local=8, hot=hot, dense_layers=0, share=2),
+        lambda: presets.exact(budget, chunk=16, dense_layers=0, anchors=(0,)),
+    )()
+
+
+def _attentive(rng: np.random.Generator) -> Any:
+    """An evictor that looks at attention in every step."""
+    return _one(rng, lambda: kvjax.HeavyHitter(recent=_one(rng, 0.0, 0.3, 0.8)), lambda: kvjax.LastQuery())()
+
+
+def _low_store(rng: np.random.Generator) -> Any:
+    return _one(
+        rng,
+        lambda: kvjax.Dense(),
+        lambda: kvjax.Dense(),
+        lambda: kvjax.HostOffload(page=_one(rng, 1, 8)),
+        lambda: kvjax.Quantized(bits=8, key_group=8, value_group=8),
+    )()
 
 
 def _newer_retrieval(rng: np.random.Generator) -> kvjax.Retrieval:

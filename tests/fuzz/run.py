@@ -36,8 +36,14 @@ class Programs:
         self.decode = jax.jit(partial(_in_layers, kvjax.decode_info, window=drawn.window), donate_argnums=0)
         self.insert = jax.jit(kvjax.insert)
         self.rollback = jax.jit(kvjax.rollback)
+        self.truncate = jax.jit(kvjax.truncate)
         self.empty = kvjax.init(drawn.layers, drawn.spec, layers=len(drawn.layers))
         self.reversible = all(isinstance(policy, kvjax.Reversible) for policy in drawn.layers)
+        try:
+            jax.eval_shape(kvjax.truncate, self.empty, np.zeros(drawn.spec.batch, np.int32))
+            self.shortens = drawn.truncates
+        except ValueError:
+            self.shortens = False
 
 
 def _in_layers(verb: Any, cache: kvjax.Cache, q: Any, k: Any, v: Any, **settings: Any) -> tuple[Any, kvjax.Cache, Any]:
@@ -61,7 +67,11 @@ class Rows:
         self.keys: list[list[np.ndarray]] = [[] for _ in range(self.spec.batch)]
         self.values: list[list[np.ndarray]] = [[] for _ in range(self.spec.batch)]
         self.dropped = np.zeros(self.spec.batch, bool)  # rows that outgrew the capacity: what they hold is not known
+        self.everything = programs.drawn.keeps_evicted
         self.forgets = any(hasattr(self.policy, part) for part in ("evictor", "window", "others"))
+        self.forgets &= not self.everything
+        # What is kept in 8 bits is not compared to the bit.
+        self.allowed = 0.1 if self.everything and _rounds(self.policy) else 2 * tolerance(self.spec)
         self.stored: dict[tuple[int, int, int], Any] = {}  # of the row that is compared, as `_stored` made it
 
     # ------------------------------------------------------------------------------------------------------- calls
@@ -73,6 +83,8 @@ class Rows:
             self.prompt()
         elif kind < 0.27 and self.spec.batch > 1:
             self.insert()
+        elif kind < 0.33 and self.programs.shortens:
+            self.truncate()
         elif kind > 0.7 and self.programs.drawn.several:
             self.decode()
         else:
@@ -124,6 +136,16 @@ class Rows:
         self.stored = {}
         self._lengths()
 
+    def truncate(self) -> None:
+        """Cuts the cache to any earlier lengths."""
+        held = np.asarray(self.cache.length)
+        kept = np.where(self.dropped, held, self.rng.integers(0, held + 1))
+        self.cache = self.programs.truncate(self.cache, kept.astype(np.int32))
+        for b in np.flatnonzero(~self.dropped):
+            del self.keys[b][kept[b] :], self.values[b][kept[b] :]
+        self.stored = {}
+        self._lengths()
+
     def _take(self, out: Any, cache: Any, info: Any, qkv: tuple[np.ndarray, ...], count: np.ndarray) -> None:
         """Of each row the first `count` of T steps that were made, out [B, T, N, D]; checks each that a row took."""
         self.cache = cache
@@ -142,11 +164,21 @@ class Rows:
         for b, n in enumerate(count):
             self._finite(out[b, :n], "a step")
             for t in range(n if not self.dropped[b] else 0):
+                if positions is None and self.everything:
+                    self._check_everything(b, before[b] + t, out[b, t], q[b, t], attended[t, b])
+                    continue
                 if positions is None:
                     self._check_compensated(b, before[b] + t, out[b, t], q[b, t])
                     continue
                 told = None if weights is None else weights[t, b]
                 self._check_step(b, before[b] + t, out[b, t], q[b, t], positions[t, b], attended[t, b], told)
+
+    def _check_everything(self, b: int, held: int, out: np.ndarray, q: np.ndarray, attended: np.ndarray) -> None:
+        """`out` is attention over all tokens."""
+        where = f"row {b} of {held + 1} tokens"
+        if (attended != held + 1).any():
+            raise Wrong(f"{where}: tells that it read {attended.tolist()}")
+        self._compare(out, q, b, np.arange(held + 1), held, where)
 
     def _check_compensated(self, b: int, held: int, out: np.ndarray, q: np.ndarray) -> None:
         """`out` is attention over sink and newest tokens, and over the mean of all others, as often as they are."""
@@ -176,6 +208,10 @@ class Rows:
     ) -> None:
         """`positions` i[K, H, M] are a fair reading of the row's tokens, and `out` [N, D] is attention over them."""
         n, group = held + 1, self.spec.group
+        if hasattr(self.policy, "head_bounds"):
+            together, most = int((positions >= 0).sum()), self.policy.budget * self.spec.kv_heads
+            if together > most:
+                raise Wrong(f"row {b} of {n} tokens: its heads read {together} tokens, more than {most} together")
         low = 0 if self.window is None else max(n - self.window, 0)
         for kv in range(self.spec.kv_heads):
             found = [np.sort(choice[choice >= 0]) for choice in positions[kv]]
@@ -205,12 +241,16 @@ class Rows:
         if hasattr(self.policy, "others"):  # each head has a policy of its own
             return
         inner = getattr(self.policy, "retrieval", self.policy)
-        budget = getattr(self.programs.drawn.leader or inner, "budget", None)
+        selects = self.programs.drawn.leader or self.policy
+        selects = getattr(selects, "retrieval", selects)
+        budget = getattr(selects, "budget", None)
         if budget is None:
             if self.window is None and len(read) != n:
                 raise Wrong(f"{where}: reads {len(read)} of {n} tokens, and has no budget")
             return
-        most = max(budget, getattr(self.programs.drawn.leader or inner, "dense_below", 0))
+        most = max(budget, getattr(selects, "dense_below", 0))
+        if hasattr(self.policy, "head_bounds"):
+            most = self.policy.head_bounds[1]
         if len(read) > most:
             raise Wrong(f"{where}: reads {len(read)} tokens, more than {most}")
         if self.window is None and hasattr(inner, "local"):
@@ -288,7 +328,7 @@ class Rows:
                 head = i // spec.group if kv is None else kv
                 want[i] = _attend(query, k[:, head], v[:, head], 0.0 if log_weights is None else log_weights)
             errors.append(float(np.abs(out - want).max()))
-            if errors[-1] <= 2 * tolerance(spec):
+            if errors[-1] <= self.allowed:
                 return
         raise Wrong(f"{where}: differs from attention over what it read by {min(errors):.2e}")
 
@@ -328,7 +368,7 @@ def _attend(query: np.ndarray, k: np.ndarray, v: np.ndarray, log_weights: Any = 
 def _rounds(policy: Any) -> bool:
     store = getattr(getattr(policy, "retrieval", policy), "store", None)
     inner = getattr(store, "store", store)  # of a hot set
-    return hasattr(inner, "bits") or type(inner).__name__ == "HostFloat8"
+    return any(hasattr(inner, part) for part in ("bits", "rank")) or type(inner).__name__ == "HostFloat8"
 
 
 def run_all(programs: Programs, seeds: Iterable[int]) -> None:

@@ -1,11 +1,15 @@
 """Random caches under random calls give what plain lists of tokens give: no wrong output, no token lost in silence.
 
-A failure names its script s; `run(Programs(configuration(s // SCRIPTS)), s)` repeats it.
+A failure names its script s; `run(Programs(configuration(s // SCRIPTS)), s)` repeats it. KVJAX_FUZZ=2000:2600 runs the
+configurations of these numbers, whatever is in the suite; with many cores:
+
+    KVJAX_FUZZ=2000:2600 python -m pytest tests/fuzz/test_fuzz.py -k random_scripts --thorough -n 16 -rf
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
@@ -18,12 +22,17 @@ from tests.fuzz.run import Programs, Wrong, run_all
 from tests.laws.broken import BrokenFull
 
 SCRIPTS = 4  # of a configuration, which share its compiled programs
-CONFIGURATIONS = 1000
+CONFIGURATIONS = 1600
 QUICK = (2, 3, 676)  # in every run of the suite; what once failed joins them
 
 
+def _numbers() -> range:
+    first, _, end = os.environ.get("KVJAX_FUZZ", f"0:{CONFIGURATIONS}").partition(":")
+    return range(int(first), int(end))
+
+
 @pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=() if n in QUICK else pytest.mark.thorough) for n in range(CONFIGURATIONS)]
+    "number", [pytest.param(n, marks=() if n in QUICK else pytest.mark.thorough) for n in _numbers()]
 )
 def test_random_scripts_on_a_random_configuration(number: int) -> None:
     run_all(Programs(configuration(number)), range(SCRIPTS * number, SCRIPTS * (number + 1)))
@@ -61,6 +70,41 @@ class MixesRows(kvjax.Retrieval):
         return dataclasses.replace(after, recent=recent)
 
 
+class OverBudget(kvjax.HeadBudgets):
+    """HeadBudgets whose heads together hold more than the layer's budget."""
+
+    def _share(self, slots: int) -> int:
+        return min(self.budget + 3, slots)
+
+
+class StoresOneTwice(kvjax.Mixed):
+    """A Mixed whose flush stores one of the tokens that left in place of another."""
+
+    def flush(self, st: Any) -> Any:
+        v = st.waiting.v
+        wrong = dataclasses.replace(st, waiting=dataclasses.replace(st.waiting, v=v.at[:, :, 2].set(v[:, :, 1])))
+        return super().flush(wrong)
+
+
+class LearnsAnew(kvjax.LowRank):
+    """A LowRank that learns a new basis with each flush, in which the old coefficients mean other keys."""
+
+    def append(self, st: Any, k: Any, v: Any, count: Any) -> Any:
+        fresh = super().append(dataclasses.replace(st, count=jnp.zeros_like(st.count)), k, v, count)
+        right = super().append(st, k, v, count)
+        return dataclasses.replace(right, basis=jnp.where((count > 0)[:, None], fresh.basis, st.basis))
+
+
+class SelectsTwice(kvjax.Nucleus):
+    """A Nucleus that gives its best unit twice."""
+
+    def select(self, ix: Any, q: Any, among: Any, *, scale: float) -> Any:
+        best = super().select(ix, q, among, scale=scale)
+        return best._replace(
+            slots=best.slots.at[..., 1].set(best.slots[..., 0]), valid=best.valid.at[..., 1].set(best.valid[..., 0])
+        )
+
+
 PARTS: dict[str, Any] = {
     "selector": kvjax.Fier(group=8),
     "budget": 24,
@@ -72,6 +116,14 @@ FAULTS: dict[str, kvjax.Policy] = {
     "a token is written over its neighbour": LosesOne(**PARTS),
     "positions that were not read": TellsOthers(**PARTS),
     "rows mixed by a flush": MixesRows(**PARTS),
+    "heads over their budget": OverBudget(evictor=kvjax.Observation(window=4, kernel_size=1), budget=12),
+    "an evicted token is lost": StoresOneTwice(budget=12, store=kvjax.Dense(), chunk=8),
+    "a basis that changes": kvjax.OutlierRetrieval(
+        selector=kvjax.MeanPages(page=4),
+        store=LearnsAnew(rank=8, page=4, outliers=1, learn=8, values=kvjax.Dense()),
+        **{name: part for name, part in PARTS.items() if name != "selector"},
+    ),
+    "a unit selected twice": kvjax.Retrieval(**PARTS | {"selector": SelectsTwice(selector=kvjax.Exact(), p=0.9)}),
 } | {
     fault: BrokenFull(fault=fault)
     for fault in (
@@ -110,6 +162,14 @@ def test_a_fault_of_rollback_is_found() -> None:
     """A token too many stays."""
     programs = Programs(Configuration(kvjax.Full(), SPEC, None, several=3))
     programs.rollback = jax.jit(lambda cache, to: kvjax.rollback(cache, jnp.minimum(to + 1, cache.length)))
+    with pytest.raises(Wrong):
+        run_all(programs, range(SCRIPTS))
+
+
+def test_a_fault_of_truncate_is_found() -> None:
+    """A token too many stays."""
+    programs = Programs(Configuration(kvjax.Full(), SPEC, None, truncates=True))
+    programs.truncate = jax.jit(lambda cache, to: kvjax.truncate(cache, jnp.minimum(to + 1, cache.length)))
     with pytest.raises(Wrong):
         run_all(programs, range(SCRIPTS))
 
