@@ -37,7 +37,7 @@ def floor_us(policy: Any, spec: CacheSpec, budget: int) -> float:
     """What a step of a layer reads at least."""
     K, D, size, B = spec.kv_heads, spec.head_dim, spec.dtype.itemsize, spec.batch
     pair, length = 2 * K * D * size, spec.capacity
-    inner = getattr(policy, "retrieval", policy)
+    inner = getattr(policy, "retrieval", getattr(policy, "window", policy))
     store, selector = getattr(inner, "store", None), getattr(inner, "selector", None)
     if isinstance(inner, kvjax.Mixed):
         return B * (pair * budget + inner.bytes_per_token(spec) * (length - budget)) / BYTES_PER_US
