@@ -11,11 +11,9 @@ Without a GPU (`--quick`) the host's clock is read and cuDNN is left out.
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +21,7 @@ import jax.numpy as jnp
 from decode_step import cudnn, kvjax_step, random_pair, through
 from device_time import BYTES_PER_US
 from jax import Array
-from layers import clock, out_of, save, show
+from layers import LAYER, SMALL_LAYER, clock, names, numbers, options, out_of, parse, save, show
 
 import kvjax
 from kvjax import CacheSpec, presets
@@ -111,24 +109,14 @@ def measure(method: str, spec: CacheSpec, budget: int, calls: int, chunk: int) -
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    def numbers(text: str) -> list[int]:
-        return [int(n) for n in text.split(",")]
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, "compared.json", calls=20)
     parser.add_argument("--lengths", type=numbers, default=[32768, 131072])
     parser.add_argument("--batches", type=numbers, default=[1])
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=METHODS)
+    parser.add_argument("--methods", type=names, default=METHODS)
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of the prompt in a call")
-    parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="default: results/compared.json; with --quick nothing is written")
-    parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
-    given = parser.parse_args(args)
-    shape = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": jnp.dtype(jnp.bfloat16)}
-    if given.quick:
-        shape = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": jnp.dtype(jnp.float32)}
-    elif jax.default_backend() != "gpu":
-        parser.error("this measures a GPU; --quick runs small sizes without one")
+    given = parse(parser, args)
+    shape = SMALL_LAYER if given.quick else LAYER
     what = "a decode step of attention of a layer, " + ", ".join(f"{k} {v}" for k, v in shape.items())
     what += f"; budget {given.budget}; normal random keys, values and queries; us: device time of the kernels"
     for length in given.lengths:

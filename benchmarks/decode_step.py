@@ -21,17 +21,28 @@ clock is read and cuDNN is left out; that says that the script works, and nothin
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from device_time import BYTES_PER_US
 from jax import Array, lax
-from layers import clock, floor_us, implementation, out_of, save, show
+from layers import (
+    LAYER,
+    SMALL_LAYER,
+    clock,
+    floor_us,
+    implementation,
+    names,
+    numbers,
+    options,
+    out_of,
+    parse,
+    save,
+    show,
+)
 
 import kvjax
 from kvjax import CacheSpec, ops, presets
@@ -143,23 +154,15 @@ def measure(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers: Callable[[str], list[int]] = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser = options(__doc__, "decode_step.json", calls=20)
     parser.add_argument("--lengths", type=numbers, default=list(LENGTHS))
     parser.add_argument("--batches", type=numbers, default=list(BATCHES))
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=METHODS)
-    parser.add_argument("--implementations", type=lambda text: text.split(","), default=["default", "kernels", "xla"])
+    parser.add_argument("--methods", type=names, default=METHODS)
+    parser.add_argument("--implementations", type=names, default=["default", "kernels", "xla"])
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--dense-capacity", type=int, help="default: as measured for this device")
-    parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="default: results/decode_step.json; with --quick nothing is written")
-    parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
-    given = parser.parse_args(args)
-    shape, most_layers = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": jnp.dtype(jnp.bfloat16)}, 16
-    if given.quick:
-        shape, most_layers = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": jnp.dtype(jnp.float32)}, 2
-    elif jax.default_backend() != "gpu":
-        parser.error("this measures a GPU; --quick runs small sizes without one")
+    given = parse(parser, args)
+    shape, most_layers = (SMALL_LAYER, 2) if given.quick else (LAYER, 16)
 
     dense_capacity = "auto" if given.dense_capacity is None else given.dense_capacity
     key, shown = ("method", "implementation", "length", "batch", "backend"), False

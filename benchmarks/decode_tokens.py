@@ -10,13 +10,11 @@ that of one token, in the same run: 1 would be a pass that costs no more for T t
 
 from __future__ import annotations
 
-import argparse
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,7 +23,7 @@ import jax.numpy as jnp
 from decode_step import L2_BYTES, policies, random_pair, through
 from device_time import BYTES_PER_US
 from jax import Array
-from layers import clock, floor_us, out_of, save, show
+from layers import LAYER, SMALL_LAYER, clock, floor_us, names, numbers, options, out_of, parse, save, show
 
 import kvjax
 from kvjax import CacheSpec
@@ -92,26 +90,18 @@ def measure(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers: Callable[[str], list[int]] = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser = options(__doc__, "decode_tokens.json", calls=6)
     parser.add_argument("--lengths", type=numbers, default=[131072])
     parser.add_argument("--batches", type=numbers, default=[1])
     parser.add_argument("--tokens", type=numbers, default=[1, 2, 4, 8, 16])
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=METHODS)
+    parser.add_argument("--methods", type=names, default=METHODS)
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--alike", type=lambda text: [float(part) for part in text.split(",")], default=[0.0])
     parser.add_argument(
         "--config", action="append", default=[], help="also KERNEL:FIELD=N,...;KERNEL:...; these are not written"
     )
-    parser.add_argument("--calls", type=int, default=6)
-    parser.add_argument("--out", type=Path, help="default: results/decode_tokens.json; with --quick nothing is written")
-    parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
-    given = parser.parse_args(args)
-    shape, most_layers = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": jnp.dtype(jnp.bfloat16)}, 16
-    if given.quick:
-        shape, most_layers = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": jnp.dtype(jnp.float32)}, 2
-    elif jax.default_backend() != "gpu":
-        parser.error("this measures a GPU; --quick runs small sizes without one")
+    given = parse(parser, args)
+    shape, most_layers = (SMALL_LAYER, 2) if given.quick else (LAYER, 16)
     what = "several decode steps of a row at once, a layer, " + ", ".join(f"{k} {v}" for k, v in shape.items())
     what += f"; budget {given.budget}; normal random keys, values and queries; us: device time of the kernels; "
     what += "alike: correlation of the queries of two tokens"

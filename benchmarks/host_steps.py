@@ -12,12 +12,10 @@ read from the host. `--shape qwen` has the heads of Qwen2.5-7B, for the growth f
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from decode_step import random_pair
 from jax import Array, lax
-from layers import clock, implementation, out_of, save, show
+from layers import clock, implementation, names, numbers, options, out_of, parse, save, show
 
 import kvjax
 from kvjax import CacheSpec, presets
@@ -109,24 +107,18 @@ def measure(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers: Callable[[str], list[int]] = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser = options(__doc__, "host_steps.json", calls=20)
     reals: Callable[[str], list[float]] = lambda text: [float(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--lengths", type=numbers, default=[131072])
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=["fier"])
+    parser.add_argument("--methods", type=names, default=["fier"])
     parser.add_argument("--hot", type=numbers, default=[4096, 8192], help="tokens; 0 leaves it out")
     parser.add_argument("--correlations", type=reals, default=[1.0, 0.97, 0.9, 0.0])
     parser.add_argument("--shape", choices=SHAPES, default="llama")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--implementation", default="default", help="or kernels: also those that nobody has measured")
-    parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="default: results/host_steps.json; with --quick nothing is written")
-    parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
-    given = parser.parse_args(args)
-    if not given.quick and jax.default_backend() != "gpu":
-        parser.error("this measures a GPU; --quick runs small sizes without one")
+    given = parse(parser, args)
     heads, kv_heads, channels = SHAPES["quick" if given.quick else given.shape]
     dtype = jnp.dtype(jnp.float32 if given.quick else jnp.bfloat16)
     what = f"a decode step of attention of a layer, history on the device or the host; head_dim {channels}, {dtype}, "

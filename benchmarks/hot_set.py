@@ -11,20 +11,18 @@ it times, the script compares the tokens that come out of the hot set with those
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from layers import clock, implementation, out_of, save, show
+from layers import LAYER, SMALL_LAYER, clock, implementation, numbers, options, out_of, parse, save, show
 
 from kvjax import CacheSpec, Dense, HostOffload, HotSet, ops
 from kvjax.partial import Span
@@ -121,22 +119,14 @@ def measure(kind: str, spec: CacheSpec, select: int, tokens: int, hits: float, c
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers: Callable[[str], list[int]] = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser = options(__doc__, "hot_set.json", calls=20)
     parser.add_argument("--cases", default="1x131072,8x32768,48x32768", help="rows x tokens")
     parser.add_argument("--hits", type=numbers, default=[0, 50, 90, 100], help="per cent")
     parser.add_argument("--tokens", type=numbers, default=[8192], help="of the hot set, a row and KV head")
     parser.add_argument("--select", type=int, default=1984)
     parser.add_argument("--implementation", default="default", help="or kernels: also those that nobody has measured")
-    parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="default: results/hot_set.json; with --quick nothing is written")
-    parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
-    given = parser.parse_args(args)
-    shape = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": jnp.dtype(jnp.bfloat16)}
-    if given.quick:
-        shape = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": jnp.dtype(jnp.float32)}
-    elif jax.default_backend() != "gpu":
-        parser.error("this measures a GPU; --quick runs small sizes without one")
+    given = parse(parser, args)
+    shape = SMALL_LAYER if given.quick else LAYER
     what = "selected tokens read and attended in a layer, " + ", ".join(f"{k} {v}" for k, v in shape.items())
     what += f"; zeros; us: host's clock, kernels_us: device time, medians of {given.calls} calls"
     key = ("kind", "batch", "length", "select", "tokens", "hit_rate", "implementation", "backend")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 from device_time import BYTES_PER_US, kernels
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
@@ -88,6 +90,36 @@ def floor_us(policy: Policy, spec: CacheSpec, length: int, steps: int = 1) -> fl
     else:
         raise TypeError(f"what does {policy} read?")
     return spec.batch * read / BYTES_PER_US
+
+
+# Of a layer of Llama-3.1-8B, and with `--quick`.
+LAYER: dict[str, Any] = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": jnp.dtype(jnp.bfloat16)}
+SMALL_LAYER: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": jnp.dtype(jnp.float32)}
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def options(doc: str | None, results: str, calls: int) -> argparse.ArgumentParser:
+    """A parser with `--calls`, `--out` and `--quick` for a benchmark that writes the file `results`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=calls)
+    parser.add_argument("--out", type=Path, help=f"default: results/{results}; with --quick nothing is written")
+    parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> argparse.Namespace:
+    """The options; ends the program where there is no GPU to measure and `--quick` was not given."""
+    given = parser.parse_args(args)
+    if not given.quick and jax.default_backend() != "gpu":
+        parser.error("this measures a GPU; --quick runs small sizes without one")
+    return given
 
 
 def out_of(given: Any, name: str) -> Path | None:

@@ -11,17 +11,15 @@ and `seal_added` is its share of a decoded token's time in a layer, all of it (a
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from layers import clock, keep_counts, out_of, save, show
+from layers import clock, keep_counts, names, numbers, options, out_of, parse, save, show
 
 import kvjax
 from kvjax import presets
@@ -85,17 +83,11 @@ def measure(name: str, config: DecoderConfig, model: Decoder, length: int, batch
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers: Callable[[str], list[int]] = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser = options(__doc__, "prefill.json", calls=5)
     parser.add_argument("--lengths", type=numbers, default=[32768, 131072])
     parser.add_argument("--batches", type=numbers, default=[1])
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(POLICIES), help="full comes first")
-    parser.add_argument("--calls", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="default: results/prefill.json; with --quick nothing is written")
-    parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
-    given = parser.parse_args(args)
-    if not given.quick and jax.default_backend() != "gpu":
-        parser.error("this measures a GPU; --quick runs small sizes without one")
+    parser.add_argument("--methods", type=names, default=list(POLICIES), help="full comes first")
+    given = parse(parser, args)
     small = SMALL if given.quick else {}
     config = dataclasses.replace(FULL, layers=LAYERS, windows=(), vocab_size=1024, **small)
     model = random_model(config, "float32" if given.quick else "bfloat16")

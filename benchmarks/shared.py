@@ -12,18 +12,16 @@ are equal but for rounding.
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from decode_step import random_pair
 from jax import Array, lax
-from layers import clock, out_of, save, show
+from layers import LAYER, SMALL_LAYER, clock, names, numbers, options, out_of, parse, save, show
 
 import kvjax
 from kvjax import CacheSpec, ops, presets
@@ -115,22 +113,14 @@ def measure(method: str, share: int, spec: CacheSpec, budget: int, calls: int, c
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers: Callable[[str], list[int]] = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser = options(__doc__, "shared.json", calls=20)
     parser.add_argument("--lengths", type=numbers, default=[131072])
     parser.add_argument("--batches", type=numbers, default=[1, 8])
     parser.add_argument("--shares", type=numbers, default=[1, 2, 4])
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
+    parser.add_argument("--methods", type=names, default=list(METHODS))
     parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="default: results/shared.json; with --quick nothing is written")
-    parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
-    given = parser.parse_args(args)
-    shape = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": jnp.dtype(jnp.bfloat16)}
-    if given.quick:
-        shape = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": jnp.dtype(jnp.float32)}
-    elif jax.default_backend() != "gpu":
-        parser.error("this measures a GPU; --quick runs small sizes without one")
+    given = parse(parser, args)
+    shape = SMALL_LAYER if given.quick else LAYER
     what = "a decode step of attention, mean over layers of which some share a selection, "
     what += ", ".join(f"{k} {v}" for k, v in shape.items())
     what += f"; budget {given.budget}; normal random keys, values and queries; us: device time of the kernels, median "
