@@ -1,15 +1,16 @@
 """One GPU against several: the same tokens, and TPOT of a Llama-3.1-8B shape with random weights, by placement.
 
-    python benchmarks/devices.py [--methods full,fier] [--length 32768] [--batch 8] [--layers 32] [--no-check]
+    python benchmarks/devices.py [--methods full,fier] [--placements none,ctx=2] [--layers 8] [--seconds 110]
 
 Needs two GPUs or more; with n of them the placements are none, a mesh of one device (what a placement costs by itself),
 data=n (rows split, the model on each), model=n (heads, MLP and vocabulary split) and ctx=n (the tokens of each row
-split, the model on each). The check decodes with a small
-model in float32, whose tokens must be those of one GPU. The times are of bfloat16 over a synthetic cache, medians over
-blocks of steps, and each decode loop is one program, so nothing of the host is in them but one call a block.
+split, the model on each). First a small model in float32 decodes by each method and placement; its tokens must be those
+of one GPU. The times are of bfloat16 over a synthetic cache, medians over blocks of steps. Each decode loop is one
+program, so nothing of the host is in them but one call a block.
 
-Written to results/devices.json row by row: bytes of weights and cache of one device, the floor (these bytes that a step
-reads over the memory's bandwidth, without the traffic between devices), and the collectives of the decode loop.
+Each row is written to results/devices.json when it is there, and replaces the one of the same sizes: bytes of weights
+and cache of one device, the floor (the weights over the memory's bandwidth, without the traffic between devices), and
+the collectives of the decode loop.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import argparse
 import gc
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from device_time import BYTES_PER_US, write
+from device_time import BYTES_PER_US
 from jax.sharding import Mesh
-from layers import show
+from layers import out_of, save, show
 
 import kvjax
 from kvjax import Cache, PerLayer, Placement, presets
@@ -48,7 +49,7 @@ METHODS: dict[str, Callable[[int], PerLayer]] = {
     "kivi": lambda budget: presets.kivi(),
     "tova": presets.tova,
 }
-CHECKED = ("fier", "tova")  # of the check: an index over all tokens, and a mean over all heads
+KEY = ("part", "method", "placement", "layers", "length", "batch", "budget")
 COLLECTIVE = re.compile(r" = .*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
 
@@ -65,9 +66,9 @@ def placements(devices: Sequence[Any]) -> dict[str, Placement | None]:
 
 
 def check(
-    places: dict[str, Placement | None], methods: Sequence[str], *, width: int, length: int
-) -> list[dict[str, Any]]:
-    """Tokens of a small model in float32, by method and placement, against those of one device."""
+    method: str, places: dict[str, Placement | None], *, width: int, length: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """By placement, whether the tokens of a small model in float32 are those of one device."""
     config = replace(
         throughput.SHAPES["llama-3.2-1b"], layers=2, windows=(), hidden_size=width, intermediate_size=width, head_dim=64
     )
@@ -75,21 +76,17 @@ def check(
     model = throughput.random_model(config, "float32")
     tokens = np.random.default_rng(0).integers(512, size=(8, length), dtype=np.int32)
     lengths = length - length // 16 * np.arange(8, dtype=np.int32)
-    rows = []
-    for method in methods:
-        policy = METHODS[method](320)
-        policies = PerLayer(policy.first[:1], policy.rest)
-        alone: Any = None
-        for name, place in places.items():
-            own = model if place is None else distribute(model, place)
-            cache = kvjax.init(policies, own.spec(batch=8, capacity=length + 128), layers=2, placement=place)
-            done = generate(own, cache, tokens, lengths, max_new_tokens=length // 8)
-            alone = done if alone is None else alone
-            error = float(np.abs(np.asarray(done.logits) - np.asarray(alone.logits)).max())
-            same = bool(np.array_equal(done.tokens, alone.tokens))
-            rows.append({"check": method, "placement": name, "same_tokens": same, "largest_difference": error})
-            show(rows[-1])
-    return rows
+    policy = METHODS[method](320)
+    policies = PerLayer(policy.first[:1], policy.rest)
+    alone: Any = None
+    for name, place in places.items():
+        own = model if place is None else distribute(model, place)
+        cache = kvjax.init(policies, own.spec(batch=8, capacity=length + 128), layers=2, placement=place)
+        done = generate(own, cache, tokens, lengths, max_new_tokens=length // 8)
+        alone = done if alone is None else alone
+        error = float(np.abs(np.asarray(done.logits) - np.asarray(alone.logits)).max())
+        same = bool(np.array_equal(done.tokens, alone.tokens))
+        yield name, {"same_tokens": same, "largest_difference": error}
 
 
 def fill(cache: Cache, length: int) -> Cache:
@@ -147,52 +144,63 @@ def decode_time(
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", type=lambda text: text.split(","), default=["full", "fier"])
+    parser.add_argument("--placements", type=lambda text: text.split(","), help="of those above, beside none")
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no further row after so many")
     parser.add_argument("--no-check", action="store_true", help="times alone")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="small sizes on any devices; nothing is written")
     given = parser.parse_args(args)
+    end = time.monotonic() + given.seconds
     if not given.quick and (jax.default_backend() != "gpu" or jax.device_count() < 2):
         parser.error("this compares one GPU with several, and found no two; --quick runs small sizes on any devices")
-    config, dtype, blocks, block = (
-        replace(throughput.SHAPES["llama-3.1-8b"], layers=given.layers, windows=()),
-        "bfloat16",
-        4,
-        32,
-    )
+    config = replace(throughput.SHAPES["llama-3.1-8b"], layers=given.layers, windows=())
+    dtype, blocks, block, small = "bfloat16", 4, 32, {"width": 1024, "length": 800}
     if given.quick:
         config = replace(config, layers=3, windows=(), hidden_size=64, intermediate_size=64, vocab_size=64, head_dim=16)
-        dtype, given.length, given.budget, blocks, block = "float32", 300, 128, 2, 4
+        dtype, given.length, given.budget, blocks, block, small = "float32", 300, 128, 2, 4, {"width": 64, "length": 96}
     places = placements(jax.devices())
-    checked: dict[str, Any] = {"width": 64, "length": 96} if given.quick else {"width": 1024, "length": 800}
-    methods = () if given.no_check else CHECKED[:1] if given.quick else CHECKED
-    rows = check(places, methods, **checked)
-    save = partial(
-        write,
-        "devices.json",
-        f"one GPU against {jax.device_count()}; tokens of a small model in float32, and TPOT of llama-3.1-8b's shape, "
-        f"{config.layers} layers, {given.batch} rows of {given.length} tokens, budget {given.budget}, {dtype}",
-        "keys, values and weights normal, a prompt of random tokens for the check",
-        times=f"milliseconds a step by the host's clock, medians of {blocks} blocks of {block} steps of one program; "
-        "floor: bytes of the weights of a device / 4.3 TB/s",
-    )
-    model = throughput.random_model(config, dtype)
-    for method in given.methods:
-        alone: Any = None
-        for name, place in places.items():
-            own = model if place is None else distribute(model, place)
-            settings = {"length": given.length, "batch": given.batch, "block": block, "blocks": blocks}
-            row, first = decode_time(own, METHODS[method](given.budget), place, **settings)
-            alone = first if alone is None else alone
-            row["share_of_same_tokens"] = round(float(np.mean(first == alone)), 4)
-            rows.append({"method": method, "placement": name, **row})
-            show(rows[-1])
-            if not given.quick:
-                save(rows=rows)
-            del own
-            gc.collect()
+    if unknown := set(given.placements or ()) - set(places):
+        parser.error(f"--placements: {', '.join(sorted(unknown))}; here are {', '.join(places)}")
+    # The others are compared with "none".
+    places = {"none": None} | {name: places[name] for name in given.placements or places}
+    sizes = {"layers": config.layers, "length": given.length, "batch": given.batch, "budget": given.budget}
+    rows: list[dict[str, Any]] = []
+
+    def keep(part: str, method: str, name: str, found: dict[str, Any]) -> None:
+        rows.append({"part": part, "method": method, "placement": name, **found, **sizes})
+        show({name: value for name, value in rows[-1].items() if name not in sizes})
+        save(
+            out_of(given, "devices.json"),
+            "one GPU against several. tokens: those of a small model in float32. times: milliseconds a step of the "
+            "shape of llama-3.1-8b in bfloat16 by the host's clock, medians of 4 blocks of 32 steps of one program; "
+            "keys, values and weights normal; floor: bytes of the weights of a device / 4.3 TB/s",
+            rows[-1:],
+            KEY,
+        )
+
+    for method in () if given.no_check else given.methods:
+        for name, found in check(method, places, **small):
+            keep("tokens", method, name, found)
+            if time.monotonic() > end:
+                break
+    left = [(method, name) for method in given.methods for name in places]
+    model, alone = throughput.random_model(config, dtype), {}
+    while left and time.monotonic() < end:
+        method, name = left.pop(0)
+        place = places[name]
+        own = model if place is None else distribute(model, place)
+        settings = {"length": given.length, "batch": given.batch, "block": block, "blocks": blocks}
+        row, first = decode_time(own, METHODS[method](given.budget), place, **settings)
+        alone.setdefault(method, first)
+        keep("times", method, name, {**row, "share_of_same_tokens": round(float(np.mean(first == alone[method])), 4)})
+        del own
+        gc.collect()
+    if left:
+        print("no time left for", ", ".join(f"{method} {name}" for method, name in left))
     wrong = [row for row in rows if row.get("same_tokens") is False]
     if wrong:
         raise SystemExit(f"tokens differ from those of one device: {wrong}")

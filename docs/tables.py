@@ -674,14 +674,15 @@ def claims_logquant() -> str:
 
 def devices() -> str:
     """TPOT on one GPU and on two, by placement."""
-    rows = {(row["method"], row["placement"]): row for row in load_rows("devices")}
-    names = ("none", "mesh of 1", "data=2", "model=2")
+    rows = {(row["method"], row["placement"]): row for row in load_rows("devices") if row["part"] == "times"}
+    names = ("none", "mesh of 1", "data=2", "model=2", "ctx=2")
 
     def cell(method: str, name: str) -> str:
         return f"{rows[method, name]['tpot_ms']:.2f}" if (method, name) in rows else ""
 
     body = [[f"`{method}`", *(cell(method, name) for name in names)] for method in ("full", "fier")]
-    return markdown(["cache", "one GPU", "a mesh of one GPU", "rows over two", "heads over two"], body)
+    header = ("cache", "one GPU", "a mesh of one GPU", "rows over two", "heads over two", "tokens over two")
+    return markdown(header, body)
 
 
 def several_tokens() -> str:
