@@ -34,12 +34,12 @@ class PartialAttention(NamedTuple):
 class Span(NamedTuple):
     """A zone of a cache, of which the slots [start, stop) are attended to. Values of the others are finite.
 
-    The queries of T decode steps may each have a span of their own, start and stop i32[B, T].
+    The queries of T decode steps may each have a span of their own, stop i32[B, T] and start i32[B, T] or i32[B, 1].
     """
 
     k: Float[Array, "B K S D"]
     v: Float[Array, "B K S D"]
-    start: Int32[Array, " B *T"]
+    start: Int32[Array, " B *#T"]
     stop: Int32[Array, " B *T"]
 
     @property

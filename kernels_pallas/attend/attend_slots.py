@@ -129,7 +129,7 @@ def attend(
     """The kernel, over rows of queries [rows, heads, D] and of slots i32[rows, M], -1 where there is none.
 
     `kept` has the keys and values [rows', S, D] of each zone; slots count on from zone to zone. Of a row's slots those
-    from the `found` i32[rows] on are not read either. `spans` are start and stop, i32[rows''] both, of each of the
+    from the `found` i32[rows] on are not read either. `spans` are start and stop, i32[rows''] each, of each of the
     last zones, and how many slots are read there: so many, the last. `outs` are shapes and dtypes of what write(merged,
     *addresses) writes of each row.
     """
@@ -146,7 +146,7 @@ def attend(
                 zones=tuple(a.shape[1] for a in kept[::2]),
                 max_slots=tuple(max_slots for *_, max_slots in spans),
                 counted=found is not None,
-                shared_by=rows // ends[0].shape[0] if ends else 1,
+                shared_by=tuple(rows // end.shape[0] for end in args[len(args) - len(ends) :]),
                 strides=tuple(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in outs),
                 write=write,
                 kind="bf16" if kept[0].dtype == jnp.bfloat16 else "f16",
@@ -177,8 +177,8 @@ def attend(
 
 def _program(
     q_m: Any, *refs: Any, sizes: tuple[int, int, int, int], zones: tuple[int, ...], max_slots: tuple[int, ...],
-    counted: bool, shared_by: int, strides: tuple[int, ...], write: Callable[..., None], kind: str, scale: float,
-    config: Config,
+    counted: bool, shared_by: tuple[int, ...], strides: tuple[int, ...], write: Callable[..., None], kind: str,
+    scale: float, config: Config,
 ) -> None:  # fmt: skip
     heads, of_zone, D, M = sizes
     places = M + sum(max_slots)
@@ -189,7 +189,7 @@ def _program(
     width = rows.width  # bytes of keys of one slot
     chunks = width // 16
     kept_m, (index_m, *rest) = refs[: 2 * len(zones)], refs[2 * len(zones) :]
-    of_counts = [1] * counted + [shared_by] * (2 * len(max_slots))
+    of_counts = [1] * counted + [*shared_by]
     q, index, *kept = (simt.global_address(m) for m in (q_m, index_m, *kept_m))
     q, index = simt.offset_rows(q, row, heads * width), simt.offset_rows(index, row, M * 4)
     ends, of_row = list(itertools.accumulate(zones)), simt.divide(row, of_zone)

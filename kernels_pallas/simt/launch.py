@@ -58,9 +58,9 @@ def flatten_batch(n: int, batches: Sequence[bool], args: Sequence[Array]) -> lis
 
 
 def by_step(number: Array | int, heads: int) -> Array:
-    """Numbers that rows of a kernel share, flat: of i32[B] or of a number as it is, and of i32[B, T] one for each of
-    `heads` KV heads and T steps."""
+    """Numbers that rows of a kernel share, flat: of i32[B], of i32[B, 1] or of a number as it is, and of i32[B, T] one
+    for each of `heads` KV heads and T steps."""
     number = jax.numpy.asarray(number, jax.numpy.int32)
-    if number.ndim < 2:
+    if number.ndim < 2 or number.shape[1] == 1:
         return number.reshape(-1)
     return jax.numpy.repeat(number[:, None], heads, axis=1).reshape(-1)

@@ -1,11 +1,11 @@
-"""Writes the token of a decode step into its cache zone, keys, values and counts, in one launch.
+"""Writes the tokens of a decode step into their cache zones, keys, values and counts, in one launch.
 
 XLA needs one scatter for the keys and one for the values of each zone, and another kernel for the counts. Here a block
 works on one row of the batch. It reads the counts of the row and finds the first zone with room. Its threads move 16
 bytes of the key and 16 of the value each, then one thread writes the new counts. The arrays are changed in place if
-they are donated or carried by a loop; otherwise XLA copies them first.
+they are donated or carried by a loop; otherwise XLA copies them first. Several tokens fill one zone after the other.
 
-**Bytes:** 4 e K D a row of the batch, where e is the size of an element.
+**Bytes:** 4 e K D a row of the batch and token, where e is the size of an element.
 
 **Bound:** one launch and two dependent loads.
 
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.kernels_pallas import simt
-from kvjax.kernels_pallas.simt import Word, loop, ptx, when
+from kvjax.kernels_pallas.simt import Word, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/put_token.json
 CHUNK = 16  # bytes
@@ -58,9 +58,22 @@ def put_token(zones: Sequence[Zone], k: Array, v: Array, active: Array, overflow
     zone that has room; and `overflow` bool[B], also true where none had."""
     if limit := unsupported(zones, k, v, active, overflow):
         raise NotImplementedError(limit)
+    return _run(zones, overflow, active, k, v)
+
+
+@simt.lowered_once()
+def put_tokens(zones: Sequence[Zone], k: Array, v: Array, count: Array, overflow: Array) -> tuple[list[Zone], Array]:
+    """Zones with the first `count` i32[B] of the tokens k, v [B, K, T, D], which fill one zone after the other; and
+    `overflow` bool[B], also true where some had no room."""
+    if limit := unsupported(zones, k, v, count, overflow):
+        raise NotImplementedError(limit)
+    return _run(zones, overflow, count.astype(jnp.int32), k, v)
+
+
+def _run(zones: Sequence[Zone], overflow: Array, due: Array, k: Array, v: Array) -> tuple[list[Zone], Array]:
     # One array, which XLA writes where it rotates the key; for v apart it has a kernel more.
-    token = jnp.stack([a.astype(zones[0][0].dtype) for a in (k, v)], axis=1)
-    *made, flags = _put(len(zones), *(a for zone in zones for a in zone), overflow, active, token)
+    tokens = jnp.stack([a.astype(zones[0][0].dtype) for a in (k, v)], axis=1)
+    *made, flags = _put(len(zones), *(a for zone in zones for a in zone), overflow, due, tokens)
     return list(zip(made[::3], made[1::3], made[2::3], strict=True)), flags
 
 
@@ -69,10 +82,13 @@ def _put(zones: int, *args: Array) -> tuple[Array, ...]:
     def run(*args: Array) -> tuple[Array, ...]:
         changed, given = args[: 3 * zones + 1], args[3 * zones + 1 :]
         B, K, _, D = changed[0].shape
-        slots = tuple(a.shape[2] for a in changed[:-1:3])
+        slots, width = tuple(a.shape[2] for a in changed[:-1:3]), D * changed[0].dtype.itemsize
+        program = functools.partial(_program, slots=slots, heads=K, width=width)
+        if given[0].dtype != bool:
+            program = functools.partial(_program_of_some, slots=slots, heads=K, tokens=given[1].shape[3], width=width)
         return simt.kernel_in_place(
-            functools.partial(_program, slots=slots, heads=K, width=D * changed[0].dtype.itemsize),
-            name="kvjax_put_token",
+            program,
+            name="kvjax_put_token" if given[0].dtype == bool else "kvjax_put_tokens",
             blocks=B,
             warpgroups=THREADS // 128,
         )(changed, *given)
@@ -117,3 +133,40 @@ def _program(*refs: Any, slots: tuple[int, ...], heads: int, width: int) -> None
         for (*_, count, _), old, exists in zip(zones, counts, taken, strict=True):
             ptx("st.global.u32 [$0], $1;", count, old + exists.select(1, 0))
         ptx("st.global.u8 [$0], $1;", simt.offset(overflow, row), dropped | left.select(1, 0))
+
+
+def _program_of_some(*refs: Any, slots: tuple[int, ...], heads: int, tokens: int, width: int) -> None:
+    *kept, overflow, due, given = (simt.global_address(m) for m in refs)
+    chunks, row, t = width // CHUNK, simt.special("ctaid.x"), simt.special("tid.x")
+    zones = list(zip(kept[::3], kept[1::3], (simt.offset_rows(a, row, 4) for a in kept[2::3]), slots, strict=True))
+
+    # Not `nc`: these are written at the end, by one thread, after the others have read them.
+    counts = [ptx("ld.global.u32 $0, [$1];", count, results=1) for *_, count, _ in zones]
+    dropped = ptx("ld.global.u8 $0, [$1];", simt.offset(overflow, row), results=1)
+    left, first, firsts, taken = simt.clipped(simt.load(simt.offset_rows(due, row, 4)), tokens), word(0), [], []
+    for count, (*_, capacity) in zip(counts, zones, strict=True):
+        free = (count < capacity).select(word(capacity) - count, 0)
+        firsts.append(first)
+        taken.append((left < free).select(left, free))
+        first, left = first + taken[-1], left - taken[-1]
+
+    @loop(t, heads * tokens * chunks, THREADS)
+    def _move(i: Word) -> None:
+        number = simt.divide(i, chunks)
+        head = simt.divide(number, tokens)
+        token, at = number - head * tokens, (i - number * chunks) * CHUNK
+        whole = [simt.offset_rows(given, row * 2 + n, heads * tokens * width) for n in range(2)]
+        code = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];"
+        words = [ptx(code, simt.offset(simt.offset_rows(a, number, width), at), results=4) for a in whole]
+        for (*pair, _, size), count, start, many in zip(zones, counts, firsts, taken, strict=True):
+            with when(token - start < many):  # unsigned: tokens before the first are far past the last
+                for to, loaded in zip(pair, words, strict=True):
+                    to = simt.offset_rows(simt.offset_rows(to, row * heads + head, size * width), count, width)
+                    to = simt.offset(simt.offset_rows(to, token - start, width), at)
+                    ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", to, *loaded)
+
+    simt.block_barrier()
+    with when(t.equals(0)):
+        for (*_, count, _), old, many in zip(zones, counts, taken, strict=True):
+            ptx("st.global.u32 [$0], $1;", count, old + many)
+        ptx("st.global.u8 [$0], $1;", simt.offset(overflow, row), dropped | left.differs(0).select(1, 0))

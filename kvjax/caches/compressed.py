@@ -13,6 +13,7 @@ from kvjax.caches.policy import Info, attend_in_turn, heads_as_steps, step_lengt
 from kvjax.caches.zones import Zoned, ZonedState
 from kvjax.demotion import Demotion, Fifo
 from kvjax.partial import PartialAttention
+from kvjax.prompt import in_order
 from kvjax.stores import FusedStore, Quantized, Store
 
 QUERIES = 8  # of a KV head, which kernels take at once
@@ -55,8 +56,9 @@ class Compressed(Zoned):
         Without a sliding window all steps see the same history, so as many as kernels take, `QUERIES` of a KV head,
         read it together.
         """
+        # Counts are read before they change in place; XLA would copy them otherwise.
+        lengths, count = in_order(step_lengths(st.length, count, k.shape[2], self.free(st)), count)
         after = self.put_tokens(st, k, v, count)
-        lengths = step_lengths(st.length, count, k.shape[2], after.length)
         if window is None:
             return self._attend_steps(after, q, lengths, scale=scale)
 

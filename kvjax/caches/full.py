@@ -23,7 +23,7 @@ from kvjax.caches.policy import (
 )
 from kvjax.context import Axis, Stripes, merge_chunk, merge_parts
 from kvjax.partial import PartialAttention, Span
-from kvjax.prompt import attend_zone
+from kvjax.prompt import attend_zone, in_order
 from kvjax.spec import CacheSpec
 from kvjax.stores import Dense
 
@@ -82,9 +82,11 @@ class Full:
         self, st: FullState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, FullState, Info]:
         """Each step sees the tokens up to its own: the same arrays with a smaller length, in one pass over them."""
-        after = self.prefill(st, k, v, count)
         T = k.shape[2]
-        lengths = step_lengths(st.length, count, T, after.length)
+        # Counts are read before they change in place; XLA would copy them otherwise.
+        lengths, count = in_order(step_lengths(st.length, count, T, self.free(st)), count)
+        (tokens,), overflow = ops.put_tokens([st.tokens], k, v, count, st.overflow)
+        after = FullState(tokens, overflow)
         stop = jnp.moveaxis(lengths, 0, 1)
         span = Span(after.tokens.k, after.tokens.v, lowest_visible(stop - 1, window), stop)
         out = heads_as_steps(ops.attend_span(steps_as_heads(q), span, scale=scale), T)
@@ -174,7 +176,7 @@ class StripedFull(Full):
         def attend(st: FullState, q: Array, length: Array) -> tuple[Array, FullState, Info]:
             return self.attend(self._shortened(st, length), q, scale=scale, window=window)
 
-        return attend_in_turn(attend, after, q, step_lengths(st.length, count, k.shape[2], after.length))
+        return attend_in_turn(attend, after, q, step_lengths(st.length, count, k.shape[2], self.free(st)))
 
     def attend_stored(self, st: FullState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
         start = chunk_starts(st.length, q.shape[3], window)

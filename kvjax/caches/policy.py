@@ -145,13 +145,13 @@ def lowest_visible(position: Array, window: int | None) -> Array:
     return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)
 
 
-def step_lengths(length: Array, count: Array, T: int, end: Array) -> Array:
+def step_lengths(length: Array, count: Array, T: int, free: Array) -> Array:
     """i32[T, B]: the length of each row after each of T steps, of which it takes the first `count` i32[B].
 
-    `end` i32[B] is the length of what was stored: a token that found no room was dropped.
+    `length` i32[B] is that before them. A token is dropped if a row has no room for it: `free` i32[B] before them.
     """
-    wanted = length[None] + jnp.minimum(jnp.arange(1, T + 1, dtype=jnp.int32)[:, None], count[None])
-    return jnp.minimum(wanted, end[None])
+    stored = jnp.minimum(count, free)
+    return length[None] + jnp.minimum(jnp.arange(1, T + 1, dtype=jnp.int32)[:, None], stored[None])
 
 
 def steps_as_heads(q: Array) -> Array:

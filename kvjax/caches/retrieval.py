@@ -18,6 +18,7 @@ from kvjax.caches.zones import Visible, ZonedState
 from kvjax.context import Axis, SplitSelector
 from kvjax.demotion import Demotion, Fifo
 from kvjax.layouts import whole_units
+from kvjax.prompt import in_order
 from kvjax.selection import PackedSelection, Selection, reduce_queries
 from kvjax.selectors import (
     Candidates,
@@ -121,8 +122,9 @@ class Retrieval(SelectedZones):
         One pass over the index and one over the weights serve all steps, if store and selector can. Under a sliding
         window, or with a store that changes as it is read, one step attends after the other.
         """
+        # Counts are read before they change in place; XLA would copy them otherwise.
+        lengths, count = in_order(step_lengths(st.length, count, k.shape[2], self.free(st)), count)
         after = self.put_tokens(st, k, v, count)
-        lengths = step_lengths(st.length, count, k.shape[2], after.length)
         selector, store = self.selector, self.store
         fused = isinstance(selector, FusedSelector)
         together = isinstance(selector, MultiStepSelector) or not fused

@@ -171,14 +171,9 @@ class Zoned:
 
     def put_tokens(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
         """Stores the first `count` i32[B] of k, v [B, K, T, D] without a flush; what has no room is dropped."""
-        sink, to_sink = st.sink, jnp.zeros_like(count)
-        if sink is not None:
-            to_sink = jnp.minimum(sink.slots - sink.count, count)
-            sink = put(sink, k, v, to_sink)
-            place = jnp.arange(k.shape[2])[None] + to_sink[:, None]
-            k, v = take_rows(k, place), take_rows(v, place)
-        overflow = st.overflow | (st.recent.count + count - to_sink > st.recent.slots)
-        return replace(st, sink=sink, recent=put(st.recent, k, v, count - to_sink), overflow=overflow)
+        zones = [st.recent] if st.sink is None else [st.sink, st.recent]
+        (*sink, recent), overflow = ops.put_tokens(zones, k, v, count, st.overflow)
+        return replace(st, sink=sink[0] if sink else None, recent=recent, overflow=overflow)
 
     def free(self, st: ZonedState) -> Array:
         sink = 0 if st.sink is None else st.sink.slots - st.sink.count
@@ -270,7 +265,7 @@ class Zoned:
 
     def visible_steps(self, st: ZonedState, lengths: Array) -> Visible:
         """What the queries of T steps may attend to, after which a row of `st` holds `lengths` i32[B, T] tokens."""
-        sink, none = None, jnp.zeros_like(lengths)
+        sink, none = None, jnp.zeros((lengths.shape[0], 1), jnp.int32)  # for all steps; of one row it is no array
         recent = lengths - st.store.count[:, None]
         if st.sink is not None:
             of_sink = jnp.minimum(lengths, st.sink.slots)

@@ -13,7 +13,7 @@ from kvjax.ops.rank import top_k, top_k_grouped
 from kvjax.ops.score import rerank, score_1bit, score_pages
 from kvjax.ops.select import select_1bit, select_4bit, select_pages, select_top
 from kvjax.ops.vote import collide, most_voted
-from kvjax.ops.write import put_token
+from kvjax.ops.write import put_token, put_tokens
 
 __all__ = [
     "OPS",
@@ -42,6 +42,7 @@ __all__ = [
     "hot_places",
     "most_voted",
     "put_token",
+    "put_tokens",
     "rerank",
     "score_1bit",
     "score_pages",

@@ -1,4 +1,4 @@
-"""The write of a token into the zones of a cache."""
+"""Writes of tokens into the zones of a cache."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.arrays import Bool, Shaped
-from kvjax.blocks import Block, put
+from kvjax.arrays import Bool, Int32, Shaped
+from kvjax.blocks import Block, put, take_rows
 from kvjax.ops.op import Implementation, op
 
 
@@ -48,4 +48,46 @@ def _put_token_mosaic(
     kernel: Any, zones: Sequence[Block], k: Array, v: Array, active: Array, overflow: Array
 ) -> tuple[list[Block], Array]:
     stored, overflow = kernel.put_token([(zone.k, zone.v, zone.count) for zone in zones], k, v, active, overflow)
+    return [Block(*zone) for zone in stored], overflow
+
+
+@op(kernel="write.put_token", derivative="reference")
+def put_tokens(
+    zones: Sequence[Block],
+    k: Shaped[Array, "B K T D"],
+    v: Shaped[Array, "B K T D"],
+    count: Int32[Array, " B"],
+    overflow: Bool[Array, " B"],
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[list[Block], Bool[Array, " B"]]:
+    """The zones with the first `count` i32[B] of the tokens k, v [B, K, T, D], which fill one zone after the other; and
+    `overflow` bool[B], also true of rows where some had no room.
+
+    In place where zones are donated or a loop's carry. `implementation`: see `explain`; all give the same.
+    """
+    after: list[Block] = []
+    left = count = jnp.clip(count, 0, k.shape[2])
+    for zone in zones:
+        mine, taken = (k, v), jnp.clip(left, 0, zone.slots - zone.count)
+        if after:  # those that the zones before have not taken
+            place = jnp.arange(k.shape[2])[None] + (count - left)[:, None]
+            mine = take_rows(k, place), take_rows(v, place)
+        after.append(put(zone, *mine, taken))
+        left = left - taken
+    return after, overflow | (left > 0)
+
+
+@put_tokens.limit
+def _put_tokens_limit(
+    kernel: Any, zones: Sequence[Block], k: Array, v: Array, count: Array, overflow: Array
+) -> str | None:
+    return kernel.unsupported([(zone.k, zone.v, zone.count) for zone in zones], k, v, count, overflow)
+
+
+@put_tokens.mosaic
+def _put_tokens_mosaic(
+    kernel: Any, zones: Sequence[Block], k: Array, v: Array, count: Array, overflow: Array
+) -> tuple[list[Block], Array]:
+    stored, overflow = kernel.put_tokens([(zone.k, zone.v, zone.count) for zone in zones], k, v, count, overflow)
     return [Block(*zone) for zone in stored], overflow

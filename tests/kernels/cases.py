@@ -145,6 +145,11 @@ def tokens(D=64, slots=5, other=jnp.bfloat16):
     return (zones, *2 * [sds(2, 3, 1, D)], flags(2), flags(2)), {}
 
 
+def several_tokens(T=3, **sizes):
+    (zones, *_, overflow), _ = tokens(**sizes)
+    return (zones, *2 * [sds(2, 3, T, zones[0].k.shape[3])], i32(2), overflow), {}
+
+
 def placed(B=1, n=8, N=4, P=20):
     tables = HotTables(i32(B, 2, n), i32(B, 2, n), i32(B, 2, P), i32(B, 2), i32(B, 2))
     return (tables, i32(B, 2, N), i32(B, 2)), {}
@@ -347,6 +352,13 @@ CASES = {
             (dict(D=12), "heads of a multiple of 16 bytes; got 24"),
             (dict(other=jnp.float16), "zones of one dtype; got bfloat16, bfloat16, float16, float16"),
             (dict(slots=0), "at least one row and slot"),
+        ],
+    ),
+    "put_tokens": Case(
+        several_tokens,
+        [
+            (dict(D=12), "heads of a multiple of 16 bytes; got 24"),
+            (dict(T=0), "at least one row and slot"),
         ],
     ),
 }

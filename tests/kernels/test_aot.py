@@ -44,10 +44,10 @@ def zones(G, S, R, A, D, M, H=1, dtype=jnp.bfloat16):
     return q, k, v, chosen, valid, recent, sink if A else None
 
 
-def tokens(*slots, D=128):
-    one = sds(1, dtype=bool)
-    kept = [(*2 * [sds(1, 8, n, D)], sds(1, dtype=jnp.int32)) for n in slots]
-    return kept, *2 * [sds(1, 8, 1, D)], one, one
+def tokens(*slots, D=128, T=1):
+    one, count = sds(1, dtype=bool), sds(1, dtype=jnp.int32)
+    kept = [(*2 * [sds(1, 8, n, D)], count) for n in slots]
+    return kept, *2 * [sds(1, 8, T, D)], one if T == 1 else count, one
 
 
 def span(G, S, D, dtype=jnp.bfloat16):
@@ -210,6 +210,7 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_span, D 64": (SPAN, span(8, 131072, 64, jnp.float16), 0.6, 0),
     "attend_span, D 256": (SPAN, span(4, 131072, 256), 0.7, 0),
     "put_token": (put_token.put_token, tokens(4, 383), 2, 0),  # not given away, they are copied
+    "put_tokens": (put_token.put_tokens, tokens(4, 383, T=8), 2, 0),
     "attend_zones": (over_zones(1), zones(4, 131072, 256, 0, 128, 2047), 0.1, 0),
     "attend_zones, three": (over_zones(128), zones(4, 130816, 383, 4, 128, 1916), 0.1, 0),
     "attend_zones, a loop": (over_zones(256), zones(8, 131072, 511, 4, 128, 3800, dtype=jnp.float16), 0.2, 0),

@@ -1,4 +1,4 @@
-"""The kernel put_token beside the reference, on random and on adversarial input."""
+"""The kernels of put_token and put_tokens beside the references, on random and on adversarial input."""
 
 from functools import partial
 
@@ -48,6 +48,39 @@ def test_a_token_is_put_where_the_reference_puts_it(B, K, slots, D, dtype):
     zones = jax.tree.map(jnp.copy, args[0])
     places = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(zones)]
     got = jax.jit(put_by_kernel, donate_argnums=0)(zones, *args[1:])
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    if ON_GPU:
+        assert [a.unsafe_buffer_pointer() for a in jax.tree.leaves(got[0])] == places, "it was copied"
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "T", "slots", "D", "dtype"),
+    [
+        (5, 3, 7, (2, 11), 64, jnp.bfloat16),
+        pytest.param(5, 1, 2, (9,), 8, jnp.float32, marks=pytest.mark.thorough),
+        pytest.param(9, 8, 8, (4, 383), 128, jnp.bfloat16, marks=on_gpu),
+        pytest.param(1, 8, 16, (256,), 128, jnp.float16, marks=on_gpu),
+    ],
+)
+def test_tokens_are_put_where_the_reference_puts_them(B, K, T, slots, D, dtype):
+    zones, *_, overflow = token_of(B, K, slots, D, dtype)
+    count = jnp.asarray(np.resize([T, T - 1, T, 0, 1], B), jnp.int32)
+    args = *(normal(s, B, K, T, D) for s in (8, 9)), count, overflow
+    want = jax.jit(partial(ops.put_tokens, implementation="xla"))(zones, *args)
+    one = want
+    for t in range(T if B == 5 else 0):  # one after the other
+        token = (a[:, :, t : t + 1] for a in args[:2])
+        before = (zones, overflow) if t == 0 else one
+        one = jax.jit(partial(ops.put_token, implementation="xla"))(before[0], *token, t < count, before[1])
+    jax.tree.map(np.testing.assert_array_equal, one, want)
+
+    def run(zones, *args):
+        made, lost = put_token.put_tokens([(zone.k, zone.v, zone.count) for zone in zones], *args)
+        return [Block(*zone) for zone in made], lost
+
+    copies = jax.tree.map(jnp.copy, zones)
+    places = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(copies)]
+    got = jax.jit(run, donate_argnums=0)(copies, *args)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     if ON_GPU:
         assert [a.unsafe_buffer_pointer() for a in jax.tree.leaves(got[0])] == places, "it was copied"

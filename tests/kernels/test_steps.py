@@ -126,7 +126,7 @@ def test_attend_zones_reads_the_spans_of_each_step():
     slots = jnp.asarray(np.stack([rng.permutation(S)[:M] for _ in range(B * K * T)]).reshape(B, K, T, M), jnp.int32)
     found = jnp.asarray(rng.integers(0, M + 1, (B, K, T)), jnp.int32)
     stop, sunk = (jnp.asarray(x, jnp.int32) for x in ([[5, 6, 7], [18, 19, 20]], [[0, 1, 2], [4, 4, 4]]))
-    none = jnp.zeros_like(stop)
+    none = jnp.zeros((B, 1), jnp.int32)
 
     def run(q, slots, found, start, stop, sunk):
         recent, sink = Span(*kv[2:4], start, stop), Span(*kv[4:], start, sunk)
@@ -136,9 +136,8 @@ def test_attend_zones_reads_the_spans_of_each_step():
     together, alone = jax.jit(run)(q, slots, found, none, stop, sunk), jax.jit(run)
     for t in range(T):
         of = slice(t, t + 1)
-        want = alone(
-            q[:, :, t * G : (t + 1) * G], slots[:, :, of], found[:, :, of], *(x[:, t] for x in (none, stop, sunk))
-        )
+        ends = none[:, 0], stop[:, t], sunk[:, t]
+        want = alone(q[:, :, t * G : (t + 1) * G], slots[:, :, of], found[:, :, of], *ends)
         assert relative(together[:, :, t * G : (t + 1) * G], want) < 1e-6
 
 
