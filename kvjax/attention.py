@@ -651,9 +651,12 @@ def _without_padding(k: Array, v: Array, count: Array) -> tuple[Array, Array]:
     return jnp.where(real, k, jnp.zeros((), k.dtype)), jnp.where(real, v, jnp.zeros((), v.dtype))
 
 
+_PRESETS = "kvjax.presets.fier(256) or kvjax.presets.parse('fier:budget=256')"
+
+
 def _check_policy(where: str, policy: Any) -> None:
     """Raises ValueError for what is no policy: a preset's name, a class, a preset that was not called."""
-    check_verbs(where, policy, "a policy", ("init", "prefill", "update", "attend"), "kvjax.presets.fier(256)")
+    check_verbs(where, policy, "a policy", ("init", "prefill", "update", "attend"), _PRESETS)
 
 
 def _check_spec(where: str, spec: Any) -> None:

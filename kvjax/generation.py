@@ -47,6 +47,8 @@ GPU_CHUNK = 32768  # tokens of all rows together: cuDNN attention holds no T x T
 class Model(Protocol):
     """What decoding asks of a model: a pytree that jit takes as an argument, and can call.
 
+    `steps` is for drafts and `info` for `measure`: a model without them serves everything else.
+
     Optional attributes: `max_positions`, and `config` with `vocab_size` and `max_position_embeddings`. They let a
     request that cannot work fail before it starts.
     """
@@ -428,7 +430,7 @@ def generate(
     same, up to rounding, and `speculation` tells how well it went. What cannot fit is an error before any
     work: see `kvjax.request.check_request`.
     """
-    check_model(model)
+    check_model(model, (*(["info"] if measure else []), *(["steps"] if draft is not None else [])))
     check_model_cache(cache)
     tokens, lengths = pad_prompt(prompt, lengths, rows=cache.spec.batch)
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)

@@ -6,6 +6,7 @@ A model may tell its positions and vocabulary (`max_positions`, or `config` with
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,23 @@ def check_request(
     return stop
 
 
-def check_model(model: Any) -> None:
-    """Raises ValueError for a model that cannot be called, as a Checkpoint or the path of one."""
+ASKED = ("lengths", "active", "last", "first_chunk")  # what generation tells each model, by keyword
+
+
+def check_model(model: Any, asked: Iterable[str] = ()) -> None:
+    """Raises ValueError for a model that cannot be called so, as a Checkpoint, a path, or one that lacks a keyword.
+
+    >>> check_model(lambda tokens, cache, *, lengths=None, active=None: (tokens, cache))
+    Traceback (most recent call last):
+        ...
+    ValueError: the model takes no last, first_chunk: kvjax.generation.Model says what each keyword asks for
+    """
     if callable(model) and not isinstance(model, type):
+        missing = _missing_keywords(model, (*ASKED, *asked))
+        if missing:
+            raise ValueError(
+                f"the model takes no {', '.join(missing)}: kvjax.generation.Model says what each keyword asks for"
+            )
         return
     if callable(getattr(model, "model", None)):
         cure = "pass its .model, or call its own .generate"
@@ -102,6 +117,16 @@ def check_model(model: Any) -> None:
     else:
         cure = "give a model as kvjax.generation.Model describes it, for example kvjax.models.load(directory).model"
     raise ValueError(f"model must be a callable pytree, got {shown(model)}; {cure}")
+
+
+def _missing_keywords(model: Any, asked: Iterable[str]) -> list[str]:
+    try:
+        parameters = inspect.signature(model).parameters
+    except (TypeError, ValueError):  # a callable that tells none
+        return []
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return []
+    return [name for name in asked if name not in parameters]
 
 
 def check_devices(model: Any, cache: Cache) -> None:

@@ -112,6 +112,9 @@ def check_dims(layout: str, known: Mapping[str, int] | None = None, /, **arrays:
             raise fail(f"{name} must have the {len(letters)} dimensions [{', '.join(letters)}]")
         for letter, size in zip(letters, shapes[name], strict=True):
             if sizes.setdefault(letter, size) != size:
-                raise fail(f"{name} has {letter}={size} but {owner[letter]} has {letter}={sizes[letter]}")
+                wrong = f"{name} has {letter}={size} but {owner[letter]} has {letter}={sizes[letter]}"
+                turned = owner[letter] == "the cache" and sizes[letter] in shapes[name][1:-1]
+                axes = f"; the axes of {name} are [{', '.join(letters)}], turn them by jnp.swapaxes" if turned else ""
+                raise fail(wrong + axes)
             owner.setdefault(letter, name)
     return sizes

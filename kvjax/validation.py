@@ -20,8 +20,17 @@ from jax.custom_derivatives import SymbolicZero
 LEAST_LIKENESS = 0.6  # of a name that "did you mean" offers: 2 * equal letters / all letters
 
 
-def check_verbs(where: str, value: Any, wanted: str, verbs: Iterable[str], example: str) -> None:
-    """Raises ValueError unless `value` is an instance with the methods `verbs`.
+def check_verbs(
+    where: str,
+    value: Any,
+    wanted: str,
+    verbs: Iterable[str],
+    example: str,
+    *,
+    fields: Iterable[str] = (),
+    protocol: str | None = None,
+) -> None:
+    """Raises ValueError unless `value` is an instance with the methods `verbs` and the attributes `fields`.
 
     >>> import kvjax
     >>> check_verbs("init(policy=...)", kvjax.Full, "a policy", ["attend"], "kvjax.Full()")
@@ -33,12 +42,16 @@ def check_verbs(where: str, value: Any, wanted: str, verbs: Iterable[str], examp
         problem = f"the string {value!r}; write it as code, for example {example}"
     elif isinstance(value, type):
         problem = f"the class {value.__name__}; make an instance: {value.__name__}(...)"
-    elif missing := [verb for verb in verbs if not callable(getattr(value, verb, None))]:
+    elif missing := [
+        *(verb for verb in verbs if not callable(getattr(value, verb, None))),
+        *(field for field in fields if not hasattr(value, field)),
+    ]:
         if callable(value):
             name = getattr(value, "__name__", type(value).__name__)
             problem = f"the function {name}; call it: {name}(...)"
         else:
             problem = f"{shown(value)}, which has no {', '.join(missing)}; give for example {example}"
+            problem += f", or add what {protocol} lists" if protocol else ""
     else:
         return
     raise ValueError(f"{where} must be {wanted}, got {problem}")

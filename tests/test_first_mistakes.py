@@ -61,6 +61,14 @@ def insert(row: Any) -> kvjax.LayerCache:
     return kvjax.insert(layer(), kvjax.init_layer(kvjax.Full(), dataclasses.replace(SPEC, batch=1)), row)
 
 
+class HalfASelector:
+    unit = 1
+
+    def check(self, spec: kvjax.CacheSpec, chunk: int) -> None: ...
+
+    def init(self, spec: kvjax.CacheSpec, slots: int) -> None: ...
+
+
 def donated(made: Any) -> Any:
     """`made` after a call that took its arrays over."""
     for leaf in jax.tree.leaves(made):
@@ -106,6 +114,10 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.Retrieval(selector="fier", budget=400),  # type: ignore[arg-type]
         r"must be a selector, got the string 'fier'; write it as code, for example kvjax\.Fier\(\)",
     ),
+    "a selector that lacks a verb": (
+        lambda: kvjax.Retrieval(selector=HalfASelector(), budget=400),  # type: ignore[arg-type]
+        r"got a HalfASelector, which has no append, score, group_reduce; .* or add what kvjax\.Selector lists",
+    ),
     "a class of store": (
         lambda: kvjax.Retrieval(selector=kvjax.Fier(), budget=400, store=kvjax.Dense),  # type: ignore[arg-type]
         r"Retrieval\(store=\.\.\.\) must be a store, got the class Dense; make an instance",
@@ -133,6 +145,10 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     "a policy for a cache": (
         lambda: kvjax.attention(kvjax.Full(), *qkv()),  # type: ignore[arg-type]
         r"attention takes a kvjax\.LayerCache or None, got a Full; kvjax\.init_layer makes one",
+    ),
+    "heads before tokens": (
+        lambda: kvjax.attention(layer(), *(a.swapaxes(1, 2) for a in qkv())),
+        r"q has N=3 but the cache has N=4; the axes of q are \[B, T, N, D\], turn them by jnp\.swapaxes; q\[2, 4, 3",
     ),
     "a donated layer": (
         lambda: kvjax.attention(donated(layer()), *qkv()),
@@ -366,6 +382,10 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     "a class for a model": (
         lambda: kvjax.generate(models.Decoder, cache(), [[1], [2]], max_new_tokens=2),  # type: ignore[arg-type]
         r"model must be a callable pytree",
+    ),
+    "a model that takes only tokens and a cache": (
+        lambda: kvjax.generate(lambda tokens, cache: (tokens, cache), cache(), [[1], [2]], max_new_tokens=2),
+        r"the model takes no lengths, active, last, first_chunk: kvjax\.generation\.Model says what each keyword asks",
     ),
     "one list of tokens for a prompt": (
         lambda: kvjax.generate(model(), cache(), [1, 2], max_new_tokens=2),  # type: ignore[list-item]

@@ -70,7 +70,15 @@ class Retrieval(SelectedZones):
         if self.local is None:
             object.__setattr__(self, "local", max(1, min(64, self.budget // 4)))
         super().__post_init__()
-        check_verbs("Retrieval(selector=...)", self.selector, "a selector", ("init", "score"), "kvjax.Fier()")
+        check_verbs(
+            "Retrieval(selector=...)",
+            self.selector,
+            "a selector",
+            ("check", "init", "append", "score"),
+            "kvjax.Fier()",
+            fields=("unit", "group_reduce"),
+            protocol="kvjax.Selector",
+        )
         keep_int(self, "dense_below", at_least=0)
         if self.dense_capacity != "auto":
             keep_int(self, "dense_capacity", at_least=0)
