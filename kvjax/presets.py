@@ -235,6 +235,7 @@ def logquant(
     value_bits: int | None = None,
     key_axis: KeyAxis = "channel",
     group: int = 64,
+    value_window: int | None = None,
     sink: int = 0,
     dense_layers: int = 0,
 ) -> PerLayer:
@@ -243,7 +244,8 @@ def logquant(
     W = `window`; 42 is a third of the 128 exact tokens that the paper gives (R). Values are quantised by token in
     groups of `group` channels; keys by channel in groups of W tokens, the whole of what leaves at once, or with
     key_axis="token" as the values are. Values have the bits of the keys, or `value_bits`. The first `sink` tokens stay
-    exact; the paper sets none apart, though the first of all never leaves its window. A prompt attends to itself
+    exact; the paper sets none apart, though the first of all never leaves its window. With `value_window`, at most W,
+    only so many newest values are exact, and the spaced tokens keep exact keys alone. A prompt attends to itself
     exactly, or if it comes in several chunks, to the earlier ones as they are stored.
 
     **Source:** LogQuant (2025), Algorithm 1, section 2.4. **Differs:** groups of keys have W = 42 tokens, not 64: the
@@ -255,7 +257,8 @@ def logquant(
     demote = LogSparse(window=window)
     key_group = window if key_axis == "channel" else group
     store = Quantized(bits=bits, key_axis=key_axis, key_group=key_group, value_bits=value_bits, value_group=group)
-    return PerLayer((Full(),) * dense_layers, Compressed(store=store, sink=sink, local=window, demote=demote))
+    policy = Compressed(store=store, sink=sink, local=window, demote=demote, value_window=value_window)
+    return PerLayer((Full(),) * dense_layers, policy)
 
 
 def kivi(
@@ -263,6 +266,7 @@ def kivi(
     *,
     value_bits: int | None = None,
     residual: int = 128,
+    value_window: int | None = None,
     group: int = 32,
     sink: int = 0,
     dense_layers: int = 0,
@@ -274,13 +278,21 @@ def kivi(
 
     **Source:** KIVI (Liu et al. 2024), section 3; g = 32, R = 128. **Differs:** keys and values leave the recent block
     together by the paper's rule for keys: all R at once when there are R, so 1 to R tokens are exact. The paper keeps
-    the newest R values exact, of which one leaves a step; here it is half of R on average, and a token lies in one
-    place. A prompt that comes in several chunks reads the earlier ones as stored. A scale and a zero are bfloat16.
+    the newest R values exact, of which one leaves a step: so does value_window=R, for a recent block of up to 2 R
+    tokens. A prompt that comes in several chunks reads the earlier ones as stored. A scale and a zero are bfloat16.
     """
     require_int("kivi(residual=...)", residual, at_least=1)
+    if value_window is not None:
+        require_int("kivi(value_window=...)", value_window, at_least=1)
     require_int("kivi(dense_layers=...)", dense_layers, at_least=0)
-    store = Quantized(bits=bits, key_group=group, value_bits=value_bits)
-    return PerLayer((Full(),) * dense_layers, Compressed(store=store, sink=sink, demote=Fifo(leave=residual)))
+    policy = Compressed(
+        store=Quantized(bits=bits, key_group=group, value_bits=value_bits),
+        sink=sink,
+        local=value_window or 1,
+        demote=Fifo(leave=residual),
+        value_window=value_window,
+    )
+    return PerLayer((Full(),) * dense_layers, policy)
 
 
 def freekv(

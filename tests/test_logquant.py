@@ -15,7 +15,7 @@ from kvjax import CacheSpec, Fifo, LogSparse, Quantized, presets
 from kvjax.quant import split_scales
 from kvjax.testing import _drive as drive
 from kvjax.testing import check_policy
-from tests.oracles import log_sparse, residual
+from tests.oracles import asymmetric, log_sparse, residual
 
 
 def positions_as_values(spec: CacheSpec) -> drive.Tokens:
@@ -116,6 +116,48 @@ def test_a_token_is_quantised_once(policy, monkeypatch: pytest.MonkeyPatch) -> N
     assert exact + int(cache.state.store.count[0]) == 200
     assert cache.state.recent.slots == policy.demote.slots(policy.local)
     assert not hasattr(cache.state.store, "exact")
+
+
+def as_stored(x: np.ndarray, tokens: int, channels: int) -> np.ndarray:
+    """x [S, D] in 2 bits and back, whole groups of tokens."""
+    codes, scales, zeros = asymmetric(x, 2, tokens, channels)
+    return codes * scales + zeros
+
+
+@pytest.mark.parametrize("name", ["kivi", "kivi, short window behind 3", "logquant"])
+@pytest.mark.parametrize("prompt", [1, 61])
+def test_values_are_exact_for_a_window_of_their_own(name: str, prompt: int) -> None:
+    """Steps of one prompt against numpy; keys are rounded by the rule of the method, values by age alone."""
+    sink, W = (3 if "behind" in name else 0), 8
+    newest = 5 if sink else W
+    policy = (
+        presets.logquant(window=W, group=8, value_window=newest).rest
+        if name == "logquant"
+        else presets.kivi(residual=W, group=4, value_window=newest, sink=sink).rest
+    )
+    groups = (W, 8) if name == "logquant" else (4, 4)  # tokens of a key's group, channels of a value's
+    spec = CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=8, capacity=120, dtype=jnp.float32)
+    tokens = drive.random_tokens(spec)
+    cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, np.array([prompt]))
+    for n in range(prompt, prompt + 40):
+        out, cache, info = drive.step(cache, tokens, np.array([n]))
+        k, v = (np.array(a[0, : n + 1, 0], np.float64) for a in (tokens.k, tokens.v))
+        if name == "logquant":
+            rounded = np.array(log_sparse(W, n)[1], int)
+        else:
+            rounded = np.arange(sink, sink + max(n - sink, 0) // W * W)
+        k[rounded] = as_stored(k[rounded], groups[0], 1)
+        old = np.arange(sink, max(n + 1 - newest, sink))
+        v[old] = as_stored(v[old], 1, groups[1])
+        logits = np.asarray(tokens.q[0, n], np.float64) @ k.T / np.sqrt(8)
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        np.testing.assert_allclose(out[0], weights @ v / weights.sum(axis=1, keepdims=True), atol=2e-5, err_msg=str(n))
+        assert info.attended[0, 0] == n + 1
+
+
+def test_a_value_window_beyond_the_local_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"value_window=9\) keeps more values than the local window of 8"):
+        presets.logquant(window=8, value_window=9)
 
 
 @pytest.mark.thorough

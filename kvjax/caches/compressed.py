@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,13 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.caches.policy import Info, attend_in_turn, heads_as_steps, step_lengths, steps_as_heads
-from kvjax.caches.zones import Zoned, ZonedState
+from kvjax.caches.zones import Visible, Zoned, ZonedState
 from kvjax.demotion import Demotion, Fifo
 from kvjax.partial import PartialAttention
 from kvjax.prompt import in_order
+from kvjax.spec import keep_int
 from kvjax.stores import FusedStore, Quantized, Store
+from kvjax.validation import refuse_derivative
 
 QUERIES = 8  # of a KV head, which kernels take at once
 
@@ -27,6 +29,11 @@ class Compressed(Zoned):
     is a `FusedStore` attends to all zones in one operation. A row's history has capacity - sink - local + 1 slots,
     rounded down to whole chunks (at least one).
 
+    With `value_window`, at most `local`, keys and values of the recent block are rounded at times of their own, as KIVI
+    and LogQuant have it: the newest `value_window` values are exact, and keys until their chunk is complete, or with a
+    demotion out of order as long as they are in the block. What is rounded earlier than its pair is read as it will be
+    stored, which costs each step the rounding of the block; it is stored with its pair.
+
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=512)
     >>> layer = kvjax.init_layer(kvjax.Compressed(store=kvjax.Quantized(bits=4)), spec)
@@ -36,6 +43,17 @@ class Compressed(Zoned):
     sink: int = 0
     local: int = 1
     demote: Demotion = Fifo(leave=128)
+    value_window: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.value_window is not None:
+            keep_int(self, "value_window", at_least=1)
+            if self.value_window > self.local:
+                raise ValueError(
+                    f"Compressed(value_window={self.value_window}) keeps more values than the local window of "
+                    f"{self.local} tokens has; use local={self.value_window}, or a smaller window"
+                )
 
     def attend(
         self, st: ZonedState, q: Array, *, scale: float, window: int | None = None
@@ -59,7 +77,7 @@ class Compressed(Zoned):
         # Counts are read before they change in place; XLA would copy them otherwise.
         lengths, count = in_order(step_lengths(st.length, count, k.shape[2], self.free(st)), count)
         after = self.put_tokens(st, k, v, count)
-        if window is None:
+        if window is None and self.value_window is None:
             return self._attend_steps(after, q, lengths, scale=scale)
 
         def attend(st: ZonedState, q: Array, length: Array) -> tuple[Array, ZonedState, Info]:
@@ -82,6 +100,39 @@ class Compressed(Zoned):
         out = ops.attend_beside(history, queries, None, seen.recent, seen.sink, scale=scale)
         info = jax.vmap(lambda length: self._info(self.shortened(st, length), None))(lengths)
         return heads_as_steps(out, T), st, info
+
+    def visible(self, st: ZonedState, window: int | None) -> Visible:
+        seen = super().visible(st, window)
+        if self.value_window is None:
+            return seen
+        k, v = self._rounded(st)
+        return seen._replace(recent=seen.recent._replace(k=k, v=v))
+
+    def attend_stored(self, st: ZonedState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+        if self.value_window is not None:
+            k, v = self._rounded(st)
+            st = replace(st, recent=replace(st.recent, k=k, v=v))
+        return super().attend_stored(st, q, scale=scale, window=window)
+
+    def _rounded(self, st: ZonedState) -> tuple[Array, Array]:
+        """Keys and values of the recent block, of which those that are exact no more as the store will give them."""
+        assert self.value_window is not None
+        chunk, count = self.demote.leave, st.recent.count[:, None, None, None]
+        whole = st.recent.slots // chunk * chunk
+        k, v = refuse_derivative(
+            f"{self} rounds keys and values of the recent block, which has no derivative; use value_window=None, or "
+            "jax.lax.stop_gradient on k and v",
+            st.recent.k,
+            st.recent.v,
+        )
+        slot = jnp.arange(st.recent.slots, dtype=jnp.int32)[None, None, :, None]
+        in_chunks = (count - 1) // chunk * chunk if self.demote.ordered else jnp.zeros_like(count)
+        rounded = self.store.decoded(k[:, :, :whole], v[:, :, :whole])
+        k_rounded, v_rounded = (
+            jnp.concatenate([new.astype(old.dtype), old[:, :, whole:]], axis=2)
+            for new, old in zip(rounded, (k, v), strict=True)
+        )
+        return jnp.where(slot < in_chunks, k_rounded, k), jnp.where(slot < count - self.value_window, v_rounded, v)
 
     def _info(self, st: ZonedState, window: int | None) -> Info:
         (B, K), seen = st.recent.k.shape[:2], self.visible(st, window)

@@ -36,6 +36,7 @@ MEANINGS: dict[str, str] = {
     "page": "tokens of a page, which are selected together",
     "quest.least_pages": "pages that are selected however small the budget",
     "quest.newest": "whether the newest page, perhaps not full, is always attended",
+    "value_window": "newest values that are exact; none: as many as keys",
     "selection_scale": "factor of scores in the selection; none: that of attention",
     "votes": "how keys are voted for: tiers, or plain",
     "correct": "whether the estimate of a key is corrected for its rounding",

@@ -68,6 +68,10 @@ def as_stored(
     """A row's k, v [S, K, D] as the policy gives them back when it holds the first `held`; later ones are exact."""
     if not has_history(policy):
         return k, v
+    require(
+        getattr(core(policy), "value_window", None) is None,
+        "values of the recent block are rounded by age, and this law compares tokens that are rounded as they leave it",
+    )
     k, v = k.astype(np.float32), v.astype(np.float32)
     chunks = zones(policy, spec, held)[0]
     if hasattr(core(policy).store, "learn") and chunks:  # what a chunk is read as depends on those before it

@@ -69,6 +69,7 @@ CASES: dict[str, Case] = {
         selector=Fier(group=16, group_reduce="per_head"), spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1)
     ),
     "fier, no group, f16": _with(spec=dataclasses.replace(SPEC, q_heads=2, kv_heads=2, dtype=jnp.float16)),
+    "kivi, values in a window": Case(presets.kivi(residual=16, group=8, value_window=16).rest),
     "quest preset, budget 40": Case(presets.quest(budget=40, page=8).rest),
     "quest, newest page selected": Case(presets.quest(budget=40, page=8, newest="select").rest),
     "pages per query head, 7 on 1, bf16": _with(
@@ -233,6 +234,12 @@ _HISTORY = {"order_of_chunks_does_not_matter"}
 _BUDGET = {"recall_grows_with_budget"}
 _TRUNCATE = {"truncate_gives_the_shorter_prompt"}
 _ROLLBACK = {"rollback_forgets_what_came_after"} | _TRUNCATE
+_AS_STORED = {  # compare with tokens that are rounded as they leave the recent block
+    "budget_of_all_is_dense_attention",
+    "every_token_is_in_one_zone",
+    "step_attends_to_the_positions_it_tells",
+    "gradients_are_those_of_attention",
+}
 _EVICTION = {"budget_bounds_what_is_held", "step_attends_to_what_is_held"}
 
 
@@ -251,6 +258,8 @@ def does_not_apply(policy: kvjax.Policy) -> set[str]:
         return _EVICTION | _ROLLBACK
     lost = isinstance(policy, kvjax.Sampled) or not policy.demote.ordered
     lost |= not isinstance(policy.store, kvjax.Dense | HostOffload)
+    if isinstance(policy, Compressed) and policy.value_window is not None:
+        return _EVICTION | _BUDGET | _TRUNCATE | _AS_STORED
     fixed = isinstance(policy, Compressed | kvjax.Sampled)
     return _EVICTION | (_BUDGET if fixed else set()) | (_TRUNCATE if lost else set())
 
