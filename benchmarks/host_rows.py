@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from device_time import kernels, write
+from sweep import label_of
 
 from kvjax import ops
 from kvjax.kernels_pallas.host import host_append, host_rows
@@ -42,7 +43,7 @@ WRITES = (  # B, K, pages, pages written of a row, tokens of a page
     (8, 8, 16384, 32, 1),
     (1, 8, 4096, 8, 32),
 )
-READ_CONFIGS = [Config(), *(Config(ahead, warpgroups) for ahead in (1, 2, 4, 8) for warpgroups in (1, 4))]
+READ_CONFIGS = [Config(4, 2, 32), Config(), *(Config(ahead, n) for ahead in (1, 2, 4, 8) for n in (1, 4))]
 WRITE_CONFIGS = [host_append.DEFAULT, *(Config(ahead, warpgroups) for ahead in (1, 2) for warpgroups in (1, 4))]
 TIMES = "microseconds; kernel: device time, median of 10 calls; clock, xla: host's clock; floor: bytes / 50 GB/s"
 
@@ -109,7 +110,7 @@ def measure(
     by_hand = make(partial(reference, implementation="xla"))
     want, times, clocks = arrays(by_hand()), {}, {}
     for config in dict.fromkeys(configs):
-        label = f"{config.ahead}x{config.warpgroups}"
+        label = label_of(config)
         call = make(partial(getattr(op, name), config=config))
         if not all(np.array_equal(a, b) for a, b in zip(arrays(call()), want, strict=True)):
             raise SystemExit(f"{name} with {config} is not its reference")
@@ -136,8 +137,8 @@ def footprint() -> None:
             "random": list(jax.random.permutation(jax.random.key(2), places, axis=-1, independent=True)),
         }
         for order, indices in orders.items():
-            for config, blocks in ((Config(), None), *((Config(4, 2), blocks) for blocks in (132, 64, 32, 16))):
-                read = partial(host_rows.host_rows, config=config, blocks=blocks)
+            for config in (Config(), *(Config(4, 2, blocks) for blocks in (132, 64, 32, 16))):
+                read = partial(host_rows.host_rows, config=config)
                 run = jax.jit(
                     lambda stores, indices, read=read: [read(*two) for two in zip(stores, indices, strict=True)]
                 )
@@ -147,7 +148,7 @@ def footprint() -> None:
                     if "host_rows" in name
                 ]
                 us = sum(statistics.median(each) * len(each) / 10 for each in found) / STORES
-                row = {"P": P, "order": order, "ahead": config.ahead, "blocks": blocks, "kernel": us}
+                row = {"P": P, "order": order, "ahead": config.ahead, "blocks": config.blocks, "kernel": us}
                 rows.append({**row, "GB/s": K * n * 4 * D / us / 1e3})
                 print(rows[-1], flush=True)
         del stores
@@ -172,5 +173,6 @@ if __name__ == "__main__":
                 print(f"\n{name}\n" + " | ".join(rows[0]))
             print(" | ".join(f"{x:.1f}" if isinstance(x, float) else str(x) for x in rows[-1].values()), flush=True)
             what = f"{name}: n pages of P, keys and values of `page` tokens, D = {D}, bf16; config: ahead x warpgroups"
+            what += " x blocks, 0 for one a piece"
             about = "normal random keys and values; pages that are read are unique, spread, in random order"
             write(f"{name}.json", what, about, rows, TIMES)

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.simt import Flag, Word, instr, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/host_rows.json
@@ -36,13 +36,14 @@ CHUNK = 16  # bytes that a thread moves at once
 class Config:
     ahead: int = 2  # chunks of a thread
     warpgroups: int = 2  # of a block
+    blocks: int = 0  # that take turns; 0: one for each piece
 
     def __post_init__(self) -> None:
-        if self.ahead < 1 or self.warpgroups not in (1, 2, 4, 8):
-            raise ValueError(f"ahead must be at least 1, warpgroups 1, 2, 4 or 8; got {self}")
+        if self.ahead < 1 or self.blocks < 0 or self.warpgroups not in (1, 2, 4, 8):
+            raise ValueError(f"ahead must be at least 1, blocks 0 or more, warpgroups 1, 2, 4 or 8; got {self}")
 
 
-BESIDE = Config(ahead=4), 16  # chunks in flight enough to fill the bus, of blocks few enough to leave room for others
+BESIDE = Config(ahead=4, blocks=16)  # chunks in flight enough to fill the bus, of blocks that leave room for others
 
 
 def smem_bytes() -> int:
@@ -90,26 +91,26 @@ def unsupported_recall(x: Any, device_rows: Any, zones: Sequence[Any]) -> str | 
     return f"the kernel host_rows recalls slots of a multiple of {CHUNK} bytes; got {line}" if line % CHUNK else None
 
 
-def host_rows(x: Array, index: Array, *, config: Config | None = None, blocks: int | None = None) -> tuple[Array, ...]:
+def host_rows(x: Array, index: Array, *, config: Config | None = None) -> tuple[Array, ...]:
     """The parts, [B, K, N * Z, D] each on the device, of rows `index` i32[B, K, N] of x [B, K, P, parts, Z, D]; zeros
-    where it is out of range. `blocks` take turns; None: one for each piece."""
+    where it is out of range. `config` is chosen by the kind of device: buses differ."""
     if limit := unsupported(x, index):
         raise NotImplementedError(limit)
-    return tuple(_rows(config or Config(), blocks, x, index))
+    return tuple(_rows(config or tuned.select("host_rows", Config(), (x, index)), x, index))
 
 
-def _rows(config: Config, blocks: int | None, x: Array, index: Array) -> list[Array]:
+def _rows(config: Config, x: Array, index: Array) -> list[Array]:
     @jax.custom_batching.custom_vmap
     def run(x: Array, index: Array) -> list[Array]:
         (B, K, N), (parts, Z, D), chunks = index.shape, x.shape[3:], row_bytes(x) // CHUNK
         sizes = {"rows": B * K, "P": x.shape[2], "N": N, "chunks": chunks, "parts": parts}
         outs = tuple(jax.ShapeDtypeStruct((B, K, N * Z, D), x.dtype) for _ in range(parts))
-        program = functools.partial(_program, **sizes, config=config, blocks=blocks)
-        return list(_kernel("kvjax_host_rows", program, outs, index.size * chunks, config, blocks)(x, index))
+        program = functools.partial(_program, **sizes, config=config)
+        return list(_kernel("kvjax_host_rows", program, outs, index.size * chunks, config)(x, index))
 
     @run.def_vmap
     def batched(n: int, batches: list[Any], *args: Array) -> tuple[list[Array], list[bool]]:
-        outs = _rows(config, blocks, *simt.flatten_batch(n, batches, args))
+        outs = _rows(config, *simt.flatten_batch(n, batches, args))
         return [a.reshape(n, -1, *a.shape[1:]) for a in outs], [True] * len(outs)
 
     return run(x, index)
@@ -117,7 +118,7 @@ def _rows(config: Config, blocks: int | None, x: Array, index: Array) -> list[Ar
 
 def recall(
     x: Array, index: Array, edge: Array, recalls: Array, device: tuple[Array, Sequence[Array]], recent: Sequence[Array],
-    first_read: tuple[Array, Sequence[Array]] | None = None, *, blocks: int | None = None, config: Config | None = None,
+    first_read: tuple[Array, Sequence[Array]] | None = None, *, config: Config | None = None,
 ) -> tuple[Array, ...]:  # fmt: skip
     """The parts, [B, K, M * Z, D] each on the device, of x [B, K, P, parts, Z, D] that heads recall to M places.
 
@@ -128,7 +129,7 @@ def recall(
     are read there.
 
     Others get anything: nothing is written. With `first_read` = (which bool[B, K], parts) they get these where `which`
-    is true, and else those of `device`, as they are. `blocks` take turns; None: one for each piece.
+    is true, and else those of `device`, as they are.
     """
     if limit := unsupported_recall(x, device[0], [*device[1], *recent, *(first_read or ((), ()))[1]]):
         raise NotImplementedError(limit)
@@ -137,10 +138,10 @@ def recall(
         mode = jax.numpy.where(first_read[0], 2, mode)
     zones = *device[1], *recent, *(() if first_read is None else first_read[1])
     args = x, index, edge.reshape(-1, 1), mode, device[0], *zones
-    return tuple(_recall(config or Config(), blocks, *args))
+    return tuple(_recall(config or Config(), *args))
 
 
-def _recall(config: Config, blocks: int | None, *args: Array) -> list[Array]:
+def _recall(config: Config, *args: Array) -> list[Array]:
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> list[Array]:
         x, index, _, _, device_rows, *zones = args
@@ -149,38 +150,40 @@ def _recall(config: Config, blocks: int | None, *args: Array) -> list[Array]:
         program = functools.partial(
             _recall_program, rows=math.prod(device_rows.shape[:2]), K=K, P=x.shape[2], N=index.shape[2], M=M,
             chunks=chunks, parts=len(parts), R=recent.shape[2], line=x.shape[-1] * x.dtype.itemsize, keeps=keeps,
-            config=config, blocks=blocks,
+            config=config,
         )  # fmt: skip
         outs = tuple(jax.ShapeDtypeStruct(a.shape, x.dtype) for a in parts)
         name, sparse = ("kvjax_host_rows_rest", ()) if keeps else ("kvjax_host_rows_first", range(len(parts)))
-        return list(_kernel(name, program, outs, device_rows.size * chunks, config, blocks, tuple(sparse))(*args))
+        return list(_kernel(name, program, outs, device_rows.size * chunks, config, tuple(sparse))(*args))
 
     @run.def_vmap
     def batched(n: int, batches: list[Any], *args: Array) -> tuple[list[Array], list[bool]]:
-        outs = _recall(config, blocks, *simt.flatten_batch(n, batches, args))
+        outs = _recall(config, *simt.flatten_batch(n, batches, args))
         return [a.reshape(n, -1, *a.shape[1:]) for a in outs], [True] * len(outs)
 
     return run(*args)
 
 
 def _kernel(
-    name: str, program: Callable[..., None], out_type: Any, chunks: int, config: Config, blocks: int | None,
-    sparse: tuple[int, ...] = (),
+    name: str, program: Callable[..., None], out_type: Any, chunks: int, config: Config, sparse: tuple[int, ...] = (),
 ) -> Any:  # fmt: skip
-    """A kernel of `blocks` that take turns, or of enough blocks for all chunks."""
+    """A kernel of blocks that take turns, or of enough blocks for all chunks."""
     return simt.kernel(
         program,
         name=name,
         out_type=out_type,
-        blocks=blocks or -(-chunks // (128 * config.warpgroups * config.ahead)),
+        blocks=_blocks(chunks, config),
         warpgroups=config.warpgroups,
         sparse=sparse,
     )
 
 
-def _program(
-    *refs: Any, rows: int, P: int, N: int, chunks: int, parts: int, config: Config, blocks: int | None
-) -> None:
+def _blocks(chunks: int, config: Config) -> int:
+    pieces = -(-chunks // (128 * config.warpgroups * config.ahead))
+    return min(config.blocks or pieces, pieces)
+
+
+def _program(*refs: Any, rows: int, P: int, N: int, chunks: int, parts: int, config: Config) -> None:
     size, piece, total = chunks * CHUNK, chunks * CHUNK // parts, rows * N * chunks
     x, index, *outs = (simt.global_address(m) for m in refs)
 
@@ -196,12 +199,12 @@ def _program(
         part = simt.divide(inside, piece)
         return simt.offset(simt.offset_rows(_of_part(outs, part), i, piece), inside - part * piece)
 
-    _move(total, source, target, config, blocks)
+    _move(total, source, target, config)
 
 
 def _recall_program(
     *refs: Any, rows: int, K: int, P: int, N: int, M: int, chunks: int, parts: int, R: int, line: int, keeps: bool,
-    config: Config, blocks: int | None,
+    config: Config,
 ) -> None:  # fmt: skip
     x, index, edge, mode, device_rows, *zones = (simt.global_address(m) for m in refs)
     device, recent, *first_read, outs = (zones[i : i + parts] for i in range(0, len(zones), parts))
@@ -258,7 +261,7 @@ def _recall_program(
         of, n, part, byte = whose(at)
         return simt.offset(simt.offset_rows(simt.offset_rows(_of_part(outs, part), of, width), n, piece), byte)
 
-    _move(rows * M * chunks, source, target, config, blocks, None if keeps else is_wanted)
+    _move(rows * M * chunks, source, target, config, None if keeps else is_wanted)
 
 
 def _of_part(addresses: Sequence[Any], part: Word) -> Any:
@@ -270,7 +273,7 @@ def _of_part(addresses: Sequence[Any], part: Word) -> Any:
 
 def _move(
     total: int, source: Callable[[Word], tuple[Flag, Any]], target: Callable[[Word], Any], config: Config,
-    blocks: int | None, is_wanted: Callable[[Word], Flag] | None = None,
+    is_wanted: Callable[[Word], Flag] | None = None,
 ) -> None:  # fmt: skip
     """Chunks 0 to total - 1, each to its target, or those alone that are wanted, a warp's all or none; zeros where
     nothing is at the source."""
@@ -297,7 +300,8 @@ def _move(
                 ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", target(at), *words)
 
     first = simt.special("ctaid.x") * (threads * config.ahead) + simt.special("tid.x")
-    if blocks is None:
+    blocks = _blocks(total, config)
+    if not config.blocks:
         move(first)
     else:
         loop(first, total, threads * config.ahead * blocks)(move)

@@ -7,7 +7,7 @@ wants, and some of the places, in the order in which the hand comes by. It looks
 marks the places of those in shared memory. Two running sums over the block then say which place each missing page gets.
 
 **Load** (`hot_load`): each lane of a warp looks up whether one page is missing. The warp then reads those pages from
-the host, one after the other, straight to their places.
+the host, one after the other, straight to their places. Warps take turns, since reads of many places at once are slow.
 
 **Bytes:** 20 a place and 16 a page for the tables; R a missing page over the bus and R written.
 
@@ -30,9 +30,10 @@ from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.host.host_rows import CHUNK, Config, _of_part, limit_of_chunks, row_bytes
 from kvjax.kernels_pallas.simt import Flag, Word, block_barrier, instr, loop, ptx, special, when, word
 
-MEASURED: str | None = None
+MEASURED: str | None = "2026-11-23"  # the date in benchmarks/results/hot_pages.json
 MOST = 32  # pages, and places, of a thread
 LEAST_WARPS = 512  # of `hot_load`, so that enough reads are on their way to fill the bus
+MOST_WARPS = 1024  # of `hot_load`: reads of more pages at once wait for the translation of addresses
 NONE = 0xFFFFFFFF
 
 
@@ -245,14 +246,16 @@ def _fill(config: Config, *args: Array) -> list[Array]:
         *zones, x, page, used, at = args
         chunks, n, N = row_bytes(x) // CHUNK, page.shape[2], at.shape[2]
         each = max(1, min(32, at.size // LEAST_WARPS))
+        turns = -(-at.size // (each * MOST_WARPS))
+        blocks = -(-at.size // (each * turns * 4 * config.warpgroups))
         program = partial(
             _load_program, total=at.size, P=x.shape[2], n=n, N=N, chunks=chunks, parts=len(zones), each=each,
-            config=config,
+            turns=turns, warps=blocks * 4 * config.warpgroups, config=config,
         )  # fmt: skip
         launch = simt.kernel_in_place(
             program,
             name="kvjax_hot_load",
-            blocks=-(-at.size // (each * 4 * config.warpgroups)),
+            blocks=blocks,
             warpgroups=config.warpgroups,
         )
         return list(launch(zones, x, page, used, at))
@@ -266,41 +269,49 @@ def _fill(config: Config, *args: Array) -> list[Array]:
 
 
 def _load_program(
-    *refs: Any, total: int, P: int, n: int, N: int, chunks: int, parts: int, each: int, config: Config
-) -> None:
-    """A lane looks at one of a warp's `each` entries; then the warp moves the pages that some of them lack."""
+    *refs: Any, total: int, P: int, n: int, N: int, chunks: int, parts: int, each: int, turns: int, warps: int,
+    config: Config,
+) -> None:  # fmt: skip
+    """A lane looks at one of a warp's `each` entries; then the warp moves the pages that some of them lack. In a turn
+    all `warps` take adjacent entries, of few heads, whose pages lie close together."""
     *zones, x, page, used, at = (simt.global_address(m) for m in refs)
     size, piece, ahead = chunks * CHUNK, chunks * CHUNK // parts, min(config.ahead, -(-chunks // 32))
     thread = special("tid.x")
     lane, warp = thread & 31, special("ctaid.x") * (4 * config.warpgroups) + (thread >> 5)
 
-    entry = warp * each + lane
-    is_entry = (lane < each) & (entry < total)
-    entry = is_entry.select(entry, 0)
-    of, place = simt.divide(entry, N), simt.load(simt.offset_rows(at, entry, 4))
-    in_table = of * n + (place < n).select(place, 0)
-    fresh = is_entry & (place < n) & simt.load(simt.offset_rows(used, in_table, 4)).equals(2)
-    number = simt.load(simt.offset_rows(page, in_table, 4))
-    lacking = simt.ballot(fresh & (number < P))
+    def take(turn: Word) -> None:
+        entry = (turn * warps + warp) * each + lane
+        is_entry = (lane < each) & (entry < total)
+        entry = is_entry.select(entry, 0)
+        of, place = simt.divide(entry, N), simt.load(simt.offset_rows(at, entry, 4))
+        in_table = of * n + (place < n).select(place, 0)
+        fresh = is_entry & (place < n) & simt.load(simt.offset_rows(used, in_table, 4)).equals(2)
+        number = simt.load(simt.offset_rows(page, in_table, 4))
+        lacking = simt.ballot(fresh & (number < P))
 
-    def move(left: Word) -> tuple[Flag, list[Word]]:
-        one = instr("clz.b32", left) ^ 31
-        row, to, source = (simt.from_lane(shared, one) for shared in (of, in_table, number))
-        from_page = simt.offset_rows(simt.offset_rows(x, row, P * size), source, size)
-        for first in range(0, chunks, 32 * ahead):
-            places = [lane + (first + 32 * j) for j in range(ahead)]
-            words = [_chunk_below(c, chunks, simt.offset(from_page, c * CHUNK)) for c in places]
-            for c, loaded in zip(places, words, strict=True):
-                inside = c * CHUNK
-                part = simt.divide(inside, piece)
-                target = simt.offset(simt.offset_rows(_of_part(zones, part), to, piece), inside - part * piece)
-                with when(c < chunks):
-                    ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", target, *loaded)
-        left = left ^ (word(1) << one)
-        return left.differs(0), [left]
+        def move(left: Word) -> tuple[Flag, list[Word]]:
+            one = instr("clz.b32", left) ^ 31
+            row, to, source = (simt.from_lane(shared, one) for shared in (of, in_table, number))
+            from_page = simt.offset_rows(simt.offset_rows(x, row, P * size), source, size)
+            for first in range(0, chunks, 32 * ahead):
+                places = [lane + (first + 32 * j) for j in range(ahead)]
+                words = [_chunk_below(c, chunks, simt.offset(from_page, c * CHUNK)) for c in places]
+                for c, loaded in zip(places, words, strict=True):
+                    inside = c * CHUNK
+                    part = simt.divide(inside, piece)
+                    target = simt.offset(simt.offset_rows(_of_part(zones, part), to, piece), inside - part * piece)
+                    with when(c < chunks):
+                        ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", target, *loaded)
+            left = left ^ (word(1) << one)
+            return left.differs(0), [left]
 
-    with when(lacking.differs(0)):
-        simt.repeat([lacking], move)
+        with when(lacking.differs(0)):
+            simt.repeat([lacking], move)
+
+    if turns == 1:
+        take(word(0))
+    else:
+        loop(0, turns, 1)(take)
 
 
 def _chunk_below(i: Word, end: int, address: Any) -> list[Word]:

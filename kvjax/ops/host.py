@@ -121,8 +121,7 @@ def _host_rows_rest_mosaic(
     recent: Parts,
     first_read: tuple[Array, Parts],
 ) -> Parts:
-    config, blocks = kernel.BESIDE
-    return kernel.recall(x, index, edge, recalls, device, recent, first_read, config=config, blocks=blocks)
+    return kernel.recall(x, index, edge, recalls, device, recent, first_read, config=kernel.BESIDE)
 
 
 def read_pages(x: Array, first: Array | int, size: int) -> Array:

@@ -26,26 +26,26 @@ def on_host(*shape, dtype=jnp.bfloat16):
 
 
 @pytest.mark.parametrize(
-    ("B", "K", "P", "N", "row", "dtype", "config", "blocks"),
+    ("B", "K", "P", "N", "row", "dtype", "config"),
     [
-        (2, 3, 17, 9, (2, 4, 8), jnp.bfloat16, None, None),
-        (1, 2, 5, 7, (3, 1, 4), jnp.float32, host_rows.Config(3, 1), None),
-        (1, 1, 3, 40, (2, 1, 96), jnp.float16, host_rows.Config(1, 1), 2),
+        (2, 3, 17, 9, (2, 4, 8), jnp.bfloat16, None),
+        (1, 2, 5, 7, (3, 1, 4), jnp.float32, host_rows.Config(3, 1)),
+        (1, 1, 3, 40, (2, 1, 96), jnp.float16, host_rows.Config(1, 1, 2)),
         *(
-            pytest.param(1, 8, 65536, N, (2, 1, 128), jnp.bfloat16, host_rows.Config(ahead, w), None, marks=on_gpu)
+            pytest.param(1, 8, 65536, N, (2, 1, 128), jnp.bfloat16, host_rows.Config(ahead, w), marks=on_gpu)
             for N in (1, 512, 2049)
             for ahead in (1, 2, 4, 8)
             for w in (1, 8)
         ),
-        pytest.param(2, 8, 4096, 300, (2, 32, 128), jnp.bfloat16, None, None, marks=on_gpu),
-        pytest.param(1, 8, 65536, 2049, (2, 1, 128), jnp.bfloat16, host_rows.Config(4, 2), 32, marks=on_gpu),
+        pytest.param(2, 8, 4096, 300, (2, 32, 128), jnp.bfloat16, None, marks=on_gpu),
+        pytest.param(1, 8, 65536, 2049, (2, 1, 128), jnp.bfloat16, host_rows.Config(4, 2, 32), marks=on_gpu),
     ],
 )
-def test_rows_of_the_host_equal_the_references(B, K, P, N, row, dtype, config, blocks):
+def test_rows_of_the_host_equal_the_references(B, K, P, N, row, dtype, config):
     x = on_host(B, K, P, *row, dtype=dtype)
     index = np.random.default_rng(0).integers(0, P, (B, K, N)).astype(np.int32)
     index.reshape(-1)[::4] = np.resize([-1, P, 0, P - 1, 1 << 30], index.size)[::4]
-    got = jax.jit(partial(host_rows.host_rows, config=config, blocks=blocks))(x, jnp.asarray(index))
+    got = jax.jit(partial(host_rows.host_rows, config=config))(x, jnp.asarray(index))
     want = jax.jit(partial(ops.host_rows, implementation="xla"))(x, jnp.asarray(index))
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -60,20 +60,20 @@ def test_rows_of_the_host_equal_the_references(B, K, P, N, row, dtype, config, b
 
 
 @pytest.mark.parametrize(
-    ("B", "K", "P", "N", "M", "row", "R", "dtype", "config", "blocks"),
+    ("B", "K", "P", "N", "M", "row", "R", "dtype", "config"),
     [
-        (3, 2, 40, 36, 37, (2, 2, 64), 9, jnp.bfloat16, None, None),
-        (3, 1, 9, 5, 8, (2, 4, 64), 7, jnp.bfloat16, host_rows.Config(3, 1), 2),
-        (2, 2, 5, 4, 5, (2, 1, 64), 3, jnp.float16, host_rows.Config(1, 1), None),  # no warp has a row for itself
+        (3, 2, 40, 36, 37, (2, 2, 64), 9, jnp.bfloat16, None),
+        (3, 1, 9, 5, 8, (2, 4, 64), 7, jnp.bfloat16, host_rows.Config(3, 1, 2)),
+        (2, 2, 5, 4, 5, (2, 1, 64), 3, jnp.float16, host_rows.Config(1, 1)),  # no warp has a row for itself
         *(
-            pytest.param(3, 8, 4096, 56, 57, (2, 32, 128), 159, jnp.bfloat16, config, blocks, marks=on_gpu)
-            for config, blocks in ((None, None), host_rows.BESIDE, (host_rows.Config(4, 4), 7))
+            pytest.param(3, 8, 4096, 56, 57, (2, 32, 128), 159, jnp.bfloat16, config, marks=on_gpu)
+            for config in (None, host_rows.BESIDE, host_rows.Config(4, 4, 7))
         ),
-        pytest.param(1, 8, 4096, 2046, 2047, (2, 1, 128), 300, jnp.bfloat16, *host_rows.BESIDE, marks=on_gpu),
-        pytest.param(1, 2, 4096, 16, 20, (2, 16, 64), 47, jnp.float16, None, None, marks=on_gpu),
+        pytest.param(1, 8, 4096, 2046, 2047, (2, 1, 128), 300, jnp.bfloat16, host_rows.BESIDE, marks=on_gpu),
+        pytest.param(1, 2, 4096, 16, 20, (2, 16, 64), 47, jnp.float16, None, marks=on_gpu),
     ],
 )
-def test_heads_recall_rows_where_they_are_or_keep_what_they_have(B, K, P, N, M, row, R, dtype, config, blocks):
+def test_heads_recall_rows_where_they_are_or_keep_what_they_have(B, K, P, N, M, row, R, dtype, config):
     (parts, Z, D), rng = row, np.random.default_rng(0)
     x = on_host(B, K, P, *row, dtype=dtype)
     index = rng.integers(-1, P, (B, K, N)).astype(np.int32)
@@ -90,7 +90,7 @@ def test_heads_recall_rows_where_they_are_or_keep_what_they_have(B, K, P, N, M, 
         for s, n in ((20, M * Z), (40, M * Z), (30, R))
     )
     args = x, jnp.asarray(index), edge, jnp.asarray(mode == 1), (jnp.asarray(there), held), recent
-    kernel = jax.jit(partial(host_rows.recall, config=config, blocks=blocks))
+    kernel = jax.jit(partial(host_rows.recall, config=config))
     read = jax.jit(partial(ops.host_rows_first, implementation="xla"))(*args)
     anew = [np.array(a).reshape(B, K, M, Z, D) for a in read]
     if math.prod(row) * 2 % 512 == 0:

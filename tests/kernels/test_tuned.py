@@ -13,6 +13,7 @@ import pytest
 
 from kvjax.kernels_pallas import tuned
 from kvjax.kernels_pallas.attend import attend_quantized, attend_slots, attend_span, attend_zones
+from kvjax.kernels_pallas.host import host_rows
 from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
 from kvjax.kernels_pallas.select import select_1bit, select_4bit, select_pages, top_k, top_k_grouped
 from kvjax.kernels_pallas.vote import collide, most_voted
@@ -263,6 +264,10 @@ def _top_k_grouped(rows, U, k, G, softmax):
     return partial(top_k_grouped.top_k_grouped, group_reduce="mean_softmax" if softmax else "mean_score", k=k), parts
 
 
+def _host_rows():
+    return host_rows.host_rows, sds(1, 2, 99, 2, 1, 64), i32(1, 2, 40)
+
+
 CODED = dict(key_bits=2, value_bits=4, key_tokens=42, key_channels=1, value_channels=64)
 CALLS = {  # by kernel, a call that asks for a shape; such a shape; a config that is not its rule's
     "attend_quantized": (_quantized, dict(rows=2, S=84, D=128, Q=3, **CODED), dict(blocks=1, warpgroups=1, stages=3)),
@@ -270,6 +275,7 @@ CALLS = {  # by kernel, a call that asks for a shape; such a shape; a config tha
     "attend_span": (_span, dict(rows=3, S=900, G=4, D=64), dict(blocks=5, warpgroups=2, stages=2, keys=16)),
     "attend_zones": (_zones, dict(rows=3, M=66, G=5, D=128), dict(blocks=2, warpgroups=1)),
     "collide": (_collide, dict(rows=2, S=512, G=3, D=64), dict(parts=3, warpgroups=1, keys=1, stages=3, apart=1)),
+    "host_rows": (_host_rows, {}, dict(ahead=3, warpgroups=1, blocks=5)),
     "most_voted": (_most_voted, dict(rows=2, S=512, room=99), dict(blocks=2, warpgroups=2)),
     "select_1bit": (
         _select_1bit,
