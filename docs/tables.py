@@ -118,6 +118,23 @@ def steps() -> str:
     return markdown(["tokens x rows", "cuDNN", *(f"`{name}`" for name in STEP_METHODS[1:])], rows)
 
 
+def compared() -> str:
+    """Decode steps of methods that papers compare with: time, launches, and the floor of their bytes."""
+    found = {(row["method"], row["length"]): row for row in load_rows("compared")}
+    lengths = sorted({length for _, length in found})
+    rows = []
+    for method in dict.fromkeys(method for method, _ in found):
+        cells = []
+        for length in lengths:
+            row = found.get((method, length))
+            cells += ["", ""] if row is None else [f"{row['us']:.0f}", f"{row['times_faster_than_cudnn']:.2f}x"]
+        last = found[method, lengths[-1]]
+        name = "full, cuDNN" if method == "cudnn" else f"`{method}`"
+        rows.append([name, *cells, f"{last['kernels']:.0f}", f"{last['floor_us']:.0f}"])
+    head = [part for length in lengths for part in (f"{length} tokens, us", "against cuDNN")]
+    return markdown(["cache", *head, "launches", f"floor at {lengths[-1]}, us"], rows)
+
+
 def steps_in_plain_jax() -> str:
     found = {}
     for row in load_rows("decode_step"):
@@ -768,7 +785,7 @@ def real_hit_rates() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
-        speed, quality, methods, steps, steps_in_plain_jax, kernels, tokens, largest_batches, first_tokens, indexing,
+        speed, quality, methods, steps, compared, steps_in_plain_jax, kernels, tokens, largest_batches, first_tokens, indexing,
         needles, coverage, low_rank, equal_perplexities, perplexities, tokens_read, group_rules, papers, scaling,
         hit_rates, anchors, real_needles, real_pass_keys, real_gsm8k,
         real_ruler, real_perplexities, real_speed, real_first_tokens, real_drafts,
