@@ -786,8 +786,8 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         speed, quality, methods, steps, compared, steps_in_plain_jax, kernels, tokens, largest_batches, first_tokens,
-        indexing, needles, coverage, low_rank, equal_perplexities, perplexities, tokens_read, group_rules, papers, scaling,
-        hit_rates, anchors, real_needles, real_pass_keys, real_gsm8k,
+        indexing, needles, coverage, low_rank, equal_perplexities, perplexities, tokens_read, group_rules, papers,
+        scaling, hit_rates, anchors, real_needles, real_pass_keys, real_gsm8k,
         real_ruler, real_perplexities, real_speed, real_first_tokens, real_drafts,
         devices, several_tokens, shared_steps, host_steps, real_hit_rates,
         claims_fier, claims_pariskv, claims_freekv, claims_logquant,
