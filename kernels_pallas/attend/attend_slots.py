@@ -124,14 +124,15 @@ def attend_slots(
 def attend(
     q: Array, kept: Sequence[Array], index: Array, *, found: Array | None = None,
     spans: Sequence[tuple[Array, Array, int]] = (), outs: Sequence[tuple[tuple[int, ...], Any]],
-    name: str, write: Callable[..., None], scale: float, config: Config,
+    name: str, write: Callable[..., None], scale: float, config: Config, order: tuple[int, int, int] = (1, 1, 1),
 ) -> tuple[Array, ...]:  # fmt: skip
     """The kernel, over rows of queries [rows, heads, D] and of slots i32[rows, M], -1 where there is none.
 
     `kept` has the keys and values [rows', S, D] of each zone; slots count on from zone to zone. Of a row's slots those
     from the `found` i32[rows] on are not read either. `spans` are start and stop, i32[rows''] each, of each of the
     last zones, and how many slots are read there: so many, the last. `outs` are shapes and dtypes of what write(merged,
-    *addresses) writes of each row.
+    *addresses) writes of each row. With `order` = (K, T, H) the rows of slots are those of [..., K, T, H], and the rows
+    of `outs` those of [..., T, K, H].
     """
     rows, heads, D = q.shape
     lists, ends = [index] if found is None else [index, found], [end for *two, _ in spans for end in two]
@@ -149,6 +150,7 @@ def attend(
                 shared_by=tuple(rows // end.shape[0] for end in args[len(args) - len(ends) :]),
                 strides=tuple(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in outs),
                 write=write,
+                order=order,
                 kind="bf16" if kept[0].dtype == jnp.bfloat16 else "f16",
                 scale=scale,
                 config=config,
@@ -168,17 +170,36 @@ def attend(
         found = rest.pop(0) if len(lists) == 2 else None
         two = zip(rest[::2], rest[1::2], (max_slots for *_, max_slots in spans), strict=True)
         made = attend(
-            q, kept, index, found=found, spans=list(two), outs=outs, name=name, write=write, scale=scale, config=config
+            q,
+            kept,
+            index,
+            found=found,
+            spans=list(two),
+            outs=outs,
+            name=name,
+            write=write,
+            scale=scale,
+            config=config,
+            order=order,
         )
         return tuple(a.reshape(n, rows, *a.shape[1:]) for a in made), (True,) * len(outs)
 
     return run(q, *kept, *lists, *ends)
 
 
+def _swapped(row: Word, K: int, T: int, H: int) -> Word:
+    """The row in [..., T, K, H] of what is row `row` of [..., K, T, H]."""
+    if K == 1 or T == 1:
+        return row
+    of_step, of_head, of_all = (simt.divide(row, n) for n in (H, T * H, K * T * H))
+    head, step = of_head - of_all * K, of_step - of_head * T
+    return ((of_all * T + step) * K + head) * H + (row - of_step * H)
+
+
 def _program(
     q_m: Any, *refs: Any, sizes: tuple[int, int, int, int], zones: tuple[int, ...], max_slots: tuple[int, ...],
     counted: bool, shared_by: tuple[int, ...], strides: tuple[int, ...], write: Callable[..., None], kind: str,
-    scale: float, config: Config,
+    scale: float, config: Config, order: tuple[int, int, int],
 ) -> None:  # fmt: skip
     heads, of_zone, D, M = sizes
     places = M + sum(max_slots)
@@ -201,7 +222,8 @@ def _program(
 
     k, v = bases(kept[::2]), bases(kept[1::2])
     *outs_m, room_m = rest[len(of_counts) :]
-    outs = [simt.offset_rows(simt.global_address(m), row, stride) for m, stride in zip(outs_m, strides, strict=True)]
+    to = _swapped(row, *order)
+    outs = [simt.offset_rows(simt.global_address(m), to, stride) for m, stride in zip(outs_m, strides, strict=True)]
     limits = [simt.number_of(numbers, row) for numbers in zip(rest, of_counts, strict=False)]
     found, spans = limits[0] if counted else None, list(zip(limits[counted::2], limits[counted + 1 :: 2], strict=True))
     room = simt.shared_address(room_m)

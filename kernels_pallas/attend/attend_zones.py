@@ -88,6 +88,7 @@ def attend_zones(
         raise NotImplementedError(limit)
     B, K, G, D = q.shape
     H, M = slots.shape[2:]
+    T = recent[3].shape[1] if recent[3].ndim == 2 else 1  # a model wants [B, T, K, G, D], to which XLA moves nothing
     found, spans = None, _spans(recent, sink, local)
     read = M + sum(max_slots for _, max_slots in spans)
     chosen = config or tuned.select(
@@ -118,8 +119,9 @@ def attend_zones(
         write=functools.partial(_write, kind=KINDS[str(q.dtype)]),
         scale=scale,
         config=chosen,
+        order=(K, T, H // T),
     )
-    return out.reshape(B, K, G, D)
+    return jnp.swapaxes(out.reshape(B, T, K, G // T, D), 1, 2).reshape(B, K, G, D)
 
 
 def _write(merged: softmax.Merged, out: Any, *, kind: str) -> None:

@@ -52,6 +52,19 @@ def add(state: Sequence[Word], scores: Sequence[Word]) -> list[Word]:
     return [peak, instr("fma.rn.f32", total, keep, added)]
 
 
+def of_lanes(scores: Sequence[Word], gaps: Sequence[int]) -> list[Word]:
+    """The state of natural scores of all lanes whose numbers differ in the bits `gaps`, in each of them."""
+    top = functools.reduce(larger, scores)
+    for gap in gaps:
+        top = larger(top, simt.bfly(top, gap))
+    peak = instr("mul.f32", top, real(LOG2_E))
+    shift = _is_finite(peak).select(peak ^ (1 << 31), 0)
+    total = functools.reduce(sum_of_two, [power(instr("fma.rn.f32", x, real(LOG2_E), shift)) for x in scores])
+    for gap in gaps:
+        total = sum_of_two(total, simt.bfly(total, gap))
+    return [peak, total]
+
+
 def merge(states: Sequence[Sequence[Word]]) -> list[Word]:
     """One state of some."""
     peak = functools.reduce(larger, [top for top, _ in states])

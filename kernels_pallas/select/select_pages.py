@@ -45,9 +45,10 @@ class Config(score.Config, tiling.Config):
         score.Config.__post_init__(self)
 
 
-def config_for(rows: int, per_row: int, units: int) -> Config:
-    """Of `rows` rows of scores, chosen from in `per_row` ways each, with `units` pages in all."""
-    return Config(tiling.config_for(rows * per_row, units).blocks)
+def config_for(rows: int, per_row: int, units: int, heads: int = 1) -> Config:
+    """Of `rows` rows of scores of `heads` query heads, selected from in `per_row` ways each, with `units` pages."""
+    several = {"columns": 2, "warpgroups": 2} if heads > score.HEADS else {}
+    return Config(tiling.config_for(rows * per_row, units).blocks, **several)
 
 
 def smem_bytes() -> int:
@@ -109,7 +110,7 @@ def select_pages(
     H = G if group_reduce == "per_head" else steps
     chosen = config or tuned.select(
         "select_pages",
-        config_for(B * K, H, sum(cluster.padded(P, pending_slots // unit))),
+        config_for(B * K, H, sum(cluster.padded(P, pending_slots // unit)), G),
         (q, low),
         rows=B * K * steps,
         P=P,
@@ -207,12 +208,8 @@ def _score(
         start, length = cluster.units_of(simt.span_of(start_at, stop_at, row, P * how.unit), how.unit)
         exists = [(page - start) < length for page in pages]
         for e, two in enumerate(scores):
-            nothing = NOTHING[0]
-            state = logsum.add(
-                [word(x) for x in NOTHING], [f.select(x, nothing) for f, x in zip(exists, two, strict=True)]
-            )
-            for gap in (4, 8, 16):
-                state = logsum.merge([state, [simt.bfly(x, gap) for x in state]])
+            own = [f.select(x, NOTHING[0]) for f, x in zip(exists, two, strict=True)]
+            state = logsum.of_lanes(own, gaps=(4, 8, 16))
             head = pair + e
             with when(quad.equals(0) & (head < G) & (tile < tiles)):
                 at = simt.offset_rows(simt.global_address(sums_m[0]), row * G + head, tiles * 8)

@@ -120,7 +120,7 @@ def test_select_4bit_and_most_voted_take_the_candidates_of_each_step():
 
 
 def test_attend_zones_reads_the_spans_of_each_step():
-    B, K, T, G, S, R, D, M = 2, 1, 3, 2, 40, 20, 64, 9
+    B, K, T, G, S, R, D, M = 2, 2, 3, 2, 40, 20, 64, 9
     q, *kv = (normal(i, B, K, n, D, dtype=jnp.bfloat16) for i, n in enumerate((T * G, S, S, R, R, 4, 4)))
     rng = np.random.default_rng(1)
     slots = jnp.asarray(np.stack([rng.permutation(S)[:M] for _ in range(B * K * T)]).reshape(B, K, T, M), jnp.int32)
