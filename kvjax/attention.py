@@ -29,7 +29,7 @@ from jax.typing import ArrayLike
 from kvjax.caches import Following, Info, MultiStep, Observer, PerLayer, Policy, Reversible, Truncatable
 from kvjax.caches.short import Refillable, of_size, refilled
 from kvjax.memory import Bytes, nbytes, on_host
-from kvjax.partial import group_queries
+from kvjax.partial import group_queries, with_derivative
 from kvjax.placement import Placement, first_row, make_state, run_on_parts, state_shardings, state_specs
 from kvjax.prompt import attend_chunk, attend_chunk_after, group, in_order, ungroup
 from kvjax.selection import Selection
@@ -844,7 +844,7 @@ def _if_any(full: list[Array], demote: Callable[[S], S], states: S) -> S:
     """`demote(states)` if any of `full` is true, else `states`.
 
     Under vmap a condition selects between both, and XLA cannot select between arrays in host memory. `demote` changes
-    full rows alone, so all caches demote there if any has a full row.
+    full rows alone, so all caches demote there if any has a full row, and its derivative needs no condition.
     """
 
     def run(full: list[Array], states: S) -> S:
@@ -862,7 +862,7 @@ def _if_any(full: list[Array], demote: Callable[[S], S], states: S) -> S:
 
     once = jax.custom_batching.custom_vmap(run)
     once.def_vmap(batched)
-    return once(full, states)
+    return with_derivative(once, lambda _, states: demote(states))(full, states)
 
 
 def _heads_first(*arrays: Array) -> tuple[Array, ...]:

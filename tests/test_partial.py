@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 
 from kvjax.partial import PartialAttention, attend_causal, attend_part, empty_part, merge, with_derivative
+from kvjax.validation import refuse_derivative
 
 
 def whole(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -116,3 +117,20 @@ def test_a_derivative_leaves_alone_what_none_is_asked_by() -> None:
     grad = jax.jit(jax.grad(lambda q: jax.checkpoint(f)(q, cache, None, jnp.int32(5))))
     assert grad(jnp.float32(7)) == 6
     assert jax.vmap(grad)(jnp.ones(2)).tolist() == [6, 6]
+
+
+def test_what_does_not_depend_on_it_has_no_derivative() -> None:
+    """A cache that comes out beside what was read may go where a derivative is refused."""
+
+    def both(q: jax.Array, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return q * cache, cache + 1
+
+    def loss(q: jax.Array, cache: jax.Array) -> jax.Array:
+        out, cache = with_derivative(both, both)(q, cache)
+        return out * refuse_derivative("no derivative", cache)[0]
+
+    grad = jax.jit(jax.grad(loss))
+    assert grad(jnp.float32(7), jnp.float32(3)) == 12
+    assert jax.vmap(grad, (0, None))(jnp.ones(2), jnp.float32(3)).tolist() == [12, 12]
+    with pytest.raises(NotImplementedError, match="no derivative"):
+        jax.grad(loss, argnums=1)(jnp.float32(7), jnp.float32(3))

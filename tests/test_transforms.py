@@ -60,6 +60,18 @@ def test_vmap_over_a_cache_in_host_memory_is_that_of_each(name: str) -> None:
         jax.tree.map(lambda g, w, i=i: np.testing.assert_allclose(g[i], w, atol=1e-5), got, want)
 
 
+@pytest.mark.parametrize("name", HOST)
+def test_a_gradient_by_queries_passes_a_flush_into_host_memory(name: str) -> None:
+    """What a step remembers of its query, as FreeKV does, does not make keys that are flushed seem to depend on it."""
+
+    def loss(q: jax.Array, cache: Any) -> jax.Array:
+        _, cache = kvjax.attention(cache, q, *step[1:])
+        return jnp.sum(kvjax.attention(cache, q, *step[1:])[0])
+
+    step = qkv(1)
+    jax.eval_shape(jax.grad(loss), step[0], kvjax.init_layer(HOST[name], SPEC))  # tracing would refuse it
+
+
 @pytest.mark.thorough  # the law of gradients has prompts and steps; this adds vmap
 def test_gradients_by_queries_pass_a_cache_in_host_memory_also_under_vmap() -> None:
     """Of two rows of queries over one cache that both read: the gradient of each is that of it alone."""
