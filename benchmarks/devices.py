@@ -6,7 +6,8 @@ Needs two GPUs or more; with n of them the placements are none, a mesh of one de
 data=n (rows split, the model on each), model=n (heads, MLP and vocabulary split) and ctx=n (the tokens of each row
 split, the model on each). First a small model in float32 decodes by each method and placement; its tokens must be those
 of one GPU. The times are of bfloat16 over a synthetic cache, medians over blocks of steps. Each decode loop is one
-program, so nothing of the host is in them but one call a block.
+program, so nothing of the host is in them but one call a block. With `--prompt` the time until the logits after a
+prompt comes between the two, whose difference from those of one GPU is in standard deviations of the logits.
 
 Each row is written to results/devices.json when it is there, and replaces the one of the same sizes: bytes of weights
 and cache of one device, the floor (the weights over the memory's bandwidth, without the traffic between devices), and
@@ -34,7 +35,7 @@ from layers import out_of, save, show
 import kvjax
 from kvjax import Cache, PerLayer, Placement, presets
 from kvjax.evaluate import throughput
-from kvjax.generation import Stream, generate
+from kvjax.generation import Stream, generate, prefill
 from kvjax.memory import nbytes
 from kvjax.models import Decoder, distribute
 from kvjax.placement import in_order_of_place
@@ -141,6 +142,22 @@ def decode_time(
     return row, first
 
 
+def prompt_time(
+    model: Decoder, policies: PerLayer, place: Placement | None, *, tokens: np.ndarray, dtype: str
+) -> tuple[dict[str, Any], np.ndarray]:
+    """A row: milliseconds until the logits after a prompt, read in two chunks; and the logits."""
+    B, T = tokens.shape
+    spec, times = model.spec(batch=B, capacity=T + 1024, dtype=dtype), []
+    for _ in range(4):
+        cache = jax.block_until_ready(kvjax.init(policies, spec, layers=model.config.layers, placement=place))
+        start = time.perf_counter()
+        logits, cache = jax.block_until_ready(prefill(model, cache, tokens, chunk=T // 2))
+        times.append(1e3 * (time.perf_counter() - start))
+        del cache
+    row = {"prompt_ms": round(float(np.median(times[1:])), 3), "first_ms": round(times[0], 1)}
+    return row, np.asarray(logits, np.float32)
+
+
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", type=lambda text: text.split(","), default=["full", "fier"])
@@ -149,6 +166,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--prompt", type=int, default=0, help="also times a prompt of so many tokens, one row")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no further row after so many")
     parser.add_argument("--no-check", action="store_true", help="times alone")
     parser.add_argument("--out", type=Path)
@@ -167,11 +185,16 @@ def main(args: Sequence[str] | None = None) -> None:
         parser.error(f"--placements: {', '.join(sorted(unknown))}; here are {', '.join(places)}")
     # The others are compared with "none".
     places = {"none": None} | {name: places[name] for name in given.placements or places}
-    sizes = {"layers": config.layers, "length": given.length, "batch": given.batch, "budget": given.budget}
+    sizes = {
+        "layers": config.layers,
+        "length": given.length,
+        "batch": given.batch,
+        "budget": given.budget,
+    }
     rows: list[dict[str, Any]] = []
 
     def keep(part: str, method: str, name: str, found: dict[str, Any]) -> None:
-        rows.append({"part": part, "method": method, "placement": name, **found, **sizes})
+        rows.append({"part": part, "method": method, "placement": name, **sizes, **found})
         show({name: value for name, value in rows[-1].items() if name not in sizes})
         save(
             out_of(given, "devices.json"),
@@ -187,8 +210,20 @@ def main(args: Sequence[str] | None = None) -> None:
             keep("tokens", method, name, found)
             if time.monotonic() > end:
                 break
-    left = [(method, name) for method in given.methods for name in places]
     model, alone = throughput.random_model(config, dtype), {}
+    prompt = np.random.default_rng(1).integers(config.vocab_size, size=(1, given.prompt), dtype=np.int32)
+    for name, place in places.items() if given.prompt else ():
+        if time.monotonic() > end:
+            break
+        own = model if place is None else distribute(model, place)
+        row, logits = prompt_time(own, presets.full(), place, tokens=prompt, dtype=dtype)
+        base = alone.setdefault("prompt", logits)
+        apart = float(np.abs(logits - base).max() / np.std(base))
+        row |= {"difference_of_logits": round(apart, 5), "same_tokens": apart < 0.5, "length": given.prompt, "batch": 1}
+        keep("prompt", "full", name, row)
+        del own
+        gc.collect()
+    left = [(method, name) for method in given.methods for name in places]
     while left and time.monotonic() < end:
         method, name = left.pop(0)
         place = places[name]

@@ -30,8 +30,25 @@ from kvjax.caches import Following, Info, MultiStep, Observer, PerLayer, Policy,
 from kvjax.caches.short import Refillable, of_size, refilled
 from kvjax.memory import Bytes, nbytes, on_host
 from kvjax.partial import group_queries, with_derivative
-from kvjax.placement import Placement, first_row, make_state, run_on_parts, state_shardings, state_specs
-from kvjax.prompt import attend_chunk, attend_chunk_after, group, in_order, ungroup
+from kvjax.placement import (
+    Placement,
+    context_axis,
+    first_row,
+    make_state,
+    run_on_parts,
+    state_shardings,
+    state_specs,
+)
+from kvjax.prompt import (
+    attend_chunk,
+    attend_chunk_after,
+    attend_chunk_in_parts,
+    attend_own_in_parts,
+    group,
+    in_order,
+    splits_queries,
+    ungroup,
+)
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, check_dims, require_int
 from kvjax.validation import check_alive, check_array, check_floats, check_not_empty, check_verbs, finite_number, shown
@@ -531,13 +548,19 @@ def _attend_prompt(
         own_k, own_v = _without_padding(k, v, count)
     if cache is None:
         return attend_chunk(q, own_k, own_v, scale=scale, window=window), None, None
-    grouped, (k, v) = group(q, k.shape[2]), _heads_first(k, v)
-    if first_chunk:
+    grouped, (k, v), over = group(q, k.shape[2]), _heads_first(k, v), context_axis()
+    if over is not None and not splits_queries(q.shape[1], over[1], window):
+        over = None
+    if first_chunk and over is not None:
+        out = attend_chunk_in_parts(q, own_k, own_v, *over, scale=scale)
+    elif first_chunk:
         out = attend_chunk(q, own_k, own_v, scale=scale, window=window)
     else:
         attend_stored = partial(cache.policy.attend_stored, cache.state, scale=scale, window=window)
         own_k, own_v = _heads_first(own_k, own_v)
-        out = ungroup(attend_chunk_after(attend_stored, grouped, own_k, own_v, scale=scale, window=window), q.dtype)
+        own = None if over is None else attend_own_in_parts(grouped, own_k, own_v, *over, scale=scale)
+        out = attend_chunk_after(attend_stored, grouped, own_k, own_v, scale=scale, window=window, own=own)
+        out = ungroup(out, q.dtype)
         # Read, then store: without an order XLA copies all that is stored, to be safe (CPU with jaxlib before 0.11
         # drops barriers first, and copies; measured 2026-11-21, 131072 tokens: temp bytes 391 MB, with it 117 MB).
         out, k, v = in_order(out, k, v)

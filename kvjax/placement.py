@@ -32,7 +32,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.context import OverContext
+from kvjax.context import Axis, OverContext
 from kvjax.memory import shapes, to_device, to_host
 from kvjax.spec import CacheSpec
 from kvjax.validation import shown
@@ -253,6 +253,25 @@ def mean_over_heads(x: Array) -> Array:
     """
     placement = _current.value
     return x if placement is None or placement.heads is None else lax.pmean(x, placement.heads)
+
+
+def context_axis() -> tuple[Axis, int] | None:
+    """The axis of context and its devices, in a function that each of several devices runs; else None."""
+    placement = _current.value
+    if placement is None or placement.context is None or placement.parts("context") == 1:
+        return None
+    return placement.context, placement.parts("context")
+
+
+def split_tokens(placement: Placement | None, x: Array) -> Array:
+    """x [B, T, ...] with its tokens split over the devices of context, so that each works on its own part of a chunk;
+    x as it is where they do not divide T, or the mesh is not of Auto axes."""
+    if placement is None or placement.context is None or AxisType.Explicit in placement.mesh.axis_types:
+        return x
+    if x.shape[1] < 2 or x.shape[1] % placement.parts("context"):
+        return x
+    split = PartitionSpec(placement.batch, placement.context)
+    return lax.with_sharding_constraint(x, NamedSharding(placement.mesh, split))
 
 
 def first_row(placement: Placement, rows: int) -> Array | int:

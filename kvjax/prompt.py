@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from kvjax.partial import (
     with_derivative,
 )
 
+Axis: TypeAlias = str | tuple[str, ...]  # of a mesh
 Reader = Callable[[Any, Array | int, int], tuple[Array, Array]]
 """(state, first, size) -> keys and values [B, K, size, D] of the slots [first, first + size) of a store."""
 
@@ -69,14 +70,15 @@ def attend_chunk_after(
     *,
     scale: float,
     window: int | None = None,
+    own: PartialAttention | None = None,
 ) -> Array:
     """Attention of q [B, K, G, T, D] over stored tokens and, causally, over its own k, v [B, K, T, D]: as q, in f32.
 
     `attend_stored` gives the part of q [B, K, G, T', D] over what is stored, a part over Q = G*T'. It is asked for the
-    first T' queries alone that a sliding window lets see stored tokens.
+    first T' queries alone that a sliding window lets see stored tokens. `own` is `attend_own` where it is known.
     """
     B, K, G, T, D = q.shape
-    own = attend_own(q, k, v, scale=scale, window=window)
+    own = attend_own(q, k, v, scale=scale, window=window) if own is None else own
     own = PartialAttention(own.out.reshape(B, K, G, T, D), own.lse.reshape(B, K, G, T))
     past = T if window is None else min(T, window - 1)
     if past:
@@ -197,6 +199,54 @@ def takes_cudnn(dtype: Any, head_dim: int) -> bool:
         return False
     largest = 256 if float(getattr(jax.devices()[0], "compute_capability", 0)) >= 9.0 else 128
     return dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= largest
+
+
+# ------------------------------------------------------------------------------------------------------ several devices
+
+
+def splits_queries(tokens: int, parts: int, window: int | None) -> bool:
+    """Whether the queries of a chunk are dealt to devices: in blocks of one size, and not where a window bounds them
+    already."""
+    return window is None and tokens % (2 * parts) == 0
+
+
+def attend_own_in_parts(q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float) -> PartialAttention:
+    """`attend_own` of a chunk that all devices have, each for its part of the queries.
+
+    q [B, K, G, T, D] is cut into twice as many blocks as devices, and a device takes one from either end, as later
+    queries see more keys. One all-gather of D + 1 numbers a token and query head.
+    """
+    B, K, G, T, D = q.shape
+    two = _own_blocks(q, k, v, axis, parts, scale=scale)
+    every = _gather_blocks([jnp.concatenate([part.out, part.lse[..., None]], axis=-1) for part in two], axis)
+    every = every.reshape(B, K, G * T, D + 1)
+    return PartialAttention(every[..., :-1], every[..., -1])
+
+
+def attend_chunk_in_parts(q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float) -> Array:
+    """`attend_chunk` for q [B, T, N, D] and k, v [B, T, K, D], by parts as `attend_own_in_parts`."""
+    grouped, (k, v) = group(q, k.shape[2]), (jnp.swapaxes(a, 1, 2) for a in (k, v))
+    two = _own_blocks(grouped, k, v, axis, parts, scale=scale)
+    return ungroup(_gather_blocks([part.out.astype(q.dtype) for part in two], axis), q.dtype)
+
+
+def _own_blocks(q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float) -> list[PartialAttention]:
+    """The parts of this device's two blocks, out f32[B, K, G, n, D] and lse f32[B, K, G, n]."""
+    (B, K, G, T, D), device = q.shape, lax.axis_index(axis)
+    n, found = T // (2 * parts), []
+    for block in (device, 2 * parts - 1 - device):
+        mine, own_k, own_v = (lax.dynamic_slice_in_dim(a, block * n, n, axis=a.ndim - 2) for a in (q, k, v))
+        before = attend_zone(mine, k, v, None, jnp.full(B, block * n, jnp.int32), scale=scale)
+        both = merge(before, attend_own(mine, own_k, own_v, scale=scale))
+        found.append(PartialAttention(both.out.reshape(B, K, G, n, D), both.lse.reshape(B, K, G, n)))
+    return found
+
+
+def _gather_blocks(two: list[Array], axis: Axis) -> Array:
+    """[B, K, G, T, ...] of the two blocks [B, K, G, n, ...] of each device."""
+    every = lax.all_gather(jnp.stack(two), axis)
+    blocks = jnp.moveaxis(jnp.concatenate([every[:, 0], every[::-1, 1]]), 0, 3)
+    return blocks.reshape(*blocks.shape[:3], -1, *blocks.shape[5:])
 
 
 # --------------------------------------------------------------------------------------------------------- plain JAX

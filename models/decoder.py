@@ -24,6 +24,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from kvjax.attention import Cache, LayerCache, attention_info, decode_info, flush
 from kvjax.caches import Following
+from kvjax.placement import split_tokens
 from kvjax.spec import CacheSpec
 from kvjax.validation import shown
 
@@ -132,8 +133,9 @@ class Layer(nnx.Module):
     def __call__(
         self, x: Array, cos: Array, sin: Array, cache: LayerCache | None, **settings: Any
     ) -> tuple[Array, LayerCache | None, Any]:
+        placement = None if cache is None or settings.get("steps") else cache.placement
         mixed, cache, info = self.attention(self.attention_norm(x), cos, sin, cache, **settings)
-        x = x + mixed
+        x = split_tokens(placement, x + mixed)
         return x + self.mlp(self.mlp_norm(x)), cache, info
 
 
@@ -253,7 +255,7 @@ class Decoder(nnx.Module):
         )
 
         # mode="clip": what a padding token embeds to has no meaning, but must be finite
-        x = embed(self.embedding[...], tokens)
+        x = split_tokens(None if cache is None or steps else cache.placement, embed(self.embedding[...], tokens))
         layers: list[Any] = []
         infos: list[Any] = []
         selection = None  # of the last layer that selected, for the layers that follow it

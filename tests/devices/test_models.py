@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import kvjax
-from kvjax import Placement
+from kvjax import Placement, generation
 from kvjax.generation import decode_step, generate
 from kvjax.models import Decoder, DecoderConfig, distribute, load, logical_axis_rules, save
 from kvjax.models import weights as loading
@@ -119,6 +119,21 @@ def test_step_talks_as_megatron_does(models: tuple[Any, Any, Any], at: int) -> N
     assert found.pop("all-gather", 0) == (0 if at == 1 else 4)
     assert found.pop("all-reduce") <= 2 * CONFIG.layers + 2
     assert not found
+
+
+def test_work_of_a_prompt_is_split_over_context(models: tuple[Any, Any, Any]) -> None:
+    """Each of 4 devices computes its quarter of the products of all tokens, but for those of the head."""
+    one, four = models[0], Placement(mesh=jax.make_mesh((4,), ("ctx",)), context="ctx").auto
+    tokens, flops = jnp.zeros((2, 64), jnp.int32), []
+    for model, placement in ((one.model, None), (distribute(one.model, four), four)):
+        cache = kvjax.init(kvjax.Full(), model.spec(batch=2, capacity=128), layers=2, placement=placement)
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), cache)
+        program = generation._prefill_chunk.lower(model, shapes, tokens, jnp.full(2, 64), first_chunk=True).compile()
+        flops.append(program.cost_analysis()["flops"])
+    assert flops[1] < 0.3 * flops[0]
+    found = Counter(kind for _, kind in COLLECTIVE.findall(program.as_text()))
+    assert found["all-gather"] <= 4 * CONFIG.layers  # queries, keys, values, and the attention of the chunk to itself
+    assert set(found) <= {"all-gather", "all-reduce"}
 
 
 @pytest.mark.parametrize("draw", [Sampling(), sampling(0.8, top_k=5), sampling(0.8, top_k=[1, 5, 9, 96], min_p=0.1)])
