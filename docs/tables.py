@@ -84,6 +84,23 @@ def quality() -> str:
     return markdown(["cache", *(f"{what} {n}" for n in budgets for what in ("budget", "tokens read at"))], rows)
 
 
+def decoded_needles() -> str:
+    """The same of all methods, with their settings."""
+    (scores,) = load_scores("eval_decoded").values()
+    budgets, rows = (64, 256), []
+    for name in dict.fromkeys(cache.partition("@")[0] for cache in scores):
+        found = [scores.get(f"{name}@{budget}") for budget in budgets]
+        if name in scores:  # without a budget
+            found = [scores[name]] * len(budgets)
+        right = (short(score["mean"]) if score else "" for score in found)
+        read = (f"{score['tokens_read']:.0f}" if score else "" for score in found)
+        dense = next(score for score in found if score)["dense_layers"]
+        cells = [cell for pair in zip(right, read, strict=True) for cell in pair]
+        rows.append([f"`{name}`", "" if dense is None else str(dense), *cells])
+    head = (f"{what} {n}" for n in budgets for what in ("budget", "tokens read at"))
+    return markdown(["cache", "dense layers", *head], rows)
+
+
 def methods() -> str:
     """The registry, with the bytes that a stored token takes in a layer of Llama-3.1-8B."""
     spec = CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072)
@@ -785,9 +802,9 @@ def real_hit_rates() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
-        speed, quality, methods, steps, compared, steps_in_plain_jax, kernels, tokens, largest_batches, first_tokens,
-        indexing, needles, coverage, low_rank, equal_perplexities, perplexities, tokens_read, group_rules, papers,
-        scaling, hit_rates, anchors, real_needles, real_pass_keys, real_gsm8k,
+        speed, quality, decoded_needles, methods, steps, compared, steps_in_plain_jax, kernels, tokens, largest_batches,
+        first_tokens, indexing, needles, coverage, low_rank, equal_perplexities, perplexities, tokens_read, group_rules,
+        papers, scaling, hit_rates, anchors, real_needles, real_pass_keys, real_gsm8k,
         real_ruler, real_perplexities, real_speed, real_first_tokens, real_drafts,
         devices, several_tokens, shared_steps, host_steps, real_hit_rates,
         claims_fier, claims_pariskv, claims_freekv, claims_logquant,
