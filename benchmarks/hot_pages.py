@@ -18,12 +18,14 @@ from device_time import kernels, write
 
 from kvjax import ops
 from kvjax.kernels_pallas.host import hot_pages
+from kvjax.kernels_pallas.host.host_rows import Config
 from kvjax.memory import to_host
 from kvjax.stores.hot import empty_hot
 
 K, D, N, CALLS = 8, 128, 1984, 10
 CASES = [(B, n, hits) for B, n in ((1, 4096), (1, 8192), (16, 4096)) for hits in (1.0, 0.9, 0.5, 0.0)]  # rows, places
 PAGES = 32768
+BLOCKS = (32, 64, 128, 256)  # that take turns in hot_load
 TIMES = "microseconds of device time, medians of 10 calls; floor: bytes over the bus at 50 GB/s"
 
 
@@ -56,19 +58,24 @@ def measure(B: int, n: int, hits: float) -> dict[str, Any]:
     piece = jax.random.normal(jax.random.key(0), (1, K, 256, 2, 1, D), jnp.bfloat16)
     x = to_host(jnp.tile(piece, (B, 1, PAGES // 256, 1, 1, 1)))
     zones = tuple(jnp.zeros((B, K, n, D), jnp.bfloat16) for _ in range(2))
-    load = jax.jit(lambda x, zones, page, used, at: hot_pages.hot_load(x, zones, page, used, at))
     load_by_hand = jax.jit(partial(ops.hot_load, implementation="xla"))
     args = x, zones, want.page, want.used, at
-    for a, b in zip(load(*args), load_by_hand(*args), strict=True):
-        np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16))
+    by_blocks = {}
+    for blocks in (0, *BLOCKS):
+        config = Config(ahead=4, blocks=blocks)
+        load = jax.jit(partial(hot_pages.hot_load, config=config))
+        for a, b in zip(load(*args), load_by_hand(*args), strict=True):
+            np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16))
+        by_blocks[blocks] = device_us(lambda load=load: load(*args), "kvjax_hot_load")
     return {
         "B": B,
         "n": n,
         "hits": hits,
         "hot_places": device_us(lambda: places(tables, index, found), "kvjax_hot_places"),
         "hot_places_xla": device_us(lambda: by_hand(tables, index, found), ""),
-        "hot_load": device_us(lambda: load(*args), "kvjax_hot_load"),
+        "hot_load": by_blocks.pop(0),
         "floor_load": B * K * (N - there) * 4 * D / 50e3,
+        "hot_load by blocks": by_blocks,
     }
 
 
@@ -76,7 +83,7 @@ if __name__ == "__main__":
     rows: list[dict[str, Any]] = []
     for case in CASES:
         rows.append(measure(*case))
-        print(" | ".join(f"{x:.4g}" for x in rows[-1].values()), flush=True)
+        print(" | ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in rows[-1].values()), flush=True)
         what = f"hot_places and hot_load: N = {N} tokens for each of {K} heads, n places, D = {D}, bf16"
         write(
             "hot_pages.json", what, "random pages, hits and misses in random order; normal random values", rows, TIMES

@@ -18,7 +18,7 @@ SHAPES = (  # rows, U, k, scores
     *((8, U, 2048, kind) for U in (131072, 1 << 20) for kind in INPUTS),
     *((8, U, k, "normal") for U, k in ((4096, 512), (8192, 1024), (32768, 1024), (32768, 2048))),
     *((8, U, k, "normal") for U in (131072, 1 << 20) for k in (256, 1024, 4096)),
-    *((rows, 131072, 2048, "normal") for rows in (1, 16, 32)),
+    *((rows, 131072, 2048, "normal") for rows in (1, 16, 32, 64)),
     (64, 32768, 2048, "normal"),
 )
 CONFIGS = [Config(blocks, unroll) for blocks in (8, 4, 2, 16) for unroll in (4, 2)]

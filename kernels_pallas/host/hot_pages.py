@@ -7,7 +7,7 @@ wants, and some of the places, in the order in which the hand comes by. It looks
 marks the places of those in shared memory. Two running sums over the block then say which place each missing page gets.
 
 **Load** (`hot_load`): each lane of a warp looks up whether one page is missing. The warp then reads those pages from
-the host, one after the other, straight to their places. Warps take turns, since reads of many places at once are slow.
+the host, one after the other, straight to their places. Where the grid has only `Config.blocks`, warps take turns.
 
 **Bytes:** 20 a place and 16 a page for the tables; R a missing page over the bus and R written.
 
@@ -33,7 +33,6 @@ from kvjax.kernels_pallas.simt import Flag, Word, block_barrier, instr, loop, pt
 MEASURED: str | None = "2026-11-23"  # the date in benchmarks/results/hot_pages.json
 MOST = 32  # pages, and places, of a thread
 LEAST_WARPS = 512  # of `hot_load`, so that enough reads are on their way to fill the bus
-MOST_WARPS = 1024  # of `hot_load`: reads of more pages at once wait for the translation of addresses
 NONE = 0xFFFFFFFF
 
 
@@ -246,11 +245,11 @@ def _fill(config: Config, *args: Array) -> list[Array]:
         *zones, x, page, used, at = args
         chunks, n, N = row_bytes(x) // CHUNK, page.shape[2], at.shape[2]
         each = max(1, min(32, at.size // LEAST_WARPS))
-        turns = -(-at.size // (each * MOST_WARPS))
-        blocks = -(-at.size // (each * turns * 4 * config.warpgroups))
+        pieces = -(-at.size // (each * 4 * config.warpgroups))
+        blocks = min(config.blocks or pieces, pieces)
         program = partial(
             _load_program, total=at.size, P=x.shape[2], n=n, N=N, chunks=chunks, parts=len(zones), each=each,
-            turns=turns, warps=blocks * 4 * config.warpgroups, config=config,
+            turns=-(-pieces // blocks), warps=blocks * 4 * config.warpgroups, config=config,
         )  # fmt: skip
         launch = simt.kernel_in_place(
             program,

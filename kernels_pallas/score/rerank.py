@@ -16,9 +16,8 @@ should be under way at once: rolled loops keep registers few.
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,14 +36,11 @@ COPIES = 16  # of the table, for the lanes of half a warp
 
 @dataclass(frozen=True)
 class Config:
-    warpgroups: int = 2  # of a block
-    turns: int = 1  # picks of a thread, one after the other
+    warpgroups: int = 2  # of a block, a pick a thread
 
     def __post_init__(self) -> None:
         if self.warpgroups not in (1, 2, 4, 8):
             raise ValueError(f"warpgroups must be 1, 2, 4 or 8; got {self.warpgroups}")
-        if self.turns < 1:
-            raise ValueError(f"turns must be at least 1; got {self.turns}")
 
 
 class Split(NamedTuple):
@@ -53,11 +49,6 @@ class Split(NamedTuple):
     blocks: int
     picks: int  # of a block, whole warps
     threads: int  # of a block
-
-    @property
-    def turns(self) -> int:
-        """Picks of a thread."""
-        return -(-self.picks // self.threads)
 
 
 def config_for(heads: int, M: int, pending: int = 0) -> Config:
@@ -69,7 +60,7 @@ def config_for(heads: int, M: int, pending: int = 0) -> Config:
 
 def split(heads: int, M: int, config: Config, beside: int = 0) -> Split:
     """Splits over all multiprocessors but `beside`, if one block for each is enough."""
-    blocks = max(-(-M // (128 * config.warpgroups * config.turns)), (simt.MULTIPROCESSORS - beside) // heads)
+    blocks = max(-(-M // (128 * config.warpgroups)), (simt.MULTIPROCESSORS - beside) // heads)
     picks = -(-M // (blocks * 32)) * 32
     return Split(-(-M // picks), picks, 128 * config.warpgroups)
 
@@ -149,14 +140,10 @@ def _program(
 ) -> None:  # fmt: skip
     M, place = sizes[3], Place(simt.special("ctaid.x"), sizes, shares)
     codes, scratch = (signs_m, sizes_m, weights_m), (table_m, queries_m)
-
-    def store(place: Place, score: Word) -> None:
-        with when(place.is_of_block & (place.pick < M)):
-            out = simt.offset_rows(simt.global_address(out_m), place.head, M * 4)
-            ptx("st.global.b32 [$0], $1;", simt.offset(out, place.pick * 4), score)
-
-    slot = place.slot(slots_m)
-    estimate(q_m, slot, slots_m, codes, scratch, place, None, store, centres=centres, scale=scale)
+    total = estimate(q_m, place.slot(slots_m), codes, scratch, place, centres=centres, scale=scale)
+    with when(place.is_of_block & (place.pick < M)):
+        out = simt.offset_rows(simt.global_address(out_m), place.head, M * 4)
+        ptx("st.global.b32 [$0], $1;", simt.offset(out, place.pick * 4), total)
 
 
 class Place:
@@ -166,17 +153,9 @@ class Place:
         self.sizes, self.shares, t = sizes, shares, simt.special("tid.x")
         self.head = simt.divide(block, shares.blocks)
         self.row = simt.divide(self.head, sizes[0])
-        self.first = (block - self.head * shares.blocks) * shares.picks  # of the block in this turn
+        self.first = (block - self.head * shares.blocks) * shares.picks  # of the block
         self.pick = self.first + t
         self.is_of_block = t < shares.picks
-
-    def of_turn(self, i: Word) -> Place:
-        """The same thread in turn i, counted from this one."""
-        place = copy.copy(self)
-        done = i * self.shares.threads
-        place.first, place.pick = self.first + done, self.pick + done
-        place.is_of_block = done + simt.special("tid.x") < self.shares.picks
-        return place
 
     def slot(self, slots_m: Any) -> Word:
         """Of the thread's pick, as it lies."""
@@ -186,90 +165,49 @@ class Place:
         return simt.load(simt.offset(at, pick * 4))
 
 
-Store = Callable[[Place, Word], None]
-
-
 def estimate(
-    q_m: Any, slot: Word, slots_m: Any, codes_m: Sequence[Any], scratch_m: Sequence[Any], place: Place,
-    found: Word | None, store: Store, *, centres: Sequence[float], scale: float, turned: int | None = None,
-) -> None:  # fmt: skip
-    """store(place, scale * q.k~) of this thread's picks, in f32; of R q if `turned` says how (`_rotated`).
+    q_m: Any, slot: Word, codes_m: Sequence[Any], scratch_m: Sequence[Any], place: Place,
+    *, centres: Sequence[float], scale: float, turned: int | None = None,
+) -> Word:  # fmt: skip
+    """scale * q.k~ of this thread's pick, in f32; of R q if `turned` says how (`_rotated`)."""
+    (_, S, D, _), (signs_m, sizes_m, weights_m), (table_m, queries_m) = place.sizes, codes_m, scratch_m
+    N, threads, t = D // 8, place.shares.threads, simt.special("tid.x")
+    q = simt.offset_rows(simt.global_address(q_m), place.head, D * 4)
+    table, queries = simt.shared_address(table_m), simt.shared_address(queries_m)
 
-    `slot` is that of the first. Of the picks from `found` on, if given, the score is anything.
-    """
-    keys = _Keys(q_m, codes_m, scratch_m, place)
+    slot = (slot < 1 << 31).select(slot, slot + S)  # from the end, as the reference takes what is below 0
+    slot = (slot < S).select(slot, (slot < 1 << 31).select(S - 1, 0))
+    width = N // 4  # words of a plane, or of half the weights
+    vector = "{" + ", ".join(f"${i}" for i in range(width)) + "}"
 
-    def first() -> list[Word]:
-        loaded = keys.load(slot)
-        keys.decode(centres, scale, turned)
-        if place.shares.picks > place.shares.threads - 32:
-            return [keys.product(loaded)]
-        return simt.branch(place.is_of_block, lambda: [keys.product(loaded)], [word(0)])
+    def planes(m: Any, count: int) -> list[list[Word]]:
+        at = simt.offset_rows(simt.offset_rows(simt.global_address(m), place.row, S * N * count), slot, N * count)
+        loads = [f"ld.global.nc.v{width}.u32 {vector}, [${width}+{i * N}];" for i in range(count)]
+        return [ptx(load, at, results=width) for load in loads]
 
-    def if_found(place: Place, score: Callable[[], list[Word]]) -> list[Word]:
-        return score() if found is None else simt.branch(place.first < found, score, [word(0)])
+    (signs,), bits = planes(signs_m, 1), planes(sizes_m, 3)
+    weights = [x for half in planes(weights_m, 2) for x in half]
 
-    store(place, *if_found(place, first))
-    if place.shares.turns == 1:
-        return
+    with when(t < 32):
+        factor = simt.real(scale if turned is None else scale * D**-0.5)
+        for i, x in enumerate(rotated(channels(q, D), turned)):
+            simt.store_shared(queries + t * (D // 8) + 4 * i, simt.instr("mul.f32", x, factor))
+    decoded = _decode(t & 15, [simt.real_bits(x) for x in centres])  # in lane i that of code i
+    for first in range(0, BYTES, threads):
+        with when(t + first < BYTES):
+            byte = t + first
+            two = [simt.from_lane(decoded, byte & 15), simt.from_lane(decoded, byte >> 4)]
+            at = table + byte * (COPIES * 8) + ((t & (COPIES // 2 - 1)) << 4)
+            for i in range(COPIES // 2):  # two copies at a time, in another order in each lane of eight
+                ptx("st.shared.v4.b32 [$0], {$1, $2, $1, $2};", at ^ (i << 4), *two)
+    simt.block_barrier()
 
-    @loop(1, place.shares.turns, 1, [place.of_turn(word(1)).slot(slots_m)])
-    def _turn(i: Word, slot: Word) -> list[Word]:
-        here, ahead = place.of_turn(i), place.of_turn(i + 1).slot(slots_m)
-        store(here, *if_found(here, lambda: [keys.product(keys.load(slot))]))
-        return [ahead]
-
-
-Codes = tuple[list[Word], list[list[Word]], list[Word]]  # signs, planes of sizes, weights in pairs
-
-
-class _Keys:
-    """The products of a block's query with keys of a row."""
-
-    def __init__(self, q_m: Any, codes_m: Sequence[Any], scratch_m: Sequence[Any], place: Place):
-        self.place, self.codes, (_, _, D, _) = place, codes_m, place.sizes
-        self.q = simt.offset_rows(simt.global_address(q_m), place.head, D * 4)
-        self.table, self.queries = (simt.shared_address(m) for m in scratch_m)
-
-    def load(self, slot: Word) -> Codes:
-        """Those of the key at `slot`."""
-        _, S, D, _ = self.place.sizes
-        N = D // 8
-        slot = (slot < 1 << 31).select(slot, slot + S)  # from the end, as the reference takes what is below 0
-        slot = (slot < S).select(slot, (slot < 1 << 31).select(S - 1, 0))
-        width = N // 4  # words of a plane, or of half the weights
-        vector = "{" + ", ".join(f"${i}" for i in range(width)) + "}"
-
-        def planes(m: Any, count: int) -> list[list[Word]]:
-            row = simt.offset_rows(simt.global_address(m), self.place.row, S * N * count)
-            at = simt.offset_rows(row, slot, N * count)
-            loads = [f"ld.global.nc.v{width}.u32 {vector}, [${width}+{i * N}];" for i in range(count)]
-            return [ptx(load, at, results=width) for load in loads]
-
-        signs_m, sizes_m, weights_m = self.codes
-        (signs,), bits = planes(signs_m, 1), planes(sizes_m, 3)
-        return signs, bits, [x for half in planes(weights_m, 2) for x in half]
-
-    def decode(self, centres: Sequence[float], scale: float, turned: int | None) -> None:
-        """Writes the query and the table."""
-        t, D, threads = simt.special("tid.x"), self.place.sizes[2], self.place.shares.threads
-        with when(t < 32):
-            factor = simt.real(scale if turned is None else scale * D**-0.5)
-            for i, x in enumerate(rotated(channels(self.q, D), turned)):
-                simt.store_shared(self.queries + t * (D // 8) + 4 * i, simt.instr("mul.f32", x, factor))
-        decoded = _decode(t & 15, [simt.real_bits(x) for x in centres])  # in lane i that of code i
-        for first in range(0, BYTES, threads):
-            with when(t + first < BYTES):
-                byte = t + first
-                two = [simt.from_lane(decoded, byte & 15), simt.from_lane(decoded, byte >> 4)]
-                at = self.table + byte * (COPIES * 8) + ((t & (COPIES // 2 - 1)) << 4)
-                for i in range(COPIES // 2):  # two copies at a time, in another order in each lane of eight
-                    ptx("st.shared.v4.b32 [$0], {$1, $2, $1, $2};", at ^ (i << 4), *two)
-        simt.block_barrier()
-
-    def product(self, codes: Codes) -> Word:
-        mine = self.table + ((simt.special("tid.x") & (COPIES - 1)) << 3)
-        return _product(self.queries, mine, *codes)
+    mine = table + ((t & (COPIES - 1)) << 3)
+    product = functools.partial(_product, queries, mine, signs, bits, weights)
+    if place.shares.picks > threads - 32:
+        return product()
+    (total,) = simt.branch(place.is_of_block, lambda: [product()], [word(0)])
+    return total
 
 
 def _product(

@@ -44,15 +44,12 @@ Visit = Callable[[Word, list[list[Word]], Sequence[Word]], list[Word]]
 class Config:
     units: int = 8  # of a warp
     stages: int = 4  # units that a warp has room for in shared memory
-    columns: int = 4  # products of `HEADS` heads that a warp makes of a unit, at most
 
     def __post_init__(self) -> None:
         if not 1 <= self.units <= 16:
             raise ValueError(f"units must be 1 to 16, the rows of a product; got {self.units}")
         if self.stages not in (2, 4, 8):
             raise ValueError(f"stages must be 2, 4 or 8; got {self.stages}")
-        if self.columns < 1:
-            raise ValueError(f"columns must be at least 1; got {self.columns}")
 
 
 def config_for(rows: int, slots: int) -> Config:
@@ -125,8 +122,7 @@ class Thread(NamedTuple):
     lane: Word
     quad: Word  # it has keys 4 quad .. 4 quad + 3 of a unit
     col: Word
-    head: Word  # and of this head and the next, in each column
-    part: Word  # of the columns of products these
+    head: Word  # and of this head and the next
     later: Word  # units that its own is after an iteration's first
     row: Word
     job: Word  # of the row's warps this one
@@ -162,14 +158,9 @@ class Scores:
         return cls(rows, q.shape[1], S, 8 * width, S // step.shape[1], kind, scale, config, half)
 
     @property
-    def parts(self) -> int:
-        """Warps that share the heads of a unit."""
-        return -(-self.G // (HEADS * self.config.columns))
-
-    @property
     def columns(self) -> int:
-        """Products that a warp makes of a unit's codes, of `HEADS` heads each."""
-        return -(-self.G // (HEADS * self.parts))
+        """Products that a unit's codes take, of `HEADS` heads each."""
+        return -(-self.G // HEADS)
 
     @property
     def at_once(self) -> int:
@@ -182,7 +173,7 @@ class Scores:
 
     @property
     def jobs(self) -> int:
-        """Warps of a row and part."""
+        """Warps of a row."""
         return -(-self.S // (UNIT * self.iterations * self.at_once))
 
     @property
@@ -194,7 +185,7 @@ class Scores:
 
     @property
     def blocks(self) -> int:
-        return -(-self.rows * self.jobs * self.parts // WARPS)
+        return -(-self.rows * self.jobs // WARPS)
 
     def kernel(self, program: Callable[..., Any], *, more_blocks: int = 0, **how: Any) -> Callable[..., Any]:
         def body(*refs: Any) -> None:
@@ -212,18 +203,11 @@ class Scores:
         t = simt.special("tid.x")
         warp, lane = t >> 5, t & 31
         quad, col = lane >> 2, lane & 3
-        job, final = simt.special("ctaid.x") * WARPS + warp, self.rows * self.jobs * self.parts - 1
+        job, final = simt.special("ctaid.x") * WARPS + warp, self.rows * self.jobs - 1
         job = (job < final).select(job, final)  # a spare warp repeats the last
-        part = word(0)
-        if self.parts > 1:  # warps of the same units are adjacent
-            both = job
-            job = simt.divide(both, self.parts)
-            part = both - job * self.parts
         row = simt.divide(job, self.jobs)
         head, later = ((col & 1) * 2, col >> 1) if self.at_once == 2 else (col * 2, word(0))
-        if self.parts > 1:
-            head = head + part * (HEADS * self.columns)
-        return Thread(warp, lane, quad, col, head, part, later, row, job - row * self.jobs)
+        return Thread(warp, lane, quad, col, head, later, row, job - row * self.jobs)
 
     def program(
         self, q_m, bits_m, step_m, zero_m, out_m, ring_m, *, visit: Visit | None = None, state: Sequence[Word] = ()
@@ -231,7 +215,7 @@ class Scores:
         """The kernel's body. state = visit(unit, four scores of each of the thread's heads, state), if given; the
         unit may be one that is not there, and scores are in f32. A thread has two heads of each 8."""
         G, S, D, kind, at_once, columns = self.G, self.S, self.D, self.kind, self.at_once, self.columns
-        warp, lane, quad, col, head, part, later, row, job = self.thread()
+        warp, lane, quad, col, head, later, row, job = self.thread()
         H, units, stages = D // 8, S // UNIT, self.config.stages // at_once
         first = job * (self.iterations * at_once)
         q, bits, step, zero, out = (simt.global_address(m) for m in (q_m, bits_m, step_m, zero_m, out_m))
@@ -293,8 +277,6 @@ class Scores:
             return [w for v in range(H // 4) for w in ptx(load.format(16 * v), at + turns[v & 1], results=4)]
 
         column = quad & 3 if at_once == 2 else quad  # head of the column; one that is not there goes nowhere
-        if self.parts > 1:
-            column = column + part * (HEADS * columns)
         own = [column + HEADS * c if c else column for c in range(columns)]
         queries = [lane_channels(q, (head < G).select(head, 0), col, D) for head in own]
         eights = (0, 8) if self.iterations * at_once > 8 else (0,)
@@ -416,32 +398,27 @@ def unit_sums(kind: str, pairs: Sequence[Pair], codes: Sequence[Word], scaled: S
 def wide_sums(
     kind: str, pairs: Sequence[Pair], codes: Sequence[Word], queries: Sequence[Sequence[Word]], step: Sequence[Word]
 ) -> list[tuple[list[Word], list[Word]]]:
-    """`unit_sums` and `ones_sums` for each of some columns of queries, whose operands of codes are made once.
-
-    The sums of ones take two columns in one product, which has their heads as its rows; lanes then exchange them.
-    """
-    acc = [[[word(0)] * 4 for _ in range(2)] for _ in queries]  # two tiles of keys
-    ones = [[word(0)] * 4 for _ in queries[::2]]
+    """`unit_sums` and `ones_sums` for each of some columns of queries, whose operands of codes are made once."""
+    acc = [[[word(0)] * 4 for _ in range(3)] for _ in queries]  # two tiles of keys, and ones
     window = WINDOW[kind]
     for j in range(0, len(pairs), 2):
         left = [
             [rotated(w, p.turn) & (0x00010001 << p.bit) for p in pairs[j : j + 2] for w in codes[2 * t : 2 * t + 2]]
             for t in range(2)
         ]
-        scaled = [[times(kind, words[i], step[i]) for i in (j, j + 1)] for words in queries]
-        for sums, right in zip(acc, scaled, strict=True):
+        ones = [word(0x00010001 << window[i % len(window)]) for i in (j, j, j + 1, j + 1)]
+        for words, sums in zip(queries, acc, strict=True):
+            scaled = [times(kind, words[i], step[i]) for i in (j, j + 1)]
             for t in range(2):
-                sums[t] = simt.mma(kind, sums[t], left[t], right)
-        bits = [word(0x00010001 << window[i % len(window)]) for i in (j, j + 1)]
-        for c, total in enumerate(ones):
-            low, high = [*scaled, [word(0)] * 2][2 * c : 2 * c + 2]
-            ones[c] = simt.mma(kind, total, [low[0], high[0], low[1], high[1]], bits)
-    lane = simt.special("tid.x") & 31
-    found = []
-    for c, sums in enumerate(acc):
-        of_head = [simt.from_lane(ones[c // 2][c % 2 * 2], ((lane & 3) * 2 + e) * 4) for e in range(2)]
-        found.append(([sums[tile][2 * half + e] for e in range(2) for tile in range(2) for half in range(2)], of_head))
-    return found
+                sums[t] = simt.mma(kind, sums[t], left[t], scaled)
+            sums[2] = simt.mma(kind, sums[2], ones, scaled)
+    return [
+        (
+            [sums[tile][2 * half + e] for e in range(2) for tile in range(2) for half in range(2)],
+            sums[2][:2],
+        )
+        for sums in acc
+    ]
 
 
 def ones_sums(kind: str, scaled: Sequence[Word]) -> list[Word]:

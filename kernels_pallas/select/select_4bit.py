@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_4bi
 
 @dataclass(frozen=True)
 class Config(rerank.Config, tiling.Config):
-    """Of the choice: blocks, unroll; of the scores: warpgroups, turns."""
+    """Of the choice: blocks, unroll; of the scores: warpgroups."""
 
     def __post_init__(self) -> None:
         tiling.Config.__post_init__(self)
@@ -52,7 +52,7 @@ def config_for(rows: int, M: int, pending_slots: int) -> Config:
     fits = (
         n for n in range(1, 6) if tiling.in_one_step(units, tiling.Config(blocks, n))
     )  # registers hold 20 keys of a thread
-    return Config(blocks, next(fits, 4), *astuple(rerank.config_for(rows, M, pending_slots)))
+    return Config(blocks, next(fits, 4), rerank.config_for(rows, M, pending_slots).warpgroups)
 
 
 def smem_bytes(D: int) -> int:
@@ -199,9 +199,10 @@ def _scores(
     place = rerank.Place(block, sizes, shares[0])
     with when(block < blocks):
         slot = place.slot(slots_m)  # on its way together with `found`
-        found = simt.clipped(simt.number_of((found_m, 1), place.head), M)
-        store = functools.partial(_store, out_m)
-        rerank.estimate(q_m, slot, slots_m, codes, scratch, place, found, store, **how)
+        exists = place.first < simt.clipped(simt.number_of((found_m, 1), place.head), M)
+        run = functools.partial(rerank.estimate, q_m, slot, codes, scratch, place, **how)
+        estimate = simt.branch(exists, lambda: [run()], [word(0)])
+        _store(out_m, place, *estimate)
     with when(block >= blocks):
         place = rerank.Place(block - blocks, (G, 0, D, pending_slots), shares[1])
         exact = _exact(q_m, keys_m, queries_m, place, R, kind)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import ops
-from kvjax.kernels_pallas.host import hot_pages
+from kvjax.kernels_pallas.host import host_rows, hot_pages
 from kvjax.memory import to_host
 from kvjax.stores.hot import empty_hot
 from tests.kernels.conftest import on_gpu
@@ -66,9 +66,8 @@ def test_places_are_those_of_the_reference(B, K, n, N, P, spread):
         pytest.param(1, 8, 256, 56, 4096, 32, 128, marks=on_gpu),
     ],
 )
-def test_pages_with_a_new_place_are_read_to_it(B, K, n, N, P, Z, D, monkeypatch):
-    if n == 400:
-        monkeypatch.setattr(hot_pages, "MOST_WARPS", 200)  # so that they take turns
+def test_pages_with_a_new_place_are_read_to_it(B, K, n, N, P, Z, D):
+    config = host_rows.Config(ahead=4, blocks=25) if n == 400 else None  # so that warps take turns
     rng = np.random.default_rng(0)
     x = to_host(normal(7, B, K, P, 2, Z, D, dtype=jnp.bfloat16))
     zones = [normal(s, B, K, n * Z, D, dtype=jnp.bfloat16) for s in (1, 2)]
@@ -77,7 +76,7 @@ def test_pages_with_a_new_place_are_read_to_it(B, K, n, N, P, Z, D, monkeypatch)
     at = np.stack([rng.permutation(n)[:N] for _ in range(B * K)]).reshape(B, K, N)
     at.reshape(-1)[::4] = n + 3
     at = jnp.asarray(at, jnp.int32)
-    got = jax.jit(hot_pages.hot_load)(x, zones, page, used, at)
+    got = jax.jit(partial(hot_pages.hot_load, config=config))(x, zones, page, used, at)
     want = jax.jit(partial(ops.hot_load, implementation="xla"))(x, tuple(zones), page, used, at)
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(want, zones, strict=True))
     for ours, theirs in zip(got, want, strict=True):

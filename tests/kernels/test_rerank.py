@@ -20,11 +20,10 @@ pytestmark = pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("B", "K", "G", "S", "D", "M", "config"),
     [
-        (2, 1, 3, 50, 128, 330, rerank.Config(1, turns=2)),
+        (2, 1, 3, 50, 128, 130, rerank.Config(1)),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
-                (2, 1, 3, 50, 128, 130, rerank.Config(1)),
                 (1, 2, 1, 7, 64, 513, rerank.Config(4)),
                 (1, 1, 1, 1, 128, 1, rerank.Config(2)),
                 (1, 1, 40, 70, 64, 1500, rerank.Config(8)),

@@ -38,7 +38,7 @@ def reranked(B, K, G, S, D, M, R, dtype, kind):
 @pytest.mark.parametrize(
     ("B", "K", "G", "S", "D", "M", "R", "pending_slots", "room", "dtype", "config"),
     [
-        (6, 1, 2, 200, 128, 150, 40, 37, 50, jnp.bfloat16, select_4bit.Config(1, 1, warpgroups=1, turns=2)),
+        (6, 1, 2, 200, 128, 150, 40, 37, 50, jnp.bfloat16, select_4bit.Config(blocks=1, unroll=1, warpgroups=1)),
         (1, 2, 1, 90, 64, 33, 20, 20, 40, jnp.float16, select_4bit.Config(blocks=2, unroll=1)),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)

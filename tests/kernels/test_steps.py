@@ -11,7 +11,7 @@ import pytest
 from kvjax import ops
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import attend_span
-from kvjax.kernels_pallas.select import select_1bit, select_pages
+from kvjax.kernels_pallas.select import select_pages
 from kvjax.partial import Span
 from kvjax.rotate import encode
 from kvjax.selection import Candidates, PackedSelection
@@ -80,26 +80,20 @@ def test_select_pages_scores_all_steps_at_once(own, B):
     assert_each_step_is_as_alone(lambda q, among: run(q=q, candidates=among), q, among)
 
 
-def test_warps_that_share_the_heads_of_a_step_select_the_same():
-    B, K, T, G, S, D, unit = 1, 1, 5, 4, 160, 64, 16
+def test_warps_that_share_the_heads_of_a_page_select_the_same():
+    B, K, T, G, P, D, unit = 1, 1, 5, 4, 10, 64, 16
     q = normal(1, B, K, T * G, D, dtype=jnp.bfloat16).astype(jnp.float32)
-    bits, (low, high) = index(B, K, S, D, 32, jnp.bfloat16), boxes(B, K, S // unit, D, jnp.bfloat16)
-    among = candidates(B, K, T, 40, D, S, 32, 9)
-    how = {"group_reduce": "mean_softmax", "scale": 0.1, "pending_slots": 32, "steps": T}
-    given = among.span, among.pending, among.limit
+    corners, among = boxes(B, K, P, D, jnp.bfloat16), candidates(B, K, T, 40, D, P * unit, 32, 9)
 
-    def of_tokens(columns):
-        config = select_1bit.Config(blocks=1, units=3, columns=columns)
-        return select_1bit.select_1bit(q, *bits, *given, room=9, config=config, **how)
+    def select(tiles, columns):
+        return select_pages.select_pages(
+            q, *corners, among.span, among.pending, among.limit, "mean_softmax", 9, unit=unit, scale=0.1,
+            pending_slots=32, steps=T, config=select_pages.Config(blocks=1, tiles=tiles, columns=columns),
+        )  # fmt: skip
 
-    def of_pages(columns):
-        config = select_pages.Config(blocks=1, tiles=2, columns=columns)
-        return select_pages.select_pages(q, low, high, *given, room=9, unit=unit, config=config, **how)
-
-    for select, columns in ((of_tokens, (1, 2)), (of_pages, (1, 2))):
-        (slots, many), got = ([np.sort(a) for a in jax.jit(select, static_argnums=0)(n)] for n in columns)
-        np.testing.assert_array_equal(got[0], slots)
-        np.testing.assert_array_equal(got[1], many)
+    want, got = (jax.jit(select, static_argnums=(0, 1))(*sizes) for sizes in ((1, 1), (2, 2)))
+    np.testing.assert_array_equal(np.sort(got[0]), np.sort(want[0]))
+    np.testing.assert_array_equal(got[1], want[1])
 
 
 def test_select_4bit_and_most_voted_take_the_candidates_of_each_step():
