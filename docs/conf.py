@@ -45,6 +45,7 @@ mathjax_path = "not-shipped.js"  # nothing comes from the network; a page with a
 
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
+autodoc_type_aliases = {"ArrayLike": "ArrayLike", "DTypeLike": "DTypeLike"}  # and not all that they stand for
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True

@@ -359,7 +359,7 @@ def decode_info(
 
 
 def room(cache: Cache | LayerCache) -> Array:
-    """i32[B]: tokens that each row can take before `flush` is due or the cache is full, in the layer with the fewest.
+    """Tokens that each row can take before a flush is due or the cache is full: i32[B], of the layer with the fewest.
 
     Raises:
       ValueError: a policy that cannot tell, as it does not take back tokens either: see `rollback`.
@@ -421,7 +421,7 @@ def truncate(cache: C, lengths: ArrayLike) -> C:
 
 
 def flush(cache: C) -> C:
-    """Demotes from the recent blocks that are full, in all layers under one `lax.cond`; else nothing changes.
+    """Moves a chunk of tokens from each full recent block to the history, all layers under one `lax.cond`.
 
     A model that passes `flush=False` to `attention` calls this once before each step. Without it the block stays
     full, and the next token of that row is dropped and reported by `raise_on_overflow`.
@@ -435,7 +435,7 @@ def flush(cache: C) -> C:
 
 
 def any_full(cache: Cache | LayerCache) -> Array:
-    """bool[]: whether `flush` would demote anything."""
+    """Whether any recent block is full, so that `flush` would move tokens: bool[]."""
     full = _full_rows(_layers(cache))
     return jnp.any(jnp.stack(full)) if full else jnp.zeros((), bool)
 

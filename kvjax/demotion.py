@@ -18,7 +18,10 @@ from kvjax.spec import keep_int
 
 
 class Demotion(Protocol):
-    """When the block of `slots(local)` is full, `leaving(local)` go to the history and `staying(local)` remain."""
+    """Says which tokens move to the history when the recent block is full.
+
+    The block has `slots(local)` slots; those of `leaving(local)` move and those of `staying(local)` remain.
+    """
 
     @property
     def leave(self) -> int:
@@ -48,7 +51,7 @@ class Demotion(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Fifo:
-    """The oldest `leave` tokens leave together, so the block stays in order of arrival.
+    """Moves the oldest `leave` tokens to the history together; the block stays in order of arrival.
 
     A larger chunk is demoted more rarely and keeps its tokens exact for longer. The block is full when the next token
     would make `leave` tokens older than the `local` newest, so local - 1 stay; no chunk waits longer than it must.
@@ -78,7 +81,7 @@ class Fifo:
 
 @dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """The oldest `leave` tokens of the local window leave together when it is full: none waits outside of it.
+    """Moves the oldest `leave` tokens of a full local window to the history, so that no token is pending.
 
     The block has `local` slots and every step attends to all of its tokens, between local - leave and local of them.
     `Fifo` has `local` tokens and up to a chunk more, which compete with the history.
@@ -115,7 +118,7 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSparse:
-    """The odd tokens of the older two thirds leave, so the density of what stays halves with age.
+    """Moves every second token of the older two thirds to the history: what stays gets sparser with age.
 
     The block holds 3W tokens, W = `window`. When it is full, slots 1, 3, 5, ... of the first 2W leave, one chunk of W
     tokens; the even ones and the newest W stay. So 2W to 3W tokens are in the block, the newest W of them adjacent

@@ -25,7 +25,7 @@ Pooling = Literal["max", "mean"]
 
 
 class Evictor(Protocol):
-    """Pure functions of what `Evicting` carries. Without evidence (`arrival` None), queries are not asked."""
+    """Says which token an `Evicting` cache evicts next. Without evidence (`arrival` None), queries are not asked."""
 
     @property
     def arrival(self) -> float | None:
@@ -97,7 +97,7 @@ class _ByPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class Sliding(_ByPosition):
-    """The first `sink` tokens stay, and the newest.
+    """Keeps the first `sink` tokens and the newest: a sliding window with a sink.
 
     With `rope`, the rotary embedding of the model, tokens are numbered by their place in the cache: a query sees the
     sink right before the window, however much has been evicted between them, and no two tokens are further apart than
@@ -139,7 +139,7 @@ class Sliding(_ByPosition):
 
 @dataclass(frozen=True)
 class LogSpaced(_ByPosition):
-    """Tokens stay the sparser the older they are: the density of what is held halves with age, and the first stays.
+    """Keeps fewer of the older tokens, spaced by the logarithm of their age; the first token stays.
 
     With a budget of 3W tokens the newest 2W stand together. `LogSparse` thins a full block of 3W tokens at once to 2W;
     here the same tokens are evicted, one whenever a token comes, so that 3W are always held.
@@ -166,7 +166,7 @@ class LogSpaced(_ByPosition):
 
 @dataclass(frozen=True, kw_only=True)
 class HeavyHitter:
-    """The newest tokens stay, `recent` of all slots, and of the others those with the largest sum of attention.
+    """Keeps the newest tokens, a share `recent` of the slots, and those with the largest sum of attention so far.
 
     Evidence is the softmax weight that a token got, summed over the queries since it came and over the query heads of
     its group. Costs the weights of all queries of a prompt: its product of queries and keys a second time.
@@ -204,7 +204,9 @@ class HeavyHitter:
 
 @dataclass(frozen=True)
 class LastQuery:
-    """The token to which the newest query attends least dies, by the mean over all query heads: in all heads the same.
+    """Evicts the token to which the newest query attends least, by the mean over all query heads.
+
+    All heads evict the same token.
 
     **Source:** TOVA (Oren et al. 2024). **Differs:** of a prompt, its last query alone decides, once.
     """
@@ -233,7 +235,7 @@ class LastQuery:
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """The last `window` queries of a prompt vote for what stays of it, and their own tokens stay.
+    """Keeps the tokens of a prompt that its last `window` queries attend to most, and these last tokens.
 
     A token's vote is the largest of the `kernel_size` tokens around it (pooling="max"), or their mean ("mean", where
     there are none counting as 0), each the softmax weight that it got, summed over the window and the query heads of

@@ -25,7 +25,10 @@ from kvjax.memory import vary_with
 
 
 class PartialAttention(NamedTuple):
-    """Attention over a part of the keys. Q is G in decoding and G*T in prefill."""
+    """Attention over a part of the keys, with the log-sum-exp by which parts merge.
+
+    Q is G in decoding and G*T in prefill.
+    """
 
     out: Float[Array, "B K Q D"]  # mean of values weighted by softmax; 0 where the part is empty
     lse: Float[Array, "B K Q"]  # natural log of the sum of exp(scale * q.k); -inf where the part is empty

@@ -50,7 +50,7 @@ class CompensatedState:
 
 @dataclass(frozen=True)
 class Compensated:
-    """A window whose evicted tokens leave their mean behind: one key and value that count as often as they were many.
+    """Keeps a window of tokens, and the mean key and value of all evicted tokens, weighted by their number.
 
     A query attends to what `window` holds, and to the mean key and value of the n evicted tokens, with a logit raised
     by log n. Costs 2 D float32 and one token a row and KV head beside the window.

@@ -35,7 +35,10 @@ SLOTS = 1024  # to which a chunk of a prompt attends at a time
 @register_dataclass
 @dataclass(frozen=True)
 class EvictingState:
-    """A slot holds different tokens in different kv heads. Slots fill in order; afterwards they hold a bag."""
+    """The tokens that each KV head holds, in any order, with their positions and evidence.
+
+    Slots fill in order of arrival. Later a new token takes the slot of an evicted one.
+    """
 
     tokens: Block  # [B, K, S, D]
     position: Array  # i32[B, K, S] of each token
@@ -51,7 +54,7 @@ class EvictingState:
 
 @dataclass(frozen=True, kw_only=True)
 class Evicting:
-    """Holds `budget` tokens a kv head and attends to all of them; the `evictor` says which of them die.
+    """Holds at most `budget` tokens for each KV head and attends to all of them; the `evictor` says which it evicts.
 
     A token that comes to full slots takes that of a token that dies, and then its query attends: so a step reads
     `budget` tokens, its own included. The capacity of the spec takes no memory beyond that, and a row may take in more;

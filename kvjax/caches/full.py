@@ -31,6 +31,8 @@ from kvjax.stores import Dense
 @register_dataclass
 @dataclass(frozen=True)
 class FullState:
+    """The tokens of each row, in order."""
+
     tokens: Block  # [B, K, capacity, D], slot = position
     overflow: Array  # bool[B] a token of this row was dropped
 
@@ -42,7 +44,7 @@ class FullState:
 
 @dataclass(frozen=True)
 class Full:
-    """Keeps every token and attends to all of them: ordinary KV-cache attention, and the yardstick."""
+    """Keeps every token and attends to all of them: an ordinary KV cache, with which others are compared."""
 
     def init(self, spec: CacheSpec) -> FullState:
         return FullState(empty_block(spec, spec.capacity), jnp.zeros(spec.batch, bool))

@@ -42,7 +42,7 @@ class MixedState(EvictingState):
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed(Evicting):
-    """Holds the `budget` tokens of a KV head that matter most exactly, and all others as `store` keeps them.
+    """Keeps the `budget` tokens of a KV head that matter most in full precision, and all others as `store` does.
 
     The `evictor` says which token is no longer important when a new one comes. Its key and value wait in exact numbers
     until `chunk` tokens are together, and then go to the store, in whose groups neighbours are tokens that left at

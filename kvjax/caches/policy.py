@@ -14,7 +14,10 @@ from kvjax.spec import CacheSpec
 
 
 class Info(NamedTuple):
-    """What a person wants to know of a decode step. XLA removes what nobody reads."""
+    """What a decode step read: how many tokens, which ones, and which were selected.
+
+    XLA removes fields that a program does not use.
+    """
 
     attended: Array  # f32[B, K] tokens whose keys and values were read, mean over the group's own choices
     selection: Selection | None  # slots that a selector selected; None where everything is read

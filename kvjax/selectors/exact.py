@@ -17,7 +17,7 @@ from kvjax.spec import CacheSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Exact:
-    """Scores tokens by scale * q.k itself: the ceiling of what a selector can find, and no saving.
+    """Scores tokens by their exact scale * q.k: the best that a selector can do, without its savings.
 
     With group_reduce="mean_softmax" the choice is by the attention mass of the group, with "per_head" of each query
     head; with "mean_score" and "mean_query" (equal here, as q.k is linear) it is by the mean of the true scores. Index:

@@ -19,7 +19,7 @@ from kvjax.spec import CacheSpec, keep_int
 
 @dataclass(frozen=True, kw_only=True)
 class Fier:
-    """Scores tokens by 1-bit keys: sign against the middle of a group of tokens, a channel at a time.
+    """Scores tokens by 1-bit keys: for each channel, the side of the middle of a group of tokens.
 
     Index: D/8 bytes a key for the bits and 4 D/g for scale and zero in 16 bits; at g = 32 and D = 128, 32 bytes a key
     and kv head, 1/8 of a bf16 key.

@@ -11,8 +11,11 @@ from kvjax.spec import CacheSpec
 
 
 class Selector(Protocol):
-    """Indexes keys and scores them. Laws: a score depends only on its own unit and the query; appending in one call or
-    chunk by chunk gives the same index; slots at or past count may score anything, the caller masks them."""
+    """Indexes keys, and estimates from the index which stored tokens a query needs.
+
+    Laws: a score depends only on its own unit and the query; appending in one call or chunk by chunk gives the same
+    index; slots at or past count may score anything, the caller masks them.
+    """
 
     @property
     def unit(self) -> int:

@@ -17,7 +17,7 @@ from kvjax.spec import CacheSpec
 
 @dataclass(frozen=True)
 class Dense:
-    """Keys and values as they came, in device memory, [B, K, S, D]."""
+    """Keeps keys and values unchanged in device memory, [B, K, S, D]."""
 
     @property
     def page(self) -> int:

@@ -46,7 +46,7 @@ class HostBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class HostOffload:
-    """Keys and values as they came, in pinned host memory: a stored token takes nothing of the device's.
+    """Keeps keys and values unchanged in pinned host memory; stored tokens take no device memory.
 
     A step moves what was selected, and a chunk of a prompt streams what is stored before it through the device, a
     block of 1024 tokens at a time. The keys and values of a page and kv head are adjacent, 2 * page * D values in one
