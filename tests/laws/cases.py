@@ -264,12 +264,18 @@ def does_not_apply(policy: kvjax.Policy) -> set[str]:
     return _EVICTION | (_BUDGET if fixed else set()) | (_TRUNCATE if lost else set())
 
 
-# In every run of the suite core cases run all laws, and presets these; with --thorough, all cases do.
+# In every run of the suite core cases run all laws, and one preset of each kind these; with --thorough, all cases do.
 CORE = ("full", "fier with sink and window")
 QUICK_LAWS = (
     "budget_of_all_is_dense_attention",
     "prefill_equals_prefill_then_updates",
     "step_attends_to_the_positions_it_tells",
+)
+QUICK_PRESETS = (
+    "fier preset, budget 24",
+    "freekv preset, budget 72",
+    "h2o preset, budget 64",
+    "logquant preset, window 12",
 )
 QUICK_MORE = {"freekv preset, budget 72": ("inactive_rows_store_nothing",)}  # its schedule keeps what a row recalled
 

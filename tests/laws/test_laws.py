@@ -19,6 +19,7 @@ from tests.laws.cases import (
     QUICK_LAWS,
     QUICK_MORE,
     QUICK_POOLS,
+    QUICK_PRESETS,
     REFUSED,
     SPEC,
     Case,
@@ -39,7 +40,7 @@ def _quick(case: str) -> Container[str]:
         return [law for law in testing.LAWS if law != "gradients_are_those_of_attention"]
     if case in CORE:
         return testing.LAWS
-    return (*QUICK_LAWS, *QUICK_MORE.get(case, ())) if "preset" in case else ()
+    return (*QUICK_LAWS, *QUICK_MORE.get(case, ())) if case in QUICK_PRESETS else ()
 
 
 def _quick_choice(case: str) -> Container[str]:
