@@ -167,7 +167,10 @@ def test_every_preset_has_a_section_that_answers_the_same_questions():
         for question in ("**Idea.**", "**Preset.**", "**Cost.**", "**Differs.**", "**Not for.**"):
             assert question in text, (preset.name, question)
         assert f"`kvjax.presets.{preset.name}(" in text
-        assert preset.paper == "-" or f"**Paper.** {preset.paper.split()[0]}" in text
+        if preset.paper != "-":
+            cited = re.search(rf"^\*\*Paper\.\*\* {preset.paper.split()[0]}.*", text, re.MULTILINE)
+            assert cited, preset.name
+            assert "](https://" in cited[0], "link the paper, or its code"
 
 
 def test_glossary_defines_each_word_once():
