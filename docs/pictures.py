@@ -180,6 +180,8 @@ OWN: dict[str, dict[str, Any]] = {  # where a method needs other sizes
     "pariskv": dict(candidates=32),
     "shadowkv": dict(rank=8, page=2, outliers=2, learn=16),
 }
+# In one KV head these read every token; what they differ in, heads and bits, would not be seen.
+NOT_DRAWN = ("duoattention", "mikv", "razorattention")
 
 
 def small(preset: Preset) -> Any:
@@ -284,7 +286,9 @@ CONCEPTS = {"policy_and_state": policy_and_state, "zones": zones, "merge": merge
 def main(names: Sequence[str]) -> None:
     FOLDER.mkdir(exist_ok=True)
     drawings = {name: draw for name, draw in CONCEPTS.items()} | {
-        f"reads_{p.name}": partial(lambda p: reads(p.name, run(small(p))), p) for p in REGISTRY.values()
+        f"reads_{p.name}": partial(lambda p: reads(p.name, run(small(p))), p)
+        for p in REGISTRY.values()
+        if p.name not in NOT_DRAWN
     }
     for name, draw in drawings.items():
         if not names or name in names:

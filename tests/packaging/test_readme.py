@@ -99,6 +99,11 @@ def test_pictures_of_the_concepts_are_as_their_code_draws_them():
         assert (pictures.FOLDER / f"{name}.svg").read_text() == draw().svg(), "run python -m docs.pictures"
 
 
+def test_every_method_that_can_be_drawn_has_a_picture():
+    drawn = {name for name in REGISTRY if (pictures.FOLDER / f"reads_{name}.svg").exists()}
+    assert drawn == set(REGISTRY) - set(pictures.NOT_DRAWN), "run python -m docs.pictures"
+
+
 def test_a_changed_number_is_found():
     assert tables.fill(README) == README
     name = "quality"
