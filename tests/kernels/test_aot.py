@@ -155,8 +155,7 @@ def recalled(rest):
     args = kept_by_host(1024, 32), index, sds(1, dtype=jnp.int32), flags, (there, held), 2 * [sds(1, 8, 159, 128)]
     if not rest:
         return host_rows.recall, args
-    config, blocks = host_rows.BESIDE
-    return partial(host_rows.recall, config=config, blocks=blocks), (*args, (flags, held))
+    return partial(host_rows.recall, config=host_rows.BESIDE), (*args, (flags, held))
 
 
 def places(n, N, P):
