@@ -29,7 +29,7 @@ from jax.typing import ArrayLike
 from kvjax.caches import Following, Info, MultiStep, Observer, PerLayer, Policy, Reversible, Truncatable
 from kvjax.caches.short import Refillable, of_size, refilled
 from kvjax.memory import Bytes, nbytes, on_host
-from kvjax.partial import group_queries, with_derivative
+from kvjax.partial import group_queries
 from kvjax.placement import (
     Placement,
     context_axis,
@@ -867,7 +867,7 @@ def _if_any(full: list[Array], demote: Callable[[S], S], states: S) -> S:
     """`demote(states)` if any of `full` is true, else `states`.
 
     Under vmap a condition selects between both, and XLA cannot select between arrays in host memory. `demote` changes
-    full rows alone, so all caches demote there if any has a full row, and its derivative needs no condition.
+    full rows alone, so all caches demote there if any has a full row.
     """
 
     def run(full: list[Array], states: S) -> S:
@@ -885,7 +885,20 @@ def _if_any(full: list[Array], demote: Callable[[S], S], states: S) -> S:
 
     once = jax.custom_batching.custom_vmap(run)
     once.def_vmap(batched)
-    return with_derivative(once, lambda _, states: demote(states))(full, states)
+    # A derivative passes `once` by, in what `demote` leaves alone. One of its own would be a call that no array of the
+    # host can be written in.
+    changes: list[bool] = []
+
+    def noting(states: S) -> S:
+        out = demote(states)
+        changes[:] = [a is not b for a, b in zip(*map(jax.tree.leaves, (out, states)), strict=True)]
+        return out
+
+    jax.eval_shape(noting, states)
+    given, tree = jax.tree.flatten(states)
+    inside = [a if change else lax.stop_gradient(a) for a, change in zip(given, changes, strict=True)]
+    made = jax.tree.leaves(once(full, jax.tree.unflatten(tree, inside)))
+    return jax.tree.unflatten(tree, [a if c else b for a, b, c in zip(made, given, changes, strict=True)])
 
 
 def _heads_first(*arrays: Array) -> tuple[Array, ...]:
