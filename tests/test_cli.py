@@ -172,6 +172,10 @@ def test_a_method_tells_its_settings(kvjax):
     assert "tokens of a page" in rows["page"]
     assert "quest:budget=1024" in out
     assert kvjax("methods", "full")[1].endswith("It has no settings.\n")
+    code, out, _ = kvjax("methods", "quest", "--json")
+    told = json.loads(out)
+    assert (told["name"], told["budget"], told["settings"]["page"]) == ("quest", True, "16")
+    assert len(kvjax("methods", "--json")[1].splitlines()) == len(presets.REGISTRY)
     assert_one_line(kvjax("methods", "QEST"), "unknown cache 'QEST'; did you mean 'quest'?")
 
 

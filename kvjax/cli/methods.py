@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -86,11 +87,15 @@ def methods(
             autocompletion=complete_cache,
         ),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line instead of the table.")] = False,
 ) -> None:
     """Lists the methods: what each keeps, its bytes per token, and its paper. With a NAME, its settings."""
     from kvjax import presets
 
-    if name is None:
+    if as_json:
+        chosen = presets.REGISTRY.values() if name is None else [presets.find(name)]
+        write("".join(json.dumps(_as_json(preset)) + "\n" for preset in chosen))
+    elif name is None:
         _list(presets.REGISTRY)
     else:
         _tell(presets.find(name))
@@ -106,8 +111,21 @@ def _list(registry: dict[str, Preset]) -> None:
     for title in ("name", "what it keeps", "bytes a token", "budget", "paper"):
         table.add_column(title, justify="right" if title == "bytes a token" else "left")
     for preset in registry.values():
-        table.add_row(preset.name, preset.keeps, _bytes(preset), "yes" if preset.has_budget else "no", preset.paper)
+        table.add_row(
+            preset.name, preset.keeps, f"{_bytes(preset):,}", "yes" if preset.has_budget else "no", preset.paper
+        )
     show(table)
+
+
+def _as_json(preset: Preset) -> dict[str, Any]:
+    return {
+        "name": preset.name,
+        "keeps": preset.keeps,
+        "bytes_per_token": _bytes(preset),
+        "budget": preset.has_budget,
+        "paper": None if preset.paper == "-" else preset.paper,
+        "settings": {one.name: _shown(one.default) for one in inspect.signature(preset.make).parameters.values()},
+    }
 
 
 def _tell(preset: Preset) -> None:
@@ -116,7 +134,7 @@ def _tell(preset: Preset) -> None:
     settings = inspect.signature(preset.make).parameters.values()
     first, *_ = inspect.cleandoc(preset.make.__doc__ or "").split("\n\n")
     write(
-        f"{' '.join(first.split())}\n\nKeeps {preset.keeps}. Paper: {preset.paper}. {_bytes(preset)} bytes a token.\n"
+        f"{' '.join(first.split())}\n\nKeeps {preset.keeps}. Paper: {preset.paper}. {_bytes(preset):,} bytes a token.\n"
     )
     if not settings:
         write("It has no settings.\n")
@@ -134,11 +152,11 @@ def meaning(method: str, setting: str) -> str:
     return MEANINGS.get(f"{method}.{setting}", MEANINGS.get(setting, ""))
 
 
-def _bytes(preset: Preset) -> str:
+def _bytes(preset: Preset) -> int:
     from kvjax.spec import CacheSpec
 
     spec = CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072)
-    return f"{preset.policy().bytes_per_token(spec):,.0f}"
+    return round(preset.policy().bytes_per_token(spec))
 
 
 def _shown(default: Any) -> str:

@@ -33,8 +33,8 @@ LAWS: dict[str, str] = {name: inspect.cleandoc(law.__doc__ or "") for name, law 
 def check_policy(policy: Any, spec: CacheSpec | None = None, *, laws: Iterable[str] | None = None) -> Report:
     """Runs the laws on a policy and reports which held, which failed and which do not apply.
 
-    An error of the policy is a failure of the law that met it, and the other laws still run. All laws take about a
-    minute on a CPU, most of it compiling.
+    An error of the policy is a failure of the law that met it, and the other laws still run. All laws take some
+    minutes on a CPU, most of it compiling; `laws` takes a few of them.
 
     Args:
       policy: anything with the verbs of `kvjax.Policy`, for one layer.
