@@ -8,12 +8,14 @@ Llama-3.1-8B.
 
 `--trees` compares several checkouts: each repeat starts a fresh process for each of them in turn, so that a busy
 machine slows all of them alike. Times are CPU seconds of all threads of that process, and the least of the repeats
-counts. The step is traced after the loop, when JAX and kvjax are warm, with its caches cleared.
+counts. The step is traced after the loop, when JAX and kvjax are warm, with JAX's caches cleared. Versions and source
+in the results are those of the tree that the script lies in.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -36,12 +38,18 @@ def spent(run: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - start, found
 
 
-def times(method: str, layers: int, capacity: int) -> dict[str, float]:
-    """CPU seconds to trace a step, and to trace, lower and compile the loop."""
+def times(tree: str, method: str, layers: int, capacity: int) -> dict[str, float]:
+    """CPU seconds of the kvjax in `tree` to trace a step, and to trace, lower and compile the loop."""
     import jax
     import jax.numpy as jnp
 
     import kvjax
+
+    kvjax.__path__.append(tree)  # the kernels of a checkout lie beside the package, and another may be installed
+    kernels = importlib.import_module("kvjax.kernels_pallas")
+    for module in (kvjax, kernels):
+        if not Path(str(module.__file__)).is_relative_to(tree):
+            raise ImportError(f"{module.__name__} is that of {module.__file__}, not of {tree}")
 
     policy = getattr(kvjax.presets, method)().rest
     spec = kvjax.CacheSpec(batch=1, capacity=capacity, dtype=jnp.bfloat16, **HEADS)
@@ -68,17 +76,21 @@ def times(method: str, layers: int, capacity: int) -> dict[str, float]:
     loop_trace, traced = spent(lambda: jax.jit(loop, donate_argnums=0).trace(cache, q, k, steps))
     lower, lowered = spent(traced.lower)
     compile_, _ = spent(lowered.compile)
-    jax.clear_caches()
-    step_trace, _ = spent(lambda: jax.jit(step).trace(cache.layers[0], q, k))
-    return {"step_trace_s": step_trace, "loop_trace_s": loop_trace, "loop_lower_s": lower, "loop_compile_s": compile_}
+    traces = []
+    for _ in range(5):
+        jax.clear_caches()
+        traces.append(spent(lambda: jax.jit(step).trace(cache.layers[0], q, k))[0])
+    return {"step_trace_s": min(traces), "loop_trace_s": loop_trace, "loop_lower_s": lower, "loop_compile_s": compile_}
 
 
 def measure(tree: Path, method: str, layers: int, capacity: int) -> dict[str, float]:
     """`times` of the kvjax in `tree`, in a process of its own."""
-    call = f"import json, compile_time; print(json.dumps(compile_time.times({method!r}, {layers}, {capacity})))"
-    paths = os.pathsep.join(map(str, (tree.resolve(), Path(__file__).parent)))
+    tree = tree.resolve()
+    wanted = f"{str(tree)!r}, {method!r}, {layers}, {capacity}"
+    call = f"import json, compile_time; print(json.dumps(compile_time.times({wanted})))"
+    paths = os.pathsep.join(map(str, (tree, Path(__file__).resolve().parent)))
     env = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
-    done = subprocess.run([sys.executable, "-c", call], env=env, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", call], env=env, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout)
     return found
 
@@ -97,7 +109,7 @@ def main(args: Sequence[str] | None = None) -> None:
     given = parser.parse_args(args)
     layers, repeats = (2, 1) if given.quick else (given.layers, given.repeats)
     trees = {name: Path(folder) for name, _, folder in (part.partition("=") for part in given.trees.split(","))}
-    what = f"CPU seconds to trace a decode step, and to trace, lower and compile a loop of {layers} layers for a CPU; "
+    what = "CPU seconds to trace a decode step, and to trace, lower and compile a loop over layers for a CPU; "
     what += ", ".join(f"{k} {v}" for k, v in HEADS.items()) + f"; the least of {repeats} runs"
     for method in given.methods:
         run = partial(measure, method=method, layers=layers, capacity=given.capacity)
