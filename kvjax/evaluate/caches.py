@@ -11,13 +11,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import jax
 
 from kvjax import presets
 from kvjax.attention import PerLayer, init
-from kvjax.caches import Policy
+from kvjax.caches import Full, Policy
 from kvjax.presets import Preset
 from kvjax.settings import read_settings
 from kvjax.spec import CacheSpec
@@ -91,7 +92,7 @@ def make_rows(
                 try:
                     made = preset.make(**settings, budget=budget)
                     found[name] = Row(
-                        name, made, budget, note=_rounding(made.rest, budget), dense_layers=len(made.first)
+                        name, made, budget, note=_rounding(made.rest, budget), dense_layers=_dense_layers(made)
                     )
                 except ValueError as error:
                     found[name] = Row(name, None, budget, refused=str(error))
@@ -132,7 +133,12 @@ def has_group_reduce(preset: Preset) -> bool:
 
 def _given(name: str, policy: PerLayer | Policy | Sequence[Policy]) -> Row:
     policies = PerLayer.of(policy)
-    return Row(name, policies, getattr(policies.rest, "budget", None), dense_layers=len(policies.first))
+    return Row(name, policies, getattr(policies.rest, "budget", None), dense_layers=_dense_layers(policies))
+
+
+def _dense_layers(policies: PerLayer) -> int:
+    """First layers that attend to everything; a preset may have other policies of their own for its layers."""
+    return len(list(takewhile(lambda policy: policy == Full(), policies.first)))
 
 
 def _parameters(preset: Preset) -> Mapping[str, Any]:
