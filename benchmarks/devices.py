@@ -4,8 +4,9 @@
 
 Needs two GPUs or more; with n of them the placements are none, a mesh of one device (what a placement costs by itself),
 data=n (rows split, the model on each), model=n (heads, MLP and vocabulary split) and ctx=n (the tokens of each row
-split, the model on each). First a small model in float32 decodes by each method and placement; its tokens must be those
-of one GPU. The times are of bfloat16 over a synthetic cache, medians over blocks of steps. Each decode loop is one
+split, the model on each). First a small model in float32 decodes by each method and placement, in plain JAX, and its tokens
+must be those of one GPU. (Not by kernels: those of fier and others round queries to 16 bits, and on one device that
+alone changes tokens of a model with random weights, whose attention is nearly all on one token.) The times are of bfloat16 over a synthetic cache, medians over blocks of steps. Each decode loop is one
 program, so nothing of the host is in them but one call a block. With `--prompt` the time until the logits after a
 prompt comes between the two, whose difference from those of one GPU is in standard deviations of the logits.
 
@@ -30,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from device_time import BYTES_PER_US
 from jax.sharding import Mesh
-from layers import out_of, save, show
+from layers import implementation, out_of, save, show
 
 import kvjax
 from kvjax import Cache, PerLayer, Placement, presets
@@ -206,10 +207,11 @@ def main(args: Sequence[str] | None = None) -> None:
         )
 
     for method in () if given.no_check else given.methods:
-        for name, found in check(method, places, **small):
-            keep("tokens", method, name, found)
-            if time.monotonic() > end:
-                break
+        with implementation("xla"):
+            for name, found in check(method, places, **small):
+                keep("tokens", method, name, found)
+                if time.monotonic() > end:
+                    break
     model, alone = throughput.random_model(config, dtype), {}
     prompt = np.random.default_rng(1).integers(config.vocab_size, size=(1, given.prompt), dtype=np.int32)
     for name, place in places.items() if given.prompt else ():

@@ -218,19 +218,25 @@ def in_order_of_place(
         axis, dealt = letters.index("S"), (turns, parts) if back else (parts, turns)
         on_host = jax.typeof(leaf).memory_space == jax.memory.Space.Host
         home = NamedSharding(mesh, placement.spec(letters), memory_kind="pinned_host" if on_host else None)
-
-        def swap(x: Array) -> Array:
-            x = to_device(x) if on_host else x
-            split = x.reshape(*x.shape[:axis], *dealt, -1, *x.shape[axis + 1 :])
-            y = jnp.swapaxes(split, axis, axis + 1).reshape(x.shape)
-            return to_host(y) if on_host else y
-
         if not isinstance(leaf, Tracer):
             leaf = jax.device_put(leaf, home)
-        return jax.jit(swap, out_shardings=home)(leaf)
+        return _swap(axis, dealt, on_host, home)(leaf)
 
     found = [moved(*pair) for pair in zip(jax.tree.leaves(state), _letters(policy, spec, placement), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(state), found)
+
+
+@lru_cache(maxsize=256)
+def _swap(axis: int, dealt: tuple[int, int], on_host: bool, home: NamedSharding) -> Any:
+    """A jitted function that swaps the two numbers by which an axis is dealt; one for all calls, so compiled once."""
+
+    def swap(x: Array) -> Array:
+        x = to_device(x) if on_host else x
+        split = x.reshape(*x.shape[:axis], *dealt, -1, *x.shape[axis + 1 :])
+        y = jnp.swapaxes(split, axis, axis + 1).reshape(x.shape)
+        return to_host(y) if on_host else y
+
+    return jax.jit(swap, out_shardings=home)
 
 
 def run_on_parts(placement: Placement, f: Any, in_specs: tuple[Any, ...], out_specs: Any, *operands: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Several processes, each with a part of the devices, decode as one does, and read each other's saves."""
+"""Several processes, each with a part of the devices, decode as one device does, and read each other's saves."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[st
         folder / "checkpoint",
         Decoder(dataclasses.replace(CONFIG, layers=1, windows=CONFIG.windows[:1]), rngs=nnx.Rngs(7)),
     )
-    return folder / "checkpoint", folder, work(str(folder / "checkpoint"), str(folder / "saves-1"))
+    return folder / "checkpoint", folder, work(str(folder / "checkpoint"), str(folder / "saves-1"), split=False)
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.thorough)])

@@ -11,16 +11,18 @@ import jax
 METHOD = "fier:budget=24,group=8,chunk=32,dense_layers=0,host=yes"
 
 
-def work(checkpoint: str, saves: str) -> dict[str, Any]:
-    """The tokens of a batch that data=2, model=2, ctx=2 split, and those that follow after a save."""
+def work(checkpoint: str, saves: str, *, split: bool = True) -> dict[str, Any]:
+    """The tokens of a batch, on one device or split by data=2, model=2, ctx=2, and those that follow after a save."""
     import numpy as np
 
     import kvjax
     from kvjax.generation import decode, generate
     from kvjax.models import load
 
-    mesh = jax.make_mesh((2, 2, 2), ("data", "model", "ctx"))
-    placement = kvjax.Placement(mesh=mesh, batch="data", heads="model", context="ctx")
+    placement = None
+    if split:
+        mesh = jax.make_mesh((2, 2, 2), ("data", "model", "ctx"))
+        placement = kvjax.Placement(mesh=mesh, batch="data", heads="model", context="ctx")
     loaded = load(checkpoint, "float32", placement=placement)
     cache = loaded.init_cache(METHOD, capacity=128, batch=2, dtype="float32")
     prompt = [list(range(1, 60)), [7] * 40]
