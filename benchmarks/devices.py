@@ -4,10 +4,12 @@
 
 Needs two GPUs or more; with n of them the placements are none, a mesh of one device (what a placement costs by itself),
 data=n (rows split, the model on each), model=n (heads, MLP and vocabulary split) and ctx=n (the tokens of each row
-split, the model on each). First a small model in float32 decodes by each method and placement, in plain JAX, and its tokens
-must be those of one GPU. (Not by kernels: those of fier and others round queries to 16 bits, and on one device that
-alone changes tokens of a model with random weights, whose attention is nearly all on one token.) The times are of bfloat16 over a synthetic cache, medians over blocks of steps. Each decode loop is one
-program, so nothing of the host is in them but one call a block. With `--prompt` the time until the logits after a
+split, the model on each).
+
+First a small model in float32 decodes by each method and placement, in plain JAX, and its tokens must be those of one
+GPU. Kernels are not compared so: that of `fier` rounds queries to 16 bits, which by itself changes tokens of a model
+with random weights. The times are of bfloat16 over a synthetic cache, medians over blocks of steps. Each decode loop is
+one program, so nothing of the host is in them but one call a block. With `--prompt` the time until the logits after a
 prompt comes between the two, whose difference from those of one GPU is in standard deviations of the logits.
 
 Each row is written to results/devices.json when it is there, and replaces the one of the same sizes: bytes of weights
