@@ -345,13 +345,13 @@ def test_a_step_starts_few_kernels_and_copies_nothing(preset, most):
 @pytest.mark.parametrize(
     ("preset", "most", "found"),
     [
-        (presets.full(), 11, ["attend_span", "attend_span_merge"]),
-        (presets.fier(2048), 12, ["select_1bit_score", "select_1bit", "attend_zones"]),
-        (presets.quest(2048), 13, ["select_pages_score", "select_pages", "attend_zones"]),
+        (presets.full(), 9, ["put_tokens", "attend_span", "attend_span_merge"]),
+        (presets.fier(2048), 8, ["put_tokens", "select_1bit_score", "select_1bit", "attend_zones"]),
+        (presets.quest(2048), 9, ["put_tokens", "select_pages_score", "select_pages", "attend_zones"]),
         (
             presets.pariskv(2048),
-            21,
-            ["collide_rank", "collide", "most_voted", "select_4bit_score", "select_4bit", "attend_zones"],
+            12,
+            ["put_tokens", "collide_rank", "collide", "most_voted", "select_4bit_score", "select_4bit", "attend_zones"],
         ),
     ],
     ids=["full", "fier", "quest", "pariskv"],
