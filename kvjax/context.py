@@ -137,7 +137,7 @@ def merge_parts(part: PartialAttention, axis: Axis) -> PartialAttention:
     query head."""
     every = lax.all_gather(jnp.concatenate([part.out, part.lse[..., None]], axis=-1), axis)
     out, lse = every[..., :-1], every[..., -1]
-    top = jnp.max(lse, axis=0, keepdims=True)
+    top = lax.stop_gradient(jnp.max(lse, axis=0, keepdims=True))
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
     weight = jnp.exp(lse - shift)
     total = jnp.sum(weight, axis=0)

@@ -120,8 +120,10 @@ def part_of_logits(
     """
     logits = jnp.where(mask, logits, -jnp.inf)
     top = jnp.max(logits, axis=-1, initial=-jnp.inf)
-    # An empty part has top = -inf; subtracting 0 there instead keeps exp(-inf - 0) = 0 and no NaN.
-    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    # An empty part has top = -inf; subtracting 0 there instead keeps exp(-inf - 0) = 0 and no NaN. The result does not
+    # depend on the shift, so it needs no derivative. That of max is NaN where XLA computes its operand twice and rounds
+    # otherwise.
+    shift = lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
     weights = jnp.exp(logits - shift[..., None])
     total = jnp.sum(weights, axis=-1)
     floor = jnp.finfo(jnp.float32).tiny
@@ -179,7 +181,7 @@ def merge(*parts: PartialAttention) -> PartialAttention:
 
 def _merge_two(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     top = jnp.maximum(a.lse, b.lse)
-    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    shift = lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
     wa, wb = jnp.exp(a.lse - shift), jnp.exp(b.lse - shift)
     total = wa + wb
     floor = jnp.finfo(jnp.float32).tiny

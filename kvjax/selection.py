@@ -237,7 +237,7 @@ def expand_units(units: Selection, unit: int) -> Selection:
     """Units (pages) to their tokens: M units give M * unit slots, adjacent ones together."""
     if unit == 1:
         return units
-    slots = units.slots[..., None] * unit + jnp.arange(unit)[None, None, None, None]
+    slots = units.slots[..., None] * unit + jnp.arange(unit, dtype=jnp.int32)[None, None, None, None]
     valid = jnp.broadcast_to(units.valid[..., None], slots.shape)
     *lead, M, _ = slots.shape
     return Selection(slots.reshape(*lead, M * unit), valid.reshape(*lead, M * unit))

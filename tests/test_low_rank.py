@@ -109,3 +109,22 @@ def test_keys_of_low_rank_come_back_and_a_full_rank_loses_nothing() -> None:
 def test_what_cannot_work_is_refused(make, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize(("budget", "group_reduce"), [(64, "mean_query"), (4 + 8 + 8, "max_softmax")])
+def test_a_step_and_several_take_every_group_rule_and_a_budget_of_what_is_read_anyway(
+    budget: int, group_reduce: str
+) -> None:
+    policy = kvjax.OutlierRetrieval(
+        selector=kvjax.MeanPages(page=4, group_reduce=group_reduce),
+        store=kvjax.LowRank(rank=8, page=4, outliers=2, learn=16, values=kvjax.Dense()),
+        budget=budget,
+        local=8,
+        demote=kvjax.Fifo(leave=16),
+    )
+    q, k, v = (jax.ShapeDtypeStruct((2, 3, heads, 16), "float32") for heads in (4, 2, 2))
+    _, _, info = jax.eval_shape(kvjax.decode_info, kvjax.init_layer(policy, SPEC), q, k, v)
+    assert info.attended.shape == (3, 2, 2)
+    plain = kvjax.Retrieval(selector=kvjax.BallPages(page=8), budget=12, sink=4, local=8, demote=kvjax.Fifo(leave=16))
+    _, _, info = jax.eval_shape(kvjax.decode_info, kvjax.init_layer(plain, SPEC), q, k, v)
+    assert info.attended.shape == (3, 2, 2)

@@ -16,7 +16,7 @@ from kvjax.context import Axis
 from kvjax.demotion import Demotion, Fifo
 from kvjax.layouts import whole_units
 from kvjax.partial import merge
-from kvjax.selection import PackedSelection, Selection, by_row, split_selection
+from kvjax.selection import PackedSelection, Selection, by_row, reduce_queries, split_selection
 from kvjax.selectors import MeanPages, Selector
 from kvjax.stores import LowRank, Store
 from kvjax.validation import check_verbs
@@ -92,7 +92,8 @@ class OutlierRetrieval(Retrieval):
         if not self.beside:
             return super().find(st, q, seen, scale=scale, in_order=in_order, scores=scores, steps=steps)
         if scores is None:
-            scores = self.selector.score(st.index, q.astype(jnp.float32), scale=scale)
+            queries = reduce_queries(q.astype(jnp.float32), self.selector.group_reduce, steps)
+            scores = self.selector.score(st.index, queries, scale=scale)
         kept = self.exact_store.kept(st.store)
         scores = jnp.where(kept[:, :, None], LAST, scores)
         every = super().find(st, q, seen, scale=scale, in_order=in_order, scores=scores, steps=steps)

@@ -161,7 +161,7 @@ class Retrieval(SelectedZones):
             then = self.shortened(st, length)
             return self.info(then, self.visible(then, None), selection)
 
-        each = (jnp.moveaxis(a.reshape(B, K, T, -1, a.shape[3]), 2, 0) for a in without_packing(found))
+        each = (jnp.moveaxis(a.reshape(B, K, T, a.shape[2] // T, a.shape[3]), 2, 0) for a in without_packing(found))
         return heads_as_steps(out, T), st, jax.vmap(info)(lengths, Selection(*each))
 
     def _score_steps(self, st: ZonedState, q: Array, *, scale: float) -> Array:

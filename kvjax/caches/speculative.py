@@ -272,7 +272,10 @@ class Speculative:
         return replace(st, zones=self.retrieval.update(st.zones, k, v, active), due=st.due | active)
 
     def prefill(self, st: SpeculativeState, k: Array, v: Array, lengths: Array) -> SpeculativeState:
-        return replace(st, zones=self.retrieval.prefill(st.zones, k, v, lengths))
+        zones = self.retrieval.prefill(st.zones, k, v, lengths)
+        # A prompt of no tokens flushes a full block too: slots of the recall are then others, though the length is not.
+        moved = zones.store.count != st.zones.store.count
+        return replace(st, zones=zones, recalled_at=jnp.where(moved, -1, st.recalled_at))
 
     def full_rows(self, st: SpeculativeState) -> Array:
         return self.retrieval.full_rows(st.zones)

@@ -171,7 +171,7 @@ def _host_recall(x: Array, index: Array, edge: Array, places: int, recent: Parts
     nothing = jnp.full((B, K, max(places - N - 1, 0)), -1, jnp.int32)
     index = jnp.concatenate([index, at_edge, nothing], axis=2)[:, :, :places]
     rows = _gather_rows(x, jnp.where(index < P, index, -1))
-    slots = index[..., None] - P + jnp.arange(Z)[None, None, None]
+    slots = index[..., None] - P + jnp.arange(Z, dtype=jnp.int32)[None, None, None]
     slots = jnp.clip(slots, 0, recent[0].shape[2] - 1).reshape(B, K, places * Z, 1)
     waits = jnp.repeat(index >= P, Z, axis=2)[..., None]
     stored = (rows[:, :, :, n].reshape(B, K, places * Z, D) for n in range(len(recent)))

@@ -167,7 +167,7 @@ class HotSet:
         safe = jnp.minimum(at, n - 1)
         fresh = (at < n) & (jnp.take_along_axis(hot.used, safe, axis=2) == 2)
         page = jnp.where(fresh, jnp.take_along_axis(hot.page, safe, axis=2), 0)
-        slots = page[..., None] * Z + jnp.arange(Z)[None, None, None]
+        slots = page[..., None] * Z + jnp.arange(Z, dtype=jnp.int32)[None, None, None]
         valid = jnp.broadcast_to(fresh[..., None], slots.shape)
         read = self.store.gather(history, Selection(slots.reshape(B, K, 1, N * Z), valid.reshape(B, K, 1, N * Z)))
         k, v = place_pages((hot.k, hot.v), read, jnp.where(fresh, at, n), n)

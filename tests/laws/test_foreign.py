@@ -11,8 +11,9 @@ from jax import Array
 
 import kvjax
 from kvjax import CacheSpec, Fifo, Retrieval, ops
-from kvjax.partial import PartialAttention, attend_part
-from kvjax.selection import Selection, membership
+from kvjax.partial import PartialAttention, attend_part, merge
+from kvjax.prompt import attend_blocks
+from kvjax.selection import Selection, membership, split_selection
 from kvjax.testing import LAWS, check_policy
 from kvjax.testing._drive import fill, random_tokens, step
 
@@ -143,29 +144,35 @@ class FusedJoint(Joint):
 
     def attend_with(self, st: Joined, q: Array, start: Array, recent: Any, sink: Any, *, scale: float) -> Array:
         CALLS.append("attend_with")
-        slot = jnp.arange(st.slots)[None]
-        stored = (slot >= start[:, None]) & (slot < st.count[:, None])
-        return self._attend(st, q, recent, sink, stored[:, None, None], recent.mask[:, None, None], scale)
+        recent = attend_part(q, recent.k, recent.v, recent.mask[:, None, None], scale=scale)
+        return self._merged(q, sink, self._stored(st, q, start, scale), recent, scale)
+
+    def _stored(self, st: Joined, q: Array, start: Array, scale: float) -> PartialAttention:
+        """A block at a time, which is all that is copied."""
+
+        def read(st: Joined, first: Any, size: int) -> tuple[Array, Array]:
+            k, v = jnp.split(jax.lax.dynamic_slice_in_dim(st.kv, first, size, axis=2), 2, axis=-1)
+            return k, v
+
+        q = q[:, :, :, None]
+        return attend_blocks(q, st, start[:, None], st.count, read=read, slots=st.slots, unit=1, scale=scale)
 
     def attend_slots_with(
         self, st: Joined, q: Array, selection: Any, recent: Any, sink: Any, local: int, *, scale: float
     ) -> Array:
         CALLS.append("attend_slots_with")
-        chosen = membership(Selection(selection.slots, selection.valid), st.slots + recent.k.shape[2])
+        stored, pending = split_selection(Selection(selection.slots, selection.valid), st.slots)
         newest = recent.mask & (jnp.arange(recent.k.shape[2])[None] >= (recent.stop - local)[:, None])
-        own = chosen[..., st.slots :] | newest[:, None, None]
-        return self._attend(st, q, recent, sink, chosen[..., : st.slots], own, scale)
+        own = membership(pending, recent.k.shape[2]) | newest[:, None, None]
+        own = jnp.broadcast_to(own, (*q.shape[:3], own.shape[3]))
+        history = self.attend_slots(st, q, stored, scale=scale)
+        return self._merged(q, sink, history, attend_part(q, recent.k, recent.v, own, scale=scale), scale)
 
-    def _attend(self, st: Joined, q: Array, recent: Any, sink: Any, stored: Array, own: Array, scale: float) -> Array:
-        """Masks bool[B, 1 or K, 1 or G, slots] of history and recent block."""
-        k, v = jnp.split(st.kv, 2, axis=-1)
-        v = jnp.where((jnp.arange(st.slots)[None] < st.count[:, None])[:, None, :, None], v, jnp.zeros((), v.dtype))
-        zones = [(k, v, stored), (recent.k, recent.v, own)]
+    def _merged(self, q: Array, sink: Any, history: PartialAttention, recent: PartialAttention, scale: float) -> Array:
+        parts = [history, recent]
         if sink is not None:
-            zones.append((sink.k, sink.v, sink.mask[:, None, None]))
-        keys, values = (jnp.concatenate([zone[i] for zone in zones], axis=2) for i in (0, 1))
-        masks = [jnp.broadcast_to(mask, (*q.shape[:3], mask.shape[3])) for _, _, mask in zones]
-        return attend_part(q, keys, values, jnp.concatenate(masks, axis=3), scale=scale).out.astype(q.dtype)
+            parts.append(attend_part(q, sink.k, sink.v, sink.mask[:, None, None], scale=scale))
+        return merge(*parts).out.astype(q.dtype)
 
 
 CALLS: list[str] = []
@@ -189,7 +196,11 @@ def test_foreign_parts_hold_the_laws(name: str, request: pytest.FixtureRequest) 
     laws = LAWS if request.config.getoption("--thorough") else LAWS_OF_PARTS
     report = check_policy(POLICIES[name], SPEC, laws=laws)
     report.raise_for_failures()
-    assert len(report.laws("held")) >= len(laws) - 3, report
+    # They evict nothing, and do not shorten a cache; not every one takes tokens back or has a budget.
+    left = {"budget_bounds_what_is_held", "step_attends_to_what_is_held", "truncate_gives_the_shorter_prompt"}
+    left |= {"rollback_forgets_what_came_after"} if name == "speculative" else set()
+    left |= {"recall_grows_with_budget"} if "all" in name else set()
+    assert set(report.laws("does not apply")) <= left, report
 
 
 @pytest.mark.parametrize(
