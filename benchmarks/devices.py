@@ -25,6 +25,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,9 @@ from kvjax.sampling import Sampling
 
 METHODS: dict[str, Callable[[int], PerLayer]] = {
     "full": lambda budget: presets.full(),
-    "fier": presets.fier,
-    "quest": presets.quest,
-    "pariskv": presets.pariskv,
+    "fier": partial(presets.fier, dense_capacity=0),  # a cache with a placement selects however short it is
+    "quest": partial(presets.quest, dense_capacity=0),
+    "pariskv": partial(presets.pariskv, dense_capacity=0),
     "freekv": presets.freekv,
     "kivi": lambda budget: presets.kivi(),
     "tova": presets.tova,

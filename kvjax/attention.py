@@ -137,7 +137,8 @@ def init(
 ) -> Cache:
     """An empty cache for a model of `layers` attention layers, of one policy or of a policy for each layer.
 
-    A policy may leave a cache of so small a capacity to `Full` (`Retrieval.dense_capacity`).
+    A policy may leave a cache of so small a capacity to `Full` (`Retrieval.dense_capacity`), unless there is a
+    `placement`: each device would attend to a part alone, for which nothing was measured.
 
     A `placement` splits it over the devices of a mesh: each part is made on its device, and all functions that take the
     cache keep it there.
