@@ -230,7 +230,8 @@ class Speculative:
         else:
             history = policy.store.gather(st.store, stored)
         found = history, ops.gather_slots(*recent, pending), recent
-        k, v = (whole(*zones) for zones in zip(*found, strict=True))
+        # Copies of a cache may be of another dtype than what a store of codes gives.
+        k, v = (whole(*zones).astype(last.k.dtype) for zones in zip(*found, strict=True))
         kept_k, kept_v = (jnp.where(rows[:, None, None, None], *two) for two in ((k, last.k), (v, last.v)))
         return st, (k, v), lambda: Recall(selection, kept_k, kept_v, oldest >= 0)
 
