@@ -226,6 +226,25 @@ def largest_batches() -> str:
     return markdown(header, rows)
 
 
+def host_batches() -> str:
+    """Tokens a second of more rows than device memory holds, by the hit rate of the hot set."""
+    rows = []
+    for row in load_rows("host_batch"):
+        layers, hot = (str(row[name]) for name in ("layers_on_host", "hot"))
+        rate, speed = short(row["hit_rate"], 3), f"{row['tokens_per_second']:.0f}"
+        rows.append([f"`{row['method']}`", str(row["rows"]), layers, hot, rate, speed])
+    return markdown(["cache", "rows", "layers on the host", "hot set", "hit rate", "tokens a second"], rows)
+
+
+def million() -> str:
+    """A prompt of a million tokens: its rate, the whole of it at that rate, and a token after it."""
+    rows = []
+    for row in load_rows("million"):
+        rate, whole = f"{row['tflops']:.0f}", f"{row['prompt_seconds_at_rate']:.0f}"
+        rows.append([f"`{row['method']}`", str(row["length"]), rate, whole, f"{row['tpot_ms']:.2f}"])
+    return markdown(["cache", "tokens", "TFLOP/s of the last chunk", "s at that rate", "ms a token after it"], rows)
+
+
 def first_tokens() -> str:
     found = _first_tokens()
     columns = [("prompt", 65536), ("prompt", 131072), ("turn", 32768), ("turn", 131072)]
@@ -803,7 +822,8 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         speed, quality, decoded_needles, methods, steps, compared, steps_in_plain_jax, kernels, tokens, largest_batches,
-        first_tokens, indexing, needles, coverage, low_rank, equal_perplexities, perplexities, tokens_read, group_rules,
+        host_batches, million, first_tokens, indexing, needles, coverage, low_rank, equal_perplexities, perplexities,
+        tokens_read, group_rules,
         papers, scaling, hit_rates, anchors, real_needles, real_pass_keys, real_gsm8k,
         real_ruler, real_perplexities, real_speed, real_first_tokens, real_drafts,
         devices, several_tokens, shared_steps, host_steps, real_hit_rates,
