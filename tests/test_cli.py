@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from kvjax import CacheSpec, presets
 from kvjax.cli import main
+from kvjax.cli.generate import EXAMPLE, _in_layers
 from kvjax.cli.methods import MEANINGS, meaning
 from kvjax.cli.options import implementations, in_short, make_policy
 from kvjax.heads import Heads
@@ -233,8 +234,10 @@ def assert_one_line(result, message, code=2):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "give one of --prompt TEXT and --prompt-file FILE"),
-        (("--prompt", "a", "--prompt-file", "b"), "give only one of --prompt TEXT and --prompt-file FILE"),
+        ((), "give one of --prompt TEXT, --prompt-file FILE and --example"),
+        (("--prompt", "a", "--prompt-file", "b"), "give only one of --prompt TEXT, --prompt-file FILE and --example"),
+        (("--prompt", "a", "--example"), "give only one of --prompt TEXT, --prompt-file FILE and --example"),
+        (("--example",), "7914 prompt + 5 new tokens do not fit in the model's 512 positions"),
         (("--prompt", ""), "the prompt is empty"),
         (("--prompt-file", "/nowhere/p.txt"), "--prompt-file /nowhere/p.txt: there is no such file"),
         (("--prompt", "a", "--cache", "fire"), "unknown cache 'fire'; did you mean 'fier'?"),
@@ -364,10 +367,26 @@ def test_a_model_without_room_is_one_line_before_it_is_drawn(kvjax, monkeypatch)
     assert_one_line(result, message, code=1)
 
 
-def test_without_a_directory_the_model_that_ships_answers(kvjax):
-    question = "The pass key is 71432. Remember it.\nWhat is the pass key? The pass key is "
-    code, out, _ = kvjax("generate", "--prompt", question, "--max-new-tokens", 5)
+def test_the_model_that_ships_answers_the_built_in_prompt(kvjax, monkeypatch):
+    """Without a directory and options; with less filler, as CI asks the whole of it by README's command."""
+    first, *_, last = EXAMPLE.splitlines()
+    monkeypatch.setattr("kvjax.cli.generate.EXAMPLE", f"{first}\n{last}")
+    code, out, err = kvjax("generate", "--example")
     assert (code, out) == (0, "71432\n")
+    assert err.endswith("a step read 32 of 32 tokens\n")
+
+
+@pytest.mark.parametrize(
+    ("attended", "words"),
+    [
+        ([2832] * 2 + [256] * 6, "256 of 2832 tokens in 6 layers, 2832 in 2"),
+        ([2832, 2832, 256.4], "256 of 2832 tokens in 1 layer, 2832 in 2"),
+        ([256] * 8, "256 of 2832 tokens"),
+        ([300, 200, 100], "100 to 300 of 2832 tokens, by layer"),
+    ],
+)
+def test_the_summary_says_what_a_step_read_of_how_much(attended, words):
+    assert _in_layers(np.array(attended), 2829, 5) == words
 
 
 def test_damaged_weights_are_one_line(kvjax, tmp_path):

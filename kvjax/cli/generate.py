@@ -26,6 +26,13 @@ from kvjax.cli.options import (
 from kvjax.cli.terminal import bar, bars, say, write
 
 STDIN = Path("-")
+# A prompt to try: the key at its start is out of every local window. The shipped model needs 5 tokens for its answer.
+EXAMPLE = (
+    "The pass key is 71432. Remember it.\n"
+    + "The grass is green. The sky is blue. The sun is yellow.\n" * 140
+    + "What is the pass key? The pass key is "
+)
+EXAMPLE_TOKENS = 5
 JSON_BLOCK = 16  # tokens between two reads of the host; --json need not show each token as it comes
 
 
@@ -38,6 +45,13 @@ def generate(
             help="UTF-8 file with the prompt, or - for stdin. One newline at its end is dropped.", show_default=False
         ),
     ] = None,
+    example: Annotated[
+        bool,
+        typer.Option(
+            "--example",
+            help="Ask for a pass key that some 2800 tokens of filler follow; 5 new tokens unless you set others.",
+        ),
+    ] = False,
     cache: Annotated[
         str,
         typer.Option(
@@ -124,7 +138,9 @@ def generate(
         join_processes()
     placement = make_placement(mesh)
     kind = dtype_name(dtype)
-    text = read_prompt(prompt, prompt_file)
+    text = read_prompt(prompt, prompt_file, example=example)
+    if example and max_new_tokens is None:
+        max_new_tokens = EXAMPLE_TOKENS
     directory = model_directory(model_dir)
 
     import jax
@@ -248,7 +264,7 @@ def generate(
         say(
             f"{len(tokens)} prompt tokens at {report['prefill_tokens_per_second']:.0f}/s, {len(new)} new at "
             f"{report['decode_tokens_per_second']:.1f}/s; cache {cache}: {size.device / 2**20:.1f} MiB on the device, "
-            f"{size.host / 2**20:.1f} MiB on the host, {attended.mean():.1f} tokens attended a step"
+            f"{size.host / 2**20:.1f} MiB on the host; a step read {_in_layers(attended, len(tokens), len(new))}"
         )
         if run.speculation is not None:
             say(
@@ -257,6 +273,20 @@ def generate(
             )
         if verbose or jax.default_backend() == "gpu":
             say(in_short(ran))
+
+
+def _in_layers(attended: Any, prompt: int, new: int) -> str:
+    """What a step read in the mean, by layers: "256 of 2832 tokens in 6 layers, 2832 in 2"."""
+    counts: dict[int, int] = {}
+    for tokens in sorted(round(float(mean)) for mean in attended):
+        counts[tokens] = counts.get(tokens, 0) + 1
+    (fewest, layers), *more = counts.items()
+    stored = round(prompt + (new + 1) / 2)  # of the mean step, its own token too
+    if not more:
+        return f"{fewest} of {stored} tokens"
+    if len(more) > 1:
+        return f"{fewest} to {more[-1][0]} of {stored} tokens, by layer"
+    return f"{fewest} of {stored} tokens in {layers} layer{'s' * (layers > 1)}, {more[0][0]} in {more[0][1]}"
 
 
 def _is_text(argument: str) -> bool:
@@ -268,10 +298,16 @@ def _is_text(argument: str) -> bool:
     return True
 
 
-def read_prompt(prompt: str | None, file: Path | None, *, file_option: str = "--prompt-file") -> str:
-    """The prompt of one of the two. `file_option` names the file in error messages."""
-    if (prompt is None) == (file is None):
-        raise ValueError(f"give {'one' if prompt is None else 'only one'} of --prompt TEXT and --prompt-file FILE")
+def read_prompt(
+    prompt: str | None, file: Path | None, *, example: bool = False, file_option: str = "--prompt-file"
+) -> str:
+    """The prompt of one of the three. `file_option` names the file in error messages."""
+    given = (prompt is not None) + (file is not None) + example
+    if given != 1:
+        number = "only one" if given else "one"
+        raise ValueError(f"give {number} of --prompt TEXT, --prompt-file FILE and --example, a prompt to try")
+    if example:
+        return EXAMPLE
     if prompt is not None and not _is_text(prompt):
         raise ValueError("--prompt is not UTF-8; set a UTF-8 locale, or give the text as --prompt-file FILE")
     if file is not None:

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+import subprocess
 from functools import reduce
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from docs import pictures, tables
 from kvjax import models
+from kvjax.cli.generate import EXAMPLE
 from kvjax.presets import REGISTRY
 from tests.checkpoint import write_checkpoint
 
@@ -55,13 +57,22 @@ def test_hook_is_shown_in_ten_lines():
     assert len([line for line in hook.splitlines() if line]) <= 10
 
 
+def test_getting_started_writes_the_prompt_that_is_built_in(tmp_path):
+    """Byte for byte; its answer is that of README's command, which CI reads."""
+    console = next(text for _, text in blocks(read("docs/getting_started.md"), "console") if "prompt.txt" in text)
+    lines = [line.removeprefix("$ ") for line in console.splitlines() if line.startswith("$ ")]
+    subprocess.run(["bash", "-c", "\n".join(lines[:-1])], cwd=tmp_path, check=True)
+    assert (tmp_path / "prompt.txt").read_text() == EXAMPLE
+    assert lines[-1].startswith("kvjax generate --prompt-file prompt.txt")
+
+
 def test_ci_runs_the_two_commands_of_readme():
     """CI takes the shell blocks from README itself, so there must be two and it must spell neither."""
     setup, test = (text for _, text in blocks(README, "sh"))
     assert "-c constraints.txt" in setup
     assert "-e . &&" in setup, "the quickstart needs no torch"
     assert "-e '.[dev]' &&" in test
-    assert "kvjax generate" in setup
+    assert "kvjax generate --example" in setup
     assert README.count("<!-- .ci/run runs the next block -->\n```sh\n") == 2
     script = (ROOT / ".ci" / "run").read_text()
     assert "readme_block 1" in script
