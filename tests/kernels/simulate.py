@@ -3,9 +3,16 @@
 Interpret mode does not run PTX, and the kernels are written in it, through the words of `kernels_pallas.simt`. The
 `Simulator` is a backend of these words, so each kernel, with the wrapper around it, runs anywhere and is compared with
 its reference. It is stricter than a GPU. It raises on a load or store outside of an array, on one that is
-not aligned, on a read of what nothing wrote (shared memory included), on an output left unwritten, on a collective of
-a warp with lanes missing, and on two threads that touch a word of shared memory, one of them writing, without a barrier
-between. What it cannot show: time, rounding of `approx` instructions, and what Mosaic and ptxas make of the code.
+not aligned, on a read of what nothing wrote (shared memory included), on an output left unwritten, and on a collective
+of a warp with lanes missing.
+
+It also finds races, though all threads run in lockstep. `Touched` keeps who read and wrote each word of shared memory
+and each byte of the outputs. Two threads may touch the same place, one of them writing, only with a barrier of both
+between; threads of different clusters never may. Stores of equal values are no race. A load past the coherent caches
+(`.nc`) must be of what the kernel never writes. A block may touch another's shared memory only after a barrier of the
+cluster, since that block may not have begun, and before one that the other waits at, since it may have ended.
+
+What the simulator cannot show: time, rounding of `approx` instructions, and what Mosaic and ptxas make of the code.
 """
 
 from __future__ import annotations
@@ -146,6 +153,51 @@ class Simulator:
         return tuple(jax.device_put(out, jax.typeof(a).memory_space) for out, a in zip(outs, changed, strict=True))
 
 
+class Touched:
+    """Who wrote each word of a memory last, and who has read it since.
+
+    Of reads, and of atomic additions, that no barrier orders among themselves, those of the lowest thread and of the
+    highest are kept: a barrier of both has all threads between them. Times of atomic additions are negative.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.times, self.threads = np.zeros((2, 2, 2, size), np.int32)  # of writes and reads, lowest and highest
+        self.constant = np.zeros(size, bool)
+        self._ends = np.zeros((2, size), np.int32)
+
+    def writes(self, words: Any) -> list[tuple[Any, Any]]:
+        return self._of(0, words)
+
+    def reads(self, words: Any) -> list[tuple[Any, Any]]:
+        return self._of(1, words)
+
+    def _of(self, kind: int, words: Any) -> list[tuple[Any, Any]]:
+        """Time and thread of the lowest thread's and of the highest's."""
+        return [(self.times[kind, end][words], self.threads[kind, end][words]) for end in range(2)]
+
+    def note_write(self, words: Any, mine: Any, time: int, atomic: bool, ordered: Callable[..., Any]) -> None:
+        if atomic:
+            self._note(0, words, mine, -time, ordered)
+        else:
+            self.times[0, :, words], self.threads[0, :, words] = time, mine[..., None]
+        self.times[1, :, words] = 0
+
+    def note_read(self, words: Any, mine: Any, time: int, ordered: Callable[..., Any]) -> None:
+        self._note(1, words, mine, time, ordered)
+
+    def _note(self, kind: int, words: Any, mine: Any, time: int, ordered: Callable[..., Any]) -> None:
+        low, high = self._ends
+        low[words.reshape(-1)[::-1]], high[words.reshape(-1)] = mine.reshape(-1)[::-1], mine.reshape(-1)
+        new, found = (low[words], high[words]), []
+        for end, (then, thread) in enumerate(self._of(kind, words)):
+            kept = (then != 0) & (thread < new[0] if end == 0 else thread > new[1])
+            for one in new:
+                kept &= ~ordered(one, thread, np.abs(then))
+            found.append((np.where(kept, then, time), np.where(kept, thread, new[end])))
+        for end, (then, thread) in enumerate(found):
+            self.times[kind, end][words], self.threads[kind, end][words] = then, thread
+
+
 class Machine:
     """The threads of a grid, and their memories."""
 
@@ -191,16 +243,25 @@ class Machine:
         self.shared = np.zeros(blocks * self.words, U32)
         # A race: touched since the last barrier of both. Times are counts of operations.
         self.time = 1
-        self.write_time, self.writer = np.zeros((2, self.shared.size), np.int64)
-        self.read_time, self.reader = np.zeros((2, self.shared.size), np.int64)
-        self.warp_time, self.block_time, self.cluster_time, self.arrived = np.zeros((4, self.lanes), np.int64)
-        self.copies: list[list[Any]] = [[]]  # groups of (lanes, words, data)
+        self.of_shared = Touched(self.shared.size)
+        self.first_out = min((start for start, _ in self.outs), default=0)
+        self.of_outs = Touched(
+            max((start + a.size * a.dtype.itemsize for start, a in self.outs), default=0) - self.first_out
+        )
+        self.warp_time, self.block_time, self.cluster_time = np.zeros((3, self.lanes), np.int32)
+        self.some_time, self.some = np.zeros((2, self.lanes), np.int32)  # of a barrier of some threads, and which
+        self.arrived, self.released, self.waited = np.zeros((3, self.lanes), np.int32)  # at barriers of the cluster
+        self.visited = np.zeros(blocks, np.int32)  # when another block last touched the shared memory of this one
+        self.copies: list[tuple[Any, ...]] = []  # lanes, words, data, and the group of each lane
+        self.groups = np.zeros(self.lanes, np.int32)  # that a lane has committed
 
     @property
     def mask(self) -> Any:
         return self.masks[-1]
 
     def results(self) -> list[Any]:
+        left = self.waited.reshape(-1, self.threads).min(1) < self.visited
+        assert not left.any(), f"block {np.flatnonzero(left)[0]} may end while another touches its shared memory"
         found = []
         for i, (start, a) in enumerate(self.outs):
             size = a.size * a.dtype.itemsize
@@ -220,8 +281,11 @@ class Machine:
         assert not bad.any(), f"thread {lanes[bad][0]}: device memory at {at[bad][0]}, which is not its to touch"
         return at
 
-    def load_global(self, at: Any, size: int, lanes: Any) -> Any:
+    def load_global(self, at: Any, size: int, lanes: Any, constant: bool = False) -> Any:
         at = self._device(lanes, at, size, (READ_ONLY, WRITTEN))
+        own = self.state[at] == WRITTEN
+        if own.any():
+            self._touch(self.of_outs, lanes[own], self._bytes(at[own], size), "device memory", constant=constant)
         if size < 4:
             return self.memory.view(f"u{size}")[at // size][:, None].astype(U32)
         return self.memory.view(U32)[at[:, None] // 4 + np.arange(size // 4)]
@@ -229,8 +293,19 @@ class Machine:
     def store_global(self, at: Any, values: Any, lanes: Any) -> None:
         size = values.dtype.itemsize * values.shape[1]
         at = self._device(lanes, at, size, (UNWRITTEN, WRITTEN))
-        self.memory.view(values.dtype)[at[:, None] // values.dtype.itemsize + np.arange(values.shape[1])] = values
+        places, memory = (
+            at[:, None] // values.dtype.itemsize + np.arange(values.shape[1]),
+            self.memory.view(values.dtype),
+        )
+        same = np.repeat(memory[places] == values, values.dtype.itemsize, axis=1)
+        self._touch(self.of_outs, lanes, self._bytes(at, size), "device memory", write=True, same=same)
+        memory[places] = values
+        assert (memory[places] == values).all(), "two threads store different values to one place in device memory"
         self.state[at[:, None] + np.arange(size)] = WRITTEN
+
+    def _bytes(self, at: Any, size: int) -> Any:
+        """In the outputs."""
+        return (at - self.first_out)[:, None] + np.arange(size)
 
     def check_prefetch(self, at: Any, size: Any, lanes: Any) -> None:
         for lane in lanes:
@@ -245,50 +320,70 @@ class Machine:
         assert not (at % size).any(), f"an address in shared memory is not aligned to {size}"
         block = self.block[lanes]
         if cluster:
-            block, at = self.group[lanes] * self.cluster + (at >> BLOCK_BITS) - 1, at & ((1 << BLOCK_BITS) - 1)
+            own, block = block, self.group[lanes] * self.cluster + (at >> BLOCK_BITS) - 1
+            at = at & ((1 << BLOCK_BITS) - 1)
+            away = own != block
+            assert self.waited[lanes[away]].all(), (
+                "a thread touches the shared memory of a block that may not have begun"
+            )
+            self.visited[block[away]] = self.time
         assert ((at >= SHARED) & (at + size <= 4 * self.words)).all(), "an address outside of shared memory"
         return (block * self.words + at // 4)[:, None] + np.arange(size // 4)
 
     def _ordered(self, mine: Any, theirs: Any, then: Any) -> Any:
         """Whether a barrier of threads `mine` and `theirs` came after the time `then`."""
-        together = np.minimum(self.cluster_time[mine], self.cluster_time[theirs]) > then
-        same_block = self.block[mine] == self.block[theirs]
-        together |= same_block & (np.minimum(self.block_time[mine], self.block_time[theirs]) > then)
-        same_warp = self.warp[mine] == self.warp[theirs]
-        return together | (mine == theirs) | (same_warp & (self.warp_time[mine] > then))
+        together = mine == theirs
+        if (together | (then == 0)).all():
+            return together
+        together |= (self.warp[mine] == self.warp[theirs]) & (self.warp_time[mine] > then)
+        by_block = np.minimum(self.block_time[mine], self.block_time[theirs]) > then
+        by_some = (self.some[mine] == self.some[theirs]) & (self.some_time[mine] > then)
+        together |= (self.block[mine] == self.block[theirs]) & (by_block | by_some)
+        by_cluster = np.minimum(self.cluster_time[mine], self.cluster_time[theirs]) > then
+        return together | ((self.group[mine] == self.group[theirs]) & by_cluster)
 
-    def _touch(self, lanes: Any, words: Any, write: bool, atomic: bool = False) -> None:
+    def _touch(
+        self, memory: Touched, lanes: Any, words: Any, where: str, *, write: bool = False, atomic: bool = False,
+        same: Any = False, constant: bool = False,
+    ) -> None:  # fmt: skip
+        """Notes that lanes [n] touch words [n, m], and raises if that is a race. Atomic additions do not race with each
+        other, nor does a store of what is there with the store that put it there: `same`."""
         mine = np.broadcast_to(lanes[:, None], words.shape)
-        then = self.write_time[words]
-        atomic_before = then < 0
-        ok = (then == 0) | self._ordered(mine, self.writer[words], np.abs(then)) | (atomic & atomic_before)
-        assert ok.all(), f"thread {mine[~ok][0]} races with the write of {self.writer[words][~ok][0]} to shared memory"
+        for then, writer in memory.writes(words):
+            ok = (then == 0) | self._ordered(mine, writer, np.abs(then)) | (atomic & (then < 0)) | (write & same)
+            assert ok.all(), f"thread {mine[~ok][0]} races with the write of {writer[~ok][0]} to {where}"
         if write:
-            then = self.read_time[words]
-            ok = (then == 0) | self._ordered(mine, self.reader[words], then)
-            assert ok.all(), f"thread {mine[~ok][0]} overwrites what {self.reader[words][~ok][0]} may still read"
-            if not atomic:
-                assert np.unique(words).size == words.size, "two threads store to one word of shared memory at once"
-            self.write_time[words], self.writer[words] = -self.time if atomic else self.time, mine
+            for then, reader in memory.reads(words):
+                ok = (then == 0) | self._ordered(mine, reader, then)
+                assert ok.all(), f"thread {mine[~ok][0]} overwrites what {reader[~ok][0]} may still read in {where}"
+            assert not memory.constant[words].any(), f"a thread writes to {where} what another read as constant"
+            memory.note_write(words, mine, self.time, atomic, self._ordered)
         else:
-            assert (then != 0).all(), f"thread {mine[then == 0][0]} reads shared memory that nothing wrote"
-            self.read_time[words], self.reader[words] = self.time, mine
+            memory.constant[words] |= constant
+            written = memory.times[0, 0][words] != 0
+            assert not (constant and written.any()), f"a thread reads as constant what the kernel wrote to {where}"
+            memory.note_read(words, mine, self.time, self._ordered)
         self.time += 1
 
     def load_shared(self, at: Any, size: int, lanes: Any, cluster: bool = False) -> Any:
         words = self._shared(lanes, at, size, cluster)
-        self._touch(lanes, words, write=False)
+        empty = self.of_shared.times[0, 0][words] == 0
+        assert not empty.any(), f"thread {lanes[empty.any(1)][0]} reads shared memory that nothing wrote"
+        self._touch(self.of_shared, lanes, words, "shared memory")
         return self.shared[words]
 
     def store_shared(self, at: Any, values: Any, lanes: Any, cluster: bool = False) -> None:
-        words = self._shared(lanes, at, 4 * values.shape[1], cluster)
-        self._touch(lanes, words, write=True)
+        self._write(lanes, self._shared(lanes, at, 4 * values.shape[1], cluster), values)
+
+    def _write(self, lanes: Any, words: Any, values: Any) -> None:
+        assert np.unique(words).size == words.size, "two threads store to one word of shared memory at once"
+        self._touch(self.of_shared, lanes, words, "shared memory", write=True)
         self.shared[words] = values
 
     def store_byte(self, at: Any, value: Any, lanes: Any) -> None:
         """In a word of which other threads may write the other bytes meanwhile."""
         words = self._shared(lanes, at & ~U32(3), 4, cluster=False)
-        self._touch(lanes, words, write=True, atomic=True)
+        self._touch(self.of_shared, lanes, words, "shared memory", write=True, atomic=True)
         places = words[:, 0] * 4 + (at[lanes] & 3)
         assert np.unique(places).size == places.size, "two threads store to one byte of shared memory at once"
         self.shared.view(np.uint8)[places] = value
@@ -296,7 +391,7 @@ class Machine:
     def add_shared(self, at: Any, value: Any, lanes: Any) -> Any:
         """Adds in the order of threads; what each found."""
         words = self._shared(lanes, at, 4, cluster=False)
-        self._touch(lanes, words, write=True, atomic=True)
+        self._touch(self.of_shared, lanes, words, "shared memory", write=True, atomic=True)
         words, value = words[:, 0], value[lanes]
         order = np.argsort(words, kind="stable")
         sums = np.cumsum(value[order].astype(np.int64))
@@ -314,16 +409,18 @@ class Machine:
         reads = size[lanes] != 0
         assert np.isin(size[lanes], (0, width)).all()
         data[reads] = self.load_global(source, width, lanes[reads])
-        self._touch(lanes, words, write=True)
-        self.shared[words] = 0xFFFFFFFF  # NaN, until it is waited for
-        self.copies[-1].append((lanes, words, data))
+        self._write(lanes, words, U32(0xFFFFFFFF))  # NaN, until it is waited for
+        self.copies.append((lanes, words, data, self.groups[lanes]))
 
-    def wait_copies(self, left: int) -> None:
-        *groups, now = self.copies
-        done, self.copies = groups[: len(groups) - left], [*groups[len(groups) - left :], now]
-        for lanes, words, data in (x for group in done for x in group):
-            self._touch(lanes, words, write=True)
-            self.shared[words] = data
+    def wait_copies(self, waiting: Any, left: int) -> None:
+        """Threads `waiting` wait for their own copies but those of the last `left` groups."""
+        copies, self.copies = self.copies, []
+        for lanes, words, data, group in copies:
+            done = waiting[lanes] & (group < self.groups[lanes] - left)
+            if done.any():
+                self._write(lanes[done], words[done], data[done])
+            if not done.all():
+                self.copies.append((lanes[~done], words[~done], data[~done], group[~done]))
 
     def barrier(self, times: Any, lanes: Any) -> None:
         times[lanes] = self.time
@@ -402,7 +499,7 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             size = {"u8": 1, "u16": 2, "u64": 8}.get(how[-1], 4 * len(words))
             at = address(operands[1])
             if how[0] == "global":
-                got = m.load_global(at, size, lanes)
+                got = m.load_global(at, size, lanes, constant="nc" in how)
             else:
                 got = m.load_shared(at, size, lanes, cluster="cluster" in how[0])
             if how[-1] == "u64":
@@ -516,23 +613,29 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             sizes = np.bincount(m.block[lanes], minlength=m.lanes // m.threads)[m.block[lanes]]
             want = read(operands[1])[lanes] if len(operands) > 1 else m.threads
             assert (sizes == want).all(), f"a barrier of {np.unique(want)} threads that {np.unique(sizes)} came to"
-            m.barrier(m.block_time, lanes)
+            if np.all(want == m.threads):
+                m.barrier(m.block_time, lanes)
+            else:
+                m.some[lanes] = m.time
+                m.barrier(m.some_time, lanes)
         case "barrier":
             whole = mask.reshape(-1, m.threads * m.cluster)
             assert (whole.all(1) | ~whole.any(1)).all(), "a barrier of a cluster without some of its threads"
-            waited = m.arrived[lanes] == m.cluster_time[lanes]
+            waited = m.arrived[lanes] == m.waited[lanes]
             if how[1] == "arrive":
                 assert waited.all(), "threads arrive at a barrier of their cluster that have not waited at the last"
+                if how[2] == "release":
+                    m.released[lanes] = m.time
                 m.barrier(m.arrived, lanes)
-            else:  # what was done since the arrival is not ordered
+            else:  # what was done since the arrival is not ordered, nor by a relaxed one what was done before it
                 assert not waited.any(), "threads wait at a barrier of their cluster at which they did not arrive"
-                m.cluster_time[lanes] = m.arrived[lanes]
+                m.waited[lanes], m.cluster_time[lanes] = m.arrived[lanes], m.released[lanes]
         case "cp" if "prefetch" in how:
             m.check_prefetch(address(operands[0]), read(operands[1]), lanes)
         case "cp" if "commit_group" in how:
-            m.copies.append([])
+            m.groups[lanes] += 1
         case "cp" if "wait_group" in how:
-            m.wait_copies(int(operands[0]))
+            m.wait_copies(mask, int(operands[0]))
         case "cp":
             assert operands[2] == "16" or (how[1] == "ca" and operands[2] in ("4", "8"))
             m.copy(address(operands[0]), address(operands[1]), int(operands[2]), read(operands[3]), lanes)
