@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvjax.caches import Full, PerLayer, Policy
 from kvjax.caches.per_head import PerHead
@@ -46,9 +47,13 @@ class Heads:
 
         return PerLayer.of([one(heads) for heads in self.layers])
 
+    def as_json(self) -> dict[str, Any]:
+        """The content of the file that `save` writes, for `json.dumps`."""
+        return {"kv_heads": self.kv_heads, "layers": self.layers}
+
     def save(self, path: str | Path) -> None:
         """Writes a JSON file that `load` reads."""
-        Path(path).write_text(json.dumps({"kv_heads": self.kv_heads, "layers": self.layers}) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(self.as_json()) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Heads:

@@ -11,13 +11,15 @@ import threading
 
 import numpy as np
 import pytest
+from rich.progress import Progress
 from safetensors.numpy import save_file
 
-from kvjax import CacheSpec, presets
-from kvjax.cli import main
+from kvjax import CacheSpec, Fier, presets
+from kvjax.cli import _GROUPS, main
 from kvjax.cli.generate import EXAMPLE, _in_layers
 from kvjax.cli.methods import MEANINGS, meaning
 from kvjax.cli.options import implementations, in_short, make_policy
+from kvjax.cli.terminal import show_markdown, write_json
 from kvjax.heads import Heads
 from tests.checkpoint import LAYERS, POSITIONS, D, K, config, weights, write_checkpoint
 
@@ -218,6 +220,68 @@ def test_the_command_runs_alone_and_writes_nothing_but_its_answer(checkpoint):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert len(json.loads(done.stdout)["token_ids"]) <= 2
+
+
+# Small work for every command, and some keys of its JSON. FILES stands for the folder that `files` writes, OUT for an
+# empty one.
+WORK = [
+    ("generate --prompt abc --max-new-tokens 2", {"text", "token_ids", "cache_bytes_device"}),
+    ("compare abc --cache full --cache streaming_llm:budget=64 --max-new-tokens 2", {"cache", "text", "same"}),
+    ("methods quest", {"name", "keeps", "settings"}),
+    ("eval --task pass_key:depths=1 --length 300 --samples 1 --cache full --out OUT", {"results", "model"}),
+    ("perplexity --text FILES/long --length 40 --steps 2 --cache full", {"rows", "model"}),
+    ("measure --text FILES/long --length 96 --steps 2 --budget 64", {"measure", "budget", "results"}),
+    ("bench --cache full --length 40 --steps 2 --block 2 --chunk 40", {"cache", "tpot_ms", "status"}),
+    (
+        "calibrate --text FILES/long --length 96 --steps 2 --share 2 --cache fier:budget=64,group=8,chunk=8,sink=4,"
+        "local=16,dense_layers=1",
+        {"cache", "layers", "error"},
+    ),
+    ("heads --length 16 --repeats 2", {"kv_heads", "layers"}),
+]
+
+
+@pytest.mark.parametrize(("line", "keys"), WORK, ids=[line.split()[0] for line, _ in WORK])
+def test_every_command_has_progress_a_table_and_json(kvjax, checkpoint, files, monkeypatch, tmp_path, line, keys):
+    from kvjax.evaluate import recall
+
+    fier = {"fier": recall.retrieval(Fier(group=8), 64, leave=8)}
+    monkeypatch.setattr(recall, "selectors", lambda budget: fier)  # all of them compile for longer
+    counted = []
+    monkeypatch.setattr(Progress, "update", lambda self, task, **given: counted.append(given))
+    command, *args = (word.replace("FILES", str(files)).replace("OUT", str(tmp_path)) for word in line.split())
+    if command != "methods":
+        args += ["--model", checkpoint] if command == "compare" else [checkpoint]
+    code, shown, err = kvjax(command, *args)
+    assert code == 0, err
+    assert not shown.startswith("{")
+    if command != "generate":
+        assert re.search(r"^[|│]", shown, re.MULTILINE), "a table"
+    code, out, err = kvjax(command, *args, "--json")
+    assert code == 0, err
+    if command != "methods":
+        assert any(one["total"] and one["completed"] <= one["total"] for one in counted), "how much is done of how much"
+    for text in out.splitlines():
+        found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        assert keys <= set(found), set(found)
+
+
+def test_every_command_stands_in_the_table_of_work():
+    assert {line.split()[0] for line, _ in WORK} == {name for group in _GROUPS.values() for name in group}
+
+
+def test_tables_are_columns_on_a_terminal_and_markdown_in_a_pipe(monkeypatch, capsys):
+    table = "| cache | score |\n| --- | ---: |\n| `full` | 1.00 |\n"
+    show_markdown(table)
+    assert capsys.readouterr().out == table
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    show_markdown(table)
+    assert capsys.readouterr().out == "cache  score\nfull    1.00\n"
+
+
+def test_numbers_that_are_not_known_are_null_in_json(capsys):
+    write_json({"recall": float("nan"), "rows": [1.5, float("inf")]})
+    assert capsys.readouterr().out == '{"recall": null, "rows": [1.5, null]}\n'
 
 
 # ----------------------------------------------------------------------------------------- what it refuses
@@ -440,7 +504,7 @@ def test_compare_shows_answers_side_by_side(kvjax, checkpoint, tmp_path):
 def test_heads_are_found_and_saved_for_the_caches_that_take_them(kvjax, checkpoint, tmp_path):
     ask = ("heads", checkpoint, "--length", 16, "--repeats", 2, "--induction", 0.5, "--dtype", "float32")
     code, out, err = kvjax(*ask, "--out", tmp_path / "heads.json")
-    assert (code, out.count("layer ")) == (0, 3), err
+    assert (code, out.count("\n| ")) == (0, 4), err
     found = Heads.load(tmp_path / "heads.json")
     assert f"{found.count} of {found.kv_heads * 3} KV heads" in out
     assert f"--cache razorattention:heads={tmp_path / 'heads.json'}" in out

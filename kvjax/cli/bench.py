@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.cli.options import (
+    AsJson,
     Dtype,
     ModelDir,
     check_folder,
@@ -21,7 +22,7 @@ from kvjax.cli.options import (
     sizes,
     without_weights,
 )
-from kvjax.cli.terminal import bar, bars, say, show
+from kvjax.cli.terminal import bar, bars, say, show, write_json
 
 if TYPE_CHECKING:
     from kvjax.attention import PerLayer
@@ -90,6 +91,7 @@ def bench(
             show_default=False,
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measures time and memory of decoding through caches: TTFT, TPOT, tokens per second, bytes.
 
@@ -141,7 +143,10 @@ def bench(
             out=None if out is None else out / "results",
             progress=tell,
         )
-    _print(rows)
+    if as_json:
+        write_json(*rows)
+    else:
+        _print(rows)
     if out is not None:
         _write(rows, out)
 

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from kvjax.cli import live
-from kvjax.cli.options import Dtype, ModelDir, check_file
-from kvjax.cli.terminal import bar, bars, say, write
+from kvjax.cli.options import AsJson, Dtype, ModelDir, check_file
+from kvjax.cli.terminal import bar, bars, say, show_markdown, write_json
 
 
 def calibrate(
@@ -25,6 +25,7 @@ def calibrate(
     out: Annotated[
         Path | None, typer.Option(help="JSON file for the proposal and the measurements.", show_default=False)
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Finds the layers that should select for the layers after them, on your own text.
 
@@ -59,22 +60,25 @@ def calibrate(
     even = found.every(share)
     anchors = found.anchors(len(even))
     proposed = f"{cache}{',' if ':' in cache else ':'}anchors={'+'.join(map(str, anchors))}"
-    write(recall.markdown(found.by_layer(anchors)) + "\n")
-    write(
-        f"mean error: {found.total_error(anchors):.4f} with these anchors, {found.total_error(even):.4f} with "
-        f"share={share}, {found.total_error(found.every(1)):.4f} with every layer selecting\n\n--cache {proposed}\n"
-    )
+    content = {
+        **reading.about(),
+        "cache": proposed,
+        "heads": {str(layer): list(own) for layer, own in found.heads(anchors).items()},
+        "layers": found.by_layer(anchors),
+        "error": {
+            "anchors": found.total_error(anchors),
+            f"share={share}": found.total_error(even),
+            "share=1": found.total_error(found.every(1)),
+        },
+    }
+    if as_json:
+        write_json(content)
+    else:
+        ours, theirs, least = content["error"].values()
+        show_markdown(
+            f"{recall.markdown(content['layers'])}\nmean error: {ours:.4f} with these anchors, {theirs:.4f} with "
+            f"share={share}, {least:.4f} with every layer selecting\n\n--cache {proposed}\n"
+        )
     if out is not None:
-        content = {
-            **reading.about(),
-            "cache": proposed,
-            "heads": {str(layer): list(own) for layer, own in found.heads(anchors).items()},
-            "layers": found.by_layer(anchors),
-            "error": {
-                "anchors": found.total_error(anchors),
-                f"share={share}": found.total_error(even),
-                "share=1": found.total_error(found.every(1)),
-            },
-        }
         out.write_text(json.dumps(content, indent=1) + "\n")
         say(f"wrote {out}")

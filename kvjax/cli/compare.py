@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.cli.generate import STDIN, read_prompt
-from kvjax.cli.options import Dtype, complete_cache, dtype_name, model_directory, without_weights
-from kvjax.cli.terminal import bar, bars, say, show, write
+from kvjax.cli.options import AsJson, Dtype, complete_cache, dtype_name, model_directory, without_weights
+from kvjax.cli.terminal import bar, bars, say, show, write_json
 
 if TYPE_CHECKING:
     from kvjax.evaluate.side_by_side import Answer
@@ -46,7 +45,7 @@ def compare(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 32,
     dtype: Dtype = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line instead of the table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Shows the answers of several methods to one prompt side by side, with tokens read, bytes and speed.
 
@@ -65,7 +64,7 @@ def compare(
         checkpoint = models.load(directory, dtype=kind)
         found = side_by_side(checkpoint, text, caches, **asked, progress=advance_to)
     if as_json:
-        write("".join(json.dumps(answer.as_json()) + "\n" for answer in found))
+        write_json(*(answer.as_json() for answer in found))
         return
     show(_table(found))
     for answer in found:

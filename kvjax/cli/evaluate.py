@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.cli.options import (
+    AsJson,
     Dtype,
     ModelDir,
     check_folder,
@@ -18,7 +19,7 @@ from kvjax.cli.options import (
     sizes,
     without_weights,
 )
-from kvjax.cli.terminal import bar, bars, say, write
+from kvjax.cli.terminal import bar, bars, say, show_markdown, write_json
 
 if TYPE_CHECKING:
     from kvjax.evaluate.store import Cell
@@ -139,6 +140,7 @@ def evaluate(
             help="Decode nothing; write the table and plots of all results in --out and the folders below it.",
         ),
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Scores tasks by decoding their answers through caches; writes a table and plots by cache, budget and length.
 
@@ -158,7 +160,7 @@ def evaluate(
         given |= {"--group-reduce": group_reduce, "--samples": samples, "--text": text, "--data": data}
         given |= {"--question": question, "--quick": quick or None, "--max-prompt": max_prompt}
         given |= {"--draws": None if draws == 1 else draws, "--temperature": temperature or None, "--top-p": top_p}
-        _report_only(out, [name for name, value in given.items() if value is not None])
+        _report_only(out, [name for name, value in given.items() if value is not None], as_json)
         return
     if quick:
         task, cache = task or QUICK["task"], cache or QUICK["cache"]
@@ -189,7 +191,7 @@ def evaluate(
         "max_prompt": None if max_prompt is None else sizes("--max-prompt", max_prompt)[0],
     }
     kind, directory = dtype_name(dtype), model_directory(model_dir)
-    _report(_run(directory, asked, rows, kind, batch, out, resume, how), out)
+    _report(_run(directory, asked, rows, kind, batch, out, resume, how), out, as_json)
 
 
 def _run(
@@ -234,18 +236,21 @@ def _run(
     return cells
 
 
-def _report_only(out: Path, given: Sequence[str]) -> None:
+def _report_only(out: Path, given: Sequence[str], as_json: bool) -> None:
     if given:
         raise ValueError(f"--report-only reads what lies in --out as it is; leave out {', '.join(given)}")
     from kvjax.evaluate.store import read_cells
 
-    _report(read_cells(out), out)
+    _report(read_cells(out), out, as_json)
 
 
-def _report(cells: Sequence[Cell], out: Path) -> None:
+def _report(cells: Sequence[Cell], out: Path, as_json: bool) -> None:
     from kvjax.evaluate import report
 
-    write(report.table(cells))
+    if as_json:
+        write_json(report.summary(cells))
+    else:
+        show_markdown(report.table(cells))
     try:
         say(f"wrote {', '.join(map(str, report.write(cells, out)))}")
     except ImportError as error:

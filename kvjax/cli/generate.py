@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvjax.cli.options import (
+    AsJson,
     Dtype,
     ModelDir,
     complete_cache,
@@ -23,7 +23,7 @@ from kvjax.cli.options import (
     model_directory,
     without_weights,
 )
-from kvjax.cli.terminal import bar, bars, say, write
+from kvjax.cli.terminal import bar, bars, say, write, write_json
 
 STDIN = Path("-")
 # A prompt to try: the key at its start is out of every local window. The shipped model needs 5 tokens for its answer.
@@ -100,7 +100,7 @@ def generate(
     ] = None,
     dtype: Dtype = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    as_json: AsJson = False,
     mesh: Annotated[
         str | None,
         typer.Option(
@@ -259,7 +259,7 @@ def generate(
     if not first:
         return
     if as_json:
-        write(json.dumps(report) + "\n")
+        write_json(report)
     else:
         say(
             f"{len(tokens)} prompt tokens at {report['prefill_tokens_per_second']:.0f}/s, {len(new)} new at "

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvjax.cli.options import Dtype, ModelDir, check_file, dtype_name, model_directory, without_weights
-from kvjax.cli.terminal import bar, bars, say, write
+from kvjax.cli.options import AsJson, Dtype, ModelDir, check_file, dtype_name, model_directory, without_weights
+from kvjax.cli.terminal import bar, bars, say, show_markdown, write, write_json
 
 
 def heads(
@@ -27,6 +27,7 @@ def heads(
     repeats: Annotated[int, typer.Option(min=2, help="How often they are read.")] = 4,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random tokens.")] = 0,
     dtype: Dtype = None,
+    as_json: AsJson = False,
 ) -> None:
     """Finds the retrieval heads of a model, by RazorAttention's rule on repeated random tokens.
 
@@ -45,18 +46,29 @@ def heads(
 
     from kvjax import models
     from kvjax.evaluate.heads import retrieval_heads
+    from kvjax.evaluate.report import markdown_table
 
     with progress:
         with bar(progress, "loading weights"):
             checkpoint = models.load(directory, dtype=kind)
-        with bar(progress, f"{length * repeats} random tokens"):
+        with bar(progress, f"{length * repeats} random tokens") as advance_to:
             found = retrieval_heads(
-                checkpoint, echo=echo, induction=induction, length=length, repeats=repeats, seed=seed
+                checkpoint,
+                echo=echo,
+                induction=induction,
+                length=length,
+                repeats=repeats,
+                seed=seed,
+                progress=advance_to,
             )
-    for layer, own in enumerate(found.layers):
-        write(f"layer {layer}: {', '.join(map(str, own)) or '-'}\n")
-    write(f"{found.count} of {found.kv_heads * len(found.layers)} KV heads\n")
+    if as_json:
+        write_json(found.as_json())
+    else:
+        rows = [[str(layer), ", ".join(map(str, own)) or "-"] for layer, own in enumerate(found.layers)]
+        show_markdown(markdown_table(["layer", "KV heads"], rows) + "\n")
+        write(f"\n{found.count} of {found.kv_heads * len(found.layers)} KV heads\n")
     if out is not None:
         found.save(out)
-        write(f"\n--cache razorattention:heads={out}\n--cache duoattention:heads={out}\n")
+        if not as_json:
+            write(f"\n--cache razorattention:heads={out}\n--cache duoattention:heads={out}\n")
         say(f"wrote {out}")

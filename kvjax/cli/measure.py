@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from kvjax.cli import live
-from kvjax.cli.options import Dtype, ModelDir, check_folder
-from kvjax.cli.terminal import bar, bars, say, write
+from kvjax.cli.options import AsJson, Dtype, ModelDir, check_folder
+from kvjax.cli.terminal import bar, bars, say, show_markdown, write_json
 
 WHATS = ("recall", "group_reduce")
 
@@ -25,11 +25,12 @@ def measure(
     out: Annotated[
         Path | None, typer.Option(help="Folder for measure_WHAT.json, .md and .svg.", show_default=False)
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measures how well selectors select, on the model's own queries and keys.
 
     recall compares every selector with exact top-k by context length. group_reduce compares the rules by which a GQA
-    group shares a choice. Tables go to stdout. Their columns:
+    group shares a choice. Columns of the tables:
 
     recall is the share of the exact top tokens that were read, "-" where nothing was to be chosen; head_recall is the
     same for each query head's own top tokens; mass is the share of softmax mass that the tokens read hold; error is the
@@ -52,9 +53,12 @@ def measure(
         with progress, bar(progress, name) as advance_to:
             found = recall.compare(seen, policies, progress=advance_to)
         table = recall.markdown([{"": cache, **one.row()} for cache, one in found.items()])
-        write(f"{name}, budget {budget}\n\n{table}\n")
+        head = {**reading.about(), "budget": budget}
+        results = {cache: one.summary() for cache, one in found.items()}
+        if as_json:
+            write_json({**head, "measure": name, "results": results})
+        else:
+            show_markdown(f"{name}, budget {budget}\n\n{table}\n")
         if out is not None:
             figure = plots.recall_by_length(found) if name == "recall" else plots.dots(found, plots.CHOICE)
-            results = {cache: one.summary() for cache, one in found.items()}
-            head = {**reading.about(), "budget": budget}
             say(f"wrote {', '.join(map(str, recall.write(out, name, head, results, table, figure)))}")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.cli.options import complete_cache
-from kvjax.cli.terminal import show, write
+from kvjax.cli.options import AsJson, complete_cache
+from kvjax.cli.terminal import show, write, write_json
 
 if TYPE_CHECKING:
     from kvjax.presets import Preset
@@ -87,14 +86,14 @@ def methods(
             autocompletion=complete_cache,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line instead of the table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Lists the methods: what each keeps, its bytes per token, and its paper. With a NAME, its settings."""
     from kvjax import presets
 
     if as_json:
         chosen = presets.REGISTRY.values() if name is None else [presets.find(name)]
-        write("".join(json.dumps(_as_json(preset)) + "\n" for preset in chosen))
+        write_json(*map(_as_json, chosen))
     elif name is None:
         _list(presets.REGISTRY)
     else:

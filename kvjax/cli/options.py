@@ -34,6 +34,10 @@ Dtype = Annotated[
     ),
 ]
 
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON in place of text and tables: one object a line, null if not known.")
+]
+
 
 def complete_cache(incomplete: str) -> list[str]:
     """Methods that begin so, for a shell's completion."""

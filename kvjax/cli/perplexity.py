@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from kvjax.cli.evaluate import DenseLayers
 from kvjax.cli.options import (
+    AsJson,
     Dtype,
     ModelDir,
     check_file,
@@ -20,7 +20,7 @@ from kvjax.cli.options import (
     sizes,
     without_weights,
 )
-from kvjax.cli.terminal import bar, bars, say, write
+from kvjax.cli.terminal import bar, bars, say, show_markdown, write_json
 
 DEFAULT_SHARE = 0.11
 
@@ -63,7 +63,7 @@ def perplexity(
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the plot there, as SVG or PNG.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measures the perplexity of a long text by context length; every token is decoded through the cache.
 
@@ -96,8 +96,10 @@ def perplexity(
                 checkpoint = models.load(directory, dtype=kind)
         with bar(progress, "decoding") as advance_to:
             cells = measure.run(checkpoint, plans, batch=batch, progress=advance_to)
-    found = {"text": text.name, **measure.document(cells)} if as_json else {}
-    write((json.dumps(found) if as_json else measure.markdown(cells)) + "\n")
+    if as_json:
+        write_json({"text": text.name, **measure.document(cells)})
+    else:
+        show_markdown(measure.markdown(cells) + "\n")
     if plot is not None:
         measure.figure(cells).savefig(plot)
         say(f"wrote {plot}")

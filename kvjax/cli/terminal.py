@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,8 @@ LOG_EVERY = 30.0  # seconds, at most, between two lines of a log while work goes
 def bar(progress: Progress, what: str, *, total: int | None = None) -> Iterator[Any]:
     """A bar while the block runs; yields a function of what is done, of how much, and what is being done now.
 
+    `total` is of how much where that function is not told.
+
     Where there is no terminal, a line goes to stderr instead: one when the block has run for LOG_EVERY seconds, and so
     on, each with the latest that is known, whether or not anything was reported since.
     """
@@ -45,6 +48,7 @@ def bar(progress: Progress, what: str, *, total: int | None = None) -> Iterator[
     task = progress.add_task(what, total=total)
 
     def advance_to(done: int, of: int | None = None, now: str | None = None) -> None:
+        of = total if of is None else of
         progress.update(task, completed=done, total=of, description=f"{what}: {now}" if now else what)
         latest[0] = f"{what}: {done}" + (f" of {of}" if of is not None else "") + (f", {now}" if now else "")
 
@@ -69,6 +73,19 @@ def show(table: Table) -> None:
 
     console = Console()
     (console if console.is_terminal else Console(width=160)).print(table)
+
+
+def show_markdown(text: str) -> None:
+    """Markdown on stdout; on a terminal its tables stand in columns."""
+    from kvjax.evaluate.report import plain
+
+    write(f"{plain(text)}\n" if sys.stdout.isatty() else text)
+
+
+def write_json(*documents: Mapping[str, Any]) -> None:
+    """A line of JSON on stdout for each; a number that is not finite becomes null."""
+    known = (json.loads(json.dumps(one), parse_constant=lambda _: None) for one in documents)
+    write("".join(json.dumps(one) + "\n" for one in known))
 
 
 def write(text: str) -> None:

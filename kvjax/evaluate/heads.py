@@ -5,19 +5,26 @@ from __future__ import annotations
 import numpy as np
 
 from kvjax.evaluate import live
+from kvjax.evaluate.store import Progress
 from kvjax.heads import Heads
 from kvjax.models import Checkpoint
 from kvjax.spec import require_int
 
 
 def scores(
-    checkpoint: Checkpoint, *, length: int = 64, repeats: int = 3, batch: int = 2, seed: int = 0
+    checkpoint: Checkpoint,
+    *,
+    length: int = 64,
+    repeats: int = 3,
+    batch: int = 2,
+    seed: int = 0,
+    progress: Progress | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Echo and induction scores f64[layers, N] of each query head of a model.
 
     `length` random tokens are read `repeats` times, one sequence a row. In the last repetition, the echo score of a
     head is its mean attention to earlier places of the token that it reads. The induction score is that to the tokens
-    after these places.
+    after these places. `progress` is called with the layers done, all of them, and what is done.
 
     **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), section 3.2, which reads 2500 random tokens four
     times.
@@ -27,7 +34,7 @@ def scores(
     seen = live.capture(checkpoint, np.tile(draw, (1, repeats)), lengths=[length * repeats], steps=length)
     echo: list[np.ndarray] = []
     induction: list[np.ndarray] = []
-    for layer in seen.layers:
+    for done, layer in enumerate(seen.layers, 1):
         q, k = np.asarray(layer.q, np.float64), np.asarray(layer.k, np.float64)
         B, T, N, D = q.shape
         grouped = q.reshape(B, T, k.shape[1], -1, D)
@@ -43,6 +50,8 @@ def scores(
         for found, mask in ((echo, same), (induction, after)):
             mass = np.where(mask, weights, 0).sum(axis=-1).mean(axis=(0, 3))  # [K, G]
             found.append(mass.reshape(N))
+        if progress is not None:
+            progress(done, len(seen.layers), f"layer {done - 1}")
     return np.array(echo), np.array(induction)
 
 
@@ -54,14 +63,17 @@ def retrieval_heads(
     length: int = 64,
     repeats: int = 3,
     seed: int = 0,
+    progress: Progress | None = None,
 ) -> Heads:
     """KV heads with a query head among the share `echo` of best echo scores, or `induction` of best induction scores.
+
+    `progress` is called with the layers done, all of them, and what is done.
 
     **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), section 3.2: 1 % echo and 14 % induction heads.
     **Differs:** heads of a GQA group share keys and values, so a group is kept if one of its query heads is chosen.
     """
     K = checkpoint.config.kv_heads
-    found = scores(checkpoint, length=length, repeats=repeats, seed=seed)
+    found = scores(checkpoint, length=length, repeats=repeats, seed=seed, progress=progress)
     chosen = np.zeros(found[0].shape, bool)
     for score, share in zip(found, (echo, induction), strict=True):
         count = int(np.ceil(share * score.size))

@@ -16,7 +16,7 @@ to every token. A law that needs a field which a policy lacks does not apply, an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvjax.spec import CacheSpec
@@ -30,7 +30,13 @@ LAWS: dict[str, str] = {name: inspect.cleandoc(law.__doc__ or "") for name, law 
 """The name of each law and what it says."""
 
 
-def check_policy(policy: Any, spec: CacheSpec | None = None, *, laws: Iterable[str] | None = None) -> Report:
+def check_policy(
+    policy: Any,
+    spec: CacheSpec | None = None,
+    *,
+    laws: Iterable[str] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Report:
     """Runs the laws on a policy and reports which held, which failed and which do not apply.
 
     An error of the policy is a failure of the law that met it, and the other laws still run. All laws take some
@@ -40,6 +46,7 @@ def check_policy(policy: Any, spec: CacheSpec | None = None, *, laws: Iterable[s
       policy: anything with the verbs of `kvjax.Policy`, for one layer.
       spec: sizes to run with; default a small f32 cache of three rows, with room for several chunks of the policy.
       laws: names from `LAWS`; default all.
+      progress: called before each law with how many are done, how many there are, and the law's name; `print` will do.
 
     Raises:
       ValueError: an unknown law, or a class in place of a policy.
@@ -55,7 +62,12 @@ def check_policy(policy: Any, spec: CacheSpec | None = None, *, laws: Iterable[s
     if unknown:
         raise ValueError(f"check_policy got laws={unknown}; kvjax.testing.LAWS has {', '.join(FUNCTIONS)}")
     spec = _small_spec(policy) if spec is None else spec
-    return Report(policy, spec, tuple(_run(name, policy, spec) for name in names))
+    rows = []
+    for done, name in enumerate(names):
+        if progress is not None:
+            progress(done, len(names), name)
+        rows.append(_run(name, policy, spec))
+    return Report(policy, spec, tuple(rows))
 
 
 def _run(name: str, policy: Any, spec: CacheSpec) -> Row:

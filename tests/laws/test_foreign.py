@@ -203,6 +203,12 @@ def test_foreign_parts_hold_the_laws(name: str, request: pytest.FixtureRequest) 
     assert set(report.laws("does not apply")) <= left, report
 
 
+def test_a_check_tells_how_far_it_is() -> None:
+    laws, told = ["policy_is_a_value", "budget_bounds_what_is_held"], []
+    check_policy(kvjax.Full(), SPEC, laws=laws, progress=lambda *given: told.append(given))
+    assert told == [(0, 2, laws[0]), (1, 2, laws[1])]
+
+
 @pytest.mark.parametrize(
     ("name", "verbs"),
     [
