@@ -60,8 +60,8 @@ def limit_of_chunks(name: str, size: int, rows: int) -> str | None:
         return f"the kernel {name} takes rows of a multiple of {CHUNK} bytes; got {size}"
     if not size or not rows:
         return f"the kernel {name} takes at least one row, and one byte of each; got {rows} of {size}"
-    if rows * (size // CHUNK) >= 1 << 31:
-        return f"the kernel {name} takes less than 32 GiB at a time; got {rows * size} bytes"
+    if rows * (size // CHUNK) >= 1 << 30:  # so that a signed counter also holds what the last turn adds to it
+        return f"the kernel {name} takes less than 16 GiB at a time; got {rows * size} bytes"
     return None
 
 
@@ -172,15 +172,22 @@ def _kernel(
         program,
         name=name,
         out_type=out_type,
-        blocks=_blocks(chunks, config),
+        blocks=blocks_of(chunks, _at_once(config), config)[0],
         warpgroups=config.warpgroups,
         sparse=sparse,
     )
 
 
-def _blocks(chunks: int, config: Config) -> int:
-    pieces = -(-chunks // (128 * config.warpgroups * config.ahead))
-    return min(config.blocks or pieces, pieces)
+def _at_once(config: Config) -> int:
+    """Chunks of a turn of a block."""
+    return 128 * config.warpgroups * config.ahead
+
+
+def blocks_of(jobs: int, at_once: int, config: Config) -> tuple[int, int]:
+    """Blocks of a grid that do so many jobs, `at_once` in a turn of a block; and the turns of each."""
+    pieces = -(-jobs // at_once)
+    blocks = min(config.blocks or pieces, pieces)
+    return blocks, -(-pieces // blocks)
 
 
 def _program(*refs: Any, rows: int, P: int, N: int, chunks: int, parts: int, config: Config) -> None:
@@ -300,8 +307,8 @@ def _move(
                 ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", target(at), *words)
 
     first = simt.special("ctaid.x") * (threads * config.ahead) + simt.special("tid.x")
-    blocks = _blocks(total, config)
-    if not config.blocks:
+    blocks, turns = blocks_of(total, _at_once(config), config)
+    if turns == 1:
         move(first)
     else:
-        loop(first, total, threads * config.ahead * blocks)(move)
+        loop(first, total, _at_once(config) * blocks)(move)

@@ -27,7 +27,7 @@ import jax
 from jax import Array
 
 from kvjax.kernels_pallas import simt
-from kvjax.kernels_pallas.host.host_rows import CHUNK, Config, _of_part, limit_of_chunks, row_bytes
+from kvjax.kernels_pallas.host.host_rows import CHUNK, Config, _of_part, blocks_of, limit_of_chunks, row_bytes
 from kvjax.kernels_pallas.simt import Flag, Word, block_barrier, instr, loop, ptx, special, when, word
 
 MEASURED: str | None = "2026-11-23"  # the date in benchmarks/results/hot_pages.json
@@ -245,11 +245,10 @@ def _fill(config: Config, *args: Array) -> list[Array]:
         *zones, x, page, used, at = args
         chunks, n, N = row_bytes(x) // CHUNK, page.shape[2], at.shape[2]
         each = max(1, min(32, at.size // LEAST_WARPS))
-        pieces = -(-at.size // (each * 4 * config.warpgroups))
-        blocks = min(config.blocks or pieces, pieces)
+        blocks, turns = blocks_of(at.size, each * 4 * config.warpgroups, config)
         program = partial(
             _load_program, total=at.size, P=x.shape[2], n=n, N=N, chunks=chunks, parts=len(zones), each=each,
-            turns=-(-pieces // blocks), warps=blocks * 4 * config.warpgroups, config=config,
+            turns=turns, warps=blocks * 4 * config.warpgroups, config=config,
         )  # fmt: skip
         launch = simt.kernel_in_place(
             program,

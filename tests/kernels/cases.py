@@ -165,7 +165,7 @@ ROWS = [
     (dict(D=0), "at least one row, and one byte of each"),
     (dict(B=0), "at least one row"),
     (dict(P=0), "at least one row"),
-    (dict(N=1 << 26, D=2048), "less than 32 GiB at a time"),
+    (dict(N=1 << 26, D=2048), "less than 16 GiB at a time"),
 ]
 RECALLED = [
     (dict(D=6, Z=4), "recalls slots of a multiple of 16 bytes; got 12"),

@@ -200,6 +200,16 @@ def test_the_host_store_is_the_same_with_and_without_its_kernels(page, monkeypat
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("blocks", [0, 1, 3, 7, 64])
+@pytest.mark.parametrize("jobs", [1, 5, 6, 7, 400])
+def test_blocks_that_take_turns_do_all_jobs_and_none_is_idle(jobs, blocks):
+    many, turns = host_rows.blocks_of(jobs, 6, host_rows.Config(blocks=blocks))
+    assert many * turns * 6 >= jobs > (many * turns - many) * 6
+    assert (many - 1) * 6 < jobs
+    assert many <= blocks or not blocks
+    assert turns == 1 or many == blocks
+
+
 @on_gpu
 @pytest.mark.parametrize(
     "policies",
