@@ -27,6 +27,7 @@ from kvjax.attention import LayerCache, attention_info, init_layer
 from kvjax.caches import PerLayer
 from kvjax.evaluate import recall
 from kvjax.evaluate.live import Live, LiveLayer, capture, capture_generated
+from kvjax.evaluate.provenance import replace_file
 from kvjax.evaluate.sharing import fill_prompt
 from kvjax.sampling import sampling
 from kvjax.stores.hot import empty_hot, give_places
@@ -120,6 +121,11 @@ def main(args: Sequence[str] | None = None) -> None:
     written, _ = capture_generated(
         checkpoint, [prompt], steps=given.steps, sampling=sampling(1.0), key=jax.random.key(0)
     )
+    head = {
+        **recall.about(directory, given.text, given.dtype, [given.length], given.steps),
+        "what": "share of selected pages that a hot set has; sizes in budgets; mean over layers that select",
+        "budget": given.budget,
+    }
     rows = []
     for name in given.methods:
         policies = POLICIES[name](given.budget)
@@ -127,13 +133,9 @@ def main(args: Sequence[str] | None = None) -> None:
             found = rates(live, policies.rest, given.budget, len(policies.first))
             rows.append({"method": name, "along": along, **found})
             print(" | ".join(map(str, rows[-1].values())), flush=True)
-    head = {
-        **recall.about(directory, given.text, given.dtype, [given.length], given.steps),
-        "what": "share of selected pages that a hot set has; sizes in budgets; mean over layers that select",
-        "budget": given.budget,
-    }
-    lines = ",\n".join("    " + json.dumps(row) for row in rows)
-    given.out.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
+            lines = ",\n".join("    " + json.dumps(row) for row in rows)
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(given.out, f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Times of host_rows and host_append by block sizes, and of their references.
 
-    python benchmarks/host_rows.py [host_rows | host_append | footprint]
+    python benchmarks/host_rows.py [host_rows | host_append | footprint] [--out FOLDER]
 
 Each call does its operation `REPEATS` times, of other rows each. "kernel" is device time. Of a gather in host memory
 the host's CPU does a part, which no profile of the GPU shows: "clock" and "xla" are of the host's clock, and so hold
@@ -10,17 +10,19 @@ order and with fewer blocks, each time from another of `STORES` stores, and writ
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from device_time import kernels, write
+from device_time import kernels, simulated, write
 from sweep import label_of
 
 from kvjax import ops
@@ -125,10 +127,10 @@ def measure(
 STORES = 8
 
 
-def footprint() -> None:
+def footprint(folder: Path | None, sizes: Sequence[int] = (65536, 262144, 786432), n: int = 2048) -> None:
     """Time of a read by the size of the store: 2048 rows for each of 4 heads, as in Qwen2.5-7B."""
-    K, n, rows = 4, 2048, []
-    for P in (65536, 262144, 786432):
+    K, rows = 4, []
+    for P in sizes:
         piece = jax.random.normal(jax.random.key(0), (1, K, 256, 2, 1, D), jnp.bfloat16)
         stores = [to_host(jnp.tile(piece, (1, 1, P // 256, 1, 1, 1))) for _ in range(STORES)]
         places = jax.random.randint(jax.random.key(1), (STORES, 1, K, n), 0, P // n) + jnp.arange(n) * (P // n)
@@ -153,21 +155,39 @@ def footprint() -> None:
                 print(rows[-1], flush=True)
         del stores
     what = f"host_rows of {n} rows for each of {K} heads, D = {D}, bf16, from {STORES} stores of P rows in turn"
-    write("host_rows_footprint.json", what, "normal random values; rows are unique, evenly spread", rows, TIMES)
+    if folder is not None:
+        about = "normal random values; rows are unique, evenly spread"
+        write(folder / "host_rows_footprint.json", what, about, rows, TIMES)
 
 
-if __name__ == "__main__":
-    if "footprint" in sys.argv[1:]:
-        footprint()
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", help="host_rows, host_append or footprint; default the first two")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the files")
+    parser.add_argument("--quick", action="store_true", help="a small shape in the simulator; nothing is written")
+    given = parser.parse_args(args)
+    what = given.what or ["host_rows", "host_append"]
+    if unknown := set(what) - {"host_rows", "host_append", "footprint"}:
+        parser.error(f"there are host_rows, host_append and footprint; got {', '.join(unknown)}")
+    with simulated() if given.quick else contextlib.nullcontext():
+        if "footprint" in what:
+            footprint(None, (512,), 16) if given.quick else footprint(given.out.resolve())
+        measure_all([name for name in what if name != "footprint"], None if given.quick else given.out.resolve())
+
+
+def measure_all(asked: Sequence[str], folder: Path | None) -> None:
+    """Without a folder one small shape of each, with which nothing is written."""
+    small = [(1, 1, 600, 2, 1)]
     for op, prepare, shapes, configs, reference in (
         (host_rows, reading, READS, READ_CONFIGS, ops.host_rows),
         (host_append, writing, WRITES, WRITE_CONFIGS, ops.host_append),
     ):
         name, rows = op.__name__.rpartition(".")[2], []
-        if name not in (sys.argv[1:] or [name]):
+        if name not in asked:
             continue
-        for B, K, P, n, page in shapes:
-            row = measure(op, prepare(B, K, P, n, page), configs, reference, B * K * n * 4 * page * D)
+        for B, K, P, n, page in shapes if folder else small:
+            tried = list(configs) if folder else list(configs)[:1]
+            row = measure(op, prepare(B, K, P, n, page), tried, reference, B * K * n * 4 * page * D)
             rows.append({"B": B, "K": K, "P": P, "n": n, "page": page, **row})
             if len(rows) == 1:
                 print(f"\n{name}\n" + " | ".join(rows[0]))
@@ -175,4 +195,9 @@ if __name__ == "__main__":
             what = f"{name}: n pages of P, keys and values of `page` tokens, D = {D}, bf16; config: ahead x warpgroups"
             what += " x blocks, 0 for one a piece"
             about = "normal random keys and values; pages that are read are unique, spread, in random order"
-            write(f"{name}.json", what, about, rows, TIMES)
+            if folder is not None:
+                write(folder / f"{name}.json", what, about, rows, TIMES)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Times of hot_places and hot_load by rows, size of the hot set and hit rate, beside the references.
 
-    python benchmarks/hot_pages.py
+    python benchmarks/hot_pages.py [--out FOLDER]
 
 Every step wants `N` tokens of each row and KV head, of which a share of `hits` is there. Both kernels are compared with
 their references before they are timed. "kernel" is device time, and "xla" that of the references' kernels.
@@ -8,13 +8,16 @@ their references before they are timed. "kernel" is device time, and "xla" that 
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from device_time import kernels, write
+from device_time import is_simulated, kernels, simulated, write
 
 from kvjax import ops
 from kvjax.kernels_pallas.host import hot_pages
@@ -29,9 +32,9 @@ BLOCKS = (32, 64, 128, 256)  # that take turns in hot_load
 TIMES = "microseconds of device time, medians of 10 calls; floor: bytes over the bus at 50 GB/s"
 
 
-def full_tables(B: int, n: int) -> ops.HotTables:
+def full_tables(B: int, n: int, pages: int) -> ops.HotTables:
     """Tables in which the pages 0 to n - 1 lie in places of their own number, none used."""
-    empty = empty_hot((B, K), n, PAGES, 1, D, jnp.bfloat16).tables
+    empty = empty_hot((B, K), n, pages, 1, D, jnp.bfloat16).tables
     own = jnp.arange(n, dtype=jnp.int32)
     place = empty.place.at[:, :, :n].set(own)
     return empty._replace(page=jnp.broadcast_to(own, (B, K, n)), place=place)
@@ -42,13 +45,13 @@ def device_us(call: Any, name: str) -> float:
     return float(sum(np.median(each) * len(each) / CALLS for which, each in found if name in which))
 
 
-def measure(B: int, n: int, hits: float) -> dict[str, Any]:
-    rng, there = np.random.default_rng(0), round(hits * N)
+def measure(B: int, n: int, hits: float, wanted: int = N, pages: int = PAGES) -> dict[str, Any]:
+    rng, there = np.random.default_rng(0), round(hits * wanted)
     index = np.stack(
-        [np.r_[rng.permutation(n)[:there], n + rng.permutation(PAGES - n)[: N - there]] for _ in range(B * K)]
+        [np.r_[rng.permutation(n)[:there], n + rng.permutation(pages - n)[: wanted - there]] for _ in range(B * K)]
     )
-    index = jnp.asarray(rng.permuted(index, axis=1).reshape(B, K, N), jnp.int32)
-    found, tables = jnp.full((B, K), N, jnp.int32), full_tables(B, n)
+    index = jnp.asarray(rng.permuted(index, axis=1).reshape(B, K, wanted), jnp.int32)
+    found, tables = jnp.full((B, K), wanted, jnp.int32), full_tables(B, n, pages)
     places = jax.jit(lambda tables, index, found: hot_pages.hot_places(tuple(tables), index, found))
     by_hand = jax.jit(partial(ops.hot_places, implementation="xla"))
     want, at = by_hand(tables, index, found)
@@ -56,12 +59,12 @@ def measure(B: int, n: int, hits: float) -> dict[str, Any]:
         np.testing.assert_array_equal(a, b)
 
     piece = jax.random.normal(jax.random.key(0), (1, K, 256, 2, 1, D), jnp.bfloat16)
-    x = to_host(jnp.tile(piece, (B, 1, PAGES // 256, 1, 1, 1)))
+    x = to_host(jnp.tile(piece, (B, 1, pages // 256, 1, 1, 1)))
     zones = tuple(jnp.zeros((B, K, n, D), jnp.bfloat16) for _ in range(2))
     load_by_hand = jax.jit(partial(ops.hot_load, implementation="xla"))
     args = x, zones, want.page, want.used, at
     by_blocks = {}
-    for blocks in (0, *BLOCKS):
+    for blocks in (0, 2) if is_simulated() else (0, *BLOCKS):
         config = Config(ahead=4, blocks=blocks)
         load = jax.jit(partial(hot_pages.hot_load, config=config))
         for a, b in zip(load(*args), load_by_hand(*args), strict=True):
@@ -74,17 +77,28 @@ def measure(B: int, n: int, hits: float) -> dict[str, Any]:
         "hot_places": device_us(lambda: places(tables, index, found), "kvjax_hot_places"),
         "hot_places_xla": device_us(lambda: by_hand(tables, index, found), ""),
         "hot_load": by_blocks.pop(0),
-        "floor_load": B * K * (N - there) * 4 * D / 50e3,
+        "floor_load": B * K * (wanted - there) * 4 * D / 50e3,
         "hot_load by blocks": by_blocks,
     }
 
 
-if __name__ == "__main__":
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of hot_pages.json")
+    parser.add_argument("--quick", action="store_true", help="a small case in the simulator; nothing is written")
+    given = parser.parse_args(args)
+    if given.quick:
+        with simulated():
+            print(measure(1, 40, 0.5, wanted=16, pages=256))
+        return
     rows: list[dict[str, Any]] = []
     for case in CASES:
         rows.append(measure(*case))
         print(" | ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in rows[-1].values()), flush=True)
         what = f"hot_places and hot_load: N = {N} tokens for each of {K} heads, n places, D = {D}, bf16"
-        write(
-            "hot_pages.json", what, "random pages, hits and misses in random order; normal random values", rows, TIMES
-        )
+        about = "random pages, hits and misses in random order; normal random values"
+        write(given.out.resolve() / "hot_pages.json", what, about, rows, TIMES)
+
+
+if __name__ == "__main__":
+    main()

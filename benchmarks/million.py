@@ -36,7 +36,10 @@ from kvjax.models import Decoder
 from kvjax.sampling import Sampling
 
 
-def measure(name: str, model: Decoder, given: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    name: str, model: Decoder, given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]
+) -> None:  # fmt: skip
+    """Keeps a row once the prompt is read, and again with the times of decoding."""
     config, chunk = model.config, given.chunk
     spec = model.spec(batch=1, capacity=-(-(given.length + given.steps + given.block) // 128) * 128)
     cache = jax.block_until_ready(kvjax.init(METHODS[name](), spec, layers=config.layers))
@@ -57,10 +60,7 @@ def measure(name: str, model: Decoder, given: argparse.Namespace) -> dict[str, A
     # The first chunk of each program compiles: that of an empty cache, and that of a filled one.
     rate = statistics.median(rates[2 if not given.last else 1 :] or rates)
     size = nbytes(cache)
-    run = Stream(model, cache, logits, given.block + given.steps, Sampling(), None, np.zeros(0, np.int32))
-    del cache, logits
-    run.advance(given.block)
-    return {
+    row = {
         "method": name,
         "length": given.length,
         "layers": config.layers,
@@ -68,11 +68,15 @@ def measure(name: str, model: Decoder, given: argparse.Namespace) -> dict[str, A
         "tflops": rate,
         "prompt_seconds": sum(seconds) if not given.last else None,
         "prompt_seconds_at_rate": flops(config, given.length) / rate / 1e12,
-        **{k: v for k, v in throughput.time_steps(run, given.block).items() if k.startswith("tpot")},
         "cache_bytes_device": size.device,
         "cache_bytes_host": size.host,
         "chunk_seconds": seconds,
     }
+    keep(row)
+    run = Stream(model, cache, logits, given.block + given.steps, Sampling(), None, np.zeros(0, np.int32))
+    del cache, logits
+    run.advance(given.block)
+    keep({**row, **{k: v for k, v in throughput.time_steps(run, given.block).items() if k.startswith("tpot")}})
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -98,12 +102,14 @@ def main(args: Sequence[str] | None = None) -> None:
     if given.layers:
         config = replace(config, layers=given.layers)
     model = throughput.random_model(config, dtype)
-    for name in given.methods:
-        row = measure(name, model, given)
+    what = f"{__doc__.splitlines()[0]} A Qwen2.5-7B shape, random weights and tokens, batch 1"
+
+    def keep(row: dict[str, Any]) -> None:
         show({k: v for k, v in row.items() if k != "chunk_seconds"})
-        what = f"{__doc__.splitlines()[0]} A Qwen2.5-7B shape, random weights and tokens, batch 1"
         save(out_of(given, "million.json"), what, [row], ("method", "length", "layers", "last"))
-        del row
+
+    for name in given.methods:
+        measure(name, model, given, keep)
         gc.collect()
 
 

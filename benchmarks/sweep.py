@@ -6,10 +6,11 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
-from device_time import BYTES_PER_US, device_time, where, write
+from device_time import BYTES_PER_US, device_time, simulated, where, write
 
 from kvjax.kernels_pallas import tuned
 
@@ -130,9 +131,10 @@ def run(
     measure: Callable[..., dict[str, Any]],
     shapes: Iterable[Any],
     swept: int = 1,
+    quick: Any = None,
 ) -> None:
     """Prints a line a shape, of measure(Sweep(...), *shape), and writes all to results/{name}.json. Every block size is
-    tried for the first `swept` shapes."""
+    tried for the first `swept` shapes. `--quick` runs the shape `quick` alone, if there is one."""
     parser = argparse.ArgumentParser(description=f"Device time of {name}, on a GPU.")
     parser.add_argument(
         "--all", action="store_true", help="every block size for every shape, not for the first ones alone"
@@ -140,7 +142,14 @@ def run(
     parser.add_argument(
         "--tune", action="store_true", help="write block sizes that win by 3 % or more to kernels_pallas/tuned.json"
     )
+    parser.add_argument("--out", type=Path, help=f"default: results/{name}.json; with --quick nothing is written")
+    if quick is not None:
+        parser.add_argument("--quick", action="store_true", help="a small shape in the simulator, without a GPU")
     given, rows = parser.parse_args(), []
+    if quick is not None and given.quick:
+        with simulated():
+            print(measure(Sweep(2), *quick))
+        return
     if jax.default_backend() != "gpu":
         parser.error("this measures a GPU")
     settled: list[tuned.Asked] | None = [] if given.tune else None
@@ -150,4 +159,4 @@ def run(
         if len(rows) == 1:
             print(" | ".join(rows[0]))
         print(" | ".join(f"{x:.1f}" if isinstance(x, float) else str(x) for x in rows[-1].values()), flush=True)
-        write(f"{name}.json", what, distribution, rows)
+        write(given.out.resolve() if given.out else f"{name}.json", what, distribution, rows)

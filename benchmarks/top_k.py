@@ -59,4 +59,5 @@ if __name__ == "__main__":
         "normal random scores, or as `scores` says",
         measure,
         SHAPES,
+        quick=(2, 300, 20, "normal"),
     )

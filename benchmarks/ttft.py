@@ -4,11 +4,13 @@
 
 A model of random bf16 weights reads random tokens, batch 1. Each method reads the shortest prompt once untimed,
 which compiles; then every length `--calls` times into an empty cache, of which the median is kept, and a turn of
-`--turn` tokens after 32768 tokens and after the longest prompt. `floor` is the same prompt in one chunk, whose
-attention is one cuDNN call a layer. FLOPs are those of the matrix products and of causal attention; tflops is their
-rate. `cache_bytes` and `host_bytes` are what the cache takes on the device and on the host, and `peak_over_cache` is
-the largest amount of device memory in use so far beyond the weights and the cache: activations of a chunk, if nothing
-is kept twice. It never falls within a process: measure one method a run, with --no-floor, to tell methods apart.
+`--turn` tokens after 32768 tokens and after the longest prompt. The method `floor` is the same prompt in one chunk,
+whose attention is one cuDNN call a layer. Each row is written when it is there.
+
+FLOPs are those of the matrix products and of causal attention; tflops is their rate. `cache_bytes` and `host_bytes` are
+what the cache takes on the device and on the host, and `peak_over_cache` is the largest amount of device memory in use
+so far beyond the weights and the cache: activations of a chunk, if nothing is kept twice. It never falls within a
+process: measure one method a run to tell methods apart.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "pariskv:host": lambda: presets.pariskv(2048, host=True),
     "freekv": lambda: presets.freekv(2048),
 }
+FLOOR = "floor: one cuDNN call"
 TURN_AFTER = 32768
 
 
@@ -70,19 +73,21 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure(
-    name: str, policy: Any, config: DecoderConfig, model: Decoder, given: argparse.Namespace, floor: bool = False
-) -> list[dict[str, Any]]:
+    name: str, policy: Any, config: DecoderConfig, model: Decoder, given: argparse.Namespace,
+    keep: Callable[[dict[str, Any]], None],
+) -> None:  # fmt: skip
+    floor = name == FLOOR
     longest = max(given.lengths)
     spec = model.spec(batch=1, capacity=longest + given.turn + 64)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, longest + given.turn), dtype=np.int32)
-    rows: list[dict[str, Any]] = []
 
     def row(what: str, length: int, count: int, before: int, seconds: list[float]) -> None:
         took = statistics.median(seconds)
         rate = flops(config, count, before) / took / 1e12
         sizes = {"shape": given.shape, "method": name, "what": what, "tokens": length}
-        rows.append({**sizes, "seconds": took, "tflops": rate, "runs": seconds, **memory_in_use(model, spec, policy)})
-        show({k: v for k, v in rows[-1].items() if k != "runs"})
+        found = {**sizes, "seconds": took, "tflops": rate, "runs": seconds, **memory_in_use(model, spec, policy)}
+        show({k: v for k, v in found.items() if k != "runs"})
+        keep(found)
 
     def read(length: int, cache: Any) -> tuple[float, Any]:
         return timed(lambda: prefill(model, cache, tokens[:, :length], chunk=length if floor else None))
@@ -112,7 +117,6 @@ def measure(
         _, (_, cache) = read(min(TURN_AFTER, longest), empty())
         after = min(TURN_AFTER, longest)
         row("turn", after, given.turn, after, _turn(model, cache, tokens, after, given.turn))
-    return rows
 
 
 def _turn(model: Decoder, cache: Any, tokens: np.ndarray, after: int, size: int) -> list[float]:
@@ -130,9 +134,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=list(throughput.SHAPES), default="llama-3.1-8b")
     parser.add_argument("--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[65536, 131072])
     parser.add_argument("--turn", type=int, default=1024)
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=["floor", *METHODS])
     parser.add_argument("--calls", type=int, default=2)
-    parser.add_argument("--no-floor", action="store_true", help="without the prompt in one chunk")
     parser.add_argument("--out", type=Path, help="default: results/ttft.json; with --quick nothing is written")
     parser.add_argument("--quick", action="store_true", help="two narrow layers in float32, short prompts")
     given = parser.parse_args(args)
@@ -147,12 +150,13 @@ def main(args: Sequence[str] | None = None) -> None:
     model = throughput.random_model(config, dtype)
     what = f"{__doc__.splitlines()[0]} Random weights and tokens, batch 1; tokens of a turn: {given.turn}"
     key = ("shape", "method", "what", "tokens")
-    if not given.no_floor:
-        rows = measure("floor: one cuDNN call", presets.full(), config, model, given, floor=True)
-        save(out_of(given, "ttft.json"), what, rows, key)
+
+    def keep(row: dict[str, Any]) -> None:
+        save(out_of(given, "ttft.json"), what, [row], key)
+
     for name in given.methods:
-        rows = measure(name, METHODS[name](), config, model, given)
-        save(out_of(given, "ttft.json"), what, rows, key)
+        policy = presets.full() if name == "floor" else METHODS[name]()
+        measure(FLOOR if name == "floor" else name, policy, config, model, given, keep)
         gc.collect()
 
 

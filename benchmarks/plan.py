@@ -1,0 +1,210 @@
+"""The commands that `python -m benchmarks.run` runs, in order: what a GPU is asked, in pieces of a few minutes.
+
+A cell is one command. It writes its rows as they come, so it is small where a command can be split by method or length.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("kernels", "steps", "prompts", "hosts", "methods", "devices", "checkpoint")
+INPUTS = ("checkpoint", "text", "code", "gsm8k")  # that a command may name in braces, beside {out}
+
+
+@dataclass(frozen=True)
+class Cell:
+    part: str
+    name: str
+    command: str  # of python: a script of this folder, or -m and a module; {out} is the folder of results
+    smoke: str  # options after these, for --smoke
+    seconds: int  # that it may take
+    env: dict[str, str] = field(default_factory=dict)
+    smoke_env: dict[str, str] = field(default_factory=dict)
+    resumes: bool = False  # the command goes on where a cut run of it stopped
+
+    @property
+    def needs(self) -> list[str]:
+        """The inputs that the command names."""
+        return [name for name in INPUTS if f"{{{name}}}" in self.command]
+
+    @property
+    def kind(self) -> str:
+        """What it shares with cells that differ by method, length or data alone."""
+        first, *rest = shlex.split(self.command)
+        if first == "-m":
+            return " ".join(rest[:2] if rest[0] == "kvjax.cli" else rest[:1])
+        return f"{first} {rest[0]}" if first == "host_rows.py" else first
+
+    def words(self, places: dict[str, str], smoke: bool) -> list[str]:
+        """The command's arguments, with `places` for the names in braces."""
+        words = shlex.split(f"{self.command} {self.smoke}" if smoke else self.command)
+        for name, place in places.items():
+            words = [word.replace(f"{{{name}}}", place) for word in words]
+        return words if words[0] == "-m" else [str(ROOT / "benchmarks" / words[0]), *words[1:]]
+
+
+def cells() -> list[Cell]:
+    """All cells, each of another name."""
+    parts: tuple[Callable[[], Iterator[Cell]], ...] = (
+        _kernels, _steps, _prompts, _hosts, _methods, _devices, _checkpoint,
+    )  # fmt: skip
+    return [cell for part in parts for cell in part()]
+
+
+NO_GPU = ("aot", "refusals", "tuned", "simulate", "kernels")  # of tests/kernels, what asks nothing of one
+
+
+def _kernels() -> Iterator[Cell]:
+    for file in sorted((ROOT / "tests" / "kernels").glob("test_*.py")):
+        name = file.stem.removeprefix("test_")
+        if name not in NO_GPU:
+            command = f"-m pytest {file.relative_to(ROOT)} --thorough -q -p no:cacheprovider"
+            env = {"JAX_PLATFORMS": "cuda", "XLA_FLAGS": ""}
+            yield Cell("kernels", name, command, "--collect-only", 240, env, {"JAX_PLATFORMS": "cpu"})
+
+
+SMALL_STEP = "--quick --lengths 320 --batches 1 --calls 2 --budget 160"
+
+
+def _steps() -> Iterator[Cell]:
+    for length in (131072, 32768, 8192):
+        for method in ("fier", "quest", "pariskv", "logquant", "full"):
+            command = f"decode_step.py --methods cudnn,{method} --lengths {length} --implementations default"
+            yield Cell(
+                "steps", f"decode_step {method} {length}", f"{command} --out {{out}}/decode_step.json", SMALL_STEP, 120
+            )
+    for method in ("full", "fier", "quest", "pariskv", "logquant"):
+        command = f"decode_tokens.py --methods {method} --tokens 1,8 --out {{out}}/decode_tokens.json"
+        yield Cell("steps", f"decode_tokens {method}", command, f"{SMALL_STEP} --tokens 1,2", 120)
+    for sweep in ("top_k", "select_pages"):
+        yield Cell("steps", sweep, f"{sweep}.py --out {{out}}/{sweep}.json", "--quick", 300)
+    for method in ("cudnn", "full", "fier", "quest", "pariskv", "logquant", "freekv"):
+        command = f"end_to_end.py --methods {method} --lengths 8192,32768,131072 --out {{out}}/end_to_end.json"
+        yield Cell(
+            "steps", f"end_to_end {method}", command,
+            "--quick --lengths 300 --batches 1 --steps 8 --block 4 --budget 288", 300, resumes=True,
+        )  # fmt: skip
+    for method in ("fier", "quest"):
+        command = f"shared.py --methods {method} --out {{out}}/shared.json"
+        yield Cell("steps", f"shared {method}", command, f"{SMALL_STEP} --shares 1,2", 200)
+
+
+POOL = {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "60", "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "true"}
+
+
+def _prompts() -> Iterator[Cell]:
+    ttft = "ttft.py --out {out}/ttft.json"
+    yield Cell("prompts", "ttft floor", f"{ttft} --methods floor", "--quick", 150)
+    for method in ("full", "fier", "quest", "pariskv", "logquant", "kivi", "fier:host", "pariskv:host", "freekv"):
+        yield Cell("prompts", f"ttft {method}", f"{ttft} --methods {method}", "--quick", 200)
+    million = "million.py --out {out}/million.json"
+    for method in ("full", "fier", "quest", "pariskv", "logquant"):
+        yield Cell("prompts", f"million {method}", f"{million} --methods {method}", "--quick", 240)
+    for method in ("fier:host", "pariskv:host", "freekv"):
+        command = f"{million} --methods {method} --length 524288"
+        yield Cell("prompts", f"half a million {method}", command, "--quick", 300, POOL)
+    yield Cell("prompts", "pinned", "pinned.py --out {out}/pinned.json", "--quick", 200)
+    for method in ("fier", "quest", "pariskv", "logquant", "kivi"):
+        command = f"prefill.py --methods full,{method} --out {{out}}/prefill.json"
+        small = "--quick --lengths 320 --batches 1 --calls 2"
+        yield Cell("prompts", f"prefill {method}", command, small, 120)
+
+
+def _hosts() -> Iterator[Cell]:
+    small = "--quick --lengths 512 --budget 160 --hot 256 --calls 2 --layers 1 --correlations 0.9"
+    steps = "host_steps.py --out {out}/host_steps.json"
+    for method in ("fier", "quest", "pariskv"):
+        yield Cell("hosts", f"host_steps {method}", f"{steps} --methods {method}", small, 240)
+    grown = "--shape qwen --lengths 262144,786432 --hot 0 --correlations 0 --layers 2"
+    yield Cell("hosts", "host_steps growth", f"{steps} {grown}", f"{small} --hot 0", 240)
+    for case in ("1x131072", "8x32768", "48x32768"):
+        command = f"hot_set.py --cases {case} --out {{out}}/hot_set.json"
+        yield Cell(
+            "hosts", f"hot_set {case}", command, "--quick --cases 1x512 --tokens 256 --select 100 --hits 90 --calls 2",
+            240,
+        )  # fmt: skip
+    for what in ("host_rows", "host_append", "footprint"):
+        yield Cell("hosts", f"host_rows {what}", f"host_rows.py {what} --out {{out}}", "--quick", 300)
+    yield Cell("hosts", "hot_pages", "hot_pages.py --out {out}", "--quick", 300)
+    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "110"}
+    for steady in ("0.9", "0", "1"):
+        command = f"host_batch.py --steady {steady} --out {{out}}/host_batch.json"
+        small = "--quick --length 512 --budget 160 --hot 256 --steps 8 --block 4 --rows 1"
+        yield Cell("hosts", f"host_batch {steady}", command, small, 400, memory)
+
+
+def _methods() -> Iterator[Cell]:
+    for length in (32768, 131072):
+        for method in ("shadowkv", "shadowkv:host=false", "mikv", "adakv", "snapkv", "arkvale", "pqcache", "magicpig"):
+            command = f"compared.py --methods cudnn,{method} --lengths {length} --out {{out}}/compared.json"
+            small = "--quick --lengths 512 --budget 160 --calls 2 --chunk 256"
+            yield Cell("methods", f"{method} {length}", command, small, 150)
+
+
+def _devices() -> Iterator[Cell]:
+    two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    for method in ("full", "fier", "quest", "pariskv"):
+        command = f"devices.py --methods {method} --out {{out}}/devices.json --seconds 300"
+        yield Cell("devices", method, command, "--quick --batch 2 --placements data=2", 400, smoke_env=two)
+    command = "devices.py --methods full --no-check --prompt 32768 --out {out}/devices.json --seconds 300"
+    small = "--quick --batch 2 --prompt 64 --placements data=2"
+    yield Cell("devices", "prompt", command, small, 400, smoke_env=two)
+
+
+# As in docs/real_models.md: settings with which a method has budget for more than its sink and window.
+SELECTING = ("fier", "pariskv:sink=4,local=16", "quest", "freekv:sink=0,local=32,page=16")
+WHOLE = ("full", "logquant", "kivi")
+EVICTING = ("snapkv", "streaming_llm")
+
+
+def _checkpoint() -> Iterator[Cell]:
+    small = "--length 192 --samples 1 --batch 1 --dtype float32"
+
+    def scored(name: str, out: str, options: str, caches: tuple[str, ...], budget: str, small: str) -> Iterator[Cell]:
+        for cache in caches:
+            budgets = "" if cache in WHOLE else f" --budget {budget}"
+            command = f"-m kvjax.cli eval {{checkpoint}} {options} --cache {cache}{budgets} --out {{out}}/{out}"
+            smoke = small if cache in WHOLE else f"{small} --budget 64"
+            yield Cell("checkpoint", f"{name} {cache}", command, smoke, 480, resumes=True)
+
+    needles = "--task needles --task pass_key --length 16384 --samples 100 --batch 4 --text {text}"
+    budgets = "32,64,128,256,512,1024,2048"
+    yield from scored("needles", "needles", needles, (*WHOLE, *SELECTING, *EVICTING), budgets, small)
+    for length in (4096, 8192, 16384, 32768):
+        ruler = f"--task ruler-synthetic --length {length} --samples 100 --batch {131072 // length} --text {{text}}"
+        caches = ("full", *SELECTING[:3])
+        yield from scored(f"ruler {length}", "ruler", ruler, caches, "1024", small.replace("192", "448"))
+    gsm8k = "--task {gsm8k_task} --data {gsm8k} --batch 100"
+    caches = (*WHOLE, *SELECTING, "streaming_llm")
+    yield from scored("gsm8k", "gsm8k", gsm8k, caches, "64,128,256,512", "--samples 1 --batch 1 --dtype float32")
+    every = " ".join(f"--cache {cache}" for cache in (*WHOLE, *SELECTING, *EVICTING))
+    every = every.replace("freekv:sink=0,local=32,page=16", "freekv:sink=16,local=128,page=16")
+    every = every.replace("pariskv:sink=4,local=16", "pariskv:sink=4,local=16,dense_below=0")
+    few = "--length 320 --steps 4 --passages 1 --batch 1 --budget 256 --dtype float32"
+    for kind in ("text", "code"):
+        for length in (4096, 16384):
+            options = f"--text {{{kind}}} --length {length} --steps 256 --passages 8 --batch 4 --budget 1024 {every}"
+            command = f"-m kvjax.cli perplexity {{checkpoint}} {options} --out {{out}}/perplexity_{kind}"
+            yield Cell("checkpoint", f"perplexity {kind} {length}", command, few, 480, resumes=True)
+    live = "--length 64 --steps 4 --budget 32 --dtype float32"
+    for what, length in (("groups", 16384), ("queries", 16384), ("logquant", 8192), ("drift", 4096)):
+        more = " --new-tokens 2048" if what == "drift" else ""
+        command = f"-m benchmarks.claims {{checkpoint}} --text {{text}} --what {what} --length {length}{more}"
+        smoke = f"{live} --new-tokens 16" if what == "drift" else live
+        yield Cell("checkpoint", f"claims {what}", f"{command} --out {{out}}/claims", smoke, 480)
+    command = "hit_rates.py {checkpoint} --text {text} --length 16384 --budget 1024 --out {out}/hit_rates.json"
+    yield Cell("checkpoint", "hit_rates", command, "--length 128 --steps 8 --budget 64 --dtype float32", 480)
+    command = "speculation.py {checkpoint} --text {text} --out {out}/speculation.json"
+    few = "--prompts 1 --tokens 64 --new-tokens 4 --dtype float32 --methods full"
+    yield Cell("checkpoint", "drafts", command, few, 480)
+    command = "long_generation.py {checkpoint} --text {text} --out {out}/long_generation.json"
+    few = "--rows 1 --prompt 64 --new-tokens 8 --budget 32 --dtype float32 --methods 'full fier'"
+    yield Cell("checkpoint", "long generation", command, few, 540)
+    for size in ("16384x1", "16384x8", "4096x1", "32768x1", "4096x8", "32768x8", "4096x32", "16384x32"):
+        command = f"real_speed.py {{checkpoint}} --text {{text}} --sizes {size} --out {{out}}/real_speed.json"
+        few = "--sizes 64x1 --steps 4 --block 2 --budget 32 --dtype float32 --cudnn xla --methods cudnn,fier"
+        yield Cell("checkpoint", f"speed {size}", command, few, 480, resumes=True)

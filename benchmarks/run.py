@@ -1,0 +1,225 @@
+"""Runs the plan of benchmarks, a part at a time, and skips what this code has already measured.
+
+    python -m benchmarks.run --out measured --minutes 9 [--parts kernels,steps] [--match fier] [--list] [--again]
+    python -m benchmarks.run --out measured --parts checkpoint --checkpoint DIR --text book.txt --gsm8k DIR
+    python -m benchmarks.run --out measured --smoke
+
+Each cell of `plan.py` is a process with a time limit. A cell begins only if its limit is left, or if it took less at
+another time, and one that runs at the end of `--minutes` is stopped. All share a cache of compiled programs. After each
+cell a line is printed and OUT/cells.json is written: with the digest of the code, so a second call goes on where the
+first stopped, and one of other code begins anew. Results are in OUT/results, what a cell printed in OUT/logs; nothing
+else needs to be kept.
+
+`--smoke` runs each command on the CPU with its smallest sizes, to find a wrong option or a missing package; with
+`--one`, one of those that differ by method or length alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plan import PARTS, ROOT, Cell, cells
+
+SOURCES = ("kvjax", "kernels_pallas", "models", "benchmarks")
+KEPT = ("ok", "failed", "over its limit")  # what is not run again
+GSM8K = "gsm8k:shots=0,max_new_tokens={}"
+
+
+def digest_of_code() -> str:
+    """Of the Python files that decide what is measured, and of the block sizes."""
+    found = hashlib.sha256()
+    for folder in SOURCES:
+        for file in sorted((*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("tuned.json"))):
+            if "results" not in file.parts:
+                found.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes() + b"\0")
+    return found.hexdigest()[:12]
+
+
+class State:
+    """What cells gave, in OUT/cells.json, which is written whole after each."""
+
+    def __init__(self, file: Path, code: str):
+        self.file, self.code = file, code
+        self.cells: dict[str, dict[str, Any]] = json.loads(file.read_text())["cells"] if file.is_file() else {}
+
+    def is_done(self, name: str) -> bool:
+        cell = self.cells.get(name)
+        return cell is not None and cell["code"] == self.code and cell["status"] in KEPT
+
+    def seconds(self, cell: Cell) -> float:
+        """That it took, with any code; else that it may take."""
+        earlier = self.cells.get(name_of(cell), {})
+        return 1.2 * earlier["seconds"] + 5 if earlier.get("status") == "ok" else cell.seconds
+
+    def keep(self, name: str, row: dict[str, Any]) -> None:
+        self.cells[name] = {**row, "code": self.code}
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        part = self.file.with_suffix(".part")
+        part.write_text(json.dumps({"cells": self.cells}, indent=1) + "\n")
+        part.replace(self.file)
+
+
+def name_of(cell: Cell) -> str:
+    return f"{cell.part}: {cell.name}"
+
+
+def run(cell: Cell, words: Sequence[str], env: dict[str, str], log: Path, limit: float) -> dict[str, Any]:
+    """Runs a cell's command, with all that it starts, for at most `limit` seconds."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=limit)
+            status = "ok" if code == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            code, status = None, "cut"
+        finally:
+            stop(process)
+    row = {"status": status, "exit": code, "seconds": round(time.monotonic() - start, 1), "limit": round(limit)}
+    return {
+        **row,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(words),
+    }
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and those that it started, if they still run."""
+    for sign, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, sign)
+        try:
+            process.wait(timeout=patience)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def environment(cell: Cell, given: argparse.Namespace) -> dict[str, str]:
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONUNBUFFERED": "1",
+        "JAX_COMPILATION_CACHE_DIR": str((given.cache or given.out / "cache").resolve()),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        **cell.env,
+    }
+    return env | {"JAX_PLATFORMS": "cpu"} | cell.smoke_env if given.smoke else env
+
+
+def inputs(given: argparse.Namespace) -> dict[str, str]:
+    """Where the plan's inputs lie. --smoke makes small ones of those that are not given; Python's own library is the
+    code."""
+    folder = given.out.resolve() / "inputs"
+    found: dict[str, Path | None] = {name: getattr(given, name) for name in ("checkpoint", "text", "gsm8k")}
+    library = sorted(Path(os.__file__).parent.glob("*.py"))
+    made = {"code": "\n".join(file.read_text(encoding="utf-8") for file in library)}
+    if given.smoke:
+        found["checkpoint"] = found["checkpoint"] or ROOT / "kvjax" / "data" / "kvjax-26m"
+        if found["text"] is None:
+            made["text"] = "\n".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").glob("*.md")))
+        if found["gsm8k"] is None:
+            lines = ({"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(3))
+            made["gsm8k/test.jsonl"] = "".join(json.dumps(line) + "\n" for line in lines)
+            found["gsm8k"] = folder / "gsm8k"
+    for name, text in made.items():
+        path = folder / (name if "/" in name else f"{name}.txt")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        found.setdefault(name, None)
+        found[name] = found[name] or path
+    places = {name: str(Path(path).resolve()) for name, path in found.items() if path is not None and "/" not in name}
+    task = GSM8K.format(8) if given.smoke else GSM8K.format(320) + ",chat=true"
+    return {**places, "gsm8k_task": task, "out": str(given.out.resolve() / "results")}
+
+
+def last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:120] if lines else "it printed nothing"
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--out", type=Path, required=True, help="folder of all that is measured; a later call goes on")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which the last cell has ended")
+    parser.add_argument("--parts", type=parts, default=list(PARTS), help=f"in this order; of {', '.join(PARTS)}")
+    parser.add_argument("--match", default="", help="only cells with this text in their names")
+    parser.add_argument("--checkpoint", type=Path, help="a model in the format of Hugging Face")
+    parser.add_argument("--text", type=Path, help="UTF-8 file with a long text that the model never saw")
+    parser.add_argument("--gsm8k", type=Path, help="folder with test.jsonl as published")
+    parser.add_argument("--cache", type=Path, help="folder of compiled programs; default OUT/cache")
+    parser.add_argument("--again", action="store_true", help="run also what this code has measured or failed at")
+    parser.add_argument("--list", action="store_true", help="print what would run, and run nothing")
+    parser.add_argument("--one", action="store_true", help="one cell of each script and command")
+    parser.add_argument("--smoke", action="store_true", help="each command with its smallest sizes, on the CPU")
+    return parser
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    parser = options()
+    given, start = parser.parse_args(args), time.monotonic()
+    if unknown := set(given.parts) - set(PARTS):
+        parser.error(f"--parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    for name in ("checkpoint", "text", "gsm8k"):
+        if (path := getattr(given, name)) is not None and not path.exists():
+            parser.error(f"--{name} {path}: there is no such file or folder")
+    by_part = {part: [cell for cell in cells() if cell.part == part] for part in PARTS}
+    asked = [cell for part in given.parts for cell in by_part[part] if given.match in name_of(cell)]
+    if given.one:
+        asked = list({cell.kind: cell for cell in reversed(asked)}.values())[::-1]
+    if given.list:
+        for cell in asked:
+            print(f"{name_of(cell)} | {cell.seconds} s | {cell.command}")
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of `stop`
+    state = State(given.out / "cells.json", digest_of_code() + ("-smoke" if given.smoke else ""))
+    places, failed, counts = inputs(given), 0, {"ok": 0, "failed": 0, "cut": 0, "over its limit": 0}
+    known, left_out, no_time = 0, [], []
+    for cell in asked:
+        name = name_of(cell)
+        if missing := [need for need in cell.needs if need not in places]:
+            left_out.append(f"{name} needs {', '.join(f'--{need}' for need in missing)}")
+            continue
+        if state.is_done(name) and not given.again:
+            known += 1
+            continue
+        left = 60 * given.minutes - (time.monotonic() - start) - 6  # a process has 5 seconds to end
+        if left < (min(state.seconds(cell), 120) if cell.resumes else state.seconds(cell)):
+            no_time.append(name)
+            continue
+        limit = min(cell.seconds, left)
+        log = given.out / "logs" / f"{name.replace(': ', '_').replace(' ', '_').replace('/', '_')}.txt"
+        row = run(cell, cell.words(places, given.smoke), environment(cell, given), log, limit)
+        if row["status"] == "cut" and limit == cell.seconds and not cell.resumes:
+            row["status"] = "over its limit"
+        state.keep(name, row)
+        counts[row["status"]] += 1
+        failed += row["status"] in ("failed", "over its limit")
+        told = [name, row["status"], f"{row['seconds']:.0f} s"]
+        print(" | ".join(told if row["status"] == "ok" else [*told, last_line(log)]), flush=True)
+    told = [f"{count} {status}" for status, count in counts.items() if count]
+    told += [f"{known} known before"] * bool(known) + [f"{len(no_time)} for which no time was left"] * bool(no_time)
+    print("; ".join(told) or "nothing to run", flush=True)
+    for line in left_out:
+        print(f"left out: {line}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
