@@ -95,6 +95,12 @@ ABOVE = (
     "test_doctests.py",
 )
 
+
+def _above(path: Path) -> bool:
+    inside = path.relative_to(TESTS).as_posix()
+    return (inside + "/" if path.is_dir() else inside).startswith(ABOVE)
+
+
 ORDER = {"test_devices.py": 0, "test_readme.py": 0, "test_goldens.py": 2}
 
 
@@ -109,6 +115,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --quick, files that it leaves out whole are not imported: with what they need, that took seconds."""
+    above = collection_path.is_relative_to(TESTS) and _above(collection_path)
+    return True if above and config.getoption("--quick") else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --thorough, leaves out what is marked `thorough`, and of a test marked `sample(n)` all but n."""
     if not config.getoption("--thorough"):
@@ -120,8 +132,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             sample = item.get_closest_marker("sample")
             name = item.nodeid.split("[")[0]
-            above = item.path.relative_to(TESTS).as_posix().startswith(ABOVE)
-            if item.get_closest_marker("thorough") or (quick and above):
+            if item.get_closest_marker("thorough"):
                 left_out.append(item)
                 continue
             number = numbers.setdefault(name, len(numbers))

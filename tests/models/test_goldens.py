@@ -132,6 +132,8 @@ GENERATED = [
     ("mistral", "linear"),
     ("mistral-plain", "yarn-plain"),
 ]
+# Without --thorough these generate: scaling by the text's length, by frequency, with windows in some layers and in all.
+QUICK = [("llama", "dynamic"), ("llama", "llama3"), ("qwen2", "yarn"), ("mistral", "linear")]
 # Positions are scaled by the same code in all families: every rule on one of them, and one rule on each other.
 COMPARED: list[Any] = [(f, "default") for f in FAMILIES] + [("phi3", rope) for rope in LONG]
 COMPARED += [("llama", rope) for rope in ROPES if rope != "default"]
@@ -217,7 +219,11 @@ def greedy(model, tokens, lengths):
     return np.asarray(prompt), np.asarray(new), np.asarray(logits)
 
 
-@pytest.mark.parametrize(("family", "rope"), GENERATED, ids=lambda part: part)
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.thorough) for case in GENERATED],
+    ids=lambda part: part,
+)
 def test_greedy_decoding_of_ragged_rows_is_that_of_transformers(family, rope, tmp_path):
     import torch
 
