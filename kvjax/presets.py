@@ -10,6 +10,7 @@ separated by "+": "fier:budget=256,anchors=2+5+9".
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -894,8 +895,13 @@ def find(name: str) -> Preset:
     """The preset of that name, or an error with the nearest one."""
     if name in REGISTRY:
         return REGISTRY[name]
-    near = nearest(name, REGISTRY)
+    first, *more = re.split(r"[:@,]", name)
+    near = nearest(first, REGISTRY)
+    if near and "@" in name:  # as rows of a comparison are called
+        near = f"{near}:budget={more[0]}"
     hint = f"did you mean {near!r}? There" if near else "there"
+    if "," in name:
+        hint = "give one cache at a time; there"
     raise ValueError(f"unknown cache {shown(name)}; {hint} are {', '.join(REGISTRY)}")
 
 

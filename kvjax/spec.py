@@ -58,7 +58,7 @@ def cache_dtype(dtype: DTypeLike) -> np.dtype:
     except TypeError:
         found = None
     if found is None or found.name not in CACHE_DTYPES:
-        shown = found.name if found is not None else repr(dtype)
+        shown = repr(dtype) if found is None or (isinstance(dtype, str) and dtype != found.name) else found.name
         raise ValueError(f"a cache cannot hold dtype {shown}; use one of {', '.join(CACHE_DTYPES)}")
     return found
 

@@ -355,6 +355,8 @@ def test_bad_options_are_one_line(kvjax, checkpoint, args, message):
         (("generate", "--budget", "many"), "--budget"),
         (("nothing",), "nothing"),
         (("methods", "fier", "quest"), "unexpected extra argument"),
+        (("methods", "fier:budget=3"), "unknown cache 'fier:budget=3'; did you mean 'fier'?"),
+        (("compare", ""), "the prompt is empty; give at least one character"),
     ],
     ids=str,
 )
@@ -551,6 +553,9 @@ REFUSED = [
     ("compare a --cache full --budget 64", "full have no budget; leave it out, or add one of fier"),
     ("compare a --max-new-tokens 0", "max_new_tokens must be at least 1, got 0"),
     ("compare a --max-new-tokens 9999", "do not fit in the model's 512 positions"),
+    ("compare a --cache fier:budget=8 --budget 9", "--budget 9 is for no cache, as fier:budget=8 set their own; leave"),
+    ("compare a --cache fier@8", "unknown cache 'fier@8'; did you mean 'fier:budget=8'?"),
+    ("compare a --cache fier,quest", "unknown cache 'fier,quest'; give one cache at a time; there are full, fier"),
     ("compare FILES", "is a folder; give a file with the prompt"),
     ("compare FILES/binary", "TEXT_OR_FILE FILES/binary is not UTF-8"),
     ("compare ./no/prompt", "TEXT_OR_FILE ./no/prompt: there is no such file; if it is the prompt itself"),
@@ -589,6 +594,13 @@ REFUSED = [
     ("bench --length 2047M --steps 2000000", "capacity=...) must be at most 2147483647"),
     ("bench --out FILES/short", "is a file; give the path of a folder"),
     # eval and perplexity
+    ("eval --cache full,quest:budget=64 --budget 8", "give one cache at a time"),
+    ("eval --cache fier:budget=64 --budget 8,16", "--budget 8,16 is for no cache, as fier:budget=64 set their own"),
+    ("eval --quick --cache full --length 9999", "ask for shorter examples"),  # --quick's budget is for no cache
+    ("eval --quick --cache fier:budget=16 --length 9999", "ask for shorter examples"),
+    ("perplexity --text FILES/long --cache full --budget 8 --length 200", "full have no budget; leave it out"),
+    ("perplexity --text FILES/long --cache fier:budget=9 --budget 8 --length 200", "as fier:budget=9 set their own"),
+    ("bench --dtype f8", "a cache cannot hold dtype 'f8'; use one of bfloat16"),
     ("eval --batch 0", "--batch must be at least 1, got 0"),
     ("eval --seed -1", "--seed must be at least 0, got -1"),
     ("eval --out FILES/short", "is a file; give the path of a folder"),

@@ -77,7 +77,7 @@ def compare(
 def _read(given: str) -> str:
     """The prompt, or the text of the file that it names."""
     path = Path(given)
-    if path == STDIN or (len(given) < 1024 and "\n" not in given and path.exists()):
+    if path == STDIN or (0 < len(given) < 1024 and "\n" not in given and path.exists()):
         return read_prompt(None, path, file_option="TEXT_OR_FILE")
     if _PATH.fullmatch(given):  # of a file that is not there; the model would continue the path
         raise ValueError(

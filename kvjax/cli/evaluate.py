@@ -162,11 +162,13 @@ def evaluate(
         given |= {"--draws": None if draws == 1 else draws, "--temperature": temperature or None, "--top-p": top_p}
         _report_only(out, [name for name, value in given.items() if value is not None], as_json)
         return
+    from kvjax.evaluate.caches import make_rows, without_budget
+
     if quick:
         task, cache = task or QUICK["task"], cache or QUICK["cache"]
-        budget, length, samples = budget or QUICK["budget"], length or QUICK["length"], samples or QUICK["samples"]
+        length, samples = length or QUICK["length"], samples or QUICK["samples"]
+        budget = budget or (QUICK["budget"] if without_budget(cache) else None)
 
-    from kvjax.evaluate.caches import make_rows
     from kvjax.evaluate.draws import Draws
     from kvjax.evaluate.tasks import make_tasks
     from kvjax.spec import require_int

@@ -58,7 +58,7 @@ def make_rows(
       group_reduces: for methods that share a selection by a rule that can be set.
 
     Raises:
-      ValueError: an unknown preset or setting; budgets or rules that no cache takes; no row that can be run. A budget
+      ValueError: an unknown preset or setting; budgets or rules that are for no cache; no row that can be run. A budget
         that one cache of several cannot hold is no error: its row says so.
     """
     if isinstance(caches, str):
@@ -70,6 +70,9 @@ def make_rows(
     known = {text: presets.find(text.partition(":")[0]) for text in caches}
     _require_use("--budget", budgets, known, lambda preset: preset.has_budget, "have no budget")
     _require_use("--group-reduce", group_reduces, known, has_group_reduce, "do not choose by a group")
+    if budgets and not without_budget(caches):
+        given, own = ",".join(map(str, budgets)), ", ".join(text for text in known if known[text].has_budget)
+        raise ValueError(f"--budget {given} is for no cache, as {own} set their own; leave it out")
     found: dict[str, Row] = {}
     for text, preset in known.items():
         asked = read_settings(text, preset.make, where="--cache")
@@ -98,6 +101,18 @@ def make_rows(
                     found[name] = Row(name, None, budget, refused=str(error))
     _require_one(list(found.values()))
     return list(found.values())
+
+
+def without_budget(caches: Caches) -> list[str]:
+    """The names of caches that have a budget and do not set it, so that one can be given beside them."""
+    if isinstance(caches, Mapping):
+        return []
+    known = {text: presets.find(text.partition(":")[0]) for text in ([caches] if isinstance(caches, str) else caches)}
+    return [
+        text
+        for text, preset in known.items()
+        if preset.has_budget and "budget" not in read_settings(text, preset.make, where="--cache")
+    ]
 
 
 def check_rows(rows: Sequence[Row], spec: CacheSpec, layers: int) -> list[Row]:

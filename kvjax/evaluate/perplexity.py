@@ -24,9 +24,8 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from kvjax import presets
 from kvjax.attention import Cache, raise_on_overflow
-from kvjax.evaluate.caches import DENSE_LAYERS, Caches, make_rows
+from kvjax.evaluate.caches import DENSE_LAYERS, Caches, make_rows, without_budget
 from kvjax.evaluate.plan import Plan, feed
 from kvjax.evaluate.plan import prepare as prepare_one
 from kvjax.evaluate.plan import run as run_one
@@ -393,7 +392,6 @@ def _places(have: int, context: int, steps: int, passages: int) -> list[int]:
 
 def _budgets(setting: Setting, caches: Caches, length: int) -> list[int] | None:
     """The budget of the caches that have one and do not set it themselves; None if there are none."""
-    if isinstance(caches, Mapping):
+    if isinstance(caches, Mapping) or (setting.budget is None and not without_budget(caches)):
         return None
-    takes = [text for text in caches if presets.find(text.partition(":")[0]).has_budget and "budget=" not in text]
-    return [setting.budget_at(length)] if takes else None
+    return [setting.budget_at(length)]

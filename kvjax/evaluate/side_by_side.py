@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax.evaluate.caches import Caches, Row, make_rows
+from kvjax.evaluate.caches import Caches, Row, make_rows, without_budget
 from kvjax.generation import stream, warm_up
 from kvjax.models import Checkpoint
 from kvjax.models.chat import round_capacity
@@ -86,12 +86,9 @@ def prepare(
     require_int("max_new_tokens", max_new_tokens, at_least=1)
     if budget is not None:
         require_int("budget", budget, at_least=1)
-    try:
-        rows = make_rows(caches, budgets=[BUDGET if budget is None else budget], dense_layers=dense_layers)
-    except ValueError:
-        if budget is not None:
-            raise
-        rows = make_rows(caches, dense_layers=dense_layers)  # none of them has a budget
+    if budget is None and without_budget(caches):
+        budget = BUDGET
+    rows = make_rows(caches, budgets=None if budget is None else [budget], dense_layers=dense_layers)
     tokens = checkpoint.encode(prompt)
     check_fit(0, len(tokens), max_new_tokens, None, checkpoint.config.max_positions)
     return rows, tokens
