@@ -31,7 +31,7 @@ C = TypeVar("C")
 
 
 class Asked(NamedTuple):
-    """What a kernel asked for, and its answer."""
+    """A kernel's question for block sizes, and the answer."""
 
     kernel: str
     shape: dict[str, Any]
@@ -55,19 +55,19 @@ def select(
 
     An entry that `limit` refuses with a reason is left out.
     """
-    chosen, device = rule, device_kind(operands)
+    config, device = rule, device_kind(operands)
     if entry := config_of(device, kernel, **shape):
         try:
-            chosen = type(rule)(**entry)
-            why_not = limit(chosen)
+            config = type(rule)(**entry)
+            why_not = limit(config)
         except (TypeError, ValueError) as error:
             why_not = str(error)
         if why_not:
             _say_once(f"{kernel}: {entry}: {why_not}")
-            chosen = rule
+            config = rule
     if (found := _asked.get()) is not None:
-        found.append(Asked(kernel, shape, rule, chosen, device))
-    return chosen
+        found.append(Asked(kernel, shape, rule, config, device))
+    return config
 
 
 def device_kind(operands: Sequence[jax.Array] = ()) -> str | None:

@@ -342,7 +342,7 @@ def _fetcher(layout: Layout, lane: Word, row: Word, *refs: Any) -> Callable[[Wor
             chunk = math.gcd(16, S * size, unit * size)
             jobs.append((simt.offset_rows(simt.global_address(m), row, S * size), size, chunk, place))
     if layout.by_channel:
-        # Of the D/16 chunks of a column of lanes the i-th goes to 4 i + col, so that columns read from other banks.
+        # The i-th of the D/16 chunks of a column of lanes goes to 4 i + col, so that columns read from different banks.
         per = D // 16
         groups = simt.offset_rows(simt.global_address(refs[3]), row, S // unit * D * 4)
         swizzled = ((lane & (per - 1)) * 4 + simt.divide(lane, per)) * 16 + layout.places[3]
@@ -370,9 +370,9 @@ def _fetcher(layout: Layout, lane: Word, row: Word, *refs: Any) -> Callable[[Wor
 
 
 def _own_queries(q: Any, heads: int, D: int, quad: Word, col: Word) -> list[Word]:
-    """Of query `quad`, or 0, the D/4 adjacent channels of this column of lanes, two a word."""
-    pick = (quad < heads).select(quad, 0)
-    return [(quad < heads).select(w, 0) for w in _words(simt.offset(q, pick * (D * 2) + col * (D // 2)), D // 8)]
+    """The D/4 adjacent channels of query `quad` for this column of lanes, two a word; 0 past the queries."""
+    mine = (quad < heads).select(quad, 0)
+    return [(quad < heads).select(w, 0) for w in _words(simt.offset(q, mine * (D * 2) + col * (D // 2)), D // 8)]
 
 
 def _queries(layout: Layout, q: Any, heads: int, quad: Word, col: Word, sign: float) -> list[Word]:
@@ -479,7 +479,7 @@ class _Mixing:
     ) -> list[list[Word]]:
         """The mix and the other sums with the values of the unit at `at`."""
         mixed, sums = mixed[: -self.slices], mixed[-self.slices :]
-        # What rounding takes from the right operand is given back times the centre of the codes, once (row 0).
+        # The rounding error of the right operand, times the centre of the codes, is added back once (row 0).
         centre = _centre(self.bits)
         off = self.quad.equals(0).select(_pair(-centre), 0)
         rights: list[list[list[Word]]] = [[] for _ in sums]
@@ -527,7 +527,7 @@ class _Mixing:
         return self.block * m // self.layout.value_channels
 
     def _of_lane(self, by_slice: Sequence[list[Word]]) -> list[Word]:
-        """Of lists by slice of a block, that of this lane's."""
+        """The list of this lane's slice, of lists by slice of a block."""
         found = by_slice[0]
         for i, other in enumerate(by_slice[1:], 1):
             mine = self.quad * (2 * self.in_byte) >= i * self.layout.value_channels
@@ -572,7 +572,7 @@ def _exact(
             return _words(simt.offset(address, (token < size).select(token, size - 1) * (2 * D) + byte), number)
 
         near, far = (words(keys, quad + 8 * r, col * (D // 2), D // 8) for r in range(2))
-        # Of the values a lane's channels of a block, of tokens 2 col, 2 col + 1 and of those 8 further.
+        # A lane takes its channels of a block of values, of tokens 2 col, 2 col + 1 and the two 8 further.
         blocks = range(D // mixing.block)
         tokens = [col * 2 + (i & 1) + 8 * (i >> 1) for i in range(4)]
         own = [[words(values, x, quad * (4 * in_byte) + 2 * mixing.block * m, in_byte) for m in blocks] for x in tokens]

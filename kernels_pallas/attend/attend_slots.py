@@ -91,13 +91,13 @@ def attend_slots(
 ) -> tuple[Array, Array]:
     """(out f32[B, K, G, D], lse f32[B, K, G]) of q [B, K, G, D] over the `valid` slots [B, K, H, M] of k, v.
 
-    k, v are [B, K, S, D]. `config` is chosen by the shape.
+    k, v are [B, K, S, D]. `config` follows from the shape.
     """
     if limit := unsupported(q, k, v, slots, config):
         raise NotImplementedError(limit)
     B, K, G, D = q.shape
     S, (H, M) = k.shape[2], slots.shape[2:]
-    chosen = config or tuned.select(
+    config = config or tuned.select(
         "attend_slots",
         config_for(B * K * H, M, D),
         (q, k, v),
@@ -116,7 +116,7 @@ def attend_slots(
         name="attend_slots",
         write=softmax.Merged.write,
         scale=scale,
-        config=chosen,
+        config=config,
     )
     return out.reshape(B, K, G, D), lse.reshape(B, K, G)
 
@@ -128,7 +128,7 @@ def attend(
 ) -> tuple[Array, ...]:  # fmt: skip
     """The kernel, over rows of queries [rows, heads, D] and of slots i32[rows, M], -1 where there is none.
 
-    `kept` has the keys and values [rows', S, D] of each zone; slots count on from zone to zone. Of a row's slots those
+    `kept` has the keys and values [rows', S, D] of each zone; slots count on from zone to zone. Slots of a row
     from the `found` i32[rows] on are not read either. `spans` are start and stop, i32[rows''] each, of each of the
     last zones, and how many slots are read there: so many, the last. `outs` are shapes and dtypes of what write(merged,
     *addresses) writes of each row. With `order` = (K, T, H) the rows of slots are those of [..., K, T, H], and the rows
@@ -216,7 +216,7 @@ def _program(
     ends, of_row = list(itertools.accumulate(zones)), simt.divide(row, of_zone)
 
     def bases(places: Sequence[Any]) -> list[Any]:
-        """Of each zone, where slot 0 of this row would lie if the zone's rows went on to before its first slot."""
+        """The address, by zone, where slot 0 of this row would lie if the zone went on to before its first slot."""
         mine = (simt.offset_rows(a, of_row, n * width) for a, n in zip(places, zones, strict=True))
         return [simt.offset_rows(a, word(end - n), -width) for a, n, end in zip(mine, zones, ends, strict=True)]
 

@@ -107,7 +107,7 @@ def attend_span(
     q: Array, k: Array, v: Array, start: Array, stop: Array, *, scale: float, config: Config | None = None
 ) -> Array:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, stop) i32[B] of k, v [B, K, S, D];
-    0 where there are none. `config` is chosen by the shape.
+    0 where there are none. `config` follows from the shape.
 
     With start and stop i32[B, T], q is [B, K, T*G, D] and each step has a span. `HEADS` queries at a time are rows of
     their own, whose blocks run at once and so read most tiles from the L2 cache.
@@ -117,7 +117,7 @@ def attend_span(
     B, K, G, D = q.shape
     rows, S, steps = B * K, k.shape[2], _steps(stop)
     passes = -(-G // HEADS) if steps > 1 else 1
-    chosen = config or tuned.select(
+    config = config or tuned.select(
         "attend_span",
         config_for(rows * passes, S, D),
         (q, k, v),
@@ -130,14 +130,14 @@ def attend_span(
     queries, kept = q.astype(k.dtype).reshape(rows, G, D), [a.reshape(rows, S, D) for a in (k, v)]
     ends = [jnp.clip(a.astype(jnp.int32), 0, S) if steps > 1 else a.astype(jnp.int32) for a in (start, stop)]
     if steps == 1:
-        return _attend(scale, q.dtype, chosen, queries, *ends, *kept).reshape(q.shape)
+        return _attend(scale, q.dtype, config, queries, *ends, *kept).reshape(q.shape)
     heads = -(-G // passes)
     pad = (0, passes * heads - G)
     queries = jnp.pad(queries, ((0, 0), pad, (0, 0))).reshape(rows * passes, heads, D)
     limits = [jnp.pad(jnp.repeat(a, G // steps, axis=1), ((0, 0), pad)).reshape(B, passes, heads) for a in ends]
     each = jnp.stack([jnp.repeat(a[:, None], K, axis=1).reshape(-1, heads) for a in limits], axis=1)
     start, stop = jnp.min(ends[0], axis=1), jnp.max(ends[1], axis=1)
-    out = _attend(scale, q.dtype, chosen, queries, start, stop, *kept, each)
+    out = _attend(scale, q.dtype, config, queries, start, stop, *kept, each)
     return out.reshape(rows, passes * heads, D)[:, :G].reshape(q.shape)
 
 

@@ -78,11 +78,11 @@ def attend_zones(
 ) -> Array:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over slots i32[B, K, H, M] and spans.
 
-    Of the slots those are read that `known` says: as bool[B, K, H, M] which, as i32[B, K, H] how many, the first. k, v
-    are [B, K, S, D], slots 0 to S - 1; `more`, of the same shape, has slots S to 2 S - 1, if given; those of `recent`
+    `known` says which slots are read, as bool[B, K, H, M], or how many of the first ones, as i32[B, K, H]. Slots 0 to
+    S - 1 are those of k, v [B, K, S, D]; if given, `more`, of the same shape, has slots S to 2 S - 1; those of `recent`
     follow. `recent`, and `sink` if there is one, are keys and values [B, K, R, D] and start and stop i32[B] of the
     slots that are attended to, of `recent` the last `local` of these; or i32[B, T], of each H/T lists. `config` is
-    chosen by the shape.
+    selected by the shape.
     """
     if limit := unsupported(q, k, v, slots, recent, sink, local, more, config):
         raise NotImplementedError(limit)
@@ -91,7 +91,7 @@ def attend_zones(
     T = recent[3].shape[1] if recent[3].ndim == 2 else 1  # a model wants [B, T, K, G, D], to which XLA moves nothing
     found, spans = None, _spans(recent, sink, local)
     read = M + sum(max_slots for _, max_slots in spans)
-    chosen = config or tuned.select(
+    config = config or tuned.select(
         "attend_zones",
         config_for(B * K * H, read, D),
         (q, k, v),
@@ -118,7 +118,7 @@ def attend_zones(
         name="attend_zones",
         write=functools.partial(_write, kind=KINDS[str(q.dtype)]),
         scale=scale,
-        config=chosen,
+        config=config,
         order=(K, T, H // T),
     )
     return jnp.swapaxes(out.reshape(B, T, K, G // T, D), 1, 2).reshape(B, K, G, D)

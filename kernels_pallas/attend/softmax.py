@@ -129,7 +129,7 @@ class Rows:
         return [simt.load_below(self.quad, heads, simt.offset(q, at + n * 16)) for n in range(self.D // 8)]
 
     def scores(self, at: Word, queries: Sequence[Word], tiles: int) -> list[list[Word]]:
-        """Of 16 keys each, the first of them at `at`."""
+        """Scores of tiles of 16 keys each, the first tile at `at`."""
         scores = [[word(0)] * 4 for _ in range(tiles)]
         for j in range(self.D // 16):
             for n, acc in enumerate(scores):
@@ -196,7 +196,7 @@ class Merged:
 
     @classmethod
     def of_means(cls, means: Any, logs: Any, n: int, heads: int, i: Word, D: int) -> Merged:
-        """Of parts whose means f32[n, heads, D] and natural logs of sums f32[n, heads] are in device memory."""
+        """The state of part i: means f32[n, heads, D] and natural logs of sums f32[n, heads] are in device memory."""
         self = cls.__new__(cls)
         self._find(i, D)
         logs = [simt.load(simt.offset(logs, (self.head + b * heads) * 4)) for b in range(n)]

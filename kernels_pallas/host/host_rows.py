@@ -93,7 +93,7 @@ def unsupported_recall(x: Any, device_rows: Any, zones: Sequence[Any]) -> str | 
 
 def host_rows(x: Array, index: Array, *, config: Config | None = None) -> tuple[Array, ...]:
     """The parts, [B, K, N * Z, D] each on the device, of rows `index` i32[B, K, N] of x [B, K, P, parts, Z, D]; zeros
-    where it is out of range. `config` is chosen by the kind of device: buses differ."""
+    where it is out of range. `config` follows from the kind of device: buses differ."""
     if limit := unsupported(x, index):
         raise NotImplementedError(limit)
     return tuple(_rows(config or tuned.select("host_rows", Config(), (x, index)), x, index))
@@ -219,7 +219,7 @@ def _recall_program(
     width = M * piece
 
     def place_of(row: Word, of: Word) -> Word:
-        """Where `row` is held; all ones if it is not. The same in all lanes of a warp."""
+        """The place where `row` is held; all ones if it is not. All lanes of a warp get the same."""
         lane = simt.special("laneid")
 
         @loop(0, M, 32, [word(0xFFFFFFFF)])
@@ -232,7 +232,7 @@ def _recall_program(
         return place[0]
 
     def whose(at: Word) -> tuple[Word, Word, Word, Word]:
-        """Of a chunk the (b, k), the place, the part and the byte in it."""
+        """The (b, k), place and part that a chunk belongs to, and its byte there."""
         i = simt.divide(at, chunks)
         of, inside = simt.divide(i, M), (at - i * chunks) * CHUNK
         part = simt.divide(inside, piece)
@@ -272,10 +272,10 @@ def _recall_program(
 
 
 def _of_part(addresses: Sequence[Any], part: Word) -> Any:
-    chosen = addresses[0]
+    selected = addresses[0]
     for n, address in enumerate(addresses[1:], 1):
-        chosen = simt.select_address(part.equals(n), address, chosen)
-    return chosen
+        selected = simt.select_address(part.equals(n), address, selected)
+    return selected
 
 
 def _move(

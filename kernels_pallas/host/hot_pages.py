@@ -192,7 +192,7 @@ def _place_at(thread: Word, e: int, share: int, at_hand: Word, n: int) -> tuple[
 
 
 def _sums(*words: Word, small: Word, warps: int) -> list[tuple[Word, Word]]:
-    """Of each word the sum over the threads of the block before this one, and over all."""
+    """The sum of each word over the threads of the block before this one, and over all."""
     thread = special("tid.x")
     lane, warp = thread & 31, thread >> 5
     within = []

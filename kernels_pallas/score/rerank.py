@@ -36,7 +36,7 @@ COPIES = 16  # of the table, for the lanes of half a warp
 
 @dataclass(frozen=True)
 class Config:
-    warpgroups: int = 2  # of a block, a pick a thread
+    warpgroups: int = 2  # of a block, a candidate a thread
 
     def __post_init__(self) -> None:
         if self.warpgroups not in (1, 2, 4, 8):
@@ -47,12 +47,12 @@ class Split(NamedTuple):
     """How the selected keys of a head are split over blocks."""
 
     blocks: int
-    picks: int  # of a block, whole warps
+    candidates: int  # of a block, whole warps
     threads: int  # of a block
 
 
 def config_for(heads: int, M: int, pending: int = 0) -> Config:
-    """The smallest blocks of which one for each multiprocessor is enough, so that all picks are under way at once; else
+    """The smallest blocks of which one for each multiprocessor is enough, so that all candidates are under way; else
     small ones. `pending`: keys a head for which `select_4bit` has blocks in the same grid."""
     enough = (n for n in (2, 4, 8) if heads * (-(-M // (128 * n)) - (-pending // (128 * n))) <= simt.MULTIPROCESSORS)
     return Config(next(enough, 2))
@@ -61,8 +61,8 @@ def config_for(heads: int, M: int, pending: int = 0) -> Config:
 def split(heads: int, M: int, config: Config, beside: int = 0) -> Split:
     """Splits over all multiprocessors but `beside`, if one block for each is enough."""
     blocks = max(-(-M // (128 * config.warpgroups)), (simt.MULTIPROCESSORS - beside) // heads)
-    picks = -(-M // (blocks * 32)) * 32
-    return Split(-(-M // picks), picks, 128 * config.warpgroups)
+    candidates = -(-M // (blocks * 32)) * 32
+    return Split(-(-M // candidates), candidates, 128 * config.warpgroups)
 
 
 def smem_bytes(D: int) -> int:
@@ -81,7 +81,7 @@ def unsupported(q: Any, signs: Any, sizes: Any, weights: Any, slots: Any) -> str
     if not 1 <= S < 1 << 26:
         return f"the kernel rerank takes 1 to 2^26 - 1 keys; got {S}"
     if 0 in q.shape or 0 in slots.shape:
-        return f"the kernel rerank takes at least one pick; got slots{list(slots.shape)}"
+        return f"the kernel rerank takes at least one candidate; got slots{list(slots.shape)}"
     return None
 
 
@@ -104,10 +104,10 @@ def rerank(
     B, K, G, M = slots.shape
     codes = (a.reshape(B * K, *a.shape[2:]) for a in (signs, sizes, weights))
     heads = (a.reshape(B * K * G, a.shape[-1]) for a in (q.astype(jnp.float32), slots))
-    chosen = config or tuned.select(
+    config = config or tuned.select(
         "rerank", config_for(B * K * G, M), (q, signs), rows=B * K * G, M=M, G=G, D=q.shape[-1]
     )
-    how = tuple(map(float, centres)), scale, chosen
+    how = tuple(map(float, centres)), scale, config
     return _estimates(how, *heads, *codes).reshape(B, K, G, M)
 
 
@@ -141,35 +141,35 @@ def _program(
     M, place = sizes[3], Place(simt.special("ctaid.x"), sizes, shares)
     codes, scratch = (signs_m, sizes_m, weights_m), (table_m, queries_m)
     total = estimate(q_m, place.slot(slots_m), codes, scratch, place, centres=centres, scale=scale)
-    with when(place.is_of_block & (place.pick < M)):
+    with when(place.is_of_block & (place.candidate < M)):
         out = simt.offset_rows(simt.global_address(out_m), place.head, M * 4)
-        ptx("st.global.b32 [$0], $1;", simt.offset(out, place.pick * 4), total)
+        ptx("st.global.b32 [$0], $1;", simt.offset(out, place.candidate * 4), total)
 
 
 class Place:
-    """What a thread of a block estimates, of `sizes` = (query heads of a row of keys, S, D, M)."""
+    """The key that a thread of a block scores; `sizes` = (query heads of a row of keys, S, D, M)."""
 
     def __init__(self, block: Word, sizes: tuple[int, int, int, int], shares: Split):
         self.sizes, self.shares, t = sizes, shares, simt.special("tid.x")
         self.head = simt.divide(block, shares.blocks)
         self.row = simt.divide(self.head, sizes[0])
-        self.first = (block - self.head * shares.blocks) * shares.picks  # of the block
-        self.pick = self.first + t
-        self.is_of_block = t < shares.picks
+        self.first = (block - self.head * shares.blocks) * shares.candidates  # of the block
+        self.candidate = self.first + t
+        self.is_of_block = t < shares.candidates
 
     def slot(self, slots_m: Any) -> Word:
-        """Of the thread's pick, as it lies."""
+        """The slot of the thread's candidate, as the list has it."""
         _, _, _, M = self.sizes
         at = simt.offset_rows(simt.global_address(slots_m), self.head, M * 4)
-        pick = (self.pick < M).select(self.pick, M - 1)
-        return simt.load(simt.offset(at, pick * 4))
+        candidate = (self.candidate < M).select(self.candidate, M - 1)
+        return simt.load(simt.offset(at, candidate * 4))
 
 
 def estimate(
     q_m: Any, slot: Word, codes_m: Sequence[Any], scratch_m: Sequence[Any], place: Place,
     *, centres: Sequence[float], scale: float, turned: int | None = None,
 ) -> Word:  # fmt: skip
-    """scale * q.k~ of this thread's pick, in f32; of R q if `turned` says how (`_rotated`)."""
+    """scale * q.k~ of this thread's candidate, in f32; of R q if `turned` says how (`_rotated`)."""
     (_, S, D, _), (signs_m, sizes_m, weights_m), (table_m, queries_m) = place.sizes, codes_m, scratch_m
     N, threads, t = D // 8, place.shares.threads, simt.special("tid.x")
     q = simt.offset_rows(simt.global_address(q_m), place.head, D * 4)
@@ -204,7 +204,7 @@ def estimate(
 
     mine = table + ((t & (COPIES - 1)) << 3)
     product = functools.partial(_product, queries, mine, signs, bits, weights)
-    if place.shares.picks > threads - 32:
+    if place.shares.candidates > threads - 32:
         return product()
     (total,) = simt.branch(place.is_of_block, lambda: [product()], [word(0)])
     return total
@@ -213,14 +213,14 @@ def estimate(
 def _product(
     queries: Word, table: Word, signs: list[Word], bits: Sequence[list[Word]], weights: Sequence[Word]
 ) -> Word:
-    """Of a query with a key, whose signs, planes of sizes, and weights in pairs are here."""
+    """The product of a query with a key, given its signs, planes of sizes, and weights in pairs."""
     total = word(0)
     for w in range(len(signs)):  # channels 32 w ..
         pairs = _nibbles([*(plane[w] for plane in bits), signs[w]])
 
         @loop(queries + w * 128, queries + w * 128 + 128, 64, [total, weights[2 * w + 1], weights[2 * w], *pairs])
         def carried(at: Word, total: Word, ahead: Word, scales: Word, *pairs: Word) -> list[Word]:
-            """Of two subspaces, whose pairs are the lower bytes of words; `ahead` are the weights of the next two."""
+            """Adds two subspaces, whose pairs are the lower bytes of words; `ahead` are the weights of the next two."""
             ptx('.pragma "nounroll";')  # else ptxas reads ahead so far that two blocks fill the registers
             for b, weight in enumerate((scales << 16, scales & 0xFFFF0000)):
                 load = "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4+%d];"
@@ -247,7 +247,7 @@ def _decode(code: Word, centres: Sequence[int]) -> Word:
 
 
 def _nibbles(planes: Sequence[Word]) -> list[Word]:
-    """Of four planes word i has bits i, i + 4, ..: nibble n has bits i + 4 n, that of the first plane lowest.
+    """Four words of four planes. Word i has bits i, i + 4, ..: nibble n has bits i + 4 n, the first plane's lowest.
 
     In each nibble a matrix of 4 x 4 bits is transposed: blocks of two, then single bits change places.
     """
@@ -255,6 +255,6 @@ def _nibbles(planes: Sequence[Word]) -> list[Word]:
     for gap, mask in ((2, 0x33333333), (1, 0x55555555)):
         for i in (0, 3 - gap):
             pairs = (rows[i], rows[i + gap] << gap), (rows[i] >> gap, rows[i + gap])
-            # Of the mask's bits the first, of others the second.
+            # Bits of the mask come from the first, others from the second.
             rows[i], rows[i + gap] = (ptx(f"lop3.b32 $0, $1, $2, {mask}, 0xE4;", *pair, results=1) for pair in pairs)
     return rows

@@ -59,7 +59,7 @@ def config_for(rows: int, slots: int) -> Config:
 
 
 def smem_bytes(D: int, config: Config) -> int:
-    """Of a block; a stage has the codes of a unit, and its steps."""
+    """Shared memory of a block; a stage has the codes of a unit, and its steps."""
     return WARPS * config.stages * (UNIT * D // 8 + 2 * D)
 
 
@@ -91,11 +91,11 @@ def score_1bit(q: Array, bits: Array, step: Array, zero: Array, *, scale: float,
         raise NotImplementedError(limit)
     (B, K, G, D), S = q.shape, bits.shape[2]
     group = S // step.shape[2]
-    chosen = config or tuned.select(
+    config = config or tuned.select(
         "score_1bit", config_for(B * K, S), (q, bits), rows=B * K, S=S, G=G, D=D, group=group
     )
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
-    return _scores(scale, chosen, *rows).reshape(B, K, G, -1)
+    return _scores(scale, config, *rows).reshape(B, K, G, -1)
 
 
 def _scores(scale: float, config: Config, q: Array, bits: Array, step: Array, zero: Array) -> Array:
@@ -365,7 +365,7 @@ def times(kind: str, a: Word, b: Word) -> Word:
 
 
 def power(kind: str, bit: int) -> int:
-    """Of 2, that a half word with this bit alone is."""
+    """The power of 2 that a half word with this bit alone is."""
     return 2 ** (bit - 7) - 127 if kind == "bf16" else bit - 24
 
 

@@ -79,8 +79,8 @@ def score_pages(q: Array, low: Array, high: Array, *, scale: float, config: Conf
     B, K, G, D = q.shape
     q = q.astype(low.dtype).reshape(B * K, G, D)
     corners = (a.reshape(B * K, *a.shape[2:]) for a in (low, high))
-    chosen = config or tuned.select("score_pages", Config(), (q, low), rows=B * K, P=low.shape[2], G=G, D=D)
-    return _scores(scale, chosen, q, *corners).reshape(B, K, G, -1)
+    config = config or tuned.select("score_pages", Config(), (q, low), rows=B * K, P=low.shape[2], G=G, D=D)
+    return _scores(scale, config, q, *corners).reshape(B, K, G, -1)
 
 
 def _scores(scale: float, config: Config, q: Array, low: Array, high: Array) -> Array:
@@ -109,8 +109,8 @@ def program(
     q_m: Any, low_m: Any, high_m: Any, out_m: Any, *, shape: tuple[int, int, int, int], kind: str, scale: float,
     config: Config, width: int | None = None, visit: Callable[..., None] | None = None,
 ) -> None:  # fmt: skip
-    """The kernel's body, with `width` scores of a row and head, of which those past P are anything. Of each tile
-    visit(row, tile, pages, head, scores): a lane has two pages, and scores by head, this and the next, and page.
+    """The kernel's body, with `width` scores of a row and head, of which those past P are anything. Each tile
+    calls visit(row, tile, pages, head, scores): a lane has two pages, and scores by head, this and the next, and page.
 
     A warp makes `config.columns` products of the corners that it loads; the warps of one tile are adjacent."""
     rows, G, P, D = shape

@@ -45,11 +45,11 @@ def launch(
     kernel: str, program: Callable[..., None], args: Sequence[jax.Array], *, rows: int, sizes: tuple[int, ...],
     room: int, config: tiling.Config, **how: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """(what is chosen i32[rows, room], how many i32[rows]) by `choose`, or a program around it, over `args`."""
+    """(units i32[rows, room], how many i32[rows]) selected by `select_units`, or a program around it, over `args`."""
     outs = [jax.ShapeDtypeStruct((rows, room), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)]
     if not tiling.in_one_step(sum(sizes), config):
         outs.append(jax.ShapeDtypeStruct((rows, sum(sizes)), jnp.uint32))  # keys, where lists have no room
-    chosen, found, *_ = simt.kernel(
+    units, found, *_ = simt.kernel(
         functools.partial(program, sizes=sizes, room=room, config=config, **how),
         name=kernel,
         out_type=tuple(outs),
@@ -59,7 +59,7 @@ def launch(
         cluster=config.blocks,
         warpgroups=tiling.THREADS // 128,
     )(*args)
-    return chosen, found
+    return units, found
 
 
 def scratch(U: int, config: tiling.Config) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class Loads:
 def select_units(
     *refs, sizes: tuple[int, ...], heads: int, sums: int, shared_by: Sequence[int], local: int, group_reduce: str,
     room: int, config: tiling.Config, limits: Sequence[int] | None = None, unit: int = 1, half: bool = True,
-    name: Callable[[Word, Word], Word] = lambda row, chosen: chosen,
+    name: Callable[[Word, Word], Word] = lambda row, unit: unit,
 ) -> None:  # fmt: skip
     """The kernel's body, over heads' scores of each of `sizes`, with `sums` statistics of each head, if any. It begins
     with start and stop of each part's span, of which the second part's `local` do not count, nor what is not among the

@@ -37,7 +37,7 @@ def sum_before(x: Word, small: Word) -> Word:
 
 
 class _Thread(NamedTuple):
-    """What numbers a thread has, and its block; where the list's length and the list are."""
+    """The numbers of a thread and its block, and the addresses of the list and its length."""
 
     thread: Word
     part: Word
@@ -52,7 +52,7 @@ def write_slots(
     name: Callable[[Word], Word], room: int, config: tiling.Config,
 ) -> None:  # fmt: skip
     """Taken are keys beyond the bin's; if slots were counted, also those that equal `low` of a higher rank than the one
-    that is left. What the bin has comes into the list that each block gets, [many] of rank and key."""
+    that is left. Keys of the bin go to the list that each block gets, [many] of rank and key."""
     blocks, (thread, part, lane, warp, length, listed) = config.blocks, here
     wanted, need, is_held = cut.wanted, cut.need, isinstance(row, InRegisters)
     by_rank, none = cut.least.differs(0), wanted.equals(0)

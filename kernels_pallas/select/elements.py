@@ -137,7 +137,7 @@ class Lists:
         return too_many.select(0, number), too_many
 
     def elements(self, first: Word, number: Word) -> Elements:
-        """Of this lane's four of the fours from `first` on."""
+        """This lane's four among the fours from `first` on."""
         i = first + self.lane
         exists = i < number
         i = exists.select(i, 0)

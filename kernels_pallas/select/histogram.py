@@ -43,8 +43,9 @@ class Found(NamedTuple):
 
 
 def find_bin(bins: Word, wanted: Word, blocks: int, of_earlier: bool = True) -> Found:
-    """Of the histograms that the blocks have at `bins`, `PASS` words that were zeros before the elements were counted;
-    without numbers of earlier blocks, which are zeros then, if these are not wanted.
+    """The place of the last wanted element in the histograms of all blocks, `PASS` words each at `bins`.
+
+    The words were zeros before the elements were counted. Numbers of earlier blocks are zeros if they are not wanted.
 
     A block reads of another the sums of 32 bins each, then the 32 bins in which the one lies: of each one word a lane.
     """
@@ -67,7 +68,7 @@ def find_bin(bins: Word, wanted: Word, blocks: int, of_earlier: bool = True) -> 
                 ptx("red.shared.add.u32 [$0], $1;", to_before, theirs)
 
     def place(counts: list[Word], wanted: Word) -> list[Word]:
-        """Of counts that the lanes have, which has the last of the wanted, how many come after it, and itself."""
+        """Which of the lanes' counts has the last wanted element, how many come after it, and that count."""
         above = simt.sum_of_next_lanes(simt.sum_of(counts))
         found = [word(0)] * 3
         for j in reversed(range(len(counts))):

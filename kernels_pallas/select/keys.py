@@ -114,7 +114,7 @@ def _log_of_sum(shares: list[Word]) -> Word:
 
 
 def _key(x: Word) -> Word:
-    """Of the same order, as `top_k.ordered_keys`."""
+    """Keys in the order of the numbers, as `top_k.ordered_keys`."""
     x = instr("max.f32", x, real(LOWEST))  # also of NaN
     x = logsum.sum_of_two(x, real(0.0))
     return (x >> 31).differs(0).select(x ^ 0xFFFFFFFF, x | (1 << 31))

@@ -42,7 +42,7 @@ def _is_finite(x: Word) -> Flag:
 
 
 def add(state: Sequence[Word], scores: Sequence[Word]) -> list[Word]:
-    """A state with some natural scores. Of infinite ones the sum is that of 2^score, which is 0 or infinite too."""
+    """A state with some natural scores. An infinite score adds 2^score, which is 0 or infinite too."""
     before, total = state
     top = functools.reduce(larger, scores)
     peak = larger(before, instr("mul.f32", top, real(LOG2_E)))

@@ -4,12 +4,12 @@
 do. For softmaxes, each warp also keeps every head's largest score and the sum of 2^(score - largest). Pending keys are
 scored exactly by extra blocks at the end of the same grid.
 
-**The choice** (`_choice`) reads the scores once and counts keys into a histogram; nothing is sorted. Both kernels read
-counts and limits from the cache and clip them, which saves launches.
+**The selection** (`cluster.select_units`) reads the scores once and counts keys into a histogram; nothing is sorted.
+Both kernels read counts and limits from the cache and clip them, which saves launches.
 
 **Bytes:** D/8 + 4 D/g read, 2 G written and 2 G read a slot and KV head, and 4 `room` written.
 
-**Bound:** memory for the scores, latency for the choice.
+**Bound:** memory for the scores, latency for the selection.
 
 **Limits:** scores beyond 65504 count as infinite; otherwise those of `score_1bit`. Evidence: `benchmarks/NOTES.md`.
 """
@@ -39,7 +39,7 @@ PASS = 4 * score.HEADS  # query heads of some steps that one pass takes, as many
 
 @dataclass(frozen=True)
 class Config(score.Config, tiling.Config):
-    """Of the choice: blocks, unroll; of the scores: units, stages."""
+    """Block sizes: `blocks` and `unroll` of the selection, `units` and `stages` of the scores."""
 
     def __post_init__(self) -> None:
         tiling.Config.__post_init__(self)
@@ -47,14 +47,14 @@ class Config(score.Config, tiling.Config):
 
 
 def config_for(rows: int, per_row: int, slots: int, units: int) -> Config:
-    """Of `rows` rows of scores over `slots` slots, chosen from in `per_row` ways each, with `units` units in all."""
+    """The rule for `rows` rows of scores over `slots` slots, with `per_row` lists of each and `units` units in all."""
     blocks = tiling.config_for(rows * per_row, units).blocks
     fits = tiling.in_one_step(units, tiling.Config(blocks, 5))  # registers hold 20 keys of a thread
     return Config(blocks, 5 if fits else 4, *astuple(score.config_for(rows, slots)))
 
 
 def smem_bytes(D: int, config: Config) -> int:
-    """Of a block of the scores, and of one of the choice; the larger."""
+    """Shared memory of a block of the scores or of the selection, whichever is larger."""
     return max(score.smem_bytes(D, config), 4 * sum(cluster.SCRATCH))
 
 
@@ -114,7 +114,7 @@ def select_1bit(
         pending_scores = given.reshape(-1, *given.shape[-2:])
     ends = (simt.by_step(x, K) for x in (*span, *pending[1:], count))
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
-    chosen = config or tuned.select(
+    config = config or tuned.select(
         "select_1bit",
         config_for(B * K, H, S, S + W),
         (q, bits),
@@ -128,13 +128,13 @@ def select_1bit(
         softmax=int(group_reduce in SOFTMAX),
     )
     pending_slots = None if pending_slots is None else W
-    slots, found = _pick(
-        group_reduce, room, scale, pending_slots, pending_units, local, steps, chosen, *ends, pending_scores, *rows
+    slots, found = _select(
+        group_reduce, room, scale, pending_slots, pending_units, local, steps, config, *ends, pending_scores, *rows
     )
     return slots.reshape(B, K, H, room), found.reshape(B, K, H)
 
 
-def _pick(
+def _select(
     group_reduce: str,
     room: int,
     scale: float,
@@ -152,10 +152,10 @@ def _pick(
     pending, q, bits, *_ = args[5:]
     (rows, S, _), G = bits.shape, q.shape[1]
     if pending_slots is None:
-        chosen_rows, heads, W = pending.shape
+        list_rows, heads, W = pending.shape
     else:
         heads, W = (1 if group_reduce == "per_head" else G // steps), pending_slots
-        chosen_rows = rows * G // heads
+        list_rows = rows * G // heads
     summed = group_reduce in SOFTMAX and heads > 1
 
     @jax.custom_batching.custom_vmap
@@ -181,28 +181,28 @@ def _pick(
         more = -(-rows * steps * -(-pending_slots // EXACT) // score.WARPS) if pending_slots else 0
         score_kernel = scored.kernel(program, more_blocks=more, name="kvjax_select_1bit_score", out_type=tuple(outs))
         scores, *sums = score_kernel(*exact, q, bits, step, zero, *span)
-        pending_scores = sums.pop().reshape(chosen_rows, heads, pending_slots) if pending_slots else pending
-        parts = [scores.reshape(chosen_rows, heads, S), pending_scores][: 2 if W else 1]
+        pending_scores = sums.pop().reshape(list_rows, heads, pending_slots) if pending_slots else pending
+        parts = [scores.reshape(list_rows, heads, S), pending_scores][: 2 if W else 1]
         ends = ends if W else (*ends[:2], ends[4])
         return cluster.launch(
             "kvjax_select_1bit",
             cluster.select_units,
             [*ends, *sums, *parts],
-            rows=chosen_rows,
+            rows=list_rows,
             sizes=tuple(part.shape[2] for part in parts),
             room=room,
             config=config,
             limits=(S, pending_units),
             heads=heads,
             sums=scored.jobs if summed else 0,
-            shared_by=[chosen_rows // end.size for end in ends],
+            shared_by=[list_rows // end.size for end in ends],
             local=local,
             group_reduce=group_reduce,
         )
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        slots, found = _pick(
+        slots, found = _select(
             group_reduce,
             room,
             scale,
@@ -213,7 +213,7 @@ def _pick(
             config,
             *simt.flatten_batch(n, batches, args),
         )
-        return (slots.reshape(n, chosen_rows, room), found.reshape(n, chosen_rows)), (True, True)
+        return (slots.reshape(n, list_rows, room), found.reshape(n, list_rows)), (True, True)
 
     return run(*args)
 

@@ -4,11 +4,11 @@
 at the end of the same grid score the pending keys, one key a thread, with the query rounded to the dtype of the keys.
 In the other blocks, one warp rotates the query.
 
-**The choice** is `_choice` with one head; it writes the slot of each chosen candidate. Counts, starts and stops are
-read from the cache and clipped in the kernel.
+**The selection** is `cluster.select_units` with one head; it writes the slot of each selected candidate.
+Counts, starts and stops are read from the cache and clipped in the kernel.
 
 **Bytes:** those of `rerank` with 2 bytes written a candidate; 2 D read and 2 written a pending key; 2 read a unit; 4
-read and written a chosen unit.
+read and written a selected unit.
 
 **Bound:** latency of reads of 32 bytes at random.
 
@@ -38,7 +38,7 @@ MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_4bi
 
 @dataclass(frozen=True)
 class Config(rerank.Config, tiling.Config):
-    """Of the choice: blocks, unroll; of the scores: warpgroups."""
+    """Block sizes: `blocks` and `unroll` of the selection, `warpgroups` of the scores."""
 
     def __post_init__(self) -> None:
         tiling.Config.__post_init__(self)
@@ -56,7 +56,7 @@ def config_for(rows: int, M: int, pending_slots: int) -> Config:
 
 
 def smem_bytes(D: int) -> int:
-    """Of a block of the scores, and of one of the choice; the larger."""
+    """Shared memory of a block of the scores or of the selection, whichever is larger."""
     return max(rerank.smem_bytes(D), 4 * sum(cluster.SCRATCH))
 
 
@@ -112,7 +112,7 @@ def select_4bit(
     if limit := unsupported(q, signs, sizes, weights, slots, keys, room, pending_slots):
         raise NotImplementedError(limit)
     (B, K, G, D), M, R = q.shape, slots.shape[3], keys.shape[2]
-    chosen = config or tuned.select(
+    config = config or tuned.select(
         "select_4bit",
         config_for(B * K * G, M, pending_slots),
         (q, signs),
@@ -125,16 +125,16 @@ def select_4bit(
     )
     ends = (found.reshape(-1), *(simt.by_step(x, K) for x in (*numbers, count)))
     codes = (a.reshape(B * K, *a.shape[2:]) for a in (signs, sizes, weights))
-    how = tuple(map(float, centres)), scale, turned, pending_slots, local, room, chosen
+    how = tuple(map(float, centres)), scale, turned, pending_slots, local, room, config
     heads = q.astype(jnp.float32).reshape(B * K * G, D), slots.reshape(B * K * G, M)
     args = *ends, *heads, keys.reshape(B * K, R, D), *codes
-    picked, many = _pick(how, *args)
-    return picked.reshape(B, K, G, room), many.reshape(B, K, G)
+    slots, many = _select(how, *args)
+    return slots.reshape(B, K, G, room), many.reshape(B, K, G)
 
 
-def _pick(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
-    """Of `args`: found, start, stop and count, each of a number of heads that divides these; then queries,
-    candidates, pending keys and codes."""
+def _select(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
+    """(slots, how many) of `args`: found, start, stop and count, each of a number of heads that divides the rows;
+    then queries, candidates, pending keys and codes."""
     centres, scale, turned, pending_slots, local, room, config = how
     (heads, D), M, (rows, R, _), S = args[4].shape, args[5].shape[1], args[6].shape, args[7].shape[1]
     parts = cluster.padded(M, pending_slots)
@@ -164,21 +164,21 @@ def _pick(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
         )(ends[0], q, slots, keys, *codes)
         spans = jnp.zeros(1, jnp.int32), *ends
         return cluster.launch(
-            "kvjax_select_4bit", _choose, [slots, *spans, *scores], rows=heads, sizes=parts, room=room, config=config,
-            names=(M, parts[0], S), limits=(M, pending_slots), heads=1, sums=0,
+            "kvjax_select_4bit", _select_candidates, [slots, *spans, *scores], rows=heads, sizes=parts, room=room,
+            config=config, names=(M, parts[0], S), limits=(M, pending_slots), heads=1, sums=0,
             shared_by=[heads // end.size for end in spans], local=local, group_reduce="per_head",
         )  # fmt: skip
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        picked, many = _pick(how, *simt.flatten_batch(n, batches, args))
-        return (picked.reshape(n, heads, room), many.reshape(n, heads)), (True, True)
+        slots, many = _select(how, *simt.flatten_batch(n, batches, args))
+        return (slots.reshape(n, heads, room), many.reshape(n, heads)), (True, True)
 
     return run(*args)
 
 
-def _choose(slots_m, *refs, names: tuple[int, int, int], **how: Any) -> None:
-    """The choice, of what has the slots of candidates."""
+def _select_candidates(slots_m, *refs, names: tuple[int, int, int], **how: Any) -> None:
+    """`cluster.select_units` over candidates, whose slots it writes."""
     M, first, S = names
 
     def name(row: Word, unit: Word) -> Word:
@@ -193,7 +193,7 @@ def _scores(
     *, sizes: tuple[int, int, int, int], pending: tuple[int, int], shares: tuple[rerank.Split, rerank.Split],
     blocks: int, kind: Any, how: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Of the candidates in the first `blocks`, of the keys that wait in the others; as `shares` has each."""
+    """Scores of candidates in the first `blocks` and of pending keys in the others, as `shares` divides them."""
     (G, _, D, M), (R, pending_slots), block = sizes, pending, simt.special("ctaid.x")
     codes, scratch = (signs_m, sizes_m, weights_m), (table_m, queries_m)
     place = rerank.Place(block, sizes, shares[0])
@@ -211,8 +211,8 @@ def _scores(
 
 def _store(out_m: Any, place: rerank.Place, score: Word) -> None:
     (size,) = cluster.padded(place.sizes[3])
-    with when(place.is_of_block & (place.pick < size)):
-        at = simt.offset(simt.offset_rows(simt.global_address(out_m), place.head, size * 2), place.pick * 2)
+    with when(place.is_of_block & (place.candidate < size)):
+        at = simt.offset(simt.offset_rows(simt.global_address(out_m), place.head, size * 2), place.candidate * 2)
         ptx("st.global.u16 [$0], $1;", at, halves(score, score))
 
 
@@ -231,7 +231,7 @@ def _exact(q_m: Any, keys_m: Any, queries_m: Any, place: rerank.Place, R: int, k
         simt.store_shared(queries + t * 4, both(rounded)[0])
     simt.block_barrier()
     row = simt.offset_rows(simt.global_address(keys_m), place.row, R * D * 2)
-    key = simt.offset(row, (place.pick < R).select(place.pick, R - 1) * (D * 2))
+    key = simt.offset(row, (place.candidate < R).select(place.candidate, R - 1) * (D * 2))
 
     @loop(0, D, 32, [word(0)])
     def total(first: Word, total: Word) -> Word:

@@ -4,12 +4,13 @@
 scored 16 pages also keeps each head's largest score and the sum of 2^(score - largest). Pending tokens, which have no
 box yet, are scored exactly by extra blocks of the same grid; a page's score is its largest.
 
-**The choice** is `_choice`. Both kernels read counts in tokens from the cache, which saves four XLA launches.
+**The selection** is `cluster.select_units`. Both kernels read counts in tokens from the cache, which saves four XLA
+launches.
 
 **Bytes:** 2 D e read, 4 G written and 4 G read a page and KV head, where e is the size of a corner's element, and 4
 `room` written.
 
-**Bound:** memory for the scores, latency for the choice.
+**Bound:** memory for the scores, latency for the selection.
 
 **Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
 """
@@ -38,7 +39,7 @@ TILE = 16  # keys: the rows of a product
 
 @dataclass(frozen=True)
 class Config(score.Config, tiling.Config):
-    """Of the choice: blocks, unroll; of the scores: tiles, warpgroups."""
+    """Block sizes: `blocks` and `unroll` of the selection, `tiles` and `warpgroups` of the scores."""
 
     def __post_init__(self) -> None:
         tiling.Config.__post_init__(self)
@@ -46,7 +47,7 @@ class Config(score.Config, tiling.Config):
 
 
 def config_for(rows: int, per_row: int, units: int, heads: int = 1) -> Config:
-    """Of `rows` rows of scores of `heads` query heads, selected from in `per_row` ways each, with `units` pages."""
+    """The rule for `rows` rows of scores of `heads` query heads, with `per_row` lists of each and `units` pages."""
     several = {"columns": 2, "warpgroups": 2} if heads > score.HEADS else {}
     return Config(tiling.config_for(rows * per_row, units).blocks, **several)
 
@@ -108,7 +109,7 @@ def select_pages(
         raise NotImplementedError(limit)
     (B, K, G, D), P = q.shape, low.shape[2]
     H = G if group_reduce == "per_head" else steps
-    chosen = config or tuned.select(
+    config = config or tuned.select(
         "select_pages",
         config_for(B * K, H, sum(cluster.padded(P, pending_slots // unit)), G),
         (q, low),
@@ -123,8 +124,8 @@ def select_pages(
     )
     ends = (simt.by_step(x, K) for x in (*span, *pending[1:], count))
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(low.dtype), low, high))
-    how = _How(group_reduce, room, unit, scale, pending_slots, local, steps, chosen)
-    pages, found = _pick(how, *ends, keys.reshape(-1, *keys.shape[-2:]), *rows)
+    how = _How(group_reduce, room, unit, scale, pending_slots, local, steps, config)
+    pages, found = _select(how, *ends, keys.reshape(-1, *keys.shape[-2:]), *rows)
     return pages.reshape(B, K, H, room), found.reshape(B, K, H)
 
 
@@ -140,13 +141,13 @@ class _How:
     config: Config
 
 
-def _pick(how: _How, *args: Array) -> tuple[Array, Array]:
+def _select(how: _How, *args: Array) -> tuple[Array, Array]:
     """(pages i32[rows, room], how many i32[rows]), a row of the heads of a step or of one head. `args` are the spans'
     ends and the count, each of a number of rows that divides these, then keys that wait, q, and both corners."""
     keys, q, low, _ = args[5:]
     (rows, G, D), P, config, steps = q.shape, low.shape[1], how.config, how.steps
     heads = 1 if how.group_reduce == "per_head" else G // steps
-    chosen_rows, limits = rows * G // heads, (P, how.pending_slots // how.unit)
+    list_rows, limits = rows * G // heads, (P, how.pending_slots // how.unit)
     summed = how.group_reduce in SOFTMAX and heads > 1
     sizes, tiles = cluster.padded(*limits), -(-P // score.TILE)
     warps = 4 * config.warpgroups
@@ -171,19 +172,19 @@ def _pick(how: _How, *args: Array) -> tuple[Array, Array]:
             blocks=sum(blocks),
             warpgroups=config.warpgroups,
         )(*ends[:4], *arrays)  # fmt: skip
-        parts = (a.reshape(chosen_rows, heads, -1) for a in (stored, of_pending))
+        parts = (a.reshape(list_rows, heads, -1) for a in (stored, of_pending))
         return cluster.launch(
-            "kvjax_select_pages", cluster.select_units, [*ends, *sums, *parts], rows=chosen_rows, sizes=sizes,
+            "kvjax_select_pages", cluster.select_units, [*ends, *sums, *parts], rows=list_rows, sizes=sizes,
             room=how.room, config=config, limits=limits, heads=heads, unit=how.unit, half=False,
-            shared_by=[chosen_rows // end.size for end in ends], local=how.local, group_reduce=how.group_reduce,
+            shared_by=[list_rows // end.size for end in ends], local=how.local, group_reduce=how.group_reduce,
             sums=tiles if summed else 0,
             name=lambda _, page: (page < sizes[0]).select(page, page - sizes[0] + P),
         )  # fmt: skip
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        pages, found = _pick(how, *simt.flatten_batch(n, batches, args))
-        return (pages.reshape(n, chosen_rows, how.room), found.reshape(n, chosen_rows)), (True, True)
+        pages, found = _select(how, *simt.flatten_batch(n, batches, args))
+        return (pages.reshape(n, list_rows, how.room), found.reshape(n, list_rows)), (True, True)
 
     return run(*args)
 
@@ -193,8 +194,8 @@ def _score(
     shape: tuple[int, int, int, int], keys: tuple[int, int], kind: str, shared_by: Sequence[int], blocks: int,
     how: _How,
 ) -> None:  # fmt: skip
-    """Of the pages in the first `blocks`, with a tile's statistics; of the tokens that wait in the others, a step's
-    heads at a time."""
+    """Scores of pages in the first `blocks`, with a tile's statistics; of pending tokens in the others, the heads of
+    one step at a time."""
     (rows, G, P, D), block = shape, simt.special("ctaid.x")
     waiting, of_step = rows * how.steps, G // how.steps
     tiles = -(-P // score.TILE)

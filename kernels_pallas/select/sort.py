@@ -91,7 +91,7 @@ def _bitonic(size_all: int, m: int, own: Word, spare: Word, length: Word, t: Wor
 def write_by_rank(own: Word, lists: Word, small: Word, out: Any, length: Word, t: Word, k: int, blocks: int) -> None:
     """Gives the sorted list `own` to the other blocks, and writes its slots where they rank.
 
-    Of the others' lists a block has that of the next block first, and so on, in `lists`.
+    `lists` has the lists of the other blocks, that of the next block first.
     """
     part, share = simt.special("cluster_ctarank"), tiling.THREADS // blocks  # threads that write to a block
     lengths = [simt.load_shared(small + (((part + b) & (blocks - 1)) + LENGTHS) * 4) for b in range(1, blocks)]

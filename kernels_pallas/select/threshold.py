@@ -38,9 +38,11 @@ Place = Callable[[Word, Word], list[Operand]]  # of a key and rank, the bin, and
 
 
 class LastPlace(NamedTuple):
-    """Of the last place. Keys low .. low + size are those of its bin, of which `need` of `many` are wanted; of those
-    that equal `low`, slots count whose rank is at least `least`. `wanted` are there in all; of these the blocks before
-    this one have `above` that are larger than the bin, and `beside` that are in it."""
+    """The bin of the last place: keys low .. low + size, of which `need` of `many` are wanted.
+
+    Slots whose key equals `low` count if their rank is at least `least`. `wanted` are there in all. The blocks before
+    this one have `above` of them that are larger than the bin, and `beside` that are in it.
+    """
 
     low: Word
     size: Word
@@ -75,7 +77,7 @@ class Bins:
         return [key.equals(0).select(histogram.BINS, instr("min.u32", place, histogram.BINS - 1))]
 
     def extent(self, place: Word) -> tuple[Word, Word, Flag]:
-        """Of a bin the lowest key, how many follow it, and whether these are more than usual."""
+        """The lowest key of a bin, how many keys follow it, and whether these are more than usual."""
         size_of_bin = (1 << self.shift) - 1
         beyond = self.base + ((histogram.BINS - 1) << self.shift) + self.skipped
         widths = {0: (1, self.base + size_of_bin - 1), histogram.BINS - 1: (beyond, 0xFFFFFFFF - beyond)}
@@ -99,7 +101,7 @@ FIRST_BINS = {
 
 
 def _by_bits(low: Word, size: Word, by: Operand) -> Place:
-    """Of keys low .. low + size, from bit `by` on."""
+    """The bin of each key of low .. low + size, by its bits from `by` on."""
     return lambda key, _: [(key - low) >> by, key - low, size]
 
 

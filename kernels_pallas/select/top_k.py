@@ -81,17 +81,17 @@ def top_k(scores: Array, valid: Array, k: int, *, config: Config | None = None) 
 def select_keys(keys: Array, k: int, config: Config | None = None) -> Array:
     """u32[rows, k] slots of the k largest of keys u32[rows, U], U a multiple of 4; with bit 31 where a key is not 0."""
     rows, U = keys.shape
-    chosen = config or tuned.select("top_k", config_for(rows, U), (keys,), rows=rows, U=U, k=k)
+    config = config or tuned.select("top_k", config_for(rows, U), (keys,), rows=rows, U=U, k=k)
 
     @jax.custom_batching.custom_vmap
     def run(keys: Array) -> Array:
         return simt.kernel(
-            functools.partial(_program, U=U, k=k, config=chosen),
+            functools.partial(_program, U=U, k=k, config=config),
             name="kvjax_top_k",
             out_type=jax.ShapeDtypeStruct((rows, k), jnp.uint32),
             scratch=scratch(k),
             blocks=rows,
-            cluster=chosen.blocks,
+            cluster=config.blocks,
             warpgroups=tiling.THREADS // 128,
         )(keys)
 
@@ -109,7 +109,7 @@ def _sizes(k: int) -> tuple[int, int, int, int]:
 
 
 def scratch(k: int) -> tuple[int, ...]:
-    """The words of shared memory that `pick` needs."""
+    """The words of shared memory that the selection needs."""
     return _sizes(k)
 
 

@@ -83,7 +83,7 @@ def top_k_grouped(parts: Parts, group_reduce: str, k: int, *, config: Config | N
     valid = valid.reshape(-1, valid.shape[-1])
     flat = [s.reshape(B * K * H, G // H, s.shape[3]) for s in scores]
     rows, U = B * K * H, sum(part.shape[3] for part in scores)
-    chosen = config or tuned.select(
+    config = config or tuned.select(
         "top_k_grouped",
         config_for(rows, U),
         (*scores, valid),
@@ -93,7 +93,7 @@ def top_k_grouped(parts: Parts, group_reduce: str, k: int, *, config: Config | N
         G=G // H,
         softmax=int(group_reduce in SOFTMAX),
     )
-    out = _select(group_reduce, k, chosen, valid, *flat).reshape(B, K, H, k)
+    out = _select(group_reduce, k, config, valid, *flat).reshape(B, K, H, k)
     return (out & jnp.uint32(SLOTS)).astype(jnp.int32), out > SLOTS
 
 
@@ -143,7 +143,7 @@ def _program(
     keys = simt.offset_rows(simt.global_address(keys_m[0]), row, U * 4) if keys_m else None
 
     def load(at: Word, end: int) -> tuple[list[Word], list[list[Word]]]:
-        """Of units at .. at + 3, which are valid (0 or 1), and each head's scores, as `load_heads`."""
+        """Which of the units at .. at + 3 are valid (0 or 1), and each head's scores, as `load_heads`."""
         flags = simt.load_below(at, U, simt.offset(valid, at))
         fours = load_heads_f32(scores, sizes, heads, at, end)
         return [(flags >> (8 * j)) & 1 for j in range(4)], fours

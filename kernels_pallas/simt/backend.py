@@ -34,7 +34,7 @@ class Launch:
 
 
 class Backend(Protocol):
-    """What the words of `kvjax.kernels_pallas.simt` are made of. Numbers are unsigned, of 32 bits or of 64."""
+    """The operations that the words of `kvjax.kernels_pallas.simt` are made of. Numbers are unsigned, 32 or 64 bits."""
 
     def constant(self, x: int, bits: int = 32) -> Value: ...
 
@@ -49,7 +49,7 @@ class Backend(Protocol):
         """A number of 32 bits as one of 64."""
 
     def address(self, ref: Any, bits: int) -> Value:
-        """Where a ref lies in device memory (64 bits) or in the block's shared memory (32 bits)."""
+        """The address of a ref in device memory (64 bits) or in the block's shared memory (32 bits)."""
 
     def ptx(self, code: str, values: Sequence[Value], results: int, convergent: bool) -> Sequence[Value]:
         """Runs PTX in which $0, $1, ... are the results and then the values."""

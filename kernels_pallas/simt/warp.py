@@ -1,4 +1,4 @@
-"""What the threads of a warp, a block and a cluster do together."""
+"""Instructions that the threads of a warp, a block or a cluster run together."""
 
 from __future__ import annotations
 

@@ -128,13 +128,13 @@ def collide(
     B, K, G, D = q.shape
     S, N = ids.shape[2:]
     limit_of = partial(too_large, G, N)
-    chosen = config or tuned.select(
+    config = config or tuned.select(
         "collide", config_for(B * K, S, G, D), (q, ids), limit_of, rows=B * K, S=S, G=G, D=D
     )
-    if limit := limit_of(chosen):
-        raise NotImplementedError(f"the kernel collide cannot take {chosen}: {limit}")
+    if limit := limit_of(config):
+        raise NotImplementedError(f"the kernel collide cannot take {config}: {limit}")
     args = *(a.reshape(B * K, *a.shape[2:]) for a in (q.astype(jnp.float32), ids, counts)), limits
-    return _votes(turned, chosen, *args).reshape(B, K, G, S)
+    return _votes(turned, config, *args).reshape(B, K, G, S)
 
 
 def _votes(turned: int | None, config: Config, q: Array, ids: Array, counts: Array, limits: Array) -> Array:
@@ -176,7 +176,7 @@ Sizes = tuple[int, int, int, int]  # rows that share limits, G, N, T
 def _rank(
     q_m, counts_m, limits_m, out_m, numbers_m, earned_m, queries_m, *, sizes: Sizes, turned: int | None
 ) -> None:  # fmt: skip
-    """What the patterns of a subspace earn, in words."""
+    """The kernel that ranks: the votes that each pattern of a subspace earns, packed in words."""
     _, G, N, _ = sizes
     block, t = simt.special("ctaid.x"), simt.special("tid.x")
     row = simt.divide(block, N)
@@ -211,8 +211,8 @@ def _vote(*refs, sizes: Sizes, S: int, turned: int | None, config: Config) -> No
     votes = _Votes(simt.offset_rows(ids, row, S * N), simt.shared_address(ring_m), places, start, stop, G, S, N, config)
     table = _Table(places, G, N, config)
 
-    # All threads ask for what a query needs before one asks for patterns: it does not wait for them then. What patterns
-    # earn would wait for those of other blocks too; so of them a turn must do until it is there.
+    # All threads ask for what a query needs before one asks for patterns: it does not wait for them then. Ranks
+    # of another kernel would wait for the patterns of other blocks too, so one turn of patterns must do until then.
     turns = 1 if config.apart else config.stages
     if config.apart:
         earned = simt.offset_rows(simt.global_address(*of_query), row, -(-G // 4) * N * PATTERNS * 4)
@@ -233,7 +233,7 @@ def _vote(*refs, sizes: Sizes, S: int, turned: int | None, config: Config) -> No
 
 
 class _Ranks:
-    """What the patterns of a block's subspaces earn, a byte a head, by some lanes for a subspace and a head.
+    """Votes that the patterns of a block's subspaces earn, a byte a head; some lanes work on one subspace and head.
 
     One of two opposite patterns scores s >= 0, the other -s. The former are sorted, some to a lane, by 23 bits of s and
     the pattern, and the counts of those above are summed. Only if two have the same bits of which s has more, or if
@@ -273,7 +273,7 @@ class _Ranks:
         return channels(simt.offset(self.q, head * (self.N * 32)), self.N * 8)
 
     def find(self) -> None:
-        """What patterns earn, from one barrier to the next."""
+        """Writes the votes that patterns earn, from one barrier to the next."""
         G, T = self.G, self.T
         t = simt.special("tid.x")
         lane, warp = t & 31, t >> 5
@@ -308,7 +308,7 @@ class _Ranks:
         simt.block_barrier()
 
     def _rank(self, job: Word, exists: Flag) -> None:
-        """Of the job-th subspace and head, by these lanes."""
+        """Ranks the job-th subspace and head with these lanes."""
         subspace = simt.divide(job, self.G)
         head = job - subspace * self.G
         counts = self.counts + subspace * (PATTERNS * 4)
@@ -330,7 +330,7 @@ class _Ranks:
         put(found[:PAIRS], found[PAIRS:])
 
     def _differences(self, x: Sequence[Word], step: int) -> list[Word]:
-        """Of each word from the one before it, or from the next if `step` is -1; all bits where there is none."""
+        """The difference of each word from the one before, or from the next if `step` is -1; all bits at the edge."""
         if step < 0:
             others, edge, exists = [*x[1:], self._next(x[0])], -1, self.lane < LANES - 1
         else:
@@ -340,7 +340,7 @@ class _Ranks:
         return found
 
     def _levelled(self, sums: Sequence[Word], differences: Sequence[Word], alike: int, step: int) -> list[Word]:
-        """Of neighbours whose `_differences` are less than `alike`, what the first has, or the last if `step` is -1."""
+        """The value of the first of neighbours that differ by less than `alike`, or of the last if `step` is -1."""
         order = range(PAIRS)[::step]
 
         def once(*sums: Word) -> tuple[Flag, list[Word]]:
@@ -353,7 +353,7 @@ class _Ranks:
         return simt.repeat(sums, once)
 
     def _put(self, at: Word, exists: Flag, patterns: Sequence[Word], before: Sequence[Word]) -> None:
-        """What these patterns earn, that have so many keys before them; bytes of words at `at`."""
+        """Writes the votes that patterns earn by the number of keys before them, as bytes of words at `at`."""
 
         @loop(0, self.T, 1, [simt.real(2.0**23)] * PAIRS)
         def votes(i: Word, *votes: Word) -> list[Word]:
@@ -368,8 +368,9 @@ class _Ranks:
             ptx(store, at + pattern * 4, n, nothing)
 
     def _keys(self, x: Sequence[Word]) -> tuple[list[Word], Flag]:
-        """Of this lane's pairs, 23 bits of s, whose order is that of s where they differ, and 8 of the pattern; and
-        whether s has more bits. As f32 they are numbers."""
+        """This lane's pairs as words: 23 bits of s, then 8 of the pattern; and whether s has more bits.
+
+        As f32 the words are numbers, in the order of s where those bits differ."""
         first, magnitude = word(0), word(0)
         for y, sign in zip(x, self.signs, strict=False):  # bit j of a pattern is the sign of channel j
             first = instr("fma.rn.f32", sign, y, first)  # summed in the order of channels
@@ -401,7 +402,7 @@ class _Ranks:
         return simt.from_lane(x, self.lane.equals(0).select(lane, lane - 1))
 
     def _sums_above(self, numbers: Sequence[Word]) -> list[Word]:
-        """Of each of these lanes' numbers, a lane's one after the other, the sum of those after it."""
+        """The sum of all numbers after each, where the numbers of one lane follow those of the lane before."""
         own = [word(0)]  # after each of this lane's, from the last on
         for x in reversed(numbers):
             own.append(instr("add.f32", own[-1], x))
@@ -518,7 +519,7 @@ def _any(flags: Sequence[Flag]) -> Flag:
 
 
 class _Table:
-    """What patterns earn, as table[pattern][copy, subspace, word]."""
+    """The votes that patterns earn, as table[pattern][copy, subspace, word]."""
 
     def __init__(self, table: Word, G: int, N: int, config: Config):
         self.table, self.N, self.width = table, N, -(-G // 4)
@@ -528,7 +529,7 @@ class _Table:
         self.fours = [simt.divide(self.t, self.words) + i for i in range(0, PATTERNS // 4, step)]
 
     def load(self, place: Callable[[Word], Any], pitch: int, space: str) -> list[list[Word]]:
-        """Of some fours of patterns, words that lie at place([word, subspace, pattern]), `pitch` to a subspace."""
+        """Words of some fours of patterns, from place([word, subspace, pattern]), with `pitch` to a subspace."""
         n = simt.divide(self.which, self.width)
         first = ((self.which - n * self.width) * self.N + n) * pitch
         load, final = f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4];", PATTERNS // 4 - 1
@@ -557,8 +558,9 @@ class _Votes:
         self.turn = self.threads * config.keys  # keys of a turn
 
     def _mine(self) -> tuple[Word, list[Word], Word]:
-        """Of this thread: its key among those of all; in which order it takes the words of a pattern; and its copy of
-        the table. Lanes 4 m .. 4 m + 3 have 4 adjacent keys.
+        """This thread's key among those of all, its order of the words of a pattern, and its copy of the table.
+
+        Lanes 4 m .. 4 m + 3 have 4 adjacent keys.
 
         The order is one in which lanes ask for all the banks, of the ring and of the table; a load of two words is one
         of half the lanes after the other.

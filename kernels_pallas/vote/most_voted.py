@@ -97,9 +97,9 @@ def most_voted(
         raise NotImplementedError(limit)
     B, K, G, S = votes.shape
     rows = B * K * G
-    chosen = config or tuned.select("most_voted", config_for(rows), (votes, length, count), rows=rows, S=S, room=room)
+    config = config or tuned.select("most_voted", config_for(rows), (votes, length, count), rows=rows, S=S, room=room)
     numbers = [simt.by_step(x, K) for x in (length, count, *(complement or ()))]
-    slots, found = _most_voted(room, local, chosen, votes.reshape(rows, S), *numbers)
+    slots, found = _most_voted(room, local, config, votes.reshape(rows, S), *numbers)
     return slots.reshape(B, K, G, room), found.reshape(B, K, G)
 
 
@@ -210,7 +210,7 @@ def _program(
     above = few.select(all_votes - zero, above)
     spare = wanted - above
 
-    # What the blocks before this one take.
+    # Selected by the blocks before this one.
     more_before = [(lane * OWN + i > least).select(x, 0) for i, x in enumerate(_eight(before + lane * (OWN * 4)))]
     taken_before = simt.warp_sum(simt.sum_of(more_before))
     same_before = simt.load_shared(before + least * 4)

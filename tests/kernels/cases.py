@@ -272,7 +272,7 @@ CASES = {
             (dict(H=1), "slots for each of q"),
             (dict(weights=jnp.bfloat16), "weights in u16"),
             (dict(S=1 << 26), r"1 to 2\^26 - 1 keys"),
-            (dict(M=0), "at least one pick"),
+            (dict(M=0), "at least one candidate"),
         ],
     ),
     "select_1bit": Case(

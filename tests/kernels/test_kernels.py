@@ -115,9 +115,9 @@ def test_rerank_has_a_thread_for_each_pick_and_a_multiprocessor_for_each_block_w
         config = rerank.config_for(heads, M, pending)
         beside = heads * -(-pending // (128 * config.warpgroups))
         share = rerank.split(heads, M, config, beside)
-        assert share.blocks * share.picks >= M > (share.blocks - 1) * share.picks
-        assert share.picks <= share.threads == 128 * config.warpgroups
-        assert share.picks % 32 == 0
+        assert share.blocks * share.candidates >= M > (share.blocks - 1) * share.candidates
+        assert share.candidates <= share.threads == 128 * config.warpgroups
+        assert share.candidates % 32 == 0
         fits = heads * -(-M // 1024) + heads * -(-pending // 1024) <= 132
         assert (heads * share.blocks + beside <= 132) == fits
 
