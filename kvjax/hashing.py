@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.blocks import write
+from kvjax.context import Stripes
 from kvjax.spec import CacheSpec, keep_int
 
 WORD = 32  # tables a word has
@@ -70,16 +71,22 @@ class SimHash:
         words = jnp.zeros((B, K, slots, self.bits * self._words), jnp.uint32)
         return HashIndex(words, jnp.zeros((B, K * spec.head_dim), jnp.float32))
 
-    def append(self, ix: HashIndex, k: Array, at: Array, count: Array) -> HashIndex:
-        """Hashes the first `count` i32[B] keys of k [B, K, T, D] as slots at[b], at[b]+1, ...; whole chunks."""
+    def append(self, ix: HashIndex, k: Array, at: Array, count: Array, stripes: Stripes | None = None) -> HashIndex:
+        """Hashes the first `count` i32[B] keys of k [B, K, T, D] as slots at[b], at[b]+1, ...; whole chunks.
+
+        With `stripes` the slots are places of a history that is dealt to devices, and the index has those of this one.
+        """
         k = lax.stop_gradient(k).astype(jnp.float32)
-        B, K, T, D = k.shape
+        B, K, _, D = k.shape
         starts = (at == 0) & (count > 0)
         mean = jnp.mean(k[:, :, : self.learn], axis=2).reshape(B, K * D)
         centre = jnp.where(starts[:, None], mean, ix.centre)
-        blocks = jnp.moveaxis(k.reshape(B, K, T // self.learn, self.learn, D), 2, 0)
+        block = self.learn
+        if stripes is not None:
+            k, block, at, count = stripes.own(k), stripes.tokens, at // stripes.parts, count // stripes.parts
+        blocks = jnp.moveaxis(k.reshape(B, K, -1, block, D), 2, 0)
         words = lax.map(lambda block: self._hash(block - centre.reshape(B, K, 1, D)), blocks)
-        words = jnp.moveaxis(words, 0, 2).reshape(B, K, T, -1)
+        words = jnp.moveaxis(words, 0, 2).reshape(B, K, k.shape[2], -1)
         return HashIndex(write(ix.words, words, at, count), centre)
 
     def collisions(self, ix: HashIndex, q: Array) -> Array:

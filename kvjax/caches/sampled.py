@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax import ops
 from kvjax.caches.policy import Info
 from kvjax.caches.zones import Visible, Zoned, ZonedState
+from kvjax.context import Axis, merge_parts
 from kvjax.demotion import Demotion, Fifo
 from kvjax.hashing import SimHash
 from kvjax.partial import PartialAttention, attention_logits, keep_valid, part_of_logits
 from kvjax.selection import Selection, by_row
+from kvjax.selectors.striped import NOWHERE
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores import Dense, Store
+from kvjax.stores.striped import StripedStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,7 @@ class Sampled(Zoned):
     def init(self, spec: CacheSpec) -> ZonedState:
         self.hashing.check(spec, self.demote.leave)
         st = super().init(spec)
-        return replace(st, index=self.hashing.init(spec, st.store.slots))
+        return replace(st, index=self.hashing.init(spec, self._hashed(st)))
 
     def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
         index = self.hashing.append(st.index, k, st.store.count, count)
@@ -88,28 +91,51 @@ class Sampled(Zoned):
         The share is f32[B, K, G] in logarithm: 0 where there is room for all tokens whose hashes collide, and inf for a
         row whose history is read in full.
         """
-        slots = st.store.slots
-        room, slot = min(self.room, slots), jnp.arange(slots, dtype=jnp.int32)[None, None, None]
-        visible = (slot >= by_row(seen.store)) & (slot < by_row(st.store.count))
-        whole = by_row(st.store.count - seen.store) <= room
+        slot = jnp.arange(st.store.slots, dtype=jnp.int32)
+        taken = self._collide(st, q, seen, slot)
+        sample = ops.top_k(jnp.broadcast_to(_order(slot), taken.shape), taken, self._room(st))
+        return sample, self._share(st, seen, jnp.sum(taken, axis=-1))
+
+    def _room(self, st: ZonedState) -> int:
+        """Tokens of the history that a query head of `st` reads at most."""
+        return min(self.room, st.store.slots)
+
+    def _hashed(self, st: ZonedState) -> int:
+        """Slots of the index."""
+        return st.store.slots
+
+    def _reads_all(self, st: ZonedState, seen: Visible) -> Array:
+        """bool[B, 1, 1, 1]: the visible part of the history fits into the room."""
+        return by_row(st.store.count - seen.store) <= self._room(st)
+
+    def _collide(self, st: ZonedState, q: Array, seen: Visible, place: Array) -> Array:
+        """bool[B, K, G, S]: whether a query would sample the tokens of the index, which are at places i32[S]."""
+        place = place[None, None, None]
         hit = self.hashing.collisions(st.index, q) >= self.hashing.least
-        taken = visible & (hit | whole)
-        # Slots in an order without a pattern: multiples of the golden ratio modulo 1, in 24 bits.
-        order = ((slot.astype(jnp.uint32) * jnp.uint32(2654435769)) >> 8).astype(jnp.float32)
-        sample = ops.top_k(jnp.broadcast_to(order, taken.shape), taken, room)
-        found = jnp.maximum(jnp.sum(taken, axis=-1), 1).astype(jnp.float32)
-        return sample, jnp.where(whole[..., 0], jnp.inf, jnp.log(jnp.minimum(room / found, 1.0)))
+        visible = (place >= by_row(seen.store)) & (place < by_row(st.store.count))
+        return visible & (hit | self._reads_all(st, seen))
+
+    def _share(self, st: ZonedState, seen: Visible, found: Array) -> Array:
+        """The share that `sample` returns, where i32[B, K, G] tokens were `found`."""
+        share = jnp.log(jnp.minimum(self._room(st) / jnp.maximum(found, 1).astype(jnp.float32), 1.0))
+        return jnp.where(self._reads_all(st, seen)[..., 0], jnp.inf, share)
 
     def _estimate(
         self, st: ZonedState, q: Array, sample: Selection, share: Array, scale: float
     ) -> tuple[PartialAttention, Array]:
         """The part of the history as estimated from the sample, and the log of its weights f32[B, K, G, M]."""
+        return self._attend(st, q, *self.store.gather(st.store, sample), sample.valid, share, scale)
+
+    def _attend(
+        self, st: ZonedState, q: Array, k: Array, v: Array, valid: Array, share: Array, scale: float
+    ) -> tuple[PartialAttention, Array]:
+        """`_estimate` from keys and values [B, K, G M, D], of which those are sampled that are `valid`."""
         B, K, G, D = q.shape
-        M = sample.slots.shape[3]
-        k, v = (a.reshape(B, K, G, M, D) for a in self.store.gather(st.store, sample))
+        M = valid.shape[3]
+        k, v = (a.reshape(B, K, G, M, D) for a in (k, v))
         log_weights = -self.hashing.log_probability(st.index, q, k) - share[..., None]
-        log_weights = jnp.where(jnp.isposinf(share)[..., None] | ~sample.valid, 0.0, log_weights)
-        valid = sample.valid.reshape(B, K * G, M)
+        log_weights = jnp.where(jnp.isposinf(share)[..., None] | ~valid, 0.0, log_weights)
+        valid = valid.reshape(B, K * G, M)
         v = keep_valid(v.reshape(B, K * G, M, D), valid)
         logits = attention_logits(q.reshape(B, K * G, 1, D), k.reshape(B, K * G, M, D), scale)
         logits += log_weights.reshape(B, K * G, 1, M)
@@ -148,5 +174,55 @@ class Sampled(Zoned):
             log_weights=log_weights,
         )
 
+    def over_context(self, axis: Axis, parts: int) -> StripedSampled:
+        part = super().over_context(axis, parts)
+        return StripedSampled(**{field.name: getattr(part, field.name) for field in fields(part)})
+
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return super().bytes_per_token(spec) + spec.kv_heads * 4 * self.hashing.bits * self.hashing._words
+
+
+@dataclass(frozen=True, kw_only=True)
+class StripedSampled(Sampled):
+    """`Sampled` on a device of a context axis: it has the hashes of its stripes, and samples what one device would.
+
+    Each device offers the places of its own tokens that collide, 4 bytes each, and how many these are. All sort the
+    same offers, attend to their own tokens of the sample, and merge.
+    """
+
+    store: StripedStore
+
+    def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
+        index = self.hashing.append(st.index, k, st.store.count, count, self.store.stripes)
+        return replace(Zoned.append(self, st, k, v, count), index=index)
+
+    def sample(self, st: ZonedState, q: Array, seen: Visible) -> tuple[Selection, Array]:
+        stripes, own = self.store.stripes, self._hashed(st)
+        place = stripes.place(jnp.arange(own, dtype=jnp.int32))
+        taken = self._collide(st, q, seen, place)
+        best = ops.top_k(jnp.broadcast_to(_order(place), taken.shape), taken, min(self.room, own))
+        found = jnp.sum(taken, axis=-1, keepdims=True, dtype=jnp.int32)
+        offer = jnp.concatenate([jnp.where(best.valid, stripes.place(best.slots), NOWHERE), found], axis=-1)
+        offers = lax.all_gather(offer, stripes.axis, axis=3)
+
+        place = offers[..., :-1].reshape(*offer.shape[:3], -1)
+        rank = jnp.where(place < NOWHERE, _order(place), -jnp.inf)
+        _, place = lax.sort((-rank, place), num_keys=2)
+        place = place[..., : self._room(st)]
+        valid = place < NOWHERE
+        return Selection(jnp.where(valid, place, 0), valid), self._share(st, seen, jnp.sum(offers[..., -1], axis=3))
+
+    def _hashed(self, st: ZonedState) -> int:
+        return st.store.slots // self.store.stripes.parts
+
+    def _estimate(
+        self, st: ZonedState, q: Array, sample: Selection, share: Array, scale: float
+    ) -> tuple[PartialAttention, Array]:
+        part, log_weights = self._attend(st, q, *self.store.gather_own(st.store, sample), share, scale)
+        axis = self.store.stripes.axis
+        return merge_parts(part, axis), lax.psum(log_weights, axis)  # a step that keeps no Info needs no sum
+
+
+def _order(place: Array) -> Array:
+    """f32[...]: ranks of places i32[...] without a pattern: multiples of the golden ratio modulo 1, in 24 bits."""
+    return ((place.astype(jnp.uint32) * jnp.uint32(2654435769)) >> 8).astype(jnp.float32)

@@ -80,12 +80,17 @@ class StripedStore:
         return merge_parts(self.store.attend_slots(self._own(st), q, own, scale=scale), self.stripes.axis)
 
     def gather(self, st: StripedState, selection: Selection) -> tuple[Array, Array]:
-        own = self._own_slots(selection)
-        B, K = own.valid.shape[:2]
-        here = own.valid.reshape(B, K, -1, 1)
-        k, v = (jnp.where(here, a, jnp.zeros((), a.dtype)) for a in self.store.gather(self._own(st), own))
+        k, v, valid = self.gather_own(st, selection)
+        B, K = valid.shape[:2]
+        here = valid.reshape(B, K, -1, 1)
+        k, v = (jnp.where(here, a, jnp.zeros((), a.dtype)) for a in (k, v))
         k, v = lax.psum((k, v), self.stripes.axis)
         return k, v
+
+    def gather_own(self, st: StripedState, selection: Selection) -> tuple[Array, Array, Array]:
+        """As `gather`, but the keys and values that this device has, and bool[B, K, H, M]: which these are."""
+        own = self._own_slots(selection)
+        return *self.store.gather(self._own(st), own), own.valid
 
     def truncate(self, st: StripedState, count: Array) -> StripedState:
         held = require_truncatable(self.store).truncate(self._own(st), count // self.stripes.parts)

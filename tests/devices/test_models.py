@@ -21,7 +21,7 @@ from kvjax.generation import decode_step, generate
 from kvjax.models import Decoder, DecoderConfig, distribute, load, logical_axis_rules, save
 from kvjax.models import weights as loading
 from kvjax.sampling import Sampling, sample, sampling
-from tests.devices.test_rows_and_heads import COLLECTIVE
+from tests.devices.programs import COLLECTIVE
 
 CONFIG = DecoderConfig(
     vocab_size=96, hidden_size=32, intermediate_size=64, layers=2, q_heads=8, kv_heads=4, head_dim=16, qkv_bias=True

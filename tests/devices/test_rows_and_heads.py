@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from jax.sharding import Mesh
 import kvjax
 from kvjax import CacheSpec, LastQuery, Placement
 from kvjax.placement import _joins_heads
+from tests.devices.programs import COLLECTIVE
 from tests.laws.cases import CASES
 
 SPEC = CacheSpec(batch=4, q_heads=8, kv_heads=4, head_dim=16, capacity=200, dtype="float32")
@@ -32,7 +32,6 @@ PLACEMENTS = {
         mesh=Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c")), heads=("a", "b")
     ),
 }
-COLLECTIVE = re.compile(r" = (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 STEPS, CHUNK = 45, 48
 
 

@@ -13,7 +13,8 @@ from jax import Array, lax
 
 import kvjax
 from kvjax import Fier, Fifo, HotSet, Placement, Retrieval
-from tests.devices.test_rows_and_heads import BOTH, COLLECTIVE, SPEC, assert_same
+from tests.devices.programs import COLLECTIVE
+from tests.devices.test_rows_and_heads import BOTH, SPEC, assert_same
 
 POLICY = Retrieval(selector=Fier(group=16), store=HotSet(tokens=24), budget=32, sink=4, local=8, demote=Fifo(leave=16))
 LENGTH, STEPS = 80, 6

@@ -20,7 +20,8 @@ from kvjax import CacheSpec, Evicting, LastQuery, Placement, evictors
 from kvjax.caches.per_head import PerHead
 from kvjax.cli.options import make_placement
 from kvjax.placement import mean_over_heads
-from tests.devices.test_rows_and_heads import BOTH, COLLECTIVE, MESH
+from tests.devices.programs import COLLECTIVE
+from tests.devices.test_rows_and_heads import BOTH, MESH
 from tests.laws.cases import CASES
 
 SPEC = CacheSpec(batch=4, q_heads=8, kv_heads=4, head_dim=16, capacity=96, dtype="float32")

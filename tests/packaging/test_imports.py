@@ -16,8 +16,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FLOORS = {
     **dict.fromkeys(("arrays", "spec", "layouts", "memory", "validation", "settings", "budgets", "reductions"), 0),
     **dict.fromkeys(("partial", "quant", "rotate", "selection", "blocks"), 1),
-    **dict.fromkeys(("ops", "prompt", "hashing", "context"), 2),
-    **dict.fromkeys(("stores", "selectors", "demotion", "timestamps", "placement"), 3),
+    **dict.fromkeys(("ops", "prompt", "context"), 2),
+    **dict.fromkeys(("hashing", "stores", "selectors", "demotion", "timestamps", "placement"), 3),
     "evictors": 4,
     "caches": 5,
     **dict.fromkeys(("attention", "heads", "presets"), 6),
