@@ -234,10 +234,7 @@ def _functions(
             return op.reference(**dict(zip(op.operands, operands, strict=True)), **dict(static))
 
     def mosaic(*operands: Any) -> R:
-        leaves, tree = jax.tree.flatten(operands)
-        i = min(range(len(leaves)), key=lambda i: leaves[i].size)  # any will do; not a buffer that is updated in place
-        leaves[i] = warn_if_partitioned(op.name, leaves[i])
-        operands = jax.tree.unflatten(tree, leaves)
+        operands = warn_if_partitioned(op.name, operands)
         return op._mosaic(kernel, **dict(zip(op.operands, operands, strict=True)), **dict(static))
 
     return with_derivative(mosaic, reference) if op.derivative == "reference" else mosaic, reference

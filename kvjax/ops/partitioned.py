@@ -11,7 +11,7 @@ import functools
 import warnings
 from typing import Any
 
-from jax import Array
+import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -22,9 +22,12 @@ ad.deflinear2(_whole, lambda cotangent, x, *, op: [cotangent])
 batching.primitive_batchers[_whole] = lambda args, axes, *, op: (_whole.bind(*args, op=op), axes[0])
 
 
-def warn_if_partitioned(op: str, x: Array) -> Array:
-    """x, an operand of `op`'s kernel. Warns once when a program that splits it by itself is lowered."""
-    return _whole.bind(x, op=op)
+def warn_if_partitioned(op: str, operands: Any) -> Any:
+    """The arrays of `operands`, of `op`'s kernel. Warns once when a program that splits them by itself is lowered.
+
+    All are marked, which adds nothing to the program: one that the kernel does not read is never lowered.
+    """
+    return jax.tree.map(lambda x: _whole.bind(x, op=op), operands)
 
 
 def _lower(ctx: Any, x: Any, *, op: str) -> list[Any]:

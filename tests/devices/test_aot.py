@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from collections import Counter
@@ -16,16 +17,16 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kvjax
-from kvjax import CacheSpec, LayerCache, Placement, ops, presets
+from kvjax import CacheSpec, LayerCache, Placement, ops, presets, prompt
 from kvjax.generation import decode_step
 from kvjax.memory import nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig, weights
 from kvjax.models.decoder import embed
 from kvjax.ops import partitioned
-from kvjax.partial import Span
 from kvjax.placement import state_specs
-from tests.devices.test_rows_and_heads import COLLECTIVE
+from tests.devices.programs import copies, exchanges, wanted_exchanges
 from tests.kernels import aot
+from tests.kernels import cases as kernel_cases
 
 pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 SPEC = CacheSpec(batch=8, q_heads=32, kv_heads=8, head_dim=128, capacity=32768)
@@ -40,22 +41,30 @@ def mesh(data: int, model: int, ctx: int = 1) -> Mesh:
     return Mesh(np.array(eight.devices).reshape(data, model, ctx), ("data", "model", "ctx"))
 
 
-def compiled(policy: Any, placement: Placement | None, at: Mesh) -> tuple[str, int, int]:
-    """HLO of a step, its temporary bytes on a device, and the kernels that it calls."""
+def layer_of(policy: Any, placement: Placement | None, at: Mesh, spec: CacheSpec) -> LayerCache:
+    """A cache of shapes on the devices of `at`."""
 
     def shape(leaf: Any, split: PartitionSpec) -> Any:
         kind = aot._OnHost if leaf.sharding.memory_kind == "pinned_host" else NamedSharding
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=kind(at, split))
 
-    spec = SPEC if at.size > 1 else Placement(mesh=mesh(2, 4), batch="data", heads="model").local(SPEC)
     whole = shapes(partial(policy.init, spec))
     specs = (
         jax.tree.map(lambda _: PartitionSpec(), whole) if placement is None else state_specs(policy, spec, placement)
     )
-    layer = LayerCache(jax.tree.map(shape, whole, specs), policy, spec, placement)
+    return LayerCache(jax.tree.map(shape, whole, specs), policy, spec, placement)
+
+
+def compiled(
+    policy: Any, placement: Placement | None, at: Mesh, spec: CacheSpec = SPEC, new: int = 1
+) -> tuple[str, int, int]:
+    """HLO of a step, or of a chunk of `new` tokens; its temporary bytes on a device, and the kernels that it calls."""
+
+    spec = spec if at.size > 1 else Placement(mesh=mesh(2, 4), batch="data", heads="model").local(spec)
+    layer = layer_of(policy, placement, at, spec)
     split = PartitionSpec() if placement is None else placement.spec("BTN")
     q, k, v = (
-        jax.ShapeDtypeStruct((spec.batch, 1, n, 128), jnp.bfloat16, sharding=NamedSharding(at, split))
+        jax.ShapeDtypeStruct((spec.batch, new, n, spec.head_dim), jnp.bfloat16, sharding=NamedSharding(at, split))
         for n in (spec.q_heads, spec.kv_heads, spec.kv_heads)
     )
     program = jax.jit(kvjax.attention, donate_argnums=0).lower(layer, q, k, v).compile()
@@ -74,7 +83,8 @@ def check(policy: Any) -> None:
     placement = Placement(mesh=mesh(2, 4), batch="data", heads="model")
     split, temporary, kernels = compiled(policy, placement, placement.mesh)
     _, _, wanted = compiled(policy, None, Mesh(mesh(2, 4).devices[:1, :1, :1], ("data", "model", "ctx")))
-    assert not COLLECTIVE.findall(split)
+    assert not exchanges(split)
+    assert not copies(split, layer_of(policy, placement, placement.mesh, SPEC))
     assert kernels == wanted > 0
     assert temporary < 20e6
 
@@ -91,16 +101,40 @@ def test_kernels_of_more_methods_run_on_the_part_of_a_device(name: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "gathers", "sums"), [("full", 1, 0), ("fier", 3, 0), ("pariskv", 3, 1)])
-def test_kernels_run_on_the_tokens_of_a_device(name: str, gathers: int, sums: int) -> None:
+@pytest.mark.parametrize("name", ["full", "fier", "pariskv"])
+def test_kernels_run_on_the_tokens_of_a_device(name: str) -> None:
     """Of 8 GPUs, 2 by rows, 2 by heads and 2 by tokens; all that moves is what the formulas say."""
-    at = mesh(2, 2, 2)
+    at, policy = mesh(2, 2, 2), (CASES | MORE)[name]
     placement = Placement(mesh=at, batch="data", heads="model", context="ctx")
-    program, temporary, kernels = compiled((CASES | MORE)[name], placement, at)
-    found = Counter(kind for _, kind in COLLECTIVE.findall(program))
-    assert found == Counter({"all-gather": gathers, "all-reduce": sums})
+    program, temporary, kernels = compiled(policy, placement, at)
+    assert exchanges(program) == wanted_exchanges(policy, placement, SPEC)
+    assert not copies(program, layer_of(policy, placement, at, SPEC))
     assert kernels > 0
     assert temporary < 20e6
+
+
+@pytest.mark.parametrize(("head_dim", "ctx"), [(128, 1), (64, 1), pytest.param(128, 2, marks=pytest.mark.thorough)])
+def test_chunk_of_a_prompt_is_cudnn_calls_on_the_part_of_a_device(
+    head_dim: int, ctx: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One over the chunk and one over what is stored, which is not copied; over context each for both of its blocks."""
+    from jax._src.cudnn import fused_attention_stablehlo as door
+
+    monkeypatch.setattr(prompt, "takes_cudnn", lambda dtype, head_dim: dtype == jnp.bfloat16)
+    monkeypatch.setattr(door, "check_cudnn_version", lambda: 91000)  # it asks the library
+    monkeypatch.setattr(door, "check_compute_capability", lambda capability: True)  # and this the device
+    at = mesh(2, 4 // ctx, ctx)
+    placement = Placement(mesh=at, batch="data", heads="model", context="ctx")
+    spec = dataclasses.replace(SPEC, head_dim=head_dim)
+    program, temporary, _ = compiled(kvjax.Full(), placement, at, spec, new=2048)
+    assert program.count('custom_call_target="__cudnn$fmha') == (2 if ctx == 1 else 5)
+    # Over context q, k, v of the chunk are whole on each device: what is stored merges by a maximum and a sum, and each
+    # sends what it computed of the chunk's attention to itself.
+    kinds = Counter(kind for kind, _ in exchanges(program))
+    assert kinds == (Counter() if ctx == 1 else Counter({"all-gather": 1, "all-reduce": 2}))
+    assert not copies(program, layer_of(kvjax.Full(), placement, at, spec))
+    part = 4 * SPEC.batch // 2 * SPEC.q_heads * ctx // 4 * 2048 * (head_dim + 1)  # of attention, in f32
+    assert temporary < (1.3 if ctx == 1 else 3.3) * part
 
 
 def test_one_token_is_looked_up_without_gathering_the_table() -> None:
@@ -110,7 +144,7 @@ def test_one_token_is_looked_up_without_gathering_the_table() -> None:
     table = jax.ShapeDtypeStruct((1024, 64), jnp.bfloat16, sharding=home("model"))
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32, sharding=home())
     program = jax.jit(embed).lower(table, tokens).compile().as_text()
-    assert {kind for _, kind in COLLECTIVE.findall(program)} == {"all-reduce"}
+    assert {kind for kind, _ in exchanges(program)} == {"all-reduce"}
 
 
 @pytest.mark.thorough
@@ -140,22 +174,33 @@ def test_step_of_a_70b_model_needs_the_memory_that_is_computed(model: int, ctx: 
     assert memory.temp_size_in_bytes < 100e6
 
 
-def test_plain_jit_over_several_devices_warns_once_and_names_the_cure() -> None:
-    at = mesh(2, 4)
-    q = jax.ShapeDtypeStruct((8, 8, 4, 128), jnp.bfloat16, sharding=NamedSharding(at, PartitionSpec("data", "model")))
-    k = jax.ShapeDtypeStruct((8, 8, 1024, 128), jnp.bfloat16, sharding=q.sharding)
-    count = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=NamedSharding(at, PartitionSpec("data")))
+@pytest.mark.parametrize("name", kernel_cases.CASES)
+def test_kernel_under_plain_jit_on_several_devices_warns_once_and_names_the_cure(name: str) -> None:
+    """Of each operation; nothing is said where `jax.shard_map` gives it the part of a device."""
+    at = mesh(4, 2)
+    args, options = kernel_cases.CASES[name].args()
+    leaves, tree = jax.tree.flatten((args, options))
+    numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
 
-    def attend(q: Any, k: Any, v: Any, count: Any) -> Any:
-        return ops.attend_span(q, Span(k, v, jnp.zeros_like(count), count), scale=1.0)
+    def run(*arrays: Any) -> Any:
+        args, options = jax.tree.unflatten(
+            tree, [dict(zip(numbers, arrays, strict=True)).get(i, x) for i, x in enumerate(leaves)]
+        )
+        return ops.OPS[name](*args, **options, implementation="mosaic")
 
+    def over(leaf: Any) -> Any:  # KV heads over two devices
+        heads = len(leaf.shape) > 2 and leaf.shape[1] == 2
+        home = NamedSharding(at, PartitionSpec(None, "model") if heads else PartitionSpec())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home)
+
+    shapes = [over(leaves[i]) for i in numbers]
     partitioned._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="attend_span is compiled for 8 devices without a placement.*Placement"):
-        jax.jit(attend).lower(q, k, k, count)
+    with pytest.warns(UserWarning, match=f"the GPU kernel of {name} is compiled for 8 devices without a .*Placement"):
+        jax.jit(run).lower(*shapes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        jax.jit(lambda *given: attend(*given)).lower(q, k, k, count)  # once
+        jax.jit(lambda *arrays: run(*arrays)).lower(*shapes)  # once
         partitioned._warn_once.cache_clear()
-        split = (PartitionSpec("data", "model"),) * 3 + (PartitionSpec("data"),)
-        local = jax.shard_map(attend, mesh=at, in_specs=split, out_specs=split[0], check_vma=False)
-        jax.jit(local).lower(q, k, k, count)
+        whole = PartitionSpec()
+        local = jax.shard_map(run, mesh=at, in_specs=whole, out_specs=whole, check_vma=False)
+        jax.jit(local).lower(*shapes)
