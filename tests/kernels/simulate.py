@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -54,6 +55,7 @@ class Simulator:
 
     def __init__(self) -> None:
         self._machine: Machine | None = None
+        self._turn = threading.Lock()  # XLA may call two kernels at once, of which neither reads the other
 
     @property
     def machine(self) -> Machine:
@@ -133,13 +135,13 @@ class Simulator:
         outs, tree = jax.tree.flatten(out_type)
 
         def on_host(*args: Any) -> Any:
-            assert self._machine is None
-            self._machine = machine = Machine([np.asarray(a) for a in args], outs, launch, in_place=in_place)
-            try:
-                _thread.submit(self._execute, program).result()
-                return jax.tree.unflatten(tree, machine.results())
-            finally:
-                self._machine = None
+            with self._turn:
+                self._machine = machine = Machine([np.asarray(a) for a in args], outs, launch, in_place=in_place)
+                try:
+                    _thread.submit(self._execute, program).result()
+                    return jax.tree.unflatten(tree, machine.results())
+                finally:
+                    self._machine = None
 
         return jax.pure_callback(on_host, out_type, *args)
 

@@ -1,0 +1,71 @@
+"""Gradients of prompts, chunks and scans of steps with the kernels in place, as a GPU chooses them.
+
+A kernel has no derivative of its own. This is the law of gradients, with every kernel that takes a policy's shapes
+simulated: its outputs are the kernel's, its derivative the reference's, and what no gradient may pass is refused in
+words, never by an error of JAX.
+"""
+
+import dataclasses
+import types
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvjax
+from kvjax import ops, testing
+from kvjax.cli.options import implementations
+from kvjax.kernels_pallas import simt
+from kvjax.ops import op
+from tests.kernels.conftest import ON_GPU
+from tests.kernels.simulate import Simulator
+from tests.laws.cases import CASES
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="there the laws themselves run on kernels")
+LAW = "gradients_are_those_of_attention"
+OF_SCALE = (" at scale, ", ", heads of ")  # other shapes of policies that are there already
+
+
+class Counting(Simulator):
+    def __init__(self):
+        super().__init__()
+        self.ran = Counter()
+
+    def run(self, program, launch, out_type, args, in_place=False):
+        self.ran[launch.name] += 1
+        return super().run(program, launch, out_type, args, in_place)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Every kernel that takes its arguments is chosen, by default as by name."""
+    choice = types.SimpleNamespace(**vars(jax.lax))
+    choice.platform_dependent = lambda *operands, cuda, default=None: cuda(*operands)
+    monkeypatch.setattr(op, "lax", choice)
+    monkeypatch.setattr(op, "_unmeasured", lambda kernel: None)
+    monkeypatch.setattr(simt, "why_not", lambda: None)
+    simulator = Counting()
+    with simt.use(simulator):
+        yield simulator
+
+
+@pytest.mark.parametrize(
+    ("case", "implementation"),
+    [
+        ("full", "mosaic"),
+        *(
+            pytest.param(case, None, marks=pytest.mark.thorough)
+            for case in CASES
+            if not any(words in case for words in OF_SCALE)
+        ),
+    ],
+)
+def test_gradients_with_kernels_are_those_of_attention(kernels, case, implementation):
+    spec = CASES[case].spec
+    heads = spec.kv_heads * min(spec.group, 2)
+    spec = dataclasses.replace(spec, batch=2, q_heads=heads, head_dim=64, capacity=160, dtype=jnp.bfloat16)
+    with ops.use(implementation):
+        testing.check_policy(CASES[case].policy, spec, laws=[LAW]).raise_for_failures()
+    steps_have_some = bool(implementations(kvjax.PerLayer((), CASES[case].policy), spec))  # not those of evictors
+    assert bool(kernels.ran) == steps_have_some
