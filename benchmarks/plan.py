@@ -141,7 +141,7 @@ def _methods() -> Iterator[Cell]:
     for length in (32768, 131072):
         for method in ("shadowkv", "shadowkv:host=false", "mikv", "adakv", "snapkv", "arkvale", "pqcache", "magicpig"):
             command = f"compared.py --methods cudnn,{method} --lengths {length} --out {{out}}/compared.json"
-            small = "--quick --lengths 512 --budget 160 --calls 2 --chunk 256"
+            small = "--quick --lengths 1024 --budget 480 --calls 2 --chunk 512"
             yield Cell("methods", f"{method} {length}", command, small, 150)
 
 

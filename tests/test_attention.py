@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.attention import any_full, flushed
+from kvjax.attention import MOST_STEPS, any_full, flushed
 from kvjax.testing import _drive as drive
+from kvjax.testing import _steps, check_policy
 from kvjax.testing._expect import dense
 from tests.laws.cases import BASE, SPEC
 
@@ -273,6 +274,18 @@ def test_policies_that_forget_refuse_a_rollback(policy: kvjax.Policy) -> None:
     for verb in (kvjax.room, lambda cache: kvjax.rollback(cache, [0, 0, 0])):
         with pytest.raises(ValueError, match=r"needs a policy that can take back tokens.*use Full, Retrieval"):
             verb(cache)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "policy",
+    [BASE, kvjax.Full(), kvjax.presets.kivi().rest, kvjax.presets.tova(64).rest],
+    ids=lambda p: type(p).__name__,
+)
+def test_the_most_tokens_of_a_call_are_as_many_steps(policy: kvjax.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law takes 5 at a time; here a chunk leaves the recent block within 16."""
+    monkeypatch.setattr(_steps, "STEPS", MOST_STEPS)
+    check_policy(policy, SPEC, laws=["decode_equals_single_steps"]).raise_for_failures()
 
 
 def test_decode_says_what_it_takes() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Fier, Fifo, HostOffload, HotSet, MinMaxPages, Retrieval, Speculative
+from kvjax import CacheSpec, Fier, Fifo, HostOffload, HotSet, MinMaxPages, Paris, Retrieval, Speculative
 from kvjax.attention import decode_info
 from kvjax.selection import Selection
 from kvjax.stores.hot import Hot, empty_hot, give_places
@@ -20,6 +20,7 @@ from kvjax.testing import _drive as drive
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
 FIER = Retrieval(selector=Fier(group=16), store=HostOffload(), budget=64, sink=4, local=24, demote=Fifo(leave=32))
 PAGES = dataclasses.replace(FIER, selector=MinMaxPages(page=16), store=HostOffload(page=8))
+PARIS = dataclasses.replace(FIER, selector=Paris(candidates=80))
 PER_HEAD = dataclasses.replace(FIER, selector=Fier(group=16, group_reduce="per_head"))
 
 
@@ -37,8 +38,9 @@ def with_hot_set(policy: Any, tokens: int) -> Any:
         pytest.param(PAGES, 48, marks=pytest.mark.thorough),
         (Speculative(PAGES, tau=0.0), 40),
         pytest.param(PER_HEAD, 80, marks=pytest.mark.thorough),
+        pytest.param(PARIS, 80, marks=pytest.mark.thorough),  # a query head selects for itself
     ],
-    ids=["fier", "pages", "freekv", "per_head"],
+    ids=["fier", "pages", "freekv", "per_head", "pariskv"],
 )
 def test_steps_read_the_same_tokens_as_without_a_hot_set(policy: Any, tokens: int) -> None:
     """Ragged rows, a row that pauses, flushes, and a hot set so small that pages come and go."""
