@@ -89,6 +89,7 @@ ABOVE = (
     "evaluate/",
     "packaging/",
     "test_training.py",
+    "test_benchmark_plan.py",
     "test_benchmarks.py",
     "test_notebooks.py",
     "test_cli.py",

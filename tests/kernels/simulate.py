@@ -23,6 +23,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -84,7 +85,7 @@ class Simulator:
 
     def ptx(self, code: str, values: Any, results: int, convergent: bool) -> list[Any]:
         m = self.machine
-        arrays = [np.broadcast_to(v, m.lanes) for v in values]
+        arrays = [m.wide(v) for v in values]
         empty = [np.zeros(m.lanes, U32) for _ in range(results)]
         registers: dict[str, Any] = {f"${i}": a for i, a in enumerate((*empty, *arrays))}
         for guard, negated, name, operands in _parse(code):
@@ -104,8 +105,8 @@ class Simulator:
 
     def loop(self, start: Any, stop: Any, step: Any, carry: Any, body: Callable[..., Any]) -> list[Any]:
         m = self.machine
-        first, last, by = (np.broadcast_to(x, m.lanes).view(np.int32) for x in (start, stop, step))
-        i, values = first.copy(), [np.broadcast_to(x, m.lanes) for x in carry]
+        first, last, by = (m.wide(x).view(np.int32) for x in (start, stop, step))
+        i, values = first.copy(), [m.wide(x) for x in carry]
         while (m.mask & (i < last)).any():
             active = m.mask & (i < last)
             with self.when(active):
@@ -116,7 +117,7 @@ class Simulator:
 
     def repeat(self, carry: Any, body: Callable[..., Any]) -> list[Any]:
         m = self.machine
-        active, values = m.mask, [np.broadcast_to(x, m.lanes) for x in carry]
+        active, values = m.mask, [m.wide(x) for x in carry]
         while active.any():
             with self.when(active):
                 again, out = body(*values)
@@ -177,25 +178,35 @@ class Touched:
         """Time and thread of the lowest thread's and of the highest's."""
         return [(self.times[kind, end][words], self.threads[kind, end][words]) for end in range(2)]
 
-    def note_write(self, words: Any, mine: Any, time: int, atomic: bool, ordered: Callable[..., Any]) -> None:
+    def alone(self, words: Any) -> bool:
+        """Whether no word comes twice."""
+        flat, number = words.reshape(-1), np.arange(words.size, dtype=np.int32)
+        self._ends[0][flat] = number
+        return bool((self._ends[0][flat] == number).all())
+
+    def note_write(self, words: Any, mine: Any, time: int, atomic: bool, unordered: Callable[..., Any]) -> None:
         if atomic:
-            self._note(0, words, mine, -time, ordered)
+            self._note(0, words, mine, -time, unordered)
         else:
-            self.times[0, :, words], self.threads[0, :, words] = time, mine[..., None]
-        self.times[1, :, words] = 0
+            for end in range(2):
+                self.times[0, end][words], self.threads[0, end][words] = time, mine
+        for end in range(2):
+            self.times[1, end][words] = 0
 
-    def note_read(self, words: Any, mine: Any, time: int, ordered: Callable[..., Any]) -> None:
-        self._note(1, words, mine, time, ordered)
+    def note_read(self, words: Any, mine: Any, time: int, unordered: Callable[..., Any]) -> None:
+        self._note(1, words, mine, time, unordered)
 
-    def _note(self, kind: int, words: Any, mine: Any, time: int, ordered: Callable[..., Any]) -> None:
+    def _note(self, kind: int, words: Any, mine: Any, time: int, unordered: Callable[..., Any]) -> None:
         low, high = self._ends
         low[words.reshape(-1)[::-1]], high[words.reshape(-1)] = mine.reshape(-1)[::-1], mine.reshape(-1)
         new, found = (low[words], high[words]), []
         for end, (then, thread) in enumerate(self._of(kind, words)):
-            kept = (then != 0) & (thread < new[0] if end == 0 else thread > new[1])
-            for one in new:
-                kept &= ~ordered(one, thread, np.abs(then))
-            found.append((np.where(kept, then, time), np.where(kept, thread, new[end])))
+            kept = unordered(new[0], thread, then)
+            if kept.any():
+                kept &= unordered(new[1], thread, then) & (thread < new[0] if end == 0 else thread > new[1])
+                found.append((np.where(kept, then, time), np.where(kept, thread, new[end])))
+            else:
+                found.append((time, new[end]))
         for end, (then, thread) in enumerate(found):
             self.times[kind, end][words], self.threads[kind, end][words] = then, thread
 
@@ -219,6 +230,8 @@ class Machine:
         }
         self.block, self.warp, self.group = block, lane // 32, block // self.cluster
         self.masks = [np.ones(self.lanes, bool)]
+        self._active: tuple[Any, Any] = None, None
+        self._numbers: dict[str, Any] = {}
 
         refs, at = [], GAP
         made = [] if in_place else outs
@@ -244,7 +257,8 @@ class Machine:
         assert at - SHARED <= simt.SMEM, f"{at - SHARED} bytes of shared memory"
         self.shared = np.zeros(blocks * self.words, U32)
         # A race: touched since the last barrier of both. Times are counts of operations.
-        self.time = 1
+        self.time = self.since = 1  # ... and since the last barrier of all threads that share memory
+        self.one_group = launch.blocks == 1
         self.of_shared = Touched(self.shared.size)
         self.first_out = min((start for start, _ in self.outs), default=0)
         self.of_outs = Touched(
@@ -260,6 +274,21 @@ class Machine:
     @property
     def mask(self) -> Any:
         return self.masks[-1]
+
+    def wide(self, x: Any) -> Any:
+        """A number, or an array over all threads, as the latter."""
+        return x if getattr(x, "shape", None) == (self.lanes,) else np.broadcast_to(x, self.lanes)
+
+    def number(self, text: str) -> Any:
+        if text not in self._numbers:
+            self._numbers[text] = np.broadcast_to(np.int64(int(text, 0)).astype(U32), self.lanes)
+        return self._numbers[text]
+
+    def active(self, mask: Any) -> Any:
+        """The threads of a mask, as numbers; of the mask that was asked for last, those that were found."""
+        if mask is not self._active[0]:
+            self._active = mask, np.flatnonzero(mask)
+        return self._active[1]
 
     def results(self) -> list[Any]:
         left = self.waited.reshape(-1, self.threads).min(1) < self.visited
@@ -332,17 +361,22 @@ class Machine:
         assert ((at >= SHARED) & (at + size <= 4 * self.words)).all(), "an address outside of shared memory"
         return (block * self.words + at // 4)[:, None] + np.arange(size // 4)
 
+    def _unordered(self, memory: Touched, mine: Any, theirs: Any, then: Any) -> Any:
+        """Whether no barrier of threads `mine` and `theirs` came after `then`, when `theirs` touched memory."""
+        then = np.abs(then)
+        is_open = then >= (self.since if memory is self.of_shared or self.one_group else 1)
+        if is_open.any():
+            is_open[is_open] = ~self._ordered(mine[is_open], theirs[is_open], then[is_open])
+        return is_open
+
     def _ordered(self, mine: Any, theirs: Any, then: Any) -> Any:
-        """Whether a barrier of threads `mine` and `theirs` came after the time `then`."""
-        together = mine == theirs
-        if (together | (then == 0)).all():
-            return together
-        together |= (self.warp[mine] == self.warp[theirs]) & (self.warp_time[mine] > then)
+        by_warp = (self.warp[mine] == self.warp[theirs]) & (self.warp_time[mine] > then)
         by_block = np.minimum(self.block_time[mine], self.block_time[theirs]) > then
-        by_some = (self.some[mine] == self.some[theirs]) & (self.some_time[mine] > then)
-        together |= (self.block[mine] == self.block[theirs]) & (by_block | by_some)
+        by_block |= (self.some[mine] == self.some[theirs]) & (self.some_time[mine] > then)
+        by_block &= self.block[mine] == self.block[theirs]
         by_cluster = np.minimum(self.cluster_time[mine], self.cluster_time[theirs]) > then
-        return together | ((self.group[mine] == self.group[theirs]) & by_cluster)
+        by_cluster &= self.group[mine] == self.group[theirs]
+        return (mine == theirs) | by_warp | by_block | by_cluster
 
     def _touch(
         self, memory: Touched, lanes: Any, words: Any, where: str, *, write: bool = False, atomic: bool = False,
@@ -350,21 +384,26 @@ class Machine:
     ) -> None:  # fmt: skip
         """Notes that lanes [n] touch words [n, m], and raises if that is a race. Atomic additions do not race with each
         other, nor does a store of what is there with the store that put it there: `same`."""
-        mine = np.broadcast_to(lanes[:, None], words.shape)
+        mine, unordered = np.broadcast_to(lanes[:, None], words.shape), partial(self._unordered, memory)
         for then, writer in memory.writes(words):
-            ok = (then == 0) | self._ordered(mine, writer, np.abs(then)) | (atomic & (then < 0)) | (write & same)
-            assert ok.all(), f"thread {mine[~ok][0]} races with the write of {writer[~ok][0]} to {where}"
+            bad = unordered(mine, writer, then)
+            if bad.any():
+                bad &= ~((atomic & (then < 0)) | (write & same))
+                assert not bad.any(), f"thread {mine[bad][0]} races with the write of {writer[bad][0]} to {where}"
         if write:
             for then, reader in memory.reads(words):
-                ok = (then == 0) | self._ordered(mine, reader, then)
-                assert ok.all(), f"thread {mine[~ok][0]} overwrites what {reader[~ok][0]} may still read in {where}"
+                bad = unordered(mine, reader, then)
+                assert not bad.any(), (
+                    f"thread {mine[bad][0]} overwrites what {reader[bad][0]} may still read in {where}"
+                )
             assert not memory.constant[words].any(), f"a thread writes to {where} what another read as constant"
-            memory.note_write(words, mine, self.time, atomic, self._ordered)
+            memory.note_write(words, mine, self.time, atomic, unordered)
         else:
-            memory.constant[words] |= constant
-            written = memory.times[0, 0][words] != 0
-            assert not (constant and written.any()), f"a thread reads as constant what the kernel wrote to {where}"
-            memory.note_read(words, mine, self.time, self._ordered)
+            if constant:
+                memory.constant[words] = True
+                written = memory.times[0, 0][words] != 0
+                assert not written.any(), f"a thread reads as constant what the kernel wrote to {where}"
+            memory.note_read(words, mine, self.time, unordered)
         self.time += 1
 
     def load_shared(self, at: Any, size: int, lanes: Any, cluster: bool = False) -> Any:
@@ -378,7 +417,7 @@ class Machine:
         self._write(lanes, self._shared(lanes, at, 4 * values.shape[1], cluster), values)
 
     def _write(self, lanes: Any, words: Any, values: Any) -> None:
-        assert np.unique(words).size == words.size, "two threads store to one word of shared memory at once"
+        assert self.of_shared.alone(words), "two threads store to one word of shared memory at once"
         self._touch(self.of_shared, lanes, words, "shared memory", write=True)
         self.shared[words] = values
 
@@ -459,14 +498,14 @@ def _parse(code: str) -> list[tuple[str, bool, str, list[str]]]:
 
 def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any], mask: Any) -> None:
     kind, *how = name.split(".")
-    lanes = np.flatnonzero(mask)
+    lanes = m.active(mask)
 
     def read(x: str) -> Any:
         if x in registers:
             return registers[x]
         if x.startswith("%"):
             return m.special[x[1:]].astype(U32)
-        return np.broadcast_to(np.int64(int(x, 0)).astype(U32), m.lanes)
+        return m.number(x)
 
     def vector(x: str) -> list[str]:
         return x.strip("{}").replace(" ", "").split(",") if x.startswith("{") else [x]
@@ -616,6 +655,8 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             want = read(operands[1])[lanes] if len(operands) > 1 else m.threads
             assert (sizes == want).all(), f"a barrier of {np.unique(want)} threads that {np.unique(sizes)} came to"
             if np.all(want == m.threads):
+                if mask.all() and m.cluster == 1:
+                    m.since = m.time + 1
                 m.barrier(m.block_time, lanes)
             else:
                 m.some[lanes] = m.time
@@ -632,6 +673,8 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             else:  # what was done since the arrival is not ordered, nor by a relaxed one what was done before it
                 assert not waited.any(), "threads wait at a barrier of their cluster at which they did not arrive"
                 m.waited[lanes], m.cluster_time[lanes] = m.arrived[lanes], m.released[lanes]
+                if mask.all():
+                    m.since = max(m.since, int(m.cluster_time.min()) + 1)
         case "cp" if "prefetch" in how:
             m.check_prefetch(address(operands[0]), read(operands[1]), lanes)
         case "cp" if "commit_group" in how:
