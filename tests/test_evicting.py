@@ -14,6 +14,7 @@ from kvjax.caches import evicting
 from kvjax.testing import _drive as drive
 from kvjax.testing import check_policy
 from kvjax.testing._expect import dense, held_positions
+from tests.test_oracles import data
 
 SPEC = CacheSpec(batch=3, q_heads=4, kv_heads=2, head_dim=16, capacity=150, dtype=jnp.float32)
 BUDGET = 20
@@ -109,11 +110,13 @@ def keeps(cache: kvjax.LayerCache) -> list[list[set[int]]]:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("rule", EVICTORS)
-def test_keeps_the_positions_that_the_rule_keeps(rule: str) -> None:
+@pytest.mark.parametrize("keys", ["random", "live"])
+def test_keeps_the_positions_that_the_rule_keeps(rule: str, keys: str, checkpoint: str | None) -> None:
     """Ragged prompts in chunks that grow past the budget, then steps, in which rows fill up at different times."""
-    tokens, lengths = drive.random_tokens(SPEC), np.array([101, 49, 3])
+    spec, tokens = (SPEC, drive.random_tokens(SPEC)) if keys == "random" else data(checkpoint)["live"]
+    lengths = np.resize([101, 49, 3], spec.batch)
     policy = Evicting(evictor=EVICTORS[rule], budget=BUDGET)
-    cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
+    cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     wanted = rows(rule, tokens, lengths, drive.CHUNK)
     assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted]
     for i in range(30):

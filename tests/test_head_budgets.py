@@ -7,6 +7,7 @@ import kvjax
 from kvjax import CacheSpec, Evicting, HeadBudgets, Observation, Sliding, presets
 from kvjax.testing import _drive as drive
 from kvjax.testing._expect import held_positions
+from tests.test_oracles import data
 
 SPEC = CacheSpec(batch=2, q_heads=6, kv_heads=3, head_dim=16, capacity=100, dtype="float32")
 BUDGET, WINDOW, KERNEL = 12, 3, 3
@@ -40,19 +41,32 @@ def allotted(worth: np.ndarray, floor: float, most: float) -> list[list[int]]:
     return [sorted(positions) for positions in kept]
 
 
-@pytest.mark.parametrize(("floor", "most"), [(0.5, 1.5), pytest.param(0.0, 3.0, marks=pytest.mark.thorough)])
-def test_heads_keep_what_the_oracle_allots_them(floor: float, most: float) -> None:
+def sharp_and_wide() -> drive.Tokens:
+    """Random tokens, whose heads attend from widely to sharply."""
+    drawn = drive.random_tokens(SPEC, 2)
+    q = drawn.q.reshape(2, 100, 3, 2, 16) * np.array([0.1, 0.8, 2.0])[None, None, :, None, None]
+    return drive.Tokens(q.reshape(drawn.q.shape).astype(np.float32), drawn.k, drawn.v)
+
+
+@pytest.mark.parametrize(
+    ("floor", "most", "keys"),
+    [
+        (0.5, 1.5, "random"),
+        pytest.param(0.0, 3.0, "random", marks=pytest.mark.thorough),
+        pytest.param(0.2, 2.0, "live", marks=pytest.mark.thorough),
+    ],
+)
+def test_heads_keep_what_the_oracle_allots_them(floor: float, most: float, keys: str, checkpoint: str | None) -> None:
     evictor = Observation(window=WINDOW, kernel_size=KERNEL)
     policy = HeadBudgets(evictor=evictor, budget=BUDGET, floor=floor, most=most)
-    drawn = drive.random_tokens(SPEC, 2)
-    q = drawn.q.reshape(2, 100, 3, 2, 16) * np.array([0.1, 0.8, 2.0])[None, None, :, None, None]  # wide to sharp
-    tokens = drive.Tokens(q.reshape(drawn.q.shape).astype(np.float32), drawn.k, drawn.v)
-    lengths = np.array([40, 33])  # within one call of `fill`
-    cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
+    spec, tokens = (SPEC, sharp_and_wide()) if keys == "random" else data(checkpoint)["live"]
+    B, K, G, D = spec.batch, spec.kv_heads, spec.group, spec.head_dim
+    lengths = np.resize([40, 33], B)  # within one call of `fill`
+    cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     worth, kept = [], []
     for row, n in enumerate(lengths):
-        asked = tokens.q[row, n - WINDOW : n].reshape(WINDOW, 3, 2, 16)
-        worth.append(np.array([votes(asked[:, h], tokens.k[row, :n, h]) for h in range(3)]))
+        asked = tokens.q[row, n - WINDOW : n].reshape(WINDOW, K, G, D)
+        worth.append(np.array([votes(asked[:, h], tokens.k[row, :n, h]) for h in range(K)]))
         kept.append(allotted(worth[-1], floor, most))
     assert [[sorted(head) for head in row] for row in held_positions(cache)] == kept
     counts = {len(head) for row in kept for head in row}
@@ -60,7 +74,7 @@ def test_heads_keep_what_the_oracle_allots_them(floor: float, most: float) -> No
 
     for i in range(20):  # a head evicts its own tokens, and generated ones once none of the prompt's are left
         _, cache, info = drive.step(cache, tokens, lengths + i)
-        for row, head in np.ndindex(2, 3):
+        for row, head in np.ndindex(B, K):
             mine = kept[row][head]
             value = np.append(worth[row][head], np.full(20, np.inf))
             mine.remove(min(mine, key=lambda p, value=value: (value[p], p)))

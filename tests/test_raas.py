@@ -7,20 +7,25 @@ import kvjax
 from kvjax import CacheSpec, Evicting, LastUse, presets
 from kvjax.testing import _drive as drive
 from kvjax.testing._expect import held_positions
+from tests.test_oracles import data
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=100, dtype="float32")
 
 
-def test_the_token_without_attention_for_longest_is_evicted_and_the_prompt_stays() -> None:
+@pytest.mark.parametrize("keys", ["random", pytest.param("live", marks=pytest.mark.thorough)])
+def test_the_token_without_attention_for_longest_is_evicted_and_the_prompt_stays(
+    keys: str, checkpoint: str | None
+) -> None:
     """A threshold of 1/20 is passed now and then, so stamps differ from ages."""
     threshold, budget, prompt = 0.05, 24, 12
-    tokens = drive.random_tokens(SPEC)
-    cache = kvjax.init_layer(Evicting(evictor=LastUse(threshold=threshold), budget=budget), SPEC)
-    cache, _ = drive.fill(cache, tokens, np.full(2, prompt))
-    held = {at: {p: np.inf for p in range(prompt)} for at in np.ndindex(2, 2)}  # stamp of each position
+    spec, tokens = (SPEC, drive.random_tokens(SPEC)) if keys == "random" else data(checkpoint)["live"]
+    B, K, D = spec.batch, spec.kv_heads, spec.head_dim
+    cache = kvjax.init_layer(Evicting(evictor=LastUse(threshold=threshold), budget=budget), spec)
+    cache, _ = drive.fill(cache, tokens, np.full(B, prompt))
+    held = {at: {p: np.inf for p in range(prompt)} for at in np.ndindex(B, K)}  # stamp of each position
     by_age = 0
     for n in range(prompt, 80):
-        _, cache, _ = drive.step(cache, tokens, np.full(2, n))
+        _, cache, _ = drive.step(cache, tokens, np.full(B, n))
         ours = held_positions(cache)
         for (row, head), stamps in held.items():
             if len(stamps) == budget:
@@ -29,8 +34,8 @@ def test_the_token_without_attention_for_longest_is_evicted_and_the_prompt_stays
                 del stamps[oldest]
             stamps[n] = n
             at = sorted(stamps)
-            q = tokens.q[row, n].reshape(2, 2, -1)[head].astype(np.float64)
-            logits = q @ tokens.k[row, at, head].astype(np.float64).T / 4
+            q = tokens.q[row, n].reshape(K, -1, D)[head].astype(np.float64)
+            logits = q @ tokens.k[row, at, head].astype(np.float64).T / np.sqrt(D)
             weights = np.exp(logits - logits.max(axis=1, keepdims=True))
             weights /= weights.sum(axis=1, keepdims=True)
             for p, weight in zip(at, weights.max(axis=0), strict=True):
