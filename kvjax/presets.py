@@ -38,7 +38,7 @@ from kvjax.evictors import Evictor, HeavyHitter, LastQuery, LogSpaced, Observati
 from kvjax.hashing import SimHash
 from kvjax.heads import Heads
 from kvjax.selection import GroupReduce
-from kvjax.selectors import BallPages, CentrePages, Exact, Fier, MeanPages, MinMaxPages, Paris, ProductCodes
+from kvjax.selectors import BallPages, CentrePages, Exact, Fier, MeanPages, MinMaxPages, Nucleus, Paris, ProductCodes
 from kvjax.selectors.paris import Votes
 from kvjax.settings import read_settings
 from kvjax.spec import require_int
@@ -65,6 +65,7 @@ def fier(
     budget: int = 1024,
     *,
     group: int = 32,
+    page: int = 1,
     group_reduce: GroupReduce = "mean_softmax",
     sink: int = 0,
     local: int = 1,
@@ -80,7 +81,8 @@ def fier(
 
     The first `dense_layers` layers attend to everything. Sealed groups of `group` tokens are scored by 1-bit keys; the
     newest tokens, up to `chunk` of them, wait unsealed and are scored exactly. The paper forces no token into the
-    choice, so `sink` is 0 and `local` is the new token alone. With `host` the history's keys and values lie in host
+    choice, so `sink` is 0 and `local` is the new token alone. With `page` above 1 a step attends to whole pages, each
+    scored by its best token: an ablation, in plain JAX. With `host` the history's keys and values lie in host
     memory, and the device holds the 1-bit keys; with `hot` it also holds that many tokens of each row and KV head that
     were selected last (`HotSet`). A cache of at most `dense_capacity` tokens is made `Full`, by default where that was
     measured to be faster (`Retrieval`); not with `host`, `share` or `anchors`.
@@ -91,9 +93,12 @@ def fier(
     """
     require_int("fier(dense_layers=...)", dense_layers, at_least=0)
     require_int("fier(budget=...)", budget, at_least=1)
+    require_int("fier(page=...)", page, at_least=1)
+    if page > 1:
+        _require_page("fier", budget, page, sink, local)
     policy = Retrieval(
-        selector=Fier(group=group, group_reduce=group_reduce),
-        store=_history("fier", host, hot),
+        selector=Fier(group=group, group_reduce=group_reduce, page=page),
+        store=_history("fier", host, hot, page),
         budget=budget,
         sink=sink,
         local=local,
@@ -116,6 +121,9 @@ def pariskv(
     correct: bool = True,
     candidates: int | None = None,
     seed: int | None = 0,
+    subspace: int = 8,
+    radius_bits: int = 16,
+    p: float | None = None,
     group_reduce: GroupReduce = "mean_query",
     dense_below: int = 1024,
     host: bool = False,
@@ -137,9 +145,13 @@ def pariskv(
     Up to `chunk` tokens wait for the index in the update buffer. With buffer="select" they compete with the history by
     exact scores, within the budget. With "attend", as in the paper, a step attends to all of them beside the budget.
 
+    With `p` k adapts to the query: of the k best a step attends to the fewest that hold that share of the attention, by
+    the estimates of the candidates (`Nucleus`). With subspace=4 the blocks of the codes have 4 channels, not 8, and
+    with radius_bits=4 their lengths are coded; both take plain JAX in place of the kernels (`Paris`).
+
     **Source:** ParisKV (Qi et al. 2026). **Differs:** the default of `buffer`. The paper moves the history's keys and
-    values to host memory: so does `host`, to choose the same tokens; without it they stay on the device. `hot` and
-    `dense_capacity` are as in `fier`.
+    values to host memory: so does `host`, to choose the same tokens; without it they stay on the device. `p` and
+    radius_bits=4 are not of the paper. `hot` and `dense_capacity` are as in `fier`.
     """
     require_int("pariskv(dense_layers=...)", dense_layers, at_least=0)
     require_int("pariskv(budget=...)", budget, at_least=1)
@@ -154,9 +166,17 @@ def pariskv(
     if buffer not in ("select", "attend"):
         raise ValueError(f"pariskv(buffer={buffer!r}) must be 'select' or 'attend'")
     beside = chunk if buffer == "attend" else 0
-    selector = Paris(votes=votes, correct=correct, candidates=candidates, group_reduce=group_reduce, seed=seed)
+    selector = Paris(
+        votes=votes,
+        correct=correct,
+        candidates=candidates,
+        group_reduce=group_reduce,
+        seed=seed,
+        subspace=subspace,
+        radius_bits=radius_bits,
+    )
     policy = Retrieval(
-        selector=selector,
+        selector=selector if p is None else Nucleus(selector=selector, p=p),
         store=_history("pariskv", host, hot),
         budget=budget + beside,
         sink=sink,

@@ -25,22 +25,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.layouts import pack_bits, unpack_bits
+from kvjax.layouts import pack_bits, pack_codes, unpack_bits, unpack_codes
 
 SUBSPACE = 8  # channels of a subspace: its signs are one byte
+RADII = 16  # values that a coded radius can have, of 4 bits
 ROTATABLE = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # head sizes; `ops.collide` counts their votes in a byte
 
 
 class Directions(NamedTuple):
-    """Keys by subspace, 6 bytes each: the direction in 4 bits a channel (sign and size), and a weight in 16 bits.
+    """Keys by subspace of m channels: the direction in 4 bits a channel (sign and size), and a weight.
 
-    Byte n of `signs` is the pattern of subspace n, bit j set where its channel j is >= 0. Weights lie as bits because
-    on CPU, jaxlib 0.10.2 widens all of a bf16 array to f32 to gather some rows of it (16 MiB at 8 heads x 32K tokens).
+    Bit j of byte n of `signs` is set where channel 8n + j is >= 0: with m = 8 a byte is the pattern of a subspace, 6
+    bytes each in all. Weights lie as bits because on CPU, jaxlib 0.10.2 widens all of a bf16 array to f32 to gather
+    some rows of it (16 MiB at 8 heads x 32K tokens). Coded weights are the key's length, 16 bits, and 4 bits a
+    subspace: which share of it the subspace has.
     """
 
     signs: Array  # u8[..., S, D/8]
     sizes: Array  # u8[..., S, 3 D/8] the 3-bit index of |u|, as three planes of packed bits, lowest bit first
-    weights: Array  # u16[..., S, D/8] the bits of a bf16; a channel decodes to sign * centre[size] * weight
+    weights: Array  # u16[..., S, D/m] the bits of a bf16; a channel decodes to sign * centre[size] * weight
+    # or u8[..., S, 2 + D/2m], coded: the bytes of the length's bf16, low first, and codes, the lower half byte first
+
+    @property
+    def subspaces(self) -> int:
+        """How many there are, D/m."""
+        *_, wide = self.weights.shape
+        return 2 * (wide - 2) if self.weights.dtype == jnp.uint8 else wide
 
 
 def require_rotatable(head_dim: int) -> None:
@@ -94,15 +104,16 @@ def hadamard(x: Array) -> Array:
     return x.reshape(*lead, D)
 
 
-def encode(rotated: Array, *, correct: bool = True) -> Directions:
+def encode(rotated: Array, *, correct: bool = True, subspace: int = SUBSPACE, coded_radii: bool = False) -> Directions:
     """Codes of rotated keys f32[..., S, D].
 
     With radius r and direction u of a subspace, and v the direction that its code decodes to, the weight is r / <v, u>
-    if `correct`: the decoded key then has the true product with the key itself. Otherwise it is r.
+    if `correct`: the decoded key then has the true product with the key itself. Otherwise it is r. With `coded_radii`
+    it is rounded to one of 16 shares of the key's length, by `radius_table`.
     """
-    bounds, centres = lloyd_max(SUBSPACE)
+    bounds, centres = lloyd_max(subspace)
     *lead, D = rotated.shape
-    split = jnp.abs(rotated).reshape(*lead, D // SUBSPACE, SUBSPACE)
+    split = jnp.abs(rotated).reshape(*lead, D // subspace, subspace)
     radius = jnp.sqrt(jnp.sum(split * split, axis=-1))
     u = split / jnp.maximum(radius, 1e-8)[..., None]
     index = sum((u > np.float32(bound)).astype(jnp.uint8) for bound in bounds)
@@ -110,18 +121,59 @@ def encode(rotated: Array, *, correct: bool = True) -> Directions:
     alignment = jnp.sum(u * _centre([p.reshape(split.shape) for p in planes], centres), axis=-1)
     weight = radius / jnp.maximum(alignment, 1e-6) if correct else radius
     sizes = jnp.concatenate([pack_bits(plane) for plane in planes], axis=-1)
-    bits = lax.bitcast_convert_type(weight.astype(jnp.bfloat16), jnp.uint16)
-    return Directions(pack_bits(rotated >= 0), sizes, bits)
+    if coded_radii:
+        return Directions(pack_bits(rotated >= 0), sizes, _code_radii(weight, rotated, subspace))
+    return Directions(pack_bits(rotated >= 0), sizes, _bf16_bits(weight))
 
 
 def decode(code: Directions) -> Array:
     """f32[..., S, D]: the rotated keys that the codes stand for."""
-    _, centres = lloyd_max(SUBSPACE)
+    D, N = 8 * code.signs.shape[-1], code.subspaces
+    _, centres = lloyd_max(D // N)
     planes = [unpack_bits(plane) for plane in jnp.split(code.sizes, 3, axis=-1)]
     size = _centre(planes, centres)
-    weight = lax.bitcast_convert_type(code.weights, jnp.bfloat16).astype(jnp.float32)
-    weight = jnp.repeat(weight, SUBSPACE, axis=-1)
+    coded = code.weights.dtype == jnp.uint8
+    weight = _decode_radii(code.weights, D // N) if coded else _from_bf16_bits(code.weights)
+    weight = jnp.repeat(weight, D // N, axis=-1)
     return jnp.where(unpack_bits(code.signs), size, -size) * weight
+
+
+def patterns(signs: Array, subspace: int) -> Array:
+    """u8[..., D/m]: the sign pattern of each subspace of m = `subspace` channels, 4 or 8, of signs u8[..., D/8]."""
+    return signs if subspace == 8 else unpack_codes(signs, 2 * signs.shape[-1])
+
+
+def _bf16_bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+
+
+def _from_bf16_bits(bits: Array) -> Array:
+    return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
+
+
+def _code_radii(weight: Array, rotated: Array, subspace: int) -> Array:
+    """u8[..., 2 + N/2] of weights f32[..., N] of rotated keys f32[..., D]."""
+    bounds, _ = radius_table(subspace, rotated.shape[-1])
+    length = jnp.sqrt(jnp.sum(rotated * rotated, axis=-1, keepdims=True))
+    share = weight / jnp.maximum(length, np.finfo(np.float32).tiny)
+    codes = jnp.zeros(share.shape, jnp.uint8)
+    for bound in bounds:
+        codes += (share > np.float32(bound)).astype(jnp.uint8)
+    bits = _bf16_bits(length)
+    low, high = ((bits >> jnp.uint16(shift)).astype(jnp.uint8) for shift in (0, 8))
+    return jnp.concatenate([low, high, pack_codes(codes, 4)], axis=-1)
+
+
+def _decode_radii(coded: Array, subspace: int) -> Array:
+    """f32[..., N]: the weights that u8[..., 2 + N/2] stand for."""
+    N = 2 * (coded.shape[-1] - 2)
+    length = coded[..., :1].astype(jnp.uint16) | (coded[..., 1:2].astype(jnp.uint16) << jnp.uint16(8))
+    codes = unpack_codes(coded[..., 2:], N)
+    _, centres = radius_table(subspace, N * subspace)
+    share = jnp.full(codes.shape, centres[0], jnp.float32)
+    for code, centre in enumerate(centres[1:], 1):
+        share = jnp.where(codes == code, np.float32(centre), share)
+    return _from_bf16_bits(length) * share
 
 
 def _centre(planes: Sequence[Array], centres: np.ndarray) -> Array:
@@ -153,9 +205,33 @@ def lloyd_max(m: int, levels: int = 8) -> tuple[np.ndarray, np.ndarray]:
     density = (1 - t * t) ** power
     mass = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2)]) * t[1]
     moment = (1 - (1 - t * t) ** (power + 1)) / (2 * power + 2)
-    centres = (np.arange(levels) + 0.5) / levels
+    return _settle(t, mass, moment, (np.arange(levels) + 0.5) / levels)
+
+
+@lru_cache
+def radius_table(m: int, D: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bounds f64[15] and centres f64[16] that quantise the radius of a subspace with least squared error.
+
+    A rotated key of length 1 is uniform on the sphere S^(D-1), so the radius r of m of its D channels has
+    r^2 ~ Beta(m/2, (D-m)/2). It depends on nothing that was seen, so it does not age.
+
+    >>> radius_table(8, 128)[1][[0, 7, 15]].round(3).tolist()
+    [0.106, 0.241, 0.418]
+    """
+    if not 3 < m < D:
+        raise ValueError(f"the table needs subspaces of 4 to D - 1 = {D - 1} channels, got {m}")
+    r = np.linspace(0, 1, 2**14 + 1)
+    density = r ** (m - 1) * (1 - r * r) ** ((D - m) / 2 - 1)
+    mass, moment = (np.concatenate([[0], np.cumsum((f[1:] + f[:-1]) / 2)]) * r[1] for f in (density, r * density))
+    start = np.interp((np.arange(RADII) + 0.5) / RADII, mass / mass[-1], r)
+    return _settle(r, mass, moment, start)
+
+
+def _settle(t: np.ndarray, mass: np.ndarray, moment: np.ndarray, centres: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Lloyd's steps from `centres` until they settle: bounds and centres, for the integrals of a density and of t times
+    it from t[0] to each t."""
     for _ in range(10_000):
-        edges = np.concatenate([[0], (centres[1:] + centres[:-1]) / 2, [1]])
+        edges = np.concatenate([[t[0]], (centres[1:] + centres[:-1]) / 2, [t[-1]]])
         new = np.diff(np.interp(edges, t, moment)) / np.diff(np.interp(edges, t, mass))
         settled, centres = bool(np.abs(new - centres).max() < 1e-10), new
         if settled:

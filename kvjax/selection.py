@@ -71,7 +71,7 @@ def join_steps(x: Array, steps: int) -> Array:
 @partial(
     register_dataclass,
     data_fields=("span", "pending", "limit"),
-    meta_fields=("room", "pending_slots", "local", "steps"),
+    meta_fields=("room", "pending_slots", "local", "steps", "window"),
 )
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
@@ -93,6 +93,7 @@ class Candidates:
     pending_slots: int  # the first of the R keys, in whole units: no others are pending
     local: int = 0  # tokens before the stop of `pending` that are not, as every step attends to them
     steps: int = 1  # decode steps whose queries select at once
+    window: int | None = None  # tokens that a query sees at most; the span begins where the window does
 
     def passes(self, q: Array, heads: int) -> Iterator[tuple[Array, Candidates]]:
         """The queries [B, K, T'*G, D] and the candidates of as many steps at a time as have `heads` query heads."""

@@ -115,6 +115,23 @@ def sphere_centres(m: int) -> np.ndarray:
     return centres
 
 
+@functools.cache
+def radius_centres(m: int, D: int) -> np.ndarray:
+    """f64[16]: the Lloyd-Max centres of the length r of m channels of a random unit vector of D: r^2 is Beta.
+
+    With r^2 ~ Beta(m/2, (D-m)/2), the density of r is r^(m-1) (1 - r^2)^((D-m)/2-1) up to a factor.
+    """
+    nodes, weights = np.polynomial.legendre.leggauss(40)
+    centres = np.linspace(0.4 * np.sqrt(m / D), min(1.8 * np.sqrt(m / D), 0.95), 16)
+    for _ in range(4000):
+        edges = np.concatenate([[0], (centres[1:] + centres[:-1]) / 2, [1]])
+        half, middle = np.diff(edges) / 2, (edges[1:] + edges[:-1]) / 2
+        r = middle[:, None] + half[:, None] * nodes
+        density = weights * r ** (m - 1) * (1 - r * r) ** ((D - m) / 2 - 1)
+        centres = (density * r).sum(axis=1) / density.sum(axis=1)
+    return centres
+
+
 @dataclasses.dataclass
 class Paris:
     """ParisKV over the history of one kv head. A row vector times `rotation` f64[D, D] is the vector rotated."""
@@ -124,22 +141,30 @@ class Paris:
     votes: str = "tiers"
     correct: bool = True
     candidates: int | None = None
+    m: int = 8  # channels of a subspace
+    radius_bits: int = 16
 
     def __post_init__(self) -> None:
         keys = self.keys.astype(np.float64)
         self.norm = np.linalg.norm(keys, axis=1)
         unit = keys / np.maximum(self.norm, 1e-8)[:, None] @ self.rotation
         n, D = keys.shape
-        self.parts = unit.reshape(n, D // 8, 8)
-        self.ids = ((self.parts >= 0) * 2 ** np.arange(8)).sum(axis=2)
+        self.parts = unit.reshape(n, D // self.m, self.m)
+        self.ids = ((self.parts >= 0) * 2 ** np.arange(self.m)).sum(axis=2)
 
         radius = np.linalg.norm(self.parts, axis=2)
         u = self.parts / np.maximum(radius, 1e-30)[..., None]
-        centres = sphere_centres(8)
+        centres = sphere_centres(self.m)
         self.sizes = np.abs(np.abs(u)[..., None] - centres).argmin(axis=-1)
         self.codes = np.where(u >= 0, 1, -1) * centres[self.sizes]
         alpha = np.maximum((self.codes * u).sum(axis=2), 1e-6) if self.correct else 1.0
-        self.weights = bfloat16(self.norm[:, None] * radius / alpha)
+        if self.radius_bits == 4:  # the nearest of 16 shares of the length
+            levels = radius_centres(self.m, D)
+            self.weights = (
+                bfloat16(self.norm)[:, None] * levels[np.abs((radius / alpha)[..., None] - levels).argmin(axis=-1)]
+            )
+        else:
+            self.weights = bfloat16(self.norm[:, None] * radius / alpha)
 
     def shares(self) -> tuple[Fraction, Fraction]:
         """beta and rho."""
@@ -153,8 +178,8 @@ class Paris:
         n, rho = len(self.keys), self.shares()[1]
         tiers = (".05", ".15", ".30", ".50", ".75", "1.00") if self.votes == "tiers" else ("1.00",)
         limits = [-(-n * rho * Fraction(c) // 1) for c in tiers]
-        rotated = (q.astype(np.float64) @ self.rotation).reshape(-1, 8)
-        centroids = np.array([[1 if i >> j & 1 else -1 for j in range(8)] for i in range(256)]) / np.sqrt(8)
+        rotated, m = (q.astype(np.float64) @ self.rotation).reshape(-1, self.m), self.m
+        centroids = np.array([[1 if i >> j & 1 else -1 for j in range(m)] for i in range(2**m)]) / np.sqrt(m)
         total = np.zeros(n, int)
         for b, part in enumerate(rotated):
             score = centroids @ part
@@ -171,7 +196,7 @@ class Paris:
     def estimate(self, q: np.ndarray) -> np.ndarray:
         """f64[n] of q.k."""
         length = np.linalg.norm(q.astype(np.float64))
-        unit = (q.astype(np.float64) / max(length, 1e-8) @ self.rotation).reshape(-1, 8)
+        unit = (q.astype(np.float64) / max(length, 1e-8) @ self.rotation).reshape(-1, self.m)
         return length * (self.weights * (self.codes * unit[None]).sum(axis=2)).sum(axis=1)
 
     def ranks(self, q: np.ndarray) -> np.ndarray:

@@ -10,7 +10,9 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, Exact, Fifo, Nucleus, Retrieval
+from kvjax.rotate import _signs
 from kvjax.testing import _drive as drive
+from tests import oracles
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
 BASE = Retrieval(selector=Exact(), budget=120, sink=4, local=8, demote=Fifo(leave=32))
@@ -58,6 +60,25 @@ def test_a_share_out_of_range_is_refused(p: float) -> None:
         Nucleus(selector=kvjax.Fier(), p=p)
 
 
-def test_a_selector_that_ranks_by_votes_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"scores estimate scale \* q\.k"):
-        Nucleus(selector=kvjax.Paris())
+@pytest.mark.parametrize("window", [None, pytest.param(90, marks=pytest.mark.thorough)])
+def test_over_votes_the_shares_are_those_of_the_candidates(window: int | None) -> None:
+    """ParisKV with an adaptive k, by the oracle's estimates; row 1 is short, and attends to everything."""
+    preset = kvjax.presets.pariskv(k=40, p=0.6, sink=4, local=8, chunk=16, candidates=60, dense_below=70)
+    tokens, lengths = drive.random_tokens(SPEC, 1), np.array([170, 60])
+    cache, _ = drive.fill(drive.new_cache(preset.rest, SPEC), tokens, lengths)
+    _, _, info = drive.step(cache, tokens, lengths, window=window)
+    sizes = []
+    for b, h in np.ndindex(2, 2):
+        n = int(lengths[b]) + 1
+        first, end = max(n - (window or n), 0), oracles.history_end(n, 4, 8, 16)
+        start = max(first, 4)
+        q, keys = tokens.q[b, n - 1].reshape(2, 2, -1)[h].mean(axis=0), tokens.k[b, :, h]
+        history = oracles.Paris(oracles.rotation(_signs(16, 0)), keys[start:end], candidates=60)
+        logits = np.concatenate([history.ranks(q), keys[end : n - 8].astype(np.float64) @ q.astype(np.float64)]) / 4
+        shares = np.exp(logits - logits.max())
+        order = np.argsort(-shares, kind="stable")
+        count = min(int(np.searchsorted(np.cumsum(shares[order]) / shares.sum(), 0.6)) + 1, 40)
+        wanted = {*range(first, 4), *(start + order[: len(order) if n < 70 else count]).tolist(), *range(n - 8, n)}
+        assert {int(p) for p in np.asarray(info.positions)[b, h, 0] if p >= 0} == wanted
+        sizes.append(len(wanted))
+    assert max(sizes[:2]) < 52 < min(sizes[2:]), sizes

@@ -39,6 +39,7 @@ STEPS = 12
 ZONES = {"sink": 3, "local": 9, "dense_below": 0}
 POLICIES = {
     "fier": Retrieval(selector=Fier(group=16), budget=40, demote=Fifo(leave=32), **ZONES),
+    "fier by pages": Retrieval(selector=Fier(group=16, page=8), budget=40, demote=Fifo(leave=32), **ZONES),
     "pariskv": Retrieval(selector=Paris(), budget=40, demote=Fifo(leave=32), **ZONES),
     "pariskv, plain votes": Retrieval(selector=Paris(votes="plain"), budget=40, demote=Fifo(leave=32), **ZONES),
     "freekv": Speculative(
@@ -63,7 +64,8 @@ POLICIES = {
     "kivi with sinks, values of 4 bits": kvjax.presets.kivi(residual=32, group=16, sink=5, value_bits=4).rest,
     "logquant with sinks": kvjax.presets.logquant(window=14, sink=5).rest,
 }
-QUICK = ("pariskv", "freekv, no room to spare", "logquant")  # FIER and KIVI have tests of their own of the same things
+# FIER and KIVI have tests of their own of the same things.
+QUICK = ("fier by pages", "pariskv", "freekv, no room to spare", "logquant")
 
 
 def _cells(kind: Callable[[str], bool]) -> list:
@@ -166,12 +168,16 @@ def expected(
     keys = at.k[sink : at.held - local]
     if isinstance(policy.selector, Fier):
         scores = oracles.fier_scores(at.q, keys, end - sink, policy.selector.group, scale, jnp.bfloat16)
+        firsts = range(0, scores.shape[1], policy.selector.page)
+        scores = np.stack([scores[:, i : i + policy.selector.page].max(axis=1) for i in firsts], axis=1)
         ranks = oracles.pooled(scores, "mean_softmax")[0]
     else:
         D, query = at.q.shape[1], at.q.astype(np.float64).mean(axis=0)
         history = oracles.Paris(oracles.rotation(_signs(D, 0)), keys[: end - sink], policy.selector.votes)
         ranks = np.concatenate([history.ranks(query), keys[end - sink :].astype(np.float64) @ query])
-    best = np.argsort(-ranks, kind="stable")[: policy.budget - sink - local]
+    unit = policy.selector.unit
+    best = np.argsort(-ranks, kind="stable")[: (policy.budget - sink - local) // unit]
+    best = np.array([i * unit + j for i in best for j in range(unit) if i * unit + j < at.held - local - sink])
     return True, {*range(sink), *(sink + best).tolist(), *range(at.held - local, at.held)}
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax import CacheSpec, Fifo, Paris, Retrieval, ops
 from kvjax.layouts import pack_bits
-from kvjax.rotate import _signs, decode, encode, hadamard, lloyd_max, rotate, rotate_few
+from kvjax.rotate import _signs, decode, encode, hadamard, lloyd_max, radius_table, rotate, rotate_few
 from kvjax.selection import Selection, set_recall
 from kvjax.selectors.paris import FLOOR, ParisIndex
 from kvjax.testing import _drive as drive
@@ -69,7 +69,8 @@ def compare(paris: Paris, k: np.ndarray, q: np.ndarray, lengths: np.ndarray, top
             assert (scores[b, h, g] == FLOOR).all()
             continue
         R = rotation(q.shape[-1], paris.seed)
-        oracle = oracles.Paris(R, k[b, h, :n], paris.votes, paris.correct, paris.candidates)
+        own = paris.subspace, paris.radius_bits
+        oracle = oracles.Paris(R, k[b, h, :n], paris.votes, paris.correct, paris.candidates, *own)
         votes, mine = oracle.collide(q[b, h, g]), scores[b, h, g, :n]
         best = oracle.best(votes)
         rest = np.setdiff1d(np.arange(n), best)
@@ -97,6 +98,47 @@ def test_score_is_that_of_the_definition(paris: Paris, D: int, G: int) -> None:
     k, lengths = random_keys(3, 2, 320, D), np.array([320, 0, 191])
     q = random_keys(3, 2, G, D, seed=1)
     compare(paris, k, q, lengths, top=40)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("D", "G"), [(64, 3), (32, 1), (96, 2), (128, 1)])
+@pytest.mark.parametrize(
+    "paris",
+    [Paris(subspace=4, radius_bits=4), Paris(radius_bits=4, votes="plain"), Paris(subspace=4, candidates=50)],
+    ids=["4 channels, coded radii", "coded radii", "4 channels"],
+)
+def test_smaller_subspaces_and_coded_radii_are_those_of_the_definition(paris: Paris, D: int, G: int) -> None:
+    k, lengths = random_keys(3, 2, 320, D), np.array([320, 0, 191])
+    compare(paris, k, random_keys(3, 2, G, D, seed=1), lengths, top=40)
+
+
+@pytest.mark.parametrize(("m", "D"), [(8, 128), (4, 64), (8, 16)])
+def test_table_of_radii_is_that_of_random_directions(m: int, D: int) -> None:
+    bounds, centres = radius_table(m, D)
+    np.testing.assert_allclose(centres, oracles.radius_centres(m, D), atol=2e-4)
+    unit = np.random.default_rng(0).normal(size=(100_000, D))
+    r = np.linalg.norm(unit[:, :m], axis=1) / np.linalg.norm(unit, axis=1)
+    cell = np.searchsorted(bounds, r)
+    np.testing.assert_allclose(np.bincount(cell, r) / np.bincount(cell), centres, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Paris(subspace=16), r"subspace=16\) must be 4 or 8"),
+        (lambda: Paris(radius_bits=8), r"radius_bits=8\) must be 16.*or 4"),
+        (lambda: Paris(subspace=4).check(_heads_of(192), 32), r"48 subspaces of head_dim=192 have 288; use subspace=8"),
+        (lambda: Paris(radius_bits=4).check(_heads_of(24), 32), r"head_dim=24 has 3 of 8; use radius_bits=16"),
+        (lambda: kvjax.presets.pariskv(p=0), r"Nucleus\(p=0\).*above 0"),
+    ],
+)
+def test_codes_that_do_not_exist_are_refused(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def _heads_of(D: int) -> CacheSpec:
+    return CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=D, capacity=64)
 
 
 @pytest.mark.sample(2)
@@ -275,6 +317,10 @@ def test_bytes_of_a_key() -> None:
         assert stored == want * 2 * 2 * 512
         assert Paris().bytes_per_token(spec) == want * 2
         assert ix.counts.size * 4 == 2 * 2 * D // 8 * 1024
+        for paris in (Paris(radius_bits=4), Paris(subspace=4, votes="plain", radius_bits=4)):
+            ix = jax.eval_shape(lambda paris=paris, spec=spec: paris.init(spec, 512))
+            stored = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(ix.codes))
+            assert stored == 512 * 2 * paris.bytes_per_token(spec)
 
 
 def test_room_holds_the_candidates_of_every_length() -> None:

@@ -4,7 +4,7 @@
 
 groups: FIER's recall by layer and head and by group size, beside Quest. queries: cosine of adjacent queries, and what
 FreeKV would correct. logquant: coverage and loss by which tokens stay exact. drift: recall while the model writes, of
-indexes learnt from the prompt and of ParisKV. paris: alpha-correction, voting and candidates of ParisKV.
+indexes learnt from the prompt and of ParisKV. paris: what ParisKV's parts are worth, each left out or changed.
 
 drift and paris follow the model while it writes at temperature 1, the others a given text. A table goes to stdout, and
 with --out measure_WHAT.json, .md and .svg to a folder.

@@ -27,7 +27,7 @@ from kvjax.evaluate.live import Live
 from kvjax.evaluate.recall import Reads, reads
 from kvjax.evaluate.store import Progress
 from kvjax.selection import GroupReduce, require_group_reduce
-from kvjax.selectors import Exact, MinMaxPages, Paris, Selector
+from kvjax.selectors import Exact, MinMaxPages, Nucleus, Paris, Selector
 from kvjax.selectors.paris import TIERS
 from kvjax.spec import CacheSpec, require_int
 
@@ -224,7 +224,8 @@ def drift(
 def ablation(
     live: Live, *, shares: Sequence[float] = (0.05, 0.1, 0.25, 0.5, 1.0), progress: Progress | None = None
 ) -> dict[str, Reads]:
-    """ParisKV's parts: alpha-correction on and off, both forms of voting, and recall by the share of candidates.
+    """ParisKV's parts, one changed at a time: alpha-correction, tiers of votes, rotation, the channels of a subspace,
+    the bits of its radius, a k that adapts, and the share of candidates.
 
     Shares are of the longest context of `live`; where a history is shorter, they cover more of it.
     """
@@ -233,9 +234,20 @@ def ablation(
         "as published": Paris(),
         "no alpha-correction": Paris(correct=False),
         "plain votes": Paris(votes="plain"),
+        "not rotated": Paris(seed=None),
+        "subspaces of 4": Paris(subspace=4),
+        "radii in 4 bits": Paris(radius_bits=4),
+        "adaptive k, p = 0.9": Nucleus(selector=Paris(), p=0.9),
+        "adaptive k, p = 0.5": Nucleus(selector=Paris(), p=0.5),
     }
     cases |= {f"candidates {share:g}": Paris(candidates=max(TOP, round(share * longest))) for share in shares}
-    cases["all reranked, no alpha-correction"] = Paris(candidates=longest, correct=False)
+    every = replace(Paris(), candidates=longest)
+    cases |= {
+        "all reranked, no alpha-correction": replace(every, correct=False),
+        "all reranked, not rotated": replace(every, seed=None),
+        "all reranked, subspaces of 4": replace(every, subspace=4),
+        "all reranked, radii in 4 bits": replace(every, radius_bits=4),
+    }
     found = {}
     for done, (name, selector) in enumerate(cases.items()):
         if progress is not None:

@@ -1,4 +1,4 @@
-"""FIER's recall by the size of its groups, beside Quest's pages (FIER, Fig. 6 and Table 4)."""
+"""FIER's recall by the size of its groups and by tokens or pages, beside Quest (FIER, Fig. 6 and Table 4)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from kvjax.selectors import Fier, MinMaxPages
 def groups(budget: int, sizes: Sequence[int] = (32, 64, 128, 256)) -> dict[str, Policy]:
     """FIER by group size beside Quest, each query head choosing for itself as in the papers (FIER, Fig. 6, Table 4).
 
-    Chunks of FIER have the size of the largest group.
+    Chunks of FIER have the size of the largest group. Between the two stands FIER that selects whole pages of 16: what
+    it has over Quest is its scores, and what it lacks beside FIER is the single token.
     """
     fier = {f"Fier g={g}": retrieval(Fier(group=g, group_reduce="per_head"), budget, leave=max(sizes)) for g in sizes}
-    return {**fier, "Quest": retrieval(MinMaxPages(page=16, group_reduce="per_head"), budget)}
+    pages = retrieval(Fier(group=32, page=16, group_reduce="per_head"), budget, leave=max(sizes))
+    quest = retrieval(MinMaxPages(page=16, group_reduce="per_head"), budget)
+    return {**fier, "Fier g=32, pages of 16": pages, "Quest": quest}

@@ -207,6 +207,7 @@ class Retrieval(SelectedZones):
             pending_slots=pending_slots,
             local=self.local,
             steps=steps,
+            window=seen.window,
         )
         fused = self._fused(all_visible, in_order)
         if scores is None and fused is not None:

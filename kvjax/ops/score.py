@@ -99,7 +99,8 @@ def rerank(
 ) -> Float[Array, "B K G M"]:
     """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the `picked` of the keys k~ that `keys` [B, K, S, ..] code.
 
-    Reads 3/4 D bytes a picked key, in blocks of 512. `implementation`: see `explain`.
+    Reads 3/4 D bytes a picked key of subspaces of 8, in blocks of 512. `implementation`: see `explain`; the kernel
+    takes subspaces of 8 with weights of 16 bits.
     """
     B, K, G, M = picked.slots.shape
     block = min(512, M)

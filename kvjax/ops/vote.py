@@ -19,7 +19,7 @@ from kvjax.selection import PackedSelection, of_lists
 def collide(
     q: Float[Array, "B K G D"],
     ids: UInt8[Array, "B K S N"],
-    counts: Int32[Array, "B K N 256"],
+    counts: Int32[Array, "B K N P"],
     limits: Int32[Array, "B T"],
     *,
     seed: int | None = None,
@@ -27,13 +27,13 @@ def collide(
 ) -> UInt8[Array, "B K G S"]:
     """Votes for keys whose sign patterns score high with q, one vote at most a subspace and limit.
 
-    A key is known in a subspace of 8 channels by its sign pattern, `ids`, and a pattern's score is the product of its
-    signs with q. A key earns a vote for each of the `limits` that exceeds the number of keys in patterns of higher
-    score; `counts` says how many keys a pattern has. Several limits make nested tiers. Votes, T D/8 at most, must fit
-    in a byte. With a `seed`, q is first rotated (`kvjax.rotate`).
+    A key is known in a subspace of D/N channels by its sign pattern, `ids`, of which there are P = 2^(D/N), and a
+    pattern's score is the product of its signs with q. A key earns a vote for each of the `limits` that exceeds the
+    number of keys in patterns of higher score; `counts` says how many keys a pattern has. Several limits make nested
+    tiers. Votes, N T at most, must fit in a byte. With a `seed`, q is first rotated (`kvjax.rotate`).
 
-    Reads D/8 bytes a key. `implementation`: see `explain`. Where scores of patterns differ by less than rounding, the
-    kernel may order them otherwise.
+    Reads N bytes a key. `implementation`: see `explain`; the kernel takes subspaces of 8. Where scores of patterns
+    differ by less than rounding, the kernel may order them otherwise.
     """
     B, K, G, D = q.shape
     S, N = ids.shape[2:]

@@ -12,7 +12,7 @@ from kvjax import ops
 from kvjax.blocks import write
 from kvjax.context import Stripes
 from kvjax.quant import OneBit, quantize_1bit
-from kvjax.selection import Candidates, GroupReduce, PackedSelection, require_group_reduce
+from kvjax.selection import Candidates, GroupReduce, PackedSelection, Selection, require_group_reduce
 from kvjax.selectors.striped import StripedSelector
 from kvjax.spec import CacheSpec, keep_int
 
@@ -24,6 +24,9 @@ class Fier:
     Index: D/8 bytes a key for the bits and 4 D/g for scale and zero in 16 bits; at g = 32 and D = 128, 32 bytes a key
     and kv head, 1/8 of a bf16 key.
 
+    With `page` above 1 whole pages are selected, each by the best score of its tokens: what is left of FIER when it
+    reads as Quest does. These run in plain JAX beyond the scores.
+
     **Source:** FIER, section 3 and Algorithm 1. **Differs:** the paper chooses for each query head of models without
     GQA; here the group shares a choice by `group_reduce`, and "per_head" is the paper's rule (G times the reads). A
     group is sealed when its chunk leaves the recent block; until then its tokens compete by exact scores.
@@ -31,14 +34,16 @@ class Fier:
 
     group: int = 32
     group_reduce: GroupReduce = "mean_softmax"
+    page: int = 1  # tokens that are selected together
 
     def __post_init__(self) -> None:
         keep_int(self, "group", at_least=1)
+        keep_int(self, "page", at_least=1)
         require_group_reduce(self.group_reduce)
 
     @property
     def unit(self) -> int:
-        return 1
+        return self.page
 
     @property
     def selects_in_window(self) -> bool:
@@ -51,6 +56,8 @@ class Fier:
     def check(self, spec: CacheSpec, chunk: int) -> None:
         if chunk % self.group:
             raise ValueError(f"Fier(group={self.group}) does not divide the chunk of {chunk}; use a divisor of {chunk}")
+        if chunk % self.page:
+            raise ValueError(f"Fier(page={self.page}) does not divide the chunk of {chunk}; use a divisor of {chunk}")
         if spec.head_dim % 8:
             raise ValueError(
                 f"Fier packs 8 channels a byte and cannot index head_dim={spec.head_dim}; use a multiple of 8"
@@ -72,10 +79,17 @@ class Fier:
         )
 
     def score(self, ix: OneBit, q: Array, *, scale: float) -> Array:
-        return ops.score_1bit(q, ix, scale=scale)
+        scores = ops.score_1bit(q, ix, scale=scale)
+        if self.page == 1:
+            return scores
+        return jnp.max(scores.reshape(*scores.shape[:3], -1, self.page), axis=-1)
 
-    def select(self, ix: OneBit, q: Array, among: Candidates, *, scale: float) -> PackedSelection:
-        return ops.select_1bit(q, ix, among, self.group_reduce, scale=scale)
+    def select(self, ix: OneBit, q: Array, among: Candidates, *, scale: float) -> Selection | PackedSelection:
+        if self.page == 1:
+            return ops.select_1bit(q, ix, among, self.group_reduce, scale=scale)
+        scores = self.score(ix, q, scale=scale)
+        best = ops.select_top(scores, q, among, self.group_reduce, unit=self.page, scale=scale)
+        return among.tokens(best, scores.shape[3], self.page)
 
     def truncate(self, ix: OneBit, count: Array) -> OneBit:
         return ix
@@ -83,7 +97,7 @@ class Fier:
     def over_context(self, stripes: Stripes) -> StripedSelector:
         return StripedSelector(self, stripes)
 
-    def select_steps(self, ix: OneBit, q: Array, among: Candidates, *, scale: float) -> PackedSelection:
+    def select_steps(self, ix: OneBit, q: Array, among: Candidates, *, scale: float) -> Selection | PackedSelection:
         return self.select(ix, q, among, scale=scale)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:

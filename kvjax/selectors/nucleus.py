@@ -28,7 +28,8 @@ class Nucleus:
     Shares are the softmax of the scores over all units that a step may select, the mean over the query heads that share
     a choice. They leave out sink and local window, which every step reads. With p = 1 it selects what `selector` does.
     It always takes the score matrix in f32, also where `selector` alone would select in one kernel. The reads that it
-    saves are those of the kernel that attends, which skips what is masked.
+    saves are those of the kernel that attends, which skips what is masked. Over `Paris` the shares are those of the
+    candidates alone: a key with too few votes has none. A `dense_below` beyond the budget still means everything.
 
     **Source:** Twilight (Lin et al. 2025), hierarchical top-p pruning. **Differs:** the paper estimates shares anew by
     4-bit keys among the tokens of a first, larger choice; here they are the selector's scores, over all tokens.
@@ -42,11 +43,6 @@ class Nucleus:
 
     def __post_init__(self) -> None:
         check_verbs("Nucleus(selector=...)", self.selector, "a selector", ("init", "score"), "kvjax.Fier()")
-        if isinstance(self.selector, WindowedSelector):
-            raise ValueError(
-                f"Nucleus takes a selector whose scores estimate scale * q.k of every token, which those of "
-                f"{self.selector} do not; use Fier, MinMaxPages, CentrePages or Exact"
-            )
         p = finite_number("Nucleus(p=...)", self.p)
         if not 0 < p <= 1:
             raise ValueError(f"Nucleus(p={self.p!r}) is a share of the attention, above 0 and at most 1; use 0.9")
@@ -84,7 +80,11 @@ class Nucleus:
         return self.selector.score(ix, q, scale=scale)
 
     def select(self, ix: Any, q: Array, among: Candidates, *, scale: float) -> Selection:
-        scores, unit, group_reduce = self.score(ix, q, scale=scale), self.unit, self.group_reduce
+        unit, group_reduce = self.unit, self.group_reduce
+        if among.window is not None and isinstance(self.selector, WindowedSelector):
+            scores = self.selector.score_visible(ix, q, among, window=among.window, scale=scale)
+        else:
+            scores = self.score(ix, q, scale=scale)
         scored = with_own_pending(self.selector, among, q)
         best = ops.select_top(scores, q, scored, group_reduce, unit=unit, scale=scale)
         pending = scored.pending_units(attention_logits(q, scored.pending[0], scale), unit)
@@ -101,6 +101,8 @@ class Nucleus:
         before = jnp.cumsum(falling, axis=-1) - falling
         rank = jnp.argsort(order, axis=-1)
         enough = jnp.take_along_axis(before >= self.p, rank, axis=-1)
+        if not isinstance(among.limit, int):  # rows below `dense_below` have room for all, and attend to all
+            enough &= among.of_groups(among.limit) != among.room
         valid = best.valid & ~enough if self.p < 1 else best.valid
         return among.tokens(Selection(best.slots, valid), scores.shape[-1], unit)
 

@@ -12,7 +12,7 @@ from jax import Array, lax
 from kvjax import ops
 from kvjax.blocks import take_rows, write
 from kvjax.context import Stripes, share_of_highest
-from kvjax.rotate import SUBSPACE, Directions, encode, require_rotatable, rotate, rotate_few
+from kvjax.rotate import SUBSPACE, Directions, encode, patterns, require_rotatable, rotate, rotate_few
 from kvjax.selection import (
     Candidates,
     GroupReduce,
@@ -41,7 +41,7 @@ class ParisIndex(NamedTuple):
     """Codes of each key, how many keys of the history have each sign pattern, and what a step asks of so many keys."""
 
     codes: Directions  # of rotated keys, [B, K, S, ...]
-    counts: Array  # i32[B, K D/8 256] by head, subspace and pattern; flat, for it has no slots
+    counts: Array  # i32[B, K D/m 2^m] by head, subspace and pattern; flat, for it has no slots
     limits: Array  # i32[B, T] keys of each tier
     candidates: Array  # i32[B] tokens to rerank
 
@@ -50,7 +50,7 @@ class ParisIndex(NamedTuple):
 class Paris:
     """Scores tokens in two stages, after one random rotation of keys and queries (`kvjax.rotate`).
 
-    First every key earns votes in each subspace of 8 channels, by how good its sign pattern is for the query: 6 for a
+    First every key earns votes in each `subspace` of 8 channels, by how good its sign pattern is for the query: 6 for a
     key among the best 5 % of rho n, then 5, 4, 3, 2 and 1 for 15, 30, 50, 75 and 100 % of it (`votes="tiers"`), or one
     for the best rho n ("plain"). The beta n keys with most votes are then scored by their codes, an estimate of
     scale * q.k in f32. All others score below these, in order of their votes. beta and rho follow the length n of the
@@ -62,6 +62,11 @@ class Paris:
     12K, a fifth up to 30K, 6000 up to 60K, then a tenth), however short the rows are. `candidates` fixes their number
     instead, whatever the length.
 
+    With subspace=4 a pattern says less, and there are twice as many: votes cost twice the time and weights twice the
+    bytes, D/2 in all with the signs. With radius_bits=4 a weight is one of 16 shares of the key's length, by the law of
+    random directions (`kvjax.rotate.radius_table`), in half a byte beside 2 bytes for the length: 74 bytes a key at D =
+    128. Both run in plain JAX: the kernels read subspaces of 8 and weights of 16 bits.
+
     A score depends on the history beside its own key, through the counts; under a sliding window on the visible part of
     it, whose patterns each step counts anew. Votes tie often; at the last place among the
     candidates the lower slot wins, so there, and only there, the order of slots matters.
@@ -70,8 +75,8 @@ class Paris:
     seed=None nothing is rotated, the ablation of its Fig. 10: where channels differ in size, votes and codes follow
     the large ones. **Differs:** neither query nor key is normalised, for both stages are linear in the query, and
     signs and directions are those of the unit key; the signs of a code are stored once, as the patterns (96 bytes a
-    key, not 112); keys of one pattern are equally good, and enter a tier together in both forms of voting; 5K, 10K and
-    30K are read as thousands of tokens in the history.
+    key, not 112); radius_bits=4 is not of the paper; keys of one pattern are equally good, and enter a tier together in
+    both forms of voting; 5K, 10K and 30K are read as thousands of tokens in the history.
     """
 
     votes: Votes = "tiers"
@@ -79,6 +84,8 @@ class Paris:
     candidates: int | None = None  # tokens to rerank; None: beta of the history
     group_reduce: GroupReduce = "mean_query"
     seed: int | None = 0  # of the rotation; None: keys as they are
+    subspace: int = SUBSPACE  # channels of a subspace
+    radius_bits: int = 16  # bits of a subspace's weight
 
     def __post_init__(self) -> None:
         if self.votes not in get_args(Votes):
@@ -88,6 +95,17 @@ class Paris:
         if self.seed is not None:
             keep_int(self, "seed", at_least=0)
         require_group_reduce(self.group_reduce)
+        keep_int(self, "subspace", at_least=1)
+        keep_int(self, "radius_bits", at_least=1)
+        if self.subspace not in (4, 8):
+            raise ValueError(
+                f"Paris(subspace={self.subspace}) must be 4 or 8: sign patterns of so many channels are counted one by "
+                "one, and codes need more than 3 channels"
+            )
+        if self.radius_bits not in (4, 16):
+            raise ValueError(
+                f"Paris(radius_bits={self.radius_bits}) must be 16, weights as they are, or 4, coded beside the length"
+            )
 
     @property
     def unit(self) -> int:
@@ -95,32 +113,49 @@ class Paris:
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         require_rotatable(spec.head_dim)
+        N, tiers = spec.head_dim // self.subspace, len(TIERS[self.votes])
+        if N * tiers > 255:
+            raise ValueError(
+                f"Paris(subspace={self.subspace}, votes={self.votes!r}) counts votes in a byte, and {N} subspaces of "
+                f"head_dim={spec.head_dim} have {N * tiers}; use subspace=8, or votes='plain'"
+            )
+        if self.radius_bits == 4 and N % 2:
+            raise ValueError(
+                f"Paris(radius_bits=4) packs two subspaces a byte, and head_dim={spec.head_dim} has {N} of "
+                f"{self.subspace}; use radius_bits=16, or subspace=4"
+            )
 
     def init(self, spec: CacheSpec, slots: int) -> ParisIndex:
-        lead, N = (spec.batch, spec.kv_heads, slots), spec.head_dim // SUBSPACE
-        codes = Directions(
-            jnp.zeros((*lead, N), jnp.uint8), jnp.zeros((*lead, 3 * N), jnp.uint8), jnp.zeros((*lead, N), jnp.uint16)
-        )
-        return self._counted(codes, jnp.zeros((spec.batch, spec.kv_heads * N * 2**SUBSPACE), jnp.int32))
+        lead, D = (spec.batch, spec.kv_heads, slots), spec.head_dim
+        N, weights = D // self.subspace, jnp.dtype(jnp.uint16 if self.radius_bits == 16 else jnp.uint8)
+        shapes = (D // 8, jnp.uint8), (3 * D // 8, jnp.uint8), (self._weight_bytes(D) // weights.itemsize, weights)
+        codes = Directions(*(jnp.zeros((*lead, wide), dtype) for wide, dtype in shapes))
+        return self._counted(codes, jnp.zeros((spec.batch, spec.kv_heads * N * 2**self.subspace), jnp.int32))
+
+    def _weight_bytes(self, D: int) -> int:
+        """Bytes of a key's weights."""
+        N = D // self.subspace
+        return 2 * N if self.radius_bits == 16 else 2 + N // 2
 
     def append(self, ix: ParisIndex, k: Array, at: Array, count: Array) -> ParisIndex:
-        new = encode(k.astype(jnp.float32) if self.seed is None else rotate(k, self.seed), correct=self.correct)
+        rotated = k.astype(jnp.float32) if self.seed is None else rotate(k, self.seed)
+        new = encode(rotated, correct=self.correct, subspace=self.subspace, coded_radii=self.radius_bits == 4)
         i = jnp.arange(k.shape[2])[None]
         stored = (i < count[:, None]) & (at[:, None] + i < ix.codes.signs.shape[2])
         counts = self._tally(ix.counts, new.signs, stored)
         return self._counted(Directions(*(write(a, b, at, count) for a, b in zip(ix.codes, new, strict=True))), counts)
 
-    @staticmethod
-    def _tally(counts: Array, signs: Array, there: Array) -> Array:
-        """`counts` with the patterns u8[B, K, T, N] of the tokens that are `there`, bool[B, T]."""
-        B, K, _, N = signs.shape
-        first = (jnp.arange(K)[:, None] * N + jnp.arange(N)[None]) * 2**SUBSPACE
-        place = first[None, :, None] + signs.astype(jnp.int32)
+    def _tally(self, counts: Array, signs: Array, there: Array) -> Array:
+        """`counts` with the patterns of signs u8[B, K, T, D/8] of the tokens that are `there`, bool[B, T]."""
+        ids = patterns(signs, self.subspace)
+        B, K, _, N = ids.shape
+        first = (jnp.arange(K)[:, None] * N + jnp.arange(N)[None]) * 2**self.subspace
+        place = first[None, :, None] + ids.astype(jnp.int32)
         place = jnp.where(there[:, None, :, None], place, counts.shape[1]).reshape(B, -1)
         return counts.at[jnp.arange(B)[:, None], place].add(1, mode="drop")
 
     def _counted(self, codes: Directions, counts: Array) -> ParisIndex:
-        n = _length(counts)
+        n = self._length(counts)
         beta, rho = _shares(n)
         reach = (n * rho)[:, None] * TIERS[self.votes][None]
         wanted = _round_up(n * beta, 20) if self.candidates is None else jnp.minimum(n, self.candidates)
@@ -132,7 +167,7 @@ class Paris:
 
     def score(self, ix: ParisIndex, q: Array, *, scale: float) -> Array:
         votes = self._votes(ix, q)
-        picked = ops.most_voted(votes, _length(ix.counts), ix.candidates, self.room(votes.shape[3]))
+        picked = ops.most_voted(votes, self._length(ix.counts), ix.candidates, self.room(votes.shape[3]))
         return self._with_estimates(ix, q, votes, picked, scale=scale)
 
     def _with_estimates(
@@ -161,8 +196,13 @@ class Paris:
 
     def _votes(self, ix: ParisIndex, q: Array) -> Array:
         """Votes u8[B, K, G, S] for q."""
-        B, K, _, N = ix.codes.signs.shape
-        return ops.collide(q, ix.codes.signs, ix.counts.reshape(B, K, N, 2**SUBSPACE), ix.limits, seed=self.seed)
+        ids = patterns(ix.codes.signs, self.subspace)
+        B, K, _, N = ids.shape
+        return ops.collide(q, ids, ix.counts.reshape(B, K, N, 2**self.subspace), ix.limits, seed=self.seed)
+
+    def _length(self, counts: Array) -> Array:
+        """i32[B] keys of the history: all of them have a pattern in the first subspace of the first head."""
+        return jnp.sum(counts[:, : 2**self.subspace], axis=-1)
 
     @property
     def selects_in_window(self) -> bool:
@@ -201,12 +241,12 @@ class Paris:
         return StripedParis(self, stripes)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
-        return spec.kv_heads * spec.head_dim * 6 / SUBSPACE
+        return float(spec.kv_heads * (spec.head_dim // 2 + self._weight_bytes(spec.head_dim)))
 
     def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
-        """The sign patterns of all keys, 1 byte a subspace, and the codes of the candidates, 6 bytes a subspace."""
+        """The sign patterns of all keys, D/8 bytes each, and the codes of the candidates."""
         candidates = np.minimum(self.room(spec.capacity), length)
-        return spec.kv_heads * spec.head_dim / SUBSPACE * (length + 6 * candidates)
+        return spec.kv_heads * spec.head_dim / 8 * length + self.bytes_per_token(spec) * candidates
 
 
 @dataclass(frozen=True)
@@ -237,7 +277,7 @@ class StripedParis(StripedSelector):
         return self.selector._counted(own.codes, lax.psum(own.counts, self.stripes.axis))
 
     def score_own(self, ix: ParisIndex, q: Array, *, scale: float) -> Array:
-        return self._score_seen(ix, q, 0, self.stripes.owned(_length(ix.counts)), scale=scale)
+        return self._score_seen(ix, q, 0, self.stripes.owned(self.selector._length(ix.counts)), scale=scale)
 
     def score_visible(self, ix: ParisIndex, q: Array, among: Candidates, *, window: int, scale: float) -> Array:
         paris, (B, _, S, _) = self.selector, ix.codes.signs.shape
@@ -256,7 +296,7 @@ class StripedParis(StripedSelector):
         seen = (slot >= jnp.reshape(jnp.asarray(start, jnp.int32), (-1, 1))) & (slot < stop[:, None])
         marks = jnp.where(seen[:, None, None], votes + jnp.uint8(1), jnp.uint8(0))
         room = paris.room(S * self.stripes.parts)
-        levels = ix.limits.shape[1] * ix.codes.signs.shape[3] + 1
+        levels = ix.limits.shape[1] * ix.codes.subspaces + 1
         count = share_of_highest(marks, jnp.minimum(ix.candidates, room), levels, self.stripes)
         lists = ops.most_voted(  # a list of its own length for each head
             marks.reshape(B * K, 1, G, S), jnp.full(B * K, S, jnp.int32), count.reshape(B * K, G), min(room, S)
@@ -269,11 +309,6 @@ def _shares(n: Array) -> tuple[Array, Array]:
     """beta and rho i32[B], in twentieths, of histories of n i32[B] tokens."""
     band = jnp.sum(n[:, None] >= LENGTHS[None], axis=1)
     return jnp.asarray(BETA)[band], jnp.asarray(RHO)[band]
-
-
-def _length(counts: Array) -> Array:
-    """i32[B] keys of the history: all of them have a pattern in the first subspace of the first head."""
-    return jnp.sum(counts[:, : 2**SUBSPACE], axis=-1)
 
 
 def _round_up(parts: Array, whole: int) -> Array:

@@ -68,6 +68,7 @@ CASES: dict[str, Case] = {
     "fier per query head, 7 on 1": _with(
         selector=Fier(group=16, group_reduce="per_head"), spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1)
     ),
+    "fier by pages of 8": _with(selector=Fier(group=16, page=8)),
     "fier, no group, f16": _with(spec=dataclasses.replace(SPEC, q_heads=2, kv_heads=2, dtype=jnp.float16)),
     "kivi, values in a window": Case(presets.kivi(residual=16, group=8, value_window=16).rest),
     "quest preset, budget 40": Case(presets.quest(budget=40, page=8).rest),
@@ -154,6 +155,11 @@ CASES: dict[str, Case] = {
     ),
     "paris, update buffer attended, not rotated": Case(
         presets.pariskv(k=20, sink=4, local=8, chunk=16, buffer="attend", candidates=200, seed=None, dense_below=0).rest
+    ),
+    "paris by blocks of 4, coded radii, adaptive": Case(
+        presets.pariskv(
+            k=36, sink=4, local=24, chunk=32, candidates=200, subspace=4, radius_bits=4, p=1.0, dense_below=0
+        ).rest
     ),
     "exact, budget 24": Case(presets.exact(budget=24, chunk=32).rest),
     "exact per query head, 7 on 1, in host memory, bf16": _with(
