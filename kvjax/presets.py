@@ -321,6 +321,7 @@ def freekv(
     *,
     task: Literal["long_input", "long_generation"] = "long_input",
     tau: float | None = None,
+    reuse: int = 1,
     page: int = 32,
     summary: Literal["min_max", "centre"] = "min_max",
     group_reduce: GroupReduce = "mean_softmax",
@@ -342,8 +343,9 @@ def freekv(
 
     `task` is the paper's setting: "long_input" has sink and local of 128 and tau of 0.8, "long_generation" 512, 512 and
     0.9. Each can be given by itself too. With selection_scale=1.0 `group_reduce` takes the softmax of unscaled
-    products, one of the paper's poolings; "max_score" is another.
-    `hot` tokens of each row and head stay on the device (`HotSet`).
+    products, one of the paper's poolings; "max_score" is another. With `reuse` above 1 a recall serves so many steps
+    of a head that does not turn, in place of the next one alone. `hot` tokens of each row and head stay on the device
+    (`HotSet`).
 
     **Source:** FreeKV (2025). **Differs:** see `Speculative` and `HostOffload` for who decides and what stays resident;
     a page that is not yet full competes by the exact scores of its tokens. FreeKV's CUDA code sums pages up as
@@ -370,7 +372,7 @@ def freekv(
         dense_below=0,
     )
     return share_selections(
-        PerLayer((Full(),) * dense_layers, Speculative(policy, tau=tau, selection_scale=selection_scale)),
+        PerLayer((Full(),) * dense_layers, Speculative(policy, tau=tau, selection_scale=selection_scale, reuse=reuse)),
         share=share,
         anchors=anchors,
     )

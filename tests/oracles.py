@@ -222,20 +222,24 @@ class FreeKV:
     sink: int
     local: int
     tau: float
-    last: tuple[np.ndarray, list[int | None]] | None = None  # query and recall of the step before
+    reuse: int = 1  # steps that a recall serves
+    last: tuple[np.ndarray, list[int | None], int] | None = None  # query and recall, and tokens at that step
 
     def step(self, q: np.ndarray, keys: np.ndarray) -> tuple[bool, set[int]]:
         """Whether q [G, D] corrected, and the positions it attends to; keys [n, D] end with its own."""
         n, found = len(keys), self.select(q, keys)
-        last, self.last = self.last, (q, found)
+        last, self.last = self.last, (q, found, n)
         attended = set(range(min(self.sink, n))) | set(range(max(n - self.local, 0), n))
         if last is None or self.similarity(q, last[0]) < self.tau:
             return True, attended | {p for p in found if p is not None}
-        # What the last step recalled, and the token that has left the window since, in the lowest-ranked one's place
-        # where the budget has no other.
-        left, most = n - 1 - self.local, self.budget - self.sink - self.local - 1
+        # What was recalled, and the tokens that have left the window since, in the lowest-ranked ones' place where the
+        # budget has no other.
+        left = [p for p in range(last[2] - self.local, n - self.local) if p >= self.sink]
+        most = self.budget - self.sink - self.local - len(left)
         kept = last[1] if sum(p is not None for p in last[1]) <= most else last[1][:most]
-        recalled = last[1] if left < self.sink else [*kept, left]
+        recalled = [*kept, *left]
+        if n - last[2] < self.reuse:
+            self.last = last
         return False, attended | {p for p in recalled if p is not None}
 
     @staticmethod

@@ -4,7 +4,8 @@ A step selects with its own query and recalls what it selected: it reads those k
 A kv head whose query has hardly turned since the step before does not wait for that. It attends with the recall of the
 step before, which is one step old, and the new recall serves the next step. No token is out of sight for that: the
 token that has left the local window since is kept beside the recall, and a row whose last step was not the one before
-(a prompt came between, or the row was replaced) waits for its own recall.
+(a prompt came between, or the row was replaced) waits for its own recall. A recall may also serve several steps: then
+as many tokens have left the window, and a head reads nothing anew until it has turned or its recall is worn out.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvjax.caches.zones import Visible, ZonedState
 from kvjax.context import Axis
 from kvjax.partial import PartialAttention
 from kvjax.selection import Selection, split_selection
-from kvjax.spec import CacheSpec
+from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores import CachingStore, Held, RecallingStore
 from kvjax.validation import finite_number
 
@@ -38,9 +39,11 @@ class Recall(NamedTuple):
     """What a step selected, read from wherever it lies."""
 
     selection: Selection  # slots of the history, and S + r for slot r of the recent block
-    k: Array  # dtype[B, K, R, D], R > H*M, in the order of the selection; at H*M the edge, and then anything finite
+    k: Array  # dtype[B, K, R, D], R > H*M, in the order of the selection; from H*M the edge, and then anything finite
     v: Array  # dtype[B, K, R, D]
-    edge: Array  # bool[B] whether there is an edge: the oldest token of a full local window, which the next step leaves
+    edge: (
+        Array  # bool[B] whether there is an edge: the oldest tokens of a full local window, of which a step leaves one
+    )
 
 
 @register_dataclass
@@ -53,6 +56,7 @@ class SpeculativeState:
     query: Array  # f32[B, K, G, D]
     recalled_at: Array  # i32[B] tokens that the row held; -1 if it made no step yet
     due: Array  # bool[B] a token came that has not attended yet
+    age: Array | None = None  # i32[B, K] steps since a head recalled, where a recall may serve several
 
     @property
     def length(self) -> Array:
@@ -79,6 +83,10 @@ class Speculative:
     rounded since. Costs 2 M D values of the store's precision and the query in f32, a row and kv head, in device
     memory: the M tokens of the budget that are selected, or room for `dense_below`.
 
+    With `reuse` above 1 a recall serves so many steps, unless its head turns: C then compares with the query that
+    recalled. A head that goes on with its recall moves nothing from the host; the tokens that have left the local
+    window meanwhile, one a step, stand in for its lowest-ranked ones. At most a page of them fits.
+
     Scores of the selection are scaled as attention is, or by `selection_scale`. With 1.0 a group's softmax is that of
     unscaled products, which follows its best pages more.
 
@@ -94,6 +102,7 @@ class Speculative:
     retrieval: Retrieval
     tau: float = field(default=0.8, kw_only=True)
     selection_scale: float | None = field(default=None, kw_only=True)
+    reuse: int = field(default=1, kw_only=True)  # steps that a recall serves
 
     def __post_init__(self) -> None:
         if not isinstance(self.retrieval, Retrieval):
@@ -114,7 +123,17 @@ class Speculative:
                     "None for the scale of attention"
                 )
             object.__setattr__(self, "selection_scale", factor)
+        keep_int(self, "reuse", at_least=1)
         demote, local = self.retrieval.demote, self.retrieval.local
+        page, store = self.retrieval.selector.unit, self.retrieval.store
+        if isinstance(store, RecallingStore):  # it reads a page of its own beside the selection
+            page = min(page, getattr(store, "page", 1))
+        most = min(page, local, max(self.retrieval.selected, 1))
+        if self.reuse > most:
+            raise ValueError(
+                f"Speculative(reuse={self.reuse}) keeps as many tokens beside a recall, and there is room for {page} "
+                f"from a local window of {local}; use at most {most}, or larger pages"
+            )
         if len(demote.staying(local)) < local - 1:
             raise ValueError(
                 f"{demote} takes tokens out of the local window in chunks, and a recall of the step before has none of "
@@ -142,6 +161,7 @@ class Speculative:
             query=jnp.zeros(q.shape, jnp.float32),
             recalled_at=jnp.full(spec.batch, -1, jnp.int32),
             due=jnp.zeros(spec.batch, bool),
+            age=None if self.reuse == 1 else jnp.zeros((spec.batch, spec.kv_heads), jnp.int32),
         )
 
     # ----------------------------------------------------------------------------------------------------- attending
@@ -162,37 +182,49 @@ class Speculative:
         )
         reused = (_similarity(query, st.query) >= self.tau) & (st.recalled_at + 1 == zones.length)[:, None]
         now = ~reused & st.due[:, None]  # a row that makes no step recalls nothing
+        age = jnp.ones((1, 1), jnp.int32) if st.age is None else st.age + 1
+        anew = st.due if st.age is None else st.due[:, None] & (~reused | (age >= self.reuse))  # heads, or whole rows
 
         # Recall for the heads that attend with it now, then the rest.
-        zones, new, rest = self._recall(zones, selection, last, st.due, now)
+        zones, new, rest = self._recall(zones, selection, last, anew, now)
         by_head = reused[:, :, None, None]
         used = Selection(*(jnp.where(by_head, *two) for two in zip(st.recall.selection, selection, strict=True)))
         fresh = rest()
 
         # Attend to sink, local window and the recall: slots W ... 2W-1 are those of the new one, and then `recent`.
-        edge = last.edge if seen.first is None else last.edge & (zones.length - 1 - policy.local >= seen.first)
-        used = self._keep_reused(zones, used, by_head, edge, seen)
-        with_edge = edge[:, None, None, None] & by_head
+        place = jnp.arange(self.reuse)[None, None]  # of the tokens that have left the local window, the oldest first
+        edge = last.edge[:, None, None] & (place < age[..., None])
+        position = zones.length[:, None, None] - age[..., None] - policy.local + place
+        if seen.first is not None:
+            edge &= position >= seen.first[:, None, None]
+        used = self._keep_reused(zones, used, by_head, jnp.sum(edge, axis=2, dtype=jnp.int32), seen)
+        with_edge = edge[:, :, None] & by_head
         read = _in_order(used.valid, with_edge)
         read = read._replace(slots=read.slots + jnp.where(now, last.k.shape[2], 0)[..., None, None])
         out = ops.attend_zones(q, last.k, last.v, read, seen.recent, seen.sink, policy.local, new, scale=scale)
 
-        def keep(old: Array, new: Array) -> Array:
-            return jnp.where(st.due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+        def keep(old: Array, new: Array, of: Array = st.due) -> Array:
+            return jnp.where(of.reshape(*of.shape, *(1,) * (new.ndim - of.ndim)), new, old)
 
         after = SpeculativeState(
             zones=zones,
             recall=Recall(
-                Selection(*(keep(*two) for two in zip(st.recall.selection, selection, strict=True))),
+                Selection(*(keep(*two, anew) for two in zip(st.recall.selection, selection, strict=True))),
                 fresh.k,
                 fresh.v,
                 keep(st.recall.edge, fresh.edge),
             ),
-            query=keep(st.query, query),
+            query=keep(st.query, query, anew),
             recalled_at=keep(st.recalled_at, zones.length),
             due=jnp.zeros_like(st.due),
+            age=None if st.age is None else self._aged(st.age, age, st.due, anew, fresh.edge),
         )
-        return out, after, self._info(zones, seen, used, with_edge, ~reused)
+        return out, after, self._info(zones, seen, used, with_edge, position, ~reused)
+
+    def _aged(self, old: Array, now: Array, due: Array, anew: Array, edge: Array) -> Array:
+        """Steps since each head recalled; a recall of a row whose window is not full serves one step alone."""
+        first = jnp.where(edge, 0, self.reuse - 1)[:, None]
+        return jnp.where(due[:, None], jnp.where(anew, first, now), old)
 
     def _dropped(self, zones: ZonedState) -> int:
         """Units of a recall that a step which reuses it may leave out: one, for the edge, or more once a row has
@@ -206,7 +238,7 @@ class Speculative:
         self, st: ZonedState, selection: Selection, last: Recall, rows: Array, now: Array
     ) -> tuple[ZonedState, tuple[Array, Array], Callable[[], Recall]]:
         """The zones; keys and values of the selection for heads `now` bool[B, K], anything for others; and a function
-        that recalls for all heads of `rows` bool[B], and keeps the keys and values of other rows."""
+        that recalls for all `rows`, bool[B] or heads bool[B, K], and keeps the keys and values of others."""
         policy = self.retrieval
         B, K, H, M = selection.slots.shape
         recent, oldest = (st.recent.k, st.recent.v), st.recent.count - policy.local
@@ -217,10 +249,14 @@ class Speculative:
 
         stored, pending = split_selection(self._flat(selection), st.store.slots)
         here = pending.valid.reshape(B, K, -1, 1)
-        at_edge = (jnp.arange(here.shape[2]) == H * M)[None, None, :, None]
+        place = jnp.arange(here.shape[2])[None, None, :, None] - H * M
+        at_edge = (place >= 0) & (place < self.reuse)
 
         def whole(old: Array, new: Array, zone: Array) -> Array:
-            edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None])
+            edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None] + jnp.arange(self.reuse)[None])
+            if self.reuse > 1:
+                past = here.shape[2] - H * M - self.reuse
+                edge = jnp.pad(edge, ((0, 0), (0, 0), (H * M, past), (0, 0)))
             return jnp.where(at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old))
 
         if isinstance(policy.store, CachingStore):
@@ -232,7 +268,8 @@ class Speculative:
         found = history, ops.gather_slots(*recent, pending), recent
         # Copies of a cache may be of another dtype than what a store of codes gives.
         k, v = (whole(*zones).astype(last.k.dtype) for zones in zip(*found, strict=True))
-        kept_k, kept_v = (jnp.where(rows[:, None, None, None], *two) for two in ((k, last.k), (v, last.v)))
+        chosen = rows.reshape(*rows.shape, *(1,) * (4 - rows.ndim))
+        kept_k, kept_v = (jnp.where(chosen, *two) for two in ((k, last.k), (v, last.v)))
         return st, (k, v), lambda: Recall(selection, kept_k, kept_v, oldest >= 0)
 
     def _flat(self, selection: Selection) -> Selection:
@@ -251,19 +288,21 @@ class Speculative:
             slots + seen.recent.start[:, None, None, None],
         )
         rank = jnp.arange(selection.slots.shape[-1])[None, None, None]
-        room = jnp.minimum(policy.budget - policy.sink - policy.local - edge.astype(jnp.int32), policy.selected)
-        limit = jnp.where(st.length < policy.dense_below, rank.shape[-1], room)[:, None, None, None]
+        room = jnp.minimum(policy.budget - policy.sink - policy.local - edge, policy.selected)
+        limit = jnp.where((st.length < policy.dense_below)[:, None], rank.shape[-1], room)[..., None, None]
         valid = selection.valid & ((selection.slots >= start) | ~reused)
         fits = jnp.sum(valid, axis=-1, keepdims=True, dtype=jnp.int32) <= limit
         return Selection(selection.slots, valid & ((rank < limit) | fits | ~reused))
 
-    def _info(self, st: ZonedState, seen: Visible, used: Selection, with_edge: Array, fresh: Array) -> Info:
+    def _info(
+        self, st: ZonedState, seen: Visible, used: Selection, with_edge: Array, position: Array, fresh: Array
+    ) -> Info:
         info = self.retrieval.info(st, seen, used, fresh)
-        position = (st.length - 1 - self.retrieval.local)[:, None, None, None]
-        edge = jnp.broadcast_to(jnp.where(with_edge, position, -1), (*used.slots.shape[:3], 1))
+        edge = jnp.where(with_edge, position[:, :, None], -1)
+        edge = jnp.broadcast_to(edge, (*used.slots.shape[:3], self.reuse))
         assert info.positions is not None
         return info._replace(
-            attended=info.attended + with_edge[:, :, 0, 0].astype(jnp.float32),
+            attended=info.attended + jnp.sum(with_edge[:, :, 0], axis=-1, dtype=jnp.float32),
             positions=jnp.concatenate([info.positions, edge], axis=-1),
         )
 
@@ -328,11 +367,13 @@ class Speculative:
 
 
 def _in_order(valid: Array, edge: Array) -> Selection:
-    """Of what was recalled in the order of `valid` bool[B, K, H, M], that which is; and, after it all, the edge."""
-    H, M = valid.shape[2:]
+    """Of what was recalled in the order of `valid` bool[B, K, H, M], that which is; and, after it all, the edge, bool
+    [B, K, 1, tokens]."""
+    (H, M), wide = valid.shape[2:], edge.shape[3]
     own = jnp.arange(H)[:, None] * M + jnp.arange(M)[None]
-    slots = jnp.concatenate([own, jnp.full((H, 1), H * M)], axis=1, dtype=jnp.int32)
-    valid = jnp.concatenate([valid, jnp.broadcast_to(edge, (*valid.shape[:3], 1))], axis=3)
+    after = jnp.broadcast_to(H * M + jnp.arange(wide)[None], (H, wide))
+    slots = jnp.concatenate([own, after], axis=1, dtype=jnp.int32)
+    valid = jnp.concatenate([valid, jnp.broadcast_to(edge, (*valid.shape[:3], wide))], axis=3)
     return Selection(jnp.broadcast_to(slots[None, None], valid.shape), valid)
 
 

@@ -48,6 +48,7 @@ MEANINGS: dict[str, str] = {
     "radius_bits": "bits of the length of a subspace: 16, or 4",
     "p": "share of the attention that selected tokens need hold, by their estimates; none: as many as k",
     "tau": "heads whose query's cosine to the last is below it recall anew",
+    "reuse": "steps that a recall serves, while its head does not turn",
     "freekv.task": "defaults of the paper for long_input or long_generation",
     "summary": "what sums up the keys of a page",
     "digest": "what sums up the keys of a page",

@@ -134,7 +134,7 @@ class HostOffload:
         k, v = ready = ops.host_rows_first(st.kv, index, edge, now, known, recent)
 
         def rest() -> tuple[Array, Array]:
-            others = rows[:, None] & ~now
+            others = (rows[:, None] if rows.ndim == 1 else rows) & ~now
             k, v = ops.host_rows_rest(st.kv, index, edge, others, known, recent, (now, ready))
             return k, v
 

@@ -201,11 +201,11 @@ class RecallingStore(Store, Protocol):
         now: Array,
     ) -> tuple[tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
         """Keys and values [B, K, M, D] of the selection for heads `now` bool[B, K], anything for others; and a function
-        that gives them for all heads of `rows` bool[B], and for other rows what is held.
+        that gives them for all heads of `rows` bool[B], or for heads bool[B, K], and for others what is held.
 
         Slot S + r of the selection is slot r of `recent`, keys and values [B, K, R, D]. Slot `edge` i32[B] of it comes
-        after the selection, nothing where it is negative; up to the M of `held` then anything finite. Tokens that are
-        held need not be read again.
+        after the selection, with those after it that make a page, nothing where it is negative; up to the M of `held`
+        then anything finite. Tokens that are held need not be read again.
         """
         ...
 

@@ -1,6 +1,7 @@
 """The runner, on a random checkpoint: its answers are generate's, and its files hold what made them."""
 
 import dataclasses
+import inspect
 import itertools
 import json
 import re
@@ -491,6 +492,15 @@ def test_dense_layers_are_those_of_all_rows_and_a_rows_own_wins_and_is_shown():
     assert [len(row.policies.first) for row in rows.values()] == [0, 2, 2, 0]
     assert [row.dense_layers for row in make_rows(["fier", "pariskv", "kivi"], dense_layers=1)] == [1, 1, 1]
     assert [len(row.policies.first) for row in make_rows(["fier", "freekv"], dense_layers=None)] == [2, 1]
+
+
+def test_every_method_that_shares_a_selection_takes_every_group_rule():
+    takers = [n for n, p in presets.REGISTRY.items() if "group_reduce" in inspect.signature(p.make).parameters]
+    assert {"fier", "quest", "pariskv", "freekv", "arkvale", "pqcache", "exact"} <= set(takers)
+    rules = ("mean_query", "max_softmax")
+    rows = make_rows([*takers, "h2o"], budgets=[2048], group_reduces=rules)
+    assert [row.name for row in rows] == [f"{n}:group_reduce={r}@2048" for n in takers for r in rules] + ["h2o@2048"]
+    assert not [row.refused for row in rows if row.refused]
 
 
 def test_a_budget_that_one_cache_cannot_hold_stops_that_row_alone(checkpoint):

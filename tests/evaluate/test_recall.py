@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Fifo, Full, Retrieval, models, presets
+from kvjax import CacheSpec, Fifo, Full, LogSparse, Retrieval, models, presets
 from kvjax.cli import main
 from kvjax.evaluate import recall
 from kvjax.evaluate.live import Live, LiveLayer, Recorded, capture, capture_generated, read
@@ -187,6 +187,12 @@ def test_a_pooled_choice_has_all_of_its_own_top_tokens_and_fewer_of_each_heads()
         picked = free[np.argsort(-mean[1, 0, free])][:CHOSEN]
         own = free[np.argsort(-_logits(LIVE.layers[layer], t, position)[1, 1, free])][:CHOSEN]
         assert seen.head_recall[layer, t, 1, 1] == pytest.approx(len(set(picked) & set(own)) / min(CHOSEN, len(free)))
+
+
+def test_tokens_in_another_order_than_they_came_are_known_by_their_positions():
+    """A log-sparse block keeps old tokens beside new ones; the best of all are found, so all of the top is read."""
+    seen = recall.reads(LIVE, replace(BASE, selector=Exact(group_reduce="mean_score"), demote=LogSparse(window=8)))
+    assert (seen.recall == 1).all()
 
 
 @pytest.mark.thorough
