@@ -1,20 +1,27 @@
 """The simulator finds races, in kernels of a few words and in kernels that lack one of their barriers."""
 
+import linecache
+import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import kernels_pallas, ops
 from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.attend import attend_slots, attend_span
 from kvjax.kernels_pallas.host import hot_pages
+from kvjax.kernels_pallas.score import score_1bit
 from kvjax.kernels_pallas.simt import ptx, when
+from kvjax.kernels_pallas.vote import most_voted
 from kvjax.kernels_pallas.write import put_token
-from kvjax.stores.hot import empty_hot
 from tests.kernels.conftest import ON_GPU
-from tests.kernels.inputs import normal
+from tests.kernels.inputs import boxes, index, normal
 from tests.kernels.simulate import Simulator
+from tests.kernels.test_steps import candidates, kernel
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="of the simulator")
 
@@ -244,44 +251,121 @@ def test_a_relaxed_arrival_orders_no_writes():
 # ------------------------------------------------------------------------- kernels without one of their barriers
 
 
-def without(monkeypatch, module, n):
-    """The module's kernels without their n-th barrier of a block."""
-    calls, barrier = [], module.block_barrier
+class Without(Simulator):
+    """A simulator that leaves out the barriers of one place in the code, and notes all places."""
 
-    def some():
-        calls.append(1)
-        if len(calls) != n:
-            barrier()
+    def __init__(self, place=None):
+        super().__init__()
+        self.place, self.places = place, set()
 
-    monkeypatch.setattr(module, "block_barrier", some)
-    return calls
+    def ptx(self, code, *args):
+        if code.startswith(("bar.", "barrier.")):
+            place = self._place()
+            self.places.add(place)
+            if place == self.place:
+                return []
+        return super().ptx(code, *args)
 
-
-def places(n=40, N=17, P=90):
-    """A step that finds some pages, misses some and replaces some."""
-    tables = empty_hot((1, 2), n, P, 1, 8, jnp.bfloat16).tables
-    rng = np.random.default_rng(0)
-    for _ in range(4):
-        index = jnp.asarray(np.stack([rng.permutation(60)[:N] for _ in range(2)])[None], jnp.int32)
-        tables, at = hot_pages.hot_places(tuple(tables), index, jnp.full((1, 2), N, jnp.int32))
-    return at
-
-
-@pytest.mark.parametrize("barrier", range(1, 6))
-def test_each_barrier_of_the_places_of_a_hot_set_is_needed(barrier, monkeypatch):
-    calls = without(monkeypatch, hot_pages, barrier + 5)  # of the second step
-    with raises("races with|may still read|nothing wrote"):
-        jax.block_until_ready(places())
-    assert len(calls) >= barrier + 5
+    def _place(self):
+        """File and line of the two functions nearest to the barrier, past the words themselves."""
+        found, frame = [], sys._getframe(2)
+        while frame and len(found) < 2:
+            file = frame.f_code.co_filename.replace("\\", "/").partition("kernels_pallas/")[2]
+            if file and not file.startswith("simt/"):
+                found.append(f"{file}:{frame.f_lineno}")
+            frame = frame.f_back
+        return tuple(found)
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_the_barrier_of_a_written_token_is_needed(several, monkeypatch):
+def places():
+    """A step of a hot set that finds some pages, misses some and replaces some."""
+    rng, (n, N, P) = np.random.default_rng(0), (40, 17, 90)
+    tables = [jnp.asarray(rng.permutation(P)[:n], jnp.int32)[None, None], jnp.ones((1, 1, n), jnp.int32)]
+    place = jnp.zeros((1, 1, P), jnp.int32).at[0, 0, tables[0][0, 0]].set(jnp.arange(n))
+    tables += [place, jnp.full((1, 1), 9, jnp.int32), jnp.zeros((1, 1), jnp.int32)]
+    index = jnp.asarray(rng.permutation(P)[:N], jnp.int32)[None, None]
+    return hot_pages.hot_places(tables, index, jnp.full((1, 1), N, jnp.int32))
+
+
+def written(put, due, T):
     zones = [(*(normal(s, 2, 2, 8, 64, dtype=jnp.bfloat16) for s in (1, 2)), jnp.array([3, 7]))]
-    k, v = (normal(s, 2, 2, 3 if several else 1, 64, dtype=jnp.bfloat16) for s in (3, 4))
-    due = jnp.array([2, 1]) if several else jnp.array([True, True])
-    run = put_token.put_tokens if several else put_token.put_token
-    jax.block_until_ready(run(zones, k, v, due, jnp.zeros(2, bool)))
-    monkeypatch.setattr(simt, "block_barrier", lambda: None)
-    with raises("may still read"):
-        jax.block_until_ready(run(zones, k, v, due, jnp.zeros(2, bool)))
+    return put(zones, *(normal(s, 2, 2, T, 64, dtype=jnp.bfloat16) for s in (3, 4)), due, jnp.zeros(2, bool))
+
+
+def spans():
+    q, k = normal(1, 1, 1, 8, 64, dtype=jnp.bfloat16), normal(2, 1, 1, 400, 64, dtype=jnp.bfloat16)
+    ends = jnp.zeros((1, 2), jnp.int32), jnp.array([[350, 351]], jnp.int32)
+    return attend_span.attend_span(q, k, k, *ends, scale=0.1, config=attend_span.Config(1, stages=1, keys=16))
+
+
+def slots():
+    q, k = normal(1, 1, 1, 2, 64, dtype=jnp.bfloat16), normal(2, 1, 1, 300, 64, dtype=jnp.bfloat16)
+    chosen = jnp.arange(290)[None, None, None], jnp.ones((1, 1, 1, 290), bool)
+    return attend_slots.attend_slots(q, k, k, *chosen, scale=0.1, config=attend_slots.Config(2, 1))
+
+
+def scores():
+    config = score_1bit.Config(units=8, stages=2)
+    return score_1bit.score_1bit(
+        normal(1, 1, 1, 5, 64), *index(1, 1, 256, 64, 32, jnp.bfloat16), scale=0.1, config=config
+    )
+
+
+def chosen_1bit():
+    among = candidates(1, 1, 2, 40, 64, 160, 36, 25)
+    keys = index(1, 1, 160, 64, 32, jnp.bfloat16)
+    q = normal(1, 1, 1, 8, 64, dtype=jnp.bfloat16).astype(jnp.float32)
+    return kernel(ops.select_1bit, q=q, keys=keys, candidates=among, group_reduce="mean_softmax", scale=0.1)
+
+
+def chosen_pages():
+    q, (low, high) = normal(2, 1, 1, 6, 64, dtype=jnp.bfloat16).astype(jnp.float32), boxes(1, 1, 21, 64, jnp.bfloat16)
+    among = candidates(1, 1, 2, 40, 64, 21 * 16, 32, 7)
+    how = {"group_reduce": "mean_softmax", "unit": 16, "scale": 0.1}
+    return kernel(ops.select_pages, q=q, low=low, high=high, candidates=among, **how)
+
+
+def voted():
+    votes = jnp.asarray(np.random.default_rng(0).integers(0, 9, (1, 1, 1, 9008)), jnp.uint8)
+    two = jnp.array([9000], jnp.int32), jnp.array([700], jnp.int32)
+    return most_voted.most_voted(votes, *two, 700, config=most_voted.Config(2, 2))
+
+
+# attend_span waits once more for copies after its loop, which has waited for all; and select_1bit fills no stage of the
+# ring of score_1bit twice here, which score_1bit itself does.
+NOT_NEEDED = {"attend_span": "cp.async.wait_group 0;", "select_1bit": "unit_codes = [load_codes("}  # in the line before
+
+
+def line_before(place):
+    file, line = place[0].split(":")
+    return linecache.getline(str(Path(kernels_pallas.__path__[0]) / file), int(line) - 1)
+
+
+KERNELS = {
+    "hot_places": places,
+    "put_token": partial(written, put_token.put_token, jnp.array([True, True]), 1),
+    "put_tokens": partial(written, put_token.put_tokens, jnp.array([2, 1]), 3),
+    "attend_span": spans,
+    "attend_slots": slots,
+    "score_1bit": scores,
+    "select_1bit": chosen_1bit,
+    "select_pages": chosen_pages,
+    "most_voted": voted,
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", KERNELS)
+def test_each_barrier_of_a_kernel_is_needed(name):
+    """And the simulator sees it: so it would also see where one is missing."""
+    whole = Without()
+    with simt.use(whole):
+        jax.block_until_ready(KERNELS[name]())
+    assert whole.places
+    seen = "races with|may still read|nothing wrote|may not have begun|may end while|did not arrive|have not waited"
+    for place in sorted(whole.places):
+        if name in NOT_NEEDED and NOT_NEEDED[name] in line_before(place):
+            continue
+        with simt.use(Without(place)), raises(seen):
+            jax.block_until_ready(KERNELS[name]())
+            pytest.fail(f"{name} does without its barrier at {place}")
