@@ -6,9 +6,9 @@
 
 Each cell of `plan.py` is a process with a time limit. A cell begins only if its limit is left, or if it took less at
 another time, and one that runs at the end of `--minutes` is stopped. All share a cache of compiled programs. After each
-cell a line is printed and OUT/cells.json is written: with the digest of the code, so a second call goes on where the
-first stopped, and one of other code begins anew. Results are in OUT/results, what a cell printed in OUT/logs; nothing
-else needs to be kept.
+cell a line is printed and OUT/cells.json is written, with the digest of the code and the kind of device: so a second
+call goes on where the first stopped, and one of other code or elsewhere begins anew. Results are in OUT/results, what a
+cell printed in OUT/logs; nothing else needs to be kept.
 
 `--smoke` runs each command on the CPU with its smallest sizes, to find a wrong option or a missing package; with
 `--one`, one of those that differ by method or length alone.
@@ -32,6 +32,11 @@ from typing import Any
 
 from benchmarks.plan import PARTS, ROOT, Cell, cells
 
+ASK = """
+import jax
+found = jax.devices()
+print(found[0].platform, len(found), f"{found[0].device_kind}, jax {jax.__version__}", sep="|")
+"""
 SOURCES = ("kvjax", "kernels_pallas", "models", "benchmarks")
 KEPT = ("ok", "failed", "over its limit")  # what is not run again
 GSM8K = "gsm8k:shots=0,max_new_tokens={}"
@@ -47,16 +52,32 @@ def digest_of_code() -> str:
     return found.hexdigest()[:12]
 
 
-class State:
-    """What cells gave, in OUT/cells.json, which is written whole after each."""
+def devices() -> tuple[str, int, str]:
+    """Platform, number and kind of the devices that a cell finds, and the version of jax.
 
-    def __init__(self, file: Path, code: str):
-        self.file, self.code = file, code
+    Asked in a process of its own, as this one must not hold a GPU's memory.
+    """
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run([sys.executable, "-c", ASK], env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"jax finds no device here: {done.stderr.strip().splitlines()[-1]}")
+    platform, count, kind = done.stdout.splitlines()[-1].split("|")
+    return platform, int(count), kind
+
+
+class State:
+    """What cells gave, in OUT/cells.json, which is written whole after each.
+
+    What other code gave, or the same on another device or with another jax, is not known here.
+    """
+
+    def __init__(self, file: Path, code: str, device: str):
+        self.file, self.made_by = file, {"code": code, "device": device}
         self.cells: dict[str, dict[str, Any]] = json.loads(file.read_text())["cells"] if file.is_file() else {}
 
     def is_done(self, name: str) -> bool:
         cell = self.cells.get(name)
-        return cell is not None and cell["code"] == self.code and cell["status"] in KEPT
+        return cell is not None and self.made_by.items() <= cell.items() and cell["status"] in KEPT
 
     def seconds(self, cell: Cell) -> float:
         """That it took, with any code; else that it may take."""
@@ -64,7 +85,7 @@ class State:
         return 1.2 * earlier["seconds"] + 5 if earlier.get("status") == "ok" else cell.seconds
 
     def keep(self, name: str, row: dict[str, Any]) -> None:
-        self.cells[name] = {**row, "code": self.code}
+        self.cells[name] = {**row, **self.made_by}
         self.file.parent.mkdir(parents=True, exist_ok=True)
         part = self.file.with_suffix(".part")
         part.write_text(json.dumps({"cells": self.cells}, indent=1) + "\n")
@@ -188,13 +209,21 @@ def main(args: Sequence[str] | None = None) -> int:
             print(f"{name_of(cell)} | {cell.seconds} s | {cell.command}")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of `stop`
-    state = State(given.out / "cells.json", digest_of_code() + ("-smoke" if given.smoke else ""))
+    platform, count, device = ("cpu", 2, "smoke") if given.smoke else devices()
+    if platform != "gpu" and not given.smoke:
+        parser.error(
+            f"this measures a GPU, and jax finds {platform} ({device}); --smoke tries the commands without one"
+        )
+    state = State(given.out / "cells.json", digest_of_code(), device)
     places, failed, counts = inputs(given), 0, {"ok": 0, "failed": 0, "cut": 0, "over its limit": 0}
     known, left_out, no_time = 0, [], []
     for cell in asked:
         name = name_of(cell)
         if missing := [need for need in cell.needs if need not in places]:
             left_out.append(f"{name} needs {', '.join(f'--{need}' for need in missing)}")
+            continue
+        if cell.part == "devices" and count < 2:
+            left_out.append(f"{name} needs two devices")
             continue
         if state.is_done(name) and not given.again:
             known += 1

@@ -119,8 +119,9 @@ def go(tmp_path, monkeypatch, capsys):
     def cell(name, seconds=0.0, code=0, limit=30, **how):
         return plan.Cell("steps", name, f"{script} {{out}}/{name} {seconds} {code}", "", limit, **how)
 
-    def start(made, *options):
+    def start(made, *options, device="a GPU, jax 1"):
         monkeypatch.setattr(run, "cells", lambda: [cell(*one[0], **one[1]) for one in made])
+        monkeypatch.setattr(run, "devices", lambda: ("gpu", 1, device))
         code = run.main(["--out", str(tmp_path / "out"), *options])
         states = json.loads((tmp_path / "out" / "cells.json").read_text())["cells"]
         return code, capsys.readouterr().out, {name.partition(": ")[2]: one["status"] for name, one in states.items()}
@@ -143,9 +144,17 @@ def test_a_second_run_goes_on_with_what_is_left(go, tmp_path, monkeypatch):
     assert code == 0
     assert "3 known before" in told
     assert rows(tmp_path, "a") == 1
+    go(made, device="another GPU, jax 1")
     monkeypatch.setattr(run, "digest_of_code", lambda: "other")
     go(made)
-    assert rows(tmp_path, "a") == 2
+    assert rows(tmp_path, "a") == 3
+
+
+def test_nothing_is_measured_without_a_gpu(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run.main(["--out", str(tmp_path / "out")])
+    assert "this measures a GPU, and jax finds cpu" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_cell_over_its_limit_ends_and_the_next_ones_run(go, tmp_path):
@@ -167,9 +176,12 @@ def test_a_run_ends_within_its_minutes_and_begins_nothing_that_would_not_end(go,
 
 def test_a_cell_without_its_input_is_left_out_and_told(go, tmp_path, monkeypatch, capsys):
     one = plan.Cell("checkpoint", "eval", "-m kvjax.cli eval {checkpoint} --data {gsm8k}", "", 9)
-    monkeypatch.setattr(run, "cells", lambda: [one])
+    monkeypatch.setattr(run, "cells", lambda: [one, plan.Cell("devices", "full", "devices.py", "", 9)])
+    monkeypatch.setattr(run, "devices", lambda: ("gpu", 1, "a GPU"))
     assert run.main(["--out", str(tmp_path / "out")]) == 0
-    assert "checkpoint: eval needs --checkpoint, --gsm8k" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "checkpoint: eval needs --checkpoint, --gsm8k" in told
+    assert "devices: full needs two devices" in told
     with pytest.raises(SystemExit):
         run.main(["--out", str(tmp_path / "out"), "--text", "nowhere.txt"])
     assert "--text nowhere.txt: there is no such file" in capsys.readouterr().err
