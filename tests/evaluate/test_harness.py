@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from kvjax import models
 from kvjax.evaluate.harness import KvjaxLM
 from kvjax.models import Checkpoint
 
+GUIDES = Path(__file__).parents[2] / "docs" / "guides.md"
 KEY = "The pass key is {0}. Remember it.\nWhat is the pass key? The pass key is "
 
 
@@ -29,20 +31,26 @@ def request(*args: Any) -> SimpleNamespace:
     return SimpleNamespace(args=args)
 
 
+def by_forward(model: KvjaxLM, context: str, rest: str) -> tuple[float, bool]:
+    """Log probability of the text after the context by one pass of the model, and whether greedy decoding gives it."""
+    head, tail = (
+        model._encode_pair(context, rest) if context else ([model.prefix_token_id], model.tok_encode(rest, False))
+    )
+    logits = model.checkpoint.model(np.array([head + tail]), None)[0]
+    table = np.asarray(jax.nn.log_softmax(logits, axis=-1))[0, len(head) - 1 : -1]
+    greedy = all(int(row.argmax()) == token for row, token in zip(table, tail, strict=True))
+    return float(sum(table[i, token] for i, token in enumerate(tail))), greedy
+
+
 def test_continuations_have_the_models_own_probability(shipped: Checkpoint) -> None:
     model = KvjaxLM(shipped, "full", batch=2)
     asked = KEY.format(71432) + "7143"
     pairs = [(asked, "2"), (asked, "3"), ("", "The")]
     found = model.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
     for (context, rest), (logprob, greedy) in zip(pairs, found, strict=True):
-        head, tail = (
-            model._encode_pair(context, rest) if context else ([model.prefix_token_id], model.tok_encode(rest, False))
-        )
-        logits = shipped.model(np.array([head + tail]), None)[0]
-        table = np.asarray(jax.nn.log_softmax(logits, axis=-1))[0, len(head) - 1 : -1]
-        want = float(sum(table[i, token] for i, token in enumerate(tail)))
+        want, best = by_forward(model, context, rest)
         assert logprob == pytest.approx(want, rel=1e-3, abs=1e-3)
-        assert greedy == all(int(row.argmax()) == token for row, token in zip(table, tail, strict=True))
+        assert greedy == best
     assert found[0][1]
     assert not found[1][1]
     (rolled,) = model.loglikelihood_rolling([request("The")], disable_tqdm=True)
@@ -85,6 +93,30 @@ filter_list: [{{name: first, filter: [{{function: regex, regex_pattern: "^([0-9]
         bootstrap_iters=0,
     )
     assert results["results"]["local_keys"]["exact_match,first"] == 1.0
+
+
+def test_mmlu_is_scored_from_local_files(shipped: Checkpoint, tmp_path: Path) -> None:
+    """Four choices by the probability of their letters, as the guide writes the task: the model's own say is scored."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    (guide,) = re.findall(r"```yaml\n(task: mmlu_local\n.*?)```", GUIDES.read_text(), re.DOTALL)
+    asked = {"What is the pass key?": list("7143"), "Which is a colour?": ["red", "two", "run", "of"]}
+    model, says = KvjaxLM(shipped, "fier:budget=64", batch=4), []
+    for question, choices in asked.items():
+        lines = "".join(f"{letter}. {choice}\n" for letter, choice in zip("ABCD", choices, strict=True))
+        says.append(int(np.argmax([by_forward(model, f"{question}\n{lines}Answer:", f" {x}")[0] for x in "ABCD"])))
+    answers = [says[0], (says[1] + 1) % 4]  # one that it gets right, and one that it does not
+    rows = [{"question": q, "choices": asked[q], "answer": a} for q, a in zip(asked, answers, strict=True)]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mmlu.yaml").write_text(guide.replace("path/to", str(tmp_path)))
+    results = lm_eval.simple_evaluate(
+        model=model,
+        tasks=["mmlu_local"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    assert results["results"]["mmlu_local"]["acc,none"] == 0.5
 
 
 def test_what_the_adapter_refuses(shipped: Checkpoint) -> None:
