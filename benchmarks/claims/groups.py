@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvjax.caches import Policy
+from kvjax.demotion import Fifo
 from kvjax.evaluate.recall import retrieval
 from kvjax.selectors import Fier, MinMaxPages
 
@@ -16,6 +18,7 @@ def groups(budget: int, sizes: Sequence[int] = (32, 64, 128, 256)) -> dict[str, 
     it has over Quest is its scores, and what it lacks beside FIER is the single token.
     """
     fier = {f"Fier g={g}": retrieval(Fier(group=g, group_reduce="per_head"), budget, leave=max(sizes)) for g in sizes}
-    pages = retrieval(Fier(group=32, page=16, group_reduce="per_head"), budget, leave=max(sizes))
+    pages = retrieval(Fier(group=sizes[0], page=16, group_reduce="per_head"), budget)
+    pages = replace(pages, demote=Fifo(leave=max(sizes)))
     quest = retrieval(MinMaxPages(page=16, group_reduce="per_head"), budget)
-    return {**fier, "Fier g=32, pages of 16": pages, "Quest": quest}
+    return {**fier, f"Fier g={sizes[0]}, pages of 16": pages, "Quest": quest}

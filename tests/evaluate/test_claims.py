@@ -246,10 +246,19 @@ def test_figures_have_named_axes_and_all_that_was_measured():
     assert lines[0].get_xdata().tolist() == [40 - 30, 96 - 30]
 
 
+def test_what_is_compared_can_be_made():
+    spec = CacheSpec(batch=1, q_heads=8, kv_heads=2, head_dim=64, capacity=1024, dtype="float32")
+    compared = groups(256)
+    assert list(compared)[-2:] == ["Fier g=32, pages of 16", "Quest"]
+    for policy in compared.values():
+        jax.eval_shape(lambda policy=policy: kvjax.init_layer(policy, spec))
+
+
 @pytest.mark.thorough
 def test_fier_by_group_size_selects_better_than_chance():
     for name, seen in recall.compare(LIVE, groups(64, sizes=(8, 16))).items():
-        assert seen.recall[:, -STEPS:].mean() > 0.62, name  # 44 of 76 free tokens, or whole pages
+        chance = (32 if "pages" in name or name == "Quest" else 44) / 76  # of free tokens; of pages, two whole ones
+        assert seen.recall[:, -STEPS:].mean() > chance + (0.1 if chance > 0.5 else 0.01), name
         json.dumps(seen.summary())
 
 
