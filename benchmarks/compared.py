@@ -6,7 +6,9 @@ As `decode_step.py`, for methods that need the queries of a prompt, rebuild keys
 places. A prompt of normal random queries, keys and values is stored by `kvjax.attention`, a chunk at a time, so each
 method keeps what it would keep; then steps are timed in some layers in straight line. The floor is the bytes of what a
 step reads of the cache: the index, and keys and values of the budget or of everything, from the memory where they lie.
-Without a GPU (`--quick`) the host's clock is read and cuDNN is left out.
+`MORE` has methods that `decode_step.py` times too, or that evict. RazorAttention and DuoAttention are left out, as
+without the heads of a model all of theirs have a window, and PyramidKV, whose layers differ. Without a GPU (`--quick`)
+the host's clock is read and cuDNN is left out.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import layers
 from decode_step import cudnn, kvjax_step, random_pair, through
 from device_time import BYTES_PER_US
 from jax import Array
@@ -27,6 +30,9 @@ import kvjax
 from kvjax import CacheSpec, presets
 
 METHODS = ["cudnn", "shadowkv", "shadowkv:host=false", "mikv", "adakv", "snapkv", "arkvale", "pqcache", "magicpig"]
+MORE = ["full", "fier", "pariskv", "quest", "freekv", "logquant", "kivi", "exact"]
+MORE += ["streaming_llm", "logevict", "h2o", "tova", "raas"]
+WHOLE = ("full", "logquant", "kivi")  # have no budget
 HOST_BYTES_PER_US = 5.5e4  # of the bus, one large copy
 LAYERS = 2
 
@@ -36,6 +42,8 @@ def floor_us(policy: Any, spec: CacheSpec, budget: int) -> float:
     K, D, size, B = spec.kv_heads, spec.head_dim, spec.dtype.itemsize, spec.batch
     pair, length = 2 * K * D * size, spec.capacity
     inner = getattr(policy, "retrieval", getattr(policy, "window", policy))
+    if isinstance(inner, kvjax.Full | kvjax.Compressed):
+        return layers.floor_us(inner, spec, length)
     store, selector = getattr(inner, "store", None), getattr(inner, "selector", None)
     if isinstance(inner, kvjax.Mixed):
         return B * (pair * budget + inner.bytes_per_token(spec) * (length - budget)) / BYTES_PER_US
@@ -87,7 +95,8 @@ def measure(method: str, spec: CacheSpec, budget: int, calls: int, chunk: int) -
         states, step = tuple(make(jax.random.key(i), shape, spec.dtype) for i in range(LAYERS)), cudnn
         floor = B * 2 * K * D * S * spec.dtype.itemsize / BYTES_PER_US
     else:
-        policy = presets.parse_with_budget(method, budget)[0].rest
+        whole = method.partition(":")[0] in WHOLE
+        policy = (presets.parse(method) if whole else presets.parse_with_budget(method, budget)[0]).rest
         floor = floor_us(policy, spec, budget)
         states = tuple(filled(policy, spec, S - calls - 3, chunk, i) for i in range(LAYERS))
         step = kvjax_step

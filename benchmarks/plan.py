@@ -137,9 +137,25 @@ def _hosts() -> Iterator[Cell]:
         yield Cell("hosts", f"host_batch {steady}", command, small, 400, memory)
 
 
+COMPARED = (
+    "full",
+    "fier",
+    "pariskv",
+    "quest",
+    "freekv",
+    "logquant",
+    "kivi",
+    "exact",
+    "shadowkv",
+    "shadowkv:host=false",
+)
+COMPARED += ("mikv", "adakv", "snapkv", "arkvale", "pqcache", "magicpig")
+COMPARED += ("streaming_llm", "logevict", "h2o", "tova", "raas")
+
+
 def _methods() -> Iterator[Cell]:
     for length in (32768, 131072):
-        for method in ("shadowkv", "shadowkv:host=false", "mikv", "adakv", "snapkv", "arkvale", "pqcache", "magicpig"):
+        for method in COMPARED:
             command = f"compared.py --methods cudnn,{method} --lengths {length} --out {{out}}/compared.json"
             small = "--quick --lengths 1024 --budget 480 --calls 2 --chunk 512"
             yield Cell("methods", f"{method} {length}", command, small, 150)
@@ -177,7 +193,7 @@ def _checkpoint() -> Iterator[Cell]:
     for length in (4096, 8192, 16384, 32768):
         ruler = f"--task ruler-synthetic --length {length} --samples 100 --batch {131072 // length} --text {{text}}"
         caches = ("full", *SELECTING[:3])
-        yield from scored(f"ruler {length}", "ruler", ruler, caches, "1024", small.replace("192", "448"))
+        yield from scored(f"ruler {length}", "ruler", ruler, caches, "1024", small.replace("192", "1024"))
     gsm8k = "--task {gsm8k_task} --data {gsm8k} --batch 100"
     caches = (*WHOLE, *SELECTING, "streaming_llm")
     yield from scored("gsm8k", "gsm8k", gsm8k, caches, "64,128,256,512", "--samples 1 --batch 1 --dtype float32")
@@ -190,12 +206,16 @@ def _checkpoint() -> Iterator[Cell]:
             options = f"--text {{{kind}}} --length {length} --steps 256 --passages 8 --batch 4 --budget 1024 {every}"
             command = f"-m kvjax.cli perplexity {{checkpoint}} {options} --out {{out}}/perplexity_{kind}"
             yield Cell("checkpoint", f"perplexity {kind} {length}", command, few, 480, resumes=True)
-    live = "--length 64 --steps 4 --budget 32 --dtype float32"
-    for what, length in (("groups", 16384), ("queries", 16384), ("logquant", 8192), ("drift", 4096)):
-        more = " --new-tokens 2048" if what == "drift" else ""
+    live = "--length 192 --steps 4 --budget 32 --dtype float32"
+    for what, length in (("groups", 16384), ("queries", 16384), ("logquant", 8192), ("drift", 4096), ("paris", 4096)):
+        more = " --new-tokens 2048" if what in ("drift", "paris") else ""
         command = f"-m benchmarks.claims {{checkpoint}} --text {{text}} --what {what} --length {length}{more}"
-        smoke = f"{live} --new-tokens 16" if what == "drift" else live
+        smoke = f"{live} --new-tokens 32" if what in ("drift", "paris") else live
         yield Cell("checkpoint", f"claims {what}", f"{command} --out {{out}}/claims", smoke, 480)
+    for what in ("recall", "group_reduce"):
+        command = f"-m kvjax.cli measure {{checkpoint}} --text {{text}} --what {what} --length 4K,16K --budget 1024"
+        smoke = "--length 160 --steps 4 --budget 64 --dtype float32"
+        yield Cell("checkpoint", f"measure {what}", f"{command} --out {{out}}/measure", smoke, 480)
     command = "hit_rates.py {checkpoint} --text {text} --length 16384 --budget 1024 --out {out}/hit_rates.json"
     yield Cell("checkpoint", "hit_rates", command, "--length 128 --steps 8 --budget 64 --dtype float32", 480)
     command = "speculation.py {checkpoint} --text {text} --out {out}/speculation.json"
