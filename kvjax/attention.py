@@ -51,7 +51,16 @@ from kvjax.prompt import (
 )
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, check_dims, require_int
-from kvjax.validation import check_alive, check_array, check_floats, check_not_empty, check_verbs, finite_number, shown
+from kvjax.validation import (
+    check_alive,
+    check_array,
+    check_flags,
+    check_floats,
+    check_not_empty,
+    check_verbs,
+    finite_number,
+    shown,
+)
 
 
 @register_dataclass
@@ -267,6 +276,7 @@ def attention_info(
 ) -> tuple[Array, LayerCache | None, Info | None]:
     """`attention`, and what the step read: an `Info` for a decode step, None for a prompt or without a cache."""
     sizes, scale = _check_call("attention", cache, q, k, v, window, scale)
+    check_flags("attention", first_chunk=first_chunk, flush=flush)
     if active is not None and sizes.T > 1:
         raise ValueError(
             f"active is for decode steps (T=1), got T={sizes.T}; give lengths, 0 for rows that take nothing"
@@ -296,6 +306,7 @@ def prefill(
     Arguments and result are those of `attention`.
     """
     sizes, scale = _check_call("prefill", cache, q, k, v, window, scale)
+    check_flags("prefill", first_chunk=first_chunk)
     count = _row_counts(sizes.B, sizes.T, lengths, None)
     settings: dict[str, Any] = {"first_chunk": first_chunk, "padded": lengths is not None}
     return _run(_attend_prompt, cache, q, k, v, count, None, scale=scale, window=window, **settings)[:2]
@@ -349,6 +360,7 @@ def decode_info(
 ) -> tuple[Array, LayerCache, Info]:
     """`decode`, and the `Info` of every step: their arrays stacked, T in front."""
     sizes, scale = _check_call("decode", cache, q, k, v, window, scale)
+    check_flags("decode", flush=flush)
     if sizes.T > MOST_STEPS:
         raise ValueError(
             f"decode takes 1 to {MOST_STEPS} tokens of a row, got T={sizes.T}; kvjax.prefill reads a prompt"
@@ -499,6 +511,8 @@ def raise_on_overflow(cache: Cache | LayerCache) -> None:
 
 def _run(attend: Callable[..., Any], cache: LayerCache | None, *operands: Any, **settings: Any) -> Any:
     """`attend` of checked arguments, by each device for its own part where the cache has a placement."""
+    # Numpy's float64 stays so under an inlined jit, where every cast to it warns.
+    operands = tuple(a.astype(jnp.result_type(a)) if isinstance(a, np.ndarray) else a for a in operands)
     if cache is None or cache.placement is None:
         return attend(cache, *operands, **settings)
     return _run_on_parts(attend, cache, *operands, **settings)

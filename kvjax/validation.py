@@ -92,6 +92,19 @@ def refuse_derivative(why: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return same(*arrays)
 
 
+def check_flags(verb: str, **flags: Any) -> None:
+    """Raises ValueError unless all are true or false: text such as "no" would count as true.
+
+    >>> check_flags("attention", flush="no")
+    Traceback (most recent call last):
+        ...
+    ValueError: attention(flush=...) must be True or False, got 'no'
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool | np.bool_):
+            raise ValueError(f"{verb}({name}=...) must be True or False, got {shown(value)}")
+
+
 def check_floats(**arrays: Any) -> None:
     """Raises ValueError unless all are arrays of real floats.
 
@@ -140,7 +153,7 @@ def finite_number(what: str, value: Any) -> float:
     if isinstance(value, Tracer):
         raise ValueError(f"{what} must be a Python number, got a traced array; it is part of the compiled program")
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, str | bytes | bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):

@@ -33,6 +33,7 @@ from safetensors.numpy import save_file
 
 from kvjax.placement import Axes, Placement
 from kvjax.spec import require_int
+from kvjax.validation import shown
 
 from .checkpoint import Checkpoint
 from .config import DecoderConfig, Family, Fields, Weight
@@ -98,6 +99,8 @@ def load(
       ValueError: a config that asks for what is not supported, pickled weights, a damaged file, or tensors that are
         missing, unexpected or misshapen: one error that lists them all. Or sizes that the placement cannot split.
     """
+    if not isinstance(directory, str | Path):
+        raise ValueError(f"load(directory=...) must be the path of a checkpoint's directory, got {shown(directory)}")
     directory = Path(directory).expanduser()
     dtype = param_dtype(dtype)
     check_directory(directory)

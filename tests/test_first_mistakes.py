@@ -8,6 +8,7 @@ import inspect
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,30 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     "a scale that is text": (
         lambda: kvjax.attention(None, *qkv(), scale="half"),  # type: ignore[arg-type]
         "must be a finite number, got 'half'",
+    ),
+    "a scale that is a number as text": (
+        lambda: kvjax.attention(None, *qkv(), scale="1"),  # type: ignore[arg-type]
+        r"attention\(scale=\.\.\.\) must be a finite number, got '1'",
+    ),
+    "a flag as text": (
+        lambda: kvjax.attention(layer(), *qkv(), first_chunk="no"),  # type: ignore[arg-type]
+        r"attention\(first_chunk=\.\.\.\) must be True or False, got 'no'",
+    ),
+    "a flag of steps as text": (
+        lambda: kvjax.decode(layer(), *qkv(1), flush="false"),  # type: ignore[arg-type]
+        r"decode\(flush=\.\.\.\) must be True or False, got 'false'",
+    ),
+    "the laws of a name": (
+        lambda: kvjax.testing.check_policy("fier"),
+        r"check_policy\(policy=\.\.\.\) must be a policy, got the string 'fier'; write it as code",
+    ),
+    "the laws by what is no spec": (
+        lambda: kvjax.testing.check_policy(kvjax.Full(), 3),  # type: ignore[arg-type]
+        r"check_policy\(spec=\.\.\.\) must be a kvjax\.CacheSpec or None, got 3",
+    ),
+    "a model of no directory": (
+        lambda: kvjax.models.load(None),  # type: ignore[arg-type]
+        r"load\(directory=\.\.\.\) must be the path of a checkpoint's directory, got None",
     ),
     "a traced scale": (
         lambda: jax.jit(lambda scale: kvjax.attention(None, *qkv(), scale=scale)[0])(0.5),
@@ -400,6 +425,13 @@ def test_first_mistake_says_got_wanted_and_how_to_mend(row: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+def test_float64_of_numpy_is_taken_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out, _ = kvjax.attention(layer(), *(np.asarray(a, np.float64) for a in qkv(1)))
+    assert out.dtype == np.float32
 
 
 def test_arrays_that_a_step_took_over_are_told_after_it() -> None:

@@ -23,6 +23,7 @@ from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import DoesNotApply, core, has_history
 from kvjax.testing._laws import FUNCTIONS
 from kvjax.testing._report import Report, Row
+from kvjax.validation import check_verbs, shown
 
 __all__ = ["LAWS", "Report", "Row", "check_policy"]
 
@@ -49,7 +50,7 @@ def check_policy(
       progress: called before each law with how many are done, how many there are, and the law's name; `print` will do.
 
     Raises:
-      ValueError: an unknown law, or a class in place of a policy.
+      ValueError: an unknown law, or what is no policy or spec, as a class.
 
     >>> import kvjax
     >>> check_policy(kvjax.Full(), laws=["policy_is_a_value"])["policy_is_a_value"].outcome
@@ -57,6 +58,9 @@ def check_policy(
     """
     if isinstance(policy, type):
         raise ValueError(f"check_policy got the class {policy.__name__}; give an instance, {policy.__name__}(...)")
+    check_verbs("check_policy(policy=...)", policy, "a policy", ("init", "prefill", "update", "attend"), "kvjax.Full()")
+    if spec is not None and not isinstance(spec, CacheSpec):
+        raise ValueError(f"check_policy(spec=...) must be a kvjax.CacheSpec or None, got {shown(spec)}")
     names = list(FUNCTIONS) if laws is None else list(laws)
     unknown = [name for name in names if name not in FUNCTIONS]
     if unknown:
