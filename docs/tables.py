@@ -264,7 +264,7 @@ def indexing() -> str:
         if row["method"] != "full":
             shares = (f"{100 * row[name]:+.1f} %" for name in ("added", "seal_added"))
             rows.append([f"`{row['method']}`", str(row["length"]), *shares])
-    return markdown(["cache", "tokens", "added to a prompt", "added to a token by sealing"], rows)
+    return markdown(["cache", "tokens", "added to a prompt", "added to a token by flushes"], rows)
 
 
 # -------------------------------------------------------------------------------------------------------------- quality

@@ -79,17 +79,17 @@ def fier(
 ) -> PerLayer:
     """FIER: every token is kept, and a step attends to the `budget` whose 1-bit keys score best.
 
-    The first `dense_layers` layers attend to everything. Sealed groups of `group` tokens are scored by 1-bit keys; the
-    newest tokens, up to `chunk` of them, wait unsealed and are scored exactly. The paper forces no token into the
-    choice, so `sink` is 0 and `local` is the new token alone. With `page` above 1 a step attends to whole pages, each
-    scored by its best token: an ablation, in plain JAX. With `host` the history's keys and values lie in host
-    memory, and the device holds the 1-bit keys; with `hot` it also holds that many tokens of each row and KV head that
-    were selected last (`HotSet`). A cache of at most `dense_capacity` tokens is made `Full`, by default where that was
-    measured to be faster (`Retrieval`); not with `host`, `share` or `anchors`.
+    The first `dense_layers` layers attend to everything. Tokens of the history are indexed in groups of `group` and
+    scored by 1-bit keys. Up to `chunk` newest tokens are pending, and are scored by their exact keys. The paper attends
+    to no token in any case, so `sink` is 0 and `local` is the new token alone. With `page` above 1 a step attends to
+    whole pages, each scored by its best token: an ablation, in plain JAX. With `host` the history's keys and values lie
+    in host memory, and the device holds the 1-bit keys. With `hot` it also holds that many tokens of each row and KV
+    head that were selected last (`HotSet`). A cache of at most `dense_capacity` tokens becomes `Full`, by default where
+    that was measured to be faster (`Retrieval`); not with `host`, `share` or `anchors`.
 
-    **Source:** FIER (2025), Algorithm 1; g = 32. **Differs:** the choice is shared by a GQA group (`group_reduce`;
-    "per_head" is the paper's rule), and a group is sealed with its chunk, not as soon as it is full (chunk=group
-    seals as the paper does).
+    **Source:** FIER (2025), Algorithm 1; g = 32. **Differs:** a GQA group shares a selection (`group_reduce`;
+    "per_head" is the paper's rule). A group is indexed with its chunk, and with chunk=group as soon as it is full, as
+    in the paper.
     """
     require_int("fier(dense_layers=...)", dense_layers, at_least=0)
     require_int("fier(budget=...)", budget, at_least=1)
@@ -142,15 +142,15 @@ def pariskv(
     goes on by votes. A GQA group retrieves once, by the mean of its queries (`group_reduce`). With seed=None keys are
     not rotated, the paper's ablation.
 
-    Up to `chunk` tokens wait for the index in the update buffer. With buffer="select" they compete with the history by
-    exact scores, within the budget. With "attend", as in the paper, a step attends to all of them beside the budget.
+    Up to `chunk` tokens are pending, in the paper's update buffer. With buffer="select" they compete with the history
+    by exact scores, within the budget. With "attend", as in the paper, a step attends to all of them beside the budget.
 
     With `p` k adapts to the query: of the k best a step attends to the fewest that hold that share of the attention, by
     the estimates of the candidates (`Nucleus`). With subspace=4 the blocks of the codes have 4 channels, not 8, and
     with radius_bits=4 their lengths are coded; both take plain JAX in place of the kernels (`Paris`).
 
     **Source:** ParisKV (Qi et al. 2026). **Differs:** the default of `buffer`. The paper moves the history's keys and
-    values to host memory: so does `host`, to choose the same tokens; without it they stay on the device. `p` and
+    values to host memory: so does `host`, to select the same tokens; without it they stay on the device. `p` and
     radius_bits=4 are not of the paper. `hot` and `dense_capacity` are as in `fier`.
     """
     require_int("pariskv(dense_layers=...)", dense_layers, at_least=0)
@@ -214,8 +214,8 @@ def quest(
     always attended and count. With "select", as in its evaluation, the newest page competes by the box of the tokens
     that it has; only the newest token is attended in any case, beside the budget if its page is not selected.
 
-    **Source:** Quest (Tang et al. 2024), Algorithm 1; pages of 16, at least 3. **Differs:** the choice is shared by a
-    GQA group (`group_reduce`; "per_head" is the paper's rule). The released code raises smaller budgets to 3 pages,
+    **Source:** Quest (Tang et al. 2024), Algorithm 1; pages of 16, at least 3. **Differs:** a GQA group shares a
+    selection (`group_reduce`; "per_head" is the paper's rule). The released code raises smaller budgets to 3 pages,
     here they are refused. With newest="attend" the newest tokens are those of a window, not of a page, and a page that
     is not full competes by the exact scores of its other tokens.
     """
@@ -590,7 +590,7 @@ def exact(
     """The oracle: every token is kept, and a step attends to the `budget` whose true scores are best.
 
     The ceiling of `fier` and of every other selector, with the settings of `fier`: the first `dense_layers` layers
-    attend to everything, and no token but the new one is forced into the choice. It stores the keys twice and reads all
+    attend to everything, and only the new token is attended in any case. It stores the keys twice and reads all
     of them, so it saves nothing; see `Exact` for what `group_reduce` makes of it.
     """
     require_int("exact(dense_layers=...)", dense_layers, at_least=0)
@@ -632,8 +632,8 @@ def logevict(budget: int = 126, *, dense_layers: int = 0) -> PerLayer:
 def h2o(budget: int = 1024, *, recent: float = 0.5, dense_layers: int = 0) -> PerLayer:
     """H2O: the newest tokens, a share of `recent` of the budget, and the others by the attention they have gathered.
 
-    **Source:** H2O (Zhang et al. 2023), Algorithm 1. **Differs:** see `HeavyHitter`: a group of query heads shares a
-    choice; the budget counts the new token; see `Evicting` for prompts in several chunks.
+    **Source:** H2O (Zhang et al. 2023), Algorithm 1. **Differs:** see `HeavyHitter`: a GQA group shares a selection;
+    the budget counts the new token; see `Evicting` for prompts in several chunks.
     """
     return _evicting("h2o", HeavyHitter(recent=recent), budget, dense_layers)
 
@@ -659,8 +659,8 @@ def snapkv(
 
     A token's vote is the largest (pooling="max") or the mean ("mean") of the `kernel_size` votes around it.
 
-    **Source:** SnapKV (Li et al. 2024), section 4. **Differs:** see `Observation`: a group of query heads shares a
-    choice, and generated tokens take slots of the budget; see `Evicting` for prompts in several chunks.
+    **Source:** SnapKV (Li et al. 2024), section 4. **Differs:** see `Observation`: a GQA group shares a selection,
+    and generated tokens take slots of the budget; see `Evicting` for prompts in several chunks.
     """
     evictor = Observation(window=window, kernel_size=kernel_size, pooling=pooling)
     return _evicting("snapkv", evictor, budget, dense_layers)

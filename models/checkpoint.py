@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ class Checkpoint:
                 "tokenizer_config.json of the model there, or pass token ids"
             )
         _refuse_own_code(self.directory)
-        with _without_torch_advice():
+        with _without_advice():
             from transformers import AutoTokenizer
 
             try:
@@ -422,8 +423,8 @@ def _refuse_own_code(directory: Path) -> None:
 
 
 @contextmanager
-def _without_torch_advice() -> Iterator[None]:
-    """Silences the notice of transformers that torch is not there, which nobody here needs."""
+def _without_advice() -> Iterator[None]:
+    """Silences notices of no use here: of transformers without torch, and of tqdm in a notebook without its bars."""
     logger = logging.getLogger("transformers")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -431,6 +432,8 @@ def _without_torch_advice() -> Iterator[None]:
 
     logger.addFilter(keep)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "IProgress not found")
+            yield
     finally:
         logger.removeFilter(keep)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
+import warnings
 import weakref
 
 import jax
@@ -400,3 +401,9 @@ def test_error_messages_are_one_line_but_for_the_list_of_tensors(write):
     with pytest.raises(ValueError, match=re.escape("hidden_act")) as error:
         models.load(write(hidden_act="swoosh"))
     assert "\n" not in str(error.value)
+
+
+def test_reading_a_tokenizer_says_nothing_of_a_notebook_without_widgets(recwarn):
+    with models.checkpoint._without_advice():
+        warnings.warn("IProgress not found. Please update jupyter and ipywidgets.", stacklevel=1)
+    assert not recwarn.list
