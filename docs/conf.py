@@ -22,7 +22,7 @@ exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 nb_execution_mode = "force" if os.environ.get("KVJAX_SITE_EXECUTE") else "off"
-nb_execution_timeout = 300
+nb_execution_timeout = 1200  # a cell takes less than a minute, and longer on a busy machine
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 
