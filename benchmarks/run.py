@@ -38,7 +38,9 @@ found = jax.devices()
 print(found[0].platform, len(found), f"{found[0].device_kind}, jax {jax.__version__}", sep="|")
 """
 SOURCES = ("kvjax", "kernels_pallas", "models", "benchmarks")
+THIS = ("plan.py", "run.py")  # of benchmarks/, what decides which commands run: a cell has its own beside it
 KEPT = ("ok", "failed", "over its limit")  # what is not run again
+RULER = "ruler-synthetic"  # of which one task needs some 3000 tokens
 GSM8K = "gsm8k:shots=0,max_new_tokens={}"
 
 
@@ -47,7 +49,7 @@ def digest_of_code() -> str:
     found = hashlib.sha256()
     for folder in SOURCES:
         for file in sorted((*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("tuned.json"))):
-            if "results" not in file.parts:
+            if "results" not in file.parts and not (folder == "benchmarks" and file.name in THIS):
                 found.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes() + b"\0")
     return found.hexdigest()[:12]
 
@@ -75,9 +77,10 @@ class State:
         self.file, self.made_by = file, {"code": code, "device": device}
         self.cells: dict[str, dict[str, Any]] = json.loads(file.read_text())["cells"] if file.is_file() else {}
 
-    def is_done(self, name: str) -> bool:
+    def is_done(self, name: str, asked: str) -> bool:
         cell = self.cells.get(name)
-        return cell is not None and self.made_by.items() <= cell.items() and cell["status"] in KEPT
+        made_by = {**self.made_by, "asked": asked}
+        return cell is not None and made_by.items() <= cell.items() and cell["status"] in KEPT
 
     def seconds(self, cell: Cell) -> float:
         """That it took, with any code; else that it may take."""
@@ -166,7 +169,8 @@ def inputs(given: argparse.Namespace) -> dict[str, str]:
         found[name] = found[name] or path
     places = {name: str(Path(path).resolve()) for name, path in found.items() if path is not None and "/" not in name}
     task = GSM8K.format(8) if given.smoke else GSM8K.format(320) + ",chat=true"
-    return {**places, "gsm8k_task": task, "out": str(given.out.resolve() / "results")}
+    ruler = "variables" if given.smoke else RULER
+    return {**places, "gsm8k_task": task, "ruler_task": ruler, "out": str(given.out.resolve() / "results")}
 
 
 def last_line(log: Path) -> str:
@@ -225,7 +229,9 @@ def main(args: Sequence[str] | None = None) -> int:
         if cell.part == "devices" and count < 2:
             left_out.append(f"{name} needs two devices")
             continue
-        if state.is_done(name) and not given.again:
+        words = cell.words(places, given.smoke)
+        asked_now = f"{cell.command} {cell.smoke}" if given.smoke else cell.command
+        if state.is_done(name, asked_now) and not given.again:
             known += 1
             continue
         left = 60 * given.minutes - (time.monotonic() - start) - 6  # a process has 5 seconds to end
@@ -234,10 +240,10 @@ def main(args: Sequence[str] | None = None) -> int:
             continue
         limit = min(cell.seconds, left)
         log = given.out / "logs" / f"{name.replace(': ', '_').replace(' ', '_').replace('/', '_')}.txt"
-        row = run(cell, cell.words(places, given.smoke), environment(cell, given), log, limit)
+        row = run(cell, words, environment(cell, given), log, limit)
         if row["status"] == "cut" and limit == cell.seconds and not cell.resumes:
             row["status"] = "over its limit"
-        state.keep(name, row)
+        state.keep(name, {**row, "asked": asked_now})
         counts[row["status"]] += 1
         failed += row["status"] in ("failed", "over its limit")
         told = [name, row["status"], f"{row['seconds']:.0f} s"]

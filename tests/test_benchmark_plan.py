@@ -14,8 +14,9 @@ import typer
 import kvjax.cli
 from benchmarks import plan, run
 from kvjax.evaluate.caches import make_rows
+from kvjax.evaluate.tasks import make_tasks
 
-PLACES = {name: f"/{name}" for name in (*plan.INPUTS, "out")} | {"gsm8k_task": "gsm8k"}
+PLACES = {name: f"/{name}" for name in (*plan.INPUTS, "out")} | {"gsm8k_task": "gsm8k", "ruler_task": "variables"}
 CELLS = plan.cells()
 KINDS = list({cell.kind: cell for cell in CELLS}.values())
 
@@ -71,6 +72,8 @@ def test_every_command_of_the_plan_has_options_that_its_script_knows(kind, parse
         if known is not None:
             script = runpy.run_path(cell.words(PLACES, False)[0])
             assert set(given["methods"]) <= {*script[known], *script.get("MORE", ()), *BESIDE.get(cell.kind, ())}
+    if kind.kind == "kvjax.cli eval":
+        assert len(make_tasks([run.RULER], lengths=[4096], samples=1, text=plan.ROOT / "LICENSE")) == 10
     if kind.kind.startswith("kvjax.cli"):
         for cell in (cell for cell in CELLS if cell.kind == kind.kind):
             words = cell.command.split()
@@ -148,6 +151,15 @@ def test_a_second_run_goes_on_with_what_is_left(go, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "digest_of_code", lambda: "other")
     go(made)
     assert rows(tmp_path, "a") == 3
+
+
+def test_a_cell_whose_command_changed_runs_again_and_no_other(go, tmp_path):
+    go([(("a",), {}), (("b",), {})])
+    _, told, _ = go([(("a",), {"seconds": 0.1}), (("b",), {})])
+    assert "1 ok; 1 known before" in told
+    assert (rows(tmp_path, "a"), rows(tmp_path, "b")) == (2, 1)
+    code = {file: (plan.ROOT / "benchmarks" / file).read_bytes() for file in run.THIS}
+    assert all(code.values()), "files that the digest leaves out are there"
 
 
 def test_nothing_is_measured_without_a_gpu(tmp_path, capsys):
