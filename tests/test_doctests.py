@@ -18,7 +18,13 @@ def modules() -> list[str]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("name", modules())
+# Takes half of the time of all examples, to compile for the model that ships; the guides run the same on a small one.
+LONG = "kvjax.evaluate.comparison"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name == LONG else name for name in modules()]
+)
 def test_examples_of(name):
     try:
         module = importlib.import_module(name)
