@@ -242,16 +242,16 @@ class Observation:
     its group. With fewer than 2 `window` slots, the window is half of the slots.
 
     Pooling keeps what stands beside a voted token, `kernel_size` // 2 to each side; what no query has asked for yet and
-    lies further off is lost. Of five-digit numbers, a token a digit, a model of 26 M parameters wrote the first four
-    digits right in 8 of 8 cases and the fifth in 1, with a kernel_size of 13 all (needles in 2048 tokens, budget 256,
-    2026-11-21).
+    lies further off is lost. A model of 26 M parameters, with a token for each digit, wrote four digits of five
+    right in 8 of 8 cases and the last one in 1; with a kernel_size of 13 it wrote all (needles in 2048 tokens, budget
+    256, 2026-11-21).
 
     **Source:** SnapKV (Li et al. 2024), section 4; window 32, pooling of 7; both poolings are in its code.
     **Differs:** the paper chooses for each query head, here a group shares a choice. The paper keeps all that is
     generated beside its budget; here a generated token takes the slot of the prompt's token with the lowest vote, so
-    that the budget holds, and when none is left, of the oldest. Of a prompt in several chunks each chunk chooses among
-    what earlier ones left, neighbours being neighbours in what is left, and of a chunk shorter than the window only
-    its own queries vote.
+    that the budget holds, and when none is left, of the oldest. If a prompt comes in several chunks, each selects
+    among the tokens that earlier ones left, and neighbours are those among them. In a chunk shorter than the window
+    only its own queries vote.
     """
 
     window: int = 32

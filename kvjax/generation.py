@@ -427,8 +427,8 @@ def generate(
     `key` is one key, of which each row folds in its number, or B keys; token i of a row draws with `fold_in(row's
     key, i)`, so pass a new key for each turn. `measure` fills in `attended`. `draft`, a
     `PromptLookup` or a `DraftModel`, guesses tokens that the model then checks, several in a step: the text stays the
-    same, up to rounding, and `speculation` tells how well it went. What cannot fit is an error before any
-    work: see `kvjax.request.check_request`.
+    same, up to rounding, and `speculation` tells how well it went. A request that cannot fit is an error
+    before any work: see `kvjax.request.check_request`.
     """
     check_model(model, (*(["info"] if measure else []), *(["steps"] if draft is not None else [])))
     check_model_cache(cache)

@@ -100,7 +100,7 @@ def on_host(x: Any) -> np.ndarray:
 
 
 def of_first_process(number: int) -> int:
-    """`number` as the first process has it. Of several processes, all call this and wait for each other."""
+    """`number` as the first process has it. All processes call this, and wait for each other."""
     if jax.process_count() == 1:
         return number
     from jax.experimental import multihost_utils
@@ -162,8 +162,8 @@ def in_units(size: int) -> str:
 
 
 def nbytes(tree: Any) -> Bytes:
-    """Bytes of the arrays of `tree` in device memory and in host memory. Of an array that is split over devices, what
-    one of them holds.
+    """Bytes of the arrays of `tree` in device memory and in host memory. An array that is
+    split over devices counts with the part of one of them.
 
     The arrays may be traced, or the shapes that `shapes` and `jax.eval_shape` return. A shape without a sharding counts
     for the device. On a CPU backend the default memory is that of the device, whatever its kind is called there.

@@ -47,8 +47,8 @@ _current = jax.make_user_context(None)  # the Placement whose shard_map is being
 class Placement:
     """Which axes of a mesh split the rows, the KV heads and the tokens of a cache. Static and hashable.
 
-    A size that an axis does not divide is an error of `kvjax.init`. What no axis splits lies on all devices. `context`
-    splits the history of each row, as `kvjax.context` says, and leaves the few newest tokens on all devices.
+    A size that an axis does not divide is an error of `kvjax.init`. Arrays that no axis splits lie on all devices.
+    `context` splits the history of each row, as `kvjax.context` says, and leaves the few newest tokens on all devices.
 
     Raises:
       ValueError: an axis that the mesh does not have, or one that is named twice.
@@ -108,7 +108,7 @@ class Placement:
         return PartitionSpec(*(split.get(letter) for letter in letters))
 
     def local(self, spec: CacheSpec) -> CacheSpec:
-        """What one device holds of a cache of `spec`.
+        """The sizes of one device's part of a cache of `spec`.
 
         Raises:
           ValueError: rows or KV heads that cannot be split evenly.

@@ -740,7 +740,7 @@ def mikv(
     """MiKV: everything is attended; the `budget` tokens that matter are exact, and all others have `bits` bits.
 
     A share of `recent` of the budget are the newest tokens, and the rest those that have gathered most attention, as in
-    `h2o`. What would be evicted there is stored in few bits: keys by channel in groups of `group` tokens, values by
+    `h2o`. Tokens that it would evict are stored in few bits: keys by channel in groups of `group` tokens, values by
     token in groups of `group` channels, `chunk` tokens at a time.
 
     **Source:** MiKV (Yang et al. 2024, arXiv 2402.18096). **Differs:** see `Mixed`: keys are quantised by channel in

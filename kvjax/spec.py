@@ -21,7 +21,7 @@ CACHE_DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """What the cache of one layer holds. Static: every array size depends on it.
+    """The sizes of one layer's cache. Static: every array size depends on it.
 
     >>> CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=64, capacity=4096).group
     4

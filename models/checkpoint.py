@@ -50,7 +50,7 @@ Prompt: TypeAlias = str | Messages
 
 @dataclass(frozen=True, repr=False)
 class Completion:
-    """What `Checkpoint.generate` returns: the new text and tokens of each prompt, and the cache that holds them."""
+    """The result of `Checkpoint.generate`: the new text and tokens of each prompt, and the cache that holds them."""
 
     texts: list[str]  # new text of each prompt
     prompt_lengths: list[int]  # tokens of each prompt

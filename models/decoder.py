@@ -185,7 +185,7 @@ class Decoder(nnx.Module):
         return self.config.max_positions
 
     def spec(self, batch: int, capacity: int, dtype: DTypeLike | None = None) -> CacheSpec:
-        """What the cache of each layer holds; `dtype` of keys and values is the model's unless given."""
+        """The sizes of each layer's cache; `dtype` of keys and values is the model's unless given."""
         return CacheSpec(
             batch=batch,
             q_heads=self.config.q_heads,

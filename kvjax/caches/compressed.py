@@ -31,8 +31,8 @@ class Compressed(Zoned):
 
     With `value_window`, at most `local`, keys and values of the recent block are rounded at times of their own, as KIVI
     and LogQuant have it: the newest `value_window` values are exact, and keys until their chunk is complete, or with a
-    demotion out of order as long as they are in the block. What is rounded earlier than its pair is read as it will be
-    stored, which costs each step the rounding of the block; it is stored with its pair.
+    demotion out of order as long as they are in the block. A token that is rounded earlier than its pair is read as it
+    will be stored, which costs each step the rounding of the block; it is stored with its pair.
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=512)

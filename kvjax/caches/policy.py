@@ -14,7 +14,7 @@ from kvjax.spec import CacheSpec
 
 
 class Info(NamedTuple):
-    """What a decode step read: how many tokens, which ones, and which were selected.
+    """The tokens that a decode step read: how many, which ones, and which were selected.
 
     XLA removes fields that a program does not use.
     """

@@ -230,7 +230,7 @@ class Retrieval(SelectedZones):
         return selector if all_visible or selector.selects_in_window else None
 
     def select(self, st: ZonedState, q: Array, *, scale: float | None = None, window: int | None = None) -> Selection:
-        """What a step with q [B, K, G, D] selects beside sink and local window, sorted by score.
+        """Selects the slots that a step with q [B, K, G, D] reads beside sink and local window, sorted by score.
 
         Slots below the store's are slots of the history; S + r is slot r of the recent block.
         """

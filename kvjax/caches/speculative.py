@@ -356,7 +356,7 @@ class Speculative:
         return self.retrieval.follower(heads)
 
     def over_context(self, axis: Axis, parts: int) -> Speculative:
-        """What is recalled lies on all devices, so that it serves the next step as it does on one."""
+        """Keeps recalled tokens on all devices, so that they serve the next step as it does on one."""
         return replace(self, retrieval=self.retrieval.over_context(axis, parts))
 
     def turns(self, spec: CacheSpec, parts: int) -> int:

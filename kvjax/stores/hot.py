@@ -191,7 +191,7 @@ class HotSet:
         return self.store.decoded(k, v)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
-        """Of the history alone: the hot set's size does not grow with the context."""
+        """Bytes a token of the history alone: the hot set's size does not grow with the context."""
         return self.store.bytes_per_token(spec)
 
 

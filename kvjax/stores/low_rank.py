@@ -281,7 +281,7 @@ class LowRank:
         return mend(k, st.exact_k), mend(v, st.exact_v)
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """What a row's first chunks k, v [B, K, T, D] are read as once they are stored, all of them."""
+        """A row's first chunks k, v [B, K, T, D] as they are read once all of them are stored."""
         B, K, T, D = k.shape
         st = self.init(CacheSpec(batch=B, q_heads=K, kv_heads=K, head_dim=D, capacity=T, dtype=k.dtype), T)
         st = self.append(st, k, v, jnp.full(B, T, jnp.int32))

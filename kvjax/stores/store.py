@@ -61,7 +61,7 @@ class Store(Protocol):
         ...
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """What whole chunks k, v [B, K, T, D] are read as once they are stored; themselves in a lossless store."""
+        """Whole chunks k, v [B, K, T, D] as they are read once they are stored; themselves in a lossless store."""
         ...
 
     def bytes_per_token(self, spec: CacheSpec) -> float:

@@ -11,7 +11,7 @@ Outcome = Literal["held", "failed", "does not apply"]
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one law."""
+    """The outcome of one law."""
 
     law: str
     outcome: Outcome
