@@ -304,6 +304,18 @@ def equal_perplexities() -> str:
     return markdown(["cache", "dense layers", *head], rows)
 
 
+def method_perplexities() -> str:
+    """Methods at one budget, some at another, without dense layers: change of the perplexity and mean tokens read."""
+    full, *measured = load_rows("perplexity_methods") + load_rows("perplexity_bytes")
+    rows = [["`full`", "", f"{full['perplexity']:.2f}", f"{full['tokens_read']:.0f}"]]
+    for row in sorted((row for row in measured if row["cache"] != "full"), key=lambda row: row["ratio"]):
+        change = f"{100 * (row['ratio'] - 1):+.1f} ± {100 * row['ratio_stderr']:.1f} %"
+        if row["ratio"] > 10:
+            change = f"{row['ratio']:.0f} times"
+        rows.append([f"`{row['cache']}`", str(row["budget"]), change, f"{row['tokens_read']:.0f}"])
+    return markdown(["cache", "budget", "perplexity", "tokens read"], rows)
+
+
 def coverage() -> str:
     """Attention that exact tokens hold by which tokens are exact, and the error with the rest in 2 bits."""
     found = json.loads((RESULTS / "measure_logquant.json").read_text())["results"]
@@ -858,7 +870,8 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         speed, quality, decoded_needles, methods, steps, compared, steps_in_plain_jax, kernels, tokens, largest_batches,
-        host_batches, million, first_tokens, indexing, needles, coverage, low_rank, equal_perplexities, perplexities,
+        host_batches, million, first_tokens, indexing, needles, coverage, low_rank,
+        method_perplexities, equal_perplexities, perplexities,
         tokens_read, group_rules,
         papers, scaling, hit_rates, anchors, real_needles, real_pass_keys, real_gsm8k,
         real_ruler, real_perplexities, real_speed, real_first_tokens, real_drafts,
