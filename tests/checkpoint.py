@@ -61,6 +61,12 @@ def write_checkpoint(directory, **changes):
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config(**changes)))
     save_file(weights(), directory / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer(directory)
+    return directory
+
+
+def write_tokenizer(directory):
+    """Of a vocabulary of VOCAB tokens."""
     # Bytes as byte-level BPE spells them, without merges: one token a byte.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
@@ -78,4 +84,3 @@ def write_checkpoint(directory, **changes):
             }
         )
     )
-    return directory

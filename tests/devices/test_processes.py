@@ -18,24 +18,26 @@ from flax import nnx
 
 import kvjax
 from kvjax.models import Decoder, load, save
+from tests.checkpoint import VOCAB, write_tokenizer
 from tests.devices.test_models import CONFIG
-from tests.devices.worker import METHOD, work
+from tests.devices.worker import METHOD, command, work
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(processes: int, checkpoint: Path, saves: Path) -> dict[str, Any]:
+def run(processes: int, checkpoint: Path, saves: Path, *more: str) -> list[dict[str, Any]]:
+    """What each process found."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     here = f"device_count={8 // processes}"
     env = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", here)}
-    given = [address, str(processes)]
+    env |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)}
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.devices.worker", *given, str(number), str(checkpoint), str(saves)],
+            [sys.executable, "-m", "tests.devices.worker", str(checkpoint), str(saves), *more],
             cwd=ROOT,
-            env=env,
+            env={**env, "JAX_PROCESS_ID": str(number)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -48,23 +50,27 @@ def run(processes: int, checkpoint: Path, saves: Path) -> dict[str, Any]:
         for process in started:
             process.kill()
     assert all(process.returncode == 0 for process in started), texts[0][1][-3000:] + texts[-1][1][-3000:]
-    return json.loads(texts[0][0].splitlines()[-1])
+    return [json.loads(Path(f"{saves}.{number}.json").read_text()) for number in range(processes)]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("model")
-    save(
-        folder / "checkpoint",
-        Decoder(dataclasses.replace(CONFIG, layers=1, windows=CONFIG.windows[:1]), rngs=nnx.Rngs(7)),
-    )
+    config = dataclasses.replace(CONFIG, vocab_size=VOCAB, layers=1, windows=CONFIG.windows[:1])
+    save(folder / "checkpoint", Decoder(config, rngs=nnx.Rngs(7)))
+    write_tokenizer(folder / "checkpoint")
     return folder / "checkpoint", folder, work(str(folder / "checkpoint"), str(folder / "saves-1"), split=False)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.thorough)])
-def test_processes_decode_as_one_does(alone: Any, processes: int) -> None:
+@pytest.mark.parametrize(
+    ("processes", "by_command"), [(2, False), *(pytest.param(n, True, marks=pytest.mark.thorough) for n in (2, 4))]
+)
+def test_processes_decode_as_one_does(alone: Any, processes: int, by_command: bool) -> None:
+    """By `generate`, `stream`, and `decode` after a save; and by `kvjax generate`, where the first alone prints."""
     checkpoint, folder, one = alone
-    assert run(processes, checkpoint, folder / f"saves-{processes}") == one
+    found = run(processes, checkpoint, folder / f"saves-{processes}", *["--command"] * by_command)
+    texts = [command(str(checkpoint)), *[""] * (processes - 1)] if by_command else [None] * processes
+    assert found == [{"text": text, **one} for text in texts]
     like = load(checkpoint).init_cache(METHOD, capacity=128, batch=2, dtype="float32")
     here, there = (kvjax.restore(folder / f"saves-{n}", like) for n in (1, processes))
     for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
