@@ -130,7 +130,7 @@ def _missing_keywords(model: Any, asked: Iterable[str]) -> list[str]:
 
 
 def check_devices(model: Any, cache: Cache) -> None:
-    """Raises ValueError for a cache with a placement and a model on other devices, or on other kinds of axes."""
+    """Raises ValueError for a cache with a placement and a model on another mesh: of other devices, or other axes."""
     placement = cache.placement
     if placement is None:
         return
@@ -151,6 +151,16 @@ def check_devices(model: Any, cache: Cache) -> None:
                 "axes; make the cache with the placement of the model: a loaded checkpoint has it as .placement, and "
                 "Placement(...).auto has Auto axes"
             )
+        sizes, given = (dict(one.shape) for one in (mesh, placement.mesh))
+        if sizes != given and not leaf.sharding.is_fully_replicated:
+            raise ValueError(
+                f"the model is split over a mesh of {_sizes(sizes)} and the cache over one of {_sizes(given)}; give "
+                "both one placement: a loaded checkpoint has it as .placement"
+            )
+
+
+def _sizes(mesh: dict[str, int]) -> str:
+    return " x ".join(f"{name}={size}" for name, size in mesh.items())
 
 
 def _kinds(mesh: Any) -> str:

@@ -109,9 +109,13 @@ def restore(directory: str | Path, like: Cache | LayerCache, *, step: int | None
     Raises:
       FileNotFoundError: the directory has no complete save, or none of that number.
       DamagedSaveError: (a ValueError) no save is whole, or the one that was asked for is not.
-      ValueError: the save is of another format, policy, spec or shape; the message lists every difference.
+      ValueError: the save is of another format, policy, spec or shape; the message lists every difference. Or the
+        placement of `like` cannot split such a cache.
     """
     _check("restore(like=...)", like)
+    for layer in like.layers if isinstance(like, Cache) else (like,):
+        if layer.placement is not None:  # `kvjax.init` has checked it, but a shape may have got another since
+            layer.placement.check(layer.policy, layer.spec)
     if step is not None:
         step = require_int("restore(step=...)", step, at_least=0)
     path = _path(directory)

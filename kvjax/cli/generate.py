@@ -13,6 +13,7 @@ from kvjax.cli.options import (
     AsJson,
     Dtype,
     ModelDir,
+    capacity_over,
     complete_cache,
     dtype_name,
     implementations,
@@ -171,7 +172,7 @@ def generate(
         q_heads=config.q_heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        capacity=round_capacity(len(tokens) + max_new_tokens),
+        capacity=capacity_over(round_capacity(len(tokens) + max_new_tokens), placement),
         dtype=kind,
     )
 

@@ -115,6 +115,12 @@ def make_placement(mesh: str | None) -> Placement | None:
     return Placement(mesh=jax.sharding.Mesh(devices, MESH_AXES), heads="model", context="ctx")
 
 
+def capacity_over(capacity: int, placement: Placement | None) -> int:
+    """`capacity`, or the least above it that the devices of `ctx` divide evenly."""
+    parts = 1 if placement is None else placement.parts("context")
+    return -(-capacity // parts) * parts
+
+
 def join_processes() -> None:
     """Makes this process one of several: of a cluster that JAX knows, or of those that the environment names."""
     import jax

@@ -324,8 +324,8 @@ def test_owner_off_by_one_is_noticed(runs: Any, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(context.Stripes, "slot", wrong)
     spec = dataclasses.replace(SPEC, capacity=128)  # of another capacity, nothing is traced yet
-    (split, _), _ = jax.jit(partial(decode, window=None))(kvjax.init_layer(FIER, spec, THREE), *tokens(STEPS, 6))
-    (one, _), _ = runs("fier", False)[4](kvjax.init_layer(FIER, SPEC), *tokens(STEPS, 6))
+    (split, _), _ = jax.jit(partial(decode, window=None))(kvjax.init_layer(Full(), spec, along(4)), *tokens(STEPS, 6))
+    (one, _), _ = runs("full", False)[4](kvjax.init_layer(Full(), SPEC), *tokens(STEPS, 6))
     assert np.max(np.abs(np.asarray(split) - np.asarray(one))) > 0.1
 
 

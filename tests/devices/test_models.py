@@ -164,10 +164,44 @@ def test_cache_of_another_mesh_than_the_model_is_refused(models: tuple[Any, Any]
             {**settings, "placement": Placement(mesh=jax.make_mesh((4,), ("m",)), heads="m")},
             "the model lies on 8 devices and the cache on 4",
         ),
+        (
+            split.model,
+            {**settings, "placement": Placement(mesh=jax.make_mesh((4, 2), ("data", "model")), heads="model").auto},
+            "over a mesh of data=2 x model=4 and the cache over one of data=4 x model=2; give both one placement",
+        ),
     ):
         cache = kvjax.init(kvjax.Full(), model.spec(batch=2, capacity=32), **given)
         with pytest.raises(ValueError, match=error):
             generate(model, cache, [[1, 2], [3]], max_new_tokens=2)
+
+
+@jax.jit
+def train(model: Decoder, tokens: jax.Array) -> tuple[jax.Array, Decoder]:
+    """The loss of a batch, and the model after a step of gradient descent."""
+
+    def loss(model: Decoder) -> jax.Array:
+        logits, _ = model(tokens[:, :-1])
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)
+        return -jnp.mean(chosen)
+
+    value, slopes = jax.value_and_grad(loss)(model)
+    return value, jax.tree.map(lambda weight, slope: weight - slope, model, slopes)
+
+
+def test_training_step_is_that_of_one_device(models: tuple[Any, Any, Any]) -> None:
+    """Rows, heads, MLP and vocabulary split, by a placement of Explicit axes and by one of Auto axes."""
+    one, explicit, _ = models
+    tokens = jnp.asarray(np.random.default_rng(0).integers(96, size=(4, 24)), jnp.int32)
+    loss, wanted = train(one.model, tokens)
+    before, after = leaves(one.model), leaves(wanted)
+    assert max(np.max(np.abs(np.asarray(after[name] - before[name]))) for name in before) > 1e-2
+    for split in (explicit.model, distribute(one.model, BOTH.auto)):
+        given = jax.device_put(tokens, jax.NamedSharding(BOTH.auto.mesh, PartitionSpec("data")))
+        found_loss, found = train(split, given)
+        np.testing.assert_allclose(float(found_loss), float(loss), atol=1e-5)
+        for (name, weight), own in zip(leaves(found).items(), leaves(split).values(), strict=True):
+            np.testing.assert_allclose(np.asarray(weight), np.asarray(after[name]), atol=1e-5)
+            assert weight.sharding.is_equivalent_to(own.sharding, weight.ndim)
 
 
 def test_names_of_axes_are_where_nnx_looks(models: tuple[Any, Any]) -> None:

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import kvjax
 from kvjax import CacheSpec, Evicting, LastQuery, Placement, evictors
 from kvjax.caches.per_head import PerHead
-from kvjax.cli.options import make_placement
+from kvjax.cli.options import capacity_over, make_placement
 from kvjax.placement import mean_over_heads
 from tests.devices.programs import COLLECTIVE
 from tests.devices.test_rows_and_heads import BOTH, MESH
@@ -96,7 +96,11 @@ def test_grow_save_and_restore_keep_the_parts_in_place(filled: Any, tmp_path: Pa
         found = kvjax.restore(tmp_path, kvjax.init_layer(FIER, SPEC, at))
         assert found.placement == at
         assert_equal(one.state, found.state)
-    assert_in_place(kvjax.restore(tmp_path, jax.eval_shape(partial(kvjax.init_layer, FIER, SPEC, other))))
+    like = jax.eval_shape(partial(kvjax.init_layer, FIER, SPEC, other))
+    assert_in_place(kvjax.restore(tmp_path, like))
+    eight = dataclasses.replace(like, placement=Placement(mesh=jax.make_mesh((8,), ("x",)), heads="x"))
+    with pytest.raises(ValueError, match=r"splits 4 KV heads over 8 devices.*use an axis of 4 for heads"):
+        kvjax.restore(tmp_path, eight)
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -186,3 +190,8 @@ def test_mesh_of_the_command_is_checked(mesh: str) -> None:
     assert make_placement("model=4,ctx=2") == Placement(
         mesh=Mesh(np.array(jax.devices()).reshape(1, 4, 2), ("data", "model", "ctx")), heads="model", context="ctx"
     )
+    assert [capacity_over(128, at) for at in (None, make_placement("ctx=3"), make_placement("ctx=4"))] == [
+        128,
+        129,
+        128,
+    ]
