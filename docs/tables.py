@@ -775,14 +775,19 @@ def paris_parts() -> str:
 
 
 def devices() -> str:
-    """TPOT on one GPU and on two, by placement."""
+    """TPOT on one GPU and on two, by placement, and what `benchmarks/scaling.py` makes of it."""
     rows = {(row["method"], row["placement"]): row for row in load_rows("devices") if row["part"] == "times"}
     names = ("none", "mesh of 1", "data=2", "model=2", "ctx=2")
 
     def cell(method: str, name: str) -> str:
         return f"{rows[method, name]['tpot_ms']:.2f}" if (method, name) in rows else ""
 
-    body = [[f"`{method}`", *(cell(method, name) for name in names)] for method in ("full", "fier")]
+    check = json.loads((RESULTS / "scaling.json").read_text())["check"]
+    predicted = {(row["method"], row["placement"]): f"{row['tpot_ms']:.2f}" for row in check}
+    body = []
+    for method in ("full", "fier"):
+        body.append([f"`{method}`", *(cell(method, name) for name in names)])
+        body.append([f"`{method}`, predicted", *(predicted.get((method, name), "") for name in names)])
     header = ("cache", "one GPU", "a mesh of one GPU", "rows over two", "heads over two", "tokens over two")
     return markdown(header, body)
 
