@@ -8,8 +8,9 @@ Llama-3.1-8B.
 
 `--trees` compares several checkouts: each repeat starts a fresh process for each of them in turn, so that a busy
 machine slows all of them alike. Times are CPU seconds of all threads of that process, and the least of the repeats
-counts. The step is traced after the loop, when JAX and kvjax are warm, with JAX's caches cleared. Versions and source
-in the results are those of the tree that the script lies in.
+counts. The step is traced after the loop, when JAX and kvjax are warm, with JAX's caches cleared. `step_calls` are the
+calls of Python functions of that trace: they do not depend on the machine. Versions and source in the results are those
+of the tree that the script lies in.
 """
 
 from __future__ import annotations
@@ -38,8 +39,24 @@ def spent(run: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - start, found
 
 
+def python_calls(run: Callable[[], Any]) -> int:
+    """The calls of Python functions that `run` makes: a measure of tracing that no other process disturbs."""
+    calls = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
 def times(tree: str, method: str, layers: int, capacity: int) -> dict[str, float]:
-    """CPU seconds of the kvjax in `tree` to trace a step, and to trace, lower and compile the loop."""
+    """Times and counts of the kvjax in `tree`: a step's trace, and the loop's trace, lowering and compilation."""
     import jax
     import jax.numpy as jnp
 
@@ -53,7 +70,8 @@ def times(tree: str, method: str, layers: int, capacity: int) -> dict[str, float
 
     policy = getattr(kvjax.presets, method)().rest
     spec = kvjax.CacheSpec(batch=1, capacity=capacity, dtype=jnp.bfloat16, **HEADS)
-    cache = jax.eval_shape(lambda: kvjax.init(policy, spec, layers=layers))
+    # Nothing runs, so all layers may share their arrays. They are arrays, as shapes would lose the memory kind.
+    cache = kvjax.Cache(kvjax.init(policy, spec, layers=1).layers * layers)
     q, k = (jax.ShapeDtypeStruct((1, 1, HEADS[heads], spec.head_dim), spec.dtype) for heads in ("q_heads", "kv_heads"))
 
     def step(layer: Any, q: Any, k: Any) -> tuple[Any, Any]:
@@ -80,7 +98,15 @@ def times(tree: str, method: str, layers: int, capacity: int) -> dict[str, float
     for _ in range(5):
         jax.clear_caches()
         traces.append(spent(lambda: jax.jit(step).trace(cache.layers[0], q, k))[0])
-    return {"step_trace_s": min(traces), "loop_trace_s": loop_trace, "loop_lower_s": lower, "loop_compile_s": compile_}
+    jax.clear_caches()
+    calls = python_calls(lambda: jax.jit(step).trace(cache.layers[0], q, k))
+    return {
+        "step_trace_s": min(traces),
+        "step_calls": calls,
+        "loop_trace_s": loop_trace,
+        "loop_lower_s": lower,
+        "loop_compile_s": compile_,
+    }
 
 
 def measure(tree: Path, method: str, layers: int, capacity: int) -> dict[str, float]:
