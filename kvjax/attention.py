@@ -3,7 +3,7 @@
     out, cache = kvjax.attention(cache, q, k, v)
 
 T > 1 tokens are a chunk of prompt: exact causal attention over what is stored and themselves; then they are stored.
-T == 1 is a decode step: the token is stored, and attends to what the layer's policy chooses. `prefill` and `decode` say
+T == 1 is a decode step: the token is stored, and attends to what the layer's policy selects. `prefill` and `decode` say
 which of the two is meant, and decode takes several steps at once. Everything is a pure
 function over pytrees, so it runs under jit, scan and grad, in NNX and Linen modules alike.
 """
@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
+from kvjax import ops
 from kvjax.caches import Following, Info, MultiStep, Observer, PerLayer, Policy, Reversible, Truncatable
 from kvjax.caches.short import Refillable, of_size, refilled
 from kvjax.memory import Bytes, nbytes, on_host
@@ -457,7 +458,8 @@ def flushed(cache: Cache, promise: bool = True) -> Cache:
     """`cache` with the promise that `any_full` is false, so that `flush` does nothing, not even ask; or without it.
 
     For loops that ask by themselves, as `kvjax.generate` does: on a GPU each condition makes the host wait, and a loop
-    whose own condition is that no block is full asks once a step, not twice. Who promises takes it back after the step.
+    whose own condition is that no block is full asks once a step, not twice. The caller that promises takes it back
+    after the step.
     """
     kind = _FlushedLayer if promise else LayerCache
     return Cache(tuple(kind(layer.state, layer.policy, layer.spec, layer.placement) for layer in cache.layers))
@@ -513,9 +515,17 @@ def _run(attend: Callable[..., Any], cache: LayerCache | None, *operands: Any, *
     """`attend` of checked arguments, by each device for its own part where the cache has a placement."""
     # Numpy's float64 stays so under an inlined jit, where every cast to it warns.
     operands = tuple(a.astype(jnp.result_type(a)) if isinstance(a, np.ndarray) else a for a in operands)
-    if cache is None or cache.placement is None:
-        return attend(cache, *operands, **settings)
-    return _run_on_parts(attend, cache, *operands, **settings)
+    if cache is not None and cache.placement is not None:
+        return _run_on_parts(attend, cache, *operands, **settings)
+    if isinstance(operands[0], Tracer) and ops.shares_traces():
+        return _traced_once(attend, cache, *operands, **settings)
+    return attend(cache, *operands, **settings)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("scale", "window", "first_chunk", "flush", "padded"), inline=True)
+def _traced_once(attend: Callable[..., Any], cache: LayerCache | None, *operands: Any, **settings: Any) -> Any:
+    """`attend`, traced once for all layers of a program that have equal policies and shapes."""
+    return attend(cache, *operands, **settings)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("scale", "window", "first_chunk", "flush", "padded"), inline=True)
@@ -744,10 +754,17 @@ def _flush(cache: Any) -> Any:
     states = tuple(layer.state for layer in layers)
 
     def demote(states: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(layer.policy.flush(st) for layer, st in zip(layers, states, strict=True))
+        one: Any = _flush_layer if ops.shares_traces() else _flush_layer.__wrapped__  # type: ignore[attr-defined]
+        return tuple(one(layer.policy, st) for layer, st in zip(layers, states, strict=True))
 
     states = _if_any(full, demote, states)
     return _with_states(cache, states)
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _flush_layer(policy: Policy, state: Any) -> Any:
+    """`policy.flush`, traced once for all layers of equal policies and shapes."""
+    return policy.flush(state)
 
 
 @partial(jax.jit, inline=True)

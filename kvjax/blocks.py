@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax.spec import CacheSpec
@@ -59,10 +59,14 @@ def write(buffer: Array, new: Array, start: Array, count: Array) -> Array:
         # and then copies the buffer (temp bytes of a decode step: 5 times the key cache). A second token, always
         # dropped, keeps it a scatter.
         new = jnp.concatenate([new, new], axis=2)
-    i = jnp.arange(new.shape[2])[None]
+    new = jnp.moveaxis(new, 2, 1).astype(buffer.dtype)  # [B, T, K, ...]
+    row, i = (lax.broadcasted_iota(jnp.int32, new.shape[:2], axis) for axis in (0, 1))
     slot = jnp.where(i < count[:, None], start[:, None] + i, buffer.shape[2])
-    row = jnp.arange(new.shape[0])[:, None]
-    return buffer.at[row, :, slot].set(jnp.moveaxis(new, 2, 1).astype(buffer.dtype), mode="drop")
+    # `buffer.at[row, :, slot].set` would trace three times as many operations, for negative indices that do not occur.
+    dims = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(2, new.ndim)), inserted_window_dims=(0, 2), scatter_dims_to_operand_dims=(0, 2)
+    )
+    return lax.scatter(buffer, jnp.stack([row, slot], axis=-1), new, dims, mode=lax.GatherScatterMode.FILL_OR_DROP)
 
 
 def take_rows(tokens: Array, index: Array) -> Array:

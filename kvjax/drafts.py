@@ -26,6 +26,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax.attention import MOST_STEPS, Cache, flush, init, rollback
 from kvjax.caches import Full, PerLayer, Policy, Reversible
+from kvjax.indexing import put_last
 from kvjax.request import check_model, vocabulary_size
 from kvjax.spec import require_int
 
@@ -252,7 +253,7 @@ class _ModelDrafter:
 def _append(text: Array, length: Array, tokens: Array, count: Array) -> Array:
     i = jnp.arange(tokens.shape[1])[None]
     at = jnp.where(i < count[:, None], length[:, None] + i, text.shape[1])
-    return text.at[jnp.arange(text.shape[0])[:, None], at].set(tokens, mode="drop")
+    return put_last(text, at, tokens)
 
 
 def accepted(drawn: Array, draft: Array, count: Array, ended: Array) -> Array:

@@ -32,6 +32,7 @@ from kvjax.attention import Cache, any_full, flush, flushed, raise_on_overflow, 
 from kvjax.attention import room as free_room
 from kvjax.caches import Info, Observer
 from kvjax.drafts import Draft, Speculation, accepted, check_takes_drafts
+from kvjax.indexing import put_last
 from kvjax.memory import CONCURRENT, commit_together, on_host
 from kvjax.request import check_model, check_model_cache, check_request, pad_prompt, stop_array
 from kvjax.sampling import Sampling, row_keys, sample
@@ -373,7 +374,7 @@ def _draft_loop(
         place = jnp.arange(fed.shape[1], dtype=jnp.int32)[None]
         kept, right = place < taken[:, None], jnp.where(active, good, 0)
         at = jnp.where(kept, s.emitted[:, None] + place, room)
-        tokens = s.tokens.at[jnp.arange(len(at))[:, None], at].set(fed, mode="drop")
+        tokens = put_last(s.tokens, at, fed)
         after = jnp.take_along_axis(new, good[:, None, None], axis=1)[:, 0]
         attended, counted = s.attended, s.counted
         if measure:

@@ -23,6 +23,7 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax.arrays import Bool, Int32
+from kvjax.indexing import put_last
 
 GroupReduce = Literal["mean_query", "mean_score", "max_score", "max_softmax", "sum_softmax", "mean_softmax", "per_head"]
 GROUP_REDUCES: tuple[str, ...] = get_args(GroupReduce)
@@ -136,11 +137,7 @@ class Candidates:
 
     def stored_units(self, units: int, unit: int = 1) -> Array:
         """bool[B, 1 or K*T, 1, U]: which of the index's U units have a token in the span."""
-        start, stop = self.span
-        if unit > 1:
-            start, stop = (jnp.asarray(x, jnp.int32) for x in self.span)
-            start, stop = start // unit, jnp.where(stop > start, -(-stop // unit), 0)
-        return self._inside(start, stop, units)
+        return self._inside(*self.span, units, unit)
 
     def pending_units(self, scores: Array, unit: int = 1) -> tuple[Array, Array]:
         """Scores f32[B, K*T, G, W] of the pending units and which of them there are, bool[B, 1 or K*T, 1, W], for
@@ -165,9 +162,13 @@ class Candidates:
         inside = jnp.where(recent < 0, (slots >= start) & (slots < stop), (recent >= first) & (recent < end))
         return Selection(join_steps(slots, self.steps), join_steps(valid & inside, self.steps))
 
-    def _inside(self, start: Array | int, stop: Array | int, units: int) -> Array:
-        unit = jnp.arange(units)[None, None, None]
-        inside = (unit >= self.of_groups(start)) & (unit < self.of_groups(stop))
+    def _inside(self, start: Array | int, stop: Array | int, units: int, unit: int = 1) -> Array:
+        """bool[B, 1 or K*T, 1, units]: which units of `unit` slots have one from start to stop."""
+        start, stop = self.of_groups(start), self.of_groups(stop)
+        slot = jnp.arange(0, units * unit, unit, dtype=jnp.int32)[None, None, None]
+        inside = (slot > start - unit) & (slot < stop)
+        if unit > 1:  # nor does an empty span that begins within a unit have one
+            inside &= start < stop
         return jnp.broadcast_to(inside, (self.pending[0].shape[0], *inside.shape[1:]))
 
 
@@ -270,9 +271,7 @@ def of_heads(x: Array, heads: int) -> Array:
 def membership(selection: Selection, slots: int) -> Array:
     """bool[B, K, H, S]: which of S slots are selected."""
     at = jnp.where(selection.valid, selection.slots, slots)
-    flags = jnp.zeros((*at.shape[:-1], slots), bool)
-    b, k, h, _ = jnp.meshgrid(*(jnp.arange(n) for n in at.shape), indexing="ij", sparse=True)
-    return flags.at[b, k, h, at].set(True, mode="drop")
+    return put_last(jnp.zeros((*at.shape[:-1], slots), bool), at, True)
 
 
 def set_recall(selection: Selection, wanted: Selection, slots: int) -> Array:

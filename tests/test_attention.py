@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +109,40 @@ def test_one_trace_over_300_steps_with_flushes() -> None:
     assert cache.length.tolist() == [300] * 3
     assert int(cache.layers[1].state.store.count[0]) == 256
     kvjax.raise_on_overflow(cache)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traced(kvjax.Retrieval):
+    """A Retrieval that notes each verb that is traced."""
+
+    def attend(self, *args: Any, **kwargs: Any) -> Any:
+        TRACED.append("attend")
+        return super().attend(*args, **kwargs)
+
+    def flush(self, st: Any) -> Any:
+        TRACED.append("flush")
+        return super().flush(st)
+
+
+TRACED: list[str] = []
+
+
+@pytest.mark.parametrize("store", [kvjax.Dense(), kvjax.HostOffload()], ids=["dense", "host"])
+def test_equal_layers_are_traced_once(store: kvjax.Store) -> None:
+    policy = Traced(selector=kvjax.Exact(), store=store, budget=16, sink=4, local=4, demote=kvjax.Fifo(leave=8))
+    cache = kvjax.init(policy, SPEC, layers=3)
+    q, k, v = (jnp.asarray(a) for a in draw(SPEC.batch, 1, SPEC.q_heads, SPEC.kv_heads))
+
+    def step(cache: kvjax.Cache, q: jax.Array) -> tuple[jax.Array, kvjax.Cache]:
+        after = []
+        for layer in kvjax.flush(cache).layers:
+            q, layer = kvjax.attention(layer, q, k, v, flush=False)
+            after.append(layer)
+        return q, kvjax.Cache(tuple(after))
+
+    TRACED.clear()
+    jax.jit(step).trace(cache, q)
+    assert sorted(TRACED) == ["attend", "flush"]
 
 
 def test_step_without_flush_drops_and_says_so() -> None:

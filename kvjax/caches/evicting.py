@@ -14,6 +14,7 @@ from kvjax import ops
 from kvjax.blocks import Block, empty_block, write
 from kvjax.caches.policy import Info, chunk_starts, lowest_visible
 from kvjax.evictors import Evictor, Renumbering
+from kvjax.indexing import put_last
 from kvjax.memory import vary_with
 from kvjax.partial import (
     PartialAttention,
@@ -215,8 +216,7 @@ class Evicting:
             return jnp.where(valid, jnp.take_along_axis(line, place, axis=-1), jnp.zeros((), line.dtype))
 
         def leaving() -> tuple[Array, Array]:
-            b, h, at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], jnp.where(valid, place, L)
-            stays = jnp.zeros((B, K, L), bool).at[b, h, at].set(True, mode="drop")
+            stays = put_last(jnp.zeros((B, K, L), bool), jnp.where(valid, place, L), True)
             gone = jnp.sort(jnp.where((position >= 0) & ~stays, jnp.arange(L, dtype=jnp.int32)[None, None], L), axis=-1)
             return tokens(jnp.minimum(gone[..., :T], L - 1))
 

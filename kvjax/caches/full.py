@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
@@ -61,20 +61,19 @@ class Full:
         self, st: FullState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, FullState, Info]:
         # Values past count are finite: zeros, or tokens of a row that was replaced.
-        out = ops.attend_span(q, self._span(st, window), scale=scale)
-        return out, st, self._info(st, window)
+        span = self._span(st, window)
+        return ops.attend_span(q, span, scale=scale), st, self._info(st, span)
 
     def _span(self, st: FullState, window: int | None) -> Span:
         return Span(st.tokens.k, st.tokens.v, lowest_visible(st.length - 1, window), st.length)
 
-    def _info(self, st: FullState, window: int | None) -> Info:
-        span = self._span(st, window)
-        attended = span.size.astype(jnp.float32)[:, None]
-        position = jnp.arange(self._slots(st), dtype=jnp.int32)[None]
-        positions = jnp.where((position >= span.start[:, None]) & (position < span.stop[:, None]), position, -1)
-        heads = st.tokens.k.shape[:2]
-        positions = jnp.broadcast_to(positions[:, None, None], (*heads, 1, position.shape[1]))
-        return Info(jnp.broadcast_to(attended, heads), None, positions=positions)
+    def _info(self, st: FullState, span: Span) -> Info:
+        """The `Info` of a step that reads `span`, whose slots are those of the whole row."""
+        heads, slots = st.tokens.k.shape[:2], self._slots(st)
+        slot = lax.broadcasted_iota(jnp.int32, (span.stop.shape[0], slots), 1)
+        positions = jnp.where((slot >= span.start[:, None]) & (slot < span.stop[:, None]), slot, -1)
+        attended = lax.broadcast_in_dim(span.size.astype(jnp.float32), (span.stop.shape[0], heads[1]), (0,))
+        return Info(attended, None, positions=lax.broadcast_in_dim(positions, (*heads, 1, slots), (0, 3)))
 
     def attend_stored(self, st: FullState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
         start = chunk_starts(st.length, q.shape[3], window)
@@ -92,8 +91,12 @@ class Full:
         stop = jnp.moveaxis(lengths, 0, 1)
         span = Span(after.tokens.k, after.tokens.v, lowest_visible(stop - 1, window), stop)
         out = heads_as_steps(ops.attend_span(steps_as_heads(q), span, scale=scale), T)
-        info = jax.vmap(lambda length: self._info(self._shortened(after, length), window))(lengths)
-        return out, after, info
+
+        def info(length: Array) -> Info:
+            then = self._shortened(after, length)
+            return self._info(then, self._span(then, window))
+
+        return out, after, jax.vmap(info)(lengths)
 
     def free(self, st: FullState) -> Array:
         return self._slots(st) - st.length
@@ -167,7 +170,7 @@ class StripedFull(Full):
     ) -> tuple[Array, FullState, Info]:
         start = None if window is None else self.stripes.owned(lowest_visible(st.length - 1, window))[:, None]
         part = self._attend_own(st, q[:, :, :, None], start, scale=scale)
-        return merge_parts(part, self.stripes.axis).out.astype(q.dtype), st, self._info(st, window)
+        return merge_parts(part, self.stripes.axis).out.astype(q.dtype), st, self._info(st, self._span(st, window))
 
     def decode(
         self, st: FullState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None

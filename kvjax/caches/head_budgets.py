@@ -11,6 +11,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.caches.evicting import Evicting, EvictingState
+from kvjax.indexing import put_last
 from kvjax.partial import PartialAttention
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec
@@ -119,7 +120,7 @@ class HeadBudgets(Evicting):
         line, valid = (jnp.swapaxes(a, 1, 2).reshape(B, 1, -1) for a in (worth, own.valid))
         won = ops.top_k(line, valid, K * share)
         place = jnp.where(won.valid, won.slots, line.shape[2])[:, 0]
-        wins = jnp.zeros((B, line.shape[2]), bool).at[jnp.arange(B)[:, None], place].set(True, mode="drop")
+        wins = put_last(jnp.zeros((B, line.shape[2]), bool), place, True)
         return Selection(own.slots, own.valid & jnp.swapaxes(wins.reshape(B, slots, K), 1, 2))
 
     def _settled(

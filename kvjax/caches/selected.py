@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax import ops
 from kvjax.caches.policy import Info
@@ -45,27 +45,24 @@ class SelectedZones(Zoned):
         return seen.recent._replace(start=jnp.maximum(seen.recent.stop - self.local, seen.recent.start))
 
     def info(self, st: ZonedState, seen: Visible, selection: Selection, fresh: Array | None = None) -> Info:
-        """What a step tells that attends to sink, local window and `selection`."""
-        beside = self.local_span(seen).size
-        if seen.sink is not None:
-            beside += seen.sink.size
-        attended = jnp.sum(selection.valid, axis=-1) + beside[:, None, None]
-        attended = jnp.mean(attended, axis=-1, dtype=jnp.float32)
+        """The `Info` of a step that attends to sink, local window and `selection`."""
         positions = self.positions_read(st, seen, selection)
-        attended = jnp.broadcast_to(attended, positions.shape[:2])
+        attended = jnp.sum(positions >= 0, axis=(2, 3), dtype=jnp.float32) / positions.shape[2]
         return Info(attended, selection, fresh, positions)
 
     def positions_read(self, st: ZonedState, seen: Visible, selection: Selection) -> Array:
-        """i32[B, K, H, sink + M + local]: positions of sink, selection and local window, -1 where there is none."""
-        B, K, H, _ = selection.slots.shape
-        length, block = (a[:, None] for a in (st.length, st.recent.count))
-        sink, back = jnp.arange(self.sink)[None], jnp.arange(self.local, 0, -1)[None]
-        parts = [jnp.where(sink < length, sink, -1), jnp.where(back <= block, length - back, -1)]
+        """i32[B, K, H, M + sink + local]: positions of selection, sink and local window, -1 where there is none."""
+        length, first = st.length[:, None], st.offset_recent[:, None]
+        lead = selection.slots.shape[:3]
+        sink = lax.broadcasted_iota(jnp.int32, (lead[0], self.sink), 1)
+        local = length - jnp.arange(self.local, 0, -1, dtype=jnp.int32)[None]
+        visible = jnp.concatenate([sink < length, local >= first], axis=1)
+        beside = jnp.concatenate([sink, local], axis=1)
         if seen.first is not None:
-            parts = [jnp.where(part >= seen.first[:, None], part, -1) for part in parts]
-        first, last = (jnp.broadcast_to(part[:, None, None], (B, K, H, part.shape[1])) for part in parts)
+            visible &= beside >= seen.first[:, None]
         selected = jnp.where(selection.valid, self.positions(st, selection.slots), -1)
-        return jnp.concatenate([first, selected, last], axis=-1)
+        beside = lax.broadcast_in_dim(jnp.where(visible, beside, -1), (*lead, beside.shape[1]), (0, 3))
+        return jnp.concatenate([selected, beside], axis=-1)
 
 
 def without_packing(selection: Selection | PackedSelection) -> Selection:

@@ -7,7 +7,7 @@ operation needs a function in the file of its family (`kvjax.ops.op` says how), 
 
 from kvjax.ops.attend import attend_beside, attend_gathered, attend_slots, attend_span, attend_zones, gather_slots
 from kvjax.ops.host import HotTables, host_append, host_rows, host_rows_first, host_rows_rest, hot_load, hot_places
-from kvjax.ops.op import OPS, Explanation, Implementation, Op, device_kind, explain, explained, use
+from kvjax.ops.op import OPS, Explanation, Implementation, Op, device_kind, explain, explained, shares_traces, use
 from kvjax.ops.quantized import attend_quantized, attend_quantized_zones, gather_quantized
 from kvjax.ops.rank import top_k, top_k_grouped
 from kvjax.ops.score import rerank, score_1bit, score_pages
@@ -50,6 +50,7 @@ __all__ = [
     "select_4bit",
     "select_pages",
     "select_top",
+    "shares_traces",
     "top_k",
     "top_k_grouped",
     "use",

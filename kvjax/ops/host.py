@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.arrays import Bool, Int32, Shaped
+from kvjax.indexing import put_last
 from kvjax.memory import to_device, to_host
 from kvjax.ops.op import Implementation, op
 
@@ -270,7 +271,6 @@ def hot_places(
     must be read are `used` as 2. `implementation`: see `explain`; all give the same.
     """
     (B, K, N), n, P = index.shape, tables.page.shape[2], tables.place.shape[2]
-    row, head = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
     index = jnp.where(jnp.arange(N)[None, None] < found[..., None], index, -1)
     wanted = (index >= 0) & (index < P)
     page = jnp.where(wanted, index, 0)
@@ -278,12 +278,12 @@ def hot_places(
     hit = wanted & (jnp.take_along_axis(tables.page, known, axis=2) == page)
     missed = wanted & ~hit
 
-    def at(places: Array, which: Array) -> tuple[Array, Array, Array]:
-        return row, head, jnp.where(which, places, n)
+    def at(places: Array, which: Array) -> Array:
+        return jnp.where(which, places, n)
 
     # Places in the order in which the hand gives them up: first those that were not used, then the used ones, each from
     # the hand on; never those of this step's hits.
-    kept = jnp.zeros((B, K, n), bool).at[at(known, hit)].set(True, mode="drop")
+    kept = put_last(jnp.zeros((B, K, n), bool), at(known, hit), True)
     was_used, at_hand = tables.used > 0, tables.hand[..., None]
     idle, busy = ~kept & ~was_used, ~kept & was_used
     before = lax.cumsum(jnp.stack([idle, busy]).astype(jnp.int32), axis=3)
@@ -293,8 +293,7 @@ def hot_places(
     rank = before - 1 - passed
     rank = jnp.where(rank < 0, rank + total, rank)
     rank = jnp.where(idle, rank[0], jnp.where(busy, total[0] + rank[1], N))
-    place_of_rank = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[None, None], rank.shape)
-    given = jnp.zeros((B, K, N), jnp.int32).at[row, head, jnp.minimum(rank, N)].set(place_of_rank, mode="drop")
+    given = put_last(jnp.zeros((B, K, N), jnp.int32), jnp.minimum(rank, N), jnp.arange(n)[None, None])
 
     order = lax.cumsum(missed.astype(jnp.int32), axis=2)
     misses = order[..., -1:]
@@ -304,11 +303,11 @@ def hot_places(
     distance = jnp.mod(jnp.arange(n)[None, None] - at_hand, n)
     swept = (distance <= jnp.mod(last - at_hand, n)) | (misses > total[0])
     used = (was_used & ~(swept & (misses > 0))).astype(jnp.int32)
-    used = used.at[at(place, wanted)].set(jnp.where(missed, 2, 1), mode="drop")
+    used = put_last(used, at(place, wanted), jnp.where(missed, 2, 1))
     after = HotTables(
-        page=tables.page.at[at(place, missed)].set(page, mode="drop"),
+        page=put_last(tables.page, at(place, missed), page),
         used=used,
-        place=tables.place.at[row, head, jnp.where(missed, page, P)].set(place, mode="drop"),
+        place=put_last(tables.place, jnp.where(missed, page, P), place),
         hand=jnp.where(misses > 0, jnp.mod(last + 1, n), at_hand)[..., 0],
         loads=tables.loads + misses[..., 0],
     )

@@ -93,9 +93,8 @@ class Op(Generic[P, R]):
             found.append(how)
         static = tuple((name, given.pop(name)) for name in self._static)
         operands = tuple(given.values())
-        # JAX traces a branch once for each function and shapes, so equal calls share their functions. Not where
-        # somebody looks at the calls inside, or changes a kernel.
-        build = _functions.__wrapped__ if found is not None or not _has_cache() else _functions
+        # JAX traces a branch once for each function and shapes, so equal calls share their functions.
+        build = _functions if shares_traces() else _functions.__wrapped__
         silent = how.implementation == "mosaic"
         run, reference = build(self, static, silent or implementation is not None, silent)
         if self.derivative == "zero":
@@ -256,10 +255,11 @@ def _why_not_in_shard_map(operands: Any) -> str | None:
     return None
 
 
-def _has_cache() -> bool:
+def shares_traces() -> bool:
+    """Whether equal calls may be traced once: not where `explained` lists each call, or a test changes a kernel."""
     from kvjax.kernels_pallas import simt
 
-    return simt.has_cache()
+    return _explained.get() is None and simt.has_cache()
 
 
 def _unmeasured(kernel: Any) -> str | None:

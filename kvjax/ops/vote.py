@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.arrays import Float, Int32, UInt8
+from kvjax.indexing import put_last
 from kvjax.memory import vary_with
 from kvjax.ops.op import Implementation, op
 from kvjax.rotate import rotate_few, turned
@@ -119,12 +120,12 @@ def most_voted(
     above, level = votes > least, votes == least
     spare = count[..., None] - jnp.sum(above, axis=-1, dtype=jnp.int32, keepdims=True)
     upto = lax.cumsum(level.astype(jnp.int32), axis=3)
-    chosen = above | (level & (upto <= spare))
+    selected = above | (level & (upto <= spare))
     place = lax.cumsum(above.astype(jnp.int32), axis=3) + jnp.minimum(upto, jnp.maximum(spare, 0)) - 1
-    slots = jnp.zeros((B, K, G, room), jnp.int32)
-    b, k, g, s = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in votes.shape), indexing="ij", sparse=True)
-    slots = slots.at[b, k, g, jnp.where(chosen, place, room)].set(s, mode="drop", unique_indices=True)
-    return PackedSelection(slots, jnp.sum(chosen, axis=-1, dtype=jnp.int32))
+    slots = lax.broadcasted_iota(jnp.int32, votes.shape, 3)
+    listed = jnp.zeros((B, K, G, room), jnp.int32)
+    listed = put_last(listed, jnp.where(selected, place, room), slots)
+    return PackedSelection(listed, jnp.sum(selected, axis=-1, dtype=jnp.int32))
 
 
 @most_voted.limit

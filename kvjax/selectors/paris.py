@@ -12,6 +12,7 @@ from jax import Array, lax
 from kvjax import ops
 from kvjax.blocks import take_rows, write
 from kvjax.context import Stripes, share_of_highest
+from kvjax.indexing import put_last
 from kvjax.rotate import SUBSPACE, Directions, encode, patterns, require_rotatable, rotate, rotate_few
 from kvjax.selection import (
     Candidates,
@@ -167,19 +168,18 @@ class Paris:
 
     def score(self, ix: ParisIndex, q: Array, *, scale: float) -> Array:
         votes = self._votes(ix, q)
-        picked = ops.most_voted(votes, self._length(ix.counts), ix.candidates, self.room(votes.shape[3]))
-        return self._with_estimates(ix, q, votes, picked, scale=scale)
+        listed = ops.most_voted(votes, self._length(ix.counts), ix.candidates, self.room(votes.shape[3]))
+        return self._with_estimates(ix, q, votes, listed, scale=scale)
 
     def _with_estimates(
-        self, ix: ParisIndex, q: Array, votes: Array, picked: PackedSelection, *, scale: float
+        self, ix: ParisIndex, q: Array, votes: Array, candidates: PackedSelection, *, scale: float
     ) -> Array:
-        """Scores of all keys: estimates of the `picked`, and below them the votes of the others."""
+        """Scores of all keys: estimates of the `candidates`, and below them the votes of the others."""
         S = votes.shape[3]
         rotated = q if self.seed is None else rotate_few(q, self.seed)
-        estimates = ops.rerank(rotated, ix.codes, picked, scale=scale)
-        slots = jnp.where(picked.valid, picked.slots, S)
-        b, k, g, _ = jnp.meshgrid(*(jnp.arange(size) for size in slots.shape), indexing="ij", sparse=True)
-        return (votes.astype(jnp.float32) + FLOOR).at[b, k, g, slots].set(estimates, mode="drop")
+        estimates = ops.rerank(rotated, ix.codes, candidates, scale=scale)
+        slots = jnp.where(candidates.valid, candidates.slots, S)
+        return put_last(votes.astype(jnp.float32) + FLOOR, slots, estimates)
 
     def score_visible(self, ix: ParisIndex, q: Array, among: Candidates, *, window: int, scale: float) -> Array:
         """Votes and candidates are those of an index of the visible tokens alone."""
@@ -190,9 +190,8 @@ class Paris:
         codes = Directions(*(take_rows(a, place) for a in ix.codes))
         visible = self._counted(codes, self._tally(jnp.zeros_like(ix.counts), codes.signs, seen))
         scores = self.score(visible, q, scale=scale)
-        b, k, g, at = jnp.meshgrid(*(jnp.arange(n) for n in scores.shape), indexing="ij", sparse=True)
-        at = jnp.where(seen[:, None, None], place[:, None, None], S)
-        return jnp.zeros((*scores.shape[:3], S), jnp.float32).at[b, k, g, at].set(scores, mode="drop")
+        at = jnp.broadcast_to(jnp.where(seen, place, S)[:, None, None], scores.shape)
+        return put_last(jnp.zeros((*scores.shape[:3], S), jnp.float32), at, scores)
 
     def _votes(self, ix: ParisIndex, q: Array) -> Array:
         """Votes u8[B, K, G, S] for q."""
@@ -213,9 +212,11 @@ class Paris:
         return False  # candidates that only fill up are among those that are reranked
 
     def select(self, ix: ParisIndex, q: Array, among: Candidates, *, scale: float) -> Selection | PackedSelection:
-        """As `FusedSelector` has it. No token that is not reranked is chosen before all that are, so candidates are all
-        that is chosen from; where they and the pending tokens are too few, as many more of the most voted come along:
-        then all of them are chosen."""
+        """The selection of a `FusedSelector`, among candidates and pending tokens.
+
+        Every reranked token ranks above all others. Where candidates and pending tokens are too few, as many more of
+        the most voted join them, and all are selected.
+        """
         means = q.shape[2] > among.steps and self.group_reduce != "per_head"  # a mean needs all scores of each head
         if means or self.seed is None:
             return ops.select_top(self.score(ix, q, scale=scale), q, among, self.group_reduce, scale=scale)
@@ -301,8 +302,8 @@ class StripedParis(StripedSelector):
         lists = ops.most_voted(  # a list of its own length for each head
             marks.reshape(B * K, 1, G, S), jnp.full(B * K, S, jnp.int32), count.reshape(B * K, G), min(room, S)
         )
-        picked = PackedSelection(lists.slots.reshape(B, K, G, -1), lists.found.reshape(B, K, G))
-        return paris._with_estimates(ix, q, votes, picked, scale=scale)
+        listed = PackedSelection(lists.slots.reshape(B, K, G, -1), lists.found.reshape(B, K, G))
+        return paris._with_estimates(ix, q, votes, listed, scale=scale)
 
 
 def _shares(n: Array) -> tuple[Array, Array]:

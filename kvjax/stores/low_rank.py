@@ -12,6 +12,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.blocks import write
+from kvjax.indexing import put_last
 from kvjax.partial import PartialAttention, attend_part
 from kvjax.prompt import attend_blocks
 from kvjax.reductions import page_means, sum_pairs
@@ -188,8 +189,7 @@ class LowRank:
         kept = jnp.take_along_axis(line, order, axis=2)
         pages = jnp.concatenate([self._pages(st), jnp.broadcast_to(new_pages[:, None], (B, K, n))], axis=2)
         pages = jnp.where(kept < EMPTY, jnp.take_along_axis(pages, order, axis=2), st.place.shape[2])
-        b, h = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
-        place = jnp.full_like(st.place, -1).at[b, h, pages].set(jnp.arange(most, dtype=jnp.int32), mode="drop")
+        place = put_last(jnp.full_like(st.place, -1), pages, jnp.arange(most)[None, None])
 
         def take(held: Array, x: Array) -> Array:
             both = jnp.concatenate(
@@ -237,9 +237,7 @@ class LowRank:
         """i32[B, K, O]: the number of each exact page; 0 where a place is empty."""
         B, K, P = st.place.shape
         place = jnp.where(self.kept(st), st.place, self.outliers)
-        b, h = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
-        page = jnp.broadcast_to(jnp.arange(P, dtype=jnp.int32), place.shape)
-        return jnp.zeros((B, K, self.outliers), jnp.int32).at[b, h, place].set(page, mode="drop")
+        return put_last(jnp.zeros((B, K, self.outliers), jnp.int32), place, jnp.arange(P)[None, None])
 
     def attend(self, st: LowRankBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
         return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)

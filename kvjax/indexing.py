@@ -1,0 +1,29 @@
+"""Writes at indices of the last axis, each row for itself."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+
+def put_last(x: Array, at: Array, values: ArrayLike) -> Array:
+    """x [..., S] with `values`, broadcastable to [..., M], at the indices `at` i32[..., M] of its last axis.
+
+    Values whose index is below 0 or past S - 1 are dropped. Where indices are equal, any of their values may win. This
+    is one scatter; `x.at[b, k, at].set(...)` traces more operations, to count negative indices from the end.
+
+    >>> put_last(jnp.zeros((1, 4), int), jnp.array([[2, 9]], dtype=jnp.int32), 5).tolist()
+    [[0, 0, 5, 0]]
+    """
+    rows = tuple(range(x.ndim - 1))
+    dims = lax.ScatterDimensionNumbers(
+        update_window_dims=(),
+        inserted_window_dims=(len(rows),),
+        scatter_dims_to_operand_dims=(len(rows),),
+        operand_batching_dims=rows,
+        scatter_indices_batching_dims=rows,
+    )
+    values = jnp.broadcast_to(jnp.asarray(values, x.dtype), at.shape)
+    drop = lax.GatherScatterMode.FILL_OR_DROP
+    return lax.scatter(x, at[..., None], values, dims, mode=drop)
