@@ -36,14 +36,14 @@ class Heads:
         """KV heads in all layers."""
         return sum(map(len, self.layers))
 
-    def policies(self, others: Policy, chosen: Policy | None = None) -> PerLayer:
-        """`chosen` (default `Full()`) for these heads and `others` for all others, layer by layer."""
-        chosen = Full() if chosen is None else chosen
+    def policies(self, others: Policy, selected: Policy | None = None) -> PerLayer:
+        """`selected` (default `Full()`) for these heads and `others` for all others, layer by layer."""
+        selected = Full() if selected is None else selected
 
         def one(heads: tuple[int, ...]) -> Policy:
             if len(heads) == self.kv_heads:
-                return chosen
-            return PerHead(heads=heads, chosen=chosen, others=others) if heads else others
+                return selected
+            return PerHead(heads=heads, selected=selected, others=others) if heads else others
 
         return PerLayer.of([one(heads) for heads in self.layers])
 

@@ -706,7 +706,7 @@ def adakv(
     budget: int = 1024,
     *,
     floor: float = 0.2,
-    most: float = 2.0,
+    ceiling: float = 2.0,
     window: int = 32,
     kernel_size: int = 7,
     pooling: Pooling = "max",
@@ -715,7 +715,7 @@ def adakv(
     """AdaKV: SnapKV with one budget for all KV heads of a layer, `budget` a head on average.
 
     All tokens of a prompt compete in all heads for the slots of the layer, so heads that attend widely keep more. A
-    head keeps at least `floor` of `budget`, and at most `most` times as many tokens, for which it has room.
+    head keeps at least `floor` of `budget`, and at most `ceiling` times as many tokens, for which it has room.
 
     **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550): floor 0.2, over SnapKV. **Differs:** see `HeadBudgets` and
     `Observation`.
@@ -723,7 +723,7 @@ def adakv(
     require_int("adakv(dense_layers=...)", dense_layers, at_least=0)
     require_int("adakv(budget=...)", budget, at_least=1)
     evictor = Observation(window=window, kernel_size=kernel_size, pooling=pooling)
-    policy = HeadBudgets(evictor=evictor, budget=budget, floor=floor, most=most)
+    policy = HeadBudgets(evictor=evictor, budget=budget, floor=floor, ceiling=ceiling)
     return PerLayer((Full(),) * dense_layers, policy)
 
 

@@ -58,7 +58,7 @@ def sharp_and_wide() -> drive.Tokens:
 )
 def test_heads_keep_what_the_oracle_allots_them(floor: float, most: float, keys: str, checkpoint: str | None) -> None:
     evictor = Observation(window=WINDOW, kernel_size=KERNEL)
-    policy = HeadBudgets(evictor=evictor, budget=BUDGET, floor=floor, most=most)
+    policy = HeadBudgets(evictor=evictor, budget=BUDGET, floor=floor, ceiling=most)
     spec, tokens = (SPEC, sharp_and_wide()) if keys == "random" else data(checkpoint)["live"]
     B, K, G, D = spec.batch, spec.kv_heads, spec.group, spec.head_dim
     lengths = np.resize([40, 33], B)  # within one call of `fill`
@@ -98,7 +98,7 @@ def test_short_prompts_leave_room_and_later_ones_divide_it() -> None:
     ("make", "words"),
     [
         (lambda: presets.adakv(floor=1.5), r"floor=1.5.*from 0 to 1"),
-        (lambda: presets.adakv(most=0.5), r"most=0.5.*from 1 to"),
+        (lambda: presets.adakv(ceiling=0.5), r"ceiling=0.5.*from 1 to"),
         (lambda: HeadBudgets(evictor=Sliding()), r"Sliding.*does not say which tokens are worth more"),
         (lambda: Evicting(evictor=Observation(), budget=1), r"at least 2, got 1"),
     ],

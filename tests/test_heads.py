@@ -92,7 +92,7 @@ def test_masks_go_through_files_and_cover_all_or_no_head(tmp_path) -> None:
     window = Evicting(evictor=Sliding(), budget=9)
     policies = mask.policies(window)
     assert [policies.policy(i) for i in range(3)] == [
-        PerHead(heads=(0, 2), chosen=Full(), others=window),
+        PerHead(heads=(0, 2), selected=Full(), others=window),
         window,
         Full(),
     ]
@@ -101,10 +101,10 @@ def test_masks_go_through_files_and_cover_all_or_no_head(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: PerHead(heads=(), chosen=Full(), others=Full()), r"heads=\(\).*must name KV heads"),
-        (lambda: PerHead(heads=(1, 1), chosen=Full(), others=Full()), r"each once"),
+        (lambda: PerHead(heads=(), selected=Full(), others=Full()), r"heads=\(\).*must name KV heads"),
+        (lambda: PerHead(heads=(1, 1), selected=Full(), others=Full()), r"each once"),
         (
-            lambda: kvjax.init_layer(PerHead(heads=(2,), chosen=Full(), others=Full()), SPEC),
+            lambda: kvjax.init_layer(PerHead(heads=(2,), selected=Full(), others=Full()), SPEC),
             r"heads=\(2,\).*numbered 0 to 1",
         ),
         (lambda: heads.Heads(kv_heads=2, layers=((2,),)), r"layers=...\)\[0\] must be at most 1, got 2"),

@@ -1,4 +1,4 @@
-"""A fixed number of slots; for each token that comes when they are full, one dies."""
+"""A fixed number of slots; for each token that comes when they are full, one is evicted."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class EvictingState:
 class Evicting:
     """Holds at most `budget` tokens for each KV head and attends to all of them; the `evictor` says which it evicts.
 
-    A token that comes to full slots takes that of a token that dies, and then its query attends: so a step reads
+    A token that comes to full slots takes that of an evicted token, and then its query attends: so a step reads
     `budget` tokens, its own included. The capacity of the spec takes no memory beyond that, and a row may take in more;
     `length` counts what has come. Keys keep the positions with which they came.
 
     A chunk of a prompt attends exactly to itself and to what is held of the chunks before it, and then all but the
-    budget dies at once. A prompt in one chunk is thus read exactly, and evicted once, as the papers do; in more chunks,
-    what is held at any time is the budget and a chunk. (`kvjax.generate` takes the size as `chunk`.) In a model with a
-    sliding window a token that a query does not see takes its slot until it dies.
+    budget is evicted at once. A prompt in one chunk is thus read exactly, and evicted once, as the papers do; in more
+    chunks, what is held at any time is the budget and a chunk. (`kvjax.generate` takes the size as `chunk`.) In a model
+    with a sliding window a token that a query does not see takes its slot until it is evicted.
     """
 
     evictor: Evictor
@@ -278,12 +278,12 @@ class Evicting:
         return merge(*parts)
 
     def _slot(self, st: EvictingState) -> Array:
-        """i32[B, K]: where the next token goes, an empty slot or that of the token that dies."""
+        """i32[B, K]: where the next token goes, an empty slot or that of the token to evict."""
         slots = st.tokens.slots
-        dies = self._dying(st, jnp.ones_like(st.position, bool))
-        return jnp.where((st.tokens.count < slots)[:, None], st.tokens.count[:, None], dies)
+        evicted = self._to_evict(st, jnp.ones_like(st.position, bool))
+        return jnp.where((st.tokens.count < slots)[:, None], st.tokens.count[:, None], evicted)
 
-    def _dying(self, st: EvictingState, held: Array) -> Array:
+    def _to_evict(self, st: EvictingState, held: Array) -> Array:
         """i32[B, K]: the slot of the least worth, of equals the oldest, where `held` bool[B, K, S]."""
         worth = self.evictor.worth(st.evidence, st.position, st.length + 1, self._share(st.tokens.slots))
         worth = jnp.where(held, worth, jnp.inf)
@@ -302,7 +302,8 @@ class Evicting:
         self, st: EvictingState, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
     ) -> EvictingState:
         """The state after a prompt, whose slots have just been filled where `valid` bool[B, K, S] in the rows that it
-        `takes` bool[B]. `leaving` gives keys and values [B, K, T, D] of what dies, in order, and then anything."""
+        `takes` bool[B]. `leaving` gives keys and values [B, K, T, D] of the evicted tokens, in order, and then
+        anything."""
         return st
 
     def _held(self, st: EvictingState) -> Array:

@@ -38,7 +38,7 @@ class HeadBudgets(Evicting):
     all of that room.
 
     **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550), Algorithm 1 over SnapKV's votes: floor 0.2. **Differs:** the
-    paper has no bound `most`, as it stores heads one after the other; what exceeds it goes to other heads. Its
+    paper has no `ceiling`, as it stores heads one after the other; what exceeds it goes to other heads. Its
     safeguard mixes each head's number with an equal share; here an equal share of `floor` is certain and all else is
     won. A GQA group shares what it keeps, and generated tokens count.
 
@@ -49,11 +49,11 @@ class HeadBudgets(Evicting):
     """
 
     floor: float = 0.2
-    most: float = 2.0
+    ceiling: float = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, low, high in (("floor", 0.0, 1.0), ("most", 1.0, 1e6)):
+        for name, low, high in (("floor", 0.0, 1.0), ("ceiling", 1.0, 1e6)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
                 raise ValueError(f"HeadBudgets({name}={value!r}) must be a number from {low:g} to {high:g}")
@@ -66,7 +66,7 @@ class HeadBudgets(Evicting):
     @property
     def head_bounds(self) -> tuple[int, int]:
         """The fewest and the most tokens that a head with a full cache holds."""
-        return max(int(self.floor * self.budget), 1), int(self.most * self.budget)
+        return max(int(self.floor * self.budget), 1), int(self.ceiling * self.budget)
 
     @property
     def joins_heads(self) -> bool:
@@ -107,7 +107,7 @@ class HeadBudgets(Evicting):
 
     def _slot(self, st: EvictingState) -> Array:
         assert isinstance(st, HeadBudgetsState)
-        return jnp.where(st.held < st.limit, st.held, self._dying(st, self._held(st)))
+        return jnp.where(st.held < st.limit, st.held, self._to_evict(st, self._held(st)))
 
     def _best(self, worth: Array, there: Array, slots: int) -> Selection:
         """The best tokens of all heads together, `slots` of a head at most."""

@@ -173,7 +173,7 @@ class Mixed(Evicting):
     def _with_next(self, st: MixedState) -> MixedState:
         """With the token that leaves next. An update that read it from the slots that it then writes would make XLA
         copy them."""
-        slot = self._dying(st, jnp.broadcast_to(self._held(st), st.position.shape))
+        slot = self._to_evict(st, jnp.broadcast_to(self._held(st), st.position.shape))
         k, v = (jnp.take_along_axis(a, slot[:, :, None, None], axis=2) for a in (st.tokens.k, st.tokens.v))
         return replace(st, next=slot, next_k=k, next_v=v)
 

@@ -21,33 +21,33 @@ from kvjax.validation import check_verbs
 class PerHeadState:
     """The states of the two policies, each for its own heads."""
 
-    chosen: Any
+    selected: Any
     others: Any
 
     @property
     def length(self) -> Array:
         """i32[B] tokens that have come."""
-        return self.chosen.length
+        return self.selected.length
 
     @property
     def overflow(self) -> Array:
         """bool[B] a token of this row was dropped."""
-        return self.chosen.overflow | self.others.overflow
+        return self.selected.overflow | self.others.overflow
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerHead:
-    """The policy `chosen` for the KV heads `heads` of a layer, and `others` for all other heads.
+    """The policy `selected` for the KV heads `heads` of a layer, and `others` for all other heads.
 
     Each policy sees a cache of its heads alone, and its choices are made among them.
 
     >>> import kvjax
     >>> window = kvjax.Evicting(evictor=kvjax.Sliding(sink=4), budget=256)
-    >>> policy = kvjax.PerHead(heads=(0, 5), chosen=kvjax.Full(), others=window)
+    >>> policy = kvjax.PerHead(heads=(0, 5), selected=kvjax.Full(), others=window)
     """
 
     heads: tuple[int, ...]
-    chosen: Policy
+    selected: Policy
     others: Policy
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class PerHead:
                 "itself"
             )
         object.__setattr__(self, "heads", tuple(sorted(heads)))
-        for name, policy in (("chosen", self.chosen), ("others", self.others)):
+        for name, policy in (("selected", self.selected), ("others", self.others)):
             verbs = ("init", "prefill", "update", "attend")
             check_verbs(f"PerHead({name}=...)", policy, "a policy", verbs, "kvjax.Full()")
 
@@ -67,15 +67,15 @@ class PerHead:
         if self.heads[-1] >= K or n == K:
             raise ValueError(
                 f"PerHead(heads={self.heads}) must leave some of the {K} KV heads, numbered 0 to {K - 1}; for all of "
-                "them use the policy `chosen` itself"
+                "them use the policy `selected` itself"
             )
-        chosen, others = self._specs(spec)
-        return PerHeadState(self.chosen.init(chosen), self.others.init(others))
+        selected, others = self._specs(spec)
+        return PerHeadState(self.selected.init(selected), self.others.init(others))
 
     def prefill(self, st: PerHeadState, k: Array, v: Array, lengths: Array) -> PerHeadState:
         (k1, k2), (v1, v2) = self._split(k), self._split(v)
         return PerHeadState(
-            self.chosen.prefill(st.chosen, k1, v1, lengths), self.others.prefill(st.others, k2, v2, lengths)
+            self.selected.prefill(st.selected, k1, v1, lengths), self.others.prefill(st.others, k2, v2, lengths)
         )
 
     def prefill_observed(
@@ -95,51 +95,55 @@ class PerHead:
             return policy.prefill(st, k, v, lengths)
 
         parts = zip(self._split(q), self._split(k), self._split(v), strict=True)
-        policies = ((self.chosen, st.chosen), (self.others, st.others))
+        policies = ((self.selected, st.selected), (self.others, st.others))
         return PerHeadState(*(one(policy, part, *qkv) for (policy, part), qkv in zip(policies, parts, strict=True)))
 
     def update(self, st: PerHeadState, k: Array, v: Array, active: Array) -> PerHeadState:
         (k1, k2), (v1, v2) = self._split(k), self._split(v)
         return PerHeadState(
-            self.chosen.update(st.chosen, k1, v1, active), self.others.update(st.others, k2, v2, active)
+            self.selected.update(st.selected, k1, v1, active), self.others.update(st.others, k2, v2, active)
         )
 
     def attend(
         self, st: PerHeadState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, PerHeadState, Info]:
         q1, q2 = self._split(q)
-        out1, chosen, info1 = self.chosen.attend(st.chosen, q1, scale=scale, window=window)
+        out1, selected, info1 = self.selected.attend(st.selected, q1, scale=scale, window=window)
         out2, others, info2 = self.others.attend(st.others, q2, scale=scale, window=window)
         info = Info(self._join(info1.attended, info2.attended), None)
         weighted = info1.log_weights is not None or info2.log_weights is not None
         if info1.positions is not None and info2.positions is not None and not weighted:
             info = info._replace(positions=self._join(*_alike(info1.positions, info2.positions)))
-        return self._join(out1, out2.astype(out1.dtype)), PerHeadState(chosen, others), info
+        return self._join(out1, out2.astype(out1.dtype)), PerHeadState(selected, others), info
 
     def attend_stored(self, st: PerHeadState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
         q1, q2 = self._split(q)
-        chosen = self.chosen.attend_stored(st.chosen, q1, scale=scale, window=window)
+        selected = self.selected.attend_stored(st.selected, q1, scale=scale, window=window)
         others = self.others.attend_stored(st.others, q2, scale=scale, window=window)
-        return PartialAttention(*(self._join(a, b) for a, b in zip(chosen, others, strict=True)))
+        return PartialAttention(*(self._join(a, b) for a, b in zip(selected, others, strict=True)))
 
     def full_rows(self, st: PerHeadState) -> Array | None:
         found = [
-            rows for rows in (self.chosen.full_rows(st.chosen), self.others.full_rows(st.others)) if rows is not None
+            rows
+            for rows in (self.selected.full_rows(st.selected), self.others.full_rows(st.others))
+            if rows is not None
         ]
         return None if not found else found[0] if len(found) == 1 else found[0] | found[1]
 
     def flush(self, st: PerHeadState) -> PerHeadState:
-        return PerHeadState(self.chosen.flush(st.chosen), self.others.flush(st.others))
+        return PerHeadState(self.selected.flush(st.selected), self.others.flush(st.others))
 
     def grown(self, st: PerHeadState, before: PerHeadState) -> PerHeadState:
         def one(policy: Policy, st: Any, before: Any) -> Any:
             return policy.grown(st, before) if isinstance(policy, Growing) else st
 
-        return PerHeadState(one(self.chosen, st.chosen, before.chosen), one(self.others, st.others, before.others))
+        return PerHeadState(
+            one(self.selected, st.selected, before.selected), one(self.others, st.others, before.others)
+        )
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
-        chosen, others = self._specs(spec)
-        return self.chosen.bytes_per_token(chosen) + self.others.bytes_per_token(others)
+        selected, others = self._specs(spec)
+        return self.selected.bytes_per_token(selected) + self.others.bytes_per_token(others)
 
     def _specs(self, spec: CacheSpec) -> tuple[CacheSpec, CacheSpec]:
         n, K, G = len(self.heads), spec.kv_heads, spec.group
@@ -147,14 +151,14 @@ class PerHead:
 
     def _split(self, x: Array) -> tuple[Array, Array]:
         """The heads of each policy of x [B, K, ...]."""
-        chosen = np.array(self.heads)
-        return x[:, chosen], x[:, np.setdiff1d(np.arange(x.shape[1]), chosen)]
+        selected = np.array(self.heads)
+        return x[:, selected], x[:, np.setdiff1d(np.arange(x.shape[1]), selected)]
 
-    def _join(self, chosen: Array, others: Array) -> Array:
+    def _join(self, selected: Array, others: Array) -> Array:
         """[B, K, ...] of the two parts, each head in its place."""
-        K, heads = chosen.shape[1] + others.shape[1], np.array(self.heads)
+        K, heads = selected.shape[1] + others.shape[1], np.array(self.heads)
         order = np.argsort(np.concatenate([heads, np.setdiff1d(np.arange(K), heads)]))
-        return jnp.concatenate([chosen, others], axis=1)[:, order]
+        return jnp.concatenate([selected, others], axis=1)[:, order]
 
 
 def _alike(a: Array, b: Array) -> tuple[Array, Array]:

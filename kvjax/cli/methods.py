@@ -76,7 +76,7 @@ MEANINGS: dict[str, str] = {
     "layers": "layers of the model",
     "beta": "how steeply budgets fall from the first layer to the last",
     "floor": "share of the budget that a KV head keeps in any case",
-    "most": "how many times the budget a KV head may keep",
+    "ceiling": "how many times the budget a KV head may keep",
     "threshold": "share of attention from which a token counts as read",
 }
 

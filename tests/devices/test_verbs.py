@@ -164,7 +164,7 @@ def test_gradients_are_those_of_one_device() -> None:
             "splits 3 rows over 2 devices.*make the batch a multiple of 2",
         ),
         (
-            lambda: kvjax.init(PerHead(heads=(1,), chosen=FIER, others=TOVA), SPEC, layers=1, placement=BOTH),
+            lambda: kvjax.init(PerHead(heads=(1,), selected=FIER, others=TOVA), SPEC, layers=1, placement=BOTH),
             "numbers the KV heads of a layer, so they cannot be split over the 4 devices",
         ),
         *(

@@ -128,7 +128,7 @@ def _newer(rng: np.random.Generator) -> kvjax.Policy:
         _sampled,
         lambda rng: kvjax.Evicting(evictor=_newer_evictor(rng), budget=int(rng.integers(4, 60))),
         lambda rng: kvjax.Compensated(_window(rng)),
-        lambda rng: kvjax.PerHead(heads=(int(rng.integers(2)),), chosen=kvjax.Full(), others=_window(rng)),
+        lambda rng: kvjax.PerHead(heads=(int(rng.integers(2)),), selected=kvjax.Full(), others=_window(rng)),
     )
     return kinds[int(rng.integers(len(kinds)))](rng)
 
@@ -145,7 +145,7 @@ def _newest(rng: np.random.Generator) -> kvjax.Policy | kvjax.PerLayer:
             evictor=_one(rng, _newer_evictor, _attentive)(rng),
             budget=int(rng.integers(6, 60)),
             floor=_one(rng, 0.0, 0.2, 1.0),
-            most=_one(rng, 1.0, 1.5, 3.0),
+            ceiling=_one(rng, 1.0, 1.5, 3.0),
         ),
         lambda rng: kvjax.Mixed(
             evictor=_attentive(rng), budget=int(rng.integers(4, 40)), store=_low_store(rng), chunk=_one(rng, 8, 16)

@@ -177,7 +177,7 @@ CASES: dict[str, Case] = {
     "mikv, nothing lost": Case(kvjax.Mixed(budget=40, store=kvjax.Dense(), chunk=16)),
     "razorattention, budget 64": Case(presets.razorattention(budget=64).rest),
     "some heads in full, others in chunks": Case(
-        kvjax.PerHead(heads=(1,), chosen=Full(), others=Compressed(store=kvjax.Dense(), demote=Fifo(leave=32)))
+        kvjax.PerHead(heads=(1,), selected=Full(), others=Compressed(store=kvjax.Dense(), demote=Fifo(leave=32)))
     ),
     "raas, budget 64": Case(presets.raas(budget=64).rest),
     "window without a sink, 7 on 1, bf16": Case(
@@ -328,7 +328,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "host pages larger than a choice": (
         lambda: dataclasses.replace(BASE, store=HostOffload(page=8)),
-        r"HostOffload\(page=8\) moves whole pages, but Fier.* chooses 1 tokens at a time; use HostOffload\(page=1\)",
+        r"HostOffload\(page=8\) moves whole pages, but Fier.* selects 1 tokens at a time; use HostOffload\(page=1\)",
     ),
     "tau NaN": (lambda: Speculative(BASE, tau=float("nan")), r"tau=nan\) must be a number to compare cosines with"),
     "tau of a word": (lambda: presets.freekv(tau="low"), r"tau='low'\) must be a number"),  # type: ignore[arg-type]
