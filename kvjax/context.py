@@ -5,7 +5,7 @@
 
 Stripes go to the devices in turn, so all hold equally many tokens and neighbours lie apart. A policy does not notice:
 its store and its selector are replaced by `StripedStore` and `StripedSelector`, which speak of the whole history and
-keep the stripes of their device. What the devices exchange is small:
+keep the stripes of their device. The devices exchange little:
 
 - attention: each device attends to what it has, and the parts merge by their log-sum-exp;
 - selection: each device offers its best units as pairs of score and place, and all devices sort the same offers. So

@@ -61,7 +61,7 @@ class Drafter(Protocol):
 
 
 class Draft(Protocol):
-    """What `generate` and `stream` take as `draft`."""
+    """A source of drafts that `generate` and `stream` take as `draft`."""
 
     @property
     def tokens(self) -> int:

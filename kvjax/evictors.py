@@ -1,11 +1,11 @@
-"""Evictors: which held token dies when a cache of fixed size is full.
+"""Evictors: which token is evicted when a cache of fixed size is full.
 
-An evictor says what each held token is worth; the least worth dies, of equals the oldest. What it knows of a token is
-its position and one number, its evidence, drawn from the attention that queries pay it. Attention is over what is held
-when the query comes, so a token that died gathers nothing more, and none comes back.
+An evictor says what each held token is worth; the token of least worth is evicted, or the oldest of equals. An evictor
+knows a token's position and one number, its evidence, from the attention that queries pay it. Attention is over what is
+held when the query comes, so an evicted token gathers nothing more, and none comes back.
 
 `Evicting` carries positions and evidence, and calls the evictor. L is the slots that are held, and with a prompt those
-and its tokens, in order of position; there position is -1 where there is no token. Choices are made for each kv head.
+and its tokens, in order of position; there position is -1 where there is no token. Each KV head evicts for itself.
 """
 
 from __future__ import annotations
@@ -151,10 +151,10 @@ class LogSpaced(_ByPosition):
         require_int("the budget of LogSpaced", budget, at_least=3)
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
-        """The number of the thinning in which a token dies.
+        """The number of the thinning in which a token is evicted.
 
-        A thinning takes a token from slot 2i to slot i, and from a slot past 2W back by W. So it dies in the first one
-        that finds it in an odd slot below 2W: as many after its first as its slot there can be halved.
+        A thinning takes a token from slot 2i to slot i, and from a slot past 2W back by W. So it is evicted in the
+        first one that finds it in an odd slot below 2W: as many after its first as its slot there can be halved.
         """
         W = max(slots // 3, 1)
         halved = np.array([np.inf, *((s & -s).bit_length() - 1 for s in range(1, 2 * W))], np.float32)
@@ -247,7 +247,7 @@ class Observation:
     256, 2026-11-21).
 
     **Source:** SnapKV (Li et al. 2024), section 4; window 32, pooling of 7; both poolings are in its code.
-    **Differs:** the paper chooses for each query head, here a group shares a choice. The paper keeps all that is
+    **Differs:** the paper selects for each query head, here a group shares a selection. The paper keeps all that is
     generated beside its budget; here a generated token takes the slot of the prompt's token with the lowest vote, so
     that the budget holds, and when none is left, of the oldest. If a prompt comes in several chunks, each selects
     among the tokens that earlier ones left, and neighbours are those among them. In a chunk shorter than the window

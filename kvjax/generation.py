@@ -46,7 +46,7 @@ GPU_CHUNK = 32768  # tokens of all rows together: cuDNN attention holds no T x T
 
 
 class Model(Protocol):
-    """What decoding asks of a model: a pytree that jit takes as an argument, and can call.
+    """The interface that decoding asks of a model: a pytree that jit takes as an argument, and can call.
 
     `steps` is for drafts and `info` for `measure`: a model without them serves everything else.
 
@@ -77,7 +77,7 @@ class Model(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What `generate` and `decode` return. Token arrays lie on the host."""
+    """The result of `generate` and `decode`. Token arrays lie on the host."""
 
     tokens: np.ndarray  # i32[B, max_new_tokens], each row's new tokens, then PAD
     lengths: np.ndarray  # i32[B] new tokens of each row, a stop token included
@@ -105,7 +105,7 @@ def prefill(
     """Stores a right-padded prompt i32[B, T] and returns the logits f32[B, V] of each row's last real token.
 
     Works through the prompt by chunks of at most `chunk` tokens (None: 512 on CPU; on GPU 32768, counted over all
-    rows; the whole prompt for a cache that chooses by its queries what to keep of it, as the evicting ones do), so it
+    rows; the whole prompt for a cache that selects by its queries what to keep of it, as the evicting ones do), so it
     holds neither a T x T array nor the logits of every token. A row of length 0 stores nothing, and
     its logits mean nothing. `first_chunk` promises that the cache is empty; None finds out, and is False under a trace.
     `progress` is called with the number of columns done after each chunk, which waits for the chunk.
@@ -165,7 +165,8 @@ def chunk_size(tokens: int, chunk: int | None = None, *, rows: int = 1) -> int:
 
 
 def _chunk(cache: Cache, tokens: int, chunk: int | None) -> int | None:
-    """`chunk`, or where none is given, the whole prompt for policies that choose of it once, by all of its queries."""
+    """`chunk`, or where none is given, the whole prompt for policies that select from it once, by all of its
+    queries."""
     whole = chunk is None and any(isinstance(layer.policy, Observer) for layer in cache.layers)
     return _round_up(tokens) if whole else chunk
 
@@ -645,7 +646,7 @@ class Stream(Iterator[Any]):
         return tokens
 
     def _check_finite(self, without_best: Any, when: str) -> None:
-        """Raises for rows whose logits say nothing. What is not finite once stays so: the cache holds it."""
+        """Raises for rows whose logits say nothing. A number that is not finite stays so: the cache holds it."""
         bad = np.flatnonzero(on_host(without_best) & self._taking_part)
         if bad.size:
             raise RuntimeError(

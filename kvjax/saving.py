@@ -229,7 +229,7 @@ def _with_capacity_of(saved: dict[str, Any], like: Any) -> Any:
 
 
 def describe(cache: Cache | LayerCache) -> dict[str, Any]:
-    """What made a cache, as JSON: format, the policy and spec of each layer, shape and dtype of each array."""
+    """The description of a cache, as JSON: format, the policy and spec of each layer, shape and dtype of each array."""
     layers = cache.layers if isinstance(cache, Cache) else (cache,)
     return {
         "format": FORMAT,

@@ -1,9 +1,9 @@
-"""Choosing: from scores of units to the slots that a query attends to.
+"""Selection: from scores of units to the slots that a query attends to.
 
 Scores come per query head. `group_reduce` makes one score a unit and kv head of them, so that the G heads of a group
-read the same tokens (1/G of the reads of a choice for each query head). Ties go to the lower slot. Softmax pooling is
-done on logarithms: the order is that of the mean of the softmaxes, but scores far below the top do not underflow to a
-tie.
+read the same tokens (1/G of the reads of a selection for each query head). Ties go to the lower slot. Softmax pooling
+is done on logarithms: the order is that of the mean of the softmaxes, but scores far below the top do not underflow to
+a tie.
 
 **Source:** the rules as used by ParisKV (mean of queries), ArkVale (mean of scores), ShadowKV (max of softmax),
 PQCache (sum of softmax) and FreeKV (mean of softmax, and in its ablation the maximum of scores, which no kernel has).
@@ -37,7 +37,7 @@ class Selection(NamedTuple):
 
 
 class PackedSelection(NamedTuple):
-    """A selection whose valid slots come first, in any order. What reads it needs no mask."""
+    """A selection whose valid slots come first, in any order. Its readers need no mask."""
 
     slots: Int32[Array, "B K H M"]  # as in a Selection
     found: Int32[Array, "B K H"]  # so many, the first, are valid

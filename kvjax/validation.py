@@ -162,7 +162,7 @@ def finite_number(what: str, value: Any) -> float:
 
 
 def shown(value: Any) -> str:
-    """What a value is, in a few words for an error message."""
+    """A value in a few words, for an error message."""
     if value is None:
         return "None"
     if isinstance(value, str | bool | int | float):

@@ -1,4 +1,4 @@
-"""What a decoder is: its sizes and choices, and how they are read from a `config.json`.
+"""The description of a decoder: its sizes and variants, and how they are read from a `config.json`.
 
 `DecoderConfig` is all that the decoder knows of its architecture; no code asks which family a model is of. A family
 is a row: the name that its configs carry, a function from their fields to a DecoderConfig, and a table of weights.
@@ -213,7 +213,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 def read_common(fields: Fields, *, kv_heads: int | None, head_dim: int | None, positions: int) -> dict[str, Any]:
-    """What all families read alike, as arguments of DecoderConfig.
+    """Fields that all families read alike, as arguments of DecoderConfig.
 
     The arguments are what transformers' config class of the family takes for absent `num_key_value_heads` (None: as
     many as query heads), `head_dim` (None: hidden size over query heads) and `max_position_embeddings`.

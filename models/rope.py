@@ -25,7 +25,7 @@ from jax import Array
 
 
 class Rope(Protocol):
-    """What the decoder asks of a kind of RoPE."""
+    """The interface of a kind of RoPE."""
 
     @property
     def amplitude(self) -> float:

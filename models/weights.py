@@ -396,7 +396,7 @@ def read_stop_tokens(directory: Path, fields: Fields, vocab_size: int) -> tuple[
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a file's header says of a tensor."""
+    """The entry of a tensor in a file's header."""
 
     file: Path
     shape: tuple[int, ...]
@@ -404,7 +404,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Of one of `_FLOATS`, whose names end in their bits."""
+        """The bits of one of `_FLOATS`, whose names end in them."""
         return math.prod(self.shape) * int(self.dtype[-2:]) // 8
 
 

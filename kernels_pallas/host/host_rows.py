@@ -122,14 +122,13 @@ def recall(
 ) -> tuple[Array, ...]:  # fmt: skip
     """The parts, [B, K, M * Z, D] each on the device, of x [B, K, P, parts, Z, D] that heads recall to M places.
 
-    The (b, k) where `recalls` bool[B, K] is true get at place n < N what `index` i32[B, K, N] says, at place N what
-    `edge` i32[B] says, and zeros at the rest: i < P is row i of x; P + r are the Z slots from r on of `recent`, parts
-    [B, K, R, D], the last slot again and again past its end; and a negative number gives zeros. `device` = (rows
-    i32[B, K, M], parts [B, K, M * Z, D]) are rows, and negative numbers for none, that lie on the device already, and
-    are read there.
+    Heads where `recalls` bool[B, K] is true read at place n < N row `index` i32[B, K, N] of x, at place N row `edge`
+    i32[B], and zeros after it. Rows from P on are the Z slots from r = row - P on of `recent`, parts [B, K, R, D],
+    whose last slot repeats past the end; negative rows are zeros. `device` = (rows i32[B, K, M], parts [B, K, M * Z,
+    D]) has rows that lie on the device already and are read there; a negative number is none.
 
-    Others get anything: nothing is written. With `first_read` = (which bool[B, K], parts) they get these where `which`
-    is true, and else those of `device`, as they are.
+    Nothing is written for other heads. With `first_read` = (which bool[B, K], parts) they get its parts where `which`
+    is true, and else those of `device`.
     """
     if limit := unsupported_recall(x, device[0], [*device[1], *recent, *(first_read or ((), ()))[1]]):
         raise NotImplementedError(limit)

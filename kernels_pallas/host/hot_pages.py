@@ -1,13 +1,11 @@
 """Keeps the tables of a hot set, and reads into it what it lacks, in two launches.
 
-XLA needs 14 kernels for the clock rule: gathers, scatters and running sums over a few thousand numbers, each a launch.
+**Places** (`hot_places`): a block has the tables of one row and KV head. Threads look up the wanted pages and mark the
+places of those that are there in shared memory. Two running sums over the block, in the order in which the hand comes
+by, give each missing page its place. XLA needs 14 kernels for that.
 
-**Places** (`hot_places`): a block has the tables of one row and KV head. A thread has some of the pages that a step
-wants, and some of the places, in the order in which the hand comes by. It looks up whether its pages are there, and
-marks the places of those in shared memory. Two running sums over the block then say which place each missing page gets.
-
-**Load** (`hot_load`): each lane of a warp looks up whether one page is missing. The warp then reads those pages from
-the host, one after the other, straight to their places. Where the grid has only `Config.blocks`, warps take turns.
+**Load** (`hot_load`): the lanes of a warp look up which pages are missing. The warp reads these from the host, one
+after the other, straight to their places. Where the grid has only `Config.blocks`, warps take turns.
 
 **Bytes:** 20 a place and 16 a page for the tables; R a missing page over the bus and R written.
 

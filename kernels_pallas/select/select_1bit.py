@@ -84,11 +84,11 @@ def select_1bit(
 ) -> tuple[Array, Array]:  # fmt: skip
     """(slots i32[B, K, H, room], found i32[B, K, H]) of the `count` units that rank highest: the first `found`.
 
-    Units are the slots [start, stop) of 1-bit keys, `span` = (start, stop), for q [B, K, G, D] and keys as in
-    `score_1bit`; and after all S slots those of `pending` = (scores f32[B, K, G, W], start, stop) without the `local`
-    before its stop. With `pending_slots`, pending[0] are not scores but keys [B, K, R, D] in the dtype of the steps, of
-    which the first `pending_slots` may wait, and are scored by blocks of their own. Count, starts and stops are i32[B],
-    or a number for all, and are clipped to what there is. H is G under "per_head", else 1.
+    Units are the slots `span` = (start, stop) of 1-bit keys, for q [B, K, G, D] and keys as in `score_1bit`. After all
+    S slots come those of `pending` = (scores f32[B, K, G, W], start, stop), without the `local` before its stop. With
+    `pending_slots`, pending[0] are keys [B, K, R, D] in the dtype of the steps, of which the first `pending_slots` are
+    scored by extra blocks. Count, starts and stops are i32[B], or a number for all, and are clipped. H is G under
+    "per_head", else 1.
 
     With T `steps`, q is [B, K, T*G, D] and H is that of all steps; stops of pending units and the count may then be
     i32[B, T], and pending keys [B, K, T, R, D].

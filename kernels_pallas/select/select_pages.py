@@ -94,11 +94,11 @@ def select_pages(
 ) -> tuple[Array, Array]:  # fmt: skip
     """(pages i32[B, K, H, room], found i32[B, K, H]) of the `count` pages that rank highest: the first `found`.
 
-    Pages have `unit` tokens each. There are those with a token in [start, stop), `span` = (start, stop), scored by
-    corners [B, K, P, D] for q [B, K, G, D]; and, from page P on, those of `pending` = (keys [B, K, R, D], start, stop)
-    with a token in [start, stop) without the `local` before its stop, among the first `pending_slots`, scored by the
-    largest of these. Count, starts and stops are i32[B], or a number for all, and are clipped to what there is. H is G
-    under "per_head", else 1. The page that ranks lowest comes last, the others in any order.
+    Pages of `unit` tokens count if they have a token in `span` = (start, stop); corners [B, K, P, D] score them for q
+    [B, K, G, D]. From page P on come those of the first `pending_slots` of `pending` = (keys [B, K, R, D], start,
+    stop), without the `local` before its stop, scored by their best token. Count, starts and stops are i32[B], or a
+    number for all, and are clipped. H is G under "per_head", else 1. The page of lowest rank comes last, others in any
+    order.
 
     With T `steps`, q is [B, K, T*G, D] and H is that of all steps. Stops and count may then be i32[B, T], and pending
     keys [B, K, T, R, D].

@@ -18,7 +18,7 @@ from kvjax.spec import CacheSpec
 @register_dataclass
 @dataclass(frozen=True)
 class CompensatedState:
-    """What is held, and the sums of what was evicted."""
+    """The tokens that are held, and the sums of evicted ones."""
 
     held: EvictingState
     sum_k: Array  # f32[B, K, D] of the keys of evicted tokens

@@ -19,7 +19,7 @@ class Info(NamedTuple):
     XLA removes fields that a program does not use.
     """
 
-    attended: Array  # f32[B, K] tokens whose keys and values were read, mean over the group's own choices
+    attended: Array  # f32[B, K] tokens whose keys and values were read, mean over the group's own selections
     selection: Selection | None  # slots that a selector selected; None where everything is read
     fresh: Array | None = None  # bool[B, K] heads that selected with this step's query; None where all heads always do
     positions: Array | None = None  # i32[B, K, H, M] tokens that were read, once each, in any order; -1 where none
@@ -65,7 +65,7 @@ class Policy(Protocol):
 
 @runtime_checkable
 class Observer(Protocol):
-    """A policy that chooses what to keep of a prompt by its queries too; the hook calls this in place of `prefill`."""
+    """A policy that selects what to keep of a prompt by its queries too; the hook calls this in place of `prefill`."""
 
     def prefill_observed(
         self, st: Any, q: Array, k: Array, v: Array, lengths: Array, *, scale: float, window: int | None = None

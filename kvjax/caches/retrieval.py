@@ -93,7 +93,7 @@ class Retrieval(SelectedZones):
                 f"{self.selector} scores pages of {unit} tokens, which do not divide the chunk of "
                 f"{self.demote.leave}; make {self.demote} leave a multiple of {unit}"
             )
-        require_whole_pages(self.store, unit, f"{self.selector} chooses {unit} tokens at a time")
+        require_whole_pages(self.store, unit, f"{self.selector} selects {unit} tokens at a time")
 
     def init(self, spec: CacheSpec) -> ZonedState:
         self.selector.check(spec, self.demote.leave)

@@ -36,7 +36,7 @@ from kvjax.validation import finite_number
 
 
 class Recall(NamedTuple):
-    """What a step selected, read from wherever it lies."""
+    """The keys and values of a step's selection, read from wherever they lie."""
 
     selection: Selection  # slots of the history, and S + r for slot r of the recent block
     k: Array  # dtype[B, K, R, D], R > H*M, in the order of the selection; from H*M the edge, and then anything finite
@@ -280,7 +280,7 @@ class Speculative:
     def _keep_reused(
         self, st: ZonedState, selection: Selection, reused: Array, edge: Array, seen: Visible
     ) -> Selection:
-        """Of a reused selection, what this step sees, and what the budget holds beside the edge."""
+        """The part of a reused selection that this step sees, cut to what the budget holds beside the edge."""
         policy, slots = self.retrieval, st.store.slots
         start = jnp.where(
             selection.slots < slots,
@@ -367,7 +367,7 @@ class Speculative:
 
 
 def _in_order(valid: Array, edge: Array) -> Selection:
-    """Of what was recalled in the order of `valid` bool[B, K, H, M], that which is; and, after it all, the edge, bool
+    """The valid slots of a recall, in the order of `valid` bool[B, K, H, M], and after them the edge, bool
     [B, K, 1, tokens]."""
     (H, M), wide = valid.shape[2:], edge.shape[3]
     own = jnp.arange(H)[:, None] * M + jnp.arange(M)[None]

@@ -63,9 +63,9 @@ class ZonedState:
 
 
 class Visible(NamedTuple):
-    """What the query of a row's newest token may attend to: all tokens, or those of a sliding window.
+    """The tokens that the query of a row's newest token may attend to: all, or those of a sliding window.
 
-    Of T steps at once, which have no window, the length and the spans of sink and recent block are those of each step.
+    T steps at once have no window; length and the spans of sink and recent block are then those of each step.
     """
 
     length: Array  # i32[B] or i32[B, T] tokens held
@@ -267,7 +267,8 @@ class Zoned:
         return Visible(st.length, first, window, lowest_slot(first, st.offset_store), recent, sink)
 
     def visible_steps(self, st: ZonedState, lengths: Array) -> Visible:
-        """What the queries of T steps may attend to, after which a row of `st` holds `lengths` i32[B, T] tokens."""
+        """The tokens that the queries of T steps may attend to, after which a row of `st` holds `lengths` i32[B, T]
+        tokens."""
         sink, none = None, jnp.zeros((lengths.shape[0], 1), jnp.int32)  # for all steps; of one row it is no array
         recent = lengths - st.store.count[:, None]
         if st.sink is not None:

@@ -1,7 +1,7 @@
 """The command line: `kvjax generate` decodes through a cache, `kvjax eval` scores what caches keep, and more.
 
 A command is a module here, with a function that typer calls. Everything cheap is checked before anything long starts,
-in this order: options, prompt, config, length of the prompt, weights. What a user can get wrong ends in one line
+in this order: options, prompt, config, length of the prompt, weights. A mistake of the user ends in one line
 `error: ...` on stderr and a non-zero exit code:
 
     2    what was asked cannot be done: an option, a file, a model, or a combination of them
@@ -106,7 +106,7 @@ def _reader_gone() -> int:
 
 
 def _one_line(error: Exception) -> str:
-    """What a person can act on, without a line break."""
+    """The part of an error that a person can act on, without a line break."""
     message = " ".join(str(error).split())
     if "RESOURCE_EXHAUSTED" in message:
         return f"out of memory; use a smaller model, a shorter prompt or --dtype bfloat16 ({message[:200]})"

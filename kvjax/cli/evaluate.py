@@ -24,7 +24,7 @@ from kvjax.cli.terminal import bar, bars, say, show_markdown, write_json
 if TYPE_CHECKING:
     from kvjax.evaluate.store import Cell
 
-# What --quick sets where nothing else is asked for: minutes on two CPU cores with a model of 26 M parameters.
+# The settings of --quick where nothing else is asked for: minutes on two CPU cores with a model of 26 M parameters.
 QUICK: dict[str, Any] = {
     "task": ["needle", "needles"],
     "cache": ["full", "fier", "quest", "snapkv", "streaming_llm"],

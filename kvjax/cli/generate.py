@@ -277,7 +277,7 @@ def generate(
 
 
 def _in_layers(attended: Any, prompt: int, new: int) -> str:
-    """What a step read in the mean, by layers: "256 of 2832 tokens in 6 layers, 2832 in 2"."""
+    """The tokens that a step read in the mean, by layers: "256 of 2832 tokens in 6 layers, 2832 in 2"."""
     counts: dict[int, int] = {}
     for tokens in sorted(round(float(mean)) for mean in attended):
         counts[tokens] = counts.get(tokens, 0) + 1

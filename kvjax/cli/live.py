@@ -1,4 +1,4 @@
-"""What `kvjax measure` and `kvjax calibrate` share: a user's text, and a model's live queries on it."""
+"""Shared by `kvjax measure` and `kvjax calibrate`: a user's text, and a model's live queries on it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Reading:
     steps: int
 
     def about(self) -> dict[str, Any]:
-        """What made a measurement, for the head of its file."""
+        """The sources of a measurement, for the head of its file."""
         from kvjax.evaluate import recall
 
         return recall.about(self.directory, self.text, self.dtype, self.lengths, self.steps)

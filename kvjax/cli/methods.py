@@ -13,17 +13,17 @@ from kvjax.cli.terminal import show, write, write_json
 if TYPE_CHECKING:
     from kvjax.presets import Preset
 
-# What a setting means: in all methods that have it, or in the one before the dot.
+# Settings by name, in words: in all methods that have it, or in the one before the dot.
 MEANINGS: dict[str, str] = {
     "budget": "tokens that a step reads for each KV head; of evicting methods, tokens held",
     "dense_layers": "first layers that attend to everything",
     "sink": "first tokens of a row that are always attended",
     "local": "newest tokens that are always attended",
-    "chunk": "tokens that are indexed together, when so many wait beside the local ones",
+    "chunk": "tokens that are indexed together, when so many are pending beside the local ones",
     "host": "whether keys and values lie in host memory",
     "hot": "tokens last read, of those in host memory, that the device holds too",
     "k": "tokens that are selected beside sink and local window, in place of a budget",
-    "buffer": "whether waiting tokens are selected like others, or all attended: select, or attend",
+    "buffer": "whether pending tokens are selected like others, or all attended: select, or attend",
     "rope_theta": "of the model's RoPE: positions are then those within the cache",
     "shadowkv.rope_theta": "of the model's RoPE: keys are then factored as they were before it",
     "heads": "the heads that keep everything, or a file of them",
@@ -152,7 +152,7 @@ def _tell(preset: Preset) -> None:
 
 
 def meaning(method: str, setting: str) -> str:
-    """What a setting of a method means; nothing if the table above lacks it."""
+    """A setting of a method in words; nothing if the table above lacks it."""
     return MEANINGS.get(f"{method}.{setting}", MEANINGS.get(setting, ""))
 
 

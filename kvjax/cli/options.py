@@ -1,4 +1,4 @@
-"""What commands ask in the same words: the model, its dtype, a cache and its budget."""
+"""Options that commands share: the model, its dtype, a cache and its budget."""
 
 from __future__ import annotations
 
@@ -176,7 +176,8 @@ def check_file(option: str, path: Path | None) -> None:
 
 
 def implementations(policy: PerLayer, spec: CacheSpec) -> dict[str, str]:
-    """What runs each operation of a decode step for which there is a kernel, as `kvjax.ops.explain` says it."""
+    """The implementation of each operation of a decode step for which there is a kernel, as `kvjax.ops.explain` says
+    it."""
     import jax
     import jax.numpy as jnp
 

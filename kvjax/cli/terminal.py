@@ -1,4 +1,4 @@
-"""What commands show: bars on stderr, answers on stdout."""
+"""The output of commands: bars on stderr, answers on stdout."""
 
 from __future__ import annotations
 

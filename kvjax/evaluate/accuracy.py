@@ -128,7 +128,7 @@ def _decode(
 
 
 def cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """What stands before the first of the texts `stop`, and whether there was one.
+    """The text before the first of the texts `stop`, and whether there was one.
 
     >>> cut("42. So", ["\\n", "."])
     ('42', True)

@@ -69,7 +69,7 @@ def make_rows(
         return [_given(name, policy) for name, policy in caches.items()]
     known = {text: presets.find(text.partition(":")[0]) for text in caches}
     _require_use("--budget", budgets, known, lambda preset: preset.has_budget, "have no budget")
-    _require_use("--group-reduce", group_reduces, known, has_group_reduce, "do not choose by a group")
+    _require_use("--group-reduce", group_reduces, known, has_group_reduce, "do not select by a group")
     if budgets and not without_budget(caches):
         given, own = ",".join(map(str, budgets)), ", ".join(text for text in known if known[text].has_budget)
         raise ValueError(f"--budget {given} is for no cache, as {own} set their own; leave it out")
@@ -165,7 +165,7 @@ def _label(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def _rounding(policy: Policy, budget: int) -> str:
-    """What a budget comes to, where the selector reads whole pages or other tokens are read beside it."""
+    """The tokens that a budget comes to, where the selector reads whole pages or other tokens are read beside it."""
     inner: Any = getattr(policy, "retrieval", policy)  # of a policy around a Retrieval
     unit = getattr(getattr(inner, "selector", None), "unit", 1)
     if not hasattr(inner, "selected"):

@@ -51,7 +51,7 @@ class Draws:
         return sampling(self.temperature, top_k=self.top_k, top_p=self.top_p)
 
     def key(self) -> dict[str, Any]:
-        """What decides the answers, as JSON; nothing where they are greedy."""
+        """The settings that decide the answers, as JSON; nothing where they are greedy."""
         return {} if self.sampling.greedy else {"draws": asdict(self)}
 
     def keys(self, ids: Sequence[str | None], number: int) -> Array | None:

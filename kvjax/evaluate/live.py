@@ -138,7 +138,7 @@ class LiveLayer:
 
 @dataclass(frozen=True)
 class Live:
-    """What `Recorded` saw, by layer. All rows made their steps at the same positions."""
+    """The arrays that `Recorded` saw, by layer. All rows made their steps at the same positions."""
 
     layers: tuple[LiveLayer, ...]
     positions: np.ndarray  # i[T], rising; the query at position p sees the tokens 0 to p
@@ -182,7 +182,7 @@ def adjacent(positions: np.ndarray) -> list[slice]:
 
 
 def read(cache: Cache) -> Live:
-    """What a cache of `Recorded` layers saw. Its arrays are shared with the cache, not copied.
+    """The arrays that a cache of `Recorded` layers saw. Its arrays are shared with the cache, not copied.
 
     Raises:
       ValueError: a layer of another policy, no step recorded, or rows whose steps stand at different positions.

@@ -2,7 +2,7 @@
 
 A passage of the text is split into a context and `steps` tokens that are scored. The context, but for its last token,
 is stored as a prompt, which attends to itself exactly; then the true tokens are fed one at a time, so that every score
-comes from a decode step that attends to what the cache chooses. Nothing is simulated by a mask, and what a method
+comes from a decode step that attends to what the cache selects. Nothing is simulated by a mask, and what a method
 forgets is forgotten.
 
 The same tokens are scored at every length and by every cache: longer contexts begin earlier. So the ratio of two
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is scored, and with which budget."""
+    """The text that is scored, and the budget."""
 
     lengths: tuple[int, ...]  # tokens of context
     steps: int = 256  # tokens scored in each passage
@@ -136,7 +136,7 @@ def perplexity(
 
     Args:
       text: text, before whose contexts stands what the tokenizer puts before a text (BOS), or token ids as they are; or
-        several texts by name, as the books of PG19, each with its own passages. Of these, texts that are too short for
+        several texts by name, as the books of PG19, each with its own passages. Texts that are too short for
         the longest context are left out.
       caches: names such as "fier:group=16", which get the setting's budget at each length, or policies by name.
       dense_layers: the first layers that attend to everything, in all rows that do not set their own.
@@ -327,12 +327,12 @@ def figure(cells: Sequence[Cell]) -> Figure:
 
 
 def _stderr(x: np.ndarray) -> float:
-    """Of the mean of x; nan of a single number."""
+    """The standard error of the mean of x; nan for a single number."""
     return float(np.std(x, ddof=1) / math.sqrt(x.size)) if x.size > 1 else math.nan
 
 
 def _tokens(checkpoint: Checkpoint, text: str | Sequence[int]) -> tuple[list[int], list[int]]:
-    """What stands before every context, and the ids of the text."""
+    """The ids before every context, and those of the text."""
     if not isinstance(text, str):
         ids, prefix = [int(i) for i in text], []
     else:

@@ -129,7 +129,7 @@ def _store(cache: LayerCache, q: Array, k: Array, v: Array, lengths: Array, *, w
 
 
 class Fed(NamedTuple):
-    """What `feed` returns."""
+    """The result of `feed`."""
 
     cache: Cache
     logits: Array  # f32[B, V] of the token after the last of each row

@@ -1,4 +1,5 @@
-"""What made a result: versions, device and digests of files, so that a number can be traced and a stale one is seen."""
+"""The sources of a result: versions, device and digests of files, so that a number can be traced and a stale one is
+seen."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def source_digest() -> str:
-    """Of the Python files of kvjax that decide what is decoded: all but the command line and the evaluation itself.
+    """The digest of the Python files of kvjax that decide what is decoded: all but the command line and the evaluation
+    itself.
 
     A version says little of a tree that is being worked on; a result of other code must not pass for one of this.
     """

@@ -42,17 +42,17 @@ from kvjax.spec import CacheSpec
 
 @dataclass(frozen=True)
 class Reads:
-    """What a policy read at T live steps of L layers and B rows.
+    """The tokens that a policy read at T live steps of L layers and B rows.
 
-    Recall is NaN where there was nothing to choose: a policy without a selector, or no tokens beside sink and local
-    window. It is 0 where a selector could choose and did not, and below 1 where its pages cannot fill the budget.
+    Recall is NaN where there was nothing to select: a policy without a selector, or no tokens beside sink and local
+    window. It is 0 where a selector could select and did not, and below 1 where its pages cannot fill the budget.
     """
 
     lengths: np.ndarray  # i[T] tokens that each step's query sees
     recall: (
         np.ndarray
-    )  # f[L, T, B, K or N] share of the exact top tokens that were chosen, pooled as the selector pools
-    head_recall: np.ndarray  # f[L, T, B, N] share of each query head's own exact top tokens that were chosen
+    )  # f[L, T, B, K or N] share of the exact top tokens that were selected, pooled as the selector pools
+    head_recall: np.ndarray  # f[L, T, B, N] share of each query head's own exact top tokens that were selected
     mass: np.ndarray  # f[L, T, B, N] share of softmax mass that the tokens read hold, sink and local window included
     error: np.ndarray  # f[L, T, B, N] |out - exact out| / |exact out|
     attended: np.ndarray  # f[L, T, B, K] tokens whose keys and values were read
@@ -103,7 +103,7 @@ def reads(
     Cost: of each step, one of the policy and one of full attention; holds the cache of one layer.
 
     Raises:
-      ValueError: a policy that chooses by the queries of a prompt (H2O, SnapKV and others that evict): they are not
+      ValueError: a policy that selects by the queries of a prompt (H2O, SnapKV and others that evict): they are not
         recorded.
     """
     found = []
@@ -111,7 +111,7 @@ def reads(
     for i, layer in enumerate(live.layers):
         one = PerLayer.of(policy).policy(i)
         if isinstance(one, Observer):
-            raise ValueError(f"{one} chooses by the queries of a prompt, which live steps do not have")
+            raise ValueError(f"{one} selects by the queries of a prompt, which live steps do not have")
         steps, held, base = [], 0, init_layer(one, layer.spec)
         for run in runs:
             start = int(live.positions[run.start])
@@ -138,7 +138,7 @@ class _Step(NamedTuple):
     mass: Any  # f32[B, N]
     error: Any  # f32[B, N]
     attended: Any  # f32[B, K]
-    fetched: Any  # f32[B, K] tokens read from the store, each query head's own choice counted
+    fetched: Any  # f32[B, K] tokens read from the store, each query head's own selection counted
     held: Any  # i32[B] tokens in the store
     pending: Any  # i32[B] tokens that are not indexed yet, whose keys were scored
     read: Any  # f32[B] bytes
@@ -334,7 +334,7 @@ COLUMNS = {  # of a table, for help and captions
     "mass": "share of the softmax mass that the tokens read hold, sink and local window included",
     "error": "relative error of the attention output",
     "attended": "tokens read a step and KV head",
-    "bytes": "bytes read a step and layer: keys, values, index and the keys of tokens that wait for the index",
+    "bytes": "bytes read a step and layer: keys, values, index and the keys of pending tokens",
 }
 
 
@@ -352,7 +352,7 @@ def read_tokens(checkpoint: Checkpoint, text: Path, length: int) -> list[int]:
 
 
 def about(directory: Path, text: Path, dtype: str, lengths: Sequence[int], steps: int) -> dict[str, Any]:
-    """What made a measurement, for the head of its file; JSON."""
+    """The sources of a measurement, for the head of its file; JSON."""
     return {
         **provenance(),
         "model": {"name": directory.resolve().name, "digest": digest(directory)},

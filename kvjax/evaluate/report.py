@@ -201,7 +201,7 @@ def page(cells: Sequence[Cell]) -> str:
 
 
 def about(cells: Sequence[Cell]) -> dict[str, Any]:
-    """What made the results: dates, versions and devices; the model; JSON."""
+    """The sources of the results: dates, versions and devices; the model; JSON."""
     made: list[dict[str, Any]] = []
     for cell in cells:
         made += [one for one in cell.head.get("made", []) if one not in made]
@@ -211,7 +211,7 @@ def about(cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def summary(cells: Sequence[Cell]) -> dict[str, Any]:
-    """What was run and what came out, without the answers; JSON."""
+    """The runs and their scores, without the answers; JSON."""
     results: dict[str, dict[str, Any]] = {}
     for cell in cells:
         if cell.examples:

@@ -24,7 +24,7 @@ BUDGET = 256  # of methods whose text sets none
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What one cache answered, and what it cost."""
+    """The answer of one cache, and its cost."""
 
     cache: str  # as it was asked for, with its budget: "fier@256"
     text: str = ""

@@ -29,7 +29,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass
 class Cell:
-    """What one cache made of one task."""
+    """The results of one cache on one task."""
 
     task: str
     metric: str

@@ -1,4 +1,4 @@
-"""What a cache costs: TTFT, TPOT, tokens a second, bytes of the cache and peak memory, by cache, length and batch.
+"""The cost of a cache: TTFT, TPOT, tokens a second, bytes of the cache and peak memory, by cache, length and batch.
 
 The clock runs on what users run: `kvjax.generate`'s prefill and its loop on the device, which donates the cache. All is
 compiled, and run once, before. A prompt has exactly `length` random tokens and is stored by the model; or, as that
@@ -52,7 +52,7 @@ CAPACITY_STEP = 128  # capacities are multiples of it
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What all cells of a sweep share."""
+    """The settings that all cells of a sweep share."""
 
     steps: int = 128  # decode steps under the clock
     block: int = 32  # steps between two readings of it; the first block, before these steps, is not counted
@@ -74,7 +74,7 @@ def time_cell(
     """One cell: seconds, tokens a second and bytes of decoding `batch` rows after `length` tokens each.
 
     `ttft_seconds` is the prefill, up to the logits of the first token; `tpot_ms` the median over blocks of steps, with
-    `tpot_ms_min`, `_max` and `_mean` (a block in which a chunk is sealed is slower; the mean has its share).
+    `tpot_ms_min`, `_max` and `_mean` (a block in which a chunk is flushed is slower; the mean has its share).
     `peak_bytes` is what the device reports (`peak_of` "device") where this cell raised its peak, which nothing resets
     while a process lives; else the larger need of the two compiled programs, arguments and temporaries ("programs").
 
@@ -162,7 +162,7 @@ def sweep(
     """`time_cell` of every cache at every length and batch: a flat JSON object each, also where one does not fit.
 
     `batches` None asks for the largest batch of each cache and length, found by trial: the first guess fills the free
-    memory with caches. What lies in host memory may fill 9/20 of what is free there, as XLA's pool of it grows by
+    memory with caches. Arrays in host memory may fill 9/20 of what is free there, as XLA's pool of it grows by
     doubling: with 9/10 the process was killed. With XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE=true it may fill the pool's
     XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 unless set. (A process may have been given a part of the device's memory
     only: on a GPU 3/4 of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. `bytes_limit` tells it.)

@@ -1,4 +1,4 @@
-"""What every operation shares: the choice between its reference and its kernel.
+"""Operations: a reference in plain JAX, a GPU kernel, and the rule that says which of them runs.
 
 An operation is a function in plain JAX, its reference, under the decorator `op`. Two more functions say how its GPU
 kernel is called and which arguments the kernel cannot take. `Op` does the rest: the argument `implementation`, the
@@ -47,7 +47,7 @@ class Explanation:
 
 
 class Op(Generic[P, R]):
-    """An operation: callable as its reference is, with `implementation` to choose what runs. Made by `op`."""
+    """An operation: callable as its reference is, with `implementation` to say what runs. Made by `op`."""
 
     def __init__(
         self, reference: Callable[P, R], kernel: str, static_argnames: tuple[str, ...], derivative: Derivative
@@ -55,7 +55,7 @@ class Op(Generic[P, R]):
         functools.update_wrapper(self, reference)
         self.name = reference.__name__
         self.kernel = kernel  # folder and module in kvjax.kernels_pallas
-        self.reference = reference  # in it, operations are chosen as anywhere
+        self.reference = reference  # in it, operations are dispatched as anywhere
         self._signature = inspect.signature(reference)
         self._static = static_argnames
         self.operands = [n for n in self._signature.parameters if n not in (*static_argnames, "implementation")]
@@ -140,7 +140,7 @@ def op(
 
     `kernel` is the folder and module of the kernel in `kvjax.kernels_pallas`, such as "attend.attend_span". Arguments
     named in `static_argnames` are Python values; all others are pytrees of arrays. `derivative`: a kernel has none of
-    its own. It takes that of the reference, or "zero" for a choice of slots.
+    its own. It takes that of the reference, or "zero" for a selection of slots.
     """
     return lambda reference: Op(reference, kernel, static_argnames, derivative)
 
@@ -150,9 +150,9 @@ def explain(op: str | Op[..., Any], *args: Any, **options: Any) -> Explanation:
 
     `op` is an operation of `kvjax.ops` or its name; the rest is what it takes, with `jax.ShapeDtypeStruct` for any
     array. By default a GPU runs the Pallas Mosaic GPU kernel wherever there is one: jax >= 0.11, compute capability
-    9.0, shapes that it takes, and a time that was measured. All else runs the reference ("xla"). The choice is made for
-    the platform that a program is lowered for. A kernel asked for by name ("mosaic") runs, measured or not, or raises
-    NotImplementedError with the limit.
+    9.0, shapes that it takes, and a time that was measured. All else runs the reference ("xla"). The decision is made
+    for the platform that a program is lowered for. A kernel asked for by name ("mosaic") runs, measured or not, or
+    raises NotImplementedError with the limit.
 
     >>> import jax, jax.numpy as jnp
     >>> scores, valid = (jax.ShapeDtypeStruct((8, 65536), dtype) for dtype in (jnp.float32, bool))
@@ -190,10 +190,10 @@ def explained() -> Iterator[list[Explanation]]:
 
 @contextmanager
 def use(implementation: Implementation | None) -> Iterator[None]:
-    """In the block, operations run `implementation`: "xla", "mosaic", or None for the default choice.
+    """In the block, operations run `implementation`: "xla", "mosaic", or None for the default.
 
     As if each call had it as its argument; a call that names another keeps that. It is a part of the keys of jit's
-    caches (`jax.make_user_context`): a jitted function is traced again where the choice differs.
+    caches (`jax.make_user_context`): a jitted function is traced again where it differs.
     """
     with _chosen(_require(implementation)):
         yield

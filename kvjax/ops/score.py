@@ -92,38 +92,38 @@ def _score_pages_mosaic(kernel: Any, q: Array, low: Array, high: Array, *, scale
 def rerank(
     q: Float[Array, "B K G D"],
     keys: Directions,
-    picked: PackedSelection,
+    listed: PackedSelection,
     *,
     scale: float,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B K G M"]:
-    """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the `picked` of the keys k~ that `keys` [B, K, S, ..] code.
+    """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the `listed` of the keys k~ that `keys` [B, K, S, ..] code.
 
-    Reads 3/4 D bytes a picked key of subspaces of 8, in blocks of 512. `implementation`: see `explain`; the kernel
+    Reads 3/4 D bytes a listed key of subspaces of 8, in blocks of 512. `implementation`: see `explain`; the kernel
     takes subspaces of 8 with weights of 16 bits.
     """
-    B, K, G, M = picked.slots.shape
+    B, K, G, M = listed.slots.shape
     block = min(512, M)
 
     def step(i: Array, scores: Array) -> Array:
         first = jnp.minimum(i * block, M - block)
-        index = lax.dynamic_slice_in_dim(picked.slots, first, block, axis=3).reshape(B, K, G * block, 1)
+        index = lax.dynamic_slice_in_dim(listed.slots, first, block, axis=3).reshape(B, K, G * block, 1)
         part = Directions(*(jnp.take_along_axis(a, index, axis=2, mode="clip") for a in keys))
         decoded = decode(lax.optimization_barrier(part)).reshape(B, K, G, block, -1)
         s = jnp.einsum("bkgd,bkgsd->bkgs", q.astype(jnp.float32), decoded, precision="highest") * scale
         return lax.dynamic_update_slice_in_dim(scores, s, first, axis=3)
 
-    return lax.fori_loop(0, -(-M // block), step, vary_with(jnp.zeros((B, K, G, M), jnp.float32), q, keys, picked))
+    return lax.fori_loop(0, -(-M // block), step, vary_with(jnp.zeros((B, K, G, M), jnp.float32), q, keys, listed))
 
 
 @rerank.limit
-def _rerank_limit(kernel: Any, q: Array, keys: Directions, picked: PackedSelection, *, scale: float) -> str | None:
-    return kernel.unsupported(q, *keys, picked.slots)
+def _rerank_limit(kernel: Any, q: Array, keys: Directions, listed: PackedSelection, *, scale: float) -> str | None:
+    return kernel.unsupported(q, *keys, listed.slots)
 
 
 @rerank.mosaic
-def _rerank_mosaic(kernel: Any, q: Array, keys: Directions, picked: PackedSelection, *, scale: float) -> Array:
-    return kernel.rerank(q, *keys, picked.slots, centres=centres(), scale=scale)
+def _rerank_mosaic(kernel: Any, q: Array, keys: Directions, listed: PackedSelection, *, scale: float) -> Array:
+    return kernel.rerank(q, *keys, listed.slots, centres=centres(), scale=scale)
 
 
 def centres() -> tuple[float, ...]:

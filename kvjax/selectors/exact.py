@@ -19,7 +19,7 @@ from kvjax.spec import CacheSpec
 class Exact:
     """Scores tokens by their exact scale * q.k: the best that a selector can do, without its savings.
 
-    With group_reduce="mean_softmax" the choice is by the attention mass of the group, with "per_head" of each query
+    With group_reduce="mean_softmax" the selection is by the attention mass of the group, with "per_head" of each query
     head; with "mean_score" and "mean_query" (equal here, as q.k is linear) it is by the mean of the true scores. Index:
     a second copy of the keys, D values of the cache's dtype a key and kv head, for a selector does not see the store;
     every step reads all of it.

@@ -27,9 +27,9 @@ class Fier:
     With `page` above 1 whole pages are selected, each by the best score of its tokens: what is left of FIER when it
     reads as Quest does. These run in plain JAX beyond the scores.
 
-    **Source:** FIER, section 3 and Algorithm 1. **Differs:** the paper chooses for each query head of models without
-    GQA; here the group shares a choice by `group_reduce`, and "per_head" is the paper's rule (G times the reads). A
-    group is sealed when its chunk leaves the recent block; until then its tokens compete by exact scores.
+    **Source:** FIER, section 3 and Algorithm 1. **Differs:** the paper selects for each query head of models without
+    GQA; here the group shares a selection by `group_reduce`, and "per_head" is the paper's rule (G times the reads). A
+    group is indexed when its chunk leaves the recent block; until then its tokens compete by exact scores.
     """
 
     group: int = 32

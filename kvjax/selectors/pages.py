@@ -107,10 +107,10 @@ class MinMaxPages(_Pages):
     Index: 2 D/page values of the cache's dtype a key, exact; at page = 16 and D = 128 in bf16, 32 bytes a key and kv
     head, 1/8 of the key.
 
-    **Source:** Quest (Tang et al. 2024), Algorithm 1 (page 16); FreeKV (page 32). **Differs:** Quest chooses for each
-    query head; here the group shares a choice by `group_reduce`, FreeKV's mean of softmax by default, and "per_head" is
-    Quest's rule (G times the reads). A page is indexed with its chunk. Until then its score is the best exact score of
-    its tokens (pending="exact"), or the score of the box of those that it has ("box"), as in Quest's evaluation. An
+    **Source:** Quest (Tang et al. 2024), Algorithm 1 (page 16); FreeKV (page 32). **Differs:** Quest selects for each
+    query head; here the group shares a selection by `group_reduce`, FreeKV's mean of softmax by default, and "per_head"
+    is Quest's rule (G times the reads). A page is indexed with its chunk. Until then its score is the best exact score
+    of its tokens (pending="exact"), or the score of the box of those that it has ("box"), as in Quest's evaluation. An
     exact score is below the bounds of other pages, so the newest page often loses by it.
     """
 

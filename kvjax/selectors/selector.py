@@ -73,7 +73,7 @@ class WindowedSelector(Selector, Protocol):
 
 @runtime_checkable
 class FusedSelector(Selector, Protocol):
-    """A selector that chooses by itself, for steps that need no order in what is chosen."""
+    """A selector that also ranks and selects, for steps that need no order in the selection."""
 
     @property
     def selects_in_window(self) -> bool:
@@ -82,14 +82,14 @@ class FusedSelector(Selector, Protocol):
 
     @property
     def lowest_is_last(self) -> bool:
-        """Whether of what it picks the unit that ranks lowest comes last."""
+        """Whether the unit that ranks lowest comes last in its selection."""
         ...
 
     def select(self, ix: Any, q: Array, among: Candidates, *, scale: float) -> Selection | PackedSelection:
         """The tokens `among` these that rank highest by `group_reduce` for q [B, K, G, D], whole units in any order:
         slots of the index, and S + w for pending token w.
 
-        Law: these are the tokens that `score` and `Retrieval` choose.
+        Law: these are the tokens that `score` and `Retrieval` select.
         """
         ...
 

@@ -95,7 +95,7 @@ class StripedSelector:
         if rule in SOFTMAX_REDUCES:
             every = jnp.moveaxis(lax.all_gather(log_sum([stored])[..., 0], stripes.axis), 0, -1)
             total = jax.nn.logsumexp(jnp.concatenate([every, log_sum([pending])], axis=-1), axis=-1, keepdims=True)
-        ranks, waiting = (_ranked(part, reduce_scores([part], rule, total)) for part in (stored, pending))
+        ranks, pending_ranks = (_ranked(part, reduce_scores([part], rule, total)) for part in (stored, pending))
 
         room = min(among.room, units)
         best = top_k(ranks, stored[1], room)
@@ -104,10 +104,10 @@ class StripedSelector:
         offer = jnp.stack([lax.bitcast_convert_type(rank, jnp.int32), place], axis=-1)
         offers = lax.all_gather(offer, stripes.axis, axis=3, tiled=True)
 
-        last = units * stripes.parts + jnp.arange(waiting.shape[3], dtype=jnp.int32)
+        last = units * stripes.parts + jnp.arange(pending_ranks.shape[3], dtype=jnp.int32)
         last = jnp.where(pending[1], last[None, None, None], NOWHERE)
-        rank = jnp.concatenate([lax.bitcast_convert_type(offers[..., 0], jnp.float32), waiting], axis=-1)
-        place = jnp.concatenate([offers[..., 1], jnp.broadcast_to(last, waiting.shape)], axis=-1)
+        rank = jnp.concatenate([lax.bitcast_convert_type(offers[..., 0], jnp.float32), pending_ranks], axis=-1)
+        place = jnp.concatenate([offers[..., 1], jnp.broadcast_to(last, pending_ranks.shape)], axis=-1)
         _, place = lax.sort((-rank, place), num_keys=2)
         place = place[..., : among.room]
         valid = (place < NOWHERE) & (jnp.arange(place.shape[3])[None, None, None] < by_row(among.limit))

@@ -50,7 +50,7 @@ class HostOffload:
 
     A step moves what was selected, and a chunk of a prompt streams what is stored before it through the device, a
     block of 1024 tokens at a time. The keys and values of a page and kv head are adjacent, 2 * page * D values in one
-    run, and move together; so a selector must choose whole pages of `page`, of which its own are multiples. With
+    run, and move together; so a selector must select whole pages of `page`, of which its own are multiples. With
     page = 1 the store serves any selector.
 
     On an H200 (2026-11-21, jax 0.11.2, 2 rows x 8 heads, pages of 32, D = 128, bf16, a store of 268 MB, zeros, host

@@ -173,7 +173,7 @@ class HotSet:
         k, v = place_pages((hot.k, hot.v), read, jnp.where(fresh, at, n), n)
         return k, v
 
-    # What reads no selection, or one that was not loaded, reads the history itself.
+    # A verb that reads no selection, or one that was not loaded, reads the history itself.
 
     def attend(self, st: HotBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
         return self.store.attend(st.history, q, start, scale=scale)

@@ -297,7 +297,7 @@ class LowRank:
 
     @staticmethod
     def _halves(spec: CacheSpec) -> CacheSpec:
-        """What `values` keeps: two halves of a value for a key and a value."""
+        """The dtype that `values` keeps: two halves of a value for a key and a value."""
         if spec.head_dim % 2:
             raise ValueError(f"LowRank splits values into halves, got head_dim={spec.head_dim}; use an even one")
         return replace(spec, head_dim=spec.head_dim // 2)

@@ -19,7 +19,8 @@ from kvjax.stores.store import CachingStore, Store, require_truncatable
 @register_dataclass
 @dataclass(frozen=True)
 class StripedState:
-    """What a device holds. It counts the tokens of the whole history, as its slots are the places of that."""
+    """The part of a history that a device holds. It counts the tokens of the whole history, as its slots are the places
+    of that."""
 
     held: Any  # the state of the device's store, but with the count of the whole history
     parts: int = field(metadata={"static": True})
@@ -40,7 +41,7 @@ class StripedStore:
     """A `store` whose history is dealt over devices. Slots are places of the whole history.
 
     Attention over the history or over selected slots is that of all devices: each attends to its own, and they merge.
-    What `gather` returns lies on all devices, by one sum.
+    The result of `gather` lies on all devices, by one sum.
     """
 
     store: Store

@@ -1,4 +1,4 @@
-"""What a policy and its state are made of, found by the names of their fields and never by their class.
+"""The parts of a policy and of its state, found by the names of their fields and never by their class.
 
 The laws are for policies that nobody here has seen. A policy with `budget` and `selector` selects; one with `budget`
 and `evictor` evicts; one with `budget` and `hashing` samples; one with `store` and `demote` has a history; one that
@@ -67,7 +67,7 @@ def has_budget(policy: Any) -> bool:
 
 
 def selects(policy: Any) -> bool:
-    """Whether a step reads at most `budget` of the stored tokens, which a selector chooses."""
+    """Whether a step reads at most `budget` of the stored tokens, which a selector selects."""
     return has_budget(policy) and hasattr(core(policy), "selector")
 
 
@@ -151,7 +151,7 @@ def has_zones(state: Any) -> bool:
 
 
 def memory_of_steps(state: Any) -> Any:
-    """What is kept between steps beside the tokens: the leaves outside of the core."""
+    """The memory between steps beside the tokens: the leaves outside of the core."""
     inner = core_state(state)
     outside = {} if inner is state else {k: v for k, v in parts(state).items() if not _within(v, inner)}
     return jax.tree.leaves(outside)

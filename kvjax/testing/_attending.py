@@ -1,4 +1,4 @@
-"""What a step and a prompt attend to."""
+"""Laws of attention: the tokens that a step and a prompt attend to."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def budget_of_all_is_dense_attention(policy: Policy, spec: CacheSpec) -> None:
 
 
 def prompt_attends_causally(policy: Policy, spec: CacheSpec) -> None:
-    """A prompt in chunks gives causal attention, exactly, whatever is chosen in later steps.
+    """A prompt in chunks gives causal attention, exactly, whatever is selected in later steps.
 
     A chunk reads itself exactly, and earlier ones as they are stored.
     """

@@ -1,4 +1,5 @@
-"""What a law compares: attention in numpy, the tokens as a policy keeps them, and what of a state must agree."""
+"""References of the laws: attention in numpy, tokens as a policy keeps them, and the parts of a state that must
+agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What XLA makes of a policy: one program, in place, of constant structure."""
+"""Laws of compiled programs: one program, in place, of constant structure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def one_trace_serves_all_steps(policy: Policy, spec: CacheSpec) -> None:
 def step_is_in_place(policy: Policy, spec: CacheSpec) -> None:
     """A donated step aliases its whole cache, and holds no second one: temp bytes under 1/4 of a large cache.
 
-    Of a policy that evicts, with slots for all: its cache is as large as its budget.
+    A policy that evicts gets slots for all tokens: its cache is as large as its budget.
 
     A policy with a budget holds a score of every token, which beside codes of few bits is much: there it is 1/4 of
     the exact keys and values.

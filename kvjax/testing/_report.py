@@ -1,4 +1,4 @@
-"""What a check of a policy found: one row a law."""
+"""The report of a check of a policy: one row a law."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of a row: by prompts and steps alike, of its own tokens alone, as long as there is room."""
+"""Laws of storing: tokens are kept by prompts and steps alike, of its own tokens alone, as long as there is room."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def padding_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
 
 
 def slots_past_count_do_not_matter(policy: Policy, spec: CacheSpec) -> None:
-    """What lies in unused slots is never read: keys and scales NaN, values 1e4, codes of all ones."""
+    """Unused slots are never read: keys and scales NaN, values 1e4, codes of all ones."""
     tokens, lengths = random_tokens(spec, 6), ragged_lengths(policy, spec) // 2
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     poisoned = dataclasses.replace(cache, state=poison(cache))

@@ -1,4 +1,4 @@
-"""What an evaluation asks: one file a family of tasks, the protocol that they share, and tasks by name."""
+"""The tasks of an evaluation: one file a family of tasks, the protocol that they share, and tasks by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Data sets in the files in which they are published. What is missing or damaged is said with the file and the line.
+"""Data sets in the files in which they are published. A record that is missing or damaged is reported with the file and
+the line.
 
 Nothing is downloaded: the error for a missing file names what to download and where to put it.
 """
@@ -93,6 +94,6 @@ def _record(value: Any, fields: Fields, where: str, download: str) -> dict[str, 
 
 
 def _name(kind: Any) -> str:
-    """What JSON calls a type of Python."""
+    """The name of a Python type in JSON."""
     names = {dict: "an object", list: "an array", str: "a string", int: "a whole number", type(None): "null"}
     return names.get(kind, str(kind))

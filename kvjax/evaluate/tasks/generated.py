@@ -98,7 +98,7 @@ class Synthetic:
 
     @property
     def title(self) -> str:
-        """What is asked, without the length: "1 of 8 needles"."""
+        """The question's kind, without the length: "1 of 8 needles"."""
         known = self._all
         title = "needle" if known.get("hidden") == 1 else TITLES[self.form].format(**known)
         values, kind = known.get("values", 1), known.get("kind", "number")

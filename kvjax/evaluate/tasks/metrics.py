@@ -1,8 +1,8 @@
 """How an answer is scored, by the rules of the benchmarks: each function takes texts and returns a number in [0, 1].
 
 They are written from the published descriptions (LongBench, RULER, GSM8K), on the libraries that the field uses where
-there are any: `rouge` for ROUGE-L, `rapidfuzz` for edit similarity, `jieba` for Chinese words. What departs from the
-benchmarks' own scripts is said at each function, with what it changes.
+there are any: `rouge` for ROUGE-L, `rapidfuzz` for edit similarity, `jieba` for Chinese words. Departures from the
+benchmarks' own scripts are named at each function, with their effects.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an evaluation asks: a task makes examples from seeds or files, and scores what a model answers.
+"""The protocol of tasks: a task makes examples from seeds or files, and scores what a model answers.
 
 A task knows nothing of caches and models, and the runner nothing of where examples come from, so generated needles,
 LongBench and a task of one's own go through the same loop, tables and plots.
@@ -32,7 +32,7 @@ class Task(Protocol):
 
     @property
     def metric(self) -> str:
-        """What a score is, for tables: "exact match", "F1", ..."""
+        """The name of the score, for tables: "exact match", "F1", ..."""
         ...
 
     @property

@@ -21,7 +21,8 @@ from kvjax.spec import require_int
 
 @dataclass(frozen=True)
 class Hidden:
-    """What a form made. The lines are hidden at random places, in this order; the question comes last."""
+    """The lines and the question that a form made. The lines are hidden at random places, in this order; the question
+    comes last."""
 
     lines: tuple[str, ...]
     question: str  # ends where the answer begins
