@@ -24,15 +24,22 @@ from urllib.parse import unquote, urldefrag, urlparse
 ROOT = Path(__file__).resolve().parents[1]
 
 COPIED = (
-    "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "benchmarks/NOTES.md", "training/README.md",
-    "kvjax/data/kvjax-26m/README.md",
+    "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "benchmarks/NOTES.md", "benchmarks/README.md",
+    "training/README.md", "kvjax/data/kvjax-26m/README.md",
 )  # fmt: skip
 CONTENTS = {  # caption -> pages; of the guides, methods, notebooks and API below
     "Start": ["docs/getting_started", "docs/concepts"],
     "Methods": ["docs/methods", "docs/support"],
     "Guides": ["docs/guides"],
     "Notebooks": [],
-    "Measurements": ["docs/performance", "docs/real_models", "docs/claims", "docs/scaling", "benchmarks/NOTES"],
+    "Measurements": [
+        "docs/performance",
+        "docs/real_models",
+        "docs/claims",
+        "docs/scaling",
+        "benchmarks/README",
+        "benchmarks/NOTES",
+    ],
     "API": [],
     "Project": ["CHANGELOG", "CONTRIBUTING", "docs/citation", "kvjax/data/kvjax-26m/README", "training/README"],
 }
