@@ -41,7 +41,7 @@ def decode_equals_single_steps(policy: Policy, spec: CacheSpec) -> None:
                 got, told = (np.sort(np.asarray(a)[active]) for a in (info.positions[t], seen.positions))
                 assert_same(got, told, f"positions read, step {t}")
         lengths = lengths + count
-        # A step flushes full blocks of rows that take no token too, so single steps may have flushed where a call need not.
+        # A step also flushes full blocks of rows that take no token, so single steps may flush where a call need not.
         assert_same_contents(_flush(together), _flush(single), spec, f"state after call {call}")
         assert (np.asarray(together.length) == lengths).all(), "the length is not that of the steps"
 
