@@ -88,6 +88,9 @@ def test_each_byte_of_the_files_is_read_once(directory: Path, monkeypatch: pytes
     sizes = [leaf.nbytes for leaf in jax.tree.leaves(checkpoint.model)]
     assert sum(read) == sum(sizes)
     assert max(read) <= max(sizes) // 4
+    read.clear()
+    load(directory, jnp.float32, placement=dataclasses.replace(BOTH, heads=None))
+    assert max(read) > max(sizes) // 4, "whole tensors are not noticed"
 
 
 METHOD = "fier:budget=24,group=8,chunk=32,dense_layers=1"  # the first layer attends to everything

@@ -69,6 +69,9 @@ def test_init_makes_each_part_on_its_device() -> None:
     assert_in_place(cache)
     assert cache.nbytes.device < kvjax.init(FIER, SPEC, layers=2).nbytes.device / 7
     assert "length [0, 0, 0, 0]" in repr(cache)
+    gathered = jax.tree.map(lambda a: jax.device_put(a, jax.NamedSharding(BOTH.mesh, jax.P())), cache)
+    with pytest.raises(AssertionError):
+        assert_in_place(gathered)
 
 
 @pytest.mark.parametrize("row", [0, 3])

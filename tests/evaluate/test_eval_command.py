@@ -98,7 +98,7 @@ def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded
         (("--cache", "fier", "--budget", "64,x"), "--budget takes whole numbers from 1, as 8192 or 8K"),
         (
             ("--cache", "h2o", "--group-reduce", "per_head"),
-            "--group-reduce per_head: h2o do not choose by a group; leave it out",
+            "--group-reduce per_head: h2o do not select by a group; leave it out",
         ),
         (("--cache", "fier", "--group-reduce", "most"), "group_reduce"),
         (

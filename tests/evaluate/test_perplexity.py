@@ -103,7 +103,7 @@ def test_bos_stands_before_every_context(directory):
 
 def test_several_texts_have_their_own_passages_and_short_ones_are_left_out(checkpoint, tmp_path, capsys):
     texts = {"a": TEXT, "b": "too short", "c": TEXT[7:]}
-    setting = dataclasses.replace(SETTING, passages=1, batch=1)
+    setting = dataclasses.replace(SETTING, passages=1, batch=1, budget=None)
     (plan,) = module.prepare(checkpoint, texts, ["full"], setting, dtype="float32")
     alone = [module.prepare(checkpoint, texts[name], ["full"], setting, dtype="float32")[0] for name in "ac"]
     assert plan.task.rows == tuple(one.task.rows[0] for one in alone)
