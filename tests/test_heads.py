@@ -9,6 +9,7 @@ import pytest
 import kvjax
 from kvjax import CacheSpec, Compensated, Evicting, Full, LastQuery, PerHead, Sliding, heads, presets
 from kvjax.evaluate import heads as finding
+from kvjax.evaluate.caches import make_rows
 from kvjax.testing import _drive as drive
 from tests.test_oracles import data
 
@@ -96,6 +97,15 @@ def test_masks_go_through_files_and_cover_all_or_no_head(tmp_path) -> None:
         window,
         Full(),
     ]
+
+
+@pytest.mark.parametrize("method", ["razorattention", "duoattention"])
+def test_a_comparison_takes_a_mask_whose_last_layer_is_split(method: str, tmp_path) -> None:
+    heads.Heads(kv_heads=2, layers=((), (1,))).save(tmp_path / "heads.json")
+    (row,) = make_rows([f"{method}:heads={tmp_path / 'heads.json'}"], budgets=[80])
+    assert row.policies is not None
+    assert isinstance(row.policies.policy(1), PerHead)
+    assert (row.budget, row.note) == (80, "")
 
 
 @pytest.mark.parametrize(

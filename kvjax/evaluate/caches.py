@@ -168,7 +168,7 @@ def _rounding(policy: Policy, budget: int) -> str:
     """The tokens that a budget comes to, where the selector reads whole pages or other tokens are read beside it."""
     inner: Any = getattr(policy, "retrieval", policy)  # of a policy around a Retrieval
     unit = getattr(getattr(inner, "selector", None), "unit", 1)
-    if not hasattr(inner, "selected"):
+    if not hasattr(inner, "selector"):
         return ""
     beside = inner.sink + inner.local + getattr(inner, "beside", 0)
     reads, chosen = beside + inner.selected, f"{inner.selected // unit} pages of {unit} tokens"
