@@ -71,7 +71,7 @@ def join_steps(x: Array, steps: int) -> Array:
 
 @partial(
     register_dataclass,
-    data_fields=("span", "pending", "limit"),
+    data_fields=("span", "pending", "limit", "dense"),
     meta_fields=("room", "pending_slots", "local", "steps", "window"),
 )
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +95,7 @@ class Candidates:
     local: int = 0  # tokens before the stop of `pending` that are not, as every step attends to them
     steps: int = 1  # decode steps whose queries select at once
     window: int | None = None  # tokens that a query sees at most; the span begins where the window does
+    dense: Array | None = None  # bool[B], or by step too: rows that attend to every unit
 
     def passes(self, q: Array, heads: int) -> Iterator[tuple[Array, Candidates]]:
         """The queries [B, K, T'*G, D] and the candidates of as many steps at a time as have `heads` query heads."""
@@ -112,6 +113,7 @@ class Candidates:
                 span=(part(self.span[0]), part(self.span[1])),
                 pending=(keys if keys.ndim == 4 else keys[:, :, of], part(start), part(stop)),
                 limit=part(self.limit),
+                dense=part(self.dense),
                 steps=of.stop - of.start,
             )
             yield q[:, :, of.start * of_step : of.stop * of_step], mine

@@ -54,6 +54,17 @@ def test_with_the_whole_share_it_selects_what_its_selector_does() -> None:
     np.testing.assert_array_equal(np.sort(found[1], axis=-1), np.sort(found[0], axis=-1))
 
 
+def test_a_short_row_is_read_whole_also_where_the_budget_could_hold_it() -> None:
+    """`dense_below` below the budget: row 1 is shorter and attends to everything, row 0 to its share alone."""
+    policy = dataclasses.replace(BASE, selector=Nucleus(selector=Exact(), p=0.3), dense_below=70)
+    tokens, lengths = drive.random_tokens(SPEC, 1), np.array([170, 60])
+    cache, _ = drive.fill(drive.new_cache(policy, SPEC), tokens, lengths)
+    _, _, info = drive.step(cache, tokens, lengths)
+    read = np.sort(np.asarray(info.positions), axis=-1)
+    assert (read[1, ..., -61:] == np.arange(61)).all(), read[1]
+    assert (np.asarray(info.attended)[0] < 120).all(), info.attended
+
+
 @pytest.mark.parametrize("p", [0, 1.5, "most"])
 def test_a_share_out_of_range_is_refused(p: float) -> None:
     with pytest.raises(ValueError, match=r"Nucleus\(p="):

@@ -195,6 +195,7 @@ class Retrieval(SelectedZones):
         pending_slots = max(-(-(st.recent.slots - self.local) // unit), 1) * unit
         room = self.room((slots + pending_slots) // unit)
         limit: Array | int = self.selected // unit  # a number where it is one for all, as an array takes a kernel
+        dense = seen.length < self.dense_below if self.dense_below else None
         if room != limit:
             limit = jnp.where(seen.length < self.dense_below, room, limit)
         selector, all_visible = self.selector, seen.first is None
@@ -208,6 +209,7 @@ class Retrieval(SelectedZones):
             local=self.local,
             steps=steps,
             window=seen.window,
+            dense=dense,
         )
         fused = self._fused(all_visible, in_order)
         if scores is None and fused is not None:

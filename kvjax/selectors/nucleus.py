@@ -29,7 +29,7 @@ class Nucleus:
     a choice. They leave out sink and local window, which every step reads. With p = 1 it selects what `selector` does.
     It always takes the score matrix in f32, also where `selector` alone would select in one kernel. The reads that it
     saves are those of the kernel that attends, which skips what is masked. Over `Paris` the shares are those of the
-    candidates alone: a key with too few votes has none. A `dense_below` beyond the budget still means everything.
+    candidates alone: a key with too few votes has none. A row of fewer than `dense_below` tokens is not cut by `p`.
 
     **Source:** Twilight (Lin et al. 2025), hierarchical top-p pruning. **Differs:** the paper estimates shares anew by
     4-bit keys among the tokens of a first, larger choice; here they are the selector's scores, over all tokens.
@@ -101,8 +101,8 @@ class Nucleus:
         before = jnp.cumsum(falling, axis=-1) - falling
         rank = jnp.argsort(order, axis=-1)
         enough = jnp.take_along_axis(before >= self.p, rank, axis=-1)
-        if not isinstance(among.limit, int):  # rows below `dense_below` have room for all, and attend to all
-            enough &= among.of_groups(among.limit) != among.room
+        if among.dense is not None:
+            enough &= among.of_groups(among.dense) == 0
         valid = best.valid & ~enough if self.p < 1 else best.valid
         return among.tokens(Selection(best.slots, valid), scores.shape[-1], unit)
 
