@@ -7,6 +7,7 @@ construction, as a user would meet it.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -103,8 +104,16 @@ def tried(feature: Callable[[Any], Any], policy: Any) -> str:
     try:
         jax.eval_shape(partial(feature, policy))
     except (ValueError, TypeError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return in_short(str(error))
     return ""
+
+
+def in_short(message: str) -> str:
+    """The message, with policies and their parts by their names alone: Evicting(budget=26) becomes Evicting."""
+    message, settings = " ".join(message.split()), 1
+    while settings:
+        message, settings = re.subn(r"(?<=\w)\([^()]*\)", "", message)
+    return message
 
 
 def operations(policy: Any) -> list[str]:
@@ -121,18 +130,24 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 def page() -> str:
     presets: list[Preset] = list(REGISTRY.values())
     policies = {preset.name: small(preset) for preset in presets}
-    rows, why = [], []
+    rows: list[list[str]] = []
+    why: dict[tuple[str, str], list[str]] = {}
     for preset in presets:
         cells = [f"[`{preset.name}`](methods.md#{preset.name})"]
         for name, feature in TRACED.items():
             refusal = tried(feature, policies[preset.name])
             cells.append("no" if refusal else "yes")
             if refusal:
-                why.append(f"- `{preset.name}`, {name}: {refusal[:260]}")
+                why.setdefault((name, refusal), []).append(f"`{preset.name}`")
         takes = inspect.signature(preset.make).parameters
         rows.append(cells + ["yes" if setting in takes else "" for setting in SETTINGS.values()])
     kernels = [
         [f"`{name}`", ", ".join(f"`{op}`" for op in operations(policy)) or "none"] for name, policy in policies.items()
+    ]
+    order = list(TRACED)
+    refusals = [
+        [name, ", ".join(methods), message]
+        for (name, message), methods in sorted(why.items(), key=lambda item: order.index(item[0][0]))
     ]
     families = [[f"`{name}`", "yes"] for name in sorted(models.FAMILIES)]
     return f"""# Support matrix
@@ -147,8 +162,9 @@ A blank means that the preset has no such setting.
 
 ## What is refused, and why
 
-{chr(10).join(why) or "Nothing."}
+Each row is the error that the call raises:
 
+{table(["feature", "methods", "error"], refusals)}
 ## Kernels of a decode step
 
 Operations of a step that have a GPU kernel, with the sizes of this run. `kvjax.explain` tells which of them run for

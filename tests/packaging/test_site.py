@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 
 import kvjax
-from docs import docstrings, website
+from docs import docstrings, support, website
 
 
 def test_every_exported_name_has_a_page():
@@ -39,6 +39,17 @@ def test_a_broken_link_is_found(tmp_path, text, told):
     found = list(website.broken_links(tmp_path))
     assert len(found) == (told is not None)
     assert all(told in line for line in found)
+
+
+def test_numbers_of_tables_stay_on_one_line():
+    text = "Of 3 (4) or more.\n\n| 8192 x 1 | 16.8 (7.8), 1.28x | +3.5 ± 1.3 % | two words |\n"
+    row = "| 8192~x~1 | 16.8~(7.8), 1.28x | +3.5~±~1.3~% | two words |\n".replace("~", "\u00a0")
+    assert website.unbroken(text) == f"Of 3 (4) or more.\n\n{row}"
+
+
+def test_refusals_name_policies_without_their_settings():
+    long = "rollback needs another than Evicting(evictor=Sliding(sink=2), budget=26) (see\nroom)"
+    assert support.in_short(long) == "rollback needs another than Evicting (see room)"
 
 
 def test_docstrings_become_markup():
