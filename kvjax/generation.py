@@ -682,16 +682,21 @@ def warm_up(
     measure: bool = False,
     block: int | None = None,
     draft: Draft | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
     """Compiles all that `generate` (or `stream`, with `block`) will run on a prompt of that length.
 
     Runs two chunks that hold one token, and one decode step. Consumes `cache`, which must be empty: make another.
+    `progress` is called before each part with the parts that are done, their number, and what is compiled now.
     """
+    report = progress or (lambda *_: None)
+    report(0, 2, "for the prompt")
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     B = cache.spec.batch
     size = chunk_size(prompt_tokens, _chunk(cache, prompt_tokens, chunk), rows=B)
     tokens = np.zeros((B, min(prompt_tokens, 2 * size)), np.int32)
     logits, cache = prefill(model, cache, tokens, np.ones((B,), np.int32), chunk=size)
+    report(1, 2, "for decode steps")
     keys = None if sampling.greedy else row_keys(jax.random.key(0), B)
     steps = max_new_tokens if block is None else min(block, max_new_tokens)
     drafter = None

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 
+import jax
 import numpy as np
 import pytest
 from rich.progress import Progress
@@ -437,8 +438,17 @@ def test_the_model_that_ships_answers_the_built_in_prompt(kvjax, monkeypatch):
     """Without a directory and options; with less filler, as CI asks the whole of it by README's command."""
     first, *_, last = EXAMPLE.splitlines()
     monkeypatch.setattr("kvjax.cli.generate.EXAMPLE", f"{first}\n{last}")
+    monkeypatch.setattr("kvjax.cli.terminal.LOG_EVERY", 0.02)
     code, out, err = kvjax("generate", "--example")
     assert (code, out) == (0, "71432\n")
+    lines = err.splitlines()
+    announced = next(
+        i for i, line in enumerate(lines) if line.startswith("Continuing 29 prompt tokens by 5 new ones. ")
+    )
+    assert ("half a minute" in lines[announced]) == (jax.default_backend() == "cpu")
+    assert not any(line.startswith("compiling") for line in lines[:announced])
+    assert "\ncompiling: 0 of 2, for the prompt (" in err
+    assert "\ncompiling: 1 of 2, for decode steps (" in err
     assert err.endswith("a step read 32 of 32 tokens\n")
 
 

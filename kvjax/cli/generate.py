@@ -158,7 +158,7 @@ def generate(
     if draft is not None:
         draft = model_directory(draft)
     progress = bars()
-    with progress, bar(progress, "reading the prompt"):
+    with progress, bar(progress, "loading the tokenizer"):
         checkpoint = without_weights(directory)
         tokens = checkpoint.apply_chat(text) if chat else checkpoint.encode(text)
     config, positions = checkpoint.config, checkpoint.config.max_positions
@@ -185,6 +185,12 @@ def generate(
     if drafting is not None or draft is not None:
         drafts.check_takes_drafts(shapes, kvjax.DraftModel.tokens if drafting is None else drafting.tokens)
     ran = implementations(policy, spec)
+    if example and not as_json and jax.process_index() == 0:
+        wait = "take about half a minute on two free cores" if jax.default_backend() == "cpu" else "come first"
+        say(
+            f"Continuing {len(tokens)} prompt tokens by {max_new_tokens} new ones. "
+            f"Compiling and reading the prompt {wait}; the answer follows."
+        )
     block = JSON_BLOCK if as_json else 1
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -199,11 +205,11 @@ def generate(
             if draft is not None:
                 drafting = kvjax.DraftModel(models.load(draft, dtype=kind).model)
             settings["draft"] = drafting
-        with bar(progress, "compiling"):
+        with bar(progress, "compiling") as advance_to:
             begin = time.perf_counter()
-            warm_up(model, empty(), len(tokens), **settings)
+            warm_up(model, empty(), len(tokens), progress=advance_to, **settings)
             compile_seconds = time.perf_counter() - begin
-        with bar(progress, f"prefill of {len(tokens)} tokens", total=len(tokens)) as advance_to:
+        with bar(progress, f"reading the prompt of {len(tokens)} tokens", total=len(tokens)) as advance_to:
             held = jax.block_until_ready(empty())
             begin = time.perf_counter()
             run = stream(
