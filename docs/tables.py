@@ -96,7 +96,8 @@ def decoded_needles() -> str:
         read = (f"{score['tokens_read']:.0f}" if score else "" for score in found)
         dense = next(score for score in found if score)["dense_layers"]
         cells = [cell for pair in zip(right, read, strict=True) for cell in pair]
-        rows.append([f"`{name}`", "" if dense is None else str(dense), *cells])
+        method = name.removesuffix(":dense_layers=0")
+        rows.append([f"`{method}`", "" if dense is None else str(dense), *cells])
     head = (f"{what} {n}" for n in budgets for what in ("budget", "tokens read at"))
     return markdown(["cache", "dense layers", *head], rows)
 
@@ -312,7 +313,8 @@ def method_perplexities() -> str:
         change = f"{100 * (row['ratio'] - 1):+.1f} ± {100 * row['ratio_stderr']:.1f} %"
         if row["ratio"] > 10:
             change = f"{row['ratio']:.0f} times"
-        rows.append([f"`{row['cache']}`", str(row["budget"]), change, f"{row['tokens_read']:.0f}"])
+        budget = "" if row["budget"] is None else str(row["budget"])
+        rows.append([f"`{row['cache']}`", budget, change, f"{row['tokens_read']:.0f}"])
     return markdown(["cache", "budget", "perplexity", "tokens read"], rows)
 
 
