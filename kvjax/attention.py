@@ -754,17 +754,38 @@ def _flush(cache: Any) -> Any:
     states = tuple(layer.state for layer in layers)
 
     def demote(states: tuple[Any, ...]) -> tuple[Any, ...]:
-        one: Any = _flush_layer if ops.shares_traces() else _flush_layer.__wrapped__  # type: ignore[attr-defined]
-        return tuple(one(layer.policy, st) for layer, st in zip(layers, states, strict=True))
+        return tuple(_flush_layer(layer.policy, st) for layer, st in zip(layers, states, strict=True))
 
     states = _if_any(full, demote, states)
     return _with_states(cache, states)
 
 
-@partial(jax.jit, static_argnums=0, inline=True)
 def _flush_layer(policy: Policy, state: Any) -> Any:
-    """`policy.flush`, traced once for all layers of equal policies and shapes."""
-    return policy.flush(state)
+    """`policy.flush`, traced once for all layers of equal policies and shapes.
+
+    What a flush leaves alone comes back as the array that was given, not as a result of the shared trace.
+    """
+    if not ops.shares_traces():
+        return policy.flush(state)
+    after, changed = _traced_flush(policy, state)
+    given, tree = jax.tree.flatten(state)
+    made = zip(jax.tree.leaves(after), given, changed.leaves, strict=True)
+    return jax.tree.unflatten(tree, [new if changes else old for new, old, changes in made])
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Changed:
+    """The leaves of a state that a flush changes."""
+
+    leaves: tuple[bool, ...]
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _traced_flush(policy: Policy, state: Any) -> tuple[Any, _Changed]:
+    after = policy.flush(state)
+    leaves = zip(*map(jax.tree.leaves, (after, state)), strict=True)
+    return after, _Changed(tuple(new is not old for new, old in leaves))
 
 
 @partial(jax.jit, inline=True)
