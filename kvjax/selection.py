@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax.arrays import Bool, Int32
@@ -167,7 +167,7 @@ class Candidates:
     def _inside(self, start: Array | int, stop: Array | int, units: int, unit: int = 1) -> Array:
         """bool[B, 1 or K*T, 1, units]: which units of `unit` slots have one from start to stop."""
         start, stop = self.of_groups(start), self.of_groups(stop)
-        slot = jnp.arange(0, units * unit, unit, dtype=jnp.int32)[None, None, None]
+        slot = lax.mul(lax.broadcasted_iota(jnp.int32, (1, 1, 1, units), 3), unit)
         inside = (slot > start - unit) & (slot < stop)
         if unit > 1:  # nor does an empty span that begins within a unit have one
             inside &= start < stop
@@ -249,9 +249,10 @@ def expand_units(units: Selection, unit: int) -> Selection:
 
 def split_selection(selection: Selection | PackedSelection, slots: int) -> tuple[Selection, Selection]:
     """The part of it that lies in the first `slots` slots, and the part past them, whose slots count from there."""
-    past = selection.slots >= slots
+    inside = selection.slots < slots
+    past = ~inside
     return (
-        Selection(jnp.where(past, 0, selection.slots), selection.valid & ~past),
+        Selection(jnp.where(inside, selection.slots, 0), selection.valid & inside),
         Selection(jnp.where(past, selection.slots - slots, 0), selection.valid & past),
     )
 

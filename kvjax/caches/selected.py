@@ -55,14 +55,14 @@ class SelectedZones(Zoned):
         length, first = st.length[:, None], st.offset_recent[:, None]
         lead = selection.slots.shape[:3]
         sink = lax.broadcasted_iota(jnp.int32, (lead[0], self.sink), 1)
-        local = length - jnp.arange(self.local, 0, -1, dtype=jnp.int32)[None]
+        local = length - self.local + jnp.arange(self.local, dtype=jnp.int32)[None]
         visible = jnp.concatenate([sink < length, local >= first], axis=1)
         beside = jnp.concatenate([sink, local], axis=1)
         if seen.first is not None:
             visible &= beside >= seen.first[:, None]
-        selected = jnp.where(selection.valid, self.positions(st, selection.slots), -1)
-        beside = lax.broadcast_in_dim(jnp.where(visible, beside, -1), (*lead, beside.shape[1]), (0, 3))
-        return jnp.concatenate([selected, beside], axis=-1)
+        beside, visible = (lax.broadcast_in_dim(a, (*lead, a.shape[1]), (0, 3)) for a in (beside, visible))
+        positions = jnp.concatenate([self.positions(st, selection.slots), beside], axis=-1)
+        return jnp.where(jnp.concatenate([selection.valid, visible], axis=-1), positions, -1)
 
 
 def without_packing(selection: Selection | PackedSelection) -> Selection:

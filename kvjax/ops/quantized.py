@@ -59,7 +59,7 @@ def attend_quantized(
         return part_of_logits(logits, mask[:, None], lambda weights: _mix(weights, vb, seen, D))
 
     def bounds(*operands: Any) -> tuple[int, Array]:
-        return 0, (jnp.max(operands[-1]) + block - 1) // block
+        return 0, lax.div(jnp.max(operands[-1]) + (block - 1), block)
 
     return merge_blocks(one, *operands, bounds=bounds, blocks=-(-slots // block), shape=q.shape)
 

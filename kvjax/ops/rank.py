@@ -29,7 +29,7 @@ def top_k(
     valid = jnp.broadcast_to(valid, scores.shape)
     # A valid score of -inf must still come before what is not valid, and NaN must not rank first.
     low = jnp.finfo(scores.dtype).min
-    ranked = jnp.where(valid, jnp.clip(jnp.nan_to_num(scores, nan=low), low), -jnp.inf)
+    ranked = jnp.where(valid, jnp.where(scores >= low, scores, low), -jnp.inf)
     _, slots = lax.top_k(ranked, k)
     return Selection(slots.astype(jnp.int32), jnp.take_along_axis(valid, slots, axis=-1))
 

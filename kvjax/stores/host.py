@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
@@ -148,8 +148,9 @@ class HostOffload:
         slots, valid = self._by_page(held)
         first = slots[..., :1]
         whole = jnp.all(valid & (slots == first + jnp.arange(self.page)[None, None, None]), axis=3)
-        there = whole & (first[..., 0] % self.page == 0) & (first[..., 0] < st.slots)
-        return jnp.where(there, first[..., 0] // self.page, -1)
+        first = first[..., 0]  # a slot is never negative, so `lax.div` is its page; `//` traces ten times as much
+        there = whole & (lax.rem(first, self.page) == 0) & (first < st.slots)
+        return jnp.where(there, lax.div(first, self.page), -1)
 
     def _by_page(self, selection: Selection) -> Selection:
         """A selection of whole pages, [B, K, pages, tokens of a page]."""
@@ -161,7 +162,7 @@ class HostOffload:
         slots."""
         slots, valid = self._by_page(selection)
         first = slots[..., :1]
-        place = jnp.where(first < stored, first // self.page, stored // self.page + first - stored)
+        place = jnp.where(first < stored, lax.div(first, self.page), first + (stored // self.page - stored))
         return jnp.max(jnp.where(valid, place, -1), axis=3)
 
     def attend_slots(self, st: HostBlock, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
