@@ -79,13 +79,24 @@ def fier(
 ) -> PerLayer:
     """FIER: every token is kept, and a step attends to the `budget` whose 1-bit keys score best.
 
-    The first `dense_layers` layers attend to everything. Tokens of the history are indexed in groups of `group` and
-    scored by 1-bit keys. Up to `chunk` newest tokens are pending, and are scored by their exact keys. The paper attends
-    to no token in any case, so `sink` is 0 and `local` is the new token alone. With `page` above 1 a step attends to
-    whole pages, each scored by its best token: an ablation, in plain JAX. With `host` the history's keys and values lie
-    in host memory, and the device holds the 1-bit keys. With `hot` it also holds that many tokens of each row and KV
-    head that were selected last (`HotSet`). A cache of at most `dense_capacity` tokens becomes `Full`, by default where
-    that was measured to be faster (`Retrieval`); not with `host`, `share` or `anchors`.
+    Tokens of the history are indexed by 1-bit keys, and pending ones are scored by their exact keys. The paper attends
+    to no token in any case, so `sink` is 0 and `local` is the new token alone.
+
+    Args:
+      budget: tokens that a step reads in a layer and KV head, all zones included.
+      group: tokens that share a scale and a zero of the 1-bit keys.
+      page: tokens that are selected together, by the best score of one of them. Above 1: an ablation, in plain JAX.
+      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not, as in the paper.
+      sink: first tokens of a row, always attended.
+      local: newest tokens of a row, always attended.
+      chunk: tokens that are indexed together; at most so many are pending.
+      host: the history's keys and values lie in host memory, and the device holds the 1-bit keys.
+      hot: tokens of each row and KV head, those selected last, that the device holds too (`HotSet`); needs `host`.
+      dense_capacity: a cache of at most so many tokens becomes `Full`; "auto": where that was measured to be faster
+        (`Retrieval`). Not with `host`, `share` or `anchors`.
+      dense_layers: first layers of the model that attend to everything.
+      share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
+      anchors: numbers of the layers that select, in place of `share`.
 
     **Source:** FIER (2025), Algorithm 1; g = 32. **Differs:** a GQA group shares a selection (`group_reduce`;
     "per_head" is the paper's rule). A group is indexed with its chunk, and with chunk=group as soon as it is full, as
@@ -135,19 +146,36 @@ def pariskv(
 ) -> PerLayer:
     """ParisKV: every token is kept, and a step attends to sink, local window and the best keys of a rotated index.
 
-    The paper selects k = 100 tokens beside sink and local window; the budget counts all, so its default is
-    4 + 128 + 100, and k = budget - sink - local. `k` gives the number itself, in place of a budget. The paper's ranges
-    are sink 4..64, local 128..512, `chunk` (its update buffer) 256..512 and full attention below 1K..2K tokens; no
-    layer is skipped. A budget beyond the candidates (a tenth to a half of the history, or as many as `candidates` says)
-    goes on by votes. A GQA group retrieves once, by the mean of its queries (`group_reduce`). With seed=None keys are
-    not rotated, the paper's ablation.
+    The paper selects k = 100 tokens beside sink and local window. The budget counts all of them, so its default is
+    larger. The paper's ranges are sink 4..64, local 128..512, `chunk` (its update buffer) 256..512 and full attention
+    below 1K..2K tokens; no layer is skipped. A budget beyond the candidates goes on by votes. A GQA group retrieves
+    once, by the mean of its queries.
 
-    Up to `chunk` tokens are pending, in the paper's update buffer. With buffer="select" they compete with the history
-    by exact scores, within the budget. With "attend", as in the paper, a step attends to all of them beside the budget.
-
-    With `p` k adapts to the query: of the k best a step attends to the fewest that hold that share of the attention, by
-    the estimates of the candidates (`Nucleus`). With subspace=4 the blocks of the codes have 4 channels, not 8, and
-    with radius_bits=4 their lengths are coded; both take plain JAX in place of the kernels (`Paris`).
+    Args:
+      budget: tokens that a step reads in a layer and KV head, all zones included.
+      k: tokens selected beside sink and local window, in place of a budget.
+      sink: first tokens of a row, always attended.
+      local: newest tokens of a row, always attended.
+      chunk: tokens that are indexed together; at most so many are pending.
+      buffer: "select": pending tokens compete with the history by exact scores, within the budget. "attend", as in the
+        paper: a step attends to all of them, beside the budget.
+      votes: how keys are voted for: "tiers", or "plain".
+      correct: the estimate of a key is corrected for its rounding.
+      candidates: keys with most votes that are ranked; None: a tenth to a half of the history.
+      seed: of the rotation of keys; None: they are not rotated, the paper's ablation.
+      subspace: channels of a block of the codes, 8 or 4; 4 takes plain JAX in place of the kernels (`Paris`).
+      radius_bits: bits of the length of a block, 16 or 4; 4 takes plain JAX in place of the kernels (`Paris`).
+      p: of the k best a step attends to the fewest that hold this share of the attention, by the candidates' estimates
+        (`Nucleus`); None: to all k.
+      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not.
+      dense_below: rows of fewer tokens attend to all of them.
+      host: the history's keys and values lie in host memory.
+      hot: tokens of each row and KV head, those selected last, that the device holds too (`HotSet`); needs `host`.
+      dense_capacity: a cache of at most so many tokens becomes `Full`; "auto": where that was measured to be faster
+        (`Retrieval`). Not with `host`, `share` or `anchors`.
+      dense_layers: first layers of the model that attend to everything.
+      share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
+      anchors: numbers of the layers that select, in place of `share`.
 
     **Source:** ParisKV (Qi et al. 2026). **Differs:** the default of `buffer`. The paper moves the history's keys and
     values to host memory: so does `host`, to select the same tokens; without it they stay on the device. `p` and
@@ -207,12 +235,27 @@ def quest(
 ) -> PerLayer:
     """Quest: every token is kept, and a step attends to the pages whose box of smallest and largest keys scores best.
 
-    The first `dense_layers` layers attend to everything. The budget is whole pages, `least_pages` at least. Pages are
-    indexed in chunks of `chunk` tokens (default: one page). `host`, `hot` and `dense_capacity` as in `fier`.
+    The budget is whole pages. With newest="attend", as in the CUDA kernels of the released code, the `local` newest
+    tokens are always attended and count. With "select", as in its evaluation, the newest page competes by the box of
+    the tokens that it has; only the newest token is attended in any case, beside the budget if its page is not
+    selected.
 
-    With newest="attend", as in the CUDA kernels of the released code, the `local` newest tokens (default: one page) are
-    always attended and count. With "select", as in its evaluation, the newest page competes by the box of the tokens
-    that it has; only the newest token is attended in any case, beside the budget if its page is not selected.
+    Args:
+      budget: tokens that a step reads in a layer and KV head, all zones included.
+      page: tokens of a page.
+      least_pages: pages that a step reads at least.
+      newest: whether the newest tokens are always attended ("attend"), or their page competes ("select").
+      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not, as in the paper.
+      sink: first tokens of a row, always attended.
+      local: newest tokens of a row, always attended; default: one page, or none with newest="select".
+      chunk: tokens that are indexed together; default: one page.
+      host: the history's keys and values lie in host memory.
+      hot: tokens of each row and KV head, those selected last, that the device holds too (`HotSet`); needs `host`.
+      dense_capacity: a cache of at most so many tokens becomes `Full`; "auto": where that was measured to be faster
+        (`Retrieval`). Not with `host`, `share` or `anchors`.
+      dense_layers: first layers of the model that attend to everything.
+      share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
+      anchors: numbers of the layers that select, in place of `share`.
 
     **Source:** Quest (Tang et al. 2024), Algorithm 1; pages of 16, at least 3. **Differs:** a GQA group shares a
     selection (`group_reduce`; "per_head" is the paper's rule). The released code raises smaller budgets to 3 pages,
@@ -262,17 +305,26 @@ def logquant(
 ) -> PerLayer:
     """LogQuant: everything is attended; 2W to 3W tokens are exact, ever sparser with age, and the rest has 2 bits.
 
-    W = `window`; 42 is a third of the 128 exact tokens that the paper gives (R). Values are quantised by token in
-    groups of `group` channels; keys by channel in groups of W tokens, the whole of what leaves at once, or with
-    key_axis="token" as the values are. Values have the bits of the keys, or `value_bits`. The first `sink` tokens stay
-    exact; the paper sets none apart, though the first of all never leaves its window. With `value_window`, at most W,
-    only so many newest values are exact, and the spaced tokens keep exact keys alone. A prompt attends to itself
-    exactly, or if it comes in several chunks, to the earlier ones as they are stored.
+    W = `window`; 42 is a third of the 128 exact tokens that the paper gives (R). The paper sets no sink apart, though
+    the first token of all never leaves its window. A prompt attends to itself exactly, or if it comes in several
+    chunks, to the earlier ones as they are stored.
+
+    Args:
+      window: W: 2W to 3W tokens are exact.
+      bits: bits of a key's number.
+      value_bits: bits of a value's number; None: those of keys.
+      key_axis: keys are quantised by "channel", in groups of W tokens, the whole of what leaves at once; or by "token",
+        as the values are.
+      group: channels of a value that share a scale and a zero; of a key too with key_axis="token".
+      value_window: newest values that are exact, at most W; the spaced tokens then keep exact keys alone. None: as many
+        as keys.
+      sink: first tokens of a row, always exact.
+      dense_layers: first layers of the model that attend to everything.
 
     **Source:** LogQuant (2025), Algorithm 1, section 2.4. **Differs:** groups of keys have W = 42 tokens, not 64: the
-    tokens that leave together are quantised together, once, and 42 is the largest group that divides them. The
-    released code quantises keys by token too (key_axis="token", group=64), quantises the whole history anew at each
-    flush, and holds exact tokens twice. A scale and a zero are bfloat16.
+    tokens that leave together are quantised together, once, and 42 is the largest group that divides them. The released
+    code quantises keys by token too (key_axis="token", group=64), quantises the whole history anew at each flush, and
+    holds exact tokens twice. A scale and a zero are bfloat16.
     """
     require_int("logquant(dense_layers=...)", dense_layers, at_least=0)
     demote = LogSparse(window=window)
@@ -294,8 +346,16 @@ def kivi(
 ) -> PerLayer:
     """KIVI: everything is attended; the newest tokens, `residual` at most, are exact, and the rest has 2 bits.
 
-    Keys are quantised by channel in groups of `group` tokens, values by token in groups of `group` channels, in the
-    bits of the keys or in `value_bits`. The first `sink` tokens stay exact; the paper sets none apart.
+    The paper sets no sink apart.
+
+    Args:
+      bits: bits of a key's number.
+      value_bits: bits of a value's number; None: those of keys.
+      residual: tokens that are quantised together; at most so many are exact.
+      value_window: newest values that are exact; None: as many as keys.
+      group: tokens of a key's channel, and channels of a value, that share a scale and a zero.
+      sink: first tokens of a row, always exact.
+      dense_layers: first layers of the model that attend to everything.
 
     **Source:** KIVI (Liu et al. 2024), section 3; g = 32, R = 128. **Differs:** keys and values leave the recent block
     together by the paper's rule for keys: all R at once when there are R, so 1 to R tokens are exact. The paper keeps
@@ -336,16 +396,28 @@ def freekv(
 ) -> PerLayer:
     """FreeKV: keys and values in host memory, and a step attends with the pages that the step before recalled.
 
-    The first `dense_layers` layers attend to everything, on the device. `sink` first and `local` newest tokens are
-    always attended; the rest of the budget is pages of `page` tokens, by the box of their smallest and largest keys, or
-    with summary="centre" by that of `CentrePages`. Heads whose query has turned (cosine to the last below `tau`) recall
-    anew. Pages are stored in chunks of `chunk` tokens (default: one page).
+    Heads whose query has turned recall before they attend. The rest of the budget is pages, by the box of their
+    smallest and largest keys, or with summary="centre" by that of `CentrePages`. The paper's settings are `task`:
+    "long_input" has sink and local of 128 and tau of 0.8, "long_generation" 512, 512 and 0.9; each can be given by
+    itself too.
 
-    `task` is the paper's setting: "long_input" has sink and local of 128 and tau of 0.8, "long_generation" 512, 512 and
-    0.9. Each can be given by itself too. With selection_scale=1.0 `group_reduce` takes the softmax of unscaled
-    products, one of the paper's poolings; "max_score" is another. With `reuse` above 1 a recall serves so many steps
-    of a head that does not turn, in place of the next one alone. `hot` tokens of each row and head stay on the device
-    (`HotSet`).
+    Args:
+      budget: tokens that a step reads in a layer and KV head, all zones included.
+      task: the paper's defaults of sink, local and tau: "long_input" or "long_generation".
+      tau: heads whose query's cosine to the last is below it recall before they attend.
+      reuse: steps that a recall serves, while its head does not turn.
+      page: tokens of a page.
+      summary: what sums up the keys of a page: "min_max" or "centre".
+      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not.
+      selection_scale: factor of the scores in the selection; None: that of attention. With 1.0 `group_reduce` takes the
+        softmax of unscaled products, one of the paper's poolings; "max_score" is another.
+      sink: first tokens of a row, always attended.
+      local: newest tokens of a row, always attended.
+      chunk: tokens that are stored together; default: one page.
+      hot: tokens of each row and KV head, those selected last, that the device holds too (`HotSet`).
+      dense_layers: first layers of the model that attend to everything, on the device.
+      share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
+      anchors: numbers of the layers that select, in place of `share`.
 
     **Source:** FreeKV (2025). **Differs:** see `Speculative` and `HostOffload` for who decides and what stays resident;
     a page that is not yet full competes by the exact scores of its tokens. FreeKV's CUDA code sums pages up as
@@ -390,10 +462,18 @@ def arkvale(
 ) -> PerLayer:
     """ArkVale: keys and values in host memory, and each step recalls the pages whose digest scores best.
 
-    The first `dense_layers` layers attend to everything, on the device. `sink` first and `local` newest tokens, two
-    pages each, are always attended. The rest of the budget is pages of `page` tokens, by a box around the typical keys
-    of each ("cuboid", `CentrePages`) or a ball ("sphere", `BallPages`). Pages that the step before recalled are still
-    on the device and are not moved again.
+    The rest of the budget is pages. Pages that the step before recalled are still on the device and are not moved
+    again.
+
+    Args:
+      budget: tokens that a step reads in a layer and KV head, all zones included.
+      digest: what sums up the keys of a page: "cuboid", a box around the typical keys (`CentrePages`), or "sphere", a
+        ball (`BallPages`).
+      page: tokens of a page.
+      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not.
+      sink: first tokens of a row, always attended; the default is two pages.
+      local: newest tokens of a row, always attended; the default is two pages.
+      dense_layers: first layers of the model that attend to everything, on the device.
 
     **Source:** ArkVale (Chen et al. 2024). **Differs:** resident are the pages of the last step alone, where the paper
     keeps a cache of pages and replaces the one that scores least; both attend to the same pages. A page that is not yet
@@ -431,9 +511,19 @@ def pqcache(
 ) -> PerLayer:
     """PQCache: every token is kept, and a step attends to the `budget` whose product-quantised keys score best.
 
-    A key is `parts` codes of `bits` bits, each the nearest of the centroids that k-means found among the first `learn`
-    tokens. Tokens are encoded `learn` at a time; until then they compete by their exact scores. With `host` the
-    history's keys and values lie in host memory.
+    A code is the nearest of the centroids that k-means found among the first `learn` tokens. Until tokens are encoded
+    they compete by their exact scores.
+
+    Args:
+      budget: tokens that a step reads in a layer and KV head, all zones included.
+      parts: parts of a key, each with a code.
+      bits: bits of a part's code.
+      learn: first tokens, from which the centroids are learnt; also the tokens that are encoded together.
+      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not.
+      sink: first tokens of a row, always attended.
+      local: newest tokens of a row, always attended.
+      host: the history's keys and values lie in host memory.
+      dense_layers: first layers of the model that attend to everything.
 
     **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820). **Differs:** see `ProductCodes`: centroids are learnt
     from the first `learn` tokens, not from the whole prompt. The paper keeps keys and values in host memory with a
@@ -468,9 +558,21 @@ def magicpig(
 ) -> PerLayer:
     """MagicPIG: every token is kept; a step estimates attention from tokens whose hashes collide with the query's.
 
-    Each query head samples the keys that share its hash of `bits` bits in at least `least` of `tables` tables, and
-    weighs them by the inverse of the probability of that. The sink and the recent block of up to `local` + `chunk`
-    tokens are attended exactly; the budget counts them. With `host` the history's keys and values lie in host memory.
+    Each query head samples the keys that share its hash in enough tables, and weighs them by the inverse of the
+    probability of that. The sink and the recent block of up to `local` + `chunk` tokens are attended exactly; the
+    budget counts them.
+
+    Args:
+      budget: tokens that a step reads in a layer and KV head, all zones included.
+      bits: bits of a hash.
+      tables: hash tables.
+      least: tables in which a key must collide with the query.
+      sink: first tokens of a row, always attended.
+      local: newest tokens of a row, always attended.
+      chunk: tokens that are hashed together; at most so many are pending.
+      seed: of the random directions.
+      host: the history's keys and values lie in host memory.
+      dense_layers: first layers of the model that attend to everything.
 
     **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179): 10 bits, 150 tables, 2 collisions, sink 4, local 64.
     **Differs:** see `Sampled` and `SimHash`. The paper keeps layers 0 and 16 of 32 dense; here the first
@@ -521,13 +623,23 @@ def shadowkv(
 ) -> PerLayer:
     """ShadowKV: keys as factors of low rank, values in host memory, and a step reads the pages of the best landmarks.
 
-    The landmark of a page of `page` tokens is the mean of its keys. The `outliers` pages whose keys stray farthest from
-    it stay exact on the device, and every step attends to them. Keys of other selected pages are rebuilt from `rank`
-    coefficients a token, for all heads together, and their values come from host memory (with host=False from the
-    device). The budget counts the outliers.
+    The landmark of a page is the mean of its keys. Keys of selected pages are rebuilt from their factors, and their
+    values come from host memory. The budget counts the outliers. Rotated keys are not of low rank, and lose much more:
+    give `rope_theta`.
 
-    Give `rope_theta`, that of a model with plain RoPE: keys are then factored before their rotation, as in the paper.
-    Rotated keys are not of low rank, and lose much more. For other kinds of RoPE see `LowRank(rope=...)`.
+    Args:
+      budget: tokens that a step reads in a layer and KV head, all zones included.
+      rank: coefficients of a token's keys, for all heads together.
+      page: tokens of a page.
+      outliers: pages whose keys stray farthest from their landmark: exact, on the device, read by every step.
+      rope_theta: that of a model with plain RoPE: keys are factored before their rotation, as in the paper. For other
+        kinds of RoPE see `LowRank(rope=...)`.
+      learn: first tokens, from which the basis is learnt; also the tokens that are factored together.
+      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not.
+      sink: first tokens of a row, always attended.
+      local: newest tokens of a row, always attended.
+      host: values lie in host memory; False: on the device.
+      dense_layers: first layers of the model that attend to everything.
 
     **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465): rank 160, pages of 8, 48 outliers. **Differs:** see
     `LowRank`: the basis is learnt from the first `learn` tokens, not from the whole prompt, and tokens are factored
@@ -589,9 +701,18 @@ def exact(
 ) -> PerLayer:
     """The oracle: every token is kept, and a step attends to the `budget` whose true scores are best.
 
-    The ceiling of `fier` and of every other selector, with the settings of `fier`: the first `dense_layers` layers
-    attend to everything, and only the new token is attended in any case. It stores the keys twice and reads all
-    of them, so it saves nothing; see `Exact` for what `group_reduce` makes of it.
+    The ceiling of `fier` and of every other selector, with the settings of `fier`. It stores the keys twice and reads
+    all of them, so it saves nothing; see `Exact` for what `group_reduce` makes of it.
+
+    Args:
+      budget: tokens that a step reads in a layer and KV head, all zones included.
+      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not.
+      sink: first tokens of a row, always attended.
+      local: newest tokens of a row, always attended.
+      chunk: tokens that are indexed together; at most so many are pending.
+      dense_layers: first layers of the model that attend to everything.
+      share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
+      anchors: numbers of the layers that select, in place of `share`.
     """
     require_int("exact(dense_layers=...)", dense_layers, at_least=0)
     require_int("exact(budget=...)", budget, at_least=1)
@@ -611,8 +732,12 @@ def streaming_llm(
 ) -> PerLayer:
     """StreamingLLM: the first `sink` tokens and the newest are kept and attended, `budget` in all.
 
-    With `rope_theta`, that of a model with plain RoPE, positions are numbered within the cache, as in the paper; for
-    other kinds of RoPE see `Sliding(rope=...)`.
+    Args:
+      budget: tokens that a layer and KV head keeps; a step attends to all of them.
+      sink: first tokens of a row, never evicted.
+      rope_theta: that of a model with plain RoPE: positions are numbered within the cache, as in the paper. For other
+        kinds of RoPE see `Sliding(rope=...)`. None: keys keep the positions with which they came.
+      dense_layers: first layers of the model that attend to everything.
 
     **Source:** StreamingLLM (Xiao et al. 2023), section 3.2. **Differs:** without `rope_theta` keys keep the positions
     with which they came.
@@ -623,6 +748,10 @@ def streaming_llm(
 def logevict(budget: int = 126, *, dense_layers: int = 0) -> PerLayer:
     """LogQuant without its quantised tokens: `budget` tokens are held, the sparser the older, and the rest is evicted.
 
+    Args:
+      budget: tokens that a layer and KV head keeps; a step attends to all of them.
+      dense_layers: first layers of the model that attend to everything.
+
     **Source:** LogQuant (2025), Algorithm 1, the variant that evicts, which it compares with. **Differs:** see
     `LogSpaced`: tokens are evicted one at a time.
     """
@@ -632,6 +761,11 @@ def logevict(budget: int = 126, *, dense_layers: int = 0) -> PerLayer:
 def h2o(budget: int = 1024, *, recent: float = 0.5, dense_layers: int = 0) -> PerLayer:
     """H2O: the newest tokens, a share of `recent` of the budget, and the others by the attention they have gathered.
 
+    Args:
+      budget: tokens that a layer and KV head keeps; a step attends to all of them.
+      recent: share of the budget that the newest tokens take.
+      dense_layers: first layers of the model that attend to everything.
+
     **Source:** H2O (Zhang et al. 2023), Algorithm 1. **Differs:** see `HeavyHitter`: a GQA group shares a selection;
     the budget counts the new token; see `Evicting` for prompts in several chunks.
     """
@@ -640,6 +774,10 @@ def h2o(budget: int = 1024, *, recent: float = 0.5, dense_layers: int = 0) -> Pe
 
 def tova(budget: int = 1024, *, dense_layers: int = 0) -> PerLayer:
     """TOVA: the token to which the newest query attends least is dropped, in all heads of a layer the same.
+
+    Args:
+      budget: tokens that a layer and KV head keeps; a step attends to all of them.
+      dense_layers: first layers of the model that attend to everything.
 
     **Source:** TOVA (Oren et al. 2024). **Differs:** see `LastQuery`: a prompt is cut down once, by its last query; the
     budget counts the new token; see `Evicting` for prompts in several chunks.
@@ -657,10 +795,15 @@ def snapkv(
 ) -> PerLayer:
     """SnapKV: of a prompt, the last `window` tokens and those to which their queries attend most, `budget` in all.
 
-    A token's vote is the largest (pooling="max") or the mean ("mean") of the `kernel_size` votes around it.
+    Args:
+      budget: tokens that a layer and KV head keeps; a step attends to all of them.
+      window: last tokens of the prompt, kept themselves; their queries vote for the others.
+      kernel_size: neighbouring votes that are pooled into a token's.
+      pooling: "max" or "mean" of those votes.
+      dense_layers: first layers of the model that attend to everything.
 
-    **Source:** SnapKV (Li et al. 2024), section 4. **Differs:** see `Observation`: a GQA group shares a selection,
-    and generated tokens take slots of the budget; see `Evicting` for prompts in several chunks.
+    **Source:** SnapKV (Li et al. 2024), section 4. **Differs:** see `Observation`: a GQA group shares a selection, and
+    generated tokens take slots of the budget; see `Evicting` for prompts in several chunks.
     """
     evictor = Observation(window=window, kernel_size=kernel_size, pooling=pooling)
     return _evicting("snapkv", evictor, budget, dense_layers)
@@ -668,6 +811,11 @@ def snapkv(
 
 def raas(budget: int = 1024, *, threshold: float = 1e-4, dense_layers: int = 0) -> PerLayer:
     """RaaS: a prompt stays, and the generated token that has gone longest without attention is dropped.
+
+    Args:
+      budget: tokens that a layer and KV head keeps; a step attends to all of them.
+      threshold: share of the attention from which a token counts as attended.
+      dense_layers: first layers of the model that attend to everything.
 
     **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147). **Differs:** see `LastUse`: tokens, not pages of 16, by exact
     weights, and the budget counts the prompt.
@@ -680,8 +828,15 @@ def pyramidkv(
 ) -> PerLayer:
     """PyramidKV: SnapKV with a budget that falls linearly from the first layer to the last, `budget` on average.
 
-    Beside `window` tokens in every layer, the last of `layers` layers has 1/beta of an equal share of the rest, and the
-    first has what makes the mean come out. Give the number of layers of your model.
+    Beside `window` tokens in every layer, the last layer has 1/beta of an equal share of the rest, and the first has
+    what makes the mean come out.
+
+    Args:
+      budget: tokens that a layer and KV head keeps; a step attends to all of them; the mean of all layers.
+      layers: layers of the model.
+      beta: how steeply budgets fall from the first layer to the last; at least 1.
+      window: last tokens of the prompt, kept themselves; their queries vote for the others.
+      kernel_size: neighbouring votes that are pooled into a token's.
 
     **Source:** PyramidKV (Cai et al. 2024, arXiv 2406.02069): beta 20. **Differs:** as `snapkv`; budgets are rounded to
     whole tokens, so the mean may differ from `budget` by less than one.
@@ -714,8 +869,16 @@ def adakv(
 ) -> PerLayer:
     """AdaKV: SnapKV with one budget for all KV heads of a layer, `budget` a head on average.
 
-    All tokens of a prompt compete in all heads for the slots of the layer, so heads that attend widely keep more. A
-    head keeps at least `floor` of `budget`, and at most `ceiling` times as many tokens, for which it has room.
+    All tokens of a prompt compete in all heads for the slots of the layer, so heads that attend widely keep more.
+
+    Args:
+      budget: tokens that a layer and KV head keeps; a step attends to all of them; the mean of a layer's heads.
+      floor: share of the budget that a KV head keeps at least.
+      ceiling: multiple of the budget that a KV head keeps at most, and has room for.
+      window: last tokens of the prompt, kept themselves; their queries vote for the others.
+      kernel_size: neighbouring votes that are pooled into a token's.
+      pooling: "max" or "mean" of those votes.
+      dense_layers: first layers of the model that attend to everything.
 
     **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550): floor 0.2, over SnapKV. **Differs:** see `HeadBudgets` and
     `Observation`.
@@ -739,9 +902,17 @@ def mikv(
 ) -> PerLayer:
     """MiKV: everything is attended; the `budget` tokens that matter are exact, and all others have `bits` bits.
 
-    A share of `recent` of the budget are the newest tokens, and the rest those that have gathered most attention, as in
-    `h2o`. Tokens that it would evict are stored in few bits: keys by channel in groups of `group` tokens, values by
-    token in groups of `group` channels, `chunk` tokens at a time.
+    The budget's other tokens are those that have gathered most attention, as in `h2o`. Tokens that it would evict are
+    stored in few bits: keys by channel, values by token.
+
+    Args:
+      budget: tokens that a layer and KV head keeps exactly.
+      bits: bits of a key's number.
+      value_bits: bits of a value's number; None: those of keys.
+      group: tokens of a key's channel, and channels of a value, that share a scale and a zero.
+      chunk: tokens that are quantised together.
+      recent: share of the budget that the newest tokens take.
+      dense_layers: first layers of the model that attend to everything.
 
     **Source:** MiKV (Yang et al. 2024, arXiv 2402.18096). **Differs:** see `Mixed`: keys are quantised by channel in
     place of the paper's channel balancer.
@@ -756,9 +927,13 @@ def mikv(
 def razorattention(budget: int = 4096, *, sink: int = 4, heads: str | Heads | None = None) -> PerLayer:
     """RazorAttention: retrieval heads keep everything; others keep `budget` tokens and the mean of the rest.
 
-    `heads` are the retrieval heads, or a file of them: `kvjax.evaluate.heads.retrieval_heads` finds them for a model
-    by the paper's rule, and `save` writes them. Without it no head keeps everything. Other heads keep the `sink` first
-    tokens, the newest ones, and a compensation token.
+    Other heads keep the `sink` first tokens, the newest ones, and a compensation token.
+
+    Args:
+      budget: tokens that other heads keep.
+      sink: first tokens of a row that other heads keep.
+      heads: the retrieval heads, or a file of them: `kvjax.evaluate.heads.retrieval_heads` finds them for a model by
+        the paper's rule, and `save` writes them. None: no head keeps everything.
 
     **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891). **Differs:** see `Compensated` and
     `kvjax.evaluate.heads.retrieval_heads`. The paper's window grows with the prompt, to a fifth; here it is `budget`.
@@ -769,7 +944,10 @@ def razorattention(budget: int = 4096, *, sink: int = 4, heads: str | Heads | No
 def duoattention(budget: int = 256, *, sink: int = 64, heads: str | Heads | None = None) -> PerLayer:
     """DuoAttention: retrieval heads keep everything; others keep the first `sink` tokens and the newest.
 
-    `heads` are the retrieval heads, or a file of them, as in `razorattention`. Without it all heads keep `budget`.
+    Args:
+      budget: tokens that other heads keep.
+      sink: first tokens of a row that other heads keep.
+      heads: the retrieval heads, or a file of them, as in `razorattention`. None: all heads keep `budget`.
 
     **Source:** DuoAttention (Xiao et al. 2024, arXiv 2410.10819). **Differs:** the paper learns which heads retrieve,
     by training gates on synthetic texts; here the heads are given, or found by the rule of RazorAttention.
