@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.custom_derivatives import SymbolicZero
 
 from kvjax.arrays import Bool, Float, Int32, Shaped
+from kvjax.derivatives import with_derivative
 from kvjax.memory import vary_with
 
 
@@ -217,51 +217,6 @@ def merge_blocks(
         return lax.scan(step, vary_with(empty_part(shape), operands), jnp.arange(blocks, dtype=jnp.int32))[0]
 
     return with_derivative(run, differentiable)(*operands)
-
-
-def with_derivative(run: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, a kernel or a loop whose bounds are data, with the derivative of the reference: it has none of its own.
-
-    The reference is differentiated by those arrays alone of which a derivative is asked for, and only what depends on
-    them gets one. A cache in host memory, of which there is none, then gets no tangents of zeros, and may go through
-    what cannot be differentiated.
-    """
-    f = jax.custom_jvp(run)
-
-    def rule(primals: Any, tangents: Any) -> Any:
-        leaves, tree = jax.tree.flatten(primals)
-        along = {i: t for i, t in enumerate(jax.tree.leaves(tangents)) if not isinstance(t, SymbolicZero)}
-        varies: list[bool] = []  # by array of the result; empty if none does
-
-        def of_varied(varied: dict[int, Array]) -> Any:
-            out = reference(*jax.tree.unflatten(tree, [varied.get(i, leaf) for i, leaf in enumerate(leaves)]))
-            flat, kind = jax.tree.flatten(out)
-            return jax.tree.unflatten(kind, _noting_which_vary(varies)(*flat))
-
-        out = f(*primals)
-        own = jax.tree.leaves(jax.jvp(of_varied, ({i: leaves[i] for i in along},), (along,))[1])
-        flat, kind = jax.tree.flatten(out)
-        nothing = [SymbolicZero(jax.typeof(a).to_tangent_aval()) for a in flat]
-        own = [own[i] if i < len(varies) and varies[i] else none for i, none in enumerate(nothing)]
-        return out, jax.tree.unflatten(kind, own)
-
-    f.defjvp(rule, symbolic_zeros=True)
-    return f
-
-
-def _noting_which_vary(varies: list[bool]) -> Callable[..., tuple[Any, ...]]:
-    """The identity; where it is differentiated, `varies` gets for each array whether it has a tangent."""
-
-    @jax.custom_jvp
-    def same(*arrays: Any) -> tuple[Any, ...]:
-        return arrays
-
-    def rule(primals: Any, tangents: Any) -> Any:
-        varies[:] = [not isinstance(t, SymbolicZero) for t in tangents]
-        return primals, tangents
-
-    same.defjvp(rule, symbolic_zeros=True)
-    return same
 
 
 def group_queries(q: Shaped[Array, "B N D"], kv_heads: int) -> Shaped[Array, "B K G D"]:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.derivatives import with_derivative
 from kvjax.memory import vary_with
 from kvjax.partial import (
     PartialAttention,
@@ -29,7 +30,6 @@ from kvjax.partial import (
     keep_valid,
     merge,
     merge_blocks,
-    with_derivative,
 )
 
 Axis: TypeAlias = str | tuple[str, ...]  # of a mesh

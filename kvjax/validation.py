@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.custom_derivatives import SymbolicZero
 
 LEAST_LIKENESS = 0.6  # of a name that "did you mean" offers: 2 * equal letters / all letters
 
@@ -65,31 +64,6 @@ def check_alive(where: str, cache: Any) -> None:
                 f"{where} got a cache whose arrays are gone: an earlier call took them over (donated them) and "
                 "returned a new cache; use the cache that it returned, or copy it before: jax.tree.map(jnp.copy, cache)"
             )
-
-
-def refuse_derivative(why: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """`arrays` unchanged, but NotImplementedError with `why` where a derivative by any of them is asked for.
-
-    Where a derivative would else be zero in silence, as that of rounded keys. Costs nothing in a compiled program.
-
-    >>> import jax.numpy as jnp
-    >>> jax.grad(lambda x: refuse_derivative("codes have no derivative", x)[0])(jnp.float32(1))  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-        ...
-    NotImplementedError: codes have no derivative...
-    """
-
-    @jax.custom_jvp
-    def same(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return arrays
-
-    def rule(primals: Any, tangents: Any) -> Any:
-        if any(not isinstance(t, SymbolicZero) for t in tangents):
-            raise NotImplementedError(why)
-        return primals, tangents
-
-    same.defjvp(rule, symbolic_zeros=True)
-    return same(*arrays)
 
 
 def check_flags(verb: str, **flags: Any) -> None:

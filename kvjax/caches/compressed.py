@@ -12,11 +12,11 @@ from kvjax import ops
 from kvjax.caches.policy import Info, attend_in_turn, heads_as_steps, step_lengths, steps_as_heads
 from kvjax.caches.zones import Visible, Zoned, ZonedState
 from kvjax.demotion import Demotion, Fifo
+from kvjax.derivatives import refuse_derivative
 from kvjax.partial import PartialAttention
 from kvjax.prompt import in_order
 from kvjax.spec import keep_int
 from kvjax.stores import FusedStore, Quantized, Store
-from kvjax.validation import refuse_derivative
 
 QUERIES = 8  # of a KV head, which kernels take at once
 

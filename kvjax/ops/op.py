@@ -20,9 +20,9 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args
 import jax
 from jax import Array, lax
 
+from kvjax.derivatives import with_derivative
 from kvjax.memory import varying_axes
 from kvjax.ops.partitioned import warn_if_partitioned
-from kvjax.partial import with_derivative
 
 Implementation = Literal["xla", "mosaic"]
 Derivative = Literal["reference", "zero", "none"]

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
+from kvjax.derivatives import refuse_derivative
 from kvjax.memory import has_host_memory, host_zeros, to_device
 from kvjax.ops.host import read_pages
 from kvjax.partial import PartialAttention, Span
@@ -18,7 +19,6 @@ from kvjax.prompt import attend_blocks
 from kvjax.selection import PackedSelection, Selection
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.store import Held
-from kvjax.validation import refuse_derivative
 
 
 @register_dataclass

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax import ops
+from kvjax.derivatives import refuse_derivative
 from kvjax.layouts import channels_packed
 from kvjax.memory import host_zeros, to_device
 from kvjax.partial import PartialAttention, Span
@@ -22,7 +23,6 @@ from kvjax.selection import PackedSelection, Selection
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostBlock, HostOffload, split_parts
 from kvjax.stores.store import attend_slots_beside
-from kvjax.validation import refuse_derivative
 
 BITS = (2, 4, 8)
 

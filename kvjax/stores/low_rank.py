@@ -12,6 +12,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.blocks import write
+from kvjax.derivatives import refuse_derivative
 from kvjax.indexing import put_last
 from kvjax.partial import PartialAttention, attend_part
 from kvjax.prompt import attend_blocks
@@ -20,7 +21,7 @@ from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostOffload
 from kvjax.stores.store import Store
-from kvjax.validation import check_verbs, refuse_derivative
+from kvjax.validation import check_verbs
 
 EMPTY = 2.0  # above every cosine: a place that holds no page
 

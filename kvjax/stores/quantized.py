@@ -11,6 +11,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.blocks import write
+from kvjax.derivatives import refuse_derivative
 from kvjax.layouts import channels_packed
 from kvjax.partial import PartialAttention, Span
 from kvjax.prompt import attend_blocks
@@ -18,7 +19,6 @@ from kvjax.quant import QuantArray, dequantize, quantize, slice_tokens
 from kvjax.selection import PackedSelection, Selection
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.store import attend_slots_beside
-from kvjax.validation import refuse_derivative
 
 KeyAxis = Literal["channel", "token"]
 BITS = (2, 3, 4, 8)

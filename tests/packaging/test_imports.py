@@ -15,7 +15,19 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # A module imports lower floors only. A new module of kvjax needs a line here.
 FLOORS = {
     **dict.fromkeys(
-        ("arrays", "spec", "layouts", "memory", "validation", "settings", "budgets", "reductions", "indexing"), 0
+        (
+            "arrays",
+            "spec",
+            "layouts",
+            "memory",
+            "validation",
+            "settings",
+            "budgets",
+            "reductions",
+            "indexing",
+            "derivatives",
+        ),
+        0,
     ),
     **dict.fromkeys(("partial", "quant", "rotate", "selection", "blocks"), 1),
     **dict.fromkeys(("ops", "prompt", "context"), 2),
