@@ -119,8 +119,72 @@ class Retrieval(SelectedZones):
     def attend(
         self, st: ZonedState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, ZonedState, Info]:
+        """Scores and selects (`find`); gathers, attends and merges (`attend_selected`, which `Follower` shares)."""
         seen = self.visible(st, window)
-        return self.attend_selected(st, q, self.find(st, q, seen, scale=scale), seen, scale=scale)
+        selection = self.find(st, q, seen, scale=scale)
+        return self.attend_selected(st, q, selection, seen, scale=scale)
+
+    def find(
+        self,
+        st: ZonedState,
+        q: Array,
+        seen: Visible,
+        *,
+        scale: float,
+        in_order: int = 0,
+        scores: Array | None = None,
+        steps: int = 1,
+    ) -> Selection | PackedSelection:
+        """Scores the tokens beside sink and local window and selects the best for q [B, K, G, D], in whole units.
+
+        History and pending tokens compete. The last `in_order` units of the selection are those that rank lowest, in
+        order of rank; a `FusedSelector` promises at most one. `scores` are those of the history, if they are known. For
+        the q [B, K, T*G, D] of some `steps`, `seen` is that of each, and the selection is [B, K, T*H, M].
+        """
+        selector, unit, group_reduce = self.selector, self.selector.unit, self.selector.group_reduce
+        queries, candidates = reduce_queries(q, group_reduce, steps), self._candidates(st, seen, steps)
+        fused = self._fused(seen.first is None, in_order)
+        if scores is None and fused is not None:
+            if steps > 1 and isinstance(fused, MultiStepSelector):
+                return fused.select_steps(st.index, queries, candidates, scale=scale)
+            return fused.select(st.index, queries, candidates, scale=scale)
+        if seen.window is not None and isinstance(selector, WindowedSelector):
+            scores = selector.score_visible(st.index, queries, candidates, window=seen.window, scale=scale)
+        elif scores is None:
+            scores = selector.score(st.index, queries, scale=scale)
+        scored = with_own_pending(selector, candidates, queries)
+        best = ops.select_top(scores, queries, scored, group_reduce, unit=unit, scale=scale)
+        return candidates.tokens(best, st.store.slots // unit, unit)
+
+    def _candidates(self, st: ZonedState, seen: Visible, steps: int) -> Candidates:
+        """The units of history and pending tokens that compete, and how many are selected."""
+        unit = self.selector.unit
+        # Pending tokens stand in the first slots of the recent block, before the local ones.
+        pending_slots = max(-(-(st.recent.slots - self.local) // unit), 1) * unit
+        room = self.room((st.store.slots + pending_slots) // unit)
+        limit: Array | int = self.selected // unit  # a number where it is one for all, as an array takes a kernel
+        dense = seen.length < self.dense_below if self.dense_below else None
+        if room != limit:
+            limit = jnp.where(seen.length < self.dense_below, room, limit)
+        start, recent_start = (0, 0) if seen.first is None else (seen.store, seen.recent.start)
+        return Candidates(
+            span=(start, st.store.count),
+            pending=(st.recent.k, recent_start, seen.recent.stop),
+            limit=limit,
+            room=room,
+            pending_slots=pending_slots,
+            local=self.local,
+            steps=steps,
+            window=seen.window,
+            dense=dense,
+        )
+
+    def _fused(self, all_visible: bool, in_order: int = 0) -> FusedSelector | None:
+        """The selector if it selects by itself what `find` asks for."""
+        selector = self.selector
+        if not isinstance(selector, FusedSelector) or in_order > selector.lowest_is_last:
+            return None
+        return selector if all_visible or selector.selects_in_window else None
 
     def decode(
         self, st: ZonedState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
@@ -170,66 +234,6 @@ class Retrieval(SelectedZones):
         T, B, K, G, D = queries.shape
         scores = self.selector.score(st.index, jnp.moveaxis(queries, 0, 2).reshape(B, K, T * G, D), scale=scale)
         return jnp.moveaxis(scores.reshape(B, K, T, G, -1), 2, 0)
-
-    def find(
-        self,
-        st: ZonedState,
-        q: Array,
-        seen: Visible,
-        *,
-        scale: float,
-        in_order: int = 0,
-        scores: Array | None = None,
-        steps: int = 1,
-    ) -> Selection | PackedSelection:
-        """Scores the tokens beside sink and local window and selects the best for q [B, K, G, D], in whole units.
-
-        History and pending tokens compete. The last `in_order` units of the selection are those that rank lowest, in
-        order of rank; a `FusedSelector` promises at most one. `scores` are those of the history, if they are known. For
-        the q [B, K, T*G, D] of some `steps`, `seen` is that of each, and the selection is [B, K, T*H, M].
-        """
-        unit, group_reduce, slots = self.selector.unit, self.selector.group_reduce, st.store.slots
-        queries = reduce_queries(q, group_reduce, steps)
-
-        # Pending tokens stand in the first slots of the recent block, before the local ones.
-        pending_slots = max(-(-(st.recent.slots - self.local) // unit), 1) * unit
-        room = self.room((slots + pending_slots) // unit)
-        limit: Array | int = self.selected // unit  # a number where it is one for all, as an array takes a kernel
-        dense = seen.length < self.dense_below if self.dense_below else None
-        if room != limit:
-            limit = jnp.where(seen.length < self.dense_below, room, limit)
-        selector, all_visible = self.selector, seen.first is None
-        starts = (0, 0) if all_visible else (seen.store, seen.recent.start)
-        candidates = Candidates(
-            span=(starts[0], st.store.count),
-            pending=(st.recent.k, starts[1], seen.recent.stop),
-            limit=limit,
-            room=room,
-            pending_slots=pending_slots,
-            local=self.local,
-            steps=steps,
-            window=seen.window,
-            dense=dense,
-        )
-        fused = self._fused(all_visible, in_order)
-        if scores is None and fused is not None:
-            if steps > 1 and isinstance(fused, MultiStepSelector):
-                return fused.select_steps(st.index, queries, candidates, scale=scale)
-            return fused.select(st.index, queries, candidates, scale=scale)
-        if seen.window is not None and isinstance(selector, WindowedSelector):
-            scores = selector.score_visible(st.index, queries, candidates, window=seen.window, scale=scale)
-        elif scores is None:
-            scores = selector.score(st.index, queries, scale=scale)
-        scored = with_own_pending(selector, candidates, queries)
-        best = ops.select_top(scores, queries, scored, group_reduce, unit=unit, scale=scale)
-        return candidates.tokens(best, slots // unit, unit)
-
-    def _fused(self, all_visible: bool, in_order: int = 0) -> FusedSelector | None:
-        """The selector if it selects by itself what `find` asks for."""
-        selector = self.selector
-        if not isinstance(selector, FusedSelector) or in_order > selector.lowest_is_last:
-            return None
-        return selector if all_visible or selector.selects_in_window else None
 
     def select(self, st: ZonedState, q: Array, *, scale: float | None = None, window: int | None = None) -> Selection:
         """Selects the slots that a step with q [B, K, G, D] reads beside sink and local window, sorted by score.
