@@ -490,7 +490,7 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
     if _layers(cache)[0].placement is not None:
         return _insert_on_parts(cache, prefix, row)
     if isinstance(row, Tracer):
-        return _insert_if_there(cache, prefix, row)
+        return _insert_if_in_range(cache, prefix, row)
     return _insert(cache, prefix, row)
 
 
@@ -832,7 +832,7 @@ def _insert(cache: C, prefix: C, row: int | Array) -> C:
     return jax.tree.map(place, cache, _as_spec_of(prefix, cache))
 
 
-def _insert_if_there(cache: Any, prefix: Any, row: Array) -> Any:
+def _insert_if_in_range(cache: Any, prefix: Any, row: Array) -> Any:
     there = (row >= 0) & (row < jax.tree.leaves(cache)[0].shape[0])
     return lax.cond(there, lambda cache: _insert(cache, prefix, row), lambda cache: cache, cache)
 
@@ -848,7 +848,7 @@ def _insert_on_parts(cache: Any, prefix: Any, row: Array) -> Any:
 
     def local(states: list[Any], prefix: list[Any], row: Array) -> list[Any]:
         rows = layers[0].spec.batch // placement.parts("batch")
-        return _insert_if_there(states, prefix, row - first_row(placement, rows))
+        return _insert_if_in_range(states, prefix, row - first_row(placement, rows))
 
     states, prefixes = ([layer.state for layer in them] for them in (layers, ones))
     row = jnp.asarray(row, jnp.int32)

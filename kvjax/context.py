@@ -50,7 +50,7 @@ class Stripes:
         rest = places % turn - self.device * self.tokens
         return places // turn * self.tokens + jnp.clip(rest, 0, self.tokens)
 
-    def most(self, run: int) -> int:
+    def max_tokens(self, run: int) -> int:
         """The most tokens that a device has of `run` adjacent ones."""
         turns, rest = divmod(run, self.tokens * self.parts)
         return turns * self.tokens + min(self.tokens, rest)

@@ -47,16 +47,16 @@ class Drafter(Protocol):
         ...
 
     @property
-    def most(self) -> int:
+    def max_tokens(self) -> int:
         """Tokens that a step drafts at most."""
         ...
 
     def propose(self, token: Array, active: Array, draw: Draw) -> tuple[Array, Array, Any]:
-        """Drafts i32[B, most] of what follows `token` i32[B], how many of them i32[B], and the drafter after it."""
+        """Drafts i32[B, max_tokens] of what follows `token` i32[B], their number i32[B], and the drafter after it."""
         ...
 
     def accept(self, tokens: Array, taken: Array) -> Any:
-        """The drafter after the first `taken` i32[B] of tokens i32[B, 1 + most], the token and its draft."""
+        """The drafter after the first `taken` i32[B] of tokens i32[B, 1 + max_tokens], the token and its draft."""
         ...
 
 
@@ -183,7 +183,7 @@ class _LookupDrafter:
     text: Array  # i32[B, L] prompt and what was written
     length: Array  # i32[B]
     ngram: int = dataclasses.field(metadata={"static": True})
-    most: int = dataclasses.field(metadata={"static": True})
+    max_tokens: int = dataclasses.field(metadata={"static": True})
 
     @property
     def state(self) -> Any:
@@ -205,8 +205,8 @@ class _LookupDrafter:
             same &= (jnp.roll(text, i, axis=1) == last) & (place >= i)
             found = jnp.max(jnp.where(same & (place < (n - 1)[:, None]), place, -1), axis=1)
             start = jnp.where(found >= 0, found + 1, start)
-        at = jnp.minimum(start[:, None] + jnp.arange(self.most)[None], L - 1)
-        count = jnp.where(start >= 0, jnp.minimum(n - start, self.most), 0)
+        at = jnp.minimum(start[:, None] + jnp.arange(self.max_tokens)[None], L - 1)
+        count = jnp.where(start >= 0, jnp.minimum(n - start, self.max_tokens), 0)
         return jnp.take_along_axis(text, jnp.maximum(at, 0), axis=1), count, self
 
     def accept(self, tokens: Array, taken: Array) -> _LookupDrafter:
@@ -220,7 +220,7 @@ class _ModelDrafter:
     model: Any
     cache: Cache
     length: Array  # i32[B] tokens that were accepted
-    most: int = dataclasses.field(metadata={"static": True})
+    max_tokens: int = dataclasses.field(metadata={"static": True})
 
     @property
     def state(self) -> Any:
@@ -240,10 +240,10 @@ class _ModelDrafter:
             return (cache, token), token
 
         # The last draft is fed too: if all are accepted, this cache holds what the model's does.
-        steps = jnp.arange(1, self.most + 2, dtype=jnp.int32)
+        steps = jnp.arange(1, self.max_tokens + 2, dtype=jnp.int32)
         (cache, _), drafted = lax.scan(feed, (self.cache, token), steps)
-        count = jnp.full_like(token, self.most)
-        return drafted[: self.most].T, count, dataclasses.replace(self, cache=cache)
+        count = jnp.full_like(token, self.max_tokens)
+        return drafted[: self.max_tokens].T, count, dataclasses.replace(self, cache=cache)
 
     def accept(self, tokens: Array, taken: Array) -> _ModelDrafter:
         length = self.length + taken

@@ -86,12 +86,12 @@ def test_heads_keep_what_the_oracle_allots_them(floor: float, most: float, keys:
 def test_short_prompts_leave_room_and_later_ones_divide_it() -> None:
     policy, tokens = presets.adakv(budget=BUDGET, window=WINDOW).rest, drive.random_tokens(SPEC)
     cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, np.array([5, 12]))
-    assert np.asarray(cache.state.held).tolist() == [[5] * 3, [12] * 3]
+    assert np.asarray(cache.state.head_counts).tolist() == [[5] * 3, [12] * 3]
     assert (np.asarray(cache.state.limit) == BUDGET).all()
     cache, _ = drive.fill(cache, tokens, np.array([12, 40]), held=np.array([5, 12]))
-    held = np.asarray(cache.state.held)
-    assert held.sum(axis=1).tolist() == [36, 36]
-    assert (held[0] == 12).all()
+    counts = np.asarray(cache.state.head_counts)
+    assert counts.sum(axis=1).tolist() == [36, 36]
+    assert (counts[0] == 12).all()
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_a_prompt_in_chunks_keeps_every_token_once() -> None:
     tokens, lengths = drive.random_tokens(SPEC), np.array([97, 30])
     cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
     st = cache.state
-    assert np.asarray(st.low.count + st.waiting.count + st.tokens.count).tolist() == lengths.tolist()
+    assert np.asarray(st.low.count + st.pending.count + st.tokens.count).tolist() == lengths.tolist()
     for i in range(12):
         outs, cache, _ = drive.step(cache, tokens, lengths + i)
         for row, n in enumerate(lengths + i):

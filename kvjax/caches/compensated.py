@@ -18,9 +18,9 @@ from kvjax.spec import CacheSpec
 @register_dataclass
 @dataclass(frozen=True)
 class CompensatedState:
-    """The tokens that are held, and the sums of evicted ones."""
+    """The tokens that are kept, and the sums of evicted ones."""
 
-    held: EvictingState
+    kept: EvictingState
     sum_k: Array  # f32[B, K, D] of the keys of evicted tokens
     sum_v: Array  # f32[B, K, D] of their values
     next_k: Array  # dtype[B, K, D] key of the token that is evicted next, if all slots are full
@@ -29,17 +29,17 @@ class CompensatedState:
     @property
     def length(self) -> Array:
         """i32[B] tokens that have come."""
-        return self.held.length
+        return self.kept.length
 
     @property
     def overflow(self) -> Array:
         """bool[B]: false, for there is room for every token."""
-        return self.held.overflow
+        return self.kept.overflow
 
     @property
     def evicted(self) -> Array:
         """i32[B] tokens that the sums are of."""
-        return self.held.length - self.held.tokens.count
+        return self.kept.length - self.kept.tokens.count
 
     @property
     def compensation(self) -> tuple[Array, Array]:
@@ -78,29 +78,29 @@ class Compensated:
         return CompensatedState(self.window.init(spec), *sums, *tokens)
 
     def update(self, st: CompensatedState, k: Array, v: Array, active: Array) -> CompensatedState:
-        leaves = (active & (st.held.tokens.count == st.held.tokens.slots))[:, None, None]
+        leaves = (active & (st.kept.tokens.count == st.kept.tokens.slots))[:, None, None]
         sum_k = st.sum_k + jnp.where(leaves, st.next_k.astype(jnp.float32), 0.0)
         sum_v = st.sum_v + jnp.where(leaves, st.next_v.astype(jnp.float32), 0.0)
-        return self._state(self.window.update(st.held, k, v, active), sum_k, sum_v)
+        return self._state(self.window.update(st.kept, k, v, active), sum_k, sum_v)
 
-    def _state(self, held: EvictingState, sum_k: Array, sum_v: Array) -> CompensatedState:
+    def _state(self, kept: EvictingState, sum_k: Array, sum_v: Array) -> CompensatedState:
         """With the token that is evicted next. An update that read it from the slots that it then writes would make XLA
         copy them."""
-        oldest = jnp.argmax(held.position == self._first(held, held.length)[:, None, None], axis=-1)[:, :, None, None]
-        tokens = (jnp.take_along_axis(a, oldest, axis=2)[:, :, 0] for a in (held.tokens.k, held.tokens.v))
-        return CompensatedState(held, sum_k, sum_v, *tokens)
+        oldest = jnp.argmax(kept.position == self._first(kept, kept.length)[:, None, None], axis=-1)[:, :, None, None]
+        tokens = (jnp.take_along_axis(a, oldest, axis=2)[:, :, 0] for a in (kept.tokens.k, kept.tokens.v))
+        return CompensatedState(kept, sum_k, sum_v, *tokens)
 
     def prefill(self, st: CompensatedState, k: Array, v: Array, lengths: Array) -> CompensatedState:
-        held, T, sink = st.held, k.shape[2], self._sink
-        first, last = self._first(held, held.length), self._first(held, held.length + lengths)
+        kept, T, sink = st.kept, k.shape[2], self._sink
+        first, end = self._first(kept, kept.length), self._first(kept, kept.length + lengths)
 
         def leaves(position: Array) -> Array:
             """bool of positions i32[B, K, L]: evicted by this chunk."""
-            return (position >= sink) & (position >= first[:, None, None]) & (position < last[:, None, None])
+            return (position >= sink) & (position >= first[:, None, None]) & (position < end[:, None, None])
 
-        used = jnp.arange(held.tokens.slots)[None] < held.tokens.count[:, None]
-        coming = jnp.broadcast_to((held.length[:, None] + jnp.arange(T)[None])[:, None], (*k.shape[:2], T))
-        sources = ((leaves(held.position) & used[:, None], held.tokens.k, held.tokens.v), (leaves(coming), k, v))
+        used = jnp.arange(kept.tokens.slots)[None] < kept.tokens.count[:, None]
+        coming = jnp.broadcast_to((kept.length[:, None] + jnp.arange(T)[None])[:, None], (*k.shape[:2], T))
+        sources = ((leaves(kept.position) & used[:, None], kept.tokens.k, kept.tokens.v), (leaves(coming), k, v))
 
         def add(total: Array, which: int) -> Array:
             for mask, *tokens in sources:
@@ -108,17 +108,17 @@ class Compensated:
                 total = total + jnp.sum(kept, axis=2)
             return total
 
-        return self._state(self.window.prefill(held, k, v, lengths), add(st.sum_k, 0), add(st.sum_v, 1))
+        return self._state(self.window.prefill(kept, k, v, lengths), add(st.sum_k, 0), add(st.sum_v, 1))
 
     def attend(
         self, st: CompensatedState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, CompensatedState, Info]:
         self._check_window(window)
-        held = st.held
-        used = (jnp.arange(held.tokens.slots)[None] < held.tokens.count[:, None])[:, None, None]
-        part = attend_part(q, held.tokens.k, held.tokens.v, used, scale=scale)
+        kept = st.kept
+        used = (jnp.arange(kept.tokens.slots)[None] < kept.tokens.count[:, None])[:, None, None]
+        part = attend_part(q, kept.tokens.k, kept.tokens.v, used, scale=scale)
         out = merge(part, self._compensate(st, q, scale)).out
-        attended = jnp.broadcast_to(held.tokens.count.astype(jnp.float32)[:, None], q.shape[:2])
+        attended = jnp.broadcast_to(kept.tokens.count.astype(jnp.float32)[:, None], q.shape[:2])
         return out.astype(q.dtype), st, Info(attended, None)
 
     def attend_stored(
@@ -126,7 +126,7 @@ class Compensated:
     ) -> PartialAttention:
         self._check_window(window)
         B, K, G, T, D = q.shape
-        stored = self.window.attend_stored(st.held, q, scale=scale)
+        stored = self.window.attend_stored(st.kept, q, scale=scale)
         return merge(stored, self._compensate(st, q.reshape(B, K, G * T, D), scale))
 
     def full_rows(self, st: CompensatedState) -> None:
@@ -143,9 +143,9 @@ class Compensated:
     def _sink(self) -> int:
         return self.window.evictor.sink  # type: ignore[attr-defined]  # checked to be a Sliding
 
-    def _first(self, held: EvictingState, length: Array) -> Array:
+    def _first(self, kept: EvictingState, length: Array) -> Array:
         """i32[B]: the oldest position past the sink that is held of `length` tokens."""
-        return jnp.maximum(length - (held.tokens.slots - self._sink), self._sink)
+        return jnp.maximum(length - (kept.tokens.slots - self._sink), self._sink)
 
     def _compensate(self, st: CompensatedState, q: Array, scale: float) -> PartialAttention:
         """Attention of q [B, K, Q, D] over the mean of the evicted tokens; empty where none was."""

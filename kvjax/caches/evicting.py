@@ -116,7 +116,7 @@ class Evicting:
     def attend(
         self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, EvictingState, Info]:
-        visible = self._held(st) & (st.position >= lowest_visible(st.length - 1, window)[:, None, None])
+        visible = self._valid(st) & (st.position >= lowest_visible(st.length - 1, window)[:, None, None])
         if moved := self._renumbered:
             out = self._attend_moved(st, q[:, :, :, None], visible[:, :, None], moved, scale=scale).out
         elif window is None and st.evidence is None:
@@ -239,7 +239,7 @@ class Evicting:
         first = chunk_starts(st.length, q.shape[3], window)
         B, K, G, T, D = q.shape
         if moved := self._renumbered:
-            seen = jnp.broadcast_to(self._held(st)[:, :, None], (B, 1, T, st.tokens.slots))
+            seen = jnp.broadcast_to(self._valid(st)[:, :, None], (B, 1, T, st.tokens.slots))
             if first is not None:
                 seen = seen & (st.position[:, :, None] >= first[:, None, :, None])
             return self._attend_moved(st, q, jnp.tile(seen, (1, 1, G, 1)), moved, scale=scale)
@@ -283,20 +283,20 @@ class Evicting:
         evicted = self._to_evict(st, jnp.ones_like(st.position, bool))
         return jnp.where((st.tokens.count < slots)[:, None], st.tokens.count[:, None], evicted)
 
-    def _to_evict(self, st: EvictingState, held: Array) -> Array:
-        """i32[B, K]: the slot of the least worth, of equals the oldest, where `held` bool[B, K, S]."""
+    def _to_evict(self, st: EvictingState, valid: Array) -> Array:
+        """i32[B, K]: the slot of the least worth, of equals the oldest, where `valid` bool[B, K, S]."""
         worth = self.evictor.worth(st.evidence, st.position, st.length + 1, self._share(st.tokens.slots))
-        worth = jnp.where(held, worth, jnp.inf)
-        least = held & (worth == jnp.min(worth, axis=-1, keepdims=True))
+        worth = jnp.where(valid, worth, jnp.inf)
+        least = valid & (worth == jnp.min(worth, axis=-1, keepdims=True))
         return jnp.argmin(jnp.where(least, st.position, jnp.iinfo(jnp.int32).max), axis=-1).astype(jnp.int32)
 
     def _share(self, slots: int) -> int:
         """Slots of a head that the evictor reckons with."""
         return slots
 
-    def _best(self, worth: Array, there: Array, slots: int) -> Selection:
-        """The tokens to keep [B, K, slots] by worth f32[B, K, L], of those that are `there` bool[B, K, L]."""
-        return ops.top_k(worth, there, slots)
+    def _best(self, worth: Array, eligible: Array, slots: int) -> Selection:
+        """The tokens to keep [B, K, slots] by worth f32[B, K, L], of those `eligible` bool[B, K, L]."""
+        return ops.top_k(worth, eligible, slots)
 
     def _settled(
         self, st: EvictingState, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
@@ -306,13 +306,13 @@ class Evicting:
         anything."""
         return st
 
-    def _held(self, st: EvictingState) -> Array:
+    def _valid(self, st: EvictingState) -> Array:
         """bool[B, 1 or K, S]: slots that hold a token."""
         return (jnp.arange(st.tokens.slots)[None] < st.tokens.count[:, None])[:, None]
 
     def _positions(self, st: EvictingState) -> Array:
         """i32[B, K, S] positions of what is held, -1 in empty slots."""
-        return jnp.where(self._held(st), st.position, -1)
+        return jnp.where(self._valid(st), st.position, -1)
 
     @staticmethod
     def _coming(st: EvictingState, lengths: Array, T: int) -> Array:

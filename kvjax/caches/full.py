@@ -154,7 +154,7 @@ class StripedFull(Full):
     def prefill(self, st: FullState, k: Array, v: Array, lengths: Array) -> FullState:
         before, own = st.length, self._own(st)
         after = jnp.minimum(before + lengths, self._slots(st))
-        slots = own.count[:, None] + jnp.arange(self.stripes.most(k.shape[2]))[None]
+        slots = own.count[:, None] + jnp.arange(self.stripes.max_tokens(k.shape[2]))[None]
         source = self.stripes.place(slots) - before[:, None]
         own = put(own, take_rows(k, source), take_rows(v, source), self.stripes.owned(after) - own.count)
         return FullState(replace(own, count=after), st.overflow | (before + lengths > after))

@@ -24,7 +24,7 @@ ALL = 2**30  # a sliding window that hides nothing
 class HeadBudgetsState(EvictingState):
     """Heads hold different numbers of tokens, each in its first slots; `tokens.count` is the largest of them."""
 
-    held: Array  # i32[B, K] tokens of a head
+    head_counts: Array  # i32[B, K] tokens of a head
     limit: Array  # i32[B, K] tokens that a head may hold until the next prompt
 
 
@@ -79,7 +79,7 @@ class HeadBudgets(Evicting):
         heads = (spec.batch, spec.kv_heads)
         return HeadBudgetsState(
             **vars(st),
-            held=jnp.zeros(heads, jnp.int32),
+            head_counts=jnp.zeros(heads, jnp.int32),
             limit=jnp.full(heads, min(self.budget, spec.capacity), jnp.int32),
         )
 
@@ -87,9 +87,9 @@ class HeadBudgets(Evicting):
         assert isinstance(st, HeadBudgetsState)
         new = super().update(st, k, v, active)
         assert isinstance(new, HeadBudgetsState)
-        held = st.held + (active[:, None] & (st.held < st.limit)).astype(jnp.int32)
-        most = jnp.maximum(st.tokens.count, jnp.max(held, axis=1))  # of the old count, whose buffer it takes
-        return replace(new, held=held, tokens=replace(new.tokens, count=most))
+        counts = st.head_counts + (active[:, None] & (st.head_counts < st.limit)).astype(jnp.int32)
+        filled = jnp.maximum(st.tokens.count, jnp.max(counts, axis=1))  # of the old count, whose buffer it takes
+        return replace(new, head_counts=counts, tokens=replace(new.tokens, count=filled))
 
     def attend_stored(
         self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
@@ -101,18 +101,18 @@ class HeadBudgets(Evicting):
     def _share(self, slots: int) -> int:
         return min(self.budget, slots)
 
-    def _held(self, st: EvictingState) -> Array:
+    def _valid(self, st: EvictingState) -> Array:
         assert isinstance(st, HeadBudgetsState)
-        return jnp.arange(st.tokens.slots)[None, None] < st.held[..., None]
+        return jnp.arange(st.tokens.slots)[None, None] < st.head_counts[..., None]
 
     def _slot(self, st: EvictingState) -> Array:
         assert isinstance(st, HeadBudgetsState)
-        return jnp.where(st.held < st.limit, st.held, self._to_evict(st, self._held(st)))
+        return jnp.where(st.head_counts < st.limit, st.head_counts, self._to_evict(st, self._valid(st)))
 
-    def _best(self, worth: Array, there: Array, slots: int) -> Selection:
+    def _best(self, worth: Array, eligible: Array, slots: int) -> Selection:
         """The best tokens of all heads together, `slots` of a head at most."""
         (B, K, _), share = worth.shape, self._share(slots)
-        own = ops.top_k(worth, there, slots)  # by falling worth
+        own = ops.top_k(worth, eligible, slots)  # by falling worth
         worth = jnp.take_along_axis(worth, own.slots, axis=-1)
         certain = jnp.arange(slots) < min(self.head_bounds[0], share)
         worth = jnp.where(certain[None, None], jnp.inf, worth)
@@ -127,7 +127,7 @@ class HeadBudgets(Evicting):
         self, st: EvictingState, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
     ) -> HeadBudgetsState:
         assert isinstance(st, HeadBudgetsState)
-        held, share = jnp.sum(valid, axis=-1, dtype=jnp.int32), self._share(st.tokens.slots)
-        limit = jnp.where((st.length <= share)[:, None], share, held)  # all of a short prompt is there
-        held, limit = (jnp.where(takes[:, None], *two) for two in ((held, st.held), (limit, st.limit)))
-        return replace(st, held=held, limit=limit, tokens=replace(st.tokens, count=jnp.max(held, axis=1)))
+        counts, share = jnp.sum(valid, axis=-1, dtype=jnp.int32), self._share(st.tokens.slots)
+        limit = jnp.where((st.length <= share)[:, None], share, counts)  # all of a short prompt is there
+        counts, limit = (jnp.where(takes[:, None], *two) for two in ((counts, st.head_counts), (limit, st.limit)))
+        return replace(st, head_counts=counts, limit=limit, tokens=replace(st.tokens, count=jnp.max(counts, axis=1)))

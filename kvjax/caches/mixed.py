@@ -28,7 +28,7 @@ class MixedState(EvictingState):
     """The important tokens, and where all others are."""
 
     low: Any  # the state of the store
-    waiting: Block  # [B, K, chunk, D] tokens that left the important ones, until they are a chunk
+    pending: Block  # [B, K, chunk, D] tokens that left the important ones, until they are a chunk
     next: Array  # i32[B, K] the slot whose token leaves next, if all are full
     next_k: Array  # dtype[B, K, 1, D] its key
     next_v: Array  # dtype[B, K, 1, D] its value
@@ -79,7 +79,7 @@ class Mixed(Evicting):
         return MixedState(
             **vars(st),
             low=self.store.init(spec, slots),
-            waiting=empty_block(spec, self.chunk),
+            pending=empty_block(spec, self.chunk),
             next=jnp.zeros((spec.batch, spec.kv_heads), jnp.int32),
             next_k=jnp.zeros(token, spec.dtype),
             next_v=jnp.zeros(token, spec.dtype),
@@ -89,29 +89,29 @@ class Mixed(Evicting):
     def update(self, st: EvictingState, k: Array, v: Array, active: Array) -> MixedState:
         assert isinstance(st, MixedState)
         leaves = active & (st.tokens.count == st.tokens.slots)
-        room = st.waiting.count < st.waiting.slots
+        room = st.pending.count < st.pending.slots
         new = super().update(st, k, v, active & (room | ~leaves))
         assert isinstance(new, MixedState)
-        waiting = put(st.waiting, st.next_k, st.next_v, (leaves & room).astype(jnp.int32))
-        return replace(new, waiting=waiting, dropped=st.dropped | (leaves & ~room))
+        pending = put(st.pending, st.next_k, st.next_v, (leaves & room).astype(jnp.int32))
+        return replace(new, pending=pending, dropped=st.dropped | (leaves & ~room))
 
     def attend(
         self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, EvictingState, Info]:
         assert isinstance(st, MixedState)
         self._check_window(window)
-        held = self._held(st)[:, :, None]
-        exact = attend_part(q, st.tokens.k, st.tokens.v, held, scale=scale)
-        waiting = (jnp.arange(self.chunk)[None] < st.waiting.count[:, None])[:, None, None]
+        exact_valid = self._valid(st)[:, :, None]
+        exact = attend_part(q, st.tokens.k, st.tokens.v, exact_valid, scale=scale)
+        pending = (jnp.arange(self.chunk)[None] < st.pending.count[:, None])[:, None, None]
         low = self.store.attend(st.low, q, jnp.zeros_like(st.length), scale=scale)
-        whole = merge(exact, attend_part(q, st.waiting.k, st.waiting.v, waiting, scale=scale), low)
+        whole = merge(exact, attend_part(q, st.pending.k, st.pending.v, pending, scale=scale), low)
         if st.evidence is not None and st.due is not None:
             logits = attention_logits(q, st.tokens.k, scale)
             lse = jnp.where(jnp.isneginf(whole.lse), 0.0, whole.lse)[..., None]
-            seen = self.evictor.see_step(st.evidence, jnp.where(held, jnp.exp(logits - lse), 0.0))
+            seen = self.evictor.see_step(st.evidence, jnp.where(exact_valid, jnp.exp(logits - lse), 0.0))
             evidence = jnp.where(st.due[:, None, None], seen, st.evidence)
             st = replace(st, evidence=evidence, due=jnp.zeros_like(st.due))
-        attended = st.tokens.count + st.waiting.count + st.low.count
+        attended = st.tokens.count + st.pending.count + st.low.count
         attended = jnp.broadcast_to(attended.astype(jnp.float32)[:, None], q.shape[:2])
         return whole.out.astype(q.dtype), self._with_next(st), Info(attended, None)
 
@@ -122,17 +122,17 @@ class Mixed(Evicting):
         self._check_window(window)
         exact = super().attend_stored(st, q, scale=scale)
         low = self.store.attend_chunk(st.low, q, None, scale=scale)
-        return merge(exact, low, attend_zone(q, st.waiting.k, st.waiting.v, None, st.waiting.count, scale=scale))
+        return merge(exact, low, attend_zone(q, st.pending.k, st.pending.v, None, st.pending.count, scale=scale))
 
     def full_rows(self, st: EvictingState) -> Array:  # type: ignore[override]  # others never need a flush
         assert isinstance(st, MixedState)
-        return (st.waiting.count == self.chunk) & (st.low.count + self.chunk <= st.low.slots)
+        return (st.pending.count == self.chunk) & (st.low.count + self.chunk <= st.low.slots)
 
     def flush(self, st: EvictingState) -> MixedState:
         assert isinstance(st, MixedState)
         count = jnp.where(self.full_rows(st), self.chunk, 0)
-        low = self.store.append(st.low, st.waiting.k, st.waiting.v, count)
-        return replace(st, low=low, waiting=replace(st.waiting, count=st.waiting.count - count))
+        low = self.store.append(st.low, st.pending.k, st.pending.v, count)
+        return replace(st, low=low, pending=replace(st.pending, count=st.pending.count - count))
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return self.store.bytes_per_token(spec)
@@ -144,16 +144,16 @@ class Mixed(Evicting):
     ) -> MixedState:
         """Stores what a prompt has made unimportant: whole chunks of it and of what waited, in order."""
         assert isinstance(st, MixedState)
-        slots, waited, W = st.tokens.slots, st.waiting.count, self.chunk
+        slots, pending_count, W = st.tokens.slots, st.pending.count, self.chunk
         total = jnp.maximum(st.length - slots, 0) - st.low.count  # that wait now, or leave
-        k, v = (jnp.concatenate([a, b], axis=2) for a, b in zip((st.waiting.k, st.waiting.v), leaving(), strict=True))
+        k, v = (jnp.concatenate([a, b], axis=2) for a, b in zip((st.pending.k, st.pending.v), leaving(), strict=True))
         room = (st.low.slots - st.low.count) // W
         chunks = jnp.minimum(total // W, room)
         most = min(k.shape[2] // W, st.low.slots // W)
 
         def line(place: Array) -> tuple[Array, Array]:
             """Tokens at places i32[B, X] of the line of waiting and leaving ones."""
-            source = jnp.where(place < waited[:, None], place, W + place - waited[:, None])
+            source = jnp.where(place < pending_count[:, None], place, W + place - pending_count[:, None])
             source = jnp.minimum(source, k.shape[2] - 1)[:, None, :, None]
             return jnp.take_along_axis(k, source, axis=2), jnp.take_along_axis(v, source, axis=2)
 
@@ -163,8 +163,8 @@ class Mixed(Evicting):
         left = total - chunks * W
         valid = (jnp.arange(W)[None] < left[:, None])[:, None]
         rest_k, rest_v = (keep_valid(a, valid) for a in line(chunks[:, None] * W + jnp.arange(W)[None]))
-        waiting = Block(rest_k, rest_v, jnp.minimum(left, W))
-        return self._with_next(replace(st, low=low, waiting=waiting, dropped=st.dropped | (left > W)))
+        pending = Block(rest_k, rest_v, jnp.minimum(left, W))
+        return self._with_next(replace(st, low=low, pending=pending, dropped=st.dropped | (left > W)))
 
     def _slot(self, st: EvictingState) -> Array:
         assert isinstance(st, MixedState)
@@ -173,7 +173,7 @@ class Mixed(Evicting):
     def _with_next(self, st: MixedState) -> MixedState:
         """With the token that leaves next. An update that read it from the slots that it then writes would make XLA
         copy them."""
-        slot = self._to_evict(st, jnp.broadcast_to(self._held(st), st.position.shape))
+        slot = self._to_evict(st, jnp.broadcast_to(self._valid(st), st.position.shape))
         k, v = (jnp.take_along_axis(a, slot[:, :, None, None], axis=2) for a in (st.tokens.k, st.tokens.v))
         return replace(st, next=slot, next_k=k, next_v=v)
 

@@ -30,9 +30,9 @@ class SelectedZones(Zoned):
         Slots of the selection below the store's are slots of the history; S + r is slot r of the recent block.
         """
         if isinstance(self.store, CachingStore):
-            store, (k, v, there) = self.store.load(st.store, selection)
+            store, (k, v, on_device) = self.store.load(st.store, selection)
             st = replace(st, store=store)
-            out = ops.attend_zones(q, k, v, there, seen.recent, seen.sink, self.local, scale=scale)
+            out = ops.attend_zones(q, k, v, on_device, seen.recent, seen.sink, self.local, scale=scale)
         elif isinstance(self.store, FusedSlotStore):
             out = self.store.attend_slots_with(st.store, q, selection, seen.recent, seen.sink, self.local, scale=scale)
         else:

@@ -31,7 +31,7 @@ from kvjax.context import Axis
 from kvjax.partial import PartialAttention
 from kvjax.selection import Selection, split_selection
 from kvjax.spec import CacheSpec, keep_int
-from kvjax.stores import CachingStore, Held, RecallingStore
+from kvjax.stores import CachingStore, Recalled, RecallingStore
 from kvjax.validation import finite_number
 
 
@@ -128,11 +128,11 @@ class Speculative:
         page, store = self.retrieval.selector.unit, self.retrieval.store
         if isinstance(store, RecallingStore):  # it reads a page of its own beside the selection
             page = min(page, getattr(store, "page", 1))
-        most = min(page, local, max(self.retrieval.selected, 1))
-        if self.reuse > most:
+        max_reuse = min(page, local, max(self.retrieval.selected, 1))
+        if self.reuse > max_reuse:
             raise ValueError(
                 f"Speculative(reuse={self.reuse}) keeps as many tokens beside a recall, and there is room for {page} "
-                f"from a local window of {local}; use at most {most}, or larger pages"
+                f"from a local window of {local}; use at most {max_reuse}, or larger pages"
             )
         if len(demote.staying(local)) < local - 1:
             raise ValueError(
@@ -177,31 +177,32 @@ class Speculative:
         # Which heads reuse. After a prompt slots are not what they were, and nothing is known.
         query = q.astype(jnp.float32)
         known = st.recalled_at + st.due.astype(jnp.int32) == zones.length
-        last = st.recall._replace(
+        previous = st.recall._replace(
             selection=Selection(st.recall.selection.slots, st.recall.selection.valid & known[:, None, None, None])
         )
         reused = (_similarity(query, st.query) >= self.tau) & (st.recalled_at + 1 == zones.length)[:, None]
-        now = ~reused & st.due[:, None]  # a row that makes no step recalls nothing
+        urgent = ~reused & st.due[:, None]  # a row that makes no step recalls nothing
         age = jnp.ones((1, 1), jnp.int32) if st.age is None else st.age + 1
-        anew = st.due if st.age is None else st.due[:, None] & (~reused | (age >= self.reuse))  # heads, or whole rows
+        # Heads, or whole rows.
+        renewed = st.due if st.age is None else st.due[:, None] & (~reused | (age >= self.reuse))
 
         # Recall for the heads that attend with it now, then the rest.
-        zones, new, rest = self._recall(zones, selection, last, anew, now)
+        zones, new, rest = self._recall(zones, selection, previous, renewed, urgent)
         by_head = reused[:, :, None, None]
         used = Selection(*(jnp.where(by_head, *two) for two in zip(st.recall.selection, selection, strict=True)))
         fresh = rest()
 
         # Attend to sink, local window and the recall: slots W ... 2W-1 are those of the new one, and then `recent`.
         place = jnp.arange(self.reuse)[None, None]  # of the tokens that have left the local window, the oldest first
-        edge = last.edge[:, None, None] & (place < age[..., None])
+        edge = previous.edge[:, None, None] & (place < age[..., None])
         position = zones.length[:, None, None] - age[..., None] - policy.local + place
         if seen.first is not None:
             edge &= position >= seen.first[:, None, None]
         used = self._keep_reused(zones, used, by_head, jnp.sum(edge, axis=2, dtype=jnp.int32), seen)
         with_edge = edge[:, :, None] & by_head
         read = _in_order(used.valid, with_edge)
-        read = read._replace(slots=read.slots + jnp.where(now, last.k.shape[2], 0)[..., None, None])
-        out = ops.attend_zones(q, last.k, last.v, read, seen.recent, seen.sink, policy.local, new, scale=scale)
+        read = read._replace(slots=read.slots + jnp.where(urgent, previous.k.shape[2], 0)[..., None, None])
+        out = ops.attend_zones(q, previous.k, previous.v, read, seen.recent, seen.sink, policy.local, new, scale=scale)
 
         def keep(old: Array, new: Array, of: Array = st.due) -> Array:
             return jnp.where(of.reshape(*of.shape, *(1,) * (new.ndim - of.ndim)), new, old)
@@ -209,33 +210,35 @@ class Speculative:
         after = SpeculativeState(
             zones=zones,
             recall=Recall(
-                Selection(*(keep(*two, anew) for two in zip(st.recall.selection, selection, strict=True))),
+                Selection(*(keep(*two, renewed) for two in zip(st.recall.selection, selection, strict=True))),
                 fresh.k,
                 fresh.v,
                 keep(st.recall.edge, fresh.edge),
             ),
-            query=keep(st.query, query, anew),
+            query=keep(st.query, query, renewed),
             recalled_at=keep(st.recalled_at, zones.length),
             due=jnp.zeros_like(st.due),
-            age=None if st.age is None else self._aged(st.age, age, st.due, anew, fresh.edge),
+            age=None if st.age is None else self._aged(st.age, age, st.due, renewed, fresh.edge),
         )
         return out, after, self._info(zones, seen, used, with_edge, position, ~reused)
 
-    def _aged(self, old: Array, now: Array, due: Array, anew: Array, edge: Array) -> Array:
+    def _aged(self, old: Array, age: Array, due: Array, renewed: Array, edge: Array) -> Array:
         """Steps since each head recalled; a recall of a row whose window is not full serves one step alone."""
         first = jnp.where(edge, 0, self.reuse - 1)[:, None]
-        return jnp.where(due[:, None], jnp.where(anew, first, now), old)
+        return jnp.where(due[:, None], jnp.where(renewed, first, age), old)
 
     def _dropped(self, zones: ZonedState) -> int:
         """Units of a recall that a step which reuses it may leave out: one, for the edge, or more once a row has
         outgrown `dense_below`."""
         policy = self.retrieval
         unit = policy.selector.unit
-        wide = -(-(zones.recent.slots - policy.local) // unit)
-        return 1 if policy.room(zones.store.slots // unit + wide) * unit <= policy.selected else zones.store.slots
+        pending_units = -(-(zones.recent.slots - policy.local) // unit)
+        return (
+            1 if policy.room(zones.store.slots // unit + pending_units) * unit <= policy.selected else zones.store.slots
+        )
 
     def _recall(
-        self, st: ZonedState, selection: Selection, last: Recall, rows: Array, now: Array
+        self, st: ZonedState, selection: Selection, previous: Recall, rows: Array, urgent: Array
     ) -> tuple[ZonedState, tuple[Array, Array], Callable[[], Recall]]:
         """The zones; keys and values of the selection for heads `now` bool[B, K], anything for others; and a function
         that recalls for all `rows`, bool[B] or heads bool[B, K], and keeps the keys and values of others."""
@@ -243,8 +246,8 @@ class Speculative:
         B, K, H, M = selection.slots.shape
         recent, oldest = (st.recent.k, st.recent.v), st.recent.count - policy.local
         if isinstance(policy.store, RecallingStore):
-            held, edge = Held(self._flat(last.selection), last.k, last.v), jnp.maximum(oldest, -1)
-            used, rest = policy.store.recall(st.store, selection, recent, edge, held, rows, now)
+            recalled, edge = Recalled(self._flat(previous.selection), previous.k, previous.v), jnp.maximum(oldest, -1)
+            used, rest = policy.store.recall(st.store, selection, recent, edge, recalled, rows, urgent)
             return st, used, lambda: Recall(selection, *rest(), oldest >= 0)
 
         stored, pending = split_selection(self._flat(selection), st.store.slots)
@@ -267,9 +270,9 @@ class Speculative:
             history = policy.store.gather(st.store, stored)
         found = history, ops.gather_slots(*recent, pending), recent
         # Copies of a cache may be of another dtype than what a store of codes gives.
-        k, v = (whole(*zones).astype(last.k.dtype) for zones in zip(*found, strict=True))
-        chosen = rows.reshape(*rows.shape, *(1,) * (4 - rows.ndim))
-        kept_k, kept_v = (jnp.where(chosen, *two) for two in ((k, last.k), (v, last.v)))
+        k, v = (whole(*zones).astype(previous.k.dtype) for zones in zip(*found, strict=True))
+        of_rows = rows.reshape(*rows.shape, *(1,) * (4 - rows.ndim))
+        kept_k, kept_v = (jnp.where(of_rows, *two) for two in ((k, previous.k), (v, previous.v)))
         return st, (k, v), lambda: Recall(selection, kept_k, kept_v, oldest >= 0)
 
     def _flat(self, selection: Selection) -> Selection:
@@ -332,10 +335,10 @@ class Speculative:
             place[r] = slots + i
         to = jnp.asarray(place, jnp.int32)[None]
         to += jnp.where(to < slots, zones.store.count[:, None], 0)
-        held = st.recall.selection.slots
-        moved = jnp.take_along_axis(to[:, None, None], jnp.clip(held - slots, 0, to.shape[1] - 1), axis=-1)
-        held = jnp.where(full[:, None, None, None] & (held >= slots), moved, held)
-        recall = st.recall._replace(selection=st.recall.selection._replace(slots=held))
+        slots_read = st.recall.selection.slots
+        moved = jnp.take_along_axis(to[:, None, None], jnp.clip(slots_read - slots, 0, to.shape[1] - 1), axis=-1)
+        slots_read = jnp.where(full[:, None, None, None] & (slots_read >= slots), moved, slots_read)
+        recall = st.recall._replace(selection=st.recall.selection._replace(slots=slots_read))
         return replace(st, zones=policy.flush(zones), recall=recall)
 
     def grown(self, st: SpeculativeState, before: SpeculativeState) -> SpeculativeState:
@@ -369,11 +372,11 @@ class Speculative:
 def _in_order(valid: Array, edge: Array) -> Selection:
     """The valid slots of a recall, in the order of `valid` bool[B, K, H, M], and after them the edge, bool
     [B, K, 1, tokens]."""
-    (H, M), wide = valid.shape[2:], edge.shape[3]
+    (H, M), extra = valid.shape[2:], edge.shape[3]
     own = jnp.arange(H)[:, None] * M + jnp.arange(M)[None]
-    after = jnp.broadcast_to(H * M + jnp.arange(wide)[None], (H, wide))
+    after = jnp.broadcast_to(H * M + jnp.arange(extra)[None], (H, extra))
     slots = jnp.concatenate([own, after], axis=1, dtype=jnp.int32)
-    valid = jnp.concatenate([valid, jnp.broadcast_to(edge, (*valid.shape[:3], wide))], axis=3)
+    valid = jnp.concatenate([valid, jnp.broadcast_to(edge, (*valid.shape[:3], extra))], axis=3)
     return Selection(jnp.broadcast_to(slots[None, None], valid.shape), valid)
 
 

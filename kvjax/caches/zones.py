@@ -126,23 +126,25 @@ class Zoned:
 
         # The recent block and the new tokens make one line of tokens a row. Its front goes to the history, as updates
         # and flushes token by token would have sent it, and the rest is the new block.
-        held, total = st.recent.count, st.recent.count + lengths - to_sink
+        recent_count, total = st.recent.count, st.recent.count + lengths - to_sink
         room = (st.store.slots - st.store.count) // chunk
         stay = len(self.demote.staying(self.local))
         chunks = jnp.clip((total - stay) // chunk, 0, room)
-        most = max(min((slots + T - stay) // chunk, st.store.slots // chunk), 0)
+        max_chunks = max(min((slots + T - stay) // chunk, st.store.slots // chunk), 0)
 
         def line(place: Array) -> tuple[Array, Array]:
             """Keys and values of the tokens at places i32[B or 1, X] of the line."""
-            source = jnp.where(place < held[:, None], place, slots + place - held[:, None] + to_sink[:, None])
+            source = jnp.where(
+                place < recent_count[:, None], place, slots + place - recent_count[:, None] + to_sink[:, None]
+            )
             return (
                 take_rows(jnp.concatenate([st.recent.k, k], axis=2), source),
                 take_rows(jnp.concatenate([st.recent.v, v], axis=2), source),
             )
 
         moved = chunks * chunk
-        if most > 0:
-            st = self.append(st, *line(self._history(jnp.arange(most * chunk))[None]), moved)
+        if max_chunks > 0:
+            st = self.append(st, *line(self._history(jnp.arange(max_chunks * chunk))[None]), moved)
         rk, rv = line(self.demote.place(chunks[:, None], jnp.arange(slots)[None]))
         left = total - moved
         # Zeros past count, where padding of the prompt may have come along.
@@ -209,14 +211,14 @@ class Zoned:
             sink = replace(sink, count=jnp.minimum(lengths, sink.slots))
             rest = lengths - sink.count
         chunk, stay = self.demote.leave, len(self.demote.staying(self.local))
-        held = jnp.clip((rest - stay) // chunk, 0, st.store.count // chunk) * chunk
+        history_count = jnp.clip((rest - stay) // chunk, 0, st.store.count // chunk) * chunk
 
         # Slot r of the recent block has the token at place held + r, which now lies in the history or in the block.
-        place = held[:, None] + jnp.arange(st.recent.slots, dtype=jnp.int32)[None]
-        left = rest - held
-        valid = (place - held[:, None] < left[:, None])[:, None]
+        place = history_count[:, None] + jnp.arange(st.recent.slots, dtype=jnp.int32)[None]
+        left = rest - history_count
+        valid = (place - history_count[:, None] < left[:, None])[:, None]
         whole = -(-st.recent.slots // self.store.page) * self.store.page
-        slots = held[:, None] + jnp.arange(whole, dtype=jnp.int32)[None]
+        slots = history_count[:, None] + jnp.arange(whole, dtype=jnp.int32)[None]
         stored = slots < st.store.count[:, None]
         shape = (*st.recent.k.shape[:2], 1, whole)
         every = (jnp.where(stored, slots, 0), stored)
@@ -229,7 +231,7 @@ class Zoned:
 
         k, v = store.gather(st.store, found)
         recent = Block(moved(k, st.recent.k), moved(v, st.recent.v), left)
-        history, index = store.truncate(st.store, held), self.truncate_index(st.index, held)
+        history, index = store.truncate(st.store, history_count), self.truncate_index(st.index, history_count)
         return replace(st, sink=sink, store=history, index=index, recent=recent, overflow=st.overflow | outside)
 
     def truncate_index(self, ix: Any, count: Array) -> Any:

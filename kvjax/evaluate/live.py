@@ -245,8 +245,8 @@ def capture(
     return read(cache)
 
 
-def check_lengths(lengths: Sequence[int], steps: int, most: int | None) -> list[int]:
-    """`lengths` and `steps` as `capture` takes them, of a text or model of `most` tokens; None: of any number.
+def check_lengths(lengths: Sequence[int], steps: int, limit: int | None) -> list[int]:
+    """`lengths` and `steps` as `capture` takes them, of a text or model of `limit` tokens; None: of any number.
 
     Raises:
       ValueError: as `capture`.
@@ -260,9 +260,9 @@ def check_lengths(lengths: Sequence[int], steps: int, most: int | None) -> list[
             f"each of lengths={ends} must be steps={steps} or more above the one before, the first above 1; give fewer "
             "steps, or other lengths"
         )
-    if most is not None and ends[-1] > most:
+    if limit is not None and ends[-1] > limit:
         raise ValueError(
-            f"lengths={ends} reach beyond the {most} tokens that the text has or the model takes; give shorter ones"
+            f"lengths={ends} reach beyond the {limit} tokens that the text has or the model takes; give shorter ones"
         )
     return ends
 

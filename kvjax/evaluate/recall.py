@@ -184,7 +184,7 @@ def _run(
         seen = _Step(none, none, none, error.reshape(B, -1), info.attended, jnp.zeros_like(info.attended), 0, 0, 0.0)
         inner, state = _core(policy), cache.state.zones if isinstance(policy, Speculative) else cache.state
         if isinstance(inner, Retrieval):
-            seen = _chosen(inner, state, info, seen, logits, weights, visible, top)
+            seen = _selected(inner, state, info, seen, logits, weights, visible, top)
         elif isinstance(inner, Zoned):  # it reads all
             held = state.store.count
             fetched = jnp.broadcast_to(held.astype(jnp.float32)[:, None], info.attended.shape)
@@ -205,7 +205,7 @@ def exact_logits(
     return logits, ((slot <= position) & (slot >= lowest_visible(position, window)))[None, None, None]
 
 
-def _chosen(
+def _selected(
     policy: Retrieval,
     st: ZonedState,
     info: Info,

@@ -30,7 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 OPS: dict[str, Op[..., Any]] = {}
-_chosen = jax.make_user_context(None)  # an Implementation; jit's caches have it in their keys
+_implementation = jax.make_user_context(None)  # an Implementation; jit's caches have it in their keys
 _explained: ContextVar[list[Explanation] | None] = ContextVar("explained", default=None)
 
 
@@ -85,7 +85,7 @@ class Op(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         given = self._arguments(*args, **kwargs)
-        implementation = _require(given.pop("implementation")) or _chosen.value
+        implementation = _require(given.pop("implementation")) or _implementation.value
         kernel = self.module
         limit = _why_not(self._limit(kernel, **given)) or _why_not_in_shard_map(given)
         how = self._explain(kernel, limit, implementation)
@@ -195,7 +195,7 @@ def use(implementation: Implementation | None) -> Iterator[None]:
     As if each call had it as its argument; a call that names another keeps that. It is a part of the keys of jit's
     caches (`jax.make_user_context`): a jitted function is traced again where it differs.
     """
-    with _chosen(_require(implementation)):
+    with _implementation(_require(implementation)):
         yield
 
 
@@ -212,7 +212,7 @@ def _inside_reference(*, forced: bool, silent: bool) -> Iterator[None]:
     token = _explained.set(None) if silent else None
     try:
         if forced:
-            with _chosen("xla"):
+            with _implementation("xla"):
                 yield
         else:
             yield

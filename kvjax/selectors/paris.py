@@ -146,13 +146,13 @@ class Paris:
         counts = self._tally(ix.counts, new.signs, stored)
         return self._counted(Directions(*(write(a, b, at, count) for a, b in zip(ix.codes, new, strict=True))), counts)
 
-    def _tally(self, counts: Array, signs: Array, there: Array) -> Array:
-        """`counts` with the patterns of signs u8[B, K, T, D/8] of the tokens that are `there`, bool[B, T]."""
+    def _tally(self, counts: Array, signs: Array, stored: Array) -> Array:
+        """`counts` with the patterns of signs u8[B, K, T, D/8] of the tokens that are `stored`, bool[B, T]."""
         ids = patterns(signs, self.subspace)
         B, K, _, N = ids.shape
         first = (jnp.arange(K)[:, None] * N + jnp.arange(N)[None]) * 2**self.subspace
         place = first[None, :, None] + ids.astype(jnp.int32)
-        place = jnp.where(there[:, None, :, None], place, counts.shape[1]).reshape(B, -1)
+        place = jnp.where(stored[:, None, :, None], place, counts.shape[1]).reshape(B, -1)
         return counts.at[jnp.arange(B)[:, None], place].add(1, mode="drop")
 
     def _counted(self, codes: Directions, counts: Array) -> ParisIndex:
@@ -163,8 +163,8 @@ class Paris:
         return ParisIndex(codes, counts, _round_up(reach, 400), wanted)
 
     def truncate(self, ix: ParisIndex, count: Array) -> ParisIndex:
-        there = jnp.arange(ix.codes.signs.shape[2], dtype=jnp.int32)[None] < count[:, None]
-        return self._counted(ix.codes, self._tally(jnp.zeros_like(ix.counts), ix.codes.signs, there))
+        stored = jnp.arange(ix.codes.signs.shape[2], dtype=jnp.int32)[None] < count[:, None]
+        return self._counted(ix.codes, self._tally(jnp.zeros_like(ix.counts), ix.codes.signs, stored))
 
     def score(self, ix: ParisIndex, q: Array, *, scale: float) -> Array:
         votes = self._votes(ix, q)
@@ -221,9 +221,9 @@ class Paris:
         if means or self.seed is None:
             return ops.select_top(self.score(ix, q, scale=scale), q, among, self.group_reduce, scale=scale)
         votes = self._votes(ix, q)
-        most = max(self.room(votes.shape[3]), min(among.room, votes.shape[3]))
+        room = max(self.room(votes.shape[3]), min(among.room, votes.shape[3]))
         fill = among.limit, *among.pending[1:]
-        listed = ops.most_voted(votes, among.span[1], ix.candidates, most, complement=fill, local=among.local)
+        listed = ops.most_voted(votes, among.span[1], ix.candidates, room, complement=fill, local=among.local)
         return ops.select_4bit(q, ix.codes, listed, among, seed=self.seed, scale=scale)
 
     def select_steps(self, ix: ParisIndex, q: Array, among: Candidates, *, scale: float) -> PackedSelection:
@@ -284,7 +284,7 @@ class StripedParis(StripedSelector):
         paris, (B, _, S, _) = self.selector, ix.codes.signs.shape
         bounds = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in among.span)
         start, stop = (self.stripes.owned(x) for x in bounds)
-        slot = start[:, None] + jnp.arange(min(self.stripes.most(window), S), dtype=jnp.int32)[None]
+        slot = start[:, None] + jnp.arange(min(self.stripes.max_tokens(window), S), dtype=jnp.int32)[None]
         counts = paris._tally(jnp.zeros_like(ix.counts), take_rows(ix.codes.signs, slot), slot < stop[:, None])
         visible = paris._counted(ix.codes, lax.psum(counts, self.stripes.axis))
         return self.stripes.gather(self._score_seen(visible, q, start, stop, scale=scale), 1)

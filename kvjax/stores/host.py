@@ -18,7 +18,7 @@ from kvjax.partial import PartialAttention, Span
 from kvjax.prompt import attend_blocks
 from kvjax.selection import PackedSelection, Selection
 from kvjax.spec import CacheSpec, keep_int
-from kvjax.stores.store import Held
+from kvjax.stores.store import Recalled
 
 
 @register_dataclass
@@ -122,35 +122,35 @@ class HostOffload:
         selection: Selection,
         recent: tuple[Array, Array],
         edge: Array,
-        held: Held,
+        recalled: Recalled,
         rows: Array,
-        now: Array,
+        urgent: Array,
     ) -> tuple[tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
         """See `RecallingStore`. Reads beside what the device does meanwhile, if it may (`memory.CONCURRENT`)."""
-        before, *parts = held
-        index, there = self._pages(selection, st.slots), self._whole_pages(st, before)
+        before, *parts = recalled
+        index, known_pages = self._pages(selection, st.slots), self._whole_pages(st, before)
         edge = jnp.where(edge < 0, -1, st.kv.shape[2] + edge)
-        known = there, tuple(parts)
-        k, v = ready = ops.host_rows_first(st.kv, index, edge, now, known, recent)
+        on_device = known_pages, tuple(parts)
+        k, v = ready = ops.host_rows_first(st.kv, index, edge, urgent, on_device, recent)
 
         def rest() -> tuple[Array, Array]:
-            others = (rows[:, None] if rows.ndim == 1 else rows) & ~now
-            k, v = ops.host_rows_rest(st.kv, index, edge, others, known, recent, (now, ready))
+            others = (rows[:, None] if rows.ndim == 1 else rows) & ~urgent
+            k, v = ops.host_rows_rest(st.kv, index, edge, others, on_device, recent, (urgent, ready))
             return k, v
 
         return (k, v), rest
 
-    def _whole_pages(self, st: HostBlock, held: Selection) -> Array:
+    def _whole_pages(self, st: HostBlock, recalled: Selection) -> Array:
         """i32[B, K, pages] of what is held: those of which all tokens are, in order, and -1 for others.
 
         Not in order is what waited in another order, and was put to a page since.
         """
-        slots, valid = self._by_page(held)
+        slots, valid = self._by_page(recalled)
         first = slots[..., :1]
         whole = jnp.all(valid & (slots == first + jnp.arange(self.page)[None, None, None]), axis=3)
         first = first[..., 0]  # a slot is never negative, so `lax.div` is its page; `//` traces ten times as much
-        there = whole & (lax.rem(first, self.page) == 0) & (first < st.slots)
-        return jnp.where(there, lax.div(first, self.page), -1)
+        is_page = whole & (lax.rem(first, self.page) == 0) & (first < st.slots)
+        return jnp.where(is_page, lax.div(first, self.page), -1)
 
     def _by_page(self, selection: Selection) -> Selection:
         """A selection of whole pages, [B, K, pages, tokens of a page]."""
@@ -185,8 +185,8 @@ class HostOffload:
         stored = slots < st.slots
         k, v = self.gather(st, Selection(slots, selection.valid & stored))
         moved = jnp.arange(k.shape[2], dtype=jnp.int32).reshape(1, 1, *slots.shape[2:])
-        there = selection._replace(slots=jnp.where(stored, moved, k.shape[2] + slots - st.slots))
-        return ops.attend_zones(q, k, v, there, recent, sink, local, scale=scale)
+        on_device = selection._replace(slots=jnp.where(stored, moved, k.shape[2] + slots - st.slots))
+        return ops.attend_zones(q, k, v, on_device, recent, sink, local, scale=scale)
 
     attend_steps = attend_slots_with  # it takes any number of lists
 

@@ -132,8 +132,8 @@ class HotSet:
             k, v = self.store.place(st.history, (hot.k, hot.v), hot.page, hot.used, fresh)
         else:
             k, v = self._read(st.history, hot, fresh)
-        there = selection._replace(slots=slots)
-        return HotBlock(st.history, replace(hot, k=k, v=v)), Loaded(k, v, there)
+        on_device = selection._replace(slots=slots)
+        return HotBlock(st.history, replace(hot, k=k, v=v)), Loaded(k, v, on_device)
 
     def _place_tokens(self, st: HotBlock, selection: Selection | PackedSelection) -> tuple[Hot, Array, Array]:
         """The hot set with places for the selection, where each is, and the same as slots of a `Loaded`."""

@@ -181,24 +181,24 @@ class LowRank:
     def _keep(self, st: LowRankBlock, k: Array, v: Array, at: Array, count: Array) -> LowRankBlock:
         """With the pages of k, v [B, K, T, D] among the exact ones, whose cosines are smallest; of equals the first."""
         B, K, T, D = k.shape
-        Z, most, n = self.page, self.outliers, T // self.page
+        Z, limit, n = self.page, self.outliers, T // self.page
         new_pages = at[:, None] // Z + jnp.arange(n)[None]
         new = jnp.arange(n)[None] < (count // Z)[:, None]
         cosine = jnp.where(new[:, None], _straying(k, Z), EMPTY)
-        line = jnp.concatenate([st.cosine.reshape(B, K, most), cosine], axis=2)
-        order = jnp.argsort(line, axis=2, stable=True)[:, :, :most]  # held ones stand first: they came earlier
+        line = jnp.concatenate([st.cosine.reshape(B, K, limit), cosine], axis=2)
+        order = jnp.argsort(line, axis=2, stable=True)[:, :, :limit]  # resident ones stand first: they came earlier
         kept = jnp.take_along_axis(line, order, axis=2)
         pages = jnp.concatenate([self._pages(st), jnp.broadcast_to(new_pages[:, None], (B, K, n))], axis=2)
         pages = jnp.where(kept < EMPTY, jnp.take_along_axis(pages, order, axis=2), st.place.shape[2])
-        place = put_last(jnp.full_like(st.place, -1), pages, jnp.arange(most)[None, None])
+        place = put_last(jnp.full_like(st.place, -1), pages, jnp.arange(limit)[None, None])
 
-        def take(held: Array, x: Array) -> Array:
+        def take(resident: Array, x: Array) -> Array:
             both = jnp.concatenate(
-                [held.reshape(B, K, most, Z * D), x.reshape(B, K, n, Z * D).astype(held.dtype)],
+                [resident.reshape(B, K, limit, Z * D), x.reshape(B, K, n, Z * D).astype(resident.dtype)],
                 axis=2,
             )
             mine = jnp.take_along_axis(both, order[..., None], axis=2)
-            return jnp.where((kept < EMPTY)[..., None], mine, jnp.zeros((), held.dtype)).reshape(B, -1)
+            return jnp.where((kept < EMPTY)[..., None], mine, jnp.zeros((), resident.dtype)).reshape(B, -1)
 
         return replace(
             st,
@@ -272,10 +272,10 @@ class LowRank:
         exact = (place >= 0) & (place < self.outliers)
         at = jnp.where(exact, place * self.page + slots % self.page, 0)
 
-        def mend(x: Array, held: Array) -> Array:
-            held = held.reshape(B, K, self.outliers * self.page, -1)
-            own = jnp.take_along_axis(held, at[..., None], axis=2)
-            return jnp.where(exact[..., None], own, x.astype(held.dtype))
+        def mend(x: Array, resident: Array) -> Array:
+            resident = resident.reshape(B, K, self.outliers * self.page, -1)
+            own = jnp.take_along_axis(resident, at[..., None], axis=2)
+            return jnp.where(exact[..., None], own, x.astype(resident.dtype))
 
         return mend(k, st.exact_k), mend(v, st.exact_v)
 

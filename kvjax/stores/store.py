@@ -174,7 +174,7 @@ def require_truncatable(store: Store) -> TruncatableStore:
     return store
 
 
-class Held(NamedTuple):
+class Recalled(NamedTuple):
     """Tokens that were recalled before and are still on the device."""
 
     selection: Selection  # [B, K, 1, M]
@@ -196,16 +196,17 @@ class RecallingStore(Store, Protocol):
         selection: Selection,
         recent: tuple[Array, Array],
         edge: Array,
-        held: Held,
+        recalled: Recalled,
         rows: Array,
-        now: Array,
+        urgent: Array,
     ) -> tuple[tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
-        """Keys and values [B, K, M, D] of the selection for heads `now` bool[B, K], anything for others; and a function
-        that gives them for all heads of `rows` bool[B], or for heads bool[B, K], and for others what is held.
+        """Keys and values [B, K, M, D] of the selection for heads `urgent` bool[B, K], anything for others; and a
+        function that gives them for all heads of `rows` bool[B], or for heads bool[B, K], and for others those of
+        `recalled`.
 
         Slot S + r of the selection is slot r of `recent`, keys and values [B, K, R, D]. Slot `edge` i32[B] of it comes
-        after the selection, with those after it that make a page, nothing where it is negative; up to the M of `held`
-        then anything finite. Tokens that are held need not be read again.
+        after the selection, with those after it that make a page, nothing where it is negative; up to the M of
+        `recalled` then anything finite. Tokens of `recalled` need not be read again.
         """
         ...
 

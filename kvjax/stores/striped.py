@@ -22,18 +22,18 @@ class StripedState:
     """The part of a history that a device holds. It counts the tokens of the whole history, as its slots are the places
     of that."""
 
-    held: Any  # the state of the device's store, but with the count of the whole history
+    block: Any  # the state of the device's store, but with the count of the whole history
     parts: int = field(metadata={"static": True})
 
     @property
     def count(self) -> Array:
         """i32[B] tokens of the history, on all devices together."""
-        return self.held.count
+        return self.block.count
 
     @property
     def slots(self) -> int:
         """Slots of the history, on all devices together."""
-        return self.held.slots * self.parts
+        return self.block.slots * self.parts
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class StripedStore:
     def append(self, st: StripedState, k: Array, v: Array, count: Array) -> StripedState:
         """Whole turns come, so each device stores as many tokens."""
         parts = self.stripes.parts
-        held = self.store.append(self._own(st), self.stripes.own(k), self.stripes.own(v), count // parts)
-        return replace(st, held=replace(held, count=held.count * parts))
+        block = self.store.append(self._own(st), self.stripes.own(k), self.stripes.own(v), count // parts)
+        return replace(st, block=replace(block, count=block.count * parts))
 
     def attend(self, st: StripedState, q: Array, start: Array, *, scale: float) -> PartialAttention:
         part = self.store.attend(self._own(st), q, self.stripes.owned(start), scale=scale)
@@ -94,8 +94,8 @@ class StripedStore:
         return *self.store.gather(self._own(st), own), own.valid
 
     def truncate(self, st: StripedState, count: Array) -> StripedState:
-        held = require_truncatable(self.store).truncate(self._own(st), count // self.stripes.parts)
-        return replace(st, held=replace(held, count=held.count * self.stripes.parts))
+        block = require_truncatable(self.store).truncate(self._own(st), count // self.stripes.parts)
+        return replace(st, block=replace(block, count=block.count * self.stripes.parts))
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         return self.store.decoded(k, v)
@@ -105,7 +105,7 @@ class StripedStore:
 
     def _own(self, st: StripedState) -> Any:
         """The state of the device's store."""
-        return replace(st.held, count=st.count // self.stripes.parts)
+        return replace(st.block, count=st.count // self.stripes.parts)
 
     def _own_slots(self, selection: Selection) -> Selection:
         """The part of a selection that lies on this device, in its slots."""

@@ -108,7 +108,7 @@ def held_positions(cache: LayerCache) -> list[list[list[int]]]:
     """Positions of the tokens that each row and kv head of a policy that evicts holds, by slot."""
     st = core_state(cache.state)
     position = np.asarray(st.position)
-    counts = getattr(st, "held", None)  # by head, where heads hold different numbers
+    counts = getattr(st, "head_counts", None)  # by head, where heads hold different numbers
     counts = np.asarray(st.tokens.count)[:, None].repeat(position.shape[1], axis=1) if counts is None else counts
     return [
         [head[:count].tolist() for head, count in zip(row, heads, strict=True)]

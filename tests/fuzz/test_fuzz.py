@@ -81,8 +81,8 @@ class StoresOneTwice(kvjax.Mixed):
     """A Mixed whose flush stores one of the tokens that left in place of another."""
 
     def flush(self, st: Any) -> Any:
-        v = st.waiting.v
-        wrong = dataclasses.replace(st, waiting=dataclasses.replace(st.waiting, v=v.at[:, :, 2].set(v[:, :, 1])))
+        v = st.pending.v
+        wrong = dataclasses.replace(st, pending=dataclasses.replace(st.pending, v=v.at[:, :, 2].set(v[:, :, 1])))
         return super().flush(wrong)
 
 
