@@ -763,7 +763,7 @@ def _flush(cache: Any) -> Any:
 def _flush_layer(policy: Policy, state: Any) -> Any:
     """`policy.flush`, traced once for all layers of equal policies and shapes.
 
-    What a flush leaves alone comes back as the array that was given, not as a result of the shared trace.
+    An array that a flush leaves alone comes back as it was given, not as a result of the shared trace.
     """
     if not ops.shares_traces():
         return policy.flush(state)
