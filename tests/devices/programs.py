@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax import CacheSpec, Full, Paris, Placement, Retrieval, Sampled
+from kvjax import CacheSpec, Paris, Placement, Retrieval, Sampled
 
 COLLECTIVE = re.compile(r" = (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "uint8": "u8", "uint16": "u16", "uint32": "u32"}
@@ -62,6 +62,7 @@ def copies(program: str, cache: Any) -> list[str]:
 
 def history(cache: Any) -> list[Any]:
     """The arrays that have a slot for each token, or one for some."""
-    state = cache.state
-    zones = state.tokens if isinstance(cache.policy, Full) else (state.store, state.index)
+    state = getattr(cache.state, "zones", cache.state)  # those inside of FreeKV's
+    names = [name for name in ("tokens", "store", "index") if hasattr(state, name)]
+    zones = [getattr(state, name) for name in names] or state  # of an evicting cache all
     return [leaf for leaf in jax.tree.leaves(zones) if leaf.ndim > 2]
