@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 
@@ -167,7 +168,7 @@ class Candidates:
     def _inside(self, start: Array | int, stop: Array | int, units: int, unit: int = 1) -> Array:
         """bool[B, 1 or K*T, 1, units]: which units of `unit` slots have one from start to stop."""
         start, stop = self.of_groups(start), self.of_groups(stop)
-        slot = lax.mul(lax.broadcasted_iota(jnp.int32, (1, 1, 1, units), 3), unit)
+        slot = lax.mul(lax.broadcasted_iota(jnp.int32, (1, 1, 1, units), 3), np.int32(unit))
         inside = (slot > start - unit) & (slot < stop)
         if unit > 1:  # nor does an empty span that begins within a unit have one
             inside &= start < stop

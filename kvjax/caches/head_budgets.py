@@ -34,7 +34,7 @@ class HeadBudgets(Evicting):
 
     When a prompt exceeds the budget, all its tokens in all KV heads compete for the slots of the layer by their worth,
     and each head then has as many as it won. A head keeps its best `floor * budget` tokens in any case. In later steps
-    a head evicts its own tokens. Shapes are static: each head has room for `most * budget` tokens, and a step reads
+    a head evicts its own tokens. Shapes are static: each head has room for `ceiling * budget` tokens, and a step reads
     all of that room.
 
     **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550), Algorithm 1 over SnapKV's votes: floor 0.2. **Differs:** the

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.arrays import Float, Int32
+from kvjax.indexing import quotient
 from kvjax.layouts import unpack_codes
 from kvjax.ops.attend import attend_beside, flat_slots
 from kvjax.ops.op import Implementation, op
@@ -59,7 +60,7 @@ def attend_quantized(
         return part_of_logits(logits, mask[:, None], lambda weights: _mix(weights, vb, seen, D))
 
     def bounds(*operands: Any) -> tuple[int, Array]:
-        return 0, lax.div(jnp.max(operands[-1]) + (block - 1), block)
+        return 0, quotient(jnp.max(operands[-1]) + (block - 1), block)
 
     return merge_blocks(one, *operands, bounds=bounds, blocks=-(-slots // block), shape=q.shape)
 

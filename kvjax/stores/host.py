@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.derivatives import refuse_derivative
+from kvjax.indexing import quotient, remainder
 from kvjax.memory import has_host_memory, host_zeros, to_device
 from kvjax.ops.host import read_pages
 from kvjax.partial import PartialAttention, Span
@@ -148,9 +149,9 @@ class HostOffload:
         slots, valid = self._by_page(recalled)
         first = slots[..., :1]
         whole = jnp.all(valid & (slots == first + jnp.arange(self.page)[None, None, None]), axis=3)
-        first = first[..., 0]  # a slot is never negative, so `lax.div` is its page; `//` traces ten times as much
-        is_page = whole & (lax.rem(first, self.page) == 0) & (first < st.slots)
-        return jnp.where(is_page, lax.div(first, self.page), -1)
+        first = first[..., 0]
+        is_page = whole & (remainder(first, self.page) == 0) & (first < st.slots)
+        return jnp.where(is_page, quotient(first, self.page), -1)
 
     def _by_page(self, selection: Selection) -> Selection:
         """A selection of whole pages, [B, K, pages, tokens of a page]."""
@@ -162,7 +163,7 @@ class HostOffload:
         slots."""
         slots, valid = self._by_page(selection)
         first = slots[..., :1]
-        place = jnp.where(first < stored, lax.div(first, self.page), first + (stored // self.page - stored))
+        place = jnp.where(first < stored, quotient(first, self.page), first + (stored // self.page - stored))
         return jnp.max(jnp.where(valid, place, -1), axis=3)
 
     def attend_slots(self, st: HostBlock, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
