@@ -13,6 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("kernels", "steps", "prompts", "hosts", "methods", "devices", "checkpoint")
 INPUTS = ("checkpoint", "text", "code", "gsm8k")  # that a command may name in braces, beside {out}
+WARMED = ("decode_step.py", "decode_tokens.py", "shared.py", "host_steps.py", "compared.py", "prefill.py")
+WARMING = "--calls 2"
+BESIDE_OTHERS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a process takes no more of the GPU's memory than it needs
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,14 @@ class Cell:
             return " ".join(rest[:2] if rest[0] == "kvjax.cli" else rest[:1])
         return f"{first} {rest[0]}" if first == "host_rows.py" else first
 
-    def words(self, places: dict[str, str], smoke: bool) -> list[str]:
-        """The command's arguments, with `places` for the names in braces."""
-        words = shlex.split(f"{self.command} {self.smoke}" if smoke else self.command)
+    @property
+    def warms(self) -> bool:
+        """Whether it may be compiled beside others: `WARMING` ends it soon, and it leaves them room on the GPU."""
+        return shlex.split(self.command)[0] in WARMED
+
+    def words(self, places: dict[str, str], more: str = "") -> list[str]:
+        """The arguments of the command and `more`, with `places` for the names in braces."""
+        words = shlex.split(f"{self.command} {more}")
         for name, place in places.items():
             words = [word.replace(f"{{{name}}}", place) for word in words]
         return words if words[0] == "-m" else [str(ROOT / "benchmarks" / words[0]), *words[1:]]
@@ -59,12 +67,11 @@ NO_GPU = ("aot", "refusals", "tuned", "simulate", "kernels")  # of tests/kernels
 
 
 def _kernels() -> Iterator[Cell]:
-    for file in sorted((ROOT / "tests" / "kernels").glob("test_*.py")):
-        name = file.stem.removeprefix("test_")
-        if name not in NO_GPU:
-            command = f"-m pytest {file.relative_to(ROOT)} --thorough -q -p no:cacheprovider"
-            env = {"JAX_PLATFORMS": "cuda", "XLA_FLAGS": ""}
-            yield Cell("kernels", name, command, "--collect-only", 240, env, {"JAX_PLATFORMS": "cpu"})
+    files = sorted((ROOT / "tests" / "kernels").glob("test_*.py"))
+    asked = [str(file.relative_to(ROOT)) for file in files if file.stem.removeprefix("test_") not in NO_GPU]
+    command = f"-m pytest {' '.join(asked)} --thorough -q -n 8 --dist worksteal -p no:cacheprovider"
+    env = {"JAX_PLATFORMS": "cuda", "XLA_FLAGS": "", **BESIDE_OTHERS}
+    yield Cell("kernels", "tests", command, "-n 0 --collect-only", 480, env, {"JAX_PLATFORMS": "cpu"})
 
 
 SMALL_STEP = "--quick --lengths 320 --batches 1 --calls 2 --budget 160"

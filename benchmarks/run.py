@@ -1,6 +1,6 @@
 """Runs the plan of benchmarks, a part at a time, and skips what this code has already measured.
 
-    python -m benchmarks.run --out measured --minutes 9 [--parts kernels,steps] [--match fier] [--list] [--again]
+    python -m benchmarks.run --out measured --minutes 9 [--parts kernels,steps] [--match fier] [--warm 8] [--list]
     python -m benchmarks.run --out measured --parts checkpoint --checkpoint DIR --text book.txt --gsm8k DIR
     python -m benchmarks.run --out measured --smoke
 
@@ -9,6 +9,9 @@ another time, and one that runs at the end of `--minutes` is stopped. All share 
 cell a line is printed and OUT/cells.json is written, with the digest of the code and the kind of device: so a second
 call goes on where the first stopped, and one of other code or elsewhere begins anew. Results are in OUT/results, what a
 cell printed in OUT/logs; nothing else needs to be kept.
+
+Most of the time of a short cell is compiling, on one core. With `--warm 8`, eight cells at a time are run briefly
+first, for the programs that they leave in the cache; what they time is thrown away.
 
 `--smoke` runs each command on the CPU with its smallest sizes, to find a wrong option or a missing package; with
 `--one`, one of those that differ by method or length alone.
@@ -25,12 +28,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plan import PARTS, ROOT, Cell, cells
+from benchmarks.plan import BESIDE_OTHERS, PARTS, ROOT, WARMING, Cell, cells
 
 ASK = """
 import jax
@@ -99,6 +104,17 @@ def name_of(cell: Cell) -> str:
     return f"{cell.part}: {cell.name}"
 
 
+def asked_of(cell: Cell, given: argparse.Namespace) -> str:
+    return f"{cell.command} {cell.smoke}" if given.smoke else cell.command
+
+
+def cannot_run(cell: Cell, places: dict[str, str], count: int) -> str | None:
+    """What a cell lacks, if anything."""
+    if missing := [need for need in cell.needs if need not in places]:
+        return f"{name_of(cell)} needs {', '.join(f'--{need}' for need in missing)}"
+    return f"{name_of(cell)} needs two devices" if cell.part == "devices" and count < 2 else None
+
+
 def run(cell: Cell, words: Sequence[str], env: dict[str, str], log: Path, limit: float) -> dict[str, Any]:
     """Runs a cell's command, with all that it starts, for at most `limit` seconds."""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -146,6 +162,21 @@ def environment(cell: Cell, given: argparse.Namespace) -> dict[str, str]:
     return env | {"JAX_PLATFORMS": "cpu"} | cell.smoke_env if given.smoke else env
 
 
+def warm(asked: Sequence[Cell], given: argparse.Namespace, places: dict[str, str], until: float) -> str:
+    """Runs cells briefly, `given.warm` at a time; what fails here fails again, and is told, when it is measured."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.warm) as pool:
+
+        def run_one(cell: Cell) -> None:
+            words = cell.words(places | {"out": folder}, cell.smoke if given.smoke else WARMING)
+            env = {**environment(cell, given), **BESIDE_OTHERS}
+            if (left := until - time.monotonic()) > 0:
+                run(cell, words, env, Path(folder, "logs", cell.name), min(cell.seconds, left))
+
+        list(pool.map(run_one, asked))  # raises what a thread raised
+    return f"compiled beforehand for {len(asked)} cells | {time.monotonic() - start:.0f} s"
+
+
 def inputs(given: argparse.Namespace) -> dict[str, str]:
     """Where the plan's inputs lie. --smoke makes small ones of those that are not given; Python's own library is the
     code."""
@@ -189,6 +220,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--text", type=Path, help="UTF-8 file with a long text that the model never saw")
     parser.add_argument("--gsm8k", type=Path, help="folder with test.jsonl as published")
     parser.add_argument("--cache", type=Path, help="folder of compiled programs; default OUT/cache")
+    parser.add_argument("--warm", type=int, default=0, metavar="N", help="first compile, N cells at a time")
     parser.add_argument("--again", action="store_true", help="run also what this code has measured or failed at")
     parser.add_argument("--list", action="store_true", help="print what would run, and run nothing")
     parser.add_argument("--one", action="store_true", help="one cell of each script and command")
@@ -218,34 +250,27 @@ def main(args: Sequence[str] | None = None) -> int:
         parser.error(
             f"this measures a GPU, and jax finds {platform} ({device}); --smoke tries the commands without one"
         )
-    state = State(given.out / "cells.json", digest_of_code(), device)
-    places, failed, counts = inputs(given), 0, {"ok": 0, "failed": 0, "cut": 0, "over its limit": 0}
-    known, left_out, no_time = 0, [], []
-    for cell in asked:
-        name = name_of(cell)
-        if missing := [need for need in cell.needs if need not in places]:
-            left_out.append(f"{name} needs {', '.join(f'--{need}' for need in missing)}")
-            continue
-        if cell.part == "devices" and count < 2:
-            left_out.append(f"{name} needs two devices")
-            continue
-        words = cell.words(places, given.smoke)
-        asked_now = f"{cell.command} {cell.smoke}" if given.smoke else cell.command
-        if state.is_done(name, asked_now) and not given.again:
-            known += 1
-            continue
-        left = 60 * given.minutes - (time.monotonic() - start) - 6  # a process has 5 seconds to end
+    state, places = State(given.out / "cells.json", digest_of_code(), device), inputs(given)
+    left_out = [line for cell in asked if (line := cannot_run(cell, places, count))]
+    asked = [cell for cell in asked if not cannot_run(cell, places, count)]
+    ready = [cell for cell in asked if given.again or not state.is_done(name_of(cell), asked_of(cell, given))]
+    known, no_time, counts = len(asked) - len(ready), [], {"ok": 0, "failed": 0, "cut": 0, "over its limit": 0}
+    until = start + 60 * given.minutes - 6  # a process has 5 seconds to end
+    if given.warm and (first := [cell for cell in ready if cell.warms]):
+        print(warm(first, given, places, until), flush=True)
+    for cell in ready:
+        name, left = name_of(cell), until - time.monotonic()
         if left < (min(state.seconds(cell), 120) if cell.resumes else state.seconds(cell)):
             no_time.append(name)
             continue
         limit = min(cell.seconds, left)
         log = given.out / "logs" / f"{name.replace(': ', '_').replace(' ', '_').replace('/', '_')}.txt"
+        words = cell.words(places, cell.smoke if given.smoke else "")
         row = run(cell, words, environment(cell, given), log, limit)
         if row["status"] == "cut" and limit == cell.seconds and not cell.resumes:
             row["status"] = "over its limit"
-        state.keep(name, {**row, "asked": asked_now})
+        state.keep(name, {**row, "asked": asked_of(cell, given)})
         counts[row["status"]] += 1
-        failed += row["status"] in ("failed", "over its limit")
         told = [name, row["status"], f"{row['seconds']:.0f} s"]
         print(" | ".join(told if row["status"] == "ok" else [*told, last_line(log)]), flush=True)
     told = [f"{count} {status}" for status, count in counts.items() if count]
@@ -253,7 +278,7 @@ def main(args: Sequence[str] | None = None) -> int:
     print("; ".join(told) or "nothing to run", flush=True)
     for line in left_out:
         print(f"left out: {line}")
-    return 1 if failed else 0
+    return 1 if counts["failed"] or counts["over its limit"] else 0
 
 
 if __name__ == "__main__":

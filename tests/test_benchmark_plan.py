@@ -63,14 +63,15 @@ def test_every_command_of_the_plan_has_options_that_its_script_knows(kind, parse
         if cell.kind != kind.kind:
             continue
         for smoke in (False, True):
-            given = vars(parsed(cell.words(PLACES, smoke)))
+            given = vars(parsed(cell.words(PLACES, cell.smoke if smoke else "")))
             out = given.get("out")
             assert out is None or str(out).startswith("/out"), "results must lie in the run's folder"
+            assert smoke or not cell.warms or parsed(cell.words(PLACES, plan.WARMING)).calls == 2
             tried = not smoke or given.get("quick") is not False or cell.kind.startswith("kvjax.cli")
             assert tried, "what asks for a GPU cannot be tried here"
         known = METHODS.get(cell.kind)
         if known is not None:
-            script = runpy.run_path(cell.words(PLACES, False)[0])
+            script = runpy.run_path(cell.words(PLACES)[0])
             assert set(given["methods"]) <= {*script[known], *script.get("MORE", ()), *BESIDE.get(cell.kind, ())}
     if kind.kind == "kvjax.cli eval":
         assert len(make_tasks([run.RULER], lengths=[4096], samples=1, text=plan.ROOT / "LICENSE")) == 10
@@ -97,7 +98,7 @@ def test_the_plan_covers_its_parts_and_names_each_cell_once():
     needed = {name for cell in CELLS for name in cell.needs}
     assert needed == set(plan.INPUTS)
     for cell in CELLS:
-        assert "{" not in " ".join(cell.words(PLACES, True)), cell.command
+        assert "{" not in " ".join(cell.words(PLACES, cell.smoke)), cell.command
 
 
 # ---------------------------------------------------------------------------- the runner, with commands of its own
@@ -184,6 +185,17 @@ def test_a_run_ends_within_its_minutes_and_begins_nothing_that_would_not_end(go,
     assert code == 0
     assert states == {"short": "ok"}
     assert "1 for which no time was left" in told
+
+
+def test_programs_are_compiled_beforehand_and_not_measured_there(go, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "WARMED", (str(tmp_path / "script.py"),))
+    made = [((name,), {}) for name in "abc"]
+    code, told, states = go(made, "--warm", "3")
+    assert code == 0
+    assert "compiled beforehand for 3 cells" in told
+    assert set(states.values()) == {"ok"}
+    assert [rows(tmp_path, name) for name in "abc"] == [1, 1, 1], "what they timed together is thrown away"
+    assert "compiled" not in go(made, "--warm", "3")[1], "nothing is left to be measured"
 
 
 def test_a_cell_without_its_input_is_left_out_and_told(go, tmp_path, monkeypatch, capsys):
