@@ -6,9 +6,10 @@ As `decode_step.py`, for methods that need the queries of a prompt, rebuild keys
 places. A prompt of normal random queries, keys and values is stored by `kvjax.attention`, a chunk at a time, so each
 method keeps what it would keep; then steps are timed in some layers in straight line. The floor is the bytes of what a
 step reads of the cache: the index, and keys and values of the budget or of everything, from the memory where they lie.
-`MORE` has methods that `decode_step.py` times too, or that evict. RazorAttention and DuoAttention are left out, as
-without the heads of a model all of theirs have a window, and PyramidKV, whose layers differ. Without a GPU (`--quick`)
-the host's clock is read and cuDNN is left out.
+`MORE` has methods that `decode_step.py` times too, or that evict. RazorAttention and DuoAttention keep everything for a
+quarter and for half of the KV heads, the shares of their papers (15 % of the heads of a model, here rounded up to whole
+KV heads of a layer, and 50 % under grouped queries); which heads these are does not change the time. PyramidKV is left
+out, as its layers differ. Without a GPU (`--quick`) the host's clock is read and cuDNN is left out.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from layers import LAYER, SMALL_LAYER, clock, names, numbers, options, out_of, p
 
 import kvjax
 from kvjax import CacheSpec, presets
+from kvjax.heads import Heads
 
 METHODS = ["cudnn", "shadowkv", "shadowkv:host=false", "mikv", "adakv", "snapkv", "arkvale", "pqcache", "magicpig"]
 MORE = ["full", "fier", "pariskv", "quest", "freekv", "logquant", "kivi", "exact"]
-MORE += ["streaming_llm", "logevict", "h2o", "tova", "raas"]
+MORE += ["streaming_llm", "logevict", "h2o", "tova", "raas", "razorattention", "duoattention"]
+RETRIEVAL_HEADS = {"razorattention": 4, "duoattention": 2}  # one KV head in so many keeps everything
 WHOLE = ("full", "logquant", "kivi")  # have no budget
 HOST_BYTES_PER_US = 5.5e4  # of the bus, one large copy
 LAYERS = 2
@@ -42,6 +45,9 @@ def floor_us(policy: Any, spec: CacheSpec, budget: int) -> float:
     K, D, size, B = spec.kv_heads, spec.head_dim, spec.dtype.itemsize, spec.batch
     pair, length = 2 * K * D * size, spec.capacity
     inner = getattr(policy, "retrieval", getattr(policy, "window", policy))
+    if isinstance(inner, kvjax.PerHead):
+        lengths = [length if k in inner.heads else min(budget, length) for k in range(K)]
+        return B * 2 * D * size * sum(lengths) / BYTES_PER_US
     if isinstance(inner, kvjax.Full | kvjax.Compressed):
         return layers.floor_us(inner, spec, length)
     store, selector = getattr(inner, "store", None), getattr(inner, "selector", None)
@@ -85,6 +91,16 @@ def filled(policy: Any, spec: CacheSpec, length: int, chunk: int, seed: int) -> 
     return jax.block_until_ready(layer)
 
 
+def policy_of(method: str, spec: CacheSpec, budget: int) -> kvjax.Policy:
+    """Of one layer."""
+    if method in RETRIEVAL_HEADS:
+        heads = Heads(spec.kv_heads, (tuple(range(0, spec.kv_heads, RETRIEVAL_HEADS[method])),))
+        return presets.find(method).make(budget, heads=heads).policy(0)
+    if method.partition(":")[0] in WHOLE:
+        return presets.parse(method).rest
+    return presets.parse_with_budget(method, budget)[0].rest
+
+
 def measure(method: str, spec: CacheSpec, budget: int, calls: int, chunk: int) -> dict[str, Any]:
     B, K, D, S = spec.batch, spec.kv_heads, spec.head_dim, spec.capacity
     shape = (B, S, K, D)
@@ -95,8 +111,7 @@ def measure(method: str, spec: CacheSpec, budget: int, calls: int, chunk: int) -
         states, step = tuple(make(jax.random.key(i), shape, spec.dtype) for i in range(LAYERS)), cudnn
         floor = B * 2 * K * D * S * spec.dtype.itemsize / BYTES_PER_US
     else:
-        whole = method.partition(":")[0] in WHOLE
-        policy = (presets.parse(method) if whole else presets.parse_with_budget(method, budget)[0]).rest
+        policy = policy_of(method, spec, budget)
         floor = floor_us(policy, spec, budget)
         states = tuple(filled(policy, spec, S - calls - 3, chunk, i) for i in range(LAYERS))
         step = kvjax_step

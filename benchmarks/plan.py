@@ -157,7 +157,7 @@ COMPARED = (
     "shadowkv:host=false",
 )
 COMPARED += ("mikv", "adakv", "snapkv", "arkvale", "pqcache", "magicpig")
-COMPARED += ("streaming_llm", "logevict", "h2o", "tova", "raas")
+COMPARED += ("streaming_llm", "logevict", "h2o", "tova", "raas", "razorattention", "duoattention")
 
 
 def _methods() -> Iterator[Cell]:
