@@ -768,24 +768,34 @@ def _flush_layer(policy: Policy, state: Any) -> Any:
     if not ops.shares_traces():
         return policy.flush(state)
     after, changed = _traced_flush(policy, state)
-    given, tree = jax.tree.flatten(state)
-    made = zip(jax.tree.leaves(after), given, changed.leaves, strict=True)
-    return jax.tree.unflatten(tree, [new if changes else old for new, old, changes in made])
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Changed:
-    """The leaves of a state that a flush changes."""
-
-    leaves: tuple[bool, ...]
+    return changed.keep_others(after, state)
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
 def _traced_flush(policy: Policy, state: Any) -> tuple[Any, _Changed]:
     after = policy.flush(state)
-    leaves = zip(*map(jax.tree.leaves, (after, state)), strict=True)
-    return after, _Changed(tuple(new is not old for new, old in leaves))
+    return after, _changed(after, state)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Changed:
+    """The arrays of a state that a flush changes: one bool a leaf. Static, so that a trace can return it."""
+
+    leaves: tuple[bool, ...]
+
+    def keep_others(self, after: S, before: S) -> S:
+        """`after`, with the arrays of `before` where a flush changes nothing."""
+        given, tree = jax.tree.flatten(before)
+        leaves = zip(jax.tree.leaves(after), given, self.leaves, strict=True)
+        return jax.tree.unflatten(tree, [new if changes else old for new, old, changes in leaves])
+
+
+def _changed(after: Any, before: Any) -> _Changed:
+    """What a flush changes, by the identity of arrays: to be asked within the trace of the flush, as jax 0.11 returns
+    new values for arguments that an inlined jit passes on."""
+    leaves = zip(*map(jax.tree.leaves, (after, before)), strict=True)
+    return _Changed(tuple(new is not old for new, old in leaves))
 
 
 @partial(jax.jit, inline=True)
@@ -940,18 +950,10 @@ def _if_any(full: list[Array], demote: Callable[[S], S], states: S) -> S:
     once.def_vmap(batched)
     # A derivative passes `once` by, in what `demote` leaves alone. One of its own would be a call that no array of the
     # host can be written in.
-    changes: list[bool] = []
-
-    def noting(states: S) -> S:
-        out = demote(states)
-        changes[:] = [a is not b for a, b in zip(*map(jax.tree.leaves, (out, states)), strict=True)]
-        return out
-
-    jax.eval_shape(noting, states)
+    changed = jax.eval_shape(lambda states: _changed(demote(states), states), states)
     given, tree = jax.tree.flatten(states)
-    inside = [a if change else lax.stop_gradient(a) for a, change in zip(given, changes, strict=True)]
-    made = jax.tree.leaves(once(full, jax.tree.unflatten(tree, inside)))
-    return jax.tree.unflatten(tree, [a if c else b for a, b, c in zip(made, given, changes, strict=True)])
+    inside = [a if changes else lax.stop_gradient(a) for a, changes in zip(given, changed.leaves, strict=True)]
+    return changed.keep_others(once(full, jax.tree.unflatten(tree, inside)), states)
 
 
 def _heads_first(*arrays: Array) -> tuple[Array, ...]:
