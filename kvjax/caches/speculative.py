@@ -41,9 +41,7 @@ class Recall(NamedTuple):
     selection: Selection  # slots of the history, and S + r for slot r of the recent block
     k: Array  # dtype[B, K, R, D], R > H*M, in the order of the selection; from H*M the edge, and then anything finite
     v: Array  # dtype[B, K, R, D]
-    edge: (
-        Array  # bool[B] whether there is an edge: the oldest tokens of a full local window, of which a step leaves one
-    )
+    edge: Array  # bool[B] whether there is an edge: the oldest tokens of a full local window, which later steps drop
 
 
 @register_dataclass
@@ -233,15 +231,14 @@ class Speculative:
         policy = self.retrieval
         unit = policy.selector.unit
         pending_units = -(-(zones.recent.slots - policy.local) // unit)
-        return (
-            1 if policy.room(zones.store.slots // unit + pending_units) * unit <= policy.selected else zones.store.slots
-        )
+        room = policy.room(zones.store.slots // unit + pending_units) * unit
+        return 1 if room <= policy.selected else zones.store.slots
 
     def _recall(
         self, st: ZonedState, selection: Selection, previous: Recall, rows: Array, urgent: Array
     ) -> tuple[ZonedState, tuple[Array, Array], Callable[[], Recall]]:
-        """The zones; keys and values of the selection for heads `now` bool[B, K], anything for others; and a function
-        that recalls for all `rows`, bool[B] or heads bool[B, K], and keeps the keys and values of others."""
+        """The zones; keys and values of the selection for `urgent` heads bool[B, K], anything for others; and a
+        function that recalls for all `rows`, bool[B] or heads bool[B, K], and keeps the keys and values of others."""
         policy = self.retrieval
         B, K, H, M = selection.slots.shape
         recent, oldest = (st.recent.k, st.recent.v), st.recent.count - policy.local
