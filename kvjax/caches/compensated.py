@@ -104,8 +104,8 @@ class Compensated:
 
         def add(total: Array, which: int) -> Array:
             for mask, *tokens in sources:
-                kept = jnp.where(mask[..., None], tokens[which].astype(jnp.float32), 0.0)
-                total = total + jnp.sum(kept, axis=2)
+                evicted = jnp.where(mask[..., None], tokens[which].astype(jnp.float32), 0.0)
+                total = total + jnp.sum(evicted, axis=2)
             return total
 
         return self._state(self.window.prefill(kept, k, v, lengths), add(st.sum_k, 0), add(st.sum_v, 1))
