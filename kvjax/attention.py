@@ -4,8 +4,9 @@
 
 T > 1 tokens are a chunk of prompt: exact causal attention over what is stored and themselves; then they are stored.
 T == 1 is a decode step: the token is stored, and attends to what the layer's policy selects. `prefill` and `decode` say
-which of the two is meant, and decode takes several steps at once. Everything is a pure
-function over pytrees, so it runs under jit, scan and grad, in NNX and Linen modules alike.
+which of the two is meant, and decode takes several steps at once.
+
+Everything is a pure function over pytrees, so it runs under jit, scan and grad, in NNX and Linen modules alike.
 """
 
 from __future__ import annotations

@@ -106,9 +106,9 @@ def prefill(
 
     Works through the prompt by chunks of at most `chunk` tokens (None: 512 on CPU; on GPU 32768, counted over all
     rows; the whole prompt for a cache that selects by its queries what to keep of it, as the evicting ones do), so it
-    holds neither a T x T array nor the logits of every token. A row of length 0 stores nothing, and
-    its logits mean nothing. `first_chunk` promises that the cache is empty; None finds out, and is False under a trace.
-    `progress` is called with the number of columns done after each chunk, which waits for the chunk.
+    holds neither a T x T array nor the logits of every token. A row of length 0 stores nothing, and its logits mean
+    nothing. `first_chunk` promises that the cache is empty; None finds out, and is False under a trace. `progress` is
+    called with the number of columns done after each chunk, which waits for the chunk.
     """
     check_model(model)
     check_model_cache(cache)
@@ -424,13 +424,21 @@ def generate(
 ) -> Generation:
     """Continues each row of the prompt until it emits a stop token or `max_new_tokens`.
 
-    `prompt` is one sequence of token ids a row, of any lengths, or a right-padded i32[B, T] with `lengths` i32[B].
-    It is appended to what the cache holds already, so a conversation goes on from the cache of its last turn.
-    `key` is one key, of which each row folds in its number, or B keys; token i of a row draws with `fold_in(row's
-    key, i)`, so pass a new key for each turn. `measure` fills in `attended`. `draft`, a
-    `PromptLookup` or a `DraftModel`, guesses tokens that the model then checks, several in a step: the text stays the
-    same, up to rounding, and `speculation` tells how well it went. A request that cannot fit is an error
-    before any work: see `kvjax.request.check_request`.
+    Args:
+      prompt: one sequence of token ids a row, of any lengths, or a right-padded i32[B, T] with `lengths` i32[B]. It is
+        appended to what the cache holds already, so a conversation goes on from the cache of its last turn.
+      max_new_tokens: of each row, at most.
+      sampling: how a token is drawn; by default the likeliest one is taken.
+      key: one key, of which each row folds in its number, or B keys. Token i of a row draws with `fold_in(row's key,
+        i)`, so pass a new key for each turn.
+      stop_tokens: ids after which a row ends; the stop token is emitted too.
+      chunk: tokens of a chunk of the prompt, as in `prefill`.
+      measure: fills in `Generation.attended`.
+      draft: a `PromptLookup` or a `DraftModel` that guesses tokens, which the model then checks, several in a step. The
+        text stays the same, up to rounding, and `Generation.speculation` tells how well it went.
+
+    Raises:
+      ValueError: a request that cannot fit, before any work: see `kvjax.request.check_request`.
     """
     check_model(model, (*(["info"] if measure else []), *(["steps"] if draft is not None else [])))
     check_model_cache(cache)

@@ -162,8 +162,9 @@ def in_units(size: int) -> str:
 
 
 def nbytes(tree: Any) -> Bytes:
-    """Bytes of the arrays of `tree` in device memory and in host memory. An array that is
-    split over devices counts with the part of one of them.
+    """Bytes of the arrays of `tree` in device memory and in host memory.
+
+    An array that is split over devices counts with the part of one of them.
 
     The arrays may be traced, or the shapes that `shapes` and `jax.eval_shape` return. A shape without a sharding counts
     for the device. On a CPU backend the default memory is that of the device, whatever its kind is called there.

@@ -16,8 +16,8 @@ class LastUse:
 
     A step stamps each held token to which one of the group's query heads pays more than the threshold. Evidence is 0
     for a token stamped by the last step, one less for each step since, and infinite for tokens of a prompt. The budget
-    should exceed the prompt by what an answer needs. If the prompt is longer, only its newest tokens are kept,
-    and all generated tokens share one slot.
+    should exceed the prompt by what an answer needs. If the prompt is longer, only its newest tokens are kept, and all
+    generated tokens share one slot.
 
     **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147): stamps, threshold 1e-4, prompt kept. **Differs:** tokens are
     stamped and evicted one at a time, by their exact weights; the paper does so for pages of 16, by an estimate. The
