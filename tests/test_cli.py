@@ -623,6 +623,11 @@ REFUSED = [
     ("perplexity --text FILES/long --out FILES/short", "is a file; give the path of a folder"),
     ("perplexity --text FILES/long --plot FILES/x.abc", "cannot be drawn; end it in .svg"),
     ("perplexity --text FILES/long --share nan", "share must be in (0, 1], got nan"),
+    ("perplexity --text FILES/long --share 0.2 --budget 8", "got budget=8 and share=0.2; give only one"),
+    (
+        "perplexity --text FILES/long --cache full --cache fier:budget=9 --share 0.2 --length 200",
+        "share=0.2 is for no cache: full, fier:budget=9 have no budget or set their own; leave it out",
+    ),
 ]
 
 

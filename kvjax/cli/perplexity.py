@@ -45,12 +45,19 @@ def perplexity(
     ] = None,
     length: Annotated[str, typer.Option(help="Tokens of context. Several: 1K,4K.")] = "1K,2K,4K",
     budget: Annotated[
-        int | None, typer.Option(help="Tokens that a step reads for each KV head, at every length.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Tokens that a step reads for each KV head at every length, for caches that set no budget.",
+            show_default=False,
+        ),
     ] = None,
     dense_layers: DenseLayers = 2,
     share: Annotated[
         float | None,
-        typer.Option(help=f"Budget as a share of the context. Default {DEFAULT_SHARE}.", show_default=False),
+        typer.Option(
+            help=f"That budget as a share of the context, in place of --budget. Default {DEFAULT_SHARE}.",
+            show_default=False,
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Tokens scored in each passage, one decode step each.")] = 256,
     passages: Annotated[int, typer.Option(help="Number of passages of the text, or of each text of a folder.")] = 1,
@@ -72,13 +79,14 @@ def perplexity(
     change against the first cache with its standard error.
     """
     names = list(dict.fromkeys(cache or ("full", "fier", "quest")))
-    if budget is None and share is None:
-        share = DEFAULT_SHARE
     lengths, kind, directory = tuple(sizes("--length", length)), dtype_name(dtype), model_directory(model_dir)
 
     from kvjax import models
     from kvjax.evaluate import perplexity as measure
+    from kvjax.evaluate.caches import without_budget
 
+    if budget is None and share is None and without_budget(names):
+        share = DEFAULT_SHARE
     check_folder("--out", out)
     if plot is not None:
         _check_plot(plot)

@@ -58,14 +58,19 @@ def make_rows(
       group_reduces: for methods that share a selection by a rule that can be set.
 
     Raises:
-      ValueError: an unknown preset or setting; budgets or rules that are for no cache; no row that can be run. A budget
-        that one cache of several cannot hold is no error: its row says so.
+      ValueError: an unknown preset or setting; budgets or rules that are for no cache, as where policies are given; no
+        row that can be run. A budget that one cache of several cannot hold is no error: its row says so.
     """
     if isinstance(caches, str):
         caches = [caches]
     if not caches:
         raise ValueError("a comparison needs at least one cache, as 'full' or 'fier:budget=64'")
     if isinstance(caches, Mapping):
+        for name, setting in (("budgets", budgets), ("group_reduces", group_reduces)):
+            if setting:
+                raise ValueError(
+                    f"{name}={list(setting)} is for caches by text; policies are taken as they are, so leave it out"
+                )
         return [_given(name, policy) for name, policy in caches.items()]
     known = {text: presets.find(text.partition(":")[0]) for text in caches}
     _require_use("--budget", budgets, known, lambda preset: preset.has_budget, "have no budget")

@@ -50,8 +50,8 @@ class Setting:
     steps: int = 256  # tokens scored in each passage
     passages: int = 1  # places in the text, or in each of several texts, spread evenly
     batch: int = 1  # passages that are read, and decoded, together
-    budget: int | None = None  # tokens attended a step, at every length; or
-    share: float | None = None  # budget as a share of the length: 0.11 of 4096 is 451
+    budget: int | None = None  # tokens attended a step, at every length, for caches that set none; or
+    share: float | None = None  # that budget as a share of the length: 0.11 of 4096 is 451
 
     def __post_init__(self) -> None:
         for name in ("steps", "passages", "batch"):
@@ -65,7 +65,10 @@ class Setting:
         if self.share is not None and not 0 < self.share <= 1:
             raise ValueError(f"share must be in (0, 1], got {self.share}; 0.11 is 11 % of the context")
         if self.budget is not None and self.share is not None:
-            raise ValueError("give only one of budget (tokens) and share (of the context)")
+            raise ValueError(
+                f"got budget={self.budget} and share={self.share}; give only one of budget (tokens) and share (of the "
+                "context)"
+            )
 
     def budget_at(self, length: int) -> int:
         if self.budget is not None:
@@ -143,8 +146,8 @@ def perplexity(
       out: folder of results, a file a cell. One that is there, made by the same, is not run again.
 
     Raises:
-      ValueError: a text that is too short, lengths beyond the model's positions, a budget that is missing or too
-        small for every cache; before anything runs.
+      ValueError: a text that is too short, lengths beyond the model's positions, a budget that is missing, too small
+        for every cache or for none of them; before anything runs.
     """
     dtype = checkpoint.model.dtype
     plans = prepare(checkpoint, text, caches, setting, dtype=dtype, dense_layers=dense_layers, out=out)
@@ -391,7 +394,17 @@ def _places(have: int, context: int, steps: int, passages: int) -> list[int]:
 
 
 def _budgets(setting: Setting, caches: Caches, length: int) -> list[int] | None:
-    """The budget of the caches that have one and do not set it themselves; None if there are none."""
-    if isinstance(caches, Mapping) or (setting.budget is None and not without_budget(caches)):
-        return None
+    """The budget of the caches that have one and do not set it themselves; None if there are none.
+
+    Raises:
+      ValueError: caches that need a budget and no setting of one; a share that no cache takes. `make_rows` refuses a
+        budget that none takes.
+    """
+    if not without_budget(caches):
+        if setting.share is not None:
+            raise ValueError(
+                f"share={setting.share} is for no cache: {', '.join(caches)} have no budget or set their own; leave it "
+                "out"
+            )
+        return None if setting.budget is None else [setting.budget]
     return [setting.budget_at(length)]

@@ -503,6 +503,13 @@ def test_every_method_that_shares_a_selection_takes_every_group_rule():
     assert not [row.refused for row in rows if row.refused]
 
 
+@pytest.mark.parametrize("setting", [{"budgets": [64]}, {"group_reduces": ["max_score"]}])
+def test_settings_of_presets_beside_given_policies_are_refused(setting):
+    (name,) = setting
+    with pytest.raises(ValueError, match=rf"{name}=\[.*policies are taken as they are, so leave it out"):
+        make_rows({"mine": presets.fier(64)}, **setting)
+
+
 def test_a_budget_that_one_cache_cannot_hold_stops_that_row_alone(checkpoint):
     rows = make_rows(["pariskv", "fier"], budgets=[64, 512])
     refused = {row.name: row.refused for row in rows if row.refused}

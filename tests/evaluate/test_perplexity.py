@@ -212,6 +212,16 @@ def test_bad_texts_and_caches_are_refused(checkpoint):
             perplexity(checkpoint, text, caches, SETTING)
 
 
+@pytest.mark.parametrize("policies", [False, True])
+def test_a_share_that_no_cache_takes_is_refused(checkpoint, policies):
+    caches = ["full", f"{SMALL},budget=12"]
+    setting = dataclasses.replace(SETTING, budget=None, share=0.5)
+    if policies:
+        caches = {cache: presets.parse(cache) for cache in caches}
+    with pytest.raises(ValueError, match=r"share=0.5 is for no cache: full, fier.* set their own; leave it out"):
+        perplexity(checkpoint, TEXT, caches, setting)
+
+
 def test_command_prints_a_table_and_goes_on_from_its_file(directory, tmp_path, capsys):
     (tmp_path / "book.txt").write_text(TEXT)
     args = ["perplexity", directory, "--text", tmp_path / "book.txt", "--out", tmp_path / "out", "--steps", STEPS]
