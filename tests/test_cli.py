@@ -602,7 +602,7 @@ REFUSED = [
     # bench: all before the weights
     ("bench --cache full --budget 3", "full have no budget; leave it out, or add one of fier"),
     ("bench --cache fier --dense-layers 99", "keeps the first 99 layers full and the model has 3"),
-    ("bench --chunk 0", "Workload(chunk=...) must be at least 1, got 0"),
+    ("bench --chunk 1", "Workload(chunk=...) must be at least 2, got 1"),
     ("bench --length 2047M --steps 2000000", "capacity=...) must be at most 2147483647"),
     ("bench --out FILES/short", "is a file; give the path of a folder"),
     # eval and perplexity

@@ -65,7 +65,9 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    length: Annotated[str, typer.Option(help="Tokens of context. Several: 8K,32K,128K.")] = "2K",
+    length: Annotated[
+        str, typer.Option(help="Tokens of context, also beyond the model's positions. Several: 8K,32K,128K.")
+    ] = "2K",
     batch: Annotated[
         str, typer.Option(help="Rows decoded together. Several: 1,8. `largest` finds the most that fit.")
     ] = "1",
@@ -118,13 +120,19 @@ def bench(
     else:
         assert random is not None
         name, config = _shape(random)
-    caches = _caches(asked, config, kind, (batches or [1])[0], max(lengths) + block + steps)
+    new = block + steps
+    caches = _caches(asked, config, kind, (batches or [1])[0], max(lengths) + new)
+    if config.max_positions is not None and max(lengths) + new > config.max_positions:
+        say(
+            f"--length {max(lengths)} and {new} new tokens are more than the model's {config.max_positions} positions: "
+            "times hold, but a text of that length would not"
+        )
 
     progress = bars()
     with progress, bar(progress, "loading weights" if directory is not None else "drawing weights"):
         model, about = _model(directory, name, config, kind, seed)
     for label, policies in caches.items():
-        spec = model.spec(batch=(batches or [1])[0], capacity=max(lengths) + block + steps)
+        spec = model.spec(batch=(batches or [1])[0], capacity=max(lengths) + new)
         say(f"{label}: {in_short(implementations(policies, spec))}")
 
     with progress, bar(progress, "cells") as advance_to:

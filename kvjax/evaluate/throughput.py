@@ -64,7 +64,7 @@ class Workload:
         for name in ("steps", "block"):
             require_int(f"Workload({name}=...)", getattr(self, name), at_least=1)
         if self.chunk is not None:
-            require_int("Workload(chunk=...)", self.chunk, at_least=1)
+            require_int("Workload(chunk=...)", self.chunk, at_least=2)
         require_int("Workload(seed=...)", self.seed, at_least=0)
 
 

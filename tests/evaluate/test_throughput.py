@@ -322,6 +322,17 @@ def test_bench_prints_a_table_and_goes_on_where_it_stopped(tmp_path, capsys):
     assert line in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("length", "said"), [(60, True), (57, False)])
+def test_bench_tells_a_length_that_the_model_has_no_positions_for(length, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(throughput, "sweep", lambda *args, **settings: [])
+    shape = tmp_path / "config.json"
+    shape.write_text(json.dumps({**QWEN3, "max_position_embeddings": 64}))
+    command = ["bench", "--random", str(shape), "--cache", "full", "--length", f"40,{length}", "--dtype", "float32"]
+    assert main([*command, "--steps", "5", "--block", "2", "--json"]) == 0
+    told = f"--length {length} and 7 new tokens are more than the model's 64 positions: times hold"
+    assert (told in capsys.readouterr().err) == said
+
+
 @pytest.mark.parametrize(
     ("given", "error"),
     [
