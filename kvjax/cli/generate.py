@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -25,6 +27,15 @@ from kvjax.cli.options import (
     without_weights,
 )
 from kvjax.cli.terminal import bar, bars, say, write, write_json
+
+if TYPE_CHECKING:
+    from jax import Array
+    from rich.progress import Progress
+
+    from kvjax import Cache, CacheSpec, Placement
+    from kvjax.attention import PerLayer
+    from kvjax.generation import Stream
+    from kvjax.models import Checkpoint
 
 STDIN = Path("-")
 # A prompt to try: the key at its start is out of every local window. The shipped model needs 5 tokens for its answer.
@@ -129,12 +140,7 @@ def generate(
 
     policy, budget = make_policy(cache, budget)
     draw = requested_sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"--seed must be in [0, 2**32), got {seed}")  # JAX would drop the higher bits
-    if speculate is not None and draft is not None:
-        raise ValueError("--speculate and --draft both say what drafts; give one of them")
+    _check_options(max_new_tokens, seed, speculate, draft)
     if distributed:
         join_processes()
     placement = make_placement(mesh)
@@ -145,141 +151,218 @@ def generate(
     directory = model_directory(model_dir)
 
     import jax
-    import numpy as np
 
     import kvjax
-    from kvjax import drafts, models
-    from kvjax.generation import stream, warm_up
-    from kvjax.models.chat import default_new_tokens, round_capacity
+    from kvjax import drafts
     from kvjax.presets import check_reaches
-    from kvjax.request import check_fit
 
-    drafting: Any = None if speculate is None else drafts.parse(speculate)
-    if draft is not None:
-        draft = model_directory(draft)
+    lookup = None if speculate is None else drafts.parse(speculate)
     progress = bars()
     with progress, bar(progress, "loading the tokenizer"):
         checkpoint = without_weights(directory)
         tokens = checkpoint.apply_chat(text) if chat else checkpoint.encode(text)
-    config, positions = checkpoint.config, checkpoint.config.max_positions
-    check_reaches(policy, config.layers, f"--cache {cache}")
-    if max_new_tokens is None:
-        max_new_tokens = default_new_tokens(len(tokens), positions)
-    check_fit(0, len(tokens), max_new_tokens, None, positions)
-
-    spec = kvjax.CacheSpec(
-        batch=1,
-        q_heads=config.q_heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        capacity=capacity_over(round_capacity(len(tokens) + max_new_tokens), placement),
+    check_reaches(policy, checkpoint.config.layers, f"--cache {cache}")
+    new = _new_tokens(max_new_tokens, len(tokens), checkpoint.config.max_positions)
+    job = _Job(
+        checkpoint=checkpoint,
+        tokens=tokens,
+        policy=policy,
+        placement=placement,
         dtype=kind,
+        key=None if draw.greedy else jax.random.key(seed),
+        drafting=None if draft is None else model_directory(draft),
+        settings={
+            "max_new_tokens": new,
+            "sampling": draw,
+            "stop_tokens": checkpoint.stop_tokens,
+            "measure": True,
+            "block": JSON_BLOCK if as_json else 1,
+            "draft": lookup,
+        },
     )
-
-    def empty() -> kvjax.Cache:
-        return kvjax.init(policy, spec, layers=config.layers, placement=placement)
-
-    shapes = jax.eval_shape(empty)  # a policy that cannot hold this model says so before the weights are read
-    if draft is not None:
-        drafts.check_vocabularies(without_weights(draft).config.vocab_size, config.vocab_size)
-    if drafting is not None or draft is not None:
-        drafts.check_takes_drafts(shapes, kvjax.DraftModel.tokens if drafting is None else drafting.tokens)
-    ran = implementations(policy, spec)
-    if example and not as_json and jax.process_index() == 0:
-        wait = "take about half a minute on two free cores" if jax.default_backend() == "cpu" else "come first"
-        say(
-            f"Continuing {len(tokens)} prompt tokens by {max_new_tokens} new ones. "
-            f"Compiling and reading the prompt {wait}; the answer follows."
-        )
-    block = JSON_BLOCK if as_json else 1
-    settings: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "sampling": draw,
-        "stop_tokens": checkpoint.stop_tokens,
-        "measure": True,
-        "block": block,
-    }
-    with progress:
-        with bar(progress, "loading weights"):
-            model = models.load(directory, dtype=kind, placement=placement).model
-            if draft is not None:
-                drafting = kvjax.DraftModel(models.load(draft, dtype=kind).model)
-            settings["draft"] = drafting
-        with bar(progress, "compiling") as advance_to:
-            begin = time.perf_counter()
-            warm_up(model, empty(), len(tokens), progress=advance_to, **settings)
-            compile_seconds = time.perf_counter() - begin
-        with bar(progress, f"reading the prompt of {len(tokens)} tokens", total=len(tokens)) as advance_to:
-            held = jax.block_until_ready(empty())
-            begin = time.perf_counter()
-            run = stream(
-                model,
-                held,
-                [tokens],
-                key=None if draw.greedy else jax.random.key(seed),
-                tokenizer=checkpoint.tokenizer,
-                progress=advance_to,
-                **settings,
-            )
-            jax.block_until_ready(run.logits)
-            prefill_seconds = time.perf_counter() - begin
-        begin = time.perf_counter()
-        pieces = []
-        if as_json:
-            with bar(progress, f"decoding up to {max_new_tokens} tokens", total=max_new_tokens) as advance_to:
-                for piece in run:
-                    pieces.append(piece)
-                    advance_to(len(run.rows[0]))
+    job.check()
+    ran = implementations(policy, job.spec)
     first = jax.process_index() == 0
-    if not as_json:
-        for piece in run:
-            if first:
-                write(piece)
-        if first:
-            write("\n")
-    decode_seconds = time.perf_counter() - begin
-    kvjax.raise_on_overflow(run.cache)
-
-    new = run.rows[0]
-    size = kvjax.memory.nbytes(run.cache)
-    attended = np.asarray(run.attended, np.float64)
-    report = {
-        "text": "".join(pieces),
-        "token_ids": new,
-        "prompt_tokens": len(tokens),
-        "prefill_tokens_per_second": len(tokens) / prefill_seconds,
-        "decode_tokens_per_second": len(new) / decode_seconds,
-        "compile_seconds": compile_seconds,
-        "cache_bytes_device": size.device,
-        "cache_bytes_host": size.host,
-        "attended_tokens_per_step": float(attended.mean()),
-        "attended_tokens_by_layer": attended.tolist(),
-        "acceptance": None if run.speculation is None else run.speculation.acceptance,
-        "tokens_per_step": None if run.speculation is None else run.speculation.tokens_per_step,
-        "model": str(directory),
-        "cache": cache,
-        "budget": budget,
-        "dtype": kind,
-        "implementations": ran,
-        "backend": jax.default_backend(),
-    }
+    if example and not as_json and first:
+        _announce(len(tokens), new)
+    answer = _run(progress, job, show=None if as_json else write if first else lambda piece: None)
+    kvjax.raise_on_overflow(answer.run.cache)
     if not first:
         return
     if as_json:
-        write_json(report)
-    else:
-        say(
-            f"{len(tokens)} prompt tokens at {report['prefill_tokens_per_second']:.0f}/s, {len(new)} new at "
-            f"{report['decode_tokens_per_second']:.1f}/s; cache {cache}: {size.device / 2**20:.1f} MiB on the device, "
-            f"{size.host / 2**20:.1f} MiB on the host; a step read {_in_layers(attended, len(tokens), len(new))}"
+        asked = {"model": str(directory), "cache": cache, "budget": budget, "dtype": kind, "implementations": ran}
+        write_json({**answer.report(len(tokens)), **asked, "backend": jax.default_backend()})
+        return
+    _summarise(answer, len(tokens), cache)
+    if verbose or jax.default_backend() == "gpu":
+        say(in_short(ran))
+
+
+def _check_options(max_new_tokens: int | None, seed: int, speculate: str | None, draft: Path | None) -> None:
+    """Raises ValueError for options that no model could follow."""
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"--seed must be in [0, 2**32), got {seed}")  # JAX would drop the higher bits
+    if speculate is not None and draft is not None:
+        raise ValueError("--speculate and --draft both say what drafts; give one of them")
+
+
+def _new_tokens(asked: int | None, prompt: int, positions: int | None) -> int:
+    """The tokens to generate after a prompt of so many, which must fit the model's positions."""
+    from kvjax.models.chat import default_new_tokens
+    from kvjax.request import check_fit
+
+    new = default_new_tokens(prompt, positions) if asked is None else asked
+    check_fit(0, prompt, new, None, positions)
+    return new
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A request, with all that is known before the weights are read."""
+
+    checkpoint: Checkpoint  # without weights
+    tokens: list[int]  # of the prompt
+    policy: PerLayer
+    placement: Placement | None
+    dtype: str
+    key: Array | None
+    drafting: Path | None  # the directory of a model that drafts
+    settings: Mapping[str, Any]  # of `kvjax.generation.stream`
+
+    @property
+    def spec(self) -> CacheSpec:
+        from kvjax import CacheSpec
+        from kvjax.models.chat import round_capacity
+
+        config, needed = self.checkpoint.config, len(self.tokens) + self.settings["max_new_tokens"]
+        return CacheSpec(
+            batch=1,
+            q_heads=config.q_heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            capacity=capacity_over(round_capacity(needed), self.placement),
+            dtype=self.dtype,
         )
-        if run.speculation is not None:
-            say(
-                f"{run.speculation.acceptance:.0%} of {run.speculation.drafted} drafted tokens accepted, "
-                f"{run.speculation.tokens_per_step:.2f} tokens a step"
-            )
-        if verbose or jax.default_backend() == "gpu":
-            say(in_short(ran))
+
+    def empty(self) -> Cache:
+        import kvjax
+
+        layers = self.checkpoint.config.layers
+        return kvjax.init(self.policy, self.spec, layers=layers, placement=self.placement)
+
+    def check(self) -> None:
+        """Raises ValueError for a policy that cannot hold this model, or a draft that does not fit the two."""
+        import jax
+
+        from kvjax import DraftModel, drafts
+
+        shapes, lookup = jax.eval_shape(self.empty), self.settings["draft"]
+        if self.drafting is not None:
+            own = without_weights(self.drafting).config.vocab_size
+            drafts.check_vocabularies(own, self.checkpoint.config.vocab_size)
+            drafts.check_takes_drafts(shapes, DraftModel.tokens)
+        elif lookup is not None:
+            drafts.check_takes_drafts(shapes, lookup.tokens)
+
+
+class _Answer(NamedTuple):
+    """A run that has ended, and its times."""
+
+    run: Stream
+    text: str  # empty where it was shown as it came
+    compile_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+
+    def report(self, prompt: int) -> dict[str, Any]:
+        """The answer to a prompt of so many tokens, and its cost, as JSON."""
+        import numpy as np
+
+        from kvjax.memory import nbytes
+
+        new, size, drafted = self.run.rows[0], nbytes(self.run.cache), self.run.speculation
+        attended = np.asarray(self.run.attended, np.float64)
+        return {
+            "text": self.text,
+            "token_ids": new,
+            "prompt_tokens": prompt,
+            "prefill_tokens_per_second": prompt / self.prefill_seconds,
+            "decode_tokens_per_second": len(new) / self.decode_seconds,
+            "compile_seconds": self.compile_seconds,
+            "cache_bytes_device": size.device,
+            "cache_bytes_host": size.host,
+            "attended_tokens_per_step": float(attended.mean()),
+            "attended_tokens_by_layer": attended.tolist(),
+            "acceptance": None if drafted is None else drafted.acceptance,
+            "tokens_per_step": None if drafted is None else drafted.tokens_per_step,
+        }
+
+
+def _run(progress: Progress, job: _Job, *, show: Callable[[str], None] | None) -> _Answer:
+    """Runs a job. `show` gets the text piece by piece as it comes; None collects it."""
+    import jax
+
+    from kvjax import DraftModel, models
+    from kvjax.generation import stream, warm_up
+
+    prompt, settings = len(job.tokens), dict(job.settings)
+    with progress:
+        with bar(progress, "loading weights"):
+            model = models.load(job.checkpoint.directory, dtype=job.dtype, placement=job.placement).model
+            if job.drafting is not None:
+                settings["draft"] = DraftModel(models.load(job.drafting, dtype=job.dtype).model)
+        with bar(progress, "compiling") as advance_to:
+            begin = time.perf_counter()
+            warm_up(model, job.empty(), prompt, progress=advance_to, **settings)
+            compile_seconds = time.perf_counter() - begin
+        with bar(progress, f"reading the prompt of {prompt} tokens", total=prompt) as advance_to:
+            cache = jax.block_until_ready(job.empty())
+            begin = time.perf_counter()
+            given: dict[str, Any] = {"key": job.key, "tokenizer": job.checkpoint.tokenizer, "progress": advance_to}
+            run = stream(model, cache, [job.tokens], **given, **settings)
+            jax.block_until_ready(run.logits)
+            prefill_seconds = time.perf_counter() - begin
+        begin, pieces = time.perf_counter(), list[str]()
+        if show is None:
+            limit = settings["max_new_tokens"]
+            with bar(progress, f"decoding up to {limit} tokens", total=limit) as advance_to:
+                for piece in run:
+                    pieces.append(piece)
+                    advance_to(len(run.rows[0]))
+    if show is not None:
+        for piece in run:
+            show(piece)
+        show("\n")
+    return _Answer(run, "".join(pieces), compile_seconds, prefill_seconds, time.perf_counter() - begin)
+
+
+def _announce(prompt: int, new: int) -> None:
+    """Tells what --example does while nothing is to be seen."""
+    import jax
+
+    wait = "take about half a minute on two free cores" if jax.default_backend() == "cpu" else "come first"
+    say(
+        f"Continuing {prompt} prompt tokens by {new} new ones. "
+        f"Compiling and reading the prompt {wait}; the answer follows."
+    )
+
+
+def _summarise(answer: _Answer, prompt: int, cache: str) -> None:
+    """Says what an answer cost."""
+    report, drafted, new = answer.report(prompt), answer.run.speculation, len(answer.run.rows[0])
+    device, host = (report[f"cache_bytes_{place}"] / 2**20 for place in ("device", "host"))
+    say(
+        f"{prompt} prompt tokens at {report['prefill_tokens_per_second']:.0f}/s, {new} new at "
+        f"{report['decode_tokens_per_second']:.1f}/s; cache {cache}: {device:.1f} MiB on the device, "
+        f"{host:.1f} MiB on the host; a step read {_in_layers(report['attended_tokens_by_layer'], prompt, new)}"
+    )
+    if drafted is not None:
+        say(
+            f"{drafted.acceptance:.0%} of {drafted.drafted} drafted tokens accepted, "
+            f"{drafted.tokens_per_step:.2f} tokens a step"
+        )
 
 
 def _in_layers(attended: Any, prompt: int, new: int) -> str:
