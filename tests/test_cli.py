@@ -614,6 +614,10 @@ REFUSED = [
     ("perplexity --text FILES/long --cache fier:budget=9 --budget 8 --length 200", "as fier:budget=9 set their own"),
     ("bench --dtype f8", "a cache cannot hold dtype 'f8'; use one of bfloat16"),
     ("eval --batch 0", "--batch must be at least 1, got 0"),
+    (
+        "eval --max-prompt 1K,2K --samples 1",
+        "--max-prompt takes one whole number from 1, as 8192 or 8K or 1M; got '1K,2K'",
+    ),
     ("eval --seed -1", "--seed must be at least 0, got -1"),
     ("eval --out FILES/short", "is a file; give the path of a folder"),
     (

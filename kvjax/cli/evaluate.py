@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ from kvjax.cli.options import (
     complete_cache,
     dtype_name,
     model_directory,
+    size,
     sizes,
     without_weights,
 )
@@ -63,6 +64,7 @@ DenseLayers = Annotated[
 
 
 def evaluate(
+    ctx: typer.Context,
     model_dir: ModelDir = None,
     task: Tasks = None,
     cache: CacheNames = None,
@@ -150,17 +152,7 @@ def evaluate(
     is told below the table, and the others run.
     """
     if report_only:
-        given: dict[str, Any] = {
-            "MODEL_DIR": model_dir,
-            "--task": task,
-            "--cache": cache,
-            "--budget": budget,
-            "--length": length,
-        }
-        given |= {"--group-reduce": group_reduce, "--samples": samples, "--text": text, "--data": data}
-        given |= {"--question": question, "--quick": quick or None, "--max-prompt": max_prompt}
-        given |= {"--draws": None if draws == 1 else draws, "--temperature": temperature or None, "--top-p": top_p}
-        _report_only(out, [name for name, value in given.items() if value is not None], as_json)
+        _report_only(out, _given(ctx, but=("report_only", "out", "as_json")), as_json)
         return
     from kvjax.evaluate.caches import make_rows, without_budget
 
@@ -190,10 +182,26 @@ def evaluate(
         raise ValueError(f"--top-p {top_p} has no effect on greedy decoding; set --temperature too, or leave it out")
     how = {
         "draws": Draws(count=draws, temperature=temperature, top_p=top_p, seed=seed),
-        "max_prompt": None if max_prompt is None else sizes("--max-prompt", max_prompt)[0],
+        "max_prompt": None if max_prompt is None else size("--max-prompt", max_prompt),
     }
     kind, directory = dtype_name(dtype), model_directory(model_dir)
     _report(_run(directory, asked, rows, kind, batch, out, resume, how), out, as_json)
+
+
+def _given(ctx: typer.Context, *, but: Collection[str]) -> list[str]:
+    """The arguments and options of the command line, in the order of the help, without those of the names `but`."""
+    names = []
+    for param in ctx.command.params:
+        name = param.name or ""
+        source = ctx.get_parameter_source(name)
+        if name in but or source is None or source.name != "COMMANDLINE":
+            continue
+        if param.param_type_name == "argument":
+            names.append(getattr(param, "metavar", None) or name)
+        else:
+            off = ctx.params[name] is False and param.secondary_opts  # as --no-resume
+            names.append((off or param.opts)[0])
+    return names
 
 
 def _run(

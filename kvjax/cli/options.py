@@ -139,15 +139,19 @@ def join_processes() -> None:
 
 def sizes(option: str, text: str) -> list[int]:
     """Numbers with commas between them, of which K and M may be the units: [8192, 100] of "8K,100"."""
-    return [_size(option, part) for part in text.split(",")]
+    wanted = "whole numbers from 1, as 8192 or 8K or 1M, with commas between them"
+    return [_size(option, part, wanted) for part in text.split(",")]
 
 
-def _size(option: str, text: str) -> int:
+def size(option: str, text: str) -> int:
+    """One number, with a unit if need be: 8192 of "8K"."""
+    return _size(option, text, "one whole number from 1, as 8192 or 8K or 1M")
+
+
+def _size(option: str, text: str, wanted: str) -> int:
     number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in tuple(UNITS) else (text, 1)
     if not (number.isascii() and number.strip().isdecimal()) or int(number) < 1:
-        raise ValueError(
-            f"{option} takes whole numbers from 1, as 8192 or 8K or 1M, with commas between them; got {text!r}"
-        )
+        raise ValueError(f"{option} takes {wanted}; got {text!r}")
     from kvjax.spec import require_int
 
     return require_int(option, int(number) * unit, at_least=1)

@@ -83,6 +83,9 @@ def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded
     code, out, err = run(checkpoint, "--report-only", "--cache", "full", "--out", tmp_path)
     assert (code, out) == (2, "")
     assert "--report-only reads what lies in --out as it is; leave out MODEL_DIR, --cache" in err
+    code, out, err = run("--report-only", "--batch", 4, "--no-resume", "--seed", 0, "--out", tmp_path)
+    assert code == 2
+    assert "leave out --seed, --batch, --no-resume" in err
     code, _, err = run("--report-only", "--out", tmp_path / "nowhere")
     assert code == 2
     assert "nowhere has no results; give the --out of a run" in err
