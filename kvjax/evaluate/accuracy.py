@@ -44,10 +44,11 @@ def evaluate(
 ) -> list[Cell]:
     """Asks a model everything that a task has, through each cache, and scores the answers.
 
-    Decodes greedily. `caches`, `budgets` and `dense_layers` are those of `kvjax.evaluate.caches.make_rows`. With `out`,
-    results go there, and those that are there already are not made again. `batch` prompts of near lengths are decoded
-    together; they are padded to one of four sizes an octave, so that few programs are compiled. At a time, the queries,
-    keys and values of a batch of whole prompts are held, and one cache.
+    Decodes greedily, unless `draws` asks for answers that are drawn. `caches`, `budgets` and `dense_layers` are those
+    of `kvjax.evaluate.caches.make_rows`. With `out`, results go there, and those that are there already are not made
+    again. `batch` prompts of near lengths are decoded together; they are padded to one of four sizes an octave, so that
+    few programs are compiled. At a time, the queries, keys and values of a batch of whole prompts are held, and one
+    cache.
 
     Raises:
       ValueError: before anything runs; see `kvjax.evaluate.plan.prepare`. Prompts that are too long lose their middle

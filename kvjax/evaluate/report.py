@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -192,12 +192,26 @@ def page(cells: Sequence[Cell]) -> str:
     )
     dense = sorted({cell.head["dense_layers"] for cell in cells if cell.head.get("dense_layers") is not None})
     how = (
-        f"Greedy decoding through each cache. {COLUMNS} First layers that attend to everything: "
+        f"{_decoding(cells)} through each cache. {COLUMNS} First layers that attend to everything: "
         f"{' or '.join(map(str, dense)) or 'none'} of {cells[0].head['model']['layers']}; a row that sets its own "
         f"number says so. {'; '.join(runs)}."
     )
     name, dtype = cells[0].head["model"]["name"], cells[0].key["dtype"]
     return f"# {name}, {dtype}\n\n{how}\n\n{overview(cells)}{table(cells)}"
+
+
+def _decoding(cells: Sequence[Cell]) -> str:
+    """How answers were decoded: "Greedy decoding", or how many were drawn with which settings."""
+    ways = dict.fromkeys(json.dumps(cell.key.get("draws")) for cell in cells)
+    return " and ".join(_draw(json.loads(way)) for way in ways)
+
+
+def _draw(draws: Mapping[str, Any] | None) -> str:
+    if draws is None:
+        return "Greedy decoding"
+    names = ("temperature", "top_k", "top_p", "seed")
+    settings = ", ".join(f"{name} {draws[name]}" for name in names if draws.get(name) is not None)
+    return f"{draws['count']} answer{'s' * (draws['count'] > 1)} to each question, drawn with {settings},"
 
 
 def about(cells: Sequence[Cell]) -> dict[str, Any]:

@@ -85,6 +85,11 @@ def test_the_page_says_model_versions_and_date():
     for part in ("# tiny, float32", "jax 1.2.3", "2026-01-02", "cpu", report.overview(CELLS), report.table(CELLS)):
         assert part in page
     other = dataclasses.replace(CELLS[0], head={**CELLS[0].head, "made": [{**MADE, "device": "gpu"}]})
+    assert "Greedy decoding through each cache." in page
+    drawn = {"count": 4, "temperature": 0.6, "top_k": None, "top_p": 0.9, "seed": 0}
+    several = dataclasses.replace(CELLS[0], key={**CELLS[0].key, "draws": drawn})
+    told = "4 answers to each question, drawn with temperature 0.6, top_p 0.9, seed 0, through"
+    assert told in report.page([several])
     assert "2026-01-02, cpu, jax 1.2.3; 2026-01-02, gpu, jax 1.2.3." in report.page([*CELLS, other])
 
 
