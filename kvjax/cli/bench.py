@@ -11,10 +11,11 @@ import typer
 
 from kvjax.cli.options import (
     AsJson,
+    Budgets,
+    CacheNames,
     Dtype,
     ModelDir,
     check_folder,
-    complete_cache,
     dtype_name,
     implementations,
     in_short,
@@ -41,22 +42,8 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    cache: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A method of `kvjax methods`; settings may follow: fier:group=16. Repeat it for several. "
-            "Default full and fier.",
-            autocompletion=complete_cache,
-            show_default=False,
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens that a step reads for each KV head, for methods with a budget. Several: 512,2048.",
-            show_default=False,
-        ),
-    ] = None,
+    cache: CacheNames = None,
+    budget: Budgets = None,
     dense_layers: Annotated[
         int | None,
         typer.Option(

@@ -10,10 +10,12 @@ import typer
 
 from kvjax.cli.options import (
     AsJson,
+    Budgets,
+    CacheNames,
+    DenseLayers,
     Dtype,
     ModelDir,
     check_folder,
-    complete_cache,
     dtype_name,
     model_directory,
     size,
@@ -44,23 +46,6 @@ Tasks = Annotated[
         show_default=False,
     ),
 ]
-CacheNames = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A method of `kvjax methods`; settings may follow: fier:group=16. Repeat it for several. Default full and "
-        "fier.",
-        autocompletion=complete_cache,
-        show_default=False,
-    ),
-]
-DenseLayers = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="First layers that attend to everything, in every row, so that rows of one budget read about as many "
-        "tokens. A row's own wins: --cache snapkv:dense_layers=0.",
-    ),
-]
 
 
 def evaluate(
@@ -68,13 +53,7 @@ def evaluate(
     model_dir: ModelDir = None,
     task: Tasks = None,
     cache: CacheNames = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens that a step reads for each KV head, for methods with a budget. Several: 64,256.",
-            show_default=False,
-        ),
-    ] = None,
+    budget: Budgets = None,
     dense_layers: DenseLayers = 2,
     question: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""Options that commands share: the model, its dtype, a cache and its budget."""
+"""Options that commands share: the model, its dtype, caches and their budgets."""
 
 from __future__ import annotations
 
@@ -44,6 +44,32 @@ def complete_cache(incomplete: str) -> list[str]:
     from kvjax.presets import REGISTRY
 
     return [name for name in REGISTRY if name.startswith(incomplete)]
+
+
+CacheNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A method of `kvjax methods`; settings may follow: fier:group=16. Repeat it for several. Default full and "
+        "fier.",
+        autocompletion=complete_cache,
+        show_default=False,
+    ),
+]
+Budgets = Annotated[
+    str | None,
+    typer.Option(
+        help="Tokens that a step reads for each KV head, for methods with a budget. Several: 64,256.",
+        show_default=False,
+    ),
+]
+DenseLayers = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="First layers that attend to everything, in every row, so that rows of one budget read about as many "
+        "tokens. A row's own wins: --cache snapkv:dense_layers=0.",
+    ),
+]
 
 
 def dtype_name(name: str | None) -> str:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from kvjax.cli.evaluate import DenseLayers
 from kvjax.cli.options import (
     AsJson,
+    DenseLayers,
     Dtype,
     ModelDir,
     check_file,
