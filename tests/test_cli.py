@@ -660,6 +660,16 @@ def test_what_cannot_be_done_is_one_line_before_the_weights(
     assert not list(tmp_path.iterdir()), "something was written"
 
 
+@pytest.mark.parametrize("line", ["perplexity --plot FILES/x.svg", "measure --out FILES/out"])
+def test_a_missing_extra_is_named_before_the_weights(kvjax, checkpoint, files, monkeypatch, line):
+    monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    command, *args = f"{line} --text FILES/long".replace("FILES", str(files)).split()
+    result = kvjax(command, checkpoint, *args)
+    assert_one_line(result, "plots need matplotlib: pip install 'kvjax[eval]'")
+    assert "unexpected" not in result[2]
+
+
 def test_help_and_version_have_their_usual_names(kvjax):
     from kvjax import __version__
 

@@ -4,7 +4,7 @@ A command is a module here, with a function that typer calls. Everything cheap i
 in this order: options, prompt, config, length of the prompt, weights. A mistake of the user ends in one line
 `error: ...` on stderr and a non-zero exit code:
 
-    2    what was asked cannot be done: an option, a file, a model, or a combination of them
+    2    what was asked cannot be done: an option, a file, a model, a combination of them, or an extra that is missing
     1    the work itself failed: no memory, no room on the disk, numbers that are not finite
     130  an interrupt
     141  the reader of stdout is gone
@@ -75,6 +75,11 @@ for _group, _commands in _GROUPS.items():
 _ASKED = (ValueError, NotImplementedError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
+def _lacks_extra(error: Exception) -> bool:
+    """Whether a package of one of kvjax's extras is missing; the error is kvjax's own and names the extra."""
+    return isinstance(error, ImportError) and error.name is None  # Python names the module that it did not find
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """The console entry point. Returns the exit code."""
     args = list(sys.argv[1:] if args is None else args) or ["--help"]
@@ -95,7 +100,7 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         usage = getattr(error, "format_message", None)  # click's errors, wherever typer's version keeps their class
         say(f"error: {_one_line(error) if usage is None else ' '.join(usage().split())}")
-        return 2 if usage is not None or isinstance(error, _ASKED) else 1
+        return 2 if usage is not None or isinstance(error, _ASKED) or _lacks_extra(error) else 1
 
 
 def _reader_gone() -> int:
@@ -112,6 +117,7 @@ def _one_line(error: Exception) -> str:
         return f"out of memory; use a smaller model, a shorter prompt or --dtype bfloat16 ({message[:200]})"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if isinstance(error, ValueError | NotImplementedError | OSError | RuntimeError | MemoryError):
+    known = ValueError | NotImplementedError | OSError | RuntimeError | MemoryError
+    if isinstance(error, known) or _lacks_extra(error):
         return message or type(error).__name__
     return f"{type(error).__name__}: {message} (unexpected; KVJAX_TRACEBACK=1 shows where)"

@@ -153,8 +153,11 @@ def _write(rows: Sequence[dict[str, Any]], out: Path) -> None:
     replace_file(out / "throughput.json", json.dumps({"rows": rows}, indent=1) + "\n")
     say(f"wrote {out / 'throughput.json'}")
     if any(row["status"] == "ok" for row in rows):
-        throughput.figure(rows).savefig(out / "throughput.svg")
-        say(f"wrote {out / 'throughput.svg'}")
+        try:
+            throughput.figure(rows).savefig(out / "throughput.svg")
+            say(f"wrote {out / 'throughput.svg'}")
+        except ImportError as error:
+            say(str(error))
 
 
 def _caches(rows: Sequence[Row], config: DecoderConfig, kind: str, batch: int, capacity: int) -> dict[str, PerLayer]:

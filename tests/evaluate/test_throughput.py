@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -299,7 +300,7 @@ QWEN3 = {  # CONFIG, as a file says it
 }
 
 
-def test_bench_prints_a_table_and_goes_on_where_it_stopped(tmp_path, capsys):
+def test_bench_prints_a_table_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     shape, out = tmp_path / "mine" / "config.json", tmp_path / "out"
     shape.parent.mkdir()
     shape.write_text(json.dumps(QWEN3))
@@ -317,9 +318,12 @@ def test_bench_prints_a_table_and_goes_on_where_it_stopped(tmp_path, capsys):
     assert cells[6] == f"{row['cache_bytes_device'] / 2**20:,.1f}"
     assert row["digest"] == digest_json(repr(CONFIG))
     assert (out / "throughput.svg").read_text().count("<svg") == 1
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(command) == 0
     assert (out / "throughput.json").read_text() == written
-    assert line in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert line in said.out
+    assert "plots need matplotlib: pip install 'kvjax[eval]'" in said.err
 
 
 @pytest.mark.parametrize(("length", "said"), [(60, True), (57, False)])
