@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -148,9 +147,9 @@ def bench(
 
 def _write(rows: Sequence[dict[str, Any]], out: Path) -> None:
     from kvjax.evaluate import throughput
-    from kvjax.evaluate.provenance import replace_file
+    from kvjax.evaluate.provenance import json_text, replace_file
 
-    replace_file(out / "throughput.json", json.dumps({"rows": rows}, indent=1) + "\n")
+    replace_file(out / "throughput.json", json_text({"rows": rows}, indent=1))
     say(f"wrote {out / 'throughput.json'}")
     if any(row["status"] == "ok" for row in rows):
         try:

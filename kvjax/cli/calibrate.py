@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -52,6 +51,7 @@ def calibrate(
     presets.check_reaches(policies, reading.checkpoint.config.layers, f"--cache {cache}")
 
     from kvjax.evaluate import recall, sharing
+    from kvjax.evaluate.provenance import json_text, replace_file
 
     seen = live.capture(progress, reading)
     with progress, bar(progress, "pairs of layers") as advance_to:
@@ -80,5 +80,5 @@ def calibrate(
             f"share={share}, {least:.4f} with every layer selecting\n\n--cache {proposed}\n"
         )
     if out is not None:
-        out.write_text(json.dumps(content, indent=1) + "\n")
+        replace_file(out, json_text(content, indent=1))
         say(f"wrote {out}")

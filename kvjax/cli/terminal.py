@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -84,8 +83,9 @@ def show_markdown(text: str) -> None:
 
 def write_json(*documents: Mapping[str, Any]) -> None:
     """A line of JSON on stdout for each; a number that is not finite becomes null."""
-    known = (json.loads(json.dumps(one), parse_constant=lambda _: None) for one in documents)
-    write("".join(json.dumps(one) + "\n" for one in known))
+    from kvjax.evaluate.provenance import json_text
+
+    write("".join(map(json_text, documents)))
 
 
 def write(text: str) -> None:

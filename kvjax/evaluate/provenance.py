@@ -73,6 +73,16 @@ def digest_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """A value as JSON, a line or more; numbers that are not finite become null, as JSON has no word for them.
+
+    >>> json_text({"mean": float("nan")})
+    '{"mean": null}\\n'
+    """
+    known = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(known, indent=indent) + "\n"
+
+
 def replace_file(path: Path, text: str) -> None:
     """Writes a file whole or not at all: a run killed at any moment leaves the old one or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)

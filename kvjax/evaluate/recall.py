@@ -11,7 +11,6 @@ So four numbers go together: set recall, the mass that the tokens read hold, the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -30,7 +29,8 @@ from kvjax.caches.policy import lowest_visible
 from kvjax.caches.zones import Zoned
 from kvjax.demotion import Fifo
 from kvjax.evaluate.live import Live, adjacent
-from kvjax.evaluate.provenance import digest, provenance, replace_file
+from kvjax.evaluate.provenance import digest, json_text, model_digest, provenance, replace_file
+from kvjax.evaluate.report import markdown_table
 from kvjax.evaluate.store import Progress
 from kvjax.evaluate.tasks.files import read_text
 from kvjax.models import Checkpoint
@@ -355,7 +355,7 @@ def about(directory: Path, text: Path, dtype: str, lengths: Sequence[int], steps
     """The sources of a measurement, for the head of its file; JSON."""
     return {
         **provenance(),
-        "model": {"name": directory.resolve().name, "digest": digest(directory)},
+        "model": {"name": directory.resolve().name, "digest": model_digest(directory)},
         "text": {"name": text.name, "digest": digest(text)},
         "dtype": dtype,
         "lengths": list(lengths),
@@ -372,8 +372,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
             return str(value)
         return "-" if value != value else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
-    lines = [titles, ["---"] * len(titles), *([cell(row[t]) for t in titles] for row in rows)]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return markdown_table(titles, [[cell(row[t]) for t in titles] for row in rows]) + "\n"
 
 
 def write(
@@ -381,8 +380,7 @@ def write(
 ) -> list[Path]:
     """Writes measure_KIND.json, .md and .svg to the folder `out`, and returns their paths."""
     paths = [out / f"measure_{kind}.{suffix}" for suffix in ("json", "md", "svg")]
-    content = json.dumps({**head, "measure": kind, "results": results}, indent=1).replace("NaN", "null")
-    replace_file(paths[0], content + "\n")
+    replace_file(paths[0], json_text({**head, "measure": kind, "results": results}, indent=1))
     replace_file(paths[1], table)
     figure.savefig(paths[2])
     return paths

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvjax.evaluate import html
 from kvjax.evaluate.draws import passes
-from kvjax.evaluate.provenance import replace_file
+from kvjax.evaluate.provenance import json_text, replace_file
 from kvjax.evaluate.store import Cell, interval
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def write(cells: Sequence[Cell], out: Path) -> list[Path]:
     """Writes table.md, summary.json, the plots, and report.html with all of them to `out`, and returns their paths."""
     written = [out / "table.md", out / "summary.json"]
     replace_file(written[0], page(cells))
-    replace_file(written[1], json.dumps(summary(cells)) + "\n")
+    replace_file(written[1], json_text(summary(cells)))
     for name, figure in figures(cells):
         written.append(out / f"{name}.svg")
         figure.savefig(written[-1])
