@@ -793,7 +793,7 @@ class _Changed:
 
 
 def _changed(after: Any, before: Any) -> _Changed:
-    """What a flush changes, by the identity of arrays: to be asked within the trace of the flush, as jax 0.11 returns
+    """The arrays that a flush changes, by their identity. Called within the trace of the flush, since jax 0.11 returns
     new values for arguments that an inlined jit passes on."""
     leaves = zip(*map(jax.tree.leaves, (after, before)), strict=True)
     return _Changed(tuple(new is not old for new, old in leaves))
