@@ -28,7 +28,7 @@ from kvjax.caches import PerLayer
 from kvjax.evaluate import recall
 from kvjax.evaluate.live import Live, LiveLayer, capture, capture_generated
 from kvjax.evaluate.provenance import replace_file
-from kvjax.evaluate.sharing import fill_prompt
+from kvjax.evaluate.recall import store_prompt
 from kvjax.sampling import sampling
 from kvjax.stores.hot import empty_hot, give_places
 
@@ -97,7 +97,7 @@ def _pairs(pages: np.ndarray) -> Any:
 
 def pages_of(layer: LiveLayer, live: Live, policy: Any, page: int) -> np.ndarray:
     start = int(live.positions[0])
-    cache = fill_prompt(init_layer(policy, layer.spec), layer.k[:, :, :start], layer.v[:, :, :start])
+    cache = store_prompt(init_layer(policy, layer.spec), layer.k, layer.v, 0, start)
     q = jnp.moveaxis(layer.q, 1, 0)
     return np.asarray(selected(cache, q, (layer.k, layer.v), start, (layer.scale, layer.window), page))
 

@@ -106,7 +106,7 @@ def bench(
     else:
         assert random is not None
         name, config = _shape(random)
-    new = block + steps
+    new = workload.new_tokens
     caches = _caches(asked, config, kind, (batches or [1])[0], max(lengths) + new)
     if config.max_positions is not None and max(lengths) + new > config.max_positions:
         say(

@@ -126,18 +126,21 @@ def check_rows(rows: Sequence[Row], spec: CacheSpec, layers: int) -> list[Row]:
     Raises:
       ValueError: no row can.
     """
-    checked = []
-    for row in rows:
-        refused = row.refused
-        if row.policies is not None:
-            try:
-                presets.check_reaches(row.policies, layers, row.name)
-                jax.eval_shape(partial(init, row.policies, spec, layers=layers))
-            except (ValueError, NotImplementedError) as error:
-                refused = str(error)
-        checked.append(replace(row, policies=None if refused else row.policies, refused=refused))
+    checked = [check_row(row, spec, layers) for row in rows]
     _require_one(checked)
     return checked
+
+
+def check_row(row: Row, spec: CacheSpec, layers: int) -> Row:
+    """The row, refused if it cannot hold this model."""
+    if row.policies is None:
+        return row
+    try:
+        presets.check_reaches(row.policies, layers, row.name)
+        jax.eval_shape(partial(init, row.policies, spec, layers=layers))
+    except (ValueError, NotImplementedError) as error:
+        return replace(row, policies=None, refused=str(error))
+    return row
 
 
 def _require_one(rows: Sequence[Row]) -> None:

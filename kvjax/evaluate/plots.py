@@ -224,7 +224,7 @@ def _by_depth_and_length(panels: Sequence[Block], methods: Sequence[str]) -> Fig
         for budget in found:
             axis = row[0 if budget is None else budgets.index(budget)]
             cells = [block.cell(method, budget) for block in panels]
-            _map(axis, cells, panels, [_short(block.length) for block in panels])
+            _map(axis, cells, panels, ["" if block.length is None else short(block.length) for block in panels])
             axis.set_title("all" if budget is None else str(budget), fontsize=8)
         row[0].set_ylabel(label, fontsize=9)
     figure.supxlabel("length in tokens; above each map the budget, tokens attended a step and KV head", fontsize=10)
@@ -270,10 +270,16 @@ def _means(cells: Sequence[Cell | None], rows: Sequence[float]) -> np.ndarray:
     return means
 
 
-def _short(length: int | None) -> str:
-    if length is None:
-        return ""
-    return f"{length // 1024}K" if length % 1024 == 0 else str(length)
+def short(length: int) -> str:
+    """A number of tokens as people write it.
+
+    >>> short(32768), short(1 << 20), short(1000)
+    ('32K', '1M', '1000')
+    """
+    for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
+        if length % unit == 0:
+            return f"{length // unit}{name}"
+    return str(length)
 
 
 def _title(panels: Sequence[Block]) -> str:

@@ -117,8 +117,8 @@ def reads(
             start = int(live.positions[run.start])
             first = start if prompt is None else min(prompt, start)
             if first != held:
-                base, held = _store(init_layer(one, layer.spec), layer.k, layer.v, 0, first), first
-            cache = base if first == start else _store(base, layer.k, layer.v, first, start)
+                base, held = store_prompt(init_layer(one, layer.spec), layer.k, layer.v, 0, first), first
+            cache = base if first == start else store_prompt(base, layer.k, layer.v, first, start)
             q = jnp.moveaxis(layer.q[:, run], 1, 0)
             seen = _run(cache, q, layer.k, layer.v, start, scale=layer.scale, window=layer.window, top=top)
             steps.append(jax.tree.map(np.asarray, seen))
@@ -145,7 +145,7 @@ class _Step(NamedTuple):
 
 
 @jax.jit
-def _store(cache: LayerCache, k: Array, v: Array, start: Array | int, stop: Array | int) -> LayerCache:
+def store_prompt(cache: LayerCache, k: Array, v: Array, start: Array | int, stop: Array | int) -> LayerCache:
     """Stores the tokens [start, stop) of k, v [B, K, S, D] as one chunk of a prompt, padded to S."""
     at = start + jnp.arange(k.shape[2])
     kt, vt = (jnp.take(a, at, axis=2, mode="clip") for a in (k, v))

@@ -11,7 +11,7 @@ attention mass; the selections are those of the policy to be used.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from jax import Array, lax
 from kvjax.attention import LayerCache, PerLayer, attention_info, init_layer
 from kvjax.caches import Leading
 from kvjax.evaluate.live import Live
-from kvjax.evaluate.recall import exact_logits
+from kvjax.evaluate.recall import exact_logits, store_prompt
 from kvjax.evaluate.store import Progress
 from kvjax.selection import Selection, membership
 from kvjax.spec import require_int
@@ -119,7 +119,7 @@ def measure(live: Live, policies: PerLayer, *, progress: Progress | None = None)
         own = []
         for run in live.runs():
             start = int(live.positions[run.start])
-            cache = fill_prompt(init_layer(policies.rest, layer.spec), layer.k[:, :, :start], layer.v[:, :, :start])
+            cache = store_prompt(init_layer(policies.rest, layer.spec), layer.k, layer.v, 0, start)
             q = jnp.moveaxis(layer.q[:, run], 1, 0)
             own.append(np.asarray(_positions(cache, q, layer.k, layer.v, start, layer.scale, layer.window)))
         read.append(np.concatenate(own))
@@ -131,13 +131,6 @@ def measure(live: Live, policies: PerLayer, *, progress: Progress | None = None)
         if progress is not None:
             progress(j + 1 - first, layers - first, f"layer {j}")
     return Sharing(first, overlap, mass, error, head_mass)
-
-
-@jax.jit
-def fill_prompt(cache: LayerCache, k: Array, v: Array) -> LayerCache:
-    """The cache with k, v [B, K, S, D] stored as one prompt of every row."""
-    lengths = jnp.full(k.shape[0], k.shape[2], jnp.int32)
-    return replace(cache, state=cache.policy.prefill(cache.state, k, v, lengths))
 
 
 @partial(jax.jit, static_argnums=(5, 6))

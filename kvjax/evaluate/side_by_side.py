@@ -11,11 +11,10 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax.evaluate.caches import Caches, Row, make_rows, without_budget
+from kvjax.evaluate.caches import Caches, Row, check_row, make_rows, without_budget
 from kvjax.generation import stream, warm_up
 from kvjax.models import Checkpoint
 from kvjax.models.chat import round_capacity
-from kvjax.presets import check_reaches
 from kvjax.request import check_fit
 from kvjax.spec import require_int
 
@@ -95,20 +94,15 @@ def prepare(
 
 
 def _answer(checkpoint: Checkpoint, row: Row, tokens: list[int], max_new_tokens: int, earlier: list[Answer]) -> Answer:
+    spec = checkpoint.model.spec(batch=1, capacity=round_capacity(len(tokens) + max_new_tokens))
+    row = check_row(row, spec, checkpoint.config.layers)
     policies = row.policies
     if policies is None:
         return Answer(cache=row.name, refused=row.refused)
-    spec = checkpoint.model.spec(batch=1, capacity=round_capacity(len(tokens) + max_new_tokens))
 
     def empty() -> kvjax.Cache:
         return kvjax.init(policies, spec, layers=checkpoint.config.layers)
 
-    try:
-        if isinstance(policies, kvjax.PerLayer):
-            check_reaches(policies, checkpoint.config.layers, row.name)
-        jax.eval_shape(empty)
-    except (ValueError, NotImplementedError) as error:
-        return Answer(cache=row.name, refused=str(error))
     settings: dict[str, Any] = dict(
         max_new_tokens=max_new_tokens, stop_tokens=checkpoint.stop_tokens, measure=True, block=max_new_tokens
     )

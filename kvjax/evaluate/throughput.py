@@ -34,7 +34,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from kvjax.attention import Cache, LayerCache, PerLayer, init, raise_on_overflow
-from kvjax.evaluate.plots import new_figure, style
+from kvjax.evaluate.plots import new_figure, short, style
 from kvjax.evaluate.provenance import provenance
 from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.generation import Stream, _prefill_chunk, chunk_size, prefill, warm_up
@@ -42,7 +42,7 @@ from kvjax.memory import in_units, nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.models.rope import Default, Llama3
 from kvjax.sampling import Sampling
-from kvjax.spec import require_int
+from kvjax.spec import CacheSpec, require_int
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,6 +67,15 @@ class Workload:
             require_int("Workload(chunk=...)", self.chunk, at_least=2)
         require_int("Workload(seed=...)", self.seed, at_least=0)
 
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that a row decodes, those before the clock starts among them."""
+        return self.block + self.steps
+
+    def spec(self, model: Decoder, length: int, batch: int) -> CacheSpec:
+        """A layer's cache of `batch` rows that decode after `length` tokens."""
+        return model.spec(batch=batch, capacity=-(-(length + self.new_tokens) // CAPACITY_STEP) * CAPACITY_STEP)
+
 
 def time_cell(
     model: Decoder, caches: PerLayer, *, length: int, batch: int, workload: Workload = Workload()
@@ -84,8 +93,7 @@ def time_cell(
     require_int("length", length, at_least=1)
     require_int("batch", batch, at_least=1)
     rng, block = np.random.default_rng(workload.seed), workload.block
-    new = block + workload.steps
-    spec = model.spec(batch=batch, capacity=-(-(length + new) // CAPACITY_STEP) * CAPACITY_STEP)
+    new, spec = workload.new_tokens, workload.spec(model, length, batch)
     peak = _device_peak()
 
     def empty() -> Cache:
@@ -385,8 +393,7 @@ def _draw(key: Array, size: float, *, shape: tuple[int, ...], dtype: Any) -> Arr
 
 def _attempt(model: Decoder, policies: PerLayer, length: int, batch: int, workload: Workload) -> dict[str, Any]:
     """`time_cell` with `status` "ok"; or, if it does not fit, "out of memory" once the memory is free again."""
-    new = workload.block + workload.steps
-    spec = model.spec(batch=batch, capacity=-(-(length + new) // CAPACITY_STEP) * CAPACITY_STEP)
+    spec = workload.spec(model, length, batch)
     size = nbytes(shapes(partial(init, policies, spec, layers=model.config.layers)))
     if lacking := _no_room("the cache", size.total):
         return {"status": "out of memory", "error": lacking}
@@ -531,15 +538,3 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
     prompt = "random keys and values" if made["synthetic"] else "random prompts"
     drawn.suptitle(f"{made['model']}, {made['dtype']}, {made['device']}; {prompt}", fontsize="medium")
     return drawn
-
-
-def short(length: int) -> str:
-    """A number of tokens as people write it.
-
-    >>> short(32768), short(1 << 20), short(1000)
-    ('32K', '1M', '1000')
-    """
-    for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
-        if length % unit == 0:
-            return f"{length // unit}{name}"
-    return str(length)
