@@ -49,6 +49,8 @@ from kvjax.validation import finite_number, nearest, shown
 
 Anchors = Sequence[int] | int | str | None
 
+PARISKV_BUDGET = 4 + 128 + 100  # the paper's sink and local window, and the k tokens that it selects beside them
+
 # FreeKV's settings by the kind of task.
 FREEKV: dict[str, dict[str, Any]] = {
     "long_input": {"sink": 128, "local": 128, "tau": 0.8},
@@ -102,7 +104,6 @@ def fier(
     "per_head" is the paper's rule). A group is indexed with its chunk, and with chunk=group as soon as it is full, as
     in the paper.
     """
-    require_int("fier(dense_layers=...)", dense_layers, at_least=0)
     require_int("fier(budget=...)", budget, at_least=1)
     require_int("fier(page=...)", page, at_least=1)
     if page > 1:
@@ -117,11 +118,11 @@ def fier(
         dense_below=0,
         dense_capacity=_dense_capacity("fier", dense_capacity, host, share, anchors),
     )
-    return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)
+    return _past_dense("fier", dense_layers, policy, share, anchors)
 
 
 def pariskv(
-    budget: int = 232,
+    budget: int = PARISKV_BUDGET,
     *,
     k: int | None = None,
     sink: int = 4,
@@ -181,11 +182,10 @@ def pariskv(
     values to host memory: so does `host`, to select the same tokens; without it they stay on the device. `p` and
     radius_bits=4 are not of the paper. `hot` and `dense_capacity` are as in `fier`.
     """
-    require_int("pariskv(dense_layers=...)", dense_layers, at_least=0)
     require_int("pariskv(budget=...)", budget, at_least=1)
     if k is not None:
         require_int("pariskv(k=...)", k, at_least=1)
-        if budget not in (232, sink + local + k):
+        if budget not in (PARISKV_BUDGET, sink + local + k):
             raise ValueError(
                 f"pariskv(budget={budget}, k={k}): with sink={sink} and local={local} that k is a budget of "
                 f"{sink + local + k}; give one of the two"
@@ -213,7 +213,7 @@ def pariskv(
         dense_below=dense_below,
         dense_capacity=_dense_capacity("pariskv", dense_capacity, host, share, anchors),
     )
-    return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)
+    return _past_dense("pariskv", dense_layers, policy, share, anchors)
 
 
 def quest(
@@ -262,7 +262,6 @@ def quest(
     here they are refused. With newest="attend" the newest tokens are those of a window, not of a page, and a page that
     is not full competes by the exact scores of its other tokens.
     """
-    require_int("quest(dense_layers=...)", dense_layers, at_least=0)
     require_int("quest(budget=...)", budget, at_least=1)
     require_int("quest(page=...)", page, at_least=1)
     require_int("quest(least_pages=...)", least_pages, at_least=1)
@@ -289,7 +288,7 @@ def quest(
         dense_below=0,
         dense_capacity=_dense_capacity("quest", dense_capacity, host, share, anchors),
     )
-    return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)
+    return _past_dense("quest", dense_layers, policy, share, anchors)
 
 
 def logquant(
@@ -326,12 +325,11 @@ def logquant(
     code quantises keys by token too (key_axis="token", group=64), quantises the whole history anew at each flush, and
     holds exact tokens twice. A scale and a zero are bfloat16.
     """
-    require_int("logquant(dense_layers=...)", dense_layers, at_least=0)
     demote = LogSparse(window=window)
     key_group = window if key_axis == "channel" else group
     store = Quantized(bits=bits, key_axis=key_axis, key_group=key_group, value_bits=value_bits, value_group=group)
     policy = Compressed(store=store, sink=sink, local=window, demote=demote, value_window=value_window)
-    return PerLayer((Full(),) * dense_layers, policy)
+    return _past_dense("logquant", dense_layers, policy)
 
 
 def kivi(
@@ -365,7 +363,6 @@ def kivi(
     require_int("kivi(residual=...)", residual, at_least=1)
     if value_window is not None:
         require_int("kivi(value_window=...)", value_window, at_least=1)
-    require_int("kivi(dense_layers=...)", dense_layers, at_least=0)
     policy = Compressed(
         store=Quantized(bits=bits, key_group=group, value_bits=value_bits),
         sink=sink,
@@ -373,7 +370,7 @@ def kivi(
         demote=Fifo(leave=residual),
         value_window=value_window,
     )
-    return PerLayer((Full(),) * dense_layers, policy)
+    return _past_dense("kivi", dense_layers, policy)
 
 
 def freekv(
@@ -430,7 +427,6 @@ def freekv(
     sink = FREEKV[task]["sink"] if sink is None else sink
     local = FREEKV[task]["local"] if local is None else local
     tau = FREEKV[task]["tau"] if tau is None else tau
-    require_int("freekv(dense_layers=...)", dense_layers, at_least=0)
     require_int("freekv(budget=...)", budget, at_least=1)
     _require_page("freekv", budget, page, sink, local)
     pages: type[MinMaxPages] | type[CentrePages] = MinMaxPages if summary == "min_max" else CentrePages
@@ -443,11 +439,8 @@ def freekv(
         demote=Fifo(leave=page if chunk is None else chunk),
         dense_below=0,
     )
-    return share_selections(
-        PerLayer((Full(),) * dense_layers, Speculative(policy, tau=tau, selection_scale=selection_scale, reuse=reuse)),
-        share=share,
-        anchors=anchors,
-    )
+    late = Speculative(policy, tau=tau, selection_scale=selection_scale, reuse=reuse)
+    return _past_dense("freekv", dense_layers, late, share, anchors)
 
 
 def arkvale(
@@ -479,7 +472,6 @@ def arkvale(
     keeps a cache of pages and replaces the one that scores least; both attend to the same pages. A page that is not yet
     full competes by the exact scores of its tokens.
     """
-    require_int("arkvale(dense_layers=...)", dense_layers, at_least=0)
     require_int("arkvale(budget=...)", budget, at_least=1)
     if digest not in ("cuboid", "sphere"):
         raise ValueError(f"arkvale(digest={digest!r}) must be 'cuboid' or 'sphere'")
@@ -494,7 +486,7 @@ def arkvale(
         demote=Fifo(leave=page),
         dense_below=0,
     )
-    return PerLayer((Full(),) * dense_layers, Speculative(policy, tau=2.0))  # no cosine reaches 2: never a step late
+    return _past_dense("arkvale", dense_layers, Speculative(policy, tau=2.0))  # no cosine reaches 2: never a step late
 
 
 def pqcache(
@@ -529,7 +521,6 @@ def pqcache(
     from the first `learn` tokens, not from the whole prompt. The paper keeps keys and values in host memory with a
     cache of blocks on the device; here that is `host`, without the cache.
     """
-    require_int("pqcache(dense_layers=...)", dense_layers, at_least=0)
     require_int("pqcache(budget=...)", budget, at_least=1)
     policy = Retrieval(
         selector=ProductCodes(parts=parts, bits=bits, learn=learn, group_reduce=group_reduce),
@@ -540,7 +531,7 @@ def pqcache(
         demote=Fifo(leave=learn),
         dense_below=0,
     )
-    return PerLayer((Full(),) * dense_layers, policy)
+    return _past_dense("pqcache", dense_layers, policy)
 
 
 def magicpig(
@@ -578,7 +569,6 @@ def magicpig(
     **Differs:** see `Sampled` and `SimHash`. The paper keeps layers 0 and 16 of 32 dense; here the first
     `dense_layers`. Hashes lie on the device; the paper's are in host memory.
     """
-    require_int("magicpig(dense_layers=...)", dense_layers, at_least=0)
     require_int("magicpig(budget=...)", budget, at_least=1)
     policy = Sampled(
         hashing=SimHash(bits=bits, tables=tables, least=least, learn=chunk, seed=seed),
@@ -588,23 +578,7 @@ def magicpig(
         local=local,
         demote=Fifo(leave=chunk),
     )
-    return PerLayer((Full(),) * dense_layers, policy)
-
-
-def _dense_capacity(
-    name: str, dense_capacity: DenseCapacity, host: bool, share: int, anchors: Anchors
-) -> DenseCapacity:
-    """The setting, of which "auto" is 0 for a preset that keeps its history on the host or shares selections."""
-    shares = share != 1 or anchors is not None
-    if dense_capacity == "auto":
-        return 0 if host or shares else "auto"
-    dense_capacity = require_int(f"{name}(dense_capacity=...)", dense_capacity, at_least=0)
-    if dense_capacity and shares:
-        raise ValueError(
-            f"{name}(dense_capacity={dense_capacity}) makes short caches select nothing, but layers that share a "
-            "selection need one; use dense_capacity=0, or neither share nor anchors"
-        )
-    return dense_capacity
+    return _past_dense("magicpig", dense_layers, policy)
 
 
 def shadowkv(
@@ -645,13 +619,17 @@ def shadowkv(
     `LowRank`: the basis is learnt from the first `learn` tokens, not from the whole prompt, and tokens are factored
     `learn` at a time; until then they compete by their exact scores.
     """
-    require_int("shadowkv(dense_layers=...)", dense_layers, at_least=0)
     require_int("shadowkv(budget=...)", budget, at_least=1)
     values = HostOffload(page=page) if host else Dense()
     policy = OutlierRetrieval(
         selector=MeanPages(page=page, group_reduce=group_reduce),
         store=LowRank(
-            rank=rank, page=page, outliers=outliers, learn=learn, rope=_plain_rope(rope_theta), values=values
+            rank=rank,
+            page=page,
+            outliers=outliers,
+            learn=learn,
+            rope=_plain_rope("shadowkv", rope_theta),
+            values=values,
         ),
         budget=budget,
         sink=sink,
@@ -659,33 +637,7 @@ def shadowkv(
         demote=Fifo(leave=learn),
         dense_below=0,
     )
-    return PerLayer((Full(),) * dense_layers, policy)
-
-
-def _plain_rope(theta: float | None) -> Any:
-    """The plain RoPE of that theta; None without one."""
-    if theta is None:
-        return None
-    return import_module("kvjax.models.rope").Default(theta=finite_number("rope_theta", theta))
-
-
-def _history(name: str, host: bool, hot: int, page: int = 1) -> Store:
-    """Where a preset keeps its history: on the device, in host memory, or there with a hot set of `hot` tokens."""
-    require_int(f"{name}(hot=...)", hot, at_least=0)
-    if hot and not host:
-        raise ValueError(f"{name}(hot={hot}) keeps tokens of a host store on the device; set host=True too")
-    if not host:
-        return Dense()
-    return HotSet(tokens=hot, store=HostOffload(page=page)) if hot else HostOffload(page=page)
-
-
-def _require_page(name: str, budget: int, page: int, sink: int, local: int) -> None:
-    """Raises ValueError where the budget leaves no room for a page beside sink and local window."""
-    if sink + local <= budget < sink + local + page:
-        raise ValueError(
-            f"{name}(budget={budget}) leaves no room for a page of {page} tokens beside sink + local = {sink} + "
-            f"{local}; use at least {sink + local + page}, or smaller pages"
-        )
+    return _past_dense("shadowkv", dense_layers, policy)
 
 
 def exact(
@@ -714,7 +666,6 @@ def exact(
       share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
       anchors: numbers of the layers that select, in place of `share`.
     """
-    require_int("exact(dense_layers=...)", dense_layers, at_least=0)
     require_int("exact(budget=...)", budget, at_least=1)
     policy = Retrieval(
         selector=Exact(group_reduce=group_reduce),
@@ -724,7 +675,7 @@ def exact(
         demote=Fifo(leave=chunk),
         dense_below=0,
     )
-    return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)
+    return _past_dense("exact", dense_layers, policy, share, anchors)
 
 
 def streaming_llm(
@@ -742,7 +693,9 @@ def streaming_llm(
     **Source:** StreamingLLM (Xiao et al. 2023), section 3.2. **Differs:** without `rope_theta` keys keep the positions
     with which they came.
     """
-    return _evicting("streaming_llm", Sliding(sink=sink, rope=_plain_rope(rope_theta)), budget, dense_layers)
+    return _evicting(
+        "streaming_llm", Sliding(sink=sink, rope=_plain_rope("streaming_llm", rope_theta)), budget, dense_layers
+    )
 
 
 def logevict(budget: int = 126, *, dense_layers: int = 0) -> PerLayer:
@@ -883,11 +836,10 @@ def adakv(
     **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550): floor 0.2, over SnapKV. **Differs:** see `HeadBudgets` and
     `Observation`.
     """
-    require_int("adakv(dense_layers=...)", dense_layers, at_least=0)
     require_int("adakv(budget=...)", budget, at_least=1)
     evictor = Observation(window=window, kernel_size=kernel_size, pooling=pooling)
     policy = HeadBudgets(evictor=evictor, budget=budget, floor=floor, ceiling=ceiling)
-    return PerLayer((Full(),) * dense_layers, policy)
+    return _past_dense("adakv", dense_layers, policy)
 
 
 def mikv(
@@ -902,8 +854,8 @@ def mikv(
 ) -> PerLayer:
     """MiKV: everything is attended; the `budget` tokens that matter are exact, and all others have `bits` bits.
 
-    The budget's other tokens are those that have gathered most attention, as in `h2o`. Tokens that it would evict are
-    stored in few bits: keys by channel, values by token.
+    The exact tokens are the newest ones, and those that have gathered most attention, as in `h2o`. Tokens that `h2o`
+    would evict are stored in few bits: keys by channel, values by token.
 
     Args:
       budget: tokens that a layer and KV head keeps exactly.
@@ -917,11 +869,10 @@ def mikv(
     **Source:** MiKV (Yang et al. 2024, arXiv 2402.18096). **Differs:** see `Mixed`: keys are quantised by channel in
     place of the paper's channel balancer.
     """
-    require_int("mikv(dense_layers=...)", dense_layers, at_least=0)
     require_int("mikv(budget=...)", budget, at_least=1)
     store = Quantized(bits=bits, key_group=group, value_bits=value_bits, value_group=group)
     policy = Mixed(evictor=HeavyHitter(recent=recent), budget=budget, store=store, chunk=chunk)
-    return PerLayer((Full(),) * dense_layers, policy)
+    return _past_dense("mikv", dense_layers, policy)
 
 
 def razorattention(budget: int = 4096, *, sink: int = 4, heads: str | Heads | None = None) -> PerLayer:
@@ -955,6 +906,57 @@ def duoattention(budget: int = 256, *, sink: int = 64, heads: str | Heads | None
     return _by_head("duoattention", None, budget, sink, heads)
 
 
+# ---------------------------------------------------------------------------------------------- parts of the presets
+
+
+def _past_dense(name: str, dense_layers: int, policy: Policy, share: int = 1, anchors: Anchors = None) -> PerLayer:
+    """The first layers attend to everything, and the others have `policy`; some of these select for others."""
+    dense_layers = require_int(f"{name}(dense_layers=...)", dense_layers, at_least=0)
+    return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)
+
+
+def _dense_capacity(
+    name: str, dense_capacity: DenseCapacity, host: bool, share: int, anchors: Anchors
+) -> DenseCapacity:
+    """The setting, of which "auto" is 0 for a preset that keeps its history on the host or shares selections."""
+    shares = share != 1 or anchors is not None
+    if dense_capacity == "auto":
+        return 0 if host or shares else "auto"
+    dense_capacity = require_int(f"{name}(dense_capacity=...)", dense_capacity, at_least=0)
+    if dense_capacity and shares:
+        raise ValueError(
+            f"{name}(dense_capacity={dense_capacity}) makes short caches select nothing, but layers that share a "
+            "selection need one; use dense_capacity=0, or neither share nor anchors"
+        )
+    return dense_capacity
+
+
+def _history(name: str, host: bool, hot: int, page: int = 1) -> Store:
+    """Where a preset keeps its history: on the device, in host memory, or there with a hot set of `hot` tokens."""
+    require_int(f"{name}(hot=...)", hot, at_least=0)
+    if hot and not host:
+        raise ValueError(f"{name}(hot={hot}) keeps tokens of a host store on the device; set host=True too")
+    if not host:
+        return Dense()
+    return HotSet(tokens=hot, store=HostOffload(page=page)) if hot else HostOffload(page=page)
+
+
+def _require_page(name: str, budget: int, page: int, sink: int, local: int) -> None:
+    """Raises ValueError where the budget leaves no room for a page beside sink and local window."""
+    if sink + local <= budget < sink + local + page:
+        raise ValueError(
+            f"{name}(budget={budget}) leaves no room for a page of {page} tokens beside sink + local = {sink} + "
+            f"{local}; use at least {sink + local + page}, or smaller pages"
+        )
+
+
+def _plain_rope(name: str, theta: float | None) -> Any:
+    """The plain RoPE of that theta; None without one."""
+    if theta is None:
+        return None
+    return import_module("kvjax.models.rope").Default(theta=finite_number(f"{name}(rope_theta=...)", theta))
+
+
 def _by_head(
     name: str, wrap: Callable[[Evicting], Policy] | None, budget: int, sink: int, heads: str | Heads | None
 ) -> PerLayer:
@@ -974,9 +976,11 @@ def _by_head(
 
 
 def _evicting(name: str, evictor: Evictor, budget: int, dense_layers: int) -> PerLayer:
-    require_int(f"{name}(dense_layers=...)", dense_layers, at_least=0)
     require_int(f"{name}(budget=...)", budget, at_least=1)
-    return PerLayer((Full(),) * dense_layers, Evicting(evictor=evictor, budget=budget))
+    return _past_dense(name, dense_layers, Evicting(evictor=evictor, budget=budget))
+
+
+# ------------------------------------------------------------------------------------------------ the table of presets
 
 
 @dataclass(frozen=True)

@@ -535,7 +535,10 @@ REFUSED = [
     # generate
     ("generate --prompt a --cache fier:anchors=2+99", "anchors name layer 99, and the model has layers 0 to 2"),
     ("generate --prompt a --cache full:budget=3", "'budget=3' sets nothing of full; it has no settings"),
-    ("generate --prompt a --cache streaming_llm:rope_theta=x", "rope_theta must be a finite number, got 'x'"),
+    (
+        "generate --prompt a --cache streaming_llm:rope_theta=x",
+        "streaming_llm(rope_theta=...) must be a finite number, got 'x'",
+    ),
     ("generate --prompt a --cache razorattention:heads=3", "takes a kvjax.heads.Heads or a file of them, got 3"),
     ("generate --prompt a --cache razorattention:heads=/no", "/no is no file with the heads of a model; kvjax.heads"),
     ("generate --prompt a --cache magicpig:tables=100000", "takes at most 32 bits and 4096 tables"),
