@@ -20,6 +20,8 @@ BESIDE_OTHERS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a process takes no
 
 @dataclass(frozen=True)
 class Cell:
+    """A command of the plan, with its limit."""
+
     part: str
     name: str
     command: str  # of python: a script of this folder, or -m and a module; {out} is the folder of results
@@ -144,19 +146,8 @@ def _hosts() -> Iterator[Cell]:
         yield Cell("hosts", f"host_batch {steady}", command, small, 400, memory)
 
 
-COMPARED = (
-    "full",
-    "fier",
-    "pariskv",
-    "quest",
-    "freekv",
-    "logquant",
-    "kivi",
-    "exact",
-    "shadowkv",
-    "shadowkv:host=false",
-)
-COMPARED += ("mikv", "adakv", "snapkv", "arkvale", "pqcache", "magicpig")
+COMPARED = ("full", "fier", "pariskv", "quest", "freekv", "logquant", "kivi", "exact", "shadowkv")
+COMPARED += ("shadowkv:host=false", "mikv", "adakv", "snapkv", "arkvale", "pqcache", "magicpig")
 COMPARED += ("streaming_llm", "logevict", "h2o", "tova", "raas", "razorattention", "duoattention")
 
 

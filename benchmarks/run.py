@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,12 +46,13 @@ print(found[0].platform, len(found), f"{found[0].device_kind}, jax {jax.__versio
 SOURCES = ("kvjax", "kernels_pallas", "models", "benchmarks")
 THIS = ("plan.py", "run.py")  # of benchmarks/, what decides which commands run: a cell has its own beside it
 KEPT = ("ok", "failed", "over its limit")  # what is not run again
+KNOWN, NO_TIME = "known before", "for which no time was left"
 RULER = "ruler-synthetic"  # of which one task needs some 3000 tokens
 GSM8K = "gsm8k:shots=0,max_new_tokens={}"
 
 
 def digest_of_code() -> str:
-    """Of the Python files that decide what is measured, and of the block sizes."""
+    """A digest of the Python files that decide what is measured, and of the block sizes."""
     found = hashlib.sha256()
     for folder in SOURCES:
         for file in sorted((*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("tuned.json"))):
@@ -73,9 +75,9 @@ def devices() -> tuple[str, int, str]:
 
 
 class State:
-    """What cells gave, in OUT/cells.json, which is written whole after each.
+    """The outcome of each cell, in OUT/cells.json, which is written whole after each.
 
-    What other code gave, or the same on another device or with another jax, is not known here.
+    An outcome of other code, of another device or of another jax does not count as known.
     """
 
     def __init__(self, file: Path, code: str, device: str):
@@ -88,7 +90,7 @@ class State:
         return cell is not None and made_by.items() <= cell.items() and cell["status"] in KEPT
 
     def seconds(self, cell: Cell) -> float:
-        """That it took, with any code; else that it may take."""
+        """Seconds that it took, with any code; else those that it may take."""
         earlier = self.cells.get(name_of(cell), {})
         return 1.2 * earlier["seconds"] + 5 if earlier.get("status") == "ok" else cell.seconds
 
@@ -101,15 +103,17 @@ class State:
 
 
 def name_of(cell: Cell) -> str:
+    """The name under which its outcome is kept: "steps: top_k"."""
     return f"{cell.part}: {cell.name}"
 
 
 def asked_of(cell: Cell, given: argparse.Namespace) -> str:
+    """The command of a cell, for which its outcome holds."""
     return f"{cell.command} {cell.smoke}" if given.smoke else cell.command
 
 
 def cannot_run(cell: Cell, places: dict[str, str], count: int) -> str | None:
-    """What a cell lacks, if anything."""
+    """The inputs or devices that a cell lacks, in words; None if it lacks nothing."""
     if missing := [need for need in cell.needs if need not in places]:
         return f"{name_of(cell)} needs {', '.join(f'--{need}' for need in missing)}"
     return f"{name_of(cell)} needs two devices" if cell.part == "devices" and count < 2 else None
@@ -151,6 +155,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def environment(cell: Cell, given: argparse.Namespace) -> dict[str, str]:
+    """The environment of a cell's process."""
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -178,30 +183,40 @@ def warm(asked: Sequence[Cell], given: argparse.Namespace, places: dict[str, str
 
 
 def inputs(given: argparse.Namespace) -> dict[str, str]:
-    """Where the plan's inputs lie. --smoke makes small ones of those that are not given; Python's own library is the
-    code."""
+    """The values of the names in braces: the places of the inputs and of the results, and the settings of two tasks.
+
+    Python's own library is the code. With --smoke, inputs that were not given are small ones that this writes.
+    """
     folder = given.out.resolve() / "inputs"
-    found: dict[str, Path | None] = {name: getattr(given, name) for name in ("checkpoint", "text", "gsm8k")}
-    library = sorted(Path(os.__file__).parent.glob("*.py"))
-    made = {"code": "\n".join(file.read_text(encoding="utf-8") for file in library)}
+    found: dict[str, Path] = {
+        name: path for name in ("checkpoint", "text", "gsm8k") if (path := getattr(given, name)) is not None
+    }
+    found["code"] = write(folder / "code.txt", joined(Path(os.__file__).parent, "*.py"))
     if given.smoke:
-        found["checkpoint"] = found["checkpoint"] or ROOT / "kvjax" / "data" / "kvjax-26m"
-        if found["text"] is None:
-            made["text"] = "\n".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").glob("*.md")))
-        if found["gsm8k"] is None:
+        found.setdefault("checkpoint", ROOT / "kvjax" / "data" / "kvjax-26m")
+        if "text" not in found:
+            found["text"] = write(folder / "text.txt", joined(ROOT / "docs", "*.md"))
+        if "gsm8k" not in found:
             lines = ({"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(3))
-            made["gsm8k/test.jsonl"] = "".join(json.dumps(line) + "\n" for line in lines)
-            found["gsm8k"] = folder / "gsm8k"
-    for name, text in made.items():
-        path = folder / (name if "/" in name else f"{name}.txt")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        found.setdefault(name, None)
-        found[name] = found[name] or path
-    places = {name: str(Path(path).resolve()) for name, path in found.items() if path is not None and "/" not in name}
-    task = GSM8K.format(8) if given.smoke else GSM8K.format(320) + ",chat=true"
-    ruler = "variables" if given.smoke else RULER
-    return {**places, "gsm8k_task": task, "ruler_task": ruler, "out": str(given.out.resolve() / "results")}
+            found["gsm8k"] = write(folder / "gsm8k" / "test.jsonl", "\n".join(map(json.dumps, lines)) + "\n").parent
+    return {
+        **{name: str(path.resolve()) for name, path in found.items()},
+        "gsm8k_task": GSM8K.format(8) if given.smoke else GSM8K.format(320) + ",chat=true",
+        "ruler_task": "variables" if given.smoke else RULER,
+        "out": str(given.out.resolve() / "results"),
+    }
+
+
+def joined(folder: Path, pattern: str) -> str:
+    """The text of the files of a folder, in the order of their names."""
+    return "\n".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob(pattern)))
+
+
+def write(path: Path, text: str) -> Path:
+    """Writes a file, its folder too, and returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def last_line(log: Path) -> str:
@@ -210,8 +225,10 @@ def last_line(log: Path) -> str:
 
 
 def options() -> argparse.ArgumentParser:
+    def parts(text: str) -> list[str]:
+        return text.split(",")
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = lambda text: text.split(",")  # noqa: E731
     parser.add_argument("--out", type=Path, required=True, help="folder of all that is measured; a later call goes on")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which the last cell has ended")
     parser.add_argument("--parts", type=parts, default=list(PARTS), help=f"in this order; of {', '.join(PARTS)}")
@@ -228,6 +245,38 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
+def select(given: argparse.Namespace) -> list[Cell]:
+    """The cells that the options name, in the order of --parts."""
+    by_part = {part: [cell for cell in cells() if cell.part == part] for part in PARTS}
+    asked = [cell for part in given.parts for cell in by_part[part] if given.match in name_of(cell)]
+    if given.one:
+        asked = list({cell.kind: cell for cell in reversed(asked)}.values())[::-1]
+    return asked
+
+
+def measure(
+    ready: Sequence[Cell], given: argparse.Namespace, state: State, places: dict[str, str], until: float
+) -> Counter[str]:
+    """Runs cells one after the other and keeps what they gave; their number by status, and by NO_TIME."""
+    counts: Counter[str] = Counter()
+    for cell in ready:
+        name, left = name_of(cell), until - time.monotonic()
+        if left < (min(state.seconds(cell), 120) if cell.resumes else state.seconds(cell)):
+            counts[NO_TIME] += 1
+            continue
+        limit = min(cell.seconds, left)
+        log = given.out / "logs" / f"{name.replace(': ', '_').replace(' ', '_').replace('/', '_')}.txt"
+        words = cell.words(places, cell.smoke if given.smoke else "")
+        row = run(cell, words, environment(cell, given), log, limit)
+        if row["status"] == "cut" and limit == cell.seconds and not cell.resumes:
+            row["status"] = "over its limit"
+        state.keep(name, {**row, "asked": asked_of(cell, given)})
+        counts[row["status"]] += 1
+        told = [name, row["status"], f"{row['seconds']:.0f} s"]
+        print(" | ".join(told if row["status"] == "ok" else [*told, last_line(log)]), flush=True)
+    return counts
+
+
 def main(args: Sequence[str] | None = None) -> int:
     parser = options()
     given, start = parser.parse_args(args), time.monotonic()
@@ -236,10 +285,7 @@ def main(args: Sequence[str] | None = None) -> int:
     for name in ("checkpoint", "text", "gsm8k"):
         if (path := getattr(given, name)) is not None and not path.exists():
             parser.error(f"--{name} {path}: there is no such file or folder")
-    by_part = {part: [cell for cell in cells() if cell.part == part] for part in PARTS}
-    asked = [cell for part in given.parts for cell in by_part[part] if given.match in name_of(cell)]
-    if given.one:
-        asked = list({cell.kind: cell for cell in reversed(asked)}.values())[::-1]
+    asked = select(given)
     if given.list:
         for cell in asked:
             print(f"{name_of(cell)} | {cell.seconds} s | {cell.command}")
@@ -254,28 +300,13 @@ def main(args: Sequence[str] | None = None) -> int:
     left_out = [line for cell in asked if (line := cannot_run(cell, places, count))]
     asked = [cell for cell in asked if not cannot_run(cell, places, count)]
     ready = [cell for cell in asked if given.again or not state.is_done(name_of(cell), asked_of(cell, given))]
-    known, no_time, counts = len(asked) - len(ready), [], {"ok": 0, "failed": 0, "cut": 0, "over its limit": 0}
     until = start + 60 * given.minutes - 6  # a process has 5 seconds to end
     if given.warm and (first := [cell for cell in ready if cell.warms]):
         print(warm(first, given, places, until), flush=True)
-    for cell in ready:
-        name, left = name_of(cell), until - time.monotonic()
-        if left < (min(state.seconds(cell), 120) if cell.resumes else state.seconds(cell)):
-            no_time.append(name)
-            continue
-        limit = min(cell.seconds, left)
-        log = given.out / "logs" / f"{name.replace(': ', '_').replace(' ', '_').replace('/', '_')}.txt"
-        words = cell.words(places, cell.smoke if given.smoke else "")
-        row = run(cell, words, environment(cell, given), log, limit)
-        if row["status"] == "cut" and limit == cell.seconds and not cell.resumes:
-            row["status"] = "over its limit"
-        state.keep(name, {**row, "asked": asked_of(cell, given)})
-        counts[row["status"]] += 1
-        told = [name, row["status"], f"{row['seconds']:.0f} s"]
-        print(" | ".join(told if row["status"] == "ok" else [*told, last_line(log)]), flush=True)
-    told = [f"{count} {status}" for status, count in counts.items() if count]
-    told += [f"{known} known before"] * bool(known) + [f"{len(no_time)} for which no time was left"] * bool(no_time)
-    print("; ".join(told) or "nothing to run", flush=True)
+    counts = measure(ready, given, state, places, until)
+    counts[KNOWN] = len(asked) - len(ready)
+    order = ("ok", "failed", "cut", "over its limit", KNOWN, NO_TIME)
+    print("; ".join(f"{counts[what]} {what}" for what in order if counts[what]) or "nothing to run", flush=True)
     for line in left_out:
         print(f"left out: {line}")
     return 1 if counts["failed"] or counts["over its limit"] else 0
