@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -34,12 +35,14 @@ from kvjax.memory import Bytes, nbytes, on_host
 from kvjax.partial import group_queries
 from kvjax.placement import (
     Placement,
+    axes_of,
     context_axis,
     first_row,
     make_state,
     run_on_parts,
     state_shardings,
     state_specs,
+    to_context,
 )
 from kvjax.prompt import (
     attend_chunk,
@@ -78,7 +81,9 @@ class LayerCache:
     @property
     def length(self) -> Array:
         """i32[B] tokens that a row has taken in."""
-        return self.state.length
+        with _own_axes(self):
+            length = self.state.length
+        return _of_rows(self, length)
 
     @property
     def nbytes(self) -> Bytes:
@@ -89,7 +94,8 @@ class LayerCache:
         return f"LayerCache({self.policy!r}; {_contents(self)})"
 
     def _full_rows(self) -> Array | None:
-        return self.policy.full_rows(self.state)
+        with _own_axes(self):
+            return self.policy.full_rows(self.state)
 
 
 @register_dataclass
@@ -380,8 +386,10 @@ def room(cache: Cache | LayerCache) -> Array:
       ValueError: a policy that cannot tell, as it does not take back tokens either: see `rollback`.
     """
     _check_cache("room", cache)
-    free = [_reversible(layer, "room").free(layer.state) for layer in _layers(cache)]
-    return jnp.min(jnp.stack(free), axis=0)
+    with _own_axes(cache):
+        free = [_reversible(layer, "room").free(layer.state) for layer in _layers(cache)]
+        least = jnp.min(jnp.stack(free), axis=0)
+    return _of_rows(cache, least)
 
 
 def rollback(cache: C, lengths: ArrayLike) -> C:
@@ -399,11 +407,13 @@ def rollback(cache: C, lengths: ArrayLike) -> C:
     _check_cache("rollback", cache)
     target = _target_lengths("rollback", cache, lengths)
     states = []
-    for layer in _layers(cache):
-        policy = _reversible(layer, "rollback")
-        if not isinstance(lengths, Tracer):
-            _check_reach(np.asarray(target), policy.earliest(layer.state), layer.length)
-        states.append(policy.rollback(layer.state, target))
+    with _own_axes(cache):
+        target = _of_rows(cache, target)
+        for layer in _layers(cache):
+            policy = _reversible(layer, "rollback")
+            if not isinstance(lengths, Tracer):
+                _check_reach(np.asarray(target), policy.earliest(layer.state), layer.length)
+            states.append(policy.rollback(layer.state, target))
     return _with_states(cache, states)
 
 
@@ -451,8 +461,10 @@ def flush(cache: C) -> C:
 
 def any_full(cache: Cache | LayerCache) -> Array:
     """Whether any recent block is full, so that `flush` would move tokens: bool[]."""
-    full = _full_rows(_layers(cache))
-    return jnp.any(jnp.stack(full)) if full else jnp.zeros((), bool)
+    with _own_axes(cache):
+        full = _full_rows(_layers(cache))
+        found = jnp.any(jnp.stack(full)) if full else jnp.zeros((), bool)
+    return to_context(found)
 
 
 def flushed(cache: Cache, promise: bool = True) -> Cache:
@@ -552,6 +564,7 @@ def _run_on_parts(
     out, held, info = run_on_parts(
         placement, local, inside, (tokens, state, heads), cache.state, q, k, v, count, selection
     )
+    out, info = to_context(out, tokens), jax.tree.map(lambda x: to_context(x, heads), info)
     return out, dataclasses.replace(cache, state=held), info
 
 
@@ -866,6 +879,18 @@ def _insert_on_parts(cache: Any, prefix: Any, row: Array) -> Any:
     return _with_states(
         cache, run_on_parts(placement, local, (whole, one, PartitionSpec()), whole, states, prefixes, row)
     )
+
+
+def _own_axes(cache: Cache | LayerCache) -> AbstractContextManager[Any]:
+    """A context to compute with the arrays of a cache that a placement splits; see `axes_of`."""
+    placement = _layers(cache)[0].placement
+    return nullcontext() if placement is None else axes_of(placement.mesh.abstract_mesh)
+
+
+def _of_rows(cache: Cache | LayerCache, x: Array) -> Array:
+    """x [B] as an array of the mesh around, split as the rows of the cache."""
+    placement = _layers(cache)[0].placement
+    return x if placement is None else to_context(x, placement.spec("B"))
 
 
 def _placement(cache: LayerCache) -> Placement:

@@ -11,7 +11,7 @@ from jax import lax
 from kvjax.attention import Cache, LayerCache, init_layer
 from kvjax.caches import Growing
 from kvjax.caches.short import Refillable, of_size, refilled
-from kvjax.placement import in_order_of_place
+from kvjax.placement import axes_of, in_order_of_place, mesh_of
 from kvjax.spec import require_int
 from kvjax.validation import check_alive, shown
 
@@ -62,11 +62,13 @@ def _grow(layer: LayerCache, capacity: int) -> LayerCache:
             raise ValueError(f"{layer.policy} cannot grow: an array of shape {old.shape} becomes {new.shape}")
         if isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer):
             new = jax.device_put(new, old.sharding)  # the cache's own device need not be the default one
-        return lax.dynamic_update_slice(new, old, (0,) * new.ndim)
+        with axes_of(mesh_of(old)):
+            return lax.dynamic_update_slice(new, old, (0,) * new.ndim)
 
     held = in_order_of_place(layer.policy, layer.spec, layer.placement, layer.state)
     state = jax.tree.map(place, larger.state, held)
     state = in_order_of_place(layer.policy, larger.spec, layer.placement, state, back=True)
     if isinstance(layer.policy, Growing):
-        state = layer.policy.grown(state, layer.state)
+        with axes_of(mesh_of(layer.state.length)):
+            state = layer.policy.grown(state, layer.state)
     return dataclasses.replace(layer, state=state, spec=larger.spec)

@@ -27,6 +27,7 @@ from jax.tree_util import register_dataclass
 from kvjax.attention import MOST_STEPS, Cache, flush, init, rollback
 from kvjax.caches import Full, PerLayer, Policy, Reversible
 from kvjax.indexing import put_last
+from kvjax.placement import call_model
 from kvjax.request import check_model, vocabulary_size
 from kvjax.spec import require_int
 
@@ -235,7 +236,7 @@ class _ModelDrafter:
     def propose(self, token: Array, active: Array, draw: Draw) -> tuple[Array, Array, _ModelDrafter]:
         def feed(carry: tuple[Cache, Array], i: Array) -> tuple[tuple[Cache, Array], Array]:
             cache, token = carry
-            logits, cache = self.model(token[:, None], flush(cache), active=active, last=True)
+            logits, cache = call_model(self.model, token[:, None], flush(cache), active=active, last=True)
             token = draw(logits, i)
             return (cache, token), token
 

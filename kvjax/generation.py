@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from functools import partial, wraps
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from kvjax.caches import Info, Observer
 from kvjax.drafts import Draft, Speculation, accepted, check_takes_drafts
 from kvjax.indexing import put_last
 from kvjax.memory import CONCURRENT, commit_together, on_host
+from kvjax.placement import Placement, call_model, loops_on_auto_axes, to_context
 from kvjax.request import check_model, check_model_cache, check_request, pad_prompt, stop_array
 from kvjax.sampling import Sampling, row_keys, sample
 from kvjax.spec import require_int
@@ -43,6 +44,29 @@ PAD = -1  # what follows the last token of a row; no token id, so that it cannot
 SMALLEST_CHUNK = 16  # more than 1, for a chunk of one token would be a decode step
 CPU_CHUNK = 512
 GPU_CHUNK = 32768  # tokens of all rows together: cuDNN attention holds no T x T array, so only activations grow
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _on_auto_axes(f: F) -> F:
+    """`f` of a cache or a Stream, in `loops_on_auto_axes`; logits that it returns are arrays of the caller's mesh."""
+
+    @wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = [a.cache if isinstance(a, Stream) else a for a in (*args, *kwargs.values())]
+        placement = next((a.placement for a in found if isinstance(a, Cache)), None)
+        with loops_on_auto_axes(placement):
+            made = f(*args, **kwargs)
+        if isinstance(made, Generation):
+            return dataclasses.replace(made, logits=_to_caller(made.logits, placement))
+        return (_to_caller(made[0], placement), made[1]) if isinstance(made, tuple) else made
+
+    return cast(F, run)
+
+
+def _to_caller(logits: Array, placement: Placement | None) -> Array:
+    return logits if placement is None else to_context(logits, placement.spec("B"))
 
 
 class Model(Protocol):
@@ -92,6 +116,7 @@ class Generation:
         return [row[:n].tolist() for row, n in zip(self.tokens, self.lengths, strict=True)]
 
 
+@_on_auto_axes
 def prefill(
     model: Model,
     cache: Cache,
@@ -182,7 +207,7 @@ def _round_up(size: int) -> int:
 def _prefill_chunk(
     model: Model, cache: Cache, tokens: Array, lengths: Array, *, first_chunk: bool
 ) -> tuple[Array, Cache]:
-    return model(tokens, cache, lengths=lengths, last=True, first_chunk=first_chunk)
+    return call_model(model, tokens, cache, lengths=lengths, last=True, first_chunk=first_chunk)
 
 
 @jax.jit
@@ -285,10 +310,10 @@ def _decode_loop(
         fed = jnp.where(s.active, token, 0)[:, None]
         attended, counted = s.attended, s.counted
         if measure:
-            new, cache, infos = model(fed, flushed(s.cache), active=s.active, last=True, info=True)
+            new, cache, infos = call_model(model, fed, flushed(s.cache), active=s.active, last=True, info=True)
             attended, counted = count_attended(attended, counted, infos, s.active)
         else:
-            new, cache = model(fed, flushed(s.cache), active=s.active, last=True)
+            new, cache = call_model(model, fed, flushed(s.cache), active=s.active, last=True)
         return _Loop(
             step=s.step + 1,
             cache=flushed(cache, False),
@@ -365,7 +390,7 @@ def _draft_loop(
         drafted = jnp.where(active, jnp.clip(wanted, 0, jnp.maximum(most, 0)), 0)
         fed = jnp.concatenate([token[:, None], draft], axis=1)
         count = jnp.where(active, 1 + drafted, 0)
-        new, cache, *infos = model(fed, flushed(cache), lengths=count, steps=True, info=measure)
+        new, cache, *infos = call_model(model, fed, flushed(cache), lengths=count, steps=True, info=measure)
 
         places = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
         drawn = jax.vmap(draw, (1, 0), 1)(new[:, :-1], places)
@@ -408,6 +433,7 @@ def _draft_loop(
     return done, _has_no_best(done.logits)
 
 
+@_on_auto_axes
 def generate(
     model: Model,
     cache: Cache,
@@ -445,7 +471,7 @@ def generate(
     tokens, lengths = pad_prompt(prompt, lengths, rows=cache.spec.batch)
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
-    keys = None if sampling.greedy else row_keys(key, cache.spec.batch)
+    keys = None if sampling.greedy else row_keys(to_context(key), cache.spec.batch)
     if draft is not None:
         check_takes_drafts(cache, draft.tokens)
     logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk)
@@ -453,6 +479,7 @@ def generate(
     return _decode_all(model, cache, logits, max_new_tokens, sampling, keys, stop, measure=measure, drafter=drafter)
 
 
+@_on_auto_axes
 def decode(
     model: Model,
     cache: Cache,
@@ -481,7 +508,7 @@ def decode(
     stop = check_request(
         model, cache, None, np.where(rows, 0, -1), max_new_tokens=max_new_tokens, stop_tokens=stop_tokens
     )
-    keys = None if sampling.greedy else row_keys(key, B)
+    keys = None if sampling.greedy else row_keys(to_context(key), B)
     return _decode_all(model, cache, logits, max_new_tokens, sampling, keys, stop, active=rows, measure=measure)
 
 
@@ -509,6 +536,7 @@ def _decode_all(
     return Generation(tokens, lengths, run.cache, run.logits, run.attended, run.speculation)
 
 
+@_on_auto_axes
 def stream(
     model: Model,
     cache: Cache,
@@ -544,7 +572,7 @@ def stream(
         )
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
-    keys = None if sampling.greedy else row_keys(key, cache.spec.batch)
+    keys = None if sampling.greedy else row_keys(to_context(key), cache.spec.batch)
     if draft is not None:
         check_takes_drafts(cache, draft.tokens)
         block = max(block, draft.tokens + 1)
@@ -572,7 +600,6 @@ class Stream(Iterator[Any]):
     """
 
     cache: Cache  # holds the prompt and all tokens emitted so far
-    logits: Array  # f32[B, V] of the token after these
     rows: list[list[int]]  # the new tokens of each row so far
 
     def __init__(
@@ -591,9 +618,9 @@ class Stream(Iterator[Any]):
         text: Detokenizer | None = None,
         drafter: Any = None,
     ) -> None:
-        batch = cache.spec.batch
+        batch, logits = cache.spec.batch, to_context(logits)
         mean = _empty_mean(logits, len(cache.layers) if measure else 0)
-        self.cache, self.logits, self._mean = commit_together((cache, logits, mean))
+        self.cache, self._logits, self._mean = commit_together((cache, logits, mean))
         self.rows = [[] for _ in range(batch)]
         self._model: Model = _Flat.of(model)
         self._sampling, self._keys, self._stop = sampling, keys, stop
@@ -602,6 +629,11 @@ class Stream(Iterator[Any]):
         self._taking_part = self._active
         self._drafter, self._numbers = drafter, np.zeros(3, np.int64)
         self._measure, self._block, self._text = measure, min(block, max_new_tokens), text
+
+    @property
+    def logits(self) -> Array:
+        """f32[B, V] of the token after those emitted so far."""
+        return _to_caller(self._logits, self.cache.placement)
 
     @property
     def attended(self) -> np.ndarray | None:
@@ -615,11 +647,12 @@ class Stream(Iterator[Any]):
 
     def _call(self, steps: int, limit: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of `_decode_loop`, traced ones and others."""
-        state = self._model, self.cache, self.logits, self._active, self._mean, self._keys
+        state = self._model, self.cache, self._logits, self._active, self._mean, self._keys
         numbers = np.int32(self._step), np.int32(limit)
         room = max(SMALLEST_CHUNK, 1 << (steps - 1).bit_length())  # by steps: the last, shorter block fits too
         return (*state, *numbers, self._sampling, self._stop), {"room": room, "measure": self._measure}
 
+    @_on_auto_axes
     def lower(self, steps: int) -> jax.stages.Lowered:
         """The program of `advance(steps)`, for who asks what it is or needs; nothing runs."""
         arguments, shape = self._call(steps, steps)
@@ -627,13 +660,14 @@ class Stream(Iterator[Any]):
             return _draft_loop.lower(*arguments, self._drafter.with_state(None), self._drafter.state, **shape)
         return _decode_loop.lower(*arguments, **shape)
 
+    @_on_auto_axes
     def advance(self, steps: int) -> np.ndarray:
         """Emits up to `steps` tokens a row and returns them, i32[B, n]; n is 0 when all rows have ended."""
         limit = min(steps, self._left)
         if limit < 1 or not np.any(self._active):
             return np.zeros((len(self.rows), 0), np.int32)
         if self._step == 0:
-            self._check_finite(_has_no_best(self.logits), "before the first token")
+            self._check_finite(_has_no_best(self._logits), "before the first token")
         arguments, shape = self._call(steps, limit)
         done: Any
         if self._drafter is None:
@@ -643,7 +677,7 @@ class Stream(Iterator[Any]):
             done, bad = _draft_loop(*arguments, self._drafter.with_state(None), self._drafter.state, **shape)
             count, self._drafter = jnp.max(done.emitted), self._drafter.with_state(done.state)
             self._numbers += on_host(done.numbers)
-        self.cache, self.logits, self._mean = done.cache, done.logits, (done.attended, done.counted)
+        self.cache, self._logits, self._mean = done.cache, done.logits, (done.attended, done.counted)
         tokens, count, self._active, bad = jax.tree.map(on_host, (done.tokens, count, done.active, bad))
         self._step += int(count)
         self._left -= int(count)
@@ -678,6 +712,7 @@ class Stream(Iterator[Any]):
                 return piece
 
 
+@_on_auto_axes
 def warm_up(
     model: Model,
     cache: Cache,

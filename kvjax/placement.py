@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
@@ -30,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.context import Axis, OverContext
 from kvjax.memory import shapes, to_device, to_host
@@ -40,6 +41,8 @@ from kvjax.validation import shown
 Axes: TypeAlias = str | tuple[str, ...] | None
 AXES = ("batch", "heads", "context")  # fields of a Placement
 
+_WHOLE = PartitionSpec()
+_of_model = jax.make_user_context(None)  # the AbstractMesh of `call_model`
 _current = jax.make_user_context(None)  # the Placement whose shard_map is being traced; jit's caches have it as a key
 
 
@@ -90,7 +93,7 @@ class Placement:
 
     @property
     def auto(self) -> Placement:
-        """The same on a mesh whose axes are all Auto: a Decoder leaves the splitting of its products to XLA."""
+        """The same on a mesh whose axes are all Auto, where XLA splits the products of a model by itself."""
         return dataclasses.replace(self, mesh=Mesh(self.mesh.devices, self.mesh.axis_names))
 
     def parts(self, what: str) -> int:
@@ -232,16 +235,16 @@ def _swap(axis: int, dealt: tuple[int, int], on_host: bool, home: NamedSharding)
 
     def swap(x: Array) -> Array:
         x = to_device(x) if on_host else x
-        split = x.reshape(*x.shape[:axis], *dealt, -1, *x.shape[axis + 1 :])
-        y = jnp.swapaxes(split, axis, axis + 1).reshape(x.shape)
-        return to_host(y) if on_host else y
+        with axes_of(home.mesh.abstract_mesh):
+            split = x.reshape(*x.shape[:axis], *dealt, -1, *x.shape[axis + 1 :])
+            y = jnp.swapaxes(split, axis, axis + 1).reshape(x.shape)
+            return to_host(y) if on_host else y
 
     return jax.jit(swap, out_shardings=home)
 
 
 def run_on_parts(placement: Placement, f: Any, in_specs: tuple[Any, ...], out_specs: Any, *operands: Any) -> Any:
     """f(*operands), run by each device on its own part of the operands. `out_specs` may be prefixes of trees."""
-    operands = jax.tree.map(partial(_split_as, placement.mesh), in_specs, operands)
 
     def local(*operands: Any) -> Any:
         with _current(placement):
@@ -249,7 +252,74 @@ def run_on_parts(placement: Placement, f: Any, in_specs: tuple[Any, ...], out_sp
 
     # Not checked: the check of which results are equal on all devices knows no in-place kernels (jax 0.11).
     run = jax.shard_map(local, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return run(*operands)
+    with axes_of(placement.mesh.abstract_mesh):
+        return run(*jax.tree.map(partial(_split_as, placement.mesh), in_specs, operands))
+
+
+def axes_of(mesh: AbstractMesh) -> AbstractContextManager[Any]:
+    """A context in which arrays on `mesh` can be computed with, whatever mesh `jax.set_mesh` has set around it.
+
+    JAX has the kind of the axes in the type of an array, and refuses an array on a mesh of Auto axes where Explicit
+    ones are set, and the other way round.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    if around.empty or mesh.empty or around == mesh or AxisType.Manual in around.axis_types:
+        return nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def auto_axes(mesh: AbstractMesh) -> AbstractMesh:
+    """`mesh` with Auto axes."""
+    return mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
+
+
+def to_context(x: Any, spec: PartitionSpec = _WHOLE) -> Any:
+    """x as an array of the mesh that `jax.set_mesh` has set; x itself where it is so already, or none is set.
+
+    `spec` says how Explicit axes split it. XLA chooses for Auto ones.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    if around.empty or not isinstance(x, Array) or AxisType.Manual in around.axis_types:
+        return x
+    if mesh_of(x).empty or mesh_of(x) == around:
+        return x
+    explicit = {a for a, kind in zip(around.axis_names, around.axis_types, strict=True) if kind is AxisType.Explicit}
+    known = [tuple(name for name in _names("spec", axes) if name in explicit) or None for axes in spec]
+    return jax.sharding.reshard(x, NamedSharding(around, PartitionSpec(*known)))
+
+
+def mesh_of(x: Array) -> AbstractMesh:
+    """The mesh in the type of an array; an empty one for what lies on one device."""
+    return jax.typeof(x).sharding.mesh
+
+
+@contextmanager
+def loops_on_auto_axes(placement: Placement | None) -> Iterator[None]:
+    """A context for loops that do not say how their arrays are split: under Auto axes XLA finds that by itself.
+
+    It changes nothing but where `jax.set_mesh` or the placement of a cache have a mesh of Explicit axes. `call_model`
+    calls a model under those.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    meshes = [around] if placement is None else [around, placement.mesh.abstract_mesh]
+    explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
+    if not explicit or AxisType.Manual in around.axis_types:
+        yield
+        return
+    with jax.sharding.use_abstract_mesh(auto_axes(explicit[0])), _of_model(explicit[0]):
+        yield
+
+
+def call_model(model: Any, tokens: Array, cache: Any, **settings: Any) -> Any:
+    """model(tokens, cache, **settings), under the axes that `loops_on_auto_axes` has found."""
+    mesh = _of_model.value
+    if mesh is None:
+        return model(tokens, cache, **settings)
+    rows = _WHOLE if cache.placement is None else cache.placement.spec("B")
+    with jax.sharding.use_abstract_mesh(mesh):
+        tokens, settings = jax.tree.map(partial(to_context, spec=rows), (tokens, settings))
+        logits, cache, *infos = model(tokens, cache, **settings)
+    return (to_context(logits), cache, *jax.tree.map(to_context, infos))
 
 
 def mean_over_heads(x: Array) -> Array:
@@ -271,13 +341,13 @@ def context_axis() -> tuple[Axis, int] | None:
 
 def split_tokens(placement: Placement | None, x: Array) -> Array:
     """x [B, T, ...] with its tokens split over the devices of context, so that each works on its own part of a chunk;
-    x as it is where they do not divide T, or the mesh is not of Auto axes."""
-    if placement is None or placement.context is None or AxisType.Explicit in placement.mesh.axis_types:
+    x as it is where they do not divide T. To be called under Auto axes."""
+    if placement is None or placement.context is None:
         return x
     if x.shape[1] < 2 or x.shape[1] % placement.parts("context"):
         return x
     split = PartitionSpec(placement.batch, placement.context)
-    return lax.with_sharding_constraint(x, NamedSharding(placement.mesh, split))
+    return lax.with_sharding_constraint(x, NamedSharding(placement.auto.mesh, split))
 
 
 def first_row(placement: Placement, rows: int) -> Array | int:
@@ -322,8 +392,11 @@ def _axes_of(policy: Any, spec: CacheSpec) -> tuple[list[tuple[str, str]], Any]:
 
 
 def _split_as(mesh: Mesh, spec: PartitionSpec, x: Array) -> Array:
-    """x with `spec` in its type, where the axes of the mesh are Explicit; else XLA does that by itself."""
-    if AxisType.Explicit not in mesh.axis_types or jax.typeof(x).sharding.spec == _padded(spec, x.ndim):
+    """x as an array of `mesh`, with `spec` in its type where the axes are Explicit; else XLA does that by itself."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return to_context(x)
+    own = jax.typeof(x).sharding
+    if own.spec == _padded(spec, x.ndim) and own.mesh == mesh.abstract_mesh:
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
@@ -352,7 +425,8 @@ def _part_shapes(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
     init = partial(placement.policy_of_part(policy).init, placement.local(spec))
     if placement.policy_of_part(policy) is not policy:  # whose init may ask which device it is on
         init = jax.shard_map(init, mesh=placement.mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False)
-    return jax.eval_shape(init)
+    with axes_of(placement.mesh.abstract_mesh):
+        return jax.eval_shape(init)
 
 
 def _joins_heads(part: Any) -> bool:

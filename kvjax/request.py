@@ -145,11 +145,11 @@ def check_devices(model: Any, cache: Cache) -> None:
                 f"{placement}; give both one placement: kvjax.models.load(directory, placement=...)"
             )
         mesh = getattr(leaf.sharding, "mesh", placement.mesh)
-        if (AxisType.Explicit in mesh.axis_types) != (AxisType.Explicit in placement.mesh.axis_types):
+        explicit = [AxisType.Explicit in one.axis_types for one in (mesh, placement.mesh)]
+        if explicit == [True, False] and jax.sharding.get_abstract_mesh().empty:
             raise ValueError(
-                f"the model lies on a mesh of {_kinds(mesh)} axes and the cache on one of {_kinds(placement.mesh)} "
-                "axes; make the cache with the placement of the model: a loaded checkpoint has it as .placement, and "
-                "Placement(...).auto has Auto axes"
+                "the model lies on a mesh of Explicit axes and the cache on one of Auto axes; make the cache with a "
+                "Placement over the mesh of the model, or call this inside of jax.set_mesh(mesh)"
             )
         sizes, given = (dict(one.shape) for one in (mesh, placement.mesh))
         if sizes != given and not leaf.sharding.is_fully_replicated:
@@ -161,10 +161,6 @@ def check_devices(model: Any, cache: Cache) -> None:
 
 def _sizes(mesh: dict[str, int]) -> str:
     return " x ".join(f"{name}={size}" for name, size in mesh.items())
-
-
-def _kinds(mesh: Any) -> str:
-    return "Explicit" if AxisType.Explicit in mesh.axis_types else "Auto"
 
 
 def check_model_cache(cache: Any) -> None:

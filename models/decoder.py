@@ -20,11 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from kvjax.attention import Cache, LayerCache, attention_info, decode_info, flush
 from kvjax.caches import Following
-from kvjax.placement import split_tokens
+from kvjax.placement import auto_axes, mesh_of, split_tokens, to_context
 from kvjax.spec import CacheSpec
 from kvjax.validation import shown
 
@@ -227,6 +228,25 @@ class Decoder(nnx.Module):
           ValueError: tokens of another shape or dtype, a cache of another number of layers or of other sizes.
         """
         tokens = jnp.asarray(tokens)
+        settings = {"last": last, "first_chunk": first_chunk, "steps": steps, "info": info}
+        mesh = _explicit_mesh(self, tokens, cache)
+        if mesh is None:
+            return self._run(tokens, cache, lengths=lengths, active=active, **settings)
+        return _run_on_auto_axes(self, mesh, tokens, cache, {"lengths": lengths, "active": active}, **settings)
+
+    def _run(
+        self,
+        tokens: Array,
+        cache: Cache | None,
+        *,
+        lengths: ArrayLike | None,
+        active: ArrayLike | None,
+        last: bool,
+        first_chunk: bool,
+        steps: bool,
+        info: bool,
+    ) -> Any:
+        """The call of a model that lies on one device, or on a mesh of Auto axes."""
         if tokens.ndim != 2 or tokens.shape[1] == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers [B, T >= 1], got {tokens.dtype}{list(tokens.shape)}")
         B, T = tokens.shape
@@ -289,6 +309,49 @@ class Decoder(nnx.Module):
         if self.head is None:
             return _product("...h,vh->...v", x, self.embedding[...], jnp.float32)
         return _product("...h,hv->...v", x, self.head.kernel[...], jnp.float32)
+
+
+def _explicit_mesh(model: Decoder, tokens: Array, cache: Cache | None) -> AbstractMesh | None:
+    """The mesh of a call in which arrays have Explicit axes in their types, or `jax.set_mesh` has set such; else None.
+
+    None too where nothing lies on a mesh, as in a model of one device.
+    """
+    placement = getattr(cache, "placement", None)
+    own = [mesh_of(model.embedding[...]), mesh_of(tokens)]
+    own += [] if placement is None else [placement.mesh.abstract_mesh]
+    own = [mesh for mesh in own if not mesh.empty]
+    around = jax.sharding.get_abstract_mesh()
+    if not own or AxisType.Manual in around.axis_types:
+        return None
+    return own[0] if any(AxisType.Explicit in mesh.axis_types for mesh in (around, *own)) else None
+
+
+def _run_on_auto_axes(
+    model: Decoder, mesh: AbstractMesh, tokens: Array, cache: Cache | None, given: Any, **settings: Any
+) -> Any:
+    """A call in which XLA splits the products over the axes of `mesh`; results have the types of the mesh around.
+
+    Rows of the logits are split as those of the cache, or of `tokens`; the vocabulary as the parameter that makes it.
+    """
+    placement = getattr(cache, "placement", None)
+    rows, T = (*_axes_in_type(tokens), None, None)[:2] if placement is None else (placement.batch, None)
+    vocabulary = (
+        _axes_in_type(model.embedding[...])[:1] if model.head is None else _axes_in_type(model.head.kernel[...])[1:]
+    )
+    split = PartitionSpec(rows, *(() if settings["last"] else (T,)), *vocabulary)
+    heads = PartitionSpec() if placement is None else placement.spec("TBK" if settings["steps"] else "BK")
+    around = jax.sharding.get_abstract_mesh()
+    with jax.sharding.use_abstract_mesh(auto_axes(mesh)):
+        model, tokens, given = jax.tree.map(to_context, (model, tokens, given))
+        logits, cache, *infos = model._run(tokens, cache, **given, **settings)
+    with jax.sharding.use_abstract_mesh(mesh if around.empty else around):
+        return (to_context(logits, split), cache, *jax.tree.map(lambda x: to_context(x, heads), infos))
+
+
+def _axes_in_type(x: Array) -> tuple[Any, ...]:
+    """The Explicit axes of a mesh that split an array, as its type says; () where the type does not say it."""
+    sharding = jax.typeof(x).sharding
+    return tuple(sharding.spec) if AxisType.Explicit in sharding.mesh.axis_types else ()
 
 
 def param_dtype(dtype: DTypeLike) -> np.dtype:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +98,41 @@ def test_each_byte_of_the_files_is_read_once(directory: Path, monkeypatch: pytes
 METHOD = "fier:budget=24,group=8,chunk=32,dense_layers=1"  # the first layer attends to everything
 
 
-def test_generated_tokens_are_those_of_one_device(models: tuple[Any, Any, Any]) -> None:
+def on_explicit_axes(model: Decoder, mesh: jax.sharding.Mesh) -> Decoder:
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.NamedSharding(mesh, leaf.sharding.spec)), model)
+
+
+# Axes of the model and of the cache, and those that jax.set_mesh has set.
+KINDS = [
+    ("Auto", "Explicit", "Explicit"),
+    *product(("Auto", "Explicit"), ("Auto", "Explicit"), ("", "Auto", "Explicit")),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "cache", "around"),
+    [pytest.param(*kinds, marks=[pytest.mark.thorough] * (i > 0)) for i, kinds in enumerate(dict.fromkeys(KINDS))],
+)
+def test_generated_tokens_are_those_of_one_device(
+    models: tuple[Any, Any, Any], model: str, cache: str, around: str
+) -> None:
+    """Whatever axes the meshes have: a user's own is of Explicit axes if it was made by `jax.make_mesh`."""
     prompt = [list(range(1, 60)), [5, 9], list(range(3, 80, 2)), [7] * 40]
-    found = []
-    for checkpoint in (models[0], models[2]):
-        cache = checkpoint.init_cache(METHOD, capacity=160, batch=4, dtype="float32")
-        found.append(generate(checkpoint.model, cache, prompt, max_new_tokens=40, chunk=64))
-    one, split = found
+    policies = kvjax.presets.parse(METHOD)
+
+    def run(model: Decoder, placement: Placement | None) -> Any:
+        cache = kvjax.init(policies, model.spec(batch=4, capacity=160), layers=2, placement=placement)
+        return generate(model, cache, prompt, max_new_tokens=40, chunk=64)
+
+    one, split, meshes = run(models[0].model, None), models[2].model, {"Explicit": THREE.mesh, "Auto": THREE.auto.mesh}
+    split = split if model == "Auto" else on_explicit_axes(split, THREE.mesh)
+    with jax.set_mesh(meshes[around]) if around else contextlib.nullcontext():
+        if (model, cache, around) == ("Explicit", "Auto", ""):
+            with pytest.raises(ValueError, match=r"model lies on a mesh of Explicit axes and the cache on one of Auto"):
+                run(split, THREE.auto)
+            return
+        split = run(split, THREE if cache == "Explicit" else THREE.auto)
+        assert jnp.argmax(split.logits, axis=-1).shape == (4,)
     np.testing.assert_array_equal(one.tokens, split.tokens)
     np.testing.assert_allclose(np.asarray(split.logits), np.asarray(one.logits), atol=1e-4)
     homes = jax.tree.leaves(kvjax.shardings(split.cache))
@@ -154,14 +184,8 @@ def test_token_is_drawn_without_gathering_the_logits(draw: Sampling) -> None:
 def test_cache_of_another_mesh_than_the_model_is_refused(models: tuple[Any, Any]) -> None:
     one, split, _ = models
     settings = {"layers": 2, "placement": BOTH}
-    explicit = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     for model, given, error in (
         (one.model, settings, "the model lies on 1 device and the cache on 8"),
-        (
-            split.model,
-            {**settings, "placement": dataclasses.replace(BOTH, mesh=explicit)},
-            "a mesh of Auto axes and the cache on one of Explicit axes",
-        ),
         (
             split.model,
             {**settings, "placement": Placement(mesh=jax.make_mesh((4,), ("m",)), heads="m")},
@@ -184,25 +208,28 @@ def train(model: Decoder, tokens: jax.Array) -> tuple[jax.Array, Decoder]:
 
     def loss(model: Decoder) -> jax.Array:
         logits, _ = model(tokens[:, :-1])
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)
-        return -jnp.mean(chosen)
+        return jax.sharding.auto_axes(miss, out_sharding=PartitionSpec())(logits, tokens[:, 1:])
+
+    def miss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1))
 
     value, slopes = jax.value_and_grad(loss)(model)
     return value, jax.tree.map(lambda weight, slope: weight - slope, model, slopes)
 
 
 def test_training_step_is_that_of_one_device(models: tuple[Any, Any, Any]) -> None:
-    """Rows, heads, MLP and vocabulary split, by a placement of Explicit axes and by one of Auto axes."""
-    one, explicit, _ = models
+    """Rows, heads, MLP and vocabulary split, over a mesh of Explicit axes and over one of Auto axes."""
+    one, split, _ = (checkpoint.model for checkpoint in models)
     tokens = jnp.asarray(np.random.default_rng(0).integers(96, size=(4, 24)), jnp.int32)
-    loss, wanted = train(one.model, tokens)
-    before, after = leaves(one.model), leaves(wanted)
+    loss, wanted = train(one, tokens)
+    before, after = leaves(one), leaves(wanted)
     assert max(np.max(np.abs(np.asarray(after[name] - before[name]))) for name in before) > 1e-2
-    for split in (explicit.model, distribute(one.model, BOTH.auto)):
-        given = jax.device_put(tokens, jax.NamedSharding(BOTH.auto.mesh, PartitionSpec("data")))
-        found_loss, found = train(split, given)
+    for model, mesh in ((on_explicit_axes(split, MESH), MESH), (split, BOTH.auto.mesh)):
+        with jax.set_mesh(mesh):
+            given = jax.device_put(tokens, jax.NamedSharding(mesh, PartitionSpec("data")))
+            found_loss, found = train(model, given)
         np.testing.assert_allclose(float(found_loss), float(loss), atol=1e-5)
-        for (name, weight), own in zip(leaves(found).items(), leaves(split).values(), strict=True):
+        for (name, weight), own in zip(leaves(found).items(), leaves(model).values(), strict=True):
             np.testing.assert_allclose(np.asarray(weight), np.asarray(after[name]), atol=1e-5)
             assert weight.sharding.is_equivalent_to(own.sharding, weight.ndim)
 

@@ -106,17 +106,61 @@ def test_grow_save_and_restore_keep_the_parts_in_place(filled: Any, tmp_path: Pa
         kvjax.restore(tmp_path, eight)
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_explicit_axes_do_as_well(tova: Any, inside: bool) -> None:
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    at = Placement(mesh=mesh, batch="data", heads="model")
+MESHES = {"Auto": MESH, "Explicit": jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)}
+
+
+@pytest.mark.parametrize(
+    ("own", "around"),
+    [
+        ("Explicit", "Explicit"),
+        ("Auto", "Explicit"),
+        *(pytest.param(*kinds, marks=pytest.mark.thorough) for kinds in (("Explicit", ""), ("Explicit", "Auto"))),
+    ],
+)
+def test_explicit_axes_do_as_well(tova: Any, own: str, around: str) -> None:
+    """In the mesh of a placement, and in the one that `jax.set_mesh` has set around it."""
+    at = Placement(mesh=MESHES[own], batch="data", heads="model")
     want, alone = tova
-    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
-        home = jax.NamedSharding(mesh, PartitionSpec("data"))
-        given = tuple(jax.device_put(a, home) if inside else a for a in prompt())
+    with jax.set_mesh(MESHES[around]) if around else contextlib.nullcontext():
+        given = prompt()
+        if around:
+            given = jax.device_put(given, jax.NamedSharding(MESHES[around], PartitionSpec("data")))
         found, cache = fill(kvjax.init_layer(TOVA, SPEC, at), *given)
+        found = jax.tree.map(lambda out: out * 1, found)  # computed with as with any other array here
     assert_equal(want, found)
     assert_equal(alone.state, cache.state)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("around", ["Auto", "Explicit"])
+@pytest.mark.parametrize("own", ["Auto", "Explicit"])
+def test_every_verb_takes_any_mesh_around(filled: Any, tmp_path: Path, own: str, around: str, jitted: bool) -> None:
+    at = Placement(mesh=MESHES[own], batch="data", heads="model")
+    single, alone = dataclasses.replace(SPEC, batch=1), dataclasses.replace(at, batch=None)
+
+    def talk(cache: kvjax.LayerCache, prefix: kvjax.LayerCache) -> Any:
+        """Lengths, room and outputs, computed with outside of kvjax; and the cache."""
+        out, cache, info = kvjax.decode_info(cache, *prompt(3), lengths=np.array([2, 3, 0, 1]))
+        free = kvjax.room(cache) + cache.length
+        cache = kvjax.rollback(kvjax.flush(cache), cache.length - np.array([1, 0, 0, 1]))
+        cache = kvjax.insert(kvjax.truncate(cache, cache.length // 2), prefix, 1)
+        return (out[:, 0] * 1, info.attended * 1, free, ~kvjax.any_full(cache)), cache
+
+    found = []
+    for cache, placement, one in ((filled[0], None, None), (filled[1], at, alone)):
+        with contextlib.nullcontext() if placement is None else jax.set_mesh(MESHES[around]):
+            prefix = kvjax.init_layer(FIER, single, one)
+            if placement is not None:
+                homes = kvjax.shardings(kvjax.init_layer(FIER, SPEC, placement))
+                cache = jax.tree.map(jax.device_put, dataclasses.replace(cache, placement=placement), homes)
+            values, cache = (jax.jit(talk) if jitted else talk)(cache, prefix)
+            kvjax.save(tmp_path, kvjax.grow(cache, 160))
+            found.append((values, kvjax.restore(tmp_path, kvjax.grow(cache, 160))))
+            repr(cache)
+    assert_equal(found[0][0], found[1][0])
+    assert_equal(found[0][1].state, found[1][1].state)
+    assert_in_place(found[1][1])
 
 
 def test_mean_of_the_heads_at_hand_would_evict_other_tokens(tova: Any, monkeypatch: pytest.MonkeyPatch) -> None:
