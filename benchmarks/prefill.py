@@ -43,12 +43,12 @@ POLICIES: dict[str, Callable[[], kvjax.PerLayer]] = {
 
 def prompt(cache: Any, model: Decoder, tokens: Array) -> tuple[Array, Any]:
     """Stores tokens [B, T] in an empty cache, and hands it back as empty."""
-    logits, after = model(tokens, cache, last=True, first_chunk=True)
+    logits, after = model(tokens, cache, last_logits=True, first_chunk=True)
     return logits, keep_counts(cache, after)
 
 
 def token(cache: Any, model: Decoder, tokens: Array) -> tuple[Array, Any]:
-    logits, after = model(tokens, cache, last=True)
+    logits, after = model(tokens, cache, last_logits=True)
     return logits, keep_counts(cache, after)
 
 

@@ -236,7 +236,7 @@ class _ModelDrafter:
     def propose(self, token: Array, active: Array, draw: Draw) -> tuple[Array, Array, _ModelDrafter]:
         def feed(carry: tuple[Cache, Array], i: Array) -> tuple[tuple[Cache, Array], Array]:
             cache, token = carry
-            logits, cache = call_model(self.model, token[:, None], flush(cache), active=active, last=True)
+            logits, cache = call_model(self.model, token[:, None], flush(cache), active=active, last_logits=True)
             token = draw(logits, i)
             return (cache, token), token
 

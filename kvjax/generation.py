@@ -85,7 +85,7 @@ class Model(Protocol):
         *,
         lengths: Any = None,
         active: Any = None,
-        last: bool = False,
+        last_logits: bool = False,
         first_chunk: bool = False,
         steps: bool = False,
         info: bool = False,
@@ -93,9 +93,9 @@ class Model(Protocol):
         """(logits, cache), or (logits, cache, infos) with info=True.
 
         tokens i32[B, T] · lengths i32[B]: real tokens of this right-padded chunk · active bool[B]: rows that take
-        this token · last=True: logits f32[B, V] of each row's last real token · first_chunk=True: the cache is empty ·
-        steps=True: the T tokens are decode steps, which drafts need · info=True: one Info a layer, with `attended`
-        f32[B, K], or f32[T, B, K] of steps.
+        this token · last_logits=True: logits f32[B, V] of each row's last real token · first_chunk=True: the cache is
+        empty · steps=True: the T tokens are decode steps, which drafts need · info=True: one Info a layer, with
+        `attended` f32[B, K], or f32[T, B, K] of steps.
         """
 
 
@@ -207,7 +207,7 @@ def _round_up(size: int) -> int:
 def _prefill_chunk(
     model: Model, cache: Cache, tokens: Array, lengths: Array, *, first_chunk: bool
 ) -> tuple[Array, Cache]:
-    return call_model(model, tokens, cache, lengths=lengths, last=True, first_chunk=first_chunk)
+    return call_model(model, tokens, cache, lengths=lengths, last_logits=True, first_chunk=first_chunk)
 
 
 @jax.jit
@@ -223,7 +223,7 @@ def decode_step(model: Model, cache: Cache, token: Array, active: Array | None =
     """
     if jnp.ndim(token) != 1:
         raise ValueError(f"token must be [B={cache.spec.batch}], one for each row, got {list(token.shape)}")
-    return model(token[:, None], cache, active=active, last=True)
+    return model(token[:, None], cache, active=active, last_logits=True)
 
 
 class _Loop(NamedTuple):
@@ -310,10 +310,10 @@ def _decode_loop(
         fed = jnp.where(s.active, token, 0)[:, None]
         attended, counted = s.attended, s.counted
         if measure:
-            new, cache, infos = call_model(model, fed, flushed(s.cache), active=s.active, last=True, info=True)
+            new, cache, infos = call_model(model, fed, flushed(s.cache), active=s.active, last_logits=True, info=True)
             attended, counted = count_attended(attended, counted, infos, s.active)
         else:
-            new, cache = call_model(model, fed, flushed(s.cache), active=s.active, last=True)
+            new, cache = call_model(model, fed, flushed(s.cache), active=s.active, last_logits=True)
         return _Loop(
             step=s.step + 1,
             cache=flushed(cache, False),

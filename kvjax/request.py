@@ -92,7 +92,7 @@ def check_request(
     return stop
 
 
-ASKED = ("lengths", "active", "last", "first_chunk")  # what generation tells each model, by keyword
+ASKED = ("lengths", "active", "last_logits", "first_chunk")  # what generation tells each model, by keyword
 
 
 def check_model(model: Any, asked: Iterable[str] = ()) -> None:
@@ -101,7 +101,7 @@ def check_model(model: Any, asked: Iterable[str] = ()) -> None:
     >>> check_model(lambda tokens, cache, *, lengths=None, active=None: (tokens, cache))
     Traceback (most recent call last):
         ...
-    ValueError: the model takes no last, first_chunk: kvjax.generation.Model says what each keyword asks for
+    ValueError: the model takes no last_logits, first_chunk: kvjax.generation.Model says what each keyword asks for
     """
     if callable(model) and not isinstance(model, type):
         missing = _missing_keywords(model, (*ASKED, *asked))

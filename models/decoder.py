@@ -203,7 +203,7 @@ class Decoder(nnx.Module):
         *,
         lengths: ArrayLike | None = None,
         active: ArrayLike | None = None,
-        last: bool = False,
+        last_logits: bool = False,
         first_chunk: bool = False,
         steps: bool = False,
         info: bool = False,
@@ -215,20 +215,20 @@ class Decoder(nnx.Module):
           cache: None is plain causal attention over the T tokens, as in training.
           lengths: i32[B], real tokens of each row of a right-padded chunk (default T); 0 for a row that takes none.
           active: bool[B], rows that take this token of a decode step; the logits of others mean nothing.
-          last: logits only of each row's last real token of this chunk.
+          last_logits: only the logits of each row's last real token of this chunk.
           first_chunk: promises that the cache is empty.
           steps: the T <= 16 tokens are decode steps, `lengths` of them a row: see `kvjax.decode`. A row takes at most
             `kvjax.room(cache)` after a flush; each Info has T steps in front.
           info: adds one `kvjax.Info` a layer, or None a layer where no decode step ran.
 
         Returns:
-          logits f32[B, T, V], or f32[B, V] with `last`, and the cache, None without one.
+          logits f32[B, T, V], or f32[B, V] with `last_logits`, and the cache, None without one.
 
         Raises:
           ValueError: tokens of another shape or dtype, a cache of another number of layers or of other sizes.
         """
         tokens = jnp.asarray(tokens)
-        settings = {"last": last, "first_chunk": first_chunk, "steps": steps, "info": info}
+        settings = {"last_logits": last_logits, "first_chunk": first_chunk, "steps": steps, "info": info}
         mesh = _explicit_mesh(self, tokens, cache)
         if mesh is None:
             return self._run(tokens, cache, lengths=lengths, active=active, **settings)
@@ -241,7 +241,7 @@ class Decoder(nnx.Module):
         *,
         lengths: ArrayLike | None,
         active: ArrayLike | None,
-        last: bool,
+        last_logits: bool,
         first_chunk: bool,
         steps: bool,
         info: bool,
@@ -299,7 +299,7 @@ class Decoder(nnx.Module):
         if cache is not None:
             cache = dataclasses.replace(cache, layers=tuple(layers))
 
-        if last:
+        if last_logits:
             # by its own index in each row: an index of all rows would gather them where devices split the batch
             x = jnp.take_along_axis(x, jnp.maximum(new - 1, 0)[:, None, None], axis=1)[:, 0]
         logits = self._logits(self.norm(x))
@@ -338,7 +338,7 @@ def _run_on_auto_axes(
     vocabulary = (
         _axes_in_type(model.embedding[...])[:1] if model.head is None else _axes_in_type(model.head.kernel[...])[1:]
     )
-    split = PartitionSpec(rows, *(() if settings["last"] else (T,)), *vocabulary)
+    split = PartitionSpec(rows, *(() if settings["last_logits"] else (T,)), *vocabulary)
     heads = PartitionSpec() if placement is None else placement.spec("TBK" if settings["steps"] else "BK")
     around = jax.sharding.get_abstract_mesh()
     with jax.sharding.use_abstract_mesh(auto_axes(mesh)):

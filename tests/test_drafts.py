@@ -83,15 +83,17 @@ def test_drafts_keep_the_distribution() -> None:
     class Chain:
         """The next token depends on the last alone."""
 
-        def __call__(self, tokens: Any, cache: Any, *, lengths: Any = None, active: Any = None, last: bool = False,
-                     first_chunk: bool = False, steps: bool = False, info: bool = False) -> Any:  # fmt: skip
+        def __call__(
+            self, tokens: Any, cache: Any, *, lengths: Any = None, active: Any = None, last_logits: bool = False,
+            first_chunk: bool = False, steps: bool = False, info: bool = False,
+        ) -> Any:  # fmt: skip
             out = jnp.asarray(logits, jnp.float32)[tokens]
             count = jnp.full(len(tokens), tokens.shape[1], jnp.int32) if lengths is None else lengths
             state = dataclasses.replace(cache.layers[0].state, tokens=dataclasses.replace(
                 cache.layers[0].state.tokens, count=cache.length + jnp.where(
                     True if active is None else active, count, 0)))  # fmt: skip
             cache = dataclasses.replace(cache, layers=(dataclasses.replace(cache.layers[0], state=state),))
-            return (out[jnp.arange(len(out)), jnp.maximum(count - 1, 0)] if last else out), cache
+            return (out[jnp.arange(len(out)), jnp.maximum(count - 1, 0)] if last_logits else out), cache
 
     rows, n = 4000, 3
     spec = kvjax.CacheSpec(batch=rows, q_heads=1, kv_heads=1, head_dim=1, capacity=32, dtype="float32")

@@ -48,7 +48,7 @@ class Tiny(nnx.Module):
         self.out = nnx.List([nnx.Linear(N * D, WIDTH, rngs=rngs) for _ in range(LAYERS)])
         self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
 
-    def __call__(self, tokens, cache, *, lengths=None, active=None, last=False, first_chunk=False, info=False):
+    def __call__(self, tokens, cache, *, lengths=None, active=None, last_logits=False, first_chunk=False, info=False):
         B, T = tokens.shape
         positions = (cache.length[:, None] + jnp.arange(T)[None]).astype(jnp.float32)
         x, layers, infos = self.embed[...][tokens], [], []
@@ -64,7 +64,7 @@ class Tiny(nnx.Module):
         alike = jax.tree.map(lambda old, new: new, cache.layers, tuple(layers))  # as a scan over layers needs them
         cache = dataclasses.replace(cache, layers=alike)
         cache = kvjax.flush(cache) if T == 1 else cache
-        if last:
+        if last_logits:
             ends = jnp.full(B, T) if lengths is None else lengths
             x = jnp.take_along_axis(x, jnp.maximum(ends - 1, 0)[:, None, None], axis=1)[:, 0]
         logits = 3 * self.head(x)

@@ -297,6 +297,6 @@ def _force(model: Model, cache: Cache, tokens: Array) -> Cache:
     """Decodes tokens i32[T, B], whatever the model would have said."""
 
     def step(cache: Cache, token: Array) -> tuple[Cache, None]:
-        return model(token[:, None], cache, last=True)[1], None
+        return model(token[:, None], cache, last_logits=True)[1], None
 
     return lax.scan(step, cache, tokens)[0]

@@ -151,7 +151,7 @@ def feed(model: Model, cache: Cache, logits: Array, tokens: Array, targets: Arra
 
     def step(t: Array, fed: Fed) -> Fed:
         active = t < counts
-        new, cache, infos = model(tokens[:, t][:, None], fed.cache, active=active, last=True, info=True)
+        new, cache, infos = model(tokens[:, t][:, None], fed.cache, active=active, last_logits=True, info=True)
         nll = jax.nn.logsumexp(new, axis=-1) - new[rows, targets[:, t]]
         greedy = fed.greedy.at[:, t].set(jnp.argmax(new, axis=-1) == targets[:, t])
         attended, steps = count_attended(fed.attended, fed.steps, infos, active)

@@ -43,7 +43,7 @@ def tokens():
     return jax.random.randint(jax.random.key(0), (B, 30), 0, CONFIG.vocab_size)
 
 
-@partial(jax.jit, static_argnames=("last", "first_chunk", "info", "steps"))
+@partial(jax.jit, static_argnames=("last_logits", "first_chunk", "info", "steps"))
 def run(model, tokens, cache=None, **settings):
     return model(tokens, cache, **settings)
 
@@ -54,7 +54,7 @@ def empty(model, capacity=32, batch=B):
 
 def test_last_gives_the_logits_of_the_last_real_token(model, tokens):
     every, _ = run(model, tokens[:, :T], empty(model), lengths=LENGTHS, first_chunk=True)
-    last, cache = run(model, tokens[:, :T], empty(model), lengths=LENGTHS, first_chunk=True, last=True)
+    last, cache = run(model, tokens[:, :T], empty(model), lengths=LENGTHS, first_chunk=True, last_logits=True)
     assert every.shape == (B, T, 40)
     assert last.shape == (B, 40)
     assert every.dtype == last.dtype == jnp.float32
@@ -71,7 +71,7 @@ def test_without_a_cache_it_is_the_plain_causal_model(model, tokens):
     np.testing.assert_allclose(plain, cached, atol=1e-5)
     changed, _ = run(model, tokens[:, :T].at[:, 7].set(0))
     np.testing.assert_allclose(changed[:, :7], plain[:, :7], atol=1e-5)
-    last, _ = run(model, tokens[:, :T], last=True)
+    last, _ = run(model, tokens[:, :T], last_logits=True)
     np.testing.assert_allclose(last, plain[:, -1], atol=1e-5)
 
 
@@ -88,7 +88,7 @@ def test_chunks_and_single_tokens_give_the_logits_of_the_whole(model, tokens, cu
         for row, n in enumerate(real.tolist()):
             np.testing.assert_allclose(logits[row, :n], whole[row, start : start + n], atol=2e-5)
         start = end
-    step = jax.jit(lambda model, cache, token: model(token, cache, last=True))
+    step = jax.jit(lambda model, cache, token: model(token, cache, last_logits=True))
     for i in range(8):
         token = jnp.take_along_axis(tokens, lengths[:, None] + i, axis=1)
         logits, cache = step(model, cache, token)
@@ -106,8 +106,8 @@ def test_rows_ignore_each_other(model, tokens):
 
 def test_padding_tokens_do_not_matter_even_out_of_the_vocabulary(model, tokens):
     padded = jnp.where(jnp.arange(T)[None] < LENGTHS[:, None], tokens[:, :T], 10**6)
-    a, cache_a = run(model, tokens[:, :T], empty(model), lengths=LENGTHS, last=True)
-    b, cache_b = run(model, padded, empty(model), lengths=LENGTHS, last=True)
+    a, cache_a = run(model, tokens[:, :T], empty(model), lengths=LENGTHS, last_logits=True)
+    b, cache_b = run(model, padded, empty(model), lengths=LENGTHS, last_logits=True)
     np.testing.assert_array_equal(a[:3], b[:3])
     step = tokens[:, :1]
     np.testing.assert_array_equal(run(model, step, cache_a)[0], run(model, step, cache_b)[0])
@@ -116,9 +116,9 @@ def test_padding_tokens_do_not_matter_even_out_of_the_vocabulary(model, tokens):
 def test_rows_that_are_not_active_store_nothing(model, tokens):
     _, cache = run(model, tokens[:, :T], empty(model), lengths=LENGTHS)
     active = jnp.array([True, False, True, False])
-    logits, after = run(model, tokens[:, T : T + 1], cache, active=active, last=True)
+    logits, after = run(model, tokens[:, T : T + 1], cache, active=active, last_logits=True)
     np.testing.assert_array_equal(after.length, LENGTHS + active.astype(jnp.int32))
-    every, _ = run(model, tokens[:, T : T + 1], cache, last=True)
+    every, _ = run(model, tokens[:, T : T + 1], cache, last_logits=True)
     np.testing.assert_allclose(logits[active], every[active], atol=1e-5)
     assert np.isfinite(np.asarray(logits)).all()
 
@@ -158,7 +158,7 @@ def test_decoding_traces_once_and_allocates_no_second_cache(model):
 
     def step(model, cache, token):
         traces.append(1)
-        logits, cache = model(token[:, None], cache, last=True)
+        logits, cache = model(token[:, None], cache, last_logits=True)
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
 
     cache = empty(model, capacity=4096)
@@ -181,7 +181,7 @@ def test_retrieval_caches_with_a_large_budget_decode_as_full_ones(model, tokens)
         selector=kvjax.Fier(group=8), budget=64, sink=2, local=8, demote=kvjax.Fifo(leave=8), dense_below=0
     )
     caches = [kvjax.init(p, model.spec(B, 64), layers=2) for p in (kvjax.Full(), policy)]
-    step = jax.jit(lambda model, cache, token: model(token, cache, last=True))
+    step = jax.jit(lambda model, cache, token: model(token, cache, last_logits=True))
     caches = [run(model, tokens[:, :T], cache, lengths=LENGTHS, first_chunk=True)[1] for cache in caches]
     for i in range(30):  # crosses flushes
         (a, b) = (step(model, cache, tokens[:, i : i + 1]) for cache in caches)
@@ -206,14 +206,14 @@ def test_dynamic_rope_follows_the_longest_row_that_takes_a_token(tokens):
     model = models.Decoder(config)
     assert model.max_positions is None
     rows = tokens[:2, :T]
-    alone, cache = run(model, rows[:1, :5], empty(model, batch=1), last=True)
-    beside, _ = run(model, rows[::-1], empty(model, batch=2), lengths=jnp.array([12, 5]), last=True)
-    wanted, both = run(model, rows[::-1], empty(model, batch=2), lengths=jnp.array([0, 5]), last=True)
+    alone, cache = run(model, rows[:1, :5], empty(model, batch=1), last_logits=True)
+    beside, _ = run(model, rows[::-1], empty(model, batch=2), lengths=jnp.array([12, 5]), last_logits=True)
+    wanted, both = run(model, rows[::-1], empty(model, batch=2), lengths=jnp.array([0, 5]), last_logits=True)
     np.testing.assert_allclose(wanted[1], alone[0], atol=1e-5)
     assert np.abs(beside[1] - alone[0]).max() > 1e-3
     _, both = run(model, rows[::-1], both, lengths=jnp.array([12, 0]))
-    step, _ = run(model, rows[:1, 5:6], cache, last=True)
-    beside, _ = run(model, jnp.tile(rows[:1, 5:6], (2, 1)), both, active=jnp.array([False, True]), last=True)
+    step, _ = run(model, rows[:1, 5:6], cache, last_logits=True)
+    beside, _ = run(model, jnp.tile(rows[:1, 5:6], (2, 1)), both, active=jnp.array([False, True]), last_logits=True)
     np.testing.assert_allclose(beside[1], step[0], atol=1e-5)
 
 

@@ -209,7 +209,7 @@ def greedy(model, tokens, lengths):
         def step(carry, _):
             logits, cache = carry
             token = jnp.argmax(logits, axis=-1)
-            return model(token[:, None], cache, last=True), (token, logits)
+            return model(token[:, None], cache, last_logits=True), (token, logits)
 
         (_, cache), (new, logits) = jax.lax.scan(step, (first, cache), length=STEPS)
         return prompt, new.T, logits, cache
