@@ -127,6 +127,14 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.Evicting(evictor=kvjax.Sliding),  # type: ignore[arg-type]
         r"Evicting\(evictor=\.\.\.\) must be an evictor, got the class Sliding",
     ),
+    "a number for a demotion": (
+        lambda: kvjax.Retrieval(selector=kvjax.Fier(), budget=400, demote=32),  # type: ignore[arg-type]
+        r"Retrieval\(demote=\.\.\.\) must be a demotion, got 32, which has no .*; give for example kvjax\.Fifo\(",
+    ),
+    "a class of demotion": (
+        lambda: kvjax.Compressed(demote=kvjax.Fifo),  # type: ignore[arg-type]
+        r"Compressed\(demote=\.\.\.\) must be a demotion, got the class Fifo; make an instance: Fifo\(\.\.\.\)",
+    ),
     "an unknown preset in capitals": (
         lambda: presets.find("FIER"),
         r"unknown cache 'FIER'; did you mean 'fier'\? There",

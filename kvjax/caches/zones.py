@@ -89,6 +89,15 @@ class Zoned:
             keep_int(self, name, at_least=at_least)
         where = f"{type(self).__name__}(store=...)"
         check_verbs(where, self.store, "a store", ("init", "append"), "kvjax.Dense()")
+        check_verbs(
+            f"{type(self).__name__}(demote=...)",
+            self.demote,
+            "a demotion",
+            ("slots", "leaving", "staying", "place"),
+            "kvjax.Fifo(leave=256)",
+            fields=("leave", "ordered"),
+            protocol="kvjax.Demotion",
+        )
 
     def init(self, spec: CacheSpec) -> ZonedState:
         self.store.check(spec, self.demote.leave)
