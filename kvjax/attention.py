@@ -487,6 +487,11 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
     """
     _check_cache("insert(cache=...)", cache)
     _check_cache("insert(prefix=...)", prefix)
+    if isinstance(cache, Cache) != isinstance(prefix, Cache):
+        raise ValueError(
+            f"insert takes two caches of a layer or two of a model, got a {type(cache).__name__} and for its row a "
+            f"{type(prefix).__name__}; kvjax.init makes a Cache of a model, kvjax.init_layer a LayerCache"
+        )
     prefix = _with_policies_of(cache, prefix)
     if _kinds(cache) != _kinds(prefix):
         raise ValueError(

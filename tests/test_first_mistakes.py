@@ -378,6 +378,10 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     "a row that is no whole number": (lambda: insert(0.5), r"insert\(row=\.\.\.\) must be an integer, got 0\.5"),
     "a row by name": (lambda: insert("x"), r"insert\(row=\.\.\.\) must be an integer, as 0, got 'x'"),
     "several rows": (lambda: insert([0]), r"insert\(row=\.\.\.\) must be an integer, got a list"),
+    "a model's cache for a row of a layer's": (
+        lambda: kvjax.insert(layer(), cache(), 0),  # type: ignore[type-var]
+        "two caches of a layer or two of a model, got a LayerCache and for its row a Cache; kvjax.init makes",
+    ),
     "a row that is not there": (lambda: insert(5), "insert got row=5; the cache has rows 0 to 1"),
     "a donated cache flushed": (lambda: kvjax.flush(donated(cache())), "flush got a cache whose arrays are gone"),
     "a donated cache inserted into": (
