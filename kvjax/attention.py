@@ -516,6 +516,11 @@ def raise_on_overflow(cache: Cache | LayerCache) -> None:
     """Raises RuntimeError if a row has dropped a token. Call it outside jit; it reads flags from the device."""
     _check_cache("raise_on_overflow", cache)
     layers = _layers(cache)
+    if any(isinstance(layer.state.overflow, Tracer) for layer in layers):
+        raise ValueError(
+            "raise_on_overflow reads flags from the device, which is not possible inside jit; return the cache and "
+            "call it outside"
+        )
     flags = np.stack([on_host(layer.state.overflow) for layer in layers])
     rows = np.flatnonzero(flags.any(axis=0)).tolist()
     if rows:

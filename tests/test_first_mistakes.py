@@ -390,6 +390,10 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a policy flushed": (lambda: kvjax.flush(kvjax.Full()), "flush takes a cache, got a Full"),  # type: ignore[type-var]
     "a donated cache asked for overflow": (lambda: kvjax.raise_on_overflow(donated(cache())), "arrays are gone"),
+    "overflow asked for inside jit": (
+        lambda: jax.jit(kvjax.raise_on_overflow)(cache()),
+        "raise_on_overflow reads flags from the device, .* inside jit; return the cache and call it outside",
+    ),
     # --------------------------------------------------------------------------------------------- models, generation
     "a layer's cache for a model": (
         lambda: model()(jnp.ones((2, 3), jnp.int32), layer()),  # type: ignore[arg-type]
