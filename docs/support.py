@@ -167,8 +167,8 @@ Each row is the error that the call raises:
 {table(["feature", "methods", "error"], refusals)}
 ## Kernels of a decode step
 
-Operations of a step that have a GPU kernel, with the sizes of this run. `kvjax.explain` tells which of them run for
-your sizes and device, and why not.
+Operations of a step that have a GPU kernel, with the sizes of this run. `kvjax.ops.explained` tells which of them run
+for your sizes and device, and why not.
 
 {table(["method", "operations"], kernels)}
 ## Models

@@ -394,6 +394,10 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: jax.jit(kvjax.raise_on_overflow)(cache()),
         "raise_on_overflow reads flags from the device, .* inside jit; return the cache and call it outside",
     ),
+    "a cache to explain": (
+        lambda: kvjax.explain(cache()),  # type: ignore[arg-type]
+        r"explain\(op=\.\.\.\) must be an operation or its name, got a Cache; for all operations of a step: with kvjax",
+    ),
     # --------------------------------------------------------------------------------------------- models, generation
     "a layer's cache for a model": (
         lambda: model()(jnp.ones((2, 3), jnp.int32), layer()),  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from jax import Array, lax
 from kvjax.derivatives import with_derivative
 from kvjax.memory import varying_axes
 from kvjax.ops.partitioned import warn_if_partitioned
+from kvjax.validation import shown
 
 Implementation = Literal["xla", "mosaic"]
 Derivative = Literal["reference", "zero", "none"]
@@ -160,6 +161,11 @@ def explain(op: str | Op[..., Any], *args: Any, **options: Any) -> Explanation:
     'xla'
     """
     name = op.name if isinstance(op, Op) else op
+    if not isinstance(name, str):
+        raise ValueError(
+            f"explain(op=...) must be an operation or its name, got {shown(op)}; for all operations of a step: "
+            "with kvjax.ops.explained() as found: jax.eval_shape(lambda: kvjax.attention(cache, q, k, v))"
+        )
     if name not in OPS:
         raise ValueError(f"op must be one of {', '.join(sorted(OPS))}; got {op!r}")
     leaves, tree = jax.tree.flatten((args, options))
