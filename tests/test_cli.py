@@ -681,6 +681,12 @@ def test_help_and_version_have_their_usual_names(kvjax):
     assert kvjax("generate", "-h")[:2] == kvjax("generate", "--help")[:2]
 
 
+@pytest.mark.parametrize("module", ["kvjax", "kvjax.cli"])
+def test_the_package_runs_as_a_module(module):
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout[:6]) == (0, "kvjax "), done.stderr
+
+
 def test_a_reader_that_leaves_ends_the_command_with_141():
     command = [sys.executable, "-m", "kvjax.cli", "methods"]
     read, wrote = os.pipe()

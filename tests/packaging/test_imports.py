@@ -40,6 +40,7 @@ FLOORS = {
     "models": 8,
     "evaluate": 9,
     "cli": 10,
+    "__main__": 11,
 }
 SAME_FLOOR = {
     ("ops", "kernels_pallas"),  # dispatch
