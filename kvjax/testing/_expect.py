@@ -95,7 +95,17 @@ def assert_same(got: Any, want: Any, what: str) -> None:
     for (path, a), (path_wanted, b) in pairs:
         assert path == path_wanted, f"{what}: {path} is not {path_wanted}"
         equal = np.array_equal(np.asarray(a), np.asarray(b), equal_nan=jnp.issubdtype(a.dtype, jnp.floating))
-        assert equal, f"{what}: {jax.tree_util.keystr(path)} differs"
+        assert equal, f"{what}{jax.tree_util.keystr(path)} {_difference(np.asarray(a), np.asarray(b))}"
+
+
+def _difference(got: np.ndarray, want: np.ndarray) -> str:
+    """How two arrays differ, in words."""
+    if got.shape != want.shape:
+        return f"has shape {list(got.shape)}, not {list(want.shape)}"
+    lost = ~np.isfinite(got) & np.isfinite(want)
+    if lost.any():
+        return f"is not finite in {lost.sum()} of {got.size} numbers"
+    return f"differs in {(got != want).sum()} of {got.size} numbers"
 
 
 def assert_attended(info: Info, want: np.ndarray) -> None:

@@ -106,8 +106,9 @@ def slots_past_count_do_not_matter(policy: Policy, spec: CacheSpec) -> None:
     for i in range(2):
         out, cache, info = step(cache, tokens, lengths + i)
         out_poisoned, poisoned, info_poisoned = step(poisoned, tokens, lengths + i)
-        assert_same(out_poisoned, out, "step")
-        assert_same(info_poisoned.attended, info.attended, "attended")
+        why = "once unused slots hold NaN keys and scales and values of 1e4 (kvjax.partial.keep_valid zeroes values)"
+        assert_same(out_poisoned, out, f"{why}: the output of a step")
+        assert_same(info_poisoned.attended, info.attended, f"{why}: what a step attended")
 
 
 def inactive_rows_store_nothing(policy: Policy, spec: CacheSpec) -> None:

@@ -1,6 +1,7 @@
 """Every law on every policy. A failure names the law and the policy."""
 
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Container, Iterable
 from typing import Any
@@ -122,6 +123,14 @@ def test_report_tells_what_held_what_failed_and_what_does_not_apply() -> None:
     assert "  held            policy_is_a_value" in repr(report).splitlines()
     with pytest.raises(AssertionError, match=r"^budget_of_all_is_dense_attention: length 1: differs"):
         report.raise_for_failures()
+
+
+def test_a_law_of_equal_bits_says_how_they_differ() -> None:
+    law = "slots_past_count_do_not_matter"
+    reason = testing.check_policy(BROKEN["reads past count"], SPEC, laws=[law])[law].reason
+    assert re.search(r"keep_valid .*: the output of a step (is not finite|differs) in \d+ of \d+ numbers", reason), (
+        reason
+    )
 
 
 def test_an_error_of_the_policy_is_a_failure_and_other_laws_run() -> None:
