@@ -31,7 +31,7 @@ class CacheSpec:
     q_heads: int
     kv_heads: int
     head_dim: int
-    capacity: int  # tokens that a row can hold, all zones together
+    capacity: int  # tokens that a row is sure to hold, all zones together; whole chunks may have room for more
     dtype: DTypeLike = jnp.bfloat16  # of stored keys and values
 
     def __post_init__(self) -> None:
