@@ -85,10 +85,10 @@ def check_request(
             high = np.max(ids, initial=0)
             if high >= vocabulary:
                 raise ValueError(f"{what} has the token id {high}, but the model's vocabulary is {vocabulary}")
-    held = on_host(cache.length)
+    stored = on_host(cache.length)
     capacity, positions = cache.spec.capacity, max_positions(model)
     for row in np.flatnonzero(lengths >= 0):
-        check_fit(int(held[row]), int(lengths[row]), max_new_tokens, capacity, positions, where=f"row {row}: ")
+        check_fit(int(stored[row]), int(lengths[row]), max_new_tokens, capacity, positions, where=f"row {row}: ")
     return stop
 
 
@@ -174,28 +174,27 @@ def check_model_cache(cache: Any) -> None:
 
 
 def check_fit(
-    held: int, prompt: int, new: int, capacity: int | None, positions: int | None, *, where: str = ""
+    stored: int, prompt: int, new: int, capacity: int | None, positions: int | None, *, where: str = ""
 ) -> None:
-    """Raises unless `held` + `prompt` + `new` tokens fit in the cache and in the model's positions.
+    """Raises unless `stored` + `prompt` + `new` tokens fit in the model's positions and in the cache.
 
     >>> check_fit(0, 100, 50, None, 128)
     Traceback (most recent call last):
         ...
     ValueError: 100 prompt + 50 new tokens do not fit in the model's 128 positions; ask for at most 28 new tokens
     """
-    total = held + prompt + new
-    limits = ((positions, "the model's {} positions"), (capacity, "the cache's capacity of {} tokens"))
-    for limit, name in limits:
+    total = stored + prompt + new
+    for limit, name, larger in (
+        (positions, "the model's {} positions", ""),
+        (capacity, "the cache's capacity of {} tokens", f", or make the cache with capacity={total}"),
+    ):
         if limit is not None and total > limit:
-            room = limit - held - prompt
+            room = limit - stored - prompt
             cure = (
                 f"ask for at most {room} new tokens" if room > 0 else f"shorten the prompt by {1 - room} tokens or more"
             )
-            counts = (f"{held} held + " if held else "") + (f"{prompt} prompt + " if prompt else "")
-            raise ValueError(
-                f"{where}{counts}{new} new tokens do not fit in {name.format(limit)}; {cure}"
-                + (f", or make the cache with capacity={total}" if limit == capacity else "")
-            )
+            counts = (f"{stored} stored + " if stored else "") + (f"{prompt} prompt + " if prompt else "")
+            raise ValueError(f"{where}{counts}{new} new tokens do not fit in {name.format(limit)}; {cure}{larger}")
 
 
 def max_positions(model: Any) -> int | None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax import generation as gen
 from kvjax.generation import Detokenizer, decode, decode_step, generate, prefill, stream, warm_up
+from kvjax.request import check_fit
 from kvjax.sampling import sampling
 
 LAYERS, VOCAB, WIDTH, N, K, D = 2, 61, 32, 4, 2, 8
@@ -270,6 +271,13 @@ def test_sampled_rows_do_not_depend_on_the_batch_when_they_bring_their_keys(mode
     assert other.rows != both.rows
 
 
+@pytest.mark.parametrize(("capacity", "larger"), [(128, False), (256, False), (100, True)])
+def test_a_larger_cache_is_advised_only_where_the_cache_is_too_small(capacity, larger):
+    with pytest.raises(ValueError, match="5 stored \\+ 100 prompt \\+ 50 new tokens do not fit") as told:
+        check_fit(5, 100, 50, capacity, None if larger else 128)
+    assert ("or make the cache with capacity=155" in str(told.value)) == larger
+
+
 def test_measure_counts_what_steps_attend_to(model):
     prompt, policy = words(60, 40), FIER
     stop = generate(model, new_cache(2, policy=policy), prompt, max_new_tokens=9).rows[0][2]
@@ -502,7 +510,7 @@ def test_a_request_that_cannot_be_served_fails_before_any_work(model, prompt, se
 
 def test_what_the_cache_holds_counts_against_its_capacity(model):
     result = generate(model, new_cache(), words(100), max_new_tokens=8)
-    with pytest.raises(ValueError, match=r"row 0: 108 held \+ 10 prompt \+ 11 new tokens do not fit"):
+    with pytest.raises(ValueError, match=r"row 0: 108 stored \+ 10 prompt \+ 11 new tokens do not fit"):
         generate(model, result.cache, words(10), max_new_tokens=11)
     with pytest.raises(ValueError, match=r"row 0: 108 held \+ 21 new tokens .* at most 20 new tokens"):
         decode(model, result.cache, result.logits, max_new_tokens=21)
