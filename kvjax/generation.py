@@ -153,8 +153,8 @@ def prefill(
             f"lengths must be integers [B={B}], one for each row of tokens, got {count.dtype}{list(count.shape)}"
         )
     if first_chunk is None:
-        held = cache.length
-        first_chunk = not isinstance(held, jax.core.Tracer) and not np.any(on_host(held))
+        length = cache.length
+        first_chunk = not isinstance(length, jax.core.Tracer) and not np.any(on_host(length))
 
     size = chunk_size(T, _chunk(cache, T, chunk), rows=B)
     pad = jnp.pad if isinstance(prompt, jax.core.Tracer) else np.pad

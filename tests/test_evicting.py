@@ -126,7 +126,7 @@ def test_keeps_the_positions_that_the_rule_keeps(rule: str, keys: str, checkpoin
         assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted], f"step {i}"
         np.testing.assert_array_equal(np.asarray(info.attended[:, 0]), np.minimum(lengths + i + 1, BUDGET))
     # The next turn of a conversation, to rows whose slots are in no order.
-    cache, _ = drive.fill(cache, tokens, lengths + 40, held=lengths + 30)
+    cache, _ = drive.fill(cache, tokens, lengths + 40, start=lengths + 30)
     for row in wanted:
         row.prompt(10)
     assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted]

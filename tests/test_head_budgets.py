@@ -88,7 +88,7 @@ def test_short_prompts_leave_room_and_later_ones_divide_it() -> None:
     cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, np.array([5, 12]))
     assert np.asarray(cache.state.head_counts).tolist() == [[5] * 3, [12] * 3]
     assert (np.asarray(cache.state.limit) == BUDGET).all()
-    cache, _ = drive.fill(cache, tokens, np.array([12, 40]), held=np.array([5, 12]))
+    cache, _ = drive.fill(cache, tokens, np.array([12, 40]), start=np.array([5, 12]))
     counts = np.asarray(cache.state.head_counts)
     assert counts.sum(axis=1).tolist() == [36, 36]
     assert (counts[0] == 12).all()

@@ -194,7 +194,7 @@ def test_first_step_after_a_prompt_or_an_insert_selects_anew() -> None:
         fresh.append(np.asarray(info.fresh).all(axis=1).tolist())
     assert fresh == [[True] * 3, [False] * 3]
     # Row 1 takes 5 tokens more of a prompt, the others none.
-    cache, _ = drive.fill(cache, tokens, LENGTHS + np.array([2, 7, 2]), held=LENGTHS + 2)
+    cache, _ = drive.fill(cache, tokens, LENGTHS + np.array([2, 7, 2]), start=LENGTHS + 2)
     _, cache, info = drive.step(cache, tokens, LENGTHS + np.array([2, 7, 2]))
     assert np.asarray(info.fresh).all(axis=1).tolist() == [False, True, False]
     one = dataclasses.replace(SPEC, batch=1)
@@ -289,7 +289,7 @@ def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
     while (lengths < 270).all():
         if rng.random() < 0.3:
             more = rng.integers(0, 24, 3) * (rng.random(3) < 0.6)
-            caches = [drive.fill(cache, tokens, lengths + more, held=lengths)[0] for cache in caches]
+            caches = [drive.fill(cache, tokens, lengths + more, start=lengths)[0] for cache in caches]
             lengths = lengths + more
         active = rng.random(3) < 0.8
         out, caches[0], hit = step(caches[0], active, *tokens.at(lengths[:, None]))

@@ -44,8 +44,8 @@ def measure(
 
     if out is not None:
         plots.new_figure(1, 1)  # says now that matplotlib is missing
-    made = {"recall": recall.selectors, "group_reduce": recall.group_reduces}
-    cases = {kind: made[kind](budget) for kind in kinds}  # says now what is wrong with the budget
+    policies_of = {"recall": recall.selectors, "group_reduce": recall.group_reduces}
+    cases = {kind: policies_of[kind](budget) for kind in kinds}  # says now what is wrong with the budget
     progress = bars()
     reading = live.read(progress, model_dir, text, length, steps, dtype)
     seen = live.capture(progress, reading)

@@ -181,8 +181,8 @@ def run(
             asked = [i if i not in known[name] else None for i in part] + [None] * (batch - len(part))
             drawn = []
             for number in range(plan.draws.count):
-                held = prompt.store(checkpoint, prompts, plan.policies[name], capacity or needed)
-                drawn.append(answer(checkpoint, held, logits, plan, asked, number))
+                cache = prompt.store(checkpoint, prompts, plan.policies[name], capacity or needed)
+                drawn.append(answer(checkpoint, cache, logits, plan, asked, number))
             answers = {i: join([found[i] for found, _, _ in drawn]) for i in drawn[0][0]}
             attended, steps = _mean(drawn)
             tokens = {i: len(plan.prompts[i]) + len(plan.fed[i]) for i in answers}

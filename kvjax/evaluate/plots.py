@@ -205,8 +205,8 @@ def by_depth(panels: Sequence[Block]) -> Figure:
     if len(panels) > 1:
         return _by_depth_and_length(panels, methods)
     (block,) = panels
-    high = -(-len(methods) // 4)
-    figure, axes = _maps(high, -(-len(methods) // high), max(1, len(block.budgets)), panels)
+    rows = -(-len(methods) // 4)
+    figure, axes = _maps(rows, -(-len(methods) // rows), max(1, len(block.budgets)), panels)
     for axis, (method, label) in zip(axes.flat, labels(methods).items(), strict=False):
         cells = [cell for b in (None, *block.budgets) if (cell := block.cell(method, b)) is not None]
         _map(axis, cells, panels, [str(cell.budget or "all") for cell in cells])
@@ -231,15 +231,15 @@ def _by_depth_and_length(panels: Sequence[Block], methods: Sequence[str]) -> Fig
     return figure
 
 
-def _maps(high: int, wide: int, columns: int, panels: Sequence[Block]) -> tuple[Figure, np.ndarray]:
-    """An empty figure of high x wide maps; those that stay empty do not show."""
-    figure = new_figure(1.6 + wide * (0.5 + 0.32 * columns), 1.0 + high * (0.45 + 0.13 * len(depths(panels))))
-    axes = figure.subplots(high, wide, sharey=True, squeeze=False)
+def _maps(rows: int, columns: int, cells: int, panels: Sequence[Block]) -> tuple[Figure, np.ndarray]:
+    """An empty figure of rows x columns maps of `cells` columns each; those that stay empty do not show."""
+    figure = new_figure(1.6 + columns * (0.5 + 0.32 * cells), 1.0 + rows * (0.45 + 0.13 * len(depths(panels))))
+    axes = figure.subplots(rows, columns, sharey=True, squeeze=False)
     for axis in axes.flat:
         axis.spines[:].set_visible(False)
         axis.tick_params(length=0, labelsize=8)
         axis.set_xticks([])
-    figure.colorbar(_scale(), ax=axes, label=panels[0].cells[0].metric, aspect=30, shrink=min(1.0, 2.5 / high))
+    figure.colorbar(_scale(), ax=axes, label=panels[0].cells[0].metric, aspect=30, shrink=min(1.0, 2.5 / rows))
     figure.supylabel("depth of the answer, % of the text", fontsize=10)
     figure.suptitle(_title(panels), x=0.01, ha="left", fontsize=11)
     return figure, axes

@@ -112,12 +112,12 @@ def reads(
         one = PerLayer.of(policy).policy(i)
         if isinstance(one, Observer):
             raise ValueError(f"{one} selects by the queries of a prompt, which live steps do not have")
-        steps, held, base = [], 0, init_layer(one, layer.spec)
+        steps, stored, base = [], 0, init_layer(one, layer.spec)
         for run in runs:
             start = int(live.positions[run.start])
             first = start if prompt is None else min(prompt, start)
-            if first != held:
-                base, held = store_prompt(init_layer(one, layer.spec), layer.k, layer.v, 0, first), first
+            if first != stored:
+                base, stored = store_prompt(init_layer(one, layer.spec), layer.k, layer.v, 0, first), first
             cache = base if first == start else store_prompt(base, layer.k, layer.v, first, start)
             q = jnp.moveaxis(layer.q[:, run], 1, 0)
             seen = _run(cache, q, layer.k, layer.v, start, scale=layer.scale, window=layer.window, top=top)
@@ -139,7 +139,7 @@ class _Step(NamedTuple):
     error: Any  # f32[B, N]
     attended: Any  # f32[B, K]
     fetched: Any  # f32[B, K] tokens read from the store, each query head's own selection counted
-    held: Any  # i32[B] tokens in the store
+    stored: Any  # i32[B] tokens in the store
     pending: Any  # i32[B] tokens that are not indexed yet, whose keys were scored
     read: Any  # f32[B] bytes
 
@@ -186,11 +186,11 @@ def _run(
         if isinstance(inner, Retrieval):
             seen = _selected(inner, state, info, seen, logits, weights, visible, top)
         elif isinstance(inner, Zoned):  # it reads all
-            held = state.store.count
-            fetched = jnp.broadcast_to(held.astype(jnp.float32)[:, None], info.attended.shape)
-            seen = seen._replace(fetched=fetched, held=held)
-        held, pending = (jnp.broadcast_to(jnp.asarray(a), B) for a in (seen.held, seen.pending))
-        return cache, seen._replace(held=held, pending=pending, read=jnp.zeros(B))
+            stored = state.store.count
+            fetched = jnp.broadcast_to(stored.astype(jnp.float32)[:, None], info.attended.shape)
+            seen = seen._replace(fetched=fetched, stored=stored)
+        stored, pending = (jnp.broadcast_to(jnp.asarray(a), B) for a in (seen.stored, seen.pending))
+        return cache, seen._replace(stored=stored, pending=pending, read=jnp.zeros(B))
 
     return lax.scan(step, cache, (q, start + jnp.arange(q.shape[0])))[1]
 
@@ -217,7 +217,6 @@ def _selected(
 ) -> _Step:
     """Recall and mass of what a retrieval selected."""
     B, K, G, S = logits.shape
-    held = st.store.count
     assert info.selection is not None
     assert info.positions is not None
     slots, valid = info.selection
@@ -238,7 +237,7 @@ def _selected(
         head_recall=jnp.broadcast_to(recall(own), (B, K, G)).reshape(B, -1),
         mass=jnp.sum(jnp.where(read, weights, 0.0), axis=-1).reshape(B, -1),
         fetched=jnp.sum(valid & (slots < st.store.slots), axis=(2, 3), dtype=jnp.float32),
-        held=held,
+        stored=st.store.count,
         pending=jnp.maximum(st.recent.count - policy.local, 0),
     )
 
@@ -260,7 +259,7 @@ def _bytes(policy: Policy, spec: CacheSpec, seen: _Step) -> np.ndarray:
     values = exact.sum(axis=-1) * row + seen.fetched.sum(axis=-1) * stored
     if not isinstance(policy, Retrieval):
         return values
-    return values + policy.selector.bytes_read(spec, seen.held) + seen.pending * (spec.kv_heads * row / 2)
+    return values + policy.selector.bytes_read(spec, seen.stored) + seen.pending * (spec.kv_heads * row / 2)
 
 
 def _same_heads(layers: Sequence[np.ndarray]) -> Sequence[np.ndarray]:

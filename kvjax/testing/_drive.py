@@ -56,20 +56,20 @@ prefill_chunk = jax.jit(attention, static_argnames=("window", "scale", "first_ch
 _step = jax.jit(attention_info, static_argnames=("window", "scale", "first_chunk", "flush"))
 
 
-def fill(cache: LayerCache, tokens: Tokens, lengths: Any, held: Any = 0) -> tuple[LayerCache, np.ndarray]:
-    """Prefills each row from position `held` up to `lengths`; returns the cache and the outputs [B, S, N, D].
+def fill(cache: LayerCache, tokens: Tokens, lengths: Any, start: Any = 0) -> tuple[LayerCache, np.ndarray]:
+    """Prefills each row from position `start` up to `lengths`; returns the cache and the outputs [B, S, N, D].
 
     Rows may start at different positions; each call gives every row its own next tokens.
     """
     lengths = np.asarray(lengths)
-    held = np.broadcast_to(np.asarray(held), lengths.shape)
+    done = np.broadcast_to(np.asarray(start), lengths.shape)
     outputs = np.zeros(tokens.q.shape, np.float32)
-    while (held < lengths).any():
-        now = np.clip(lengths - held, 0, CHUNK)
-        out, cache = prefill_chunk(cache, *tokens.at(held[:, None] + np.arange(CHUNK)), lengths=now)
+    while (done < lengths).any():
+        count = np.clip(lengths - done, 0, CHUNK)
+        out, cache = prefill_chunk(cache, *tokens.at(done[:, None] + np.arange(CHUNK)), lengths=count)
         for b, row in enumerate(np.asarray(out, np.float32)):
-            outputs[b, held[b] : held[b] + now[b]] = row[: now[b]]
-        held = held + now
+            outputs[b, done[b] : done[b] + count[b]] = row[: count[b]]
+        done = done + count
     return cache, outputs
 
 

@@ -48,14 +48,14 @@ def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, log_weights: Any = 0.0) -
 _decode = jax.jit(lambda store, k, v: store.decoded(k, v), static_argnums=0)
 
 
-def zones(policy: Policy, spec: CacheSpec, held: int) -> tuple[list[list[int]], list[int]]:
-    """Positions of the chunks of the history and of the recent block, in order, of a flushed row of `held` tokens."""
+def zones(policy: Policy, spec: CacheSpec, length: int) -> tuple[list[list[int]], list[int]]:
+    """Positions of the chunks of the history and of the recent block, in order, of a flushed row of `length` tokens."""
     inner = core(policy)
     leaving, staying = inner.demote.leaving(inner.local), inner.demote.staying(inner.local)
     most = core_state(jax.eval_shape(partial(policy.init, spec))).store.slots // inner.demote.leave
     chunks: list[list[int]] = []
     block: list[int] = []
-    for position in range(sink(policy), held):
+    for position in range(sink(policy), length):
         block.append(position)
         if len(block) == len(leaving) + len(staying) and len(chunks) < most:
             chunks.append([block[i] for i in leaving])
@@ -64,9 +64,9 @@ def zones(policy: Policy, spec: CacheSpec, held: int) -> tuple[list[list[int]], 
 
 
 def as_stored(
-    policy: Policy, spec: CacheSpec, k: np.ndarray, v: np.ndarray, held: int
+    policy: Policy, spec: CacheSpec, k: np.ndarray, v: np.ndarray, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A row's k, v [S, K, D] as the policy gives them back when it holds the first `held`; later ones are exact."""
+    """A row's k, v [S, K, D] as the policy gives them back when it holds the first `length`; later ones are exact."""
     if not has_history(policy):
         return k, v
     require(
@@ -74,7 +74,7 @@ def as_stored(
         "values of the recent block are rounded by age, and this law compares tokens that are rounded as they leave it",
     )
     k, v = k.astype(np.float32), v.astype(np.float32)
-    chunks = zones(policy, spec, held)[0]
+    chunks = zones(policy, spec, length)[0]
     if hasattr(core(policy).store, "learn") and chunks:  # what a chunk is read as depends on those before it
         chunks = [[position for chunk in chunks for position in chunk]]
     for chunk in chunks:
