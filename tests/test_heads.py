@@ -71,6 +71,12 @@ def test_echo_and_induction_heads_are_found(monkeypatch) -> None:
     assert found == heads.Heads(kv_heads=4, layers=((1, 2),))
 
 
+@pytest.mark.parametrize("share", [1.4, -0.1, float("nan")])
+def test_a_share_of_heads_that_is_none_is_refused(share) -> None:
+    with pytest.raises(ValueError, match=r"retrieval_heads\(induction=.* is a share of the query heads in \[0, 1\]"):
+        finding.retrieval_heads(types.SimpleNamespace(), induction=share)
+
+
 @pytest.mark.thorough
 def test_heads_of_the_shipped_model_are_found_and_serve_it(tmp_path) -> None:
     checkpoint = kvjax.models.load(kvjax.models.shipped(), dtype="float32")

@@ -22,9 +22,9 @@ def scores(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Echo and induction scores f64[layers, N] of each query head of a model.
 
-    `length` random tokens are read `repeats` times, one sequence a row. In the last repetition, the echo score of a
-    head is its mean attention to earlier places of the token that it reads. The induction score is that to the tokens
-    after these places. `progress` is called with the layers done, all of them, and what is done.
+    `length` random tokens are read `repeats` times, in `batch` rows of different tokens. In the last repetition, the
+    echo score of a head is its mean attention to earlier places of the token that it reads. The induction score is that
+    to the tokens after these places. `progress` is called with the layers done, all of them, and what is done.
 
     **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), section 3.2, which reads 2500 random tokens four
     times.
@@ -69,9 +69,15 @@ def retrieval_heads(
 
     `progress` is called with the layers done, all of them, and what is done.
 
+    Raises:
+      ValueError: a share that is none, or repeated tokens that do not fit the model's positions.
+
     **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), section 3.2: 1 % echo and 14 % induction heads.
     **Differs:** heads of a GQA group share keys and values, so a group is kept if one of its query heads is chosen.
     """
+    for name, share in (("echo", echo), ("induction", induction)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"retrieval_heads({name}={share!r}) is a share of the query heads in [0, 1]: 0.14 is 14 %")
     K = checkpoint.config.kv_heads
     found = scores(checkpoint, length=length, repeats=repeats, seed=seed, progress=progress)
     chosen = np.zeros(found[0].shape, bool)

@@ -118,6 +118,7 @@ def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded
         (("--cache", "pariskv", "--budget", "64"), "budget=64 is below sink + local"),
         (("--cache", "quest", "--budget", "20"), "has room for 0 pages of 16 tokens beside"),
         (("--data", "/nowhere"), "--data /nowhere has no use for needles"),
+        (("--task", "needle_lines", "--task", "common_words", "--text", __file__), "has no use for needle_lines"),
         (("--task", "ruler", "--data", "/nowhere"), "has no .jsonl file"),
         (("--task", "longbench", "--data", "/nowhere"), "download"),
         (("--dtype", "int8"), "a cache cannot hold dtype int8"),

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from kvjax.evaluate.provenance import digest_json
 from kvjax.evaluate.tasks import make_tasks
-from kvjax.evaluate.tasks.generated import TASKS, made_text
+from kvjax.evaluate.tasks.generated import TASKS, Synthetic, made_text
 from tests.checkpoint import write_checkpoint
 
 LENGTH = 1200
@@ -86,6 +86,11 @@ def test_the_depth_of_the_line_that_is_asked_for_is_told(tokenizer):
     for example in make("needles", hidden=4, samples=5).examples(tokenizer):
         line = tokenizer.decode(example.prompt).index(f"is: {example.answers[0]}.")
         assert abs(line / LENGTH - example.fields["depth"]) < 0.15
+
+
+def test_depths_of_lines_that_fill_the_prompt_are_refused():
+    with pytest.raises(ValueError, match=r"common_words\(depths=3\): its lines fill the prompt; leave depths out"):
+        Synthetic(form="common_words", depths=3)
 
 
 def test_words_fill_the_prompt(tokenizer):

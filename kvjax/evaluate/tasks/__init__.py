@@ -36,7 +36,7 @@ def make_tasks(
     Raises:
       ValueError: an unknown task or setting, or an option that no task has a use for.
     """
-    from kvjax.evaluate.tasks.generated import RULER, TASKS
+    from kvjax.evaluate.tasks.generated import FILLING, RULER, TASKS
 
     names = [one for name in names for one in (RULER if name == GENERATED_RULER else (name,))]
     if text is not None and not text.is_file():
@@ -54,9 +54,10 @@ def make_tasks(
         else:
             raise ValueError(f"--task {asked}: unknown; there are {', '.join((*TASKS, GENERATED_RULER, *DATA))}")
     generated = [name for name in names if name.partition(":")[0] in TASKS]
+    hiding = [name for name in generated if name.partition(":")[0] not in FILLING]
     for option, given, fits, cure in (
         ("--length", lengths and ",".join(map(str, lengths)), generated, "published data has its own lengths"),
-        ("--text", text, generated, "published data has its own text"),
+        ("--text", text, hiding, "their text is published or made by the task"),
         ("--question", question, generated, "prompts of published data are prefilled whole"),
         ("--data", data, len(generated) < len(names), f"it is for {', '.join(DATA)}"),
     ):

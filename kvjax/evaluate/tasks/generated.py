@@ -21,6 +21,7 @@ import kvjax.evaluate.tasks.needles as needles_file
 import kvjax.evaluate.tasks.variables as variables_file
 import kvjax.evaluate.tasks.words as words_file
 from kvjax.evaluate.provenance import digest
+from kvjax.evaluate.tasks.files import read_text
 from kvjax.evaluate.tasks.needles import Kind
 from kvjax.evaluate.tasks.protocol import Example, Task
 from kvjax.evaluate.tasks.weaving import DOTS, Hidden, Woven, weave
@@ -91,6 +92,8 @@ class Synthetic:
             require_int(f"{self.form}({name}=...)", getattr(self, name), at_least=1)
         if self.depths is not None:
             require_int(f"{self.form}(depths=...)", self.depths, at_least=1)
+            if self._fills:
+                raise ValueError(f"{self.form}(depths={self.depths}): its lines fill the prompt; leave depths out")
         if self.length <= self.max_new_tokens:
             raise ValueError(
                 f"{self.form}(length={self.length}) leaves no room for a prompt beside {self.max_new_tokens} new tokens"
@@ -167,12 +170,7 @@ class Synthetic:
         return self.form in FILLING
 
     def _text(self) -> str:
-        if self.text is None:
-            return made_text()
-        try:
-            return Path(self.text).read_bytes().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{self.text} is not UTF-8 (byte {error.start}); convert it first") from None
+        return made_text() if self.text is None else read_text(Path(self.text), download="give a UTF-8 file")
 
     def _example(self, tokenizer: Any, text: str | np.ndarray, number: int) -> Example:
         rng = random.Random(f"{self.form} {self.length} {self.seed} {number}")
