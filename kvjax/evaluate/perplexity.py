@@ -34,6 +34,7 @@ from kvjax.evaluate.provenance import digest_json, model_digest
 from kvjax.evaluate.report import about, markdown_table, refusals
 from kvjax.evaluate.store import Cell, Progress
 from kvjax.evaluate.tasks import Example
+from kvjax.evaluate.tasks.weaving import first_tokens
 from kvjax.models import Checkpoint
 from kvjax.request import check_fit
 from kvjax.spec import require_int
@@ -341,8 +342,7 @@ def _tokens(checkpoint: Checkpoint, text: str | Sequence[int]) -> tuple[list[int
     else:
         tokenizer = checkpoint.tokenizer
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        before = tokenizer.bos_token_id
-        prefix = [before] if before is not None and before in tokenizer("")["input_ids"] else []
+        prefix = first_tokens(tokenizer)
     if not ids:
         raise ValueError("the text is empty")
     return prefix, ids

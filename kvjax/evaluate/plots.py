@@ -311,7 +311,7 @@ def recall_by_length(found: Mapping[str, Reads]) -> Figure:
     for axis, kind in zip(axes, ("recall", "mass", "error"), strict=True):
         for name, seen in found.items():
             places = seen.by_length()
-            means = [_known_mean(getattr(seen, kind)[:, at]) for at in places.values()]
+            means = [known_mean(getattr(seen, kind)[:, at]) for at in places.values()]
             axis.plot(list(places), means, label=short[name], markersize=4, **style(name, list(found)))
         axis.set(xlabel="context (tokens)", ylabel=WORDS[kind], ylim=(0, None) if kind == "error" else (0, 1.02))
         axis.set_xscale("log", base=2)
@@ -326,7 +326,7 @@ def dots(found: Mapping[str, Any], kinds: Sequence[str]) -> Figure:
     figure, axes = panels(len(kinds), height=1.2 + 0.28 * len(found), share=True)
     at = np.arange(len(found))[::-1]
     for axis, kind in zip(axes, kinds, strict=True):
-        values = [_known_mean(getattr(seen, kind)) for seen in found.values()]
+        values = [known_mean(getattr(seen, kind)) for seen in found.values()]
         axis.hlines(at, 0, values, color="0.8", linewidth=1)
         for name, x, y in zip(found, values, at, strict=True):
             axis.plot(x, y, markersize=6, **style(name, list(found)))
@@ -346,6 +346,7 @@ def panels(count: int, *, height: float, share: bool = False) -> tuple[Figure, S
     return figure, axes
 
 
-def _known_mean(a: np.ndarray) -> float:
+def known_mean(a: np.ndarray) -> float:
+    """The mean of the numbers that are not NaN; NaN without one."""
     known = a[~np.isnan(a)]
     return float(known.mean()) if known.size else float("nan")

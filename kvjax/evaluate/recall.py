@@ -29,6 +29,7 @@ from kvjax.caches.policy import lowest_visible
 from kvjax.caches.zones import Zoned
 from kvjax.demotion import Fifo
 from kvjax.evaluate.live import Live, adjacent
+from kvjax.evaluate.plots import known_mean
 from kvjax.evaluate.provenance import digest, json_text, model_digest, provenance, replace_file
 from kvjax.evaluate.report import markdown_table
 from kvjax.evaluate.store import Progress
@@ -269,8 +270,8 @@ def _same_heads(layers: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
 
 
 def mean_known(a: np.ndarray) -> float:
-    known = a[~np.isnan(a)]
-    return round(float(known.mean()), 5) if known.size else float("nan")
+    """`known_mean` to five digits, for tables and files."""
+    return round(known_mean(a), 5)
 
 
 # ------------------------------------------------------------------------------------------------- what to put beside
