@@ -16,7 +16,7 @@ from kvjax.attention import LayerCache, attention, flush, init_layer
 from kvjax.caches import Policy
 from kvjax.memory import shapes
 from kvjax.spec import CacheSpec
-from kvjax.testing._anatomy import selects, twin
+from kvjax.testing._anatomy import core, has_budget, selects, twin, with_fields
 from kvjax.testing._drive import CHUNK, fill, new_cache, random_tokens, step, with_room
 
 
@@ -83,12 +83,23 @@ def structure_is_constant(policy: Policy, spec: CacheSpec) -> None:
 
 
 def policy_is_a_value(policy: Policy, spec: CacheSpec) -> None:
-    """Equal policies are one static argument: hashable, equal, printable; a changed copy differs."""
+    """Equal policies are one static argument: hashable, equal, printable; a copy with another budget differs."""
     other = twin(policy)
     assert other == policy, "a copy without a change is another policy"
     assert hash(other) == hash(policy), "equal policies have different hashes"
     assert repr(other) == repr(policy), "equal policies print differently"
-    assert not jax.tree.leaves(jax.tree.map(lambda a: a if isinstance(a, jax.Array) else None, vars(policy)))
+    arrays = [name for name, value in vars(policy).items() if any(map(_is_array, jax.tree.leaves(value)))]
+    assert not arrays, f"the policy holds arrays, {', '.join(arrays)}; they belong into its state"
+    inner = core(policy)
+    fields: Any = dataclasses.fields(inner) if dataclasses.is_dataclass(inner) else ()
+    if has_budget(policy) and any(field.name == "budget" for field in fields):
+        unit = getattr(getattr(inner, "selector", None), "unit", 1)
+        larger: Policy = with_fields(policy, budget=inner.budget + unit)
+        assert larger != policy, "a copy with a larger budget equals the policy, so jit would run its program"
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array)
 
 
 def _memory(tree: Any) -> list[Any]:

@@ -110,6 +110,17 @@ class Wrapped:
         return self.full.overflow
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class AnyBudget(Evicting):
+    """An Evicting that equals all others."""
+
+    def __eq__(self, other):
+        return isinstance(other, AnyBudget)
+
+    def __hash__(self):
+        return 0
+
+
 class Identity(Full):
     """A Full that equals nothing but itself."""
 
@@ -202,6 +213,7 @@ BROKEN: dict[str, kvjax.Policy] = {
     )
 } | {
     "equals nothing": Identity(),
+    "equals any budget": AnyBudget(evictor=Sliding(), budget=64),
     "selects by slot": _base(Retrieval, selector=BySlot(group=16)),
     "tells a slot twice": _base(BrokenRetrieval, fault="tells a slot twice"),
     "selects other tokens at each budget": _base(BrokenRetrieval, fault="selects other tokens at each budget"),
@@ -230,6 +242,7 @@ CAUGHT: list[tuple[str, str]] = [
     ("keeps what it takes back", "truncate_gives_the_shorter_prompt"),
     ("cannot be saved", "checkpoint_restores_to_the_bit"),
     ("equals nothing", "policy_is_a_value"),
+    ("equals any budget", "policy_is_a_value"),
     ("stops the gradient", "gradients_are_those_of_attention"),
     ("selects by slot", "order_of_chunks_does_not_matter"),
     ("tells a slot twice", "selected_slots_are_valid_and_unique"),
