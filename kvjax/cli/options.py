@@ -134,9 +134,12 @@ def make_placement(mesh: str | None) -> Placement | None:
 
     from kvjax import Placement
 
-    wanted, there = math.prod(sizes.values()), jax.device_count()
-    if wanted > there or (jax.process_count() > 1 and wanted != there):
-        raise ValueError(f"--mesh {mesh} asks for {wanted} devices; there are {there}")
+    wanted, known = math.prod(sizes.values()), jax.device_count()
+    if wanted > known or (jax.process_count() > 1 and wanted != known):
+        cure = "at most" if jax.process_count() == 1 else "exactly"
+        raise ValueError(
+            f"--mesh {mesh} asks for {wanted} devices; there are {known}, so give sizes whose product is {cure} {known}"
+        )
     devices = np.array(jax.devices()[:wanted]).reshape([sizes.get(name, 1) for name in MESH_AXES])
     return Placement(mesh=jax.sharding.Mesh(devices, MESH_AXES), heads="model", context="ctx")
 
@@ -187,11 +190,11 @@ def check_folder(option: str, path: Path | None) -> None:
     """Raises ValueError where no folder `path` can be written to; None is no request for one."""
     if path is None:
         return
-    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    if not there.is_dir():
-        raise ValueError(f"{option} {path}: {there} is a file; give the path of a folder, which is made if need be")
-    if not os.access(there, os.W_OK):
-        raise ValueError(f"{option} {path}: {there} may not be written to; give another folder")
+    parent = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if not parent.is_dir():
+        raise ValueError(f"{option} {path}: {parent} is a file; give the path of a folder, which is made if need be")
+    if not os.access(parent, os.W_OK):
+        raise ValueError(f"{option} {path}: {parent} may not be written to; give another folder")
 
 
 def check_file(option: str, path: Path | None) -> None:
