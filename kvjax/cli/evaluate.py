@@ -25,7 +25,9 @@ from kvjax.cli.options import (
 from kvjax.cli.terminal import bar, bars, say, show_markdown, write_json
 
 if TYPE_CHECKING:
+    from kvjax.evaluate.caches import Row
     from kvjax.evaluate.store import Cell
+    from kvjax.evaluate.tasks import Task
 
 # The settings of --quick where nothing else is asked for: minutes on two CPU cores with a model of 26 M parameters.
 QUICK: dict[str, Any] = {
@@ -148,7 +150,7 @@ def evaluate(
     require_int("--seed", seed, at_least=0)
     check_folder("--out", out)
     lengths = None if length is None else sizes("--length", length)
-    asked = make_tasks(
+    tasks = make_tasks(
         task or ["needles"], lengths=lengths, samples=samples, seed=seed, text=text, question=question, data=data
     )
     rows = make_rows(
@@ -159,12 +161,13 @@ def evaluate(
     )
     if top_p is not None and not temperature:
         raise ValueError(f"--top-p {top_p} has no effect on greedy decoding; set --temperature too, or leave it out")
-    how = {
+    settings: dict[str, Any] = {
+        "dtype": dtype_name(dtype),
+        "resume": resume,
         "draws": Draws(count=draws, temperature=temperature, top_p=top_p, seed=seed),
         "max_prompt": None if max_prompt is None else size("--max-prompt", max_prompt),
     }
-    kind, directory = dtype_name(dtype), model_directory(model_dir)
-    _report(_run(directory, asked, rows, kind, batch, out, resume, how), out, as_json)
+    _report(_run(model_directory(model_dir), tasks, rows, batch=batch, out=out, **settings), out, as_json)
 
 
 def _given(ctx: typer.Context, *, but: Collection[str]) -> list[str]:
@@ -184,8 +187,9 @@ def _given(ctx: typer.Context, *, but: Collection[str]) -> list[str]:
 
 
 def _run(
-    directory: Path, asked: Any, rows: Any, kind: str, batch: int, out: Path, resume: bool, how: dict[str, Any]
+    directory: Path, tasks: Sequence[Task], rows: Sequence[Row], *, batch: int, out: Path, **settings: Any
 ) -> list[Cell]:
+    """Scores the tasks. `settings` are those of `plan.prepare`, for each of them."""
     import jax
 
     from kvjax import models
@@ -196,11 +200,9 @@ def _run(
     checkpoint = without_weights(directory)
     with progress, bar(progress, "making examples") as advance_to:
         digest = model_digest(directory)
-        for one in asked:
-            advance_to(len(plans), len(asked), one.name)
-            kept = out / "results"
-            settings = {**how, "dtype": kind, "out": kept, "model": digest, "resume": resume}
-            plans.append(plan.prepare(checkpoint, one, rows, **settings))
+        for task in tasks:
+            advance_to(len(plans), len(tasks), task.name)
+            plans.append(plan.prepare(checkpoint, task, rows, out=out / "results", model=digest, **settings))
     for name, note in {name: note for one in plans for name, note in one.notes.items()}.items():
         say(f"{name} {note}")
     cells = [cell for one in plans for cell in one.cells.values()]
@@ -213,7 +215,7 @@ def _run(
         return cells
     with progress:
         with bar(progress, "loading weights"):
-            loaded = models.load(directory, dtype=kind)
+            loaded = models.load(directory, dtype=settings["dtype"])
         # On a GPU a program takes longer to compile than its empty slots take to read.
         capacity = None if jax.default_backend() == "cpu" else max(one.capacity for one in plans)
         for number, one in enumerate(plans, 1):
