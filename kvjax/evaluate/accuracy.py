@@ -26,7 +26,7 @@ from kvjax.models import Checkpoint
 from kvjax.sampling import Sampling
 
 PIECE = 32  # tokens, at most, decoded between two looks for the end of an answer
-QUESTION_STEP = 16  # questions are padded to a multiple of it, so that few programs are compiled
+QUESTION_STEP = 16  # questions are padded to a multiple of it
 
 
 def evaluate(
@@ -68,7 +68,7 @@ def answer(
     longest = max(map(len, plan.fed.values()))
     seen, before = np.zeros(len(cache.layers)), 0
     if longest:
-        done = feed(checkpoint, cache, logits, fed, room=-(-longest // QUESTION_STEP) * QUESTION_STEP)
+        done = feed(checkpoint, cache, logits, fed, room=question_columns(longest))
         cache, logits, before = done.cache, done.logits, int(done.steps)
         seen = np.asarray(done.attended, np.float64) * before
     active, how = np.array([i is not None for i in asked]), (plan.draws.sampling, plan.draws.keys(asked, draw))
@@ -86,6 +86,11 @@ def answer(
             }
     mean = (seen + np.asarray(attended) * steps) / max(before + steps, 1)
     return found, mean.tolist(), before + steps
+
+
+def question_columns(longest: int) -> int:
+    """Columns that questions of at most `longest` tokens are padded to, so that few programs are compiled."""
+    return -(-longest // QUESTION_STEP) * QUESTION_STEP
 
 
 def _decode(

@@ -36,7 +36,7 @@ except ImportError as error:
 
 from kvjax import models
 from kvjax.attention import Cache, raise_on_overflow
-from kvjax.evaluate.accuracy import QUESTION_STEP, answer
+from kvjax.evaluate.accuracy import answer, question_columns
 from kvjax.evaluate.caches import make_rows
 from kvjax.evaluate.plan import Answer, Plan, feed, prepare, run
 from kvjax.evaluate.tasks import Example
@@ -243,7 +243,7 @@ class KvjaxLM(TemplateLM):
             skip = [len(w) - len(f) for w, f in zip(wanted, fed, strict=True)]  # 1: the prompt's own logits score it
             first = np.asarray(jax.nn.log_softmax(logits, axis=-1))
             targets = [w[s:] for w, s in zip(wanted, skip, strict=True)]
-            room = -(-max(1, *map(len, fed)) // QUESTION_STEP) * QUESTION_STEP
+            room = question_columns(max(1, *map(len, fed)))
             done = feed(checkpoint, cache, logits, fed, targets, room=room)
             raise_on_overflow(done.cache)
             nll, greedy = np.asarray(done.nll, np.float64), np.asarray(done.greedy)
