@@ -8,6 +8,7 @@ from typing import Any
 
 from kvjax.evaluate.tasks.protocol import Example, Task
 from kvjax.settings import read_settings
+from kvjax.validation import nearest
 
 __all__ = ["DATA", "Example", "Task", "make_tasks"]
 
@@ -22,9 +23,9 @@ def make_tasks(
     lengths: Sequence[int] | None = None,
     samples: int | None = None,
     seed: int = 0,
-    text: Path | None = None,
+    text: str | Path | None = None,
     question: str | None = None,
-    data: Path | None = None,
+    data: str | Path | None = None,
 ) -> list[Task]:
     """Tasks by name, with settings if need be ("needles:hidden=16"): a generated one at every length.
 
@@ -39,6 +40,7 @@ def make_tasks(
     from kvjax.evaluate.tasks.generated import FILLING, RULER, TASKS
 
     names = [one for name in names for one in (RULER if name == GENERATED_RULER else (name,))]
+    text, data = (None if path is None else Path(path) for path in (text, data))
     if text is not None and not text.is_file():
         raise ValueError(f"--text {text}: there is no such file")
     common: dict[str, Any] = {"samples": SAMPLES if samples is None else samples, "seed": seed, "text": text}
@@ -52,7 +54,10 @@ def make_tasks(
         elif name in DATA:
             made += _published(asked, samples, data)
         else:
-            raise ValueError(f"--task {asked}: unknown; there are {', '.join((*TASKS, GENERATED_RULER, *DATA))}")
+            there = (*TASKS, GENERATED_RULER, *DATA)
+            near = nearest(name, there)
+            meant = f"did you mean {near!r}? There" if near else "there"
+            raise ValueError(f"--task {asked}: unknown; {meant} are {', '.join(there)}")
     generated = [name for name in names if name.partition(":")[0] in TASKS]
     hiding = [name for name in generated if name.partition(":")[0] not in FILLING]
     for option, given, fits, cure in (
