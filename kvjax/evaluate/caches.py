@@ -22,6 +22,7 @@ from kvjax.caches import Full, Policy
 from kvjax.presets import Preset
 from kvjax.settings import read_settings
 from kvjax.spec import CacheSpec
+from kvjax.validation import shown
 
 DENSE_LAYERS = 2  # of FIER's and Quest's papers
 AMPLE = 1 << 30  # a budget that every method can hold
@@ -72,6 +73,11 @@ def make_rows(
                     f"{name}={list(setting)} is for caches by text; policies are taken as they are, so leave it out"
                 )
         return [_given(name, policy) for name, policy in caches.items()]
+    if not isinstance(caches, Sequence) or not all(isinstance(cache, str) for cache in caches):
+        raise ValueError(
+            "caches must be names of presets, as ['full', 'fier:budget=64'], or policies by name, as {'mine': policy}; "
+            f"got {_kinds_of(caches)}"
+        )
     known = {text: presets.find(text.partition(":")[0]) for text in caches}
     _require_use("--budget", budgets, known, lambda preset: preset.has_budget, "have no budget")
     _require_use("--group-reduce", group_reduces, known, has_group_reduce, "do not select by a group")
@@ -106,6 +112,13 @@ def make_rows(
                     found[name] = Row(name, None, budget, refused=str(error))
     _require_one(list(found.values()))
     return list(found.values())
+
+
+def _kinds_of(caches: Any) -> str:
+    """What was given for the caches, in words."""
+    if not isinstance(caches, Sequence):
+        return shown(caches)
+    return f"[{', '.join(shown(cache) for cache in caches)}]"
 
 
 def without_budget(caches: Caches) -> list[str]:

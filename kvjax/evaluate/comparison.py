@@ -14,6 +14,7 @@ from kvjax.evaluate.plan import prepare, run
 from kvjax.evaluate.store import Cell, Progress
 from kvjax.evaluate.tasks import Task, make_tasks
 from kvjax.models import Checkpoint
+from kvjax.validation import shown
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,6 +83,13 @@ def compare(
     Raises:
       ValueError: before anything runs. A cache that cannot hold its budget has a row with the reason instead.
     """
+    if not isinstance(checkpoint, Checkpoint):
+        raise ValueError(
+            f"compare(checkpoint=...) must be a Checkpoint, got {shown(checkpoint)}; kvjax.models.load returns one"
+        )
+    for name, numbers in (("lengths", lengths), ("budgets", budgets)):
+        if numbers is not None and not isinstance(numbers, Sequence):
+            raise ValueError(f"compare({name}=...) must be a list of integers, as [512, 1024], got {shown(numbers)}")
     asked = [task] if isinstance(task, str) or not isinstance(task, Sequence) else list(task)
     tasks: list[Task] = []
     for one in asked:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax.evaluate
 from kvjax import models, presets
 from kvjax.evaluate import Example, accuracy, plan, report
 from kvjax.evaluate.accuracy import evaluate
@@ -492,6 +493,30 @@ def test_dense_layers_are_those_of_all_rows_and_a_rows_own_wins_and_is_shown():
     assert [len(row.policies.first) for row in rows.values()] == [0, 2, 2, 0]
     assert [row.dense_layers for row in make_rows(["fier", "pariskv", "kivi"], dense_layers=1)] == [1, 1, 1]
     assert [len(row.policies.first) for row in make_rows(["fier", "freekv"], dense_layers=None)] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("caches", "got"),
+    [
+        (["full", kvjax.Full()], r"\['full', a Full\]"),
+        (kvjax.Full(), "a Full"),
+        (presets.fier(64), "a PerLayer"),
+    ],
+)
+def test_policies_without_names_are_refused(caches, got):
+    with pytest.raises(ValueError, match=rf"caches must be names of presets, .*or policies by name, .*; got {got}$"):
+        make_rows(caches)
+
+
+def test_what_a_comparison_cannot_take_is_named(checkpoint, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"must be a Checkpoint, got a Decoder; kvjax\.models\.load"
+    ):
+        kvjax.evaluate.compare(checkpoint.model, "pass_key", ["full"])
+    with pytest.raises(ValueError, match=r"lengths=\.\.\.\) must be a list of integers, as \[512, 1024\], got 512"):
+        kvjax.evaluate.compare(checkpoint, "pass_key", ["full"], lengths=512)
+    with pytest.raises(ValueError, match=r"nothing\.txt: there is no such file"):
+        kvjax.evaluate.compare(checkpoint, "pass_key", ["full"], text=str(tmp_path / "nothing.txt"))
 
 
 def test_every_method_that_shares_a_selection_takes_every_group_rule():
