@@ -509,9 +509,7 @@ def test_policies_without_names_are_refused(caches, got):
 
 
 def test_what_a_comparison_cannot_take_is_named(checkpoint, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"must be a Checkpoint, got a Decoder; kvjax\.models\.load"
-    ):
+    with pytest.raises(ValueError, match=r"must be a Checkpoint, got a Decoder; kvjax\.models\.load"):
         kvjax.evaluate.compare(checkpoint.model, "pass_key", ["full"])
     with pytest.raises(ValueError, match=r"lengths=\.\.\.\) must be a list of integers, as \[512, 1024\], got 512"):
         kvjax.evaluate.compare(checkpoint, "pass_key", ["full"], lengths=512)
