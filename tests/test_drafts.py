@@ -113,20 +113,21 @@ def test_drafts_keep_the_distribution() -> None:
 
 
 def test_prompt_lookup_finds_the_last_place_of_the_longest_run() -> None:
-    texts = [[1, 2, 3, 7, 2, 3, 8, 5, 2], [4, 4, 4], [1, 2, 3], [2, 3, 8, 5, 3, 9, 1, 6, 2]]
-    text = np.zeros((4, 16), np.int32)
+    texts = [[1, 2, 3, 7, 2, 3, 8, 5, 2], [4, 4, 4], [1, 2, 3], [2, 3, 8, 5, 3, 9, 1, 6, 2], [6, 7, 8]]
+    text = np.zeros((5, 16), np.int32)
     for row, known in zip(text, texts, strict=True):
         row[: len(known)] = known
-    drafter = _LookupDrafter(jnp.asarray(text), jnp.array([9, 3, 3, 9]), 2, 4)
-    draft, count, _ = drafter.propose(jnp.array([3, 4, 9, 3]), jnp.ones(4, bool), lambda logits, i: None)  # type: ignore[arg-type, return-value]
+    drafter = _LookupDrafter(jnp.asarray(text), jnp.array([9, 3, 3, 9, 3]), 2, 4)
+    draft, count, _ = drafter.propose(jnp.array([3, 4, 9, 3, 6]), jnp.ones(5, bool), lambda logits, i: None)  # type: ignore[arg-type, return-value]
     assert [row[:n].tolist() for row, n in zip(np.asarray(draft), count.tolist(), strict=True)] == [
         [8, 5, 2, 3],
         [4],
         [],
         [8, 5, 3, 9],  # after (2, 3), though a 3 came later
+        [7, 8, 6],
     ]
-    after = drafter.accept(jnp.array([[3, 8, 5, 2, 3]] * 4), jnp.array([2, 0, 1, 0]))
-    assert after.length.tolist() == [11, 3, 4, 9]
+    after = drafter.accept(jnp.array([[3, 8, 5, 2, 3]] * 5), jnp.array([2, 0, 1, 0, 0]))
+    assert after.length.tolist() == [11, 3, 4, 9, 3]
     assert after.text[0, 9:12].tolist() == [3, 8, 0]
 
 
