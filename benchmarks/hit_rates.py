@@ -23,7 +23,8 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax import models, presets
-from kvjax.attention import LayerCache, attention_info, init_layer
+from kvjax.attention import attention_info
+from kvjax.cache import LayerCache, init_layer
 from kvjax.caches import PerLayer
 from kvjax.evaluate import recall
 from kvjax.evaluate.live import Live, LiveLayer, capture, capture_generated

@@ -33,7 +33,7 @@ from jax import Array
 from layers import show
 
 from kvjax import PerLayer, models
-from kvjax.attention import Cache, init
+from kvjax.cache import Cache, init
 from kvjax.evaluate import prompt, recall
 from kvjax.evaluate.caches import make_rows
 from kvjax.evaluate.provenance import replace_file

@@ -44,7 +44,18 @@ CONTENTS = {  # caption -> pages; of the guides, methods, notebooks and API belo
     "Project": ["CHANGELOG", "CONTRIBUTING", "docs/citation", "kvjax/data/kvjax-26m/README", "training/README"],
 }
 API = {  # page -> title, modules whose exported names stand on it
-    "attention": ("Make and call a cache", ("kvjax.attention", "kvjax.spec", "kvjax.prompt", "kvjax.capacity")),
+    "attention": (
+        "Make and call a cache",
+        (
+            "kvjax.attention",
+            "kvjax.cache",
+            "kvjax.flushing",
+            "kvjax.rows",
+            "kvjax.capacity",
+            "kvjax.spec",
+            "kvjax.prompt",
+        ),
+    ),
     "generation": ("Generate", ("kvjax.generation", "kvjax.sampling", "kvjax.request")),
     "saving": ("Save and restore", ("kvjax.saving",)),
     "policies": ("Policies", ("kvjax.caches",)),

@@ -18,26 +18,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvjax import memory, presets
-from kvjax.attention import (
-    Cache,
-    LayerCache,
-    PerLayer,
-    any_full,
-    attention,
-    attention_info,
-    decode,
-    decode_info,
-    flush,
-    init,
-    init_layer,
-    insert,
-    prefill,
-    raise_on_overflow,
-    rollback,
-    room,
-    shardings,
-    truncate,
-)
+from kvjax.attention import attention, attention_info, decode, decode_info, prefill
+from kvjax.cache import Cache, LayerCache, any_full, init, init_layer, raise_on_overflow, shardings
 from kvjax.caches import (
     Compensated,
     Compressed,
@@ -53,6 +35,7 @@ from kvjax.caches import (
     Observer,
     OutlierRetrieval,
     PerHead,
+    PerLayer,
     Policy,
     Retrieval,
     Reversible,
@@ -68,11 +51,13 @@ from kvjax.capacity import grow
 from kvjax.demotion import Buffer, Demotion, Fifo, LogSparse
 from kvjax.drafts import DraftModel, PromptLookup
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, LogSpaced, Observation, Sliding
+from kvjax.flushing import flush
 from kvjax.generation import generate, stream
 from kvjax.hashing import SimHash
 from kvjax.ops import explain
 from kvjax.partial import PartialAttention, attend_part, merge
 from kvjax.placement import Placement
+from kvjax.rows import insert, rollback, room, truncate
 from kvjax.selection import Selection
 from kvjax.selectors import (
     BallPages,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 from jax import lax
 
-from kvjax.attention import Cache, LayerCache, init_layer
+from kvjax.cache import Cache, LayerCache, init_layer
 from kvjax.caches import Growing
 from kvjax.caches.short import Refillable, of_size, refilled
 from kvjax.placement import axes_of, in_order_of_place, mesh_of

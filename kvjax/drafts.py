@@ -24,11 +24,14 @@ import numpy as np
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 
-from kvjax.attention import MOST_STEPS, Cache, flush, init, rollback
+from kvjax.attention import MOST_STEPS
+from kvjax.cache import Cache, init
 from kvjax.caches import Full, PerLayer, Policy, Reversible
+from kvjax.flushing import flush
 from kvjax.indexing import put_last
 from kvjax.placement import call_model
 from kvjax.request import check_model, vocabulary_size
+from kvjax.rows import rollback
 from kvjax.spec import require_int
 
 Draw = Callable[[Array, Array | int], Array]

@@ -28,14 +28,16 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
-from kvjax.attention import Cache, any_full, flush, flushed, raise_on_overflow, rollback
-from kvjax.attention import room as free_room
+from kvjax.cache import Cache, any_full, flushed, raise_on_overflow
 from kvjax.caches import Info, Observer
 from kvjax.drafts import Draft, Speculation, accepted, check_takes_drafts
+from kvjax.flushing import flush
 from kvjax.indexing import put_last
 from kvjax.memory import CONCURRENT, commit_together, on_host
 from kvjax.placement import Placement, call_model, loops_on_auto_axes, to_context
 from kvjax.request import check_model, check_model_cache, check_request, pad_prompt, stop_array
+from kvjax.rows import rollback
+from kvjax.rows import room as free_room
 from kvjax.sampling import Sampling, row_keys, sample
 from kvjax.spec import require_int
 from kvjax.text import Detokenizer

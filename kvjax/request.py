@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
-from kvjax.attention import Cache
+from kvjax.cache import Cache
 from kvjax.memory import on_host
 from kvjax.spec import require_int
 from kvjax.validation import check_alive, shown

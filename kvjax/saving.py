@@ -36,7 +36,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.core import Tracer
 
-from kvjax.attention import Cache, LayerCache, init_layer, shardings
+from kvjax.cache import Cache, LayerCache, init_layer, shardings
 from kvjax.caches.short import of_size
 from kvjax.capacity import grow
 from kvjax.memory import of_first_process, on_host, shapes

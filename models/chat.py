@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from kvjax.attention import Cache
+from kvjax.cache import Cache
 from kvjax.capacity import grow
 from kvjax.generation import Stream, stream
 from kvjax.request import check_fit

@@ -27,8 +27,8 @@ from jax.typing import DTypeLike
 
 import kvjax
 from kvjax import drafts, presets
-from kvjax.attention import Cache, PerLayer
-from kvjax.caches import Policy
+from kvjax.cache import Cache
+from kvjax.caches import PerLayer, Policy
 from kvjax.drafts import Draft, Speculation
 from kvjax.generation import Generation, Stream, generate, stream
 from kvjax.placement import Placement

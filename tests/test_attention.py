@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.attention import MOST_STEPS, any_full, flushed
+from kvjax.attention import MOST_STEPS
+from kvjax.cache import any_full, flushed
 from kvjax.testing import _drive as drive
 from kvjax.testing import _steps, check_policy
 from kvjax.testing._expect import dense

@@ -25,7 +25,7 @@ from kvjax.cli.options import (
 from kvjax.cli.terminal import bar, bars, say, show, write_json
 
 if TYPE_CHECKING:
-    from kvjax.attention import PerLayer
+    from kvjax.caches import PerLayer
     from kvjax.evaluate.caches import Row
     from kvjax.models import Decoder, DecoderConfig
 

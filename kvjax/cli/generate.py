@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from kvjax import Cache, CacheSpec, Placement
-    from kvjax.attention import PerLayer
+    from kvjax.caches import PerLayer
     from kvjax.generation import Stream
     from kvjax.models import Checkpoint
 

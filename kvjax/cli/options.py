@@ -12,7 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from kvjax import CacheSpec, Placement
-    from kvjax.attention import PerLayer
+    from kvjax.caches import PerLayer
     from kvjax.caches.policy import Policy
     from kvjax.models import Checkpoint
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from kvjax.attention import Cache
+from kvjax.cache import Cache
 from kvjax.evaluate.caches import DENSE_LAYERS, Caches, make_rows
 from kvjax.evaluate.draws import Draws
 from kvjax.evaluate.plan import Plan, feed, prepare, run

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 
 from kvjax import presets
-from kvjax.attention import PerLayer, init
-from kvjax.caches import Full, Policy
+from kvjax.cache import init
+from kvjax.caches import Full, PerLayer, Policy
 from kvjax.presets import Preset
 from kvjax.settings import read_settings
 from kvjax.spec import CacheSpec

@@ -27,7 +27,7 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
-from kvjax.attention import Cache, init, raise_on_overflow
+from kvjax.cache import Cache, init, raise_on_overflow
 from kvjax.caches import Full, FullState, Info
 from kvjax.evaluate.store import Progress
 from kvjax.generation import Model, generate, prefill

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.attention import Cache, PerLayer
+from kvjax.cache import Cache
+from kvjax.caches import PerLayer
 from kvjax.evaluate import prompt
 from kvjax.evaluate.caches import Row, check_rows
 from kvjax.evaluate.draws import Draws, join, rescore

@@ -19,8 +19,9 @@ import numpy as np
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 
-from kvjax.attention import Cache, LayerCache, PerLayer, attention, init, init_layer
-from kvjax.caches import Info
+from kvjax.attention import attention
+from kvjax.cache import Cache, LayerCache, init, init_layer
+from kvjax.caches import Info, PerLayer
 from kvjax.generation import Model, chunk_size, count_attended, prefill
 from kvjax.models import Checkpoint
 from kvjax.partial import PartialAttention

@@ -23,8 +23,9 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax import ops
-from kvjax.attention import LayerCache, PerLayer, attention_info, init_layer
-from kvjax.caches import Info, Observer, Policy, Retrieval, Speculative, ZonedState
+from kvjax.attention import attention_info
+from kvjax.cache import LayerCache, init_layer
+from kvjax.caches import Info, Observer, PerLayer, Policy, Retrieval, Speculative, ZonedState
 from kvjax.caches.policy import lowest_visible
 from kvjax.caches.zones import Zoned
 from kvjax.demotion import Fifo

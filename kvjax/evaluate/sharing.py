@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.attention import LayerCache, PerLayer, attention_info, init_layer
-from kvjax.caches import Leading
+from kvjax.attention import attention_info
+from kvjax.cache import LayerCache, init_layer
+from kvjax.caches import Leading, PerLayer
 from kvjax.evaluate.live import Live
 from kvjax.evaluate.recall import exact_logits, store_prompt
 from kvjax.evaluate.store import Progress

@@ -33,7 +33,8 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from kvjax.attention import Cache, LayerCache, PerLayer, init, raise_on_overflow
+from kvjax.cache import Cache, LayerCache, init, raise_on_overflow
+from kvjax.caches import PerLayer
 from kvjax.evaluate.plots import new_figure, short, style
 from kvjax.evaluate.provenance import provenance
 from kvjax.evaluate.store import FORMAT, Cell, Progress

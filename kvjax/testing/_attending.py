@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from kvjax.attention import raise_on_overflow
+from kvjax.cache import raise_on_overflow
 from kvjax.caches import Policy
 from kvjax.memory import to_device
 from kvjax.spec import CacheSpec

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from jax import Array
 
-from kvjax.attention import LayerCache, attention, attention_info, init_layer
+from kvjax.attention import attention, attention_info
+from kvjax.cache import LayerCache, init_layer
 from kvjax.caches import Info, Policy
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import core, has_budget, has_history, ranks, sink, with_fields

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.attention import LayerCache
+from kvjax.cache import LayerCache
 from kvjax.caches import Info, Policy
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import (

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.attention import LayerCache, attention, attention_info
+from kvjax.attention import attention, attention_info
+from kvjax.cache import LayerCache
 from kvjax.caches import Policy
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import selects

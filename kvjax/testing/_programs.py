@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.attention import LayerCache, attention, flush, init_layer
+from kvjax.attention import attention
+from kvjax.cache import LayerCache, init_layer
 from kvjax.caches import Policy
+from kvjax.flushing import flush
 from kvjax.memory import shapes
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import core, has_budget, selects, twin, with_fields

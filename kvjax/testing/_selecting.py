@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.attention import LayerCache
+from kvjax.cache import LayerCache
 from kvjax.caches import Policy
 from kvjax.partial import group_queries
 from kvjax.selection import Selection, mass_recall

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.attention import flush, insert, raise_on_overflow
+from kvjax.cache import raise_on_overflow
 from kvjax.caches import Policy
+from kvjax.flushing import flush
+from kvjax.rows import insert
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import (
     core,

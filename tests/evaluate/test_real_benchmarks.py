@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention import init
+from kvjax.cache import init
 from kvjax.cli.options import without_weights
 from kvjax.evaluate.prompt import Prompt
 from kvjax.evaluate.store import Cell

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax import models, presets
-from kvjax.attention import init
+from kvjax.cache import init
 from kvjax.evaluate.tasks.generated import FORMS
 from kvjax.evaluate.tasks.weaving import weave
 from kvjax.generation import generate

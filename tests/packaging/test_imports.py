@@ -34,7 +34,7 @@ FLOORS = {
     **dict.fromkeys(("hashing", "stores", "selectors", "demotion", "timestamps", "placement"), 3),
     "evictors": 4,
     "caches": 5,
-    **dict.fromkeys(("attention", "heads", "presets"), 6),
+    **dict.fromkeys(("cache", "flushing", "rows", "attention", "heads", "presets"), 6),
     **dict.fromkeys(("sampling", "request", "text", "drafts", "generation", "testing", "capacity"), 7),
     "saving": 8,
     "models": 8,
@@ -45,6 +45,8 @@ FLOORS = {
 SAME_FLOOR = {
     ("ops", "kernels_pallas"),  # dispatch
     ("presets", "heads"),
+    *((verbs, "cache") for verbs in ("flushing", "rows", "attention")),
+    ("attention", "flushing"),
     *(("generation", part) for part in ("sampling", "request", "text", "drafts")),
     ("drafts", "request"),
     ("drafts", "generation"),  # a draft model reads its prompt when it is first asked
