@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import Literal, get_args
 
-from kvjax.evaluate.tasks.weaving import WORDS, Hidden, draw_numbers, draw_uuids, require_at_most
+from kvjax.evaluate.tasks.weaving import WORDS, Hidden, draw_numbers, draw_uuids
 from kvjax.spec import require_int
 
 Kind = Literal["number", "uuid"]  # what a needle holds
@@ -34,22 +34,22 @@ def needles(rng: random.Random, *, hidden: int = 8, asked: int = 1, values: int 
     >>> made.lines[0], made.answers
     ('The special magic number for plate is: 43936.', ('77013', '73691'))
     """
-    require_at_most("needles(hidden=...)", hidden, len(WORDS))
-    require_at_most("needles(asked=...)", asked, hidden)
+    require_int("needles(hidden=...)", hidden, at_least=1, at_most=len(WORDS))
+    require_int("needles(asked=...)", asked, at_least=1, at_most=hidden)
     require_int("needles(values=...)", values, at_least=1)
-    words, held = rng.sample(WORDS, hidden), _draw(rng, kind, hidden * values, where="needles")
-    of = [words[i // values] for i in range(len(held))]
-    order = list(range(len(held)))
+    words, drawn = rng.sample(WORDS, hidden), _draw(rng, kind, hidden * values, where="needles")
+    of = [words[i // values] for i in range(len(drawn))]
+    order = list(range(len(drawn)))
     if values > 1:
         rng.shuffle(order)  # the values of a word stand apart
     many = f"One of the special magic {kind}s" if values > 1 else f"The special magic {kind}"
-    lines = tuple(f"{many} for {of[i]} is: {held[i]}." for i in order)
+    lines = tuple(f"{many} for {of[i]} is: {drawn[i]}." for i in order)
     chosen = rng.sample(range(hidden), asked)
     named = [words[i] for i in chosen]
     wanted = [i * values + j for i in chosen for j in range(values)]
     question = _ask(kind, named, plural=len(wanted) > 1)
     fields = {"hidden": hidden, "asked": asked} | ({"values": values} if values > 1 else {})
-    return Hidden(lines, question, tuple(held[i] for i in wanted), fields, tuple(order.index(i) for i in wanted))
+    return Hidden(lines, question, tuple(drawn[i] for i in wanted), fields, tuple(order.index(i) for i in wanted))
 
 
 def needle_lines(rng: random.Random, *, lines: int = 100, kind: Kind = "number") -> Hidden:
@@ -61,7 +61,7 @@ def needle_lines(rng: random.Random, *, lines: int = 100, kind: Kind = "number")
     >>> made.lines[0], made.answers
     ('The special magic number for panda-violin is: 15306.', ('43936',))
     """
-    require_at_most("needle_lines(lines=...)", lines, len(WORDS) ** 2)
+    require_int("needle_lines(lines=...)", lines, at_least=1, at_most=len(WORDS) ** 2)
     if kind == "uuid":
         keys = draw_uuids(rng, lines)
     else:
@@ -94,7 +94,7 @@ def key_value(rng: random.Random, *, pairs: int = 32) -> Hidden:
     >>> made.lines, made.question, made.answers
     (('{ "plate": "15306", "rocket": "43936",}',), 'Key: "rocket" Value: "', ('43936',))
     """
-    require_at_most("key_value(pairs=...)", pairs, len(WORDS))
+    require_int("key_value(pairs=...)", pairs, at_least=1, at_most=len(WORDS))
     words, values = rng.sample(WORDS, pairs), draw_numbers(rng, pairs)
     line = "{ " + ", ".join(f'"{w}": "{v}"' for w, v in zip(words, values, strict=True)) + ",}"
     at = rng.randrange(pairs)

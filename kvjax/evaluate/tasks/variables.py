@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from kvjax.evaluate.tasks.weaving import WORDS, Hidden, draw_numbers, require_at_most
+from kvjax.evaluate.tasks.weaving import WORDS, Hidden, draw_numbers
 from kvjax.spec import require_int
 
 
@@ -53,7 +53,7 @@ def _chains(
     """Lines, names by chain, the value of each chain, and the chain of each line."""
     require_int(f"{where}(chains=...)", chains, at_least=1)
     require_int(f"{where}(hops=...)", hops, at_least=0)
-    require_at_most(f"{where}(chains * (hops + 1))", chains * (hops + 1), len(WORDS))
+    require_int(f"{where}(chains * (hops + 1))", chains * (hops + 1), at_least=1, at_most=len(WORDS))
     names, values = rng.sample(WORDS, chains * (hops + 1)), draw_numbers(rng, chains)
     pending = []
     for i, value in enumerate(values):

@@ -55,12 +55,6 @@ def draw_uuids(rng: random.Random, count: int) -> list[str]:
     return [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(count)]
 
 
-def require_at_most(what: str, got: int, most: int) -> None:
-    require_int(what, got, at_least=1)
-    if got > most:
-        raise ValueError(f"{what} must be at most {most}, got {got}")
-
-
 DOTS = " ...." * 64  # the text to weave into for forms whose lines are the whole text
 
 
