@@ -29,7 +29,7 @@ from kvjax.evaluate.caches import DENSE_LAYERS, Caches, make_rows, without_budge
 from kvjax.evaluate.plan import Plan, feed
 from kvjax.evaluate.plan import prepare as prepare_one
 from kvjax.evaluate.plan import run as run_one
-from kvjax.evaluate.plots import labels, new_figure, style
+from kvjax.evaluate.plots import labels, new_figure, style, tidy
 from kvjax.evaluate.provenance import digest_json, model_digest
 from kvjax.evaluate.report import about, markdown_table, refusals
 from kvjax.evaluate.store import Cell, Progress
@@ -321,9 +321,7 @@ def figure(cells: Sequence[Cell]) -> Figure:
         axis.set_xticks(lengths, [str(length) for length in lengths])
         axis.minorticks_off()
         axis.set_xlabel("context, tokens")
-        axis.grid(color="0.9", linewidth=0.8)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
     return drawing
 
 

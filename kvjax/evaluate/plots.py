@@ -170,15 +170,20 @@ def _lines(axis: Axes, block: Block, methods: Sequence[str]) -> None:
     axis.minorticks_off()
     axis.set_ylim(-0.03, 1.03)
     axis.set_xlim(min(read) / 1.15, max(read) * 1.15)
-    axis.grid(color="0.9", linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
+    tidy(axis)
     ends.sort(key=lambda end: end[0])
     for (_, label, colour), place in zip(ends, spread([end[0] for end in ends], gap=0.055, top=1.02), strict=True):
         axis.annotate(
             label, (1.0, place), xycoords=("axes fraction", "data"), xytext=(5, 0), textcoords="offset points",
             va="center", color=colour, fontsize=9, annotation_clip=False,
         )  # fmt: skip
+
+
+def tidy(axis: Axes) -> None:
+    """Puts a light grid behind the lines, and takes the frame at the top and right away."""
+    axis.grid(color="0.9", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def spread(places: Sequence[float], *, gap: float, top: float) -> list[float]:
