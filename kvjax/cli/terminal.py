@@ -36,7 +36,7 @@ LOG_EVERY = 30.0  # seconds, at most, between two lines of a log while work goes
 
 @contextmanager
 def bar(progress: Progress, what: str, *, total: int | None = None) -> Iterator[Any]:
-    """A bar while the block runs; yields a function of what is done, of how much, and what is being done now.
+    """A bar while the block runs; yields a function of how much is done, of how much, and which item comes next.
 
     `total` is of how much where that function is not told.
 
@@ -46,10 +46,10 @@ def bar(progress: Progress, what: str, *, total: int | None = None) -> Iterator[
     latest, over = [what], threading.Event()
     task = progress.add_task(what, total=total)
 
-    def advance_to(done: int, of: int | None = None, now: str | None = None) -> None:
+    def advance_to(done: int, of: int | None = None, item: str | None = None) -> None:
         of = total if of is None else of
-        progress.update(task, completed=done, total=of, description=f"{what}: {now}" if now else what)
-        latest[0] = f"{what}: {done}" + (f" of {of}" if of is not None else "") + (f", {now}" if now else "")
+        progress.update(task, completed=done, total=of, description=f"{what}: {item}" if item else what)
+        latest[0] = f"{what}: {done}" + (f" of {of}" if of is not None else "") + (f", {item}" if item else "")
 
     def log() -> None:
         begin = time.monotonic()

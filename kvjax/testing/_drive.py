@@ -112,5 +112,5 @@ def edge_lengths(policy: Policy, spec: CacheSpec) -> list[int]:
 
 def ragged_lengths(policy: Policy, spec: CacheSpec) -> np.ndarray:
     """Lengths that differ by row, within 20 tokens of the capacity at most."""
-    most = max(spec.capacity - 20, 1)
-    return np.array([most - (37 * b) % most for b in range(spec.batch)])
+    longest = max(spec.capacity - 20, 1)
+    return np.array([longest - (37 * b) % longest for b in range(spec.batch)])

@@ -52,12 +52,12 @@ def zones(policy: Policy, spec: CacheSpec, length: int) -> tuple[list[list[int]]
     """Positions of the chunks of the history and of the recent block, in order, of a flushed row of `length` tokens."""
     inner = core(policy)
     leaving, staying = inner.demote.leaving(inner.local), inner.demote.staying(inner.local)
-    most = core_state(jax.eval_shape(partial(policy.init, spec))).store.slots // inner.demote.leave
+    limit = core_state(jax.eval_shape(partial(policy.init, spec))).store.slots // inner.demote.leave
     chunks: list[list[int]] = []
     block: list[int] = []
     for position in range(sink(policy), length):
         block.append(position)
-        if len(block) == len(leaving) + len(staying) and len(chunks) < most:
+        if len(block) == len(leaving) + len(staying) and len(chunks) < limit:
             chunks.append([block[i] for i in leaving])
             block = [block[i] for i in staying]
     return chunks, block

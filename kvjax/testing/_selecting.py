@@ -39,23 +39,23 @@ def selected_slots_are_valid_and_unique(policy: Policy, spec: CacheSpec) -> None
     inner = core(policy)
     for i in range(3):
         _, cache, info = step(cache, tokens, lengths + i)
-        held = lengths + i + 1
+        stored = lengths + i + 1
         if not selects(policy) and not samples(policy):
             assert info.selection is None, "a policy that reads all that it holds tells of a selection"
             if hasattr(inner, "head_bounds"):  # heads hold different numbers, `budget` on average
                 info = info._replace(attended=np.asarray(info.attended).mean(axis=1, keepdims=True))
             bounded = has_budget(policy) and (evicts(policy) or not ranks(policy))
-            assert_attended(info, np.minimum(held, inner.budget) if bounded else held)
+            assert_attended(info, np.minimum(stored, inner.budget) if bounded else stored)
             continue
-        room = np.full(held.shape, inner.budget)
+        room = np.full(stored.shape, inner.budget)
         if has_history(policy):  # a local window whose own oldest tokens leave in chunks is not always full
             block = np.asarray(core_state(cache.state).recent.count)
             missing = np.maximum(inner.local - block, 0)
-            room = np.where(held > sink(policy) + inner.local, room - missing, room)
-        most = np.where(held >= getattr(inner, "dense_below", 0), np.minimum(held, room), held)
+            room = np.where(stored > sink(policy) + inner.local, room - missing, room)
+        limit = np.where(stored >= getattr(inner, "dense_below", 0), np.minimum(stored, room), stored)
         if selects(policy) and inner.selector.unit == 1:
-            assert_attended(info, most)
-        assert (np.asarray(info.attended) <= most[:, None] + 0.01).all(), info.attended
+            assert_attended(info, limit)
+        assert (np.asarray(info.attended) <= limit[:, None] + 0.01).all(), info.attended
         require(info.selection is not None, "the policy's Info has no selection")
         _check_selection(info.selection, cache)
 
