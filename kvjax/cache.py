@@ -164,7 +164,10 @@ def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = No
     if placement is None:
         return LayerCache(policy.init(spec), policy, spec)
     if not isinstance(placement, Placement):
-        raise ValueError(f"placement must be a kvjax.Placement, got {shown(placement)}; it names the axes of a mesh")
+        raise ValueError(
+            f"placement must be a kvjax.Placement, got {shown(placement)}; make one with "
+            'kvjax.Placement(mesh=mesh, batch="data", heads="model")'
+        )
     make: Any = make_state  # cached by the policy, which is frozen
     return LayerCache(make(policy, spec, placement)(), policy, spec, placement)
 

@@ -121,7 +121,9 @@ class Placement:
             if size % parts:
                 fits = [n for n in range(1, parts + 1) if parts % n == 0 and size % n == 0]
                 cure = f"make the batch a multiple of {parts}, or split it over {fits[-1]}"
-                if what == "heads":
+                if what == "heads" and fits[-1] == 1:
+                    cure = "split the batch or the tokens of a row (context) in their place"
+                elif what == "heads":
                     rest = parts // fits[-1]
                     cure = f"use an axis of {fits[-1]} for heads and one of {rest} for context, or for the batch"
                 raise ValueError(

@@ -145,6 +145,11 @@ def check_devices(model: Any, cache: Cache) -> None:
                 f"{placement}; give both one placement: kvjax.models.load(directory, placement=...)"
             )
         mesh = getattr(leaf.sharding, "mesh", placement.mesh)
+        if list(mesh.devices.flat) != list(placement.mesh.devices.flat):
+            raise ValueError(
+                "the meshes of the model and of the cache have the same devices in another order; give both one "
+                "placement"
+            )
         explicit = [AxisType.Explicit in one.axis_types for one in (mesh, placement.mesh)]
         if explicit == [True, False] and jax.sharding.get_abstract_mesh().empty:
             raise ValueError(

@@ -127,7 +127,13 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
         raise ValueError(f"insert(row=...) must be an integer, got {shown(row)}; it counts rows from 0")
     if not isinstance(row, Tracer) and not 0 <= int(row) < cache.spec.batch:
         raise ValueError(f"insert got row={row}; the cache has rows 0 to {cache.spec.batch - 1}")
-    if layers_of(cache)[0].placement is not None:
+    own, given = layers_of(cache)[0].placement, layers_of(prefix)[0].placement
+    if own is not None:
+        if given is not None and list(given.mesh.devices.flat) != list(own.mesh.devices.flat):
+            raise ValueError(
+                f"insert got a cache of {own} and a prefix of {given}, over other devices; make the prefix with the "
+                "placement of the cache without its batch: dataclasses.replace(cache.placement, batch=None)"
+            )
         return _insert_on_parts(cache, prefix, row)
     if isinstance(row, Tracer):
         return _insert_if_in_range(cache, prefix, row)

@@ -231,6 +231,7 @@ class Decoder(nnx.Module):
         """
         tokens = jnp.asarray(tokens)
         settings = {"last_logits": last_logits, "first_chunk": first_chunk, "steps": steps, "info": info}
+        _check_size(self, cache)
         mesh = _explicit_mesh(self, tokens, cache)
         if mesh is None:
             return self._run(tokens, cache, lengths=lengths, active=active, **settings)
@@ -311,6 +312,16 @@ class Decoder(nnx.Module):
         if self.head is None:
             return _product("...h,vh->...v", x, self.embedding[...], jnp.float32)
         return _product("...h,hv->...v", x, self.head.kernel[...], jnp.float32)
+
+
+def _check_size(model: Decoder, cache: Cache | None) -> None:
+    """Raises ValueError for a cache on more or fewer devices than the model; `generate` looks closer."""
+    placement, own = getattr(cache, "placement", None), mesh_of(model.embedding[...])
+    if placement is not None and not own.empty and own.size != placement.mesh.size:
+        raise ValueError(
+            f"the model lies on {own.size} devices and the cache on {placement.mesh.size}, by its {placement}; give "
+            "both one placement: a loaded checkpoint has it as .placement"
+        )
 
 
 def _explicit_mesh(model: Decoder, tokens: Array, cache: Cache | None) -> AbstractMesh | None:

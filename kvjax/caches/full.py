@@ -147,7 +147,7 @@ class StripedFull(Full):
         if spec.capacity % parts:
             raise ValueError(
                 f"Placement(context={self.stripes.axis!r}) deals a capacity of {spec.capacity} tokens to {parts} "
-                f"devices, which does not come out even; use {spec.capacity // parts * parts + parts}"
+                f"devices, which does not come out even; use capacity={spec.capacity // parts * parts + parts}"
             )
         return FullState(empty_block(spec, spec.capacity // parts), jnp.zeros(spec.batch, bool))
 

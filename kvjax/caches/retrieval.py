@@ -264,7 +264,8 @@ class Retrieval(SelectedZones):
         if stripes.tokens % unit:
             raise ValueError(
                 f"Placement(context={axis!r}) deals chunks of {self.demote.leave} tokens to {parts} devices and would "
-                f"cut pages of {unit}; let {self.demote} leave a multiple of {parts * unit}"
+                f"cut pages of {unit}; let {self.demote} leave a multiple of {parts * unit} "
+                "(`chunk` of a preset)"
             )
         return replace(dealt, selector=self.selector.over_context(stripes))
 

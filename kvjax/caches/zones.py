@@ -318,7 +318,7 @@ class Zoned:
         if chunk % parts:
             raise ValueError(
                 f"Placement(context={axis!r}) deals chunks of {chunk} tokens to {parts} devices, which does not come "
-                f"out even; let {self.demote} leave a multiple of {parts}"
+                f"out even; let {self.demote} leave a multiple of {parts} (`chunk` of a preset)"
             )
         return Stripes(axis, parts, chunk // parts)
 

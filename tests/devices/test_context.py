@@ -337,7 +337,7 @@ def test_owner_off_by_one_is_noticed(runs: Any, monkeypatch: pytest.MonkeyPatch)
         (Retrieval(selector=MinMaxPages(page=8), budget=32, **ZONES), 4, "would cut pages of 8; .* multiple of 32"),
         (dataclasses.replace(FIER, store=HotSet(tokens=64)), 2, "keeps what steps select on one device"),
         (kvjax.PerHead(heads=(1,), selected=Full(), others=FIER), 2, "grows with the capacity and has no over_context"),
-        (Full(), 3, "deals a capacity of 112 tokens to 3 devices.* use 114"),
+        (Full(), 3, "deals a capacity of 112 tokens to 3 devices.* use capacity=114"),
     ],
 )
 def test_what_cannot_be_dealt_is_refused(policy: Any, parts: int, error: str) -> None:

@@ -183,6 +183,7 @@ def test_token_is_drawn_without_gathering_the_logits(draw: Sampling) -> None:
 
 def test_cache_of_another_mesh_than_the_model_is_refused(models: tuple[Any, Any]) -> None:
     one, split, _ = models
+    reversed_mesh = jax.sharding.Mesh(MESH.devices[::-1], MESH.axis_names)
     settings = {"layers": 2, "placement": BOTH}
     for model, given, error in (
         (one.model, settings, "the model lies on 1 device and the cache on 8"),
@@ -196,10 +197,20 @@ def test_cache_of_another_mesh_than_the_model_is_refused(models: tuple[Any, Any]
             {**settings, "placement": Placement(mesh=jax.make_mesh((4, 2), ("data", "model")), heads="model").auto},
             "over a mesh of data=2 x model=4 and the cache over one of data=4 x model=2; give both one placement",
         ),
+        (
+            split.model,
+            {**settings, "placement": dataclasses.replace(BOTH, mesh=reversed_mesh)},
+            "the same devices in another order",
+        ),
     ):
         cache = kvjax.init(kvjax.Full(), model.spec(batch=2, capacity=32), **given)
         with pytest.raises(ValueError, match=error):
             generate(model, cache, [[1, 2], [3]], max_new_tokens=2)
+    four = Placement(mesh=jax.make_mesh((4,), ("m",)), heads="m")
+    for call in (split.model, jax.jit(lambda tokens, cache: split.model(tokens, cache))):
+        cache = kvjax.init(kvjax.Full(), split.model.spec(batch=2, capacity=32), layers=2, placement=four)
+        with pytest.raises(ValueError, match="the model lies on 8 devices and the cache on 4"):
+            call(jnp.zeros((2, 1), jnp.int32), cache)
 
 
 @jax.jit

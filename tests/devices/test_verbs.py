@@ -26,6 +26,8 @@ from tests.laws.cases import CASES
 
 SPEC = CacheSpec(batch=4, q_heads=8, kv_heads=4, head_dim=16, capacity=96, dtype="float32")
 FIER = CASES["fier with sink and window"].policy
+ONE = dataclasses.replace(SPEC, batch=1)
+FOUR = Placement(mesh=jax.make_mesh((4,), ("model",)), heads="model")
 TOVA = Evicting(evictor=LastQuery(), budget=24)
 
 
@@ -209,6 +211,14 @@ def test_gradients_are_those_of_one_device() -> None:
         (
             lambda: kvjax.init(FIER, dataclasses.replace(SPEC, batch=3), layers=1, placement=BOTH),
             "splits 3 rows over 2 devices.*make the batch a multiple of 2",
+        ),
+        (
+            lambda: kvjax.init(FIER, dataclasses.replace(SPEC, kv_heads=1), layers=1, placement=BOTH),
+            r"splits 1 KV heads over 4 devices.*split the batch or the tokens of a row \(context\)",
+        ),
+        (
+            lambda: kvjax.insert(kvjax.init_layer(FIER, SPEC, BOTH), kvjax.init_layer(FIER, ONE, FOUR), 0),
+            "a prefix of Placement.model=4, .*, over other devices; make the prefix with the placement of the cache",
         ),
         (
             lambda: kvjax.init(PerHead(heads=(1,), selected=FIER, others=TOVA), SPEC, layers=1, placement=BOTH),
