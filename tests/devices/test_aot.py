@@ -56,12 +56,15 @@ def layer_of(policy: Any, placement: Placement | None, at: Mesh, spec: CacheSpec
 
 
 def compiled(
-    policy: Any, placement: Placement | None, at: Mesh, spec: CacheSpec = SPEC, new: int = 1
+    policy: Any, placement: Placement | None, at: Mesh, spec: CacheSpec = SPEC, new: int = 1, by_hand: bool = False
 ) -> tuple[str, int, int]:
     """HLO of a step, or of a chunk of `new` tokens; its temporary bytes on a device, and the kernels that it calls."""
 
     spec = spec if at.size > 1 else Placement(mesh=mesh(2, 4), batch="data", heads="model").local(spec)
     layer = layer_of(policy, placement, at, spec)
+    if by_hand:  # split as the placement says, and without it
+        layer = dataclasses.replace(layer, placement=None)
+        partitioned._warn_once.cache_clear()
     split = PartitionSpec() if placement is None else placement.spec("BTN")
     q, k, v = (
         jax.ShapeDtypeStruct((spec.batch, new, n, spec.head_dim), jnp.bfloat16, sharding=NamedSharding(at, split))
@@ -92,6 +95,17 @@ def check(policy: Any) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_run_on_the_part_of_a_device(name: str) -> None:
     check(CASES[name])
+
+
+@pytest.mark.thorough
+def test_gather_of_a_split_cache_under_plain_jit_is_noticed() -> None:
+    """What these tests look for is there where a cache is split by hand."""
+    placement = Placement(mesh=mesh(2, 4), batch="data", heads="model")
+    with pytest.warns(UserWarning, match="without a"):
+        program, temporary, _ = compiled(kvjax.Full(), placement, placement.mesh, by_hand=True)
+    assert exchanges(program)
+    assert copies(program, layer_of(kvjax.Full(), placement, placement.mesh, SPEC))
+    assert temporary > 100e6
 
 
 @pytest.mark.thorough

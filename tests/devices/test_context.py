@@ -115,6 +115,23 @@ MORE: dict[str, tuple[kvjax.Policy, Placement, int | None]] = {
     "magicpig": (MAGICPIG, THREE, None),
 }
 
+RULES = ("mean_softmax", "mean_query", "per_head")
+SELECTORS: dict[str, Any] = {"fier": Fier, "pages": MinMaxPages, "exact": Exact}
+
+
+def crossed(selector: str, rule: str, parts: int) -> tuple[kvjax.Policy, Placement, None]:
+    unit: dict[str, Any] = {"fier": {"group": 2}, "pages": {"page": 2}, "exact": {}}[selector]
+    chosen = SELECTORS[selector](group_reduce=rule, **unit)
+    return Retrieval(selector=chosen, budget=20, **ZONES), along(parts), None
+
+
+# Each selector by each rule, over 2, 4 or 8 devices: each pair of two of the three once.
+MORE |= {
+    f"{selector} by {rule} over {2 << (i + j) % 3}": crossed(selector, rule, 2 << (i + j) % 3)
+    for i, selector in enumerate(SELECTORS)
+    for j, rule in enumerate(RULES)
+}
+
 
 def tokens(count: int, seed: int) -> tuple[Array, ...]:
     rng = np.random.default_rng(seed)  # jax.random would compile
@@ -189,7 +206,9 @@ def test_tokens_on_several_devices_are_read_as_on_one(runs: Any, name: str) -> N
         assert leaf.addressable_shards[0].data.nbytes == whole.nbytes // parts
 
 
-@pytest.mark.parametrize("name", [*CASES, pytest.param("magicpig", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(n, marks=pytest.mark.thorough) for n in MORE if " by " in n or n == "magicpig")]
+)
 def test_step_exchanges_what_the_formula_says_and_copies_nothing(runs: Any, name: str) -> None:
     policy, placement, _ = (CASES | MORE)[name]
     (*_, alone), (*_, program, cache, split) = runs(name, False), runs(name, True)

@@ -141,6 +141,34 @@ def test_generated_tokens_are_those_of_one_device(
     assert split.cache.nbytes.device < one.cache.nbytes.device / 5
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", [METHOD, "quest:budget=32,page=8,chunk=32,dense_layers=1"])
+def test_logits_of_forced_tokens_are_those_of_one_device(models: tuple[Any, Any, Any], method: str) -> None:
+    """Over 150 steps in which rows are flushed; with another token in one of them, later ones differ.
+
+    Keys of a random model score nearly alike: of two tokens whose scores differ by less than 1e-6, rounding chooses.
+    """
+    tokens = jnp.asarray(np.random.default_rng(1).integers(96, size=(150, 4)), jnp.int32)
+
+    @jax.jit
+    def forced(model: Decoder, cache: kvjax.Cache, tokens: jax.Array) -> jax.Array:
+        def step(cache: kvjax.Cache, token: jax.Array) -> tuple[kvjax.Cache, jax.Array]:
+            logits, cache = model(token[:, None], cache, last_logits=True)
+            return cache, logits
+
+        return jax.lax.scan(step, cache, tokens)[1]
+
+    def run(checkpoint: Any, tokens: jax.Array) -> np.ndarray:
+        cache = checkpoint.init_cache(method, capacity=160, batch=4, dtype="float32")
+        return np.asarray(forced(checkpoint.model, cache, tokens))
+
+    one = run(models[0], tokens)
+    wrong = tokens.at[10, 0].set((tokens[10, 0] + 1) % 96)
+    same, changed = (np.max(np.abs(run(models[2], given) - one), axis=-1) <= 1e-5 for given in (tokens, wrong))
+    assert np.mean(same) >= 0.995
+    assert np.mean(changed[11:, 0]) < 0.1
+
+
 @pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.thorough, id="rows and heads"), 2])
 def test_step_talks_as_megatron_does(models: tuple[Any, Any, Any], at: int) -> None:
     """Two sums a layer, the embedding, and the condition of the flush; nothing as large as the cache or the logits.

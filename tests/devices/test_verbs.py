@@ -108,6 +108,26 @@ def test_grow_save_and_restore_keep_the_parts_in_place(filled: Any, tmp_path: Pa
         kvjax.restore(tmp_path, eight)
 
 
+def test_all_steps_run_one_program(caplog: pytest.LogCaptureFixture) -> None:
+    """Arrays come back where they were given, so a step that gets them compiles nothing."""
+
+    @jax.jit
+    def one_step(cache: kvjax.LayerCache, q: Array, k: Array, v: Array) -> kvjax.LayerCache:
+        return kvjax.attention(cache, q, k, v)[1]
+
+    def compiled() -> int:
+        return sum("Finished XLA compilation of jit(one_step)" in record.getMessage() for record in caplog.records)
+
+    cache = kvjax.init_layer(TOVA, SPEC, BOTH)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for _ in range(4):
+            cache = one_step(cache, *prompt(1))
+        assert compiled() == 1
+        whole = jax.NamedSharding(MESH, PartitionSpec())
+        one_step(jax.tree.map(lambda leaf: jax.device_put(leaf, whole), cache), *prompt(1))
+    assert compiled() == 2, "a cache that lies elsewhere is not noticed"
+
+
 MESHES = {"Auto": MESH, "Explicit": jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)}
 
 
@@ -238,6 +258,13 @@ def test_gradients_are_those_of_one_device() -> None:
 def test_mistakes_are_told_in_words(make: Any, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         make()
+
+
+def test_host_store_needs_pinned_memory_of_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvjax.stores.host.has_host_memory", lambda: False)
+    policy = dataclasses.replace(FIER, store=kvjax.HostOffload())
+    with pytest.raises(ValueError, match="pinned host memory"):
+        kvjax.init(policy, SPEC, layers=1, placement=BOTH)
 
 
 @pytest.mark.parametrize("mesh", ["model", "model=0", "heads=2", "model=2,model=2", "data=4,model=4"])

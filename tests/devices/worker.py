@@ -1,5 +1,5 @@
-"""One of several processes that decode together: `worker.py CHECKPOINT SAVES [--command]`. The environment names the
-others; what each found is in SAVES.NUMBER.json."""
+"""One of several processes that decode together: `worker.py CHECKPOINT SAVES READ [--command]`. The environment names
+the others; what each found is in SAVES.NUMBER.json. READ is the save from which it goes on, SAVES for its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def command(checkpoint: str, *more: str) -> str:
     return out.getvalue()
 
 
-def work(checkpoint: str, saves: str, *, split: bool = True) -> dict[str, Any]:
+def work(checkpoint: str, saves: str, read: str, *, split: bool = True) -> dict[str, Any]:
     """The tokens of a batch, on one device or split by data=2, model=2, ctx=2, and those that follow after a save."""
     import jax
     import numpy as np
@@ -54,16 +54,16 @@ def work(checkpoint: str, saves: str, *, split: bool = True) -> dict[str, Any]:
     assert len(blocks) == 3
     np.testing.assert_array_equal(np.concatenate(blocks, axis=1), done.tokens)
     kvjax.save(saves, done.cache)
-    more = decode(loaded.model, kvjax.restore(saves, done.cache), done.logits, **settings)
+    more = decode(loaded.model, kvjax.restore(read, done.cache), done.logits, **settings)
     return {"tokens": done.tokens.tolist(), "more": more.tokens.tolist(), "devices": jax.device_count()}
 
 
 if __name__ == "__main__":
-    checkpoint, saves, *more = sys.argv[1:]
+    checkpoint, saves, read, *more = sys.argv[1:]
     text = None
     if more:
         text = command(checkpoint, "--mesh", "data=2,model=2,ctx=2", "--distributed")
     else:
         join_processes()
-    found = {"text": text, **work(checkpoint, saves)}
+    found = {"text": text, **work(checkpoint, saves, read)}
     Path(f"{saves}.{os.environ['JAX_PROCESS_ID']}.json").write_text(json.dumps(found))
