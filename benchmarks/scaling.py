@@ -31,8 +31,9 @@ from device_time import BYTES_PER_US
 from kvjax.evaluate.provenance import replace_file
 
 RESULTS = Path(__file__).parent / "results"
-# One GPU, and tokens over two, in milliseconds, in the shape of devices.json. That file lacks them, as the host had
-# other work while they were timed, so gathers may take less than they say. `devices.py --placements ctx=2` asks again.
+# One GPU, and tokens over two, in milliseconds, in the shape of devices.json. That file lacks them: they are of one
+# run, during which the host had other work. Gathers may take less than they say, and nothing tells how much less.
+# `devices.py --placements ctx=2` asks again on a host of two GPUs.
 CONTEXT_MS = {"full": (3.33, 3.18), "fier": (2.25, 3.54)}
 BETWEEN = 10e-6  # seconds that a small gather over nodes takes longer than in a node: assumed
 NVLINK = 450e9  # bytes a second in one direction
