@@ -115,7 +115,7 @@ def make_rows(
 
 
 def _kinds_of(caches: Any) -> str:
-    """What was given for the caches, in words."""
+    """The caches that were given, in words."""
     if not isinstance(caches, Sequence):
         return shown(caches)
     return f"[{', '.join(shown(cache) for cache in caches)}]"
