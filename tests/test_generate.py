@@ -512,7 +512,7 @@ def test_what_the_cache_holds_counts_against_its_capacity(model):
     result = generate(model, new_cache(), words(100), max_new_tokens=8)
     with pytest.raises(ValueError, match=r"row 0: 108 stored \+ 10 prompt \+ 11 new tokens do not fit"):
         generate(model, result.cache, words(10), max_new_tokens=11)
-    with pytest.raises(ValueError, match=r"row 0: 108 held \+ 21 new tokens .* at most 20 new tokens"):
+    with pytest.raises(ValueError, match=r"row 0: 108 stored \+ 21 new tokens .* at most 20 new tokens"):
         decode(model, result.cache, result.logits, max_new_tokens=21)
 
 
