@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ class Heads:
                 return selected
             return PerHead(heads=heads, selected=selected, others=others) if heads else others
 
-        return PerLayer.of([one(heads) for heads in self.layers])
+        made = PerLayer.of([one(heads) for heads in self.layers])
+        return ByHeads(made.first, made.rest, heads=self)
 
     def as_json(self) -> dict[str, Any]:
         """The content of the file that `save` writes, for `json.dumps`."""
@@ -72,3 +73,17 @@ class Heads:
             raise ValueError(
                 f"{path} holds no heads of a model ({type(error).__name__}: {error}); kvjax.heads.Heads.save writes one"
             ) from error
+
+
+@dataclass(frozen=True)
+class ByHeads(PerLayer):
+    """Policies by the heads of one model, which another number of layers does not fit."""
+
+    heads: Heads = field(kw_only=True)
+
+    def check(self, layers: int) -> None:
+        if layers != len(self.heads.layers):
+            raise ValueError(
+                f"the heads are those of a model of {len(self.heads.layers)} layers and this one has {layers}; find "
+                "its own by kvjax heads MODEL --out heads.json"
+            )

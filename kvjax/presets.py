@@ -1148,13 +1148,14 @@ def parse_with_budget(
 
 
 def check_reaches(policies: PerLayer, layers: int, name: str) -> None:
-    """Raises ValueError where the dense layers of a preset are all the layers of the model.
+    """Raises ValueError where the dense layers of a preset are all the layers of the model, or it is for another model.
 
     >>> check_reaches(fier(64, dense_layers=2), 2, "fier")
     Traceback (most recent call last):
         ...
     ValueError: fier keeps the first 2 layers full and the model has 2, so no layer uses it; set dense_layers below 2
     """
+    policies.check(layers)
     if len(policies.first) >= layers and policies.rest not in policies.first[:layers]:
         if set(policies.first) != {Full()}:
             raise ValueError(

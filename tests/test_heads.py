@@ -123,6 +123,14 @@ def test_a_comparison_takes_a_mask_whose_last_layer_is_split(method: str, tmp_pa
             lambda: kvjax.init_layer(PerHead(heads=(2,), selected=Full(), others=Full()), SPEC),
             r"heads=\(2,\).*numbered 0 to 1",
         ),
+        (
+            lambda: kvjax.init(heads.Heads(kv_heads=2, layers=((1,), ())).policies(Full()), SPEC, layers=3),
+            "heads are those of a model of 2 layers and this one has 3; find its own by kvjax heads MODEL",
+        ),
+        (
+            lambda: presets.check_reaches(heads.Heads(kv_heads=2, layers=((1,), ())).policies(Full()), 1, "duo"),
+            "heads are those of a model of 2 layers and this one has 1; find its own",
+        ),
         (lambda: heads.Heads(kv_heads=2, layers=((2,),)), r"layers=...\)\[0\] must be at most 1, got 2"),
         (lambda: Compensated(Evicting(evictor=LastQuery())), r"Compensated got.*Sliding"),
         (
