@@ -207,7 +207,7 @@ def test_tokens_on_several_devices_are_read_as_on_one(runs: Any, name: str) -> N
 
 
 @pytest.mark.parametrize(
-    "name", [*CASES, *(pytest.param(n, marks=pytest.mark.thorough) for n in MORE if " by " in n or n == "magicpig")]
+    "name", [*CASES, *(pytest.param(n, marks=pytest.mark.thorough) for n in MORE if " over " in n or n == "magicpig")]
 )
 def test_step_exchanges_what_the_formula_says_and_copies_nothing(runs: Any, name: str) -> None:
     policy, placement, _ = (CASES | MORE)[name]
