@@ -14,8 +14,8 @@ from kvjax.spec import require_int
 def scores(
     checkpoint: Checkpoint,
     *,
-    length: int = 64,
-    repeats: int = 3,
+    length: int = 256,
+    repeats: int = 4,
     batch: int = 2,
     seed: int = 0,
     progress: Progress | None = None,
@@ -60,8 +60,8 @@ def retrieval_heads(
     *,
     echo: float = 0.01,
     induction: float = 0.14,
-    length: int = 64,
-    repeats: int = 3,
+    length: int = 256,
+    repeats: int = 4,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Heads:
