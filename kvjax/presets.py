@@ -806,8 +806,20 @@ def pyramidkv(
             f"pyramidkv(budget={budget}) leaves the last of {layers} layers {budgets[-1]} tokens and it needs 2; raise "
             "the budget or the window"
         )
-    policies = [Evicting(evictor=evictor, budget=tokens) for tokens in budgets]
-    return PerLayer.of(policies)
+    *first, last = [Evicting(evictor=evictor, budget=tokens) for tokens in budgets]
+    return _Pyramid(tuple(first), last)
+
+
+@dataclass(frozen=True)
+class _Pyramid(PerLayer):
+    """Policies whose budgets have their mean over this number of layers, which more layers would lower."""
+
+    def check(self, layers: int) -> None:
+        if layers > (own := len(self.first) + 1):
+            raise ValueError(
+                f"pyramidkv(layers={own}) shares its budget among {own} layers and the model has {layers}; set "
+                f"layers={layers}"
+            )
 
 
 def adakv(
