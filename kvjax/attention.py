@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
+from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from kvjax import ops
@@ -384,7 +385,15 @@ def _check_call(
     check_floats(q=q, k=k, v=v)
     check_layer_cache(verb, cache)
     known = {} if cache is None else _spec_dims(cache.spec)
-    sizes = check_dims("q BTND, k BTKD, v BTKD", known, q=q, k=k, v=v)
+    try:
+        sizes = check_dims("q BTND, k BTKD, v BTKD", known, q=q, k=k, v=v)
+    except ValueError as error:
+        if not known or AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types:
+            raise
+        raise ValueError(
+            f"{error}. The spec of a cache is static, so jax.shard_map splits its arrays and not its sizes; "
+            "kvjax.init(..., placement=kvjax.Placement(mesh=...)) makes a cache that is split, without shard_map"
+        ) from None
     B, T, N, K, D = (sizes[x] for x in "BTNKD")
     check_not_empty(sizes, B="rows", T="tokens", N="query heads", K="kv heads", D="channels")
     if N % K:

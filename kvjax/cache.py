@@ -144,7 +144,7 @@ def init(
         _check_policy("init(policy=...)", policy)
     _check_spec("init(spec=...)", spec)
     by_layer = PerLayer.of(policy)
-    by_layer.check(layers)
+    by_layer.check(layers, spec.kv_heads)
     own = [by_layer.policy(i) for i in range(layers)]
     if placement is None:
         own = [of_size(policy, spec) for policy in own]

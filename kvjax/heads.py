@@ -77,13 +77,15 @@ class Heads:
 
 @dataclass(frozen=True)
 class ByHeads(PerLayer):
-    """Policies by the heads of one model, which another number of layers does not fit."""
+    """Policies by the heads of one model, which does not fit other layers or KV heads."""
 
     heads: Heads = field(kw_only=True)
 
-    def check(self, layers: int) -> None:
-        if layers != len(self.heads.layers):
-            raise ValueError(
-                f"the heads are those of a model of {len(self.heads.layers)} layers and this one has {layers}; find "
-                "its own by kvjax heads MODEL --out heads.json"
-            )
+    def check(self, layers: int, kv_heads: int | None = None) -> None:
+        own = self.heads
+        for what, theirs, this in (("layers", len(own.layers), layers), ("KV heads", own.kv_heads, kv_heads)):
+            if this is not None and this != theirs:
+                raise ValueError(
+                    f"the heads are those of a model of {theirs} {what} and this one has {this}; find its own by "
+                    "kvjax heads MODEL --out heads.json"
+                )

@@ -814,7 +814,7 @@ def pyramidkv(
 class _Pyramid(PerLayer):
     """Policies whose budgets have their mean over this number of layers, which more layers would lower."""
 
-    def check(self, layers: int) -> None:
+    def check(self, layers: int, kv_heads: int | None = None) -> None:
         if layers > (own := len(self.first) + 1):
             raise ValueError(
                 f"pyramidkv(layers={own}) shares its budget among {own} layers and the model has {layers}; set "

@@ -21,8 +21,8 @@ class PerLayer:
     def policy(self, layer: int) -> Policy:
         return self.first[layer] if layer < len(self.first) else self.rest
 
-    def check(self, layers: int) -> None:
-        """Raises ValueError for policies that name layers which a model of `layers` layers does not have."""
+    def check(self, layers: int, kv_heads: int | None = None) -> None:
+        """Raises ValueError for policies that are those of a model of other layers or KV heads."""
 
     @classmethod
     def of(cls, policies: Policy | PerLayer | Sequence[Policy]) -> PerLayer:

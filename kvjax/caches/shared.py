@@ -181,7 +181,7 @@ class Shared(PerLayer):
                 "follows the last anchor before it"
             )
 
-    def check(self, layers: int) -> None:
+    def check(self, layers: int, kv_heads: int | None = None) -> None:
         named = {"anchors": self.anchors or (), "heads": tuple(layer for layer, _ in self.heads)}
         for what, numbers in named.items():
             if numbers and max(numbers) >= layers:

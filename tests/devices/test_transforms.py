@@ -67,6 +67,15 @@ def test_shard_map_over_rows_passes_its_default_checks(names: tuple[str, ...]) -
         np.testing.assert_allclose(got, whole, atol=2e-5)
 
 
+def test_a_cache_that_shard_map_splits_is_refused_by_name_of_the_placement() -> None:
+    cache = kvjax.init(kvjax.Full(), SPEC, layers=1)
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    rows = PartitionSpec("rows")
+    split = jax.shard_map(talk, mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows)
+    with pytest.raises(ValueError, match=r"q has B=1 but the cache has B=2.*placement=kvjax\.Placement\(mesh=\.\.\.\)"):
+        split(cache, qkv(40), qkv(1))
+
+
 CONFIG = models.DecoderConfig(
     vocab_size=50, hidden_size=32, intermediate_size=48, layers=2, q_heads=4, kv_heads=2, head_dim=16
 )
