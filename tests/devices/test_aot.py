@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import warnings
 from collections import Counter
 from functools import cache, partial
@@ -95,6 +96,18 @@ def check(policy: Any) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_run_on_the_part_of_a_device(name: str) -> None:
     check(CASES[name])
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE)])
+def test_placement_of_one_device_adds_nothing_to_a_step(name: str) -> None:
+    """The same launches in the same order, so the same tokens and the same time, as without a placement."""
+    at = Mesh(mesh(2, 4).devices[:1, :1, :1], ("data", "model", "ctx"))
+    programs = []
+    for placement in (None, Placement(mesh=at, batch="data", heads="model")):
+        text, temporary, _ = compiled({**CASES, **MORE}[name], placement, at)
+        kinds = [re.sub(r"[.\d]+$", "", launch) for launch in aot.Compiled(text, temporary, {}).launches]
+        programs.append((kinds, temporary))
+    assert programs[0] == programs[1] != ([], 0)
 
 
 @pytest.mark.thorough
