@@ -47,6 +47,7 @@ from kvjax.validation import check_alive, shown
 FORMAT = 1  # of states; a change of what a state's fields mean makes it one more
 LOCK = ".kvjax-writer"  # a file in the directory, locked by the process that writes a save
 SETTLE = 0.05  # seconds in which reads that were under way when another one failed come to an end
+OPENED = 20  # times that a directory is listed, where a writer removes old saves meanwhile
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a save that is being written, or was cut off
 
 
@@ -319,7 +320,14 @@ def _homes(cache: Cache | LayerCache) -> list[Any]:
 def _manager(path: Path, keep: int | None) -> ocp.CheckpointManager:
     """For a save that keeps so many; None to read alone."""
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False, read_only=keep is None)
-    return ocp.CheckpointManager(path, options=options, item_names=("arrays", "about"))
+    for attempt in range(OPENED):
+        try:
+            return ocp.CheckpointManager(path, options=options, item_names=("arrays", "about"))
+        except (FileNotFoundError, NotADirectoryError):  # a writer removed an old save while orbax listed them
+            if attempt + 1 == OPENED:
+                raise
+            time.sleep(SETTLE)
+    raise AssertionError("unreachable")
 
 
 def _check(where: str, cache: Any) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import kvjax
@@ -273,6 +274,22 @@ def test_a_killed_writer_leaves_its_last_save(tmp_path: Path, seed: int) -> None
         found = number_of(kvjax.restore(tmp_path, empty()))
         assert found in (small(said), small(said + 2))  # the one after may have been complete, and not told yet
         first = said + 2 if found == small(said) else said + 4
+
+
+def test_a_save_that_goes_while_the_directory_is_listed_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kvjax.save(tmp_path, filled(2), keep=2)
+    listed, found = ocp.CheckpointManager, []
+
+    def race(*args: Any, **settings: Any) -> Any:
+        found.append(1)
+        if len(found) < 3:  # as orbax does when a writer of another process has just removed an old save
+            raise NotADirectoryError(f"Path is not a directory: {tmp_path}/1")
+        return listed(*args, **settings)
+
+    monkeypatch.setattr(ocp, "CheckpointManager", race)
+    assert number_of(kvjax.restore(tmp_path, empty())) == 2
 
 
 @pytest.mark.thorough
