@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax import lax
 
-from kvjax.cache import Cache, LayerCache, init_layer
+from kvjax.cache import C, Cache, LayerCache, check_cache, init_layer
 from kvjax.caches import Growing
 from kvjax.caches.short import Refillable, of_size, refilled
 from kvjax.placement import axes_of, in_order_of_place, mesh_of
 from kvjax.spec import require_int
-from kvjax.validation import check_alive, shown
-
-C = TypeVar("C", Cache, LayerCache)
 
 
 def grow(cache: C, capacity: int) -> C:
@@ -31,9 +28,7 @@ def grow(cache: C, capacity: int) -> C:
     Raises:
       ValueError: a smaller capacity, no cache, or one whose arrays were donated.
     """
-    if not isinstance(cache, Cache | LayerCache):
-        raise ValueError(f"grow takes a cache, got {shown(cache)}; kvjax.init makes one")
-    check_alive("grow", cache)
+    check_cache("grow", cache)
     capacity = require_int("grow(capacity=...)", capacity, at_least=1)
     if capacity < cache.spec.capacity:
         raise ValueError(

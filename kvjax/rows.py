@@ -238,10 +238,9 @@ def _with_policies_of(cache: Any, prefix: Any) -> Any:
 
 def _kinds(cache: Any) -> list[Any]:
     """Policy and spec of each layer, without the batch."""
-    layers = cache.layers if isinstance(cache, Cache) else (cache,)
-    return [(layer.policy, dataclasses.replace(layer.spec, batch=1)) for layer in layers]
+    return [(layer.policy, dataclasses.replace(layer.spec, batch=1)) for layer in layers_of(cache)]
 
 
 def _summary(cache: Any) -> str:
-    layers = cache.layers if isinstance(cache, Cache) else (cache,)
+    layers = layers_of(cache)
     return f"{len(layers)} layers of {layers[-1].policy} for {layers[-1].spec}"

@@ -36,7 +36,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.core import Tracer
 
-from kvjax.cache import Cache, LayerCache, init_layer, shardings
+from kvjax.cache import Cache, LayerCache, init_layer, layers_of, shardings
 from kvjax.caches.short import of_size
 from kvjax.capacity import grow
 from kvjax.memory import of_first_process, on_host, shapes
@@ -114,7 +114,7 @@ def restore(directory: str | Path, like: Cache | LayerCache, *, step: int | None
         placement of `like` cannot split such a cache.
     """
     _check("restore(like=...)", like)
-    for layer in like.layers if isinstance(like, Cache) else (like,):
+    for layer in layers_of(like):
         if layer.placement is not None:  # `kvjax.init` has checked it, but a shape may have got another since
             layer.placement.check(layer.policy, layer.spec)
     if step is not None:
@@ -231,7 +231,7 @@ def _with_capacity_of(saved: dict[str, Any], like: Any) -> Any:
 
 def describe(cache: Cache | LayerCache) -> dict[str, Any]:
     """The description of a cache, as JSON: format, the policy and spec of each layer, shape and dtype of each array."""
-    layers = cache.layers if isinstance(cache, Cache) else (cache,)
+    layers = layers_of(cache)
     return {
         "format": FORMAT,
         "layers": [{"policy": _plain(layer.policy), "spec": _plain(layer.spec)} for layer in layers],
@@ -304,7 +304,7 @@ def _named(cache: Any) -> list[tuple[str, Any]]:
 
 def _homes(cache: Cache | LayerCache) -> list[Any]:
     """The sharding of each array; of one that has none, that which `kvjax.init` would give it."""
-    layers = cache.layers if isinstance(cache, Cache) else (cache,)
+    layers = layers_of(cache)
     found = []
     for layer in layers:
         given = [leaf.sharding for leaf in jax.tree.leaves(layer)]
