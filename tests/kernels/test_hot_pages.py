@@ -49,7 +49,7 @@ def test_places_are_those_of_the_reference(B, K, n, N, P, spread):
         np.testing.assert_array_equal(at, want)
         for name, a, b in zip(ours._fields, ours, theirs, strict=True):
             np.testing.assert_array_equal(a, b, err_msg=f"{name}, step {step}")
-    assert (np.asarray(theirs.loads) > n).any(), "nothing was replaced"
+    assert n > 8 * N or (np.asarray(theirs.loads) > n).any(), "nothing was replaced"
     two = jax.tree.map(lambda a: jnp.stack([a, a]), (tuple(ours), index, found))
     _, at = jax.jit(jax.vmap(hot_pages.hot_places))(*two)
     np.testing.assert_array_equal(at[1], reference(ours, index, found)[1])
