@@ -79,7 +79,8 @@ def measure(
     def loads() -> float:
         if not hot:
             return 0.0
-        return float(np.mean([np.asarray(layer.state.store.hot.loads) for layer in carry[0]]))
+        pages = np.mean([np.asarray(layer.state.store.hot.loads) for layer in carry[0]])
+        return float(pages) * carry[0][0].policy.store.page
 
     before, times = loads(), []
     for _ in range(calls):

@@ -3,12 +3,11 @@
     python benchmarks/million.py [--methods full,fier,quest,pariskv,logquant] [--length 1048576] [--last 2]
     python benchmarks/million.py --methods fier:host,pariskv:host,freekv --length 524288
 
-A Qwen2.5-7B shape with random bf16 weights reads random tokens in chunks of 32768. With `--last N` random keys and
-values stand for what comes before the last N chunks; `--last 0` reads all of it, some 2e17 FLOPs at a million. A row
-has the seconds of each chunk, of which the first compiles, the rate of the others by the FLOPs of the matrix products
-and of causal attention, what the whole prompt takes at that rate, and milliseconds a token of decoding. A history over
-host memory needs XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB and XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE=true for 30 GB; see
-`pinned.py`.
+A Qwen2.5-7B shape with random bf16 weights reads random tokens by `--chunk`. With `--last N` random keys and values
+stand for what comes before the last N chunks; `--last 0` reads all of it, some 2e17 FLOPs at a million. A row has the
+seconds of each chunk, of which the first compiles, the rate of the others by the FLOPs of the matrix products and of
+causal attention, what the whole prompt takes at that rate, and milliseconds a token of decoding. Half a million tokens
+over host memory take 30 GB there: see `pinned.py` for XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB.
 """
 
 from __future__ import annotations
@@ -65,6 +64,7 @@ def measure(
         "length": given.length,
         "layers": config.layers,
         "last": given.last,
+        "chunk": chunk,
         "tflops": rate,
         "prompt_seconds": sum(seconds) if not given.last else None,
         "prompt_seconds_at_rate": flops(config, given.length) / rate / 1e12,

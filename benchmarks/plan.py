@@ -102,7 +102,7 @@ def _steps() -> Iterator[Cell]:
         yield Cell("steps", f"shared {method}", command, f"{SMALL_STEP} --shares 1,2", 200)
 
 
-POOL = {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "60", "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "true"}
+POOL = {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "100"}
 
 
 def _prompts() -> Iterator[Cell]:

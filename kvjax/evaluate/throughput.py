@@ -173,8 +173,9 @@ def sweep(
     `batches` None asks for the largest batch of each cache and length, found by trial: the first guess fills the free
     memory with caches. Arrays in host memory may fill 9/20 of what is free there, as XLA's pool of it grows by
     doubling: with 9/10 the process was killed. With XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE=true it may fill the pool's
-    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 unless set. (A process may have been given a part of the device's memory
-    only: on a GPU 3/4 of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. `bytes_limit` tells it.)
+    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 unless set, which XLA may take twice. (A process may have been given a part of
+    the device's memory only: on a GPU 3/4 of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. `bytes_limit`
+    tells it.)
 
     `about` names the model, its digest, its dtype and whatever else decides a result. Cells are kept in the folder
     `out`; one that is there already, from the same code on the same device, comes from there. A cell that does not fit
