@@ -109,8 +109,12 @@ class ProductCodes:
         books = self._books(ix.centroids, q.shape)
         parts = q.astype(jnp.float32).reshape(B, K, G, self.parts, D // self.parts)
         tables = jnp.einsum("bkgmd,bkmcd->mbkgc", parts, books, precision="highest") * scale
-        codes = jnp.moveaxis(ix.codes, 3, 0)[:, :, :, None].astype(jnp.int32)
-        found = [jnp.take_along_axis(t, c, axis=-1) for t, c in zip(tables, codes, strict=True)]
+        # Indices of each query head, so that the tables are looked up and added in one pass that writes the scores once.
+        codes = jnp.broadcast_to(jnp.moveaxis(ix.codes, 3, 0)[:, :, :, None], (self.parts, B, K, G, ix.codes.shape[2]))
+        found = [
+            jnp.take_along_axis(table, own.astype(jnp.int32), axis=-1, mode="promise_in_bounds")
+            for table, own in zip(tables, codes, strict=True)
+        ]
         return sum(found[1:], found[0])
 
     def over_context(self, stripes: Stripes) -> StripedProductCodes:

@@ -117,7 +117,9 @@ def test_answers_are_those_of_generate_for_every_preset(checkpoint, name):
         "freekv": {"sink": 8, "local": 8},
         "arkvale": {"sink": 8, "local": 8, "dense_layers": 0},
         "magicpig": {"chunk": 16, "local": 8},
-        "pyramidkv": {"layers": 2},
+        "pyramidkv": {"layers": 3},
+        "pqcache": {"bits": 4, "learn": 16, "local": 8},
+        "duoattention": {"sink": 8},
         "shadowkv": {"rank": 12, "outliers": 2, "learn": 16, "local": 8},
         "mikv": {"group": 8, "chunk": 16},
     }

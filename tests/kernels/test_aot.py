@@ -317,6 +317,20 @@ def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
     assert program.temp_bytes < 40 * MIB  # for the scores of 32 heads, 16 MiB, and pooled ones; the cache is 512 MiB
 
 
+COMPARED = "adakv arkvale h2o logevict magicpig mikv pqcache raas shadowkv shadowkv:host=false snapkv tova".split()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_step_without_kernels_of_its_own_holds_scores_once(name):
+    spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072, dtype=jnp.bfloat16)
+    policy = presets.parse_with_budget(name, 2048)[0].rest
+    layer = kvjax.memory.shapes(partial(kvjax.init_layer, policy, spec))
+    step = partial(kvjax.attention, flush=False)
+    program = aot.compile_for_h200(step, layer, sds(1, 1, 32, 128), *2 * [sds(1, 1, 8, 128)], donate=0)
+    assert program.temp_bytes < 24 * MIB  # the scores of 32 heads in f32 take 16 MiB, keys and values 512
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("preset", "most"),
