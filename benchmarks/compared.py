@@ -6,10 +6,12 @@ As `decode_step.py`, for methods that need the queries of a prompt, rebuild keys
 places. A prompt of normal random queries, keys and values is stored by `kvjax.attention`, a chunk at a time, so each
 method keeps what it would keep; then steps are timed in some layers in straight line. The floor is the bytes of what a
 step reads of the cache: the index, and keys and values of the budget or of everything, from the memory where they lie.
-`MORE` has methods that `decode_step.py` times too, or that evict. RazorAttention and DuoAttention keep everything for a
-quarter and for half of the KV heads, the shares of their papers (15 % of the heads of a model, here rounded up to whole
-KV heads of a layer, and 50 % under grouped queries); which heads these are does not change the time. PyramidKV is left
-out, as its layers differ. Without a GPU (`--quick`) the host's clock is read and cuDNN is left out.
+Queries are the same in every step, but for `arkvale` and `freekv`, whose steps keep what the last one recalled: theirs
+have a correlation of `ALIKE` from step to step. `MORE` has methods that `decode_step.py` times too, or that evict.
+RazorAttention and DuoAttention keep everything for a quarter and for half of the KV heads, the shares of their papers
+(15 % of the heads of a model, here rounded up to whole KV heads of a layer, and 50 % under grouped queries); which ones
+does not change the time. PyramidKV is left out, as its layers differ. Without a GPU (`--quick`) the host's
+clock is read and cuDNN is left out.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import layers
-from decode_step import cudnn, kvjax_step, random_pair, through
+from decode_step import Step, cudnn, kvjax_step, random_pair, through
 from device_time import BYTES_PER_US
-from jax import Array
+from host_steps import queries
+from jax import Array, lax
 from layers import LAYER, SMALL_LAYER, clock, names, numbers, options, out_of, parse, save, show
 
 import kvjax
@@ -38,6 +41,7 @@ RETRIEVAL_HEADS = {"razorattention": 4, "duoattention": 2}  # one KV head in so 
 WHOLE = ("full", "logquant", "kivi")  # have no budget
 HOST_BYTES_PER_US = 5.5e4  # of the bus, one large copy
 LAYERS = 2
+ALIKE = 0.9
 
 
 def floor_us(policy: Any, spec: CacheSpec, budget: int) -> float:
@@ -101,6 +105,18 @@ def policy_of(method: str, spec: CacheSpec, budget: int) -> kvjax.Policy:
     return presets.parse_with_budget(method, budget)[0].rest
 
 
+def turning(step: Step) -> Step:
+    """`through`, with another query of q [steps, B, 1, N, D] in each step."""
+
+    def run(carry: Any, q: Array, k: Array, v: Array) -> tuple[Any, Any]:
+        states, turn = carry
+        own = lax.dynamic_index_in_dim(q, turn % len(q), keepdims=False)
+        outs, states = through(step)(states, own, k, v)
+        return outs, (states, turn + 1)
+
+    return run
+
+
 def measure(method: str, spec: CacheSpec, budget: int, calls: int, chunk: int) -> dict[str, Any]:
     B, K, D, S = spec.batch, spec.kv_heads, spec.head_dim, spec.capacity
     shape = (B, S, K, D)
@@ -115,9 +131,15 @@ def measure(method: str, spec: CacheSpec, budget: int, calls: int, chunk: int) -
         floor = floor_us(policy, spec, budget)
         states = tuple(filled(policy, spec, S - calls - 3, chunk, i) for i in range(LAYERS))
         step = kvjax_step
-    q = jax.random.normal(jax.random.key(100), (B, 1, spec.q_heads, D), spec.dtype)
     k, v = random_pair(jax.random.key(101), (B, 1, K, D), spec.dtype)
-    took, outs = clock(jax.jit(through(step), donate_argnums=0), states, q, k, v, calls=calls)
+    alike = ALIKE if isinstance(policy, kvjax.Speculative) else None
+    run: Any = through(step)
+    if alike is None:
+        q = jax.random.normal(jax.random.key(100), (B, 1, spec.q_heads, D), spec.dtype)
+    else:
+        turn = jax.device_put(jnp.int32(0), jax.devices()[0])  # committed, as what a step returns: one program
+        run, states, q = turning(step), (states, turn), queries(alike, calls + 3, spec)
+    took, outs = clock(jax.jit(run, donate_argnums=0), states, q, k, v, calls=calls)
     if not all(bool(jnp.all(jnp.isfinite(out))) for out in outs):
         raise SystemExit(f"{method}: the output is not finite")
     parts = {name: round(us / LAYERS, 2) for name, us in list(took.parts.items())[:12]}
@@ -125,6 +147,7 @@ def measure(method: str, spec: CacheSpec, budget: int, calls: int, chunk: int) -
         "method": method,
         "length": S,
         "batch": B,
+        "alike": alike,
         "us": took.us / LAYERS,
         "kernels": None if took.kernels is None else took.kernels / LAYERS,
         "floor_us": floor,
