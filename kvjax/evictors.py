@@ -48,7 +48,8 @@ class Evictor(Protocol):
         ...
 
     def see_step(self, evidence: Array, weights: Array) -> Array:
-        """Evidence f32[B, K, L] after a decode step with softmax weights f32[B, K, G, L]."""
+        """Evidence f32[B, K, L] after a decode step with softmax weights f32[B, K, G, L]. Where it
+        returns `evidence` itself, a compiled step has no weights."""
         ...
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:

@@ -88,28 +88,25 @@ class Evicting:
 
     def update(self, st: EvictingState, k: Array, v: Array, active: Array) -> EvictingState:
         B, K, S = st.position.shape
-        slot = self._slot(st)
+        came = active.astype(jnp.int32)
+        length = st.length + came  # the rest reads this one: XLA would copy an old one that is read beside it
+        slot = self._slot(st, length)
 
         def place(held: Array, new: Array) -> Array:
-            """`held` [B, K, S, ...] with `new` [B, 1 or K, 1, ...] in the slot of each head of the active rows."""
-            new = jnp.broadcast_to(new, (B, K, 1, *held.shape[3:]))
-            rows, tokens = (a.reshape(B * K, 1, *a.shape[2:]) for a in (held, new))
-            return write(rows, tokens, slot.reshape(-1), jnp.repeat(active, K).astype(jnp.int32)).reshape(held.shape)
+            """`held` [B, K, S, D] with `new` [B, K, 1, D] in the slot of each head of the active rows."""
+            rows, tokens = (a.reshape(B * K, 1, -1, a.shape[3]) for a in (held, new))
+            return write(rows, tokens, slot.reshape(-1), jnp.repeat(came, K)).reshape(held.shape)
 
+        taken = (jnp.arange(S)[None, None] == slot[..., None]) & active[:, None, None]
         arrival, evidence = self.evictor.arrival, st.evidence
         if evidence is not None and arrival is not None:
-            evidence = place(evidence, jnp.full((B, 1, 1), arrival, jnp.float32))
-        came = active.astype(jnp.int32)
+            evidence = jnp.where(taken, jnp.float32(arrival), evidence)
         return replace(
             st,
-            tokens=Block(
-                place(st.tokens.k, k),
-                place(st.tokens.v, v),
-                jnp.minimum(st.tokens.count + came, S),
-            ),
-            position=place(st.position, st.length[:, None, None]),
+            tokens=Block(place(st.tokens.k, k), place(st.tokens.v, v), jnp.minimum(st.tokens.count + came, S)),
+            position=jnp.where(taken, length[:, None, None] - 1, st.position),
             evidence=evidence,
-            length=st.length + came,
+            length=length,
             due=None if st.due is None else st.due | active,
         )
 
@@ -117,21 +114,21 @@ class Evicting:
         self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, EvictingState, Info]:
         visible = self._valid(st) & (st.position >= lowest_visible(st.length - 1, window)[:, None, None])
-        if moved := self._renumbered:
-            out = self._attend_moved(st, q[:, :, :, None], visible[:, :, None], moved, scale=scale).out
-        elif window is None and st.evidence is None:
-            span = Span(st.tokens.k, st.tokens.v, jnp.zeros_like(st.length), st.tokens.count)
-            out = ops.attend_span(q, span, scale=scale)
-        else:  # what a head sees has gaps, or its logits are wanted below too
-            out = attend_part(q, st.tokens.k, st.tokens.v, visible[:, :, None], scale=scale).out
         positions = jnp.where(visible, st.position, -1)[:, :, None]
         info = Info(jnp.sum(visible, axis=-1, dtype=jnp.float32), None, positions=positions)
+        seen, after = st.evidence, st
         if st.evidence is not None and st.due is not None:
             weights = softmax_weights(q, st.tokens.k, visible[:, :, None], scale=scale)
             seen = self.evictor.see_step(st.evidence, weights)
             evidence = jnp.where(st.due[:, None, None], seen, st.evidence)
-            st = replace(st, evidence=evidence, due=jnp.zeros_like(st.due))
-        return out, st, info
+            after = replace(st, evidence=evidence, due=jnp.zeros_like(st.due))
+        if moved := self._renumbered:
+            out = self._attend_moved(st, q[:, :, :, None], visible[:, :, None], moved, scale=scale).out
+        elif window is None and seen is st.evidence:
+            out = self._attend_held(st, q, scale=scale)
+        else:  # what a head sees has gaps, or its logits are wanted above too
+            out = attend_part(q, st.tokens.k, st.tokens.v, visible[:, :, None], scale=scale).out
+        return out, after, info
 
     # -------------------------------------------------------------------------------------------------------- prompts
 
@@ -277,15 +274,19 @@ class Evicting:
             parts.append(attend_part(queries.reshape(B, K, G * T, D), k, v, seen[..., slots], scale=scale))
         return merge(*parts)
 
-    def _slot(self, st: EvictingState) -> Array:
-        """i32[B, K]: where the next token goes, an empty slot or that of the token to evict."""
-        slots = st.tokens.slots
-        evicted = self._to_evict(st, jnp.ones_like(st.position, bool))
-        return jnp.where((st.tokens.count < slots)[:, None], st.tokens.count[:, None], evicted)
+    def _attend_held(self, st: EvictingState, q: Array, *, scale: float) -> Array:
+        """Attention of q [B, K, G, D] to all tokens that are held."""
+        span = Span(st.tokens.k, st.tokens.v, jnp.zeros_like(st.length), st.tokens.count)
+        return ops.attend_span(q, span, scale=scale)
 
-    def _to_evict(self, st: EvictingState, valid: Array) -> Array:
+    def _slot(self, st: EvictingState, end: Array) -> Array:
+        """i32[B, K]: where the token goes that makes them `end` i32[B], an empty slot or that of the token to evict."""
+        evicted = self._to_evict(st, jnp.ones_like(st.position, bool), end)
+        return jnp.where((end > st.tokens.slots)[:, None], evicted, end[:, None] - 1)
+
+    def _to_evict(self, st: EvictingState, valid: Array, end: Array) -> Array:
         """i32[B, K]: the slot of the least worth, of equals the oldest, where `valid` bool[B, K, S]."""
-        worth = self.evictor.worth(st.evidence, st.position, st.length + 1, self._share(st.tokens.slots))
+        worth = self.evictor.worth(st.evidence, st.position, end, self._share(st.tokens.slots))
         worth = jnp.where(valid, worth, jnp.inf)
         least = valid & (worth == jnp.min(worth, axis=-1, keepdims=True))
         return jnp.argmin(jnp.where(least, st.position, jnp.iinfo(jnp.int32).max), axis=-1).astype(jnp.int32)

@@ -12,7 +12,7 @@ from jax.tree_util import register_dataclass
 from kvjax import ops
 from kvjax.caches.evicting import Evicting, EvictingState
 from kvjax.indexing import put_last
-from kvjax.partial import PartialAttention
+from kvjax.partial import PartialAttention, Span
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec
 
@@ -98,6 +98,13 @@ class HeadBudgets(Evicting):
 
     # ---------------------------------------------------------------------------------------------------------- parts
 
+    def _attend_held(self, st: EvictingState, q: Array, *, scale: float) -> Array:
+        assert isinstance(st, HeadBudgetsState)
+        # Each head holds a number of tokens of its own, so heads are rows here.
+        rows, k, v = (a.reshape(-1, 1, *a.shape[2:]) for a in (q, st.tokens.k, st.tokens.v))
+        stop = st.head_counts.reshape(-1)
+        return ops.attend_span(rows, Span(k, v, jnp.zeros_like(stop), stop), scale=scale).reshape(q.shape)
+
     def _share(self, slots: int) -> int:
         return min(self.budget, slots)
 
@@ -105,9 +112,9 @@ class HeadBudgets(Evicting):
         assert isinstance(st, HeadBudgetsState)
         return jnp.arange(st.tokens.slots)[None, None] < st.head_counts[..., None]
 
-    def _slot(self, st: EvictingState) -> Array:
+    def _slot(self, st: EvictingState, end: Array) -> Array:
         assert isinstance(st, HeadBudgetsState)
-        return jnp.where(st.head_counts < st.limit, st.head_counts, self._to_evict(st, self._valid(st)))
+        return jnp.where(st.head_counts < st.limit, st.head_counts, self._to_evict(st, self._valid(st), end))
 
     def _best(self, worth: Array, eligible: Array, slots: int) -> Selection:
         """The best tokens of all heads together, `slots` of a head at most."""

@@ -166,14 +166,14 @@ class Mixed(Evicting):
         pending = Block(rest_k, rest_v, jnp.minimum(left, W))
         return self._with_next(replace(st, low=low, pending=pending, dropped=st.dropped | (left > W)))
 
-    def _slot(self, st: EvictingState) -> Array:
+    def _slot(self, st: EvictingState, end: Array) -> Array:
         assert isinstance(st, MixedState)
         return jnp.where((st.tokens.count < st.tokens.slots)[:, None], st.tokens.count[:, None], st.next)
 
     def _with_next(self, st: MixedState) -> MixedState:
         """With the token that leaves next. An update that read it from the slots that it then writes would make XLA
         copy them."""
-        slot = self._to_evict(st, jnp.broadcast_to(self._valid(st), st.position.shape))
+        slot = self._to_evict(st, jnp.broadcast_to(self._valid(st), st.position.shape), st.length + 1)
         k, v = (jnp.take_along_axis(a, slot[:, :, None, None], axis=2) for a in (st.tokens.k, st.tokens.v))
         return replace(st, next=slot, next_k=k, next_v=v)
 

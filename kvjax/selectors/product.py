@@ -109,7 +109,7 @@ class ProductCodes:
         books = self._books(ix.centroids, q.shape)
         parts = q.astype(jnp.float32).reshape(B, K, G, self.parts, D // self.parts)
         tables = jnp.einsum("bkgmd,bkmcd->mbkgc", parts, books, precision="highest") * scale
-        # Indices of each query head, so that the tables are looked up and added in one pass that writes the scores once.
+        # Indices of each query head: XLA looks the tables up and adds in one pass, which writes the scores once.
         codes = jnp.broadcast_to(jnp.moveaxis(ix.codes, 3, 0)[:, :, :, None], (self.parts, B, K, G, ix.codes.shape[2]))
         found = [
             jnp.take_along_axis(table, own.astype(jnp.int32), axis=-1, mode="promise_in_bounds")

@@ -317,7 +317,8 @@ def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
     assert program.temp_bytes < 40 * MIB  # for the scores of 32 heads, 16 MiB, and pooled ones; the cache is 512 MiB
 
 
-COMPARED = "adakv arkvale h2o logevict magicpig mikv pqcache raas shadowkv shadowkv:host=false snapkv tova".split()
+COMPARED = ("adakv", "arkvale", "h2o", "logevict", "magicpig", "mikv", "pqcache", "raas", "shadowkv", "snapkv", "tova")
+COMPARED += ("shadowkv:host=false", "streaming_llm")
 
 
 @pytest.mark.thorough
