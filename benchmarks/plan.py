@@ -15,6 +15,8 @@ PARTS = ("kernels", "steps", "prompts", "hosts", "methods", "devices", "checkpoi
 INPUTS = ("checkpoint", "text", "code", "gsm8k")  # that a command may name in braces, beside {out}
 WARMED = ("decode_step.py", "decode_tokens.py", "shared.py", "host_steps.py", "compared.py", "prefill.py")
 WARMING = "--calls 2"
+UNTIMED = ("pytest", "kvjax.cli eval", "kvjax.cli perplexity", "kvjax.cli measure", "benchmarks.claims", "hit_rates.py")
+UNTIMED += ("long_generation.py",)
 BESIDE_OTHERS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a process takes no more of the GPU's memory than it needs
 
 
@@ -48,6 +50,11 @@ class Cell:
     def warms(self) -> bool:
         """Whether it may be compiled beside others: `WARMING` ends it soon, and it leaves them room on the GPU."""
         return shlex.split(self.command)[0] in WARMED
+
+    @property
+    def timed(self) -> bool:
+        """Whether it measures times, so that nothing may run beside it."""
+        return self.kind not in UNTIMED
 
     def words(self, places: dict[str, str], more: str = "") -> list[str]:
         """The arguments of the command and `more`, with `places` for the names in braces."""

@@ -1,6 +1,6 @@
 """Runs the plan of benchmarks, a part at a time, and skips what this code has already measured.
 
-    python -m benchmarks.run --out measured --minutes 9 [--parts kernels,steps] [--match fier] [--warm 8] [--list]
+    python -m benchmarks.run --out measured --minutes 9 [--parts kernels,steps] [--match fier] [--beside 8] [--list]
     python -m benchmarks.run --out measured --parts checkpoint --checkpoint DIR --text book.txt --gsm8k DIR
     python -m benchmarks.run --out measured --smoke
 
@@ -10,8 +10,9 @@ cell a line is printed and OUT/cells.json is written, with the digest of the cod
 call goes on where the first stopped, and one of other code or elsewhere begins anew. Results are in OUT/results, what a
 cell printed in OUT/logs; nothing else needs to be kept.
 
-Most of the time of a short cell is compiling, on one core. With `--warm 8`, eight cells at a time are run briefly
-first, for the programs that they leave in the cache; what they time is thrown away.
+With `--beside 8`, what is not timed comes first, eight processes at a time: tests of kernels, measures of quality, and
+programs. Most of the time of a short cell is compiling, on one core, so timed cells are first run briefly, for the
+programs that they leave in the cache; what they time there is thrown away.
 
 `--smoke` runs each command on the CPU with its smallest sizes, to find a wrong option or a missing package; with
 `--one`, one of those that differ by method or length alone.
@@ -29,6 +30,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -81,7 +83,7 @@ class State:
     """
 
     def __init__(self, file: Path, code: str, device: str):
-        self.file, self.made_by = file, {"code": code, "device": device}
+        self.file, self.made_by, self.lock = file, {"code": code, "device": device}, threading.Lock()
         self.cells: dict[str, dict[str, Any]] = json.loads(file.read_text())["cells"] if file.is_file() else {}
 
     def is_done(self, name: str, asked: str) -> bool:
@@ -167,19 +169,29 @@ def environment(cell: Cell, given: argparse.Namespace) -> dict[str, str]:
     return env | {"JAX_PLATFORMS": "cpu"} | cell.smoke_env if given.smoke else env
 
 
-def warm(asked: Sequence[Cell], given: argparse.Namespace, places: dict[str, str], until: float) -> str:
-    """Runs cells briefly, `given.warm` at a time; what fails here fails again, and is told, when it is measured."""
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.warm) as pool:
+def run_beside(
+    untimed: Sequence[Cell], warmed: Sequence[Cell], given: argparse.Namespace, state: State,
+    places: dict[str, str], until: float,
+) -> list[str]:  # fmt: skip
+    """Runs what is not timed, and others briefly, `given.beside` at a time; the statuses of the first.
 
-        def run_one(cell: Cell) -> None:
+    What fails when it is run briefly fails again, and is told, when it is measured.
+    """
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.beside) as pool:
+
+        def warm(cell: Cell) -> None:
             words = cell.words(places | {"out": folder}, cell.smoke if given.smoke else WARMING)
             env = {**environment(cell, given), **BESIDE_OTHERS}
             if (left := until - time.monotonic()) > 0:
                 run(cell, words, env, Path(folder, "logs", cell.name), min(cell.seconds, left))
 
-        list(pool.map(run_one, asked))  # raises what a thread raised
-    return f"compiled beforehand for {len(asked)} cells | {time.monotonic() - start:.0f} s"
+        jobs = [pool.submit(measure, cell, given, state, places, until, beside=True) for cell in untimed]
+        for job in [pool.submit(warm, cell) for cell in warmed]:
+            job.result()  # raises what a thread raised
+        if warmed:
+            print(f"compiled beforehand for {len(warmed)} cells | {time.monotonic() - start:.0f} s", flush=True)
+        return [job.result() for job in jobs]
 
 
 def inputs(given: argparse.Namespace) -> dict[str, str]:
@@ -237,7 +249,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--text", type=Path, help="UTF-8 file with a long text that the model never saw")
     parser.add_argument("--gsm8k", type=Path, help="folder with test.jsonl as published")
     parser.add_argument("--cache", type=Path, help="folder of compiled programs; default OUT/cache")
-    parser.add_argument("--warm", type=int, default=0, metavar="N", help="first compile, N cells at a time")
+    parser.add_argument("--beside", type=int, default=0, metavar="N", help="first what is not timed, N at a time")
     parser.add_argument("--again", action="store_true", help="run also what this code has measured or failed at")
     parser.add_argument("--list", action="store_true", help="print what would run, and run nothing")
     parser.add_argument("--one", action="store_true", help="one cell of each script and command")
@@ -255,26 +267,23 @@ def select(given: argparse.Namespace) -> list[Cell]:
 
 
 def measure(
-    ready: Sequence[Cell], given: argparse.Namespace, state: State, places: dict[str, str], until: float
-) -> Counter[str]:
-    """Runs cells one after the other and keeps what they gave; their number by status, and by NO_TIME."""
-    counts: Counter[str] = Counter()
-    for cell in ready:
-        name, left = name_of(cell), until - time.monotonic()
-        if left < (min(state.seconds(cell), 120) if cell.resumes else state.seconds(cell)):
-            counts[NO_TIME] += 1
-            continue
-        limit = min(cell.seconds, left)
-        log = given.out / "logs" / f"{name.replace(': ', '_').replace(' ', '_').replace('/', '_')}.txt"
-        words = cell.words(places, cell.smoke if given.smoke else "")
-        row = run(cell, words, environment(cell, given), log, limit)
-        if row["status"] == "cut" and limit == cell.seconds and not cell.resumes:
-            row["status"] = "over its limit"
+    cell: Cell, given: argparse.Namespace, state: State, places: dict[str, str], until: float, *, beside: bool = False
+) -> str:
+    """Runs a cell, keeps what it gave and tells it; its status. With others beside it, it may take twice as long."""
+    name, left, most = name_of(cell), until - time.monotonic(), (1 + beside) * cell.seconds
+    if left < (min(state.seconds(cell), 120) if cell.resumes else state.seconds(cell)):
+        return NO_TIME
+    limit = min(most, left)
+    log = given.out / "logs" / f"{name.replace(': ', '_').replace(' ', '_').replace('/', '_')}.txt"
+    words = cell.words(places, cell.smoke if given.smoke else "")
+    row = run(cell, words, environment(cell, given) | (BESIDE_OTHERS if beside else {}), log, limit)
+    if row["status"] == "cut" and limit == most and not cell.resumes:
+        row["status"] = "over its limit"
+    told = [name, row["status"], f"{row['seconds']:.0f} s"]
+    with state.lock:
         state.keep(name, {**row, "asked": asked_of(cell, given)})
-        counts[row["status"]] += 1
-        told = [name, row["status"], f"{row['seconds']:.0f} s"]
         print(" | ".join(told if row["status"] == "ok" else [*told, last_line(log)]), flush=True)
-    return counts
+    return str(row["status"])
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -301,10 +310,12 @@ def main(args: Sequence[str] | None = None) -> int:
     asked = [cell for cell in asked if not cannot_run(cell, places, count)]
     ready = [cell for cell in asked if given.again or not state.is_done(name_of(cell), asked_of(cell, given))]
     until = start + 60 * given.minutes - 6  # a process has 5 seconds to end
-    if given.warm and (first := [cell for cell in ready if cell.warms]):
-        print(warm(first, given, places, until), flush=True)
-    counts = measure(ready, given, state, places, until)
-    counts[KNOWN] = len(asked) - len(ready)
+    counts = Counter({KNOWN: len(asked) - len(ready)})
+    if given.beside:
+        untimed, warmed = [cell for cell in ready if not cell.timed], [cell for cell in ready if cell.warms]
+        counts.update(run_beside(untimed, warmed, given, state, places, until))
+        ready = [cell for cell in ready if cell.timed]
+    counts.update(measure(cell, given, state, places, until) for cell in ready)
     order = ("ok", "failed", "cut", "over its limit", KNOWN, NO_TIME)
     print("; ".join(f"{counts[what]} {what}" for what in order if counts[what]) or "nothing to run", flush=True)
     for line in left_out:

@@ -99,6 +99,7 @@ def test_the_plan_covers_its_parts_and_names_each_cell_once():
     assert needed == set(plan.INPUTS)
     for cell in CELLS:
         assert "{" not in " ".join(cell.words(PLACES, cell.smoke)), cell.command
+    assert {cell.kind for cell in CELLS if not cell.timed} == set(plan.UNTIMED)
 
 
 # ---------------------------------------------------------------------------- the runner, with commands of its own
@@ -190,12 +191,23 @@ def test_a_run_ends_within_its_minutes_and_begins_nothing_that_would_not_end(go,
 def test_programs_are_compiled_beforehand_and_not_measured_there(go, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "WARMED", (str(tmp_path / "script.py"),))
     made = [((name,), {}) for name in "abc"]
-    code, told, states = go(made, "--warm", "3")
+    code, told, states = go(made, "--beside", "3")
     assert code == 0
     assert "compiled beforehand for 3 cells" in told
     assert set(states.values()) == {"ok"}
     assert [rows(tmp_path, name) for name in "abc"] == [1, 1, 1], "what they timed together is thrown away"
-    assert "compiled" not in go(made, "--warm", "3")[1], "nothing is left to be measured"
+    assert "compiled" not in go(made, "--beside", "3")[1], "nothing is left to be measured"
+
+
+def test_what_is_not_timed_runs_side_by_side_and_first(go, tmp_path, monkeypatch):
+    script = str(tmp_path / "script.py")
+    monkeypatch.setattr(plan, "UNTIMED", (script,))
+    start = time.monotonic()
+    code, told, states = go([((name,), {"seconds": 3.0}) for name in "abc"] + [(("d",), {"code": 3})], "--beside", "4")
+    assert time.monotonic() - start < 9, "one after the other they take nine seconds"
+    assert code == 1
+    assert states == {"a": "ok", "b": "ok", "c": "ok", "d": "failed"}
+    assert "3 ok; 1 failed" in told
 
 
 def test_a_cell_without_its_input_is_left_out_and_told(go, tmp_path, monkeypatch, capsys):
