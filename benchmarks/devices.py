@@ -220,6 +220,8 @@ def main(args: Sequence[str] | None = None) -> None:
     for name, place in places.items() if given.prompt else ():
         if time.monotonic() > end:
             break
+        if place is not None and place.mesh.shape["data"] > 1:  # one row is not split
+            continue
         own = model if place is None else distribute(model, place)
         row, logits = prompt_time(own, presets.full(), place, tokens=prompt, dtype=dtype)
         base = alone.setdefault("prompt", logits)

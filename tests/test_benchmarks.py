@@ -161,7 +161,7 @@ def test_all_methods_run_without_a_gpu(scripts, tmp_path):
     scripts("decode_step").main(
         ["--quick", "--lengths", "512", "--batches", "2", "--calls", "2", "--budget", "160", "--out", str(out)]
     )
-    assert len(json.loads(out.read_text())["rows"]) == 14  # 4 methods in 3 implementations, full, and by hand
+    assert len(json.loads(out.read_text())["rows"]) == 10  # 4 methods in 2 implementations, full, and by hand
     scripts("prefill").main(
         ["--quick", "--lengths", "512", "--calls", "2", "--out", str(out.with_name("prefill.json"))]
     )

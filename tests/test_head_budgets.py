@@ -61,7 +61,7 @@ def test_heads_keep_what_the_oracle_allots_them(floor: float, most: float, keys:
     policy = HeadBudgets(evictor=evictor, budget=BUDGET, floor=floor, ceiling=most)
     spec, tokens = (SPEC, sharp_and_wide()) if keys == "random" else data(checkpoint)["live"]
     B, K, G, D = spec.batch, spec.kv_heads, spec.group, spec.head_dim
-    lengths = np.resize([40, 33], B)  # within one call of `fill`
+    lengths = np.resize([33, 40], B)  # within one call of `fill`
     cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     worth, kept = [], []
     for row, n in enumerate(lengths):

@@ -130,13 +130,27 @@ def most_voted(
 
 @most_voted.limit
 def _most_voted_limit(
-    kernel: Any, votes: Array, length: Array, count: Array, room: int, *, complement: Sequence[Array] | None, local: int
+    kernel: Any,
+    votes: Array,
+    length: Array,
+    count: Array,
+    room: int,
+    *,
+    complement: Sequence[Array | int] | None,
+    local: int,
 ) -> str | None:
     return kernel.unsupported(votes, length, count, room)
 
 
 @most_voted.mosaic
 def _most_voted_mosaic(
-    kernel: Any, votes: Array, length: Array, count: Array, room: int, *, complement: Sequence[Array] | None, local: int
+    kernel: Any,
+    votes: Array,
+    length: Array,
+    count: Array,
+    room: int,
+    *,
+    complement: Sequence[Array | int] | None,
+    local: int,
 ) -> PackedSelection:
     return PackedSelection(*kernel.most_voted(votes, length, count, room, complement=complement, local=local))

@@ -15,6 +15,7 @@ from benchmarks.claims.groups import groups
 from kvjax import CacheSpec, Compressed, Dense, Fifo, LogSparse, Quantized
 from kvjax.evaluate import plots, recall
 from kvjax.evaluate.live import Live
+from tests.checkpoint import write_checkpoint
 from tests.evaluate.test_recall import LIVE, POSITIONS, STEPS, B, D, G, K, L, N, S, _live, _logits, _softmax, directory  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------- turns
@@ -280,11 +281,13 @@ def test_command_writes_table_json_and_plot(directory, tmp_path, capsys):  # noq
 
 
 @pytest.mark.thorough
-def test_command_runs_every_measurement(directory, tmp_path):  # noqa: F811
+def test_command_runs_every_measurement(tmp_path):
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # two of ParisKV's subspaces
+    model = write_checkpoint(tmp_path / "model", **heads)
     book = tmp_path / "book.txt"
     book.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 5)
     sizes = ("--length", "150,200", "--steps", 4, "--budget", 64, "--new-tokens", 16, "--window", 8)
-    assert main([str(arg) for arg in (directory, "--text", book, *sizes, "--out", tmp_path)]) == 0
+    assert main([str(arg) for arg in (model, "--text", book, *sizes, "--out", tmp_path)]) == 0
     for what in ("groups", "queries", "logquant", "drift", "paris"):
         content = json.loads((tmp_path / f"measure_{what}.json").read_text())
         assert content["results"]

@@ -258,10 +258,10 @@ def test_a_policy_that_needs_the_queries_of_a_prompt_is_refused():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("cases", [recall.selectors(64), recall.group_reduces(64)])
-def test_every_case_to_compare_runs_and_selects_better_than_chance(cases):
+def test_every_case_to_compare_runs_and_selects_tokens_better_than_chance(cases):
     for name, seen in recall.compare(LIVE, cases).items():
-        last = seen.recall[:, -STEPS:]  # 44 of 76 free tokens, or whole pages
-        assert last.mean() > 0.62, name
+        least = 0.35 if "page" in name or "quest" in name else 0.62  # two pages of random keys are as good as others
+        assert seen.recall[:, -STEPS:].mean() > least, name  # of 44 of 76 free tokens
         json.dumps(seen.summary())
 
 
@@ -279,7 +279,7 @@ def _measure(*args):
         (("--length", "4k,x"), "--length takes whole numbers from 1"),
         (("--text", "nowhere.txt"), "nowhere.txt is not a file"),
         pytest.param(
-            ("--length", "10000"), "fewer than --length 10000", marks=pytest.mark.thorough
+            ("--length", "10000"), "lengths=[10000] reach beyond the 512 tokens", marks=pytest.mark.thorough
         ),  # reads a tokenizer
     ],
 )
