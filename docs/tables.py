@@ -436,8 +436,16 @@ def real_ruler() -> str:
 
 
 def real_perplexities() -> str:
+    return _perplexities_by_text("perplexity_qwen")
+
+
+def small_perplexities() -> str:
+    return _perplexities_by_text("perplexity_smollm2")
+
+
+def _perplexities_by_text(name: str) -> str:
     """Perplexity of full attention by text and length, and the change of the others against it."""
-    measured = load_rows("perplexity_qwen")
+    measured = load_rows(name)
     places = list(dict.fromkeys((row["text"], row["length"]) for row in measured))
     rows = []
     for cache in dict.fromkeys(row["cache"] for row in measured):
@@ -882,7 +890,7 @@ TABLES: dict[str, Callable[[], str]] = {
         method_perplexities, equal_perplexities, perplexities,
         tokens_read, group_rules,
         papers, scaling, hit_rates, anchors, real_needles, real_pass_keys, real_gsm8k,
-        real_ruler, real_perplexities, real_speed, real_first_tokens, real_drafts,
+        real_ruler, real_perplexities, small_perplexities, real_speed, real_first_tokens, real_drafts,
         devices, several_tokens, shared_steps, host_steps, real_hit_rates,
         claims_fier, claims_pariskv, paris_parts, claims_freekv, claims_logquant,
     )
