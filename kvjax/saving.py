@@ -122,22 +122,25 @@ def restore(directory: str | Path, like: Cache | LayerCache, *, step: int | None
     path = _path(directory)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a directory; kvjax.save makes one")
-    steps = saved_steps(path)
-    if not steps:
-        raise FileNotFoundError(f"{path} holds no complete save of a cache; kvjax.save makes one")
-    if step is not None and step not in steps:
-        raise FileNotFoundError(f"{path} has no save {step}; there are {', '.join(map(str, steps))}")
-    wanted = steps if step is None else [step]
-    damaged: DamagedSaveError | None = None
-    for number in reversed(wanted):
-        try:
-            found = _restore(path, like, number)
-        except DamagedSaveError as error:
-            damaged = damaged or error
-            continue
-        if damaged is not None:
-            warnings.warn(f"{damaged}; restored save {number} in its place", stacklevel=2)
-        return found
+    for _ in range(OPENED):
+        steps = saved_steps(path)
+        if not steps:
+            raise FileNotFoundError(f"{path} holds no complete save of a cache; kvjax.save makes one")
+        if step is not None and step not in steps:
+            raise FileNotFoundError(f"{path} has no save {step}; there are {', '.join(map(str, steps))}")
+        wanted = steps if step is None else [step]
+        damaged: DamagedSaveError | None = None
+        for number in reversed(wanted):
+            try:
+                found = _restore(path, like, number)
+            except DamagedSaveError as error:
+                damaged = damaged or error
+                continue
+            if damaged is not None:
+                warnings.warn(f"{damaged}; restored save {number} in its place", stacklevel=2)
+            return found
+        if step is not None or max(saved_steps(path), default=-1) <= steps[-1]:
+            break  # else a writer has removed them for a newer one
     before = [number for number in steps if number < wanted[-1]]
     cure = "save anew"
     if step is not None and before:

@@ -222,6 +222,21 @@ def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         kvjax.save(tmp_path, filled(3))
 
 
+def test_a_restore_finds_the_save_that_took_the_place_of_what_it_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = saving._restore
+    kvjax.save(tmp_path, filled(1))
+
+    def late(path: Path, like: Any, step: int) -> Any:
+        if step == 0:
+            kvjax.save(tmp_path, filled(2))  # removes save 0, the only one that was listed
+        return read(path, like, step)
+
+    monkeypatch.setattr(saving, "_restore", late)
+    assert number_of(kvjax.restore(tmp_path, empty())) == 2
+
+
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     kvjax.save(tmp_path, filled(2))
     with saving._only_writer(tmp_path):
