@@ -13,18 +13,11 @@ ROOT = Path(__file__).parents[1]
 def test_on_eight_devices(request: pytest.FixtureRequest) -> None:
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     given = [name for name in ("--thorough", "--quick") if request.config.getoption(name)]
-    # All programs of --thorough in one process end it with a fault inside of XLA.
-    files = (
-        sorted((ROOT / "tests" / "devices").glob("test_*.py"))
-        if "--thorough" in given
-        else [ROOT / "tests" / "devices"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/devices", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *given],
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
     )
-    for file in files:
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", str(file), "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *given],
-            cwd=ROOT,
-            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, f"{file}\n{run.stdout[-8000:]}{run.stderr[:2000]}"
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
