@@ -74,24 +74,17 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Drops the compiled programs when the next test shares none of them, or when there are too many.
+    """Drops the compiled programs when the next test shares none of them, and after a hundred tests.
 
     XLA's CPU backend maps memory for every program, and a process may have some 65 000 maps: without this a worker ran
     out of them after about 600 tests, and died of a segmentation fault while compiling.
     """
-    if nextitem is None or _shared(item.nodeid) != _shared(nextitem.nodeid) or _maps() > MOST_MAPS:
+    if nextitem is None or _shared(item.nodeid) != _shared(nextitem.nodeid) or next(_ended) % 100 == 0:
         jax.clear_caches()
         gc.collect()
 
 
-MOST_MAPS = 40_000
 _ended = itertools.count(1)
-
-
-def _maps() -> int:
-    """Maps of this process's memory, asked after every eighth test on Linux alone; else 0."""
-    maps = Path("/proc/self/maps")
-    return maps.read_bytes().count(b"\n") if next(_ended) % 8 == 0 and maps.is_file() else 0
 
 
 TESTS = Path(__file__).parent
