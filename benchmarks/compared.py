@@ -24,10 +24,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import layers
-from decode_step import Step, cudnn, kvjax_step, random_pair, through
+from decode_step import cudnn, kvjax_step, random_pair, through, turning
 from device_time import BYTES_PER_US
 from host_steps import queries
-from jax import Array, lax
+from jax import Array
 from layers import LAYER, SMALL_LAYER, clock, names, numbers, options, out_of, parse, save, show
 
 import kvjax
@@ -103,18 +103,6 @@ def policy_of(method: str, spec: CacheSpec, budget: int) -> kvjax.Policy:
     if method.partition(":")[0] in WHOLE:
         return presets.parse(method).rest
     return presets.parse_with_budget(method, budget)[0].rest
-
-
-def turning(step: Step) -> Step:
-    """`through`, with another query of q [steps, B, 1, N, D] in each step."""
-
-    def run(carry: Any, q: Array, k: Array, v: Array) -> tuple[Any, Any]:
-        states, turn = carry
-        own = lax.dynamic_index_in_dim(q, turn % len(q), keepdims=False)
-        outs, states = through(step)(states, own, k, v)
-        return outs, (states, turn + 1)
-
-    return run
 
 
 def measure(method: str, spec: CacheSpec, budget: int, calls: int, chunk: int) -> dict[str, Any]:

@@ -106,6 +106,18 @@ def through(step: Step) -> Step:
     return run
 
 
+def turning(step: Step) -> Step:
+    """`through`, with another query of q [steps, B, 1, N, D] in each step; the state has the number of the next."""
+
+    def run(carry: Any, q: Array, k: Array, v: Array) -> tuple[Any, Any]:
+        states, turn = carry
+        own = lax.dynamic_index_in_dim(q, turn % len(q), keepdims=False)
+        outs, states = through(step)(states, own, k, v)
+        return outs, (states, turn + 1)
+
+    return run
+
+
 def random_pair(key: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Array, Array]:
     k, v = (jax.random.normal(own, shape, dtype) for own in jax.random.split(key))
     return k, v

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from decode_step import random_pair
+from decode_step import kvjax_step, random_pair, turning
 from jax import Array, lax
 from layers import clock, implementation, names, numbers, options, out_of, parse, save, show
 
@@ -51,18 +51,6 @@ def queries(correlation: float, steps: int, spec: CacheSpec) -> Array:
     return lax.scan(next_query, noise[0], noise)[1].astype(spec.dtype)
 
 
-def run(carry: Any, qs: Array, k: Array, v: Array) -> tuple[Any, Any]:
-    layers, turn = carry
-    q = lax.dynamic_index_in_dim(qs, turn % qs.shape[0], keepdims=False)
-    outs, after = [], []
-    for layer in layers:
-        out, layer = kvjax.attention(layer, q, k, v, flush=False)
-        q, out = lax.optimization_barrier((q, out))
-        outs.append(out)
-        after.append(layer)
-    return outs, (tuple(after), turn + 1)
-
-
 def measure(
     method: str, where: str, hot: int, correlation: float, spec: CacheSpec, budget: int, calls: int, count: int
 ) -> dict[str, Any]:
@@ -70,7 +58,7 @@ def measure(
     layers = fill(kvjax.init(policy(method, where, hot, budget), spec, layers=count), spec.capacity - steps).layers
     k, v = random_pair(jax.random.key(101), (spec.batch, 1, spec.kv_heads, spec.head_dim), spec.dtype)
     args = queries(correlation, steps, spec), k, v
-    step, carry = jax.jit(run, donate_argnums=0), (layers, jnp.int32(0))
+    step, carry = jax.jit(turning(kvjax_step), donate_argnums=0), (layers, jnp.int32(0))
     del layers
     for _ in range(WARM):
         out, carry = step(carry, *args)

@@ -48,8 +48,10 @@ class Evictor(Protocol):
         ...
 
     def see_step(self, evidence: Array, weights: Array) -> Array:
-        """Evidence f32[B, K, L] after a decode step with softmax weights f32[B, K, G, L]. Where it
-        returns `evidence` itself, a compiled step has no weights."""
+        """Evidence f32[B, K, L] after a decode step with softmax weights f32[B, K, G, L].
+
+        Where it returns `evidence` itself, a compiled step has no weights.
+        """
         ...
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:

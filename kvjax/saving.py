@@ -26,7 +26,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,15 +129,8 @@ def restore(directory: str | Path, like: Cache | LayerCache, *, step: int | None
         if step is not None and step not in steps:
             raise FileNotFoundError(f"{path} has no save {step}; there are {', '.join(map(str, steps))}")
         wanted = steps if step is None else [step]
-        damaged: DamagedSaveError | None = None
-        for number in reversed(wanted):
-            try:
-                found = _restore(path, like, number)
-            except DamagedSaveError as error:
-                damaged = damaged or error
-                continue
-            if damaged is not None:
-                warnings.warn(f"{damaged}; restored save {number} in its place", stacklevel=2)
+        found, damaged = _newest_whole(path, like, wanted)
+        if found is not None:
             return found
         if step is not None or max(saved_steps(path), default=-1) <= steps[-1]:
             break  # else a writer has removed them for a newer one
@@ -146,6 +139,21 @@ def restore(directory: str | Path, like: Cache | LayerCache, *, step: int | None
     if step is not None and before:
         cure = f"the one before is save {before[-1]}: restore(..., step={before[-1]})"
     raise DamagedSaveError(f"{damaged}; {cure}") from damaged
+
+
+def _newest_whole(path: Path, like: Cache | LayerCache, steps: list[int]) -> tuple[Any, DamagedSaveError | None]:
+    """The newest of these saves that is whole, None if none is; and what is wrong with the newest that is not."""
+    damaged: DamagedSaveError | None = None
+    for number in reversed(steps):
+        try:
+            found = _restore(path, like, number)
+        except DamagedSaveError as error:
+            damaged = damaged or error
+            continue
+        if damaged is not None:
+            warnings.warn(f"{damaged}; restored save {number} in its place", stacklevel=3)
+        return found, damaged
+    return None, damaged
 
 
 def saved_steps(directory: str | Path) -> list[int]:
@@ -323,14 +331,12 @@ def _homes(cache: Cache | LayerCache) -> list[Any]:
 def _manager(path: Path, keep: int | None) -> ocp.CheckpointManager:
     """For a save that keeps so many; None to read alone."""
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False, read_only=keep is None)
-    for attempt in range(OPENED):
-        try:
-            return ocp.CheckpointManager(path, options=options, item_names=("arrays", "about"))
-        except (FileNotFoundError, NotADirectoryError):  # a writer removed an old save while orbax listed them
-            if attempt + 1 == OPENED:
-                raise
-            time.sleep(SETTLE)
-    raise AssertionError("unreachable")
+    opened = partial(ocp.CheckpointManager, path, options=options, item_names=("arrays", "about"))
+    for _ in range(OPENED - 1):
+        with suppress(FileNotFoundError, NotADirectoryError):  # a writer removed an old save while orbax listed them
+            return opened()
+        time.sleep(SETTLE)
+    return opened()
 
 
 def _check(where: str, cache: Any) -> None:

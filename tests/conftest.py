@@ -73,6 +73,9 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000)
 
 
+_ended = itertools.count(1)
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Drops the compiled programs when the next test shares none of them, and after a hundred tests.
 
@@ -82,9 +85,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or _shared(item.nodeid) != _shared(nextitem.nodeid) or next(_ended) % 100 == 0:
         jax.clear_caches()
         gc.collect()
-
-
-_ended = itertools.count(1)
 
 
 TESTS = Path(__file__).parent

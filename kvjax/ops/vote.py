@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +13,8 @@ from kvjax.memory import vary_with
 from kvjax.ops.op import Implementation, op
 from kvjax.rotate import rotate_few, turned
 from kvjax.selection import PackedSelection, of_lists
+
+Complement = tuple[Array | int, Array | int, Array | int]  # see `most_voted`
 
 
 @op(kernel="vote.collide", static_argnames=("seed",), derivative="reference")
@@ -89,7 +90,7 @@ def most_voted(
     count: Int32[Array, " B"],
     room: int,
     *,
-    complement: tuple[Array | int, Array | int, Array | int] | None = None,
+    complement: Complement | None = None,
     local: int = 0,
     implementation: Implementation | None = None,
 ) -> PackedSelection:
@@ -130,27 +131,13 @@ def most_voted(
 
 @most_voted.limit
 def _most_voted_limit(
-    kernel: Any,
-    votes: Array,
-    length: Array,
-    count: Array,
-    room: int,
-    *,
-    complement: Sequence[Array | int] | None,
-    local: int,
+    kernel: Any, votes: Array, length: Array, count: Array, room: int, *, complement: Complement | None, local: int
 ) -> str | None:
     return kernel.unsupported(votes, length, count, room)
 
 
 @most_voted.mosaic
 def _most_voted_mosaic(
-    kernel: Any,
-    votes: Array,
-    length: Array,
-    count: Array,
-    room: int,
-    *,
-    complement: Sequence[Array | int] | None,
-    local: int,
+    kernel: Any, votes: Array, length: Array, count: Array, room: int, *, complement: Complement | None, local: int
 ) -> PackedSelection:
     return PackedSelection(*kernel.most_voted(votes, length, count, room, complement=complement, local=local))

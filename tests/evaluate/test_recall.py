@@ -258,10 +258,13 @@ def test_a_policy_that_needs_the_queries_of_a_prompt_is_refused():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("cases", [recall.selectors(64), recall.group_reduces(64)])
-def test_every_case_to_compare_runs_and_selects_tokens_better_than_chance(cases):
+def test_every_case_to_compare_runs_and_selects_better_than_chance(cases):
+    positions = POSITIONS[-STEPS:, None, None] + 1
     for name, seen in recall.compare(LIVE, cases).items():
-        least = 0.35 if "page" in name or "quest" in name else 0.62  # two pages of random keys are as good as others
-        assert seen.recall[:, -STEPS:].mean() > least, name  # of 44 of 76 free tokens
+        share = (seen.attended[:, -STEPS:] / positions).mean()
+        assert seen.mass[:, -STEPS:].mean() > share, name
+        if "page" not in name and "quest" not in name:  # of pages a budget of 44 tokens holds two
+            assert seen.recall[:, -STEPS:].mean() > 0.62, name  # of 44 of 76 free tokens
         json.dumps(seen.summary())
 
 
