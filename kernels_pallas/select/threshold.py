@@ -105,6 +105,13 @@ def _by_bits(low: Word, size: Word, by: Operand) -> Place:
     return lambda key, _: [(key - low) >> by, key - low, size]
 
 
+def _bin_within(low: Word, size: Word, place: Word, by: Operand) -> tuple[Word, Word]:
+    """A bin of `_by_bits`, by its lowest key and how many follow it: of the last bin those within low .. low + size, as
+    the keys after these were counted as larger."""
+    first = place << by
+    return low + first, instr("min.u32", (word(1) << by) - 1, size - first)
+
+
 def _count(bins: Word, elements: Elements, place: Place) -> None:
     """`place` gives a bin, and perhaps two numbers, of which the first is not the larger if the element counts."""
     for element in elements.pairs:
@@ -131,7 +138,8 @@ def lower_bound(sample: Fours, wanted: Word, hist: Word, bins: Bins, U: int, con
             simt.block_barrier()
             _count(at, elements_of(word(0), sample, U, config), _by_bits(low_now, size_now, by))
             finer = histogram.find_bin(at, need, config.blocks, of_earlier=False)
-            low_now, size_now, need = low_now + (finer.bin << by), word((1 << by) - 1), finer.need
+            low_now, size_now = _bin_within(low_now, size_now, finer.bin, by)
+            need = finer.need
         return [low_now]
 
     (bound,) = simt.branch(is_wide, within, [low])
@@ -156,7 +164,7 @@ def last_place(row: InRegisters | InLists, wanted: Word, hist: Word, bins: Bins,
     def by_key(n: int, low: Word, size: Word, shift: Word, _: Word, need: Word, *of_blocks: Word) -> list[Word]:
         got = count(n, _by_bits(low, size, shift), need)
         further = (shift > 11).select(shift - 11, 0)
-        low, size = low + (got.bin << shift), (word(1) << shift) - 1
+        low, size = _bin_within(low, size, got.bin, shift)
         return [low, size, further, word(0), got.need, got.many, of_blocks[1] + got.above, got.beside]
 
     def by_slot(low: Word, size: Word, shift: Word, least: Word, need: Word, *of_blocks: Word) -> list[Word]:

@@ -211,6 +211,37 @@ def test_select_1bit_scores_keys_that_wait_as_they_are(G, D, R, pending_slots, d
             np.testing.assert_array_equal(one, each)
 
 
+# Scores in f16, by the bins of `threshold.FIRST_BINS`: most lie in one that is counted again by bits, where the last
+# place is in the last part of it. That part has room for keys of the next bins too, which were counted as larger.
+WIDE_BINS = {
+    "score, the middle": ("per_head", (-0.1, 0.1), [0.125, 0.12524414], (0.12609863, 0.1405)),
+    "score, the lowest": ("per_head", (-60.0, -33.0), [-31.984375, -31.890625], (-31.8125, -28.5)),
+    "score, the highest": ("per_head", (32.0, 40.0), [50.0, 50.03125], (50.5, 60.0)),
+    "sum": ("mean_softmax", (-50.0, -44.0), [-42.96875], (-42.9375, -42.78125)),
+    "log": ("max_softmax", (-200.0, -178.0), [-177.375, -177.25], (-177.0, -158.0)),
+}
+
+
+@pytest.mark.parametrize("lists", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("case", WIDE_BINS)
+def test_select_1bit_finds_a_last_place_at_the_end_of_a_wide_bin(case, lists):
+    group_reduce, lower, edges, higher = WIDE_BINS[case]
+    n = 6 if lists else 1  # rows of more than 4096 keys are read in steps
+    rng, top = np.random.default_rng(0), max(0.0, higher[1] + 1)
+    parts = rng.uniform(*lower, 500 * n), np.resize(edges, 100 * n), rng.uniform(*higher, 150 * n), [top]
+    scores = rng.permutation(np.concatenate(parts)).astype(np.float16).astype(np.float32)
+    room, W, S = 250 * n, scores.size, 32
+    count = 150 * n + 1 + 60 * n
+    best = np.lexsort((np.arange(W), -scores))[:count]
+    q, ix, *_ = choice(1, 1, 2, S, 64, 32, 4, 8, jnp.bfloat16, "normal")
+    waiting = jnp.broadcast_to(jnp.asarray(scores), (1, 1, 2, W)), 0, W
+    config = select_1bit.Config(blocks=1, unroll=1)
+    slots, found = select_1bit.select_1bit(q, *ix, (0, 0), waiting, count, group_reduce, room, scale=1.0, config=config)
+    np.testing.assert_array_equal(found, count)
+    for row in np.asarray(slots).reshape(-1, room):
+        np.testing.assert_array_equal(np.sort(row[:count]), np.sort(best) + S)
+
+
 @pytest.mark.thorough
 def test_select_1bit_chooses_alike_each_time_and_takes_vmap():
     q, ix, span, pending, count = choice(2, 1, 2, 96, 64, 32, 5, 20, jnp.bfloat16, "normal")
