@@ -22,7 +22,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax.caches import PerLayer, Policy
 from kvjax.caches.short import of_size
-from kvjax.memory import Bytes, nbytes, on_host
+from kvjax.memory import Bytes, commit_together, nbytes, on_host
 from kvjax.placement import (
     Placement,
     axes_of,
@@ -148,7 +148,7 @@ def init(
     own = [by_layer.policy(i) for i in range(layers)]
     if placement is None:
         own = [of_size(policy, spec) for policy in own]
-    return Cache(tuple(init_layer(policy, spec, placement) for policy in own))
+    return commit_together(Cache(tuple(init_layer(policy, spec, placement) for policy in own)))
 
 
 def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = None) -> LayerCache:
@@ -162,7 +162,7 @@ def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = No
     _check_policy("init_layer(policy=...)", policy)
     _check_spec("init_layer(spec=...)", spec)
     if placement is None:
-        return LayerCache(policy.init(spec), policy, spec)
+        return commit_together(LayerCache(policy.init(spec), policy, spec))
     if not isinstance(placement, Placement):
         raise ValueError(
             f"placement must be a kvjax.Placement, got {shown(placement)}; make one with "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+T = TypeVar("T")
 HOST_KINDS = ("pinned_host", "unpinned_host")
 
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -113,7 +114,7 @@ def _everywhere(x: Array, sharding: NamedSharding) -> Array:
     return lax.with_sharding_constraint(x, sharding)
 
 
-def commit_together(tree: Any) -> Any:
+def commit_together(tree: T) -> T:
     """`tree`, all of whose arrays are bound to their device if any is, as those in host memory are.
 
     A program gives back all arrays bound if it got one that is, and jit compiles anew for each mixture. So a loop that
@@ -122,7 +123,12 @@ def commit_together(tree: Any) -> Any:
     leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Array) and not isinstance(leaf, Tracer)]
     if not any(leaf.committed for leaf in leaves):
         return tree
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding) if isinstance(leaf, Array) else leaf, tree)
+
+    def commit(leaf: Any) -> Any:
+        traced = isinstance(leaf, Tracer)
+        return jax.device_put(leaf, leaf.sharding) if isinstance(leaf, Array) and not traced else leaf
+
+    return jax.tree.map(commit, tree)
 
 
 def has_host_memory() -> bool:

@@ -112,6 +112,22 @@ def test_memory_kind_is_kept_by_init_jit_donation_and_loops() -> None:
     np.testing.assert_array_equal(after.state.store.k[:, :, :n], steps.state.store.k[:, :, :n])
 
 
+@pytest.mark.parametrize("preset", ["fier", "quest", "pariskv", "freekv"])
+def test_loop_that_feeds_back_a_cache_compiles_its_step_once(preset: str) -> None:
+    """Arrays in host memory are bound to their device, and so are all that a program gives back beside them."""
+    options = {} if preset == "freekv" else {"host": True}
+    cache = kvjax.init(getattr(kvjax.presets, preset)(512, dense_layers=1, **options), SPEC, layers=2)
+    tokens = drive.random_tokens(SPEC)
+
+    @jax.jit
+    def step(cache: kvjax.Cache, q: jax.Array, k: jax.Array, v: jax.Array) -> kvjax.Cache:
+        return kvjax.Cache(tuple(kvjax.attention(layer, q, k, v)[1] for layer in cache.layers))
+
+    for i in range(3):
+        cache = step(cache, *(jnp.asarray(a[:, i : i + 1]) for a in (tokens.q, tokens.k, tokens.v)))
+    assert step._cache_size() == 1
+
+
 def test_inserted_row_stays_on_the_host() -> None:
     cache, prefix = (kvjax.init_layer(POLICY, dataclasses.replace(SPEC, batch=b)) for b in (2, 1))
     assert kind(kvjax.insert(cache, prefix, 1)) == "pinned_host"
