@@ -5,9 +5,10 @@
 
 A Qwen2.5-7B shape with random bf16 weights reads random tokens by `--chunk`. With `--last N` random keys and values
 stand for what comes before the last N chunks; `--last 0` reads all of it, some 2e17 FLOPs at a million. A row has the
-seconds of each chunk, of which the first compiles, the rate of the others by the FLOPs of the matrix products and of
-causal attention, what the whole prompt takes at that rate, and milliseconds a token of decoding. Half a million tokens
-over host memory take 30 GB there: see `pinned.py` for XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB.
+seconds of each chunk, of which the first compiles, the rate of the last one (with `--last 0` the median of all) by the
+FLOPs of the matrix products and of causal attention, what the whole prompt takes at that rate, and milliseconds a token
+of decoding. Half a million tokens over host memory take 30 GB there: see `pinned.py` for
+XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def measure(
     if not bool(jnp.all(jnp.isfinite(logits))):
         raise SystemExit(f"{name}: the logits are not finite")
     # The first chunk of each program compiles: that of an empty cache, and that of a filled one.
-    rate = statistics.median(rates[2 if not given.last else 1 :] or rates)
+    rate = rates[-1] if given.last else statistics.median(rates[2:] or rates)
     size = nbytes(cache)
     row = {
         "method": name,

@@ -145,7 +145,8 @@ def compared() -> str:
         cells = []
         for length in lengths:
             row = found.get((method, length))
-            cells += ["", ""] if row is None else [f"{row['us']:.0f}", f"{row['times_faster_than_cudnn']:.2f}x"]
+            times = None if row is None else row["times_faster_than_cudnn"]
+            cells += ["" if row is None else f"{row['us']:.0f}", "" if times is None else f"{times:.2f}x"]
         last = found[method, lengths[-1]]
         name = "full, cuDNN" if method == "cudnn" else f"`{method}`"
         rows.append([name, *cells, f"{last['kernels']:.0f}", f"{last['floor_us']:.0f}"])
@@ -233,8 +234,10 @@ def host_batches() -> str:
     for row in load_rows("host_batch"):
         layers, hot = (str(row[name]) for name in ("layers_on_host", "hot"))
         rate, speed = short(row["hit_rate"], 3), f"{row['tokens_per_second']:.0f}"
-        rows.append([f"`{row['method']}`", str(row["rows"]), layers, hot, rate, speed])
-    return markdown(["cache", "rows", "layers on the host", "hot set", "hit rate", "tokens a second"], rows)
+        stored = {"HostOffload": "bf16", "HostFloat8": "float8"}[row["store"]]
+        rows.append([f"`{row['method']}`", str(row["rows"]), layers, stored, hot, rate, speed])
+    head = ["cache", "rows", "layers on the host", "stored there in", "hot set", "hit rate", "tokens a second"]
+    return markdown(head, rows)
 
 
 def million() -> str:
@@ -485,6 +488,15 @@ def real_first_tokens() -> str:
     return markdown(["tokens", *(name if name == "cudnn" else f"`{name}`" for name in names)], rows)
 
 
+def real_long_generation() -> str:
+    """Perplexity of a model's own text through each cache against full attention, by quarter of it."""
+    found = json.loads((RESULTS / "long_generation.json").read_text())["results"]
+    rows = [
+        [f"`{row['cache']}`", *(f"{x:.2f}" for x in row["ratio_by_quarter"])] for row in found if row["cache"] != "full"
+    ]
+    return markdown(["cache", "first quarter", "second", "third", "last"], rows)
+
+
 def real_drafts() -> str:
     """Tokens a second with and without drafts."""
     rows = []
@@ -533,6 +545,8 @@ def claims_fier() -> str:
     groups = load_measured("measure_groups")
     recall = {case: short(mean["head_recall"]) for case, mean in groups.items()}
     sizes = [name for name in groups if name.startswith("Fier") and "," not in name]
+    by_size = ", ".join(f"{name.partition('=')[2]}: {recall[name]}" for name in sizes)
+    larger = load_measured("measure_groups_qwen")
     beside = load_measured("measure_recall")
     book = {
         (row["cache"], row["length"]): row for row in load_rows("perplexity_equal") if row["dense_layers"] in (0, None)
@@ -566,8 +580,10 @@ def claims_fier() -> str:
         [
             "Small groups select better (Table 4)",
             "groups of 32, 128 and 256 compared",
-            "recall by group " + ", ".join(f"{name.partition('=')[2]}: {recall[name]}" for name in sizes),
-            "`benchmarks.claims --what groups`, `measure_groups.json`",
+            f"recall by group {by_size}; Qwen2.5-Coder-1.5B, 4K and 16K: "
+            f"{', '.join(short(larger[name]['head_recall']) for name in sizes)}, Quest "
+            f"{short(larger['Quest']['head_recall'])}",
+            "`benchmarks.claims --what groups`, `measure_groups.json`, `measure_groups_qwen.json`",
             "reproduced",
         ],
         [
@@ -691,20 +707,24 @@ def claims_pariskv() -> str:
 
 def claims_freekv() -> str:
     (turned,) = load_measured("measure_queries").values()
+    (alike,) = load_measured("measure_queries_qwen").values()
     needles = load_scores("eval_qwen")["1 of 8 needles at 16384, question decoded"]
     name = "freekv:sink=0,local=32,page=16"
     at_once = {
         (r["cache"], r["length"], r["batch"]): r["tpot_ms"] for r in load_rows("end_to_end") if r["status"] == "ok"
     }
     ahead, behind = at_once["freekv:tau=-1", 32768, 1], at_once["freekv", 32768, 1]
-    shares = ", ".join(f"{short(turned['corrected_steps'][tau])} at {tau}" for tau in ("0.8", "0.9"))
+    corrected = [
+        ", ".join(f"{short(one['corrected_steps'][tau])} at {tau}" for tau in ("0.8", "0.9")) for one in (alike, turned)
+    ]
     rows = [
         [
             "Adjacent queries are alike, so few steps are corrected",
             "43 to 52 % of steps on hard reasoning",
-            f"share of layers and steps by tau: {shares}; the package's small model, a book",
-            "`benchmarks.claims --what queries`, `measure_queries.json`",
-            "contradicted on a small model: its queries turn",
+            f"share of layers and steps by tau, books: Qwen2.5-Coder-1.5B {corrected[0]}; the package's small model "
+            f"{corrected[1]}",
+            "`benchmarks.claims --what queries`, `measure_queries_qwen.json`, `measure_queries.json`",
+            "reproduced on a published model, not on the small one: its queries turn",
         ],
         [
             "Accuracy near that of full attention",
@@ -891,6 +911,7 @@ TABLES: dict[str, Callable[[], str]] = {
         tokens_read, group_rules,
         papers, scaling, hit_rates, anchors, real_needles, real_pass_keys, real_gsm8k,
         real_ruler, real_perplexities, small_perplexities, real_speed, real_first_tokens, real_drafts,
+        real_long_generation,
         devices, several_tokens, shared_steps, host_steps, real_hit_rates,
         claims_fier, claims_pariskv, paris_parts, claims_freekv, claims_logquant,
     )
