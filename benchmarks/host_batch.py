@@ -74,8 +74,32 @@ class Plan:
     host_bytes_row: float
 
 
-def plan(policy: Retrieval, on_host: Any, spec: CacheSpec, layers: int, device_bytes: float, host_bytes: float) -> Plan:
-    """The split of layers that takes most rows.
+def arrays_in_pool(limit: float, size: float) -> int:
+    """How many arrays of so many bytes XLA's pool of pinned memory takes. No array lies in two of its regions.
+
+    A region is as large as the one before, then twice as large, and the last one what is left of the limit. A first
+    array makes room for itself by powers of two.
+    """
+    region, taken, found = float(1 << 21), 0.0, 0
+    while region < size:
+        region *= 2
+    again = True
+    while (now := min(region, limit - taken)) >= size:
+        found, taken = found + int(now // size), taken + now
+        region, again = (region, False) if again else (2 * region, False)
+    return found
+
+
+def plan(
+    policy: Retrieval,
+    on_host: Any,
+    spec: CacheSpec,
+    layers: int,
+    device_bytes: float,
+    host_bytes: float,
+    rows: int | None = None,
+) -> Plan:
+    """The split of layers that takes most rows, or for so many rows the one with fewest layers on the host.
 
     A token takes 2 K D e bytes of keys and values, beside its index. A dense layer keeps all on the device. One with
     its history on the host keeps index and recent block there, the hot set and 4 K bytes a page.
@@ -84,14 +108,20 @@ def plan(policy: Retrieval, on_host: Any, spec: CacheSpec, layers: int, device_b
     pair, index = 2 * K * D * e, policy.selector.bytes_per_token(spec)
     recent = pair * (policy.demote.slots(policy.local) + policy.sink)
     hot = on_host.tokens * (pair + 8 * K / on_host.page) + 4 * K * S / on_host.page
+    array = S * on_host.store.bytes_per_token(spec)
     best = Plan(0, 0, 0.0, 0.0)
-    for on_device in range(layers - DENSE + 1):
+    for on_device in range(layers - DENSE, -1, -1):
         away = layers - DENSE - on_device
         device = DENSE * S * pair + on_device * S * pair + (layers - DENSE) * (S * index + recent) + away * hot
-        host = away * S * on_host.store.bytes_per_token(spec)
-        rows = int(min(device_bytes // device, host_bytes // host if host else float("inf")))
-        if rows > best.rows:
-            best = Plan(rows, on_device, device, host)
+        most = int(device_bytes // device)
+        while most and arrays_in_pool(host_bytes, most * array) < away:
+            most -= 1
+        if rows is not None and most >= rows:
+            return Plan(rows, on_device, device, away * array)
+        if most > best.rows:
+            best = Plan(most, on_device, device, away * array)
+    if rows is not None:
+        raise SystemExit(f"--rows {rows}: at most {best.rows} fit")
     return best
 
 
@@ -128,9 +158,9 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--hot", type=int, default=4096, help="tokens of a row and KV head")
     parser.add_argument("--float8", action="store_true", help="keep the history on the host in 8-bit floats")
     parser.add_argument("--steady", type=reals, default=[0.9, 0.0, 1.0])
-    parser.add_argument("--rows", type=int, help="in place of the most that fit")
+    parser.add_argument("--rows", type=int, help="in place of the most that fit; fewest layers go to the host")
     parser.add_argument("--device-bytes", type=float, default=135e9)
-    parser.add_argument("--host-bytes", type=float, default=110e9, help="of pinned memory")
+    parser.add_argument("--host-bytes", type=float, default=110e9, help="limit of the pool of pinned memory")
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--implementation", default="default", help="or kernels: also those that nobody has measured")
@@ -155,9 +185,10 @@ def main(args: Sequence[str] | None = None) -> None:
     if given.float8:
         store = HotSet(tokens=given.hot, store=HostFloat8(page=store.page))
     parameters = 16e9 if not given.quick else 0.0
-    found = plan(base, store, spec, config.layers, given.device_bytes - parameters - BESIDE, given.host_bytes)
-    rows = given.rows or found.rows
-    print(f"{found}; with {rows} rows: {rows * found.device_bytes_row / 1e9:.1f} GB of caches on the device, ", end="")
+    room = given.device_bytes - parameters - BESIDE
+    found = plan(base, store, spec, config.layers, room, given.host_bytes, given.rows)
+    rows = found.rows
+    print(f"{found}: {rows * found.device_bytes_row / 1e9:.1f} GB of caches on the device, ", end="")
     print(f"{rows * found.host_bytes_row / 1e9:.1f} GB on the host", flush=True)
     if given.plan:
         return

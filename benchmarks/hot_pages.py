@@ -1,14 +1,16 @@
-"""Times of hot_places and hot_load by rows, size of the hot set and hit rate, beside the references.
+"""Times of hot_places, hot_load and hot_load_float8 by rows, size of the hot set and hit rate, beside the references.
 
     python benchmarks/hot_pages.py [--out FOLDER]
 
-Every step wants `N` tokens of each row and KV head, of which a share of `hits` is there. Both kernels are compared with
-their references before they are timed. "kernel" is device time, and "xla" that of the references' kernels.
+Every step wants `N` tokens of each row and KV head, of which a share of `hits` is there. All kernels are compared with
+their references before they are timed. "kernel" is device time, and "xla" that of the references' kernels. Rows with
+"float8" read a history of 8-bit floats.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,7 @@ import numpy as np
 from device_time import is_simulated, kernels, simulated, write
 
 from kvjax import ops
-from kvjax.kernels_pallas.host import hot_pages
+from kvjax.kernels_pallas.host import hot_float8, hot_pages
 from kvjax.kernels_pallas.host.host_rows import Config
 from kvjax.memory import to_host
 from kvjax.stores.hot import empty_hot
@@ -45,7 +47,9 @@ def device_us(call: Any, name: str) -> float:
     return float(sum(np.median(each) * len(each) / CALLS for which, each in found if name in which))
 
 
-def measure(B: int, n: int, hits: float, wanted: int = N, pages: int = PAGES) -> dict[str, Any]:
+def measure(
+    B: int, n: int, hits: float, wanted: int = N, pages: int = PAGES, *, float8: bool = False
+) -> dict[str, Any]:
     rng, there = np.random.default_rng(0), round(hits * wanted)
     index = np.stack(
         [np.r_[rng.permutation(n)[:there], n + rng.permutation(pages - n)[: wanted - there]] for _ in range(B * K)]
@@ -59,25 +63,30 @@ def measure(B: int, n: int, hits: float, wanted: int = N, pages: int = PAGES) ->
         np.testing.assert_array_equal(a, b)
 
     piece = jax.random.normal(jax.random.key(0), (1, K, 256, 2, 1, D), jnp.bfloat16)
+    kernel, op = hot_pages.hot_load, ops.hot_load
+    if float8:
+        piece = jax.lax.bitcast_convert_type(piece.astype(jnp.float8_e4m3fn), jnp.uint8)
+        kernel, op = hot_float8.hot_load_float8, ops.hot_load_float8
     x = to_host(jnp.tile(piece, (B, 1, pages // 256, 1, 1, 1)))
     zones = tuple(jnp.zeros((B, K, n, D), jnp.bfloat16) for _ in range(2))
-    load_by_hand = jax.jit(partial(ops.hot_load, implementation="xla"))
+    load_by_hand = jax.jit(partial(op, implementation="xla"))
     args = x, zones, want.page, want.used, at
     by_blocks = {}
     for blocks in (0, 2) if is_simulated() else (0, *BLOCKS):
-        config = Config(ahead=4, blocks=blocks)
-        load = jax.jit(partial(hot_pages.hot_load, config=config))
+        load = jax.jit(partial(kernel, config=Config(ahead=4, blocks=blocks)))
         for a, b in zip(load(*args), load_by_hand(*args), strict=True):
             np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16))
         by_blocks[blocks] = device_us(lambda load=load: load(*args), "kvjax_hot_load")
     return {
+        "float8": float8,
         "B": B,
         "n": n,
         "hits": hits,
         "hot_places": device_us(lambda: places(tables, index, found), "kvjax_hot_places"),
         "hot_places_xla": device_us(lambda: by_hand(tables, index, found), ""),
         "hot_load": by_blocks.pop(0),
-        "floor_load": B * K * (wanted - there) * 4 * D / 50e3,
+        "hot_load_xla": device_us(lambda: load_by_hand(*args), ""),
+        "floor_load": B * K * (wanted - there) * 2 * D * x.dtype.itemsize / 50e3,
         "hot_load by blocks": by_blocks,
     }
 
@@ -89,11 +98,12 @@ def main(args: Sequence[str] | None = None) -> None:
     given = parser.parse_args(args)
     if given.quick:
         with simulated():
-            print(measure(1, 40, 0.5, wanted=16, pages=256))
+            for float8 in (False, True):
+                print(measure(1, 40, 0.5, wanted=16, pages=256, float8=float8))
         return
     rows: list[dict[str, Any]] = []
-    for case in CASES:
-        rows.append(measure(*case))
+    for float8, case in itertools.product((False, True), CASES):
+        rows.append(measure(*case, float8=float8))
         print(" | ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in rows[-1].values()), flush=True)
         what = f"hot_places and hot_load: N = {N} tokens for each of {K} heads, n places, D = {D}, bf16"
         about = "random pages, hits and misses in random order; normal random values"

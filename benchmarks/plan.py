@@ -5,6 +5,7 @@ A cell is one command. It writes its rows as they come, so it is small where a c
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -147,10 +148,12 @@ def _hosts() -> Iterator[Cell]:
         yield Cell("hosts", f"host_rows {what}", f"host_rows.py {what} --out {{out}}", "--quick", 300)
     yield Cell("hosts", "hot_pages", "hot_pages.py --out {out}", "--quick", 300)
     memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "110"}
-    for steady in ("0.9", "0", "1"):
-        command = f"host_batch.py --steady {steady} --out {{out}}/host_batch.json"
+    float8 = "--float8 --rows 48 --hot 8192 --implementation kernels --host-bytes 110e9"
+    for steady, how in itertools.product(("0.9", "0", "1"), ("", float8)):
+        command = f"host_batch.py --steady {steady} {how} --out {{out}}/host_batch.json"
         small = "--quick --length 512 --budget 160 --hot 256 --steps 8 --block 4 --rows 1"
-        yield Cell("hosts", f"host_batch {steady}", command, small, 400, memory)
+        name = f"host_batch {'float8 ' if how else ''}{steady}"
+        yield Cell("hosts", name, command, small, 400, memory)
 
 
 COMPARED = ("full", "fier", "pariskv", "quest", "freekv", "logquant", "kivi", "exact", "shadowkv")

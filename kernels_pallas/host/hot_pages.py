@@ -17,7 +17,7 @@ after the other, straight to their places. Where the grid has only `Config.block
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ MEASURED: str | None = "2026-11-23"  # the date in benchmarks/results/hot_pages.
 MOST = 32  # pages, and places, of a thread
 LEAST_WARPS = 512  # of `hot_load`, so that enough reads are on their way to fill the bus
 NONE = 0xFFFFFFFF
+Decode = Callable[[list[Word]], list[list[Word]]]  # of four words that were read, those that are written, by four
 
 
 def smem_bytes(places: int, pages: int) -> int:
@@ -58,10 +59,15 @@ def unsupported_load(x: Any, k: Any, index: Any) -> str | None:
     """The limit that these shapes and dtypes exceed, for `hot_load`; None if there is a kernel for them."""
     if k.dtype != x.dtype:
         return f"the kernel hot_load reads the dtype of the store, {x.dtype}; got {k.dtype}"
-    limit = limit_of_chunks("hot_load", row_bytes(x), x.shape[2] and math.prod(index.shape))
+    return limit_of_pages("hot_load", x, index)
+
+
+def limit_of_pages(name: str, x: Any, index: Any) -> str | None:
+    """The limit that pages of x exceed for the kernel `name`; None if there is none."""
+    limit = limit_of_chunks(name, row_bytes(x), x.shape[2] and math.prod(index.shape))
     part = row_bytes(x) // x.shape[3]
     return limit or (
-        f"the kernel hot_load takes parts of a multiple of {CHUNK} bytes; got {part}" if part % CHUNK else None
+        f"the kernel {name} takes parts of a multiple of {CHUNK} bytes; got {part}" if part % CHUNK else None
     )
 
 
@@ -234,10 +240,17 @@ def hot_load(
     i32[B, K, N] is `used` as 2; see `kvjax.ops.hot_load`."""
     if limit := unsupported_load(x, zones[0], at):
         raise NotImplementedError(limit)
-    return tuple(_fill(config or Config(ahead=4), *zones, x, page, used, at))
+    return tuple(fill("kvjax_hot_load", as_stored, config or Config(ahead=4), *zones, x, page, used, at))
 
 
-def _fill(config: Config, *args: Array) -> list[Array]:
+def as_stored(loaded: list[Word]) -> list[list[Word]]:
+    """16 bytes of a zone, the same that were read."""
+    return [loaded]
+
+
+def fill(name: str, decode: Decode, config: Config, *args: Array) -> list[Array]:
+    """The zones after a launch of the kernel, whose threads write what `decode` makes of each 16 bytes of the pages."""
+
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> list[Array]:
         *zones, x, page, used, at = args
@@ -246,11 +259,12 @@ def _fill(config: Config, *args: Array) -> list[Array]:
         blocks, turns = blocks_of(at.size, each * 4 * config.warpgroups, config)
         program = partial(
             _load_program, total=at.size, P=x.shape[2], n=n, N=N, chunks=chunks, parts=len(zones), each=each,
-            turns=turns, warps=blocks * 4 * config.warpgroups, config=config,
+            turns=turns, warps=blocks * 4 * config.warpgroups, wider=zones[0].dtype.itemsize // x.dtype.itemsize,
+            decode=decode, config=config,
         )  # fmt: skip
         launch = simt.kernel_in_place(
             program,
-            name="kvjax_hot_load",
+            name=name,
             blocks=blocks,
             warpgroups=config.warpgroups,
         )
@@ -258,7 +272,7 @@ def _fill(config: Config, *args: Array) -> list[Array]:
 
     @run.def_vmap
     def batched(size: int, batches: list[Any], *args: Array) -> tuple[list[Array], list[bool]]:
-        outs = _fill(config, *simt.flatten_batch(size, batches, args))
+        outs = fill(name, decode, config, *simt.flatten_batch(size, batches, args))
         return [a.reshape(size, -1, *a.shape[1:]) for a in outs], [True] * len(outs)
 
     return run(*args)
@@ -266,10 +280,11 @@ def _fill(config: Config, *args: Array) -> list[Array]:
 
 def _load_program(
     *refs: Any, total: int, P: int, n: int, N: int, chunks: int, parts: int, each: int, turns: int, warps: int,
-    config: Config,
+    wider: int, decode: Decode, config: Config,
 ) -> None:  # fmt: skip
     """A lane looks at one of a warp's `each` entries; then the warp moves the pages that some of them lack. In a turn
-    all `warps` take adjacent entries, of few heads, whose pages lie close together."""
+    all `warps` take adjacent entries, of few heads, whose pages lie close together. A value takes `wider` times as many
+    bytes in a zone."""
     *zones, x, page, used, at = (simt.global_address(m) for m in refs)
     size, piece, ahead = chunks * CHUNK, chunks * CHUNK // parts, min(config.ahead, -(-chunks // 32))
     thread = special("tid.x")
@@ -293,11 +308,12 @@ def _load_program(
                 places = [lane + (first + 32 * j) for j in range(ahead)]
                 words = [_chunk_below(c, chunks, simt.offset(from_page, c * CHUNK)) for c in places]
                 for c, loaded in zip(places, words, strict=True):
-                    inside = c * CHUNK
-                    part = simt.divide(inside, piece)
-                    target = simt.offset(simt.offset_rows(_of_part(zones, part), to, piece), inside - part * piece)
+                    part = simt.divide(c * CHUNK, piece)
+                    zone = simt.offset_rows(_of_part(zones, part), to, piece * wider)
+                    target = simt.offset(zone, (c * CHUNK - part * piece) * wider)
                     with when(c < chunks):
-                        ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", target, *loaded)
+                        for i, four in enumerate(decode(loaded)):
+                            ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", simt.offset(target, word(i * CHUNK)), *four)
             left = left ^ (word(1) << one)
             return left.differs(0), [left]
 

@@ -20,7 +20,7 @@ from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.select import compact, elements, histogram, logsum, tiling
 from kvjax.kernels_pallas.select.compact import write_slots
 from kvjax.kernels_pallas.select.elements import LIST, WARPS, Fours, InLists, InRegisters, Lists, elements_of
-from kvjax.kernels_pallas.select.keys import HEADS, load_heads, numbers, reduced_keys
+from kvjax.kernels_pallas.select.keys import HEADS, load_heads, reduced_keys
 from kvjax.kernels_pallas.select.logsum import NOTHING
 from kvjax.kernels_pallas.select.sort import LENGTH
 from kvjax.kernels_pallas.select.threshold import FIRST_BINS, LISTED, Bins, last_place, lower_bound
@@ -139,7 +139,7 @@ def select_units(
     def four_keys(at: Word, end: int, loaded: list[list[Word]] | None = None) -> list[Word]:
         of_heads = loaded or load(at, end)
         if half:
-            of_heads = [[x for two in words for x in numbers(two)] for words in of_heads]
+            of_heads = [[x for two in words for x in simt.from_halves(two)] for words in of_heads]
         begin, size = start, length
         if end > S:
             stored = at < S
@@ -231,7 +231,7 @@ def _logs(
         if not half:
             return [simt.load_below(a - start, length, simt.offset(scores, a * 4), NOTHING[0]) for a in at]
         load = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0xFC00; @p ld.global.u16 $0, [$3]; }"
-        return [numbers(ptx(load, a - start, length, simt.offset(scores, a * 2), results=1))[0] for a in at]
+        return [simt.from_halves(ptx(load, a - start, length, simt.offset(scores, a * 2), results=1))[0] for a in at]
 
     # All that is loaded at first is on its way before any of it is waited for.
     turn = min(-(-n // stride), 8), min(-(-size // stride), 4)

@@ -141,9 +141,3 @@ def load_heads(
         )
         fours.append(ptx(load, at, sum(sizes), address, results=2))
     return fours
-
-
-def numbers(two: Word) -> list[Word]:
-    """The two f16 numbers of a word, in f32."""
-    both = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
-    return ptx(both, two, results=2)

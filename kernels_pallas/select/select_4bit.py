@@ -30,7 +30,6 @@ from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.score import rerank
 from kvjax.kernels_pallas.score.score_1bit import halves
 from kvjax.kernels_pallas.select import cluster, tiling, top_k
-from kvjax.kernels_pallas.select.keys import numbers
 from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_4bit.json
@@ -223,7 +222,7 @@ def _exact(q_m: Any, keys_m: Any, queries_m: Any, place: rerank.Place, R: int, k
 
     def both(two: Word) -> list[Word]:
         """Two numbers in f32."""
-        return [two << 16, two & 0xFFFF0000] if bf16 else numbers(two)
+        return [two << 16, two & 0xFFFF0000] if bf16 else simt.from_halves(two)
 
     with when(t < D):
         x = simt.load(simt.offset_rows(simt.global_address(q_m), place.head * D + t, 4))

@@ -126,6 +126,13 @@ def instr(name: str, *args: Operand, convergent: bool = False) -> Word:
     return ptx(f"{name} {operands};", *args, results=1, convergent=convergent)
 
 
+def from_halves(two: Word) -> list[Word]:
+    """The two f16 numbers of a word, in f32."""
+    both = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+    words: list[Word] = ptx(both, two, results=2)
+    return words
+
+
 def clipped(x: Word, limit: int) -> Word:
     """A signed x between 0 and `limit`."""
     return instr("min.s32", instr("max.s32", x, 0), limit)

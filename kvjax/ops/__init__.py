@@ -6,7 +6,16 @@ operation needs a function in the file of its family (`kvjax.ops.op` says how), 
 """
 
 from kvjax.ops.attend import attend_beside, attend_gathered, attend_slots, attend_span, attend_zones, gather_slots
-from kvjax.ops.host import HotTables, host_append, host_rows, host_rows_first, host_rows_rest, hot_load, hot_places
+from kvjax.ops.host import (
+    HotTables,
+    host_append,
+    host_rows,
+    host_rows_first,
+    host_rows_rest,
+    hot_load,
+    hot_load_float8,
+    hot_places,
+)
 from kvjax.ops.op import OPS, Explanation, Implementation, Op, device_kind, explain, explained, shares_traces, use
 from kvjax.ops.quantized import attend_quantized, attend_quantized_zones, gather_quantized
 from kvjax.ops.rank import top_k, top_k_grouped
@@ -39,6 +48,7 @@ __all__ = [
     "host_rows_first",
     "host_rows_rest",
     "hot_load",
+    "hot_load_float8",
     "hot_places",
     "most_voted",
     "put_token",

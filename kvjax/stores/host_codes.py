@@ -130,6 +130,13 @@ class HostFloat8(_HostCodes):
     def decode(self, rows: Array, head_dim: int) -> Array:
         return lax.bitcast_convert_type(rows, jnp.float8_e4m3fn).astype(jnp.float32)
 
+    def place(
+        self, st: HostBlock, hot: tuple[Array, Array], page: Array, used: Array, at: Array
+    ) -> tuple[Array, Array]:
+        """See `PlacingStore`."""
+        k, v = ops.hot_load_float8(st.kv, hot, page, used, at)
+        return k, v
+
     def _head_dim(self, width: int) -> int:
         return width
 

@@ -160,6 +160,11 @@ def hot_rows(B=1, n=8, N=4, P=20, Z=1, D=64, dtype=jnp.bfloat16):
     return (sds(B, 2, P, 2, Z, D), zones, i32(B, 2, n), i32(B, 2, n), i32(B, 2, N)), {}
 
 
+def hot_codes(**sizes):
+    (x, *others), options = hot_rows(**sizes)
+    return (sds(*x.shape, dtype=jnp.uint8), *others), options
+
+
 ROWS = [
     (dict(D=2), "rows of a multiple of 16 bytes"),
     (dict(D=0), "at least one row, and one byte of each"),
@@ -343,6 +348,14 @@ CASES = {
         [
             (dict(dtype=jnp.float16), "reads the dtype of the store, bfloat16; got float16"),
             (dict(D=4), "parts of a multiple of 16 bytes; got 8"),
+            (dict(P=0), "at least one row"),
+        ],
+    ),
+    "hot_load_float8": Case(
+        hot_codes,
+        [
+            (dict(dtype=jnp.int8), "bytes for keys in bfloat16, float16, float32; got uint8 for int8"),
+            (dict(D=8), "parts of a multiple of 16 bytes; got 8"),
             (dict(P=0), "at least one row"),
         ],
     ),

@@ -621,6 +621,13 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             put_float(read(operands[1]).astype(np.float32))
         case "cvt" if how[-1] == "u16":
             put(operands[0], read(operands[1]))
+        case "cvt" if how[-1] == "e4m3x2":
+            two = read(operands[1]).astype(np.uint16)
+            bytes_ = np.stack([two & np.uint16(255), two >> np.uint16(8)], axis=-1).astype(np.uint8)
+            put(
+                operands[0],
+                np.ascontiguousarray(bytes_.view(ml_dtypes.float8_e4m3fn).astype(np.float16)).view(U32)[..., 0],
+            )
         case "cvt" if how[1] in ("bf16x2", "f16x2"):
             hi, lo = (x.astype(DTYPES[how[1][:-2]]).view(np.uint16).astype(U32) for x in floats(*operands[1:]))
             put(operands[0], lo | (hi << U32(16)))

@@ -14,7 +14,7 @@ import pytest
 import kvjax
 from kvjax import memory, ops, presets
 from kvjax.kernels_pallas.attend import attend_quantized, attend_slots, attend_span, attend_zones
-from kvjax.kernels_pallas.host import host_append, host_rows, hot_pages
+from kvjax.kernels_pallas.host import host_append, host_rows, hot_float8, hot_pages
 from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
 from kvjax.kernels_pallas.select import select_1bit, select_4bit, select_pages, top_k, top_k_grouped
 from kvjax.kernels_pallas.vote import collide, most_voted
@@ -144,8 +144,8 @@ def over_zones(local):
 HOST = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec(), memory_kind="pinned_host")
 
 
-def kept_by_host(pages, page, D=128):
-    return jax.ShapeDtypeStruct((1, 8, pages, 2, page, D), jnp.bfloat16, sharding=HOST)
+def kept_by_host(pages, page, D=128, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct((1, 8, pages, 2, page, D), dtype, sharding=HOST)
 
 
 def recalled(rest):
@@ -164,8 +164,8 @@ def places(n, N, P):
     return (*tables, numbers, numbers), index, numbers
 
 
-def hot_zones(n, N):
-    return 2 * [sds(1, 8, n, 128)], *(sds(1, 8, size, dtype=jnp.int32) for size in (n, n, N))
+def hot_zones(n, N, page=1, dtype=jnp.bfloat16):
+    return 2 * [sds(1, 8, n * page, 128, dtype=dtype)], *(sds(1, 8, size, dtype=jnp.int32) for size in (n, n, N))
 
 
 MIB = 1 << 20
@@ -237,6 +237,18 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "host_rows_rest": (*recalled(rest=True), 0.1, 0),
     "hot_places": (hot_pages.hot_places, places(8192, 2048, 131072), 5, 0),  # not given away, tables are copied
     "hot_load": (hot_pages.hot_load, (kept_by_host(1 << 17, 1), *hot_zones(8192, 2048)), 34, 0),  # zones too
+    "hot_load_float8": (
+        hot_float8.hot_load_float8,
+        (kept_by_host(1 << 13, 16, dtype=jnp.uint8), *hot_zones(512, 126, page=16)),
+        34,
+        0,
+    ),
+    "hot_load_float8, single tokens in f32": (
+        hot_float8.hot_load_float8,
+        (kept_by_host(1 << 17, 1, dtype=jnp.uint8), *hot_zones(8192, 2048, dtype=jnp.float32)),
+        67,
+        0,
+    ),
 }
 DONATED = {"host_append"}  # compiled with a donated array by a test of its own
 
@@ -268,6 +280,7 @@ LATE = (
     "select_pages, eight heads",
     "select_pages, by head",
     "attend_slots, D 256",
+    "hot_load_float8, single tokens in f32",
     "attend_span, D 256",
     "attend_zones, a loop",
     "attend_zones, D 256",

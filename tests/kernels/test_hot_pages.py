@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import ops
-from kvjax.kernels_pallas.host import host_rows, hot_pages
+from kvjax.kernels_pallas.host import host_rows, hot_float8, hot_pages
 from kvjax.memory import to_host
 from kvjax.stores.hot import empty_hot
 from tests.kernels.conftest import on_gpu
@@ -68,16 +68,42 @@ def test_places_are_those_of_the_reference(B, K, n, N, P, spread):
 )
 def test_pages_with_a_new_place_are_read_to_it(B, K, n, N, P, Z, D):
     config = host_rows.Config(ahead=4, blocks=25) if n == 400 else None  # so that warps take turns
-    rng = np.random.default_rng(0)
     x = to_host(normal(7, B, K, P, 2, Z, D, dtype=jnp.bfloat16))
-    zones = [normal(s, B, K, n * Z, D, dtype=jnp.bfloat16) for s in (1, 2)]
+    kernel = jax.jit(partial(hot_pages.hot_load, config=config))
+    same_pages(kernel, ops.hot_load, x, jnp.bfloat16, n, N)
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "n", "N", "P", "Z", "D", "dtype"),
+    [
+        (1, 2, 12, 9, 40, 1, 64, jnp.bfloat16),
+        (2, 1, 7, 5, 20, 4, 16, jnp.float16),
+        (1, 1, 9, 5, 20, 16, 64, jnp.float32),  # a page is more than a warp moves at once
+        (2, 4, 400, 300, 900, 1, 16, jnp.bfloat16),  # a warp looks at several
+        pytest.param(2, 8, 8192, 2048, 65536, 1, 128, jnp.bfloat16, marks=on_gpu),
+        pytest.param(4, 8, 512, 126, 2048, 16, 128, jnp.bfloat16, marks=on_gpu),
+        pytest.param(1, 8, 256, 56, 4096, 32, 128, jnp.float32, marks=on_gpu),
+    ],
+)
+def test_pages_of_8_bit_floats_are_read_as_their_values(B, K, n, N, P, Z, D, dtype):
+    codes = np.random.default_rng(3).permutation(np.arange(B * K * P * 2 * Z * D) % 256)  # every code, NaN among them
+    x = to_host(jnp.asarray(codes.reshape(B, K, P, 2, Z, D), jnp.uint8))
+    same_pages(jax.jit(hot_float8.hot_load_float8), ops.hot_load_float8, x, dtype, n, N)
+
+
+def same_pages(kernel, op, x, dtype, n, N):
+    """Kernel and reference read the same pages of x to the same places of zones."""
+    B, K, P, _, Z, D = x.shape
+    rng = np.random.default_rng(0)
+    zones = [normal(s, B, K, n * Z, D, dtype=dtype) for s in (1, 2)]
     page = jnp.asarray(np.stack([rng.permutation(P)[:n] for _ in range(B * K)]).reshape(B, K, n), jnp.int32)
     used = jnp.asarray(rng.integers(1, 3, (B, K, n)), jnp.int32)
     at = np.stack([rng.permutation(n)[:N] for _ in range(B * K)]).reshape(B, K, N)
     at.reshape(-1)[::4] = n + 3
     at = jnp.asarray(at, jnp.int32)
-    got = jax.jit(partial(hot_pages.hot_load, config=config))(x, zones, page, used, at)
-    want = jax.jit(partial(ops.hot_load, implementation="xla"))(x, tuple(zones), page, used, at)
+    got = kernel(x, zones, page, used, at)
+    want = jax.jit(partial(op, implementation="xla"))(x, tuple(zones), page, used, at)
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(want, zones, strict=True))
     for ours, theirs in zip(got, want, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
