@@ -62,7 +62,7 @@ def speed() -> str:
     steps, first = _default_steps(), _first_tokens()
     columns = ("cudnn", "fier", "quest", "pariskv", "logquant")
     rows = []
-    for length, batch in ((8192, 1), (32768, 8), (131072, 1), (131072, 8)):
+    for length, batch in ((8192, 1), (131072, 1), (131072, 8)):
         times = [steps[length, batch, method]["us"] for method in columns]
         rows.append([f"decode step, {length} tokens, batch {batch}, us", *(f"{us:.0f}" for us in times)])
     for tokens in (65536, 131072):
@@ -72,20 +72,34 @@ def speed() -> str:
 
 
 def quality() -> str:
-    """Needles found in 2048 tokens by the budget, the question fed through the cache, with what a step read."""
-    (scores,) = load_scores("eval_decoded").values()
-    budgets = (64, 256)
+    """Needles, GSM8K and perplexity of a published model."""
+    needles = load_scores("eval_qwen")["1 of 8 needles at 16384, question decoded"]
+    problems = load_scores("eval_qwen_gsm8k")["gsm8k"]
+    book = {row["cache"]: row for row in load_rows("perplexity_qwen") if row["text"] == "book"}
+
+    def right(scores: dict[str, Any], method: str, budget: int) -> str:
+        found = (
+            scores.get(name) for name in _of_method(scores, method) if name.endswith(f"@{budget}") or "@" not in name
+        )
+        return next((short(score["mean"]) for score in found if score), "")
+
     rows = []
-    for name in ("full", "fier", "quest", "pariskv", "tova", "snapkv", "streaming_llm"):
-        found = [scores.get(f"{name}@{budget}", scores.get(name)) for budget in budgets]
-        read = (f"{score['tokens_read']:.0f}" if score else "" for score in found)
-        right = (short(score["mean"]) if score else "refused" for score in found)
-        rows.append([f"`{name}`", *(cell for pair in zip(right, read, strict=True) for cell in pair)])
-    return markdown(["cache", *(f"{what} {n}" for n in budgets for what in ("budget", "tokens read at"))], rows)
+    for method in ("full", "fier", "pariskv", "quest", "freekv", "logquant", "snapkv", "streaming_llm"):
+        (name,) = _of_method(book, method)
+        row = book[name]
+        change = f"{row['perplexity']:.2f}" if method == "full" else f"{100 * (row['ratio'] - 1):+.1f} %"
+        solved = "" if method == "pariskv" else right(problems, method, 128)  # it attends to all of so short a prompt
+        rows.append([f"`{method}`", right(needles, method, 256), right(needles, method, 1024), solved, change])
+    return markdown(["cache", "needles, budget 256", "needles, 1024", "GSM8K, 128", "perplexity, 1024"], rows)
+
+
+def _of_method(names: Iterable[str], method: str) -> list[str]:
+    """Those of a method, whatever its settings and budget."""
+    return [name for name in names if name.partition("@")[0].partition(":")[0] == method]
 
 
 def decoded_needles() -> str:
-    """The same of all methods, with their settings."""
+    """Needles found in 2048 tokens by the budget, the question fed through the cache, with what a step read."""
     (scores,) = load_scores("eval_decoded").values()
     budgets, rows = (64, 256), []
     for name in dict.fromkeys(cache.partition("@")[0] for cache in scores):
