@@ -511,6 +511,64 @@ def real_long_generation() -> str:
     return markdown(["cache", "first quarter", "second", "third", "last"], rows)
 
 
+def which_method() -> str:
+    """What to take for which task, budget, length and batch, from the tables of the published model."""
+    needles = load_scores("eval_qwen")["1 of 8 needles at 16384, question decoded"]
+    problems = load_scores("eval_qwen_gsm8k")["gsm8k"]
+    speed = {(row["length"], row["batch"], row["method"]): row["tpot_ms"] for row in load_rows("real_speed")}
+    texts: dict[str, dict[str, float]] = {text: {} for text in ("code", "book")}
+    for row in load_rows("perplexity_qwen"):
+        texts[row["text"]][row["cache"].partition(":")[0]] = row["ratio"]
+    own = json.loads((RESULTS / "long_generation.json").read_text())["results"]
+    by_quarter = {row["cache"].partition(":")[0]: row["ratio_by_quarter"] for row in own}
+
+    def right(scores: dict[str, Any], budget: int, *methods: str) -> str:
+        found = [next(s for n in (f"{m}@{budget}", m) for s in _settings_of(scores, n)) for m in methods]
+        return _listed(methods, [short(score["mean"]) for score in found])
+
+    def loss(text: str, *methods: str) -> str:
+        return _listed(methods, [f"{100 * (texts[text][m] - 1):+.1f} %" for m in methods])
+
+    def drifts(*methods: str) -> str:
+        ends = [(min(by_quarter[m]), max(by_quarter[m])) for m in methods]
+        return _listed(methods, [f"{100 * (low - 1):+.0f} to {100 * (high - 1):.0f} %" for low, high in ends])
+
+    def times(length: int, batch: int, *methods: str) -> str:
+        return _listed(methods, [f"{speed[length, batch, m]:.2f} ms" for m in methods])
+
+    evicting, selecting = ("snapkv", "streaming_llm"), ("fier", "quest", "pariskv", "freekv")
+    rows = [
+        ("single tokens far back, 256 of 16384 tokens", right(needles, 256, "pariskv", "fier"),
+         right(needles, 256, "quest", "freekv", "streaming_llm")),
+        ("the same, 64 tokens", right(needles, 64, "pariskv", "fier"), right(needles, 64, "quest", "freekv")),
+        ("the same, in less memory", right(needles, 0, "kivi", "logquant"), right(needles, 1024, *evicting)),
+        ("reasoning after a short prompt, 64 tokens", right(problems, 64, "full", "fier"),
+         right(problems, 64, "quest", "freekv", "streaming_llm")),
+        ("code, 1024 of 4096 tokens", loss("code", "pariskv", "fier", "freekv"), loss("code", "quest", *evicting)),
+        ("a book, 1024 of 4096 tokens", loss("book", "fier", "pariskv", "logquant", "freekv", "kivi"),
+         loss("book", "snapkv", "quest", "streaming_llm")),
+        ("its own text, 256 of 2048 to 5120 tokens", drifts("fier", "logquant"),
+         drifts("freekv", "quest", "streaming_llm")),
+        ("speed, one row of 32768", times(32768, 1, "full", "kivi"), times(32768, 1, *selecting)),
+        ("speed, 8 rows of 16384", times(16384, 8, "snapkv", "kivi", "logquant", "quest", "fier"),
+         times(16384, 8, "full", "pariskv", "freekv")),
+    ]  # fmt: skip
+    return markdown(["what matters", "take", "rather not"], rows, numbers=False)
+
+
+def _settings_of(scores: dict[str, Any], name: str) -> list[Any]:
+    """The scores of method@budget, or of a method without a budget, whatever its settings."""
+    method, _, budget = name.partition("@")
+    return [
+        score for cache, score in scores.items()
+        if (cache.partition("@")[0].partition(":")[0], cache.partition("@")[2]) == (method, budget)
+    ]  # fmt: skip
+
+
+def _listed(methods: Sequence[str], values: Sequence[str]) -> str:
+    return ", ".join(f"`{method}` {value}" for method, value in zip(methods, values, strict=True))
+
+
 def drift() -> str:
     """Recall of the 100 best keys while a model writes, by the tokens so far."""
     found = json.loads((RESULTS / "measure_drift.json").read_text())["results"]
@@ -959,7 +1017,7 @@ TABLES: dict[str, Callable[[], str]] = {
         tokens_read, group_rules,
         papers, scaling, hit_rates, anchors, real_needles, real_pass_keys, real_gsm8k,
         real_ruler, real_perplexities, small_perplexities, real_speed, real_first_tokens, real_drafts,
-        real_long_generation, drift,
+        real_long_generation, drift, which_method,
         devices, several_tokens, shared_steps, host_steps, real_hit_rates,
         claims_fier, claims_pariskv, paris_parts, claims_freekv, claims_logquant,
     )
