@@ -199,7 +199,7 @@ def _checkpoint() -> Iterator[Cell]:
     budgets = "32,64,128,256,512,1024,2048"
     yield from scored("needles", "needles", needles, (*WHOLE, *SELECTING, *EVICTING), budgets, small)
     for length in (4096, 8192, 16384, 32768):
-        ruler = f"--task {{ruler_task}} --length {length} --samples 100 --batch {131072 // length} --text {{text}}"
+        ruler = f"--task {{ruler_task}} --length {length} --samples 100 --batch {65536 // length} --text {{text}}"
         caches = ("full", *SELECTING[:3])
         yield from scored(f"ruler {length}", "ruler", ruler, caches, "1024", small.replace("192", "448"))
     gsm8k = "--task {gsm8k_task} --data {gsm8k} --batch 100"

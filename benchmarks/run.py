@@ -11,8 +11,9 @@ call goes on where the first stopped, and one of other code or elsewhere begins 
 cell printed in OUT/logs; nothing else needs to be kept.
 
 With `--beside 8`, what is not timed comes first, eight processes at a time: tests of kernels, measures of quality, and
-programs. Most of the time of a short cell is compiling, on one core, so timed cells are first run briefly, for the
-programs that they leave in the cache; what they time there is thrown away.
+programs. They share the GPU's memory: seven with a published model of 1.5B were too many for 139 GiB. Most of the time
+of a short cell is compiling, on one core, so timed cells are first run briefly, for the programs that they leave in the
+cache; what they time there is thrown away.
 
 `--smoke` runs each command on the CPU with its smallest sizes, to find a wrong option or a missing package; with
 `--one`, one of those that differ by method or length alone.
