@@ -30,6 +30,7 @@ from kvjax.caches import Full, PerLayer, Policy, Reversible
 from kvjax.flushing import flush
 from kvjax.indexing import put_last
 from kvjax.placement import call_model
+from kvjax.reading import prefill
 from kvjax.request import check_model, vocabulary_size
 from kvjax.rows import rollback
 from kvjax.spec import require_int
@@ -120,8 +121,6 @@ class DraftModel:
     def start(
         self, model: Any, cache: Cache, prompt: np.ndarray, lengths: np.ndarray, new_tokens: int
     ) -> _ModelDrafter:
-        from kvjax.generation import prefill
-
         check_vocabularies(vocabulary_size(self.model), vocabulary_size(model))
         held = np.asarray(cache.length) - np.asarray(lengths)
         if held.any():

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial, wraps
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,16 @@ from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
 from kvjax.cache import Cache, any_full, flushed, raise_on_overflow
-from kvjax.caches import Info, Observer
+from kvjax.caches import Info
 from kvjax.drafts import Draft, Speculation, accepted, check_takes_drafts
 from kvjax.flushing import flush
 from kvjax.indexing import put_last
 from kvjax.memory import CONCURRENT, commit_together, on_host
-from kvjax.placement import Placement, call_model, loops_on_auto_axes, to_context
+from kvjax.placement import call_model, to_context
+from kvjax.reading import Model as Model
+from kvjax.reading import chunk_for, on_auto_axes, to_caller
+from kvjax.reading import chunk_size as chunk_size
+from kvjax.reading import prefill as prefill
 from kvjax.request import check_model, check_model_cache, check_request, pad_prompt, stop_array
 from kvjax.rows import rollback
 from kvjax.rows import room as free_room
@@ -42,63 +46,8 @@ from kvjax.sampling import Sampling, row_keys, sample
 from kvjax.spec import require_int
 from kvjax.text import Detokenizer
 
+SMALLEST_ROOM = 16  # for new tokens of a program
 PAD = -1  # what follows the last token of a row; no token id, so that it cannot be mistaken for one
-SMALLEST_CHUNK = 16  # more than 1, for a chunk of one token would be a decode step
-CPU_CHUNK = 512
-GPU_CHUNK = 32768  # tokens of all rows together: cuDNN attention holds no T x T array, so only activations grow
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _on_auto_axes(f: F) -> F:
-    """`f` of a cache or a Stream, in `loops_on_auto_axes`; logits that it returns are arrays of the caller's mesh."""
-
-    @wraps(f)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        found = [a.cache if isinstance(a, Stream) else a for a in (*args, *kwargs.values())]
-        placement = next((a.placement for a in found if isinstance(a, Cache)), None)
-        with loops_on_auto_axes(placement):
-            made = f(*args, **kwargs)
-        if isinstance(made, Generation):
-            return dataclasses.replace(made, logits=_to_caller(made.logits, placement))
-        return (_to_caller(made[0], placement), made[1]) if isinstance(made, tuple) else made
-
-    return cast(F, run)
-
-
-def _to_caller(logits: Array, placement: Placement | None) -> Array:
-    return logits if placement is None else to_context(logits, placement.spec("B"))
-
-
-class Model(Protocol):
-    """The interface that decoding asks of a model: a pytree that jit takes as an argument, and can call.
-
-    `steps` is for drafts and `info` for `measure`: a model without them serves everything else.
-
-    Optional attributes: `max_positions`, and `config` with `vocab_size` and `max_position_embeddings`. They let a
-    request that cannot work fail before it starts.
-    """
-
-    def __call__(
-        self,
-        tokens: Array,
-        cache: Cache,
-        *,
-        lengths: Any = None,
-        active: Any = None,
-        last_logits: bool = False,
-        first_chunk: bool = False,
-        steps: bool = False,
-        info: bool = False,
-    ) -> Any:
-        """(logits, cache), or (logits, cache, infos) with info=True.
-
-        tokens i32[B, T] · lengths i32[B]: real tokens of this right-padded chunk · active bool[B]: rows that take
-        this token · last_logits=True: logits f32[B, V] of each row's last real token · first_chunk=True: the cache is
-        empty · steps=True: the T tokens are decode steps, which drafts need · info=True: one Info a layer, with
-        `attended` f32[B, K], or f32[T, B, K] of steps.
-        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,105 +65,6 @@ class Generation:
     def rows(self) -> list[list[int]]:
         """The new tokens of each row without padding."""
         return [row[:n].tolist() for row, n in zip(self.tokens, self.lengths, strict=True)]
-
-
-@_on_auto_axes
-def prefill(
-    model: Model,
-    cache: Cache,
-    tokens: ArrayLike,
-    lengths: ArrayLike | None = None,
-    *,
-    chunk: int | None = None,
-    first_chunk: bool | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> tuple[Array, Cache]:
-    """Stores a right-padded prompt i32[B, T] and returns the logits f32[B, V] of each row's last real token.
-
-    Works through the prompt by chunks of at most `chunk` tokens (None: 512 on CPU; on GPU 32768, counted over all
-    rows; the whole prompt for a cache that selects by its queries what to keep of it, as the evicting ones do), so it
-    holds neither a T x T array nor the logits of every token. A row of length 0 stores nothing, and its logits mean
-    nothing. `first_chunk` promises that the cache is empty; None finds out, and is False under a trace. `progress` is
-    called with the number of columns done after each chunk, which waits for the chunk.
-    """
-    check_model(model)
-    check_model_cache(cache)
-    # On the host where they can be: slices of a prompt are then no programs of their own.
-    prompt: Any = tokens if isinstance(tokens, jax.core.Tracer) else np.asarray(tokens)
-    if prompt.ndim != 2 or prompt.shape[0] != cache.spec.batch or prompt.shape[1] == 0:
-        raise ValueError(
-            f"tokens must be [B={cache.spec.batch}, T >= 1] for this cache, got shape {list(prompt.shape)}"
-        )
-    B, T = prompt.shape
-    if not np.issubdtype(prompt.dtype, np.integer):
-        raise ValueError(f"tokens must be integers, got {prompt.dtype}")
-    count: Any = np.full((B,), T) if lengths is None else lengths
-    count = count if isinstance(count, jax.core.Tracer) else np.asarray(count)
-    if count.shape != (B,) or not np.issubdtype(count.dtype, np.integer):
-        raise ValueError(
-            f"lengths must be integers [B={B}], one for each row of tokens, got {count.dtype}{list(count.shape)}"
-        )
-    if first_chunk is None:
-        length = cache.length
-        first_chunk = not isinstance(length, jax.core.Tracer) and not np.any(on_host(length))
-
-    size = chunk_size(T, _chunk(cache, T, chunk), rows=B)
-    pad = jnp.pad if isinstance(prompt, jax.core.Tracer) else np.pad
-    prompt = pad(prompt.astype(np.int32), ((0, 0), (0, -T % size)))
-    logits: Array | None = None
-    for start in range(0, T, size):
-        real = (count - start).clip(0, size).astype(np.int32)
-        new, cache = _prefill_chunk(
-            model, cache, prompt[:, start : start + size], real, first_chunk=first_chunk and start == 0
-        )
-        # A row of which this chunk holds the last token has it here; a row that ended before keeps what it has.
-        logits = new if logits is None else _keep_rows(real > 0, new, logits)
-        if progress is not None:
-            jax.block_until_ready(logits)
-            progress(min(start + size, T))
-    assert logits is not None
-    return logits, cache
-
-
-def chunk_size(tokens: int, chunk: int | None = None, *, rows: int = 1) -> int:
-    """The size of all chunks of a prompt of `tokens`: the chunks are as even as few shapes allow.
-
-    >>> [chunk_size(t, 512) for t in (1, 100, 300, 512, 513, 5000)]
-    [16, 128, 512, 512, 512, 512]
-    >>> [chunk_size(t, 32768) for t in (1100, 9000, 32768, 33000)]
-    [1280, 10240, 32768, 20480]
-    """
-    if chunk is None:
-        chunk = CPU_CHUNK if jax.default_backend() == "cpu" else max(CPU_CHUNK, GPU_CHUNK // rows)
-    chunk = require_int("chunk", chunk, at_least=2)
-    even = -(-tokens // -(-tokens // chunk))
-    return min(chunk, _round_up(even))
-
-
-def _chunk(cache: Cache, tokens: int, chunk: int | None) -> int | None:
-    """`chunk`, or where none is given, the whole prompt for policies that select from it once, by all of its
-    queries."""
-    whole = chunk is None and any(isinstance(layer.policy, Observer) for layer in cache.layers)
-    return _round_up(tokens) if whole else chunk
-
-
-def _round_up(size: int) -> int:
-    """A power of two up to 1024, then a multiple of a quarter of one: at most 25 % more than `size`."""
-    power = max(SMALLEST_CHUNK, 1 << (size - 1).bit_length())
-    step = power if power <= 1024 else power // 8
-    return -(-size // step) * step
-
-
-@partial(jax.jit, static_argnames="first_chunk", donate_argnames="cache")
-def _prefill_chunk(
-    model: Model, cache: Cache, tokens: Array, lengths: Array, *, first_chunk: bool
-) -> tuple[Array, Cache]:
-    return call_model(model, tokens, cache, lengths=lengths, last_logits=True, first_chunk=first_chunk)
-
-
-@jax.jit
-def _keep_rows(rows: Array, new: Array, old: Array) -> Array:
-    return jnp.where(rows[:, None], new, old)
 
 
 @partial(jax.jit, donate_argnames="cache")
@@ -435,7 +285,7 @@ def _draft_loop(
     return done, _has_no_best(done.logits)
 
 
-@_on_auto_axes
+@on_auto_axes
 def generate(
     model: Model,
     cache: Cache,
@@ -481,7 +331,7 @@ def generate(
     return _decode_all(model, cache, logits, max_new_tokens, sampling, keys, stop, measure=measure, drafter=drafter)
 
 
-@_on_auto_axes
+@on_auto_axes
 def decode(
     model: Model,
     cache: Cache,
@@ -538,7 +388,7 @@ def _decode_all(
     return Generation(tokens, lengths, run.cache, run.logits, run.attended, run.speculation)
 
 
-@_on_auto_axes
+@on_auto_axes
 def stream(
     model: Model,
     cache: Cache,
@@ -635,7 +485,7 @@ class Stream(Iterator[Any]):
     @property
     def logits(self) -> Array:
         """f32[B, V] of the token after those emitted so far."""
-        return _to_caller(self._logits, self.cache.placement)
+        return to_caller(self._logits, self.cache.placement)
 
     @property
     def attended(self) -> np.ndarray | None:
@@ -651,10 +501,10 @@ class Stream(Iterator[Any]):
         """Arguments of `_decode_loop`, traced ones and others."""
         state = self._model, self.cache, self._logits, self._active, self._mean, self._keys
         numbers = np.int32(self._step), np.int32(limit)
-        room = max(SMALLEST_CHUNK, 1 << (steps - 1).bit_length())  # by steps: the last, shorter block fits too
+        room = max(SMALLEST_ROOM, 1 << (steps - 1).bit_length())  # by steps: the last, shorter block fits too
         return (*state, *numbers, self._sampling, self._stop), {"room": room, "measure": self._measure}
 
-    @_on_auto_axes
+    @on_auto_axes
     def lower(self, steps: int) -> jax.stages.Lowered:
         """The program of `advance(steps)`, for who asks what it is or needs; nothing runs."""
         arguments, shape = self._call(steps, steps)
@@ -662,7 +512,7 @@ class Stream(Iterator[Any]):
             return _draft_loop.lower(*arguments, self._drafter.with_state(None), self._drafter.state, **shape)
         return _decode_loop.lower(*arguments, **shape)
 
-    @_on_auto_axes
+    @on_auto_axes
     def advance(self, steps: int) -> np.ndarray:
         """Emits up to `steps` tokens a row and returns them, i32[B, n]; n is 0 when all rows have ended."""
         limit = min(steps, self._left)
@@ -714,7 +564,7 @@ class Stream(Iterator[Any]):
                 return piece
 
 
-@_on_auto_axes
+@on_auto_axes
 def warm_up(
     model: Model,
     cache: Cache,
@@ -738,7 +588,7 @@ def warm_up(
     report(0, 2, "for the prompt")
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     B = cache.spec.batch
-    size = chunk_size(prompt_tokens, _chunk(cache, prompt_tokens, chunk), rows=B)
+    size = chunk_size(prompt_tokens, chunk_for(cache, prompt_tokens, chunk), rows=B)
     tokens = np.zeros((B, min(prompt_tokens, 2 * size)), np.int32)
     logits, cache = prefill(model, cache, tokens, np.ones((B,), np.int32), chunk=size)
     report(1, 2, "for decode steps")

@@ -12,7 +12,8 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, memory, models, presets
-from kvjax.generation import _decode_loop, _prefill_chunk
+from kvjax.generation import _decode_loop
+from kvjax.reading import _prefill_chunk
 from kvjax.sampling import Sampling
 
 D, K, VALUE = 128, 8, 2  # a layer of Llama 3.1 8B in bfloat16

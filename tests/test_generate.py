@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import generation as gen
+from kvjax import reading
 from kvjax.generation import Detokenizer, decode, decode_step, generate, prefill, stream, warm_up
 from kvjax.request import check_fit
 from kvjax.sampling import sampling
@@ -158,7 +159,7 @@ def test_prefill_of_a_long_prompt_holds_no_square(model):
     T, chunk = 8192, 512
     cache = new_cache(capacity=T)
     part = jnp.zeros((1, chunk), jnp.int32)
-    program = gen._prefill_chunk.lower(model, cache, part, jnp.full(1, chunk), first_chunk=False).compile()
+    program = reading._prefill_chunk.lower(model, cache, part, jnp.full(1, chunk), first_chunk=False).compile()
     # Scores of a chunk against the whole of T in all heads would be N * chunk * T * 4 bytes = 64 MiB.
     assert program.memory_analysis().temp_size_in_bytes < N * chunk * T * 4 / 2
 

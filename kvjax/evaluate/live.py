@@ -30,8 +30,9 @@ from jax.typing import ArrayLike
 from kvjax.cache import Cache, init, raise_on_overflow
 from kvjax.caches import Full, FullState, Info
 from kvjax.evaluate.store import Progress
-from kvjax.generation import Model, generate, prefill
+from kvjax.generation import generate
 from kvjax.partial import PartialAttention
+from kvjax.reading import Model, prefill
 from kvjax.sampling import Sampling
 from kvjax.spec import CacheSpec, require_int
 

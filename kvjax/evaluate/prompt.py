@@ -22,10 +22,11 @@ from jax.tree_util import register_dataclass
 from kvjax.attention import attention
 from kvjax.cache import Cache, LayerCache, init, init_layer
 from kvjax.caches import Info, PerLayer
-from kvjax.generation import Model, chunk_size, count_attended, prefill
+from kvjax.generation import count_attended
 from kvjax.models import Checkpoint
 from kvjax.partial import PartialAttention
 from kvjax.prompt import ungroup
+from kvjax.reading import Model, chunk_size, prefill
 from kvjax.spec import CacheSpec
 
 WHOLE = 1 << 30  # more tokens than a prompt has: one chunk

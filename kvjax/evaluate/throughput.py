@@ -38,10 +38,11 @@ from kvjax.caches import PerLayer
 from kvjax.evaluate.plots import new_figure, short, style
 from kvjax.evaluate.provenance import provenance
 from kvjax.evaluate.store import FORMAT, Cell, Progress
-from kvjax.generation import Stream, _prefill_chunk, chunk_size, prefill, warm_up
+from kvjax.generation import Stream, warm_up
 from kvjax.memory import in_units, nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.models.rope import Default, Llama3
+from kvjax.reading import _prefill_chunk, chunk_size, prefill
 from kvjax.sampling import Sampling
 from kvjax.spec import CacheSpec, require_int
 

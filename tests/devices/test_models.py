@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import kvjax
-from kvjax import Placement, generation
+from kvjax import Placement, reading
 from kvjax.generation import decode_step, generate
 from kvjax.models import Decoder, DecoderConfig, distribute, load, logical_axis_rules, save
 from kvjax.models import weights as loading
@@ -189,7 +189,7 @@ def test_work_of_a_prompt_is_split_over_context(models: tuple[Any, Any, Any]) ->
     for model, placement in ((one.model, None), (distribute(one.model, four), four)):
         cache = kvjax.init(kvjax.Full(), model.spec(batch=2, capacity=128), layers=2, placement=placement)
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), cache)
-        program = generation._prefill_chunk.lower(model, shapes, tokens, jnp.full(2, 64), first_chunk=True).compile()
+        program = reading._prefill_chunk.lower(model, shapes, tokens, jnp.full(2, 64), first_chunk=True).compile()
         flops.append(program.cost_analysis()["flops"])
     assert flops[1] < 0.3 * flops[0]
     found = Counter(kind for _, kind in COLLECTIVE.findall(program.as_text()))

@@ -35,7 +35,7 @@ FLOORS = {
     "evictors": 4,
     "caches": 5,
     **dict.fromkeys(("cache", "flushing", "rows", "attention", "heads", "presets"), 6),
-    **dict.fromkeys(("sampling", "request", "text", "drafts", "generation", "testing", "capacity"), 7),
+    **dict.fromkeys(("sampling", "request", "reading", "text", "drafts", "generation", "testing", "capacity"), 7),
     "saving": 8,
     "models": 8,
     "evaluate": 9,
@@ -47,9 +47,9 @@ SAME_FLOOR = {
     ("presets", "heads"),
     *((verbs, "cache") for verbs in ("flushing", "rows", "attention")),
     ("attention", "flushing"),
-    *(("generation", part) for part in ("sampling", "request", "text", "drafts")),
-    ("drafts", "request"),
-    ("drafts", "generation"),  # a draft model reads its prompt when it is first asked
+    *(("generation", part) for part in ("sampling", "request", "reading", "text", "drafts")),
+    *(("drafts", part) for part in ("request", "reading")),
+    ("reading", "request"),
 }
 FACADE = 7  # `import kvjax` itself: what the package's __init__ may gather, for those above the models
 
