@@ -236,13 +236,13 @@ def _report_only(out: Path, given: Sequence[str], as_json: bool) -> None:
 
 
 def _report(cells: Sequence[Cell], out: Path, as_json: bool) -> None:
-    from kvjax.evaluate import report
+    from kvjax.evaluate import folder, report
 
     if as_json:
         write_json(report.summary(cells))
     else:
         show_markdown(report.table(cells))
     try:
-        say(f"wrote {', '.join(map(str, report.write(cells, out)))}")
+        say(f"wrote {', '.join(map(str, folder.write(cells, out)))}")
     except ImportError as error:
         say(f"wrote {out / 'table.md'}; {error}")

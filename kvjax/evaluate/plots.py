@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.optimize import isotonic_regression
 
+from kvjax.evaluate.recall import Reads, known_mean
+from kvjax.evaluate.report import Block, score
 from kvjax.presets import REGISTRY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from kvjax.evaluate.recall import Reads
-    from kvjax.evaluate.report import Block
     from kvjax.evaluate.store import Cell
 
 # Okabe and Ito's colours, which people with any colour vision tell apart, darker ones for lines; then greys.
@@ -141,8 +141,6 @@ def _uncrowded(block: Block) -> list[Block]:
 
 
 def _lines(axis: Axes, block: Block, methods: Sequence[str]) -> None:
-    from kvjax.evaluate.report import score
-
     budgets = block.budgets
     ends: list[tuple[float, str, str]] = []
     short = labels(methods)
@@ -349,9 +347,3 @@ def panels(count: int, *, height: float, share: bool = False) -> tuple[Figure, S
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
     return figure, axes
-
-
-def known_mean(a: np.ndarray) -> float:
-    """The mean of the numbers that are not NaN; NaN without one."""
-    known = a[~np.isnan(a)]
-    return float(known.mean()) if known.size else float("nan")

@@ -30,7 +30,6 @@ from kvjax.caches.policy import lowest_visible
 from kvjax.caches.zones import Zoned
 from kvjax.demotion import Fifo
 from kvjax.evaluate.live import Live, adjacent
-from kvjax.evaluate.plots import known_mean
 from kvjax.evaluate.provenance import digest, json_text, model_digest, provenance, replace_file
 from kvjax.evaluate.report import markdown_table
 from kvjax.evaluate.store import Progress
@@ -268,6 +267,12 @@ def _same_heads(layers: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
     """Layers of one shape, for stacking: a layer that chooses nothing has NaN for each query head."""
     heads = min(a.shape[-1] for a in layers)
     return [a if a.shape[-1] == heads else a[..., :heads] for a in layers] if layers[0].ndim == 3 else layers
+
+
+def known_mean(a: np.ndarray) -> float:
+    """The mean of the numbers that are not NaN; NaN without one."""
+    known = a[~np.isnan(a)]
+    return float(known.mean()) if known.size else float("nan")
 
 
 def mean_known(a: np.ndarray) -> float:

@@ -1,24 +1,16 @@
-"""Results as a page: tables of scores by cache and budget, plots where there is a curve, and all of it as JSON."""
+"""Results as text: tables of scores by cache and budget, a page of them, and all of it as JSON."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from kvjax.evaluate import html
 from kvjax.evaluate.draws import passes
-from kvjax.evaluate.provenance import json_text, replace_file
 from kvjax.evaluate.store import Cell, interval
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 COLUMNS = (
     "Budget: tokens that a cache may read a step and KV head, in layers that are not dense. Tokens read: what it did "
@@ -238,29 +230,3 @@ def summary(cells: Sequence[Cell]) -> dict[str, Any]:
 
 def _rounded(found: dict[str, Any]) -> dict[str, Any]:
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
-
-
-def figures(cells: Sequence[Cell]) -> Iterator[tuple[str, Figure]]:
-    """(name for a file, figure): scores by budget of each task, and by depth and length where examples tell a depth."""
-    from kvjax.evaluate import plots
-
-    for title, of in by_title(cells).items():
-        name = re.sub(r"\W+", "-", title).strip("-")
-        if any(len(block.budgets) > 1 for block in of):
-            yield f"{name}-by-budget", plots.by_budget(of)
-        if plots.depths(of):
-            yield f"{name}-by-depth", plots.by_depth(of)
-
-
-def write(cells: Sequence[Cell], out: Path) -> list[Path]:
-    """Writes table.md, summary.json, the plots, and report.html with all of them to `out`, and returns their paths."""
-    written = [out / "table.md", out / "summary.json"]
-    replace_file(written[0], page(cells))
-    replace_file(written[1], json_text(summary(cells)))
-    for name, figure in figures(cells):
-        written.append(out / f"{name}.svg")
-        figure.savefig(written[-1])
-    plots = {path.stem: path.read_bytes() for path in written if path.suffix == ".svg"}
-    written.append(out / "report.html")
-    replace_file(written[-1], html.page(page(cells), plots))
-    return written

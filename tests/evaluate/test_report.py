@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from kvjax.evaluate import plots, report
+from kvjax.evaluate import folder, plots, report
 from kvjax.evaluate.store import Cell, read_cells
 from kvjax.presets import REGISTRY
 
@@ -151,7 +151,7 @@ def test_cells_of_several_runs_come_in_the_order_of_tables(tmp_path):
 
 
 def test_everything_is_written(tmp_path):
-    written = report.write(CELLS, tmp_path / "out")
+    written = folder.write(CELLS, tmp_path / "out")
     assert {path.name for path in written} == {
         *("table.md", "summary.json", "needle-by-budget.svg", "needle-by-depth.svg", "report.html")
     }
@@ -160,11 +160,11 @@ def test_everything_is_written(tmp_path):
 
 def test_without_a_curve_or_depths_there_is_no_plot(tmp_path):
     cells = [cell("full", 512, [1.0], depths=None), cell("fier@16", 512, [1.0], depths=None)]
-    assert [path.name for path in report.write(cells, tmp_path)] == ["table.md", "summary.json", "report.html"]
+    assert [path.name for path in folder.write(cells, tmp_path)] == ["table.md", "summary.json", "report.html"]
 
 
 def test_the_page_holds_every_number_and_plot_and_loads_nothing(tmp_path):
-    report.write(CELLS, tmp_path)
+    folder.write(CELLS, tmp_path)
     text = (tmp_path / "report.html").read_text()
     for number in re.findall(r"\d+\.\d+", (tmp_path / "table.md").read_text()):
         assert number in text
