@@ -11,7 +11,19 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Fier, Fifo, HostOffload, HotSet, MinMaxPages, Paris, Retrieval, Speculative
+from kvjax import (
+    CacheSpec,
+    Fier,
+    Fifo,
+    HostFloat8,
+    HostOffload,
+    HostQuantized,
+    HotSet,
+    MinMaxPages,
+    Paris,
+    Retrieval,
+    Speculative,
+)
 from kvjax.attention import decode_info
 from kvjax.selection import Selection
 from kvjax.stores.hot import Hot, empty_hot, give_places
@@ -20,6 +32,8 @@ from kvjax.testing import _drive as drive
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
 FIER = Retrieval(selector=Fier(group=16), store=HostOffload(), budget=64, sink=4, local=24, demote=Fifo(leave=32))
 PAGES = dataclasses.replace(FIER, selector=MinMaxPages(page=16), store=HostOffload(page=8))
+FLOAT8 = dataclasses.replace(PAGES, store=HostFloat8(page=8))
+CODES = dataclasses.replace(FIER, store=HostQuantized(bits=8, group=16))
 PARIS = dataclasses.replace(FIER, selector=Paris(candidates=80))
 PER_HEAD = dataclasses.replace(FIER, selector=Fier(group=16, group_reduce="per_head"))
 
@@ -36,11 +50,13 @@ def with_hot_set(policy: Any, tokens: int) -> Any:
     [
         (FIER, 40),
         pytest.param(PAGES, 48, marks=pytest.mark.thorough),
+        (FLOAT8, 48),
+        pytest.param(CODES, 40, marks=pytest.mark.thorough),
         (Speculative(PAGES, tau=0.0), 40),
         pytest.param(PER_HEAD, 80, marks=pytest.mark.thorough),
         pytest.param(PARIS, 80, marks=pytest.mark.thorough),  # a query head selects for itself
     ],
-    ids=["fier", "pages", "freekv", "per_head", "pariskv"],
+    ids=["fier", "pages", "float8", "codes", "freekv", "per_head", "pariskv"],
 )
 def test_steps_read_the_same_tokens_as_without_a_hot_set(policy: Any, tokens: int) -> None:
     """Ragged rows, a row that pauses, flushes, and a hot set so small that pages come and go."""
