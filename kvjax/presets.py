@@ -4,7 +4,7 @@ A preset returns the policies of all layers of a model. Its docstring says where
 
 Presets that select tokens take `share` and `anchors`: every `share`-th layer past the dense ones selects, or the layers
 whose numbers `anchors` has, and the layers after it attend to the same slots (`Shared`). As text, anchors are
-separated by "+": "fier:budget=256,anchors=2+5+9".
+separated by "+": "fier:budget=256,anchors=2+5+9", or the name of a file that `kvjax calibrate --out` wrote.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def fier(
         (`Retrieval`). Not with `host`, `share` or `anchors`.
       dense_layers: first layers of the model that attend to everything.
       share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`.
+      anchors: numbers of the layers that select, in place of `share`; or a file of `kvjax calibrate`.
 
     **Source:** FIER (2025), Algorithm 1; g = 32. **Differs:** a GQA group shares a selection (`group_reduce`;
     "per_head" is the paper's rule). A group is indexed with its chunk, and with chunk=group as soon as it is full, as
@@ -176,7 +176,7 @@ def pariskv(
         (`Retrieval`). Not with `host`, `share` or `anchors`.
       dense_layers: first layers of the model that attend to everything.
       share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`.
+      anchors: numbers of the layers that select, in place of `share`; or a file of `kvjax calibrate`.
 
     **Source:** ParisKV (Qi et al. 2026). **Differs:** the default of `buffer`. The paper moves the history's keys and
     values to host memory: so does `host`, to select the same tokens; without it they stay on the device. `p` and
@@ -255,7 +255,7 @@ def quest(
         (`Retrieval`). Not with `host`, `share` or `anchors`.
       dense_layers: first layers of the model that attend to everything.
       share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`.
+      anchors: numbers of the layers that select, in place of `share`; or a file of `kvjax calibrate`.
 
     **Source:** Quest (Tang et al. 2024), Algorithm 1; pages of 16, at least 3. **Differs:** a GQA group shares a
     selection (`group_reduce`; "per_head" is the paper's rule). The released code raises smaller budgets to 3 pages,
@@ -414,7 +414,7 @@ def freekv(
       hot: tokens of each row and KV head, those selected last, that the device holds too (`HotSet`).
       dense_layers: first layers of the model that attend to everything, on the device.
       share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`.
+      anchors: numbers of the layers that select, in place of `share`; or a file of `kvjax calibrate`.
 
     **Source:** FreeKV (2025). **Differs:** see `Speculative` and `HostOffload` for who decides and what stays resident;
     a page that is not yet full competes by the exact scores of its tokens. FreeKV's CUDA code sums pages up as
@@ -664,7 +664,7 @@ def exact(
       chunk: tokens that are indexed together; at most so many are pending.
       dense_layers: first layers of the model that attend to everything.
       share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`.
+      anchors: numbers of the layers that select, in place of `share`; or a file of `kvjax calibrate`.
     """
     require_int("exact(budget=...)", budget, at_least=1)
     policy = Retrieval(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -202,6 +204,20 @@ def test_presets_name_anchors() -> None:
 def test_what_cannot_be_shared_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_anchors_come_from_a_file_with_the_heads_that_serve(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"anchors": [2, 5], "heads": {"3": [1, 0]}}))
+    policies = presets.parse(f"fier:budget=64,anchors={file}")
+    assert policies == kvjax.share_selections(presets.fier(64, dense_capacity=0), anchors=(2, 5), heads={3: (1, 0)})
+    assert [policies.policy(layer) for layer in (3, 4)] == [policies.rest.follower((1, 0)), policies.rest.follower()]
+    with pytest.raises(FileNotFoundError, match=r"is no file; kvjax calibrate --out .*other\.json writes one"):
+        presets.fier(64, anchors=str(tmp_path / "other.json"))
+    for content in ("", "[]", '{"anchors": [2]}', '{"anchors": 2, "heads": {}}', '{"anchors": [2], "heads": [1]}'):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=r"plan\.json' holds no anchors \("):
+            presets.fier(64, anchors=str(file))
 
 
 def test_a_step_of_a_follower_needs_a_selection() -> None:

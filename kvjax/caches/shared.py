@@ -16,9 +16,11 @@ A slot number means the same token in all layers, since all layers store the sam
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -215,11 +217,14 @@ def share_selections(
 ) -> PerLayer:
     """`policies`, of which every `share`-th layer selects, or those of `anchors`; see `Shared`.
 
-    `anchors` are numbers of layers, or text such as "2+5+9". With share=1 and no anchors every layer selects, and the
-    policies are returned as they are.
+    `anchors` are numbers of layers, or text such as "2+5+9". They may be the name of a JSON file that `kvjax calibrate
+    --out` wrote, which has `heads` too. With share=1 and no anchors every layer selects, and the policies are returned
+    as they are.
 
     Raises:
-      ValueError: policies that select nothing, anchors that do not rise from the first layer past the dense ones.
+      FileNotFoundError: no such file.
+      ValueError: policies that select nothing, anchors that do not rise from the first layer past the dense ones, a
+        file that `kvjax calibrate` did not write.
     """
     require_int("share", share, at_least=1)
     if not isinstance(policies, PerLayer):
@@ -229,7 +234,10 @@ def share_selections(
         )
     if share == 1 and anchors is None and not heads:
         return policies
-    if isinstance(anchors, str):
+    if isinstance(anchors, str) and anchors.endswith(".json"):
+        anchors, in_file = _in_file(anchors)
+        heads = in_file if heads is None else heads
+    elif isinstance(anchors, str):
         anchors = _numbers(anchors)
     numbers = (anchors,) if isinstance(anchors, int) else anchors
     if not isinstance(numbers, Sequence | None):
@@ -245,8 +253,26 @@ def share_selections(
     )
 
 
+def _in_file(name: str) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
+    """The anchors, and the KV heads by layer, in a file of `kvjax calibrate --out`."""
+    path = Path(name)
+    if not path.is_file():
+        raise FileNotFoundError(f"anchors={name!r} is no file; kvjax calibrate --out {name} writes one")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        heads = {int(layer): tuple(own) for layer, own in found["heads"].items()}
+        return tuple(found["anchors"]), heads
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"anchors={name!r} holds no anchors ({type(error).__name__}: {error}); kvjax calibrate --out writes them"
+        ) from error
+
+
 def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split("+"))
     except ValueError:
-        raise ValueError(f"anchors={text!r} must be numbers of layers with + between them, such as 2+5+9") from None
+        raise ValueError(
+            f"anchors={text!r} must be numbers of layers with + between them, such as 2+5+9, or the name of a .json "
+            "file of kvjax calibrate"
+        ) from None

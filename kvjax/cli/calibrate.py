@@ -28,9 +28,11 @@ def calibrate(
 ) -> None:
     """Finds the layers that should select for the layers after them, on your own text.
 
-    Prints which layer selects for which, and a cache with these anchors: give it to --cache of the other commands.
+    Prints which layer selects for which, and a cache with these anchors: give it to --cache of the other commands. The
+    file of --out, as in --cache fier:budget=256,anchors=FILE, also says which KV head of the anchor serves each head.
     overlap is the share of a layer's own selection that its anchor reads too; mass is the share of softmax mass that
-    the anchor's tokens hold; error is the relative error of the layer's output over them, and own error over its own.
+    the anchor's tokens hold; error is the relative error of the layer's output over them, best heads that with the KV
+    heads of the file, and own error that over the layer's own tokens.
     """
     from kvjax import presets
     from kvjax.settings import read_settings
@@ -59,13 +61,19 @@ def calibrate(
 
     even = found.every(share)
     anchors = found.anchors(len(even))
-    proposed = f"{cache}{',' if ':' in cache else ':'}anchors={'+'.join(map(str, anchors))}"
+
+    def with_anchors(given: object) -> str:
+        return f"{cache}{',' if ':' in cache else ':'}anchors={given}"
+
+    proposed = with_anchors("+".join(map(str, anchors)))
     content = {
         **reading.about(),
         "cache": proposed,
+        "anchors": anchors,
         "heads": {str(layer): list(own) for layer, own in found.heads(anchors).items()},
         "layers": found.by_layer(anchors),
         "error": {
+            "anchors, best heads": found.total_error(anchors, best_heads=True),
             "anchors": found.total_error(anchors),
             f"share={share}": found.total_error(even),
             "share=1": found.total_error(found.every(1)),
@@ -74,11 +82,12 @@ def calibrate(
     if as_json:
         write_json(content)
     else:
-        ours, theirs, least = content["error"].values()
+        mapped, ours, theirs, least = content["error"].values()
         show_markdown(
-            f"{recall.markdown(content['layers'])}\nmean error: {ours:.4f} with these anchors, {theirs:.4f} with "
-            f"share={share}, {least:.4f} with every layer selecting\n\n--cache {proposed}\n"
+            f"{recall.markdown(content['layers'])}\nmean error: {ours:.4f} with these anchors, {mapped:.4f} with the "
+            f"KV heads of the file too, {theirs:.4f} with share={share}, {least:.4f} with every layer selecting\n\n"
+            f"--cache {proposed}\n"
         )
     if out is not None:
         replace_file(out, json_text(content, indent=1))
-        say(f"wrote {out}")
+        say(f"wrote {out}; with its KV heads: --cache {with_anchors(out)}")

@@ -1,12 +1,13 @@
 """Which layers should select, and which can attend to what another layer selected.
 
 `measure` drives the policy through live queries of all layers, and asks of each pair how well the selection of the
-earlier layer serves the later one. `Sharing.anchors` then finds the layers that should select: those with which the sum
-of the output errors of all layers is least, by dynamic programming over the layers.
+earlier layer serves the later one, and of each pair of their KV heads. `Sharing.anchors` then finds the layers that
+should select: those with which the sum of the output errors of all layers is least, by dynamic programming over the
+layers, where each KV head follows the head of the anchor that serves it best (`Sharing.heads`).
 
 **Source:** Kascade (Deshmukh et al. 2025), anchor layers chosen on a development text by dynamic programming, and a map
-of KV heads. **Differs:** the cost is the relative error of each layer's output, where Kascade takes the similarity of
-attention mass; the selections are those of the policy to be used.
+of KV heads. **Differs:** the cost is the relative error of the outputs, where Kascade takes the similarity of attention
+mass; the selections are those of the policy to be used.
 """
 
 from __future__ import annotations
@@ -32,19 +33,33 @@ from kvjax.spec import require_int
 
 @dataclass(frozen=True)
 class Sharing:
-    """How well layer j is served by what layer i selects, i <= j, means over steps, rows and heads; NaN elsewhere."""
+    """How well layer j is served by what layer i selects, i <= j, means over steps and rows; NaN elsewhere."""
 
     first: int  # the first layer that may select; layers before it attend to everything
     overlap: np.ndarray  # f[L, L] share of the tokens that layer j reads by its own selection which layer i reads too
     mass: np.ndarray  # f[L, L] share of softmax mass of layer j that the tokens of layer i hold
-    error: np.ndarray  # f[L, L] |out - exact out| / |exact out| of layer j over the tokens of layer i
-    head_mass: (
+    head_error: (
         np.ndarray
-    )  # f[L, L, K, K] mass of head k of layer j that the tokens of head h of layer i hold: [.., k, h]
+    )  # f[L, L, K, K] |out - exact out| / |exact out| of KV head k of layer j over the tokens of head h of layer i
+
+    @property
+    def error(self) -> np.ndarray:
+        """f[L, L] the error where each KV head follows the one of its own number."""
+        return np.asarray(np.diagonal(self.head_error, axis1=2, axis2=3).mean(axis=-1))
+
+    @property
+    def least_error(self) -> np.ndarray:
+        """f[L, L] the error where each KV head of another layer follows the one that serves it best."""
+        least = self.head_error.min(axis=-1).mean(axis=-1)
+        np.fill_diagonal(least, np.diagonal(self.error))
+        return np.asarray(least)
 
     def anchors(self, count: int) -> tuple[int, ...]:
-        """The `count` layers that should select, so that the errors of all layers have the least sum."""
-        layers = len(self.error)
+        """The `count` layers that should select, so that the errors of all layers have the least sum.
+
+        Each KV head follows the one of its anchor that serves it best.
+        """
+        layers, error = len(self.overlap), self.least_error
         count = require_int("anchors(count=...)", count, at_least=1, at_most=layers - self.first)
         # best[n][j]: least error of the layers from j on with n anchors, of which j is the first; and the next anchor
         best = np.full((count + 1, layers + 1), np.inf)
@@ -52,7 +67,7 @@ class Sharing:
         best[0, layers] = 0.0
         for n in range(1, count + 1):
             for j in range(self.first, layers):
-                costs = [self.error[j, j:end].sum() + best[n - 1, end] for end in range(j + 1, layers + 1)]
+                costs = [error[j, j:end].sum() + best[n - 1, end] for end in range(j + 1, layers + 1)]
                 best[n, j], after[n, j] = np.min(costs), j + 1 + int(np.argmin(costs))
         found, j = [], self.first
         for n in range(count, 0, -1):
@@ -62,22 +77,22 @@ class Sharing:
 
     def every(self, share: int) -> tuple[int, ...]:
         """The anchors of `share=...`."""
-        return tuple(range(self.first, len(self.error), require_int("every(share=...)", share, at_least=1)))
+        return tuple(range(self.first, len(self.overlap), require_int("every(share=...)", share, at_least=1)))
 
     def by_layer(self, anchors: tuple[int, ...]) -> list[dict[str, Any]]:
         """A row for each layer past the dense ones: which layer selects for it, and how well that serves it."""
-        rows = []
-        for layer in range(self.first, len(self.error)):
+        rows, error, least = [], self.error, self.least_error
+        for layer in range(self.first, len(self.overlap)):
             anchor = max(a for a in anchors if a <= layer)
             row: dict[str, Any] = {"layer": layer, "selected by": anchor}
-            for name in ("overlap", "mass", "error"):
-                row[name] = float(getattr(self, name)[anchor, layer])
-            rows.append({**row, "own error": float(self.error[layer, layer])})
+            for name, of in (("overlap", self.overlap), ("mass", self.mass), ("error", error)):
+                row[name] = float(of[anchor, layer])
+            rows.append({**row, "best heads": float(least[anchor, layer]), "own error": float(error[layer, layer])})
         return rows
 
-    def total_error(self, anchors: tuple[int, ...]) -> float:
+    def total_error(self, anchors: tuple[int, ...], *, best_heads: bool = False) -> float:
         """Mean of the output error over the layers past the dense ones."""
-        return float(np.mean([row["error"] for row in self.by_layer(anchors)]))
+        return float(np.mean([row["best heads" if best_heads else "error"] for row in self.by_layer(anchors)]))
 
     def heads(self, anchors: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
         """For the layers that follow, which KV head of the anchor serves each of their KV heads best (`Shared.heads`).
@@ -87,7 +102,7 @@ class Sharing:
         found = {}
         for row in self.by_layer(anchors):
             layer, anchor = row["layer"], row["selected by"]
-            best = tuple(int(h) for h in np.argmax(self.head_mass[anchor, layer], axis=-1))
+            best = tuple(int(h) for h in np.argmin(self.head_error[anchor, layer], axis=-1))
             if layer != anchor and best != tuple(range(len(best))):
                 found[layer] = best
         return found
@@ -99,7 +114,7 @@ def measure(live: Live, policies: PerLayer, *, progress: Progress | None = None)
     `policies` are those of a preset with a selection, such as `presets.fier(256)`. Its first layers are dense and are
     left out. `progress` is called with the layers done and all of them.
 
-    Cost: for each layer a step of the policy, and for each pair of layers one of full attention.
+    Cost: for each layer a step of the policy, and for each pair of layers one of full attention a KV head.
 
     Raises:
       ValueError: policies without a selection, or dense layers only.
@@ -112,8 +127,8 @@ def measure(live: Live, policies: PerLayer, *, progress: Progress | None = None)
     if first >= layers:
         raise ValueError(f"the first {first} layers attend to everything and the model has {layers}; none selects")
     kv_heads = live.layers[0].spec.kv_heads
-    overlap, mass, error = (np.full((layers, layers), np.nan) for _ in range(3))
-    head_mass = np.full((layers, layers, kv_heads, kv_heads), np.nan)
+    overlap, mass = (np.full((layers, layers), np.nan) for _ in range(2))
+    head_error = np.full((layers, layers, kv_heads, kv_heads), np.nan)
     read: list[np.ndarray] = []  # by layer i32[T, B, K, H, M]
     for j in range(first, layers):
         layer = live.layers[j]
@@ -127,11 +142,11 @@ def measure(live: Live, policies: PerLayer, *, progress: Progress | None = None)
         q, at = jnp.moveaxis(layer.q, 1, 0), jnp.asarray(live.positions)
         for i in range(first, j + 1):
             served = _serve(q, layer.k, layer.v, at, read[i - first], read[-1], layer.scale, layer.window)
-            overlap[i, j], mass[i, j], error[i, j] = (float(a) for a in served[:3])
-            head_mass[i, j] = np.asarray(served[3])
+            overlap[i, j], mass[i, j] = (float(a) for a in served[:2])
+            head_error[i, j] = np.asarray(served[2])
         if progress is not None:
             progress(j + 1 - first, layers - first, f"layer {j}")
-    return Sharing(first, overlap, mass, error, head_mass)
+    return Sharing(first, overlap, mass, head_error)
 
 
 @partial(jax.jit, static_argnums=(5, 6))
@@ -152,28 +167,33 @@ def _positions(cache: LayerCache, q: Array, k: Array, v: Array, start: int, scal
 @partial(jax.jit, static_argnums=(6, 7))
 def _serve(
     q: Array, k: Array, v: Array, at: Array, read: Array, own: Array, scale: float, window: int | None
-) -> tuple[Array, Array, Array, Array]:
-    """Overlap, mass, error and mass by pairs of heads of steps q [T, B, N, D] at `at` i32[T] that read `read`."""
+) -> tuple[Array, Array, Array]:
+    """Overlap, mass, and error by pairs of heads of steps q [T, B, N, D] at `at` i32[T] that read `read`."""
     S = k.shape[2]
 
     def members(positions: Array) -> Array:
         return membership(Selection(jnp.maximum(positions, 0), positions >= 0), S)  # bool[B, K, H, S]
 
-    def step(x: Any) -> tuple[Array, Array, Array, Array]:
+    def step(x: Any) -> tuple[Array, Array, Array]:
         q, position, read, own = x
         logits, visible = exact_logits(q, k, position, scale=scale, window=window)
         weights = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=-1)
         got, wanted = members(read), members(own)
         both = jnp.sum(got & wanted, axis=-1) / jnp.maximum(jnp.sum(wanted, axis=-1), 1)
-        few = jax.nn.softmax(jnp.where(visible & got, logits, -jnp.inf), axis=-1)
-        values = v.astype(jnp.float32)
-        exact, out = (jnp.einsum("bkgs,bksd->bkgd", w, values, precision="highest") for w in (weights, few))
-        tiny = jnp.finfo(jnp.float32).tiny
-        error = jnp.linalg.norm(out - exact, axis=-1) / jnp.maximum(jnp.linalg.norm(exact, axis=-1), tiny)
-        shared = jnp.any(got, axis=2).astype(jnp.float32)
-        by_head = jnp.einsum("bkgs,bhs->kh", weights, shared) / (weights.shape[0] * weights.shape[2])
         held = jnp.sum(jnp.where(got, weights, 0.0), axis=-1)
-        return jnp.mean(both), jnp.mean(held), jnp.mean(error), by_head
+
+        def attend(w: Array) -> Array:
+            return jnp.einsum("bkgs,bksd->bkgd", w, v.astype(jnp.float32), precision="highest")
+
+        exact = attend(weights)
+        size = jnp.maximum(jnp.linalg.norm(exact, axis=-1), jnp.finfo(jnp.float32).tiny)
+
+        def error(tokens: Array) -> Array:
+            """f[K]: of all heads over the tokens bool[B, H, S] of one."""
+            few = jax.nn.softmax(jnp.where(visible & tokens[:, None], logits, -jnp.inf), axis=-1)
+            return jnp.mean(jnp.linalg.norm(attend(few) - exact, axis=-1) / size, axis=(0, 2))
+
+        return jnp.mean(both), jnp.mean(held), lax.map(error, jnp.moveaxis(got, 1, 0)).T
 
     means = lax.map(step, (q, at, read, own))
     return tuple(jnp.mean(a, axis=0) for a in means)  # type: ignore[return-value]

@@ -42,13 +42,17 @@ def test_layers_with_the_same_keys_and_queries_serve_each_other() -> None:
     assert np.isnan(found.error[2, 1])
     assert found.anchors(2) == (1, 3)
     assert found.heads((1, 3)) == {4: (1, 0)}
+    np.testing.assert_allclose(found.head_error[3, 4, (0, 1), (1, 0)], found.head_error[3, 3, (1, 0), (1, 0)], rtol=0.5)
+    assert found.least_error[3, 4] < 0.6 * found.error[3, 4]
     assert found.total_error((1, 2, 3, 4)) <= found.total_error((1, 3)) + 1e-6
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 def test_anchors_have_the_least_error_of_all_choices(count: int) -> None:
-    error = np.random.default_rng(count).uniform(size=(7, 7))
-    found = Sharing(1, error, error, error, np.zeros((7, 7, 2, 2)))
+    rng = np.random.default_rng(count)
+    found = Sharing(1, rng.uniform(size=(7, 7)), rng.uniform(size=(7, 7)), rng.uniform(size=(7, 7, 2, 2)))
     choices = ((1, *rest) for rest in itertools.combinations(range(2, 7), count - 1))
-    assert found.total_error(found.anchors(count)) == pytest.approx(min(map(found.total_error, choices)))
+    errors = [found.total_error(choice, best_heads=True) for choice in choices]
+    assert found.total_error(found.anchors(count), best_heads=True) == pytest.approx(min(errors))
+    assert min(errors) <= found.total_error(found.anchors(count))
     assert found.every(3) == (1, 4)
