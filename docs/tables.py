@@ -958,11 +958,28 @@ def scaling() -> str:
 
 
 def anchors() -> str:
-    """Error of attention outputs by the layers that select for the others."""
-    error = json.loads((RESULTS / "calibrate.json").read_text())["error"]
-    named = {"share=1": "all six", "anchors": "three, by `kvjax calibrate`", "share=2": "every second, `share=2`"}
-    rows = [[told, f"{error[name]:.3f}".removeprefix("0")] for name, told in named.items()]
-    return markdown(["layers that select", "error"], rows)
+    """Error of attention outputs, and perplexity, by the layers that select for the others."""
+    plans = {share: json.loads((RESULTS / f"calibrate_{share}.json").read_text()) for share in (2, 4)}
+    texts = {row["cache"]: row for row in load_rows("perplexity_shared")}
+    rows = [["all 28", short(plans[4]["error"]["share=1"], 3), *_changes(texts, ("fier", _PARIS))]]
+    for share, plan in plans.items():
+        count, error = len(plan["anchors"]), plan["error"]
+        even = (f"fier:share={share}", f"{_PARIS},share={share}")
+        rows.append([f"{count}, `share={share}`", short(error[f"share={share}"], 3), *_changes(texts, even)])
+        files = (f"fier:anchors=fier{share}.json", f"{_PARIS},anchors=paris{share}.json")
+        found = f"{count}, with their heads, by `kvjax calibrate --share {share} --out`"
+        rows.append([found, short(error["anchors, best heads"], 3), *_changes(texts, files)])
+    rows.append(["4, `share=8`", "", *_changes(texts, ("fier:share=8", f"{_PARIS},share=8"))])
+    return markdown(["layers that select", "error, `fier`", "perplexity, `fier`", "perplexity, `pariskv`"], rows)
+
+
+_PARIS = "pariskv:sink=4,local=16,dense_below=0"
+
+
+def _changes(rows: dict[str, dict[str, Any]], caches: Sequence[str]) -> list[str]:
+    """Change of perplexity against full attention; blank where it was not measured."""
+    found = [rows.get(cache) for cache in caches]
+    return [f"{100 * (r['ratio'] - 1):+.1f} ± {100 * r['ratio_stderr']:.1f} %" if r else "" for r in found]
 
 
 def hit_rates(file: Path = RESULTS / "hit_rates.json") -> str:

@@ -1,6 +1,6 @@
 """One selection for several layers.
 
-Adjacent layers of a model select nearly the same tokens. So one layer, the anchor, selects, and the layers after it
+Adjacent layers of a model select many of the same tokens. So one layer, the anchor, selects, and the layers after it
 attend to the same slots of their own keys and values. A follower needs no index: it saves the index's bytes and the
 work of scoring.
 
