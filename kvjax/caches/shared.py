@@ -217,9 +217,9 @@ def share_selections(
 ) -> PerLayer:
     """`policies`, of which every `share`-th layer selects, or those of `anchors`; see `Shared`.
 
-    `anchors` are numbers of layers, or text such as "2+5+9". They may be the name of a JSON file that `kvjax calibrate
-    --out` wrote, which has `heads` too. With share=1 and no anchors every layer selects, and the policies are returned
-    as they are.
+    `anchors` are numbers of layers, or text such as "2+5+9". They may be the name of a JSON file that the command
+    `kvjax calibrate` wrote, which has `heads` too. With share=1 and no anchors every layer selects, and the policies
+    are returned as they are.
 
     Raises:
       FileNotFoundError: no such file.
