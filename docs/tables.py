@@ -961,16 +961,27 @@ def anchors() -> str:
     """Error of attention outputs, and perplexity, by the layers that select for the others."""
     plans = {share: json.loads((RESULTS / f"calibrate_{share}.json").read_text()) for share in (2, 4)}
     texts = {row["cache"]: row for row in load_rows("perplexity_shared")}
-    rows = [["all 28", short(plans[4]["error"]["share=1"], 3), *_changes(texts, ("fier", _PARIS))]]
+    (keys,) = load_scores("eval_shared").values()
+
+    def found(*names: str) -> list[str]:
+        scores = [keys.get(f"{name}@225") for name in names]
+        return [short(score["mean"]) if score else "" for score in scores]
+
+    rows = [["all 28", short(plans[4]["error"]["share=1"], 3), *_changes(texts, ("fier", _PARIS)), *found("fier", "")]]
     for share, plan in plans.items():
         count, error = len(plan["anchors"]), plan["error"]
         even = (f"fier:share={share}", f"{_PARIS},share={share}")
-        rows.append([f"{count}, `share={share}`", short(error[f"share={share}"], 3), *_changes(texts, even)])
+        share_keys = found(even[0], "")
+        rows.append(
+            [f"{count}, `share={share}`", short(error[f"share={share}"], 3), *_changes(texts, even), *share_keys]
+        )
         files = (f"fier:anchors=fier{share}.json", f"{_PARIS},anchors=paris{share}.json")
-        found = f"{count}, with their heads, by `kvjax calibrate --share {share} --out`"
-        rows.append([found, short(error["anchors, best heads"], 3), *_changes(texts, files)])
-    rows.append(["4, `share=8`", "", *_changes(texts, ("fier:share=8", f"{_PARIS},share=8"))])
-    return markdown(["layers that select", "error, `fier`", "perplexity, `fier`", "perplexity, `pariskv`"], rows)
+        told = f"{count}, with their heads, by `kvjax calibrate --share {share} --out`"
+        own_keys = found(files[0], f"pariskv:sink=4,local=16,dense_layers=2,anchors=paris{share}.json")
+        rows.append([told, short(error["anchors, best heads"], 3), *_changes(texts, files), *own_keys])
+    rows.append(["4, `share=8`", "", *_changes(texts, ("fier:share=8", f"{_PARIS},share=8")), "", ""])
+    head = [f"{what}, `{name}`" for what in ("perplexity", "pass keys") for name in ("fier", "pariskv")]
+    return markdown(["layers that select", "error, `fier`", *head], rows)
 
 
 _PARIS = "pariskv:sink=4,local=16,dense_below=0"
