@@ -75,27 +75,30 @@ def quality() -> str:
     """Needles, GSM8K and perplexity of a published model."""
     needles = load_scores("eval_qwen")["1 of 8 needles at 16384, question decoded"]
     problems = load_scores("eval_qwen_gsm8k")["gsm8k"]
-    book = {row["cache"]: row for row in load_rows("perplexity_qwen") if row["text"] == "book"}
+    book = {_method_of(row["cache"]): row for row in load_rows("perplexity_qwen") if row["text"] == "book"}
 
     def right(scores: dict[str, Any], method: str, budget: int) -> str:
-        found = (
-            scores.get(name) for name in _of_method(scores, method) if name.endswith(f"@{budget}") or "@" not in name
-        )
-        return next((short(score["mean"]) for score in found if score), "")
+        score = _score_of(scores, method, budget)
+        return short(score["mean"]) if score else ""
 
     rows = []
     for method in ("full", "fier", "pariskv", "quest", "freekv", "logquant", "snapkv", "streaming_llm"):
-        (name,) = _of_method(book, method)
-        row = book[name]
+        row = book[method]
         change = f"{row['perplexity']:.2f}" if method == "full" else f"{100 * (row['ratio'] - 1):+.1f} %"
         solved = "" if method == "pariskv" else right(problems, method, 128)  # it attends to all of so short a prompt
         rows.append([f"`{method}`", right(needles, method, 256), right(needles, method, 1024), solved, change])
     return markdown(["cache", "needles, budget 256", "needles, 1024", "GSM8K, 128", "perplexity, 1024"], rows)
 
 
-def _of_method(names: Iterable[str], method: str) -> list[str]:
-    """Those of a method, whatever its settings and budget."""
-    return [name for name in names if name.partition("@")[0].partition(":")[0] == method]
+def _method_of(cache: str) -> str:
+    """quest of quest:page=32@256."""
+    return cache.partition("@")[0].partition(":")[0]
+
+
+def _score_of(scores: dict[str, Any], method: str, budget: int) -> dict[str, Any] | None:
+    """The score of a method at a budget, or of one that has no budget, whatever its settings."""
+    found = {name.partition("@")[2]: score for name, score in scores.items() if _method_of(name) == method}
+    return found.get(str(budget), found.get(""))
 
 
 def decoded_needles() -> str:
@@ -316,7 +319,7 @@ def equal_perplexities() -> str:
             if row is None:
                 cells += ["", ""]
                 continue
-            change = f"{100 * (row['ratio'] - 1):+.1f} ± {100 * row['ratio_stderr']:.1f} %"
+            change = _change(row)
             cells += [f"{row['perplexity']:.2f}" if cache == "full" else change, f"{row['tokens_read']:.0f}"]
         rows.append([f"`{cache}`", "all" if cache == "full" else str(dense), *cells])
     head = [part for length in lengths for part in (str(length), "read")]
@@ -328,7 +331,7 @@ def method_perplexities() -> str:
     full, *measured = load_rows("perplexity_methods") + load_rows("perplexity_bytes")
     rows = [["`full`", "", f"{full['perplexity']:.2f}", f"{full['tokens_read']:.0f}"]]
     for row in sorted((row for row in measured if row["cache"] != "full"), key=lambda row: row["ratio"]):
-        change = f"{100 * (row['ratio'] - 1):+.1f} ± {100 * row['ratio_stderr']:.1f} %"
+        change = _change(row)
         if row["ratio"] > 10:
             change = f"{row['ratio']:.0f} times"
         budget = "" if row["budget"] is None else str(row["budget"])
@@ -475,9 +478,14 @@ def _perplexities_by_text(name: str) -> str:
             elif cache == "full":
                 cells.append(f"{row['perplexity']:.2f}")
             else:
-                cells.append(f"{100 * (row['ratio'] - 1):+.1f} ± {100 * row['ratio_stderr']:.1f} %")
+                cells.append(_change(row))
         rows.append([f"`{cache}`", *cells])
     return markdown(["cache", *(f"{text}, {length}" for text, length in places)], rows)
+
+
+def _change(row: dict[str, Any]) -> str:
+    """Change of perplexity against full attention, with its standard error."""
+    return f"{100 * (row['ratio'] - 1):+.1f} ± {100 * row['ratio_stderr']:.1f} %"
 
 
 def real_speed() -> str:
@@ -518,13 +526,13 @@ def which_method() -> str:
     speed = {(row["length"], row["batch"], row["method"]): row["tpot_ms"] for row in load_rows("real_speed")}
     texts: dict[str, dict[str, float]] = {text: {} for text in ("code", "book")}
     for row in load_rows("perplexity_qwen"):
-        texts[row["text"]][row["cache"].partition(":")[0]] = row["ratio"]
+        texts[row["text"]][_method_of(row["cache"])] = row["ratio"]
     own = json.loads((RESULTS / "long_generation.json").read_text())["results"]
-    by_quarter = {row["cache"].partition(":")[0]: row["ratio_by_quarter"] for row in own}
+    by_quarter = {_method_of(row["cache"]): row["ratio_by_quarter"] for row in own}
 
     def right(scores: dict[str, Any], budget: int, *methods: str) -> str:
-        found = [next(s for n in (f"{m}@{budget}", m) for s in _settings_of(scores, n)) for m in methods]
-        return _listed(methods, [short(score["mean"]) for score in found])
+        found = [_score_of(scores, method, budget) for method in methods]
+        return _listed(methods, [short(score["mean"]) for score in found if score])
 
     def loss(text: str, *methods: str) -> str:
         return _listed(methods, [f"{100 * (texts[text][m] - 1):+.1f} %" for m in methods])
@@ -554,15 +562,6 @@ def which_method() -> str:
          times(16384, 8, "full", "pariskv", "freekv")),
     ]  # fmt: skip
     return markdown(["what matters", "take", "rather not"], rows, numbers=False)
-
-
-def _settings_of(scores: dict[str, Any], name: str) -> list[Any]:
-    """The scores of method@budget, or of a method without a budget, whatever its settings."""
-    method, _, budget = name.partition("@")
-    return [
-        score for cache, score in scores.items()
-        if (cache.partition("@")[0].partition(":")[0], cache.partition("@")[2]) == (method, budget)
-    ]  # fmt: skip
 
 
 def _listed(methods: Sequence[str], values: Sequence[str]) -> str:
@@ -686,8 +685,7 @@ def claims_fier() -> str:
         [
             "11 % of the cache is enough",
             "LongBench, as good as all",
-            f"perplexity of a book, 4096 tokens, 11 %: {100 * (fier['ratio'] - 1):+.1f} ± "
-            f"{100 * fier['ratio_stderr']:.1f} %",
+            f"perplexity of a book, 4096 tokens, 11 %: {_change(fier)}",
             "`kvjax perplexity`, `perplexity_equal.json`",
             "reproduced as perplexity",
         ],
@@ -726,12 +724,12 @@ def claims_pariskv() -> str:
 
     parts, of_package = load_measured("measure_paris_smollm2"), load_measured("measure_paris")
 
-    def recalls(*cases: str) -> list[str]:
-        return [short(parts[case]["recall"], 3) for case in cases]
+    def recalls(of: dict[str, dict[str, Any]], *cases: str) -> list[str]:
+        return [short(of[case]["recall"], 3) for case in cases]
 
-    reranked = recalls("all reranked, no alpha-correction", "candidates 1", "all reranked, not rotated")
-    as_published = recalls("as published", "no alpha-correction", "not rotated")
-    not_rotated = [short(of_package[case]["recall"], 3) for case in ("as published", "not rotated")]
+    reranked = recalls(parts, "all reranked, no alpha-correction", "candidates 1")
+    as_published = recalls(parts, "as published", "no alpha-correction", "not rotated")
+    not_rotated = recalls(of_package, "as published", "not rotated")
     full, paris = _largest("full", 32768), _largest("pariskv", 32768)
     at_once = {(r["cache"], r["length"], r["batch"]): r for r in load_rows("end_to_end") if r["status"] == "ok"}
     one, four = at_once["pariskv", 131072, 1], at_once["pariskv", 131072, 4]
@@ -988,9 +986,8 @@ _PARIS = "pariskv:sink=4,local=16,dense_below=0"
 
 
 def _changes(rows: dict[str, dict[str, Any]], caches: Sequence[str]) -> list[str]:
-    """Change of perplexity against full attention; blank where it was not measured."""
-    found = [rows.get(cache) for cache in caches]
-    return [f"{100 * (r['ratio'] - 1):+.1f} ± {100 * r['ratio_stderr']:.1f} %" if r else "" for r in found]
+    """`_change` of each; blank where it was not measured."""
+    return [_change(rows[cache]) if cache in rows else "" for cache in caches]
 
 
 def hit_rates(file: Path = RESULTS / "hit_rates.json") -> str:
