@@ -5,7 +5,8 @@
 Layers as in decode_step.py, in straight line, with the history on the device, in host memory, and there with a hot set.
 The queries of a step are `correlation` times those of the step before, plus noise that keeps their length. "us" is
 device time of the kernels of a layer, "clock_us" the host's clock; "read" is tokens of a row and KV head that a step
-read from the host. `--shape qwen` has the heads of Qwen2.5-7B, for the growth from 262144 to 786432 tokens:
+read from the host. With `--float8` the histories under hot sets are in 8-bit floats, and "where" says so. `--shape
+qwen` has the heads of Qwen2.5-7B, for the growth from 262144 to 786432 tokens:
 
     python benchmarks/host_steps.py --shape qwen --lengths 262144,786432 --hot 0 --correlations 0 --layers 2
 """
@@ -16,6 +17,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,6 +30,7 @@ from layers import clock, implementation, names, numbers, options, out_of, parse
 import kvjax
 from kvjax import CacheSpec, presets
 from kvjax.evaluate.throughput import fill
+from kvjax.stores import HostFloat8, HotSet
 
 SHAPES = {"llama": (32, 8, 128), "qwen": (28, 4, 128), "quick": (4, 2, 64)}  # query heads, KV heads, channels
 WARM = 12  # steps that fill a hot set before it is timed
@@ -36,7 +39,10 @@ WARM = 12  # steps that fill a hot set before it is timed
 def policy(method: str, where: str, hot: int, budget: int) -> Any:
     settings = {} if where == "device" else {"host": True, "hot": hot}
     make: Any = presets.find(method).make
-    return make(budget, dense_layers=0, dense_capacity=0, **settings).rest
+    made = make(budget, dense_layers=0, dense_capacity=0, **settings).rest
+    if where != "float8":
+        return made
+    return replace(made, store=HotSet(tokens=hot, store=HostFloat8(page=made.store.page)))
 
 
 def queries(correlation: float, steps: int, spec: CacheSpec) -> Array:
@@ -106,6 +112,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--float8", action="store_true", help="hot sets of a history in 8-bit floats")
     parser.add_argument("--implementation", default="default", help="or kernels: also those that nobody has measured")
     given = parse(parser, args)
     heads, kv_heads, channels = SHAPES["quick" if given.quick else given.shape]
@@ -118,7 +125,8 @@ def main(args: Sequence[str] | None = None) -> None:
             batch=given.batch, q_heads=heads, kv_heads=kv_heads, head_dim=channels, capacity=length, dtype=dtype
         )
         for method in given.methods:
-            places = [("device", 0), ("host", 0), *(("host", hot) for hot in given.hot if hot)]
+            kept = "float8" if given.float8 else "host"
+            places = [("device", 0), ("host", 0), *((kept, hot) for hot in given.hot if hot)]
             for where, hot in places:
                 for correlation in given.correlations if hot else [0.0]:
                     with implementation(given.implementation):

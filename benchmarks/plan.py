@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("kernels", "steps", "prompts", "hosts", "methods", "devices", "checkpoint")
-INPUTS = ("checkpoint", "text", "code", "gsm8k")  # that a command may name in braces, beside {out}
+INPUTS = ("checkpoint", "text", "other", "code", "gsm8k")  # that a command may name in braces, beside {out}
 WARMED = ("decode_step.py", "decode_tokens.py", "shared.py", "host_steps.py", "compared.py", "prefill.py")
 WARMING = "--calls 2"
 UNTIMED = ("pytest", "kvjax.cli eval", "kvjax.cli perplexity", "kvjax.cli measure", "benchmarks.claims", "hit_rates.py")
-UNTIMED += ("long_generation.py",)
+UNTIMED += ("long_generation.py", "shared_quality.py")
 BESIDE_OTHERS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a process takes no more of the GPU's memory than it needs
 
 
@@ -188,18 +188,22 @@ EVICTING = ("snapkv", "streaming_llm")
 def _checkpoint() -> Iterator[Cell]:
     small = "--length 192 --samples 1 --batch 1 --dtype float32"
 
-    def scored(name: str, out: str, options: str, caches: tuple[str, ...], budget: str, small: str) -> Iterator[Cell]:
-        for cache in caches:
-            budgets = "" if cache in WHOLE else f" --budget {budget}"
-            command = f"-m kvjax.cli eval {{checkpoint}} {options} --cache {cache}{budgets} --out {{out}}/{out}"
-            smoke = small if cache in WHOLE else f"{small} --budget 64"
-            yield Cell("checkpoint", f"{name} {cache}", command, smoke, 480, resumes=True)
+    def scored(name: str, out: str, options: str, caches: Sequence[str], budgets: str, small: str) -> Iterator[Cell]:
+        """A process reads each prompt once for all of its caches, whose programs compile beside one another."""
+        every = " ".join(f"--cache {cache}" for cache in caches)
+        command = (
+            f"-m kvjax.cli eval {{checkpoint}} {options} {every} --budget {budgets} --beside 8 --out {{out}}/{out}"
+        )
+        yield Cell("checkpoint", name, command, f"{small} --budget 64", 480, resumes=True)
 
-    needles = "--task needles --task pass_key --length 16384 --samples 100 --batch 4 --text {text}"
-    budgets = "32,64,128,256,512,1024,2048"
-    yield from scored("needles", "needles", needles, (*WHOLE, *SELECTING, *EVICTING), budgets, small)
+    needles = "--task needles --task pass_key --length 16384 --samples 100 --batch 5 --text {text}"
+    caches = (*WHOLE, *SELECTING, *EVICTING)
+    yield from scored("needles", "needles", needles, caches, "32,64,128,256,512,1024,2048", small)
+    command = "shared_quality.py {checkpoint} --text {text} --calibrate {other} --out {out}/shared"
+    few = "--quick --methods fier --shares 1,2 --dtype float32"
+    yield Cell("checkpoint", "shared selections", command, few, 480, resumes=True)
     for length in (4096, 8192, 16384, 32768):
-        ruler = f"--task {{ruler_task}} --length {length} --samples 100 --batch {65536 // length} --text {{text}}"
+        ruler = f"--task {{ruler_task}} --length {length} --samples 100 --batch {131072 // length} --text {{text}}"
         caches = ("full", *SELECTING[:3])
         yield from scored(f"ruler {length}", "ruler", ruler, caches, "1024", small.replace("192", "448"))
     gsm8k = "--task {gsm8k_task} --data {gsm8k} --batch 100"
@@ -212,7 +216,7 @@ def _checkpoint() -> Iterator[Cell]:
     for kind in ("text", "code"):
         for length in (4096, 16384):
             options = f"--text {{{kind}}} --length {length} --steps 256 --passages 8 --batch 4 --budget 1024 {every}"
-            command = f"-m kvjax.cli perplexity {{checkpoint}} {options} --out {{out}}/perplexity_{kind}"
+            command = f"-m kvjax.cli perplexity {{checkpoint}} {options} --beside 8 --out {{out}}/perplexity_{kind}"
             yield Cell("checkpoint", f"perplexity {kind} {length}", command, few, 480, resumes=True)
     live = "--length 192 --steps 4 --budget 32 --dtype float32"
     for what, length in (("groups", 16384), ("queries", 16384), ("logquant", 8192), ("drift", 4096), ("paris", 4096)):

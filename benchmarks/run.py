@@ -202,13 +202,14 @@ def inputs(given: argparse.Namespace) -> dict[str, str]:
     """
     folder = given.out.resolve() / "inputs"
     found: dict[str, Path] = {
-        name: path for name in ("checkpoint", "text", "gsm8k") if (path := getattr(given, name)) is not None
+        name: path for name in ("checkpoint", "text", "other", "gsm8k") if (path := getattr(given, name)) is not None
     }
     found["code"] = write(folder / "code.txt", joined(Path(os.__file__).parent, "*.py"))
     if given.smoke:
         found.setdefault("checkpoint", ROOT / "kvjax" / "data" / "kvjax-26m")
         if "text" not in found:
             found["text"] = write(folder / "text.txt", joined(ROOT / "docs", "*.md"))
+        found.setdefault("other", found["text"])
         if "gsm8k" not in found:
             lines = ({"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(3))
             found["gsm8k"] = write(folder / "gsm8k" / "test.jsonl", "\n".join(map(json.dumps, lines)) + "\n").parent
@@ -248,6 +249,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--match", default="", help="only cells with this text in their names")
     parser.add_argument("--checkpoint", type=Path, help="a model in the format of Hugging Face")
     parser.add_argument("--text", type=Path, help="UTF-8 file with a long text that the model never saw")
+    parser.add_argument("--other", type=Path, help="another such text, on which layers to share selections are found")
     parser.add_argument("--gsm8k", type=Path, help="folder with test.jsonl as published")
     parser.add_argument("--cache", type=Path, help="folder of compiled programs; default OUT/cache")
     parser.add_argument("--beside", type=int, default=0, metavar="N", help="first what is not timed, N at a time")
@@ -292,7 +294,7 @@ def main(args: Sequence[str] | None = None) -> int:
     given, start = parser.parse_args(args), time.monotonic()
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    for name in ("checkpoint", "text", "gsm8k"):
+    for name in ("checkpoint", "text", "other", "gsm8k"):
         if (path := getattr(given, name)) is not None and not path.exists():
             parser.error(f"--{name} {path}: there is no such file or folder")
     asked = select(given)

@@ -10,6 +10,7 @@ import typer
 
 from kvjax.cli.options import (
     AsJson,
+    Beside,
     Budgets,
     CacheNames,
     DenseLayers,
@@ -109,6 +110,7 @@ def evaluate(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small comparison, in minutes on a CPU.")] = False,
     batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 8,
+    beside: Beside = 1,
     dtype: Dtype = None,
     out: Annotated[
         Path, typer.Option(help="Directory for results/*.json, table.md, the plots, and report.html with both.")
@@ -167,7 +169,8 @@ def evaluate(
         "draws": Draws(count=draws, temperature=temperature, top_p=top_p, seed=seed),
         "max_prompt": None if max_prompt is None else size("--max-prompt", max_prompt),
     }
-    _report(_run(model_directory(model_dir), tasks, rows, batch=batch, out=out, **settings), out, as_json)
+    cells = _run(model_directory(model_dir), tasks, rows, batch=batch, beside=beside, out=out, **settings)
+    _report(cells, out, as_json)
 
 
 def _given(ctx: typer.Context, *, but: Collection[str]) -> list[str]:
@@ -187,7 +190,14 @@ def _given(ctx: typer.Context, *, but: Collection[str]) -> list[str]:
 
 
 def _run(
-    directory: Path, tasks: Sequence[Task], rows: Sequence[Row], *, batch: int, out: Path, **settings: Any
+    directory: Path,
+    tasks: Sequence[Task],
+    rows: Sequence[Row],
+    *,
+    batch: int,
+    beside: int,
+    out: Path,
+    **settings: Any,
 ) -> list[Cell]:
     """Scores the tasks. `settings` are those of `plan.prepare`, for each of them."""
     import jax
@@ -221,7 +231,8 @@ def _run(
         for number, one in enumerate(plans, 1):
             what = f"task {number} of {len(plans)}, {one.task.name}"
             with bar(progress, what, total=one.total) as advance_to:
-                plan.run(loaded, one, accuracy.answer, batch=batch, capacity=capacity, progress=advance_to)
+                how: dict[str, Any] = {"batch": batch, "beside": beside, "capacity": capacity}
+                plan.run(loaded, one, accuracy.answer, **how, progress=advance_to)
             if progress.disable:  # no terminal: a line a task, for whoever reads the log
                 say(f"{what}: {one.done} answers")
     return cells

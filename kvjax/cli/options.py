@@ -62,6 +62,15 @@ Budgets = Annotated[
         show_default=False,
     ),
 ]
+Beside = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Caches that decode at a time. Their programs then compile beside one another, one on each core; device "
+        "memory must hold as many caches.",
+    ),
+]
+
 DenseLayers = Annotated[
     int,
     typer.Option(

@@ -37,6 +37,7 @@ def evaluate(
     budgets: Sequence[int] | None = None,
     dense_layers: int | None = DENSE_LAYERS,
     batch: int = 8,
+    beside: int = 1,
     draws: Draws = Draws(),  # noqa: B008 (frozen)
     max_prompt: int | None = None,
     out: Path | None = None,
@@ -47,8 +48,8 @@ def evaluate(
     Decodes greedily, unless `draws` asks for answers that are drawn. `caches`, `budgets` and `dense_layers` are those
     of `kvjax.evaluate.caches.make_rows`. With `out`, results go there, and those that are there already are not made
     again. `batch` prompts of near lengths are decoded together; they are padded to one of four sizes an octave, so that
-    few programs are compiled. At a time, the queries, keys and values of a batch of whole prompts are held, and one
-    cache.
+    few programs are compiled. At a time, the queries, keys and values of a batch of whole prompts are held, and the
+    caches that decode `beside` one another.
 
     Raises:
       ValueError: before anything runs; see `kvjax.evaluate.plan.prepare`. Prompts that are too long lose their middle
@@ -57,7 +58,7 @@ def evaluate(
     rows = make_rows(caches, budgets=budgets, dense_layers=dense_layers)
     dtype = checkpoint.model.dtype
     plan = prepare(checkpoint, task, rows, dtype=dtype, out=out, draws=draws, max_prompt=max_prompt)
-    return run(checkpoint, plan, answer, batch=batch, progress=progress)
+    return run(checkpoint, plan, answer, batch=batch, beside=beside, progress=progress)
 
 
 def answer(

@@ -180,9 +180,9 @@ def prepare(
 
 
 def run(
-    checkpoint: Checkpoint, plans: Sequence[Plan], *, batch: int = 1, progress: Progress | None = None
+    checkpoint: Checkpoint, plans: Sequence[Plan], *, batch: int = 1, beside: int = 1, progress: Progress | None = None
 ) -> list[Cell]:
-    """Scores what plans leave open; see `perplexity`."""
+    """Scores what plans leave open; see `perplexity`, and `kvjax.evaluate.plan.run` for `beside`."""
     cells, total, before = [], sum(plan.total for plan in plans), 0
     for plan in plans:
 
@@ -190,7 +190,7 @@ def run(
             if progress is not None:
                 progress(before + done, total, f"{name}, {what}" if what else name)
 
-        cells += run_one(checkpoint, plan, score, batch=batch, progress=advance)
+        cells += run_one(checkpoint, plan, score, batch=batch, beside=beside, progress=advance)
         before += plan.total
     return cells
 

@@ -3,16 +3,21 @@
 An `Answer` function decides how: `accuracy.answer` decodes freely, `perplexity.score` feeds the true continuation. The
 last tokens of a prompt may be fed one step at a time through the cache, as a question that comes after the cache has
 evicted what it will evict.
+
+Caches may decode beside one another, in threads. They share weights and prompts, and a GPU runs their steps in turn;
+but their programs compile at the same time, and compiling is most of the time of a short task.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +35,7 @@ from kvjax.evaluate.tasks import Example, Task
 from kvjax.models import Checkpoint
 from kvjax.spec import CacheSpec, require_int
 
+T = TypeVar("T")
 CAPACITY_STEP = 128  # capacities are multiples of it, so that near lengths share programs
 
 
@@ -154,48 +160,45 @@ def run(
     answer: Answer,
     *,
     batch: int = 8,
+    beside: int = 1,
     capacity: int | None = None,
     progress: Progress | None = None,
 ) -> list[Cell]:
     """Answers what a plan leaves open. The cells come in the order of the caches, those that were refused among them.
 
+    `beside` caches decode at a time, in threads: context managers of JAX, such as `jax.default_device`, do not reach
+    them. Device memory then holds as many caches, and the seconds of a cell are those beside others.
+
     `capacity`, of all caches, is by default what each batch needs. Plans that share the largest `plan.capacity` share
     the programs that decode: where compiling costs more than empty slots do, as for a small model on a GPU.
     """
     batch = min(require_int("batch", batch, at_least=1), len(plan.prompts))
+    require_int("beside", beside, at_least=1)
     ids, made = list(plan.prompts), provenance()
+
+    def tell(what: str) -> None:
+        if progress is not None:
+            progress(plan.done, plan.total, what)
+
     known = {name: {example["id"] for example in plan.cells[name].examples} for name in plan.policies}
     for first in range(0, len(ids), batch):
         part = ids[first : first + batch]
         open_cells = [name for name in plan.policies if not known[name].issuperset(part)]
         if not open_cells:
             continue
-        if progress is not None:
-            progress(plan.done, plan.total, f"prefill of {len(part)} prompts")
+        tell(f"prefill of {len(part)} prompts")
         rows = [plan.prompts[i] for i in part] + [()] * (batch - len(part))
         logits, prompts = jax.block_until_ready(prompt.read(checkpoint, rows))
         needed = _capacity(prompts.spec.capacity, plan.new_tokens)
+        one = partial(_answer_part, checkpoint, plan, answer, (logits, prompts), part, known, capacity or needed)
+        found = _map(one, open_cells, beside)
         for name in open_cells:
-            if progress is not None:
-                progress(plan.done, plan.total, name)
-            begin, cell = time.perf_counter(), plan.cells[name]
-            asked = [i if i not in known[name] else None for i in part] + [None] * (batch - len(part))
-            drawn = []
-            for number in range(plan.draws.count):
-                cache = prompt.store(checkpoint, prompts, plan.policies[name], capacity or needed)
-                drawn.append(answer(checkpoint, cache, logits, plan, asked, number))
-            answers = {i: join([found[i] for found, _, _ in drawn]) for i in drawn[0][0]}
-            attended, steps = _mean(drawn)
-            tokens = {i: len(plan.prompts[i]) + len(plan.fed[i]) for i in answers}
-            results = [{"id": i, "prompt_tokens": tokens[i], **result} for i, result in answers.items()]
-            seconds = round(time.perf_counter() - begin, 3)
+            tell(name)
+            results, cell = next(found), plan.cells[name]
             cell.made_by(made)
-            cell.batches.append(
-                {"examples": results, "attended_by_layer": attended, "steps": steps, "seconds": seconds}
-            )
+            cell.batches.append(results)
             cell.save()
-    if progress is not None:
-        progress(plan.done, plan.total, "")
+    tell("")
     return list(plan.cells.values())
 
 
@@ -219,6 +222,46 @@ def feed(
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def _answer_part(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    answer: Answer,
+    read: tuple[Array, Cache],
+    part: Sequence[str],
+    known: Mapping[str, Collection[str]],
+    capacity: int,
+    name: str,
+) -> dict[str, Any]:
+    """A batch of a cell: what the cache `name` answers after the prompts that were `read`, of the examples `part` but
+    for those that are `known`."""
+    begin, (logits, prompts) = time.perf_counter(), read
+    asked = [i if i not in known[name] else None for i in part] + [None] * (logits.shape[0] - len(part))
+    drawn = []
+    for number in range(plan.draws.count):
+        cache = prompt.store(checkpoint, prompts, plan.policies[name], capacity)
+        drawn.append(answer(checkpoint, cache, logits, plan, asked, number))
+    answers = {i: join([found[i] for found, _, _ in drawn]) for i in drawn[0][0]}
+    attended, steps = _mean(drawn)
+    tokens = {i: len(plan.prompts[i]) + len(plan.fed[i]) for i in answers}
+    results = [{"id": i, "prompt_tokens": tokens[i], **result} for i, result in answers.items()]
+    seconds = round(time.perf_counter() - begin, 3)
+    return {"examples": results, "attended_by_layer": attended, "steps": steps, "seconds": seconds}
+
+
+def _map(f: Callable[[str], T], names: Sequence[str], beside: int) -> Iterator[T]:
+    """f of each name in their order, `beside` of them at a time. After an error no other one begins."""
+    if beside == 1:
+        yield from map(f, names)
+        return
+    with ThreadPoolExecutor(beside) as pool:
+        waiting = [pool.submit(copy_context().run, f, name) for name in names]
+        try:
+            for one in waiting:
+                yield one.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _score(task: Task, example: Example, answer: str) -> float:

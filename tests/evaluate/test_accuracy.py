@@ -261,6 +261,32 @@ def test_a_killed_run_goes_on_where_it_stopped(checkpoint, task, finished, tmp_p
     assert report.score(whole_run(checkpoint, task, tmp_path)["full"]) == report.score(cells["full"])
 
 
+def test_caches_beside_one_another_answer_as_each_alone(checkpoint, task, finished, tmp_path):
+    cells = whole_run(checkpoint, task, tmp_path, beside=3)
+    for name, cell in finished[1].items():
+        assert answers(cells[name]) == answers(cell)
+        np.testing.assert_allclose(cells[name].attended, cell.attended, rtol=1e-6)
+
+
+def test_an_error_beside_others_ends_the_run_and_keeps_what_was_done(checkpoint, task, finished, tmp_path, monkeypatch):
+    real, seen = accuracy._decode, []
+
+    def failing(checkpoint, cache, *args):
+        first = not seen
+        seen.append(cache)
+        if first:
+            return real(checkpoint, cache, *args)
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(accuracy, "_decode", failing)
+    with pytest.raises(MemoryError, match="no room"):
+        whole_run(checkpoint, task, tmp_path, beside=2)
+    assert len(seen) <= 3, "nothing begins after an error but what was about to"
+    monkeypatch.setattr(accuracy, "_decode", real)
+    cells = whole_run(checkpoint, task, tmp_path)
+    assert all(answers(cells[name]) == answers(cell) for name, cell in finished[1].items())
+
+
 def test_plans_may_share_a_capacity(checkpoint, task, monkeypatch):
     seen = []
 
