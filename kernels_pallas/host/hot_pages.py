@@ -4,8 +4,9 @@
 places of those that are there in shared memory. Two running sums over the block, in the order in which the hand comes
 by, give each missing page its place. XLA needs 14 kernels for that.
 
-**Load** (`hot_load`): the lanes of a warp look up which pages are missing. The warp reads these from the host, one
-after the other, straight to their places. Where the grid has only `Config.blocks`, warps take turns.
+**Load** (`hot_load`): the lanes of a warp look up which pages are missing. The warp reads these from the host straight
+to their places, as many at once as have `ahead` chunks for a lane. Where the grid has only `Config.blocks`, warps take
+turns.
 
 **Bytes:** 20 a place and 16 a page for the tables; R a missing page over the bus and R written.
 
@@ -282,11 +283,12 @@ def _load_program(
     *refs: Any, total: int, P: int, n: int, N: int, chunks: int, parts: int, each: int, turns: int, warps: int,
     wider: int, decode: Decode, config: Config,
 ) -> None:  # fmt: skip
-    """A lane looks at one of a warp's `each` entries; then the warp moves the pages that some of them lack. In a turn
-    all `warps` take adjacent entries, of few heads, whose pages lie close together. A value takes `wider` times as many
-    bytes in a zone."""
+    """A lane looks at one of a warp's `each` entries; then the warp moves the pages that some of them lack, several
+    small ones at once. In a turn all `warps` take adjacent entries, of few heads, whose pages lie close together. A
+    value takes `wider` times as many bytes in a zone."""
     *zones, x, page, used, at = (simt.global_address(m) for m in refs)
-    size, piece, ahead = chunks * CHUNK, chunks * CHUNK // parts, min(config.ahead, -(-chunks // 32))
+    size, piece, of_page = chunks * CHUNK, chunks * CHUNK // parts, -(-chunks // 32)
+    ahead, at_once = min(config.ahead, of_page), max(1, config.ahead // of_page)
     thread = special("tid.x")
     lane, warp = thread & 31, special("ctaid.x") * (4 * config.warpgroups) + (thread >> 5)
 
@@ -301,20 +303,24 @@ def _load_program(
         lacking = simt.ballot(fresh & (number < P))
 
         def move(left: Word) -> tuple[Flag, list[Word]]:
-            one = instr("clz.b32", left) ^ 31
-            row, to, source = (simt.from_lane(shared, one) for shared in (of, in_table, number))
-            from_page = simt.offset_rows(simt.offset_rows(x, row, P * size), source, size)
+            moved = []  # whether there is such a page, where it lies, and its row and place in the zones
+            for _ in range(at_once):
+                there = left.differs(0)
+                one = there.select(instr("clz.b32", left) ^ 31, 0)
+                row, to, source = (simt.from_lane(shared, one) for shared in (of, in_table, number))
+                from_page = simt.offset_rows(simt.offset_rows(x, row, P * size), source, size)
+                moved.append((there, from_page, to))
+                left = left ^ there.select(word(1) << one, 0)
             for first in range(0, chunks, 32 * ahead):
-                places = [lane + (first + 32 * j) for j in range(ahead)]
-                words = [_chunk_below(c, chunks, simt.offset(from_page, c * CHUNK)) for c in places]
-                for c, loaded in zip(places, words, strict=True):
+                places = [(lane + (first + 32 * j), *of_one) for of_one in moved for j in range(ahead)]
+                words = [_chunk_if(there & (c < chunks), simt.offset(a, c * CHUNK)) for c, there, a, _ in places]
+                for (c, there, _, to), loaded in zip(places, words, strict=True):
                     part = simt.divide(c * CHUNK, piece)
                     zone = simt.offset_rows(_of_part(zones, part), to, piece * wider)
                     target = simt.offset(zone, (c * CHUNK - part * piece) * wider)
-                    with when(c < chunks):
+                    with when(there & (c < chunks)):
                         for i, four in enumerate(decode(loaded)):
                             ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", simt.offset(target, word(i * CHUNK)), *four)
-            left = left ^ (word(1) << one)
             return left.differs(0), [left]
 
         with when(lacking.differs(0)):
@@ -326,11 +332,11 @@ def _load_program(
         loop(0, turns, 1)(take)
 
 
-def _chunk_below(i: Word, end: int, address: Any) -> list[Word]:
-    """Four words at an address if i < end; else zeros, and nothing is read."""
+def _chunk_if(flag: Flag, address: Any) -> list[Word]:
+    """Four words at an address if a flag is set; else zeros, and nothing is read."""
     code = (
-        "{ .reg .pred p; setp.lt.u32 p, $4, $5; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
-        "@p ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$6]; }"
+        "{ .reg .pred p; setp.ne.u32 p, $4, 0; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
+        "@p ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$5]; }"
     )
-    words: list[Word] = ptx(code, i, end, address, results=4)
+    words: list[Word] = ptx(code, flag.select(1, 0), address, results=4)
     return words

@@ -91,6 +91,15 @@ def test_pages_of_8_bit_floats_are_read_as_their_values(B, K, n, N, P, Z, D, dty
     same_pages(jax.jit(hot_float8.hot_load_float8), ops.hot_load_float8, x, dtype, n, N)
 
 
+@pytest.mark.parametrize("ahead", [1, 3, 4])
+@pytest.mark.parametrize("D", [8, 160])  # a page is a part of a turn of the warp, or more than one
+def test_a_warp_that_lacks_many_pages_moves_them_all(ahead, D, monkeypatch):
+    monkeypatch.setattr(hot_pages, "LEAST_WARPS", 4)  # so that a warp looks at 32
+    config = host_rows.Config(ahead=ahead, warpgroups=1)
+    x = to_host(normal(7, 2, 1, 90, 2, 1, D, dtype=jnp.bfloat16))
+    same_pages(jax.jit(partial(hot_pages.hot_load, config=config)), ops.hot_load, x, jnp.bfloat16, 80, 70)
+
+
 def same_pages(kernel, op, x, dtype, n, N):
     """Kernel and reference read the same pages of x to the same places of zones."""
     B, K, P, _, Z, D = x.shape
