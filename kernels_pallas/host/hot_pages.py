@@ -31,8 +31,10 @@ from kvjax.kernels_pallas.simt import Flag, Word, block_barrier, instr, loop, pt
 
 MEASURED: str | None = "2026-11-23"  # the date in benchmarks/results/hot_pages.json
 MOST = 32  # pages, and places, of a thread
+AHEAD = 4  # places of a thread that are on their way at once
 LEAST_WARPS = 512  # of `hot_load`, so that enough reads are on their way to fill the bus
 NONE = 0xFFFFFFFF
+KEPT, FILLED, USED = 1, 2, 4  # states of a place within `hot_places`; the first two are stored as they are
 Decode = Callable[[list[Word]], list[list[Word]]]  # of four words that were read, those that are written, by four
 
 
@@ -122,42 +124,49 @@ def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
     kept, given, small = (simt.shared_address(m) for m in refs[7:])
     at_hand, most = _load(hand), simt.load(found)
 
-    loop(thread, n, threads)(lambda i: simt.store_shared(kept + i * 4, 0))
+    # The state of a place, in shared memory: KEPT or FILLED by this step, or USED or not since the hand came by. Device
+    # memory is read and written by adjacent threads, and the order of the hand is that of shared memory alone.
+    share = -(-n // threads)
+    for first in range(0, share, AHEAD):
+        places = [thread + e * threads for e in range(first, min(first + AHEAD, share))]
+        was_used = [_load_below(i, n, simt.offset_rows(used, i, 4), 0) for i in places]
+        for i, was in zip(places, was_used, strict=True):
+            with when(i < n):
+                simt.store_shared(kept + i * 4, was.differs(0).select(USED, 0))
     block_barrier()
 
     own = -(-N // threads)
     wanted: list[tuple[Word, Flag, Flag, Word]] = []  # entry, whether it is a page, whether it is there, and where
     for e in range(own):
         m = thread * own + e
-        entry = _load_below(m, instr("min.u32", most, N), simt.offset_rows(index, m, 4))
+        entry = _load_below(m, instr("min.u32", most, N), simt.offset_rows(index, m, 4), NONE)
         is_page = entry < P
         known = instr("min.u32", _load(simt.offset_rows(place, is_page.select(entry, 0), 4)), n - 1)
         hit = is_page & _load(simt.offset_rows(page, known, 4)).equals(entry)
         with when(hit):
-            simt.store_shared(kept + known * 4, 1)
+            simt.store_shared(kept + known * 4, KEPT)
         wanted.append((entry, is_page, hit, known))
     missing = [is_page.select(hit.select(0, 1), 0) for _, is_page, hit, _ in wanted]
     block_barrier()
 
-    share = -(-n // threads)
     idle, busy, packed = word(0), word(0), word(0)  # bits of the thread's places; idle ones + busy ones << 16
     for e in range(share):
         inside, at = _place_at(thread, e, share, at_hand, n)
-        free = inside & simt.load_shared(kept + at * 4).equals(0)
-        was_used = _load(simt.offset_rows(used, at, 4)).differs(0)
-        is_free, is_busy = free.select(1, 0), (free & was_used).select(1, 0)
-        idle, busy = idle | (is_free - is_busy) << e, busy | is_busy << e
-        packed = packed + (is_free - is_busy) + (is_busy << 16)
+        state = inside.select(simt.load_shared(kept + at * 4), KEPT)
+        is_idle, is_busy = state.equals(0).select(1, 0), state.equals(USED).select(1, 0)
+        idle, busy = idle | is_idle << e, busy | is_busy << e
+        packed = packed + is_idle + (is_busy << 16)
     (before, total), (rank, misses) = _sums(packed, simt.sum_of(missing), small=small, warps=threads // 32)
 
     for bits, first in ((idle, before & 0xFFFF), (busy, (total & 0xFFFF) + (before >> 16))):
-        next_rank = first
-        for e in range(share):
-            _, at = _place_at(thread, e, share, at_hand, n)
-            bit = (bits >> e) & 1
-            with when(bit.differs(0) & (next_rank < N)):
-                simt.store_shared(given + next_rank * 4, at)
-            next_rank = next_rank + bit
+        with when(first < misses):  # few threads have places that are given up
+            next_rank = first
+            for e in range(share):
+                _, at = _place_at(thread, e, share, at_hand, n)
+                bit = (bits >> e) & 1
+                with when(bit.differs(0) & (next_rank < misses)):
+                    simt.store_shared(given + next_rank * 4, at)
+                next_rank = next_rank + bit
     block_barrier()
 
     any_missing = misses.differs(0)
@@ -169,7 +178,7 @@ def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
         with when(missed):
             _store(simt.offset_rows(page, to, 4), entry)
             _store(simt.offset_rows(place, entry, 4), to)
-            simt.store_shared(kept + to * 4, 2)
+            simt.store_shared(kept + to * 4, FILLED)
         past = (entry < 1 << 31).select(entry - P, 0)
         with when(m < N):
             _store(simt.offset_rows(index, m, 4), is_page.select(to, past + n))
@@ -177,13 +186,14 @@ def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
 
     distance = (last < at_hand).select(last + n, last) - at_hand
     all_swept = misses > (total & 0xFFFF)
-    for e in range(share):
-        inside, at = _place_at(thread, e, share, at_hand, n)
-        swept = any_missing & (all_swept | (thread * share + e <= distance))
-        left = swept.select(0, (busy >> e) & 1)
-        now = simt.load_shared(kept + at * 4)
-        with when(inside):
-            _store(simt.offset_rows(used, at, 4), now.differs(0).select(now, left))
+
+    @loop(thread, n, threads)
+    def _keep(i: Word) -> None:
+        after_hand = (i < at_hand).select(i + n, i) - at_hand
+        swept = any_missing & (all_swept | (after_hand <= distance))
+        now = simt.load_shared(kept + i * 4)
+        _store(simt.offset_rows(used, i, 4), now.equals(USED).select(swept.select(0, 1), now))
+
     with when(thread.equals(0)):
         _store(hand, any_missing.select((last + 1 < n).select(last + 1, 0), at_hand))
         _store(loads, _load(loads) + misses)
@@ -225,9 +235,10 @@ def _load(address: Any) -> Word:
     return ptx("ld.global.u32 $0, [$1];", address, results=1)
 
 
-def _load_below(i: Word, end: Word, address: Any) -> Word:
+def _load_below(i: Word, end: Word | int, address: Any, otherwise: int) -> Word:
+    """A word of device memory that the kernel may write, if i < end."""
     code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, $3; @p ld.global.u32 $0, [$4]; }"
-    return ptx(code, i, end, NONE, address, results=1)
+    return ptx(code, i, end, otherwise, address, results=1)
 
 
 def _store(address: Any, x: Word) -> None:
