@@ -1,6 +1,6 @@
 """Times of hot_places, hot_load and hot_load_float8 by rows, size of the hot set and hit rate, beside the references.
 
-    python benchmarks/hot_pages.py [--out FOLDER]
+    python benchmarks/hot_pages.py [--cases 1x8192,16x4096] [--hits 1,0.9] [--blocks 0,32] [--out FOLDER]
 
 Every step wants `N` tokens of each row and KV head, of which a share of `hits` is there. All kernels are compared with
 their references before they are timed. "kernel" is device time, and "xla" that of the references' kernels. Rows with
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from device_time import is_simulated, kernels, simulated, write
+from device_time import kernels, simulated, write
 
 from kvjax import ops
 from kvjax.kernels_pallas.host import hot_float8, hot_pages
@@ -28,9 +28,7 @@ from kvjax.memory import to_host
 from kvjax.stores.hot import empty_hot
 
 K, D, N, CALLS = 8, 128, 1984, 10
-CASES = [(B, n, hits) for B, n in ((1, 4096), (1, 8192), (16, 4096)) for hits in (1.0, 0.9, 0.5, 0.0)]  # rows, places
 PAGES = 32768
-BLOCKS = (32, 64, 128, 256)  # that take turns in hot_load
 TIMES = "microseconds of device time, medians of 10 calls; floor: bytes over the bus at 50 GB/s"
 
 
@@ -48,7 +46,7 @@ def device_us(call: Any, name: str) -> float:
 
 
 def measure(
-    B: int, n: int, hits: float, wanted: int = N, pages: int = PAGES, *, float8: bool = False
+    B: int, n: int, hits: float, blocks: Sequence[int], wanted: int = N, pages: int = PAGES, *, float8: bool = False
 ) -> dict[str, Any]:
     rng, there = np.random.default_rng(0), round(hits * wanted)
     index = np.stack(
@@ -72,11 +70,11 @@ def measure(
     load_by_hand = jax.jit(partial(op, implementation="xla"))
     args = x, zones, want.page, want.used, at
     by_blocks = {}
-    for blocks in (0, 2) if is_simulated() else (0, *BLOCKS):
-        load = jax.jit(partial(kernel, config=Config(ahead=4, blocks=blocks)))
+    for number in blocks:
+        load = jax.jit(partial(kernel, config=Config(ahead=4, blocks=number)))
         for a, b in zip(load(*args), load_by_hand(*args), strict=True):
             np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16))
-        by_blocks[blocks] = device_us(lambda load=load: load(*args), "kvjax_hot_load")
+        by_blocks[number] = device_us(lambda load=load: load(*args), "kvjax_hot_load")
     return {
         "float8": float8,
         "B": B,
@@ -84,7 +82,7 @@ def measure(
         "hits": hits,
         "hot_places": device_us(lambda: places(tables, index, found), "kvjax_hot_places"),
         "hot_places_xla": device_us(lambda: by_hand(tables, index, found), ""),
-        "hot_load": by_blocks.pop(0),
+        "hot_load": by_blocks[0],
         "hot_load_xla": device_us(lambda: load_by_hand(*args), ""),
         "floor_load": B * K * (wanted - there) * 2 * D * x.dtype.itemsize / 50e3,
         "hot_load by blocks": by_blocks,
@@ -93,17 +91,25 @@ def measure(
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    texts: Callable[[str], list[str]] = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--cases", type=texts, default=["1x4096", "1x8192", "16x4096"], help="rows x places")
+    parser.add_argument("--hits", type=texts, default=["1", "0.9", "0.5", "0"], help="shares of the tokens")
+    blocks = "blocks that take turns in a load; 0: one for each piece"
+    parser.add_argument("--blocks", type=texts, default=["0", "32", "64", "128", "256"], help=blocks)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of hot_pages.json")
     parser.add_argument("--quick", action="store_true", help="a small case in the simulator; nothing is written")
     given = parser.parse_args(args)
+    if "0" not in given.blocks:
+        parser.error(f"--blocks {','.join(given.blocks)}: name 0 too, to which the others are compared")
     if given.quick:
         with simulated():
             for float8 in (False, True):
-                print(measure(1, 40, 0.5, wanted=16, pages=256, float8=float8))
+                print(measure(1, 40, 0.5, (0, 2), wanted=16, pages=256, float8=float8))
         return
     rows: list[dict[str, Any]] = []
-    for float8, case in itertools.product((False, True), CASES):
-        rows.append(measure(*case, float8=float8))
+    for float8, case, hits in itertools.product((False, True), given.cases, given.hits):
+        B, n = map(int, case.split("x"))
+        rows.append(measure(B, n, float(hits), [int(number) for number in given.blocks], float8=float8))
         print(" | ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in rows[-1].values()), flush=True)
         what = f"hot_places and hot_load: N = {N} tokens for each of {K} heads, n places, D = {D}, bf16"
         about = "random pages, hits and misses in random order; normal random values"
