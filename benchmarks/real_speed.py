@@ -140,7 +140,8 @@ def measure(
                 size = nbytes(run.cache)
                 row |= {"cache_bytes_device": size.device, "cache_bytes_host": size.host}
                 del run
-                row["ttft_seconds"] = first_token(checkpoint, policies[name], tokens, capacity) if batch == 1 else None
+                asked = batch == 1 and not given.no_first_token
+                row["ttft_seconds"] = first_token(checkpoint, policies[name], tokens, capacity) if asked else None
         show({key: row.get(key) for key in ("method", "length", "batch", "status", "tpot_ms", "tokens_per_second")})
         keep(row)
 
@@ -156,6 +157,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--block", type=int, default=32, help="steps between two readings of the clock")
     parser.add_argument("--different", type=int, default=8, help="prompts that differ; larger batches repeat them")
     parser.add_argument("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    first = "leave out the time to the first token, whose programs take longest to compile"
+    parser.add_argument("--no-first-token", action="store_true", help=first)
     parser.add_argument("--cudnn", default="cudnn", help="xla: the same attention without cuDNN, on a CPU")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "real_speed.json")
     given = parser.parse_args(args)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 TASKS = ("needles", "pass_key")
+DENSE = 2  # first layers that attend to everything, as in the two commands
 
 
 def caches(methods: Sequence[str], shares: Sequence[int], folder: Path) -> list[str]:
@@ -71,7 +72,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="short prompts, one of each: only whether it runs")
     given = parser.parse_args(args)
     if given.quick:
-        given.length, given.calibrate_length, given.samples, given.batch, given.steps = 320, 192, 1, 1, 4
+        given.length, given.calibrate_length, given.samples, given.batch, given.steps = 320, 320, 1, 1, 4
         given.share_of_length, given.beside = 0.5, 2
     methods, shares = given.methods.split(","), [int(share) for share in given.shares.split(",")]
     budget = int(given.length * given.share_of_length)
@@ -83,7 +84,14 @@ def main(args: Sequence[str] | None = None) -> None:
             file = plan(given.out, method, share)
             if share > 1 and not file.is_file():
                 own = int(given.calibrate_length * given.share_of_length)
-                what = ["--cache", f"{method}:budget={own}", "--share", share, "--length", given.calibrate_length]
+                what = [
+                    "--cache",
+                    f"{method}:budget={own},dense_layers={DENSE}",
+                    "--share",
+                    share,
+                    "--length",
+                    given.calibrate_length,
+                ]
                 text = ["--text", given.calibrate, "--steps", 4 if given.quick else 16]
                 found.append(start("calibrate", given.model_dir, *text, *what, *dtype, "--out", file))
     end(found)
