@@ -1,0 +1,49 @@
+"""The measured tables and the picture of README.md and docs/, written from benchmarks/results: `python -m docs.tables`.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function of TABLES, in the module for its
+page. The suite checks that a run would change nothing, so no measured number is typed by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from docs.tables import claims, guides, methods, published, quality, readme, scaling, speed
+from docs.tables.decode_step import picture
+from docs.tables.reading import ROOT
+
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PICTURE = ROOT / "docs" / "decode_step.svg"
+PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+TABLES: dict[str, Callable[[], str]] = {
+    table.__name__: table
+    for table in (
+        readme.speed, readme.quality,
+        speed.steps, speed.compared, speed.steps_in_plain_jax, speed.kernels, speed.first_tokens, speed.million,
+        speed.indexing, speed.tokens, speed.largest_batches, speed.host_batches,
+        quality.decoded_needles, quality.needles, quality.papers, quality.group_rules, quality.equal_perplexities,
+        quality.method_perplexities, quality.perplexities, quality.tokens_read,
+        methods.methods, methods.low_rank, methods.coverage,
+        published.real_needles, published.real_pass_keys, published.real_gsm8k, published.real_ruler,
+        published.real_perplexities, published.real_long_generation, published.drift, published.small_perplexities,
+        published.real_speed, published.real_first_tokens, published.real_drafts, published.real_hit_rates,
+        published.which_method,
+        claims.claims_fier, claims.claims_pariskv, claims.paris_parts, claims.claims_freekv, claims.claims_logquant,
+        guides.several_tokens, guides.hit_rates, guides.host_steps, guides.anchors, guides.shared_steps,
+        scaling.devices, scaling.scaling,
+    )
+}  # fmt: skip
+
+
+def fill(text: str) -> str:
+    """`text` with each table written anew."""
+    return PLACE.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
+
+
+def main() -> None:
+    """Writes the tables of all pages, and the picture."""
+    for page in PAGES:
+        page.write_text(fill(page.read_text()))
+    PICTURE.write_text(picture())

@@ -1,0 +1,92 @@
+"""The tables of docs/guides.md: decoding several tokens, offload to the host, and layers that share a selection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from docs.tables.reading import load_file, load_rows, load_scores
+from docs.tables.writing import markdown, perplexity_change, short
+
+_PARIS = "pariskv:sink=4,local=16,dense_below=0"
+
+
+def several_tokens() -> str:
+    """Time of an attention layer for T tokens of a row in one call, and over the time of one."""
+    rows = {(row["method"], row["tokens"]): row for row in load_rows("decode_tokens") if not row.get("alike")}
+    names = [method for method in ("full", "fier", "quest", "pariskv", "logquant") if (method, 8) in rows]
+
+    def cell(method: str, tokens: int) -> str:
+        return f"{rows[method, tokens]['us']:.0f} ({rows[method, tokens]['times_one']:.1f})"
+
+    return markdown(["cache", "1", "8"], [[f"`{m}`", *(cell(m, t) for t in (1, 8))] for m in names])
+
+
+def hit_rates(file: str = "hit_rates") -> str:
+    """Share of the selected pages that a hot set has, along the text, by its size."""
+    found = load_file(file)
+    rows = {row["method"]: row for row in found["rows"] if row["along"] == "text"}
+    names = ("fier", "pariskv", "quest", "freekv")
+    sizes = [key for key in rows["fier"] if key.endswith(" x")]  # in budgets
+    body = [
+        [f"{int(size.split()[0]) * found['budget']} tokens", *(short(rows[name][size]) for name in names)]
+        for size in sizes
+    ]
+    return markdown(["hot set", *(f"`{name}`" for name in names)], body)
+
+
+def host_steps() -> str:
+    """Time of an attention layer with the history on the device, on the host, and there with a hot set of 8192."""
+    alike = (1.0, 0.97, 0.9, 0.0)
+    rows: dict[tuple[str, int, int], dict[Any, str]] = {}
+    for row in load_rows("host_steps"):
+        what = row["correlation"] if row["hot"] == 8192 else row["where"] if not row["hot"] else None
+        read = f" ({row['read']:.0f})" if row["where"] == "host" else ""
+        rows.setdefault((row["method"], row["length"], row["kv_heads"]), {})[what] = f"{row['us']:.0f}{read}"
+    head = ["cache", "tokens", "KV heads", "device", "host", *(f"hot set, {share}" for share in alike)]
+    cells = [[f"`{m}`", str(n), str(K), *(c.get(w, "") for w in ("device", "host", *alike))]
+             for (m, n, K), c in rows.items()]  # fmt: skip
+    return markdown(head, cells)
+
+
+def anchors() -> str:
+    """Error of attention outputs, and perplexity, by the layers that select for the others."""
+    plans = {share: load_file(f"calibrate_{share}") for share in (2, 4)}
+    texts = {row["cache"]: row for row in load_rows("perplexity_shared")}
+    (keys,) = load_scores("eval_shared").values()
+
+    def found(*names: str) -> list[str]:
+        scores = [keys.get(f"{name}@225") for name in names]
+        return [short(score["mean"]) if score else "" for score in scores]
+
+    rows = [["all 28", short(plans[4]["error"]["share=1"], 3), *_changes(texts, ("fier", _PARIS)), *found("fier", "")]]
+    for share, plan in plans.items():
+        count, error = len(plan["anchors"]), plan["error"]
+        even = (f"fier:share={share}", f"{_PARIS},share={share}")
+        share_keys = found(even[0], "")
+        rows.append(
+            [f"{count}, `share={share}`", short(error[f"share={share}"], 3), *_changes(texts, even), *share_keys]
+        )
+        files = (f"fier:anchors=fier{share}.json", f"{_PARIS},anchors=paris{share}.json")
+        told = f"{count}, with their heads, by `kvjax calibrate --share {share} --out`"
+        own_keys = found(files[0], f"pariskv:sink=4,local=16,dense_layers=2,anchors=paris{share}.json")
+        rows.append([told, short(error["anchors, best heads"], 3), *_changes(texts, files), *own_keys])
+    rows.append(["4, `share=8`", "", *_changes(texts, ("fier:share=8", f"{_PARIS},share=8")), "", ""])
+    head = [f"{what}, `{name}`" for what in ("perplexity", "pass keys") for name in ("fier", "pariskv")]
+    return markdown(["layers that select", "error, `fier`", *head], rows)
+
+
+def _changes(rows: dict[str, dict[str, Any]], caches: Sequence[str]) -> list[str]:
+    """`perplexity_change` of each; blank where it was not measured."""
+    return [perplexity_change(rows[cache]) if cache in rows else "" for cache in caches]
+
+
+def shared_steps() -> str:
+    """Time of an attention layer, mean over layers of which every n-th selects."""
+    found = {(row["method"], row["length"], row["batch"], row["share"]): row["us"] for row in load_rows("shared")}
+    shares = sorted({key[3] for key in found})
+    rows = []
+    for method, length, batch in dict.fromkeys(key[:3] for key in found):
+        cells = (found.get((method, length, batch, share)) for share in shares)
+        rows.append([f"`{method}`", f"{batch} x {length}", *("" if us is None else f"{us:.1f}" for us in cells)])
+    return markdown(["cache", "rows x tokens", *(f"share {share}" for share in shares)], rows)

@@ -1,0 +1,195 @@
+"""The tables of docs/real_models.md: accuracy and speed of published models, and the methods to take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from docs.tables.guides import hit_rates
+from docs.tables.reading import load_results, load_rows, load_scores, method_of, score_of
+from docs.tables.writing import markdown, perplexity_change, short
+
+
+def real_needles() -> str:
+    return _by_budget(load_scores("eval_qwen")["1 of 8 needles at 16384, question decoded"], (64, 256, 1024))
+
+
+def real_pass_keys() -> str:
+    return _by_budget(load_scores("eval_qwen")["pass key at 16384, question decoded"], (64, 256, 1024))
+
+
+def real_gsm8k() -> str:
+    return _by_budget(load_scores("eval_qwen_gsm8k")["gsm8k"], (64, 128, 256))
+
+
+def _by_budget(scores: dict[str, Any], budgets: Sequence[int]) -> str:
+    """Scores of a task by method and budget, and the mean tokens read at each budget."""
+    rows, read = [], {}
+    for method in dict.fromkeys(cache.partition("@")[0] for cache in scores):
+        cells = [f"`{method}`", *(short(scores[method]["mean"]) for _ in [0] if method in scores)]
+        cells += [""] * (2 - len(cells))
+        for budget in budgets:
+            score = scores.get(f"{method}@{budget}")
+            cells.append("" if score is None else short(score["mean"]))
+            if score is not None and method == "fier":
+                read[budget] = score["tokens_read"]
+        rows.append(cells)
+    rows.append(["tokens read by `fier`", "", *(f"{read[budget]:.0f}" for budget in budgets)])
+    return markdown(["cache", "all", *map(str, budgets)], rows)
+
+
+def real_ruler() -> str:
+    """RULER's synthetic tasks by length: a row a task, a column a cache."""
+    found = load_results("eval_qwen_ruler")
+    names = list(dict.fromkeys(name for one in found.values() for name, c in one["caches"].items() if c["n"] == 100))
+    rows = []
+    for task, result in sorted(found.items(), key=lambda one: (one[1]["task"]["length"], one[0])):
+        caches = result["caches"]
+        cells = [short(caches[name]["mean"]) if name in caches and caches[name]["n"] == 100 else "" for name in names]
+        if any(cells):
+            rows.append([task.partition(" at ")[0], str(result["task"]["length"]), *cells])
+    return markdown(["task", "tokens", *(f"`{name}`" for name in names)], rows)
+
+
+def real_perplexities() -> str:
+    return _perplexities_by_text("perplexity_qwen")
+
+
+def small_perplexities() -> str:
+    return _perplexities_by_text("perplexity_smollm2")
+
+
+def _perplexities_by_text(name: str) -> str:
+    """Perplexity of full attention by text and length, and the change of the others against it."""
+    measured = load_rows(name)
+    places = list(dict.fromkeys((row["text"], row["length"]) for row in measured))
+    rows = []
+    for cache in dict.fromkeys(row["cache"] for row in measured):
+        own = {(row["text"], row["length"]): row for row in measured if row["cache"] == cache}
+        cells = []
+        for place in places:
+            row = own.get(place)
+            if row is None:
+                cells.append("")
+            elif cache == "full":
+                cells.append(f"{row['perplexity']:.2f}")
+            else:
+                cells.append(perplexity_change(row))
+        rows.append([f"`{cache}`", *cells])
+    return markdown(["cache", *(f"{text}, {length}" for text, length in places)], rows)
+
+
+def real_long_generation() -> str:
+    """Perplexity of a model's own text through each cache against full attention, by quarter of it."""
+    found = load_results("long_generation")
+    rows = [
+        [f"`{row['cache']}`", *(f"{x:.2f}" for x in row["ratio_by_quarter"])] for row in found if row["cache"] != "full"
+    ]
+    return markdown(["cache", "first quarter", "second", "third", "last"], rows)
+
+
+def drift() -> str:
+    """Recall of the 100 best keys while a model writes, by the tokens so far."""
+    found = load_results("measure_drift")
+    lengths = list(found["Paris"]["by_length"])[::2]
+    names = {
+        "Paris": "ParisKV",
+        "Paris, all reranked": "ParisKV, all keys reranked",
+        "k-means, prompt": "k-means of the prompt",
+        "k-means, anew": "k-means, learnt anew",
+        "PQCache, prompt": "PQCache",
+        "PQCache, anew": "PQCache, learnt anew",
+        "Quest": "Quest",
+    }
+    rows = [[name, *(short(found[case]["by_length"][n]["recall"]) for n in lengths)] for case, name in names.items()]
+    return markdown(["index", *lengths], rows)
+
+
+def real_speed() -> str:
+    """TPOT in milliseconds of a published model on a book, by size and method."""
+    found = {(row["length"], row["batch"], row["method"]): row for row in load_rows("real_speed")}
+    names = list(dict.fromkeys(method for _, _, method in found))
+    rows = []
+    for size in sorted({key[:2] for key in found}):
+        cells = [found.get((*size, name), {}).get("tpot_ms") for name in names]
+        rows.append([f"{size[0]} x {size[1]}", *("" if ms is None else f"{ms:.2f}" for ms in cells)])
+    return markdown(["tokens x rows", *(name if name == "cudnn" else f"`{name}`" for name in names)], rows)
+
+
+def real_first_tokens() -> str:
+    """Seconds to the first token of one prompt, by its length."""
+    found = {(r["length"], r["method"]): r["ttft_seconds"] for r in load_rows("real_speed") if r.get("ttft_seconds")}
+    names = list(dict.fromkeys(method for _, method in found))
+    rows = []
+    for length in sorted({length for length, _ in found}):
+        cells = (found.get((length, name)) for name in names)
+        rows.append([str(length), *("" if seconds is None else f"{seconds:.3f}" for seconds in cells)])
+    return markdown(["tokens", *(name if name == "cudnn" else f"`{name}`" for name in names)], rows)
+
+
+def real_drafts() -> str:
+    """Tokens a second with and without drafts."""
+    rows = []
+    for row in load_rows("speculation"):
+        if "refused" not in row:
+            rates = (f"{row[name]:.0f}" for name in ("tokens_per_second", "tokens_per_second_drafted"))
+            same = f"{row['same_tokens']} of {row['prompts']}"
+            rows.append(
+                [f"`{row['cache']}`", row["kind"], *rates, f"{row['times']:.2f}", short(row["acceptance"]), same]
+            )
+    head = ["cache", "text", "tokens/s", "with drafts", "times", "acceptance", "same answers"]
+    return markdown(head, rows)
+
+
+def real_hit_rates() -> str:
+    """Share of the selected pages that a hot set has, along text of a published model, by its size."""
+    return hit_rates("hit_rates_qwen")
+
+
+def which_method() -> str:
+    """The methods to take or to leave, by task, budget, length and batch, from the tables of the published model."""
+    needles = load_scores("eval_qwen")["1 of 8 needles at 16384, question decoded"]
+    problems = load_scores("eval_qwen_gsm8k")["gsm8k"]
+    speed = {(row["length"], row["batch"], row["method"]): row["tpot_ms"] for row in load_rows("real_speed")}
+    texts: dict[str, dict[str, float]] = {text: {} for text in ("code", "book")}
+    for row in load_rows("perplexity_qwen"):
+        texts[row["text"]][method_of(row["cache"])] = row["ratio"]
+    own = load_results("long_generation")
+    by_quarter = {method_of(row["cache"]): row["ratio_by_quarter"] for row in own}
+
+    def right(scores: dict[str, Any], budget: int, *methods: str) -> str:
+        found = [score_of(scores, method, budget) for method in methods]
+        return _listed(methods, [short(score["mean"]) for score in found if score])
+
+    def loss(text: str, *methods: str) -> str:
+        return _listed(methods, [f"{100 * (texts[text][m] - 1):+.1f} %" for m in methods])
+
+    def drifts(*methods: str) -> str:
+        ends = [(min(by_quarter[m]), max(by_quarter[m])) for m in methods]
+        return _listed(methods, [f"{100 * (low - 1):+.0f} to {100 * (high - 1):.0f} %" for low, high in ends])
+
+    def times(length: int, batch: int, *methods: str) -> str:
+        return _listed(methods, [f"{speed[length, batch, m]:.2f} ms" for m in methods])
+
+    evicting, selecting = ("snapkv", "streaming_llm"), ("fier", "quest", "pariskv", "freekv")
+    rows = [
+        ("single tokens far back, 256 of 16384 tokens", right(needles, 256, "pariskv", "fier"),
+         right(needles, 256, "quest", "freekv", "streaming_llm")),
+        ("the same, 64 tokens", right(needles, 64, "pariskv", "fier"), right(needles, 64, "quest", "freekv")),
+        ("the same, in less memory", right(needles, 0, "kivi", "logquant"), right(needles, 1024, *evicting)),
+        ("reasoning after a short prompt, 64 tokens", right(problems, 64, "full", "fier"),
+         right(problems, 64, "quest", "freekv", "streaming_llm")),
+        ("code, 1024 of 4096 tokens", loss("code", "pariskv", "fier", "freekv"), loss("code", "quest", *evicting)),
+        ("a book, 1024 of 4096 tokens", loss("book", "fier", "pariskv", "logquant", "freekv", "kivi"),
+         loss("book", "snapkv", "quest", "streaming_llm")),
+        ("its own text, 256 of 2048 to 5120 tokens", drifts("fier", "logquant"),
+         drifts("freekv", "quest", "streaming_llm")),
+        ("speed, one row of 32768", times(32768, 1, "full", "kivi"), times(32768, 1, *selecting)),
+        ("speed, 8 rows of 16384", times(16384, 8, "snapkv", "kivi", "logquant", "quest", "fier"),
+         times(16384, 8, "full", "pariskv", "freekv")),
+    ]  # fmt: skip
+    return markdown(["what matters", "take", "rather not"], rows, numbers=False)
+
+
+def _listed(methods: Sequence[str], values: Sequence[str]) -> str:
+    return ", ".join(f"`{method}` {value}" for method, value in zip(methods, values, strict=True))

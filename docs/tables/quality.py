@@ -1,0 +1,118 @@
+"""Accuracy of the methods on docs/performance.md: needles of the package's own model, and perplexity of texts."""
+
+from __future__ import annotations
+
+from docs.tables.reading import load_rows, load_scores
+from docs.tables.writing import markdown, perplexity_change, short
+
+
+def decoded_needles() -> str:
+    """Needles found in 2048 tokens by the budget, the question fed through the cache, with what a step read."""
+    (scores,) = load_scores("eval_decoded").values()
+    budgets, rows = (64, 256), []
+    for name in dict.fromkeys(cache.partition("@")[0] for cache in scores):
+        found = [scores.get(f"{name}@{budget}") for budget in budgets]
+        if name in scores:  # without a budget
+            found = [scores[name]] * len(budgets)
+        right = (short(score["mean"]) if score else "" for score in found)
+        read = (f"{score['tokens_read']:.0f}" if score else "" for score in found)
+        dense = next(score for score in found if score)["dense_layers"]
+        cells = [cell for pair in zip(right, read, strict=True) for cell in pair]
+        method = name.removesuffix(":dense_layers=0")
+        rows.append([f"`{method}`", "" if dense is None else str(dense), *cells])
+    head = (f"{what} {n}" for n in budgets for what in ("budget", "tokens read at"))
+    return markdown(["cache", "dense layers", *head], rows)
+
+
+def needles() -> str:
+    lengths, budgets = (4096, 8192, 16384), (None, 16, 32, 64, 128, 256, 512)
+    scores = load_scores("eval")
+    rows = []
+    for method in dict.fromkeys(cache.partition("@")[0] for cache in scores["1 of 8 needles at 8192"]):
+        cells = [f"`{method}`"]
+        for budget in budgets:
+            name = method if budget is None else f"{method}@{budget}"
+            found = [scores[f"1 of 8 needles at {n}"].get(name) for n in lengths]
+            cells.append(" ".join(short(score["mean"]) for score in found if score))
+        rows.append(cells)
+    return markdown(["cache", "all", *map(str, budgets[1:])], rows)
+
+
+def papers() -> str:
+    scores = load_scores("eval_papers")["1 of 8 needles at 8192"]
+    budgets = (16, 32, 64, 128, 256)
+    rows = []
+    for cache in ("pariskv:sink=4,local=8", "freekv:sink=0,local=32"):
+        found = (scores.get(f"{cache}@{budget}") for budget in budgets)
+        rows.append([f"`{cache}`", "", *("" if score is None else short(score["mean"]) for score in found)])
+    for cache in ("logquant:bits=2", "kivi:bits=2"):
+        rows.append([f"`{cache}`", short(scores[cache]["mean"]), *[""] * len(budgets)])
+    return markdown(["cache", "all", *map(str, budgets)], rows)
+
+
+def group_rules() -> str:
+    scores = load_scores("eval_pools")
+    tasks = ("1 of 8 needles at 8192", "pass key at 8192")
+    rows = []
+    for rule in ("per_head", "max_softmax", "mean_softmax", "mean_query", "mean_score"):
+        cells = [
+            short(scores[task][f"{name}:group_reduce={rule}@32"]["mean"])
+            for name in ("fier", "quest")
+            for task in tasks
+        ]
+        rows.append([f"`{rule}`", *cells])
+    return markdown(["rule", "`fier`, needles", "`fier`, pass key", "`quest`, needles", "`quest`, pass key"], rows)
+
+
+def equal_perplexities() -> str:
+    """Rows at equal dense layers: change of the perplexity with its standard error, and mean tokens read."""
+    measured = load_rows("perplexity_equal")
+    lengths = list(dict.fromkeys(row["length"] for row in measured))
+    found = {(row["dense_layers"], row["cache"], row["length"]): row for row in measured}
+    rows = []
+    for dense, cache in dict.fromkeys((row["dense_layers"], row["cache"]) for row in measured):
+        cells = []
+        for length in lengths:
+            row = found.get((dense, cache, length))
+            if row is None:
+                cells += ["", ""]
+                continue
+            change = perplexity_change(row)
+            cells += [f"{row['perplexity']:.2f}" if cache == "full" else change, f"{row['tokens_read']:.0f}"]
+        rows.append([f"`{cache}`", "all" if cache == "full" else str(dense), *cells])
+    head = [part for length in lengths for part in (str(length), "read")]
+    return markdown(["cache", "dense layers", *head], rows)
+
+
+def method_perplexities() -> str:
+    """Methods at one budget, some at another, without dense layers: change of the perplexity and mean tokens read."""
+    full, *measured = load_rows("perplexity_methods") + load_rows("perplexity_bytes")
+    rows = [["`full`", "", f"{full['perplexity']:.2f}", f"{full['tokens_read']:.0f}"]]
+    for row in sorted((row for row in measured if row["cache"] != "full"), key=lambda row: row["ratio"]):
+        change = perplexity_change(row)
+        if row["ratio"] > 10:
+            change = f"{row['ratio']:.0f} times"
+        budget = "" if row["budget"] is None else str(row["budget"])
+        rows.append([f"`{row['cache']}`", budget, change, f"{row['tokens_read']:.0f}"])
+    return markdown(["cache", "budget", "perplexity", "tokens read"], rows)
+
+
+def perplexities() -> str:
+    measured = load_rows("perplexity")
+    rows = []
+    for cache in dict.fromkeys(row["cache"] for row in measured):
+        own = [row for row in measured if row["cache"] == cache]
+        told = (f"{x['perplexity']:.2f}" if cache == "full" else f"{100 * (x['ratio'] - 1):+.1f} %" for x in own)
+        rows.append([f"`{cache}`", *told])
+    lengths = dict.fromkeys(row["length"] for row in measured)
+    return markdown(["cache", *map(str, lengths)], rows)
+
+
+def tokens_read() -> str:
+    """Mean tokens read of the table of perplexities: the dense layers count too."""
+    measured = load_rows("perplexity")
+    rows = []
+    for cache in dict.fromkeys(row["cache"] for row in measured):
+        own = [row for row in measured if row["cache"] == cache]
+        rows.append([f"`{cache}`", *(f"{row['attended']:.0f}" for row in own)])
+    return markdown(["cache", *map(str, dict.fromkeys(row["length"] for row in measured))], rows)

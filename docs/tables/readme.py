@@ -1,0 +1,42 @@
+"""The tables of README.md: times of a few sizes, and accuracy of a published model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from docs.tables.reading import load_rows, load_scores, method_of, score_of
+from docs.tables.speed import ONE_CALL, default_steps, seconds_to_first_token
+from docs.tables.writing import markdown, short
+
+
+def speed() -> str:
+    """Decode steps and times to the first token of a few sizes."""
+    steps, first = default_steps(), seconds_to_first_token()
+    columns = ("cudnn", "fier", "quest", "pariskv", "logquant")
+    rows = []
+    for length, batch in ((8192, 1), (131072, 1), (131072, 8)):
+        times = [steps[length, batch, method]["us"] for method in columns]
+        rows.append([f"decode step, {length} tokens, batch {batch}, us", *(f"{us:.0f}" for us in times)])
+    for tokens in (65536, 131072):
+        times = [first[ONE_CALL if method == "cudnn" else method, "prompt", tokens] for method in columns]
+        rows.append([f"first token, prompt of {tokens}, s", *(f"{seconds:.2f}" for seconds in times)])
+    return markdown(["", "full, cuDNN", *(f"`{name}`" for name in columns[1:])], rows)
+
+
+def quality() -> str:
+    """Needles, GSM8K and perplexity of a published model."""
+    needles = load_scores("eval_qwen")["1 of 8 needles at 16384, question decoded"]
+    problems = load_scores("eval_qwen_gsm8k")["gsm8k"]
+    book = {method_of(row["cache"]): row for row in load_rows("perplexity_qwen") if row["text"] == "book"}
+
+    def right(scores: dict[str, Any], method: str, budget: int) -> str:
+        score = score_of(scores, method, budget)
+        return short(score["mean"]) if score else ""
+
+    rows = []
+    for method in ("full", "fier", "pariskv", "quest", "freekv", "logquant", "snapkv", "streaming_llm"):
+        row = book[method]
+        change = f"{row['perplexity']:.2f}" if method == "full" else f"{100 * (row['ratio'] - 1):+.1f} %"
+        solved = "" if method == "pariskv" else right(problems, method, 128)  # it attends to all of so short a prompt
+        rows.append([f"`{method}`", right(needles, method, 256), right(needles, method, 1024), solved, change])
+    return markdown(["cache", "needles, budget 256", "needles, 1024", "GSM8K, 128", "perplexity, 1024"], rows)

@@ -1,0 +1,43 @@
+"""The tables of docs/scaling.md: TPOT on two GPUs as measured, and on more as predicted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from docs.tables.reading import load_file, load_rows
+from docs.tables.writing import markdown
+
+
+def devices() -> str:
+    """TPOT on one GPU and on two, by placement, and what `benchmarks/scaling.py` makes of it."""
+    rows = {(row["method"], row["placement"]): row for row in load_rows("devices") if row["part"] == "times"}
+    names = ("none", "mesh of 1", "data=2", "model=2", "ctx=2")
+
+    def cell(method: str, name: str) -> str:
+        return f"{rows[method, name]['tpot_ms']:.2f}" if (method, name) in rows else ""
+
+    check = load_file("scaling")["check"]
+    predicted = {(row["method"], row["placement"]): f"{row['tpot_ms']:.2f}" for row in check}
+    body = []
+    for method in ("full", "fier"):
+        body.append([f"`{method}`", *(cell(method, name) for name in names)])
+        body.append([f"`{method}`, predicted", *(predicted.get((method, name), "") for name in names)])
+    header = ("cache", "one GPU", "a mesh of one GPU", "rows over two", "heads over two", "tokens over two")
+    return markdown(header, body)
+
+
+def scaling() -> str:
+    header = ("model", "tokens a row", "GPUs", "rows", "cache `full`, GB", "traffic `full`, ms", "TPOT `full`, ms",
+              "traffic `fier`, ms", "TPOT `fier`, ms")  # fmt: skip
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        times = []
+        for method in ("full", "fier"):
+            time = row[f"{method}_tpot_ms"]
+            times += [
+                f"{row['traffic_ms'] + row[f'{method}_context_ms']:.2f}",
+                "does not fit" if time is None else time,
+            ]
+        return [row["model"], *(str(row[n]) for n in ("tokens", "gpus", "rows", "full_cache_gb")), *map(str, times)]
+
+    return markdown(header, map(cells, load_rows("scaling")))

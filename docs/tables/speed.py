@@ -1,0 +1,177 @@
+"""Times on docs/performance.md: decode steps, kernels, whole models, prompts, and batches that fill the memory."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any
+
+from docs.tables.reading import RESULTS, load_rows
+from docs.tables.writing import markdown, short
+from kvjax.kernels_pallas.score import score_pages
+from kvjax.kernels_pallas.select import select_4bit
+
+STEP_METHODS = ("cudnn", "full", "fier", "quest", "pariskv", "logquant")
+CACHES = {"cudnn": "full attention by cuDNN"} | {
+    name: f"`{name}`" for name in ("full", "fier", "quest", "pariskv", "freekv", "freekv:tau=-1", "logquant")
+}
+ONE_CALL = "floor: one cuDNN call"
+
+
+def default_steps() -> dict[tuple[int, int, str], dict[str, Any]]:
+    """Length, batch and method -> decode step of a layer by the implementation that runs by default."""
+    rows = (row for row in load_rows("decode_step") if row["implementation"] == "default")
+    return {(row["length"], row["batch"], row["method"]): row for row in rows}
+
+
+def seconds_to_first_token() -> dict[tuple[str, str, int], float]:
+    """Method, prompt or turn, and tokens -> seconds."""
+    return {(row["method"], row["what"], row["tokens"]): row["seconds"] for row in load_rows("ttft")}
+
+
+def steps() -> str:
+    found, rows = default_steps(), []
+    for length, batch in sorted({key[:2] for key in found}):
+        cells = [f"{length} x {batch}"]
+        for method in STEP_METHODS:
+            row = found[length, batch, method]
+            times = "" if method == "cudnn" else f", {row['times_faster_than_cudnn']:.2f}x"
+            cells.append(f"{row['us']:.1f} ({row['floor_us']:.1f}){times}")
+        rows.append(cells)
+    return markdown(["tokens x rows", "cuDNN", *(f"`{name}`" for name in STEP_METHODS[1:])], rows)
+
+
+def compared() -> str:
+    """Decode steps of methods that papers compare with: time, launches, and the floor of their bytes."""
+    found = {(row["method"], row["length"]): row for row in load_rows("compared")}
+    lengths = sorted({length for _, length in found})
+    rows = []
+    for method in dict.fromkeys(method for method, _ in found):
+        cells = []
+        for length in lengths:
+            row = found.get((method, length))
+            times = None if row is None else row["times_faster_than_cudnn"]
+            cells += ["" if row is None else f"{row['us']:.0f}", "" if times is None else f"{times:.2f}x"]
+        last = found[method, lengths[-1]]
+        name = "full, cuDNN" if method == "cudnn" else f"`{method}`"
+        rows.append([name, *cells, f"{last['kernels']:.0f}", f"{last['floor_us']:.0f}"])
+    head = [part for length in lengths for part in (f"{length} tokens, us", "against cuDNN")]
+    return markdown(["cache", *head, "launches", f"floor at {lengths[-1]}, us"], rows)
+
+
+def steps_in_plain_jax() -> str:
+    found = {}
+    for row in load_rows("decode_step"):
+        if row["batch"] == 1 and (row["implementation"] == "xla" or row["method"] == "by hand"):
+            found[row["method"], row["length"]] = f"{row['us']:.0f}"
+    columns = ("by hand", "fier", "quest", "pariskv", "logquant")
+    lengths = sorted({length for method, length in found if method != "by hand"})
+    rows = [[str(n), *(found.get((method, n), "") for method in columns)] for n in lengths]
+    return markdown(["tokens", columns[0], *(f"`{name}`" for name in columns[1:])], rows)
+
+
+KERNELS = {
+    "score_1bit": "score all keys by 1 bit",
+    "select_1bit": "score by 1 bit, reduce over the group, select 2048",
+    "score_pages": "score all pages of 16 tokens by their boxes",
+    "select_pages": "score pages and 16 pending pages, reduce over the group, select 126",
+    "top_k_grouped": "reduce scores over the group, select 2048",
+    "top_k": "select 2048",
+    "attend_zones": "attend to 2048 selected and recent tokens",
+    "attend_slots": "attend to 2048 selected tokens",
+    "attend_span": "attend to all",
+    "attend_quantized": "attend to all, stored in 2 bits",
+    "collide": "ParisKV's votes for all keys",
+    "most_voted": "the 13108 keys with most votes",
+    "rerank": "score 6554 candidates by 4 bits",
+    "select_4bit": "score 13108 candidates by 4 bits, select 1916",
+    "put_token": "write the key and value of one token",
+    "host_rows": "read 2 MiB of pinned host memory",
+    "host_append": "write 8 x 32 rows to pinned host memory",
+}
+
+# Kernels that by default take other block sizes than those of the benchmark's first entry.
+DEFAULTS = {
+    name: "x".join(str(size) for size in astuple(config))
+    for name, config in (("score_pages", score_pages.Config()), ("select_4bit", select_4bit.config_for(8, 13108, 256)))
+}
+
+
+def kernels() -> str:
+    others = {"plain_score_pages", "host_rows_footprint"}
+    files = {path.stem for path in RESULTS.glob("*.json") if '"kernel": ' in path.read_text()} - others
+    if files != set(KERNELS):
+        raise ValueError(f"KERNELS and benchmarks/results disagree about {sorted(files ^ set(KERNELS))}")
+    rows = []
+    for name, what in KERNELS.items():
+        row = load_rows(name)[0]
+        us, floor = row["kernel"], row["floor"]
+        if name in DEFAULTS:  # a file may be older than a config's last fields
+            us = next(time for label, time in row["all"].items() if f"{DEFAULTS[name]}x".startswith(f"{label}x"))
+        rows.append([f"`{name}`: {what}", *(f"{x:.1f}" for x in (us, floor, row["xla"]))])
+    return markdown(["operation", "kernel, us", "floor of its bytes, us", "plain JAX, us"], rows)
+
+
+def first_tokens() -> str:
+    found = seconds_to_first_token()
+    columns = [("prompt", 65536), ("prompt", 131072), ("turn", 32768), ("turn", 131072)]
+    rows = []
+    for method in dict.fromkeys(method for method, *_ in found):
+        cells = (found.get((method, *column)) for column in columns)
+        shown = "one cuDNN call" if method == ONE_CALL else f"`{method}`"
+        rows.append([shown, *("" if seconds is None else f"{seconds:.2f}" for seconds in cells)])
+    return markdown(
+        ["cache", "prompt of 65536", "prompt of 131072", "1024 more after 32768", "1024 more after 131072"], rows
+    )
+
+
+def million() -> str:
+    """A prompt of a million tokens: its rate, the whole of it at that rate, and a token after it."""
+    rows = []
+    for row in load_rows("million"):
+        rate, whole = f"{row['tflops']:.0f}", f"{row['prompt_seconds_at_rate']:.0f}"
+        cells = str(row["length"]), str(row["chunk"]), rate, whole, f"{row['tpot_ms']:.2f}"
+        rows.append([f"`{row['method']}`", *cells])
+    return markdown(["cache", "tokens", "chunk", "TFLOP/s", "s at that rate", "ms a token after it"], rows)
+
+
+def indexing() -> str:
+    rows = []
+    for row in load_rows("prefill"):
+        if row["method"] != "full":
+            shares = (f"{100 * row[name]:+.1f} %" for name in ("added", "seal_added"))
+            rows.append([f"`{row['method']}`", str(row["length"]), *shares])
+    return markdown(["cache", "tokens", "added to a prompt", "added to a token by flushes"], rows)
+
+
+def tokens() -> str:
+    """Time per output token of a whole model."""
+    measured = [row for row in load_rows("end_to_end") if not row.get("largest_batch")]
+    took = {(row["cache"], row["batch"], row["length"]): f"{row['tpot_ms']:.2f}" for row in measured}
+    sizes = sorted({key[1:] for key in took}, key=lambda size: size[::-1])
+    rows = [[shown, *(took.get((cache, *size), "") for size in sizes)] for cache, shown in CACHES.items()]
+    return markdown(["cache", *(f"{batch} x {length}" for batch, length in sizes)], rows)
+
+
+def largest_batches() -> str:
+    found: dict[str, dict[int, list[str]]] = {}
+    for row in load_rows("end_to_end"):
+        if row.get("largest_batch"):
+            cells = [str(row["batch"]), f"{row['tokens_per_second']:.0f}"]
+            found.setdefault(row["cache"], {})[row["length"]] = cells
+    rows = []
+    for cache in (name for name in CACHES if name in found):
+        rows.append([CACHES[cache], *(cell for n in (32768, 131072) for cell in found[cache].get(n, ["", ""]))])
+    header = ["cache", "rows of 32768", "tokens a second", "rows of 131072", "tokens a second"]
+    return markdown(header, rows)
+
+
+def host_batches() -> str:
+    """Tokens a second of more rows than device memory holds, by the hit rate of the hot set."""
+    rows = []
+    for row in load_rows("host_batch"):
+        layers, hot = (str(row[name]) for name in ("layers_on_host", "hot"))
+        rate, speed = short(row["hit_rate"], 3), f"{row['tokens_per_second']:.0f}"
+        stored = {"HostOffload": "bf16", "HostFloat8": "float8"}[row["store"]]
+        rows.append([f"`{row['method']}`", str(row["rows"]), layers, stored, hot, rate, speed])
+    head = ["cache", "rows", "layers on the host", "stored there in", "hot set", "hit rate", "tokens a second"]
+    return markdown(head, rows)

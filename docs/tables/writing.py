@@ -1,0 +1,22 @@
+"""Writes the Markdown of a table, and the numbers that several pages show alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = True) -> str:
+    """A table whose first column is text, and the others numbers unless said otherwise."""
+    rule = ["---", *["---:" if numbers else "---"] * (len(header) - 1)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, rule, *rows))
+
+
+def short(share: float, digits: int = 2) -> str:
+    """A share as README shows it: .95, 1.00."""
+    return f"{share:.{digits}f}".removeprefix("0")
+
+
+def perplexity_change(row: dict[str, Any]) -> str:
+    """Change of perplexity against full attention, with its standard error."""
+    return f"{100 * (row['ratio'] - 1):+.1f} ± {100 * row['ratio_stderr']:.1f} %"
