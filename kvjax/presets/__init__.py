@@ -1,0 +1,55 @@
+"""Presets: the methods of the papers, as parts put together with the paper's defaults, and the table of them.
+
+A preset returns the policies of all layers of a model. Its docstring says where it differs from the paper.
+
+Presets that select tokens take `share` and `anchors`: every `share`-th layer past the dense ones selects, or the layers
+whose numbers `anchors` has, and the layers after it attend to the same slots (`Shared`). As text, anchors are
+separated by "+": "fier:budget=256,anchors=2+5+9", or the name of a file that `kvjax calibrate --out` wrote.
+"""
+
+from kvjax.caches import share_selections
+from kvjax.presets.baselines import exact, full
+from kvjax.presets.compressed import kivi, logquant, mikv
+from kvjax.presets.evicting import adakv, h2o, logevict, pyramidkv, raas, snapkv, streaming_llm, tova
+from kvjax.presets.heads import duoattention, razorattention
+from kvjax.presets.learnt import magicpig, pqcache, shadowkv
+from kvjax.presets.registry import REGISTRY, Preset, check_reaches, find, parse, parse_with_budget
+from kvjax.presets.retrieval import PARISKV_BUDGET, fier, pariskv, quest
+from kvjax.presets.settings import Anchors
+from kvjax.presets.speculative import FREEKV, arkvale, freekv
+
+__all__ = [
+    "FREEKV",
+    "PARISKV_BUDGET",
+    "REGISTRY",
+    "Anchors",
+    "Preset",
+    "adakv",
+    "arkvale",
+    "check_reaches",
+    "duoattention",
+    "exact",
+    "fier",
+    "find",
+    "freekv",
+    "full",
+    "h2o",
+    "kivi",
+    "logevict",
+    "logquant",
+    "magicpig",
+    "mikv",
+    "pariskv",
+    "parse",
+    "parse_with_budget",
+    "pqcache",
+    "pyramidkv",
+    "quest",
+    "raas",
+    "razorattention",
+    "shadowkv",
+    "share_selections",
+    "snapkv",
+    "streaming_llm",
+    "tova",
+]

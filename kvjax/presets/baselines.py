@@ -1,0 +1,53 @@
+"""Baselines for comparison: attention to everything, and the selection by exact scores."""
+
+from __future__ import annotations
+
+from kvjax.caches import Full, PerLayer, Retrieval
+from kvjax.demotion import Fifo
+from kvjax.presets.settings import Anchors, past_dense
+from kvjax.selection import GroupReduce
+from kvjax.selectors import Exact
+from kvjax.spec import require_int
+
+
+def full() -> PerLayer:
+    """Every token, attended by every query."""
+    return PerLayer((), Full())
+
+
+def exact(
+    budget: int = 1024,
+    *,
+    group_reduce: GroupReduce = "mean_softmax",
+    sink: int = 0,
+    local: int = 1,
+    chunk: int = 256,
+    dense_layers: int = 2,
+    share: int = 1,
+    anchors: Anchors = None,
+) -> PerLayer:
+    """The oracle: every token is kept, and a step attends to the `budget` whose true scores are best.
+
+    The ceiling of `fier` and of every other selector, with the settings of `fier`. It stores the keys twice and reads
+    all of them, so it saves nothing; see `Exact` for what `group_reduce` makes of it.
+
+    Args:
+      budget: tokens that a step reads in a layer and KV head, all zones included.
+      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not.
+      sink: first tokens of a row, always attended.
+      local: newest tokens of a row, always attended.
+      chunk: tokens that are indexed together; at most so many are pending.
+      dense_layers: first layers of the model that attend to everything.
+      share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
+      anchors: numbers of the layers that select, in place of `share`; or a file of `kvjax calibrate`.
+    """
+    require_int("exact(budget=...)", budget, at_least=1)
+    policy = Retrieval(
+        selector=Exact(group_reduce=group_reduce),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=chunk),
+        dense_below=0,
+    )
+    return past_dense("exact", dense_layers, policy, share, anchors)

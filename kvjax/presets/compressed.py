@@ -1,0 +1,130 @@
+"""LogQuant, KIVI and MiKV: every token is kept and attended, and most tokens have few bits.
+
+The presets differ in the tokens that stay exact. With LogQuant these are spaced by the logarithm of their age, with
+KIVI they are the newest, and with MiKV the newest and the most attended.
+"""
+
+from __future__ import annotations
+
+from kvjax.caches import Compressed, Mixed, PerLayer
+from kvjax.demotion import Fifo, LogSparse
+from kvjax.evictors import HeavyHitter
+from kvjax.presets.settings import past_dense
+from kvjax.spec import require_int
+from kvjax.stores import Quantized
+from kvjax.stores.quantized import KeyAxis
+
+
+def logquant(
+    window: int = 42,
+    *,
+    bits: int = 2,
+    value_bits: int | None = None,
+    key_axis: KeyAxis = "channel",
+    group: int = 64,
+    value_window: int | None = None,
+    sink: int = 0,
+    dense_layers: int = 0,
+) -> PerLayer:
+    """LogQuant: everything is attended; 2W to 3W tokens are exact, ever sparser with age, and the rest has 2 bits.
+
+    W = `window`; 42 is a third of the 128 exact tokens that the paper gives (R). The paper sets no sink apart, though
+    the first token of all never leaves its window. A prompt attends to itself exactly, or if it comes in several
+    chunks, to the earlier ones as they are stored.
+
+    Args:
+      window: W: 2W to 3W tokens are exact.
+      bits: bits of a key's number.
+      value_bits: bits of a value's number; None: those of keys.
+      key_axis: keys are quantised by "channel", in groups of W tokens, the whole of what leaves at once; or by "token",
+        as the values are.
+      group: channels of a value that share a scale and a zero; of a key too with key_axis="token".
+      value_window: newest values that are exact, at most W; the spaced tokens then keep exact keys alone. None: as many
+        as keys.
+      sink: first tokens of a row, always exact.
+      dense_layers: first layers of the model that attend to everything.
+
+    **Source:** LogQuant (2025), Algorithm 1, section 2.4. **Differs:** groups of keys have W = 42 tokens, not 64: the
+    tokens that leave together are quantised together, once, and 42 is the largest group that divides them. The released
+    code quantises keys by token too (key_axis="token", group=64), quantises the whole history anew at each flush, and
+    holds exact tokens twice. A scale and a zero are bfloat16.
+    """
+    demote = LogSparse(window=window)
+    key_group = window if key_axis == "channel" else group
+    store = Quantized(bits=bits, key_axis=key_axis, key_group=key_group, value_bits=value_bits, value_group=group)
+    policy = Compressed(store=store, sink=sink, local=window, demote=demote, value_window=value_window)
+    return past_dense("logquant", dense_layers, policy)
+
+
+def kivi(
+    bits: int = 2,
+    *,
+    value_bits: int | None = None,
+    residual: int = 128,
+    value_window: int | None = None,
+    group: int = 32,
+    sink: int = 0,
+    dense_layers: int = 0,
+) -> PerLayer:
+    """KIVI: everything is attended; the newest tokens, `residual` at most, are exact, and the rest has 2 bits.
+
+    The paper sets no sink apart.
+
+    Args:
+      bits: bits of a key's number.
+      value_bits: bits of a value's number; None: those of keys.
+      residual: tokens that are quantised together; at most so many are exact.
+      value_window: newest values that are exact; None: as many as keys.
+      group: tokens of a key's channel, and channels of a value, that share a scale and a zero.
+      sink: first tokens of a row, always exact.
+      dense_layers: first layers of the model that attend to everything.
+
+    **Source:** KIVI (Liu et al. 2024), section 3; g = 32, R = 128. **Differs:** keys and values leave the recent block
+    together by the paper's rule for keys: all R at once when there are R, so 1 to R tokens are exact. The paper keeps
+    the newest R values exact, of which one leaves a step: so does value_window=R, for a recent block of up to 2 R
+    tokens. A prompt that comes in several chunks reads the earlier ones as stored. A scale and a zero are bfloat16.
+    """
+    require_int("kivi(residual=...)", residual, at_least=1)
+    if value_window is not None:
+        require_int("kivi(value_window=...)", value_window, at_least=1)
+    policy = Compressed(
+        store=Quantized(bits=bits, key_group=group, value_bits=value_bits),
+        sink=sink,
+        local=value_window or 1,
+        demote=Fifo(leave=residual),
+        value_window=value_window,
+    )
+    return past_dense("kivi", dense_layers, policy)
+
+
+def mikv(
+    budget: int = 1024,
+    *,
+    bits: int = 2,
+    value_bits: int | None = None,
+    group: int = 32,
+    chunk: int = 128,
+    recent: float = 0.5,
+    dense_layers: int = 0,
+) -> PerLayer:
+    """MiKV: everything is attended; the `budget` tokens that matter are exact, and all others have `bits` bits.
+
+    The exact tokens are the newest ones, and those that have gathered most attention, as in `h2o`. Tokens that `h2o`
+    would evict are stored in few bits: keys by channel, values by token.
+
+    Args:
+      budget: tokens that a layer and KV head keeps exactly.
+      bits: bits of a key's number.
+      value_bits: bits of a value's number; None: those of keys.
+      group: tokens of a key's channel, and channels of a value, that share a scale and a zero.
+      chunk: tokens that are quantised together.
+      recent: share of the budget that the newest tokens take.
+      dense_layers: first layers of the model that attend to everything.
+
+    **Source:** MiKV (Yang et al. 2024, arXiv 2402.18096). **Differs:** see `Mixed`: keys are quantised by channel in
+    place of the paper's channel balancer.
+    """
+    require_int("mikv(budget=...)", budget, at_least=1)
+    store = Quantized(bits=bits, key_group=group, value_bits=value_bits, value_group=group)
+    policy = Mixed(evictor=HeavyHitter(recent=recent), budget=budget, store=store, chunk=chunk)
+    return past_dense("mikv", dense_layers, policy)

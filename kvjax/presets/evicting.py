@@ -1,0 +1,197 @@
+"""StreamingLLM, H2O, SnapKV and others: a fixed number of tokens is kept and attended, and the rest is evicted.
+
+The presets differ in the rule that evicts, and in how they divide the budget. PyramidKV divides it among the layers,
+and AdaKV among the KV heads of a layer; with the others all have the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvjax.budgets import pyramid
+from kvjax.caches import Evicting, HeadBudgets, PerLayer
+from kvjax.evictors import Evictor, HeavyHitter, LastQuery, LogSpaced, Observation, Pooling, Sliding
+from kvjax.presets.settings import past_dense, plain_rope
+from kvjax.spec import require_int
+from kvjax.timestamps import LastUse
+
+
+def streaming_llm(
+    budget: int = 1024, *, sink: int = 4, rope_theta: float | None = None, dense_layers: int = 0
+) -> PerLayer:
+    """StreamingLLM: the first `sink` tokens and the newest are kept and attended, `budget` in all.
+
+    Args:
+      budget: tokens that a layer and KV head keeps; a step attends to all of them.
+      sink: first tokens of a row, never evicted.
+      rope_theta: that of a model with plain RoPE: positions are numbered within the cache, as in the paper. For other
+        kinds of RoPE see `Sliding(rope=...)`. None: keys keep the positions with which they came.
+      dense_layers: first layers of the model that attend to everything.
+
+    **Source:** StreamingLLM (Xiao et al. 2023), section 3.2. **Differs:** without `rope_theta` keys keep the positions
+    with which they came.
+    """
+    return _evicting(
+        "streaming_llm", Sliding(sink=sink, rope=plain_rope("streaming_llm", rope_theta)), budget, dense_layers
+    )
+
+
+def logevict(budget: int = 126, *, dense_layers: int = 0) -> PerLayer:
+    """LogQuant without its quantised tokens: `budget` tokens are held, the sparser the older, and the rest is evicted.
+
+    Args:
+      budget: tokens that a layer and KV head keeps; a step attends to all of them.
+      dense_layers: first layers of the model that attend to everything.
+
+    **Source:** LogQuant (2025), Algorithm 1, the variant that evicts, which it compares with. **Differs:** see
+    `LogSpaced`: tokens are evicted one at a time.
+    """
+    return _evicting("logevict", LogSpaced(), budget, dense_layers)
+
+
+def h2o(budget: int = 1024, *, recent: float = 0.5, dense_layers: int = 0) -> PerLayer:
+    """H2O: the newest tokens, a share of `recent` of the budget, and the others by the attention they have gathered.
+
+    Args:
+      budget: tokens that a layer and KV head keeps; a step attends to all of them.
+      recent: share of the budget that the newest tokens take.
+      dense_layers: first layers of the model that attend to everything.
+
+    **Source:** H2O (Zhang et al. 2023), Algorithm 1. **Differs:** see `HeavyHitter`: a GQA group shares a selection;
+    the budget counts the new token; see `Evicting` for prompts in several chunks.
+    """
+    return _evicting("h2o", HeavyHitter(recent=recent), budget, dense_layers)
+
+
+def tova(budget: int = 1024, *, dense_layers: int = 0) -> PerLayer:
+    """TOVA: the token to which the newest query attends least is dropped, in all heads of a layer the same.
+
+    Args:
+      budget: tokens that a layer and KV head keeps; a step attends to all of them.
+      dense_layers: first layers of the model that attend to everything.
+
+    **Source:** TOVA (Oren et al. 2024). **Differs:** see `LastQuery`: a prompt is cut down once, by its last query; the
+    budget counts the new token; see `Evicting` for prompts in several chunks.
+    """
+    return _evicting("tova", LastQuery(), budget, dense_layers)
+
+
+def snapkv(
+    budget: int = 1024,
+    *,
+    window: int = 32,
+    kernel_size: int = 7,
+    pooling: Pooling = "max",
+    dense_layers: int = 0,
+) -> PerLayer:
+    """SnapKV: of a prompt, the last `window` tokens and those to which their queries attend most, `budget` in all.
+
+    Args:
+      budget: tokens that a layer and KV head keeps; a step attends to all of them.
+      window: last tokens of the prompt, kept themselves; their queries vote for the others.
+      kernel_size: neighbouring votes that are pooled into a token's.
+      pooling: "max" or "mean" of those votes.
+      dense_layers: first layers of the model that attend to everything.
+
+    **Source:** SnapKV (Li et al. 2024), section 4. **Differs:** see `Observation`: a GQA group shares a selection, and
+    generated tokens take slots of the budget; see `Evicting` for prompts in several chunks.
+    """
+    evictor = Observation(window=window, kernel_size=kernel_size, pooling=pooling)
+    return _evicting("snapkv", evictor, budget, dense_layers)
+
+
+def raas(budget: int = 1024, *, threshold: float = 1e-4, dense_layers: int = 0) -> PerLayer:
+    """RaaS: a prompt stays, and the generated token that has gone longest without attention is dropped.
+
+    Args:
+      budget: tokens that a layer and KV head keeps; a step attends to all of them.
+      threshold: share of the attention from which a token counts as attended.
+      dense_layers: first layers of the model that attend to everything.
+
+    **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147). **Differs:** see `LastUse`: tokens, not pages of 16, by exact
+    weights, and the budget counts the prompt.
+    """
+    return _evicting("raas", LastUse(threshold=threshold), budget, dense_layers)
+
+
+def pyramidkv(
+    budget: int = 1024, *, layers: int = 32, beta: float = 20.0, window: int = 8, kernel_size: int = 7
+) -> PerLayer:
+    """PyramidKV: SnapKV with a budget that falls linearly from the first layer to the last, `budget` on average.
+
+    Beside `window` tokens in every layer, the last layer has 1/beta of an equal share of the rest, and the first has
+    what makes the mean come out.
+
+    Args:
+      budget: tokens that a layer and KV head keeps; a step attends to all of them; the mean of all layers.
+      layers: layers of the model.
+      beta: how steeply budgets fall from the first layer to the last; at least 1.
+      window: last tokens of the prompt, kept themselves; their queries vote for the others.
+      kernel_size: neighbouring votes that are pooled into a token's.
+
+    **Source:** PyramidKV (Cai et al. 2024, arXiv 2406.02069): beta 20. **Differs:** as `snapkv`; budgets are rounded to
+    whole tokens, so the mean may differ from `budget` by less than one.
+    """
+    require_int("pyramidkv(budget=...)", budget, at_least=1)
+    require_int("pyramidkv(layers=...)", layers, at_least=1)
+    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 1 <= beta < float("inf"):
+        raise ValueError(f"pyramidkv(beta={beta!r}) must be a number, at least 1")
+    evictor = Observation(window=window, kernel_size=kernel_size)
+    beside = min(evictor.window, budget)
+    budgets = [beside + share for share in pyramid(budget - beside, layers, beta)]
+    if budgets[-1] < 2:
+        raise ValueError(
+            f"pyramidkv(budget={budget}) leaves the last of {layers} layers {budgets[-1]} tokens and it needs 2; raise "
+            "the budget or the window"
+        )
+    *first, last = [Evicting(evictor=evictor, budget=tokens) for tokens in budgets]
+    return _Pyramid(tuple(first), last)
+
+
+@dataclass(frozen=True)
+class _Pyramid(PerLayer):
+    """Policies whose budgets have their mean over this number of layers, which more layers would lower."""
+
+    def check(self, layers: int, kv_heads: int | None = None) -> None:
+        if layers > (own := len(self.first) + 1):
+            raise ValueError(
+                f"pyramidkv(layers={own}) shares its budget among {own} layers and the model has {layers}; set "
+                f"layers={layers}"
+            )
+
+
+def adakv(
+    budget: int = 1024,
+    *,
+    floor: float = 0.2,
+    ceiling: float = 2.0,
+    window: int = 32,
+    kernel_size: int = 7,
+    pooling: Pooling = "max",
+    dense_layers: int = 0,
+) -> PerLayer:
+    """AdaKV: SnapKV with one budget for all KV heads of a layer, `budget` a head on average.
+
+    All tokens of a prompt compete in all heads for the slots of the layer, so heads that attend widely keep more.
+
+    Args:
+      budget: tokens that a layer and KV head keeps; a step attends to all of them; the mean of a layer's heads.
+      floor: share of the budget that a KV head keeps at least.
+      ceiling: multiple of the budget that a KV head keeps at most, and has room for.
+      window: last tokens of the prompt, kept themselves; their queries vote for the others.
+      kernel_size: neighbouring votes that are pooled into a token's.
+      pooling: "max" or "mean" of those votes.
+      dense_layers: first layers of the model that attend to everything.
+
+    **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550): floor 0.2, over SnapKV. **Differs:** see `HeadBudgets` and
+    `Observation`.
+    """
+    require_int("adakv(budget=...)", budget, at_least=1)
+    evictor = Observation(window=window, kernel_size=kernel_size, pooling=pooling)
+    policy = HeadBudgets(evictor=evictor, budget=budget, floor=floor, ceiling=ceiling)
+    return past_dense("adakv", dense_layers, policy)
+
+
+def _evicting(name: str, evictor: Evictor, budget: int, dense_layers: int) -> PerLayer:
+    require_int(f"{name}(budget=...)", budget, at_least=1)
+    return past_dense(name, dense_layers, Evicting(evictor=evictor, budget=budget))

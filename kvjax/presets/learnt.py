@@ -1,0 +1,167 @@
+"""PQCache, MagicPIG and ShadowKV: centroids, a mean and a basis of the keys, learnt from the first tokens of a row.
+
+These tokens leave the recent block together, and until then they compete by their exact scores or are attended. The
+papers learn from the whole prompt. Here the result does not depend on how a prompt is divided into chunks.
+"""
+
+from __future__ import annotations
+
+from kvjax.caches import OutlierRetrieval, PerLayer, Retrieval, Sampled
+from kvjax.demotion import Fifo
+from kvjax.hashing import SimHash
+from kvjax.presets.settings import past_dense, plain_rope
+from kvjax.selection import GroupReduce
+from kvjax.selectors import MeanPages, ProductCodes
+from kvjax.spec import require_int
+from kvjax.stores import Dense, HostOffload, LowRank
+
+
+def pqcache(
+    budget: int = 1024,
+    *,
+    parts: int = 2,
+    bits: int = 6,
+    learn: int = 1024,
+    group_reduce: GroupReduce = "sum_softmax",
+    sink: int = 4,
+    local: int = 64,
+    host: bool = False,
+    dense_layers: int = 0,
+) -> PerLayer:
+    """PQCache: every token is kept, and a step attends to the `budget` whose product-quantised keys score best.
+
+    A code is the nearest of the centroids that k-means found among the first `learn` tokens. Until tokens are encoded
+    they compete by their exact scores.
+
+    Args:
+      budget: tokens that a step reads in a layer and KV head, all zones included.
+      parts: parts of a key, each with a code.
+      bits: bits of a part's code.
+      learn: first tokens, from which the centroids are learnt; also the tokens that are encoded together.
+      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not.
+      sink: first tokens of a row, always attended.
+      local: newest tokens of a row, always attended.
+      host: the history's keys and values lie in host memory.
+      dense_layers: first layers of the model that attend to everything.
+
+    **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820). **Differs:** see `ProductCodes`: centroids are learnt
+    from the first `learn` tokens, not from the whole prompt. The paper keeps keys and values in host memory with a
+    cache of blocks on the device; here that is `host`, without the cache.
+    """
+    require_int("pqcache(budget=...)", budget, at_least=1)
+    policy = Retrieval(
+        selector=ProductCodes(parts=parts, bits=bits, learn=learn, group_reduce=group_reduce),
+        store=HostOffload() if host else Dense(),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=learn),
+        dense_below=0,
+    )
+    return past_dense("pqcache", dense_layers, policy)
+
+
+def magicpig(
+    budget: int = 2048,
+    *,
+    bits: int = 10,
+    tables: int = 150,
+    least: int = 2,
+    sink: int = 4,
+    local: int = 64,
+    chunk: int = 256,
+    seed: int = 0,
+    host: bool = False,
+    dense_layers: int = 1,
+) -> PerLayer:
+    """MagicPIG: every token is kept; a step estimates attention from tokens whose hashes collide with the query's.
+
+    Each query head samples the keys that share its hash in enough tables, and weighs them by the inverse of the
+    probability of that. The sink and the recent block of up to `local` + `chunk` tokens are attended exactly; the
+    budget counts them.
+
+    Args:
+      budget: tokens that a step reads in a layer and KV head, all zones included.
+      bits: bits of a hash.
+      tables: hash tables.
+      least: tables in which a key must collide with the query.
+      sink: first tokens of a row, always attended.
+      local: newest tokens of a row, always attended.
+      chunk: tokens that are hashed together; at most so many are pending.
+      seed: of the random directions.
+      host: the history's keys and values lie in host memory.
+      dense_layers: first layers of the model that attend to everything.
+
+    **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179): 10 bits, 150 tables, 2 collisions, sink 4, local 64.
+    **Differs:** see `Sampled` and `SimHash`. The paper keeps layers 0 and 16 of 32 dense; here the first
+    `dense_layers`. Hashes lie on the device; the paper's are in host memory.
+    """
+    require_int("magicpig(budget=...)", budget, at_least=1)
+    policy = Sampled(
+        hashing=SimHash(bits=bits, tables=tables, least=least, learn=chunk, seed=seed),
+        store=HostOffload() if host else Dense(),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=chunk),
+    )
+    return past_dense("magicpig", dense_layers, policy)
+
+
+def shadowkv(
+    budget: int = 2048,
+    *,
+    rank: int = 160,
+    page: int = 8,
+    outliers: int = 48,
+    rope_theta: float | None = None,
+    learn: int = 1024,
+    group_reduce: GroupReduce = "max_softmax",
+    sink: int = 4,
+    local: int = 32,
+    host: bool = True,
+    dense_layers: int = 0,
+) -> PerLayer:
+    """ShadowKV: keys as factors of low rank, values in host memory, and a step reads the pages of the best landmarks.
+
+    The landmark of a page is the mean of its keys. Keys of selected pages are rebuilt from their factors, and their
+    values come from host memory. The budget counts the outliers. Rotated keys are not of low rank, and lose much more:
+    give `rope_theta`.
+
+    Args:
+      budget: tokens that a step reads in a layer and KV head, all zones included.
+      rank: coefficients of a token's keys, for all heads together.
+      page: tokens of a page.
+      outliers: pages whose keys stray farthest from their landmark: exact, on the device, read by every step.
+      rope_theta: that of a model with plain RoPE: keys are factored before their rotation, as in the paper. For other
+        kinds of RoPE see `LowRank(rope=...)`.
+      learn: first tokens, from which the basis is learnt; also the tokens that are factored together.
+      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not.
+      sink: first tokens of a row, always attended.
+      local: newest tokens of a row, always attended.
+      host: values lie in host memory; False: on the device.
+      dense_layers: first layers of the model that attend to everything.
+
+    **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465): rank 160, pages of 8, 48 outliers. **Differs:** see
+    `LowRank`: the basis is learnt from the first `learn` tokens, not from the whole prompt, and tokens are factored
+    `learn` at a time; until then they compete by their exact scores.
+    """
+    require_int("shadowkv(budget=...)", budget, at_least=1)
+    values = HostOffload(page=page) if host else Dense()
+    policy = OutlierRetrieval(
+        selector=MeanPages(page=page, group_reduce=group_reduce),
+        store=LowRank(
+            rank=rank,
+            page=page,
+            outliers=outliers,
+            learn=learn,
+            rope=plain_rope("shadowkv", rope_theta),
+            values=values,
+        ),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=learn),
+        dense_below=0,
+    )
+    return past_dense("shadowkv", dense_layers, policy)

@@ -1,0 +1,204 @@
+"""The table of presets, and the text that names a preset and its settings, such as "fier:budget=256"."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvjax.caches import Full, PerLayer, Policy
+from kvjax.presets.baselines import exact, full
+from kvjax.presets.compressed import kivi, logquant, mikv
+from kvjax.presets.evicting import adakv, h2o, logevict, pyramidkv, raas, snapkv, streaming_llm, tova
+from kvjax.presets.heads import duoattention, razorattention
+from kvjax.presets.learnt import magicpig, pqcache, shadowkv
+from kvjax.presets.retrieval import fier, pariskv, quest
+from kvjax.presets.speculative import arkvale, freekv
+from kvjax.settings import read_settings
+from kvjax.validation import nearest, shown
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A row of the table of methods."""
+
+    name: str
+    make: Callable[..., PerLayer]
+    keeps: str  # what it keeps and attends to
+    paper: str
+    has_budget: bool = True
+
+    def policy(self) -> Policy:
+        """The policy that this preset uses for a compressed layer, with its defaults."""
+        return self.make().rest
+
+
+REGISTRY: dict[str, Preset] = {
+    p.name: p
+    for p in (
+        Preset("full", full, "all tokens; attends to all", "-", has_budget=False),
+        Preset("fier", fier, "all tokens, and keys in 1 bit; attends to the budget", "FIER 2025"),
+        Preset(
+            "pariskv",
+            pariskv,
+            "all tokens, and rotated keys in 4 bits; attends to the budget",
+            "ParisKV 2026",
+        ),
+        Preset(
+            "quest",
+            quest,
+            "all tokens, and a box around the keys of each page; attends to the budget",
+            "Quest 2024",
+        ),
+        Preset(
+            "freekv",
+            freekv,
+            "all tokens in host memory; attends to the pages that the step before recalled",
+            "FreeKV 2025",
+        ),
+        Preset(
+            "arkvale",
+            arkvale,
+            "all tokens in host memory; attends to the pages with the best digests",
+            "ArkVale 2024",
+        ),
+        Preset("magicpig", magicpig, "all tokens, and key hashes; attends to a weighted sample", "MagicPIG 2024"),
+        Preset("pqcache", pqcache, "all tokens, and keys in 2 bytes; attends to the budget", "PQCache 2024"),
+        Preset(
+            "shadowkv",
+            shadowkv,
+            "keys of low rank, values in host memory; attends to outliers and the best pages",
+            "ShadowKV 2024",
+        ),
+        Preset(
+            "logquant",
+            logquant,
+            "84 to 126 tokens in full precision, log-spaced, the rest in 2 bits; reads all",
+            "LogQuant 2025",
+            has_budget=False,
+        ),
+        Preset(
+            "kivi",
+            kivi,
+            "up to 128 recent tokens in full precision, the rest in 2 bits; reads all",
+            "KIVI 2024",
+            has_budget=False,
+        ),
+        Preset("exact", exact, "all tokens; attends to the budget by exact scores, for comparison", "-"),
+        Preset(
+            "streaming_llm",
+            streaming_llm,
+            "the first 4 tokens and the most recent, up to the budget",
+            "StreamingLLM 2023",
+        ),
+        Preset("logevict", logevict, "tokens spaced by logarithm of their age, up to the budget", "LogQuant 2025"),
+        Preset("h2o", h2o, "the most recent tokens and the most attended so far, half of the budget each", "H2O 2023"),
+        Preset("tova", tova, "the tokens that the newest query attends to most, up to the budget", "TOVA 2024"),
+        Preset(
+            "snapkv",
+            snapkv,
+            "the prompt's tokens that its last 32 queries attend to most, and later tokens",
+            "SnapKV 2024",
+        ),
+        Preset(
+            "pyramidkv",
+            pyramidkv,
+            "as snapkv, with budgets that fall from the first layer to the last",
+            "PyramidKV 2024",
+        ),
+        Preset("adakv", adakv, "as snapkv, with more tokens in KV heads that attend widely", "AdaKV 2024"),
+        Preset(
+            "mikv",
+            mikv,
+            "the most recent and most attended tokens exactly, the rest in 2 bits; reads all",
+            "MiKV 2024",
+        ),
+        Preset("raas", raas, "the prompt, and generated tokens that were attended to lately", "RaaS 2025"),
+        Preset(
+            "razorattention",
+            razorattention,
+            "all tokens in retrieval heads; in others the newest, and the mean of the rest",
+            "RazorAttention 2024",
+        ),
+        Preset(
+            "duoattention",
+            duoattention,
+            "all tokens in retrieval heads; in others the first and the newest",
+            "DuoAttention 2024",
+        ),
+    )
+}
+
+
+def find(name: str) -> Preset:
+    """The preset of that name, or an error with the nearest one."""
+    if name in REGISTRY:
+        return REGISTRY[name]
+    first, *more = re.split(r"[:@,]", name)
+    near = nearest(first, REGISTRY)
+    if near and "@" in name:  # as rows of a comparison are called
+        near = f"{near}:budget={more[0]}"
+    hint = f"did you mean {near!r}? There" if near else "there"
+    if "," in name:
+        hint = "give one cache at a time; there"
+    raise ValueError(f"unknown cache {shown(name)}; {hint} are {', '.join(REGISTRY)}")
+
+
+def parse(text: str) -> PerLayer:
+    """The policies that a text names: a preset, and settings of it if need be.
+
+    >>> parse("fier:budget=256,group=16") == fier(256, group=16)
+    True
+
+    Raises:
+      ValueError: an unknown preset, with the nearest one; a setting that the preset does not have.
+    """
+    return parse_with_budget(text)[0]
+
+
+def parse_with_budget(
+    text: str, budget: int | None = None, *, where: str = "cache", budget_where: str = "budget="
+) -> tuple[PerLayer, int | None]:
+    """`parse`, and the budget of the preset if it has one. `budget` is one that was given beside the text.
+
+    `where` and `budget_where` name the two in error messages.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"{where} must be text such as 'fier:budget=256', got {shown(text)}")
+    preset = find(text.partition(":")[0].strip())
+    settings = read_settings(text, preset.make, where=where)
+    if budget is not None:
+        if not preset.has_budget:
+            have = ", ".join(p.name for p in REGISTRY.values() if p.has_budget)
+            raise ValueError(
+                f"{budget_where} {budget}: the cache {preset.name!r} has no budget; leave it out, or use one of {have}"
+            )
+        if settings.get("budget", budget) != budget:
+            raise ValueError(f"{where} {text} and {budget_where} {budget} set two budgets; give one")
+        settings["budget"] = budget
+    policies = preset.make(**settings)
+    if not preset.has_budget:
+        return policies, None
+    return policies, settings.get("budget", inspect.signature(preset.make).parameters["budget"].default)
+
+
+def check_reaches(policies: PerLayer, layers: int, name: str) -> None:
+    """Raises ValueError where the dense layers of a preset are all the layers of the model, or it is for another model.
+
+    >>> check_reaches(fier(64, dense_layers=2), 2, "fier")
+    Traceback (most recent call last):
+        ...
+    ValueError: fier keeps the first 2 layers full and the model has 2, so no layer uses it; set dense_layers below 2
+    """
+    policies.check(layers)
+    if len(policies.first) >= layers and policies.rest not in policies.first[:layers]:
+        if set(policies.first) != {Full()}:
+            raise ValueError(
+                f"{name} has policies for {len(policies.first) + 1} layers and the model has {layers}; set "
+                f"layers={layers}"
+            )
+        raise ValueError(
+            f"{name} keeps the first {len(policies.first)} layers full and the model has {layers}, so no layer uses "
+            f"it; set dense_layers below {layers}"
+        )

@@ -1,0 +1,264 @@
+"""FIER, ParisKV and Quest: every token is kept, and a step attends to those that a small index scores best.
+
+Keys are indexed as soon as they leave the recent block; keys and values lie on the device, or in host memory. In a
+short cache a selection costs more than it saves, so these presets then attend to everything (`dense_capacity`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvjax.caches import PerLayer, Retrieval
+from kvjax.caches.short import DenseCapacity
+from kvjax.demotion import Buffer, Fifo
+from kvjax.presets.settings import Anchors, history, past_dense, require_page
+from kvjax.selection import GroupReduce
+from kvjax.selectors import Fier, MinMaxPages, Nucleus, Paris
+from kvjax.selectors.paris import Votes
+from kvjax.spec import require_int
+
+PARISKV_BUDGET = 4 + 128 + 100  # the paper's sink and local window, and the k tokens that it selects beside them
+
+
+def fier(
+    budget: int = 1024,
+    *,
+    group: int = 32,
+    page: int = 1,
+    group_reduce: GroupReduce = "mean_softmax",
+    sink: int = 0,
+    local: int = 1,
+    chunk: int = 256,
+    host: bool = False,
+    hot: int = 0,
+    dense_capacity: DenseCapacity = "auto",
+    dense_layers: int = 2,
+    share: int = 1,
+    anchors: Anchors = None,
+) -> PerLayer:
+    """FIER: every token is kept, and a step attends to the `budget` whose 1-bit keys score best.
+
+    Tokens of the history are indexed by 1-bit keys, and pending ones are scored by their exact keys. The paper attends
+    to no token in any case, so `sink` is 0 and `local` is the new token alone.
+
+    Args:
+      budget: tokens that a step reads in a layer and KV head, all zones included.
+      group: tokens that share a scale and a zero of the 1-bit keys.
+      page: tokens that are selected together, by the best score of one of them. Above 1: an ablation, in plain JAX.
+      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not, as in the paper.
+      sink: first tokens of a row, always attended.
+      local: newest tokens of a row, always attended.
+      chunk: tokens that are indexed together; at most so many are pending.
+      host: the history's keys and values lie in host memory, and the device holds the 1-bit keys.
+      hot: tokens of each row and KV head, those selected last, that the device holds too (`HotSet`); needs `host`.
+      dense_capacity: a cache of at most so many tokens becomes `Full`; "auto": where that was measured to be faster
+        (`Retrieval`). Not with `host`, `share` or `anchors`.
+      dense_layers: first layers of the model that attend to everything.
+      share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
+      anchors: numbers of the layers that select, in place of `share`; or a file of `kvjax calibrate`.
+
+    **Source:** FIER (2025), Algorithm 1; g = 32. **Differs:** a GQA group shares a selection (`group_reduce`;
+    "per_head" is the paper's rule). A group is indexed with its chunk, and with chunk=group as soon as it is full, as
+    in the paper.
+    """
+    require_int("fier(budget=...)", budget, at_least=1)
+    require_int("fier(page=...)", page, at_least=1)
+    if page > 1:
+        require_page("fier", budget, page, sink, local)
+    policy = Retrieval(
+        selector=Fier(group=group, group_reduce=group_reduce, page=page),
+        store=history("fier", host, hot, page),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=chunk),
+        dense_below=0,
+        dense_capacity=_dense_capacity("fier", dense_capacity, host, share, anchors),
+    )
+    return past_dense("fier", dense_layers, policy, share, anchors)
+
+
+def pariskv(
+    budget: int = PARISKV_BUDGET,
+    *,
+    k: int | None = None,
+    sink: int = 4,
+    local: int = 128,
+    chunk: int = 256,
+    buffer: Literal["select", "attend"] = "select",
+    votes: Votes = "tiers",
+    correct: bool = True,
+    candidates: int | None = None,
+    seed: int | None = 0,
+    subspace: int = 8,
+    radius_bits: int = 16,
+    p: float | None = None,
+    group_reduce: GroupReduce = "mean_query",
+    dense_below: int = 1024,
+    host: bool = False,
+    hot: int = 0,
+    dense_capacity: DenseCapacity = "auto",
+    dense_layers: int = 0,
+    share: int = 1,
+    anchors: Anchors = None,
+) -> PerLayer:
+    """ParisKV: every token is kept, and a step attends to sink, local window and the best keys of a rotated index.
+
+    The paper selects k = 100 tokens beside sink and local window. The budget counts all of them, so its default is
+    larger. The paper's ranges are sink 4..64, local 128..512, `chunk` (its update buffer) 256..512 and full attention
+    below 1K..2K tokens; no layer is skipped. A budget beyond the candidates goes on by votes. A GQA group retrieves
+    once, by the mean of its queries.
+
+    Args:
+      budget: tokens that a step reads in a layer and KV head, all zones included.
+      k: tokens selected beside sink and local window, in place of a budget.
+      sink: first tokens of a row, always attended.
+      local: newest tokens of a row, always attended.
+      chunk: tokens that are indexed together; at most so many are pending.
+      buffer: "select": pending tokens compete with the history by exact scores, within the budget. "attend", as in the
+        paper: a step attends to all of them, beside the budget.
+      votes: how keys are voted for: "tiers", or "plain".
+      correct: the estimate of a key is corrected for its rounding.
+      candidates: keys with most votes that are ranked; None: a tenth to a half of the history.
+      seed: of the rotation of keys; None: they are not rotated, the paper's ablation.
+      subspace: channels of a block of the codes, 8 or 4; 4 takes plain JAX in place of the kernels (`Paris`).
+      radius_bits: bits of the length of a block, 16 or 4; 4 takes plain JAX in place of the kernels (`Paris`).
+      p: of the k best a step attends to the fewest that hold this share of the attention, by the candidates' estimates
+        (`Nucleus`); None: to all k.
+      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not.
+      dense_below: rows of fewer tokens attend to all of them.
+      host: the history's keys and values lie in host memory.
+      hot: tokens of each row and KV head, those selected last, that the device holds too (`HotSet`); needs `host`.
+      dense_capacity: a cache of at most so many tokens becomes `Full`; "auto": where that was measured to be faster
+        (`Retrieval`). Not with `host`, `share` or `anchors`.
+      dense_layers: first layers of the model that attend to everything.
+      share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
+      anchors: numbers of the layers that select, in place of `share`; or a file of `kvjax calibrate`.
+
+    **Source:** ParisKV (Qi et al. 2026). **Differs:** the default of `buffer`. The paper moves the history's keys and
+    values to host memory: so does `host`, to select the same tokens; without it they stay on the device. `p` and
+    radius_bits=4 are not of the paper. `hot` and `dense_capacity` are as in `fier`.
+    """
+    require_int("pariskv(budget=...)", budget, at_least=1)
+    if k is not None:
+        require_int("pariskv(k=...)", k, at_least=1)
+        if budget not in (PARISKV_BUDGET, sink + local + k):
+            raise ValueError(
+                f"pariskv(budget={budget}, k={k}): with sink={sink} and local={local} that k is a budget of "
+                f"{sink + local + k}; give one of the two"
+            )
+        budget = sink + local + k
+    if buffer not in ("select", "attend"):
+        raise ValueError(f"pariskv(buffer={buffer!r}) must be 'select' or 'attend'")
+    beside = chunk if buffer == "attend" else 0
+    selector = Paris(
+        votes=votes,
+        correct=correct,
+        candidates=candidates,
+        group_reduce=group_reduce,
+        seed=seed,
+        subspace=subspace,
+        radius_bits=radius_bits,
+    )
+    policy = Retrieval(
+        selector=selector if p is None else Nucleus(selector=selector, p=p),
+        store=history("pariskv", host, hot),
+        budget=budget + beside,
+        sink=sink,
+        local=local + beside,
+        demote=Buffer(leave=chunk) if beside else Fifo(leave=chunk),
+        dense_below=dense_below,
+        dense_capacity=_dense_capacity("pariskv", dense_capacity, host, share, anchors),
+    )
+    return past_dense("pariskv", dense_layers, policy, share, anchors)
+
+
+def quest(
+    budget: int = 1024,
+    *,
+    page: int = 16,
+    least_pages: int = 3,
+    newest: Literal["attend", "select"] = "attend",
+    group_reduce: GroupReduce = "mean_softmax",
+    sink: int = 0,
+    local: int | None = None,
+    chunk: int | None = None,
+    host: bool = False,
+    hot: int = 0,
+    dense_capacity: DenseCapacity = "auto",
+    dense_layers: int = 2,
+    share: int = 1,
+    anchors: Anchors = None,
+) -> PerLayer:
+    """Quest: every token is kept, and a step attends to the pages whose box of smallest and largest keys scores best.
+
+    The budget is whole pages. With newest="attend", as in the CUDA kernels of the released code, the `local` newest
+    tokens are always attended and count. With "select", as in its evaluation, the newest page competes by the box of
+    the tokens that it has; only the newest token is attended in any case, beside the budget if its page is not
+    selected.
+
+    Args:
+      budget: tokens that a step reads in a layer and KV head, all zones included.
+      page: tokens of a page.
+      least_pages: pages that a step reads at least.
+      newest: whether the newest tokens are always attended ("attend"), or their page competes ("select").
+      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not, as in the paper.
+      sink: first tokens of a row, always attended.
+      local: newest tokens of a row, always attended; default: one page, or none with newest="select".
+      chunk: tokens that are indexed together; default: one page.
+      host: the history's keys and values lie in host memory.
+      hot: tokens of each row and KV head, those selected last, that the device holds too (`HotSet`); needs `host`.
+      dense_capacity: a cache of at most so many tokens becomes `Full`; "auto": where that was measured to be faster
+        (`Retrieval`). Not with `host`, `share` or `anchors`.
+      dense_layers: first layers of the model that attend to everything.
+      share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
+      anchors: numbers of the layers that select, in place of `share`; or a file of `kvjax calibrate`.
+
+    **Source:** Quest (Tang et al. 2024), Algorithm 1; pages of 16, at least 3. **Differs:** a GQA group shares a
+    selection (`group_reduce`; "per_head" is the paper's rule). The released code raises smaller budgets to 3 pages,
+    here they are refused. With newest="attend" the newest tokens are those of a window, not of a page, and a page that
+    is not full competes by the exact scores of its other tokens.
+    """
+    require_int("quest(budget=...)", budget, at_least=1)
+    require_int("quest(page=...)", page, at_least=1)
+    require_int("quest(least_pages=...)", least_pages, at_least=1)
+    if newest not in ("attend", "select"):
+        raise ValueError(f"quest(newest={newest!r}) must be 'attend' or 'select'")
+    selects = newest == "select"
+    counted = local if local is not None else 0 if selects else page
+    pages, always = (budget - sink - counted) // page, counted // page
+    needed = max(least_pages - always, 1)
+    if pages < needed:
+        raise ValueError(
+            f"quest(budget={budget}) has room for {max(pages, 0)} pages of {page} tokens beside sink + local = {sink} "
+            f"+ {counted}, and Quest reads at least {needed} there; use at least {sink + counted + needed * page}, or "
+            "another least_pages"
+        )
+    beside = 1 if selects and local is None else 0
+    policy = Retrieval(
+        selector=MinMaxPages(page=page, group_reduce=group_reduce, pending="box" if selects else "exact"),
+        store=history("quest", host, hot, page),
+        budget=sink + counted + pages * page + beside if selects else budget,
+        sink=sink,
+        local=counted + beside,
+        demote=Fifo(leave=page if chunk is None else chunk),
+        dense_below=0,
+        dense_capacity=_dense_capacity("quest", dense_capacity, host, share, anchors),
+    )
+    return past_dense("quest", dense_layers, policy, share, anchors)
+
+
+def _dense_capacity(
+    name: str, dense_capacity: DenseCapacity, host: bool, share: int, anchors: Anchors
+) -> DenseCapacity:
+    """The setting, of which "auto" is 0 for a preset that keeps its history on the host or shares selections."""
+    shares = share != 1 or anchors is not None
+    if dense_capacity == "auto":
+        return 0 if host or shares else "auto"
+    dense_capacity = require_int(f"{name}(dense_capacity=...)", dense_capacity, at_least=0)
+    if dense_capacity and shares:
+        raise ValueError(
+            f"{name}(dense_capacity={dense_capacity}) makes short caches select nothing, but layers that share a "
+            "selection need one; use dense_capacity=0, or neither share nor anchors"
+        )
+    return dense_capacity

@@ -1,0 +1,49 @@
+"""Settings that several presets take: dense first layers, shared selections, where the history lies, pages, RoPE.
+
+Each function takes the name of the preset, for its errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from kvjax.caches import Full, PerLayer, Policy, share_selections
+from kvjax.spec import require_int
+from kvjax.stores import Dense, HostOffload, HotSet, Store
+from kvjax.validation import finite_number
+
+Anchors = Sequence[int] | int | str | None
+
+
+def past_dense(name: str, dense_layers: int, policy: Policy, share: int = 1, anchors: Anchors = None) -> PerLayer:
+    """The first layers attend to everything, and the others have `policy`; some of these select for others."""
+    dense_layers = require_int(f"{name}(dense_layers=...)", dense_layers, at_least=0)
+    return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)
+
+
+def history(name: str, host: bool, hot: int, page: int = 1) -> Store:
+    """Where a preset keeps its history: on the device, in host memory, or there with a hot set of `hot` tokens."""
+    require_int(f"{name}(hot=...)", hot, at_least=0)
+    if hot and not host:
+        raise ValueError(f"{name}(hot={hot}) keeps tokens of a host store on the device; set host=True too")
+    if not host:
+        return Dense()
+    return HotSet(tokens=hot, store=HostOffload(page=page)) if hot else HostOffload(page=page)
+
+
+def require_page(name: str, budget: int, page: int, sink: int, local: int) -> None:
+    """Raises ValueError where the budget leaves no room for a page beside sink and local window."""
+    if sink + local <= budget < sink + local + page:
+        raise ValueError(
+            f"{name}(budget={budget}) leaves no room for a page of {page} tokens beside sink + local = {sink} + "
+            f"{local}; use at least {sink + local + page}, or smaller pages"
+        )
+
+
+def plain_rope(name: str, theta: float | None) -> Any:
+    """The plain RoPE of that theta; None without one."""
+    if theta is None:
+        return None
+    return import_module("kvjax.models.rope").Default(theta=finite_number(f"{name}(rope_theta=...)", theta))
