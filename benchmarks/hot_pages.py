@@ -4,7 +4,7 @@
 
 Every step wants `N` tokens of each row and KV head, of which a share of `hits` is there. All kernels are compared with
 their references before they are timed. "kernel" is device time, and "xla" that of the references' kernels. Rows with
-"float8" read a history of 8-bit floats.
+"float8", in a file of their own, read a history of 8-bit floats.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--hits", type=texts, default=["1", "0.9", "0.5", "0"], help="shares of the tokens")
     blocks = "blocks that take turns in a load; 0: one for each piece"
     parser.add_argument("--blocks", type=texts, default=["0", "32", "64", "128", "256"], help=blocks)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of hot_pages.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the two files")
     parser.add_argument("--quick", action="store_true", help="a small case in the simulator; nothing is written")
     given = parser.parse_args(args)
     if "0" not in given.blocks:
@@ -113,7 +113,8 @@ def main(args: Sequence[str] | None = None) -> None:
         print(" | ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in rows[-1].values()), flush=True)
         what = f"hot_places and hot_load: N = {N} tokens for each of {K} heads, n places, D = {D}, bf16"
         about = "random pages, hits and misses in random order; normal random values"
-        write(given.out.resolve() / "hot_pages.json", what, about, rows, TIMES)
+        of_file = [row for row in rows if row["float8"] == float8]
+        write(given.out.resolve() / f"{'hot_float8' if float8 else 'hot_pages'}.json", what, about, of_file, TIMES)
 
 
 if __name__ == "__main__":

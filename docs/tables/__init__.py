@@ -31,7 +31,8 @@ TABLES: dict[str, Callable[[], str]] = {
         published.real_speed, published.real_first_tokens, published.real_drafts, published.real_hit_rates,
         published.which_method,
         claims.claims_fier, claims.claims_pariskv, claims.paris_parts, claims.claims_freekv, claims.claims_logquant,
-        guides.several_tokens, guides.hit_rates, guides.host_steps, guides.anchors, guides.shared_steps,
+        guides.several_tokens, guides.hit_rates, guides.host_steps, guides.anchors, guides.shared_quality,
+        guides.shared_steps,
         scaling.devices, scaling.scaling,
     )
 }  # fmt: skip

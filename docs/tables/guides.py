@@ -81,6 +81,24 @@ def _changes(rows: dict[str, dict[str, Any]], caches: Sequence[str]) -> list[str
     return [perplexity_change(rows[cache]) if cache in rows else "" for cache in caches]
 
 
+def shared_quality() -> str:
+    """Answers and perplexity of a published model by the layers that select, with the error of attention outputs."""
+    (needles, keys), texts = load_scores("eval_shared_qwen").values(), load_rows("perplexity_shared_qwen")
+    changes, rows = {row["cache"]: perplexity_change(row) for row in texts}, []
+    for method, shares in (("fier", (2, 4, 8)), ("pariskv", (4,)), ("quest", (4,))):
+        plans = {share: load_file(f"calibrate_qwen_{method}_{share}") for share in shares}
+        own = [(method, "all 26", plans[4]["error"]["share=1"])]
+        for share, plan in plans.items():
+            count, error = len(plan["anchors"]), plan["error"]
+            own.append((f"{method}:share={share}", f"{-(-26 // share)}, `share={share}`", error[f"share={share}"]))
+            file = f"{method}:anchors=calibrate_{method}_{share}.json"
+            own.append((file, f"{count}, by `--share {share}`", error["anchors, best heads"]))
+        for cache, told, error in own:
+            scores = (short(found[f"{cache}@1802"]["mean"]) for found in (needles, keys))
+            rows.append([f"`{method}`", told, short(error), *scores, changes[cache]])
+    return markdown(["cache", "layers that select", "error", "needles", "pass keys", "perplexity"], rows)
+
+
 def shared_steps() -> str:
     """Time of an attention layer, mean over layers of which every n-th selects."""
     found = {(row["method"], row["length"], row["batch"], row["share"]): row["us"] for row in load_rows("shared")}

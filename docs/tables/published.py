@@ -151,9 +151,9 @@ def which_method() -> str:
     needles = load_scores("eval_qwen")["1 of 8 needles at 16384, question decoded"]
     problems = load_scores("eval_qwen_gsm8k")["gsm8k"]
     speed = {(row["length"], row["batch"], row["method"]): row["tpot_ms"] for row in load_rows("real_speed")}
-    texts: dict[str, dict[str, float]] = {text: {} for text in ("code", "book")}
-    for row in load_rows("perplexity_qwen"):
-        texts[row["text"]][method_of(row["cache"])] = row["ratio"]
+    texts = {
+        (row["text"], row["length"], method_of(row["cache"])): row["ratio"] for row in load_rows("perplexity_qwen")
+    }
     own = load_results("long_generation")
     by_quarter = {method_of(row["cache"]): row["ratio_by_quarter"] for row in own}
 
@@ -161,8 +161,8 @@ def which_method() -> str:
         found = [score_of(scores, method, budget) for method in methods]
         return _listed(methods, [short(score["mean"]) for score in found if score])
 
-    def loss(text: str, *methods: str) -> str:
-        return _listed(methods, [f"{100 * (texts[text][m] - 1):+.1f} %" for m in methods])
+    def loss(text: str, length: int, *methods: str) -> str:
+        return _listed(methods, [f"{100 * (texts[text, length, m] - 1):+.1f} %" for m in methods])
 
     def drifts(*methods: str) -> str:
         ends = [(min(by_quarter[m]), max(by_quarter[m])) for m in methods]
@@ -179,14 +179,22 @@ def which_method() -> str:
         ("the same, in less memory", right(needles, 0, "kivi", "logquant"), right(needles, 1024, *evicting)),
         ("reasoning after a short prompt, 64 tokens", right(problems, 64, "full", "fier"),
          right(problems, 64, "quest", "freekv", "streaming_llm")),
-        ("code, 1024 of 4096 tokens", loss("code", "pariskv", "fier", "freekv"), loss("code", "quest", *evicting)),
-        ("a book, 1024 of 4096 tokens", loss("book", "fier", "pariskv", "logquant", "freekv", "kivi"),
-         loss("book", "snapkv", "quest", "streaming_llm")),
-        ("its own text, 256 of 2048 to 5120 tokens", drifts("fier", "logquant"),
+        ("code, 1024 of 4096 tokens", loss("code", 4096, "pariskv", "fier", "freekv"),
+         loss("code", 4096, "quest", *evicting)),
+        ("code, 1024 of 16384 tokens", loss("code", 16384, "fier", "pariskv", "freekv"),
+         loss("code", 16384, "quest", *evicting)),
+        ("a book, 1024 of 4096 tokens", loss("book", 4096, "fier", "pariskv", "logquant", "freekv", "kivi"),
+         loss("book", 4096, "snapkv", "quest", "streaming_llm")),
+        ("a book, 1024 of 16384 tokens", loss("book", 16384, "fier", "pariskv", "freekv", "kivi", "logquant"),
+         loss("book", 16384, "snapkv", "streaming_llm", "quest")),
+        ("its own text, 256 of 2048 to 5120 tokens", drifts("pariskv", "fier", "logquant", "kivi"),
          drifts("freekv", "quest", "streaming_llm")),
         ("speed, one row of 32768", times(32768, 1, "full", "kivi"), times(32768, 1, *selecting)),
+        ("speed, 8 rows of 4096", times(4096, 8, "logquant", "full", "kivi"), times(4096, 8, *selecting)),
         ("speed, 8 rows of 16384", times(16384, 8, "snapkv", "kivi", "logquant", "quest", "fier"),
          times(16384, 8, "full", "pariskv", "freekv")),
+        ("speed, 8 rows of 32768", times(32768, 8, "snapkv", "logquant", "quest", "kivi", "fier", "pariskv"),
+         times(32768, 8, "freekv", "full")),
     ]  # fmt: skip
     return markdown(["what matters", "take", "rather not"], rows, numbers=False)
 

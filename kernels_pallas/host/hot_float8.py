@@ -24,7 +24,7 @@ from kvjax.kernels_pallas.host.host_rows import Config
 from kvjax.kernels_pallas.host.hot_pages import fill, limit_of_pages
 from kvjax.kernels_pallas.simt import Word, instr, ptx
 
-MEASURED: str | None = None
+MEASURED: str | None = "2026-11-24"  # the date in benchmarks/results/hot_float8.json
 DTYPES = ("bfloat16", "float16", "float32")
 
 

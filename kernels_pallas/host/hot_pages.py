@@ -1,12 +1,11 @@
 """Keeps the tables of a hot set, and reads into it what it lacks, in two launches.
 
 **Places** (`hot_places`): a block has the tables of one row and KV head. Threads look up the wanted pages and mark the
-places of those that are there in shared memory. Two running sums over the block, in the order in which the hand comes
-by, give each missing page its place. XLA needs 14 kernels for that.
+places of those that are there in shared memory. Two running sums, in the order in which the hand comes by, give each
+missing page its place. XLA needs 14 kernels for that.
 
 **Load** (`hot_load`): the lanes of a warp look up which pages are missing. The warp reads these from the host straight
-to their places, as many at once as have `ahead` chunks for a lane. Where the grid has only `Config.blocks`, warps take
-turns.
+to their places, several small ones at once. Where the grid has only `Config.blocks`, warps take turns.
 
 **Bytes:** 20 a place and 16 a page for the tables; R a missing page over the bus and R written.
 
@@ -29,7 +28,7 @@ from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.host.host_rows import CHUNK, Config, _of_part, blocks_of, limit_of_chunks, row_bytes
 from kvjax.kernels_pallas.simt import Flag, Word, block_barrier, instr, loop, ptx, special, when, word
 
-MEASURED: str | None = "2026-11-23"  # the date in benchmarks/results/hot_pages.json
+MEASURED: str | None = "2026-11-24"  # the date in benchmarks/results/hot_pages.json
 MOST = 32  # pages, and places, of a thread
 AHEAD = 4  # places of a thread that are on their way at once
 LEAST_WARPS = 512  # of `hot_load`, so that enough reads are on their way to fill the bus
@@ -127,8 +126,8 @@ def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
     # The state of a place, in shared memory: KEPT or FILLED by this step, or USED or not since the hand came by. Device
     # memory is read and written by adjacent threads, and the order of the hand is that of shared memory alone.
     share = -(-n // threads)
-    for first in range(0, share, AHEAD):
-        places = [thread + e * threads for e in range(first, min(first + AHEAD, share))]
+    for e in range(0, share, AHEAD):
+        places = [thread + j * threads for j in range(e, min(e + AHEAD, share))]
         was_used = [_load_below(i, n, simt.offset_rows(used, i, 4), 0) for i in places]
         for i, was in zip(places, was_used, strict=True):
             with when(i < n):
