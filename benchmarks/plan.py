@@ -147,8 +147,8 @@ def _hosts() -> Iterator[Cell]:
     for what in ("host_rows", "host_append", "footprint"):
         yield Cell("hosts", f"host_rows {what}", f"host_rows.py {what} --out {{out}}", "--quick", 300)
     yield Cell("hosts", "hot_pages", "hot_pages.py --out {out}", "--quick", 300)
-    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "110"}
-    float8 = "--float8 --rows 48 --hot 8192 --implementation kernels --host-bytes 110e9"
+    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "82"}
+    float8 = "--float8 --rows 48 --hot 8192 --host-bytes 82e9"
     for steady, how in itertools.product(("0.9", "0", "1"), ("", float8)):
         command = f"host_batch.py --steady {steady} {how} --out {{out}}/host_batch.json"
         small = "--quick --length 512 --budget 160 --hot 256 --steps 8 --block 4 --rows 1"

@@ -1,7 +1,7 @@
 """Runs the plan of benchmarks, a part at a time, and skips what this code has already measured.
 
     python -m benchmarks.run --out measured --minutes 9 [--parts kernels,steps] [--match fier] [--beside 8] [--list]
-    python -m benchmarks.run --out measured --parts checkpoint --checkpoint DIR --text book.txt --gsm8k DIR
+    python -m benchmarks.run --out measured --parts checkpoint --checkpoint DIR --text BOOK --other BOOK --gsm8k DIR
     python -m benchmarks.run --out measured --smoke
 
 Each cell of `plan.py` is a process with a time limit. A cell begins only if its limit is left, or if it took less at
@@ -11,9 +11,9 @@ call goes on where the first stopped, and one of other code or elsewhere begins 
 cell printed in OUT/logs; nothing else needs to be kept.
 
 With `--beside 8`, what is not timed comes first, eight processes at a time: tests of kernels, measures of quality, and
-programs. They share the GPU's memory: seven with a published model of 1.5B were too many for 139 GiB. Most of the time
-of a short cell is compiling, on one core, so timed cells are first run briefly, for the programs that they leave in the
-cache; what they time there is thrown away.
+programs. They share the GPU's memory, and most cells of a published model decode eight caches beside one another: three
+such cells of a 1.5B model were too many for 139 GiB. Most of the time of a short cell is compiling, on one core, so timed
+cells are first run briefly, for the programs that they leave in the cache; what they time there is thrown away.
 
 `--smoke` runs each command on the CPU with its smallest sizes, to find a wrong option or a missing package; with
 `--one`, one of those that differ by method or length alone.

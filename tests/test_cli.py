@@ -601,6 +601,7 @@ REFUSED = [
     ("heads --length 256 --repeats 4", "are 1024 tokens, and the model has"),
     ("calibrate --text FILES/long --share 0", "--share must be at least 1, got 0"),
     ("calibrate --text FILES/long --out /no/x.json", "--out /no/x.json: there is no such folder"),
+    ("calibrate --text FILES/long --out plan", "--out plan: end the name in .json, for --cache fier:anchors=FILE"),
     ("calibrate --text FILES/long --out FILES", "is a folder; give the path of a file"),
     # bench: all before the weights
     ("bench --cache full --budget 3", "full have no budget; leave it out, or add one of fier"),

@@ -114,7 +114,8 @@ def _one_line(error: Exception) -> str:
     """The part of an error that a person can act on, without a line break."""
     message = " ".join(str(error).split())
     if "RESOURCE_EXHAUSTED" in message:
-        return f"out of memory; use a smaller model, a shorter prompt or --dtype bfloat16 ({message[:200]})"
+        ways = "a smaller model, a shorter prompt, --dtype bfloat16, or a smaller --batch or --beside, if there are any"
+        return f"out of memory; use {ways} ({message[:200]})"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     known = ValueError | NotImplementedError | OSError | RuntimeError | MemoryError

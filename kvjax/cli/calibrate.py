@@ -48,6 +48,10 @@ def calibrate(
     require_int("--share", share, at_least=1)
     presets.share_selections(policies, share=2)  # says now if nothing can be shared
     check_file("--out", out)
+    if out is not None and out.suffix != ".json":
+        raise ValueError(
+            f"--out {out}: end the name in .json, for --cache {cache.partition(':')[0]}:anchors=FILE to take it"
+        )
     progress = bars()
     reading = live.read(progress, model_dir, text, length, steps, dtype)
     presets.check_reaches(policies, reading.checkpoint.config.layers, f"--cache {cache}")
