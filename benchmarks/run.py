@@ -12,8 +12,8 @@ cell printed in OUT/logs; nothing else needs to be kept.
 
 With `--beside 8`, what is not timed comes first, eight processes at a time: tests of kernels, measures of quality, and
 programs. They share the GPU's memory, and most cells of a published model decode eight caches beside one another: three
-such cells of a 1.5B model were too many for 139 GiB. Most of the time of a short cell is compiling, on one core, so timed
-cells are first run briefly, for the programs that they leave in the cache; what they time there is thrown away.
+such cells of a 1.5B model were too many for 139 GiB. Most of the time of a short cell is compiling, on one core. So
+timed cells are first run briefly, for the programs that they leave in the cache; what they time there is thrown away.
 
 `--smoke` runs each command on the CPU with its smallest sizes, to find a wrong option or a missing package; with
 `--one`, one of those that differ by method or length alone.

@@ -19,35 +19,29 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from jax.tree_util import register_dataclass
+from jax import Array
 from jax.typing import ArrayLike
 
-from kvjax.cache import Cache, any_full, flushed, raise_on_overflow
-from kvjax.caches import Info
-from kvjax.drafts import Draft, Speculation, accepted, check_takes_drafts
-from kvjax.flushing import flush
-from kvjax.indexing import put_last
-from kvjax.memory import CONCURRENT, commit_together, on_host
-from kvjax.placement import call_model, to_context
+from kvjax.cache import Cache, raise_on_overflow
+from kvjax.drafts import Draft, Speculation, check_takes_drafts
+from kvjax.loops import PAD, Flat, decode_loop, draft_loop, empty_mean, has_no_best
+from kvjax.memory import commit_together, on_host
+from kvjax.placement import to_context
 from kvjax.reading import Model as Model
 from kvjax.reading import chunk_for, on_auto_axes, to_caller
 from kvjax.reading import chunk_size as chunk_size
 from kvjax.reading import prefill as prefill
 from kvjax.request import check_model, check_model_cache, check_request, pad_prompt, stop_array
-from kvjax.rows import rollback
-from kvjax.rows import room as free_room
-from kvjax.sampling import Sampling, row_keys, sample
+from kvjax.sampling import Sampling, row_keys
 from kvjax.spec import require_int
 from kvjax.text import Detokenizer
 
 SMALLEST_ROOM = 16  # for new tokens of a program
-PAD = -1  # what follows the last token of a row; no token id, so that it cannot be mistaken for one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,213 +70,6 @@ def decode_step(model: Model, cache: Cache, token: Array, active: Array | None =
     if jnp.ndim(token) != 1:
         raise ValueError(f"token must be [B={cache.spec.batch}], one for each row, got {list(token.shape)}")
     return model(token[:, None], cache, active=active, last_logits=True)
-
-
-class _Loop(NamedTuple):
-    step: Array  # i32[] tokens emitted by this call
-    cache: Cache
-    logits: Array  # f32[B, V]
-    tokens: Array  # i32[B, room]
-    active: Array  # bool[B] rows that have not ended
-    attended: Array  # f32[L] running mean over the decode steps of active rows; [0] if not measured
-    counted: Array  # f32[] row steps in that mean
-
-
-@register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Flat:
-    """A model as its leaves, found once: in each call, an nnx module of 32 layers would take 1 to 2 ms of the host."""
-
-    leaves: list[Any]
-    tree: Any = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, model: Model) -> _Flat:
-        return cls(*jax.tree.flatten(model))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return jax.tree.unflatten(self.tree, self.leaves)(*args, **kwargs)
-
-
-@jax.jit
-def _has_no_best(logits: Array) -> Array:
-    """bool[B]: NaN or infinity is among the logits, or nothing else than -infinity, which masks a token."""
-    best = jnp.max(logits, axis=-1)  # NaN if any is
-    return ~jnp.isfinite(best)
-
-
-@partial(jax.jit, static_argnames="layers")
-def _empty_mean(logits: Array, layers: int) -> tuple[Array, Array]:
-    """`_Loop.attended` and `counted` of no steps: made of logits, so that they lie on the devices of these."""
-    zero = jnp.sum(logits[:0], dtype=jnp.float32)
-    return jnp.broadcast_to(zero, (layers,)), zero
-
-
-def count_attended(mean: Array, counted: Array, infos: Sequence[Info], took: Array) -> tuple[Array, Array]:
-    """The mean tokens read f32[L] by layer, and the row steps f32[] that it is of, with those of one more step.
-
-    `took` bool[..., B] are the rows that took it, with T in front for several steps, as in the Infos. A running mean,
-    for a sum of long contexts over many steps would outgrow f32.
-    """
-    seen = jnp.stack([info.attended.astype(jnp.float32).mean(axis=-1) for info in infos])  # [L, ..., B]
-    steps = jnp.sum(took).astype(jnp.float32)
-    counted = counted + steps
-    total = jnp.sum(jnp.where(took[None], seen, 0.0), axis=tuple(range(1, seen.ndim)))
-    return mean + (total - mean * steps) / jnp.maximum(counted, 1.0), counted
-
-
-@partial(jax.jit, static_argnames=("room", "measure"), donate_argnames="cache", compiler_options=CONCURRENT)
-def _decode_loop(
-    model: Model,
-    cache: Cache,
-    logits: Array,
-    active: Array,
-    mean: tuple[Array, Array],
-    keys: Array | None,
-    first: Array,
-    limit: Array,
-    sampling: Sampling,
-    stop: Array,
-    *,
-    room: int,
-    measure: bool,
-) -> tuple[_Loop, Array]:
-    """Emits up to `limit` <= `room` tokens a row; and tells the rows whose logits then have no best token, bool[B].
-
-    `first` counts the tokens that earlier calls of this run emitted.
-    """
-
-    def more(s: _Loop) -> Array:
-        return (s.step < limit) & jnp.any(s.active)
-
-    def emit(s: _Loop) -> _Loop:
-        now = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, first + s.step)
-        token = sample(s.logits, now, sampling)
-        tokens = lax.dynamic_update_index_in_dim(s.tokens, jnp.where(s.active, token, PAD), s.step, axis=1)
-        fed = jnp.where(s.active, token, 0)[:, None]
-        attended, counted = s.attended, s.counted
-        if measure:
-            new, cache, infos = call_model(model, fed, flushed(s.cache), active=s.active, last_logits=True, info=True)
-            attended, counted = count_attended(attended, counted, infos, s.active)
-        else:
-            new, cache = call_model(model, fed, flushed(s.cache), active=s.active, last_logits=True)
-        return _Loop(
-            step=s.step + 1,
-            cache=flushed(cache, False),
-            logits=jnp.where(s.active[:, None], new, s.logits),
-            tokens=tokens,
-            active=s.active & ~jnp.any(token[:, None] == stop[None], axis=-1),
-            attended=attended,
-            counted=counted,
-        )
-
-    # Each condition makes the host wait for a GPU, and one within the step would have it copy what it passes on; so
-    # steps run in a loop that ends where a block is full.
-    def flush_and_emit(s: _Loop) -> _Loop:
-        def ready(carry: tuple[Array, _Loop]) -> Array:
-            just_flushed, s = carry
-            return more(s) & (just_flushed | ~any_full(s.cache))
-
-        start = jnp.ones((), bool), s._replace(cache=flush(s.cache))
-        return lax.while_loop(ready, lambda carry: (jnp.zeros((), bool), emit(carry[1])), start)[1]
-
-    tokens = jnp.full((logits.shape[0], room), PAD, jnp.int32)
-    zero = jnp.zeros((), jnp.int32)
-    done = lax.while_loop(more, flush_and_emit, _Loop(zero, cache, logits, tokens, active, *mean))
-    return done, _has_no_best(done.logits)
-
-
-class _DraftLoop(NamedTuple):
-    emitted: Array  # i32[B] tokens of each row that this call emitted
-    cache: Cache
-    logits: Array  # f32[B, V]
-    tokens: Array  # i32[B, room]
-    active: Array  # bool[B] rows that have not ended
-    attended: Array  # as in _Loop, mean over the tokens that were accepted
-    counted: Array
-    state: Any  # of the drafter
-    numbers: Array  # i32[3] steps of a row, tokens drafted, tokens accepted
-
-
-@partial(jax.jit, static_argnames=("room", "measure"), donate_argnames=("cache", "state"), compiler_options=CONCURRENT)
-def _draft_loop(
-    model: Model,
-    cache: Cache,
-    logits: Array,
-    active: Array,
-    mean: tuple[Array, Array],
-    keys: Array | None,
-    first: Array,
-    limit: Array,
-    sampling: Sampling,
-    stop: Array,
-    drafter: Any,
-    state: Any,
-    *,
-    room: int,
-    measure: bool,
-) -> tuple[_DraftLoop, Array]:
-    """`_decode_loop` with several tokens a step: the next token of each row and a draft of those after it."""
-
-    def running(s: _DraftLoop) -> Array:
-        return s.active & (s.emitted < limit)
-
-    def draw_after(s: _DraftLoop) -> Callable[[Array, Array | int], Array]:
-        def draw(logits: Array, i: Array | int) -> Array:
-            now = None if keys is None else jax.vmap(jax.random.fold_in)(keys, first + s.emitted + i)
-            return sample(logits, now, sampling)
-
-        return draw
-
-    def step(s: _DraftLoop) -> _DraftLoop:
-        active, draw, held, cache = running(s), draw_after(s), s.cache.length, flush(s.cache)
-        token = jnp.where(active, draw(s.logits, 0), 0)
-        draft, wanted, proposed = drafter.with_state(s.state).propose(token, active, draw)
-        most = jnp.minimum(free_room(cache), limit - s.emitted) - 1
-        drafted = jnp.where(active, jnp.clip(wanted, 0, jnp.maximum(most, 0)), 0)
-        fed = jnp.concatenate([token[:, None], draft], axis=1)
-        count = jnp.where(active, 1 + drafted, 0)
-        new, cache, *infos = call_model(model, fed, flushed(cache), lengths=count, steps=True, info=measure)
-
-        places = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
-        drawn = jax.vmap(draw, (1, 0), 1)(new[:, :-1], places)
-        ends = jnp.any(fed[..., None] == stop[None, None], axis=-1)
-        good = accepted(drawn, draft, drafted, ends[:, :-1])
-        taken = jnp.where(active, 1 + good, 0)
-        place = jnp.arange(fed.shape[1], dtype=jnp.int32)[None]
-        kept, right = place < taken[:, None], jnp.where(active, good, 0)
-        at = jnp.where(kept, s.emitted[:, None] + place, room)
-        tokens = put_last(s.tokens, at, fed)
-        after = jnp.take_along_axis(new, good[:, None, None], axis=1)[:, 0]
-        attended, counted = s.attended, s.counted
-        if measure:
-            attended, counted = count_attended(attended, counted, infos[0], kept.T)
-        return _DraftLoop(
-            emitted=s.emitted + taken,
-            cache=rollback(flushed(cache, False), held + taken),
-            logits=jnp.where(active[:, None], after, s.logits),
-            tokens=tokens,
-            active=s.active & ~jnp.any(ends & kept, axis=1),
-            attended=attended,
-            counted=counted,
-            state=proposed.accept(fed, taken).state,
-            numbers=s.numbers + jnp.stack([jnp.sum(a, dtype=jnp.int32) for a in (active, drafted, right)]),
-        )
-
-    B = logits.shape[0]
-    start = _DraftLoop(
-        emitted=jnp.zeros(B, jnp.int32),
-        cache=cache,
-        logits=logits,
-        tokens=jnp.full((B, room), PAD, jnp.int32),
-        active=active,
-        attended=mean[0],
-        counted=mean[1],
-        state=state,
-        numbers=jnp.zeros(3, jnp.int32),
-    )
-    done = lax.while_loop(lambda s: jnp.any(running(s)), step, start)
-    return done, _has_no_best(done.logits)
 
 
 @on_auto_axes
@@ -471,10 +258,10 @@ class Stream(Iterator[Any]):
         drafter: Any = None,
     ) -> None:
         batch, logits = cache.spec.batch, to_context(logits)
-        mean = _empty_mean(logits, len(cache.layers) if measure else 0)
+        mean = empty_mean(logits, len(cache.layers) if measure else 0)
         self.cache, self._logits, self._mean = commit_together((cache, logits, mean))
         self.rows = [[] for _ in range(batch)]
-        self._model: Model = _Flat.of(model)
+        self._model: Model = Flat.of(model)
         self._sampling, self._keys, self._stop = sampling, keys, stop
         self._left, self._step = max_new_tokens, 0
         self._active: Any = np.ones((batch,), bool) if active is None else active
@@ -498,7 +285,7 @@ class Stream(Iterator[Any]):
         return None if self._drafter is None else Speculation(*self._numbers.tolist())
 
     def _call(self, steps: int, limit: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of `_decode_loop`, traced ones and others."""
+        """Arguments of `decode_loop`, traced ones and others."""
         state = self._model, self.cache, self._logits, self._active, self._mean, self._keys
         numbers = np.int32(self._step), np.int32(limit)
         room = max(SMALLEST_ROOM, 1 << (steps - 1).bit_length())  # by steps: the last, shorter block fits too
@@ -509,8 +296,8 @@ class Stream(Iterator[Any]):
         """The program of `advance(steps)`, for who asks what it is or needs; nothing runs."""
         arguments, shape = self._call(steps, steps)
         if self._drafter is not None:
-            return _draft_loop.lower(*arguments, self._drafter.with_state(None), self._drafter.state, **shape)
-        return _decode_loop.lower(*arguments, **shape)
+            return draft_loop.lower(*arguments, self._drafter.with_state(None), self._drafter.state, **shape)
+        return decode_loop.lower(*arguments, **shape)
 
     @on_auto_axes
     def advance(self, steps: int) -> np.ndarray:
@@ -519,14 +306,14 @@ class Stream(Iterator[Any]):
         if limit < 1 or not np.any(self._active):
             return np.zeros((len(self.rows), 0), np.int32)
         if self._step == 0:
-            self._check_finite(_has_no_best(self._logits), "before the first token")
+            self._check_finite(has_no_best(self._logits), "before the first token")
         arguments, shape = self._call(steps, limit)
         done: Any
         if self._drafter is None:
-            done, bad = _decode_loop(*arguments, **shape)
+            done, bad = decode_loop(*arguments, **shape)
             count = done.step
         else:
-            done, bad = _draft_loop(*arguments, self._drafter.with_state(None), self._drafter.state, **shape)
+            done, bad = draft_loop(*arguments, self._drafter.with_state(None), self._drafter.state, **shape)
             count, self._drafter = jnp.max(done.emitted), self._drafter.with_state(done.state)
             self._numbers += on_host(done.numbers)
         self.cache, self._logits, self._mean = done.cache, done.logits, (done.attended, done.counted)

@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, memory, models, presets
-from kvjax.generation import _decode_loop
+from kvjax.loops import decode_loop
 from kvjax.reading import _prefill_chunk
 from kvjax.sampling import Sampling
 
@@ -187,7 +187,7 @@ def test_generation_of_a_model_needs_the_same_device_memory_for_any_prompt() -> 
         spec, method = model.spec(batch=1, capacity=capacity), presets.freekv(dense_layers=0)
         cache = memory.shapes(functools.partial(kvjax.init, method, spec, layers=2))
         prompt = _prefill_chunk.lower(model, cache, tokens, rows, first_chunk=False)
-        loop = _decode_loop.lower(
+        loop = decode_loop.lower(
             model, cache, logits, active, mean, None, number, number, Sampling(), rows, room=16, measure=False
         )
         temp.append([p.compile().memory_analysis().temp_size_in_bytes for p in (prompt, loop)])

@@ -353,7 +353,7 @@ def test_caches_are_donated(model):
 def test_the_loop_needs_no_more_memory_than_a_step(model):
     cache = new_cache(capacity=8192)
     step = decode_step.lower(model, cache, jnp.zeros(1, jnp.int32)).compile().memory_analysis()
-    loop = gen._decode_loop.lower(
+    loop = gen.decode_loop.lower(
         model, cache, jnp.zeros((1, VOCAB)), jnp.ones(1, bool), (jnp.zeros(0), jnp.zeros(())), None,
         jnp.int32(0), jnp.int32(1), sampling(), jnp.zeros(0, jnp.int32), room=16, measure=False,
     ).compile().memory_analysis()  # fmt: skip

@@ -22,7 +22,7 @@ from jax.tree_util import register_dataclass
 from kvjax.attention import attention
 from kvjax.cache import Cache, LayerCache, init, init_layer
 from kvjax.caches import Info, PerLayer
-from kvjax.generation import count_attended
+from kvjax.loops import count_attended
 from kvjax.models import Checkpoint
 from kvjax.partial import PartialAttention
 from kvjax.prompt import ungroup

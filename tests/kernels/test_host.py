@@ -224,7 +224,7 @@ def test_tokens_are_the_same_with_kernels_beside_each_other(policies, monkeypatc
     found = []
     for options in (None, CONCURRENT):
         how = {"static_argnames": ("room", "measure"), "donate_argnames": "cache", "compiler_options": options}
-        monkeypatch.setattr(generation, "_decode_loop", jax.jit(generation._decode_loop.__wrapped__, **how))
+        monkeypatch.setattr(generation, "decode_loop", jax.jit(generation.decode_loop.__wrapped__, **how))
         cache = kvjax.init(policies, model.spec(batch=2, capacity=1024), layers=4)
         found.append(generation.generate(model, cache, prompt, max_new_tokens=200).tokens)
     np.testing.assert_array_equal(*found)

@@ -35,7 +35,9 @@ FLOORS = {
     "evictors": 4,
     "caches": 5,
     **dict.fromkeys(("cache", "flushing", "rows", "attention", "heads", "presets"), 6),
-    **dict.fromkeys(("sampling", "request", "reading", "text", "drafts", "generation", "testing", "capacity"), 7),
+    **dict.fromkeys(
+        ("sampling", "request", "reading", "text", "drafts", "loops", "generation", "testing", "capacity"), 7
+    ),
     "saving": 8,
     "models": 8,
     "evaluate": 9,
@@ -47,7 +49,8 @@ SAME_FLOOR = {
     ("presets", "heads"),
     *((verbs, "cache") for verbs in ("flushing", "rows", "attention")),
     ("attention", "flushing"),
-    *(("generation", part) for part in ("sampling", "request", "reading", "text", "drafts")),
+    *(("generation", part) for part in ("sampling", "request", "reading", "text", "drafts", "loops")),
+    *(("loops", part) for part in ("sampling", "reading", "drafts")),
     *(("drafts", part) for part in ("request", "reading")),
     ("reading", "request"),
 }
