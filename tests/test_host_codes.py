@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Fier, Fifo, HostFloat8, HostQuantized, Retrieval, Store
+from kvjax import CacheSpec, Fier, Fifo, HostFloat8, HostOffload, HostQuantized, HotSet, Retrieval, Store, presets
 from kvjax.selection import Selection
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=64, capacity=200, dtype=jnp.float32)
@@ -51,3 +51,30 @@ def test_wrong_codes_are_refused() -> None:
         HostQuantized(bits=3)
     with pytest.raises(ValueError, match=r"page=24\) does not divide the chunk of 32"):
         HostFloat8(page=24).check(SPEC, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "store"),
+    [
+        ("fier:host=yes", HostOffload()),
+        ("fier:host=yes,host_dtype=float8", HostFloat8()),
+        ("pariskv:host=yes,host_dtype=int4", HostQuantized(bits=4)),
+        ("quest:host=yes,host_dtype=int8", HostQuantized(bits=8, page=16)),
+        ("quest:host=yes,host_dtype=float8,hot=4096", HotSet(tokens=4096, store=HostFloat8(page=16))),
+        ("fier:host=yes,host_dtype=none,hot=4096", HotSet(tokens=4096)),
+    ],
+)
+def test_presets_keep_their_history_in_the_codes_that_are_asked_for(name: str, store: Store) -> None:
+    policy = presets.parse(name).rest
+    assert isinstance(policy, Retrieval)
+    assert policy.store == store
+
+
+@pytest.mark.parametrize("name", ["fier", "quest", "pariskv"])
+def test_presets_refuse_codes_that_there_are_not(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{name}\(host_dtype='int3'\).*kept as float8, int8, int4, int2, or, with None"
+    ):
+        presets.find(name).make(1024, host=True, host_dtype="int3")
+    with pytest.raises(ValueError, match=rf"{name}\(host_dtype='float8'\) is how a history lies .*; set host=True too"):
+        presets.find(name).make(1024, host_dtype="float8")

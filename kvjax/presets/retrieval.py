@@ -30,6 +30,7 @@ def fier(
     local: int = 1,
     chunk: int = 256,
     host: bool = False,
+    host_dtype: str | None = None,
     hot: int = 0,
     dense_capacity: DenseCapacity = "auto",
     dense_layers: int = 2,
@@ -50,6 +51,7 @@ def fier(
       local: newest tokens of a row, always attended.
       chunk: tokens that are indexed together; at most so many are pending.
       host: the history's keys and values lie in host memory, and the device holds the 1-bit keys.
+      host_dtype: codes that the history is kept as in host memory, "float8", "int8", "int4" or "int2"; needs `host`.
       hot: tokens of each row and KV head, those selected last, that the device holds too (`HotSet`); needs `host`.
       dense_capacity: a cache of at most so many tokens becomes `Full`; "auto": where that was measured to be faster
         (`Retrieval`). Not with `host`, `share` or `anchors`.
@@ -67,7 +69,7 @@ def fier(
         require_page("fier", budget, page, sink, local)
     policy = Retrieval(
         selector=Fier(group=group, group_reduce=group_reduce, page=page),
-        store=history("fier", host, hot, page),
+        store=history("fier", host, hot, page, host_dtype=host_dtype),
         budget=budget,
         sink=sink,
         local=local,
@@ -96,6 +98,7 @@ def pariskv(
     group_reduce: GroupReduce = "mean_query",
     dense_below: int = 1024,
     host: bool = False,
+    host_dtype: str | None = None,
     hot: int = 0,
     dense_capacity: DenseCapacity = "auto",
     dense_layers: int = 0,
@@ -128,6 +131,7 @@ def pariskv(
       group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not.
       dense_below: rows of fewer tokens attend to all of them.
       host: the history's keys and values lie in host memory.
+      host_dtype: codes that the history is kept as in host memory, "float8", "int8", "int4" or "int2"; needs `host`.
       hot: tokens of each row and KV head, those selected last, that the device holds too (`HotSet`); needs `host`.
       dense_capacity: a cache of at most so many tokens becomes `Full`; "auto": where that was measured to be faster
         (`Retrieval`). Not with `host`, `share` or `anchors`.
@@ -162,7 +166,7 @@ def pariskv(
     )
     policy = Retrieval(
         selector=selector if p is None else Nucleus(selector=selector, p=p),
-        store=history("pariskv", host, hot),
+        store=history("pariskv", host, hot, host_dtype=host_dtype),
         budget=budget + beside,
         sink=sink,
         local=local + beside,
@@ -184,6 +188,7 @@ def quest(
     local: int | None = None,
     chunk: int | None = None,
     host: bool = False,
+    host_dtype: str | None = None,
     hot: int = 0,
     dense_capacity: DenseCapacity = "auto",
     dense_layers: int = 2,
@@ -207,6 +212,7 @@ def quest(
       local: newest tokens of a row, always attended; default: one page, or none with newest="select".
       chunk: tokens that are indexed together; default: one page.
       host: the history's keys and values lie in host memory.
+      host_dtype: codes that the history is kept as in host memory, "float8", "int8", "int4" or "int2"; needs `host`.
       hot: tokens of each row and KV head, those selected last, that the device holds too (`HotSet`); needs `host`.
       dense_capacity: a cache of at most so many tokens becomes `Full`; "auto": where that was measured to be faster
         (`Retrieval`). Not with `host`, `share` or `anchors`.
@@ -237,7 +243,7 @@ def quest(
     beside = 1 if selects and local is None else 0
     policy = Retrieval(
         selector=MinMaxPages(page=page, group_reduce=group_reduce, pending="box" if selects else "exact"),
-        store=history("quest", host, hot, page),
+        store=history("quest", host, hot, page, host_dtype=host_dtype),
         budget=sink + counted + pages * page + beside if selects else budget,
         sink=sink,
         local=counted + beside,

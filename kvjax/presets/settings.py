@@ -5,16 +5,21 @@ Each function takes the name of the preset, for its errors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from kvjax.caches import Full, PerLayer, Policy, share_selections
 from kvjax.spec import require_int
-from kvjax.stores import Dense, HostOffload, HotSet, Store
+from kvjax.stores import Dense, HostFloat8, HostOffload, HostQuantized, HotSet, Store
 from kvjax.validation import finite_number
 
 Anchors = Sequence[int] | int | str | None
+HOST_DTYPES: dict[str, Callable[..., Store]] = {
+    "float8": HostFloat8,
+    **{f"int{bits}": partial(HostQuantized, bits=bits) for bits in (8, 4, 2)},
+}
 
 
 def past_dense(name: str, dense_layers: int, policy: Policy, share: int = 1, anchors: Anchors = None) -> PerLayer:
@@ -23,14 +28,22 @@ def past_dense(name: str, dense_layers: int, policy: Policy, share: int = 1, anc
     return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)
 
 
-def history(name: str, host: bool, hot: int, page: int = 1) -> Store:
+def history(name: str, host: bool, hot: int, page: int = 1, *, host_dtype: str | None = None) -> Store:
     """Where a preset keeps its history: on the device, in host memory, or there with a hot set of `hot` tokens."""
     require_int(f"{name}(hot=...)", hot, at_least=0)
     if hot and not host:
         raise ValueError(f"{name}(hot={hot}) keeps tokens of a host store on the device; set host=True too")
+    if host_dtype is not None and not host:
+        raise ValueError(f"{name}(host_dtype={host_dtype!r}) is how a history lies in host memory; set host=True too")
     if not host:
         return Dense()
-    return HotSet(tokens=hot, store=HostOffload(page=page)) if hot else HostOffload(page=page)
+    if host_dtype is not None and host_dtype not in HOST_DTYPES:
+        raise ValueError(
+            f"{name}(host_dtype={host_dtype!r}): a history in host memory is kept as {', '.join(HOST_DTYPES)}, or, "
+            "with None, in the dtype of the cache"
+        )
+    store = HostOffload(page=page) if host_dtype is None else HOST_DTYPES[host_dtype](page=page)
+    return HotSet(tokens=hot, store=store) if hot else store
 
 
 def require_page(name: str, budget: int, page: int, sink: int, local: int) -> None:
