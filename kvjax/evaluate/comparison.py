@@ -53,6 +53,7 @@ def compare(
     budgets: Sequence[int] | None = None,
     dense_layers: int | None = DENSE_LAYERS,
     batch: int = 8,
+    beside: int = 1,
     out: str | Path | None = None,
     progress: Progress | None = None,
     **settings: Any,
@@ -77,6 +78,7 @@ def compare(
       lengths: tokens of prompt and answer of generated tasks; default 2048. `samples` is the number of questions.
       budgets: for caches that have one and do not set it.
       dense_layers: the first layers that attend to everything, in all rows that do not set their own.
+      batch: questions decoded together; `beside` caches decode at a time, and their programs compile together.
       out: folder for results; those that are there already are not made again.
       settings: `seed`, `text`, `question` and `data` of `kvjax.evaluate.tasks.make_tasks`.
 
@@ -98,5 +100,6 @@ def compare(
     rows = make_rows(caches, budgets=budgets, dense_layers=dense_layers)
     folder = None if out is None else Path(out) / "results"
     plans = [prepare(checkpoint, one, rows, dtype=checkpoint.model.dtype, out=folder) for one in tasks]
-    cells = [cell for plan in plans for cell in run(checkpoint, plan, answer, batch=batch, progress=progress)]
+    how: dict[str, Any] = {"batch": batch, "beside": beside, "progress": progress}
+    cells = [cell for plan in plans for cell in run(checkpoint, plan, answer, **how)]
     return Comparison(tuple(cells))

@@ -133,6 +133,7 @@ def perplexity(
     setting: Setting,
     *,
     dense_layers: int | None = DENSE_LAYERS,
+    beside: int = 1,
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> list[Cell]:
@@ -144,6 +145,7 @@ def perplexity(
         the longest context are left out.
       caches: names such as "fier:group=16", which get the setting's budget at each length, or policies by name.
       dense_layers: the first layers that attend to everything, in all rows that do not set their own.
+      beside: caches that decode at a time.
       out: folder of results, a file a cell. One that is there, made by the same, is not run again.
 
     Raises:
@@ -152,7 +154,7 @@ def perplexity(
     """
     dtype = checkpoint.model.dtype
     plans = prepare(checkpoint, text, caches, setting, dtype=dtype, dense_layers=dense_layers, out=out)
-    return run(checkpoint, plans, batch=setting.batch, progress=progress)
+    return run(checkpoint, plans, batch=setting.batch, beside=beside, progress=progress)
 
 
 def prepare(

@@ -541,6 +541,8 @@ def test_what_a_comparison_cannot_take_is_named(checkpoint, tmp_path):
         kvjax.evaluate.compare(checkpoint.model, "pass_key", ["full"])
     with pytest.raises(ValueError, match=r"lengths=\.\.\.\) must be a list of integers, as \[512, 1024\], got 512"):
         kvjax.evaluate.compare(checkpoint, "pass_key", ["full"], lengths=512)
+    with pytest.raises(ValueError, match="beside must be at least 1, got 0"):
+        evaluate(checkpoint, Copy(), {"full": CACHES["full"]}, beside=0)
     with pytest.raises(ValueError, match=r"nothing\.txt: there is no such file"):
         kvjax.evaluate.compare(checkpoint, "pass_key", ["full"], text=str(tmp_path / "nothing.txt"))
 
