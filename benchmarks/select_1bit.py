@@ -36,6 +36,7 @@ SHAPES = (  # B, K, G, S, units that wait, k, D, group_reduce
     (1, 8, 4, 130816, 256, 2048, 128, "mean_score"),
     (1, 8, 8, 130816, 256, 2048, 128, "mean_softmax"),
     (1, 8, 4, 130816, 256, 2048, 64, "mean_softmax"),
+    (1, 4, 7, 786432, 256, 2048, 128, "mean_softmax"),  # few rows: 16 blocks of each may run at once
 )
 Args = tuple[Array, OneBit, tuple[Array, Array], tuple[Array, Array, Array], Array]
 
