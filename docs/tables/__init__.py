@@ -28,11 +28,11 @@ TABLES: dict[str, Callable[[], str]] = {
         methods.methods, methods.low_rank, methods.coverage,
         published.real_needles, published.real_pass_keys, published.real_gsm8k, published.real_ruler,
         published.real_perplexities, published.real_long_generation, published.drift, published.small_perplexities,
-        published.real_speed, published.real_first_tokens, published.real_drafts, published.real_hit_rates,
-        published.which_method,
+        published.real_recall, published.real_group_rules, published.real_speed, published.real_first_tokens,
+        published.real_drafts, published.real_hit_rates, published.which_method,
         claims.claims_fier, claims.claims_pariskv, claims.paris_parts, claims.claims_freekv, claims.claims_logquant,
-        guides.several_tokens, guides.hit_rates, guides.host_steps, guides.anchors, guides.shared_quality,
-        guides.shared_steps,
+        guides.several_tokens, guides.hit_rates, guides.host_steps, guides.host_codes, guides.anchors,
+        guides.shared_quality, guides.shared_steps,
         scaling.devices, scaling.scaling,
     )
 }  # fmt: skip

@@ -7,6 +7,9 @@ from typing import Any
 
 from docs.tables.reading import load_file, load_rows, load_scores
 from docs.tables.writing import markdown, perplexity_change, short
+from kvjax.presets.settings import HOST_DTYPES
+from kvjax.spec import CacheSpec
+from kvjax.stores import HostOffload
 
 _PARIS = "pariskv:sink=4,local=16,dense_below=0"
 
@@ -47,6 +50,17 @@ def host_steps() -> str:
     cells = [[f"`{m}`", str(n), str(K), *(c.get(w, "") for w in ("device", "host", *alike))]
              for (m, n, K), c in rows.items()]  # fmt: skip
     return markdown(head, cells)
+
+
+def host_codes() -> str:
+    """Bytes of a token by the codes of a history in host memory, and what they cost a model's perplexity."""
+    spec = CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=128, capacity=256, dtype="bfloat16")
+    rows = []
+    for row in load_rows("perplexity_host_codes")[1:]:
+        kept = row["cache"].partition("host_dtype=")[2]
+        store = HOST_DTYPES[kept]() if kept else HostOffload()
+        rows.append([kept or "as it is", f"{store.bytes_per_token(spec):.0f}", perplexity_change(row)])
+    return markdown(["kept as", "bytes a token and KV head", "perplexity"], rows)
 
 
 def anchors() -> str:

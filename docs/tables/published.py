@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from docs.tables.guides import hit_rates
-from docs.tables.reading import load_results, load_rows, load_scores, method_of, score_of
+from docs.tables.reading import load_measured, load_results, load_rows, load_scores, method_of, score_of
 from docs.tables.writing import markdown, perplexity_change, short
 
 
@@ -103,6 +103,31 @@ def drift() -> str:
     }
     rows = [[name, *(short(found[case]["by_length"][n]["recall"]) for n in lengths)] for case, name in names.items()]
     return markdown(["index", *lengths], rows)
+
+
+def real_recall() -> str:
+    """Recall of the best tokens by live queries and its range over layers, attention mass, error and bytes read."""
+    rows = []
+    for name, found in load_results("measure_recall_qwen").items():
+        mean, layers = found["mean"], found["by_layer"]["recall"]
+        values = (mean["recall"], mean["head_recall"], mean["mass"], mean["error"])
+        span = f"{short(min(layers))} to {short(max(layers))}"
+        rows.append([f"`{name}`", short(values[0]), span, *map(short, values[1:]), f"{mean['bytes'] / 1024:.0f}"])
+    head = ["selector", "recall", "by layer", "recall of each head's own", "share of attention", "error", "KiB read"]
+    return markdown(head, rows)
+
+
+def real_group_rules() -> str:
+    """The same by the rule with which a group of query heads shares a selection."""
+    found = load_measured("measure_pools_qwen")
+    rules = dict.fromkeys(name.partition("group_reduce=")[2] for name in found)
+    rows = []
+    for rule in rules:
+        cells = [short(found[f"{method}:group_reduce={rule}"][what])
+                 for method in ("fier", "quest") for what in ("head_recall", "mass", "error")]  # fmt: skip
+        rows.append([f"`{rule}`", *cells])
+    head = [f"{what}, `{method}`" for method in ("fier", "quest") for what in ("recall", "share of attention", "error")]
+    return markdown(["rule", *head], rows)
 
 
 def real_speed() -> str:
