@@ -60,6 +60,7 @@ from kvjax.placement import Placement
 from kvjax.rows import insert, rollback, room, truncate
 from kvjax.selection import Selection
 from kvjax.selectors import (
+    AdaptiveHeads,
     BallPages,
     CentrePages,
     Exact,
@@ -113,6 +114,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "AdaptiveHeads",
     "BallPages",
     "Buffer",
     "Cache",

@@ -6,10 +6,10 @@ the group and selects; a `FusedSelector` does both by itself.
 """
 
 from kvjax.selectors.balls import BallPages
+from kvjax.selectors.by_share import AdaptiveHeads, Nucleus
 from kvjax.selectors.exact import Exact
 from kvjax.selectors.fier import Fier
 from kvjax.selectors.means import MeanPages
-from kvjax.selectors.nucleus import Nucleus
 from kvjax.selectors.pages import CentrePages, MinMaxPages
 from kvjax.selectors.paris import Paris
 from kvjax.selectors.product import ProductCodes
@@ -26,6 +26,7 @@ from kvjax.selectors.selector import (
 )
 
 __all__ = [
+    "AdaptiveHeads",
     "BallPages",
     "Candidates",
     "CentrePages",

@@ -178,7 +178,14 @@ def _low_rank(rng: np.random.Generator) -> kvjax.OutlierRetrieval:
 
 def _nucleus(rng: np.random.Generator) -> kvjax.Policy:
     policy = _one(rng, _retrieval, _newer_retrieval)(rng)
-    scores = kvjax.Nucleus(selector=policy.selector, p=_one(rng, 0.05, 0.5, 0.95, 1.0))
+    rule = _one(
+        rng,
+        lambda: kvjax.Nucleus(selector=policy.selector, p=_one(rng, 0.05, 0.5, 0.95, 1.0)),
+        lambda: kvjax.AdaptiveHeads(
+            selector=policy.selector, mean=_one(rng, 0.05, 0.5, 1.0), floor=_one(rng, 0.0, 0.2, 1.0)
+        ),
+    )
+    scores = rule()
     policy = replace(policy, selector=scores)
     return kvjax.Speculative(policy, tau=_one(rng, -1.0, 0.5)) if rng.random() < 0.2 else policy
 

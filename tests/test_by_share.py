@@ -1,4 +1,4 @@
-"""Adaptive budgets: the fewest tokens whose estimated shares of the attention sum up to p."""
+"""Adaptive budgets: the fewest tokens that hold a share of the attention, and the best tokens of all heads together."""
 
 import dataclasses
 from functools import partial
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Exact, Fifo, Nucleus, Retrieval
+from kvjax import AdaptiveHeads, CacheSpec, Exact, Fifo, Nucleus, Retrieval
 from kvjax.rotate import _signs
 from kvjax.testing import _drive as drive
 from tests import oracles
@@ -93,3 +93,84 @@ def test_over_votes_the_shares_are_those_of_the_candidates(window: int | None) -
         assert {int(p) for p in np.asarray(info.positions)[b, h, 0] if p >= 0} == wanted
         sizes.append(len(wanted))
     assert max(sizes[:2]) < 52 < min(sizes[2:]), sizes
+
+
+def by_heads(shares: np.ndarray, room: int, mean: float, floor: float) -> list[set[int]]:
+    """AdaKV's rule: the tokens of each head, of shares [heads, tokens] of which a head could take `room`."""
+    order = np.argsort(-shares, axis=1)[:, :room]
+    sure = int(np.ceil(floor * mean * room))
+    found = [set(row[:sure].tolist()) for row in order]
+    rest = [(-shares[h, token], rank, h, token) for h, row in enumerate(order) for rank, token in enumerate(row[sure:])]
+    for _, _, h, token in sorted(rest)[: max(int(np.ceil(mean * room * len(order))) - sure * len(order), 0)]:
+        found[h].add(int(token))
+    return found
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("group_reduce", ["mean_softmax", "per_head"])
+@pytest.mark.parametrize(("mean", "floor"), [(0.5, 0.2), (0.3, 0.0), (0.5, 1.0)])
+def test_heads_share_one_budget(group_reduce: str, mean: float, floor: float) -> None:
+    """Against numpy in float64; the second KV head attends more widely, so it reads more."""
+    selector = AdaptiveHeads(selector=Exact(group_reduce=group_reduce), mean=mean, floor=floor)
+    policy = dataclasses.replace(BASE, selector=selector)
+    tokens, lengths = drive.random_tokens(SPEC, 1), np.array([170, 60])
+    tokens = dataclasses.replace(tokens, k=tokens.k * np.array([3, 1], np.float32)[:, None])
+    cache, _ = drive.fill(drive.new_cache(policy, SPEC), tokens, lengths)
+    _, _, info = drive.step(cache, tokens, lengths)
+    positions = np.asarray(info.positions)
+    for b in range(2):
+        n = lengths[b] + 1
+        free = np.arange(4, n - 8)
+        q = tokens.q[b, lengths[b]].reshape(2, 2, -1).astype(np.float64)
+        logits = np.einsum("kgd,skd->kgs", q, tokens.k[b, free].astype(np.float64)) / 4
+        shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        shares /= shares.sum(axis=-1, keepdims=True)
+        shares = shares.mean(axis=1) if group_reduce == "mean_softmax" else shares.reshape(4, -1)
+        wanted = by_heads(shares, min(108, len(free)), mean, floor)
+        always = set(range(4)) | set(range(n - 8, n))
+        read = [{p for p in heads if p >= 0} for heads in positions[b].reshape(len(wanted), -1).tolist()]
+        assert read == [{int(free[i]) for i in own} | always for own in wanted]
+    read = np.asarray(info.attended)[0]
+    assert (read[1] > read[0]).all() if floor < 1 else (read[0] == read[1]).all()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_several_steps_divide_their_own_budgets(steps: int) -> None:
+    share = jnp.asarray(np.random.default_rng(0).random((2, 3, 2 * steps, 10)), jnp.float32)
+    rule, valid = AdaptiveHeads(selector=Exact(), mean=0.4, floor=0.0), jnp.ones(share.shape, bool)
+    order = jnp.argsort(-share, axis=-1)
+    kept = np.asarray(rule.keep(share, valid, order, steps))
+    for t in range(steps):
+        of = np.s_[:, :, 2 * t : 2 * t + 2]
+        alone = rule.keep(share[of], valid[of], order[of], 1)
+        np.testing.assert_array_equal(kept[of], alone)
+        assert (kept[of].sum(axis=(1, 2, 3)) == 24).all()
+
+
+def test_heads_on_several_devices_are_refused() -> None:
+    policy = dataclasses.replace(BASE, selector=AdaptiveHeads(selector=Exact()))
+    mesh = jax.sharding.Mesh(np.array(2 * jax.devices()[:1]), ("model",))
+    with pytest.raises(ValueError, match="computes with all KV heads of a layer together"):
+        kvjax.Placement(mesh=mesh, heads="model").check(policy, SPEC)
+
+
+@pytest.mark.parametrize("setting", [{"mean": 0}, {"mean": 1.5}, {"floor": -0.1}, {"floor": "most"}])
+def test_shares_of_a_head_out_of_range_are_refused(setting: dict) -> None:
+    with pytest.raises(ValueError, match=rf"AdaptiveHeads\({next(iter(setting))}="):
+        AdaptiveHeads(selector=kvjax.Fier(), **setting)
+
+
+READS_LESS = {  # laws of policies that read everything where the budget is everything
+    "budget_of_all_is_dense_attention",
+    "selected_slots_are_valid_and_unique",
+    "every_token_is_in_one_zone",
+    "gradients_are_those_of_attention",
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("mean", "broken"), [(1.0, set()), (0.5, READS_LESS)])
+def test_adaptive_heads_keep_the_laws_of_policies(mean: float, broken: set[str]) -> None:
+    policy = dataclasses.replace(BASE, budget=40, selector=AdaptiveHeads(selector=kvjax.Fier(group=16), mean=mean))
+    report = kvjax.testing.check_policy(policy, SPEC)
+    assert set(report.laws("failed")) == broken, report

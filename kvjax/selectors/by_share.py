@@ -1,0 +1,184 @@
+"""Adaptive budgets: as many tokens as hold a share of the attention, by a selector's own estimates.
+
+A head whose attention is peaked needs few tokens, and one whose attention is flat needs many. So of the units that a
+selector ranks highest, as many as the policy's budget, a rule takes some by their estimated shares of the softmax: the
+first ones that sum up to `p`, or the best ones of all heads of the layer together. Shapes stay static: a step gathers
+room for the whole budget and masks what it does not take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax import ops
+from kvjax.partial import attention_logits
+from kvjax.selection import Candidates, GroupReduce, Selection, reduce_scores
+from kvjax.selectors.selector import Selector, WindowedSelector, require_truncatable, with_own_pending
+from kvjax.spec import CacheSpec
+from kvjax.validation import check_verbs, finite_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByShare:
+    """Takes some of the units that `selector` ranks highest, by their shares of the attention; a subclass says which.
+
+    Shares are the softmax of the scores over all units that a step may select, the mean over the query heads that share
+    a choice. They leave out sink and local window, which every step reads. The score matrix is always taken in f32,
+    also where `selector` alone would select in one kernel. The reads that are saved are those of the kernel that
+    attends, which skips what is masked. Over `Paris` the shares are those of the candidates alone: a key with too few
+    votes has none. Rows of fewer than `dense_below` tokens keep all.
+    """
+
+    selector: Selector
+
+    def __post_init__(self) -> None:
+        check_verbs(
+            f"{type(self).__name__}(selector=...)", self.selector, "a selector", ("init", "score"), "kvjax.Fier()"
+        )
+
+    def keep(self, share: Array, valid: Array, order: Array, steps: int) -> Array:
+        """bool[B, K, H, M] which of the valid units to take. `order` ranks them by falling `share`, f32[B, K, H, M]; H
+        is that of all steps, those of one after those of the one before."""
+        raise NotImplementedError
+
+    @property
+    def unit(self) -> int:
+        return self.selector.unit
+
+    @property
+    def group_reduce(self) -> GroupReduce:
+        return self.selector.group_reduce
+
+    @property
+    def selects_in_window(self) -> bool:
+        return True
+
+    @property
+    def lowest_is_last(self) -> bool:
+        return True
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        self.selector.check(spec, chunk)
+
+    def init(self, spec: CacheSpec, slots: int) -> Any:
+        return self.selector.init(spec, slots)
+
+    def append(self, ix: Any, k: Array, at: Array, count: Array) -> Any:
+        return self.selector.append(ix, k, at, count)
+
+    def truncate(self, ix: Any, count: Array) -> Any:
+        return require_truncatable(self.selector).truncate(ix, count)
+
+    def score(self, ix: Any, q: Array, *, scale: float) -> Array:
+        return self.selector.score(ix, q, scale=scale)
+
+    def select(self, ix: Any, q: Array, among: Candidates, *, scale: float) -> Selection:
+        unit, group_reduce = self.unit, self.group_reduce
+        if among.window is not None and isinstance(self.selector, WindowedSelector):
+            scores = self.selector.score_visible(ix, q, among, window=among.window, scale=scale)
+        else:
+            scores = self.score(ix, q, scale=scale)
+        scored = with_own_pending(self.selector, among, q)
+        best = ops.select_top(scores, q, scored, group_reduce, unit=unit, scale=scale)
+        pending = scored.pending_units(attention_logits(q, scored.pending[0], scale), unit)
+        stored = scores, among.stored_units(scores.shape[-1], unit)
+        # "per_head" keeps the shares of each query head, of which there may be one for each choice.
+        rule: GroupReduce = "mean_softmax" if best.slots.shape[2] == 1 else "per_head"
+        shares = reduce_scores((stored, pending), rule)
+        if rule == "per_head":
+            shares -= jnp.max(shares, axis=-1, keepdims=True)
+            shares -= jnp.log(jnp.sum(jnp.exp(shares), axis=-1, keepdims=True))
+        share = jnp.where(best.valid, jnp.exp(jnp.take_along_axis(shares, best.slots, axis=-1)), 0.0)
+        taken = self.keep(share, best.valid, jnp.argsort(-share, axis=-1, stable=True), among.steps)
+        if among.dense is not None:
+            taken |= best.valid & (among.of_groups(among.dense) != 0)
+        return among.tokens(Selection(best.slots, taken), scores.shape[-1], unit)
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return self.selector.bytes_per_token(spec)
+
+    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
+        return self.selector.bytes_read(spec, length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nucleus(ByShare):
+    """Selects the fewest units of `selector` whose estimated shares of the attention sum up to `p`, within the budget.
+
+    With p = 1 it selects what `selector` does. `ByShare` says what shares are.
+
+    **Source:** Twilight (Lin et al. 2025), hierarchical top-p pruning. **Differs:** the paper estimates shares anew by
+    4-bit keys among the tokens of a first, larger choice; here they are the selector's scores, over all tokens.
+
+    >>> import kvjax
+    >>> policy = kvjax.Retrieval(selector=kvjax.Nucleus(selector=kvjax.Fier(), p=0.9), budget=1024)
+    """
+
+    p: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        p = finite_number("Nucleus(p=...)", self.p)
+        if not 0 < p <= 1:
+            raise ValueError(f"Nucleus(p={self.p!r}) is a share of the attention, above 0 and at most 1; use 0.9")
+        object.__setattr__(self, "p", p)
+
+    def keep(self, share: Array, valid: Array, order: Array, steps: int) -> Array:
+        if self.p == 1:
+            return valid
+        falling = jnp.take_along_axis(share, order, axis=-1)
+        before = jnp.cumsum(falling, axis=-1) - falling
+        return valid & jnp.take_along_axis(before < self.p, jnp.argsort(order, axis=-1), axis=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveHeads(ByShare):
+    """Selects the units with the largest shares of the attention over all heads of a layer, `mean` of the budget each.
+
+    A head takes `mean` of the units that it could on average, and up to the whole budget if its attention is spread
+    wide; its best `floor` of that mean are certain. `ByShare` says what shares are. Beside them a step sorts the units
+    of all heads, in plain JAX.
+
+    **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550), Algorithm 1: floor 0.2, as `HeadBudgets`, which evicts.
+    **Differs:** the paper divides the budget of what it keeps of a prompt, once; here each step divides its reads. The
+    policy's budget bounds a head.
+
+    >>> import kvjax
+    >>> policy = kvjax.Retrieval(selector=kvjax.AdaptiveHeads(selector=kvjax.Fier()), budget=2048)  # 1024 on average
+    """
+
+    mean: float = 0.5
+    floor: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("mean", 1e-6), ("floor", 0.0)):
+            value = finite_number(f"AdaptiveHeads({name}=...)", getattr(self, name))
+            if not least <= value <= 1:
+                raise ValueError(f"AdaptiveHeads({name}={value!r}) must be a share, above 0 and at most 1; use 0.5")
+            object.__setattr__(self, name, value)
+
+    @property
+    def joins_heads(self) -> bool:
+        """Whether no head can be computed without the others: all compete for one budget."""
+        return True
+
+    def keep(self, share: Array, valid: Array, order: Array, steps: int) -> Array:
+        B, K, H, M = share.shape
+        most = jnp.sum(valid, axis=-1, dtype=jnp.float32, keepdims=True)  # units that a head could take
+        sure = jnp.ceil(self.floor * self.mean * most).astype(jnp.int32)
+        certain = jnp.arange(M, dtype=jnp.int32)[None, None, None] < sure
+        falling, exists = (jnp.take_along_axis(a, order, axis=-1) for a in (share, valid))
+        worth = jnp.where(exists, jnp.where(certain, jnp.inf, falling), -1.0)
+        # Equal shares come in the order of their ranks within their heads.
+        by_step = worth.reshape(B, K, steps, H // steps, M).transpose(0, 2, 4, 1, 3)
+        line = by_step.reshape(B, steps, -1)
+        place = jnp.argsort(jnp.argsort(-line, axis=-1, stable=True), axis=-1)
+        total = jnp.sum(most.reshape(B, K, steps, -1), axis=(1, 3))
+        wins = place < jnp.ceil(self.mean * total).astype(place.dtype)[..., None]
+        kept = (wins.reshape(by_step.shape).transpose(0, 3, 1, 4, 2).reshape(B, K, H, M) | certain) & exists
+        return jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
