@@ -40,9 +40,8 @@ class ByShare:
             f"{type(self).__name__}(selector=...)", self.selector, "a selector", ("init", "score"), "kvjax.Fier()"
         )
 
-    def keep(self, share: Array, valid: Array, order: Array, steps: int) -> Array:
-        """bool[B, K, H, M] which of the valid units to take. `order` ranks them by falling `share`, f32[B, K, H, M]; H
-        is that of all steps, those of one after those of the one before."""
+    def keep(self, share: Array, valid: Array, order: Array) -> Array:
+        """bool[B, K, H, M] which of the valid units to take. `order` ranks them by falling `share`, f32[B, K, H, M]."""
         raise NotImplementedError
 
     @property
@@ -93,7 +92,7 @@ class ByShare:
             shares -= jnp.max(shares, axis=-1, keepdims=True)
             shares -= jnp.log(jnp.sum(jnp.exp(shares), axis=-1, keepdims=True))
         share = jnp.where(best.valid, jnp.exp(jnp.take_along_axis(shares, best.slots, axis=-1)), 0.0)
-        taken = self.keep(share, best.valid, jnp.argsort(-share, axis=-1, stable=True), among.steps)
+        taken = self.keep(share, best.valid, jnp.argsort(-share, axis=-1, stable=True))
         if among.dense is not None:
             taken |= best.valid & (among.of_groups(among.dense) != 0)
         return among.tokens(Selection(best.slots, taken), scores.shape[-1], unit)
@@ -127,7 +126,7 @@ class Nucleus(ByShare):
             raise ValueError(f"Nucleus(p={self.p!r}) is a share of the attention, above 0 and at most 1; use 0.9")
         object.__setattr__(self, "p", p)
 
-    def keep(self, share: Array, valid: Array, order: Array, steps: int) -> Array:
+    def keep(self, share: Array, valid: Array, order: Array) -> Array:
         if self.p == 1:
             return valid
         falling = jnp.take_along_axis(share, order, axis=-1)
@@ -167,7 +166,7 @@ class AdaptiveHeads(ByShare):
         """Whether no head can be computed without the others: all compete for one budget."""
         return True
 
-    def keep(self, share: Array, valid: Array, order: Array, steps: int) -> Array:
+    def keep(self, share: Array, valid: Array, order: Array) -> Array:
         B, K, H, M = share.shape
         most = jnp.sum(valid, axis=-1, dtype=jnp.float32, keepdims=True)  # units that a head could take
         sure = jnp.ceil(self.floor * self.mean * most).astype(jnp.int32)
@@ -175,10 +174,8 @@ class AdaptiveHeads(ByShare):
         falling, exists = (jnp.take_along_axis(a, order, axis=-1) for a in (share, valid))
         worth = jnp.where(exists, jnp.where(certain, jnp.inf, falling), -1.0)
         # Equal shares come in the order of their ranks within their heads.
-        by_step = worth.reshape(B, K, steps, H // steps, M).transpose(0, 2, 4, 1, 3)
-        line = by_step.reshape(B, steps, -1)
+        line = jnp.moveaxis(worth, 3, 1).reshape(B, -1)
         place = jnp.argsort(jnp.argsort(-line, axis=-1, stable=True), axis=-1)
-        total = jnp.sum(most.reshape(B, K, steps, -1), axis=(1, 3))
-        wins = place < jnp.ceil(self.mean * total).astype(place.dtype)[..., None]
-        kept = (wins.reshape(by_step.shape).transpose(0, 3, 1, 4, 2).reshape(B, K, H, M) | certain) & exists
-        return jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
+        total = jnp.ceil(self.mean * jnp.sum(most, axis=(1, 2))).astype(place.dtype)
+        wins = jnp.moveaxis((place < total).reshape(B, M, K, H), 1, 3)
+        return jnp.take_along_axis((wins | certain) & exists, jnp.argsort(order, axis=-1), axis=-1)
