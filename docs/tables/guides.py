@@ -95,6 +95,25 @@ def _changes(rows: dict[str, dict[str, Any]], caches: Sequence[str]) -> list[str
     return [perplexity_change(rows[cache]) if cache in rows else "" for cache in caches]
 
 
+def adaptive() -> str:
+    """Perplexity of two models with budgets that adapt to heads, and the tokens that a step read."""
+    files = {"the shipped model, 1024": "adaptive", "SmolLM2-135M, 2048": "adaptive_smollm2"}
+    found = {told: {row["cache"]: row for row in load_rows(file)} for told, file in files.items()}
+    names = [name for name in next(iter(found.values())) if name != "full"]
+    rows = [
+        [
+            name,
+            *(
+                cell
+                for own in found.values()
+                for cell in (f"{own[name]['tokens_read']:.0f}", perplexity_change(own[name]))
+            ),
+        ]
+        for name in names
+    ]
+    return markdown(["selection", *(head for told in found for head in (f"read, {told}", "perplexity"))], rows)
+
+
 def shared_quality() -> str:
     """Answers and perplexity of a published model by the layers that select, with the error of attention outputs."""
     (needles, keys), texts = load_scores("eval_shared_qwen").values(), load_rows("perplexity_shared_qwen")

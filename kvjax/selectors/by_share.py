@@ -29,7 +29,8 @@ class ByShare:
     Shares are the softmax of the scores over all units that a step may select, the mean over the query heads that share
     a choice. They leave out sink and local window, which every step reads. The score matrix is always taken in f32,
     also where `selector` alone would select in one kernel. The reads that are saved are those of the kernel that
-    attends, which skips what is masked. Over `Paris` the shares are those of the candidates alone: a key with too few
+    attends, which skips what is masked. Give the policy a sink: the first tokens take most of the attention of many
+    heads, beside which the shares of others say little. Over `Paris` the shares are those of the candidates alone: a key with too few
     votes has none. Rows of fewer than `dense_below` tokens keep all.
     """
 

@@ -1,0 +1,61 @@
+"""What budgets that adapt to heads cost or gain a model's perplexity, beside equal budgets of as many tokens read.
+
+    python benchmarks/adaptive.py [MODEL] --text book.txt [--length 1024] [--budget 113]
+
+FIER selects `budget` tokens in each head. With `AdaptiveHeads` the heads of a layer share as many, of which one may
+take twice its part. `Nucleus` takes what holds a share of the attention, of twice the budget at most. Each is measured
+with a sink and without. No layer is dense. "tokens_read" is what a step read, the mean over steps, heads and layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from kvjax import AdaptiveHeads, Fier, Full, Nucleus, PerLayer, Retrieval, Selector, models
+from kvjax.evaluate import perplexity
+from kvjax.evaluate.provenance import replace_file
+
+
+def caches(budget: int) -> dict[str, PerLayer]:
+    """Each selection without a sink and with one of four tokens, which every step reads and no share counts."""
+    selectors: dict[str, tuple[Selector, int]] = {
+        "fier": (Fier(), budget),
+        "adaptive heads": (AdaptiveHeads(selector=Fier(), mean=0.5), 2 * budget),
+        "nucleus p=0.8": (Nucleus(selector=Fier(), p=0.8), 2 * budget),
+    }
+    found = {"full": PerLayer((), Full())}
+    for name, (selector, most) in selectors.items():
+        for sink in (0, 4):
+            policy = Retrieval(selector=selector, budget=most, sink=sink, local=1)
+            found[f"{name}, sink {sink}"] = PerLayer((), policy)
+    return found
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", nargs="?", type=Path, default=None, help="default: the shipped model")
+    parser.add_argument("--text", type=Path, required=True, help="UTF-8 file with a long text")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of context")
+    parser.add_argument("--budget", type=int, default=113, help="tokens that a step reads in a head, on average")
+    parser.add_argument("--steps", type=int, default=128, help="tokens scored in each passage")
+    parser.add_argument("--passages", type=int, default=8)
+    parser.add_argument("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "adaptive.json")
+    given = parser.parse_args(args)
+    checkpoint = models.load(given.model_dir or models.shipped(), dtype=given.dtype)
+    sizes = {"lengths": (given.length,), "steps": given.steps, "passages": given.passages, "batch": given.passages}
+    text = given.text.read_text(encoding="utf-8")
+    cells = perplexity.perplexity(checkpoint, text, caches(given.budget), perplexity.Setting(**sizes), dense_layers=0)
+    print(perplexity.markdown(cells))
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    found = {"text": given.text.name, **perplexity.document(cells)}
+    replace_file(given.out, json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
