@@ -30,8 +30,8 @@ class ByShare:
     a choice. They leave out sink and local window, which every step reads. The score matrix is always taken in f32,
     also where `selector` alone would select in one kernel. The reads that are saved are those of the kernel that
     attends, which skips what is masked. Give the policy a sink: the first tokens take most of the attention of many
-    heads, beside which the shares of others say little. Over `Paris` the shares are those of the candidates alone: a key with too few
-    votes has none. Rows of fewer than `dense_below` tokens keep all.
+    heads, beside which the shares of others say little. Over `Paris` the shares are those of the candidates alone: a
+    key with too few votes has none. Rows of fewer than `dense_below` tokens keep all.
     """
 
     selector: Selector
