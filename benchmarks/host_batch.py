@@ -36,7 +36,6 @@ from kvjax.evaluate import throughput
 from kvjax.generation import Stream
 from kvjax.memory import nbytes
 from kvjax.sampling import Sampling
-from kvjax.stores import HostFloat8, HotSet
 
 DENSE = 2  # first layers that attend to everything
 BESIDE = 6e9  # bytes of the device for logits, temporaries and fragments
@@ -182,11 +181,10 @@ def main(args: Sequence[str] | None = None) -> None:
     spec = CacheSpec(batch=1, capacity=given.length, dtype=jnp.dtype(dtype), **heads)
     base = presets.find(given.method).make(given.budget, dense_layers=0, dense_capacity=0).rest
     assert isinstance(base, Retrieval)
-    hosted = presets.find(given.method).make(given.budget, dense_layers=0, host=True, hot=given.hot).rest
+    where = {"host": True, "host_dtype": "float8" if given.float8 else None, "hot": given.hot}
+    hosted = presets.find(given.method).make(given.budget, dense_layers=0, **where).rest
     assert isinstance(hosted, Retrieval)
     store: Any = hosted.store
-    if given.float8:
-        store = HotSet(tokens=given.hot, store=HostFloat8(page=store.page))
     parameters = 16e9 if not given.quick else 0.0
     room = given.device_bytes - parameters - BESIDE
     found = plan(base, store, spec, config.layers, room, given.host_bytes, given.rows)

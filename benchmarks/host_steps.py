@@ -17,7 +17,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -30,19 +29,16 @@ from layers import clock, implementation, names, numbers, options, out_of, parse
 import kvjax
 from kvjax import CacheSpec, presets
 from kvjax.evaluate.throughput import fill
-from kvjax.stores import HostFloat8, HotSet
 
 SHAPES = {"llama": (32, 8, 128), "qwen": (28, 4, 128), "quick": (4, 2, 64)}  # query heads, KV heads, channels
 WARM = 12  # steps that fill a hot set before it is timed
 
 
 def policy(method: str, where: str, hot: int, budget: int) -> Any:
-    settings = {} if where == "device" else {"host": True, "hot": hot}
+    dtype = "float8" if where == "float8" else None
+    settings = {} if where == "device" else {"host": True, "host_dtype": dtype, "hot": hot}
     make: Any = presets.find(method).make
-    made = make(budget, dense_layers=0, dense_capacity=0, **settings).rest
-    if where != "float8":
-        return made
-    return replace(made, store=HotSet(tokens=hot, store=HostFloat8(page=made.store.page)))
+    return make(budget, dense_layers=0, dense_capacity=0, **settings).rest
 
 
 def queries(correlation: float, steps: int, spec: CacheSpec) -> Array:

@@ -42,7 +42,7 @@ def host_steps() -> str:
     """Time of an attention layer with the history on the device, on the host, and there with a hot set of 8192."""
     alike = (1.0, 0.97, 0.9, 0.0)
     rows: dict[tuple[str, int, int], dict[Any, str]] = {}
-    for row in load_rows("host_steps"):
+    for row in (row for row in load_rows("host_steps") if row["where"] in ("device", "host")):
         what = row["correlation"] if row["hot"] == 8192 else row["where"] if not row["hot"] else None
         read = f" ({row['read']:.0f})" if row["where"] == "host" else ""
         rows.setdefault((row["method"], row["length"], row["kv_heads"]), {})[what] = f"{row['us']:.0f}{read}"
@@ -100,17 +100,10 @@ def adaptive() -> str:
     files = {"the shipped model, 1024": "adaptive", "SmolLM2-135M, 2048": "adaptive_smollm2"}
     found = {told: {row["cache"]: row for row in load_rows(file)} for told, file in files.items()}
     names = [name for name in next(iter(found.values())) if name != "full"]
-    rows = [
-        [
-            name,
-            *(
-                cell
-                for own in found.values()
-                for cell in (f"{own[name]['tokens_read']:.0f}", perplexity_change(own[name]))
-            ),
-        ]
-        for name in names
-    ]
+    rows = []
+    for name in names:
+        own = (rows_of_model[name] for rows_of_model in found.values())
+        rows.append([name, *(cell for row in own for cell in (f"{row['tokens_read']:.0f}", perplexity_change(row)))])
     return markdown(["selection", *(head for told in found for head in (f"read, {told}", "perplexity"))], rows)
 
 

@@ -156,10 +156,13 @@ class AdaptiveHeads(ByShare):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("mean", 1e-6), ("floor", 0.0)):
+        for name, least, told in (
+            ("mean", 1e-6, "above 0 and at most 1; use 0.5"),
+            ("floor", 0.0, "from 0 to 1; use 0.2"),
+        ):
             value = finite_number(f"AdaptiveHeads({name}=...)", getattr(self, name))
             if not least <= value <= 1:
-                raise ValueError(f"AdaptiveHeads({name}={value!r}) must be a share, above 0 and at most 1; use 0.5")
+                raise ValueError(f"AdaptiveHeads({name}={value!r}) must be a share {told}")
             object.__setattr__(self, name, value)
 
     @property
