@@ -203,15 +203,17 @@ def _checkpoint() -> Iterator[Cell]:
     few = "--quick --methods fier --shares 1,2 --dtype float32"
     yield Cell("checkpoint", "shared selections", command, few, 480, resumes=True)
     for length in (4096, 8192, 16384, 32768):
-        ruler = f"--task {{ruler_task}} --length {length} --samples 100 --batch {131072 // length} --text {{text}}"
+        ruler = f"--task {{ruler_task}} --length {length} --samples 100 --batch {196608 // length} --text {{text}}"
         caches = ("full", *SELECTING[:3])
         yield from scored(f"ruler {length}", "ruler", ruler, caches, "1024", small.replace("192", "448"))
-    gsm8k = "--task {gsm8k_task} --data {gsm8k} --batch 100"
-    caches = (*WHOLE, *SELECTING, "streaming_llm")
+    gsm8k = "--task {gsm8k_task} --data {gsm8k} --batch 330"
+    short = tuple(
+        cache.replace("pariskv:sink=4,local=16", "pariskv:sink=4,local=16,dense_below=0") for cache in SELECTING
+    )
+    caches = (*WHOLE, *short, "streaming_llm")
     yield from scored("gsm8k", "gsm8k", gsm8k, caches, "64,128,256,512", "--samples 1 --batch 1 --dtype float32")
-    every = " ".join(f"--cache {cache}" for cache in (*WHOLE, *SELECTING, *EVICTING))
+    every = " ".join(f"--cache {cache}" for cache in (*WHOLE, *short, *EVICTING))
     every = every.replace("freekv:sink=0,local=32,page=16", "freekv:sink=16,local=128,page=16")
-    every = every.replace("pariskv:sink=4,local=16", "pariskv:sink=4,local=16,dense_below=0")
     few = "--length 320 --steps 4 --passages 1 --batch 1 --budget 256 --dtype float32"
     for kind in ("text", "code"):
         for length in (4096, 16384):

@@ -41,7 +41,7 @@ from kvjax.sampling import Sampling, row_keys
 from kvjax.spec import require_int
 from kvjax.text import Detokenizer
 
-SMALLEST_ROOM = 16  # for new tokens of a program
+SMALLEST_ROOM = 32  # for new tokens of a program
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -228,11 +229,13 @@ def _run(
             loaded = models.load(directory, dtype=settings["dtype"])
         # On a GPU a program takes longer to compile than its empty slots take to read.
         capacity = None if jax.default_backend() == "cpu" else max(one.capacity for one in plans)
+        room = accuracy.question_columns(max(len(fed) for one in plans for fed in one.fed.values()))
+        answer = partial(accuracy.answer, room=room)
         for number, one in enumerate(plans, 1):
             what = f"task {number} of {len(plans)}, {one.task.name}"
             with bar(progress, what, total=one.total) as advance_to:
                 how: dict[str, Any] = {"batch": batch, "beside": beside, "capacity": capacity}
-                plan.run(loaded, one, accuracy.answer, **how, progress=advance_to)
+                plan.run(loaded, one, answer, **how, progress=advance_to)
             if progress.disable:  # no terminal: a line a task, for whoever reads the log
                 say(f"{what}: {one.done} answers")
     return cells

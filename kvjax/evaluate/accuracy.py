@@ -62,14 +62,24 @@ def evaluate(
 
 
 def answer(
-    checkpoint: Checkpoint, cache: Cache, logits: Array, plan: Plan, asked: Sequence[str | None], draw: int
+    checkpoint: Checkpoint,
+    cache: Cache,
+    logits: Array,
+    plan: Plan,
+    asked: Sequence[str | None],
+    draw: int,
+    *,
+    room: int = 0,
 ) -> tuple[Mapping[str, dict[str, Any]], list[float], int]:
-    """Answer `draw` of the rows that are asked; tokens read by layer, and the row steps that they are the mean of."""
+    """Answer `draw` of the rows that are asked; tokens read by layer, and the row steps that they are the mean of.
+
+    Plans whose questions have the same `room`, in tokens, share the program that feeds them; see `question_columns`.
+    """
     fed = [() if i is None else plan.fed[i] for i in asked]
     longest = max(map(len, plan.fed.values()))
     seen, before = np.zeros(len(cache.layers)), 0
     if longest:
-        done = feed(checkpoint, cache, logits, fed, room=question_columns(longest))
+        done = feed(checkpoint, cache, logits, fed, room=max(room, question_columns(longest)))
         cache, logits, before = done.cache, done.logits, int(done.steps)
         seen = np.asarray(done.attended, np.float64) * before
     active, how = np.array([i is not None for i in asked]), (plan.draws.sampling, plan.draws.keys(asked, draw))

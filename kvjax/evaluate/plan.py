@@ -198,6 +198,7 @@ def run(
             cell.made_by(made)
             cell.batches.append(results)
             cell.save()
+        del logits, prompts, one, found  # before the next prompts are read
     tell("")
     return list(plan.cells.values())
 

@@ -6,6 +6,8 @@ import itertools
 import json
 import re
 import shutil
+import weakref
+from functools import partial
 
 import jax
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 import kvjax
 import kvjax.evaluate
 from kvjax import models, presets
-from kvjax.evaluate import Example, accuracy, plan, report
+from kvjax.evaluate import Example, accuracy, plan, prompt, report
 from kvjax.evaluate.accuracy import evaluate
 from kvjax.evaluate.caches import make_rows
 from kvjax.evaluate.draws import Draws, pass_at
@@ -304,6 +306,22 @@ def test_plans_may_share_a_capacity(checkpoint, task, monkeypatch):
     assert set(seen) == {384, 512}
 
 
+def test_prompts_are_dropped_before_the_next_ones_are_read(checkpoint, task, monkeypatch):
+    seen, real = [], prompt.read
+
+    def read(checkpoint, rows):
+        assert all(one() is None for one in seen), "two batches of prompts are held at a time"
+        logits, cache = real(checkpoint, rows)
+        seen.extend(map(weakref.ref, jax.tree.leaves(cache)))
+        return logits, cache
+
+    monkeypatch.setattr(prompt, "read", read)
+    for beside in (1, 2):
+        made = prepare(checkpoint, task, {"full": CACHES["full"], "snapkv@40": CACHES["snapkv@40"]}, dtype="float32")
+        plan.run(checkpoint, made, accuracy.answer, batch=2, beside=beside)
+    assert len(seen) > 8
+
+
 def test_of_a_batch_that_is_known_in_part_only_the_rest_is_decoded(checkpoint, task, finished, tmp_path):
     raw = json.loads(finished[1]["full"].path.read_text())
     lost = raw["batches"][1]["examples"].pop()
@@ -490,6 +508,23 @@ class Late(Copy):
         cut = [(e.prompt[:-20], e.prompt[-20:]) for e in super().examples(tokenizer)]
         whole = super().examples(tokenizer)
         return [dataclasses.replace(e, prompt=a, question=b) for e, (a, b) in zip(whole, cut, strict=True)]
+
+
+def test_plans_may_share_the_room_of_questions(checkpoint, expected, monkeypatch):
+    seen, real, task = [], accuracy.feed, Late(right=tuple(expected["full"]))
+
+    def feed(*args, room):
+        seen.append(room)
+        return real(*args, room=room)
+
+    monkeypatch.setattr(accuracy, "feed", feed)
+    found = []
+    for more in ({}, {"room": 128}, {"room": 1}):
+        made = prepare(checkpoint, task, {"full": CACHES["full"]}, dtype="float32")
+        found += plan.run(checkpoint, made, partial(accuracy.answer, **more), batch=len(made.prompts))
+    assert seen[1] == 128
+    assert seen[0] == seen[2] < 128
+    assert answers(found[0]) == answers(found[1]) == answers(found[2])
 
 
 def test_a_question_is_decoded_through_the_cache_and_full_attention_does_not_mind(checkpoint, expected):
