@@ -9,17 +9,37 @@ from docs.tables.guides import hit_rates
 from docs.tables.reading import load_measured, load_results, load_rows, load_scores, method_of, score_of
 from docs.tables.writing import markdown, perplexity_change, short
 
+BUDGETS = (32, 64, 128, 256, 512, 1024, 2048)
+# Titles of the tasks of RULER that are generated, in its order, and its own names.
+RULER = {
+    "needle": "niah_single_2",
+    "needle, UUIDs": "niah_single_3",
+    "1 of 4 needles": "niah_multikey_1",
+    "1 of needles only": "niah_multikey_2",
+    "1 of needles only, UUIDs": "niah_multikey_3",
+    "1 of 4 needles, 4 values each": "niah_multivalue",
+    "4 of 4 needles": "niah_multiquery",
+    "all variables of 1 of 1 chains, 4 hops": "vt",
+    "10 common words": "cwe",
+    "3 most frequent words": "fwe",
+}
+
 
 def real_needles() -> str:
-    return _by_budget(load_scores("eval_qwen")["1 of 8 needles at 16384, question decoded"], (64, 256, 1024))
+    return _by_budget(load_scores("eval_qwen")["1 of 8 needles at 16384, question decoded"], BUDGETS)
 
 
 def real_pass_keys() -> str:
-    return _by_budget(load_scores("eval_qwen")["pass key at 16384, question decoded"], (64, 256, 1024))
+    return _by_budget(load_scores("eval_qwen")["pass key at 16384, question decoded"], BUDGETS)
 
 
 def real_gsm8k() -> str:
     return _by_budget(load_scores("eval_qwen_gsm8k")["gsm8k"], (64, 128, 256))
+
+
+def real_gsm8k_pariskv() -> str:
+    (scores,) = load_scores("eval_qwen_gsm8k_pariskv").values()
+    return _by_budget(scores, (64, 128, 256))
 
 
 def _by_budget(scores: dict[str, Any], budgets: Sequence[int]) -> str:
@@ -34,20 +54,26 @@ def _by_budget(scores: dict[str, Any], budgets: Sequence[int]) -> str:
             if score is not None and method == "fier":
                 read[budget] = score["tokens_read"]
         rows.append(cells)
-    rows.append(["tokens read by `fier`", "", *(f"{read[budget]:.0f}" for budget in budgets)])
+    rows.append(["tokens read by `fier`", "", *(f"{read[budget]:.0f}" if budget in read else "" for budget in budgets)])
     return markdown(["cache", "all", *map(str, budgets)], rows)
 
 
 def real_ruler() -> str:
-    """RULER's synthetic tasks by length: a row a task, a column a cache."""
-    found = load_results("eval_qwen_ruler")
-    names = list(dict.fromkeys(name for one in found.values() for name, c in one["caches"].items() if c["n"] == 100))
+    """RULER's synthetic tasks: a row a task and length, a column a cache; and the means of lengths with all tasks."""
+    found = {}
+    for task, result in load_results("eval_qwen_ruler").items():
+        found[task.partition(" at ")[0], result["task"]["length"]] = result["caches"]
+    names = list(dict.fromkeys(name for caches in found.values() for name in caches))
+    lengths = sorted({length for _, length in found})
     rows = []
-    for task, result in sorted(found.items(), key=lambda one: (one[1]["task"]["length"], one[0])):
-        caches = result["caches"]
-        cells = [short(caches[name]["mean"]) if name in caches and caches[name]["n"] == 100 else "" for name in names]
-        if any(cells):
-            rows.append([task.partition(" at ")[0], str(result["task"]["length"]), *cells])
+    for title, own in RULER.items():
+        for length in lengths:
+            if caches := found.get((title, length)):
+                rows.append([f"{title} (`{own}`)", str(length), *(short(caches[name]["mean"]) for name in names)])
+    for length in lengths:
+        if all((title, length) in found for title in RULER):
+            means = [sum(found[title, length][name]["mean"] for title in RULER) / len(RULER) for name in names]
+            rows.append(["mean of all ten", str(length), *map(short, means)])
     return markdown(["task", "tokens", *(f"`{name}`" for name in names)], rows)
 
 
@@ -174,6 +200,7 @@ def real_hit_rates() -> str:
 def which_method() -> str:
     """The methods to take or to leave, by task, budget, length and batch, from the tables of the published model."""
     needles = load_scores("eval_qwen")["1 of 8 needles at 16384, question decoded"]
+    lines = load_scores("eval_qwen_ruler")["1 of needles only at 16384, question decoded"]
     problems = load_scores("eval_qwen_gsm8k")["gsm8k"]
     speed = {(row["length"], row["batch"], row["method"]): row["tpot_ms"] for row in load_rows("real_speed")}
     texts = {
@@ -201,6 +228,8 @@ def which_method() -> str:
         ("single tokens far back, 256 of 16384 tokens", right(needles, 256, "pariskv", "fier"),
          right(needles, 256, "quest", "freekv", "streaming_llm")),
         ("the same, 64 tokens", right(needles, 64, "pariskv", "fier"), right(needles, 64, "quest", "freekv")),
+        ("one of 890 lines alike, 1024 of 16384", right(lines, 1024, "full"),
+         right(lines, 1024, "fier", "pariskv", "quest")),
         ("the same, in less memory", right(needles, 0, "kivi", "logquant"), right(needles, 1024, *evicting)),
         ("reasoning after a short prompt, 64 tokens", right(problems, 64, "full", "fier"),
          right(problems, 64, "quest", "freekv", "streaming_llm")),
@@ -214,12 +243,15 @@ def which_method() -> str:
          loss("book", 16384, "snapkv", "streaming_llm", "quest")),
         ("its own text, 256 of 2048 to 5120 tokens", drifts("pariskv", "fier", "logquant", "kivi"),
          drifts("freekv", "quest", "streaming_llm")),
+        ("speed, one row of 4096", times(4096, 1, "full", "logquant", "kivi"), times(4096, 1, *selecting)),
         ("speed, one row of 32768", times(32768, 1, "full", "kivi"), times(32768, 1, *selecting)),
         ("speed, 8 rows of 4096", times(4096, 8, "logquant", "full", "kivi"), times(4096, 8, *selecting)),
         ("speed, 8 rows of 16384", times(16384, 8, "snapkv", "kivi", "logquant", "quest", "fier"),
          times(16384, 8, "full", "pariskv", "freekv")),
         ("speed, 8 rows of 32768", times(32768, 8, "snapkv", "logquant", "quest", "kivi", "fier", "pariskv"),
          times(32768, 8, "freekv", "full")),
+        ("speed, 32 rows of 16384", times(16384, 32, "snapkv", "logquant", "quest", "kivi", "fier", "pariskv"),
+         times(16384, 32, "freekv", "full")),
     ]  # fmt: skip
     return markdown(["what matters", "take", "rather not"], rows, numbers=False)
 
