@@ -79,8 +79,8 @@ NO_GPU = ("aot", "refusals", "tuned", "simulate", "kernels")  # of tests/kernels
 def _kernels() -> Iterator[Cell]:
     files = sorted((ROOT / "tests" / "kernels").glob("test_*.py"))
     asked = [str(file.relative_to(ROOT)) for file in files if file.stem.removeprefix("test_") not in NO_GPU]
-    command = f"-m pytest {' '.join(asked)} --thorough -q -n 8 --dist worksteal -p no:cacheprovider"
-    env = {"JAX_PLATFORMS": "cuda", "XLA_FLAGS": "", **BESIDE_OTHERS}
+    command = f"-m pytest {' '.join(asked)} --thorough -q -n 6 --dist worksteal -p no:cacheprovider"
+    env = {"JAX_PLATFORMS": "cuda", "XLA_FLAGS": "", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".15", **BESIDE_OTHERS}
     yield Cell("kernels", "tests", command, "-n 0 --collect-only", 480, env, {"JAX_PLATFORMS": "cpu"})
 
 
@@ -203,8 +203,8 @@ def _checkpoint() -> Iterator[Cell]:
     few = "--quick --methods fier --shares 1,2 --dtype float32"
     yield Cell("checkpoint", "shared selections", command, few, 480, resumes=True)
     for length in (4096, 8192, 16384, 32768):
-        ruler = f"--task {{ruler_task}} --length {length} --samples 100 --batch {196608 // length} --text {{text}}"
-        caches = ("full", *SELECTING[:3])
+        ruler = f"--task {{ruler_task}} --length {length} --samples 100 --batch {163840 // length} --text {{text}}"
+        caches = ("full", "exact", *SELECTING[:3])
         yield from scored(f"ruler {length}", "ruler", ruler, caches, "1024", small.replace("192", "448"))
     gsm8k = "--task {gsm8k_task} --data {gsm8k} --batch 330"
     short = tuple(

@@ -50,6 +50,7 @@ SOURCES = ("kvjax", "kernels_pallas", "models", "benchmarks")
 THIS = ("plan.py", "run.py")  # of benchmarks/, what decides which commands run: a cell has its own beside it
 KEPT = ("ok", "failed", "over its limit")  # what is not run again
 KNOWN, NO_TIME = "known before", "for which no time was left"
+MEMORY = 0.92  # of the GPU's, for all processes; the rest is for their programs
 RULER = "ruler-synthetic"  # of which one task needs some 3000 tokens
 GSM8K = "gsm8k:shots=0,max_new_tokens={}"
 
@@ -157,9 +158,11 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def environment(cell: Cell, given: argparse.Namespace) -> dict[str, str]:
-    """The environment of a cell's process."""
+def environment(cell: Cell, given: argparse.Namespace, *, beside: bool = False) -> dict[str, str]:
+    """The environment of a cell's process; `beside` others, it may take its part of the GPU's memory and no more."""
+    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY / given.beside:.2f}", **BESIDE_OTHERS} if beside else {}
     env = {
+        **share,
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONUNBUFFERED": "1",
@@ -183,8 +186,8 @@ def run_beside(
 
         def warm(cell: Cell) -> None:
             words = cell.words(places | {"out": folder}, cell.smoke if given.smoke else WARMING)
-            env = {**environment(cell, given), **BESIDE_OTHERS}
             if (left := until - time.monotonic()) > 0:
+                env = environment(cell, given, beside=True)
                 run(cell, words, env, Path(folder, "logs", cell.name), min(cell.seconds, left))
 
         jobs = [pool.submit(measure, cell, given, state, places, until, beside=True) for cell in untimed]
@@ -279,7 +282,7 @@ def measure(
     limit = min(most, left)
     log = given.out / "logs" / f"{name.replace(': ', '_').replace(' ', '_').replace('/', '_')}.txt"
     words = cell.words(places, cell.smoke if given.smoke else "")
-    row = run(cell, words, environment(cell, given) | (BESIDE_OTHERS if beside else {}), log, limit)
+    row = run(cell, words, environment(cell, given, beside=beside), log, limit)
     if row["status"] == "cut" and limit == most and not cell.resumes:
         row["status"] = "over its limit"
     told = [name, row["status"], f"{row['seconds']:.0f} s"]

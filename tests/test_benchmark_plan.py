@@ -210,6 +210,17 @@ def test_what_is_not_timed_runs_side_by_side_and_first(go, tmp_path, monkeypatch
     assert "3 ok; 1 failed" in told
 
 
+def test_processes_beside_one_another_divide_the_memory(tmp_path, monkeypatch):
+    names = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    given = run.options().parse_args(["--out", str(tmp_path), "--beside", "2"])
+    one, own = (plan.Cell("steps", "a", "a.py", "", 9, env) for env in ({}, {names[0]: ".15"}))
+    assert [run.environment(one, given, beside=True)[name] for name in names] == ["0.46", "false"]
+    assert run.environment(own, given, beside=True)[names[0]] == ".15"
+    assert not set(names) & set(run.environment(one, given))
+
+
 def test_a_cell_without_its_input_is_left_out_and_told(go, tmp_path, monkeypatch, capsys):
     one = plan.Cell("checkpoint", "eval", "-m kvjax.cli eval {checkpoint} --data {gsm8k}", "", 9)
     monkeypatch.setattr(run, "cells", lambda: [one, plan.Cell("devices", "full", "devices.py", "", 9)])
