@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -252,17 +252,24 @@ def _answer_part(
 
 
 def _map(f: Callable[[str], T], names: Sequence[str], beside: int) -> Iterator[T]:
-    """f of each name in their order, `beside` of them at a time. After an error no other one begins."""
+    """f of each name in their order, `beside` of them at a time. After an error no other one begins, and it is raised
+    at once: one that waits for memory may wait for ever."""
     if beside == 1:
         yield from map(f, names)
         return
-    with ThreadPoolExecutor(beside) as pool:
-        waiting = [pool.submit(copy_context().run, f, name) for name in names]
-        try:
-            for one in waiting:
-                yield one.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    pool = ThreadPoolExecutor(beside)
+    waiting = [pool.submit(copy_context().run, f, name) for name in names]
+    try:
+        left = set(waiting)
+        for one in waiting:
+            while one in left:
+                done, left = wait(left, return_when=FIRST_COMPLETED)
+                for ended in done - {one}:
+                    if error := ended.exception():
+                        raise error
+            yield one.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _score(task: Task, example: Example, answer: str) -> float:

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shutil
+import threading
 import weakref
 from functools import partial
 
@@ -287,6 +288,26 @@ def test_an_error_beside_others_ends_the_run_and_keeps_what_was_done(checkpoint,
     monkeypatch.setattr(accuracy, "_decode", real)
     cells = whole_run(checkpoint, task, tmp_path)
     assert all(answers(cells[name]) == answers(cell) for name, cell in finished[1].items())
+
+
+def test_an_error_does_not_wait_for_the_caches_before_it():
+    freed, ended = threading.Event(), []
+
+    def one(name):
+        if name == "waits":
+            freed.wait(timeout=60)
+        elif name == "fails":
+            raise MemoryError("no room")
+        ended.append(name)
+        return name
+
+    try:
+        with pytest.raises(MemoryError, match="no room"):
+            list(plan._map(one, ["waits", "fails"], 2))
+        assert not ended
+    finally:
+        freed.set()
+    assert list(plan._map(one, ["waits", "b", "c"], 2)) == ["waits", "b", "c"]
 
 
 def test_plans_may_share_a_capacity(checkpoint, task, monkeypatch):
