@@ -83,10 +83,11 @@ class Fifo:
 class Buffer:
     """Moves the oldest `leave` tokens of a full local window to the history, so that no token is pending.
 
-    The block has `local` slots and every step attends to all of its tokens, between local - leave and local of them.
-    `Fifo` has `local` tokens and up to a chunk more, which compete with the history.
+    The block has `local` slots and every step attends to all of its tokens, local - leave + 1 to local of them. `Fifo`
+    has `local` tokens and up to a chunk more, which compete with the history.
 
-    **Source:** ParisKV's update buffer beside its local window: `local` is the sum of both, `leave` the buffer.
+    **Source:** ParisKV's update buffer beside its local window: `local` is the sum of both, `leave` the buffer. With
+    local = leave = one page it is Quest's rule: the page that is not full yet is always attended.
     """
 
     leave: int = 256
@@ -99,9 +100,9 @@ class Buffer:
         return True
 
     def slots(self, local: int) -> int:
-        if local <= self.leave:
+        if local < self.leave:
             raise ValueError(
-                f"Buffer(leave={self.leave}) is part of the local window, so local={local} must be more than it; use "
+                f"Buffer(leave={self.leave}) is part of the local window, so local={local} must not be less; use "
                 f"local={local + self.leave}, or Fifo(leave={self.leave})"
             )
         return local

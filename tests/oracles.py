@@ -252,16 +252,14 @@ class FreeKV:
         firsts = range(self.sink, stop, self.page)
         if not firsts:
             return []
-        pages = [keys[at : min(at + self.page, stop)] for at in firsts]
+        pages = [keys[at : at + self.page] for at in firsts]  # tokens of the window count in the box of their page
         ranks = pooled(np.array([self.scores(q, page) for page in pages]).T, "mean_softmax")
         best = np.argsort(-ranks[0], kind="stable")[: (self.budget - self.sink - self.local) // self.page]
         return [p if p < stop else None for i in best for p in range(firsts[i], firsts[i] + self.page)]
 
     def scores(self, q: np.ndarray, keys: np.ndarray) -> list[float]:
-        """By query head: of a full page by its smallest and largest keys, of one that is not full its best key's."""
+        """By query head, of a page by its smallest and largest keys, as many as it has."""
         scale, q, keys = q.shape[1] ** -0.5, q.astype(np.float64), keys.astype(np.float64)
-        if len(keys) < self.page:
-            return [scale * max(row @ key for key in keys) for row in q]
         low, high = keys.min(axis=0), keys.max(axis=0)
         return [scale * sum(max(x * a, x * b) for x, a, b in zip(row, low, high, strict=True)) for row in q]
 

@@ -31,15 +31,18 @@ def box(keys: np.ndarray, summary: type, dtype: np.dtype) -> tuple[np.ndarray, n
     return tuple(a.astype(dtype).astype(np.float64) for a in (low, high))
 
 
-def scores(q: np.ndarray, keys: np.ndarray, sealed: int, page: int, summary: type, scale: float, dtype) -> np.ndarray:
-    """f64[G, pages] of q [G, D]: boxes below token `sealed`, the best exact score of a page from there on."""
-    found = []
-    for first in range(0, len(keys), page):
-        tokens = keys[first : first + page]
-        if first < sealed:
-            low, high = box(tokens, summary, dtype)
+def scores(
+    q: np.ndarray, keys: np.ndarray, local: int, sealed: int, selector: MinMaxPages | CentrePages, scale: float, dtype
+) -> np.ndarray:
+    """f64[G, pages] of q [G, D] and pages with a token before the `local` last of `keys`: by boxes; or, from token
+    `sealed` on, if the selector says so by the best exact score of those tokens."""
+    found, page, end = [], selector.page, len(keys) - local
+    for first in range(0, end, page):
+        if first < sealed or selector.pending == "box":
+            low, high = box(keys[first : first + page], type(selector), dtype)
             found.append([sum(max(x * a, x * b) for x, a, b in zip(row, low, high, strict=True)) for row in q])
         else:
+            tokens = keys[first : min(first + page, end)]
             found.append((q.astype(np.float64) @ tokens.astype(np.float64).T).max(axis=1))
     return np.array(found).T * scale
 
@@ -84,20 +87,21 @@ def test_picking_pages_refuses_sizes_that_do_not_fit(changed: dict, words: str) 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
-    ("summary", "group_reduce"),
+    "selector",
     [
-        (MinMaxPages, "mean_softmax"),
-        (MinMaxPages, "per_head"),
-        (MinMaxPages, "max_softmax"),
-        (CentrePages, "mean_score"),
+        MinMaxPages(page=8),
+        MinMaxPages(page=8, group_reduce="per_head"),
+        MinMaxPages(page=8, group_reduce="max_softmax", pending="exact"),
+        CentrePages(page=8),
+        CentrePages(page=8, pending="exact"),
     ],
 )
-def test_picks_are_the_pages_of_the_best_boxes(summary: type, group_reduce: str, dtype) -> None:
+def test_picks_are_the_pages_of_the_best_boxes(selector: MinMaxPages | CentrePages, dtype) -> None:
     spec = CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=16, capacity=330, dtype=dtype)
     page, local, sink = 8, 5, 3
     budget = sink + local + 4 * page + 7  # 7 tokens of it fill no page
     policy = Retrieval(
-        selector=summary(page=page, group_reduce=group_reduce),
+        selector=selector,
         budget=budget,
         sink=sink,
         local=local,
@@ -118,15 +122,16 @@ def test_picks_are_the_pages_of_the_best_boxes(summary: type, group_reduce: str,
             position = np.where(slots[row] < store.slots, slots[row], slots[row] - store.slots + sealed)
             for head in range(2):
                 queries = q[row].reshape(2, 4, -1)[head].astype(np.float32)
-                keys = tokens.k[row, sink : n - local, head]
-                ranks = pooled(scores(queries, keys, sealed, page, summary, 16**-0.5, dtype), group_reduce)
+                keys = tokens.k[row, sink:n, head]
+                found = scores(queries, keys, local, sealed, selector, 16**-0.5, dtype)
+                ranks = pooled(found, selector.group_reduce)
                 for choice in range(slots.shape[2]):
                     mine = position[head, choice][valid[row, head, choice]]
                     assert len(set(mine.tolist())) == len(mine)
-                    assert (mine < len(keys)).all()
+                    assert (mine < len(keys) - local).all()
                     pages = set((mine // page).tolist())
                     assert agrees(pages, ranks[choice], 4), (row, head, choice, i)
-                    whole = set().union(*(range(p * page, min((p + 1) * page, len(keys))) for p in pages))
+                    whole = set().union(*(range(p * page, min((p + 1) * page, len(keys) - local)) for p in pages))
                     assert set(mine.tolist()) == whole, "a page came in part"
             assert (np.asarray(info.attended)[row] <= budget).all()
             # Only the page that the local window cuts may have fewer tokens.
@@ -165,7 +170,7 @@ def test_pages_of_one_token_wait_for_nothing() -> None:
     """With chunks of one token none waits between history and local window; a box is then the key itself."""
     spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=60, dtype=jnp.float32)
     tokens, lengths, found = drive.random_tokens(spec), np.array([50, 7]), []
-    for selector in (MinMaxPages(page=1, group_reduce="mean_softmax"), kvjax.Exact()):
+    for selector in (MinMaxPages(page=1, pending="exact"), kvjax.Exact()):
         policy = Retrieval(selector=selector, budget=12, sink=1, local=2, demote=Fifo(leave=1))
         cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
         found.append([drive.step(cache, tokens, lengths)[i] for i in (0, 2)])
@@ -220,3 +225,37 @@ def test_page_must_divide_the_chunk(selector: type) -> None:
     spec = CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=8, capacity=64, dtype=jnp.float32)
     with pytest.raises(ValueError, match=r"Pages\(page=24\) does not divide the chunk of 32; use a divisor of 32"):
         selector(page=24).check(spec, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("quest", {"budget": 40}),
+        ("quest", {"budget": 40, "newest": "select"}),
+        ("quest", {"budget": 56, "chunk": 16}),
+        ("freekv", {"budget": 40, "sink": 4, "local": 4, "tau": 2.0}),
+        ("freekv", {"budget": 40, "sink": 4, "local": 4, "tau": -1.0}),
+        ("freekv", {"budget": 40, "sink": 4, "local": 4, "summary": "centre"}),
+        ("arkvale", {"budget": 40, "sink": 4, "local": 4}),
+        ("arkvale", {"budget": 40, "sink": 4, "local": 4, "digest": "sphere"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(f"{k}={v}" for k, v in value.items()),
+)
+def test_a_token_that_matters_is_in_sight_at_every_age(name: str, settings: dict) -> None:
+    """In the local window, in a page that is not full, in one that is: whatever the bounds of other pages are.
+
+    Published models have channels with large values in all keys, so that a page's bound is far above its products.
+    """
+    policy = getattr(kvjax.presets, name)(page=8, **settings).rest
+    spec = CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=300, dtype=jnp.float32)
+    tokens, place = drive.random_tokens(spec), 202
+    k, q = 0.1 * tokens.k, np.ones_like(tokens.q)
+    k[..., 0] = np.where(np.arange(k.shape[1]) % 2, 50, -50)[None, :, None]
+    k[:, place, :, 1:] += 3.0  # its product is 5 below zero, where the bounds of others are 50 and more, its page's 95
+    tokens = dataclasses.replace(tokens, q=q, k=k)
+    cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, [place])
+    for n in range(place, place + 40):
+        _, cache, info = drive.step(cache, tokens, [n])
+        read = np.asarray(info.positions)[0]
+        assert (read == place).any(axis=-1).all(), f"{n - place} tokens after it"
+        assert (np.asarray(info.attended) <= settings["budget"] + 1).all()

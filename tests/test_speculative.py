@@ -133,7 +133,9 @@ def test_step_attends_with_the_last_recall_where_the_query_has_not_turned(policy
                         picked = last[row][1][head][choice]
                         dense = n < policy.dense_below
                         beside = edge >= policy.sink
-                        picked = picked if dense else picked[: chosen - beside]
+                        room = min(policy.budget - policy.sink - policy.local - beside, chosen)
+                        fits = dense or (picked >= 0).sum() <= room  # as a page that is not full has fewer tokens
+                        picked = picked if fits else picked[:room]
                         attended = always | set(picked[picked >= 0].tolist()) | ({edge} if beside else set())
                     else:
                         picked = ranked[head][choice]

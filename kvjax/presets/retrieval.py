@@ -197,8 +197,8 @@ def quest(
 ) -> PerLayer:
     """Quest: every token is kept, and a step attends to the pages whose box of smallest and largest keys scores best.
 
-    The budget is whole pages. With newest="attend", as in the CUDA kernels of the released code, the `local` newest
-    tokens are always attended and count. With "select", as in its evaluation, the newest page competes by the box of
+    The budget is whole pages. With newest="attend", as in the CUDA kernels of the released code, the page that is not
+    full is always attended, and counts as a whole one. With "select", as in its evaluation, it competes by the box of
     the tokens that it has; only the newest token is attended in any case, beside the budget if its page is not
     selected.
 
@@ -206,10 +206,11 @@ def quest(
       budget: tokens that a step reads in a layer and KV head, all zones included.
       page: tokens of a page.
       least_pages: pages that a step reads at least.
-      newest: whether the newest tokens are always attended ("attend"), or their page competes ("select").
+      newest: whether the newest page is always attended ("attend"), or competes ("select").
       group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not, as in the paper.
       sink: first tokens of a row, always attended.
-      local: newest tokens of a row, always attended; default: one page, or none with newest="select".
+      local: slots of the newest tokens, always attended, of which `chunk` are indexed when all are taken; default: one
+        chunk, or none with newest="select".
       chunk: tokens that are indexed together; default: one page.
       host: the history's keys and values lie in host memory.
       host_dtype: codes that the history is kept as in host memory, "float8", "int8", "int4" or "int2"; needs `host`.
@@ -222,8 +223,7 @@ def quest(
 
     **Source:** Quest (Tang et al. 2024), Algorithm 1; pages of 16, at least 3. **Differs:** a GQA group shares a
     selection (`group_reduce`; "per_head" is the paper's rule). The released code raises smaller budgets to 3 pages,
-    here they are refused. With newest="attend" the newest tokens are those of a window, not of a page, and a page that
-    is not full competes by the exact scores of its other tokens.
+    here they are refused.
     """
     require_int("quest(budget=...)", budget, at_least=1)
     require_int("quest(page=...)", page, at_least=1)
@@ -231,7 +231,13 @@ def quest(
     if newest not in ("attend", "select"):
         raise ValueError(f"quest(newest={newest!r}) must be 'attend' or 'select'")
     selects = newest == "select"
-    counted = local if local is not None else 0 if selects else page
+    chunk = page if chunk is None else require_int("quest(chunk=...)", chunk, at_least=1)
+    counted = local if local is not None else 0 if selects else chunk
+    if not selects and counted < chunk:
+        raise ValueError(
+            f"quest(local={counted}) is less than a chunk of {chunk} tokens, which are always attended until they are "
+            f"indexed; use at least {chunk}, or newest='select'"
+        )
     pages, always = (budget - sink - counted) // page, counted // page
     needed = max(least_pages - always, 1)
     if pages < needed:
@@ -242,12 +248,12 @@ def quest(
         )
     beside = 1 if selects and local is None else 0
     policy = Retrieval(
-        selector=MinMaxPages(page=page, group_reduce=group_reduce, pending="box" if selects else "exact"),
+        selector=MinMaxPages(page=page, group_reduce=group_reduce, pending="box" if selects else "exact"),  # or none is
         store=history("quest", host, hot, page, host_dtype=host_dtype),
         budget=sink + counted + pages * page + beside if selects else budget,
         sink=sink,
         local=counted + beside,
-        demote=Fifo(leave=page if chunk is None else chunk),
+        demote=Fifo(leave=chunk) if selects else Buffer(leave=chunk),
         dense_below=0,
         dense_capacity=_dense_capacity("quest", dense_capacity, host, share, anchors),
     )

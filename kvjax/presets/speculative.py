@@ -67,8 +67,8 @@ def freekv(
       anchors: numbers of the layers that select, in place of `share`; or a file of `kvjax calibrate`.
 
     **Source:** FreeKV (2025). **Differs:** see `Speculative` and `HostOffload` for who decides and what stays resident;
-    a page that is not yet full competes by the exact scores of its tokens. FreeKV's CUDA code sums pages up as
-    summary="centre" does, and pools raw scores by group_reduce="mean_score".
+    a page that is not yet full competes by the summary of the tokens that it has. FreeKV's CUDA code sums pages up
+    as summary="centre" does, and pools raw scores by group_reduce="mean_score".
     """
     if task not in FREEKV:
         raise ValueError(f"freekv(task={task!r}) must be one of {', '.join(FREEKV)}")
@@ -120,7 +120,7 @@ def arkvale(
 
     **Source:** ArkVale (Chen et al. 2024). **Differs:** resident are the pages of the last step alone, where the paper
     keeps a cache of pages and replaces the one that scores least; both attend to the same pages. A page that is not yet
-    full competes by the exact scores of its tokens.
+    full competes by the digest of the tokens that it has.
     """
     require_int("arkvale(budget=...)", budget, at_least=1)
     if digest not in ("cuboid", "sphere"):

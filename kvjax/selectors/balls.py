@@ -11,7 +11,8 @@ from jax import Array
 from kvjax.blocks import write
 from kvjax.context import Stripes
 from kvjax.reductions import sum_pairs
-from kvjax.selection import GroupReduce, require_group_reduce
+from kvjax.selection import Candidates, GroupReduce, require_group_reduce
+from kvjax.selectors.pending import Pending, by_head, pending_pages, require_pending, require_points, with_points
 from kvjax.selectors.striped import StripedSelector
 from kvjax.spec import CacheSpec, keep_int
 
@@ -40,10 +41,12 @@ class BallPages:
     page: int = 32
     radius: Radius = "mean"
     group_reduce: GroupReduce = "mean_score"
+    pending: Pending = "box"
 
     def __post_init__(self) -> None:
         keep_int(self, "page", at_least=1)
         require_group_reduce(self.group_reduce)
+        require_pending(self, self.pending)
         if self.radius not in get_args(Radius):
             raise ValueError(f"BallPages(radius={self.radius!r}) must be 'mean' or 'max'")
 
@@ -54,6 +57,25 @@ class BallPages:
     def check(self, spec: CacheSpec, chunk: int) -> None:
         if chunk % self.page:
             raise ValueError(f"BallPages(page={self.page}) does not divide the chunk of {chunk}; use a divisor")
+        if self.pending == "box":
+            require_points(self, spec, self.page, self.group_reduce)
+
+    def with_pending(self, among: Candidates, q: Array) -> Candidates:
+        if self.pending == "exact":
+            return among
+        keys, seen = pending_pages(among, self.page)
+        keys = jnp.where(seen, keys.astype(jnp.float32), 0)  # [B, K, T, P, page, D]
+        count = jnp.maximum(jnp.sum(seen, axis=4, keepdims=True, dtype=jnp.float32), 1)
+        centre = jnp.sum(keys, axis=4, keepdims=True) / count
+        distance = jnp.where(seen, jnp.linalg.norm(keys - centre, axis=5, keepdims=True), 0)
+        if self.radius == "max":
+            radius = jnp.max(distance, axis=4, keepdims=True)
+        else:
+            radius = jnp.sum(distance, axis=4, keepdims=True) / count
+        heads = by_head(q.astype(jnp.float32), among.steps)
+        norms = jnp.maximum(jnp.linalg.norm(heads, axis=5, keepdims=True), jnp.finfo(jnp.float32).tiny)
+        best = centre + radius * heads / norms  # its product with q is the score of the ball
+        return with_points(among, best.astype(among.pending[0].dtype), self.page)
 
     def init(self, spec: CacheSpec, slots: int) -> Balls:
         pages = (spec.batch, spec.kv_heads, slots // self.page)

@@ -7,8 +7,8 @@ bound of every q.k of the page; a smaller box gives it up to follow the typical 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -18,10 +18,9 @@ from kvjax.blocks import write
 from kvjax.context import Stripes
 from kvjax.reductions import sum_pairs
 from kvjax.selection import Candidates, GroupReduce, Selection, require_group_reduce
+from kvjax.selectors.pending import Pending, by_head, pending_pages, require_pending, require_points, with_points
 from kvjax.selectors.striped import StripedSelector
 from kvjax.spec import CacheSpec, keep_int
-
-Pending = Literal["exact", "box"]
 
 
 class Boxes(NamedTuple):
@@ -37,17 +36,26 @@ class _Pages:
 
     page: int
     group_reduce: GroupReduce
+    pending: Pending
 
     def __post_init__(self) -> None:
         keep_int(self, "page", at_least=1)
         require_group_reduce(self.group_reduce)
+        require_pending(self, self.pending)
 
     def box(self, keys: Array) -> Boxes:
         """The corners [B, K, P, D] of pages of keys [B, K, P, page, D]."""
         raise NotImplementedError
 
+    def box_of_seen(self, keys: Array, seen: Array) -> tuple[Array, Array]:
+        """The corners [B, K, T, P, 1, D] of the tokens of pages [B, K, 1, P, page, D] that are `seen`."""
+        raise NotImplementedError
+
     def with_pending(self, among: Candidates, q: Array) -> Candidates:
-        return among
+        if self.pending == "exact":
+            return among
+        low, high = self.box_of_seen(*pending_pages(among, self.page))
+        return with_points(among, jnp.where(by_head(q, among.steps) > 0, high, low), self.page)
 
     @property
     def unit(self) -> int:
@@ -57,6 +65,8 @@ class _Pages:
         if chunk % self.page:
             name = type(self).__name__
             raise ValueError(f"{name}(page={self.page}) does not divide the chunk of {chunk}; use a divisor of {chunk}")
+        if self.pending == "box":
+            require_points(self, spec, self.page, self.group_reduce)
 
     def init(self, spec: CacheSpec, slots: int) -> Boxes:
         shape = (spec.batch, spec.kv_heads, slots // self.page, spec.head_dim)
@@ -109,58 +119,36 @@ class MinMaxPages(_Pages):
 
     **Source:** Quest (Tang et al. 2024), Algorithm 1 (page 16); FreeKV (page 32). **Differs:** Quest selects for each
     query head; here the group shares a selection by `group_reduce`, FreeKV's mean of softmax by default, and "per_head"
-    is Quest's rule (G times the reads). A page is indexed with its chunk. Until then its score is the best exact score
-    of its tokens (pending="exact"), or the score of the box of those that it has ("box"), as in Quest's evaluation. An
-    exact score is below the bounds of other pages, so the newest page often loses by it.
+    is Quest's rule (G times the reads). A page is indexed with its chunk. Until then its score is that of the box of
+    the tokens that it has (pending="box"), as in Quest's evaluation. With pending="exact" it is the best exact score of
+    its tokens, which costs less and is below the bounds of other pages, so that those tokens are hardly ever selected:
+    use it where none are pending, as with `Buffer`.
     """
 
     page: int = 16
     group_reduce: GroupReduce = "mean_softmax"
-    pending: Pending = "exact"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.pending not in get_args(Pending):
-            raise ValueError(f"MinMaxPages(pending=...) must be 'exact' or 'box'; got {self.pending!r}")
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        super().check(spec, chunk)
-        if self.pending == "box" and self.group_reduce != "mean_query" and self.page < spec.group:
-            raise ValueError(
-                f"MinMaxPages(page={self.page}, pending='box') needs pages of at least as many tokens as a KV head has "
-                f"query heads, {spec.group}; use larger pages, or pending='exact'"
-            )
+    pending: Pending = "box"
 
     def box(self, keys: Array) -> Boxes:
         return Boxes(jnp.min(keys, axis=3), jnp.max(keys, axis=3))
 
-    def with_pending(self, among: Candidates, q: Array) -> Candidates:
-        if self.pending == "exact":
-            return among
-        keys, start, stop = among.pending
-        B, K, _, D = keys.shape
-        steps, wide, heads = among.steps, among.pending_slots, q.shape[2] // among.steps
-        shape = (B, K, 1, wide // self.page, self.page, D)
-        ends = jnp.asarray(stop, jnp.int32)
-        there = (
-            jnp.arange(wide)[None, None] < (ends if ends.ndim == 2 else ends.reshape(-1, 1))[..., None]
-        )  # [B or 1, T or 1, W]
-        there = there.reshape(there.shape[0], 1, -1, *shape[3:5], 1)
-        pages = keys[:, :, :wide].reshape(shape)
-        largest = jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype)
-        # One after the other, so that XLA makes one kernel of all this: a reduction would be one of its own.
-        low, high = (jnp.full((B, K, steps, shape[3], 1, D), x) for x in (largest, -largest))
-        for i in range(self.page):
-            key, seen = pages[..., i : i + 1, :], there[..., i : i + 1, :]
-            low = jnp.where(seen, jnp.minimum(low, key), low)
-            high = jnp.where(seen, jnp.maximum(high, key), high)
-        # The point of its box at which a query head has its best score, one after the other in the page's slots. All
-        # are points of the box, so the best of them for any head is its own.
-        best = jnp.where(q.reshape(B, K, steps, 1, heads, D) > 0, high, low)
-        points = jnp.take(best, jnp.arange(self.page) % heads, axis=4).reshape(B, K, steps, -1, D)
-        first, end = start // self.page * self.page, -(-(stop - among.local) // self.page) * self.page
-        end = jnp.where(jnp.asarray(stop) - among.local > start, end, first)
-        return replace(among, pending=(points if steps > 1 else points[:, :, 0], first, end), local=0)
+    def box_of_seen(self, keys: Array, seen: Array) -> tuple[Array, Array]:
+        return _extremes(keys, seen)
+
+
+def _extremes(keys: Array, seen: Array) -> tuple[Array, Array]:
+    """The smallest and largest keys [B, K, T, P, 1, D] of those that are seen.
+
+    One key after the other, so that XLA makes one kernel of all this: a reduction would be one of its own.
+    """
+    B, K, _, P, page, D = keys.shape
+    largest = jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype)
+    low, high = (jnp.full((B, K, seen.shape[2], P, 1, D), x) for x in (largest, -largest))
+    for i in range(page):
+        key, here = keys[..., i : i + 1, :], seen[..., i : i + 1, :]
+        low = jnp.where(here, jnp.minimum(low, key), low)
+        high = jnp.where(here, jnp.maximum(high, key), high)
+    return low, high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,14 +160,27 @@ class CentrePages(_Pages):
 
     **Source:** ArkVale (Chen et al. 2024), the bounding cuboid with mean radius ("cuboid-mean"), page 32, mean of raw
     scores over the group; FreeKV's CUDA code has the same summary and group_reduce. **Differs:** ArkVale adds a page
-    when it is full; here it comes with its chunk, and its tokens compete by exact scores until then.
+    when it is full; here it comes with its chunk, and competes by the box of the tokens that it has until then, or with
+    pending="exact" by their exact scores (see `MinMaxPages`).
     """
 
     page: int = 32
     group_reduce: GroupReduce = "mean_score"
+    pending: Pending = "box"
 
     def box(self, keys: Array) -> Boxes:
         keys = keys.astype(jnp.float32)
         centre = (jnp.max(keys, axis=3) + jnp.min(keys, axis=3)) / 2
         deviation = sum_pairs(jnp.abs(keys - centre[:, :, :, None])) / self.page
         return Boxes(centre - deviation, centre + deviation)
+
+    def box_of_seen(self, keys: Array, seen: Array) -> tuple[Array, Array]:
+        low, high = (x.astype(jnp.float32) for x in _extremes(keys, seen))
+        centre = (high + low) / 2
+        apart, count = jnp.zeros_like(centre), jnp.zeros((), jnp.float32)
+        for i in range(self.page):
+            here = seen[..., i : i + 1, :]
+            key = keys[..., i : i + 1, :].astype(jnp.float32)
+            apart, count = apart + jnp.where(here, jnp.abs(key - centre), 0), count + here.astype(jnp.float32)
+        deviation = apart / jnp.maximum(count, 1)
+        return (centre - deviation).astype(keys.dtype), (centre + deviation).astype(keys.dtype)

@@ -1,0 +1,63 @@
+"""Pages that are not full yet, and so not indexed, compete by the summary that they would have.
+
+A page's score is that of a point: the point of its box or ball that a query head finds best. So the tokens of such a
+page are replaced by points, one for each query head in turn, and whatever scores pending keys scores these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.selection import Candidates
+from kvjax.spec import CacheSpec
+
+Pending = Literal["exact", "box"]
+
+
+def require_pending(selector: Any, pending: str) -> None:
+    if pending not in get_args(Pending):
+        raise ValueError(f"{type(selector).__name__}(pending=...) must be 'exact' or 'box'; got {pending!r}")
+
+
+def require_points(selector: Any, spec: CacheSpec, page: int, group_reduce: str) -> None:
+    """A point for each query head has to fit in a page."""
+    if group_reduce != "mean_query" and page < spec.group:
+        raise ValueError(
+            f"{type(selector).__name__}(page={page}, pending='box') needs pages of at least as many tokens as a KV "
+            f"head has query heads, {spec.group}; use larger pages, or pending='exact'"
+        )
+
+
+def pending_pages(among: Candidates, page: int) -> tuple[Array, Array]:
+    """The pending keys by page, [B, K, 1, P, page, D], and whether a token is there, bool[B or 1, 1, T, P, page, 1]."""
+    keys, _, stop = among.pending
+    B, K, _, D = keys.shape
+    wide = among.pending_slots
+    ends = jnp.asarray(stop, jnp.int32)
+    ends = (ends if ends.ndim == 2 else ends.reshape(-1, 1))[..., None]
+    there = jnp.arange(wide)[None, None] < ends  # [B or 1, T or 1, W]
+    there = there.reshape(there.shape[0], 1, -1, wide // page, page, 1)
+    return keys[:, :, :wide].reshape(B, K, 1, wide // page, page, D), there
+
+
+def with_points(among: Candidates, best: Array, page: int) -> Candidates:
+    """`among` with points for the pending keys: best [B, K, T, P, heads, D], of each page and query head.
+
+    They stand one after the other in the page's slots. All are points of the page, so the best for any head is its own.
+    """
+    _, start, stop = among.pending
+    (B, K, T), heads, D = best.shape[:3], best.shape[4], best.shape[5]
+    points = jnp.take(best, jnp.arange(page) % heads, axis=4).reshape(B, K, T, -1, D)
+    first, end = start // page * page, -(-(stop - among.local) // page) * page
+    end = jnp.where(jnp.asarray(stop) - among.local > start, end, first)
+    return replace(among, pending=(points if T > 1 else points[:, :, 0], first, end), local=0)
+
+
+def by_head(q: Array, steps: int) -> Array:
+    """The queries [B, K, T*G, D] of `steps` as [B, K, T, 1, G, D], to stand beside points."""
+    B, K, heads, D = q.shape
+    return q.reshape(B, K, steps, 1, heads // steps, D)
