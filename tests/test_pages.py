@@ -259,3 +259,12 @@ def test_a_token_that_matters_is_in_sight_at_every_age(name: str, settings: dict
         read = np.asarray(info.positions)[0]
         assert (read == place).any(axis=-1).all(), f"{n - place} tokens after it"
         assert (np.asarray(info.attended) <= settings["budget"] + 1).all()
+
+
+def test_quest_has_room_for_the_page_that_is_not_full() -> None:
+    with pytest.raises(ValueError, match=r"quest\(local=8\) is less than a chunk of 16 tokens.*at least 16"):
+        kvjax.presets.quest(256, local=8)
+    with pytest.raises(ValueError, match=r"quest\(local=32\) is less than a chunk of 64 tokens"):
+        kvjax.presets.quest(256, local=32, chunk=64)
+    policy = kvjax.presets.quest(256).rest
+    assert (policy.local, policy.demote.slots(policy.local), policy.selected) == (16, 16, 240)

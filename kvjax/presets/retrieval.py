@@ -248,7 +248,8 @@ def quest(
         )
     beside = 1 if selects and local is None else 0
     policy = Retrieval(
-        selector=MinMaxPages(page=page, group_reduce=group_reduce, pending="box" if selects else "exact"),  # or none is
+        # With a Buffer no token is pending, so that its page needs no box.
+        selector=MinMaxPages(page=page, group_reduce=group_reduce, pending="box" if selects else "exact"),
         store=history("quest", host, hot, page, host_dtype=host_dtype),
         budget=sink + counted + pages * page + beside if selects else budget,
         sink=sink,
