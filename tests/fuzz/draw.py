@@ -319,8 +319,8 @@ def _selector(rng: np.random.Generator) -> Any:
     return _one(
         rng,
         lambda: kvjax.Fier(group=_one(rng, 4, 8, 16), group_reduce=rule),
-        lambda: kvjax.MinMaxPages(page=_one(rng, 1, 4, 8), group_reduce=rule),
-        lambda: kvjax.CentrePages(page=_one(rng, 4, 8), group_reduce=rule),
+        lambda: kvjax.MinMaxPages(page=_one(rng, 1, 4, 8), group_reduce=rule, pending=_one(rng, "box", "exact")),
+        lambda: kvjax.CentrePages(page=_one(rng, 4, 8), group_reduce=rule, pending=_one(rng, "box", "exact")),
         lambda: kvjax.Exact(group_reduce=rule),
         lambda: kvjax.Paris(votes=_one(rng, "tiers", "plain"), candidates=_one(rng, None, 8, 20), group_reduce=rule),
     )()
