@@ -17,13 +17,13 @@ from jax import Array
 from kvjax import ops
 from kvjax.partial import attention_logits
 from kvjax.selection import Candidates, GroupReduce, Selection, reduce_scores
-from kvjax.selectors.selector import Selector, WindowedSelector, require_truncatable, with_own_pending
+from kvjax.selectors.selector import Selector, WindowedSelector, Wrapper, require_truncatable, with_own_pending
 from kvjax.spec import CacheSpec
 from kvjax.validation import check_verbs, finite_number
 
 
 @dataclass(frozen=True, kw_only=True)
-class ByShare:
+class ByShare(Wrapper):
     """Takes some of the units that `selector` ranks highest, by their shares of the attention; a subclass says which.
 
     Shares are the softmax of the scores over all units that a step may select, the mean over the query heads that share
@@ -44,22 +44,6 @@ class ByShare:
     def keep(self, share: Array, valid: Array, order: Array) -> Array:
         """bool[B, K, H, M] which of the valid units to take. `order` ranks them by falling `share`, f32[B, K, H, M]."""
         raise NotImplementedError
-
-    @property
-    def unit(self) -> int:
-        return self.selector.unit
-
-    @property
-    def group_reduce(self) -> GroupReduce:
-        return self.selector.group_reduce
-
-    @property
-    def selects_in_window(self) -> bool:
-        return True
-
-    @property
-    def lowest_is_last(self) -> bool:
-        return True
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         self.selector.check(spec, chunk)
@@ -97,12 +81,6 @@ class ByShare:
         if among.dense is not None:
             taken |= best.valid & (among.of_groups(among.dense) != 0)
         return among.tokens(Selection(best.slots, taken), scores.shape[-1], unit)
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return self.selector.bytes_per_token(spec)
-
-    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
-        return self.selector.bytes_read(spec, length)
 
 
 @dataclass(frozen=True, kw_only=True)

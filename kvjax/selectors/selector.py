@@ -112,6 +112,34 @@ class TruncatableSelector(Selector, Protocol):
         ...
 
 
+class Wrapper:
+    """The part of a selector that is as in the one that it wraps. A subclass is a dataclass with this field."""
+
+    selector: Selector
+
+    @property
+    def unit(self) -> int:
+        return self.selector.unit
+
+    @property
+    def group_reduce(self) -> GroupReduce:
+        return self.selector.group_reduce
+
+    @property
+    def selects_in_window(self) -> bool:
+        return True
+
+    @property
+    def lowest_is_last(self) -> bool:
+        return True
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return self.selector.bytes_per_token(spec)
+
+    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
+        return self.selector.bytes_read(spec, length)
+
+
 def require_truncatable(selector: Selector) -> TruncatableSelector:
     """`selector`, if its index can be shortened; else a ValueError."""
     if not isinstance(selector, TruncatableSelector):

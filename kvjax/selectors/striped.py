@@ -16,20 +16,19 @@ from kvjax.partial import attention_logits
 from kvjax.selection import (
     SOFTMAX_REDUCES,
     Candidates,
-    GroupReduce,
     Selection,
     by_row,
     log_sum,
     reduce_scores,
 )
-from kvjax.selectors.selector import Selector, require_truncatable, with_own_pending
+from kvjax.selectors.selector import Selector, Wrapper, require_truncatable, with_own_pending
 from kvjax.spec import CacheSpec
 
 NOWHERE = int(np.iinfo(np.int32).max)  # the place of what is not valid
 
 
 @dataclass(frozen=True)
-class StripedSelector:
+class StripedSelector(Wrapper):
     """A `selector` whose index is dealt over devices; it selects what the selector would select on one device.
 
     A step scores the units of this device. Rules by softmax then need the sum over all devices: G numbers a KV head.
@@ -39,22 +38,6 @@ class StripedSelector:
 
     selector: Selector
     stripes: Stripes
-
-    @property
-    def unit(self) -> int:
-        return self.selector.unit
-
-    @property
-    def group_reduce(self) -> GroupReduce:
-        return self.selector.group_reduce
-
-    @property
-    def selects_in_window(self) -> bool:
-        return True
-
-    @property
-    def lowest_is_last(self) -> bool:
-        return True
 
     def with_pending(self, among: Candidates, q: Array) -> Candidates:
         return with_own_pending(self.selector, among, q)
@@ -112,12 +95,6 @@ class StripedSelector:
         place = place[..., : among.room]
         valid = (place < NOWHERE) & (jnp.arange(place.shape[3])[None, None, None] < by_row(among.limit))
         return among.tokens(Selection(jnp.where(valid, place, 0), valid), units * stripes.parts, unit)
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return self.selector.bytes_per_token(spec)
-
-    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
-        return self.selector.bytes_read(spec, length)
 
 
 def _ranked(part: tuple[Array, Array], ranks: Array) -> Array:
