@@ -260,13 +260,12 @@ def _map(f: Callable[[str], T], names: Sequence[str], beside: int) -> Iterator[T
     pool = ThreadPoolExecutor(beside)
     waiting = [pool.submit(copy_context().run, f, name) for name in names]
     try:
-        left = set(waiting)
         for one in waiting:
-            while one in left:
-                done, left = wait(left, return_when=FIRST_COMPLETED)
-                for ended in done - {one}:
-                    if error := ended.exception():
+            while not one.done():
+                for other in waiting:
+                    if other.done() and (error := other.exception()):
                         raise error
+                wait([other for other in waiting if not other.done()], return_when=FIRST_COMPLETED)
             yield one.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
