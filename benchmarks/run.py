@@ -162,8 +162,8 @@ def environment(cell: Cell, given: argparse.Namespace, *, beside: bool = False) 
     """The environment of a cell's process; `beside` others, it may take its part of the GPU's memory and no more."""
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY / given.beside:.2f}", **BESIDE_OTHERS} if beside else {}
     env = {
-        **share,
         **os.environ,
+        **share,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONUNBUFFERED": "1",
         "JAX_COMPILATION_CACHE_DIR": str((given.cache or given.out / "cache").resolve()),
