@@ -254,7 +254,9 @@ class Rows:
         if len(read) > most:
             raise Wrong(f"{where}: reads {len(read)} tokens, more than {most}")
         if self.window is None and hasattr(inner, "local"):
-            newest = min(inner.local, len(inner.demote.staying(inner.local)) + 1)  # fewer of a Buffer that was flushed
+            # The recent block has more than `local`, but for a Buffer, of which every step reads all.
+            stay = len(inner.demote.staying(inner.local))
+            newest = min(inner.local, stay + 1 + (n - inner.sink - stay - 1) % inner.demote.leave)
             must = {*range(min(inner.sink, n)), *range(max(n - newest, 0), n)}
             if missing := must - set(read.tolist()):
                 raise Wrong(f"{where}: sink and local window lack {sorted(missing)}")
