@@ -26,7 +26,7 @@ TABLES: dict[str, Callable[[], str]] = {
         quality.decoded_needles, quality.needles, quality.papers, quality.group_rules, quality.equal_perplexities,
         quality.method_perplexities, quality.perplexities, quality.tokens_read,
         methods.methods, methods.low_rank, methods.coverage,
-        published.real_needles, published.real_pass_keys, published.real_gsm8k, published.real_gsm8k_pariskv,
+        published.real_needles, published.real_pass_keys, published.real_gsm8k, published.real_gsm8k_all,
         published.real_ruler, published.real_perplexities, published.real_long_generation, published.drift,
         published.small_perplexities,
         published.real_recall, published.real_group_rules, published.real_speed, published.real_first_tokens,

@@ -56,7 +56,7 @@ def group_rules() -> str:
     rows = []
     for rule in ("per_head", "max_softmax", "mean_softmax", "mean_query", "mean_score"):
         cells = [
-            short(scores[task][f"{name}:group_reduce={rule}@32"]["mean"])
+            short(scores[task][f"{name}:group_reduce={rule}@64"]["mean"])
             for name in ("fier", "quest")
             for task in tasks
         ]
