@@ -20,7 +20,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import jax
@@ -29,15 +28,26 @@ from jax import Array
 
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.attend import softmax
+from kvjax.kernels_pallas.attend.codes import (
+    LIFT,
+    Layout,
+    affine_of,
+    centre_of,
+    codes_at,
+    decode,
+    groups_of,
+    layout_of,
+    load_words,
+    pair_of,
+    prmt,
+)
+from kvjax.kernels_pallas.attend.mixing import Mixing
 from kvjax.kernels_pallas.attend.softmax import HEADS, KINDS
 from kvjax.kernels_pallas.simt import Flag, Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_quantized.json
-BY_TOKEN = 32  # keys of a unit that have scales of their own
 MAX_GROUP = 64
-LIFT = 64  # see `_codes`
 SLACK = 8.0  # weights are up to 2^(LIFT + SLACK)
-ONE = 0x3F803F80  # bf16, twice
 
 
 @dataclass(frozen=True)
@@ -49,49 +59,6 @@ class Config:
     def __post_init__(self) -> None:
         if self.blocks < 1 or self.warpgroups not in (1, 2, 3, 4) or self.stages < 2:
             raise ValueError(f"blocks must be at least 1, warpgroups 1 to 4, stages 2 or more; got {self}")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Sizes of codes and of a unit of them, and where its parts lie in a stage of a warp's shared memory, in bytes."""
-
-    S: int
-    D: int
-    bits: tuple[int, int]  # of keys and values
-    key_group: tuple[int, int]  # tokens and channels
-    value_channels: int  # of a group
-
-    @property
-    def by_channel(self) -> bool:
-        return self.key_group[1] == 1
-
-    @property
-    def unit(self) -> int:
-        return self.key_group[0] if self.by_channel else BY_TOKEN
-
-    @property
-    def tiles(self) -> int:
-        return -(-self.unit // 16)
-
-    @property
-    def per_token(self) -> tuple[int, ...]:
-        """Bytes a token of key codes, value codes, value scales, and key scales by token."""
-        keys = 0 if self.by_channel else 4 * self.D // self.key_group[1]
-        return self.D * self.bits[0] // 8, self.D * self.bits[1] // 8, 4 * self.D // self.value_channels, keys
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        return tuple(accumulate((16 * self.tiles * n for n in self.per_token[:3]), initial=0))
-
-    @property
-    def stage(self) -> int:
-        return 16 * self.tiles * sum(self.per_token) + (4 * self.D if self.by_channel else 0)
-
-
-def layout_of(D: int, keys: Any, values: Any) -> Layout:
-    S = keys[0].shape[-2]
-    key_bits, value_bits = (codes.shape[-1] * 8 // D for codes, _ in (keys, values))
-    return Layout(S, D, (key_bits, value_bits), _groups(keys[1], S, D), _groups(values[1], S, D)[1])
 
 
 def _room(layout: Layout, config: Config) -> int:
@@ -116,7 +83,7 @@ def unsupported(
     bits = [codes.shape[3] * 8 / D for codes, _ in (keys, values)]
     if not all(b in (2, 4) for b in bits):
         return f"the kernel attend_quantized takes codes of 2 and 4 bits; got {bits[0]:g} and {bits[1]:g}"
-    (tokens, channels), sliced = _groups(keys[1], S, D), _groups(values[1], S, D)
+    (tokens, channels), sliced = groups_of(keys[1], S, D), groups_of(values[1], S, D)
     if not (tokens == 1 and channels % (D // 4) == 0) and not (channels == 1 and tokens <= MAX_GROUP):
         return (
             f"the kernel attend_quantized takes keys in groups of up to {MAX_GROUP} tokens by 1 channel, or of "
@@ -146,11 +113,6 @@ def unsupported(
 
 def supported(q: Any, keys: Any, values: Any, start: Any, stop: Any, recent: Any = None) -> bool:
     return unsupported(q, keys, values, start, stop, recent) is None
-
-
-def _groups(scales: Any, S: int, D: int) -> tuple[int, int]:
-    """Tokens and channels of a group."""
-    return S // scales.shape[-2], D // scales.shape[-1]
 
 
 @simt.lowered_once("scale", "config")
@@ -278,7 +240,7 @@ def _program(
         ptx("cp.async.commit_group;")
     queries = _queries(layout, q, heads, quad, col, 1.0 if scale >= 0 else -1.0)
     factor = (abs(scale) or 2.0**-99) / math.log(2) * (2.0**LIFT if by_channel else 1.0)
-    mixing = _Mixing(layout, lane)
+    mixing = Mixing(layout, lane)
     end_of_ring = room + (config.stages - 1) * layout.stage
 
     @loop(begin, end, warps, [room, end_of_ring, *mixing.nothing()])
@@ -321,18 +283,6 @@ def _program(
     loop(t, heads * D // 4, 32 * warps)(lambda i: softmax.Merged(parts, i, D, "shared").write(out, lse))
 
 
-# An integer m below 256 as the bits of a bf16 is m 2^-133, whatever its highest bit (the smallest normal numbers lie as
-# densely as those below them). So an `and` makes two codes, times 2^-133 and the power of two of their place; those
-# of the upper bytes after a shift by 8. Queries have the inverse of the powers beforehand, less LIFT; of values the
-# place is that of a channel, and its power is taken out in the end.
-
-
-def _codes(x: Word, shifted: Word, place: int, bits: int) -> list[Word]:
-    """Codes in place `place` of both lower bytes of the halves of x, and in that of both upper ones."""
-    mask = (((1 << bits) - 1) << (bits * place)) * 0x10001
-    return [x & mask, shifted & mask]
-
-
 def _fetcher(layout: Layout, lane: Word, row: Word, *refs: Any) -> Callable[[Word, Word], None]:
     """fetch(unit, to) starts to copy a unit into a stage; what is not of the row or of the unit becomes 0."""
     S, D, unit, padded = layout.S, layout.D, layout.unit, 16 * layout.tiles
@@ -372,7 +322,7 @@ def _fetcher(layout: Layout, lane: Word, row: Word, *refs: Any) -> Callable[[Wor
 def _own_queries(q: Any, heads: int, D: int, quad: Word, col: Word) -> list[Word]:
     """The D/4 adjacent channels of query `quad` for this column of lanes, two a word; 0 past the queries."""
     mine = (quad < heads).select(quad, 0)
-    return [(quad < heads).select(w, 0) for w in _words(simt.offset(q, mine * (D * 2) + col * (D // 2)), D // 8)]
+    return [(quad < heads).select(w, 0) for w in load_words(simt.offset(q, mine * (D * 2) + col * (D // 2)), D // 8)]
 
 
 def _queries(layout: Layout, q: Any, heads: int, quad: Word, col: Word, sign: float) -> list[Word]:
@@ -382,9 +332,9 @@ def _queries(layout: Layout, q: Any, heads: int, quad: Word, col: Word, sign: fl
     mine = _own_queries(q, heads, D, quad, col)
     found = []
     for low, high in _pairs(layout):
-        pair = _prmt(mine[low // 2], mine[high // 2], 0x7632 if low % 2 else 0x5410)
+        pair = prmt(mine[low // 2], mine[high // 2], 0x7632 if low % 2 else 0x5410)
         power = 2.0 ** (133 - LIFT - low % (8 // bits) * bits) if layout.by_channel else 1.0
-        found.append(instr("mul.bf16x2", pair, _pair(sign * power)))
+        found.append(instr("mul.bf16x2", pair, pair_of(sign * power)))
     return found
 
 
@@ -401,23 +351,23 @@ def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word
     D, bits, width = layout.D, layout.bits[0], layout.per_token[0]
     in_byte, pairs, tiles = 8 // bits, _pairs(layout), layout.tiles
     lane = at + (quad * width + col * (width // 4))
-    rows = [_words(lane + 8 * r * width, width // 16) for r in range(2 * tiles)]
+    rows = [load_words(lane + 8 * r * width, width // 16) for r in range(2 * tiles)]
     begin = [word(0)] * 4
     if layout.by_channel:
-        shared = [w for i in range(D // 16) for w in _words(at + layout.places[3] + col * 16 + i * 64, 4)]
-        steps, zeros = ([_prmt(shared[a], shared[b], how) for a, b in pairs] for how in (0x5410, 0x7632))
+        shared = [w for i in range(D // 16) for w in load_words(at + layout.places[3] + col * 16 + i * 64, 4)]
+        steps, zeros = ([prmt(shared[a], shared[b], how) for a, b in pairs] for how in (0x5410, 0x7632))
         scaled = [instr("mul.bf16x2", x, s) for x, s in zip(queries, steps, strict=True)]
         # By place, as the queries have their powers: the lower rows have products with zeros, the upper ones those with
         # scales, less what rounding leaves of them; that is given back times the centre of the codes.
         sums = [begin] * in_byte
         for n in range(0, len(pairs), 2):
-            j, off = n // 2 % in_byte, word(_pair(-1.0))
+            j, off = n // 2 % in_byte, word(pair_of(-1.0))
             a = [zeros[n], steps[n], zeros[n + 1], steps[n + 1]]
             sums[j] = simt.mma("bf16", sums[j], a, queries[n : n + 2])
             sums[j] = simt.mma("bf16", sums[j], [word(0), off, word(0), off], scaled[n : n + 2])
         begin = []
         for e in range(2):
-            places = [instr("fma.rn.f32", acc[e + 2], real(_centre(bits)), acc[e]) for acc in sums]
+            places = [instr("fma.rn.f32", acc[e + 2], real(centre_of(bits)), acc[e]) for acc in sums]
             total = functools.reduce(lambda a, b: instr("fma.rn.f32", a, real(2.0**bits), b), places[::-1])
             begin.append(instr("mul.f32", instr("mul.f32", total, real(2.0**-64)), real(2.0**-69)))
         begin = begin * 2
@@ -426,8 +376,8 @@ def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word
         size = layout.per_token[3]
         slice_ = simt.divide(col * (D // 4), layout.key_group[1])
         lane = at + (quad * size + slice_ * 4)
-        own = [_words(lane + (layout.places[3] + 8 * r * size), 1)[0] for r in range(2 * tiles)]
-        affine = [_affine(w, bits) for w in own]
+        own = [load_words(lane + (layout.places[3] + 8 * r * size), 1)[0] for r in range(2 * tiles)]
+        affine = [affine_of(w, bits) for w in own]
     found = []
     for tile in range(tiles):
         near, far = rows[2 * tile : 2 * tile + 2]
@@ -436,10 +386,10 @@ def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word
         for n in range(0, len(pairs), 2):
             w, j = divmod(n // 2, in_byte)
             if layout.by_channel:
-                lanes = [_codes(x[w], s[w], j, bits) for x, s in zip((near, far), shifted, strict=True)]
+                lanes = [codes_at(x[w], s[w], j, bits) for x, s in zip((near, far), shifted, strict=True)]
             else:
                 lanes = [
-                    [_decode(x[w], i, bits, *affine[2 * tile + r]) for i in (j, j + in_byte)]
+                    [decode(x[w], i, bits, *affine[2 * tile + r]) for i in (j, j + in_byte)]
                     for r, x in enumerate((near, far))
                 ]
             acc = simt.mma("bf16", acc, [x for two in zip(*lanes, strict=True) for x in two], queries[n : n + 2])
@@ -447,116 +397,8 @@ def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word
     return found
 
 
-class _Mixing:
-    """The mix of values and how their channels lie in it.
-
-    `ldmatrix` gives a lane the half words `quad` of the blocks of 16 bytes of a token, two tokens at once. A product
-    has 16 channels as its rows: a lane's codes at one place of their lower and upper bytes. So its channels are of one
-    slice that has scales of its own, or of some: then there is a product for each, and a lane takes that of its slice.
-    Weights times the scales of a slice are the right operand; weights times zeros are summed beside the mix.
-    """
-
-    def __init__(self, layout: Layout, lane: Word):
-        self.layout, self.lane, self.quad, self.bits = layout, lane, lane >> 2, layout.bits[1]
-        self.in_byte = 8 // self.bits
-        self.block = 128 // self.bits  # channels of 16 bytes
-        self.slices = layout.D // layout.value_channels
-        self.of_block = max(1, self.block // layout.value_channels)  # slices
-        self.products = [(m, j) for m in range(layout.D // self.block) for j in range(self.in_byte)]
-
-    def nothing(self) -> list[Word]:
-        """The state of `_softmax` with another four sums for each slice, of weights times zeros."""
-        return [*softmax.empty(self.layout.D), *[word(0)] * (4 * self.slices)]
-
-    def scales(self, at: Word) -> list[list[Word]]:
-        """Those of keys quad + 8 r of the unit, by r and slice."""
-        size, place = self.layout.per_token[2], self.layout.places[2]
-        at = at + self.quad * size
-        return [_words(at + (place + 8 * r * size), self.slices) for r in range(2 * self.layout.tiles)]
-
-    def add(
-        self, mixed: list[list[Word]], at: Word, weights: list[list[Word]], scales: list[list[Word]]
-    ) -> list[list[Word]]:
-        """The mix and the other sums with the values of the unit at `at`."""
-        mixed, sums = mixed[: -self.slices], mixed[-self.slices :]
-        # The rounding error of the right operand, times the centre of the codes, is added back once (row 0).
-        centre = _centre(self.bits)
-        off = self.quad.equals(0).select(_pair(-centre), 0)
-        rights: list[list[list[Word]]] = [[] for _ in sums]
-        for n, tile in enumerate(weights):
-            for s, right in enumerate(rights):
-                own = [words[s] for words in scales[2 * n : 2 * n + 2]]
-                steps = [x << 16 for x in own]
-                middles = [
-                    instr("fma.rn.f32", step, real(centre), x & 0xFFFF0000) for step, x in zip(steps, own, strict=True)
-                ]
-                scaled = [instr("mul.f32", x, steps[e // 2]) for e, x in enumerate(tile)]
-                right.append(softmax.right_operand(scaled, "bf16"))
-                acc = simt.mma("bf16", sums[s], [off, word(0), off, word(0)], right[n])
-                sums[s] = [instr("fma.rn.f32", x, middles[e // 2], acc[e]) for e, x in enumerate(tile)]
-        return self._products(mixed, at + self.layout.places[1], rights) + sums
-
-    def _products(self, mixed: list[list[Word]], at: Word, rights: list[list[list[Word]]]) -> list[list[Word]]:
-        width, blocks = self.layout.per_token[1], self.layout.D // self.block
-        i = self.lane >> 3  # lanes 8 i .. give the addresses of the i-th matrix: tokens 8 (i & 1) .., block i >> 1
-        at = at + ((i & 1) * 8 + (self.lane & 7)) * width + ((i >> 1) * 16 if blocks > 1 else 0)
-        code = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
-        words = [
-            [
-                x
-                for m in range(0, blocks, 2)
-                for x in ptx(code, at + (16 * tile * width + 16 * m), results=4, convergent=True)
-            ]
-            for tile in range(self.layout.tiles)
-        ]
-        shifted = [[x >> 8 for x in tile] for tile in words]
-        found = []
-        for (m, j), before in zip(self.products, mixed, strict=True):
-            first, by_slice = self._first(m), []
-            for right in rights[first : first + self.of_block]:
-                acc = before
-                for x, y, operand in zip(words, shifted, right, strict=True):
-                    near, far = (_codes(x[i], y[i], j, self.bits) for i in (2 * m, 2 * m + 1))
-                    acc = simt.mma("bf16", acc, [*near, *far], operand)
-                by_slice.append(acc)
-            found.append(self._of_lane(by_slice))
-        return found
-
-    def _first(self, m: int) -> int:
-        """The first slice of block m."""
-        return self.block * m // self.layout.value_channels
-
-    def _of_lane(self, by_slice: Sequence[list[Word]]) -> list[Word]:
-        """The list of this lane's slice, of lists by slice of a block."""
-        found = by_slice[0]
-        for i, other in enumerate(by_slice[1:], 1):
-            mine = self.quad * (2 * self.in_byte) >= i * self.layout.value_channels
-            found = [mine.select(x, y) for x, y in zip(other, found, strict=True)]
-        return found
-
-    def finish(self, state: Sequence[Word]) -> list[Word]:
-        """The state of `_softmax`: without LIFT, codes' places, and the other sums, which are added to the mix."""
-        tops, totals, mixed = softmax.parts(state)
-        zeros = []
-        for acc in mixed[-self.slices :]:
-            two = [instr("add.f32", acc[e], acc[e + 2]) for e in range(2)]
-            for gap in (4, 8, 16):
-                two = [instr("add.f32", x, simt.bfly(x, gap)) for x in two]
-            zeros.append([instr("mul.f32", x, real(2.0**-LIFT)) for x in two])
-        found = []
-        for (m, j), acc in zip(self.products, mixed[: -self.slices], strict=True):
-            own = self._of_lane(zeros[self._first(m) :][: self.of_block])
-            power = real(2.0 ** (133 - LIFT - self.bits * j))
-            found += [instr("fma.rn.f32", x, power, own[e % 2]) for e, x in enumerate(acc)]
-        return [*tops, *(instr("mul.f32", x, real(2.0**-LIFT)) for x in totals), *found]
-
-    def channel(self, n: int, half: int) -> Word:
-        m, j = self.products[n]
-        return self.quad * (2 * self.in_byte) + (self.block * m + j + self.in_byte * half)
-
-
 def _exact(
-    mixing: _Mixing, zone: Sequence[Any], ends: Sequence[Word], q: Any, heads: int, size: int, row: Word,
+    mixing: Mixing, zone: Sequence[Any], ends: Sequence[Word], q: Any, heads: int, size: int, row: Word,
     first: Word, step: int, state: list[Word], *, scale: float,
 ) -> list[Word]:  # fmt: skip
     """The state with some of the exact keys and values of the span `ends`, 16 at a time."""
@@ -569,7 +411,7 @@ def _exact(
     def carry(n: Word, *state: Word) -> list[Word]:
         def words(address: Any, token: Word, byte: Word, number: int) -> list[Word]:
             token = n * 16 + token
-            return _words(simt.offset(address, (token < size).select(token, size - 1) * (2 * D) + byte), number)
+            return load_words(simt.offset(address, (token < size).select(token, size - 1) * (2 * D) + byte), number)
 
         near, far = (words(keys, quad + 8 * r, col * (D // 2), D // 8) for r in range(2))
         # A lane takes its channels of a block of values, of tokens 2 col, 2 col + 1 and the two 8 further.
@@ -588,7 +430,7 @@ def _exact(
         mixed = softmax.parts(kept)[2]
         for i, (m, j) in enumerate(mixing.products):
             a = [
-                _prmt(own[x][m][channel // 2], own[x + 1][m][channel // 2], 0x7632 if channel % 2 else 0x5410)
+                prmt(own[x][m][channel // 2], own[x + 1][m][channel // 2], 0x7632 if channel % 2 else 0x5410)
                 for x in (0, 2)
                 for channel in (j, j + in_byte)
             ]
@@ -596,41 +438,3 @@ def _exact(
         return [*kept[:4], *softmax.flat(mixed)]
 
     return carry
-
-
-def _prmt(a: Word, b: Word, how: int) -> Word:
-    return instr("prmt.b32", a, b, how)
-
-
-def _words(at: Any, words: int) -> list[Word]:
-    """1, 2, 4 or a multiple of 4 words of shared memory, at a Word, or of device memory, at an address."""
-    space, n = "shared" if isinstance(at, Word) else "global.nc", min(words, 4)
-    lanes = ", ".join(f"${i}" for i in range(n))
-    kind, to = (f".v{n}", f"{{{lanes}}}") if n > 1 else ("", lanes)
-    loads = [f"ld.{space}{kind}.u32 {to}, [${n}+{4 * w}];" for w in range(0, words, n)]
-    found = [ptx(load, at, results=n) for load in loads]
-    return found if n == 1 else [w for four in found for w in four]
-
-
-def _affine(x: Word, bits: int) -> tuple[Word, Word]:
-    """Scale 2^bits and zero of a u32 of scale and zero, each twice, as bf16."""
-    return instr("mul.bf16x2", _prmt(x, x, 0x5410), _pair(2.0**bits)), _prmt(x, x, 0x7632)
-
-
-def _centre(bits: int) -> float:
-    """The mean of the least code and the largest."""
-    return (2**bits - 1) / 2
-
-
-def _pair(x: float) -> int:
-    """x twice, in bf16, which must hold it."""
-    return (simt.real_bits(x) >> 16) * 0x10001
-
-
-def _decode(x: Word, j: int, bits: int, scale: Word, zero: Word) -> Word:
-    """Values of the j-th codes of both halves of x."""
-    shift = bits * j - (7 - bits)
-    x = x >> shift if shift > 0 else x << -shift if shift else x
-    mask = ((1 << bits) - 1) << (7 - bits)
-    code = instr("sub.bf16x2", (x & (mask * 0x10001)) | ONE, ONE)
-    return instr("fma.rn.bf16x2", code, scale, zero)

@@ -1,0 +1,112 @@
+"""Codes of 2 and 4 bits as `attend_quantized` has them: their sizes, and how they become operands of `mma`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.simt import Word, instr, ptx
+
+BY_TOKEN = 32  # keys of a unit that have scales of their own
+LIFT = 64  # see `codes_at`
+ONE = 0x3F803F80  # bf16, twice
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of codes and of a unit of them, and where its parts lie in a stage of a warp's shared memory, in bytes."""
+
+    S: int
+    D: int
+    bits: tuple[int, int]  # of keys and values
+    key_group: tuple[int, int]  # tokens and channels
+    value_channels: int  # of a group
+
+    @property
+    def by_channel(self) -> bool:
+        return self.key_group[1] == 1
+
+    @property
+    def unit(self) -> int:
+        return self.key_group[0] if self.by_channel else BY_TOKEN
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.unit // 16)
+
+    @property
+    def per_token(self) -> tuple[int, ...]:
+        """Bytes a token of key codes, value codes, value scales, and key scales by token."""
+        keys = 0 if self.by_channel else 4 * self.D // self.key_group[1]
+        return self.D * self.bits[0] // 8, self.D * self.bits[1] // 8, 4 * self.D // self.value_channels, keys
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        return tuple(accumulate((16 * self.tiles * n for n in self.per_token[:3]), initial=0))
+
+    @property
+    def stage(self) -> int:
+        return 16 * self.tiles * sum(self.per_token) + (4 * self.D if self.by_channel else 0)
+
+
+def layout_of(D: int, keys: Any, values: Any) -> Layout:
+    S = keys[0].shape[-2]
+    key_bits, value_bits = (codes.shape[-1] * 8 // D for codes, _ in (keys, values))
+    return Layout(S, D, (key_bits, value_bits), groups_of(keys[1], S, D), groups_of(values[1], S, D)[1])
+
+
+def groups_of(scales: Any, S: int, D: int) -> tuple[int, int]:
+    """Tokens and channels of a group."""
+    return S // scales.shape[-2], D // scales.shape[-1]
+
+
+# An integer m below 256 as the bits of a bf16 is m 2^-133, whatever its highest bit (the smallest normal numbers lie as
+# densely as those below them). So an `and` makes two codes, times 2^-133 and the power of two of their place; those
+# of the upper bytes after a shift by 8. Queries have the inverse of the powers beforehand, less LIFT; of values the
+# place is that of a channel, and its power is taken out in the end.
+
+
+def codes_at(x: Word, shifted: Word, place: int, bits: int) -> list[Word]:
+    """Codes in place `place` of both lower bytes of the halves of x, and in that of both upper ones."""
+    mask = (((1 << bits) - 1) << (bits * place)) * 0x10001
+    return [x & mask, shifted & mask]
+
+
+def prmt(a: Word, b: Word, how: int) -> Word:
+    return instr("prmt.b32", a, b, how)
+
+
+def load_words(at: Any, words: int) -> list[Word]:
+    """1, 2, 4 or a multiple of 4 words of shared memory, at a Word, or of device memory, at an address."""
+    space, n = "shared" if isinstance(at, Word) else "global.nc", min(words, 4)
+    lanes = ", ".join(f"${i}" for i in range(n))
+    kind, to = (f".v{n}", f"{{{lanes}}}") if n > 1 else ("", lanes)
+    loads = [f"ld.{space}{kind}.u32 {to}, [${n}+{4 * w}];" for w in range(0, words, n)]
+    found = [ptx(load, at, results=n) for load in loads]
+    return found if n == 1 else [w for four in found for w in four]
+
+
+def affine_of(x: Word, bits: int) -> tuple[Word, Word]:
+    """Scale 2^bits and zero of a u32 of scale and zero, each twice, as bf16."""
+    return instr("mul.bf16x2", prmt(x, x, 0x5410), pair_of(2.0**bits)), prmt(x, x, 0x7632)
+
+
+def centre_of(bits: int) -> float:
+    """The mean of the least code and the largest."""
+    return (2**bits - 1) / 2
+
+
+def pair_of(x: float) -> int:
+    """x twice, in bf16, which must hold it."""
+    return (simt.real_bits(x) >> 16) * 0x10001
+
+
+def decode(x: Word, j: int, bits: int, scale: Word, zero: Word) -> Word:
+    """Values of the j-th codes of both halves of x."""
+    shift = bits * j - (7 - bits)
+    x = x >> shift if shift > 0 else x << -shift if shift else x
+    mask = ((1 << bits) - 1) << (7 - bits)
+    code = instr("sub.bf16x2", (x & (mask * 0x10001)) | ONE, ONE)
+    return instr("fma.rn.bf16x2", code, scale, zero)
