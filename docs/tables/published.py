@@ -111,8 +111,16 @@ def _perplexities_by_text(name: str) -> str:
 
 
 def real_long_generation() -> str:
+    return _by_quarter("long_generation")
+
+
+def small_long_generation() -> str:
+    return _by_quarter("long_generation_smollm2")
+
+
+def _by_quarter(name: str) -> str:
     """Perplexity of a model's own text through each cache against full attention, by quarter of it."""
-    found = load_results("long_generation")
+    found = load_results(name)
     rows = [
         [f"`{row['cache']}`", *(f"{x:.2f}" for x in row["ratio_by_quarter"])] for row in found if row["cache"] != "full"
     ]
