@@ -1,6 +1,6 @@
 """Ranks of the sign patterns of subspaces: how many votes each of the 256 earns, in shared memory.
 
-Of the kernel `collide`, which ranks in the blocks that count votes or in a kernel of its own.
+The kernel `collide` ranks in the blocks that count votes, or in a kernel of its own.
 """
 
 from __future__ import annotations
