@@ -5,6 +5,9 @@
 With full attention the model goes on from passages of a book at temperature 1. Its own text is then decoded, token by
 token, through every cache, and the perplexity of each quarter is compared with that of full attention: the ratio of a
 method that drifts rises from quarter to quarter. The standard error is that of paired differences of tokens.
+
+A folder named as `--out` without `.json` keeps the model's text and what each cache gave it with this code, so that a
+run that was cut goes on, and other `--methods` are compared on the same text.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from layers import show
 from kvjax import models
 from kvjax.evaluate import perplexity, plan, recall
 from kvjax.evaluate.caches import make_rows
-from kvjax.evaluate.provenance import model_digest, replace_file
+from kvjax.evaluate.provenance import digest_json, model_digest, replace_file, source_digest
 from kvjax.evaluate.store import Cell
 from kvjax.generation import generate
 from kvjax.models import Checkpoint
@@ -42,6 +45,19 @@ def own_text(checkpoint: Checkpoint, prompts: np.ndarray, new_tokens: int, seed:
     settings: dict[str, Any] = {"sampling": sampling(1.0), "key": jax.random.key(seed)}
     written = generate(checkpoint.model, cache, prompts, max_new_tokens=new_tokens, **settings)
     return np.concatenate([prompts, written.tokens], axis=1)
+
+
+def kept_text(file: Path, made_by: dict[str, Any], make: Callable[[], np.ndarray]) -> np.ndarray:
+    """The text in `file` if it was made by the same model and settings; else a new one, which is kept there."""
+    key = digest_json(made_by)
+    if file.is_file():
+        with np.load(file) as held:
+            if str(held["made_by"]) == key:
+                return held["tokens"]
+    tokens = make()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(file, tokens=tokens, made_by=key)
+    return tokens
 
 
 def summary(cell: Cell, full: Cell) -> dict[str, Any]:
@@ -68,29 +84,35 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=3072)
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--beside", type=int, default=8, help="caches at a time")
     parser.add_argument("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "long_generation.json")
     given = parser.parse_args(args)
-    directory = given.model_dir or models.shipped()
-    checkpoint = models.load(directory, dtype=given.dtype)
+    directory, folder = given.model_dir or models.shipped(), given.out.with_suffix("")
+    checkpoint, digest = models.load(directory, dtype=given.dtype), model_digest(directory)
     words = np.array(recall.read_tokens(checkpoint, given.text, given.rows * given.prompt), np.int32)
-    texts = own_text(checkpoint, words.reshape(given.rows, -1), given.new_tokens, given.seed)
+    prompts = words.reshape(given.rows, -1)
+    made_by = {"model": digest, "dtype": given.dtype, "seed": given.seed, "prompts": prompts.tolist()}
+    texts = kept_text(
+        folder / "text.npz",
+        made_by | {"new_tokens": given.new_tokens},
+        lambda: own_text(checkpoint, prompts, given.new_tokens, given.seed),
+    )
+    task = perplexity.Passages(tuple(tuple(row) for row in texts.tolist()), given.new_tokens)
+    asked = make_rows(given.methods.split(), budgets=[given.budget])
+    one = plan.prepare(checkpoint, task, asked, dtype=given.dtype, model=digest, out=folder / source_digest()[:12])
+    full, *others = plan.run(checkpoint, one, perplexity.score, batch=given.rows, beside=given.beside)
+    for cell in (full, *others):
+        if cell.refused:
+            show({"cache": cell.method, "refused": cell.refused})
+    rows = [summary(cell, full) for cell in (full, *others) if not cell.refused]
+    for row in rows:
+        show({key: str(value) for key, value in row.items()})
     about = recall.about(directory, given.text, given.dtype, [given.prompt], given.new_tokens)
     head = json.dumps({**about, "budget": given.budget, "rows": given.rows, "seed": given.seed}, indent=1)[:-2]
-    task = perplexity.Passages(tuple(tuple(row) for row in texts.tolist()), given.new_tokens)
-    full: Cell | None = None
-    rows = []
-    for name in given.methods.split():
-        made = make_rows([name], budgets=None if name in ("full", "logquant", "kivi") else [given.budget])
-        digest = model_digest(directory)
-        one = plan.prepare(checkpoint, task, made, dtype=given.dtype, model=digest)
-        (cell,) = plan.run(checkpoint, one, perplexity.score, batch=given.rows)
-        full = full or cell
-        rows.append(summary(cell, full))
-        show({key: str(value) for key, value in rows[-1].items()})
-        lines = ",\n".join("    " + json.dumps(row) for row in rows)
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(given.out, f'{head},\n "results": [\n{lines}\n ]\n}}\n')
+    lines = ",\n".join("    " + json.dumps(row) for row in rows)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(given.out, f'{head},\n "results": [\n{lines}\n ]\n}}\n')
 
 
 if __name__ == "__main__":

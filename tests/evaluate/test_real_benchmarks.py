@@ -51,6 +51,19 @@ def test_an_answer_that_drifts_shows_by_quarters(scripts):
     assert found["perplexity"] == pytest.approx(np.exp(np.mean(drifting)), abs=1e-4)
 
 
+def test_a_text_of_the_models_own_is_made_once_for_a_model_and_settings(scripts, tmp_path):
+    keep, made = scripts("long_generation").kept_text, []
+
+    def make():
+        made.append(np.full((2, 3), len(made)))
+        return made[-1]
+
+    file = tmp_path / "kept" / "text.npz"
+    for seed, expected in ((0, 0), (0, 0), (1, 1), (1, 1)):
+        assert (keep(file, {"model": "x", "seed": seed}, make) == expected).all()
+    assert len(made) == 2
+
+
 def test_prompts_of_drafts_hold_what_was_asked_for(scripts, tmp_path):
     text = tmp_path / "book.txt"
     text.write_text("Call me Ishmael. " * 200)
