@@ -76,6 +76,16 @@ def test_steps_read_the_same_tokens_as_without_a_hot_set(policy: Any, tokens: in
     assert (np.asarray(state.store.hot.loads) > tokens // hot_page(hot)).any(), "nothing was replaced"
 
 
+def test_a_budget_that_sink_and_window_use_up_reads_no_page() -> None:
+    policy = dataclasses.replace(FIER, budget=FIER.sink + FIER.local)
+    data, lengths, active = drive.random_tokens(SPEC, 1), np.array([150, 70]), np.ones(2, bool)
+    caches = [drive.fill(drive.new_cache(p, SPEC), data, lengths)[0] for p in (policy, with_hot_set(policy, 40))]
+    (out, _, info), (out_hot, after, info_hot) = (drive.step(cache, data, lengths, active) for cache in caches)
+    np.testing.assert_array_equal(info_hot.positions, info.positions)
+    np.testing.assert_allclose(out_hot, out, atol=2e-6)
+    assert not np.asarray(after.state.store.hot.loads).any()
+
+
 @pytest.mark.thorough
 def test_steps_taken_at_once_fill_the_hot_set_too() -> None:
     hot, data, lengths = with_hot_set(FIER, 48), drive.random_tokens(SPEC, 1), np.array([150, 70])

@@ -126,6 +126,8 @@ class HotSet:
         """See `CachingStore`."""
         *_, H, M = selection.slots.shape
         self.require_room(H * M)
+        if not H * M:  # sink and local window use up the budget
+            return st, Loaded(st.hot.k, st.hot.v, selection)
         place = self._place_tokens if self.page == H == 1 else self._place_pages
         hot, fresh, slots = place(st, selection)
         if isinstance(self.store, PlacingStore):
