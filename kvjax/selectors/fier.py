@@ -36,6 +36,9 @@ class Fier:
     group_reduce: GroupReduce = "mean_softmax"
     page: int = 1  # tokens that are selected together
 
+    selects_in_window = True
+    lowest_is_last = True
+
     def __post_init__(self) -> None:
         keep_int(self, "group", at_least=1)
         keep_int(self, "page", at_least=1)
@@ -44,14 +47,6 @@ class Fier:
     @property
     def unit(self) -> int:
         return self.page
-
-    @property
-    def selects_in_window(self) -> bool:
-        return True
-
-    @property
-    def lowest_is_last(self) -> bool:
-        return True
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         if chunk % self.group:

@@ -38,6 +38,9 @@ class _Pages:
     group_reduce: GroupReduce
     pending: Pending
 
+    selects_in_window = True
+    lowest_is_last = True
+
     def __post_init__(self) -> None:
         keep_int(self, "page", at_least=1)
         require_group_reduce(self.group_reduce)
@@ -80,14 +83,6 @@ class _Pages:
 
     def score(self, ix: Boxes, q: Array, *, scale: float) -> Array:
         return ops.score_pages(q, ix.low, ix.high, scale=scale)
-
-    @property
-    def selects_in_window(self) -> bool:
-        return True
-
-    @property
-    def lowest_is_last(self) -> bool:
-        return True
 
     def select(self, ix: Boxes, q: Array, among: Candidates, *, scale: float) -> Selection:
         scored = self.with_pending(among, q)

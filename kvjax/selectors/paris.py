@@ -88,6 +88,9 @@ class Paris:
     subspace: int = SUBSPACE  # channels of a subspace
     radius_bits: int = 16  # bits of a subspace's weight
 
+    selects_in_window = False
+    lowest_is_last = False  # candidates that only fill up are among those that are reranked
+
     def __post_init__(self) -> None:
         if self.votes not in get_args(Votes):
             raise ValueError(f"Paris(votes=...) must be one of {', '.join(get_args(Votes))}; got {self.votes!r}")
@@ -203,14 +206,6 @@ class Paris:
         """i32[B] keys of the history: all of them have a pattern in the first subspace of the first head."""
         return jnp.sum(counts[:, : 2**self.subspace], axis=-1)
 
-    @property
-    def selects_in_window(self) -> bool:
-        return False
-
-    @property
-    def lowest_is_last(self) -> bool:
-        return False  # candidates that only fill up are among those that are reranked
-
     def select(self, ix: ParisIndex, q: Array, among: Candidates, *, scale: float) -> Selection | PackedSelection:
         """The selection of a `FusedSelector`, among candidates and pending tokens.
 
@@ -259,10 +254,7 @@ class StripedParis(StripedSelector):
     """
 
     selector: Paris
-
-    @property
-    def selects_in_window(self) -> bool:
-        return False
+    selects_in_window = False
 
     def append(self, ix: ParisIndex, k: Array, at: Array, count: Array) -> ParisIndex:
         """Every device encodes all keys of the chunk, whose patterns it counts, and stores its own."""

@@ -116,6 +116,8 @@ class Wrapper:
     """The part of a selector that is as in the one that it wraps. A subclass is a dataclass with this field."""
 
     selector: Selector
+    selects_in_window = True
+    lowest_is_last = True
 
     @property
     def unit(self) -> int:
@@ -124,14 +126,6 @@ class Wrapper:
     @property
     def group_reduce(self) -> GroupReduce:
         return self.selector.group_reduce
-
-    @property
-    def selects_in_window(self) -> bool:
-        return True
-
-    @property
-    def lowest_is_last(self) -> bool:
-        return True
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return self.selector.bytes_per_token(spec)
