@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from docs.tables.reading import load_file, load_rows, load_scores
-from docs.tables.writing import markdown, perplexity_change, short
+from docs.tables.writing import markdown, mean_of, perplexity_change, short
 from kvjax.presets.settings import HOST_DTYPES
 from kvjax.spec import CacheSpec
 from kvjax.stores import HostOffload
@@ -70,8 +70,7 @@ def anchors() -> str:
     (keys,) = load_scores("eval_shared").values()
 
     def found(*names: str) -> list[str]:
-        scores = [keys.get(f"{name}@225") for name in names]
-        return [short(score["mean"]) if score else "" for score in scores]
+        return [mean_of(keys.get(f"{name}@225")) for name in names]
 
     rows = [["all 28", short(plans[4]["error"]["share=1"], 3), *_changes(texts, ("fier", _PARIS)), *found("fier", "")]]
     for share, plan in plans.items():

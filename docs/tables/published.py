@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from docs.tables.guides import hit_rates
 from docs.tables.reading import load_measured, load_results, load_rows, load_scores, method_of, score_of
-from docs.tables.writing import markdown, perplexity_change, short
+from docs.tables.writing import markdown, mean_of, perplexity_change, short
 
 BUDGETS = (32, 64, 128, 256, 512, 1024, 2048)
 # Titles of the tasks of RULER that are generated, in its order, and its own names.
@@ -50,7 +50,7 @@ def _by_budget(scores: dict[str, Any], budgets: Sequence[int]) -> str:
         cells += [""] * (2 - len(cells))
         for budget in budgets:
             score = scores.get(f"{method}@{budget}")
-            cells.append("" if score is None else short(score["mean"]))
+            cells.append(mean_of(score))
             if score is not None and method == "fier":
                 read[budget] = score["tokens_read"]
         rows.append(cells)
@@ -69,16 +69,12 @@ def real_ruler() -> str:
     for title, own in RULER.items():
         for length in lengths:
             if caches := found.get((title, length)):
-                rows.append([f"{title} (`{own}`)", str(length), *(_mean(caches.get(name)) for name in names)])
+                rows.append([f"{title} (`{own}`)", str(length), *(mean_of(caches.get(name)) for name in names)])
     for length in lengths:
         if all((title, length) in found for title in RULER):
             means = [sum(found[title, length][name]["mean"] for title in RULER) / len(RULER) for name in names]
             rows.append(["mean of all ten", str(length), *map(short, means)])
     return markdown(["task", "tokens", *(f"`{name}`" for name in names)], rows)
-
-
-def _mean(score: dict[str, Any] | None) -> str:
-    return "" if score is None else short(score["mean"])
 
 
 def real_perplexities() -> str:
@@ -93,10 +89,11 @@ def _perplexities_by_text(name: str) -> str:
     """Perplexity of full attention by text and length, and the change of the others against it."""
     measured = load_rows(name)
     places = list(dict.fromkeys((row["text"], row["length"]) for row in measured))
+    by_cache: dict[tuple[str, int], dict[Any, dict[str, Any]]] = {}
+    for row in measured:
+        by_cache.setdefault((row["cache"], row.get("passages", 1)), {})[row["text"], row["length"]] = row
     rows = []
-    for cache, passages in dict.fromkeys((row["cache"], row.get("passages", 1)) for row in measured):
-        own = {(row["text"], row["length"]): row for row in measured
-               if (row["cache"], row.get("passages", 1)) == (cache, passages)}  # fmt: skip
+    for (cache, passages), own in by_cache.items():
         cells = []
         for place in places:
             row = own.get(place)
@@ -106,7 +103,7 @@ def _perplexities_by_text(name: str) -> str:
                 cells.append(f"{row['perplexity']:.2f}")
             else:
                 cells.append(perplexity_change(row))
-        rows.append([f"`{cache}`" if passages == 1 or cache != "full" else "`full`, other passages", *cells])
+        rows.append([f"`{cache}`" + (", other passages" if cache == "full" and passages > 1 else ""), *cells])
     return markdown(["cache", *(f"{text}, {length}" for text, length in places)], rows)
 
 
@@ -224,17 +221,17 @@ def which_method() -> str:
 
     def right(scores: dict[str, Any], budget: int, *methods: str) -> str:
         found = [score_of(scores, method, budget) for method in methods]
-        return _listed(methods, [short(score["mean"]) for score in found if score])
+        return _listed(methods, [score["mean"] for score in found if score], short, highest_first=True)
 
     def loss(text: str, length: int, *methods: str) -> str:
-        return _listed(methods, [f"{100 * (texts[text, length, m] - 1):+.1f} %" for m in methods])
+        return _listed(methods, [texts[text, length, m] for m in methods], lambda x: f"{100 * (x - 1):+.1f} %")
 
     def drifts(*methods: str) -> str:
         ends = [(min(by_quarter[m]), max(by_quarter[m])) for m in methods]
-        return _listed(methods, [f"{100 * (low - 1):+.0f} to {100 * (high - 1):.0f} %" for low, high in ends])
+        return _listed(methods, ends, lambda x: f"{100 * (x[0] - 1):+.0f} to {100 * (x[1] - 1):.0f} %")
 
     def times(length: int, batch: int, *methods: str) -> str:
-        return _listed(methods, [f"{speed[length, batch, m]:.2f} ms" for m in methods])
+        return _listed(methods, [speed[length, batch, m] for m in methods], lambda x: f"{x:.2f} ms")
 
     evicting, selecting = ("snapkv", "streaming_llm"), ("fier", "quest", "pariskv", "freekv")
     rows = [
@@ -275,5 +272,9 @@ def which_method() -> str:
     return markdown(["what matters", "take", "rather not"], rows, numbers=False)
 
 
-def _listed(methods: Sequence[str], values: Sequence[str]) -> str:
-    return ", ".join(f"`{method}` {value}" for method, value in zip(methods, values, strict=True))
+def _listed(
+    methods: Sequence[str], numbers: Sequence[Any], told: Callable[[Any], str], *, highest_first: bool = False
+) -> str:
+    """The methods with their numbers, in the order of these."""
+    pairs = sorted(zip(methods, numbers, strict=True), key=lambda pair: pair[1], reverse=highest_first)
+    return ", ".join(f"`{method}` {told(number)}" for method, number in pairs)

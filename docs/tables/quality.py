@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from docs.tables.reading import load_rows, load_scores
-from docs.tables.writing import markdown, perplexity_change, short
+from docs.tables.writing import markdown, mean_of, perplexity_change, short
 
 
 def decoded_needles() -> str:
@@ -14,7 +14,7 @@ def decoded_needles() -> str:
         found = [scores.get(f"{name}@{budget}") for budget in budgets]
         if name in scores:  # without a budget
             found = [scores[name]] * len(budgets)
-        right = (short(score["mean"]) if score else "" for score in found)
+        right = map(mean_of, found)
         read = (f"{score['tokens_read']:.0f}" if score else "" for score in found)
         dense = next(score for score in found if score)["dense_layers"]
         cells = [cell for pair in zip(right, read, strict=True) for cell in pair]
@@ -44,7 +44,7 @@ def papers() -> str:
     rows = []
     for cache in ("pariskv:sink=4,local=8", "freekv:sink=0,local=32"):
         found = (scores.get(f"{cache}@{budget}") for budget in budgets)
-        rows.append([f"`{cache}`", "", *("" if score is None else short(score["mean"]) for score in found)])
+        rows.append([f"`{cache}`", "", *map(mean_of, found)])
     for cache in ("logquant:bits=2", "kivi:bits=2"):
         rows.append([f"`{cache}`", short(scores[cache]["mean"]), *[""] * len(budgets)])
     return markdown(["cache", "all", *map(str, budgets)], rows)

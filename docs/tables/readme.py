@@ -6,7 +6,7 @@ from typing import Any
 
 from docs.tables.reading import load_results, load_rows, load_scores, method_of, score_of
 from docs.tables.speed import ONE_CALL, default_steps, seconds_to_first_token
-from docs.tables.writing import markdown, short
+from docs.tables.writing import markdown, mean_of, short
 
 
 def speed() -> str:
@@ -38,8 +38,7 @@ def quality() -> str:
         return short(sum(score["mean"] for score in scores if score) / len(scores)) if all(scores) else ""
 
     def right(scores: dict[str, Any], method: str, budget: int) -> str:
-        score = score_of(scores, method, budget)
-        return short(score["mean"]) if score else ""
+        return mean_of(score_of(scores, method, budget))
 
     rows = []
     for method in ("full", "fier", "pariskv", "quest", "freekv", "logquant", "snapkv"):

@@ -17,6 +17,11 @@ def short(share: float, digits: int = 2) -> str:
     return f"{share:.{digits}f}".removeprefix("0")
 
 
+def mean_of(score: dict[str, Any] | None) -> str:
+    """The mean of a score; nothing where a cache has none."""
+    return "" if score is None else short(score["mean"])
+
+
 def perplexity_change(row: dict[str, Any]) -> str:
     """Change of perplexity against full attention, with its standard error."""
     return f"{100 * (row['ratio'] - 1):+.1f} ± {100 * row['ratio_stderr']:.1f} %"
