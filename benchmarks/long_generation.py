@@ -26,7 +26,7 @@ from layers import show
 from kvjax import models
 from kvjax.evaluate import perplexity, plan, recall
 from kvjax.evaluate.caches import make_rows
-from kvjax.evaluate.provenance import digest_json, model_digest, replace_file, source_digest
+from kvjax.evaluate.provenance import digest_json, json_text, replace_file, source_digest
 from kvjax.evaluate.store import Cell
 from kvjax.generation import generate
 from kvjax.models import Checkpoint
@@ -47,16 +47,12 @@ def own_text(checkpoint: Checkpoint, prompts: np.ndarray, new_tokens: int, seed:
     return np.concatenate([prompts, written.tokens], axis=1)
 
 
-def kept_text(file: Path, made_by: dict[str, Any], make: Callable[[], np.ndarray]) -> np.ndarray:
-    """The text in `file` if it was made by the same model and settings; else a new one, which is kept there."""
-    key = digest_json(made_by)
-    if file.is_file():
-        with np.load(file) as held:
-            if str(held["made_by"]) == key:
-                return held["tokens"]
-    tokens = make()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(file, tokens=tokens, made_by=key)
+def kept_text(folder: Path, made_by: dict[str, Any], make: Callable[[], np.ndarray]) -> list[list[int]]:
+    """What `make` gives; made once for the same model and settings, and then kept in `folder`."""
+    file = folder / f"text-{digest_json(made_by)[:12]}.json"
+    if not file.is_file():
+        replace_file(file, json_text(make().tolist()))
+    tokens: list[list[int]] = json.loads(file.read_text())
     return tokens
 
 
@@ -89,29 +85,25 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "long_generation.json")
     given = parser.parse_args(args)
     directory, folder = given.model_dir or models.shipped(), given.out.with_suffix("")
-    checkpoint, digest = models.load(directory, dtype=given.dtype), model_digest(directory)
+    checkpoint = models.load(directory, dtype=given.dtype)
+    about = recall.about(directory, given.text, given.dtype, [given.prompt], given.new_tokens)
+    about |= {"budget": given.budget, "rows": given.rows, "seed": given.seed}
     words = np.array(recall.read_tokens(checkpoint, given.text, given.rows * given.prompt), np.int32)
     prompts = words.reshape(given.rows, -1)
-    made_by = {"model": digest, "dtype": given.dtype, "seed": given.seed, "prompts": prompts.tolist()}
-    texts = kept_text(
-        folder / "text.npz",
-        made_by | {"new_tokens": given.new_tokens},
-        lambda: own_text(checkpoint, prompts, given.new_tokens, given.seed),
-    )
-    task = perplexity.Passages(tuple(tuple(row) for row in texts.tolist()), given.new_tokens)
+    made_by = {name: about[name] for name in ("model", "dtype", "steps", "seed")} | {"prompts": prompts.tolist()}
+    texts = kept_text(folder, made_by, lambda: own_text(checkpoint, prompts, given.new_tokens, given.seed))
+    task = perplexity.Passages(tuple(map(tuple, texts)), given.new_tokens)
     asked = make_rows(given.methods.split(), budgets=[given.budget])
-    one = plan.prepare(checkpoint, task, asked, dtype=given.dtype, model=digest, out=folder / source_digest()[:12])
-    full, *others = plan.run(checkpoint, one, perplexity.score, batch=given.rows, beside=given.beside)
-    for cell in (full, *others):
-        if cell.refused:
-            show({"cache": cell.method, "refused": cell.refused})
-    rows = [summary(cell, full) for cell in (full, *others) if not cell.refused]
+    kept: dict[str, Any] = {"model": about["model"]["digest"], "out": folder / source_digest()[:12]}
+    one = plan.prepare(checkpoint, task, asked, dtype=given.dtype, **kept)
+    if refused := [cell.refused for cell in one.cells.values() if cell.refused]:
+        parser.error("; ".join(refused))
+    cells = plan.run(checkpoint, one, perplexity.score, batch=given.rows, beside=given.beside)
+    rows = [summary(cell, cells[0]) for cell in cells]
     for row in rows:
         show({key: str(value) for key, value in row.items()})
-    about = recall.about(directory, given.text, given.dtype, [given.prompt], given.new_tokens)
-    head = json.dumps({**about, "budget": given.budget, "rows": given.rows, "seed": given.seed}, indent=1)[:-2]
+    head = json.dumps(about, indent=1)[:-2]
     lines = ",\n".join("    " + json.dumps(row) for row in rows)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
     replace_file(given.out, f'{head},\n "results": [\n{lines}\n ]\n}}\n')
 
 
