@@ -6,8 +6,9 @@ The prompts are excerpts of a book, so queries turn as they do in use: FreeKV's 
 selector are real. Up to `--different` prompts are read once by the model and stored into each cache; a larger batch
 repeats them. Then `kvjax.generation.Stream`, the loop of `Checkpoint.generate`, decodes greedily by blocks of steps,
 and TPOT is the median over blocks. The time to the first token is that of a prompt of one row that each cache reads
-for itself. `cudnn` is full attention by one cuDNN call a layer. Rows that the file has are not measured again; each
-is written as soon as it is done. Programs of all methods are compiled beside one another before the clock runs.
+for itself, the median of three. `cudnn` is full attention by one cuDNN call a layer. Rows that the file has are not
+measured again; each is written as soon as it is done. Programs of all methods are compiled beside one another before
+the clock runs.
 """
 
 from __future__ import annotations
@@ -79,15 +80,13 @@ def repeated(read: tuple[Array, Cache], batch: int) -> tuple[Array, Cache]:
 
 
 def first_token(checkpoint: Checkpoint, policies: PerLayer, tokens: np.ndarray, capacity: int) -> float:
-    """Seconds from a prompt i32[1, T] to the logits after it."""
-    model, took = checkpoint.model, 0.0
-    for _ in range(2):  # the first compiles
-        cache = init(policies, model.spec(batch=1, capacity=capacity), layers=model.config.layers)
-        jax.block_until_ready(cache)
-        begin = time.perf_counter()
-        jax.block_until_ready(prefill(model, cache, tokens, first_chunk=True))
-        took = time.perf_counter() - begin
-    return took
+    """Seconds from a prompt i32[1, T] to the logits after it, those to compile too where it is the first call."""
+    model = checkpoint.model
+    cache = init(policies, model.spec(batch=1, capacity=capacity), layers=model.config.layers)
+    jax.block_until_ready(cache)
+    begin = time.perf_counter()
+    jax.block_until_ready(prefill(model, cache, tokens, first_chunk=True))
+    return time.perf_counter() - begin
 
 
 @contextmanager
@@ -112,6 +111,7 @@ def measure(
 ) -> None:
     """Every method at one length and batch; `keep` takes each row."""
     model, new = checkpoint.model, given.block + given.steps
+    asked = batch == 1 and not given.no_first_token
     capacity = -(-(prompt.columns(length) + new) // CAPACITY_STEP) * CAPACITY_STEP
     tokens = excerpts(checkpoint, text, length, min(batch, given.different))
     logits, read = jax.block_until_ready(repeated(prompt.read(checkpoint, tokens.tolist()), batch))
@@ -129,6 +129,8 @@ def measure(
         for name, row in rows.items():
             with out_of_memory_told(row):
                 waiting.append(pool.submit(begin(name).lower(given.block).compile))
+                if asked:
+                    waiting.append(pool.submit(first_token, checkpoint, policies[name], tokens, capacity))
         for one in waiting:
             one.exception()  # a program that does not fit says so again below
     for name, row in rows.items():
@@ -140,8 +142,8 @@ def measure(
                 size = nbytes(run.cache)
                 row |= {"cache_bytes_device": size.device, "cache_bytes_host": size.host}
                 del run
-                asked = batch == 1 and not given.no_first_token
-                row["ttft_seconds"] = first_token(checkpoint, policies[name], tokens, capacity) if asked else None
+                times = [first_token(checkpoint, policies[name], tokens, capacity) for _ in range(3 if asked else 0)]
+                row["ttft_seconds"] = float(np.median(times)) if asked else None
         show({key: row.get(key) for key in ("method", "length", "batch", "status", "tpot_ms", "tokens_per_second")})
         keep(row)
 
