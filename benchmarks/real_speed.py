@@ -6,9 +6,9 @@ The prompts are excerpts of a book, so queries turn as they do in use: FreeKV's 
 selector are real. Up to `--different` prompts are read once by the model and stored into each cache; a larger batch
 repeats them. Then `kvjax.generation.Stream`, the loop of `Checkpoint.generate`, decodes greedily by blocks of steps,
 and TPOT is the median over blocks. The time to the first token is that of a prompt of one row that each cache reads
-for itself, the median of three. `cudnn` is full attention by one cuDNN call a layer. Rows that the file has are not
-measured again; each is written as soon as it is done. Programs of all methods are compiled beside one another before
-the clock runs.
+for itself, the median of three; it comes after all sizes. `cudnn` is full attention by one cuDNN call a layer. What the
+file has is not measured again; each row is written as soon as it is done. Programs of all methods are compiled beside
+one another before the clock runs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,9 @@ from kvjax.memory import nbytes
 from kvjax.models import Checkpoint
 from kvjax.sampling import Sampling
 
-SIZES = "16384x8,16384x1,32768x1,32768x8,4096x1,4096x8,16384x32,4096x32"
+SIZES = "16384x8,16384x1,32768x1,32768x8,4096x1,4096x8,16384x32,4096x32,32768x32"
 METHODS = "cudnn,full,fier,quest,pariskv,freekv,logquant,kivi,snapkv"
+KEY = ("method", "length", "batch", "budget")
 ENDLESS = np.zeros((0,), np.int32)  # no stop tokens
 
 
@@ -80,7 +82,7 @@ def repeated(read: tuple[Array, Cache], batch: int) -> tuple[Array, Cache]:
 
 
 def first_token(checkpoint: Checkpoint, policies: PerLayer, tokens: np.ndarray, capacity: int) -> float:
-    """Seconds from a prompt i32[1, T] to the logits after it, those to compile too where it is the first call."""
+    """Seconds from a prompt i32[1, T] to the logits after it, with those to compile if it is the first call."""
     model = checkpoint.model
     cache = init(policies, model.spec(batch=1, capacity=capacity), layers=model.config.layers)
     jax.block_until_ready(cache)
@@ -100,25 +102,25 @@ def out_of_memory_told(row: dict[str, Any]) -> Iterator[None]:
     gc.collect()
 
 
-def measure(
+def capacity_for(length: int, given: argparse.Namespace) -> int:
+    return -(-(prompt.columns(length) + given.block + given.steps) // CAPACITY_STEP) * CAPACITY_STEP
+
+
+def decode(
     checkpoint: Checkpoint,
     policies: dict[str, PerLayer],
-    text: Path,
     length: int,
     batch: int,
     given: argparse.Namespace,
     keep: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Every method at one length and batch; `keep` takes each row."""
-    model, new = checkpoint.model, given.block + given.steps
-    asked = batch == 1 and not given.no_first_token
-    capacity = -(-(prompt.columns(length) + new) // CAPACITY_STEP) * CAPACITY_STEP
-    tokens = excerpts(checkpoint, text, length, min(batch, given.different))
+    """TPOT of every method at one length and batch; `keep` takes each row."""
+    tokens = excerpts(checkpoint, given.text, length, min(batch, given.different))
     logits, read = jax.block_until_ready(repeated(prompt.read(checkpoint, tokens.tolist()), batch))
 
     def begin(name: str) -> Stream:
-        cache = prompt.store(checkpoint, read, policies[name], capacity)
-        return Stream(model, cache, logits, new, Sampling(), None, ENDLESS)
+        cache = prompt.store(checkpoint, read, policies[name], capacity_for(length, given))
+        return Stream(checkpoint.model, cache, logits, given.block + given.steps, Sampling(), None, ENDLESS)
 
     rows: dict[str, dict[str, Any]] = {
         name: {"method": name, "length": length, "batch": batch, "budget": given.budget, "status": "ok"}
@@ -129,8 +131,6 @@ def measure(
         for name, row in rows.items():
             with out_of_memory_told(row):
                 waiting.append(pool.submit(begin(name).lower(given.block).compile))
-                if asked:
-                    waiting.append(pool.submit(first_token, checkpoint, policies[name], tokens, capacity))
         for one in waiting:
             one.exception()  # a program that does not fit says so again below
     for name, row in rows.items():
@@ -140,12 +140,28 @@ def measure(
                 run.advance(given.block)
                 row |= time_steps(run, given.block)
                 size = nbytes(run.cache)
-                row |= {"cache_bytes_device": size.device, "cache_bytes_host": size.host}
+                row |= {"cache_bytes_device": size.device, "cache_bytes_host": size.host, "ttft_seconds": None}
                 del run
-                times = [first_token(checkpoint, policies[name], tokens, capacity) for _ in range(3 if asked else 0)]
-                row["ttft_seconds"] = float(np.median(times)) if asked else None
         show({key: row.get(key) for key in ("method", "length", "batch", "status", "tpot_ms", "tokens_per_second")})
         keep(row)
+
+
+def read_first(
+    checkpoint: Checkpoint,
+    policies: dict[str, PerLayer],
+    length: int,
+    given: argparse.Namespace,
+    keep: Callable[[str, float], None],
+) -> None:
+    """TTFT of every method at one length, one row; `keep` takes a method and its seconds, the median of three."""
+    tokens = excerpts(checkpoint, given.text, length, 1)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        run = partial(first_token, checkpoint, tokens=tokens, capacity=capacity_for(length, given))
+        list(pool.map(run, policies.values()))  # to compile
+    for name, made in policies.items():
+        seconds = float(np.median([run(made) for _ in range(3)]))
+        show({"method": name, "length": length, "ttft_seconds": seconds})
+        keep(name, seconds)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -175,29 +191,36 @@ def main(args: Sequence[str] | None = None) -> None:
             parser.error(f"--different {given.different} does not divide a batch of {batch}")
     about = recall.about(directory, given.text, given.dtype, sorted({length for length, _ in sizes}), given.steps)
     same = ("model", "text", "dtype", "device", "versions", "source")
-    rows = []
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     if given.out.is_file():
         held = json.loads(given.out.read_text())
         if all(held[name] == about[name] for name in same):
-            rows = held["rows"]
-    key = ("method", "length", "batch", "budget")
+            rows = {tuple(row[name] for name in KEY): row for row in held["rows"]}
 
     def keep(row: dict[str, Any]) -> None:
-        rows.append(row)
-        lines = ",\n".join("    " + json.dumps(one) for one in rows)
+        rows[tuple(row[name] for name in KEY)] = row
+        lines = ",\n".join("    " + json.dumps(one) for one in rows.values())
         given.out.parent.mkdir(parents=True, exist_ok=True)
         head = json.dumps({**about, "block": given.block, "different": given.different}, indent=1)[:-2]
         replace_file(given.out, f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
 
     for length, batch in sizes:
-        known = {tuple(row[name] for name in key) for row in rows}
-        left = {name: made for name, made in policies.items() if (name, length, batch, given.budget) not in known}
+        left = {name: made for name, made in policies.items() if (name, length, batch, given.budget) not in rows}
         row = {"method": "all", "length": length, "batch": batch, "status": "ok"}
         with out_of_memory_told(row):
             if left:
-                measure(checkpoint, left, given.text, length, batch, given, keep)
+                decode(checkpoint, left, length, batch, given, keep)
         if row["status"] != "ok":
             show(row)
+
+    def keep_first(length: int, name: str, seconds: float) -> None:
+        keep(rows[name, length, 1, given.budget] | {"ttft_seconds": seconds})
+
+    for length in () if given.no_first_token else [length for length, batch in sizes if batch == 1]:
+        held = {name: rows.get((name, length, 1, given.budget), {}) for name in policies}
+        left = {name: made for name, made in policies.items() if held[name].get("ttft_seconds", 0) is None}
+        if left:
+            read_first(checkpoint, left, length, given, partial(keep_first, length))
 
 
 if __name__ == "__main__":
