@@ -89,11 +89,11 @@ def _perplexities_by_text(name: str) -> str:
     """Perplexity of full attention by text and length, and the change of the others against it."""
     measured = load_rows(name)
     places = list(dict.fromkeys((row["text"], row["length"]) for row in measured))
-    by_cache: dict[tuple[str, int], dict[Any, dict[str, Any]]] = {}
+    by_cache: dict[str, dict[Any, dict[str, Any]]] = {}
     for row in measured:
-        by_cache.setdefault((row["cache"], row.get("passages", 1)), {})[row["text"], row["length"]] = row
+        by_cache.setdefault(row["cache"], {})[row["text"], row["length"]] = row
     rows = []
-    for (cache, passages), own in by_cache.items():
+    for cache, own in by_cache.items():
         cells = []
         for place in places:
             row = own.get(place)
@@ -103,7 +103,7 @@ def _perplexities_by_text(name: str) -> str:
                 cells.append(f"{row['perplexity']:.2f}")
             else:
                 cells.append(perplexity_change(row))
-        rows.append([f"`{cache}`" + (", other passages" if cache == "full" and passages > 1 else ""), *cells])
+        rows.append([f"`{cache}`", *cells])
     return markdown(["cache", *(f"{text}, {length}" for text, length in places)], rows)
 
 
@@ -246,17 +246,17 @@ def which_method() -> str:
          right(problems, 64, "quest", "freekv", "streaming_llm")),
         ("the same, 128 tokens", right(problems, 128, "full", "fier", "quest", "freekv", "pariskv"),
          right(problems, 128, "streaming_llm")),
-        ("code, 1024 of 4096 tokens", loss("code", 4096, "pariskv", "fier", "quest", "freekv", "kivi"),
-         loss("code", 4096, "logquant", *evicting)),
+        ("code, 1024 of 4096 tokens", loss("code", 4096, "pariskv", "fier", "quest", "freekv", "kivi", "logquant"),
+         loss("code", 4096, *evicting)),
         ("code, 1024 of 16384 tokens", loss("code", 16384, "fier", "pariskv", "freekv", "quest", "kivi", "logquant"),
          loss("code", 16384, *evicting)),
-        ("a book, 1024 of 4096 tokens",
-         loss("book", 4096, "fier", "freekv", "pariskv", "quest", "logquant", "kivi"), loss("book", 4096, *evicting)),
+        ("a book, 1024 of 4096 tokens", loss("book", 4096, "fier", "freekv", "pariskv", "quest", "snapkv"),
+         loss("book", 4096, "logquant", "kivi", "streaming_llm")),
         ("a book, 1024 of 16384 tokens",
          loss("book", 16384, "fier", "pariskv", "freekv", "kivi", "quest", "logquant"),
          loss("book", 16384, *evicting)),
         ("its own text, 256 of 2048 to 5120 tokens", drifts("pariskv", "fier", "logquant", "kivi"),
-         drifts("streaming_llm")),
+         drifts("quest", "freekv", "streaming_llm")),
         ("speed, one row of 4096", times(4096, 1, "full", "logquant", "kivi"), times(4096, 1, *selecting)),
         ("speed, one row of 32768", times(32768, 1, "full", "kivi"), times(32768, 1, *selecting)),
         ("speed, 8 rows of 4096", times(4096, 8, "full", "kivi", "logquant"), times(4096, 8, *selecting)),
