@@ -98,9 +98,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("KVJAX_TRACEBACK"):
             raise
-        usage = getattr(error, "format_message", None)  # click's errors, wherever typer's version keeps their class
-        say(f"error: {_one_line(error) if usage is None else ' '.join(usage().split())}")
-        return 2 if usage is not None or isinstance(error, _ASKED) or _lacks_extra(error) else 1
+        usage = hasattr(error, "format_message")  # click's errors, wherever typer's version keeps their class
+        say(f"error: {_usage(error) if usage else _one_line(error)}")
+        return 2 if usage or isinstance(error, _ASKED) or _lacks_extra(error) else 1
 
 
 def _reader_gone() -> int:
@@ -108,6 +108,16 @@ def _reader_gone() -> int:
     sys.stdout = sys.__stdout__
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 141
+
+
+def _usage(error: Any) -> str:
+    """What click says of options that it cannot take, on one line, and where they are listed."""
+    message, context = " ".join(error.format_message().split()), error.ctx
+    if context is None:
+        return message
+    if "extra argument" in message and any("--prompt" in option.opts for option in context.command.params):
+        message += ": the text of a prompt follows --prompt"
+    return f"{message.rstrip('.')}; see {context.command_path} --help"
 
 
 def _one_line(error: Exception) -> str:
