@@ -37,7 +37,7 @@ from layers import show
 from kvjax import PerLayer, models
 from kvjax.cache import Cache, init
 from kvjax.evaluate import prompt, recall
-from kvjax.evaluate.caches import make_rows
+from kvjax.evaluate.caches import make_rows, without_budget
 from kvjax.evaluate.provenance import replace_file
 from kvjax.evaluate.throughput import CAPACITY_STEP, time_steps
 from kvjax.generation import Stream, prefill
@@ -55,7 +55,8 @@ def caches(names: Sequence[str], budget: int, cudnn: str) -> dict[str, PerLayer]
     """Policies by name, presets with their own dense layers."""
     found = {"cudnn": PerLayer((), FullByCudnn(cudnn))} if "cudnn" in names else {}
     presets = [name for name in names if name != "cudnn"]
-    rows = make_rows(presets, budgets=[budget], dense_layers=None)
+    budgets = [budget] if without_budget(presets) else None
+    rows = make_rows(presets, budgets=budgets, dense_layers=None) if presets else []
     return found | {row.name.partition("@")[0]: row.policies for row in rows if row.policies is not None}
 
 

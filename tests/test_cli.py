@@ -566,7 +566,7 @@ REFUSED = [
     # compare: all before the weights
     ("compare a --cache nothing", "unknown cache 'nothing'"),
     ("compare a --cache fier --budget 0", "budget must be at least 1, got 0"),
-    ("compare a --cache full --budget 64", "full have no budget; leave it out, or add one of fier"),
+    ("compare a --cache full --budget 64", "none has a budget: full; leave it out, or add one of fier"),
     ("compare a --max-new-tokens 0", "max_new_tokens must be at least 1, got 0"),
     ("compare a --max-new-tokens 9999", "do not fit in the model's 512 positions"),
     ("compare a --cache fier:budget=8 --budget 9", "--budget 9 is for no cache, as fier:budget=8 set their own; leave"),
@@ -605,7 +605,7 @@ REFUSED = [
     ("calibrate --text FILES/long --out plan", "--out plan: end the name in .json, for --cache fier:anchors=FILE"),
     ("calibrate --text FILES/long --out FILES", "is a folder; give the path of a file"),
     # bench: all before the weights
-    ("bench --cache full --budget 3", "full have no budget; leave it out, or add one of fier"),
+    ("bench --cache full --budget 3", "none has a budget: full; leave it out, or add one of fier"),
     ("bench --cache fier --dense-layers 99", "keeps the first 99 layers full and the model has 3"),
     ("bench --chunk 1", "Workload(chunk=...) must be at least 2, got 1"),
     ("bench --length 2047M --steps 2000000", "capacity=...) must be at most 2147483647"),
@@ -615,7 +615,7 @@ REFUSED = [
     ("eval --cache fier:budget=64 --budget 8,16", "--budget 8,16 is for no cache, as fier:budget=64 set their own"),
     ("eval --quick --cache full --length 9999", "ask for shorter examples"),  # --quick's budget is for no cache
     ("eval --quick --cache fier:budget=16 --length 9999", "ask for shorter examples"),
-    ("perplexity --text FILES/long --cache full --budget 8 --length 200", "full have no budget; leave it out"),
+    ("perplexity --text FILES/long --cache full --budget 8 --length 200", "none has a budget: full; leave it out"),
     ("perplexity --text FILES/long --cache fier:budget=9 --budget 8 --length 200", "as fier:budget=9 set their own"),
     ("bench --dtype f8", "a cache cannot hold dtype 'f8'; use one of bfloat16"),
     ("eval --batch 0", "--batch must be at least 1, got 0"),

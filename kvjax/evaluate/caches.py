@@ -79,8 +79,8 @@ def make_rows(
             f"got {_kinds_of(caches)}"
         )
     known = {text: presets.find(text.partition(":")[0]) for text in caches}
-    _require_use("--budget", budgets, known, lambda preset: preset.has_budget, "have no budget")
-    _require_use("--group-reduce", group_reduces, known, has_group_reduce, "do not select by a group")
+    _require_use("--budget", budgets, known, lambda preset: preset.has_budget, "has a budget")
+    _require_use("--group-reduce", group_reduces, known, has_group_reduce, "selects by a group")
     if budgets and not without_budget(caches):
         given, own = ",".join(map(str, budgets)), ", ".join(text for text in known if known[text].has_budget)
         raise ValueError(f"--budget {given} is for no cache, as {own} set their own; leave it out")
@@ -203,5 +203,5 @@ def _require_use(
 ) -> None:
     if given and not any(map(takes, known.values())):
         have = ", ".join(preset.name for preset in presets.REGISTRY.values() if takes(preset))
-        shown = ",".join(map(str, given))
-        raise ValueError(f"{option} {shown}: {', '.join(known)} {why}; leave it out, or add one of {have}")
+        none = f"{option} {','.join(map(str, given))} is for no cache, as none {why}: {', '.join(known)}"
+        raise ValueError(f"{none}; leave it out, or add one of {have}")

@@ -97,11 +97,14 @@ def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded
         (("--task", "needels"), "--task needels: unknown; did you mean 'needles'? There are pass_key, needle, needles"),
         (("--task", "needles:hiden=3"), "'hiden=3' sets nothing of needles; write NAME=VALUE, of hidden, asked"),
         (("--cache", "fire"), "unknown cache 'fire'; did you mean 'fier'?"),
-        (("--cache", "full", "--budget", "64"), "--budget 64: full have no budget; leave it out, or add one of fier"),
+        (
+            ("--cache", "full", "--budget", "64"),
+            "64 is for no cache, as none has a budget: full; leave it out, or add one of fier",
+        ),
         (("--cache", "fier", "--budget", "64,x"), "--budget takes whole numbers from 1, as 8192 or 8K"),
         (
             ("--cache", "h2o", "--group-reduce", "per_head"),
-            "--group-reduce per_head: h2o do not select by a group; leave it out",
+            "--group-reduce per_head is for no cache, as none selects by a group: h2o; leave it out",
         ),
         (("--cache", "fier", "--group-reduce", "most"), "group_reduce"),
         (

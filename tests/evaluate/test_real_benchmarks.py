@@ -40,6 +40,11 @@ def test_methods_are_timed_with_their_own_selection_however_short_the_cache(scri
     assert made["fier"].rest.dense_capacity == 0
 
 
+def test_methods_without_a_budget_are_timed_alone(scripts):
+    for names in (["cudnn"], ["full"], ["cudnn", "kivi"]):
+        assert list(scripts("real_speed").caches(names, 64, "xla")) == names
+
+
 def test_an_answer_that_drifts_shows_by_quarters(scripts):
     def cell(nll):
         batches = [{"examples": [{"id": "0", "nll": nll}], "attended_by_layer": [1.0], "steps": 8, "seconds": 0.0}]
