@@ -174,6 +174,7 @@ SMALL: dict[str, Any] = dict(
 )  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {  # where a method needs other sizes
     "fier": dict(page=1),
+    "quest": dict(chunk=4),
     "kivi": dict(group=16, residual=32),
     "snapkv": dict(window=8, kernel_size=3),
     "logquant": dict(window=12),

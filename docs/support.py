@@ -70,6 +70,16 @@ def gradient(policy: Any) -> Any:
     return jax.grad(loss)(tokens(1)[0])
 
 
+def gradient_of_tokens(policy: Any) -> Any:
+    """By keys and values of a prompt, which a gradient through a model needs."""
+
+    def loss(k: jax.Array, v: jax.Array) -> jax.Array:
+        cache = kvjax.init_layer(policy, SPEC)
+        return kvjax.attention(cache, tokens(40)[0], k, v)[0].sum()
+
+    return jax.grad(loss, argnums=(0, 1))(*tokens(40)[1:])
+
+
 def vmap(policy: Any) -> Any:
     stacked = jax.tree.map(lambda a: jnp.stack([a, a]), prompt(policy))
     return jax.vmap(lambda cache: kvjax.attention(cache, *tokens(1)))(stacked)
@@ -93,7 +103,8 @@ TRACED: dict[str, Callable[[Any], Any]] = {
     "`truncate`": truncate,
     "`insert`": insert,
     "`grow`": grow,
-    "`grad`": gradient,
+    "`grad` by q": gradient,
+    "`grad` by k, v": gradient_of_tokens,
     "`vmap`": vmap,
 }
 SETTINGS = {"host memory": "host", "hot set": "hot", "shared selections": "share", "dense layers": "dense_layers"}

@@ -97,7 +97,7 @@ __version__ = "0.1.0"
 
 
 # Loaded on first use: `models` takes flax, and a save takes orbax, which a cache in memory does not need.
-_LAZY_MODULES = ("models", "testing")
+_LAZY_MODULES = ("evaluate", "models", "testing")
 _LAZY = {"save": "kvjax.saving", "restore": "kvjax.saving"}
 
 

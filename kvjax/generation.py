@@ -331,8 +331,9 @@ class Stream(Iterator[Any]):
         bad = np.flatnonzero(on_host(without_best) & self._taking_part)
         if bad.size:
             raise RuntimeError(
-                f"the model's logits of row {bad[0]} are not finite {when}; its weights are damaged, or activations "
-                "outgrew the dtype: load the model in bfloat16 or float32, and check the checkpoint"
+                f"the model's logits of row {bad[0]} are not finite {when}; its weights are damaged, a token id "
+                "is not in its vocabulary, or activations outgrew the dtype: check the checkpoint and the ids, and "
+                "load the model in bfloat16 or float32"
             )
 
     def __next__(self) -> Any:

@@ -49,8 +49,10 @@ def pad_prompt(
         if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(f"prompt must be integers [B, T], got {tokens.dtype}{list(tokens.shape)}")
         counts = np.full((len(tokens),), tokens.shape[1], np.int32) if lengths is None else np.asarray(lengths)
-        if counts.shape != (len(tokens),) or np.any(counts > tokens.shape[1]):
-            raise ValueError(f"lengths must be [B={len(tokens)}] of at most T={tokens.shape[1]}, got {counts.tolist()}")
+        whole = np.issubdtype(counts.dtype, np.integer)
+        if not whole or counts.shape != (len(tokens),) or np.any(counts > tokens.shape[1]):
+            wanted = f"lengths must be integers [B={len(tokens)}] of at most T={tokens.shape[1]}"
+            raise ValueError(f"{wanted}, got {counts.dtype} {counts.tolist()}")
     if len(tokens) != rows:
         raise ValueError(f"prompt has {len(tokens)} rows but the cache has B={rows}")
     for row in np.flatnonzero(counts < 1):

@@ -487,6 +487,8 @@ def test_stream_of_text_equals_the_decoded_tokens(model):
         ([[1]], dict(sampling=sampling(1.0)), "a draw needs a key"),
         (np.zeros((1, 3)), {}, r"prompt must be integers \[B, T\], got float64"),
         (np.ones((1, 3), int), dict(lengths=[4]), "of at most T=3"),
+        (np.ones((1, 3), int), dict(lengths=[2.7]), "lengths must be integers"),
+        (np.ones((1, 3), int), dict(lengths=[True]), "lengths must be integers"),
         (np.ones((1, 3), int), dict(lengths=[0]), "row 0 of the prompt is empty"),
         (
             [[1] * 100],

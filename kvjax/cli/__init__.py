@@ -111,7 +111,7 @@ def _reader_gone() -> int:
 
 
 def _usage(error: Any) -> str:
-    """What click says of options that it cannot take, on one line, and where they are listed."""
+    """Click's complaint about options, on one line, and the command that lists them."""
     message, context = " ".join(error.format_message().split()), error.ctx
     if context is None:
         return message

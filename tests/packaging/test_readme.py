@@ -115,6 +115,11 @@ def test_every_method_that_can_be_drawn_has_a_picture():
     assert drawn == set(REGISTRY) - set(pictures.NOT_DRAWN), "run python -m docs.pictures"
 
 
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_method_has_a_size_that_pictures_and_the_support_matrix_can_take(name):
+    pictures.small(REGISTRY[name])
+
+
 def test_a_changed_number_is_found():
     assert tables.fill(README) == README
     name = "quality"
