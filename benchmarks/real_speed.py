@@ -34,8 +34,8 @@ from end_to_end import FullByCudnn
 from jax import Array
 from layers import show
 
-from kvjax import PerLayer, models
-from kvjax.cache import Cache, init
+from kvjax import Full, PerLayer, models
+from kvjax.cache import Cache, LayerCache, init
 from kvjax.evaluate import prompt, recall
 from kvjax.evaluate.caches import make_rows, without_budget
 from kvjax.evaluate.provenance import replace_file
@@ -65,21 +65,15 @@ def excerpts(checkpoint: Checkpoint, text: Path, length: int, count: int) -> np.
     return np.array(recall.read_tokens(checkpoint, text, length * count), np.int32).reshape(count, length)
 
 
-def repeated(read: tuple[Array, Cache], batch: int) -> tuple[Array, Cache]:
-    """Logits and prompts with as many rows as asked for, those that were read in turn."""
-    logits, held = read
-    times = batch // logits.shape[0]
-    if times == 1:
-        return read
+def repeated(read: Cache, times: int) -> Iterator[LayerCache]:
+    """The layers of prompts, with each row `times` times: one layer at a time, as all of them would not fit."""
 
     def tile(a: Array) -> Array:
         return jnp.tile(a, (times, *[1] * (a.ndim - 1)))
 
-    layers = tuple(
-        replace(layer, state=jax.tree.map(tile, layer.state), spec=replace(layer.spec, batch=batch))
-        for layer in held.layers
-    )
-    return tile(logits), Cache(layers)
+    for layer in read.layers:
+        state = layer.state if times == 1 else jax.tree.map(tile, layer.state)
+        yield replace(layer, state=state, spec=replace(layer.spec, batch=times * layer.spec.batch))
 
 
 def first_token(checkpoint: Checkpoint, policies: PerLayer, tokens: np.ndarray, capacity: int) -> float:
@@ -107,6 +101,15 @@ def capacity_for(length: int, given: argparse.Namespace) -> int:
     return -(-(prompt.columns(length) + given.block + given.steps) // CAPACITY_STEP) * CAPACITY_STEP
 
 
+def at_once(bytes_each: int) -> int:
+    """Caches of that size that fit on the device beside what it holds, at most one for each core."""
+    cores, stats = os.cpu_count() or 1, jax.local_devices()[0].memory_stats()
+    if stats is None:  # a CPU
+        return cores
+    free = stats["bytes_limit"] - stats["bytes_in_use"]
+    return max(1, min(cores, int(free / (1.5 * bytes_each))))
+
+
 def decode(
     checkpoint: Checkpoint,
     policies: dict[str, PerLayer],
@@ -117,32 +120,37 @@ def decode(
 ) -> None:
     """TPOT of every method at one length and batch; `keep` takes each row."""
     tokens = excerpts(checkpoint, given.text, length, min(batch, given.different))
-    logits, read = jax.block_until_ready(repeated(prompt.read(checkpoint, tokens.tolist()), batch))
+    logits, read = jax.block_until_ready(prompt.read(checkpoint, tokens.tolist()))
+    times, capacity = batch // len(tokens), capacity_for(length, given)
+    logits = jnp.tile(logits, (times, 1))
 
     def begin(name: str) -> Stream:
-        cache = prompt.store(checkpoint, read, policies[name], capacity_for(length, given))
+        cache = prompt.store(checkpoint, repeated(read, times), policies[name], capacity)
         return Stream(checkpoint.model, cache, logits, given.block + given.steps, Sampling(), None, ENDLESS)
 
     rows: dict[str, dict[str, Any]] = {
         name: {"method": name, "length": length, "batch": batch, "budget": given.budget, "status": "ok"}
         for name in policies
     }
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        waiting = []
-        for name, row in rows.items():
-            with out_of_memory_told(row):
-                waiting.append(pool.submit(begin(name).lower(given.block).compile))
-        for one in waiting:
-            one.exception()  # a program that does not fit says so again below
+
+    def compile_program(row: dict[str, Any]) -> None:
+        with out_of_memory_told(row):
+            begin(row["method"]).lower(given.block).compile()
+
+    # As many caches as there are threads exist at a time, each of about the size of the one that keeps everything.
+    spec = checkpoint.model.spec(batch=batch, capacity=capacity)
+    largest = nbytes(jax.eval_shape(partial(init, Full(), spec, layers=checkpoint.config.layers))).device
+    with ThreadPoolExecutor(at_once(largest)) as pool:
+        list(pool.map(compile_program, rows.values()))
     for name, row in rows.items():
-        if row["status"] == "ok":
-            with out_of_memory_told(row):
-                run = begin(name)
-                run.advance(given.block)
-                row |= time_steps(run, given.block)
-                size = nbytes(run.cache)
-                row |= {"cache_bytes_device": size.device, "cache_bytes_host": size.host, "ttft_seconds": None}
-                del run
+        row["status"] = "ok"  # alone it may fit
+        with out_of_memory_told(row):
+            run = begin(name)
+            run.advance(given.block)
+            row |= time_steps(run, given.block)
+            size = nbytes(run.cache)
+            row |= {"cache_bytes_device": size.device, "cache_bytes_host": size.host, "ttft_seconds": None}
+            del run
         show({key: row.get(key) for key in ("method", "length", "batch", "status", "tpot_ms", "tokens_per_second")})
         keep(row)
 

@@ -241,7 +241,7 @@ def _answer_part(
     asked = [i if i not in known[name] else None for i in part] + [None] * (logits.shape[0] - len(part))
     drawn = []
     for number in range(plan.draws.count):
-        cache = prompt.store(checkpoint, prompts, plan.policies[name], capacity)
+        cache = prompt.store(checkpoint, prompts.layers, plan.policies[name], capacity)
         drawn.append(answer(checkpoint, cache, logits, plan, asked, number))
     answers = {i: join([found[i] for found, _, _ in drawn]) for i in drawn[0][0]}
     attended, steps = _mean(drawn)

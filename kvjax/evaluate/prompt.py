@@ -8,7 +8,7 @@ took 19 s of CPU time and storing 0.1 to 0.2 s a cache: 2026-11-21, jax 0.10.2, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -113,10 +113,10 @@ def read(checkpoint: Checkpoint, rows: Sequence[Sequence[int]]) -> tuple[Array, 
     return prefill(checkpoint.model, empty, tokens, lengths, chunk=T, first_chunk=True)
 
 
-def store(checkpoint: Checkpoint, prompts: Cache, policy: PerLayer, capacity: int) -> Cache:
-    """A cache of `policy` that holds what `read` recorded, as if the model had prefilled it; `prompts` stays."""
+def store(checkpoint: Checkpoint, prompts: Iterable[LayerCache], policy: PerLayer, capacity: int) -> Cache:
+    """A cache of `policy` that holds the layers that `read` recorded, as if the model had prefilled it; they stay."""
     layers = []
-    for i, (layer, window) in enumerate(zip(prompts.layers, checkpoint.config.windows, strict=True)):
+    for i, (layer, window) in enumerate(zip(prompts, checkpoint.config.windows, strict=True)):
         empty = init_layer(policy.policy(i), replace(layer.spec, capacity=capacity))
         st: PromptState = layer.state
         layers.append(_store(empty, st.q, st.k, st.v, st.length, window=window))
