@@ -43,6 +43,7 @@ from kvjax.evaluate.throughput import CAPACITY_STEP, time_steps
 from kvjax.generation import Stream, prefill
 from kvjax.memory import nbytes
 from kvjax.models import Checkpoint
+from kvjax.reading import _prefill_chunk, chunk_for, chunk_size
 from kvjax.sampling import Sampling
 
 SIZES = "16384x8,16384x1,32768x1,32768x8,4096x1,4096x8,16384x32,4096x32,32768x32"
@@ -164,11 +165,20 @@ def read_first(
 ) -> None:
     """TTFT of every method at one length, one row; `keep` takes a method and its seconds, the median of three."""
     tokens = excerpts(checkpoint, given.text, length, 1)
+    model, capacity = checkpoint.model, capacity_for(length, given)
+
+    def lower(made: PerLayer) -> jax.stages.Lowered:
+        cache = init(made, model.spec(batch=1, capacity=capacity), layers=model.config.layers)
+        size = chunk_size(length, chunk_for(cache, length, None))
+        assert size >= length, "several chunks"
+        padded = np.pad(tokens, ((0, 0), (0, size - length)))
+        return _prefill_chunk.lower(model, cache, padded, np.array([length], np.int32), first_chunk=True)
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        run = partial(first_token, checkpoint, tokens=tokens, capacity=capacity_for(length, given))
-        list(pool.map(run, policies.values()))  # to compile
+        list(pool.map(lambda lowered: lowered.compile(), [lower(made) for made in policies.values()]))
     for name, made in policies.items():
-        seconds = float(np.median([run(made) for _ in range(3)]))
+        first_token(checkpoint, made, tokens, capacity)
+        seconds = float(np.median([first_token(checkpoint, made, tokens, capacity) for _ in range(3)]))
         show({"method": name, "length": length, "ttft_seconds": seconds})
         keep(name, seconds)
 
