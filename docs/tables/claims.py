@@ -56,7 +56,7 @@ def claims_fier() -> str:
             f"{_scores_by_budget(keys, 'fier', (64, 128, 256, 512))}; "
             f"Quest {_scores_by_budget(keys, 'quest', (64, 128, 256, 512))}",
             "`kvjax eval`, `eval_qwen.json`",
-            "reproduced in order",
+            "order reproduced",
         ],
         [
             "Evicting methods find no pass key (Table 3)",
@@ -85,16 +85,16 @@ def claims_fier() -> str:
             "reproduced",
         ],
         [
-            "The gain is of single tokens, not of 1-bit scores (Table 4)",
+            "The gain comes from single tokens, not from 1-bit scores (Table 4)",
             "pages by quantised scores compared",
             f"recall of single tokens {recall['Fier g=32']}, of pages of 16 by their best token "
             f"{recall['Fier g=32, pages of 16']}, Quest {recall['Quest']}",
             "the same",
-            "so here: at pages 1-bit scores do worse than Quest's boxes",
+            "reproduced: with pages, 1-bit scores do worse than Quest's boxes",
         ],
         [
             "11 % of the cache is enough",
-            "LongBench, as good as all",
+            "LongBench, as good as the full cache",
             f"perplexity of a book, 11 %: Qwen2.5-Coder-1.5B, 16384 tokens {perplexity_change(qwen)}; the package's "
             f"small model, 4096 tokens {perplexity_change(book['fier', 4096])}",
             "`kvjax perplexity`, `perplexity_shared_qwen.json`, `perplexity_equal.json`",
@@ -113,14 +113,14 @@ def claims_fier() -> str:
             "estimate 16, recall 41, attention 68 us, RTX 4090",
             "",
             "",
-            "not here: it takes that GPU and the released code",
+            "not reproducible here: needs that GPU and the released code",
         ],
         [
             "LongBench by task",
             "",
             "",
             "`kvjax eval --task longbench --data DIR`",
-            "not here: it takes the data set and a 7B model",
+            "not reproducible here: needs the data set and a 7B model",
         ],
     ]
     return markdown(CLAIM, rows, numbers=False)
@@ -147,10 +147,10 @@ def claims_pariskv() -> str:
     million = {row["method"]: row for row in load_rows("million") if row["length"] == 1 << 20}
     rows = [
         [
-            "Recall does not fall as a text goes on, that of learnt centroids does",
+            "Recall does not fall as the text grows; with learnt centroids it does",
             "figures of the keys' drift",
             f"recall@100 while SmolLM2-135M writes 4000 tokens: ParisKV {ends('Paris')}; k-means of the prompt "
-            f"{ends('k-means, prompt')}, learnt anew {ends('k-means, anew')}",
+            f"{ends('k-means, prompt')}, relearnt {ends('k-means, anew')}",
             "`benchmarks.claims --what drift`, `measure_drift.json`",
             "reproduced: the centroids of the prompt fall most",
         ],
@@ -175,7 +175,7 @@ def claims_pariskv() -> str:
             "83.8 %",
             "",
             "`benchmarks.claims --what paris`",
-            "not here yet: it takes a text of 100K tokens",
+            "not measured yet: needs a text of 100K tokens",
         ],
         [
             "Throughput over full attention",
@@ -190,7 +190,7 @@ def claims_pariskv() -> str:
             "24.3 at 1 row, 58.9 at 8, Qwen3-8B",
             f"{one['tpot_ms']:.1f} at 1 row, {four['tpot_ms']:.1f} at 4, a Llama-3.1-8B shape of random weights, H200",
             "the same",
-            "faster here; another model and keys on the device",
+            "faster here, with another model and keys on the device",
         ],
         [
             "Milliseconds a token at 1M tokens",
@@ -198,21 +198,21 @@ def claims_pariskv() -> str:
             f"{million['pariskv']['tpot_ms']:.1f}, `full` {million['full']['tpot_ms']:.1f}, a Qwen2.5-7B shape of "
             "random weights, H200",
             "`benchmarks/million.py`, `million.json`",
-            "faster here; another model and keys on the device",
+            "faster here, with another model and keys on the device",
         ],
         [
             "17x and 44x faster than MagicPIG and PQCache at 1M",
             "their released code",
             "",
             "",
-            "not here: it takes those programs on one machine",
+            "not reproducible here: needs those programs on one machine",
         ],
         [
             "LongBench v2, AIME, MATH500, GPQA",
             "as good as full attention",
             "",
             "",
-            "not here: it takes the data sets and 8B models",
+            "not reproducible here: needs the data sets and 8B models",
         ],
     ]
     return markdown(CLAIM, rows, numbers=False)
@@ -245,8 +245,8 @@ def claims_freekv() -> str:
         [
             "Adjacent queries are alike, so few steps are corrected",
             "43 to 52 % of steps on hard reasoning",
-            f"share of layers and steps by tau, books: Qwen2.5-Coder-1.5B {corrected[0]}; the package's small model "
-            f"{corrected[1]}",
+            f"share of corrected layers and steps by tau, on books: Qwen2.5-Coder-1.5B {corrected[0]}; the package's "
+            f"small model {corrected[1]}",
             "`benchmarks.claims --what queries`, `measure_queries_qwen.json`, `measure_queries.json`",
             "reproduced on a published model, not on the small one: its queries turn",
         ],
@@ -258,10 +258,10 @@ def claims_freekv() -> str:
             f"needles {_scores_by_budget(needles, name, (256, 1024, 2048))}; full 1.00. GSM8K, 128: "
             f"{short(solved[f'{name}@128']['mean'])}, full {short(solved['full']['mean'])}",
             "`kvjax eval`, `eval_qwen.json`, `eval_qwen_gsm8k.json`",
-            "GSM8K from 128, pass keys at 1024; needles 5 points below at 2048; not at small budgets",
+            "reproduced for GSM8K from 128, pass keys from 1024; needles 5 points below at 2048; not at small budgets",
         ],
         [
-            "The recall hides behind the step",
+            "The recall overlaps with the step",
             "overlap 1.9x, layout 10.5x, double buffering 1.2x",
             f"32K, 1 row: {ahead:.1f} ms where no head waits, {behind:.1f} where all do",
             "`benchmarks/end_to_end.py`, `end_to_end.json`",
@@ -272,7 +272,7 @@ def claims_freekv() -> str:
             "A100, PCIe 4",
             "",
             "",
-            "not here: it takes their programs on one machine",
+            "not reproducible here: needs their programs on one machine",
         ],
     ]
     return markdown(CLAIM, rows, numbers=False)
@@ -289,12 +289,12 @@ def claims_logquant() -> str:
         off.append([short(kept[f"{name}, 2 bits"]["weights"], 3) for name in ("log-sparse", "window", "KIVI")])
     rows = [
         [
-            "GSM8K at 2 bits, ahead of KIVI",
+            "GSM8K at 2 bits, better than KIVI",
             "Llama-3.1-8B: 40.4, KIVI by token 18.0, 16 bits 71.4",
             f"Qwen2.5-Coder-1.5B: {short(gsm8k['logquant']['mean'])}, KIVI by channel {short(gsm8k['kivi']['mean'])}, "
             f"16 bits {short(gsm8k['full']['mean'])}, n = {gsm8k['full']['n']}",
             "`kvjax eval`, `eval_qwen_gsm8k.json`",
-            "not repeated: level with KIVI; both below 16 bits, by 3 and 4 points, standard error 1",
+            "not reproduced: equal to KIVI; both below 16 bits, by 3 and 4 points, standard error 1",
         ],
         [
             "Log-spaced tokens hold more attention (Fig. 4)",
@@ -309,7 +309,7 @@ def claims_logquant() -> str:
             f"L1 of the weights at 2 bits, LogQuant, newest tokens, KIVI: SmolLM2-135M {', '.join(off[0])}; "
             f"the package's small model {', '.join(off[1])}",
             "the same",
-            "reproduced on a published model, by less; not on the small one. Dropping is far worse, as there",
+            "reproduced on a published model, by less; not on the small one. Eviction is far worse, as in the paper",
         ],
         [
             "Throughput and batch in equal memory",
@@ -317,8 +317,8 @@ def claims_logquant() -> str:
             f"32K, largest batches: {log['batch']} rows against {full['batch']}, "
             f"{log['tokens_per_second'] / full['tokens_per_second']:.1f}x the tokens a second",
             "`benchmarks/end_to_end.py`, `end_to_end.json`",
-            "reproduced, and more: the codes are read directly",
+            "reproduced, with a larger gain: the codes are read directly",
         ],
-        ["LongBench by task, other models", "", "", "", "not here: it takes the data set and those models"],
+        ["LongBench by task, other models", "", "", "", "not reproducible here: needs the data set and those models"],
     ]
     return markdown(CLAIM, rows, numbers=False)
