@@ -163,8 +163,8 @@ def page() -> str:
     families = [[f"`{name}`", "yes"] for name in sorted(models.FAMILIES)]
     return f"""# Support matrix
 
-`python -m docs.support` writes this page: it tries each feature on each method. Methods run on every platform of JAX;
-the kernels need a Hopper GPU and jax 0.11 or later, and elsewhere plain JAX does the same work.
+`python -m docs.support` writes this page: it tries each feature on each method. Methods run on every platform of JAX,
+but TPUs are untested. The kernels need a Hopper GPU and jax 0.11 or later, and elsewhere plain JAX does the same work.
 
 ## Methods and features
 
@@ -178,13 +178,14 @@ Each row is the error that the call raises:
 {table(["feature", "methods", "error"], refusals)}
 ## Kernels of a decode step
 
-Operations of a step that have a GPU kernel, with the sizes of this run. `kvjax.ops.explained` tells which of them run
-for your sizes and device, and why not.
+Operations of a step that have a GPU kernel, with the sizes of this run. `kvjax.ops.explained` says which of them run as
+kernels for your sizes and device, and why the others do not.
 
 {table(["method", "operations"], kernels)}
 ## Models
 
-A checkpoint in Hugging Face format is read if its `model_type` is one of these; every cache serves every model.
+A checkpoint in Hugging Face format is read if its `model_type` is one of these (Qwen2.5 has `qwen2`). Every method
+works with every model.
 
 {table(["`model_type`", "read"], families)}"""
 
