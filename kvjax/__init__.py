@@ -1,7 +1,7 @@
 """kvjax: KV caches for long-context LLM decoding in JAX.
 
 The cache of a layer is a policy (what to keep, where, and what a query attends to; a frozen dataclass) and a state (a
-pytree of arrays). A model calls `kvjax.attention` where attention was:
+pytree of arrays). A model calls `kvjax.attention` in place of its own attention:
 
 >>> import jax, kvjax
 >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=512, dtype="float32")
@@ -96,7 +96,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-# Loaded on first use: `models` takes flax, and a save takes orbax, which a cache in memory does not need.
+# Loaded on first use: `models` imports flax and `saving` imports orbax, which a cache in memory does not need.
 _LAZY_MODULES = ("evaluate", "models", "testing")
 _LAZY = {"save": "kvjax.saving", "restore": "kvjax.saving"}
 

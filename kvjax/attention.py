@@ -1,12 +1,12 @@
-"""The one function that a model calls where attention was.
+"""The function that a model calls in place of its own attention.
 
     out, cache = kvjax.attention(cache, q, k, v)
 
-T > 1 tokens are a chunk of prompt: exact causal attention over what is stored and themselves; then they are stored.
-T == 1 is a decode step: the token is stored, and attends to what the layer's policy selects. `prefill` and `decode` say
-which of the two is meant, and decode takes several steps at once.
+T > 1 is a chunk of a prompt: exact causal attention over the stored tokens and the chunk, which is then stored.
+T == 1 is a decode step: the token is stored, and attends to what the layer's policy selects. `prefill` and `decode`
+state explicitly which of the two is meant, and `decode` takes several steps in one call.
 
-Everything is a pure function over pytrees, so it runs under jit, scan and grad, in NNX and Linen modules alike.
+All of these are pure functions over pytrees, so they run under jit, scan and grad, in NNX and Linen modules alike.
 """
 
 from __future__ import annotations
@@ -61,26 +61,29 @@ def attention(
     flush: bool = True,
     selection: Selection | None = None,
 ) -> tuple[Array, LayerCache | None]:
-    """Attention of q [B, T, N, D] over the cache and over k, v [B, T, K, D], all after RoPE; stores k and v.
+    """Attends with queries q [B, T, N, D] to the cache and to the new k, v [B, T, K, D], and stores k and v.
+
+    Apply RoPE to q and k before the call.
 
     Args:
-      cache: of this layer; None computes plain causal attention and stores nothing.
+      cache: the layer's cache; None computes plain causal attention and stores nothing.
       lengths: i32[B], real tokens of each row of a right-padded chunk (default T). Outputs of padding are finite and
         meaningless.
       active: bool[B], rows that take this decode token; others store nothing, and their output is meaningless.
       window: sliding window; a token sees itself and the window - 1 before it.
-      scale: of the logits; default D**-0.5.
+      scale: factor of the logits; default D**-0.5.
       first_chunk: promises that the cache is empty, so a prompt attends only to itself (cuDNN attention on a GPU).
-      flush: before a decode step, demote from a full recent block. A model of many layers passes False and calls
-        `kvjax.flush` once a step, before its first layer: on a GPU each condition makes the host wait.
-      selection: for a `Follower`, the `Info.selection` of this step in the layer that it follows; other policies select
-        by themselves and do not read it.
+      flush: flush full recent blocks before a decode step. A model with many layers passes False and calls
+        `kvjax.flush` once per step, before its first layer: on a GPU each `lax.cond` makes the host wait.
+      selection: for a `Follower`, the `Info.selection` of this step in the layer that it follows; other policies make
+        their own selection and ignore it.
 
     Returns:
       out [B, T, N, D] in q's dtype, and the cache.
 
     Raises:
-      ValueError: shapes that disagree with each other or with the cache, `lengths` or `active` where they mean nothing.
+      ValueError: shapes that disagree with each other or with the cache, `lengths` outside of [0, T], `active` for a
+        chunk of a prompt.
     """
     out, cache, _ = attention_info(
         cache,
@@ -112,7 +115,7 @@ def attention_info(
     flush: bool = True,
     selection: Selection | None = None,
 ) -> tuple[Array, LayerCache | None, Info | None]:
-    """`attention`, and what the step read: an `Info` for a decode step, None for a prompt or without a cache."""
+    """`attention` that also returns an `Info` of what a decode step read; None for a prompt or without a cache."""
     sizes, scale = _check_call("attention", cache, q, k, v, window, scale)
     check_flags("attention", first_chunk=first_chunk, flush=flush)
     if active is not None and sizes.T > 1:
@@ -138,10 +141,10 @@ def prefill(
     scale: float | None = None,
     first_chunk: bool = False,
 ) -> tuple[Array, LayerCache]:
-    """A chunk of a prompt: exact causal attention over the stored tokens and over k, v [B, T, K, D], which it stores.
+    """Attends a chunk of a prompt exactly and causally to the stored tokens and to itself, and stores k and v.
 
-    `attention` with T > 1, and also with T = 1: a single token of prompt is then read exactly and not by selection.
-    Arguments and result are those of `attention`.
+    The same as `attention` with T > 1. With T = 1 the token is a prompt of one token: attention is exact, without a
+    selection. Arguments and result are those of `attention`.
     """
     sizes, scale = _check_call("prefill", cache, q, k, v, window, scale)
     check_flags("prefill", first_chunk=first_chunk)
@@ -163,20 +166,19 @@ def decode(
     flush: bool = True,
     selection: Selection | None = None,
 ) -> tuple[Array, LayerCache]:
-    """T = 1 to 16 decode steps at once: out [B, T, N, D] and the cache, as T calls of `attention` would give them.
+    """Runs T = 1 to 16 decode steps in one call: out [B, T, N, D] and the cache are those of T calls of `attention`.
 
-    Each token attends to what the policy selects for its own query, over the tokens up to itself. As long as no row has
-    to be flushed between them, `Full`, `Compressed` and `Retrieval` store, select and attend for all tokens together.
-    Other policies, and steps under a sliding window, attend for one after the other.
+    Each token attends to what the policy selects for its own query among the tokens up to itself. As long as no row
+    needs a flush in between, `Full`, `Compressed` and `Retrieval` store, select and attend for all tokens together.
+    Other policies, and steps under a sliding window, attend one after the other.
 
     Args:
-      lengths: i32[B], steps that each row takes (default T); `active` bool[B] are rows that take any.
-      flush: demote from full recent blocks, before the first step and between steps. With False the caller has called
-        `kvjax.flush`, and no row takes more tokens than `kvjax.room` says; others are dropped and reported by
-        `raise_on_overflow`.
-      selection: for a `Follower`, the `Info.selection` that `decode_info` gave for the layer that it follows.
+      lengths: i32[B], steps that each row takes (default T). Rows where `active` bool[B] is false take none.
+      flush: flush full recent blocks before the first step and between steps. With False, call `kvjax.flush` first and
+        give no row more tokens than `kvjax.room` says; further tokens are dropped, which `raise_on_overflow` reports.
+      selection: for a `Follower`, the `Info.selection` that `decode_info` returned for the layer that it follows.
 
-    The other arguments are those of `attention`. `rollback` takes back tokens that are not wanted after all.
+    The other arguments are those of `attention`. `rollback` removes tokens again, such as rejected drafts.
     """
     settings: Any = {"window": window, "scale": scale, "flush": flush, "selection": selection}
     out, cache, _ = decode_info(cache, q, k, v, lengths=lengths, active=active, **settings)
@@ -196,12 +198,12 @@ def decode_info(
     flush: bool = True,
     selection: Selection | None = None,
 ) -> tuple[Array, LayerCache, Info]:
-    """`decode`, and the `Info` of every step: their arrays stacked, T in front."""
+    """`decode` that also returns the `Info`s of all steps, stacked along a first axis T."""
     sizes, scale = _check_call("decode", cache, q, k, v, window, scale)
     check_flags("decode", flush=flush)
     if sizes.T > MOST_STEPS:
         raise ValueError(
-            f"decode takes 1 to {MOST_STEPS} tokens of a row, got T={sizes.T}; kvjax.prefill reads a prompt"
+            f"decode takes 1 to {MOST_STEPS} tokens per row, got T={sizes.T}; read a prompt with kvjax.prefill"
         )
     count = _row_counts(sizes.B, sizes.T, lengths, active)
     if lengths is not None and sizes.T > 1:
@@ -213,8 +215,8 @@ def decode_info(
 
 
 def _run(attend: Callable[..., Any], cache: LayerCache | None, *operands: Any, **settings: Any) -> Any:
-    """`attend` of checked arguments, by each device for its own part where the cache has a placement."""
-    # Numpy's float64 stays so under an inlined jit, where every cast to it warns.
+    """Calls `attend` with checked arguments; if the cache has a placement, each device calls it for its own part."""
+    # A NumPy float64 array stays float64 under an inlined jit, where every cast to it warns.
     operands = tuple(a.astype(jnp.result_type(a)) if isinstance(a, np.ndarray) else a for a in operands)
     if cache is not None and cache.placement is not None:
         return _run_on_parts(attend, cache, *operands, **settings)
@@ -240,7 +242,7 @@ def _run_on_parts(
     selection: Selection | None,
     **settings: Any,
 ) -> tuple[Array, LayerCache, Info | None]:
-    """`attend` by each device of the placement for its rows and heads."""
+    """`attend`, run by each device of the placement for its own rows and heads."""
 
     def local(state: Any, *operands: Any) -> Any:
         out, mine, info = attend(part_of(cache, state), *operands, **settings)
@@ -248,12 +250,12 @@ def _run_on_parts(
 
     placement, state = placement_of(cache), specs_of(cache)
     tokens, heads = placement.spec("BTN"), placement.spec("TBK" if attend is _attend_steps else "BK")
-    inside = (state, tokens, tokens, tokens, placement.spec("B"), jax.tree.map(lambda _: heads, selection))
-    out, held, info = run_on_parts(
-        placement, local, inside, (tokens, state, heads), cache.state, q, k, v, count, selection
+    in_specs = (state, tokens, tokens, tokens, placement.spec("B"), jax.tree.map(lambda _: heads, selection))
+    out, new_state, info = run_on_parts(
+        placement, local, in_specs, (tokens, state, heads), cache.state, q, k, v, count, selection
     )
     out, info = to_context(out, tokens), jax.tree.map(lambda x: to_context(x, heads), info)
-    return out, dataclasses.replace(cache, state=held), info
+    return out, dataclasses.replace(cache, state=new_state), info
 
 
 def _attend_prompt(
@@ -269,7 +271,7 @@ def _attend_prompt(
     first_chunk: bool,
     padded: bool,
 ) -> tuple[Array, LayerCache | None, None]:
-    """A chunk of a prompt, of which the first `count` i32[B] tokens are stored."""
+    """Attends a chunk of a prompt and stores the first `count` i32[B] tokens of each row."""
     own_k, own_v = k, v
     if padded:
         own_k, own_v = _without_padding(k, v, count)
@@ -288,8 +290,8 @@ def _attend_prompt(
         own = None if over is None else attend_own_in_parts(grouped, own_k, own_v, *over, scale=scale)
         out = attend_chunk_after(attend_stored, grouped, own_k, own_v, scale=scale, window=window, own=own)
         out = ungroup(out, q.dtype)
-        # Read, then store: without an order XLA copies all that is stored, to be safe (CPU with jaxlib before 0.11
-        # drops barriers first, and copies; measured 2026-11-21, 131072 tokens: temp bytes 391 MB, with it 117 MB).
+        # Read, then store: without a fixed order XLA copies everything stored, to be safe. (On CPU, jaxlib before 0.11
+        # drops the barrier and copies. Measured 2026-11-21, 131072 tokens: 391 MB of temp bytes, 117 MB with it.)
         out, k, v = in_order(out, k, v)
     policy = cache.policy
     if isinstance(policy, Observer):
@@ -334,7 +336,7 @@ def _attend_steps(
     window: int | None,
     flush: bool,
 ) -> tuple[Array, LayerCache, Info]:
-    """T decode steps, of which each row takes the first `count` i32[B]; stored at once where the policy can."""
+    """T decode steps, of which each row takes the first `count` i32[B]; in one pass if the policy supports it."""
 
     def one_by_one(cache: LayerCache) -> tuple[Array, LayerCache, Info]:
         def one(cache: LayerCache, x: Any) -> tuple[LayerCache, tuple[Array, Info]]:
@@ -352,22 +354,22 @@ def _attend_steps(
     policy = cache.policy
     if not isinstance(policy, MultiStep):
         return one_by_one(cache)
-    if q.shape[1] == 1:  # a loop of one step would cost kernels
-        chosen = jax.tree.map(lambda a: a[0], selection)
-        out, cache, info = _attend_step(cache, q, k, v, count, chosen, scale=scale, window=window, flush=flush)
+    if q.shape[1] == 1:  # a loop over one step would add kernels
+        first = jax.tree.map(lambda a: a[0], selection)
+        out, cache, info = _attend_step(cache, q, k, v, count, first, scale=scale, window=window, flush=flush)
         return out, cache, jax.tree.map(lambda a: a[None], info)
-    several = policy
+    multi_step = policy
 
     def stored_at_once(cache: LayerCache) -> tuple[Array, LayerCache, Info]:
         keys, values = _heads_first(k, v)
         grouped = group(q, k.shape[2])
-        out, state, info = several.decode(cache.state, grouped, keys, values, count, scale=scale, window=window)
+        out, state, info = multi_step.decode(cache.state, grouped, keys, values, count, scale=scale, window=window)
         return ungroup(out, q.dtype), dataclasses.replace(cache, state=state), info
 
     if not flush or cache.full_rows() is None:
         return stored_at_once(cache)
     cache = flush_full(cache)
-    return lax.cond(jnp.any(count > several.free(cache.state)), one_by_one, stored_at_once, cache)
+    return lax.cond(jnp.any(count > multi_step.free(cache.state)), one_by_one, stored_at_once, cache)
 
 
 # ----------------------------------------------------------------------------------------------------------- arguments
@@ -381,7 +383,7 @@ class _Sizes(NamedTuple):
 def _check_call(
     verb: str, cache: Any, q: Array, k: Array, v: Array, window: int | None, scale: float | None
 ) -> tuple[_Sizes, float]:
-    """Sizes and scale of a call; ValueError for arrays that disagree with each other or with the cache."""
+    """The sizes and scale of a call. Raises ValueError for arrays that disagree with each other or with the cache."""
     check_floats(q=q, k=k, v=v)
     check_layer_cache(verb, cache)
     known = {} if cache is None else _spec_dims(cache.spec)
@@ -391,20 +393,22 @@ def _check_call(
         if not known or AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types:
             raise
         raise ValueError(
-            f"{error}. The spec of a cache is static, so jax.shard_map splits its arrays and not its sizes; "
-            "kvjax.init(..., placement=kvjax.Placement(mesh=...)) makes a cache that is split, without shard_map"
+            f"{error}. The spec of a cache is static, so jax.shard_map splits its arrays but not its sizes; in place "
+            "of shard_map, make a cache that is split: kvjax.init(..., placement=kvjax.Placement(mesh=...))"
         ) from None
     B, T, N, K, D = (sizes[x] for x in "BTNKD")
     check_not_empty(sizes, B="rows", T="tokens", N="query heads", K="kv heads", D="channels")
     if N % K:
-        raise ValueError(f"q has N={N} heads, which K={K} kv heads do not divide; q{list(q.shape)}, k{list(k.shape)}")
+        raise ValueError(
+            f"q has N={N} heads, which must be a multiple of k's K={K} kv heads; q{list(q.shape)}, k{list(k.shape)}"
+        )
     if window is not None:
         require_int(f"{verb}(window=...)", window, at_least=1)
     return _Sizes(B, T), D**-0.5 if scale is None else finite_number(f"{verb}(scale=...)", scale)
 
 
 def _without_padding(k: Array, v: Array, count: Array) -> tuple[Array, Array]:
-    """k, v [B, T, K, D] with 0 past the first `count` i32[B] tokens: padding weighs 0, but 0 times NaN is NaN."""
+    """k, v [B, T, K, D] with zeros past the first `count` i32[B] tokens: padding has weight 0, but 0 * NaN is NaN."""
     real = (jnp.arange(k.shape[1])[None] < count[:, None])[..., None, None]
     return jnp.where(real, k, jnp.zeros((), k.dtype)), jnp.where(real, v, jnp.zeros((), v.dtype))
 
@@ -431,7 +435,8 @@ def _row_counts(B: int, T: int, lengths: ArrayLike | None, active: ArrayLike | N
             raise ValueError(f"{name} must have shape [B={B}], got {list(given.shape)}")
         wanted = jnp.bool_ if name == "active" else jnp.integer
         if not jnp.issubdtype(given.dtype, wanted):
-            raise ValueError(f"{name} must be {'bool' if name == 'active' else 'integers'}, got {given.dtype}")
+            kind, dtype = ("bool", "bool") if name == "active" else ("integers", "int")
+            raise ValueError(f"{name} must be {kind}, got {given.dtype}; convert it with jnp.asarray({name}, {dtype})")
         if name == "lengths" and known is not None:
             outside = known[(known < 0) | (known > T)]
             if outside.size:

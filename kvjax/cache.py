@@ -1,7 +1,7 @@
-"""The caches that a model carries from step to step, of one layer and of all, and how they are made.
+"""The cache of one layer and of a whole model, and the functions that make them.
 
-A cache is a pytree of arrays, its state; policy, sizes and placement are static. `attention` fills it, `flushing` and
-`rows` have the verbs that change it without attending.
+A cache is a pytree: the arrays of its state are the leaves; policy, sizes and placement are static. `attention` fills
+it, and the functions of `flushing` and `rows` change it without attending.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class LayerCache:
 
     @property
     def length(self) -> Array:
-        """i32[B] tokens that a row has taken in."""
+        """i32[B] tokens that each row has received."""
         with own_axes(self):
             length = self.state.length
         return as_rows(self, length)
 
     @property
     def nbytes(self) -> Bytes:
-        """Bytes of the arrays, `device` and `host`; of one device, where a placement splits them."""
+        """Bytes of the arrays in `device` and `host` memory; with a placement, those of one device."""
         return nbytes(self.state)
 
     def __repr__(self) -> str:
@@ -70,9 +70,9 @@ class LayerCache:
 @register_dataclass
 @dataclass(frozen=True, repr=False)
 class _FlushedLayer(LayerCache):
-    """A LayerCache with the promise of `flushed`."""
+    """A LayerCache that `flushed` has marked as having no full recent block."""
 
-    # jax tells tree structures apart by their static fields, not by their classes; jit must not mix the two up.
+    # JAX tells tree structures apart by their static fields, not by their classes; jit must not mix the two up.
     promise: bool = dataclasses.field(default=True, metadata={"static": True})
 
     def full_rows(self) -> None:
@@ -92,17 +92,17 @@ class Cache:
 
     @property
     def length(self) -> Array:
-        """i32[B] tokens that a row has taken in, the same in all layers."""
+        """i32[B] tokens that each row has received, the same in all layers."""
         return self.layers[0].length
 
     @property
     def placement(self) -> Placement | None:
-        """How the cache is split over devices; None for a cache on one."""
+        """How the cache is split over devices; None for a cache on one device."""
         return self.layers[0].placement if self.layers else None
 
     @property
     def nbytes(self) -> Bytes:
-        """Bytes of the arrays of all layers, `device` and `host`; of one device, where a placement splits them."""
+        """Bytes of the arrays of all layers in `device` and `host` memory; with a placement, those of one device."""
         return nbytes(self.layers)
 
     def __repr__(self) -> str:
@@ -119,13 +119,13 @@ C = TypeVar("C", Cache, LayerCache)
 def init(
     policy: Policy | PerLayer | Sequence[Policy], spec: CacheSpec, *, layers: int, placement: Placement | None = None
 ) -> Cache:
-    """An empty cache for a model of `layers` attention layers, of one policy or of a policy for each layer.
+    """Makes an empty cache for a model with `layers` attention layers, from one policy or one policy per layer.
 
-    A policy may leave a cache of so small a capacity to `Full` (`Retrieval.dense_capacity`), unless there is a
-    `placement`: each device would attend to a part alone, for which nothing was measured.
+    At a small capacity a policy may be replaced by `Full` (see `Retrieval.dense_capacity`), except with a `placement`:
+    each device would attend to a part of the tokens, for which nothing was measured.
 
-    A `placement` splits it over the devices of a mesh: each part is made on its device, and all functions that take the
-    cache keep it there.
+    A `placement` splits the cache over the devices of a mesh. Each part is allocated on its device, and all functions
+    that take the cache keep it there.
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=64)
@@ -152,13 +152,17 @@ def init(
 
 
 def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = None) -> LayerCache:
-    """An empty cache for one attention layer, split over the devices of a `placement` if one is given.
+    """Makes an empty cache for one attention layer, split over the devices of a `placement` if one is given.
 
     Raises:
-      ValueError: no policy, no spec, or rows, KV heads or a policy that the placement cannot split.
+      ValueError: a `policy` that is not a policy, a `spec` that is not a CacheSpec, or rows, KV heads or a policy that
+        the placement cannot split.
     """
     if isinstance(policy, PerLayer | list | tuple):
-        raise ValueError("init_layer takes the policy of one layer; call .policy(layer) of the PerLayer, or init(...)")
+        raise ValueError(
+            f"init_layer takes the policy of one layer, got {shown(policy)}; pass one of its policies, as "
+            "policies.policy(layer) of a PerLayer, or make all layers with kvjax.init"
+        )
     _check_policy("init_layer(policy=...)", policy)
     _check_spec("init_layer(spec=...)", spec)
     if placement is None:
@@ -168,17 +172,18 @@ def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = No
             f"placement must be a kvjax.Placement, got {shown(placement)}; make one with "
             'kvjax.Placement(mesh=mesh, batch="data", heads="model")'
         )
-    make: Any = make_state  # cached by the policy, which is frozen
+    make: Any = make_state  # cached per policy, which is hashable
     return LayerCache(make(policy, spec, placement)(), policy, spec, placement)
 
 
 def shardings(cache: C) -> C:
-    """The tree of `jax.sharding.NamedSharding`s of a cache with a placement, memory kinds included.
+    """The `jax.sharding.NamedSharding` of each array of a cache with a placement, memory kinds included.
 
-    `cache` may be one of shapes, as `jax.eval_shape` of `kvjax.init` gives it. For `jit`, `device_put` and orbax.
+    For use with `jit`, `device_put` and orbax. `cache` may hold shapes in place of arrays, as `jax.eval_shape` of
+    `kvjax.init` returns it.
 
     Raises:
-      ValueError: no cache, or one without a placement.
+      ValueError: a `cache` that is not a cache, or one without a placement.
     """
     if not isinstance(cache, Cache | LayerCache):
         raise ValueError(f"shardings takes a cache, got {shown(cache)}; kvjax.init makes one")
@@ -196,11 +201,10 @@ def any_full(cache: Cache | LayerCache) -> Array:
 
 
 def flushed(cache: Cache, promise: bool = True) -> Cache:
-    """`cache` with the promise that `any_full` is false, so that `flush` does nothing, not even ask; or without it.
+    """Marks a cache as having no full recent block, so that `flush` skips its condition; False removes the mark.
 
-    For loops that ask by themselves, as `kvjax.generate` does: on a GPU each condition makes the host wait, and a loop
-    whose own condition is that no block is full asks once a step, not twice. The caller that promises takes it back
-    after the step.
+    For loops that test `any_full` in their own condition, such as the one of `kvjax.generate`: on a GPU each condition
+    makes the host wait, and such a loop needs one per step, not two. The caller removes the mark after the step.
     """
     kind = _FlushedLayer if promise else LayerCache
     return Cache(tuple(kind(layer.state, layer.policy, layer.spec, layer.placement) for layer in cache.layers))
@@ -220,8 +224,8 @@ def raise_on_overflow(cache: Cache | LayerCache) -> None:
     if rows:
         raise RuntimeError(
             f"rows {rows} dropped tokens in layers {np.flatnonzero(flags.any(axis=1)).tolist()}: the capacity of "
-            f"{layers[0].spec.capacity} tokens is used up, or kvjax.flush was not called before each decode step; "
-            "make the cache with a larger capacity (or a kvjax.rollback asked for a length that is out of reach)"
+            f"{layers[0].spec.capacity} tokens is used up (make the cache with a larger capacity), or kvjax.flush was "
+            "not called before each decode step, or kvjax.rollback got a length that is out of reach"
         )
 
 
@@ -229,15 +233,15 @@ def check_layer_cache(verb: str, cache: Any) -> None:
     if isinstance(cache, Cache):
         raise ValueError(
             f"{verb} takes the cache of one layer, got the Cache of a whole model; pass cache.layers[i], and put the "
-            "layers that come back into dataclasses.replace(cache, layers=(...))"
+            "returned layers into dataclasses.replace(cache, layers=(...))"
         )
     if not isinstance(cache, LayerCache) and (cache is not None or verb != "attention"):
-        wanted, mend = "a kvjax.LayerCache", "kvjax.init_layer makes one"
+        wanted, cure = "a kvjax.LayerCache", "kvjax.init_layer makes one"
         if verb == "attention":
             wanted += " or None"
         elif callable(cache):
-            mend = f"kvjax.generation.{verb} takes a model"
-        raise ValueError(f"{verb} takes {wanted}, got {shown(cache)}; {mend}")
+            cure = f"kvjax.generation.{verb} takes a model"
+        raise ValueError(f"{verb} takes {wanted}, got {shown(cache)}; {cure}")
     check_alive(verb, cache)
 
 
@@ -252,18 +256,18 @@ def layers_of(cache: Cache | LayerCache) -> tuple[LayerCache, ...]:
 
 
 def rows_to_flush(layers: tuple[LayerCache, ...]) -> list[Array]:
-    """bool[B] of each layer that can have full rows and makes no promise."""
+    """bool[B] full rows, for each layer that can have some and is not marked by `flushed`."""
     return [rows for layer in layers if (rows := layer.full_rows()) is not None]
 
 
 def own_axes(cache: Cache | LayerCache) -> AbstractContextManager[Any]:
-    """A context to compute with the arrays of a cache that a placement splits; see `axes_of`."""
+    """A context in which the arrays of a cache with a placement can be computed with; see `axes_of`."""
     placement = layers_of(cache)[0].placement
     return nullcontext() if placement is None else axes_of(placement.mesh.abstract_mesh)
 
 
 def as_rows(cache: Cache | LayerCache, x: Array) -> Array:
-    """x [B] as an array of the mesh around, split as the rows of the cache."""
+    """x [B] as an array of the surrounding mesh, split like the rows of the cache."""
     placement = layers_of(cache)[0].placement
     return x if placement is None else to_context(x, placement.spec("B"))
 
@@ -279,7 +283,7 @@ def specs_of(cache: LayerCache) -> Any:
 
 
 def part_of(cache: LayerCache, state: Any) -> LayerCache:
-    """The cache that a device has of its part `state`."""
+    """The cache of one device, whose part of the state is `state`."""
     placement = placement_of(cache)
     policy, spec = placement.policy_of_part(cache.policy), placement.local(cache.spec)
     state = placement.enter(cache.policy, cache.spec, state)
@@ -287,21 +291,21 @@ def part_of(cache: LayerCache, state: Any) -> LayerCache:
 
 
 def as_whole(cache: LayerCache, state: Any) -> Any:
-    """The state of a device's part with the tree of the whole cache's."""
+    """The state of one device's part, in the tree structure of the whole cache's state."""
     return jax.tree.unflatten(jax.tree.structure(cache.state), jax.tree.leaves(state))
 
 
 def run_by_part(f: Callable[..., Cache], cache: Any, *operands: Any, specs: tuple[Any, ...] = ()) -> Any:
-    """f(cache, *operands) by each device for its part of the cache; `specs` are the PartitionSpecs of `operands`."""
+    """Runs f(cache, *operands) on each device for its part of the cache; `specs` are PartitionSpecs of `operands`."""
     layers = layers_of(cache)
-    states, inside = [layer.state for layer in layers], [specs_of(layer) for layer in layers]
+    states, layer_specs = [layer.state for layer in layers], [specs_of(layer) for layer in layers]
 
     def local(states: list[Any], *operands: Any) -> list[Any]:
         mine = f(Cache(tuple(part_of(layer, st) for layer, st in zip(layers, states, strict=True))), *operands)
         return [as_whole(layer, own.state) for layer, own in zip(layers, mine.layers, strict=True)]
 
-    done = run_on_parts(placement_of(layers[0]), local, (inside, *specs), inside, states, *operands)
-    return with_states(cache, done)
+    new_states = run_on_parts(placement_of(layers[0]), local, (layer_specs, *specs), layer_specs, states, *operands)
+    return with_states(cache, new_states)
 
 
 def with_states(cache: Any, states: Sequence[Any]) -> Any:
@@ -313,7 +317,7 @@ _PRESETS = "kvjax.presets.fier(256) or kvjax.presets.parse('fier:budget=256')"
 
 
 def _check_policy(where: str, policy: Any) -> None:
-    """Raises ValueError for what is no policy: a preset's name, a class, a preset that was not called."""
+    """Raises ValueError unless `policy` is one: it may be a preset's name, a class, or a preset that was not called."""
     check_verbs(where, policy, "a policy", ("init", "prefill", "update", "attend"), _PRESETS)
 
 
@@ -326,11 +330,11 @@ def _check_spec(where: str, spec: Any) -> None:
 
 
 def _contents(cache: Cache | LayerCache) -> str:
-    """Rows, length and bytes for a repr, of whatever the leaves are: arrays, tracers, shapes, or what tree.map made."""
+    """Rows, length and bytes for a repr. Leaves may be arrays, tracers, shapes, or whatever tree.map returned."""
     leaves, spec = jax.tree.leaves(cache), cache.spec
     rows = f"{spec.batch} row{'s' if spec.batch > 1 else ''}"
     if not all(hasattr(leaf, "dtype") and hasattr(leaf, "shape") for leaf in leaves):
-        return f"{rows}, capacity {spec.capacity}, leaves that are no arrays"
+        return f"{rows}, capacity {spec.capacity}, leaves are not arrays"
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         length = "length traced"
     elif not all(isinstance(leaf, Array | np.ndarray) for leaf in leaves):
@@ -340,6 +344,6 @@ def _contents(cache: Cache | LayerCache) -> str:
     elif not all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in leaves):
         length = "length on several hosts"
     else:
-        held = np.asarray(cache.length).reshape(-1)
-        length = f"length {held.tolist() if held.size <= 4 else f'{held.min()} to {held.max()}'}"
+        lengths = np.asarray(cache.length).reshape(-1)
+        length = f"length {lengths.tolist() if lengths.size <= 4 else f'{lengths.min()} to {lengths.max()}'}"
     return f"{rows}, {length} of {spec.capacity}, {cache.nbytes}"

@@ -1,9 +1,9 @@
-"""Sizes: what a cache is made for, and the named-dimension check at every public door.
+"""The sizes of a cache, and the named-dimension check of every public function.
 
-A size has one letter wherever it appears: B rows, T new tokens, N query heads, K kv heads, G = N/K, D head size,
-S slots, M selected tokens. `check_dims` binds the letters across all arguments of a call at once, so that an error
-can say which two arguments disagree, rather than where the first broadcast failed. Shapes are static, so the checks
-run while tracing and cost nothing in a compiled program.
+Each size has one letter everywhere: B rows, T new tokens, N query heads, K kv heads, G = N/K, D head size, S slots,
+M selected tokens. `check_dims` binds the letters across all arguments of a call at once, so that an error can say
+which two arguments disagree, rather than where the first broadcast failed. Shapes are static, so the checks run while
+tracing and cost nothing in a compiled program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CacheSpec:
     q_heads: int
     kv_heads: int
     head_dim: int
-    capacity: int  # tokens that a row is sure to hold, all zones together; whole chunks may have room for more
+    capacity: int  # tokens that every row can hold, all zones together; rounding to whole chunks may add room
     dtype: DTypeLike = jnp.bfloat16  # of stored keys and values
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class CacheSpec:
         if self.q_heads % self.kv_heads:
             raise ValueError(
                 f"CacheSpec(q_heads={self.q_heads}, kv_heads={self.kv_heads}): kv_heads must divide q_heads, "
-                "for each group of query heads shares one kv head"
+                "because each group of query heads shares one kv head"
             )
         object.__setattr__(self, "dtype", cache_dtype(self.dtype))
 
@@ -52,7 +52,7 @@ class CacheSpec:
 
 
 def cache_dtype(dtype: DTypeLike) -> np.dtype:
-    """The dtype that keys and values are stored in, or an error that names those that a cache can hold."""
+    """The dtype of stored keys and values. Raises ValueError for one that a cache cannot hold."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:
@@ -78,16 +78,16 @@ def require_int(what: str, value: Any, *, at_least: int, at_most: int = MOST) ->
 
 
 def keep_int(config: Any, name: str, *, at_least: int) -> None:
-    """`require_int` of a field of a frozen dataclass, which then holds a Python int: a numpy integer would print
-    otherwise, and so make another key of the same results."""
+    """Applies `require_int` to a field of a frozen dataclass and stores it as a Python int: a NumPy integer has another
+    repr, and reprs are part of the keys of results."""
     value = require_int(f"{type(config).__name__}({name}=...)", getattr(config, name), at_least=at_least)
     object.__setattr__(config, name, value)
 
 
 def check_dims(layout: str, known: Mapping[str, int] | None = None, /, **arrays: Any) -> dict[str, int]:
-    """Binds every dimension letter and returns the sizes.
+    """Binds every dimension letter and returns the sizes; raises ValueError where two arguments disagree.
 
-    `layout` names each argument and its letters; `known` binds letters beforehand, as sizes of the cache.
+    `layout` names each argument and its letters; `known` binds letters in advance, such as the sizes of a cache.
 
     >>> check_dims("q BTND, k BTKD", q=np.zeros((2, 1, 4, 16)), k=np.zeros((2, 1, 2, 16)))
     {'B': 2, 'T': 1, 'N': 4, 'D': 16, 'K': 2}
@@ -113,8 +113,8 @@ def check_dims(layout: str, known: Mapping[str, int] | None = None, /, **arrays:
         for letter, size in zip(letters, shapes[name], strict=True):
             if sizes.setdefault(letter, size) != size:
                 wrong = f"{name} has {letter}={size} but {owner[letter]} has {letter}={sizes[letter]}"
-                turned = owner[letter] == "the cache" and sizes[letter] in shapes[name][1:-1]
-                axes = f"; the axes of {name} are [{', '.join(letters)}], turn them by jnp.swapaxes" if turned else ""
-                raise fail(wrong + axes)
+                swapped = owner[letter] == "the cache" and sizes[letter] in shapes[name][1:-1]
+                cure = f"; the axes of {name} must be [{', '.join(letters)}]: use jnp.swapaxes" if swapped else ""
+                raise fail(wrong + cure)
             owner.setdefault(letter, name)
     return sizes

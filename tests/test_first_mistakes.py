@@ -157,7 +157,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "heads before tokens": (
         lambda: kvjax.attention(layer(), *(a.swapaxes(1, 2) for a in qkv())),
-        r"q has N=3 but the cache has N=4; the axes of q are \[B, T, N, D\], turn them by jnp\.swapaxes; q\[2, 4, 3",
+        r"q has N=3 but the cache has N=4; the axes of q must be \[B, T, N, D\]: use jnp\.swapaxes; q\[2, 4, 3",
     ),
     "a donated layer": (
         lambda: kvjax.attention(donated(layer()), *qkv()),
@@ -235,7 +235,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "active rows by number": (
         lambda: kvjax.attention(layer(), *qkv(1), active=[1, 0]),
-        "active must be bool, got int32",
+        r"active must be bool, got int32; convert it with jnp\.asarray\(active, bool\)",
     ),
     "active rows of a prompt": (
         lambda: kvjax.attention(layer(), *qkv(), active=[True, True]),
@@ -266,7 +266,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     "no steps": (lambda: kvjax.decode(layer(), *qkv(0)), "T=0 tokens; give at least one"),
     "too many steps": (
         lambda: kvjax.decode(layer(), *qkv(17)),
-        r"decode takes 1 to 16 tokens of a row, got T=17; kvjax\.prefill reads a prompt",
+        r"decode takes 1 to 16 tokens per row, got T=17; read a prompt with kvjax\.prefill",
     ),
     "more steps than there are": (
         lambda: kvjax.decode(layer(), *qkv(3), lengths=[5, 1]),
