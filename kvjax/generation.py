@@ -1,17 +1,17 @@
-"""Decoding: prefill a prompt in chunks, then one loop on the device that stops when all rows have ended.
+"""Text generation: prefill a prompt in chunks, then decode in one loop on the device until all rows have ended.
 
-A model is any callable pytree that maps tokens and a cache to logits and a cache; `Model` states the protocol, and
-kvjax.models.Decoder satisfies it. The cache decides what is kept and attended to; nothing here knows which.
+A model is any callable pytree that maps tokens and a cache to logits and a cache; `Model` is the protocol, and
+kvjax.models.Decoder implements it. The cache decides what is kept and attended to; this module does not depend on it.
 
-One convention carries everything: **every emitted token, the stop token too, is fed to the model.** The cache that
-comes back therefore holds the prompt and all that was emitted, and the logits that come with it are those of the
-next token. So a conversation goes on by `generate(model, result.cache, next_prompt, ...)`, a run that ended for
-length goes on by `decode(model, result.cache, result.logits, ...)`, and a row that `kvjax.insert` puts into a
-running batch goes on with the others.
+One convention holds throughout: **every emitted token, including the stop token, is fed to the model.** The returned
+cache therefore holds the prompt and all emitted tokens, and the returned logits are those of the next token. Continue
+a conversation with `generate(model, result.cache, next_prompt, ...)`, and a run that reached its length limit with
+`decode(model, result.cache, result.logits, ...)`. A row that `kvjax.insert` puts into a running batch continues with
+the others.
 
-Programs compile once a shape. The shapes are few: prompts are cut into chunks of one size, rounded up to one of
-four sizes an octave, and the loop takes the number of new tokens as data within a buffer of a power of two.
-Caches are donated: after a call the cache that was passed in is gone, and the returned one takes its place.
+Programs compile once per shape, and there are few shapes: prompts are cut into chunks of one size, rounded up to one
+of four sizes per factor of two, and the loop takes the number of new tokens as data, within a buffer whose size is a
+power of two. Caches are donated: after a call the cache that was passed in is invalid; use the returned one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvjax.sampling import Sampling, row_keys
 from kvjax.spec import require_int
 from kvjax.text import Detokenizer
 
-SMALLEST_ROOM = 32  # for new tokens of a program
+SMALLEST_ROOM = 32  # new tokens that a program has room for, at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Generation:
     tokens: np.ndarray  # i32[B, max_new_tokens], each row's new tokens, then PAD
     lengths: np.ndarray  # i32[B] new tokens of each row, a stop token included
     cache: Cache  # holds the prompt and all new tokens
-    logits: Array  # f32[B, V] of the token after the last of each row
-    attended: np.ndarray | None = None  # f32[L] tokens attended a step and kv head, mean; None if not measured
-    speculation: Speculation | None = None  # how drafts went; None without a draft
+    logits: Array  # f32[B, V] logits of the token that follows each row's last one
+    attended: np.ndarray | None = None  # f32[L] mean tokens attended per step and kv head; None if not measured
+    speculation: Speculation | None = None  # acceptance of drafts; None without a draft
 
     @property
     def rows(self) -> list[list[int]]:
@@ -63,9 +63,9 @@ class Generation:
 
 @partial(jax.jit, donate_argnames="cache")
 def decode_step(model: Model, cache: Cache, token: Array, active: Array | None = None) -> tuple[Array, Cache]:
-    """Feeds one token i32[B] a row and returns the logits f32[B, V] of the next.
+    """Feeds one token per row, i32[B], and returns the logits f32[B, V] of the next token and the cache.
 
-    Rows where `active` bool[B] is false store nothing; their logits mean nothing. The cache is donated.
+    Rows where `active` bool[B] is false store nothing; their logits are meaningless. The cache is donated.
     """
     if jnp.ndim(token) != 1:
         raise ValueError(f"token must be [B={cache.spec.batch}], one for each row, got {list(token.shape)}")
@@ -90,20 +90,20 @@ def generate(
     """Continues each row of the prompt until it emits a stop token or `max_new_tokens`.
 
     Args:
-      prompt: one sequence of token ids a row, of any lengths, or a right-padded i32[B, T] with `lengths` i32[B]. It is
-        appended to what the cache holds already, so a conversation goes on from the cache of its last turn.
-      max_new_tokens: of each row, at most.
-      sampling: how a token is drawn; by default the likeliest one is taken.
-      key: one key, of which each row folds in its number, or B keys. Token i of a row draws with `fold_in(row's key,
-        i)`, so pass a new key for each turn.
+      prompt: one sequence of token ids per row, of any lengths, or a right-padded i32[B, T] with `lengths` i32[B]. It
+        is appended to what the cache already holds, so pass the cache of the last turn to continue a conversation.
+      max_new_tokens: the most new tokens of each row.
+      sampling: how a token is drawn; greedy by default.
+      key: one key, into which each row folds its index, or B keys. Token i of a row draws with `fold_in(row's key, i)`,
+        so pass a new key for each turn.
       stop_tokens: ids after which a row ends; the stop token is emitted too.
-      chunk: tokens of a chunk of the prompt, as in `prefill`.
+      chunk: tokens per chunk of the prompt, as in `prefill`.
       measure: fills in `Generation.attended`.
-      draft: a `PromptLookup` or a `DraftModel` that guesses tokens, which the model then checks, several in a step. The
-        text stays the same, up to rounding, and `Generation.speculation` tells how well it went.
+      draft: a `PromptLookup` or a `DraftModel` that proposes tokens, which the model verifies, several per step. The
+        text stays the same, up to rounding; `Generation.speculation` reports how many were accepted.
 
     Raises:
-      ValueError: a request that cannot fit, before any work: see `kvjax.request.check_request`.
+      ValueError: a request that cannot be served, before any work is done: see `kvjax.request.check_request`.
     """
     check_model(model, (*(["info"] if measure else []), *(["steps"] if draft is not None else [])))
     check_model_cache(cache)
@@ -131,9 +131,9 @@ def decode(
     stop_tokens: int | Iterable[int] = (),
     measure: bool = False,
 ) -> Generation:
-    """`generate` from the logits f32[B, V] of the next token, as prefill and Generation give them.
+    """`generate` without a prompt, from the logits f32[B, V] of the next token that `prefill` or a Generation holds.
 
-    Rows where `active` bool[B] is false emit nothing, as the empty rows of a server's batch.
+    Rows where `active` bool[B] is false emit nothing, such as the empty rows of a server's batch.
     """
     check_model(model)
     check_model_cache(cache)
@@ -193,12 +193,12 @@ def stream(
     progress: Callable[[int], None] | None = None,
     draft: Draft | None = None,
 ) -> Stream:
-    """`generate` as an iterator over what comes: the same tokens, in pieces of up to `block` tokens a row.
+    """`generate` as an iterator: the same tokens, in blocks of up to `block` tokens per row.
 
     Yields i32[B, n <= block] on the host, with PAD where a row has ended; or, with a `tokenizer` and one row, pieces
-    of text that never cut a character. The prompt is checked and prefilled by this call, so errors come before the
-    first piece. The host waits for the device once a block; a larger block is faster and less smooth. With a
-    `draft`, as in `generate`, a block is at least a draft and the token before it.
+    of text that never split a character. This call checks and prefills the prompt, so errors are raised before the
+    first block. The host waits for the device once per block: a larger block is faster, a smaller one streams more
+    smoothly. With a `draft`, as in `generate`, a block is at least one draft and the token before it.
     """
     check_model(model)
     check_model_cache(cache)
@@ -232,10 +232,10 @@ def stream(
 
 
 class Stream(Iterator[Any]):
-    """A run in progress, made by `stream`. Iterating advances it; between steps everything about it can be read.
+    """A generation in progress, made by `stream`. Iterating advances it; its attributes can be read between steps.
 
-    A step donates the cache, so hold on to `run.cache` only when you go on from there. The weights
-    are those that the model had when the run began.
+    Each step donates the cache, so a reference to `run.cache` is valid only until the next step. The run uses the
+    weights that the model had when it began.
     """
 
     cache: Cache  # holds the prompt and all tokens emitted so far
@@ -271,29 +271,29 @@ class Stream(Iterator[Any]):
 
     @property
     def logits(self) -> Array:
-        """f32[B, V] of the token after those emitted so far."""
+        """f32[B, V] logits of the token that follows those emitted so far."""
         return to_caller(self._logits, self.cache.placement)
 
     @property
     def attended(self) -> np.ndarray | None:
-        """f32[L] tokens attended a step and kv head, mean over the steps so far; None if not measured."""
+        """f32[L] mean tokens attended per step and kv head, over the steps so far; None if not measured."""
         return on_host(self._mean[0]) if self._measure else None
 
     @property
     def speculation(self) -> Speculation | None:
-        """How drafts went so far; None without a draft."""
+        """The acceptance of drafts so far; None without a draft."""
         return None if self._drafter is None else Speculation(*self._numbers.tolist())
 
     def _call(self, steps: int, limit: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of `decode_loop`, traced ones and others."""
+        """Arguments of `decode_loop`, traced and static."""
         state = self._model, self.cache, self._logits, self._active, self._mean, self._keys
         numbers = np.int32(self._step), np.int32(limit)
-        room = max(SMALLEST_ROOM, 1 << (steps - 1).bit_length())  # by steps: the last, shorter block fits too
+        room = max(SMALLEST_ROOM, 1 << (steps - 1).bit_length())  # from `steps`: a shorter last block has room too
         return (*state, *numbers, self._sampling, self._stop), {"room": room, "measure": self._measure}
 
     @on_auto_axes
     def lower(self, steps: int) -> jax.stages.Lowered:
-        """The program of `advance(steps)`, for who asks what it is or needs; nothing runs."""
+        """The lowered program of `advance(steps)`, to inspect its code or its memory; nothing runs."""
         arguments, shape = self._call(steps, steps)
         if self._drafter is not None:
             return draft_loop.lower(*arguments, self._drafter.with_state(None), self._drafter.state, **shape)
@@ -301,7 +301,7 @@ class Stream(Iterator[Any]):
 
     @on_auto_axes
     def advance(self, steps: int) -> np.ndarray:
-        """Emits up to `steps` tokens a row and returns them, i32[B, n]; n is 0 when all rows have ended."""
+        """Emits up to `steps` tokens per row and returns them, i32[B, n]; n is 0 when all rows have ended."""
         limit = min(steps, self._left)
         if limit < 1 or not np.any(self._active):
             return np.zeros((len(self.rows), 0), np.int32)
@@ -327,12 +327,12 @@ class Stream(Iterator[Any]):
         return tokens
 
     def _check_finite(self, without_best: Any, when: str) -> None:
-        """Raises for rows whose logits say nothing. A number that is not finite stays so: the cache holds it."""
+        """Raises RuntimeError if a row has no best logit. A non-finite number persists, because the cache holds it."""
         bad = np.flatnonzero(on_host(without_best) & self._taking_part)
         if bad.size:
             raise RuntimeError(
-                f"the model's logits of row {bad[0]} are not finite {when}; its weights are damaged, a token id "
-                "is not in its vocabulary, or activations outgrew the dtype: check the checkpoint and the ids, and "
+                f"the model's logits of row {bad[0]} are not finite {when}: its weights are damaged, a token id is "
+                "outside of its vocabulary, or activations overflowed the dtype; check the checkpoint and the ids, and "
                 "load the model in bfloat16 or float32"
             )
 
@@ -367,10 +367,11 @@ def warm_up(
     draft: Draft | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
-    """Compiles all that `generate` (or `stream`, with `block`) will run on a prompt of that length.
+    """Compiles the programs that `generate` (or `stream`, with `block`) runs for a prompt of `prompt_tokens`.
 
-    Runs two chunks that hold one token, and one decode step. Consumes `cache`, which must be empty: make another.
-    `progress` is called before each part with the parts that are done, their number, and what is compiled now.
+    Runs two chunks that hold one token, and one decode step. Consumes `cache`, which must be empty; make another one
+    for the run itself. `progress` is called before each part, with the number of parts done, the number of parts, and
+    what is compiled next.
     """
     report = progress or (lambda *_: None)
     report(0, 2, "for the prompt")

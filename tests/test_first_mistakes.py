@@ -353,7 +353,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "anchors that do not rise": (
         lambda: presets.fier(24, anchors=[5, 2]),
-        r"anchors=\(5, 2\) must rise and begin with",
+        r"anchors=\(5, 2\) must increase and begin with",
     ),
     "anchors past the model": (
         lambda: kvjax.init(presets.fier(24, group=8, chunk=8, anchors="2+9"), SPEC, layers=4),

@@ -99,7 +99,7 @@ def test_short_prompts_leave_room_and_later_ones_divide_it() -> None:
     [
         (lambda: presets.adakv(floor=1.5), r"floor=1.5.*from 0 to 1"),
         (lambda: presets.adakv(ceiling=0.5), r"ceiling=0.5.*from 1 to"),
-        (lambda: HeadBudgets(evictor=Sliding()), r"Sliding.*does not say which tokens are worth more"),
+        (lambda: HeadBudgets(evictor=Sliding()), r"Sliding.*ranks tokens by position alone"),
         (lambda: Evicting(evictor=Observation(), budget=1), r"at least 2, got 1"),
     ],
 )

@@ -117,11 +117,11 @@ def test_a_comparison_takes_a_mask_whose_last_layer_is_split(method: str, tmp_pa
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: PerHead(heads=(), selected=Full(), others=Full()), r"heads=\(\).*must name KV heads"),
+        (lambda: PerHead(heads=(), selected=Full(), others=Full()), r"heads=\(\).*must name at least one KV head"),
         (lambda: PerHead(heads=(1, 1), selected=Full(), others=Full()), r"each once"),
         (
             lambda: kvjax.init_layer(PerHead(heads=(2,), selected=Full(), others=Full()), SPEC),
-            r"heads=\(2,\).*numbered 0 to 1",
+            r"heads=\(2,\).*not all, of the 2 KV heads 0 to 1",
         ),
         (
             lambda: kvjax.init(heads.Heads(kv_heads=2, layers=((1,), ())).policies(Full()), SPEC, layers=3),

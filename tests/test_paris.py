@@ -449,7 +449,7 @@ def test_k_and_budget_are_one_setting() -> None:
         preset(budget=64, k=50)
     policy = preset(buffer="attend").rest
     assert (policy.selected, policy.local, policy.demote) == (100, 384, kvjax.Buffer(leave=256))
-    with pytest.raises(ValueError, match=r"takes tokens out of the local window in chunks.*use kvjax.Fifo"):
+    with pytest.raises(ValueError, match=r"moves tokens out of the local window in chunks.*use kvjax.Fifo"):
         kvjax.Speculative(policy)
 
 

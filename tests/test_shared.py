@@ -193,8 +193,8 @@ def test_presets_name_anchors() -> None:
     [
         (lambda: presets.fier(64, share=0), r"share must be at least 1, got 0"),
         (lambda: presets.fier(64, share=2, anchors=(2, 5)), r"share=2 and anchors=\(2, 5\) both"),
-        (lambda: presets.fier(64, anchors=(3, 5)), r"anchors=\(3, 5\) must rise and begin with layer 2"),
-        (lambda: presets.fier(64, anchors=(2, 2)), r"anchors=\(2, 2\) must rise"),
+        (lambda: presets.fier(64, anchors=(3, 5)), r"anchors=\(3, 5\) must increase and begin with layer 2"),
+        (lambda: presets.fier(64, anchors=(2, 2)), r"anchors=\(2, 2\) must increase"),
         (lambda: presets.fier(64, anchors="2,x"), r"numbers of layers with \+ between"),
         (lambda: kvjax.share_selections(presets.kivi(), share=2), r"selects nothing that other layers could follow"),
         (lambda: Follower(store=HostOffload(page=8), unit=4), r"moves whole pages, but the selection has 4 tokens"),
@@ -212,7 +212,7 @@ def test_anchors_come_from_a_file_with_the_heads_that_serve(tmp_path: Path) -> N
     policies = presets.parse(f"fier:budget=64,anchors={file}")
     assert policies == kvjax.share_selections(presets.fier(64, dense_capacity=0), anchors=(2, 5), heads={3: (1, 0)})
     assert [policies.policy(layer) for layer in (3, 4)] == [policies.rest.follower((1, 0)), policies.rest.follower()]
-    with pytest.raises(FileNotFoundError, match=r"is no file; kvjax calibrate --out .*other\.json writes one"):
+    with pytest.raises(FileNotFoundError, match=r"is not a file; kvjax calibrate --out .*other\.json writes one"):
         presets.fier(64, anchors=str(tmp_path / "other.json"))
     for content in ("", "[]", '{"anchors": [2]}', '{"anchors": 2, "heads": {}}', '{"anchors": [2], "heads": [1]}'):
         file.write_text(content)

@@ -1,25 +1,29 @@
 """Cache policies: what a layer keeps, and what a query attends to.
 
-A policy is a frozen dataclass without arrays, hashable, so that equal policies share one trace. Its state is a frozen
-pytree whose every leaf has the batch first; verbs take a state and return one of the same structure, shapes and dtypes.
+A policy is a frozen dataclass without arrays. It is hashable, so that equal policies share one trace. Its state is a
+frozen pytree, and every leaf has the batch first. The methods of a policy, its verbs, take a state and return one of
+the same structure, shapes and dtypes.
 
     init      an empty state for a CacheSpec
-    prefill   stores a right-padded chunk of prompt, T tokens a row of which `lengths` are real
+    prefill   stores a right-padded chunk of a prompt, T tokens per row of which `lengths` are real
     update    stores one token for each active row; only ever writes into the recent block
-    attend    attention of the newest token's queries, over what the policy lets them see
-    flush     demotes from full recent blocks; called before each update, for all layers under one condition
-    attend_stored   exact attention over everything stored: what a chunk of a prompt needs of the chunks before it
-    grown              renumbers what depends on the capacity, for a policy that keeps such numbers
-    attend_selection   in place of attend, for a policy that attends to what another layer selected
-    prefill_observed   in place of prefill, for a policy to which the queries of a prompt matter
-    decode             several steps in one pass, for a policy that can; free says how many
-    rollback           takes back tokens, for a policy that can; earliest says how far
-    truncate           shortens to any earlier length, for a policy that can
+    attend    attention of the newest token's queries, over the tokens that the policy lets them see
+    flush     moves tokens out of full recent blocks; called before each update, for all layers under one condition
+    attend_stored   exact attention over all stored tokens: a chunk of a prompt attends to the chunks before it
+
+Optional verbs, each for policies that support it:
+
+    grown              renumbers what depends on the capacity, if the state holds such numbers
+    attend_selection   in place of attend, to attend to what another layer selected
+    prefill_observed   in place of prefill, if the queries of a prompt matter
+    decode             several steps in one pass; free says how many
+    rollback           removes the newest tokens; earliest says how far back
+    truncate           shortens to any earlier length
 
 All arrays have kv heads before tokens: k and v are [B, K, T, D], the queries of a step [B, K, G, D] and those of a
-prompt [B, K, G, T, D]. `kvjax.attention` turns a model's layout into this one, once.
+prompt [B, K, G, T, D]. `kvjax.attention` converts a model's layout to this one, once.
 
-Nothing here clamps: a token that has no room is dropped and sets `overflow`, which `kvjax.raise_on_overflow` reports.
+Nothing is clamped: a token that has no room is dropped and sets `overflow`, which `kvjax.raise_on_overflow` reports.
 """
 
 from kvjax.caches.compensated import Compensated, CompensatedState

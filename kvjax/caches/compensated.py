@@ -1,4 +1,4 @@
-"""RazorAttention: a window of tokens, and one token that stands for all that were evicted."""
+"""RazorAttention: a window of tokens, and one token that stands for all evicted ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.spec import CacheSpec
 @register_dataclass
 @dataclass(frozen=True)
 class CompensatedState:
-    """The tokens that are kept, and the sums of evicted ones."""
+    """The kept tokens, and the sums of the evicted ones."""
 
     kept: EvictingState
     sum_k: Array  # f32[B, K, D] of the keys of evicted tokens
@@ -28,22 +28,22 @@ class CompensatedState:
 
     @property
     def length(self) -> Array:
-        """i32[B] tokens that have come."""
+        """i32[B] tokens received."""
         return self.kept.length
 
     @property
     def overflow(self) -> Array:
-        """bool[B]: false, for there is room for every token."""
+        """bool[B]: always false, because there is room for every token."""
         return self.kept.overflow
 
     @property
     def evicted(self) -> Array:
-        """i32[B] tokens that the sums are of."""
+        """i32[B] evicted tokens, those in the sums."""
         return self.kept.length - self.kept.tokens.count
 
     @property
     def compensation(self) -> tuple[Array, Array]:
-        """f32[B, K, D] mean key and mean value of the evicted tokens; 0 where none was."""
+        """f32[B, K, D] mean key and mean value of the evicted tokens; 0 if none was evicted."""
         count = jnp.maximum(self.evicted, 1).astype(jnp.float32)[:, None, None]
         return self.sum_k / count, self.sum_v / count
 
@@ -52,8 +52,8 @@ class CompensatedState:
 class Compensated:
     """Keeps a window of tokens, and the mean key and value of all evicted tokens, weighted by their number.
 
-    A query attends to what `window` holds, and to the mean key and value of the n evicted tokens, with a logit raised
-    by log n. Costs 2 D float32 and one token a row and KV head beside the window.
+    A query attends to the tokens of `window`, and to the mean key and value of the n evicted tokens, whose logit is
+    raised by log n. Costs 2 D float32 and one token per row and KV head beside the window.
 
     **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), compensation tokens, equations of section 3.3.
     **Differs:** a prompt in several chunks compensates between them too; the paper compresses it once.
@@ -84,8 +84,8 @@ class Compensated:
         return self._state(self.window.update(st.kept, k, v, active), sum_k, sum_v)
 
     def _state(self, kept: EvictingState, sum_k: Array, sum_v: Array) -> CompensatedState:
-        """With the token that is evicted next. An update that read it from the slots that it then writes would make XLA
-        copy them."""
+        """The state with a copy of the token that is evicted next. If an update read that token from the slots that it
+        then writes, XLA would copy the slots."""
         oldest = jnp.argmax(kept.position == self._first(kept, kept.length)[:, None, None], axis=-1)[:, :, None, None]
         tokens = (jnp.take_along_axis(a, oldest, axis=2)[:, :, 0] for a in (kept.tokens.k, kept.tokens.v))
         return CompensatedState(kept, sum_k, sum_v, *tokens)
@@ -95,7 +95,7 @@ class Compensated:
         first, end = self._first(kept, kept.length), self._first(kept, kept.length + lengths)
 
         def leaves(position: Array) -> Array:
-            """bool of positions i32[B, K, L]: evicted by this chunk."""
+            """bool[B, K, L]: which positions i32[B, K, L] this chunk evicts."""
             return (position >= sink) & (position >= first[:, None, None]) & (position < end[:, None, None])
 
         used = jnp.arange(kept.tokens.slots)[None] < kept.tokens.count[:, None]
@@ -136,7 +136,7 @@ class Compensated:
         return st
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
-        """0: what is held does not grow with the context."""
+        """0: the cache does not grow with the context."""
         return 0.0
 
     @property
@@ -144,11 +144,11 @@ class Compensated:
         return self.window.evictor.sink  # type: ignore[attr-defined]  # checked to be a Sliding
 
     def _first(self, kept: EvictingState, length: Array) -> Array:
-        """i32[B]: the oldest position past the sink that is held of `length` tokens."""
+        """i32[B]: the oldest position past the sink that is kept after `length` tokens."""
         return jnp.maximum(length - (kept.tokens.slots - self._sink), self._sink)
 
     def _compensate(self, st: CompensatedState, q: Array, scale: float) -> PartialAttention:
-        """Attention of q [B, K, Q, D] over the mean of the evicted tokens; empty where none was."""
+        """Attention of q [B, K, Q, D] over the mean of the evicted tokens; empty if none was evicted."""
         k, v = st.compensation
         logits = jnp.einsum("bkqd,bkd->bkq", q.astype(jnp.float32), k, precision="highest") * scale
         count = st.evicted[:, None, None]
@@ -159,5 +159,6 @@ class Compensated:
     def _check_window(self, window: int | None) -> None:
         if window is not None:
             raise ValueError(
-                f"Compensated keeps the mean of all evicted tokens, so it cannot serve a sliding window of {window}"
+                f"Compensated keeps the mean of all evicted tokens, so it cannot serve a sliding window of {window}; "
+                "use kvjax.Evicting(evictor=kvjax.Sliding(...)) alone"
             )

@@ -1,4 +1,4 @@
-"""Every token kept in few bits, all of them attended: LogQuant, KIVI."""
+"""Compressed caches: every token is kept in few bits and attended, as in LogQuant and KIVI."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from kvjax.prompt import in_order
 from kvjax.spec import keep_int
 from kvjax.stores import FusedStore, Quantized, Store
 
-QUERIES = 8  # of a KV head, which kernels take at once
+QUERIES = 8  # queries of a KV head that kernels take at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compressed(Zoned):
     """Keeps every token and attends to all of them: sink and recent block exactly, the history as its store keeps it.
 
-    `demote` says which tokens leave the recent block for the store, `local` how many newest ones never do. A store that
-    is a `FusedStore` attends to all zones in one operation. A row's history has capacity - sink - local + 1 slots,
-    rounded down to whole chunks (at least one).
+    `demote` says which tokens leave the recent block for the store, `local` how many of the newest ones never do. A
+    `FusedStore` attends to all zones in one operation. A row's history has capacity - sink - local + 1 slots, rounded
+    down to whole chunks (at least one).
 
-    With `value_window`, at most `local`, keys and values of the recent block are rounded at times of their own, as KIVI
-    and LogQuant have it: the newest `value_window` values are exact, and keys until their chunk is complete, or with a
-    demotion out of order as long as they are in the block. A token that is rounded earlier than its pair is read as it
-    will be stored, which costs each step the rounding of the block; it is stored with its pair.
+    With `value_window`, at most `local`, keys and values of the recent block are rounded at different times, as in KIVI
+    and LogQuant: the newest `value_window` values are exact. Keys are exact until their chunk is complete, or, if the
+    demotion is not in order, as long as they are in the block. A key or value that is rounded before its counterpart is
+    read as it will be stored, which costs each step the rounding of the block; both are stored together.
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=512)
@@ -71,8 +71,8 @@ class Compressed(Zoned):
     ) -> tuple[Array, ZonedState, Info]:
         """Each step sees the tokens up to its own: the same arrays with smaller counts.
 
-        Without a sliding window all steps see the same history, so as many as kernels take, `QUERIES` of a KV head,
-        read it together.
+        Without a sliding window all steps see the same history and read it together, up to `QUERIES` queries of a KV
+        head at once, as many as kernels take.
         """
         # Counts are read before they change in place; XLA would copy them otherwise.
         lengths, count = in_order(step_lengths(st.length, count, k.shape[2], self.free(st)), count)
@@ -88,13 +88,13 @@ class Compressed(Zoned):
     def _attend_steps(
         self, st: ZonedState, q: Array, lengths: Array, *, scale: float
     ) -> tuple[Array, ZonedState, Info]:
-        """The steps of q [B, K, G, T, D], after each of which a row holds `lengths` i32[T, B] tokens."""
+        """All T steps of q [B, K, G, T, D] at once; after each, a row holds `lengths` i32[T, B] tokens."""
         G, T = q.shape[2:4]
         seen, queries = self.visible_steps(st, jnp.moveaxis(lengths, 0, 1)), steps_as_heads(q)
-        of_pass = max(QUERIES // G, 1) * G
+        pass_size = max(QUERIES // G, 1) * G
         parts = [
-            self.store.attend(st.store, queries[:, :, first : first + of_pass], seen.store, scale=scale)
-            for first in range(0, T * G, of_pass)
+            self.store.attend(st.store, queries[:, :, first : first + pass_size], seen.store, scale=scale)
+            for first in range(0, T * G, pass_size)
         ]
         history = PartialAttention(*(jnp.concatenate(same, axis=2) for same in zip(*parts, strict=True)))
         out = ops.attend_beside(history, queries, None, seen.recent, seen.sink, scale=scale)
@@ -115,7 +115,7 @@ class Compressed(Zoned):
         return super().attend_stored(st, q, scale=scale, window=window)
 
     def _rounded(self, st: ZonedState) -> tuple[Array, Array]:
-        """Keys and values of the recent block, of which those that are exact no more as the store will give them."""
+        """Keys and values of the recent block; those that are no longer exact are as the store will return them."""
         assert self.value_window is not None
         chunk, count = self.demote.leave, st.recent.count[:, None, None, None]
         whole = st.recent.slots // chunk * chunk

@@ -1,4 +1,4 @@
-"""A fixed number of slots; for each token that comes when they are full, one is evicted."""
+"""Caches with a fixed number of slots: once they are full, each new token evicts one."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.validation import check_verbs
 
-QUERIES = 128  # of a prompt, whose weights are held at a time
-SLOTS = 1024  # to which a chunk of a prompt attends at a time
+QUERIES = 128  # queries of a prompt whose weights are in memory at a time
+SLOTS = 1024  # slots that a chunk of a prompt attends to at a time
 
 
 @register_dataclass
@@ -43,32 +43,33 @@ class EvictingState:
 
     tokens: Block  # [B, K, S, D]
     position: Array  # i32[B, K, S] of each token
-    evidence: Array | None  # f32[B, K, S] what the evictor knows of each token; None if it asks for nothing
-    length: Array  # i32[B] tokens that have come, so the position of the next
-    due: Array | None  # bool[B] a token came whose query the evictor has not seen yet; None as above
+    evidence: Array | None  # f32[B, K, S] what the evictor knows of each token; None if it needs nothing
+    length: Array  # i32[B] tokens received, which is the position of the next one
+    due: Array | None  # bool[B] a token was stored whose query the evictor has not seen yet; None as above
 
     @property
     def overflow(self) -> Array:
-        """bool[B]: false, for there is room for every token."""
+        """bool[B]: always false, because there is room for every token."""
         return jnp.zeros_like(self.length, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evicting:
-    """Holds at most `budget` tokens for each KV head and attends to all of them; the `evictor` says which it evicts.
+    """Keeps at most `budget` tokens per KV head and attends to all of them; the `evictor` says which one to evict.
 
-    A token that comes to full slots takes that of an evicted token, and then its query attends: so a step reads
-    `budget` tokens, its own included. The capacity of the spec takes no memory beyond that, and a row may take in more;
-    `length` counts what has come. Keys keep the positions with which they came.
+    When all slots are full, a new token takes the slot of an evicted one before its query attends, so a step reads
+    `budget` tokens, its own included. The spec's capacity costs no further memory, and a row may receive more tokens
+    than that; `length` counts all of them. Keys keep their original positions.
 
-    A chunk of a prompt attends exactly to itself and to what is held of the chunks before it, and then all but the
-    budget is evicted at once. A prompt in one chunk is thus read exactly, and evicted once, as the papers do; in more
-    chunks, what is held at any time is the budget and a chunk. (`kvjax.generate` takes the size as `chunk`.) In a model
-    with a sliding window a token that a query does not see takes its slot until it is evicted.
+    A chunk of a prompt attends exactly to itself and to the tokens kept from the chunks before it; then all tokens
+    beyond the budget are evicted at once. A prompt in one chunk is thus read exactly and evicted once, as in the
+    papers; in several chunks, the cache holds at most the budget and one chunk at any time. (The size is `chunk` of
+    `kvjax.generate`.) In a model with a sliding window, a token outside of the window keeps its slot until it is
+    evicted.
     """
 
     evictor: Evictor
-    budget: int = 1024  # tokens held and attended
+    budget: int = 1024  # tokens kept and attended
 
     def __post_init__(self) -> None:
         keep_int(self, "budget", at_least=1)
@@ -77,25 +78,25 @@ class Evicting:
 
     def init(self, spec: CacheSpec) -> EvictingState:
         slots = min(self.budget, spec.capacity)
-        shape, asks = (spec.batch, spec.kv_heads, slots), self.evictor.arrival is not None
+        shape, needs_queries = (spec.batch, spec.kv_heads, slots), self.evictor.arrival is not None
         return EvictingState(
             tokens=empty_block(spec, slots),
             position=jnp.zeros(shape, jnp.int32),
-            evidence=jnp.zeros(shape, jnp.float32) if asks else None,
+            evidence=jnp.zeros(shape, jnp.float32) if needs_queries else None,
             length=jnp.zeros(spec.batch, jnp.int32),
-            due=jnp.zeros(spec.batch, bool) if asks else None,
+            due=jnp.zeros(spec.batch, bool) if needs_queries else None,
         )
 
     def update(self, st: EvictingState, k: Array, v: Array, active: Array) -> EvictingState:
         B, K, S = st.position.shape
-        came = active.astype(jnp.int32)
-        length = st.length + came  # the rest reads this one: XLA would copy an old one that is read beside it
+        added = active.astype(jnp.int32)
+        length = st.length + added  # the code below reads only this one: XLA would copy the old one if it read both
         slot = self._slot(st, length)
 
-        def place(held: Array, new: Array) -> Array:
-            """`held` [B, K, S, D] with `new` [B, K, 1, D] in the slot of each head of the active rows."""
-            rows, tokens = (a.reshape(B * K, 1, -1, a.shape[3]) for a in (held, new))
-            return write(rows, tokens, slot.reshape(-1), jnp.repeat(came, K)).reshape(held.shape)
+        def place(buffer: Array, new: Array) -> Array:
+            """`buffer` [B, K, S, D] with `new` [B, K, 1, D] in the slot of each head of the active rows."""
+            rows, tokens = (a.reshape(B * K, 1, -1, a.shape[3]) for a in (buffer, new))
+            return write(rows, tokens, slot.reshape(-1), jnp.repeat(added, K)).reshape(buffer.shape)
 
         taken = (jnp.arange(S)[None, None] == slot[..., None]) & active[:, None, None]
         arrival, evidence = self.evictor.arrival, st.evidence
@@ -103,7 +104,7 @@ class Evicting:
             evidence = jnp.where(taken, jnp.float32(arrival), evidence)
         return replace(
             st,
-            tokens=Block(place(st.tokens.k, k), place(st.tokens.v, v), jnp.minimum(st.tokens.count + came, S)),
+            tokens=Block(place(st.tokens.k, k), place(st.tokens.v, v), jnp.minimum(st.tokens.count + added, S)),
             position=jnp.where(taken, length[:, None, None] - 1, st.position),
             evidence=evidence,
             length=length,
@@ -126,14 +127,14 @@ class Evicting:
             out = self._attend_moved(st, q[:, :, :, None], visible[:, :, None], moved, scale=scale).out
         elif window is None and seen is st.evidence:
             out = self._attend_held(st, q, scale=scale)
-        else:  # what a head sees has gaps, or its logits are wanted above too
+        else:  # the visible slots have gaps, or the logits are computed above anyway
             out = attend_part(q, st.tokens.k, st.tokens.v, visible[:, :, None], scale=scale).out
         return out, after, info
 
     # -------------------------------------------------------------------------------------------------------- prompts
 
     def prefill(self, st: EvictingState, k: Array, v: Array, lengths: Array) -> EvictingState:
-        """Stores a prompt whose queries are not known; an evictor that asks for them refuses."""
+        """Stores a prompt without its queries. Raises ValueError for an evictor that needs them."""
         if self.evictor.arrival is not None:
             raise ValueError(f"{self.evictor} needs the queries of a prompt; call kvjax.attention or prefill_observed")
         return self._keep(st, k, v, lengths, None)
@@ -154,38 +155,42 @@ class Evicting:
         T, S = k.shape[2], st.tokens.slots
         voters = self.evictor.voters(self._share(S))
         # The last queries of each row, padded at the front to whole blocks with queries that see nothing.
-        asked = T if voters is None else min(voters, T)
-        block = min(asked, QUERIES)
-        whole = -(-asked // block) * block
-        at = lengths[:, None] - whole + jnp.arange(whole)[None]
+        voter_count = T if voters is None else min(voters, T)
+        block = min(voter_count, QUERIES)
+        padded_count = -(-voter_count // block) * block
+        at = lengths[:, None] - padded_count + jnp.arange(padded_count)[None]
         queries = jnp.take_along_axis(q, jnp.maximum(at, 0)[:, None, None, :, None], axis=3)
-        votes_too = (at >= 0) & (jnp.arange(whole) >= whole - asked)[None]
-        standing = jnp.where(votes_too, st.length[:, None] + at, -1)
+        votes_too = (at >= 0) & (jnp.arange(padded_count) >= padded_count - voter_count)[None]
+        query_position = jnp.where(votes_too, st.length[:, None] + at, -1)
         keys = jnp.concatenate([st.tokens.k, k.astype(st.tokens.k.dtype)], axis=2)
         position = jnp.concatenate([self._positions(st), self._coming(st, lengths, T)], axis=2)
 
         def count(i: Array, votes: Array) -> Array:
             qb = lax.dynamic_slice_in_dim(queries, i * block, block, axis=3)
-            here = lax.dynamic_slice_in_dim(standing, i * block, block, axis=1)
+            here = lax.dynamic_slice_in_dim(query_position, i * block, block, axis=1)
             first = lowest_visible(here, window)
             seen = (position[:, :, None] <= here[:, None, :, None]) & (position[:, :, None] >= first[:, None, :, None])
             seen &= (position >= 0)[:, :, None]
             return votes + _sum_weights(qb, keys, seen, scale)
 
         B, K, L = position.shape
-        votes = vary_with(jnp.zeros((B, K, q.shape[2], L), jnp.float32), queries, keys, standing, position)
-        votes = lax.fori_loop(0, whole // block, count, votes)
+        votes = vary_with(jnp.zeros((B, K, q.shape[2], L), jnp.float32), queries, keys, query_position, position)
+        votes = lax.fori_loop(0, padded_count // block, count, votes)
         return self._keep(st, k, v, lengths, votes)
 
     def _keep(self, st: EvictingState, k: Array, v: Array, lengths: Array, votes: Array | None) -> EvictingState:
-        """Keeps the most worth of what is held and of a chunk. `votes` f32[B, K, G, S+T] are by slot, then by place."""
+        """Keeps the tokens of highest worth among the S slots and the T tokens of a chunk.
+
+        `votes` f32[B, K, G, S+T] are in this order: by slot, then by place in the chunk.
+        """
         (B, K, S), T = st.position.shape, k.shape[2]
         end = st.length + lengths
-        held = self._positions(st)
+        position = self._positions(st)
         # One line in order of position: empty slots, held tokens, the chunk, its padding.
-        order = jnp.argsort(held, axis=-1).astype(jnp.int32)
+        order = jnp.argsort(position, axis=-1).astype(jnp.int32)
         order = jnp.concatenate([order, jnp.broadcast_to(S + jnp.arange(T, dtype=jnp.int32), (B, K, T))], axis=-1)
-        position = jnp.take_along_axis(jnp.concatenate([held, self._coming(st, lengths, T)], axis=2), order, axis=-1)
+        position = jnp.concatenate([position, self._coming(st, lengths, T)], axis=2)
+        position = jnp.take_along_axis(position, order, axis=-1)
         arrival, evidence = self.evictor.arrival, st.evidence
         if evidence is not None and votes is not None and arrival is not None:
             line = jnp.concatenate([evidence, jnp.full((B, K, T), arrival, jnp.float32)], axis=2)
@@ -194,10 +199,10 @@ class Evicting:
             evidence = self.evictor.see_prompt(evidence, votes, position, end, self._share(S))
         worth = self.evictor.worth(evidence, position, end, self._share(S))
 
-        # Ties go to the lower place of the line turned round: the newer token.
+        # The line is reversed, so that ties go to the newer token.
         best = self._best(jnp.flip(worth, axis=-1), jnp.flip(position >= 0, axis=-1), S)
         L = S + T
-        place = jnp.sort(jnp.where(best.valid, L - 1 - best.slots, L), axis=-1)  # places kept, in order; then L
+        place = jnp.sort(jnp.where(best.valid, L - 1 - best.slots, L), axis=-1)  # the kept places, in order; then L
         valid, place = place < L, jnp.minimum(place, L - 1)
 
         def tokens(place: Array) -> tuple[Array, Array]:
@@ -225,7 +230,7 @@ class Evicting:
             "length": end,
             "due": None if st.due is None else jnp.zeros_like(st.due),
         }
-        takes = lengths > 0  # a row that takes nothing keeps its slots as they lie
+        takes = lengths > 0  # a row that stores nothing keeps its slots as they are
         old = {name: getattr(st, name) for name in new}
         new = jax.tree.map(lambda a, b: jnp.where(takes.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, old)
         return self._settled(replace(st, **new), valid, takes, leaving)
@@ -261,8 +266,7 @@ class Evicting:
     def _attend_moved(self, st: EvictingState, q: Array, seen: Array, moved: int, *, scale: float) -> PartialAttention:
         """Attention of q [B, K, G, T, D], a part over G*T, to the slots `seen` bool[B, 1 or K, 1 or G*T, S].
 
-        The first `moved` slots hold the tokens that have stayed since they came; a query sees them as far off as the
-        number of tokens held between them says.
+        The first `moved` slots hold tokens whose distance to a query counts only the tokens still held in between.
         """
         assert isinstance(self.evictor, Renumbering)
         B, K, G, T, D = q.shape
@@ -275,36 +279,38 @@ class Evicting:
         return merge(*parts)
 
     def _attend_held(self, st: EvictingState, q: Array, *, scale: float) -> Array:
-        """Attention of q [B, K, G, D] to all tokens that are held."""
+        """Attention of q [B, K, G, D] to all tokens in the slots."""
         span = Span(st.tokens.k, st.tokens.v, jnp.zeros_like(st.length), st.tokens.count)
         return ops.attend_span(q, span, scale=scale)
 
     def _slot(self, st: EvictingState, end: Array) -> Array:
-        """i32[B, K]: where the token goes that makes them `end` i32[B], an empty slot or that of the token to evict."""
+        """i32[B, K]: the slot for the token at position `end` - 1: an empty one, or that of the evicted token."""
         evicted = self._to_evict(st, jnp.ones_like(st.position, bool), end)
         return jnp.where((end > st.tokens.slots)[:, None], evicted, end[:, None] - 1)
 
     def _to_evict(self, st: EvictingState, valid: Array, end: Array) -> Array:
-        """i32[B, K]: the slot of the least worth, of equals the oldest, where `valid` bool[B, K, S]."""
+        """i32[B, K]: the slot of least worth among the `valid` bool[B, K, S]; of equals the oldest."""
         worth = self.evictor.worth(st.evidence, st.position, end, self._share(st.tokens.slots))
         worth = jnp.where(valid, worth, jnp.inf)
         least = valid & (worth == jnp.min(worth, axis=-1, keepdims=True))
         return jnp.argmin(jnp.where(least, st.position, jnp.iinfo(jnp.int32).max), axis=-1).astype(jnp.int32)
 
     def _share(self, slots: int) -> int:
-        """Slots of a head that the evictor reckons with."""
+        """The number of slots of a head that the evictor decides for."""
         return slots
 
     def _best(self, worth: Array, eligible: Array, slots: int) -> Selection:
-        """The tokens to keep [B, K, slots] by worth f32[B, K, L], of those `eligible` bool[B, K, L]."""
+        """Selects the tokens to keep, [B, K, slots], by worth f32[B, K, L] among the `eligible` bool[B, K, L]."""
         return ops.top_k(worth, eligible, slots)
 
     def _settled(
         self, st: EvictingState, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
     ) -> EvictingState:
-        """The state after a prompt, whose slots have just been filled where `valid` bool[B, K, S] in the rows that it
-        `takes` bool[B]. `leaving` gives keys and values [B, K, T, D] of the evicted tokens, in order, and then
-        anything."""
+        """Completes the state after a prompt, for subclasses that keep more than the slots.
+
+        The slots where `valid` bool[B, K, S] have just been filled, in the rows that it `takes` bool[B]. `leaving`
+        gives keys and values [B, K, T, D]: first those of the evicted tokens, in order, then arbitrary ones.
+        """
         return st
 
     def _valid(self, st: EvictingState) -> Array:
@@ -312,7 +318,7 @@ class Evicting:
         return (jnp.arange(st.tokens.slots)[None] < st.tokens.count[:, None])[:, None]
 
     def _positions(self, st: EvictingState) -> Array:
-        """i32[B, K, S] positions of what is held, -1 in empty slots."""
+        """i32[B, K, S] positions of the tokens in the slots, -1 in empty slots."""
         return jnp.where(self._valid(st), st.position, -1)
 
     @staticmethod
@@ -329,7 +335,7 @@ class Evicting:
         return st
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
-        """0: what is held does not grow with the context."""
+        """0: the cache does not grow with the context."""
         return 0.0
 
 

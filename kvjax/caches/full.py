@@ -1,4 +1,4 @@
-"""Every token, attended by every query."""
+"""Full attention: every token is kept, and every query attends to all of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FullState:
 
 @dataclass(frozen=True)
 class Full:
-    """Keeps every token and attends to all of them: an ordinary KV cache, with which others are compared."""
+    """Keeps every token and attends to all of them: an ordinary KV cache, the baseline for all other policies."""
 
     def init(self, spec: CacheSpec) -> FullState:
         return FullState(empty_block(spec, spec.capacity), jnp.zeros(spec.batch, bool))
@@ -93,8 +93,8 @@ class Full:
         out = heads_as_steps(ops.attend_span(steps_as_heads(q), span, scale=scale), T)
 
         def info(length: Array) -> Info:
-            then = self._shortened(after, length)
-            return self._info(then, self._span(then, window))
+            state = self._shortened(after, length)
+            return self._info(state, self._span(state, window))
 
         return out, after, jax.vmap(info)(lengths)
 
@@ -135,9 +135,9 @@ class Full:
 
 @dataclass(frozen=True)
 class StripedFull(Full):
-    """`Full` on a device of a context axis: it has every n-th token, and attends to those of all devices.
+    """`Full` on one device of a context axis: it stores its stripes, and attends to the tokens of all devices.
 
-    `count` of the state is that of the whole row, the arrays are those of the device.
+    The state's `count` is that of the whole row, its arrays are those of the device.
     """
 
     stripes: Stripes
@@ -146,8 +146,8 @@ class StripedFull(Full):
         parts = self.stripes.parts
         if spec.capacity % parts:
             raise ValueError(
-                f"Placement(context={self.stripes.axis!r}) deals a capacity of {spec.capacity} tokens to {parts} "
-                f"devices, which does not come out even; use capacity={spec.capacity // parts * parts + parts}"
+                f"Placement(context={self.stripes.axis!r}) cannot split a capacity of {spec.capacity} tokens evenly "
+                f"over {parts} devices; use capacity={spec.capacity // parts * parts + parts}"
             )
         return FullState(empty_block(spec, spec.capacity // parts), jnp.zeros(spec.batch, bool))
 
@@ -175,7 +175,7 @@ class StripedFull(Full):
     def decode(
         self, st: FullState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, FullState, Info]:
-        """As `Full`, but one step attends after the other: a device has other tokens of each of them."""
+        """As `Full`, but one step attends after the other: the device's part of the tokens differs by step."""
         after = self.prefill(st, k, v, count)
 
         def attend(st: FullState, q: Array, length: Array) -> tuple[Array, FullState, Info]:

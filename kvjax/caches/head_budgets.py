@@ -1,4 +1,4 @@
-"""AdaKV: one budget for all KV heads of a layer, of which each head gets what its tokens are worth."""
+"""AdaKV: one budget for all KV heads of a layer, divided among them by what their tokens are worth."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class HeadBudgetsState(EvictingState):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadBudgets(Evicting):
-    """Holds `budget` tokens a KV head on average, more in heads whose attention is spread wide.
+    """Keeps `budget` tokens per KV head on average, and more in heads whose attention is spread widely.
 
     When a prompt exceeds the budget, all its tokens in all KV heads compete for the slots of the layer by their worth,
-    and each head then has as many as it won. A head keeps its best `floor * budget` tokens in any case. In later steps
-    a head evicts its own tokens. Shapes are static: each head has room for `ceiling * budget` tokens, and a step reads
+    and each head keeps as many as it wins. Each head keeps at least its best `floor * budget` tokens. In later steps a
+    head evicts its own tokens. Shapes are static: each head has room for `ceiling * budget` tokens, and a step reads
     all of that room.
 
     **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550), Algorithm 1 over SnapKV's votes: floor 0.2. **Differs:** the
-    paper has no `ceiling`, as it stores heads one after the other; what exceeds it goes to other heads. Its
-    safeguard mixes each head's number with an equal share; here an equal share of `floor` is certain and all else is
-    won. A GQA group shares what it keeps, and generated tokens count.
+    paper has no `ceiling`, because it stores heads one after the other; here tokens beyond it go to other heads. The
+    paper's safeguard mixes each head's budget with an equal share; here each head is guaranteed an equal share of
+    `floor`, and heads compete for the rest. A GQA group shares what it keeps, and generated tokens count.
 
     >>> import kvjax
     >>> policy = kvjax.HeadBudgets(evictor=kvjax.Observation(), budget=256)
@@ -59,8 +59,7 @@ class HeadBudgets(Evicting):
                 raise ValueError(f"HeadBudgets({name}={value!r}) must be a number from {low:g} to {high:g}")
         if self.evictor.arrival is None:
             raise ValueError(
-                f"HeadBudgets got {self.evictor}, which does not say which tokens are worth more; use "
-                "kvjax.Observation()"
+                f"HeadBudgets got {self.evictor}, which ranks tokens by position alone; use kvjax.Observation()"
             )
 
     @property
@@ -70,12 +69,12 @@ class HeadBudgets(Evicting):
 
     @property
     def joins_heads(self) -> bool:
-        """Whether no head can be computed without the others: all compete for one budget."""
+        """True: all heads compete for one budget, so none can be computed without the others."""
         return True
 
     def init(self, spec: CacheSpec) -> HeadBudgetsState:
-        roomy = replace(self, budget=self.head_bounds[1])
-        st = Evicting.init(roomy, spec)
+        largest_head = replace(self, budget=self.head_bounds[1])
+        st = Evicting.init(largest_head, spec)
         heads = (spec.batch, spec.kv_heads)
         return HeadBudgetsState(
             **vars(st),
@@ -88,8 +87,8 @@ class HeadBudgets(Evicting):
         new = super().update(st, k, v, active)
         assert isinstance(new, HeadBudgetsState)
         counts = st.head_counts + (active[:, None] & (st.head_counts < st.limit)).astype(jnp.int32)
-        filled = jnp.maximum(st.tokens.count, jnp.max(counts, axis=1))  # of the old count, whose buffer it takes
-        return replace(new, head_counts=counts, tokens=replace(new.tokens, count=filled))
+        largest = jnp.maximum(st.tokens.count, jnp.max(counts, axis=1))  # of the old count, whose buffer it reuses
+        return replace(new, head_counts=counts, tokens=replace(new.tokens, count=largest))
 
     def attend_stored(
         self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
@@ -100,7 +99,7 @@ class HeadBudgets(Evicting):
 
     def _attend_held(self, st: EvictingState, q: Array, *, scale: float) -> Array:
         assert isinstance(st, HeadBudgetsState)
-        # Each head holds a number of tokens of its own, so heads are rows here.
+        # Heads hold different numbers of tokens, so here heads are rows.
         rows, k, v = (a.reshape(-1, 1, *a.shape[2:]) for a in (q, st.tokens.k, st.tokens.v))
         stop = st.head_counts.reshape(-1)
         return ops.attend_span(rows, Span(k, v, jnp.zeros_like(stop), stop), scale=scale).reshape(q.shape)
@@ -117,16 +116,16 @@ class HeadBudgets(Evicting):
         return jnp.where(st.head_counts < st.limit, st.head_counts, self._to_evict(st, self._valid(st), end))
 
     def _best(self, worth: Array, eligible: Array, slots: int) -> Selection:
-        """The best tokens of all heads together, `slots` of a head at most."""
+        """Selects the best tokens of all heads together, at most `slots` per head."""
         (B, K, _), share = worth.shape, self._share(slots)
-        own = ops.top_k(worth, eligible, slots)  # by falling worth
+        own = ops.top_k(worth, eligible, slots)  # highest worth first
         worth = jnp.take_along_axis(worth, own.slots, axis=-1)
         certain = jnp.arange(slots) < min(self.head_bounds[0], share)
         worth = jnp.where(certain[None, None], jnp.inf, worth)
-        # Equals go to the head in which they rank higher.
+        # Ties go to the head in which the token ranks higher.
         line, valid = (jnp.swapaxes(a, 1, 2).reshape(B, 1, -1) for a in (worth, own.valid))
-        won = ops.top_k(line, valid, K * share)
-        place = jnp.where(won.valid, won.slots, line.shape[2])[:, 0]
+        winners = ops.top_k(line, valid, K * share)
+        place = jnp.where(winners.valid, winners.slots, line.shape[2])[:, 0]
         wins = put_last(jnp.zeros((B, line.shape[2]), bool), place, True)
         return Selection(own.slots, own.valid & jnp.swapaxes(wins.reshape(B, slots, K), 1, 2))
 
@@ -135,6 +134,6 @@ class HeadBudgets(Evicting):
     ) -> HeadBudgetsState:
         assert isinstance(st, HeadBudgetsState)
         counts, share = jnp.sum(valid, axis=-1, dtype=jnp.int32), self._share(st.tokens.slots)
-        limit = jnp.where((st.length <= share)[:, None], share, counts)  # all of a short prompt is there
+        limit = jnp.where((st.length <= share)[:, None], share, counts)  # a short prompt is kept whole
         counts, limit = (jnp.where(takes[:, None], *two) for two in ((counts, st.head_counts), (limit, st.limit)))
         return replace(st, head_counts=counts, limit=limit, tokens=replace(st.tokens, count=jnp.max(counts, axis=1)))

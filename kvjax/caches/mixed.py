@@ -1,4 +1,4 @@
-"""MiKV: important tokens exactly, and all others in few bits, none dropped."""
+"""MiKV: important tokens are kept exact, all others in few bits, and none is dropped."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from kvjax.validation import check_verbs
 @register_dataclass
 @dataclass(frozen=True)
 class MixedState(EvictingState):
-    """The important tokens, and where all others are."""
+    """The important tokens, and the pending and stored ones."""
 
     low: Any  # the state of the store
-    pending: Block  # [B, K, chunk, D] tokens that left the important ones, until they are a chunk
+    pending: Block  # [B, K, chunk, D] tokens that are no longer important, until they fill a chunk
     next: Array  # i32[B, K] the slot whose token leaves next, if all are full
     next_k: Array  # dtype[B, K, 1, D] its key
     next_v: Array  # dtype[B, K, 1, D] its value
@@ -42,16 +42,17 @@ class MixedState(EvictingState):
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed(Evicting):
-    """Keeps the `budget` tokens of a KV head that matter most in full precision, and all others as `store` does.
+    """Keeps the `budget` most important tokens of a KV head in full precision, and all others in `store`.
 
-    The `evictor` says which token is no longer important when a new one comes. Its key and value wait in exact numbers
-    until `chunk` tokens are together, and then go to the store, in whose groups neighbours are tokens that left at
-    about the same time. None comes back. A step attends to everything: exact, waiting and stored tokens.
+    When a new token comes, the `evictor` says which token is no longer important. Its key and value stay pending, in
+    full precision, until there are `chunk` such tokens; these move to the store together, so the tokens of a
+    quantisation group left at about the same time. No token returns. A step attends to all exact, pending and stored
+    tokens.
 
     **Source:** MiKV (Yang et al. 2024, arXiv 2402.18096): importance by accumulated attention, as H2O; evicted tokens
     in 2 to 4 bits. **Differs:** the paper divides channels of queries and keys by a balancer before it quantises keys
-    by token; here keys are quantised by channel, where a large channel has a scale of its own. Tokens of earlier chunks
-    of a prompt that were stored take no part in the votes of later ones.
+    by token; here keys are quantised by channel, where a large channel has its own scale. In a prompt of several
+    chunks, tokens that earlier chunks moved to the store take no part in the votes of later ones.
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=512)
@@ -66,9 +67,7 @@ class Mixed(Evicting):
         super().__post_init__()
         keep_int(self, "chunk", at_least=1)
         if self.evictor.arrival is None:
-            raise ValueError(
-                f"Mixed got {self.evictor}, which has no evidence of what matters; use kvjax.HeavyHitter()"
-            )
+            raise ValueError(f"Mixed got {self.evictor}, which ranks tokens by position alone; use kvjax.HeavyHitter()")
         check_verbs("Mixed(store=...)", self.store, "a store", ("init", "append"), "kvjax.Quantized()")
 
     def init(self, spec: CacheSpec) -> MixedState:
@@ -142,24 +141,24 @@ class Mixed(Evicting):
     def _settled(
         self, st: EvictingState, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
     ) -> MixedState:
-        """Stores what a prompt has made unimportant: whole chunks of it and of what waited, in order."""
+        """Stores the tokens that a prompt has made unimportant: whole chunks of pending and leaving ones, in order."""
         assert isinstance(st, MixedState)
         slots, pending_count, W = st.tokens.slots, st.pending.count, self.chunk
-        total = jnp.maximum(st.length - slots, 0) - st.low.count  # that wait now, or leave
+        total = jnp.maximum(st.length - slots, 0) - st.low.count  # pending and leaving tokens
         k, v = (jnp.concatenate([a, b], axis=2) for a, b in zip((st.pending.k, st.pending.v), leaving(), strict=True))
         room = (st.low.slots - st.low.count) // W
         chunks = jnp.minimum(total // W, room)
-        most = min(k.shape[2] // W, st.low.slots // W)
+        max_chunks = min(k.shape[2] // W, st.low.slots // W)
 
         def line(place: Array) -> tuple[Array, Array]:
-            """Tokens at places i32[B, X] of the line of waiting and leaving ones."""
+            """Tokens at places i32[B, X] of the line of pending and leaving ones."""
             source = jnp.where(place < pending_count[:, None], place, W + place - pending_count[:, None])
             source = jnp.minimum(source, k.shape[2] - 1)[:, None, :, None]
             return jnp.take_along_axis(k, source, axis=2), jnp.take_along_axis(v, source, axis=2)
 
         low = st.low
-        if most > 0:
-            low = self.store.append(low, *line(jnp.arange(most * W)[None]), chunks * W)
+        if max_chunks > 0:
+            low = self.store.append(low, *line(jnp.arange(max_chunks * W)[None]), chunks * W)
         left = total - chunks * W
         valid = (jnp.arange(W)[None] < left[:, None])[:, None]
         rest_k, rest_v = (keep_valid(a, valid) for a in line(chunks[:, None] * W + jnp.arange(W)[None]))
@@ -171,8 +170,8 @@ class Mixed(Evicting):
         return jnp.where((st.tokens.count < st.tokens.slots)[:, None], st.tokens.count[:, None], st.next)
 
     def _with_next(self, st: MixedState) -> MixedState:
-        """With the token that leaves next. An update that read it from the slots that it then writes would make XLA
-        copy them."""
+        """The state with a copy of the token that leaves next. If an update read that token from the slots that it then
+        writes, XLA would copy the slots."""
         slot = self._to_evict(st, jnp.broadcast_to(self._valid(st), st.position.shape), st.length + 1)
         k, v = (jnp.take_along_axis(a, slot[:, :, None, None], axis=2) for a in (st.tokens.k, st.tokens.v))
         return replace(st, next=slot, next_k=k, next_v=v)

@@ -1,4 +1,4 @@
-"""ShadowKV's step: pages by their landmarks, beside pages that the store keeps exactly."""
+"""ShadowKV: retrieval of pages by their landmarks, beside pages that the store keeps exact."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LAST = -1e30  # the score of a page that is attended anyway
 
 @dataclass(frozen=True, kw_only=True)
 class OutlierRetrieval(Retrieval):
-    """A `Retrieval` that also attends, in every step, to the pages that its store keeps exactly.
+    """A `Retrieval` that also attends, in every step, to the pages that its store keeps exact.
 
     These pages are the outliers, which their landmarks describe worst; they are not selected a second time. The budget
-    counts them, so it is sink, local window, outliers and what the selector finds.
+    counts them: it covers sink, local window, outliers and what the selector finds.
 
     **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465), Algorithm 2.
 
@@ -60,7 +60,7 @@ class OutlierRetrieval(Retrieval):
 
     @property
     def exact_store(self) -> LowRank:
-        """The store, which keeps some pages exactly."""
+        """The store, which keeps some pages exact."""
         return self.store  # type: ignore[return-value]  # its verbs are checked above
 
     @property
@@ -101,7 +101,7 @@ class OutlierRetrieval(Retrieval):
         return found._replace(valid=found.valid & ~self._are_kept(st, kept, found))
 
     def _are_kept(self, st: ZonedState, kept: Array, selection: Selection) -> Array:
-        """bool[B, K, H, M]: which slots are of pages in `kept` bool[B, K, P]."""
+        """bool[B, K, H, M]: which slots belong to pages in `kept` bool[B, K, P]."""
         B, K, H, M = selection.slots.shape
         page = jnp.minimum(selection.slots // self.selector.unit, kept.shape[2] - 1).reshape(B, K, H * M)
         here = jnp.take_along_axis(kept, page, axis=2).reshape(B, K, H, M)

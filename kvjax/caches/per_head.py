@@ -26,7 +26,7 @@ class PerHeadState:
 
     @property
     def length(self) -> Array:
-        """i32[B] tokens that have come."""
+        """i32[B] tokens received."""
         return self.selected.length
 
     @property
@@ -39,7 +39,7 @@ class PerHeadState:
 class PerHead:
     """The policy `selected` for the KV heads `heads` of a layer, and `others` for all other heads.
 
-    Each policy sees a cache of its heads alone, and its choices are made among them.
+    Each policy sees a cache of its own heads only, and decides among these.
 
     >>> import kvjax
     >>> window = kvjax.Evicting(evictor=kvjax.Sliding(sink=4), budget=256)
@@ -54,8 +54,8 @@ class PerHead:
         heads = tuple(require_int("PerHead(heads=...)", head, at_least=0) for head in self.heads)
         if not heads or len(set(heads)) < len(heads):
             raise ValueError(
-                f"PerHead(heads={self.heads}) must name KV heads, each once; for none of them use the policy `others` "
-                "itself"
+                f"PerHead(heads={self.heads}) must name at least one KV head, and each once; for no head, use the "
+                "policy `others` itself"
             )
         object.__setattr__(self, "heads", tuple(sorted(heads)))
         for name, policy in (("selected", self.selected), ("others", self.others)):
@@ -66,8 +66,8 @@ class PerHead:
         n, K = len(self.heads), spec.kv_heads
         if self.heads[-1] >= K or n == K:
             raise ValueError(
-                f"PerHead(heads={self.heads}) must leave some of the {K} KV heads, numbered 0 to {K - 1}; for all of "
-                "them use the policy `selected` itself"
+                f"PerHead(heads={self.heads}) must be some, but not all, of the {K} KV heads 0 to {K - 1}; for all "
+                "heads, use the policy `selected` itself"
             )
         selected, others = self._specs(spec)
         return PerHeadState(self.selected.init(selected), self.others.init(others))
@@ -113,7 +113,7 @@ class PerHead:
         info = Info(self._join(info1.attended, info2.attended), None)
         weighted = info1.log_weights is not None or info2.log_weights is not None
         if info1.positions is not None and info2.positions is not None and not weighted:
-            info = info._replace(positions=self._join(*_alike(info1.positions, info2.positions)))
+            info = info._replace(positions=self._join(*_pad_positions(info1.positions, info2.positions)))
         return self._join(out1, out2.astype(out1.dtype)), PerHeadState(selected, others), info
 
     def attend_stored(self, st: PerHeadState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
@@ -155,14 +155,14 @@ class PerHead:
         return x[:, selected], x[:, np.setdiff1d(np.arange(x.shape[1]), selected)]
 
     def _join(self, selected: Array, others: Array) -> Array:
-        """[B, K, ...] of the two parts, each head in its place."""
+        """The two parts joined to [B, K, ...], each head in its place."""
         K, heads = selected.shape[1] + others.shape[1], np.array(self.heads)
         order = np.argsort(np.concatenate([heads, np.setdiff1d(np.arange(K), heads)]))
         return jnp.concatenate([selected, others], axis=1)[:, order]
 
 
-def _alike(a: Array, b: Array) -> tuple[Array, Array]:
-    """Positions [B, K, H, M] of two policies with the larger H and M of both, -1 where there are no more."""
+def _pad_positions(a: Array, b: Array) -> tuple[Array, Array]:
+    """Positions [B, K, H, M] of two policies, padded with -1 to the larger H and M of both."""
     H, M = max(a.shape[2], b.shape[2]), max(a.shape[3], b.shape[3])
 
     def widen(x: Array) -> Array:

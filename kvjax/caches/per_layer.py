@@ -10,9 +10,9 @@ from kvjax.caches.policy import Policy
 
 @dataclass(frozen=True)
 class PerLayer:
-    """Policies of a model's layers: one each for the first ones, then one for all the others.
+    """Policies of a model's layers: one for each of the first layers, and one for all the others.
 
-    Fits a model of any number of layers. Where the number is known, a plain list of policies does the same.
+    Fits a model with any number of layers. If the number is known, a plain list of policies works too.
     """
 
     first: tuple[Policy, ...]
@@ -22,7 +22,7 @@ class PerLayer:
         return self.first[layer] if layer < len(self.first) else self.rest
 
     def check(self, layers: int, kv_heads: int | None = None) -> None:
-        """Raises ValueError for policies that are those of a model of other layers or KV heads."""
+        """Raises ValueError if the policies were made for a model with other layers or KV heads."""
 
     @classmethod
     def of(cls, policies: Policy | PerLayer | Sequence[Policy]) -> PerLayer:

@@ -1,4 +1,4 @@
-"""Every token kept, a few of them attended: FIER, ParisKV, Quest."""
+"""Retrieval: every token is kept and a few of them are attended, as in FIER, ParisKV and Quest."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from kvjax.validation import check_verbs
 
 @dataclass(frozen=True, kw_only=True)
 class Retrieval(SelectedZones):
-    """Keeps every token and attends to `budget` of them a step: sink, local window and what the selector finds.
+    """Keeps every token and attends to `budget` of them per step: sink, local window and what the selector finds.
 
-    `budget` counts each token whose keys and values a step reads. `local` is by default 64, or a quarter of the budget
-    where that is less. Fewer than a chunk of recent tokens wait to be indexed beside the `local` ones; they compete
-    with the history by their exact scores (their keys are read for that), so a budget of 32 attends to 32 tokens. A row
-    that holds fewer than `dense_below` tokens attends to all of them; as shapes are static, every step then gathers
-    room for that many.
+    `budget` counts each token whose keys and values a step reads. `local` is 64 by default, or a quarter of the budget
+    if that is less. Beside the `local` tokens, fewer than a chunk of recent tokens are pending; they compete with the
+    history by their exact scores (for which their keys are read), so a budget of 32 attends to 32 tokens. A row with
+    fewer than `dense_below` tokens attends to all of them; because shapes are static, every step then gathers room for
+    that many.
 
-    A whole cache (`kvjax.init`) whose capacity is at most `dense_capacity` tokens is made `Full`, so that its steps
-    read every token and no budget applies; see `kvjax.caches.short`. "auto" takes the capacity below which a benchmark
-    found that faster on this kind of GPU, and none elsewhere. Set 0 to study what is selected.
+    `kvjax.init` makes a whole cache `Full` if its capacity is at most `dense_capacity` tokens: its steps then read
+    every token, and no budget applies; see `kvjax.caches.short`. "auto" is the capacity below which a benchmark found
+    that faster on this kind of GPU, and 0 elsewhere. Set 0 to study selections.
 
     A row's history has capacity - sink - local + 1 slots, rounded down to whole chunks (at least one).
 
@@ -60,7 +60,7 @@ class Retrieval(SelectedZones):
     store: Store = Dense()
     budget: int = 1024
     sink: int = 4
-    local: int = None  # type: ignore[assignment]  # `__post_init__` puts the default here, which the budget decides
+    local: int = None  # type: ignore[assignment]  # `__post_init__` sets the default, which depends on the budget
     demote: Demotion = Fifo(leave=256)
     dense_below: int = 0
     dense_capacity: DenseCapacity = 0
@@ -90,8 +90,8 @@ class Retrieval(SelectedZones):
         unit = self.selector.unit
         if self.demote.leave % unit:
             raise ValueError(
-                f"{self.selector} scores pages of {unit} tokens, which do not divide the chunk of "
-                f"{self.demote.leave}; make {self.demote} leave a multiple of {unit}"
+                f"{self.selector} scores pages of {unit} tokens, but {self.demote} has chunks of {self.demote.leave}; "
+                f"make it leave a multiple of {unit}"
             )
         require_whole_pages(self.store, unit, f"{self.selector} selects {unit} tokens at a time")
 
@@ -138,8 +138,8 @@ class Retrieval(SelectedZones):
         """Scores the tokens beside sink and local window and selects the best for q [B, K, G, D], in whole units.
 
         History and pending tokens compete. The last `in_order` units of the selection are those that rank lowest, in
-        order of rank; a `FusedSelector` promises at most one. `scores` are those of the history, if they are known. For
-        the q [B, K, T*G, D] of some `steps`, `seen` is that of each, and the selection is [B, K, T*H, M].
+        order of rank; a `FusedSelector` guarantees at most one. `scores` are those of the history, if already computed.
+        With several `steps`, q is [B, K, T*G, D], `seen` has a step axis, and the selection is [B, K, T*H, M].
         """
         selector, unit, group_reduce = self.selector, self.selector.unit, self.selector.group_reduce
         queries, candidates = reduce_queries(q, group_reduce, steps), self._candidates(st, seen, steps)
@@ -159,10 +159,10 @@ class Retrieval(SelectedZones):
     def _candidates(self, st: ZonedState, seen: Visible, steps: int) -> Candidates:
         """The units of history and pending tokens that compete, and how many are selected."""
         unit = self.selector.unit
-        # Pending tokens stand in the first slots of the recent block, before the local ones.
+        # Pending tokens are in the first slots of the recent block, before the local ones.
         pending_slots = max(-(-(st.recent.slots - self.local) // unit), 1) * unit
         room = self.room((st.store.slots + pending_slots) // unit)
-        limit: Array | int = self.selected // unit  # a number where it is one for all, as an array takes a kernel
+        limit: Array | int = self.selected // unit  # a number if it is the same for all: an array would cost a kernel
         dense = seen.length < self.dense_below if self.dense_below else None
         if room != limit:
             limit = jnp.where(seen.length < self.dense_below, room, limit)
@@ -180,7 +180,7 @@ class Retrieval(SelectedZones):
         )
 
     def _fused(self, all_visible: bool, in_order: int = 0) -> FusedSelector | None:
-        """The selector if it selects by itself what `find` asks for."""
+        """The selector, if it can make the selection of `find` by itself."""
         selector = self.selector
         if not isinstance(selector, FusedSelector) or in_order > selector.lowest_is_last:
             return None
@@ -191,7 +191,7 @@ class Retrieval(SelectedZones):
     ) -> tuple[Array, ZonedState, Info]:
         """Each step sees the state as it is after its own token: the same arrays with smaller counts.
 
-        One pass over the index and one over the weights serve all steps, if store and selector can. Under a sliding
+        One pass over the index and one attention serve all steps, if store and selector support it. Under a sliding
         window, or with a store that changes as it is read, one step attends after the other.
         """
         # Counts are read before they change in place; XLA would copy them otherwise.
@@ -214,7 +214,7 @@ class Retrieval(SelectedZones):
     def _attend_steps(
         self, st: ZonedState, q: Array, lengths: Array, *, scale: float
     ) -> tuple[Array, ZonedState, Info]:
-        """The steps of q [B, K, G, T, D], after each of which a row holds `lengths` i32[T, B] tokens, all at once."""
+        """All T steps of q [B, K, G, T, D] at once; after each, a row holds `lengths` i32[T, B] tokens."""
         (B, K, _, T, _), queries = q.shape, steps_as_heads(q)
         seen = self.visible_steps(st, jnp.moveaxis(lengths, 0, 1))
         found = self.find(st, queries, seen, scale=scale, steps=T)
@@ -222,8 +222,8 @@ class Retrieval(SelectedZones):
         out = self.store.attend_steps(st.store, queries, found, seen.recent, seen.sink, self.local, scale=scale)
 
         def info(length: Array, selection: Selection) -> Info:
-            then = self.shortened(st, length)
-            return self.info(then, self.visible(then, None), selection)
+            state = self.shortened(st, length)
+            return self.info(state, self.visible(state, None), selection)
 
         each = (jnp.moveaxis(a.reshape(B, K, T, a.shape[2] // T, a.shape[3]), 2, 0) for a in without_packing(found))
         return heads_as_steps(out, T), st, jax.vmap(info)(lengths, Selection(*each))
@@ -238,7 +238,7 @@ class Retrieval(SelectedZones):
     def select(self, st: ZonedState, q: Array, *, scale: float | None = None, window: int | None = None) -> Selection:
         """Selects the slots that a step with q [B, K, G, D] reads beside sink and local window, sorted by score.
 
-        Slots below the store's are slots of the history; S + r is slot r of the recent block.
+        Slots below S, the slots of the store, are in the history; S + r is slot r of the recent block.
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         found = self.find(st, q, self.visible(st, window), scale=scale, in_order=st.store.slots)
@@ -252,22 +252,22 @@ class Retrieval(SelectedZones):
         return whole_units(self.budget - self.sink - self.local, self.selector.unit)
 
     def room(self, units: int) -> int:
-        """Units that a step gathers room for: those of the budget, or all of a row that is still attended densely."""
+        """Units that a step gathers: those of the budget, or room for all of a row that is still attended densely."""
         dense = -(-max(self.dense_below - self.sink - self.local, 0) // self.selector.unit)
         return min(max(self.selected // self.selector.unit, dense), units)
 
     def over_context(self, axis: Axis, parts: int) -> Retrieval:
-        dealt = super().over_context(axis, parts)
+        policy = super().over_context(axis, parts)
         if not isinstance(self.selector, SplitSelector):
-            return dealt
+            return policy
         stripes, unit = self.stripes(axis, parts), self.selector.unit
         if stripes.tokens % unit:
             raise ValueError(
-                f"Placement(context={axis!r}) deals chunks of {self.demote.leave} tokens to {parts} devices and would "
-                f"cut pages of {unit}; let {self.demote} leave a multiple of {parts * unit} "
-                "(`chunk` of a preset)"
+                f"Placement(context={axis!r}) splits chunks of {self.demote.leave} tokens over {parts} devices, which "
+                f"would cut pages of {unit}; make {self.demote} leave a multiple of {parts * unit} (`chunk` of a "
+                "preset)"
             )
-        return replace(dealt, selector=self.selector.over_context(stripes))
+        return replace(policy, selector=self.selector.over_context(stripes))
 
     def follower(self, heads: tuple[int, ...] | None = None) -> Follower:
         """The policy of a layer that attends to what a layer of this policy selects; `heads` as in `Follower`."""

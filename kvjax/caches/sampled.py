@@ -1,4 +1,4 @@
-"""MagicPIG: every token kept, a random sample of them attended, each weighted by the inverse of its probability."""
+"""MagicPIG: every token is kept and a random sample is attended, each token weighted by its inverse probability."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Sampled(Zoned):
     """Keeps every token; a step attends to sink and recent block, and estimates the rest of attention from a sample.
 
     Each query head samples the tokens of the history whose hashes collide with its own (`SimHash`), and divides the
-    exponential of each by the probability with which it is sampled. So the sum over the sample is, on average over the
-    random directions, the sum over the history. `budget` bounds the tokens that a query head reads; the sink and a full
-    recent block of `demote.slots(local)` tokens are part of it. If more tokens collide than there is room for, an even
-    part of them, by their slots, is taken and weighs more. A history that fits into the room is read in full, and
+    exponential of each by its sampling probability. So the sum over the sample equals, on average over the random
+    directions, the sum over the history. `budget` bounds the tokens that a query head reads; the sink and a full recent
+    block of `demote.slots(local)` tokens are part of it. If more tokens collide than there is room for, a subset
+    spread evenly over the slots is read, with larger weights. A history that fits into the room is read in full, and
     attention is then exact.
 
     **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179), sections 4 and 5. **Differs:** shapes are static, so the
@@ -64,7 +64,7 @@ class Sampled(Zoned):
 
     @property
     def room(self) -> int:
-        """Tokens of the history that a query head reads at most."""
+        """The most tokens of the history that a query head reads."""
         return self.budget - self.sink - self.demote.slots(self.local)
 
     def init(self, spec: CacheSpec) -> ZonedState:
@@ -86,9 +86,9 @@ class Sampled(Zoned):
         return out, st, self._info(st, seen, sample, log_weights)
 
     def sample(self, st: ZonedState, q: Array, seen: Visible) -> tuple[Selection, Array]:
-        """Slots [B, K, G, M] that query heads q [B, K, G, D] sample of the history, and the share of the hits taken.
+        """Slots [B, K, G, M] of the history that query heads q [B, K, G, D] sample, and their share of all collisions.
 
-        The share is f32[B, K, G] in logarithm: 0 where there is room for all tokens whose hashes collide, and inf for a
+        The share is a logarithm, f32[B, K, G]: 0 if there is room for all tokens whose hashes collide, and inf for a
         row whose history is read in full.
         """
         slot = jnp.arange(st.store.slots, dtype=jnp.int32)
@@ -97,7 +97,7 @@ class Sampled(Zoned):
         return sample, self._share(st, seen, jnp.sum(taken, axis=-1))
 
     def _room(self, st: ZonedState) -> int:
-        """Tokens of the history that a query head of `st` reads at most."""
+        """The most tokens of the history that a query head of `st` reads."""
         return min(self.room, st.store.slots)
 
     def _hashed(self, st: ZonedState) -> int:
@@ -109,27 +109,27 @@ class Sampled(Zoned):
         return by_row(st.store.count - seen.store) <= self._room(st)
 
     def _collide(self, st: ZonedState, q: Array, seen: Visible, place: Array) -> Array:
-        """bool[B, K, G, S]: whether a query would sample the tokens of the index, which are at places i32[S]."""
+        """bool[B, K, G, S]: whether a query would sample each token of the index; the tokens have places i32[S]."""
         place = place[None, None, None]
         hit = self.hashing.collisions(st.index, q) >= self.hashing.least
         visible = (place >= by_row(seen.store)) & (place < by_row(st.store.count))
         return visible & (hit | self._reads_all(st, seen))
 
     def _share(self, st: ZonedState, seen: Visible, found: Array) -> Array:
-        """The share that `sample` returns, where i32[B, K, G] tokens were `found`."""
+        """The share that `sample` returns, if i32[B, K, G] tokens were `found` to collide."""
         share = jnp.log(jnp.minimum(self._room(st) / jnp.maximum(found, 1).astype(jnp.float32), 1.0))
         return jnp.where(self._reads_all(st, seen)[..., 0], jnp.inf, share)
 
     def _estimate(
         self, st: ZonedState, q: Array, sample: Selection, share: Array, scale: float
     ) -> tuple[PartialAttention, Array]:
-        """The part of the history as estimated from the sample, and the log of its weights f32[B, K, G, M]."""
+        """The history's part of attention, estimated from the sample, and the sample's log weights f32[B, K, G, M]."""
         return self._attend(st, q, *self.store.gather(st.store, sample), sample.valid, share, scale)
 
     def _attend(
         self, st: ZonedState, q: Array, k: Array, v: Array, valid: Array, share: Array, scale: float
     ) -> tuple[PartialAttention, Array]:
-        """`_estimate` from keys and values [B, K, G M, D], of which those are sampled that are `valid`."""
+        """`_estimate` from keys and values [B, K, G M, D], of which the `valid` ones are sampled."""
         B, K, G, D = q.shape
         M = valid.shape[3]
         k, v = (a.reshape(B, K, G, M, D) for a in (k, v))
@@ -184,9 +184,9 @@ class Sampled(Zoned):
 
 @dataclass(frozen=True, kw_only=True)
 class StripedSampled(Sampled):
-    """`Sampled` on a device of a context axis: it has the hashes of its stripes, and samples what one device would.
+    """`Sampled` on one device of a context axis: it has the hashes of its stripes, and samples as one device would.
 
-    Each device offers the places of its own tokens that collide, 4 bytes each, and how many these are. All sort the
+    Each device offers the places of its own tokens that collide, 4 bytes each, and their number. All devices sort the
     same offers, attend to their own tokens of the sample, and merge.
     """
 
@@ -224,5 +224,5 @@ class StripedSampled(Sampled):
 
 
 def _order(place: Array) -> Array:
-    """f32[...]: ranks of places i32[...] without a pattern: multiples of the golden ratio modulo 1, in 24 bits."""
+    """f32[...]: evenly scattered ranks of places i32[...]: multiples of the golden ratio modulo 1, in 24 bits."""
     return ((place.astype(jnp.uint32) * jnp.uint32(2654435769)) >> 8).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""A step over zones that attends to sink, local window and selected slots, whoever selected them.
+"""Decode steps over zones that attend to sink, local window and selected slots, whichever layer selected them.
 
 `Retrieval` selects by its own index. `Follower` gets the selection of another layer. Both attend by
 `SelectedZones.attend_selected`, so they read the same tokens in the same way.
@@ -20,14 +20,14 @@ from kvjax.stores import CachingStore, FusedSlotStore
 
 
 class SelectedZones(Zoned):
-    """Zones of which a step attends to sink, local window and a selection."""
+    """Zones in which a step attends to sink, local window and a selection."""
 
     def attend_selected(
         self, st: ZonedState, q: Array, selection: Selection | PackedSelection, seen: Visible, *, scale: float
     ) -> tuple[Array, ZonedState, Info]:
         """Attention [B, K, G, D] of q [B, K, G, D] over sink, selection and local window; the state, and what was read.
 
-        Slots of the selection below the store's are slots of the history; S + r is slot r of the recent block.
+        Selected slots below S, the slots of the store, are in the history; S + r is slot r of the recent block.
         """
         if isinstance(self.store, CachingStore):
             store, (k, v, on_device) = self.store.load(st.store, selection)

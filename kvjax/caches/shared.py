@@ -11,7 +11,7 @@ A slot number means the same token in all layers, since all layers store the sam
     out, follower = kvjax.attention(follower, q, k, v, selection=info.selection)
 
 **Source:** Kascade (Deshmukh et al. 2025): anchor layers, layers that reuse their top tokens, and a map of KV heads.
-**Differs:** Kascade's anchors score exactly; here any selector does, and any store holds the tokens.
+**Differs:** Kascade's anchors score exactly; here any selector and any store may be used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Following(Protocol):
     def attend_selection(
         self, st: Any, q: Array, selection: Selection, *, scale: float, window: int | None = None
     ) -> tuple[Array, Any, Info]:
-        """`Policy.attend` over the slots of `selection`, beside what every step attends to."""
+        """`Policy.attend` over the slots of `selection` and the tokens that every step attends to."""
         ...
 
 
@@ -62,9 +62,9 @@ class Follower(SelectedZones):
     """Keeps every token and attends to sink, local window and the slots that another layer selected.
 
     It has no selector and no index. Store, sink, local window and demotion are those of the layer that it follows, so
-    that slots mean the same tokens; `Retrieval.follower()` makes it so. `unit` tokens are selected together.
+    that slots mean the same tokens; `Retrieval.follower()` makes one that matches. `unit` tokens are selected together.
 
-    `heads` says for each KV head which KV head of the other layer selects for it; None: the one of its own number.
+    `heads` says for each KV head which KV head of the other layer selects for it; None: the head of the same number.
     A step without a selection raises ValueError.
 
     >>> import kvjax
@@ -134,18 +134,17 @@ def _by_row(a: Array) -> Array:
 
 
 def require_whole_pages(store: Store, unit: int, who: str) -> None:
-    """Raises ValueError where a store moves pages that units of `unit` tokens may cut."""
+    """Raises ValueError if a store moves whole pages, which units of `unit` tokens would cut."""
     if unit % store.page:
         raise ValueError(f"{store} moves whole pages, but {who}; use {type(store).__name__}(page={unit})")
 
 
 @dataclass(frozen=True)
 class Shared(PerLayer):
-    """Policies of which some layers select, the anchors, and the others attend to what the last anchor selected.
+    """Policies of a model in which some layers, the anchors, select, and others attend to the last anchor's selection.
 
-    Layers before `first` ends are as in `PerLayer`. From there on every `share`-th layer is an anchor and has the
-    policy `rest`, or else those whose numbers `anchors` has. `heads` gives followers a map of KV heads by layer, as
-    `Follower.heads`.
+    The layers of `first` are as in `PerLayer`. After them every `share`-th layer, or each layer whose number is in
+    `anchors`, is an anchor with the policy `rest`. `heads` maps KV heads of followers by layer, as in `Follower.heads`.
 
     >>> import kvjax
     >>> policies = kvjax.presets.fier(256, share=4)  # layers 0 and 1 attend to everything
@@ -164,7 +163,7 @@ class Shared(PerLayer):
                 f"{self.rest!r} selects nothing that other layers could follow; share takes a kvjax.Retrieval or a "
                 "kvjax.Speculative, as fier, quest, pariskv, freekv and exact have"
             )
-        self.rest.follower()  # says now what is wrong with one
+        self.rest.follower()  # raises here if the policy cannot have followers
         if dense := getattr(self.rest, "dense_capacity", 0):
             raise ValueError(
                 f"dense_capacity={dense!r} makes short caches select nothing, but layers that share a selection need "
@@ -179,8 +178,8 @@ class Shared(PerLayer):
             raise ValueError(f"share={self.share} and anchors={found} both say which layers select; give one")
         if not found or found[0] != first or any(a >= b for a, b in pairwise(found)):
             raise ValueError(
-                f"anchors={found} must rise and begin with layer {first}, the first that is not dense, as a layer "
-                "follows the last anchor before it"
+                f"anchors={found} must increase and begin with layer {first}, the first that is not dense, because a "
+                "layer follows the last anchor before it"
             )
 
     def check(self, layers: int, kv_heads: int | None = None) -> None:
@@ -215,15 +214,15 @@ def share_selections(
     anchors: Sequence[int] | int | str | None = None,
     heads: Mapping[int, Sequence[int]] | None = None,
 ) -> PerLayer:
-    """`policies`, of which every `share`-th layer selects, or those of `anchors`; see `Shared`.
+    """`policies`, changed so that every `share`-th layer selects, or those in `anchors`; see `Shared`.
 
-    `anchors` are numbers of layers, or text such as "2+5+9". They may be the name of a JSON file that the command
-    `kvjax calibrate` wrote, which has `heads` too. With share=1 and no anchors every layer selects, and the policies
-    are returned as they are.
+    `anchors` are numbers of layers, text such as "2+5+9", or the name of a JSON file that the command `kvjax calibrate`
+    wrote, which has `heads` too. With share=1 and no anchors every layer selects, and the policies are returned as they
+    are.
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: policies that select nothing, anchors that do not rise from the first layer past the dense ones, a
+      ValueError: policies that select nothing, anchors that do not increase from the first layer past the dense ones, a
         file that `kvjax calibrate` did not write.
     """
     require_int("share", share, at_least=1)
@@ -257,7 +256,7 @@ def _in_file(name: str) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
     """The anchors, and the KV heads by layer, in a file of `kvjax calibrate --out`."""
     path = Path(name)
     if not path.is_file():
-        raise FileNotFoundError(f"anchors={name!r} is no file; kvjax calibrate --out {name} writes one")
+        raise FileNotFoundError(f"anchors={name!r} is not a file; kvjax calibrate --out {name} writes one")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         heads = {int(layer): tuple(own) for layer, own in found["heads"].items()}

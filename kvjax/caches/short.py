@@ -1,10 +1,9 @@
-"""Attention to everything, in caches so short that it is faster than a selection.
+"""Full attention in caches so short that it is faster than a selection.
 
 A selection costs a step several kernels, however few tokens there are. Attention to all of a short cache costs less
-than that, and loses nothing. So a policy may say which caches it leaves to `Full`: it is asked when a cache is made
-(`kvjax.init`), by its capacity. The choice costs a step nothing, and there is no second copy of the tokens and no
-index. A cache that grows past the bound (`kvjax.grow`) gets the policy that it was made for, as if its tokens had come
-as one prompt.
+than that, and loses nothing. So a policy may leave caches up to some capacity to `Full`; `kvjax.init` decides this when
+it makes a cache. Steps pay nothing for the decision, and there is no second copy of the tokens and no index. A cache
+that grows past the bound (`kvjax.grow`) gets its original policy, as if its tokens had come as one prompt.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ DenseCapacity = int | Literal["auto"]
 
 @runtime_checkable
 class Sized(Protocol):
-    """A policy that leaves caches of some sizes to another one."""
+    """A policy that leaves caches of some sizes to another policy."""
 
     def of_size(self, spec: CacheSpec) -> Policy:
         """The policy of a cache for `spec`: this one, or another."""
@@ -44,9 +43,9 @@ def of_size(policy: Policy, spec: CacheSpec) -> Policy:
 
 @dataclass(frozen=True)
 class Short(Full):
-    """Keeps every token and attends to all of them, as the cache is too short for `policy` to be faster.
+    """Keeps every token and attends to all of them, because the cache is too short for `policy` to be faster.
 
-    `kvjax.init` makes it of policies with a `dense_capacity`.
+    `kvjax.init` makes it from policies with a `dense_capacity`.
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=512)
@@ -67,7 +66,7 @@ class Short(Full):
 
 @runtime_checkable
 class Refillable(Protocol):
-    """A policy whose state tells all of its tokens, so that another policy can take them in as a prompt."""
+    """A policy whose state gives back all of its tokens, so that another policy can store them as a prompt."""
 
     def stored(self, st: Any) -> tuple[Array, Array, Array]:
         """Keys and values [B, K, T, D] in order of position, and lengths i32[B]."""
@@ -75,7 +74,7 @@ class Refillable(Protocol):
 
 
 def refilled(policy: Policy, spec: CacheSpec, old: Refillable, st: Any) -> Any:
-    """The state of `policy` in a cache for `spec` after a prompt of all tokens that the state `st` of `old` has."""
+    """The state of `policy` in a cache for `spec`, after a prompt of all tokens that `st`, a state of `old`, holds."""
     state = jax.jit(policy.prefill)(policy.init(spec), *old.stored(st))
     return replace(state, overflow=state.overflow | st.overflow)
 
@@ -83,7 +82,7 @@ def refilled(policy: Policy, spec: CacheSpec, old: Refillable, st: Any) -> Any:
 def is_short(dense_capacity: DenseCapacity, selector: str, spec: CacheSpec) -> bool:
     """Whether a cache for `spec` is so short that attending to everything is faster than a `selector` of that name.
 
-    "auto" asks for a measurement: false on devices without one, such as CPUs.
+    "auto" goes by a measurement: false on devices without one, such as CPUs.
     """
     if dense_capacity != "auto":
         return spec.capacity <= dense_capacity
@@ -95,7 +94,7 @@ def is_short(dense_capacity: DenseCapacity, selector: str, spec: CacheSpec) -> b
 
 @cache
 def measured() -> dict[str, dict[str, dict[str, Any]]]:
-    """By kind of device and selector, the most bytes of keys and values in a layer that are read faster than selected
-    from. `benchmarks/short.py` writes them."""
+    """The largest bytes of a layer's keys and values for which reading all is faster than selecting, by kind of device
+    and selector. `benchmarks/short.py` writes the file."""
     found: dict[str, dict[str, dict[str, Any]]] = json.loads(FILE.read_text())
     return found

@@ -1,11 +1,12 @@
-"""FreeKV: a step attends with what the step before recalled, so that recalling need not stand before attention.
+"""FreeKV: a step attends with what the previous step recalled, so that attention need not wait for a recall.
 
-A step selects with its own query and recalls what it selected: it reads those keys and values from wherever they lie.
-A kv head whose query has hardly turned since the step before does not wait for that. It attends with the recall of the
-step before, which is one step old, and the new recall serves the next step. No token is out of sight for that: the
-token that has left the local window since is kept beside the recall, and a row whose last step was not the one before
-(a prompt came between, or the row was replaced) waits for its own recall. A recall may also serve several steps: then
-as many tokens have left the window, and a head reads nothing anew until it has turned or its recall is worn out.
+A step selects with its own query and recalls what it selected: it reads those keys and values from where the store
+keeps them. A kv head whose query has hardly changed direction since the previous step does not wait for that. It
+attends with the previous step's recall, and the new recall serves the next step. No token is missed: the token that
+has left the local window since then is kept beside the recall, and a row whose last step was not the previous one (a
+prompt came between, or the row was replaced) waits for its own recall. A recall may also serve several steps: then as
+many tokens have left the window, and a head reads nothing new until its query changes direction or the recall has
+served its steps.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from kvjax.validation import finite_number
 
 
 class Recall(NamedTuple):
-    """The keys and values of a step's selection, read from wherever they lie."""
+    """The keys and values of a step's selection, read from where the store keeps them."""
 
     selection: Selection  # slots of the history, and S + r for slot r of the recent block
-    k: Array  # dtype[B, K, R, D], R > H*M, in the order of the selection; from H*M the edge, and then anything finite
+    k: Array  # dtype[B, K, R, D], R > H*M, in the order of the selection; from H*M the edge, then any finite values
     v: Array  # dtype[B, K, R, D]
     edge: Array  # bool[B] whether there is an edge: the oldest tokens of a full local window, which later steps drop
 
@@ -47,13 +48,13 @@ class Recall(NamedTuple):
 @register_dataclass
 @dataclass(frozen=True)
 class SpeculativeState:
-    """The tokens, and what a row's last step asked and recalled."""
+    """The tokens, and the query and the recall of each row's last step."""
 
     zones: ZonedState
     recall: Recall  # its slots are where the tokens lie now
     query: Array  # f32[B, K, G, D]
-    recalled_at: Array  # i32[B] tokens that the row held; -1 if it made no step yet
-    due: Array  # bool[B] a token came that has not attended yet
+    recalled_at: Array  # i32[B] tokens that the row held then; -1 before its first step
+    due: Array  # bool[B] a token was stored whose query has not attended yet
     age: Array | None = None  # i32[B, K] steps since a head recalled, where a recall may serve several
 
     @property
@@ -69,28 +70,30 @@ class SpeculativeState:
 
 @dataclass(frozen=True)
 class Speculative:
-    """A `Retrieval` whose steps attend with the recall of the step before, except for heads whose query has turned.
+    """A `Retrieval` whose steps attend with the previous step's recall, except in heads whose query changed direction.
 
     For each kv head, C = mean over its query heads of cosine(q_t, q_{t-1}). Heads with C >= tau attend with the keys
     and values that step t-1 recalled, the others with a fresh recall; the fresh recall of all heads is kept for t+1. So
-    tau > 1 is a selection at every step, and tau <= -1 one that is always a step late. A row's first step recalls anew,
-    and so does one that a prompt, a replaced row or a dropped token parts from its last.
+    tau > 1 is a new selection at every step, and tau <= -1 always attends with a selection that is one step old. A
+    row's first step uses a fresh recall, and so does a step that a prompt, a replaced row or a dropped token separates
+    from the row's last one.
 
-    A reused recall has the token that left the local window since beside it, in the place of its lowest-ranked one if
-    that would exceed the budget. It holds tokens as they were, for a step also exact ones that a store of few bits has
-    rounded since. Costs 2 M D values of the store's precision and the query in f32, a row and kv head, in device
-    memory: the M tokens of the budget that are selected, or room for `dense_below`.
+    Beside a reused recall, a step reads the token that has left the local window since then, in place of the recall's
+    lowest-ranked token if that would exceed the budget. The recall holds tokens as they were: for one step, also exact
+    tokens that a quantised store has rounded since. Costs, per row and kv head, 2 M D values of the store's precision
+    and the query in f32, in device memory: M are the selected tokens of the budget, or room for `dense_below`.
 
-    With `reuse` above 1 a recall serves so many steps, unless its head turns: C then compares with the query that
-    recalled. A head that goes on with its recall moves nothing from the host; the tokens that have left the local
-    window meanwhile, one a step, stand in for its lowest-ranked ones. At most a page of them fits.
+    With `reuse` above 1 a recall serves that many steps, unless its head's query changes direction: C then compares
+    with the query that recalled. A head that keeps its recall moves nothing from the host; the tokens that have left
+    the local window meanwhile, one per step, replace its lowest-ranked ones. At most one page of them fits.
 
     Scores of the selection are scaled as attention is, or by `selection_scale`. With 1.0 a group's softmax is that of
-    unscaled products, which follows its best pages more.
+    unscaled products, which gives more weight to its best pages.
 
-    Over a `RecallingStore` a step waits for what its own heads need. The rest of the recall, which it reads for the
-    next one, goes on beside attention, the matrix products and the layers that follow, where the program was compiled
-    with `memory.CONCURRENT`, as that of `kvjax.generate` is. Without it, and in plain JAX, attention waits for all.
+    With a `RecallingStore`, a step waits only for what its own heads need. The rest of the recall, which serves the
+    next step, runs at the same time as attention, the matrix products and the following layers, if the program was
+    compiled with `memory.CONCURRENT`, as that of `kvjax.generate` is. Otherwise, and in plain JAX, attention waits for
+    the whole recall.
 
     **Source:** FreeKV, speculative retrieval and fine-grained correction; tau 0.8 for long inputs, 0.9 for long
     generation. **Differs:** FreeKV selects for all heads only if one needs it, which the host decides; here every step
@@ -105,7 +108,7 @@ class Speculative:
     def __post_init__(self) -> None:
         if not isinstance(self.retrieval, Retrieval):
             raise ValueError(
-                f"Speculative got {self.retrieval!r}; it speculates on what a selector selects and takes a "
+                f"Speculative got {self.retrieval!r}; it reuses what a selector selected, so give it a "
                 "kvjax.Retrieval(...)"
             )
         if isinstance(self.tau, bool) or not isinstance(self.tau, int | float) or math.isnan(self.tau):
@@ -117,25 +120,25 @@ class Speculative:
             factor = finite_number("Speculative(selection_scale=...)", self.selection_scale)
             if factor <= 0:
                 raise ValueError(
-                    f"Speculative(selection_scale={self.selection_scale!r}) must be above 0; 1.0: unscaled products, "
-                    "None for the scale of attention"
+                    f"Speculative(selection_scale={self.selection_scale!r}) must be above 0; use 1.0 for unscaled "
+                    "products, or None for the scale of attention"
                 )
             object.__setattr__(self, "selection_scale", factor)
         keep_int(self, "reuse", at_least=1)
         demote, local = self.retrieval.demote, self.retrieval.local
         page, store = self.retrieval.selector.unit, self.retrieval.store
-        if isinstance(store, RecallingStore):  # it reads a page of its own beside the selection
+        if isinstance(store, RecallingStore):  # it reads one page of the store beside the selection
             page = min(page, getattr(store, "page", 1))
         max_reuse = min(page, local, max(self.retrieval.selected, 1))
         if self.reuse > max_reuse:
             raise ValueError(
-                f"Speculative(reuse={self.reuse}) keeps as many tokens beside a recall, and there is room for {page} "
-                f"from a local window of {local}; use at most {max_reuse}, or larger pages"
+                f"Speculative(reuse={self.reuse}) keeps {self.reuse} tokens beside a recall, but there is room for "
+                f"{page} from a local window of {local}; use at most {max_reuse}, or larger pages"
             )
         if len(demote.staying(local)) < local - 1:
             raise ValueError(
-                f"{demote} takes tokens out of the local window in chunks, and a recall of the step before has none of "
-                f"them; use kvjax.Fifo(leave={demote.leave})"
+                f"{demote} moves tokens out of the local window in chunks, which the previous step's recall does not "
+                f"hold; use kvjax.Fifo(leave={demote.leave})"
             )
         if self.retrieval.selected == 0:
             base, unit = self.retrieval.sink + self.retrieval.local, self.retrieval.selector.unit
@@ -169,19 +172,19 @@ class Speculative:
     ) -> tuple[Array, SpeculativeState, Info]:
         policy, zones = self.retrieval, st.zones
         seen = policy.visible(zones, window)
-        of_scores = scale if self.selection_scale is None else self.selection_scale
-        selection = without_packing(policy.find(zones, q, seen, scale=of_scores, in_order=self._dropped(zones)))
+        score_scale = scale if self.selection_scale is None else self.selection_scale
+        selection = without_packing(policy.find(zones, q, seen, scale=score_scale, in_order=self._dropped(zones)))
 
-        # Which heads reuse. After a prompt slots are not what they were, and nothing is known.
+        # Which heads reuse their recall. After a prompt its slots are out of date, so none is known.
         query = q.astype(jnp.float32)
         known = st.recalled_at + st.due.astype(jnp.int32) == zones.length
         previous = st.recall._replace(
             selection=Selection(st.recall.selection.slots, st.recall.selection.valid & known[:, None, None, None])
         )
         reused = (_similarity(query, st.query) >= self.tau) & (st.recalled_at + 1 == zones.length)[:, None]
-        urgent = ~reused & st.due[:, None]  # a row that makes no step recalls nothing
+        urgent = ~reused & st.due[:, None]  # an inactive row recalls nothing
         age = jnp.ones((1, 1), jnp.int32) if st.age is None else st.age + 1
-        # Heads, or whole rows.
+        # By head, or by row.
         renewed = st.due if st.age is None else st.due[:, None] & (~reused | (age >= self.reuse))
 
         # Recall for the heads that attend with it now, then the rest.
@@ -190,7 +193,7 @@ class Speculative:
         used = Selection(*(jnp.where(by_head, *two) for two in zip(st.recall.selection, selection, strict=True)))
         fresh = rest()
 
-        # Attend to sink, local window and the recall: slots W ... 2W-1 are those of the new one, and then `recent`.
+        # Attend to sink, local window and the recall: slots W ... 2W-1 are those of the new one, followed by `recent`.
         place = jnp.arange(self.reuse)[None, None]  # of the tokens that have left the local window, the oldest first
         edge = previous.edge[:, None, None] & (place < age[..., None])
         position = zones.length[:, None, None] - age[..., None] - policy.local + place
@@ -221,12 +224,12 @@ class Speculative:
         return out, after, self._info(zones, seen, used, with_edge, position, ~reused)
 
     def _aged(self, old: Array, age: Array, due: Array, renewed: Array, edge: Array) -> Array:
-        """Steps since each head recalled; a recall of a row whose window is not full serves one step alone."""
+        """Steps since each head recalled; the recall of a row whose window is not full serves one step only."""
         first = jnp.where(edge, 0, self.reuse - 1)[:, None]
         return jnp.where(due[:, None], jnp.where(renewed, first, age), old)
 
     def _dropped(self, zones: ZonedState) -> int:
-        """Units of a recall that a step which reuses it may leave out: one, for the edge, or more once a row has
+        """The number of units that a step may leave out of a reused recall: one, for the edge, or more once a row has
         outgrown `dense_below`."""
         policy = self.retrieval
         unit = policy.selector.unit
@@ -237,8 +240,11 @@ class Speculative:
     def _recall(
         self, st: ZonedState, selection: Selection, previous: Recall, rows: Array, urgent: Array
     ) -> tuple[ZonedState, tuple[Array, Array], Callable[[], Recall]]:
-        """The zones; keys and values of the selection for `urgent` heads bool[B, K], anything for others; and a
-        function that recalls for all `rows`, bool[B] or heads bool[B, K], and keeps the keys and values of others."""
+        """Recalls the selection: the zones, keys and values, and a function that recalls the rest.
+
+        Keys and values are those of the `urgent` heads bool[B, K], and arbitrary for others. The function recalls for
+        all `rows`, bool[B] or by head bool[B, K], and keeps the previous keys and values of the others.
+        """
         policy = self.retrieval
         B, K, H, M = selection.slots.shape
         recent, oldest = (st.recent.k, st.recent.v), st.recent.count - policy.local
@@ -266,21 +272,21 @@ class Speculative:
         else:
             history = policy.store.gather(st.store, stored)
         found = history, ops.gather_slots(*recent, pending), recent
-        # Copies of a cache may be of another dtype than what a store of codes gives.
+        # A copy of a cache may have another dtype than a store of codes returns.
         k, v = (whole(*zones).astype(previous.k.dtype) for zones in zip(*found, strict=True))
         of_rows = rows.reshape(*rows.shape, *(1,) * (4 - rows.ndim))
         kept_k, kept_v = (jnp.where(of_rows, *two) for two in ((k, previous.k), (v, previous.v)))
         return st, (k, v), lambda: Recall(selection, kept_k, kept_v, oldest >= 0)
 
     def _flat(self, selection: Selection) -> Selection:
-        """[B, K, 1, H*M + unit]: those of all heads one after the other, and room for the edge that moves as a unit."""
+        """[B, K, 1, H*M + unit]: the slots of all heads one after the other, and room for the edge, moved as a unit."""
         width = ((0, 0), (0, 0), (0, 0), (0, self.retrieval.selector.unit))
         return Selection(*(jnp.pad(a.reshape(*a.shape[:2], 1, -1), width) for a in selection))
 
     def _keep_reused(
         self, st: ZonedState, selection: Selection, reused: Array, edge: Array, seen: Visible
     ) -> Selection:
-        """The part of a reused selection that this step sees, cut to what the budget holds beside the edge."""
+        """The part of a reused selection that this step sees, cut to the budget that the edge leaves."""
         policy, slots = self.retrieval, st.store.slots
         start = jnp.where(
             selection.slots < slots,
@@ -313,7 +319,7 @@ class Speculative:
 
     def prefill(self, st: SpeculativeState, k: Array, v: Array, lengths: Array) -> SpeculativeState:
         zones = self.retrieval.prefill(st.zones, k, v, lengths)
-        # A prompt of no tokens flushes a full block too: slots of the recall are then others, though the length is not.
+        # Even a prompt of no tokens flushes a full block: the recall's slots then change, though the length does not.
         moved = zones.store.count != st.zones.store.count
         return replace(st, zones=zones, recalled_at=jnp.where(moved, -1, st.recalled_at))
 
@@ -321,11 +327,11 @@ class Speculative:
         return self.retrieval.full_rows(st.zones)
 
     def flush(self, st: SpeculativeState) -> SpeculativeState:
-        """Demotes, and follows the tokens of the recall to where they then lie."""
+        """Flushes the zones, and updates the slots of the recall to where its tokens then are."""
         policy, zones = self.retrieval, st.zones
         full, slots = policy.full_rows(zones), zones.store.slots
         leaving, staying = policy.demote.leaving(policy.local), policy.demote.staying(policy.local)
-        place = [0] * zones.recent.slots  # of slot r of the block: in the chunk that leaves, or from `slots` on
+        place = [0] * zones.recent.slots  # new place of slot r: in the chunk that leaves, or from `slots` on
         for i, r in enumerate(leaving):
             place[r] = i
         for i, r in enumerate(staying):
@@ -339,7 +345,7 @@ class Speculative:
         return replace(st, zones=policy.flush(zones), recall=recall)
 
     def grown(self, st: SpeculativeState, before: SpeculativeState) -> SpeculativeState:
-        """Slots of the recent block, S + r, follow those of a longer history."""
+        """Moves slots of the recent block, S + r, behind those of the longer history."""
         old, new = before.zones.store.slots, st.zones.store.slots
         selection = st.recall.selection
         slots = jnp.where(selection.slots < old, selection.slots, selection.slots + (new - old))
@@ -351,12 +357,12 @@ class Speculative:
         return self.retrieval.attend_stored(st.zones, q, scale=scale, window=window)
 
     def follower(self, heads: tuple[int, ...] | None = None) -> Follower:
-        """The policy of a layer that attends to what a layer of this policy attends to, but for the token that has just
-        left the local window."""
+        """The policy of a layer that attends to what a layer of this policy attends to, except for the token that has
+        just left the local window."""
         return self.retrieval.follower(heads)
 
     def over_context(self, axis: Axis, parts: int) -> Speculative:
-        """Keeps recalled tokens on all devices, so that they serve the next step as it does on one."""
+        """Keeps recalled tokens on all devices, so that they serve the next step as they do on one device."""
         return replace(self, retrieval=self.retrieval.over_context(axis, parts))
 
     def turns(self, spec: CacheSpec, parts: int) -> int:

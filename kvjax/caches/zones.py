@@ -3,10 +3,10 @@
 A row's first `sink` tokens stay in the sink. All others enter the recent block, and leave it in chunks for the history,
 which a store holds. So each token lies in exactly one zone:
 
-    sink | history (store) | recent block            slots of the two:  0 ... S-1 | S ... S+R-1
+    sink | history (store) | recent block            slots of the last two:  0 ... S-1 | S ... S+R-1
 
-A selection names slots, since kernels read slots; people and laws want positions. `Zoned.positions` gives the position
-of a slot, `lowest_slot` the first slot of a zone at or past a position.
+A selection names slots, because kernels read slots; reports and laws need positions. `Zoned.positions` gives the
+position of a slot, `lowest_slot` the first slot of a zone at or past a position.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ZonedState:
     sink: Block | None  # [B, K, sink, D] the first tokens of a row; None if the policy keeps none
     store: Any  # the history
     index: Any  # what the selector knows of the history; () without a selector
-    recent: Block  # [B, K, R, D] the newest tokens, in order of arrival; R is what the demotion asks for
+    recent: Block  # [B, K, R, D] the newest tokens, in order of arrival; the demotion sets R
     overflow: Array  # bool[B] a token of this row was dropped
 
     @property
@@ -65,7 +65,7 @@ class ZonedState:
 class Visible(NamedTuple):
     """The tokens that the query of a row's newest token may attend to: all, or those of a sliding window.
 
-    T steps at once have no window; length and the spans of sink and recent block are then those of each step.
+    T steps at once have no window; length and the spans of sink and recent block then have a step axis.
     """
 
     length: Array  # i32[B] or i32[B, T] tokens held
@@ -115,7 +115,7 @@ class Zoned:
         return max(whole_units(spec.capacity - self.sink - stay, chunk), chunk)
 
     def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
-        """Adds the first `count` i32[B] tokens of k, v [B, K, T, D] to the history, whole chunks of them."""
+        """Adds the first `count` i32[B] tokens of k, v [B, K, T, D] to the history, in whole chunks."""
         return replace(st, store=self.store.append(st.store, k, v, count))
 
     # ------------------------------------------------------------------------------------------------------- storing
@@ -133,8 +133,8 @@ class Zoned:
             to_sink = jnp.minimum(sink.slots - sink.count, lengths)
             sink = put(sink, k, v, to_sink)
 
-        # The recent block and the new tokens make one line of tokens a row. Its front goes to the history, as updates
-        # and flushes token by token would have sent it, and the rest is the new block.
+        # The recent block and the new tokens are one line of tokens per row. Its front goes to the history, as updates
+        # and flushes token by token would have moved it, and the rest is the new block.
         recent_count, total = st.recent.count, st.recent.count + lengths - to_sink
         room = (st.store.slots - st.store.count) // chunk
         stay = len(self.demote.staying(self.local))
@@ -156,7 +156,7 @@ class Zoned:
             st = self.append(st, *line(self._history(jnp.arange(max_chunks * chunk))[None]), moved)
         rk, rv = line(self.demote.place(chunks[:, None], jnp.arange(slots)[None]))
         left = total - moved
-        # Zeros past count, where padding of the prompt may have come along.
+        # Zeros past count, where padding of the prompt may have been copied.
         valid = (jnp.arange(slots)[None] < left[:, None])[:, None]
         recent = Block(keep_valid(rk, valid), keep_valid(rv, valid), jnp.minimum(left, slots))
         return replace(st, sink=sink, recent=recent, overflow=st.overflow | (left > slots))
@@ -181,7 +181,7 @@ class Zoned:
     # ---------------------------------------------------------------------------------------------- several tokens
 
     def put_tokens(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
-        """Stores the first `count` i32[B] of k, v [B, K, T, D] without a flush; what has no room is dropped."""
+        """Stores the first `count` i32[B] of k, v [B, K, T, D] without a flush; tokens without room are dropped."""
         zones = [st.recent] if st.sink is None else [st.sink, st.recent]
         (*sink, recent), overflow = ops.put_tokens(zones, k, v, count, st.overflow)
         return replace(st, sink=sink[0] if sink else None, recent=recent, overflow=overflow)
@@ -191,7 +191,7 @@ class Zoned:
         return sink + st.recent.slots - st.recent.count
 
     def earliest(self, st: ZonedState) -> Array:
-        """The length at which the history last grew; 0 while there is none."""
+        """The length at which the history last grew; 0 while it is empty."""
         return jnp.where(st.store.count > 0, st.offset_recent + len(self.demote.staying(self.local)), 0)
 
     def rollback(self, st: ZonedState, lengths: Array) -> ZonedState:
@@ -199,7 +199,7 @@ class Zoned:
         return replace(self.shortened(st, lengths), overflow=st.overflow | outside)
 
     def shortened(self, st: ZonedState, lengths: Array) -> ZonedState:
-        """`st` with the first `lengths` i32[B] tokens, of which at least `earliest` must stay. No array moves."""
+        """`st` cut to its first `lengths` i32[B] tokens, at least `earliest`. No array moves."""
         sink = st.sink
         if sink is not None:
             sink = replace(sink, count=jnp.minimum(lengths, sink.slots))
@@ -210,8 +210,8 @@ class Zoned:
         """See `Truncatable`. Tokens return from the history to the recent block, where `prefill` would place them."""
         if not self.demote.ordered:
             raise ValueError(
-                f"truncate cannot shorten a cache of {self.demote}, which forgets the order of tokens; rollback takes "
-                "back those of the recent block"
+                f"truncate cannot shorten a cache of {self.demote}, which forgets the order of tokens; "
+                "kvjax.rollback can remove tokens of the recent block"
             )
         store = require_truncatable(self.store)
         lengths, outside = in_range(lengths, jnp.zeros_like(lengths), st.length)
@@ -222,7 +222,7 @@ class Zoned:
         chunk, stay = self.demote.leave, len(self.demote.staying(self.local))
         history_count = jnp.clip((rest - stay) // chunk, 0, st.store.count // chunk) * chunk
 
-        # Slot r of the recent block has the token at place held + r, which now lies in the history or in the block.
+        # Slot r of the recent block gets the token at place history_count + r, from the history or from the block.
         place = history_count[:, None] + jnp.arange(st.recent.slots, dtype=jnp.int32)[None]
         left = rest - history_count
         valid = (place - history_count[:, None] < left[:, None])[:, None]
@@ -246,7 +246,10 @@ class Zoned:
     def truncate_index(self, ix: Any, count: Array) -> Any:
         """The index of the first `count` i32[B] tokens of the history."""
         if jax.tree.leaves(ix):
-            raise ValueError(f"truncate cannot shorten the index of {type(self).__name__}; it is not yet written")
+            raise ValueError(
+                f"truncate is not implemented for the index of {type(self).__name__}; prefill the shorter prompt "
+                "instead"
+            )
         return ix
 
     # -------------------------------------------------------------------------------------------- slots and positions
@@ -256,7 +259,7 @@ class Zoned:
         block."""
         by_row = (-1, *(1,) * (slots.ndim - 1))
         sink, count = st.offset_store.reshape(by_row), st.store.count.reshape(by_row)
-        if self.demote.ordered:  # the block goes on where the history ends; fewer operations than by `place`
+        if self.demote.ordered:  # the block continues where the history ends; fewer operations than `place`
             return sink + jnp.where(slots < st.store.slots, slots, slots - st.store.slots + count)
         chunks = count // self.demote.leave
         recent = self.demote.place(chunks, jnp.maximum(slots - st.store.slots, 0))
@@ -270,7 +273,7 @@ class Zoned:
     def visible(self, st: ZonedState, window: int | None) -> Visible:
         self._check_window(window)
         first = None if window is None else lowest_visible(st.length - 1, window)
-        # Values past the counts of recent and sink are finite: `prefill` and `flush` see to it, and they need no mask.
+        # Values past the counts of recent and sink need no mask: `prefill` and `flush` keep them finite.
         recent = Span(st.recent.k, st.recent.v, lowest_slot(first, st.offset_recent), st.recent.count)
         sink = None
         if st.sink is not None:
@@ -278,20 +281,21 @@ class Zoned:
         return Visible(st.length, first, window, lowest_slot(first, st.offset_store), recent, sink)
 
     def visible_steps(self, st: ZonedState, lengths: Array) -> Visible:
-        """The tokens that the queries of T steps may attend to, after which a row of `st` holds `lengths` i32[B, T]
+        """The tokens that the queries of T steps may attend to; after each step a row holds `lengths` i32[B, T]
         tokens."""
-        sink, none = None, jnp.zeros((lengths.shape[0], 1), jnp.int32)  # for all steps; of one row it is no array
+        sink, start = None, jnp.zeros((lengths.shape[0], 1), jnp.int32)  # for all steps; of one row it is no array
         recent = lengths - st.store.count[:, None]
         if st.sink is not None:
-            of_sink = jnp.minimum(lengths, st.sink.slots)
-            sink, recent = Span(st.sink.k, st.sink.v, none, of_sink), recent - of_sink
-        seen = Span(st.recent.k, st.recent.v, none, recent)
+            sink_stop = jnp.minimum(lengths, st.sink.slots)
+            sink, recent = Span(st.sink.k, st.sink.v, start, sink_stop), recent - sink_stop
+        seen = Span(st.recent.k, st.recent.v, start, recent)
         return Visible(lengths, None, None, jnp.zeros_like(st.store.count), seen, sink)
 
     def _check_window(self, window: int | None) -> None:
         if window is not None and not self.demote.ordered:
             raise ValueError(
-                f"{self.demote} forgets the order of tokens, so it cannot serve a sliding window of {window}"
+                f"{self.demote} forgets the order of tokens, so it cannot serve a sliding window of {window}; use "
+                f"kvjax.Fifo(leave={self.demote.leave})"
             )
 
     def attend_stored(self, st: ZonedState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
@@ -312,13 +316,13 @@ class Zoned:
     # ---------------------------------------------------------------------------------------------- context parallelism
 
     def stripes(self, axis: Axis, parts: int) -> Stripes:
-        """How the history is dealt to devices: of each chunk that leaves the recent block, every device takes one
-        stripe."""
+        """How the history is split over devices: every device takes one stripe of each chunk that leaves the recent
+        block."""
         chunk = self.demote.leave
         if chunk % parts:
             raise ValueError(
-                f"Placement(context={axis!r}) deals chunks of {chunk} tokens to {parts} devices, which does not come "
-                f"out even; let {self.demote} leave a multiple of {parts} (`chunk` of a preset)"
+                f"Placement(context={axis!r}) cannot split chunks of {chunk} tokens evenly over {parts} devices; make "
+                f"{self.demote} leave a multiple of {parts} (`chunk` of a preset)"
             )
         return Stripes(axis, parts, chunk // parts)
 
@@ -334,8 +338,8 @@ class Zoned:
 
 
 def lowest_slot(position: Array | None, offset: Array) -> Array:
-    """The first slot at or past `position` in a zone whose slot 0 holds position `offset` and that is in order.
+    """The first slot at or past `position` in a zone in order, whose slot 0 holds position `offset`.
 
-    None is position 0, and costs a step no kernel.
+    None means position 0, which costs a step no kernel.
     """
     return jnp.zeros_like(offset) if position is None else jnp.maximum(position - offset, 0)

@@ -1,10 +1,10 @@
-"""Presets: the methods of the papers, as parts put together with the paper's defaults, and the table of them.
+"""Presets: published methods, built from policies and their parts with the paper's defaults, and a registry of them.
 
 A preset returns the policies of all layers of a model. Its docstring says where it differs from the paper.
 
-Presets that select tokens take `share` and `anchors`: every `share`-th layer past the dense ones selects, or the layers
-whose numbers `anchors` has, and the layers after it attend to the same slots (`Shared`). As text, anchors are
-separated by "+": "fier:budget=256,anchors=2+5+9", or the name of a file that `kvjax calibrate --out` wrote.
+Presets that select tokens take `share` and `anchors`. After the dense layers, every `share`-th layer selects, or those
+whose numbers `anchors` lists, and the layers that follow it attend to the same slots (`Shared`). As text, anchors are
+separated by "+", as in "fier:budget=256,anchors=2+5+9", or name a file that `kvjax calibrate --out` wrote.
 """
 
 from kvjax.caches import share_selections

@@ -1,4 +1,4 @@
-"""Baselines for comparison: attention to everything, and the selection by exact scores."""
+"""Baselines for comparison: attention to everything, and a selection by exact scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvjax.spec import require_int
 
 
 def full() -> PerLayer:
-    """Every token, attended by every query."""
+    """Full attention: every token is kept, and every query attends to all of them."""
     return PerLayer((), Full())
 
 
@@ -26,20 +26,20 @@ def exact(
     share: int = 1,
     anchors: Anchors = None,
 ) -> PerLayer:
-    """The oracle: every token is kept, and a step attends to the `budget` whose true scores are best.
+    """The oracle: every token is kept, and a step attends to the `budget` tokens whose true scores are best.
 
-    The ceiling of `fier` and of every other selector, with the settings of `fier`. It stores the keys twice and reads
-    all of them, so it saves nothing; see `Exact` for what `group_reduce` makes of it.
+    An upper bound for `fier` and every other selector, with the settings of `fier`. It stores the keys twice and reads
+    all of them, so it saves nothing. See `Exact` for the effect of `group_reduce`.
 
     Args:
       budget: tokens that a step reads in a layer and KV head, all zones included.
-      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not.
+      group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
       sink: first tokens of a row, always attended.
       local: newest tokens of a row, always attended.
-      chunk: tokens that are indexed together; at most so many are pending.
+      chunk: tokens that are indexed together; at most this many are pending.
       dense_layers: first layers of the model that attend to everything.
-      share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`; or a file of `kvjax calibrate`.
+      share: after the dense layers, every `share`-th layer selects, and the layers after it attend to the same slots.
+      anchors: numbers of the layers that select, in place of `share`; or a file written by `kvjax calibrate`.
     """
     require_int("exact(budget=...)", budget, at_least=1)
     policy = Retrieval(

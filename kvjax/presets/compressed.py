@@ -1,4 +1,4 @@
-"""LogQuant, KIVI and MiKV: every token is kept and attended, and most tokens have few bits.
+"""LogQuant, KIVI and MiKV: every token is kept and attended, most of them in few bits.
 
 The presets differ in the tokens that stay exact. With LogQuant these are spaced by the logarithm of their age, with
 KIVI they are the newest, and with MiKV the newest and the most attended.
@@ -26,28 +26,28 @@ def logquant(
     sink: int = 0,
     dense_layers: int = 0,
 ) -> PerLayer:
-    """LogQuant: everything is attended; 2W to 3W tokens are exact, ever sparser with age, and the rest has 2 bits.
+    """LogQuant: every token is attended; 2W to 3W are exact, sparser with age, and the rest have 2 bits.
 
-    W = `window`; 42 is a third of the 128 exact tokens that the paper gives (R). The paper sets no sink apart, though
-    the first token of all never leaves its window. A prompt attends to itself exactly, or if it comes in several
-    chunks, to the earlier ones as they are stored.
+    W is `window`; 42 is a third of the paper's R = 128 exact tokens. The paper has no sink, although a row's first
+    token never leaves the window. A prompt in one chunk attends to itself exactly; a prompt in several chunks reads the
+    earlier ones as they are stored.
 
     Args:
       window: W: 2W to 3W tokens are exact.
-      bits: bits of a key's number.
-      value_bits: bits of a value's number; None: those of keys.
-      key_axis: keys are quantised by "channel", in groups of W tokens, the whole of what leaves at once; or by "token",
-        as the values are.
-      group: channels of a value that share a scale and a zero; of a key too with key_axis="token".
-      value_window: newest values that are exact, at most W; the spaced tokens then keep exact keys alone. None: as many
-        as keys.
+      bits: bits per channel of a key.
+      value_bits: bits per channel of a value; None: as keys.
+      key_axis: keys are quantised by "channel", in groups of the W tokens that leave together, or by "token", as values
+        are.
+      group: channels of a value that share a scale and a zero point; with key_axis="token", of a key too.
+      value_window: newest values that are exact, at most W; older log-spaced tokens then keep only their keys exact.
+        None: as many as keys.
       sink: first tokens of a row, always exact.
       dense_layers: first layers of the model that attend to everything.
 
     **Source:** LogQuant (2025), Algorithm 1, section 2.4. **Differs:** groups of keys have W = 42 tokens, not 64: the
     tokens that leave together are quantised together, once, and 42 is the largest group that divides them. The released
-    code quantises keys by token too (key_axis="token", group=64), quantises the whole history anew at each flush, and
-    holds exact tokens twice. A scale and a zero are bfloat16.
+    code quantises keys by token, like values (key_axis="token", group=64), requantises the whole history at each flush,
+    and stores exact tokens twice. Scale and zero point are bfloat16.
     """
     demote = LogSparse(window=window)
     key_group = window if key_axis == "channel" else group
@@ -66,23 +66,23 @@ def kivi(
     sink: int = 0,
     dense_layers: int = 0,
 ) -> PerLayer:
-    """KIVI: everything is attended; the newest tokens, `residual` at most, are exact, and the rest has 2 bits.
+    """KIVI: every token is attended; the newest, at most `residual`, are exact, and the rest have 2 bits.
 
-    The paper sets no sink apart.
+    The paper has no sink.
 
     Args:
-      bits: bits of a key's number.
-      value_bits: bits of a value's number; None: those of keys.
-      residual: tokens that are quantised together; at most so many are exact.
+      bits: bits per channel of a key.
+      value_bits: bits per channel of a value; None: as keys.
+      residual: tokens that are quantised together; at most this many are exact.
       value_window: newest values that are exact; None: as many as keys.
-      group: tokens of a key's channel, and channels of a value, that share a scale and a zero.
+      group: tokens of a key's channel, and channels of a value, that share a scale and a zero point.
       sink: first tokens of a row, always exact.
       dense_layers: first layers of the model that attend to everything.
 
     **Source:** KIVI (Liu et al. 2024), section 3; g = 32, R = 128. **Differs:** keys and values leave the recent block
     together by the paper's rule for keys: all R at once when there are R, so 1 to R tokens are exact. The paper keeps
-    the newest R values exact, of which one leaves a step: so does value_window=R, for a recent block of up to 2 R
-    tokens. A prompt that comes in several chunks reads the earlier ones as stored. A scale and a zero are bfloat16.
+    the newest R values exact, and one leaves per step; value_window=R does the same, with a recent block of up to 2 R
+    tokens. A prompt in several chunks reads the earlier ones as they are stored. Scale and zero point are bfloat16.
     """
     require_int("kivi(residual=...)", residual, at_least=1)
     if value_window is not None:
@@ -107,16 +107,16 @@ def mikv(
     recent: float = 0.5,
     dense_layers: int = 0,
 ) -> PerLayer:
-    """MiKV: everything is attended; the `budget` tokens that matter are exact, and all others have `bits` bits.
+    """MiKV: every token is attended; the `budget` most important ones are exact, and all others have `bits` bits.
 
-    The exact tokens are the newest ones, and those that have gathered most attention, as in `h2o`. Tokens that `h2o`
+    The exact tokens are the newest ones and those with the most accumulated attention, as in `h2o`. Tokens that `h2o`
     would evict are stored in few bits: keys by channel, values by token.
 
     Args:
-      budget: tokens that a layer and KV head keeps exactly.
-      bits: bits of a key's number.
-      value_bits: bits of a value's number; None: those of keys.
-      group: tokens of a key's channel, and channels of a value, that share a scale and a zero.
+      budget: tokens that a layer and KV head keeps exact.
+      bits: bits per channel of a key.
+      value_bits: bits per channel of a value; None: as keys.
+      group: tokens of a key's channel, and channels of a value, that share a scale and a zero point.
       chunk: tokens that are quantised together.
       recent: share of the budget that the newest tokens take.
       dense_layers: first layers of the model that attend to everything.

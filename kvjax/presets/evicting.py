@@ -1,7 +1,7 @@
 """StreamingLLM, H2O, SnapKV and others: a fixed number of tokens is kept and attended, and the rest is evicted.
 
-The presets differ in the rule that evicts, and in how they divide the budget. PyramidKV divides it among the layers,
-and AdaKV among the KV heads of a layer; with the others all have the same.
+The presets differ in the eviction rule and in how they divide the budget. PyramidKV divides it among the layers, and
+AdaKV among the KV heads of a layer; with the others every layer and head has the same budget.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def streaming_llm(
     Args:
       budget: tokens that a layer and KV head keeps; a step attends to all of them.
       sink: first tokens of a row, never evicted.
-      rope_theta: that of a model with plain RoPE: positions are numbered within the cache, as in the paper. For other
-        kinds of RoPE see `Sliding(rope=...)`. None: keys keep the positions with which they came.
+      rope_theta: theta of a model with plain RoPE: positions are then counted within the cache, as in the paper. For
+        other kinds of RoPE see `Sliding(rope=...)`. None: keys keep their original positions.
       dense_layers: first layers of the model that attend to everything.
 
-    **Source:** StreamingLLM (Xiao et al. 2023), section 3.2. **Differs:** without `rope_theta` keys keep the positions
-    with which they came.
+    **Source:** StreamingLLM (Xiao et al. 2023), section 3.2. **Differs:** without `rope_theta` keys keep their original
+    positions.
     """
     return _evicting(
         "streaming_llm", Sliding(sink=sink, rope=plain_rope("streaming_llm", rope_theta)), budget, dense_layers
@@ -37,20 +37,20 @@ def streaming_llm(
 
 
 def logevict(budget: int = 126, *, dense_layers: int = 0) -> PerLayer:
-    """LogQuant without its quantised tokens: `budget` tokens are held, the sparser the older, and the rest is evicted.
+    """LogQuant without its quantised tokens: `budget` tokens are kept, sparser with age, and the rest are evicted.
 
     Args:
       budget: tokens that a layer and KV head keeps; a step attends to all of them.
       dense_layers: first layers of the model that attend to everything.
 
-    **Source:** LogQuant (2025), Algorithm 1, the variant that evicts, which it compares with. **Differs:** see
+    **Source:** LogQuant (2025), Algorithm 1, in the evicting variant that the paper compares with. **Differs:** see
     `LogSpaced`: tokens are evicted one at a time.
     """
     return _evicting("logevict", LogSpaced(), budget, dense_layers)
 
 
 def h2o(budget: int = 1024, *, recent: float = 0.5, dense_layers: int = 0) -> PerLayer:
-    """H2O: the newest tokens, a share of `recent` of the budget, and the others by the attention they have gathered.
+    """H2O: keeps the newest tokens, a share `recent` of the budget, and those with the most accumulated attention.
 
     Args:
       budget: tokens that a layer and KV head keeps; a step attends to all of them.
@@ -64,7 +64,7 @@ def h2o(budget: int = 1024, *, recent: float = 0.5, dense_layers: int = 0) -> Pe
 
 
 def tova(budget: int = 1024, *, dense_layers: int = 0) -> PerLayer:
-    """TOVA: the token to which the newest query attends least is dropped, in all heads of a layer the same.
+    """TOVA: evicts the token to which the newest query attends least, the same one in all heads of a layer.
 
     Args:
       budget: tokens that a layer and KV head keeps; a step attends to all of them.
@@ -84,32 +84,32 @@ def snapkv(
     pooling: Pooling = "max",
     dense_layers: int = 0,
 ) -> PerLayer:
-    """SnapKV: of a prompt, the last `window` tokens and those to which their queries attend most, `budget` in all.
+    """SnapKV: keeps a prompt's last `window` tokens and those that their queries attend to most, `budget` in all.
 
     Args:
       budget: tokens that a layer and KV head keeps; a step attends to all of them.
-      window: last tokens of the prompt, kept themselves; their queries vote for the others.
-      kernel_size: neighbouring votes that are pooled into a token's.
+      window: last tokens of the prompt, always kept; their queries vote for the others.
+      kernel_size: neighbouring votes that are pooled into a token's vote.
       pooling: "max" or "mean" of those votes.
       dense_layers: first layers of the model that attend to everything.
 
     **Source:** SnapKV (Li et al. 2024), section 4. **Differs:** see `Observation`: a GQA group shares a selection, and
-    generated tokens take slots of the budget; see `Evicting` for prompts in several chunks.
+    generated tokens count against the budget; see `Evicting` for prompts in several chunks.
     """
     evictor = Observation(window=window, kernel_size=kernel_size, pooling=pooling)
     return _evicting("snapkv", evictor, budget, dense_layers)
 
 
 def raas(budget: int = 1024, *, threshold: float = 1e-4, dense_layers: int = 0) -> PerLayer:
-    """RaaS: a prompt stays, and the generated token that has gone longest without attention is dropped.
+    """RaaS: keeps the prompt, and evicts the generated token that has gone longest without attention.
 
     Args:
       budget: tokens that a layer and KV head keeps; a step attends to all of them.
-      threshold: share of the attention from which a token counts as attended.
+      threshold: softmax weight above which a token counts as attended.
       dense_layers: first layers of the model that attend to everything.
 
-    **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147). **Differs:** see `LastUse`: tokens, not pages of 16, by exact
-    weights, and the budget counts the prompt.
+    **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147). **Differs:** see `LastUse`: it evicts single tokens, not pages
+    of 16, by exact weights, and the budget counts the prompt.
     """
     return _evicting("raas", LastUse(threshold=threshold), budget, dense_layers)
 
@@ -119,15 +119,15 @@ def pyramidkv(
 ) -> PerLayer:
     """PyramidKV: SnapKV with a budget that falls linearly from the first layer to the last, `budget` on average.
 
-    Beside `window` tokens in every layer, the last layer has 1/beta of an equal share of the rest, and the first has
-    what makes the mean come out.
+    Every layer keeps `window` tokens. Beside them, the last layer gets 1/beta of an equal share of the rest, and the
+    first layer as much as makes the mean `budget`.
 
     Args:
-      budget: tokens that a layer and KV head keeps; a step attends to all of them; the mean of all layers.
+      budget: tokens that a layer and KV head keeps, as the mean over layers; a step attends to all of them.
       layers: layers of the model.
       beta: how steeply budgets fall from the first layer to the last; at least 1.
-      window: last tokens of the prompt, kept themselves; their queries vote for the others.
-      kernel_size: neighbouring votes that are pooled into a token's.
+      window: last tokens of the prompt, always kept; their queries vote for the others.
+      kernel_size: neighbouring votes that are pooled into a token's vote.
 
     **Source:** PyramidKV (Cai et al. 2024, arXiv 2406.02069): beta 20. **Differs:** as `snapkv`; budgets are rounded to
     whole tokens, so the mean may differ from `budget` by less than one.
@@ -135,14 +135,14 @@ def pyramidkv(
     require_int("pyramidkv(budget=...)", budget, at_least=1)
     require_int("pyramidkv(layers=...)", layers, at_least=1)
     if isinstance(beta, bool) or not isinstance(beta, int | float) or not 1 <= beta < float("inf"):
-        raise ValueError(f"pyramidkv(beta={beta!r}) must be a number, at least 1")
+        raise ValueError(f"pyramidkv(beta={beta!r}) must be a finite number of at least 1")
     evictor = Observation(window=window, kernel_size=kernel_size)
     beside = min(evictor.window, budget)
     budgets = [beside + share for share in pyramid(budget - beside, layers, beta)]
     if budgets[-1] < 2:
         raise ValueError(
-            f"pyramidkv(budget={budget}) leaves the last of {layers} layers {budgets[-1]} tokens and it needs 2; raise "
-            "the budget or the window"
+            f"pyramidkv(budget={budget}) leaves {budgets[-1]} tokens to the last of {layers} layers, which needs at "
+            "least 2; raise the budget or the window"
         )
     *first, last = [Evicting(evictor=evictor, budget=tokens) for tokens in budgets]
     return _Pyramid(tuple(first), last)
@@ -150,7 +150,7 @@ def pyramidkv(
 
 @dataclass(frozen=True)
 class _Pyramid(PerLayer):
-    """Policies whose budgets have their mean over this number of layers, which more layers would lower."""
+    """Policies whose mean budget holds for this number of layers; with more layers the mean would be lower."""
 
     def check(self, layers: int, kv_heads: int | None = None) -> None:
         if layers > (own := len(self.first) + 1):
@@ -172,14 +172,14 @@ def adakv(
 ) -> PerLayer:
     """AdaKV: SnapKV with one budget for all KV heads of a layer, `budget` a head on average.
 
-    All tokens of a prompt compete in all heads for the slots of the layer, so heads that attend widely keep more.
+    The tokens of a prompt compete across all heads for the slots of the layer, so heads that attend widely keep more.
 
     Args:
-      budget: tokens that a layer and KV head keeps; a step attends to all of them; the mean of a layer's heads.
-      floor: share of the budget that a KV head keeps at least.
-      ceiling: multiple of the budget that a KV head keeps at most, and has room for.
-      window: last tokens of the prompt, kept themselves; their queries vote for the others.
-      kernel_size: neighbouring votes that are pooled into a token's.
+      budget: tokens that a layer and KV head keeps, as the mean over the heads; a step attends to all of them.
+      floor: share of the budget that every KV head keeps at least.
+      ceiling: multiple of the budget that a KV head keeps at most; memory is allocated for it.
+      window: last tokens of the prompt, always kept; their queries vote for the others.
+      kernel_size: neighbouring votes that are pooled into a token's vote.
       pooling: "max" or "mean" of those votes.
       dense_layers: first layers of the model that attend to everything.
 

@@ -1,4 +1,4 @@
-"""RazorAttention and DuoAttention: retrieval heads keep everything, and all other KV heads a window."""
+"""RazorAttention and DuoAttention: retrieval heads keep every token, and all other KV heads keep a window."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from kvjax.validation import shown
 
 
 def razorattention(budget: int = 4096, *, sink: int = 4, heads: str | Heads | None = None) -> PerLayer:
-    """RazorAttention: retrieval heads keep everything; others keep `budget` tokens and the mean of the rest.
+    """RazorAttention: retrieval heads keep every token; others keep `budget` tokens and the mean of the rest.
 
-    Other heads keep the `sink` first tokens, the newest ones, and a compensation token.
+    Other heads keep the first `sink` tokens, the newest ones, and a compensation token.
 
     Args:
       budget: tokens that other heads keep.
       sink: first tokens of a row that other heads keep.
       heads: the retrieval heads, or a file of them: `kvjax.evaluate.heads.retrieval_heads` finds them for a model by
-        the paper's rule, and `save` writes them. None: no head keeps everything.
+        the paper's rule, and `save` writes them. None: no head keeps every token.
 
     **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891). **Differs:** see `Compensated` and
-    `kvjax.evaluate.heads.retrieval_heads`. The paper's window grows with the prompt, to a fifth; here it is `budget`.
+    `kvjax.evaluate.heads.retrieval_heads`. The paper's window grows to a fifth of the prompt; here it is `budget`.
     """
     return _by_head("razorattention", Compensated, budget, sink, heads)
 
 
 def duoattention(budget: int = 256, *, sink: int = 64, heads: str | Heads | None = None) -> PerLayer:
-    """DuoAttention: retrieval heads keep everything; others keep the first `sink` tokens and the newest.
+    """DuoAttention: retrieval heads keep every token; others keep the first `sink` tokens and the newest.
 
     Args:
       budget: tokens that other heads keep.

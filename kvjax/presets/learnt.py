@@ -1,7 +1,7 @@
-"""PQCache, MagicPIG and ShadowKV: centroids, a mean and a basis of the keys, learnt from the first tokens of a row.
+"""PQCache, MagicPIG and ShadowKV: centroids, a mean or a basis of the keys, learnt from the first tokens of a row.
 
-These tokens leave the recent block together, and until then they compete by their exact scores or are attended. The
-papers learn from the whole prompt. Here the result does not depend on how a prompt is divided into chunks.
+These tokens leave the recent block together; until then they compete by their exact scores, or are attended. The papers
+learn from the whole prompt. Here the result does not depend on how a prompt is split into chunks.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def pqcache(
     host: bool = False,
     dense_layers: int = 0,
 ) -> PerLayer:
-    """PQCache: every token is kept, and a step attends to the `budget` whose product-quantised keys score best.
+    """PQCache: every token is kept, and a step attends to the `budget` tokens whose product-quantised keys score best.
 
-    A code is the nearest of the centroids that k-means found among the first `learn` tokens. Until tokens are encoded
-    they compete by their exact scores.
+    A code names the nearest of the centroids that k-means found among the first `learn` tokens. Tokens compete by their
+    exact scores until they are encoded.
 
     Args:
       budget: tokens that a step reads in a layer and KV head, all zones included.
       parts: parts of a key, each with a code.
       bits: bits of a part's code.
-      learn: first tokens, from which the centroids are learnt; also the tokens that are encoded together.
-      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not.
+      learn: number of first tokens from which centroids are learnt; also the tokens that are encoded together.
+      group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
       sink: first tokens of a row, always attended.
       local: newest tokens of a row, always attended.
-      host: the history's keys and values lie in host memory.
+      host: keep the history's keys and values in host memory.
       dense_layers: first layers of the model that attend to everything.
 
     **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820). **Differs:** see `ProductCodes`: centroids are learnt
@@ -76,8 +76,8 @@ def magicpig(
 ) -> PerLayer:
     """MagicPIG: every token is kept; a step estimates attention from tokens whose hashes collide with the query's.
 
-    Each query head samples the keys that share its hash in enough tables, and weighs them by the inverse of the
-    probability of that. The sink and the recent block of up to `local` + `chunk` tokens are attended exactly; the
+    Each query head samples the keys that share its hash in enough tables, and weights them by the inverse of their
+    sampling probability. The sink and the recent block of up to `local` + `chunk` tokens are attended exactly; the
     budget counts them.
 
     Args:
@@ -87,14 +87,14 @@ def magicpig(
       least: tables in which a key must collide with the query.
       sink: first tokens of a row, always attended.
       local: newest tokens of a row, always attended.
-      chunk: tokens that are hashed together; at most so many are pending.
-      seed: of the random directions.
-      host: the history's keys and values lie in host memory.
+      chunk: tokens that are hashed together; at most this many are pending.
+      seed: seed of the random directions.
+      host: keep the history's keys and values in host memory.
       dense_layers: first layers of the model that attend to everything.
 
     **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179): 10 bits, 150 tables, 2 collisions, sink 4, local 64.
-    **Differs:** see `Sampled` and `SimHash`. The paper keeps layers 0 and 16 of 32 dense; here the first
-    `dense_layers`. Hashes lie on the device; the paper's are in host memory.
+    **Differs:** see `Sampled` and `SimHash`. The paper keeps layers 0 and 16 of 32 dense; here the first `dense_layers`
+    are. Hashes lie on the device; the paper's are in host memory.
     """
     require_int("magicpig(budget=...)", budget, at_least=1)
     policy = Sampled(
@@ -122,24 +122,24 @@ def shadowkv(
     host: bool = True,
     dense_layers: int = 0,
 ) -> PerLayer:
-    """ShadowKV: keys as factors of low rank, values in host memory, and a step reads the pages of the best landmarks.
+    """ShadowKV: keys as low-rank factors, values in host memory, and a step reads the pages with the best landmarks.
 
     The landmark of a page is the mean of its keys. Keys of selected pages are rebuilt from their factors, and their
-    values come from host memory. The budget counts the outliers. Rotated keys are not of low rank, and lose much more:
-    give `rope_theta`.
+    values come from host memory. The budget counts the outliers. Keys after RoPE are not of low rank and lose much
+    more precision: pass `rope_theta`.
 
     Args:
       budget: tokens that a step reads in a layer and KV head, all zones included.
       rank: coefficients of a token's keys, for all heads together.
       page: tokens of a page.
-      outliers: pages whose keys stray farthest from their landmark: exact, on the device, read by every step.
-      rope_theta: that of a model with plain RoPE: keys are factored before their rotation, as in the paper. For other
-        kinds of RoPE see `LowRank(rope=...)`.
-      learn: first tokens, from which the basis is learnt; also the tokens that are factored together.
-      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not.
+      outliers: pages whose keys are farthest from their landmark; kept exact on the device and read by every step.
+      rope_theta: theta of a model with plain RoPE: keys are then factored before their rotation, as in the paper. For
+        other kinds of RoPE see `LowRank(rope=...)`.
+      learn: number of first tokens from which the basis is learnt; also the tokens that are factored together.
+      group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
       sink: first tokens of a row, always attended.
       local: newest tokens of a row, always attended.
-      host: values lie in host memory; False: on the device.
+      host: keep values in host memory; False: on the device.
       dense_layers: first layers of the model that attend to everything.
 
     **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465): rank 160, pages of 8, 48 outliers. **Differs:** see

@@ -1,4 +1,4 @@
-"""The table of presets, and the text that names a preset and its settings, such as "fier:budget=256"."""
+"""The registry of presets, and the parser of text such as "fier:budget=256" that names a preset and its settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvjax.validation import nearest, shown
 
 @dataclass(frozen=True)
 class Preset:
-    """A row of the table of methods."""
+    """An entry of the registry: a method, its name and a summary."""
 
     name: str
     make: Callable[..., PerLayer]
@@ -132,12 +132,12 @@ REGISTRY: dict[str, Preset] = {
 
 
 def find(name: str) -> Preset:
-    """The preset of that name, or an error with the nearest one."""
+    """The preset of that name. Raises ValueError with the nearest known name."""
     if name in REGISTRY:
         return REGISTRY[name]
     first, *more = re.split(r"[:@,]", name)
     near = nearest(first, REGISTRY)
-    if near and "@" in name:  # as rows of a comparison are called
+    if near and "@" in name:  # rows of a comparison are named "fier@256"
         near = f"{near}:budget={more[0]}"
     hint = f"did you mean {near!r}? There" if near else "there"
     if "," in name:
@@ -146,7 +146,7 @@ def find(name: str) -> Preset:
 
 
 def parse(text: str) -> PerLayer:
-    """The policies that a text names: a preset, and settings of it if need be.
+    """The policies that a text names: a preset and, optionally, its settings.
 
     >>> parse("fier:budget=256,group=16") == fier(256, group=16)
     True
@@ -160,9 +160,9 @@ def parse(text: str) -> PerLayer:
 def parse_with_budget(
     text: str, budget: int | None = None, *, where: str = "cache", budget_where: str = "budget="
 ) -> tuple[PerLayer, int | None]:
-    """`parse`, and the budget of the preset if it has one. `budget` is one that was given beside the text.
+    """`parse` that also returns the preset's budget, or None. `budget` is one that was given apart from the text.
 
-    `where` and `budget_where` name the two in error messages.
+    `where` and `budget_where` name text and budget in error messages.
     """
     if not isinstance(text, str):
         raise ValueError(f"{where} must be text such as 'fier:budget=256', got {shown(text)}")
@@ -184,7 +184,7 @@ def parse_with_budget(
 
 
 def check_reaches(policies: PerLayer, layers: int, name: str) -> None:
-    """Raises ValueError where the dense layers of a preset are all the layers of the model, or it is for another model.
+    """Raises ValueError if the dense layers of a preset cover the whole model, or if it was made for another model.
 
     >>> check_reaches(fier(64, dense_layers=2), 2, "fier")
     Traceback (most recent call last):

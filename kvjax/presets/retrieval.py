@@ -1,6 +1,6 @@
 """FIER, ParisKV and Quest: every token is kept, and a step attends to those that a small index scores best.
 
-Keys are indexed as soon as they leave the recent block; keys and values lie on the device, or in host memory. In a
+Keys are indexed when they leave the recent block; keys and values are stored on the device or in host memory. In a
 short cache a selection costs more than it saves, so these presets then attend to everything (`dense_capacity`).
 """
 
@@ -37,31 +37,31 @@ def fier(
     share: int = 1,
     anchors: Anchors = None,
 ) -> PerLayer:
-    """FIER: every token is kept, and a step attends to the `budget` whose 1-bit keys score best.
+    """FIER: every token is kept, and a step attends to the `budget` tokens whose 1-bit keys score best.
 
-    Tokens of the history are indexed by 1-bit keys, and pending ones are scored by their exact keys. The paper attends
-    to no token in any case, so `sink` is 0 and `local` is the new token alone.
+    Tokens of the history are scored by 1-bit keys, and pending ones by their exact keys. The paper has no tokens that
+    are always attended, so `sink` is 0 and `local` is only the new token.
 
     Args:
       budget: tokens that a step reads in a layer and KV head, all zones included.
-      group: tokens that share a scale and a zero of the 1-bit keys.
-      page: tokens that are selected together, by the best score of one of them. Above 1: an ablation, in plain JAX.
-      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not, as in the paper.
+      group: tokens that share a scale and a zero point of the 1-bit keys.
+      page: tokens that are selected together, by their best score. Above 1: an ablation, in plain JAX.
+      group_reduce: how a GQA group shares a selection; "per_head": each query head has its own, as in the paper.
       sink: first tokens of a row, always attended.
       local: newest tokens of a row, always attended.
-      chunk: tokens that are indexed together; at most so many are pending.
-      host: the history's keys and values lie in host memory, and the device holds the 1-bit keys.
-      host_dtype: codes that the history is kept as in host memory, "float8", "int8", "int4" or "int2"; needs `host`.
-      hot: tokens of each row and KV head, those selected last, that the device holds too (`HotSet`); needs `host`.
-      dense_capacity: a cache of at most so many tokens becomes `Full`; "auto": where that was measured to be faster
-        (`Retrieval`). Not with `host`, `share` or `anchors`.
+      chunk: tokens that are indexed together; at most this many are pending.
+      host: keep the history's keys and values in host memory; the 1-bit keys stay on the device.
+      host_dtype: how host memory stores the history: "float8", "int8", "int4" or "int2"; needs `host`.
+      hot: last selected tokens of each row and KV head that the device keeps too (`HotSet`); needs `host`.
+      dense_capacity: caches of at most this capacity become `Full`; "auto": where that was measured to be faster
+        (`Retrieval`), and never with `host`, `share` or `anchors`.
       dense_layers: first layers of the model that attend to everything.
-      share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`; or a file of `kvjax calibrate`.
+      share: after the dense layers, every `share`-th layer selects, and the layers after it attend to the same slots.
+      anchors: numbers of the layers that select, in place of `share`; or a file written by `kvjax calibrate`.
 
     **Source:** FIER (2025), Algorithm 1; g = 32. **Differs:** a GQA group shares a selection (`group_reduce`;
-    "per_head" is the paper's rule). A group is indexed with its chunk, and with chunk=group as soon as it is full, as
-    in the paper.
+    "per_head" is the paper's rule). A group is indexed with its chunk; with chunk=group that is as soon as it is full,
+    as in the paper.
     """
     require_int("fier(budget=...)", budget, at_least=1)
     require_int("fier(page=...)", page, at_least=1)
@@ -109,46 +109,46 @@ def pariskv(
 
     The paper selects k = 100 tokens beside sink and local window. The budget counts all of them, so its default is
     larger. The paper's ranges are sink 4..64, local 128..512, `chunk` (its update buffer) 256..512 and full attention
-    below 1K..2K tokens; no layer is skipped. A budget beyond the candidates goes on by votes. A GQA group retrieves
-    once, by the mean of its queries.
+    below 1K..2K tokens; no layer is skipped. If the budget exceeds the candidates, the rest is selected by votes. A GQA
+    group retrieves once, by the mean of its queries.
 
     Args:
       budget: tokens that a step reads in a layer and KV head, all zones included.
       k: tokens selected beside sink and local window, in place of a budget.
       sink: first tokens of a row, always attended.
       local: newest tokens of a row, always attended.
-      chunk: tokens that are indexed together; at most so many are pending.
+      chunk: tokens that are indexed together; at most this many are pending.
       buffer: "select": pending tokens compete with the history by exact scores, within the budget. "attend", as in the
         paper: a step attends to all of them, beside the budget.
       votes: how keys are voted for: "tiers", or "plain".
-      correct: the estimate of a key is corrected for its rounding.
-      candidates: keys with most votes that are ranked; None: a tenth to a half of the history.
-      seed: of the rotation of keys; None: they are not rotated, the paper's ablation.
-      subspace: channels of a block of the codes, 8 or 4; 4 takes plain JAX in place of the kernels (`Paris`).
-      radius_bits: bits of the length of a block, 16 or 4; 4 takes plain JAX in place of the kernels (`Paris`).
-      p: of the k best a step attends to the fewest that hold this share of the attention, by the candidates' estimates
-        (`Nucleus`); None: to all k.
-      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not.
-      dense_below: rows of fewer tokens attend to all of them.
-      host: the history's keys and values lie in host memory.
-      host_dtype: codes that the history is kept as in host memory, "float8", "int8", "int4" or "int2"; needs `host`.
-      hot: tokens of each row and KV head, those selected last, that the device holds too (`HotSet`); needs `host`.
-      dense_capacity: a cache of at most so many tokens becomes `Full`; "auto": where that was measured to be faster
-        (`Retrieval`). Not with `host`, `share` or `anchors`.
+      correct: correct the estimated score of a key for its rounding.
+      candidates: keys with the most votes, which are ranked by estimates; None: a tenth to a half of the history.
+      seed: seed of the rotation of keys; None: no rotation, the paper's ablation.
+      subspace: channels per block of the codes, 8 or 4; 4 runs in plain JAX, not in the kernels (`Paris`).
+      radius_bits: bits of the length of a block, 16 or 4; 4 runs in plain JAX, not in the kernels (`Paris`).
+      p: a step attends to the fewest of the k best tokens that hold this share of the attention, by the candidates'
+        estimates (`Nucleus`); None: to all k.
+      group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
+      dense_below: rows with fewer tokens attend to all of them.
+      host: keep the history's keys and values in host memory.
+      host_dtype: how host memory stores the history: "float8", "int8", "int4" or "int2"; needs `host`.
+      hot: last selected tokens of each row and KV head that the device keeps too (`HotSet`); needs `host`.
+      dense_capacity: caches of at most this capacity become `Full`; "auto": where that was measured to be faster
+        (`Retrieval`), and never with `host`, `share` or `anchors`.
       dense_layers: first layers of the model that attend to everything.
-      share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`; or a file of `kvjax calibrate`.
+      share: after the dense layers, every `share`-th layer selects, and the layers after it attend to the same slots.
+      anchors: numbers of the layers that select, in place of `share`; or a file written by `kvjax calibrate`.
 
     **Source:** ParisKV (Qi et al. 2026). **Differs:** the default of `buffer`. The paper moves the history's keys and
-    values to host memory: so does `host`, to select the same tokens; without it they stay on the device. `p` and
-    radius_bits=4 are not of the paper. `hot` and `dense_capacity` are as in `fier`.
+    values to host memory, as `host` does; without it they stay on the device, and the same tokens are selected. `p` and
+    radius_bits=4 are not in the paper. `hot` and `dense_capacity` are as in `fier`.
     """
     require_int("pariskv(budget=...)", budget, at_least=1)
     if k is not None:
         require_int("pariskv(k=...)", k, at_least=1)
         if budget not in (PARISKV_BUDGET, sink + local + k):
             raise ValueError(
-                f"pariskv(budget={budget}, k={k}): with sink={sink} and local={local} that k is a budget of "
+                f"pariskv(budget={budget}, k={k}) disagree: with sink={sink} and local={local} this k is a budget of "
                 f"{sink + local + k}; give one of the two"
             )
         budget = sink + local + k
@@ -197,33 +197,33 @@ def quest(
 ) -> PerLayer:
     """Quest: every token is kept, and a step attends to the pages whose box of smallest and largest keys scores best.
 
-    The budget is whole pages. With newest="attend", as in the CUDA kernels of the released code, the page that is not
-    full is always attended, and counts as a whole one. With "select", as in its evaluation, it competes by the box of
-    the tokens that it has; only the newest token is attended in any case, beside the budget if its page is not
-    selected.
+    The budget consists of whole pages. With newest="attend", as in the CUDA kernels of the released code, the page that
+    is not yet full is always attended, and counts as a whole one. With "select", as in the evaluation of the released
+    code, it competes by the box of its tokens so far; only the newest token is then always attended, in addition to the
+    budget if its page is not selected.
 
     Args:
       budget: tokens that a step reads in a layer and KV head, all zones included.
       page: tokens of a page.
-      least_pages: pages that a step reads at least.
+      least_pages: the fewest pages that a step reads.
       newest: whether the newest page is always attended ("attend"), or competes ("select").
-      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not, as in the paper.
+      group_reduce: how a GQA group shares a selection; "per_head": each query head has its own, as in the paper.
       sink: first tokens of a row, always attended.
-      local: slots of the newest tokens, always attended, of which `chunk` are indexed when all are taken; default: one
-        chunk, or none with newest="select".
+      local: slots for the newest tokens, always attended; when all are full, `chunk` tokens of them are indexed.
+        Default: one chunk, or none with newest="select".
       chunk: tokens that are indexed together; default: one page.
-      host: the history's keys and values lie in host memory.
-      host_dtype: codes that the history is kept as in host memory, "float8", "int8", "int4" or "int2"; needs `host`.
-      hot: tokens of each row and KV head, those selected last, that the device holds too (`HotSet`); needs `host`.
-      dense_capacity: a cache of at most so many tokens becomes `Full`; "auto": where that was measured to be faster
-        (`Retrieval`). Not with `host`, `share` or `anchors`.
+      host: keep the history's keys and values in host memory.
+      host_dtype: how host memory stores the history: "float8", "int8", "int4" or "int2"; needs `host`.
+      hot: last selected tokens of each row and KV head that the device keeps too (`HotSet`); needs `host`.
+      dense_capacity: caches of at most this capacity become `Full`; "auto": where that was measured to be faster
+        (`Retrieval`), and never with `host`, `share` or `anchors`.
       dense_layers: first layers of the model that attend to everything.
-      share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`; or a file of `kvjax calibrate`.
+      share: after the dense layers, every `share`-th layer selects, and the layers after it attend to the same slots.
+      anchors: numbers of the layers that select, in place of `share`; or a file written by `kvjax calibrate`.
 
     **Source:** Quest (Tang et al. 2024), Algorithm 1; pages of 16, at least 3. **Differs:** a GQA group shares a
-    selection (`group_reduce`; "per_head" is the paper's rule). The released code raises smaller budgets to 3 pages,
-    here they are refused.
+    selection (`group_reduce`; "per_head" is the paper's rule). The released code raises smaller budgets to 3 pages;
+    here they are an error.
     """
     require_int("quest(budget=...)", budget, at_least=1)
     require_int("quest(page=...)", page, at_least=1)
@@ -243,8 +243,8 @@ def quest(
     if pages < needed:
         raise ValueError(
             f"quest(budget={budget}) has room for {max(pages, 0)} pages of {page} tokens beside sink + local = {sink} "
-            f"+ {counted}, and Quest reads at least {needed} there; use at least {sink + counted + needed * page}, or "
-            "another least_pages"
+            f"+ {counted}, and needs at least {needed}; use a budget of at least {sink + counted + needed * page}, or "
+            "a smaller least_pages"
         )
     beside = 1 if selects and local is None else 0
     policy = Retrieval(
@@ -264,7 +264,7 @@ def quest(
 def _dense_capacity(
     name: str, dense_capacity: DenseCapacity, host: bool, share: int, anchors: Anchors
 ) -> DenseCapacity:
-    """The setting, of which "auto" is 0 for a preset that keeps its history on the host or shares selections."""
+    """The checked setting; "auto" becomes 0 for a preset that keeps its history on the host or shares selections."""
     shares = share != 1 or anchors is not None
     if dense_capacity == "auto":
         return 0 if host or shares else "auto"

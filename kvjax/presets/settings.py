@@ -1,6 +1,6 @@
-"""Settings that several presets take: dense first layers, shared selections, where the history lies, pages, RoPE.
+"""Settings that several presets take: dense first layers, shared selections, where the history is kept, pages, RoPE.
 
-Each function takes the name of the preset, for its errors.
+Each function takes the name of the preset for its error messages.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ HOST_DTYPES: dict[str, Callable[..., Store]] = {
 
 
 def past_dense(name: str, dense_layers: int, policy: Policy, share: int = 1, anchors: Anchors = None) -> PerLayer:
-    """The first layers attend to everything, and the others have `policy`; some of these select for others."""
+    """`dense_layers` layers that attend to everything, then layers of `policy`, some of which may select for others."""
     dense_layers = require_int(f"{name}(dense_layers=...)", dense_layers, at_least=0)
     return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)
 
 
 def history(name: str, host: bool, hot: int, page: int = 1, *, host_dtype: str | None = None) -> Store:
-    """Where a preset keeps its history: on the device, in host memory, or there with a hot set of `hot` tokens."""
+    """The store of a preset's history: on the device, in host memory, or in host memory with a hot set of tokens."""
     require_int(f"{name}(hot=...)", hot, at_least=0)
     if hot and not host:
         raise ValueError(f"{name}(hot={hot}) keeps tokens of a host store on the device; set host=True too")
     if host_dtype is not None and not host:
-        raise ValueError(f"{name}(host_dtype={host_dtype!r}) is how a history lies in host memory; set host=True too")
+        raise ValueError(f"{name}(host_dtype={host_dtype!r}) applies to a history in host memory; set host=True too")
     if not host:
         return Dense()
     if host_dtype is not None and host_dtype not in HOST_DTYPES:
         raise ValueError(
-            f"{name}(host_dtype={host_dtype!r}): a history in host memory is kept as {', '.join(HOST_DTYPES)}, or, "
-            "with None, in the dtype of the cache"
+            f"{name}(host_dtype={host_dtype!r}) must be one of {', '.join(HOST_DTYPES)}, or None for the dtype of the "
+            "cache"
         )
     store = HostOffload(page=page) if host_dtype is None else HOST_DTYPES[host_dtype](page=page)
     return HotSet(tokens=hot, store=store) if hot else store
 
 
 def require_page(name: str, budget: int, page: int, sink: int, local: int) -> None:
-    """Raises ValueError where the budget leaves no room for a page beside sink and local window."""
+    """Raises ValueError if the budget leaves no room for a page beside sink and local window."""
     if sink + local <= budget < sink + local + page:
         raise ValueError(
             f"{name}(budget={budget}) leaves no room for a page of {page} tokens beside sink + local = {sink} + "

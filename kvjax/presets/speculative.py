@@ -1,7 +1,7 @@
-"""FreeKV and ArkVale: pages in host memory, of which those that a step recalled serve the next step too.
+"""FreeKV and ArkVale: pages in host memory; pages that a step recalled serve the next step too.
 
-Both are `Speculative` over a selection of pages. FreeKV attends with the recall of the step before while a head's query
-has not turned. ArkVale recalls before it attends, and moves only the pages that are not yet on the device.
+Both are `Speculative` over a selection of pages. FreeKV attends with the previous step's recall as long as a head's
+query keeps its direction. ArkVale recalls before it attends, and moves only the pages that are not yet on the device.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ def freekv(
     share: int = 1,
     anchors: Anchors = None,
 ) -> PerLayer:
-    """FreeKV: keys and values in host memory, and a step attends with the pages that the step before recalled.
+    """FreeKV: keys and values in host memory, and a step attends with the pages that the previous step recalled.
 
-    Heads whose query has turned recall before they attend. The rest of the budget is pages, by the box of their
-    smallest and largest keys, or with summary="centre" by that of `CentrePages`. The paper's settings are `task`:
-    "long_input" has sink and local of 128 and tau of 0.8, "long_generation" 512, 512 and 0.9; each can be given by
-    itself too.
+    Heads whose query has changed direction recall before they attend. Pages take the budget that sink and local window
+    leave. They are scored by the box of their smallest and largest keys, or with summary="centre" by the box of
+    `CentrePages`. `task` sets the paper's defaults: sink 128, local 128 and tau 0.8 for "long_input"; 512, 512 and 0.9
+    for "long_generation". Each of them can also be set separately.
 
     Args:
       budget: tokens that a step reads in a layer and KV head, all zones included.
       task: the paper's defaults of sink, local and tau: "long_input" or "long_generation".
-      tau: heads whose query's cosine to the last is below it recall before they attend.
-      reuse: steps that a recall serves, while its head does not turn.
+      tau: heads whose query has a cosine with the previous one below tau recall before they attend.
+      reuse: steps that a recall serves, unless its head's query changes direction earlier.
       page: tokens of a page.
-      summary: what sums up the keys of a page: "min_max" or "centre".
-      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not.
+      summary: summary of the keys of a page: "min_max" or "centre".
+      group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
       selection_scale: factor of the scores in the selection; None: that of attention. With 1.0 `group_reduce` takes the
         softmax of unscaled products, one of the paper's poolings; "max_score" is another.
       sink: first tokens of a row, always attended.
       local: newest tokens of a row, always attended.
       chunk: tokens that are stored together; default: one page.
-      hot: tokens of each row and KV head, those selected last, that the device holds too (`HotSet`).
+      hot: last selected tokens of each row and KV head that the device keeps too (`HotSet`).
       dense_layers: first layers of the model that attend to everything, on the device.
-      share: every so many layers past the dense ones, one selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`; or a file of `kvjax calibrate`.
+      share: after the dense layers, every `share`-th layer selects, and the layers after it attend to the same slots.
+      anchors: numbers of the layers that select, in place of `share`; or a file written by `kvjax calibrate`.
 
-    **Source:** FreeKV (2025). **Differs:** see `Speculative` and `HostOffload` for who decides and what stays resident;
-    a page that is not yet full competes by the summary of the tokens that it has. FreeKV's CUDA code sums pages up
-    as summary="centre" does, and pools raw scores by group_reduce="mean_score".
+    **Source:** FreeKV (2025). **Differs:** see `Speculative` for who decides and `HostOffload` for what stays on the
+    device; a page that is not yet full competes by the summary of its tokens so far. FreeKV's CUDA code summarises
+    pages as summary="centre" does, and pools raw scores as group_reduce="mean_score" does.
     """
     if task not in FREEKV:
         raise ValueError(f"freekv(task={task!r}) must be one of {', '.join(FREEKV)}")
@@ -105,22 +105,22 @@ def arkvale(
 ) -> PerLayer:
     """ArkVale: keys and values in host memory, and each step recalls the pages whose digest scores best.
 
-    The rest of the budget is pages. Pages that the step before recalled are still on the device and are not moved
-    again.
+    Pages take the budget that sink and local window leave. Pages that the previous step recalled are still on the
+    device and are not moved again.
 
     Args:
       budget: tokens that a step reads in a layer and KV head, all zones included.
-      digest: what sums up the keys of a page: "cuboid", a box around the typical keys (`CentrePages`), or "sphere", a
+      digest: summary of the keys of a page: "cuboid", a box around the typical keys (`CentrePages`), or "sphere", a
         ball (`BallPages`).
       page: tokens of a page.
-      group_reduce: the rule by which a GQA group shares a selection; "per_head": it does not.
+      group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
       sink: first tokens of a row, always attended; the default is two pages.
       local: newest tokens of a row, always attended; the default is two pages.
       dense_layers: first layers of the model that attend to everything, on the device.
 
-    **Source:** ArkVale (Chen et al. 2024). **Differs:** resident are the pages of the last step alone, where the paper
-    keeps a cache of pages and replaces the one that scores least; both attend to the same pages. A page that is not yet
-    full competes by the digest of the tokens that it has.
+    **Source:** ArkVale (Chen et al. 2024). **Differs:** only the pages of the last step stay on the device, where the
+    paper keeps a cache of pages and replaces the one with the lowest score; both attend to the same pages. A page that
+    is not yet full competes by the digest of its tokens so far.
     """
     require_int("arkvale(budget=...)", budget, at_least=1)
     if digest not in ("cuboid", "sphere"):
@@ -136,4 +136,4 @@ def arkvale(
         demote=Fifo(leave=page),
         dense_below=0,
     )
-    return past_dense("arkvale", dense_layers, Speculative(policy, tau=2.0))  # no cosine reaches 2: never a step late
+    return past_dense("arkvale", dense_layers, Speculative(policy, tau=2.0))  # above any cosine: recalls in every step

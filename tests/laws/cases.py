@@ -320,7 +320,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "pages that straddle chunks": (
         lambda: kvjax.init_layer(dataclasses.replace(BASE, selector=MinMaxPages(page=24)), SPEC),
-        r"pages of 24 tokens, which do not divide the chunk of 32",
+        r"pages of 24 tokens, but Fifo\(leave=32\) has chunks of 32; make it leave a multiple of 24",
     ),
     "host pages that straddle chunks": (
         lambda: kvjax.init_layer(Compressed(store=HostOffload(page=24), sink=4, local=24, demote=Fifo(leave=32)), SPEC),
@@ -334,7 +334,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "tau of a word": (lambda: presets.freekv(tau="low"), r"tau='low'\) must be a number"),  # type: ignore[arg-type]
     "speculation without a choice": (
         lambda: Speculative(Compressed()),  # type: ignore[arg-type]
-        r"Speculative got Compressed.*takes a kvjax.Retrieval",
+        r"Speculative got Compressed.*give it a kvjax.Retrieval",
     ),
     "heads that do not rotate": (
         lambda: kvjax.init_layer(dataclasses.replace(BASE, selector=Paris()), dataclasses.replace(SPEC, head_dim=80)),
