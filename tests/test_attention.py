@@ -369,7 +369,7 @@ def test_truncate_says_why_it_cannot_shorten_a_cache() -> None:
     refused = {
         kvjax.Evicting(evictor=kvjax.Sliding(), budget=32): r"truncate needs a policy that can shorten its cache",
         kvjax.presets.logquant().rest: r"LogSparse\(.*forgets the order of tokens",
-        kvjax.presets.kivi().rest: r"Quantized\(.*does not give back keys and values as they came",
+        kvjax.presets.kivi().rest: r"Quantized\(.*does not return keys and values unchanged",
     }
     for policy, why in refused.items():
         with pytest.raises(ValueError, match=why):

@@ -339,7 +339,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a hot set of a hot set": (
         lambda: kvjax.HotSet(tokens=8, store=kvjax.HotSet(tokens=8)),
-        "which has a hot set already; give the store inside",
+        "which has a hot set already; give its inner store",
     ),
     "a hot set on the device": (lambda: presets.fier(24, hot=64), r"fier\(hot=64\) keeps .*; set host=True too"),
     "no sharing": (lambda: presets.fier(24, share=0), "share must be at least 1, got 0"),

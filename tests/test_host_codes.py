@@ -47,7 +47,7 @@ def test_wrong_codes_are_refused() -> None:
     policy = Retrieval(selector=Fier(group=16), store=HostQuantized(group=24), budget=64, demote=Fifo(leave=32))
     with pytest.raises(ValueError, match=r"group=24\) does not divide head_dim=64"):
         kvjax.init_layer(policy, SPEC)
-    with pytest.raises(ValueError, match=r"bits=3\): there are codes of 2, 4, 8 bits"):
+    with pytest.raises(ValueError, match=r"bits=3\) must be one of 2, 4, 8"):
         HostQuantized(bits=3)
     with pytest.raises(ValueError, match=r"page=24\) does not divide the chunk of 32"):
         HostFloat8(page=24).check(SPEC, 32)

@@ -20,7 +20,7 @@ Radius = Literal["mean", "max"]
 
 
 class Balls(NamedTuple):
-    """A ball a page."""
+    """One ball per page."""
 
     centre: Array  # dtype[B, K, P, D] mean of the keys
     radius: Array  # bf16[B, K, P] distance of the keys from the centre, their mean or their largest
@@ -31,8 +31,8 @@ class BallPages:
     """Scores pages of `page` tokens by a ball: scale * (q.centre + |q| radius).
 
     The centre is the mean of the page's keys. With radius="max" all keys lie in the ball, so the score is an upper
-    bound of scale * q.k; "mean" is the mean distance, which one outlier moves less. Index: D values and a bfloat16 a
-    page, half of what the boxes of `CentrePages` take.
+    bound of scale * q.k; "mean" is the mean distance, which a single outlier changes less. Index: D values and a
+    bfloat16 per page, half the size of the boxes of `CentrePages`.
 
     **Source:** ArkVale (Chen et al. 2024), page digests by a bounding sphere; pages of 32, mean of raw scores over the
     group. **Differs:** see `CentrePages`, the digest that the paper chose.
@@ -56,7 +56,9 @@ class BallPages:
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         if chunk % self.page:
-            raise ValueError(f"BallPages(page={self.page}) does not divide the chunk of {chunk}; use a divisor")
+            raise ValueError(
+                f"BallPages(page={self.page}) does not divide the chunk of {chunk}; use a divisor of {chunk}"
+            )
         if self.pending == "box":
             require_points(self, spec, self.page, self.group_reduce)
 
@@ -85,11 +87,11 @@ class BallPages:
         B, K, T, D = k.shape
         keys = k.reshape(B, K, T // self.page, self.page, D).astype(jnp.float32)
         centre = (sum_pairs(keys) / self.page).astype(ix.centre.dtype)
-        # The distance from the centre as it is stored. Sums by halves are the same in every program.
+        # Distances are from the centre as stored, rounded. `sum_pairs` gives the same bits in every program.
         off = keys - centre[:, :, :, None].astype(jnp.float32)
         distance = jnp.sqrt(sum_pairs(jnp.moveaxis(off * off, 4, 3)))
         if self.radius == "max":
-            radius = jnp.max(distance, axis=3) * (1 + 2**-7)  # not below the distance after rounding
+            radius = jnp.max(distance, axis=3) * (1 + 2**-7)  # at least the distance, also after rounding
         else:
             radius = sum_pairs(distance) / self.page
         first, pages = at // self.page, count // self.page

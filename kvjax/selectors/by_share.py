@@ -1,9 +1,9 @@
-"""Adaptive budgets: as many tokens as hold a share of the attention, by a selector's own estimates.
+"""Adaptive budgets: select as many tokens as hold a given share of the attention, by a selector's own estimates.
 
-A head whose attention is peaked needs few tokens, and one whose attention is flat needs many. So of the units that a
-selector ranks highest, as many as the policy's budget, a rule takes some by their estimated shares of the softmax: the
+A head whose attention is peaked needs few tokens, and one whose attention is flat needs many. So a rule keeps some of
+the units that a selector ranks highest (as many as the policy's budget), by their estimated shares of the softmax: the
 first ones that sum up to `p`, or the best ones of all heads of the layer together. Shapes stay static: a step gathers
-room for the whole budget and masks what it does not take.
+room for the whole budget and masks the units that it does not keep.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvjax.validation import check_verbs, finite_number
 
 @dataclass(frozen=True, kw_only=True)
 class ByShare(Wrapper):
-    """Takes some of the units that `selector` ranks highest, by their shares of the attention; a subclass says which.
+    """Keeps some of the units that `selector` ranks highest, by their shares of the attention; a subclass says which.
 
-    Shares are the softmax of the scores over all units that a step may select, the mean over the query heads that share
-    a choice. They leave out sink and local window, which every step reads. The score matrix is always taken in f32,
-    also where `selector` alone would select in one kernel. The reads that are saved are those of the kernel that
-    attends, which skips what is masked. Give the policy a sink: the first tokens take most of the attention of many
-    heads, beside which the shares of others say little. Over `Paris` the shares are those of the candidates alone: a
-    key with too few votes has none. Rows of fewer than `dense_below` tokens keep all.
+    Shares are the softmax of the scores over all units that a step may select, averaged over the query heads that share
+    a selection. They leave out sink and local window, which every step reads. Scores are always computed in f32, even
+    where `selector` alone would select in one kernel. This saves reads of the attention kernel, which skips masked
+    units. Give the policy a sink: in many heads the first tokens take most of the attention, so without one the shares
+    of other tokens say little. With `Paris` only candidates have shares: a key with too few votes has none. Rows with
+    fewer than `dense_below` tokens keep all units.
     """
 
     selector: Selector
@@ -42,7 +42,8 @@ class ByShare(Wrapper):
         )
 
     def keep(self, share: Array, valid: Array, order: Array) -> Array:
-        """bool[B, K, H, M] which of the valid units to take. `order` ranks them by falling `share`, f32[B, K, H, M]."""
+        """bool[B, K, H, M]: which of the valid units to keep; `order` sorts them by `share` f32[B, K, H, M], highest
+        first."""
         raise NotImplementedError
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
@@ -70,27 +71,28 @@ class ByShare(Wrapper):
         best = ops.select_top(scores, q, scored, group_reduce, unit=unit, scale=scale)
         pending = scored.pending_units(attention_logits(q, scored.pending[0], scale), unit)
         stored = scores, among.stored_units(scores.shape[-1], unit)
-        # "per_head" keeps the shares of each query head, of which there may be one for each choice.
+        # "per_head" keeps the shares of each query head: one selection each.
         rule: GroupReduce = "mean_softmax" if best.slots.shape[2] == 1 else "per_head"
         shares = reduce_scores((stored, pending), rule)
         if rule == "per_head":
             shares -= jnp.max(shares, axis=-1, keepdims=True)
             shares -= jnp.log(jnp.sum(jnp.exp(shares), axis=-1, keepdims=True))
         share = jnp.where(best.valid, jnp.exp(jnp.take_along_axis(shares, best.slots, axis=-1)), 0.0)
-        taken = self.keep(share, best.valid, jnp.argsort(-share, axis=-1, stable=True))
+        kept = self.keep(share, best.valid, jnp.argsort(-share, axis=-1, stable=True))
         if among.dense is not None:
-            taken |= best.valid & (among.of_groups(among.dense) != 0)
-        return among.tokens(Selection(best.slots, taken), scores.shape[-1], unit)
+            kept |= best.valid & (among.of_groups(among.dense) != 0)
+        return among.tokens(Selection(best.slots, kept), scores.shape[-1], unit)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nucleus(ByShare):
     """Selects the fewest units of `selector` whose estimated shares of the attention sum up to `p`, within the budget.
 
-    With p = 1 it selects what `selector` does. `ByShare` says what shares are.
+    With p = 1 it selects what `selector` does. `ByShare` defines shares.
 
-    **Source:** Twilight (Lin et al. 2025), hierarchical top-p pruning. **Differs:** the paper estimates shares anew by
-    4-bit keys among the tokens of a first, larger choice; here they are the selector's scores, over all tokens.
+    **Source:** Twilight (Lin et al. 2025), hierarchical top-p pruning. **Differs:** the paper makes a first, larger
+    selection and estimates shares among its tokens by 4-bit keys; here shares are the selector's scores, over all
+    tokens.
 
     >>> import kvjax
     >>> policy = kvjax.Retrieval(selector=kvjax.Nucleus(selector=kvjax.Fier(), p=0.9), budget=1024)
@@ -117,13 +119,13 @@ class Nucleus(ByShare):
 class AdaptiveHeads(ByShare):
     """Selects the units with the largest shares of the attention over all heads of a layer, `mean` of the budget each.
 
-    A head takes `mean` of the units that it could on average, and up to the whole budget if its attention is spread
-    wide; its best `floor` of that mean are certain. `ByShare` says what shares are. Beside them a step sorts the units
+    A head keeps on average `mean` of the units that it could, and up to the whole budget if its attention is spread
+    widely; its best `floor` of that mean are guaranteed. `ByShare` defines shares. In addition, a step sorts the units
     of all heads, in plain JAX.
 
     **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550), Algorithm 1: floor 0.2, as `HeadBudgets`, which evicts.
-    **Differs:** the paper divides the budget of what it keeps of a prompt, once; here each step divides its reads. The
-    policy's budget bounds a head.
+    **Differs:** the paper divides its budget once, over the tokens that it keeps of a prompt; here each step divides
+    its reads. The policy's budget bounds each head.
 
     >>> import kvjax
     >>> policy = kvjax.Retrieval(selector=kvjax.AdaptiveHeads(selector=kvjax.Fier()), budget=2048)  # 1024 on average
@@ -134,30 +136,30 @@ class AdaptiveHeads(ByShare):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least, told in (
+        for name, least, wanted in (
             ("mean", 1e-6, "above 0 and at most 1; use 0.5"),
             ("floor", 0.0, "from 0 to 1; use 0.2"),
         ):
             value = finite_number(f"AdaptiveHeads({name}=...)", getattr(self, name))
             if not least <= value <= 1:
-                raise ValueError(f"AdaptiveHeads({name}={value!r}) must be a share {told}")
+                raise ValueError(f"AdaptiveHeads({name}={value!r}) must be a share {wanted}")
             object.__setattr__(self, name, value)
 
     @property
     def joins_heads(self) -> bool:
-        """Whether no head can be computed without the others: all compete for one budget."""
+        """True: all heads compete for one budget, so none can be computed without the others."""
         return True
 
     def keep(self, share: Array, valid: Array, order: Array) -> Array:
         B, K, H, M = share.shape
-        most = jnp.sum(valid, axis=-1, dtype=jnp.float32, keepdims=True)  # units that a head could take
-        sure = jnp.ceil(self.floor * self.mean * most).astype(jnp.int32)
-        certain = jnp.arange(M, dtype=jnp.int32)[None, None, None] < sure
+        available = jnp.sum(valid, axis=-1, dtype=jnp.float32, keepdims=True)  # units that a head could keep
+        floor = jnp.ceil(self.floor * self.mean * available).astype(jnp.int32)
+        certain = jnp.arange(M, dtype=jnp.int32)[None, None, None] < floor
         falling, exists = (jnp.take_along_axis(a, order, axis=-1) for a in (share, valid))
         worth = jnp.where(exists, jnp.where(certain, jnp.inf, falling), -1.0)
-        # Equal shares come in the order of their ranks within their heads.
+        # Equal shares are in the order of their ranks within their heads.
         line = jnp.moveaxis(worth, 3, 1).reshape(B, -1)
         place = jnp.argsort(jnp.argsort(-line, axis=-1, stable=True), axis=-1)
-        total = jnp.ceil(self.mean * jnp.sum(most, axis=(1, 2))).astype(place.dtype)
+        total = jnp.ceil(self.mean * jnp.sum(available, axis=(1, 2))).astype(place.dtype)
         wins = jnp.moveaxis((place < total).reshape(B, M, K, H), 1, 3)
         return jnp.take_along_axis((wins | certain) & exists, jnp.argsort(order, axis=-1), axis=-1)

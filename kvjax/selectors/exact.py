@@ -19,10 +19,10 @@ from kvjax.spec import CacheSpec
 class Exact:
     """Scores tokens by their exact scale * q.k: the best that a selector can do, without its savings.
 
-    With group_reduce="mean_softmax" the selection is by the attention mass of the group, with "per_head" of each query
-    head; with "mean_score" and "mean_query" (equal here, as q.k is linear) it is by the mean of the true scores. Index:
-    a second copy of the keys, D values of the cache's dtype a key and kv head, for a selector does not see the store;
-    every step reads all of it.
+    With group_reduce="mean_softmax" the selection is by the attention mass of the group, with "per_head" by that of
+    each query head; with "mean_score" and "mean_query" (equal here, because q.k is linear) it is by the mean of the
+    true scores. Index: a second copy of the keys, D values of the cache's dtype per key and kv head, because a selector
+    has no access to the store; every step reads all of it.
     """
 
     group_reduce: GroupReduce = "mean_softmax"

@@ -19,13 +19,13 @@ from kvjax.spec import CacheSpec, keep_int
 
 @dataclass(frozen=True, kw_only=True)
 class Fier:
-    """Scores tokens by 1-bit keys: for each channel, the side of the middle of a group of tokens.
+    """Scores tokens by 1-bit keys: for each channel, whether it is above the middle of its group of tokens.
 
-    Index: D/8 bytes a key for the bits and 4 D/g for scale and zero in 16 bits; at g = 32 and D = 128, 32 bytes a key
-    and kv head, 1/8 of a bf16 key.
+    Index: D/8 bytes per key for the bits and 4 D/g for scale and zero point in 16 bits; at g = 32 and D = 128, 32 bytes
+    per key and kv head, 1/8 of a bf16 key.
 
-    With `page` above 1 whole pages are selected, each by the best score of its tokens: what is left of FIER when it
-    reads as Quest does. These run in plain JAX beyond the scores.
+    With `page` above 1 whole pages are selected, each by the best score of its tokens: an ablation in which FIER reads
+    pages as Quest does. All but the scores then runs in plain JAX.
 
     **Source:** FIER, section 3 and Algorithm 1. **Differs:** the paper selects for each query head of models without
     GQA; here the group shares a selection by `group_reduce`, and "per_head" is the paper's rule (G times the reads). A
@@ -55,7 +55,7 @@ class Fier:
             raise ValueError(f"Fier(page={self.page}) does not divide the chunk of {chunk}; use a divisor of {chunk}")
         if spec.head_dim % 8:
             raise ValueError(
-                f"Fier packs 8 channels a byte and cannot index head_dim={spec.head_dim}; use a multiple of 8"
+                f"Fier packs 8 channels into a byte and cannot index head_dim={spec.head_dim}; use a multiple of 8"
             )
 
     def init(self, spec: CacheSpec, slots: int) -> OneBit:
@@ -104,5 +104,5 @@ class Fier:
 
 
 def _scale_dtype(spec: CacheSpec) -> jnp.dtype:
-    """16 bits: that of the cache, and bf16 for an f32 cache (f16 could overflow)."""
+    """A 16-bit dtype: that of the cache, or bf16 for an f32 cache (f16 could overflow)."""
     return jnp.dtype(spec.dtype if jnp.dtype(spec.dtype).itemsize == 2 else jnp.bfloat16)

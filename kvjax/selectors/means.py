@@ -18,10 +18,10 @@ from kvjax.spec import CacheSpec, keep_int
 class MeanPages:
     """Scores pages of `page` tokens by the mean of their keys: the mean of the exact scores of a page.
 
-    Index: D values of the cache's dtype a page and KV head.
+    Index: D values of the cache's dtype per page and KV head.
 
     **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465), landmarks: pages of 8, the maximum of softmax over the
-    group. **Differs:** a page is indexed with its chunk and competes by the best exact score of its tokens until then.
+    group. **Differs:** a page is indexed with its chunk; until then it competes by the best exact score of its tokens.
     """
 
     page: int = 8
@@ -37,7 +37,9 @@ class MeanPages:
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         if chunk % self.page:
-            raise ValueError(f"MeanPages(page={self.page}) does not divide the chunk of {chunk}; use a divisor")
+            raise ValueError(
+                f"MeanPages(page={self.page}) does not divide the chunk of {chunk}; use a divisor of {chunk}"
+            )
 
     def init(self, spec: CacheSpec, slots: int) -> Array:
         return jnp.zeros((spec.batch, spec.kv_heads, slots // self.page, spec.head_dim), spec.dtype)

@@ -1,8 +1,9 @@
 """Quest, ArkVale and FreeKV: pages by a box around their keys.
 
-A page is summed up by two corners, a low and a high value of each channel. A query's score of a page is its largest
+A page is summarised by two corners, a low and a high value of each channel. A query's score of a page is its largest
 product with any point of the box, sum_i max(q_i low_i, q_i high_i). With the true minima and maxima that is an upper
-bound of every q.k of the page; a smaller box gives it up to follow the typical key, not an outlier in each channel.
+bound of every q.k of the page; a smaller box gives up the bound to follow the typical key, not an outlier in each
+channel.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvjax.spec import CacheSpec, keep_int
 
 
 class Boxes(NamedTuple):
-    """A box a page. The score of a page is the largest q.x of a point x of its box."""
+    """One box per page. The score of a page is the largest q.x of a point x of its box."""
 
     low: Array  # dtype[B, K, P, D]
     high: Array  # dtype[B, K, P, D]
@@ -32,7 +33,7 @@ class Boxes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Pages:
-    """Scores pages of `page` tokens by a box each; what the box is, a subclass says."""
+    """Scores pages of `page` tokens by one box each; a subclass defines the box."""
 
     page: int
     group_reduce: GroupReduce
@@ -109,15 +110,15 @@ class _Pages:
 class MinMaxPages(_Pages):
     """Scores pages of `page` tokens by the box of their smallest and largest keys, an upper bound of scale * q.k.
 
-    Index: 2 D/page values of the cache's dtype a key, exact; at page = 16 and D = 128 in bf16, 32 bytes a key and kv
-    head, 1/8 of the key.
+    Index: 2 D/page values of the cache's dtype per key, exact; at page = 16 and D = 128 in bf16, 32 bytes per key and
+    kv head, 1/8 of the key.
 
     **Source:** Quest (Tang et al. 2024), Algorithm 1 (page 16); FreeKV (page 32). **Differs:** Quest selects for each
     query head; here the group shares a selection by `group_reduce`, FreeKV's mean of softmax by default, and "per_head"
     is Quest's rule (G times the reads). A page is indexed with its chunk. Until then its score is that of the box of
-    the tokens that it has (pending="box"), as in Quest's evaluation. With pending="exact" it is the best exact score of
-    its tokens, which costs less and is below the bounds of other pages, so that those tokens are hardly ever selected:
-    use it where none are pending, as with `Buffer`.
+    its tokens so far (pending="box"), as in Quest's evaluation. With pending="exact" it is the best exact score of its
+    tokens, which costs less but is below the bounds of other pages, so that these tokens are hardly ever selected: use
+    it where no tokens are pending, as with `Buffer`.
     """
 
     page: int = 16
@@ -132,9 +133,9 @@ class MinMaxPages(_Pages):
 
 
 def _extremes(keys: Array, seen: Array) -> tuple[Array, Array]:
-    """The smallest and largest keys [B, K, T, P, 1, D] of those that are seen.
+    """The smallest and largest keys [B, K, T, P, 1, D] among those that are seen.
 
-    One key after the other, so that XLA makes one kernel of all this: a reduction would be one of its own.
+    Takes one key after the other, so that XLA fuses everything into one kernel: a reduction would be a second one.
     """
     B, K, _, P, page, D = keys.shape
     largest = jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype)
@@ -155,7 +156,7 @@ class CentrePages(_Pages):
 
     **Source:** ArkVale (Chen et al. 2024), the bounding cuboid with mean radius ("cuboid-mean"), page 32, mean of raw
     scores over the group; FreeKV's CUDA code has the same summary and group_reduce. **Differs:** ArkVale adds a page
-    when it is full; here it comes with its chunk, and competes by the box of the tokens that it has until then, or with
+    when it is full; here it is added with its chunk, and until then competes by the box of its tokens so far, or with
     pending="exact" by their exact scores (see `MinMaxPages`).
     """
 
@@ -172,10 +173,10 @@ class CentrePages(_Pages):
     def box_of_seen(self, keys: Array, seen: Array) -> tuple[Array, Array]:
         low, high = (x.astype(jnp.float32) for x in _extremes(keys, seen))
         centre = (high + low) / 2
-        apart, count = jnp.zeros_like(centre), jnp.zeros((), jnp.float32)
+        distance, count = jnp.zeros_like(centre), jnp.zeros((), jnp.float32)
         for i in range(self.page):
             here = seen[..., i : i + 1, :]
             key = keys[..., i : i + 1, :].astype(jnp.float32)
-            apart, count = apart + jnp.where(here, jnp.abs(key - centre), 0), count + here.astype(jnp.float32)
-        deviation = apart / jnp.maximum(count, 1)
+            distance, count = distance + jnp.where(here, jnp.abs(key - centre), 0), count + here.astype(jnp.float32)
+        deviation = distance / jnp.maximum(count, 1)
         return (centre - deviation).astype(keys.dtype), (centre + deviation).astype(keys.dtype)

@@ -1,4 +1,4 @@
-"""ParisKV: tokens by votes of sign patterns, then by codes of 4 bits a channel."""
+"""ParisKV: tokens by votes of sign patterns, then by codes of 4 bits per channel."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from kvjax.spec import CacheSpec, keep_int
 
 Votes = Literal["tiers", "plain"]
 
-# By length of the history below which a row holds: candidates beta and reach rho, shares of the history. All shares are
-# kept in twentieths, so that what they come to in tokens is rounded up exactly.
+# Candidates beta and reach rho, shares of the history, for histories shorter than each of LENGTHS and for longer ones.
+# All shares are kept in twentieths, so that numbers of tokens are rounded up exactly.
 LENGTHS = np.array([5_000, 10_000, 30_000], np.int32)
 BETA = np.array([10, 5, 4, 2], np.int32)
 RHO = np.array([10, 6, 5, 4], np.int32)
@@ -39,10 +39,10 @@ FLOOR = -(2.0**20)
 
 
 class ParisIndex(NamedTuple):
-    """Codes of each key, how many keys of the history have each sign pattern, and what a step asks of so many keys."""
+    """Codes of each key, how many keys have each sign pattern, and how many keys a step puts in tiers and reranks."""
 
     codes: Directions  # of rotated keys, [B, K, S, ...]
-    counts: Array  # i32[B, K D/m 2^m] by head, subspace and pattern; flat, for it has no slots
+    counts: Array  # i32[B, K D/m 2^m] by head, subspace and pattern; flat, because it has no slots
     limits: Array  # i32[B, T] keys of each tier
     candidates: Array  # i32[B] tokens to rerank
 
@@ -51,45 +51,47 @@ class ParisIndex(NamedTuple):
 class Paris:
     """Scores tokens in two stages, after one random rotation of keys and queries (`kvjax.rotate`).
 
-    First every key earns votes in each `subspace` of 8 channels, by how good its sign pattern is for the query: 6 for a
-    key among the best 5 % of rho n, then 5, 4, 3, 2 and 1 for 15, 30, 50, 75 and 100 % of it (`votes="tiers"`), or one
-    for the best rho n ("plain"). The beta n keys with most votes are then scored by their codes, an estimate of
-    scale * q.k in f32. All others score below these, in order of their votes. beta and rho follow the length n of the
-    row's history: .50 and .50 below 5000 tokens, .25 and .30 below 10000, .20 and .25 below 30000, then .10 and .20.
+    First every key earns votes in each `subspace` of 8 channels, by how well its sign pattern matches the query: 6 for
+    a key among the best 5 % of rho n, then 5, 4, 3, 2 and 1 for 15, 30, 50, 75 and 100 % of it (`votes="tiers"`), or
+    one for the best rho n ("plain"). The beta n keys with the most votes are then scored by their codes, an estimate of
+    scale * q.k in f32. All others score below these, in order of their votes. beta and rho depend on the length n of
+    the row's history: .50 and .50 below 5000 tokens, .25 and .30 below 10000, .20 and .25 below 30000, then .10 and
+    .20.
 
-    Index: 6 bytes for each 8 channels of a key, 96 at D = 128, and 1 KiB of counts for each 8 channels of a row and kv
-    head, 16 KiB. A step reads D/8 bytes of each slot and 3/4 D of each candidate. Shapes are static: it votes on all
-    slots, and scores as many candidates as any length up to the capacity wants (half of the slots up to 5K, 2500 up to
-    12K, a fifth up to 30K, 6000 up to 60K, then a tenth), however short the rows are. `candidates` fixes their number
-    instead, whatever the length.
+    Index: 6 bytes per 8 channels of a key, 96 at D = 128, and 1 KiB of counts per 8 channels of a row and kv head,
+    16 KiB. A step reads D/8 bytes of each slot and 3/4 D of each candidate. Shapes are static: it votes on all slots,
+    and scores as many candidates as the worst length up to the capacity needs (half of the slots up to 5K, 2500 up to
+    12K, a fifth up to 30K, 6000 up to 60K, then a tenth), however short the rows are. `candidates` sets a fixed number
+    instead.
 
-    With subspace=4 a pattern says less, and there are twice as many: votes cost twice the time and weights twice the
-    bytes, D/2 in all with the signs. With radius_bits=4 a weight is one of 16 shares of the key's length, by the law of
-    random directions (`kvjax.rotate.radius_table`), in half a byte beside 2 bytes for the length: 74 bytes a key at D =
-    128. Both run in plain JAX: the kernels read subspaces of 8 and weights of 16 bits.
+    With subspace=4 a pattern carries less information, and there are twice as many subspaces: votes cost twice the time
+    and weights twice the bytes, D/2 in all with the signs. With radius_bits=4 a weight is one of 16 shares of the key's
+    length, by the distribution of random directions (`kvjax.rotate.radius_table`), in half a byte beside 2 bytes for
+    the length: 74 bytes per key at D = 128. Both run in plain JAX: the kernels read subspaces of 8 and weights of 16
+    bits.
 
-    A score depends on the history beside its own key, through the counts; under a sliding window on the visible part of
-    it, whose patterns each step counts anew. Votes tie often; at the last place among the
-    candidates the lower slot wins, so there, and only there, the order of slots matters.
+    Through the counts, a score depends on the rest of the history; under a sliding window on the visible part, whose
+    patterns each step counts again. Votes tie often. For the last place among the candidates the lower slot wins, and
+    only there does the order of slots matter.
 
     **Source:** ParisKV (Qi et al. 2026, arXiv 2602.07721): collision, reranking, alpha-correction (`correct`). With
-    seed=None nothing is rotated, the ablation of its Fig. 10: where channels differ in size, votes and codes follow
-    the large ones. **Differs:** neither query nor key is normalised, for both stages are linear in the query, and
-    signs and directions are those of the unit key; the signs of a code are stored once, as the patterns (96 bytes a
-    key, not 112); radius_bits=4 is not of the paper; keys of one pattern are equally good, and enter a tier together in
-    both forms of voting; 5K, 10K and 30K are read as thousands of tokens in the history.
+    seed=None nothing is rotated, the ablation of its Fig. 10: if channels differ in size, votes and codes then follow
+    the large ones. **Differs:** neither query nor key is normalised, because both stages are linear in the query, and
+    signs and directions are those of the unit key; the signs of a code are stored once, as the patterns (96 bytes per
+    key, not 112); radius_bits=4 is not in the paper; keys with the same pattern rank equally, and enter a tier together
+    in both forms of voting; 5K, 10K and 30K are read as thousands of tokens in the history.
     """
 
     votes: Votes = "tiers"
     correct: bool = True
     candidates: int | None = None  # tokens to rerank; None: beta of the history
     group_reduce: GroupReduce = "mean_query"
-    seed: int | None = 0  # of the rotation; None: keys as they are
+    seed: int | None = 0  # of the rotation; None: no rotation
     subspace: int = SUBSPACE  # channels of a subspace
     radius_bits: int = 16  # bits of a subspace's weight
 
     selects_in_window = False
-    lowest_is_last = False  # candidates that only fill up are among those that are reranked
+    lowest_is_last = False  # candidates that only fill the budget are among the reranked ones
 
     def __post_init__(self) -> None:
         if self.votes not in get_args(Votes):
@@ -103,12 +105,13 @@ class Paris:
         keep_int(self, "radius_bits", at_least=1)
         if self.subspace not in (4, 8):
             raise ValueError(
-                f"Paris(subspace={self.subspace}) must be 4 or 8: sign patterns of so many channels are counted one by "
-                "one, and codes need more than 3 channels"
+                f"Paris(subspace={self.subspace}) must be 4 or 8: there is one count for each sign pattern of a "
+                "subspace, and codes need more than 3 channels"
             )
         if self.radius_bits not in (4, 16):
             raise ValueError(
-                f"Paris(radius_bits={self.radius_bits}) must be 16, weights as they are, or 4, coded beside the length"
+                f"Paris(radius_bits={self.radius_bits}) must be 16 (weights in bfloat16) or 4 (coded relative to the "
+                "key's length)"
             )
 
     @property
@@ -125,15 +128,15 @@ class Paris:
             )
         if self.radius_bits == 4 and N % 2:
             raise ValueError(
-                f"Paris(radius_bits=4) packs two subspaces a byte, and head_dim={spec.head_dim} has {N} of "
-                f"{self.subspace}; use radius_bits=16, or subspace=4"
+                f"Paris(radius_bits=4) packs two subspaces into a byte, and head_dim={spec.head_dim} has {N} of "
+                f"{self.subspace} channels; use radius_bits=16, or subspace=4"
             )
 
     def init(self, spec: CacheSpec, slots: int) -> ParisIndex:
         lead, D = (spec.batch, spec.kv_heads, slots), spec.head_dim
         N, weights = D // self.subspace, jnp.dtype(jnp.uint16 if self.radius_bits == 16 else jnp.uint8)
         shapes = (D // 8, jnp.uint8), (3 * D // 8, jnp.uint8), (self._weight_bytes(D) // weights.itemsize, weights)
-        codes = Directions(*(jnp.zeros((*lead, wide), dtype) for wide, dtype in shapes))
+        codes = Directions(*(jnp.zeros((*lead, width), dtype) for width, dtype in shapes))
         return self._counted(codes, jnp.zeros((spec.batch, spec.kv_heads * N * 2**self.subspace), jnp.int32))
 
     def _weight_bytes(self, D: int) -> int:
@@ -150,7 +153,7 @@ class Paris:
         return self._counted(Directions(*(write(a, b, at, count) for a, b in zip(ix.codes, new, strict=True))), counts)
 
     def _tally(self, counts: Array, signs: Array, stored: Array) -> Array:
-        """`counts` with the patterns of signs u8[B, K, T, D/8] of the tokens that are `stored`, bool[B, T]."""
+        """`counts` plus the patterns of signs u8[B, K, T, D/8], of the tokens that are `stored`, bool[B, T]."""
         ids = patterns(signs, self.subspace)
         B, K, _, N = ids.shape
         first = (jnp.arange(K)[:, None] * N + jnp.arange(N)[None]) * 2**self.subspace
@@ -185,7 +188,7 @@ class Paris:
         return put_last(votes.astype(jnp.float32) + FLOOR, slots, estimates)
 
     def score_visible(self, ix: ParisIndex, q: Array, among: Candidates, *, window: int, scale: float) -> Array:
-        """Votes and candidates are those of an index of the visible tokens alone."""
+        """Scores as with an index of only the visible tokens."""
         B, S = ix.codes.signs.shape[0], ix.codes.signs.shape[2]
         start, stop = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in among.span)
         i = jnp.arange(min(window, S), dtype=jnp.int32)[None]
@@ -203,14 +206,14 @@ class Paris:
         return ops.collide(q, ids, ix.counts.reshape(B, K, N, 2**self.subspace), ix.limits, seed=self.seed)
 
     def _length(self, counts: Array) -> Array:
-        """i32[B] keys of the history: all of them have a pattern in the first subspace of the first head."""
+        """i32[B] keys of the history: each has one pattern in the first subspace of the first head."""
         return jnp.sum(counts[:, : 2**self.subspace], axis=-1)
 
     def select(self, ix: ParisIndex, q: Array, among: Candidates, *, scale: float) -> Selection | PackedSelection:
-        """The selection of a `FusedSelector`, among candidates and pending tokens.
+        """Selects among candidates and pending tokens; see `FusedSelector`.
 
-        Every reranked token ranks above all others. Where candidates and pending tokens are too few, as many more of
-        the most voted join them, and all are selected.
+        Every reranked token ranks above all others. If candidates and pending tokens are too few, more tokens join
+        them, those with the most votes, and all are selected.
         """
         means = q.shape[2] > among.steps and self.group_reduce != "per_head"  # a mean needs all scores of each head
         if means or self.seed is None:
@@ -222,12 +225,12 @@ class Paris:
         return ops.select_4bit(q, ix.codes, listed, among, seed=self.seed, scale=scale)
 
     def select_steps(self, ix: ParisIndex, q: Array, among: Candidates, *, scale: float) -> PackedSelection:
-        """In passes of 8 queries, as many as the kernel of votes takes."""
+        """Selects in passes of 8 queries, as many as the kernel for votes takes."""
         found = (self.select(ix, *part, scale=scale) for part in among.passes(q, 8))
         return join_lists([part if isinstance(part, PackedSelection) else pack(part) for part in found])
 
     def room(self, slots: int) -> int:
-        """Candidates that a step over `slots` slots has room for: as many as any length of history wants."""
+        """Candidates that a step over `slots` slots has room for: as many as any length of history needs."""
         if self.candidates is not None:
             return min(self.candidates, slots)
         longest = [n for n in (*(LENGTHS - 1).tolist(), slots) if n <= slots]
@@ -247,17 +250,17 @@ class Paris:
 
 @dataclass(frozen=True)
 class StripedParis(StripedSelector):
-    """`Paris` on a device of a context axis: it has the codes of its stripes, and the counts of the whole history.
+    """`Paris` on one device of a context axis: it has the codes of its stripes, and the counts of the whole history.
 
-    Votes follow from the counts, so each device finds those of its own keys. The candidates are those of one device:
-    devices exchange how many keys have how many votes, and each reranks its own candidates.
+    Votes follow from the counts, so each device finds those of its own keys. The candidates are the same as on a single
+    device: devices exchange how many keys have how many votes, and each reranks its own candidates.
     """
 
     selector: Paris
     selects_in_window = False
 
     def append(self, ix: ParisIndex, k: Array, at: Array, count: Array) -> ParisIndex:
-        """Every device encodes all keys of the chunk, whose patterns it counts, and stores its own."""
+        """Encodes all keys of the chunk on every device, counts their patterns, and stores the device's own keys."""
         paris, stripes = self.selector, self.stripes
         room = Directions(*(jnp.zeros((*a.shape[:2], k.shape[2], *a.shape[3:]), a.dtype) for a in ix.codes))
         chunk = paris.append(ix._replace(codes=room), k, jnp.zeros_like(at), count)
@@ -282,7 +285,7 @@ class StripedParis(StripedSelector):
         return self.stripes.gather(self._score_seen(visible, q, start, stop, scale=scale), 1)
 
     def _score_seen(self, ix: ParisIndex, q: Array, start: Array | int, stop: Array, *, scale: float) -> Array:
-        """`Paris.score` of this device's keys, of a history that is the slots [start, stop) of each device."""
+        """`Paris.score` of this device's keys, in a history of the slots [start, stop) of each device."""
         paris, votes = self.selector, self.selector._votes(ix, q)
         B, K, G, S = votes.shape
         slot = jnp.arange(S, dtype=jnp.int32)[None]
@@ -291,7 +294,7 @@ class StripedParis(StripedSelector):
         room = paris.room(S * self.stripes.parts)
         levels = ix.limits.shape[1] * ix.codes.subspaces + 1
         count = share_of_highest(marks, jnp.minimum(ix.candidates, room), levels, self.stripes)
-        lists = ops.most_voted(  # a list of its own length for each head
+        lists = ops.most_voted(  # the list of each head has its own length
             marks.reshape(B * K, 1, G, S), jnp.full(B * K, S, jnp.int32), count.reshape(B * K, G), min(room, S)
         )
         listed = PackedSelection(lists.slots.reshape(B, K, G, -1), lists.found.reshape(B, K, G))
@@ -305,5 +308,5 @@ def _shares(n: Array) -> tuple[Array, Array]:
 
 
 def _round_up(parts: Array, whole: int) -> Array:
-    """Whole tokens that `parts`, each 1/`whole` of one, need."""
+    """The smallest number of whole tokens that holds `parts`, each 1/`whole` of a token."""
     return -(-parts // whole)

@@ -1,7 +1,7 @@
-"""Pages that are not full yet, and so not indexed, compete by the summary that they would have.
+"""Pending pages, which are not full and so not indexed, compete by the summary of their tokens so far.
 
-A page's score is that of a point: the point of its box or ball that a query head finds best. So the tokens of such a
-page are replaced by points, one for each query head in turn, and whatever scores pending keys scores these.
+A page's score is that of a point: the point of its box or ball with the largest product with a query head. So the
+tokens of such a page are replaced by these points, one for each query head in turn, and are scored like pending keys.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ def require_pending(selector: Any, pending: str) -> None:
 
 
 def require_points(selector: Any, spec: CacheSpec, page: int, group_reduce: str) -> None:
-    """A point for each query head has to fit in a page."""
+    """Raises ValueError unless a page has room for one point per query head."""
     if group_reduce != "mean_query" and page < spec.group:
         raise ValueError(
-            f"{type(selector).__name__}(page={page}, pending='box') needs pages of at least as many tokens as a KV "
-            f"head has query heads, {spec.group}; use larger pages, or pending='exact'"
+            f"{type(selector).__name__}(page={page}, pending='box') needs pages of at least {spec.group} tokens, one "
+            "for each query head of a KV head; use larger pages, or pending='exact'"
         )
 
 
 def pending_pages(among: Candidates, page: int) -> tuple[Array, Array]:
-    """The pending keys by page, [B, K, 1, P, page, D], and whether a token is there, bool[B or 1, 1, T, P, page, 1]."""
+    """The pending keys by page, [B, K, 1, P, page, D], and which slots hold a token, bool[B or 1, 1, T, P, page, 1]."""
     keys, _, stop = among.pending
     B, K, _, D = keys.shape
-    wide = among.pending_slots
+    slots = among.pending_slots
     ends = jnp.asarray(stop, jnp.int32)
     ends = (ends if ends.ndim == 2 else ends.reshape(-1, 1))[..., None]
-    there = jnp.arange(wide)[None, None] < ends  # [B or 1, T or 1, W]
-    there = there.reshape(there.shape[0], 1, -1, wide // page, page, 1)
-    return keys[:, :, :wide].reshape(B, K, 1, wide // page, page, D), there
+    valid = jnp.arange(slots)[None, None] < ends  # [B or 1, T or 1, W]
+    valid = valid.reshape(valid.shape[0], 1, -1, slots // page, page, 1)
+    return keys[:, :, :slots].reshape(B, K, 1, slots // page, page, D), valid
 
 
 def with_points(among: Candidates, best: Array, page: int) -> Candidates:
     """`among` with points for the pending keys: best [B, K, T, P, heads, D], of each page and query head.
 
-    They stand one after the other in the page's slots. All are points of the page, so the best for any head is its own.
+    They fill the page's slots one after the other. All are points of the page, so the best for any head is its own.
     """
     _, start, stop = among.pending
     (B, K, T), heads, D = best.shape[:3], best.shape[4], best.shape[5]
@@ -58,6 +58,6 @@ def with_points(among: Candidates, best: Array, page: int) -> Candidates:
 
 
 def by_head(q: Array, steps: int) -> Array:
-    """The queries [B, K, T*G, D] of `steps` as [B, K, T, 1, G, D], to stand beside points."""
+    """The queries [B, K, T*G, D] of `steps` as [B, K, T, 1, G, D], which broadcasts against points."""
     B, K, heads, D = q.shape
     return q.reshape(B, K, steps, 1, heads // steps, D)

@@ -17,10 +17,10 @@ from kvjax.spec import CacheSpec, keep_int
 
 
 class ProductIndex(NamedTuple):
-    """Which centroid stands for each part of a key."""
+    """The codes of keys, one centroid for each part of a key."""
 
     codes: Array  # u8[B, K, S, m] by part of the key
-    centroids: Array  # f32[B, K m C D/m] the codebooks of each head and part; flat, for they have no slots
+    centroids: Array  # f32[B, K m C D/m] the codebooks of each head and part; flat, because they have no slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +31,14 @@ class ProductCodes:
     first `learn` tokens of the row's history; later tokens get the nearest of these centroids. A step multiplies its
     queries with the centroids once, and scores a token by `parts` lookups.
 
-    Index: `parts` bytes a key and kv head, 2 at the defaults, and 2**bits D float32 of centroids a row and kv head,
-    32 KiB at D = 128. Chunks must be a multiple of `learn`, so that the first one can be learnt from.
+    Index: `parts` bytes per key and kv head, 2 at the defaults, and 2**bits D float32 of centroids per row and kv head,
+    32 KiB at D = 128. Chunks must be a multiple of `learn`, so that the centroids can be learnt from the first one.
     Tokens with the same codes tie, and the lower slot wins.
 
     **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820): 2 parts, 6 bits, sum of softmax over the group.
     **Differs:** the paper learns from the whole prompt; here from the first `learn` tokens, so that codebooks do not
-    depend on how a prompt is divided. k-means starts from evenly spaced tokens and runs `iterations` times; the paper
-    bounds the iterations by the time that they may take. A code takes a byte, not 6 bits.
+    depend on how a prompt is split into chunks. k-means starts from evenly spaced tokens and runs `iterations` times;
+    the paper bounds the iterations by a time limit. A code takes a byte, not 6 bits.
     """
 
     parts: int = 2
@@ -52,10 +52,10 @@ class ProductCodes:
             keep_int(self, name, at_least=at_least)
         require_group_reduce(self.group_reduce)
         if self.bits > 8:
-            raise ValueError(f"ProductCodes(bits={self.bits}): a code is a byte; use 1 to 8 bits")
+            raise ValueError(f"ProductCodes(bits={self.bits}) does not fit the byte of a code; use 1 to 8 bits")
         if self.learn < 2**self.bits:
             raise ValueError(
-                f"ProductCodes(learn={self.learn}) are too few tokens to learn {2**self.bits} centroids from; use at "
+                f"ProductCodes(learn={self.learn}) is too few tokens to learn {2**self.bits} centroids from; use at "
                 f"least {2**self.bits}, or fewer bits"
             )
 
@@ -71,8 +71,8 @@ class ProductCodes:
             )
         if chunk % self.learn:
             raise ValueError(
-                f"ProductCodes(learn={self.learn}) needs chunks of whole {self.learn} tokens, got chunks of {chunk}; "
-                f"use Fifo(leave={self.learn}), or a learn that divides {chunk}"
+                f"ProductCodes(learn={self.learn}) needs chunks of a multiple of {self.learn} tokens, got chunks of "
+                f"{chunk}; use Fifo(leave={self.learn}), or a learn that divides {chunk}"
             )
 
     def init(self, spec: CacheSpec, slots: int) -> ProductIndex:
@@ -85,7 +85,7 @@ class ProductCodes:
         return ProductIndex(write(ix.codes, codes, at, count), centroids)
 
     def _encode(self, centroids: Array, k: Array, at: Array, count: Array) -> tuple[Array, Array]:
-        """Codes u8[B, K, T, m] of a chunk's keys, and the centroids, learnt from it where a history begins."""
+        """Codes u8[B, K, T, m] of a chunk's keys, and the centroids, learnt from the chunk if it starts a history."""
         k = lax.stop_gradient(k)
         starts = (at == 0) & (count > 0)
 
@@ -109,7 +109,7 @@ class ProductCodes:
         books = self._books(ix.centroids, q.shape)
         parts = q.astype(jnp.float32).reshape(B, K, G, self.parts, D // self.parts)
         tables = jnp.einsum("bkgmd,bkmcd->mbkgc", parts, books, precision="highest") * scale
-        # Indices of each query head: XLA looks the tables up and adds in one pass, which writes the scores once.
+        # Indices for each query head: XLA looks up the tables and adds in one pass, which writes the scores once.
         codes = jnp.broadcast_to(jnp.moveaxis(ix.codes, 3, 0)[:, :, :, None], (self.parts, B, K, G, ix.codes.shape[2]))
         found = [
             jnp.take_along_axis(table, own.astype(jnp.int32), axis=-1, mode="promise_in_bounds")
@@ -154,7 +154,7 @@ class ProductCodes:
 
 @dataclass(frozen=True)
 class StripedProductCodes(StripedSelector):
-    """`ProductCodes` on a device of a context axis: it has the codes of its stripes, and all centroids."""
+    """`ProductCodes` on one device of a context axis: it has the codes of its stripes, and all centroids."""
 
     selector: ProductCodes
 
@@ -162,7 +162,7 @@ class StripedProductCodes(StripedSelector):
         self.selector.check(spec, chunk)
 
     def append(self, ix: ProductIndex, k: Array, at: Array, count: Array) -> ProductIndex:
-        """Every device encodes all keys of the chunk, as all learn from the first ones, and stores its own codes."""
+        """Encodes all keys of the chunk on every device, as all learn from the first ones; stores the device's own."""
         codes, centroids = self.selector._encode(ix.centroids, k, at, count)
         parts = self.stripes.parts
         return ProductIndex(write(ix.codes, self.stripes.own(codes), at // parts, count // parts), centroids)

@@ -1,4 +1,4 @@
-"""The protocol of selectors, and the one that needs no index."""
+"""The protocols of selectors."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Selector(Protocol):
 
     @property
     def unit(self) -> int:
-        """Tokens a scored unit has: 1, or the page size."""
+        """Tokens of a scored unit: 1, or the page size."""
         ...
 
     @property
     def group_reduce(self) -> GroupReduce:
-        """How scores of the G query heads of a group become one."""
+        """How the scores of the G query heads of a group become one score."""
         ...
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
-        """Raises ValueError where this selector cannot index chunks of `chunk` tokens of such a cache."""
+        """Raises ValueError if this selector cannot index chunks of `chunk` tokens in a cache of this spec."""
         ...
 
     def init(self, spec: CacheSpec, slots: int) -> Any: ...
@@ -42,22 +42,22 @@ class Selector(Protocol):
         ...
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
-        """Bytes of index that a stored token takes in a layer, over all kv heads."""
+        """Bytes of index per stored token, in one layer over all kv heads."""
         ...
 
     def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
-        """Bytes of index that a step of a layer reads of a history of `length` tokens, over all kv heads."""
+        """Bytes of index that a step reads for a history of `length` tokens, in one layer over all kv heads."""
         ...
 
 
 @runtime_checkable
 class PendingSelector(Selector, Protocol):
-    """A selector that scores pending units in a way of its own, not by the best exact score of their tokens."""
+    """A selector that scores pending units in its own way, not by the best exact score of their tokens."""
 
     def with_pending(self, among: Candidates, q: Array) -> Candidates:
-        """`among` with other keys in the pending slots: a unit's score is the best of these for q [B, K, G, D].
+        """`among` with other keys in the pending slots: a unit's score is the best score of these for q [B, K, G, D].
 
-        The units are the same, those with a token that `among` calls pending.
+        The units stay the same: those with a token that is pending in `among`.
         """
         ...
 
@@ -67,7 +67,7 @@ class WindowedSelector(Selector, Protocol):
     """A selector whose scores depend on which tokens of the history the query sees."""
 
     def score_visible(self, ix: Any, q: Array, among: Candidates, *, window: int, scale: float) -> Array:
-        """`score` as if the history were the tokens in the span of `among` alone, `window` of them at most."""
+        """`score` as if the history consisted of only the tokens in the span of `among`, at most `window` of them."""
         ...
 
 
@@ -77,7 +77,7 @@ class FusedSelector(Selector, Protocol):
 
     @property
     def selects_in_window(self) -> bool:
-        """Whether it does so under a sliding window too, where tokens before the starts do not count."""
+        """Whether it also selects under a sliding window, where tokens before the starts do not count."""
         ...
 
     @property
@@ -86,10 +86,10 @@ class FusedSelector(Selector, Protocol):
         ...
 
     def select(self, ix: Any, q: Array, among: Candidates, *, scale: float) -> Selection | PackedSelection:
-        """The tokens `among` these that rank highest by `group_reduce` for q [B, K, G, D], whole units in any order:
-        slots of the index, and S + w for pending token w.
+        """The candidates `among` that rank highest by `group_reduce` for q [B, K, G, D], as whole units in any order.
 
-        Law: these are the tokens that `score` and `Retrieval` select.
+        Slots are those of the index, and S + w for pending token w. Law: these are the tokens that `score` and
+        `Retrieval` select.
         """
         ...
 
@@ -105,15 +105,15 @@ class MultiStepSelector(FusedSelector, Protocol):
 
 @runtime_checkable
 class TruncatableSelector(Selector, Protocol):
-    """A selector whose index can be shortened, as `kvjax.truncate` asks."""
+    """A selector whose index can be shortened, as `kvjax.truncate` needs."""
 
     def truncate(self, ix: Any, count: Array) -> Any:
-        """The index of the first `count` i32[B] tokens of each row, whole chunks; slots past them may hold anything."""
+        """The index of the first `count` i32[B] tokens of each row, whole chunks; later slots may hold anything."""
         ...
 
 
 class Wrapper:
-    """The part of a selector that is as in the one that it wraps. A subclass is a dataclass with this field."""
+    """A base of selectors that wrap another one and share its properties. A subclass is a dataclass with the field."""
 
     selector: Selector
     selects_in_window = True
@@ -135,15 +135,15 @@ class Wrapper:
 
 
 def require_truncatable(selector: Selector) -> TruncatableSelector:
-    """`selector`, if its index can be shortened; else a ValueError."""
+    """`selector`, if its index can be shortened; else raises ValueError."""
     if not isinstance(selector, TruncatableSelector):
         raise ValueError(
-            f"truncate cannot shorten the index of {selector}, which has no verb truncate(ix, count); "
-            "rollback takes back tokens of the recent block"
+            f"truncate cannot shorten the index of {selector}, which has no method truncate(ix, count); "
+            "kvjax.rollback can remove tokens of the recent block"
         )
     return selector
 
 
 def with_own_pending(selector: Selector, among: Candidates, q: Array) -> Candidates:
-    """`among` with the pending keys by which `selector` scores; as it is, for exact scores of the tokens."""
+    """`among` with the pending keys that `selector` scores by; unchanged if it scores pending tokens exactly."""
     return selector.with_pending(among, q) if isinstance(selector, PendingSelector) else among

@@ -1,4 +1,4 @@
-"""A selector of which each device of a context axis indexes its stripes, and all select the same."""
+"""A selector on a context axis: each device indexes its stripes, and all devices make the same selection."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from kvjax.selection import (
 from kvjax.selectors.selector import Selector, Wrapper, require_truncatable, with_own_pending
 from kvjax.spec import CacheSpec
 
-NOWHERE = int(np.iinfo(np.int32).max)  # the place of what is not valid
+NOWHERE = int(np.iinfo(np.int32).max)  # the place of units that are not valid
 
 
 @dataclass(frozen=True)
 class StripedSelector(Wrapper):
-    """A `selector` whose index is dealt over devices; it selects what the selector would select on one device.
+    """A `selector` whose index is split over devices; it selects what the selector would select on one device.
 
-    A step scores the units of this device. Rules by softmax then need the sum over all devices: G numbers a KV head.
-    Each device offers as many of its best units as a step selects, 8 bytes each, and all sort the same offers beside
-    the pending units, which every device has.
+    A step scores the units of this device. Rules by softmax then need the sum over all devices: G numbers per KV head.
+    Each device offers as many of its best units as a step selects, 8 bytes each. All devices sort the same offers,
+    together with the pending units, which every device has.
     """
 
     selector: Selector
@@ -56,7 +56,7 @@ class StripedSelector(Wrapper):
         return require_truncatable(self.selector).truncate(ix, count // self.stripes.parts)
 
     def score(self, ix: Any, q: Array, *, scale: float) -> Array:
-        """The scores of all devices: a step that calls `select` moves far less."""
+        """The scores of the units of all devices; `select` moves far less between devices."""
         return self.stripes.gather(self.score_own(ix, q, scale=scale), self.unit)
 
     def score_own(self, ix: Any, q: Array, *, scale: float) -> Array:
@@ -98,6 +98,6 @@ class StripedSelector(Wrapper):
 
 
 def _ranked(part: tuple[Array, Array], ranks: Array) -> Array:
-    """Ranks as `top_k` orders them: -inf where nothing is valid and no NaN, below every other unit that is."""
+    """Ranks as `top_k` orders them: -inf for units that are not valid; valid ones are finite, NaN the lowest."""
     low = jnp.finfo(ranks.dtype).min
     return jnp.where(part[1], jnp.clip(jnp.nan_to_num(ranks, nan=low), low), -jnp.inf)

@@ -1,4 +1,4 @@
-"""Keys and values as they came."""
+"""Keys and values, unchanged, in device memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values in host memory, a page's keys and values together."""
+"""Keys and values in host memory, the keys and the values of a page together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvjax.stores.store import Recalled
 @register_dataclass
 @dataclass(frozen=True)
 class HostBlock:
-    """Slot s is token s % Z of page s // Z. Slots at or past count hold anything."""
+    """Pages of keys and values. Slot s is token s % Z of page s // Z; slots at or past count may hold anything."""
 
     kv: Array  # dtype[B, K, P, 2, Z, D] in host memory: the keys of a page and head, then its values
     count: Array  # i32[B] slots [0, count) are valid; in device memory
@@ -49,23 +49,24 @@ class HostBlock:
 class HostOffload:
     """Keeps keys and values unchanged in pinned host memory; stored tokens take no device memory.
 
-    A step moves what was selected, and a chunk of a prompt streams what is stored before it through the device, a
+    A step moves the selected tokens, and a chunk of a prompt streams all stored tokens before it through the device, a
     block of 1024 tokens at a time. The keys and values of a page and kv head are adjacent, 2 * page * D values in one
-    run, and move together; so a selector must select whole pages of `page`, of which its own are multiples. With
-    page = 1 the store serves any selector.
+    run, and move together; so a selector must select whole pages: the size of its own pages is a multiple of `page`.
+    With page = 1 the store works with any selector.
 
     On an H200 (2026-11-21, jax 0.11.2, 2 rows x 8 heads, pages of 32, D = 128, bf16, a store of 268 MB, zeros, host
-    clock over 20 calls): append of one page a row 79 us, in place; 56 pages a row and head, 14.7 MB, selected and moved
-    in 669 us (22 GB/s), since XLA gathers in host memory by the CPU; 8.4 MB of adjacent pages in 206 us (41 GB/s).
-    These are of plain JAX; `ops.explain` says when the kernels of `ops.host_append` and `ops.host_rows` run.
+    clock over 20 calls): append of one page per row 79 us, in place; 56 pages per row and head, 14.7 MB, selected and
+    moved in 669 us (22 GB/s), because XLA gathers in host memory with the CPU; 8.4 MB of adjacent pages in 206 us
+    (41 GB/s). These times are of plain JAX; `ops.explain` says when the kernels of `ops.host_append` and
+    `ops.host_rows` run.
 
-    Pages that the step before recalled (`Speculative`) the kernel reads where they are, on the device, and those that
-    only the next step attends with it reads beside what the device does meanwhile (`recall`). The shapes of XLA
-    are static: it moves as many pages from the host in either case, and waits for them.
+    For `Speculative`, the kernel reads pages that the previous step recalled from the device, where they still are, and
+    it reads pages that only the next step attends with at the same time as other work of the device (`recall`). XLA has
+    static shapes: it moves the same number of pages from the host in either case, and waits for them.
 
     **Source:** FreeKV's layout in host memory, (page, head, 2, p, D); it too moves only pages that are not resident.
-    **Differs:** pages lie within a head, [B, K, P, 2, p, D], as in every other zone; a page and head is one run of
-    memory in both. Resident are the pages of the last step alone.
+    **Differs:** pages lie within a head, [B, K, P, 2, p, D], as in every other zone; the page of a head is one run of
+    memory in both. Only the pages of the last step are resident.
     """
 
     page: int = 1
@@ -127,7 +128,7 @@ class HostOffload:
         rows: Array,
         urgent: Array,
     ) -> tuple[tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
-        """See `RecallingStore`. Reads beside what the device does meanwhile, if it may (`memory.CONCURRENT`)."""
+        """See `RecallingStore`. With `memory.CONCURRENT`, the rest is read at the same time as other work."""
         before, *parts = recalled
         index, known_pages = self._pages(selection, st.slots), self._whole_pages(st, before)
         edge = jnp.where(edge < 0, -1, st.kv.shape[2] + edge)
@@ -142,9 +143,9 @@ class HostOffload:
         return (k, v), rest
 
     def _whole_pages(self, st: HostBlock, recalled: Selection) -> Array:
-        """i32[B, K, pages] of what is held: those of which all tokens are, in order, and -1 for others.
+        """i32[B, K, pages]: the pages whose tokens were all recalled, in order; -1 for others.
 
-        Not in order is what waited in another order, and was put to a page since.
+        Tokens that were pending in another order, and have been stored in a page since, are not in order.
         """
         slots, valid = self._by_page(recalled)
         first = slots[..., :1]
@@ -159,8 +160,8 @@ class HostOffload:
         return Selection(*(a.reshape(B, K, H * M // self.page, self.page) for a in selection))
 
     def _pages(self, selection: Selection, stored: int) -> Array:
-        """i32[B, K, pages] of a selection, -1 where nothing of one is valid; past the pages of the `stored` slots, by
-        slots."""
+        """i32[B, K, pages] of a selection: -1 where no token of a page is valid. Pages past the `stored` slots are
+        numbered on by their first slot."""
         slots, valid = self._by_page(selection)
         first = slots[..., :1]
         place = jnp.where(first < stored, quotient(first, self.page), first + (stored // self.page - stored))
@@ -181,7 +182,7 @@ class HostOffload:
         *,
         scale: float,
     ) -> Array:
-        """See `FusedSlotStore`. The selected tokens of the history are moved to the device in the selection's order."""
+        """See `FusedSlotStore`. Selected tokens of the history move to the device in the order of the selection."""
         slots = selection.slots
         stored = slots < st.slots
         k, v = self.gather(st, Selection(slots, selection.valid & stored))

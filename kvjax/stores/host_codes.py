@@ -29,7 +29,7 @@ BITS = (2, 4, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class _HostCodes:
-    """A host store of coded tokens; what the codes are, a subclass says."""
+    """A host store of coded tokens; a subclass defines the codes."""
 
     page: int = 1
 
@@ -38,7 +38,7 @@ class _HostCodes:
 
     @property
     def _rows(self) -> HostOffload:
-        """Stores what a token is coded as."""
+        """The host store that holds the coded bytes."""
         return HostOffload(page=self.page)
 
     def width(self, head_dim: int) -> int:
@@ -117,7 +117,8 @@ class _HostCodes:
 class HostFloat8(_HostCodes):
     """Keys and values in 8-bit floats (e4m3) in pinned host memory: half of the bytes of bfloat16.
 
-    A value has 3 bits of fraction and no scale; values past 448 are clipped. See `HostOffload` for what moves when.
+    A number has 3 bits of fraction and no scale; numbers beyond 448 are clipped. See `HostOffload` for what is moved
+    when.
     """
 
     def width(self, head_dim: int) -> int:
@@ -143,13 +144,13 @@ class HostFloat8(_HostCodes):
 
 @dataclass(frozen=True, kw_only=True)
 class HostQuantized(_HostCodes):
-    """Keys and values as codes of 2, 4 or 8 bits in pinned host memory, with a scale and a zero for `group` channels.
+    """Keys and values as codes of 2, 4 or 8 bits in pinned host memory, with scale and zero point per `group` channels.
 
     Keys and values are grouped by token, so any token can be read alone. A key takes D * bits / 8 + 4 D / group bytes
     and a value the same: at 4 bits, groups of 32 and D = 128, 80 bytes in place of 256 in bfloat16.
 
     **Source:** KIVI (Liu et al. 2024), the quantiser by token. **Differs:** KIVI quantises keys by channel; a channel's
-    group spans tokens, which a read of single tokens would all have to move.
+    group spans several tokens, and to read one of them all would have to be moved.
     """
 
     bits: int = 4
@@ -158,7 +159,7 @@ class HostQuantized(_HostCodes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.bits, bool) or self.bits not in BITS:
-            raise ValueError(f"HostQuantized(bits={self.bits!r}): there are codes of {', '.join(map(str, BITS))} bits")
+            raise ValueError(f"HostQuantized(bits={self.bits!r}) must be one of {', '.join(map(str, BITS))}")
         keep_int(self, "bits", at_least=1)
         keep_int(self, "group", at_least=1)
 
@@ -169,8 +170,8 @@ class HostQuantized(_HostCodes):
             raise ValueError(f"HostQuantized(group={self.group}) does not divide head_dim={D}; use a divisor of {D}")
         if D % channels_packed(self.bits):
             raise ValueError(
-                f"HostQuantized packs codes of {self.bits} bits by {channels_packed(self.bits)} channels, which "
-                f"head_dim={D} is not a multiple of; use 8 bits"
+                f"HostQuantized packs codes of {self.bits} bits by {channels_packed(self.bits)} channels, and "
+                f"head_dim={D} is not a multiple of that; use 8 bits"
             )
 
     def width(self, head_dim: int) -> int:

@@ -1,11 +1,11 @@
 """A hot set: tokens of a host store that recent steps selected stay on the device.
 
-Adjacent steps select nearly the same tokens. So a step first makes resident what it selected: it finds which of its
-pages are on the device already, reads the others from the host, and writes them over pages that were not used for
-longest. Then it attends on the device alone, to exactly the tokens that it would have read from the host.
+Adjacent steps select nearly the same tokens. So a step first brings its selection to the device: it finds which of its
+pages are there already, reads the others from the host, and writes them over pages that have gone unused for longest.
+Then it attends on the device alone, to exactly the tokens that it would have read from the host.
 
 Pages are replaced by the clock rule: a hand goes round the places of a head, passes over places that were used since it
-last came by, and stops at the others. All shapes are static, so a step of any number of misses is one program.
+last passed, and stops at the others. All shapes are static, so a step with any number of misses is one program.
 
 **Source:** the clock replacement rule (Corbato 1968); a device buffer of selected tokens beside a cache in host memory
 is the hot set of SGLang's HiSparse.
@@ -34,14 +34,14 @@ from kvjax.validation import check_verbs
 @register_dataclass
 @dataclass(frozen=True)
 class Hot:
-    """Pages on the device. Place n of a head holds page `page[n]`, if `place` of that page says n."""
+    """Pages on the device. Place n of a head holds page `page[n]`, if `place` of that page is n."""
 
     k: Array  # dtype[B, K, n * Z, D]
     v: Array  # dtype[B, K, n * Z, D]
     page: Array  # i32[B, K, n] the page of each place; -1 for none
     place: Array  # i32[B, K, P] where each page of the history was last put
-    used: Array  # i32[B, K, n] 0 for places that were not used since the hand came by, 2 for those filled last
-    hand: Array  # i32[B, K] the place that the hand stands at
+    used: Array  # i32[B, K, n] 0 for places not used since the hand last passed, 2 for those filled last
+    hand: Array  # i32[B, K] the place that the hand points at
     loads: Array  # i32[B, K] pages that were read from the host, since `init`
 
     @property
@@ -72,12 +72,12 @@ class HotBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class HotSet:
-    """A history in `store`, of which the device keeps the `tokens` of each row and KV head that were selected last.
+    """A history in `store`; the device also keeps, per row and KV head, the `tokens` tokens that were selected last.
 
     A step attends to the same tokens as without the hot set. It reads from the host only the selected pages that are
-    not on the device, and of a page and head only once. `tokens` must hold what one step selects;
-    `benchmarks/results/hit_rates.json` has hit rates by size. In device memory it costs 2 D values of the cache's dtype
-    a token of the hot set and head, and four bytes a page of the capacity.
+    not on the device, and each page of a head only once. `tokens` must be at least the tokens that one step selects;
+    `benchmarks/results/hit_rates.json` has hit rates by size. It costs, in device memory, 2 D values of the cache's
+    dtype per token of the hot set and head, and four bytes per page of the capacity.
 
     >>> import kvjax
     >>> policy = kvjax.Retrieval(selector=kvjax.Fier(), store=kvjax.HotSet(tokens=1024), budget=256)
@@ -91,7 +91,7 @@ class HotSet:
         verbs = ("init", "append", "gather", "attend_slots")
         check_verbs("HotSet(store=...)", self.store, "a store", verbs, "kvjax.HostOffload()")
         if isinstance(self.store, CachingStore):
-            raise ValueError(f"HotSet(store=...) got {self.store}, which has a hot set already; give the store inside")
+            raise ValueError(f"HotSet(store=...) got {self.store}, which has a hot set already; give its inner store")
         if self.tokens % self.store.page:
             raise ValueError(
                 f"HotSet(tokens={self.tokens}) holds whole pages of {self.store}; use a multiple of {self.store.page}"
@@ -117,7 +117,7 @@ class HotSet:
         return HotBlock(self.store.init(spec, slots), hot)
 
     def append(self, st: HotBlock, k: Array, v: Array, count: Array) -> HotBlock:
-        # A page that is written anew, as after a row was cut back, is not what the device has of it.
+        # Pages that are written again, as after a row was shortened, are stale on the device.
         stale = st.hot.page >= (st.count // self.page)[:, None, None]
         hot = replace(st.hot, page=jnp.where(stale, -1, st.hot.page))
         return HotBlock(self.store.append(st.history, k, v, count), hot)
@@ -138,7 +138,7 @@ class HotSet:
         return HotBlock(st.history, replace(hot, k=k, v=v)), Loaded(k, v, on_device)
 
     def _place_tokens(self, st: HotBlock, selection: Selection | PackedSelection) -> tuple[Hot, Array, Array]:
-        """The hot set with places for the selection, where each is, and the same as slots of a `Loaded`."""
+        """The hot set with a place for each selected token, the places, and the same as slots of a `Loaded`."""
         B, K, _, M = selection.slots.shape
         if isinstance(selection, PackedSelection):
             index, found = selection.slots, selection.found
@@ -164,7 +164,7 @@ class HotSet:
         return st.hot.with_tables(tables), at, jnp.where(stored, inside, past)
 
     def _read(self, history: Any, hot: Hot, at: Array) -> tuple[Array, Array]:
-        """Keys and values of the hot set with those pages of the history whose place, in `at` i32[B, K, N], is new."""
+        """Keys and values of the hot set, with the pages of the history that just got a place in `at` i32[B, K, N]."""
         Z, (B, K, N), n = self.page, at.shape, hot.page.shape[2]
         safe = jnp.minimum(at, n - 1)
         fresh = (at < n) & (jnp.take_along_axis(hot.used, safe, axis=2) == 2)
@@ -175,7 +175,7 @@ class HotSet:
         k, v = place_pages((hot.k, hot.v), read, jnp.where(fresh, at, n), n)
         return k, v
 
-    # A verb that reads no selection, or one that was not loaded, reads the history itself.
+    # Verbs that read no selection, or one that was not loaded, read the history itself.
 
     def attend(self, st: HotBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
         return self.store.attend(st.history, q, start, scale=scale)
@@ -193,12 +193,15 @@ class HotSet:
         return self.store.decoded(k, v)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
-        """Bytes a token of the history alone: the hot set's size does not grow with the context."""
+        """Bytes per token of the history only: the hot set's size does not grow with the context."""
         return self.store.bytes_per_token(spec)
 
 
 def empty_hot(lead: tuple[int, int], places: int, pages: int, page: int, head_dim: int, dtype: DTypeLike) -> Hot:
-    """Room for `places` pages of `page` tokens, of a history of `pages` pages; `lead` is rows and KV heads."""
+    """An empty hot set with room for `places` pages of `page` tokens, for a history of `pages` pages.
+
+    `lead` is the number of rows and of KV heads.
+    """
     shape = (*lead, places * page, head_dim)
     return Hot(
         k=jnp.zeros(shape, dtype),
@@ -212,7 +215,7 @@ def empty_hot(lead: tuple[int, int], places: int, pages: int, page: int, head_di
 
 
 def _once(page: Array, pages: int) -> tuple[Array, Array]:
-    """`page` i32[B, K, N] with -1 for all but the first of equal ones, and i32[B, K, N]: where that first one is."""
+    """`page` i32[B, K, N] with -1 for all but the first of equal pages, and i32[B, K, N]: where that first one is."""
     B, K, N = page.shape
     row, head = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
     order = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[None, None], page.shape)
@@ -225,10 +228,10 @@ def _once(page: Array, pages: int) -> tuple[Array, Array]:
 
 
 def give_places(hot: Hot, page: Array) -> tuple[Hot, Array, Array]:
-    """Gives each page i32[B, K, N], all different but for -1, a place of its own.
+    """Gives each page i32[B, K, N], all different except for -1, its own place.
 
-    Returns the hot set with its tables brought up to date, the places i32[B, K, N], and bool[B, K, N] which pages are
-    to be read from the host to them.
+    Returns the hot set with updated tables, the places i32[B, K, N], and bool[B, K, N]: which pages must be read from
+    the host.
     """
     n = hot.page.shape[2]
     tables, place = ops.hot_places(hot.tables, page, jnp.full(page.shape[:2], page.shape[2], jnp.int32))

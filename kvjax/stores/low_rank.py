@@ -1,4 +1,4 @@
-"""ShadowKV's store: keys as factors of low rank on the device, a few pages of keys and values exactly, values apart."""
+"""ShadowKV's store: keys as low-rank factors and a few exact pages on the device, values in a separate store."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Rope(Protocol):
 @register_dataclass
 @dataclass(frozen=True)
 class LowRankBlock:
-    """Keys of all heads as coefficients of one basis, and values in a store of their own.
+    """Keys of all heads as coefficients of one basis, and values in a separate store.
 
-    The basis and the exact pages have no slots, and are flat.
+    The basis and the exact pages have no slots, so they are flat.
     """
 
     coefficients: Array  # dtype[B, 1, S, r]
@@ -47,7 +47,7 @@ class LowRankBlock:
     place: Array  # i32[B, K, P] which of the O exact pages a page is; -1 for none
     exact_k: Array  # dtype[B, K O Z D]
     exact_v: Array  # dtype[B, K O Z D]
-    cosine: Array  # f32[B, K O] smallest cosine of a key of an exact page to the page's mean, in rising order
+    cosine: Array  # f32[B, K O] smallest cosine of a key of an exact page to the page's mean, in ascending order
     values: Any  # the state of the store of values
     count: Array  # i32[B] slots [0, count) are valid
 
@@ -60,23 +60,24 @@ class LowRankBlock:
 class LowRank:
     """Keys as products of two factors of rank `rank`, on the device; values in the store `values`.
 
-    The keys of all KV heads of a token are one vector of K D channels. A row's basis is the space of the `rank` largest
-    singular values of the first `learn` vectors of its history; each token has `rank` coefficients in it, and a step
-    rebuilds the keys that it reads. Per head, the `outliers` pages of `page` tokens whose keys stray farthest from
-    their mean, by the smallest cosine to it, are kept exactly, keys and values. A page that is displaced by a later one
-    is read as all others are.
+    The keys of all KV heads of a token are one vector of K D channels. A row's basis spans the directions of the `rank`
+    largest singular values of the first `learn` vectors of its history; each token has `rank` coefficients in it, and a
+    step rebuilds the keys that it reads. For each head, the `outliers` pages of `page` tokens whose keys are farthest
+    from their mean, by the smallest cosine to it, are kept exact, keys and values. When a later page displaces one of
+    them, that page is read like all others.
 
-    Keys have a low rank before their rotation by RoPE. With `rope`, the rotary embedding of the model, keys are turned
-    back before they are projected, and turned again when they are rebuilt. Without it the rotated keys are projected,
-    as the cache gets them, and lose more. A rank of K D or more loses nothing.
+    Keys have a low rank before their rotation by RoPE. With `rope`, the rotary embedding of the model, keys are rotated
+    back before they are projected, and rotated again when they are rebuilt. Without it the rotated keys are projected,
+    as the cache gets them, and lose more precision. A rank of K D or more loses nothing.
 
-    A token takes `rank` values of the cache's dtype on the device, for all heads together, and what `values` takes: a
+    A token takes `rank` values of the cache's dtype on the device, for all heads together, and its bytes in `values`, a
     store that keeps the two halves of a value as a key and a value of D / 2 channels.
 
     **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465): rank 160, pages of 8, 48 outliers, values in host memory.
-    **Differs:** the paper factors the keys of a whole prompt and keeps what is generated exactly. Here the basis is
-    that of the first `learn` tokens, so that it does not depend on how a prompt is divided, and generated tokens are
-    projected too. Tokens are rotated by their slots; the constant angle between slots and positions changes no rank.
+    **Differs:** the paper factors the keys of a whole prompt and keeps generated tokens exact. Here the basis is that
+    of the first `learn` tokens, so that it does not depend on how a prompt is split into chunks, and generated tokens
+    are projected too. Tokens are rotated by their slots; the constant angle between slots and positions changes no
+    rank.
     """
 
     rank: int = 160
@@ -96,7 +97,7 @@ class LowRank:
             )
         if self.page % self.values.page:
             raise ValueError(
-                f"LowRank(page={self.page}) is not made of whole pages of {self.values}; use "
+                f"LowRank(page={self.page}) is not a multiple of the pages of {self.values}; use "
                 f"{type(self.values).__name__}(page={self.page})"
             )
         if self.learn % self.page or self.learn < self.rank:
@@ -109,8 +110,8 @@ class LowRank:
     def check(self, spec: CacheSpec, chunk: int) -> None:
         if chunk % self.learn:
             raise ValueError(
-                f"LowRank(learn={self.learn}) needs chunks of whole {self.learn} tokens, got chunks of {chunk}; use "
-                f"Fifo(leave={self.learn}), or a learn that divides {chunk}"
+                f"LowRank(learn={self.learn}) needs chunks of a multiple of {self.learn} tokens, got chunks of "
+                f"{chunk}; use Fifo(leave={self.learn}), or a learn that divides {chunk}"
             )
         self.values.check(self._halves(spec), chunk)
 
@@ -130,7 +131,7 @@ class LowRank:
 
     @property
     def joins_heads(self) -> bool:
-        """Whether no head can be computed without the others: their keys have one basis."""
+        """True: the keys of all heads share one basis, so no head can be computed without the others."""
         return True
 
     # ------------------------------------------------------------------------------------------------------- storing
@@ -163,15 +164,15 @@ class LowRank:
         return self._keep(stored, k, v, st.count, count) if self.outliers else stored
 
     def _learn(self, k: Array) -> Array:
-        """f32[B, r, K D]: the space of the largest singular values of keys [B, K, n, D]."""
+        """f32[B, r, K D]: the directions of the largest singular values of keys [B, K, n, D]."""
         rows = _side_by_side(k)
         products = jnp.einsum("bsi,bsj->bij", rows, rows, precision="highest")
-        _, vectors = jnp.linalg.eigh(products)  # in rising order
+        _, vectors = jnp.linalg.eigh(products)  # in ascending order
         return jnp.swapaxes(jnp.flip(vectors, axis=2)[:, :, : min(self.rank, rows.shape[2])], 1, 2)
 
     def _project(self, k: Array, basis: Array) -> Array:
-        """f32[B, 1, T, r] of keys f32[B, K, T, D]; a block of `learn` tokens at a time, so that the bits are those of a
-        prompt of any length."""
+        """f32[B, 1, T, r] of keys f32[B, K, T, D]; a block of `learn` tokens at a time, so that the bits do not depend
+        on the length of the prompt."""
         B, K, T, D = k.shape
         basis = basis.reshape(B, -1, K * D)
         blocks = jnp.moveaxis(_side_by_side(k).reshape(B, T // self.learn, self.learn, K * D), 1, 0)
@@ -179,14 +180,17 @@ class LowRank:
         return jnp.moveaxis(found, 0, 1).reshape(B, 1, T, -1)
 
     def _keep(self, st: LowRankBlock, k: Array, v: Array, at: Array, count: Array) -> LowRankBlock:
-        """With the pages of k, v [B, K, T, D] among the exact ones, whose cosines are smallest; of equals the first."""
+        """Updates the exact pages: those of smallest cosine among the old ones and the pages of k, v [B, K, T, D].
+
+        Ties go to the first page.
+        """
         B, K, T, D = k.shape
         Z, limit, n = self.page, self.outliers, T // self.page
         new_pages = at[:, None] // Z + jnp.arange(n)[None]
         new = jnp.arange(n)[None] < (count // Z)[:, None]
-        cosine = jnp.where(new[:, None], _straying(k, Z), EMPTY)
+        cosine = jnp.where(new[:, None], _smallest_cosine(k, Z), EMPTY)
         line = jnp.concatenate([st.cosine.reshape(B, K, limit), cosine], axis=2)
-        order = jnp.argsort(line, axis=2, stable=True)[:, :, :limit]  # resident ones stand first: they came earlier
+        order = jnp.argsort(line, axis=2, stable=True)[:, :, :limit]  # old pages are first: they came earlier
         kept = jnp.take_along_axis(line, order, axis=2)
         pages = jnp.concatenate([self._pages(st), jnp.broadcast_to(new_pages[:, None], (B, K, n))], axis=2)
         pages = jnp.where(kept < EMPTY, jnp.take_along_axis(pages, order, axis=2), st.place.shape[2])
@@ -211,11 +215,11 @@ class LowRank:
     # ------------------------------------------------------------------------------------------------------- reading
 
     def kept(self, st: LowRankBlock) -> Array:
-        """bool[B, K, P]: pages that are kept exactly."""
+        """bool[B, K, P]: pages that are kept exact."""
         return (st.place >= 0) & (st.place < self.outliers)
 
     def kept_slots(self, st: LowRankBlock) -> Selection:
-        """The slots [B, K, 1, O Z] of the pages that are kept exactly, in the order in which they lie."""
+        """The slots [B, K, 1, O Z] of the pages that are kept exact, in the order of the exact pages."""
         B, K, _ = st.place.shape
         Z = self.page
         pages = self._pages(st)
@@ -224,7 +228,7 @@ class LowRank:
         return Selection(slots.reshape(B, K, 1, -1), valid.reshape(B, K, 1, -1))
 
     def attend_kept(self, st: LowRankBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
-        """Attention of q [B, K, G, D] over the pages that are kept exactly, of which slots from start i32[B] on."""
+        """Attention of q [B, K, G, D] over the pages that are kept exact, from slot `start` i32[B] on."""
         B, K, _, D = q.shape
         if start is None:
             valid = jnp.repeat(st.cosine.reshape(B, K, -1) < EMPTY, self.page, axis=2)
@@ -263,7 +267,7 @@ class LowRank:
         basis = st.basis.reshape(B, coefficients.shape[-1], K, -1)
         k = jnp.einsum("bksr,brkd->bksd", coefficients.astype(jnp.float32), basis, precision="highest")
         k = self._turn(k, slots, back=False)
-        # The store of values clips and masks as it likes; both halves are one value.
+        # Slots that are not valid may give any value. Both halves are one value.
         v = jnp.concatenate(self.values.gather(st.values, selection), axis=-1)
         if not self.outliers:
             return k.astype(st.coefficients.dtype), v
@@ -272,15 +276,15 @@ class LowRank:
         exact = (place >= 0) & (place < self.outliers)
         at = jnp.where(exact, place * self.page + slots % self.page, 0)
 
-        def mend(x: Array, resident: Array) -> Array:
+        def with_exact(x: Array, resident: Array) -> Array:
             resident = resident.reshape(B, K, self.outliers * self.page, -1)
             own = jnp.take_along_axis(resident, at[..., None], axis=2)
             return jnp.where(exact[..., None], own, x.astype(resident.dtype))
 
-        return mend(k, st.exact_k), mend(v, st.exact_v)
+        return with_exact(k, st.exact_k), with_exact(v, st.exact_v)
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """A row's first chunks k, v [B, K, T, D] as they are read once all of them are stored."""
+        """A row's first chunks k, v [B, K, T, D] as they are read after all of them are stored."""
         B, K, T, D = k.shape
         st = self.init(CacheSpec(batch=B, q_heads=K, kv_heads=K, head_dim=D, capacity=T, dtype=k.dtype), T)
         st = self.append(st, k, v, jnp.full(B, T, jnp.int32))
@@ -298,13 +302,13 @@ class LowRank:
 
     @staticmethod
     def _halves(spec: CacheSpec) -> CacheSpec:
-        """The dtype that `values` keeps: two halves of a value for a key and a value."""
+        """The spec of the store `values`, which keeps the two halves of a value as a key and a value."""
         if spec.head_dim % 2:
             raise ValueError(f"LowRank splits values into halves, got head_dim={spec.head_dim}; use an even one")
         return replace(spec, head_dim=spec.head_dim // 2)
 
     def _turn(self, k: Array, slots: Array, *, back: bool) -> Array:
-        """Keys f32[B, K, T, D] turned to their slots i32[B, T] or [B, K, T], or back from them; as they are without
+        """Keys f32[B, K, T, D] rotated to their slots i32[B, T] or [B, K, T], or `back` from them; unchanged without
         `rope`."""
         if self.rope is None:
             return k
@@ -327,7 +331,7 @@ def _halves(v: Array) -> tuple[Array, Array]:
     return low, high
 
 
-def _straying(k: Array, page: int) -> Array:
+def _smallest_cosine(k: Array, page: int) -> Array:
     """f32[B, K, P]: the smallest cosine of a key of k [B, K, T, D] to the mean of its page."""
     B, K, T, D = k.shape
     keys = k.reshape(B, K, T // page, page, D).astype(jnp.float32)

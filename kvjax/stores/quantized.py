@@ -27,7 +27,7 @@ BITS = (2, 3, 4, 8)
 @register_dataclass
 @dataclass(frozen=True)
 class QuantizedBlock:
-    """Codes of keys and values. Whole chunks are written, and never again."""
+    """Codes of keys and values. Tokens are written in whole chunks, once."""
 
     k: QuantArray  # u8[B, K, S, D * bits / 8], u32[B, K, S / gs, D / gd]
     v: QuantArray  # the same, with the values' bits and group; gs is 1
@@ -40,15 +40,16 @@ class QuantizedBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """Keys and values as codes of few bits with a scale and a zero a group; a token is quantised once, on arrival.
+    """Keys and values as codes of few bits, with a scale and a zero point per group; a token is quantised once.
 
-    Values are grouped by token: `value_group` channels of a token (or all of a head that has fewer). Keys are grouped
-    alike with key_axis="token", or by channel: `key_group` consecutive tokens of the history a channel. Both default to
-    the bits and group of the keys.
+    Values are grouped by token: `value_group` channels of a token (or all, if a head has fewer). Keys are grouped in
+    the same way with key_axis="token", or by channel: `key_group` consecutive tokens of the history per channel. Bits
+    and group of values default to those of keys.
 
-    A key takes D * bits / 8 bytes of codes and 4 D / key_group of scale and zero, a value the same of its own: at 2
-    bits, groups of 32 and D = 128, 96 bytes a token and kv head, against 512 in bfloat16. Attention over everything
-    reads codes a block at a time and never holds the decoded cache; over selected slots it decodes those alone.
+    A key takes D * bits / 8 bytes of codes and 4 D / key_group bytes of scale and zero point, and a value accordingly:
+    at 2 bits, groups of 32 and D = 128, 96 bytes per token and kv head, against 512 in bfloat16. Attention over
+    everything reads codes a block at a time and never holds the decoded cache; over selected slots it decodes only
+    these.
     """
 
     bits: int = 2
@@ -60,7 +61,7 @@ class Quantized:
     def __post_init__(self) -> None:
         for name, bits in (("bits", self.bits), ("value_bits", self._value_bits)):
             if isinstance(bits, bool) or bits not in BITS:
-                raise ValueError(f"Quantized({name}={bits!r}): there are codes of {', '.join(map(str, BITS))} bits")
+                raise ValueError(f"Quantized({name}={bits!r}) must be one of {', '.join(map(str, BITS))}")
         if self.key_axis not in get_args(KeyAxis):
             raise ValueError(f"Quantized(key_axis={self.key_axis!r}) must be 'channel' or 'token'")
         keep_int(self, "bits", at_least=1)
@@ -102,8 +103,8 @@ class Quantized:
         for bits in (self.bits, self._value_bits):
             if D % channels_packed(bits):
                 raise ValueError(
-                    f"Quantized packs codes of {bits} bits by {channels_packed(bits)} channels, which head_dim={D} is "
-                    f"not a multiple of; use {', '.join(str(b) for b in BITS if D % channels_packed(b) == 0)} bits"
+                    f"Quantized packs codes of {bits} bits by {channels_packed(bits)} channels, and head_dim={D} is "
+                    f"not a multiple of that; use {', '.join(str(b) for b in BITS if D % channels_packed(b) == 0)} bits"
                 )
 
     def init(self, spec: CacheSpec, slots: int) -> QuantizedBlock:

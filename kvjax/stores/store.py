@@ -1,4 +1,4 @@
-"""The protocol of stores."""
+"""The protocols of stores."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from kvjax.spec import CacheSpec
 
 
 class Store(Protocol):
-    """Keeps keys and values. Slots are handed out in order of arrival; slot s holds the s-th token that came.
+    """Keeps keys and values. Slots are filled in order of arrival: slot s holds the s-th token that was appended.
 
     A store may have further verbs, which policies find by the protocols below: `FusedStore`, `FusedSlotStore`,
-    `MultiStepStore`, `RecallingStore`, `CachingStore`. Without them a policy puts the same attention together from the
-    verbs here.
+    `MultiStepStore`, `RecallingStore`, `CachingStore`. Without them a policy computes the same attention from the verbs
+    here.
     """
 
     @property
     def page(self) -> int:
-        """Tokens that can only be read together: a selection must name whole pages. 1 where any token can be read."""
+        """Tokens that can only be read together: a selection must name whole pages. 1 if single tokens can be read."""
         ...
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
-        """Raises ValueError where this store cannot take chunks of `chunk` tokens of such a cache."""
+        """Raises ValueError if this store cannot take chunks of `chunk` tokens in a cache of this spec."""
         ...
 
     def init(self, spec: CacheSpec, slots: int) -> Any:
-        """An empty state of `slots` slots a row, with `count` i32[B]."""
+        """An empty state of `slots` slots per row, with `count` i32[B]."""
         ...
 
     def append(self, st: Any, k: Array, v: Array, count: Array) -> Any:
@@ -46,8 +46,8 @@ class Store(Protocol):
     def attend_chunk(self, st: Any, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
         """Attention of a chunk's q [B, K, G, T, D] over the slots [start, count), a part over Q = G*T.
 
-        start is i32[B, T], a slot for each query, or None for slot 0. `kvjax.prompt.attend_blocks` does it for a store
-        that can read a block of its slots.
+        start is i32[B, T], a slot for each query, or None for slot 0. `kvjax.prompt.attend_blocks` implements it for a
+        store that can read a block of its slots.
         """
         ...
 
@@ -56,16 +56,16 @@ class Store(Protocol):
         ...
 
     def gather(self, st: Any, selection: Selection) -> tuple[Array, Array]:
-        """Keys and values [B, K, H*M, D] of the selected slots, on the device. Those of slots that are not valid may be
-        anything, also not finite."""
+        """Keys and values [B, K, H*M, D] of the selected slots, on the device. Slots that are not valid may give any
+        value, even NaN."""
         ...
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """Whole chunks k, v [B, K, T, D] as they are read once they are stored; themselves in a lossless store."""
+        """Whole chunks k, v [B, K, T, D] as they are read after being stored; unchanged in a lossless store."""
         ...
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
-        """Bytes that a stored token takes in a layer, over all kv heads."""
+        """Bytes per stored token, in one layer over all kv heads."""
         ...
 
 
@@ -74,7 +74,7 @@ class FusedStore(Store, Protocol):
     """A store that attends to the history together with the exact tokens beside it.
 
     `Compressed` calls `attend_with` in place of `attend` and a merge with the attention over sink and recent block, so
-    that a step needs one kernel and no partial results. Law: both give the same, up to rounding.
+    that a step needs one kernel and no partial results. Law: both give the same result, up to rounding.
     """
 
     def attend_with(self, st: Any, q: Array, start: Array, recent: Span, sink: Span | None, *, scale: float) -> Array:
@@ -88,7 +88,7 @@ class FusedSlotStore(Store, Protocol):
     """A store that attends to selected slots together with the exact tokens beside them.
 
     `Retrieval` calls `attend_slots_with` in place of `attend_slots` and a merge with the attention over sink, selected
-    pending tokens and local window. Law: both give the same, up to rounding.
+    pending tokens and local window. Law: both give the same result, up to rounding.
     """
 
     def attend_slots_with(
@@ -102,19 +102,21 @@ class FusedSlotStore(Store, Protocol):
         *,
         scale: float,
     ) -> Array:
-        """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the selected slots, S + r being slot r of
-        `recent`; over the last `local` slots of the span of `recent`, none of which are selected; and over the span of
-        `sink`."""
+        """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the selected slots, the local window and `sink`.
+
+        Slot S + r of the selection is slot r of `recent`. The local window is the last `local` slots of the span of
+        `recent`, none of which are selected.
+        """
         ...
 
 
 @runtime_checkable
 class MultiStepStore(Store, Protocol):
-    """A store that attends for several decode steps at once, each with a selection of its own.
+    """A store that attends for several decode steps at once, each with its own selection.
 
-    `Retrieval.decode` calls `attend_steps` in place of one `attend_slots_with` or `attend_slots` a step. Law: both give
-    the same, up to rounding. `attend_slots_beside` is an implementation for a store whose `attend_slots` takes any
-    number of lists.
+    `Retrieval.decode` calls `attend_steps` in place of one `attend_slots_with` or `attend_slots` per step. Law: both
+    give the same result, up to rounding. `attend_slots_beside` is an implementation for a store whose `attend_slots`
+    takes any number of lists.
     """
 
     def attend_steps(
@@ -128,7 +130,7 @@ class MultiStepStore(Store, Protocol):
         *,
         scale: float,
     ) -> Array:
-        """[B, K, T*G, D] in the dtype of q [B, K, T*G, D], the query heads of one step after those of the other.
+        """[B, K, T*G, D] in the dtype of q [B, K, T*G, D], the query heads of each step after those of the last.
 
         The arguments are those of `FusedSlotStore.attend_slots_with`, of all steps: lists of slots [B, K, T*H, M], and
         spans with start and stop i32[B, T].
@@ -148,7 +150,7 @@ def attend_slots_beside(
     *,
     scale: float,
 ) -> Array:
-    """`MultiStepStore.attend_steps` by `attend_slots` of a store of `slots` slots, and a merge."""
+    """`MultiStepStore.attend_steps`, by the `attend_slots` of a store of `slots` slots and a merge."""
     stored, pending = split_selection(selection, slots)
     history = store.attend_slots(st, q, stored, scale=scale)
     recent = recent._replace(start=jnp.maximum(recent.start, recent.stop - local))
@@ -157,25 +159,25 @@ def attend_slots_beside(
 
 @runtime_checkable
 class TruncatableStore(Store, Protocol):
-    """A store that gives back keys and values as they came, so that `kvjax.truncate` can take tokens out of it."""
+    """A store that returns keys and values unchanged, so that `kvjax.truncate` can move tokens out of it."""
 
     def truncate(self, st: Any, count: Array) -> Any:
-        """The first `count` i32[B] slots of each row, whole chunks, as if no others had been appended."""
+        """The state with the first `count` i32[B] slots of each row, whole chunks, as if no more had been appended."""
         ...
 
 
 def require_truncatable(store: Store) -> TruncatableStore:
-    """`store`, if it gives back what it was given; else a ValueError."""
+    """`store`, if it returns keys and values unchanged; else raises ValueError."""
     if not isinstance(store, TruncatableStore):
         raise ValueError(
-            f"truncate cannot shorten a cache of {store}, which does not give back keys and values as they "
-            "came; use the store Dense or HostOffload, or rollback for tokens of the recent block"
+            f"truncate cannot shorten a cache of {store}, which does not return keys and values unchanged; use the "
+            "store Dense or HostOffload, or kvjax.rollback for tokens of the recent block"
         )
     return store
 
 
 class Recalled(NamedTuple):
-    """Tokens that were recalled before and are still on the device."""
+    """Tokens that an earlier step recalled and that are still on the device."""
 
     selection: Selection  # [B, K, 1, M]
     k: Array  # dtype[B, K, M, D]
@@ -184,10 +186,10 @@ class Recalled(NamedTuple):
 
 @runtime_checkable
 class RecallingStore(Store, Protocol):
-    """A store outside of device memory that recalls a selection in two parts, first what this step needs.
+    """A store outside of device memory that recalls a selection in two parts, the part that this step needs first.
 
-    `Speculative` calls `recall` in place of `gather`. A step then waits for the heads that attend with the selection
-    now, while the rest, which the next step attends with, is read beside other work of the device.
+    `Speculative` calls `recall` in place of `gather`. A step then waits only for the heads that attend with the
+    selection now; the rest, for the next step, is read at the same time as other work of the device.
     """
 
     def recall(
@@ -200,22 +202,23 @@ class RecallingStore(Store, Protocol):
         rows: Array,
         urgent: Array,
     ) -> tuple[tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
-        """Keys and values [B, K, M, D] of the selection for heads `urgent` bool[B, K], anything for others; and a
-        function that gives them for all heads of `rows` bool[B], or for heads bool[B, K], and for others those of
-        `recalled`.
+        """Recalls the selection: keys and values [B, K, M, D], and a function that recalls the rest.
 
-        Slot S + r of the selection is slot r of `recent`, keys and values [B, K, R, D]. Slot `edge` i32[B] of it comes
-        after the selection, with those after it that make a page, nothing where it is negative; up to the M of
-        `recalled` then anything finite. Tokens of `recalled` need not be read again.
+        Keys and values are valid for heads where `urgent` bool[B, K] is true, and arbitrary for others. The function
+        returns them for all heads of `rows` bool[B], or bool[B, K] by head, and those of `recalled` for other heads.
+
+        Slot S + r of the selection is slot r of `recent`, keys and values [B, K, R, D]. After the selection comes slot
+        `edge` i32[B] of `recent`, with the slots after it that make a page, or nothing where `edge` is negative; then,
+        up to the M of `recalled`, any finite values. Tokens of `recalled` need not be read again.
         """
         ...
 
 
 @runtime_checkable
 class PlacingStore(Store, Protocol):
-    """A store outside of device memory that reads pages straight to their places in a hot set.
+    """A store outside of device memory that reads pages directly to their places in a hot set.
 
-    `HotSet` calls `place` in place of `gather` and a scatter.
+    `HotSet` calls `place` instead of `gather` and a scatter.
     """
 
     def place(self, st: Any, hot: tuple[Array, Array], page: Array, used: Array, at: Array) -> tuple[Array, Array]:
@@ -233,17 +236,17 @@ class Loaded(NamedTuple):
 
 @runtime_checkable
 class CachingStore(Store, Protocol):
-    """A store that keeps on the device what steps select, so that later steps need not read it again.
+    """A store that keeps selected tokens on the device, so that later steps need not read them again.
 
-    A step calls `load` with what it selected, and attends to what comes back. Law: the tokens are those that
-    `attend_slots` of the same selection reads, in the same order.
+    A step calls `load` with its selection, and attends to the result. Law: the tokens are those that `attend_slots` of
+    the same selection reads, in the same order.
     """
 
     def load(self, st: Any, selection: Selection | PackedSelection) -> tuple[Any, Loaded]:
-        """The state with all of the selection on the device, and where it is there. S + r is slot r of the recent
+        """The state with all of the selection on the device, and where it is there. Slot S + r is slot r of the recent
         block."""
         ...
 
     def require_room(self, tokens: int) -> None:
-        """Raises ValueError where a step cannot select so many tokens of a row and KV head."""
+        """Raises ValueError if a step cannot select `tokens` tokens of a row and KV head."""
         ...

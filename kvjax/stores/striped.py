@@ -1,4 +1,4 @@
-"""A store of which each device of a context axis keeps its stripes."""
+"""A store on a context axis: each device keeps its stripes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvjax.stores.store import CachingStore, Store, require_truncatable
 @register_dataclass
 @dataclass(frozen=True)
 class StripedState:
-    """The part of a history that a device holds. It counts the tokens of the whole history, as its slots are the places
-    of that."""
+    """The part of a history that a device holds. It counts the tokens of the whole history, because its slots are
+    places in the whole history."""
 
     block: Any  # the state of the device's store, but with the count of the whole history
     parts: int = field(metadata={"static": True})
@@ -38,10 +38,10 @@ class StripedState:
 
 @dataclass(frozen=True)
 class StripedStore:
-    """A `store` whose history is dealt over devices. Slots are places of the whole history.
+    """A `store` whose history is split over devices. Slots are places of the whole history.
 
-    Attention over the history or over selected slots is that of all devices: each attends to its own, and they merge.
-    The result of `gather` lies on all devices, by one sum.
+    For attention over the history or over selected slots, each device attends to its own tokens, and the parts merge.
+    The result of `gather` is on all devices, by one sum.
     """
 
     store: Store
@@ -54,8 +54,8 @@ class StripedStore:
     def check(self, spec: CacheSpec, chunk: int) -> None:
         if isinstance(self.store, CachingStore):
             raise ValueError(
-                f"{self.store} keeps what steps select on one device, and cannot be split over the "
-                f"{self.stripes.parts} devices of context; use the store inside of it, or split rows and heads alone"
+                f"{self.store} keeps selected tokens on one device, so it cannot be split over the "
+                f"{self.stripes.parts} devices of context; use its inner store, or split only rows and heads"
             )
         self.store.check(spec, self.stripes.tokens)
 
@@ -63,7 +63,7 @@ class StripedStore:
         return StripedState(self.store.init(spec, slots // self.stripes.parts), self.stripes.parts)
 
     def append(self, st: StripedState, k: Array, v: Array, count: Array) -> StripedState:
-        """Whole turns come, so each device stores as many tokens."""
+        """Tokens come in whole turns, so every device stores the same number."""
         parts = self.stripes.parts
         block = self.store.append(self._own(st), self.stripes.own(k), self.stripes.own(v), count // parts)
         return replace(st, block=replace(block, count=block.count * parts))
@@ -89,7 +89,7 @@ class StripedStore:
         return k, v
 
     def gather_own(self, st: StripedState, selection: Selection) -> tuple[Array, Array, Array]:
-        """As `gather`, but the keys and values that this device has, and bool[B, K, H, M]: which these are."""
+        """As `gather`, but only the keys and values that this device has, and bool[B, K, H, M]: which ones it has."""
         own = self._own_slots(selection)
         return *self.store.gather(self._own(st), own), own.valid
 

@@ -355,8 +355,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"budget=28 leaves nothing beside sink \+ local = 4 \+ 24.*at least 29",
     ),
     "page of 0": (lambda: CentrePages(page=0), r"page=.*at least 1, got 0"),
-    "5 bits": (lambda: Quantized(bits=5), r"bits=5.*codes of 2, 3, 4, 8 bits"),
-    "values of 1 bit": (lambda: Quantized(value_bits=1), r"value_bits=1.*codes of 2, 3, 4, 8 bits"),
+    "5 bits": (lambda: Quantized(bits=5), r"bits=5\) must be one of 2, 3, 4, 8"),
+    "values of 1 bit": (lambda: Quantized(value_bits=1), r"value_bits=1\) must be one of 2, 3, 4, 8"),
     "keys by head": (lambda: Quantized(key_axis="head"), r"key_axis='head'.*'channel' or 'token'"),  # type: ignore[arg-type]
     "quantised group of 0": (lambda: Quantized(key_group=0), r"key_group=.*at least 1, got 0"),
     "quantised group that straddles chunks": (
