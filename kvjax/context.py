@@ -1,17 +1,17 @@
-"""Context parallelism: the tokens of a row over the devices of a mesh axis, each with its own part of the history.
+"""Context parallelism: the tokens of a row are split over the devices of a mesh axis, each with a part of the history.
 
     place of a token in the history    0 1 | 2 3 | 4 5 | 6 7 | 8 9 | ...      stripes of 2 tokens
     device                              0  |  1  |  0  |  1  |  0  | ...      2 devices
 
-Stripes go to the devices in turn, so all hold equally many tokens and neighbours lie apart. A policy does not notice:
-its store and its selector are replaced by `StripedStore` and `StripedSelector`, which speak of the whole history and
-keep the stripes of their device. The devices exchange little:
+Stripes go to the devices in turn, so all hold the same number of tokens, and neighbours lie apart. Nothing changes for
+a policy: its store and its selector are replaced by `StripedStore` and `StripedSelector`, which take slots of the whole
+history and keep the stripes of their device. The devices exchange little:
 
-- attention: each device attends to what it has, and the parts merge by their log-sum-exp;
+- attention: each device attends to its own tokens, and the parts merge by their log-sum-exp;
 - selection: each device offers its best units as pairs of score and place, and all devices sort the same offers. So
-  each has the selection that one device would make, ties by place included.
+  each has the selection that one device would make, including ties by place.
 
-Sink and recent block lie whole on every device. The functions here run inside of `kvjax.placement.run_on_parts`.
+Every device holds the whole sink and recent block. The functions here run inside of `kvjax.placement.run_on_parts`.
 
 **Source:** merging parts follows flash-decoding and ring attention; dealing tokens in turn follows the decode context
 parallelism of vLLM and SGLang, which attend to everything.
@@ -41,17 +41,17 @@ class Stripes:
 
     @property
     def device(self) -> Array:
-        """The number of this device along the axis."""
+        """The index of this device along the axis."""
         return lax.axis_index(self.axis)
 
     def owned(self, places: Array) -> Array:
-        """How many of the first `places` tokens this device has, which is the slot of its next one."""
+        """How many of the first `places` tokens this device has, which is also the slot of its next one."""
         turn = self.tokens * self.parts
         rest = places % turn - self.device * self.tokens
         return places // turn * self.tokens + jnp.clip(rest, 0, self.tokens)
 
     def max_tokens(self, run: int) -> int:
-        """The most tokens that a device has of `run` adjacent ones."""
+        """The most tokens that a device can have of `run` adjacent ones."""
         turns, rest = divmod(run, self.tokens * self.parts)
         return turns * self.tokens + min(self.tokens, rest)
 
@@ -60,7 +60,7 @@ class Stripes:
         return (slot // self.tokens * self.parts + self.device) * self.tokens + slot % self.tokens
 
     def slot(self, place: Array) -> tuple[Array, Array]:
-        """The slot of the token at a place on the device that has it, and bool: whether this device has it."""
+        """The slot of the token at a place, on the device that has it, and bool: whether that is this device."""
         stripe = place // self.tokens
         return stripe // self.parts * self.tokens + place % self.tokens, stripe % self.parts == self.device
 
@@ -79,14 +79,14 @@ class Stripes:
 
 @runtime_checkable
 class OverContext(Protocol):
-    """A policy whose history can be dealt to devices. `Zoned` policies, `Speculative` and `Full` have these verbs."""
+    """A policy whose history can be split over devices. `Zoned` policies, `Speculative` and `Full` have these verbs."""
 
     def over_context(self, axis: Axis, parts: int) -> Any:
-        """The policy of one of `parts` devices along `axis`. Arrays of its state that it deals are smaller by that
+        """The policy of one of `parts` devices along `axis`. Arrays of its state that are split are smaller by that
         factor, all others are those of the policy.
 
         Raises:
-          ValueError: chunks or a store that cannot be dealt so.
+          ValueError: chunks or a store that cannot be split.
         """
         ...
 
@@ -97,23 +97,24 @@ class OverContext(Protocol):
 
 @runtime_checkable
 class SplitSelector(Protocol):
-    """A selector whose index can be dealt to devices. The index of another selector lies whole on all of them."""
+    """A selector whose index can be split over devices. All devices hold the whole index of any other selector."""
 
     def over_context(self, stripes: Stripes) -> Any:
-        """The selector of the whole history on a device that has its stripes; `StripedSelector(self, stripes)` where
-        the score of a unit depends on its own tokens and the query alone."""
+        """The selector of the whole history on a device that has its stripes; `StripedSelector(self, stripes)` if the
+        score of a unit depends only on its own tokens and the query."""
         ...
 
 
 def share_of_highest(marks: Array, count: Array, levels: int, stripes: Stripes) -> Array:
-    """How many of the `count` tokens with the highest marks this device has: i32[B, K, G].
+    """How many of the `count` tokens with the highest marks are on this device: i32[B, K, G].
 
-    Marks u8[B, K, G, S] are those of this device's tokens, up to `levels`; 0 is no token. Ties go to the lower place of
-    the whole history, so these are the device's own highest, ties to the lower slot. Devices exchange how many of
-    their tokens reach each level, and how many of each stripe have the lowest mark that is among the highest.
+    Marks u8[B, K, G, S] are those of this device's tokens, up to `levels`; 0 is no token. Ties go to the lower place in
+    the whole history, so the tokens on this device are its own highest, with ties to the lower slot. Devices exchange
+    how many of their tokens reach each level, and how many tokens of each stripe have the lowest mark among the
+    highest.
 
     Args:
-      count: i32[B], fewer where there are not as many tokens.
+      count: i32[B]; fewer are counted if there are not as many tokens.
     """
     level = jnp.arange(1, levels + 2, dtype=jnp.uint8)[None, None, None, :, None]
     own = jnp.sum(marks[..., None, :] >= level, axis=-1, dtype=jnp.int32)
@@ -133,7 +134,7 @@ def share_of_highest(marks: Array, count: Array, levels: int, stripes: Stripes) 
 
 
 def merge_parts(part: PartialAttention, axis: Axis) -> PartialAttention:
-    """The attention over the tokens of all devices, for the queries of a step: one all-gather of D + 1 numbers a
+    """The attention over the tokens of all devices, for the queries of a step: one all-gather of D + 1 numbers per
     query head."""
     every = lax.all_gather(jnp.concatenate([part.out, part.lse[..., None]], axis=-1), axis)
     out, lse = every[..., :-1], every[..., -1]

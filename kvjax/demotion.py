@@ -2,7 +2,7 @@
 
 The recent block holds `local` tokens that are always attended and up to a chunk more. When it is full, two static index
 arrays say which slots leave as one chunk of fixed size and which stay. Chunks are a multiple of every quantisation
-group and page, so that none straddles.
+group and page, so that none spans two chunks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Demotion(Protocol):
 
     @property
     def leave(self) -> int:
-        """Tokens a chunk has."""
+        """Tokens of a chunk."""
         ...
 
     @property
@@ -40,11 +40,11 @@ class Demotion(Protocol):
     def staying(self, local: int) -> np.ndarray: ...
 
     def place(self, flushes: Array, slot: Array) -> Array:
-        """The place in the order of arrival of the token in `slot` of the block after so many flushes, i32.
+        """The place, in order of arrival, of the token in `slot` of the block after `flushes` flushes, i32.
 
-        It counts the tokens that entered the block before this one, so it depends on nothing but the two numbers: a
-        position of a token needs no storing. Law: `place` is what filling an empty block one token at a time, with
-        `leaving` and `staying`, comes to.
+        It counts the tokens that entered the block before this one, so it depends only on these two numbers, and
+        positions of tokens need not be stored. Law: `place` agrees with an empty block that is filled one token at a
+        time, by `leaving` and `staying`.
         """
         ...
 
@@ -53,8 +53,8 @@ class Demotion(Protocol):
 class Fifo:
     """Moves the oldest `leave` tokens to the history together; the block stays in order of arrival.
 
-    A larger chunk is demoted more rarely and keeps its tokens exact for longer. The block is full when the next token
-    would make `leave` tokens older than the `local` newest, so local - 1 stay; no chunk waits longer than it must.
+    A larger chunk leaves more rarely and keeps its tokens exact for longer. The block is full when the next token would
+    make `leave` tokens older than the `local` newest, so local - 1 stay, and every chunk leaves as early as possible.
     """
 
     leave: int = 256
@@ -87,7 +87,7 @@ class Buffer:
     has `local` tokens and up to a chunk more, which compete with the history.
 
     **Source:** ParisKV's update buffer beside its local window: `local` is the sum of both, `leave` the buffer. With
-    local = leave = one page it is Quest's rule: the page that is not full yet is always attended.
+    local = leave = one page it is Quest's rule: the page that is not yet full is always attended.
     """
 
     leave: int = 256
@@ -102,7 +102,7 @@ class Buffer:
     def slots(self, local: int) -> int:
         if local < self.leave:
             raise ValueError(
-                f"Buffer(leave={self.leave}) is part of the local window, so local={local} must not be less; use "
+                f"Buffer(leave={self.leave}) is part of the local window, so local={local} is too small; use "
                 f"local={local + self.leave}, or Fifo(leave={self.leave})"
             )
         return local
@@ -119,7 +119,7 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSparse:
-    """Moves every second token of the older two thirds to the history: what stays gets sparser with age.
+    """Moves every second token of the older two thirds to the history: the tokens that stay are sparser with age.
 
     The block holds 3W tokens, W = `window`. When it is full, slots 1, 3, 5, ... of the first 2W leave, one chunk of W
     tokens; the even ones and the newest W stay. So 2W to 3W tokens are in the block, the newest W of them adjacent
@@ -146,8 +146,8 @@ class LogSparse:
     def slots(self, local: int) -> int:
         if local > self.window:
             raise ValueError(
-                f"LogSparse(window={self.window}) keeps the newest {self.window} tokens together and cannot attend to "
-                f"local={local} of them always; use local <= {self.window} or a wider window"
+                f"LogSparse(window={self.window}) keeps the newest {self.window} tokens adjacent and cannot always "
+                f"attend to local={local} of them; use local <= {self.window} or a larger window"
             )
         return 3 * self.window
 
@@ -160,7 +160,7 @@ class LogSparse:
     def place(self, flushes: Array, slot: Array) -> Array:
         """A flush moves slot 2i to slot i below 2W, and slots past 2W back by W.
 
-        So a token in slot i < W came by way of slots 2i, 4i, ..., each a flush earlier; slots from W on are in order.
+        So a token in slot i < W was in slots 2i, 4i, ... before, each one flush earlier; slots from W on are in order.
         """
         W = self.window
         # Flushes since the token of slot i was in a slot from W on: least n with i * 2**n >= W. Slot 0 never moves.

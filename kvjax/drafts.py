@@ -1,15 +1,15 @@
-"""Drafts: tokens that are guessed cheaply and checked by the model, several in one step.
+"""Drafts: tokens that are proposed cheaply and verified by the model, several in one step.
 
-A draft proposes what may come next. The model takes the next token and the draft in one step (`kvjax.decode`), and a
-drafted token is accepted if it is the very token that the model draws in its place: the most likely one without a
-temperature, else a draw with the key of that position. Tokens past the first that differs are taken back
-(`kvjax.rollback`). So the text is the text without drafts, also a drawn one with the same key, up to rounding of the
-logits; drafts change its speed alone.
+A draft proposes the next tokens. The model takes the next token and the draft in one step (`kvjax.decode`), and a
+drafted token is accepted if the model draws the same token in its place: the most likely one without a temperature,
+else a draw with the key of that position. Tokens after the first difference are removed (`kvjax.rollback`). So the text
+is the same as without drafts, also for draws with the same key, up to rounding of the logits; drafts change only the
+speed.
 
 **Source:** Leviathan et al. 2023 and Saxena 2023 (prompt lookup). **Differs:** they accept a drafted token with
-probability min(1, p / q) and draw anew from the rest. Here the draft and the model draw with the same noise (Daliri et
-al. 2024), which has the same distribution p and gives the text of the key. For a draft without a draw of its own, as
-prompt lookup, the two rules accept equally often.
+probability min(1, p / q), and otherwise draw from the residual distribution. Here the draft and the model draw with the
+same noise (Daliri et al. 2024), which has the same distribution p and gives the text of the key. For a draft without
+its own draws, such as prompt lookup, the two rules accept equally often.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Draw = Callable[[Array, Array | int], Array]
 
 
 class Drafter(Protocol):
-    """A draft in progress: a pytree, of which a loop on the device carries `state`."""
+    """A draft in progress: a pytree; a loop on the device carries its `state`."""
 
     @property
     def state(self) -> Any:
@@ -53,11 +53,11 @@ class Drafter(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that a step drafts at most."""
+        """The most tokens that a step drafts."""
         ...
 
     def propose(self, token: Array, active: Array, draw: Draw) -> tuple[Array, Array, Any]:
-        """Drafts i32[B, max_tokens] of what follows `token` i32[B], their number i32[B], and the drafter after it."""
+        """Drafts i32[B, max_tokens] of the tokens after `token` i32[B], their number i32[B], and the new drafter."""
         ...
 
     def accept(self, tokens: Array, taken: Array) -> Any:
@@ -70,7 +70,7 @@ class Draft(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Tokens that a step drafts at most."""
+        """The most tokens that a step drafts."""
         ...
 
     def start(self, model: Any, cache: Cache, prompt: np.ndarray, lengths: np.ndarray, new_tokens: int) -> Drafter:
@@ -80,10 +80,11 @@ class Draft(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLookup:
-    """Drafts what followed the last `ngram` tokens where they stood before, in the prompt or in what was written.
+    """Drafts the tokens that followed an earlier occurrence of the last `ngram` tokens, in the prompt or the answer.
 
-    Costs no second model. Finds the last place of the longest run of at most `ngram` tokens; where not even the last
-    token stood before, it drafts nothing. Pays where the answer repeats the prompt: code that is edited, summaries.
+    Needs no second model. Finds the most recent occurrence of the longest match of at most `ngram` tokens; if not even
+    the last token occurred before, it drafts nothing. Useful when the answer repeats the prompt: edited code,
+    summaries.
     """
 
     ngram: int = 3
@@ -103,9 +104,9 @@ class PromptLookup:
 
 @dataclass(frozen=True)
 class DraftModel:
-    """Drafts by a smaller model of the same vocabulary, which reads and writes along with the other.
+    """Drafts with a smaller model of the same vocabulary, which reads and writes along with the main model.
 
-    `cache` is the policy of its own cache, one that `kvjax.rollback` takes.
+    `cache` is the policy of its own cache, and must support `kvjax.rollback`.
     """
 
     model: Any
@@ -116,17 +117,20 @@ class DraftModel:
         check_model(self.model)
         _require_tokens(self)
         if not hasattr(self.model, "spec") or not hasattr(self.model, "config"):
-            raise ValueError("DraftModel takes a kvjax.models.Decoder, or a model with its `spec` and `config.layers`")
+            raise ValueError(
+                f"DraftModel got a {type(self.model).__name__} without `spec` or `config`; give a "
+                "kvjax.models.Decoder, or a model with its `spec` and `config.layers`"
+            )
 
     def start(
         self, model: Any, cache: Cache, prompt: np.ndarray, lengths: np.ndarray, new_tokens: int
     ) -> _ModelDrafter:
         check_vocabularies(vocabulary_size(self.model), vocabulary_size(model))
-        held = np.asarray(cache.length) - np.asarray(lengths)
-        if held.any():
+        earlier = np.asarray(cache.length) - np.asarray(lengths)
+        if earlier.any():
             raise ValueError(
-                f"the cache held {int(held.max())} tokens before this prompt, which the draft model has not read; "
-                "give it an empty cache and the whole text, or draft by PromptLookup()"
+                f"the cache held {int(earlier.max())} tokens before this prompt, which the draft model has not read; "
+                "pass an empty cache and the whole text, or draft with PromptLookup()"
             )
         spec = self.model.spec(batch=cache.spec.batch, capacity=cache.spec.capacity + self.tokens + 1)
         own = init(self.cache, spec, layers=self.model.config.layers)
@@ -136,7 +140,7 @@ class DraftModel:
 
 
 def parse(text: str) -> PromptLookup:
-    """The draft of a text such as "prompt-lookup" or "prompt-lookup:3,8", n-gram and tokens.
+    """The draft that a text names: "prompt-lookup", or "prompt-lookup:3,8" with n-gram and tokens.
 
     >>> parse("prompt-lookup:2,4")
     PromptLookup(ngram=2, tokens=4)
@@ -145,13 +149,13 @@ def parse(text: str) -> PromptLookup:
     parts = numbers.split(",") if numbers else []
     if name != "prompt-lookup" or len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
         raise ValueError(
-            f"speculate={text!r} must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS as prompt-lookup:3,8"
+            f"speculate={text!r} must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS such as prompt-lookup:3,8"
         )
     return PromptLookup(**dict(zip(("ngram", "tokens"), map(int, parts), strict=False)))
 
 
 def check_vocabularies(draft: int | None, model: int | None) -> None:
-    """Raises ValueError for a draft model of another vocabulary; one that tells none is not checked."""
+    """Raises ValueError for a draft model of another vocabulary; unknown vocabularies are not checked."""
     if draft is not None and model is not None and draft != model:
         raise ValueError(
             f"the draft model has a vocabulary of {draft} tokens and the model one of {model}; a draft model must have "
@@ -160,13 +164,13 @@ def check_vocabularies(draft: int | None, model: int | None) -> None:
 
 
 def check_takes_drafts(cache: Cache, tokens: int) -> None:
-    """Raises ValueError for a cache of which drafted tokens cannot be taken back."""
+    """Raises ValueError for a cache from which drafted tokens cannot be removed."""
     for i, layer in enumerate(cache.layers):
         policy: Any = layer.policy
         if not isinstance(policy, Reversible):
             raise ValueError(
-                f"drafts need a cache that can take back tokens, which layer {i} with {policy!r} cannot; use "
-                "full, or a retrieval or compressed method other than freekv"
+                f"drafts need a cache that can take back tokens, which layer {i} with {policy!r} cannot; use full, or "
+                "a retrieval or compressed method other than freekv"
             )
         chunk = getattr(getattr(policy, "demote", None), "leave", None)
         if chunk is not None and tokens + 1 > chunk:
@@ -183,7 +187,7 @@ def _require_tokens(draft: Any) -> None:
 @register_dataclass
 @dataclass(frozen=True)
 class _LookupDrafter:
-    text: Array  # i32[B, L] prompt and what was written
+    text: Array  # i32[B, L] prompt and generated tokens
     length: Array  # i32[B]
     ngram: int = dataclasses.field(metadata={"static": True})
     max_tokens: int = dataclasses.field(metadata={"static": True})
@@ -242,7 +246,7 @@ class _ModelDrafter:
             token = draw(logits, i)
             return (cache, token), token
 
-        # The last draft is fed too: if all are accepted, this cache holds what the model's does.
+        # The last drafted token is fed too: if all are accepted, this cache holds the same tokens as the model's.
         steps = jnp.arange(1, self.max_tokens + 2, dtype=jnp.int32)
         (cache, _), drafted = lax.scan(feed, (self.cache, token), steps)
         count = jnp.full_like(token, self.max_tokens)
@@ -260,10 +264,10 @@ def _append(text: Array, length: Array, tokens: Array, count: Array) -> Array:
 
 
 def accepted(drawn: Array, draft: Array, count: Array, ended: Array) -> Array:
-    """i32[B]: how many of the first `count` of draft i32[B, M] are accepted.
+    """i32[B]: how many of the first `count` tokens of draft i32[B, M] are accepted.
 
-    `drawn` i32[B, M] are the tokens that the model draws in their places. `ended` bool[B, M]: the token before each
-    one ends the text.
+    `drawn` i32[B, M] are the tokens that the model draws in their places. `ended` bool[B, M] is true where the token
+    before ends the text.
     """
     i = jnp.arange(draft.shape[1])[None]
     good = (drawn == draft) & (i < count[:, None]) & ~ended
@@ -272,18 +276,18 @@ def accepted(drawn: Array, draft: Array, count: Array, ended: Array) -> Array:
 
 @dataclass(frozen=True)
 class Speculation:
-    """How well drafts went, over all rows."""
+    """The acceptance of drafts, over all rows."""
 
-    steps: int  # steps of the model, a row each
+    steps: int  # steps of the model, counted per row
     drafted: int  # tokens that were proposed to it
     accepted: int
 
     @property
     def acceptance(self) -> float:
-        """Share of the drafted tokens that were accepted; 0 where none was drafted."""
+        """Share of the drafted tokens that were accepted; 0 if none was drafted."""
         return self.accepted / max(self.drafted, 1)
 
     @property
     def tokens_per_step(self) -> float:
-        """New tokens of a row for each step of the model; 1 without drafts."""
+        """New tokens of a row per step of the model; 1 without drafts."""
         return (self.steps + self.accepted) / max(self.steps, 1)

@@ -1,11 +1,11 @@
 """Evictors: which token is evicted when a cache of fixed size is full.
 
-An evictor says what each held token is worth; the token of least worth is evicted, or the oldest of equals. An evictor
-knows a token's position and one number, its evidence, from the attention that queries pay it. Attention is over what is
-held when the query comes, so an evicted token gathers nothing more, and none comes back.
+An evictor gives each token a worth; the token of least worth is evicted, or the oldest of equals. An evictor knows a
+token's position and one number, its evidence, from the attention that queries pay to it. Attention is over the tokens
+in the cache when the query comes, so an evicted token gathers no more evidence, and none returns.
 
-`Evicting` carries positions and evidence, and calls the evictor. L is the slots that are held, and with a prompt those
-and its tokens, in order of position; there position is -1 where there is no token. Each KV head evicts for itself.
+`Evicting` stores positions and evidence, and calls the evictor. L counts the slots of the cache, and with a prompt also
+its tokens, all in order of position; position is then -1 where there is no token. Each KV head evicts on its own.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Pooling = Literal["max", "mean"]
 
 
 class Evictor(Protocol):
-    """Says which token an `Evicting` cache evicts next. Without evidence (`arrival` None), queries are not asked."""
+    """Says which token an `Evicting` cache evicts next. Without evidence (`arrival` None), it needs no queries."""
 
     @property
     def arrival(self) -> float | None:
-        """Evidence of a token that has just come; None for an evictor that goes by position alone."""
+        """The evidence of a new token; None for an evictor that goes by position alone."""
         ...
 
     def check(self, budget: int) -> None:
-        """Raises ValueError where `budget` slots are too few."""
+        """Raises ValueError if `budget` slots are too few."""
         ...
 
     def voters(self, slots: int) -> int | None:
@@ -43,46 +43,47 @@ class Evictor(Protocol):
     def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
         """Evidence f32[B, K, L] after a prompt up to position `end` i32[B], exclusive.
 
-        `votes` f32[B, K, G, L] are the softmax weights of the voters, summed. A token of the prompt has `arrival`.
+        `votes` f32[B, K, G, L] are the softmax weights of the voters, summed. Tokens of the prompt come with `arrival`
+        as their evidence.
         """
         ...
 
     def see_step(self, evidence: Array, weights: Array) -> Array:
         """Evidence f32[B, K, L] after a decode step with softmax weights f32[B, K, G, L].
 
-        Where it returns `evidence` itself, a compiled step has no weights.
+        If it returns `evidence` itself, a compiled step does not compute the weights.
         """
         ...
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
-        """f32[B, K, L]: what tokens are worth where positions up to `end` i32[B] have come and `slots` may be held."""
+        """f32[B, K, L]: the worth of each token, after `end` i32[B] tokens were received and with room for `slots`."""
         ...
 
 
 class Rope(Protocol):
-    """A kind of rotary position embedding, as those of `kvjax.models.rope`."""
+    """A kind of rotary position embedding, such as those of `kvjax.models.rope`."""
 
     def frequencies(self, head_dim: int) -> Any:
-        """f32[D/2] radians a position, of channel i and channel i + D/2."""
+        """f32[D/2] radians per position, for channels i and i + D/2."""
         ...
 
 
 @runtime_checkable
 class Renumbering(Evictor, Protocol):
-    """An evictor of a cache in which tokens are numbered by their place among what is held."""
+    """An evictor that numbers tokens by their place in the cache instead of their original position."""
 
     @property
     def renumbered(self) -> int:
-        """The first slots that do not stand as far from the query as when they came; 0 for none."""
+        """How many of the first slots are closer to a query than by their original positions; 0 for none."""
         ...
 
     def turn(self, q: Array, by: Array) -> Array:
-        """q [B, K, G, Q, D] as if it stood `by` i32[B] positions further on."""
+        """q [B, K, G, Q, D], rotated as if its position were `by` i32[B] higher."""
         ...
 
 
 class _ByPosition:
-    """An evictor without evidence: it goes by position alone, and asks no query."""
+    """An evictor without evidence: it goes by position alone, and needs no queries."""
 
     @property
     def arrival(self) -> None:
@@ -103,12 +104,13 @@ class Sliding(_ByPosition):
     """Keeps the first `sink` tokens and the newest: a sliding window with a sink.
 
     With `rope`, the rotary embedding of the model, tokens are numbered by their place in the cache: a query sees the
-    sink right before the window, however much has been evicted between them, and no two tokens are further apart than
-    the cache is long. Without it keys keep the positions with which they came.
+    sink directly before the window, however many tokens were evicted between them, and no two tokens are further apart
+    than the length of the cache. Without it keys keep their original positions.
 
     **Source:** StreamingLLM (Xiao et al. 2023), section 3.2; sink 4. **Differs:** the paper stores keys before their
     rotation and rotates all of them in every step. Distances within the window are the same in both numberings, so here
-    the query alone is turned back, for the sink. A chunk of a prompt is numbered on from what is held before it.
+    only the query is rotated back, for the sink. A chunk of a prompt is numbered on from the tokens that are in the
+    cache before it.
     """
 
     sink: int = 4
@@ -134,7 +136,9 @@ class Sliding(_ByPosition):
 
     def check(self, budget: int) -> None:
         if budget <= self.sink:
-            raise ValueError(f"{self} keeps {self.sink} tokens for ever and needs a budget of more, got {budget}")
+            raise ValueError(
+                f"{self} always keeps {self.sink} tokens, got a budget of {budget}; use at least {self.sink + 1}"
+            )
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
         return jnp.where(position < self.sink, jnp.inf, 0.0)
@@ -144,8 +148,8 @@ class Sliding(_ByPosition):
 class LogSpaced(_ByPosition):
     """Keeps fewer of the older tokens, spaced by the logarithm of their age; the first token stays.
 
-    With a budget of 3W tokens the newest 2W stand together. `LogSparse` thins a full block of 3W tokens at once to 2W;
-    here the same tokens are evicted, one whenever a token comes, so that 3W are always held.
+    With a budget of 3W tokens the newest 2W are adjacent. `LogSparse` thins a full block of 3W tokens to 2W at once;
+    here the same tokens are evicted one at a time, as new ones come, so that 3W are always kept.
 
     **Source:** LogQuant (2025), Algorithm 1, in its evicting variant. **Differs:** one token at a time.
     """
@@ -154,15 +158,16 @@ class LogSpaced(_ByPosition):
         require_int("the budget of LogSpaced", budget, at_least=3)
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
-        """The number of the thinning in which a token is evicted.
+        """The number of the thinning that evicts a token.
 
-        A thinning takes a token from slot 2i to slot i, and from a slot past 2W back by W. So it is evicted in the
-        first one that finds it in an odd slot below 2W: as many after its first as its slot there can be halved.
+        A thinning moves a token from slot 2i to slot i, and from a slot past 2W back by W. So a token is evicted by the
+        first thinning that finds it in an odd slot below 2W. After the first one that finds it below 2W, these are as
+        many as its slot there can be halved.
         """
         W = max(slots // 3, 1)
         halved = np.array([np.inf, *((s & -s).bit_length() - 1 for s in range(1, 2 * W))], np.float32)
         position = jnp.maximum(position, 0)
-        first = jnp.maximum(position // W - 1, 0)  # the thinning that finds it in a slot below 2W
+        first = jnp.maximum(position // W - 1, 0)  # the first thinning that finds the token below slot 2W
         slot = jnp.where(position < W, position, W + position % W)
         return first.astype(jnp.float32) + jnp.asarray(halved)[slot]
 
@@ -171,18 +176,19 @@ class LogSpaced(_ByPosition):
 class HeavyHitter:
     """Keeps the newest tokens, a share `recent` of the slots, and those with the largest sum of attention so far.
 
-    Evidence is the softmax weight that a token got, summed over the queries since it came and over the query heads of
-    its group. Costs the weights of all queries of a prompt: its product of queries and keys a second time.
+    Evidence is the softmax weight of a token, summed over all queries since it came and over the query heads of its
+    group. For a prompt this needs the weights of all queries, and so computes the product of queries and keys a second
+    time.
 
-    **Source:** H2O (Zhang et al. 2023), Algorithm 1, half heavy hitters and half recent. **Differs:** a group of query
-    heads shares a choice, the paper has no groups. A prompt's tokens are all held until its last query has voted.
+    **Source:** H2O (Zhang et al. 2023), Algorithm 1, half heavy hitters and half recent. **Differs:** a GQA group
+    shares a selection; the paper has no groups. All tokens of a prompt are kept until its last query has voted.
     """
 
     recent: float = 0.5  # share of the slots
 
     def __post_init__(self) -> None:
         if isinstance(self.recent, bool) or not isinstance(self.recent, int | float) or not 0 <= self.recent <= 1:
-            raise ValueError(f"HeavyHitter(recent=...) is a share of the slots, 0 to 1; got {self.recent!r}")
+            raise ValueError(f"HeavyHitter(recent=...) must be a share of the slots, 0 to 1; got {self.recent!r}")
 
     @property
     def arrival(self) -> float:
@@ -211,7 +217,7 @@ class LastQuery:
 
     All heads evict the same token.
 
-    **Source:** TOVA (Oren et al. 2024). **Differs:** of a prompt, its last query alone decides, once.
+    **Source:** TOVA (Oren et al. 2024). **Differs:** for a prompt, only its last query decides, once.
     """
 
     @property
@@ -240,21 +246,21 @@ class LastQuery:
 class Observation:
     """Keeps the tokens of a prompt that its last `window` queries attend to most, and these last tokens.
 
-    A token's vote is the largest of the `kernel_size` tokens around it (pooling="max"), or their mean ("mean", where
-    there are none counting as 0), each the softmax weight that it got, summed over the window and the query heads of
-    its group. With fewer than 2 `window` slots, the window is half of the slots.
+    The weight of a token is its softmax weight, summed over the queries of the window and the query heads of its group.
+    Its vote is the largest weight of the `kernel_size` tokens around it (pooling="max"), or their mean ("mean"; missing
+    neighbours count as 0). With fewer than 2 `window` slots, the window is half of the slots.
 
-    Pooling keeps what stands beside a voted token, `kernel_size` // 2 to each side; what no query has asked for yet and
-    lies further off is lost. A model of 26 M parameters, with a token for each digit, wrote four digits of five
-    right in 8 of 8 cases and the last one in 1; with a kernel_size of 13 it wrote all (needles in 2048 tokens, budget
-    256, 2026-11-21).
+    Pooling keeps the neighbours of a voted token, `kernel_size` // 2 on each side; tokens further away that no query
+    has attended to yet are lost. In a test with needles in 2048 tokens and a budget of 256 (2026-11-21), a model of
+    26 M parameters with one token per digit wrote four of five digits correctly in 8 of 8 cases, and the last one in 1
+    case; with a kernel_size of 13 it wrote all of them correctly.
 
     **Source:** SnapKV (Li et al. 2024), section 4; window 32, pooling of 7; both poolings are in its code.
-    **Differs:** the paper selects for each query head, here a group shares a selection. The paper keeps all that is
-    generated beside its budget; here a generated token takes the slot of the prompt's token with the lowest vote, so
-    that the budget holds, and when none is left, of the oldest. If a prompt comes in several chunks, each selects
-    among the tokens that earlier ones left, and neighbours are those among them. In a chunk shorter than the window
-    only its own queries vote.
+    **Differs:** the paper selects for each query head; here a GQA group shares a selection. The paper keeps all
+    generated tokens in addition to its budget; here a generated token takes the slot of the prompt's token with the
+    lowest vote, or, when none is left, of the oldest token, so that the budget holds. In a prompt of several chunks,
+    each chunk selects among the tokens that earlier ones left, and neighbours are neighbours among these. In a chunk
+    shorter than the window only its own queries vote.
     """
 
     window: int = 32
@@ -266,7 +272,7 @@ class Observation:
         keep_int(self, "kernel_size", at_least=1)
         if self.kernel_size % 2 == 0:
             raise ValueError(
-                f"Observation(kernel_size={self.kernel_size}) has no middle; "
+                f"Observation(kernel_size={self.kernel_size}) must be odd; "
                 f"use {self.kernel_size - 1} or {self.kernel_size + 1}"
             )
         if self.pooling not in get_args(Pooling):

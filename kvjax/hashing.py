@@ -15,7 +15,7 @@ from kvjax.blocks import write
 from kvjax.context import Stripes
 from kvjax.spec import CacheSpec, keep_int
 
-WORD = 32  # tables a word has
+WORD = 32  # tables per word
 MOST_BITS, MOST_TABLES = 32, 4096  # a hash of more bits collides with nothing; more tables take longer than attention
 
 
@@ -23,7 +23,7 @@ class HashIndex(NamedTuple):
     """Hashes of centred keys. Bit t % 32 of word (j, t // 32) is bit j of a key's hash in table t."""
 
     words: Array  # u32[B, K, S, bits * ceil(tables / 32)]
-    centre: Array  # f32[B, K D] that is taken from the keys of a head; flat, for it has no slots
+    centre: Array  # f32[B, K D] subtracted from the keys of each head; flat, because it has no slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +32,15 @@ class SimHash:
 
     A query samples the keys that have its own hash in at least `least` tables. Two vectors at an angle of theta have
     equal signs with probability 1 - theta / pi, so the probability that a key is sampled is known. Keys are centred by
-    the mean of the first `learn` tokens of the row's history, which changes no softmax and spreads their angles.
+    the mean of the first `learn` tokens of the row's history, which leaves the softmax unchanged and spreads their
+    angles.
 
-    Index: bits * tables / 8 bytes a key and kv head, with tables rounded up to 32: 200 bytes at the defaults. The
+    Index: bits * tables / 8 bytes per key and kv head, with tables rounded up to 32: 200 bytes at the defaults. The
     directions are drawn from `seed` and are constants of the program.
 
     **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179): K = 10 bits, L = 150 tables, at least 2 collisions, keys
     centred. **Differs:** the mean is that of the first `learn` tokens, not of the prompt, so that it does not depend on
-    how a prompt is divided.
+    how a prompt is split into chunks.
     """
 
     bits: int = 10
@@ -57,13 +58,16 @@ class SimHash:
                 "tables; the paper has 10 and 150"
             )
         if self.least > self.tables:
-            raise ValueError(f"SimHash(least={self.least}) collisions need as many tables, got tables={self.tables}")
+            raise ValueError(
+                f"SimHash(least={self.least}) needs at least {self.least} tables, got tables={self.tables}; use more "
+                "tables, or fewer collisions"
+            )
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         if chunk % self.learn:
             raise ValueError(
-                f"SimHash(learn={self.learn}) needs chunks of whole {self.learn} tokens, got chunks of {chunk}; use "
-                f"Fifo(leave={self.learn}), or a learn that divides {chunk}"
+                f"SimHash(learn={self.learn}) needs chunks of a multiple of {self.learn} tokens, got chunks of "
+                f"{chunk}; use Fifo(leave={self.learn}), or a learn that divides {chunk}"
             )
 
     def init(self, spec: CacheSpec, slots: int) -> HashIndex:
@@ -74,7 +78,8 @@ class SimHash:
     def append(self, ix: HashIndex, k: Array, at: Array, count: Array, stripes: Stripes | None = None) -> HashIndex:
         """Hashes the first `count` i32[B] keys of k [B, K, T, D] as slots at[b], at[b]+1, ...; whole chunks.
 
-        With `stripes` the slots are places of a history that is dealt to devices, and the index has those of this one.
+        With `stripes`, slots are places of a history that is split over devices, and the index has those of this
+        device.
         """
         k = lax.stop_gradient(k).astype(jnp.float32)
         B, K, _, D = k.shape
@@ -105,7 +110,7 @@ class SimHash:
     def log_probability(self, ix: HashIndex, q: Array, k: Array) -> Array:
         """f32[B, K, G, M]: log of the probability that a query of q [B, K, G, D] samples keys k [B, K, G, M, D].
 
-        Over the choice of directions. It has no derivative.
+        The probability is over the random directions. It has no derivative.
         """
         B, K, _, D = q.shape
         q, k = (lax.stop_gradient(a).astype(jnp.float32) for a in (q, k))
@@ -124,7 +129,7 @@ class SimHash:
             logs = [math.log(math.comb(L, i)) + i * jnp.log(x) + (L - i) * jnp.log1p(-x) for i in counts]
             return sum((jnp.exp(a) for a in logs[1:]), jnp.exp(logs[0]))
 
-        # The sum of the lower counts is near 1 where collisions are rare, so there the upper ones are summed instead.
+        # If collisions are rare, the sum of the lower counts is near 1, so the upper ones are summed instead.
         rare = terms(range(n, min(n + 12, L + 1)))
         return jnp.where(x * L < n, rare, jnp.maximum(1 - terms(range(n)), 1e-30))
 

@@ -1,8 +1,8 @@
-"""The loops of decoding that run on the device: steps of one token a row, and steps of a token with a draft.
+"""The decode loops that run on the device: steps of one token per row, and steps of a token with a draft.
 
-A loop emits tokens into a buffer of static size until all rows have ended or have as many as they may. The loop of
-single tokens has another one inside, which ends where a recent block is full: so a flush stands between steps, and a
-step has no condition of its own, for which the host would wait for a GPU. Caches are donated.
+A loop emits tokens into a buffer of static size until all rows have ended or have reached their limit. The loop of
+single tokens has an inner loop that ends when a recent block is full. So a flush happens between steps, and a step has
+no condition of its own, for which the host would wait for a GPU. Caches are donated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvjax.rows import rollback
 from kvjax.rows import room as free_room
 from kvjax.sampling import Sampling, sample
 
-PAD = -1  # what follows the last token of a row; no token id, so that it cannot be mistaken for one
+PAD = -1  # follows the last token of a row; not a token id, so that it cannot be mistaken for one
 
 
 class Loop(NamedTuple):
@@ -45,7 +45,7 @@ class Loop(NamedTuple):
 @register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """A model as its leaves, found once: in each call, an nnx module of 32 layers would take 1 to 2 ms of the host."""
+    """A model as its leaves, flattened once: for an nnx module of 32 layers, a call would take the host 1 to 2 ms."""
 
     leaves: list[Any]
     tree: Any = dataclasses.field(metadata={"static": True})
@@ -60,23 +60,23 @@ class Flat:
 
 @jax.jit
 def has_no_best(logits: Array) -> Array:
-    """bool[B]: NaN or infinity is among the logits, or nothing else than -infinity, which masks a token."""
+    """bool[B]: the logits contain NaN or infinity, or are all -infinity, which masks a token."""
     best = jnp.max(logits, axis=-1)  # NaN if any is
     return ~jnp.isfinite(best)
 
 
 @partial(jax.jit, static_argnames="layers")
 def empty_mean(logits: Array, layers: int) -> tuple[Array, Array]:
-    """`Loop.attended` and `counted` of no steps: made of logits, so that they lie on the devices of these."""
+    """`Loop.attended` and `counted` before any step; computed from the logits, so that they are on the same devices."""
     zero = jnp.sum(logits[:0], dtype=jnp.float32)
     return jnp.broadcast_to(zero, (layers,)), zero
 
 
 def count_attended(mean: Array, counted: Array, infos: Sequence[Info], took: Array) -> tuple[Array, Array]:
-    """The mean tokens read f32[L] by layer, and the row steps f32[] that it is of, with those of one more step.
+    """Updates the mean tokens read f32[L] by layer, and the number of row steps f32[] in it, by one more step.
 
-    `took` bool[..., B] are the rows that took it, with T in front for several steps, as in the Infos. A running mean,
-    for a sum of long contexts over many steps would outgrow f32.
+    `took` bool[..., B] are the rows that took it, with a first axis T for several steps, as in the Infos. It is a
+    running mean, because a sum of long contexts over many steps would exceed the precision of f32.
     """
     seen = jnp.stack([info.attended.astype(jnp.float32).mean(axis=-1) for info in infos])  # [L, ..., B]
     steps = jnp.sum(took).astype(jnp.float32)
@@ -101,17 +101,17 @@ def decode_loop(
     room: int,
     measure: bool,
 ) -> tuple[Loop, Array]:
-    """Emits up to `limit` <= `room` tokens a row; and tells the rows whose logits then have no best token, bool[B].
+    """Emits up to `limit` <= `room` tokens per row; also returns bool[B], the rows whose logits have no best token.
 
-    `first` counts the tokens that earlier calls of this run emitted.
+    `first` is the number of tokens that earlier calls of this run emitted.
     """
 
     def more(s: Loop) -> Array:
         return (s.step < limit) & jnp.any(s.active)
 
     def emit(s: Loop) -> Loop:
-        now = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, first + s.step)
-        token = sample(s.logits, now, sampling)
+        step_keys = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, first + s.step)
+        token = sample(s.logits, step_keys, sampling)
         tokens = lax.dynamic_update_index_in_dim(s.tokens, jnp.where(s.active, token, PAD), s.step, axis=1)
         fed = jnp.where(s.active, token, 0)[:, None]
         attended, counted = s.attended, s.counted
@@ -130,8 +130,8 @@ def decode_loop(
             counted=counted,
         )
 
-    # Each condition makes the host wait for a GPU, and one within the step would have it copy what it passes on; so
-    # steps run in a loop that ends where a block is full.
+    # Each condition makes the host wait for a GPU, and one within the step would copy the arrays that it passes on. So
+    # steps run in a loop that ends when a block is full.
     def flush_and_emit(s: Loop) -> Loop:
         def ready(carry: tuple[Array, Loop]) -> Array:
             just_flushed, s = carry
@@ -183,17 +183,17 @@ def draft_loop(
 
     def draw_after(s: DraftLoop) -> Callable[[Array, Array | int], Array]:
         def draw(logits: Array, i: Array | int) -> Array:
-            now = None if keys is None else jax.vmap(jax.random.fold_in)(keys, first + s.emitted + i)
-            return sample(logits, now, sampling)
+            token_keys = None if keys is None else jax.vmap(jax.random.fold_in)(keys, first + s.emitted + i)
+            return sample(logits, token_keys, sampling)
 
         return draw
 
     def step(s: DraftLoop) -> DraftLoop:
-        active, draw, held, cache = running(s), draw_after(s), s.cache.length, flush(s.cache)
+        active, draw, length, cache = running(s), draw_after(s), s.cache.length, flush(s.cache)
         token = jnp.where(active, draw(s.logits, 0), 0)
         draft, wanted, proposed = drafter.with_state(s.state).propose(token, active, draw)
-        most = jnp.minimum(free_room(cache), limit - s.emitted) - 1
-        drafted = jnp.where(active, jnp.clip(wanted, 0, jnp.maximum(most, 0)), 0)
+        max_drafted = jnp.minimum(free_room(cache), limit - s.emitted) - 1
+        drafted = jnp.where(active, jnp.clip(wanted, 0, jnp.maximum(max_drafted, 0)), 0)
         fed = jnp.concatenate([token[:, None], draft], axis=1)
         count = jnp.where(active, 1 + drafted, 0)
         new, cache, *infos = call_model(model, fed, flushed(cache), lengths=count, steps=True, info=measure)
@@ -213,7 +213,7 @@ def draft_loop(
             attended, counted = count_attended(attended, counted, infos[0], kept.T)
         return DraftLoop(
             emitted=s.emitted + taken,
-            cache=rollback(flushed(cache, False), held + taken),
+            cache=rollback(flushed(cache, False), length + taken),
             logits=jnp.where(active[:, None], after, s.logits),
             tokens=tokens,
             active=s.active & ~jnp.any(ends & kept, axis=1),

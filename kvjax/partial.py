@@ -4,7 +4,7 @@ Softmax attention over a set of keys splits over any partition of the set: if a 
 weighted by softmax, `out`, and the natural log of its sum of exponentials, `lse`, then two parts combine to the pair
 of their union. The merge is associative and commutative, and its identity is the empty part (`out` 0, `lse` -inf).
 Sink, history, recent window, prefill chunks and shards of a long context therefore combine without knowing each
-other; this is the one algebra that all caches of kvjax are written in.
+other; all caches of kvjax are written in this algebra.
 
 **Source:** Milakov and Gimelshein 2018 (online softmax); the pair as an interface follows FlashInfer (Ye et al. 2025).
 """
@@ -35,9 +35,9 @@ class PartialAttention(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A zone of a cache, of which the slots [start, stop) are attended to. Values of the others are finite.
+    """A zone of a cache in which the slots [start, stop) are attended to. Values of other slots are finite.
 
-    The queries of T decode steps may each have a span of their own, stop i32[B, T] and start i32[B, T] or i32[B, 1].
+    Each of T decode steps may have its own span, with stop i32[B, T] and start i32[B, T] or i32[B, 1].
     """
 
     k: Float[Array, "B K S D"]
@@ -57,8 +57,7 @@ class Span(NamedTuple):
         return (slot >= self.start[..., None]) & (slot < self.stop[..., None])
 
     def mask_of(self, queries: int) -> Bool[Array, "B 1 _ S"]:
-        """Which slots each query attends to, the queries of one step after those of the other; one row if all have one
-        span."""
+        """Which slots each query attends to, each step's queries after the last one's; one row if all share a span."""
         mask = self.mask
         if mask.ndim == 2:
             return mask[:, None, None]
@@ -98,7 +97,7 @@ def softmax_weights(
 ) -> Float[Array, "B K Q S"]:
     """f32[B, K, Q, S] weights with which `attend_part` mixes values; 0 where `mask` is false, and in an empty part.
 
-    Beside an `attend_part` of the same arguments in one program, XLA computes the logits once.
+    If the program also has an `attend_part` of the same arguments, XLA computes the logits once.
     """
     logits = jnp.where(mask, attention_logits(q, k, scale), -jnp.inf)
     empty = ~jnp.any(mask, axis=-1, keepdims=True)
@@ -120,9 +119,9 @@ def part_of_logits(
     """
     logits = jnp.where(mask, logits, -jnp.inf)
     top = jnp.max(logits, axis=-1, initial=-jnp.inf)
-    # An empty part has top = -inf; subtracting 0 there instead keeps exp(-inf - 0) = 0 and no NaN. The result does not
-    # depend on the shift, so it needs no derivative. That of max is NaN where XLA computes its operand twice and rounds
-    # otherwise.
+    # An empty part has top = -inf; subtracting 0 instead gives exp(-inf - 0) = 0 and no NaN. The result does not depend
+    # on the shift, so it needs no derivative. The derivative of max is NaN if XLA computes its operand twice, with
+    # different rounding.
     shift = lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
     weights = jnp.exp(logits - shift[..., None])
     total = jnp.sum(weights, axis=-1)
@@ -163,12 +162,12 @@ def attend_causal(
 
 
 def keep_valid(values: Shaped[Array, "*rows D"], valid: Bool[Array, "*#rows"]) -> Shaped[Array, "*rows D"]:
-    """values [..., S, D] with 0 where `valid` [..., S] is false, so that no NaN of an unused slot gets out."""
+    """values [..., S, D] with 0 where `valid` [..., S] is false, so that no NaN of an unused slot spreads."""
     return jnp.where(valid[..., None], values, jnp.zeros((), values.dtype))
 
 
 def merge(*parts: PartialAttention) -> PartialAttention:
-    """The attention over the union of disjoint parts. Parts may be empty; all may be.
+    """The attention over the union of disjoint parts, any of which may be empty.
 
     >>> a = PartialAttention(jnp.array([2.0]), jnp.array(0.0)); b = PartialAttention(jnp.array([4.0]), jnp.array(0.0))
     >>> merge(a, b).out
@@ -199,8 +198,8 @@ def merge_blocks(
 ) -> PartialAttention:
     """The merge of one(i, *operands) for the blocks i from first to stop - 1, (first, stop) = bounds(*operands).
 
-    `shape` is that of `out`. The bounds may be data; the derivative visits all `blocks` instead, whose parts must be
-    empty outside of the bounds, and keeps none of them.
+    `shape` is that of `out`. The bounds may be data. The derivative visits all `blocks` instead, so those outside of
+    the bounds must give empty parts; it stores none of them.
     """
 
     def run(*operands: Any) -> PartialAttention:
@@ -210,7 +209,7 @@ def merge_blocks(
         )
 
     def differentiable(*operands: Any) -> PartialAttention:
-        # A loop whose bounds are data has no reverse derivative.
+        # A loop whose bounds are data has no reverse-mode derivative.
         def step(done: PartialAttention, i: Array) -> tuple[PartialAttention, None]:
             return merge(done, jax.checkpoint(one)(i, *operands)), None
 

@@ -1,20 +1,20 @@
-"""Many devices: how the rows and the KV heads of a cache are split over a mesh.
+"""Several devices: how the rows and the KV heads of a cache are split over a mesh.
 
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     placement = kvjax.Placement(mesh=mesh, batch="data", heads="model")
     cache = kvjax.init(policy, spec, layers=32, placement=placement)
 
-A cache keeps its placement, and every function of kvjax that takes the cache reads it there. Rows never read each
-other, and KV heads neither, so the functions run in `jax.shard_map`: each device works on its own rows and heads, with
-the policy that it would have alone, and a GPU kernel gets the part that lies on its device. (A GPU kernel under plain
-`jit` has no rule for split operands: XLA then gathers the whole cache on every device in every step. kvjax warns of it
-once.)
+A cache keeps its placement, and every function of kvjax that takes the cache follows it. Rows do not depend on each
+other, nor do KV heads, so the functions run in `jax.shard_map`: each device works on its own rows and heads, with the
+policy that it would have alone, and a GPU kernel gets the part that lies on its device. (A GPU kernel under plain
+`jit` has no rule for split operands: XLA then gathers the whole cache on every device in every step. kvjax warns of
+this once.)
 
-Which axis of an array of a state counts rows and which counts heads is read off: `Policy.init` is traced for more rows
-and for more heads, and the axes that grow are those. A policy of your own needs no annotations for it. An array must
-begin with its rows, and an axis that joins heads with something else must count the heads first.
+kvjax finds out which axes of a state's arrays count rows and which count heads: it traces `Policy.init` for more rows
+and for more heads, and sees which axes grow. A policy of your own needs no annotations for this. An array must begin
+with its rows, and an axis that joins heads with something else must count the heads first.
 
-A mean over all heads is the one thing that a device cannot work out alone; a policy asks for it by `mean_over_heads`.
+A mean over all heads is the only thing that a device cannot compute alone; a policy calls `mean_over_heads` for it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _current = jax.make_user_context(None)  # the Placement whose shard_map is being
 class Placement:
     """Which axes of a mesh split the rows, the KV heads and the tokens of a cache. Static and hashable.
 
-    A size that an axis does not divide is an error of `kvjax.init`. Arrays that no axis splits lie on all devices.
-    `context` splits the history of each row, as `kvjax.context` says, and leaves the few newest tokens on all devices.
+    `kvjax.init` raises an error for a size that an axis does not divide. Arrays that no axis splits lie on all devices.
+    `context` splits the history of each row, see `kvjax.context`, and leaves the few newest tokens on all devices.
 
     Raises:
       ValueError: an axis that the mesh does not have, or one that is named twice.
@@ -93,11 +93,11 @@ class Placement:
 
     @property
     def auto(self) -> Placement:
-        """The same on a mesh whose axes are all Auto, where XLA splits the products of a model by itself."""
+        """The same placement on a mesh whose axes are all Auto, where XLA itself splits the products of a model."""
         return dataclasses.replace(self, mesh=Mesh(self.mesh.devices, self.mesh.axis_names))
 
     def parts(self, what: str) -> int:
-        """Into how many parts the "batch", the "heads" or the "context" are split."""
+        """The number of parts into which the "batch", the "heads" or the "context" is split."""
         return self.devices_of(getattr(self, what))
 
     def devices_of(self, axes: Axes) -> int:
@@ -105,8 +105,8 @@ class Placement:
         return math.prod(self.mesh.shape[axis] for axis in _names("axes", axes))
 
     def spec(self, letters: str) -> PartitionSpec:
-        """The PartitionSpec of an array whose axes have these letters: B rows, K and N heads, S slots of the
-        history, another letter whole."""
+        """The PartitionSpec of an array whose axes have these letters: B rows, K and N heads, S slots of the history;
+        axes of other letters are not split."""
         split = {"B": self.batch, "K": self.heads, "N": self.heads, "S": self.context}
         return PartitionSpec(*(split.get(letter) for letter in letters))
 
@@ -127,8 +127,8 @@ class Placement:
                     rest = parts // fits[-1]
                     cure = f"use an axis of {fits[-1]} for heads and one of {rest} for context, or for the batch"
                 raise ValueError(
-                    f"Placement({what}={getattr(self, what)!r}) splits {size} {name} over {parts} devices, which does "
-                    f"not come out even; {cure}"
+                    f"Placement({what}={getattr(self, what)!r}) cannot split {size} {name} evenly over {parts} "
+                    f"devices; {cure}"
                 )
         heads = self.parts("heads")
         return dataclasses.replace(
@@ -139,22 +139,22 @@ class Placement:
         )
 
     def check(self, policy: Any, spec: CacheSpec) -> None:
-        """Raises ValueError where a cache of `policy` cannot be split as the placement says."""
+        """Raises ValueError if a cache of `policy` cannot be split by this placement."""
         if self.parts("heads") > 1 and getattr(policy, "heads", None) is not None:
             raise ValueError(
                 f"{policy} numbers the KV heads of a layer, so they cannot be split over the {self.parts('heads')} "
-                "devices of heads; split the batch alone, or use a policy that treats all heads alike"
+                "devices of heads; split only the batch, or use a policy that treats all heads alike"
             )
         if self.parts("heads") > 1 and _joins_heads(policy):
             raise ValueError(
                 f"{policy} computes with all KV heads of a layer together, so they cannot be split over the "
-                f"{self.parts('heads')} devices of heads; split the batch alone"
+                f"{self.parts('heads')} devices of heads; split only the batch"
             )
         part_of_policy = self.policy_of_part(policy)
         if self.parts("context") > 1 and part_of_policy is policy and _grows(policy, spec):
             raise ValueError(
                 f"{policy} keeps an array that grows with the capacity and has no over_context, so its tokens cannot "
-                f"be split over the {self.parts('context')} devices of context; split rows and heads alone"
+                f"be split over the {self.parts('context')} devices of context; split only rows and heads"
             )
         whole = jax.eval_shape(partial(policy.init, spec))
         parts = {"B": self.parts("batch"), "K": self.parts("heads"), "S": self.parts("context"), ".": 1}
@@ -167,14 +167,14 @@ class Placement:
                 )
 
     def policy_of_part(self, policy: Any) -> Any:
-        """The policy that a device runs: `policy`, or that of a device which has a part of each row's tokens."""
+        """The policy that a device runs: `policy`, or its variant for a device with a part of each row's tokens."""
         parts = self.parts("context")
         if self.context is None or parts == 1 or not isinstance(policy, OverContext):
             return policy
         return policy.over_context(self.context, parts)
 
     def enter(self, policy: Any, spec: CacheSpec, state: Any) -> Any:
-        """The part of a state that a device has, as `policy_of_part` has it."""
+        """A device's part of a state, in the tree structure of `policy_of_part`'s state."""
         return jax.tree.unflatten(jax.tree.structure(_part_shapes(policy, spec, self)), jax.tree.leaves(state))
 
 
@@ -185,7 +185,7 @@ def state_specs(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
 
 
 def state_shardings(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
-    """The tree of NamedShardings of a policy's state, each of the memory where the policy puts the array."""
+    """The tree of NamedShardings of a policy's state, each with the memory kind in which the policy puts the array."""
     specs = state_specs(policy, spec, placement)
     return jax.tree.map(
         lambda leaf, split: NamedSharding(placement.mesh, split, memory_kind=leaf.sharding.memory_kind),
@@ -196,7 +196,7 @@ def state_shardings(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
 
 @lru_cache(maxsize=256)
 def make_state(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
-    """A jitted function of no arguments that makes an empty state, each part of it on its device.
+    """A jitted function without arguments that makes an empty state, each part of it on its device.
 
     Raises:
       ValueError: rows, KV heads or a policy that cannot be split.
@@ -208,9 +208,9 @@ def make_state(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
 def in_order_of_place(
     policy: Any, spec: CacheSpec, placement: Placement | None, state: Any, *, back: bool = False
 ) -> Any:
-    """A state whose histories have their slots in order of place, as one device has them; or, `back`, by device.
+    """A state whose histories have their slots in order of place, as on one device; with `back`, the inverse.
 
-    Each device then holds adjacent places: for copies that must not depend on the placement, as those on disk.
+    Each device then holds adjacent places. For copies that must not depend on the placement, such as those on disk.
     """
     if placement is None or placement.policy_of_part(policy) is policy:
         return state
@@ -233,7 +233,7 @@ def in_order_of_place(
 
 @lru_cache(maxsize=256)
 def _swap(axis: int, dealt: tuple[int, int], on_host: bool, home: NamedSharding) -> Any:
-    """A jitted function that swaps the two numbers by which an axis is dealt; one for all calls, so compiled once."""
+    """A jitted function that transposes an axis, seen as two axes of sizes `dealt`. Cached, so compiled once."""
 
     def swap(x: Array) -> Array:
         x = to_device(x) if on_host else x
@@ -246,22 +246,22 @@ def _swap(axis: int, dealt: tuple[int, int], on_host: bool, home: NamedSharding)
 
 
 def run_on_parts(placement: Placement, f: Any, in_specs: tuple[Any, ...], out_specs: Any, *operands: Any) -> Any:
-    """f(*operands), run by each device on its own part of the operands. `out_specs` may be prefixes of trees."""
+    """Runs f(*operands) on each device, with its own part of the operands. `out_specs` may be prefixes of trees."""
 
     def local(*operands: Any) -> Any:
         with _current(placement):
             return f(*operands)
 
-    # Not checked: the check of which results are equal on all devices knows no in-place kernels (jax 0.11).
+    # check_vma is off: it checks which results are equal on all devices, but not with in-place kernels (jax 0.11).
     run = jax.shard_map(local, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     with axes_of(placement.mesh.abstract_mesh):
         return run(*jax.tree.map(partial(_split_as, placement.mesh), in_specs, operands))
 
 
 def axes_of(mesh: AbstractMesh) -> AbstractContextManager[Any]:
-    """A context in which arrays on `mesh` can be computed with, whatever mesh `jax.set_mesh` has set around it.
+    """A context in which arrays on `mesh` can be computed with, whatever mesh `jax.set_mesh` has set outside.
 
-    JAX has the kind of the axes in the type of an array, and refuses an array on a mesh of Auto axes where Explicit
+    The type of an array includes the kind of its mesh axes: JAX refuses an array on a mesh of Auto axes where Explicit
     ones are set, and the other way round.
     """
     around = jax.sharding.get_abstract_mesh()
@@ -276,9 +276,9 @@ def auto_axes(mesh: AbstractMesh) -> AbstractMesh:
 
 
 def to_context(x: Any, spec: PartitionSpec = _WHOLE) -> Any:
-    """x as an array of the mesh that `jax.set_mesh` has set; x itself where it is so already, or none is set.
+    """x as an array of the mesh that `jax.set_mesh` has set; x itself if it already is one, or if none is set.
 
-    `spec` says how Explicit axes split it. XLA chooses for Auto ones.
+    `spec` says how Explicit axes split it. XLA decides for Auto ones.
     """
     around = jax.sharding.get_abstract_mesh()
     if around.empty or not isinstance(x, Array) or AxisType.Manual in around.axis_types:
@@ -291,16 +291,16 @@ def to_context(x: Any, spec: PartitionSpec = _WHOLE) -> Any:
 
 
 def mesh_of(x: Array) -> AbstractMesh:
-    """The mesh in the type of an array; an empty one for what lies on one device."""
+    """The mesh in the type of an array; an empty one for an array on one device."""
     return jax.typeof(x).sharding.mesh
 
 
 @contextmanager
 def loops_on_auto_axes(placement: Placement | None) -> Iterator[None]:
-    """A context for loops that do not say how their arrays are split: under Auto axes XLA finds that by itself.
+    """A context for loops that do not say how their arrays are split: under Auto axes XLA itself decides.
 
-    It changes nothing but where `jax.set_mesh` or the placement of a cache have a mesh of Explicit axes. `call_model`
-    calls a model under those.
+    It has an effect only if `jax.set_mesh` or the placement of a cache has a mesh of Explicit axes. `call_model` calls
+    a model under these.
     """
     around = jax.sharding.get_abstract_mesh()
     meshes = [around] if placement is None else [around, placement.mesh.abstract_mesh]
@@ -313,7 +313,7 @@ def loops_on_auto_axes(placement: Placement | None) -> Iterator[None]:
 
 
 def call_model(model: Any, tokens: Array, cache: Any, **settings: Any) -> Any:
-    """model(tokens, cache, **settings), under the axes that `loops_on_auto_axes` has found."""
+    """Calls model(tokens, cache, **settings) under the Explicit axes that `loops_on_auto_axes` found, if any."""
     mesh = _of_model.value
     if mesh is None:
         return model(tokens, cache, **settings)
@@ -325,16 +325,16 @@ def call_model(model: Any, tokens: Array, cache: Any, **settings: Any) -> Any:
 
 
 def mean_over_heads(x: Array) -> Array:
-    """The mean of x over all devices that hold other KV heads of the same rows; x itself where heads are not split.
+    """The mean of x over all devices that hold KV heads of the same rows; x itself if heads are not split.
 
-    For a policy that takes a mean over all heads: take that of the heads at hand first, then this.
+    A policy that takes a mean over all heads first takes the mean over its own heads, then calls this.
     """
     placement = _current.value
     return x if placement is None or placement.heads is None else lax.pmean(x, placement.heads)
 
 
 def context_axis() -> tuple[Axis, int] | None:
-    """The axis of context and its devices, in a function that each of several devices runs; else None."""
+    """The context axis and its number of devices, inside of `run_on_parts`; None if the context is not split."""
     placement = _current.value
     if placement is None or placement.context is None or placement.parts("context") == 1:
         return None
@@ -342,8 +342,10 @@ def context_axis() -> tuple[Axis, int] | None:
 
 
 def split_tokens(placement: Placement | None, x: Array) -> Array:
-    """x [B, T, ...] with its tokens split over the devices of context, so that each works on its own part of a chunk;
-    x as it is where they do not divide T. To be called under Auto axes."""
+    """x [B, T, ...] with its tokens split over the devices of context, so that each works on its own part of a chunk.
+
+    Returns x unchanged if the devices do not divide T. Call it under Auto axes.
+    """
     if placement is None or placement.context is None:
         return x
     if x.shape[1] < 2 or x.shape[1] % placement.parts("context"):
@@ -353,7 +355,7 @@ def split_tokens(placement: Placement | None, x: Array) -> Array:
 
 
 def first_row(placement: Placement, rows: int) -> Array | int:
-    """The number of the first row that a device holds, where each holds `rows`. Call it in `run_on_parts`."""
+    """The index of the first row that a device holds, if each holds `rows` rows. Call it in `run_on_parts`."""
     return 0 if placement.batch is None else lax.axis_index(placement.batch) * rows
 
 
@@ -385,8 +387,8 @@ def _axes_of(policy: Any, spec: CacheSpec) -> tuple[list[tuple[str, str]], Any]:
         for size, b, k in zip(a.shape, more_rows.shape, more_heads.shape, strict=True):
             if b != size and k != size:
                 raise ValueError(
-                    f"{policy} keeps an array {path} of shape {list(a.shape)} with an axis of rows and heads together; "
-                    "give rows an axis of their own, and a Placement can split it"
+                    f"{policy} keeps an array {path} of shape {list(a.shape)} with an axis of rows and heads together, "
+                    "which a Placement cannot split; give rows their own axis"
                 )
             letters += "B" if b != size else "K" if k != size else "."
         found.append((path, letters))
@@ -394,7 +396,7 @@ def _axes_of(policy: Any, spec: CacheSpec) -> tuple[list[tuple[str, str]], Any]:
 
 
 def _split_as(mesh: Mesh, spec: PartitionSpec, x: Array) -> Array:
-    """x as an array of `mesh`, with `spec` in its type where the axes are Explicit; else XLA does that by itself."""
+    """x as an array of `mesh`, with `spec` in its type if the axes are Explicit; for Auto axes XLA decides."""
     if AxisType.Explicit not in mesh.axis_types:
         return to_context(x)
     own = jax.typeof(x).sharding
@@ -425,14 +427,14 @@ def _letters(policy: Any, spec: CacheSpec, placement: Placement) -> list[str]:
 def _part_shapes(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
     """The shapes of a state of one device."""
     init = partial(placement.policy_of_part(policy).init, placement.local(spec))
-    if placement.policy_of_part(policy) is not policy:  # whose init may ask which device it is on
+    if placement.policy_of_part(policy) is not policy:  # its init may depend on the device
         init = jax.shard_map(init, mesh=placement.mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False)
     with axes_of(placement.mesh.abstract_mesh):
         return jax.eval_shape(init)
 
 
 def _joins_heads(part: Any) -> bool:
-    """Whether a policy, or a part of it, says by `joins_heads` that no head can be computed without the others."""
+    """Whether a policy, or a part of it, has `joins_heads`: no head can be computed without the others."""
     if getattr(part, "joins_heads", False):
         return True
     fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) and not isinstance(part, type) else ()
@@ -440,7 +442,7 @@ def _joins_heads(part: Any) -> bool:
 
 
 def _grows(policy: Any, spec: CacheSpec) -> bool:
-    """Whether some array has an axis of slots for all that a row can hold."""
+    """Whether the size of some array depends on the capacity."""
     sizes = [
         jax.tree.leaves(jax.eval_shape(partial(policy.init, dataclasses.replace(spec, capacity=more))))
         for more in (2**20, 2**21)

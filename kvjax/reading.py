@@ -1,7 +1,7 @@
-"""Reads a prompt of any length with a model: by chunks of few sizes, into a cache.
+"""Prefill of a prompt of any length: a model reads it into a cache, in chunks of few sizes.
 
-`Model` states what decoding asks of a model. Programs compile once a shape: a prompt is cut into chunks of one size,
-rounded up to one of four sizes an octave. The cache is donated.
+`Model` is the interface of a model. Programs compile once per shape: a prompt is cut into chunks of one size, rounded
+up to one of four sizes per factor of two. The cache is donated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvjax.placement import Placement, call_model, loops_on_auto_axes, to_contex
 from kvjax.request import check_model, check_model_cache
 from kvjax.spec import require_int
 
-SMALLEST_CHUNK = 16  # more than 1, for a chunk of one token would be a decode step
+SMALLEST_CHUNK = 16  # more than 1, because a chunk of one token would be a decode step
 CPU_CHUNK = 512
 GPU_CHUNK = 32768  # tokens of all rows together: cuDNN attention holds no T x T array, so only activations grow
 
@@ -32,12 +32,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Model(Protocol):
-    """The interface that decoding asks of a model: a pytree that jit takes as an argument, and can call.
+    """The interface of a model for generation: a callable pytree that jit takes as an argument.
 
-    `steps` is for drafts and `info` for `measure`: a model without them serves everything else.
+    `steps` is needed for drafts and `info` for `measure`; everything else works without them.
 
-    Optional attributes: `max_positions`, and `config` with `vocab_size` and `max_position_embeddings`. They let a
-    request that cannot work fail before it starts.
+    Optional attributes: `max_positions`, and `config` with `vocab_size` and `max_position_embeddings`. With them, a
+    request that cannot be served fails before it starts.
     """
 
     def __call__(
@@ -56,13 +56,13 @@ class Model(Protocol):
 
         tokens i32[B, T] · lengths i32[B]: real tokens of this right-padded chunk · active bool[B]: rows that take
         this token · last_logits=True: logits f32[B, V] of each row's last real token · first_chunk=True: the cache is
-        empty · steps=True: the T tokens are decode steps, which drafts need · info=True: one Info a layer, with
-        `attended` f32[B, K], or f32[T, B, K] of steps.
+        empty · steps=True: the T tokens are decode steps, as drafts need · info=True: one Info per layer, with
+        `attended` f32[B, K], or f32[T, B, K] with steps.
         """
 
 
 def on_auto_axes(f: F) -> F:
-    """`f` of a cache, or of what has one, in `loops_on_auto_axes`; its logits become arrays of the caller's mesh."""
+    """Runs `f` in `loops_on_auto_axes` of the cache among its arguments; its logits are arrays of the caller's mesh."""
 
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -94,15 +94,15 @@ def prefill(
 ) -> tuple[Array, Cache]:
     """Stores a right-padded prompt i32[B, T] and returns the logits f32[B, V] of each row's last real token.
 
-    Works through the prompt by chunks of at most `chunk` tokens (None: 512 on CPU; on GPU 32768, counted over all
-    rows; the whole prompt for a cache that selects by its queries what to keep of it, as the evicting ones do), so it
-    holds neither a T x T array nor the logits of every token. A row of length 0 stores nothing, and its logits mean
-    nothing. `first_chunk` promises that the cache is empty; None finds out, and is False under a trace. `progress` is
-    called with the number of columns done after each chunk, which waits for the chunk.
+    Reads the prompt in chunks of at most `chunk` tokens, so it holds neither a T x T array nor the logits of every
+    token. None is 512 on CPU and 32768 on GPU, counted over all rows; for a cache that decides by the prompt's queries
+    what to keep, such as the evicting ones, it is the whole prompt. A row of length 0 stores nothing, and its logits
+    are meaningless. `first_chunk` promises that the cache is empty; None checks this, and is False under a trace.
+    `progress` is called after each chunk with the number of columns done, and waits for the chunk.
     """
     check_model(model)
     check_model_cache(cache)
-    # On the host where they can be: slices of a prompt are then no programs of their own.
+    # On the host if possible: slices of a prompt are then not compiled as programs.
     prompt: Any = tokens if isinstance(tokens, jax.core.Tracer) else np.asarray(tokens)
     if prompt.ndim != 2 or prompt.shape[0] != cache.spec.batch or prompt.shape[1] == 0:
         raise ValueError(
@@ -130,7 +130,7 @@ def prefill(
         new, cache = _prefill_chunk(
             model, cache, prompt[:, start : start + size], real, first_chunk=first_chunk and start == 0
         )
-        # A row of which this chunk holds the last token has it here; a row that ended before keeps what it has.
+        # A row whose last token is in this chunk gets its logits here; a row that ended earlier keeps its own.
         logits = new if logits is None else _keep_rows(real > 0, new, logits)
         if progress is not None:
             jax.block_until_ready(logits)
@@ -140,7 +140,7 @@ def prefill(
 
 
 def chunk_size(tokens: int, chunk: int | None = None, *, rows: int = 1) -> int:
-    """The size of all chunks of a prompt of `tokens`: the chunks are as even as few shapes allow.
+    """The size of all chunks of a prompt of `tokens` tokens: chunks are as even as a small set of shapes allows.
 
     >>> [chunk_size(t, 512) for t in (1, 100, 300, 512, 513, 5000)]
     [16, 128, 512, 512, 512, 512]
@@ -155,8 +155,7 @@ def chunk_size(tokens: int, chunk: int | None = None, *, rows: int = 1) -> int:
 
 
 def chunk_for(cache: Cache, tokens: int, chunk: int | None) -> int | None:
-    """`chunk`, or where none is given, the whole prompt for policies that select from it once, by all of its
-    queries."""
+    """`chunk`; if it is None, the whole prompt for policies that select from it once, by all of its queries."""
     whole = chunk is None and any(isinstance(layer.policy, Observer) for layer in cache.layers)
     return _round_up(tokens) if whole else chunk
 

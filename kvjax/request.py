@@ -1,7 +1,7 @@
-"""Requests: a prompt as arrays, and the checks that let a request that cannot work fail before it starts.
+"""Requests: a prompt as arrays, and checks so that a request that cannot be served fails before it starts.
 
-A model may tell its positions and vocabulary (`max_positions`, or `config` with `max_position_embeddings` and
-`vocab_size`); what it does not tell is not checked.
+A model may declare its positions and vocabulary (`max_positions`, or `config` with `max_position_embeddings` and
+`vocab_size`); limits that it does not declare are not checked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvjax.validation import check_alive, shown
 def pad_prompt(
     prompt: ArrayLike | Sequence[Sequence[int]], lengths: ArrayLike | None = None, *, rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The prompt as right-padded i32[B, T] and lengths i32[B], or an error that says what is wrong with it.
+    """The prompt as right-padded i32[B, T] and lengths i32[B]. Raises ValueError that says what is wrong with it.
 
     >>> pad_prompt([[5, 6, 7], [8]], rows=2)
     (array([[5, 6, 7],
@@ -33,7 +33,7 @@ def pad_prompt(
     """
     if isinstance(prompt, list | tuple):
         if lengths is not None:
-            raise ValueError("lengths belong to a padded array; a list of rows has its own lengths")
+            raise ValueError("got lengths for a prompt that is a list of rows; leave them out, or pass a padded array")
         parts = [np.asarray(row) for row in prompt]
         if any(part.ndim != 1 for part in parts):
             raise ValueError("prompt must be a list of rows, each a list of token ids; for one row write [tokens]")
@@ -54,12 +54,12 @@ def pad_prompt(
             wanted = f"lengths must be integers [B={len(tokens)}] of at most T={tokens.shape[1]}"
             raise ValueError(f"{wanted}, got {counts.dtype} {counts.tolist()}")
     if len(tokens) != rows:
-        raise ValueError(f"prompt has {len(tokens)} rows but the cache has B={rows}")
+        raise ValueError(f"prompt has {len(tokens)} rows but the cache has B={rows}; make the cache with that batch")
     for row in np.flatnonzero(counts < 1):
         raise ValueError(f"row {row} of the prompt is empty; each row needs at least one token")
     wild = tokens[(np.arange(tokens.shape[1]) < counts[:, None]) & ((tokens < 0) | (tokens > 2**31 - 1))]
     if wild.size:
-        raise ValueError(f"prompt has the token id {wild[0]}, which no vocabulary has")
+        raise ValueError(f"prompt has the token id {wild[0]}; ids must be from 0 to 2**31 - 1")
     return tokens.astype(np.int32), counts.astype(np.int32)
 
 
@@ -72,10 +72,10 @@ def check_request(
     max_new_tokens: int,
     stop_tokens: int | Iterable[int] = (),
 ) -> np.ndarray:
-    """Raises ValueError for a request that cannot be served, and returns the stop tokens i32[n].
+    """Raises ValueError for a request that cannot be served; returns the stop tokens i32[n].
 
-    Every prompt and its new tokens must fit in the cache, and in the model's positions where it tells them; token
-    ids must be in its vocabulary where it tells that. Rows of length -1 do not take part.
+    Every prompt and its new tokens must fit in the cache, and in the model's positions if it declares them; token ids
+    must be in its vocabulary if it declares that. Rows of length -1 do not take part.
     """
     require_int("max_new_tokens", max_new_tokens, at_least=1)
     check_devices(model, cache)
@@ -86,7 +86,9 @@ def check_request(
         for what, ids in (("prompt", real), ("stop_tokens", stop)):
             high = np.max(ids, initial=0)
             if high >= vocabulary:
-                raise ValueError(f"{what} has the token id {high}, but the model's vocabulary is {vocabulary}")
+                raise ValueError(
+                    f"{what} has the token id {high}, but the model's vocabulary is {vocabulary}; use its tokenizer"
+                )
     stored = on_host(cache.length)
     capacity, positions = cache.spec.capacity, max_positions(model)
     for row in np.flatnonzero(lengths >= 0):
@@ -94,22 +96,23 @@ def check_request(
     return stop
 
 
-ASKED = ("lengths", "active", "last_logits", "first_chunk")  # what generation tells each model, by keyword
+ASKED = ("lengths", "active", "last_logits", "first_chunk")  # keywords that generation passes to every model
 
 
 def check_model(model: Any, asked: Iterable[str] = ()) -> None:
-    """Raises ValueError for a model that cannot be called so, as a Checkpoint, a path, or one that lacks a keyword.
+    """Raises ValueError unless the model can be called: it may be a Checkpoint, a path, or lack a keyword.
 
     >>> check_model(lambda tokens, cache, *, lengths=None, active=None: (tokens, cache))
     Traceback (most recent call last):
         ...
-    ValueError: the model takes no last_logits, first_chunk: kvjax.generation.Model says what each keyword asks for
+    ValueError: the model takes no last_logits, first_chunk; add them, as kvjax.generation.Model describes
     """
     if callable(model) and not isinstance(model, type):
         missing = _missing_keywords(model, (*ASKED, *asked))
         if missing:
             raise ValueError(
-                f"the model takes no {', '.join(missing)}: kvjax.generation.Model says what each keyword asks for"
+                f"the model takes no {', '.join(missing)}; add {'them' if len(missing) > 1 else 'it'}, as "
+                "kvjax.generation.Model describes"
             )
         return
     if callable(getattr(model, "model", None)):
@@ -124,7 +127,7 @@ def check_model(model: Any, asked: Iterable[str] = ()) -> None:
 def _missing_keywords(model: Any, asked: Iterable[str]) -> list[str]:
     try:
         parameters = inspect.signature(model).parameters
-    except (TypeError, ValueError):  # a callable that tells none
+    except (TypeError, ValueError):  # a callable without a signature
         return []
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return []
@@ -132,7 +135,7 @@ def _missing_keywords(model: Any, asked: Iterable[str]) -> list[str]:
 
 
 def check_devices(model: Any, cache: Cache) -> None:
-    """Raises ValueError for a cache with a placement and a model on another mesh: of other devices, or other axes."""
+    """Raises ValueError for a cache with a placement and a model on another mesh, with other devices or other axes."""
     placement = cache.placement
     if placement is None:
         return
@@ -143,7 +146,7 @@ def check_devices(model: Any, cache: Cache) -> None:
         if leaf.sharding.device_set != wanted:
             here = len(leaf.sharding.device_set)
             raise ValueError(
-                f"the model lies on {here} device{'s' if here > 1 else ''} and the cache on {len(wanted)}, by its "
+                f"the model is on {here} device{'s' if here > 1 else ''} and the cache on {len(wanted)}, by its "
                 f"{placement}; give both one placement: kvjax.models.load(directory, placement=...)"
             )
         mesh = getattr(leaf.sharding, "mesh", placement.mesh)
@@ -155,7 +158,7 @@ def check_devices(model: Any, cache: Cache) -> None:
         explicit = [AxisType.Explicit in one.axis_types for one in (mesh, placement.mesh)]
         if explicit == [True, False] and jax.sharding.get_abstract_mesh().empty:
             raise ValueError(
-                "the model lies on a mesh of Explicit axes and the cache on one of Auto axes; make the cache with a "
+                "the model is on a mesh of Explicit axes and the cache on one of Auto axes; make the cache with a "
                 "Placement over the mesh of the model, or call this inside of jax.set_mesh(mesh)"
             )
         sizes, given = (dict(one.shape) for one in (mesh, placement.mesh))
@@ -171,7 +174,7 @@ def _sizes(mesh: dict[str, int]) -> str:
 
 
 def check_model_cache(cache: Any) -> None:
-    """Raises ValueError for what is no live cache of a whole model."""
+    """Raises ValueError unless `cache` is the cache of a whole model, and not donated."""
     if not isinstance(cache, Cache):
         raise ValueError(
             f"cache must be the Cache of a whole model, got {shown(cache)}; make one with "
@@ -205,14 +208,14 @@ def check_fit(
 
 
 def max_positions(model: Any) -> int | None:
-    """Positions that the model knows: its `max_positions`, else its config's `max_position_embeddings`."""
+    """The number of positions of the model: its `max_positions`, else its config's `max_position_embeddings`."""
     if hasattr(model, "max_positions"):
         return model.max_positions
     return getattr(getattr(model, "config", None), "max_position_embeddings", None)
 
 
 def vocabulary_size(model: Any) -> int | None:
-    """The model's `config.vocab_size`, if it tells."""
+    """The model's `config.vocab_size`; None if it has none."""
     return getattr(getattr(model, "config", None), "vocab_size", None)
 
 

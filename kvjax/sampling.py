@@ -5,13 +5,13 @@ distribution that the filters before it left, renormalised. **Differs:** exactly
 transformers keeps all that tie with the k-th; equal logits rank by token, the lower first, greedy included.
 
 A setting that is None is off, belongs to the static structure of `Sampling`, and costs nothing in the
-compiled program. A setting that is a number or an array, a scalar or [B], is data: a new value compiles
-nothing.
+compiled program. A setting that is a number or an array, a scalar or [B], is data: a new value does not
+compile a new program.
 
-Keys are explicit. Row b of a batch draws with `fold_in(key, b)`, or with its own key where `key` is an array
+Keys are explicit. Row b of a batch draws with `fold_in(key, b)`, or with its own key if `key` is an array
 of B keys, so no row's draw depends on the other rows, nor on how many there are. The draw is the Gumbel-max
-trick with one noise value a token of the vocabulary: a filter that keeps the token that would have won does
-not change the draw.
+trick with one noise value per token of the vocabulary: a filter that keeps the token that would have won
+does not change the draw.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jax.typing import ArrayLike
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to draw a token. `Sampling()` is greedy; `sampling(...)` makes one from checked Python numbers."""
+    """How to draw a token. `Sampling()` is greedy; `sampling(...)` makes a Sampling from checked Python numbers."""
 
     temperature: ArrayLike | None = None  # f32[] or f32[B]; None or 0: greedy
     top_k: ArrayLike | None = None  # i32[] or i32[B], the most likely k tokens
@@ -39,15 +39,15 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """No draw is made, so no key is needed. Static."""
+        """Whether no draw is made, so that no key is needed. Static."""
         return self.temperature is None
 
 
 def sampling(temperature: Any = 0.0, *, top_k: Any = None, top_p: Any = None, min_p: Any = None) -> Sampling:
-    """A Sampling of checked values; each is a number, or a sequence of one for each row.
+    """Makes a Sampling of checked values; each is a number, or a sequence with one for each row.
 
-    A temperature of 0 is greedy, and drops the filters, which could not change the most likely token. A row
-    whose own temperature is 0 is greedy among rows that draw.
+    A temperature of 0 is greedy, and drops the filters, which could not change the most likely token. If
+    temperatures differ by row, a row with temperature 0 is greedy and the others draw.
 
     >>> sampling() == Sampling()
     True
@@ -78,20 +78,20 @@ def sampling(temperature: Any = 0.0, *, top_k: Any = None, top_p: Any = None, mi
 
 
 def requested_sampling(temperature: Any = None, *, top_k: Any = None, top_p: Any = None, min_p: Any = None) -> Sampling:
-    """`sampling` for settings that a person gave: without a temperature it is greedy, and filters are refused.
+    """`sampling` for settings that a user gave: without a temperature it is greedy, and filters raise ValueError.
 
     >>> requested_sampling(top_p=0.9)
     Traceback (most recent call last):
         ...
-    ValueError: top_p=0.9 filters draws, but without a temperature nothing is drawn; give temperature too, as 1.0
+    ValueError: top_p=0.9 filters draws, but without a temperature nothing is drawn; give a temperature too, as 1.0
     """
     if temperature is None:
         given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         for name, value in given.items():
             if value is not None:
                 raise ValueError(
-                    f"{name}={value} filters draws, but without a temperature nothing is drawn; give temperature too, "
-                    "as 1.0"
+                    f"{name}={value} filters draws, but without a temperature nothing is drawn; give a temperature "
+                    "too, as 1.0"
                 )
         return Sampling()
     return sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -101,13 +101,13 @@ def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
     """The next token i32[B] of each row, from logits f32[B, V].
 
     `key` is one key of jax.random.key for all rows, or B keys; it may be None when `sampling` is greedy.
-    Sorts the vocabulary only where top-p asks for it. Where devices split the vocabulary, greedy choices and top-k only
-    exchange counts and each device's best token, and top-p gathers the logits.
+    Sorts the vocabulary only for top-p. If devices split the vocabulary, greedy sampling and top-k exchange only counts
+    and each device's best token, and top-p gathers the logits.
     """
     if logits.ndim != 2:
         raise ValueError(f"logits must have the 2 dimensions [B, V], got {list(logits.shape)}")
     B, V = logits.shape
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # the first of equals
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # ties go to the first
     if sampling.greedy:
         return best
     keys = row_keys(key, B)
@@ -139,10 +139,10 @@ def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
 
 
 def _among_best(scores: Array, k: Array) -> Array:
-    """bool[B, V]: the k i32[B or 1, 1] largest of each row; of equals the lower tokens.
+    """bool[B, V]: the k i32[B or 1, 1] largest of each row; ties go to the lower tokens.
 
-    Finds the k-th largest score four bits at a time, and then how many of its equals pass, by counts alone: sums over
-    the vocabulary, which devices that split it can exchange without the scores.
+    Finds the k-th largest score four bits at a time, and then how many of its ties pass, by counts alone: sums over the
+    vocabulary, which devices that split it can exchange without the scores.
     """
     bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)  # -0 as 0
     ordered = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # as the floats are ordered
@@ -174,7 +174,7 @@ def _largest(holds: Callable[[Array], Array], rows: int) -> Array:
 
 
 def row_keys(key: Array | None, rows: int) -> Array:
-    """One key a row: `fold_in(key, row)` of a single key; B keys are returned as they are."""
+    """One key per row: `fold_in(key, row)` of a single key; B keys are returned unchanged."""
     if key is None:
         raise ValueError("a draw needs a key: pass key=jax.random.key(seed), or sample greedily")
     dtype = getattr(key, "dtype", None)
@@ -191,15 +191,15 @@ def row_keys(key: Array | None, rows: int) -> Array:
 
 
 def _setting(name: str, value: Any, dtype: type) -> np.ndarray:
-    """`value` as numpy of `dtype`, a scalar or one number a row."""
+    """`value` as a NumPy array of `dtype`, a scalar or one number per row."""
     if isinstance(value, jax.core.Tracer):
-        raise ValueError(f"{name} is traced, so its value cannot be checked here; construct Sampling({name}=...)")
+        raise ValueError(f"{name} is traced, so its value cannot be checked here; use kvjax.sampling.Sampling directly")
     found = np.asarray(value)
     wanted = "integer" if dtype is np.int32 else "number"
     if found.dtype == bool or not np.issubdtype(found.dtype, np.integer if dtype is np.int32 else np.number):
         raise ValueError(f"{name} must be {'an' if wanted == 'integer' else 'a'} {wanted}, got {value!r}")
     if found.ndim > 1:
-        raise ValueError(f"{name} must be one {wanted} or one a row, got shape {list(found.shape)}")
+        raise ValueError(f"{name} must be one {wanted} or one per row, got shape {list(found.shape)}")
     if dtype is np.int32:
         found = np.minimum(found, np.iinfo(np.int32).max)
     return found.astype(dtype)

@@ -1,13 +1,13 @@
-"""Caches on disk: a conversation that goes on after a restart, a prefix that is read once and continued many times.
+"""Caches on disk: to continue a conversation after a restart, or a prefix that is read once and continued many times.
 
-A cache is saved by orbax-checkpoint together with a description of what made it (the format, and every field of each
-layer's policy and spec) and a SHA-256 of each array. Restoring takes a cache of the wanted kind (`like`: made by
-`kvjax.init`, which also says on which devices and in which memory the arrays shall lie). It refuses a save that was
-made by anything else, naming each difference, for arrays of the right shapes may still mean something else; and a save
-whose bytes are not those that were written.
+A cache is saved by orbax-checkpoint together with a description of its kind (the format, and every field of each
+layer's policy and spec) and a SHA-256 of each array. Restoring takes a cache of the wanted kind (`like`, made by
+`kvjax.init`, which also says on which devices and in which memory the arrays are put). It refuses a save of any other
+kind, naming each difference, because arrays of the right shapes may still mean something else, and it refuses a save
+whose bytes have changed since it was written.
 
-A directory holds numbered saves of one writer at a time. A save is written beside the last one and takes its name when
-it is complete, so one that is cut off leaves the last good one readable.
+A directory holds numbered saves of one writer at a time. A save is written under a temporary name and gets its own when
+it is complete, so an interrupted save leaves the last good one readable.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ from kvjax.placement import in_order_of_place
 from kvjax.spec import require_int
 from kvjax.validation import check_alive, shown
 
-FORMAT = 1  # of states; a change of what a state's fields mean makes it one more
+FORMAT = 1  # of states; increased when the meaning of a state's fields changes
 LOCK = ".kvjax-writer"  # a file in the directory, locked by the process that writes a save
-SETTLE = 0.05  # seconds in which reads that were under way when another one failed come to an end
-OPENED = 20  # times that a directory is listed, where a writer removes old saves meanwhile
-UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a save that is being written, or was cut off
+SETTLE = 0.05  # seconds to wait for reads that were in progress when another one failed
+OPENED = 20  # attempts to list a directory while a writer removes old saves
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a save that is being written, or was interrupted
 
 
 class DamagedSaveError(ValueError):
-    """A save whose files are not what was written: cut short, changed, or in part gone."""
+    """A save whose files are not those that were written: cut short, changed or missing."""
 
 
 def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> int:
-    """Saves `cache` and returns the number of the save. The newest `keep` complete saves stay.
+    """Saves `cache` and returns the number of the save. The newest `keep` complete saves are kept.
 
-    Under `jax.distributed` all processes call it, with a directory that all of them see.
+    Under `jax.distributed` all processes call it, with a directory that all of them can access.
 
-    Reads the arrays from the device and waits until all is on disk. A save that fails leaves the earlier ones as they
-    were.
+    Reads the arrays from the device and waits until everything is on disk. A save that fails leaves the earlier ones
+    unchanged.
 
     Raises:
-      ValueError: no cache, or one whose arrays were donated; no path.
+      ValueError: a `cache` that is not a cache, or one whose arrays were donated; a `directory` that is not a path.
       RuntimeError: another process is saving to the directory.
-      OSError: the directory cannot be written, as a disk that is full.
+      OSError: the directory cannot be written, for example because the disk is full.
     """
     _check("save", cache)
     keep = require_int("save(keep=...)", keep, at_least=1)
@@ -77,7 +77,7 @@ def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> 
     leaves = dict(_named(_by_place(cache)))
     about = describe(cache) | {"sha256": {name: _digest(leaf) for name, leaf in leaves.items()}}
     about["sha256_of_this"] = _digest_json(about)
-    first = jax.process_index() == 0  # of several processes, all write the arrays that they have and one does the rest
+    first = jax.process_index() == 0  # every process writes its own arrays, and the first one does the rest
     with _only_writer(path) if first else nullcontext(), _quiet():
         for cut_off in path.glob(f"*{UNFINISHED}*") if first else ():
             shutil.rmtree(cut_off, ignore_errors=True)
@@ -89,33 +89,31 @@ def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> 
                 )
                 manager.wait_until_finished()
         except Exception as error:
-            raise OSError(
-                f"the save to {path} failed ({_short(error)}); earlier saves there are as they were"
-            ) from error
+            raise OSError(f"the save to {path} failed ({_short(error)}); earlier saves there are unchanged") from error
         if not _is_complete(path / str(step)):
-            raise OSError(f"the save to {path} was not written; earlier saves there are as they were")
+            raise OSError(f"the save to {path} was not written; earlier saves there are unchanged")
     return step
 
 
 def restore(directory: str | Path, like: Cache | LayerCache, *, step: int | None = None) -> Any:
-    """The newest complete save, as a cache of the kind of `like`, on its devices and in its memory.
+    """Restores the newest complete save, as a cache of the kind of `like`, on its devices and in its memory.
 
-    `like` may be a cache of arrays, or one of shapes, as `jax.eval_shape` of `kvjax.init` makes: what has no sharding
-    goes to the default device, and to host memory where `kvjax.init` would put it there. A `like` of a larger capacity
-    than the save has gets a cache that has grown.
+    `like` may be a cache of arrays, or one of shapes, as `jax.eval_shape` of `kvjax.init` returns it: arrays without a
+    sharding go to the default device, or to host memory if `kvjax.init` would put them there. If `like` has a larger
+    capacity than the save, the restored cache is grown to it.
 
-    `step` asks for the save of that number. Without it, a damaged newest save is told in a warning, and the newest one
-    before it that is whole is restored.
+    `step` selects the save of that number. Without it, a damaged newest save causes a warning, and the newest intact
+    one before it is restored.
 
     Raises:
       FileNotFoundError: the directory has no complete save, or none of that number.
-      DamagedSaveError: (a ValueError) no save is whole, or the one that was asked for is not.
+      DamagedSaveError: (a ValueError) no save is intact, or the requested one is not.
       ValueError: the save is of another format, policy, spec or shape; the message lists every difference. Or the
         placement of `like` cannot split such a cache.
     """
     _check("restore(like=...)", like)
     for layer in layers_of(like):
-        if layer.placement is not None:  # `kvjax.init` has checked it, but a shape may have got another since
+        if layer.placement is not None:  # `kvjax.init` has checked it, but shapes may have got another one since
             layer.placement.check(layer.policy, layer.spec)
     if step is not None:
         step = require_int("restore(step=...)", step, at_least=0)
@@ -133,16 +131,16 @@ def restore(directory: str | Path, like: Cache | LayerCache, *, step: int | None
         if found is not None:
             return found
         if step is not None or max(saved_steps(path), default=-1) <= steps[-1]:
-            break  # else a writer has removed them for a newer one
+            break  # otherwise a writer has replaced them by a newer one
     before = [number for number in steps if number < wanted[-1]]
-    cure = "save anew"
+    cure = "save the cache again"
     if step is not None and before:
         cure = f"the one before is save {before[-1]}: restore(..., step={before[-1]})"
     raise DamagedSaveError(f"{damaged}; {cure}") from damaged
 
 
 def _newest_whole(path: Path, like: Cache | LayerCache, steps: list[int]) -> tuple[Any, DamagedSaveError | None]:
-    """The newest of these saves that is whole, None if none is; and what is wrong with the newest that is not."""
+    """The newest intact save, or None; and the error of the newest damaged one, or None."""
     damaged: DamagedSaveError | None = None
     for number in reversed(steps):
         try:
@@ -186,7 +184,7 @@ def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
         different = told_once(differences(saved, describe(room)))
         if different:
             raise ValueError(
-                f"save {step} in {path} was made by another kind of cache; make `like` as it was, or save anew: "
+                f"save {step} in {path} is of another kind of cache; make `like` of that kind, or save again: "
                 + "; ".join(different)
             )
         wanted = {
@@ -210,7 +208,7 @@ def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
 
 
 def _by_place(cache: Any, back: bool = False) -> Any:
-    """A cache whose arrays do not depend on how its tokens are split over devices, as a save has them; or `back`."""
+    """A cache whose arrays do not depend on how its tokens are split over devices, as in a save; `back` inverts it."""
 
     def moved(layer: LayerCache) -> LayerCache:
         state = in_order_of_place(layer.policy, layer.spec, layer.placement, layer.state, back=back)
@@ -220,12 +218,12 @@ def _by_place(cache: Any, back: bool = False) -> Any:
 
 
 def _of_model(saved: dict[str, Any]) -> bool:
-    """Whether a description is of a model's cache, whose arrays are those of `layers`."""
+    """Whether a description is that of a model's cache, whose arrays are in `layers`."""
     return all(name.startswith(".layers") for name in saved["arrays"])
 
 
 def _with_capacity_of(saved: dict[str, Any], like: Any) -> Any:
-    """`like`, or shapes of it with the capacity of the save where that is smaller."""
+    """`like`, or its shapes with the capacity of the save if that is smaller."""
     capacities = {layer["spec"]["capacity"] for layer in saved["layers"]}
     if len(capacities) != 1 or not 0 < (capacity := capacities.pop()) < like.spec.capacity:
         return like
@@ -278,7 +276,7 @@ def differences(saved: Any, wanted: Any, where: str = "") -> list[str]:
 
 
 def told_once(different: list[str]) -> list[str]:
-    """Differences with those of many layers as one, and those of arrays only where nothing else says why.
+    """Differences, with equal ones of several layers merged, and those of arrays only if there are no others.
 
     >>> told_once([f"layers[{i}].policy.budget is 64 in the save, 128 wanted" for i in range(3)])
     ['policy.budget is 64 in the save, 128 wanted (layers 0 to 2)']
@@ -293,7 +291,7 @@ def told_once(different: list[str]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """A frozen dataclass as a dict that begins with its name; all else as JSON has it."""
+    """A frozen dataclass as a dict that begins with its name; other values as JSON values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"kind": type(value).__qualname__, **fields}
@@ -301,7 +299,7 @@ def _plain(value: Any) -> Any:
         return [_plain(v) for v in value]
     if isinstance(value, bool | np.bool_):
         return bool(value)
-    if isinstance(value, numbers.Integral):  # numpy's too: equal policies are described alike
+    if isinstance(value, numbers.Integral):  # NumPy's too, so that equal policies have equal descriptions
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)
@@ -314,7 +312,7 @@ def _named(cache: Any) -> list[tuple[str, Any]]:
 
 
 def _homes(cache: Cache | LayerCache) -> list[Any]:
-    """The sharding of each array; of one that has none, that which `kvjax.init` would give it."""
+    """The sharding of each array, or for an array without one the sharding that `kvjax.init` would give it."""
     layers = layers_of(cache)
     found = []
     for layer in layers:
@@ -329,7 +327,7 @@ def _homes(cache: Cache | LayerCache) -> list[Any]:
 
 
 def _manager(path: Path, keep: int | None) -> ocp.CheckpointManager:
-    """For a save that keeps so many; None to read alone."""
+    """A checkpoint manager that keeps `keep` saves; with None, one that only reads."""
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False, read_only=keep is None)
     opened = partial(ocp.CheckpointManager, path, options=options, item_names=("arrays", "about"))
     for _ in range(OPENED - 1):
@@ -361,7 +359,7 @@ def _numbered(path: Path) -> list[int]:
 
 
 def _is_complete(step: Path) -> bool:
-    """Whether a numbered folder is a save: orbax gives it its name once all is in it."""
+    """Whether a numbered folder is a complete save: orbax gives it its name when everything is in it."""
     return (step / "about").is_dir() and (step / "arrays").is_dir()
 
 
@@ -376,13 +374,13 @@ def _digest_json(value: Any) -> str:
 
 
 def _short(error: Exception) -> str:
-    """An error of a library in one line."""
+    """The error of a library in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 @contextmanager
 def _only_writer(path: Path) -> Iterator[None]:
-    """Refuses a second writer; the lock of a process that was killed is gone with it."""
+    """Refuses a second writer. If a process is killed, its lock is released."""
     with (path / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -395,15 +393,15 @@ def _only_writer(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps orbax's own account of its troubles from the terminal: an error says in one line what counts.
+    """Silences the log and the tracebacks of orbax: our error says in one line what went wrong.
 
-    It logs, and where one of its reads fails, the others end after the event loop that waited for them is closed, or
-    are dropped before their end: each prints a traceback that nothing can catch.
+    If one of orbax's reads fails, the others end after the event loop that waited for them is closed, or are dropped
+    before their end; each prints a traceback that cannot be caught otherwise.
     """
     logger, hook = logging.getLogger("absl"), sys.unraisablehook
     level = logger.level
 
-    def drop_theirs(unraisable: Any) -> None:
+    def drop_orbax_errors(unraisable: Any) -> None:
         code = getattr(unraisable.object, "cr_code", None)  # of a coroutine
         if "Event loop is closed" not in str(unraisable.exc_value) and (
             code is None or "orbax" not in code.co_filename
@@ -411,7 +409,7 @@ def _quiet() -> Iterator[None]:
             hook(unraisable)
 
     logger.setLevel(logging.CRITICAL + 1)
-    sys.unraisablehook = drop_theirs
+    sys.unraisablehook = drop_orbax_errors
     try:
         yield
     except DamagedSaveError as error:

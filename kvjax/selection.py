@@ -1,13 +1,13 @@
 """Selection: from scores of units to the slots that a query attends to.
 
-Scores come per query head. `group_reduce` makes one score a unit and kv head of them, so that the G heads of a group
-read the same tokens (1/G of the reads of a selection for each query head). Ties go to the lower slot. Softmax pooling
-is done on logarithms: the order is that of the mean of the softmaxes, but scores far below the top do not underflow to
-a tie.
+Scores are per query head. `group_reduce` reduces them to one score per unit and kv head, so that the G heads of a group
+read the same tokens (1/G of the reads of one selection per query head). Ties go to the lower slot. Softmax pooling is
+done on logarithms: the order is that of the mean of the softmaxes, but scores far below the top do not underflow to a
+tie.
 
-**Source:** the rules as used by ParisKV (mean of queries), ArkVale (mean of scores), ShadowKV (max of softmax),
-PQCache (sum of softmax) and FreeKV (mean of softmax, and in its ablation the maximum of scores, which no kernel has).
-Sum and mean of softmax rank alike; both names are kept.
+**Source:** the rules as used by ParisKV (mean of queries), ArkVale (mean of scores), ShadowKV (max of softmax), PQCache
+(sum of softmax) and FreeKV (mean of softmax, and in its ablation the maximum of scores, which no kernel implements).
+Sum and mean of softmax give the same ranks; both names are kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GROUP_REDUCES: tuple[str, ...] = get_args(GroupReduce)
 class Selection(NamedTuple):
     """The slots that a step attends to. H is 1 where a group shares them, G where each query head has its own."""
 
-    slots: Int32[Array, "B K H M"]  # store slots, unique among the valid ones; in range also where not valid
+    slots: Int32[Array, "B K H M"]  # store slots, unique among the valid ones; in range even where not valid
     valid: Bool[Array, "B K H M"]
 
 
@@ -41,7 +41,7 @@ class PackedSelection(NamedTuple):
     """A selection whose valid slots come first, in any order. Its readers need no mask."""
 
     slots: Int32[Array, "B K H M"]  # as in a Selection
-    found: Int32[Array, "B K H"]  # so many, the first, are valid
+    found: Int32[Array, "B K H"]  # the first `found` slots are valid
 
     @property
     def valid(self) -> Bool[Array, "B K H M"]:
@@ -54,18 +54,18 @@ class PackedSelection(NamedTuple):
 
 
 def pack(selection: Selection) -> PackedSelection:
-    """A selection whose valid slots come first already, by their number."""
+    """Packs a selection whose valid slots already come first."""
     return PackedSelection(selection.slots, jnp.sum(selection.valid, axis=-1, dtype=jnp.int32))
 
 
 def split_steps(x: Array, steps: int) -> Array:
-    """[B, K, T*H, ...] of T steps as [B, K*T, H, ...]: a step of a KV head is a group of its own."""
+    """[B, K, T*H, ...] of T steps as [B, K*T, H, ...]: each step of a KV head is its own group."""
     B, K, lists, *rest = x.shape
     return x if steps == 1 else x.reshape(B, K * steps, lists // steps, *rest)
 
 
 def join_steps(x: Array, steps: int) -> Array:
-    """[B, K*T, H, ...] as [B, K, T*H, ...]: what `split_steps` splits."""
+    """[B, K*T, H, ...] as [B, K, T*H, ...]: the inverse of `split_steps`."""
     B, groups, heads, *rest = x.shape
     return x if steps == 1 else x.reshape(B, groups // steps, steps * heads, *rest)
 
@@ -77,50 +77,53 @@ def join_steps(x: Array, steps: int) -> Array:
 )
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """The units among which a step selects, and how many. Starts, stops and limit are i32[B], or one for all rows.
+    """The units that compete in a selection, and how many to select. Starts, stops and limit are i32[B], or one number.
 
     A unit is a token or a page of tokens. Stored units are those of the index with a token in `span`. Pending units
-    have recent tokens that are not indexed yet: their keys are scored as they are, and a page has the score of its best
+    have recent tokens that are not yet indexed: their keys are scored exactly, and a page has the score of its best
     token. They are numbered on from the stored units.
 
-    Several `steps` select at once, each for itself: queries are [B, K, T*G, D], those of one step after those of the
-    other, and a selection has the lists of all steps in the same order, [B, K, T*H, M]. Stops and limit may then differ
-    by step, i32[B, T], and so may the pending keys, [B, K, T, R, D].
+    Several `steps` may select at once, each on its own: queries are [B, K, T*G, D], each step's after the last one's,
+    and a selection has the lists of all steps in the same order, [B, K, T*H, M]. Stops and limit may then differ by
+    step, i32[B, T], and so may the pending keys, [B, K, T, R, D].
     """
 
     span: tuple[Array | int, Array]  # start and stop of the slots of the index
     pending: tuple[Array, Array | int, Array | int]  # recent keys [B, K, R, D], start and stop of their slots
     limit: Array | int  # units to select
     room: int  # most units that any row selects
-    pending_slots: int  # the first of the R keys, in whole units: no others are pending
-    local: int = 0  # tokens before the stop of `pending` that are not, as every step attends to them
+    pending_slots: int  # only the first of the R keys, in whole units, can be pending
+    local: int = 0  # tokens before the stop of `pending` that do not compete, because every step attends to them
     steps: int = 1  # decode steps whose queries select at once
     window: int | None = None  # tokens that a query sees at most; the span begins where the window does
     dense: Array | None = None  # bool[B], or by step too: rows that attend to every unit
 
     def passes(self, q: Array, heads: int) -> Iterator[tuple[Array, Candidates]]:
-        """The queries [B, K, T'*G, D] and the candidates of as many steps at a time as have `heads` query heads."""
-        of_step = q.shape[2] // self.steps
-        at_once = max(heads // of_step, 1)
-        for first in range(0, self.steps, at_once):
-            of = slice(first, min(first + at_once, self.steps))
+        """Splits the steps into passes of at most `heads` query heads: queries [B, K, T'*G, D] and candidates of each.
 
-            def part(number: Any, of: slice = of) -> Any:
-                return number[:, of] if isinstance(number, Array) and number.ndim == 2 else number
+        A pass has at least one step.
+        """
+        step_heads = q.shape[2] // self.steps
+        pass_steps = max(heads // step_heads, 1)
+        for first in range(0, self.steps, pass_steps):
+            steps = slice(first, min(first + pass_steps, self.steps))
+
+            def part(number: Any, steps: slice = steps) -> Any:
+                return number[:, steps] if isinstance(number, Array) and number.ndim == 2 else number
 
             keys, start, stop = self.pending
-            mine = replace(
+            candidates = replace(
                 self,
                 span=(part(self.span[0]), part(self.span[1])),
-                pending=(keys if keys.ndim == 4 else keys[:, :, of], part(start), part(stop)),
+                pending=(keys if keys.ndim == 4 else keys[:, :, steps], part(start), part(stop)),
                 limit=part(self.limit),
                 dense=part(self.dense),
-                steps=of.stop - of.start,
+                steps=steps.stop - steps.start,
             )
-            yield q[:, :, of.start * of_step : of.stop * of_step], mine
+            yield q[:, :, steps.start * step_heads : steps.stop * step_heads], candidates
 
     def require(self, stored: int, unit: int) -> None:
-        """Raises ValueError where these sizes do not fit an index of `stored` units of `unit` tokens."""
+        """Raises ValueError if these sizes do not fit an index of `stored` units of `unit` tokens."""
         keys, slots = self.pending[0].shape[-2], self.pending_slots
         if unit < 1 or slots % unit or not 0 < slots <= keys:
             raise ValueError(
@@ -143,8 +146,8 @@ class Candidates:
         return self._inside(*self.span, units, unit)
 
     def pending_units(self, scores: Array, unit: int = 1) -> tuple[Array, Array]:
-        """Scores f32[B, K*T, G, W] of the pending units and which of them there are, bool[B, 1 or K*T, 1, W], for
-        scores f32[B, K*T, G, R] of the recent keys."""
+        """Scores f32[B, K*T, G, W] of the pending units and which of them exist, bool[B, 1 or K*T, 1, W], from scores
+        f32[B, K*T, G, R] of the recent keys."""
         _, start, stop = self.pending
         scores = scores[..., : self.pending_slots]
         valid = self._inside(start, stop - self.local, self.pending_slots)
@@ -155,7 +158,7 @@ class Candidates:
         return jnp.max(scores, axis=-1), jnp.any(valid.reshape(*valid.shape[:3], pages, unit), axis=-1)
 
     def tokens(self, units: Selection, stored: int, unit: int) -> Selection:
-        """The tokens of selected units, of an index of `stored` units: those of a page that are candidates."""
+        """The tokens of selected units that are candidates themselves, for an index of `stored` units."""
         if unit == 1:
             return units
         slots, valid = (split_steps(a, self.steps) for a in expand_units(units, unit))
@@ -170,7 +173,7 @@ class Candidates:
         start, stop = self.of_groups(start), self.of_groups(stop)
         slot = lax.mul(lax.broadcasted_iota(jnp.int32, (1, 1, 1, units), 3), np.int32(unit))
         inside = (slot > start - unit) & (slot < stop)
-        if unit > 1:  # nor does an empty span that begins within a unit have one
+        if unit > 1:  # an empty span that begins within a unit has none either
             inside &= start < stop
         return jnp.broadcast_to(inside, (self.pending[0].shape[0], *inside.shape[1:]))
 
@@ -192,8 +195,8 @@ def no_kernel_for(group_reduce: GroupReduce) -> str | None:
 
 
 def reduce_queries(q: Array, group_reduce: GroupReduce, steps: int = 1) -> Array:
-    """The queries f32[B, K, T*G', D] to score for q [B, K, T*G, D] of T steps: under `mean_query` the mean of each step
-    (G' = 1), else all."""
+    """The queries f32[B, K, T*G', D] to score for q [B, K, T*G, D] of T steps: under `mean_query` their mean in each
+    step (G' = 1), else all."""
     q = q.astype(jnp.float32)
     if group_reduce != "mean_query":
         return q
@@ -211,7 +214,7 @@ SOFTMAX_REDUCES = ("max_softmax", "sum_softmax", "mean_softmax")
 
 
 def log_sum(parts: Sequence[tuple[Array, Array]]) -> Array:
-    """f32[B, K, G, 1]: log of the sum of exponentials of the scores of all parts, as `reduce_scores` has them."""
+    """f32[B, K, G, 1]: log of the sum of exponentials of the scores of all parts, which are as in `reduce_scores`."""
     scores = [jnp.where(valid, score, -jnp.inf) for score, valid in parts]
     totals = jnp.concatenate([jax.nn.logsumexp(s, axis=-1, keepdims=True) for s in scores], axis=-1)
     return jax.nn.logsumexp(totals, axis=-1, keepdims=True)
@@ -239,7 +242,7 @@ def reduce_scores(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduc
 
 
 def expand_units(units: Selection, unit: int) -> Selection:
-    """Units (pages) to their tokens: M units give M * unit slots, adjacent ones together."""
+    """Expands units (pages) to their tokens: M units give M * unit slots, adjacent ones together."""
     if unit == 1:
         return units
     slots = units.slots[..., None] * unit + jnp.arange(unit, dtype=jnp.int32)[None, None, None, None]
@@ -249,7 +252,7 @@ def expand_units(units: Selection, unit: int) -> Selection:
 
 
 def split_selection(selection: Selection | PackedSelection, slots: int) -> tuple[Selection, Selection]:
-    """The part of it that lies in the first `slots` slots, and the part past them, whose slots count from there."""
+    """Splits a selection into the part in the first `slots` slots and the part past them, with slots counted from 0."""
     inside = selection.slots < slots
     past = ~inside
     return (
@@ -259,7 +262,7 @@ def split_selection(selection: Selection | PackedSelection, slots: int) -> tuple
 
 
 def of_lists(number: Array | int, lists: int) -> Array:
-    """i32[B or 1, 1, 1] of i32[B] or of a number; i32[B, 1, lists] of i32[B, T], one step's lists after the other's."""
+    """i32[B or 1, 1, 1] of i32[B] or of a number; i32[B, 1, lists] of i32[B, T], each step's lists after the last's."""
     number = jnp.asarray(number, jnp.int32)
     if number.ndim < 2:
         return number.reshape(-1, 1, 1)
@@ -267,8 +270,8 @@ def of_lists(number: Array | int, lists: int) -> Array:
 
 
 def of_heads(x: Array, heads: int) -> Array:
-    """[B, K or 1, Q, ...]: what each of `heads` query heads reads, of x [B, K or 1, H, ...] by list of slots; x where
-    all share one list."""
+    """[B, K or 1, Q, ...] for each of `heads` query heads, from x [B, K or 1, H, ...] by list of slots; x itself if all
+    heads share one list."""
     return x if x.shape[2] == 1 else jnp.repeat(x, heads // x.shape[2], axis=2)
 
 

@@ -1,4 +1,4 @@
-"""Text of token ids that come a few at a time."""
+"""Text of token ids that arrive a few at a time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class Detokenizer:
-    """Text of a growing list of token ids, in pieces that never cut a character; pieces join to the whole text.
+    """Text of a growing list of token ids, in pieces that never split a character; pieces join to the whole text.
 
-    A tokenizer may spell one character by several tokens, and may strip or add a space by what precedes a token.
-    So each piece is the difference of two decodings, of the last piece's tokens with and without the new ones, and
-    is held back while it ends in U+FFFD, the mark of bytes that are no character yet.
+    A tokenizer may spell one character with several tokens, and may strip or add a space depending on the token
+    before. So each piece is the difference of two decodings, of the last piece's tokens with and without the new
+    ones, and is held back while it ends in U+FFFD, the mark of bytes that are not yet a character.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -24,12 +24,12 @@ class Detokenizer:
         self._given = 0  # ids [0, given) have been given out
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is certain with these ids, perhaps none."""
+        """The text that is final after these ids, possibly empty."""
         self._ids.extend(ids)
         return self._take(hold=True)
 
     def finish(self) -> str:
-        """The rest, unfinished characters as U+FFFD."""
+        """The rest of the text, with unfinished characters as U+FFFD."""
         return self._take(hold=False)
 
     def _take(self, *, hold: bool) -> str:

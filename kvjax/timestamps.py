@@ -1,4 +1,4 @@
-"""RaaS: an evictor that goes by when a token was last attended to."""
+"""RaaS: an evictor that goes by the time at which a token was last attended to."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-_ARRIVAL = 1.0  # of a token that no step has seen: above all that steps leave
+_ARRIVAL = 1.0  # evidence of a token that no step has seen: above any evidence from steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class LastUse:
     """Evicts the token that has gone longest without a softmax weight above `threshold`; a prompt's tokens stay.
 
-    A step stamps each held token to which one of the group's query heads pays more than the threshold. Evidence is 0
-    for a token stamped by the last step, one less for each step since, and infinite for tokens of a prompt. The budget
-    should exceed the prompt by what an answer needs. If the prompt is longer, only its newest tokens are kept, and all
-    generated tokens share one slot.
+    A step stamps each token to which one of the group's query heads gives more than the threshold. Evidence is 0 for a
+    token stamped by the last step, one less for each step since, and infinite for tokens of a prompt. The budget should
+    exceed the prompt by the length of the answer. If the prompt exceeds the budget, only its newest tokens are kept,
+    and all generated tokens share one slot.
 
     **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147): stamps, threshold 1e-4, prompt kept. **Differs:** tokens are
     stamped and evicted one at a time, by their exact weights; the paper does so for pages of 16, by an estimate. The
@@ -29,7 +29,7 @@ class LastUse:
     def __post_init__(self) -> None:
         value = self.threshold
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            raise ValueError(f"LastUse(threshold=...) is a softmax weight, at least 0 and below 1; got {value!r}")
+            raise ValueError(f"LastUse(threshold=...) must be a softmax weight, at least 0 and below 1; got {value!r}")
 
     @property
     def arrival(self) -> float:

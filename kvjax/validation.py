@@ -1,6 +1,6 @@
-"""Checks of what a caller passes in: each error says what it got, what it wanted, and how to mend it.
+"""Checks of arguments: each error says what it got, what it wanted, and what to do.
 
-The checks look at what an argument offers and never at its concrete class, so that a policy, selector or store of
+The checks look at the methods and fields of an argument, never at its class, so that a policy, selector or store of
 another package passes them. They run while tracing and cost nothing in a compiled program.
 """
 
@@ -61,8 +61,8 @@ def check_alive(where: str, cache: Any) -> None:
     for leaf in jax.tree.leaves(cache):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
             raise ValueError(
-                f"{where} got a cache whose arrays are gone: an earlier call took them over (donated them) and "
-                "returned a new cache; use the cache that it returned, or copy it before: jax.tree.map(jnp.copy, cache)"
+                f"{where} got a cache whose arrays are gone: they were donated to an earlier call, which returned a "
+                "new cache; use the cache that it returned, or copy it before: jax.tree.map(jnp.copy, cache)"
             )
 
 
@@ -98,7 +98,9 @@ def check_floats(**arrays: Any) -> None:
 
 
 def check_array(what: str, value: Any, kind: str, example: str) -> None:
-    """Raises ValueError for what jnp.asarray does not take, as text or None: `what` must be `kind`, as `example`.
+    """Raises ValueError for a value that jnp.asarray does not take, such as text or None.
+
+    The message says that `what` must be `kind`, as `example`.
 
     >>> check_array("rollback(lengths=...)", "ab", "integers", "[3, 5]")
     Traceback (most recent call last):
@@ -116,7 +118,7 @@ def check_array(what: str, value: Any, kind: str, example: str) -> None:
 
 
 def check_not_empty(sizes: dict[str, int], **letters: str) -> None:
-    """Raises ValueError for a size of 0; `letters` say in words what each letter counts."""
+    """Raises ValueError for a size of 0; `letters` gives the word for what each letter counts."""
     for letter, what in letters.items():
         if sizes[letter] == 0:
             raise ValueError(f"q, k and v have {letter}=0 {what}; give at least one")
@@ -125,7 +127,10 @@ def check_not_empty(sizes: dict[str, int], **letters: str) -> None:
 def finite_number(what: str, value: Any) -> float:
     """`value` as a float, or an error that says what it must be."""
     if isinstance(value, Tracer):
-        raise ValueError(f"{what} must be a Python number, got a traced array; it is part of the compiled program")
+        raise ValueError(
+            f"{what} must be a Python number, got a traced array; pass it as a static value, as it is part of the "
+            "compiled program"
+        )
     try:
         number = math.nan if isinstance(value, str | bytes | bool) else float(value)
     except (TypeError, ValueError):

@@ -93,7 +93,7 @@ def test_damage_of_any_file_restores_what_was_saved_or_says_so(
             refusals.append(str(error))
     assert len(refusals) >= 2
     for text in refusals:
-        assert re.match(r"save 0 in /\S+ is damaged: .*; save anew$", text)
+        assert re.match(r"save 0 in /\S+ is damaged: .*; save the cache again$", text)
         assert len(text) < 600
     gc.collect()
     assert not uncaught
@@ -143,7 +143,7 @@ def test_the_last_whole_save_takes_the_place_of_a_damaged_one_and_says_so(tmp_pa
     one_sentence(error.value)
     spoil(tmp_path / "0")
     spoil(tmp_path / "1")
-    with pytest.raises(DamagedSaveError, match=r"save 2 in .* is damaged.*; save anew$"):
+    with pytest.raises(DamagedSaveError, match=r"save 2 in .* is damaged.*; save the cache again$"):
         kvjax.restore(tmp_path, empty())
     assert kvjax.save(tmp_path, filled(9)) == 3
     assert number_of(kvjax.restore(tmp_path, empty())) == 9

@@ -430,7 +430,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a model that takes only tokens and a cache": (
         lambda: kvjax.generate(lambda tokens, cache: (tokens, cache), cache(), [[1], [2]], max_new_tokens=2),
-        r"the model takes no lengths, active, last_logits, first_chunk: kvjax\.generation\.Model says what each",
+        r"the model takes no lengths, active, last_logits, first_chunk; add them, as kvjax\.generation\.Model desc",
     ),
     "one list of tokens for a prompt": (
         lambda: kvjax.generate(model(), cache(), [1, 2], max_new_tokens=2),  # type: ignore[list-item]

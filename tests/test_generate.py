@@ -477,7 +477,7 @@ def test_stream_of_text_equals_the_decoded_tokens(model):
         ([[1], [2]], {}, "prompt has 2 rows but the cache has B=1"),
         ([1, 2], {}, r"for one row write \[tokens\]"),
         ([[1.5]], {}, "integer token ids, got float64"),
-        ([[-1]], {}, "token id -1, which no vocabulary has"),
+        ([[-1]], {}, "token id -1; ids must be from 0 to"),
         ([[61]], {}, "prompt has the token id 61, but the model's vocabulary is 61"),
         ([[1]], dict(stop_tokens=99), "stop_tokens has the token id 99"),
         ([[1]], dict(stop_tokens=[-4]), "stop_tokens must be at least 0, got -4"),

@@ -156,7 +156,7 @@ def test_impossible_tokens_are_never_drawn():
         (dict(temperature=float("inf")), "temperature must be a finite number"),
         (dict(temperature=-0.1), "at least 0, got -0.1"),
         (dict(temperature="warm"), "temperature must be a number, got 'warm'"),
-        (dict(temperature=[[0.1]]), "temperature must be one number or one a row"),
+        (dict(temperature=[[0.1]]), "temperature must be one number or one per row"),
         (dict(temperature=1.0, top_k=0), "top_k must be at least 1, got 0"),
         (dict(temperature=1.0, top_k=2.5), "top_k must be an integer, got 2.5"),
         (dict(temperature=1.0, top_k=True), "top_k must be an integer, got True"),

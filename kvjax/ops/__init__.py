@@ -1,7 +1,7 @@
-"""The operations that a decode step spends its time in: each in plain JAX, and as a GPU kernel.
+"""The operations in which a decode step spends its time: each in plain JAX, and as a GPU kernel.
 
-The plain JAX is the reference: it takes everything that the signature admits, and holds little memory at a time. A new
-operation needs a function in the file of its family (`kvjax.ops.op` says how), a file in `kernels_pallas/` and one in
+The plain JAX version is the reference: it takes everything that the signature allows, and uses little memory at a time.
+A new operation needs a function in the file of its family (see `kvjax.ops.op`), a file in `kernels_pallas/` and one in
 `tests/kernels/`.
 """
 

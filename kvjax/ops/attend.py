@@ -19,11 +19,11 @@ def attend_span(
 ) -> Float[Array, "B K G D"]:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over `span`; 0 where it is empty.
 
-    Keys outside of the span may hold anything. The queries [B, K, T*G, D] of T decode steps, one step's after the
-    other's, may each have a span, start and stop i32[B, T]. `implementation`: see `explain`. The kernel's products read
-    q in the dtype of the keys; it reads nothing outside of the span.
+    Keys outside of the span may hold anything. Each of T decode steps may have its own span: queries [B, K, T*G, D],
+    each step's after the last one's, with start and stop i32[B, T]. `implementation`: see `explain`. The kernel's
+    products read q in the dtype of the keys; it reads nothing outside of the span.
     """
-    # Values outside of the span are finite, so they need no mask here; it would write a second copy of them.
+    # Values outside of the span are finite, so they need no mask here: it would write a second copy of them.
     return attend_part(q, span.k, span.v, span.mask_of(q.shape[2]), scale=scale).out.astype(q.dtype)
 
 
@@ -81,13 +81,13 @@ def attend_zones(
     scale: float,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B K G D"]:
-    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over all that a step of retrieval attends to.
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention of a retrieval step over selection, local window and sink.
 
-    That is the selected slots of k, v [B, K, S, D], slots 0 to S - 1, of `more`, keys and values of the same shape, if
-    given, slots S to 2 S - 1, and of `recent`, whose slots follow; the last `local` slots of the span of `recent`, none
-    of which are selected; and the span of `sink`, if there is one. The selection has H lists of slots, each for G/H
-    query heads in turn; starts and stops are i32[B], or i32[B, T] for those of T decode steps. `implementation`: see
-    `explain`. The kernel's products read q in the dtype of k.
+    Selected slots 0 to S - 1 are those of k, v [B, K, S, D]; slots S to 2 S - 1 those of `more`, if given, keys and
+    values of the same shape; the slots of `recent` follow. The local window is the last `local` slots of the span of
+    `recent`, none of which are selected. `sink` is attended in its span, if there is one. The selection has H lists of
+    slots, each for G/H query heads in turn; starts and stops are i32[B], or i32[B, T] for T decode steps.
+    `implementation`: see `explain`. The kernel's products read q in the dtype of k.
     """
     if more is not None:
         k, v = (jnp.concatenate(two, axis=2) for two in zip((k, v), more, strict=True))
@@ -131,8 +131,8 @@ def attend_beside(
     *,
     scale: float,
 ) -> Float[Array, "B K G D"]:
-    """[B, K, G, D] in the dtype of q [B, K, G, D]: `history` and the attention over the spans of `recent` and `sink`,
-    and over the slots of `recent` that `pending` has."""
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: `history` merged with attention over the spans of `recent` and
+    `sink`, and over the slots of `recent` that `pending` selects."""
     mask = recent.mask_of(q.shape[2])
     if pending is not None:
         mask |= of_heads(membership(pending, recent.k.shape[2]), q.shape[2])

@@ -21,12 +21,12 @@ Parts = tuple[Array, ...]
 def host_rows(
     x: Shaped[Array, "B K P parts Z D"], index: Int32[Array, "B K N"], *, implementation: Implementation | None = None
 ) -> Parts:
-    """The parts [B, K, N * Z, D] on the device, such as keys and values, of rows in host memory.
+    """Moves rows in host memory to the device: their parts [B, K, N * Z, D], such as keys and values.
 
-    They are rows `index` i32[B, K, N] of x [B, K, P, parts, Z, D]; zeros where it is out of range.
+    The rows are `index` i32[B, K, N] of x [B, K, P, parts, Z, D]; an index out of range gives zeros.
 
-    Moves those rows and no others. XLA gathers on the host's CPU, and moves what it gathered. `implementation`: see
-    `explain`; all give the same.
+    Moves only those rows. XLA gathers them on the host's CPU first. `implementation`: see `explain`; all give the same
+    result.
     """
     rows = _gather_rows(x, index)
     return tuple(rows[:, :, :, n].reshape(*index.shape[:2], -1, x.shape[5]) for n in range(x.shape[3]))
@@ -53,17 +53,17 @@ def host_rows_first(
     *,
     implementation: Implementation | None = None,
 ) -> Parts:
-    """The keys and values [B, K, M * Z, D] that heads recall from host memory, where `recalls` bool[B, K] is true.
+    """Recalls keys and values [B, K, M * Z, D] from host memory for the heads where `recalls` bool[B, K] is true.
 
-    Other heads get anything; `host_rows_rest` gives the parts of all.
+    Other heads get arbitrary values; `host_rows_rest` gives the parts of all heads.
 
-    Recalled are, of x [B, K, P, 2, Z, D], at place n < N what `index` i32[B, K, N] says, at place N what `edge` i32[B]
-    says, and zeros at the rest. Where it says i < P, that is row i of x; P + r are the Z slots from slot r on of
-    `recent`, keys and values [B, K, R, D], the last one for those past its end; and a negative number gives zeros.
-    `device` = (rows i32[B, K, M], (k, v)) says what lies on the device already: of rows[b, k, m], negative for none,
-    the keys and values, [B, K, M * Z, D] each. The kernel reads them there.
+    A head gets at place n < N the row that `index` i32[B, K, N] names, at place N the one that `edge` i32[B] names, and
+    zeros at later places. The number i < P names row i of x [B, K, P, 2, Z, D]. P + r names the Z slots of `recent`,
+    keys and values [B, K, R, D], from slot r on; past its end its last slot is repeated. A negative number gives zeros.
+    `device` = (rows i32[B, K, M], (k, v)) holds rows that are on the device already: the keys and values of
+    rows[b, k, m], negative for none, [B, K, M * Z, D] each. The kernel reads them there.
 
-    XLA reads the rows of all (b, k), as it moves as many in either case. `implementation`: see `explain`.
+    XLA reads the rows of all heads, because it moves the same number in either case. `implementation`: see `explain`.
     """
     return _host_recall(x, index, edge, device[0].shape[2], recent)
 
@@ -92,16 +92,16 @@ def host_rows_rest(
     *,
     implementation: Implementation | None = None,
 ) -> Parts:
-    """The keys and values [B, K, M * Z, D] of all heads, after `host_rows_first` gave those of some.
+    """The keys and values [B, K, M * Z, D] of all heads, after `host_rows_first` returned those of some.
 
-    `first_read` = (which bool[B, K], parts) is what `host_rows_first` gave, of the same implementation. Heads in
+    `first_read` = (which bool[B, K], parts) is the result of `host_rows_first`, by the same implementation. Heads in
     `recalls` recall as there; the others get `first_read` where `which` is true, and the parts of `device` elsewhere.
 
-    The kernel has few blocks, beside which others run where XLA starts them at the same time (`memory.CONCURRENT`).
+    The kernel has few blocks, so other kernels can run at the same time if XLA starts them so (`memory.CONCURRENT`).
     """
-    which, anew = first_read  # of all heads
+    which, parts_read = first_read  # of all heads
     heads = (recalls | which)[..., None, None]
-    return tuple(jnp.where(heads, a, b) for a, b in zip(anew, device[1], strict=True))
+    return tuple(jnp.where(heads, a, b) for a, b in zip(parts_read, device[1], strict=True))
 
 
 @host_rows_rest.limit
@@ -128,7 +128,7 @@ def _host_rows_rest_mosaic(
 def read_pages(x: Array, first: Array | int, size: int) -> Array:
     """[..., size, 2, Z, D] on the device: pages [first, first + size) of x [..., P, 2, Z, D] in host memory.
 
-    Takes vmap, for which JAX would make a gather whose indices lie in device memory; XLA refuses to mix the two.
+    Has its own rule for vmap: JAX would make a gather with indices in device memory, and XLA refuses to mix the two.
     """
 
     @jax.custom_batching.custom_vmap
@@ -162,22 +162,22 @@ def _gather_rows(x: Array, index: Array) -> Array:
     if jax.typeof(x).memory_space == jax.memory.Space.Host:
         places = to_host(places)
     rows = to_device(lax.gather(x, places, numbers, (1, 1, 1, *row), mode=lax.GatherScatterMode.CLIP))
-    there = (index >= 0) & (index < x.shape[2])
-    return jnp.where(there.reshape(*index.shape, *[1] * len(row)), rows, jnp.zeros((), x.dtype))
+    in_range = (index >= 0) & (index < x.shape[2])
+    return jnp.where(in_range.reshape(*index.shape, *[1] * len(row)), rows, jnp.zeros((), x.dtype))
 
 
 def _host_recall(x: Array, index: Array, edge: Array, places: int, recent: Parts) -> Parts:
     (B, K, P, _, Z, D), N = x.shape, index.shape[2]
     at_edge = jnp.broadcast_to(edge[:, None, None], (B, K, 1))
-    nothing = jnp.full((B, K, max(places - N - 1, 0)), -1, jnp.int32)
-    index = jnp.concatenate([index, at_edge, nothing], axis=2)[:, :, :places]
+    padding = jnp.full((B, K, max(places - N - 1, 0)), -1, jnp.int32)
+    index = jnp.concatenate([index, at_edge, padding], axis=2)[:, :, :places]
     rows = _gather_rows(x, jnp.where(index < P, index, -1))
     slots = index[..., None] - P + jnp.arange(Z, dtype=jnp.int32)[None, None, None]
     slots = jnp.clip(slots, 0, recent[0].shape[2] - 1).reshape(B, K, places * Z, 1)
-    waits = jnp.repeat(index >= P, Z, axis=2)[..., None]
+    is_recent = jnp.repeat(index >= P, Z, axis=2)[..., None]
     stored = (rows[:, :, :, n].reshape(B, K, places * Z, D) for n in range(len(recent)))
     return tuple(
-        jnp.where(waits, jnp.take_along_axis(zone, slots, axis=2).astype(x.dtype), old)
+        jnp.where(is_recent, jnp.take_along_axis(zone, slots, axis=2).astype(x.dtype), old)
         for old, zone in zip(stored, recent, strict=True)
     )
 
@@ -191,17 +191,19 @@ def host_append(
     *,
     implementation: Implementation | None = None,
 ) -> Shaped[Array, "B K P parts *row"]:
-    """x [B, K, P, parts, ...] in host memory, with the first `count` i32[B] rows of each of the parts `new` [B, K, n,
-    ...] at row `at` i32[B] and those after it, of n <= P. Rows at or past P are dropped.
+    """Writes rows to x [B, K, P, parts, ...] in host memory, from row `at` i32[B] on.
 
-    In place where x is donated or a loop's carry. XLA reads, changes and writes a slice for each row of the batch.
-    `implementation`: see `explain`; all give the same.
+    They are the first `count` i32[B] rows of `new`, one array [B, K, n, ...] per part, n <= P. Rows at or past P are
+    dropped.
+
+    In place if x is donated or a loop's carry. XLA reads, changes and writes one slice for each row of the batch.
+    `implementation`: see `explain`; all give the same result.
     """
     return _append_rows(x, jnp.stack([part.astype(x.dtype) for part in new], axis=3), at, count)
 
 
 def _append_rows(x: Array, stacked: Array, at: Array, count: Array) -> Array:
-    """`host_append` of parts stacked as [B, K, n, parts, ...]. Takes vmap: what is mapped over becomes rows."""
+    """`host_append` of parts stacked as [B, K, n, parts, ...]. Under vmap the mapped axis becomes rows."""
 
     @jax.custom_batching.custom_vmap
     def append(x: Array, stacked: Array, at: Array, count: Array) -> Array:
@@ -220,18 +222,18 @@ def _append_each(x: Array, stacked: Array, at: Array, count: Array) -> Array:
     (B, K, P, *row), n = x.shape, stacked.shape[2]
     move = to_host if jax.typeof(x).memory_space == jax.memory.Space.Host else to_device
 
-    # A row at a time, a slice that is read, changed and written: in host memory XLA keeps this in place on CPU and
-    # GPU (a scatter too, but on a GPU it is the CPU that does it, with a warning). A slice past the end would be
-    # clamped, so it starts earlier and its first rows stay as they are.
+    # For one row at a time, a slice is read, changed and written: in host memory XLA does this in place, on CPU and
+    # GPU. (A scatter is in place too, but for a GPU the host's CPU executes it, with a warning.) A slice past the end
+    # would be clamped, so it starts earlier and its first rows stay as they are.
     def one_row(b: Array, x: Array) -> Array:
         first = jnp.minimum(at[b], P - n)
         source = first + jnp.arange(n) - at[b]
         fits = (source >= 0) & (source < count[b])
-        where = [jnp.asarray(i, jnp.int32) for i in (b, 0, first, *[0] * len(row))]  # of one type under x64 too
-        old = to_device(lax.dynamic_slice(x, where, (1, K, n, *row)))
-        mine = jnp.take(lax.dynamic_slice_in_dim(stacked, b, 1, axis=0), source, axis=2, mode="clip")
-        changed = jnp.where(fits.reshape(n, *[1] * len(row)), mine, old)
-        return lax.dynamic_update_slice(x, move(changed), where)
+        start = [jnp.asarray(i, jnp.int32) for i in (b, 0, first, *[0] * len(row))]  # of one dtype, also under x64
+        old = to_device(lax.dynamic_slice(x, start, (1, K, n, *row)))
+        new = jnp.take(lax.dynamic_slice_in_dim(stacked, b, 1, axis=0), source, axis=2, mode="clip")
+        changed = jnp.where(fits.reshape(n, *[1] * len(row)), new, old)
+        return lax.dynamic_update_slice(x, move(changed), start)
 
     return lax.fori_loop(0, B, one_row, x)
 
@@ -250,9 +252,9 @@ class HotTables(NamedTuple):
     """Which pages of a history on the host have a place on the device; n places for P pages."""
 
     page: Int32[Array, "B K n"]  # the page of each place; -1 for none
-    used: Int32[Array, "B K n"]  # 0 for places that were not used since the hand came by, 2 for those filled last
+    used: Int32[Array, "B K n"]  # 0 for places not used since the hand last passed, 2 for those filled last
     place: Int32[Array, "B K P"]  # where each page was last put; it is there if `page` of that place says so
-    hand: Int32[Array, "B K"]  # the place that the hand stands at
+    hand: Int32[Array, "B K"]  # the place that the hand points at
     loads: Int32[Array, "B K"]  # pages that got a place
 
 
@@ -264,11 +266,11 @@ def hot_places(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[HotTables, Int32[Array, "B K N"]]:
-    """Gives each page that a step wants a place, by the clock rule; the tables, and where each entry is.
+    """Gives each page that a step needs a place, by the clock rule; returns the tables and the place of each entry.
 
-    A step wants the first `found` entries of `index`, N <= n: i < P is a page, all of them different, which is at
-    place i32; P + r becomes n + r; and a negative number, or an entry past those found, becomes n. Places whose page
-    must be read are `used` as 2. `implementation`: see `explain`; all give the same.
+    A step needs the first `found` entries of `index`, N <= n. An entry i < P is a page, each a different one, and
+    becomes the page's place; P + r becomes n + r; a negative entry, or one past those found, becomes n. Places whose
+    page must be read have `used` = 2. `implementation`: see `explain`; all give the same result.
     """
     (B, K, N), n, P = index.shape, tables.page.shape[2], tables.place.shape[2]
     index = jnp.where(jnp.arange(N)[None, None] < found[..., None], index, -1)
@@ -281,7 +283,7 @@ def hot_places(
     def at(places: Array, which: Array) -> Array:
         return jnp.where(which, places, n)
 
-    # Places in the order in which the hand gives them up: first those that were not used, then the used ones, each from
+    # Places in the order in which the hand frees them: first those that were not used, then the used ones, both from
     # the hand on; never those of this step's hits.
     kept = put_last(jnp.zeros((B, K, n), bool), at(known, hit), True)
     was_used, at_hand = tables.used > 0, tables.hand[..., None]
@@ -299,7 +301,7 @@ def hot_places(
     misses = order[..., -1:]
     place = jnp.where(missed, jnp.take_along_axis(given, jnp.maximum(order - 1, 0), axis=2), known)
     last = jnp.take_along_axis(given, jnp.maximum(misses - 1, 0), axis=2)
-    # The hand has gone round to the place that it gave last, or all the way, and what it passed counts as unused.
+    # The hand has gone round to the place that it gave last, or all the way; places that it passed count as unused.
     distance = jnp.mod(jnp.arange(n)[None, None] - at_hand, n)
     swept = (distance <= jnp.mod(last - at_hand, n)) | (misses > total[0])
     used = (was_used & ~(swept & (misses > 0))).astype(jnp.int32)
@@ -321,8 +323,8 @@ def _hot_places_limit(kernel: Any, tables: HotTables, index: Array, found: Array
 
 @hot_places.mosaic
 def _hot_places_mosaic(kernel: Any, tables: HotTables, index: Array, found: Array) -> tuple[HotTables, Array]:
-    made, at = kernel.hot_places(tuple(tables), index, found)
-    return HotTables(*made), at
+    new_tables, at = kernel.hot_places(tuple(tables), index, found)
+    return HotTables(*new_tables), at
 
 
 @op(kernel="host.hot_pages")
@@ -335,11 +337,11 @@ def hot_load(
     *,
     implementation: Implementation | None = None,
 ) -> Parts:
-    """`zones`, parts [B, K, n * Z, D] on the device, with the pages that `hot_places` gave a new place.
+    """Reads the pages that `hot_places` gave a new place into `zones`, parts [B, K, n * Z, D] on the device.
 
-    For each place in `at`, which may lie past the n places, that is `used` as 2, its `page` is read from x [B, K, P,
-    parts, Z, D] in host memory. In place where the zones are donated or a loop's carry. XLA reads as many rows as `at`
-    has. `implementation`: see `explain`; all give the same.
+    For each place in `at` with `used` = 2, its `page` is read from x [B, K, P, parts, Z, D] in host memory; entries of
+    `at` may lie past the n places. In place if the zones are donated or a loop's carry. XLA reads as many rows as `at`
+    has entries. `implementation`: see `explain`; all give the same result.
     """
     source, to = _moved(page, used, at)
     return place_pages(zones, host_rows(x, source), to, page.shape[2])
@@ -388,8 +390,8 @@ def hot_load_float8(
 ) -> Parts:
     """`hot_load` of 8-bit floats (e4m3), whose bytes are x u8[B, K, P, parts, Z, D]; the zones get their values.
 
-    Half as much crosses the bus, and nothing is kept in between. The values are exact in bf16, f16 and f32.
-    `implementation`: see `explain`; all give the same.
+    Half the bytes cross the bus, without an intermediate copy. The values are exact in bf16, f16 and f32.
+    `implementation`: see `explain`; all give the same result.
     """
     source, to = _moved(page, used, at)
     values = tuple(lax.bitcast_convert_type(part, jnp.float8_e4m3fn) for part in host_rows(x, source))

@@ -48,7 +48,7 @@ class Explanation:
 
 
 class Op(Generic[P, R]):
-    """An operation: callable as its reference is, with `implementation` to say what runs. Made by `op`."""
+    """An operation: called like its reference, with `implementation` to say what runs. Made by `op`."""
 
     def __init__(
         self, reference: Callable[P, R], kernel: str, static_argnames: tuple[str, ...], derivative: Derivative
@@ -56,7 +56,7 @@ class Op(Generic[P, R]):
         functools.update_wrapper(self, reference)
         self.name = reference.__name__
         self.kernel = kernel  # folder and module in kvjax.kernels_pallas
-        self.reference = reference  # in it, operations are dispatched as anywhere
+        self.reference = reference  # operations inside it are dispatched as anywhere else
         self._signature = inspect.signature(reference)
         self._static = static_argnames
         self.operands = [n for n in self._signature.parameters if n not in (*static_argnames, "implementation")]
@@ -72,9 +72,9 @@ class Op(Generic[P, R]):
         return import_module(f"kvjax.kernels_pallas.{self.kernel}")
 
     def limit(self, f: Callable[..., str | None]) -> Callable[..., str | None]:
-        """Registers f(kernel's module, arguments): the limit of the kernel that they exceed, or None.
+        """Registers f(kernel's module, arguments), which returns the limit of the kernel that they exceed, or None.
 
-        It raises ValueError for arguments that no implementation takes.
+        f raises ValueError for arguments that no implementation takes.
         """
         self._limit = f
         return f
@@ -113,7 +113,7 @@ class Op(Generic[P, R]):
         return lax.platform_dependent(*operands, cuda=run, default=reference)
 
     def unsupported(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
-        """The limit of the kernel that these arguments exceed, on any machine; None if there is a kernel for them."""
+        """The limit of the kernel that these arguments exceed, on any machine; None if the kernel takes them."""
         given = self._arguments(*args, **kwargs)
         del given["implementation"]
         return self._limit(self.module, **given)
@@ -137,11 +137,11 @@ class Op(Generic[P, R]):
 def op(
     *, kernel: str, static_argnames: tuple[str, ...] = (), derivative: Derivative = "none"
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Makes an operation of a reference in plain JAX, which must take `implementation=None` and leave it unused.
+    """Makes an operation from a reference in plain JAX, which must take `implementation=None` and leave it unused.
 
     `kernel` is the folder and module of the kernel in `kvjax.kernels_pallas`, such as "attend.attend_span". Arguments
-    named in `static_argnames` are Python values; all others are pytrees of arrays. `derivative`: a kernel has none of
-    its own. It takes that of the reference, or "zero" for a selection of slots.
+    named in `static_argnames` are Python values; all others are pytrees of arrays. A kernel has no derivative of its
+    own: with `derivative` "reference" it takes that of the reference; "zero" is for a selection of slots.
     """
     return lambda reference: Op(reference, kernel, static_argnames, derivative)
 
@@ -149,11 +149,11 @@ def op(
 def explain(op: str | Op[..., Any], *args: Any, **options: Any) -> Explanation:
     """Which implementation `op` runs for these arguments, and why.
 
-    `op` is an operation of `kvjax.ops` or its name; the rest is what it takes, with `jax.ShapeDtypeStruct` for any
-    array. By default a GPU runs the Pallas Mosaic GPU kernel wherever there is one: jax >= 0.11, compute capability
-    9.0, shapes that it takes, and a time that was measured. All else runs the reference ("xla"). The decision is made
-    for the platform that a program is lowered for. A kernel asked for by name ("mosaic") runs, measured or not, or
-    raises NotImplementedError with the limit.
+    `op` is an operation of `kvjax.ops` or its name; the rest are its arguments, where any array may be a
+    `jax.ShapeDtypeStruct`. By default a GPU runs the Pallas Mosaic GPU kernel if it can: jax >= 0.11, compute
+    capability 9.0, shapes that the kernel takes, and a time that was measured. Everything else runs the reference
+    ("xla"). The decision is made for the platform that a program is lowered for. A kernel that is requested by name
+    ("mosaic") runs, measured or not, or raises NotImplementedError with the limit.
 
     >>> import jax, jax.numpy as jnp
     >>> scores, valid = (jax.ShapeDtypeStruct((8, 65536), dtype) for dtype in (jnp.float32, bool))
@@ -196,10 +196,10 @@ def explained() -> Iterator[list[Explanation]]:
 
 @contextmanager
 def use(implementation: Implementation | None) -> Iterator[None]:
-    """In the block, operations run `implementation`: "xla", "mosaic", or None for the default.
+    """Within the block, operations run `implementation`: "xla", "mosaic", or None for the default.
 
-    As if each call had it as its argument; a call that names another keeps that. It is a part of the keys of jit's
-    caches (`jax.make_user_context`): a jitted function is traced again where it differs.
+    The same as passing it to each call; a call that passes another one keeps that. It is a part of the keys of jit's
+    caches (`jax.make_user_context`), so a jitted function is traced again for another value.
     """
     with _implementation(_require(implementation)):
         yield
@@ -231,7 +231,7 @@ def _inside_reference(*, forced: bool, silent: bool) -> Iterator[None]:
 def _functions(
     op: Op[..., R], static: tuple[tuple[str, Any], ...], forced: bool, silent: bool
 ) -> tuple[Callable[..., R], Callable[..., R]]:
-    """The kernel and the reference, as functions of the operands alone."""
+    """The kernel and the reference, as functions of only the operands."""
     kernel = op.module
 
     def reference(*operands: Any) -> R:
@@ -262,7 +262,7 @@ def _why_not_in_shard_map(operands: Any) -> str | None:
 
 
 def shares_traces() -> bool:
-    """Whether equal calls may be traced once: not where `explained` lists each call, or a test changes a kernel."""
+    """Whether equal calls may be traced once: not while `explained` lists each call, or a test changes a kernel."""
     from kvjax.kernels_pallas import simt
 
     return _explained.get() is None and simt.has_cache()

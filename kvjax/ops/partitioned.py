@@ -1,8 +1,8 @@
 """A warning for GPU kernels whose operands are split over devices without a placement.
 
-XLA's partitioner knows no rule for a Pallas kernel. In a program for several devices it gathers all operands on every
-device, in every step, and says nothing; the results are right. Inside `jax.shard_map`, where `kvjax.Placement` runs
-everything, a kernel gets the part of its device.
+XLA's partitioner has no rule for a Pallas kernel. In a program for several devices it silently gathers all operands on
+every device, in every step; the results are correct. Inside `jax.shard_map`, where `kvjax.Placement` runs everything, a
+kernel gets the part of its device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-_whole = Primitive("kvjax_whole")  # its operand; lowering it tells for how many devices a program is
+_whole = Primitive("kvjax_whole")  # the identity; its lowering sees how many devices a program is for
 _whole.def_impl(lambda x, *, op: x)
 _whole.def_abstract_eval(lambda x, *, op: x)
 ad.deflinear2(_whole, lambda cotangent, x, *, op: [cotangent])
@@ -23,9 +23,9 @@ batching.primitive_batchers[_whole] = lambda args, axes, *, op: (_whole.bind(*ar
 
 
 def warn_if_partitioned(op: str, operands: Any) -> Any:
-    """The arrays of `operands`, of `op`'s kernel. Warns once when a program that splits them by itself is lowered.
+    """`operands` of the kernel of `op`, marked: warns once when a program for several devices is lowered.
 
-    All are marked, which adds nothing to the program: one that the kernel does not read is never lowered.
+    All arrays are marked, because one that the kernel does not read is never lowered. This adds nothing to the program.
     """
     return jax.tree.map(lambda x: _whole.bind(x, op=op), operands)
 
@@ -45,7 +45,7 @@ mlir.register_lowering(_whole, _lower)
 def _warn_once(devices: int, op: str) -> None:
     warnings.warn(
         f"the GPU kernel of {op} is compiled for {devices} devices without a placement, so XLA gathers its operands on "
-        "every device in every step, the whole cache among them; make the cache with "
+        "every device in every step, including the whole cache; make the cache with "
         "kvjax.init(..., placement=kvjax.Placement(mesh=..., batch=..., heads=...))",
         stacklevel=2,
     )

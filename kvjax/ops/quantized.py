@@ -31,13 +31,13 @@ def attend_quantized(
     """Attention of q [B, K, Q, D] over the slots [start, stop) of codes of k, v [B, K, S, D], in f32.
 
     start and stop are i32[B] or i32[B, Q]. Reads codes and scales a block of S/64 tokens (at least 256) at a time, so
-    it never holds the decoded cache. The products are of codes: scales of keys by channel multiply the queries, those
-    by token the scores, those of values the weights, Q multiplications a group in place of one for each of its values.
-    With more queries than a group has values (a prompt), each block is decoded instead. Slots outside of [start, stop)
-    may hold anything.
+    it never holds the decoded cache. The products use the codes themselves: scales of keys by channel multiply the
+    queries, scales of keys by token the scores, and scales of values the weights. That costs Q multiplications per
+    group in place of one for each of its values. With more queries than a group has values (a prompt), each block is
+    decoded instead. Slots outside of [start, stop) may hold anything.
 
-    `implementation`: see `explain`. The kernel rounds q, and products of scales with q and with weights (of keys by
-    token decoded keys) to bfloat16, and sums in f32.
+    `implementation`: see `explain`. The kernel rounds q, and products of scales with q and with weights (for keys by
+    token, decoded keys), to bfloat16, and sums in f32.
     """
     slots, D = keys.codes.shape[2], q.shape[-1]
     group = slots // min(keys.scales.shape[2], values.scales.shape[2])
@@ -48,7 +48,7 @@ def attend_quantized(
     operands = q, keys, values, start, stop
 
     def one(i: Array, q: Array, keys: QuantArray, values: QuantArray, start: Array, stop: Array) -> PartialAttention:
-        first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask what is done
+        first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask the overlap
         slot = (first + jnp.arange(block, dtype=jnp.int32))[None, None]
         mask = (slot >= jnp.maximum(start, i * block)[..., None]) & (slot < stop[..., None])  # [B, Q, block]
         seen = jnp.any(mask, axis=1)[:, None]
@@ -92,10 +92,10 @@ def attend_quantized_zones(
     scale: float,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B K Q D"]:
-    """[B, K, Q, D] in the dtype of q [B, K, Q, D]: `attend_quantized`, start and stop i32[B], and the spans of `recent`
-    and `sink`, if there is one.
+    """[B, K, Q, D] in the dtype of q [B, K, Q, D]: `attend_quantized`, merged with the spans of `recent` and `sink`.
 
-    `implementation`: see `explain`, of attend_quantized; its kernel takes a recent span in bfloat16 and no sink.
+    start and stop are i32[B]; there may be no sink. `implementation`: as for `attend_quantized`; the kernel takes a
+    recent span in bfloat16 and no sink.
     """
     history = attend_quantized(q, keys, values, start, stop, scale=scale)
     return attend_beside(history, q, None, recent, sink, scale=scale)
@@ -162,7 +162,7 @@ def _mix(weights: Array, values: QuantArray, seen: Array, channels: int) -> Arra
 
 
 def gather_quantized(code: QuantArray, selection: Selection, channels: int) -> Array:
-    """f32[B, K, H*M, D], the selected tokens of codes of [B, K, S, D]: reads and decodes those rows alone."""
+    """f32[B, K, H*M, D], the selected tokens of codes of [B, K, S, D]: reads and decodes only those rows."""
     index = flat_slots(selection)
     group = code.codes.shape[2] // code.scales.shape[2]
     codes = jnp.take_along_axis(code.codes, index, axis=2, mode="clip")

@@ -1,4 +1,4 @@
-"""The highest of scores: of each row, and of all heads of a group."""
+"""The highest scores: of each row, and of all heads of a group."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def top_k(
     """The k largest of scores f32[..., U] where `valid` (broadcastable bool) is true; ties go to the lower index.
 
     A row with fewer than k valid units gives all of them, and the rest of its selection is not valid. `implementation`:
-    see `explain`; all give the same.
+    see `explain`; all give the same result.
     """
     valid = jnp.broadcast_to(valid, scores.shape)
-    # A valid score of -inf must still come before what is not valid, and NaN must not rank first.
+    # A valid score of -inf must still come before units that are not valid, and NaN must not rank first.
     low = jnp.finfo(scores.dtype).min
     ranked = jnp.where(valid, jnp.where(scores >= low, scores, low), -jnp.inf)
     _, slots = lax.top_k(ranked, k)
@@ -55,8 +55,8 @@ def top_k_grouped(
     """The k highest units of all parts for a group of heads: `top_k` of `selection.reduce_scores`, in one kernel.
 
     A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U'], or [B, K, G, U'] under "per_head". Units are
-    numbered on from part to part; softmax is over the valid units of all. `implementation`: see `explain`; the kernel
-    may order units otherwise whose ranks differ by less than rounding.
+    numbered on from part to part; softmax is over the valid units of all parts. `implementation`: see `explain`; the
+    kernel may order units differently if their ranks differ by less than rounding.
     """
     heads = jnp.broadcast_shapes(*(ok.shape[:-1] for _, ok in parts))
     valid = jnp.concatenate([jnp.broadcast_to(ok, (*heads, ok.shape[-1])) for _, ok in parts], axis=-1)

@@ -19,10 +19,11 @@ from kvjax.selection import PackedSelection
 def score_1bit(
     q: Float[Array, "B K G D"], keys: OneBit, *, scale: float, implementation: Implementation | None = None
 ) -> Float[Array, "B K G S"]:
-    """f32[B, K, G, S]: scale * q.k~ of q [B, K, G, D] with every key k~ that `keys` [B, K, S, ...] decode to.
+    """f32[B, K, G, S]: scale * q.k~ of q [B, K, G, D] with every key k~ decoded from `keys` [B, K, S, ...].
 
-    Reads D/8 + 4 D/g bytes a key and KV head. Keys are expanded in blocks of S/64, at least 512, so no f32 copy of all
-    keys exists. `implementation`: see `explain`. The kernel multiplies in the 16 bits of the scales and sums in f32.
+    Reads D/8 + 4 D/g bytes per key and KV head. Keys are expanded in blocks of S/64, at least 512, so no f32 copy of
+    all keys exists. `implementation`: see `explain`. The kernel multiplies in the 16 bits of the scales and sums in
+    f32.
     """
     B, K, G, _ = q.shape
     S, groups = keys.bits.shape[2], keys.scale.shape[2]
@@ -66,9 +67,9 @@ def score_pages(
 ) -> Float[Array, "B K G P"]:
     """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and pages' corners [B, K, P, D].
 
-    As high >= low, the larger product is that with `high` where q_i > 0 and with `low` elsewhere, so the score is two
-    matrix products. Reads 2 D values a page and KV head. `implementation`: see `explain`. The kernel rounds q to the
-    16 bits of the corners and sums in f32.
+    Because high >= low, the larger product is that with `high` where q_i > 0 and with `low` elsewhere, so the score is
+    two matrix products. Reads 2 D values per page and KV head. `implementation`: see `explain`. The kernel rounds q to
+    the 16 bits of the corners and sums in f32.
     """
     q = q.astype(jnp.float32)
     parts = ((jnp.maximum(q, 0.0), high), (jnp.minimum(q, 0.0), low))
@@ -97,9 +98,9 @@ def rerank(
     scale: float,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B K G M"]:
-    """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the `listed` of the keys k~ that `keys` [B, K, S, ..] code.
+    """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the `listed` keys k~, decoded from `keys` [B, K, S, ...].
 
-    Reads 3/4 D bytes a listed key of subspaces of 8, in blocks of 512. `implementation`: see `explain`; the kernel
+    Reads 3/4 D bytes per listed key with subspaces of 8, in blocks of 512. `implementation`: see `explain`; the kernel
     takes subspaces of 8 with weights of 16 bits.
     """
     B, K, G, M = listed.slots.shape

@@ -77,8 +77,8 @@ def select_1bit(
 
     `keys` [B, K, S, ...] are scored for q [B, K, G, D]; pending tokens have slots from S on. The token of lowest rank
     comes last, the others in any order. `implementation`: see `explain`. The kernel scores as that of `score_1bit` and
-    ranks scores in f16, where one beyond 65504 is infinite; it may order tokens otherwise whose ranks differ by less
-    than its rounding.
+    ranks scores in f16, where one beyond 65504 is infinite; it may order tokens differently if their ranks differ by
+    less than its rounding.
     """
     return pack(select_top(score_1bit(q, keys, scale=scale), q, candidates, group_reduce, scale=scale))
 
@@ -89,9 +89,9 @@ def _select_1bit_limit(
 ) -> str | None:
     candidates.require(keys.bits.shape[2], 1)
     unknown = no_kernel_for(group_reduce)
-    of_step = jax.ShapeDtypeStruct((*q.shape[:2], q.shape[2] // candidates.steps, q.shape[3]), q.dtype)
-    pending = jax.ShapeDtypeStruct((*of_step.shape[:3], candidates.pending_slots), jnp.float32)
-    return unknown or kernel.unsupported(of_step, keys.bits, keys.scale, pending, group_reduce, candidates.room)
+    step_q = jax.ShapeDtypeStruct((*q.shape[:2], q.shape[2] // candidates.steps, q.shape[3]), q.dtype)
+    pending = jax.ShapeDtypeStruct((*step_q.shape[:3], candidates.pending_slots), jnp.float32)
+    return unknown or kernel.unsupported(step_q, keys.bits, keys.scale, pending, group_reduce, candidates.room)
 
 
 @select_1bit.mosaic
@@ -99,10 +99,10 @@ def _select_1bit_mosaic(
     kernel: Any, q: Array, keys: OneBit, candidates: Candidates, group_reduce: GroupReduce, *, scale: float
 ) -> PackedSelection:
     def one_pass(q: Array, candidates: Candidates) -> PackedSelection:
-        pending, wide, steps = candidates.pending, candidates.pending_slots, candidates.steps
-        how: dict[str, Any] = {"scale": scale, "pending_slots": wide, "local": candidates.local, "steps": steps}
+        pending, slots, steps = candidates.pending, candidates.pending_slots, candidates.steps
+        how: dict[str, Any] = {"scale": scale, "pending_slots": slots, "local": candidates.local, "steps": steps}
         if pending[0].dtype != keys.scale.dtype:  # the kernel takes scores in place of keys of another dtype
-            pending = join_steps(_pending_logits(q, candidates, scale), steps)[..., :wide], *pending[1:]
+            pending = join_steps(_pending_logits(q, candidates, scale), steps)[..., :slots], *pending[1:]
             how["pending_slots"] = None
         limit, room = candidates.limit, candidates.room
         return PackedSelection(
@@ -128,7 +128,7 @@ def select_pages(
 
     Boxes have corners [B, K, P, D] and are scored for q [B, K, G, D]; pending pages are numbered from P on. The page of
     lowest rank comes last, the others in any order. `implementation`: see `explain`. The kernel scores as that of
-    `score_pages`, pending keys too; it may order pages otherwise whose ranks differ by less than rounding.
+    `score_pages`, pending keys too; it may order pages differently if their ranks differ by less than rounding.
     """
     scores = score_pages(q, low, high, scale=scale)
     return pack(select_top(scores, q, candidates, group_reduce, unit=unit, scale=scale))
@@ -148,8 +148,8 @@ def _select_pages_limit(
 ) -> str | None:
     unknown = no_kernel_for(group_reduce)
     candidates.require(low.shape[2], unit)
-    keys, room, wide = candidates.pending[0], candidates.room, candidates.pending_slots
-    return unknown or kernel.unsupported(q, low, high, keys, group_reduce, room, unit, wide, candidates.steps)
+    keys, room, slots = candidates.pending[0], candidates.room, candidates.pending_slots
+    return unknown or kernel.unsupported(q, low, high, keys, group_reduce, room, unit, slots, candidates.steps)
 
 
 @select_pages.mosaic
@@ -203,8 +203,8 @@ def _select_4bit_limit(
     kernel: Any, *, q: Array, keys: Directions, listed: PackedSelection, candidates: Candidates, **_: Any
 ) -> str | None:
     candidates.require(listed.slots.shape[3], 1)
-    wide = candidates.pending_slots
-    return kernel.unsupported(q, *keys, listed.slots, candidates.pending[0], candidates.room, wide)
+    slots = candidates.pending_slots
+    return kernel.unsupported(q, *keys, listed.slots, candidates.pending[0], candidates.room, slots)
 
 
 @select_4bit.mosaic

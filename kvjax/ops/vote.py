@@ -1,4 +1,4 @@
-"""Votes for keys by their sign patterns, and the keys that have most of them."""
+"""Votes for keys by their sign patterns, and the keys with the most votes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def collide(
     seed: int | None = None,
     implementation: Implementation | None = None,
 ) -> UInt8[Array, "B K G S"]:
-    """Votes for keys whose sign patterns score high with q, one vote at most a subspace and limit.
+    """Votes for keys whose sign patterns score high with q, at most one vote per subspace and limit.
 
-    A key is known in a subspace of D/N channels by its sign pattern, `ids`, of which there are P = 2^(D/N), and a
-    pattern's score is the product of its signs with q. A key earns a vote for each of the `limits` that exceeds the
-    number of keys in patterns of higher score; `counts` says how many keys a pattern has. Several limits make nested
-    tiers. Votes, N T at most, must fit in a byte. With a `seed`, q is first rotated (`kvjax.rotate`).
+    In a subspace of D/N channels, a key is represented by its sign pattern, `ids`, one of P = 2^(D/N); a pattern's
+    score is the product of its signs with q. A key earns one vote for each of the `limits` that exceeds the number of
+    keys in patterns of higher score; `counts` has the number of keys of each pattern. Several limits make nested tiers.
+    Votes, at most N T, must fit in a byte. With a `seed`, q is first rotated (`kvjax.rotate`).
 
-    Reads N bytes a key. `implementation`: see `explain`; the kernel takes subspaces of 8. Where scores of patterns
-    differ by less than rounding, the kernel may order them otherwise.
+    Reads N bytes per key. `implementation`: see `explain`; the kernel takes subspaces of 8. If scores of patterns
+    differ by less than rounding, the kernel may order them differently.
     """
     B, K, G, D = q.shape
     S, N = ids.shape[2:]
@@ -62,9 +62,9 @@ def _keys_before(q: Array, counts: Array) -> Array:
     scores = jnp.einsum("bkgnm,pm->bkgnp", q, signs, precision="highest")
     shape = (*lead, 2**m)
     ids = jnp.broadcast_to(pattern.reshape((1,) * len(lead) + (-1,)), shape)
-    falling, held, ids = lax.sort((-scores, jnp.broadcast_to(counts[:, :, None], shape), ids), num_keys=1)
-    before = lax.cumsum(held, axis=held.ndim - 1) - held
-    ties = falling[..., 1:] == falling[..., :-1]  # equal patterns share the place of their first
+    falling, keys, ids = lax.sort((-scores, jnp.broadcast_to(counts[:, :, None], shape), ids), num_keys=1)
+    before = lax.cumsum(keys, axis=keys.ndim - 1) - keys
+    ties = falling[..., 1:] == falling[..., :-1]  # patterns of equal score share the place of the first one
     before = before.at[..., 1:].set(jnp.where(ties, 0, before[..., 1:]))
     return lax.sort((ids, lax.cummax(before, axis=before.ndim - 1)), num_keys=1)[1]
 
@@ -94,14 +94,14 @@ def most_voted(
     local: int = 0,
     implementation: Implementation | None = None,
 ) -> PackedSelection:
-    """The `count` i32[B] slots with most `votes` u8[B, K, G, S] of the first `length` i32[B]; ties go to the lower.
+    """The `count` i32[B] slots with the most `votes` u8[B, K, G, S] among the first `length` i32[B]; ties: the lower.
 
-    At most `room` of them, in order of slot, not of votes. With `complement` = (total, start, stop), count is at least
-    what makes `total` with the slots [start, stop - `local`) of something else. Each of these three is i32[B], a number
-    for all rows, or i32[B, T] for the heads of T decode steps.
+    At most `room` of them, in order of slot, not of votes. With `complement` = (total, start, stop), `count` is raised
+    so that the selected slots and the slots [start, stop - `local`) of another zone are at least `total` together. Each
+    of these three is i32[B], a number for all rows, or i32[B, T] for the heads of T decode steps.
 
-    Eight passes find the vote of the last place and two running sums the places: nothing is sorted. `implementation`:
-    see `explain`; all give the same.
+    Eight passes find the number of votes of the last place, and two running sums the places: nothing is sorted.
+    `implementation`: see `explain`; all give the same result.
     """
     B, K, G, S = votes.shape
     count = of_lists(count, G)

@@ -23,10 +23,10 @@ def put_token(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[list[Block], Bool[Array, " B"]]:
-    """The zones with the token k, v [B, K, 1, D] of each row that is `active` bool[B], in the first that has room; and
-    `overflow` bool[B], also true of rows where none had.
+    """Stores the token k, v [B, K, 1, D] of each row where `active` bool[B] is true, in the first zone that has room.
 
-    In place where zones are donated or a loop's carry. `implementation`: see `explain`; all give the same.
+    Returns the zones, and `overflow` bool[B], also true for rows where no zone had room. In place if zones are donated
+    or a loop's carry. `implementation`: see `explain`; all give the same result.
     """
     after, left = [], active
     for zone in zones:
@@ -61,16 +61,16 @@ def put_tokens(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[list[Block], Bool[Array, " B"]]:
-    """The zones with the first `count` i32[B] of the tokens k, v [B, K, T, D], which fill one zone after the other; and
-    `overflow` bool[B], also true of rows where some had no room.
+    """Stores the first `count` i32[B] of the tokens k, v [B, K, T, D], which fill one zone after the other.
 
-    In place where zones are donated or a loop's carry. `implementation`: see `explain`; all give the same.
+    Returns the zones, and `overflow` bool[B], also true for rows where a token had no room. In place if zones are
+    donated or a loop's carry. `implementation`: see `explain`; all give the same result.
     """
     after: list[Block] = []
     left = count = jnp.clip(count, 0, k.shape[2])
     for zone in zones:
         mine, taken = (k, v), jnp.clip(left, 0, zone.slots - zone.count)
-        if after:  # those that the zones before have not taken
+        if after:  # the tokens that earlier zones have not stored
             place = jnp.arange(k.shape[2])[None] + (count - left)[:, None]
             mine = take_rows(k, place), take_rows(v, place)
         after.append(put(zone, *mine, taken))

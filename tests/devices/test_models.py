@@ -128,7 +128,7 @@ def test_generated_tokens_are_those_of_one_device(
     split = split if model == "Auto" else on_explicit_axes(split, THREE.mesh)
     with jax.set_mesh(meshes[around]) if around else contextlib.nullcontext():
         if (model, cache, around) == ("Explicit", "Auto", ""):
-            with pytest.raises(ValueError, match=r"model lies on a mesh of Explicit axes and the cache on one of Auto"):
+            with pytest.raises(ValueError, match=r"model is on a mesh of Explicit axes and the cache on one of Auto"):
                 run(split, THREE.auto)
             return
         split = run(split, THREE if cache == "Explicit" else THREE.auto)
@@ -214,11 +214,11 @@ def test_cache_of_another_mesh_than_the_model_is_refused(models: tuple[Any, Any]
     reversed_mesh = jax.sharding.Mesh(MESH.devices[::-1], MESH.axis_names)
     settings = {"layers": 2, "placement": BOTH}
     for model, given, error in (
-        (one.model, settings, "the model lies on 1 device and the cache on 8"),
+        (one.model, settings, "the model is on 1 device and the cache on 8"),
         (
             split.model,
             {**settings, "placement": Placement(mesh=jax.make_mesh((4,), ("m",)), heads="m")},
-            "the model lies on 8 devices and the cache on 4",
+            "the model is on 8 devices and the cache on 4",
         ),
         (
             split.model,
@@ -237,7 +237,7 @@ def test_cache_of_another_mesh_than_the_model_is_refused(models: tuple[Any, Any]
     four = Placement(mesh=jax.make_mesh((4,), ("m",)), heads="m")
     for call in (split.model, jax.jit(lambda tokens, cache: split.model(tokens, cache))):
         cache = kvjax.init(kvjax.Full(), split.model.spec(batch=2, capacity=32), layers=2, placement=four)
-        with pytest.raises(ValueError, match="the model lies on 8 devices and the cache on 4"):
+        with pytest.raises(ValueError, match="the model is on 8 devices and the cache on 4"):
             call(jnp.zeros((2, 1), jnp.int32), cache)
 
 

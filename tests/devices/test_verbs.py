@@ -104,7 +104,7 @@ def test_grow_save_and_restore_keep_the_parts_in_place(filled: Any, tmp_path: Pa
     like = jax.eval_shape(partial(kvjax.init_layer, FIER, SPEC, other))
     assert_in_place(kvjax.restore(tmp_path, like))
     eight = dataclasses.replace(like, placement=Placement(mesh=jax.make_mesh((8,), ("x",)), heads="x"))
-    with pytest.raises(ValueError, match=r"splits 4 KV heads over 8 devices.*use an axis of 4 for heads"):
+    with pytest.raises(ValueError, match=r"cannot split 4 KV heads evenly over 8 devices.*use an axis of 4 for heads"):
         kvjax.restore(tmp_path, eight)
 
 
@@ -226,15 +226,15 @@ def test_gradients_are_those_of_one_device() -> None:
         (lambda: Placement(mesh=MESH, heads=4), "must be the name of an axis"),
         (
             lambda: kvjax.init(FIER, dataclasses.replace(SPEC, kv_heads=2), layers=1, placement=BOTH),
-            "splits 2 KV heads over 4 devices.*use an axis of 2 for heads",
+            "cannot split 2 KV heads evenly over 4 devices.*use an axis of 2 for heads",
         ),
         (
             lambda: kvjax.init(FIER, dataclasses.replace(SPEC, batch=3), layers=1, placement=BOTH),
-            "splits 3 rows over 2 devices.*make the batch a multiple of 2",
+            "cannot split 3 rows evenly over 2 devices.*make the batch a multiple of 2",
         ),
         (
             lambda: kvjax.init(FIER, dataclasses.replace(SPEC, kv_heads=1), layers=1, placement=BOTH),
-            r"splits 1 KV heads over 4 devices.*split the batch or the tokens of a row \(context\)",
+            r"cannot split 1 KV heads evenly over 4 devices.*split the batch or the tokens of a row \(context\)",
         ),
         (
             lambda: kvjax.insert(kvjax.init_layer(FIER, SPEC, BOTH), kvjax.init_layer(FIER, ONE, FOUR), 0),

@@ -392,7 +392,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no room beside the window": (lambda: presets.snapkv(budget=1), r"budget of Observation.*at least 2, got 1"),
     "kernel_size without a middle": (
         lambda: presets.snapkv(kernel_size=8),
-        r"kernel_size=8\) has no middle; use 7 or 9",
+        r"kernel_size=8\) must be odd; use 7 or 9",
     ),
     "eviction without a budget": (lambda: Evicting(evictor=LastQuery(), budget=0), r"budget=.*at least 1, got 0"),
     "prompt without queries": (
