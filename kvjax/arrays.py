@@ -1,8 +1,8 @@
 """Array types with dtype and axes in a signature, such as `Float[Array, "B K G D"]`.
 
-An axis that several arguments of a function name has one size. The names are those of `jaxtyping` where it is
-installed, and the suite then checks every call. Elsewhere they are `typing.Annotated`: nothing is checked. A string
-of one axis begins with a space, which linters need.
+An axis name that several arguments of a function share is one size. The types are those of `jaxtyping` if it is
+installed, and the test suite then checks every call. Otherwise they are `typing.Annotated`, and nothing is checked. A
+string with one axis begins with a space, which linters need.
 """
 
 from importlib import import_module

@@ -1,9 +1,9 @@
-"""Blocks: a run of slots a row, valid up to a count of its own.
+"""Blocks: buffers of slots per row, valid up to a count that differs by row.
 
 Rows of a batch have different lengths, so every zone of a cache is a buffer with `count i32[B]`, and every write
-goes to each row's own place. A write past the end is dropped, never clamped onto a token that is already there. After
-RoPE attention does not depend on the order of keys, so a block is a bag; zones that demote their oldest tokens keep
-them in order of arrival.
+goes to each row's own place. A write past the end is dropped, never clamped onto a stored token. After RoPE, attention
+does not depend on the order of keys, so a block is unordered; zones that demote their oldest tokens keep them in order
+of arrival.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def empty_block(spec: CacheSpec, slots: int) -> Block:
 
 
 def put(block: Block, k: Array, v: Array, count: Array) -> Block:
-    """Appends the first `count` i32[B] of the tokens k, v [B, K, T, D] of each row; what has no room is dropped."""
+    """Appends the first `count` i32[B] of the tokens k, v [B, K, T, D] of each row; tokens without room are dropped."""
     start = block.count
     return Block(
         write(block.k, k, start, count),
@@ -50,8 +50,8 @@ def put(block: Block, k: Array, v: Array, count: Array) -> Block:
 def write(buffer: Array, new: Array, start: Array, count: Array) -> Array:
     """buffer [B, K, S, ...] with new[b, :, i] at slot start[b] + i for i < count[b]; out of range is dropped.
 
-    One scatter, in place when the buffer is donated. On CPU, jaxlib before 0.11 widens a 16-bit scatter to f32 and so
-    copies the buffer; there f32 caches are the faster ones.
+    One scatter, in place when the buffer is donated. On CPU, jaxlib before 0.11 converts a 16-bit scatter to f32 and so
+    copies the buffer; f32 caches are faster there.
     """
     count = jnp.minimum(count, new.shape[2])
     if new.shape[0] == new.shape[2] == 1:

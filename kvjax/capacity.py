@@ -1,4 +1,4 @@
-"""A cache with room for more tokens: a conversation that outgrows its capacity goes on in a larger cache."""
+"""Growing a cache: a conversation that exceeds its capacity continues in a larger cache."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvjax.spec import require_int
 
 
 def grow(cache: C, capacity: int) -> C:
-    """The same tokens in a cache of `capacity` tokens a row, which must be at least that of `cache`.
+    """The same tokens in a cache of `capacity` tokens per row, which must be at least that of `cache`.
 
-    Copies every array, so that old and new cache are in memory together; programs compile anew for the new shapes.
+    Copies every array, so the old and the new cache are in memory together; programs compile again for the new shapes.
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=64)
@@ -26,13 +26,14 @@ def grow(cache: C, capacity: int) -> C:
     128
 
     Raises:
-      ValueError: a smaller capacity, no cache, or one whose arrays were donated.
+      ValueError: a smaller capacity, a `cache` that is not a cache, or one whose arrays were donated.
     """
     check_cache("grow", cache)
     capacity = require_int("grow(capacity=...)", capacity, at_least=1)
     if capacity < cache.spec.capacity:
         raise ValueError(
-            f"grow(capacity={capacity}) is below the cache's capacity of {cache.spec.capacity}; a cache cannot shrink"
+            f"grow(capacity={capacity}) is below the cache's capacity of {cache.spec.capacity}, and a cache cannot "
+            f"shrink; use at least {cache.spec.capacity}"
         )
     grown: Any
     if isinstance(cache, Cache):
@@ -43,7 +44,7 @@ def grow(cache: C, capacity: int) -> C:
 
 
 def _grow(layer: LayerCache, capacity: int) -> LayerCache:
-    """Slots are filled from the first on in every array of a state, so the larger array begins with the smaller."""
+    """Copies each array into the first slots of a larger one: in every array of a state, slots fill in order."""
     spec = dataclasses.replace(layer.spec, capacity=capacity)
     if isinstance(layer.policy, Refillable) and of_size(layer.policy, spec) != layer.policy:
         policy = of_size(layer.policy, spec)
@@ -56,12 +57,12 @@ def _grow(layer: LayerCache, capacity: int) -> LayerCache:
         if new.ndim != old.ndim or any(a < b for a, b in zip(new.shape, old.shape, strict=True)):
             raise ValueError(f"{layer.policy} cannot grow: an array of shape {old.shape} becomes {new.shape}")
         if isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer):
-            new = jax.device_put(new, old.sharding)  # the cache's own device need not be the default one
+            new = jax.device_put(new, old.sharding)  # the device of the cache need not be the default one
         with axes_of(mesh_of(old)):
             return lax.dynamic_update_slice(new, old, (0,) * new.ndim)
 
-    held = in_order_of_place(layer.policy, layer.spec, layer.placement, layer.state)
-    state = jax.tree.map(place, larger.state, held)
+    ordered = in_order_of_place(layer.policy, layer.spec, layer.placement, layer.state)
+    state = jax.tree.map(place, larger.state, ordered)
     state = in_order_of_place(layer.policy, larger.spec, layer.placement, state, back=True)
     if isinstance(layer.policy, Growing):
         with axes_of(mesh_of(layer.state.length)):

@@ -1,4 +1,4 @@
-"""Which KV heads of a model look far back: found by a rule, saved and loaded, and turned into policies."""
+"""Which KV heads of a model attend to distant tokens: saved and loaded, and turned into policies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax.spec import require_int
 
 @dataclass(frozen=True)
 class Heads:
-    """KV heads by layer, of a model with `kv_heads` KV heads a layer.
+    """KV heads by layer, of a model with `kv_heads` KV heads per layer.
 
     >>> heads = Heads(kv_heads=4, layers=((), (1, 3)))
     >>> heads.count
@@ -37,7 +37,7 @@ class Heads:
         return sum(map(len, self.layers))
 
     def policies(self, others: Policy, selected: Policy | None = None) -> PerLayer:
-        """`selected` (default `Full()`) for these heads and `others` for all others, layer by layer."""
+        """Policies with `selected` (default `Full()`) for these heads and `others` for all others, in each layer."""
         selected = Full() if selected is None else selected
 
         def one(heads: tuple[int, ...]) -> Policy:
@@ -45,8 +45,8 @@ class Heads:
                 return selected
             return PerHead(heads=heads, selected=selected, others=others) if heads else others
 
-        made = PerLayer.of([one(heads) for heads in self.layers])
-        return ByHeads(made.first, made.rest, heads=self)
+        policies = PerLayer.of([one(heads) for heads in self.layers])
+        return ByHeads(policies.first, policies.rest, heads=self)
 
     def as_json(self) -> dict[str, Any]:
         """The content of the file that `save` writes, for `json.dumps`."""
@@ -65,7 +65,7 @@ class Heads:
           ValueError: a file that `save` did not write.
         """
         if not Path(path).is_file():
-            raise FileNotFoundError(f"{path} is no file with the heads of a model; kvjax.heads.Heads.save writes one")
+            raise FileNotFoundError(f"{path} is not a file of a model's heads; kvjax.heads.Heads.save writes one")
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             return cls(found["kv_heads"], tuple(tuple(layer) for layer in found["layers"]))
@@ -77,7 +77,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class ByHeads(PerLayer):
-    """Policies by the heads of one model, which does not fit other layers or KV heads."""
+    """Policies for the heads of one model, which do not fit a model with other layers or KV heads."""
 
     heads: Heads = field(kw_only=True)
 
@@ -86,6 +86,6 @@ class ByHeads(PerLayer):
         for what, theirs, this in (("layers", len(own.layers), layers), ("KV heads", own.kv_heads, kv_heads)):
             if this is not None and this != theirs:
                 raise ValueError(
-                    f"the heads are those of a model of {theirs} {what} and this one has {this}; find its own by "
+                    f"the heads are those of a model of {theirs} {what} and this one has {this}; find its own with "
                     "kvjax heads MODEL --out heads.json"
                 )

@@ -1,4 +1,4 @@
-"""Arithmetic of indices that are never negative, and writes at indices of the last axis, each row for itself."""
+"""Arithmetic of indices that are never negative, and writes at indices along the last axis, separately for each row."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jax.typing import ArrayLike
 
 
 def quotient(indices: Array, unit: int) -> Array:
-    """`indices // unit` in the dtype of the indices, none of which is negative.
+    """`indices // unit` in the dtype of the indices, none of which may be negative.
 
-    One operation; `//` traces ten, for signs.
+    One operation; `//` traces ten, to handle signs.
 
     >>> quotient(jnp.array([0, 7, 8]), 8).tolist()
     [0, 0, 1]
@@ -20,7 +20,7 @@ def quotient(indices: Array, unit: int) -> Array:
 
 
 def remainder(indices: Array, unit: int) -> Array:
-    """`indices % unit` in the dtype of the indices, none of which is negative; one operation.
+    """`indices % unit` in the dtype of the indices, none of which may be negative; one operation.
 
     >>> remainder(jnp.array([0, 7, 8]), 8).tolist()
     [0, 7, 0]
@@ -31,8 +31,8 @@ def remainder(indices: Array, unit: int) -> Array:
 def put_last(x: Array, at: Array, values: ArrayLike) -> Array:
     """x [..., S] with `values`, broadcastable to [..., M], at the indices `at` i32[..., M] of its last axis.
 
-    Values whose index is below 0 or past S - 1 are dropped. Where indices are equal, any of their values may win. This
-    is one scatter; `x.at[b, k, at].set(...)` traces more operations, to count negative indices from the end.
+    Values whose index is below 0 or past S - 1 are dropped. If indices are equal, any of their values may win. This is
+    one scatter; `x.at[b, k, at].set(...)` traces more operations, to count negative indices from the end.
 
     >>> put_last(jnp.zeros((1, 4), int), jnp.array([[2, 9]], dtype=jnp.int32), 5).tolist()
     [[0, 0, 5, 0]]

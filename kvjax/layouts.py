@@ -1,9 +1,9 @@
-"""Packing orders and page arithmetic, stated once for the reference code and for the kernels.
+"""Packing orders and page arithmetic, defined once for the reference code and for the kernels.
 
-A packed row lies along the channels of one token, lowest bit first: channel 8*i + j of a token is bit j of its byte
-i. A token's signs are therefore D/8 adjacent bytes (16 at D = 128, one vector load), appending needs no alignment
-of tokens, and byte i is at once the sign pattern of the 8-channel subspace i. Little-endian words of four
-bytes keep the order, so a kernel may read the same memory as u32.
+A packed row runs along the channels of one token, lowest bit first: channel 8*i + j of a token is bit j of its byte i.
+A token's signs are therefore D/8 adjacent bytes (16 at D = 128, one vector load), appending needs no alignment of
+tokens, and byte i is also the sign pattern of the 8-channel subspace i. Little-endian words of four bytes keep the
+order, so a kernel may read the same memory as u32.
 
 Codes of 2, 4 and 8 bits follow the same rule: channel i * (8 / bits) + j is in byte i, from bit j * bits up. Codes of 3
 bits are two planes, as 3 does not divide a byte: D/4 bytes of their lower two bits, then D/8 bytes of their highest.
@@ -52,7 +52,7 @@ def pack_codes(codes: Array, bits: int) -> Array:
 
 
 def unpack_codes(packed: Array, channels: int) -> Array:
-    """u8[..., D * bits / 8] as codes u8[..., D] of D = `channels`, whose bits the two sizes tell."""
+    """u8[..., D * bits / 8] as codes u8[..., D] of D = `channels`; the two sizes give the bits."""
     bits = packed.shape[-1] * 8 // channels
     if bits == 8:
         return packed

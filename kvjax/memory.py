@@ -1,7 +1,7 @@
-"""Where arrays lie: device memory or pinned host memory. The one module that spells memory kinds.
+"""Where arrays are kept: device memory or pinned host memory. The only module that names memory kinds.
 
-A cache counts its bytes by the memory that they lie in, so that a report can state what a method costs the GPU
-and what it costs the host.
+A cache counts its bytes separately for the two memories, so that a report can state what a method costs on the GPU and
+on the host.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ T = TypeVar("T")
 HOST_KINDS = ("pinned_host", "unpinned_host")
 
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-"""`jax.jit(step, compiler_options=CONCURRENT)` lets a GPU do at the same time what does not depend on each other, and
-so read host memory for the next step (`Speculative`) beside the rest of this one. `kvjax.generate`'s loop has it."""
+"""`jax.jit(step, compiler_options=CONCURRENT)` lets a GPU run independent operations at the same time, and so read host
+memory for the next step (`Speculative`) during the rest of this one. `kvjax.generate`'s loop uses it."""
 
 
 def to_host(x: Array) -> Array:
-    """x in pinned host memory, inside and outside of jit. Its type then says so (f32<host>[...]), and XLA refuses to
-    mix it with arrays of device memory in one operation."""
+    """x in pinned host memory, inside and outside of jit. Its type shows it (f32<host>[...]), and XLA refuses to mix it
+    with arrays of device memory in one operation."""
     return jax.device_put(x, jax.memory.Space.Host)
 
 
@@ -38,15 +38,15 @@ def to_device(x: Array) -> Array:
 
 
 def host_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Zeros in pinned host memory. One of them is moved and spread out there, so that none of it lies on the device on
-    the way: a store may be larger than the device. (XLA says in a warning that the host does it, and means it.)"""
+    """Zeros in pinned host memory. One zero is moved there and broadcast, so that the array never occupies device
+    memory: a store may be larger than the device. (XLA warns that the host does the broadcast, which is intended.)"""
     return jnp.broadcast_to(to_host(jnp.zeros((), dtype)), shape)
 
 
 def vary_with(tree: Any, *like: Any) -> Any:
-    """`tree` with the type of arrays that differ from device to device, where arrays of `like` have it.
+    """`tree`, cast to vary over the mesh axes over which arrays of `like` vary.
 
-    Inside of `jax.shard_map` a loop that starts from zeros needs it: what it carries has one type from the start.
+    Inside of `jax.shard_map` a loop that starts from zeros needs this: its carry must have one type from the start.
     """
     axes = varying_axes(like)
 
@@ -58,21 +58,23 @@ def vary_with(tree: Any, *like: Any) -> Any:
 
 
 def _varying_axes(leaf: Any) -> frozenset[str]:
-    """Axes of a mesh over which an array differs; jax 0.11 has renamed where the type says so."""
+    """Mesh axes over which an array varies; jax 0.11 has renamed the field of the type."""
     aval: Any = jax.typeof(leaf)
     return aval.vma if hasattr(aval, "vma") else getattr(getattr(aval, "mat", None), "varying", frozenset())
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
-    """Axes of a mesh over which some array of `tree` differs, where `jax.shard_map` checks types."""
+    """Mesh axes over which some array of `tree` varies, where `jax.shard_map` checks types."""
     return frozenset[str]().union(*(_varying_axes(leaf) for leaf in jax.tree.leaves(tree)))
 
 
 def shapes(make: Callable[[], Any]) -> Any:
-    """The tree of arrays that `make` returns, as `jax.ShapeDtypeStruct`s that say in which memory of the default device
-    each would lie. It is traced, not run: nothing is allocated."""
+    """The arrays that `make` would return, as `jax.ShapeDtypeStruct`s with the memory kind on the default device.
+
+    `make` is traced, not run: nothing is allocated.
+    """
     traced = jax.jit(make).trace()
-    mesh = Mesh(np.array([_default_device()]), ("x",))  # jit reads the memory of a shape from a NamedSharding alone
+    mesh = Mesh(np.array([_default_device()]), ("x",))  # jit reads the memory kind of a shape only from a NamedSharding
 
     def shape(aval: Any) -> jax.ShapeDtypeStruct:
         kind = "pinned_host" if aval.memory_space == jax.memory.Space.Host else None
@@ -91,7 +93,7 @@ def _default_device() -> jax.Device:
 
 
 def on_host(x: Any) -> np.ndarray:
-    """x as numpy, where its parts may lie on the devices of several processes: then all of them must call this."""
+    """x as a NumPy array. If its parts are on the devices of several processes, all of these must call this."""
     if not isinstance(x, Array) or x.is_fully_addressable:
         return np.asarray(x)
     if not x.is_fully_replicated:
@@ -101,7 +103,7 @@ def on_host(x: Any) -> np.ndarray:
 
 
 def of_first_process(number: int) -> int:
-    """`number` as the first process has it. All processes call this, and wait for each other."""
+    """The `number` of the first process. All processes must call this; they wait for each other."""
     if jax.process_count() == 1:
         return number
     from jax.experimental import multihost_utils
@@ -115,10 +117,11 @@ def _everywhere(x: Array, sharding: NamedSharding) -> Array:
 
 
 def commit_together(tree: T) -> T:
-    """`tree`, all of whose arrays are bound to their device if any is, as those in host memory are.
+    """`tree`, with all arrays committed to their device if any is, as arrays in host memory are.
 
-    A program gives back all arrays bound if it got one that is, and jit compiles anew for each mixture. So a loop that
-    feeds a program what it gave back compiles it twice, unless all are bound from the start. Nothing is copied.
+    A program returns all arrays committed if one of its arguments is, and jit compiles again for each mixture. So a
+    loop that feeds a program its own results would compile it twice, unless all arrays are committed from the start.
+    Nothing is copied.
     """
     leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Array) and not isinstance(leaf, Tracer)]
     if not any(leaf.committed for leaf in leaves):
@@ -132,12 +135,12 @@ def commit_together(tree: T) -> T:
 
 
 def has_host_memory() -> bool:
-    """Whether the default device reads pinned host memory. CPU (where it is a name alone), GPU and TPU backends do."""
+    """Whether the default device reads pinned host memory. CPU (where it is only a name), GPU and TPU backends do."""
     return any(kind.kind == "pinned_host" for kind in _default_device().addressable_memories())
 
 
 class Bytes(NamedTuple):
-    """Bytes of a tree by where they lie.
+    """Bytes of a tree in device and host memory.
 
     >>> str(Bytes(device=3 * 2**20, host=0))
     '3.0 MiB on the device'
@@ -156,7 +159,7 @@ class Bytes(NamedTuple):
 
 
 def in_units(size: int) -> str:
-    """Bytes in the unit that makes them readable.
+    """Bytes as text in a readable unit.
 
     >>> in_units(1023), in_units(1536), in_units(5 * 2**30)
     ('1023 B', '1.5 KiB', '5.0 GiB')
@@ -170,10 +173,10 @@ def in_units(size: int) -> str:
 def nbytes(tree: Any) -> Bytes:
     """Bytes of the arrays of `tree` in device memory and in host memory.
 
-    An array that is split over devices counts with the part of one of them.
+    An array that is split over devices counts with the part of one device.
 
-    The arrays may be traced, or the shapes that `shapes` and `jax.eval_shape` return. A shape without a sharding counts
-    for the device. On a CPU backend the default memory is that of the device, whatever its kind is called there.
+    The arrays may be traced, or shapes as `shapes` and `jax.eval_shape` return them. A shape without a sharding counts
+    for the device. On a CPU backend the default memory counts as device memory, whatever its kind is called.
     """
     device = host = 0
     for leaf in jax.tree.leaves(tree):

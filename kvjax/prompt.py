@@ -1,13 +1,13 @@
-"""Attention of a chunk of prompt: over itself, and over what a cache stored before it.
+"""Attention of a chunk of a prompt: over itself, and over the tokens that a cache stored before it.
 
 A chunk of T tokens attends causally to itself and to every stored token. The stored part is a `PartialAttention` per
 zone, and all parts merge by their log-sum-exp. On an NVIDIA GPU each part is one cuDNN call, which reads keys and
-values where they lie, [B, K, S, D], skips the slots past a row's count, and takes no memory beside its output. On other
-platforms, and for what cuDNN does not take (f32, sliding windows over stored tokens), a block of keys at a time is
-multiplied in plain JAX.
+values in place, [B, K, S, D], skips the slots past a row's count, and takes no memory beside its output. On other
+platforms, and for inputs that cuDNN does not take (f32, sliding windows over stored tokens), plain JAX multiplies one
+block of keys at a time.
 
-A store whose keys lie elsewhere or in other bits gives blocks of them (`attend_blocks`): the codes of a quantised store
-are expanded, and the pages of a host store copied, one block at a time.
+A store with its keys in other memory or in few bits gives blocks of them (`attend_blocks`): the codes of a quantised
+store are expanded, and the pages of a host store copied, one block at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Axis: TypeAlias = str | tuple[str, ...]  # of a mesh
 Reader = Callable[[Any, Array | int, int], tuple[Array, Array]]
 """(state, first, size) -> keys and values [B, K, size, D] of the slots [first, first + size) of a store."""
 
-CPU_BLOCK = 1024  # slots a block
+CPU_BLOCK = 1024  # slots per block
 GPU_BLOCK = 16384  # slots of all rows together: 67 MB of bf16 keys and values at 8 heads of 128
 
 
@@ -72,10 +72,11 @@ def attend_chunk_after(
     window: int | None = None,
     own: PartialAttention | None = None,
 ) -> Array:
-    """Attention of q [B, K, G, T, D] over stored tokens and, causally, over its own k, v [B, K, T, D]: as q, in f32.
+    """Attention of q [B, K, G, T, D] over stored tokens and, causally, its own k, v [B, K, T, D]: shaped as q, in f32.
 
-    `attend_stored` gives the part of q [B, K, G, T', D] over what is stored, a part over Q = G*T'. It is asked for the
-    first T' queries alone that a sliding window lets see stored tokens. `own` is `attend_own` where it is known.
+    `attend_stored` gives the part of q [B, K, G, T', D] over stored tokens, a part over Q = G*T'. It is called for only
+    the first T' queries, those that see stored tokens under a sliding window. `own` is the result of `attend_own`, if
+    already computed.
     """
     B, K, G, T, D = q.shape
     own = attend_own(q, k, v, scale=scale, window=window) if own is None else own
@@ -136,10 +137,10 @@ def attend_blocks(
     unit: int,
     scale: float,
 ) -> PartialAttention:
-    """`attend_zone` over keys and values that `read` gives a block at a time, out of the `slots` slots of a store.
+    """`attend_zone` over keys and values that `read` returns a block at a time, out of the `slots` slots of a store.
 
-    A block has a multiple of `unit` slots, and one block is held at a time. On an H200 a second block, read ahead of
-    its use, gained nothing: XLA reads host memory by a kernel, in turn with the others.
+    A block has a multiple of `unit` slots, and one block is in memory at a time. On an H200 a second block, read ahead
+    of its use, gained nothing: XLA reads host memory by a kernel, one after the other with the rest.
     """
     rows = q.shape[0]
 
@@ -186,7 +187,10 @@ def _stream(
 
 @jax.custom_jvp
 def in_order(*arrays: Array) -> tuple[Array, ...]:
-    """The arrays, none of which is there before all are. Each keeps its own derivative: k and v may have none."""
+    """The arrays unchanged, behind a barrier: none is available before all are computed.
+
+    Each keeps its own derivative: k and v may have none.
+    """
     return tuple(lax.optimization_barrier(arrays))
 
 
@@ -195,7 +199,7 @@ in_order.defjvp(lambda primals, tangents: (in_order(*primals), tangents), symbol
 
 def takes_cudnn(dtype: Any, head_dim: int) -> bool:
     """Whether this process runs cuDNN attention on keys of this dtype and head size."""
-    if jax.default_backend() != "gpu" or _cudnn_call() is None:  # cuDNN's door asks for a GPU while tracing
+    if jax.default_backend() != "gpu" or _cudnn_call() is None:  # cuDNN's API needs a GPU while tracing
         return False
     largest = 256 if float(getattr(jax.devices()[0], "compute_capability", 0)) >= 9.0 else 128
     return dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= largest
@@ -205,16 +209,16 @@ def takes_cudnn(dtype: Any, head_dim: int) -> bool:
 
 
 def splits_queries(tokens: int, parts: int, window: int | None) -> bool:
-    """Whether the queries of a chunk are dealt to devices: in blocks of one size, and not where a window bounds them
-    already."""
+    """Whether the queries of a chunk are split over devices: in blocks of one size, and not if a window already bounds
+    the work."""
     return window is None and tokens % (2 * parts) == 0
 
 
 def attend_own_in_parts(q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float) -> PartialAttention:
     """`attend_own` of a chunk that all devices have, each for its part of the queries.
 
-    q [B, K, G, T, D] is cut into twice as many blocks as devices, and a device takes one from either end, as later
-    queries see more keys. One all-gather of D + 1 numbers a token and query head.
+    q [B, K, G, T, D] is cut into twice as many blocks as devices, and a device takes one from either end, because later
+    queries see more keys. One all-gather of D + 1 numbers per token and query head.
     """
     B, K, G, T, D = q.shape
     two = _own_blocks(q, k, v, axis, parts, scale=scale)
@@ -268,7 +272,7 @@ def _attend_blocks(
     block = min(block, slots)
 
     def one(i: Array, q: Array, state: Any, start: Array | None, stop: Array) -> PartialAttention:
-        first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask what is done
+        first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask the overlap
         slot = (first + jnp.arange(block, dtype=jnp.int32))[None, None]
         low = i * block if start is None else jnp.maximum(start, i * block)[..., None]
         mask = (slot >= low) & (slot < stop[:, None, None])  # bool[B, 1 or T, block]
@@ -289,9 +293,9 @@ def _nothing(q: Array) -> PartialAttention:
     return empty_part((B, K, G * T, D))
 
 
-# Kept under grad: its inputs alone. A branch that `platform_dependent` does not select is differentiated too, and would
-# hand its T x T weights on as zeros; traced once for all layers, a step of 8 layers at 16384 tokens takes 7 s and not
-# 47.
+# Under grad only its inputs are stored. A branch that `platform_dependent` does not select is differentiated too, and
+# would pass on its T x T weights as zeros. Tracing it once for all layers cuts a step of 8 layers at 16384 tokens from
+# 47 s to 7 s.
 @partial(jax.checkpoint, static_argnums=(3, 4))
 @partial(jax.jit, static_argnums=(3, 4))
 def _blocked(q: Array, k: Array, v: Array, scale: float, window: int | None) -> Array:
@@ -326,7 +330,7 @@ def _cudnn_part(q: Array, k: Array, v: Array, stop: Array, *, scale: float) -> P
 
 
 def _cudnn(q: Array, k: Array, v: Array, **how: Any) -> tuple[Array, Array]:
-    """f32[B, K, G*T, D] and its log-sum-exp f32[B, K, G*T] of q [B, K, G, T, D]; the products read q as k's dtype."""
+    """f32[B, K, G*T, D] and its log-sum-exp f32[B, K, G*T] of q [B, K, G, T, D]; products read q in the dtype of k."""
     B, K, G, T, D = q.shape
     call = _cudnn_call()
     assert call is not None
@@ -337,10 +341,10 @@ def _cudnn(q: Array, k: Array, v: Array, **how: Any) -> tuple[Array, Array]:
 
 @cache
 def _cudnn_call() -> Callable[..., Any] | None:
-    """cuDNN's attention with its f32 log-sum-exp, keys as [B, K, S, D]; None where this jax has none.
+    """cuDNN's attention with its f32 log-sum-exp, keys as [B, K, S, D]; None if this jax has none.
 
-    `jax.nn.dot_product_attention` is its public door. It rounds the log-sum-exp to the dtype of the queries, 3 % of a
-    part's weight in bfloat16, and takes keys as [B, S, K, D] alone, which costs a copy of what is stored.
+    `jax.nn.dot_product_attention` is its public API. It rounds the log-sum-exp to the dtype of the queries, 3 % of a
+    part's weight in bfloat16, and takes keys only as [B, S, K, D], which would cost a copy of the stored tokens.
     """
     try:
         from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention

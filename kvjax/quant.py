@@ -2,14 +2,14 @@
 
 By channel, a group is g consecutive tokens of one channel (keys have channels of very different size, and a channel
 keeps its size from token to token); by token it is g consecutive channels of one token. The 1-bit quantiser keeps the
-group's midpoint and half-range, so that a value decodes to the group's maximum or minimum. Those of 2, 3, 4 and 8 bits
-keep the minimum and the step: 2**bits levels from minimum to maximum.
+group's midpoint and half-range, so that a value decodes to the group's maximum or minimum. The quantisers of 2, 3, 4
+and 8 bits keep the minimum and the step: 2**bits levels from minimum to maximum.
 
-Scale and zero of 2 to 8 bits are two bfloat16 in one u32: a kernel loads both at once, and on CPU jaxlib before 0.11,
-which copies a 16-bit buffer to write into it, writes them in place. Codes are taken against the scale and zero that
-are stored, so rounding those adds no error to the values within the levels.
+With 2 to 8 bits, scale and zero point are two bfloat16 in one u32: a kernel loads both at once, and on CPU jaxlib
+before 0.11, which copies a 16-bit buffer to write into it, writes them in place. Codes are computed with the rounded
+scale and zero point that are stored, so their rounding adds no error to values within the levels.
 
-**Source:** FIER, section 3 (1-bit keys by group of tokens a channel). KIVI, section 3 (asymmetric minimum and step).
+**Source:** FIER, section 3 (1-bit keys, groups of tokens per channel). KIVI, section 3 (asymmetric minimum and step).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class OneBit(NamedTuple):
 def quantize_1bit(x: Float[Array, "*rows S D"], group: int, dtype: DTypeLike = jnp.bfloat16) -> OneBit:
     """1-bit codes of x [..., S, D], S a multiple of `group`; scale and zero are stored in `dtype`.
 
-    Codes are taken against the exact midpoint, before it is rounded to `dtype`.
+    Codes are computed with the exact midpoint, before it is rounded to `dtype`.
     """
     *lead, S, D = x.shape
     if S % group:
-        raise ValueError(f"quantize_1bit got S={S} tokens, which group={group} does not divide")
+        raise ValueError(f"quantize_1bit got S={S} tokens, which must be a multiple of group={group}")
     grouped = x.astype(jnp.float32).reshape(*lead, S // group, group, D)
     high, low = jnp.max(grouped, axis=-2), jnp.min(grouped, axis=-2)
     zero = (high + low) / 2

@@ -1,7 +1,7 @@
 """Sums that are the same to the bit in every program.
 
-A reduction may add in another order in another program. A page that a prompt brought would then differ in its last bit
-from the same page brought by single steps.
+A plain reduction may add in a different order in another program. A page that a prompt stored could then differ in its
+last bit from the same page stored by single steps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from jax import Array
 
 
 def sum_pairs(x: Array) -> Array:
-    """Sum over axis 3 by adding halves."""
+    """The sum over axis 3, by adding halves."""
     while (n := x.shape[3]) > 1:
         half = n // 2
         added = x[:, :, :, :half] + x[:, :, :, half : 2 * half]

@@ -1,14 +1,14 @@
 """Rotated keys: a fixed random rotation, and codes of directions in subspaces of 8 channels.
 
 Channels of a model's keys differ in size by orders of magnitude, so fixed codebooks fit them badly, and learnt ones
-drift as a text goes on. A random rotation R makes every key look alike: each subspace of 8 rotated channels is close to
-a uniformly random direction times a radius, so that codes follow from the geometry of the sphere, and never age. R is
-orthogonal, hence Rq.Rk = q.k: what is measured between rotated vectors holds for the vectors.
+become outdated as a text goes on. A random rotation R gives all keys the same distribution: each subspace of 8 rotated
+channels is close to a uniformly random direction times a radius, so that codes follow from the geometry of the sphere
+and never become outdated. R is orthogonal, hence Rq.Rk = q.k: products of rotated vectors are those of the vectors.
 
 R = H diag(s) / sqrt(D), the signs s from a seed, H a symmetric Hadamard matrix (entries +-1, rows orthogonal): for D a
 power of two that of Walsh and Hadamard, in D log2 D additions; for 12 times a power of two its product with Paley's
-matrix of order 12. So a head of 96 is mixed throughout (three blocks of 32 would not be), stays 96 wide, and takes 3/4
-of the index of a head of 128 (padded, it would take all of it). Other sizes are refused.
+matrix of order 12. So a head of 96 is mixed throughout (three blocks of 32 would not be), keeps its 96 channels, and
+takes 3/4 of the index of a head of 128 (padded, it would take all of it). Other sizes raise ValueError.
 
 **Source:** ParisKV, rotation and 4-bit direction codes; Paley 1933 (order 12). Estimate and weight are those of RaBitQ
 (Gao and Long 2024), a subspace at a time.
@@ -35,10 +35,10 @@ ROTATABLE = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # head sizes; `ops.colli
 class Directions(NamedTuple):
     """Keys by subspace of m channels: the direction in 4 bits a channel (sign and size), and a weight.
 
-    Bit j of byte n of `signs` is set where channel 8n + j is >= 0: with m = 8 a byte is the pattern of a subspace, 6
-    bytes each in all. Weights lie as bits because on CPU, jaxlib 0.10.2 widens all of a bf16 array to f32 to gather
-    some rows of it (16 MiB at 8 heads x 32K tokens). Coded weights are the key's length, 16 bits, and 4 bits a
-    subspace: which share of it the subspace has.
+    Bit j of byte n of `signs` is set where channel 8n + j is >= 0: with m = 8 a byte is the pattern of a subspace, and
+    a subspace takes 6 bytes in all. Weights are stored as bits because on CPU, jaxlib 0.10.2 converts a whole bf16
+    array to f32 to gather some of its rows (16 MiB at 8 heads x 32K tokens). Coded weights are the key's length, 16
+    bits, and 4 bits per subspace for its share of the length.
     """
 
     signs: Array  # u8[..., S, D/8]
@@ -48,22 +48,22 @@ class Directions(NamedTuple):
 
     @property
     def subspaces(self) -> int:
-        """How many there are, D/m."""
-        *_, wide = self.weights.shape
-        return 2 * (wide - 2) if self.weights.dtype == jnp.uint8 else wide
+        """The number of subspaces, D/m."""
+        *_, width = self.weights.shape
+        return 2 * (width - 2) if self.weights.dtype == jnp.uint8 else width
 
 
 def require_rotatable(head_dim: int) -> None:
-    """Raises ValueError where heads of this size have no rotation here."""
+    """Raises ValueError for a head size without a rotation."""
     if head_dim not in ROTATABLE:
         raise ValueError(
             f"head_dim={head_dim} cannot be rotated; it must be one of {', '.join(map(str, ROTATABLE))}. "
-            "Use a selector without rotation, as Fier"
+            "Use a selector without rotation, such as Fier"
         )
 
 
 def rotate(x: Array, seed: int) -> Array:
-    """f32[..., D]: R x. Lengths and inner products stay what they are, up to rounding in f32."""
+    """f32[..., D]: R x. Lengths and inner products do not change, up to rounding in f32."""
     D = x.shape[-1]
     require_rotatable(D)
     signs = jnp.asarray(_signs(D, seed)).reshape((1,) * (x.ndim - 1) + (D,))
@@ -71,8 +71,8 @@ def rotate(x: Array, seed: int) -> Array:
 
 
 def rotate_few(x: Array, seed: int) -> Array:
-    """As `rotate`, of few vectors, such as the queries of a step, by a product with R: on a GPU one kernel. The log2 D
-    rounds of additions are two there, of long chains of loads (8.4 us for 8 vectors of 128 on an H200)."""
+    """`rotate` for few vectors, such as the queries of a step, by a product with R: one kernel on a GPU. There the log2
+    D rounds of additions are two kernels with long chains of loads (8.4 us for 8 vectors of 128 on an H200)."""
     D = x.shape[-1]
     require_rotatable(D)
     R = _matrix(D, seed).reshape((1,) * (x.ndim - 1) + (D, D))
@@ -108,8 +108,8 @@ def encode(rotated: Array, *, correct: bool = True, subspace: int = SUBSPACE, co
     """Codes of rotated keys f32[..., S, D].
 
     With radius r and direction u of a subspace, and v the direction that its code decodes to, the weight is r / <v, u>
-    if `correct`: the decoded key then has the true product with the key itself. Otherwise it is r. With `coded_radii`
-    it is rounded to one of 16 shares of the key's length, by `radius_table`.
+    if `correct`: the product of the decoded key with the key itself is then exact. Otherwise it is r. With
+    `coded_radii` it is rounded to one of 16 shares of the key's length, by `radius_table`.
     """
     bounds, centres = lloyd_max(subspace)
     *lead, D = rotated.shape
@@ -177,7 +177,7 @@ def _decode_radii(coded: Array, subspace: int) -> Array:
 
 
 def _centre(planes: Sequence[Array], centres: np.ndarray) -> Array:
-    """f32 centre of each 3-bit index, by selects: they fuse, and a look-up in a table would not vectorise."""
+    """f32 centre of each 3-bit index, by selects: these fuse, whereas a table look-up would not vectorise."""
     bit0, bit1, bit2 = planes
     c = [np.float32(value) for value in centres]
     low = jnp.where(bit1, jnp.where(bit0, c[3], c[2]), jnp.where(bit0, c[1], c[0]))
@@ -191,9 +191,9 @@ def lloyd_max(m: int, levels: int = 8) -> tuple[np.ndarray, np.ndarray]:
 
     u is uniform on the sphere S^(m-1), so (u_j)^2 ~ Beta(1/2, (m-1)/2), and t = |u_j| has the density
     (1 - t^2)^((m-3)/2) up to a factor. A bound lies midway between its centres, a centre at the mean of its cell
-    (Lloyd, Max); the density is log-concave for m > 3, so that there is one such table. **Differs:** ParisKV's table
-    (centres .0420 .1266 .. .7633) is, to 2e-4, what 100 of Lloyd's steps from the quantiles give; this one is settled,
-    and its squared error is smaller by 1/5000.
+    (Lloyd, Max); the density is log-concave for m > 3, so there is exactly one such table. **Differs:** ParisKV's table
+    (centres .0420 .1266 .. .7633) is, to 2e-4, the result of 100 of Lloyd's steps from the quantiles; this one has
+    converged, and its squared error is smaller by 1/5000.
 
     >>> lloyd_max(8)[1].round(4).tolist()
     [0.0425, 0.128, 0.2152, 0.3053, 0.4003, 0.503, 0.6193, 0.7648]
@@ -213,7 +213,7 @@ def radius_table(m: int, D: int) -> tuple[np.ndarray, np.ndarray]:
     """Bounds f64[15] and centres f64[16] that quantise the radius of a subspace with least squared error.
 
     A rotated key of length 1 is uniform on the sphere S^(D-1), so the radius r of m of its D channels has
-    r^2 ~ Beta(m/2, (D-m)/2). It depends on nothing that was seen, so it does not age.
+    r^2 ~ Beta(m/2, (D-m)/2). The table does not depend on the text, so it never becomes outdated.
 
     >>> radius_table(8, 128)[1][[0, 7, 15]].round(3).tolist()
     [0.106, 0.241, 0.418]
@@ -228,20 +228,22 @@ def radius_table(m: int, D: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _settle(t: np.ndarray, mass: np.ndarray, moment: np.ndarray, centres: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Lloyd's steps from `centres` until they settle: bounds and centres, for the integrals of a density and of t times
-    it from t[0] to each t."""
+    """Runs Lloyd's steps from `centres` until they converge; returns bounds and centres.
+
+    `mass` and `moment` are the integrals of a density, and of t times the density, from t[0] to each t.
+    """
     for _ in range(10_000):
         edges = np.concatenate([[t[0]], (centres[1:] + centres[:-1]) / 2, [t[-1]]])
         new = np.diff(np.interp(edges, t, moment)) / np.diff(np.interp(edges, t, mass))
-        settled, centres = bool(np.abs(new - centres).max() < 1e-10), new
-        if settled:
+        converged, centres = bool(np.abs(new - centres).max() < 1e-10), new
+        if converged:
             break
     return (centres[1:] + centres[:-1]) / 2, centres
 
 
 def turned(D: int, seed: int) -> int:
-    """Bits of the channels whose sign in s is -1. Python's generator: its stream is the same in every version, so
-    stored codes stay readable."""
+    """A bit mask of the channels whose sign in s is -1. It uses Python's generator, whose stream is the same in every
+    version, so stored codes stay readable."""
     return random.Random(seed).getrandbits(D) ^ ((1 << D) - 1)
 
 
@@ -263,7 +265,7 @@ def _paley_12() -> np.ndarray:
 
 
 def _factor(D: int) -> tuple[int, int]:
-    """(power of two, the rest) with D their product, and the rest odd, or 12 where 12 divides as far as possible."""
+    """(power of two, rest) with D as their product. The rest is odd, or 12 if D is 12 times a power of two."""
     power = D & -D
     odd = D // power
     return (power // 4, 12) if odd == 3 and power >= 4 else (power, odd)

@@ -1,4 +1,4 @@
-"""Verbs that change rows of a cache: take back tokens, cut a prefix off, insert a prefilled row."""
+"""Functions that change rows of a cache: take back tokens, shorten to a prefix, insert a prefilled row."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from kvjax.validation import check_array, shown
 
 
 def room(cache: Cache | LayerCache) -> Array:
-    """Tokens that each row can take before a flush is due or the cache is full: i32[B], of the layer with the fewest.
+    """Tokens that each row can take before a flush is due or the cache is full: i32[B], the minimum over layers.
 
     Raises:
-      ValueError: a policy that cannot tell, as it does not take back tokens either: see `rollback`.
+      ValueError: a policy without `free`, because it cannot take back tokens either: see `rollback`.
     """
     check_cache("room", cache)
     with own_axes(cache):
@@ -48,16 +48,15 @@ def room(cache: Cache | LayerCache) -> Array:
 
 
 def rollback(cache: C, lengths: ArrayLike) -> C:
-    """`cache` with the first `lengths` i32[B] tokens of each row, as if later ones had never come.
+    """`cache` with the first `lengths` i32[B] tokens of each row, as if later ones had never been stored.
 
-    Takes back tokens of the recent block, and moves no array: what a draft proposed and the model did not accept. A
-    token that came after a flush was due cannot be taken back past that flush, so take at most `room(cache)` tokens
-    between two rollbacks.
+    Takes back tokens of the recent block, such as drafted tokens that the model did not accept, and moves no array.
+    Tokens cannot be taken back past a flush, so store at most `room(cache)` tokens between two rollbacks.
 
     Raises:
-      ValueError: a policy that forgets (`Evicting`) or remembers its last step (`Speculative`); lengths past what is
-        there or before the last flush. Under jit, where lengths are not known, such a row stays as it is and
-        `raise_on_overflow` reports it.
+      ValueError: a policy that forgets tokens (`Evicting`) or remembers its last step (`Speculative`); a length beyond
+        the tokens of the row or before its last flush. Under jit, where lengths are not known, such a row stays as it
+        is and `raise_on_overflow` reports it.
     """
     check_cache("rollback", cache)
     target = _target_lengths("rollback", cache, lengths)
@@ -73,17 +72,18 @@ def rollback(cache: C, lengths: ArrayLike) -> C:
 
 
 def truncate(cache: C, lengths: ArrayLike) -> C:
-    """`cache` with the first `lengths` i32[B] tokens of each row, any number up to what it holds.
+    """`cache` with the first `lengths` i32[B] tokens of each row, any number up to its length.
 
-    A long prompt is read once, and any shorter prefix of it is then a cache for `insert` or for a prompt that goes on
-    otherwise: all that is held equals, to the bit, the cache of the shorter prompt. Costs about as much as a flush. The
-    result has the same capacity; the tokens that a `Retrieval` or a `Compressed` holds lie where `prefill` of the
-    shorter prompt would put them.
+    Read a long prompt once, and use any shorter prefix of it for `insert`, or for a prompt that continues differently:
+    everything in the result equals, to the bit, the cache of the shorter prompt. Costs about as much as a flush. The
+    result has the same capacity; the tokens of a `Retrieval` or a `Compressed` are where `prefill` of the shorter
+    prompt would put them.
 
     Raises:
       ValueError: a policy that evicts or remembers its last step (`Evicting`, `Speculative`), a store that keeps codes
-        in place of keys and values, a demotion that forgets the order of tokens; lengths below 0 or past what is there.
-        Under jit, where lengths are not known, such a row stays as it is and `raise_on_overflow` reports it.
+        in place of keys and values, a demotion that forgets the order of tokens; a length below 0 or beyond the tokens
+        of the row. Under jit, where lengths are not known, such a row stays as it is and `raise_on_overflow` reports
+        it.
     """
     check_cache("truncate", cache)
     target, layers = _target_lengths("truncate", cache, lengths), layers_of(cache)
@@ -94,18 +94,20 @@ def truncate(cache: C, lengths: ArrayLike) -> C:
                 "last step, so prefill the shorter prompt instead"
             )
     if not isinstance(lengths, Tracer) and not isinstance(layers[0].length, Tracer):
-        known, held = np.asarray(target), on_host(layers[0].length)
-        for row in np.flatnonzero((known < 0) | (known > held)):
-            raise ValueError(f"truncate of row {row} to {known[row]} tokens: it holds {held[row]}")
+        known, length = np.asarray(target), on_host(layers[0].length)
+        for row in np.flatnonzero((known < 0) | (known > length)):
+            raise ValueError(
+                f"truncate of row {row} to {known[row]} tokens: it holds {length[row]}; use 0 to {length[row]}"
+            )
     return _truncate_on_parts(cache, target) if layers[0].placement else _truncate(cache, target)
 
 
 def insert(cache: C, prefix: C, row: int | Array) -> C:
     """`cache` with row `row` replaced by `prefix`, a cache of batch 1 with the same policies and capacity.
 
-    A server prefills a request alone and inserts it into a running batch. A traced row that the cache does not have
-    changes nothing; one that is known raises ValueError. Where `cache` has a placement, give `prefix` the same one
-    without `batch`, as one row cannot be split.
+    A server prefills a request separately and inserts it into a running batch. A `row` that the cache does not have
+    raises ValueError, or, if it is traced, changes nothing. If `cache` has a placement, give `prefix` the same one
+    without `batch`, because one row cannot be split.
     """
     check_cache("insert(cache=...)", cache)
     check_cache("insert(prefix=...)", prefix)
@@ -143,8 +145,8 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
 def _reversible(layer: LayerCache, verb: str) -> Reversible:
     if not isinstance(layer.policy, Reversible):
         raise ValueError(
-            f"{verb} needs a policy that can take back tokens, which {layer.policy!r} cannot: it has forgotten or "
-            "remembers more than what it stores; use Full, Retrieval or Compressed, or a copy of the cache"
+            f"{verb} needs a policy that can take back tokens, which {layer.policy!r} cannot: it evicts tokens, or "
+            "keeps more than tokens from step to step; use Full, Retrieval or Compressed, or a copy of the cache"
         )
     return layer.policy
 
@@ -167,7 +169,7 @@ def _check_reach(target: np.ndarray, earliest: Array, length: Array) -> None:
     for row in np.flatnonzero((target < first) | (target > last)):
         raise ValueError(
             f"rollback of row {row} to {target[row]} tokens: it holds {last[row]}, and can go back to {first[row]}, "
-            "where its recent block was last flushed; kvjax.room says how many it takes before that"
+            "where its recent block was last flushed; kvjax.room says how many tokens it takes before the next flush"
         )
 
 
@@ -192,18 +194,18 @@ def _insert(cache: C, prefix: C, row: int | Array) -> C:
 
 
 def _insert_if_in_range(cache: Any, prefix: Any, row: Array) -> Any:
-    there = (row >= 0) & (row < jax.tree.leaves(cache)[0].shape[0])
-    return lax.cond(there, lambda cache: _insert(cache, prefix, row), lambda cache: cache, cache)
+    in_range = (row >= 0) & (row < jax.tree.leaves(cache)[0].shape[0])
+    return lax.cond(in_range, lambda cache: _insert(cache, prefix, row), lambda cache: cache, cache)
 
 
 @partial(jax.jit, inline=True)
 def _insert_on_parts(cache: Any, prefix: Any, row: Array) -> Any:
-    """Each device has all of the prefix's row for its heads; those write it that hold the row of the cache."""
+    """Each device has the prefix's row for its own heads; the devices that hold the row of the cache write it."""
     layers, ones = layers_of(cache), layers_of(prefix)
     placement = placement_of(layers[0])
     whole = [specs_of(layer) for layer in layers]
-    of_one = dataclasses.replace(placement, batch=None)
-    one = [state_specs(layer.policy, layer.spec, of_one) for layer in ones]
+    row_placement = dataclasses.replace(placement, batch=None)
+    one = [state_specs(layer.policy, layer.spec, row_placement) for layer in ones]
 
     def local(states: list[Any], prefix: list[Any], row: Array) -> list[Any]:
         rows = layers[0].spec.batch // placement.parts("batch")
@@ -217,14 +219,14 @@ def _insert_on_parts(cache: Any, prefix: Any, row: Array) -> Any:
 
 
 def _as_spec_of(prefix: Any, cache: Any) -> Any:
-    """`prefix` with the static fields of `cache`, whose batch differs."""
+    """`prefix` with the static fields of `cache`, which has another batch."""
     return jax.tree.unflatten(jax.tree.structure(cache), jax.tree.leaves(prefix))
 
 
 def _with_policies_of(cache: Any, prefix: Any) -> Any:
-    """`prefix` with the policies of `cache`: one row may be too short for a policy that serves a batch."""
+    """`prefix` with the policies of `cache`: at batch 1, a policy may have been replaced by `Full` (`of_size`)."""
 
-    def mend(own: LayerCache, layer: LayerCache) -> LayerCache:
+    def convert(own: LayerCache, layer: LayerCache) -> LayerCache:
         old = layer.policy
         wanted = of_size(old, own.spec)
         if not isinstance(old, Refillable) or wanted == layer.policy or wanted != own.policy:
@@ -233,7 +235,7 @@ def _with_policies_of(cache: Any, prefix: Any) -> Any:
 
     if not isinstance(prefix, Cache) or len(cache.layers) != len(prefix.layers):
         return prefix
-    return Cache(tuple(mend(*two) for two in zip(cache.layers, prefix.layers, strict=True)))
+    return Cache(tuple(convert(*two) for two in zip(cache.layers, prefix.layers, strict=True)))
 
 
 def _kinds(cache: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """Settings written as text: "fier:budget=256,group=16" names a function and the arguments to call it with.
 
-A value is read by the default of its parameter: where that is a bool, "no" and "0" mean False. All other values are
-read as Python writes them, and what is no Python value is a string.
+A value is read by the default of its parameter: if that is a bool, "no" and "0" mean False. All other values are read
+as Python literals, and anything else is a string.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def read_settings(text: str, make: Callable[..., Any], *, where: str = "setting"
     {'budget': 256, 'host': False, 'group_reduce': 'per_head'}
 
     Raises:
-      ValueError: a part that is no SETTING=VALUE, a name that `make` does not take, a name given twice, a bool that is
+      ValueError: a part that is not SETTING=VALUE, a name that `make` does not take, a name given twice, a bool that is
         neither true nor false.
     """
     name, _, rest = text.partition(":")
@@ -32,7 +32,7 @@ def read_settings(text: str, make: Callable[..., Any], *, where: str = "setting"
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if key not in known or not equals:
             cure = f"write NAME=VALUE, of {', '.join(known)}" if known else "it has no settings"
-            raise ValueError(f"{where} {text}: {part!r} sets nothing of {name}; {cure}")
+            raise ValueError(f"{where} {text}: {part!r} is not a setting of {name}; {cure}")
         if key in settings:
             raise ValueError(f"{where} {text}: {key} is given twice; give it once")
         settings[key] = _read(value, known[key].default, f"{where} {text}: {key}")

@@ -310,9 +310,9 @@ def assert_one_line(result, message, code=2):
         (("--prompt", "a", "--cache", "fire"), "unknown cache 'fire'; did you mean 'fier'?"),
         (
             ("--prompt", "a", "--cache", "fier:grup=16"),
-            "'grup=16' sets nothing of fier; write NAME=VALUE, of budget, gr",
+            "'grup=16' is not a setting of fier; write NAME=VALUE, of budget, gr",
         ),
-        (("--prompt", "a", "--cache", "fier:group"), "'group' sets nothing of fier"),
+        (("--prompt", "a", "--cache", "fier:group"), "'group' is not a setting of fier"),
         (("--prompt", "a", "--cache", "fier:group=x"), "Fier(group=...) must be an integer, got 'x'"),
         (("--prompt", "a", "--budget", 64), "the cache 'full' has no budget; leave it out, or use one of fier"),
         (("--prompt", "a", "--cache", "fier", "--budget", 0), "budget=...) must be at least 1, got 0"),
@@ -535,13 +535,13 @@ def test_compare_refuses_what_it_cannot_run(kvjax, checkpoint):
 REFUSED = [
     # generate
     ("generate --prompt a --cache fier:anchors=2+99", "anchors name layer 99, and the model has layers 0 to 2"),
-    ("generate --prompt a --cache full:budget=3", "'budget=3' sets nothing of full; it has no settings"),
+    ("generate --prompt a --cache full:budget=3", "'budget=3' is not a setting of full; it has no settings"),
     (
         "generate --prompt a --cache streaming_llm:rope_theta=x",
         "streaming_llm(rope_theta=...) must be a finite number, got 'x'",
     ),
     ("generate --prompt a --cache razorattention:heads=3", "takes a kvjax.heads.Heads or a file of them, got 3"),
-    ("generate --prompt a --cache razorattention:heads=/no", "/no is no file with the heads of a model; kvjax.heads"),
+    ("generate --prompt a --cache razorattention:heads=/no", "/no is not a file of a model's heads; kvjax.heads"),
     ("generate --prompt a --cache magicpig:tables=100000", "takes at most 32 bits and 4096 tables"),
     ("generate --prompt a --cache magicpig:bits=40", "takes at most 32 bits and 4096 tables"),
     ("generate --prompt a --cache pqcache:parts=3", "does not divide head_dim=8; use a divisor of 8"),

@@ -125,11 +125,11 @@ def test_a_comparison_takes_a_mask_whose_last_layer_is_split(method: str, tmp_pa
         ),
         (
             lambda: kvjax.init(heads.Heads(kv_heads=2, layers=((1,), ())).policies(Full()), SPEC, layers=3),
-            "heads are those of a model of 2 layers and this one has 3; find its own by kvjax heads MODEL",
+            "heads are those of a model of 2 layers and this one has 3; find its own with kvjax heads MODEL",
         ),
         (
             lambda: kvjax.init(heads.Heads(kv_heads=4, layers=((1,), ())).policies(Full()), SPEC, layers=2),
-            "heads are those of a model of 4 KV heads and this one has 2; find its own by kvjax heads MODEL",
+            "heads are those of a model of 4 KV heads and this one has 2; find its own with kvjax heads MODEL",
         ),
         (
             lambda: presets.check_reaches(heads.Heads(kv_heads=2, layers=((1,), ())).policies(Full()), 1, "duo"),

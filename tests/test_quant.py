@@ -39,7 +39,7 @@ def test_scales_take_16_bits_and_codes_one() -> None:
 
 
 def test_group_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="S=10 tokens, which group=4 does not divide"):
+    with pytest.raises(ValueError, match="S=10 tokens, which must be a multiple of group=4"):
         quantize_1bit(jnp.zeros((10, 8)), 4)
 
 

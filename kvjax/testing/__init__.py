@@ -1,14 +1,14 @@
 """The laws of a cache policy, to run on a policy of your own.
 
     report = kvjax.testing.check_policy(MyPolicy(...), spec)
-    print(report)                   # one row a law: held, failed or does not apply, each with its reason
+    print(report)                   # one row per law: held, failed or does not apply, each with its reason
     report.raise_for_failures()     # AssertionError with all failures
 
-A law compares a policy with the simplest independent thing: attention in numpy float64, or the same policy fed in
-another way. Where a store keeps keys and values in few bits, the attention to compare with is over what the store gives
-back for tokens that have left the recent block, and over exact keys and values for all others.
+A law compares a policy with a simple, independent reference: attention in NumPy float64, or the same policy fed in
+another way. If a store keeps keys and values in few bits, the reference attends to the values that the store returns
+for tokens that have left the recent block, and to exact keys and values for all others.
 
-A policy is known by its fields, not by its class. `budget` with `selector` says that it selects, `budget` with
+A policy is recognised by its fields, not by its class. `budget` with `selector` means that it selects, `budget` with
 `evictor` that it evicts, `store` with `demote` and `local` that it has a history of chunks; without a budget it attends
 to every token. A law that needs a field which a policy lacks does not apply, and its row says which.
 """
@@ -40,17 +40,17 @@ def check_policy(
 ) -> Report:
     """Runs the laws on a policy and reports which held, which failed and which do not apply.
 
-    An error of the policy is a failure of the law that met it, and the other laws still run. All laws take some
-    minutes on a CPU, most of it compiling; `laws` takes a few of them.
+    An error of the policy is a failure of the law that raised it, and the other laws still run. All laws take some
+    minutes on a CPU, most of it compiling; `laws` restricts them.
 
     Args:
-      policy: anything with the verbs of `kvjax.Policy`, for one layer.
+      policy: any object with the verbs of `kvjax.Policy`, for one layer.
       spec: sizes to run with; default a small f32 cache of three rows, with room for several chunks of the policy.
       laws: names from `LAWS`; default all.
-      progress: called before each law with how many are done, how many there are, and the law's name; `print` will do.
+      progress: called before each law with the number of laws done, their number, and the law's name; `print` works.
 
     Raises:
-      ValueError: an unknown law, or what is no policy or spec, as a class.
+      ValueError: an unknown law, or a policy or spec that is not one, such as a class.
 
     >>> import kvjax
     >>> check_policy(kvjax.Full(), laws=["policy_is_a_value"])["policy_is_a_value"].outcome

@@ -1,9 +1,9 @@
 """The parts of a policy and of its state, found by the names of their fields and never by their class.
 
-The laws are for policies that nobody here has seen. A policy with `budget` and `selector` selects; one with `budget`
-and `evictor` evicts; one with `budget` and `hashing` samples; one with `store` and `demote` has a history; one that
-holds another policy in a field is read through that field. In a state, a zone is anything with `count` and `slots`. A
-law that needs a part that a policy does not have raises `DoesNotApply`.
+The laws also run on policies of other packages. A policy with `budget` and `selector` selects; one with `budget` and
+`evictor` evicts; one with `budget` and `hashing` samples; one with `store` and `demote` has a history; one that holds
+another policy in a field is read through that field. In a state, a zone is anything with `count` and `slots`. A law
+that needs a part which a policy does not have raises `DoesNotApply`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvjax.memory import to_device
 
 
 class DoesNotApply(Exception):
-    """A law asks for something that the policy does not have. The message says what."""
+    """A law needs something that the policy does not have. The message says what."""
 
 
 # ------------------------------------------------------------------------------------------------------------ policies
@@ -51,7 +51,9 @@ def with_fields(policy: Any, **changes: Any) -> Any:
     if field is not None:
         return dataclasses.replace(policy, **{field: with_fields(getattr(policy, field), **changes)})
     if not dataclasses.is_dataclass(policy) or isinstance(policy, type):
-        raise DoesNotApply(f"{type(policy).__name__} is no dataclass, so no copy with {', '.join(changes)} can be made")
+        raise DoesNotApply(
+            f"{type(policy).__name__} is not a dataclass, so no copy with another {', '.join(changes)} can be made"
+        )
     return dataclasses.replace(policy, **changes)
 
 
@@ -77,7 +79,7 @@ def samples(policy: Any) -> bool:
 
 
 def ranks(policy: Any) -> bool:
-    """Whether an evictor says which `budget` tokens are held as they came; others are gone, or in a store."""
+    """Whether an evictor says which `budget` tokens are kept exact; others are gone, or in a store."""
     return has_budget(policy) and hasattr(core(policy), "evictor")
 
 
@@ -119,7 +121,7 @@ def parts(state: Any) -> dict[Any, Any]:
 
 
 def core_path(state: Any) -> tuple[Any, ...] | None:
-    """Where in a state the part lies that has zones of its own; None if there is no zone."""
+    """The path in a state to the part that has zones; None if there is no zone."""
     fields = parts(state)
     if any(is_zone(part) for part in fields.values()):
         return ()
@@ -131,7 +133,7 @@ def core_path(state: Any) -> tuple[Any, ...] | None:
 
 
 def core_state(state: Any) -> Any:
-    """The part of a state that has zones; itself where there is none."""
+    """The part of a state that has zones; the state itself if there is none."""
     for name in core_path(state) or ():
         state = parts(state)[name]
     return state
@@ -151,7 +153,7 @@ def has_zones(state: Any) -> bool:
 
 
 def memory_of_steps(state: Any) -> Any:
-    """The memory between steps beside the tokens: the leaves outside of the core."""
+    """What a state remembers between steps besides the tokens: the leaves outside of the core."""
     inner = core_state(state)
     outside = {} if inner is state else {k: v for k, v in parts(state).items() if not _within(v, inner)}
     return jax.tree.leaves(outside)
@@ -167,11 +169,11 @@ def of_copies(path: Any) -> bool:
 
 
 def map_slots(state: Any, change: Callable[[Any, Array, Array], Array]) -> Any:
-    """The core of a state with change(path, leaf, used) for each leaf that has slots on axis 2.
+    """The core of a state with each leaf that has slots on axis 2 replaced by change(path, leaf, used).
 
     `used` is bool and broadcasts against the leaf. Arrays outside of zones belong to the zone `store`, or to the only
-    zone, where they have as many slots. A leaf of a zone or of `index` with fewer has one for each unit of tokens. A
-    field `hot` of a zone has copies of its tokens, in slots of its own, and stays as it is.
+    zone, if they have as many slots. A leaf of a zone or of `index` with fewer slots has one for each unit of tokens. A
+    field `hot` of a zone has copies of its tokens, in its own slots, and is not changed.
     """
     inner = core_state(state)
     fields = parts(inner)

@@ -42,7 +42,7 @@ from kvjax.testing._expect import as_stored, assert_attended, assert_close, asse
 def budget_of_all_is_dense_attention(policy: Policy, spec: CacheSpec) -> None:
     """With a budget of at least the stored tokens, a step is attention over all of them, at every edge length.
 
-    Exact attention, or in a store of few bits attention over what that decodes to.
+    The attention is exact, or, with a store of few bits, over the decoded values.
     """
     policy, tokens = attending_to_all(policy, spec), random_tokens(spec)
     edges = edge_lengths(policy, spec)
@@ -60,7 +60,7 @@ def budget_of_all_is_dense_attention(policy: Policy, spec: CacheSpec) -> None:
 
 
 def prompt_attends_causally(policy: Policy, spec: CacheSpec) -> None:
-    """A prompt in chunks gives causal attention, exactly, whatever is selected in later steps.
+    """A prompt in chunks gives exact causal attention, whatever later steps select.
 
     A chunk reads itself exactly, and earlier ones as they are stored.
     """
@@ -75,7 +75,7 @@ def prompt_attends_causally(policy: Policy, spec: CacheSpec) -> None:
 
 
 def order_of_chunks_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
-    """Chunks of the history may lie in any order: attention after RoPE is over a bag."""
+    """Chunks of the history may be in any order: attention after RoPE does not depend on the order of keys."""
     require(has_history(policy), "the policy has no history of chunks (the fields `store`, `demote` and `local`)")
     tokens, lengths = random_tokens(spec, 7), np.full(spec.batch, spec.capacity - 2)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
@@ -102,9 +102,9 @@ def order_of_chunks_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
 
 
 def every_token_is_in_one_zone(policy: Policy, spec: CacheSpec) -> None:
-    """With equal keys every attended token weighs the same, so the output is the mean of all values, each once.
+    """With equal keys every attended token has the same weight, so the output is the mean of all values, each once.
 
-    Each as its zone gives it back.
+    Values are as their zone returns them.
     """
     policy, tokens = attending_to_all(policy, spec), random_tokens(spec, 10)
     tokens = Tokens(tokens.q, np.ones_like(tokens.k), tokens.v)
@@ -114,13 +114,13 @@ def every_token_is_in_one_zone(policy: Policy, spec: CacheSpec) -> None:
         out, cache, info = step(cache, tokens, lengths + i)
         for b in range(spec.batch):
             n = int(lengths[b]) + i + 1
-            # A recall of the step before has tokens as they were stored then.
-            now, then = (
-                np.asarray(as_stored(policy, spec, tokens.k[b, :n], tokens.v[b, :n], held)[1], np.float64).mean(axis=0)
-                for held in (n - 1, max(n - 2, 0))
+            # A recall of the previous step has tokens as they were stored then.
+            new_mean, old_mean = (
+                np.asarray(as_stored(policy, spec, tokens.k[b, :n], tokens.v[b, :n], size)[1], np.float64).mean(axis=0)
+                for size in (n - 1, max(n - 2, 0))
             )
             fresh = np.ones(spec.kv_heads, bool) if info.fresh is None else np.asarray(info.fresh[b])
-            mean = np.where(fresh[:, None], now, then).repeat(spec.group, axis=0)
+            mean = np.where(fresh[:, None], new_mean, old_mean).repeat(spec.group, axis=0)
             assert_close(out[b], mean, spec, f"row {b} with {n} tokens")
         assert_attended(info, lengths + i + 1)
 
@@ -128,14 +128,14 @@ def every_token_is_in_one_zone(policy: Policy, spec: CacheSpec) -> None:
 def step_attends_to_the_positions_it_tells(policy: Policy, spec: CacheSpec) -> None:
     """The output of a step is attention over the tokens of `Info.positions`, each read once and as it is stored.
 
-    Where a policy weighs tokens, `Info.log_weights` are added to their logits.
+    If a policy weights tokens, `Info.log_weights` are added to their logits.
     """
     tokens, lengths = random_tokens(spec, 22), ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     for i in range(3):
         out, cache, info = step(cache, tokens, lengths + i)
         require(info.positions is not None, "the policy's Info has no positions")
-        told = np.asarray(info.positions)
+        positions = np.asarray(info.positions)
         for b, at in enumerate(lengths + i):
             k, v = (a[b, : at + 1] for a in (tokens.k, tokens.v))
             stored = as_stored(policy, spec, k, v, at)
@@ -146,13 +146,13 @@ def step_attends_to_the_positions_it_tells(policy: Policy, spec: CacheSpec) -> N
             )
             for head in range(spec.q_heads):
                 kv = head // spec.group
-                choice = b, kv, head % spec.group if told.shape[2] > 1 else 0
-                order = np.argsort(told[choice])
-                order = order[told[choice][order] >= 0]
-                mine = told[choice][order]
+                index = b, kv, head % spec.group if positions.shape[2] > 1 else 0
+                order = np.argsort(positions[index])
+                order = order[positions[index][order] >= 0]
+                mine = positions[index][order]
                 assert (np.diff(mine) > 0).all(), f"row {b}, head {head}: a position twice"
                 assert (mine <= at).all(), f"row {b}, head {head}: a position past the newest token"
-                weights = 0.0 if info.log_weights is None else np.asarray(info.log_weights)[choice][order]
+                weights = 0.0 if info.log_weights is None else np.asarray(info.log_weights)[index][order]
                 keys, values = (a[mine, kv : kv + 1] for a in stored)
                 want = dense(tokens.q[b, at, head : head + 1], keys, values, weights)
                 assert_close(out[b, head : head + 1], want, spec, f"row {b}, head {head}, position {at}")
@@ -161,7 +161,7 @@ def step_attends_to_the_positions_it_tells(policy: Policy, spec: CacheSpec) -> N
 def step_attends_to_what_is_held(policy: Policy, spec: CacheSpec) -> None:
     """A step of a policy that evicts is exact attention over the tokens that each kv head then holds.
 
-    Where the state has a `compensation`, the mean key and value of what was evicted, it counts as often as these were.
+    If the state has a `compensation`, the mean key and value of the evicted tokens, it counts once for each of them.
     """
     require(evicts(policy), "the policy evicts nothing (no `evictor` with a `budget`)")
     tokens, lengths = random_tokens(spec, 19), ragged_lengths(policy, spec)

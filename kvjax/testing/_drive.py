@@ -1,4 +1,4 @@
-"""Driving a policy: random tokens, and prompts and steps by programs that all laws share."""
+"""Running a policy: random tokens, and prompts and steps by programs that all laws share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvjax.caches import Info, Policy
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import core, has_budget, has_history, ranks, sink, with_fields
 
-CHUNK = 48  # tokens of prompt in a call
+CHUNK = 48  # tokens of a prompt per call
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
     """Queries, keys and values of all positions and rows, in the cache's dtype.
 
-    Numpy arrays, since slicing jax arrays compiles.
+    NumPy arrays, because slicing JAX arrays compiles programs.
     """
 
     q: np.ndarray  # [B, S, N, D]
@@ -31,7 +31,7 @@ class Tokens:
     v: np.ndarray  # [B, S, K, D]
 
     def at(self, position: np.ndarray) -> tuple[np.ndarray, ...]:
-        """One chunk a row, its tokens at `position` i[B, T]; positions past the end give the last token."""
+        """One chunk per row, its tokens at `position` i[B, T]; positions past the end give the last token."""
         index = np.minimum(position, self.q.shape[1] - 1)[:, :, None, None]
         return tuple(np.take_along_axis(a, index, axis=1) for a in (self.q, self.k, self.v))
 
@@ -85,7 +85,7 @@ def step(
 
 
 def attending_to_all(policy: Policy, spec: CacheSpec) -> Policy:
-    """The policy with a budget that no row exceeds; itself where it has no budget."""
+    """The policy with a budget that no row exceeds; unchanged if it has no budget."""
     if ranks(policy) or not has_budget(policy):
         return with_room(policy, spec)
     inner = core(policy)
@@ -95,7 +95,7 @@ def attending_to_all(policy: Policy, spec: CacheSpec) -> Policy:
 
 
 def with_room(policy: Policy, spec: CacheSpec) -> Policy:
-    """A policy that ranks tokens with slots for all; any other as it is."""
+    """A policy that ranks tokens, with slots for all of them; any other policy unchanged."""
     return with_fields(policy, budget=spec.capacity) if ranks(policy) else policy
 
 
@@ -111,6 +111,6 @@ def edge_lengths(policy: Policy, spec: CacheSpec) -> list[int]:
 
 
 def ragged_lengths(policy: Policy, spec: CacheSpec) -> np.ndarray:
-    """Lengths that differ by row, within 20 tokens of the capacity at most."""
+    """Lengths that differ by row, at most 20 tokens below the capacity."""
     longest = max(spec.capacity - 20, 1)
     return np.array([longest - (37 * b) % longest for b in range(spec.batch)])

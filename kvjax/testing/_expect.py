@@ -1,4 +1,4 @@
-"""References of the laws: attention in numpy, tokens as a policy keeps them, and the parts of a state that must
+"""References for the laws: attention in NumPy, tokens as a policy stores them, and the parts of a state that must
 agree."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def tolerance(spec: CacheSpec) -> float:
 
 
 def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, log_weights: Any = 0.0) -> np.ndarray:
-    """Attention of q [N, D] over k, v [S, K, D] in float64, a head at a time. `log_weights` [S] add to the logits."""
+    """Attention of q [N, D] over k, v [S, K, D] in float64, one head at a time; `log_weights` [S] add to the logits."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     group = q.shape[0] // k.shape[1]
     out = np.zeros_like(q)
@@ -66,16 +66,16 @@ def zones(policy: Policy, spec: CacheSpec, length: int) -> tuple[list[list[int]]
 def as_stored(
     policy: Policy, spec: CacheSpec, k: np.ndarray, v: np.ndarray, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A row's k, v [S, K, D] as the policy gives them back when it holds the first `length`; later ones are exact."""
+    """A row's k, v [S, K, D] as the policy returns them after `length` tokens; later tokens are exact."""
     if not has_history(policy):
         return k, v
     require(
         getattr(core(policy), "value_window", None) is None,
-        "values of the recent block are rounded by age, and this law compares tokens that are rounded as they leave it",
+        "values of the recent block are rounded by age, and this law is for tokens that are rounded when they leave it",
     )
     k, v = k.astype(np.float32), v.astype(np.float32)
     chunks = zones(policy, spec, length)[0]
-    if hasattr(core(policy).store, "learn") and chunks:  # what a chunk is read as depends on those before it
+    if hasattr(core(policy).store, "learn") and chunks:  # the values read for a chunk depend on the chunks before it
         chunks = [[position for chunk in chunks for position in chunk]]
     for chunk in chunks:
         heads_first = (np.swapaxes(a[chunk], 0, 1)[None] for a in (k, v))
@@ -90,7 +90,7 @@ def assert_close(got: np.ndarray, want: np.ndarray, spec: CacheSpec, what: str) 
 
 
 def assert_same(got: Any, want: Any, what: str) -> None:
-    """Equal to the bit."""
+    """Raises AssertionError unless two trees are equal to the bit."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree_util.tree_leaves_with_path(want), strict=True)
     for (path, a), (path_wanted, b) in pairs:
         assert path == path_wanted, f"{what}: {path} is not {path_wanted}"
@@ -99,7 +99,7 @@ def assert_same(got: Any, want: Any, what: str) -> None:
 
 
 def _difference(got: np.ndarray, want: np.ndarray) -> str:
-    """How two arrays differ, in words."""
+    """The difference of two arrays, in words."""
     if got.shape != want.shape:
         return f"has shape {list(got.shape)}, not {list(want.shape)}"
     lost = ~np.isfinite(got) & np.isfinite(want)
@@ -109,7 +109,7 @@ def _difference(got: np.ndarray, want: np.ndarray) -> str:
 
 
 def assert_attended(info: Info, want: np.ndarray) -> None:
-    """Every head of a row attended to `want` i[B] tokens; the mean over a group's own choices is rounded."""
+    """Every head of a row attended to `want` i[B] tokens; the mean over a group's selections is rounded."""
     got = np.asarray(info.attended)
     assert np.allclose(got, want[:, None], rtol=1e-6, atol=0), f"attended to {got.tolist()}, not {want.tolist()}"
 
@@ -127,10 +127,10 @@ def held_positions(cache: LayerCache) -> list[list[list[int]]]:
 
 
 def valid_part(cache: LayerCache) -> list[Any]:
-    """The core of the state with zeros in every slot past count, as leaves: what two caches of equal tokens agree on.
+    """The core of the state with zeros in every slot past count, as leaves: equal for two caches of equal tokens.
 
-    Without what is remembered of earlier steps, a hot set's copies too: a prompt leaves none. Slots that hold a bag, as
-    those of a policy that evicts, in order of position.
+    It leaves out what a state remembers of earlier steps, and the copies of a hot set, because a prompt leaves neither.
+    Unordered slots, as those of a policy that evicts, are sorted by position.
     """
     st = core_state(cache.state)
     if hasattr(st, "position") and hasattr(st, "tokens"):
@@ -143,19 +143,19 @@ def valid_part(cache: LayerCache) -> list[Any]:
             return jnp.take_along_axis(leaf, order.reshape(*order.shape, *(1,) * (leaf.ndim - 3)), axis=2)
 
         st = jax.tree.map(sort, st)
-    held = map_slots(st, lambda _, leaf, used: jnp.where(used, leaf, jnp.zeros_like(leaf)))
-    return [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(held) if not of_copies(path)]
+    valid = map_slots(st, lambda _, leaf, used: jnp.where(used, leaf, jnp.zeros_like(leaf)))
+    return [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(valid) if not of_copies(path)]
 
 
 def assert_same_contents(got: LayerCache, want: LayerCache, spec: CacheSpec, what: str, row: int | None = None) -> None:
     """Two caches hold the same, in one row or in all: equal to the bit in every used slot.
 
-    A state without zones shows what it holds by two steps alone.
+    A state without zones is compared only by the outputs of two steps.
     """
     if has_zones(want.state):
         one = slice(None) if row is None else row
-        held, wanted = ([np.asarray(a)[one] for a in valid_part(cache)] for cache in (got, want))
-        assert_same(held, wanted, what)
+        found, wanted = ([np.asarray(a)[one] for a in valid_part(cache)] for cache in (got, want))
+        assert_same(found, wanted, what)
         return
     tokens = random_tokens(spec, 99)
     for i in range(2):
@@ -166,7 +166,7 @@ def assert_same_contents(got: LayerCache, want: LayerCache, spec: CacheSpec, wha
 
 
 def poison(cache: LayerCache) -> Any:
-    """The state with every slot past count spoiled: floats NaN but values 1e4, codes of all ones."""
+    """The state with every slot past count spoiled: floats are NaN, but values 1e4, and codes are all ones."""
     require(
         has_zones(cache.state), "the state has no zone: no field with `count` and `slots` says which slots are used"
     )

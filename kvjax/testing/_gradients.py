@@ -1,4 +1,4 @@
-"""Whether gradients flow through prompts and steps, and are those of attention."""
+"""The law of gradients: they flow through prompts and steps, and are those of attention."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Inputs = tuple[tuple[Array, ...], ...]  # queries, keys and values of a first ch
 def gradients_are_those_of_attention(policy: Policy, spec: CacheSpec) -> None:
     """Under `jit(grad)`, a first chunk, a later chunk and a scan of steps have the gradients of dense attention.
 
-    With a small budget, a step has those of attention over the tokens that it read, if `Info.positions` tells them:
-    selecting has no derivative. Where stored keys and values have none either, as codes or in host memory,
-    `NotImplementedError` says "no derivative", and the gradients by the queries are right.
+    With a small budget, a step has those of attention over the tokens that it read, if `Info.positions` lists them:
+    selecting has no derivative. If stored keys and values have none either, as codes or in host memory,
+    `NotImplementedError` says "no derivative", and the gradients by the queries are correct.
     """
     tokens = random_tokens(spec, 20)
     lengths = np.array([CHUNK - (11 * b) % CHUNK for b in range(spec.batch)])
@@ -51,9 +51,9 @@ def gradients_are_those_of_attention(policy: Policy, spec: CacheSpec) -> None:
 
 
 def _inputs(tokens: Tokens, lengths: np.ndarray) -> Inputs:
-    held = np.full(len(lengths), CHUNK)
-    chunks = [tokens.at(n[:, None] + np.arange(CHUNK)) for n in (0 * held, held)]
-    steps = [tokens.at((held + lengths + i)[:, None]) for i in range(STEPS)]
+    first = np.full(len(lengths), CHUNK)
+    chunks = [tokens.at(n[:, None] + np.arange(CHUNK)) for n in (0 * first, first)]
+    steps = [tokens.at((first + lengths + i)[:, None]) for i in range(STEPS)]
     return tuple(
         tuple(jnp.asarray(a) for a in part) for part in (*chunks, (np.stack(a) for a in zip(*steps, strict=True)))
     )
@@ -71,9 +71,9 @@ def _gradients(
 ) -> tuple[Inputs, np.ndarray | None]:
     """Gradients of the weighted outputs by the inputs named in `by`, and positions [STEPS, B, K, H, M] that steps read.
 
-    The positions are None where the policy does not tell them.
+    The positions are None if the policy does not report them.
     """
-    shown = [jnp.asarray(w, jnp.float32) for w in weights]
+    cotangents = [jnp.asarray(w, jnp.float32) for w in weights]
     real = (jnp.arange(CHUNK)[None] < lengths[:, None])[..., None, None]
 
     def loss(varied: Inputs, cache: LayerCache) -> tuple[Array, Any]:
@@ -87,7 +87,7 @@ def _gradients(
 
         _, (out_steps, positions) = lax.scan(step, filled, steps)
         outs = (out_first, jnp.where(real, out_later, 0), out_steps)
-        sums = [jnp.sum(w * o.astype(jnp.float32)) for w, o in zip(shown, outs, strict=True)]
+        sums = [jnp.sum(w * o.astype(jnp.float32)) for w, o in zip(cotangents, outs, strict=True)]
         return jnp.sum(jnp.stack(sums)), positions
 
     grads, positions = jax.jit(jax.grad(loss, has_aux=True))(
@@ -104,11 +104,11 @@ def _wanted(
     weights: list[np.ndarray],
     positions: np.ndarray | None = None,
 ) -> list[list[np.ndarray]]:
-    """The gradients in numpy float64, a query head and a token at a time."""
+    """The gradients in NumPy float64, one query head and one token at a time."""
     first, later, steps = ([np.asarray(a, np.float64) for a in part] for part in inputs)
     grads = [[np.zeros_like(a) for a in part] for part in (first, later, steps)]
     for b, n in enumerate(lengths):
-        # Where token t of this row stands: (part, index).
+        # Where token t of this row is: (part, index).
         places: list[tuple[int, tuple[int, ...]]] = [
             *((0, (b, t)) for t in range(CHUNK)),
             *((1, (b, t)) for t in range(n)),
@@ -118,9 +118,9 @@ def _wanted(
         q, k, v = (np.stack(a) for a in line)
         cotangents = np.stack([weights[part][at] for part, at in places])
         dq, dk, dv = (np.zeros_like(a) for a in (q, k, v))
-        # A chunk reads itself exactly, and what came before as it is stored; so does a step.
-        held = [0, CHUNK, *range(CHUNK + n, CHUNK + n + STEPS)]
-        stored = [as_stored(policy, spec, k.astype(spec.dtype), v.astype(spec.dtype), h) for h in held]
+        # A chunk reads itself exactly, and earlier tokens as they are stored; so does a step.
+        before = [0, CHUNK, *range(CHUNK + n, CHUNK + n + STEPS)]
+        stored = [as_stored(policy, spec, k.astype(spec.dtype), v.astype(spec.dtype), length) for length in before]
         read = [stored[part + (at[0] if part == 2 else 0)] for part, at in places]
         for t, head in np.ndindex(len(places), spec.q_heads):
             kv = head // spec.group

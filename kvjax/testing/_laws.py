@@ -1,4 +1,4 @@
-"""All laws, in the order in which they run: the first ones find the commonest faults."""
+"""All laws, in the order in which they run: the first ones find the most common faults."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from kvjax.testing._storing import (
 )
 
 Law = Callable[[Policy, CacheSpec], None]
-"""Returns where the law holds, raises AssertionError where it does not, and DoesNotApply with the reason."""
+"""Returns if the law holds, raises AssertionError if it does not, and DoesNotApply with the reason if it cannot."""
 
 FUNCTIONS: dict[str, Law] = {
     law.__name__: law

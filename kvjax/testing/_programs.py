@@ -39,12 +39,12 @@ def one_trace_serves_all_steps(policy: Policy, spec: CacheSpec) -> None:
 
 
 def step_is_in_place(policy: Policy, spec: CacheSpec) -> None:
-    """A donated step aliases its whole cache, and holds no second one: temp bytes under 1/4 of a large cache.
+    """A donated step aliases its whole cache, and makes no copy of it: temp bytes under 1/4 of a large cache.
 
     A policy that evicts gets slots for all tokens: its cache is as large as its budget.
 
-    A policy with a budget holds a score of every token, which beside codes of few bits is much: there it is 1/4 of
-    the exact keys and values.
+    A policy with a budget holds a score of every token, which is large compared with codes of few bits: for it the
+    limit is 1/4 of the exact keys and values.
     """
     for batch in (1, spec.batch):
         large = dataclasses.replace(
@@ -71,7 +71,7 @@ def step_is_in_place(policy: Policy, spec: CacheSpec) -> None:
 
 
 def structure_is_constant(policy: Policy, spec: CacheSpec) -> None:
-    """Every verb keeps tree structure, shapes, dtypes and memory kinds, and every leaf has the batch first."""
+    """Every verb keeps tree structure, shapes, dtypes and memory kinds, and every leaf has the batch axis first."""
     tokens = random_tokens(spec, 16)
     start = init_layer(policy, spec)
     prompt, _ = fill(start, tokens, np.full(spec.batch, CHUNK))
@@ -79,19 +79,19 @@ def structure_is_constant(policy: Policy, spec: CacheSpec) -> None:
     for name, after in (("prefill", prompt), ("update and attend", stepped), ("flush", flush(stepped))):
         chex.assert_trees_all_equal_shapes_and_dtypes(after, start)
         assert _memory(after) == _memory(start), f"{name} moved arrays to another memory"
-    assert all(a.shape[0] == spec.batch for a in jax.tree.leaves(start)), "a leaf without the batch first"
+    assert all(a.shape[0] == spec.batch for a in jax.tree.leaves(start)), "a leaf whose first axis is not the batch"
     buffers = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(start) if a.nbytes]
     assert len(buffers) == len(set(buffers)), "init shares a buffer between fields, which donation refuses"
 
 
 def policy_is_a_value(policy: Policy, spec: CacheSpec) -> None:
-    """Equal policies are one static argument: hashable, equal, printable; a copy with another budget differs."""
+    """Equal policies are one static argument: hashable, equal, with equal reprs; a copy with another budget differs."""
     other = twin(policy)
-    assert other == policy, "a copy without a change is another policy"
+    assert other == policy, "an unchanged copy does not equal the policy"
     assert hash(other) == hash(policy), "equal policies have different hashes"
     assert repr(other) == repr(policy), "equal policies print differently"
     arrays = [name for name, value in vars(policy).items() if any(map(_is_array, jax.tree.leaves(value)))]
-    assert not arrays, f"the policy holds arrays, {', '.join(arrays)}; they belong into its state"
+    assert not arrays, f"the policy holds arrays, {', '.join(arrays)}; they belong in its state"
     inner = core(policy)
     fields: Any = dataclasses.fields(inner) if dataclasses.is_dataclass(inner) else ()
     if has_budget(policy) and any(field.name == "budget" for field in fields):

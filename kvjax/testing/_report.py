@@ -1,4 +1,4 @@
-"""The report of a check of a policy: one row a law."""
+"""The report of a check of a policy: one row per law."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Row:
 
     law: str
     outcome: Outcome
-    reason: str = ""  # why it failed or does not apply; empty where it held
-    error: Exception | None = field(default=None, repr=False, compare=False)  # with its traceback, where it failed
+    reason: str = ""  # why it failed or does not apply; empty if it held
+    error: Exception | None = field(default=None, repr=False, compare=False)  # with its traceback, if it failed
 
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of every law that was asked for, in order."""
+    """The outcome of every law that was run, in order."""
 
     policy: Any
     spec: Any
@@ -49,7 +49,7 @@ class Report:
         return bool(self.laws("failed"))
 
     def raise_for_failures(self) -> None:
-        """Raises AssertionError with every law that failed and its reason; does nothing where none did."""
+        """Raises AssertionError with every law that failed and its reason; does nothing if none failed."""
         failures = [row for row in self.rows if row.outcome == "failed"]
         if failures:
             lines = "\n".join(f"{row.law}: {row.reason}" for row in failures)

@@ -1,4 +1,4 @@
-"""Which tokens a selector selects."""
+"""Laws of selections: which tokens a step selects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvjax.testing._expect import assert_attended, zones
 
 
 def selected_slots_are_valid_and_unique(policy: Policy, spec: CacheSpec) -> None:
-    """A step attends to at most its budget, at least what there is, and never twice to a token."""
+    """A step attends to the tokens that there are, up to its budget, and never twice to a token."""
     tokens, lengths = random_tokens(spec, 8), ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     inner = core(policy)
@@ -41,14 +41,14 @@ def selected_slots_are_valid_and_unique(policy: Policy, spec: CacheSpec) -> None
         _, cache, info = step(cache, tokens, lengths + i)
         stored = lengths + i + 1
         if not selects(policy) and not samples(policy):
-            assert info.selection is None, "a policy that reads all that it holds tells of a selection"
+            assert info.selection is None, "a policy that reads all of its tokens reports a selection"
             if hasattr(inner, "head_bounds"):  # heads hold different numbers, `budget` on average
                 info = info._replace(attended=np.asarray(info.attended).mean(axis=1, keepdims=True))
             bounded = has_budget(policy) and (evicts(policy) or not ranks(policy))
             assert_attended(info, np.minimum(stored, inner.budget) if bounded else stored)
             continue
         room = np.full(stored.shape, inner.budget)
-        if has_history(policy):  # a local window whose own oldest tokens leave in chunks is not always full
+        if has_history(policy):  # a local window whose oldest tokens leave in chunks is not always full
             block = np.asarray(core_state(cache.state).recent.count)
             missing = np.maximum(inner.local - block, 0)
             room = np.where(stored > sink(policy) + inner.local, room - missing, room)
@@ -61,7 +61,7 @@ def selected_slots_are_valid_and_unique(policy: Policy, spec: CacheSpec) -> None
 
 
 def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
-    """A larger budget keeps what a smaller one selected, so the softmax mass that it holds does not fall."""
+    """A larger budget selects all that a smaller one selects, so the softmax mass of the selection does not fall."""
     require(selects(policy), "the policy selects nothing (no `selector` with a `budget`)")
     inner = core(policy)
     require(has_history(policy) and hasattr(inner, "select"), "the policy has no `select` over a history of chunks")
@@ -85,7 +85,7 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
         return selection, mass_recall(selection, logits, jnp.concatenate(valid, axis=1))
 
     base = sink(policy) + inner.local + getattr(inner, "beside", 0)
-    unit, before, chosen = inner.selector.unit, None, None
+    unit, before, selected = inner.selector.unit, None, None
     dense = {"dense_below": 0} if hasattr(inner, "dense_below") else {}
     for more in (unit, 3 * unit, spec.capacity):
         wider = with_fields(inner, budget=base + more, **dense)
@@ -93,8 +93,9 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
         mass = np.asarray(mass)
         members = _members(selection)
         assert before is None or (mass >= before - 1e-6).all(), f"mass fell at budget {base + more}"
-        assert chosen is None or all(a <= b for a, b in zip(chosen, members, strict=True)), "a choice was dropped"
-        before, chosen = mass, members
+        kept = selected is None or all(a <= b for a, b in zip(selected, members, strict=True))
+        assert kept, "a larger budget dropped a selected slot"
+        before, selected = mass, members
 
 
 def _check_selection(selection: Selection | None, cache: LayerCache) -> None:

@@ -1,4 +1,4 @@
-"""Several steps at once, and tokens that are taken back."""
+"""Laws of several steps at once, and of tokens that are taken back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _flush = jax.jit(flush)
 
 
 def decode_equals_single_steps(policy: Policy, spec: CacheSpec) -> None:
-    """Several tokens in one `decode` read, give and leave what one step after the other does, flushes included."""
+    """Several tokens in one `decode` read, return and store the same as one step after the other, flushes included."""
     tokens, lengths = random_tokens(spec, 23), _before_a_flush(policy, spec, 2)
     together, _ = fill(new_cache(policy, spec), tokens, lengths)
     single = together
@@ -41,8 +41,8 @@ def decode_equals_single_steps(policy: Policy, spec: CacheSpec) -> None:
             assert_close(np.asarray(out, np.float32)[active, t], want[active], spec, f"step {t}")
             assert_same(np.asarray(info.attended)[t, active], np.asarray(seen.attended)[active], f"attended, step {t}")
             if seen.positions is not None:
-                got, told = (np.sort(np.asarray(a)[active]) for a in (info.positions[t], seen.positions))
-                assert_same(got, told, f"positions read, step {t}")
+                got, wanted = (np.sort(np.asarray(a)[active]) for a in (info.positions[t], seen.positions))
+                assert_same(got, wanted, f"positions read, step {t}")
         lengths = lengths + count
         # A step also flushes full blocks of rows that take no token, so single steps may flush where a call need not.
         assert_same_contents(_flush(together), _flush(single), spec, f"state after call {call}")
@@ -50,7 +50,7 @@ def decode_equals_single_steps(policy: Policy, spec: CacheSpec) -> None:
 
 
 def rollback_forgets_what_came_after(policy: Policy, spec: CacheSpec) -> None:
-    """Tokens that are taken back leave what would be there if they had never come, and no others can be."""
+    """After tokens are taken back, the cache is as if they had never come; other tokens cannot be taken back."""
     require(isinstance(policy, Reversible), "the policy takes no tokens back (no `rollback`, `earliest` and `free`)")
     tokens, other = random_tokens(spec, 24), random_tokens(spec, 25)
     lengths = _before_a_flush(policy, spec, 3)
@@ -58,13 +58,13 @@ def rollback_forgets_what_came_after(policy: Policy, spec: CacheSpec) -> None:
     start = _flush(start)
     count = np.minimum(STEPS, np.asarray(_room(start)))
     kept = np.minimum(np.arange(spec.batch) % 3, count)
-    _, went, _ = _take(start, tokens, lengths, kept)
-    _, further, _ = _take(went, other, lengths + kept, count - kept)
+    _, reference, _ = _take(start, tokens, lengths, kept)
+    _, further, _ = _take(reference, other, lengths + kept, count - kept)
     back = _rollback(further, lengths + kept)
-    assert (np.asarray(back.length) == lengths + kept).all(), "rollback left another length"
-    assert_same_contents(back, went, spec, "state after rollback")
+    assert (np.asarray(back.length) == lengths + kept).all(), "rollback gave another length"
+    assert_same_contents(back, reference, spec, "state after rollback")
     out, _, info = step(back, tokens, lengths + kept)
-    want, _, wanted = step(went, tokens, lengths + kept)
+    want, _, wanted = step(reference, tokens, lengths + kept)
     assert_same((out, info.attended), (want, wanted.attended), "the step after rollback")
 
     earliest = np.asarray(policy.earliest(start.state))  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ def rollback_forgets_what_came_after(policy: Policy, spec: CacheSpec) -> None:
 
 
 def truncate_gives_the_shorter_prompt(policy: Policy, spec: CacheSpec) -> None:
-    """A cache that is cut at any earlier length holds what a prompt of that length leaves, and goes on like it."""
+    """A cache that is cut to any earlier length equals the cache of a prompt of that length, also in later steps."""
     require(isinstance(policy, Truncatable), "the policy cannot shorten its cache (no `truncate`)")
     tokens, lengths = random_tokens(spec, 26), ragged_lengths(policy, spec)
     lengths = np.maximum(lengths, np.minimum(3 * spec.capacity // 4, spec.capacity - 3))
@@ -91,7 +91,7 @@ def truncate_gives_the_shorter_prompt(policy: Policy, spec: CacheSpec) -> None:
     shares = np.array([0.0, 0.4, 1.0, 0.7])[np.arange(spec.batch) % 4]
     for target in ((lengths * shares).astype(np.int32), np.maximum(lengths - 1 - np.arange(spec.batch) * 9, 0)):
         cut = _truncate(whole, target)
-        assert (np.asarray(cut.length) == target).all(), "truncate left another length"
+        assert (np.asarray(cut.length) == target).all(), "truncate gave another length"
         shorter, _ = fill(new_cache(policy, spec), tokens, target)
         assert_same_contents(cut, shorter, spec, f"the cache cut to {target.tolist()} tokens")
     other = random_tokens(spec, 27)
@@ -111,7 +111,7 @@ def _take(cache: LayerCache, tokens: Tokens, lengths: np.ndarray, count: np.ndar
 
 
 def _before_a_flush(policy: Policy, spec: CacheSpec, tokens: int) -> np.ndarray:
-    """Lengths by row, at the first of which the recent block is full after `tokens` more."""
+    """Lengths by row; in the first row, the recent block is full after `tokens` more."""
     lengths = np.minimum(ragged_lengths(policy, spec), spec.capacity - 3 * STEPS)
     if has_history(policy):
         inner = core(policy)

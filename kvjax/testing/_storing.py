@@ -1,4 +1,4 @@
-"""Laws of storing: tokens are kept by prompts and steps alike, of its own tokens alone, as long as there is room."""
+"""Laws of storing: prompts and steps store the same, a row depends only on its own tokens, and room is respected."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ from kvjax.testing._expect import (
 
 
 def prefill_equals_prefill_then_updates(policy: Policy, spec: CacheSpec) -> None:
-    """A prompt of T1 + T2 tokens leaves what T1 tokens and T2 decode steps leave, in every zone.
+    """A prompt of T1 + T2 tokens gives the same state as T1 tokens and T2 decode steps, in every zone.
 
-    An evictor may make more or less of a query for its coming in a prompt: with slots for all, the tokens are the same.
+    An evictor may weigh the queries of a prompt differently: then it gets slots for all tokens, which are the same.
     """
     policy, tokens = with_room(policy, spec), random_tokens(spec, 2)
     first = ragged_lengths(policy, spec) // 2
@@ -69,7 +69,7 @@ def prefill_equals_prefill_then_updates(policy: Policy, spec: CacheSpec) -> None
 
 
 def row_ignores_other_rows(policy: Policy, spec: CacheSpec) -> None:
-    """The last row is the same to the bit whatever the other rows hold and however long they are."""
+    """The last row is the same to the bit, whatever the other rows hold and however long they are."""
     tokens, other = random_tokens(spec, 3), random_tokens(spec, 4)
     mixed = Tokens(*(np.concatenate([b[:-1], a[-1:]]) for a, b in zip(_arrays(tokens), _arrays(other), strict=True)))
     lengths = ragged_lengths(policy, spec)
@@ -88,7 +88,7 @@ def row_ignores_other_rows(policy: Policy, spec: CacheSpec) -> None:
 
 
 def padding_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
-    """Tokens past a row's length may be anything, also NaN."""
+    """Tokens past a row's length may be anything, even NaN."""
     tokens, lengths = random_tokens(spec, 5), ragged_lengths(policy, spec)
     past = (np.arange(spec.capacity) >= lengths[:, None])[..., None, None]
     nothing = np.asarray(np.nan, tokens.v.dtype)
@@ -101,7 +101,7 @@ def padding_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
 
 
 def slots_past_count_do_not_matter(policy: Policy, spec: CacheSpec) -> None:
-    """Unused slots are never read: keys and scales NaN, values 1e4, codes of all ones."""
+    """Unused slots are never read: the law fills them with NaN keys and scales, values of 1e4 and codes of all ones."""
     tokens, lengths = random_tokens(spec, 6), ragged_lengths(policy, spec) // 2
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     poisoned = dataclasses.replace(cache, state=poison(cache))
@@ -110,7 +110,7 @@ def slots_past_count_do_not_matter(policy: Policy, spec: CacheSpec) -> None:
         out_poisoned, poisoned, info_poisoned = step(poisoned, tokens, lengths + i)
         why = "once unused slots hold NaN keys and scales and values of 1e4 (kvjax.partial.keep_valid zeroes values)"
         assert_same(out_poisoned, out, f"{why}: the output of a step")
-        assert_same(info_poisoned.attended, info.attended, f"{why}: what a step attended")
+        assert_same(info_poisoned.attended, info.attended, f"{why}: the tokens that a step attended")
 
 
 def inactive_rows_store_nothing(policy: Policy, spec: CacheSpec) -> None:
@@ -127,7 +127,7 @@ def inactive_rows_store_nothing(policy: Policy, spec: CacheSpec) -> None:
 
 
 def insert_replaces_one_row(policy: Policy, spec: CacheSpec) -> None:
-    """A row prefilled alone and inserted goes on as it would alone; the others do not notice."""
+    """A row that is prefilled alone and inserted continues as it would alone; the other rows do not change."""
     one = dataclasses.replace(spec, batch=1)
     tokens, lengths = random_tokens(spec, 12), ragged_lengths(policy, spec) // 2
     row = spec.batch - 1
@@ -144,7 +144,7 @@ def insert_replaces_one_row(policy: Policy, spec: CacheSpec) -> None:
 
 
 def full_cache_drops_and_says_so(policy: Policy, spec: CacheSpec) -> None:
-    """A token without room changes nothing that is stored, and `raise_on_overflow` raises."""
+    """A token without room does not change the stored tokens, and `raise_on_overflow` raises."""
     require(not evicts(policy), "a policy that evicts always has room")
     tokens = random_tokens(spec, 14)
     cache, _ = fill(new_cache(policy, spec), tokens, np.full(spec.batch, spec.capacity - 1))
@@ -156,7 +156,7 @@ def full_cache_drops_and_says_so(policy: Policy, spec: CacheSpec) -> None:
         if np.asarray(cache.state.overflow).any():
             break
     else:
-        raise AssertionError("no overflow however many tokens came")
+        raise AssertionError("no overflow, although more tokens came than the capacity")
     after, before = (dataclasses.replace(c, state=_without_flag(c.state)) for c in (cache, before))
     assert_same_contents(after, before, spec, "what was stored")
     try:
@@ -167,10 +167,10 @@ def full_cache_drops_and_says_so(policy: Policy, spec: CacheSpec) -> None:
 
 
 def budget_bounds_what_is_held(policy: Policy, spec: CacheSpec) -> None:
-    """Each kv head holds min(budget, tokens that came) different tokens, however many come, the newest among them.
+    """Each kv head holds min(budget, tokens received) different tokens, however many come, including the newest.
 
-    Where a policy has `head_bounds`, the fewest and the most tokens of a head, heads hold that on average.
-    The first ones that a sink keeps too; all as they came, to the bit; and the state is no larger for a large capacity.
+    If a policy has `head_bounds`, the fewest and the most tokens of a head, heads hold that many on average. The tokens
+    of a sink are always included, all tokens are unchanged to the bit, and the state does not grow with the capacity.
     """
     require(evicts(policy), "the policy evicts nothing (no `evictor` with a `budget`)")
     inner = core(policy)
@@ -178,23 +178,23 @@ def budget_bounds_what_is_held(policy: Policy, spec: CacheSpec) -> None:
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     for i in range(30):
         _, cache, info = step(cache, tokens, (lengths + i) % spec.capacity)
-        came = lengths + i + 1
-        held, st = held_positions(cache), core_state(cache.state)
-        counts = np.array([[len(mine) for mine in heads] for heads in held])
+        received = lengths + i + 1
+        positions, st = held_positions(cache), core_state(cache.state)
+        counts = np.array([[len(mine) for mine in heads] for heads in positions])
         np.testing.assert_array_equal(np.asarray(info.attended), counts)
-        np.testing.assert_array_equal(counts.sum(axis=1), spec.kv_heads * np.minimum(came, inner.budget))
+        np.testing.assert_array_equal(counts.sum(axis=1), spec.kv_heads * np.minimum(received, inner.budget))
         fewest, most = getattr(inner, "head_bounds", (inner.budget, inner.budget))
         for b, k in np.ndindex(spec.batch, spec.kv_heads):
-            mine = held[b][k]
+            mine, count = positions[b][k], received[b]
             assert len(set(mine)) == len(mine), f"row {b} head {k} holds {sorted(mine)}"
-            assert min(came[b], fewest) <= len(mine) <= min(came[b], most), f"row {b} head {k} holds {sorted(mine)}"
-            assert came[b] - 1 in mine, f"row {b} head {k} lost its newest token"
+            assert min(count, fewest) <= len(mine) <= min(count, most), f"row {b} head {k} holds {sorted(mine)}"
+            assert count - 1 in mine, f"row {b} head {k} lost its newest token"
             first = getattr(inner.evictor, "sink", 0)
-            assert set(range(min(first, came[b]))) <= set(mine), f"row {b} head {k} lost of its sink"
+            assert set(range(min(first, count))) <= set(mine), f"row {b} head {k} lost a token of its sink"
             for stored, given in ((st.tokens.k, tokens.k), (st.tokens.v, tokens.v)):
                 want = given[b, np.array(mine) % spec.capacity, k]
                 assert_same(np.asarray(stored)[b, k, : len(mine)], want, f"row {b} head {k}")
-    np.testing.assert_array_equal(np.asarray(cache.length), came)
+    np.testing.assert_array_equal(np.asarray(cache.length), received)
     raise_on_overflow(cache)
     sizes = [
         sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(jax.eval_shape(partial(policy.init, larger))))
@@ -204,7 +204,7 @@ def budget_bounds_what_is_held(policy: Policy, spec: CacheSpec) -> None:
 
 
 def checkpoint_restores_to_the_bit(policy: Policy, spec: CacheSpec) -> None:
-    """A cache goes through orbax-checkpoint and comes back the same."""
+    """A cache that is saved with orbax-checkpoint is restored unchanged."""
     import orbax.checkpoint as ocp
 
     tokens, lengths = random_tokens(spec, 17), ragged_lengths(policy, spec)

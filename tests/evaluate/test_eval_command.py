@@ -95,7 +95,7 @@ def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded
     ("args", "message"),
     [
         (("--task", "needels"), "--task needels: unknown; did you mean 'needles'? There are pass_key, needle, needles"),
-        (("--task", "needles:hiden=3"), "'hiden=3' sets nothing of needles; write NAME=VALUE, of hidden, asked"),
+        (("--task", "needles:hiden=3"), "'hiden=3' is not a setting of needles; write NAME=VALUE, of hidden, asked"),
         (("--cache", "fire"), "unknown cache 'fire'; did you mean 'fier'?"),
         (
             ("--cache", "full", "--budget", "64"),

@@ -101,7 +101,7 @@ def test_stop_tokens_and_new_tokens_are_known(checkpoint: models.Checkpoint) -> 
         (7, {}, "got 7; for token ids"),
         ([{"text": "a"}], {}, "got a list that begins with a dict"),
         ("a", {"cache": "fire"}, "unknown cache 'fire'; did you mean 'fier'?"),
-        ("a", {"cache": "fier:grup=1"}, "'grup=1' sets nothing of fier"),
+        ("a", {"cache": "fier:grup=1"}, "'grup=1' is not a setting of fier"),
         ("a", {"cache": "fier:host=maybe"}, "host must be true or false, got 'maybe'"),
         ("a", {"cache": "fier:group=8,group=16"}, "group is given twice"),
         ("a", {"cache": presets.fier}, "got the function fier; call it"),
