@@ -160,7 +160,7 @@ def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = No
     """
     if isinstance(policy, PerLayer | list | tuple):
         raise ValueError(
-            f"init_layer takes the policy of one layer, got {shown(policy)}; pass one of its policies, as "
+            f"init_layer takes the policy of one layer, got {shown(policy)}; pass one of its policies, such as "
             "policies.policy(layer) of a PerLayer, or make all layers with kvjax.init"
         )
     _check_policy("init_layer(policy=...)", policy)

@@ -46,7 +46,7 @@ SMALLEST_ROOM = 32  # new tokens that a program has room for, at least
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """The result of `generate` and `decode`. Token arrays lie on the host."""
+    """The result of `generate` and `decode`. Token arrays are on the host."""
 
     tokens: np.ndarray  # i32[B, max_new_tokens], each row's new tokens, then PAD
     lengths: np.ndarray  # i32[B] new tokens of each row, a stop token included

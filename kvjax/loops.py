@@ -176,7 +176,7 @@ def draft_loop(
     room: int,
     measure: bool,
 ) -> tuple[DraftLoop, Array]:
-    """`decode_loop` with several tokens a step: the next token of each row and a draft of those after it."""
+    """`decode_loop` with several tokens per step: the next token of each row and a draft of those after it."""
 
     def running(s: DraftLoop) -> Array:
         return s.active & (s.emitted < limit)

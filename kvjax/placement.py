@@ -6,7 +6,7 @@
 
 A cache keeps its placement, and every function of kvjax that takes the cache follows it. Rows do not depend on each
 other, nor do KV heads, so the functions run in `jax.shard_map`: each device works on its own rows and heads, with the
-policy that it would have alone, and a GPU kernel gets the part that lies on its device. (A GPU kernel under plain
+policy that it would have alone, and a GPU kernel gets the part that is on its device. (A GPU kernel under plain
 `jit` has no rule for split operands: XLA then gathers the whole cache on every device in every step. kvjax warns of
 this once.)
 
@@ -50,7 +50,7 @@ _current = jax.make_user_context(None)  # the Placement whose shard_map is being
 class Placement:
     """Which axes of a mesh split the rows, the KV heads and the tokens of a cache. Static and hashable.
 
-    `kvjax.init` raises an error for a size that an axis does not divide. Arrays that no axis splits lie on all devices.
+    `kvjax.init` raises an error for a size that an axis does not divide. Arrays that no axis splits are on all devices.
     `context` splits the history of each row, see `kvjax.context`, and leaves the few newest tokens on all devices.
 
     Raises:

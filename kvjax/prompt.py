@@ -2,7 +2,7 @@
 
 A chunk of T tokens attends causally to itself and to every stored token. The stored part is a `PartialAttention` per
 zone, and all parts merge by their log-sum-exp. On an NVIDIA GPU each part is one cuDNN call, which reads keys and
-values in place, [B, K, S, D], skips the slots past a row's count, and takes no memory beside its output. On other
+values in place, [B, K, S, D], skips the slots past a row's count, and takes no memory besides its output. On other
 platforms, and for inputs that cuDNN does not take (f32, sliding windows over stored tokens), plain JAX multiplies one
 block of keys at a time.
 

@@ -33,7 +33,7 @@ ROTATABLE = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # head sizes; `ops.colli
 
 
 class Directions(NamedTuple):
-    """Keys by subspace of m channels: the direction in 4 bits a channel (sign and size), and a weight.
+    """Keys by subspace of m channels: the direction in 4 bits per channel (sign and size), and a weight.
 
     Bit j of byte n of `signs` is set where channel 8n + j is >= 0: with m = 8 a byte is the pattern of a subspace, and
     a subspace takes 6 bytes in all. Weights are stored as bits because on CPU, jaxlib 0.10.2 converts a whole bf16

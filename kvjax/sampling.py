@@ -83,7 +83,7 @@ def requested_sampling(temperature: Any = None, *, top_k: Any = None, top_p: Any
     >>> requested_sampling(top_p=0.9)
     Traceback (most recent call last):
         ...
-    ValueError: top_p=0.9 filters draws, but without a temperature nothing is drawn; give a temperature too, as 1.0
+    ValueError: top_p=0.9 filters draws, but without a temperature nothing is drawn; give a temperature too, such as 1.0
     """
     if temperature is None:
         given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -91,7 +91,7 @@ def requested_sampling(temperature: Any = None, *, top_k: Any = None, top_p: Any
             if value is not None:
                 raise ValueError(
                     f"{name}={value} filters draws, but without a temperature nothing is drawn; give a temperature "
-                    "too, as 1.0"
+                    "too, such as 1.0"
                 )
         return Sampling()
     return sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)

@@ -100,12 +100,12 @@ def check_floats(**arrays: Any) -> None:
 def check_array(what: str, value: Any, kind: str, example: str) -> None:
     """Raises ValueError for a value that jnp.asarray does not take, such as text or None.
 
-    The message says that `what` must be `kind`, as `example`.
+    The message says that `what` must be `kind`, such as `example`.
 
     >>> check_array("rollback(lengths=...)", "ab", "integers", "[3, 5]")
     Traceback (most recent call last):
         ...
-    ValueError: rollback(lengths=...) must be integers, as [3, 5], got 'ab'
+    ValueError: rollback(lengths=...) must be integers, such as [3, 5], got 'ab'
     """
     if isinstance(value, Tracer):
         return
@@ -114,7 +114,7 @@ def check_array(what: str, value: Any, kind: str, example: str) -> None:
     except (TypeError, ValueError):  # rows of different lengths
         numbers = False
     if not numbers:
-        raise ValueError(f"{what} must be {kind}, as {example}, got {shown(value)}")
+        raise ValueError(f"{what} must be {kind}, such as {example}, got {shown(value)}")
 
 
 def check_not_empty(sizes: dict[str, int], **letters: str) -> None:

@@ -295,7 +295,7 @@ def test_rollback_out_of_reach_is_refused_or_reported() -> None:
         kvjax.rollback(cache, [1])
     after = jax.jit(kvjax.rollback)(cache, jnp.array([3, 7, 0]))
     assert after.length.tolist() == [150, 7, 0]
-    with pytest.raises(RuntimeError, match=r"rows \[0\].*rollback asked for a length"):
+    with pytest.raises(RuntimeError, match=r"rows \[0\].*rollback got a length that is out of reach"):
         kvjax.raise_on_overflow(after)
     assert kvjax.room(cache).tolist() == [5, 39, 59]
 

@@ -340,7 +340,7 @@ def test_a_difference_is_told_once_for_all_layers(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"layers has 4 entries in the save, 2 wanted$"):
         kvjax.restore(tmp_path, kvjax.init(POLICY, SPEC, layers=2))
     with pytest.raises(
-        ValueError, match=r"anew: policy\.kind is Retrieval in the save, Full wanted \(layers 0 to 3\)$"
+        ValueError, match=r"or save again: policy\.kind is Retrieval in the save, Full wanted \(layers 0 to 3\)$"
     ):
         kvjax.restore(tmp_path, kvjax.init(kvjax.Full(), SPEC, layers=4))
     with pytest.raises(ValueError, match=r"has the cache of a whole model, and `like` is one of one layer; .* init$"):

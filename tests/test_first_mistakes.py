@@ -227,7 +227,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "lengths that are text": (
         lambda: kvjax.attention(layer(), *qkv(), lengths="ab"),
-        r"lengths must be integers, as \[3, 5\], got 'ab'",
+        r"lengths must be integers, such as \[3, 5\], got 'ab'",
     ),
     "lengths for other rows": (
         lambda: kvjax.attention(layer(), *qkv(), lengths=[1]),
@@ -293,10 +293,10 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.rollback(layer(), 3),
         r"rollback\(lengths=\.\.\.\) must be integers \[B=2\], the tokens that each row keeps; got int32\[\]",
     ),
-    "back to text": (lambda: kvjax.rollback(layer(), "x"), r"must be integers \[B=2\], as \[3, 5\], got 'x'"),
+    "back to text": (lambda: kvjax.rollback(layer(), "x"), r"must be integers \[B=2\], such as \[3, 5\], got 'x'"),
     "back to nothing": (
         lambda: kvjax.rollback(layer(), None),  # type: ignore[arg-type]
-        r"must be integers \[B=2\], as \[3, 5\], got None",
+        r"must be integers \[B=2\], such as \[3, 5\], got None",
     ),
     "back where tokens are forgotten": (
         lambda: kvjax.rollback(layer(presets.h2o(16).rest), [0, 0]),
@@ -359,7 +359,10 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.init(presets.fier(24, group=8, chunk=8, anchors="2+9"), SPEC, layers=4),
         "anchors name layer 9, and the model has layers 0 to 3; leave it out",
     ),
-    "anchors that are no number": (lambda: presets.fier(24, anchors=2.5), r"as \[2, 5, 9\] or '2\+5\+9', got 2\.5"),  # type: ignore[arg-type]
+    "anchors that are no number": (
+        lambda: presets.fier(24, anchors=2.5),  # type: ignore[arg-type]
+        r"such as \[2, 5, 9\] or '2\+5\+9', got 2\.5",
+    ),
     "share and anchors": (lambda: presets.fier(24, share=2, anchors=[2]), "both say which layers select; give one"),
     "heads of a layer past the model": (
         lambda: shared(heads={9: (0, 1)}),
@@ -372,11 +375,11 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "heads without layers": (
         lambda: shared(heads="x"),
-        r"heads must be the KV heads of layers, as \{3: \(1, 0\)\}, got 'x'",
+        r"heads must be the KV heads of layers, such as \{3: \(1, 0\)\}, got 'x'",
     ),
     # ---------------------------------------------------------------------------------------- flush, insert, overflow
     "a row that is no whole number": (lambda: insert(0.5), r"insert\(row=\.\.\.\) must be an integer, got 0\.5"),
-    "a row by name": (lambda: insert("x"), r"insert\(row=\.\.\.\) must be an integer, as 0, got 'x'"),
+    "a row by name": (lambda: insert("x"), r"insert\(row=\.\.\.\) must be an integer, such as 0, got 'x'"),
     "several rows": (lambda: insert([0]), r"insert\(row=\.\.\.\) must be an integer, got a list"),
     "a model's cache for a row of a layer's": (
         lambda: kvjax.insert(layer(), cache(), 0),  # type: ignore[type-var]

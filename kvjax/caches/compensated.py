@@ -53,7 +53,7 @@ class Compensated:
     """Keeps a window of tokens, and the mean key and value of all evicted tokens, weighted by their number.
 
     A query attends to the tokens of `window`, and to the mean key and value of the n evicted tokens, whose logit is
-    raised by log n. Costs 2 D float32 and one token per row and KV head beside the window.
+    raised by log n. Costs 2 D float32 and one token per row and KV head besides the window.
 
     **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), compensation tokens, equations of section 3.3.
     **Differs:** a prompt in several chunks compensates between them too; the paper compresses it once.

@@ -65,7 +65,7 @@ class OutlierRetrieval(Retrieval):
 
     @property
     def beside(self) -> int:
-        """Tokens of the budget that every step attends to beside sink and local window."""
+        """Tokens of the budget that every step attends to besides sink and local window."""
         return self.exact_store.outliers * self.exact_store.page
 
     @property
@@ -75,7 +75,7 @@ class OutlierRetrieval(Retrieval):
     def over_context(self, axis: Axis, parts: int) -> Retrieval:
         raise ValueError(
             f"{type(self).__name__} has one basis for all tokens of a row, so they cannot be split over the {parts} "
-            "devices of context; split the batch alone"
+            "devices of context; split only the batch"
         )
 
     def find(

@@ -39,7 +39,7 @@ class Retrieval(SelectedZones):
     """Keeps every token and attends to `budget` of them per step: sink, local window and what the selector finds.
 
     `budget` counts each token whose keys and values a step reads. `local` is 64 by default, or a quarter of the budget
-    if that is less. Beside the `local` tokens, fewer than a chunk of recent tokens are pending; they compete with the
+    if that is less. Besides the `local` tokens, fewer than a chunk of recent tokens are pending; they compete with the
     history by their exact scores (for which their keys are read), so a budget of 32 attends to 32 tokens. A row with
     fewer than `dense_below` tokens attends to all of them; because shapes are static, every step then gathers room for
     that many.
@@ -135,7 +135,7 @@ class Retrieval(SelectedZones):
         scores: Array | None = None,
         steps: int = 1,
     ) -> Selection | PackedSelection:
-        """Scores the tokens beside sink and local window and selects the best for q [B, K, G, D], in whole units.
+        """Scores the tokens besides sink and local window and selects the best for q [B, K, G, D], in whole units.
 
         History and pending tokens compete. The last `in_order` units of the selection are those that rank lowest, in
         order of rank; a `FusedSelector` guarantees at most one. `scores` are those of the history, if already computed.
@@ -236,7 +236,7 @@ class Retrieval(SelectedZones):
         return jnp.moveaxis(scores.reshape(B, K, T, G, -1), 2, 0)
 
     def select(self, st: ZonedState, q: Array, *, scale: float | None = None, window: int | None = None) -> Selection:
-        """Selects the slots that a step with q [B, K, G, D] reads beside sink and local window, sorted by score.
+        """Selects the slots that a step with q [B, K, G, D] reads besides sink and local window, sorted by score.
 
         Slots below S, the slots of the store, are in the history; S + r is slot r of the recent block.
         """

@@ -54,8 +54,8 @@ class Sampled(Zoned):
         if self.room < 1:
             least = self.budget - self.room + 1
             raise ValueError(
-                f"Sampled(budget={self.budget}) leaves nothing to sample beside sink={self.sink} and a recent block of "
-                f"up to {self.demote.slots(self.local)} tokens; use at least {least}, or smaller chunks"
+                f"Sampled(budget={self.budget}) leaves nothing to sample besides sink={self.sink} and a recent block "
+                f"of up to {self.demote.slots(self.local)} tokens; use at least {least}, or smaller chunks"
             )
         if self.store.page != 1:
             raise ValueError(

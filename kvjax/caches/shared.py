@@ -240,9 +240,9 @@ def share_selections(
         anchors = _numbers(anchors)
     numbers = (anchors,) if isinstance(anchors, int) else anchors
     if not isinstance(numbers, Sequence | None):
-        raise ValueError(f"anchors must be numbers of layers, as [2, 5, 9] or '2+5+9', got {shown(anchors)}")
+        raise ValueError(f"anchors must be numbers of layers, such as [2, 5, 9] or '2+5+9', got {shown(anchors)}")
     if not isinstance(heads, Mapping | None) or not all(isinstance(own, Sequence) for own in (heads or {}).values()):
-        raise ValueError(f"heads must be the KV heads of layers, as {{3: (1, 0)}}, got {shown(heads)}")
+        raise ValueError(f"heads must be the KV heads of layers, such as {{3: (1, 0)}}, got {shown(heads)}")
     return Shared(
         policies.first,
         policies.rest,

@@ -78,7 +78,7 @@ class Speculative:
     row's first step uses a fresh recall, and so does a step that a prompt, a replaced row or a dropped token separates
     from the row's last one.
 
-    Beside a reused recall, a step reads the token that has left the local window since then, in place of the recall's
+    Besides a reused recall, a step reads the token that has left the local window since then, in place of the recall's
     lowest-ranked token if that would exceed the budget. The recall holds tokens as they were: for one step, also exact
     tokens that a quantised store has rounded since. Costs, per row and kv head, 2 M D values of the store's precision
     and the query in f32, in device memory: M are the selected tokens of the budget, or room for `dense_below`.
@@ -143,7 +143,7 @@ class Speculative:
         if self.retrieval.selected == 0:
             base, unit = self.retrieval.sink + self.retrieval.local, self.retrieval.selector.unit
             raise ValueError(
-                f"budget={self.retrieval.budget} leaves nothing beside sink + local = {self.retrieval.sink} + "
+                f"budget={self.retrieval.budget} leaves nothing besides sink + local = {self.retrieval.sink} + "
                 f"{self.retrieval.local} that Speculative could reuse; raise it to at least {base + unit}"
             )
 

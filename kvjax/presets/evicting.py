@@ -119,7 +119,7 @@ def pyramidkv(
 ) -> PerLayer:
     """PyramidKV: SnapKV with a budget that falls linearly from the first layer to the last, `budget` on average.
 
-    Every layer keeps `window` tokens. Beside them, the last layer gets 1/beta of an equal share of the rest, and the
+    Every layer keeps `window` tokens. Besides them, the last layer gets 1/beta of an equal share of the rest, and the
     first layer as much as makes the mean `budget`.
 
     Args:
@@ -170,7 +170,7 @@ def adakv(
     pooling: Pooling = "max",
     dense_layers: int = 0,
 ) -> PerLayer:
-    """AdaKV: SnapKV with one budget for all KV heads of a layer, `budget` a head on average.
+    """AdaKV: SnapKV with one budget for all KV heads of a layer, `budget` per head on average.
 
     The tokens of a prompt compete across all heads for the slots of the layer, so heads that attend widely keep more.
 

@@ -94,7 +94,7 @@ def magicpig(
 
     **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179): 10 bits, 150 tables, 2 collisions, sink 4, local 64.
     **Differs:** see `Sampled` and `SimHash`. The paper keeps layers 0 and 16 of 32 dense; here the first `dense_layers`
-    are. Hashes lie on the device; the paper's are in host memory.
+    are. Hashes are on the device; the paper's are in host memory.
     """
     require_int("magicpig(budget=...)", budget, at_least=1)
     policy = Sampled(

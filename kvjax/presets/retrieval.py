@@ -17,7 +17,7 @@ from kvjax.selectors import Fier, MinMaxPages, Nucleus, Paris
 from kvjax.selectors.paris import Votes
 from kvjax.spec import require_int
 
-PARISKV_BUDGET = 4 + 128 + 100  # the paper's sink and local window, and the k tokens that it selects beside them
+PARISKV_BUDGET = 4 + 128 + 100  # the paper's sink and local window, and the k tokens that it selects besides them
 
 
 def fier(
@@ -107,19 +107,19 @@ def pariskv(
 ) -> PerLayer:
     """ParisKV: every token is kept, and a step attends to sink, local window and the best keys of a rotated index.
 
-    The paper selects k = 100 tokens beside sink and local window. The budget counts all of them, so its default is
+    The paper selects k = 100 tokens besides sink and local window. The budget counts all of them, so its default is
     larger. The paper's ranges are sink 4..64, local 128..512, `chunk` (its update buffer) 256..512 and full attention
     below 1K..2K tokens; no layer is skipped. If the budget exceeds the candidates, the rest is selected by votes. A GQA
     group retrieves once, by the mean of its queries.
 
     Args:
       budget: tokens that a step reads in a layer and KV head, all zones included.
-      k: tokens selected beside sink and local window, in place of a budget.
+      k: tokens selected besides sink and local window, in place of a budget.
       sink: first tokens of a row, always attended.
       local: newest tokens of a row, always attended.
       chunk: tokens that are indexed together; at most this many are pending.
       buffer: "select": pending tokens compete with the history by exact scores, within the budget. "attend", as in the
-        paper: a step attends to all of them, beside the budget.
+        paper: a step attends to all of them, in addition to the budget.
       votes: how keys are voted for: "tiers", or "plain".
       correct: correct the estimated score of a key for its rounding.
       candidates: keys with the most votes, which are ranked by estimates; None: a tenth to a half of the history.
@@ -242,7 +242,7 @@ def quest(
     needed = max(least_pages - always, 1)
     if pages < needed:
         raise ValueError(
-            f"quest(budget={budget}) has room for {max(pages, 0)} pages of {page} tokens beside sink + local = {sink} "
+            f"quest(budget={budget}) has room for {max(pages, 0)} pages of {page} tokens besides sink + local = {sink} "
             f"+ {counted}, and needs at least {needed}; use a budget of at least {sink + counted + needed * page}, or "
             "a smaller least_pages"
         )

@@ -47,10 +47,10 @@ def history(name: str, host: bool, hot: int, page: int = 1, *, host_dtype: str |
 
 
 def require_page(name: str, budget: int, page: int, sink: int, local: int) -> None:
-    """Raises ValueError if the budget leaves no room for a page beside sink and local window."""
+    """Raises ValueError if the budget leaves no room for a page besides sink and local window."""
     if sink + local <= budget < sink + local + page:
         raise ValueError(
-            f"{name}(budget={budget}) leaves no room for a page of {page} tokens beside sink + local = {sink} + "
+            f"{name}(budget={budget}) leaves no room for a page of {page} tokens besides sink + local = {sink} + "
             f"{local}; use at least {sink + local + page}, or smaller pages"
         )
 

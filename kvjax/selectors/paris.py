@@ -66,7 +66,7 @@ class Paris:
 
     With subspace=4 a pattern carries less information, and there are twice as many subspaces: votes cost twice the time
     and weights twice the bytes, D/2 in all with the signs. With radius_bits=4 a weight is one of 16 shares of the key's
-    length, by the distribution of random directions (`kvjax.rotate.radius_table`), in half a byte beside 2 bytes for
+    length, by the distribution of random directions (`kvjax.rotate.radius_table`), in half a byte besides 2 bytes for
     the length: 74 bytes per key at D = 128. Both run in plain JAX: the kernels read subspaces of 8 and weights of 16
     bits.
 

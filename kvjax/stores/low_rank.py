@@ -27,10 +27,10 @@ EMPTY = 2.0  # above every cosine: a place that holds no page
 
 
 class Rope(Protocol):
-    """A kind of rotary position embedding, as those of `kvjax.models.rope`."""
+    """A kind of rotary position embedding, such as those of `kvjax.models.rope`."""
 
     def frequencies(self, head_dim: int) -> Any:
-        """f32[D/2] radians a position, of channel i and channel i + D/2."""
+        """f32[D/2] radians per position, for channels i and i + D/2."""
         ...
 
 

@@ -153,7 +153,7 @@ def has_zones(state: Any) -> bool:
 
 
 def memory_of_steps(state: Any) -> Any:
-    """What a state remembers between steps besides the tokens: the leaves outside of the core."""
+    """The leaves of a state outside of its core: its memory between steps besides the tokens."""
     inner = core_state(state)
     outside = {} if inner is state else {k: v for k, v in parts(state).items() if not _within(v, inner)}
     return jax.tree.leaves(outside)

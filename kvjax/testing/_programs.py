@@ -67,7 +67,7 @@ def step_is_in_place(policy: Policy, spec: CacheSpec) -> None:
         beside = max(size, exact) if selects(policy) else size
         # cuBLAS takes a workspace of 32 MiB, whatever the sizes.
         allowed = beside // 4 + (32 * 2**20 if jax.default_backend() == "gpu" else 0)
-        assert memory.temp_size_in_bytes <= allowed, f"{memory.temp_size_in_bytes} temp bytes beside {beside} of cache"
+        assert memory.temp_size_in_bytes <= allowed, f"{memory.temp_size_in_bytes} temp bytes besides {beside} of cache"
 
 
 def structure_is_constant(policy: Policy, spec: CacheSpec) -> None:

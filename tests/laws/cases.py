@@ -352,7 +352,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "speculation without a budget": (
         lambda: Speculative(dataclasses.replace(BASE, budget=28)),
-        r"budget=28 leaves nothing beside sink \+ local = 4 \+ 24.*at least 29",
+        r"budget=28 leaves nothing besides sink \+ local = 4 \+ 24.*at least 29",
     ),
     "page of 0": (lambda: CentrePages(page=0), r"page=.*at least 1, got 0"),
     "5 bits": (lambda: Quantized(bits=5), r"bits=5\) must be one of 2, 3, 4, 8"),
