@@ -120,7 +120,7 @@ def attention_info(
     check_flags("attention", first_chunk=first_chunk, flush=flush)
     if active is not None and sizes.T > 1:
         raise ValueError(
-            f"active is for decode steps (T=1), got T={sizes.T}; give lengths, 0 for rows that take nothing"
+            f"active is for decode steps (T=1), got T={sizes.T}; for a prompt give lengths, 0 for rows without tokens"
         )
     count = _row_counts(sizes.B, sizes.T, lengths, active)
     operands: Any = (cache, q, k, v, count, selection)
@@ -432,7 +432,7 @@ def _row_counts(B: int, T: int, lengths: ArrayLike | None, active: ArrayLike | N
         known = None if isinstance(given, Tracer) else np.asarray(given)
         given = jnp.asarray(given)
         if given.shape != (B,):
-            raise ValueError(f"{name} must have shape [B={B}], got {list(given.shape)}")
+            raise ValueError(f"{name} must have shape [B={B}], got {list(given.shape)}; give one for each row")
         wanted = jnp.bool_ if name == "active" else jnp.integer
         if not jnp.issubdtype(given.dtype, wanted):
             kind, dtype = ("bool", "bool") if name == "active" else ("integers", "int")

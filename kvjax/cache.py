@@ -188,7 +188,9 @@ def shardings(cache: C) -> C:
     if not isinstance(cache, Cache | LayerCache):
         raise ValueError(f"shardings takes a cache, got {shown(cache)}; kvjax.init makes one")
     if any(layer.placement is None for layer in layers_of(cache)):
-        raise ValueError("shardings takes a cache with a placement; make it with kvjax.init(..., placement=...)")
+        raise ValueError(
+            "shardings takes a cache with a placement, got one without; make it with kvjax.init(..., placement=...)"
+        )
     return with_states(cache, [state_shardings(x.policy, x.spec, placement_of(x)) for x in layers_of(cache)])
 
 

@@ -55,7 +55,9 @@ def _grow(layer: LayerCache, capacity: int) -> LayerCache:
         if new.shape == old.shape:
             return old
         if new.ndim != old.ndim or any(a < b for a, b in zip(new.shape, old.shape, strict=True)):
-            raise ValueError(f"{layer.policy} cannot grow: an array of shape {old.shape} becomes {new.shape}")
+            raise ValueError(
+                f"{layer.policy} cannot grow: an array of shape {old.shape} becomes {new.shape}, and no axis may shrink"
+            )
         if isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer):
             new = jax.device_put(new, old.sharding)  # the device of the cache need not be the default one
         with axes_of(mesh_of(old)):

@@ -174,7 +174,7 @@ def merge(*parts: PartialAttention) -> PartialAttention:
     Array([3.], dtype=float32)
     """
     if not parts:
-        raise ValueError("merge needs at least one PartialAttention")
+        raise ValueError("merge got no parts; give at least one PartialAttention")
     return reduce(_merge_two, parts)
 
 

@@ -120,7 +120,7 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
     if _kinds(cache) != _kinds(prefix):
         raise ValueError(
             f"insert needs a prefix of the same layers, policies, capacity and dtype; got {_summary(prefix)} for "
-            f"{_summary(cache)}"
+            f"{_summary(cache)}; make it like the cache, with the spec dataclasses.replace(cache.spec, batch=1)"
         )
     if prefix.spec.batch != 1:
         raise ValueError(f"insert takes one row: the prefix must have batch 1, got {prefix.spec.batch}")
@@ -145,8 +145,8 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
 def _reversible(layer: LayerCache, verb: str) -> Reversible:
     if not isinstance(layer.policy, Reversible):
         raise ValueError(
-            f"{verb} needs a policy that can take back tokens, which {layer.policy!r} cannot: it evicts tokens, or "
-            "keeps more than tokens from step to step; use Full, Retrieval or Compressed, or a copy of the cache"
+            f"{verb} needs a policy that can take back tokens, which {layer.policy!r} cannot: it evicts tokens or "
+            "remembers its last step; use Full, Retrieval or Compressed, or a copy of the cache"
         )
     return layer.policy
 

@@ -348,7 +348,7 @@ def _check(where: str, cache: Any) -> None:
 
 def _path(directory: str | Path) -> Path:
     if not isinstance(directory, str | os.PathLike):
-        raise ValueError(f"the directory of saves must be a path, got {shown(directory)}; kvjax.save(directory, cache)")
+        raise ValueError(f"the directory of saves must be a path, got {shown(directory)}; give a string or a Path")
     if not str(directory):
         raise ValueError("the directory of saves has an empty name; give one, or '.' for the current one")
     return Path(directory).expanduser().absolute()

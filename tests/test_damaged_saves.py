@@ -388,7 +388,7 @@ def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (lambda path: kvjax.save(path, empty(), keep=0), r"save\(keep=\.\.\.\) must be at least 1, got 0"),
         (lambda path: kvjax.save(path, empty(), keep=1.5), r"save\(keep=\.\.\.\) must be an integer, got 1\.5"),
         (lambda path: jax.jit(lambda c: kvjax.save(path, c))(empty()), "save got a traced cache; call it outside"),
-        (lambda path: kvjax.save(3, empty()), r"the directory of saves must be a path, got 3; kvjax\.save\(directory"),  # type: ignore[arg-type]
+        (lambda path: kvjax.save(3, empty()), r"the directory of saves must be a path, got 3; give a string or a Path"),  # type: ignore[arg-type]
         (lambda path: kvjax.save(empty(), path), "save takes a cache, got a PosixPath"),  # type: ignore[arg-type]
         (lambda path: kvjax.save("", empty()), "has an empty name; give one"),
         (lambda path: kvjax.restore(path, empty(), step="x"), r"restore\(step=\.\.\.\) must be an integer, got 'x'"),

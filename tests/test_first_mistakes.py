@@ -239,7 +239,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "active rows of a prompt": (
         lambda: kvjax.attention(layer(), *qkv(), active=[True, True]),
-        r"active is for decode steps \(T=1\), got T=3; give lengths",
+        r"active is for decode steps \(T=1\), got T=3; for a prompt give lengths",
     ),
     # ------------------------------------------------------------------------------------- prefill, decode, rollback
     "a prompt without rows": (

@@ -102,7 +102,7 @@ def test_keys_of_low_rank_come_back_and_a_full_rank_loses_nothing() -> None:
         (lambda: LowRank(page=4), r"page=4.*HostOffload\(page=8\); use HostOffload\(page=4\)"),
         (lambda: presets.shadowkv(budget=300), r"budget=300 is below sink \+ local \+ outliers.*at least"),
         (lambda: OutlierRetrieval(store=Dense()), r"a store of exact pages"),
-        (lambda: OutlierRetrieval(selector=MeanPages(page=16)), r"units of 16.*pages of 8; make them the same"),
+        (lambda: OutlierRetrieval(selector=MeanPages(page=16)), r"units of 16.*pages of 8; use pages of one size"),
         (lambda: kvjax.init_layer(OutlierRetrieval(demote=Fifo(leave=96)), SPEC), r"learn=1024.*chunks of 96"),
     ],
 )

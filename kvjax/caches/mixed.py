@@ -179,5 +179,6 @@ class Mixed(Evicting):
     def _check_window(self, window: int | None) -> None:
         if window is not None:
             raise ValueError(
-                f"Mixed stores tokens in the order in which they left, so it cannot serve a sliding window of {window}"
+                f"Mixed stores tokens in the order in which they left, so it cannot serve a sliding window of {window};"
+                " use kvjax.Compressed()"
             )

@@ -49,7 +49,7 @@ class OutlierRetrieval(Retrieval):
         if self.exact_store.page != self.selector.unit:
             raise ValueError(
                 f"OutlierRetrieval got {self.selector} with units of {self.selector.unit} and {self.store} with pages "
-                f"of {self.exact_store.page}; make them the same"
+                f"of {self.exact_store.page}; use pages of one size"
             )
         least = self.sink + self.local + self.beside
         if self.budget < least:

@@ -117,7 +117,8 @@ class Follower(SelectedZones):
         B, K, G, _ = shape
         if not isinstance(selection, Selection):
             raise ValueError(
-                f"attention(selection=...) takes the `selection` of an Info, got {type(selection).__name__}"
+                f"attention(selection=...) takes the `selection` of an Info, got {type(selection).__name__}; pass "
+                "info.selection, from kvjax.attention_info of the layer that it follows"
             )
         if selection.slots.shape[:2] != (B, K) or selection.slots.shape[2] not in (1, G):
             raise ValueError(
@@ -161,7 +162,7 @@ class Shared(PerLayer):
         if not isinstance(self.rest, Leading):
             raise ValueError(
                 f"{self.rest!r} selects nothing that other layers could follow; share takes a kvjax.Retrieval or a "
-                "kvjax.Speculative, as fier, quest, pariskv, freekv and exact have"
+                "kvjax.Speculative, as in the presets fier, quest, pariskv, freekv and exact"
             )
         self.rest.follower()  # raises here if the policy cannot have followers
         if dense := getattr(self.rest, "dense_capacity", 0):
@@ -229,7 +230,7 @@ def share_selections(
     if not isinstance(policies, PerLayer):
         raise ValueError(
             f"share_selections takes the policies of a model's layers, got {shown(policies)}; a preset returns them, "
-            "as kvjax.presets.fier(256), and kvjax.PerLayer((), policy) makes them of one policy"
+            "such as kvjax.presets.fier(256), and kvjax.PerLayer((), policy) makes them of one policy"
         )
     if share == 1 and anchors is None and not heads:
         return policies

@@ -73,7 +73,9 @@ def _keys_before(q: Array, counts: Array) -> Array:
 def _collide_limit(kernel: Any, q: Array, ids: Array, counts: Array, limits: Array, *, seed: int | None) -> str | None:
     N, T = ids.shape[3], limits.shape[1]
     if N * T > 255:
-        raise ValueError(f"collide counts votes in a byte; {N} subspaces x {T} limits are more than 255")
+        raise ValueError(
+            f"collide counts votes in a byte; {N} subspaces x {T} limits are more than 255, so use fewer limits"
+        )
     return kernel.unsupported(q, ids, counts, limits)
 
 

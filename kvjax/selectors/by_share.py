@@ -104,7 +104,7 @@ class Nucleus(ByShare):
         super().__post_init__()
         p = finite_number("Nucleus(p=...)", self.p)
         if not 0 < p <= 1:
-            raise ValueError(f"Nucleus(p={self.p!r}) is a share of the attention, above 0 and at most 1; use 0.9")
+            raise ValueError(f"Nucleus(p={self.p!r}) must be a share of the attention, above 0 and at most 1; use 0.9")
         object.__setattr__(self, "p", p)
 
     def keep(self, share: Array, valid: Array, order: Array) -> Array:
