@@ -57,7 +57,7 @@ class Span(NamedTuple):
         return (slot >= self.start[..., None]) & (slot < self.stop[..., None])
 
     def mask_of(self, queries: int) -> Bool[Array, "B 1 _ S"]:
-        """Which slots each query attends to, each step's queries after the last one's; one row if all share a span."""
+        """Which slots each query attends to, each step's after the previous step's; one row if all share a span."""
         mask = self.mask
         if mask.ndim == 2:
             return mask[:, None, None]

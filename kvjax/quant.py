@@ -80,8 +80,8 @@ def quantize(x: Float[Array, "*rows S D"], bits: int, *, tokens: int = 1, channe
     grouped = x.astype(jnp.float32).reshape(*lead, S // tokens, tokens, D // channels, channels)
     low = jnp.min(grouped, axis=(-3, -1), keepdims=True)
     high = jnp.max(grouped, axis=(-3, -1), keepdims=True)
-    # Products with reciprocals, not quotients: XLA makes them of a quotient by a broadcast, and a value in the middle
-    # of two levels must get the same code from all who compute it.
+    # Multiply by reciprocals instead of dividing: XLA rewrites some divisions that way, and a value halfway between
+    # two levels must get the same code wherever it is computed.
     scales = _join((high - low) * np.float32(1 / (2**bits - 1)), low)
     scale, zero = split_scales(scales)
     levels = jnp.round((grouped - zero) * (1 / jnp.where(scale > 0, scale, 1.0)))

@@ -83,9 +83,9 @@ class Candidates:
     have recent tokens that are not yet indexed: their keys are scored exactly, and a page has the score of its best
     token. They are numbered on from the stored units.
 
-    Several `steps` may select at once, each on its own: queries are [B, K, T*G, D], each step's after the last one's,
-    and a selection has the lists of all steps in the same order, [B, K, T*H, M]. Stops and limit may then differ by
-    step, i32[B, T], and so may the pending keys, [B, K, T, R, D].
+    Several `steps` may select at once, each on its own: queries are [B, K, T*G, D], each step's after the previous
+    step's, and a selection has the lists of all steps in the same order, [B, K, T*H, M]. Stops and limit may then
+    differ by step, i32[B, T], and so may the pending keys, [B, K, T, R, D].
     """
 
     span: tuple[Array | int, Array]  # start and stop of the slots of the index
@@ -262,7 +262,7 @@ def split_selection(selection: Selection | PackedSelection, slots: int) -> tuple
 
 
 def of_lists(number: Array | int, lists: int) -> Array:
-    """i32[B or 1, 1, 1] of i32[B] or of a number; i32[B, 1, lists] of i32[B, T], each step's lists after the last's."""
+    """i32[B or 1, 1, 1] of i32[B] or of a number; i32[B, 1, lists] of i32[B, T], step after step."""
     number = jnp.asarray(number, jnp.int32)
     if number.ndim < 2:
         return number.reshape(-1, 1, 1)

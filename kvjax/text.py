@@ -17,7 +17,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._settings: dict[str, Any] = {"skip_special_tokens": True}
         if hasattr(tokenizer, "clean_up_tokenization_spaces"):
-            self._settings["clean_up_tokenization_spaces"] = False  # it edits text that has been given out
+            self._settings["clean_up_tokenization_spaces"] = False  # it changes text already returned
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._before = 0  # ids [before, given) made the last piece

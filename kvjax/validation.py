@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-LEAST_LIKENESS = 0.6  # of a name that "did you mean" offers: 2 * equal letters / all letters
+LEAST_LIKENESS = 0.6  # for "did you mean" to offer a name: 2 * equal letters / all letters
 
 
 def check_verbs(

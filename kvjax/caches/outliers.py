@@ -1,4 +1,4 @@
-"""ShadowKV: retrieval of pages by their landmarks, beside pages that the store keeps exact."""
+"""ShadowKV: retrieval of pages by their landmarks, besides pages that the store keeps exact."""
 
 from __future__ import annotations
 

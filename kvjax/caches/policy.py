@@ -159,7 +159,7 @@ def step_lengths(length: Array, count: Array, T: int, free: Array) -> Array:
 
 
 def steps_as_heads(q: Array) -> Array:
-    """Queries [B, K, G, T, D] of T steps as [B, K, T*G, D]: the query heads of each step follow those of the last."""
+    """Queries [B, K, G, T, D] of T steps as [B, K, T*G, D]: each step's query heads after the previous step's."""
     B, K, G, T, D = q.shape
     return jnp.swapaxes(q, 2, 3).reshape(B, K, T * G, D)
 

@@ -283,7 +283,7 @@ class Zoned:
     def visible_steps(self, st: ZonedState, lengths: Array) -> Visible:
         """The tokens that the queries of T steps may attend to; after each step a row holds `lengths` i32[B, T]
         tokens."""
-        sink, start = None, jnp.zeros((lengths.shape[0], 1), jnp.int32)  # for all steps; of one row it is no array
+        sink, start = None, jnp.zeros((lengths.shape[0], 1), jnp.int32)  # one for all steps
         recent = lengths - st.store.count[:, None]
         if st.sink is not None:
             sink_stop = jnp.minimum(lengths, st.sink.slots)

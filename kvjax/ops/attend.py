@@ -20,7 +20,7 @@ def attend_span(
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over `span`; 0 where it is empty.
 
     Keys outside of the span may hold anything. Each of T decode steps may have its own span: queries [B, K, T*G, D],
-    each step's after the last one's, with start and stop i32[B, T]. `implementation`: see `explain`. The kernel's
+    each step's after the previous step's, with start and stop i32[B, T]. `implementation`: see `explain`. The kernel's
     products read q in the dtype of the keys; it reads nothing outside of the span.
     """
     # Values outside of the span are finite, so they need no mask here: it would write a second copy of them.

@@ -160,7 +160,7 @@ def parse(text: str) -> PerLayer:
 def parse_with_budget(
     text: str, budget: int | None = None, *, where: str = "cache", budget_where: str = "budget="
 ) -> tuple[PerLayer, int | None]:
-    """`parse` that also returns the preset's budget, or None. `budget` is one that was given apart from the text.
+    """`parse` that also returns the preset's budget, or None. `budget` is one given separately from the text.
 
     `where` and `budget_where` name text and budget in error messages.
     """

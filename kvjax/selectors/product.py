@@ -162,7 +162,7 @@ class StripedProductCodes(StripedSelector):
         self.selector.check(spec, chunk)
 
     def append(self, ix: ProductIndex, k: Array, at: Array, count: Array) -> ProductIndex:
-        """Encodes all keys of the chunk on every device, as all learn from the first ones; stores the device's own."""
+        """Encodes the whole chunk on every device, because all learn from the first keys; stores the device's own."""
         codes, centroids = self.selector._encode(ix.centroids, k, at, count)
         parts = self.stripes.parts
         return ProductIndex(write(ix.codes, self.stripes.own(codes), at // parts, count // parts), centroids)

@@ -113,7 +113,7 @@ class TruncatableSelector(Selector, Protocol):
 
 
 class Wrapper:
-    """A base of selectors that wrap another one and share its properties. A subclass is a dataclass with the field."""
+    """A base of selectors that wrap another one and share its properties. A subclass is a dataclass with `selector`."""
 
     selector: Selector
     selects_in_window = True

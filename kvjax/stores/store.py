@@ -130,7 +130,7 @@ class MultiStepStore(Store, Protocol):
         *,
         scale: float,
     ) -> Array:
-        """[B, K, T*G, D] in the dtype of q [B, K, T*G, D], the query heads of each step after those of the last.
+        """[B, K, T*G, D] in the dtype of q [B, K, T*G, D], each step's query heads after the previous step's.
 
         The arguments are those of `FusedSlotStore.attend_slots_with`, of all steps: lists of slots [B, K, T*H, M], and
         spans with start and stop i32[B, T].
