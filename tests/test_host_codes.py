@@ -76,5 +76,7 @@ def test_presets_refuse_codes_that_there_are_not(name: str) -> None:
         ValueError, match=rf"{name}\(host_dtype='int3'\).*must be one of float8, int8, int4, int2, or None"
     ):
         presets.find(name).make(1024, host=True, host_dtype="int3")
-    with pytest.raises(ValueError, match=rf"{name}\(host_dtype='float8'\) is how a history lies .*; set host=True too"):
+    with pytest.raises(
+        ValueError, match=rf"{name}\(host_dtype='float8'\) applies to a history in host memory; set host=True too"
+    ):
         presets.find(name).make(1024, host_dtype="float8")

@@ -91,5 +91,5 @@ def test_what_cannot_work_is_refused() -> None:
     tokens, cache = drive.random_tokens(SPEC), kvjax.init_layer(Mixed(store=Dense()), SPEC)
     with pytest.raises(ValueError, match=r"cannot serve a sliding window of 8"):
         drive.step(cache, tokens, np.zeros(2, int), window=8)
-    with pytest.raises(ValueError, match=r"Sliding.*has no evidence"):
+    with pytest.raises(ValueError, match=r"Sliding.*ranks tokens by position alone"):
         Mixed(evictor=kvjax.Sliding())

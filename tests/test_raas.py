@@ -60,7 +60,7 @@ def test_budgets_of_a_pyramid_fall_linearly_and_keep_their_mean() -> None:
     [
         (lambda: LastUse(threshold=1.0), r"threshold=.*below 1; got 1.0"),
         (lambda: presets.pyramidkv(beta=0.5), r"beta=0.5.*at least 1"),
-        (lambda: presets.pyramidkv(budget=1, layers=2), r"budget=1.*needs 2"),
+        (lambda: presets.pyramidkv(budget=1, layers=2), r"budget=1.*needs at least 2"),
         (
             lambda: presets.check_reaches(presets.pyramidkv(layers=8), 30, "pyramidkv"),
             r"pyramidkv\(layers=8\) shares its budget among 8 layers and the model has 30; set layers=30",

@@ -639,9 +639,9 @@ def test_a_row_whose_layers_are_all_dense_is_refused(checkpoint):
 
 def test_budgets_of_whole_pages_say_what_they_are_rounded_to():
     rows = {row.name: row for row in make_rows(["quest", "quest:newest=select", "freekv"], budgets=[40, 64, 330])}
-    assert re.search("room for 1 pages of 16 .*at least 2 there; use at least 48", rows["quest@40"].refused)
+    assert re.search("room for 1 pages of 16 .*at least 2; use a budget of at least 48", rows["quest@40"].refused)
     assert re.search(
-        "room for 2 pages of 16 .*at least 3 there; use at least 48", rows["quest:newest=select@40"].refused
+        "room for 2 pages of 16 .*at least 3; use a budget of at least 48", rows["quest:newest=select@40"].refused
     )
     assert rows["quest:newest=select@64"].note == "reads up to 65: 4 pages of 16 tokens and 1 beside"
     assert rows["quest@64"].note == ""

@@ -386,7 +386,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"head_dim=12; use a multiple of 8",
     ),
     "heads that do not divide": (lambda: dataclasses.replace(SPEC, q_heads=7), r"q_heads=7, kv_heads=2.*must divide"),
-    "budget within the sink": (lambda: presets.streaming_llm(budget=4), r"Sliding\(sink=4.*budget of more, got 4"),
+    "budget within the sink": (
+        lambda: presets.streaming_llm(budget=4),
+        r"Sliding\(sink=4.*always keeps 4 tokens, got a budget of 4; use at least 5",
+    ),
     "negative sink": (lambda: Sliding(sink=-1), r"Sliding\(sink=.*at least 0, got -1"),
     "recent share of 2": (lambda: HeavyHitter(recent=2.0), r"share of the slots, 0 to 1; got 2.0"),
     "no room beside the window": (lambda: presets.snapkv(budget=1), r"budget of Observation.*at least 2, got 1"),
