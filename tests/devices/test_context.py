@@ -354,7 +354,7 @@ def test_owner_off_by_one_is_noticed(runs: Any, monkeypatch: pytest.MonkeyPatch)
         (FIER, 8, r"Fier\(group=4\) does not divide .* of 2"),
         (FIER, 3, r"cannot split chunks of 16 tokens evenly over 3 devices.* leave a multiple of 3"),
         (Retrieval(selector=MinMaxPages(page=8), budget=32, **ZONES), 4, "would cut pages of 8; .* multiple of 32"),
-        (dataclasses.replace(FIER, store=HotSet(tokens=64)), 2, "keeps what steps select on one device"),
+        (dataclasses.replace(FIER, store=HotSet(tokens=64)), 2, "keeps selected tokens on one device"),
         (kvjax.PerHead(heads=(1,), selected=Full(), others=FIER), 2, "grows with the capacity and has no over_context"),
         (Full(), 3, "cannot split a capacity of 112 tokens evenly over 3 devices.* use capacity=114"),
     ],
