@@ -208,7 +208,9 @@ def main(args: Sequence[str] | None = None) -> None:
     for _, batch in sizes:
         if batch % min(batch, given.different):
             parser.error(f"--different {given.different} does not divide a batch of {batch}")
-    about = recall.about(directory, given.text, given.dtype, sorted({length for length, _ in sizes}), given.steps)
+    lengths = sorted({length for length, _ in sizes})
+    about = recall.about(directory, given.text, given.dtype, lengths, given.steps)
+    about["weight_bytes"] = nbytes(checkpoint.model).device
     same = ("model", "text", "dtype", "device", "versions", "source")
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     if given.out.is_file():

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from docs.tables.guides import hit_rates
-from docs.tables.reading import load_measured, load_results, load_rows, load_scores, method_of, score_of
+from docs.tables.reading import load_file, load_measured, load_results, load_rows, load_scores, method_of, score_of
 from docs.tables.writing import markdown, mean_of, perplexity_change, short
 
+BYTES_PER_MS = 4.3e9  # that an H200 reads
 BUDGETS = (32, 64, 128, 256, 512, 1024, 2048)
 # Titles of the tasks of RULER that are generated, in its order, and its own names.
 RULER = {
@@ -59,22 +60,40 @@ def _by_budget(scores: dict[str, Any], budgets: Sequence[int]) -> str:
 
 
 def real_ruler() -> str:
-    """RULER's synthetic tasks: a row a task and length, a column a cache; and the means of lengths with all tasks."""
-    found = {}
-    for task, result in load_results("eval_qwen_ruler").items():
-        found[task.partition(" at ")[0], result["task"]["length"]] = result["caches"]
-    names = list(dict.fromkeys(name for caches in found.values() for name in caches))
+    """RULER's synthetic tasks by length: a row a task and length, a column a cache that has all lengths, and means."""
+    found = _ruler()
+    names = [name for name in next(iter(found.values())) if all(name in caches for caches in found.values())]
     lengths = sorted({length for _, length in found})
-    rows = []
-    for title, own in RULER.items():
-        for length in lengths:
-            if caches := found.get((title, length)):
-                rows.append([f"{title} (`{own}`)", str(length), *(mean_of(caches.get(name)) for name in names)])
-    for length in lengths:
-        if all((title, length) in found for title in RULER):
-            means = [sum(found[title, length][name]["mean"] for title in RULER) / len(RULER) for name in names]
-            rows.append(["mean of all ten", str(length), *map(short, means)])
+    rows = [
+        [f"{title} (`{own}`)", str(length), *(short(found[title, length][name]["mean"]) for name in names)]
+        for title, own in RULER.items()
+        for length in lengths
+    ]
+    rows += [["mean of all ten", str(length), *_ruler_means(found, length, names)] for length in lengths]
     return markdown(["task", "tokens", *(f"`{name}`" for name in names)], rows)
+
+
+def real_ruler_caches() -> str:
+    """The same tasks at 16384 tokens: a row a task, a column a cache."""
+    found, length = _ruler(), 16384
+    names = list(found["needle", length])
+    rows = [
+        [f"`{own}`", *(short(found[title, length][name]["mean"]) for name in names)] for title, own in RULER.items()
+    ]
+    rows.append(["mean of all ten", *_ruler_means(found, length, names)])
+    return markdown(["task", *(f"`{method_of(name)}`" for name in names)], rows)
+
+
+def _ruler() -> dict[tuple[str, int], dict[str, Any]]:
+    """Scores of caches by the title of a task and the length of its prompts."""
+    return {
+        (task.partition(" at ")[0], result["task"]["length"]): result["caches"]
+        for task, result in load_results("eval_qwen_ruler").items()
+    }
+
+
+def _ruler_means(found: dict[tuple[str, int], dict[str, Any]], length: int, names: Sequence[str]) -> list[str]:
+    return [short(sum(found[title, length][name]["mean"] for title in RULER) / len(RULER)) for name in names]
 
 
 def real_perplexities() -> str:
@@ -132,9 +151,9 @@ def drift() -> str:
         "Paris": "ParisKV",
         "Paris, all reranked": "ParisKV, all keys reranked",
         "k-means, prompt": "k-means of the prompt",
-        "k-means, anew": "k-means, learnt anew",
+        "k-means, anew": "k-means, learnt again",
         "PQCache, prompt": "PQCache",
-        "PQCache, anew": "PQCache, learnt anew",
+        "PQCache, anew": "PQCache, learnt again",
         "Quest": "Quest",
     }
     rows = [[name, *(short(found[case]["by_length"][n]["recall"]) for n in lengths)] for case, name in names.items()]
@@ -167,14 +186,17 @@ def real_group_rules() -> str:
 
 
 def real_speed() -> str:
-    """TPOT in milliseconds of a published model on a book, by size and method."""
-    found = {(row["length"], row["batch"], row["method"]): row for row in load_rows("real_speed")}
+    """TPOT in milliseconds of a published model on a book, by size and method, and the floor of full attention."""
+    measured = load_file("real_speed")
+    found = {(row["length"], row["batch"], row["method"]): row for row in measured["rows"]}
     names = list(dict.fromkeys(method for _, _, method in found))
     rows = []
     for size in sorted({key[:2] for key in found}):
+        floor = (measured["weight_bytes"] + found[(*size, "full")]["cache_bytes_device"]) / BYTES_PER_MS
         cells = [found.get((*size, name), {}).get("tpot_ms") for name in names]
-        rows.append([f"{size[0]} x {size[1]}", *("" if ms is None else f"{ms:.2f}" for ms in cells)])
-    return markdown(["tokens x rows", *(name if name == "cudnn" else f"`{name}`" for name in names)], rows)
+        times = ("" if ms is None else f"{ms:.2f}" for ms in cells)
+        rows.append([f"{size[0]} x {size[1]}", f"{floor:.2f}", *times])
+    return markdown(["tokens x rows", "floor, full", *(_column(name) for name in names)], rows)
 
 
 def real_first_tokens() -> str:
@@ -185,7 +207,11 @@ def real_first_tokens() -> str:
     for length in sorted({length for length, _ in found}):
         cells = (found.get((length, name)) for name in names)
         rows.append([str(length), *("" if seconds is None else f"{seconds:.3f}" for seconds in cells)])
-    return markdown(["tokens", *(name if name == "cudnn" else f"`{name}`" for name in names)], rows)
+    return markdown(["tokens", *(_column(name) for name in names)], rows)
+
+
+def _column(method: str) -> str:
+    return "cuDNN" if method == "cudnn" else f"`{method}`"
 
 
 def real_drafts() -> str:
