@@ -86,7 +86,7 @@ def test_operations_that_store_are_told_of_too():
     sizes = {"batch": 1, "q_heads": 2, "kv_heads": 1, "head_dim": 16, "capacity": 256}
     found = implementations(presets.freekv(64, page=16, sink=16, local=32), CacheSpec(**sizes))
     assert {"put_token", "select_pages", "host_rows_first", "host_append"} <= set(found)
-    assert in_short(implementations(presets.h2o(64), CacheSpec(**sizes))) == "all of a step is plain XLA"
+    assert in_short(implementations(presets.h2o(64), CacheSpec(**sizes))) == "the whole step runs as plain XLA"
 
 
 def test_operations_with_the_same_answer_share_its_words():
@@ -358,7 +358,7 @@ def test_bad_options_are_one_line(kvjax, checkpoint, args, message):
         (("generate", "--budget", "many"), "--budget"),
         (("nothing",), "nothing"),
         (("methods", "fier", "quest"), "unexpected extra argument(s) (quest); see kvjax methods --help"),
-        (("generate", "model", "hello"), "(hello): the text of a prompt follows --prompt; see kvjax generate --help"),
+        (("generate", "model", "hello"), "(hello): give the prompt as --prompt TEXT; see kvjax generate --help"),
         (("methods", "fier:budget=3"), "unknown cache 'fier:budget=3'; did you mean 'fier'?"),
         (("compare", ""), "the prompt is empty; give at least one character"),
     ],
@@ -554,7 +554,7 @@ REFUSED = [
     ("generate --prompt a --speculate prompt-lookup:0,4", "PromptLookup(ngram=...) must be at least 1, got 0"),
     ("generate --prompt a --speculate prompt-lookup:3,16", "PromptLookup(tokens=...) must be at most 15, got 16"),
     ("generate --prompt a --speculate prompt-lookup --cache h2o", "drafts need a cache that can take back tokens"),
-    ("generate --prompt a --speculate prompt-lookup --draft /no", "--speculate and --draft both say what drafts"),
+    ("generate --prompt a --speculate prompt-lookup --draft /no", "--speculate and --draft each say how to draft"),
     ("generate --prompt a --draft /no", "/no does not exist; give a directory with config.json"),
     (
         "generate --prompt a --draft FILES/other",
@@ -602,7 +602,7 @@ REFUSED = [
     ("heads --length 256 --repeats 4", "are 1024 tokens, and the model has"),
     ("calibrate --text FILES/long --share 0", "--share must be at least 1, got 0"),
     ("calibrate --text FILES/long --out /no/x.json", "--out /no/x.json: there is no such folder"),
-    ("calibrate --text FILES/long --out plan", "--out plan: end the name in .json, for --cache fier:anchors=FILE"),
+    ("calibrate --text FILES/long --out plan", "--out plan: end the name in .json, so that --cache fier:anchors=FILE"),
     ("calibrate --text FILES/long --out FILES", "is a folder; give the path of a file"),
     # bench: all before the weights
     ("bench --cache full --budget 3", "none has a budget: full; leave it out, or add one of fier"),
@@ -621,7 +621,7 @@ REFUSED = [
     ("eval --batch 0", "--batch must be at least 1, got 0"),
     (
         "eval --max-prompt 1K,2K --samples 1",
-        "--max-prompt takes one whole number from 1, as 8192 or 8K or 1M; got '1K,2K'",
+        "--max-prompt takes one whole number from 1, such as 8192, 8K or 1M; got '1K,2K'",
     ),
     ("eval --seed -1", "--seed must be at least 0, got -1"),
     ("eval --out FILES/short", "is a file; give the path of a folder"),

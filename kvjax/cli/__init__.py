@@ -1,17 +1,17 @@
 """The command line: `kvjax generate` decodes through a cache, `kvjax eval` scores what caches keep, and more.
 
 A command is a module here, with a function that typer calls. Everything cheap is checked before anything long starts,
-in this order: options, prompt, config, length of the prompt, weights. A mistake of the user ends in one line
-`error: ...` on stderr and a non-zero exit code:
+in this order: options, prompt, config, length of the prompt, weights. An error ends in one line `error: ...` on stderr
+and a non-zero exit code:
 
-    2    what was asked cannot be done: an option, a file, a model, a combination of them, or an extra that is missing
-    1    the work itself failed: no memory, no room on the disk, numbers that are not finite
-    130  an interrupt
-    141  the reader of stdout is gone
+    2    the request cannot be met: a wrong option, file, model or combination of them, or a missing extra
+    1    the run failed: out of memory, no space left on the disk, numbers that are not finite
+    130  interrupted
+    141  the reader of stdout closed it
 
 KVJAX_TRACEBACK=1 shows the traceback instead.
 
-Heavy imports stand inside the commands, so that `kvjax --help` stays quick.
+Heavy imports are inside the commands, so that `kvjax --help` stays fast.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import typer
 from kvjax.cli import bench, calibrate, compare, evaluate, generate, heads, measure, methods, perplexity
 from kvjax.cli.terminal import say, write
 
-# Advice for people who train with torch, and warnings of XLA's start, are not for this command's users.
+# Silences transformers' advice about torch and XLA's startup warnings, which do not concern users of this command.
 for _name, _value in (
     ("TRANSFORMERS_VERBOSITY", "error"),
     ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"),
@@ -45,8 +45,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         write(f"kvjax {metadata.version('kvjax')}\n")
         raise typer.Exit
 
@@ -71,13 +71,20 @@ for _group, _commands in _GROUPS.items():
         app.command(_name, rich_help_panel=_group)(_command)
 
 
-# Errors of what was asked. A check raises ValueError, and a path that a user gave may lead nowhere.
-_ASKED = (ValueError, NotImplementedError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+# Errors in the request: checks raise ValueError, and a path that the user gave may not exist or be readable.
+_REQUEST_ERRORS = (
+    ValueError,
+    NotImplementedError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
 
 
 def _lacks_extra(error: Exception) -> bool:
-    """Whether a package of one of kvjax's extras is missing; the error is kvjax's own and names the extra."""
-    return isinstance(error, ImportError) and error.name is None  # Python names the module that it did not find
+    """Whether `error` is kvjax's own message that an extra must be installed."""
+    return isinstance(error, ImportError) and error.name is None  # Python's own ImportError has the module's name
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -91,7 +98,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return _reader_gone()
-    except SystemExit as end:  # click's answer to a closed pipe
+    except SystemExit as end:  # click exits so when a pipe is closed
         if isinstance(end.__context__, BrokenPipeError):
             return _reader_gone()
         return end.code if isinstance(end.code, int) else 1
@@ -100,31 +107,31 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         usage = hasattr(error, "format_message")  # click's errors, wherever typer's version keeps their class
         say(f"error: {_usage(error) if usage else _one_line(error)}")
-        return 2 if usage or isinstance(error, _ASKED) or _lacks_extra(error) else 1
+        return 2 if usage or isinstance(error, _REQUEST_ERRORS) or _lacks_extra(error) else 1
 
 
 def _reader_gone() -> int:
-    """The reader of stdout, as `head`, has had enough: what is left to write goes nowhere."""
+    """Discards the rest of the output, as the reader of stdout (such as `head`) closed it; returns the exit code."""
     sys.stdout = sys.__stdout__
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 141
 
 
 def _usage(error: Any) -> str:
-    """Click's complaint about options, on one line, and the command that lists them."""
+    """Click's usage error on one line, with the command that lists the options."""
     message, context = " ".join(error.format_message().split()), error.ctx
     if context is None:
         return message
     if "extra argument" in message and any("--prompt" in option.opts for option in context.command.params):
-        message += ": the text of a prompt follows --prompt"
+        message += ": give the prompt as --prompt TEXT"
     return f"{message.rstrip('.')}; see {context.command_path} --help"
 
 
 def _one_line(error: Exception) -> str:
-    """The part of an error that a person can act on, without a line break."""
+    """The part of an error that a user can act on, on one line."""
     message = " ".join(str(error).split())
     if "RESOURCE_EXHAUSTED" in message:
-        ways = "a smaller model, a shorter prompt, --dtype bfloat16, or a smaller --batch or --beside, if there are any"
+        ways = "a smaller model, a shorter prompt, --dtype bfloat16, or a smaller --batch or --beside where available"
         return f"out of memory; use {ways} ({message[:200]})"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

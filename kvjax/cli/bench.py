@@ -47,27 +47,27 @@ def bench(
         int | None,
         typer.Option(
             min=0,
-            help="First layers that attend to everything, in every row. Default each method's own.",
+            help="Number of first layers that attend to everything, for every cache. Default: each method's own.",
             show_default=False,
         ),
     ] = None,
     length: Annotated[
-        str, typer.Option(help="Tokens of context, also beyond the model's positions. Several: 8K,32K,128K.")
+        str, typer.Option(help="Context length in tokens; may exceed the model's positions. Several: 8K,32K,128K.")
     ] = "2K",
     batch: Annotated[
-        str, typer.Option(help="Rows decoded together. Several: 1,8. `largest` finds the most that fit.")
+        str, typer.Option(help="Batch size. Several: 1,8. `largest` finds the largest batch that fits.")
     ] = "1",
     steps: Annotated[int, typer.Option(help="Decode steps to time.")] = 128,
-    block: Annotated[int, typer.Option(help="Decode steps between two readings of the clock.")] = 32,
+    block: Annotated[int, typer.Option(help="Decode steps that are timed together.")] = 32,
     chunk: Annotated[
         int | None,
-        typer.Option(help="Tokens of a chunk of the prompt. Default: the library's.", show_default=False),
+        typer.Option(help="Prefill chunk size in tokens. Default: the library's.", show_default=False),
     ] = None,
     synthetic_cache: Annotated[
         bool,
         typer.Option(
             "--synthetic-cache",
-            help="Fill the cache with random keys and values, not from a prompt. Quick, without TTFT.",
+            help="Fill the cache with random keys and values instead of prefilling a prompt. Faster; no TTFT.",
         ),
     ] = False,
     dtype: Dtype = None,
@@ -75,7 +75,7 @@ def bench(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for results/*.json, throughput.json and throughput.svg; cells in results are not run again.",
+            help="Folder for results/*.json, throughput.json and throughput.svg; existing results are not run again.",
             show_default=False,
         ),
     ] = None,
@@ -83,10 +83,10 @@ def bench(
 ) -> None:
     """Measures time and memory of decoding through caches: TTFT, TPOT, tokens per second, bytes.
 
-    Prompts are random tokens of the exact length, stored by the model; decoding is the library's own loop on the
-    device. Compilation is not counted. Columns: TTFT, seconds to the first token; TPOT, milliseconds per output token,
-    the median over blocks of steps, with the fastest and the slowest; tokens a second of all rows; the cache's bytes on
-    the device and on the host; and the peak of the device's memory.
+    Prompts are random tokens of exactly the given length, prefilled by the model; decoding runs the library's own loop
+    on the device. Compilation is not counted. Columns: TTFT, seconds to the first token; TPOT, milliseconds per output
+    token, the median over blocks of steps, with the fastest and the slowest block; tokens per second over all rows; the
+    cache's bytes on the device and on the host; and the device's peak memory.
     """
     from kvjax.evaluate import throughput
     from kvjax.evaluate.caches import make_rows
@@ -111,7 +111,7 @@ def bench(
     if config.max_positions is not None and max(lengths) + new > config.max_positions:
         say(
             f"--length {max(lengths)} and {new} new tokens are more than the model's {config.max_positions} positions: "
-            "times hold, but a text of that length would not"
+            "the times are valid, but the model cannot read a text of that length"
         )
 
     progress = bars()
@@ -123,8 +123,8 @@ def bench(
 
     with progress, bar(progress, "cells") as advance_to:
 
-        def tell(done: int, of: int, what: str) -> None:
-            advance_to(done, of, what)
+        def report(done: int, total: int, what: str) -> None:
+            advance_to(done, total, what)
             say(what)
 
         rows = throughput.sweep(
@@ -135,7 +135,7 @@ def bench(
             about=about,
             workload=workload,
             out=None if out is None else out / "results",
-            progress=tell,
+            progress=report,
         )
     if as_json:
         write_json(*rows)
@@ -160,7 +160,7 @@ def _write(rows: Sequence[dict[str, Any]], out: Path) -> None:
 
 
 def _caches(rows: Sequence[Row], config: DecoderConfig, kind: str, batch: int, capacity: int) -> dict[str, PerLayer]:
-    """Policies by the name of a row, as "fier@1024"; those that cannot hold the model or their budget are told."""
+    """Policies by row name, such as "fier@1024"; rows that cannot be run are reported on stderr."""
     from kvjax import CacheSpec
     from kvjax.evaluate.caches import check_rows
 
@@ -189,7 +189,7 @@ def _shape(given: str) -> tuple[str, DecoderConfig]:
 def _model(
     directory: Path | None, name: str, config: DecoderConfig, kind: str, seed: int
 ) -> tuple[Decoder, dict[str, Any]]:
-    """The model, and what results say of it."""
+    """The model, and its description for the results."""
     from kvjax import models
     from kvjax.evaluate.provenance import digest_json, model_digest
     from kvjax.evaluate.throughput import random_model
@@ -208,11 +208,11 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
     first = rows[0]
     prompt = "random keys and values in the cache" if first["synthetic"] else "random prompts"
     peak = {row["peak_of"] for row in rows if row["status"] == "ok"}
-    of = {"device": "the device's own count", "programs": "what the compiled programs hold, weights included"}
+    sources = {"device": "as the device reports it", "programs": "of the compiled programs, weights included"}
     table = Table(
         title=f"{first['model']}, {first['dtype']}, {first['device']}",
         caption=f"{prompt}; TPOT: median over blocks of {first['block']} of {first['steps']} steps (fastest to "
-        f"slowest); peak: {' or '.join(of[name] for name in sorted(peak)) or '-'}",
+        f"slowest); peak: {' or '.join(sources[name] for name in sorted(peak)) or '-'}",
     )
     for title in throughput.TITLES:
         table.add_column(title, justify="left" if title == "cache" else "right")

@@ -16,8 +16,10 @@ from kvjax.cli.terminal import bar, bars, say, show_markdown, write_json
 def calibrate(
     model_dir: ModelDir = None,
     text: live.Text = None,
-    cache: Annotated[str, typer.Option(help="Cache to share selections of, with its settings.")] = "fier:budget=256",
-    share: Annotated[int, typer.Option(help="Layers for each layer that selects, on average.")] = 4,
+    cache: Annotated[
+        str, typer.Option(help="The cache whose selections layers should share, with its settings.")
+    ] = "fier:budget=256",
+    share: Annotated[int, typer.Option(help="Layers per layer that selects, on average.")] = 4,
     length: live.Lengths = "1K,2K",
     steps: live.Steps = 16,
     dtype: Dtype = None,
@@ -28,11 +30,12 @@ def calibrate(
 ) -> None:
     """Finds the layers that should select for the layers after them, on your own text.
 
-    Prints which layer selects for which, and a cache with these anchors: give it to --cache of the other commands. The
-    file of --out, as in --cache fier:budget=256,anchors=FILE, also says which KV head of the anchor serves each head.
-    overlap is the share of a layer's own selection that its anchor reads too; mass is the share of softmax mass that
-    the anchor's tokens hold; error is the relative error of the layer's output over them, best heads that with the KV
-    heads of the file, and own error that over the layer's own tokens.
+    Prints which layer selects for which others (its anchor), and a value for --cache of the other commands. The file
+    that --out writes also says which KV head of the anchor each KV head should follow; use it as
+    --cache fier:budget=256,anchors=FILE. Columns: overlap, the share of the layer's own selection that its anchor reads
+    too; mass, the share of softmax mass on the anchor's tokens; error, the relative error of the layer's output over
+    the anchor's tokens; best heads, the same with the KV heads of the file; own error, the same over the layer's own
+    tokens.
     """
     from kvjax import presets
     from kvjax.settings import read_settings
@@ -46,11 +49,11 @@ def calibrate(
         settings = {"dense_capacity": 0, **settings}  # a cache that selects nothing has nothing to share
     policies = make(**settings)
     require_int("--share", share, at_least=1)
-    presets.share_selections(policies, share=2)  # says now if nothing can be shared
+    presets.share_selections(policies, share=2)  # raises early if nothing can be shared
     check_file("--out", out)
     if out is not None and out.suffix != ".json":
         raise ValueError(
-            f"--out {out}: end the name in .json, for --cache {cache.partition(':')[0]}:anchors=FILE to take it"
+            f"--out {out}: end the name in .json, so that --cache {cache.partition(':')[0]}:anchors=FILE can read it"
         )
     progress = bars()
     reading = live.read(progress, model_dir, text, length, steps, dtype)
@@ -94,4 +97,4 @@ def calibrate(
         )
     if out is not None:
         replace_file(out, json_text(content, indent=1))
-        say(f"wrote {out}; with its KV heads: --cache {with_anchors(out)}")
+        say(f"wrote {out}; to use its KV heads too: --cache {with_anchors(out)}")

@@ -34,7 +34,8 @@ def compare(
     cache: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"A method of `kvjax methods`, with settings if need be; repeat it. Default: {', '.join(DEFAULT)}.",
+            help="A method listed by `kvjax methods`; settings may follow: fier:group=16. Repeat the option for "
+            f"several. Default: {', '.join(DEFAULT)}.",
             autocompletion=complete_cache,
             show_default=False,
         ),
@@ -43,13 +44,13 @@ def compare(
         int | None,
         typer.Option(help="Tokens that a step reads for each KV head, for methods with a budget.", show_default="256"),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 32,
     dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Shows the answers of several methods to one prompt side by side, with tokens read, bytes and speed.
 
-    Decoding is greedy. "same" counts the leading tokens that equal the first method's. Times are without compilation.
+    Decoding is greedy. "same" counts the leading tokens that equal the first method's. Times exclude compilation.
     """
     text = _read(prompt)
     kind, directory = dtype_name(dtype), model_directory(model)
@@ -59,7 +60,7 @@ def compare(
     asked: Any = {"budget": budget, "max_new_tokens": max_new_tokens}
     caches, progress = cache or list(DEFAULT), bars()
     with progress, bar(progress, "reading the prompt"):
-        prepare(without_weights(directory), text, caches, **asked)  # says now what is wrong
+        prepare(without_weights(directory), text, caches, **asked)  # raises errors before the weights are loaded
     with progress, bar(progress, "comparing") as advance_to:
         checkpoint = models.load(directory, dtype=kind)
         found = side_by_side(checkpoint, text, caches, **asked, progress=advance_to)
@@ -79,7 +80,7 @@ def _read(given: str) -> str:
     path = Path(given)
     if path == STDIN or (0 < len(given) < 1024 and "\n" not in given and path.exists()):
         return read_prompt(None, path, file_option="TEXT_OR_FILE")
-    if _PATH.fullmatch(given):  # of a file that is not there; the model would continue the path
+    if _PATH.fullmatch(given):  # a path without a file; the model would continue its text
         raise ValueError(
             f"TEXT_OR_FILE {given}: there is no such file; if it is the prompt itself, give it on stdin: "
             "echo TEXT | kvjax compare -"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvjax.evaluate.store import Cell
     from kvjax.evaluate.tasks import Task
 
-# The settings of --quick where nothing else is asked for: minutes on two CPU cores with a model of 26 M parameters.
+# Defaults of --quick, which other options override: minutes on two CPU cores with a model of 26 M parameters.
 QUICK: dict[str, Any] = {
     "task": ["needle", "needles"],
     "cache": ["full", "fier", "quest", "snapkv", "streaming_llm"],
@@ -44,8 +44,8 @@ Tasks = Annotated[
     list[str] | None,
     typer.Option(
         help="pass_key, needle, needles, needle_lines, key_value, variables, assigned_variables, frequent_words, "
-        "common_words; ruler-synthetic for the ten generated tasks of RULER; or with --data longbench, longbench-v2, "
-        "gsm8k, ruler. Settings may follow: needles:hidden=16,asked=2. Repeat it for several. Default "
+        "common_words; ruler-synthetic for the ten generated tasks of RULER; or, with --data, longbench, longbench-v2, "
+        "gsm8k, ruler. Settings may follow: needles:hidden=16,asked=2. Repeat the option for several. Default: "
         "needles.",
         show_default=False,
     ),
@@ -62,8 +62,9 @@ def evaluate(
     question: Annotated[
         str | None,
         typer.Option(
-            help="How a generated task's question reaches the model. decoded: one token a step through the cache, "
-            "after the text. prefilled: with the text, so that a cache that drops tokens has seen it. Default decoded.",
+            help="How a generated task's question reaches the model. decoded: one token per decode step through the "
+            "cache, after the text. prefilled: as the end of the prompt, so that a cache that evicts tokens has seen "
+            "it. Default: decoded.",
             show_default=False,
         ),
     ] = None,
@@ -77,63 +78,65 @@ def evaluate(
     length: Annotated[
         str | None,
         typer.Option(
-            help="Tokens of prompt and answer of generated tasks. Several: 4K,8K. Default 2K.", show_default=False
+            help="Tokens of prompt and answer together, for generated tasks. Several: 4K,8K. Default: 2K.",
+            show_default=False,
         ),
     ] = None,
     samples: Annotated[
         int | None,
         typer.Option(
-            help="Examples of each task. Default 64 of a generated task, all of published data.", show_default=False
+            help="Examples per task. Default: 64 for a generated task, all for published data.", show_default=False
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of generated tasks, and of answers that are drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of generated tasks and of sampled answers.")] = 0,
     draws: Annotated[
-        int, typer.Option(min=1, help="Answers to each question, for mean@n and pass@n. More than 1: --temperature.")
+        int,
+        typer.Option(min=1, help="Answers to each question, for mean@n and pass@n. Above 1, set --temperature too."),
     ] = 1,
     temperature: Annotated[float, typer.Option(help="Sampling temperature of answers. At 0 decoding is greedy.")] = 0.0,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Sample among the likeliest tokens that hold this probability.", show_default=False),
+        typer.Option(help="Draw from the smallest set of tokens with at least this probability.", show_default=False),
     ] = None,
     max_prompt: Annotated[
         str | None,
         typer.Option(
-            help="Tokens of a prompt, at most; what is longer loses its middle, as in LongBench. For LongBench.",
+            help="Maximum prompt length in tokens; longer prompts lose their middle. For LongBench tasks.",
             show_default=False,
         ),
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="UTF-8 file to hide things in. Default: generated sentences.", show_default=False),
+        typer.Option(
+            help="UTF-8 file with the text to hide needles in. Default: generated sentences.", show_default=False
+        ),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="Directory of published data, for the tasks that read it.", show_default=False)
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A small comparison, in minutes on a CPU.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A small comparison that takes minutes on a CPU.")] = False,
     batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 8,
     beside: Beside = 1,
     dtype: Dtype = None,
     out: Annotated[
         Path, typer.Option(help="Directory for results/*.json, table.md, the plots, and report.html with both.")
     ] = Path("kvjax-eval"),
-    resume: Annotated[
-        bool, typer.Option(help="Continue from the results in --out that were made by the same model, cache and task.")
-    ] = True,
+    resume: Annotated[bool, typer.Option(help="Reuse results in --out of the same model, cache and task.")] = True,
     report_only: Annotated[
         bool,
         typer.Option(
             "--report-only",
-            help="Decode nothing; write the table and plots of all results in --out and the folders below it.",
+            help="Decode nothing; write the table and plots of all results in --out and its subfolders.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Scores tasks by decoding their answers through caches; writes a table and plots by cache, budget and length.
 
-    Prompts are prefilled once for all caches. A killed run continues where it stopped. Columns of the table:
-    budget is what a cache may read a step and KV head in layers that are not dense; tokens read is what it did read,
-    mean over steps, KV heads and all layers; 95 % is the interval of the mean score. A cache that cannot hold a budget
-    is told below the table, and the others run.
+    Prompts are prefilled once for all caches. A killed run continues where it stopped. Columns of the table: budget,
+    the tokens that a cache may read per step and KV head in layers that are not dense; tokens read, how many it did
+    read, mean over steps, KV heads and all layers; 95 %, the confidence interval of the mean score. A cache that cannot
+    hold its budget is listed below the table with the reason, and the others run.
     """
     if report_only:
         _report_only(out, _given(ctx, but=("report_only", "out", "as_json")), as_json)
@@ -175,7 +178,7 @@ def evaluate(
 
 
 def _given(ctx: typer.Context, *, but: Collection[str]) -> list[str]:
-    """The arguments and options of the command line, in the order of the help, without those of the names `but`."""
+    """Arguments and options that the command line sets, in the order of the help, except those named in `but`."""
     names = []
     for param in ctx.command.params:
         name = param.name or ""
@@ -185,7 +188,7 @@ def _given(ctx: typer.Context, *, but: Collection[str]) -> list[str]:
         if param.param_type_name == "argument":
             names.append(getattr(param, "metavar", None) or name)
         else:
-            off = ctx.params[name] is False and param.secondary_opts  # as --no-resume
+            off = ctx.params[name] is False and param.secondary_opts  # such as --no-resume
             names.append((off or param.opts)[0])
     return names
 
@@ -200,7 +203,7 @@ def _run(
     out: Path,
     **settings: Any,
 ) -> list[Cell]:
-    """Scores the tasks. `settings` are those of `plan.prepare`, for each of them."""
+    """Scores the tasks; `settings` go to `plan.prepare` of each."""
     import jax
 
     from kvjax import models
@@ -220,7 +223,7 @@ def _run(
     total, done = sum(one.total for one in plans), sum(one.done for one in plans)
     if done:
         old = {made["source"] for cell in cells for made in cell.head.get("made", [])} - {source_digest()}
-        other = ", some of them made by other source code of this version; --no-resume makes them anew" if old else ""
+        other = ", some by different source code of the same version; --no-resume computes them again" if old else ""
         say(f"{done} of {total} answers are in {out / 'results'} already{other}")
     if done == total:
         return cells
@@ -236,14 +239,14 @@ def _run(
             with bar(progress, what, total=one.total) as advance_to:
                 how: dict[str, Any] = {"batch": batch, "beside": beside, "capacity": capacity}
                 plan.run(loaded, one, answer, **how, progress=advance_to)
-            if progress.disable:  # no terminal: a line a task, for whoever reads the log
+            if progress.disable:  # no terminal: log a line per task
                 say(f"{what}: {one.done} answers")
     return cells
 
 
 def _report_only(out: Path, given: Sequence[str], as_json: bool) -> None:
     if given:
-        raise ValueError(f"--report-only reads what lies in --out as it is; leave out {', '.join(given)}")
+        raise ValueError(f"--report-only only reads the results in --out; leave out {', '.join(given)}")
     from kvjax.evaluate.store import read_cells
 
     _report(read_cells(out), out, as_json)

@@ -38,36 +38,38 @@ if TYPE_CHECKING:
     from kvjax.models import Checkpoint
 
 STDIN = Path("-")
-# A prompt to try: the key at its start is out of every local window. The shipped model needs 5 tokens for its answer.
+# The prompt of --example: the key at its start is outside every local window. The shipped model answers in 5 tokens.
 EXAMPLE = (
     "The pass key is 71432. Remember it.\n"
     + "The grass is green. The sky is blue. The sun is yellow.\n" * 140
     + "What is the pass key? The pass key is "
 )
 EXAMPLE_TOKENS = 5
-JSON_BLOCK = 16  # tokens between two reads of the host; --json need not show each token as it comes
+JSON_BLOCK = 16  # decode steps between two transfers to the host; --json does not stream
 
 
 def generate(
     model_dir: ModelDir = None,
-    prompt: Annotated[str | None, typer.Option(help="The prompt itself.", show_default=False)] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt as text.", show_default=False)] = None,
     prompt_file: Annotated[
         Path | None,
         typer.Option(
-            help="UTF-8 file with the prompt, or - for stdin. One newline at its end is dropped.", show_default=False
+            help="UTF-8 file with the prompt, or - for stdin. One trailing newline is dropped.", show_default=False
         ),
     ] = None,
     example: Annotated[
         bool,
         typer.Option(
             "--example",
-            help="Ask for a pass key that some 2800 tokens of filler follow; 5 new tokens unless you set others.",
+            help="Use a built-in prompt that asks for a pass key before about 2800 tokens of filler. "
+            "Generates 5 tokens unless --max-new-tokens is set.",
         ),
     ] = False,
     cache: Annotated[
         str,
         typer.Option(
-            help="A method of `kvjax methods`; settings may follow: fier:group=16.", autocompletion=complete_cache
+            help="A method listed by `kvjax methods`; settings may follow: fier:group=16.",
+            autocompletion=complete_cache,
         ),
     ] = "full",
     budget: Annotated[
@@ -77,7 +79,8 @@ def generate(
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Most tokens to generate. Default 128, or what the model's positions leave.", show_default=False
+            help="Maximum number of new tokens. Default: 128, or fewer if the model's positions do not allow it.",
+            show_default=False,
         ),
     ] = None,
     temperature: Annotated[
@@ -98,7 +101,8 @@ def generate(
         str | None,
         typer.Option(
             metavar="prompt-lookup[:NGRAM,TOKENS]",
-            help="Draft what followed the same words before, and check the draft in one step. The text stays the same.",
+            help="Speculative decoding by prompt lookup: draft the tokens that followed the same n-gram earlier, and "
+            "verify them in one step. The text stays the same.",
             show_default=False,
         ),
     ] = None,
@@ -106,7 +110,8 @@ def generate(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Draft 4 tokens at a time by this smaller model of the same vocabulary.",
+            help="Speculative decoding with a draft model: a smaller checkpoint of the same vocabulary, which drafts 4 "
+            "tokens at a time.",
             show_default=False,
         ),
     ] = None,
@@ -117,7 +122,7 @@ def generate(
         str | None,
         typer.Option(
             metavar="data=N,model=N,ctx=N",
-            help="Split model and KV heads over devices of `model`, cached tokens over `ctx`; `data` repeats that.",
+            help="Shard weights and KV heads over `model` and cached tokens over `ctx`; `data` replicates both.",
             show_default=False,
         ),
     ] = None,
@@ -125,16 +130,16 @@ def generate(
         bool,
         typer.Option(
             "--distributed",
-            help="This is one of several processes with the same arguments (jax.distributed); the first one prints.",
+            help="Run as one of several processes with the same arguments (jax.distributed); the first one prints.",
         ),
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Say which implementation ran each operation.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print which implementation ran each operation.")] = False,
 ) -> None:
     """Continues a prompt, decoding through a KV cache.
 
-    The text streams to stdout, progress and a summary go to stderr. Tokens per second are of runs without
-    compilation: everything is compiled, and run once for a few tokens, before the clock starts; `compile_seconds`
-    in the JSON is that time.
+    The text streams to stdout; progress and a summary go to stderr. Tokens per second exclude compilation: all programs
+    are compiled, and run once for a few tokens, before the clock starts. `compile_seconds` in the JSON is the time that
+    takes.
     """
     from kvjax.sampling import requested_sampling
 
@@ -199,17 +204,17 @@ def generate(
 
 
 def _check_options(max_new_tokens: int | None, seed: int, speculate: str | None, draft: Path | None) -> None:
-    """Raises ValueError for options that no model could follow."""
+    """Raises ValueError for options that are wrong for every model."""
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed must be in [0, 2**32), got {seed}")  # JAX would drop the higher bits
     if speculate is not None and draft is not None:
-        raise ValueError("--speculate and --draft both say what drafts; give one of them")
+        raise ValueError("--speculate and --draft each say how to draft; give one of them")
 
 
 def _new_tokens(asked: int | None, prompt: int, positions: int | None) -> int:
-    """The tokens to generate after a prompt of so many, which must fit the model's positions."""
+    """The number of tokens to generate after `prompt` tokens; raises if the model's positions have no room for both."""
     from kvjax.models.chat import default_new_tokens
     from kvjax.request import check_fit
 
@@ -220,7 +225,7 @@ def _new_tokens(asked: int | None, prompt: int, positions: int | None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """A request, with all that is known before the weights are read."""
+    """A request, with everything that is known before the weights are loaded."""
 
     checkpoint: Checkpoint  # without weights
     tokens: list[int]  # of the prompt
@@ -253,7 +258,7 @@ class _Job:
         return kvjax.init(self.policy, self.spec, layers=layers, placement=self.placement)
 
     def check(self) -> None:
-        """Raises ValueError for a policy that cannot hold this model, or a draft that does not fit the two."""
+        """Raises ValueError for a policy that cannot hold this model, or a draft that fits neither."""
         import jax
 
         from kvjax import DraftModel, drafts
@@ -268,16 +273,16 @@ class _Job:
 
 
 class _Answer(NamedTuple):
-    """A run that has ended, and its times."""
+    """A finished run, and its times."""
 
     run: Stream
-    text: str  # empty where it was shown as it came
+    text: str  # empty if it was streamed
     compile_seconds: float
     prefill_seconds: float
     decode_seconds: float
 
     def report(self, prompt: int) -> dict[str, Any]:
-        """The answer to a prompt of so many tokens, and its cost, as JSON."""
+        """The answer to a prompt of `prompt` tokens, and its cost, as JSON."""
         import numpy as np
 
         from kvjax.memory import nbytes
@@ -301,7 +306,7 @@ class _Answer(NamedTuple):
 
 
 def _run(progress: Progress, job: _Job, *, show: Callable[[str], None] | None) -> _Answer:
-    """Runs a job. `show` gets the text piece by piece as it comes; None collects it."""
+    """Runs a job. `show` receives the text piece by piece; None collects it."""
     import jax
 
     from kvjax import DraftModel, models
@@ -339,7 +344,7 @@ def _run(progress: Progress, job: _Job, *, show: Callable[[str], None] | None) -
 
 
 def _announce(prompt: int, new: int) -> None:
-    """Tells what --example does while nothing is to be seen."""
+    """Says what --example does, before a while without output."""
     import jax
 
     wait = "take about half a minute on two free cores" if jax.default_backend() == "cpu" else "come first"
@@ -350,7 +355,7 @@ def _announce(prompt: int, new: int) -> None:
 
 
 def _summarise(answer: _Answer, prompt: int, cache: str) -> None:
-    """Says what an answer cost."""
+    """Prints the cost of an answer."""
     report, drafted, new = answer.report(prompt), answer.run.speculation, len(answer.run.rows[0])
     device, host = (report[f"cache_bytes_{place}"] / 2**20 for place in ("device", "host"))
     say(
@@ -366,12 +371,12 @@ def _summarise(answer: _Answer, prompt: int, cache: str) -> None:
 
 
 def _in_layers(attended: Any, prompt: int, new: int) -> str:
-    """The tokens that a step read in the mean, by layers: "256 of 2832 tokens in 6 layers, 2832 in 2"."""
+    """The mean number of tokens that a step read, by layer: "256 of 2832 tokens in 6 layers, 2832 in 2"."""
     counts: dict[int, int] = {}
     for tokens in sorted(round(float(mean)) for mean in attended):
         counts[tokens] = counts.get(tokens, 0) + 1
     (fewest, layers), *more = counts.items()
-    stored = round(prompt + (new + 1) / 2)  # of the mean step, its own token too
+    stored = round(prompt + (new + 1) / 2)  # at the mean step, its own token included
     if not more:
         return f"{fewest} of {stored} tokens"
     if len(more) > 1:
@@ -380,7 +385,7 @@ def _in_layers(attended: Any, prompt: int, new: int) -> str:
 
 
 def _is_text(argument: str) -> bool:
-    """Whether an argument of the command was UTF-8; Python keeps other bytes as half characters."""
+    """Whether a command-line argument was UTF-8; Python keeps other bytes as surrogates."""
     try:
         argument.encode()
     except UnicodeEncodeError:
@@ -391,11 +396,11 @@ def _is_text(argument: str) -> bool:
 def read_prompt(
     prompt: str | None, file: Path | None, *, example: bool = False, file_option: str = "--prompt-file"
 ) -> str:
-    """The prompt of one of the three. `file_option` names the file in error messages."""
+    """The prompt from the one source that is given. `file_option` names the file in error messages."""
     given = (prompt is not None) + (file is not None) + example
     if given != 1:
         number = "only one" if given else "one"
-        raise ValueError(f"give {number} of --prompt TEXT, --prompt-file FILE and --example, a prompt to try")
+        raise ValueError(f"give {number} of --prompt TEXT, --prompt-file FILE and --example (a built-in prompt)")
     if example:
         return EXAMPLE
     if prompt is not None and not _is_text(prompt):
@@ -415,7 +420,7 @@ def _content(file: Path, option: str) -> bytes:
     file = file.expanduser()
     if file.is_dir():
         raise ValueError(f"{option} {file} is a folder; give a file with the prompt")
-    if not file.exists():  # a pipe will do
+    if not file.exists():  # a named pipe is fine
         raise ValueError(f"{option} {file}: there is no such file")
     return file.read_bytes()
 
@@ -425,6 +430,6 @@ def _decode(content: bytes, what: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{what} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}; convert it first, as with "
-            "`iconv -t utf-8`"
+            f"{what} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}; convert it first, for "
+            "example with `iconv -t utf-8`"
         ) from None

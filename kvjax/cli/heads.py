@@ -18,21 +18,32 @@ def heads(
         typer.Option(help="JSON file for the heads. Without it they are only printed.", show_default=False),
     ] = None,
     echo: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of query heads that attend most to earlier copies of a token.")
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Share of query heads that count as echo heads: those that attend most to earlier copies of a token.",
+        ),
     ] = 0.01,
     induction: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of query heads that attend most to what followed these copies.")
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Share of query heads that count as induction heads: those that attend most to the tokens after these "
+            "copies.",
+        ),
     ] = 0.14,
-    length: Annotated[int, typer.Option(min=2, help="Random tokens that are repeated.")] = 256,
-    repeats: Annotated[int, typer.Option(min=2, help="How often they are read.")] = 4,
+    length: Annotated[int, typer.Option(min=2, help="Length of the random sequence that is repeated.")] = 256,
+    repeats: Annotated[int, typer.Option(min=2, help="How often the model reads the sequence.")] = 4,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random tokens.")] = 0,
     dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Finds the retrieval heads of a model, by RazorAttention's rule on repeated random tokens.
 
-    Prints the KV heads of each layer, and the caches that keep everything in these heads alone: give one to --cache of
-    the other commands.
+    Prints the retrieval heads of each layer, as KV heads. With --out, also prints values for --cache of the other
+    commands: caches that keep all tokens in these heads only.
     """
     check_file("--out", out)
     kind, directory = dtype_name(dtype), model_directory(model_dir)

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 Text = Annotated[
     Path | None,
-    typer.Option(help="UTF-8 file with a long text like those that you will decode.", show_default=False),
+    typer.Option(help="UTF-8 file with a long text, similar to those you will decode.", show_default=False),
 ]
-Lengths = Annotated[str, typer.Option("--length", help="Tokens of context, in rising order.")]
-Steps = Annotated[int, typer.Option(help="Adjacent queries of the model at each length.")]
+Lengths = Annotated[str, typer.Option("--length", help="Context lengths in tokens, ascending.")]
+Steps = Annotated[int, typer.Option(help="Consecutive decode steps to measure at each length.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A text that fits the model, read as far as the tokenizer goes: nothing has been computed yet."""
+    """A text that was tokenized and fits the model; the weights are not loaded yet."""
 
     directory: Path
     dtype: str
@@ -39,7 +39,7 @@ class Reading:
     steps: int
 
     def about(self) -> dict[str, Any]:
-        """The sources of a measurement, for the head of its file."""
+        """The provenance of a measurement, for the head of its file."""
         from kvjax.evaluate import recall
 
         return recall.about(self.directory, self.text, self.dtype, self.lengths, self.steps)
@@ -48,10 +48,10 @@ class Reading:
 def read(
     progress: Progress, model_dir: Path | None, text: Path | None, length: str, steps: int, dtype: str | None
 ) -> Reading:
-    """Reads the text.
+    """Reads and tokenizes the text.
 
     Raises:
-      ValueError: anything that can be known to be wrong without the weights.
+      ValueError: any error that can be found without the weights.
     """
     if text is None or not text.is_file():
         got = "got none" if text is None else f"{text} is not a file"

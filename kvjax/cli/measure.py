@@ -11,13 +11,15 @@ from kvjax.cli import live
 from kvjax.cli.options import AsJson, Dtype, ModelDir, check_folder
 from kvjax.cli.terminal import bar, bars, say, show_markdown, write_json
 
-WHATS = ("recall", "group_reduce")
+MEASUREMENTS = ("recall", "group_reduce")
 
 
 def measure(
     model_dir: ModelDir = None,
     text: live.Text = None,
-    what: Annotated[str, typer.Option(help=f"Measurements, separated by commas: {', '.join(WHATS)}.")] = "recall",
+    what: Annotated[
+        str, typer.Option(help=f"Measurements, separated by commas: {', '.join(MEASUREMENTS)}.")
+    ] = "recall",
     length: live.Lengths = "1K,2K,4K",
     steps: live.Steps = 32,
     budget: Annotated[int, typer.Option(help="Tokens that a step reads for each KV head.")] = 256,
@@ -30,22 +32,23 @@ def measure(
     """Measures how well selectors select, on the model's own queries and keys.
 
     recall compares every selector with exact top-k by context length. group_reduce compares the rules by which a GQA
-    group shares a choice. Columns of the tables:
+    group shares a selection. Columns of the tables:
 
-    recall is the share of the exact top tokens that were read, "-" where nothing was to be chosen; head_recall is the
-    same for each query head's own top tokens; mass is the share of softmax mass that the tokens read hold; error is the
-    relative error of the output; attended counts tokens and bytes counts bytes read a step.
+    recall is the share of the exact top tokens that were read, "-" if there was nothing to select; head_recall is the
+    same for each query head's own top tokens; mass is the share of softmax mass on the tokens read; error is the
+    relative error of the output; attended is the number of tokens read per step and KV head, and bytes the bytes read
+    per step and layer.
     """
     kinds = what.split(",")
-    if unknown := [kind for kind in kinds if kind not in WHATS]:
-        raise ValueError(f"--what takes {', '.join(WHATS)}, with commas between them; got {unknown[0]!r}")
+    if unknown := [kind for kind in kinds if kind not in MEASUREMENTS]:
+        raise ValueError(f"--what takes {', '.join(MEASUREMENTS)}, with commas between them; got {unknown[0]!r}")
     check_folder("--out", out)
     from kvjax.evaluate import plots, recall
 
     if out is not None:
-        plots.new_figure(1, 1)  # says now that matplotlib is missing
+        plots.new_figure(1, 1)  # raises early if matplotlib is missing
     policies_of = {"recall": recall.selectors, "group_reduce": recall.group_reduces}
-    cases = {kind: policies_of[kind](budget) for kind in kinds}  # says now what is wrong with the budget
+    cases = {kind: policies_of[kind](budget) for kind in kinds}  # raises early if the budget is wrong
     progress = bars()
     reading = live.read(progress, model_dir, text, length, steps, dtype)
     seen = live.capture(progress, reading)

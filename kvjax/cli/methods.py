@@ -20,7 +20,7 @@ def methods(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="Say more of this method: its settings, their defaults and what they mean.",
+            help="Show the settings of this method, with their defaults and meanings.",
             show_default=False,
             autocompletion=complete_cache,
         ),
@@ -36,18 +36,18 @@ def methods(
     elif name is None:
         _list(presets.REGISTRY)
     else:
-        _tell(presets.find(name))
+        _describe(presets.find(name))
 
 
 def _list(registry: dict[str, Preset]) -> None:
     from rich.table import Table
 
     table = Table(
-        caption="Bytes a token are those of one layer of Llama-3.1-8B in a long context: 8 KV heads of 128, bfloat16. "
-        "`kvjax methods NAME` lists the settings of a method."
+        caption="Bytes per token: one layer of Llama-3.1-8B at long context, with 8 KV heads of head size 128 in "
+        "bfloat16. `kvjax methods NAME` lists the settings of a method."
     )
-    for title in ("name", "what it keeps", "bytes a token", "budget", "paper"):
-        table.add_column(title, justify="right" if title == "bytes a token" else "left")
+    for title in ("name", "what it keeps", "bytes per token", "budget", "paper"):
+        table.add_column(title, justify="right" if title == "bytes per token" else "left")
     for preset in registry.values():
         table.add_row(
             preset.name, preset.keeps, f"{_bytes(preset):,}", "yes" if preset.has_budget else "no", preset.paper
@@ -66,13 +66,14 @@ def _as_json(preset: Preset) -> dict[str, Any]:
     }
 
 
-def _tell(preset: Preset) -> None:
+def _describe(preset: Preset) -> None:
     from rich.table import Table
 
     settings = inspect.signature(preset.make).parameters.values()
     first, *_ = inspect.cleandoc(preset.make.__doc__ or "").split("\n\n")
     write(
-        f"{' '.join(first.split())}\n\nKeeps {preset.keeps}. Paper: {preset.paper}. {_bytes(preset):,} bytes a token.\n"
+        f"{' '.join(first.split())}\n\n"
+        f"Keeps {preset.keeps}. Paper: {preset.paper}. {_bytes(preset):,} bytes per token.\n"
     )
     if not settings:
         write("It has no settings.\n")
@@ -87,7 +88,7 @@ def _tell(preset: Preset) -> None:
 
 
 def meanings(preset: Preset) -> dict[str, str]:
-    """Each setting in words: the `Args:` of the preset's docstring."""
+    """The meaning of each setting, from the `Args:` of the preset's docstring."""
     _, _, args = inspect.cleandoc(preset.make.__doc__ or "").partition("\nArgs:\n")
     entries = re.split(r"^  (?=\w)", args.partition("\n\n")[0], flags=re.MULTILINE)[1:]
     each = (" ".join(entry.split()).partition(": ") for entry in entries)
@@ -102,7 +103,7 @@ def _bytes(preset: Preset) -> int:
 
 
 def _shown(default: Any) -> str:
-    """As a setting is written."""
+    """A default as it is written in a cache's text."""
     return str(default).lower() if isinstance(default, bool | None) else str(default)
 
 

@@ -35,12 +35,13 @@ Dtype = Annotated[
 ]
 
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Print JSON in place of text and tables: one object a line, null if not known.")
+    bool,
+    typer.Option("--json", help="Print JSON instead of text and tables: one object per line, null for unknown values."),
 ]
 
 
 def complete_cache(incomplete: str) -> list[str]:
-    """Methods that begin so, for a shell's completion."""
+    """Names of methods that start with `incomplete`, for shell completion."""
     from kvjax.presets import REGISTRY
 
     return [name for name in REGISTRY if name.startswith(incomplete)]
@@ -49,8 +50,8 @@ def complete_cache(incomplete: str) -> list[str]:
 CacheNames = Annotated[
     list[str] | None,
     typer.Option(
-        help="A method of `kvjax methods`; settings may follow: fier:group=16. Repeat it for several. Default full and "
-        "fier.",
+        help="A method listed by `kvjax methods`; settings may follow: fier:group=16. Repeat the option for several. "
+        "Default: full and fier.",
         autocompletion=complete_cache,
         show_default=False,
     ),
@@ -66,8 +67,8 @@ Beside = Annotated[
     int,
     typer.Option(
         min=1,
-        help="Caches that decode at a time. Their programs then compile beside one another, one on each core; device "
-        "memory must hold as many caches.",
+        help="Number of caches that decode at the same time. Their programs then compile in parallel, one per core; "
+        "device memory must hold all of these caches.",
     ),
 ]
 
@@ -75,8 +76,8 @@ DenseLayers = Annotated[
     int,
     typer.Option(
         min=0,
-        help="First layers that attend to everything, in every row, so that rows of one budget read about as many "
-        "tokens. A row's own wins: --cache snapkv:dense_layers=0.",
+        help="Number of first layers that attend to everything, for every cache, so that caches of equal budget read "
+        "about equally many tokens. A cache's own setting wins: --cache snapkv:dense_layers=0.",
     ),
 ]
 
@@ -102,7 +103,7 @@ def model_directory(given: Path | None) -> Path:
 
 
 def without_weights(directory: Path) -> Checkpoint:
-    """The checkpoint before its weights: what a prompt can be checked against."""
+    """The checkpoint without its weights, to check a prompt against."""
     from kvjax.models.config import Fields
     from kvjax.models.weights import Checkpoint, find_family, read_stop_tokens
 
@@ -115,7 +116,7 @@ def without_weights(directory: Path) -> Checkpoint:
 def make_policy(cache: str, budget: int | None = None) -> tuple[PerLayer, int | None]:
     """The policies of `cache`, and their budget if the method has one.
 
-    `cache` is the name of a preset, with settings of it if need be, as "fier:group_reduce=per_head,group=16".
+    `cache` is the name of a preset, optionally with settings, such as "fier:group_reduce=per_head,group=16".
     """
     from kvjax import presets
 
@@ -126,8 +127,8 @@ MESH_AXES = ("data", "model", "ctx")
 
 
 def make_placement(mesh: str | None) -> Placement | None:
-    """The placement of "model=4,ctx=2" for one row: `model` splits its KV heads, `ctx` its tokens, and all of `data` do
-    the same."""
+    """The placement that `mesh` describes, such as "model=4,ctx=2", for one row: `model` splits its KV heads and `ctx`
+    its tokens; `data` replicates both."""
     if mesh is None:
         return None
     sizes: dict[str, int] = {}
@@ -154,13 +155,13 @@ def make_placement(mesh: str | None) -> Placement | None:
 
 
 def capacity_over(capacity: int, placement: Placement | None) -> int:
-    """`capacity`, or the least above it that the devices of `ctx` divide evenly."""
+    """`capacity`, rounded up to a multiple of the number of devices along `ctx`."""
     parts = 1 if placement is None else placement.parts("context")
     return -(-capacity // parts) * parts
 
 
 def join_processes() -> None:
-    """Makes this process one of several: of a cluster that JAX knows, or of those that the environment names."""
+    """Joins this process to others: those of a cluster that JAX detects, or those that environment variables name."""
     import jax
 
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -171,19 +172,19 @@ def join_processes() -> None:
     except (ValueError, RuntimeError) as error:
         raise ValueError(
             f"--distributed could not join the other processes ({' '.join(str(error).split())[:160]}); set "
-            f"{', '.join(names)}, or start the processes by a cluster that JAX knows, as Slurm"
+            f"{', '.join(names)}, or start the processes with a cluster manager that JAX detects, such as Slurm"
         ) from error
 
 
 def sizes(option: str, text: str) -> list[int]:
-    """Numbers with commas between them, of which K and M may be the units: [8192, 100] of "8K,100"."""
-    wanted = "whole numbers from 1, as 8192 or 8K or 1M, with commas between them"
+    """Parses comma-separated numbers, optionally with the unit K or M: "8K,100" gives [8192, 100]."""
+    wanted = "whole numbers from 1, such as 8192, 8K or 1M, with commas between them"
     return [_size(option, part, wanted) for part in text.split(",")]
 
 
 def size(option: str, text: str) -> int:
-    """One number, with a unit if need be: 8192 of "8K"."""
-    return _size(option, text, "one whole number from 1, as 8192 or 8K or 1M")
+    """Parses one number, optionally with the unit K or M: "8K" gives 8192."""
+    return _size(option, text, "one whole number from 1, such as 8192, 8K or 1M")
 
 
 def _size(option: str, text: str, wanted: str) -> int:
@@ -196,30 +197,29 @@ def _size(option: str, text: str, wanted: str) -> int:
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Raises ValueError where no folder `path` can be written to; None is no request for one."""
+    """Raises ValueError if `path` cannot become a writable folder; None passes."""
     if path is None:
         return
     parent = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not parent.is_dir():
-        raise ValueError(f"{option} {path}: {parent} is a file; give the path of a folder, which is made if need be")
+        raise ValueError(f"{option} {path}: {parent} is a file; give the path of a folder, which need not exist yet")
     if not os.access(parent, os.W_OK):
-        raise ValueError(f"{option} {path}: {parent} may not be written to; give another folder")
+        raise ValueError(f"{option} {path}: {parent} is not writable; give another folder")
 
 
 def check_file(option: str, path: Path | None) -> None:
-    """Raises ValueError where no file `path` can be written; None is no request for one."""
+    """Raises ValueError if no file can be written at `path`; None passes."""
     if path is None:
         return
     if path.is_dir():
         raise ValueError(f"{option} {path} is a folder; give the path of a file")
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"{option} {path}: there is no such folder, or it may not be written to; make it first")
+        raise ValueError(f"{option} {path}: there is no such folder, or it is not writable; create it first")
 
 
 def implementations(policy: PerLayer, spec: CacheSpec) -> dict[str, str]:
-    """The implementation of each operation of a decode step for which there is a kernel, as `kvjax.ops.explain` says
-    it."""
+    """The implementation of each operation of a decode step that has a kernel, as `kvjax.ops.explain` reports it."""
     import jax
     import jax.numpy as jnp
 
@@ -238,7 +238,7 @@ def implementations(policy: PerLayer, spec: CacheSpec) -> dict[str, str]:
 
 
 def in_short(found: dict[str, str]) -> str:
-    """`implementations` in a line: "score_1bit, top_k: xla (why)"."""
+    """`implementations` on one line: "score_1bit, top_k: xla (why)"."""
     by_answer: dict[str, list[str]] = {}
     for name, answer in found.items():
         by_answer.setdefault(answer, []).append(name)
@@ -246,4 +246,4 @@ def in_short(found: dict[str, str]) -> str:
     for answer, names in by_answer.items():
         which, _, why = answer.partition(": ")
         parts.append(f"{', '.join(names)}: {which}" + (f" ({why})" if why else ""))
-    return "; ".join(parts) or "all of a step is plain XLA"
+    return "; ".join(parts) or "the whole step runs as plain XLA"

@@ -38,13 +38,13 @@ def perplexity(
     cache: Annotated[
         list[str] | None,
         typer.Option(
-            help="A method of `kvjax methods`; settings may follow: quest:page=32. Repeat it for several; the first is "
-            "the baseline of the others. Default full, fier and quest.",
+            help="A method listed by `kvjax methods`; settings may follow: quest:page=32. Repeat the option for "
+            "several; the first is the baseline of the others. Default: full, fier and quest.",
             autocompletion=complete_cache,
             show_default=False,
         ),
     ] = None,
-    length: Annotated[str, typer.Option(help="Tokens of context. Several: 1K,4K.")] = "1K,2K,4K",
+    length: Annotated[str, typer.Option(help="Context length in tokens. Several: 1K,4K.")] = "1K,2K,4K",
     budget: Annotated[
         int | None,
         typer.Option(
@@ -56,29 +56,27 @@ def perplexity(
     share: Annotated[
         float | None,
         typer.Option(
-            help=f"That budget as a share of the context, in place of --budget. Default {DEFAULT_SHARE}.",
+            help=f"The budget as a share of the context, in place of --budget. Default: {DEFAULT_SHARE}.",
             show_default=False,
         ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Tokens scored in each passage, one decode step each.")] = 256,
-    passages: Annotated[int, typer.Option(help="Number of passages of the text, or of each text of a folder.")] = 1,
+    passages: Annotated[int, typer.Option(help="Passages to score in the text, or in each text of a folder.")] = 1,
     batch: Annotated[int, typer.Option(help="Passages decoded together.")] = 1,
     beside: Beside = 1,
     dtype: Dtype = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for results/*.json. Results that are there already are not run again.", show_default=False
-        ),
+        typer.Option(help="Folder for results/*.json. Existing results are not run again.", show_default=False),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write the plot there, as SVG or PNG.", show_default=False)] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a plot, SVG or PNG.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measures the perplexity of a long text by context length; every token is decoded through the cache.
 
-    Prints a Markdown table. Columns: context in tokens; budget, what a cache may read a step and KV head in layers that
-    are not dense; tokens read, what it did read, mean over steps, KV heads and all layers; perplexity a token; and the
-    change against the first cache with its standard error.
+    Prints a Markdown table. Columns: context in tokens; budget, the tokens that a cache may read per step and KV head
+    in layers that are not dense; tokens read, how many it did read, mean over steps, KV heads and all layers;
+    perplexity per token; and the change against the first cache with its standard error.
     """
     names = list(dict.fromkeys(cache or ("full", "fier", "quest")))
     lengths, kind, directory = tuple(sizes("--length", length)), dtype_name(dtype), model_directory(model_dir)
@@ -116,22 +114,22 @@ def perplexity(
 
 
 def _read(text: Path) -> str | dict[str, str]:
-    """A text; or those of a folder, by name."""
+    """The text of a file, or the texts of a folder by file name."""
     from kvjax.evaluate.tasks.files import read_text
 
     if not text.is_dir():
         return read_text(text, download="--text takes a UTF-8 file of running text")
     found = {path.name: read_text(path, download="--text takes UTF-8 files") for path in sorted(text.glob("*.txt"))}
     if not found:
-        raise ValueError(f"--text {text}: this folder has no .txt files; those of PG19 lie in its folder test")
+        raise ValueError(f"--text {text}: this folder has no .txt files; those of PG19 are in its subfolder test")
     return found
 
 
 def _check_plot(path: Path) -> None:
-    """Whether the plot can be written in the end, before anything long starts."""
+    """Raises ValueError if the plot cannot be written, before anything long starts."""
     from kvjax.evaluate.plots import new_figure
 
     known = new_figure(1, 1).canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
-        raise ValueError(f"--plot {path}: a file of this kind cannot be drawn; end it in .svg, .png or .pdf")
+        raise ValueError(f"--plot {path}: plots of this file type cannot be drawn; end it in .svg, .png or .pdf")
     check_file("--plot", path)

@@ -1,4 +1,4 @@
-"""The output of commands: bars on stderr, answers on stdout."""
+"""The output of commands: progress bars on stderr, answers on stdout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def bars() -> Progress:
-    """Bars on stderr that vanish when done; nothing where stderr is not a terminal."""
+    """Progress bars on stderr that disappear when done; none if stderr is not a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -31,17 +31,15 @@ def bars() -> Progress:
     )
 
 
-LOG_EVERY = 30.0  # seconds, at most, between two lines of a log while work goes on
+LOG_EVERY = 30.0  # seconds between two log lines while work goes on, at most
 
 
 @contextmanager
 def bar(progress: Progress, what: str, *, total: int | None = None) -> Iterator[Any]:
-    """A bar while the block runs; yields a function of how much is done, of how much, and which item comes next.
+    """Shows a progress bar while the block runs; yields `advance_to(done, of, item)`, which moves it.
 
-    `total` is of how much where that function is not told.
-
-    Where there is no terminal, a line goes to stderr instead: one when the block has run for LOG_EVERY seconds, and so
-    on, each with the latest that is known, whether or not anything was reported since.
+    `of` is the total, by default `total`; `item` names the next piece of work. If stderr is not a terminal, a line with
+    the latest progress goes there every LOG_EVERY seconds instead, whether or not it changed.
     """
     latest, over = [what], threading.Event()
     task = progress.add_task(what, total=total)
@@ -67,7 +65,7 @@ def bar(progress: Progress, what: str, *, total: int | None = None) -> Iterator[
 
 
 def show(table: Table) -> None:
-    """A table on stdout, as wide as the terminal; a pipe has no width to fit into."""
+    """Prints a table to stdout, as wide as the terminal, or 160 columns wide to a pipe."""
     from rich.console import Console
 
     console = Console()
@@ -75,21 +73,21 @@ def show(table: Table) -> None:
 
 
 def show_markdown(text: str) -> None:
-    """Markdown on stdout; on a terminal its tables stand in columns."""
+    """Prints Markdown to stdout; on a terminal, its tables become aligned columns."""
     from kvjax.evaluate.report import plain
 
     write(f"{plain(text)}\n" if sys.stdout.isatty() else text)
 
 
 def write_json(*documents: Mapping[str, Any]) -> None:
-    """A line of JSON on stdout for each; a number that is not finite becomes null."""
+    """Prints each document to stdout as a line of JSON; numbers that are not finite become null."""
     from kvjax.evaluate.provenance import json_text
 
     write("".join(map(json_text, documents)))
 
 
 def write(text: str) -> None:
-    """To stdout at once; characters that its encoding lacks become question marks."""
+    """Writes to stdout and flushes it; characters that its encoding lacks become question marks."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

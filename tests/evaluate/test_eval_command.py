@@ -82,7 +82,7 @@ def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded
 
     code, out, err = run(checkpoint, "--report-only", "--cache", "full", "--out", tmp_path)
     assert (code, out) == (2, "")
-    assert "--report-only reads what lies in --out as it is; leave out MODEL_DIR, --cache" in err
+    assert "--report-only only reads the results in --out; leave out MODEL_DIR, --cache" in err
     code, out, err = run("--report-only", "--batch", 4, "--no-resume", "--seed", 0, "--out", tmp_path)
     assert code == 2
     assert "leave out --seed, --batch, --no-resume" in err
@@ -101,7 +101,7 @@ def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded
             ("--cache", "full", "--budget", "64"),
             "64 is for no cache, as none has a budget: full; leave it out, or add one of fier",
         ),
-        (("--cache", "fier", "--budget", "64,x"), "--budget takes whole numbers from 1, as 8192 or 8K"),
+        (("--cache", "fier", "--budget", "64,x"), "--budget takes whole numbers from 1, such as 8192, 8K"),
         (
             ("--cache", "h2o", "--group-reduce", "per_head"),
             "--group-reduce per_head is for no cache, as none selects by a group: h2o; leave it out",

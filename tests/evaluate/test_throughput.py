@@ -333,14 +333,14 @@ def test_bench_tells_a_length_that_the_model_has_no_positions_for(length, said, 
     shape.write_text(json.dumps({**QWEN3, "max_position_embeddings": 64}))
     command = ["bench", "--random", str(shape), "--cache", "full", "--length", f"40,{length}", "--dtype", "float32"]
     assert main([*command, "--steps", "5", "--block", "2", "--json"]) == 0
-    told = f"--length {length} and 7 new tokens are more than the model's 64 positions: times hold"
+    told = f"--length {length} and 7 new tokens are more than the model's 64 positions: the times are valid"
     assert (told in capsys.readouterr().err) == said
 
 
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        (["--length", "8k,x"], r"--length takes whole numbers from 1, as 8192 or 8K.*got 'x'"),
+        (["--length", "8k,x"], r"--length takes whole numbers from 1, such as 8192, 8K.*got 'x'"),
         (["--batch", "0"], r"--batch takes whole numbers"),
         (["--random", "llama-9"], r"--random llama-9: neither the path.*llama-3.1-8b"),
         (["--cache", "fierce"], r"did you mean 'fier'"),
