@@ -569,7 +569,10 @@ REFUSED = [
     ("compare a --cache full --budget 64", "none has a budget: full; leave it out, or add one of fier"),
     ("compare a --max-new-tokens 0", "max_new_tokens must be at least 1, got 0"),
     ("compare a --max-new-tokens 9999", "do not fit in the model's 512 positions"),
-    ("compare a --cache fier:budget=8 --budget 9", "--budget 9 is for no cache, as fier:budget=8 set their own; leave"),
+    (
+        "compare a --cache fier:budget=8 --budget 9",
+        "--budget 9 applies to no cache, as fier:budget=8 set their own; leave",
+    ),
     ("compare a --cache fier@8", "unknown cache 'fier@8'; did you mean 'fier:budget=8'?"),
     ("compare a --cache fier,quest", "unknown cache 'fier,quest'; give one cache at a time; there are full, fier"),
     ("compare FILES", "is a folder; give a file with the prompt"),
@@ -612,8 +615,8 @@ REFUSED = [
     ("bench --out FILES/short", "is a file; give the path of a folder"),
     # eval and perplexity
     ("eval --cache full,quest:budget=64 --budget 8", "give one cache at a time"),
-    ("eval --cache fier:budget=64 --budget 8,16", "--budget 8,16 is for no cache, as fier:budget=64 set their own"),
-    ("eval --quick --cache full --length 9999", "ask for shorter examples"),  # --quick's budget is for no cache
+    ("eval --cache fier:budget=64 --budget 8,16", "--budget 8,16 applies to no cache, as fier:budget=64 set their own"),
+    ("eval --quick --cache full --length 9999", "ask for shorter examples"),  # --quick's budget applies to no cache
     ("eval --quick --cache fier:budget=16 --length 9999", "ask for shorter examples"),
     ("perplexity --text FILES/long --cache full --budget 8 --length 200", "none has a budget: full; leave it out"),
     ("perplexity --text FILES/long --cache fier:budget=9 --budget 8 --length 200", "as fier:budget=9 set their own"),
@@ -635,7 +638,7 @@ REFUSED = [
     ("perplexity --text FILES/long --share 0.2 --budget 8", "got budget=8 and share=0.2; give only one"),
     (
         "perplexity --text FILES/long --cache full --cache fier:budget=9 --share 0.2 --length 200",
-        "share=0.2 is for no cache: full, fier:budget=9 have no budget or set their own; leave it out",
+        "share=0.2 applies to no cache: full, fier:budget=9 have no budget or set their own; leave it out",
     ),
 ]
 

@@ -30,8 +30,8 @@ def calibrate(
 ) -> None:
     """Finds the layers that should select for the layers after them, on your own text.
 
-    Prints which layer selects for which others (its anchor), and a value for --cache of the other commands. The file
-    that --out writes also says which KV head of the anchor each KV head should follow; use it as
+    Prints for each layer its anchor, the layer that selects for it, and a value for --cache of the other commands. The
+    file that --out writes also says which KV head of the anchor each KV head should follow; use it as
     --cache fier:budget=256,anchors=FILE. Columns: overlap, the share of the layer's own selection that its anchor reads
     too; mass, the share of softmax mass on the anchor's tokens; error, the relative error of the layer's output over
     the anchor's tokens; best heads, the same with the KV heads of the file; own error, the same over the layer's own

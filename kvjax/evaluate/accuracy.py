@@ -1,7 +1,7 @@
-"""Accuracy: asks a model everything that a task has, through each cache, decoding for real, and scores the answers.
+"""Accuracy: decodes a model's answers to all examples of a task through each cache, and scores them.
 
-Each batch of prompts is prefilled once and stored into every cache (see `kvjax.evaluate.plan`); from there each cache
-decodes for itself, by `kvjax.generation.decode`. Where the task feeds its question one step at a time, that happens
+Each batch of prompts is prefilled once and stored into every cache (see `kvjax.evaluate.plan`); then each cache decodes
+its own answers with `kvjax.generation.decode`. If the task feeds its question one step at a time, these steps go
 through the cache too, before the answer.
 """
 
@@ -25,7 +25,7 @@ from kvjax.generation import decode
 from kvjax.models import Checkpoint
 from kvjax.sampling import Sampling
 
-PIECE = 32  # tokens, at most, decoded between two looks for the end of an answer
+PIECE = 32  # tokens decoded between two checks for the end of an answer, at most
 QUESTION_STEP = 16  # questions are padded to a multiple of it
 
 
@@ -43,13 +43,13 @@ def evaluate(
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> list[Cell]:
-    """Asks a model everything that a task has, through each cache, and scores the answers.
+    """Decodes a model's answers to all examples of a task through each cache, and scores them.
 
-    Decodes greedily, unless `draws` asks for answers that are drawn. `caches`, `budgets` and `dense_layers` are those
-    of `kvjax.evaluate.caches.make_rows`. With `out`, results go there, and those that are there already are not made
-    again. `batch` prompts of near lengths are decoded together; they are padded to one of four sizes an octave, so that
-    few programs are compiled. At a time, the queries, keys and values of a batch of whole prompts are held, and the
-    caches that decode `beside` one another.
+    Decoding is greedy unless `draws` asks for sampled answers. `caches`, `budgets` and `dense_layers` are those of
+    `kvjax.evaluate.caches.make_rows`. With `out`, results are saved there, and existing ones are not computed again.
+    `batch` prompts of similar length are decoded together; they are padded to one of four sizes per octave, so that few
+    programs are compiled. `beside` caches decode at the same time. Memory holds these caches, and the queries, keys and
+    values of one batch of whole prompts.
 
     Raises:
       ValueError: before anything runs; see `kvjax.evaluate.plan.prepare`. Prompts that are too long lose their middle
@@ -71,7 +71,7 @@ def answer(
     *,
     room: int = 0,
 ) -> tuple[Mapping[str, dict[str, Any]], list[float], int]:
-    """Answer `draw` of the rows that are asked; tokens read by layer, and the row steps that they are the mean of.
+    """Results of answer number `draw` by example id; mean tokens read by layer, and the row steps of that mean.
 
     Plans whose questions have the same `room`, in tokens, share the program that feeds them; see `question_columns`.
     """
@@ -113,7 +113,7 @@ def _decode(
     sampling: Sampling,
     keys: Array | None,
 ) -> tuple[list[tuple[str, int]], list[float], int]:
-    """Answer and number of tokens of each row; tokens attended a step, by layer, and the steps they are the mean of."""
+    """Answer and number of tokens of each row; mean tokens read per step by layer, and the row steps of that mean."""
     tokenizer, stop_tokens = checkpoint.tokenizer, set(checkpoint.stop_tokens)
     found: list[list[int]] = [[] for _ in active]
     texts = [""] * len(found)
@@ -145,7 +145,7 @@ def _decode(
 
 
 def cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """The text before the first of the texts `stop`, and whether there was one.
+    """The text before the first occurrence of a text of `stop`, and whether there was one.
 
     >>> cut("42. So", ["\\n", "."])
     ('42', True)

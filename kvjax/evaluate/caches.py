@@ -1,8 +1,8 @@
 """The rows of a comparison: caches from text such as "fier:group=16", at equal budgets and equal dense layers.
 
 A comparison is fair if all rows read about as many tokens. Two settings decide that: the budget, and how many of the
-first layers attend to everything. So one `dense_layers` holds for all rows, whatever the papers' presets say; a row
-that sets its own keeps it, and shows it in its name. A budget that one method cannot hold stops that row alone.
+first layers attend to everything. So one `dense_layers` applies to all rows, whatever the papers' presets say; a row
+that sets its own keeps it, and shows it in its name. A budget that one method cannot hold refuses that row alone.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ AMPLE = 1 << 30  # a budget that every method can hold
 class Row:
     """One cache of a comparison, or the reason why it cannot be run."""
 
-    name: str  # "fier@64": what stands before "@" is the method
+    name: str  # "fier@64": the part before "@" is the method
     policies: PerLayer | None
-    budget: int | None = None  # tokens that a step reads a KV head; None for a cache without one
+    budget: int | None = None  # tokens that a step reads for each KV head; None for a cache without a budget
     refused: str = ""  # why it cannot be run
     dense_layers: int | None = None  # first layers that attend to everything; None where the cache has no such setting
     note: str = ""  # a budget that is rounded down to whole pages
@@ -53,24 +53,25 @@ def make_rows(
     """The rows of a comparison: each cache with every budget and every group rule that it takes.
 
     Args:
-      caches: names of presets with settings if need be, as "fier:group=16"; or policies by name, taken as they are.
+      caches: names of presets, optionally with settings ("fier:group=16"); or policies by name, used as they are.
       budgets: for methods that have one; a budget in a name wins.
-      dense_layers: of all rows whose text does not set it; None leaves each preset its own.
-      group_reduces: for methods that share a selection by a rule that can be set.
+      dense_layers: for all rows whose text does not set it; None keeps each preset's own.
+      group_reduces: for methods whose `group_reduce` can be set.
 
     Raises:
-      ValueError: an unknown preset or setting; budgets or rules that are for no cache, as where policies are given; no
+      ValueError: an unknown preset or setting; budgets or rules that apply to no cache, or that come with policies; no
         row that can be run. A budget that one cache of several cannot hold is no error: its row says so.
     """
     if isinstance(caches, str):
         caches = [caches]
     if not caches:
-        raise ValueError("a comparison needs at least one cache, as 'full' or 'fier:budget=64'")
+        raise ValueError("a comparison needs at least one cache, such as 'full' or 'fier:budget=64'")
     if isinstance(caches, Mapping):
         for name, setting in (("budgets", budgets), ("group_reduces", group_reduces)):
             if setting:
                 raise ValueError(
-                    f"{name}={list(setting)} is for caches by text; policies are taken as they are, so leave it out"
+                    f"{name}={list(setting)} applies to caches given as text; policies are used as they are, so leave "
+                    "it out"
                 )
         return [_given(name, policy) for name, policy in caches.items()]
     if not isinstance(caches, Sequence) or not all(isinstance(cache, str) for cache in caches):
@@ -83,7 +84,7 @@ def make_rows(
     _require_use("--group-reduce", group_reduces, known, has_group_reduce, "selects by a group")
     if budgets and not without_budget(caches):
         given, own = ",".join(map(str, budgets)), ", ".join(text for text in known if known[text].has_budget)
-        raise ValueError(f"--budget {given} is for no cache, as {own} set their own; leave it out")
+        raise ValueError(f"--budget {given} applies to no cache, as {own} set their own; leave it out")
     found: dict[str, Row] = {}
     for text, preset in known.items():
         asked = read_settings(text, preset.make, where="--cache")
@@ -95,11 +96,11 @@ def make_rows(
             if dense_layers is not None and "dense_layers" in _parameters(preset):
                 settings = {"dense_layers": dense_layers, **settings}
             if "dense_capacity" in _parameters(preset):
-                settings = {"dense_capacity": 0, **settings}  # so that a row on any device is of its own method
+                settings = {"dense_capacity": 0, **settings}  # so that a row runs its own method on every device
             if not preset.has_budget:
                 found[label] = Row(label, preset.make(**settings), dense_layers=settings.get("dense_layers"))
                 continue
-            preset.make(**settings, budget=AMPLE)  # a setting that no budget can mend stops the whole comparison
+            preset.make(**settings, budget=AMPLE)  # raises for settings that are wrong at every budget
             default = _parameters(preset)["budget"].default
             for budget in [own_budget] if own_budget is not None else budgets or [default]:
                 name = f"{label}@{budget}"
@@ -115,14 +116,14 @@ def make_rows(
 
 
 def _kinds_of(caches: Any) -> str:
-    """The caches that were given, in words."""
+    """The given caches, for an error message."""
     if not isinstance(caches, Sequence):
         return shown(caches)
     return f"[{', '.join(shown(cache) for cache in caches)}]"
 
 
 def without_budget(caches: Caches) -> list[str]:
-    """The names of caches that have a budget and do not set it, so that one can be given beside them."""
+    """The caches that have a budget and do not set it in their text."""
     if isinstance(caches, Mapping):
         return []
     known = {text: presets.find(text.partition(":")[0]) for text in ([caches] if isinstance(caches, str) else caches)}
@@ -134,7 +135,7 @@ def without_budget(caches: Caches) -> list[str]:
 
 
 def check_rows(rows: Sequence[Row], spec: CacheSpec, layers: int) -> list[Row]:
-    """The rows, with those refused that cannot hold this model.
+    """The rows, each refused if it cannot hold this model.
 
     Raises:
       ValueError: no row can.
@@ -186,7 +187,7 @@ def _label(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def _rounding(policy: Policy, budget: int) -> str:
-    """The tokens that a budget comes to, where the selector reads whole pages or other tokens are read beside it."""
+    """The tokens that a step reads, if whole pages do not fill the budget; else empty."""
     inner: Any = getattr(policy, "retrieval", policy)  # of a policy around a Retrieval
     unit = getattr(getattr(inner, "selector", None), "unit", 1)
     if not hasattr(inner, "selector"):
@@ -195,7 +196,7 @@ def _rounding(policy: Policy, budget: int) -> str:
     reads, chosen = beside + inner.selected, f"{inner.selected // unit} pages of {unit} tokens"
     if unit == 1:
         chosen = f"{inner.selected} selected"
-    return "" if reads == budget else f"reads up to {reads}: {chosen} and {beside} beside"
+    return "" if reads == budget else f"reads up to {reads}: {chosen} and {beside} other token{'s' * (beside != 1)}"
 
 
 def _require_use(
@@ -203,5 +204,5 @@ def _require_use(
 ) -> None:
     if given and not any(map(takes, known.values())):
         have = ", ".join(preset.name for preset in presets.REGISTRY.values() if takes(preset))
-        none = f"{option} {','.join(map(str, given))} is for no cache, as none {why}: {', '.join(known)}"
+        none = f"{option} {','.join(map(str, given))} applies to no cache, as none {why}: {', '.join(known)}"
         raise ValueError(f"{none}; leave it out, or add one of {have}")

@@ -1,4 +1,4 @@
-"""A comparison in one call: a task, caches by name, and a table of scores beside the tokens that each cache read."""
+"""A comparison in one call: a task, caches by name, and a table of scores and of the tokens that each cache read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Comparison:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """A row a task and cache: names, budget, n, mean score with its interval of 95 %, tokens read."""
+        """A row for each task and cache: names, budget, n, mean score with its 95 % interval, tokens read."""
         return [
             {"task": cell.task, "cache": cell.method, "budget": cell.budget, **report.score(cell)}
             | ({"refused": cell.refused} if cell.refused else {})
@@ -72,14 +72,16 @@ def compare(
     streaming_llm      32           86         0.00  0.00 to 0.66
 
     Args:
-      task: a name of `kvjax eval --task`, with settings if need be, as "needles:hidden=16"; a task of your own; or
+      task: a name of `kvjax eval --task`, optionally with settings ("needles:hidden=16"); a task of your own; or
         several.
-      caches: names of presets, as "fier" or "fier:budget=64"; or policies by name, taken as they are.
-      lengths: tokens of prompt and answer of generated tasks; default 2048. `samples` is the number of questions.
+      caches: names of presets, such as "fier" or "fier:budget=64"; or policies by name, used as they are.
+      lengths: tokens of prompt and answer together, for generated tasks; default 2048.
+      samples: number of questions.
       budgets: for caches that have one and do not set it.
-      dense_layers: the first layers that attend to everything, in all rows that do not set their own.
-      batch: questions decoded together; `beside` caches decode at a time, and their programs compile together.
-      out: folder for results; those that are there already are not made again.
+      dense_layers: number of first layers that attend to everything, for all caches that do not set their own.
+      batch: questions decoded together.
+      beside: caches that decode at the same time; their programs compile in parallel.
+      out: folder for results; existing ones are not computed again.
       settings: `seed`, `text`, `question` and `data` of `kvjax.evaluate.tasks.make_tasks`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Several answers to a question: how they are drawn, and what they say together.
+"""Several sampled answers to a question: how they are drawn, and their joint scores.
 
 mean@n is the mean score of n answers to a question, and pass@k the chance that at least one of k answers is right.
 """
@@ -23,7 +23,7 @@ from kvjax.spec import require_int
 class Draws:
     """How many answers a question gets, and how they are drawn; by default one, greedy.
 
-    An answer depends on the seed, its question and its number alone, not on what is decoded beside it.
+    An answer depends only on the seed, its question and its number, not on the other rows of its batch.
 
     >>> Draws(count=4)
     Traceback (most recent call last):
@@ -51,7 +51,7 @@ class Draws:
         return sampling(self.temperature, top_k=self.top_k, top_p=self.top_p)
 
     def key(self) -> dict[str, Any]:
-        """The settings that decide the answers, as JSON; nothing where they are greedy."""
+        """The settings that decide the answers, as JSON; empty if decoding is greedy."""
         return {} if self.sampling.greedy else {"draws": asdict(self)}
 
     def keys(self, ids: Sequence[str | None], number: int) -> Array | None:
@@ -64,7 +64,7 @@ class Draws:
 
 
 def pass_at(answers: int, right: int, k: int) -> float:
-    """The chance that k of `answers` answers, of which `right` are right, hold a right one: an unbiased pass@k.
+    """The unbiased pass@k of `right` right answers out of `answers`: the chance that k of them contain a right one.
 
     **Source:** Chen et al. 2021 (arXiv 2107.03374), Eq. 1.
 
@@ -77,7 +77,7 @@ def pass_at(answers: int, right: int, k: int) -> float:
 
 
 def join(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One result of those of several answers to a question; the only one as it is."""
+    """Joins the results of several answers to a question into one; a single result is returned as it is."""
     if len(results) == 1:
         return dict(results[0])
     own = ("answer", "new_tokens", "score")
@@ -87,7 +87,7 @@ def join(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def rescore(result: dict[str, Any], score: Callable[[str], float]) -> None:
-    """Scores a kept result anew."""
+    """Recomputes the scores of a stored result."""
     for one in result.get("draws", [result] if "answer" in result else []):
         one["score"] = score(one["answer"])
     if "draws" in result:
@@ -95,9 +95,9 @@ def rescore(result: dict[str, Any], score: Callable[[str], float]) -> None:
 
 
 def passes(results: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """pass@k by k: powers of two, and all answers; empty where questions have one answer each.
+    """pass@k by k, for powers of two and the number of answers; empty if questions have one answer each.
 
-    An answer is right where its score is 1.
+    An answer is right if its score is 1.
     """
     count = min((len(result.get("draws", ())) for result in results), default=0)
     if count < 2:

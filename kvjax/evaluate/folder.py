@@ -1,4 +1,4 @@
-"""Results as a folder: the page of tables, the summary, plots where there is a curve, and one HTML file of all."""
+"""Writes results to a folder: tables, a summary, plots, and one HTML report with tables and plots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def figures(cells: Sequence[Cell]) -> Iterator[tuple[str, Figure]]:
-    """(name for a file, figure): scores by budget of each task, and by depth and length where examples tell a depth."""
+    """Yields (file name, figure): scores by budget for each task, and by depth and length for tasks with depths."""
     for title, of in report.by_title(cells).items():
         name = re.sub(r"\W+", "-", title).strip("-")
         if any(len(block.budgets) > 1 for block in of):

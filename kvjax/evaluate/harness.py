@@ -6,13 +6,13 @@ r"""EleutherAI's lm-evaluation-harness on a kvjax checkpoint, decoding through a
     model = KvjaxLM(kvjax.models.load("directory"), cache="fier:budget=256")
     lm_eval.simple_evaluate(model=model, tasks=["gsm8k"])
 
-or from a shell, with the harness' own options:
+or from a shell, with the harness's own options:
 
     python -m kvjax.evaluate.harness run --model kvjax --tasks gsm8k \
         --model_args pretrained=directory,cache=fier:budget=256
 
-Every scored token comes from a decode step: a context is prefilled but for its last token, which is fed through the
-cache like the tokens of the continuation. So a method that drops or compresses tokens is measured, not its prompt.
+Every scored token comes from a decode step: a context is prefilled except for its last token, which is fed through the
+cache like the tokens of the continuation. So the score shows what the cache's method loses; the prefill is exact.
 Needs the extra `harness`: `pip install 'kvjax[harness]'`.
 """
 
@@ -45,7 +45,7 @@ from kvjax.spec import require_int
 
 
 class Scored(NamedTuple):
-    """Two runs of token ids; the second is scored."""
+    """A context and its continuation as token ids; the continuation is scored."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
@@ -53,7 +53,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class _Requests:
-    """A task of requests that are equal in what ends them."""
+    """A task made of requests that have the same token limit and stop texts."""
 
     given: tuple[Example, ...]
     max_new_tokens: int = 0
@@ -80,9 +80,10 @@ class KvjaxLM(TemplateLM):
     Args:
       checkpoint: from `kvjax.models.load`.
       cache: a policy, or text such as "fier:budget=256".
-      dense_layers: first layers that attend to everything, where the cache's text does not say; None: its preset's.
+      dense_layers: number of first layers that attend to everything, unless the cache's text sets it; None: the
+        preset's own.
       batch: requests decoded together.
-      max_gen_toks: new tokens of an answer where the task does not say.
+      max_gen_toks: maximum new tokens of an answer, unless the task sets it.
 
     **Source:** the interface of lm-evaluation-harness 0.4.9 and later. **Differs** from its Hugging Face model: a
     context's last token and all of a continuation are decoded one by one, and a prompt that is too long is an error.
@@ -125,11 +126,11 @@ class KvjaxLM(TemplateLM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> KvjaxLM:
-        """`create_from_arg_obj` of the text that a shell gives."""
+        """`create_from_arg_obj` from the text of `--model_args`."""
         pairs = (part.partition("=") for part in arg_string.split(",") if part)
         return cls.create_from_arg_obj({name: value for name, _, value in pairs}, additional_config)
 
-    # ------------------------------------------------------------------------------------------ what the harness asks
+    # -------------------------------------------------------------------------------------------- the harness's methods
 
     @property
     def tokenizer(self) -> Any:
@@ -137,7 +138,7 @@ class KvjaxLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The checkpoint's directory, which keys what the harness stores of tokenized requests."""
+        """The checkpoint's directory, by which the harness caches tokenized requests."""
         return str(self.checkpoint.directory)
 
     @property
@@ -147,13 +148,13 @@ class KvjaxLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Ends a text."""
+        """The token that ends a text."""
         end = self.tokenizer.eos_token_id
         return int(end if end is not None else self.checkpoint.stop_tokens[0])
 
     @property
     def prefix_token_id(self) -> int:
-        """Stands before a text without context: BOS if the tokenizer has one, else the token that ends texts."""
+        """The token before a text without context: BOS if the tokenizer has one, else the token that ends texts."""
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else int(begin)
 
@@ -162,7 +163,7 @@ class KvjaxLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         begin = self.tokenizer.bos_token
-        if add_special_tokens is None:  # a chat template has put BOS there itself
+        if add_special_tokens is None:  # a chat template may already have added BOS
             add_special_tokens = not (begin and string.startswith(begin))
         ids = self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         return [int(i) for i in ids]
@@ -184,12 +185,12 @@ class KvjaxLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log probability of each text, whole, in windows of the model's positions."""
+        """Log probability of each whole text, in windows of the model's positions."""
         windows, owner = [], []
         for i, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
             for context, scored in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length - 1, 1):
-                split = len(context) - len(scored) + 1  # the context holds what stands before each scored token
+                split = len(context) - len(scored) + 1  # `context` also has the scored tokens, except the last
                 windows.append(Scored(tuple(context[:split]), tuple(scored)))
                 owner.append(i)
         totals = [0.0] * len(requests)
@@ -224,13 +225,14 @@ class KvjaxLM(TemplateLM):
     def _score(self, pairs: Sequence[Scored]) -> list[tuple[float, bool]]:
         """Log probability of each continuation after its context, and whether each of its tokens is the likeliest.
 
-        A context of one token is prefilled, as a cache begins with a prompt; of a longer one all but the last token.
+        All tokens of a context but the last are prefilled, and at least one, as a cache begins with a prompt.
         """
         given = []
         for i, (context, rest) in enumerate(pairs):
             if not context or not rest:
                 raise ValueError(
-                    f"request {i} has {len(context)} tokens of context and {len(rest)} to score; both need 1"
+                    f"request {i} has {len(context)} tokens of context and {len(rest)} to score; each must be at least "
+                    "1"
                 )
             cut = max(1, len(context) - 1)
             given.append(Example(str(i), context[:cut], (), {}, (*context[cut:], *rest)[:-1]))
@@ -264,7 +266,7 @@ class KvjaxLM(TemplateLM):
 
 
 def _int(value: Any) -> Any:
-    """A number that a shell gave as text; anything else as it is, for `require_int` to refuse."""
+    """Converts a number that a shell gave as text; returns anything else as it is, for `require_int` to refuse."""
     return int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else value
 
 

@@ -23,8 +23,8 @@ def scores(
     """Echo and induction scores f64[layers, N] of each query head of a model.
 
     `length` random tokens are read `repeats` times, in `batch` rows of different tokens. In the last repetition, the
-    echo score of a head is its mean attention to earlier places of the token that it reads. The induction score is that
-    to the tokens after these places. `progress` is called with the layers done, all of them, and what is done.
+    echo score of a head is its mean attention to earlier copies of the current token, and its induction score the mean
+    attention to the tokens after these copies. `progress` is called with the layers done, their number, and the layer.
 
     **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), section 3.2, which reads 2500 random tokens four
     times.
@@ -65,15 +65,16 @@ def retrieval_heads(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Heads:
-    """KV heads with a query head among the share `echo` of best echo scores, or `induction` of best induction scores.
+    """KV heads with a query head in the top share `echo` of echo scores or the top share `induction` of induction
+    scores.
 
-    `progress` is called with the layers done, all of them, and what is done.
+    `progress` is called with the layers done, their number, and the layer.
 
     Raises:
-      ValueError: a share that is none, or repeated tokens that do not fit the model's positions.
+      ValueError: a share outside [0, 1], or repeated tokens that do not fit the model's positions.
 
     **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), section 3.2: 1 % echo and 14 % induction heads.
-    **Differs:** heads of a GQA group share keys and values, so a group is kept if one of its query heads is chosen.
+    **Differs:** heads of a GQA group share keys and values, so a group counts if one of its query heads does.
     """
     for name, share in (("echo", echo), ("induction", induction)):
         if not 0 <= share <= 1:

@@ -1,4 +1,4 @@
-"""Results as one HTML page that opens without network: the tables, and the plots inside of it."""
+"""Results as one self-contained HTML page: the tables, and the plots embedded in it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def page(markdown: str, plots: Mapping[str, bytes]) -> str:
     """
     parts = [_block(block) for block in re.split(r"\n{2,}", markdown.strip())]
     for name, svg in plots.items():
-        told = escape(name.replace("-", " "))
+        title = escape(name.replace("-", " "))
         data = base64.b64encode(svg).decode()
-        parts.append(f"<h2>{told}</h2>\n<img alt='{told}' src='data:image/svg+xml;base64,{data}'>")
+        parts.append(f"<h2>{title}</h2>\n<img alt='{title}' src='data:image/svg+xml;base64,{data}'>")
     head = f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><style>{STYLE}</style>"
     return f"<!doctype html><html lang='en'><head>{head}<title>kvjax eval</title></head><body>\n" + "\n".join(
         (*parts, "</body></html>\n")

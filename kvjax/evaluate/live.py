@@ -8,7 +8,7 @@ captured, teacher-forced on a text or generating:
     ...                                                        # prompts and decode steps, in any order
     live = read(cache)
 
-Queries of prompts are not kept; `capture` decodes the tokens that are to be measured and prefills all others.
+Queries of prompts are not kept; `capture` decodes the tokens to be measured and prefills all others.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ NO_WINDOW = np.iinfo(np.int32).max
 class RecordedState:
     full: FullState  # every key and value
     queries: Array  # dtype[B, steps, K, G, D] of decode steps, in order
-    positions: Array  # i32[B, steps] where each stands; -1 where there was no step
+    positions: Array  # i32[B, steps] the position of each; -1 if there was no step
     count: Array  # i32[B] steps recorded
     scale: Array  # f32[B] of the logits
     window: Array  # i32[B] tokens that a query sees at most
 
     @property
     def length(self) -> Array:
-        """i32[B] tokens held."""
+        """i32[B] tokens stored."""
         return self.full.length
 
     @property
@@ -62,7 +62,7 @@ class RecordedState:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """`Full`, which keeps the queries of a row's first `steps` decode steps; later ones are not recorded."""
+    """`Full` attention that also records the queries of a row's first `steps` decode steps, and no later ones."""
 
     steps: int
 
@@ -91,7 +91,7 @@ class Recorded:
     ) -> tuple[Array, RecordedState, Info]:
         out, full, info = Full().attend(st.full, q, scale=scale, window=window)
         position = st.length - 1
-        new = position > jnp.max(st.positions, axis=1)  # a row that took no token stands where it stood
+        new = position > jnp.max(st.positions, axis=1)  # an inactive row keeps its position
         row, at = jnp.arange(q.shape[0]), jnp.where(new, st.count, self.steps)
         state = RecordedState(
             full=full,
@@ -146,7 +146,7 @@ class Live:
 
     @property
     def lengths(self) -> np.ndarray:
-        """i[T] tokens that each step's query sees, itself included, where no window hides some."""
+        """i[T] tokens that each step's query sees without a sliding window, its own included."""
         return self.positions + 1
 
     def runs(self, longest: int = 64) -> list[slice]:
@@ -158,7 +158,7 @@ class Live:
         ]
 
     def take(self, steps: ArrayLike) -> Live:
-        """The steps of these indices alone; keys and values stay."""
+        """Only the steps at these indices; keys and values stay."""
         index = np.asarray(steps)
         layers = tuple(dataclasses.replace(layer, q=layer.q[:, index]) for layer in self.layers)
         return Live(layers, self.positions[index])
@@ -220,8 +220,8 @@ def capture(
     """Live queries of a text: the `steps` tokens that end at each of `lengths` are decoded, all others prefilled.
 
     `checkpoint` is a `kvjax.models.Checkpoint`, or anything with its `model` and `config.layers`. tokens i32[B, S], of
-    which the longest of `lengths` are read; full attention throughout. `progress` is called with the tokens done and
-    all of them.
+    which the longest of `lengths` are read; full attention throughout. `progress` is called with the tokens done, their
+    number, and a word on them.
 
     Raises:
       ValueError: lengths that do not rise by `steps` at least, or reach beyond the text or the model's positions.
@@ -229,25 +229,25 @@ def capture(
     text = np.asarray(tokens, np.int32)
     if text.ndim != 2:
         raise ValueError(f"capture needs tokens [B, S], got {list(text.shape)}; for one text write [tokens]")
-    most = min(n for n in (text.shape[1], getattr(checkpoint.model, "max_positions", None)) if n is not None)
-    ends = check_lengths(lengths, steps, most)
+    limit = min(n for n in (text.shape[1], getattr(checkpoint.model, "max_positions", None)) if n is not None)
+    ends = check_lengths(lengths, steps, limit)
 
     model: Model = checkpoint.model
     cache = _empty(checkpoint, len(text), ends[-1], steps * len(ends))
-    held = 0
+    stored = 0
     for end in ends:
-        if end - steps > held:
-            _, cache = prefill(model, cache, text[:, held : end - steps])
+        if end - steps > stored:
+            _, cache = prefill(model, cache, text[:, stored : end - steps])
         cache = _force(model, cache, text[:, end - steps : end].T)
-        held = end
+        stored = end
         if progress is not None:
             jax.block_until_ready(cache)
-            progress(held, ends[-1], "tokens read")
+            progress(stored, ends[-1], "tokens read")
     return read(cache)
 
 
 def check_lengths(lengths: Sequence[int], steps: int, limit: int | None) -> list[int]:
-    """`lengths` and `steps` as `capture` takes them, of a text or model of `limit` tokens; None: of any number.
+    """Checks `lengths` and `steps` for `capture` on a text or model of `limit` tokens (None: any); returns `lengths`.
 
     Raises:
       ValueError: as `capture`.
@@ -276,16 +276,16 @@ def capture_generated(
     sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
     key: Array | None = None,
 ) -> tuple[Live, np.ndarray]:
-    """Live queries while the model goes on from prompt i32[B, T], and the tokens i32[B, steps] that it wrote.
+    """Live queries while the model continues a prompt i32[B, T], and the tokens i32[B, steps] that it generated.
 
-    It writes past stop tokens: what is measured is the cache, not the text.
+    It does not end at stop tokens: the cache is measured, not the text.
     """
     start = np.asarray(prompt, np.int32)
     if start.ndim != 2:
         raise ValueError(f"capture_generated needs a prompt [B, T], got {list(start.shape)}")
     cache = _empty(checkpoint, len(start), start.shape[1] + steps, steps)
-    made = generate(checkpoint.model, cache, start, max_new_tokens=steps, sampling=sampling, key=key)
-    return read(made.cache), made.tokens
+    done = generate(checkpoint.model, cache, start, max_new_tokens=steps, sampling=sampling, key=key)
+    return read(done.cache), done.tokens
 
 
 def _empty(checkpoint: Any, batch: int, capacity: int, steps: int) -> Cache:
@@ -295,7 +295,7 @@ def _empty(checkpoint: Any, batch: int, capacity: int, steps: int) -> Cache:
 
 @partial(jax.jit, donate_argnames="cache")
 def _force(model: Model, cache: Cache, tokens: Array) -> Cache:
-    """Decodes tokens i32[T, B], whatever the model would have said."""
+    """Feeds tokens i32[T, B], one decode step each, whatever the model predicts."""
 
     def step(cache: Cache, token: Array) -> tuple[Cache, None]:
         return model(token[:, None], cache, last_logits=True)[1], None

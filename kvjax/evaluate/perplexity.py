@@ -1,15 +1,15 @@
 """Perplexity of long text by context length, each token decoded through the cache.
 
-A passage of the text is split into a context and `steps` tokens that are scored. The context, but for its last token,
-is stored as a prompt, which attends to itself exactly; then the true tokens are fed one at a time, so that every score
-comes from a decode step that attends to what the cache selects. Nothing is simulated by a mask, and what a method
-forgets is forgotten.
+A passage of the text is split into a context and `steps` tokens that are scored. The context, except for its last
+token, is stored as a prompt, which attends to itself exactly; then the true tokens are fed one at a time, so that every
+score comes from a decode step that attends to what the cache selects. Nothing is simulated by a mask: tokens that a
+method evicts are gone.
 
 The same tokens are scored at every length and by every cache: longer contexts begin earlier. So the ratio of two
 caches is known far better than either perplexity: its standard error is that of the paired differences.
 
-**Source:** the PG19 setting of FIER (2025) and Quest (2024). **Differs:** they score each token of a long text, at all
-context lengths in one; here a point has one length.
+**Source:** the PG19 setting of FIER (2025) and Quest (2024). **Differs:** they score every token of a long text, so all
+context lengths go into one number; here a point has one context length.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The text that is scored, and the budget."""
+    """Which parts of the text are scored, and the budget."""
 
     lengths: tuple[int, ...]  # tokens of context
     steps: int = 256  # tokens scored in each passage
-    passages: int = 1  # places in the text, or in each of several texts, spread evenly
-    batch: int = 1  # passages that are read, and decoded, together
-    budget: int | None = None  # tokens attended a step, at every length, for caches that set none; or
+    passages: int = 1  # evenly spaced in the text, or in each of several texts
+    batch: int = 1  # passages prefilled and decoded together
+    budget: int | None = None  # tokens read per step, at every length, for caches that set none; or
     share: float | None = None  # that budget as a share of the length: 0.11 of 4096 is 451
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Setting:
         if self.budget is not None:
             return self.budget
         if self.share is None:
-            raise ValueError("give budget (tokens) or share (of the context): there are caches that need one")
+            raise ValueError("give budget (tokens) or share (of the context): some caches need a budget")
         return max(1, round(self.share * length))
 
 
@@ -85,7 +85,7 @@ class Passages:
 
     rows: tuple[tuple[int, ...], ...]  # context and scored tokens of each passage
     steps: int
-    texts: tuple[str, ...] = ()  # names of the texts that they are of, where there are several
+    texts: tuple[str, ...] = ()  # names of the texts, if there are several
 
     metric = "perplexity"
     max_new_tokens = 0
@@ -102,13 +102,13 @@ class Passages:
         return f"perplexity after {self.length} tokens"
 
     def key(self) -> Mapping[str, Any]:
-        of = {"texts": list(self.texts)} if self.texts else {}
+        names = {"texts": list(self.texts)} if self.texts else {}
         return {
             "title": "perplexity",
             "length": self.length,
             "steps": self.steps,
             "tokens": digest_json(self.rows),
-            **of,
+            **names,
         }
 
     def examples(self, tokenizer: Any) -> list[Example]:
@@ -137,20 +137,20 @@ def perplexity(
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> list[Cell]:
-    """Every cache at every context length, lengths ascending.
+    """Measures the perplexity of a text with every cache at every context length; lengths ascend.
 
     Args:
-      text: text, before whose contexts stands what the tokenizer puts before a text (BOS), or token ids as they are; or
-        several texts by name, as the books of PG19, each with its own passages. Texts that are too short for
-        the longest context are left out.
+      text: a text, whose contexts begin with BOS if the tokenizer adds it; token ids, used as they are; or several
+        texts by name, such as the books of PG19, each with its own passages. Several texts may include some that are
+        too short for the longest context, which are left out.
       caches: names such as "fier:group=16", which get the setting's budget at each length, or policies by name.
-      dense_layers: the first layers that attend to everything, in all rows that do not set their own.
-      beside: caches that decode at a time.
-      out: folder of results, a file a cell. One that is there, made by the same, is not run again.
+      dense_layers: number of first layers that attend to everything, for all caches that do not set their own.
+      beside: caches that decode at the same time.
+      out: folder of results, one file per cell. Existing results with the same key are not run again.
 
     Raises:
-      ValueError: a text that is too short, lengths beyond the model's positions, a budget that is missing, too small
-        for every cache or for none of them; before anything runs.
+      ValueError: a text that is too short, lengths beyond the model's positions, or a budget that is missing, too small
+        for every cache or taken by none; before anything runs.
     """
     dtype = checkpoint.model.dtype
     plans = prepare(checkpoint, text, caches, setting, dtype=dtype, dense_layers=dense_layers, out=out)
@@ -167,7 +167,7 @@ def prepare(
     dense_layers: int | None = DENSE_LAYERS,
     out: Path | None = None,
 ) -> list[Plan]:
-    """A plan for each length: what `perplexity` does before it needs the weights; every error comes from here."""
+    """Makes a plan for each length: the part of `perplexity` that needs no weights, with all its errors."""
     config, lengths, steps = checkpoint.config, sorted(set(setting.lengths)), setting.steps
     for length in lengths:
         check_fit(0, length - 1, steps, None, config.max_positions)
@@ -184,7 +184,7 @@ def prepare(
 def run(
     checkpoint: Checkpoint, plans: Sequence[Plan], *, batch: int = 1, beside: int = 1, progress: Progress | None = None
 ) -> list[Cell]:
-    """Scores what plans leave open; see `perplexity`, and `kvjax.evaluate.plan.run` for `beside`."""
+    """Scores what the plans still lack; see `perplexity`, and `kvjax.evaluate.plan.run` for `beside`."""
     cells, total, before = [], sum(plan.total for plan in plans), 0
     for plan in plans:
 
@@ -200,7 +200,7 @@ def run(
 def score(
     checkpoint: Checkpoint, cache: Cache, logits: Array, plan: Plan, asked: Sequence[str | None], draw: int = 0
 ) -> tuple[Mapping[str, dict[str, Any]], list[float], int]:
-    """Nats of each scored token, by passage; tokens read by layer, and the row steps that they are the mean of."""
+    """Nats of each scored token by passage; mean tokens read by layer, and the row steps of that mean."""
     task = plan.task
     assert isinstance(task, Passages)
     fed = [() if i is None else plan.fed[i] for i in asked]
@@ -221,7 +221,7 @@ def nats(cell: Cell) -> np.ndarray:
 
 
 def mean_perplexity(cell: Cell) -> tuple[float, float]:
-    """The perplexity a token, and its standard error as if tokens were independent draws."""
+    """The perplexity per token, and its standard error as if tokens were independent."""
     found = nats(cell)
     mean = math.exp(found.mean())
     return mean, mean * _stderr(found)
@@ -235,7 +235,7 @@ def ratio(cell: Cell, other: Cell) -> tuple[float, float]:
 
 
 def summarise(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """A row a cell with results: perplexity, and its ratio to that of the first cache at that length, with standard
+    """A row for each cell with results: perplexity, and its ratio to the first cache's at that length, with standard
     errors; `tokens_read` is the mean over steps, KV heads and all layers."""
     done = [cell for cell in cells if cell.examples]
     first = {_length(cell): cell for cell in done if cell.method == cells[0].method}
@@ -258,12 +258,12 @@ def summarise(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def document(cells: Sequence[Cell]) -> dict[str, Any]:
-    """`summarise`, with the model and what made the results; JSON."""
+    """`summarise`, with the model and the provenance of the results; JSON."""
     return {**about(cells), "rows": summarise(cells)}
 
 
 def markdown(cells: Sequence[Cell]) -> str:
-    """A table: a row a cache and context length; perplexity, and its change against the first cache.
+    """A table with a row for each cache and context length: perplexity, and its change against the first cache.
 
     Caches that were refused follow, each with its reason.
     """
@@ -286,9 +286,9 @@ def _change(row: Mapping[str, Any]) -> str:
 
 
 def figure(cells: Sequence[Cell]) -> Figure:
-    """Perplexity by context length, a line a cache; beside it the change against the first cache, with error bars.
+    """Plots perplexity by context length, a line per cache, and its change against the first cache, with error bars.
 
-    The legend tells the tokens that a step read a KV head at each length, mean over all layers.
+    The legend has the tokens read per step and KV head at each length, mean over all layers.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -315,7 +315,7 @@ def figure(cells: Sequence[Cell]) -> Figure:
             error = [100 * row["ratio_stderr"] for row in paired]
             right.errorbar([row["length"] for row in paired], change, error, markersize=4.5, capsize=3, **look)
     right.axhline(0, linewidth=1.1, **{**style(names[0], names), "marker": ""})
-    left.set_ylabel("perplexity a token")
+    left.set_ylabel("perplexity per token")
     right.set_ylabel(f"change against {names[0]}, %, ± standard error")
     drawing.legend(loc="outside lower center", ncols=3, frameon=False)
     for axis in (left, right):
@@ -336,7 +336,7 @@ def _stderr(x: np.ndarray) -> float:
 
 
 def _tokens(checkpoint: Checkpoint, text: str | Sequence[int]) -> tuple[list[int], list[int]]:
-    """The ids before every context, and those of the text."""
+    """The token ids that begin every context, and those of the text."""
     if not isinstance(text, str):
         ids, prefix = [int(i) for i in text], []
     else:
@@ -351,7 +351,7 @@ def _tokens(checkpoint: Checkpoint, text: str | Sequence[int]) -> tuple[list[int
 def _passages(
     checkpoint: Checkpoint, text: Text, setting: Setting, context: int
 ) -> tuple[tuple[str, ...], list[tuple[list[int], list[int], int]]]:
-    """Names of several texts; what stands before a passage, the ids of its text, and where its scored tokens begin."""
+    """Names of several texts; for each passage the ids that begin it, its text's ids, and the first scored place."""
     several = isinstance(text, Mapping)
     if not several and setting.passages % setting.batch:
         raise ValueError(f"batch={setting.batch} does not divide passages={setting.passages}; give a divisor of it")
@@ -378,7 +378,7 @@ def _passages(
 
 
 def _places(have: int, context: int, steps: int, passages: int) -> list[int]:
-    """Where the scored tokens of each passage begin: in the middles of equal parts of what has `context` before it.
+    """Where the scored tokens of each passage begin: in the middles of equal parts of the text after `context` tokens.
 
     >>> _places(1000, 200, 100, 4)
     [287, 462, 637, 812]
@@ -403,8 +403,8 @@ def _budgets(setting: Setting, caches: Caches, length: int) -> list[int] | None:
     if not without_budget(caches):
         if setting.share is not None:
             raise ValueError(
-                f"share={setting.share} is for no cache: {', '.join(caches)} have no budget or set their own; leave it "
-                "out"
+                f"share={setting.share} applies to no cache: {', '.join(caches)} have no budget or set their own; "
+                "leave it out"
             )
         return None if setting.budget is None else [setting.budget]
     return [setting.budget_at(length)]

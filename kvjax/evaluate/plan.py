@@ -1,11 +1,11 @@
-"""Runs a plan: reads each batch of prompts once, stores it in every cache, and lets each cache answer for itself.
+"""Runs a plan: prefills each batch of prompts once, stores it in every cache, and decodes from each cache.
 
-An `Answer` function decides how: `accuracy.answer` decodes freely, `perplexity.score` feeds the true continuation. The
+An `Answer` function says how: `accuracy.answer` decodes freely, `perplexity.score` feeds the true continuation. The
 last tokens of a prompt may be fed one step at a time through the cache, as a question that comes after the cache has
-evicted what it will evict.
+evicted tokens of the prompt.
 
-Caches may decode beside one another, in threads. They share weights and prompts, and a GPU runs their steps in turn;
-but their programs compile at the same time, and compiling is most of the time of a short task.
+Several caches may decode at the same time, in threads. They share weights and prompts, and a GPU runs their steps in
+turn; but their programs compile in parallel, and compiling takes most of the time of a short task.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CAPACITY_STEP = 128  # capacities are multiples of it, so that near lengths shar
 
 @dataclass(frozen=True)
 class Plan:
-    """A task and caches, checked, with what files hold of them already. `run` does the rest."""
+    """A task and its caches, checked, with the results that files already have. `run` does the rest."""
 
     task: Task
     policies: Mapping[str, PerLayer]  # of the caches that can be run
@@ -71,8 +71,8 @@ class Plan:
         return sum(len(cell.examples) for cell in self.cells.values())
 
 
-# Takes (checkpoint, cache, logits f32[B, V], plan, the id that each row is asked or None, which answer of several this
-# is), and returns results by id, tokens read by layer, and the row steps that these are the mean of.
+# Takes (checkpoint, cache, logits f32[B, V], plan, the example id of each row or None, the number of this answer), and
+# returns results by id, mean tokens read by layer, and the row steps of that mean.
 Answer = Callable[
     [Checkpoint, Cache, Array, Plan, Sequence[str | None], int], tuple[Mapping[str, dict[str, Any]], list[float], int]
 ]
@@ -90,14 +90,14 @@ def prepare(
     draws: Draws = Draws(),  # noqa: B008 (frozen)
     max_prompt: int | None = None,
 ) -> Plan:
-    """Checks everything that needs no weights: every error that can be known comes from here.
+    """Makes a plan and checks everything that needs no weights, so that mistakes raise here.
 
-    `model`, the digest of the checkpoint's directory, spares reading it; without `resume`, files in `out` are replaced.
-    Prompts are at most `max_prompt` tokens long, as many as the model has room for where that is None.
+    `model` is the digest of the checkpoint's directory, computed if None. Without `resume`, files in `out` are
+    replaced. Prompts have at most `max_prompt` tokens, or as many as the model has room for if that is None.
 
     Raises:
-      ValueError: prompts that the model has no positions for, examples without ids of their own, a damaged result, or
-        no cache that can hold the model. A cache that cannot, beside others that can, has a cell that says why.
+      ValueError: prompts that the model has no positions for, examples without unique ids, a damaged result, or no
+        cache that can hold the model. If only some caches cannot, their cells say why.
     """
     examples = list(task.examples(checkpoint.tokenizer))
     ids = [example.id for example in examples]
@@ -122,10 +122,9 @@ def prepare(
     if not rows:
         raise ValueError("a comparison needs at least one cache")
     rows = check_rows(rows, spec, config.layers)
-    made = provenance()
     common = {
         "format": FORMAT,
-        "kvjax": made["versions"]["kvjax"],
+        "kvjax": provenance()["versions"]["kvjax"],
         "model": model_digest(checkpoint.directory) if model is None else model,
         "dtype": dtype.name,
         **draws.key(),
@@ -164,19 +163,20 @@ def run(
     capacity: int | None = None,
     progress: Progress | None = None,
 ) -> list[Cell]:
-    """Answers what a plan leaves open. The cells come in the order of the caches, those that were refused among them.
+    """Answers the examples that a plan still lacks. Returns the cells in the order of the caches, also refused ones.
 
-    `beside` caches decode at a time, in threads: context managers of JAX, such as `jax.default_device`, do not reach
-    them. Device memory then holds as many caches, and the seconds of a cell are those beside others.
+    `beside` caches decode at the same time, in threads: context managers of JAX, such as `jax.default_device`, do not
+    reach them. Device memory then holds as many caches, and the seconds of a cell include waiting for the others.
 
-    `capacity`, of all caches, is by default what each batch needs. Plans that share the largest `plan.capacity` share
-    the programs that decode: where compiling costs more than empty slots do, as for a small model on a GPU.
+    `capacity` is that of all caches, by default what each batch needs. Plans that get the same `capacity`, the largest
+    `plan.capacity`, share their decode programs. That pays if compiling costs more than empty slots do, as for a small
+    model on a GPU.
     """
     batch = min(require_int("batch", batch, at_least=1), len(plan.prompts))
     require_int("beside", beside, at_least=1)
-    ids, made = list(plan.prompts), provenance()
+    ids, source = list(plan.prompts), provenance()
 
-    def tell(what: str) -> None:
+    def report(what: str) -> None:
         if progress is not None:
             progress(plan.done, plan.total, what)
 
@@ -186,20 +186,20 @@ def run(
         open_cells = [name for name in plan.policies if not known[name].issuperset(part)]
         if not open_cells:
             continue
-        tell(f"prefill of {len(part)} prompts")
+        report(f"prefill of {len(part)} prompts")
         rows = [plan.prompts[i] for i in part] + [()] * (batch - len(part))
         logits, prompts = jax.block_until_ready(prompt.read(checkpoint, rows))
         needed = _capacity(prompts.spec.capacity, plan.new_tokens)
         one = partial(_answer_part, checkpoint, plan, answer, (logits, prompts), part, known, capacity or needed)
         found = _map(one, open_cells, beside)
         for name in open_cells:
-            tell(name)
+            report(name)
             results, cell = next(found), plan.cells[name]
-            cell.made_by(made)
+            cell.made_by(source)
             cell.batches.append(results)
             cell.save()
         del logits, prompts, one, found  # before the next prompts are read
-    tell("")
+    report("")
     return list(plan.cells.values())
 
 
@@ -212,7 +212,7 @@ def feed(
     *,
     room: int | None = None,
 ) -> prompt.Fed:
-    """Feeds each row its own tokens one step at a time; see `prompt.feed`. `room` columns share one program."""
+    """Feeds each row its own tokens one step at a time; see `prompt.feed`. Calls of the same `room` share a program."""
     counts = np.array([len(row) for row in fed], np.int32)
     tokens = np.zeros((len(fed), max(room or 0, int(counts.max()))), np.int32)
     wanted = tokens.copy()
@@ -235,8 +235,8 @@ def _answer_part(
     capacity: int,
     name: str,
 ) -> dict[str, Any]:
-    """A batch of a cell: what the cache `name` answers after the prompts that were `read`, of the examples `part` but
-    for those that are `known`."""
+    """One batch of a cell: the answers of the cache `name` after the prompts `read`, to the examples `part` except
+    those that are `known`."""
     begin, (logits, prompts) = time.perf_counter(), read
     asked = [i if i not in known[name] else None for i in part] + [None] * (logits.shape[0] - len(part))
     drawn = []
@@ -252,21 +252,21 @@ def _answer_part(
 
 
 def _map(f: Callable[[str], T], names: Sequence[str], beside: int) -> Iterator[T]:
-    """f of each name in their order, `beside` of them at a time. After an error no other one begins, and it is raised
-    at once: one that waits for memory may wait for ever."""
+    """Yields f of each name in order, running `beside` of them at a time. An error is raised at once, and no other call
+    begins after it: one that waits for memory may wait for ever."""
     if beside == 1:
         yield from map(f, names)
         return
     pool = ThreadPoolExecutor(beside)
-    waiting = [pool.submit(copy_context().run, f, name) for name in names]
+    futures = [pool.submit(copy_context().run, f, name) for name in names]
     try:
-        for one in waiting:
-            while not one.done():
-                for other in waiting:
+        for future in futures:
+            while not future.done():
+                for other in futures:
                     if other.done() and (error := other.exception()):
                         raise error
-                wait([other for other in waiting if not other.done()], return_when=FIRST_COMPLETED)
-            yield one.result()
+                wait([other for other in futures if not other.done()], return_when=FIRST_COMPLETED)
+            yield future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -276,7 +276,7 @@ def _score(task: Task, example: Example, answer: str) -> float:
 
 
 def _mean(drawn: Sequence[tuple[Any, list[float], int]]) -> tuple[list[float], int]:
-    """Tokens read by layer, and the row steps that they are the mean of, over several answers."""
+    """Mean tokens read by layer over several answers, and the row steps of that mean."""
     steps = sum(own for _, _, own in drawn)
     total = sum((np.asarray(read, np.float64) * own for _, read, own in drawn), np.zeros(len(drawn[0][1])))
     return (drawn[0][1] if len(drawn) == 1 else (total / max(steps, 1)).tolist()), steps
@@ -299,7 +299,7 @@ def _encode(checkpoint: Checkpoint, task: Task, example: Example, max_prompt: in
         if not cuts:
             raise ValueError(
                 f"{task.name}, example {example.id}: {len(ids)} prompt tokens are more than max_prompt={max_prompt}, "
-                "and this task has no middle to leave out; ask for shorter examples"
+                "and prompts of this task cannot be cut; ask for shorter examples"
             )
         room = min(room, max_prompt)
     if len(ids) > room and (room < 2 or not cuts):
@@ -308,7 +308,7 @@ def _encode(checkpoint: Checkpoint, task: Task, example: Example, max_prompt: in
             f"the model's {positions} positions; ask for shorter examples"
         )
     keep = room
-    while len(ids) > room:  # what a template adds, and how the halves tokenize anew, shows when they are put together
+    while len(ids) > room:  # the template, and tokenizing the joined halves, may add tokens
         if isinstance(given, str):
             text = tokenizer(given, add_special_tokens=False)["input_ids"]
             head, tail = (tokenizer.decode(half, skip_special_tokens=True) for half in _halves(text, keep))

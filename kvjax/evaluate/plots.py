@@ -1,7 +1,7 @@
-"""Plots of results: score by tokens read, a line a method, and score by depth and length, a map a cache.
+"""Plots of results: score by tokens read with a line per method, and score by depth and length with a map per cache.
 
-A method has the same colour in every plot, unless so many settings of one preset are compared that these take the
-colours, in a panel of their own. Lines are named where they end.
+A method has the same colour in every plot. If too many settings of one preset are compared, they get a panel of their
+own and a colour each. Lines are labelled at their ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvjax.evaluate.store import Cell
 
-# Okabe and Ito's colours, which people with any colour vision tell apart, darker ones for lines; then greys.
+# Okabe and Ito's colours, which are distinct to people with any colour vision, darkened for lines; then greys.
 COLOURS = {
     "full": "#000000",
     "exact": "#7f7f7f",
@@ -67,10 +67,10 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def style(method: str, among: Sequence[str] = ()) -> dict[str, Any]:
-    """Colour, marker and line of a method; settings of one preset (`fier:group_reduce=per_head`) share a colour, not a
-    line.
+    """Colour, marker and line of a method; settings of one preset (`fier:group_reduce=per_head`) share a colour and
+    differ in their lines.
 
-    More of them than there are lines have colours.
+    If there are more of them than line styles, they differ in colour.
     """
     name = _preset(method)
     known = list(REGISTRY)
@@ -102,8 +102,8 @@ def labels(methods: Sequence[str]) -> dict[str, str]:
     for method, own in settings.items():
         name = method.partition(":")[0]
         same = [settings[other] for other in methods if other.partition(":")[0] == name]
-        told = [setting for setting in own if not all(setting in others for others in same)]
-        short[method] = ":".join(filter(None, (name, ",".join(told))))
+        distinct = [setting for setting in own if not all(setting in others for others in same)]
+        short[method] = ":".join(filter(None, (name, ",".join(distinct))))
     return short
 
 
@@ -111,10 +111,10 @@ def labels(methods: Sequence[str]) -> dict[str, str]:
 
 
 def by_budget(panels: Sequence[Block]) -> Figure:
-    """Mean score by tokens read, a line a method with intervals of 95 %, a panel a length.
+    """Mean score by tokens read: a line per method with 95 % intervals, a panel per length.
 
-    Tokens read are the mean over steps, KV heads and all layers, so that methods of one budget and different dense
-    layers do not stand above each other. Caches without a budget are dashed lines across.
+    Tokens read are the mean over steps, KV heads and all layers, so methods with the same budget but different dense
+    layers differ in x. Caches without a budget are dashed horizontal lines.
     """
     panels = [block for whole in panels for block in _uncrowded(whole) if block.budgets]
     figure = new_figure(1.6 + 4.2 * len(panels), 4.2)
@@ -124,7 +124,7 @@ def by_budget(panels: Sequence[Block]) -> Figure:
         _lines(axis, block, methods)
         if block.length is not None:
             axis.set_title(f"{block.length:,} tokens".replace(",", " "), fontsize=10)
-        axis.set_xlabel("tokens read a step and KV head, mean over layers")
+        axis.set_xlabel("tokens read per step and KV head, mean over layers")
     axes[0].set_ylabel(panels[0].cells[0].metric)
     figure.suptitle(_title(panels), x=0.01, ha="left", fontsize=11)
     return figure
@@ -178,32 +178,32 @@ def _lines(axis: Axes, block: Block, methods: Sequence[str]) -> None:
 
 
 def tidy(axis: Axes) -> None:
-    """Puts a light grid behind the lines, and takes the frame at the top and right away."""
+    """Puts a light grid behind the lines, and removes the frame at the top and right."""
     axis.grid(color="0.9", linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
 
 
 def spread(places: Sequence[float], *, gap: float, top: float) -> list[float]:
-    """Rising `places` moved as little as can be (least squares) so that neighbours are `gap` apart, up to `top`.
+    """Moves ascending `places` as little as possible (least squares), to be at least `gap` apart and at most `top`.
 
     >>> [round(y, 3) for y in spread([0.5, 0.5, 0.9, 1.0], gap=0.1, top=0.95)]
     [0.45, 0.55, 0.85, 0.95]
     """
-    steps = gap * np.arange(len(places))  # what is left of rising places without them need not rise
+    steps = gap * np.arange(len(places))  # places are `gap` apart if they do not fall after these are subtracted
     flat = isotonic_regression(np.asarray(places) - steps).x if len(places) else steps
     return (np.minimum(flat, top - (len(places) - 1) * gap) + steps).tolist()
 
 
 def depths(blocks: Sequence[Block]) -> list[float]:
-    """The depths between which the examples of a task take turns, from the top; none where they lie anywhere."""
+    """The depths that the examples of a task cycle through, ascending; empty if depths are random."""
     if any(cell.key["task"].get("depths") is None for block in blocks for cell in block.cells):
         return []
     return sorted({e["fields"]["depth"] for block in blocks for cell in block.cells for e in cell.examples})
 
 
 def by_depth(panels: Sequence[Block]) -> Figure:
-    """Mean score by depth: of several lengths a map of depth and length for each cache; of one, of depth and budget."""
+    """Mean score as a map for each cache: by depth and length for several lengths, else by depth and budget."""
     methods = list(dict.fromkeys(method for block in panels for method in block.methods))
     if len(panels) > 1:
         return _by_depth_and_length(panels, methods)
@@ -214,12 +214,12 @@ def by_depth(panels: Sequence[Block]) -> Figure:
         cells = [cell for b in (None, *block.budgets) if (cell := block.cell(method, b)) is not None]
         _map(axis, cells, panels, [str(cell.budget or "all") for cell in cells])
         axis.set_title(label, fontsize=9)
-    figure.supxlabel("tokens read a step and KV head, mean over layers", fontsize=10)
+    figure.supxlabel("tokens read per step and KV head, mean over layers", fontsize=10)
     return figure
 
 
 def _by_depth_and_length(panels: Sequence[Block], methods: Sequence[str]) -> Figure:
-    """A row a method, a column a budget; a method without one has the first place of its row."""
+    """Rows are methods and columns are budgets; a method without a budget is in the first column."""
     budgets = sorted({budget for block in panels for budget in block.budgets})
     figure, axes = _maps(len(methods), max(1, len(budgets)), len(panels), panels)
     for row, (method, label) in zip(axes, labels(methods).items(), strict=True):
@@ -230,12 +230,12 @@ def _by_depth_and_length(panels: Sequence[Block], methods: Sequence[str]) -> Fig
             _map(axis, cells, panels, ["" if block.length is None else short(block.length) for block in panels])
             axis.set_title("all" if budget is None else str(budget), fontsize=8)
         row[0].set_ylabel(label, fontsize=9)
-    figure.supxlabel("length in tokens; above each map the budget, tokens attended a step and KV head", fontsize=10)
+    figure.supxlabel("length in tokens; above each map the budget, tokens read per step and KV head", fontsize=10)
     return figure
 
 
 def _maps(rows: int, columns: int, cells: int, panels: Sequence[Block]) -> tuple[Figure, np.ndarray]:
-    """An empty figure of rows x columns maps of `cells` columns each; those that stay empty do not show."""
+    """A figure of rows x columns empty maps of `cells` columns each; maps that stay empty are invisible."""
     figure = new_figure(1.6 + columns * (0.5 + 0.32 * cells), 1.0 + rows * (0.45 + 0.13 * len(depths(panels))))
     axes = figure.subplots(rows, columns, sharey=True, squeeze=False)
     for axis in axes.flat:
@@ -264,7 +264,7 @@ def _map(axis: Axes, cells: Sequence[Cell | None], panels: Sequence[Block], tick
 
 
 def _means(cells: Sequence[Cell | None], rows: Sequence[float]) -> np.ndarray:
-    """Mean scores [depth, cell]; NaN where there is no answer yet."""
+    """Mean scores [depth, cell]; NaN if there is no answer yet."""
     means = np.full((len(rows), len(cells)), np.nan)
     for column, cell in enumerate(cells):
         for row, depth in enumerate(rows):
@@ -274,7 +274,7 @@ def _means(cells: Sequence[Cell | None], rows: Sequence[float]) -> np.ndarray:
 
 
 def short(length: int) -> str:
-    """A number of tokens as people write it.
+    """A number of tokens in units of K or M, if it is a multiple.
 
     >>> short(32768), short(1 << 20), short(1000)
     ('32K', '1M', '1000')
@@ -304,7 +304,7 @@ WORDS: dict[str, str] = {
 }
 
 
-CHOICE = ("head_recall", "mass", "error")  # what a comparison of choices shows
+CHOICE = ("head_recall", "mass", "error")  # measures in a comparison of group rules
 
 
 def recall_by_length(found: Mapping[str, Reads]) -> Figure:
@@ -325,7 +325,7 @@ def recall_by_length(found: Mapping[str, Reads]) -> Figure:
 
 
 def dots(found: Mapping[str, Any], kinds: Sequence[str]) -> Figure:
-    """The mean of each of `kinds` for each policy, one panel a kind."""
+    """The mean of each of `kinds` for each policy, one panel per kind."""
     figure, axes = panels(len(kinds), height=1.2 + 0.28 * len(found), share=True)
     at = np.arange(len(found))[::-1]
     for axis, kind in zip(axes, kinds, strict=True):

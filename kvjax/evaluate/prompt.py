@@ -1,9 +1,9 @@
 """Prompts that are read once and stored into many caches.
 
-A prompt in one chunk attends to itself exactly, whatever its cache will keep of it. So its queries, keys and values are
-the same for every cache: `Prompt` is a policy that keeps them as they come, and `store` hands them to the policies
-that are decoded from, through the hook that a model calls. (For 8 prompts of 2048 tokens and 26 M parameters, reading
-took 19 s of CPU time and storing 0.1 to 0.2 s a cache: 2026-11-21, jax 0.10.2, f32.)
+A prompt in one chunk attends to itself exactly, whatever its cache keeps of it later. So its queries, keys and values
+are the same for every cache: `Prompt` is a policy that records them, and `store` passes them to the policies to decode
+from, through the hook that a model calls. (For 8 prompts of 2048 tokens and 26 M parameters, reading took 19 s of CPU
+time and storing 0.1 to 0.2 s per cache: 2026-11-21, jax 0.10.2, f32.)
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class PromptState:
 
     @property
     def overflow(self) -> Array:
-        """bool[B]: false, for a prompt is as long as the spec says."""
+        """bool[B] always false, as a prompt is as long as the spec says."""
         return jnp.zeros(self.length.shape, bool)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Takes one prompt of as many columns as the spec's capacity, in one chunk, and keeps it as it came."""
+    """Takes one prompt of as many columns as the spec's capacity, in one chunk, and records it unchanged."""
 
     def init(self, spec: CacheSpec) -> PromptState:
         def zeros(*heads: int) -> Array:
@@ -114,7 +114,10 @@ def read(checkpoint: Checkpoint, rows: Sequence[Sequence[int]]) -> tuple[Array, 
 
 
 def store(checkpoint: Checkpoint, prompts: Iterable[LayerCache], policy: PerLayer, capacity: int) -> Cache:
-    """A cache of `policy` that holds the layers that `read` recorded, as if the model had prefilled it; they stay."""
+    """A cache of `policy` that holds the layers that `read` recorded, as if the model had prefilled it.
+
+    The recorded layers stay valid.
+    """
     layers = []
     for i, (layer, window) in enumerate(zip(prompts, checkpoint.config.windows, strict=True)):
         empty = init_layer(policy.policy(i), replace(layer.spec, capacity=capacity))
@@ -125,7 +128,7 @@ def store(checkpoint: Checkpoint, prompts: Iterable[LayerCache], policy: PerLaye
 
 @partial(jax.jit, static_argnames="window", donate_argnames="cache")
 def _store(cache: LayerCache, q: Array, k: Array, v: Array, lengths: Array, *, window: int | None) -> Any:
-    # Nobody reads the prompt's own attention, so XLA leaves it out.
+    # The prompt's attention output is unused, so XLA leaves it out.
     q, k, v = ungroup(q, q.dtype), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
     return attention(cache, q, k, v, lengths=lengths, window=window, first_chunk=True)[1]
 
@@ -137,7 +140,7 @@ class Fed(NamedTuple):
     logits: Array  # f32[B, V] of the token after the last of each row
     nll: Array  # f32[B, R] nats of the targets; meaningless where a row has no step
     greedy: Array  # bool[B, R] whether the target is the likeliest token; meaningless where a row has no step
-    attended: Array  # f32[L] tokens read a step and KV head, mean over the row steps
+    attended: Array  # f32[L] tokens read per step and KV head, mean over the row steps
     steps: Array  # f32[] row steps
 
 
@@ -145,7 +148,7 @@ class Fed(NamedTuple):
 def feed(model: Model, cache: Cache, logits: Array, tokens: Array, targets: Array, counts: Array) -> Fed:
     """Feeds the first `counts` i32[B] of tokens i32[B, R], one decode step each, and scores targets i32[B, R].
 
-    targets[b, t] is scored by the logits after tokens[b, t]. A row that has no token left stands still, and keeps its
+    targets[b, t] is scored by the logits after tokens[b, t]. A row without tokens left is inactive, and keeps its
     logits.
     """
     rows = jnp.arange(tokens.shape[0])

@@ -1,5 +1,5 @@
-"""The sources of a result: versions, device and digests of files, so that a number can be traced and a stale one is
-seen."""
+"""The provenance of a result: versions, device and digests of files, so that numbers can be traced and stale ones
+found."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def digest_json(value: Any) -> str:
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    """A value as JSON, a line or more; numbers that are not finite become null, as JSON has no word for them.
+    """A value as JSON, with a final newline; numbers that are not finite become null, as JSON does not have them.
 
     >>> json_text({"mean": float("nan")})
     '{"mean": null}\\n'
@@ -84,7 +84,7 @@ def json_text(value: Any, *, indent: int | None = None) -> str:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file whole or not at all: a run killed at any moment leaves the old one or the new."""
+    """Writes a file atomically: a run killed at any moment leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
@@ -95,10 +95,10 @@ def source_digest() -> str:
     """The digest of the Python files of kvjax that decide what is decoded: all but the command line and the evaluation
     itself.
 
-    A version says little of a tree that is being worked on; a result of other code must not pass for one of this.
+    The version number alone does not identify code that is being edited.
     """
     digests = {}
-    for package in ("kvjax", "kvjax.models", "kvjax.kernels_pallas"):  # may lie in folders apart
+    for package in ("kvjax", "kvjax.models", "kvjax.kernels_pallas"):  # these may be in separate folders
         (folder,) = map(Path, importlib.import_module(package).__path__)
         for file in sorted(folder.rglob("*.py")):
             name = f"{package.replace('.', '/')}/{file.relative_to(folder).as_posix()}"  # as in a wheel

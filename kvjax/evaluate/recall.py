@@ -1,12 +1,13 @@
-"""Selectors measured on live queries and keys: what a cache read, beside what exact attention would have.
+"""Measures selectors on live queries and keys: compares what a cache reads with exact attention.
 
 A policy is driven through `kvjax.attention_info` itself: the keys of the context are stored as a prompt stores them,
-then each live query makes its decode step, and the same query attends to everything. So what is measured is what the
-cache does, demotion, pending tokens, index and all, for any selector and store; nothing is simulated. The
-queries are those of full attention (`kvjax.evaluate.live`), so errors do not add up from layer to layer.
+then each live query makes its decode step, and the same query attends to everything. So this measures all that the
+cache does, with demotion, pending tokens and index, for any selector and store; nothing is simulated. The queries are
+those of full attention (`kvjax.evaluate.live`), so errors do not add up from layer to layer.
 
-Set recall alone misleads: many tokens matter little, and a choice may miss half of the set and hold 90 % of the mass.
-So four numbers go together: set recall, the mass that the tokens read hold, the error of the output, and bytes read.
+Set recall alone misleads: many tokens matter little, and a selection may miss half of the set and hold 90 % of the
+mass. So four numbers are reported together: set recall, the softmax mass on the tokens read, the error of the output,
+and the bytes read.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from kvjax.spec import CacheSpec
 class Reads:
     """The tokens that a policy read at T live steps of L layers and B rows.
 
-    Recall is NaN where there was nothing to select: a policy without a selector, or no tokens beside sink and local
-    window. It is 0 where a selector could select and did not, and below 1 where its pages cannot fill the budget.
+    Recall is NaN if there was nothing to select: a policy without a selector, or no tokens outside sink and local
+    window. It is 0 if a selector could select and did not, and below 1 if its pages cannot fill the budget.
     """
 
     lengths: np.ndarray  # i[T] tokens that each step's query sees
@@ -54,7 +55,7 @@ class Reads:
         np.ndarray
     )  # f[L, T, B, K or N] share of the exact top tokens that were selected, pooled as the selector pools
     head_recall: np.ndarray  # f[L, T, B, N] share of each query head's own exact top tokens that were selected
-    mass: np.ndarray  # f[L, T, B, N] share of softmax mass that the tokens read hold, sink and local window included
+    mass: np.ndarray  # f[L, T, B, N] share of softmax mass on the tokens read, sink and local window included
     error: np.ndarray  # f[L, T, B, N] |out - exact out| / |exact out|
     attended: np.ndarray  # f[L, T, B, K] tokens whose keys and values were read
     bytes: np.ndarray  # f[L, T, B] read in a step: keys, values, index and keys of pending tokens
@@ -96,12 +97,12 @@ def reads(
 ) -> Reads:
     """Drives `policy` through the live steps of all layers.
 
-    Each run of adjacent steps starts from the context before it, stored as one prompt; or, with `prompt`, as that many
-    tokens first and the rest after, for selectors that learn from a prompt. `top` is how many exact tokens recall asks
-    for; by default as many as the budget leaves beside sink and local window, whether or not the selector's pages
-    divide that number. `progress` is called with runs of steps done, all of them, and the layer.
+    Each run of adjacent steps starts from the context before it, stored as one prompt; or, with `prompt`, as a prompt
+    of that many tokens and a second one with the rest, for selectors that learn from a prompt. `top` is the number of
+    exact top tokens that recall counts; by default the budget without sink and local window, whether or not the
+    selector's pages divide that number. `progress` is called with the runs of steps done, their number, and the layer.
 
-    Cost: of each step, one of the policy and one of full attention; holds the cache of one layer.
+    Cost: each step runs the policy and full attention once; memory holds the cache of one layer.
 
     Raises:
       ValueError: a policy that selects by the queries of a prompt (H2O, SnapKV and others that evict): they are not
@@ -132,7 +133,7 @@ def reads(
 
 
 class _Step(NamedTuple):
-    """One step, or T of them in front."""
+    """Measurements of one step, or of T steps along a first axis."""
 
     recall: Any  # f32[B, K * H]
     head_recall: Any  # f32[B, N]
@@ -166,7 +167,7 @@ def _run(
     window: int | None,
     top: int | None,
 ) -> _Step:
-    """q [R, B, N, D] of steps at positions start, start + 1, ...; k, v [B, K, S, D] of the whole text."""
+    """Runs the steps of q [R, B, N, D] at positions start, start + 1, ...; k, v [B, K, S, D] are of the whole text."""
     policy, spec, B = cache.policy, cache.spec, cache.spec.batch
 
     def step(cache: Any, x: Any) -> tuple[Any, _Step]:
@@ -186,7 +187,7 @@ def _run(
         inner, state = _core(policy), cache.state.zones if isinstance(policy, Speculative) else cache.state
         if isinstance(inner, Retrieval):
             seen = _selected(inner, state, info, seen, logits, weights, visible, top)
-        elif isinstance(inner, Zoned):  # it reads all
+        elif isinstance(inner, Zoned):  # reads everything
             stored = state.store.count
             fetched = jnp.broadcast_to(stored.astype(jnp.float32)[:, None], info.attended.shape)
             seen = seen._replace(fetched=fetched, stored=stored)
@@ -244,12 +245,12 @@ def _selected(
 
 
 def _core(policy: Policy) -> Policy:
-    """The policy that stores the tokens: what a `Speculative` wraps, or itself."""
+    """The policy that stores the tokens: the one that a `Speculative` wraps, or `policy` itself."""
     return policy.retrieval if isinstance(policy, Speculative) else policy
 
 
 def _bytes(policy: Policy, spec: CacheSpec, seen: _Step) -> np.ndarray:
-    """f[T, B]: keys and values of what was read, as stored, and what was scored: the selector's index, pending keys."""
+    """Bytes f[T, B] that steps read: keys and values of the tokens read, as stored, the index, and pending keys."""
     policy = _core(policy)
     row = 2 * spec.head_dim * np.dtype(spec.dtype).itemsize
     if not isinstance(policy, Zoned):
@@ -264,13 +265,13 @@ def _bytes(policy: Policy, spec: CacheSpec, seen: _Step) -> np.ndarray:
 
 
 def _same_heads(layers: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-    """Layers of one shape, for stacking: a layer that chooses nothing has NaN for each query head."""
+    """Layers cut to one shape, for stacking: a layer that selects nothing has NaN for each query head."""
     heads = min(a.shape[-1] for a in layers)
     return [a if a.shape[-1] == heads else a[..., :heads] for a in layers] if layers[0].ndim == 3 else layers
 
 
 def known_mean(a: np.ndarray) -> float:
-    """The mean of the numbers that are not NaN; NaN without one."""
+    """The mean of the numbers that are not NaN; NaN if there are none."""
     known = a[~np.isnan(a)]
     return float(known.mean()) if known.size else float("nan")
 
@@ -280,14 +281,14 @@ def mean_known(a: np.ndarray) -> float:
     return round(known_mean(a), 5)
 
 
-# ------------------------------------------------------------------------------------------------- what to put beside
+# ------------------------------------------------------------------------------------------------ policies to compare
 
 
 def selectors(budget: int) -> dict[str, Policy]:
-    """All selectors of kvjax, and the exact choice, at one budget in every layer, with 4 sink tokens and the newest 16
-    always read.
+    """All selectors of kvjax, and exact selection, at one budget in every layer, with a sink of 4 tokens and a local
+    window of 16.
 
-    Tokens are indexed in chunks of 32 or as pages, so that nearly all of a choice is the index's.
+    Tokens are indexed in chunks of 32 or as pages, so that nearly all of a selection comes from the index.
     """
     return {
         "exact": retrieval(Exact(), budget),
@@ -300,18 +301,18 @@ def selectors(budget: int) -> dict[str, Policy]:
 
 
 def group_reduces(budget: int) -> dict[str, Policy]:
-    """FIER and Quest under each rule of pooling over a GQA group, and with a choice for each query head."""
-    made: dict[str, Policy] = {}
+    """FIER and Quest under each `group_reduce` rule, including "per_head", a selection for each query head."""
+    policies: dict[str, Policy] = {}
     for group_reduce in GROUP_REDUCES:
         rule: Any = group_reduce
-        made[f"fier:group_reduce={group_reduce}"] = retrieval(Fier(group_reduce=rule), budget)
+        policies[f"fier:group_reduce={group_reduce}"] = retrieval(Fier(group_reduce=rule), budget)
         pages = MinMaxPages(page=16, group_reduce=rule, pending="box")
-        made[f"quest:group_reduce={group_reduce}"] = retrieval(pages, budget)
-    return made
+        policies[f"quest:group_reduce={group_reduce}"] = retrieval(pages, budget)
+    return policies
 
 
 def retrieval(selector: Selector, budget: int, *, leave: int = 32) -> Retrieval:
-    """Tokens are indexed in chunks of `leave`, pages as soon as they are full."""
+    """A `Retrieval` for measurements: tokens are indexed in chunks of `leave`, pages as soon as they are full."""
     demote = Fifo(leave=leave if selector.unit == 1 else selector.unit)
     return Retrieval(selector=selector, budget=budget, sink=4, local=16, demote=demote, dense_below=0)
 
@@ -323,7 +324,7 @@ def compare(
     progress: Progress | None = None,
     **settings: Any,
 ) -> dict[str, Reads]:
-    """`reads` of each policy by name. `progress` is called with policies done, all of them, and the next one's name."""
+    """`reads` of each policy by name. `progress` gets the policies done, their number, and the next one's name."""
     found = {}
     for done, (name, policy) in enumerate(policies.items()):
         if progress is not None:
@@ -337,10 +338,10 @@ def compare(
 COLUMNS = {  # of a table, for help and captions
     "recall": "share of the exact top tokens that were read, by the rule that a GQA group shares",
     "head_recall": "share of each query head's own exact top tokens that were read",
-    "mass": "share of the softmax mass that the tokens read hold, sink and local window included",
+    "mass": "share of the softmax mass on the tokens read, sink and local window included",
     "error": "relative error of the attention output",
-    "attended": "tokens read a step and KV head",
-    "bytes": "bytes read a step and layer: keys, values, index and the keys of pending tokens",
+    "attended": "tokens read per step and KV head",
+    "bytes": "bytes read per step and layer: keys, values, index and the keys of pending tokens",
 }
 
 
@@ -358,7 +359,7 @@ def read_tokens(checkpoint: Checkpoint, text: Path, length: int) -> list[int]:
 
 
 def about(directory: Path, text: Path, dtype: str, lengths: Sequence[int], steps: int) -> dict[str, Any]:
-    """The sources of a measurement, for the head of its file; JSON."""
+    """The provenance of a measurement, for the head of its file; JSON."""
     return {
         **provenance(),
         "model": {"name": directory.resolve().name, "digest": model_digest(directory)},
@@ -370,7 +371,7 @@ def about(directory: Path, text: Path, dtype: str, lengths: Sequence[int], steps
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table of rows that have the same keys; "-" where a number is not known."""
+    """A table of rows that have the same keys; "-" for numbers that are not known."""
     titles = list(rows[0])
 
     def cell(value: Any) -> str:

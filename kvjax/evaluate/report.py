@@ -1,4 +1,4 @@
-"""Results as text: tables of scores by cache and budget, a page of them, and all of it as JSON."""
+"""Results as text: tables of scores by cache and budget, a page with all of them, and a summary as JSON."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kvjax.evaluate.draws import passes
 from kvjax.evaluate.store import Cell, interval
 
 COLUMNS = (
-    "Budget: tokens that a cache may read a step and KV head, in layers that are not dense. Tokens read: what it did "
-    "read, mean over steps, KV heads and all layers, dense ones included. 95 %: interval of the mean score."
+    "Budget: tokens that a cache may read per step and KV head, in layers that are not dense. Tokens read: how many it "
+    "did read, mean over steps, KV heads and all layers, dense ones included. 95 %: confidence interval of the mean "
+    "score."
 )
 
 
@@ -28,7 +29,7 @@ class Block:
 
     @property
     def methods(self) -> list[str]:
-        """In the order in which they came."""
+        """In order of first appearance."""
         return list(dict.fromkeys(cell.method for cell in self.cells))
 
     @property
@@ -37,7 +38,7 @@ class Block:
 
     @property
     def ordered(self) -> list[Cell]:
-        """By method, in the order in which they came, then by budget."""
+        """By method, in order of first appearance, then by budget."""
         return sorted(self.cells, key=lambda cell: (self.methods.index(cell.method), cell.budget or 0))
 
     def cell(self, method: str, budget: int | None) -> Cell | None:
@@ -51,7 +52,7 @@ class Block:
 
 
 def blocks(cells: Sequence[Cell]) -> list[Block]:
-    """By task and length, each in the order in which it came; cells without an answer are left out."""
+    """Groups cells by task and length, in order of first appearance; cells without an answer are left out."""
     found: dict[tuple[str, int | None], list[Cell]] = {}
     for cell in cells:
         task = cell.key["task"]
@@ -62,7 +63,7 @@ def blocks(cells: Sequence[Cell]) -> list[Block]:
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Markdown: a block a task and length, a row a cache and budget, with the tokens read and the mean score.
+    """Markdown: a block per task and length with a row per cache and budget, its tokens read and mean score.
 
     Caches that could not be run follow, each with its reason.
     """
@@ -116,13 +117,13 @@ def plain(markdown: str) -> str:
 
 
 def refusals(cells: Sequence[Cell]) -> str:
-    """A line for each cache that could not be run, with the reason; nothing where there is none."""
+    """A line for each cache that could not be run, with the reason; empty if there is none."""
     found = dict.fromkeys((cell.cache, cell.refused) for cell in cells if cell.refused)
     return "".join(f"\nNot run: `{cache}`: {why}.\n" for cache, why in found)
 
 
 def overview(cells: Sequence[Cell]) -> str:
-    """Markdown: a block a task that has several lengths, with tokens read and mean scores at all of them in turn."""
+    """Markdown: a block per task that has several lengths, with tokens read and mean scores at each of them."""
     parts = []
     for title, of in by_title(cells).items():
         if len(of) < 2:
@@ -143,14 +144,14 @@ def overview(cells: Sequence[Cell]) -> str:
 
 
 def _means(cells: Sequence[Cell | None]) -> str:
-    """As ".97 .85 -"."""
+    """Mean scores in a short form: ".97 .85 -"."""
     return " ".join("-" if cell is None else f"{score(cell)['mean']:.2f}".removeprefix("0") for cell in cells)
 
 
 def score(cell: Cell) -> dict[str, Any]:
-    """n, the mean score with its interval of 95 %, tokens read a step (mean over layers, and the last), seconds.
+    """n, the mean score with its 95 % interval, tokens read per step (mean over layers, and the last layer), seconds.
 
-    Where each question has several answers, `pass_at` has pass@k by k.
+    If each question has several answers, `pass_at` has pass@k by k.
     """
     low, high = interval(cell.scores)
     attended, passed = cell.attended, passes(cell.examples)
@@ -175,7 +176,7 @@ def by_title(cells: Sequence[Cell]) -> dict[str, list[Block]]:
 
 
 def page(cells: Sequence[Cell]) -> str:
-    """The tables, the short one first, and above them what was run."""
+    """All tables, the overview first, below a paragraph about the run."""
     runs = dict.fromkeys(
         f"{made['date'][:10]}, {made['device']}, "
         + ", ".join(f"{name} {version}" for name, version in made["versions"].items())
@@ -193,7 +194,7 @@ def page(cells: Sequence[Cell]) -> str:
 
 
 def _decoding(cells: Sequence[Cell]) -> str:
-    """How answers were decoded: "Greedy decoding", or how many were drawn with which settings."""
+    """How answers were decoded: "Greedy decoding", or the number of sampled answers and their settings."""
     ways = dict.fromkeys(json.dumps(cell.key.get("draws")) for cell in cells)
     return " and ".join(_draw(json.loads(way)) for way in ways)
 
@@ -207,7 +208,7 @@ def _draw(draws: Mapping[str, Any] | None) -> str:
 
 
 def about(cells: Sequence[Cell]) -> dict[str, Any]:
-    """The sources of the results: dates, versions and devices; the model; JSON."""
+    """The provenance of the results: dates, versions and devices; the model; JSON."""
     made: list[dict[str, Any]] = []
     for cell in cells:
         made += [one for one in cell.head.get("made", []) if one not in made]

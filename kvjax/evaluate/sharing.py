@@ -1,13 +1,13 @@
 """Which layers should select, and which can attend to what another layer selected.
 
-`measure` drives the policy through live queries of all layers, and asks of each pair how well the selection of the
-earlier layer serves the later one, and of each pair of their KV heads. `Sharing.anchors` then finds the layers that
-should select: those with which the sum of the output errors of all layers is least, by dynamic programming over the
-layers, where each KV head follows the head of the anchor that serves it best (`Sharing.heads`).
+`measure` drives the policy through live queries of all layers. It measures for each pair of layers, and for each pair
+of their KV heads, how well the selection of the earlier layer serves the later one. `Sharing.anchors` then finds the
+layers that should select, the anchors: those that minimise the sum of the output errors of all layers, by dynamic
+programming over the layers, if each KV head follows the head of its anchor that serves it best (`Sharing.heads`).
 
-**Source:** Kascade (Deshmukh et al. 2025), anchor layers chosen on a development text by dynamic programming, and a map
-of KV heads. **Differs:** the cost is the relative error of the outputs, where Kascade takes the similarity of attention
-mass; the selections are those of the policy to be used.
+**Source:** Kascade (Deshmukh et al. 2025), anchor layers selected on a development text by dynamic programming, and a
+map of KV heads. **Differs:** the cost is the relative error of the outputs, where Kascade takes the similarity of
+attention mass; the selections are those of the policy to be used.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from kvjax.spec import require_int
 
 @dataclass(frozen=True)
 class Sharing:
-    """How well layer j is served by what layer i selects, i <= j, means over steps and rows; NaN elsewhere."""
+    """How well the selection of layer i serves layer j, for i <= j, means over steps and rows; NaN elsewhere."""
 
     first: int  # the first layer that may select; layers before it attend to everything
-    overlap: np.ndarray  # f[L, L] share of the tokens that layer j reads by its own selection which layer i reads too
-    mass: np.ndarray  # f[L, L] share of softmax mass of layer j that the tokens of layer i hold
+    overlap: np.ndarray  # f[L, L] share of the tokens of layer j's own selection that layer i reads too
+    mass: np.ndarray  # f[L, L] share of softmax mass of layer j on the tokens of layer i
     head_error: (
         np.ndarray
     )  # f[L, L, K, K] |out - exact out| / |exact out| of KV head k of layer j over the tokens of head h of layer i
 
     @property
     def error(self) -> np.ndarray:
-        """f[L, L] the error where each KV head follows the one of its own number."""
+        """f[L, L] the error if each KV head follows the head of the same number."""
         return np.asarray(np.diagonal(self.head_error, axis1=2, axis2=3).mean(axis=-1))
 
     @property
     def least_error(self) -> np.ndarray:
-        """f[L, L] the error where each KV head of another layer follows the one that serves it best."""
+        """f[L, L] the error if each KV head of a later layer follows the head that serves it best."""
         least = self.head_error.min(axis=-1).mean(axis=-1)
         np.fill_diagonal(least, np.diagonal(self.error))
         return np.asarray(least)
 
     def anchors(self, count: int) -> tuple[int, ...]:
-        """The `count` layers that should select, so that the errors of all layers have the least sum.
+        """The `count` layers that should select to minimise the sum of the errors of all layers.
 
-        Each KV head follows the one of its anchor that serves it best.
+        Each KV head follows the head of its anchor that serves it best.
         """
         layers, error = len(self.overlap), self.least_error
         count = require_int("anchors(count=...)", count, at_least=1, at_most=layers - self.first)
@@ -76,11 +76,11 @@ class Sharing:
         return tuple(found)
 
     def every(self, share: int) -> tuple[int, ...]:
-        """The anchors of `share=...`."""
+        """The anchors that a preset's `share=...` gives."""
         return tuple(range(self.first, len(self.overlap), require_int("every(share=...)", share, at_least=1)))
 
     def by_layer(self, anchors: tuple[int, ...]) -> list[dict[str, Any]]:
-        """A row for each layer past the dense ones: which layer selects for it, and how well that serves it."""
+        """A row for each layer past the dense ones: its anchor, and how well the anchor's selection serves it."""
         rows, error, least = [], self.error, self.least_error
         for layer in range(self.first, len(self.overlap)):
             anchor = max(a for a in anchors if a <= layer)
@@ -97,7 +97,7 @@ class Sharing:
     def heads(self, anchors: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
         """For the layers that follow, which KV head of the anchor serves each of their KV heads best (`Shared.heads`).
 
-        Layers whose heads are served best by those of their own number are left out.
+        Layers whose heads are served best by the heads of the same numbers are left out.
         """
         found = {}
         for row in self.by_layer(anchors):
@@ -112,9 +112,9 @@ def measure(live: Live, policies: PerLayer, *, progress: Progress | None = None)
     """Lets every layer select for itself and for the layers after it, through the live steps.
 
     `policies` are those of a preset with a selection, such as `presets.fier(256)`. Its first layers are dense and are
-    left out. `progress` is called with the layers done and all of them.
+    left out. `progress` is called with the layers done, their number, and the layer.
 
-    Cost: for each layer a step of the policy, and for each pair of layers one of full attention a KV head.
+    Cost: each live step runs the policy once per layer, and full attention once per pair of layers and KV head.
 
     Raises:
       ValueError: policies without a selection, or dense layers only.
@@ -151,7 +151,7 @@ def measure(live: Live, policies: PerLayer, *, progress: Progress | None = None)
 
 @partial(jax.jit, static_argnums=(5, 6))
 def _positions(cache: LayerCache, q: Array, k: Array, v: Array, start: int, scale: float, window: int | None) -> Array:
-    """i32[T, B, K, H, M]: what the policy reads in the steps of q [T, B, N, D] from position `start` on."""
+    """Positions i32[T, B, K, H, M] that the policy reads in the steps of q [T, B, N, D] from position `start` on."""
 
     def step(cache: Any, x: Any) -> tuple[Any, Array]:
         q, position = x
@@ -168,7 +168,7 @@ def _positions(cache: LayerCache, q: Array, k: Array, v: Array, start: int, scal
 def _serve(
     q: Array, k: Array, v: Array, at: Array, read: Array, own: Array, scale: float, window: int | None
 ) -> tuple[Array, Array, Array]:
-    """Overlap, mass, and error by pairs of heads of steps q [T, B, N, D] at `at` i32[T] that read `read`."""
+    """Overlap, mass, and error by pairs of heads, of steps q [T, B, N, D] at positions `at` that attend to `read`."""
     S = k.shape[2]
 
     def members(positions: Array) -> Array:
@@ -180,7 +180,7 @@ def _serve(
         weights = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=-1)
         got, wanted = members(read), members(own)
         both = jnp.sum(got & wanted, axis=-1) / jnp.maximum(jnp.sum(wanted, axis=-1), 1)
-        held = jnp.sum(jnp.where(got, weights, 0.0), axis=-1)
+        mass = jnp.sum(jnp.where(got, weights, 0.0), axis=-1)
 
         def attend(w: Array) -> Array:
             return jnp.einsum("bkgs,bksd->bkgd", w, v.astype(jnp.float32), precision="highest")
@@ -189,11 +189,11 @@ def _serve(
         size = jnp.maximum(jnp.linalg.norm(exact, axis=-1), jnp.finfo(jnp.float32).tiny)
 
         def error(tokens: Array) -> Array:
-            """f[K]: of all heads over the tokens bool[B, H, S] of one."""
+            """f[K]: the error of every KV head over the tokens bool[B, H, S] of one head."""
             few = jax.nn.softmax(jnp.where(visible & tokens[:, None], logits, -jnp.inf), axis=-1)
             return jnp.mean(jnp.linalg.norm(attend(few) - exact, axis=-1) / size, axis=(0, 2))
 
-        return jnp.mean(both), jnp.mean(held), lax.map(error, jnp.moveaxis(got, 1, 0)).T
+        return jnp.mean(both), jnp.mean(mass), lax.map(error, jnp.moveaxis(got, 1, 0)).T
 
     means = lax.map(step, (q, at, read, own))
     return tuple(jnp.mean(a, axis=0) for a in means)  # type: ignore[return-value]

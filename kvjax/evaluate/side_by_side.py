@@ -1,4 +1,4 @@
-"""One prompt through several caches: each answer with what it cost, and where it leaves the first one."""
+"""One prompt through several caches: each answer with its cost, and where it departs from the first answer."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from kvjax.models.chat import round_capacity
 from kvjax.request import check_fit
 from kvjax.spec import require_int
 
-BUDGET = 256  # of methods whose text sets none
+BUDGET = 256  # for methods whose text sets none
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """The answer of one cache, and its cost."""
 
-    cache: str  # as it was asked for, with its budget: "fier@256"
+    cache: str  # name of the cache, with its budget: "fier@256"
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    same: int = 0  # leading tokens that are those of the first answer
+    same: int = 0  # leading tokens that equal the first answer's
     attended: float = 0.0  # tokens that a decode step read, mean over steps, KV heads and layers
     device_bytes: int = 0  # of the cache
     host_bytes: int = 0
@@ -53,10 +53,10 @@ def side_by_side(
     """Continues one prompt greedily through each cache, and times it.
 
     Args:
-      caches: names of presets with settings if need be, as "fier:budget=64"; or policies by name.
-      budget: of caches that have one and do not set it; default 256.
-      dense_layers: of the caches that have the setting and do not set it; None leaves each preset its own.
-      progress: called with how many caches are done, how many there are, and the next one's name.
+      caches: names of presets, optionally with settings ("fier:budget=64"); or policies by name.
+      budget: for caches that have one and do not set it; default 256.
+      dense_layers: for caches that have this setting and do not set it; None keeps each preset's own.
+      progress: called with the caches done, their number, and the next one's name.
 
     Raises:
       ValueError: an unknown cache, or a prompt that does not fit the model. A cache that cannot hold its budget or this
@@ -81,7 +81,7 @@ def prepare(
     dense_layers: int | None = None,
     max_new_tokens: int = 32,
 ) -> tuple[list[Row], list[int]]:
-    """The rows and the prompt's tokens of `side_by_side`: all of it that needs no weights, with all its errors."""
+    """The rows and the prompt's tokens of `side_by_side`: the part that needs no weights, with all its errors."""
     require_int("max_new_tokens", max_new_tokens, at_least=1)
     if budget is not None:
         require_int("budget", budget, at_least=1)

@@ -1,9 +1,9 @@
-"""One resumable store for every measurement: a cell is what one cache made of one task, in a file of its own.
+"""One resumable store for every measurement: a cell holds the results of one cache on one task, in its own file.
 
 A file's name ends in a digest of the cell's key, which holds what decides the result: the model's weights, the policy,
-the task and the version of kvjax. So a file is never mistaken for another's, a run that was killed goes on where it
-stopped, and a run in which one of these changed begins anew. Source digest, versions and device are kept beside the
-key, as provenance: a changed comment does not forget answers.
+the task and the version of kvjax. So files are never confused, a killed run continues where it stopped, and a run in
+which one of these changed starts over. Source digest, versions and device are kept outside of the key, as provenance: a
+changed comment does not discard answers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from scipy import stats
 from kvjax.evaluate.provenance import digest_json, replace_file
 from kvjax.presets import REGISTRY
 
-FORMAT = 2  # of the files, and of what is done with a prompt and an answer
+FORMAT = 2  # of the files, and of how prompts and answers are processed
 
-# Called with how much is done, of how much, and what is being done now.
+# Called with the amount done, the total amount, and the name of the work.
 Progress = Callable[[int, int, str], None]
 
 
@@ -35,7 +35,7 @@ class Cell:
     metric: str
     cache: str  # the name that the caller gave the cache
     key: dict[str, Any]  # everything that decides the results, as JSON
-    head: dict[str, Any]  # what else a reader wants to know: model, budget, what made it
+    head: dict[str, Any]  # other information for a reader: model, budget, provenance
     total: int  # examples of the task
     path: Path | None = None  # where it is kept
     batches: list[dict[str, Any]] = field(default_factory=list)  # each: examples, attended_by_layer, steps, seconds
@@ -65,7 +65,7 @@ class Cell:
 
     @property
     def attended(self) -> list[float] | None:
-        """Tokens read a step and KV head, by layer, mean over steps; None before the first."""
+        """Tokens read per step and KV head, by layer, mean over steps; None before the first step."""
         steps = [batch["steps"] for batch in self.batches]
         if not sum(steps):
             return None
@@ -73,7 +73,7 @@ class Cell:
 
     @property
     def tokens_read(self) -> float | None:
-        """Tokens read a step and KV head, mean over steps and all layers: what a fair comparison holds equal."""
+        """Tokens read per step and KV head, mean over steps and all layers: a fair comparison keeps it equal."""
         attended = self.attended
         return None if attended is None else float(np.mean(attended))
 
@@ -82,13 +82,13 @@ class Cell:
         return sum(batch["seconds"] for batch in self.batches)
 
     def made_by(self, provenance: dict[str, Any]) -> None:
-        """Notes what makes the next results, unless the same made earlier ones on another date."""
+        """Records the provenance of the next results, unless earlier ones have the same but for the date."""
         made = self.head.setdefault("made", [])
         if all({**one, "date": ""} != {**provenance, "date": ""} for one in made):
             made.append(provenance)
 
     def open(self, folder: Path, ids: Collection[str], *, resume: bool = True) -> None:
-        """Finds the file of this cell in a folder, and takes over the results that it holds.
+        """Finds the file of this cell in a folder, and loads its results.
 
         Raises:
           ValueError: the file is damaged, was changed by hand, or has results of examples that the task lacks.
@@ -118,7 +118,7 @@ def read_cell(path: Path) -> Cell:
     """A cell from its file.
 
     Raises:
-      ValueError: it is no such file, or a damaged one.
+      ValueError: the file is not a cell, or is damaged.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -144,19 +144,18 @@ def _damaged(path: Path, why: str) -> ValueError:
 def read_cells(folder: Path) -> list[Cell]:
     """The cells of every run under a folder, in the order of tables: by task, length, method and budget.
 
-    Where several runs began a cell, the one with the most results counts.
+    If several runs have results of a cell, the run with the most results counts.
 
     Raises:
-      ValueError: there is none; they are of several models or dtypes; or runs that differ made the same cell.
+      ValueError: there is none; they are of several models or dtypes; or two cells of one task and cache have different
+        keys.
     """
     found: dict[tuple[str, str], Cell] = {}
     for path in sorted(folder.rglob("results/*.json")):
         cell = read_cell(path)
         other = found.setdefault((cell.task, cell.cache), cell)
         if other.digest != cell.digest:
-            raise ValueError(
-                f"{other.path} and {path} are of one task and cache, but not made by the same; move one away"
-            )
+            raise ValueError(f"{other.path} and {path} have the same task and cache, but different keys; move one away")
         if len(cell.examples) > len(other.examples):
             found[cell.task, cell.cache] = cell
     if not found:
@@ -179,7 +178,7 @@ def _order(cell: Cell) -> tuple[str, int, int, str, int]:
 
 
 def interval(scores: np.ndarray) -> tuple[float | None, float | None]:
-    """The interval of 95 % of a mean: Wilson's for scores of 0 and 1, else by bootstrap (2000 draws, a fixed seed).
+    """The 95 % interval of a mean: Wilson's for scores of 0 and 1, else by bootstrap (2000 draws, a fixed seed).
 
     >>> low, high = interval(np.array([1.0] * 9 + [0.0]))
     >>> round(low, 3), round(high, 3)

@@ -1,15 +1,15 @@
-"""The cost of a cache: TTFT, TPOT, tokens a second, bytes of the cache and peak memory, by cache, length and batch.
+"""The cost of a cache: TTFT, TPOT, tokens per second, bytes of the cache and peak memory, by cache, length and batch.
 
-The clock runs on what users run: `kvjax.generate`'s prefill and its loop on the device, which donates the cache. All is
-compiled, and run once, before. A prompt has exactly `length` random tokens and is stored by the model; or, as that
-takes most of the time at long contexts and says nothing of decoding, its keys and values are drawn at random and
-stored by each layer's policy (`Workload.synthetic`). The loop runs on the device by blocks of steps, and the host reads
-the clock after each: the time per output token (TPOT) is that of a block over its steps. To start a block takes the
-host some milliseconds, for a model of 32 layers, which a block of few steps shows.
+The code that is timed is what users run: the prefill of `kvjax.generate` and its loop on the device, which donates the
+cache. All programs are compiled, and run once, before. A prompt has exactly `length` random tokens and is prefilled by
+the model. At long contexts that takes most of the time, and decoding does not need it; so with `Workload.synthetic`,
+keys and values are drawn at random and stored by each layer's policy. The loop runs on the device in blocks of steps,
+and the host reads the clock after each block: the time per output token (TPOT) is the time of a block over its steps.
+To start a block takes the host some milliseconds, for a model of 32 layers, which is visible if blocks have few steps.
 
-A cell that does not fit in memory is a result as well. Cells go to the store of `kvjax.evaluate.store` as they come. A
-time depends on the device, on every version and on every line of the source, so here these are part of the key: what
-was measured by other code is measured again.
+A cell that does not fit in memory is a result as well. Cells are saved to the store of `kvjax.evaluate.store` one by
+one. Times depend on the device, on every version and on every line of the source, so here these are part of the key:
+cells that were measured with other code are measured again.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Workload:
     """The settings that all cells of a sweep share."""
 
     steps: int = 128  # decode steps under the clock
-    block: int = 32  # steps between two readings of it; the first block, before these steps, is not counted
+    block: int = 32  # steps that are timed together; one block runs before the clock starts
     chunk: int | None = None  # of the prompt, as in `kvjax.generation.prefill`
-    synthetic: bool = False  # random keys and values in place of a prompt; there is no TTFT then
+    synthetic: bool = False  # random keys and values in place of a prompt; without TTFT
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Workload:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that a row decodes, those before the clock starts among them."""
+        """Tokens that a row decodes, including those before the clock starts."""
         return self.block + self.steps
 
     def spec(self, model: Decoder, length: int, batch: int) -> CacheSpec:
@@ -82,12 +82,12 @@ class Workload:
 def time_cell(
     model: Decoder, caches: PerLayer, *, length: int, batch: int, workload: Workload = Workload()
 ) -> dict[str, Any]:
-    """One cell: seconds, tokens a second and bytes of decoding `batch` rows after `length` tokens each.
+    """Measures one cell: seconds, tokens per second and bytes of decoding `batch` rows after `length` tokens each.
 
     `ttft_seconds` is the prefill, up to the logits of the first token; `tpot_ms` the median over blocks of steps, with
     `tpot_ms_min`, `_max` and `_mean` (a block in which a chunk is flushed is slower; the mean has its share).
-    `peak_bytes` is what the device reports (`peak_of` "device") where this cell raised its peak, which nothing resets
-    while a process lives; else the larger need of the two compiled programs, arguments and temporaries ("programs").
+    `peak_bytes` is the peak that the device reports (`peak_of` "device") if this cell raised it, as a process cannot
+    reset it; else the need of the largest compiled program, arguments and temporaries ("programs").
 
     Raises:
       JaxRuntimeError: RESOURCE_EXHAUSTED, if it does not fit.
@@ -133,9 +133,9 @@ def time_cell(
 
 
 def time_steps(run: Stream, block: int) -> dict[str, Any]:
-    """Times what is left of a run, `block` steps at a time: milliseconds a token, and tokens a second of all rows.
+    """Times the rest of a run, `block` steps at a time: milliseconds per token, and tokens per second over all rows.
 
-    The first block after a compilation should be behind it.
+    Run the first block after a compilation before this.
 
     Raises:
       RuntimeError: a cache took more tokens than it holds.
@@ -169,22 +169,22 @@ def sweep(
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> list[dict]:
-    """`time_cell` of every cache at every length and batch: a flat JSON object each, also where one does not fit.
+    """Runs `time_cell` for every cache, length and batch: a flat JSON object for each, also for those that do not fit.
 
-    `batches` None asks for the largest batch of each cache and length, found by trial: the first guess fills the free
-    memory with caches. Arrays in host memory may fill 9/20 of what is free there, as XLA's pool of it grows by
-    doubling: with 9/10 the process was killed. With XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE=true it may fill the pool's
-    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 unless set, which XLA may take twice. (A process may have been given a part of
-    the device's memory only: on a GPU 3/4 of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. `bytes_limit`
-    tells it.)
+    With `batches` None, the largest batch of each cache and length is found by trial: the first guess fills the free
+    memory with caches. Arrays in host memory may fill 9/20 of the free host memory, as XLA's pool grows by doubling:
+    with 9/10 the process was killed. With XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE=true they may fill the pool's
+    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 by default, which XLA may take twice. (A process may have a part of the
+    device's memory only: on a GPU 3/4 of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set. `bytes_limit` has the
+    number.)
 
     `about` names the model, its digest, its dtype and whatever else decides a result. Cells are kept in the folder
-    `out`; one that is there already, from the same code on the same device, comes from there. A cell that does not fit
-    has the `status` "out of memory", and larger ones of its cache are taken not to fit either. `progress` is called
-    with the cells done, all of them, and the last one in words.
+    `out`; an existing one, from the same code on the same device, is used again. A cell that does not fit has the
+    `status` "out of memory", and larger ones of its cache are assumed not to fit either. `progress` is called with the
+    cells done, their number, and a line about the last one.
 
     Raises:
-      NotImplementedError: the largest batch on a device that does not report its memory, as CPUs.
+      NotImplementedError: the largest batch on a device that does not report its memory, such as a CPU.
     """
     stats = _memory_stats()
     if batches is None and not {"bytes_limit", "bytes_in_use"} <= stats.keys():
@@ -220,7 +220,7 @@ def sweep(
 
 
 def _cell(name: str, key: dict[str, Any], out: Path | None) -> Cell:
-    """The cell of a key, with what the folder `out` holds of it."""
+    """The cell of a key, with its results from the folder `out`, if there are any."""
     of = f"{key['length']} x {key.get('batch', 'largest')}"
     kept = {**json.loads(json.dumps(key)), "format": FORMAT, "task": {"title": "throughput", "length": key["length"]}}
     cell = Cell(f"throughput at {of}", "milliseconds", name, kept, {}, 1)
@@ -233,7 +233,7 @@ TITLES = ("cache", "length", "batch", "TTFT s", "TPOT ms", "tokens/s", "cache Mi
 
 
 def columns(row: Mapping[str, Any]) -> list[str]:
-    """A row of a sweep under TITLES; after the first three, what went wrong if something did."""
+    """A row of a sweep under TITLES; a row that failed has its status after the first three."""
     head = [row["cache"], short(row["length"]), str(row["batch"])]
     if row["status"] != "ok":
         return [*head, row["status"]]
@@ -251,33 +251,34 @@ def columns(row: Mapping[str, Any]) -> list[str]:
 
 
 def largest(fits: Callable[[int], bool], *, guess: int) -> int:
-    """The largest n for which `fits(n)`, of 0 and what lies above; whatever fits, smaller numbers fit too.
+    """The largest n for which `fits(n)`, at least 0; numbers below one that fits must fit too.
 
-    Steps of doubling size lead from the guess to a number on the other side, and bisection between the two, so a good
-    guess costs few trials.
+    The search takes steps of doubling size from the guess until it has a number that fits and one that does not, then
+    bisects between the two, so a good guess costs few trials.
 
     >>> tried = []
     >>> largest(lambda n: tried.append(n) or n <= 29, guess=31), tried
     (29, [31, 30, 28, 29])
     """
-    least, most, step = 0, None, 1  # fits(least); not fits(most)
+    low, high, step = 0, None, 1  # fits(low); not fits(high)
     n = max(guess, 1)
-    while most is None or most - least > 1:
+    while high is None or high - low > 1:
         if fits(n):
-            least, n = n, n + step
+            low, n = n, n + step
         else:
-            most, n = n, n - step
+            high, n = n, n - step
         step *= 2
-        if most is not None and not least < n < most:
-            n = (least + most) // 2
-    return least
+        if high is not None and not low < n < high:
+            n = (low + high) // 2
+    return low
 
 
 def fill(cache: Cache, length: int, *, seed: int = 0, chunk: int | None = None) -> Cache:
-    """`cache`, empty and donated, with `length` tokens a row whose keys and values are normal random numbers.
+    """Fills an empty cache, which is donated, with `length` tokens per row whose keys and values are normal random
+    numbers.
 
-    Each layer's policy stores them by its own `prefill`, a chunk at a time (as `kvjax.generation.chunk_size`), so what
-    it builds beside them is what a prompt would build.
+    Each layer's policy stores them by its own `prefill`, a chunk at a time (as `kvjax.generation.chunk_size`), so its
+    index is built as for a prompt.
     """
     spec, key = cache.spec, jax.random.key(seed)
     size = chunk_size(length, chunk, rows=spec.batch)
@@ -363,12 +364,12 @@ SHAPES: dict[str, DecoderConfig] = {
 
 
 def random_model(config: DecoderConfig, dtype: DTypeLike = jnp.bfloat16, *, seed: int = 0) -> Decoder:
-    """A Decoder with random parameters, each drawn on the device in `dtype` alone: 8B in bfloat16 takes 16 GB.
+    """A Decoder with random parameters, each drawn on the device directly in `dtype`: 8B in bfloat16 takes 16 GB.
 
     Normal with the config's initializer_range, biases 0, norms 1, as `Decoder` itself, which draws in f32.
 
     Raises:
-      MemoryError: a CPU's memory has no room for them; a GPU says so itself.
+      MemoryError: a CPU's memory has no room for them; a GPU raises its own error.
     """
     model, key = nnx.eval_shape(lambda: Decoder(config, dtype=dtype)), jax.random.key(seed)
     if lacking := _no_room(f"the weights in {jnp.dtype(dtype).name}", nbytes(nnx.state(model, nnx.Param)).total):
@@ -406,7 +407,7 @@ def _attempt(model: Decoder, policies: PerLayer, length: int, batch: int, worklo
         if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
             raise
         row = {"status": "out of memory", "error": " ".join(str(error).split())[:300]}
-    gc.collect()  # what the frames that the error went through held
+    gc.collect()  # frees what the frames of the error's traceback held
     return row
 
 
@@ -417,18 +418,18 @@ def _largest_batch(
     one = nbytes(shapes(partial(init, policies, spec, layers=model.config.layers)))
     host = _host_room() // one.host if one.host else None
     room = stats["bytes_limit"] - stats["bytes_in_use"]
-    most = min(x for x in (room // one.device, host) if x is not None)  # of these the caches alone have room
+    limit = min(x for x in (room // one.device, host) if x is not None)  # the caches alone take all memory
     tried: dict[int, dict[str, Any]] = {}
 
     def fits(n: int) -> bool:
-        if n > most:
+        if n > limit:
             return False
         tried[n] = _attempt(model, policies, length, n, workload)
         logging.getLogger("kvjax").info("batch %d x %d tokens: %s", n, length, tried[n]["status"])
         return tried[n]["status"] == "ok"
 
     # Programs need memory too; a trial that just fails takes the longest, as XLA looks for other ways to compile it.
-    batch = largest(fits, guess=min(int(0.97 * room) // one.device, most))
+    batch = largest(fits, guess=min(int(0.97 * room) // one.device, limit))
     found = {"batch": batch, "bytes_limit": stats["bytes_limit"], "host_limit": host}
     return {**found, **tried.get(batch, {"status": "out of memory", "error": "not even a batch of 1 fits"})}
 
@@ -436,8 +437,8 @@ def _largest_batch(
 def _host_room() -> int:
     """Bytes of host memory that caches may fill.
 
-    A pool that grows takes up to twice as much, and a process that takes all is killed. A preallocated pool has one
-    region of a fixed size, of which arrays find nearly all.
+    A pool that grows takes up to twice as much, and a process that takes all is killed. A preallocated pool is one
+    region of a fixed size, and arrays can use nearly all of it.
     """
     if os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE", "").lower() in ("1", "true"):
         return int(0.97 * (int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64)) << 30))
@@ -449,8 +450,10 @@ def _free_host_bytes() -> int:
 
 
 def _no_room(what: str, size: int) -> str:
-    """Why `size` bytes have no room where the device's memory is the machine's, which kills a process that takes more
-    than there is; nothing where there is room, or where the device itself refuses."""
+    """Why `size` bytes do not fit in the machine's memory; empty if they fit, or if the device has memory of its own.
+
+    A GPU refuses what does not fit; a machine kills a process that takes more than there is.
+    """
     if _memory_stats() or size <= (free := _available_bytes()):
         return ""
     return f"out of memory: {what} would take {in_units(size)}, and {in_units(free)} are free"
@@ -474,10 +477,10 @@ def _device_peak() -> int | None:
 
 
 def _program_bytes(model: Decoder, run: Stream, length: int, workload: Workload) -> int | None:
-    """Bytes of the largest program of the run: arguments, outputs that are no argument's memory, temporaries. None
-    where the backend does not tell.
+    """Bytes of the largest program of the run: arguments, outputs outside the arguments' memory, temporaries. None if
+    the backend does not report them.
 
-    The run compiled these programs; asking for them with arguments of the same shapes finds them again.
+    The run compiled these programs; lowering them with arguments of the same shapes finds them again.
     """
     cache, B = run.cache, run.cache.spec.batch
     programs = [run.lower(workload.block)]
@@ -502,7 +505,7 @@ def _program_bytes(model: Decoder, run: Stream, length: int, workload: Workload)
 
 
 def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """TPOT by length, a line a cache and a panel a batch; whiskers from the fastest to the slowest block.
+    """TPOT by length, a line per cache and a panel per batch; whiskers from the fastest to the slowest block.
 
     Raises:
       ValueError: no row has a time.

@@ -480,7 +480,8 @@ def test_prompts_are_cut_to_the_length_that_is_asked_for(checkpoint, long_text):
         assert made.prompts[i] == (*ids[:51], *ids[-50:])
     free = prepare(checkpoint, Copy(truncate=True), CACHES, dtype="float32", max_prompt=POSITIONS)
     assert free.cells["full"].key == prepare(checkpoint, Copy(truncate=True), CACHES, dtype="float32").cells["full"].key
-    with pytest.raises(ValueError, match=r"copy, example e0: 200 prompt tokens are more than max_prompt=101, and this"):
+    refusal = "copy, example e0: 200 prompt tokens are more than max_prompt=101, and prompts of this task cannot be cut"
+    with pytest.raises(ValueError, match=refusal):
         prepare(checkpoint, Copy(), CACHES, dtype="float32", max_prompt=101)
     with pytest.raises(ValueError, match="max_prompt must be at least 2, got 1"):
         prepare(checkpoint, task, CACHES, dtype="float32", max_prompt=1)
@@ -615,7 +616,7 @@ def test_every_method_that_shares_a_selection_takes_every_group_rule():
 @pytest.mark.parametrize("setting", [{"budgets": [64]}, {"group_reduces": ["max_score"]}])
 def test_settings_of_presets_beside_given_policies_are_refused(setting):
     (name,) = setting
-    with pytest.raises(ValueError, match=rf"{name}=\[.*policies are taken as they are, so leave it out"):
+    with pytest.raises(ValueError, match=rf"{name}=\[.*policies are used as they are, so leave it out"):
         make_rows({"mine": presets.fier(64)}, **setting)
 
 
@@ -643,10 +644,10 @@ def test_budgets_of_whole_pages_say_what_they_are_rounded_to():
     assert re.search(
         "room for 2 pages of 16 .*at least 3; use a budget of at least 48", rows["quest:newest=select@40"].refused
     )
-    assert rows["quest:newest=select@64"].note == "reads up to 65: 4 pages of 16 tokens and 1 beside"
+    assert rows["quest:newest=select@64"].note == "reads up to 65: 4 pages of 16 tokens and 1 other token"
     assert rows["quest@64"].note == ""
-    assert rows["quest@330"].note == "reads up to 320: 19 pages of 16 tokens and 16 beside"
-    assert rows["freekv@330"].note == "reads up to 320: 2 pages of 32 tokens and 256 beside"
+    assert rows["quest@330"].note == "reads up to 320: 19 pages of 16 tokens and 16 other tokens"
+    assert rows["freekv@330"].note == "reads up to 320: 2 pages of 32 tokens and 256 other tokens"
 
 
 @pytest.mark.parametrize("budget", [16, 31])

@@ -218,7 +218,7 @@ def test_a_share_that_no_cache_takes_is_refused(checkpoint, policies):
     setting = dataclasses.replace(SETTING, budget=None, share=0.5)
     if policies:
         caches = {cache: presets.parse(cache) for cache in caches}
-    with pytest.raises(ValueError, match=r"share=0.5 is for no cache: full, fier.* set their own; leave it out"):
+    with pytest.raises(ValueError, match=r"share=0.5 applies to no cache: full, fier.* set their own; leave it out"):
         perplexity(checkpoint, TEXT, caches, setting)
 
 

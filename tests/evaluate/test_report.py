@@ -140,7 +140,7 @@ def test_cells_of_several_runs_come_in_the_order_of_tables(tmp_path):
     assert len(found[2].examples) == 4
 
     other = save(dataclasses.replace(CELLS[1], key={**CELLS[1].key, "kvjax": "other"}), "other")
-    with pytest.raises(ValueError, match="one task and cache, but not made by the same; move one away"):
+    with pytest.raises(ValueError, match="the same task and cache, but different keys; move one away"):
         read_cells(tmp_path)
     other.unlink()
     save(cell("h2o@16", 512, [1.0]), "h2o")

@@ -1,4 +1,4 @@
-"""The tasks of an evaluation: one file a family of tasks, the protocol that they share, and tasks by name."""
+"""The tasks of an evaluation: one file per family of tasks, their protocol, and tasks by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DATA", "Example", "Task", "make_tasks"]
 
 DATA = ("longbench", "longbench-v2", "gsm8k", "ruler")
 GENERATED_RULER = "ruler-synthetic"  # ten tasks: see `generated.RULER`
-SAMPLES, LENGTH = 64, 2048  # of generated tasks, where nothing else is asked for
+SAMPLES, LENGTH = 64, 2048  # defaults of generated tasks
 
 
 def make_tasks(
@@ -27,15 +27,15 @@ def make_tasks(
     question: str | None = None,
     data: str | Path | None = None,
 ) -> list[Task]:
-    """Tasks by name, with settings if need be ("needles:hidden=16"): a generated one at every length.
+    """Makes tasks by name, optionally with settings ("needles:hidden=16"): a generated task at every length.
 
     "ruler-synthetic" stands for the synthetic tasks of RULER, all generated.
 
-    `lengths`, `seed`, `text` and `question` are of generated tasks (see `generated.Synthetic`), `data` is the directory
-    of published ones: of longbench and ruler every file there, if none is named. `samples` cuts both.
+    `lengths`, `seed`, `text` and `question` apply to generated tasks (see `generated.Synthetic`), and `data` is the
+    directory of published ones: longbench and ruler take every file there if none is named. `samples` limits both.
 
     Raises:
-      ValueError: an unknown task or setting, or an option that no task has a use for.
+      ValueError: an unknown task or setting, or an option that applies to no task.
     """
     from kvjax.evaluate.tasks.generated import FILLING, RULER, TASKS
 
@@ -54,10 +54,10 @@ def make_tasks(
         elif name in DATA:
             made += _published(asked, samples, data)
         else:
-            there = (*TASKS, GENERATED_RULER, *DATA)
-            near = nearest(name, there)
+            known = (*TASKS, GENERATED_RULER, *DATA)
+            near = nearest(name, known)
             meant = f"did you mean {near!r}? There" if near else "there"
-            raise ValueError(f"--task {asked}: unknown; {meant} are {', '.join(there)}")
+            raise ValueError(f"--task {asked}: unknown; {meant} are {', '.join(known)}")
     generated = [name for name in names if name.partition(":")[0] in TASKS]
     hiding = [name for name in generated if name.partition(":")[0] not in FILLING]
     for option, given, fits, cure in (
@@ -67,7 +67,7 @@ def make_tasks(
         ("--data", data, len(generated) < len(names), f"it is for {', '.join(DATA)}"),
     ):
         if given is not None and not fits:
-            raise ValueError(f"{option} {given} has no use for {', '.join(names)}: {cure}; leave it out")
+            raise ValueError(f"{option} {given} does not apply to {', '.join(names)}: {cure}; leave it out")
     return made
 
 

@@ -1,7 +1,6 @@
-"""Data sets in the files in which they are published. A record that is missing or damaged is reported with the file and
-the line.
+"""Reads data sets from the files in which they are published; an error names the file and the line.
 
-Nothing is downloaded: the error for a missing file names what to download and where to put it.
+Nothing is downloaded: the error for a missing file says what to download and where to put it.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from typing import Any
 
 from kvjax.evaluate.provenance import digest
 
-STRINGS = "a list of one or more strings"  # numbers count as what they are written as
+STRINGS = "a list of one or more strings"  # numbers become strings
 Fields = Mapping[str, type | UnionType | str]  # the fields that a record must have, and what they hold
 
 
 def read_jsonl(path: Path, fields: Fields, *, download: str) -> list[dict[str, Any]]:
-    """The records of a file of one JSON object a line; empty lines are passed over.
+    """The records of a file with one JSON object per line; empty lines are skipped.
 
     Raises:
       FileNotFoundError: there is no such file; `download` says what to fetch and what to do with it.
-      ValueError: a line that is no JSON object or lacks a field, or a file without a record.
+      ValueError: a line that is not a JSON object or lacks a field, or a file without a record.
     """
     records = []
     for number, line in enumerate(read_text(path, download=download).split("\n"), start=1):
@@ -53,7 +52,7 @@ def check_records(values: list[Any], fields: Fields, path: Path, *, download: st
 
 
 def digests(files: Mapping[Path, str]) -> dict[str, str]:
-    """The digest of each file by its name; the values say what to do about one that is not there."""
+    """The digest of each file by its name; the values of `files` say how to get a missing one."""
     return {_present(path, download).name: digest(path) for path, download in files.items()}
 
 

@@ -1,7 +1,7 @@
 """Tasks of generated questions, by name: a form with a length, a number of samples and a seed.
 
-`length` is what a model has to hold, prompt and answer, so a task of 16384 is for a model of 16384 positions. Each
-sample draws from its own generator, named by form, length, seed and number: more samples add to those of fewer.
+`length` counts prompt and answer, so a task of 16384 is for a model of 16384 positions. Each sample draws from its own
+generator, seeded by form, length, seed and number, so the first samples stay the same when more are asked for.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ TITLES = {
     "frequent_words": "{asked} most frequent words",
     "common_words": "{asked} common words",
 }
-# Forms whose lines are the whole text: the setting that says how many, and tokens of one, at least.
+# Forms whose lines are the whole text: the setting for their number, and the least number of tokens of one.
 FILLING = {"frequent_words": ("words", 2), "common_words": ("words", 2), "needle_lines": ("lines", 8)}
 WORD = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d+|[^\W\d]+")  # a UUID, a number or a word
-LETTERS = 1_000_000  # of a text, at most, to take excerpts from
+LETTERS = 1_000_000  # excerpts come from so many first letters of a text, at most
 
 
 @dataclass(frozen=True, kw_only=True)
 class Synthetic:
-    """Questions of one form. Scores are the share of answers given: one answer must come first, several anywhere.
+    """Questions of one form, scored by the share of right answers given: one must come first, several may be anywhere.
 
-    Numbers have five digits, and what follows the fifth does not count: not every model knows where to stop.
+    Numbers have five digits, and digits after the fifth are ignored: not every model knows where to stop.
 
-    `settings` are those of the form, as pairs. `depths` is a number of places, from the beginning to the end, between
-    which samples take turns, for forms of one line; None hides at random. `text` is a file of UTF-8 whose excerpts
-    the lines are hidden in; None takes sentences made here, so that nothing need be downloaded. The lines of
+    `settings` are those of the form, as pairs. `depths` is the number of depths, evenly spaced from the beginning to
+    the end, that samples cycle through, for forms of one line; None hides lines at random. `text` is a UTF-8 file;
+    lines are hidden in excerpts of it. None takes generated sentences, so that nothing need be downloaded. The lines of
     frequent_words, common_words and needle_lines fill the prompt themselves.
 
-    `question` says how the question reaches the model. "prefilled": as the end of the prompt, so that a cache which
-    drops tokens of a prompt chooses them with the question in view, and the first token of the answer comes from full
+    `question` says how the question reaches the model. "prefilled": as the end of the prompt, so that a cache that
+    evicts tokens of a prompt selects them with the question in view, and the first token of the answer comes from full
     attention. "decoded": one step at a time through the cache, after the prompt is stored, as in the pass-key script of
     Quest, which FIER's Table 3 follows.
     """
@@ -101,7 +101,7 @@ class Synthetic:
 
     @property
     def title(self) -> str:
-        """The question's kind, without the length: "1 of 8 needles"."""
+        """The kind of question, without the length: "1 of 8 needles"."""
         known = self._all
         title = "needle" if known.get("hidden") == 1 else TITLES[self.form].format(**known)
         values, kind = known.get("values", 1), known.get("kind", "number")
@@ -117,7 +117,7 @@ class Synthetic:
 
     @property
     def max_new_tokens(self) -> int:
-        """A number has five tokens at most, a coded word six, a UUID 36, and some stand between."""
+        """A number has five tokens at most, a coded word six, a UUID 36; some more are for separators."""
         if self._all.get("kind") == "uuid":
             return 40 * self._asked
         return 8 if self._asked == 1 else 12 * self._asked
@@ -160,7 +160,7 @@ class Synthetic:
 
     @property
     def _all(self) -> dict[str, Any]:
-        """The settings, and the form's defaults of those that are not given."""
+        """The settings, with the form's defaults for those that are not given."""
         parameters = inspect.signature(FORMS[self.form]).parameters.values()
         given = dict(self.settings)
         return {p.name: given.get(p.name, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -199,7 +199,7 @@ class Synthetic:
             raise ValueError(f"{self.name}, of which {self.max_new_tokens} are for the answer: {error}") from None
 
     def _filled(self, tokenizer: Any, rng: random.Random) -> tuple[Hidden, Woven]:
-        """As many words or lines as the prompt has room for; dots fill what is left."""
+        """As many words or lines as the prompt has room for; dots fill the rest."""
         prompt, state, given = self.length - self.max_new_tokens, rng.getstate(), dict(self.settings)
         name, least = FILLING[self.form]
         count = prompt // least
@@ -214,17 +214,17 @@ class Synthetic:
 
 
 def pass_key(*, depths: int | None = 10, **common: Any) -> Synthetic:
-    """A number of five digits in running text, at `depths` places in turn."""
+    """A number of five digits in running text, at `depths` depths in turn."""
     return Synthetic(form="pass_key", depths=depths, **common)
 
 
 def needle(*, depths: int | None = 10, kind: Kind = "number", **common: Any) -> Synthetic:
-    """A number or UUID that belongs to a word, at `depths` places in turn."""
+    """A number or UUID that belongs to a word, at `depths` depths in turn."""
     return Synthetic(form="needles", settings=(("hidden", 1), ("kind", kind)), depths=depths, **common)
 
 
 def needles(*, hidden: int = 8, asked: int = 1, values: int = 1, kind: Kind = "number", **common: Any) -> Synthetic:
-    """`values` numbers or UUIDs for each of `hidden` words, of which `asked` words are asked for."""
+    """`values` numbers or UUIDs for each of `hidden` words; those of `asked` words are asked for."""
     settings = (("hidden", hidden), ("asked", asked), ("values", values), ("kind", kind))
     return Synthetic(form="needles", settings=settings, **common)
 
@@ -235,22 +235,22 @@ def needle_lines(*, kind: Kind = "number", **common: Any) -> Synthetic:
 
 
 def key_value(*, pairs: int = 32, **common: Any) -> Synthetic:
-    """One of `pairs` words with numbers in one line."""
+    """The number of one of `pairs` words, all in one line."""
     return Synthetic(form="key_value", settings=(("pairs", pairs),), **common)
 
 
 def variables(*, chains: int = 1, hops: int = 2, **common: Any) -> Synthetic:
-    """A number that is handed on from variable to variable."""
+    """A number that is assigned from variable to variable."""
     return Synthetic(form="variables", settings=(("chains", chains), ("hops", hops)), **common)
 
 
 def assigned_variables(*, chains: int = 1, hops: int = 4, **common: Any) -> Synthetic:
-    """All variables that a number is handed on to."""
+    """All variables to which a number is assigned."""
     return Synthetic(form="assigned_variables", settings=(("chains", chains), ("hops", hops)), **common)
 
 
 def frequent_words(*, asked: int = 3, **common: Any) -> Synthetic:
-    """The most frequent of coded words."""
+    """The most frequent words of a text of coded words."""
     return Synthetic(form="frequent_words", settings=(("asked", asked),), **common)
 
 

@@ -63,7 +63,7 @@ class Gsm8k:
         """The questions in the order of the file; an id is the number of its record, from 0."""
         solved = self._read("train")[: self.shots] if self.shots else []
         if len(solved) < self.shots:
-            raise ValueError(f"{self._file('train')} has {len(solved)} problems, of which shots={self.shots} are asked")
+            raise ValueError(f"{self._file('train')} has {len(solved)} problems, fewer than shots={self.shots}")
         shown = "".join(f"Question: {s['question']}\nAnswer: {s['answer']}\n\n" for s in solved)
         examples = []
         for number, record in enumerate(self._read("test")):

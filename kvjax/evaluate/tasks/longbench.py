@@ -1,8 +1,8 @@
 """LongBench, versions 1 and 2, from the files in which they are published.
 
 Version 1 has 21 data sets of questions on long documents, English, Chinese and code. Prompts and output lengths are
-those of its own configuration files, read from beside the data, so nothing of its wording stands here. Version 2 has
-one file of multiple-choice questions, and its prompt in a file too.
+those of its own configuration files, which are read from the same folder as the data. Version 2 has one file of
+multiple-choice questions, and its prompt in a file too.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class LongBench:
     """One data set of LongBench v1, such as "hotpotqa", or of LongBench-E, such as "hotpotqa_e".
 
     `directory` holds `<dataset>.jsonl`, dataset2prompt.json and dataset2maxlen.json, all as published. Few-shot data
-    sets are scored by the first line of the answer that is not empty, and these and code are not put in a chat
-    template, which LongBench found to hurt. A prompt that the model has no room for is cut in its middle.
+    sets are scored by the first non-empty line of the answer. Neither these nor code use a chat template, which
+    LongBench found to hurt. A prompt that is too long for the model loses its middle.
 
     **Source:** Bai et al. (2024); data https://huggingface.co/datasets/THUDM/LongBench (data.zip), configuration
     https://github.com/THUDM/LongBench (LongBench/config). **Differs:** decoding of samsum does not stop at a line
@@ -116,7 +116,7 @@ class LongBench:
         return {"task": self.name, "files": digests({self._data: self._download, **configuration})}
 
     def examples(self, tokenizer: Any) -> Sequence[Example]:
-        """All examples of the file, with `length` (words, of Chinese characters) in their fields."""
+        """All examples of the file, with `length` (words, or characters of Chinese) in their fields."""
         template = self._config(PROMPTS)
         fields = {**_FIELDS, "all_classes": STRINGS} if METRICS[self._base] is _CLASSES else _FIELDS
         examples = []
@@ -184,13 +184,13 @@ V2_PROMPT = "0shot.txt"
 class LongBenchV2:
     """LongBench v2: 503 questions with four choices on contexts of 8K to 2M words.
 
-    `path` is data.json as published; beside it lies 0shot.txt, the prompt. An answer counts by the letter that follows
-    "The correct answer is", in parentheses or not; one without counts as wrong. A prompt that the model has no room
-    for is cut in its middle.
+    `path` is data.json as published; 0shot.txt, the prompt, is in the same folder. The letter after "The correct answer
+    is", in parentheses or not, counts as the answer; without one it is wrong. A prompt that is too long for the model
+    loses its middle.
 
     **Source:** Bai et al. (2025); data https://huggingface.co/datasets/THUDM/LongBench-v2, prompt
-    https://github.com/THUDM/LongBench (prompts). **Differs:** decoding is whatever the runner's is, greedy by default;
-    its script draws at temperature 0.1.
+    https://github.com/THUDM/LongBench (prompts). **Differs:** the runner decides how to decode, greedily by default;
+    LongBench's script draws at temperature 0.1.
     """
 
     path: str | Path
@@ -253,7 +253,7 @@ class LongBenchV2:
 
 
 def answer_letter(answer: str) -> str | None:
-    """The letter that LongBench v2's form of an answer names.
+    """The letter of an answer in the form that LongBench v2 asks for; None without one.
 
     >>> answer_letter("The correct answer is **(B)**, for A is not."), answer_letter("B")
     ('B', None)

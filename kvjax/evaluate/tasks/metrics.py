@@ -1,4 +1,4 @@
-"""How an answer is scored, by the rules of the benchmarks: each function takes texts and returns a number in [0, 1].
+"""Scores of answers by the rules of the benchmarks: each function takes texts and returns a number in [0, 1].
 
 They are written from the published descriptions (LongBench, RULER, GSM8K), on the libraries that the field uses where
 there are any: `rouge` for ROUGE-L, `rapidfuzz` for edit similarity, `jieba` for Chinese words. Departures from the
@@ -72,15 +72,15 @@ def rouge_l(answer: str, truth: str) -> float:
     """F of ROUGE-L over words split at white space: the longest common subsequences of sentences. 0 without a word.
 
     **Source:** Lin (2004), summary level, as the package `rouge` computes it (a word of a sentence counts once);
-    LongBench's ROUGE-L. **Differs:** LongBench's script scores 0 where the package runs out of Python's recursion,
-    which sentences of some 500 words make it do; here it is given room.
+    LongBench's ROUGE-L. **Differs:** LongBench's script scores 0 if the package exceeds Python's recursion limit, as
+    with sentences of some 500 words; here the limit is raised.
     """
     with _eval_extra():
         from rouge import Rouge
     with _recursion(len(answer.split()) + len(truth.split())):
         try:
             return float(Rouge(metrics=["rouge-l"]).get_scores(answer, truth)[0]["rouge-l"]["f"])
-        except ValueError:  # what the package says to a text without a sentence
+        except ValueError:  # raised by the package for a text without a sentence
             return 0.0
 
 
@@ -107,7 +107,7 @@ def _cut(text: str) -> list[str]:
 def _tokenizer() -> Any:
     with _eval_extra():
         import jieba
-    jieba.setLogLevel("WARNING")  # it tells of its dictionary on stderr
+    jieba.setLogLevel("WARNING")  # it logs about its dictionary to stderr
     return jieba.Tokenizer()
 
 
@@ -117,7 +117,7 @@ def _tokenizer() -> Any:
 def classification(answer: str, truth: str, classes: Sequence[str]) -> float:
     """1 over the number of classes that the answer names, if the true one is among them; else 0.
 
-    A class whose name is a part of the true one's does not count beside it.
+    A class whose name is a part of the true one's does not count.
 
     **Source:** LongBench's classification score. **Differs:** LongBench's script overlooks the second of two such
     parts of names in a row.
@@ -145,7 +145,7 @@ def match_part(answer: str, truths: Sequence[str]) -> float:
 def edit_similarity(answer: str, truth: str) -> float:
     """1 minus the insertions and deletions between the first line of code and the truth, over both lengths.
 
-    The first line that has none of `, # and //: fences and comments are passed over.
+    The first line is the first one without `, # and //: fences and comments are skipped.
 
     **Source:** LongBench's code similarity. **Differs:** LongBench's library rounds each score to a percent.
     """

@@ -1,7 +1,7 @@
 """Look-ups: a pass key, needles and key-value pairs. Which of many stored facts does a cache still find?
 
-**Source:** the pass key is that of Mohtashami and Jaggi (2023); needles are a task of RULER (Hsieh et al. 2024), made
-anew from its description; key-value look-up is from Liu et al. (2023).
+**Source:** the pass key is that of Mohtashami and Jaggi (2023); needles are a task of RULER (Hsieh et al. 2024),
+written from its description; key-value look-up is from Liu et al. (2023).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def needles(rng: random.Random, *, hidden: int = 8, asked: int = 1, values: int 
     of = [words[i // values] for i in range(len(drawn))]
     order = list(range(len(drawn)))
     if values > 1:
-        rng.shuffle(order)  # the values of a word stand apart
+        rng.shuffle(order)  # separates the values of a word
     many = f"One of the special magic {kind}s" if values > 1 else f"The special magic {kind}"
     lines = tuple(f"{many} for {of[i]} is: {drawn[i]}." for i in order)
     chosen = rng.sample(range(hidden), asked)
@@ -55,7 +55,7 @@ def needles(rng: random.Random, *, hidden: int = 8, asked: int = 1, values: int 
 def needle_lines(rng: random.Random, *, lines: int = 100, kind: Kind = "number") -> Hidden:
     """Needles in place of a text: `lines` keys with a value each, of which one is asked for.
 
-    The keys of numbers are pairs of words, those of UUIDs are UUIDs. The lines are a whole text: fill up with DOTS.
+    The keys of numbers are pairs of words, those of UUIDs are UUIDs. The lines are the whole text; pad it with DOTS.
 
     >>> made = needle_lines(random.Random(0), lines=2)
     >>> made.lines[0], made.answers

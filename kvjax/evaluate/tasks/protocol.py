@@ -1,7 +1,7 @@
 """The protocol of tasks: a task makes examples from seeds or files, and scores what a model answers.
 
-A task knows nothing of caches and models, and the runner nothing of where examples come from, so generated needles,
-LongBench and a task of one's own go through the same loop, tables and plots.
+A task does not depend on caches and models, and the runner does not depend on where examples come from, so generated
+needles, LongBench and a task of your own go through the same loop, tables and plots.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Example:
-    """One question. Its prompt is text, or token ids where a length is to be met exactly. Nothing is added to ids; to
-    text what the tokenizer adds (as BOS), or the chat template if the task asks for it. The prompt is prefilled; the
-    tokens of `question` follow it one decode step at a time, through the cache."""
+    """One question. Its prompt is text, or token ids if it must have an exact length. Token ids are used as they are;
+    text gets the special tokens that the tokenizer adds (such as BOS), or the chat template if the task asks for it.
+    The prompt is prefilled; the tokens of `question` follow it one decode step at a time, through the cache."""
 
     id: str  # unique and stable within the task
     prompt: str | tuple[int, ...]
-    answers: tuple[str, ...]  # what is right, in the task's own sense
+    answers: tuple[str, ...]  # the right answers, as the task defines them
     fields: Mapping[str, Any] = field(default_factory=dict)  # depth, length, subject ...: results are grouped by them
     question: tuple[int, ...] = ()  # token ids that are fed after the prompt, one step each
 
 
 class Task(Protocol):
-    """A set of examples and the rule by which an answer counts."""
+    """A set of examples and the rule that scores an answer."""
 
     @property
     def name(self) -> str: ...
@@ -40,7 +40,7 @@ class Task(Protocol):
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Texts that end an answer, beside the model's stop tokens; what follows the first of them is dropped."""
+        """Texts that end an answer, in addition to the model's stop tokens; the answer is cut at the first of them."""
         ...
 
     @property
@@ -56,7 +56,7 @@ class Task(Protocol):
         """All examples, the same for the same key and tokenizer.
 
         Raises:
-          FileNotFoundError: data that is not there; says what to download and where to put it.
+          FileNotFoundError: missing data; says what to download and where to put it.
         """
         ...
 

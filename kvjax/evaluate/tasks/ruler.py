@@ -1,7 +1,7 @@
-"""RULER from the JSONL files that its generator writes, for those who want its very examples.
+"""RULER from the JSONL files that its generator writes, to run its own examples.
 
 `kvjax.evaluate.tasks` makes tasks of the same kinds for a model of any vocabulary; these files are made by
-RULER's scripts for one tokenizer and one length, and hold the model's chat template already.
+RULER's scripts for one tokenizer and one length, and already contain the model's chat template.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvjax.evaluate.tasks.protocol import Example
 # The tokens that RULER lets each kind of task generate. A task's name starts with its kind: niah_multikey_1, qa_2.
 NEW_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 _FIELDS: Fields = {"index": int, "input": str, "outputs": STRINGS}
-_SUBSETS = ("validation", "test")  # what RULER calls the file of a task; its folder has the task's name
+_SUBSETS = ("validation", "test")  # RULER's names for the file of a task; its folder has the task's name
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Ruler:
     """One task of RULER at one length, such as `.../4096/data/niah_single_1/validation.jsonl`.
 
     The task's name is that of the file, or of its folder if the file is called validation or test; `task` overrides
-    it. A record has index, input and outputs, and of newer generators answer_prefix, which ends the prompt. The
-    score is the share of `outputs` in the answer, for question answering (qa) whether there is one.
+    it. A record has index, input and outputs; newer generators add answer_prefix, which ends the prompt. The score is
+    the share of `outputs` that occur in the answer; for question answering (qa), 1 if any of them occurs.
 
     **Source:** Hsieh et al. (2024); https://github.com/NVIDIA/RULER. As there, control characters of an answer count
     as line breaks.
@@ -68,7 +68,7 @@ class Ruler:
         return {"task": self.name, "files": digests({Path(self.path): self._make})}
 
     def examples(self, tokenizer: Any) -> Sequence[Example]:
-        """All examples, with the generator's `length` in their fields, where it wrote one: tokens, answer included."""
+        """All examples, with the generator's `length` in their fields, if it wrote one: tokens, answer included."""
         examples = []
         for record in read_jsonl(Path(self.path), _FIELDS, download=self._make):
             prompt = record["input"] + record.get("answer_prefix", "")

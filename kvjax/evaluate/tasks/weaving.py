@@ -2,8 +2,8 @@
 
 A *form* (`needles.py`, `variables.py`, `words.py`) makes the hidden lines, the question and its answers from a
 `random.Random`; `weave` puts the lines into running text, so that the prompt has exactly the tokens asked for and ends
-with the question on a line of its own. The two know nothing of each other, so a form of your own is a function that
-returns `Hidden`. Nothing depends on `hash`, so seeds hold across processes.
+with the question on a line of its own. The two are independent, so a form of your own is a function that returns
+`Hidden`. Nothing depends on `hash`, so a seed gives the same prompts in every process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Hidden:
     question: str  # ends where the answer begins
     answers: tuple[str, ...]
     fields: Mapping[str, Any] = field(default_factory=dict)  # what results are grouped by
-    holding: tuple[int, ...] = ()  # the lines that hold the answers; none where it takes all of them
+    holding: tuple[int, ...] = ()  # the lines that hold the answers; empty if all lines are needed
 
 
 @dataclass(frozen=True)
 class Woven:
-    """A prompt. An answer, in training, follows `ids` at once."""
+    """A prompt. In training, the answer directly follows `ids`."""
 
     ids: tuple[int, ...]
     starts: tuple[int, ...]  # index in ids of the first token of each hidden line, its line break
@@ -68,9 +68,9 @@ def weave(
 ) -> Woven:
     """A prompt of exactly `length` tokens: an excerpt of `text`, the hidden lines in it, and the question at its end.
 
-    The excerpt begins anywhere in `text`, and goes on at its start where its end comes first. Each line stands between
-    line breaks, after the share `depths` of the excerpt, or at random. BOS comes first if the tokenizer adds it. With
-    `text` as token ids, only the lines and the question are tokenized.
+    The excerpt begins at a random place of `text` and wraps around at its end. Each line stands between line breaks,
+    after the share `depths` of the excerpt, or at random. BOS comes first if the tokenizer adds it. With `text` as
+    token ids, only the lines and the question are tokenized.
 
     Raises:
       ValueError: `length` has no room for lines and question, `depths` that do not fit, a text without tokens.
@@ -81,7 +81,9 @@ def weave(
     out = first_tokens(tokenizer)
     room = length - len(out) - len(end) - sum(map(len, lines))
     if room < 0:
-        raise ValueError(f"length={length} has no room for what is hidden and asked; use at least {length - room}")
+        raise ValueError(
+            f"length={length} has no room for the hidden lines and the question; use at least {length - room}"
+        )
     if depths is None:
         places = sorted(rng.randint(0, room) for _ in lines)
     else:
@@ -106,10 +108,10 @@ def first_tokens(tokenizer: Any) -> list[int]:
 
 
 def _excerpt(tokenizer: Any, text: str | Sequence[int] | np.ndarray, count: int, rng: random.Random) -> list[int]:
-    """`count` token ids from a random place on; the text begins again where it ends."""
+    """`count` token ids from a random place on; the text wraps around at its end."""
     if isinstance(text, str):
         start = rng.randrange(max(1, len(text)))
-        letters = min(8 * count, len(text))  # more than a token has
+        letters = min(8 * count, len(text))  # tokens have fewer than 8 on average
         part = text[start : start + letters]
         part += text[: letters - len(part)]
         ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"][:count]

@@ -1,6 +1,6 @@
 """Counting words: the answer depends on the whole text, so a cache that drops tokens changes the counts.
 
-**Source:** frequent and common words of RULER (Hsieh et al. 2024), made anew from their description.
+**Source:** frequent and common words of RULER (Hsieh et al. 2024), written from their description.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from kvjax.spec import require_int
 def frequent_words(rng: random.Random, *, words: int = 1000, alpha: float = 2.0, asked: int = 3) -> Hidden:
     """Lines of `words` coded words, ever rarer by Zipf's law of exponent `alpha`; the `asked` most frequent win.
 
-    The i-th word is drawn in proportion to i^-alpha. The lines are whole texts: fill up with DOTS.
+    The i-th word is drawn in proportion to i^-alpha. The lines are the whole text; pad it with DOTS.
 
-    **Differs:** from RULER, by the wording, and by drawing again until the winners are clear (no tie at the border).
+    **Differs:** the wording is not RULER's, and words are drawn again until the winners are clear (no tie at the
+    border).
     """
     require_int("frequent_words(words=...)", words, at_least=1)
     require_int("frequent_words(asked=...)", asked, at_least=1)
@@ -45,9 +46,9 @@ def frequent_words(rng: random.Random, *, words: int = 1000, alpha: float = 2.0,
 def common_words(rng: random.Random, *, words: int = 1000, asked: int = 10, often: int = 30, rarely: int = 3) -> Hidden:
     """A numbered list of about `words` coded words: `asked` of them stand in it `often` times, the others `rarely`.
 
-    The list is a whole text: fill up with DOTS.
+    The list is the whole text; pad it with DOTS.
 
-    **Differs:** from RULER, by the wording, and by coded words where RULER draws English ones.
+    **Differs:** the wording is not RULER's, and the words are coded where RULER draws English ones.
     """
     require_int("common_words(rarely=...)", rarely, at_least=1)
     require_int("common_words(often=...)", often, at_least=rarely + 1)
