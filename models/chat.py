@@ -1,8 +1,8 @@
-"""A conversation with a model, whose cache keeps what was said: a turn feeds its own tokens and nothing twice.
+"""A conversation with a model whose cache is kept between turns, so that each turn feeds only its own tokens.
 
-A chat template spells a whole conversation, system prompt and first token included. The cache holds the earlier turns
-already, so a later turn feeds only what the template writes after the model's last answer: the end of that answer,
-the new message, and what introduces the next answer.
+A chat template renders a whole conversation, system prompt and first token included. The cache already holds the
+earlier turns, so a later turn feeds only what the template renders after the model's last answer: the end of that
+answer, the new message, and the opening of the next answer.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvjax.validation import shown
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
-NEW_TOKENS = 128  # by default, or what the model's positions leave
+NEW_TOKENS = 128  # the default, or fewer if the model's positions leave fewer
 CAPACITY_STEP = 128  # capacities are multiples of it, so that near lengths share a program
-ANSWER = "kvjax stands here for an answer"  # what the template is asked to write in place of the model's last answer
+ANSWER = "kvjax stands here for an answer"  # the template renders it in place of the model's last answer
 
 
 class Chat:
@@ -63,15 +63,15 @@ class Chat:
 
     @property
     def cache(self) -> Cache | None:
-        """Holds all that was fed and emitted; None before the first turn."""
+        """The cache of all tokens fed and generated so far; None before the first turn."""
         return None if self._run is None else self._run.cache
 
     @property
-    def _held(self) -> int:
+    def _length(self) -> int:
         return 0 if self.cache is None else int(np.asarray(self.cache.length)[0])
 
     def __repr__(self) -> str:
-        return f"Chat({len(self.messages)} messages, {self._held} tokens held)"
+        return f"Chat({len(self.messages)} messages, {self._length} tokens in the cache)"
 
     def say(self, message: str | Mapping[str, Any], *, max_new_tokens: int | None = None) -> str:
         """The model's answer to a message of the user, or to one of another role such as a tool's result.
@@ -82,7 +82,7 @@ class Chat:
         return "".join(self.stream(message, max_new_tokens=max_new_tokens))
 
     def stream(self, message: str | Mapping[str, Any], *, max_new_tokens: int | None = None) -> Iterator[str]:
-        """`say` in pieces of text. The turn is read by this call; each piece joins `messages` as it comes."""
+        """`say` as an iterator over pieces of text. This call reads the turn; `messages` grows by each piece."""
         new = _as_message(message)
         self._run = self._start(self._encode_turn(new), max_new_tokens)
         self._turns += 1
@@ -90,7 +90,7 @@ class Chat:
         return _follow(self._run, self.messages[-1])
 
     def _encode_turn(self, message: dict[str, Any]) -> list[int]:
-        """Token ids of a turn alone, after what the cache holds."""
+        """Token ids of the new turn only, to follow those in the cache."""
         checkpoint = self._checkpoint
         if self._run is None:
             return checkpoint.apply_chat([*self.messages, message])
@@ -99,8 +99,8 @@ class Chat:
         ).partition(ANSWER)
         if not found or not turn or ANSWER in turn:
             raise ValueError(
-                f"the chat template in {checkpoint.directory} does not write a turn after the answer before it, so its "
-                "tokens cannot be told alone; call generate with all messages instead"
+                f"the chat template in {checkpoint.directory} does not render a turn after the answer before it, so "
+                "the turn's tokens cannot be separated; call generate with all messages instead"
             )
         emitted = self._run.rows[0]
         if emitted and emitted[-1] in checkpoint.stop_tokens:  # the end of the answer is in the cache already
@@ -110,17 +110,17 @@ class Chat:
         return [int(i) for i in checkpoint.tokenizer(turn, add_special_tokens=False)["input_ids"]]
 
     def _start(self, ids: list[int], max_new_tokens: int | None) -> Stream:
-        """The answer to a turn, its prompt read."""
-        checkpoint, cache, held = self._checkpoint, self.cache, self._held
+        """Reads a turn and returns the stream of its answer."""
+        checkpoint, cache, stored = self._checkpoint, self.cache, self._length
         positions = checkpoint.config.max_positions
         new = self._max_new_tokens if max_new_tokens is None else max_new_tokens
-        new = default_new_tokens(held + len(ids), positions) if new is None else new
+        new = default_new_tokens(stored + len(ids), positions) if new is None else new
         new = require_int("max_new_tokens", new, at_least=1)
-        check_fit(held, len(ids), new, self._capacity, positions)
-        needed = held + len(ids) + new
+        check_fit(stored, len(ids), new, self._capacity, positions)
+        needed = stored + len(ids) + new
         if cache is None:
             cache = self._make_cache(round_capacity(needed) if self._capacity is None else self._capacity)
-        elif needed > cache.spec.capacity:  # to twice its size, so that a long talk grows seldom
+        elif needed > cache.spec.capacity:  # to twice its size, so that a long conversation rarely grows
             cache = grow(cache, round_capacity(max(needed, 2 * cache.spec.capacity)))
         return stream(
             checkpoint.model,
@@ -136,7 +136,7 @@ class Chat:
 
 
 def default_new_tokens(prompt: int, positions: int | None) -> int:
-    """128 new tokens, or what the model's positions leave after a prompt.
+    """128 new tokens, or fewer if the model's positions leave fewer after a prompt.
 
     >>> default_new_tokens(100, None), default_new_tokens(100, 128)
     (128, 28)
@@ -154,7 +154,7 @@ def round_capacity(tokens: int) -> int:
 
 
 def _follow(run: Stream, answer: dict[str, Any]) -> Iterator[str]:
-    """Pieces of text, each of which joins `answer` as it comes."""
+    """Yields the pieces of text, and appends each to `answer`."""
     for piece in run:
         answer["content"] += piece
         yield piece

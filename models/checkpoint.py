@@ -1,10 +1,10 @@
-"""A checkpoint that was loaded: the model, its tokenizer, and text in and out of it.
+"""A loaded checkpoint: the model, its tokenizer, and text in and out.
 
     checkpoint = kvjax.models.load("directory")
     checkpoint.generate("Once upon a time", cache="fier:budget=256", max_new_tokens=40).text
 
-`generate` and `stream` know what the functions of the same names in `kvjax` ask for: the capacity that a prompt needs,
-the layers, the stop tokens. Code of the checkpoint's own is never run.
+`generate` and `stream` fill in what the functions of the same names in `kvjax` need: the capacity for a prompt, the
+layers, the stop tokens. Python code in a checkpoint is never run.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Completion:
 
     @property
     def speculation(self) -> Speculation | None:
-        """How drafts went: acceptance, tokens a step; None without `speculate`."""
+        """The success of the drafts: acceptance, tokens per step; None without `speculate`."""
         return self.generation.speculation
 
     def _only(self, found: list[Any], plural: str) -> Any:
@@ -101,17 +101,17 @@ class Completion:
         more = f", and {len(self.texts) - 4} more" if len(self.texts) > 4 else ""
         return (
             f"Completion({', '.join(map(repr, short))}{more}; {sum(map(len, self.rows))} new tokens, "
-            f"{float(np.mean(self.attended)):.1f} attended a step)"
+            f"{float(np.mean(self.attended)):.1f} attended per step)"
         )
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model that was loaded from a directory, and what its directory says about text."""
+    """A model that was loaded from a directory, and the directory's tokenizer, chat template and stop tokens."""
 
     model: Decoder
     config: DecoderConfig
-    stop_tokens: tuple[int, ...]  # ids that end a text: of generation_config.json, else of config.json
+    stop_tokens: tuple[int, ...]  # ids that end a text: from generation_config.json, else from config.json
     directory: Path
     placement: Placement | None = None  # of the model, and of the caches that it makes
 
@@ -125,7 +125,7 @@ class Checkpoint:
 
         Raises:
           FileNotFoundError: the directory has no tokenizer files.
-          ValueError: transformers cannot read them, or they ask to run code of the checkpoint's own.
+          ValueError: transformers cannot read them, or they ask to run the checkpoint's own code.
         """
         if not any((self.directory / name).is_file() for name in TOKENIZER_FILES):
             raise FileNotFoundError(
@@ -146,7 +146,7 @@ class Checkpoint:
     def apply_chat(self, messages: Prompt, *, answer: bool = True) -> list[int]:
         """Token ids of a conversation in the model's chat template; a string is one message of the user.
 
-        `answer` ends with what introduces the model's turn.
+        With `answer`, the ids end with the opening of the model's turn.
 
         Raises:
           ValueError: the tokenizer has no chat template, or the template refuses the messages.
@@ -163,7 +163,7 @@ class Checkpoint:
             messages = [{"role": "user", "content": messages}]
         if self.tokenizer.chat_template is None:
             raise ValueError(
-                f"the tokenizer in {self.directory} has no chat template, so this is no chat model; pass the text "
+                f"the tokenizer in {self.directory} has no chat template, so this is not a chat model; pass the text "
                 "itself as the prompt"
             )
         try:
@@ -175,7 +175,7 @@ class Checkpoint:
         """Token ids of a text, with the special tokens that the tokenizer puts around it, or of chat messages.
 
         Raises:
-          ValueError: no token comes of it; or see `apply_chat`.
+          ValueError: the prompt has no tokens; or see `apply_chat`.
         """
         if isinstance(prompt, str):
             self._check_length(prompt)
@@ -185,11 +185,11 @@ class Checkpoint:
         return [int(i) for i in ids]
 
     def _check_length(self, text: str) -> None:
-        """Refuses a text that no tokenization can fit, before minutes are spent on one."""
+        """Refuses a text that is too long under any tokenization, before minutes are spent on one."""
         try:
             size = len(text.encode())
         except UnicodeEncodeError:
-            raise ValueError("the prompt is no text in UTF-8: it holds half a character (a surrogate)") from None
+            raise ValueError("the prompt cannot be encoded as UTF-8: it has half a character (a surrogate)") from None
         positions = self.config.max_positions
         if positions is None or size <= positions * 16:
             return
@@ -237,7 +237,7 @@ class Checkpoint:
         capacity: int | None = None,
         speculate: str | Draft | None = None,
     ) -> Completion:
-        """Continues a text, answers chat messages, or does so for a list of either, decoding through a KV cache.
+        """Continues a text or answers chat messages, or a list of either, decoding through a KV cache.
 
         >>> from kvjax import models
         >>> checkpoint = models.load(models.shipped())
@@ -248,13 +248,13 @@ class Checkpoint:
         Args:
           prompt: text · chat messages, each with "role" and "content" · a list of texts or of such conversations.
           cache: a policy such as `kvjax.presets.fier(256)`, or its text: "fier:budget=256".
-          max_new_tokens: 128 by default, or what the model's positions leave.
+          max_new_tokens: 128 by default, or fewer if the model's positions leave fewer.
           temperature, top_k, top_p, min_p: greedy without a temperature; see `kvjax.sampling`.
-          seed, key: of the draws, one of the two; seed 0 by default.
+          seed, key: for sampling, one of the two; seed 0 by default.
           stop_tokens: those of the checkpoint by default.
           capacity: tokens that the cache can hold; by default what this call needs.
-          speculate: a draft, as `kvjax.PromptLookup()`, `kvjax.DraftModel(small.model)` or "prompt-lookup:3,8". The
-            model checks several of its tokens at a time. The text stays the same; `speculation` tells how well it went.
+          speculate: a draft: `kvjax.PromptLookup()`, `kvjax.DraftModel(small.model)` or "prompt-lookup:3,8". The model
+            verifies several drafted tokens at a time. The text stays the same; `speculation` has the acceptance.
 
         Raises:
           ValueError: an unknown cache, a prompt that does not fit, chat messages without a chat template.
@@ -286,7 +286,7 @@ class Checkpoint:
         """`generate` of one prompt as an iterator over pieces of text, which never cut a character.
 
         The prompt is read by this call, so errors come before the first piece. Between pieces the returned
-        `kvjax.generation.Stream` tells `rows`, `cache` and `attended`.
+        `kvjax.generation.Stream` has the current `rows`, `cache` and `attended`.
         """
         prompts = _as_list(prompt)
         if len(prompts) != 1:
@@ -320,7 +320,7 @@ class Checkpoint:
         key: Array | None = None,
         capacity: int | None = None,
     ) -> Chat:
-        """A conversation whose cache is kept from turn to turn: a turn feeds its own tokens, and nothing twice.
+        """A conversation whose cache is kept between turns, so that each turn feeds only its own tokens.
 
         `system` is the message that opens it, `max_new_tokens` those of an answer. Without a `capacity` the cache grows
         as the conversation does. The other arguments are those of `generate`.
@@ -330,7 +330,7 @@ class Checkpoint:
         """
         if isinstance(cache, str):
             presets.parse(cache)
-        self.render_chat("hello")  # a model without a template says so now
+        self.render_chat("hello")  # raises early if the model has no template
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
         return Chat(
             self,
@@ -357,9 +357,9 @@ class Checkpoint:
         new = default_new_tokens(longest, positions) if max_new_tokens is None else max_new_tokens
         new = require_int("max_new_tokens", new, at_least=1)
         check_fit(0, longest, new, capacity, positions)
-        made = self.init_cache(cache, capacity=capacity or round_capacity(longest + new), batch=len(rows))
+        empty = self.init_cache(cache, capacity=capacity or round_capacity(longest + new), batch=len(rows))
         stop = self.stop_tokens if stop_tokens is None else stop_tokens
-        return _Request(rows, made, {"max_new_tokens": new, "stop_tokens": stop})
+        return _Request(rows, empty, {"max_new_tokens": new, "stop_tokens": stop})
 
 
 @dataclasses.dataclass
@@ -408,23 +408,23 @@ def _is_prompt(value: Any) -> bool:
 
 
 def _refuse_own_code(directory: Path) -> None:
-    """Raises ValueError where the tokenizer's settings name Python code of the checkpoint's own."""
+    """Raises ValueError if the tokenizer's settings name Python code in the checkpoint."""
     for name in ("tokenizer_config.json", "config.json"):
         file = directory / name
         named = Fields.read(file).raw.get("auto_map") if file.is_file() else None
         if name == "config.json" and not (isinstance(named, dict) and "AutoTokenizer" in named):
-            continue  # a model's own code is never looked at
+            continue  # code of the model itself is ignored
         if named:
             raise ValueError(
-                f"{file} asks for Python code of the checkpoint's own (auto_map: {json.dumps(named)[:200]}), which "
-                "kvjax never runs; use a checkpoint whose tokenizer.json needs no code, or remove auto_map if it does "
-                "without"
+                f"{file} asks for the checkpoint's own Python code (auto_map: {json.dumps(named)[:200]}), which kvjax "
+                "never runs; use a checkpoint whose tokenizer.json needs no code, or remove auto_map if the tokenizer "
+                "works without it"
             )
 
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Silences notices of no use here: of transformers without torch, and of tqdm in a notebook without its bars."""
+    """Silences notices that do not matter here: transformers' on missing torch, and tqdm's on missing widgets."""
     logger = logging.getLogger("transformers")
 
     def keep(record: logging.LogRecord) -> bool:

@@ -1,13 +1,13 @@
 """The description of a decoder: its sizes and variants, and how they are read from a `config.json`.
 
-`DecoderConfig` is all that the decoder knows of its architecture; no code asks which family a model is of. A family
-is a row: the name that its configs carry, a function from their fields to a DecoderConfig, and a table of weights.
+`DecoderConfig` is all that the decoder knows of its architecture; no code depends on the family of a model. A family is
+a record: the model_type of its configs, a function from their fields to a DecoderConfig, and a table of weights.
 
 Fields are read as transformers reads them (the defaults of its config classes where a field is absent, both the
 `rope_parameters` of transformers 5 and the older `rope_theta` and `rope_scaling`). A field that would change results
 and that the decoder does not implement is refused here, before any weight is read; fields that transformers ignores
 for a family are ignored here too. `transformers.AutoConfig` is not used: it takes seconds to import, ignores fields
-that it does not know, and would not tell an absent field from its default.
+that it does not know, and does not distinguish an absent field from its default.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DecoderConfig:
     q_heads: int
     kv_heads: int
     head_dim: int
-    max_position_embeddings: int = 2048  # that the config states; see max_positions
+    max_position_embeddings: int = 2048  # as the config states it; see max_positions
     rope: Rope = field(default_factory=ropes.Default)
     norm_eps: float = 1e-6  # of every RMSNorm
     activation: str = "silu"
@@ -91,7 +91,7 @@ class DecoderConfig:
 
     @property
     def max_positions(self) -> int | None:
-        """Positions that the model takes: those of the config, times what RoPE scaling adds; None for no limit."""
+        """Positions that the model supports: those of the config, extended by RoPE scaling; None for no limit."""
         return self.rope.reach(self.max_position_embeddings)
 
 
@@ -99,7 +99,7 @@ class DecoderConfig:
 class Weight:
     """One row of a family's weight table. `{i}` stands for the number of the layer.
 
-    A row counts for a model that has a parameter at `path`, so one table serves models with and without a bias.
+    A row applies to a model that has a parameter at `path`, so one table serves models with and without a bias.
     """
 
     name: str  # in the files
@@ -108,7 +108,7 @@ class Weight:
     followed_by: tuple[str, ...] = ()  # paths of parameters that follow in the same tensor, along its first axis
 
     def paths(self, layer: int) -> tuple[str, ...]:
-        """Where the parts of the tensor of a layer are in the Decoder, in order."""
+        """The paths in the Decoder of the parts of a layer's tensor, in order."""
         return tuple(path.format(i=layer) for path in (self.path, *self.followed_by))
 
 
@@ -196,7 +196,7 @@ class Fields:
         return default
 
 
-# Fields that no family of ours implements, with the values that leave results as they are.
+# Fields that no supported family implements, with the values that do not change results.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1,),
     "per_layer_config": ({},),
@@ -215,8 +215,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 def read_common(fields: Fields, *, kv_heads: int | None, head_dim: int | None, positions: int) -> dict[str, Any]:
     """Fields that all families read alike, as arguments of DecoderConfig.
 
-    The arguments are what transformers' config class of the family takes for absent `num_key_value_heads` (None: as
-    many as query heads), `head_dim` (None: hidden size over query heads) and `max_position_embeddings`.
+    The arguments are the family's defaults in transformers for an absent `num_key_value_heads` (None: as many as query
+    heads), `head_dim` (None: hidden size over query heads) and `max_position_embeddings`.
     """
     for name in ("quantization_config", "compression_config"):
         if fields.raw.get(name) not in (None, {}):

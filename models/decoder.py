@@ -59,21 +59,21 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x over the root of its mean square, times a scale a channel; computed in f32."""
+    """x over the root of its mean square, times a scale per channel; computed in f32."""
 
     def __init__(self, size: int, *, axis: str = "embed", eps: float, dtype: np.dtype):
         self.scale = _param(jnp.ones(size, dtype), (axis,))
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        x32 = x.astype(jnp.float32)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
         scale = jnp.broadcast_to(self.scale[...].astype(jnp.float32), x.shape)
         return (normed * scale).astype(x.dtype)
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with RoPE, over the tokens that the layer's cache gives."""
+    """Grouped-query attention with RoPE, over the tokens that the layer's cache attends to."""
 
     def __init__(self, config: DecoderConfig, *, window: int | None, rngs: nnx.Rngs, dtype: np.dtype):
         hidden, N, K, D = config.hidden_size, config.q_heads, config.kv_heads, config.head_dim
@@ -125,7 +125,7 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each added to the stream of its normed input."""
+    """Attention and MLP, each applied to its normed input and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, *, window: int | None, rngs: nnx.Rngs, dtype: np.dtype):
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
@@ -216,12 +216,12 @@ class Decoder(nnx.Module):
           tokens: i32[B, T], T > 1 a chunk of prompt, T == 1 a decode step. They follow what the cache holds.
           cache: None is plain causal attention over the T tokens, as in training.
           lengths: i32[B], real tokens of each row of a right-padded chunk (default T); 0 for a row that takes none.
-          active: bool[B], rows that take this token of a decode step; the logits of others mean nothing.
+          active: bool[B], rows that take this token of a decode step; the logits of others are meaningless.
           last_logits: only the logits of each row's last real token of this chunk.
           first_chunk: promises that the cache is empty.
-          steps: the T <= 16 tokens are decode steps, `lengths` of them a row: see `kvjax.decode`. A row takes at most
-            `kvjax.room(cache)` after a flush; each Info has T steps in front.
-          info: adds one `kvjax.Info` a layer, or None a layer where no decode step ran.
+          steps: the T <= 16 tokens are decode steps, `lengths` of them per row: see `kvjax.decode`. A row takes at most
+            `kvjax.room(cache)` after a flush; each Info has a first axis of T steps.
+          info: adds a tuple with one `kvjax.Info` per layer, or None per layer if no decode step ran.
 
         Returns:
           logits f32[B, T, V], or f32[B, V] with `last_logits`, and the cache, None without one.
@@ -249,7 +249,7 @@ class Decoder(nnx.Module):
         steps: bool,
         info: bool,
     ) -> Any:
-        """The call of a model that lies on one device, or on a mesh of Auto axes."""
+        """The call of a model on one device, or on a mesh of Auto axes."""
         if tokens.ndim != 2 or tokens.shape[1] == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers [B, T >= 1], got {tokens.dtype}{list(tokens.shape)}")
         B, T = tokens.shape
@@ -267,17 +267,17 @@ class Decoder(nnx.Module):
                 f"make it with kvjax.init(..., layers={self.config.layers})"
             )
 
-        held = jnp.zeros(B, jnp.int32) if cache is None else cache.length
-        if held.shape != (B,):
-            raise ValueError(f"tokens has B={B} but the cache has B={held.shape[0]}; tokens{list(tokens.shape)}")
+        stored = jnp.zeros(B, jnp.int32) if cache is None else cache.length
+        if stored.shape != (B,):
+            raise ValueError(f"tokens has B={B} but the cache has B={stored.shape[0]}; tokens{list(tokens.shape)}")
         new = jnp.full(B, T, jnp.int32) if lengths is None else jnp.clip(jnp.asarray(lengths, jnp.int32), 0, T)
         taken = new if active is None else jnp.where(jnp.asarray(active), new, 0)
-        longest = jnp.max(jnp.where(taken > 0, held + taken, 0))
+        longest = jnp.max(jnp.where(taken > 0, stored + taken, 0))
         cos, sin = rope.angles(
-            self.config.rope, held[:, None] + jnp.arange(T)[None], self.config.head_dim, length=longest
+            self.config.rope, stored[:, None] + jnp.arange(T)[None], self.config.head_dim, length=longest
         )
 
-        # mode="clip": what a padding token embeds to has no meaning, but must be finite
+        # mode="clip": the embedding of a padding token is meaningless, but must be finite
         x = split_tokens(None if cache is None or steps else cache.placement, embed(self.embedding[...], tokens))
         layers: list[Any] = []
         infos: list[Any] = []
@@ -303,7 +303,7 @@ class Decoder(nnx.Module):
             cache = dataclasses.replace(cache, layers=tuple(layers))
 
         if last_logits:
-            # by its own index in each row: an index of all rows would gather them where devices split the batch
+            # one index per row: a joint index of rows and tokens would gather the batch if devices split it
             x = jnp.take_along_axis(x, jnp.maximum(new - 1, 0)[:, None, None], axis=1)[:, 0]
         logits = self._logits(self.norm(x))
         return (logits, cache, tuple(infos)) if info else (logits, cache)
@@ -315,7 +315,7 @@ class Decoder(nnx.Module):
 
 
 def _check_size(model: Decoder, cache: Cache | None) -> None:
-    """Raises ValueError for a cache on more or fewer devices than the model; `generate` looks closer."""
+    """Raises ValueError for a cache on more or fewer devices than the model; `generate` checks more."""
     placement, own = getattr(cache, "placement", None), mesh_of(model.embedding[...])
     if placement is not None and not own.empty and own.size != placement.mesh.size:
         raise ValueError(
@@ -325,9 +325,9 @@ def _check_size(model: Decoder, cache: Cache | None) -> None:
 
 
 def _explicit_mesh(model: Decoder, tokens: Array, cache: Cache | None) -> AbstractMesh | None:
-    """The mesh of a call in which arrays have Explicit axes in their types, or `jax.set_mesh` has set such; else None.
+    """The mesh of a call whose arrays, or whose mesh of `jax.set_mesh`, have Explicit axes; else None.
 
-    None too where nothing lies on a mesh, as in a model of one device.
+    Also None if no array is on a mesh, as for a model on one device.
     """
     placement = getattr(cache, "placement", None)
     own = [mesh_of(model.embedding[...]), mesh_of(tokens)]
@@ -342,9 +342,10 @@ def _explicit_mesh(model: Decoder, tokens: Array, cache: Cache | None) -> Abstra
 def _run_on_auto_axes(
     model: Decoder, mesh: AbstractMesh, tokens: Array, cache: Cache | None, given: Any, **settings: Any
 ) -> Any:
-    """A call in which XLA splits the products over the axes of `mesh`; results have the types of the mesh around.
+    """A call in which XLA splits the products over the axes of `mesh`; results have types of the surrounding mesh.
 
-    Rows of the logits are split as those of the cache, or of `tokens`; the vocabulary as the parameter that makes it.
+    Rows of the logits are split as those of the cache, or of `tokens`; the vocabulary is split as the parameter that
+    produces it.
     """
     placement = getattr(cache, "placement", None)
     rows, T = (*_axes_in_type(tokens), None, None)[:2] if placement is None else (placement.batch, None)
@@ -362,7 +363,7 @@ def _run_on_auto_axes(
 
 
 def _axes_in_type(x: Array) -> tuple[Any, ...]:
-    """The Explicit axes of a mesh that split an array, as its type says; () where the type does not say it."""
+    """The Explicit axes of a mesh that split an array, from its type; () if its type has none."""
     sharding = jax.typeof(x).sharding
     return tuple(sharding.spec) if AxisType.Explicit in sharding.mesh.axis_types else ()
 
@@ -380,9 +381,9 @@ def param_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def _param(value: Array, axes: tuple[str, ...]) -> nnx.Param:
-    """A parameter that tells the logical names of its axes, where `nnx.get_partition_spec` and kvjax look for them."""
+    """A parameter with the logical names of its axes, where `nnx.get_partition_spec` and kvjax look for them."""
     param = nnx.Param(value)
-    param.set_metadata(out_sharding=axes)  # not by the constructor, which would want a mesh at once
+    param.set_metadata(out_sharding=axes)  # not by the constructor, which would require a mesh
     return param
 
 
@@ -393,8 +394,8 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: np.dtyp
 def embed(table: Array, tokens: Array) -> Array:
     """Rows [B, T, hidden] of a table [V, hidden] for tokens [B, T]; out of range is clipped.
 
-    A single token is looked up twice. XLA makes a slice of one look-up, and to take a slice of a table that is split
-    over devices it gathers the whole table on each of them, in every step.
+    A single token is looked up twice. XLA turns one look-up into a slice, and to slice a table that is split over
+    devices it gathers the whole table on each of them, in every step.
     """
     one = tokens.size == 1
     rows = table.at[jnp.concatenate([tokens, tokens]) if one else tokens].get(mode="clip")
@@ -404,8 +405,8 @@ def embed(table: Array, tokens: Array) -> Array:
 def _product(terms: str, x: Array, kernel: Array, dtype: Any = None) -> Array:
     """einsum of x and a kernel; the default on a GPU would round f32 operands to 10 bits.
 
-    One row and a 16-bit kernel, as in decoding, are given to XLA as two rows: of one row with few outputs (k and v of
-    a Llama) it makes a product of all entries in 16 bits, through memory, and then their sum.
+    One row and a 16-bit kernel, as in decoding, are given to XLA as two rows: for one row with few outputs (k and v of
+    a Llama) it writes the elementwise products in 16 bits to memory, and then sums them.
     """
     precision = "highest" if kernel.dtype == jnp.float32 else None
     one = x.size == x.shape[-1] and kernel.dtype.itemsize == 2

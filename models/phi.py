@@ -1,4 +1,4 @@
-"""Phi-3: a Llama whose files hold q, k and v in one tensor and gate and up in another, with LongRoPE if it is long."""
+"""Phi-3: a Llama whose files hold q, k and v in one tensor and gate and up in another; long variants have LongRoPE."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def configure(fields: Fields) -> DecoderConfig:
 
 
 def _with_longrope(fields: Fields) -> Fields:
-    """The fields with "su" and "yarn", names that early Phi-3 configs have for it, read as "longrope"."""
+    """The fields with the RoPE types "su" and "yarn", as early Phi-3 configs call it, replaced by "longrope"."""
     raw, inside = dict(fields.raw), False
     for name in ("rope_scaling", "rope_parameters"):
         scaling = raw.get(name)

@@ -1,8 +1,8 @@
 """Rotary position embeddings: angles of a position, and the ways of stretching them to longer texts.
 
-A kind of RoPE is a frozen object that answers three questions: the inverse frequencies of a head (f32[D/2], angle per
-position of each pair of channels), the factor on cosine and sine, and how many positions it takes. Channel i is paired
-with channel i + D/2, as in Hugging Face checkpoints (not i with i + 1, as in the papers).
+A kind of RoPE is a frozen object that gives three things: the inverse frequencies of a head (f32[D/2], angle per
+position of each pair of channels), the factor on cosine and sine, and the number of positions that it supports. Channel
+i is paired with channel i + D/2, as in Hugging Face checkpoints (not i with i + 1, as in the papers).
 
 All kinds but `Dynamic` and `LongRope` are constants: plain numpy in f32, in the order of operations of transformers,
 so that angles of far positions agree. These two depend on the length of the longest row, which is data; they are pure
@@ -33,11 +33,11 @@ class Rope(Protocol):
         ...
 
     def frequencies(self, head_dim: int, length: Array | int = 0) -> Any:
-        """f32[D/2] radians a position. `length` is i32[]: tokens of the longest row, those of this call included."""
+        """f32[D/2] radians per position. `length` is i32[]: tokens of the longest row, those of this call included."""
         ...
 
     def reach(self, trained: int) -> int | None:
-        """Positions that a model takes whose config states `trained` of them; None for no limit."""
+        """Positions that a model supports if its config states `trained`; None for no limit."""
         ...
 
 
@@ -92,11 +92,11 @@ class Linear:
 class Dynamic:
     """NTK-aware scaling that grows with the text: theta rises once the longest row is past `original` tokens.
 
-    As in transformers, all rows of a batch share the frequencies of the longest, each call computes them anew from
-    the tokens held and given, and keys that a cache holds keep the rotation of the call that stored them. So a prompt
-    in one chunk agrees with transformers, and one in several chunks differs from it past `original`, by the keys of
-    the earlier chunks. **Differs:** rows that take no token in this call do not count, and a shorter batch never
-    inherits the frequencies of a longer one before it, which transformers keeps until it sees a short one.
+    As in transformers, all rows of a batch share the frequencies of the longest, each call computes them from the
+    tokens stored and given, and keys in the cache keep the rotation of the call that stored them. So a prompt in one
+    chunk agrees with transformers, and one in several chunks differs from it past `original`, by the keys of the
+    earlier chunks. **Differs:** rows that take no token in this call do not count, and a shorter batch never inherits
+    the frequencies of a longer one before it, which transformers keeps until it sees a short one.
     """
 
     theta: float = 10000.0
@@ -203,7 +203,7 @@ class Yarn:
         return (stretched * (1 - kept) + (1.0 / periods) * kept).astype(np.float32)
 
     def _channel(self, turns: float, head_dim: int) -> float:
-        """The channel pair, as a real number, that turns so many times in `original` tokens."""
+        """The channel pair, as a real number, that turns `turns` times in `original` tokens."""
         return head_dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
     def reach(self, trained: int) -> int:
@@ -212,11 +212,11 @@ class Yarn:
 
 @dataclass(frozen=True, kw_only=True)
 class LongRope:
-    """Each pair of channels has a factor of its own on its period: one for short texts, another past `original` tokens.
+    """Each pair of channels has its own factor on its period: one for short texts, another past `original` tokens.
 
-    As in transformers, all rows of a batch use the factors of the longest. **Differs:** keys that a cache holds keep
-    the rotation of the call that stored them, as with `Dynamic`; `generate` of transformers reads the text anew when it
-    crosses `original`. So an answer that crosses it differs from one of transformers.
+    As in transformers, all rows of a batch use the factors of the longest. **Differs:** keys in the cache keep the
+    rotation of the call that stored them, as with `Dynamic`; `generate` of transformers computes all keys again when
+    the text crosses `original`. So an answer that crosses it differs from one of transformers.
 
     **Source:** Ding et al. 2024 (LongRoPE), as Phi-3 uses it.
     """
@@ -255,7 +255,7 @@ class LongRope:
 
 
 def longrope_attention(factor: float, original: int) -> float:
-    """The factor on cosine and sine that LongRoPE gives a text `factor` times as long as `original`."""
+    """LongRoPE's factor on cosine and sine for a text `factor` times as long as `original`."""
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
@@ -278,7 +278,7 @@ def _exponents(head_dim: int) -> np.ndarray:
 
 
 def _periods(theta: float, head_dim: int) -> np.ndarray:
-    """f32[D/2] positions a radian, rounded once: numpy's own f32 power is off by an ulp at times, which is an angle
+    """f32[D/2] positions per radian, rounded once: numpy's own f32 power is off by an ulp at times, which is an angle
     of 1e-3 at position 16K, and torch's is not."""
     return (np.float64(theta) ** _exponents(head_dim).astype(np.float64)).astype(np.float32)
 

@@ -1,12 +1,12 @@
-"""Checkpoints in Hugging Face format: a directory of config.json, safetensors and tokenizer is a Decoder, and back.
+"""Loads a Decoder from a checkpoint in Hugging Face format (config.json, safetensors and tokenizer), and saves it.
 
-Everything that can be wrong is found before the first tensor is read: the architecture, the config, and the name,
-shape and dtype of every tensor, which the headers of the files tell. Then each tensor goes from its file to its
-place in a Decoder that was built without arrays, one at a time, so that beside the model itself only a few tensors
-are in memory. The tokenizer is loaded by transformers when it is first used; none of this needs torch.
+Errors are found before the first tensor is read: in the architecture, the config, and the name, shape and dtype of
+every tensor, which are in the headers of the files. Then the tensors go one at a time from their files to their places
+in a Decoder that was built without arrays, so that memory holds only the model and a few tensors. The tokenizer is
+loaded by transformers when it is first used; none of this needs torch.
 
-Saving goes the same way backwards: the same tables name the tensors, and the config that is written is read again
-before anything else, so what cannot be said in the format is refused and not lost.
+Saving is the reverse: the same tables name the tensors, and the config is parsed back and compared before anything is
+written, so what the format cannot express is refused and not lost.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors spells them
 def shipped() -> Path:
     """The directory of the model that comes with kvjax: a Llama of 26 M parameters and 16384 positions.
 
-    It finds what is hidden in long texts, so that what a cache keeps can be seen, and reads as English; it knows little
-    else. The README.md in it says what it was trained on and what it can do, `training/` how it was made.
+    It finds facts that are hidden in long texts, which shows what a cache keeps, and its text reads as English; it
+    knows little else. Its README.md says what it was trained on and what it can do; `training/` has the code.
 
     A clone of kvjax has it, and so does the package `kvjax-26m`.
 
@@ -64,13 +64,13 @@ def shipped() -> Path:
       FileNotFoundError: kvjax was installed without its model.
     """
     package = find_spec("kvjax_26m")
-    homes = (package and package.submodule_search_locations) or ()
-    for home in (resources.files("kvjax") / "data" / "kvjax-26m", *homes):
-        directory = Path(str(home))
+    installed = (package and package.submodule_search_locations) or ()
+    for folder in (resources.files("kvjax") / "data" / "kvjax-26m", *installed):
+        directory = Path(str(folder))
         if (directory / "config.json").is_file():
             return directory
     raise FileNotFoundError(
-        "the model that comes with kvjax is not installed: it is the package kvjax-26m, which lies in kvjax/data of a "
+        "the model that comes with kvjax is not installed: it is the package kvjax-26m, which is in kvjax/data of a "
         "clone (pip install path/to/clone/kvjax/data); or give the directory of a checkpoint of your own"
     )
 
@@ -92,11 +92,11 @@ def load(
     the checkpoint makes then have the placement too.
 
     Args:
-      rules: changes of `logical_axis_rules(placement)`, as {"vocab": None} for an embedding on all devices.
+      rules: changes to `logical_axis_rules(placement)`, such as {"vocab": None} for an embedding on all devices.
 
     Raises:
-      FileNotFoundError: the directory or a file is not there.
-      ValueError: a config that asks for what is not supported, pickled weights, a damaged file, or tensors that are
+      FileNotFoundError: the directory or a file is missing.
+      ValueError: a config that asks for something unsupported, pickled weights, a damaged file, or tensors that are
         missing, unexpected or misshapen: one error that lists them all. Or sizes that the placement cannot split.
     """
     if not isinstance(directory, str | Path):
@@ -116,7 +116,7 @@ def load(
         )
     model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
     placement = None if placement is None else placement.auto
-    homes = None if placement is None else model_shardings(model, placement, rules)
+    shardings = None if placement is None else model_shardings(model, placement, rules)
     places = match(family, model, tensors, directory)
     staging = np.empty(max(tensors[name].nbytes for name in places), np.uint8)
     for file in sorted({tensors[name].file for name in places}):
@@ -124,12 +124,12 @@ def load(
             for name, (weight, params) in places.items():
                 if tensors[name].file != file:
                     continue
-                if homes is None:
+                if shardings is None:
                     _place(opened.get_tensor(name), staging, dtype, weight, params)
                     continue
                 for param, rows in zip(params, _rows(weight, params), strict=True):
                     part = _Rows(opened.get_slice(name), rows.start)
-                    param.set_value(_place_parts(part, staging, param, homes[id(param)], weight.transposed))
+                    param.set_value(_place_parts(part, staging, param, shardings[id(param)], weight.transposed))
     return Checkpoint(model, config, stop_tokens, directory, placement)
 
 
@@ -152,17 +152,17 @@ def logical_axis_rules(placement: Placement) -> dict[str, Axes]:
 
 
 def distribute(model: Decoder, placement: Placement, rules: Mapping[str, Axes] | None = None) -> Decoder:
-    """`model` with its parameters where `load` with this placement puts them; for a model that was not loaded.
+    """A copy of `model` with its parameters placed as `load` with this placement does; for models that were not loaded.
 
     Raises:
       ValueError: as `load`, for what the placement cannot split.
     """
     placement = placement.auto
-    homes = model_shardings(model, placement, rules)
+    shardings = model_shardings(model, placement, rules)
     graph, state = nnx.split(model)
-    ordered = {path: homes[id(param)] for path, param in _params(model)}
-    moved = {path: jax.device_put(param.get_value(), ordered[path]) for path, param in nnx.to_flat_state(state)}
-    found = nnx.merge(graph, state, copy=True)  # with parameters of its own: `model` keeps its arrays where they are
+    by_path = {path: shardings[id(param)] for path, param in _params(model)}
+    moved = {path: jax.device_put(param.get_value(), by_path[path]) for path, param in nnx.to_flat_state(state)}
+    found = nnx.merge(graph, state, copy=True)  # with its own parameters: `model` keeps its arrays where they are
     for path, param in _params(found):
         param.set_value(moved[path])
     return found
@@ -200,16 +200,16 @@ def model_shardings(
                 f"whose size divides {size}"
             )
 
-    def home(param: nnx.Param) -> NamedSharding:
+    def sharding(param: nnx.Param) -> NamedSharding:
         return NamedSharding(
             placement.mesh, PartitionSpec(*(known[axis] for axis in param.get_metadata("out_sharding")))
         )
 
-    return {id(param): home(param) for _, param in _params(model)}
+    return {id(param): sharding(param) for _, param in _params(model)}
 
 
 def check_directory(directory: Path) -> None:
-    """Raises FileNotFoundError for what is no directory with a config.json, with how to get one."""
+    """Raises FileNotFoundError, with advice, unless `directory` is one with a config.json."""
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "does not exist"
         hub = len(directory.parts) == 2 and not directory.is_absolute() and not directory.exists()
@@ -235,28 +235,29 @@ def save(
 ) -> None:
     """Writes a model as a checkpoint in Hugging Face format, which `load` and transformers read.
 
-    Makes config.json, and model.safetensors or numbered files with an index. The tokenizer is not part of a Decoder:
-    put its files beside them. Memory: the tensors of one file.
+    Writes config.json, and model.safetensors or numbered files with an index. The tokenizer is not part of a Decoder:
+    copy its files to the same directory. Memory: the tensors of one file.
 
     Args:
       directory: new, or without a checkpoint in it.
       dtype: of the tensors in the files; that of the model's parameters unless given.
-      bos_token, stop_tokens: ids that config.json states.
-      shard_bytes: of tensors in a file at most; a tensor that is larger has a file of its own.
+      bos_token, stop_tokens: ids for config.json.
+      shard_bytes: maximum bytes of tensors in a file; a tensor that is larger has its own file.
 
     Raises:
       FileExistsError: the directory has a checkpoint already.
-      ValueError: a config that no supported architecture has, token ids outside of the vocabulary, no room in a file.
+      ValueError: a config that no supported architecture can express, token ids outside of the vocabulary, or a
+        `shard_bytes` below 1.
     """
     directory = Path(directory).expanduser()
-    most = model.config.vocab_size - 1
+    highest = model.config.vocab_size - 1
     for what, ids in (("bos_token", [] if bos_token is None else [bos_token]), ("stop_tokens", stop_tokens)):
         for token in ids:
-            require_int(f"save({what}=...)", token, at_least=0, at_most=most)
+            require_int(f"save({what}=...)", token, at_least=0, at_most=highest)
     shard_bytes = require_int("save(shard_bytes=...)", shard_bytes, at_least=1, at_most=2**63 - 1)
-    held = [p.name for p in (directory / "config.json", *directory.glob("*.safetensors*")) if p.exists()]
-    if held:
-        raise FileExistsError(f"{directory} has a checkpoint ({', '.join(sorted(held))}); give a new directory")
+    existing = [p.name for p in (directory / "config.json", *directory.glob("*.safetensors*")) if p.exists()]
+    if existing:
+        raise FileExistsError(f"{directory} has a checkpoint ({', '.join(sorted(existing))}); give a new directory")
     family, fields = describe(model.config)
     params = {".".join(map(str, path)): param.get_value() for path, param in _params(model)}
     rows = {
@@ -294,10 +295,10 @@ def save(
 
 
 def describe(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
-    """A family that has such a model, and the fields of the config.json that says so.
+    """A family that can express this config, and the fields of its config.json.
 
     Raises:
-      ValueError: no family has.
+      ValueError: no family can.
     """
     named = {"theta": "rope_theta", "original": "original_max_position_embeddings"}
     rope = {named.get(name, name): value for name, value in vars(config.rope).items() if value is not None}
@@ -333,24 +334,25 @@ def describe(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
         if same:
             return family, described
     raise ValueError(
-        f"none of {', '.join(f.architecture for f in FAMILIES.values())} has all that this config asks for: {config}"
+        f"none of {', '.join(f.architecture for f in FAMILIES.values())} supports all that this config asks for: "
+        f"{config}"
     )
 
 
 def split(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Names in their order, in lists of at most `most` bytes; one that is larger stands alone.
+    """Splits names, in order, into lists of at most `most` bytes; a name with more bytes is alone in its list.
 
     >>> split({"a": 3, "b": 4, "c": 9, "d": 1}, 7)
     [['a', 'b'], ['c'], ['d']]
     """
     lists: list[list[str]] = [[]]
-    held = 0
+    total = 0
     for name, size in sizes.items():
-        if lists[-1] and held + size > most:
+        if lists[-1] and total + size > most:
             lists.append([])
-            held = 0
+            total = 0
         lists[-1].append(name)
-        held += size
+        total += size
     return lists
 
 
@@ -358,7 +360,7 @@ def find_family(fields: Fields) -> Family:
     """The family of a config, by its model_type and architectures.
 
     Raises:
-      ValueError: one that is not supported, with those that are.
+      ValueError: it is not supported; the message lists the supported ones.
     """
     supported = ", ".join(f"{f.architecture} (model_type {f.model_type})" for f in FAMILIES.values())
     architectures = fields.raw.get("architectures") or []
@@ -381,7 +383,7 @@ def find_family(fields: Fields) -> Family:
 
 def read_stop_tokens(directory: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
     """The eos_token_id, one or several, of generation_config.json, else of config.json; ids past the vocabulary
-    (some configs have them) never come and are left out."""
+    (some configs have them) are never generated and are left out."""
     generation = directory / "generation_config.json"
     sources = ([Fields.read(generation)] if generation.is_file() else []) + [fields]
     source = next((s for s in sources if s.given("eos_token_id")), None)
@@ -404,7 +406,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """The bits of one of `_FLOATS`, whose names end in them."""
+        """Bytes of the tensor; the names in `_FLOATS` end in the bits of a number."""
         return math.prod(self.shape) * int(self.dtype[-2:]) // 8
 
 
@@ -412,7 +414,7 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint by name, from the headers of its files.
 
     Raises:
-      FileNotFoundError: no weights, or a file that the index lists is not there.
+      FileNotFoundError: no weights, or a file that the index lists is missing.
       ValueError: only pickled weights, a damaged file or index, a tensor in two files or not where the index says.
     """
     index = directory / _INDEX
@@ -446,14 +448,14 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
                     raise ValueError(f"{directory} has {name} twice, in {tensors[name].file.name} and {file.name}")
                 part = opened.get_slice(name)
                 tensors[name] = Tensor(file, tuple(part.get_shape()), part.get_dtype())
-    astray = [f"{n} ({f})" for n, f in where.items() if n not in tensors or tensors[n].file.name != Path(f).name]
-    if astray:
-        raise ValueError(f"{directory} lacks tensors where {_INDEX} says they are: {', '.join(astray)}")
+    misplaced = [f"{n} ({f})" for n, f in where.items() if n not in tensors or tensors[n].file.name != Path(f).name]
+    if misplaced:
+        raise ValueError(f"{directory} lacks tensors where {_INDEX} says they are: {', '.join(misplaced)}")
     return tensors
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a file name stays in its directory, and is not hidden: a digest of the directory covers it."""
+    """Whether a name is of a visible file directly in its directory, so that a digest of the directory covers it."""
     return not name.startswith(".") and not set(name) & {"/", "\\", "\0", ":"} and name != ""
 
 
@@ -463,7 +465,7 @@ def match(
     """For each tensor that is to be read, its row of the weight table and its parameters in `model`.
 
     Raises:
-      ValueError: lists all tensors that are missing, unexpected, misshapen or of a dtype that is no float.
+      ValueError: lists all tensors that are missing, unexpected, misshapen or not of a float dtype.
     """
     params = {".".join(map(str, path)): param for path, param in _params(model)}
     wanted: dict[str, tuple[Weight, tuple[nnx.Param, ...]]] = {}
@@ -535,19 +537,19 @@ def _stored(param: Any, dtype: DTypeLike | None) -> np.dtype:
 def _place(
     array: np.ndarray, staging: np.ndarray, dtype: np.dtype, weight: Weight, params: tuple[nnx.Param, ...]
 ) -> None:
-    """Puts a tensor on the device as its parameters. It goes by way of `staging`, bytes that serve every tensor: jax
-    may keep what it was given for a while after the result is ready, and whole tensors would pile up."""
+    """Puts a tensor on the device as its parameters, through the buffer `staging` that all tensors share: jax may keep
+    its input for a while after the result is ready, and whole tensors would pile up."""
     staged = staging[: array.nbytes].view(array.dtype).reshape(array.shape)
     np.copyto(staged, array)
     for param, rows in zip(params, _rows(weight, params), strict=True):
         param.set_value(jax.block_until_ready(_convert(staged[rows], dtype=dtype, transposed=weight.transposed)))
 
 
-def _place_parts(read: Any, staging: np.ndarray, param: nnx.Param, home: NamedSharding, transposed: bool) -> Array:
-    """The parameter, of which each device of this process holds its part. Devices with the same part share a read."""
+def _place_parts(read: Any, staging: np.ndarray, param: nnx.Param, sharding: NamedSharding, transposed: bool) -> Array:
+    """Reads a parameter's parts to the devices of this process. Devices with the same part share a read."""
     shape, dtype = param.get_value().shape, param.get_value().dtype
     devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-    for device, index in home.addressable_devices_indices_map(shape).items():
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         devices.setdefault(bounds, []).append(device)
@@ -559,7 +561,7 @@ def _place_parts(read: Any, staging: np.ndarray, param: nnx.Param, home: NamedSh
         np.copyto(staged, part)
         part = jax.block_until_ready(_convert(jax.device_put(staged, first), dtype=dtype, transposed=transposed))
         parts += [part, *(jax.device_put(part, device) for device in others)]
-    return jax.make_array_from_single_device_arrays(shape, home, parts)
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 @partial(jax.jit, static_argnames=("dtype", "transposed"))

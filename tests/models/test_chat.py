@@ -143,9 +143,9 @@ def test_what_cannot_talk_says_so(tmp_path: Path) -> None:
     checkpoint = load(tmp_path, template="{{ messages[-1]['content'] }}")
     chat = checkpoint.chat(max_new_tokens=2)
     chat.say("hello")
-    with pytest.raises(ValueError, match="does not write a turn after the answer before it"):
+    with pytest.raises(ValueError, match="does not render a turn after the answer before it"):
         chat.say("more")
     with pytest.raises(ValueError, match="unknown cache 'fire'; did you mean 'fier'"):
         checkpoint.chat(cache="fire")
-    with pytest.raises(ValueError, match="has no chat template, so this is no chat model"):
+    with pytest.raises(ValueError, match="has no chat template, so this is not a chat model"):
         models.load(models.shipped()).chat()

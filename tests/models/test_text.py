@@ -154,7 +154,7 @@ def test_python_of_a_checkpoint_is_refused_without_a_question(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpoint = models.load(directory)
-        with pytest.raises(ValueError, match=r"Python code of the checkpoint's own .*which kvjax never runs") as error:
+        with pytest.raises(ValueError, match=r"the checkpoint's own Python code .*which kvjax never runs") as error:
             checkpoint.generate("a", max_new_tokens=1)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "ran").exists()
