@@ -1,10 +1,11 @@
-"""What budgets that adapt to heads cost or gain a model's perplexity, beside equal budgets of as many tokens read.
+"""Perplexity with budgets that adapt to heads, compared with equal budgets that read as many tokens.
 
     python benchmarks/adaptive.py [MODEL] --text book.txt [--length 1024] [--budget 113]
 
-FIER selects `budget` tokens in each head. With `AdaptiveHeads` the heads of a layer share as many, of which one may
-take twice its part. `Nucleus` takes what holds a share of the attention, of twice the budget at most. Each is measured
-with a sink and without. No layer is dense. "tokens_read" is what a step read, the mean over steps, heads and layers.
+FIER selects `budget` tokens in each head. With `AdaptiveHeads` the heads of a layer share the same total, and a head
+may take twice its part. `Nucleus` selects the tokens that hold a share of the attention, up to twice the budget. Each
+is measured with a sink and without. No layer is dense. "tokens_read" is the tokens that a step read, mean over steps,
+heads and layers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvjax.evaluate.provenance import replace_file
 
 
 def caches(budget: int) -> dict[str, PerLayer]:
-    """Each selection without a sink and with one of four tokens, which every step reads and no share counts."""
+    """Each selection, without a sink and with a sink of four tokens, which every step reads and no share counts."""
     selectors: dict[str, tuple[Selector, int]] = {
         "fier": (Fier(), budget),
         "adaptive heads": (AdaptiveHeads(selector=Fier(), mean=0.5), 2 * budget),

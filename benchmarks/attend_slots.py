@@ -1,7 +1,7 @@
 """Device time of attend_slots by block sizes, and of its reference: `python benchmarks/attend_slots.py`, on a GPU.
 
-Each call attends with as many selections as read twice what the L2 cache holds, one after the other, so that rows come
-from device memory, as they do in a model.
+Each call attends with several selections in turn, which together read twice the size of the L2 cache, so that rows come
+from device memory, as in a model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def inputs(B: int, K: int, G: int, H: int, S: int, D: int, M: int, dtype: str, n
     keys = jax.random.split(jax.random.key(0), 4)
     q = jax.random.normal(keys[0], (B, K, G, D), dtype)
     k, v = (jax.random.normal(key, (B, K, S, D), dtype) for key in keys[1:3])
-    # One slot of each M-th of the store, in mixed order: unique, and spread.
+    # One slot from each of M equal parts of the store, in random order: unique, and spread.
     slots = jax.random.randint(keys[3], (n, B, K, H, M), 0, S // M) + jnp.arange(M) * (S // M)
     return q, k, v, list(jax.random.permutation(keys[3], slots, axis=-1, independent=True))
 

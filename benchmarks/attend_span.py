@@ -1,7 +1,6 @@
 """Device time of attend_span by block sizes, and of its reference: `python benchmarks/attend_span.py`, on a GPU.
 
-A cache that the L2 cache would hold is taken in turns with others, so that all come from device memory, as they do in a
-model.
+A cache that fits in the L2 cache alternates with others, so that all come from device memory, as in a model.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@
 
 As `decode_step.py`, for methods that need the queries of a prompt, rebuild keys or keep parts of a token in different
 places. A prompt of normal random queries, keys and values is stored by `kvjax.attention`, a chunk at a time, so each
-method keeps what it would keep; then steps are timed in some layers in straight line. The floor is the bytes of what a
-step reads of the cache: the index, and keys and values of the budget or of everything, from the memory where they lie.
-Queries are the same in every step, but for `arkvale` and `freekv`, whose steps keep what the last one recalled: theirs
-have a correlation of `ALIKE` from step to step. `MORE` has methods that `decode_step.py` times too, or that evict.
+method keeps the tokens that it would keep in use; then steps are timed in several unrolled layers. The floor is the
+time to read a step's bytes of the cache: the index, and keys and values of the budget or of everything, from the memory
+that holds them. Queries are the same in every step, except for `arkvale` and `freekv`, whose steps reuse the recall of
+the step before: theirs have a correlation of `ALIKE` from step to step. `MORE` has methods that `decode_step.py` times
+too, or that evict.
 RazorAttention and DuoAttention keep everything for a quarter and for half of the KV heads, the shares of their papers
 (15 % of the heads of a model, here rounded up to whole KV heads of a layer, and 50 % under grouped queries); which ones
 does not change the time. PyramidKV is left out, as its layers differ. Without a GPU (`--quick`) the host's
@@ -45,7 +46,7 @@ ALIKE = 0.9
 
 
 def floor_us(policy: Any, spec: CacheSpec, budget: int) -> float:
-    """What a step of a layer reads at least."""
+    """Microseconds to read the least bytes that a step of a layer needs."""
     K, D, size, B = spec.kv_heads, spec.head_dim, spec.dtype.itemsize, spec.batch
     pair, length = 2 * K * D * size, spec.capacity
     inner = getattr(policy, "retrieval", getattr(policy, "window", policy))
@@ -96,7 +97,7 @@ def filled(policy: Any, spec: CacheSpec, length: int, chunk: int, seed: int) -> 
 
 
 def policy_of(method: str, spec: CacheSpec, budget: int) -> kvjax.Policy:
-    """Of one layer."""
+    """The policy of one layer."""
     if method in RETRIEVAL_HEADS:
         heads = Heads(spec.kv_heads, (tuple(range(0, spec.kv_heads, RETRIEVAL_HEADS[method])),))
         return presets.find(method).make(budget, heads=heads).policy(0)

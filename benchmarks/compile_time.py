@@ -2,15 +2,14 @@
 
     python benchmarks/compile_time.py [--methods fier,pariskv] [--trees before=DIR,after=.] [--repeats 3] [--out FILE]
 
-A step writes one token to a layer and attends. The loop is a `fori_loop` over tokens, with all layers in straight line
-and one flush of all of them, as in docs/guides.md. Layers are equal (`rest` of the preset), of the heads of a
-Llama-3.1-8B.
+A step writes one token to a layer and attends. The loop is a `fori_loop` over tokens, with all layers unrolled and one
+flush of all of them, as in docs/guides.md. Layers are equal (`rest` of the preset), with the heads of a Llama-3.1-8B.
 
 `--trees` compares several checkouts: each repeat starts a fresh process for each of them in turn, so that a busy
-machine slows all of them alike. Times are CPU seconds of all threads of that process, and the least of the repeats
-counts. The step is traced after the loop, when JAX and kvjax are warm, with JAX's caches cleared. `step_calls` are the
-calls of Python functions of that trace: they do not depend on the machine. Versions and source in the results are those
-of the tree that the script lies in.
+machine slows all of them alike. Times are CPU seconds of all threads of that process, the least of the repeats. The
+step is traced after the loop, when JAX and kvjax are warm, with JAX's caches cleared. `step_calls` are the calls of
+Python functions of that trace: they do not depend on the machine. Versions and source in the results are those of the
+tree that contains this script.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ HEADS = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
 
 
 def spent(run: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU seconds of `run`, and what it gives."""
+    """CPU seconds of `run`, and its result."""
     start = time.process_time()
     found = run()
     return time.process_time() - start, found
@@ -62,7 +61,7 @@ def times(tree: str, method: str, layers: int, capacity: int) -> dict[str, float
 
     import kvjax
 
-    kvjax.__path__.append(tree)  # the kernels of a checkout lie beside the package, and another may be installed
+    kvjax.__path__.append(tree)  # the kernels of a checkout are outside the package, and another may be installed
     kernels = importlib.import_module("kvjax.kernels_pallas")
     for module in (kvjax, kernels):
         if not Path(str(module.__file__)).is_relative_to(tree):
@@ -126,7 +125,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
-    parser.add_argument("--trees", default=f"this={ROOT}", help="NAME=DIRECTORY of checkouts, by commas")
+    parser.add_argument("--trees", default=f"this={ROOT}", help="NAME=DIRECTORY of checkouts, separated by commas")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=3)

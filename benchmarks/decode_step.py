@@ -3,20 +3,20 @@
     python benchmarks/decode_step.py [--lengths 8192,131072] [--batches 1,8] [--methods cudnn,fier] [--out FILE]
 
 A step writes the new token and attends: score, select `--budget` tokens in all, attend, merge with the recent window.
-Each method runs as users have it ("default"), then, if kernels were left out that nobody has measured, with these too
-("kernels"), and at last with the references in plain JAX ("xla"). A row is written as soon as it is measured, and has,
-as "parts", the time of a layer by kernel. Beside the methods, in the same run:
+Each method runs with the defaults ("default"); then, if kernels without a measurement were left out, with these too
+("kernels"); and last with the references in plain JAX ("xla"). A row is written as soon as it is measured; its "parts"
+are the time per layer of each kernel. The same run also has:
 - cudnn: `jax.nn.dot_product_attention(implementation="cudnn")` over keys and values [B, S, K, D], all of them valid.
 - full: kvjax's Full, which XLA reads as [B, K, S, D].
-- fier, quest and pariskv leave short caches to `Full` where that was measured to be faster, as users have it;
+- fier, quest and pariskv leave short caches to `Full` where that was measured to be faster, as by default;
   `--dense-capacity 0` measures how they select there, for `short.py`.
 - by hand: exact scores, `lax.top_k`, `take_along_axis`, softmax, as one writes it without a library.
 
-Device time is that of the kernels of some layers in straight line, each pending for the one before, over their number:
-as many layers as read twice what the L2 cache holds. A loop over layers would cost 10 us a kernel, in no model's
-favour. A call keeps its token, as a model does, and the next finds one more; once a block is full they are dropped,
+Device time is that of the kernels of several unrolled layers, each waiting for the one before, over their number: as
+many layers as read twice the size of the L2 cache. (A loop over layers would cost 10 us per kernel, which no model
+pays.) A call keeps its token, as in a model, and the next call has one more; once a block is full, tokens are dropped,
 which is the same work. The floor is the bytes that must be read over 4.3 TB/s. Without a GPU (`--quick`) the host's
-clock is read and cuDNN is left out; that says that the script works, and nothing of speed.
+clock is read and cuDNN is left out; that only shows that the script works.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from kvjax.evaluate.throughput import fill
 from kvjax.partial import group_queries
 
 LENGTHS, BATCHES = (8192, 32768, 131072, 1 << 20), (1, 8)
-METHODS = ["cudnn", "fier", "quest", "pariskv", "logquant", "full", "by hand"]  # what matters most, first
+METHODS = ["cudnn", "fier", "quest", "pariskv", "logquant", "full", "by hand"]  # the most important first
 L2_BYTES = 60e6
 Step = Callable[[Any, Array, Array, Array], tuple[Array, Any]]  # state, q, k, v [B, 1, heads, D] -> out, state
 
@@ -92,7 +92,7 @@ def kvjax_step(cache: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
 
 
 def through(step: Step) -> Step:
-    """The step in each of some layers, in straight line."""
+    """The step in each of several layers, unrolled."""
 
     def run(states: Any, q: Array, k: Array, v: Array) -> tuple[Any, Any]:
         outs, after = [], []
@@ -130,7 +130,7 @@ def measure(
     named = policies(budget, dense_capacity)
     policy = of_size(named.get(method, named["full"]), spec)
     floor = floor_us(policy, spec, S)
-    if method == "by hand":  # the keys, and what was chosen
+    if method == "by hand":  # the keys, and the selected tokens
         floor = floor / 2 + B * 2 * K * D * spec.dtype.itemsize * min(budget, S) / BYTES_PER_US
     layers = int(min(max(2, -(-2 * L2_BYTES // (floor * BYTES_PER_US))), most_layers))
     states: Any

@@ -2,10 +2,10 @@
 
     python benchmarks/decode_tokens.py [--lengths 131072] [--batches 1] [--tokens 1,2,4,8,16] [--methods fier]
 
-A layer of Llama-3.1-8B takes T tokens that each attend by selection, as a model does that checks the tokens of a draft.
-Device time is that of `decode_step.py`: some layers in straight line, over their number. `times_one` is the time over
-that of one token, in the same run: 1 would be a pass that costs no more for T tokens, T one that saves nothing.
-`floor_us` is the time to read cache or index once, and the selections of T random queries, which share nothing.
+A layer of Llama-3.1-8B takes T tokens that each attend by selection, as in a model that verifies the tokens of a draft.
+Device time is measured as in `decode_step.py`: several unrolled layers, over their number. `times_one` is the time over
+that of one token, in the same run: 1 if T tokens cost no more than one, T if nothing is saved. `floor_us` is the time
+to read cache or index once, and the selections of T random queries, which have no tokens in common.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def step(cache: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
 
 @contextmanager
 def block_sizes(given: str) -> Iterator[None]:
-    """Kernels run with fields of their block sizes as in `given`, "KERNEL:FIELD=N,...;KERNEL:..."."""
+    """Runs kernels with the block sizes in `given`, "KERNEL:FIELD=N,...;KERNEL:..."."""
     changes: dict[str, dict[str, int]] = {}
     for text in filter(None, given.split(";")):
         kernel, _, fields = text.partition(":")
@@ -51,13 +51,13 @@ def block_sizes(given: str) -> Iterator[None]:
         chosen = usual(kernel, rule, *args, **shape)
         return replace(chosen, **changes[kernel]) if kernel in changes else chosen
 
-    jax.clear_caches()  # of what was traced with other sizes
+    jax.clear_caches()  # drops programs that were traced with other sizes
     with mock.patch.object(tuned, "select", select):
         yield
 
 
 def alike(key: Array, shape: tuple[int, ...], dtype: Any, share: float) -> Array:
-    """Normal random queries [B, T, N, D], of which two tokens' have the correlation `share`."""
+    """Normal random queries [B, T, N, D]; the queries of any two tokens have the correlation `share`."""
     both, each = (jax.random.normal(x, shape) for x in jax.random.split(key))
     return (share**0.5 * both[:, :1] + (1 - share) ** 0.5 * each).astype(dtype)
 
@@ -98,7 +98,10 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--alike", type=lambda text: [float(part) for part in text.split(",")], default=[0.0])
     parser.add_argument(
-        "--config", action="append", default=[], help="also KERNEL:FIELD=N,...;KERNEL:...; these are not written"
+        "--config",
+        action="append",
+        default=[],
+        help="also time block sizes KERNEL:FIELD=N,...;KERNEL:...; these rows are not written",
     )
     given = parse(parser, args)
     shape, most_layers = (SMALL_LAYER, 2) if given.quick else (LAYER, 16)
@@ -117,7 +120,7 @@ def main(args: Sequence[str] | None = None) -> None:
                     one = row["us"] if tokens == 1 and not sizes else one
                     row["times_one"] = None if one is None else row["us"] / one
                     show(row)
-                    print("  ", sizes or "as users have it", row["parts"], flush=True)
+                    print("  ", sizes or "default", row["parts"], flush=True)
                     if not sizes:
                         save(out_of(given, "decode_tokens.json"), what, [row], key)
                     gc.collect()

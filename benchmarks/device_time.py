@@ -18,7 +18,7 @@ import jaxlib
 
 from kvjax.kernels_pallas import simt
 
-BYTES_PER_US = 4.3e6  # of device memory, as the best reads on an H200 reached
+BYTES_PER_US = 4.3e6  # of device memory, the best read rate seen on an H200
 
 
 _started: list[str] | None = None  # the kernels that the simulator ran
@@ -26,13 +26,13 @@ _started: list[str] | None = None  # the kernels that the simulator ran
 
 @contextmanager
 def simulated() -> Iterator[None]:
-    """In the block, kernels run in the simulator of the tests and times are the host's clock: so `--quick` tries a
-    benchmark on any machine. What it measures means nothing."""
+    """In the block, kernels run in the simulator of the tests and times are the host's clock, so that `--quick` can try
+    a benchmark on any machine. The times are meaningless."""
     sys.path.append(str(Path(__file__).resolve().parents[1]))
     from tests.kernels.simulate import Simulator
 
     class Named(Simulator):
-        """Notes each launch when it runs."""
+        """Records each launch when it runs."""
 
         def run(self, program: Callable[..., None], launch: Any, *args: Any, **how: Any) -> Any:
             def body(*refs: Any) -> None:
@@ -57,7 +57,7 @@ def is_simulated() -> bool:
 
 def device_time(f: Callable[..., Any], *args: Any, calls: int = 20, starts: int = 1) -> tuple[float, dict[str, float]]:
     """Microseconds of all kernels of jit(f)(*args), the median of `calls`, and the same for each kernel's name. A call
-    must start each of kvjax's `starts` times: XLA does an operation once for all that have equal arguments."""
+    must start each of kvjax's kernels `starts` times: XLA runs an operation once for all calls with equal arguments."""
     run = jax.jit(f)
     found = kernels(lambda: run(*args), calls)
     for name, each in found:
@@ -89,7 +89,7 @@ def kernels(call: Callable[[], Any], calls: int) -> list[tuple[str, list[float]]
 
 
 def _by_clock(call: Callable[[], Any], calls: int) -> list[tuple[str, list[float]]]:
-    """As `kernels`: of kernels in the simulator, and the whole call beside them."""
+    """Like `kernels`, for kernels in the simulator, with the time of the whole call added."""
     assert _started is not None
     jax.block_until_ready(call())
     _started.clear()
@@ -105,7 +105,7 @@ TIMES = "microseconds of device time, kernels only, medians of 20 calls (xla: 3 
 
 
 def where() -> dict[str, Any]:
-    """When and on what a time was measured."""
+    """The date, device and versions of a measurement."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": jax.devices()[0].device_kind,

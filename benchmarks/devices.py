@@ -6,15 +6,15 @@ Needs two GPUs or more; with n of them the placements are none, a mesh of one de
 data=n (rows split, the model on each), model=n (heads, MLP and vocabulary split) and ctx=n (the tokens of each row
 split, the model on each).
 
-First a small model in float32 decodes by each method and placement, in plain JAX, and its tokens must be those of one
-GPU. Kernels are not compared so: that of `fier` rounds queries to 16 bits, which by itself changes tokens of a model
-with random weights. The times are of bfloat16 over a synthetic cache, medians over blocks of steps. Each decode loop is
-one program, so nothing of the host is in them but one call a block. With `--prompt` the time until the logits after a
-prompt comes between the two, whose difference from those of one GPU is in standard deviations of the logits.
+First a small model in float32 decodes by each method and placement, in plain JAX, and its tokens must equal those of
+one GPU. Kernels are not compared in this way: that of `fier` rounds queries to 16 bits, which by itself changes tokens
+of a model with random weights. The times are of bfloat16 over a synthetic cache, medians over blocks of steps. Each
+decode loop is one program, so they include one call from the host per block. `--prompt` also measures the time until
+the logits after a prompt, and the difference of the logits from those of one GPU, in standard deviations of the logits.
 
-Each row is written to results/devices.json when it is there, and replaces the one of the same sizes: bytes of weights
-and cache of one device, the floor (the weights over the memory's bandwidth, without the traffic between devices), and
-the collectives of the decode loop.
+Each row is written to results/devices.json as soon as it is measured, and replaces the row of the same sizes. It has
+the bytes of weights and cache of one device, the floor (the weights over the memory's bandwidth, without the traffic
+between devices), and the collectives of the decode loop.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def check(
 
 
 def fill(cache: Cache, length: int) -> Cache:
-    """`throughput.fill`, each array where its placement has it."""
+    """`throughput.fill`, with each array on the devices of its placement."""
     cache = throughput.fill(cache, length)
     if cache.placement is None:
         return cache
@@ -112,7 +112,7 @@ def fill(cache: Cache, length: int) -> Cache:
 def decode_time(
     model: Decoder, policies: PerLayer, place: Placement | None, *, length: int, batch: int, block: int, blocks: int
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """A row of the table, and the first tokens that came."""
+    """A row of the table, and the first generated tokens."""
     new = block * (blocks + 1)
     spec = model.spec(batch=batch, capacity=-(-(length + new) // 1024) * 1024)
     cache = fill(kvjax.init(policies, spec, layers=model.config.layers, placement=place), length)
@@ -165,20 +165,20 @@ def prompt_time(
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", type=lambda text: text.split(","), default=["full", "fier"])
-    parser.add_argument("--placements", type=lambda text: text.split(","), help="of those above, beside none")
+    parser.add_argument("--placements", type=lambda text: text.split(","), help="of those above, in addition to none")
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--prompt", type=int, default=0, help="also times a prompt of so many tokens, one row")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no further row after so many")
+    parser.add_argument("--prompt", type=int, default=0, help="also time a prompt of this many tokens, one row")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further row after this many")
     parser.add_argument("--no-check", action="store_true", help="times alone")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="small sizes on any devices; nothing is written")
     given = parser.parse_args(args)
     end = time.monotonic() + given.seconds
     if not given.quick and (jax.default_backend() != "gpu" or jax.device_count() < 2):
-        parser.error("this compares one GPU with several, and found no two; --quick runs small sizes on any devices")
+        parser.error("this compares one GPU with several, and found fewer than two; --quick runs on any devices")
     config = replace(throughput.SHAPES["llama-3.1-8b"], layers=given.layers, windows=())
     dtype, blocks, block, small = "bfloat16", 4, 32, {"width": 1024, "length": 800}
     if given.quick:

@@ -6,9 +6,9 @@
 As `kvjax bench --random llama-3.1-8b --synthetic-cache` (`kvjax.evaluate.throughput` says what is timed), with one more
 row: the strongest full attention that JAX offers, `jax.nn.dot_product_attention(implementation="cudnn")` over keys and
 values [B, S, K, D], as a policy. The queries of a random model turn in every step, so all heads of `freekv` recall
-before they attend; in `freekv:tau=-1` none does, and the recall runs beside the rest. `--prompt` stores a prompt of
-random tokens by the model, in one chunk, and so times TTFT too. Rows that the file has are not measured again; each is
-written as soon as it is done.
+before they attend; in `freekv:tau=-1` none does, and the recall overlaps with the rest of the step. With `--prompt` the
+model prefills random tokens in one chunk, which times TTFT too. Rows that the file has are not measured again; each row
+is written as soon as it is done.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RowsFirst:
 
 @dataclass(frozen=True)
 class FullByCudnn:
-    """Every token, attended through cuDNN over [B, S, K, D]: the layout that it takes, and that XLA is slow on."""
+    """Full attention by cuDNN over [B, S, K, D], the layout that it needs and that is slow for XLA."""
 
     implementation: str = "cudnn"
 
@@ -118,9 +118,9 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--largest", action="store_true", help="the largest batch that fits, in place of --batches")
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
     parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--prompt", action="store_true", help="store prompts by the model, not random keys and values")
+    parser.add_argument("--prompt", action="store_true", help="prefill prompts, in place of random keys and values")
     parser.add_argument("--steps", type=int, default=192)
-    parser.add_argument("--block", type=int, default=64, help="steps between two readings of the clock")
+    parser.add_argument("--block", type=int, default=64, help="decode steps that are timed together")
     parser.add_argument("--out", type=Path, help="default: results/end_to_end.json; with --quick nothing is written")
     parser.add_argument("--quick", action="store_true", help="two narrow layers in float32, without cuDNN")
     given = parser.parse_args(args)
@@ -146,7 +146,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 chunk=length if given.prompt else None,
                 synthetic=not given.prompt,
             ),
-            out=None if out is None else out.with_suffix(""),  # a folder of cells beside the file of rows
+            out=None if out is None else out.with_suffix(""),  # a folder of cells next to the file of rows
         )
         for row in rows[-len(caches) * (1 if given.largest else len(given.batches)) :]:
             _report(row)

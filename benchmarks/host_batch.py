@@ -1,18 +1,19 @@
-"""Tokens a second at the largest batch that device and host memory hold together, by the hit rate of the hot set.
+"""Tokens per second at the largest batch that device and host memory hold together, by the hit rate of the hot set.
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=.95 XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=82 \\
         python benchmarks/host_batch.py [--method quest] [--hot 4096] [--steady 0,0.9,1] [--host-bytes 82e9] [--plan]
 
 A Llama-3.1-8B shape with random weights and random keys and values. The first two layers attend to everything. Of the
-others, as many keep their history on the device as it holds, and the rest on the host with a hot set. `--plan` prints
-what the formulas of `plan` say and runs nothing.
+others, as many keep their history on the device as fit there, and the rest on the host with a hot set. `--plan` prints
+the result of the formulas in `plan` and runs nothing.
 
 The queries of a random model turn in every step, which those of a trained model do not. So a step selects by
-`steady` x a constant query + sqrt(1 - steady^2) x its own, of equal length: 0 selects anew, 1 always the same tokens.
-"hit_rate" is measured, of the selected units; `hit_rates.py` has those of trained models.
+`steady` x a constant query + sqrt(1 - steady^2) x its own, of equal length: 0 selects new tokens in each step, 1 always
+the same ones. "hit_rate" is measured, for the selected units; `hit_rates.py` has those of trained models.
 
-The pool of pinned memory grows to its limit, whatever part of it holds arrays. So give it little more than `--plan`
-asks for: with a limit of 110 GB for 71 GB of arrays, a host of 128 GB ended the process while another one ran.
+The pool of pinned memory grows to its limit, whatever part of it holds arrays. So set the limit only a little above the
+need that `--plan` prints: with a limit of 110 GB for 71 GB of arrays, a host of 128 GB killed the process while another
+one ran.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ BESIDE = 6e9  # bytes of the device for logits, temporaries and fragments
 
 @dataclass(frozen=True)
 class Steady:
-    """A selector that asks `selector` with queries that turn less than those of the model."""
+    """A selector that calls `selector` with queries that turn less than those of the model."""
 
     selector: Any
     share: float
@@ -68,7 +69,7 @@ class Steady:
 
 @dataclass(frozen=True)
 class Plan:
-    """How many rows there is room for, and how many layers keep their history on the device."""
+    """The number of rows that fit, and the number of layers that keep their history on the device."""
 
     rows: int
     on_device: int  # past the dense ones
@@ -77,17 +78,17 @@ class Plan:
 
 
 def arrays_in_pool(limit: float, size: float) -> int:
-    """How many arrays of so many bytes XLA's pool of pinned memory takes. No array lies in two of its regions.
+    """The number of arrays of `size` bytes that fit in XLA's pool of pinned memory; no array spans two of its regions.
 
-    A region is as large as the one before, then twice as large, and the last one what is left of the limit. A first
-    array makes room for itself by powers of two.
+    The first region is the smallest power of two that holds an array, from 2 MiB on. The second is as large, each later
+    one twice as large as the one before, and the last one is the rest of the limit.
     """
     region, taken, found = float(1 << 21), 0.0, 0
     while region < size:
         region *= 2
     again = True
-    while (now := min(region, limit - taken)) >= size:
-        found, taken = found + int(now // size), taken + now
+    while (part := min(region, limit - taken)) >= size:
+        found, taken = found + int(part // size), taken + part
         region, again = (region, False) if again else (2 * region, False)
     return found
 
@@ -101,10 +102,10 @@ def plan(
     host_bytes: float,
     rows: int | None = None,
 ) -> Plan:
-    """The split of layers that takes most rows, or for so many rows the one with fewest layers on the host.
+    """The split of layers with the most rows, or for given `rows` the one with the fewest layers on the host.
 
-    A token takes 2 K D e bytes of keys and values, beside its index. A dense layer keeps all on the device. One with
-    its history on the host keeps index and recent block there, the hot set and 4 K bytes a page.
+    A token takes 2 K D e bytes of keys and values, and its index. A dense layer keeps everything on the device. A layer
+    with its history on the host keeps index, recent block, hot set and 4 K bytes per page on the device.
     """
     K, D, S, e = spec.kv_heads, spec.head_dim, spec.capacity, jnp.dtype(spec.dtype).itemsize
     pair, index = 2 * K * D * e, policy.selector.bytes_per_token(spec)
@@ -130,7 +131,7 @@ def plan(
 def measure(
     model: Any, policies: PerLayer, length: int, rows: int, steps: int, block: int
 ) -> tuple[dict[str, Any], float | None]:
-    """What `throughput.time_steps` says, and units that were read from the host a step, head and layer."""
+    """The result of `throughput.time_steps`, and the units read from the host per step, head and layer."""
     spec = model.spec(batch=rows, capacity=length)
     cache = throughput.fill(kvjax.init(policies, spec, layers=model.config.layers), length - block - steps - 4)
     logits = jnp.zeros((rows, model.config.vocab_size), jnp.float32)
@@ -160,12 +161,14 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--hot", type=int, default=4096, help="tokens of a row and KV head")
     parser.add_argument("--float8", action="store_true", help="keep the history on the host in 8-bit floats")
     parser.add_argument("--steady", type=reals, default=[0.9, 0.0, 1.0])
-    parser.add_argument("--rows", type=int, help="in place of the most that fit; fewest layers go to the host")
+    parser.add_argument(
+        "--rows", type=int, help="in place of the most rows that fit; as few layers as possible go to the host"
+    )
     parser.add_argument("--device-bytes", type=float, default=135e9)
     parser.add_argument("--host-bytes", type=float, default=82e9, help="limit of the pool of pinned memory")
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--block", type=int, default=32)
-    parser.add_argument("--implementation", default="default", help="or kernels: also those that nobody has measured")
+    parser.add_argument("--implementation", default="default", help="or kernels: also those without a measurement")
     parser.add_argument("--plan", action="store_true", help="say what fits and run nothing")
     parser.add_argument("--out", type=Path, help="default: results/host_batch.json; with --quick nothing is written")
     parser.add_argument("--quick", action="store_true", help="three narrow layers in float32 and two rows")

@@ -2,10 +2,11 @@
 
     python benchmarks/host_rows.py [host_rows | host_append | footprint] [--out FOLDER]
 
-Each call does its operation `REPEATS` times, of other rows each. "kernel" is device time. Of a gather in host memory
-the host's CPU does a part, which no profile of the GPU shows: "clock" and "xla" are of the host's clock, and so hold
-what it takes to start the programs. "footprint" reads as many rows of larger and larger stores, in random and in rising
-order and with fewer blocks, each time from another of `STORES` stores, and writes host_rows_footprint.json.
+Each call does its operation `REPEATS` times, on different rows. "kernel" is device time. The host's CPU does a part of
+a gather in host memory, which a profile of the GPU does not show: so "clock" and "xla" are of the host's clock, and
+include the launch of the programs. "footprint" reads the same number of rows from larger and larger stores, in random
+and in rising order and with fewer blocks, each time from another of `STORES` stores, and writes
+host_rows_footprint.json.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvjax.kernels_pallas.host import host_append, host_rows
 from kvjax.kernels_pallas.host.host_rows import Config
 from kvjax.memory import host_zeros, to_device, to_host
 
-BUS_BYTES_PER_US = 50e3  # of PCIe 5 x16, as copies from pinned memory reach
+BUS_BYTES_PER_US = 50e3  # of PCIe 5 x16, as seen for copies from pinned memory
 REPEATS = 8
 D = 128
 READS = (  # B, K, pages, pages read of a row, tokens of a page
@@ -99,7 +100,7 @@ def clock(call: Call, calls: int) -> float:
 
 
 def arrays(outs: Any) -> list[Any]:
-    """What must be equal: all rows read, or the part of the store that was written to."""
+    """The arrays to compare: all rows read, or the part of the store that was written to."""
     outs = jax.tree.leaves(outs)
     copies = (to_device(a)[:, :, : 2 * REPEATS * 32] for a in outs)  # a view of host memory could not be donated
     return [np.asarray(a).view(np.uint16) for a in copies]
@@ -115,7 +116,7 @@ def measure(
         label = label_of(config)
         call = make(partial(getattr(op, name), config=config))
         if not all(np.array_equal(a, b) for a, b in zip(arrays(call()), want, strict=True)):
-            raise SystemExit(f"{name} with {config} is not its reference")
+            raise SystemExit(f"{name} with {config} differs from its reference")
         found = [(statistics.median(us) * len(us) / 10) for which, us in kernels(call, 10) if f"kvjax_{name}" in which]
         times[label], clocks[label] = sum(found) / REPEATS, clock(call, 10)
     first, best = next(iter(times)), min(times, key=lambda label: times[label])
@@ -176,7 +177,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def measure_all(asked: Sequence[str], folder: Path | None) -> None:
-    """Without a folder one small shape of each, with which nothing is written."""
+    """Measures the operations that are named; without a folder, one small shape of each, and writes nothing."""
     small = [(1, 1, 600, 2, 1)]
     for op, prepare, shapes, configs, reference in (
         (host_rows, reading, READS, READ_CONFIGS, ops.host_rows),

@@ -1,8 +1,8 @@
-"""Times of a decode step a layer with the history in host memory, by length and by how much queries turn.
+"""Times of a decode step per layer with the history in host memory, by length and by how much queries turn.
 
     python benchmarks/host_steps.py [--lengths 131072] [--methods fier,quest] [--hot 4096,8192] [--correlations 1,0.9,0]
 
-Layers as in decode_step.py, in straight line, with the history on the device, in host memory, and there with a hot set.
+Unrolled layers as in decode_step.py, with the history on the device, in host memory, and in host memory with a hot set.
 The queries of a step are `correlation` times those of the step before, plus noise that keeps their length. "us" is
 device time of the kernels of a layer, "clock_us" the host's clock; "read" is tokens of a row and KV head that a step
 read from the host. With `--float8` the histories under hot sets are in 8-bit floats, and "where" says so. `--shape
@@ -103,13 +103,13 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", type=numbers, default=[131072])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--methods", type=names, default=["fier"])
-    parser.add_argument("--hot", type=numbers, default=[4096, 8192], help="tokens; 0 leaves it out")
+    parser.add_argument("--hot", type=numbers, default=[4096, 8192], help="tokens of the hot set; 0: none")
     parser.add_argument("--correlations", type=reals, default=[1.0, 0.97, 0.9, 0.0])
     parser.add_argument("--shape", choices=SHAPES, default="llama")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--float8", action="store_true", help="hot sets of a history in 8-bit floats")
-    parser.add_argument("--implementation", default="default", help="or kernels: also those that nobody has measured")
+    parser.add_argument("--implementation", default="default", help="or kernels: also those without a measurement")
     given = parse(parser, args)
     heads, kv_heads, channels = SHAPES["quick" if given.quick else given.shape]
     dtype = jnp.dtype(jnp.float32 if given.quick else jnp.bfloat16)

@@ -1,10 +1,10 @@
-"""Times of hot_places, hot_load and hot_load_float8 by rows, size of the hot set and hit rate, beside the references.
+"""Times of hot_places, hot_load and hot_load_float8 by rows, size of the hot set and hit rate, and of the references.
 
     python benchmarks/hot_pages.py [--cases 1x8192,16x4096] [--hits 1,0.9] [--blocks 0,32] [--out FOLDER]
 
-Every step wants `N` tokens of each row and KV head, of which a share of `hits` is there. All kernels are compared with
-their references before they are timed. "kernel" is device time, and "xla" that of the references' kernels. Rows with
-"float8", in a file of their own, read a history of 8-bit floats.
+Every step needs `N` tokens of each row and KV head, a share `hits` of them in the hot set. All kernels are compared
+with their references before they are timed. "kernel" is device time, and "xla" that of the references' kernels. Rows
+with "float8", in a file of their own, read a history of 8-bit floats.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TIMES = "microseconds of device time, medians of 10 calls; floor: bytes over the
 
 
 def full_tables(B: int, n: int, pages: int) -> ops.HotTables:
-    """Tables in which the pages 0 to n - 1 lie in places of their own number, none used."""
+    """Tables in which pages 0 to n - 1 are in the places of the same numbers, none used."""
     empty = empty_hot((B, K), n, pages, 1, D, jnp.bfloat16).tables
     own = jnp.arange(n, dtype=jnp.int32)
     place = empty.place.at[:, :, :n].set(own)
@@ -100,7 +100,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a small case in the simulator; nothing is written")
     given = parser.parse_args(args)
     if "0" not in given.blocks:
-        parser.error(f"--blocks {','.join(given.blocks)}: name 0 too, to which the others are compared")
+        parser.error(f"--blocks {','.join(given.blocks)}: include 0, with which the others are compared")
     if given.quick:
         with simulated():
             for float8 in (False, True):

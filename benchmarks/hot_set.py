@@ -1,4 +1,4 @@
-"""Times of reading selected tokens through a hot set, by hit rate, beside the host store and the device.
+"""Times of reading selected tokens through a hot set, by hit rate, compared with the host store and the device.
 
     python benchmarks/hot_set.py [--cases 1x131072,8x32768,48x32768] [--hits 0,50,90,100] [--tokens 8192]
 
@@ -6,7 +6,7 @@ A call makes one selection of `--select` tokens of each row and KV head resident
 step selects, a share of `hits` is always the same, and the others are not selected again for as many steps as the hot
 set could hold them. "host" reads every token from the host; "device" has all of the history in device memory. "us" is
 the host's clock for a call, the median of calls that each wait for their result; "kernels_us" is device time. Before
-it times, the script compares the tokens that come out of the hot set with those of the host store.
+timing, the script compares the tokens read through the hot set with those of the host store.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOCAL = 64
 
 
 def slots(step: int, slots_: int, select: int, share: float, spec: CacheSpec) -> Array:
-    """i32[B, K, 1, M]: a share that every step selects, then others, new ones each step as long as there are."""
+    """i32[B, K, 1, M]: a share that every step selects, then others, new ones in each step while any are left."""
     same = round(share * select)
     others = select - same
     place = same + (step * others + np.arange(others)) % max(slots_ - same, 1)
@@ -42,7 +42,7 @@ def slots(step: int, slots_: int, select: int, share: float, spec: CacheSpec) ->
 
 
 def check(spec: CacheSpec) -> None:
-    """The tokens of the hot set are those of the host store, while pages come and go."""
+    """Checks that the hot set gives the tokens of the host store, while pages are loaded and replaced."""
     spec = dataclasses.replace(spec, batch=2, capacity=256)
     host, hot = HostOffload(), HotSet(tokens=96)
     k, v = (jax.random.normal(jax.random.key(i), (2, spec.kv_heads, 256, spec.head_dim), spec.dtype) for i in range(2))
@@ -124,7 +124,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--hits", type=numbers, default=[0, 50, 90, 100], help="per cent")
     parser.add_argument("--tokens", type=numbers, default=[8192], help="of the hot set, a row and KV head")
     parser.add_argument("--select", type=int, default=1984)
-    parser.add_argument("--implementation", default="default", help="or kernels: also those that nobody has measured")
+    parser.add_argument("--implementation", default="default", help="or kernels: also those without a measurement")
     given = parse(parser, args)
     shape = SMALL_LAYER if given.quick else LAYER
     what = "selected tokens read and attended in a layer, " + ", ".join(f"{k} {v}" for k, v in shape.items())

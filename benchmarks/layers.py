@@ -1,4 +1,4 @@
-"""What the benchmarks of whole steps share: layers of a Llama-3.1-8B, a clock, and results that add up over runs."""
+"""Shared by the benchmarks of whole steps: layers of a Llama-3.1-8B, a clock, and results that add up over runs."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ def clock(run: Callable[..., tuple[Any, Any]], state: Any, *args: Any, calls: in
 
 
 def keep_counts(old: Any, new: Any) -> Any:
-    """`new` with the counts of `old`, so that a step can be repeated on the state that it gives. They pass through the
-    program, so it has no kernel for that; the step itself works with the new ones."""
+    """`new` with the counts of `old`, so that a step can be repeated on the state that it returns. The counts pass
+    through the program, so this adds no kernel; the step itself works with the new ones."""
 
-    def choose(path: tuple[Any, ...], a: Any, b: Any) -> Any:
-        last: DictKey | GetAttrKey | SequenceKey = path[-1]
-        return a if isinstance(last, GetAttrKey) and last.name == "count" else b
+    def select(path: tuple[Any, ...], a: Any, b: Any) -> Any:
+        key: DictKey | GetAttrKey | SequenceKey = path[-1]
+        return a if isinstance(key, GetAttrKey) and key.name == "count" else b
 
-    return jax.tree.map_with_path(choose, old, new)
+    return jax.tree.map_with_path(select, old, new)
 
 
 @contextmanager
 def implementation(name: str) -> Iterator[None]:
-    """What programs traced inside run: "default", as users; "kernels", also those that are not yet in use by default
-    because nobody has measured them; "xla", the references alone."""
+    """Sets the kernels of programs traced inside: "default"; "kernels", also those that are not in use by default as
+    they have no measurement yet; "xla", only the references."""
     with ExitStack() as stack:
         if name == "kernels":
             stack.enter_context(mock.patch.object(ops.op, "_unmeasured", return_value=None))
@@ -78,7 +78,7 @@ def implementation(name: str) -> Iterator[None]:
 def floor_us(policy: Policy, spec: CacheSpec, length: int, steps: int = 1) -> float:
     """The fewest bytes that a step of a layer reads after `length` tokens, over the memory's bandwidth.
 
-    Several steps at once read index or cache once, and each the tokens that it selects, other ones than the others.
+    Several steps at once read index or cache once, and each step the tokens that it selects, which no other selects.
     """
     pair = 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
     if isinstance(policy, Full):
@@ -88,11 +88,11 @@ def floor_us(policy: Policy, spec: CacheSpec, length: int, steps: int = 1) -> fl
     elif isinstance(policy, Retrieval):
         read = policy.selector.bytes_read(spec, length) + pair * policy.budget * steps
     else:
-        raise TypeError(f"what does {policy} read?")
+        raise TypeError(f"the bytes that {policy} reads are not known here")
     return spec.batch * read / BYTES_PER_US
 
 
-# Of a layer of Llama-3.1-8B, and with `--quick`.
+# The sizes of a layer of Llama-3.1-8B, and of a layer with `--quick`.
 LAYER: dict[str, Any] = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": jnp.dtype(jnp.bfloat16)}
 SMALL_LAYER: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": jnp.dtype(jnp.float32)}
 
@@ -115,7 +115,7 @@ def options(doc: str | None, results: str, calls: int) -> argparse.ArgumentParse
 
 
 def parse(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> argparse.Namespace:
-    """The options; ends the program where there is no GPU to measure and `--quick` was not given."""
+    """The options; ends the program if there is no GPU to measure and `--quick` was not given."""
     given = parser.parse_args(args)
     if not given.quick and jax.default_backend() != "gpu":
         parser.error("this measures a GPU; --quick runs small sizes without one")
@@ -123,12 +123,12 @@ def parse(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> argpar
 
 
 def out_of(given: Any, name: str) -> Path | None:
-    """The file that was asked for, else that of the results; None for `--quick`, which measures nothing to be kept."""
+    """The file of `--out`, or else that of the results; None for `--quick`, whose rows are not kept."""
     return given.out or (None if given.quick else Path(__file__).parent / "results" / name)
 
 
 def save(out: Path | None, what: str, rows: list[dict[str, Any]], key: tuple[str, ...]) -> None:
-    """Writes rows to `out`, if any, each with what made it; rows there that have the same `key` give way."""
+    """Writes rows to `out`, if any, each with its provenance; rows in the file with the same `key` are replaced."""
     if out is None:
         return
     made = provenance()

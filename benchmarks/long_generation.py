@@ -1,13 +1,13 @@
-"""What a model writes over thousands of tokens, read again through each cache: does a method drift?
+"""Decodes thousands of tokens of a model's own text through each cache: does a method drift?
 
     python benchmarks/long_generation.py MODEL --text book.txt [--prompt 2048] [--new-tokens 3072] [--budget 256]
 
-With full attention the model goes on from passages of a book at temperature 1. Its own text is then decoded, token by
+With full attention the model continues passages of a book at temperature 1. Its own text is then decoded, token by
 token, through every cache, and the perplexity of each quarter is compared with that of full attention: the ratio of a
 method that drifts rises from quarter to quarter. The standard error is that of paired differences of tokens.
 
-A folder named as `--out` without `.json` keeps the model's text and what each cache gave it with this code, so that a
-run that was cut goes on, and other `--methods` are compared on the same text.
+A folder named like `--out` without `.json` keeps the model's text and the results of each cache with this code, so that
+an interrupted run continues, and other `--methods` are compared on the same text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PARTS = 4
 
 
 def own_text(checkpoint: Checkpoint, prompts: np.ndarray, new_tokens: int, seed: int) -> np.ndarray:
-    """i32[B, T + new]: prompts and what the model writes after them at temperature 1, past stop tokens."""
+    """i32[B, T + new]: prompts and the model's continuations at temperature 1, past stop tokens."""
     capacity = -(-(prompts.shape[1] + new_tokens) // 128) * 128
     cache = checkpoint.init_cache("full", capacity=capacity, batch=len(prompts))
     settings: dict[str, Any] = {"sampling": sampling(1.0), "key": jax.random.key(seed)}
@@ -48,7 +48,7 @@ def own_text(checkpoint: Checkpoint, prompts: np.ndarray, new_tokens: int, seed:
 
 
 def kept_text(folder: Path, made_by: dict[str, Any], make: Callable[[], np.ndarray]) -> list[list[int]]:
-    """What `make` gives; made once for the same model and settings, and then kept in `folder`."""
+    """The result of `make`, which runs once for the same model and settings; then it is kept in `folder`."""
     file = folder / f"text-{digest_json(made_by)[:12]}.json"
     if not file.is_file():
         replace_file(file, json_text(make().tolist()))
@@ -57,7 +57,7 @@ def kept_text(folder: Path, made_by: dict[str, Any], make: Callable[[], np.ndarr
 
 
 def summary(cell: Cell, full: Cell) -> dict[str, Any]:
-    """Perplexity in all, and the ratio to full attention of each quarter with its standard error."""
+    """Total perplexity, and the ratio to full attention of each quarter with its standard error."""
     nats, gap = perplexity.nats(cell), perplexity.nats(cell) - perplexity.nats(full)
     parts = np.array_split(gap, PARTS, axis=1)
     errors = [np.std(part, ddof=1) / math.sqrt(part.size) for part in parts]
@@ -74,13 +74,13 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", nargs="?", type=Path, default=None, help="default: the shipped model")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 file with a long text")
-    parser.add_argument("--methods", default=METHODS, help="with spaces between; the first is compared with")
-    parser.add_argument("--rows", type=int, default=4, help="passages that the model goes on from")
-    parser.add_argument("--prompt", type=int, default=2048, help="tokens of each")
+    parser.add_argument("--methods", default=METHODS, help="separated by spaces; the first is the baseline")
+    parser.add_argument("--rows", type=int, default=4, help="passages that the model continues")
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens of each passage")
     parser.add_argument("--new-tokens", type=int, default=3072)
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--beside", type=int, default=8, help="caches at a time")
+    parser.add_argument("--beside", type=int, default=8, help="caches that decode at the same time")
     parser.add_argument("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "long_generation.json")
     given = parser.parse_args(args)

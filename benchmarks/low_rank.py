@@ -1,10 +1,11 @@
-"""What is lost of keys as factors of low rank: before and after RoPE, with a basis of the first tokens or of all.
+"""The error of keys as factors of low rank: before and after RoPE, with a basis of the first tokens or of all.
 
     python benchmarks/low_rank.py [--model DIR] [--text FILE] [--tokens 3072] [--learn 1024] [--out FILE]
 
 ShadowKV factors the keys of a whole prompt before their rotation; `LowRank` learns the basis from the first `learn`
-tokens, and without its `rope` from rotated keys. A model reads a text, and the relative error of the keys of all tokens
-past the first `learn` is told by layer and by share of the K D channels: 160 of 1024 is the paper's. Runs on a CPU.
+tokens, and without its `rope` from rotated keys. A model reads a text, and this reports the relative error of the keys
+of all tokens past the first `learn`, by layer and by the rank's share of the K D channels: 160 of 1024 in the paper.
+Runs on a CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def keys_of(checkpoint: Any, tokens: np.ndarray) -> np.ndarray:
-    """f64[L, K, T, D] as a cache gets them."""
+    """Keys f64[L, K, T, D] as a cache gets them."""
     spec = checkpoint.model.spec(batch=1, capacity=len(tokens))
     cache = kvjax.init(kvjax.Full(), spec, layers=checkpoint.config.layers)
     _, cache = prefill(checkpoint.model, cache, tokens[None])

@@ -1,15 +1,15 @@
-"""Time and loss of the ways to find ShadowKV's basis: the first flush of a row does it once for each layer.
+"""Time and loss of several ways to find ShadowKV's basis, which the first flush of a row does once for each layer.
 
     python benchmarks/low_rank_basis.py [--rows 1,8] [--calls 3] [--out FILE]
 
-The first 1024 keys of 8 heads are rows [1024, 1024] of which the 160 largest singular directions are wanted.
+The first 1024 keys of 8 heads are rows [1024, 1024]; the basis is their 160 largest singular directions.
 
     gram        eigenvectors of the Gram matrix, as `LowRank` finds them
     svd         the singular value decomposition of the rows
     iterations  power iterations on 192 directions of the Gram matrix: no decomposition larger than 192
 
 Keys are random with singular values that fall as 1 / (1 + i / 40). excess: by how much the error of the keys is larger
-than the least error that any basis of this rank has. Times are by the host's clock, with the transfer of nothing.
+than the least error that any basis of this rank has. Times are by the host's clock, without transfers.
 """
 
 from __future__ import annotations

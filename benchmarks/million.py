@@ -3,11 +3,11 @@
     python benchmarks/million.py [--methods full,fier,quest,pariskv,logquant] [--length 1048576] [--last 2]
     python benchmarks/million.py --methods fier:host,pariskv:host,freekv --length 524288
 
-A Qwen2.5-7B shape with random bf16 weights reads random tokens by `--chunk`. With `--last N` random keys and values
-stand for what comes before the last N chunks; `--last 0` reads all of it, some 2e17 FLOPs at a million. A row has the
+A Qwen2.5-7B shape with random bf16 weights reads random tokens in chunks of `--chunk`. With `--last N` random keys and
+values replace all but the last N chunks; `--last 0` reads the whole prompt, some 2e17 FLOPs at a million. A row has the
 seconds of each chunk, of which the first compiles, the rate of the last one (with `--last 0` the median of all) by the
-FLOPs of the matrix products and of causal attention, what the whole prompt takes at that rate, and milliseconds a token
-of decoding. Half a million tokens over host memory take 30 GB there: see `pinned.py` for
+FLOPs of the matrix products and of causal attention, the time of the whole prompt at that rate, and milliseconds per
+decoded token. Half a million tokens over host memory take 30 GB there: see `pinned.py` for
 XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB.
 """
 

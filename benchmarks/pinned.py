@@ -1,4 +1,4 @@
-"""How much host memory caches can use, and what it takes to get it: by growth of XLA's pool, and preallocated.
+"""How much host memory caches can use, and how long it takes to get it, with XLA's pool growing and preallocated.
 
     python benchmarks/pinned.py [--share 0.85] [--piece 2]
 
@@ -6,7 +6,7 @@ XLA's pool of pinned memory grows by regions that double, up to `XLA_PJRT_GPU_HO
 one is cut. With `XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE=true` it takes one region of that size when it is first used, and
 so does the pool through which arrays of NumPy are copied: both together are more than the machine has if the limit is
 more than half. Each way is measured in a process of its own, which makes arrays of `--piece` GiB in host memory until
-they have a share of what is free. `taken` is by how much the free memory fell.
+they fill a share of the free memory. `taken` is by how much the free memory fell.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from layers import out_of, save, show
 from kvjax.memory import host_zeros
 
 GIB = 1 << 30
-PREALLOCATED = 0.42  # of what is free, as it may be taken twice
+PREALLOCATED = 0.42  # of the free memory, as it may be taken twice
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -44,10 +44,10 @@ def free_bytes() -> int:
 
 
 def fill(share: float, piece: float) -> dict[str, Any]:
-    """Makes arrays in host memory until they have `share` of what is free."""
+    """Makes arrays in host memory until they fill `share` of the free memory."""
     free, held, seconds = free_bytes(), [], []
     make = jax.jit(partial(host_zeros, (int(piece * GIB) // 4,), "float32"))
-    jax.block_until_ready(jax.device_put(0.0))  # what the process itself takes
+    jax.block_until_ready(jax.device_put(0.0))  # the process itself takes memory
     before, size = free_bytes(), int(piece * GIB)
     while (len(held) + 1) * size <= share * free:
         start = time.perf_counter()

@@ -1,6 +1,6 @@
-"""score_pages in plain Pallas Mosaic GPU beside kvjax's kernel: `python benchmarks/plain_score_pages.py`, on a GPU.
+"""score_pages in plain Pallas Mosaic GPU against kvjax's kernel: `python benchmarks/plain_score_pages.py`, on a GPU.
 
-The plain kernel has no words of `kernels_pallas.simt`: a pipeline copies tiles of 64 pages by TMA, and `wgmma`
+The plain kernel does not use `kernels_pallas.simt`: a pipeline copies tiles of 64 pages by TMA, and `wgmma`
 multiplies them with the heads as columns. It needs whole tiles and at most 8 heads. The queries' positive and negative
 parts are made by XLA, in a kernel of their own.
 """
@@ -95,7 +95,7 @@ def plain_score_pages(q: Array, low: Array, high: Array, *, scale: float, config
 
 
 def measure(sweep: Sweep, B: int, K: int, G: int, P: int, D: int, dtype: str) -> dict[str, Any]:
-    """A row of the plain kernel; "ours" and "ours_mosaic" are kvjax's, alone and with what XLA has around it."""
+    """A row of the plain kernel; "ours" and "ours_mosaic" are kvjax's, alone and with XLA's kernels around it."""
     moved = B * K * P * (4 * D + 4 * G)
     n, scale = repeats(moved), D**-0.5
 

@@ -1,12 +1,12 @@
-"""What an index, or quantising, adds: to the prefill of a prompt, and to a decoded token when a chunk is sealed.
+"""The time that an index, or quantising, adds to the prefill of a prompt, and a flushed chunk to a decoded token.
 
     python benchmarks/prefill.py [--lengths 32768,131072] [--methods fier,logquant] [--out FILE]
 
 Two layers of Llama-3.1-8B with random bf16 weights store a prompt in one chunk, which is the whole of their prefill:
-projections, cuDNN attention, MLP, and what the cache does. `added` is the device time over that with kvjax's Full,
-minus 1. Sealing is the policy's `flush` of a full recent block; once in `chunk` tokens it adds to their decode steps,
-and `seal_added` is its share of a decoded token's time in a layer, all of it (attention and MLP). Without a GPU
-(`--quick`) sizes are small and the clock is the host's; that says that the script works, and nothing of speed.
+projections, cuDNN attention, MLP, and the work of the cache. `added` is the device time over that with kvjax's Full,
+minus 1. `seal_us` is the time of the policy's `flush` of a full recent block, which happens once in `chunk` tokens.
+Spread over these tokens, it adds the share `seal_added` to a decoded token's whole time in a layer (attention and MLP).
+Without a GPU (`--quick`) sizes are small and the clock is the host's; that only shows that the script works.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ POLICIES: dict[str, Callable[[], kvjax.PerLayer]] = {
 
 
 def prompt(cache: Any, model: Decoder, tokens: Array) -> tuple[Array, Any]:
-    """Stores tokens [B, T] in an empty cache, and hands it back as empty."""
+    """Stores tokens [B, T] in an empty cache, and returns it as empty."""
     logits, after = model(tokens, cache, last_logits=True, first_chunk=True)
     return logits, keep_counts(cache, after)
 
@@ -53,7 +53,7 @@ def token(cache: Any, model: Decoder, tokens: Array) -> tuple[Array, Any]:
 
 
 def seal(state: Any, policy: Zoned) -> tuple[Array, Any]:
-    """Demotes from the recent block, full in every row."""
+    """Flushes the recent block, which is full in every row."""
     recent = dataclasses.replace(state.recent, count=jnp.full_like(state.recent.count, state.recent.slots))
     after = policy.flush(dataclasses.replace(state, recent=recent))
     return after.store.count, keep_counts(state, after)
@@ -105,7 +105,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 rows.append(row)
                 show(row)
                 gc.collect()
-            what = f"prefill, decoded token and sealing of a chunk in one layer of {config}; random tokens and weights"
+            what = f"prefill, decoded token and flush of a chunk in one layer of {config}; random tokens and weights"
             save(out_of(given, "prefill.json"), what, rows, ("method", "length", "batch", "backend"))
 
 

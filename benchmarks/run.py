@@ -4,19 +4,19 @@
     python -m benchmarks.run --out measured --parts checkpoint --checkpoint DIR --text BOOK --other BOOK --gsm8k DIR
     python -m benchmarks.run --out measured --smoke
 
-Each cell of `plan.py` is a process with a time limit. A cell begins only if its limit is left, or if it took less at
-another time, and one that runs at the end of `--minutes` is stopped. All share a cache of compiled programs. After each
-cell a line is printed and OUT/cells.json is written, with the digest of the code and the kind of device: so a second
-call goes on where the first stopped, and one of other code or elsewhere begins anew. Results are in OUT/results, what a
-cell printed in OUT/logs; nothing else needs to be kept.
+Each cell of `plan.py` is a process with a time limit. A cell begins only if there is time for its limit, or for the
+time that it took before; one that still runs at the end of `--minutes` is stopped. All share a cache of compiled
+programs. After each cell a line is printed and OUT/cells.json is written, with the digest of the code and the kind of
+device: so a second call continues where the first stopped, and a call with other code or another device starts over.
+Results are in OUT/results, the output of cells in OUT/logs; nothing else needs to be kept.
 
-With `--beside 8`, what is not timed comes first, eight processes at a time: tests of kernels, measures of quality, and
-programs. They share the GPU's memory, and most cells of a published model decode eight caches beside one another: three
-such cells of a 1.5B model were too many for 139 GiB. Most of the time of a short cell is compiling, on one core. So
-timed cells are first run briefly, for the programs that they leave in the cache; what they time there is thrown away.
+With `--beside 8`, work that is not timed comes first, eight processes at a time: tests of kernels, measurements of
+quality, and compilation. They share the GPU's memory, and most cells of a published model decode eight caches at the
+same time: three such cells of a 1.5B model were too many for 139 GiB. Most of the time of a short cell is compiling, on
+one core. So timed cells are first run briefly, to fill the cache of programs; their times in that run are discarded.
 
 `--smoke` runs each command on the CPU with its smallest sizes, to find a wrong option or a missing package; with
-`--one`, one of those that differ by method or length alone.
+`--one`, only one of the cells that differ by method or length alone.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ found = jax.devices()
 print(found[0].platform, len(found), f"{found[0].device_kind}, jax {jax.__version__}", sep="|")
 """
 SOURCES = ("kvjax", "kernels_pallas", "models", "benchmarks")
-THIS = ("plan.py", "run.py")  # of benchmarks/, what decides which commands run: a cell has its own beside it
-KEPT = ("ok", "failed", "over its limit")  # what is not run again
+THIS = ("plan.py", "run.py")  # of benchmarks/, not in the digest: a cell's state has its own command
+KEPT = ("ok", "failed", "over its limit")  # outcomes of cells that are not run again
 KNOWN, NO_TIME = "known before", "for which no time was left"
 MEMORY = 0.92  # of the GPU's, for all processes; the rest is for their programs
 RULER = "ruler-synthetic"  # of which one task needs some 3000 tokens
@@ -68,7 +68,7 @@ def digest_of_code() -> str:
 def devices() -> tuple[str, int, str]:
     """Platform, number and kind of the devices that a cell finds, and the version of jax.
 
-    Asked in a process of its own, as this one must not hold a GPU's memory.
+    A process of its own finds out, as this one must not hold a GPU's memory.
     """
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run([sys.executable, "-c", ASK], env=env, capture_output=True, text=True)
@@ -94,7 +94,7 @@ class State:
         return cell is not None and made_by.items() <= cell.items() and cell["status"] in KEPT
 
     def seconds(self, cell: Cell) -> float:
-        """Seconds that it took, with any code; else those that it may take."""
+        """Seconds that the cell took, with any code; else its limit."""
         earlier = self.cells.get(name_of(cell), {})
         return 1.2 * earlier["seconds"] + 5 if earlier.get("status") == "ok" else cell.seconds
 
@@ -159,7 +159,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def environment(cell: Cell, given: argparse.Namespace, *, beside: bool = False) -> dict[str, str]:
-    """The environment of a cell's process; `beside` others, it may take its part of the GPU's memory and no more."""
+    """The environment of a cell's process; with `beside`, the process gets only its share of the GPU's memory."""
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY / given.beside:.2f}", **BESIDE_OTHERS} if beside else {}
     env = {
         **os.environ,
@@ -177,9 +177,9 @@ def run_beside(
     untimed: Sequence[Cell], warmed: Sequence[Cell], given: argparse.Namespace, state: State,
     places: dict[str, str], until: float,
 ) -> list[str]:  # fmt: skip
-    """Runs what is not timed, and others briefly, `given.beside` at a time; the statuses of the first.
+    """Runs cells that are not timed, and others briefly, `given.beside` at a time; the statuses of the former.
 
-    What fails when it is run briefly fails again, and is told, when it is measured.
+    A cell that fails in its brief run fails again when it is measured, and is reported then.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.beside) as pool:
@@ -199,9 +199,9 @@ def run_beside(
 
 
 def inputs(given: argparse.Namespace) -> dict[str, str]:
-    """The values of the names in braces: the places of the inputs and of the results, and the settings of two tasks.
+    """The values of the names in braces: the paths of the inputs and of the results, and the settings of two tasks.
 
-    Python's own library is the code. With --smoke, inputs that were not given are small ones that this writes.
+    The code is that of Python's own library. With --smoke, this writes small inputs for those that were not given.
     """
     folder = given.out.resolve() / "inputs"
     found: dict[str, Path] = {
@@ -246,17 +246,17 @@ def options() -> argparse.ArgumentParser:
         return text.split(",")
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of all that is measured; a later call goes on")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which the last cell has ended")
+    parser.add_argument("--out", type=Path, required=True, help="folder for all results; a later call continues")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="the last cell has ended by then")
     parser.add_argument("--parts", type=parts, default=list(PARTS), help=f"in this order; of {', '.join(PARTS)}")
     parser.add_argument("--match", default="", help="only cells with this text in their names")
     parser.add_argument("--checkpoint", type=Path, help="a model in the format of Hugging Face")
     parser.add_argument("--text", type=Path, help="UTF-8 file with a long text that the model never saw")
-    parser.add_argument("--other", type=Path, help="another such text, on which layers to share selections are found")
+    parser.add_argument("--other", type=Path, help="another such text, to calibrate shared selections on")
     parser.add_argument("--gsm8k", type=Path, help="folder with test.jsonl as published")
     parser.add_argument("--cache", type=Path, help="folder of compiled programs; default OUT/cache")
-    parser.add_argument("--beside", type=int, default=0, metavar="N", help="first what is not timed, N at a time")
-    parser.add_argument("--again", action="store_true", help="run also what this code has measured or failed at")
+    parser.add_argument("--beside", type=int, default=0, metavar="N", help="first run untimed work, N cells at a time")
+    parser.add_argument("--again", action="store_true", help="also run cells that this code has measured or failed at")
     parser.add_argument("--list", action="store_true", help="print what would run, and run nothing")
     parser.add_argument("--one", action="store_true", help="one cell of each script and command")
     parser.add_argument("--smoke", action="store_true", help="each command with its smallest sizes, on the CPU")
@@ -275,20 +275,20 @@ def select(given: argparse.Namespace) -> list[Cell]:
 def measure(
     cell: Cell, given: argparse.Namespace, state: State, places: dict[str, str], until: float, *, beside: bool = False
 ) -> str:
-    """Runs a cell, keeps what it gave and tells it; its status. With others beside it, it may take twice as long."""
-    name, left, most = name_of(cell), until - time.monotonic(), (1 + beside) * cell.seconds
+    """Runs a cell, keeps and prints its outcome, and returns its status. With `beside`, it may take twice as long."""
+    name, left, longest = name_of(cell), until - time.monotonic(), (1 + beside) * cell.seconds
     if left < (min(state.seconds(cell), 120) if cell.resumes else state.seconds(cell)):
         return NO_TIME
-    limit = min(most, left)
+    limit = min(longest, left)
     log = given.out / "logs" / f"{name.replace(': ', '_').replace(' ', '_').replace('/', '_')}.txt"
     words = cell.words(places, cell.smoke if given.smoke else "")
     row = run(cell, words, environment(cell, given, beside=beside), log, limit)
-    if row["status"] == "cut" and limit == most and not cell.resumes:
+    if row["status"] == "cut" and limit == longest and not cell.resumes:
         row["status"] = "over its limit"
-    told = [name, row["status"], f"{row['seconds']:.0f} s"]
+    line = [name, row["status"], f"{row['seconds']:.0f} s"]
     with state.lock:
         state.keep(name, {**row, "asked": asked_of(cell, given)})
-        print(" | ".join(told if row["status"] == "ok" else [*told, last_line(log)]), flush=True)
+        print(" | ".join(line if row["status"] == "ok" else [*line, last_line(log)]), flush=True)
     return str(row["status"])
 
 

@@ -4,19 +4,19 @@
 
 Runs anywhere: it measures nothing. A decode step of one GPU took `fixed + weights / 4.3 TB/s + slope * tokens * rows`;
 `fixed` and `slope` are fitted by least squares to the rows of results/end_to_end.json (one H200, Llama-3.1-8B, bf16,
-budget 2048). On a group of `model` GPUs, weights and cache are split evenly, `fixed` stays (all layers are still
-launched), and two sums over the devices a layer, one for the embedding and two small gathers for the best token come in
-addition. A sum takes what it took on two GPUs, by results/devices.json, and what a ring moves over NVLink. Other groups
-(the axis `data`) have rows of their own and no traffic. Depth scales `fixed` and `slope`.
+budget 2048). On a group of `model` GPUs, weights and cache are split evenly, and `fixed` stays (all layers are still
+launched). Each layer adds two sums over the devices, the embedding one, and the best token two small gathers. A sum
+takes the time measured on two GPUs (results/devices.json) plus that of the bytes that a ring moves over NVLink. Other
+groups (the axis `data`) have rows of their own and no traffic. Depth scales `fixed` and `slope`.
 
 The axis `ctx` joins groups that serve the same rows: each has all weights, and the tokens of a row are split. A layer
 then gathers the parts of attention, (D + 1) * 4 bytes a query head from each group. One that selects by FIER also
 gathers G * 4 bytes a KV head, and 8 bytes for each token of the budget and KV head. These gathers cross nodes. A gather
-takes what it took within a node, by `CONTEXT_MS`, and `BETWEEN` more.
+takes the time measured within a node (`CONTEXT_MS`) plus `BETWEEN`.
 
 Constants: NVLink moves 450 GB/s in each direction of an H200 (NVIDIA H200 datasheet: 900 GB/s in all). Between nodes a
 GPU has 50 GB/s (NVIDIA DGX H200 datasheet: eight links of 400 Gb/s). BETWEEN is an assumption. No row was run; "check"
-has what the formulas say of the two GPUs that were.
+has the formulas' values for the two GPUs that were measured.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kvjax.evaluate.provenance import replace_file
 
 RESULTS = Path(__file__).parent / "results"
 # One GPU, and tokens over two, in milliseconds, in the shape of devices.json. That file lacks them: they are of one
-# run, during which the host had other work. Gathers may take less than they say, and nothing tells how much less.
-# `devices.py --placements ctx=2` asks again on a host of two GPUs.
+# run, during which the host had other work. Gathers may take less than they say, by an unknown amount.
+# `devices.py --placements ctx=2` measures them again on a host of two GPUs.
 CONTEXT_MS = {"full": (3.33, 3.18), "fier": (2.25, 3.54)}
 BETWEEN = 10e-6  # seconds that a small gather over nodes takes longer than in a node: assumed
 NVLINK = 450e9  # bytes a second in one direction
@@ -53,7 +53,7 @@ TOKEN_BYTES = {"full": 4096, "fier": 4352}  # of the cache, a layer
 
 
 def fitted(method: str) -> tuple[float, float]:
-    """Seconds of a step beside the weights, and seconds for each token of each row, of 32 layers."""
+    """Seconds of a step without the weights, and seconds for each token of each row, of 32 layers."""
     found = json.loads((RESULTS / "end_to_end.json").read_text())["rows"]
     rows = [r for r in found if r["cache"] == method and r["status"] == "ok" and not r.get("largest_batch")]
     at = np.array([[1.0, r["length"] * r["batch"]] for r in rows])
@@ -69,7 +69,7 @@ def measured() -> dict[str, dict[str, Any]]:
 
 
 def sum_seconds(fits: dict[str, tuple[float, float]]) -> float:
-    """Seconds of a small sum over two GPUs: what heads over two took beyond half of all but the fixed time."""
+    """Seconds of a small sum over two GPUs: the time with heads over two beyond half of all but the fixed time."""
     one, two = (measured()[name] for name in ("none", "model=2"))
     fixed = fits["full"][0] * one["layers"] / 32
     ideal = fixed + (one["tpot_ms"] / 1e3 - fixed) / 2
@@ -77,7 +77,7 @@ def sum_seconds(fits: dict[str, tuple[float, float]]) -> float:
 
 
 def gather_seconds(fits: dict[str, tuple[float, float]]) -> float:
-    """Seconds of a small gather over two GPUs: what tokens over two took beyond half of the time of the cache."""
+    """Seconds of a small gather over two GPUs: the time with tokens over two beyond half of the time of the cache."""
     row, beyond = measured()["none"], 0.0
     for method, (one, two) in CONTEXT_MS.items():
         whole = fits[method][0] * row["layers"] / 32 + row["weight_bytes"] / BANDWIDTH
@@ -105,8 +105,8 @@ def check(fits: dict[str, tuple[float, float]], latency: float, gather: float) -
 def context_seconds(
     method: str, layers: int, heads: int, kv_heads: int, rows: int, parts: int, link: tuple[float, float]
 ) -> float:
-    """Seconds of a step's gathers over `parts` devices of the axis ctx, each with so many query heads and KV heads.
-    `link` is the seconds of a small gather and the bytes a second."""
+    """Seconds of a step's gathers over `parts` devices of the axis ctx, with `heads` query heads and `kv_heads` each.
+    `link` is the seconds of a small gather and the bytes per second."""
     if parts == 1:
         return 0.0
     gathers, moved = GATHERS[method], 129 * 4 * heads
@@ -132,7 +132,7 @@ def row(
     latency: float,
     gather: float,
 ) -> dict[str, Any]:
-    """`groups` groups of GPUs that decode `rows` rows of `tokens` each."""
+    """The row of `groups` groups of GPUs that decode `rows` rows of `tokens` each."""
     parameters, layers, hidden, heads = SHAPES[model]
     weights = 2 * parameters / GROUP
     sums = 2 * layers + 1

@@ -1,6 +1,7 @@
 """Device time of score_pages by block sizes, and of its reference: `python benchmarks/score_pages.py`, on a GPU.
 
-Each call scores as many sets of pages as hold twice what the L2 cache does, so that they come from device memory.
+Each call scores several sets of pages, which together have twice the size of the L2 cache, so that they come from
+device memory.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from kvjax.ops import Implementation
 from kvjax.quant import OneBit
 from kvjax.selection import GroupReduce, PackedSelection, Selection
 
-SHAPES = (  # B, K, G, S, units that wait, k, D, group_reduce
+SHAPES = (  # B, K, G, S, pending units, k, D, group_reduce
     (1, 8, 4, 130816, 256, 2048, 128, "mean_softmax"),
     (1, 8, 4, 131072, 256, 2047, 128, "mean_softmax"),
     (1, 8, 4, 32512, 256, 2048, 128, "mean_softmax"),
@@ -73,9 +73,9 @@ def measure(
 
     @jax.jit
     def ranks(q: Array, ix: OneBit, span: Any, arrived: Any, count: Array) -> Array:
-        """Of scores as the kernel keeps them, in f16, and softmaxes by the sums that it has of them unrounded."""
+        """Ranks of scores in f16, as the kernel keeps them, with softmax sums of the unrounded scores."""
         stored = ops.score_1bit(q, ix, scale=D**-0.5, implementation="mosaic")
-        # To f16 and back, where XLA drops a pair of conversions. What is below 6e-5 becomes 0: much less than `most`.
+        # Rounds to f16; XLA would drop a pair of conversions. Scores below 6e-5 become 0: much less than `most`.
         late, kept = (jax.lax.reduce_precision(x, 5, 10) for x in (arrived[0], stored))
         half = jnp.concatenate([kept, late], axis=-1)
         if group_reduce == "mean_score":
@@ -87,8 +87,8 @@ def measure(
     highest = jnp.sort(jax.lax.top_k(ranked, k)[0], axis=-1)
 
     def error(got: Selection, _: Selection) -> float:
-        """The largest difference of the ranks of what it chose from the highest, in order: those within rounding of
-        each other may be taken for each other."""
+        """The largest difference of the ranks of the selected units from the highest, in order: units whose ranks
+        differ by rounding may be swapped."""
         ours = jnp.sort(jnp.take_along_axis(ranked, got.slots, axis=-1), axis=-1)
         return float(jnp.max(jnp.abs(ours - highest))) if bool(jnp.all(got.valid)) else float("inf")
 

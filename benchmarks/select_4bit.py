@@ -1,6 +1,7 @@
 """Device time of select_4bit by block sizes, and of its reference: `python benchmarks/select_4bit.py`, on a GPU.
 
-Each call chooses from as many candidates as read twice what the L2 cache holds, as in `benchmarks/rerank.py`.
+Each call selects from several lists of candidates, which together read twice the size of the L2 cache, as in
+`benchmarks/rerank.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvjax.kernels_pallas.select.select_4bit import Config, config_for
 from kvjax.rotate import SUBSPACE, Directions, lloyd_max, turned
 from kvjax.selection import Candidates, PackedSelection
 
-SHAPES = (  # B, K, G, S, D, M, keys that wait, k
+SHAPES = (  # B, K, G, S, D, M, pending keys, k
     (1, 8, 1, 131072, 128, 13108, 256, 1916),
     (1, 8, 1, 32768, 128, 6000, 256, 1916),
     (1, 8, 1, 8192, 128, 2500, 256, 1916),
@@ -60,7 +61,7 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, M: int, W: int
         return [run(q, keys, some, among) for some in lists]
 
     def error(got: list[PackedSelection], want: list[PackedSelection]) -> float:
-        """The largest share of a list's choice that is not the reference's: near ties, as f16 has them."""
+        """The largest share of a list's selection that is not the reference's: near ties in f16."""
         rows = [jnp.sort(p.slots.reshape(-1, k), axis=-1) for both in zip(got, want, strict=True) for p in both]
         same = [jax.vmap(jnp.isin)(a, b) for a, b in zip(rows[::2], rows[1::2], strict=True)]
         return float(max(1 - jnp.mean(s) for s in same))
@@ -75,9 +76,9 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, M: int, W: int
 if __name__ == "__main__":
     run(
         "select_4bit",
-        "select_4bit of q f32[B, K, G, D], k chosen of M of S keys for each of G heads and W keys that wait; error: "
-        "share of a list's choice that is not the reference's; config: blocks x unroll x warpgroups",
-        "normal random q and keys that wait, uniform random codes and weights; slots unique, spread, rising",
+        "select_4bit of q f32[B, K, G, D], k selected of M of S keys for each of G heads and W pending keys; error: "
+        "share of a list's selection that is not the reference's; config: blocks x unroll x warpgroups",
+        "normal random q and pending keys, uniform random codes and weights; slots unique, spread, rising",
         measure,
         SHAPES,
         swept=3,

@@ -3,8 +3,8 @@ with top_k_grouped, and of the references.
 
     python benchmarks/select_pages.py
 
-on a GPU. "scores" and "choice" are the kernels of the default. Each call picks from as many sets of pages, at most
-`MOST`, as hold twice what the L2 cache does, so that they come from device memory.
+on a GPU. "scores" and "choice" are the kernels of the default. Each call selects from several sets of pages, at most
+`MOST`, which together have twice the size of the L2 cache, so that they come from device memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvjax.ops import Implementation
 from kvjax.partial import attention_logits
 from kvjax.selection import GroupReduce, PackedSelection, Selection, reduce_scores
 
-SHAPES = (  # B, K, G, pages, tokens of a page, pages that wait, k, D, group_reduce
+SHAPES = (  # B, K, G, pages, tokens of a page, pending pages, k, D, group_reduce
     *((1, 8, 4, P, 16, 16, 126, 128, "mean_softmax") for P in (8192, 2048, 512, 65536)),
     (8, 8, 4, 2048, 16, 16, 126, 128, "mean_softmax"),
     (8, 8, 4, 8192, 16, 16, 126, 128, "mean_softmax"),
@@ -35,7 +35,7 @@ SHAPES = (  # B, K, G, pages, tokens of a page, pages that wait, k, D, group_red
     (1, 8, 4, 8192, 16, 16, 126, 128, "mean_score"),
     (1, 8, 8, 8192, 16, 16, 126, 64, "mean_softmax"),
 )
-MOST = 16  # sets of pages: of 8192 tokens and less L2 holds all
+MOST = 16  # sets of pages; for 8192 tokens and fewer, L2 holds all of them
 Waiting = tuple[Array, Array, Array]
 
 
@@ -68,13 +68,13 @@ def measure(
         return [one(q, *corners, *rest) for corners in zip(low, high, strict=True)]
 
     def scored(implementation: Implementation, q: Array, low: Array, high: Array, late: Waiting) -> list[Any]:
-        """Of pages and of those that wait, all valid."""
+        """Scores of pages and of pending pages, all valid."""
         exact = attention_logits(q, late[0], scale).reshape(B, K, G, pending, unit)
         stored = ops.score_pages(q, low, high, scale=scale, implementation=implementation)
         return [(s, jnp.ones((B, 1, 1, s.shape[-1]), bool)) for s in (stored, jnp.max(exact, axis=-1))]
 
     def by(implementation: Implementation) -> Any:
-        """score_pages and top_k_grouped, and what XLA does around them."""
+        """score_pages and top_k_grouped, and XLA's kernels around them."""
 
         @jax.jit
         def one(q: Array, low: Array, high: Array, span: Any, late: Waiting) -> Selection:
@@ -90,8 +90,8 @@ def measure(
     ranked = each(ranks, *args)
 
     def error(got: list[Selection], _: list[Selection]) -> float:
-        """The largest difference of the ranks of what it chose from the highest, in order: those within rounding of
-        each other may be taken for each other."""
+        """The largest difference of the ranks of the selected pages from the highest, in order: pages whose ranks
+        differ by rounding may be swapped."""
         worst = 0.0
         for rank, one in zip(ranked, got, strict=True):
             ours = jnp.sort(jnp.take_along_axis(rank, one.slots, axis=-1), axis=-1)
@@ -117,7 +117,7 @@ def measure(
 if __name__ == "__main__":
     run(
         "select_pages",
-        "select_pages of q f32[B, K, G, D], the corners of P pages of `unit` tokens, and keys of W pages that wait; "
+        "select_pages of q f32[B, K, G, D], the corners of P pages of `unit` tokens, and keys of W pending pages; "
         "config: blocks x unroll x tiles x warpgroups; score_pages and top_k_grouped: their kernels, and with those of "
         "XLA around them",
         "normal random corners, keys and queries; all valid",

@@ -1,11 +1,11 @@
-"""Times of a decode step a layer where several layers share a selection.
+"""Times of a decode step per layer if several layers share a selection.
 
     python benchmarks/shared.py [--lengths 131072] [--batches 1,8] [--shares 1,2,4]
 
-Layers as in decode_step.py, in straight line: every `share`-th one selects, and the others attend to the same slots of
-their own keys and values. "us" is the mean over layers of device time of the kernels; at share 1 it is that of
-decode_step.py. "follower_us" is what the times of share 1 and this share come to for a layer that follows. Before it
-times, the script compares the step of every layer with attention in plain JAX over the tokens that the kernels' anchor
+Unrolled layers as in decode_step.py: every `share`-th one selects, and the others attend to the same slots of their own
+keys and values. "us" is the mean over layers of device time of the kernels; at share 1 it is that of decode_step.py.
+"follower_us" is the time of a layer that follows, computed from the times of share 1 and of this share. Before timing,
+the script compares the step of every layer with attention in plain JAX over the tokens that the kernels' anchor
 selected, and that selection with the one of plain JAX. The two may differ in tokens near the threshold, whose scores
 are equal but for rounding.
 """
@@ -40,7 +40,7 @@ LEAST_EQUAL = 0.9  # of the tokens that the kernels and plain JAX select
 
 
 def step(layers: Any, q: Array, k: Array, v: Array) -> tuple[Any, Any]:
-    """One token through the layers in straight line, each waiting for the one before."""
+    """One token through the unrolled layers, each waiting for the one before."""
     outs, _, after = through(layers, q, k, v)
     return outs, after
 
@@ -60,7 +60,7 @@ def through(layers: Any, q: Array, k: Array, v: Array) -> tuple[Any, Any, Any]:
 
 
 def check(name: str, layers: Any, q: Array, k: Array, v: Array) -> None:
-    """Raises SystemExit where a layer's output is not attention over its selection, or that is not plain JAX's."""
+    """Raises SystemExit if a layer's output is not attention over its selection, or its selection not plain JAX's."""
     got, selections = jax.jit(lambda *args: through(*args)[:2])(layers, q, k, v)
 
     @jax.jit
@@ -82,7 +82,7 @@ def check(name: str, layers: Any, q: Array, k: Array, v: Array) -> None:
     slots = anchor.store.slots + anchor.recent.slots
     equal = float(jnp.min(jax.jit(set_recall, static_argnums=2)(selections[0], select(layers[0]), slots)))
     if not equal >= LEAST_EQUAL:
-        raise SystemExit(f"{name}: of a head's tokens the kernels and plain JAX select only {equal:.3f} alike")
+        raise SystemExit(f"{name}: the selections of the kernels and of plain JAX have only {equal:.3f} in common")
 
 
 def attend_to(layer: Any, selection: Any, q: Array, k: Array, v: Array) -> Any:

@@ -1,12 +1,12 @@
-"""What selections that serve several layers cost a published model: answers and perplexity, by how many layers share.
+"""Quality of a published model when layers share selections: answers and perplexity, by how many layers share.
 
     python benchmarks/shared_quality.py MODEL --text book.txt --calibrate other-book.txt [--methods fier,pariskv,quest]
 
 First `kvjax calibrate` finds, for each method and share, the layers that select and the KV heads that serve those of
-others, on a text of its own. Then `kvjax eval` asks for needles and pass keys, the question decoded, and `kvjax
+others, on a separate text. Then `kvjax eval` asks for needles and pass keys, with the question decoded, and `kvjax
 perplexity` scores a text: for every n-th layer ("fier:share=4") and for the layers found ("fier:anchors=FILE"), at one
-budget. Every command is printed, and goes on where it was cut. The folder of `--out` has a file for each pair of method
-and share, and the folders of results of the two commands.
+budget. Every command is printed, and continues where it was interrupted. The folder of `--out` has a file for each pair
+of method and share, and the folders of results of the two commands.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ def end(running: Sequence[subprocess.Popen[bytes]]) -> None:
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path, help="a model in the format of Hugging Face")
-    parser.add_argument("--text", type=Path, required=True, help="UTF-8 file to hide things in, and to score")
+    parser.add_argument("--text", type=Path, required=True, help="UTF-8 file to hide needles in, and to score")
     parser.add_argument("--calibrate", type=Path, required=True, help="UTF-8 file of another text")
     parser.add_argument("--methods", default="fier,pariskv,quest")
     parser.add_argument("--shares", default="1,2,4,8")
     parser.add_argument("--length", type=int, default=16384, help="tokens of a prompt, and of the context of a text")
-    parser.add_argument("--share-of-length", type=float, default=0.11, help="budget, as a share of that")
+    parser.add_argument("--share-of-length", type=float, default=0.11, help="budget, as a share of the length")
     parser.add_argument("--calibrate-length", type=int, default=4096)
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--batch", type=int, default=5)
     parser.add_argument("--steps", type=int, default=256, help="tokens that are scored in each of 8 passages")
-    parser.add_argument("--beside", type=int, default=8, help="caches at a time")
+    parser.add_argument("--beside", type=int, default=8, help="caches that decode at the same time")
     parser.add_argument("--dtype")
     parser.add_argument("--out", type=Path, default=Path("shared"), help="folder of all results")
     parser.add_argument("--quick", action="store_true", help="short prompts, one of each: only whether it runs")

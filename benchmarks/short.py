@@ -4,8 +4,8 @@
         --methods full,fier,quest,pariskv --implementations default --dense-capacity 0 --out short_rows.json
     python benchmarks/short.py short_rows.json
 
-For each selector it writes the most bytes of keys and values, of all rows of a layer, up to which a step of `full`
-took no longer in any case that was measured.
+For each selector it writes the largest number of bytes of keys and values, of all rows of a layer, up to which a step
+of `full` took no longer in any case that was measured.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def tokens(row: dict[str, Any]) -> int:
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", type=Path, help="what decode_step.py wrote")
+    parser.add_argument("rows", type=Path, help="the output file of decode_step.py")
     parser.add_argument("--out", type=Path, default=FILE)
     given = parser.parse_args(args)
     known = json.loads(FILE.read_text()) if FILE.is_file() else {}

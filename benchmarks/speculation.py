@@ -1,9 +1,9 @@
-"""Tokens a second with and without drafts by prompt look-up, on code to be edited and on passages to be summed up.
+"""Tokens per second with and without drafts by prompt look-up, on code to edit and on passages to summarise.
 
     python benchmarks/speculation.py MODEL --text book.txt [--methods "full fier"] [--tokens 3584] [--new-tokens 256]
 
-A model answers greedily, one prompt at a time, in its chat form where it has one. Code: files of Python's standard
-library, to be written again with type annotations. Summaries: passages of a book, to be summed up with quotations.
+A model answers greedily, one prompt at a time, in its chat template if it has one. Code: files of Python's standard
+library, to be written again with type annotations. Summaries: passages of a book, to be summarised with quotations.
 `same_tokens` counts the prompts whose answers with and without drafts are equal; `acceptance` is the share of drafted
 tokens that the model would have written. Seconds are those of decoding alone, from the second run of each program on.
 """
@@ -52,8 +52,8 @@ def prompts(checkpoint: Checkpoint, text: Path, tokens: int, count: int) -> dict
 def answer(
     checkpoint: Checkpoint, cache: str, ids: list[int], capacity: int, new_tokens: int, draft: PromptLookup | None
 ) -> tuple[list[int], float, Any]:
-    """The answer's tokens, seconds of decoding, and how drafts went."""
-    (row,) = make_rows([cache], dense_layers=None)  # of its own method, however short the cache
+    """The answer's tokens, seconds of decoding, and statistics of the drafts."""
+    (row,) = make_rows([cache], dense_layers=None)  # it runs its own method, however short the cache
     assert row.policies is not None, row.refused
     held = checkpoint.init_cache(row.policies, capacity=capacity)
     stop = checkpoint.stop_tokens
@@ -73,7 +73,7 @@ def measure(
     capacity = -(-(given.tokens + 256 + given.new_tokens) // 128) * 128
     seconds, tokens, same, numbers = np.zeros(2), np.zeros(2, int), 0, np.zeros(3, int)
     try:
-        for i, ids in enumerate(asked):  # compiles; what drafts look up has sizes by the prompt
+        for i, ids in enumerate(asked):  # compiles; arrays of the look-up depend on the prompt's length
             for one in (draft,) if i else (None, draft):
                 answer(checkpoint, cache, ids, capacity, given.new_tokens, one)
     except (ValueError, NotImplementedError) as error:
@@ -106,7 +106,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--methods",
         default="full fier:budget=1024 quest:budget=1024 pariskv:budget=1024,dense_below=0",
-        help="with spaces between",
+        help="separated by spaces",
     )
     parser.add_argument("--prompts", type=int, default=4, help=f"of each kind, at most {len(MODULES)}")
     parser.add_argument("--tokens", type=int, default=3584, help="of the material in a prompt, at most")

@@ -1,4 +1,4 @@
-"""What a benchmark of one kernel does: compare, time every configuration and the reference, print a table, write."""
+"""Runs a benchmark of one kernel: compares results, times every configuration and the reference, and writes a table."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ LEAST_GAIN = 0.03  # of an entry of tuned.json, over the kernel's rule
 
 
 def repeats(moved: float) -> int:
-    """How often a call must move so many bytes, each time others, to find nothing of the call before in L2."""
+    """How many sets of `moved` bytes a call must use in turn, so that L2 has nothing left from the call before."""
     return int(2 * L2_BYTES // moved) + 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What a run tries for each shape, and whether it keeps what wins."""
+    """The settings of a run: which configs it tries for each shape, and whether it keeps those that win."""
 
     most_configs: int | None = None  # that are tried; None: all
-    settled: list[tuned.Asked] | None = None  # what has been tuned, each by its first inputs; None: nothing is
+    settled: list[tuned.Asked] | None = None  # shapes that have been tuned, by their first inputs; None: no tuning
 
     def __call__(
         self,
@@ -45,7 +45,8 @@ class Sweep:
     ) -> dict[str, Any]:
         """Microseconds of one of the `n` operations that kernel(config)(*args) does, by config, the default's first.
 
-        The default, kernel(None), is what tuned.json has for the shape, or else the kernel's rule, which is the second.
+        The default, kernel(None), is the entry of tuned.json for the shape, or else the kernel's rule. The rule comes
+        second.
 
         Each config's output must be within `most` of the reference's by `error`. "kernel" is the kernel alone, "mosaic"
         with those of XLA around it.
@@ -76,14 +77,14 @@ class Sweep:
 
 
 def label_of(config: Any) -> str:
-    """A config's numbers; "rule" for None, with which a kernel goes by its own rule."""
+    """A config's numbers; "rule" for None, the kernel's own rule."""
     return "rule" if config is None else "x".join(str(x) for x in dataclasses.astuple(config))
 
 
 def _asked(
     kernel: Callable[[Any], Callable[..., Any]], args: Sequence[Any], name: str, configs: Iterable[Any]
 ) -> tuple[list[Any], tuned.Asked | None]:
-    """What to try, the default first, then the kernel's rule; and what the kernel asks for when it is given none."""
+    """The configs to try, the default first, then the kernel's rule; and the kernel's request if it gets no config."""
     with tuned.asked() as all_asked:
         jax.eval_shape(lambda *args: kernel(None)(*args), *args)
     found = next((x for x in all_asked if x.kernel == name), None)
@@ -91,8 +92,8 @@ def _asked(
 
 
 def tune(found: tuned.Asked, times: dict[Any, float]) -> None:
-    """Writes the fastest config for the shape on its device to tuned.json, if it gains enough; the shape's old entry
-    goes."""
+    """Writes the fastest config for the shape on its device to tuned.json, if it gains enough; an old entry of the
+    shape is removed."""
     if found.device is None:
         raise SystemExit("tuned.json has entries by kind of device, and this device's is not known")
     best = min(times, key=lambda config: times[config])
@@ -133,11 +134,11 @@ def run(
     swept: int = 1,
     quick: Any = None,
 ) -> None:
-    """Prints a line a shape, of measure(Sweep(...), *shape), and writes all to results/{name}.json. Every block size is
-    tried for the first `swept` shapes. `--quick` runs the shape `quick` alone, if there is one."""
+    """Runs measure(Sweep(...), *shape) for each shape, prints a line each, and writes all to results/{name}.json. Every
+    block size is tried for the first `swept` shapes. `--quick` runs the shape `quick` alone, if there is one."""
     parser = argparse.ArgumentParser(description=f"Device time of {name}, on a GPU.")
     parser.add_argument(
-        "--all", action="store_true", help="every block size for every shape, not for the first ones alone"
+        "--all", action="store_true", help="every block size for every shape, not only for the first ones"
     )
     parser.add_argument(
         "--tune", action="store_true", help="write block sizes that win by 3 % or more to kernels_pallas/tuned.json"

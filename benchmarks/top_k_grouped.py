@@ -2,8 +2,8 @@
 
     python benchmarks/top_k_grouped.py
 
-on a GPU. In a model the scores come from a kernel that has just written them; here they lie where the call before left
-them, in L2 as far as it holds them.
+on a GPU. In a model the scores come from a kernel that has just written them; here they are where the call before left
+them, in L2 if they fit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvjax.kernels_pallas.select import top_k_grouped
 from kvjax.kernels_pallas.select.top_k import Config, config_for
 from kvjax.selection import GroupReduce, reduce_scores
 
-SHAPES = (  # B, K, G, units of the history, units that wait, k, group_reduce
+SHAPES = (  # B, K, G, units of the history, pending units, k, group_reduce
     (1, 8, 4, 130816, 256, 2048, "mean_softmax"),
     (1, 8, 4, 131072, 256, 2048, "mean_softmax"),
     (1, 8, 4, 130816, 256, 2048, "mean_score"),
@@ -58,7 +58,7 @@ def measure(
         return ops.top_k_grouped(parts, group_reduce, k, implementation="xla")
 
     def error(got: Any, want: Any) -> float:
-        """The largest difference of the ranks of what they chose: within rounding the order may differ."""
+        """The largest difference of the ranks of the selected units: within rounding the order may differ."""
         ours, theirs = (jnp.take_along_axis(ranks, slots, axis=-1) for slots in (got[0], want.slots))
         return float(jnp.max(jnp.abs(ours - theirs)))
 
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     run(
         "top_k_grouped",
         "top_k_grouped of scores f32[B, K, G, U] in two parts; config: blocks x unroll; "
-        "xla and top_k: pooled by XLA, chosen by the kernel top_k",
+        "xla and top_k: pooled by XLA, selected by the kernel top_k",
         "normal random scores of deviation 2, all valid",
         measure,
         SHAPES,

@@ -5,12 +5,12 @@
 A model of random bf16 weights reads random tokens, batch 1. Each method reads the shortest prompt once untimed,
 which compiles; then every length `--calls` times into an empty cache, of which the median is kept, and a turn of
 `--turn` tokens after 32768 tokens and after the longest prompt. The method `floor` is the same prompt in one chunk,
-whose attention is one cuDNN call a layer. Each row is written when it is there.
+whose attention is one cuDNN call per layer. Each row is written as soon as it is measured.
 
 FLOPs are those of the matrix products and of causal attention; tflops is their rate. `cache_bytes` and `host_bytes` are
-what the cache takes on the device and on the host, and `peak_over_cache` is the largest amount of device memory in use
-so far beyond the weights and the cache: activations of a chunk, if nothing is kept twice. It never falls within a
-process: measure one method a run to tell methods apart.
+the cache's bytes on the device and on the host, and `peak_over_cache` is the largest amount of device memory in use so
+far beyond the weights and the cache: activations of a chunk, if nothing is kept twice. It never falls within a process:
+measure one method per run to compare methods.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ TURN_AFTER = 32768
 
 
 def flops(config: DecoderConfig, tokens: int, before: int = 0) -> float:
-    """Of the matrix products of `tokens` tokens, logits of the last one alone, and of attention after `before` more."""
+    """FLOPs of the matrix products of `tokens` tokens, with only the last one's logits, and of attention after `before`
+    more."""
     hidden, heads = config.hidden_size, (config.q_heads + config.kv_heads) * config.head_dim
     layer = 2 * hidden * heads + 3 * hidden * config.intermediate_size
     attention = 4 * config.q_heads * config.head_dim * tokens * (before + tokens / 2)
@@ -120,7 +121,7 @@ def measure(
 
 
 def _turn(model: Decoder, cache: Any, tokens: np.ndarray, after: int, size: int) -> list[float]:
-    """Seconds of a second turn, for the first compiles; it stands at most half a turn further."""
+    """Seconds of a second turn, as the first compiles; it begins at most half a turn further."""
     part = tokens[:, after : after + size]
     # Both must fit. The first stores few of its tokens, in a program of the same shape.
     few = 1 if cache.spec.capacity < after + 2 * size else max(size // 2, 1)

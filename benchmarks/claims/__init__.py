@@ -1,1 +1,1 @@
-"""What papers claim, measured on live queries of a model: `python -m benchmarks.claims --help`."""
+"""Claims of papers, measured on live queries of a model: `python -m benchmarks.claims --help`."""

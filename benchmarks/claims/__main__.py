@@ -1,13 +1,14 @@
-"""Measures what papers claim, on live queries and keys of a model.
+"""Measures claims of papers on live queries and keys of a model.
 
     python -m benchmarks.claims [MODEL_DIR] --text book.txt --what queries,drift --out folder
 
-groups: FIER's recall by layer and head and by group size, beside Quest. queries: cosine of adjacent queries, and what
-FreeKV would correct. logquant: coverage and loss by which tokens stay exact. drift: recall while the model writes, of
-indexes learnt from the prompt and of ParisKV. paris: what ParisKV's parts are worth, each left out or changed.
+groups: FIER's recall by layer, head and group size, compared with Quest. queries: cosine of adjacent queries, and the
+share that FreeKV would correct. logquant: coverage and loss for several sets of exact tokens. drift: recall during
+generation, of indexes learnt from the prompt and of ParisKV. paris: the effect of each part of ParisKV, left out or
+changed.
 
-drift and paris follow the model while it writes at temperature 1, the others a given text. A table goes to stdout, and
-with --out measure_WHAT.json, .md and .svg to a folder.
+drift and paris follow the model as it generates at temperature 1, the others read a given text. A table goes to stdout;
+with --out, measure_WHAT.json, .md and .svg go to a folder.
 """
 
 from __future__ import annotations
@@ -31,26 +32,31 @@ from kvjax.sampling import sampling
 
 FOLLOWED = ("groups", "queries", "logquant")
 WRITTEN = ("drift", "paris")
-WHATS = (*FOLLOWED, *WRITTEN)
+MEASUREMENTS = (*FOLLOWED, *WRITTEN)
 
 
 def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", nargs="?", type=Path, default=None, help="default: the shipped model")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 file with a long text that the model never saw")
-    parser.add_argument("--what", default=",".join(WHATS), help="with commas between; default all")
-    parser.add_argument("--length", default="1024,2048,4096", help="tokens of context, rising")
-    parser.add_argument("--steps", type=int, default=32, help="live queries at each length, adjacent")
-    parser.add_argument("--budget", type=int, default=256, help="tokens that a step reads a KV head")
-    parser.add_argument("--new-tokens", type=int, default=None, help="of drift and paris; default: as many as the text")
-    parser.add_argument("--window", type=int, default=42, help="of logquant: 2W to 3W tokens are exact")
+    parser.add_argument("--what", default=",".join(MEASUREMENTS), help="separated by commas; default all")
+    parser.add_argument("--length", default="1024,2048,4096", help="context lengths in tokens, ascending")
+    parser.add_argument("--steps", type=int, default=32, help="consecutive live queries at each length")
+    parser.add_argument("--budget", type=int, default=256, help="tokens that a step reads for each KV head")
+    parser.add_argument(
+        "--new-tokens",
+        type=int,
+        default=None,
+        help="tokens to generate for drift and paris; default: the last --length",
+    )
+    parser.add_argument("--window", type=int, default=42, help="W of logquant, which keeps 2W to 3W tokens exact")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args(args)
     kinds, lengths = given.what.split(","), [int(part) for part in given.length.split(",")]
-    if unknown := set(kinds) - set(WHATS):
-        parser.error(f"--what {', '.join(unknown)} must be of {', '.join(WHATS)}")
+    if unknown := set(kinds) - set(MEASUREMENTS):
+        parser.error(f"--what {', '.join(unknown)}: there are {', '.join(MEASUREMENTS)}")
     directory = given.model_dir or models.shipped()
     checkpoint = models.load(directory, dtype=given.dtype)
     tokens = recall.read_tokens(checkpoint, given.text, lengths[-1])
@@ -58,7 +64,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if new is None:
         new = min(lengths[-1], (checkpoint.config.max_positions or 2 * lengths[-1]) - lengths[-1])
     if set(kinds) & set(WRITTEN) and new < given.steps:
-        parser.error(f"--new-tokens {new} are fewer than --steps {given.steps}")
+        parser.error(f"--new-tokens {new} is less than --steps {given.steps}")
 
     live: dict[bool, Live] = {}
     if set(kinds) & set(FOLLOWED):
@@ -105,7 +111,7 @@ def measure(
 
 
 def rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row a case; of turns, a row a threshold tau."""
+    """A row for each case; for turns, a row for each threshold tau."""
     made = []
     for name, one in found.items():
         if isinstance(one, Turns):

@@ -1,11 +1,12 @@
 """Which tokens to keep exact: LogQuant's claim, measured on live queries.
 
-LogQuant, KIVI and the eviction methods all keep some E tokens exact and differ in which, and in what becomes of the
-others: few bits, or nothing. At equal E two questions part. Coverage: how much of the attention do the exact tokens
-hold (LogQuant, Fig. 4)? Loss: how far is attention off when the others are quantised, or dropped (its Table 2)?
+LogQuant, KIVI and the eviction methods all keep some E tokens exact. They differ in which tokens these are, and in
+whether the others are quantised or dropped. At equal E there are two questions. Coverage: how much of the attention do
+the exact tokens hold (LogQuant, Fig. 4)? Loss: how large is the error of attention if the others are quantised, or
+dropped (its Table 2)?
 
-Which tokens are exact follows from the policy and the length alone, so it is worked out on the host; the quantised keys
-and values are those that the policy's own store gives back for the chunks that left.
+The exact tokens follow from the policy and the length alone, so they are computed on the host; quantised keys and
+values are read back from the policy's own store, for the chunks that left the recent block.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from kvjax.evaluate.live import Live, LiveLayer
 from kvjax.evaluate.recall import exact_logits
 from kvjax.evaluate.store import Progress
 
-SINKS = 2  # first tokens that the second coverage leaves out: they draw attention whatever they say
+SINKS = 2  # first tokens that the second coverage leaves out, as they draw attention whatever their content
 
 
 def exact_tokens(policy: Compressed, length: int) -> np.ndarray:
-    """i[E], the positions that are exact when a row has just taken its token number `length` in a decode step.
+    """i[E], the positions that are exact right after the decode step that stores token number `length` of a row.
 
     >>> from kvjax import Compressed, LogSparse
     >>> exact_tokens(Compressed(local=2, demote=LogSparse(window=2)), 9)
@@ -45,7 +46,7 @@ def exact_tokens(policy: Compressed, length: int) -> np.ndarray:
 
 
 def decoded(policy: Compressed, k: Array, v: Array) -> tuple[Array, Array]:
-    """Keys and values [B, K, S, D] as the store gives them back, where they have left the recent block of a row of S
+    """Keys and values [B, K, S, D], decoded from the store for tokens that have left the recent block of a row of S
     tokens; all others as they are."""
     line, slots, leave = k.shape[2] - policy.sink, policy.demote.slots(policy.local), policy.demote.leave
     flushes = max(0, -(-(line - slots) // leave))
@@ -59,11 +60,11 @@ def decoded(policy: Compressed, k: Array, v: Array) -> tuple[Array, Array]:
 
 
 class _Seen(NamedTuple):
-    """Of one step, or T of them in front."""
+    """Measurements of one step, or of T steps along a first axis."""
 
-    mass: Any  # f32[B, N] share of attention that the exact tokens hold
-    mass_past_sinks: Any  # f32[B, N] of the attention past the first tokens, the share that exact tokens hold
-    top: Any  # f32[B, N] of the E tokens most attended, the share that is exact
+    mass: Any  # f32[B, N] share of attention on the exact tokens
+    mass_past_sinks: Any  # f32[B, N] the same share of the attention past the first tokens
+    top: Any  # f32[B, N] share of the E most attended tokens that are exact
     weights: Any  # f32[B, N] sum of |weight - exact weight| over the tokens
     outputs: Any  # f32[B, N] sum of |out - exact out| over the channels
     error: Any  # f32[B, N] |out - exact out| / |exact out|
@@ -71,11 +72,11 @@ class _Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Kept:
-    """What keeping some tokens exact comes to at T live steps of L layers and B rows."""
+    """The effect of keeping some tokens exact, at T live steps of L layers and B rows."""
 
     lengths: np.ndarray  # i[T]
     exact: np.ndarray  # i[T] tokens that are exact
-    mass: np.ndarray  # f[L, T, B, N], and so the others: see `_Seen`
+    mass: np.ndarray  # f[L, T, B, N], as all below; see `_Seen`
     mass_past_sinks: np.ndarray
     top: np.ndarray
     weights: np.ndarray
@@ -102,7 +103,7 @@ Mask = Callable[[LiveLayer, np.ndarray], np.ndarray]  # bool[R, 1 or K, S]: exac
 
 
 def keep(live: Live, mask: Mask, policy: Compressed | None) -> Kept:
-    """Exact are the tokens of `mask`; others are what the store of `policy` gives back, or dropped if it is None."""
+    """Keeps the tokens of `mask` exact; the others are decoded from the store of `policy`, or dropped if it is None."""
     found, exact = [], []
     for layer in live.layers:
         kq, vq = (layer.k, layer.v) if policy is None else decoded(policy, layer.k, layer.v)
@@ -169,16 +170,16 @@ def _keep(
     return lax.map(step, (q, exact, positions))
 
 
-# ------------------------------------------------------------------------------------------------------ which are kept
+# -------------------------------------------------------------------------------------------------------- exact tokens
 
 
 def of_policy(policy: Compressed) -> Mask:
-    """What a policy keeps exact."""
+    """The tokens that a policy keeps exact."""
     return _mask(lambda length: exact_tokens(policy, length))
 
 
 def newest(like: Compressed, *, sink: int = 0) -> Mask:
-    """`sink` first tokens and the newest ones, as many in all as `like` keeps exact: a window, or StreamingLLM."""
+    """`sink` first tokens and the newest ones, in total as many as `like` keeps exact: a window, or StreamingLLM."""
 
     def positions(length: int) -> np.ndarray:
         count = len(exact_tokens(like, length))
@@ -189,11 +190,11 @@ def newest(like: Compressed, *, sink: int = 0) -> Mask:
 
 
 def heavy(like: Compressed, queries: int = 16) -> Mask:
-    """Half the newest tokens, half those that drew most attention, as many in all as `like` keeps exact.
+    """Half the newest tokens, half those that drew most attention, in total as many as `like` keeps exact.
 
-    The mass is that of the `queries` live queries before the step in its run (all there are, if fewer), summed over the
-    group: the choice of H2O and SnapKV by recent queries, with every token still there to be chosen. A run's first
-    step, before which there is none, keeps the newest tokens.
+    The mass is that of the `queries` live queries before the step in its run (or fewer, at its beginning), summed over
+    the group: the selection of H2O and SnapKV by recent queries, as if no token had been evicted before. A run's first
+    step has no queries before it and keeps the newest tokens.
     """
 
     def mask(layer: LiveLayer, positions: np.ndarray) -> np.ndarray:
@@ -235,10 +236,10 @@ def _mask(positions: Callable[[int], np.ndarray]) -> Mask:
 def logquant(
     live: Live, *, window: int = 42, bits: tuple[int, ...] = (2, 4), progress: Progress | None = None
 ) -> dict[str, Kept]:
-    """Coverage and loss of LogQuant's pattern beside a window, StreamingLLM's and recent attention's, 2W to 3W exact.
+    """Coverage and loss of LogQuant's pattern, a window, StreamingLLM and recent attention, with 2W to 3W exact tokens.
 
-    "drop" forgets the other tokens; "n bits" quantises them all alike: keys by channel in groups of W tokens, values by
-    token. "KIVI" is the preset, which keeps 1 to 128 tokens exact in groups of 32.
+    "drop" drops the other tokens; "n bits" quantises them all the same way: keys by channel in groups of W tokens,
+    values by token. "KIVI" is the preset, which keeps 1 to 128 tokens exact in groups of 32.
     """
     logsparse = presets.logquant(window).rest
     assert isinstance(logsparse, Compressed)

@@ -1,11 +1,11 @@
-"""Does an index age? Selectors that learn from a prompt, beside ParisKV's rotation, along a long text.
+"""Does an index age? Selectors that learn from a prompt, compared with ParisKV's rotation, along a long text.
 
 An index by learnt centroids (PQCache, and most vector search) fits the keys that it has seen. As a generation goes on,
 its keys may leave that distribution, and recall falls. ParisKV's codes come from geometry and cannot age. But recall
-also falls because the history grows, for any index. To tell the two apart, each learnt index is measured twice: with
-centroids of the prompt, and with centroids learnt anew from all of the text so far. What lies between them is drift.
+also falls because the history grows, for any index. To separate the two, each learnt index is measured twice: with
+centroids of the prompt, and with centroids learnt again from all of the text so far. The difference is drift.
 
-`Learnt` is a selector like any other and can be used in `kvjax.Retrieval`; it is here, for it serves to compare.
+`Learnt` is a selector like any other and can be used in `kvjax.Retrieval`; it is here because only comparisons need it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Codebook(NamedTuple):
 class Learnt:
     """Scores tokens by centroids of subspaces, learnt by k-means from the first keys that a row appends.
 
-    A key is the number of its nearest centroid in each subspace of `channels` channels. With by="products" its score
+    A key is stored as its nearest centroid in each subspace of `channels` channels. With by="products" its score
     is the sum of the products of these centroids with the query: an estimate of scale * q.k. With by="votes" it is
     ParisKV's tiers of votes, with learnt centroids in place of sign patterns, `rho` of the history in reach.
-    The centroids stay as they are when more keys come: this is what a prompt stored in one piece teaches. Unlike other
-    selectors, it so depends on how the keys were cut into calls.
+    The centroids do not change when more keys are appended: they are learnt from a prompt that is stored in one call.
+    So, unlike other selectors, it depends on how the keys are split into calls.
 
     **Source:** PQCache (Zhang et al. 2024): products, 2 subspaces, 6 bits, k-means at prefill, old centroids for new
     keys. **Differs:** k-means starts from evenly spaced keys and makes `rounds` rounds of Lloyd's algorithm.
@@ -136,7 +136,7 @@ class Learnt:
 
 
 def nearest(x: Array, centroids: Array) -> Array:
-    """i32[T]: the nearest of centroids [C, m] to each of x [T, m]; the first of equals."""
+    """i32[T]: the nearest of centroids [C, m] to each of x [T, m]; on a tie, the first."""
     return jnp.argmin(_distances(x, centroids), axis=-1)
 
 
@@ -157,8 +157,8 @@ def k_means(x: Array, valid: Array, *, centroids: int, rounds: int) -> Array:
 
     def one(points: Array) -> Array:
         def step(_: Array, found: Array) -> Array:
-            # A product with the 0 and 1 of ownership: on CPU an argmin and a scatter take ten times as long. A point
-            # between two centroids counts for both.
+            # A product with a 0/1 matrix of membership: on CPU an argmin and a scatter take ten times as long. A point
+            # equally near to two centroids counts for both.
             far = _distances(points, found)
             owned = ((far == jnp.min(far, axis=-1, keepdims=True)) & valid[:, None]).astype(jnp.float32)
             total, size = jnp.einsum("tc,tm->cm", owned, points, precision="highest"), jnp.sum(owned, axis=0)[:, None]
@@ -189,10 +189,10 @@ def drift(
     rounds: int = 10,
     progress: Progress | None = None,
 ) -> dict[str, Reads]:
-    """Recall of the exact top 100 of the history along `live`, of indexes that know the first `prompt` tokens at first.
+    """Recall of the exact top 100 of the history along `live`, for indexes that begin with the first `prompt` tokens.
 
     "prompt" learns centroids from the prompt alone, "anew" from all of the history at each run of steps. Recall is that
-    of the 100 which the whole index chooses, or of as many `candidates` by votes alone (names with "candidates").
+    of 100 tokens that the whole index selects, or of `candidates` tokens by votes alone (names with "candidates").
     "k-means" has ParisKV's subspaces of 8 channels with 256 centroids each; "PQCache" has 2 with 64. "Quest" reads the
     whole pages that fit in 100 tokens, and its pages do not age; "exact" selects by the true scores.
     """

@@ -1,4 +1,4 @@
-"""Plots of claims. Each takes what a measurement returned and gives a `matplotlib.figure.Figure` to save."""
+"""Plots of claims. Each function takes the result of a measurement and returns a `matplotlib.figure.Figure` to save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax.evaluate.recall import Reads, mean_known
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which people with any colour vision tell apart.
+# Okabe and Ito's colours, which are distinct to people with any colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 
 
@@ -32,7 +32,7 @@ def maps(found: Mapping[str, Reads], names: Sequence[str] | None = None) -> Figu
 
 
 def turning(seen: Turns, taus: Sequence[float] = tuple(np.round(np.linspace(0.3, 1.0, 29), 3))) -> Figure:
-    """Cosine of adjacent queries by layer, and what share of them FreeKV would correct."""
+    """Cosine of adjacent queries by layer, and the share of them that FreeKV would correct."""
     figure, (left, right) = panels(2, height=3.6)
     quantiles = np.quantile(seen.cosines.reshape(len(seen.cosines), -1), (0.05, 0.25, 0.5, 0.75, 0.95), axis=-1)
     layer = np.arange(len(seen.cosines))
