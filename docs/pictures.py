@@ -1,7 +1,7 @@
 """Draws the pictures of the concepts and of each method: `python -m docs.pictures` writes docs/pictures/*.svg.
 
-A method's picture shows what it does, not what a text says: its preset runs at a small size, and every decode step is a
-row in which the tokens that it read are coloured.
+A method's picture comes from a run of the method: its preset runs at a small size, and every decode step is a row in
+which the tokens that it read are coloured.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ OWN: dict[str, dict[str, Any]] = {  # where a method needs other sizes
     "pariskv": dict(candidates=32),
     "shadowkv": dict(rank=8, page=2, outliers=2, learn=16),
 }
-# In one KV head these read every token; what they differ in, heads and bits, would not be seen.
+# These read every token of one KV head; their differences, in heads and bits, would not show.
 NOT_DRAWN = ("duoattention", "mikv", "razorattention")
 
 
@@ -194,7 +194,7 @@ def small(preset: Preset) -> Any:
 
 
 def tokens() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """q, k, v f32[T, D] of a text of a few topics that comes back to the first ones."""
+    """q, k, v f32[T, D] of a text of a few topics that returns to the first ones."""
     rng = np.random.default_rng(3)
     total = PROMPT + STEPS
     topics = rng.normal(size=(6, HEAD_DIM))
@@ -227,14 +227,14 @@ def _is_quantized(policy: Any) -> bool:
 
 
 def _exact(cache: kvjax.LayerCache, keys: np.ndarray) -> set[int]:
-    """Positions whose keys lie in sink or recent block as they came."""
+    """Positions whose keys are stored unchanged in sink or recent block."""
     held = {np.asarray(a).tobytes() for leaf in jax.tree.leaves((cache.state.sink, cache.state.recent))
             if leaf.ndim == 4 for a in np.asarray(leaf)[0, 0]}  # fmt: skip
     return {i for i, key in enumerate(keys) if key.tobytes() in held}
 
 
 def reads(name: str, rows: Sequence[tuple[set[int], set[int]]]) -> Drawing:
-    """A row a decode step, a column a token: coloured where it was read."""
+    """A row per decode step, a column per token: coloured if the step read the token."""
     cell, left, top = 6.0, 60, 44
     total = PROMPT + STEPS
     drawing = Drawing(int(left + cell * total + 20), int(top + 7 * STEPS + 62), f"Tokens that {name} reads")

@@ -1,8 +1,8 @@
 """Builds the site: `python -m docs.website OUT` writes its HTML; `--execute` runs the notebooks and shows their output.
 
-The pages lie in a temporary tree with the repository's own folders, so that links of README.md and docs/ hold on a code
-host and on the site alike. Each section of docs/methods.md about a method becomes a page. The pages of the API are
-written from what the package exports. A warning of Sphinx, a link without a target and a resource on the network are
+The pages are staged in a temporary tree with the repository's own folders, so that links of README.md and docs/ work
+both on a code host and on the site. Each section of docs/methods.md about a method becomes a page. The pages of the API
+are generated from the package's exports. A warning of Sphinx, a link without a target and a resource on the network are
 errors.
 """
 
@@ -64,7 +64,7 @@ API = {  # page -> title, modules whose exported names stand on it
     "evictors": ("Demotions and evictors", ("kvjax.demotion", "kvjax.evictors")),
     "partial": ("Partial attention", ("kvjax.partial",)),
     "operations": ("Operations and kernels", ("kvjax.ops",)),
-    "more": ("More", ("kvjax",)),  # what stands in no other module
+    "more": ("More", ("kvjax",)),  # names that are in no other module
 }
 SPACES = {  # modules that users name: page -> title, module
     "presets": ("Presets", "kvjax.presets"),
@@ -110,7 +110,7 @@ def stage(folder: Path) -> None:
 
 
 def unbroken(text: str) -> str:
-    """The text, with spaces inside the numbers of its tables, as in "3.5 ± 1.3 %", at which no browser ends a line."""
+    """The text, with non-breaking spaces inside the numbers of its tables, as in "3.5 ± 1.3 %"."""
     return re.sub(
         r"^\|.*", lambda row: re.sub(r"(?<=[\d±x]) (?=[\d.(±%x])", "\u00a0", row[0]), text, flags=re.MULTILINE
     )
@@ -146,7 +146,7 @@ def split_methods(docs: Path, own: list[str]) -> None:
 
 
 def exported() -> dict[str, list[str]]:
-    """The names that `import kvjax` gives, by their page of the API."""
+    """The names that kvjax exports, by their page of the API."""
     kvjax = import_module("kvjax")
     pages: dict[str, list[str]] = {page: [] for page in API}
     for name in kvjax.__all__:
@@ -215,7 +215,7 @@ class _Page(HTMLParser):
 
 
 def broken_links(site: Path) -> Iterator[str]:
-    """What a page of the site links to or loads and is not there."""
+    """Links and resources of the site's pages that do not exist."""
     pages = {path.resolve(): _Page(path.read_text()) for path in site.rglob("*.html") if "_static" not in path.parts}
     for path, page in pages.items():
         where = path.relative_to(site.resolve())
@@ -254,10 +254,10 @@ def build(out: Path, *, execute: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    asked = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    asked.add_argument("out", type=Path, help="folder for the HTML")
-    asked.add_argument("--execute", action="store_true", help="run the notebooks, to show their outputs")
-    given = asked.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path, help="folder for the HTML")
+    parser.add_argument("--execute", action="store_true", help="run the notebooks, to show their outputs")
+    given = parser.parse_args()
     try:
         build(given.out, execute=given.execute)
     except RuntimeError as error:

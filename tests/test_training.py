@@ -51,7 +51,7 @@ def runs(tmp_path_factory, sources):
         def __init__(self, step, state, lengths, tokens):
             if not made:
                 super().__init__(step, state, lengths, tokens)
-                made.update(self._made)
+                made.update(self._programs)
 
         def __getitem__(self, length):
             return made[length].result()

@@ -1,10 +1,10 @@
 """Training data: corpora as token ids, and rows of a stated length made from them, the same for the same seed and step.
 
 A corpus is a directory that `prepare` makes once: a tokenizer, one array of ids for each kind of text, and a card that
-says which files they came from. A row is running text, a text that repeats a passage, or a text with hidden lines and
-questions, made by the forms and the weaving of kvjax.evaluate.tasks, so a row that asks one question is what an
-evaluation asks. Most rows ask many: a row of 16K tokens costs the same with one answer or with fifty. A program asks
-for its variables between their assignments.
+lists the source files. A row is running text, a text that repeats a passage, or a text with hidden lines and questions,
+made by the forms and the weaving of kvjax.evaluate.tasks, so a row with one question is like a prompt of an evaluation.
+Most rows ask many: a row of 16K tokens costs the same with one answer or with fifty. In a program, the questions about
+variables are between their assignments.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from kvjax.evaluate.provenance import digest, digest_json
 from kvjax.evaluate.tasks.generated import FORMS
 from kvjax.evaluate.tasks.weaving import DOTS, WORDS, Hidden, weave
 
-NONE, TEXT, ANSWER, CHAIN, REPEAT = range(5)  # kinds of token: what the loss weighs differently
+NONE, TEXT, ANSWER, CHAIN, REPEAT = range(5)  # kinds of token, which the loss weights differently
 
 BOS, EOS = "<s>", "</s>"
-LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3"}  # folders of a Python's library
+LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3"}  # folders of Python's library
 WORDS_AGAIN = 1000  # times that the tokenizer sees the words of the forms: enough for a token each
 
 # ----------------------------------------------------------------------------------------------------------- the corpus
@@ -48,7 +48,7 @@ class Corpus:
 
     @cached_property
     def card(self) -> dict[str, Any]:
-        """The files that it was made of, tokens of each kind, and names for hidden things."""
+        """The source files, tokens of each kind, and names for hidden things."""
         return json.loads((self.directory / "corpus.json").read_text(encoding="utf-8"))
 
     @cached_property
@@ -61,7 +61,7 @@ class Corpus:
 
 
 class Encoder:
-    """A `tokenizers.Tokenizer`, called as those of transformers are, without the time that those take to import."""
+    """A `tokenizers.Tokenizer` that is called like those of transformers, which take long to import."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.inner = tokenizer
@@ -84,14 +84,14 @@ def prepare(
     vocab_size: int,
     books_pattern: str = "*.txt",
 ) -> Corpus:
-    """The corpus in `directory`, made of the texts below `books` and *.py below `code` if it is not there yet.
+    """The corpus in `directory`, made from the texts below `books` and *.py below `code` if it does not exist yet.
 
     Texts of `books` named in `held_out` are not trained on. Without `books` and `code` the directory must hold a
-    corpus. The tokenizer is byte-level BPE with a token a digit, trained on all of it but what is held out.
+    corpus. The tokenizer is byte-level BPE with a token per digit, trained on all texts that are not held out.
 
     Raises:
-      FileNotFoundError: no corpus and no directories to make it of; a directory without texts; no text held out.
-      ValueError: the corpus there was made of other texts or in another way.
+      FileNotFoundError: no corpus and no directories to make it from; a directory without texts; no text held out.
+      ValueError: the existing corpus was made from other texts or in another way.
     """
     made = directory / "corpus.json"
     if books is None or code is None:
@@ -146,9 +146,9 @@ def prepare(
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE; each digit is a token, and so is each of the words that forms hide things by, after a space.
+    """Byte-level BPE; each digit is a token, and so is each word that the forms use as a key, after a space.
 
-    In the large vocabularies of real models those common nouns are single tokens too. It costs 1 % of the letters a
+    In the large vocabularies of real models those common nouns are single tokens too. This costs 1 % of the letters per
     token elsewhere (measured: 20 books, vocabulary 4096), and a look-up need not match words of two to four tokens.
     """
     tokenizer = Tokenizer(models.BPE())
@@ -162,8 +162,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    again = max(1, min(WORDS_AGAIN, sum(map(len, texts)) // 40_000))  # in proportion, where there is little text
-    tokenizer.train_from_iterator([*texts, *([f" {' '.join(WORDS)}"] * again)], trainer)
+    times = max(1, min(WORDS_AGAIN, sum(map(len, texts)) // 40_000))  # in proportion, if there is little text
+    tokenizer.train_from_iterator([*texts, *([f" {' '.join(WORDS)}"] * times)], trainer)
     first = f"{BOS} $A"
     tokenizer.post_processor = processors.TemplateProcessing(
         single=first, pair=f"{first} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
@@ -176,7 +176,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """What rows are made of. Shares are in [0, 1]; `forms` are weights."""
+    """The composition of rows. Shares are in [0, 1]; `forms` are weights."""
 
     synthetic: float  # rows that are not plain text
     code: float  # of running text
@@ -218,7 +218,7 @@ def asking(
     """A row with the lines of all `hidden` in it, and all questions with their answers at its end, a line each.
 
     Lines of different things mix, and those of one keep their order. The row ends with the last answer. Only answers
-    count: the text around them would else be seen many times over, and be learnt by heart.
+    count in the loss: otherwise the model would see the text around them many times, and memorise it.
     """
     order = [i for i, one in enumerate(hidden) for _ in one.lines]
     rng.shuffle(order)
@@ -250,9 +250,9 @@ def reply(hidden: Hidden) -> str:
 
 
 def _hide(corpus: Corpus, mixture: Mixture, length: int, rng: random.Random) -> list[Hidden]:
-    """One thing to ask for, as large as an evaluation's; or as many small ones as a share of the row holds."""
-    most = _MOST_NAMES + length // 16  # more than fit
-    names = rng.sample(corpus.card["names"], min(most, len(corpus.card["names"])))  # popped from the end
+    """One thing to ask for, as large as an evaluation's; or as many small ones as fit in a share of the row."""
+    limit = _MOST_NAMES + length // 16  # more than fit
+    names = rng.sample(corpus.card["names"], min(limit, len(corpus.card["names"])))  # popped from the end
     if rng.random() < 0.75:  # the words that evaluations use first
         names = [*(name for name in names if name not in _DRAWN), *rng.sample(WORDS, len(WORDS))]
     forms = dict(mixture.forms)
@@ -325,7 +325,7 @@ def _cost(corpus: Corpus, hidden: Hidden) -> int:
 
 
 def _renamed(hidden: Hidden, names: list[str]) -> Hidden:
-    """With names taken from the list in place of the words that the form drew: no two things of a row share one."""
+    """`hidden` with names from the list in place of the form's words, so that no two things of a row share one."""
     given: dict[str, str] = {}
     for word in (w for line in hidden.lines for w in _WORD.findall(line)):
         if word in _DRAWN and word not in given:
@@ -339,15 +339,14 @@ def _renamed(hidden: Hidden, names: list[str]) -> Hidden:
 
 _WORD = re.compile(r"\b[a-z]+\b")
 _DRAWN = frozenset(WORDS)
-_MOST_NAMES = 128  # that a thing takes
+_MOST_NAMES = 128  # names that a thing takes, at most
 
 
 def program(corpus: Corpus, text: np.ndarray, length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
     """Assignments to variables in the wording of the form, questions among them at any place, and text between some.
 
-    A variable can be asked for as soon as it has a value, so many look-ups are short ones, of what was told a few lines
-    before, and there is an answer every 30 tokens. Chains are learnt from that, which they are not from questions at
-    the end alone (README.md).
+    A variable can be asked for as soon as it has a value, so many look-ups reach back only a few lines, and there is an
+    answer every 30 tokens. The model learns chains from that, but not from questions at the end alone (README.md).
     """
     names = rng.sample(corpus.card["names"], min(1000, len(corpus.card["names"])))  # popped from the end
     if rng.random() < 0.75:
@@ -396,20 +395,20 @@ def plain(corpus: Corpus, text: np.ndarray, length: int, rng: random.Random) -> 
 
 
 def _repeating(corpus: Corpus, text: np.ndarray, length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
-    """A passage comes again later; its first tokens cannot be known to."""
+    """A text in which a passage occurs twice. The first tokens of the repeat cannot be predicted and count as text."""
     size = _log_uniform(rng, min(32, length // 4), length // 3)
     body = _excerpt(text, length - 1 - size, rng)
     first = rng.randint(0, len(body) - size)
-    again = rng.randint(first + size, len(body))
+    second = rng.randint(first + size, len(body))
     passage = body[first : first + size]
-    tokens = np.concatenate([[corpus.tokenizer.bos_token_id], body[:again], passage, body[again:]]).astype(np.uint16)
+    tokens = np.concatenate([[corpus.tokenizer.bos_token_id], body[:second], passage, body[second:]]).astype(np.uint16)
     kinds = np.full(length, TEXT, np.uint8)
-    kinds[1 + again + 4 : 1 + again + size] = REPEAT
+    kinds[1 + second + 4 : 1 + second + size] = REPEAT
     return tokens, kinds
 
 
 def _excerpt(text: np.ndarray, count: int, rng: random.Random) -> np.ndarray:
-    """`count` ids from a random place on; the text begins again where it ends."""
+    """`count` ids from a random place on; the text wraps around at its end."""
     start = rng.randrange(len(text))
     part = text[start : start + count]
     return part if len(part) == count else np.resize(np.concatenate([part, text[:start]]), count)
@@ -427,19 +426,19 @@ def _opened(directory: Path) -> Corpus:
     return Corpus(directory)
 
 
-def _made(directory: Path, mixture: Mixture, *what: int) -> tuple[np.ndarray, np.ndarray]:
+def _make(directory: Path, mixture: Mixture, *what: int) -> tuple[np.ndarray, np.ndarray]:
     """`make_batch` in a worker, which opens the corpus once."""
     return make_batch(_opened(directory), mixture, *what)
 
 
-# ------------------------------------------------------------------------------------------------------------- in time
+# ------------------------------------------------------------------------------------------------------- ahead of time
 
 
 class Batches:
     """Batches of consecutive steps, made ahead by `workers` processes (0: by a thread of this one).
 
-    `plan` says the length of the rows of a step, or None for no more; it is asked when a step's batch is begun, which
-    is up to `ahead` steps before it is taken.
+    `plan` gives the length of the rows of a step, or None for no more; it is called when a step's batch is begun, which
+    is up to `ahead` steps before it is used.
     """
 
     def __init__(
@@ -457,9 +456,9 @@ class Batches:
         self._plan, self._size, self._next = plan, tokens, first
         self._pool: Executor = ThreadPoolExecutor(1)
         if workers:
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # for the workers: they are as many as there are cores
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # for the workers: there is one per core
             self._pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
-        self._waiting: deque[tuple[int, Future[Any]]] = deque()
+        self._pending: deque[tuple[int, Future[Any]]] = deque()
         for _ in range(ahead):
             self._begin()
 
@@ -467,13 +466,13 @@ class Batches:
         length = self._plan(self._next)
         if length is not None:
             rows = max(1, self._size // length)
-            self._waiting.append((length, self._pool.submit(_made, *self._arguments, length, rows, self._next)))
+            self._pending.append((length, self._pool.submit(_make, *self._arguments, length, rows, self._next)))
             self._next += 1
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Length, token ids and kinds of the next step."""
-        while self._waiting:
-            length, batch = self._waiting.popleft()
+        while self._pending:
+            length, batch = self._pending.popleft()
             tokens, kinds = batch.result()
             self._begin()
             yield length, tokens, kinds

@@ -1,4 +1,4 @@
-"""What a run leaves: the model in Hugging Face format with its card, and what it answers on held-out text."""
+"""The results of a run: the model in Hugging Face format with its card, and its evaluation on held-out text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvjax.evaluate.provenance import digest_json
 from kvjax.evaluate.tasks.generated import FORMS
 from kvjax.models import DecoderConfig
 
-SHARD_BYTES = 15 * 10**6  # of a file of the export, which is to stay below 16 MB
+SHARD_BYTES = 15 * 10**6  # of a file of the export, which must stay below 16 MB
 
 
 def export(
@@ -34,7 +34,7 @@ def export(
     settings: Mapping[str, Any],
     about: Mapping[str, Any],
 ) -> None:
-    """Writes the model in bf16 in Hugging Face format, its tokenizer and its card; takes the place of an older one."""
+    """Writes the model in bf16 in Hugging Face format, its tokenizer and its card; replaces an older export."""
     config = decoder_config(settings)
     new, old = directory.with_name(directory.name + ".new"), directory.with_name(directory.name + ".old")
     shutil.rmtree(new, ignore_errors=True)
@@ -127,8 +127,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Exact match of the answers by task and length, and perplexity by length, on held-out text.
 
-    One pass over prompt and answer tells what greedy decoding answers: all of its tokens are right if each is the
-    likeliest after the right ones before it.
+    One pass over prompt and answer shows whether greedy decoding gives the answer: it does if each token of the answer
+    is the likeliest one after the right tokens before it.
     """
     asked, lengths = settings["evaluate"], settings["evaluate"]["lengths"]
     text = corpus.tokens("held_out")
@@ -147,7 +147,7 @@ def evaluate(
 
     def seen(rows: list[tuple[np.ndarray, np.ndarray]], together: int) -> Any:
         for i in range(0, len(rows), together):
-            part = (rows[i : i + together] * together)[:together]  # a last batch begins again, to be as large
+            part = (rows[i : i + together] * together)[:together]  # the last batch wraps around, to be as large
             tokens, kinds = (np.stack(a) for a in zip(*part, strict=True))
             _, found = programs[tokens.shape[1]](params, tokens, kinds)
             yield tuple(np.asarray(a)[: len(rows) - i] for a in found)
@@ -167,7 +167,7 @@ def evaluate(
 
 
 def judge(out: Path) -> dict[str, Any]:
-    """Evaluates out/model, and writes what was found into out/result.json and the model's card."""
+    """Evaluates out/model, and writes the results into out/result.json and the model's card."""
     begun = time.monotonic()
     result = json.loads((out / "result.json").read_text(encoding="utf-8"))
     corpus, checkpoint = data.Corpus(out / "corpus"), models.load(out / "model")

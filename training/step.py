@@ -1,7 +1,7 @@
 """The step that trains: the model with its layers stacked, its loss, and the optimizer.
 
-All parameters are f32 and have the layers stacked, so that Muon orthogonalises one batch of matrices a kind; a step
-casts them to the compute dtype and takes them apart into the Decoder of kvjax.models.
+All parameters are f32 and have the layers stacked, so that Muon orthogonalises one batch of matrices per kind; a step
+casts them to the compute dtype and unstacks them into the Decoder of kvjax.models.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def shapes(config: DecoderConfig) -> Decoder:
 
 
 def initial(config: DecoderConfig, seed: int = 0) -> dict[str, Array]:
-    """Random parameters; what writes to the residual stream is 0, so that each layer begins as the identity."""
+    """Random parameters; matrices that write to the residual stream are 0, so each layer begins as the identity."""
     params = stack(Decoder(config, rngs=nnx.Rngs(seed)))
     return {n: jnp.zeros_like(a) if re.search(r"\.(out|down)\.kernel", n) else a for n, a in params.items()}
 
@@ -66,10 +66,10 @@ def _place(path: Any) -> tuple[str, int | None]:
 
 
 def trunk(model: Decoder, table: Array, tokens: Array) -> Array:
-    """What the head reads, [B, T, hidden], of i32[B, T].
+    """The input of the head, [B, T, hidden], for tokens i32[B, T].
 
-    Reads embeddings from `table` f32, so that their gradients are added in f32: the tokens of a step are few kinds,
-    each of them very often.
+    Reads embeddings from `table` f32, so that their gradients are added in f32: a step has few distinct tokens, each of
+    them very often.
     """
     x = table.at[tokens].get(mode="clip").astype(model.embedding.dtype)
     cos, sin = rope.angles(model.config.rope, jnp.arange(tokens.shape[1])[None], model.config.head_dim)
@@ -83,7 +83,7 @@ def trunk(model: Decoder, table: Array, tokens: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def cross_entropy(x: Array, table: Array, targets: Array, weights: Array, chunk: int) -> tuple[Array, Array, Array]:
-    """(the weighted sum f32[], that of each token f32[n], whether the target is the likeliest bool[n]).
+    """(weighted sum of the losses f32[], loss of each token f32[n], whether the target is the likeliest bool[n]).
 
     x [n, hidden], table [V, hidden], targets i32[n], weights f32[n]. Only the sum has a gradient. Works through
     `chunk` tokens at a time and makes their gradients as it goes, so it holds the logits of a chunk, once: 262144
@@ -121,8 +121,8 @@ def _loss_forward(x: Array, table: Array, targets: Array, weights: Array, chunk:
     return _by_chunks(x, table, targets, weights, chunk, gradients=True)
 
 
-def _loss_backward(chunk: int, made: tuple[Array, Array], given: tuple[Array, Array, Array]) -> Any:
-    return *(d * given[0].astype(d.dtype) for d in made), None, None
+def _loss_backward(chunk: int, gradients: tuple[Array, Array], given: tuple[Array, Array, Array]) -> Any:
+    return *(d * given[0].astype(d.dtype) for d in gradients), None, None
 
 
 cross_entropy.defvjp(_loss_forward, _loss_backward)
@@ -131,7 +131,7 @@ cross_entropy.defvjp(_loss_forward, _loss_backward)
 def losses(
     params: Mapping[str, Array], tokens: Array, kinds: Array, *, like: Decoder, settings: Mapping[str, Any]
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    """The weighted mean over a batch; and of the tokens, after each: loss and right f32[B, T], kind of the target.
+    """The weighted mean loss of a batch; and after each token, the loss and correctness [B, T] and kind of its target.
 
     tokens u16[B, T] and kinds u8[B, T] are as `data.make_batch` makes them.
     """
@@ -158,7 +158,7 @@ def losses(
 
 
 def optimizer(settings: Mapping[str, Any]) -> optax.GradientTransformation:
-    """Muon for the matrices of the layers, Adam for embeddings and norms; at rate 1, the step scales what it gives.
+    """Muon for the matrices of the layers, Adam for embeddings and norms; at rate 1, as the step scales the updates.
 
     `consistent_rms=0.2` gives Muon's updates the size of Adam's, so that one rate serves both (Liu et al. 2025).
     """
@@ -216,10 +216,11 @@ def initial_state(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flops_per_token(config: DecoderConfig, length: int) -> float:
-    """Of a step, in the usual way: 6 a parameter of a matrix (the head's too), and 6 N D T a layer of attention.
+    """FLOPs per token of a step, in the usual way: 6 per parameter of a matrix (the head's too), and 6 N D T per layer
+    of attention.
 
-    Forward 2 a parameter, backward twice that; attention has two products of T x D a head and token, half of them
-    masked. Norms, RoPE, softmax, the optimizer and what a backward pass computes again do not count.
+    The forward pass has 2 per parameter, the backward pass twice that; attention has two products of T x D per head and
+    token, half of them masked. Norms, RoPE, softmax, the optimizer and recomputation in the backward pass do not count.
     """
     heads, kv = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
     layer = config.hidden_size * (2 * heads + 2 * kv + 3 * config.intermediate_size)
@@ -247,10 +248,10 @@ class Programs:
 
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state)
         self._pool = ThreadPoolExecutor(1)
-        self._made: dict[int, Future[Any]] = {length: self._pool.submit(build, length) for length in lengths}
+        self._programs: dict[int, Future[Any]] = {length: self._pool.submit(build, length) for length in lengths}
 
     def __getitem__(self, length: int) -> Any:
-        return self._made[length].result()
+        return self._programs[length].result()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,15 +1,15 @@
-"""Trains the model that the package ships, on one GPU in under ten minutes: see README.md beside this file.
+"""Trains the model that the package ships, on one GPU in under ten minutes: see README.md in this folder.
 
     python training/train.py --books DIR --code DIR --out DIR [--seconds 540] [--resume]
     python training/train.py --evaluate only --out DIR
     python training/train.py --smoke --out DIR                              # a minute on a CPU
 
-The schedule is a matter of time: warm-up, constant rate and linear decay, and the lengths of rows, are shares of what
-`--seconds` leaves from the first step on, so whatever the machine, the run ends when it shall. With `--steps` they
-are shares of a number of steps, and a run is exactly repeatable, also when it is cut off and resumed.
+The schedule follows the clock: warm-up, constant rate and linear decay, and the lengths of rows, are shares of the time
+that `--seconds` leaves from the first step on, so the run ends in time on any machine. With `--steps` they are shares
+of a number of steps, and a run is exactly repeatable, also when it is interrupted and resumed.
 
-Here are the schedule, the checkpoints and the run; `step.py` has the model, its loss and the step, `data.py` the rows,
-`export.py` what a run leaves.
+This file has the schedule, the checkpoints and the run; `step.py` has the model, its loss and the step, `data.py` the
+rows, and `export.py` the results.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def rate_at(progress: float, settings: Mapping[str, Any]) -> float:
 
 
 def lengths_left(progress: float, settings: Mapping[str, Any]) -> list[int]:
-    """The lengths of rows from here on, in their order; none when the run is over."""
+    """The lengths of rows from here on, in their order; empty when the run is over."""
     phases = settings["phases"]
     ends = np.cumsum(list(phases.values()))
     return [int(length) for length, end in zip(phases, ends, strict=True) if progress < end - 1e-9]
@@ -87,7 +87,7 @@ def save(checkpoints: ocp.CheckpointManager, step: int, state: Any, about: Mappi
 
 
 def restore(checkpoints: ocp.CheckpointManager, like: Any) -> tuple[int, Any, dict[str, Any]]:
-    """(steps done, state, what was saved with it), of the newest complete save."""
+    """(steps done, state, metadata) of the newest complete save."""
     step = checkpoints.latest_step()
     if step is None:
         raise FileNotFoundError(f"{checkpoints.directory} has no complete save to resume from; leave out --resume")
@@ -106,7 +106,7 @@ def _named(tree: Any) -> dict[str, Any]:
 
 
 class Log:
-    """Lines of JSON in a file, and some of them on the screen. Speed is taken between lines."""
+    """Lines of JSON in a file, and some of them on the screen. Speed is measured between lines."""
 
     def __init__(self, path: Path, config: DecoderConfig, peak: float | None, every: float) -> None:
         self.file = path.open("a", encoding="utf-8")
@@ -143,9 +143,9 @@ def train(
     peak_tflops: float | None = None,
     show_every: float = 5.0,
 ) -> None:
-    """Trains to the end of the schedule, saves, and exports to out/model; out/result.json has what its card states.
+    """Trains to the end of the schedule, saves, and exports to out/model; out/result.json has the card's numbers.
 
-    `stop_after` ends the run after that step, as a cut-off would, but saves first.
+    `stop_after` ends the run after that step, like an interruption, but saves first.
     """
     begun = time.monotonic()
     config = decoder_config(settings)
@@ -228,9 +228,9 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=here / "config.json")
     parser.add_argument("--books", type=Path, help="directory of texts; needed until OUT/corpus is made")
     parser.add_argument("--code", type=Path, help="directory of Python code, such as the standard library")
-    parser.add_argument("--out", type=Path, required=True, help="for the corpus, checkpoints, log and model")
-    parser.add_argument("--seconds", type=float, default=540.0, help="from start to last step")
-    parser.add_argument("--steps", type=int, help="of the whole run, in place of --seconds")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the corpus, checkpoints, log and model")
+    parser.add_argument("--seconds", type=float, default=540.0, help="time from start to last step")
+    parser.add_argument("--steps", type=int, help="number of steps of the run, in place of --seconds")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--peak-tflops", type=float, help="dense, in the compute dtype: 989 for an H200 in bf16")
     parser.add_argument("--evaluate", choices=("after", "only", "no"), default="after")

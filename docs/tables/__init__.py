@@ -41,7 +41,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def fill(text: str) -> str:
-    """`text` with each table written anew."""
+    """`text` with each table regenerated."""
     return PLACE.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
 
 

@@ -39,7 +39,7 @@ def hit_rates(file: str = "hit_rates") -> str:
 
 
 def host_steps() -> str:
-    """Time of an attention layer with the history on the device, on the host, and there with a hot set of 8192."""
+    """Time of an attention layer with the history on the device, on the host, or there with a hot set of 8192."""
     alike = (1.0, 0.97, 0.9, 0.0)
     rows: dict[tuple[str, int, int], dict[Any, str]] = {}
     for row in (row for row in load_rows("host_steps") if row["where"] in ("device", "host")):
@@ -53,7 +53,7 @@ def host_steps() -> str:
 
 
 def host_codes() -> str:
-    """Bytes of a token by the codes of a history in host memory, and what they cost a model's perplexity."""
+    """Bytes of a token by the codes of a history in host memory, and the effect on a model's perplexity."""
     spec = CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=128, capacity=256, dtype="bfloat16")
     rows = []
     for row in load_rows("perplexity_host_codes")[1:]:
@@ -81,9 +81,9 @@ def anchors() -> str:
             [f"{count}, `share={share}`", short(error[f"share={share}"], 3), *_changes(texts, even), *share_keys]
         )
         files = (f"fier:anchors=fier{share}.json", f"{_PARIS},anchors=paris{share}.json")
-        told = f"{count}, with their heads, by `kvjax calibrate --share {share} --out`"
+        label = f"{count}, with their heads, by `kvjax calibrate --share {share} --out`"
         own_keys = found(files[0], f"pariskv:sink=4,local=16,dense_layers=2,anchors=paris{share}.json")
-        rows.append([told, short(error["anchors, best heads"], 3), *_changes(texts, files), *own_keys])
+        rows.append([label, short(error["anchors, best heads"], 3), *_changes(texts, files), *own_keys])
     rows.append(["4, `share=8`", "", *_changes(texts, ("fier:share=8", f"{_PARIS},share=8")), "", ""])
     head = [f"{what}, `{name}`" for what in ("perplexity", "pass keys") for name in ("fier", "pariskv")]
     return markdown(["layers that select", "error, `fier`", *head], rows)

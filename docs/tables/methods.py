@@ -30,7 +30,7 @@ def low_rank() -> str:
 
 
 def coverage() -> str:
-    """Attention that exact tokens hold by which tokens are exact, and the error with the rest in 2 bits."""
+    """Share of attention on the exact tokens, by which tokens are exact, and the error with the rest in 2 bits."""
     found = load_measured("measure_logquant_smollm2")
     rows = []
     for title, kept, rounded in (

@@ -7,7 +7,7 @@ from docs.tables.writing import markdown, mean_of, perplexity_change, short
 
 
 def decoded_needles() -> str:
-    """Needles found in 2048 tokens by the budget, the question fed through the cache, with what a step read."""
+    """Needles found in 2048 tokens by the budget, with the question fed through the cache, and the tokens read."""
     (scores,) = load_scores("eval_decoded").values()
     budgets, rows = (64, 256), []
     for name in dict.fromkeys(cache.partition("@")[0] for cache in scores):

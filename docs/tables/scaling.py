@@ -9,7 +9,7 @@ from docs.tables.writing import markdown
 
 
 def devices() -> str:
-    """TPOT on one GPU and on two, by placement, and what `benchmarks/scaling.py` makes of it."""
+    """TPOT on one GPU and on two, by placement, and as `benchmarks/scaling.py` predicts it."""
     rows = {(row["method"], row["placement"]): row for row in load_rows("devices") if row["part"] == "times"}
     names = ("none", "mesh of 1", "data=2", "model=2", "ctx=2")
 

@@ -89,7 +89,7 @@ KERNELS = {
     "host_append": "write 8 x 32 rows to pinned host memory",
 }
 
-# Kernels that by default take other block sizes than those of the benchmark's first entry.
+# Kernels whose default block sizes are not those of the benchmark's first entry.
 DEFAULTS = {
     name: "x".join(str(size) for size in astuple(config))
     for name, config in (("score_pages", score_pages.Config()), ("select_4bit", select_4bit.config_for(8, 13108, 256)))
@@ -166,7 +166,7 @@ def largest_batches() -> str:
 
 
 def host_batches() -> str:
-    """Tokens a second of more rows than device memory holds, by the hit rate of the hot set."""
+    """Tokens per second of more rows than device memory holds, by the hit rate of the hot set."""
     rows = []
     for row in load_rows("host_batch"):
         layers, hot = (str(row[name]) for name in ("layers_on_host", "hot"))

@@ -18,7 +18,7 @@ def short(share: float, digits: int = 2) -> str:
 
 
 def mean_of(score: dict[str, Any] | None) -> str:
-    """The mean of a score; nothing where a cache has none."""
+    """The mean of a score; empty if a cache has none."""
     return "" if score is None else short(score["mean"])
 
 
