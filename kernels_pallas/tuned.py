@@ -1,4 +1,4 @@
-"""Block sizes that a benchmark found faster than a kernel's own rule, from `tuned.json` beside this module.
+"""Block sizes that a benchmark found faster than a kernel's own rule, from `tuned.json` in this folder.
 
 The file has entries by kind of device, then by kernel. An entry is {"shape": {name: number or word}, "config": {field:
 number}, "us": .., "default_us": .., "date", "versions"}. It serves shapes in which each of `SIZES` is within a factor
@@ -31,7 +31,7 @@ C = TypeVar("C")
 
 
 class Asked(NamedTuple):
-    """A kernel's question for block sizes, and the answer."""
+    """A kernel's request for block sizes, and the answer."""
 
     kernel: str
     shape: dict[str, Any]
@@ -103,11 +103,11 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 @contextmanager
 def asked() -> Iterator[list[Asked]]:
-    """Collects what kernels that are traced in the block ask for. Benchmarks learn the names of a shape from it."""
+    """Collects the requests of kernels that are traced in the block. Benchmarks learn the names of a shape from it."""
     found: list[Asked] = []
     token = _asked.set(found)
     try:
-        with bypass_cache():  # what was traced before would not ask
+        with bypass_cache():  # functions that were traced before would make no request
             yield found
     finally:
         _asked.reset(token)
@@ -115,7 +115,7 @@ def asked() -> Iterator[list[Asked]]:
 
 @cache
 def entries(file: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """The entries of a file, by kind of device and kernel. Those that cannot be read are left out, and said once."""
+    """The entries of a file, by kind of device and kernel. Those that cannot be read are left out and logged once."""
     try:
         devices = json.loads(file.read_text())
     except (OSError, ValueError) as error:

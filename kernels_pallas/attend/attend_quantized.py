@@ -53,7 +53,7 @@ SLACK = 8.0  # weights are up to 2^(LIFT + SLACK)
 @dataclass(frozen=True)
 class Config:
     blocks: int  # of a row
-    warpgroups: int = 3  # of a block; as registers are, there is one such block a multiprocessor
+    warpgroups: int = 3  # of a block; registers allow one such block per multiprocessor
     stages: int = 2  # units that a warp has room for in shared memory
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class Config:
 
 
 def _room(layout: Layout, config: Config) -> int:
-    """Bytes of shared memory of a warp: its stages, and then its part."""
+    """Bytes of shared memory of a warp, for its stages and afterwards for its part of the result."""
     return max(config.stages * layout.stage, softmax.part_bytes(layout.D))
 
 
@@ -190,8 +190,8 @@ def _attend(scale: float, dtype: Any, config: Config | None, *args: Array) -> tu
 
 
 def config_for(rows: int, layout: Layout) -> Config:
-    """As much of a multiprocessor as shared memory allows, and blocks for the fewest turns of their warps, a wave of
-    blocks being worth two more."""
+    """Blocks as large as shared memory allows, and as many as take the least time, where a wave of blocks costs the
+    turns of its warps and two more."""
     sizes = ((3, 2), (2, 2), (1, 2))
     warpgroups, stages = next(x for x in sizes if smem_bytes(layout, Config(1, *x)) <= simt.SMEM)
     units = -(-layout.S // layout.unit)
@@ -253,7 +253,7 @@ def _program(
         ptx("cp.async.commit_group;")
         logs = _scores(layout, at, queries, quad, col)
         scales = mixing.scales(at)
-        for r in range(unit // 8, 2 * tiles):  # of the last 16 keys, what no unit has
+        for r in range(unit // 8, 2 * tiles):  # rows of the last 16 keys that are past the unit
             for e in (2 * (r % 2), 2 * (r % 2) + 1):
                 logs[r // 2][e] = (quad + 8 * r < unit).select(logs[r // 2][e], real(-math.inf))
 
@@ -284,7 +284,7 @@ def _program(
 
 
 def _fetcher(layout: Layout, lane: Word, row: Word, *refs: Any) -> Callable[[Word, Word], None]:
-    """fetch(unit, to) starts to copy a unit into a stage; what is not of the row or of the unit becomes 0."""
+    """fetch(unit, to) starts to copy a unit into a stage; bytes outside of the row or the unit become 0."""
     S, D, unit, padded = layout.S, layout.D, layout.unit, 16 * layout.tiles
     jobs = []  # (address for this lane, bytes of a unit, of a token, of a chunk, place)
     for m, size, place in zip(refs, layout.per_token, layout.places, strict=True):
@@ -357,8 +357,8 @@ def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word
         shared = [w for i in range(D // 16) for w in load_words(at + layout.places[3] + col * 16 + i * 64, 4)]
         steps, zeros = ([prmt(shared[a], shared[b], how) for a, b in pairs] for how in (0x5410, 0x7632))
         scaled = [instr("mul.bf16x2", x, s) for x, s in zip(queries, steps, strict=True)]
-        # By place, as the queries have their powers: the lower rows have products with zeros, the upper ones those with
-        # scales, less what rounding leaves of them; that is given back times the centre of the codes.
+        # By place, as the queries have their powers: the lower rows have products with zeros, the upper ones the
+        # rounding errors of the products with scales, which are added back times the centre of the codes.
         sums = [begin] * in_byte
         for n in range(0, len(pairs), 2):
             j, off = n // 2 % in_byte, word(pair_of(-1.0))
@@ -401,7 +401,7 @@ def _exact(
     mixing: Mixing, zone: Sequence[Any], ends: Sequence[Word], q: Any, heads: int, size: int, row: Word,
     first: Word, step: int, state: list[Word], *, scale: float,
 ) -> list[Word]:  # fmt: skip
-    """The state with some of the exact keys and values of the span `ends`, 16 at a time."""
+    """Adds some of the exact keys and values of the span `ends` to the state, 16 at a time."""
     D, quad, col, in_byte = mixing.layout.D, mixing.quad, mixing.lane & 3, mixing.in_byte
     keys, values = (simt.offset_rows(simt.global_address(m), row, size * D * 2) for m in zone)
     queries = _own_queries(q, heads, D, quad, col)
@@ -414,7 +414,7 @@ def _exact(
             return load_words(simt.offset(address, (token < size).select(token, size - 1) * (2 * D) + byte), number)
 
         near, far = (words(keys, quad + 8 * r, col * (D // 2), D // 8) for r in range(2))
-        # A lane takes its channels of a block of values, of tokens 2 col, 2 col + 1 and the two 8 further.
+        # A lane has its channels of a block of values for tokens 2 col, 2 col + 1 and the two 8 further.
         blocks = range(D // mixing.block)
         tokens = [col * 2 + (i & 1) + 8 * (i >> 1) for i in range(4)]
         own = [[words(values, x, quad * (4 * in_byte) + 2 * mixing.block * m, in_byte) for m in blocks] for x in tokens]

@@ -48,7 +48,7 @@ class Config:
 
 
 def config_for(rows: int, slots: int, D: int) -> Config:
-    """As many blocks a row as fit on the multiprocessors at once and have work; four warps for the widest heads."""
+    """As many blocks per row as fit on the multiprocessors at once and have work; four warps for the largest heads."""
     warpgroups = 2 if D < 256 else 1
     max_slots = -(-slots // (TILE * 4 * warpgroups))
     return Config(next((b for b in (8, 4, 2) if b < 2 * max_slots and rows * b <= 128), 1), warpgroups)
@@ -126,13 +126,13 @@ def attend(
     spans: Sequence[tuple[Array, Array, int]] = (), outs: Sequence[tuple[tuple[int, ...], Any]],
     name: str, write: Callable[..., None], scale: float, config: Config, order: tuple[int, int, int] = (1, 1, 1),
 ) -> tuple[Array, ...]:  # fmt: skip
-    """The kernel, over rows of queries [rows, heads, D] and of slots i32[rows, M], -1 where there is none.
+    """Runs the kernel over rows of queries [rows, heads, D] and of slots i32[rows, M], -1 where there is none.
 
-    `kept` has the keys and values [rows', S, D] of each zone; slots count on from zone to zone. Slots of a row
+    `kept` has the keys and values [rows', S, D] of each zone; slots are numbered on from zone to zone. Slots of a row
     from the `found` i32[rows] on are not read either. `spans` are start and stop, i32[rows''] each, of each of the
-    last zones, and how many slots are read there: so many, the last. `outs` are shapes and dtypes of what write(merged,
-    *addresses) writes of each row. With `order` = (K, T, H) the rows of slots are those of [..., K, T, H], and the rows
-    of `outs` those of [..., T, K, H].
+    last zones, and how many of its last slots are read. `outs` are the shapes and dtypes that write(merged, *addresses)
+    writes for each row. With `order` = (K, T, H) the rows of slots are those of [..., K, T, H], and the rows of `outs`
+    those of [..., T, K, H].
     """
     rows, heads, D = q.shape
     lists, ends = [index] if found is None else [index, found], [end for *two, _ in spans for end in two]
@@ -188,7 +188,7 @@ def attend(
 
 
 def _swapped(row: Word, K: int, T: int, H: int) -> Word:
-    """The row in [..., T, K, H] of what is row `row` of [..., K, T, H]."""
+    """The number in [..., T, K, H] of row `row` of [..., K, T, H]."""
     if K == 1 or T == 1:
         return row
     of_step, of_head, of_all = (simt.divide(row, n) for n in (H, T * H, K * T * H))
@@ -216,7 +216,7 @@ def _program(
     ends, of_row = list(itertools.accumulate(zones)), simt.divide(row, of_zone)
 
     def bases(places: Sequence[Any]) -> list[Any]:
-        """The address, by zone, where slot 0 of this row would lie if the zone went on to before its first slot."""
+        """The address of slot 0 of this row, by zone, if the zone extended to before its first slot."""
         mine = (simt.offset_rows(a, of_row, n * width) for a, n in zip(places, zones, strict=True))
         return [simt.offset_rows(a, word(end - n), -width) for a, n, end in zip(mine, zones, ends, strict=True)]
 
@@ -232,8 +232,8 @@ def _program(
     steps = -(-places // (TILE * warps * blocks))
 
     def slots_of(step: Word) -> Word:
-        """The slot of this lane in tile `step` of the warp; all ones where there is none. The list's come first, then
-        those of the spans."""
+        """The slot of this lane in tile `step` of the warp; all ones if there is none. Slots of the list come first,
+        then those of the spans."""
         at = ((step * blocks + part) * warps + warp) * TILE + lane
         slot = simt.load_below(at, M, simt.offset(index, at * 4), 0xFFFFFFFF)
         if found is not None:
@@ -261,7 +261,7 @@ def _program(
         ptx("cp.async.commit_group;")
 
     def wait() -> None:
-        """For all copies but the last group's."""
+        """Waits for all copies but the last group's."""
         ptx("cp.async.wait_group 1;")
         simt.warp_barrier()
 
@@ -293,7 +293,7 @@ def _program(
     carry = [slots, *softmax.empty(D)]
     carry = step(word(0), *carry) if steps == 1 else loop(0, steps, 1, carry)(step)
     ptx("cp.async.wait_group 0;")
-    simt.block_barrier()  # the copies' memory is used anew
+    simt.block_barrier()  # the memory of the copies is reused
 
     size = softmax.part_bytes(D)
     rows.store(room + warp * size, carry[1:], heads)

@@ -44,15 +44,15 @@ class Config:
 
 
 def at_once(D: int, config: Config) -> int:
-    """Blocks that run at once: of a multiprocessor what its shared memory holds, and 16 warps of 128 registers."""
+    """Blocks that run at once: as many per multiprocessor as fit in shared memory, and 16 warps of 128 registers."""
     if smem_bytes(D, config) > simt.SMEM:
         return 0
     return simt.MULTIPROCESSORS * min((simt.SMEM + 1024) // (smem_bytes(D, config) + 1024), 4 // config.warpgroups)
 
 
 def config_for(rows: int, S: int, D: int) -> Config:
-    """192 KB in flight a multiprocessor, and of a row as many blocks as take the fewest turns of warps, a wave being
-    worth two more."""
+    """192 KB in flight per multiprocessor, and as many blocks per row as take the least time, where a wave costs the
+    turns of its warps and two more."""
     keys = 16 if D == 256 else 32
     wave = at_once(D, Config(1, keys=keys))
 
@@ -63,7 +63,7 @@ def config_for(rows: int, S: int, D: int) -> Config:
 
 
 def _room(D: int, config: Config) -> int:
-    """Bytes of shared memory of a warp: its tiles of keys and values, and then its part."""
+    """Bytes of shared memory of a warp, for its tiles of keys and values and afterwards for its part of the result."""
     return max(config.stages * config.keys * D * 2 * 2, softmax.part_bytes(D))
 
 
@@ -109,8 +109,8 @@ def attend_span(
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, stop) i32[B] of k, v [B, K, S, D];
     0 where there are none. `config` follows from the shape.
 
-    With start and stop i32[B, T], q is [B, K, T*G, D] and each step has a span. `HEADS` queries at a time are rows of
-    their own, whose blocks run at once and so read most tiles from the L2 cache.
+    With start and stop i32[B, T], q is [B, K, T*G, D] and each step has a span. Each `HEADS` queries are a row of their
+    own; the blocks of these rows run at once and so read most tiles from the L2 cache.
     """
     if limit := unsupported(q, k, v, start, stop, config):
         raise NotImplementedError(limit)
@@ -142,8 +142,8 @@ def attend_span(
 
 
 def _attend(scale: float, dtype: Any, config: Config, *args: Array) -> Array:
-    """[rows, G, D] in `dtype`, of queries, start and stop, keys and values of rows that divide these; and perhaps start
-    and stop of each query, i32[rows, 2, G]."""
+    """[rows, G, D] in `dtype`. `args` are queries, start and stop, keys and values, whose numbers of rows divide these
+    rows; and perhaps start and stop of each query, i32[rows, 2, G]."""
 
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> Array:
@@ -205,7 +205,7 @@ def _program(
             head = rows.col * 2 + e
             own.append([simt.load_below(head, heads, simt.offset(at, (head + n * heads) * 4)) for n in range(2)])
     room = simt.shared_address(room_m) + warp * _room(D, config)
-    tile = keys * rows.width  # bytes; of a stage the keys lie before the values
+    tile = keys * rows.width  # bytes; in a stage the keys are before the values
 
     chunks = rows.width // 16
     per = 32 // chunks  # slots that one instruction copies
@@ -224,7 +224,7 @@ def _program(
         ptx("cp.async.commit_group;")
 
     def wait() -> None:
-        """For the oldest tile of keys or values that was not waited for."""
+        """Waits for the oldest tile of keys or values that was not waited for yet."""
         ptx(f"cp.async.wait_group {2 * config.stages - 1};")
         simt.warp_barrier()
 

@@ -1,9 +1,9 @@
 """Attention of a whole retrieval step in one kernel: selected slots, local window and sink.
 
 The kernel of `attend_slots` runs over one numbering of slots that continues from the store to the recent block and the
-sink. For each slot that it copies, it compares which zone the slot lies in. Warps derive the slots of the window and
-the sink from their spans. A count, or -1 in the list, says where nothing was selected. The store may consist of two
-arrays, such as the tokens that FreeKV recalled one step before and the tokens that it recalls now.
+sink. For each slot that it copies, it compares which zone has the slot. Warps derive the slots of the window and the
+sink from their spans. A count, or -1 in the list, says where nothing was selected. The store may consist of two arrays,
+such as the tokens that FreeKV recalled one step before and the tokens that it recalls in this step.
 
 **Bytes:** 2 D e M read a row, where e is the size of an element and M counts all attended slots; 4 for each selected
 slot; e g D written.
@@ -53,7 +53,7 @@ def unsupported(
 
 
 def _spans(recent: Any, sink: Any, local: int) -> list[tuple[Any, int]]:
-    """Each with the most slots of it that are attended to."""
+    """Each span, with the largest number of its slots that are attended to."""
     return [(recent, local)] + ([] if sink is None else [(sink, sink[0].shape[2])])
 
 
@@ -81,14 +81,14 @@ def attend_zones(
     `known` says which slots are read, as bool[B, K, H, M], or how many of the first ones, as i32[B, K, H]. Slots 0 to
     S - 1 are those of k, v [B, K, S, D]; if given, `more`, of the same shape, has slots S to 2 S - 1; those of `recent`
     follow. `recent`, and `sink` if there is one, are keys and values [B, K, R, D] and start and stop i32[B] of the
-    slots that are attended to, of `recent` the last `local` of these; or i32[B, T], of each H/T lists. `config` is
-    selected by the shape.
+    slots that are attended to, in `recent` only the last `local` of these; or i32[B, T], for each H/T lists. `config`
+    is selected by the shape.
     """
     if limit := unsupported(q, k, v, slots, recent, sink, local, more, config):
         raise NotImplementedError(limit)
     B, K, G, D = q.shape
     H, M = slots.shape[2:]
-    T = recent[3].shape[1] if recent[3].ndim == 2 else 1  # a model wants [B, T, K, G, D], to which XLA moves nothing
+    T = recent[3].shape[1] if recent[3].ndim == 2 else 1  # a model uses [B, T, K, G, D], which XLA need not transpose
     found, spans = None, _spans(recent, sink, local)
     read = M + sum(max_slots for _, max_slots in spans)
     config = config or tuned.select(

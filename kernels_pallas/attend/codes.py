@@ -1,4 +1,4 @@
-"""Codes of 2 and 4 bits as `attend_quantized` has them: their sizes, and how they become operands of `mma`."""
+"""Codes of 2 and 4 bits for `attend_quantized`: their sizes, and how they become operands of `mma`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.simt import Word, instr, ptx
 
-BY_TOKEN = 32  # keys of a unit that have scales of their own
+BY_TOKEN = 32  # keys of a unit if each key has its own scales
 LIFT = 64  # see `codes_at`
 ONE = 0x3F803F80  # bf16, twice
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of codes and of a unit of them, and where its parts lie in a stage of a warp's shared memory, in bytes."""
+    """Sizes of codes and of a unit of them, and the places of its parts in a stage of shared memory, in bytes."""
 
     S: int
     D: int
@@ -38,7 +38,7 @@ class Layout:
 
     @property
     def per_token(self) -> tuple[int, ...]:
-        """Bytes a token of key codes, value codes, value scales, and key scales by token."""
+        """Bytes per token of key codes, value codes, value scales, and key scales by token."""
         keys = 0 if self.by_channel else 4 * self.D // self.key_group[1]
         return self.D * self.bits[0] // 8, self.D * self.bits[1] // 8, 4 * self.D // self.value_channels, keys
 
@@ -62,14 +62,14 @@ def groups_of(scales: Any, S: int, D: int) -> tuple[int, int]:
     return S // scales.shape[-2], D // scales.shape[-1]
 
 
-# An integer m below 256 as the bits of a bf16 is m 2^-133, whatever its highest bit (the smallest normal numbers lie as
-# densely as those below them). So an `and` makes two codes, times 2^-133 and the power of two of their place; those
-# of the upper bytes after a shift by 8. Queries have the inverse of the powers beforehand, less LIFT; of values the
-# place is that of a channel, and its power is taken out in the end.
+# An integer m below 256 as the bits of a bf16 is m 2^-133, whatever its highest bit (the smallest normal numbers are as
+# dense as those below them). So an `and` makes two codes, times 2^-133 and the power of two of their place; the upper
+# bytes need a shift by 8 first. Queries are multiplied by the inverse of the powers beforehand, less LIFT; for values
+# the place belongs to a channel, and its power is divided out in the end.
 
 
 def codes_at(x: Word, shifted: Word, place: int, bits: int) -> list[Word]:
-    """Codes in place `place` of both lower bytes of the halves of x, and in that of both upper ones."""
+    """The codes in place `place` of the lower bytes of both halves of x, and those of the upper bytes."""
     mask = (((1 << bits) - 1) << (bits * place)) * 0x10001
     return [x & mask, shifted & mask]
 
@@ -89,7 +89,7 @@ def load_words(at: Any, words: int) -> list[Word]:
 
 
 def affine_of(x: Word, bits: int) -> tuple[Word, Word]:
-    """Scale 2^bits and zero of a u32 of scale and zero, each twice, as bf16."""
+    """Scale 2^bits and zero, from a u32 with scale and zero, each twice, as bf16."""
     return instr("mul.bf16x2", prmt(x, x, 0x5410), pair_of(2.0**bits)), prmt(x, x, 0x7632)
 
 
@@ -99,7 +99,7 @@ def centre_of(bits: int) -> float:
 
 
 def pair_of(x: float) -> int:
-    """x twice, in bf16, which must hold it."""
+    """x twice, in bf16, which must be exact."""
     return (simt.real_bits(x) >> 16) * 0x10001
 
 

@@ -1,4 +1,4 @@
-"""The mix of values of 2 or 4 bits in the kernel `attend_quantized`: their codes by the weights of tokens."""
+"""The mix of values of 2 or 4 bits in the kernel `attend_quantized`: products of codes and the weights of tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvjax.kernels_pallas.simt import Word, instr, ptx, real, word
 
 
 class Mixing:
-    """The mix of values and how their channels lie in it.
+    """The mix of values and the order of channels in it.
 
     `ldmatrix` gives a lane the half words `quad` of the blocks of 16 bytes of a token, two tokens at once. A product
-    has 16 channels as its rows: a lane's codes at one place of their lower and upper bytes. So its channels are of one
-    slice that has scales of its own, or of some: then there is a product for each, and a lane takes that of its slice.
-    Weights times the scales of a slice are the right operand; weights times zeros are summed beside the mix.
+    has 16 channels as its rows: a lane's codes at one place of their lower and upper bytes. These channels belong to
+    one slice with its own scales, or to several: then there is a product for each, and a lane uses that of its slice.
+    Weights times the scales of a slice are the right operand; weights times zeros are summed separately.
     """
 
     def __init__(self, layout: Layout, lane: Word):
@@ -28,11 +28,11 @@ class Mixing:
         self.products = [(m, j) for m in range(layout.D // self.block) for j in range(self.in_byte)]
 
     def nothing(self) -> list[Word]:
-        """The state of `softmax` with another four sums for each slice, of weights times zeros."""
+        """The state of `softmax` with four more sums for each slice, of weights times zeros."""
         return [*softmax.empty(self.layout.D), *[word(0)] * (4 * self.slices)]
 
     def scales(self, at: Word) -> list[list[Word]]:
-        """Those of keys quad + 8 r of the unit, by r and slice."""
+        """Scales of the values of tokens quad + 8 r of the unit, by r and slice."""
         size, place = self.layout.per_token[2], self.layout.places[2]
         at = at + self.quad * size
         return [load_words(at + (place + 8 * r * size), self.slices) for r in range(2 * self.layout.tiles)]
@@ -40,7 +40,7 @@ class Mixing:
     def add(
         self, mixed: list[list[Word]], at: Word, weights: list[list[Word]], scales: list[list[Word]]
     ) -> list[list[Word]]:
-        """The mix and the other sums with the values of the unit at `at`."""
+        """The mix and the other sums with the values of the unit at `at` added."""
         mixed, sums = mixed[: -self.slices], mixed[-self.slices :]
         # The rounding error of the right operand, times the centre of the codes, is added back once (row 0).
         centre = centre_of(self.bits)
@@ -90,7 +90,7 @@ class Mixing:
         return self.block * m // self.layout.value_channels
 
     def _of_lane(self, by_slice: Sequence[list[Word]]) -> list[Word]:
-        """The list of this lane's slice, of lists by slice of a block."""
+        """The list of this lane's slice, from the lists of a block's slices."""
         found = by_slice[0]
         for i, other in enumerate(by_slice[1:], 1):
             mine = self.quad * (2 * self.in_byte) >= i * self.layout.value_channels
@@ -98,7 +98,7 @@ class Mixing:
         return found
 
     def finish(self, state: Sequence[Word]) -> list[Word]:
-        """The state of `softmax`: without LIFT, codes' places, and the other sums, which are added to the mix."""
+        """The state of `softmax`: LIFT and the codes' places are divided out, and the other sums added to the mix."""
         tops, totals, mixed = softmax.parts(state)
         zeros = []
         for acc in mixed[-self.slices :]:

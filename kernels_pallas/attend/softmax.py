@@ -24,7 +24,7 @@ KINDS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # of queries a
 
 
 def empty(D: int) -> list[Word]:
-    """Largest scores, sums and mix of nothing."""
+    """The state of no keys: largest scores, sums and mix."""
     return [real(-math.inf)] * 2 + [word(0)] * (2 + D // 4)
 
 
@@ -58,8 +58,8 @@ def exponentials(
     """The state before the values of some keys are mixed in, and their weights times 2^lift.
 
     Logarithms, which `factor` > 0 multiplies, and weights are in the places of the sums of `mma` of 16 keys each. The
-    state's sums have the lift too. With `slack` its largest score stays, and so its sums need no multiplication, until
-    a score is larger by more than that; weights are up to 2^(lift + slack) then.
+    state's sums have the lift too. With `slack` its largest score stays, so that its sums need no multiplication, until
+    a score is larger by more than `slack`; weights are then up to 2^(lift + slack).
     """
     olds, tops = list(state[:2]), []
     for e in range(2):
@@ -91,7 +91,7 @@ def exponentials(
 
 
 def right_operand(tile: list[Word], kind: str) -> list[Word]:
-    """The sums of a `mma` of 16 keys as its right operand, whose rows the keys are."""
+    """The sums of a `mma` of 16 keys as a right operand of `mma`, whose rows are the keys."""
     halves = [instr(f"cvt.rn.{kind}x2.f32", tile[n + 1], tile[n]) for n in (0, 2)]
     return [instr("movmatrix.sync.aligned.m8n8.trans.b16", x, convergent=True) for x in halves]
 
@@ -101,15 +101,15 @@ def flat(mixed: list[list[Word]]) -> list[Word]:
 
 
 def finite(top: Word) -> Word:
-    """A largest score, or 0 for that of nothing: it keeps 2^(-inf - 0) = 0, where 2^(-inf - -inf) is NaN."""
+    """A largest score, or 0 if there are no scores: 2^(-inf - 0) is 0, but 2^(-inf - -inf) is NaN."""
     return top.equals(real(-math.inf)).select(0, top)
 
 
 class Rows:
     """Keys and values of D times 16 bits in shared memory of a warp, and products with them.
 
-    A row there is one token's, its chunk i of 16 bytes at i ^ (row % 8): 8 rows of a chunk, which is what `ldmatrix`
-    reads at once, then lie in different banks.
+    A row is of one token, and its chunk i of 16 bytes is at i ^ (row % 8): so 8 rows of a chunk, which `ldmatrix` reads
+    at once, are in different banks.
     """
 
     def __init__(self, D: int, kind: str, lane: Word):
@@ -155,8 +155,8 @@ class Rows:
         store(at, state, heads, self.D, lambda j, half: self.quad + 16 * j + 8 * half)
 
 
-# In shared memory a part has, a head after the other, D words of the mix and 4 of padding (the lanes of a store then go
-# to different banks), and after all heads their largest scores and sums.
+# In shared memory a part has, head by head, D words of the mix and 4 of padding (so that the lanes of a store go to
+# different banks), and after all heads their largest scores and sums.
 
 
 def part_bytes(D: int) -> int:
@@ -168,7 +168,7 @@ def _stats(at: Word, head: Word, D: int) -> Word:
 
 
 def store(at: Word, state: Sequence[Word], heads: int, D: int, channel: Callable[[int, int], Word]) -> None:
-    """Writes a warp's part. channel(j, half) is that of this lane's words `half` of the j-th 16 of the mix."""
+    """Writes a warp's part. channel(j, half) is the channel of this lane's words `half` of the j-th 16 of the mix."""
     tops, totals, mixed = parts(state)
     lane = simt.special("tid.x") & 31
     for gap in (4, 8, 16):
@@ -184,7 +184,7 @@ def store(at: Word, state: Sequence[Word], heads: int, D: int, channel: Callable
 
 
 class Merged:
-    """Words 4 i .. 4 i + 3 of the mix [heads, D] of some parts."""
+    """Words 4 i .. 4 i + 3 of the mix [heads, D] of merged parts."""
 
     def __init__(self, sources: Sequence[Word], i: Word, D: int, space: str):
         self._find(i, D)
@@ -220,7 +220,7 @@ class Merged:
             self.four = [instr("fma.rn.f32", x, by, acc) for x, acc in zip(mix, self.four, strict=True)]
 
     def store(self, at: Word) -> None:
-        """Writes it as a part's."""
+        """Writes the state as that of a part."""
         simt.store_shared(at + (self.head * (self.D + 4) + self.word) * 4, *self.four)
         with when(self.word.equals(0)):
             simt.store_shared(_stats(at, self.head, self.D), self.top, self.total)
@@ -246,7 +246,7 @@ class Merged:
 
 def merge_blocks(means: Array, logs: Array, dtype: Any, *, name: str, lse: bool) -> tuple[Array, ...]:
     """[rows, heads, D] in `dtype` of parts: their means f32[rows, blocks, heads, D] and natural logs of sums f32[rows,
-    blocks, heads]; and, if asked for, the log of all, f32[rows, heads]. A kernel of its own, of a block a row."""
+    blocks, heads]; and, with `lse`, the log of all, f32[rows, heads]. A separate kernel with a block per row."""
     rows, blocks, heads, D = means.shape
     outs = [jax.ShapeDtypeStruct((rows, heads, D), dtype)]
     if lse:

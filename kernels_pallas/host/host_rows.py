@@ -4,10 +4,10 @@ A row is everything behind one index, such as the keys and values of a page. Thr
 without the host's CPU. The bus has high latency, so a thread loads 16 bytes for `ahead` places before it stores any.
 
 **Recall** (`recall`) fills the places of a step from three sources: pages that the step before recalled and that are
-still on the device, pending tokens in the recent block, and otherwise the host. A first kernel serves only the heads
-that turned. A second one, of few blocks, reads the rest beside the other kernels of the step.
+still on the device, pending tokens in the recent block, and otherwise the host. A first kernel serves only heads whose
+query turned. A second one, of few blocks, reads the rest while other kernels run.
 
-**Bytes:** R a row read over the bus unless held, R written and 4 read on the device.
+**Bytes:** R a row read over the bus unless on the device, R written and 4 read on the device.
 
 **Bound:** the bus.
 
@@ -43,7 +43,7 @@ class Config:
             raise ValueError(f"ahead must be at least 1, blocks 0 or more, warpgroups 1, 2, 4 or 8; got {self}")
 
 
-BESIDE = Config(ahead=4, blocks=16)  # chunks in flight enough to fill the bus, of blocks that leave room for others
+BESIDE = Config(ahead=4, blocks=16)  # enough chunks in flight to fill the bus, and few enough blocks to leave room
 
 
 def smem_bytes() -> int:
@@ -60,7 +60,7 @@ def limit_of_chunks(name: str, size: int, rows: int) -> str | None:
         return f"the kernel {name} takes rows of a multiple of {CHUNK} bytes; got {size}"
     if not size or not rows:
         return f"the kernel {name} takes at least one row, and one byte of each; got {rows} of {size}"
-    if rows * (size // CHUNK) >= 1 << 30:  # so that a signed counter also holds what the last turn adds to it
+    if rows * (size // CHUNK) >= 1 << 30:  # so that a signed counter does not overflow in the last turn
         return f"the kernel {name} takes less than 16 GiB at a time; got {rows * size} bytes"
     return None
 
@@ -93,7 +93,7 @@ def unsupported_recall(x: Any, device_rows: Any, zones: Sequence[Any]) -> str | 
 
 def host_rows(x: Array, index: Array, *, config: Config | None = None) -> tuple[Array, ...]:
     """The parts, [B, K, N * Z, D] each on the device, of rows `index` i32[B, K, N] of x [B, K, P, parts, Z, D]; zeros
-    where it is out of range. `config` follows from the kind of device: buses differ."""
+    where `index` is out of range. `config` follows from the kind of device, as buses differ."""
     if limit := unsupported(x, index):
         raise NotImplementedError(limit)
     return tuple(_rows(config or tuned.select("host_rows", Config(), (x, index)), x, index))
@@ -125,10 +125,10 @@ def recall(
     Heads where `recalls` bool[B, K] is true read at place n < N row `index` i32[B, K, N] of x, at place N row `edge`
     i32[B], and zeros after it. Rows from P on are the Z slots from r = row - P on of `recent`, parts [B, K, R, D],
     whose last slot repeats past the end; negative rows are zeros. `device` = (rows i32[B, K, M], parts [B, K, M * Z,
-    D]) has rows that lie on the device already and are read there; a negative number is none.
+    D]) has rows that are on the device already and are read there; a negative number is no row.
 
     Nothing is written for other heads. With `first_read` = (which bool[B, K], parts) they get its parts where `which`
-    is true, and else those of `device`.
+    is true, and otherwise those of `device`.
     """
     if limit := unsupported_recall(x, device[0], [*device[1], *recent, *(first_read or ((), ()))[1]]):
         raise NotImplementedError(limit)
@@ -183,7 +183,7 @@ def _at_once(config: Config) -> int:
 
 
 def blocks_of(jobs: int, at_once: int, config: Config) -> tuple[int, int]:
-    """Blocks of a grid that do so many jobs, `at_once` in a turn of a block; and the turns of each."""
+    """Blocks of a grid for `jobs` jobs, `at_once` in a turn of a block; and the turns of each block."""
     pieces = -(-jobs // at_once)
     blocks = min(config.blocks or pieces, pieces)
     return blocks, -(-pieces // blocks)
@@ -218,7 +218,7 @@ def _recall_program(
     width = M * piece
 
     def place_of(row: Word, of: Word) -> Word:
-        """The place where `row` is held; all ones if it is not. All lanes of a warp get the same."""
+        """The place of `row` on the device; all ones if it is not there. All lanes of a warp get the same."""
         lane = simt.special("laneid")
 
         @loop(0, M, 32, [word(0xFFFFFFFF)])
@@ -281,8 +281,8 @@ def _move(
     total: int, source: Callable[[Word], tuple[Flag, Any]], target: Callable[[Word], Any], config: Config,
     is_wanted: Callable[[Word], Flag] | None = None,
 ) -> None:  # fmt: skip
-    """Chunks 0 to total - 1, each to its target, or those alone that are wanted, a warp's all or none; zeros where
-    nothing is at the source."""
+    """Moves chunks 0 to total - 1 to their targets, or only those that are wanted, all or none of a warp; writes zeros
+    where the source has nothing."""
     threads = 128 * config.warpgroups
 
     def move(first: Word) -> None:

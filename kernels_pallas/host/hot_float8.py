@@ -1,7 +1,7 @@
-"""Reads into a hot set what it lacks of a history of 8-bit floats (e4m3) on the host: `hot_load` with a conversion.
+"""Reads missing pages of a history of 8-bit floats (e4m3) on the host into a hot set: `hot_load` with a conversion.
 
 **Idea:** a thread converts the 16 values that it read to the dtype of the hot set before it writes them. XLA needs
-three passes over as many tokens as a step selects, missing or not: to gather codes, to decode and to write them.
+three passes over all tokens that a step selects, missing or not: to gather codes, to decode and to write them.
 
 **Bytes:** R a missing page over the bus, and 2 R written for a hot set in bf16.
 
@@ -43,7 +43,7 @@ def hot_load_float8(
     x: Array, zones: Sequence[Array], page: Array, used: Array, at: Array, *, config: Config | None = None
 ) -> tuple[Array, ...]:
     """`zones`, [B, K, n * Z, D] each, with the values of the parts of those pages of x u8[B, K, P, parts, Z, D] whose
-    place at i32[B, K, N] is `used` as 2; see `kvjax.ops.hot_load_float8`."""
+    place at i32[B, K, N] has 2 in `used`; see `kvjax.ops.hot_load_float8`."""
     if limit := unsupported(x, zones[0], at):
         raise NotImplementedError(limit)
     decode = partial(_decode, kind=str(zones[0].dtype))

@@ -1,11 +1,11 @@
-"""Keeps the tables of a hot set, and reads into it what it lacks, in two launches.
+"""Updates the tables of a hot set, and reads missing pages into it, in two launches.
 
-**Places** (`hot_places`): a block has the tables of one row and KV head. Threads look up the wanted pages and mark the
-places of those that are there in shared memory. Two running sums, in the order in which the hand comes by, give each
+**Places** (`hot_places`): a block has the tables of one row and KV head. Threads look up the wanted pages and mark, in
+shared memory, the places of those that are in the hot set. Two running sums, in the order of the clock hand, give each
 missing page its place. XLA needs 14 kernels for that.
 
 **Load** (`hot_load`): the lanes of a warp look up which pages are missing. The warp reads these from the host straight
-to their places, several small ones at once. Where the grid has only `Config.blocks`, warps take turns.
+to their places, several small ones at once. If the grid has only `Config.blocks`, warps take turns.
 
 **Bytes:** 20 a place and 16 a page for the tables; R a missing page over the bus and R written.
 
@@ -30,11 +30,11 @@ from kvjax.kernels_pallas.simt import Flag, Word, block_barrier, instr, loop, pt
 
 MEASURED: str | None = "2026-11-24"  # the date in benchmarks/results/hot_pages.json
 MOST = 32  # pages, and places, of a thread
-AHEAD = 4  # places of a thread that are on their way at once
-LEAST_WARPS = 512  # of `hot_load`, so that enough reads are on their way to fill the bus
+AHEAD = 4  # places of a thread whose loads are in flight at once
+LEAST_WARPS = 512  # of `hot_load`, so that enough reads are in flight to fill the bus
 NONE = 0xFFFFFFFF
 KEPT, FILLED, USED = 1, 2, 4  # states of a place within `hot_places`; the first two are stored as they are
-Decode = Callable[[list[Word]], list[list[Word]]]  # of four words that were read, those that are written, by four
+Decode = Callable[[list[Word]], list[list[Word]]]  # from four words that were read to the words to write, by four
 
 
 def smem_bytes(places: int, pages: int) -> int:
@@ -79,7 +79,7 @@ def supported(page: Any, index: Any) -> bool:
 
 @simt.lowered_once()
 def hot_places(tables: Sequence[Array], index: Array, found: Array) -> tuple[list[Array], Array]:
-    """The tables after a step that wants the first `found` i32[B, K] of `index` i32[B, K, N], and where each is then.
+    """The tables after a step that needs the first `found` i32[B, K] of `index` i32[B, K, N], and the place of each.
 
     Tables are page and used i32[B, K, n], place i32[B, K, P], hand and loads i32[B, K]; see `kvjax.ops.hot_places`.
     """
@@ -123,8 +123,8 @@ def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
     kept, given, small = (simt.shared_address(m) for m in refs[7:])
     at_hand, most = _load(hand), simt.load(found)
 
-    # The state of a place, in shared memory: KEPT or FILLED by this step, or USED or not since the hand came by. Device
-    # memory is read and written by adjacent threads, and the order of the hand is that of shared memory alone.
+    # The state of a place, in shared memory: KEPT or FILLED by this step, or USED or not since the hand passed. Device
+    # memory is read and written by adjacent threads; the order of the hand applies to shared memory only.
     share = -(-n // threads)
     for e in range(0, share, AHEAD):
         places = [thread + j * threads for j in range(e, min(e + AHEAD, share))]
@@ -135,7 +135,7 @@ def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
     block_barrier()
 
     own = -(-N // threads)
-    wanted: list[tuple[Word, Flag, Flag, Word]] = []  # entry, whether it is a page, whether it is there, and where
+    wanted: list[tuple[Word, Flag, Flag, Word]] = []  # entry, whether it is a page, whether it is a hit, and its place
     for e in range(own):
         m = thread * own + e
         entry = _load_below(m, instr("min.u32", most, N), simt.offset_rows(index, m, 4), NONE)
@@ -158,7 +158,7 @@ def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
     (before, total), (rank, misses) = _sums(packed, simt.sum_of(missing), small=small, warps=threads // 32)
 
     for bits, first in ((idle, before & 0xFFFF), (busy, (total & 0xFFFF) + (before >> 16))):
-        with when(first < misses):  # few threads have places that are given up
+        with when(first < misses):  # few threads have places that are replaced
             next_rank = first
             for e in range(share):
                 _, at = _place_at(thread, e, share, at_hand, n)
@@ -248,19 +248,19 @@ def hot_load(
     x: Array, zones: Sequence[Array], page: Array, used: Array, at: Array, *, config: Config | None = None
 ) -> tuple[Array, ...]:
     """`zones`, [B, K, n * Z, D] each, with the parts of those pages of x [B, K, P, parts, Z, D] whose place at
-    i32[B, K, N] is `used` as 2; see `kvjax.ops.hot_load`."""
+    i32[B, K, N] has 2 in `used`; see `kvjax.ops.hot_load`."""
     if limit := unsupported_load(x, zones[0], at):
         raise NotImplementedError(limit)
     return tuple(fill("kvjax_hot_load", as_stored, config or Config(ahead=4), *zones, x, page, used, at))
 
 
 def as_stored(loaded: list[Word]) -> list[list[Word]]:
-    """16 bytes of a zone, the same that were read."""
+    """The 16 bytes that were read, unchanged."""
     return [loaded]
 
 
 def fill(name: str, decode: Decode, config: Config, *args: Array) -> list[Array]:
-    """The zones after a launch of the kernel, whose threads write what `decode` makes of each 16 bytes of the pages."""
+    """The zones after a launch of the kernel, whose threads write `decode` of each 16 bytes of the pages."""
 
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> list[Array]:
@@ -293,9 +293,9 @@ def _load_program(
     *refs: Any, total: int, P: int, n: int, N: int, chunks: int, parts: int, each: int, turns: int, warps: int,
     wider: int, decode: Decode, config: Config,
 ) -> None:  # fmt: skip
-    """A lane looks at one of a warp's `each` entries; then the warp moves the pages that some of them lack, several
-    small ones at once. In a turn all `warps` take adjacent entries, of few heads, whose pages lie close together. A
-    value takes `wider` times as many bytes in a zone."""
+    """A lane looks at one of a warp's `each` entries; then the warp moves the pages that are missing, several small
+    ones at once. In a turn all `warps` take adjacent entries, of few heads, whose pages are close together. A value
+    takes `wider` times as many bytes in a zone."""
     *zones, x, page, used, at = (simt.global_address(m) for m in refs)
     size, piece, of_page = chunks * CHUNK, chunks * CHUNK // parts, -(-chunks // 32)
     ahead, at_once = min(config.ahead, of_page), max(1, config.ahead // of_page)
@@ -313,7 +313,7 @@ def _load_program(
         lacking = simt.ballot(fresh & (number < P))
 
         def move(left: Word) -> tuple[Flag, list[Word]]:
-            moved = []  # whether there is such a page, where it lies, and its row and place in the zones
+            moved = []  # whether there is such a page, its address, and its row and place in the zones
             for _ in range(at_once):
                 there = left.differs(0)
                 one = there.select(instr("clz.b32", left) ^ 31, 0)

@@ -4,8 +4,8 @@ The sign and size of a channel are 4 bits in four planes. Bit exchanges bring th
 subspace together in one byte, and a table has both decoded numbers for each byte. It has 16 copies to avoid bank
 conflicts. The sum of each subspace is multiplied by its weight.
 
-Each thread estimates one key and reads its codes before the block writes the table. Random reads dominate, so all keys
-should be under way at once: rolled loops keep registers few.
+Each thread estimates one key and reads its codes before the block writes the table. Random reads dominate, so the reads
+of all keys should be in flight at once: rolled loops keep registers few.
 
 **Bytes:** 3/4 D read a selected key, in pieces of at least 32 bytes, plus 4 of its slot and 4 written.
 
@@ -36,7 +36,7 @@ COPIES = 16  # of the table, for the lanes of half a warp
 
 @dataclass(frozen=True)
 class Config:
-    warpgroups: int = 2  # of a block, a candidate a thread
+    warpgroups: int = 2  # of a block, with one candidate per thread
 
     def __post_init__(self) -> None:
         if self.warpgroups not in (1, 2, 4, 8):
@@ -52,8 +52,8 @@ class Split(NamedTuple):
 
 
 def config_for(heads: int, M: int, pending: int = 0) -> Config:
-    """The smallest blocks of which one for each multiprocessor is enough, so that all candidates are under way; else
-    small ones. `pending`: keys a head for which `select_4bit` has blocks in the same grid."""
+    """The smallest blocks of which one per multiprocessor is enough, so that all candidates are in flight; else small
+    ones. `pending`: keys per head for which `select_4bit` has blocks in the same grid."""
     enough = (n for n in (2, 4, 8) if heads * (-(-M // (128 * n)) - (-pending // (128 * n))) <= simt.MULTIPROCESSORS)
     return Config(next(enough, 2))
 
@@ -97,7 +97,7 @@ def rerank(
     """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the keys at slots i32[B, K, G, M], clipped to S.
 
     Keys are signs u8[B, K, S, D/8], sizes u8[B, K, S, 3 D/8] and weights u16[B, K, S, D/8], as in `rotate.Directions`;
-    `centres`, a tuple, as what lowers the kernel once must be hashable, are what its 8 sizes stand for.
+    `centres` are the values of the 8 sizes, as a tuple, because arguments of `lowered_once` must be hashable.
     """
     if limit := unsupported(q, signs, sizes, weights, slots):
         raise NotImplementedError(limit)
@@ -158,7 +158,7 @@ class Place:
         self.is_of_block = t < shares.candidates
 
     def slot(self, slots_m: Any) -> Word:
-        """The slot of the thread's candidate, as the list has it."""
+        """The slot of the thread's candidate, as it is in the list."""
         _, _, _, M = self.sizes
         at = simt.offset_rows(simt.global_address(slots_m), self.head, M * 4)
         candidate = (self.candidate < M).select(self.candidate, M - 1)
@@ -169,13 +169,13 @@ def estimate(
     q_m: Any, slot: Word, codes_m: Sequence[Any], scratch_m: Sequence[Any], place: Place,
     *, centres: Sequence[float], scale: float, turned: int | None = None,
 ) -> Word:  # fmt: skip
-    """scale * q.k~ of this thread's candidate, in f32; of R q if `turned` says how (`_rotated`)."""
+    """scale * q.k~ of this thread's candidate, in f32; with R q in place of q if `turned` is given (`rotated`)."""
     (_, S, D, _), (signs_m, sizes_m, weights_m), (table_m, queries_m) = place.sizes, codes_m, scratch_m
     N, threads, t = D // 8, place.shares.threads, simt.special("tid.x")
     q = simt.offset_rows(simt.global_address(q_m), place.head, D * 4)
     table, queries = simt.shared_address(table_m), simt.shared_address(queries_m)
 
-    slot = (slot < 1 << 31).select(slot, slot + S)  # from the end, as the reference takes what is below 0
+    slot = (slot < 1 << 31).select(slot, slot + S)  # a negative slot counts from the end, as in the reference
     slot = (slot < S).select(slot, (slot < 1 << 31).select(S - 1, 0))
     width = N // 4  # words of a plane, or of half the weights
     vector = "{" + ", ".join(f"${i}" for i in range(width)) + "}"
@@ -192,7 +192,7 @@ def estimate(
         factor = simt.real(scale if turned is None else scale * D**-0.5)
         for i, x in enumerate(rotated(channels(q, D), turned)):
             simt.store_shared(queries + t * (D // 8) + 4 * i, simt.instr("mul.f32", x, factor))
-    decoded = _decode(t & 15, [simt.real_bits(x) for x in centres])  # in lane i that of code i
+    decoded = _decode(t & 15, [simt.real_bits(x) for x in centres])  # lane i has that of code i
     for first in range(0, BYTES, threads):
         with when(t + first < BYTES):
             byte = t + first
@@ -221,7 +221,7 @@ def _product(
         @loop(queries + w * 128, queries + w * 128 + 128, 64, [total, weights[2 * w + 1], weights[2 * w], *pairs])
         def carried(at: Word, total: Word, ahead: Word, scales: Word, *pairs: Word) -> list[Word]:
             """Adds two subspaces, whose pairs are the lower bytes of words; `ahead` are the weights of the next two."""
-            ptx('.pragma "nounroll";')  # else ptxas reads ahead so far that two blocks fill the registers
+            ptx('.pragma "nounroll";')  # or ptxas reads ahead so far that two blocks fill the registers
             for b, weight in enumerate((scales << 16, scales & 0xFFFF0000)):
                 load = "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4+%d];"
                 channels = [x for i in (0, 16) for x in ptx(load % (b * 32 + i), at, results=4)]
@@ -255,6 +255,6 @@ def _nibbles(planes: Sequence[Word]) -> list[Word]:
     for gap, mask in ((2, 0x33333333), (1, 0x55555555)):
         for i in (0, 3 - gap):
             pairs = (rows[i], rows[i + gap] << gap), (rows[i] >> gap, rows[i + gap])
-            # Bits of the mask come from the first, others from the second.
+            # Bits of the mask come from the first, the others from the second.
             rows[i], rows[i + gap] = (ptx(f"lop3.b32 $0, $1, $2, {mask}, 0xE4;", *pair, results=1) for pair in pairs)
     return rows

@@ -20,8 +20,8 @@ def channels(q: Any, D: int) -> list[Word]:
 
 
 def rotated(x: list[Word], turned: int | None) -> list[Word]:
-    """This lane's channels of sqrt(D) R q, of its `channels` x of q; x if `turned` is None. `turned` has the bits of
-    the channels that R first turns."""
+    """This lane's channels of sqrt(D) R q, from its `channels` x of q; x if `turned` is None. `turned` has the bits of
+    the channels whose sign R flips first."""
     if turned is None:
         return x
     lane, n = simt.special("laneid"), len(x)

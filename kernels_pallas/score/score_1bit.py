@@ -31,8 +31,8 @@ MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/score_1bit
 UNIT = 32  # keys: the rows of two products
 HEADS = 8  # columns of a product
 WARPS = 4  # of a block
-# Bits that, alone in a half word, serve as numbers; `power` has which. Queries are divided by them, and by 2^SMALLER,
-# so that factors are powers 64 .. -63 in bf16, where |q| and |q step| may be 2^63, and 0 .. -3 in f16: not larger.
+# Bits that, alone in a half word, serve as numbers; `power` has these numbers. Queries are divided by them, and by
+# 2^SMALLER, so that factors are powers 64 .. -63 in bf16, where |q| and |q step| may be 2^63, and 0 .. -3 in f16.
 WINDOW = {"bf16": range(7, 15), "f16": range(8, 12)}
 SMALLER = {"bf16": 62, "f16": 16}
 RUN_AT_ONCE = simt.MULTIPROCESSORS * 16  # warps
@@ -53,7 +53,7 @@ class Config:
 
 
 def config_for(rows: int, slots: int) -> Config:
-    """Warps take so many units each that all run at once, or in as few full turns as 16 units allow."""
+    """Enough units per warp that all warps run at once, or in as few full turns as 16 units per warp allow."""
     of_one_turn = rows * slots / (UNIT * RUN_AT_ONCE)
     return Config(max(math.ceil(of_one_turn / math.ceil(of_one_turn / 16)), 2))
 
@@ -116,23 +116,23 @@ def _scores(scale: float, config: Config, q: Array, bits: Array, step: Array, ze
 
 
 class Thread(NamedTuple):
-    """Which thread this is, and what it works on."""
+    """The place of a thread, and its work."""
 
     warp: Word  # of the block
     lane: Word
     quad: Word  # it has keys 4 quad .. 4 quad + 3 of a unit
     col: Word
     head: Word  # and of this head and the next
-    later: Word  # units that its own is after an iteration's first
+    later: Word  # units from an iteration's first to its own
     row: Word
-    job: Word  # of the row's warps this one
+    job: Word  # number of this warp among the row's warps
 
 
 class Pair(NamedTuple):
     """Channels i and i + D/8 of a lane."""
 
-    turn: int  # the word of codes rotated by so many bits to the left
-    bit: int  # has theirs as this bit of its lower half and of its upper one
+    turn: int  # the word of codes, rotated by so many bits to the left,
+    bit: int  # has their codes as this bit of its lower half and of its upper one
     i: int
     swapped: bool  # or of the upper and the lower
 
@@ -212,8 +212,8 @@ class Scores:
     def program(
         self, q_m, bits_m, step_m, zero_m, out_m, ring_m, *, visit: Visit | None = None, state: Sequence[Word] = ()
     ) -> list[Word]:  # fmt: skip
-        """The kernel's body. state = visit(unit, four scores of each of the thread's heads, state), if given; the
-        unit may be one that is not there, and scores are in f32. A thread has two heads of each 8."""
+        """The kernel's body. state = visit(unit, four scores of each of the thread's heads, state), if given; the unit
+        may not exist, and scores are in f32. A thread has two heads of each 8."""
         G, S, D, kind, at_once, columns = self.G, self.S, self.D, self.kind, self.at_once, self.columns
         warp, lane, quad, col, head, later, row, job = self.thread()
         H, units, stages = D // 8, S // UNIT, self.config.stages // at_once
@@ -236,8 +236,8 @@ class Scores:
         def stage(i: Word) -> Word:
             return ring + (i & (stages - 1)) * (at_once * (codes + steps))
 
-        # Chunks of 16 bytes are copied in their order, as eight lanes fetch whole sectors then, to places where the
-        # eight that lanes read at once are in different banks.
+        # Chunks of 16 bytes are copied in order, so that eight lanes fetch whole sectors, to places where the eight
+        # chunks that lanes read at once are in different banks.
         def place_of(chunk: Word) -> Word:
             return chunk ^ (chunk >> 3)
 
@@ -259,24 +259,24 @@ class Scores:
         matrix_row = place_of((lane & 7) * 4 + (lane >> 3)) * 16  # key 4 r + i is row r of the i-th matrix
 
         def load_codes(at: Word) -> list[Word]:
-            """This lane's, of keys 4 quad .. 4 quad + 3."""
+            """This lane's codes of keys 4 quad .. 4 quad + 3."""
             if D == 128:
                 load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
                 return ptx(load, at + matrix_row, results=4, convergent=True)
-            # 16 channels a lane: each of their two bytes twice, for a half of the word.
+            # 16 channels per lane: each of their two bytes twice, for a half of the word.
             at, bytes_ = at + quad * 32 + (col >> 1) * 4, (col & 1).differs(0).select(0x3322, 0x1100)
             words = [ptx(f"ld.shared.u32 $0, [$1+{8 * i}];", at, results=1) for i in range(4)]
             return [ptx("prmt.b32 $0, $1, 0, $2;", w, bytes_, results=1) for w in words]
 
         own_steps = col * (4 * H) + (quad >> 2) * steps * (at_once - 1) + at_once * codes
-        turned = (col >> 1) * 16 if D == 128 else word(0)  # of its chunks the even and the odd ones change places
+        turned = (col >> 1) * 16 if D == 128 else word(0)  # its even and odd chunks change places
         turns = own_steps + turned, own_steps - turned
 
         def load_steps(at: Word) -> list[Word]:
             load = "ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4+{}];"
             return [w for v in range(H // 4) for w in ptx(load.format(16 * v), at + turns[v & 1], results=4)]
 
-        column = quad & 3 if at_once == 2 else quad  # head of the column; one that is not there goes nowhere
+        column = quad & 3 if at_once == 2 else quad  # head of the column; a head past the last is not written
         own = [column + HEADS * c if c else column for c in range(columns)]
         queries = [lane_channels(q, (head < G).select(head, 0), col, D) for head in own]
         eights = (0, 8) if self.iterations * at_once > 8 else (0,)
@@ -344,7 +344,7 @@ def halves(low: Word, high: Word) -> Word:
 
 
 def lane_channels(address: Any, index: Word, col: Word, D: int) -> list[Word]:
-    """This lane's D/4 channels of row `index` of [..., D] 16-bit numbers, as they lie."""
+    """This lane's D/4 channels of row `index` of [..., D] 16-bit numbers, in memory order."""
     at = simt.offset(simt.offset_rows(address, index, D * 2), col * (D // 2))
     loads = [f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{4 * v}];" for v in range(0, D // 8, 4)]
     return [w for load in loads for w in ptx(load, at, results=4)]
@@ -365,7 +365,7 @@ def times(kind: str, a: Word, b: Word) -> Word:
 
 
 def power(kind: str, bit: int) -> int:
-    """The power of 2 that a half word with this bit alone is."""
+    """The power of 2 of a half word in which only this bit is set."""
     return 2 ** (bit - 7) - 127 if kind == "bf16" else bit - 24
 
 
@@ -375,7 +375,7 @@ def twice(kind: str, exponent: int) -> int:
 
 
 def zero_scores(kind: str, zeros: list[list[Word]], queries: list[Word]) -> list[Word]:
-    """q . zero, of unit `quad` and of unit `quad` + 8, for the heads of columns 2 col and 2 col + 1."""
+    """q . zero of unit `quad` and of unit `quad` + 8, for the heads of columns 2 col and 2 col + 1."""
     base = [word(0)] * 4
     for j in range(0, len(queries), 2):
         low, high = zeros[0], zeros[-1]
@@ -384,8 +384,8 @@ def zero_scores(kind: str, zeros: list[list[Word]], queries: list[Word]) -> list
 
 
 def unit_sums(kind: str, pairs: Sequence[Pair], codes: Sequence[Word], scaled: Sequence[Word]) -> list[Word]:
-    """Sums over channels of bit times `scaled`, of keys 4 quad .. 4 quad + 3, whose codes are `codes`: of column 2 col,
-    then of the next. `mma` has key 2 tile + half of column 2 col + e as the (2 half + e)-th of 16 keys."""
+    """Sums over channels of bit times `scaled`, for keys 4 quad .. 4 quad + 3 with the codes `codes`: for column 2 col,
+    then for the next. `mma` has key 2 tile + half of column 2 col + e as the (2 half + e)-th of 16 keys."""
     acc = [[word(0)] * 4] * 2
     for j in range(0, len(pairs), 2):
         for tile in range(2):
@@ -398,7 +398,7 @@ def unit_sums(kind: str, pairs: Sequence[Pair], codes: Sequence[Word], scaled: S
 def wide_sums(
     kind: str, pairs: Sequence[Pair], codes: Sequence[Word], queries: Sequence[Sequence[Word]], step: Sequence[Word]
 ) -> list[tuple[list[Word], list[Word]]]:
-    """`unit_sums` and `ones_sums` for each of some columns of queries, whose operands of codes are made once."""
+    """`unit_sums` and `ones_sums` for several columns of queries, with the operands of codes made once."""
     acc = [[[word(0)] * 4 for _ in range(3)] for _ in queries]  # two tiles of keys, and ones
     window = WINDOW[kind]
     for j in range(0, len(pairs), 2):
@@ -422,7 +422,7 @@ def wide_sums(
 
 
 def ones_sums(kind: str, scaled: Sequence[Word]) -> list[Word]:
-    """The same of a key whose bits are all 1, of columns 2 col and 2 col + 1."""
+    """The same for a key whose bits are all 1, for columns 2 col and 2 col + 1."""
     acc = [[word(0)] * 4] * 2
     window = WINDOW[kind]
     for j in range(0, len(scaled), 2):  # four constants serve two products: rows 0 .. 7 of one, 8 .. 15 of the other
@@ -432,5 +432,5 @@ def ones_sums(kind: str, scaled: Sequence[Word]) -> list[Word]:
 
 
 def rotated(w: Word, by: int) -> Word:
-    """To the left."""
+    """w rotated to the left."""
     return (w << by) | (w >> (32 - by)) if by else w

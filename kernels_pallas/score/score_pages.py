@@ -109,8 +109,8 @@ def program(
     q_m: Any, low_m: Any, high_m: Any, out_m: Any, *, shape: tuple[int, int, int, int], kind: str, scale: float,
     config: Config, width: int | None = None, visit: Callable[..., None] | None = None,
 ) -> None:  # fmt: skip
-    """The kernel's body, with `width` scores of a row and head, of which those past P are anything. Each tile
-    calls visit(row, tile, pages, head, scores): a lane has two pages, and scores by head, this and the next, and page.
+    """The kernel's body, with `width` scores per row and head; scores past P are arbitrary. Each tile calls visit(row,
+    tile, pages, head, scores): a lane has two pages, and scores by head (this and the next) and page.
 
     A warp makes `config.columns` products of the corners that it loads; the warps of one tile are adjacent."""
     rows, G, P, D = shape
@@ -143,7 +143,7 @@ def program(
         return [[instr(f"{name}.{kind}x2", w, 0) for w in words] for name in ("max", "min")]
 
     queries = [load_queries(column) for column in range(columns)]
-    both = [sides(queries[0])] if columns == 1 else []  # of more columns registers do not hold the parts
+    both = [sides(queries[0])] if columns == 1 else []  # registers do not hold the parts of more columns
 
     @loop(0, config.tiles, 1)
     def _tile(i: Word) -> None:

@@ -1,1 +1,1 @@
-"""Selection of the units with the highest scores, by a cluster of blocks a row."""
+"""Selection of the units with the highest scores, by a cluster of blocks per row."""

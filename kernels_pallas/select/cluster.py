@@ -32,7 +32,7 @@ from kvjax.kernels_pallas.simt import (
 )
 
 HEADS = HEADS
-# Words of bins and lists, of sums by warp with what `top_k` calls small, and of heads by warp and of all.
+# Words of bins and lists, of sums by warp with the array that `top_k` calls small, and of heads by warp and of all.
 SCRATCH = 3 * histogram.PASS + 2 * LISTED, 64, 2 * 32 + HEADS
 
 
@@ -45,7 +45,7 @@ def launch(
     kernel: str, program: Callable[..., None], args: Sequence[jax.Array], *, rows: int, sizes: tuple[int, ...],
     room: int, config: tiling.Config, **how: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """(units i32[rows, room], how many i32[rows]) selected by `select_units`, or a program around it, over `args`."""
+    """(units i32[rows, room], count i32[rows]) selected by `select_units`, or a program around it, from `args`."""
     outs = [jax.ShapeDtypeStruct((rows, room), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)]
     if not tiling.in_one_step(sum(sizes), config):
         outs.append(jax.ShapeDtypeStruct((rows, sum(sizes)), jnp.uint32))  # keys, where lists have no room
@@ -78,7 +78,7 @@ class Loads:
         return [x for four in self.fours for head in four for x in head]
 
     def become(self, words: Sequence[Word]) -> None:
-        """The same, with these words: in a loop, those that it carries."""
+        """Replaces the words, in a loop by those that it carries."""
         left = iter(words)
         self.fours = [[[next(left) for _ in head] for head in four] for four in self.fours]
 
@@ -88,10 +88,12 @@ def select_units(
     room: int, config: tiling.Config, limits: Sequence[int] | None = None, unit: int = 1, half: bool = True,
     name: Callable[[Word, Word], Word] = lambda row, unit: unit,
 ) -> None:  # fmt: skip
-    """The kernel's body, over heads' scores of each of `sizes`, with `sums` statistics of each head, if any. It begins
-    with start and stop of each part's span, of which the second part's `local` do not count, nor what is not among the
-    `limits` first of each part, and how many units are wanted. Spans are of tokens, of which a unit has `unit`; it is
-    in one if any of these is. Scores are in f16, or in f32 if not `half`. `name` is what is written of a unit."""
+    """The kernel's body, over scores of `heads` heads in parts of `sizes` units, with `sums` statistics per head.
+
+    `refs` begin with start and stop of each part's span, and the number of units wanted. Units past the first `limits`
+    of a part do not count, nor the last `local` tokens of the second span. Spans are in tokens; a unit has `unit` of
+    them, and counts if any of them does. Scores are in f16, or in f32 if not `half`. `name` gives the word to write for
+    a unit."""
     U, S = sum(sizes), sizes[0]
     scratches = len(scratch(U, config))
     ends, arrays = list(zip(refs, shared_by, strict=False)), refs[len(shared_by) : -scratches]
@@ -99,7 +101,7 @@ def select_units(
     sums_m, arrays = (arrays[0], arrays[1:]) if sums else (None, arrays)
     scores_m, (slots_m, found_m, *keys_m) = arrays[: len(sizes)], arrays[len(sizes) :]
     stride, unroll, steps = tiling.steps(U, config)
-    whole = min(max(S // stride - (unroll - 1) * steps, 0), steps)  # steps that lie in the first part for all threads
+    whole = min(max(S // stride - (unroll - 1) * steps, 0), steps)  # steps that are in the first part for all threads
     row = simt.special("clusterid.x")
     limits = limits or sizes
     start, length = units_of(simt.span_of(ends[0], ends[1], row, limits[0] * unit), unit)
@@ -121,7 +123,7 @@ def select_units(
         lists, keys = simt.shared_address(lists_m[0]), simt.offset_rows(simt.global_address(keys_m[0]), row, U * 4)
         histogram.clear(hist + histogram.PASS * 4)
     ahead = Loads()
-    depth = 3 if heads <= 4 and half else 0  # fours that registers hold; of more heads not one ahead
+    depth = 3 if heads <= 4 and half else 0  # fours that registers hold; with more heads, none ahead
     load = functools.partial(load_heads, scores, sizes, heads, half=half)
 
     def load_ahead() -> None:
@@ -148,7 +150,7 @@ def select_units(
         return reduced_keys(flags, [[h[j] for h in of_heads] for j in range(4)], logs, group_reduce)
 
     def fours(i: Word, is_whole: bool = False, goes_on: bool = False) -> Iterator[list[Word]]:
-        """Keys of the fours of step i. `goes_on`: the next one's first fours lie in the first part, and are loaded."""
+        """Keys of the fours of step i. `goes_on`: the next step's first fours are in the first part, and are loaded."""
         ends = [S] * unroll if is_whole else tiling.ends(U, config)
         places = list(zip(tiling.fours(i, U, config), ends, strict=True))
         then = [(at, S) for at in tiling.fours(i + 1, U, config)[: depth - 1]] if goes_on else []
@@ -157,11 +159,11 @@ def select_units(
             ahead.fours.extend(load(*place) for place in to_load)
             if ahead.fours or end <= U:
                 yield four_keys(at, end, ahead.fours.pop(0) if ahead.fours else None)
-            else:  # in which a warp may have nothing, as most have of the fifth four in a row of 131072 and a little
+            else:  # a warp may have none, as most warps have no fifth four in a row of slightly more than 131072
                 yield simt.branch(at < U, functools.partial(four_keys, at, end), [word(0)] * 4)
 
     def other_steps(visit: Callable[..., list[Word]], carry: list[Word]) -> list[Word]:
-        """carry = visit(i, keys, *carry) of the steps after the first."""
+        """carry = visit(i, keys, *carry) for the steps after the first."""
         if goes_on:
             ahead.fours.extend(load(at, S) for at in tiling.fours(word(1), U, config)[: depth - 1])
         if whole > 1:
@@ -192,7 +194,7 @@ def select_units(
 
 
 def units_of(span: Sequence[Word], unit: int) -> list[Word]:
-    """The first unit that has a token of a span, its first and how many, and how many units have one."""
+    """The first unit that has a token of `span` (first token, count), and the number of units that have one."""
     first, length = span
     if unit == 1:
         return [first, length]
@@ -203,9 +205,9 @@ def units_of(span: Sequence[Word], unit: int) -> list[Word]:
 def _logs(
     parts: Any, n: int, heads: int, pending: Any, shared: Word, loads: Callable[[], Any], half: bool
 ) -> list[Word]:
-    """For each head minus log2 of the sum of exp(score) over the units; 0 where there is none. `parts` is where the
-    warps' statistics of the heads are, `n` of each; `pending` has scores in f16, or in f32 if not `half`. `loads` is
-    what else to load meanwhile."""
+    """For each head minus log2 of the sum of exp(score) over the units; 0 if there is none. `parts` is the address of
+    the warps' statistics, `n` per head; `pending` has scores in f16, or in f32 if not `half`. `loads` starts other
+    loads meanwhile."""
     thread = simt.special("tid.x")
     lane, warp = thread & 31, thread >> 5
     share = (tiling.THREADS // 32) // heads  # warps of a head
@@ -233,7 +235,7 @@ def _logs(
         load = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0xFC00; @p ld.global.u16 $0, [$3]; }"
         return [simt.from_halves(ptx(load, a - start, length, simt.offset(scores, a * 2), results=1))[0] for a in at]
 
-    # All that is loaded at first is on its way before any of it is waited for.
+    # All first loads are in flight before any of them is waited for.
     turn = min(-(-n // stride), 8), min(-(-size // stride), 4)
     of_first_turn = statistics(index, turn[0])
     loads()
@@ -266,10 +268,11 @@ def _select(
     found: Any, hist: Word, small: Word, lists: Word | None, kept: Any, *, name: Callable[[Word], Word],
     bins: Bins, U: int, room: int, config: tiling.Config,
 ) -> None:  # fmt: skip
-    """Writes to `slots` the names of the `wanted` largest keys that are not 0, and to `found` how many these are.
+    """Writes to `slots` the names of the `wanted` largest keys that are not 0, and to `found` their number.
 
     `first` are the keys of the first step, `others` visits those of the others, `again(i)` gives those of any step once
-    more. If registers do not have the row, candidates go to `lists`, and keys of which there are too many to `kept`.
+    more. If registers do not hold the row, candidates go to `lists`; if there are too many for these, keys go to
+    `kept`.
     """
     thread, part = simt.special("tid.x"), simt.special("cluster_ctarank")
     here = compact._Thread(thread, part, thread & 31, thread >> 5, small + LENGTH * 4, hist + 3 * histogram.PASS * 4)

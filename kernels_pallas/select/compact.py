@@ -51,8 +51,8 @@ def write_slots(
     row: InRegisters | InLists, cut: LastPlace, here: _Thread, slots: Any, found: Any, small: Word,
     name: Callable[[Word], Word], room: int, config: tiling.Config,
 ) -> None:  # fmt: skip
-    """Taken are keys beyond the bin's; if slots were counted, also those that equal `low` of a higher rank than the one
-    that is left. Keys of the bin go to the list that each block gets, [many] of rank and key."""
+    """Selects all keys above the bin; if slots were counted, also keys equal to `low` that rank above the last bin of
+    slots. Keys in the bin go to a list that each block gets, with rank and key of [many] elements."""
     blocks, (thread, part, lane, warp, length, listed) = config.blocks, here
     wanted, need, is_held = cut.wanted, cut.need, isinstance(row, InRegisters)
     by_rank, none = cut.least.differs(0), wanted.equals(0)
@@ -67,7 +67,7 @@ def write_slots(
         return found
 
     def marks(elements: list[Pair]) -> list[Word]:
-        """Bits of the elements taken, and of those that the list has."""
+        """Bits of the selected elements, and of those that go to the list."""
         taken = bits("setp.gt.u32 p, $3, $5;", elements, high)
         level = bits("setp.ge.u32 p, $3, $5;", elements, low)
 
@@ -82,7 +82,7 @@ def write_slots(
         return instr("popc.b32", flags)
 
     def numbered(flags: Word, visit: Callable[[Word, Word], None]) -> None:
-        """visit(i, e) of the i-th bit that is 1, which is bit e."""
+        """Calls visit(i, e) for the i-th bit that is 1, which is bit e."""
 
         @simt.loop(0, number(flags), 1, [flags])
         def _each(i: Word, flags: Word) -> Word:

@@ -23,21 +23,21 @@ from kvjax.kernels_pallas.simt import (
 )
 
 WARPS = tiling.THREADS // 32
-FOURS = 256  # of adjacent elements that a warp lists, in a row that registers do not have
+FOURS = 256  # groups of four adjacent elements that a warp lists, in a row that registers do not hold
 LIST = 4 * FOURS + FOURS  # words: keys, and where each four begins
-Pair = tuple[Word, Word]  # of an element the key, and the slot's rank: the lower slot the higher
+Pair = tuple[Word, Word]  # an element's key, and its slot's rank: lower slots rank higher
 Fours = Iterable[list[Word]]  # keys
 
 
 class Elements(NamedTuple):
-    """Some that a thread has."""
+    """Some of a thread's elements."""
 
     pairs: Iterable[Pair]
     slot: Callable[[Word], Word]  # of the e-th
 
 
 def elements_of(i: Word, fours: Fours, U: int, config: tiling.Config) -> Elements:
-    """Those of step i, of which `fours` are the keys."""
+    """The elements of step i, whose keys are `fours`."""
     starts, (stride, _, steps) = tiling.fours(i, U, config), tiling.steps(U, config)
     pairs = (
         (key, word(SLOTS) - (at + j)) for at, four in zip(starts, fours, strict=True) for j, key in enumerate(four)
@@ -52,7 +52,7 @@ class InRegisters:
         self.elements = elements._replace(pairs=_Once(elements.pairs))
 
     def each(self, visit: Callable[..., Any], carry: Sequence[Word] = ()) -> list[Word]:
-        """carry = visit(elements, *carry)."""
+        """carry = visit(elements, *carry) for all elements at once."""
         return visit(self.elements, *carry) or []
 
 
@@ -81,7 +81,7 @@ class InLists:
                         ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", simt.offset(kept, at * 4), *four)
 
     def each(self, visit: Callable[..., Any], carry: Sequence[Word] = ()) -> list[Word]:
-        """carry = visit(elements, *carry), of some at a time."""
+        """carry = visit(elements, *carry) for some elements at a time."""
 
         def of_list(first: Word, *carry: Word) -> Any:
             return visit(self.lists.elements(first, self.number), *carry)
@@ -109,7 +109,7 @@ class _Once:
 
 
 class Lists:
-    """Lists that the warps have in shared memory, of fours of a row's elements of which a key is not below a bound."""
+    """The warps' lists in shared memory, of fours of a row's elements that have a key not below a bound."""
 
     def __init__(self, lists: Word, bound: Word):
         thread = simt.special("tid.x")
@@ -118,7 +118,10 @@ class Lists:
         self.starts, self.numbers = self.keys + 16 * FOURS, lists + WARPS * (4 * LIST)
 
     def add(self, at: Word, four: Sequence[Word], number: Word) -> Word:
-        """How many there are with the fours at .. at + 3 of this warp's lanes, where `number` were before."""
+        """Lists the four at .. at + 3 of each lane of the warp that reaches the bound; `number` were listed before.
+
+        Returns the new length of the list.
+        """
         counts = functools.reduce(lambda a, b: instr("max.u32", a, b), four) >= self.bound
         lanes = simt.ballot(counts)
         place = number + instr("popc.b32", lanes & ((word(1) << self.lane) - 1))
@@ -128,7 +131,7 @@ class Lists:
         return number + instr("popc.b32", lanes)
 
     def ends(self, number: Word) -> tuple[Word, Flag]:
-        """How many this warp has; and whether one of the block has more than there is room for: then none has any."""
+        """The length of this warp's list; and whether a list of the block overflowed: then all are empty."""
         with when(self.lane.equals(0)):
             simt.store_shared(self.numbers + self.warp * 4, number)
         simt.block_barrier()

@@ -21,23 +21,23 @@ from kvjax.kernels_pallas.simt import (
 )
 
 BINS, GROUPS = 2048, 64  # groups of 32 bins
-PASS = BINS + 5 * GROUPS  # words of the histogram of a pass, with what `find_bin` needs
+PASS = BINS + 5 * GROUPS  # words of the histogram of a pass, with those that `find_bin` needs
 
 
 def clear(bins: Word) -> None:
-    """`PASS` words, to be counted in after a barrier."""
+    """Clears `PASS` words, which may count after a barrier."""
     loop(simt.special("tid.x"), PASS // 4, tiling.THREADS)(
         lambda i: ptx("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", bins + i * 16, 0)
     )
 
 
 class Found(NamedTuple):
-    """The bin in which the last of the `wanted` largest elements lies, and numbers of elements."""
+    """The bin of the last of the `wanted` largest elements, and numbers of elements."""
 
     bin: Word
-    need: Word  # of the bin, among the wanted
+    need: Word  # wanted elements of the bin
     many: Word  # in the bin
-    wanted: Word  # all, if there are fewer than were asked for
+    wanted: Word  # the number of all elements, if fewer than were asked for
     above: Word  # in higher bins, of the blocks before this one
     beside: Word  # in the bin, of the blocks before this one
 
@@ -45,9 +45,10 @@ class Found(NamedTuple):
 def find_bin(bins: Word, wanted: Word, blocks: int, of_earlier: bool = True) -> Found:
     """The place of the last wanted element in the histograms of all blocks, `PASS` words each at `bins`.
 
-    The words were zeros before the elements were counted. Numbers of earlier blocks are zeros if they are not wanted.
+    The words were zeros before the elements were counted. Numbers of earlier blocks are zeros without `of_earlier`.
 
-    A block reads of another the sums of 32 bins each, then the 32 bins in which the one lies: of each one word a lane.
+    A block reads from each other block the sums of 32 bins each, then the 32 bins that include the wanted one, each
+    time one word per lane.
     """
     thread, part = simt.special("tid.x"), simt.special("cluster_ctarank")
     lane, warp = thread & 31, thread >> 5
@@ -68,7 +69,7 @@ def find_bin(bins: Word, wanted: Word, blocks: int, of_earlier: bool = True) -> 
                 ptx("red.shared.add.u32 [$0], $1;", to_before, theirs)
 
     def place(counts: list[Word], wanted: Word) -> list[Word]:
-        """Which of the lanes' counts has the last wanted element, how many come after it, and that count."""
+        """The lane whose count has the last wanted element, the number of elements after that lane, and its count."""
         above = simt.sum_of_next_lanes(simt.sum_of(counts))
         found = [word(0)] * 3
         for j in reversed(range(len(counts))):

@@ -1,6 +1,6 @@
-"""Scores as unsigned keys of the same order, in which 0 marks what is not valid; group reduction of the heads' scores.
+"""Scores as unsigned keys of the same order, in which 0 marks invalid units; group reduction of the heads' scores.
 
-Sums of softmaxes are keys as they are, because their leading bits separate more units than those of a logarithm.
+Sums of softmaxes are keys directly, because their leading bits separate more units than those of a logarithm.
 Sums below 2^-96 use their logarithm.
 """
 
@@ -49,8 +49,8 @@ LEAST_SUM, INFINITE = (
 
 
 def load_heads_f32(scores: Sequence[Any], sizes: Sequence[int], heads: int, at: Word, end: int) -> list[list[Word]]:
-    """Each head's scores of units at .. at + 3 of one part or two; all 0 past the end of the row. They lie before `end`
-    for all threads, so that often nothing is left to ask."""
+    """Each head's scores of units at .. at + 3 of one part or two; all 0 past the end of the row. These units are
+    before `end` for all threads, which often makes the checks unnecessary."""
     U = sum(sizes)
     fours = []
     for head in range(heads):
@@ -77,11 +77,11 @@ def load_heads_f32(scores: Sequence[Any], sizes: Sequence[int], heads: int, at: 
 
 
 def reduced_keys(flags: list[Word], units: list[list[Word]], logs: list[Word] | None, group_reduce: str) -> list[Word]:
-    """The keys of units with these scores of the heads, 0 where the flag is; `logs` as `_log_sums` gives them, where
+    """The keys of units with these scores of the heads, 0 where the flag is; `logs` are those of `_log_sums`, if
     softmaxes are pooled.
 
-    Sums of softmaxes are ranked as they are; those that are next to nothing, or not finite, by their logarithms, which
-    come below the rest or are no number.
+    Sums of softmaxes are ranked directly; sums that are almost 0, or not finite, by their logarithms, which rank below
+    the others or are NaN.
     """
     if logs is None:
         keys = [_key(functools.reduce(logsum.sum_of_two, unit)) for unit in units]
@@ -124,7 +124,7 @@ def load_heads(
     scores: Sequence[Any], sizes: Sequence[int], heads: int, at: Word, end: int, half: bool
 ) -> list[list[Word]]:
     """Each head's scores of units at .. at + 3, of one part or two: in f32, or in f16 in two words, if `half`; 0 past
-    the end of the row. They lie before `end` for all threads, so that often nothing is left to ask."""
+    the end of the row. These units are before `end` for all threads, which often makes the checks unnecessary."""
     if not half:
         return load_heads_f32(scores, sizes, heads, at, end)
     fours = []

@@ -53,7 +53,7 @@ def add(state: Sequence[Word], scores: Sequence[Word]) -> list[Word]:
 
 
 def of_lanes(scores: Sequence[Word], gaps: Sequence[int]) -> list[Word]:
-    """The state of natural scores of all lanes whose numbers differ in the bits `gaps`, in each of them."""
+    """The state of natural scores of all lanes whose numbers differ in the bits `gaps`; each of them gets it."""
     top = functools.reduce(larger, scores)
     for gap in gaps:
         top = larger(top, simt.bfly(top, gap))
@@ -66,7 +66,7 @@ def of_lanes(scores: Sequence[Word], gaps: Sequence[int]) -> list[Word]:
 
 
 def merge(states: Sequence[Sequence[Word]]) -> list[Word]:
-    """One state of some."""
+    """Merges states into one."""
     peak = functools.reduce(larger, [top for top, _ in states])
     shift, total = _is_finite(peak).select(peak, 0), word(0)
     for top, part in states:
@@ -75,7 +75,7 @@ def merge(states: Sequence[Sequence[Word]]) -> list[Word]:
 
 
 def merge_lanes(state: Sequence[Word]) -> list[Word]:
-    """One state of those of a warp's lanes, in each of them."""
+    """Merges the states of a warp's lanes; each lane gets the result."""
     top, total = state
     order = top ^ (top >> 31).differs(0).select(0xFFFFFFFF, 1 << 31)
     peak = instr("redux.sync.max.u32", order, -1, convergent=True)
@@ -88,7 +88,7 @@ def merge_lanes(state: Sequence[Word]) -> list[Word]:
 
 
 def minus_log(state: Sequence[Word]) -> Word:
-    """Minus log2 of the sum of 2^score; 0 of no scores."""
+    """Minus log2 of the sum of 2^score; 0 for no scores."""
     peak, total = state
     log = sum_of_two(_is_finite(peak).select(peak, 0), instr("lg2.approx.f32", total))
     return log.equals(real(-math.inf)).select(0, log ^ (1 << 31))

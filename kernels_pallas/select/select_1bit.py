@@ -33,8 +33,8 @@ from kvjax.kernels_pallas.select.logsum import NOTHING
 from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_1bit.json
-EXACT = 32  # keys of a warp that scores those that wait
-PASS = 4 * score.HEADS  # query heads of some steps that one pass takes, as many as registers hold
+EXACT = 32  # keys of a warp that scores pending keys
+PASS = 4 * score.HEADS  # query heads of several steps that one pass takes, as many as registers hold
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Config(score.Config, tiling.Config):
 
 
 def config_for(rows: int, per_row: int, slots: int, units: int) -> Config:
-    """The rule for `rows` rows of scores over `slots` slots, with `per_row` lists of each and `units` units in all."""
+    """The rule for `rows` rows of scores over `slots` slots, with `per_row` lists per row and `units` units in all."""
     blocks = tiling.config_for(rows * per_row, units).blocks
     fits = tiling.in_one_step(units, tiling.Config(blocks, 5))  # registers hold 20 keys of a thread
     return Config(blocks, 5 if fits else 4, *astuple(score.config_for(rows, slots)))
@@ -145,10 +145,11 @@ def _select(
     config: Config,
     *args: Array,
 ) -> tuple[Array, Array]:
-    """(slots i32[rows, room], how many i32[rows]) of rows of `pending`, each of one row of keys or of some; and of all
-    heads of one step of a row, or of each, if `pending` are `pending_slots` keys. The first `pending_units` of these
-    may wait. `args` are the spans' ends and the count, each of a number of rows that divides these, then pending, q,
-    bits, step and zero."""
+    """(slots i32[rows, room], count i32[rows]) of rows of `pending`; several of these rows may share a row of keys.
+
+    If `pending` are `pending_slots` keys, rows are those of all heads of one step, or of each head. The first
+    `pending_units` of these keys may be pending. `args` are the spans' ends and the count, whose numbers of rows divide
+    `rows`, then pending, q, bits, step and zero."""
     pending, q, bits, *_ = args[5:]
     (rows, S, _), G = bits.shape, q.shape[1]
     if pending_slots is None:
@@ -225,7 +226,7 @@ def _score_both(
     keys_m, *refs, program: Callable[..., None], scored: score.Scores, pending_slots: int, keys: tuple[int, int],
     steps: int,
 ) -> None:  # fmt: skip
-    """The scores' kernel with blocks after its own for keys that wait, of `keys` = (rows, R)."""
+    """The kernel of the scores, with blocks after its own for pending keys of `keys` = (rows, R)."""
     *others, out_m, ring_m = refs
     block = simt.special("ctaid.x")
     with when(block < scored.blocks):
@@ -239,10 +240,10 @@ def _exact(
     block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scores, pending_slots: int,
     sizes: tuple[int, int], steps: int,
 ) -> None:  # fmt: skip
-    """Scores of `pending_slots` keys as they are, `EXACT` a warp, for the heads of a step: with 16 as the rows of a
-    product and the heads as its columns.
+    """Exact scores of `pending_slots` keys, `EXACT` per warp, for the heads of a step: 16 keys are rows of a product,
+    and the heads its columns.
 
-    A sum over channels may take them in any order: lane col has 8 adjacent ones of each 32, of keys and queries alike.
+    A sum over channels may take them in any order: lane col has 8 adjacent ones of each 32, for keys and queries alike.
     """
     rows, G, D, (stored, R) = scored.rows * steps, scored.G // steps, scored.D, sizes
     t = simt.special("tid.x")
@@ -286,7 +287,7 @@ def _exact(
 
 
 def _score(*refs, scored: score.Scores, shared_by: Sequence[int]) -> None:
-    """The scores' kernel; with a span also, of each warp and head, what `pooled.add` gives of the span's."""
+    """The kernel of the scores; with a span, it also writes the `logsum` state of its scores by warp and head."""
     if not shared_by:
         scored.program(*refs)
         return

@@ -103,7 +103,8 @@ def select_4bit(
     Units are `candidates` = (slots i32[B, K, G, M], found i32[B, K, G]), the first `found`, scored as in `rerank` for q
     [B, K, G, D], rotated as `turned` says (`rotate.turned`); and after all S slots of the codes those of `pending` =
     (keys [B, K, R, D], start, stop) without the `local` before its stop, scored for q, of which the first
-    `pending_slots` may wait. Count, start and stop are i32[B], i32[B, T] for the heads of T steps, or a number for all.
+    `pending_slots` may be pending. Count, start and stop are i32[B], i32[B, T] for the heads of T steps, or a number
+    for all.
     """
     slots, found = candidates
     keys, *numbers = pending
@@ -132,8 +133,8 @@ def select_4bit(
 
 
 def _select(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
-    """(slots, how many) of `args`: found, start, stop and count, each of a number of heads that divides the rows;
-    then queries, candidates, pending keys and codes."""
+    """(slots, count) from `args`: found, start, stop and count, whose numbers of heads divide the rows; then queries,
+    candidates, pending keys and codes."""
     centres, scale, turned, pending_slots, local, room, config = how
     (heads, D), M, (rows, R, _), S = args[4].shape, args[5].shape[1], args[6].shape, args[7].shape[1]
     parts = cluster.padded(M, pending_slots)
@@ -197,7 +198,7 @@ def _scores(
     codes, scratch = (signs_m, sizes_m, weights_m), (table_m, queries_m)
     place = rerank.Place(block, sizes, shares[0])
     with when(block < blocks):
-        slot = place.slot(slots_m)  # on its way together with `found`
+        slot = place.slot(slots_m)  # loaded together with `found`
         exists = place.first < simt.clipped(simt.number_of((found_m, 1), place.head), M)
         run = functools.partial(rerank.estimate, q_m, slot, codes, scratch, place, **how)
         estimate = simt.branch(exists, lambda: [run()], [word(0)])

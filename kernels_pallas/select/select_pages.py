@@ -47,7 +47,7 @@ class Config(score.Config, tiling.Config):
 
 
 def config_for(rows: int, per_row: int, units: int, heads: int = 1) -> Config:
-    """The rule for `rows` rows of scores of `heads` query heads, with `per_row` lists of each and `units` pages."""
+    """The rule for `rows` rows of scores of `heads` query heads, with `per_row` lists per row and `units` pages."""
     several = {"columns": 2, "warpgroups": 2} if heads > score.HEADS else {}
     return Config(tiling.config_for(rows * per_row, units).blocks, **several)
 
@@ -97,8 +97,8 @@ def select_pages(
     Pages of `unit` tokens count if they have a token in `span` = (start, stop); corners [B, K, P, D] score them for q
     [B, K, G, D]. From page P on come those of the first `pending_slots` of `pending` = (keys [B, K, R, D], start,
     stop), without the `local` before its stop, scored by their best token. Count, starts and stops are i32[B], or a
-    number for all, and are clipped. H is G under "per_head", else 1. The page of lowest rank comes last, others in any
-    order.
+    number for all, and are clipped. H is G under "per_head", else 1. The page of lowest rank comes last, the others in
+    any order.
 
     With T `steps`, q is [B, K, T*G, D] and H is that of all steps. Stops and count may then be i32[B, T], and pending
     keys [B, K, T, R, D].
@@ -142,8 +142,8 @@ class _How:
 
 
 def _select(how: _How, *args: Array) -> tuple[Array, Array]:
-    """(pages i32[rows, room], how many i32[rows]), a row of the heads of a step or of one head. `args` are the spans'
-    ends and the count, each of a number of rows that divides these, then keys that wait, q, and both corners."""
+    """(pages i32[rows, room], count i32[rows]), with a row for the heads of a step or for one head. `args` are the
+    spans' ends and the count, whose numbers of rows divide these, then pending keys, q, and both corners."""
     keys, q, low, _ = args[5:]
     (rows, G, D), P, config, steps = q.shape, low.shape[1], how.config, how.steps
     heads = 1 if how.group_reduce == "per_head" else G // steps
@@ -194,8 +194,8 @@ def _score(
     shape: tuple[int, int, int, int], keys: tuple[int, int], kind: str, shared_by: Sequence[int], blocks: int,
     how: _How,
 ) -> None:  # fmt: skip
-    """Scores of pages in the first `blocks`, with a tile's statistics; of pending tokens in the others, the heads of
-    one step at a time."""
+    """Scores of pages in the first `blocks`, with statistics by tile; scores of pending tokens in the others, for the
+    heads of one step at a time."""
     (rows, G, P, D), block = shape, simt.special("ctaid.x")
     waiting, of_step = rows * how.steps, G // how.steps
     tiles = -(-P // score.TILE)

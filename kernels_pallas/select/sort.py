@@ -20,7 +20,7 @@ from kvjax.kernels_pallas.simt import (
     word,
 )
 
-# Words of `small`, after totals of warps: of the length of this block's list, and of those of all blocks'.
+# Words of `small`, after totals of warps: for the length of this block's list, and for those of all blocks' lists.
 LENGTH, LENGTHS = 32, 33
 
 
@@ -34,7 +34,7 @@ def load_pair(at: Word, index: Word, count: Word) -> list[Word]:
 
 
 def sort_pairs(sizes: list[int], own: Word, spare: Word, length: Word, t: Word) -> None:
-    """Sorts `own` by the smallest of the networks that has room. A branch past one takes long: few are passed."""
+    """Sorts `own` by the smallest network that has room. There are few networks, as a branch past one takes long."""
     if len(sizes) == 1:
         of_thread = max(2 if sizes[0] > 32 else 1, sizes[0] // tiling.THREADS)  # fewer waits for others than with one
         with when(t < sizes[0] // of_thread):
@@ -48,7 +48,7 @@ def sort_pairs(sizes: list[int], own: Word, spare: Word, length: Word, t: Word) 
 
 
 def _bitonic(size_all: int, m: int, own: Word, spare: Word, length: Word, t: Word) -> None:
-    """Sorts the first `length` pairs of `own`, largest first, by the first threads, each of m of `size_all`."""
+    """Sorts the first `length` pairs of `own`, largest first; the first threads have m of `size_all` pairs each."""
     base = (t >> 5) * (32 * m) + (t & 31)
     at = [base + 32 * j for j in range(m)]
     x = [load_pair(own + e * 8, e, length) for e in at]
@@ -89,7 +89,7 @@ def _bitonic(size_all: int, m: int, own: Word, spare: Word, length: Word, t: Wor
 
 
 def write_by_rank(own: Word, lists: Word, small: Word, out: Any, length: Word, t: Word, k: int, blocks: int) -> None:
-    """Gives the sorted list `own` to the other blocks, and writes its slots where they rank.
+    """Sends the sorted list `own` to the other blocks, and writes its slots at their ranks.
 
     `lists` has the lists of the other blocks, that of the next block first.
     """
@@ -100,7 +100,7 @@ def write_by_rank(own: Word, lists: Word, small: Word, out: Any, length: Word, t
         firsts.append(firsts[-1] + n)
         longest = (longest > n).select(longest, n)
     block = simt.divide(t, share)
-    after = (part - block) & (blocks - 1)  # how many blocks this one comes after it
+    after = (part - block) & (blocks - 1)  # number of blocks from that block to this one
     between = [(after > b).select(lengths[-b], 0) for b in range(1, blocks - 1)]
     to = simt.remote(lists + simt.sum_of([word(0), *between]) * 8, block)
 

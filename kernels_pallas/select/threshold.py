@@ -24,8 +24,8 @@ from kvjax.kernels_pallas.simt import (
     word,
 )
 
-KEY_PASSES = 4  # over the keys at most, the later by 11 bits; then two by 11 bits of the slot's 22
-TURNS = 0, 1, 0, 1, 2, 0  # the histogram of each pass; those of slots may follow on any
+KEY_PASSES = 4  # over the keys at most, the later ones by 11 bits; then two by 11 bits of the slot's 22
+TURNS = 0, 1, 0, 1, 2, 0  # the histogram of each pass; passes over slots may follow any of them
 LISTED = 1024  # elements of a bin that are ranked at once, at most
 
 
@@ -34,14 +34,14 @@ def ranked_at_once(blocks: int) -> int:
     return min(LISTED, math.isqrt(50_000 * blocks))
 
 
-Place = Callable[[Word, Word], list[Operand]]  # of a key and rank, the bin, and perhaps two numbers (`_count`)
+Place = Callable[[Word, Word], list[Operand]]  # from key and rank to the bin, and perhaps two numbers (`_count`)
 
 
 class LastPlace(NamedTuple):
     """The bin of the last place: keys low .. low + size, of which `need` of `many` are wanted.
 
-    Slots whose key equals `low` count if their rank is at least `least`. `wanted` are there in all. The blocks before
-    this one have `above` of them that are larger than the bin, and `beside` that are in it.
+    Slots whose key equals `low` count if their rank is at least `least`. `wanted` is the total. The blocks before this
+    one have `above` elements that are larger than the bin, and `beside` elements in it.
     """
 
     low: Word
@@ -56,8 +56,8 @@ class LastPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Bins:
-    """The first: one for each 2^shift keys from `base` on. If there are two keys of a `gap`, those from one to the
-    other are all in one bin, with the first beyond."""
+    """The bins of the first pass: one for each 2^shift keys from `base` on. With a `gap` of two keys, all keys from one
+    to the other are in one bin, with the first ones beyond."""
 
     base: int
     shift: int
@@ -68,7 +68,7 @@ class Bins:
         return self.gap[1] - self.gap[0] if self.gap else 0
 
     def place(self, key: Word, _: Word) -> list[Operand]:
-        """Those that are 0 count where nothing is read: a branch around each takes longer."""
+        """The bin of a key. Keys of 0 count in a bin that nobody reads, as a branch around each would take longer."""
         moved = key
         if self.gap:
             above = instr("max.u32", key - self.skipped, self.gap[0])
@@ -77,7 +77,7 @@ class Bins:
         return [key.equals(0).select(histogram.BINS, instr("min.u32", place, histogram.BINS - 1))]
 
     def extent(self, place: Word) -> tuple[Word, Word, Flag]:
-        """The lowest key of a bin, how many keys follow it, and whether these are more than usual."""
+        """The lowest key of a bin, how many keys follow it, and whether the bin is larger than usual."""
         size_of_bin = (1 << self.shift) - 1
         beyond = self.base + ((histogram.BINS - 1) << self.shift) + self.skipped
         widths = {0: (1, self.base + size_of_bin - 1), histogram.BINS - 1: (beyond, 0xFFFFFFFF - beyond)}
@@ -91,8 +91,8 @@ class Bins:
         return low, size, functools.reduce(lambda a, b: a | b, [place.equals(which) for which in widths])
 
 
-# 32 to an octave from 2^-61 to 2^3 for sums of softmaxes, 256 to an octave from -2^8 to -1 for logarithms of softmaxes,
-# and for scores 128 to an octave from -2^5 to -2^-3 and from 2^-3 to 2^5.
+# 32 bins per octave from 2^-61 to 2^3 for sums of softmaxes, 256 per octave from -2^8 to -1 for logarithms of
+# softmaxes, and for scores 128 per octave from -2^5 to -2^-3 and from 2^-3 to 2^5.
 FIRST_BINS = {
     "sum": Bins(0xA1000000, 18),
     "log": Bins(0x3C7FFFFF, 15),
@@ -106,14 +106,15 @@ def _by_bits(low: Word, size: Word, by: Operand) -> Place:
 
 
 def _bin_within(low: Word, size: Word, place: Word, by: Operand) -> tuple[Word, Word]:
-    """A bin of `_by_bits`, by its lowest key and how many follow it: of the last bin those within low .. low + size, as
-    the keys after these were counted as larger."""
+    """A bin of `_by_bits`, as its lowest key and how many follow it. The last bin ends at low + size, as the keys after
+    it were counted as larger."""
     first = place << by
     return low + first, instr("min.u32", (word(1) << by) - 1, size - first)
 
 
 def _count(bins: Word, elements: Elements, place: Place) -> None:
-    """`place` gives a bin, and perhaps two numbers, of which the first is not the larger if the element counts."""
+    """Counts elements in bins. `place` gives a bin, and perhaps two numbers: the element counts if the first is not the
+    larger one."""
     for element in elements.pairs:
         digit, *limits = place(*element)
         red = "red.shared.add.u32 [$0], 1;"
@@ -123,14 +124,14 @@ def _count(bins: Word, elements: Elements, place: Place) -> None:
 
 
 def lower_bound(sample: Fours, wanted: Word, hist: Word, bins: Bins, U: int, config: tiling.Config) -> Word:
-    """A key, or the lowest one of a bin, than which at least as many of a sample are not lower as are wanted."""
+    """A key, often the lowest one of a bin, such that at least `wanted` elements of the sample are not below it."""
     at = hist + histogram.PASS * 4
     _count(at, elements_of(word(0), sample, U, config), bins.place)
     got = histogram.find_bin(at, wanted, config.blocks, of_earlier=False)
     low, size, is_wide = bins.extent(got.bin)
 
     def within() -> list[Word]:
-        """In a bin that has most of the range, which is counted again."""
+        """The bound within a bin that has most of the range: the bin is counted again."""
         low_now, size_now, need = low, size, got.need
         for turn, by in ((2, 21), (1, 10)):
             at = hist + turn * histogram.PASS * 4
@@ -148,7 +149,7 @@ def lower_bound(sample: Fours, wanted: Word, hist: Word, bins: Bins, U: int, con
 
 def last_place(row: InRegisters | InLists, wanted: Word, hist: Word, bins: Bins, blocks: int) -> LastPlace:
     def count(n: int, place: Place, wanted: Word) -> histogram.Found:
-        """Histograms take turns: of one that is cleared all blocks had what they needed before the last pass."""
+        """Histograms take turns: all blocks had read the one that is cleared before the last pass."""
         at = hist + TURNS[n] * histogram.PASS * 4
         if n:
             histogram.clear(at)
@@ -158,7 +159,7 @@ def last_place(row: InRegisters | InLists, wanted: Word, hist: Word, bins: Bins,
 
     place, need, many, wanted, above, beside = count(0, bins.place, wanted)
     low, size, is_wide = bins.extent(place)
-    further = is_wide.select(21, bins.shift - 11)  # where the next bits to count begin
+    further = is_wide.select(21, bins.shift - 11)  # the first of the next bits to count
     state = [low, size, further, word(0), need, many, above, beside]
 
     def by_key(n: int, low: Word, size: Word, shift: Word, _: Word, need: Word, *of_blocks: Word) -> list[Word]:
@@ -188,6 +189,6 @@ def last_place(row: InRegisters | InLists, wanted: Word, hist: Word, bins: Bins,
             found = simt.branch(is_long(found) & found[1].differs(0), functools.partial(by_key, n, *found), found)
         return simt.branch(is_long(found), functools.partial(by_slot, *found), found)
 
-    state = simt.branch(is_long(state), narrowed, state)  # one branch past all of it: far ones take long
+    state = simt.branch(is_long(state), narrowed, state)  # one branch past all of it, as far branches take long
     low, size, _, least, need, many, above, beside = state
     return LastPlace(low, size, least, need, many, wanted, above, beside)

@@ -1,7 +1,7 @@
 """How the threads of a cluster divide a row of scores.
 
-A thread takes four adjacent elements at a time. The first fours of all threads are spread over the whole row, so what
-is read first is a sample of it.
+A thread takes four adjacent elements at a time. The first fours of all threads are spread over the whole row, so the
+elements that are read first are a sample of it.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ class Config:
 
 
 def config_for(rows: int, units: int) -> Config:
-    """As many blocks a row as run at once, one on a multiprocessor; whole clusters cannot use all of the 132.
+    """As many blocks per row as run at once, one per multiprocessor; whole clusters cannot use all of the 132.
 
-    A short row has fewer, as to merge them takes longer than to read it.
+    A short row has fewer, as merging blocks takes longer than reading the row.
     """
     limit = 2 if units <= 8192 else 4 if units <= 16384 else 8
     return Config(blocks=next((b for b in (8, 4) if b <= limit and rows * b <= 112), 2))
 
 
 def fours(i: Word, U: int, config: Config) -> list[Word]:
-    """The first of each four of adjacent elements that this thread has of step i of a row of U. A step has some of all
-    of the row, as a sample."""
+    """The first element of each four that this thread has in step i of a row of U. A step has elements from all over
+    the row, as a sample."""
     stride, unroll, number = steps(U, config)
     first = i * stride + simt.special("cluster_ctarank") * (THREADS * 4) + simt.special("tid.x") * 4
     return [first + u * (number * stride) for u in range(unroll)]
 
 
 def steps(U: int, config: Config) -> tuple[int, int, int]:
-    """Elements between the fours of a thread in a step and the next, fours of a step, steps."""
+    """The distance between a thread's fours of one step and the next, the fours of a step, and the number of steps."""
     stride = THREADS * 4 * config.blocks
     number = -(-U // (stride * config.unroll))
     return stride, -(-U // (stride * number)), number
 
 
 def ends(U: int, config: Config) -> list[int]:
-    """Before which each of `fours` lies, for all threads and steps."""
+    """The ends before which each of `fours` is, for all threads and steps."""
     stride, unroll, number = steps(U, config)
     return [(u + 1) * number * stride for u in range(unroll)]
 

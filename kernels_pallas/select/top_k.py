@@ -38,7 +38,7 @@ from kvjax.kernels_pallas.simt import (
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/top_k.json
 DIGITS = ((0, 21, 11), (0, 10, 11), (0, 0, 10), (1, 11, 11), (1, 0, 11))  # (of key 0 or slot 1, shift, bits)
-QUEUE = 64  # elements of a warp, up to which its threads reserve their places one after the other
+QUEUE = 64  # elements of a warp up to which its threads reserve their places one after the other
 
 
 def candidates(k: int) -> int:
@@ -69,7 +69,7 @@ def supported(shape: tuple[int, ...], dtype: Any, k: int) -> bool:
 
 @simt.lowered_once("k", "config")
 def top_k(scores: Array, valid: Array, k: int, *, config: Config | None = None) -> tuple[Array, Array]:
-    """(slots i32[..., k], valid bool[..., k]) of the k largest of scores [..., U] where `valid`, most first."""
+    """(slots i32[..., k], valid bool[..., k]) of the k largest of scores [..., U] where `valid`, largest first."""
     if limit := unsupported(scores.shape, scores.dtype, k):
         raise NotImplementedError(limit)
     *lead, U = scores.shape
@@ -79,7 +79,7 @@ def top_k(scores: Array, valid: Array, k: int, *, config: Config | None = None) 
 
 
 def select_keys(keys: Array, k: int, config: Config | None = None) -> Array:
-    """u32[rows, k] slots of the k largest of keys u32[rows, U], U a multiple of 4; with bit 31 where a key is not 0."""
+    """u32[rows, k] slots of the k largest of keys u32[rows, U], U a multiple of 4; bit 31 is set if a key is not 0."""
     rows, U = keys.shape
     config = config or tuned.select("top_k", config_for(rows, U), (keys,), rows=rows, U=U, k=k)
 
@@ -103,7 +103,7 @@ def select_keys(keys: Array, k: int, config: Config | None = None) -> Array:
 
 
 def _sizes(k: int) -> tuple[int, int, int, int]:
-    """Words: of histograms, and after them of all blocks' lists; of this block's list; of its sorting; of lengths."""
+    """Words for histograms, later for all blocks' lists; for this block's list; for its sorting; and for lengths."""
     room = 2 * candidates(k)
     return max(len(DIGITS) * histogram.PASS, room), room, room, 64
 
@@ -131,9 +131,9 @@ Fetch = Callable[[Word], list[list[Word]]]
 def select_row(
     first: Fetch, again: Fetch, out: Any, scratch_m: Sequence[Any], *, U: int, k: int, config: Config
 ) -> None:
-    """Writes to `out` the slots of the k largest keys of a row, with bit 31 where a key is not 0.
+    """Writes to `out` the slots of the k largest keys of a row, with bit 31 set if a key is not 0.
 
-    `first(i)` gives the keys of `fours(i, U, config)` the first time that they are looked at, `again(i)` after it.
+    `first(i)` gives the keys of `fours(i, U, config)` at their first use, `again(i)` after it.
     """
     blocks, capacity = config.blocks, candidates(k)
     t = simt.special("tid.x")
@@ -162,7 +162,7 @@ def select_row(
     # (high, its mask, low, its mask): the prefix of key and slot known so far; how many of its elements are still
     # needed, and how many it has.
     def found(n: int, state: list[Word]) -> list[Word]:
-        """The state after digit n; after all that follow as well, behind one branch, if too many elements are left."""
+        """The state after digit n; if too many elements are left, after all later digits too, behind one branch."""
         state = _digit_pass(n, state, each, hist, blocks)
         if n + 1 == len(DIGITS):
             return state
@@ -172,7 +172,7 @@ def select_row(
     high, _, low, *_ = found(0, [word(x) for x in (0, 0, 0, 0, k, 0)])
 
     def collect(elements: list[tuple[Word, Word]]) -> None:
-        """Those from the prefix on, with zeros after it, up."""
+        """Adds the elements that are not below the prefix, with zeros after it, to the list."""
         taken = "{ .reg .u64 x, y; .reg .pred p; mov.b64 x, {$1, $2}; mov.b64 y, {$3, $4}; setp.ge.u64 p, x, y; "
         flags = [ptx(taken + "selp.u32 $0, 1, 0, p; }", rank, key, low, high, results=1) for key, rank in elements]
         n = simt.sum_of(flags)
@@ -203,7 +203,7 @@ def select_row(
     simt.cluster_arrive()
     sort_pairs([n for n in (32, 256, 512, 1024, 2048) if n < capacity] + [capacity], own, spare, length, t)
     block_barrier()
-    simt.cluster_wait()  # so all blocks have read the histograms too, where the lists come
+    simt.cluster_wait()  # now all blocks have read the histograms too, which the lists overwrite
     write_by_rank(own, hist, small, out, length, t, k, blocks)
 
 

@@ -2,7 +2,7 @@
 
 The reduced scores (`kvjax.selection.reduce_scores`) exist only in registers. For softmaxes, the kernel reads all scores
 once to find the log-sum-exp of each head, merged over warp, block and cluster. It then reads the scores again, reduces
-the G scores of a unit to one key, and goes on as `top_k`. Rows that registers cannot hold are written out as keys.
+the G scores of a unit to one key, and continues as `top_k`. Rows that registers cannot hold are written out as keys.
 
 The key is the sum of softmaxes itself, because its leading bits separate more units than a logarithm's. Sums below
 2^-96 use their logarithm.
@@ -38,7 +38,7 @@ from kvjax.kernels_pallas.simt import (
 )
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/top_k_grouped.json
-STATS = 32 * HEADS * 2  # words: largest and sum of a head and warp; after them a head's of the block, and its log
+STATS = 32 * HEADS * 2  # words: largest and sum by head and warp; after them by head of the block, and its log
 Parts = Sequence[tuple[Any, Any]]
 
 
@@ -63,10 +63,10 @@ def supported(parts: Parts, group_reduce: str, k: int) -> bool:
 
 @simt.lowered_once("group_reduce", "k", "config")
 def top_k_grouped(parts: Parts, group_reduce: str, k: int, *, config: Config | None = None) -> tuple[Array, Array]:
-    """(slots i32[B, K, H, k], valid bool[B, K, H, k]) of the k units of all parts that rank highest, most first.
+    """(slots i32[B, K, H, k], valid bool[B, K, H, k]) of the k units of all parts that rank highest, highest first.
 
     A part is scores f32[B, K, G, U'] and its valid bool[B, 1 or K, 1, U']; H is G under "per_head", else 1. Two parts
-    are read where they lie if the first has a multiple of 4 units; else the scores are put together first.
+    are read in place if the first has a multiple of 4 units; else the scores are concatenated first.
     """
     if limit := unsupported(parts, group_reduce, k):
         raise NotImplementedError(limit)
@@ -143,7 +143,7 @@ def _program(
     keys = simt.offset_rows(simt.global_address(keys_m[0]), row, U * 4) if keys_m else None
 
     def load(at: Word, end: int) -> tuple[list[Word], list[list[Word]]]:
-        """Which of the units at .. at + 3 are valid (0 or 1), and each head's scores, as `load_heads`."""
+        """Whether the units at .. at + 3 are valid (0 or 1), and each head's scores, as `load_heads`."""
         flags = simt.load_below(at, U, simt.offset(valid, at))
         fours = load_heads_f32(scores, sizes, heads, at, end)
         return [(flags >> (8 * j)) & 1 for j in range(4)], fours
@@ -168,7 +168,7 @@ def _program(
 
 
 def _log_sums(load: Any, U: int, heads: int, stats_m: Any, config: Config) -> list[Word]:
-    """For each head minus log2 of the sum of exp(score) over the valid units; 0 where there is none."""
+    """For each head minus log2 of the sum of exp(score) over the valid units; 0 if there is none."""
     stats = simt.shared_address(stats_m)
     of_block, logs = stats + 4 * STATS, stats + 4 * (STATS + 2 * HEADS)
     thread, part = simt.special("tid.x"), simt.special("cluster_ctarank")

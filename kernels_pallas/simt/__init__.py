@@ -1,7 +1,7 @@
-"""The words that kernels are written in: the code of one CUDA thread, in Python.
+"""The operations that kernels are written with: the code of one CUDA thread, in Python.
 
 `Word` is an unsigned 32-bit register of a thread, `ptx` emits one instruction, `when` and `loop` are control flow, and
-`kernel` launches a grid. `backend` says what executes them.
+`kernel` launches a grid. `backend` executes them.
 """
 
 from kvjax.kernels_pallas.simt.backend import Backend, Launch, backend, bypass_cache, has_cache, use

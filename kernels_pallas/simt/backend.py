@@ -1,7 +1,7 @@
-"""The interface between the words of the kernels and what executes them.
+"""The interface between the operations of the kernels and the backends that execute them.
 
-Kernels are written in words: registers, predicates, loops, PTX instructions, launches. A backend gives each word its
-meaning. `Mosaic` builds MLIR for a GPU. The tests have a second backend that runs all threads of a grid in numpy.
+Kernels are written with registers, predicates, loops, PTX instructions and launches. A backend implements each of
+these. `Mosaic` builds MLIR for a GPU. The tests have a second backend that runs all threads of a grid in numpy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Launch:
 
 
 class Backend(Protocol):
-    """The operations that the words of `kvjax.kernels_pallas.simt` are made of. Numbers are unsigned, 32 or 64 bits."""
+    """The operations that `kvjax.kernels_pallas.simt` is built on. Numbers are unsigned, of 32 or 64 bits."""
 
     def constant(self, x: int, bits: int = 32) -> Value: ...
 
@@ -55,7 +55,7 @@ class Backend(Protocol):
         """Runs PTX in which $0, $1, ... are the results and then the values."""
 
     def when(self, flag: Value) -> AbstractContextManager[None]:
-        """The threads of which the flag is true run the block."""
+        """Runs the block in the threads whose flag is true."""
 
     def loop(
         self, start: Value, stop: Value, step: Value, carry: Sequence[Value], body: Callable[..., Sequence[Value]]
@@ -83,7 +83,7 @@ _cache: ContextVar[bool] = ContextVar("_cache", default=True)
 
 
 def backend() -> Backend:
-    """The backend that gives the words their meaning here: Mosaic, if no other was named by `use`."""
+    """The backend in use here: Mosaic, unless `use` names another."""
     return _backend.get()
 
 

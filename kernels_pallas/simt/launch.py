@@ -1,4 +1,4 @@
-"""Launches of kernels: grids, clusters, shared memory, and what calls of many layers share."""
+"""Launches of kernels: grids, clusters, shared memory, and helpers for calls of many layers and rows."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def flatten_batch(n: int, batches: Sequence[bool], args: Sequence[Array]) -> lis
 
 
 def by_step(number: Array | int, heads: int) -> Array:
-    """Numbers that rows of a kernel share, flat: of i32[B], of i32[B, 1] or of a number as it is, and of i32[B, T] one
-    for each of `heads` KV heads and T steps."""
+    """Numbers that rows of a kernel share, flat: i32[B], i32[B, 1] or a number unchanged, and i32[B, T] repeated for
+    each of `heads` KV heads."""
     number = jax.numpy.asarray(number, jax.numpy.int32)
     if number.ndim < 2 or number.shape[1] == 1:
         return number.reshape(-1)

@@ -32,12 +32,12 @@ def offset_rows(address: Any, row: Word, stride: int) -> Any:
 
 
 def select_address(flag: Flag, yes: Any, no: Any) -> Any:
-    """As `Flag.select`, of u64 addresses."""
+    """As `Flag.select`, for u64 addresses."""
     return backend().select(flag.value, yes, no)
 
 
 def remote(at: Word, block: Operand) -> Word:
-    """The cluster address of the place `at` in the shared memory of another block."""
+    """The cluster address of `at` in the shared memory of another block."""
     return ptx("mapa.shared::cluster.u32 $0, $1, $2;", at, block, results=1)
 
 
@@ -77,7 +77,7 @@ def number_of(numbers: Numbers, row: Word) -> Word:
 
 
 def ends_of(start: Numbers, stop: Numbers, row: Word, size: int) -> list[Word]:
-    """Start and stop of a row's span, `clipped`; as selections, for LLVM then sees that no offset of a slot wraps."""
+    """Start and stop of a row's span, `clipped`; by selections, so that LLVM sees that no offset of a slot wraps."""
     ends = (number_of(numbers, row) for numbers in (start, stop))
     return [(x < 1 << 31).select((x < size).select(x, size), 0) for x in ends]
 

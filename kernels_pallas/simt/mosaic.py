@@ -147,9 +147,9 @@ class Mosaic:
         self, program: Callable[..., None], launch: Launch, changed: Sequence[Array], args: Sequence[Array]
     ) -> tuple[Array, ...]:
         spaces = [jax.typeof(a).memory_space for a in (*changed, *args)]
-        if jax.memory.Space.Host not in spaces:  # it takes custom derivatives around it, but no array of the host
+        if jax.memory.Space.Host not in spaces:  # this way allows custom derivatives, but no arrays in host memory
             return run_state(lambda refs: self.run(program, launch, (), (*refs, *args)))(tuple(changed))
         refs = [jax.new_ref(a) for a in changed]
         self.run(program, launch, (), cast(Any, [*refs, *args]))
-        # The type of what was frozen lacks the memory's space (jax 0.11.2); nothing moves.
+        # The type of a frozen ref lacks its memory space (jax 0.11.2); this moves nothing.
         return tuple(jax.device_put(jax.freeze(ref), space) for ref, space in zip(refs, spaces, strict=False))

@@ -63,7 +63,7 @@ def block_barrier() -> None:
 
 
 def cluster_barrier() -> None:
-    """A barrier of all threads of the cluster. All see what each wrote to shared and device memory before it."""
+    """A barrier of all threads of the cluster. After it, all see what each wrote to shared and device memory."""
     cluster_arrive()
     cluster_wait()
 

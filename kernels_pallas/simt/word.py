@@ -121,7 +121,7 @@ def ptx(code: str, *args: Any, results: int = 0, convergent: bool = False) -> An
 
 
 def instr(name: str, *args: Operand, convergent: bool = False) -> Word:
-    """One instruction of one result, such as instr("fma.rn.f32", a, b, c)."""
+    """One instruction with one result, such as instr("fma.rn.f32", a, b, c)."""
     operands = ", ".join(f"${i}" for i in range(len(args) + 1))
     return ptx(f"{name} {operands};", *args, results=1, convergent=convergent)
 
@@ -134,13 +134,13 @@ def from_halves(two: Word) -> list[Word]:
 
 
 def clipped(x: Word, limit: int) -> Word:
-    """A signed x between 0 and `limit`."""
+    """A signed x, clipped to 0 .. `limit`."""
     return instr("min.s32", instr("max.s32", x, 0), limit)
 
 
 @contextmanager
 def when(flag: Flag) -> Iterator[None]:
-    """The threads of which the flag is true run the block."""
+    """Runs the block in the threads whose flag is true."""
     with backend().when(flag.value):
         yield
 

@@ -2,12 +2,12 @@
 
 **Ranks** say how many votes each of the 256 patterns of a subspace earns. Opposite patterns have opposite scores, so 16
 lanes sort 128 scores and sum the counts. Each block ranks all subspaces of its row, unless G D/8 exceeds 32 and rows
-are few: then a kernel of its own does.
+are few: then a separate kernel does.
 
 **Votes** are looked up in shared memory by `parts` blocks a row. One word holds the votes of 4 heads as bytes. Lanes
 start at different subspaces, in separate banks.
 
-**Bytes:** D/8 read and G written a key and KV head; 1 KiB of counts a subspace and KV head.
+**Bytes:** D/8 read and G written per key and KV head; 1 KiB of counts per subspace and KV head.
 
 **Bound:** memory, then shared memory.
 
@@ -31,7 +31,7 @@ from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, when, word
 from kvjax.kernels_pallas.vote.ranks import MAX_KEYS, PATTERNS, PITCH, Ranks, Sizes, rank_scratch
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/collide.json
-HEADS = 8  # two words of a byte each
+HEADS = 8  # two words, with a byte per head
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Config:
     parts: int = 16  # blocks of a row
     warpgroups: int = 4  # of each
     keys: int = 4  # that a thread has at once
-    stages: int = 2  # times as many on their way
-    apart: int = 0  # 1: ranks are found by a kernel of their own, a block a subspace
+    stages: int = 2  # times as many in flight
+    apart: int = 0  # 1: a separate kernel finds the ranks, with a block per subspace
 
     def __post_init__(self) -> None:
         if self.parts < 1:
@@ -56,8 +56,8 @@ class Config:
 
 
 def config_for(rows: int, S: int, G: int = 1, D: int = 128) -> Config:
-    """A block for each multiprocessor, with a key at least for each thread. Each block of a row ranks all of it, unless
-    that is much of what many do."""
+    """A block per multiprocessor, with at least one key per thread. Each block of a row ranks all of its subspaces,
+    unless there are many blocks and that is much of their work."""
     parts = max(1, min(simt.MULTIPROCESSORS // rows, -(-S // 512)))
     if G * D > 256 and parts >= 16:
         return Config(parts, keys=1 if parts * 512 >= S else 2, stages=4, apart=1)
@@ -65,8 +65,8 @@ def config_for(rows: int, S: int, G: int = 1, D: int = 128) -> Config:
 
 
 def scratch(G: int, N: int, config: Config) -> list[int]:
-    """Words of the table; of what patterns earn, queries and limits, if a block finds ranks, whose counts are where the
-    table will be; and of the keys' patterns that are on their way."""
+    """Words of the table; if blocks find the ranks, of what patterns earn, queries and limits (the counts are where the
+    table will be); and of the keys' patterns in flight."""
     ring = 128 * config.warpgroups * config.keys * config.stages * N // 4
     return [32 * PATTERNS, *(() if config.apart else rank_scratch(G, N, N)), ring]
 
@@ -109,7 +109,7 @@ def collide(
 ) -> Array:
     """u8[B, K, G, S] votes, of q [B, K, G, D], ids u8[B, K, S, D/8], counts i32[B, K, D/8, 256], limits i32[B, T].
 
-    With `turned`, bits of channels as `rotate.turned` has them, q is rotated first.
+    With `turned`, the bits of channels as in `rotate.turned`, q is rotated first.
     """
     if limit := unsupported(q, ids, counts, limits):
         raise NotImplementedError(limit)
@@ -139,7 +139,7 @@ def _votes(turned: int | None, config: Config, q: Array, ids: Array, counts: Arr
                 out_type=jax.ShapeDtypeStruct((rows, -(-G // 4), N, PATTERNS), jnp.uint32),
                 scratch=(PATTERNS, *rank_scratch(G, N, 1)),
                 blocks=rows * N,
-                warpgroups=-(-G // 4),  # a warp a head
+                warpgroups=-(-G // 4),  # a warp per head
             )
             of_query = [rank(*of_query)]
         return simt.kernel(
@@ -196,8 +196,9 @@ def _vote(*refs, sizes: Sizes, S: int, turned: int | None, config: Config) -> No
     votes = _Votes(simt.offset_rows(ids, row, S * N), simt.shared_address(ring_m), places, start, stop, G, S, N, config)
     table = _Table(places, G, N, config)
 
-    # All threads ask for what a query needs before one asks for patterns: it does not wait for them then. Ranks
-    # of another kernel would wait for the patterns of other blocks too, so one turn of patterns must do until then.
+    # All threads issue the loads of a query before any thread issues those of patterns, so that they do not wait for
+    # these. Ranks of another kernel would also wait for the patterns of other blocks, so only one turn of patterns is
+    # begun before.
     turns = 1 if config.apart else config.stages
     if config.apart:
         earned = simt.offset_rows(simt.global_address(*of_query), row, -(-G // 4) * N * PATTERNS * 4)
@@ -228,7 +229,7 @@ class _Table:
         self.fours = [simt.divide(self.t, self.words) + i for i in range(0, PATTERNS // 4, step)]
 
     def load(self, place: Callable[[Word], Any], pitch: int, space: str) -> list[list[Word]]:
-        """Words of some fours of patterns, from place([word, subspace, pattern]), with `pitch` to a subspace."""
+        """Words of some fours of patterns, from place([word, subspace, pattern]), with `pitch` words per subspace."""
         n = simt.divide(self.which, self.width)
         first = ((self.which - n * self.width) * self.N + n) * pitch
         load, final = f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4];", PATTERNS // 4 - 1
@@ -246,7 +247,7 @@ class _Table:
 
 
 class _Votes:
-    """Adds up, for the keys of a block, what their patterns earn."""
+    """Adds up the votes that the patterns of a block's keys earn."""
 
     def __init__(
         self, ids: Any, ring: Word, table: Word, start: Word, stop: Word, G: int, S: int, N: int, config: Config
@@ -261,8 +262,8 @@ class _Votes:
 
         Lanes 4 m .. 4 m + 3 have 4 adjacent keys.
 
-        The order is one in which lanes ask for all the banks, of the ring and of the table; a load of two words is one
-        of half the lanes after the other.
+        In this order, lanes use all banks of the ring and of the table; a load of two words serves one half of the
+        lanes after the other.
         """
         t, by_4 = simt.special("tid.x"), self.N // 4
         lane = t & 31
@@ -275,7 +276,7 @@ class _Votes:
         return t - lane + key, [(begin + i) & (by_4 - 1) for i in range(by_4)], copy
 
     def _fetch(self, first: Word, slot: Word | int) -> None:
-        """Has the patterns of this thread's keys of a turn copied to a slot of the ring."""
+        """Starts to copy the patterns of this thread's keys of a turn to a slot of the ring."""
         mine = self._mine()[0]
         for i in range(self.config.keys):
             key = first + mine + i * self.threads
@@ -287,12 +288,12 @@ class _Votes:
         ptx("cp.async.commit_group;")
 
     def begin(self, first: int, stop: int) -> None:
-        """Has the patterns of the turns first .. stop copied, the earliest ones first."""
+        """Starts to copy the patterns of the turns first .. stop, the earliest ones first."""
         for i in range(first, stop):
             self._fetch(self.start + i * self.turn, i * self.turn * self.N)
 
     def count(self, out: Any) -> None:
-        """Writes the votes of the block's keys; the table is there, and `stages` turns have been asked for."""
+        """Writes the votes of the block's keys, once the table is complete and copies of `stages` turns have begun."""
         G, N, threads, width = self.G, self.N, self.threads, self.width
         keys, stages = self.config.keys, self.config.stages
         mine, order, copy = self._mine()
@@ -302,7 +303,7 @@ class _Votes:
         words = [self.ring + mine * N + i * 4 for i in order]
 
         def of_key(number: int, slot: Word) -> list[Word]:
-            """A byte a head."""
+            """The votes of a key, a byte per head."""
             sums = [word(0)] * width
             for at, of_bytes in zip(words, places, strict=True):
                 x = ptx(f"ld.shared.u32 $0, [$1+{number * threads * N}];", at + slot, results=1)
@@ -312,7 +313,7 @@ class _Votes:
                     sums = [a + b for a, b in zip(sums, got, strict=True)]
             return sums
 
-        # Bytes of a word are those of `heads` heads for each of `joined` keys; lane m of 4 stores byte m of all four.
+        # A word has bytes of `heads` heads for each of `joined` keys; lane m of 4 stores byte m of all four.
         heads = min(G, 4)
         joined = min(keys, 4 // heads) if heads in (1, 2, 4) else 1
         m = lane & 3

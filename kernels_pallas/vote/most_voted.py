@@ -47,7 +47,7 @@ class Config:
 
 
 def config_for(rows: int) -> Config:
-    """Fewer and smaller blocks the more rows there are: as many as run at once."""
+    """Blocks per row and their size: fewer and smaller the more rows there are, so that all run at once."""
     if rows <= 16:
         return Config()
     return Config(blocks=8, warpgroups=2) if rows <= 32 else Config(blocks=4, warpgroups=2)
@@ -58,7 +58,7 @@ def smem_bytes(config: Config) -> int:
 
 
 def _sizes(config: Config) -> tuple[int, ...]:
-    """Words of the bins in copies, those of the block, of the row, of the blocks before, and of what warps take."""
+    """Words of the copies of the bins, the bins of the block, of the row and of the blocks before, and sums by warp."""
     return BINS * COPIES, BINS, BINS, BINS, 4 * config.warpgroups
 
 
@@ -147,7 +147,7 @@ def _program(
     stop = (start + size < length).select(start + size, length)
 
     def load(first: Word) -> tuple[list[Word], list[Word]]:
-        """This thread's votes of a tile, four a word, and the highest bit of a byte for each that counts."""
+        """This thread's votes of a tile, four per word, and the highest bit of the byte of each that counts."""
         at = first + t * BYTES
         left = (at < stop).select(stop - at, 0)  # of the votes from there on
         words = ptx(
@@ -168,7 +168,7 @@ def _program(
         for votes_, marks in zip(*load(first), strict=True):
             for byte in range(4):
                 at = simt.instr("dp4a.u32.u32", votes_, (COPIES * 4) << (8 * byte), own_copy)  # own_copy + 128 * vote
-                # 0 is added too: of a condition, ptxas makes a branch for each vote.
+                # 0 is added too: ptxas would turn a condition into a branch for each vote.
                 ptx("red.shared.add.u32 [$0], $1;", at, (marks >> (8 * byte + 7)) & 1)
 
     simt.block_barrier()
@@ -183,10 +183,10 @@ def _program(
         simt.store_shared(every + t * 4, simt.sum_of(of_blocks))
         of_earlier = [(part > b).select(x, 0) for b, x in enumerate(of_blocks)]
         simt.store_shared(before + t * 4, simt.sum_of(of_earlier))
-    ptx("barrier.cluster.arrive.relaxed;", convergent=True)  # what this block counted, no other will read after it
+    ptx("barrier.cluster.arrive.relaxed;", convergent=True)  # no other block reads this block's counts after it
     simt.block_barrier()
 
-    # Every warp finds the least vote taken: the largest that no fewer than `wanted` reach.
+    # Every warp finds the least vote that is selected: the largest that at least `wanted` keys reach.
     if complement:
         total, first, end = complement
         beside = simt.instr("max.s32", end - local - first, 0)
@@ -205,7 +205,7 @@ def _program(
         reach = more
     least, above = simt.warp_sum(least), simt.warp_sum(above)
     least = wanted.equals(0).select(BINS - 1, least)
-    few = all_votes < wanted  # then all are taken: those above 0, and those of 0
+    few = all_votes < wanted  # then all are selected: those above 0, and those of 0
     zero = simt.load_shared(every)
     above = few.select(all_votes - zero, above)
     spare = wanted - above
@@ -222,7 +222,7 @@ def _program(
         values, marks = load(first)
         more = [none_more.select(0, _reach(x, more_bytes, mark)) for x, mark in zip(values, marks, strict=True)]
         same = [_reach(x, least_bytes, mark) ^ y for x, mark, y in zip(values, marks, more, strict=True)]
-        # Those with more votes are counted in the lower 16 bits, those with as many in the higher.
+        # Keys with more votes are counted in the lower 16 bits, keys with exactly as many in the upper ones.
         counts = [simt.instr("dp4a.u32.u32", simt.sum_of([x >> 7 for x in xs]), 0x01010101, 0) for xs in (more, same)]
         own = counts[0] | (counts[1] << 16)
         upto = _scan(own, lane)
@@ -270,8 +270,8 @@ def _program(
 
 
 def _reach(x: Word, bound: Word, mark: Word) -> Word:
-    """`mark` of the bytes, in their highest bits, where x is at least `bound`."""
-    low = (x | HIGH) - (bound & ~HIGH & 0xFFFFFFFF)  # of what is left of them, and no byte borrows
+    """`mark`, in the highest bits of bytes, for the bytes in which x is at least `bound`."""
+    low = (x | HIGH) - (bound & ~HIGH & 0xFFFFFFFF)  # without the highest bits, so that no byte borrows
     return ((x & (bound ^ 0xFFFFFFFF)) | (((x ^ bound) ^ 0xFFFFFFFF) & low)) & mark
 
 
@@ -281,7 +281,7 @@ def _eight(at: Word) -> list[Word]:
 
 
 def _scan(x: Word, lane: Word) -> Word:
-    """The sum of x of this lane and those below."""
+    """The sum of x over this lane and the lanes below."""
     for gap in (1, 2, 4, 8, 16):
         other = simt.from_lane(x, (lane - gap) & 31)
         x = x + (lane >= gap).select(other, 0)

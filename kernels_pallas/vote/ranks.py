@@ -1,6 +1,6 @@
 """Ranks of the sign patterns of subspaces: how many votes each of the 256 earns, in shared memory.
 
-The kernel `collide` ranks in the blocks that count votes, or in a kernel of its own.
+The kernel `collide` ranks in the blocks that count votes, or in a separate kernel.
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ from kvjax.kernels_pallas.score.rotate import channels, rotated
 from kvjax.kernels_pallas.simt import Flag, Word, instr, loop, ptx, when, word
 
 PATTERNS = 256  # of a subspace
-PITCH = PATTERNS + 4  # words from a subspace to the next, so that fours of 8 of them lie in banks of their own
+PITCH = PATTERNS + 4  # words from a subspace to the next, so that fours of 8 of them are in different banks
 LANES = 16  # that rank a subspace for a head
-PAIRS = PATTERNS // 2 // LANES  # of a lane: a pattern and that of all signs turned, whose scores are s and -s
+PAIRS = PATTERNS // 2 // LANES  # of a lane: a pattern and its opposite, whose scores are s and -s
 BITS = LANES.bit_length() - 1  # of a lane's number
 MAX_KEYS = 1 << 24  # keys: sums of counts are exact in f32
 Sizes = tuple[int, int, int, int]  # rows that share limits, G, N, T
 
 
 def rank_scratch(G: int, N: int, share: int) -> tuple[int, int]:
-    """Words of what patterns of `share` subspaces earn; of queries and limits."""
+    """Words for the votes that the patterns of `share` subspaces earn; and for queries and limits."""
     return share * -(-G // 4) * PITCH, G * N * 8 + 32
 
 
 class Ranks:
-    """Votes that the patterns of a block's subspaces earn, a byte a head; some lanes work on one subspace and head.
+    """Votes that the patterns of a block's subspaces earn, a byte per head; `LANES` lanes work on a subspace and head.
 
-    One of two opposite patterns scores s >= 0, the other -s. The former are sorted, some to a lane, by 23 bits of s and
-    the pattern, and the counts of those above are summed. Only if two have the same bits of which s has more, or if
-    limits ask for patterns below, what came out is sorted by s in full, and all is looked at. Counts are in f32.
+    One of two opposite patterns scores s >= 0, the other -s. The former are sorted, several per lane, by 23 bits of s
+    and the pattern, and the counts of those above are summed. Only if two are equal in these bits and s has more, or if
+    limits reach patterns below 0, the result is sorted again by all bits of s, and all patterns count. Counts are in
+    f32.
     """
 
     def __init__(
         self, given: Sequence[Any], scratch: Sequence[Any], row: Word, first: Word, share: int, sizes: Sizes,
         turned: int | None, warpgroups: int,
     ):  # fmt: skip
-        """Asks for what `share` subspaces from the `first` on need, of `given` queries, counts and limits; with room
-        for the counts, what patterns earn, and queries."""
+        """Starts the loads of `given` queries, counts and limits for `share` subspaces from the `first` on; `scratch`
+        has room for the counts, for the votes that patterns earn, and for queries."""
         shared_by, self.G, self.N, self.T = sizes
         self.first, self.share, self.turned, self.warps = first, share, turned, 4 * warpgroups
         q, counts, limits = (simt.global_address(m) for m in given)
@@ -61,7 +62,7 @@ class Ranks:
         words = rank_scratch(self.G, self.N, share)[0]
         loop(t * 4, words, threads * 4)(lambda i: ptx(zeros, self.earned + i * 4, 0))
         self.lane = lane & (LANES - 1)
-        # 1 where a lane's number has a bit, else -1; and 1 where there is a lane so many further, else 0.
+        # 1 if a bit of a lane's number is set, else -1; and 1 if there is a lane 2^i further, else 0.
         self.signs = [(self.lane & (1 << i)).equals(0).select(simt.real(-1.0), simt.real(1.0)) for i in range(BITS)]
         self.exists = [(self.lane < LANES - (1 << i)).select(simt.real(1.0), 0) for i in range(BITS)]
 
@@ -98,13 +99,13 @@ class Ranks:
         def _job(first: Word) -> None:
             ptx('.pragma "nounroll";')
             job = first + simt.divide(lane, LANES)
-            exists = job < jobs  # or these lanes do what others do, for nothing
+            exists = job < jobs  # otherwise these lanes repeat the work of others
             self._rank(exists.select(job, jobs - 1), exists)
 
         simt.block_barrier()
 
     def _rank(self, job: Word, exists: Flag) -> None:
-        """Ranks the job-th subspace and head with these lanes."""
+        """Ranks the patterns of the job-th subspace and head with these lanes."""
         subspace = simt.divide(job, self.G)
         head = job - subspace * self.G
         counts = self.counts + subspace * (PATTERNS * 4)
@@ -166,7 +167,7 @@ class Ranks:
     def _keys(self, x: Sequence[Word]) -> tuple[list[Word], Flag]:
         """This lane's pairs as words: 23 bits of s, then 8 of the pattern; and whether s has more bits.
 
-        As f32 the words are numbers, in the order of s where those bits differ."""
+        As f32 the words are ordered numbers, in the order of s if those bits differ."""
         first, magnitude = word(0), word(0)
         for y, sign in zip(x, self.signs, strict=False):  # bit j of a pattern is the sign of channel j
             first = instr("fma.rn.f32", sign, y, first)  # summed in the order of channels
@@ -176,7 +177,7 @@ class Ranks:
         totals = [instr("sub.f32", total, x[7]) for total in totals]
         for y in x:
             magnitude = instr("add.f32", magnitude, instr("abs.f32", y))
-        # A power of two that makes `magnitude` at most 2^23 / 1.01; as f32, more would be no number.
+        # A power of two that makes `magnitude` at most 2^23 / 1.01; larger words would not be numbers as f32.
         exponent = instr("mul.f32", magnitude, simt.real(1.01)) >> 23
         scale = instr("min.u32", word(276) - exponent, 254) << 23
         keys, rest = [], word(0)
@@ -189,17 +190,17 @@ class Ranks:
         return keys, rest.differs(0)
 
     def _next(self, x: Word) -> Word:
-        """x of the next lane; of the last one, of others' first or its own."""
+        """x of the next lane; the last lane gets that of other lanes' first, or its own."""
         return ptx("shfl.sync.down.b32 $0, $1, 1, 31, -1;", x, results=1, convergent=True)
 
     def _last(self, x: Word) -> Word:
-        """x of the lane before; of the first one, its own."""
+        """x of the lane before; the first lane gets its own."""
         lane = simt.special("laneid")
         return simt.from_lane(x, self.lane.equals(0).select(lane, lane - 1))
 
     def _sums_above(self, numbers: Sequence[Word]) -> list[Word]:
         """The sum of all numbers after each, where the numbers of one lane follow those of the lane before."""
-        own = [word(0)]  # after each of this lane's, from the last on
+        own = [word(0)]  # sums after each of this lane's numbers, from the last on
         for x in reversed(numbers):
             own.append(instr("add.f32", own[-1], x))
         upward = own.pop()  # of this lane and later ones
@@ -214,8 +215,8 @@ class Ranks:
         """The words of these lanes in ascending order, a lane's one after the other. They are numbers in f32, not
         below 0.
 
-        Those of a lane by a network of Batcher's, then by merges of a bitonic sort. A lane that is to have the lesser
-        of two has numbers with the other sign meanwhile, and so the larger of both.
+        The words of a lane are sorted by a network of Batcher's, then by merges of a bitonic sort. A lane that is to
+        get the smaller of two numbers has them with the opposite sign meanwhile, and so takes the larger one.
         """
         minus = None  # the bit whose signs the numbers have
 
@@ -223,7 +224,7 @@ class Ranks:
             x[i], x[j] = instr("min.f32", x[i], x[j]), instr("max.f32", x[i], x[j])
 
         def across(gap: int, turn: int, bit: int) -> None:
-            """The i-th word with the (i ^ turn)-th of the lane whose number differs in the bits of `gap`."""
+            """Orders the i-th word and the (i ^ turn)-th of the lane whose number differs in the bits of `gap`."""
             sign = self.signs[bit]
             if minus is not None:
                 sign = instr("mul.f32", sign, self.signs[minus])
@@ -250,7 +251,7 @@ class Ranks:
     def _exactly(
         self, x: Sequence[Word], patterns: Sequence[Word], counts: Word, put: Callable[..., None]
     ) -> list[Word]:
-        """Patterns by s in full, and the counts before each; those of opposites are put to use here."""
+        """Patterns sorted by all bits of s, and the counts before each; the opposite patterns are written here."""
 
         def score(pattern: Word) -> Word:
             total = word(0)
@@ -289,7 +290,7 @@ class Ranks:
 
 
 def _network(n: int) -> Iterator[tuple[int, int]]:
-    """Which of n are to be ordered, one pair after the other, so that all are: Batcher's merges of odd and even."""
+    """Pairs of n elements whose ordering, one after the other, sorts them all: Batcher's odd-even merges."""
     p = 1
     while p < n:
         k = p
@@ -307,7 +308,7 @@ def _word_of(at: Word, i: Word) -> Word:
 
 
 def _any(flags: Sequence[Flag]) -> Flag:
-    """Whether one is true in a lane of the warp."""
+    """Whether one of the flags is true in any lane of the warp."""
     found = flags[0]
     for flag in flags[1:]:
         found = found | flag

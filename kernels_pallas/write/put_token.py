@@ -71,7 +71,7 @@ def put_tokens(zones: Sequence[Zone], k: Array, v: Array, count: Array, overflow
 
 
 def _run(zones: Sequence[Zone], overflow: Array, due: Array, k: Array, v: Array) -> tuple[list[Zone], Array]:
-    # One array, which XLA writes where it rotates the key; for v apart it has a kernel more.
+    # One array, which XLA writes as it rotates the key; with v as a separate array it needs one more kernel.
     tokens = jnp.stack([a.astype(zones[0][0].dtype) for a in (k, v)], axis=1)
     *made, flags = _put(len(zones), *(a for zone in zones for a in zone), overflow, due, tokens)
     return list(zip(made[::3], made[1::3], made[2::3], strict=True)), flags
