@@ -66,7 +66,7 @@ def write_checkpoint(directory, **changes):
 
 
 def write_tokenizer(directory):
-    """Of a vocabulary of VOCAB tokens."""
+    """Writes a tokenizer with a vocabulary of VOCAB tokens."""
     # Bytes as byte-level BPE spells them, without merges: one token a byte.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))

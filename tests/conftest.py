@@ -67,7 +67,7 @@ def checkpoint(request: pytest.FixtureRequest) -> str | None:
 
 
 def pytest_collection_finish() -> None:
-    """Spares the collector what was imported: to walk through it took 7 % of a run."""
+    """Excludes imported objects from garbage collection, which took 7 % of a run to walk through them."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
@@ -80,7 +80,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Drops the compiled programs when the next test shares none of them, and after a hundred tests.
 
     XLA's CPU backend maps memory for every program, and a process may have some 65 000 maps: without this a worker ran
-    out of them after about 600 tests, and died of a segmentation fault while compiling.
+    out of them after about 600 tests, and crashed with a segmentation fault while compiling.
     """
     if nextitem is None or _shared(item.nodeid) != _shared(nextitem.nodeid) or next(_ended) % 100 == 0:
         jax.clear_caches()
@@ -121,13 +121,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With --quick, files that it leaves out whole are not imported: with what they need, that took seconds."""
+    """With --quick, files that are left out as a whole are not imported, which saves seconds."""
     above = collection_path.is_relative_to(TESTS) and _above(collection_path)
     return True if above and config.getoption("--quick") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --thorough, leaves out what is marked `thorough`, and of a test marked `sample(n)` all but n."""
+    """Without --thorough, leaves out tests marked `thorough`, and all but n cases of a test marked `sample(n)`."""
     if not config.getoption("--thorough"):
         quick = config.getoption("--quick")
         every = 7 if quick else 1

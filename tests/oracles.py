@@ -1,8 +1,8 @@
-"""The methods in numpy, from the words of their papers alone: what the library is compared with.
+"""The methods in numpy, written from their papers alone, for comparison with the library.
 
-Plain lists, and loops over tokens, channels, subspaces, pages and steps; float64, but where a stored number has fewer
-bits. Nothing here is taken from `kvjax`. Positions stand where the library has slots, and a history is the run of
-positions that a first-in first-out window of `local` tokens has let go in whole chunks.
+Plain lists, and loops over tokens, channels, subspaces, pages and steps; float64, except where a stored number has
+fewer bits. Nothing here is taken from `kvjax`. Positions take the place of the library's slots, and a history is the
+run of positions that left a first-in first-out window of `local` tokens in whole chunks.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 def history_end(tokens: int, sink: int, local: int, chunk: int) -> int:
-    """Positions [sink, end) of a row of `tokens` are the history; those from there to the local window wait for it."""
+    """Positions [sink, end) of a row of `tokens` are the history; those from there to the local window are pending."""
     return sink + max(tokens - sink - local, 0) // chunk * chunk
 
 
 def pooled(scores: np.ndarray, group_reduce: str) -> np.ndarray:
-    """f64[H, n] of f64[G, n], by the words of the rule."""
+    """f64[H, n] of f64[G, n], by the definition of the rule."""
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
     shares = weights / weights.sum(axis=1, keepdims=True)
     return {
@@ -258,7 +258,7 @@ class FreeKV:
         return [p if p < stop else None for i in best for p in range(firsts[i], firsts[i] + self.page)]
 
     def scores(self, q: np.ndarray, keys: np.ndarray) -> list[float]:
-        """By query head, of a page by its smallest and largest keys, as many as it has."""
+        """Scores of a page by query head, from the smallest and largest of the keys that it has."""
         scale, q, keys = q.shape[1] ** -0.5, q.astype(np.float64), keys.astype(np.float64)
         low, high = keys.min(axis=0), keys.max(axis=0)
         return [scale * sum(max(x * a, x * b) for x, a, b in zip(row, low, high, strict=True)) for row in q]

@@ -1,4 +1,4 @@
-"""ArkVale against numpy written from its words: digests of pages, and what a step attends to."""
+"""ArkVale against numpy written from its paper: digests of pages, and the pages that a step attends to."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The plan of benchmarks: its commands are understood; a run of it goes on, ends in time and keeps all."""
+"""The plan of benchmarks: its commands are valid; a run of it resumes, ends in time and keeps all results."""
 
 import argparse
 import json
@@ -117,7 +117,7 @@ sys.exit(code)
 
 @pytest.fixture
 def go(tmp_path, monkeypatch, capsys):
-    """go(cells, *options) runs these cells in place of the plan's; what it printed, and the states kept."""
+    """go(cells, *options) runs these cells in place of the plan's; returns its exit code, its output and the states."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
 

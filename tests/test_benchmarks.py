@@ -1,4 +1,4 @@
-"""The benchmarks of whole steps: that they run, and that what they time is the step, and not something less."""
+"""The benchmarks of whole steps: they run, and they time the whole step."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=256
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """Imports a benchmark as it is when its folder is where python starts."""
+    """Imports a benchmark as a script does, with its folder on the path."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield lambda name: __import__(name)
     for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(FOLDER))]:

@@ -21,7 +21,7 @@ BASE = Retrieval(selector=Exact(), budget=120, sink=4, local=8, demote=Fifo(leav
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("group_reduce", ["mean_softmax", "per_head"])
 def test_a_step_reads_the_fewest_tokens_that_hold_the_share(group_reduce: str) -> None:
-    """Beside sink and local window, against numpy in float64; history and pending tokens compete."""
+    """In addition to sink and local window, against numpy in float64; history and pending tokens compete."""
     selector = Exact(group_reduce=group_reduce)
     policy = dataclasses.replace(BASE, selector=Nucleus(selector=selector, p=0.8))
     tokens, lengths = drive.random_tokens(SPEC, 1), np.array([170, 60])

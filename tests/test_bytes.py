@@ -1,4 +1,4 @@
-"""What a preset costs in bytes: a token against its formula, and where they lie, on the device or on the host."""
+"""The bytes of a preset: of a token against its formula, and their place, on the device or on the host."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ PAGE_16, PAGE_32 = (2 * D * VALUE / page for page in (16, 32))  # two corners
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Bytes of a stored token and kv head, from the words of the methods."""
+    """Bytes of a stored token and kv head, from the descriptions of the methods."""
 
     make: Callable[[], kvjax.PerLayer]
     device: float
@@ -77,7 +77,7 @@ def history(policy: kvjax.Policy, spec: CacheSpec) -> int:
 
 @pytest.mark.parametrize("name", COSTS)
 def test_a_token_takes_the_bytes_of_its_formula(name: str) -> None:
-    """Measured as the growth from one capacity to another: windows, counts and all else that is fixed falls out."""
+    """Measured as the growth from one capacity to another, which leaves out windows, counts and other fixed sizes."""
     cost, policy = COSTS[name], COSTS[name].make().rest
     long = dataclasses.replace(SPEC, capacity=2 * SPEC.capacity)
     (device, host), (more_device, more_host) = held(policy, SPEC), held(policy, long)
@@ -113,7 +113,7 @@ def test_bytes_are_the_same_in_arrays_that_are_made() -> None:
 def test_the_device_holds_windows_and_index_alone(
     policy: kvjax.Retrieval | kvjax.Speculative, resident: int, index: float
 ) -> None:
-    """Of a cache of 32768 tokens over host memory: no more exact tokens than the method's zones and recall have."""
+    """A cache of 32768 tokens over host memory has no more exact tokens than the method's zones and recall."""
     slots = history(policy, SPEC)
     query = 32 * D * 4 if isinstance(policy, kvjax.Speculative) else 0
     selector = policy.retrieval.selector if isinstance(policy, kvjax.Speculative) else policy.selector
@@ -132,7 +132,7 @@ def test_the_device_holds_windows_and_index_alone(
     ids=["freekv", "pariskv over host", "fier over host"],
 )
 def test_a_prompt_larger_than_the_device_goes_to_the_host_chunk_by_chunk(make: Callable[[], kvjax.PerLayer]) -> None:
-    """Beside what is held, a chunk of a prompt needs the same device memory however long the prompt is."""
+    """In addition to the cache, a chunk of a prompt needs the same device memory however long the prompt is."""
     small = dataclasses.replace(SPEC, q_heads=8, kv_heads=2, dtype=jnp.float32)
     policy, temp, chunk = make().rest, [], 512
     for capacity in (8192, 65536):
@@ -200,7 +200,7 @@ def test_generation_of_a_model_needs_the_same_device_memory_for_any_prompt() -> 
 
 @pytest.mark.parametrize("preset", [presets.freekv(), presets.pariskv(host=True)], ids=["freekv", "pariskv over host"])
 def test_an_empty_store_is_made_in_host_memory(preset: kvjax.PerLayer) -> None:
-    """Not on the device and moved then: what init moves is one zero."""
+    """It is not made on the device and then moved: init moves only one zero."""
     spec = dataclasses.replace(SPEC, kv_heads=1, q_heads=1, capacity=8192)
     program = jax.make_jaxpr(functools.partial(kvjax.init_layer, preset.rest, spec))()
     moved = [str(eqn.invars[0].aval) for eqn in program.jaxpr.eqns if eqn.primitive.name == "device_put"]

@@ -1,4 +1,4 @@
-"""A cache that grew goes on as one that had the room from the start."""
+"""A cache that grew behaves like one that had the capacity from the start."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def empty(policy: Any = POLICY, **changes: Any) -> kvjax.LayerCache:
 
 
 def filled(number: int) -> kvjax.LayerCache:
-    """A cache of which every array tells the number."""
+    """A cache filled with `number`, as far as the dtypes of its arrays allow."""
     return jax.tree.map(lambda leaf: jnp.full_like(leaf, number), empty())
 
 
@@ -51,7 +51,7 @@ def number_of(cache: kvjax.LayerCache) -> int:
 
 
 def small(number: int) -> int:
-    """A number that every array can tell, of which a writer counts up: bfloat16 has 8 bits."""
+    """A number that every array can hold exactly, for a writer that counts up: bfloat16 has 8 bits."""
     return 2 + number % 250
 
 
@@ -101,7 +101,7 @@ def test_damage_of_any_file_restores_what_was_saved_or_says_so(
 
 
 def test_a_flipped_byte_of_each_array_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below the library: whichever array comes back changed by one bit, the save is refused and the array named."""
+    """If any array comes back with one bit changed below the library, the save is refused and the array named."""
     cache = filled(3)
     kvjax.save(tmp_path, cache)
     for name, _ in saving._named(cache):
@@ -269,7 +269,7 @@ def start(directory: Path, first: int) -> subprocess.Popen[str]:
 
 
 def kill_while_saving(directory: Path, seed: int, first: int) -> int:
-    """Starts a writer, kills it at a random moment after its first save, and returns the last that it told of."""
+    """Starts a writer, kills it at a random moment after its first save, and returns the last save that it reported."""
     writer = start(directory, first)
     assert writer.stdout is not None
     assert writer.stdout.readline() == "ready\n"

@@ -1,4 +1,4 @@
-"""Derivatives that another function gives, or that are refused."""
+"""Derivatives that are taken from another function, or refused."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from kvjax.derivatives import refuse_derivative, with_derivative
 
 
 def test_a_derivative_leaves_alone_what_none_is_asked_by() -> None:
-    """A cache behind a kernel, of which there is no derivative, has none in its way: the query alone has one."""
+    """A cache behind a kernel without a derivative does not prevent one: only the query has a derivative."""
 
     @jax.custom_jvp
     def read(cache: jax.Array) -> jax.Array:
@@ -23,7 +23,7 @@ def test_a_derivative_leaves_alone_what_none_is_asked_by() -> None:
 
 
 def test_what_does_not_depend_on_it_has_no_derivative() -> None:
-    """A cache that comes out beside what was read may go where a derivative is refused."""
+    """A cache that is returned together with the output may be used where a derivative is refused."""
 
     def both(q: jax.Array, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
         return q * cache, cache + 1

@@ -41,7 +41,7 @@ def generate(model: Decoder, policy: Any, draft: Any = None, **settings: Any) ->
     "draw", [None, pytest.param(sampling(0.8, top_k=10), marks=pytest.mark.thorough)], ids=["greedy", "drawn"]
 )
 def test_drafts_do_not_change_the_text(model: Decoder, draw: Any) -> None:
-    """By prompt lookup over a selecting cache, whose block is flushed on the way; and what is left goes on alike."""
+    """By prompt lookup over a selecting cache, whose block is flushed meanwhile; the cache then continues alike."""
     settings = {} if draw is None else {"sampling": draw, "key": jax.random.key(5)}
     stop = 11  # a token that a row writes may end it
     plain = generate(model, POLICY, measure=True, stop_tokens=stop, **settings)
@@ -76,7 +76,7 @@ def test_a_stream_with_drafts_gives_the_same_tokens(model: Decoder) -> None:
 
 
 def test_drafts_keep_the_distribution() -> None:
-    """Of 4 tokens at temperature 1, whatever is drafted: the pairs that come are as likely as the model says."""
+    """For 4 tokens at temperature 1, whatever is drafted, pairs of tokens are as likely as the model says."""
     logits = np.log(np.array([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.2, 0.1], [0.25] * 4, [0.7, 0.1, 0.1, 0.1]]))
 
     @dataclasses.dataclass(frozen=True)

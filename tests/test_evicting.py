@@ -1,4 +1,4 @@
-"""What each evictor keeps, against Python loops over positions written from the papers' rules."""
+"""The tokens that each evictor keeps, against Python loops over positions written from the papers' rules."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ class Row:
         self.length = 0
 
     def prompt(self, count: int) -> None:
-        """A chunk of `count` tokens comes, all its queries ask, and then tokens die until the rest fits."""
+        """A chunk of `count` tokens comes, all its queries attend, and then tokens are evicted until the rest fits."""
         first, self.length = self.length, self.length + count
         for kept in self.kept:
             kept |= dict.fromkeys(range(first, self.length), 0.0)
@@ -53,7 +53,7 @@ class Row:
                 del kept[self.dying(kept)]
 
     def step(self) -> None:
-        """A token comes, and one dies for it if there is no room; then its query asks."""
+        """A token comes, and another is evicted if there is no room; then its query attends."""
         t, self.length = self.length, self.length + 1
         for kept in self.kept:
             if len(kept) == BUDGET:
@@ -165,7 +165,7 @@ def test_queries_before_the_window_do_not_vote(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_chunk_of_a_prompt_sees_what_is_held_within_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for all, chunks give what the whole prompt gives; slots are read in several parts."""
+    """If all tokens fit, chunks give the same as the whole prompt; slots are read in several parts."""
     monkeypatch.setattr(evicting, "SLOTS", 32)
     tokens, step = drive.random_tokens(SPEC, 2), jax.jit(kvjax.attention, static_argnames="window")
     prompt = tuple(a[:, :120] for a in (tokens.q, tokens.k, tokens.v))
@@ -186,7 +186,7 @@ def _rotated(x: np.ndarray, position: np.ndarray, theta: float) -> np.ndarray:
 
 
 def test_positions_are_those_within_the_cache() -> None:
-    """Keys rotated anew by their place among what is held, as in StreamingLLM, in steps and in a later chunk."""
+    """Keys are rotated by their place in the cache, as in StreamingLLM, in steps and in a later chunk."""
     theta, sink, T = 100.0, 4, 60
     tokens = drive.random_tokens(SPEC)
     q, k, v = (a[0, :120].astype(np.float64) for a in (tokens.q, tokens.k, tokens.v))
@@ -214,7 +214,7 @@ def test_positions_are_those_within_the_cache() -> None:
 
 
 def test_a_prompt_of_16k_tokens_holds_no_square_of_weights() -> None:
-    """All its queries vote, a block at a time: of 4 heads, all weights would be 4 GiB."""
+    """All its queries vote, a block at a time: all weights of 4 heads would take 4 GiB."""
     spec = dataclasses.replace(SPEC, batch=1, capacity=16384)
     policy = Evicting(evictor=HeavyHitter(), budget=256)
     q, k = (jax.ShapeDtypeStruct((1, 2, *g, 16384, 16), jnp.float32) for g in ((2,), ()))
@@ -259,7 +259,7 @@ def test_presets_take_a_budget_and_dense_layers() -> None:
 
 
 def test_decoding_reads_a_prompt_whole_unless_told_otherwise() -> None:
-    """Its queries choose once of all of it, as in the papers, and not of what is left of earlier chunks."""
+    """Its queries select once from all tokens, as in the papers, and not from what is left of earlier chunks."""
     sizes = []
 
     def model(tokens, cache, **settings):

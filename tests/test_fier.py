@@ -23,7 +23,7 @@ def select(policy: Retrieval, st: kvjax.ZonedState, q: jax.Array) -> kvjax.Selec
 
 
 def picks(policy: Retrieval, cache: kvjax.LayerCache, q: np.ndarray, row: int) -> list[list[set[int]]]:
-    """Positions that a step attends to beside the newest token, by kv head and choice."""
+    """Positions that a step attends to in addition to the newest token, by kv head and selection."""
     selection = select(policy, cache.state, q)
     slots, valid = np.asarray(selection.slots[row]), np.asarray(selection.valid[row])
     st = cache.state

@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong first is answered with what was got, what was wanted and how to mend it."""
+"""A newcomer's first mistakes raise errors that say what was given, what was expected and how to fix it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class HalfASelector:
 
 
 def donated(made: Any) -> Any:
-    """`made` after a call that took its arrays over."""
+    """`made` after a call that donated its arrays."""
     for leaf in jax.tree.leaves(made):
         leaf.delete()
     return made

@@ -1,4 +1,4 @@
-"""AdaKV against numpy written from its words: which tokens each KV head keeps."""
+"""AdaKV against numpy written from its paper: which tokens each KV head keeps."""
 
 import numpy as np
 import pytest

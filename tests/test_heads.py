@@ -48,7 +48,7 @@ def test_razor_heads_read_all_or_a_window_and_the_mean_of_the_rest(keys: str, ch
 
 
 def test_echo_and_induction_heads_are_found(monkeypatch) -> None:
-    """Of a model whose heads copy by design: head 1 looks at equal tokens, head 2 at what came after them."""
+    """In a model whose heads copy by design: head 1 attends to equal tokens, head 2 to the tokens after them."""
     length, repeats, D = 8, 3, 32
     tokens = np.tile(np.random.default_rng(0).integers(50, size=(1, length)), (1, repeats))
     code = np.random.default_rng(1).normal(size=(50, D))

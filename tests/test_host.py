@@ -114,7 +114,7 @@ def test_memory_kind_is_kept_by_init_jit_donation_and_loops() -> None:
 
 @pytest.mark.parametrize("preset", ["fier", "quest", "pariskv", "freekv"])
 def test_loop_that_feeds_back_a_cache_compiles_its_step_once(preset: str) -> None:
-    """Arrays in host memory are bound to their device, and so are all that a program gives back beside them."""
+    """Arrays in host memory are committed to their device, and so are all other results of the same program."""
     options = {} if preset == "freekv" else {"host": True}
     cache = kvjax.init(getattr(kvjax.presets, preset)(512, dense_layers=1, **options), SPEC, layers=2)
     tokens = drive.random_tokens(SPEC)

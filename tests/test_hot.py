@@ -120,7 +120,7 @@ class Clock:
         self.page, self.used, self.hand = [-1] * places, [False] * places, 0
 
     def step(self, wanted: list[int]) -> int:
-        """Pages that are read for a step. Hits are marked first, and none of a step's pages gives way to another."""
+        """Pages that are read for a step. Hits are marked first, and no page of a step replaces another one of it."""
         kept = {p for p in wanted if p in self.page}
         for p in kept:
             self.used[self.page.index(p)] = True

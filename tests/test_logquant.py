@@ -235,7 +235,7 @@ def test_sliding_window_over_unordered_history_is_refused() -> None:
 
 
 def test_the_evicting_variant_holds_the_exact_tokens_of_the_oracle() -> None:
-    """Whenever the block is full; in between it holds these and more."""
+    """Whenever the block is full; in between it has these and more."""
     spec, W = kvjax.CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=8, capacity=140, dtype="float32"), 7
     tokens = drive.random_tokens(spec)
     for prompt in (1, 95):

@@ -1,4 +1,4 @@
-"""MiKV against numpy written from its words: which tokens are exact, and the codes of all others."""
+"""MiKV against numpy written from its paper: which tokens are exact, and the codes of all others."""
 
 import numpy as np
 import pytest
@@ -69,7 +69,7 @@ def test_steps_attend_to_exact_tokens_and_codes_of_all_others(
 
 
 def test_a_prompt_in_chunks_keeps_every_token_once() -> None:
-    """With a lossless store attention is exact, whatever the evictor made of the prompt."""
+    """With a lossless store attention is exact, whichever tokens the evictor moved there."""
     policy = Mixed(budget=BUDGET, store=Dense(), chunk=CHUNK)
     tokens, lengths = drive.random_tokens(SPEC), np.array([97, 30])
     cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)

@@ -1,4 +1,4 @@
-"""The choice between an operation's reference and its kernel, and what is said of it."""
+"""The selection between an operation's reference and its kernel, and how it is reported."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""The methods of the papers against numpy written from their words: what a step attends to, and what it gives.
+"""The methods of the papers against numpy written from the papers: the tokens that a step attends to, and its output.
 
 On random keys, and on keys and queries of a model: of a small random one, or with `--checkpoint DIR` of a real one in
 Hugging Face format, over text that it writes itself. A row of the batch is a layer of the model.
@@ -91,7 +91,7 @@ def live_tokens(model: models.Decoder, text: np.ndarray) -> drive.Tokens:
 
 
 def own_text(loaded: models.Checkpoint, length: int) -> np.ndarray:
-    """i[length]: what the model goes on with after one word, drawn at its own probabilities."""
+    """i[length]: the model's continuation of one word, drawn at its own probabilities."""
     model, first = loaded.model, loaded.tokenizer("The")["input_ids"]
     cache = kvjax.init(Full(), model.spec(batch=1, capacity=length), layers=model.config.layers)
     new = length - len(first)
@@ -157,7 +157,7 @@ def steps(policy: kvjax.Policy, spec: CacheSpec, tokens: drive.Tokens) -> Iterat
 def expected(
     policy: Retrieval | Speculative, at: Step, heads: dict[tuple[int, int], oracles.FreeKV]
 ) -> tuple[bool, set[int]]:
-    """Whether the oracle selects anew, and the positions that it attends to."""
+    """Whether the oracle selects again, and the positions that it attends to."""
     tau = policy.tau if isinstance(policy, Speculative) else None
     policy = policy.retrieval if isinstance(policy, Speculative) else policy
     sink, local, scale = policy.sink, policy.local, at.q.shape[1] ** -0.5
@@ -184,7 +184,7 @@ def expected(
 @pytest.mark.parametrize("keys", [pytest.param("random", marks=pytest.mark.thorough), "live"])
 @pytest.mark.parametrize("name", _cells(lambda name: not _quantises(name)))
 def test_retrieval_attends_to_the_slots_of_the_oracle(name: str, keys: str, checkpoint: str | None) -> None:
-    """The output is attention over the oracle's positions; of a choice at the edge rounding may decide."""
+    """The output is attention over the oracle's positions; at the edge of a selection rounding may decide."""
     policy, (spec, tokens) = POLICIES[name], data(checkpoint)[keys]
     heads: dict[tuple[int, int], oracles.FreeKV] = {}
     same, fresh, total = 0, 0, 0
@@ -204,7 +204,7 @@ def test_retrieval_attends_to_the_slots_of_the_oracle(name: str, keys: str, chec
 @pytest.mark.parametrize("store", [HostOffload(page=8), pytest.param(kvjax.Dense(), marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("spare", [0, pytest.param(3, marks=pytest.mark.thorough)])
 def test_a_recall_serves_several_steps_of_a_head_that_does_not_turn(store: kvjax.Store, spare: int) -> None:
-    """Through flushes, beside the tokens that have left the local window meanwhile."""
+    """Through flushes, together with the tokens that have left the local window meanwhile."""
     base = Retrieval(
         selector=MinMaxPages(page=8), store=store, budget=12 + 4 * 8 + spare, demote=Fifo(leave=8), **ZONES
     )

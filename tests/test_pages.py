@@ -167,7 +167,7 @@ def test_budget_that_is_no_multiple_of_the_page_is_never_exceeded(extra: int) ->
 
 
 def test_pages_of_one_token_wait_for_nothing() -> None:
-    """With chunks of one token none waits between history and local window; a box is then the key itself."""
+    """With chunks of one token no token is pending; a box is then the key itself."""
     spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=60, dtype=jnp.float32)
     tokens, lengths, found = drive.random_tokens(spec), np.array([50, 7]), []
     for selector in (MinMaxPages(page=1, pending="exact"), kvjax.Exact()):
@@ -242,7 +242,7 @@ def test_page_must_divide_the_chunk(selector: type) -> None:
     ids=lambda value: value if isinstance(value, str) else " ".join(f"{k}={v}" for k, v in value.items()),
 )
 def test_a_token_that_matters_is_in_sight_at_every_age(name: str, settings: dict) -> None:
-    """In the local window, in a page that is not full, in one that is: whatever the bounds of other pages are.
+    """In the local window, in a page that is not full, and in a full one: whatever the bounds of other pages are.
 
     Published models have channels with large values in all keys, so that a page's bound is far above its products.
     """

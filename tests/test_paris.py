@@ -1,4 +1,4 @@
-"""ParisKV against a numpy version written from its definition: votes, candidates, estimates and the final choice."""
+"""ParisKV against a numpy version written from its definition: votes, candidates, estimates and the selection."""
 
 import functools
 import inspect
@@ -31,7 +31,7 @@ SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 @functools.cache
 def rotation(D: int, seed: int = 0) -> np.ndarray:
-    """f64[D, D], row i what the i-th unit vector becomes; its entries are exactly +-1/sqrt(D)."""
+    """f64[D, D], row i the rotated i-th unit vector; its entries are exactly +-1/sqrt(D)."""
     signs = np.sign(np.asarray(jax.jit(rotate, static_argnums=1)(jnp.eye(D), seed)))
     return signs.astype(np.float64) / np.sqrt(D)
 
@@ -41,7 +41,7 @@ _score = jax.jit(Paris.score, static_argnums=0, static_argnames="scale")
 
 
 def index(paris: Paris, k: np.ndarray, lengths: np.ndarray, chunk: int | None = None) -> ParisIndex:
-    """Of the first lengths[b] of k [B, K, S, D], appended in chunks."""
+    """The index of the first lengths[b] of k [B, K, S, D], appended in chunks."""
     B, K, S, D = k.shape
     ix = paris.init(CacheSpec(batch=B, q_heads=K, kv_heads=K, head_dim=D, capacity=S), S)
     chunk = chunk or S

@@ -1,4 +1,4 @@
-"""Choosing: ties, masks, pooling by the words of each rule, and the measures of recall."""
+"""Selection: ties, masks, pooling by the definition of each rule, and the measures of recall."""
 
 import jax.numpy as jnp
 import numpy as np

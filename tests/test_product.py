@@ -1,4 +1,4 @@
-"""PQCache against numpy written from its words: k-means, codes and scores."""
+"""PQCache against numpy written from its paper: k-means, codes and scores."""
 
 import jax
 import jax.numpy as jnp

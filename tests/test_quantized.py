@@ -1,4 +1,4 @@
-"""Codes of 2, 3, 4 and 8 bits, and attention that reads them, against numpy written from the words of the methods."""
+"""Codes of 2, 3, 4 and 8 bits, and attention that reads them, against numpy written from the methods' papers."""
 
 import dataclasses
 import functools
@@ -129,7 +129,7 @@ STORES = {
 
 
 def oracle(store: Quantized, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Decoded k, v f64[S, D] of one head, from the words of the store."""
+    """Decoded k, v f64[S, D] of one head, from the description of the store."""
     by_channel, D = store.key_axis == "channel", k.shape[1]
     group = (store.key_group, 1) if by_channel else (1, min(store.key_group, D))
     codes, scales, zeros = asymmetric(k, store.bits, *group)
@@ -154,7 +154,7 @@ def filled(name: str) -> tuple:
 
 
 def _mixed(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """All combinations; among the first few, as many as the longest axis has, is every value of every axis."""
+    """All combinations; the first ones, as many as the longest axis has values, include every value of every axis."""
     first = [tuple(axis[i % len(axis)] for axis in axes) for i in range(max(map(len, axes)))]
     return first + [cell for cell in itertools.product(*axes) if cell not in first]
 
@@ -238,7 +238,7 @@ def test_attention_at_32k_tokens_never_decodes_the_cache(bits: int, key_axis: st
 
 
 def test_retrieval_over_codes_reads_what_it_chose() -> None:
-    """FIER's choice does not depend on the store, and the output is attention over the decoded chosen tokens."""
+    """FIER's selection does not depend on the store, and the output is attention over the decoded selected tokens."""
     spec = dataclasses.replace(SPEC, capacity=400)
     policy = Retrieval(
         selector=Fier(group=8), budget=48, sink=4, local=12, demote=Fifo(leave=32), dense_below=0, store=kvjax.Dense()

@@ -1,4 +1,4 @@
-"""RaaS against numpy written from its words, and PyramidKV's budgets."""
+"""RaaS against numpy written from its paper, and PyramidKV's budgets."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""MagicPIG against numpy written from its words: hashes, probabilities and the estimate of attention."""
+"""MagicPIG against numpy written from its paper: hashes, probabilities and the estimate of attention."""
 
 import math
 

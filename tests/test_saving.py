@@ -1,4 +1,4 @@
-"""Caches on disk come back to the bit, go on as if nothing had been, and are refused where they do not fit."""
+"""Restored caches equal the saved ones bit by bit, continue alike, and are refused where they do not fit."""
 
 import dataclasses
 import shutil

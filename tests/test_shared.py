@@ -83,7 +83,7 @@ class PairState:
 
 @dataclass(frozen=True)
 class Pair:
-    """An anchor and its follower over the same tokens, as one policy: what a step gives is the follower's."""
+    """An anchor and its follower over the same tokens, as one policy, whose output is the follower's."""
 
     anchor: Any
 

@@ -51,7 +51,7 @@ LENGTHS = np.array([200, 61, 3])
 
 @pytest.fixture(autouse=True)
 def unordered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is picked comes by slot, and only the lowest-ranked last, which is all that kernels promise."""
+    """Selected units come in order of slot, with the lowest-ranked last, which is all that kernels promise."""
 
     def by_slot(pick: Any) -> Any:
         def run(*args: Any, **options: Any) -> PackedSelection:
@@ -71,13 +71,13 @@ def with_tau(policy: Retrieval, tau: float) -> Speculative:
 
 
 def positions(policy: Retrieval, st: kvjax.ZonedState, slots: np.ndarray, row: int) -> np.ndarray:
-    """Of slots of a row, as the order of arrival tells: the store follows the sink, the recent block the store."""
+    """Positions of a row's slots, by the order of arrival: the store follows the sink, the recent block the store."""
     count = int(st.store.count[row])
     return policy.sink + np.where(slots < st.store.slots, slots, slots - st.store.slots + count)
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Of one query head over the tokens given, in float64."""
+    """Attention of one query head over the given tokens, in float64."""
     logits = k.astype(np.float64) @ q.astype(np.float64) / np.sqrt(len(q))
     weights = np.exp(logits - logits.max())
     return weights @ v.astype(np.float64) / weights.sum()
@@ -207,7 +207,7 @@ def test_first_step_after_a_prompt_or_an_insert_selects_anew() -> None:
 
 
 def test_a_prompt_of_no_tokens_that_flushes_makes_a_row_select_anew() -> None:
-    """The slots of what was recalled are others then, though no token came."""
+    """The recalled tokens then have other slots, though no token came."""
     policy, tokens, full = with_tau(PAGES, -1.0), drive.random_tokens(SPEC), np.array([43, 29, 60])
     cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, full)  # row 0 is full after a step
     _, cache, _ = drive.step(cache, tokens, full)
@@ -241,7 +241,7 @@ def test_repeated_query_reuses_and_a_zero_query_does_not() -> None:
 
 
 def test_sliding_window_holds_for_a_reused_recall() -> None:
-    """With equal keys a reusing step is a mean of values, and none may lie before the window."""
+    """With equal keys a step that reuses a recall is a mean of values, and none may be before the window."""
     policy, tokens = with_tau(dataclasses.replace(PAGES, budget=300), -1.0), drive.random_tokens(SPEC)
     tokens = drive.Tokens(tokens.q, np.ones_like(tokens.k), tokens.v)
     cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
@@ -304,7 +304,7 @@ def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.thorough
 def test_a_step_waits_only_for_what_its_heads_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reads the rest of a recall may be late: nothing of this step comes of it, and what the next reuses does."""
+    """The read of the rest of a recall may be late: only the next step uses it."""
     policy, tokens = with_tau(dataclasses.replace(PAGES, store=HostOffload(page=8)), -1.0), drive.random_tokens(SPEC)
     cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
     step = lambda: jax.jit(lambda cache, *qkv: kvjax.attention(cache, *qkv))  # noqa: E731 (each is traced anew)
@@ -378,7 +378,7 @@ def test_freekv_is_dense_in_the_first_layer_and_holds_its_budget_in_the_others()
 
 
 def test_a_reused_recall_drops_nothing_that_the_budget_can_hold() -> None:
-    """A page that the local window cuts has fewer tokens, so the token that left the window has room beside it."""
+    """A page that the local window cuts has fewer tokens, so the token that left the window also has room."""
     spec = CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=16, capacity=120, dtype=jnp.float32)
     tokens, page, sink, local = drive.random_tokens(spec, 3), 8, 1, 5
     loud = np.where(np.arange(120) < 80, 1, 6).astype(np.float32)  # so the page that is not full yet ranks high
@@ -410,7 +410,7 @@ def test_freekv_takes_its_settings_from_the_task_and_its_pages_from_the_summary(
 
 
 def test_selection_scale_is_that_of_the_group_s_softmax_alone() -> None:
-    """tau=2 selects at every step, so the tokens read are those of the plain policy asked with that scale."""
+    """tau=2 selects at every step, so the tokens read are those of the plain policy with that scale."""
     tokens = drive.random_tokens(SPEC)
     spread = dataclasses.replace(tokens, q=3 * np.asarray(tokens.q))
     policy = Speculative(PAGES, tau=2.0, selection_scale=1.0)

@@ -1,4 +1,4 @@
-"""Training: the smoke run learns and resumes exactly; rows are what they claim; the export is what was trained."""
+"""Training: the smoke run learns and resumes exactly; rows have their stated form; the export is the trained model."""
 
 import importlib.util
 import json
@@ -43,7 +43,7 @@ def sources(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, sources):
-    """Two runs of the same steps, one of them cut off and resumed; they share their programs."""
+    """Two runs of the same steps, one of them interrupted and resumed; they share their programs."""
     whole, cut = (tmp_path_factory.mktemp(name) for name in ("whole", "cut"))
     made = {}
 

@@ -62,7 +62,7 @@ def test_vmap_over_a_cache_in_host_memory_is_that_of_each(name: str) -> None:
 
 @pytest.mark.parametrize("name", HOST)
 def test_a_gradient_by_queries_passes_a_flush_into_host_memory(name: str) -> None:
-    """What a step remembers of its query, as FreeKV does, does not make keys that are flushed seem to depend on it."""
+    """A state that remembers the query, as FreeKV's, does not make flushed keys depend on it."""
 
     def loss(q: jax.Array, cache: Any) -> jax.Array:
         _, cache = kvjax.attention(cache, q, *step[1:])
@@ -74,7 +74,7 @@ def test_a_gradient_by_queries_passes_a_flush_into_host_memory(name: str) -> Non
 
 @pytest.mark.thorough  # the law of gradients has prompts and steps; this adds vmap
 def test_gradients_by_queries_pass_a_cache_in_host_memory_also_under_vmap() -> None:
-    """Of two rows of queries over one cache that both read: the gradient of each is that of it alone."""
+    """For two rows of queries that read one cache, the gradient of each is that of the row alone."""
     _, _, _, cache = jax.jit(talk)(kvjax.init_layer(HOST["fier"], SPEC), qkv(30), qkv(18), qkv(1))
     queries, step = qkv(1, 2)[0], qkv(1)
 

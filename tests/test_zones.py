@@ -82,7 +82,7 @@ POLICIES: dict[str, Policy] = {
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_step_is_attention_over_its_positions(name: str, window: int | None) -> None:
-    """Over those tokens once each: so no position is missing, wrong or told twice, after prompts, flushes and reuse."""
+    """Each token counts once: no position is missing, wrong or repeated, after prompts, flushes and reuse."""
     policy, tokens, lengths = POLICIES[name], drive.random_tokens(SPEC), np.array([150, 61, 2])
     cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
     if window is not None and "log-sparse" in name:

@@ -1,4 +1,4 @@
-"""What a compiled program moves: between devices, and within one."""
+"""The data that a compiled program moves, between devices and within one."""
 
 from __future__ import annotations
 

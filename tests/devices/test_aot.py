@@ -112,7 +112,7 @@ def test_placement_of_one_device_adds_nothing_to_a_step(name: str) -> None:
 
 @pytest.mark.thorough
 def test_gather_of_a_split_cache_under_plain_jit_is_noticed() -> None:
-    """What these tests look for is there where a cache is split by hand."""
+    """The copies that these tests look for occur if a cache is split by hand."""
     placement = Placement(mesh=mesh(2, 4), batch="data", heads="model")
     with pytest.warns(UserWarning, match="without a"):
         program, temporary, _ = compiled(kvjax.Full(), placement, placement.mesh, by_hand=True)
@@ -130,7 +130,7 @@ def test_kernels_of_more_methods_run_on_the_part_of_a_device(name: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["full", "fier", "pariskv"])
 def test_kernels_run_on_the_tokens_of_a_device(name: str) -> None:
-    """Of 8 GPUs, 2 by rows, 2 by heads and 2 by tokens; all that moves is what the formulas say."""
+    """8 GPUs are split 2 by rows, 2 by heads and 2 by tokens; only the data of the formulas moves."""
     at, policy = mesh(2, 2, 2), (CASES | MORE)[name]
     placement = Placement(mesh=at, batch="data", heads="model", context="ctx")
     program, temporary, kernels = compiled(policy, placement, at)
@@ -177,7 +177,7 @@ def test_one_token_is_looked_up_without_gathering_the_table() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("model", "ctx"), [(8, 1), (4, 2)])
 def test_step_of_a_70b_model_needs_the_memory_that_is_computed(model: int, ctx: int) -> None:
-    """Each of 8 GPUs holds its part of the weights and of the cache, and little beside them."""
+    """Each of 8 GPUs holds its part of the weights and of the cache, and little else."""
     config = DecoderConfig(
         vocab_size=128256, hidden_size=8192, intermediate_size=28672, layers=80, q_heads=64, kv_heads=8, head_dim=128
     )
@@ -203,7 +203,7 @@ def test_step_of_a_70b_model_needs_the_memory_that_is_computed(model: int, ctx: 
 
 @pytest.mark.parametrize("name", kernel_cases.CASES)
 def test_kernel_under_plain_jit_on_several_devices_warns_once_and_names_the_cure(name: str) -> None:
-    """Of each operation; nothing is said where `jax.shard_map` gives it the part of a device."""
+    """Once for each operation, and not at all if `jax.shard_map` gives it the part of a device."""
     at = mesh(4, 2)
     args, options = kernel_cases.CASES[name].args()
     leaves, tree = jax.tree.flatten((args, options))

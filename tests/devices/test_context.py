@@ -224,7 +224,7 @@ def test_step_exchanges_what_the_formula_says_and_copies_nothing(runs: Any, name
 
 
 def test_copy_of_a_split_cache_is_noticed(runs: Any) -> None:
-    """What these tests look for in a program is there where an array is gathered or copied."""
+    """The operations that these tests look for are in a program that gathers or copies an array."""
     cache = runs("fier", True)[3]
     whole = NamedSharding(THREE.mesh, PartitionSpec())
     gather = jax.jit(lambda leaf: lax.with_sharding_constraint(leaf, whole) + 1)
@@ -335,7 +335,7 @@ def test_several_steps_rows_and_followers_are_those_of_one_device() -> None:
 
 
 def test_owner_off_by_one_is_noticed(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What these tests compare changes when a device takes the stripes of its neighbour for its own."""
+    """The results that these tests compare change if a device takes the stripes of its neighbour for its own."""
     right = context.Stripes.slot
 
     def wrong(stripes: context.Stripes, place: Array) -> tuple[Array, Array]:

@@ -171,7 +171,7 @@ def test_logits_of_forced_tokens_are_those_of_one_device(models: tuple[Any, Any,
 
 @pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.thorough, id="rows and heads"), 2])
 def test_step_talks_as_megatron_does(models: tuple[Any, Any, Any], at: int) -> None:
-    """Two sums a layer, the embedding, and the condition of the flush; nothing as large as the cache or the logits.
+    """Two sums per layer, the embedding, and the condition of the flush; nothing as large as the cache or the logits.
     With context one gather in the layer that attends to everything, and three in the one that selects."""
     checkpoint = models[at]
     cache = checkpoint.init_cache(METHOD, capacity=160, batch=4, dtype="float32")

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(processes: int, checkpoint: Path, saves: Path, read: Path, *more: str) -> list[dict[str, Any]]:
-    """What each process found."""
+    """The results of each process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -74,7 +74,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[st
 def test_processes_decode_as_one_does(alone: Any, processes: int, by_command: bool) -> None:
     """By `generate`, `stream`, and `decode` after a save; and by `kvjax generate`, where the first alone prints.
 
-    Two processes go on from the save of four where these have run, else from that of one device.
+    Two processes continue from the save of four if these have run, else from that of one device.
     """
     checkpoint, folder, one = alone
     saves, four = folder / f"saves-{processes}", folder / "saves-4"

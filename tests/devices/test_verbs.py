@@ -1,4 +1,4 @@
-"""All that a cache with a placement is given to: it stays where it lies, and mistakes are told in words."""
+"""All functions that take a cache with a placement: the cache keeps its placement, and mistakes are explained."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def filled() -> tuple[kvjax.LayerCache, kvjax.LayerCache]:
 
 @pytest.fixture(scope="module")
 def tova() -> Any:
-    """What one device gives."""
+    """The results of one device."""
     return fill(kvjax.init_layer(TOVA, SPEC), *prompt())
 
 
@@ -162,7 +162,7 @@ def test_every_verb_takes_any_mesh_around(filled: Any, tmp_path: Path, own: str,
     single, alone = dataclasses.replace(SPEC, batch=1), dataclasses.replace(at, batch=None)
 
     def talk(cache: kvjax.LayerCache, prefix: kvjax.LayerCache) -> Any:
-        """Lengths, room and outputs, computed with outside of kvjax; and the cache."""
+        """Lengths, room and outputs, used in computations outside of kvjax; and the cache."""
         out, cache, info = kvjax.decode_info(cache, *prompt(3), lengths=np.array([2, 3, 0, 1]))
         free = kvjax.room(cache) + cache.length
         cache = kvjax.rollback(kvjax.flush(cache), cache.length - np.array([1, 0, 0, 1]))

@@ -1,4 +1,4 @@
-"""The runner, on a random checkpoint: its answers are generate's, and its files hold what made them."""
+"""The runner, on a random checkpoint: its answers are generate's, and its files have their provenance."""
 
 import dataclasses
 import inspect
@@ -36,7 +36,7 @@ def prepare(checkpoint, task, caches, **settings):
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """Prompts of different lengths; right is what the model says with a full cache."""
+    """Prompts of different lengths; the right answer is the model's with a full cache."""
 
     lengths: tuple[int, ...] = (200, 256, 230, 250, 220)
     right: tuple[str, ...] = ("?",) * 5
@@ -67,7 +67,7 @@ def checkpoint(tmp_path_factory):
 
 
 def generated(checkpoint, policy):
-    """What `generate` answers to each prompt alone."""
+    """The answer of `generate` to each prompt alone."""
     found = []
     for example in Copy().examples(checkpoint.tokenizer):
         cache = kvjax.init(policy, checkpoint.model.spec(batch=1, capacity=384), layers=LAYERS)

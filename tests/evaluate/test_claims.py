@@ -121,7 +121,7 @@ def test_everything_exact_covers_all_and_loses_nothing():
 
 @pytest.mark.thorough
 def test_heavy_tokens_are_those_that_recent_queries_attended_to():
-    """One token draws all attention: the window has lost it, and the choice by recent attention finds it."""
+    """One token draws all attention: the window has lost it, and selection by recent attention finds it."""
     layer = LIVE.layers[0]
     loud = replace(layer, q=jnp.ones_like(layer.q), k=jnp.zeros_like(layer.k).at[:, :, 10].set(4.0))
     live = Live((loud,), POSITIONS).take(np.arange(4, 8))

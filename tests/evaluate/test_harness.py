@@ -96,7 +96,7 @@ filter_list: [{{name: first, filter: [{{function: regex, regex_pattern: "^([0-9]
 
 
 def test_mmlu_is_scored_from_local_files(shipped: Checkpoint, tmp_path: Path) -> None:
-    """Four choices by the probability of their letters, as the guide writes the task: the model's own say is scored."""
+    """Four choices by the probability of their letters, with the task as in the guide."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 

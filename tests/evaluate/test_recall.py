@@ -62,7 +62,7 @@ def _softmax(x):
 
 
 def _by_hand(live, sign):
-    """recall, mass and error of each query head, when each chooses its own top tokens by sign * logit."""
+    """recall, mass and error of each query head, if each selects its own top tokens by sign * logit."""
     found = []
     for layer in live.layers:
         v = np.asarray(layer.v, np.float64)

@@ -1,4 +1,4 @@
-"""Which layers should select: what is measured of pairs of layers, and the best anchors for it."""
+"""Which layers should select: measurements of pairs of layers, and the best anchors for them."""
 
 import itertools
 

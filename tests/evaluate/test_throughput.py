@@ -1,4 +1,4 @@
-"""Throughput and memory: what a cell says, that one that does not fit is a result, and that none is measured twice."""
+"""Throughput and memory: the fields of a cell; a cell that does not fit is a result; none is measured twice."""
 
 import dataclasses
 import json

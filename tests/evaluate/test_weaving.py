@@ -1,4 +1,4 @@
-"""Generated questions: what is hidden is there, where it should be, in a prompt of the length asked for."""
+"""Generated questions: hidden lines are in their places, in a prompt of the length asked for."""
 
 import itertools
 import random

@@ -1,7 +1,7 @@
 """Random configurations: a policy of any parts that fit together, a spec, and settings of the hook.
 
-A seed names a configuration for good: a failure is repeated by its number. Combinations that the library refuses are
-drawn anew, and the refusal must be one sentence.
+A seed always names the same configuration: a failure is repeated by its number. Combinations that the library refuses
+are drawn again, and the refusal must be one sentence.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Configuration:
 
     @property
     def keeps_evicted(self) -> bool:
-        """Whether what an evictor lets go is in a store, so that a step reads everything."""
+        """Whether tokens that an evictor drops are in a store, so that a step reads everything."""
         return hasattr(self.policy, "evictor") and hasattr(self.policy, "store")
 
     def __str__(self) -> str:

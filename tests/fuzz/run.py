@@ -1,7 +1,7 @@
-"""Runs a random script of prompts, steps and inserted rows through a cache, beside plain lists of tokens in numpy.
+"""Runs a random script of prompts, steps and inserted rows through a cache, and through lists of tokens in numpy.
 
-The lists are all that the oracle knows of a cache: which tokens each row was given. What a step may read, and what its
-output then is, follows from them and from `Info.positions`, in float64 and a head at a time.
+The lists are all that the oracle knows of a cache: which tokens each row was given. The tokens that a step may read,
+and its output, follow from them and from `Info.positions`, in float64 and a head at a time.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Rows:
         self._lengths()
 
     def _take(self, out: Any, cache: Any, info: Any, qkv: tuple[np.ndarray, ...], count: np.ndarray) -> None:
-        """Of each row the first `count` of T steps that were made, out [B, T, N, D]; checks each that a row took."""
+        """The rows after the first `count` of T steps, with out [B, T, N, D]; checks each step that a row took."""
         self.cache = cache
         q, k, v = qkv
         steps = q.shape[1]
@@ -181,7 +181,7 @@ class Rows:
         self._compare(out, q, b, np.arange(held + 1), held, where)
 
     def _check_compensated(self, b: int, held: int, out: np.ndarray, q: np.ndarray) -> None:
-        """`out` is attention over sink and newest tokens, and over the mean of all others, as often as they are."""
+        """`out` is attention over sink and newest tokens, and over the mean of all others, weighted by their number."""
         window: Any = self.policy.window  # type: ignore[attr-defined]
         sink, budget, n = window.evictor.sink, window.budget, held + 1
         slots = min(budget, self.spec.capacity)

@@ -1,4 +1,4 @@
-"""Random caches under random calls give what plain lists of tokens give: no wrong output, no token lost in silence.
+"""Random caches under random calls give what plain lists of tokens give: no wrong output, no token lost silently.
 
 A failure names its script s; `run(Programs(configuration(s // SCRIPTS)), s)` repeats it. KVJAX_FUZZ=2000:2600 runs the
 configurations of these numbers, whatever is in the suite; with many cores:
@@ -53,7 +53,7 @@ class LosesOne(kvjax.Retrieval):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TellsOthers(kvjax.Retrieval):
-    """A Retrieval that tells positions one beside those that it read."""
+    """A Retrieval that reports positions off by one from those that it read."""
 
     def positions_read(self, st: Any, seen: Any, selection: Any) -> Any:
         told = super().positions_read(st, seen, selection)

@@ -98,7 +98,7 @@ class Server:
             self._take_back(active)
 
     def _take_back(self, active: np.ndarray) -> None:
-        """As a draft that was not accepted: up to three tokens of some rows are taken back, and come again."""
+        """As for a rejected draft: up to three tokens of some rows are taken back, and fed again."""
         wanted = self.length - self.rng.integers(0, 4, ROWS) * active
         kept = np.minimum(np.maximum(wanted, np.asarray(self.earliest(self.cache))), self.length)
         self.cache = self.rollback(self.cache, kept.astype(np.int32))
@@ -120,7 +120,7 @@ class Server:
         self.length[row] = self.end[row] = 0
 
     def _check(self, out: np.ndarray, positions: np.ndarray, active: np.ndarray, policy: kvjax.Policy) -> None:
-        """Of each row and query head, `out` [B, N, D] is attention over its tokens at `positions` [B, K, H, M]."""
+        """Checks for each row and query head that `out` [B, N, D] is attention over its `positions` [B, K, H, M]."""
         choices = np.repeat(positions, HEADS // KV_HEADS, axis=1) if positions.shape[2] == 1 else positions
         choices = choices.reshape(ROWS, HEADS, -1)
         valid = choices >= 0

@@ -1,4 +1,4 @@
-"""Compiles for an H200 on a machine without a GPU: what ptxas made of a kernel, and what XLA made around it.
+"""Compiles for an H200 on a machine without a GPU, to inspect the code of ptxas for a kernel and of XLA around it.
 
 Needs Python 3.12, jax 0.11 and the CUDA plugin's wheels: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt
 nvidia-cuda-nvcc nvidia-nvvm, of jax's version. `missing()` says what is not there.
@@ -46,7 +46,7 @@ PASSIVE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
 
 
 def missing() -> str | None:
-    """What keeps this process from compiling for a GPU; None if nothing does."""
+    """The reason why this process cannot compile for a GPU; None if it can."""
     if jax.__version_info__ < (0, 11):
         return f"compiling for a GPU without one needs jax >= 0.11; this is {jax.__version__}"
     nvidia = importlib.util.find_spec("nvidia")
@@ -69,7 +69,7 @@ class Compiled:
 
     @property
     def launches(self) -> list[str]:
-        """What the program starts on the device, loops and branches as one, in order."""
+        """The launches of the program on the device, in order, with a loop or branch as one."""
         entry = self.hlo[self.hlo.index("\nENTRY") :]
         found = re.findall(r"^\s+(?:ROOT )?%(\S+) = (?:\(.*?\)|\S+) ([a-z][\w-]*)\(", entry, re.MULTILINE)
         return [name for name, op in found if op not in PASSIVE]
@@ -120,7 +120,7 @@ def _kernels(report: str) -> dict[str, tuple[int, int, int]]:
 
 @contextlib.contextmanager
 def _standard_output() -> Iterator[Callable[[], str]]:
-    """What this process writes to file descriptors 1 and 2 while it is in here, as the C++ of Mosaic does."""
+    """Captures what this process writes to file descriptors 1 and 2 in the block, as the C++ of Mosaic does."""
     with tempfile.TemporaryFile() as file:
         old = [os.dup(n) for n in (1, 2)]
         sys.stdout.flush(), sys.stderr.flush()

@@ -31,6 +31,6 @@ def kernels() -> Iterator[None]:
 
 @pytest.fixture
 def bypass_cache() -> Iterator[None]:
-    """For a test that changes what a kernel is made of."""
+    """For a test that changes the parts of a kernel."""
     with simt.bypass_cache():
         yield

@@ -1,18 +1,19 @@
 """Runs the kernels' bodies on CPU: all threads of a grid in lockstep, a register is a numpy array over them.
 
-Interpret mode does not run PTX, and the kernels are written in it, through the words of `kernels_pallas.simt`. The
-`Simulator` is a backend of these words, so each kernel, with the wrapper around it, runs anywhere and is compared with
-its reference. It is stricter than a GPU. It raises on a load or store outside of an array, on one that is
-not aligned, on a read of what nothing wrote (shared memory included), on an output left unwritten, and on a collective
-of a warp with lanes missing.
+Interpret mode does not run PTX, in which the kernels are written through the operations of `kernels_pallas.simt`. The
+`Simulator` is a backend of these operations, so each kernel, with the wrapper around it, runs anywhere and is compared
+with its reference. It is stricter than a GPU. It raises on a load or store outside of an array, on one that is not
+aligned, on a read of memory that nothing wrote (shared memory included), on an output left unwritten, and on a
+collective of a warp with lanes missing.
 
-It also finds races, though all threads run in lockstep. `Touched` keeps who read and wrote each word of shared memory
-and each byte of the outputs. Two threads may touch the same place, one of them writing, only with a barrier of both
-between; threads of different clusters never may. Stores of equal values are no race. A load past the coherent caches
-(`.nc`) must be of what the kernel never writes. A block may touch another's shared memory only after a barrier of the
-cluster, since that block may not have begun, and before one that the other waits at, since it may have ended.
+It also finds races, though all threads run in lockstep. `Touched` keeps which threads read and wrote each word of
+shared memory and each byte of the outputs. Two threads may touch the same place, one of them writing, only with a
+barrier of both between; threads of different clusters never may. Stores of equal values are no race. A load past the
+coherent caches (`.nc`) must be of memory that the kernel never writes. A block may touch another's shared memory only
+after a barrier of the cluster, since that block may not have begun, and before one that the other waits at, since it
+may have ended.
 
-What the simulator cannot show: time, rounding of `approx` instructions, and what Mosaic and ptxas make of the code.
+The simulator cannot show time, the rounding of `approx` instructions, and the code that Mosaic and ptxas generate.
 """
 
 from __future__ import annotations
@@ -157,10 +158,10 @@ class Simulator:
 
 
 class Touched:
-    """Who wrote each word of a memory last, and who has read it since.
+    """The last writer of each word of a memory, and its readers since.
 
-    Of reads, and of atomic additions, that no barrier orders among themselves, those of the lowest thread and of the
-    highest are kept: a barrier of both has all threads between them. Times of atomic additions are negative.
+    Among reads, and among atomic additions, that no barrier orders, those of the lowest thread and of the highest are
+    kept: a barrier of both has all threads between them. Times of atomic additions are negative.
     """
 
     def __init__(self, size: int) -> None:
@@ -285,7 +286,7 @@ class Machine:
         return self._numbers[text]
 
     def active(self, mask: Any) -> Any:
-        """The threads of a mask, as numbers; of the mask that was asked for last, those that were found."""
+        """The threads of a mask, as numbers; the result for the last mask is kept."""
         if mask is not self._active[0]:
             self._active = mask, np.flatnonzero(mask)
         return self._active[1]
@@ -422,7 +423,7 @@ class Machine:
         self.shared[words] = values
 
     def store_byte(self, at: Any, value: Any, lanes: Any) -> None:
-        """In a word of which other threads may write the other bytes meanwhile."""
+        """Stores a byte of a word whose other bytes other threads may write meanwhile."""
         words = self._shared(lanes, at & ~U32(3), 4, cluster=False)
         self._touch(self.of_shared, lanes, words, "shared memory", write=True, atomic=True)
         places = words[:, 0] * 4 + (at[lanes] & 3)
@@ -430,7 +431,7 @@ class Machine:
         self.shared.view(np.uint8)[places] = value
 
     def add_shared(self, at: Any, value: Any, lanes: Any) -> Any:
-        """Adds in the order of threads; what each found."""
+        """Adds in the order of threads, and returns the value that each found."""
         words = self._shared(lanes, at, 4, cluster=False)
         self._touch(self.of_shared, lanes, words, "shared memory", write=True, atomic=True)
         words, value = words[:, 0], value[lanes]
@@ -696,7 +697,7 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
 
 
 def _collective(m: Machine, kind: str, name: str, operands: Any, read: Any, address: Any, put: Any) -> None:
-    """What the lanes of a warp do together."""
+    """A collective operation of the lanes of a warp."""
     warps = m.whole_warps()
     lanes = warps.reshape(-1)
     lane = np.arange(32)

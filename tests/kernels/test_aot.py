@@ -417,7 +417,7 @@ def test_a_kernel_takes_arrays_of_the_host_as_they_are(name):
 
 @pytest.mark.thorough
 def test_attention_follows_the_first_read_of_a_recall_and_not_the_rest():
-    """In the optimised program: XLA could fuse what follows the two."""
+    """In the optimised program, as XLA could fuse the operations after the two."""
     spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768, dtype=jnp.bfloat16)
     cache = memory.shapes(partial(kvjax.init_layer, presets.freekv(2048).rest, spec))
     program = aot.compile_for_h200(kvjax.attention, cache, sds(1, 1, 32, 128), *[sds(1, 1, 8, 128)] * 2, donate=0)
@@ -449,7 +449,7 @@ def flow(hlo):
 
 @pytest.mark.thorough
 def test_a_layer_that_follows_reads_the_host_while_its_anchor_attends():
-    """Its rows are known as soon as the anchor has selected, so a GPU may read them beside all that comes between."""
+    """Its rows are known as soon as the anchor has selected, so a GPU may read them while other kernels run."""
     spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768, dtype=jnp.bfloat16)
     policies = presets.fier(2048, host=True, share=2, dense_layers=0)
     caches = [memory.shapes(partial(kvjax.init_layer, policies.policy(i), spec)) for i in range(2)]

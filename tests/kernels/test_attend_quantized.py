@@ -1,4 +1,4 @@
-"""The kernel attend_quantized beside the reference, on random and on adversarial input."""
+"""The kernel attend_quantized against the reference, on random and on adversarial input."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The kernel attend_span beside the reference, on random and on adversarial input."""
+"""The kernel attend_span against the reference, on random and on adversarial input."""
 
 from functools import partial
 

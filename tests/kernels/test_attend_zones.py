@@ -1,4 +1,4 @@
-"""The kernel attend_zones beside the reference, on random and on adversarial input."""
+"""The kernel attend_zones against the reference, on random and on adversarial input."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 def zones_of(B, K, G, H, S, R, A, D, M, local, dtype, counts=None):
     """A step's arguments. Rows of the batch have, in turn: all zones filled; a short recent block, and a sink that is
-    seen in part; nothing but one local token; nothing. First slots of `recent` may be chosen, the last are local."""
+    seen in part; nothing but one local token; nothing. First slots of `recent` may be selected, the last are local."""
     rng = np.random.default_rng(3)
     q, k, v = normal(0, B, K, G, D, dtype=dtype), *(normal(s, B, K, S, D, dtype=dtype) for s in (1, 2))
     stop = np.resize([R, R // 2, 1, 0], B).astype(np.int32)

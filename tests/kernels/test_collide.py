@@ -1,4 +1,4 @@
-"""The kernel collide beside the reference, on random and on adversarial input."""
+"""The kernel collide against the reference, on random and on adversarial input."""
 
 from functools import partial
 

@@ -1,8 +1,8 @@
-"""Gradients of prompts, chunks and scans of steps with the kernels in place, as a GPU chooses them.
+"""Gradients of prompts, chunks and scans of steps with the kernels in place, as a GPU selects them.
 
 A kernel has no derivative of its own. This is the law of gradients, with every kernel that takes a policy's shapes
-simulated: its outputs are the kernel's, its derivative the reference's, and what no gradient may pass is refused in
-words, never by an error of JAX.
+simulated: its outputs are the kernel's, its derivative the reference's, and a derivative that does not exist is refused
+with an explanation, never by an error of JAX.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Counting(Simulator):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Every kernel that takes its arguments is chosen, by default as by name."""
+    """Every kernel that takes its arguments is used, by default as by name."""
     choice = types.SimpleNamespace(**vars(jax.lax))
     choice.platform_dependent = lambda *operands, cuda, default=None: cuda(*operands)
     monkeypatch.setattr(op, "lax", choice)

@@ -1,4 +1,4 @@
-"""The kernels host_rows and host_append beside the references, on random and on adversarial input."""
+"""The kernels host_rows and host_append against the references, on random and on adversarial input."""
 
 import math
 from dataclasses import replace
@@ -217,7 +217,7 @@ def test_blocks_that_take_turns_do_all_jobs_and_none_is_idle(jobs, blocks):
     + [presets.fier(128, sink=4, local=16, host=True), presets.quest(128), presets.logquant()],
 )
 def test_tokens_are_the_same_with_kernels_beside_each_other(policies, monkeypatch):
-    """XLA orders kernels by the arrays that they say they read and write, and so in place too."""
+    """XLA orders kernels by the arrays that they declare as read and written, also in place."""
     shape = replace(throughput.SHAPES["llama-3.2-1b"], layers=4, windows=(), vocab_size=512)
     model = throughput.random_model(shape)
     prompt = np.random.default_rng(0).integers(0, 512, (2, 700), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The kernels of the hot set beside the references, over steps that fill it, hit, miss and replace."""
+"""The kernels of the hot set against the references, over steps that fill it, hit, miss and replace."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def wanted(rng, B, K, N, P, spread):
-    """Different pages, pending tokens and entries that are none, and how many entries there are."""
+    """Different pages, pending tokens and empty entries, and the number of entries."""
     near = rng.integers(0, P - spread, (B, K, 1))
     index = near + np.stack([rng.permutation(spread)[:N] for _ in range(B * K)]).reshape(B, K, N)
     index.reshape(-1)[:: N // 2 + 1] = P + rng.integers(0, 5)

@@ -1,4 +1,4 @@
-"""The Pallas kernels: what they refuse, and when they are chosen."""
+"""The Pallas kernels: what they refuse, and when they are used."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The kernel most_voted beside the reference, on random and on adversarial input."""
+"""The kernel most_voted against the reference, on random and on adversarial input."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The kernels of put_token and put_tokens beside the references, on random and on adversarial input."""
+"""The kernels of put_token and put_tokens against the references, on random and on adversarial input."""
 
 from functools import partial
 

@@ -1,8 +1,8 @@
 """The kernels that select, on scores that crowd where bins end: nothing is left out, listed twice or unwritten.
 
-Keys of scores are counted by bins (`threshold.FIRST_BINS`), and the bin that has the last place once more by bits. So
-most scores of a row lie in one bin here, some at its end, and the last place is often among those. A number names its
-rows for good; KVJAX_FUZZ=2000:2600 runs the rows of these numbers.
+Keys of scores are counted by bins (`threshold.FIRST_BINS`), and the bin of the last place once more by bits. So most
+scores of a row are in one bin here, some at its end, and the last place is often among those. A number always names the
+same rows; KVJAX_FUZZ=2000:2600 runs the rows of these numbers.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The kernel rerank beside the reference, on random and on adversarial input."""
+"""The kernel rerank against the reference, on random and on adversarial input."""
 
 from functools import partial
 

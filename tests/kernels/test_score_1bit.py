@@ -1,4 +1,4 @@
-"""The kernel score_1bit beside the reference, on random and on adversarial input."""
+"""The kernel score_1bit against the reference, on random and on adversarial input."""
 
 from functools import partial
 

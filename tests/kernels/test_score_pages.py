@@ -1,4 +1,4 @@
-"""The kernel score_pages beside the reference, on random and on adversarial input."""
+"""The kernel score_pages against the reference, on random and on adversarial input."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""The kernel select_4bit beside the reference, on random and on adversarial input."""
+"""The kernel select_4bit against the reference, on random and on adversarial input."""
 
 from functools import partial
 

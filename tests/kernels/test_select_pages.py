@@ -1,4 +1,4 @@
-"""The kernel select_pages beside the reference, on random and on adversarial input."""
+"""The kernel select_pages against the reference, on random and on adversarial input."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The simulator finds races, in kernels of a few words and in kernels that lack one of their barriers."""
+"""The simulator finds races, in small kernels and in kernels that lack one of their barriers."""
 
 import linecache
 import sys
@@ -33,7 +33,7 @@ def simulated():
 
 
 def run(program, *args, blocks=1, cluster=None, scratch=(), words=256):
-    """What a kernel of blocks of 128 threads writes: out[words]. The rest of it may stay unwritten."""
+    """The output of a kernel of blocks of 128 threads: out[words]. The rest of it may stay unwritten."""
     out = jax.ShapeDtypeStruct((words,), jnp.uint32)
     kernel = simt.kernel(
         program, name="k", blocks=blocks, warpgroups=1, cluster=cluster, out_type=(out,), scratch=scratch, sparse=(0,)

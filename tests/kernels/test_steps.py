@@ -1,4 +1,4 @@
-"""The kernels that take several decode steps at once: each step gets what it gets alone."""
+"""The kernels that take several decode steps at once: each step gets the same result as alone."""
 
 import dataclasses
 from functools import partial

@@ -1,4 +1,4 @@
-"""The kernel top_k beside the reference, on random and on adversarial input."""
+"""The kernel top_k against the reference, on random and on adversarial input."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The kernel top_k_grouped beside the reference, on random and on adversarial input."""
+"""The kernel top_k_grouped against the reference, on random and on adversarial input."""
 
 from functools import partial
 

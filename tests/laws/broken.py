@@ -95,7 +95,7 @@ class BrokenFull(Full):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Wrapped:
-    """A FullState beside leaves that a checkpoint stores under one name, or a count that is part of the type."""
+    """A FullState with leaves that a checkpoint stores under one name, or with a count that is part of the type."""
 
     full: Any
     flags: dict[str, Any]
@@ -132,7 +132,7 @@ class Identity(Full):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BySlot(Fier):
-    """A Fier that prefers tokens by the slot in which they lie."""
+    """A Fier that prefers tokens by their slots."""
 
     def score(self, ix, q, *, scale):
         scores = super().score(ix, q, scale=scale)

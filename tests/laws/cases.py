@@ -53,7 +53,7 @@ def _with(policy: Retrieval = BASE, spec: CacheSpec = SPEC, **changes: Any) -> C
 
 
 def _late(*, tau: float, spec: CacheSpec = SPEC, **changes: Any) -> Case:
-    """With what the step before recalled, for heads whose cosine reaches tau."""
+    """With the recall of the step before, for heads whose cosine reaches tau."""
     return Case(Speculative(dataclasses.replace(BASE, **changes), tau=tau), spec)
 
 
@@ -251,7 +251,7 @@ _EVICTION = {"budget_bounds_what_is_held", "step_attends_to_what_is_held"}
 
 
 def does_not_apply(policy: kvjax.Policy) -> set[str]:
-    """The laws that ask for what such a policy does not have."""
+    """The laws that need something that such a policy does not have."""
     if isinstance(policy, Evicting | kvjax.Compensated) and not isinstance(policy, kvjax.Mixed):
         told = {"step_attends_to_the_positions_it_tells"} if isinstance(policy, kvjax.Compensated) else set()
         return told | _HISTORY | _BUDGET | _ROLLBACK | {"full_cache_drops_and_says_so"}

@@ -1,4 +1,4 @@
-"""Loading: what the files hold reaches the model, nothing else does, and all that is wrong is said at once."""
+"""Loading: the tensors of the files reach the model, nothing else does, and all errors are reported at once."""
 
 import json
 import os

@@ -124,7 +124,7 @@ def test_rows_that_are_not_active_store_nothing(model, tokens):
 
 
 def test_several_steps_at_once_are_single_steps(model, tokens):
-    """Through a selecting cache, ragged, a row without a step among them; what is taken back is as if never fed."""
+    """Through a selecting cache, ragged, with a row without a step; tokens taken back are as if never fed."""
     policy = kvjax.Retrieval(selector=kvjax.Exact(), budget=6, sink=1, local=2, demote=kvjax.LogSparse(window=8))
     policies = [kvjax.Full(), policy]  # the first layer has a sliding window, which a LogSparse block cannot serve
     cache = kvjax.init(policies, model.spec(B, 32), layers=2)

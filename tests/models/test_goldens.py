@@ -314,7 +314,7 @@ def test_activations_are_those_of_transformers():
 
 
 def test_bfloat16_model_stays_near_the_float32_one(tmp_path):
-    """What is rounded to bf16 is as much as transformers rounds, so the errors are alike."""
+    """It rounds to bf16 as much as transformers does, so the errors are similar."""
     import torch
 
     reference = build("qwen3", "default", tmp_path)

@@ -1,4 +1,4 @@
-"""Saving: what is written is read back as it was, by kvjax and transformers; what the format cannot say is refused."""
+"""Saving: kvjax and transformers read back what was saved; what the format cannot express is refused."""
 
 import dataclasses
 import json

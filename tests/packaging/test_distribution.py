@@ -1,4 +1,4 @@
-"""What is shipped: every package, from a source distribution that needs nothing else, and nothing called `models`."""
+"""The distributions: every package, from a source archive that needs nothing else, and nothing called `models`."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Who may import whom: floors inside kvjax, declared dependencies outside."""
+"""Allowed imports: lower floors inside kvjax, declared dependencies outside."""
 
 import ast
 import re

@@ -166,7 +166,7 @@ def is_module(name: str) -> bool:
 
 
 def anchors(text: str) -> set[str]:
-    """Those that a code host makes of headings."""
+    """The anchors that a code host makes from headings."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
