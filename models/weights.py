@@ -429,7 +429,8 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
         if outside:
             raise ValueError(
                 f"{index} names files that are not in its directory: {', '.join(map(repr, outside[:4]))}; a shard is a "
-                "file beside the index, so this index is damaged or not to be trusted: download it again"
+                "file in the same directory as the index, so this index is damaged or not to be trusted: download it "
+                "again"
             )
         files = [directory / name for name in sorted(set(where.values()))]
     else:
@@ -513,7 +514,7 @@ def _file_shape(weight: Weight, params: tuple[nnx.Param, ...]) -> tuple[int, ...
 
 
 def _rows(weight: Weight, params: tuple[nnx.Param, ...]) -> list[slice]:
-    """Where each parameter lies along the first axis of their tensor."""
+    """The rows of each parameter, along the first axis of their tensor."""
     ends = np.cumsum([param.get_value().shape[-1 if weight.transposed else 0] for param in params]).tolist()
     return [slice(first, stop) for first, stop in zip([0, *ends], ends, strict=False)]
 

@@ -166,7 +166,7 @@ def test_the_text_made_here_has_no_numbers_and_is_the_same_everywhere():
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda: make("pass_key", length=8), "leaves no room for a prompt beside 8 new tokens"),
+        (lambda: make("pass_key", length=8), "leaves no room for a prompt before its 8 new tokens"),
         (lambda: make("pass_key", samples=0), "pass_key(samples=...) must be at least 1"),
         (lambda: make("needle", depths=0), "needles(depths=...) must be at least 1"),
     ],

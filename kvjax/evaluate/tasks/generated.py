@@ -96,7 +96,8 @@ class Synthetic:
                 raise ValueError(f"{self.form}(depths={self.depths}): its lines fill the prompt; leave depths out")
         if self.length <= self.max_new_tokens:
             raise ValueError(
-                f"{self.form}(length={self.length}) leaves no room for a prompt beside {self.max_new_tokens} new tokens"
+                f"{self.form}(length={self.length}) leaves no room for a prompt before its "
+                f"{self.max_new_tokens} new tokens"
             )
 
     @property

@@ -12,7 +12,7 @@ from kvjax.spec import require_int
 
 
 def variables(rng: random.Random, *, chains: int = 1, hops: int = 2) -> Hidden:
-    """`chains` numbers, each passed on `hops` times from variable to variable; the value of a last one is asked for.
+    """`chains` numbers, each passed on `hops` times from variable to variable; the question is a last variable's value.
 
     **Differs:** RULER asks for all variables of a value, as `assigned_variables` does; here one value is asked for, so
     that an answer is one number whatever the number of hops.
