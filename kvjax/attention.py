@@ -170,7 +170,7 @@ def decode(
 
     Each token attends to what the policy selects for its own query among the tokens up to itself. As long as no row
     needs a flush in between, `Full`, `Compressed` and `Retrieval` store, select and attend for all tokens together.
-    Other policies, and steps under a sliding window, attend one after the other.
+    Other policies attend one step after the other, as do `Compressed` and `Retrieval` under a sliding window.
 
     Args:
       lengths: i32[B], steps that each row takes (default T). Rows where `active` bool[B] is false take none.

@@ -319,7 +319,7 @@ def _check_size(model: Decoder, cache: Cache | None) -> None:
     placement, own = getattr(cache, "placement", None), mesh_of(model.embedding[...])
     if placement is not None and not own.empty and own.size != placement.mesh.size:
         raise ValueError(
-            f"the model lies on {own.size} devices and the cache on {placement.mesh.size}, by its {placement}; give "
+            f"the model is on {own.size} devices and the cache on {placement.mesh.size}, by its {placement}; give "
             "both one placement: a loaded checkpoint has it as .placement"
         )
 

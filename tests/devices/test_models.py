@@ -237,7 +237,7 @@ def test_cache_of_another_mesh_than_the_model_is_refused(models: tuple[Any, Any]
     four = Placement(mesh=jax.make_mesh((4,), ("m",)), heads="m")
     for call in (split.model, jax.jit(lambda tokens, cache: split.model(tokens, cache))):
         cache = kvjax.init(kvjax.Full(), split.model.spec(batch=2, capacity=32), layers=2, placement=four)
-        with pytest.raises(ValueError, match="the model lies on 8 devices and the cache on 4"):
+        with pytest.raises(ValueError, match="the model is on 8 devices and the cache on 4"):
             call(jnp.zeros((2, 1), jnp.int32), cache)
 
 

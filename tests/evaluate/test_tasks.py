@@ -102,6 +102,11 @@ def test_words_fill_the_prompt(tokenizer):
     assert sorted(counts.values(), reverse=True)[:4] == [8, 8, 8, 2]
 
 
+def test_a_prompt_with_no_room_for_its_words_is_refused_by_its_length(tokenizer):
+    with pytest.raises(ValueError, match=r"3 common words at 256, .* at least 26, got 10; ask for longer prompts"):
+        make("common_words", length=256).examples(tokenizer)
+
+
 @pytest.mark.parametrize(
     ("answer", "score"),
     [("12345", 1), (" 12345There is", 1), ('12345",', 1), ("123456", 1), ("1234", 0), ("it is 12345", 0), ("", 0)],

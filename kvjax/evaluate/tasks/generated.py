@@ -206,7 +206,12 @@ class Synthetic:
         count = prompt // least
         while True:
             rng.setstate(state)
-            hidden = FORMS[self.form](rng, **{name: count, **given})
+            try:
+                hidden = FORMS[self.form](rng, **{name: count, **given})
+            except ValueError as error:
+                if name in given:
+                    raise
+                raise ValueError(f"{self.name}: {error}; ask for longer prompts") from None
             taken = sum(map(len, tokenizer([f"\n{line}\n" for line in hidden.lines])["input_ids"]))
             room = prompt - len(tokenizer(hidden.question)["input_ids"]) - 16
             if taken <= room or name in given:
