@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("kernels", "steps", "prompts", "hosts", "methods", "devices", "checkpoint")
-INPUTS = ("checkpoint", "text", "other", "code", "gsm8k")  # that a command may name in braces, beside {out}
+INPUTS = ("checkpoint", "text", "other", "code", "docs", "gsm8k")  # that a command may name in braces, beside {out}
 WARMED = ("decode_step.py", "decode_tokens.py", "shared.py", "host_steps.py", "compared.py", "prefill.py")
 WARMING = "--calls 2"
 UNTIMED = ("pytest", "kvjax.cli eval", "kvjax.cli perplexity", "kvjax.cli measure", "benchmarks.claims", "hit_rates.py")
@@ -183,6 +183,9 @@ def _devices() -> Iterator[Cell]:
 SELECTING = ("fier", "pariskv:sink=4,local=16", "quest", "freekv:sink=0,local=32,page=16")
 WHOLE = ("full", "logquant", "kivi")
 EVICTING = ("snapkv", "streaming_llm")
+# Presets that no other table of the page has, but for those that need settings of the model.
+OTHERS = ("exact", "tova", "logevict", "adakv", "mikv", "h2o", "raas", "pqcache:local=16")
+OTHERS += ("magicpig:local=16,chunk=32", "arkvale:sink=0,local=32,page=16")
 
 
 def _checkpoint() -> Iterator[Cell]:
@@ -199,6 +202,7 @@ def _checkpoint() -> Iterator[Cell]:
     needles = "--task needles --task pass_key --length 16384 --samples 100 --batch 5 --text {text}"
     caches = (*WHOLE, *SELECTING, *EVICTING)
     yield from scored("needles", "needles", needles, caches, "32,64,128,256,512,1024,2048", small)
+    yield from scored("needles of others", "needles", needles, OTHERS, "256,1024", small)
     command = "shared_quality.py {checkpoint} --text {text} --calibrate {other} --out {out}/shared"
     few = "--quick --methods fier --shares 1,2 --dtype float32"
     yield Cell("checkpoint", "shared selections", command, few, 480, resumes=True)
@@ -206,6 +210,8 @@ def _checkpoint() -> Iterator[Cell]:
         ruler = f"--task {{ruler_task}} --length {length} --samples 100 --batch {163840 // length} --text {{text}}"
         caches = ("full", "exact", *SELECTING[:3])
         yield from scored(f"ruler {length}", "ruler", ruler, caches, "1024", small.replace("192", "448"))
+        caches = (SELECTING[3], *WHOLE[1:], "snapkv")
+        yield from scored(f"ruler of others {length}", "ruler", ruler, caches, "1024", small.replace("192", "448"))
     gsm8k = "--task {gsm8k_task} --data {gsm8k} --batch 330"
     short = tuple(
         cache.replace("pariskv:sink=4,local=16", "pariskv:sink=4,local=16,dense_below=0") for cache in SELECTING
@@ -215,11 +221,10 @@ def _checkpoint() -> Iterator[Cell]:
     every = " ".join(f"--cache {cache}" for cache in (*WHOLE, *short, *EVICTING))
     every = every.replace("freekv:sink=0,local=32,page=16", "freekv:sink=16,local=128,page=16")
     few = "--length 320 --steps 4 --passages 1 --batch 1 --budget 256 --dtype float32"
-    for kind in ("text", "code"):
-        for length in (4096, 16384):
-            options = f"--text {{{kind}}} --length {length} --steps 256 --passages 8 --batch 4 --budget 1024 {every}"
-            command = f"-m kvjax.cli perplexity {{checkpoint}} {options} --beside 8 --out {{out}}/perplexity_{kind}"
-            yield Cell("checkpoint", f"perplexity {kind} {length}", command, few, 480, resumes=True)
+    for kind, length in (*itertools.product(("text", "code"), (4096, 16384)), ("docs", 4096)):
+        options = f"--text {{{kind}}} --length {length} --steps 256 --passages 8 --batch 4 --budget 1024 {every}"
+        command = f"-m kvjax.cli perplexity {{checkpoint}} {options} --beside 8 --out {{out}}/perplexity_{kind}"
+        yield Cell("checkpoint", f"perplexity {kind} {length}", command, few, 480, resumes=True)
     live = "--length 192 --steps 4 --budget 32 --dtype float32"
     for what, length in (("groups", 16384), ("queries", 16384), ("logquant", 8192), ("drift", 4096), ("paris", 4096)):
         more = " --new-tokens 2048" if what in ("drift", "paris") else ""
@@ -243,7 +248,7 @@ def _checkpoint() -> Iterator[Cell]:
     command = "long_generation.py {checkpoint} --text {text} --out {out}/long_generation.json"
     few = "--rows 1 --prompt 64 --new-tokens 8 --budget 32 --dtype float32 --methods 'full fier'"
     yield Cell("checkpoint", "long generation", command, few, 540, resumes=True)
-    for size in ("16384x1", "16384x8", "4096x1", "32768x1", "4096x8", "32768x8", "4096x32", "16384x32"):
+    for size in ("16384x1", "16384x8", "4096x1", "32768x1", "4096x8", "32768x8", "4096x32", "16384x32", "32768x32"):
         command = f"real_speed.py {{checkpoint}} --text {{text}} --sizes {size} --out {{out}}/real_speed.json"
         few = "--sizes 64x1 --steps 4 --block 2 --budget 32 --dtype float32 --cudnn xla --methods cudnn,fier"
         yield Cell("checkpoint", f"speed {size}", command, few, 480, resumes=True)

@@ -27,6 +27,7 @@ import datetime
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -201,13 +202,16 @@ def run_beside(
 def inputs(given: argparse.Namespace) -> dict[str, str]:
     """The values of the names in braces: the paths of the inputs and of the results, and the settings of two tasks.
 
-    The code is that of Python's own library. With --smoke, this writes small inputs for those that were not given.
+    The code is that of Python's own library; the docs are those of kvjax, without their tables. With --smoke, this
+    writes small inputs for those that were not given.
     """
     folder = given.out.resolve() / "inputs"
     found: dict[str, Path] = {
         name: path for name in ("checkpoint", "text", "other", "gsm8k") if (path := getattr(given, name)) is not None
     }
     found["code"] = write(folder / "code.txt", joined(Path(os.__file__).parent, "*.py"))
+    pages = "\n".join(joined(place, "*.md") for place in (ROOT, ROOT / "docs"))
+    found["docs"] = write(folder / "docs.txt", re.sub(r"^\|.*\n", "", pages, flags=re.MULTILINE))
     if given.smoke:
         found.setdefault("checkpoint", ROOT / "kvjax" / "data" / "kvjax-26m")
         if "text" not in found:
