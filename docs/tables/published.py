@@ -295,7 +295,7 @@ def which_method() -> str:
         ("speed, 32 rows of 16384", times(16384, 32, "snapkv", "quest", "logquant", "kivi", "fier", "pariskv"),
          times(16384, 32, "freekv", "full")),
     ]  # fmt: skip
-    return markdown(["what matters", "take", "rather not"], rows, numbers=False)
+    return markdown(["what matters", "choose", "avoid"], rows, numbers=False)
 
 
 def _listed(

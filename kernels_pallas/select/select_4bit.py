@@ -68,7 +68,7 @@ def unsupported(
     if pending.dtype not in (jnp.bfloat16, jnp.float16):
         return f"the kernel select_4bit takes pending keys in bf16 or f16; got {pending.dtype}"
     if not 1 <= pending_slots <= pending.shape[2]:
-        return f"the kernel select_4bit takes 1 to {pending.shape[2]} keys that may wait; got {pending_slots}"
+        return f"the kernel select_4bit takes 1 to {pending.shape[2]} pending keys; got {pending_slots}"
     if limit := top_k.unsupported((q.shape[0], sum(cluster.padded(slots.shape[3], pending_slots))), jnp.float32, room):
         return limit.replace("top_k", "select_4bit", 1)
     return None

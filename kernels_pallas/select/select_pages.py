@@ -70,7 +70,7 @@ def unsupported(
         return f"the kernel select_pages takes keys in the dtype of the corners, {low.dtype}; got {pending.dtype}"
     if pending_slots < 1 or pending_slots % unit:
         return (
-            f"the kernel select_pages takes at least one page of tokens that may wait, in pages of {unit}; "
+            f"the kernel select_pages takes at least one page of pending tokens, in pages of {unit}; "
             f"got {pending_slots}"
         )
     sizes = cluster.padded(low.shape[2], pending_slots // unit)

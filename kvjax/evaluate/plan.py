@@ -16,6 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +38,7 @@ from kvjax.spec import CacheSpec, require_int
 
 T = TypeVar("T")
 CAPACITY_STEP = 128  # capacities are multiples of it, so that near lengths share programs
+CPU_LAYERS = 480  # layers of caches whose programs a process holds on a CPU; see `run`
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,10 @@ def run(
     `capacity` is that of all caches, by default what each batch needs. Plans that get the same `capacity`, the largest
     `plan.capacity`, share their decode programs. That pays if compiling costs more than empty slots do, as for a small
     model on a GPU.
+
+    On a CPU more than `CPU_LAYERS` layers of caches are answered in groups, and each group reads the prompts again: the
+    programs of 31 caches of 30 layers took all 65530 memory mappings that Linux gives a process. Programs of a finished
+    group are dropped by `jax.clear_caches`.
     """
     batch = min(require_int("batch", batch, at_least=1), len(plan.prompts))
     require_int("beside", beside, at_least=1)
@@ -181,9 +187,14 @@ def run(
             progress(plan.done, plan.total, what)
 
     known = {name: {example["id"] for example in plan.cells[name].examples} for name in plan.policies}
-    for first in range(0, len(ids), batch):
+    names, size = list(plan.policies), len(plan.policies)
+    if jax.default_backend() == "cpu":
+        size = max(1, CPU_LAYERS // checkpoint.config.layers)
+    for group, first in product(range(0, len(names), size), range(0, len(ids), batch)):
+        if size < len(names) and not first:
+            jax.clear_caches()
         part = ids[first : first + batch]
-        open_cells = [name for name in plan.policies if not known[name].issuperset(part)]
+        open_cells = [name for name in names[group : group + size] if not known[name].issuperset(part)]
         if not open_cells:
             continue
         report(f"prefill of {len(part)} prompts")
@@ -253,7 +264,7 @@ def _answer_part(
 
 def _map(f: Callable[[str], T], names: Sequence[str], beside: int) -> Iterator[T]:
     """Yields f of each name in order, running `beside` of them at a time. An error is raised at once, and no other call
-    begins after it: one that waits for memory may wait for ever."""
+    begins after it: a call that waits for memory may wait forever."""
     if beside == 1:
         yield from map(f, names)
         return

@@ -271,6 +271,17 @@ def test_caches_beside_one_another_answer_as_each_alone(checkpoint, task, finish
         np.testing.assert_allclose(cells[name].attended, cell.attended, rtol=1e-6)
 
 
+def test_groups_of_caches_answer_as_all_together(checkpoint, task, finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "CPU_LAYERS", 2 * checkpoint.config.layers)
+    real, reads = plan.prompt.read, []
+    monkeypatch.setattr(plan.prompt, "read", lambda *args: reads.append(1) or real(*args))
+    cells = whole_run(checkpoint, task, tmp_path)
+    batches = len(cells["full"].batches)
+    assert len(reads) == -(-len(finished[1]) // 2) * batches
+    for name, cell in finished[1].items():
+        assert answers(cells[name]) == answers(cell)
+
+
 def test_an_error_beside_others_ends_the_run_and_keeps_what_was_done(checkpoint, task, finished, tmp_path, monkeypatch):
     real, seen = accuracy._decode, []
 

@@ -103,7 +103,7 @@ def test_kernels_refuse_what_their_operations_cannot_ask_for():
     )
     (q, keys, listed), _ = codes()
     late = candidates().pending[0]
-    assert "1 to 16 keys that may wait" in select_4bit.unsupported(q, *keys, listed.slots, late, 9, 17)
+    assert "1 to 16 pending keys" in select_4bit.unsupported(q, *keys, listed.slots, late, 9, 17)
     args, _ = votes(T=16)
     assert "1 to 15 limits for D=128" in collide.unsupported(*args)
     with pytest.raises(NotImplementedError, match="1 to 15 limits for D=128"):
