@@ -80,7 +80,9 @@ def real_ruler() -> str:
         for title, own in RULER.items()
         for length in lengths
     ]
-    rows += [["mean of all ten", str(length), *_ruler_means(found, length, names)] for length in lengths]
+    for length in lengths:
+        means = ruler_means(length)
+        rows.append(["mean of all ten", str(length), *(short(means[name]) for name in names)])
     return markdown(["task", "tokens", *(f"`{name}`" for name in names)], rows)
 
 
@@ -91,7 +93,8 @@ def real_ruler_caches() -> str:
     rows = [
         [f"`{own}`", *(short(found[title, length][name]["mean"]) for name in names)] for title, own in RULER.items()
     ]
-    rows.append(["mean of all ten", *_ruler_means(found, length, names)])
+    means = ruler_means(length)
+    rows.append(["mean of all ten", *(short(means[name]) for name in names)])
     return markdown(["task", *(f"`{method_of(name)}`" for name in names)], rows)
 
 
@@ -103,8 +106,15 @@ def _ruler() -> dict[tuple[str, int], dict[str, Any]]:
     }
 
 
-def _ruler_means(found: dict[tuple[str, int], dict[str, Any]], length: int, names: Sequence[str]) -> list[str]:
-    return [short(sum(found[title, length][name]["mean"] for title in RULER) / len(RULER)) for name in names]
+def ruler_means(length: int) -> dict[str, float]:
+    """The mean of RULER's ten tasks at a length, of each cache that has them all."""
+    tasks = [caches for (_, own), caches in _ruler().items() if own == length]
+    assert len(tasks) == len(RULER)
+    return {
+        name: sum(caches[name]["mean"] for caches in tasks) / len(tasks)
+        for name in tasks[0]
+        if all(name in caches for caches in tasks)
+    }
 
 
 def real_perplexities() -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from docs.tables.reading import load_results, load_rows, load_scores, method_of, score_of
+from docs.tables.published import ruler_means
+from docs.tables.reading import load_rows, load_scores, method_of, score_of
 from docs.tables.speed import ONE_CALL, default_steps, seconds_to_first_token
-from docs.tables.writing import markdown, mean_of, short
+from docs.tables.writing import markdown, mean_of
 
 
 def speed() -> str:
@@ -28,14 +29,7 @@ def quality() -> str:
     needles = load_scores("eval_qwen")["1 of 8 needles at 16384, question decoded"]
     problems = load_scores("eval_qwen_gsm8k")["gsm8k"]
     texts = {(row["text"], row["length"], method_of(row["cache"])): row for row in load_rows("perplexity_qwen")}
-
-    ruler = [
-        result["caches"] for result in load_results("eval_qwen_ruler").values() if result["task"]["length"] == 16384
-    ]
-
-    def mean_of_ruler(method: str) -> str:
-        scores = [score_of(caches, method, 1024) for caches in ruler]
-        return short(sum(score["mean"] for score in scores if score) / len(scores)) if all(scores) else ""
+    ruler: dict[str, Any] = {name: {"mean": mean} for name, mean in ruler_means(16384).items()}
 
     def right(scores: dict[str, Any], method: str, budget: int) -> str:
         return mean_of(score_of(scores, method, budget))
@@ -44,7 +38,7 @@ def quality() -> str:
     for method in ("full", "fier", "pariskv", "quest", "freekv", "logquant", "snapkv"):
         row = texts["book", 16384, method]
         change = f"{row['perplexity']:.2f}" if method == "full" else f"{100 * (row['ratio'] - 1):+.1f} %"
-        found = (right(needles, method, 256), mean_of_ruler(method), right(problems, method, 128))
+        found = (right(needles, method, 256), right(ruler, method, 1024), right(problems, method, 128))
         rows.append([f"`{method}`", *found, change])
     head = ["cache", "needles, budget 256", "RULER, 1024", "GSM8K, 128", "perplexity, 1024"]
     return markdown(head, rows)
