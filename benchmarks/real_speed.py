@@ -34,7 +34,7 @@ from end_to_end import FullByCudnn
 from jax import Array
 from layers import show
 
-from kvjax import Full, PerLayer, models
+from kvjax import PerLayer, models
 from kvjax.cache import Cache, LayerCache, init
 from kvjax.evaluate import prompt, recall
 from kvjax.evaluate.caches import make_rows, without_budget
@@ -43,7 +43,7 @@ from kvjax.evaluate.throughput import CAPACITY_STEP, time_steps
 from kvjax.generation import Stream, prefill
 from kvjax.memory import nbytes
 from kvjax.models import Checkpoint
-from kvjax.reading import _prefill_chunk, chunk_for, chunk_size
+from kvjax.reading import lower_prefill
 from kvjax.sampling import Sampling
 
 SIZES = "16384x8,16384x1,32768x1,32768x8,4096x1,4096x8,16384x32,4096x32,32768x32"
@@ -102,15 +102,6 @@ def capacity_for(length: int, given: argparse.Namespace) -> int:
     return -(-(prompt.columns(length) + given.block + given.steps) // CAPACITY_STEP) * CAPACITY_STEP
 
 
-def at_once(bytes_each: int) -> int:
-    """Caches of that size that fit on the device beside what it holds, at most one for each core."""
-    cores, stats = os.cpu_count() or 1, jax.local_devices()[0].memory_stats()
-    if stats is None:  # a CPU
-        return cores
-    free = stats["bytes_limit"] - stats["bytes_in_use"]
-    return max(1, min(cores, int(free / (1.5 * bytes_each))))
-
-
 def decode(
     checkpoint: Checkpoint,
     policies: dict[str, PerLayer],
@@ -134,17 +125,15 @@ def decode(
         for name in policies
     }
 
-    def compile_program(row: dict[str, Any]) -> None:
-        with out_of_memory_told(row):
-            begin(row["method"]).lower(given.block).compile()
-
-    # As many caches as there are threads exist at a time, each of about the size of the one that keeps everything.
-    spec = checkpoint.model.spec(batch=batch, capacity=capacity)
-    largest = nbytes(jax.eval_shape(partial(init, Full(), spec, layers=checkpoint.config.layers))).device
-    with ThreadPoolExecutor(at_once(largest)) as pool:
-        list(pool.map(compile_program, rows.values()))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # threads compile and run nothing; see benchmarks/NOTES.md
+        programs = []
+        for name in policies:
+            with out_of_memory_told({}):
+                programs.append(pool.submit(begin(name).lower(given.block).compile))
+        for program in programs:
+            with out_of_memory_told({}):  # alone it may fit; else it says so below
+                program.result()
     for name, row in rows.items():
-        row["status"] = "ok"  # alone it may fit
         with out_of_memory_told(row):
             run = begin(name)
             run.advance(given.block)
@@ -166,16 +155,13 @@ def read_first(
     """TTFT of every method at one length, one row; `keep` takes a method and its seconds, the median of three."""
     tokens = excerpts(checkpoint, given.text, length, 1)
     model, capacity = checkpoint.model, capacity_for(length, given)
-
-    def lower(made: PerLayer) -> jax.stages.Lowered:
-        cache = init(made, model.spec(batch=1, capacity=capacity), layers=model.config.layers)
-        size = chunk_size(length, chunk_for(cache, length, None))
-        assert size >= length, "several chunks"
-        padded = np.pad(tokens, ((0, 0), (0, size - length)))
-        return _prefill_chunk.lower(model, cache, padded, np.array([length], np.int32), first_chunk=True)
-
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda lowered: lowered.compile(), [lower(made) for made in policies.values()]))
+        programs = []
+        for made in policies.values():
+            empty = init(made, model.spec(batch=1, capacity=capacity), layers=model.config.layers)
+            programs += [pool.submit(one.compile) for one in lower_prefill(model, empty, length)]
+        for program in programs:
+            program.result()
     for name, made in policies.items():
         first_token(checkpoint, made, tokens, capacity)
         seconds = float(np.median([first_token(checkpoint, made, tokens, capacity) for _ in range(3)]))

@@ -139,6 +139,17 @@ def prefill(
     return logits, cache
 
 
+def lower_prefill(model: Model, cache: Cache, tokens: int, *, chunk: int | None = None) -> list[jax.stages.Lowered]:
+    """The programs with which `prefill` reads a prompt of `tokens` per row into the empty `cache`; nothing runs."""
+    B = cache.spec.batch
+    size = chunk_size(tokens, chunk_for(cache, tokens, chunk), rows=B)
+    arrays = np.zeros((B, size), np.int32), np.zeros((B,), np.int32)
+    return [
+        _prefill_chunk.lower(model, cache, *arrays, first_chunk=first)
+        for first in ((True,) if size >= tokens else (True, False))
+    ]
+
+
 def chunk_size(tokens: int, chunk: int | None = None, *, rows: int = 1) -> int:
     """The size of all chunks of a prompt of `tokens` tokens: chunks are as even as a small set of shapes allows.
 

@@ -146,6 +146,32 @@ def test_prefill_reports_progress(model):
     assert seen == [32, 64, 70]
 
 
+@pytest.mark.parametrize("policy", [FIER, kvjax.presets.snapkv(32)], ids=["fier", "snapkv"])
+@pytest.mark.parametrize("tokens", [20, 40, 48, 90])
+def test_lowered_programs_of_a_prompt_are_those_that_run(model, monkeypatch, policy, tokens):
+    real, seen = reading._prefill_chunk, {"run": [], "lowered": []}
+
+    def note(how, act):
+        def call(model, cache, tokens, lengths, *, first_chunk):
+            program = tokens.shape, tokens.dtype, lengths.shape, lengths.dtype, first_chunk
+            if program not in seen[how]:
+                seen[how].append(program)
+            return act(model, cache, tokens, lengths, first_chunk=first_chunk)
+
+        return call
+
+    run = note("run", real)
+    run.lower = note("lowered", real.lower)
+    monkeypatch.setattr(reading, "_prefill_chunk", run)
+    monkeypatch.setattr(reading, "CPU_CHUNK", 40)
+
+    lowered = reading.lower_prefill(model, new_cache(2, policy=policy), tokens)
+    assert all(isinstance(one, jax.stages.Lowered) for one in lowered)
+    prefill(model, new_cache(2, policy=policy), np.ones((2, tokens), np.int32))
+    assert seen["run"] == seen["lowered"]
+    assert len(seen["run"]) == (2 if tokens > 40 and policy is FIER else 1)
+
+
 def test_chunks_are_few_shapes_and_waste_little():
     sizes = {T: gen.chunk_size(T, 32768) for T in range(1, 100_000, 97)}
     assert len(set(sizes.values())) < 30

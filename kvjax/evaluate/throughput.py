@@ -42,7 +42,7 @@ from kvjax.generation import Stream, warm_up
 from kvjax.memory import in_units, nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.models.rope import Default, Llama3
-from kvjax.reading import _prefill_chunk, chunk_size, prefill
+from kvjax.reading import chunk_size, lower_prefill, prefill
 from kvjax.sampling import Sampling
 from kvjax.spec import CacheSpec, require_int
 
@@ -482,15 +482,9 @@ def _program_bytes(model: Decoder, run: Stream, length: int, workload: Workload)
 
     The run compiled these programs; lowering them with arguments of the same shapes finds them again.
     """
-    cache, B = run.cache, run.cache.spec.batch
     programs = [run.lower(workload.block)]
     if not workload.synthetic:
-        size = chunk_size(length, workload.chunk, rows=B)
-        tokens, lengths = np.zeros((B, size), np.int32), np.zeros((B,), np.int32)
-        programs += [
-            _prefill_chunk.lower(model, cache, tokens, lengths, first_chunk=first_chunk)
-            for first_chunk in ((True,) if size >= length else (True, False))
-        ]
+        programs += lower_prefill(model, run.cache, length, chunk=workload.chunk)
     found = [analysis for program in programs if (analysis := program.compile().memory_analysis()) is not None]
     return max(
         (
