@@ -28,7 +28,7 @@ TABLES: dict[str, Callable[[], str]] = {
         methods.methods, methods.low_rank, methods.coverage,
         published.real_needles, published.real_pass_keys, published.small_pass_keys,
         published.real_gsm8k, published.real_gsm8k_all,
-        published.real_ruler, published.real_ruler_caches, published.real_perplexities, published.real_long_generation,
+        published.real_ruler, published.real_perplexities, published.real_long_generation,
         published.small_long_generation, published.drift,
         published.small_perplexities,
         published.real_recall, published.real_group_rules, published.real_speed, published.real_first_tokens,

@@ -58,8 +58,7 @@ def _by_budget(scores: dict[str, Any], budgets: Sequence[int]) -> str:
     """Scores of a task by method and budget, and the mean tokens read at each budget."""
     rows, read = [], {}
     for method in dict.fromkeys(cache.partition("@")[0] for cache in scores):
-        cells = [f"`{method}`", *(short(scores[method]["mean"]) for _ in [0] if method in scores)]
-        cells += [""] * (2 - len(cells))
+        cells = [f"`{method}`", mean_of(scores.get(method))]
         for budget in budgets:
             score = scores.get(f"{method}@{budget}")
             cells.append(mean_of(score))
@@ -76,26 +75,14 @@ def real_ruler() -> str:
     names = [name for name in next(iter(found.values())) if all(name in caches for caches in found.values())]
     lengths = sorted({length for _, length in found})
     rows = [
-        [f"{title} (`{own}`)", str(length), *(short(found[title, length][name]["mean"]) for name in names)]
+        [f"`{own}`", str(length), *(short(found[title, length][name]["mean"]) for name in names)]
         for title, own in RULER.items()
         for length in lengths
     ]
     for length in lengths:
         means = ruler_means(length)
         rows.append(["mean of all ten", str(length), *(short(means[name]) for name in names)])
-    return markdown(["task", "tokens", *(f"`{name}`" for name in names)], rows)
-
-
-def real_ruler_caches() -> str:
-    """The same tasks at 16384 tokens: a row a task, a column a cache."""
-    found, length = _ruler(), 16384
-    names = list(found["needle", length])
-    rows = [
-        [f"`{own}`", *(short(found[title, length][name]["mean"]) for name in names)] for title, own in RULER.items()
-    ]
-    means = ruler_means(length)
-    rows.append(["mean of all ten", *(short(means[name]) for name in names)])
-    return markdown(["task", *(f"`{method_of(name)}`" for name in names)], rows)
+    return markdown(["task", "tokens", *(f"`{method_of(name)}`" for name in names)], rows)
 
 
 def _ruler() -> dict[tuple[str, int], dict[str, Any]]:
@@ -202,7 +189,8 @@ def real_group_rules() -> str:
         cells = [short(found[f"{method}:group_reduce={rule}"][what])
                  for method in ("fier", "quest") for what in ("head_recall", "mass", "error")]  # fmt: skip
         rows.append([f"`{rule}`", *cells])
-    head = [f"{what}, `{method}`" for method in ("fier", "quest") for what in ("recall", "share of attention", "error")]
+    titles = ("recall of each head's own", "share of attention", "error")
+    head = [f"{title}, `{method}`" for method in ("fier", "quest") for title in titles]
     return markdown(["rule", *head], rows)
 
 
