@@ -138,6 +138,10 @@ def test_a_comparison_takes_a_mask_whose_last_layer_is_split(method: str, tmp_pa
         (lambda: heads.Heads(kv_heads=2, layers=((2,),)), r"layers=...\)\[0\] must be at most 1, got 2"),
         (lambda: Compensated(Evicting(evictor=LastQuery())), r"Compensated got.*Sliding"),
         (
+            lambda: Compensated(Evicting(evictor=Sliding(sink=2, rope=kvjax.models.rope.Default()))),
+            r"cannot renumber tokens; use kvjax\.Sliding\(sink=2\) without rope",
+        ),
+        (
             lambda: jax.eval_shape(
                 lambda: kvjax.attention(
                     kvjax.init_layer(Compensated(Evicting(evictor=Sliding(), budget=8)), SPEC),

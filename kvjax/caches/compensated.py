@@ -71,6 +71,11 @@ class Compensated:
                 f"Compensated got {self.window!r}; it sums what a sliding window evicts, so give it "
                 "kvjax.Evicting(evictor=kvjax.Sliding(...))"
             )
+        if evictor.renumbered:
+            raise ValueError(
+                "Compensated sums keys at their original positions, so its window cannot renumber tokens; use "
+                f"kvjax.Sliding(sink={evictor.sink}) without rope"
+            )
 
     def init(self, spec: CacheSpec) -> CompensatedState:
         shape = (spec.batch, spec.kv_heads, spec.head_dim)
