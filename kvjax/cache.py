@@ -196,6 +196,7 @@ def shardings(cache: C) -> C:
 
 def any_full(cache: Cache | LayerCache) -> Array:
     """Whether any recent block is full, so that `flush` would move tokens: bool[]."""
+    check_cache("any_full", cache)
     with own_axes(cache):
         full = rows_to_flush(layers_of(cache))
         found = jnp.any(jnp.stack(full)) if full else jnp.zeros((), bool)

@@ -37,7 +37,7 @@ from kvjax.reading import chunk_for, on_auto_axes, to_caller
 from kvjax.reading import chunk_size as chunk_size
 from kvjax.reading import prefill as prefill
 from kvjax.request import check_model, check_model_cache, check_request, pad_prompt, stop_array
-from kvjax.sampling import Sampling, row_keys
+from kvjax.sampling import Sampling, keys_of
 from kvjax.spec import require_int
 from kvjax.text import Detokenizer
 
@@ -110,7 +110,7 @@ def generate(
     tokens, lengths = pad_prompt(prompt, lengths, rows=cache.spec.batch)
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
-    keys = None if sampling.greedy else row_keys(to_context(key), cache.spec.batch)
+    keys = keys_of(sampling, to_context(key), cache.spec.batch)
     if draft is not None:
         check_takes_drafts(cache, draft.tokens)
     logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk)
@@ -147,7 +147,7 @@ def decode(
     stop = check_request(
         model, cache, None, np.where(rows, 0, -1), max_new_tokens=max_new_tokens, stop_tokens=stop_tokens
     )
-    keys = None if sampling.greedy else row_keys(to_context(key), B)
+    keys = keys_of(sampling, to_context(key), B)
     return _decode_all(model, cache, logits, max_new_tokens, sampling, keys, stop, active=rows, measure=measure)
 
 
@@ -211,7 +211,7 @@ def stream(
         )
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
-    keys = None if sampling.greedy else row_keys(to_context(key), cache.spec.batch)
+    keys = keys_of(sampling, to_context(key), cache.spec.batch)
     if draft is not None:
         check_takes_drafts(cache, draft.tokens)
         block = max(block, draft.tokens + 1)
@@ -381,7 +381,7 @@ def warm_up(
     tokens = np.zeros((B, min(prompt_tokens, 2 * size)), np.int32)
     logits, cache = prefill(model, cache, tokens, np.ones((B,), np.int32), chunk=size)
     report(1, 2, "for decode steps")
-    keys = None if sampling.greedy else row_keys(jax.random.key(0), B)
+    keys = keys_of(sampling, jax.random.key(0), B)
     steps = max_new_tokens if block is None else min(block, max_new_tokens)
     drafter = None
     if draft is not None:

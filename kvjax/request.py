@@ -219,7 +219,11 @@ def vocabulary_size(model: Any) -> int | None:
     return getattr(getattr(model, "config", None), "vocab_size", None)
 
 
-def stop_array(stop_tokens: int | Iterable[int]) -> np.ndarray:
-    """i32[n] of one stop token or several."""
+def stop_array(stop_tokens: int | Iterable[int] | None) -> np.ndarray:
+    """i32[n] of one stop token or several; None is no stop token."""
+    if stop_tokens is None:
+        stop_tokens = ()
+    if isinstance(stop_tokens, str | bytes):
+        raise ValueError(f"stop_tokens are token ids, got {shown(stop_tokens)}; encode the text, or use checkpoint.generate")
     ids = [stop_tokens] if isinstance(stop_tokens, int | np.integer) else list(stop_tokens)
     return np.array([require_int("stop_tokens", i, at_least=0) for i in ids], np.int32)

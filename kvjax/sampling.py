@@ -26,6 +26,8 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from kvjax.validation import shown
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,6 +190,20 @@ def row_keys(key: Array | None, rows: int) -> Array:
     if key.shape != (rows,):
         raise ValueError(f"key must be one key or {rows} keys, one for each row, got shape {list(key.shape)}")
     return key
+
+
+def keys_of(sampling: Sampling, key: Array | None, rows: int) -> Array | None:
+    """`row_keys` of `key`, or None if no row draws.
+
+    Raises:
+      ValueError: `sampling` is no Sampling, or it draws and `key` is no key for these rows.
+    """
+    if not isinstance(sampling, Sampling):
+        raise ValueError(
+            f"sampling must be a Sampling, got {shown(sampling)}; make one: kvjax.sampling.sampling(temperature=0.7), and "
+            "pass key=jax.random.key(seed)"
+        )
+    return None if sampling.greedy else row_keys(key, rows)
 
 
 def _setting(name: str, value: Any, dtype: type) -> np.ndarray:

@@ -392,6 +392,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         r"insert\(cache=\.\.\.\) got a cache whose arrays are gone",
     ),
     "a policy flushed": (lambda: kvjax.flush(kvjax.Full()), "flush takes a cache, got a Full"),  # type: ignore[type-var]
+    "a donated cache asked for full blocks": (lambda: kvjax.any_full(donated(cache())), "any_full got a cache whose"),
     "a donated cache asked for overflow": (lambda: kvjax.raise_on_overflow(donated(cache())), "arrays are gone"),
     "overflow asked for inside jit": (
         lambda: jax.jit(kvjax.raise_on_overflow)(cache()),

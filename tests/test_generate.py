@@ -511,6 +511,8 @@ def test_stream_of_text_equals_the_decoded_tokens(model):
         ([[1]], dict(max_new_tokens=2.0), "max_new_tokens must be an integer"),
         ([[1]], dict(chunk=1), "chunk must be at least 2, got 1"),
         ([[1]], dict(sampling=sampling(1.0)), "a draw needs a key"),
+        ([[1]], dict(sampling=0.7), r"sampling must be a Sampling, got 0\.7; make one: kvjax\.sampling\.sampling"),
+        ([[1]], dict(stop_tokens="</s>"), "stop_tokens are token ids, got .*encode the text"),
         (np.zeros((1, 3)), {}, r"prompt must be integers \[B, T\], got float64"),
         (np.ones((1, 3), int), dict(lengths=[4]), "of at most T=3"),
         (np.ones((1, 3), int), dict(lengths=[2.7]), "lengths must be integers"),

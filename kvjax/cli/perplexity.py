@@ -122,6 +122,8 @@ def _read(text: Path) -> str | dict[str, str]:
     found = {path.name: read_text(path, download="--text takes UTF-8 files") for path in sorted(text.glob("*.txt"))}
     if not found:
         raise ValueError(f"--text {text}: this folder has no .txt files; those of PG19 are in its subfolder test")
+    if empty := [name for name, words in found.items() if not words.strip()]:
+        raise ValueError(f"--text {text / empty[0]} is empty; remove it, or give it some text")
     return found
 
 
