@@ -185,7 +185,7 @@ kernels for your sizes and device, and why the others do not.
 ## Models
 
 A checkpoint in Hugging Face format is read if its `model_type` is one of these (Qwen2.5 has `qwen2`). Every method
-works with every model.
+works with every model without a sliding window; the first table has those that take a window.
 
 {table(["`model_type`", "read"], families)}"""
 

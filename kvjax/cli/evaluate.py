@@ -44,7 +44,7 @@ Tasks = Annotated[
     list[str] | None,
     typer.Option(
         help="pass_key, needle, needles, needle_lines, key_value, variables, assigned_variables, frequent_words, "
-        "common_words; ruler-synthetic for the ten generated tasks of RULER; or, with --data, longbench, longbench-v2, "
+        "common_words; ruler-synthetic for ten generated tasks of RULER; or, with --data, longbench, longbench-v2, "
         "gsm8k, ruler. Settings may follow: needles:hidden=16,asked=2. Repeat the option for several. Default: "
         "needles.",
         show_default=False,
