@@ -28,6 +28,7 @@ from kvjax import ops
 from kvjax.cache import LayerCache, as_whole, check_layer_cache, part_of, placement_of, specs_of
 from kvjax.caches import Following, Info, MultiStep, Observer
 from kvjax.flushing import flush_full
+from kvjax.memory import on_host
 from kvjax.partial import group_queries
 from kvjax.placement import context_axis, run_on_parts, to_context
 from kvjax.prompt import (
@@ -73,6 +74,7 @@ def attention(
       window: sliding window; a token sees itself and the window - 1 before it.
       scale: factor of the logits; default D**-0.5.
       first_chunk: promises that the cache is empty, so a prompt attends only to itself (cuDNN attention on a GPU).
+        Checked outside of jit.
       flush: flush full recent blocks before a decode step. A model with many layers passes False and calls
         `kvjax.flush` once per step, before its first layer: on a GPU each `lax.cond` makes the host wait.
       selection: for a `Follower`, the `Info.selection` of this step in the layer that it follows; other policies make
@@ -118,6 +120,7 @@ def attention_info(
     """`attention` that also returns an `Info` of what a decode step read; None for a prompt or without a cache."""
     sizes, scale = _check_call("attention", cache, q, k, v, window, scale)
     check_flags("attention", first_chunk=first_chunk, flush=flush)
+    _check_first("attention", cache, first_chunk)
     if active is not None and sizes.T > 1:
         raise ValueError(
             f"active is for decode steps (T=1), got T={sizes.T}; for a prompt give lengths, 0 for rows without tokens"
@@ -148,6 +151,7 @@ def prefill(
     """
     sizes, scale = _check_call("prefill", cache, q, k, v, window, scale)
     check_flags("prefill", first_chunk=first_chunk)
+    _check_first("prefill", cache, first_chunk)
     count = _row_counts(sizes.B, sizes.T, lengths, None)
     settings: dict[str, Any] = {"first_chunk": first_chunk, "padded": lengths is not None}
     return _run(_attend_prompt, cache, q, k, v, count, None, scale=scale, window=window, **settings)[:2]
@@ -378,6 +382,17 @@ def _attend_steps(
 class _Sizes(NamedTuple):
     B: int
     T: int
+
+
+def _check_first(verb: str, cache: LayerCache | None, first_chunk: bool) -> None:
+    """Raises ValueError if `first_chunk` promises an empty cache and rows are known to hold tokens."""
+    if not first_chunk or cache is None or isinstance(length := cache.length, Tracer):
+        return
+    if most := int(on_host(length).max()):
+        raise ValueError(
+            f"{verb}(first_chunk=True) promises an empty cache, but a row of this one holds {most} tokens; leave it "
+            "out for later chunks"
+        )
 
 
 def _check_call(

@@ -163,6 +163,10 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.attention(donated(layer()), *qkv()),
         r"attention got a cache whose arrays are gone: .*donated.*use the cache that it returned",
     ),
+    "a second chunk told as the first": (
+        lambda: kvjax.attention(kvjax.attention(layer(), *qkv())[1], *qkv(), first_chunk=True),
+        r"attention\(first_chunk=True\) promises an empty cache, but a row of this one holds 3 tokens; leave it out",
+    ),
     "lists": (
         lambda: kvjax.attention(None, *(array.tolist() for array in qkv())),  # type: ignore[arg-type]
         r"q must be an array of floats, got a list; convert it with jnp\.asarray",
