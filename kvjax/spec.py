@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -61,6 +62,11 @@ def cache_dtype(dtype: DTypeLike) -> np.dtype:
         shown = repr(dtype) if found is None or (isinstance(dtype, str) and dtype != found.name) else found.name
         raise ValueError(f"a cache cannot hold dtype {shown}; use one of {', '.join(CACHE_DTYPES)}")
     return found
+
+
+def default_dtype() -> str:
+    """The dtype of a model and its caches where none is given, by the platform."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 MOST = 2**31 - 1  # counts, sizes and positions are int32 on the device

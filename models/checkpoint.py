@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 
 import kvjax
 from kvjax import drafts, presets
-from kvjax.cache import Cache
+from kvjax.cache import Cache, LayerCache
 from kvjax.caches import PerLayer, Policy
 from kvjax.drafts import Draft, Speculation
 from kvjax.generation import Generation, Stream, generate, stream
@@ -214,6 +214,11 @@ class Checkpoint:
         dtype: DTypeLike | None = None,
     ) -> Cache:
         """An empty cache for this model; `cache` is a policy, or text as `kvjax.presets.parse` reads it."""
+        if isinstance(cache, Cache | LayerCache):
+            raise ValueError(
+                f"cache is a policy, or text such as 'fier:budget=256', got a {type(cache).__name__}; to go on from a "
+                "cache, kvjax.generate(checkpoint.model, cache, [checkpoint.encode(text)], max_new_tokens=...)"
+            )
         policies = presets.parse(cache) if isinstance(cache, str) else cache
         if isinstance(policies, PerLayer):
             name = cache if isinstance(cache, str) else "the policy"

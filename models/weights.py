@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from kvjax.placement import Axes, Placement
-from kvjax.spec import require_int
+from kvjax.spec import default_dtype, require_int
 from kvjax.validation import shown
 
 from .checkpoint import Checkpoint
@@ -77,7 +77,7 @@ def shipped() -> Path:
 
 def load(
     directory: str | Path,
-    dtype: DTypeLike = jnp.bfloat16,
+    dtype: DTypeLike | None = None,
     *,
     placement: Placement | None = None,
     rules: Mapping[str, Axes] | None = None,
@@ -92,6 +92,8 @@ def load(
     the checkpoint makes then have the placement too.
 
     Args:
+      dtype: of weights and caches; by default float32 on a CPU, where 16-bit caches are copied to update them, and
+        bfloat16 elsewhere.
       rules: changes to `logical_axis_rules(placement)`, such as {"vocab": None} for an embedding on all devices.
 
     Raises:
@@ -102,7 +104,7 @@ def load(
     if not isinstance(directory, str | Path):
         raise ValueError(f"load(directory=...) must be the path of a checkpoint's directory, got {shown(directory)}")
     directory = Path(directory).expanduser()
-    dtype = param_dtype(dtype)
+    dtype = param_dtype(default_dtype() if dtype is None else dtype)
     check_directory(directory)
     fields = Fields.read(directory / "config.json")
     family = find_family(fields)

@@ -83,13 +83,9 @@ DenseLayers = Annotated[
 
 
 def dtype_name(name: str | None) -> str:
-    from kvjax.spec import cache_dtype
+    from kvjax.spec import cache_dtype, default_dtype
 
-    if name is not None:
-        return cache_dtype(name).name
-    import jax
-
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return default_dtype() if name is None else cache_dtype(name).name
 
 
 def model_directory(given: Path | None) -> Path:

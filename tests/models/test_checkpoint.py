@@ -77,7 +77,7 @@ def test_loading_holds_a_few_tensors_beside_the_model(write, monkeypatch):
             return tensor
 
     monkeypatch.setattr(models.weights, "safe_open", Watched)
-    models.load(directory)  # compiles the conversions
+    models.load(directory, "bfloat16")  # compiles the conversions
     alive.clear()
     seen.clear()
     before = sum(a.nbytes for a in jax.live_arrays())
@@ -361,6 +361,19 @@ def add_tokenizer(directory, *, template=TEMPLATE):
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "chat_template": template}
     (directory / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v}))
+
+
+def test_the_default_dtype_is_that_of_the_platform(write, monkeypatch):
+    directory = write()
+    assert models.load(directory).model.dtype == np.float32  # of a CPU, on which the suite runs
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert models.load(directory).model.dtype == jnp.bfloat16
+
+
+def test_a_cache_in_place_of_a_policy_is_told_how_to_go_on(write):
+    checkpoint = models.load(write())
+    with pytest.raises(ValueError, match=r"got a Cache; to go on from a cache, kvjax\.generate\(checkpoint\.model"):
+        checkpoint.init_cache(checkpoint.init_cache(capacity=64), capacity=64)
 
 
 def test_tokenizer_and_chat_template_are_those_of_the_directory(write):

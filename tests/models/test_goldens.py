@@ -321,7 +321,7 @@ def test_bfloat16_model_stays_near_the_float32_one(tmp_path):
     long = np.random.default_rng(2).integers(0, SIZES["vocab_size"], (2, 30))
     exact = np.stack(torch_logits(reference, list(long)))
     theirs = np.stack(torch_logits(reference.to(torch.bfloat16).float(), list(long)))  # rounded weights alone
-    checkpoint = models.load(tmp_path)
+    checkpoint = models.load(tmp_path, "bfloat16")
     ours, _ = checkpoint.model(jnp.asarray(long))
     assert checkpoint.model.dtype == jnp.bfloat16
     assert ours.dtype == jnp.float32
