@@ -201,8 +201,9 @@ def main(args: Sequence[str] | None = None) -> None:
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     if given.out.is_file():
         held = json.loads(given.out.read_text())
-        if all(held[name] == about[name] for name in same):
-            rows = {tuple(row[name] for name in KEY): row for row in held["rows"]}
+        if differs := [name for name in same if held[name] != about[name]]:
+            parser.error(f"--out {given.out} has rows of another {', '.join(differs)}; name another file")
+        rows = {tuple(row[name] for name in KEY): row for row in held["rows"]}
 
     def keep(row: dict[str, Any]) -> None:
         rows[tuple(row[name] for name in KEY)] = row

@@ -224,6 +224,8 @@ def stop_array(stop_tokens: int | Iterable[int] | None) -> np.ndarray:
     if stop_tokens is None:
         stop_tokens = ()
     if isinstance(stop_tokens, str | bytes):
-        raise ValueError(f"stop_tokens are token ids, got {shown(stop_tokens)}; encode the text, or use checkpoint.generate")
+        raise ValueError(
+            f"stop_tokens are token ids, got {shown(stop_tokens)}; encode the text, or use checkpoint.generate"
+        )
     ids = [stop_tokens] if isinstance(stop_tokens, int | np.integer) else list(stop_tokens)
     return np.array([require_int("stop_tokens", i, at_least=0) for i in ids], np.int32)

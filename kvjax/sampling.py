@@ -200,8 +200,8 @@ def keys_of(sampling: Sampling, key: Array | None, rows: int) -> Array | None:
     """
     if not isinstance(sampling, Sampling):
         raise ValueError(
-            f"sampling must be a Sampling, got {shown(sampling)}; make one: kvjax.sampling.sampling(temperature=0.7), and "
-            "pass key=jax.random.key(seed)"
+            f"sampling must be a Sampling, got {shown(sampling)}; make one: "
+            "kvjax.sampling.sampling(temperature=0.7), and pass key=jax.random.key(seed)"
         )
     return None if sampling.greedy else row_keys(key, rows)
 

@@ -120,7 +120,8 @@ class KvjaxLM(TemplateLM):
         if unknown:
             raise ValueError(
                 f"--model_args got {', '.join(sorted(unknown))}; kvjax takes pretrained, cache, dtype, dense_layers, "
-                "batch_size and max_gen_toks"
+                "batch_size and max_gen_toks. For a cache of several settings write "
+                """--model_args 'cache="fier:budget=256,group=16"'"""
             )
         return cls(models.load(directory or models.shipped(), **({"dtype": dtype} if dtype else {})), **settings)
 
