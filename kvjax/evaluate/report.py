@@ -217,14 +217,34 @@ def about(cells: Sequence[Cell]) -> dict[str, Any]:
     return {"made": made, "kvjax": key["kvjax"], "model": model, "dtype": key["dtype"]}
 
 
+def differences(cell: Cell, full: Cell) -> dict[str, Any]:
+    """Mean difference of a cache's scores from those of full attention, question by question, with its standard error.
+
+    `other_wording` is the share of questions whose answers differ in their text. Empty unless two or more questions
+    were answered through both caches, or if questions have several answers.
+    """
+    theirs = {one["id"]: one for one in full.examples}
+    pairs = [(one, theirs[one["id"]]) for one in cell.examples if one["id"] in theirs]
+    if cell is full or len(pairs) < 2 or passes(cell.examples):
+        return {}
+    by_question = np.array([own["score"] - other["score"] for own, other in pairs])
+    return {
+        "difference": float(by_question.mean()),
+        "difference_stderr": float(by_question.std(ddof=1) / np.sqrt(len(pairs))),
+        "other_wording": float(np.mean([own["answer"] != other["answer"] for own, other in pairs])),
+    }
+
+
 def summary(cells: Sequence[Cell]) -> dict[str, Any]:
-    """The runs and their scores, without the answers; JSON."""
+    """The runs and their scores, without the answers, each beside full attention where that was asked too; JSON."""
     results: dict[str, dict[str, Any]] = {}
+    whole = {cell.task: cell for cell in cells if cell.cache == "full" and cell.examples}
     for cell in cells:
         if cell.examples:
             found = results.setdefault(cell.task, {"metric": cell.metric, "task": cell.key["task"], "caches": {}})
             settings = {name: cell.head.get(name) for name in ("budget", "dense_layers")}
-            found["caches"][cell.cache] = {**settings, **_rounded(score(cell))}
+            beside = differences(cell, whole[cell.task]) if cell.task in whole else {}
+            found["caches"][cell.cache] = {**settings, **_rounded(score(cell) | beside)}
     refused = {cell.cache: cell.refused for cell in cells if cell.refused}
     return {**about(cells), "results": results} | ({"refused": refused} if refused else {})
 

@@ -18,7 +18,9 @@ MADE = {"date": "2026-01-02T03:04:05", "versions": {"jax": "1.2.3"}, "device": "
 
 def cell(cache, length, scores, title="needle", depths=2):
     budget = int(cache.partition("@")[2]) if "@" in cache else None
-    examples = [{"id": str(i), "score": s, "fields": {"depth": float(i % 2)}} for i, s in enumerate(scores)]
+    examples = [
+        {"id": str(i), "score": s, "answer": str(s), "fields": {"depth": float(i % 2)}} for i, s in enumerate(scores)
+    ]
     batches = (
         [{"examples": examples, "attended_by_layer": [float(budget or 500), 500.0], "steps": 1, "seconds": 1.0}]
         if scores
@@ -120,6 +122,17 @@ def test_the_summary_says_what_was_run_and_the_scores():
         "fier@16": 0,
         "fier@64": 0.3125,
     }
+
+
+def test_the_summary_compares_with_full_attention_question_by_question():
+    found = report.summary(CELLS)["results"]["needle at 1024"]["caches"]
+    assert "difference" not in found["full"]
+    by_question = np.array([0.5 - 1, 0.5 - 1, 0.0 - 1, 0.25 - 0])
+    assert found["fier@64"]["difference"] == round(by_question.mean(), 4)
+    assert found["fier@64"]["difference_stderr"] == round(np.sqrt(by_question.var(ddof=1) / 4), 4)
+    assert found["fier@64"]["other_wording"] == 1.0
+    assert found["fier@16"]["other_wording"] == 0.75  # of the last question both say 0.0
+    assert "difference" not in report.summary(CELLS[1:3])["results"]["needle at 512"]["caches"]["fier@64"]
 
 
 def test_cells_of_several_runs_come_in_the_order_of_tables(tmp_path):
