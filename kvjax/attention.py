@@ -399,6 +399,8 @@ def _check_call(
     verb: str, cache: Any, q: Array, k: Array, v: Array, window: int | None, scale: float | None
 ) -> tuple[_Sizes, float]:
     """The sizes and scale of a call. Raises ValueError for arrays that disagree with each other or with the cache."""
+    if isinstance(v, LayerCache):
+        raise ValueError(f"{verb} takes the cache first: kvjax.{verb}(cache, q, k, v)")
     check_floats(q=q, k=k, v=v)
     check_layer_cache(verb, cache)
     known = {} if cache is None else _spec_dims(cache.spec)

@@ -46,6 +46,7 @@ from .qwen import QWEN2, QWEN3
 FAMILIES: dict[str, Family] = {f.model_type: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)}
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST_TOLD = 12  # problems that one error lists
 _FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors spells them
 
 
@@ -99,7 +100,8 @@ def load(
     Raises:
       FileNotFoundError: the directory or a file is missing.
       ValueError: a config that asks for something unsupported, pickled weights, a damaged file, or tensors that are
-        missing, unexpected or misshapen: one error that lists them all. Or sizes that the placement cannot split.
+        missing, unexpected or misshapen: one error that counts them and lists the first. Or sizes that the placement
+        cannot split.
     """
     if not isinstance(directory, str | Path):
         raise ValueError(f"load(directory=...) must be the path of a checkpoint's directory, got {shown(directory)}")
@@ -468,7 +470,7 @@ def match(
     """For each tensor that is to be read, its row of the weight table and its parameters in `model`.
 
     Raises:
-      ValueError: lists all tensors that are missing, unexpected, misshapen or not of a float dtype.
+      ValueError: counts and lists tensors that are missing, unexpected, misshapen or not of a float dtype.
     """
     params = {".".join(map(str, path)): param for path, param in _params(model)}
     wanted: dict[str, tuple[Weight, tuple[nnx.Param, ...]]] = {}
@@ -495,7 +497,8 @@ def match(
         if tensor.dtype not in _FLOATS:
             problems.append(f"not a float: {name} is {tensor.dtype}, wanted one of {', '.join(_FLOATS)}")
     if problems:
-        listed = "\n  ".join(problems)
+        more = [f"and {len(problems) - MOST_TOLD} more"] if len(problems) > MOST_TOLD else []
+        listed = "\n  ".join(problems[:MOST_TOLD] + more)
         raise ValueError(
             f"the tensors in {directory} do not fit its config.json ({family.architecture}); {len(problems)} "
             f"problems:\n  {listed}"

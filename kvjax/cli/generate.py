@@ -65,13 +65,15 @@ def generate(
             "Generates 5 tokens unless --max-new-tokens is set.",
         ),
     ] = False,
-    cache: Annotated[
-        str,
+    caches: Annotated[
+        list[str] | None,
         typer.Option(
-            help="A method listed by `kvjax methods`; settings may follow: fier:group=16.",
+            "--cache",
+            help="A method listed by `kvjax methods`; settings may follow: fier:group=16. Default: full.",
+            show_default=False,
             autocompletion=complete_cache,
         ),
-    ] = "full",
+    ] = None,
     budget: Annotated[
         int | None,
         typer.Option(help="Tokens that a step reads for each KV head, for methods with a budget.", show_default=False),
@@ -143,6 +145,12 @@ def generate(
     """
     from kvjax.sampling import requested_sampling
 
+    cache, *others = caches or ["full"]
+    if others:
+        raise ValueError(
+            f"--cache is given {len(others) + 1} times ({', '.join([cache, *others])}), and generate takes one; "
+            "kvjax compare runs several"
+        )
     policy, budget = make_policy(cache, budget)
     draw = requested_sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _check_options(max_new_tokens, seed, speculate, draft)

@@ -363,6 +363,11 @@ def add_tokenizer(directory, *, template=TEMPLATE):
     (directory / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v}))
 
 
+def test_an_error_lists_the_first_tensors_and_counts_the_others(write):
+    with pytest.raises(ValueError, match=r"21 problems:(\n  misshapen: .*){12}\n  and 9 more$"):
+        models.load(write(change=lambda tensors: tensors.update({n: t[..., :-1] for n, t in tensors.items()})))
+
+
 def test_the_default_dtype_is_that_of_the_platform(write, monkeypatch):
     directory = write()
     assert models.load(directory).model.dtype == np.float32  # of a CPU, on which the suite runs
