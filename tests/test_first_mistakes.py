@@ -159,7 +159,6 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.attention(*qkv(), layer()),  # type: ignore[arg-type]
         r"attention takes the cache first: kvjax\.attention\(cache, q, k, v\)",
     ),
-    "the length of a donated layer": (lambda: donated(layer()).length, "length got a cache whose arrays are gone"),
     "heads before tokens": (
         lambda: kvjax.attention(layer(), *(a.swapaxes(1, 2) for a in qkv())),
         r"q has N=3 but the cache has N=4; the axes of q must be \[B, T, N, D\]: use jnp\.swapaxes; q\[2, 4, 3",
