@@ -15,11 +15,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-
 from kvjax import AdaptiveHeads, Fier, Full, Nucleus, PerLayer, Retrieval, Selector, models
 from kvjax.evaluate import perplexity
 from kvjax.evaluate.provenance import replace_file
+from kvjax.spec import default_dtype
 
 
 def caches(budget: int) -> dict[str, PerLayer]:
@@ -45,7 +44,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, default=113, help="tokens that a step reads in a head, on average")
     parser.add_argument("--steps", type=int, default=128, help="tokens scored in each passage")
     parser.add_argument("--passages", type=int, default=8)
-    parser.add_argument("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    parser.add_argument("--dtype", default=default_dtype())
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "adaptive.json")
     given = parser.parse_args(args)
     checkpoint = models.load(given.model_dir or models.shipped(), dtype=given.dtype)

@@ -31,6 +31,7 @@ from kvjax.evaluate.live import Live, LiveLayer, capture, capture_generated
 from kvjax.evaluate.provenance import replace_file
 from kvjax.evaluate.recall import store_prompt
 from kvjax.sampling import sampling
+from kvjax.spec import default_dtype
 from kvjax.stores.hot import empty_hot, give_places
 
 TIMES = (1, 2, 4, 8)  # sizes of the hot set in budgets
@@ -111,7 +112,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--budget", type=int, default=128)
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(POLICIES))
-    parser.add_argument("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    parser.add_argument("--dtype", default=default_dtype())
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "hit_rates.json")
     given = parser.parse_args(args)
     directory = given.model_dir or models.shipped()

@@ -31,6 +31,7 @@ from kvjax.evaluate.store import Cell
 from kvjax.generation import generate
 from kvjax.models import Checkpoint
 from kvjax.sampling import sampling
+from kvjax.spec import default_dtype
 
 METHODS = (
     "full pariskv:sink=4,local=64,dense_below=0 fier quest streaming_llm freekv:sink=16,local=32,page=16 logquant kivi"
@@ -81,7 +82,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--beside", type=int, default=8, help="caches that decode at the same time")
-    parser.add_argument("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    parser.add_argument("--dtype", default=default_dtype())
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "long_generation.json")
     given = parser.parse_args(args)
     directory, folder = given.model_dir or models.shipped(), given.out.with_suffix("")

@@ -250,5 +250,5 @@ def _checkpoint() -> Iterator[Cell]:
     yield Cell("checkpoint", "long generation", command, few, 540, resumes=True)
     for size in ("16384x1", "16384x8", "4096x1", "32768x1", "4096x8", "32768x8", "4096x32", "16384x32", "32768x32"):
         command = f"real_speed.py {{checkpoint}} --text {{text}} --sizes {size} --out {{out}}/real_speed.json"
-        few = "--sizes 64x1 --steps 4 --block 2 --budget 32 --dtype float32 --cudnn xla --methods cudnn,fier"
+        few = "--sizes 64x1 --steps 4 --block 2 --budget 32 --dtype float32 --cudnn xla --methods 'cudnn fier'"
         yield Cell("checkpoint", f"speed {size}", command, few, 480, resumes=True)

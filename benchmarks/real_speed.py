@@ -1,14 +1,15 @@
 """TTFT, TPOT and tokens a second of a published model on real text, by method, length and batch.
 
-    python benchmarks/real_speed.py MODEL --text book.txt [--sizes 16384x8,32768x1] [--methods cudnn,full,fier]
+    python benchmarks/real_speed.py MODEL --text book.txt [--sizes 16384x8,32768x1] [--methods "cudnn full fier"]
 
 The prompts are excerpts of a book, so queries turn as they do in use: FreeKV's corrections and the choice of every
 selector are real. Up to `--different` prompts are read once by the model and stored into each cache; a larger batch
 repeats them. Then `kvjax.generation.Stream`, the loop of `Checkpoint.generate`, decodes greedily by blocks of steps,
 and TPOT is the median over blocks. The time to the first token is that of a prompt of one row that each cache reads
-for itself, the median of three; it comes after all sizes. `cudnn` is full attention by one cuDNN call a layer. What the
-file has is not measured again; each row is written as soon as it is done. Programs of all methods are compiled beside
-one another before the clock runs.
+for itself, the median of three; it comes after all sizes. `cudnn` is full attention by one cuDNN call a layer.
+`bytes_per_second` is the rate of a long plain read on the same device, for floors. What the file has is not measured
+again; each row is written as soon as it is done. Programs of all methods are compiled beside one another before the
+clock runs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from layers import show
 from kvjax import PerLayer, models
 from kvjax.cache import Cache, LayerCache, init
 from kvjax.evaluate import prompt, recall
-from kvjax.evaluate.caches import make_rows, without_budget
+from kvjax.evaluate.caches import DENSE_LAYERS, make_rows, without_budget
 from kvjax.evaluate.provenance import replace_file
 from kvjax.evaluate.throughput import CAPACITY_STEP, time_steps
 from kvjax.generation import Stream, prefill
@@ -45,19 +46,35 @@ from kvjax.memory import nbytes
 from kvjax.models import Checkpoint
 from kvjax.reading import lower_prefill
 from kvjax.sampling import Sampling
+from kvjax.spec import default_dtype
 
 SIZES = "16384x8,16384x1,32768x1,32768x8,4096x1,4096x8,16384x32,4096x32,32768x32"
-METHODS = "cudnn,full,fier,quest,pariskv,freekv,logquant,kivi,snapkv"
+METHODS = "cudnn full fier quest pariskv freekv logquant kivi snapkv"
+READ = 1 << 30  # bytes of one plain read
 KEY = ("method", "length", "batch", "budget")
 ENDLESS = np.zeros((0,), np.int32)  # no stop tokens
 
 
-def caches(names: Sequence[str], budget: int, cudnn: str) -> dict[str, PerLayer]:
-    """Policies by name, presets with their own dense layers."""
+def read_rate() -> float:
+    """Bytes a second of a long plain read: the best of ten."""
+    data = jnp.ones((READ // 4,), jnp.float32)
+    largest = jax.jit(jnp.max).lower(data).compile()
+
+    def seconds(reads: int) -> float:
+        begin = time.perf_counter()
+        jax.block_until_ready([largest(data) for _ in range(reads)])
+        return time.perf_counter() - begin
+
+    seconds(1)
+    return 16 * READ / min(seconds(16) for _ in range(10))
+
+
+def caches(names: Sequence[str], budget: int, dense_layers: int, cudnn: str) -> dict[str, PerLayer]:
+    """Policies by name, with `dense_layers` where their text sets none."""
     found = {"cudnn": PerLayer((), FullByCudnn(cudnn))} if "cudnn" in names else {}
     presets = [name for name in names if name != "cudnn"]
     budgets = [budget] if without_budget(presets) else None
-    rows = make_rows(presets, budgets=budgets, dense_layers=None) if presets else []
+    rows = make_rows(presets, budgets=budgets, dense_layers=dense_layers) if presets else []
     return found | {row.name.partition("@")[0]: row.policies for row in rows if row.policies is not None}
 
 
@@ -174,12 +191,13 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("model_dir", nargs="?", type=Path, default=None, help="default: the shipped model")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 file with a long text")
     parser.add_argument("--sizes", default=SIZES, help="tokens x rows, with commas between, in the order to measure")
-    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--methods", default=METHODS, help="names with spaces between; settings may follow a name")
     parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--dense-layers", type=int, default=DENSE_LAYERS, help="first layers that attend to everything")
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--block", type=int, default=32, help="steps between two readings of the clock")
     parser.add_argument("--different", type=int, default=8, help="prompts that differ; larger batches repeat them")
-    parser.add_argument("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    parser.add_argument("--dtype", default=default_dtype())
     first = "leave out the time to the first token, whose programs take longest to compile"
     parser.add_argument("--no-first-token", action="store_true", help=first)
     parser.add_argument("--cudnn", default="cudnn", help="xla: the same attention without cuDNN, on a CPU")
@@ -189,7 +207,7 @@ def main(args: Sequence[str] | None = None) -> None:
         jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
     directory = given.model_dir or models.shipped()
     checkpoint = models.load(directory, dtype=given.dtype)
-    policies = caches(given.methods.split(","), given.budget, given.cudnn)
+    policies = caches(given.methods.split(), given.budget, given.dense_layers, given.cudnn)
     sizes = [tuple(int(part) for part in size.split("x")) for size in given.sizes.split(",")]
     for _, batch in sizes:
         if batch % min(batch, given.different):
@@ -197,13 +215,15 @@ def main(args: Sequence[str] | None = None) -> None:
     lengths = sorted({length for length, _ in sizes})
     about = recall.about(directory, given.text, given.dtype, lengths, given.steps)
     about["weight_bytes"] = nbytes(checkpoint.model).device
-    same = ("model", "text", "dtype", "device", "versions", "source")
+    about["dense_layers"] = given.dense_layers
+    same = ("model", "text", "dtype", "device", "versions", "source", "dense_layers")
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     if given.out.is_file():
         held = json.loads(given.out.read_text())
-        if differs := [name for name in same if held[name] != about[name]]:
+        if differs := [name for name in same if held.get(name) != about[name]]:
             parser.error(f"--out {given.out} has rows of another {', '.join(differs)}; name another file")
         rows = {tuple(row[name] for name in KEY): row for row in held["rows"]}
+    about["bytes_per_second"] = read_rate()
 
     def keep(row: dict[str, Any]) -> None:
         rows[tuple(row[name] for name in KEY)] = row

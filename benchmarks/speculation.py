@@ -28,6 +28,7 @@ from kvjax.evaluate.caches import make_rows
 from kvjax.evaluate.provenance import replace_file
 from kvjax.generation import stream
 from kvjax.models import Checkpoint
+from kvjax.spec import default_dtype
 
 MODULES = ("textwrap", "heapq", "fnmatch", "shlex", "calendar", "configparser", "difflib", "argparse")
 CODE = "Write this Python code again with type annotations, and change nothing else.\n\n```python\n{}\n```"
@@ -113,7 +114,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--ngram", type=int, default=3)
     parser.add_argument("--draft", type=int, default=8, help="tokens of a draft")
-    parser.add_argument("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    parser.add_argument("--dtype", default=default_dtype())
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "speculation.json")
     given = parser.parse_args(args)
     checkpoint = models.load(given.model_dir, dtype=given.dtype)

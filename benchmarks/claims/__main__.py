@@ -29,6 +29,7 @@ from kvjax.evaluate import recall
 from kvjax.evaluate.live import Live, capture, capture_generated
 from kvjax.evaluate.plots import dots
 from kvjax.sampling import sampling
+from kvjax.spec import default_dtype
 
 FOLLOWED = ("groups", "queries", "logquant")
 WRITTEN = ("drift", "paris")
@@ -51,7 +52,7 @@ def main(args: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--window", type=int, default=42, help="W of logquant, which keeps 2W to 3W tokens exact")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    parser.add_argument("--dtype", default=default_dtype())
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args(args)
     kinds, lengths = given.what.split(","), [int(part) for part in given.length.split(",")]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import Full
 from kvjax.cache import Cache, init
 from kvjax.cli.options import without_weights
 from kvjax.evaluate.prompt import Prompt
@@ -36,14 +37,15 @@ def test_a_larger_batch_repeats_the_prompts_that_were_read(scripts):
 
 
 def test_methods_are_timed_with_their_own_selection_however_short_the_cache(scripts):
-    made = scripts("real_speed").caches(["cudnn", "full", "fier"], 64, "xla")
+    made = scripts("real_speed").caches(["cudnn", "full", "fier"], 64, 1, "xla")
     assert list(made) == ["cudnn", "full", "fier"]
     assert made["fier"].rest.dense_capacity == 0
+    assert made["fier"].first == (Full(),)
 
 
 def test_methods_without_a_budget_are_timed_alone(scripts):
     for names in (["cudnn"], ["full"], ["cudnn", "kivi"]):
-        assert list(scripts("real_speed").caches(names, 64, "xla")) == names
+        assert list(scripts("real_speed").caches(names, 64, 2, "xla")) == names
 
 
 def test_an_answer_that_drifts_shows_by_quarters(scripts):
