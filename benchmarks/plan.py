@@ -212,11 +212,11 @@ def _checkpoint() -> Iterator[Cell]:
         yield from scored(f"ruler {length}", "ruler", ruler, caches, "1024", small.replace("192", "448"))
         caches = (SELECTING[3], *WHOLE[1:], "snapkv")
         yield from scored(f"ruler of others {length}", "ruler", ruler, caches, "1024", small.replace("192", "448"))
-    gsm8k = "--task {gsm8k_task} --data {gsm8k} --batch 330"
+    gsm8k = "--task {gsm8k_task} --data {gsm8k} --batch 132"
     short = tuple(
         cache.replace("pariskv:sink=4,local=16", "pariskv:sink=4,local=16,dense_below=0") for cache in SELECTING
     )
-    caches = (*WHOLE, *short, "streaming_llm")
+    caches = (*WHOLE, "logquant:bits=4", "kivi:bits=4", *short, "streaming_llm")
     yield from scored("gsm8k", "gsm8k", gsm8k, caches, "64,128,256,512", "--samples 1 --batch 1 --dtype float32")
     every = " ".join(f"--cache {cache}" for cache in (*WHOLE, *short, *EVICTING))
     every = every.replace("freekv:sink=0,local=32,page=16", "freekv:sink=16,local=128,page=16")
@@ -252,3 +252,12 @@ def _checkpoint() -> Iterator[Cell]:
         command = f"real_speed.py {{checkpoint}} --text {{text}} --sizes {size} --out {{out}}/real_speed.json"
         few = "--sizes 64x1 --steps 4 --block 2 --budget 32 --dtype float32 --cudnn xla --methods 'cudnn fier'"
         yield Cell("checkpoint", f"speed {size}", command, few, 480, resumes=True)
+    command = (
+        "real_speed.py {checkpoint} --text {text} --sizes 16384x8 --no-first-token --out {out}/real_speed_others.json"
+    )
+    others = " ".join(("full", *OTHERS, "streaming_llm"))
+    few = "--sizes 256x1 --steps 4 --block 2 --budget 64 --dtype float32 --methods 'exact h2o'"
+    yield Cell("checkpoint", "speed of others", f"{command} --methods '{others}'", few, 480, resumes=True)
+    command = "rounding.py {checkpoint} --text {text} --out {out}/rounding.json"
+    few = "--rows 1 --length 32 --steps 4 --budget 64 --methods 'full fier'"
+    yield Cell("checkpoint", "rounding", command, few, 480)

@@ -138,7 +138,14 @@ def decode(
         return Stream(checkpoint.model, cache, logits, given.block + given.steps, Sampling(), None, ENDLESS)
 
     rows: dict[str, dict[str, Any]] = {
-        name: {"method": name, "length": length, "batch": batch, "budget": given.budget, "status": "ok"}
+        name: {
+            "method": name,
+            "length": length,
+            "batch": batch,
+            "different": len(tokens),
+            "budget": given.budget,
+            "status": "ok",
+        }
         for name in policies
     }
 
@@ -229,7 +236,7 @@ def main(args: Sequence[str] | None = None) -> None:
         rows[tuple(row[name] for name in KEY)] = row
         lines = ",\n".join("    " + json.dumps(one) for one in rows.values())
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        head = json.dumps({**about, "block": given.block, "different": given.different}, indent=1)[:-2]
+        head = json.dumps({**about, "block": given.block}, indent=1)[:-2]
         replace_file(given.out, f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
 
     for length, batch in sizes:

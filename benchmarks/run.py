@@ -202,15 +202,15 @@ def run_beside(
 def inputs(given: argparse.Namespace) -> dict[str, str]:
     """The values of the names in braces: the paths of the inputs and of the results, and the settings of two tasks.
 
-    The code is that of Python's own library; the docs are those of kvjax, without their tables. With --smoke, this
-    writes small inputs for those that were not given.
+    The code is 120 modules of Python's own library; the docs are those of kvjax, without their tables. With --smoke,
+    this writes small inputs for those that were not given.
     """
     folder = given.out.resolve() / "inputs"
     found: dict[str, Path] = {
         name: path for name in ("checkpoint", "text", "other", "gsm8k") if (path := getattr(given, name)) is not None
     }
-    found["code"] = write(folder / "code.txt", joined(Path(os.__file__).parent, "*.py"))
-    pages = "\n".join(joined(place, "*.md") for place in (ROOT, ROOT / "docs"))
+    found["code"] = write(folder / "code.txt", joined(Path(os.__file__).parent, "*.py", most=120))
+    pages = "".join(joined(place, "*.md") for place in (ROOT, ROOT / "docs"))
     found["docs"] = write(folder / "docs.txt", re.sub(r"^\|.*\n", "", pages, flags=re.MULTILINE))
     if given.smoke:
         found.setdefault("checkpoint", ROOT / "kvjax" / "data" / "kvjax-26m")
@@ -228,9 +228,9 @@ def inputs(given: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def joined(folder: Path, pattern: str) -> str:
-    """The text of the files of a folder, in the order of their names."""
-    return "\n".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob(pattern)))
+def joined(folder: Path, pattern: str, most: int | None = None) -> str:
+    """The text of the files of a folder, at most `most`, in the order of their names."""
+    return "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob(pattern))[:most])
 
 
 def write(path: Path, text: str) -> Path:

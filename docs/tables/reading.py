@@ -46,6 +46,11 @@ def method_of(cache: str) -> str:
 
 
 def score_of(scores: dict[str, Any], method: str, budget: int) -> dict[str, Any] | None:
-    """The score of a method at a budget, or of one that has no budget, whatever its settings."""
-    found = {name.partition("@")[2]: score for name, score in scores.items() if method_of(name) == method}
-    return found.get(str(budget), found.get(""))
+    """The score of a method at a budget, or of one that has no budget: with its defaults, or else its only settings."""
+    texts = {name.partition("@")[0] for name in scores if method_of(name) == method}
+    if not texts:
+        return None
+    text = method if method in texts else texts.pop()
+    if text != method and texts:
+        raise ValueError(f"{method} has scores with several settings: {text}, {', '.join(texts)}; name one of them")
+    return scores.get(f"{text}@{budget}", scores.get(text))
