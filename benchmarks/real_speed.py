@@ -40,13 +40,13 @@ from kvjax.cache import Cache, LayerCache, init
 from kvjax.evaluate import prompt, recall
 from kvjax.evaluate.caches import DENSE_LAYERS, make_rows, without_budget
 from kvjax.evaluate.provenance import replace_file
-from kvjax.evaluate.throughput import CAPACITY_STEP, time_steps
+from kvjax.evaluate.throughput import time_steps
 from kvjax.generation import Stream, prefill
 from kvjax.memory import nbytes
 from kvjax.models import Checkpoint
 from kvjax.reading import lower_prefill
 from kvjax.sampling import Sampling
-from kvjax.spec import default_dtype
+from kvjax.spec import default_dtype, round_capacity
 
 SIZES = "16384x8,16384x1,32768x1,32768x8,4096x1,4096x8,16384x32,4096x32,32768x32"
 METHODS = "cudnn full fier quest pariskv freekv logquant kivi snapkv"
@@ -116,7 +116,7 @@ def out_of_memory_told(row: dict[str, Any]) -> Iterator[None]:
 
 
 def capacity_for(length: int, given: argparse.Namespace) -> int:
-    return -(-(prompt.columns(length) + given.block + given.steps) // CAPACITY_STEP) * CAPACITY_STEP
+    return round_capacity(prompt.columns(length) + given.block + given.steps)
 
 
 def decode(

@@ -145,6 +145,11 @@ def init(
     _check_spec("init(spec=...)", spec)
     by_layer = PerLayer.of(policy)
     by_layer.check(layers, spec.kv_heads)
+    if not by_layer.reaches(layers):
+        raise ValueError(
+            f"init got policies of their own for the first {len(by_layer.first)} layers and layers={layers}, so no "
+            f"layer uses {type(by_layer.rest).__name__}; give fewer, such as dense_layers={layers - 1} of a preset"
+        )
     own = [by_layer.policy(i) for i in range(layers)]
     if placement is None:
         own = [of_size(policy, spec) for policy in own]
@@ -349,4 +354,7 @@ def _contents(cache: Cache | LayerCache) -> str:
     else:
         lengths = np.asarray(cache.length).reshape(-1)
         length = f"length {lengths.tolist() if lengths.size <= 4 else f'{lengths.min()} to {lengths.max()}'}"
+        flags = [on_host(layer.state.overflow) for layer in layers_of(cache)]
+        if dropped := np.flatnonzero(np.any(np.stack(flags), axis=0)).tolist():
+            return f"{rows}, {length} of {spec.capacity}, rows {dropped} dropped tokens, {cache.nbytes}"
     return f"{rows}, {length} of {spec.capacity}, {cache.nbytes}"

@@ -83,6 +83,18 @@ def require_int(what: str, value: Any, *, at_least: int, at_most: int = MOST) ->
     return int(value)
 
 
+CAPACITY_STEP = 128
+
+
+def round_capacity(tokens: int) -> int:
+    """A capacity for `tokens`, rounded up so that near lengths share a compiled program.
+
+    >>> round_capacity(100), round_capacity(129)
+    (128, 256)
+    """
+    return -(-tokens // CAPACITY_STEP) * CAPACITY_STEP
+
+
 def keep_int(config: Any, name: str, *, at_least: int) -> None:
     """Applies `require_int` to a field of a frozen dataclass and stores it as a Python int: a NumPy integer has another
     repr, and reprs are part of the keys of results."""

@@ -19,14 +19,13 @@ from kvjax.capacity import grow
 from kvjax.generation import Stream, stream
 from kvjax.request import check_fit
 from kvjax.sampling import Sampling
-from kvjax.spec import require_int
+from kvjax.spec import require_int, round_capacity
 from kvjax.validation import shown
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
 NEW_TOKENS = 128  # the default, or fewer if the model's positions leave fewer
-CAPACITY_STEP = 128  # capacities are multiples of it, so that near lengths share a program
 ANSWER = "kvjax stands here for an answer"  # the template renders it in place of the model's last answer
 
 
@@ -142,15 +141,6 @@ def default_new_tokens(prompt: int, positions: int | None) -> int:
     (128, 28)
     """
     return NEW_TOKENS if positions is None else max(1, min(NEW_TOKENS, positions - prompt))
-
-
-def round_capacity(tokens: int) -> int:
-    """A capacity for `tokens`, rounded up so that near lengths share a compiled program.
-
-    >>> round_capacity(100), round_capacity(129)
-    (128, 256)
-    """
-    return -(-tokens // CAPACITY_STEP) * CAPACITY_STEP
 
 
 def _follow(run: Stream, answer: dict[str, Any]) -> Iterator[str]:

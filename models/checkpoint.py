@@ -34,11 +34,11 @@ from kvjax.generation import Generation, Stream, generate, stream
 from kvjax.placement import Placement
 from kvjax.request import check_fit
 from kvjax.sampling import Sampling, requested_sampling
-from kvjax.spec import require_int
+from kvjax.spec import require_int, round_capacity
 from kvjax.text import Detokenizer
 from kvjax.validation import shown
 
-from .chat import Chat, default_new_tokens, round_capacity
+from .chat import Chat, default_new_tokens
 from .config import DecoderConfig, Fields
 from .decoder import Decoder
 

@@ -359,6 +359,8 @@ def test_bad_options_are_one_line(kvjax, checkpoint, args, message):
         (("nothing",), "nothing"),
         (("methods", "fier", "quest"), "unexpected extra argument(s) (quest); see kvjax methods --help"),
         (("generate", "model", "hello"), "(hello): give the prompt as --prompt TEXT; see kvjax generate --help"),
+        (("compare", "model", "hello"), "(hello): give the model as --model DIR; see kvjax compare --help"),
+        (("perplexity", "--text", "x", "--steps", "0"), "--steps must be at least 1, got 0"),
         (("methods", "fier:budget=3"), "unknown cache 'fier:budget=3'; did you mean 'fier'?"),
         (("compare", ""), "the prompt is empty; give at least one character"),
     ],
@@ -611,7 +613,7 @@ REFUSED = [
     # bench: all before the weights
     ("bench --cache full --budget 3", "none has a budget: full; leave it out, or add one of fier"),
     ("bench --cache fier --dense-layers 99", "keeps the first 99 layers full and the model has 3"),
-    ("bench --chunk 1", "Workload(chunk=...) must be at least 2, got 1"),
+    ("bench --chunk 1", "--chunk must be at least 2, got 1"),
     ("bench --length 2047M --steps 2000000", "capacity=...) must be at most 2147483647"),
     ("bench --out FILES/short", "is a file; give the path of a folder"),
     # eval and perplexity

@@ -87,6 +87,11 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.init(presets.fier, SPEC, layers=2),  # type: ignore[arg-type]
         r"got the function fier; call it: fier\(\.\.\.\)",
     ),
+    "a preset whose dense layers are the whole model": (
+        lambda: kvjax.init(presets.fier(400), SPEC, layers=2),
+        r"policies of their own for the first 2 layers and layers=2, so no layer uses Retrieval; give fewer, such as "
+        r"dense_layers=1 of a preset",
+    ),
     "a class of policy": (
         lambda: kvjax.init(kvjax.Full, SPEC, layers=2),  # type: ignore[arg-type]
         r"got the class Full; make an instance: Full\(\.\.\.\)",
@@ -537,6 +542,14 @@ def test_repr_of_many_rows_gives_shortest_and_longest() -> None:
     spec = dataclasses.replace(SPEC, batch=6)
     _, made = kvjax.attention(kvjax.init_layer(kvjax.Full(), spec), *qkv(B=6), lengths=[0, 1, 2, 3, 3, 1])
     assert "6 rows, length 0 to 3 of 64" in repr(made)
+
+
+def test_repr_tells_dropped_tokens() -> None:
+    spec = dataclasses.replace(SPEC, capacity=2)
+    _, made = kvjax.attention(kvjax.init_layer(kvjax.Full(), spec), *qkv(T=2), lengths=[2, 1])
+    assert "dropped" not in repr(made)
+    _, made = jax.jit(kvjax.attention)(made, *qkv(T=1))
+    assert "length [2, 2] of 2, rows [0] dropped tokens, " in repr(made)
 
 
 def test_repr_tells_host_memory() -> None:

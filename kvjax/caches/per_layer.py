@@ -21,6 +21,10 @@ class PerLayer:
     def policy(self, layer: int) -> Policy:
         return self.first[layer] if layer < len(self.first) else self.rest
 
+    def reaches(self, layers: int) -> bool:
+        """Whether a layer of a model with so many has the policy `rest`."""
+        return len(self.first) < layers or self.rest in self.first[:layers]
+
     def check(self, layers: int, kv_heads: int | None = None) -> None:
         """Raises ValueError if the policies were made for a model with other layers or KV heads."""
 

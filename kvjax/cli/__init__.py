@@ -122,8 +122,11 @@ def _usage(error: Any) -> str:
     message, context = " ".join(error.format_message().split()), error.ctx
     if context is None:
         return message
-    if "extra argument" in message and any("--prompt" in option.opts for option in context.command.params):
-        message += ": give the prompt as --prompt TEXT"
+    if "extra argument" in message:
+        options = {name for option in context.command.params for name in option.opts}
+        for name, value in (("--prompt", "prompt as --prompt TEXT"), ("--model", "model as --model DIR")):
+            if name in options:
+                message += f": give the {value}"
     return f"{message.rstrip('.')}; see {context.command_path} --help"
 
 

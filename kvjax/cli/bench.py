@@ -90,7 +90,13 @@ def bench(
     """
     from kvjax.evaluate import throughput
     from kvjax.evaluate.caches import make_rows
+    from kvjax.spec import require_int
 
+    for option, count in (("--steps", steps), ("--block", block)):
+        require_int(option, count, at_least=1)
+    require_int("--seed", seed, at_least=0)
+    if chunk is not None:
+        require_int("--chunk", chunk, at_least=2)
     workload = throughput.Workload(steps=steps, block=block, chunk=chunk, synthetic=synthetic_cache, seed=seed)
     lengths = sizes("--length", length)
     batches = None if batch == "largest" else sizes("--batch", batch)

@@ -247,7 +247,7 @@ class _Job:
     @property
     def spec(self) -> CacheSpec:
         from kvjax import CacheSpec
-        from kvjax.models.chat import round_capacity
+        from kvjax.spec import round_capacity
 
         config, needed = self.checkpoint.config, len(self.tokens) + self.settings["max_new_tokens"]
         return CacheSpec(

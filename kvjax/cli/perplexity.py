@@ -84,7 +84,12 @@ def perplexity(
     from kvjax import models
     from kvjax.evaluate import perplexity as measure
     from kvjax.evaluate.caches import without_budget
+    from kvjax.spec import require_int
 
+    for option, count in (("--steps", steps), ("--passages", passages), ("--batch", batch)):
+        require_int(option, count, at_least=1)
+    if budget is not None:
+        require_int("--budget", budget, at_least=1)
     if budget is None and share is None and without_budget(names):
         share = DEFAULT_SHARE
     check_folder("--out", out)

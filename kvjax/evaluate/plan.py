@@ -34,10 +34,9 @@ from kvjax.evaluate.provenance import digest_json, model_digest, provenance
 from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.evaluate.tasks import Example, Task
 from kvjax.models import Checkpoint
-from kvjax.spec import CacheSpec, require_int
+from kvjax.spec import CacheSpec, require_int, round_capacity
 
 T = TypeVar("T")
-CAPACITY_STEP = 128  # capacities are multiples of it, so that near lengths share programs
 CPU_LAYERS = 480  # layers of caches whose programs a process holds on a CPU; see `run`
 
 
@@ -339,4 +338,4 @@ def _halves(ids: list[int], keep: int) -> tuple[list[int], list[int]]:
 
 
 def _capacity(tokens: int, new: int) -> int:
-    return -(-(prompt.columns(tokens) + new) // CAPACITY_STEP) * CAPACITY_STEP
+    return round_capacity(prompt.columns(tokens) + new)

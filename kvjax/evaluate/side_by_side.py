@@ -14,9 +14,8 @@ import kvjax
 from kvjax.evaluate.caches import Caches, Row, check_row, make_rows, without_budget
 from kvjax.generation import stream, warm_up
 from kvjax.models import Checkpoint
-from kvjax.models.chat import round_capacity
 from kvjax.request import check_fit
-from kvjax.spec import require_int
+from kvjax.spec import require_int, round_capacity
 
 BUDGET = 256  # for methods whose text sets none
 

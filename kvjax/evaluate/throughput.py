@@ -44,12 +44,10 @@ from kvjax.models import Decoder, DecoderConfig
 from kvjax.models.rope import Default, Llama3
 from kvjax.reading import chunk_size, lower_prefill, prefill
 from kvjax.sampling import Sampling
-from kvjax.spec import CacheSpec, require_int
+from kvjax.spec import CacheSpec, require_int, round_capacity
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-CAPACITY_STEP = 128  # capacities are multiples of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +74,7 @@ class Workload:
 
     def spec(self, model: Decoder, length: int, batch: int) -> CacheSpec:
         """A layer's cache of `batch` rows that decode after `length` tokens."""
-        return model.spec(batch=batch, capacity=-(-(length + self.new_tokens) // CAPACITY_STEP) * CAPACITY_STEP)
+        return model.spec(batch=batch, capacity=round_capacity(length + self.new_tokens))
 
 
 def time_cell(

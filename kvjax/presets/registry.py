@@ -192,7 +192,7 @@ def check_reaches(policies: PerLayer, layers: int, name: str) -> None:
     ValueError: fier keeps the first 2 layers full and the model has 2, so no layer uses it; set dense_layers below 2
     """
     policies.check(layers)
-    if len(policies.first) >= layers and policies.rest not in policies.first[:layers]:
+    if not policies.reaches(layers):
         if set(policies.first) != {Full()}:
             raise ValueError(
                 f"{name} has policies for {len(policies.first) + 1} layers and the model has {layers}; set "
