@@ -36,7 +36,7 @@ TABLES: dict[str, Callable[[], str]] = {
         published.real_drafts, published.real_hit_rates, published.which_method,
         claims.claims_fier, claims.claims_pariskv, claims.paris_parts, claims.claims_freekv, claims.claims_logquant,
         guides.several_tokens, guides.hit_rates, guides.host_steps, guides.host_codes, guides.anchors,
-        guides.shared_quality, guides.shared_steps, guides.adaptive,
+        guides.shared_quality, guides.shared_steps, guides.shared_small, guides.adaptive,
         scaling.devices, scaling.scaling,
     )
 }  # fmt: skip

@@ -124,6 +124,15 @@ def shared_quality() -> str:
     return markdown(["cache", "layers that select", "error", "needles", "pass keys", "perplexity"], rows)
 
 
+def shared_small() -> str:
+    """Needles that the small model in the package finds with layers that share a selection."""
+    (scores,) = load_scores("eval_shared_small").values()
+    rows = [
+        [f"`{name.partition('@')[0]}`", f"{score['tokens_read']:.0f}", mean_of(score)] for name, score in scores.items()
+    ]
+    return markdown(["cache, budget 64", "tokens read", "needles"], rows)
+
+
 def shared_steps() -> str:
     """Time of an attention layer, mean over layers of which every n-th selects."""
     found = {(row["method"], row["length"], row["batch"], row["share"]): row["us"] for row in load_rows("shared")}
