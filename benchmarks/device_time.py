@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import statistics
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from typing import Any
 import jax
 import jaxlib
 
+from kvjax.evaluate.provenance import write_rows
 from kvjax.kernels_pallas import simt
 
 BYTES_PER_US = 4.3e6  # of device memory, the best read rate seen on an H200
@@ -116,13 +116,10 @@ def where() -> dict[str, Any]:
 def write(file: str | Path, what: str, distribution: str, rows: list[dict[str, Any]], times: str = TIMES) -> None:
     """Writes rows to a file of results/, or to a path from the root on."""
     path = Path(__file__).parent / "results" / file
-    path.parent.mkdir(parents=True, exist_ok=True)
     about = {
         "what": what,
         **where(),
         "distribution": distribution,
         "times": times,
     }
-    lines = ",\n".join("    " + json.dumps(row) for row in rows)
-    head = json.dumps(about, indent=2)[:-2]
-    path.write_text(f'{head},\n  "rows": [\n{lines}\n  ]\n}}\n')
+    write_rows(path, about, rows)

@@ -30,7 +30,7 @@ from layers import out_of, show
 from kvjax import CacheSpec, Full, PerLayer, presets
 from kvjax.caches import Info
 from kvjax.evaluate import throughput
-from kvjax.evaluate.provenance import digest_json, replace_file
+from kvjax.evaluate.provenance import digest_json, write_rows
 from kvjax.partial import PartialAttention
 from kvjax.prompt import attend_zone
 
@@ -153,7 +153,7 @@ def main(args: Sequence[str] | None = None) -> None:
         if out is not None:
             earlier = json.loads(out.read_text())["rows"] if out.is_file() else []
             new = [row for row in rows if row not in earlier]
-            replace_file(out, json.dumps({"rows": earlier + new}, indent=1) + "\n")
+            write_rows(out, {}, earlier + new)
 
 
 def _report(row: dict[str, Any]) -> None:

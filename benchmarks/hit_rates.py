@@ -11,7 +11,6 @@ a selection that the step before selected too: the hit rate of a store that keep
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from kvjax.cache import LayerCache, init_layer
 from kvjax.caches import PerLayer
 from kvjax.evaluate import recall
 from kvjax.evaluate.live import Live, LiveLayer, capture, capture_generated
-from kvjax.evaluate.provenance import replace_file
+from kvjax.evaluate.provenance import write_rows
 from kvjax.evaluate.recall import store_prompt
 from kvjax.sampling import sampling
 from kvjax.spec import default_dtype
@@ -135,9 +134,7 @@ def main(args: Sequence[str] | None = None) -> None:
             found = rates(live, policies.rest, given.budget, len(policies.first))
             rows.append({"method": name, "along": along, **found})
             print(" | ".join(map(str, rows[-1].values())), flush=True)
-            lines = ",\n".join("    " + json.dumps(row) for row in rows)
-            given.out.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(given.out, f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
+            write_rows(given.out, head, rows)
 
 
 if __name__ == "__main__":

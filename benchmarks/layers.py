@@ -19,7 +19,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from kvjax import CacheSpec, ops
 from kvjax.caches import Compressed, Full, Policy, Retrieval
-from kvjax.evaluate.provenance import provenance
+from kvjax.evaluate.provenance import provenance, write_rows
 
 
 class Took(NamedTuple):
@@ -137,9 +137,7 @@ def save(out: Path | None, what: str, rows: list[dict[str, Any]], key: tuple[str
     if out.is_file():
         kept = [row for row in json.loads(out.read_text())["rows"] if tuple(row[name] for name in key) not in new]
         rows = kept + rows
-    out.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join("    " + json.dumps(row) for row in rows)
-    out.write_text(f'{{\n  "what": {json.dumps(what)},\n  "rows": [\n{lines}\n  ]\n}}\n')
+    write_rows(out, {"what": what}, rows)
 
 
 def show(row: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from layers import show
 from kvjax import models
 from kvjax.evaluate import perplexity, plan, recall
 from kvjax.evaluate.caches import make_rows
-from kvjax.evaluate.provenance import digest_json, json_text, replace_file, source_digest
+from kvjax.evaluate.provenance import digest_json, json_text, replace_file, source_digest, write_rows
 from kvjax.evaluate.store import Cell
 from kvjax.generation import generate
 from kvjax.models import Checkpoint
@@ -103,9 +103,7 @@ def main(args: Sequence[str] | None = None) -> None:
     rows = [summary(cell, cells[0]) for cell in cells]
     for row in rows:
         show({key: str(value) for key, value in row.items()})
-    head = json.dumps(about, indent=1)[:-2]
-    lines = ",\n".join("    " + json.dumps(row) for row in rows)
-    replace_file(given.out, f'{head},\n "results": [\n{lines}\n ]\n}}\n')
+    write_rows(given.out, about, rows, "results")
 
 
 if __name__ == "__main__":

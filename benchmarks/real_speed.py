@@ -39,7 +39,7 @@ from kvjax import PerLayer, models
 from kvjax.cache import Cache, LayerCache, init
 from kvjax.evaluate import prompt, recall
 from kvjax.evaluate.caches import DENSE_LAYERS, make_rows, without_budget
-from kvjax.evaluate.provenance import replace_file
+from kvjax.evaluate.provenance import write_rows
 from kvjax.evaluate.throughput import time_steps
 from kvjax.generation import Stream, prefill
 from kvjax.memory import nbytes
@@ -234,10 +234,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     def keep(row: dict[str, Any]) -> None:
         rows[tuple(row[name] for name in KEY)] = row
-        lines = ",\n".join("    " + json.dumps(one) for one in rows.values())
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        head = json.dumps({**about, "block": given.block}, indent=1)[:-2]
-        replace_file(given.out, f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
+        write_rows(given.out, {**about, "block": given.block}, rows.values())
 
     for length, batch in sizes:
         left = {name: made for name, made in policies.items() if (name, length, batch, given.budget) not in rows}

@@ -12,7 +12,6 @@ vocabulary. Caches of two bits show what quantisation costs on the same tokens.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from kvjax import Full, PerLayer, models
 from kvjax.cache import Cache, init
 from kvjax.evaluate import recall
 from kvjax.evaluate.caches import DENSE_LAYERS, make_rows, without_budget
-from kvjax.evaluate.provenance import replace_file
+from kvjax.evaluate.provenance import write_rows
 from kvjax.generation import decode_step
 from kvjax.models import Checkpoint
 from kvjax.reading import prefill
@@ -116,7 +115,7 @@ def main(args: Sequence[str] | None = None) -> None:
         )
         show(rows[-1])
     head = {**about, "rows_of_text": given.rows, "budget": given.budget}
-    replace_file(given.out, json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    write_rows(given.out, head, rows)
 
 
 if __name__ == "__main__":

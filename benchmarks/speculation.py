@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from layers import show
 from kvjax import PromptLookup, models
 from kvjax.evaluate import recall
 from kvjax.evaluate.caches import make_rows
-from kvjax.evaluate.provenance import replace_file
+from kvjax.evaluate.provenance import write_rows
 from kvjax.generation import stream
 from kvjax.models import Checkpoint
 from kvjax.spec import default_dtype
@@ -121,15 +120,13 @@ def main(args: Sequence[str] | None = None) -> None:
     draft = PromptLookup(ngram=given.ngram, tokens=given.draft)
     asked = prompts(checkpoint, given.text, given.tokens, given.prompts)
     about = recall.about(given.model_dir, given.text, given.dtype, [given.tokens], given.new_tokens)
-    head = json.dumps({**about, "ngram": given.ngram, "draft": given.draft}, indent=1)[:-2]
+    head = {**about, "ngram": given.ngram, "draft": given.draft}
     rows = []
     for cache in given.methods.split():
         for kind, ids in asked.items():
             rows.append(measure(checkpoint, cache, kind, ids, draft, given))
             show(rows[-1])
-            lines = ",\n".join("    " + json.dumps(row) for row in rows)
-            given.out.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(given.out, f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
+            write_rows(given.out, head, rows)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,13 @@ def json_text(value: Any, *, indent: int | None = None) -> str:
     """
     known = json.loads(json.dumps(value), parse_constant=lambda _: None)
     return json.dumps(known, indent=indent) + "\n"
+
+
+def write_rows(path: Path, head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]], name: str = "rows") -> None:
+    """Writes a JSON object atomically: `head`, then `rows` with one row a line, so that diffs show rows."""
+    lines = ",\n".join("    " + json.dumps(row) for row in rows)
+    before = f"{json.dumps(dict(head), indent=1)[:-2]}," if head else "{"
+    replace_file(path, f'{before}\n "{name}": [\n{lines}\n ]\n}}\n')
 
 
 def replace_file(path: Path, text: str) -> None:
