@@ -254,7 +254,7 @@ def rounding() -> str:
          f"{100 * row['other_token']:.2f} ± {100 * row['other_token_stderr']:.2f}"]
         for row in load_rows("rounding")
     ]  # fmt: skip
-    return markdown(["cache", "divergence, 1000 nats", "another likeliest token, %"], rows)
+    return markdown(["cache", "divergence, 0.001 nats", "another likeliest token, %"], rows)
 
 
 def real_first_tokens() -> str:
@@ -323,7 +323,7 @@ def which_method() -> str:
         ("single tokens far back, 256 of 16384 tokens", right(needles, 256, "pariskv", "fier"),
          right(needles, 256, "quest", "freekv", "streaming_llm")),
         ("the same, 64 tokens", right(needles, 64, "pariskv", "fier"), right(needles, 64, "quest", "freekv")),
-        ("one of 890 lines alike, 1024 of 16384", right(lines, 1024, "full"),
+        ("one of many lines alike, 1024 of 16384", right(lines, 1024, "full"),
          right(lines, 1024, "fier", "pariskv", "quest")),
         ("single tokens far back, in less memory", right(needles, 0, "kivi", "logquant"),
          right(needles, 1024, *evicting)),
