@@ -259,5 +259,5 @@ def _checkpoint() -> Iterator[Cell]:
     few = "--sizes 256x1 --steps 4 --block 2 --budget 64 --dtype float32 --methods 'exact h2o'"
     yield Cell("checkpoint", "speed of others", f"{command} --methods '{others}'", few, 480, resumes=True)
     command = "rounding.py {checkpoint} --text {text} --out {out}/rounding.json"
-    few = "--rows 1 --length 32 --steps 4 --budget 64 --methods 'full fier'"
+    few = "--rows 2 --length 32 --steps 4 --budget 64 --methods 'full fier'"
     yield Cell("checkpoint", "rounding", command, few, 480)

@@ -56,7 +56,7 @@ ENDLESS = np.zeros((0,), np.int32)  # no stop tokens
 
 
 def read_rate() -> float:
-    """Bytes a second of a long plain read: the best of ten."""
+    """Bytes a second of a long plain read: the best of three."""
     data = jnp.ones((READ // 4,), jnp.float32)
     largest = jax.jit(jnp.max).lower(data).compile()
 
@@ -66,7 +66,7 @@ def read_rate() -> float:
         return time.perf_counter() - begin
 
     seconds(1)
-    return 16 * READ / min(seconds(16) for _ in range(10))
+    return 16 * READ / min(seconds(16) for _ in range(3))
 
 
 def caches(names: Sequence[str], budget: int, dense_layers: int, cudnn: str) -> dict[str, PerLayer]:

@@ -86,19 +86,23 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default=default_dtype())
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "rounding.json")
     given = parser.parse_args(args)
+    if given.rows < 2:
+        parser.error(f"--rows {given.rows} gives no standard error; use at least 2")
     if given.length + given.steps > given.budget:
         parser.error(f"--budget {given.budget} leaves out some of {given.length} + {given.steps} tokens; raise it")
+    names = given.methods.split()
+    asked = make_rows(names, budgets=[given.budget] if without_budget(names) else None, dense_layers=DENSE_LAYERS)
+    if refused := [f"{row.name}: {row.refused}" for row in asked if row.refused]:
+        parser.error("; ".join(refused))
     directory = given.model_dir or models.shipped()
     exact, rounded = (models.load(directory, dtype=dtype) for dtype in ("float32", given.dtype))
     tokens = excerpts(rounded, given.text, given.length, given.rows)
-    names = given.methods.split()
-    asked = make_rows(names, budgets=[given.budget] if without_budget(names) else None, dense_layers=DENSE_LAYERS)
     about = recall.about(directory, given.text, given.dtype, [given.length], given.steps)
+    head = {**about, "rows_of_text": given.rows, "budget": given.budget}
     rows: list[dict[str, Any]] = []
     fed = None
     for row in asked:
-        if row.policies is None:
-            parser.error(f"{row.name}: {row.refused}")
+        assert row.policies is not None
         compared, fed = run(exact, rounded, row.policies, tokens, given.steps, fed)
         by_row = compared.mean(axis=0)  # rows are independent, steps are not
         divergence, other, square = by_row.mean(axis=-1)
@@ -114,8 +118,7 @@ def main(args: Sequence[str] | None = None) -> None:
             }
         )
         show(rows[-1])
-    head = {**about, "rows_of_text": given.rows, "budget": given.budget}
-    write_rows(given.out, head, rows)
+        write_rows(given.out, head, rows)  # what a killed run has measured is kept
 
 
 if __name__ == "__main__":

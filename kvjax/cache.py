@@ -227,7 +227,7 @@ def raise_on_overflow(cache: Cache | LayerCache) -> None:
             "raise_on_overflow reads flags from the device, which is not possible inside jit; return the cache and "
             "call it outside"
         )
-    flags = np.stack([on_host(layer.state.overflow) for layer in layers])
+    flags = _overflows(layers)
     rows = np.flatnonzero(flags.any(axis=0)).tolist()
     if rows:
         raise RuntimeError(
@@ -235,6 +235,11 @@ def raise_on_overflow(cache: Cache | LayerCache) -> None:
             f"{layers[0].spec.capacity} tokens is used up (make the cache with a larger capacity), or kvjax.flush was "
             "not called before each decode step, or kvjax.rollback got a length that is out of reach"
         )
+
+
+def _overflows(layers: Sequence[LayerCache]) -> np.ndarray:
+    """bool[L, B]: the rows that dropped tokens, by layer."""
+    return np.stack([on_host(layer.state.overflow) for layer in layers])
 
 
 def check_layer_cache(verb: str, cache: Any) -> None:
@@ -354,7 +359,6 @@ def _contents(cache: Cache | LayerCache) -> str:
     else:
         lengths = np.asarray(cache.length).reshape(-1)
         length = f"length {lengths.tolist() if lengths.size <= 4 else f'{lengths.min()} to {lengths.max()}'}"
-        flags = [on_host(layer.state.overflow) for layer in layers_of(cache)]
-        if dropped := np.flatnonzero(np.any(np.stack(flags), axis=0)).tolist():
+        if dropped := np.flatnonzero(_overflows(layers_of(cache)).any(axis=0)).tolist():
             return f"{rows}, {length} of {spec.capacity}, rows {dropped} dropped tokens, {cache.nbytes}"
     return f"{rows}, {length} of {spec.capacity}, {cache.nbytes}"

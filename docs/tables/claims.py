@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from docs.tables.published import NEEDLES, PASS_KEYS
 from docs.tables.reading import load_measured, load_results, load_rows, load_scores
 from docs.tables.writing import markdown, perplexity_change, short
 
@@ -37,7 +38,7 @@ def _largest(method: str, length: int) -> dict[str, Any]:
 
 
 def claims_fier() -> str:
-    keys = load_scores("eval_qwen")["pass key at 16384, question decoded"]
+    keys = load_scores("eval_qwen")[PASS_KEYS]
     small = load_scores("eval_smollm2")["pass key at 2048, question decoded"]
     evicting = {"h2o@256": "H2O", "tova@256": "TOVA", "streaming_llm@256": "StreamingLLM"}
     groups = load_measured("measure_groups")
@@ -234,9 +235,7 @@ def paris_parts() -> str:
 def claims_freekv() -> str:
     (turned,) = load_measured("measure_queries").values()
     (alike,) = load_measured("measure_queries_qwen").values()
-    needles, keys = (
-        load_scores("eval_qwen")[f"{task} at 16384, question decoded"] for task in ("1 of 8 needles", "pass key")
-    )
+    needles, keys = (load_scores("eval_qwen")[task] for task in (NEEDLES, PASS_KEYS))
     solved = load_scores("eval_qwen_gsm8k")["gsm8k"]
     name = "freekv:sink=0,local=32,page=16"
     steps = _decode_steps()

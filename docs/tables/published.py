@@ -294,7 +294,7 @@ def real_hit_rates() -> str:
 
 def which_method() -> str:
     """The methods to take or to leave, by task, budget, length and batch, from the tables of the published model."""
-    needles = load_scores("eval_qwen")["1 of 8 needles at 16384, question decoded"]
+    needles = load_scores("eval_qwen")[NEEDLES]
     lines = load_scores("eval_qwen_ruler")["1 of needles only at 16384, question decoded"]
     problems = load_scores("eval_qwen_gsm8k")["gsm8k"]
     speed = {(row["length"], row["batch"], row["method"]): row["tpot_ms"] for row in load_rows("real_speed")}

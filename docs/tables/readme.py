@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from docs.tables.published import ruler_means
+from docs.tables.published import NEEDLES, ruler_means
 from docs.tables.reading import load_rows, load_scores, method_of, score_of
 from docs.tables.speed import ONE_CALL, default_steps, seconds_to_first_token
 from docs.tables.writing import markdown, mean_of
@@ -26,7 +26,7 @@ def speed() -> str:
 
 def quality() -> str:
     """Needles, RULER, GSM8K and perplexity of a published model."""
-    needles = load_scores("eval_qwen")["1 of 8 needles at 16384, question decoded"]
+    needles = load_scores("eval_qwen")[NEEDLES]
     problems = load_scores("eval_qwen_gsm8k")["gsm8k"]
     texts = {(row["text"], row["length"], method_of(row["cache"])): row for row in load_rows("perplexity_qwen")}
     ruler: dict[str, Any] = {name: {"mean": mean} for name, mean in ruler_means(16384).items()}

@@ -86,8 +86,8 @@ def json_text(value: Any, *, indent: int | None = None) -> str:
 
 def write_rows(path: Path, head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]], name: str = "rows") -> None:
     """Writes a JSON object atomically: `head`, then `rows` with one row a line, so that diffs show rows."""
-    lines = ",\n".join("    " + json.dumps(row) for row in rows)
-    before = f"{json.dumps(dict(head), indent=1)[:-2]}," if head else "{"
+    lines = ",\n".join("    " + json_text(row).rstrip() for row in rows)
+    before = json_text(dict(head), indent=1).removesuffix("\n}\n") + "," if head else "{"
     replace_file(path, f'{before}\n "{name}": [\n{lines}\n ]\n}}\n')
 
 

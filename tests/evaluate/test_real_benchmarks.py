@@ -1,5 +1,6 @@
 """The benchmarks of published weights: what they prepare and how they sum up, without a run of a model."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from kvjax import Full
 from kvjax.cache import Cache, init
 from kvjax.cli.options import without_weights
 from kvjax.evaluate.prompt import Prompt
+from kvjax.evaluate.provenance import write_rows
 from kvjax.evaluate.store import Cell
 from kvjax.spec import CacheSpec
 from tests.checkpoint import write_checkpoint
@@ -46,6 +48,20 @@ def test_methods_are_timed_with_their_own_selection_however_short_the_cache(scri
 def test_methods_without_a_budget_are_timed_alone(scripts):
     for names in (["cudnn"], ["full"], ["cudnn", "kivi"]):
         assert list(scripts("real_speed").caches(names, 64, 2, "xla")) == names
+
+
+@pytest.mark.parametrize("head", [{}, {"what": "x"}, {"model": {"name": "y", "sizes": [1]}}])
+def test_rows_are_json_with_one_row_a_line(head, tmp_path):
+    rows = [{"us": 1.5}, {"us": float("nan"), "parts": {"a": 2}}]
+    write_rows(tmp_path / "new" / "file.json", head, rows, "results")
+    text = (tmp_path / "new" / "file.json").read_text()
+
+    def refuse(name):
+        raise ValueError(f"{name} is not JSON")
+
+    expected = {**head, "results": [rows[0], {"us": None, "parts": {"a": 2}}]}
+    assert json.loads(text, parse_constant=refuse) == expected
+    assert [line.strip(" ,") for line in text.splitlines()][-4:-2] == ['{"us": 1.5}', '{"us": null, "parts": {"a": 2}}']
 
 
 def test_an_answer_that_drifts_shows_by_quarters(scripts):
