@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import layers
 from decode_step import cudnn, kvjax_step, random_pair, through, turning
-from device_time import BYTES_PER_US
+from device_time import bytes_per_us
 from host_steps import queries
 from jax import Array
 from layers import LAYER, SMALL_LAYER, clock, names, numbers, options, out_of, parse, save, show
@@ -52,19 +52,19 @@ def floor_us(policy: Any, spec: CacheSpec, budget: int) -> float:
     inner = getattr(policy, "retrieval", getattr(policy, "window", policy))
     if isinstance(inner, kvjax.PerHead):
         lengths = [length if k in inner.heads else min(budget, length) for k in range(K)]
-        return B * 2 * D * size * sum(lengths) / BYTES_PER_US
+        return B * 2 * D * size * sum(lengths) / bytes_per_us()
     if isinstance(inner, kvjax.Full | kvjax.Compressed):
         return layers.floor_us(inner, spec, length)
     store, selector = getattr(inner, "store", None), getattr(inner, "selector", None)
     if isinstance(inner, kvjax.Mixed):
-        return B * (pair * budget + inner.bytes_per_token(spec) * (length - budget)) / BYTES_PER_US
+        return B * (pair * budget + inner.bytes_per_token(spec) * (length - budget)) / bytes_per_us()
     if isinstance(inner, kvjax.HeadBudgets):
-        return B * pair * min(inner.head_bounds[1], length) / BYTES_PER_US
+        return B * pair * min(inner.head_bounds[1], length) / bytes_per_us()
     if isinstance(inner, kvjax.Evicting):
-        return B * pair * min(budget, length) / BYTES_PER_US
+        return B * pair * min(budget, length) / bytes_per_us()
     if isinstance(inner, kvjax.Sampled):
         index = K * 4 * inner.hashing.bits * inner.hashing._words * length
-        return B * (index + pair * spec.group * budget) / BYTES_PER_US
+        return B * (index + pair * spec.group * budget) / bytes_per_us()
     assert selector is not None, policy
     index = selector.bytes_read(spec, length)
     if isinstance(store, kvjax.LowRank):
@@ -72,10 +72,10 @@ def floor_us(policy: Any, spec: CacheSpec, budget: int) -> float:
         chosen = K * (budget - inner.beside)
         on_device, values = index + exact + chosen * store.rank * size, chosen * D * size
         host = isinstance(store.values, kvjax.HostOffload)
-        return B * ((on_device + (0 if host else values)) / BYTES_PER_US + host * values / HOST_BYTES_PER_US)
+        return B * ((on_device + (0 if host else values)) / bytes_per_us() + host * values / HOST_BYTES_PER_US)
     if isinstance(store, kvjax.HostOffload):
-        return B * (index / BYTES_PER_US + pair * budget / HOST_BYTES_PER_US)
-    return B * (index + pair * budget) / BYTES_PER_US
+        return B * (index / bytes_per_us() + pair * budget / HOST_BYTES_PER_US)
+    return B * (index + pair * budget) / bytes_per_us()
 
 
 @partial(jax.jit, static_argnames="tokens", donate_argnames="layer")
@@ -114,7 +114,7 @@ def measure(method: str, spec: CacheSpec, budget: int, calls: int, chunk: int) -
     if method == "cudnn":
         make = jax.jit(random_pair, static_argnums=(1, 2))
         states, step = tuple(make(jax.random.key(i), shape, spec.dtype) for i in range(LAYERS)), cudnn
-        floor = B * 2 * K * D * S * spec.dtype.itemsize / BYTES_PER_US
+        floor = B * 2 * K * D * S * spec.dtype.itemsize / bytes_per_us()
     else:
         policy = policy_of(method, spec, budget)
         floor = floor_us(policy, spec, budget)

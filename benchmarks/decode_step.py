@@ -15,8 +15,8 @@ are the time per layer of each kernel. The same run also has:
 Device time is that of the kernels of several unrolled layers, each waiting for the one before, over their number: as
 many layers as read twice the size of the L2 cache. (A loop over layers would cost 10 us per kernel, which no model
 pays.) A call keeps its token, as in a model, and the next call has one more; once a block is full, tokens are dropped,
-which is the same work. The floor is the bytes that must be read over 4.3 TB/s. Without a GPU (`--quick`) the host's
-clock is read and cuDNN is left out; that only shows that the script works.
+which is the same work. The floor is the bytes that must be read over the rate of the device's memory. Without a GPU
+(`--quick`) the host's clock is read and cuDNN is left out; that only shows that the script works.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from device_time import BYTES_PER_US
+from device_time import bytes_per_us
 from jax import Array, lax
 from layers import (
     LAYER,
@@ -131,8 +131,8 @@ def measure(
     policy = of_size(named.get(method, named["full"]), spec)
     floor = floor_us(policy, spec, S)
     if method == "by hand":  # the keys, and the selected tokens
-        floor = floor / 2 + B * 2 * K * D * spec.dtype.itemsize * min(budget, S) / BYTES_PER_US
-    layers = int(min(max(2, -(-2 * L2_BYTES // (floor * BYTES_PER_US))), most_layers))
+        floor = floor / 2 + B * 2 * K * D * spec.dtype.itemsize * min(budget, S) / bytes_per_us()
+    layers = int(min(max(2, -(-2 * L2_BYTES // (floor * bytes_per_us()))), most_layers))
     states: Any
     if method in named:
         step: Step = kvjax_step

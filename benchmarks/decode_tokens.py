@@ -21,7 +21,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 from decode_step import L2_BYTES, policies, random_pair, through
-from device_time import BYTES_PER_US
+from device_time import bytes_per_us
 from jax import Array
 from layers import LAYER, SMALL_LAYER, clock, floor_us, names, numbers, options, out_of, parse, save, show
 
@@ -67,7 +67,7 @@ def measure(
 ) -> dict[str, Any]:
     B, K, D, S = spec.batch, spec.kv_heads, spec.head_dim, spec.capacity
     policy = policies(budget)[method]
-    layers = int(min(max(2, -(-2 * L2_BYTES // (floor_us(policy, spec, S) * BYTES_PER_US))), most_layers))
+    layers = int(min(max(2, -(-2 * L2_BYTES // (floor_us(policy, spec, S) * bytes_per_us()))), most_layers))
     states: Any = fill(kvjax.init(policy, spec, layers=layers), S - (calls + 3) * tokens).layers
     q = alike(jax.random.key(100), (B, tokens, spec.q_heads, D), spec.dtype, share)
     k, v = random_pair(jax.random.key(101), (B, tokens, K, D), spec.dtype)

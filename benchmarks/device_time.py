@@ -18,7 +18,14 @@ import jaxlib
 from kvjax.evaluate.provenance import write_rows
 from kvjax.kernels_pallas import simt
 
-BYTES_PER_US = 4.3e6  # of device memory, the best read rate seen on an H200
+# The best rate at which kernels were seen to read device memory, in bytes per microsecond.
+BYTES_PER_US = {"NVIDIA H200": 4.3e6, "NVIDIA H100 80GB HBM3": 3.0e6}
+H200_BYTES_PER_US = BYTES_PER_US["NVIDIA H200"]
+
+
+def bytes_per_us() -> float:
+    """The rate of this process's device; that of an H200 if it is not known."""
+    return BYTES_PER_US.get(jax.devices()[0].device_kind, H200_BYTES_PER_US)
 
 
 _started: list[str] | None = None  # the kernels that the simulator ran
@@ -101,7 +108,7 @@ def _by_clock(call: Callable[[], Any], calls: int) -> list[tuple[str, list[float
     return list({"the host's clock": [us] * calls, **ran}.items())
 
 
-TIMES = "microseconds of device time, kernels only, medians of 20 calls (xla: 3 to 5); floor: bytes / 4.3 TB/s"
+TIMES = "microseconds of device time, kernels only, medians of 20 calls (xla: 3 to 5); floor: bytes / bytes_per_us()"
 
 
 def where() -> dict[str, Any]:

@@ -32,7 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from device_time import BYTES_PER_US
+from device_time import bytes_per_us
 from jax.sharding import Mesh
 from layers import implementation, out_of, save, show
 
@@ -139,7 +139,7 @@ def decode_time(
         "weight_bytes": weights.device,
         "cache_bytes": size.device,
         "host_bytes": size.host,
-        "floor_ms": round(weights.device / BYTES_PER_US / 1e3, 4),
+        "floor_ms": round(weights.device / bytes_per_us() / 1e3, 4),
         "collectives": {kind: found.count(kind) for kind in sorted(set(found))},
         "compile_seconds": round(compiled, 1),
     }
@@ -204,7 +204,7 @@ def main(args: Sequence[str] | None = None) -> None:
             out_of(given, "devices.json"),
             "one GPU against several. tokens: those of a small model in float32. times: milliseconds a step of the "
             "shape of llama-3.1-8b in bfloat16 by the host's clock, medians of 4 blocks of 32 steps of one program; "
-            "keys, values and weights normal; floor: bytes of the weights of a device / 4.3 TB/s",
+            "keys, values and weights normal; floor: bytes of the weights of a device over the rate of its memory",
             rows[-1:],
             KEY,
         )

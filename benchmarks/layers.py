@@ -14,7 +14,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from device_time import BYTES_PER_US, kernels
+from device_time import bytes_per_us, kernels
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from kvjax import CacheSpec, ops
@@ -89,7 +89,7 @@ def floor_us(policy: Policy, spec: CacheSpec, length: int, steps: int = 1) -> fl
         read = policy.selector.bytes_read(spec, length) + pair * policy.budget * steps
     else:
         raise TypeError(f"the bytes that {policy} reads are not known here")
-    return spec.batch * read / BYTES_PER_US
+    return spec.batch * read / bytes_per_us()
 
 
 # The sizes of a layer of Llama-3.1-8B, and of a layer with `--quick`.

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from device_time import BYTES_PER_US
+from device_time import bytes_per_us
 from jax import Array
 from layers import clock
 from sweep import Sweep, run
@@ -52,7 +52,7 @@ def measure(_: Sweep, B: int, K: int, zones: tuple[int, ...], D: int) -> dict[st
     if not all(bool(jnp.all(a == b)) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)):
         raise SystemExit("put_token: the kernel and the reference differ")
     sizes = {"B": B, "K": K, "zones": list(zones), "D": D, "kernel": kernel, "kernels": launches}
-    return {**sizes, "xla": xla, "xla kernels": others, "floor": B * K * D * 8 / BYTES_PER_US}
+    return {**sizes, "xla": xla, "xla kernels": others, "floor": B * K * D * 8 / bytes_per_us()}
 
 
 if __name__ == "__main__":

@@ -11,40 +11,44 @@ groups (the axis `data`) have rows of their own and no traffic. Depth scales `fi
 
 The axis `ctx` joins groups that serve the same rows: each has all weights, and the tokens of a row are split. A layer
 then gathers the parts of attention, (D + 1) * 4 bytes a query head from each group. One that selects by FIER also
-gathers G * 4 bytes a KV head, and 8 bytes for each token of the budget and KV head. These gathers cross nodes. A gather
-takes the time measured within a node (`CONTEXT_MS`) plus `BETWEEN`.
+gathers G * 4 bytes a KV head, and 8 bytes for each token of the budget and KV head, and selects in more steps. A gather
+and these steps take the times measured on two GPUs; gathers cross nodes, and take `BETWEEN` more.
 
-Constants: NVLink moves 450 GB/s in each direction of an H200 (NVIDIA H200 datasheet: 900 GB/s in all). Between nodes a
-GPU has 50 GB/s (NVIDIA DGX H200 datasheet: eight links of 400 Gb/s). BETWEEN is an assumption. No row was run; "check"
-has the formulas' values for the two GPUs that were measured.
+The two GPUs were H100s. A cache takes twice the time that splitting its rows saves there; weights take the time of
+their bytes at the rate of the memory; the rest is fixed. What heads over two take beyond half of cache and weights is
+the time of the sums, in the step of `full`. What tokens over two take beyond rows over two is that of the gathers
+with `full`, and of gathers and selections with FIER. An H200 has the same NVLink, and is assumed to take as long.
+
+Constants: NVLink moves 450 GB/s in each direction of an H100 or H200 (NVIDIA's datasheets: 900 GB/s in all). Between
+nodes a GPU has 50 GB/s (NVIDIA DGX H200 datasheet: eight links of 400 Gb/s). BETWEEN is an assumption. No row was run;
+"check" has the formulas' time of the one step on two GPUs from which nothing was taken.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from device_time import BYTES_PER_US
+from device_time import BYTES_PER_US, H200_BYTES_PER_US
 
 from kvjax.evaluate.provenance import replace_file
 
 RESULTS = Path(__file__).parent / "results"
-# One GPU, and tokens over two, in milliseconds, in the shape of devices.json. That file lacks them: they are of one
-# run, during which the host had other work. Gathers may take less than they say, by an unknown amount.
-# `devices.py --placements ctx=2` measures them again on a host of two GPUs.
-CONTEXT_MS = {"full": (3.33, 3.18), "fier": (2.25, 3.54)}
 BETWEEN = 10e-6  # seconds that a small gather over nodes takes longer than in a node: assumed
 NVLINK = 450e9  # bytes a second in one direction
 NETWORK = 50e9  # bytes a second of a GPU to other nodes
 BUDGET = 2048
 MEMORY = 141e9  # bytes of an H200
 GROUP = 8  # GPUs of a node, one KV head each
-BANDWIDTH = BYTES_PER_US * 1e6
+BANDWIDTH = H200_BYTES_PER_US * 1e6
 SIZES = ((131072, 1), (1048576, 1), (1048576, 8), (10485760, 8), (10485760, 64))  # tokens of a row, groups of ctx
 ROWS, METHODS = (1, 8), ("full", "fier")
-GATHERS = {"full": 1, "fier": 3}  # of a layer over the axis ctx
+GATHERS = {"full": 1, "fier": 3}  # of a layer over the axis ctx that selects, or attends to all with `full`
+LAYERS = 32  # of the steps on two GPUs
+DENSE_LAYERS = 2  # of the preset `fier`: they attend to all tokens
 SHAPES = {  # parameters, layers, hidden size; all have 8 KV heads of 128
     "Llama-3.1-8B": (8.03e9, 32, 4096, 32),
     "Llama-3.1-70B": (70.6e9, 80, 8192, 64),
@@ -62,64 +66,79 @@ def fitted(method: str) -> tuple[float, float]:
     return float(fixed), float(slope)
 
 
-def measured() -> dict[str, dict[str, Any]]:
-    """The rows of full attention in devices.json, by placement."""
-    found = json.loads((RESULTS / "devices.json").read_text())["rows"]
-    return {r["placement"]: r for r in found if (r["part"], r["method"]) == ("times", "full")}
+@dataclass(frozen=True)
+class Traffic:
+    """Seconds of two GPUs for a small sum, for a small gather, and for a layer's selection beyond that of one."""
+
+    sum: float
+    gather: float
+    selection: float
 
 
-def sum_seconds(fits: dict[str, tuple[float, float]]) -> float:
-    """Seconds of a small sum over two GPUs: the time with heads over two beyond half of all but the fixed time."""
-    one, two = (measured()[name] for name in ("none", "model=2"))
-    fixed = fits["full"][0] * one["layers"] / 32
-    ideal = fixed + (one["tpot_ms"] / 1e3 - fixed) / 2
-    return (two["tpot_ms"] / 1e3 - ideal) / sum(two["collectives"].values())
+class Step:
+    """A step of one method on two GPUs, measured in each placement (devices.json)."""
+
+    def __init__(self, method: str):
+        found = json.loads((RESULTS / "devices.json").read_text())["rows"]
+        asked = ("times", method, LAYERS)
+        self.rows = {r["placement"]: r for r in found if (r["part"], r["method"], r["layers"]) == asked}
+        self.layers, one = LAYERS, self.rows["none"]
+        self.cache = 2 * (self.seconds("none") - self.seconds("data=2"))
+        self.weights = one["weight_bytes"] / (BYTES_PER_US[one["device"]] * 1e6)
+        self.fixed = self.seconds("none") - self.cache - self.weights
+
+    def seconds(self, placement: str) -> float:
+        tpot_ms: float = self.rows[placement]["tpot_ms"]
+        return tpot_ms / 1e3
+
+    @property
+    def halved(self) -> float:
+        """Seconds of a step whose weights and cache are split over two GPUs, without traffic."""
+        return self.fixed + (self.weights + self.cache) / 2
+
+    @property
+    def beyond(self) -> float:
+        """Seconds that tokens over two take longer than rows over two."""
+        return self.seconds("ctx=2") - self.seconds("data=2")
 
 
-def gather_seconds(fits: dict[str, tuple[float, float]]) -> float:
-    """Seconds of a small gather over two GPUs: the time with tokens over two beyond half of the time of the cache."""
-    row, beyond = measured()["none"], 0.0
-    for method, (one, two) in CONTEXT_MS.items():
-        whole = fits[method][0] * row["layers"] / 32 + row["weight_bytes"] / BANDWIDTH
-        beyond += two / 1e3 - whole - (one / 1e3 - whole) / 2
-    return beyond / (row["layers"] * sum(GATHERS[method] for method in CONTEXT_MS))
+def measured_traffic() -> Traffic:
+    full, fier = Step("full"), Step("fier")
+    sums = full.rows["model=2"]["collectives"]["all-reduce"]
+    gather = full.beyond / (GATHERS["full"] * full.layers)
+    selecting = fier.layers - DENSE_LAYERS
+    gathers = GATHERS["full"] * DENSE_LAYERS + GATHERS["fier"] * selecting
+    return Traffic(
+        sum=(full.seconds("model=2") - full.halved) / sums,
+        gather=gather,
+        selection=(fier.beyond - gathers * gather) / selecting,
+    )
 
 
-def check(fits: dict[str, tuple[float, float]], latency: float, gather: float) -> list[dict[str, Any]]:
-    """Milliseconds of a step on two GPUs by the formulas, in the shape of devices.json."""
-    row, found = measured()["none"], []
-    layers, rows, weights = row["layers"], row["batch"], row["weight_bytes"] / BANDWIDTH
-    for method in METHODS:
-        fixed, cache = fits[method][0] * layers / 32, fits[method][1] * layers / 32 * row["length"] * rows
-        gathers = context_seconds(method, layers, 32, 8, rows, 2, (gather, NVLINK))
-        times = {
-            "none": fixed + weights + cache,
-            "data=2": fixed + weights + cache / 2,
-            "model=2": fixed + weights / 2 + cache / 2 + (2 * layers + 3) * latency,
-            "ctx=2": fixed + weights + cache / 2 + gathers,
-        }
-        found += [{"method": method, "placement": k, "tpot_ms": round(1e3 * v, 2)} for k, v in times.items()]
-    return found
+def check(traffic: Traffic) -> list[dict[str, Any]]:
+    """The step of FIER with heads over two GPUs, in milliseconds, by the formulas."""
+    step = Step("fier")
+    seconds = step.halved + (2 * step.layers + 3) * traffic.sum
+    return [{"method": "fier", "placement": "model=2", "tpot_ms": round(1e3 * seconds, 2)}]
 
 
 def context_seconds(
-    method: str, layers: int, heads: int, kv_heads: int, rows: int, parts: int, link: tuple[float, float]
+    method: str, layers: int, heads: int, kv_heads: int, rows: int, parts: int, traffic: Traffic, bandwidth: float
 ) -> float:
-    """Seconds of a step's gathers over `parts` devices of the axis ctx, with `heads` query heads and `kv_heads` each.
-    `link` is the seconds of a small gather and the bytes per second."""
+    """Seconds of a step's traffic over `parts` devices of the axis ctx that have `heads` and `kv_heads` heads each."""
     if parts == 1:
         return 0.0
-    gathers, moved = GATHERS[method], 129 * 4 * heads
-    if method != "full":
-        moved += 4 * heads + 8 * BUDGET * kv_heads
-    return layers * (gathers * link[0] + rows * moved * (parts - 1) / link[1])
+    selecting = 0 if method == "full" else layers - DENSE_LAYERS
+    gathers = GATHERS["full"] * (layers - selecting) + GATHERS[method] * selecting
+    moved = 129 * 4 * heads * layers + (4 * heads + 8 * BUDGET * kv_heads) * selecting
+    return gathers * traffic.gather + selecting * traffic.selection + rows * moved * (parts - 1) / bandwidth
 
 
-def crossing(fits: dict[str, tuple[float, float]], parts: int, link: tuple[float, float]) -> int:
+def crossing(fits: dict[str, tuple[float, float]], parts: int, traffic: Traffic) -> int:
     """Tokens of all rows from which FIER is faster than full attention, where Llama-3.1-8B has its tokens split over
     `parts` devices that have all heads."""
     (fixed_full, slope_full), (fixed, slope) = fits["full"], fits["fier"]
-    gathers = [context_seconds(m, 32, 32, 8, 1, parts, link) for m in METHODS]
+    gathers = [context_seconds(m, 32, 32, 8, 1, parts, traffic, NVLINK) for m in METHODS]
     return int((fixed - fixed_full + gathers[1] - gathers[0]) / (slope_full - slope) * parts)
 
 
@@ -129,15 +148,15 @@ def row(
     groups: int,
     rows: int,
     fits: dict[str, tuple[float, float]],
-    latency: float,
-    gather: float,
+    took: Traffic,
 ) -> dict[str, Any]:
     """The row of `groups` groups of GPUs that decode `rows` rows of `tokens` each."""
     parameters, layers, hidden, heads = SHAPES[model]
     weights = 2 * parameters / GROUP
     sums = 2 * layers + 1
     moved = 2 * rows * hidden * 2 * (GROUP - 1) / GROUP
-    traffic = (sums + 2) * latency + sums * moved / NVLINK
+    traffic = (sums + 2) * took.sum + sums * moved / NVLINK
+    far = replace(took, gather=took.gather + BETWEEN)
     found: dict[str, Any] = {
         "model": model,
         "tokens": tokens,
@@ -151,8 +170,7 @@ def row(
     for method in METHODS:
         fixed, slope = fits[method]
         cache = TOKEN_BYTES[method] * layers * tokens * rows / GROUP / groups
-        far = gather + BETWEEN, NETWORK
-        gathers = context_seconds(method, layers, heads // GROUP, 1, rows, groups, far)
+        gathers = context_seconds(method, layers, heads // GROUP, 1, rows, groups, far, NETWORK)
         found[f"{method}_context_ms"] = round(1e3 * gathers, 2)
         found[f"{method}_cache_gb"] = round(cache / 1e9, 1)
         seconds = (
@@ -165,22 +183,23 @@ def row(
 
 def main() -> None:
     fits = {method: fitted(method) for method in METHODS}
-    latency, gather = sum_seconds(fits), gather_seconds(fits)
+    traffic = measured_traffic()
     about = {
         "what": f"predicted, not run: groups of {GROUP} H200s, heads split over a group and tokens over groups",
-        "from": "end_to_end.json, one H200",
+        "from": "end_to_end.json, one H200; devices.json, two H100s",
         "constants": {
-            "sum_s": round(latency, 7),
-            "gather_s": round(gather, 7),
+            "sum_s": round(traffic.sum, 7),
+            "gather_s": round(traffic.gather, 7),
+            "selection_s": round(traffic.selection, 7),
             "between_s": BETWEEN,
             "nvlink_bytes_s": NVLINK,
             "network_bytes_s": NETWORK,
             "memory_bytes_s": BANDWIDTH,
         },
         "fits": {m: {"fixed_ms": round(1e3 * a, 3), "ns_a_token": round(1e9 * b, 4)} for m, (a, b) in fits.items()},
-        "crossing": {parts: crossing(fits, parts, (gather, NVLINK)) for parts in (1, 2, 4, 8)},
-        "check": check(fits, latency, gather),
-        "rows": [row(model, *size, rows, fits, latency, gather) for model in SHAPES for size in SIZES for rows in ROWS],
+        "crossing": {parts: crossing(fits, parts, traffic) for parts in (1, 2, 4, 8)},
+        "check": check(traffic),
+        "rows": [row(model, *size, rows, fits, traffic) for model in SHAPES for size in SIZES for rows in ROWS],
     }
     replace_file(RESULTS / "scaling.json", json.dumps(about, indent=1) + "\n")
     print(json.dumps(about["fits"]))

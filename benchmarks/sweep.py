@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from device_time import BYTES_PER_US, device_time, simulated, where, write
+from device_time import bytes_per_us, device_time, simulated, where, write
 
 from kvjax.kernels_pallas import tuned
 
@@ -72,7 +72,7 @@ class Sweep:
             tune(found, times)
         best = min(times, key=lambda config: times[config])
         row |= {"best_config": label_of(best), "best": times[best]}
-        row |= {"xla": device_time(reference, *args, calls=3)[0] / n, "floor": moved / BYTES_PER_US}
+        row |= {"xla": device_time(reference, *args, calls=3)[0] / n, "floor": moved / bytes_per_us()}
         return row | {"all": {label_of(config): round(us, 2) for config, us in times.items()}}
 
 

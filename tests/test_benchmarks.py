@@ -77,7 +77,7 @@ def test_a_kernel_that_ran_once_for_several_operations_is_told(scripts, monkeypa
 
 
 def test_the_floor_counts_what_a_step_must_read(scripts):
-    layers, rate = scripts("layers"), scripts("device_time").BYTES_PER_US
+    layers, rate = scripts("layers"), scripts("device_time").bytes_per_us()
     spec = kvjax.CacheSpec(batch=2, q_heads=32, kv_heads=8, head_dim=128, capacity=1 << 17)
     us = {name: layers.floor_us(p, spec, 1 << 17) for name, p in scripts("decode_step").policies(2048).items()}
     S, chosen = 1 << 17, 2048 * 512
