@@ -42,7 +42,8 @@ def steps() -> str:
 
 def compared() -> str:
     """Decode steps of methods that papers compare with: time, launches, and the floor of their bytes."""
-    found = {(row["method"], row["length"]): row for row in load_rows("compared")}
+    rows_of = load_rows("compared")
+    found = {(row["method"], row["length"]): row for row in sorted(rows_of, key=lambda row: row["device"])}
     lengths = sorted({length for _, length in found})
     rows = []
     for method in dict.fromkeys(method for method, _ in found):
@@ -50,7 +51,8 @@ def compared() -> str:
         for length in lengths:
             row = found.get((method, length))
             times = None if row is None else row["times_faster_than_cudnn"]
-            cells += ["" if row is None else f"{row['us']:.0f}", "" if times is None else f"{times:.2f}x"]
+            other = " (H100)" if row is not None and "H100" in row["device"] else ""
+            cells += ["" if row is None else f"{row['us']:.0f}{other}", "" if times is None else f"{times:.2f}x"]
         last = found[method, lengths[-1]]
         name = "full, cuDNN" if method == "cudnn" else f"`{method}`"
         rows.append([name, *cells, f"{last['kernels']:.0f}", f"{last['floor_us']:.0f}"])
