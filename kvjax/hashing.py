@@ -13,17 +13,20 @@ from jax import Array, lax
 
 from kvjax.blocks import write
 from kvjax.context import Stripes
+from kvjax.reductions import sum_pairs
 from kvjax.spec import CacheSpec, keep_int
 
 WORD = 32  # tables per word
 MOST_BITS, MOST_TABLES = 32, 4096  # a hash of more bits collides with nothing; more tables take longer than attention
+CENTRES = 16  # for any capacity, so that `kvjax.grow` copies them as they are
 
 
 class HashIndex(NamedTuple):
     """Hashes of centred keys. Bit t % 32 of word (j, t // 32) is bit j of a key's hash in table t."""
 
     words: Array  # u32[B, K, S, bits * ceil(tables / 32)]
-    centre: Array  # f32[B, K D] subtracted from the keys of each head; flat, because it has no slots
+    total: Array  # f32[B, K D] sum of the keys in the history; flat, because it has no slots
+    centres: Array  # f32[B, K CENTRES D] centre j is the mean of the first 2**j blocks of `learn` keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +34,21 @@ class SimHash:
     """Hashes vectors in `tables` tables by the signs of their products with `bits` random directions each.
 
     A query samples the keys that have its own hash in at least `least` tables. Two vectors at an angle of theta have
-    equal signs with probability 1 - theta / pi, so the probability that a key is sampled is known. Keys are centred by
-    the mean of the first `learn` tokens of the row's history, which leaves the softmax unchanged and spreads their
-    angles.
+    equal signs with probability 1 - theta / pi, so the probability that a key is sampled is known.
 
-    Index: bits * tables / 8 bytes per key and kv head, with tables rounded up to 32: 200 bytes at the defaults. The
-    directions are drawn from `seed` and are constants of the program.
+    A centre is subtracted from each key before it is hashed, which spreads the angles. The probability is that of the
+    centred key, so estimates are unbiased for any centre. The history of a row is divided into blocks of `learn`
+    tokens. The first two blocks are centred by the mean of the first one. A later block is centred by the mean of the
+    first 2**j blocks, with the largest 2**j, up to 2**15, that does not exceed the number of blocks before it.
+
+    Index: bits * tables / 8 bytes per key and kv head, with tables rounded up to 32: 200 bytes at the defaults. A row
+    also has 16 centres and a sum of keys for each kv head. The directions are drawn from `seed` and are constants of
+    the program.
 
     **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179): K = 10 bits, L = 150 tables, at least 2 collisions, keys
-    centred. **Differs:** the mean is that of the first `learn` tokens, not of the prompt, so that it does not depend on
-    how a prompt is split into chunks.
+    centred. **Differs:** the paper centres all keys by the mean of the prompt. Here the mean is that of earlier
+    tokens, more than half of those before the key's block. So hashes do not depend on how a prompt is split into
+    chunks, are never recomputed, and follow keys that drift along the row.
     """
 
     bits: int = 10
@@ -71,28 +79,36 @@ class SimHash:
             )
 
     def init(self, spec: CacheSpec, slots: int) -> HashIndex:
-        B, K = spec.batch, spec.kv_heads
-        words = jnp.zeros((B, K, slots, self.bits * self._words), jnp.uint32)
-        return HashIndex(words, jnp.zeros((B, K * spec.head_dim), jnp.float32))
+        B, K, D = spec.batch, spec.kv_heads, spec.head_dim
+        return HashIndex(
+            jnp.zeros((B, K, slots, self.bits * self._words), jnp.uint32),
+            jnp.zeros((B, K * D), jnp.float32),
+            jnp.zeros((B, K * CENTRES * D), jnp.float32),
+        )
 
     def append(self, ix: HashIndex, k: Array, at: Array, count: Array, stripes: Stripes | None = None) -> HashIndex:
         """Hashes the first `count` i32[B] keys of k [B, K, T, D] as slots at[b], at[b]+1, ...; whole chunks.
 
         With `stripes`, slots are places of a history that is split over devices, and the index has those of this
-        device.
+        device. All devices have all centres.
         """
         k = lax.stop_gradient(k).astype(jnp.float32)
-        B, K, _, D = k.shape
-        starts = (at == 0) & (count > 0)
-        mean = jnp.mean(k[:, :, : self.learn], axis=2).reshape(B, K * D)
-        centre = jnp.where(starts[:, None], mean, ix.centre)
+        total, centres = self._add(ix, k, at, count)
         block = self.learn
         if stripes is not None:
             k, block, at, count = stripes.own(k), stripes.tokens, at // stripes.parts, count // stripes.parts
-        blocks = jnp.moveaxis(k.reshape(B, K, -1, block, D), 2, 0)
-        words = lax.map(lambda block: self._hash(block - centre.reshape(B, K, 1, D)), blocks)
-        words = jnp.moveaxis(words, 0, 2).reshape(B, K, k.shape[2], -1)
-        return HashIndex(write(ix.words, words, at, count), centre)
+        B, K, T, D = k.shape
+        place = at[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
+        if stripes is not None:
+            place = stripes.place(place)
+
+        def hash_block(part: tuple[Array, Array]) -> Array:
+            keys, place = part
+            return self._hash(keys - self._centres_of(centres, place[:, None], keys.shape))
+
+        blocks = jnp.moveaxis(k.reshape(B, K, -1, block, D), 2, 0), jnp.moveaxis(place.reshape(B, -1, block), 1, 0)
+        words = jnp.moveaxis(lax.map(hash_block, blocks), 0, 2).reshape(B, K, T, -1)
+        return HashIndex(write(ix.words, words, at, count), total, centres)
 
     def collisions(self, ix: HashIndex, q: Array) -> Array:
         """i32[B, K, G, S]: tables in which a key has the hash of the query, q [B, K, G, D]."""
@@ -107,14 +123,16 @@ class SimHash:
             total += lax.population_count(~unlike & tables)
         return total.astype(jnp.int32)
 
-    def log_probability(self, ix: HashIndex, q: Array, k: Array) -> Array:
+    def log_probability(self, ix: HashIndex, q: Array, k: Array, place: Array) -> Array:
         """f32[B, K, G, M]: log of the probability that a query of q [B, K, G, D] samples keys k [B, K, G, M, D].
 
         The probability is over the random directions. It has no derivative.
+
+        Args:
+          place: i32[B, K, G, M], the slots of the keys in the history; with stripes, in that of all devices.
         """
-        B, K, _, D = q.shape
         q, k = (lax.stop_gradient(a).astype(jnp.float32) for a in (q, k))
-        k = k - ix.centre.reshape(B, K, 1, 1, D)
+        k = k - self._centres_of(ix.centres, place, k.shape)
         norms = jnp.linalg.norm(q, axis=-1)[..., None] * jnp.linalg.norm(k, axis=-1)
         products = jnp.einsum("bkgd,bkgmd->bkgm", q, k, precision="highest")
         cosine = jnp.clip(products / jnp.maximum(norms, 1e-30), -1, 1)
@@ -136,6 +154,36 @@ class SimHash:
     @property
     def _words(self) -> int:
         return -(-self.tables // WORD)
+
+    def _add(self, ix: HashIndex, k: Array, at: Array, count: Array) -> tuple[Array, Array]:
+        """The sum and the centres after `append`. Blocks are added in order, so no bit depends on their chunks."""
+        B, K, _, D = k.shape
+        starts = (at == 0) & (count > 0)  # a row that starts forgets the one before it
+        total, centres = (jnp.where(starts[:, None], 0.0, a) for a in (ix.total, ix.centres))
+        sums = jnp.moveaxis(sum_pairs(k.reshape(B, K, -1, self.learn, D)).reshape(B, K, -1, D), 2, 0)
+        first, blocks = at // self.learn, count // self.learn
+
+        def add(total: Array, block: tuple[Array, Array]) -> tuple[Array, Array]:
+            i, keys = block
+            total = jnp.where((i < blocks)[:, None], total + keys.reshape(B, K * D), total)
+            return total, total
+
+        total, totals = lax.scan(add, total, (jnp.arange(len(sums), dtype=jnp.int32), sums))
+        sizes = 2 ** np.arange(CENTRES)
+        block = jnp.asarray(sizes - 1, jnp.int32)[None] - first[:, None]  # of k, the last one of each centre
+        valid = (block >= 0) & (block < blocks[:, None])
+        means = jnp.take_along_axis(jnp.moveaxis(totals, 0, 1), block[..., None], axis=1, mode="clip")
+        means = means / jnp.asarray(sizes * self.learn, jnp.float32)[None, :, None]  # [B, CENTRES, K D]
+        means = jnp.swapaxes(means.reshape(B, CENTRES, K, D), 1, 2)
+        centres = jnp.where(valid[:, None, :, None], means, centres.reshape(B, K, CENTRES, D))
+        return total, centres.reshape(B, K * CENTRES * D)
+
+    def _centres_of(self, centres: Array, place: Array, shape: tuple[int, ...]) -> Array:
+        """f32 of `shape` [B, K, ..., D]: the centre of each key, whose places are i32[B, K or 1, ...]."""
+        B, K, D = shape[0], shape[1], shape[-1]
+        level = jnp.minimum(31 - lax.clz(jnp.maximum(place // self.learn, 1)), CENTRES - 1)
+        level = level.reshape(B, place.shape[1], -1, 1)
+        return jnp.take_along_axis(centres.reshape(B, K, CENTRES, D), level, axis=2, mode="clip").reshape(shape)
 
     def _hash(self, x: Array) -> Array:
         """u32[..., bits * words] of x f32[..., D]."""

@@ -124,16 +124,16 @@ class Sampled(Zoned):
         self, st: ZonedState, q: Array, sample: Selection, share: Array, scale: float
     ) -> tuple[PartialAttention, Array]:
         """The history's part of attention, estimated from the sample, and the sample's log weights f32[B, K, G, M]."""
-        return self._attend(st, q, *self.store.gather(st.store, sample), sample.valid, share, scale)
+        return self._attend(st, q, *self.store.gather(st.store, sample), sample, share, scale)
 
     def _attend(
-        self, st: ZonedState, q: Array, k: Array, v: Array, valid: Array, share: Array, scale: float
+        self, st: ZonedState, q: Array, k: Array, v: Array, sample: Selection, share: Array, scale: float
     ) -> tuple[PartialAttention, Array]:
-        """`_estimate` from keys and values [B, K, G M, D], of which the `valid` ones are sampled."""
+        """`_estimate` from the keys and values [B, K, G M, D] of a sample."""
         B, K, G, D = q.shape
-        M = valid.shape[3]
+        M, valid = sample.slots.shape[3], sample.valid
         k, v = (a.reshape(B, K, G, M, D) for a in (k, v))
-        log_weights = -self.hashing.log_probability(st.index, q, k) - share[..., None]
+        log_weights = -self.hashing.log_probability(st.index, q, k, sample.slots) - share[..., None]
         log_weights = jnp.where(jnp.isposinf(share)[..., None] | ~valid, 0.0, log_weights)
         valid = valid.reshape(B, K * G, M)
         v = keep_valid(v.reshape(B, K * G, M, D), valid)
@@ -218,7 +218,8 @@ class StripedSampled(Sampled):
     def _estimate(
         self, st: ZonedState, q: Array, sample: Selection, share: Array, scale: float
     ) -> tuple[PartialAttention, Array]:
-        part, log_weights = self._attend(st, q, *self.store.gather_own(st.store, sample), share, scale)
+        k, v, here = self.store.gather_own(st.store, sample)
+        part, log_weights = self._attend(st, q, k, v, sample._replace(valid=here), share, scale)
         axis = self.store.stripes.axis
         return merge_parts(part, axis), lax.psum(log_weights, axis)  # a step that keeps no Info needs no sum
 

@@ -1,7 +1,8 @@
-"""PQCache, MagicPIG and ShadowKV: centroids, a mean or a basis of the keys, learnt from the first tokens of a row.
+"""PQCache, MagicPIG and ShadowKV: centroids, means or a basis of the keys, learnt from earlier tokens of a row.
 
-These tokens leave the recent block together; until then they compete by their exact scores, or are attended. The papers
-learn from the whole prompt. Here the result does not depend on how a prompt is split into chunks.
+PQCache and ShadowKV learn once, from the first tokens. These leave the recent block together; until then they compete
+by their exact scores. MagicPIG's means follow the history. The papers learn from the whole prompt. Here the result does
+not depend on how a prompt is split into chunks.
 """
 
 from __future__ import annotations
@@ -93,8 +94,9 @@ def magicpig(
       dense_layers: first layers of the model that attend to everything.
 
     **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179): 10 bits, 150 tables, 2 collisions, sink 4, local 64.
-    **Differs:** see `Sampled` and `SimHash`. The paper keeps layers 0 and 16 of 32 dense; here the first `dense_layers`
-    are. Hashes are on the device; the paper's are in host memory.
+    **Differs:** see `Sampled` and `SimHash`: keys are centred by means of earlier tokens, in blocks of `chunk`, not by
+    the mean of the prompt. The paper keeps layers 0 and 16 of 32 dense; here the first `dense_layers` are. Hashes are
+    on the device; the paper's are in host memory.
     """
     require_int("magicpig(budget=...)", budget, at_least=1)
     policy = Sampled(

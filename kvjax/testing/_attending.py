@@ -22,6 +22,7 @@ from kvjax.testing._anatomy import (
     of_copies,
     replace_core,
     require,
+    samples,
     with_part,
 )
 from kvjax.testing._drive import (
@@ -77,6 +78,7 @@ def prompt_attends_causally(policy: Policy, spec: CacheSpec) -> None:
 def order_of_chunks_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
     """Chunks of the history may be in any order: attention after RoPE does not depend on the order of keys."""
     require(has_history(policy), "the policy has no history of chunks (the fields `store`, `demote` and `local`)")
+    require(not samples(policy), "keys are centred by their place in the history, so chunks cannot change places")
     tokens, lengths = random_tokens(spec, 7), np.full(spec.batch, spec.capacity - 2)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     st, chunk = core_state(cache.state), core(policy).demote.leave

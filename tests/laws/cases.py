@@ -107,7 +107,6 @@ CASES: dict[str, Case] = {
         store=HostOffload(),
         spec=dataclasses.replace(SPEC, dtype=jnp.bfloat16),
     ),
-    # Of more hits than there is room for, slots decide which are taken; these hashes collide too rarely for that.
     "magicpig, budget 110": Case(
         presets.magicpig(budget=110, bits=6, tables=40, local=8, chunk=32, dense_layers=0).rest
     ),
@@ -267,8 +266,10 @@ def does_not_apply(policy: kvjax.Policy) -> set[str]:
     lost |= not isinstance(policy.store, kvjax.Dense | HostOffload)
     if isinstance(policy, Compressed) and policy.value_window is not None:
         return _EVICTION | _BUDGET | _TRUNCATE | _AS_STORED
-    fixed = isinstance(policy, Compressed | kvjax.Sampled)
-    return _EVICTION | (_BUDGET if fixed else set()) | (_TRUNCATE if lost else set())
+    by_place = isinstance(policy, kvjax.Sampled)  # slots say how a key was centred, and which of too many hits count
+    fixed = isinstance(policy, Compressed) or by_place
+    fails = (_BUDGET if fixed else set()) | (_TRUNCATE if lost else set()) | (_HISTORY if by_place else set())
+    return _EVICTION | fails
 
 
 # In every run of the suite core cases run all laws, and one preset of each kind these; with --thorough, all cases do.
