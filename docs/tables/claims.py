@@ -80,7 +80,7 @@ def claims_fier() -> str:
             "by layer and head",
             f"recall of each head's own best at a budget of 256: Qwen2.5-Coder-1.5B "
             f"{short(found['fier']['head_recall'])}, Quest {short(found['quest']['head_recall'])}; the package's small "
-            f"model {short(beside['Fier']['head_recall'])}, {short(beside['MinMaxPages 16']['head_recall'])}",
+            f"model {short(beside['fier']['head_recall'])}, {short(beside['quest']['head_recall'])}",
             "`kvjax measure`, `measure_recall_qwen.json`, `measure_recall.json`",
             "reproduced",
         ],
