@@ -207,7 +207,7 @@ class StripedSampled(Sampled):
 
         place = offers[..., :-1].reshape(*offer.shape[:3], -1)
         rank = jnp.where(place < NOWHERE, _order(place), -jnp.inf)
-        _, place = lax.sort((-rank, place), num_keys=2)
+        _, place = lax.sort((-rank, place), num_keys=2, is_stable=False)  # places differ, but for NOWHERE
         place = place[..., : self._room(st)]
         valid = place < NOWHERE
         return Selection(jnp.where(valid, place, 0), valid), self._share(st, seen, jnp.sum(offers[..., -1], axis=3))

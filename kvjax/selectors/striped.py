@@ -85,13 +85,13 @@ class StripedSelector(Wrapper):
         rank = jnp.where(best.valid, jnp.take_along_axis(ranks, best.slots, axis=-1), -jnp.inf)
         place = jnp.where(best.valid, stripes.place(best.slots * unit) // unit, NOWHERE)
         offer = jnp.stack([lax.bitcast_convert_type(rank, jnp.int32), place], axis=-1)
-        offers = lax.all_gather(offer, stripes.axis, axis=3, tiled=True)
+        offers = jnp.moveaxis(lax.all_gather(offer, stripes.axis), 0, 3).reshape(*offer.shape[:3], -1, 2)
 
         last = units * stripes.parts + jnp.arange(pending_ranks.shape[3], dtype=jnp.int32)
         last = jnp.where(pending[1], last[None, None, None], NOWHERE)
         rank = jnp.concatenate([lax.bitcast_convert_type(offers[..., 0], jnp.float32), pending_ranks], axis=-1)
         place = jnp.concatenate([offers[..., 1], jnp.broadcast_to(last, pending_ranks.shape)], axis=-1)
-        _, place = lax.sort((-rank, place), num_keys=2)
+        _, place = lax.sort((-rank, place), num_keys=2, is_stable=False)  # places differ, but for NOWHERE
         place = place[..., : among.room]
         valid = (place < NOWHERE) & (jnp.arange(place.shape[3])[None, None, None] < by_row(among.limit))
         return among.tokens(Selection(jnp.where(valid, place, 0), valid), units * stripes.parts, unit)
