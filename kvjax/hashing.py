@@ -168,7 +168,7 @@ class SimHash:
             total = jnp.where((i < blocks)[:, None], total + keys.reshape(B, K * D), total)
             return total, total
 
-        total, totals = lax.scan(add, total, (jnp.arange(len(sums), dtype=jnp.int32), sums))
+        total, totals = lax.scan(add, total, (jnp.arange(len(sums), dtype=jnp.int32), sums), unroll=16)
         sizes = 2 ** np.arange(CENTRES)
         block = jnp.asarray(sizes - 1, jnp.int32)[None] - first[:, None]  # of k, the last one of each centre
         valid = (block >= 0) & (block < blocks[:, None])
