@@ -15,7 +15,7 @@ from kvjax.demotion import Demotion, Fifo
 from kvjax.hashing import SimHash
 from kvjax.partial import PartialAttention, attention_logits, keep_valid, part_of_logits
 from kvjax.selection import Selection, by_row
-from kvjax.selectors.striped import NOWHERE
+from kvjax.selectors.striped import NOWHERE, first_places
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores import Dense, Store
 from kvjax.stores.striped import StripedStore
@@ -207,8 +207,7 @@ class StripedSampled(Sampled):
 
         place = offers[..., :-1].reshape(*offer.shape[:3], -1)
         rank = jnp.where(place < NOWHERE, _order(place), -jnp.inf)
-        _, place = lax.sort((-rank, place), num_keys=2, is_stable=False)  # places differ, but for NOWHERE
-        place = place[..., : self._room(st)]
+        place = first_places(rank, place, self._room(st))
         valid = place < NOWHERE
         return Selection(jnp.where(valid, place, 0), valid), self._share(st, seen, jnp.sum(offers[..., -1], axis=3))
 

@@ -91,10 +91,15 @@ class StripedSelector(Wrapper):
         last = jnp.where(pending[1], last[None, None, None], NOWHERE)
         rank = jnp.concatenate([lax.bitcast_convert_type(offers[..., 0], jnp.float32), pending_ranks], axis=-1)
         place = jnp.concatenate([offers[..., 1], jnp.broadcast_to(last, pending_ranks.shape)], axis=-1)
-        _, place = lax.sort((-rank, place), num_keys=2, is_stable=False)  # places differ, but for NOWHERE
-        place = place[..., : among.room]
+        place = first_places(rank, place, among.room)
         valid = (place < NOWHERE) & (jnp.arange(place.shape[3])[None, None, None] < by_row(among.limit))
         return among.tokens(Selection(jnp.where(valid, place, 0), valid), units * stripes.parts, unit)
+
+
+def first_places(rank: Array, place: Array, room: int) -> Array:
+    """i32[..., room]: the places that rank highest, best first; ties go to the lower place."""
+    _, place = lax.sort((-rank, place), num_keys=2, is_stable=False)  # places differ, but for NOWHERE
+    return place[..., :room]
 
 
 def _ranked(part: tuple[Array, Array], ranks: Array) -> Array:
