@@ -82,7 +82,7 @@ class Step:
         found = json.loads((RESULTS / "devices.json").read_text())["rows"]
         asked = ("times", method, LAYERS)
         self.rows = {r["placement"]: r for r in found if (r["part"], r["method"], r["layers"]) == asked}
-        self.layers, one = LAYERS, self.rows["none"]
+        one = self.rows["none"]
         self.cache = 2 * (self.seconds("none") - self.seconds("data=2"))
         self.weights = one["weight_bytes"] / (BYTES_PER_US[one["device"]] * 1e6)
         self.fixed = self.seconds("none") - self.cache - self.weights
@@ -102,12 +102,16 @@ class Step:
         return self.seconds("ctx=2") - self.seconds("data=2")
 
 
-def measured_traffic() -> Traffic:
-    full, fier = Step("full"), Step("fier")
-    sums = full.rows["model=2"]["collectives"]["all-reduce"]
-    gather = full.beyond / (GATHERS["full"] * full.layers)
-    selecting = fier.layers - DENSE_LAYERS
-    gathers = GATHERS["full"] * DENSE_LAYERS + GATHERS["fier"] * selecting
+def gathers_of(method: str, layers: int) -> tuple[int, int]:
+    """Gathers of a step over the axis ctx, and how many of the layers select."""
+    selecting = 0 if method == "full" else layers - DENSE_LAYERS
+    return GATHERS["full"] * (layers - selecting) + GATHERS[method] * selecting, selecting
+
+
+def measured_traffic(full: Step, fier: Step) -> Traffic:
+    sums = sum(full.rows["model=2"]["collectives"].values())
+    gather = full.beyond / gathers_of("full", LAYERS)[0]
+    gathers, selecting = gathers_of("fier", LAYERS)
     return Traffic(
         sum=(full.seconds("model=2") - full.halved) / sums,
         gather=gather,
@@ -115,10 +119,9 @@ def measured_traffic() -> Traffic:
     )
 
 
-def check(traffic: Traffic) -> list[dict[str, Any]]:
+def check(fier: Step, traffic: Traffic) -> list[dict[str, Any]]:
     """The step of FIER with heads over two GPUs, in milliseconds, by the formulas."""
-    step = Step("fier")
-    seconds = step.halved + (2 * step.layers + 3) * traffic.sum
+    seconds = fier.halved + (2 * LAYERS + 3) * traffic.sum
     return [{"method": "fier", "placement": "model=2", "tpot_ms": round(1e3 * seconds, 2)}]
 
 
@@ -128,8 +131,7 @@ def context_seconds(
     """Seconds of a step's traffic over `parts` devices of the axis ctx that have `heads` and `kv_heads` heads each."""
     if parts == 1:
         return 0.0
-    selecting = 0 if method == "full" else layers - DENSE_LAYERS
-    gathers = GATHERS["full"] * (layers - selecting) + GATHERS[method] * selecting
+    gathers, selecting = gathers_of(method, layers)
     moved = 129 * 4 * heads * layers + (4 * heads + 8 * BUDGET * kv_heads) * selecting
     return gathers * traffic.gather + selecting * traffic.selection + rows * moved * (parts - 1) / bandwidth
 
@@ -183,7 +185,8 @@ def row(
 
 def main() -> None:
     fits = {method: fitted(method) for method in METHODS}
-    traffic = measured_traffic()
+    full, fier = (Step(method) for method in METHODS)
+    traffic = measured_traffic(full, fier)
     about = {
         "what": f"predicted, not run: groups of {GROUP} H200s, heads split over a group and tokens over groups",
         "from": "end_to_end.json, one H200; devices.json, two H100s",
@@ -198,7 +201,7 @@ def main() -> None:
         },
         "fits": {m: {"fixed_ms": round(1e3 * a, 3), "ns_a_token": round(1e9 * b, 4)} for m, (a, b) in fits.items()},
         "crossing": {parts: crossing(fits, parts, traffic) for parts in (1, 2, 4, 8)},
-        "check": check(traffic),
+        "check": check(fier, traffic),
         "rows": [row(model, *size, rows, fits, traffic) for model in SHAPES for size in SIZES for rows in ROWS],
     }
     replace_file(RESULTS / "scaling.json", json.dumps(about, indent=1) + "\n")

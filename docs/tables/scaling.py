@@ -10,7 +10,8 @@ from docs.tables.writing import markdown
 
 def devices() -> str:
     """TPOT on one GPU and on two, by placement, and as `benchmarks/scaling.py` predicts it."""
-    rows = {(row["method"], row["placement"]): row for row in load_rows("devices") if row["layers"] == 32}
+    whole = [row for row in load_rows("devices") if (row["part"], row["layers"]) == ("times", 32)]
+    rows = {(row["method"], row["placement"]): row for row in whole}
     names = ("none", "data=2", "model=2", "ctx=2")
 
     def cell(method: str, name: str) -> str:
