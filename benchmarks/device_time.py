@@ -108,7 +108,7 @@ def _by_clock(call: Callable[[], Any], calls: int) -> list[tuple[str, list[float
     return list({"the host's clock": [us] * calls, **ran}.items())
 
 
-TIMES = "microseconds of device time, kernels only, medians of 20 calls (xla: 3 to 5); floor: bytes / bytes_per_us()"
+TIMES = "microseconds of device time, kernels only, medians of 20 calls (xla: 3 to 5)"
 
 
 def where() -> dict[str, Any]:
@@ -120,13 +120,13 @@ def where() -> dict[str, Any]:
     }
 
 
-def write(file: str | Path, what: str, distribution: str, rows: list[dict[str, Any]], times: str = TIMES) -> None:
-    """Writes rows to a file of results/, or to a path from the root on."""
+def write(file: str | Path, what: str, distribution: str, rows: list[dict[str, Any]], times: str = "") -> None:
+    """Writes rows to a file of results/, or to a path from the root on; `times` says what their numbers are."""
     path = Path(__file__).parent / "results" / file
     about = {
         "what": what,
         **where(),
         "distribution": distribution,
-        "times": times,
+        "times": times or f"{TIMES}; floor: bytes / {bytes_per_us() / 1e6} TB/s",
     }
     write_rows(path, about, rows)

@@ -42,8 +42,8 @@ def steps() -> str:
 
 def compared() -> str:
     """Decode steps of methods that papers compare with: time, launches, and the floor of their bytes."""
-    rows_of = load_rows("compared")
-    found = {(row["method"], row["length"]): row for row in sorted(rows_of, key=lambda row: row["device"])}
+    by_device = sorted(load_rows("compared"), key=lambda row: row["device"])  # of two rows that of the H200 counts
+    found = {(row["method"], row["length"]): row for row in by_device}
     lengths = sorted({length for _, length in found})
     rows = []
     for method in dict.fromkeys(method for method, _ in found):
