@@ -253,7 +253,7 @@ def _checkpoint() -> Iterator[Cell]:
         few = "--sizes 64x1 --steps 4 --block 2 --budget 32 --dtype float32 --cudnn xla --methods 'cudnn fier'"
         yield Cell("checkpoint", f"speed {size}", command, few, 480, resumes=True)
     command = (
-        "real_speed.py {checkpoint} --text {text} --sizes 16384x8,32768x1,4096x8 --no-first-token "
+        "real_speed.py {checkpoint} --text {text} --sizes 16384x1,4096x1,16384x8,32768x1,4096x8 "
         "--out {out}/real_speed_others.json"
     )
     others = " ".join(("full", *OTHERS, "streaming_llm"))

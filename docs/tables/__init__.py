@@ -32,7 +32,7 @@ TABLES: dict[str, Callable[[], str]] = {
         published.small_long_generation, published.drift,
         published.small_perplexities,
         published.real_recall, published.real_group_rules, published.real_speed, published.real_speed_h200,
-        published.real_speed_others, published.real_first_tokens,
+        published.real_speed_others, published.real_first_tokens, published.real_first_tokens_others,
         published.real_drafts, published.real_hit_rates, published.which_method,
         claims.claims_fier, claims.claims_pariskv, claims.paris_parts, claims.claims_freekv, claims.claims_logquant,
         guides.several_tokens, guides.hit_rates, guides.host_steps, guides.host_codes, guides.anchors,

@@ -12,6 +12,7 @@ from docs.tables.writing import markdown, mean_of, perplexity_change, short
 H200_BYTES_PER_SECOND = 4.3e12  # that attention kernels read; files of an H200 do not have the rate
 MAIN = ("full", "fier", "pariskv", "quest", "freekv", "logquant", "kivi", "streaming_llm", "snapkv")
 BUDGETS = (32, 64, 128, 256, 512, 1024, 2048)
+OWN_BUDGET = ("razorattention", "duoattention")  # whose heads decide how much is kept
 # Titles of the tasks of RULER that are generated, in its order, and its own names.
 RULER = {
     "needle": "niah_single_2",
@@ -44,15 +45,26 @@ def _main(scores: dict[str, Any]) -> dict[str, Any]:
 
 
 def real_others() -> str:
-    """Needles and pass keys that the other presets find, best first."""
+    """Needles and pass keys that the other presets find by budget, and the tokens they read; most needles first."""
     needles, keys = (load_scores("eval_qwen")[task] for task in (NEEDLES, PASS_KEYS))
-    others = [name for name in needles if method_of(name) not in MAIN]
+    found: dict[str, dict[int | None, str]] = {}
+    for name in needles:
+        if (method := method_of(name)) not in MAIN:
+            budget = None if method in OWN_BUDGET else needles[name]["budget"]
+            found.setdefault(name.partition("@")[0], {})[budget] = name
+    budgets = sorted({budget for by in found.values() for budget in by if budget is not None})
+
+    def told(name: str | None) -> str:
+        return "" if name is None else f"{mean_of(needles[name])} / {mean_of(keys[name])}"
+
+    def one(by: dict[int | None, str]) -> dict[str, Any]:
+        return needles[by.get(None) or by[1024]]
+
     rows = [
-        [f"`{name.partition('@')[0]}`", str(needles[name]["budget"]), f"{needles[name]['tokens_read']:.0f}",
-         mean_of(needles[name]), mean_of(keys[name])]
-        for name in sorted(others, key=lambda name: -needles[name]["mean"])
-    ]  # fmt: skip
-    return markdown(["cache", "budget", "tokens read", "needles", "pass keys"], rows)
+        [f"`{cache}`", *(told(by.get(budget)) for budget in (None, *budgets)), f"{one(by)['tokens_read']:.0f}"]
+        for cache, by in sorted(found.items(), key=lambda item: -one(item[1])["mean"])
+    ]
+    return markdown(["cache", "its own", *map(str, budgets), "tokens read"], rows)
 
 
 def small_pass_keys() -> str:
@@ -235,16 +247,25 @@ def _speed(name: str) -> str:
 
 def real_speed_others() -> str:
     """TPOT of the presets without a column by size, and their memory with 8 rows of 16384 tokens; fastest first."""
-    sizes, large = ((4096, 8), (16384, 8), (32768, 1)), (16384, 8)
+    large = (16384, 8)
     found = {(row["method"], (row["length"], row["batch"])): row for row in load_rows("real_speed_others")}
+    sizes = sorted({size for _, size in found})
     methods = sorted({method for method, _ in found}, key=lambda method: found[method, large]["tpot_ms"])
     rows = [
-        [f"`{method}`", *(f"{found[method, size]['tpot_ms']:.2f}" for size in sizes),
+        [f"`{method}`",
+         *(f"{found[method, size]['tpot_ms']:.2f}" if (method, size) in found else "" for size in sizes),
          *(f"{found[method, large][name] / 1e9:.2f}" for name in ("cache_bytes_device", "cache_bytes_host"))]
         for method in methods
     ]  # fmt: skip
     head = ["cache", *(f"{length} x {rows}, ms" for length, rows in sizes), "GB on the GPU", "GB on the host"]
     return markdown(head, rows)
+
+
+def real_first_tokens_others() -> str:
+    """Seconds to the first token of a prompt of 16384 tokens, of the presets without a column; fastest first."""
+    seconds = {row["method"]: row["ttft_seconds"] for row in load_rows("real_speed_others") if row["ttft_seconds"]}
+    rows = [[f"`{method}`", f"{seconds[method]:.3f}"] for method in sorted(seconds, key=seconds.__getitem__)]
+    return markdown(["cache", "s"], rows)
 
 
 def rounding() -> str:
@@ -349,6 +370,9 @@ def which_method() -> str:
          times(4096, 32, "full", "pariskv", "freekv")),
         ("speed, 8 rows of 16384", times(16384, 8, "snapkv", "quest", "logquant", "kivi", "fier"),
          times(16384, 8, "full", "pariskv", "freekv")),
+        ("speed, 8 rows of 32768",
+         times(32768, 8, "snapkv", "quest", "logquant", "kivi", "fier", "pariskv", "freekv"),
+         times(32768, 8, "full")),
         ("speed, 32 rows of 16384", times(16384, 32, "snapkv", "quest", "logquant", "kivi", "fier", "pariskv"),
          times(16384, 32, "freekv", "full")),
         ("speed, 32 rows of 32768",
