@@ -133,8 +133,13 @@ def decode(
     times, capacity = batch // len(tokens), capacity_for(length, given)
     logits = jnp.tile(logits, (times, 1))
 
-    def begin(name: str) -> Stream:
-        cache = prompt.store(checkpoint, repeated(read, times), policies[name], capacity)
+    def empty(name: str) -> Cache:
+        return init(policies[name], checkpoint.model.spec(batch=batch, capacity=capacity), layers=len(read.layers))
+
+    def stored(name: str) -> Cache:
+        return prompt.store(checkpoint, repeated(read, times), policies[name], capacity)
+
+    def begin(cache: Cache) -> Stream:
         return Stream(checkpoint.model, cache, logits, given.block + given.steps, Sampling(), None, ENDLESS)
 
     rows: dict[str, dict[str, Any]] = {
@@ -153,13 +158,13 @@ def decode(
         programs = []
         for name in policies:
             with out_of_memory_told({}):
-                programs.append(pool.submit(begin(name).lower(given.block).compile))
+                programs.append(pool.submit(begin(empty(name)).lower(given.block).compile))
         for program in programs:
             with out_of_memory_told({}):  # alone it may fit; else it says so below
                 program.result()
     for name, row in rows.items():
         with out_of_memory_told(row):
-            run = begin(name)
+            run = begin(stored(name))
             run.advance(given.block)
             row |= time_steps(run, given.block)
             size = nbytes(run.cache)

@@ -154,14 +154,21 @@ def test_keeps_the_positions_that_the_rule_keeps_of_a_whole_prompt(rule: str, gr
             np.testing.assert_allclose(np.asarray(out)[b, 0, :group], want, atol=1e-5)
 
 
-def test_queries_before_the_window_do_not_vote(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window that is read in several blocks of queries, the first of them cut."""
+@pytest.mark.parametrize("rule", ["observation", "heavy hitter"])
+def test_queries_of_a_prompt_vote_in_several_blocks(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window cuts the first of its blocks; all queries come in parts that see the keys before their end only."""
     monkeypatch.setattr(evicting, "QUERIES", 4)
     tokens, lengths = drive.random_tokens(SPEC), np.array([60, 41, 5])
-    cache = kvjax.init_layer(Evicting(evictor=EVICTORS["observation"], budget=BUDGET), SPEC)
+    cache = kvjax.init_layer(Evicting(evictor=EVICTORS[rule], budget=BUDGET), SPEC)
     prompt = (a[:, :60] for a in (tokens.q, tokens.k, tokens.v))
     _, cache = jax.jit(lambda cache, *qkv: kvjax.attention(cache, *qkv, lengths=lengths))(cache, *prompt)
-    assert keeps(cache) == [[set(kept) for kept in row.kept] for row in rows("observation", tokens, lengths, 60)]
+    wanted = rows(rule, tokens, lengths, 60)
+    assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted]
+    if rule == "heavy hitter":
+        for b, row in enumerate(held_positions(cache)):
+            for head, held in enumerate(row):
+                want = [wanted[b].kept[head][p] for p in held]
+                np.testing.assert_allclose(cache.state.evidence[b, head, : len(held)], want, atol=1e-5)
 
 
 def test_a_chunk_of_a_prompt_sees_what_is_held_within_its_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from kvjax.spec import CacheSpec, keep_int
 from kvjax.validation import check_verbs
 
 QUERIES = 128  # queries of a prompt whose weights are in memory at a time
+PARTS = 4  # of a prompt's voters; each is compared with the keys up to its own last query only
 SLOTS = 1024  # slots that a chunk of a prompt attends to at a time
 
 
@@ -166,16 +168,20 @@ class Evicting:
         position = jnp.concatenate([self._positions(st), self._coming(st, lengths, T)], axis=2)
 
         def count(i: Array, votes: Array) -> Array:
+            L = votes.shape[3]
             qb = lax.dynamic_slice_in_dim(queries, i * block, block, axis=3)
             here = lax.dynamic_slice_in_dim(query_position, i * block, block, axis=1)
-            first = lowest_visible(here, window)
-            seen = (position[:, :, None] <= here[:, None, :, None]) & (position[:, :, None] >= first[:, None, :, None])
-            seen &= (position >= 0)[:, :, None]
-            return votes + _sum_weights(qb, keys, seen, scale)
+            first, at = lowest_visible(here, window), position[:, :, None, :L]
+            seen = (at <= here[:, None, :, None]) & (at >= first[:, None, :, None]) & (at >= 0)
+            return votes + _sum_weights(qb, keys[:, :, :L], seen, scale)
 
-        B, K, L = position.shape
+        (B, K, L), blocks = position.shape, padded_count // block
         votes = vary_with(jnp.zeros((B, K, q.shape[2], L), jnp.float32), queries, keys, query_position, position)
-        votes = lax.fori_loop(0, padded_count // block, count, votes)
+        bounds = [blocks * part // PARTS for part in range(PARTS + 1)]
+        for begin, end in pairwise(bounds):
+            if begin < end:
+                earlier = L - (padded_count - end * block)  # keys that are not after the last of these queries
+                votes = votes.at[..., :earlier].set(lax.fori_loop(begin, end, count, votes[..., :earlier]))
         return self._keep(st, k, v, lengths, votes)
 
     def _keep(self, st: EvictingState, k: Array, v: Array, lengths: Array, votes: Array | None) -> EvictingState:
