@@ -1,8 +1,8 @@
 """PQCache, MagicPIG and ShadowKV: centroids, means or a basis of the keys, learnt from earlier tokens of a row.
 
-PQCache and ShadowKV learn once, from the first tokens. These leave the recent block together; until then they compete
-by their exact scores. MagicPIG's means follow the history. The papers learn from the whole prompt. Here the result does
-not depend on how a prompt is split into chunks.
+PQCache learns centroids from each block of tokens, ShadowKV a basis from the first one, and MagicPIG's means follow the
+history. Blocks leave the recent block whole; until then their tokens compete by their exact scores. The papers learn
+from the whole prompt. Here the result does not depend on how a prompt is split into chunks.
 """
 
 from __future__ import annotations
@@ -26,28 +26,30 @@ def pqcache(
     group_reduce: GroupReduce = "sum_softmax",
     sink: int = 4,
     local: int = 64,
+    chunk: int | None = None,
     host: bool = False,
     dense_layers: int = 0,
 ) -> PerLayer:
     """PQCache: every token is kept, and a step attends to the `budget` tokens whose product-quantised keys score best.
 
-    A code names the nearest of the centroids that k-means found among the first `learn` tokens. Tokens compete by their
-    exact scores until they are encoded.
+    A code names the nearest of the centroids that k-means found among a block of `learn` tokens. Tokens compete by
+    their exact scores until they are encoded.
 
     Args:
       budget: tokens that a step reads in a layer and KV head, all zones included.
       parts: parts of a key, each with a code.
       bits: bits of a part's code.
-      learn: number of first tokens from which centroids are learnt; also the tokens that are encoded together.
+      learn: tokens that share centroids, which are learnt from them.
       group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
       sink: first tokens of a row, always attended.
       local: newest tokens of a row, always attended.
+      chunk: tokens encoded together: a multiple of `learn`, times the devices of a context axis. None: `learn`.
       host: keep the history's keys and values in host memory.
       dense_layers: first layers of the model that attend to everything.
 
     **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820). **Differs:** see `ProductCodes`: centroids are learnt
-    from the first `learn` tokens, not from the whole prompt. The paper keeps keys and values in host memory with a
-    cache of blocks on the device; here that is `host`, without the cache.
+    from each block of `learn` tokens, not once from the whole prompt. The paper keeps keys and values in host memory
+    with a cache of blocks on the device; here that is `host`, without the cache.
     """
     require_int("pqcache(budget=...)", budget, at_least=1)
     policy = Retrieval(
@@ -56,7 +58,7 @@ def pqcache(
         budget=budget,
         sink=sink,
         local=local,
-        demote=Fifo(leave=learn),
+        demote=Fifo(leave=learn if chunk is None else chunk),
         dense_below=0,
     )
     return past_dense("pqcache", dense_layers, policy)

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from kvjax.blocks import write
 from kvjax.context import Stripes
+from kvjax.partial import attention_logits
 from kvjax.selection import GroupReduce, require_group_reduce
 from kvjax.selectors.striped import StripedSelector
 from kvjax.spec import CacheSpec, keep_int
@@ -20,25 +21,26 @@ class ProductIndex(NamedTuple):
     """The codes of keys, one centroid for each part of a key."""
 
     codes: Array  # u8[B, K, S, m] by part of the key
-    centroids: Array  # f32[B, K m C D/m] the codebooks of each head and part; flat, because they have no slots
+    centroids: Array  # dtype[B, K, S / learn, C D] of each block of keys: centroid c of all parts, side by side
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductCodes:
     """Scores tokens by product quantisation: each of `parts` parts of a key is replaced by its nearest centroid.
 
-    A kv head has a codebook of 2**bits centroids for each part. Lloyd's k-means learns them, for each row, from the
-    first `learn` tokens of the row's history; later tokens get the nearest of these centroids. A step multiplies its
-    queries with the centroids once, and scores a token by `parts` lookups.
+    The history of a row is divided into blocks of `learn` tokens. In each block a kv head has a codebook of 2**bits
+    centroids for each part, which Lloyd's k-means learns from the keys of the block. A step multiplies its queries with
+    the centroids of all blocks, and scores a token by `parts` lookups.
 
-    Index: `parts` bytes per key and kv head, 2 at the defaults, and 2**bits D float32 of centroids per row and kv head,
-    32 KiB at D = 128. Chunks must be a multiple of `learn`, so that the centroids can be learnt from the first one.
-    Tokens with the same codes tie, and the lower slot wins.
+    Index: `parts` bytes per key and kv head, and 2**bits D numbers of the cache's dtype per block and kv head: together
+    18 bytes a key at the defaults, with D = 128 in 16 bits. Chunks must be a multiple of `learn`. Tokens of a block
+    with the same codes tie, and the lower slot wins.
 
     **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820): 2 parts, 6 bits, sum of softmax over the group.
-    **Differs:** the paper learns from the whole prompt; here from the first `learn` tokens, so that codebooks do not
-    depend on how a prompt is split into chunks. k-means starts from evenly spaced tokens and runs `iterations` times;
-    the paper bounds the iterations by a time limit. A code takes a byte, not 6 bits.
+    **Differs:** the paper learns one codebook from the whole prompt and keeps it. Here each block has its own, so that
+    codes do not depend on how a prompt is split into chunks, and fit keys that change along the row; that takes 16 more
+    bytes a key. k-means starts from evenly spaced tokens and runs `iterations` times; the paper bounds the iterations
+    by a time limit. A code takes a byte, not 6 bits.
     """
 
     parts: int = 2
@@ -71,57 +73,55 @@ class ProductCodes:
             )
         if chunk % self.learn:
             raise ValueError(
-                f"ProductCodes(learn={self.learn}) needs chunks of a multiple of {self.learn} tokens, got chunks of "
-                f"{chunk}; use Fifo(leave={self.learn}), or a learn that divides {chunk}"
+                f"ProductCodes(learn={self.learn}) needs chunks of a multiple of {self.learn} tokens, for each device "
+                f"of a context axis, got chunks of {chunk}; use Fifo(leave={self.learn}), times the devices, or a "
+                f"learn that divides {chunk}"
             )
 
     def init(self, spec: CacheSpec, slots: int) -> ProductIndex:
         B, K, D = spec.batch, spec.kv_heads, spec.head_dim
         codes = jnp.zeros((B, K, slots, self.parts), jnp.uint8)
-        return ProductIndex(codes, jnp.zeros((B, K * 2**self.bits * D), jnp.float32))
+        return ProductIndex(codes, jnp.zeros((B, K, slots // self.learn, 2**self.bits * D), spec.dtype))
 
     def append(self, ix: ProductIndex, k: Array, at: Array, count: Array) -> ProductIndex:
-        codes, centroids = self._encode(ix.centroids, k, at, count)
+        B, K, T, D = k.shape
+        blocks = jnp.moveaxis(lax.stop_gradient(k).reshape(B, K, T // self.learn, self.learn, D), 2, 0)
+
+        def encode(block: Array) -> tuple[Array, Array]:
+            points = self._split(block)
+            books = self._learn(points).astype(ix.centroids.dtype)
+            return _nearest(points, books.astype(jnp.float32)), books
+
+        codes, books = lax.map(encode, blocks)  # [blocks, B, K, m, learn] and [blocks, B, K, m, C, D/m]
+        codes = jnp.swapaxes(jnp.moveaxis(codes, 0, 3).reshape(B, K, self.parts, T), 2, 3)
+        books = jnp.transpose(books, (1, 2, 0, 4, 3, 5)).reshape(B, K, T // self.learn, -1)
+        centroids = write(ix.centroids, books, at // self.learn, count // self.learn)
         return ProductIndex(write(ix.codes, codes, at, count), centroids)
 
-    def _encode(self, centroids: Array, k: Array, at: Array, count: Array) -> tuple[Array, Array]:
-        """Codes u8[B, K, T, m] of a chunk's keys, and the centroids, learnt from the chunk if it starts a history."""
-        k = lax.stop_gradient(k)
-        starts = (at == 0) & (count > 0)
-
-        def learnt(centroids: Array) -> Array:
-            new = self._learn(self._split(k[:, :, : self.learn])).reshape(centroids.shape)
-            return jnp.where(starts[:, None], new, centroids)
-
-        centroids = lax.cond(jnp.any(starts), learnt, lambda centroids: centroids, centroids)
-        books = self._books(centroids, k.shape)
-        B, K, T, D = k.shape
-        blocks = jnp.moveaxis(k.reshape(B, K, T // self.learn, self.learn, D), 2, 0)
-        codes = lax.map(lambda block: _nearest(self._split(block), books), blocks)  # [blocks, B, K, m, learn]
-        codes = jnp.moveaxis(codes, 0, 3).reshape(B, K, self.parts, T)
-        return jnp.swapaxes(codes, 2, 3), centroids
-
     def truncate(self, ix: ProductIndex, count: Array) -> ProductIndex:
-        return ix._replace(centroids=jnp.where((count > 0)[:, None], ix.centroids, 0))
+        return ix
 
     def score(self, ix: ProductIndex, q: Array, *, scale: float) -> Array:
         B, K, G, D = q.shape
-        books = self._books(ix.centroids, q.shape)
-        parts = q.astype(jnp.float32).reshape(B, K, G, self.parts, D // self.parts)
-        tables = jnp.einsum("bkgmd,bkmcd->mbkgc", parts, books, precision="highest") * scale
-        # Indices for each query head: XLA looks up the tables and adds in one pass, which writes the scores once.
-        codes = jnp.broadcast_to(jnp.moveaxis(ix.codes, 3, 0)[:, :, :, None], (self.parts, B, K, G, ix.codes.shape[2]))
-        found = [
-            jnp.take_along_axis(table, own.astype(jnp.int32), axis=-1, mode="promise_in_bounds")
-            for table, own in zip(tables, codes, strict=True)
-        ]
+        S, C, books = ix.codes.shape[2], 2**self.bits, ix.centroids.reshape(B, K, -1, D)
+        first = lax.div(lax.broadcasted_iota(jnp.int32, (B, K, G, S), 3), jnp.int32(self.learn)) * C
+        channel = jnp.arange(D) // (D // self.parts)
+
+        def looked_up(part: int) -> Array:
+            # A query of one part only: so the centroids are read as they lie. XLA looks up and adds in one pass.
+            table = attention_logits(jnp.where(channel == part, q, 0), books, scale)
+            own = jnp.broadcast_to(ix.codes[:, :, None, :, part], first.shape).astype(jnp.int32)
+            return jnp.take_along_axis(table, first + own, axis=-1, mode="promise_in_bounds")
+
+        found = [looked_up(part) for part in range(self.parts)]
         return sum(found[1:], found[0])
 
-    def over_context(self, stripes: Stripes) -> StripedProductCodes:
-        return StripedProductCodes(self, stripes)
+    def over_context(self, stripes: Stripes) -> StripedSelector:
+        return StripedSelector(self, stripes)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
-        return float(spec.kv_heads * self.parts)
+        codebook = 2**self.bits * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+        return spec.kv_heads * (self.parts + codebook / self.learn)
 
     def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
         return self.bytes_per_token(spec) * length
@@ -130,10 +130,6 @@ class ProductCodes:
         """f32[B, K, m, n, D/m] parts of keys [B, K, n, D]."""
         B, K, n, D = k.shape
         return jnp.swapaxes(k.astype(jnp.float32).reshape(B, K, n, self.parts, D // self.parts), 2, 3)
-
-    def _books(self, centroids: Array, shape: tuple[int, ...]) -> Array:
-        """f32[B, K, m, C, D/m] of flat centroids, for arrays of shape [B, K, ..., D]."""
-        return centroids.reshape(*shape[:2], self.parts, 2**self.bits, shape[-1] // self.parts)
 
     def _learn(self, points: Array) -> Array:
         """f32[B, K, m, C, d] centroids of points f32[B, K, m, n, d], by Lloyd's algorithm.
@@ -150,22 +146,6 @@ class ProductCodes:
             return jnp.where(counts > 0, sums / jnp.maximum(counts, 1), books)
 
         return lax.fori_loop(0, self.iterations, improve, start)
-
-
-@dataclass(frozen=True)
-class StripedProductCodes(StripedSelector):
-    """`ProductCodes` on one device of a context axis: it has the codes of its stripes, and all centroids."""
-
-    selector: ProductCodes
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        self.selector.check(spec, chunk)
-
-    def append(self, ix: ProductIndex, k: Array, at: Array, count: Array) -> ProductIndex:
-        """Encodes the whole chunk on every device, because all learn from the first keys; stores the device's own."""
-        codes, centroids = self.selector._encode(ix.centroids, k, at, count)
-        parts = self.stripes.parts
-        return ProductIndex(write(ix.codes, self.stripes.own(codes), at // parts, count // parts), centroids)
 
 
 def _nearest(points: Array, books: Array) -> Array:

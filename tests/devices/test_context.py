@@ -92,7 +92,7 @@ MORE: dict[str, tuple[kvjax.Policy, Placement, int | None]] = {
         None,
     ),
     "product codes": (
-        Retrieval(selector=ProductCodes(parts=4, bits=3, learn=16), budget=24, **ZONES),
+        Retrieval(selector=ProductCodes(parts=4, bits=3, learn=8), budget=24, **ZONES),
         THREE,
         None,
     ),

@@ -101,9 +101,9 @@ CASES: dict[str, Case] = {
         spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1),
     ),
     # Tokens with equal codes tie, and the lower slot wins: with a code for every two channels none are equal.
-    "pqcache, 8 parts": _with(selector=ProductCodes(parts=8, bits=5, learn=32)),
+    "pqcache, 8 parts": _with(selector=ProductCodes(parts=8, bits=3, learn=32)),
     "pqcache in host memory, bf16": _with(
-        selector=ProductCodes(parts=8, bits=5, learn=32, group_reduce="per_head"),
+        selector=ProductCodes(parts=8, bits=3, learn=32, group_reduce="per_head"),
         store=HostOffload(),
         spec=dataclasses.replace(SPEC, dtype=jnp.bfloat16),
     ),
