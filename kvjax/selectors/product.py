@@ -74,8 +74,8 @@ class ProductCodes:
         if chunk % self.learn:
             raise ValueError(
                 f"ProductCodes(learn={self.learn}) needs chunks of a multiple of {self.learn} tokens, for each device "
-                f"of a context axis, got chunks of {chunk}; use Fifo(leave={self.learn}), times the devices, or a "
-                f"learn that divides {chunk}"
+                f"of a context axis, got chunks of {chunk}; use Fifo(leave={self.learn}), or chunk={self.learn} of the "
+                f"preset, times the devices, or a learn that divides {chunk}"
             )
 
     def init(self, spec: CacheSpec, slots: int) -> ProductIndex:
