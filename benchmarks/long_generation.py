@@ -81,7 +81,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=3072)
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--beside", type=int, default=8, help="caches that decode at the same time")
+    parser.add_argument("--parallel", type=int, default=8, help="caches that decode at the same time")
     parser.add_argument("--dtype", default=default_dtype())
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "long_generation.json")
     given = parser.parse_args(args)
@@ -99,7 +99,7 @@ def main(args: Sequence[str] | None = None) -> None:
     one = plan.prepare(checkpoint, task, asked, dtype=given.dtype, **kept)
     if refused := [cell.refused for cell in one.cells.values() if cell.refused]:
         parser.error("; ".join(refused))
-    cells = plan.run(checkpoint, one, perplexity.score, batch=given.rows, beside=given.beside)
+    cells = plan.run(checkpoint, one, perplexity.score, batch=given.rows, parallel=given.parallel)
     rows = [summary(cell, cells[0]) for cell in cells]
     for row in rows:
         show({key: str(value) for key, value in row.items()})

@@ -195,7 +195,7 @@ def _checkpoint() -> Iterator[Cell]:
         """A process reads each prompt once for all of its caches, whose programs compile beside one another."""
         every = " ".join(f"--cache {cache}" for cache in caches)
         command = (
-            f"-m kvjax.cli eval {{checkpoint}} {options} {every} --budget {budgets} --beside 8 --out {{out}}/{out}"
+            f"-m kvjax.cli eval {{checkpoint}} {options} {every} --budget {budgets} --parallel 8 --out {{out}}/{out}"
         )
         yield Cell("checkpoint", name, command, f"{small} --budget 64", 480, resumes=True)
 
@@ -223,7 +223,7 @@ def _checkpoint() -> Iterator[Cell]:
     few = "--length 320 --steps 4 --passages 1 --batch 1 --budget 256 --dtype float32"
     for kind, length in (*itertools.product(("text", "code"), (4096, 16384)), ("docs", 4096)):
         options = f"--text {{{kind}}} --length {length} --steps 256 --passages 8 --batch 4 --budget 1024 {every}"
-        command = f"-m kvjax.cli perplexity {{checkpoint}} {options} --beside 8 --out {{out}}/perplexity_{kind}"
+        command = f"-m kvjax.cli perplexity {{checkpoint}} {options} --parallel 8 --out {{out}}/perplexity_{kind}"
         yield Cell("checkpoint", f"perplexity {kind} {length}", command, few, 480, resumes=True)
     live = "--length 192 --steps 4 --budget 32 --dtype float32"
     for what, length in (("groups", 16384), ("queries", 16384), ("logquant", 8192), ("drift", 4096), ("paris", 4096)):

@@ -1,6 +1,6 @@
 """Runs the plan of benchmarks, a part at a time, and skips what this code has already measured.
 
-    python -m benchmarks.run --out measured --minutes 9 [--parts kernels,steps] [--match fier] [--beside 8] [--list]
+    python -m benchmarks.run --out measured --minutes 9 [--parts kernels,steps] [--match fier] [--parallel 8] [--list]
     python -m benchmarks.run --out measured --parts checkpoint --checkpoint DIR --text BOOK --other BOOK --gsm8k DIR
     python -m benchmarks.run --out measured --smoke
 
@@ -10,7 +10,7 @@ programs. After each cell a line is printed and OUT/cells.json is written, with 
 device: so a second call continues where the first stopped, and a call with other code or another device starts over.
 Results are in OUT/results, the output of cells in OUT/logs; nothing else needs to be kept.
 
-With `--beside 8`, work that is not timed comes first, eight processes at a time: tests of kernels, measurements of
+With `--parallel 8`, work that is not timed comes first, eight processes at a time: tests of kernels, measurements of
 quality, and compilation. They share the GPU's memory, and most cells of a published model decode eight caches at the
 same time: three such cells of a 1.5B model were too many for 139 GiB. Most of the time of a short cell is compiling, on
 one core. So timed cells are first run briefly, to fill the cache of programs; their times in that run are discarded.
@@ -159,9 +159,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def environment(cell: Cell, given: argparse.Namespace, *, beside: bool = False) -> dict[str, str]:
-    """The environment of a cell's process; with `beside`, the process gets only its share of the GPU's memory."""
-    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY / given.beside:.2f}", **BESIDE_OTHERS} if beside else {}
+def environment(cell: Cell, given: argparse.Namespace, *, parallel: bool = False) -> dict[str, str]:
+    """The environment of a cell's process; with `parallel`, the process gets only its share of the GPU's memory."""
+    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY / given.parallel:.2f}", **BESIDE_OTHERS} if parallel else {}
     env = {
         **os.environ,
         **share,
@@ -178,20 +178,20 @@ def run_beside(
     untimed: Sequence[Cell], warmed: Sequence[Cell], given: argparse.Namespace, state: State,
     places: dict[str, str], until: float,
 ) -> list[str]:  # fmt: skip
-    """Runs cells that are not timed, and others briefly, `given.beside` at a time; the statuses of the former.
+    """Runs cells that are not timed, and others briefly, `given.parallel` at a time; the statuses of the former.
 
     A cell that fails in its brief run fails again when it is measured, and is reported then.
     """
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.beside) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.parallel) as pool:
 
         def warm(cell: Cell) -> None:
             words = cell.words(places | {"out": folder}, cell.smoke if given.smoke else WARMING)
             if (left := until - time.monotonic()) > 0:
-                env = environment(cell, given, beside=True)
+                env = environment(cell, given, parallel=True)
                 run(cell, words, env, Path(folder, "logs", cell.name), min(cell.seconds, left))
 
-        jobs = [pool.submit(measure, cell, given, state, places, until, beside=True) for cell in untimed]
+        jobs = [pool.submit(measure, cell, given, state, places, until, parallel=True) for cell in untimed]
         for job in [pool.submit(warm, cell) for cell in warmed]:
             job.result()  # raises what a thread raised
         if warmed:
@@ -259,7 +259,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--other", type=Path, help="another such text, to calibrate shared selections on")
     parser.add_argument("--gsm8k", type=Path, help="folder with test.jsonl as published")
     parser.add_argument("--cache", type=Path, help="folder of compiled programs; default OUT/cache")
-    parser.add_argument("--beside", type=int, default=0, metavar="N", help="first run untimed work, N cells at a time")
+    parser.add_argument(
+        "--parallel", type=int, default=0, metavar="N", help="first run untimed work, N cells at a time"
+    )
     parser.add_argument("--again", action="store_true", help="also run cells that this code has measured or failed at")
     parser.add_argument("--list", action="store_true", help="print what would run, and run nothing")
     parser.add_argument("--one", action="store_true", help="one cell of each script and command")
@@ -277,16 +279,16 @@ def select(given: argparse.Namespace) -> list[Cell]:
 
 
 def measure(
-    cell: Cell, given: argparse.Namespace, state: State, places: dict[str, str], until: float, *, beside: bool = False
+    cell: Cell, given: argparse.Namespace, state: State, places: dict[str, str], until: float, *, parallel: bool = False
 ) -> str:
-    """Runs a cell, keeps and prints its outcome, and returns its status. With `beside`, it may take twice as long."""
-    name, left, longest = name_of(cell), until - time.monotonic(), (1 + beside) * cell.seconds
+    """Runs a cell, keeps and prints its outcome, and returns its status. With `parallel`, it may take twice as long."""
+    name, left, longest = name_of(cell), until - time.monotonic(), (1 + parallel) * cell.seconds
     if left < (min(state.seconds(cell), 120) if cell.resumes else state.seconds(cell)):
         return NO_TIME
     limit = min(longest, left)
     log = given.out / "logs" / f"{name.replace(': ', '_').replace(' ', '_').replace('/', '_')}.txt"
     words = cell.words(places, cell.smoke if given.smoke else "")
-    row = run(cell, words, environment(cell, given, beside=beside), log, limit)
+    row = run(cell, words, environment(cell, given, parallel=parallel), log, limit)
     if row["status"] == "cut" and limit == longest and not cell.resumes:
         row["status"] = "over its limit"
     line = [name, row["status"], f"{row['seconds']:.0f} s"]
@@ -321,7 +323,7 @@ def main(args: Sequence[str] | None = None) -> int:
     ready = [cell for cell in asked if given.again or not state.is_done(name_of(cell), asked_of(cell, given))]
     until = start + 60 * given.minutes - 6  # a process has 5 seconds to end
     counts = Counter({KNOWN: len(asked) - len(ready)})
-    if given.beside:
+    if given.parallel:
         untimed, warmed = [cell for cell in ready if not cell.timed], [cell for cell in ready if cell.warms]
         counts.update(run_beside(untimed, warmed, given, state, places, until))
         ready = [cell for cell in ready if cell.timed]

@@ -66,14 +66,14 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--batch", type=int, default=5)
     parser.add_argument("--steps", type=int, default=256, help="tokens that are scored in each of 8 passages")
-    parser.add_argument("--beside", type=int, default=8, help="caches that decode at the same time")
+    parser.add_argument("--parallel", type=int, default=8, help="caches that decode at the same time")
     parser.add_argument("--dtype")
     parser.add_argument("--out", type=Path, default=Path("shared"), help="folder of all results")
     parser.add_argument("--quick", action="store_true", help="short prompts, one of each: only whether it runs")
     given = parser.parse_args(args)
     if given.quick:
         given.length, given.calibrate_length, given.samples, given.batch, given.steps = 320, 320, 1, 1, 4
-        given.share_of_length, given.beside = 0.5, 2
+        given.share_of_length, given.parallel = 0.5, 2
     methods, shares = given.methods.split(","), [int(share) for share in given.shares.split(",")]
     budget = int(given.length * given.share_of_length)
     dtype = ["--dtype", given.dtype] if given.dtype else []
@@ -96,7 +96,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 found.append(start("calibrate", given.model_dir, *text, *what, *dtype, "--out", file))
     end(found)
     compared = [word for cache in caches(methods, shares, given.out) for word in ("--cache", cache)]
-    same = ["--text", given.text, "--length", given.length, "--beside", given.beside, *dtype, *compared]
+    same = ["--text", given.text, "--length", given.length, "--parallel", given.parallel, *dtype, *compared]
     tasks = [word for task in TASKS for word in ("--task", task)]
     sizes = ["--samples", given.samples, "--batch", given.batch, "--budget", budget]
     end([start("eval", given.model_dir, *tasks, *same, *sizes, "--out", given.out / "eval")])

@@ -191,19 +191,21 @@ def test_a_run_ends_within_its_minutes_and_begins_nothing_that_would_not_end(go,
 def test_programs_are_compiled_beforehand_and_not_measured_there(go, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "WARMED", (str(tmp_path / "script.py"),))
     made = [((name,), {}) for name in "abc"]
-    code, told, states = go(made, "--beside", "3")
+    code, told, states = go(made, "--parallel", "3")
     assert code == 0
     assert "compiled beforehand for 3 cells" in told
     assert set(states.values()) == {"ok"}
     assert [rows(tmp_path, name) for name in "abc"] == [1, 1, 1], "what they timed together is thrown away"
-    assert "compiled" not in go(made, "--beside", "3")[1], "nothing is left to be measured"
+    assert "compiled" not in go(made, "--parallel", "3")[1], "nothing is left to be measured"
 
 
 def test_what_is_not_timed_runs_side_by_side_and_first(go, tmp_path, monkeypatch):
     script = str(tmp_path / "script.py")
     monkeypatch.setattr(plan, "UNTIMED", (script,))
     start = time.monotonic()
-    code, told, states = go([((name,), {"seconds": 3.0}) for name in "abc"] + [(("d",), {"code": 3})], "--beside", "4")
+    code, told, states = go(
+        [((name,), {"seconds": 3.0}) for name in "abc"] + [(("d",), {"code": 3})], "--parallel", "4"
+    )
     assert time.monotonic() - start < 9, "one after the other they take nine seconds"
     assert code == 1
     assert states == {"a": "ok", "b": "ok", "c": "ok", "d": "failed"}
@@ -214,10 +216,10 @@ def test_processes_beside_one_another_divide_the_memory(tmp_path, monkeypatch):
     names = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
     for name in names:
         monkeypatch.setenv(name, "as the shell has it")
-    given = run.options().parse_args(["--out", str(tmp_path), "--beside", "2"])
+    given = run.options().parse_args(["--out", str(tmp_path), "--parallel", "2"])
     one, own = (plan.Cell("steps", "a", "a.py", "", 9, env) for env in ({}, {names[0]: ".15"}))
-    assert [run.environment(one, given, beside=True)[name] for name in names] == ["0.46", "false"]
-    assert run.environment(own, given, beside=True)[names[0]] == ".15"
+    assert [run.environment(one, given, parallel=True)[name] for name in names] == ["0.46", "false"]
+    assert run.environment(own, given, parallel=True)[names[0]] == ".15"
     assert {run.environment(one, given)[name] for name in names} == {"as the shell has it"}
 
 

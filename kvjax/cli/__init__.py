@@ -134,7 +134,7 @@ def _one_line(error: Exception) -> str:
     """The part of an error that a user can act on, on one line."""
     message = " ".join(str(error).split())
     if "RESOURCE_EXHAUSTED" in message:
-        ways = "a smaller model, a shorter prompt, --dtype bfloat16, or a smaller --batch or --beside where available"
+        ways = "a smaller model, a shorter prompt, --dtype bfloat16, or a smaller --batch or --parallel where available"
         return f"out of memory; use {ways} ({message[:200]})"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

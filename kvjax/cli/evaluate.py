@@ -11,12 +11,12 @@ import typer
 
 from kvjax.cli.options import (
     AsJson,
-    Beside,
     Budgets,
     CacheNames,
     DenseLayers,
     Dtype,
     ModelDir,
+    Parallel,
     check_folder,
     dtype_name,
     model_directory,
@@ -116,7 +116,7 @@ def evaluate(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small comparison that takes minutes on a CPU.")] = False,
     batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 8,
-    beside: Beside = 1,
+    parallel: Parallel = 1,
     dtype: Dtype = None,
     out: Annotated[
         Path, typer.Option(help="Directory for results/*.json, table.md, the plots, and report.html with both.")
@@ -173,7 +173,7 @@ def evaluate(
         "draws": Draws(count=draws, temperature=temperature, top_p=top_p, seed=seed),
         "max_prompt": None if max_prompt is None else size("--max-prompt", max_prompt),
     }
-    cells = _run(model_directory(model_dir), tasks, rows, batch=batch, beside=beside, out=out, **settings)
+    cells = _run(model_directory(model_dir), tasks, rows, batch=batch, parallel=parallel, out=out, **settings)
     _report(cells, out, as_json)
 
 
@@ -199,7 +199,7 @@ def _run(
     rows: Sequence[Row],
     *,
     batch: int,
-    beside: int,
+    parallel: int,
     out: Path,
     **settings: Any,
 ) -> list[Cell]:
@@ -237,7 +237,7 @@ def _run(
         for number, one in enumerate(plans, 1):
             what = f"task {number} of {len(plans)}, {one.task.name}"
             with bar(progress, what, total=one.total) as advance_to:
-                how: dict[str, Any] = {"batch": batch, "beside": beside, "capacity": capacity}
+                how: dict[str, Any] = {"batch": batch, "parallel": parallel, "capacity": capacity}
                 plan.run(loaded, one, answer, **how, progress=advance_to)
             if progress.disable:  # no terminal: log a line per task
                 say(f"{what}: {one.done} answers")

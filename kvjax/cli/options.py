@@ -63,7 +63,7 @@ Budgets = Annotated[
         show_default=False,
     ),
 ]
-Beside = Annotated[
+Parallel = Annotated[
     int,
     typer.Option(
         min=1,

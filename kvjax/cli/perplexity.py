@@ -9,10 +9,10 @@ import typer
 
 from kvjax.cli.options import (
     AsJson,
-    Beside,
     DenseLayers,
     Dtype,
     ModelDir,
+    Parallel,
     check_file,
     check_folder,
     complete_cache,
@@ -63,7 +63,7 @@ def perplexity(
     steps: Annotated[int, typer.Option(help="Tokens scored in each passage, one decode step each.")] = 256,
     passages: Annotated[int, typer.Option(help="Passages to score in the text, or in each text of a folder.")] = 1,
     batch: Annotated[int, typer.Option(help="Passages decoded together.")] = 1,
-    beside: Beside = 1,
+    parallel: Parallel = 1,
     dtype: Dtype = None,
     out: Annotated[
         Path | None,
@@ -108,7 +108,7 @@ def perplexity(
             with bar(progress, "loading weights"):
                 checkpoint = models.load(directory, dtype=kind)
         with bar(progress, "decoding") as advance_to:
-            cells = measure.run(checkpoint, plans, batch=batch, beside=beside, progress=advance_to)
+            cells = measure.run(checkpoint, plans, batch=batch, parallel=parallel, progress=advance_to)
     if as_json:
         write_json({"text": text.name, **measure.document(cells)})
     else:

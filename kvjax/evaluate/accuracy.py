@@ -37,7 +37,7 @@ def evaluate(
     budgets: Sequence[int] | None = None,
     dense_layers: int | None = DENSE_LAYERS,
     batch: int = 8,
-    beside: int = 1,
+    parallel: int = 1,
     draws: Draws = Draws(),  # noqa: B008 (frozen)
     max_prompt: int | None = None,
     out: Path | None = None,
@@ -48,8 +48,8 @@ def evaluate(
     Decoding is greedy unless `draws` asks for sampled answers. `caches`, `budgets` and `dense_layers` are those of
     `kvjax.evaluate.caches.make_rows`. With `out`, results are saved there, and existing ones are not computed again.
     `batch` prompts of similar length are decoded together; they are padded to one of four sizes per octave, so that few
-    programs are compiled. `beside` caches decode at the same time. Memory holds these caches, and the queries, keys and
-    values of one batch of whole prompts.
+    programs are compiled. `parallel` caches decode at the same time. Memory holds these caches, and the queries, keys
+    and values of one batch of whole prompts.
 
     Raises:
       ValueError: before anything runs; see `kvjax.evaluate.plan.prepare`. Prompts that are too long lose their middle
@@ -58,7 +58,7 @@ def evaluate(
     rows = make_rows(caches, budgets=budgets, dense_layers=dense_layers)
     dtype = checkpoint.model.dtype
     plan = prepare(checkpoint, task, rows, dtype=dtype, out=out, draws=draws, max_prompt=max_prompt)
-    return run(checkpoint, plan, answer, batch=batch, beside=beside, progress=progress)
+    return run(checkpoint, plan, answer, batch=batch, parallel=parallel, progress=progress)
 
 
 def answer(

@@ -53,7 +53,7 @@ def compare(
     budgets: Sequence[int] | None = None,
     dense_layers: int | None = DENSE_LAYERS,
     batch: int = 8,
-    beside: int = 1,
+    parallel: int = 1,
     out: str | Path | None = None,
     progress: Progress | None = None,
     **settings: Any,
@@ -80,7 +80,7 @@ def compare(
       budgets: for caches that have one and do not set it.
       dense_layers: number of first layers that attend to everything, for all caches that do not set their own.
       batch: questions decoded together.
-      beside: caches that decode at the same time; their programs compile in parallel.
+      parallel: caches that decode at the same time; their programs compile in parallel.
       out: folder for results; existing ones are not computed again.
       settings: `seed`, `text`, `question` and `data` of `kvjax.evaluate.tasks.make_tasks`.
 
@@ -102,6 +102,6 @@ def compare(
     rows = make_rows(caches, budgets=budgets, dense_layers=dense_layers)
     folder = None if out is None else Path(out) / "results"
     plans = [prepare(checkpoint, one, rows, dtype=checkpoint.model.dtype, out=folder) for one in tasks]
-    how: dict[str, Any] = {"batch": batch, "beside": beside, "progress": progress}
+    how: dict[str, Any] = {"batch": batch, "parallel": parallel, "progress": progress}
     cells = [cell for plan in plans for cell in run(checkpoint, plan, answer, **how)]
     return Comparison(tuple(cells))

@@ -133,7 +133,7 @@ def perplexity(
     setting: Setting,
     *,
     dense_layers: int | None = DENSE_LAYERS,
-    beside: int = 1,
+    parallel: int = 1,
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> list[Cell]:
@@ -145,7 +145,7 @@ def perplexity(
         too short for the longest context, which are left out.
       caches: names such as "fier:group=16", which get the setting's budget at each length, or policies by name.
       dense_layers: number of first layers that attend to everything, for all caches that do not set their own.
-      beside: caches that decode at the same time.
+      parallel: caches that decode at the same time.
       out: folder of results, one file per cell. Existing results with the same key are not run again.
 
     Raises:
@@ -154,7 +154,7 @@ def perplexity(
     """
     dtype = checkpoint.model.dtype
     plans = prepare(checkpoint, text, caches, setting, dtype=dtype, dense_layers=dense_layers, out=out)
-    return run(checkpoint, plans, batch=setting.batch, beside=beside, progress=progress)
+    return run(checkpoint, plans, batch=setting.batch, parallel=parallel, progress=progress)
 
 
 def prepare(
@@ -182,9 +182,14 @@ def prepare(
 
 
 def run(
-    checkpoint: Checkpoint, plans: Sequence[Plan], *, batch: int = 1, beside: int = 1, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    plans: Sequence[Plan],
+    *,
+    batch: int = 1,
+    parallel: int = 1,
+    progress: Progress | None = None,
 ) -> list[Cell]:
-    """Scores what the plans still lack; see `perplexity`, and `kvjax.evaluate.plan.run` for `beside`."""
+    """Scores what the plans still lack; see `perplexity`, and `kvjax.evaluate.plan.run` for `parallel`."""
     cells, total, before = [], sum(plan.total for plan in plans), 0
     for plan in plans:
 
@@ -192,7 +197,7 @@ def run(
             if progress is not None:
                 progress(before + done, total, f"{name}, {what}" if what else name)
 
-        cells += run_one(checkpoint, plan, score, batch=batch, beside=beside, progress=advance)
+        cells += run_one(checkpoint, plan, score, batch=batch, parallel=parallel, progress=advance)
         before += plan.total
     return cells
 

@@ -160,13 +160,13 @@ def run(
     answer: Answer,
     *,
     batch: int = 8,
-    beside: int = 1,
+    parallel: int = 1,
     capacity: int | None = None,
     progress: Progress | None = None,
 ) -> list[Cell]:
     """Answers the examples that a plan still lacks. Returns the cells in the order of the caches, also refused ones.
 
-    `beside` caches decode at the same time, in threads: context managers of JAX, such as `jax.default_device`, do not
+    `parallel` caches decode at the same time, in threads: context managers of JAX, such as `jax.default_device`, do not
     reach them. Device memory then holds as many caches, and the seconds of a cell include waiting for the others.
 
     `capacity` is that of all caches, by default what each batch needs. Plans that get the same `capacity`, the largest
@@ -178,7 +178,7 @@ def run(
     group are dropped by `jax.clear_caches`.
     """
     batch = min(require_int("batch", batch, at_least=1), len(plan.prompts))
-    require_int("beside", beside, at_least=1)
+    require_int("parallel", parallel, at_least=1)
     ids, source = list(plan.prompts), provenance()
 
     def report(what: str) -> None:
@@ -201,7 +201,7 @@ def run(
         logits, prompts = jax.block_until_ready(prompt.read(checkpoint, rows))
         needed = _capacity(prompts.spec.capacity, plan.new_tokens)
         one = partial(_answer_part, checkpoint, plan, answer, (logits, prompts), part, known, capacity or needed)
-        found = _map(one, open_cells, beside)
+        found = _map(one, open_cells, parallel)
         for name in open_cells:
             report(name)
             results, cell = next(found), plan.cells[name]
@@ -261,13 +261,13 @@ def _answer_part(
     return {"examples": results, "attended_by_layer": attended, "steps": steps, "seconds": seconds}
 
 
-def _map(f: Callable[[str], T], names: Sequence[str], beside: int) -> Iterator[T]:
-    """Yields f of each name in order, running `beside` of them at a time. An error is raised at once, and no other call
-    begins after it: a call that waits for memory may wait forever."""
-    if beside == 1:
+def _map(f: Callable[[str], T], names: Sequence[str], parallel: int) -> Iterator[T]:
+    """Yields f of each name in order, running `parallel` of them at a time. An error is raised at once, and no other
+    call begins after it: a call that waits for memory may wait forever."""
+    if parallel == 1:
         yield from map(f, names)
         return
-    pool = ThreadPoolExecutor(beside)
+    pool = ThreadPoolExecutor(parallel)
     futures = [pool.submit(copy_context().run, f, name) for name in names]
     try:
         for future in futures:

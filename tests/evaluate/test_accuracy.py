@@ -265,7 +265,7 @@ def test_a_killed_run_goes_on_where_it_stopped(checkpoint, task, finished, tmp_p
 
 
 def test_caches_beside_one_another_answer_as_each_alone(checkpoint, task, finished, tmp_path):
-    cells = whole_run(checkpoint, task, tmp_path, beside=3)
+    cells = whole_run(checkpoint, task, tmp_path, parallel=3)
     for name, cell in finished[1].items():
         assert answers(cells[name]) == answers(cell)
         np.testing.assert_allclose(cells[name].attended, cell.attended, rtol=1e-6)
@@ -294,7 +294,7 @@ def test_an_error_beside_others_ends_the_run_and_keeps_what_was_done(checkpoint,
 
     monkeypatch.setattr(accuracy, "_decode", failing)
     with pytest.raises(MemoryError, match="no room"):
-        whole_run(checkpoint, task, tmp_path, beside=2)
+        whole_run(checkpoint, task, tmp_path, parallel=2)
     assert len(seen) <= 3, "nothing begins after an error but what was about to"
     monkeypatch.setattr(accuracy, "_decode", real)
     cells = whole_run(checkpoint, task, tmp_path)
@@ -348,9 +348,9 @@ def test_prompts_are_dropped_before_the_next_ones_are_read(checkpoint, task, mon
         return logits, cache
 
     monkeypatch.setattr(prompt, "read", read)
-    for beside in (1, 2):
+    for parallel in (1, 2):
         made = prepare(checkpoint, task, {"full": CACHES["full"], "snapkv@40": CACHES["snapkv@40"]}, dtype="float32")
-        plan.run(checkpoint, made, accuracy.answer, batch=2, beside=beside)
+        plan.run(checkpoint, made, accuracy.answer, batch=2, parallel=parallel)
     assert len(seen) > 8
 
 
@@ -609,8 +609,8 @@ def test_what_a_comparison_cannot_take_is_named(checkpoint, tmp_path):
         kvjax.evaluate.compare(checkpoint.model, "pass_key", ["full"])
     with pytest.raises(ValueError, match=r"lengths=\.\.\.\) must be a list of integers, as \[512, 1024\], got 512"):
         kvjax.evaluate.compare(checkpoint, "pass_key", ["full"], lengths=512)
-    with pytest.raises(ValueError, match="beside must be at least 1, got 0"):
-        evaluate(checkpoint, Copy(), {"full": CACHES["full"]}, beside=0)
+    with pytest.raises(ValueError, match="parallel must be at least 1, got 0"):
+        evaluate(checkpoint, Copy(), {"full": CACHES["full"]}, parallel=0)
     with pytest.raises(ValueError, match=r"nothing\.txt: there is no such file"):
         kvjax.evaluate.compare(checkpoint, "pass_key", ["full"], text=str(tmp_path / "nothing.txt"))
 

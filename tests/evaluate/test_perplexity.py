@@ -37,7 +37,7 @@ def checkpoint(directory):
 def cells(checkpoint):
     """Full after 24 and 40 tokens; after 40, FIER with 12 tokens a step and FIER with all."""
     first = perplexity(checkpoint, TEXT, ["full"], BOTH)[:1]
-    return first + perplexity(checkpoint, TEXT, ["full", SMALL, f"{SMALL},budget=64"], SETTING, beside=2)
+    return first + perplexity(checkpoint, TEXT, ["full", SMALL, f"{SMALL},budget=64"], SETTING, parallel=2)
 
 
 def of(cells, cache, length):
