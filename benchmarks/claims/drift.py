@@ -27,13 +27,14 @@ from kvjax.evaluate.live import Live
 from kvjax.evaluate.recall import Reads, reads
 from kvjax.evaluate.store import Progress
 from kvjax.selection import GroupReduce, require_group_reduce
-from kvjax.selectors import Exact, MinMaxPages, Nucleus, Paris, Selector
+from kvjax.selectors import Exact, MinMaxPages, Nucleus, Paris, ProductCodes, Selector
 from kvjax.selectors.paris import TIERS
 from kvjax.spec import CacheSpec, require_int
 
 By = Literal["products", "votes"]
 TOP = 100  # ParisKV's k
 PAGE = 16  # of Quest
+BLOCK = 1024  # of kvjax's PQCache
 
 
 class Codebook(NamedTuple):
@@ -193,8 +194,9 @@ def drift(
 
     "prompt" learns centroids from the prompt alone, "anew" from all of the history at each run of steps. Recall is that
     of 100 tokens that the whole index selects, or of `candidates` tokens by votes alone (names with "candidates").
-    "k-means" has ParisKV's subspaces of 8 channels with 256 centroids each; "PQCache" has 2 with 64. "Quest" reads the
-    whole pages that fit in 100 tokens, and its pages do not age; "exact" selects by the true scores.
+    "k-means" has ParisKV's subspaces of 8 channels with 256 centroids each; "PQCache" has 2 with 64. "PQCache, by
+    block" is kvjax's: each block of tokens has its own centroids, and tokens that do not fill one are scored exactly.
+    "Quest" reads the whole pages that fit in 100 tokens, and its pages do not age; "exact" selects by the true scores.
     """
     full = int(live.lengths[-1])
     many = {"chosen": min(candidates, full - 132)}
@@ -213,6 +215,8 @@ def drift(
     }
     for name, made in learnt.items():
         cases |= {f"{name}, prompt": (made, prompt), f"{name}, anew": (made, None)}
+    codes = ProductCodes(learn=BLOCK, group_reduce="mean_query")
+    cases["PQCache, by block"] = replace(policy(codes), demote=Fifo(leave=BLOCK)), prompt
     found = {}
     for done, (name, (made, first)) in enumerate(cases.items()):
         if progress is not None:

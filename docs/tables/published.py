@@ -191,6 +191,7 @@ def drift() -> str:
         "k-means, anew": "k-means, learnt again",
         "PQCache, prompt": "PQCache",
         "PQCache, anew": "PQCache, learnt again",
+        "PQCache, by block": "PQCache, learnt from each 1024",
         "Quest": "Quest",
     }
     rows = [[name, *(short(found[case]["by_length"][n]["recall"]) for n in lengths)] for case, name in names.items()]
