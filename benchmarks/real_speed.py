@@ -94,13 +94,16 @@ def repeated(read: Cache, times: int) -> Iterator[LayerCache]:
         yield replace(layer, state=state, spec=replace(layer.spec, batch=times * layer.spec.batch))
 
 
+def empty(checkpoint: Checkpoint, policies: PerLayer, batch: int, capacity: int) -> Cache:
+    model = checkpoint.model
+    return init(policies, model.spec(batch=batch, capacity=capacity), layers=model.config.layers)
+
+
 def first_token(checkpoint: Checkpoint, policies: PerLayer, tokens: np.ndarray, capacity: int) -> float:
     """Seconds from a prompt i32[1, T] to the logits after it, with those to compile if it is the first call."""
-    model = checkpoint.model
-    cache = init(policies, model.spec(batch=1, capacity=capacity), layers=model.config.layers)
-    jax.block_until_ready(cache)
+    cache = jax.block_until_ready(empty(checkpoint, policies, 1, capacity))
     begin = time.perf_counter()
-    jax.block_until_ready(prefill(model, cache, tokens, first_chunk=True))
+    jax.block_until_ready(prefill(checkpoint.model, cache, tokens, first_chunk=True))
     return time.perf_counter() - begin
 
 
@@ -133,12 +136,6 @@ def decode(
     times, capacity = batch // len(tokens), capacity_for(length, given)
     logits = jnp.tile(logits, (times, 1))
 
-    def empty(name: str) -> Cache:
-        return init(policies[name], checkpoint.model.spec(batch=batch, capacity=capacity), layers=len(read.layers))
-
-    def stored(name: str) -> Cache:
-        return prompt.store(checkpoint, repeated(read, times), policies[name], capacity)
-
     def begin(cache: Cache) -> Stream:
         return Stream(checkpoint.model, cache, logits, given.block + given.steps, Sampling(), None, ENDLESS)
 
@@ -158,13 +155,14 @@ def decode(
         programs = []
         for name in policies:
             with out_of_memory_told({}):
-                programs.append(pool.submit(begin(empty(name)).lower(given.block).compile))
+                lowered = begin(empty(checkpoint, policies[name], batch, capacity)).lower(given.block)
+                programs.append(pool.submit(lowered.compile))
         for program in programs:
             with out_of_memory_told({}):  # alone it may fit; else it says so below
                 program.result()
     for name, row in rows.items():
         with out_of_memory_told(row):
-            run = begin(stored(name))
+            run = begin(prompt.store(checkpoint, repeated(read, times), policies[name], capacity))
             run.advance(given.block)
             row |= time_steps(run, given.block)
             size = nbytes(run.cache)
@@ -183,12 +181,12 @@ def read_first(
 ) -> None:
     """TTFT of every method at one length, one row; `keep` takes a method and its seconds, the median of three."""
     tokens = excerpts(checkpoint, given.text, length, 1)
-    model, capacity = checkpoint.model, capacity_for(length, given)
+    capacity = capacity_for(length, given)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         programs = []
         for made in policies.values():
-            empty = init(made, model.spec(batch=1, capacity=capacity), layers=model.config.layers)
-            programs += [pool.submit(one.compile) for one in lower_prefill(model, empty, length)]
+            cache = empty(checkpoint, made, 1, capacity)
+            programs += [pool.submit(one.compile) for one in lower_prefill(checkpoint.model, cache, length)]
         for program in programs:
             program.result()
     for name, made in policies.items():

@@ -64,7 +64,7 @@ REGISTRY: dict[str, Preset] = {
             "ArkVale 2024",
         ),
         Preset("magicpig", magicpig, "all tokens, and key hashes; attends to a weighted sample", "MagicPIG 2024"),
-        Preset("pqcache", pqcache, "all tokens, and keys in 2 bytes; attends to the budget", "PQCache 2024"),
+        Preset("pqcache", pqcache, "all tokens, and product codes of keys; attends to the budget", "PQCache 2024"),
         Preset(
             "shadowkv",
             shadowkv,
