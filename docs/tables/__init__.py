@@ -27,7 +27,7 @@ TABLES: dict[str, Callable[[], str]] = {
         quality.method_perplexities, quality.perplexities, quality.tokens_read,
         methods.methods, methods.low_rank, methods.coverage,
         published.real_needles, published.real_pass_keys, published.small_pass_keys,
-        published.real_others, published.real_gsm8k, published.rounding,
+        published.real_others, published.real_known, published.real_gsm8k, published.rounding,
         published.real_ruler, published.real_perplexities, published.real_long_generation,
         published.small_long_generation, published.drift,
         published.small_perplexities,

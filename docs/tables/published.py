@@ -55,7 +55,11 @@ def real_others() -> str:
     budgets = sorted({budget for by in found.values() for budget in by if budget is not None})
 
     def told(name: str | None) -> str:
-        return "" if name is None else f"{mean_of(needles[name])} / {mean_of(keys[name])}"
+        return "" if name is None else " / ".join(one_of(scores.get(name)) for scores in (needles, keys))
+
+    def one_of(score: dict[str, Any] | None) -> str:
+        few = "" if score is None or score["n"] >= 100 else f" ({score['n']})"
+        return f"{mean_of(score)}{few}"
 
     def one(by: dict[int | None, str]) -> dict[str, Any]:
         return needles[by.get(None) or by[1024]]
@@ -65,6 +69,22 @@ def real_others() -> str:
         for cache, by in sorted(found.items(), key=lambda item: -one(item[1])["mean"])
     ]
     return markdown(["cache", "its own", *map(str, budgets), "tokens read"], rows)
+
+
+def real_known() -> str:
+    """Needles and pass keys at two budgets if the question is part of the prompt, and if it comes later."""
+    found = load_scores("eval_qwen")
+    tasks = {"needles": NEEDLES, "pass keys": PASS_KEYS}
+    columns = [(what, budget) for what in tasks for budget in (256, 1024)]
+
+    def both(cache: str, what: str, budget: int) -> list[str]:
+        known, later = (found[task] for task in (tasks[what].replace("decoded", "prefilled"), tasks[what]))
+        name = cache if cache in known else f"{cache}@{budget}"
+        return [mean_of(scores.get(name)) for scores in (known, later)]
+
+    caches = dict.fromkeys(name.partition("@")[0] for name in found[NEEDLES.replace("decoded", "prefilled")])
+    rows = [[f"`{cache}`", *(cell for column in columns for cell in both(cache, *column))] for cache in caches]
+    return markdown(["cache", *(cell for what, budget in columns for cell in (f"{what}, {budget}", "later"))], rows)
 
 
 def small_pass_keys() -> str:
@@ -181,9 +201,9 @@ def _by_quarter(name: str) -> str:
 
 
 def drift() -> str:
-    """Recall of the 100 best keys while a model writes, by the tokens so far."""
-    found = load_results("measure_drift")
-    lengths = list(found["Paris"]["by_length"])[::2]
+    """Recall of the 100 best keys while each of two models writes, by the tokens so far."""
+    both = [load_results(name) for name in ("measure_drift_qwen", "measure_drift")]
+    lengths = list(both[0]["Paris"]["by_length"])[::2]
     names = {
         "Paris": "ParisKV",
         "Paris, all reranked": "ParisKV, all keys reranked",
@@ -194,8 +214,11 @@ def drift() -> str:
         "PQCache, by block": "PQCache, learnt from each 1024",
         "Quest": "Quest",
     }
-    rows = [[name, *(short(found[case]["by_length"][n]["recall"]) for n in lengths)] for case, name in names.items()]
-    return markdown(["index", *lengths], rows)
+    rows = [
+        [name, *(short(found[case]["by_length"][n]["recall"]) for found in both for n in lengths)]
+        for case, name in names.items()
+    ]
+    return markdown(["index", *(f"{model}{n}" for model in ("Qwen, ", "SmolLM2, ") for n in lengths)], rows)
 
 
 def real_recall() -> str:
