@@ -17,6 +17,7 @@ from kvjax.reductions import sum_pairs
 from kvjax.spec import CacheSpec, keep_int
 
 WORD = 32  # tables per word
+TILE = 8  # most keys whose words lie side by side: 32 bytes, which a GPU reads at once
 MOST_BITS, MOST_TABLES = 32, 4096  # a hash of more bits collides with nothing; more tables take longer than attention
 CENTRES = 16  # for any capacity, so that `kvjax.grow` copies them as they are
 
@@ -24,7 +25,7 @@ CENTRES = 16  # for any capacity, so that `kvjax.grow` copies them as they are
 class HashIndex(NamedTuple):
     """Hashes of centred keys. Bit t % 32 of word (j, t // 32) is bit j of a key's hash in table t."""
 
-    words: Array  # u32[B, K, S, bits * ceil(tables / 32)]
+    words: Array  # u32[B, K, S / tile, bits * ceil(tables / 32), tile]
     total: Array  # f32[B, K D] sum of the keys in the history; flat, because it has no slots
     centres: Array  # f32[B, K CENTRES D] centre j is the mean of the first 2**j blocks of `learn` keys
 
@@ -81,7 +82,7 @@ class SimHash:
     def init(self, spec: CacheSpec, slots: int) -> HashIndex:
         B, K, D = spec.batch, spec.kv_heads, spec.head_dim
         return HashIndex(
-            jnp.zeros((B, K, slots, self.bits * self._words), jnp.uint32),
+            jnp.zeros((B, K, slots // self.tile, self.bits * self._words, self.tile), jnp.uint32),
             jnp.zeros((B, K * D), jnp.float32),
             jnp.zeros((B, K * CENTRES * D), jnp.float32),
         )
@@ -107,21 +108,22 @@ class SimHash:
             return self._hash(keys - self._centres_of(centres, place[:, None], keys.shape))
 
         blocks = jnp.moveaxis(k.reshape(B, K, -1, block, D), 2, 0), jnp.moveaxis(place.reshape(B, -1, block), 1, 0)
-        words = jnp.moveaxis(lax.map(hash_block, blocks), 0, 2).reshape(B, K, T, -1)
-        return HashIndex(write(ix.words, words, at, count), total, centres)
+        words = jnp.moveaxis(lax.map(hash_block, blocks), 0, 2).reshape(B, K, T // self.tile, self.tile, -1)
+        words = write(ix.words, jnp.swapaxes(words, 3, 4), at // self.tile, count // self.tile)
+        return HashIndex(words, total, centres)
 
     def collisions(self, ix: HashIndex, q: Array) -> Array:
         """i32[B, K, G, S]: tables in which a key has the hash of the query, q [B, K, G, D]."""
         query, W, last = self._hash(q.astype(jnp.float32)), self._words, self.tables % WORD
-        total = jnp.zeros((*q.shape[:3], ix.words.shape[2]), jnp.uint32)
+        total = jnp.zeros((*q.shape[:3], ix.words.shape[2], self.tile), jnp.uint32)
         for w in range(W):
             unlike = jnp.zeros_like(total)
             for j in range(self.bits):
                 at = j * W + w
-                unlike |= ix.words[:, :, None, :, at] ^ query[:, :, :, None, at]
+                unlike |= ix.words[:, :, None, :, at] ^ query[:, :, :, None, None, at]
             tables = jnp.uint32(2**last - 1 if w == W - 1 and last else 2**WORD - 1)
             total += lax.population_count(~unlike & tables)
-        return total.astype(jnp.int32)
+        return total.astype(jnp.int32).reshape(*q.shape[:3], -1)
 
     def log_probability(self, ix: HashIndex, q: Array, k: Array, place: Array) -> Array:
         """f32[B, K, G, M]: log of the probability that a query of q [B, K, G, D] samples keys k [B, K, G, M, D].
@@ -150,6 +152,11 @@ class SimHash:
         # If collisions are rare, the sum of the lower counts is near 1, so the upper ones are summed instead.
         rare = terms(range(n, min(n + 12, L + 1)))
         return jnp.where(x * L < n, rare, jnp.maximum(1 - terms(range(n)), 1e-30))
+
+    @property
+    def tile(self) -> int:
+        """Keys whose words lie side by side; keys are stored in whole tiles."""
+        return math.gcd(self.learn, TILE)
 
     @property
     def _words(self) -> int:

@@ -175,7 +175,13 @@ class Sampled(Zoned):
         )
 
     def over_context(self, axis: Axis, parts: int) -> StripedSampled:
-        part = super().over_context(axis, parts)
+        part, tile = super().over_context(axis, parts), self.hashing.tile
+        if part.store.stripes.tokens % tile:
+            raise ValueError(
+                f"Placement(context={axis!r}) gives each of {parts} devices {part.store.stripes.tokens} tokens of a "
+                f"chunk of {self.demote.leave}, but {self.hashing} stores hashes of {tile} tokens together; use chunks "
+                f"of a multiple of {tile * parts} tokens (`chunk` of a preset)"
+            )
         return StripedSampled(**{field.name: getattr(part, field.name) for field in fields(part)})
 
     def bytes_per_token(self, spec: CacheSpec) -> float:

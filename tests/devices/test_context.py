@@ -68,7 +68,7 @@ CASES: dict[str, tuple[kvjax.Policy, Placement, int | None]] = {
         WINDOW,
     ),
     "paris": (Retrieval(selector=Paris(candidates=30), budget=24, **ZONES), THREE, None),
-    "magicpig in a window": (MAGICPIG, along(4), WINDOW),
+    "magicpig in a window": (MAGICPIG, along(2), WINDOW),
 }
 
 MORE: dict[str, tuple[kvjax.Policy, Placement, int | None]] = {
@@ -353,6 +353,7 @@ def test_owner_off_by_one_is_noticed(runs: Any, monkeypatch: pytest.MonkeyPatch)
     [
         (FIER, 8, r"Fier\(group=4\) does not divide .* of 2"),
         (FIER, 3, r"cannot split chunks of 16 tokens evenly over 3 devices.* leave a multiple of 3"),
+        (MAGICPIG, 4, r"each of 4 devices 4 tokens of a chunk of 16.*hashes of 8 tokens together.*a multiple of 32"),
         (Retrieval(selector=MinMaxPages(page=8), budget=32, **ZONES), 4, "would cut pages of 8; .* multiple of 32"),
         (dataclasses.replace(FIER, store=HotSet(tokens=64)), 2, "keeps selected tokens on one device"),
         (kvjax.PerHead(heads=(1,), selected=Full(), others=FIER), 2, "grows with the capacity and has no over_context"),
