@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -154,13 +155,28 @@ def test_keeps_the_positions_that_the_rule_keeps_of_a_whole_prompt(rule: str, gr
             np.testing.assert_allclose(np.asarray(out)[b, 0, :group], want, atol=1e-5)
 
 
-@pytest.mark.parametrize("rule", ["observation", "heavy hitter"])
-def test_queries_of_a_prompt_vote_in_several_blocks(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def sums_of_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Prompts take the sums of their softmaxes from attention, as on a GPU."""
+    monkeypatch.setattr(evicting, "takes_cudnn", lambda dtype, head_dim: True)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("rule", ["observation", "heavy hitter", "heavy hitter, by the sums of attention"])
+def test_queries_of_a_prompt_vote_in_several_blocks(
+    rule: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """A window cuts the first of its blocks; all queries come in parts that see the keys before their end only."""
+    rule, _, sums = rule.partition(", ")
+    if sums:
+        request.getfixturevalue("sums_of_attention")
     monkeypatch.setattr(evicting, "QUERIES", 4)
     tokens, lengths = drive.random_tokens(SPEC), np.array([60, 41, 5])
     cache = kvjax.init_layer(Evicting(evictor=EVICTORS[rule], budget=BUDGET), SPEC)
-    prompt = (a[:, :60] for a in (tokens.q, tokens.k, tokens.v))
+    came = (np.arange(60) < lengths[:, None])[..., None, None]
+    prompt = [np.where(came, a[:, :60], np.nan) for a in (tokens.q, tokens.k, tokens.v)]
     _, cache = jax.jit(lambda cache, *qkv: kvjax.attention(cache, *qkv, lengths=lengths))(cache, *prompt)
     wanted = rows(rule, tokens, lengths, 60)
     assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted]
@@ -169,6 +185,19 @@ def test_queries_of_a_prompt_vote_in_several_blocks(rule: str, monkeypatch: pyte
             for head, held in enumerate(row):
                 want = [wanted[b].kept[head][p] for p in held]
                 np.testing.assert_allclose(cache.state.evidence[b, head, : len(held)], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_sums_of_attention_include_what_is_held(window: int | None, sums_of_attention: None) -> None:
+    """Ragged prompts in chunks that grow past the budget."""
+    tokens, lengths = drive.random_tokens(SPEC), np.array([101, 49, 3])
+    cache = kvjax.init_layer(Evicting(evictor=EVICTORS["heavy hitter"], budget=BUDGET), SPEC)
+    prefill = jax.jit(kvjax.attention, static_argnames="window")
+    for first in range(0, 101, 16):
+        chunk = tokens.at(np.broadcast_to(first + np.arange(16), (3, 16)))
+        _, cache = prefill(cache, *chunk, lengths=np.clip(lengths - first, 0, 16), window=window)
+    wanted = rows("heavy hitter", tokens, lengths, 16, window)
+    assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted]
 
 
 def test_a_chunk_of_a_prompt_sees_what_is_held_within_its_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,12 @@ from kvjax.partial import (
     PartialAttention,
     Span,
     attend_part,
+    attention_logits,
     keep_valid,
     merge,
     softmax_weights,
 )
-from kvjax.prompt import attend_zone
+from kvjax.prompt import attend_own, attend_zone, takes_cudnn
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.validation import check_verbs
@@ -166,6 +167,12 @@ class Evicting:
         query_position = jnp.where(votes_too, st.length[:, None] + at, -1)
         keys = jnp.concatenate([st.tokens.k, k.astype(st.tokens.k.dtype)], axis=2)
         position = jnp.concatenate([self._positions(st), self._coming(st, lengths, T)], axis=2)
+        lse = None
+        if voters is None and takes_cudnn(keys.dtype, keys.shape[3]):
+            # cuDNN's sums over the keys take less time than a softmax in JAX, which reads and writes all logits.
+            real = keep_valid(k, (jnp.arange(T)[None] < lengths[:, None])[:, None])
+            parts = attend_own(q, real, real, scale=scale, window=window), self._attend_kept(st, q, scale, window)
+            lse = jnp.take_along_axis(merge(*parts).lse.reshape(q.shape[:4]), jnp.maximum(at, 0)[:, None, None], axis=3)
 
         def count(i: Array, votes: Array) -> Array:
             L = votes.shape[3]
@@ -173,7 +180,8 @@ class Evicting:
             here = lax.dynamic_slice_in_dim(query_position, i * block, block, axis=1)
             first, at = lowest_visible(here, window), position[:, :, None, :L]
             seen = (at <= here[:, None, :, None]) & (at >= first[:, None, :, None]) & (at >= 0)
-            return votes + _sum_weights(qb, keys[:, :, :L], seen, scale)
+            known = None if lse is None else lax.dynamic_slice_in_dim(lse, i * block, block, axis=3)
+            return votes + _sum_weights(qb, keys[:, :, :L], seen, scale, known)
 
         (B, K, L), blocks = position.shape, padded_count // block
         votes = vary_with(jnp.zeros((B, K, q.shape[2], L), jnp.float32), queries, keys, query_position, position)
@@ -244,6 +252,12 @@ class Evicting:
     def attend_stored(
         self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
     ) -> PartialAttention:
+        return self._attend_kept(st, q, scale, window)
+
+    # ---------------------------------------------------------------------------------------------------------- parts
+
+    def _attend_kept(self, st: EvictingState, q: Array, scale: float, window: int | None) -> PartialAttention:
+        """Attention of a chunk's queries q [B, K, G, T, D] to the slots."""
         first = chunk_starts(st.length, q.shape[3], window)
         B, K, G, T, D = q.shape
         if moved := self._renumbered:
@@ -262,8 +276,6 @@ class Evicting:
             mask = (here >= first) & (here >= 0)
             parts.append(attend_part(q.reshape(B, K, G * T, D), k, v, mask, scale=scale))
         return merge(*parts)
-
-    # ---------------------------------------------------------------------------------------------------------- parts
 
     @property
     def _renumbered(self) -> int:
@@ -345,10 +357,14 @@ class Evicting:
         return 0.0
 
 
-def _sum_weights(q: Array, k: Array, seen: Array, scale: float) -> Array:
+def _sum_weights(q: Array, k: Array, seen: Array, scale: float, lse: Array | None) -> Array:
     """f32[B, K, G, L]: softmax weights of q [B, K, G, T, D] over k [B, K, L, D] where `seen` bool[B, K, T, L], summed
-    over T."""
+    over T. `lse` f32[B, K, G, T] has the logarithms of the sums over L, if they are known."""
     B, K, G, T, D = q.shape
     L = k.shape[2]
-    mask = jnp.broadcast_to(seen[:, :, None], (B, K, G, T, L)).reshape(B, K, -1, L)
-    return jnp.sum(softmax_weights(q.reshape(B, K, -1, D), k, mask, scale=scale).reshape(B, K, G, T, L), axis=3)
+    rows, mask = q.reshape(B, K, -1, D), jnp.broadcast_to(seen[:, :, None], (B, K, G, T, L)).reshape(B, K, -1, L)
+    if lse is None:
+        weights = softmax_weights(rows, k, mask, scale=scale)
+    else:
+        weights = jnp.where(mask, jnp.exp(attention_logits(rows, k, scale) - lse.reshape(B, K, -1, 1)), 0.0)
+    return jnp.sum(weights.reshape(B, K, G, T, L), axis=3)

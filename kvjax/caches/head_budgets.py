@@ -90,12 +90,10 @@ class HeadBudgets(Evicting):
         largest = jnp.maximum(st.tokens.count, jnp.max(counts, axis=1))  # of the old count, whose buffer it reuses
         return replace(new, head_counts=counts, tokens=replace(new.tokens, count=largest))
 
-    def attend_stored(
-        self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
-        return super().attend_stored(st, q, scale=scale, window=ALL if window is None else window)
-
     # ---------------------------------------------------------------------------------------------------------- parts
+
+    def _attend_kept(self, st: EvictingState, q: Array, scale: float, window: int | None) -> PartialAttention:
+        return super()._attend_kept(st, q, scale, ALL if window is None else window)
 
     def _attend_held(self, st: EvictingState, q: Array, *, scale: float) -> Array:
         assert isinstance(st, HeadBudgetsState)

@@ -119,7 +119,7 @@ class Mixed(Evicting):
     ) -> PartialAttention:
         assert isinstance(st, MixedState)
         self._check_window(window)
-        exact = super().attend_stored(st, q, scale=scale)
+        exact = self._attend_kept(st, q, scale, None)
         low = self.store.attend_chunk(st.low, q, None, scale=scale)
         return merge(exact, low, attend_zone(q, st.pending.k, st.pending.v, None, st.pending.count, scale=scale))
 
