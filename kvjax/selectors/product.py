@@ -16,6 +16,8 @@ from kvjax.selection import GroupReduce, require_group_reduce
 from kvjax.selectors.striped import StripedSelector
 from kvjax.spec import CacheSpec, keep_int
 
+TOGETHER = 8  # blocks of all rows that are learnt at once: one block of one row is too little work for a GPU
+
 
 class ProductIndex(NamedTuple):
     """The codes of keys, one centroid for each part of a key."""
@@ -92,7 +94,8 @@ class ProductCodes:
             books = self._learn(points).astype(ix.centroids.dtype)
             return _nearest(points, books.astype(jnp.float32)), books
 
-        codes, books = lax.map(encode, blocks)  # [blocks, B, K, m, learn] and [blocks, B, K, m, C, D/m]
+        # [blocks, B, K, m, learn] and [blocks, B, K, m, C, D/m]
+        codes, books = lax.map(encode, blocks, batch_size=max(TOGETHER // B, 1))
         codes = jnp.swapaxes(jnp.moveaxis(codes, 0, 3).reshape(B, K, self.parts, T), 2, 3)
         books = jnp.transpose(books, (1, 2, 0, 4, 3, 5)).reshape(B, K, T // self.learn, -1)
         centroids = write(ix.centroids, books, at // self.learn, count // self.learn)
