@@ -17,6 +17,7 @@ from kvjax.reductions import sum_pairs
 from kvjax.spec import CacheSpec, keep_int
 
 WORD = 32  # tables per word
+TOGETHER = 256  # keys that are hashed at once; always so many, because a product's last bits depend on its shape
 TILE = 8  # most keys whose words lie side by side: 32 bytes, which a GPU reads at once
 MOST_BITS, MOST_TABLES = 32, 4096  # a hash of more bits collides with nothing; more tables take longer than attention
 CENTRES = 16  # for any capacity, so that `kvjax.grow` copies them as they are
@@ -95,22 +96,25 @@ class SimHash:
         """
         k = lax.stop_gradient(k).astype(jnp.float32)
         total, centres = self._add(ix, k, at, count)
-        block = self.learn
         if stripes is not None:
-            k, block, at, count = stripes.own(k), stripes.tokens, at // stripes.parts, count // stripes.parts
-        B, K, T, D = k.shape
+            k, at, count = stripes.own(k), at // stripes.parts, count // stripes.parts
+        B, K, T, _ = k.shape
         place = at[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
         if stripes is not None:
             place = stripes.place(place)
 
-        def hash_block(part: tuple[Array, Array]) -> Array:
-            keys, place = part
-            return self._hash(keys - self._centres_of(centres, place[:, None], keys.shape))
+        more = -T % TOGETHER
+        k, place = jnp.pad(k, ((0, 0), (0, 0), (0, more), (0, 0))), jnp.pad(place, ((0, 0), (0, more)))
 
-        blocks = jnp.moveaxis(k.reshape(B, K, -1, block, D), 2, 0), jnp.moveaxis(place.reshape(B, -1, block), 1, 0)
-        words = jnp.moveaxis(lax.map(hash_block, blocks), 0, 2).reshape(B, K, T // self.tile, self.tile, -1)
-        words = write(ix.words, jnp.swapaxes(words, 3, 4), at // self.tile, count // self.tile)
-        return HashIndex(words, total, centres)
+        def hash_some(first: Array) -> Array:
+            keys = lax.dynamic_slice_in_dim(k, first, TOGETHER, axis=2)
+            here = lax.dynamic_slice_in_dim(place, first, TOGETHER, axis=1)
+            return self._hash(keys - self._centres_of(centres, here[:, None], keys.shape))
+
+        words = lax.map(hash_some, jnp.arange(0, T + more, TOGETHER, dtype=jnp.int32))
+        words = jnp.moveaxis(words, 0, 2).reshape(B, K, T + more, -1)[:, :, :T]
+        words = jnp.swapaxes(words.reshape(B, K, T // self.tile, self.tile, -1), 3, 4)
+        return HashIndex(write(ix.words, words, at // self.tile, count // self.tile), total, centres)
 
     def collisions(self, ix: HashIndex, q: Array) -> Array:
         """i32[B, K, G, S]: tables in which a key has the hash of the query, q [B, K, G, D]."""
