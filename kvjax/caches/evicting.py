@@ -168,7 +168,7 @@ class Evicting:
         keys = jnp.concatenate([st.tokens.k, k.astype(st.tokens.k.dtype)], axis=2)
         position = jnp.concatenate([self._positions(st), self._coming(st, lengths, T)], axis=2)
         lse = None
-        if voters is None and takes_cudnn(keys.dtype, keys.shape[3]):
+        if voters is None and T > QUERIES and takes_cudnn(keys.dtype, keys.shape[3]):
             # cuDNN's sums over the keys take less time than a softmax in JAX, which reads and writes all logits.
             real = keep_valid(k, (jnp.arange(T)[None] < lengths[:, None])[:, None])
             parts = attend_own(q, real, real, scale=scale, window=window), self._attend_kept(st, q, scale, window)
