@@ -119,8 +119,9 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
     prefix = _with_policies_of(cache, prefix)
     if _kinds(cache) != _kinds(prefix):
         raise ValueError(
-            f"insert needs a prefix of the same layers, policies, capacity and dtype; got {_summary(prefix)} for "
-            f"{_summary(cache)}; make it like the cache, with the spec dataclasses.replace(cache.spec, batch=1)"
+            "insert needs a prefix of the same layers, policies, capacity and dtype; "
+            f"{'; '.join(_unlike(prefix, cache))}; make it like the cache, with the spec "
+            "dataclasses.replace(cache.spec, batch=1)"
         )
     if prefix.spec.batch != 1:
         raise ValueError(f"insert takes one row: the prefix must have batch 1, got {prefix.spec.batch}")
@@ -243,6 +244,11 @@ def _kinds(cache: Any) -> list[Any]:
     return [(layer.policy, dataclasses.replace(layer.spec, batch=1)) for layer in layers_of(cache)]
 
 
-def _summary(cache: Any) -> str:
-    layers = layers_of(cache)
-    return f"{len(layers)} layers of {layers[-1].policy} for {layers[-1].spec}"
+def _unlike(prefix: Any, cache: Any) -> list[str]:
+    """Where policies and specs of two caches differ, without the batch, as text."""
+    from kvjax.saving import describe, differences, told_once  # imports Orbax, which takes seconds
+
+    one, other = ({"layers": describe(each)["layers"]} for each in (prefix, cache))
+    for layer in one["layers"] + other["layers"]:
+        layer["spec"].pop("batch")
+    return told_once(differences(one, other, names=("in the prefix", "in the cache")))

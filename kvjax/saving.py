@@ -248,31 +248,31 @@ def describe(cache: Cache | LayerCache) -> dict[str, Any]:
     }
 
 
-def differences(saved: Any, wanted: Any, where: str = "") -> list[str]:
-    """Every place at which two descriptions differ, as text.
+def differences(
+    saved: Any, wanted: Any, where: str = "", *, names: tuple[str, str] = ("in the save", "wanted")
+) -> list[str]:
+    """Every place at which two descriptions differ, as text; `names` says what they are of.
 
     >>> differences({"a": {"budget": 64}, "b": 1}, {"a": {"budget": 128}, "b": 1})
     ['a.budget is 64 in the save, 128 wanted']
     >>> differences({"policy": {"kind": "Full"}}, {"policy": {"kind": "Retrieval", "budget": 128}})
     ['policy.kind is Full in the save, Retrieval wanted']
     """
+    one, other = names
     if isinstance(saved, dict) and isinstance(wanted, dict):
         if saved.get("kind") != wanted.get("kind"):  # their fields are not comparable
-            return [f"{where}.kind is {saved.get('kind')} in the save, {wanted.get('kind')} wanted"]
-        names = dict.fromkeys((*saved, *wanted))
-        parts = [
-            differences(saved.get(n, "absent"), wanted.get(n, "absent"), f"{where}.{n}" if where else n) for n in names
+            return [f"{where}.kind is {saved.get('kind')} {one}, {wanted.get('kind')} {other}"]
+        pairs = [
+            (saved.get(n, "absent"), wanted.get(n, "absent"), f"{where}.{n}" if where else n)
+            for n in dict.fromkeys((*saved, *wanted))
         ]
-        return [line for part in parts for line in part]
-    if isinstance(saved, list) and isinstance(wanted, list) and len(saved) == len(wanted):
-        return [
-            line
-            for i, (a, b) in enumerate(zip(saved, wanted, strict=True))
-            for line in differences(a, b, f"{where}[{i}]")
-        ]
-    if isinstance(saved, list) and isinstance(wanted, list):
-        return [f"{where} has {len(saved)} entries in the save, {len(wanted)} wanted"]
-    return [] if saved == wanted else [f"{where} is {saved} in the save, {wanted} wanted"]
+    elif isinstance(saved, list) and isinstance(wanted, list):
+        if len(saved) != len(wanted):
+            return [f"{where} has {len(saved)} entries {one}, {len(wanted)} {other}"]
+        pairs = [(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(saved, wanted, strict=True))]
+    else:
+        return [] if saved == wanted else [f"{where} is {saved} {one}, {wanted} {other}"]
+    return [line for pair in pairs for line in differences(*pair, names=names)]
 
 
 def told_once(different: list[str]) -> list[str]:

@@ -392,6 +392,10 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     # ---------------------------------------------------------------------------------------- flush, insert, overflow
     "a row that is no whole number": (lambda: insert(0.5), r"insert\(row=\.\.\.\) must be an integer, got 0\.5"),
+    "a prefix of another budget": (
+        lambda: kvjax.insert(*(layer(presets.h2o(budget, dense_layers=0).rest) for budget in (24, 9)), 0),
+        r"same layers, policies, capacity and dtype; policy\.budget is 9 in the prefix, 24 in the cache; make it like",
+    ),
     "a row by name": (lambda: insert("x"), r"insert\(row=\.\.\.\) must be an integer, such as 0, got 'x'"),
     "several rows": (lambda: insert([0]), r"insert\(row=\.\.\.\) must be an integer, got a list"),
     "a model's cache for a row of a layer's": (
