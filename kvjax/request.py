@@ -192,6 +192,10 @@ def check_fit(
     Traceback (most recent call last):
         ...
     ValueError: 100 prompt + 50 new tokens do not fit in the model's 128 positions; ask for at most 28 new tokens
+    >>> check_fit(0, 130, 50, None, 128)
+    Traceback (most recent call last):
+        ...
+    ValueError: 130 prompt + 50 new tokens do not fit in the model's 128 positions; shorten the prompt by 52 tokens
     """
     total = stored + prompt + new
     for limit, name, larger in (
@@ -199,10 +203,12 @@ def check_fit(
         (capacity, "the cache's capacity of {} tokens", f", or make the cache with capacity={total}"),
     ):
         if limit is not None and total > limit:
-            room = limit - stored - prompt
-            cure = (
-                f"ask for at most {room} new tokens" if room > 0 else f"shorten the prompt by {1 - room} tokens or more"
-            )
+            room, excess = limit - stored - prompt, total - limit
+            cure = "shorten the prompt and ask for fewer new tokens"
+            if room > 0:
+                cure = f"ask for at most {room} new tokens"
+            elif excess < prompt:
+                cure = f"shorten the prompt by {excess} tokens"
             counts = (f"{stored} stored + " if stored else "") + (f"{prompt} prompt + " if prompt else "")
             raise ValueError(f"{where}{counts}{new} new tokens do not fit in {name.format(limit)}; {cure}{larger}")
 

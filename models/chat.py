@@ -151,7 +151,9 @@ def _follow(run: Stream, answer: dict[str, Any]) -> Iterator[str]:
 
 
 def _as_message(message: Any) -> dict[str, Any]:
-    if isinstance(message, str) and message:
+    if message == "":
+        raise ValueError("the message is empty; a chat needs some text to answer")
+    if isinstance(message, str):
         return {"role": "user", "content": message}
     if isinstance(message, Mapping) and "role" in message:
         return dict(message)

@@ -524,7 +524,7 @@ def test_stream_of_text_equals_the_decoded_tokens(model):
             "row 0: 100 prompt . 29 new tokens do not fit in the cache's capacity of 128 tokens; ask for at "
             "most 28 new tokens, or make the cache with capacity=129",
         ),
-        ([[1] * 130], {}, "shorten the prompt by 3 tokens or more, or make the cache with capacity=131"),
+        ([[1] * 130], {}, "shorten the prompt by 3 tokens, or make the cache with capacity=131"),
         ([[1] * 600], dict(capacity=1000), "do not fit in the model's 600 positions; shorten the prompt by 1 "),
     ],
     ids=str,

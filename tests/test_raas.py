@@ -65,7 +65,11 @@ def test_budgets_of_a_pyramid_fall_linearly_and_keep_their_mean() -> None:
             lambda: presets.check_reaches(presets.pyramidkv(layers=8), 30, "pyramidkv"),
             r"pyramidkv\(layers=8\) shares its budget among 8 layers and the model has 30; set layers=30",
         ),
-        (lambda: presets.check_reaches(presets.pyramidkv(), 8, "pyramidkv"), r"policies for 32 layers.*layers=8"),
+        (lambda: presets.check_reaches(presets.pyramidkv(), 8, "pyramidkv"), r"among 32 layers.* has 8; set layers=8"),
+        (
+            lambda: kvjax.init(presets.pyramidkv(64), SPEC, layers=4),
+            r"among 32 layers and the model has 4; set layers=4",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(make, words: str) -> None:

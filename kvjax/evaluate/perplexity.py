@@ -36,7 +36,6 @@ from kvjax.evaluate.store import Cell, Progress
 from kvjax.evaluate.tasks import Example
 from kvjax.evaluate.tasks.weaving import first_tokens
 from kvjax.models import Checkpoint
-from kvjax.request import check_fit
 from kvjax.spec import require_int
 
 if TYPE_CHECKING:
@@ -169,8 +168,13 @@ def prepare(
 ) -> list[Plan]:
     """Makes a plan for each length: the part of `perplexity` that needs no weights, with all its errors."""
     config, lengths, steps = checkpoint.config, sorted(set(setting.lengths)), setting.steps
-    for length in lengths:
-        check_fit(0, length - 1, steps, None, config.max_positions)
+    positions, limit = lengths[-1] - 1 + steps, config.max_positions
+    if limit is not None and positions > limit:
+        shorter = f"a length of at most {limit + 1 - steps}, or " if steps <= limit else ""
+        raise ValueError(
+            f"a length of {lengths[-1]} tokens and {steps} steps need {positions} positions, and the model has "
+            f"{limit}; use {shorter}fewer steps"
+        )
     names, passages = _passages(checkpoint, text, setting, lengths[-1])
     model, plans = model_digest(checkpoint.directory), []
     for length in lengths:

@@ -150,10 +150,10 @@ def pyramidkv(
 
 @dataclass(frozen=True)
 class _Pyramid(PerLayer):
-    """Policies whose mean budget holds for this number of layers; with more layers the mean would be lower."""
+    """Policies whose mean budget holds for this number of layers only."""
 
     def check(self, layers: int, kv_heads: int | None = None) -> None:
-        if layers > (own := len(self.first) + 1):
+        if layers != (own := len(self.first) + 1):
             raise ValueError(
                 f"pyramidkv(layers={own}) shares its budget among {own} layers and the model has {layers}; set "
                 f"layers={layers}"

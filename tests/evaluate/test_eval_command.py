@@ -109,7 +109,7 @@ def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded
         (("--cache", "fier", "--group-reduce", "most"), "group_reduce"),
         (
             ("--length", "64"),
-            "at 64, question decoded, of which 8 are for the answer: length=56 has no room",
+            "at 64, question decoded has no room for the hidden lines, the question and 8 tokens of the answer; use",
         ),
         (("--length", "4K"), "do not fit in the model's 512 positions"),
         (("--samples", "0"), "samples=...) must be at least 1, got 0"),

@@ -183,7 +183,7 @@ def test_a_file_s_cells_are_not_run_again(checkpoint, cells, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"lengths": (POSITIONS,)}, f"do not fit in the model's {POSITIONS} positions"),
+        ({"lengths": (POSITIONS,), "steps": 8}, f"model has {POSITIONS}; use a length of at most {POSITIONS - 7}, or"),
         ({"lengths": (1,)}, "must be at least 2, got 1"),
         ({"lengths": ()}, "needs one or more lengths"),
         ({"passages": 400, "batch": 1}, "400 passages of 6 scored tokens after 40 need 2446: give a longer text"),

@@ -121,7 +121,7 @@ def test_a_refused_turn_leaves_the_conversation_as_it_was(checkpoint: models.Che
     before = (list(chat.messages), repr(chat))
     for bad, message in (
         ("x" * POSITIONS, "do not fit in the model's 512 positions"),
-        ("", "a message must be text"),
+        ("", "the message is empty"),
         (7, "a message must be text"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -24,7 +24,7 @@ from kvjax.evaluate.provenance import digest
 from kvjax.evaluate.tasks.files import read_text
 from kvjax.evaluate.tasks.needles import Kind
 from kvjax.evaluate.tasks.protocol import Example, Task
-from kvjax.evaluate.tasks.weaving import DOTS, Hidden, Woven, weave
+from kvjax.evaluate.tasks.weaving import DOTS, Hidden, TooShortError, Woven, weave
 from kvjax.spec import require_int
 
 FORMS: dict[str, Callable[..., Hidden]] = {
@@ -196,6 +196,11 @@ class Synthetic:
     ) -> Woven:
         try:
             return weave(tokenizer, text, self.length - self.max_new_tokens, hidden, rng, depths)
+        except TooShortError as error:
+            raise ValueError(
+                f"{self.name} has no room for the hidden lines, the question and {self.max_new_tokens} tokens of the "
+                f"answer; use a length of at least {error.least + self.max_new_tokens}"
+            ) from None
         except ValueError as error:
             raise ValueError(f"{self.name}, of which {self.max_new_tokens} are for the answer: {error}") from None
 

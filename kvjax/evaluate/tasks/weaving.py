@@ -58,6 +58,14 @@ def draw_uuids(rng: random.Random, count: int) -> list[str]:
 DOTS = " ...." * 64  # the text to weave into for forms whose lines are the whole text
 
 
+class TooShortError(ValueError):
+    """A prompt of `length` tokens has no room for what it must hold, which takes `least`."""
+
+    def __init__(self, length: int, least: int):
+        super().__init__(f"length={length} has no room for the hidden lines and the question; use at least {least}")
+        self.least = least
+
+
 def weave(
     tokenizer: Any,
     text: str | Sequence[int] | np.ndarray,
@@ -81,9 +89,7 @@ def weave(
     out = first_tokens(tokenizer)
     room = length - len(out) - len(end) - sum(map(len, lines))
     if room < 0:
-        raise ValueError(
-            f"length={length} has no room for the hidden lines and the question; use at least {length - room}"
-        )
+        raise TooShortError(length, length - room)
     if depths is None:
         places = sorted(rng.randint(0, room) for _ in lines)
     else:
