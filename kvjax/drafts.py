@@ -25,14 +25,14 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax.attention import MOST_STEPS
-from kvjax.cache import Cache, init
+from kvjax.cache import Cache, flushed, init
 from kvjax.caches import Full, PerLayer, Policy, Reversible
 from kvjax.flushing import flush
 from kvjax.indexing import put_last
 from kvjax.placement import call_model
 from kvjax.reading import prefill
 from kvjax.request import check_model, vocabulary_size
-from kvjax.rows import rollback
+from kvjax.rows import rollback, room
 from kvjax.spec import require_int
 
 Draw = Callable[[Array, Array | int], Array]
@@ -240,16 +240,20 @@ class _ModelDrafter:
         return dataclasses.replace(self, cache=cache, length=length)
 
     def propose(self, token: Array, active: Array, draw: Draw) -> tuple[Array, Array, _ModelDrafter]:
+        start = flush(self.cache)
+        free = room(start)  # a flush within a draft could not be taken back
+
         def feed(carry: tuple[Cache, Array], i: Array) -> tuple[tuple[Cache, Array], Array]:
             cache, token = carry
-            logits, cache = call_model(self.model, token[:, None], flush(cache), active=active, last_logits=True)
+            fed = active & (i <= free)
+            logits, cache = call_model(self.model, token[:, None], flushed(cache), active=fed, last_logits=True)
             token = draw(logits, i)
-            return (cache, token), token
+            return (flushed(cache, False), token), token
 
         # The last drafted token is fed too: if all are accepted, this cache holds the same tokens as the model's.
         steps = jnp.arange(1, self.max_tokens + 2, dtype=jnp.int32)
-        (cache, _), drafted = lax.scan(feed, (self.cache, token), steps)
-        count = jnp.full_like(token, self.max_tokens)
+        (cache, _), drafted = lax.scan(feed, (start, token), steps)
+        count = jnp.clip(free - 1, 0, self.max_tokens)
         return drafted[: self.max_tokens].T, count, dataclasses.replace(self, cache=cache)
 
     def accept(self, tokens: Array, taken: Array) -> _ModelDrafter:
@@ -271,7 +275,7 @@ def accepted(drawn: Array, draft: Array, count: Array, ended: Array) -> Array:
     """
     i = jnp.arange(draft.shape[1])[None]
     good = (drawn == draft) & (i < count[:, None]) & ~ended
-    return jnp.sum(jnp.cumprod(good.astype(jnp.int32), axis=1), axis=1)
+    return jnp.sum(jnp.cumprod(good.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,29 @@ def test_a_model_that_drafts_itself_is_always_right(model: Decoder) -> None:
     assert told.tokens_per_step == NEW / -(-NEW // 4)
 
 
+@pytest.mark.parametrize("leave", [4, 8])
+def test_a_drafting_cache_holds_what_was_accepted(model: Decoder, leave: int) -> None:
+    """Its recent block is flushed between drafts, never within one, which could not be taken back."""
+    own = kvjax.Compressed(store=kvjax.Dense(), demote=Fifo(leave=leave))
+    cache = kvjax.init(kvjax.Full(), model.spec(2, 64), layers=CONFIG.layers)
+    draft = DraftModel(Decoder(CONFIG, rngs=nnx.Rngs(4)), tokens=3, cache=own)
+    run = kvjax.stream(model, cache, PROMPT, max_new_tokens=NEW, draft=draft)
+    for _ in run:
+        pass
+    assert run.rows == generate(model, kvjax.Full()).rows
+    drafter = run._drafter
+    np.testing.assert_array_equal(drafter.cache.length, drafter.length)
+    kvjax.raise_on_overflow(drafter.cache)
+
+
+@pytest.mark.parametrize("draft", [PromptLookup(ngram=2, tokens=3), "model"], ids=["lookup", "model"])
+def test_drafts_with_64_bit_types_give_the_same_tokens(model: Decoder, draft: Any) -> None:
+    plain = generate(model, kvjax.Full())
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        fast = generate(model, kvjax.Full(), DraftModel(model, tokens=3) if draft == "model" else draft)
+    assert fast.rows == plain.rows
+
+
 def test_a_stream_with_drafts_gives_the_same_tokens(model: Decoder) -> None:
     plain = generate(model, kvjax.Full())
     cache = kvjax.init(kvjax.Full(), model.spec(2, 64), layers=CONFIG.layers)
