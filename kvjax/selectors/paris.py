@@ -207,7 +207,7 @@ class Paris:
 
     def _length(self, counts: Array) -> Array:
         """i32[B] keys of the history: each has one pattern in the first subspace of the first head."""
-        return jnp.sum(counts[:, : 2**self.subspace], axis=-1)
+        return jnp.sum(counts[:, : 2**self.subspace], axis=-1, dtype=jnp.int32)
 
     def select(self, ix: ParisIndex, q: Array, among: Candidates, *, scale: float) -> Selection | PackedSelection:
         """Selects among candidates and pending tokens; see `FusedSelector`.

@@ -89,6 +89,16 @@ def test_law_holds_with_64_bit_types(law: str, case: str) -> None:
         _assert_holds(law, CASES[case])
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_states_have_no_64_bit_arrays_with_64_bit_types(case: str) -> None:
+    """A save would else not fit a process without them."""
+    policy, spec = CASES[case].policy, CASES[case].spec
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = jax.eval_shape(lambda: policy.init(spec))
+    assert {leaf.dtype.itemsize for leaf in jax.tree.leaves(made)} <= {1, 2, 4}
+
+
 @pytest.mark.parametrize("combination", REFUSED)
 def test_unsupported_combination_is_refused_with_the_mend(combination: str) -> None:
     make, message = REFUSED[combination]
