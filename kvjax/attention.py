@@ -319,7 +319,7 @@ def _attend_step(
 ) -> tuple[Array, LayerCache, Info]:
     """One decode step of the rows whose `count` is 1."""
     policy, (k, v) = cache.policy, _heads_first(k, v)
-    state = policy.update((flush_full(cache) if flush else cache).state, k, v, count > 0)
+    state = policy.update((flush_full(cache, count > 0) if flush else cache).state, k, v, count > 0)
     queries = group_queries(q[:, 0], k.shape[1])
     if selection is not None and isinstance(policy, Following):
         out, state, info = policy.attend_selection(state, queries, selection, scale=scale, window=window)
@@ -372,7 +372,7 @@ def _attend_steps(
 
     if not flush or cache.full_rows() is None:
         return stored_at_once(cache)
-    cache = flush_full(cache)
+    cache = flush_full(cache, count > 0)
     return lax.cond(jnp.any(count > multi_step.free(cache.state)), one_by_one, stored_at_once, cache)
 
 

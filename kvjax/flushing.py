@@ -33,12 +33,15 @@ def flush(cache: C) -> C:
     return _flush_on_parts(cache) if layers_of(cache)[0].placement else flush_full(cache)
 
 
-def flush_full(cache: Any) -> Any:
-    """`flush` of a checked cache that is on one device, or of a device's part."""
+def flush_full(cache: Any, taking: Array | None = None) -> Any:
+    """`flush` of a checked cache that is on one device, or of a device's part; only if a full row is one of those that
+    are `taking` bool[B] a token, if given."""
     layers = layers_of(cache)
     full = rows_to_flush(layers)
     if not full:
         return cache
+    if taking is not None:
+        full = [rows & taking for rows in full]
     states = tuple(layer.state for layer in layers)
 
     def demote(states: tuple[Any, ...]) -> tuple[Any, ...]:

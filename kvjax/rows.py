@@ -51,7 +51,8 @@ def rollback(cache: C, lengths: ArrayLike) -> C:
     """`cache` with the first `lengths` i32[B] tokens of each row, as if later ones had never been stored.
 
     Takes back tokens of the recent block, such as drafted tokens that the model did not accept, and moves no array.
-    Tokens cannot be taken back past a flush, so store at most `room(cache)` tokens between two rollbacks.
+    Tokens cannot be taken back past a flush, so store at most `room(cache)` tokens in each row between two rollbacks: a
+    row that takes more makes all full rows flush.
 
     Raises:
       ValueError: a policy that forgets tokens (`Evicting`) or remembers its last step (`Speculative`); a length beyond

@@ -282,6 +282,23 @@ def test_one_token_of_prompt_is_read_exactly_by_name() -> None:
     assert after.length.tolist() == [151] * 3
 
 
+@pytest.mark.parametrize("policy", ["zones", "sampled"])
+def test_steps_within_the_room_can_be_taken_back(policy: str) -> None:
+    """Rows that have taken their tokens are full then, and stay as they are while nothing else happens."""
+    made: kvjax.Policy = kvjax.Compressed(store=kvjax.Dense(), demote=kvjax.Fifo(leave=8))
+    if policy == "sampled":
+        hashing = kvjax.SimHash(bits=2, tables=8, learn=8)
+        made = kvjax.Sampled(hashing=hashing, budget=60, sink=0, local=1, demote=kvjax.Fifo(leave=8))
+    spec = dataclasses.replace(SPEC, batch=2, capacity=64)
+    cache = kvjax.init_layer(made, spec)
+    qkv = [np.ones((2, 6, n, spec.head_dim), np.float32) for n in (spec.q_heads, spec.kv_heads, spec.kv_heads)]
+    _, cache = kvjax.prefill(cache, *qkv, lengths=[6, 6])
+    room = np.asarray(kvjax.room(cache))
+    assert (room < 4).all()
+    _, cache = kvjax.decode(cache, *(a[:, :4] for a in qkv), lengths=room)
+    assert kvjax.rollback(cache, [7, 6]).length.tolist() == [7, 6]
+
+
 def test_rollback_out_of_reach_is_refused_or_reported() -> None:
     tokens, n = drive.random_tokens(SPEC), np.array([150, 20, 0])
     cache, _ = drive.fill(kvjax.init_layer(BASE, SPEC), tokens, n)
