@@ -153,8 +153,9 @@ class SimHash:
             logs = [math.log(math.comb(L, i)) + i * jnp.log(x) + (L - i) * jnp.log1p(-x) for i in counts]
             return sum((jnp.exp(a) for a in logs[1:]), jnp.exp(logs[0]))
 
-        # If collisions are rare, the sum of the lower counts is near 1, so the upper ones are summed instead.
-        rare = terms(range(n, min(n + 12, L + 1)))
+        # If collisions are rare, the sum of the lower counts is near 1, so the upper ones are summed instead: those
+        # within seven standard deviations of the mean, which is less than n.
+        rare = terms(range(n, min(n + 4 + math.ceil(7 * math.sqrt(n)), L + 1)))
         return jnp.where(x * L < n, rare, jnp.maximum(1 - terms(range(n)), 1e-30))
 
     @property

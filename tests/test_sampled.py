@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 import kvjax
 from kvjax import CacheSpec, Fifo, HostOffload, Sampled, SimHash, hashing
@@ -100,6 +101,12 @@ def test_probability_of_a_sample_is_that_of_its_hashes() -> None:
         for c in cosines
     ]
     np.testing.assert_allclose(told, np.mean(same, axis=1), atol=0.015)
+    for many in (SimHash(bits=4, tables=150, least=20), SimHash(bits=1, tables=4096, least=2100)):
+        alike = np.linspace(0.4, 0.9, 11)
+        exact = scipy.stats.binom.sf(many.least - 1, many.tables, alike**many.bits)
+        often = exact > 1e-6
+        told = np.asarray(many.inclusion(jnp.asarray(alike, jnp.float32)))
+        np.testing.assert_allclose(told[often], exact[often], rtol=0.02)
     paper, x = SimHash(), 0.05**10  # far apart: a sum from above would cancel
     want = math.comb(150, 2) * x**2
     np.testing.assert_allclose(float(paper.inclusion(jnp.float32(0.05))), want, rtol=1e-3)
