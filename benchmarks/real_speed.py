@@ -225,19 +225,20 @@ def main(args: Sequence[str] | None = None) -> None:
     lengths = sorted({length for length, _ in sizes})
     about = recall.about(directory, given.text, given.dtype, lengths, given.steps)
     about["weight_bytes"] = nbytes(checkpoint.model).device
-    about["dense_layers"] = given.dense_layers
-    same = ("model", "text", "dtype", "device", "versions", "source", "dense_layers")
+    about |= {"dense_layers": given.dense_layers, "block": given.block}
+    same = ("model", "text", "dtype", "device", "versions", "source", "dense_layers", "steps", "block")
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     if given.out.is_file():
         held = json.loads(given.out.read_text())
         if differs := [name for name in same if held.get(name) != about[name]]:
             parser.error(f"--out {given.out} has rows of another {', '.join(differs)}; name another file")
         rows = {tuple(row[name] for name in KEY): row for row in held["rows"]}
+        about["lengths"] = sorted({*held["lengths"], *lengths})
     about["bytes_per_second"] = read_rate()
 
     def keep(row: dict[str, Any]) -> None:
         rows[tuple(row[name] for name in KEY)] = row
-        write_rows(given.out, {**about, "block": given.block}, rows.values())
+        write_rows(given.out, about, rows.values())
 
     for length, batch in sizes:
         left = {name: made for name, made in policies.items() if (name, length, batch, given.budget) not in rows}

@@ -50,6 +50,22 @@ def test_methods_without_a_budget_are_timed_alone(scripts):
         assert list(scripts("real_speed").caches(names, 64, 2, "xla")) == names
 
 
+def test_a_resumed_file_of_speeds_keeps_one_setting(scripts, tmp_path, capsys):
+    text, out = tmp_path / "text.txt", tmp_path / "speed.json"
+    text.write_text("The year had grown old, and nobody came. " * 200)
+
+    def run(size, block):
+        options = ["--text", text, "--out", out, "--sizes", size, "--steps", 4, "--block", block, "--methods", "full"]
+        scripts("real_speed").main([*map(str, options), "--no-first-token", "--dtype", "float32"])
+
+    run("64x1", 2)
+    run("96x1", 2)
+    assert json.loads(out.read_text())["lengths"] == [64, 96]
+    with pytest.raises(SystemExit):
+        run("64x1", 4)
+    assert "has rows of another block; name another file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("head", [{}, {"what": "x"}, {"model": {"name": "y", "sizes": [1]}}])
 def test_rows_are_json_with_one_row_a_line(head, tmp_path):
     rows = [{"us": 1.5}, {"us": float("nan"), "parts": {"a": 2}}]
