@@ -87,12 +87,14 @@ def make_rows(
         raise ValueError(f"--budget {given} applies to no cache, as {own} set their own; leave it out")
     found: dict[str, Row] = {}
     for text, preset in known.items():
-        asked = read_settings(text, preset.make, where="--cache")
-        own_budget = asked.pop("budget", None)
+        written = read_settings(text, preset.make, where="--cache")
+        own_budget = _own_budget(preset, written)
+        told = {name: value for name, value in written.items() if name != "budget"}
+        asked = {name: value for name, value in told.items() if name != "k"}  # the budget says the same
         rules: Sequence[str | None] = group_reduces if group_reduces and has_group_reduce(preset) else [None]
         for rule in rules:
-            settings = asked if rule is None else {**asked, "group_reduce": rule}
-            label = _label(preset.name, settings)
+            more = {} if rule is None else {"group_reduce": rule}
+            settings, label = {**asked, **more}, _label(preset.name, {**told, **more})
             if dense_layers is not None and "dense_layers" in _parameters(preset):
                 settings = {"dense_layers": dense_layers, **settings}
             if "dense_capacity" in _parameters(preset):
@@ -122,6 +124,11 @@ def _kinds_of(caches: Any) -> str:
     return f"[{', '.join(shown(cache) for cache in caches)}]"
 
 
+def _own_budget(preset: Preset, settings: Mapping[str, Any]) -> int | None:
+    """The budget that a cache's text sets, as `budget` or as the `k` of ParisKV's paper; None if it sets none."""
+    return getattr(preset.make(**settings).rest, "budget", None) if "k" in settings else settings.get("budget")
+
+
 def without_budget(caches: Caches) -> list[str]:
     """The caches that have a budget and do not set it in their text."""
     if isinstance(caches, Mapping):
@@ -130,7 +137,7 @@ def without_budget(caches: Caches) -> list[str]:
     return [
         text
         for text, preset in known.items()
-        if preset.has_budget and "budget" not in read_settings(text, preset.make, where="--cache")
+        if preset.has_budget and not {"budget", "k"} & read_settings(text, preset.make, where="--cache").keys()
     ]
 
 

@@ -631,6 +631,16 @@ def test_settings_of_presets_beside_given_policies_are_refused(setting):
         make_rows({"mine": presets.fier(64)}, **setting)
 
 
+def test_k_of_pariskv_is_a_budget_of_its_own():
+    rows = {row.name: row for row in make_rows(["pariskv:k=100,sink=4,local=16", "fier"], budgets=[64])}
+    assert list(rows) == ["pariskv:k=100,sink=4,local=16@120", "fier@64"]
+    assert rows["pariskv:k=100,sink=4,local=16@120"].policies.rest.budget == 120
+    with pytest.raises(ValueError, match="--budget 64 applies to no cache, as pariskv:k=100 set their own"):
+        make_rows(["pariskv:k=100"], budgets=[64])
+    with pytest.raises(ValueError, match=r"pariskv\(budget=64, k=100\) disagree"):
+        make_rows(["pariskv:k=100,budget=64"])
+
+
 def test_a_budget_that_one_cache_cannot_hold_stops_that_row_alone(checkpoint):
     rows = make_rows(["pariskv", "fier"], budgets=[64, 512])
     refused = {row.name: row.refused for row in rows if row.refused}
