@@ -93,8 +93,8 @@ class Cell:
         Raises:
           ValueError: the file is damaged, was changed by hand, or has results of examples that the task lacks.
         """
-        name = re.sub(r"[^\w.@=-]+", "-", f"{self.task} {self.cache} {self.digest[:16]}")
-        self.path = Path(folder) / f"{name}.json"
+        name = re.sub(r"[^\w.@=-]+", "-", f"{self.task} {self.cache} ", flags=re.ASCII)[:160].removesuffix("-")
+        self.path = Path(folder) / f"{name}-{self.digest[:16]}.json"  # the digest alone makes the name unique
         if not resume or not self.path.exists():
             return
         found = read_cell(self.path)

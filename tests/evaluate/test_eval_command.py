@@ -94,6 +94,10 @@ def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (
+            ("--task", "needle:depths=2", "--task", "needle:depths=3"),
+            "two tasks would both be called 'needle at 2048, question decoded', and a table could not tell their rows",
+        ),
         (("--task", "needels"), "--task needels: unknown; did you mean 'needles'? There are pass_key, needle, needles"),
         (("--task", "needles:hiden=3"), "'hiden=3' is not a setting of needles; write NAME=VALUE, of hidden, asked"),
         (("--cache", "fire"), "unknown cache 'fire'; did you mean 'fier'?"),

@@ -163,6 +163,15 @@ def test_cells_of_several_runs_come_in_the_order_of_tables(tmp_path):
         read_cells(tmp_path)
 
 
+def test_a_cache_with_many_settings_is_kept_in_a_file_with_a_short_name(tmp_path):
+    long = cell("pariskv:" + "dense_capacity=0," * 14 + "p=0.9@64", 512, [1.0])
+    long.open(tmp_path / "results", {"0"})
+    long.save()
+    (path,) = (tmp_path / "results").iterdir()
+    assert len(path.name) < 200
+    assert [one.cache for one in read_cells(tmp_path)] == [long.cache]
+
+
 def test_everything_is_written(tmp_path):
     written = folder.write(CELLS, tmp_path / "out")
     assert {path.name for path in written} == {

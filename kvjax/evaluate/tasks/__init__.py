@@ -68,6 +68,12 @@ def make_tasks(
     ):
         if given is not None and not fits:
             raise ValueError(f"{option} {given} does not apply to {', '.join(names)}: {cure}; leave it out")
+    titles = [task.name for task in made]
+    if twice := [title for title in dict.fromkeys(titles) if titles.count(title) > 1]:
+        raise ValueError(
+            f"two tasks would both be called {twice[0]!r}, and a table could not tell their rows apart; run them one "
+            "after the other, each with its own --out"
+        )
     return made
 
 
