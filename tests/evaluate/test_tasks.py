@@ -129,6 +129,7 @@ def test_of_several_answers_each_counts_wherever_it_stands(tokenizer):
     (example,) = task.examples(tokenizer)
     assert task.metric == "share of answers"
     assert task.score(example, f"first {example.answers[3]} and then {example.answers[0]}") == 0.5
+    assert task.score(example, " and ".join(f"{right}7" for right in example.answers)) == 1  # digits after the fifth
 
 
 def test_a_text_of_ones_own_is_used_and_told_by_its_digest(tokenizer, tmp_path):

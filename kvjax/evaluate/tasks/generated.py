@@ -149,7 +149,11 @@ class Synthetic:
         if len(example.answers) == 1:
             right, first = example.answers[0].lower(), words[0] if words else ""
             return float((first[: len(right)] if right.isdigit() else first) == right)
-        return sum(right.lower() in words for right in example.answers) / len(example.answers)
+        found = [
+            any(word[: len(right)] == right for word in words) if right.isdigit() else right.lower() in words
+            for right in example.answers
+        ]
+        return sum(found) / len(found)
 
     @property
     def _asked(self) -> int:
