@@ -46,6 +46,7 @@ class RecordedState:
     queries: Array  # dtype[B, steps, K, G, D] of decode steps, in order
     positions: Array  # i32[B, steps] the position of each; -1 if there was no step
     count: Array  # i32[B] steps recorded
+    due: Array  # bool[B] a token was stored whose query has not attended yet
     scale: Array  # f32[B] of the logits
     window: Array  # i32[B] tokens that a query sees at most
 
@@ -76,6 +77,7 @@ class Recorded:
             queries=jnp.zeros((B, self.steps, spec.kv_heads, spec.group, spec.head_dim), spec.dtype),
             positions=jnp.full((B, self.steps), -1, jnp.int32),
             count=jnp.zeros(B, jnp.int32),
+            due=jnp.zeros(B, bool),
             scale=jnp.zeros(B, jnp.float32),
             window=jnp.zeros(B, jnp.int32),
         )
@@ -84,20 +86,19 @@ class Recorded:
         return dataclasses.replace(st, full=Full().prefill(st.full, k, v, lengths))
 
     def update(self, st: RecordedState, k: Array, v: Array, active: Array) -> RecordedState:
-        return dataclasses.replace(st, full=Full().update(st.full, k, v, active))
+        return dataclasses.replace(st, full=Full().update(st.full, k, v, active), due=st.due | active)
 
     def attend(
         self, st: RecordedState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, RecordedState, Info]:
         out, full, info = Full().attend(st.full, q, scale=scale, window=window)
-        position = st.length - 1
-        new = position > jnp.max(st.positions, axis=1)  # an inactive row keeps its position
-        row, at = jnp.arange(q.shape[0]), jnp.where(new, st.count, self.steps)
+        row, at = jnp.arange(q.shape[0]), jnp.where(st.due, st.count, self.steps)
         state = RecordedState(
             full=full,
             queries=st.queries.at[row, at].set(q.astype(st.queries.dtype), mode="drop"),
-            positions=st.positions.at[row, at].set(position, mode="drop"),
-            count=jnp.minimum(st.count + new.astype(jnp.int32), self.steps),
+            positions=st.positions.at[row, at].set(st.length - 1, mode="drop"),
+            count=jnp.minimum(st.count + st.due.astype(jnp.int32), self.steps),
+            due=jnp.zeros_like(st.due),
             scale=jnp.full_like(st.scale, scale),
             window=jnp.full_like(st.window, NO_WINDOW if window is None else window),
         )

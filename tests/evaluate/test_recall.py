@@ -133,9 +133,10 @@ def test_a_row_that_took_no_token_records_no_query():
     cache = kvjax.init_layer(Recorded(steps=4), spec)
     q, k = jnp.ones((2, 1, 2, 8)), jnp.ones((2, 1, 1, 8))
     step = jax.jit(kvjax.attention, static_argnames="window")
-    for active in ((True, True), (True, False), (True, True)):
+    _, cache = kvjax.prefill(cache, *(jnp.ones((2, 2, n, 8)) for n in (2, 1, 1)))
+    for active in ((True, False), (True, True), (True, True)):  # the first step of a row may be one that it skips
         _, cache = step(cache, q, k, k, active=np.array(active), window=4)
-    assert np.asarray(cache.state.positions).tolist() == [[0, 1, 2, -1], [0, 1, -1, -1]]
+    assert np.asarray(cache.state.positions).tolist() == [[2, 3, 4, -1], [2, 3, -1, -1]]
     with pytest.raises(ValueError, match=r"the same steps.*\[3, 2\]"):
         read(kvjax.Cache((cache,)))
     one = jax.tree.map(lambda a: a[:1], cache)
