@@ -29,6 +29,7 @@ from kvjax.cache import (
 )
 from kvjax.caches import Reversible, Truncatable
 from kvjax.caches.short import Refillable, of_size, refilled
+from kvjax.describing import differences, plain, told_once
 from kvjax.memory import on_host
 from kvjax.placement import first_row, run_on_parts, state_specs
 from kvjax.validation import check_array, shown
@@ -247,9 +248,8 @@ def _kinds(cache: Any) -> list[Any]:
 
 def _unlike(prefix: Any, cache: Any) -> list[str]:
     """Where policies and specs of two caches differ, without the batch, as text."""
-    from kvjax.saving import describe, differences, told_once  # imports Orbax, which takes seconds
-
-    one, other = ({"layers": describe(each)["layers"]} for each in (prefix, cache))
-    for layer in one["layers"] + other["layers"]:
-        layer["spec"].pop("batch")
+    one, other = (
+        {"layers": [{"policy": plain(policy), "spec": plain(spec)} for policy, spec in _kinds(each)]}
+        for each in (prefix, cache)
+    )
     return told_once(differences(one, other, names=("in the prefix", "in the cache")))

@@ -18,7 +18,6 @@ import gc
 import hashlib
 import json
 import logging
-import numbers
 import os
 import shutil
 import sys
@@ -39,6 +38,7 @@ from jax.core import Tracer
 from kvjax.cache import Cache, LayerCache, init_layer, layers_of, shardings
 from kvjax.caches.short import of_size
 from kvjax.capacity import grow
+from kvjax.describing import differences, plain, told_once
 from kvjax.memory import of_first_process, on_host, shapes
 from kvjax.placement import in_order_of_place
 from kvjax.spec import require_int
@@ -243,67 +243,9 @@ def describe(cache: Cache | LayerCache) -> dict[str, Any]:
     layers = layers_of(cache)
     return {
         "format": FORMAT,
-        "layers": [{"policy": _plain(layer.policy), "spec": _plain(layer.spec)} for layer in layers],
+        "layers": [{"policy": plain(layer.policy), "spec": plain(layer.spec)} for layer in layers],
         "arrays": {name: f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}" for name, leaf in _named(cache)},
     }
-
-
-def differences(
-    saved: Any, wanted: Any, where: str = "", *, names: tuple[str, str] = ("in the save", "wanted")
-) -> list[str]:
-    """Every place at which two descriptions differ, as text; `names` says what they are of.
-
-    >>> differences({"a": {"budget": 64}, "b": 1}, {"a": {"budget": 128}, "b": 1})
-    ['a.budget is 64 in the save, 128 wanted']
-    >>> differences({"policy": {"kind": "Full"}}, {"policy": {"kind": "Retrieval", "budget": 128}})
-    ['policy.kind is Full in the save, Retrieval wanted']
-    """
-    one, other = names
-    if isinstance(saved, dict) and isinstance(wanted, dict):
-        if saved.get("kind") != wanted.get("kind"):  # their fields are not comparable
-            return [f"{where}.kind is {saved.get('kind')} {one}, {wanted.get('kind')} {other}"]
-        pairs = [
-            (saved.get(n, "absent"), wanted.get(n, "absent"), f"{where}.{n}" if where else n)
-            for n in dict.fromkeys((*saved, *wanted))
-        ]
-    elif isinstance(saved, list) and isinstance(wanted, list):
-        if len(saved) != len(wanted):
-            return [f"{where} has {len(saved)} entries {one}, {len(wanted)} {other}"]
-        pairs = [(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(saved, wanted, strict=True))]
-    else:
-        return [] if saved == wanted else [f"{where} is {saved} {one}, {wanted} {other}"]
-    return [line for pair in pairs for line in differences(*pair, names=names)]
-
-
-def told_once(different: list[str]) -> list[str]:
-    """Differences, with equal ones of several layers merged, and those of arrays only if there are no others.
-
-    >>> told_once([f"layers[{i}].policy.budget is 64 in the save, 128 wanted" for i in range(3)])
-    ['policy.budget is 64 in the save, 128 wanted (layers 0 to 2)']
-    """
-    causes = [line for line in different if not line.startswith("arrays")] or different
-    layers: dict[str, list[str]] = {}
-    for line in causes:
-        inside = line.startswith("layers[")
-        number, _, what = line.removeprefix("layers[").partition("].") if inside else ("", "", line)
-        layers.setdefault(what, []).append(number)
-    return [f"{what} (layers {n[0]} to {n[-1]})" if len(n) > 1 else what for what, n in layers.items()]
-
-
-def _plain(value: Any) -> Any:
-    """A frozen dataclass as a dict that begins with its name; other values as JSON values."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"kind": type(value).__qualname__, **fields}
-    if isinstance(value, tuple | list):
-        return [_plain(v) for v in value]
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    if isinstance(value, numbers.Integral):  # NumPy's too, so that equal policies have equal descriptions
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return float(value)
-    return value if isinstance(value, str | None) else str(value)
 
 
 def _named(cache: Any) -> list[tuple[str, Any]]:

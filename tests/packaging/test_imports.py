@@ -18,6 +18,7 @@ FLOORS = {
         (
             "arrays",
             "spec",
+            "describing",
             "layouts",
             "memory",
             "validation",
