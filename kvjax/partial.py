@@ -93,13 +93,22 @@ def attend_part(
 
 
 def softmax_weights(
-    q: Float[Array, "B K Q D"], k: Float[Array, "B K S D"], mask: Bool[Array, "#B #K #Q #S"], *, scale: float
+    q: Float[Array, "B K Q D"],
+    k: Float[Array, "B K S D"],
+    mask: Bool[Array, "#B #K #Q #S"],
+    *,
+    scale: float,
+    lse: Float[Array, "B K Q"] | None = None,
 ) -> Float[Array, "B K Q S"]:
     """f32[B, K, Q, S] weights with which `attend_part` mixes values; 0 where `mask` is false, and in an empty part.
 
-    If the program also has an `attend_part` of the same arguments, XLA computes the logits once.
+    `lse` f32[B, K, Q], if known, is that of all keys that a query attends to, which may be more than these. If the
+    program also has an `attend_part` of the same arguments, XLA computes the logits once.
     """
-    logits = jnp.where(mask, attention_logits(q, k, scale), -jnp.inf)
+    logits = attention_logits(q, k, scale)
+    if lse is not None:
+        return jnp.where(mask, jnp.exp(logits - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]), 0.0)
+    logits = jnp.where(mask, logits, -jnp.inf)
     empty = ~jnp.any(mask, axis=-1, keepdims=True)
     return jnp.where(empty, 0.0, jax.nn.softmax(jnp.where(empty, 0.0, logits), axis=-1))
 

@@ -21,7 +21,6 @@ from kvjax.partial import (
     PartialAttention,
     Span,
     attend_part,
-    attention_logits,
     keep_valid,
     merge,
     softmax_weights,
@@ -170,7 +169,7 @@ class Evicting:
         lse = None
         if voters is None and T > QUERIES and takes_cudnn(keys.dtype, keys.shape[3]):
             # cuDNN's sums over the keys take less time than a softmax in JAX, which reads and writes all logits.
-            real = keep_valid(k, (jnp.arange(T)[None] < lengths[:, None])[:, None])
+            real = keep_valid(k, position[:, :, S:] >= 0)
             parts = attend_own(q, real, real, scale=scale, window=window), self._attend_kept(st, q, scale, window)
             lse = jnp.take_along_axis(merge(*parts).lse.reshape(q.shape[:4]), jnp.maximum(at, 0)[:, None, None], axis=3)
 
@@ -362,9 +361,7 @@ def _sum_weights(q: Array, k: Array, seen: Array, scale: float, lse: Array | Non
     over T. `lse` f32[B, K, G, T] has the logarithms of the sums over L, if they are known."""
     B, K, G, T, D = q.shape
     L = k.shape[2]
-    rows, mask = q.reshape(B, K, -1, D), jnp.broadcast_to(seen[:, :, None], (B, K, G, T, L)).reshape(B, K, -1, L)
-    if lse is None:
-        weights = softmax_weights(rows, k, mask, scale=scale)
-    else:
-        weights = jnp.where(mask, jnp.exp(attention_logits(rows, k, scale) - lse.reshape(B, K, -1, 1)), 0.0)
+    mask = jnp.broadcast_to(seen[:, :, None], (B, K, G, T, L)).reshape(B, K, -1, L)
+    lse = None if lse is None else lse.reshape(B, K, -1)
+    weights = softmax_weights(q.reshape(B, K, -1, D), k, mask, scale=scale, lse=lse)
     return jnp.sum(weights.reshape(B, K, G, T, L), axis=3)

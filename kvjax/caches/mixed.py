@@ -15,7 +15,7 @@ from kvjax.caches.evicting import Evicting, EvictingState
 from kvjax.caches.policy import Info
 from kvjax.evictors import Evictor, HeavyHitter
 from kvjax.layouts import whole_units
-from kvjax.partial import PartialAttention, attend_part, attention_logits, keep_valid, merge
+from kvjax.partial import PartialAttention, attend_part, keep_valid, merge, softmax_weights
 from kvjax.prompt import attend_zone
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores import Quantized, Store
@@ -105,9 +105,8 @@ class Mixed(Evicting):
         low = self.store.attend(st.low, q, jnp.zeros_like(st.length), scale=scale)
         whole = merge(exact, attend_part(q, st.pending.k, st.pending.v, pending, scale=scale), low)
         if st.evidence is not None and st.due is not None:
-            logits = attention_logits(q, st.tokens.k, scale)
-            lse = jnp.where(jnp.isneginf(whole.lse), 0.0, whole.lse)[..., None]
-            seen = self.evictor.see_step(st.evidence, jnp.where(exact_valid, jnp.exp(logits - lse), 0.0))
+            weights = softmax_weights(q, st.tokens.k, exact_valid, scale=scale, lse=whole.lse)
+            seen = self.evictor.see_step(st.evidence, weights)
             evidence = jnp.where(st.due[:, None, None], seen, st.evidence)
             st = replace(st, evidence=evidence, due=jnp.zeros_like(st.due))
         attended = st.tokens.count + st.pending.count + st.low.count
