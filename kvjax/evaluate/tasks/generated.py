@@ -147,12 +147,8 @@ class Synthetic:
     def score(self, example: Example, answer: str) -> float:
         words = WORD.findall(answer.lower())  # a model may go on without a space
         if len(example.answers) == 1:
-            right, first = example.answers[0].lower(), words[0] if words else ""
-            return float((first[: len(right)] if right.isdigit() else first) == right)
-        found = [
-            any(word[: len(right)] == right for word in words) if right.isdigit() else right.lower() in words
-            for right in example.answers
-        ]
+            words = words[:1]
+        found = [any(_says(word, right.lower()) for word in words) for right in example.answers]
         return sum(found) / len(found)
 
     @property
@@ -226,6 +222,11 @@ class Synthetic:
             if taken <= room or name in given:
                 return hidden, self._weave(tokenizer, DOTS, hidden, rng, None)
             count = min(count - 1, int(0.99 * count * room / taken))
+
+
+def _says(word: str, right: str) -> bool:
+    """Whether a word is the right one; of a number, further digits are ignored."""
+    return (word[: len(right)] if right.isdigit() else word) == right
 
 
 def pass_key(*, depths: int | None = 10, **common: Any) -> Synthetic:
