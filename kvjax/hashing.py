@@ -116,18 +116,26 @@ class SimHash:
         words = jnp.swapaxes(words.reshape(B, K, T // self.tile, self.tile, -1), 3, 4)
         return HashIndex(write(ix.words, words, at // self.tile, count // self.tile), total, centres)
 
-    def collisions(self, ix: HashIndex, q: Array) -> Array:
-        """i32[B, K, G, S]: tables in which a key has the hash of the query, q [B, K, G, D]."""
-        query, W, last = self._hash(q.astype(jnp.float32)), self._words, self.tables % WORD
-        total = jnp.zeros((*q.shape[:3], ix.words.shape[2], self.tile), jnp.uint32)
-        for w in range(W):
-            unlike = jnp.zeros_like(total)
-            for j in range(self.bits):
-                at = j * W + w
-                unlike |= ix.words[:, :, None, :, at] ^ query[:, :, :, None, None, at]
-            tables = jnp.uint32(2**last - 1 if w == W - 1 and last else 2**WORD - 1)
-            total += lax.population_count(~unlike & tables)
-        return total.astype(jnp.int32).reshape(*q.shape[:3], -1)
+    def hits(self, ix: HashIndex, q: Array) -> Array:
+        """bool[B, K, G, S]: whether a query, q [B, K, G, D], has the hash of a key in at least `least` tables."""
+        (B, K, G, _), W = q.shape, self._words
+        query = self._hash(q.astype(jnp.float32)).reshape(B, K, G, 1, self.bits, W, 1)
+        words = ix.words.reshape(B, K, -1, self.bits, W, self.tile)
+        tables = np.full((1, 1, 1, W, 1), 2**WORD - 1, np.uint32)
+        tables[..., -1, :] >>= -self.tables % WORD
+
+        def found(unlike: Array) -> Array:
+            alike = lax.population_count(~unlike & tables)
+            return jnp.sum(alike, axis=3, dtype=jnp.uint32).reshape(B, K, -1) >= self.least
+
+        # One reduction for all heads: a GPU reads the words of a key once.
+        unlike = lax.reduce(
+            [words ^ query[:, :, head] for head in range(G)],
+            G * [jnp.uint32(0)],
+            lambda a, b: [lax.bitwise_or(*pair) for pair in zip(a, b, strict=True)],
+            (3,),
+        )
+        return jnp.stack([found(a) for a in unlike], axis=2)
 
     def log_probability(self, ix: HashIndex, q: Array, k: Array, place: Array) -> Array:
         """f32[B, K, G, M]: log of the probability that a query of q [B, K, G, D] samples keys k [B, K, G, M, D].
