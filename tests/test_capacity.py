@@ -100,8 +100,25 @@ def test_grow_serves_whole_models_and_refuses_to_shrink() -> None:
         kvjax.grow(kvjax.Full(), 128)  # type: ignore[type-var]
 
 
-def test_a_recall_made_before_growing_names_the_same_tokens() -> None:
-    policy = presets.freekv(**SMALL["freekv"], tau=-1.0).rest  # every step attends with the recall of the one before
+RECALLING = kvjax.Retrieval(
+    selector=kvjax.Fier(group=16, group_reduce="per_head"), budget=160, sink=4, local=8, demote=kvjax.Fifo(leave=16)
+)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        presets.freekv(**SMALL["freekv"], tau=-1.0).rest,
+        kvjax.Speculative(RECALLING, tau=-1.0),
+        pytest.param(
+            kvjax.Speculative(dataclasses.replace(RECALLING, store=kvjax.HostOffload()), tau=-1.0),
+            marks=pytest.mark.thorough,
+        ),
+    ],
+    ids=["freekv", "a budget above the capacity", "a budget above the capacity, in host memory"],
+)
+def test_a_recall_made_before_growing_has_the_same_tokens(policy: kvjax.Speculative) -> None:
+    """Every step attends with the recall of the step before."""
     step = jax.jit(kvjax.attention_info, static_argnames="window")
     caches = [kvjax.init_layer(policy, spec) for spec in (SPEC, LARGER)]
     for i, cache in enumerate(caches):

@@ -345,11 +345,20 @@ class Speculative:
         return replace(st, zones=policy.flush(zones), recall=recall)
 
     def grown(self, st: SpeculativeState, before: SpeculativeState) -> SpeculativeState:
-        """Moves slots of the recent block, S + r, behind those of the longer history."""
+        """Moves slots of the recent block, S + r, behind those of the longer history, and the recalled tokens to where
+        a selection with more room has them."""
         old, new = before.zones.store.slots, st.zones.store.slots
         selection = st.recall.selection
         slots = jnp.where(selection.slots < old, selection.slots, selection.slots + (new - old))
-        return replace(st, recall=st.recall._replace(selection=selection._replace(slots=slots)))
+        B, K, H, M = before.recall.selection.slots.shape
+        more = selection.slots.shape[3] - M
+
+        def moved(a: Array) -> Array:
+            lists = jnp.pad(a[:, :, : H * M].reshape(B, K, H, M, -1), ((0, 0), (0, 0), (0, 0), (0, more), (0, 0)))
+            return jnp.concatenate([lists.reshape(B, K, H * (M + more), -1), a[:, :, H * M :]], axis=2)
+
+        k, v = (moved(a) if more else a for a in (before.recall.k, before.recall.v))
+        return replace(st, recall=st.recall._replace(selection=selection._replace(slots=slots), k=k, v=v))
 
     def attend_stored(
         self, st: SpeculativeState, q: Array, *, scale: float, window: int | None = None
