@@ -187,6 +187,10 @@ def test_pages_that_are_written_anew_are_read_anew() -> None:
             lambda: kvjax.init_layer(with_hot_set(FIER, 30), SPEC),
             r"HotSet\(tokens=30\) is smaller than the 36 tokens that a step selects.*use at least 36",
         ),
+        (  # all stored tokens would fit, but not the pending ones of a selection beside them
+            lambda: kvjax.init_layer(with_hot_set(FIER, 32), dataclasses.replace(SPEC, capacity=60)),
+            r"smaller than the 36 tokens that a step selects",
+        ),
         (
             lambda: kvjax.init_layer(with_hot_set(PER_HEAD, 60), SPEC),
             r"smaller than the 72 tokens that a step selects",

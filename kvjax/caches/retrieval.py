@@ -100,7 +100,8 @@ class Retrieval(SelectedZones):
         st = super().init(spec)
         if isinstance(self.store, CachingStore):
             heads = spec.group if self.selector.group_reduce == "per_head" else 1
-            self.store.require_room(heads * self.room(st.store.slots // self.selector.unit) * self.selector.unit)
+            units = (st.store.slots + self._pending_slots(st)) // self.selector.unit
+            self.store.require_room(heads * self.room(units) * self.selector.unit)
         return replace(st, index=self.selector.init(spec, st.store.slots))
 
     def of_size(self, spec: CacheSpec) -> Policy:
@@ -159,8 +160,7 @@ class Retrieval(SelectedZones):
     def _candidates(self, st: ZonedState, seen: Visible, steps: int) -> Candidates:
         """The units of history and pending tokens that compete, and how many are selected."""
         unit = self.selector.unit
-        # Pending tokens are in the first slots of the recent block, before the local ones.
-        pending_slots = max(-(-(st.recent.slots - self.local) // unit), 1) * unit
+        pending_slots = self._pending_slots(st)
         room = self.room((st.store.slots + pending_slots) // unit)
         limit: Array | int = self.selected // unit  # a number if it is the same for all: an array would cost a kernel
         dense = seen.length < self.dense_below if self.dense_below else None
@@ -178,6 +178,11 @@ class Retrieval(SelectedZones):
             window=seen.window,
             dense=dense,
         )
+
+    def _pending_slots(self, st: ZonedState) -> int:
+        """The first slots of the recent block, before those of the local window, in whole units."""
+        unit = self.selector.unit
+        return max(-(-(st.recent.slots - self.local) // unit), 1) * unit
 
     def _fused(self, all_visible: bool, in_order: int = 0) -> FusedSelector | None:
         """The selector, if it can make the selection of `find` by itself."""
