@@ -76,6 +76,21 @@ def test_steps_read_the_same_tokens_as_without_a_hot_set(policy: Any, tokens: in
     assert (np.asarray(state.store.hot.loads) > tokens // hot_page(hot)).any(), "nothing was replaced"
 
 
+def test_heads_that_keep_their_recall_read_nothing_from_the_host() -> None:
+    """A recall serves four steps, and the second row pauses in all but the first step."""
+    policy = Speculative(with_hot_set(PAGES, 48), tau=-1.0, reuse=4)
+    data, lengths, loads = drive.random_tokens(SPEC, 1), np.array([150, 70]), []
+    cache, _ = drive.fill(drive.new_cache(policy, SPEC), data, lengths)
+    for i in range(9):
+        active = np.array([True, i == 0])
+        _, cache, _ = drive.step(cache, data, lengths, active)
+        loads.append(np.asarray(cache.state.zones.store.hot.loads))
+        lengths = lengths + active
+    grew = np.diff([np.zeros_like(loads[0]), *loads], axis=0) > 0
+    np.testing.assert_array_equal(grew[:, 0].any(axis=1), [True, False, False, False] * 2 + [True])
+    assert not grew[1:, 1].any(), "a row that paused read from the host"
+
+
 def test_a_budget_that_sink_and_window_use_up_reads_no_page() -> None:
     policy = dataclasses.replace(FIER, budget=FIER.sink + FIER.local)
     data, lengths, active = drive.random_tokens(SPEC, 1), np.array([150, 70]), np.ones(2, bool)

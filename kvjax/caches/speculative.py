@@ -253,7 +253,9 @@ class Speculative:
             used, rest = policy.store.recall(st.store, selection, recent, edge, recalled, rows, urgent)
             return st, used, lambda: Recall(selection, *rest(), oldest >= 0)
 
-        stored, pending = split_selection(self._flat(selection), st.store.slots)
+        of_rows = rows.reshape(*rows.shape, *(1,) * (4 - rows.ndim))
+        wanted = selection._replace(valid=selection.valid & of_rows)  # a head that keeps its recall reads nothing
+        stored, pending = split_selection(self._flat(wanted), st.store.slots)
         here = pending.valid.reshape(B, K, -1, 1)
         place = jnp.arange(here.shape[2])[None, None, :, None] - H * M
         at_edge = (place >= 0) & (place < self.reuse)
@@ -266,7 +268,7 @@ class Speculative:
             return jnp.where(at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old))
 
         if isinstance(policy.store, CachingStore):
-            store, loaded = policy.store.load(st.store, selection)
+            store, loaded = policy.store.load(st.store, wanted)
             st = replace(st, store=store)
             history = ops.gather_slots(loaded.k, loaded.v, self._flat(without_packing(loaded.selection)))
         else:
@@ -274,7 +276,6 @@ class Speculative:
         found = history, ops.gather_slots(*recent, pending), recent
         # A copy of a cache may have another dtype than a store of codes returns.
         k, v = (whole(*zones).astype(previous.k.dtype) for zones in zip(*found, strict=True))
-        of_rows = rows.reshape(*rows.shape, *(1,) * (4 - rows.ndim))
         kept_k, kept_v = (jnp.where(of_rows, *two) for two in ((k, previous.k), (v, previous.v)))
         return st, (k, v), lambda: Recall(selection, kept_k, kept_v, oldest >= 0)
 
