@@ -14,7 +14,19 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Fier, Fifo, Follower, HostOffload, MinMaxPages, Retrieval, Shared, Speculative, presets
+from kvjax import (
+    CacheSpec,
+    Fier,
+    Fifo,
+    Follower,
+    HostOffload,
+    LogSparse,
+    MinMaxPages,
+    Retrieval,
+    Shared,
+    Speculative,
+    presets,
+)
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.testing import _drive as drive
 from kvjax.testing import check_policy
@@ -198,6 +210,14 @@ def test_presets_name_anchors() -> None:
         (lambda: presets.fier(64, anchors="2,x"), r"numbers of layers with \+ between"),
         (lambda: kvjax.share_selections(presets.kivi(), share=2), r"selects nothing that other layers could follow"),
         (lambda: Follower(store=HostOffload(page=8), unit=4), r"moves whole pages, but the selection has 4 tokens"),
+        (  # a recall made before a flush names tokens that it spreads over several pages
+            lambda: Speculative(
+                dataclasses.replace(
+                    BASE, selector=MinMaxPages(page=4), store=HostOffload(page=4), demote=LogSparse(window=32)
+                )
+            ).follower(),
+            r"LogSparse\(window=32\) moves the tokens of a page to several pages.*use kvjax\.Fifo\(leave=32\)",
+        ),
         (lambda: Follower(heads=(0, 2)), r"heads=\.\.\.\) must be at most 1, got 2"),
     ],
 )

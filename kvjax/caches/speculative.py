@@ -368,7 +368,17 @@ class Speculative:
 
     def follower(self, heads: tuple[int, ...] | None = None) -> Follower:
         """The policy of a layer that attends to what a layer of this policy attends to, except for the token that has
-        just left the local window."""
+        just left the local window.
+
+        A flush moves recalled tokens to the history. So a store that reads whole pages needs a demotion that moves the
+        tokens of a page together.
+        """
+        store, demote = self.retrieval.store, self.retrieval.demote
+        if store.page > 1 and not demote.ordered:
+            raise ValueError(
+                f"{demote} moves the tokens of a page to several pages of {store}, where no layer can follow a reused "
+                f"recall; use kvjax.Fifo(leave={demote.leave}), or pages of 1 token"
+            )
         return self.retrieval.follower(heads)
 
     def over_context(self, axis: Axis, parts: int) -> Speculative:
