@@ -192,6 +192,23 @@ def test_pages_that_are_written_anew_are_read_anew() -> None:
     assert int(st.hot.loads[0, 0]) == 2
 
 
+def test_a_cache_cut_to_a_prefix_goes_on_with_the_tokens_of_another_prompt() -> None:
+    """Pages of the first prompt are still on the device when the second one writes them again."""
+    lengths, cut, one, other = np.array([150, 70]), np.array([50, 64]), *(drive.random_tokens(SPEC, i) for i in (1, 2))
+    caches = [drive.fill(drive.new_cache(policy, SPEC), one, lengths)[0] for policy in (FIER, with_hot_set(FIER, 96))]
+    for i in range(2):
+        caches = [drive.step(cache, one, lengths + i)[1] for cache in caches]
+    caches = [kvjax.truncate(cache, cut) for cache in caches]
+    page = np.asarray(caches[1].state.store.hot.page)
+    assert (page >= np.asarray(caches[1].state.store.count)[:, None, None]).any(), "no page was cut off"
+    caches = [drive.fill(cache, other, lengths, start=cut)[0] for cache in caches]
+    for i in range(4):
+        (out, plain, info), (out_hot, hot, info_hot) = (drive.step(cache, other, lengths + i) for cache in caches)
+        np.testing.assert_array_equal(info_hot.positions, info.positions)
+        np.testing.assert_allclose(out_hot, out, atol=2e-6)
+        caches = [plain, hot]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -27,7 +27,7 @@ from kvjax.partial import PartialAttention
 from kvjax.selection import PackedSelection, Selection
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostOffload
-from kvjax.stores.store import CachingStore, Loaded, PlacingStore, Store
+from kvjax.stores.store import CachingStore, Loaded, PlacingStore, Store, require_truncatable
 from kvjax.validation import check_verbs
 
 
@@ -188,6 +188,10 @@ class HotSet:
 
     def gather(self, st: HotBlock, selection: Selection) -> tuple[Array, Array]:
         return self.store.gather(st.history, selection)
+
+    def truncate(self, st: HotBlock, count: Array) -> HotBlock:
+        """See `TruncatableStore`. Pages past `count` stay on the device until `append` writes them again."""
+        return replace(st, history=require_truncatable(self.store).truncate(st.history, count))
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         return self.store.decoded(k, v)

@@ -263,7 +263,8 @@ def does_not_apply(policy: kvjax.Policy) -> set[str]:
     if isinstance(policy, Speculative):
         return _EVICTION | _ROLLBACK
     lost = isinstance(policy, kvjax.Sampled) or not policy.demote.ordered
-    lost |= not isinstance(policy.store, kvjax.Dense | HostOffload)
+    inner = policy.store.store if isinstance(policy.store, HotSet) else policy.store
+    lost |= not isinstance(inner, kvjax.Dense | HostOffload)
     if isinstance(policy, Compressed) and policy.value_window is not None:
         return _EVICTION | _BUDGET | _TRUNCATE | _AS_STORED
     by_place = isinstance(policy, kvjax.Sampled)  # slots say how a key was centred, and which of too many hits count
