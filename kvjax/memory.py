@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 T = TypeVar("T")
@@ -73,17 +73,33 @@ def shapes(make: Callable[[], Any]) -> Any:
 
     `make` is traced, not run: nothing is allocated.
     """
-    traced = jax.jit(make).trace()
-    mesh = Mesh(np.array([_default_device()]), ("x",))  # jit reads the memory kind of a shape only from a NamedSharding
+    traced, device = jax.jit(make).trace(), _default_device()
 
     def shape(aval: Any) -> jax.ShapeDtypeStruct:
         kind = "pinned_host" if aval.memory_space == jax.memory.Space.Host else None
-        return jax.ShapeDtypeStruct(
-            aval.shape, aval.dtype, sharding=NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
-        )
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=_on_one(device, kind))
 
     tree = jax.tree.structure(traced.out_info)
     return jax.tree.unflatten(tree, [shape(aval) for aval in traced.jaxpr.out_avals])
+
+
+def _on_one(device: jax.Device, kind: str | None) -> NamedSharding:
+    """One device and a kind of its memory. JAX types a shape, or an array made of parts, as one of host memory only if
+    its sharding is a NamedSharding."""
+    return NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec(), memory_kind=kind)
+
+
+def typed(sharding: Any) -> Any:
+    """A sharding of the same devices and memory, by which arrays made of parts, as orbax makes them, get the type of
+    their memory.
+
+    jit takes an array in host memory without that type for one in device memory. With jax 0.11 the results of a step
+    are then in device memory; 0.10 aborts. `jax.device_put` to `sharding` itself keeps the type and copies nothing.
+    """
+    if not isinstance(sharding, SingleDeviceSharding):
+        return sharding
+    (device,) = sharding.device_set
+    return _on_one(device, sharding.memory_kind)
 
 
 def _default_device() -> jax.Device:

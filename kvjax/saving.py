@@ -39,7 +39,7 @@ from kvjax.cache import Cache, LayerCache, init_layer, layers_of, shardings
 from kvjax.caches.short import of_size
 from kvjax.capacity import grow
 from kvjax.describing import differences, plain, told_once
-from kvjax.memory import of_first_process, on_host, shapes
+from kvjax.memory import of_first_process, on_host, shapes, typed
 from kvjax.placement import in_order_of_place
 from kvjax.spec import require_int
 from kvjax.validation import check_alive, shown
@@ -187,9 +187,10 @@ def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
                 f"save {step} in {path} is of another kind of cache; make `like` of that kind, or save again: "
                 + "; ".join(different)
             )
+        homes = _homes(room)
         wanted = {
-            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home)
-            for (name, leaf), home in zip(_named(room), _homes(room), strict=True)
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=typed(home))
+            for (name, leaf), home in zip(_named(room), homes, strict=True)
         }
         try:
             found = manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted)))["arrays"]
@@ -198,13 +199,13 @@ def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
     changed = [name for name in wanted if _digest(found[name]) != digests.get(name)]
     if changed:
         raise damage(f"{', '.join(changed[:4])} changed since it was written")
-    leaves = [jax.device_put(found[name], wanted[name].sharding) for name, _ in _named(room)]
+    leaves = [jax.device_put(found[name], home) for name, home in zip(wanted, homes, strict=True)]
     cache = _by_place(jax.tree.unflatten(jax.tree.structure(room), leaves), back=True)
     if room is like:
         return cache
     grown = jax.tree.leaves(grow(cache, like.spec.capacity))
-    homes = zip(grown, _homes(like), strict=True)
-    return jax.tree.unflatten(jax.tree.structure(like), [jax.device_put(leaf, home) for leaf, home in homes])
+    moved = [jax.device_put(leaf, home) for leaf, home in zip(grown, _homes(like), strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(like), moved)
 
 
 def _by_place(cache: Any, back: bool = False) -> Any:

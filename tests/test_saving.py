@@ -57,6 +57,23 @@ def test_shapes_without_shardings_come_back_into_the_memory_that_they_were_in(tm
         np.testing.assert_array_equal(again, out)
 
 
+@pytest.mark.parametrize("larger", [False, True])
+def test_arrays_of_host_memory_come_back_with_its_type(tmp_path: Path, larger: bool) -> None:
+    """jit sees the type only. In a new process, no program is left that was compiled for the cache before its save."""
+    policy = dataclasses.replace(BASE, store=kvjax.HotSet(tokens=64))
+    cache, tokens = filled(policy)
+    save(tmp_path / "talk", cache)
+    like = kvjax.init_layer(policy, dataclasses.replace(SPEC, capacity=400) if larger else SPEC)
+    back = restore(tmp_path / "talk", like)
+    for found, wanted in zip(jax.tree.leaves(back), jax.tree.leaves(like), strict=True):
+        assert jax.typeof(found).memory_space == jax.typeof(wanted).memory_space
+        assert found.sharding == wanted.sharding
+    step = jax.jit(lambda cache, *new: kvjax.attention(cache, *new))  # compiled here
+    _, back = step(back, *tokens.at(LENGTHS[:, None]))
+    assert back.nbytes == like.nbytes
+    assert kvjax.grow(back, 600).state.store.history.kv.sharding.memory_kind == "pinned_host"
+
+
 def test_prefix_saved_once_serves_many_continuations(tmp_path: Path) -> None:
     cache, _ = filled()
     save(tmp_path, cache)
