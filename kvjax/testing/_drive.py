@@ -85,13 +85,19 @@ def step(
 
 
 def attending_to_all(policy: Policy, spec: CacheSpec) -> Policy:
-    """The policy with a budget that no row exceeds; unchanged if it has no budget."""
+    """The policy with a budget that no row exceeds, and a hot set for it; unchanged if it has no budget."""
     if ranks(policy) or not has_budget(policy):
         return with_room(policy, spec)
     inner = core(policy)
     unit = getattr(getattr(inner, "selector", None), "unit", 1)
     always = sink(policy) + getattr(inner, "local", 0) + getattr(inner, "beside", 0)
-    return with_fields(policy, budget=spec.capacity + always + unit)
+    budget = spec.capacity + always + unit
+    changes: dict[str, Any] = {"budget": budget}
+    store: Any = getattr(inner, "store", None)
+    if hasattr(store, "require_room") and hasattr(store, "tokens"):  # it holds the selection of a step
+        page = getattr(store, "page", 1)
+        changes["store"] = dataclasses.replace(store, tokens=max(store.tokens, spec.group * -(-budget // page) * page))
+    return with_fields(policy, **changes)
 
 
 def with_room(policy: Policy, spec: CacheSpec) -> Policy:

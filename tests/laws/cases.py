@@ -81,7 +81,7 @@ CASES: dict[str, Case] = {
     "pages by centre, dense below 90 tokens": _with(selector=CentrePages(page=32), budget=64, dense_below=90),
     "pages in host memory": _with(selector=MinMaxPages(page=16), store=HostOffload(page=8)),
     "fier in host memory, bf16": _with(store=HostOffload(), spec=dataclasses.replace(SPEC, dtype=jnp.bfloat16)),
-    "fier in host memory, hot set": _with(store=HotSet(tokens=256)),
+    "fier in host memory, hot set": _with(store=HotSet(tokens=64)),  # smaller than a row
     "fier in host memory, 8-bit floats": _with(store=HostFloat8()),
     "pages in host memory, 4 bits, hot set": _with(
         selector=MinMaxPages(page=16), store=HotSet(tokens=256, store=HostQuantized(bits=4, group=8, page=8))
