@@ -154,9 +154,13 @@ class Checkpoint:
         ids = self._template(messages, answer, tokenize=True, return_dict=False)
         return [int(i) for i in ids]
 
-    def render_chat(self, messages: Prompt, *, answer: bool = True) -> str:
-        """`apply_chat` as text."""
-        return str(self._template(messages, answer, tokenize=False))
+    def render_chat(self, messages: Prompt, *, answer: bool = True, continue_last: bool = False) -> str:
+        """`apply_chat` as text.
+
+        With `continue_last`, and without `answer`, the text ends where the content of the last message does, so that
+        the model continues this message.
+        """
+        return str(self._template(messages, answer, tokenize=False, continue_final_message=continue_last))
 
     def _template(self, messages: Prompt, answer: bool, **settings: Any) -> Any:
         if isinstance(messages, str):

@@ -160,7 +160,11 @@ class KvjaxLM(TemplateLM):
         return self.eot_token_id if begin is None else int(begin)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.checkpoint.render_chat(chat_history, answer=add_generation_prompt)
+        """A conversation as text, up to the answer; without `add_generation_prompt`, up to the end of what the last
+        message says, for the model to continue."""
+        return self.checkpoint.render_chat(
+            chat_history, answer=add_generation_prompt, continue_last=not add_generation_prompt
+        )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         begin = self.tokenizer.bos_token

@@ -119,6 +119,20 @@ def test_mmlu_is_scored_from_local_files(shipped: Checkpoint, tmp_path: Path) ->
     assert results["results"]["mmlu_local"]["acc,none"] == 0.5
 
 
+def test_beginning_of_an_answer_is_left_open_in_a_chat(shipped: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    monkeypatch.setattr(shipped.tokenizer, "chat_template", template)
+    model, asked = KvjaxLM(shipped), {"role": "user", "content": "Which key?"}
+    assert model.apply_chat_template([asked]) == "[user]Which key?[end][assistant]"
+    begun = [asked, {"role": "assistant", "content": "The key is"}]
+    assert model.apply_chat_template(begun, add_generation_prompt=False) == (
+        "[user]Which key?[end][assistant]The key is"
+    )
+
+
 def test_what_the_adapter_refuses(shipped: Checkpoint) -> None:
     model = KvjaxLM(shipped)
     with pytest.raises(ValueError, match="asks for sampling"):
