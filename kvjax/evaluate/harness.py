@@ -43,6 +43,9 @@ from kvjax.evaluate.tasks import Example
 from kvjax.models import Checkpoint
 from kvjax.spec import require_int
 
+# Settings of a task that limit the tokens of an answer; the first one counts, as in the harness.
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
 
 class Scored(NamedTuple):
     """A context and its continuation as token ids; the continuation is scored."""
@@ -212,15 +215,17 @@ class KvjaxLM(TemplateLM):
 
     def _ends(self, settings: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
         """The number of tokens and the texts that end an answer."""
-        if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
+        sampled = settings.get("do_sample")  # if a task leaves it out, the harness goes by the temperature
+        if sampled is not False and settings.get("temperature", 1.0 if sampled else 0.0) > 0:
             raise ValueError(
                 f"the task asks for sampling ({dict(settings)}), and kvjax answers greedily here; give the task "
                 "--gen_kwargs do_sample=false"
             )
         until = settings.get("until") or []
-        stop = (until,) if isinstance(until, str) else tuple(until)
-        limit = settings.get("max_gen_toks", settings.get("max_new_tokens", self.max_gen_toks))
-        return int(limit), stop
+        stop = (until,) if isinstance(until, str) else tuple(text for text in until if text)
+        given = {name: settings[name] for name in LIMITS if settings.get(name) is not None}
+        name, limit = next(iter(given.items()), ("max_gen_toks", self.max_gen_toks))
+        return require_int(name, int(limit), at_least=1), stop
 
     def _run(self, task: _Requests, each: Answer) -> dict[int, dict[str, Any]]:
         plan = prepare(self.checkpoint, task, self.rows, dtype=self.checkpoint.model.dtype, model="harness")
@@ -232,6 +237,8 @@ class KvjaxLM(TemplateLM):
 
         All tokens of a context but the last are prefilled, and at least one, as a cache begins with a prompt.
         """
+        if not pairs:
+            return []
         given = []
         for i, (context, rest) in enumerate(pairs):
             if not context or not rest:

@@ -119,6 +119,16 @@ def test_mmlu_is_scored_from_local_files(shipped: Checkpoint, tmp_path: Path) ->
     assert results["results"]["mmlu_local"]["acc,none"] == 0.5
 
 
+def test_answers_end_at_the_settings_of_a_task(shipped: Checkpoint) -> None:
+    model = KvjaxLM(shipped, batch=1)
+    for settings, answer in (
+        ({"until": ["", "."], "max_gen_toks": 3}, "714"),  # an empty text ends nothing
+        ({"until": "4", "max_tokens": 3}, "71"),
+        ({"until": [], "max_completion_tokens": 2, "do_sample": False, "temperature": 0.7}, "71"),
+    ):
+        assert model.generate_until([request(KEY.format(71432), settings)]) == [answer]
+
+
 def test_beginning_of_an_answer_is_left_open_in_a_chat(shipped: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
@@ -133,9 +143,19 @@ def test_beginning_of_an_answer_is_left_open_in_a_chat(shipped: Checkpoint, monk
     )
 
 
+def test_texts_without_a_token_have_probability_1(shipped: Checkpoint) -> None:
+    model = KvjaxLM(shipped)
+    assert model.loglikelihood_rolling([request("")], disable_tqdm=True) == [0]
+    assert model.loglikelihood([], disable_tqdm=True) == []
+
+
 def test_what_the_adapter_refuses(shipped: Checkpoint) -> None:
     model = KvjaxLM(shipped)
     with pytest.raises(ValueError, match="asks for sampling"):
         model.generate_until([request("a", {"do_sample": True, "temperature": 0.7})])
+    with pytest.raises(ValueError, match="asks for sampling"):
+        model.generate_until([request("a", {"temperature": 0.7})])
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        model.generate_until([request("a", {"max_tokens": 0})])
     with pytest.raises(ValueError, match="kvjax takes pretrained, cache"):
         KvjaxLM.create_from_arg_string("cash=fier")
