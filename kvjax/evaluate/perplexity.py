@@ -246,10 +246,8 @@ def ratio(cell: Cell, other: Cell) -> tuple[float, float]:
 def summarise(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """A row for each cell with results: perplexity, and its ratio to the first cache's at that length, with standard
     errors; `tokens_read` is the mean over steps, KV heads and all layers."""
-    done = [cell for cell in cells if cell.examples]
-    first = {_length(cell): cell for cell in done if cell.method == cells[0].method}
-    rows = []
-    for cell in done:
+    first, rows = _baselines(cells), []
+    for cell in _done(cells):
         found, error = mean_perplexity(cell)
         row = {
             "cache": cell.method,
@@ -276,18 +274,37 @@ def markdown(cells: Sequence[Cell]) -> str:
 
     Caches that were refused follow, each with its reason.
     """
-    lines = []
-    for row in summarise(cells):
-        change = "" if row["cache"] == cells[0].method or "ratio" not in row else _change(row)
+    lines, first = [], _baselines(cells)
+    for cell, row in zip(_done(cells), summarise(cells), strict=True):
+        change = "" if cell is first.get(_length(cell)) or "ratio" not in row else _change(row)
         budget = "all" if row["budget"] is None else str(row["budget"])
         read, found = f"{row['tokens_read']:.0f}", f"{row['perplexity']:.2f}"
         lines.append([f"`{row['cache']}`", str(row["length"]), budget, read, found, change])
-    head = ["cache", "context", "budget", "tokens read", "perplexity", f"against {cells[0].method}"]
+    head = ["cache", "context", "budget", "tokens read", "perplexity", f"against {_label(cells[0], cells)}"]
     return markdown_table(head, lines) + refusals(cells)
 
 
 def _length(cell: Cell) -> int:
     return cell.key["task"]["length"]
+
+
+def _done(cells: Sequence[Cell]) -> list[Cell]:
+    return [cell for cell in cells if cell.examples]
+
+
+def _baselines(cells: Sequence[Cell]) -> dict[int, Cell]:
+    """The cell of the first cache by length, where it has results."""
+    first: dict[int, Cell] = {}
+    for cell in cells:
+        if cell.method == cells[0].method:
+            first.setdefault(_length(cell), cell)
+    return {length: cell for length, cell in first.items() if cell.examples}
+
+
+def _label(cell: Cell, cells: Sequence[Cell]) -> str:
+    """The method of a cell, and its budget if the method has several at this length."""
+    same = [other for other in cells if (other.method, _length(other)) == (cell.method, _length(cell))]
+    return cell.method if len(same) == 1 else f"{cell.method}{',' if ':' in cell.method else ':'}budget={cell.budget}"
 
 
 def _change(row: Mapping[str, Any]) -> str:
@@ -302,14 +319,15 @@ def figure(cells: Sequence[Cell]) -> Figure:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    rows, names = summarise(cells), list(dict.fromkeys(cell.method for cell in cells if cell.examples))
+    rows = [{**row, "label": _label(cell, cells)} for cell, row in zip(_done(cells), summarise(cells), strict=True)]
+    names, baseline = list(dict.fromkeys(row["label"] for row in rows)), _label(cells[0], cells)
     short = labels(names)
     lengths = sorted({row["length"] for row in rows})
     drawing = new_figure(9, 4.0 + 0.2 * -(-len(names) // 3))
     left, right = drawing.subplots(1, 2)
     for name in names:
         look = style(name, names)
-        own = [row for row in rows if row["cache"] == name]
+        own = [row for row in rows if row["label"] == name]
         read = " / ".join(f"{row['tokens_read']:.0f}" for row in own)
         left.plot(
             [row["length"] for row in own],
@@ -318,14 +336,14 @@ def figure(cells: Sequence[Cell]) -> Figure:
             markersize=4.5,
             **look,
         )
-        paired = [row for row in own if name != names[0] and "ratio" in row]
+        paired = [row for row in own if name != baseline and "ratio" in row]
         if paired:
             change = [100 * (row["ratio"] - 1) for row in paired]
             error = [100 * row["ratio_stderr"] for row in paired]
             right.errorbar([row["length"] for row in paired], change, error, markersize=4.5, capsize=3, **look)
-    right.axhline(0, linewidth=1.1, **{**style(names[0], names), "marker": ""})
+    right.axhline(0, linewidth=1.1, **{**style(baseline, names), "marker": ""})
     left.set_ylabel("perplexity per token")
-    right.set_ylabel(f"change against {names[0]}, %, ± standard error")
+    right.set_ylabel(f"change against {baseline}, %, ± standard error")
     drawing.legend(loc="outside lower center", ncols=3, frameon=False)
     for axis in (left, right):
         axis.set_xscale("log", base=2)

@@ -143,6 +143,19 @@ def test_ratios_are_paired():
     assert mean_perplexity(full)[1] == pytest.approx(math.exp(2) * math.sqrt(2 / 3) / 2)
 
 
+def test_first_of_two_budgets_is_the_baseline():
+    cells = [cell(f"fier@{budget}", 8, ((nats, nats + 1.0),)) for budget, nats in ((32, 2.0), (64, 1.0))]
+    cells = [dataclasses.replace(one, head={"budget": int(one.cache[5:])}) for one in cells]
+    assert [row["ratio"] for row in summarise(cells)] == [1.0, pytest.approx(math.exp(-1.0))]
+    head, _, first, second = markdown(cells).splitlines()
+    assert head.endswith("| against fier:budget=32 |")
+    assert first.endswith("|  |")
+    assert second.endswith("| -63.21 ± 0.00 % |")
+    left, right = figure(cells).axes
+    assert [len(line.get_xdata()) for line in left.lines] == [1, 1]
+    assert right.get_ylabel() == "change against fier:budget=32, %, ± standard error"
+
+
 def test_table_and_plot_show_every_cell():
     cells = [cell(n, t, ((1.0 + t / 64 + i, 2.0 + i / 2),)) for t in (8, 16) for i, n in enumerate(("full", "other"))]
     lines = markdown(cells).splitlines()
