@@ -25,8 +25,10 @@ from benchmarks.claims import coverage, drift, figures
 from benchmarks.claims.groups import groups
 from benchmarks.claims.queries import Turns, turns
 from kvjax import models
+from kvjax.cli.options import sizes
+from kvjax.demotion import LogSparse
 from kvjax.evaluate import recall
-from kvjax.evaluate.live import Live, capture, capture_generated
+from kvjax.evaluate.live import Live, capture, capture_generated, check_lengths
 from kvjax.evaluate.plots import dots
 from kvjax.sampling import sampling
 from kvjax.spec import default_dtype
@@ -55,12 +57,23 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default=default_dtype())
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args(args)
-    kinds, lengths = given.what.split(","), [int(part) for part in given.length.split(",")]
+    kinds = given.what.split(",")
     if unknown := set(kinds) - set(MEASUREMENTS):
         parser.error(f"--what {', '.join(unknown)}: there are {', '.join(MEASUREMENTS)}")
     directory = given.model_dir or models.shipped()
-    checkpoint = models.load(directory, dtype=given.dtype)
-    tokens = recall.read_tokens(checkpoint, given.text, lengths[-1])
+    if "queries" in kinds and given.steps < 2:
+        parser.error(f"--steps {given.steps}: queries compares adjacent steps; give 2 or more")
+    try:  # what is wrong with a request, before anything is measured
+        lengths = sizes("--length", given.length)
+        if "groups" in kinds:
+            groups(given.budget)
+        if "logquant" in kinds:
+            LogSparse(window=given.window)
+        checkpoint = models.load(directory, dtype=given.dtype)
+        check_lengths(lengths, given.steps, checkpoint.config.max_positions)
+        tokens = recall.read_tokens(checkpoint, given.text, lengths[-1])
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
     new = given.new_tokens
     if new is None:
         new = min(lengths[-1], (checkpoint.config.max_positions or 2 * lengths[-1]) - lengths[-1])

@@ -280,6 +280,27 @@ def test_command_writes_table_json_and_plot(directory, tmp_path, capsys):  # noq
     assert table.startswith("| tau | heads corrected |")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--what", "all"), "--what all: there are groups, queries"),
+        (("--length", "5x"), "--length takes whole numbers from 1"),
+        (("--length", "40,20"), "lengths=[40, 20] must be steps=3 or more above the one before"),
+        (("--steps", 1), "queries compares adjacent steps; give 2 or more"),
+        (("--what", "groups", "--budget", 10), "budget=10 is below sink + local = 4 + 16"),
+        (("--what", "logquant", "--window", 0), "LogSparse(window=...) must be at least 1, got 0"),
+        (("--text", "nowhere.txt"), "nowhere.txt is not there"),
+    ],
+)
+def test_command_says_what_was_wrong(directory, tmp_path, capsys, options, message):  # noqa: F811
+    book = tmp_path / "book.txt"
+    book.write_text("It was a bright cold day in April. " * 10)
+    sizes = ("--what", "queries", "--length", "20,40", "--steps", 3)
+    with pytest.raises(SystemExit, match="2"):
+        main([str(arg) for arg in (directory, "--text", book, *sizes, *options)])
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.thorough
 def test_command_runs_every_measurement(tmp_path):
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # two of ParisKV's subspaces
