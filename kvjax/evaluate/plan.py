@@ -205,9 +205,8 @@ def run(
         for name in open_cells:
             report(name)
             results, cell = next(found), plan.cells[name]
-            cell.made_by(source)
-            cell.batches.append(results)
-            cell.save()
+            cell.add(results, source)
+            known[name] = {example["id"] for example in cell.examples}
         del logits, prompts, one, found  # before the next prompts are read
     report("")
     return list(plan.cells.values())

@@ -40,6 +40,7 @@ class Cell:
     path: Path | None = None  # where it is kept
     batches: list[dict[str, Any]] = field(default_factory=list)  # each: examples, attended_by_layer, steps, seconds
     refused: str = ""  # why this cache cannot be run; such a cell has no results
+    replaces: bool = False  # the next results replace the file, whatever it holds
 
     @property
     def digest(self) -> str:
@@ -95,6 +96,7 @@ class Cell:
         """
         name = re.sub(r"[^\w.@=-]+", "-", f"{self.task} {self.cache} ", flags=re.ASCII)[:160].removesuffix("-")
         self.path = Path(folder) / f"{name}-{self.digest[:16]}.json"  # the digest alone makes the name unique
+        self.replaces = not resume
         if not resume or not self.path.exists():
             return
         found = read_cell(self.path)
@@ -105,6 +107,19 @@ class Cell:
             raise _damaged(self.path, f"its task has no example {unknown[0]!r}")
         self.batches, self.head["made"] = found.batches, found.head.get("made", [])
 
+    def add(self, batch: dict[str, Any], provenance: dict[str, Any]) -> None:
+        """Adds the results of a batch, also to the file. Batches that another run wrote there meanwhile are taken over,
+        but for those with an example that has a result here."""
+        self.made_by(provenance)
+        self.batches.append(batch)
+        if self.path is not None and self.path.exists() and not self.replaces:
+            held = read_cell(self.path)
+            known = {example["id"] for example in self.examples}
+            self.batches += [one for one in held.batches if known.isdisjoint(e["id"] for e in one["examples"])]
+            for made in held.head.get("made", []):
+                self.made_by(made)
+        self.save()
+
     def save(self) -> None:
         """Replaces the file as a whole: a run killed at any moment leaves the old one or the new."""
         if self.path is None:
@@ -112,6 +127,7 @@ class Cell:
         about = {"task": self.task, "metric": self.metric, "cache": self.cache, "tokens_read": self.tokens_read}
         kept = {**about, **self.head, "key": self.key, "total": self.total, "batches": self.batches}
         replace_file(self.path, json.dumps(kept, indent=1) + "\n")
+        self.replaces = False
 
 
 def read_cell(path: Path) -> Cell:

@@ -264,6 +264,27 @@ def test_a_killed_run_goes_on_where_it_stopped(checkpoint, task, finished, tmp_p
     assert report.score(whole_run(checkpoint, task, tmp_path)["full"]) == report.score(cells["full"])
 
 
+def test_two_runs_of_one_folder_lose_no_result(checkpoint, task, finished, tmp_path, monkeypatch):
+    """The first run has answered one batch of two when another one, with the same folder, answers all the rest."""
+    real, calls = accuracy._decode, []
+
+    def beside(checkpoint, cache, logits, plan, active, *how):
+        calls.append(active)
+        if len(calls) == 2:  # in the second batch of the first run
+            monkeypatch.setattr(accuracy, "_decode", real)
+            evaluate(checkpoint, task, {"full": CACHES["full"]}, batch=1, out=tmp_path)
+            monkeypatch.setattr(accuracy, "_decode", beside)
+        return real(checkpoint, cache, logits, plan, active, *how)
+
+    monkeypatch.setattr(accuracy, "_decode", beside)
+    (cell,) = evaluate(checkpoint, task, {"full": CACHES["full"]}, batch=2, out=tmp_path)
+    assert len(calls) == 2, "what the other run answered is not answered again"
+    assert answers(cell) == answers(read_cell(cell.path)) == answers(finished[1]["full"])
+    again = prepare(checkpoint, task, {"full": CACHES["full"]}, dtype="float32", out=tmp_path, resume=False)
+    plan.run(checkpoint, again, accuracy.answer, batch=2)
+    assert len(calls) == 5, "a run that replaces its files takes nothing over"
+
+
 def test_caches_beside_one_another_answer_as_each_alone(checkpoint, task, finished, tmp_path):
     cells = whole_run(checkpoint, task, tmp_path, parallel=3)
     for name, cell in finished[1].items():
