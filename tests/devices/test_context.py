@@ -56,7 +56,7 @@ def along(parts: int) -> Placement:
 ZONES: dict[str, Any] = {"sink": 2, "local": 6, "demote": Fifo(leave=16)}
 FIER = Retrieval(selector=Fier(group=4), budget=24, **ZONES)
 MAGICPIG = presets.magicpig(budget=40, bits=3, tables=40, local=6, chunk=16, dense_layers=0).rest
-# A policy, a placement, a sliding window; of a case with a window no prompt is read, and the steps begin at once.
+# A policy, a placement, a sliding window. With a window the steps begin at once; a test of its own reads prompts.
 CASES: dict[str, tuple[kvjax.Policy, Placement, int | None]] = {
     "full": (Full(), along(4), None),
     "4 bits in a window": (Compressed(store=Quantized(bits=4, key_group=4), **ZONES), along(4), WINDOW),
@@ -204,6 +204,27 @@ def test_tokens_on_several_devices_are_read_as_on_one(runs: Any, name: str) -> N
     parts = np.prod([cache.placement.parts(what) for what in ("batch", "heads", "context")])
     for leaf, whole in zip(*map(history, (cache, alone)), strict=True):
         assert leaf.addressable_shards[0].data.nbytes == whole.nbytes // parts
+
+
+WINDOWED = [name for name, (_, _, window) in (CASES | MORE).items() if window is not None]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "full in a window" else pytest.mark.thorough) for n in WINDOWED]
+)
+def test_prompts_under_a_window_are_read_as_on_one(name: str) -> None:
+    """Prompts longer than the window, whose rows have different lengths, and the steps after them."""
+    policy, placement, window = (CASES | MORE)[name]
+    found = []
+    for place in (None, placement):
+        cache, outs = kvjax.init_layer(policy, SPEC, place), []
+        chunk = jax.jit(partial(prompt, window=window))
+        for seed, lengths in ((0, [24, 17]), (3, [20, 24])):
+            out, cache = chunk(cache, *tokens(PROMPT, seed), jnp.array(lengths, jnp.int32))
+            outs.append(out)
+        (stepped, positions), cache = jax.jit(partial(decode, window=window))(cache, *tokens(STEPS, 6))
+        found.append(([*outs, stepped], np.asarray(positions), None, cache))
+    check(*found)
 
 
 @pytest.mark.parametrize(
