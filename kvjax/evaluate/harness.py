@@ -197,7 +197,7 @@ class KvjaxLM(TemplateLM):
         windows, owner = [], []
         for i, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
-            for context, scored in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length - 1, 1):
+            for context, scored in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1):
                 split = len(context) - len(scored) + 1  # `context` also has the scored tokens, except the last
                 windows.append(Scored(tuple(context[:split]), tuple(scored)))
                 owner.append(i)

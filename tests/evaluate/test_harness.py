@@ -14,9 +14,12 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'kvjax[harness]'")
 
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
 from kvjax import models
 from kvjax.evaluate.harness import KvjaxLM
 from kvjax.models import Checkpoint
+from tests.checkpoint import write_checkpoint
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides.md"
 KEY = "The pass key is {0}. Remember it.\nWhat is the pass key? The pass key is "
@@ -141,6 +144,23 @@ def test_beginning_of_an_answer_is_left_open_in_a_chat(shipped: Checkpoint, monk
     assert model.apply_chat_template(begun, add_generation_prompt=False) == (
         "[user]Which key?[end][assistant]The key is"
     )
+
+
+def test_long_text_is_scored_in_the_windows_of_the_harness(tmp_path: Path) -> None:
+    """Windows of as many tokens as the model has positions, as the harness's own models have them."""
+    write_checkpoint(tmp_path)
+    model = KvjaxLM(models.load(tmp_path, dtype="float32"), batch=2)
+    text = "It was the best of times, it was the worst of times. " * 11
+    tokens = model.tok_encode(text, add_special_tokens=False)
+    assert model.max_length < len(tokens) < 1.5 * model.max_length
+    windows = get_rolling_token_windows(tokens, model.prefix_token_id, model.max_length, 1)
+    total = 0.0
+    for head, tail in map(make_disjoint_window, windows):
+        logits = model.checkpoint.model(np.array([[*head, *tail][:-1]]), None)[0]
+        table = np.asarray(jax.nn.log_softmax(logits, axis=-1))[0, len(head) - 1 :]
+        total += table[np.arange(len(tail)), tail].sum()
+    (found,) = model.loglikelihood_rolling([request(text)], disable_tqdm=True)
+    assert found == pytest.approx(total, rel=1e-5)
 
 
 def test_texts_without_a_token_have_probability_1(shipped: Checkpoint) -> None:
