@@ -26,7 +26,7 @@ from jax.typing import ArrayLike
 
 from kvjax import ops
 from kvjax.cache import LayerCache, as_whole, check_layer_cache, part_of, placement_of, specs_of
-from kvjax.caches import Following, Info, MultiStep, Observer
+from kvjax.caches import Following, Info, MultiStep, Observer, Pausing
 from kvjax.flushing import flush_full
 from kvjax.memory import on_host
 from kvjax.partial import group_queries
@@ -323,6 +323,8 @@ def _attend_step(
     queries = group_queries(q[:, 0], k.shape[1])
     if selection is not None and isinstance(policy, Following):
         out, state, info = policy.attend_selection(state, queries, selection, scale=scale, window=window)
+    elif isinstance(policy, Pausing):
+        out, state, info = policy.attend_active(state, queries, count > 0, scale=scale, window=window)
     else:
         out, state, info = policy.attend(state, queries, scale=scale, window=window)
     return out.astype(q.dtype).reshape(q.shape), dataclasses.replace(cache, state=state), info

@@ -206,6 +206,11 @@ def nbytes(tree: Any) -> Bytes:
     return Bytes(device, host)
 
 
+def in_host_memory(tree: Any) -> bool:
+    """Whether an array of the tree is in pinned host memory, on a backend where that is apart from the device's."""
+    return any(map(_on_host, jax.tree.leaves(tree)))
+
+
 def _on_host(leaf: Any) -> bool:
     if isinstance(leaf, Tracer):
         return leaf.aval.memory_space == jax.memory.Space.Host  # type: ignore[attr-defined]

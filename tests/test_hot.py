@@ -76,6 +76,27 @@ def test_steps_read_the_same_tokens_as_without_a_hot_set(policy: Any, tokens: in
     assert (np.asarray(state.store.hot.loads) > tokens // hot_page(hot)).any(), "nothing was replaced"
 
 
+@pytest.mark.parametrize("policy", [FIER, PAGES, PER_HEAD], ids=["tokens", "pages", "per query head"])
+def test_rows_that_pause_read_nothing_from_the_host(policy: Any) -> None:
+    """With and without a hot set; the rows that take a step read as if no row paused."""
+    data, lengths, tokens = drive.random_tokens(SPEC, 1), np.array([150, 70]), {}
+    for hot in (False, True):
+        own = with_hot_set(policy, 96) if hot else policy
+        start, _ = drive.fill(drive.new_cache(own, SPEC), data, lengths)
+        found = [drive.step(start, data, lengths, np.array(active)) for active in ([True, False], [True, True])]
+        (out, cache, info), (out_all, _, info_all) = found
+        stored = np.asarray(info.selection.valid & (info.selection.slots < cache.state.store.slots))
+        assert not stored[1].any(), "a row that paused selected tokens of the host"
+        assert stored[0].any()
+        np.testing.assert_array_equal(cache.state.store.count, start.state.store.count)
+        np.testing.assert_array_equal(info.positions[0], info_all.positions[0])
+        np.testing.assert_allclose(out[0], out_all[0], atol=2e-6)
+        tokens[hot] = np.asarray(info.positions)[0]
+        if hot:
+            assert (np.asarray(cache.state.store.hot.loads) > 0).tolist() == [[True] * 2, [False] * 2]
+    np.testing.assert_array_equal(tokens[True], tokens[False])
+
+
 def test_heads_that_keep_their_recall_read_nothing_from_the_host() -> None:
     """A recall serves four steps, and the second row pauses in all but the first step."""
     policy = Speculative(with_hot_set(PAGES, 48), tau=-1.0, reuse=4)

@@ -15,6 +15,7 @@ Optional verbs, each for policies that support it:
 
     grown              renumbers what depends on the capacity, if the state holds such numbers
     attend_selection   in place of attend, to attend to what another layer selected
+    attend_active      in place of attend, to read nothing from host memory for rows that take no step
     prefill_observed   in place of prefill, if the queries of a prompt matter
     decode             several steps in one pass; free says how many
     rollback           removes the newest tokens; earliest says how far back
@@ -35,7 +36,7 @@ from kvjax.caches.mixed import Mixed, MixedState
 from kvjax.caches.outliers import OutlierRetrieval
 from kvjax.caches.per_head import PerHead, PerHeadState
 from kvjax.caches.per_layer import PerLayer
-from kvjax.caches.policy import Growing, Info, MultiStep, Observer, Policy, Reversible, Truncatable
+from kvjax.caches.policy import Growing, Info, MultiStep, Observer, Pausing, Policy, Reversible, Truncatable
 from kvjax.caches.retrieval import Retrieval
 from kvjax.caches.sampled import Sampled
 from kvjax.caches.shared import Follower, Following, Leading, Shared, share_selections
@@ -63,6 +64,7 @@ __all__ = [
     "MultiStep",
     "Observer",
     "OutlierRetrieval",
+    "Pausing",
     "PerHead",
     "PerHeadState",
     "PerLayer",

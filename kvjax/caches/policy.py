@@ -84,6 +84,18 @@ class Growing(Protocol):
 
 
 @runtime_checkable
+class Pausing(Protocol):
+    """A policy that spares reads of host memory for rows that take no step; `kvjax.attention` calls this in place of
+    `attend`."""
+
+    def attend_active(
+        self, st: Any, q: Array, active: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, Any, Info]:
+        """`attend` for the rows where `active` bool[B] is true. Output and Info of other rows mean nothing."""
+        ...
+
+
+@runtime_checkable
 class MultiStep(Protocol):
     """A policy that takes several decode steps in one pass; with others `kvjax.decode` takes one after the other."""
 

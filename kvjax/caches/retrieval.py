@@ -18,6 +18,7 @@ from kvjax.caches.zones import Visible, ZonedState
 from kvjax.context import Axis, SplitSelector
 from kvjax.demotion import Demotion, Fifo
 from kvjax.layouts import whole_units
+from kvjax.memory import in_host_memory
 from kvjax.prompt import in_order
 from kvjax.selection import PackedSelection, Selection, reduce_queries
 from kvjax.selectors import (
@@ -31,6 +32,7 @@ from kvjax.selectors import (
 )
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores import CachingStore, Dense, MultiStepStore, Store
+from kvjax.stores.hot import HotBlock
 from kvjax.validation import check_verbs
 
 
@@ -124,6 +126,17 @@ class Retrieval(SelectedZones):
         seen = self.visible(st, window)
         selection = self.find(st, q, seen, scale=scale)
         return self.attend_selected(st, q, selection, seen, scale=scale)
+
+    def attend_active(
+        self, st: ZonedState, q: Array, active: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, ZonedState, Info]:
+        """`attend`. To it, a history in host memory looks empty in rows where `active` bool[B] is false."""
+        if not in_host_memory(st.store):
+            return self.attend(st, q, scale=scale, window=window)
+        count = st.store.count
+        seen = _counted(st.store, jnp.where(active, count, 0))
+        out, st, info = self.attend(replace(st, store=seen), q, scale=scale, window=window)
+        return out, replace(st, store=_counted(st.store, count)), info
 
     def find(
         self,
@@ -287,3 +300,10 @@ class Retrieval(SelectedZones):
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return super().bytes_per_token(spec) + self.selector.bytes_per_token(spec)
+
+
+def _counted(block: Any, count: Array) -> Any:
+    """The state of a store with another `count` of slots; as it is, if it is of another form than those of kvjax."""
+    if isinstance(block, HotBlock):
+        return replace(block, history=_counted(block.history, count))
+    return replace(block, count=count) if "count" in getattr(block, "__dataclass_fields__", ()) else block
