@@ -34,6 +34,7 @@ from kvjax.reading import prefill
 from kvjax.request import check_model, vocabulary_size
 from kvjax.rows import rollback, room
 from kvjax.spec import require_int
+from kvjax.validation import check_verbs, shown
 
 Draw = Callable[[Array, Array | int], Array]
 """(logits f32[B, V], i) -> i32[B]: the token that the run draws from them, i tokens after the next one."""
@@ -74,7 +75,11 @@ class Draft(Protocol):
         ...
 
     def start(self, model: Any, cache: Cache, prompt: np.ndarray, lengths: np.ndarray, new_tokens: int) -> Drafter:
-        """The drafter of a run that has read a right-padded prompt i32[B, T] with `lengths` i32[B]."""
+        """The drafter of a run that will read a right-padded prompt i32[B, T] with `lengths` i32[B] into `cache`.
+
+        Raises:
+          ValueError: the draft cannot work with this model, cache or prompt. The cache is not donated yet.
+        """
         ...
 
 
@@ -126,10 +131,10 @@ class DraftModel:
         self, model: Any, cache: Cache, prompt: np.ndarray, lengths: np.ndarray, new_tokens: int
     ) -> _ModelDrafter:
         check_vocabularies(vocabulary_size(self.model), vocabulary_size(model))
-        earlier = np.asarray(cache.length) - np.asarray(lengths)
+        earlier = np.asarray(cache.length)
         if earlier.any():
             raise ValueError(
-                f"the cache held {int(earlier.max())} tokens before this prompt, which the draft model has not read; "
+                f"the cache holds {int(earlier.max())} tokens before this prompt, which the draft model has not read; "
                 "pass an empty cache and the whole text, or draft with PromptLookup()"
             )
         spec = self.model.spec(batch=cache.spec.batch, capacity=cache.spec.capacity + self.tokens + 1)
@@ -161,6 +166,21 @@ def check_vocabularies(draft: int | None, model: int | None) -> None:
             f"the draft model has a vocabulary of {draft} tokens and the model one of {model}; a draft model must have "
             "the model's tokenizer"
         )
+
+
+def check_draft(draft: Any, cache: Cache) -> None:
+    """Raises ValueError for a `draft` that is no Draft, or for a cache from which its tokens cannot be removed."""
+    if not isinstance(draft, type) and not hasattr(draft, "start"):
+        model = draft if hasattr(draft, "spec") else getattr(draft, "model", None)
+        if callable(model):
+            name = "model" if model is draft else "checkpoint.model"
+            raise ValueError(
+                f"draft must be a PromptLookup or a DraftModel, got {shown(draft)}; to draft with it, write "
+                f"kvjax.DraftModel({name})"
+            )
+    wanted = "a PromptLookup or a DraftModel"
+    check_verbs("draft", draft, wanted, ("start",), "kvjax.PromptLookup()", fields=("tokens",))
+    check_takes_drafts(cache, draft.tokens)
 
 
 def check_takes_drafts(cache: Cache, tokens: int) -> None:

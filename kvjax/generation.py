@@ -28,7 +28,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from kvjax.cache import Cache, raise_on_overflow
-from kvjax.drafts import Draft, Speculation, check_takes_drafts
+from kvjax.drafts import Draft, Speculation, check_draft
 from kvjax.loops import PAD, Flat, decode_loop, draft_loop, empty_mean, has_no_best
 from kvjax.memory import commit_together, on_host
 from kvjax.placement import to_context
@@ -111,10 +111,11 @@ def generate(
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
     keys = keys_of(sampling, to_context(key), cache.spec.batch)
+    drafter = None
     if draft is not None:
-        check_takes_drafts(cache, draft.tokens)
+        check_draft(draft, cache)
+        drafter = draft.start(model, cache, tokens, lengths, max_new_tokens)
     logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk)
-    drafter = None if draft is None else draft.start(model, cache, tokens, lengths, max_new_tokens)
     return _decode_all(model, cache, logits, max_new_tokens, sampling, keys, stop, measure=measure, drafter=drafter)
 
 
@@ -212,9 +213,11 @@ def stream(
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
     keys = keys_of(sampling, to_context(key), cache.spec.batch)
+    drafter = None
     if draft is not None:
-        check_takes_drafts(cache, draft.tokens)
+        check_draft(draft, cache)
         block = max(block, draft.tokens + 1)
+        drafter = draft.start(model, cache, tokens, lengths, max_new_tokens)
     logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk, progress=progress)
     return Stream(
         model,
@@ -227,7 +230,7 @@ def stream(
         measure=measure,
         block=block,
         text=None if tokenizer is None else Detokenizer(tokenizer),
-        drafter=None if draft is None else draft.start(model, cache, tokens, lengths, max_new_tokens),
+        drafter=drafter,
     )
 
 
@@ -378,16 +381,15 @@ def warm_up(
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     B = cache.spec.batch
     size = chunk_size(prompt_tokens, chunk_for(cache, prompt_tokens, chunk), rows=B)
-    tokens = np.zeros((B, min(prompt_tokens, 2 * size)), np.int32)
-    logits, cache = prefill(model, cache, tokens, np.ones((B,), np.int32), chunk=size)
-    report(1, 2, "for decode steps")
-    keys = keys_of(sampling, jax.random.key(0), B)
+    tokens, one = np.zeros((B, min(prompt_tokens, 2 * size)), np.int32), np.ones((B,), np.int32)
     steps = max_new_tokens if block is None else min(block, max_new_tokens)
     drafter = None
     if draft is not None:
-        whole, one = np.zeros((B, prompt_tokens), np.int32), np.ones((B,), np.int32)
-        drafter = draft.start(model, cache, whole, one, max_new_tokens)
+        drafter = draft.start(model, cache, np.zeros((B, prompt_tokens), np.int32), one, max_new_tokens)
         steps = max(steps, draft.tokens + 1)
+    logits, cache = prefill(model, cache, tokens, one, chunk=size)
+    report(1, 2, "for decode steps")
+    keys = keys_of(sampling, jax.random.key(0), B)
     stop = stop_array(stop_tokens)
     run = Stream(model, cache, logits, 1, sampling, keys, stop, measure=measure, drafter=drafter)
     run.advance(steps)

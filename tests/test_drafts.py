@@ -173,6 +173,28 @@ def test_drafts_that_cannot_work_are_refused_before_the_prompt(model: Decoder) -
     for tokens in (0, 16):
         with pytest.raises(ValueError, match=r"PromptLookup\(tokens=\.\.\.\) must be at"):
             PromptLookup(tokens=tokens)
+    with pytest.raises(ValueError, match=r"a PromptLookup or a DraftModel, got the class PromptLookup; make an inst"):
+        generate(model, kvjax.Full(), PromptLookup)
+    with pytest.raises(
+        ValueError, match=r"got the string 'prompt-lookup'; write it as code, .* kvjax\.PromptLookup\(\)"
+    ):
+        generate(model, kvjax.Full(), "prompt-lookup")
+    with pytest.raises(ValueError, match=r"got a Decoder; to draft with it, write kvjax\.DraftModel\(model\)"):
+        generate(model, kvjax.Full(), model)
     assert parse("prompt-lookup") == PromptLookup()
     with pytest.raises(ValueError, match=r"speculate='lookup' must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS"):
         parse("lookup")
+
+
+@pytest.mark.parametrize("run", [kvjax.generate, kvjax.stream], ids=["generate", "stream"])
+def test_a_refused_draft_leaves_the_conversation_as_it_was(model: Decoder, run: Any) -> None:
+    """The cache of the last turn is donated only when the draft has been accepted."""
+    first = generate(model, kvjax.Full())
+    for draft, message in (
+        (DraftModel(model), "holds 52 tokens before this prompt, which the draft model has not read"),
+        (DraftModel(Decoder(dataclasses.replace(CONFIG, vocab_size=41))), "has a vocabulary of 41 tokens"),
+        (PromptLookup, "got the class PromptLookup"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(model, first.cache, [[3], [4]], max_new_tokens=2, draft=draft)
+        np.testing.assert_array_equal(first.cache.length, np.add(first.lengths, [12, 5]))
