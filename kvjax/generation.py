@@ -105,7 +105,7 @@ def generate(
     Raises:
       ValueError: a request that cannot be served, before any work is done: see `kvjax.request.check_request`.
     """
-    check_model(model, (*(["info"] if measure else []), *(["steps"] if draft is not None else [])))
+    check_model(model, _keywords(measure, draft))
     check_model_cache(cache)
     tokens, lengths = pad_prompt(prompt, lengths, rows=cache.spec.batch)
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
@@ -136,7 +136,7 @@ def decode(
 
     Rows where `active` bool[B] is false emit nothing, such as the empty rows of a server's batch.
     """
-    check_model(model)
+    check_model(model, _keywords(measure, None))
     check_model_cache(cache)
     B = cache.spec.batch
     if logits.ndim != 2 or logits.shape[0] != B:
@@ -150,6 +150,11 @@ def decode(
     )
     keys = keys_of(sampling, to_context(key), B)
     return _decode_all(model, cache, logits, max_new_tokens, sampling, keys, stop, active=rows, measure=measure)
+
+
+def _keywords(measure: bool, draft: Draft | None) -> list[str]:
+    """Keywords of the model that only some runs need."""
+    return [*(["info"] if measure else []), *(["steps"] if draft is not None else [])]
 
 
 def _decode_all(
@@ -201,7 +206,7 @@ def stream(
     first block. The host waits for the device once per block: a larger block is faster, a smaller one streams more
     smoothly. With a `draft`, as in `generate`, a block is at least one draft and the token before it.
     """
-    check_model(model)
+    check_model(model, _keywords(measure, draft))
     check_model_cache(cache)
     block = require_int("block", block, at_least=1)
     tokens, lengths = pad_prompt(prompt, lengths, rows=cache.spec.batch)

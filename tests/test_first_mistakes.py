@@ -453,11 +453,27 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.generate(lambda tokens, cache: (tokens, cache), cache(), [[1], [2]], max_new_tokens=2),
         r"the model takes no lengths, active, last_logits, first_chunk; add them, as kvjax\.generation\.Model desc",
     ),
+    "a model without steps for drafts": (
+        lambda: kvjax.stream(_plain_model, cache(), [[1], [2]], max_new_tokens=2, draft=kvjax.PromptLookup()),
+        "the model takes no steps; add it",
+    ),
+    "a model without info to measure": (
+        lambda: kvjax.stream(_plain_model, cache(), [[1], [2]], max_new_tokens=2, measure=True),
+        "the model takes no info; add it",
+    ),
+    "a model without info to measure steps": (
+        lambda: decode(_plain_model, cache(), jnp.zeros((2, 50)), max_new_tokens=2, measure=True),
+        "the model takes no info; add it",
+    ),
     "one list of tokens for a prompt": (
         lambda: kvjax.generate(model(), cache(), [1, 2], max_new_tokens=2),  # type: ignore[list-item]
         r"for one row write \[tokens\]",
     ),
 }
+
+
+def _plain_model(tokens, cache, *, lengths=None, active=None, last_logits=False, first_chunk=False):
+    return tokens, cache
 
 
 @pytest.mark.parametrize("row", ROWS)
