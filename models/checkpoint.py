@@ -345,10 +345,10 @@ class Checkpoint:
             self,
             lambda capacity: self.init_cache(cache, capacity=capacity),
             system=system,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=_given("max_new_tokens", max_new_tokens),
             sampling=draw,
             key=key,
-            capacity=capacity,
+            capacity=_given("capacity", capacity),
         )
 
     def _request(
@@ -361,10 +361,10 @@ class Checkpoint:
     ) -> _Request:
         if isinstance(cache, str):
             presets.parse(cache)  # its errors come before the tokenizer is loaded
+        capacity, max_new_tokens = _given("capacity", capacity), _given("max_new_tokens", max_new_tokens)
         rows = [self.encode(prompt) for prompt in prompts]
         longest, positions = max(map(len, rows)), self.config.max_positions
         new = default_new_tokens(longest, positions) if max_new_tokens is None else max_new_tokens
-        new = require_int("max_new_tokens", new, at_least=1)
         check_fit(0, longest, new, capacity, positions)
         empty = self.init_cache(cache, capacity=capacity or round_capacity(longest + new), batch=len(rows))
         stop = self.stop_tokens if stop_tokens is None else stop_tokens
@@ -376,6 +376,11 @@ class _Request:
     rows: list[list[int]]  # token ids of the prompts
     cache: Cache
     settings: dict[str, Any]
+
+
+def _given(name: str, value: int | None) -> int | None:
+    """A number of tokens, at least 1, or None if it is left out."""
+    return None if value is None else require_int(name, value, at_least=1)
 
 
 def _draws(

@@ -147,5 +147,9 @@ def test_what_cannot_talk_says_so(tmp_path: Path) -> None:
         chat.say("more")
     with pytest.raises(ValueError, match="unknown cache 'fire'; did you mean 'fier'"):
         checkpoint.chat(cache="fire")
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
+        checkpoint.chat(max_new_tokens=0)
+    with pytest.raises(ValueError, match="capacity must be an integer, got '4K'"):
+        checkpoint.chat(capacity="4K")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has no chat template, so this is not a chat model"):
         models.load(models.shipped()).chat()

@@ -111,6 +111,8 @@ def test_stop_tokens_and_new_tokens_are_known(checkpoint: models.Checkpoint) -> 
         ("a", {"temperature": 1.0, "seed": 0.5}, "seed must be an integer, got 0.5"),
         ("a" * 512, {}, "512 prompt + 1 new tokens do not fit in the model's 512 positions"),
         ("abc", {"capacity": 4, "max_new_tokens": 2}, "make the cache with capacity=5"),
+        ("abc", {"capacity": "4"}, "capacity must be an integer, got '4'"),
+        ("abc", {"capacity": 0}, "capacity must be at least 1, got 0"),
         ("abc", {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
     ],
     ids=lambda value: re.sub(r" at 0x\w+", "", str(value))[:40],
