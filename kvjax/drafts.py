@@ -111,7 +111,8 @@ class PromptLookup:
 class DraftModel:
     """Drafts with a smaller model of the same vocabulary, which reads and writes along with the main model.
 
-    `cache` is the policy of its own cache, and must support `kvjax.rollback`.
+    `cache` is the policy of its own cache, and must support `kvjax.rollback`. A draft ends where that cache needs a
+    flush, so a small chunk shortens some drafts, unless `tokens` + 1 divides it.
     """
 
     model: Any
