@@ -1,9 +1,9 @@
 """Loads a Decoder from a checkpoint in Hugging Face format (config.json, safetensors and tokenizer), and saves it.
 
-Errors are found before the first tensor is read: in the architecture, the config, and the name, shape and dtype of
-every tensor, which are in the headers of the files. Then the tensors go one at a time from their files to their places
-in a Decoder that was built without arrays, so that memory holds only the model and a few tensors. The tokenizer is
-loaded by transformers when it is first used; none of this needs torch.
+Errors are found before the first tensor goes to a device: in the architecture, the config, and the name, shape and
+dtype of every tensor, which are in the headers of the files. Then the tensors go one at a time from their files to
+their places in a Decoder that was built without arrays, so that memory holds only the model and a few tensors. The
+tokenizer is loaded by transformers when it is first used; none of this needs torch.
 
 Saving is the reverse: the same tables name the tensors, and the config is parsed back and compared before anything is
 written, so what the format cannot express is refused and not lost.
@@ -11,6 +11,7 @@ written, so what the format cannot express is refused and not lost.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +48,8 @@ FAMILIES: dict[str, Family] = {f.model_type: f for f in (LLAMA, MISTRAL, QWEN2, 
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_TOLD = 12  # problems that one error lists
+_HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
+_ROWS = 4096  # rows of these that are compared at a time
 _FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors spells them
 
 
@@ -118,6 +121,8 @@ def load(
             f"num_hidden_layers in {fields.source} is {config.layers}, but the files hold only {len(tensors)} tensors; "
             "one of the two is damaged: download both again"
         )
+    if config.tied_head and has_own_head(tensors):
+        config = dataclasses.replace(config, tied_head=False)
     model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
     placement = None if placement is None else placement.auto
     shardings = None if placement is None else model_shardings(model, placement, rules)
@@ -464,6 +469,24 @@ def _is_plain(name: str) -> bool:
     return not name.startswith(".") and not set(name) & {"/", "\\", "\0", ":"} and name != ""
 
 
+def has_own_head(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the files hold a head that differs from the embedding table, both being there.
+
+    Some fine-tuned checkpoints have one although their config says that the two are tied. As in transformers, the files
+    are believed.
+    """
+    if _HEAD not in tensors or _TABLE not in tensors:
+        return False
+    head, table = tensors[_HEAD], tensors[_TABLE]
+    if head.shape != table.shape or not {head.dtype, table.dtype} <= set(_FLOATS):
+        return True  # `match` then says what is wrong with it
+    with _open(head.file) as first, _open(table.file) as second:
+        heads, rows = first.get_slice(_HEAD), second.get_slice(_TABLE)
+        size = head.shape[0]
+        parts = [slice(i, min(i + _ROWS, size)) for i in range(0, size, _ROWS)]
+        return any(not np.array_equal(heads[part], rows[part]) for part in parts)
+
+
 def match(
     family: Family, model: Decoder, tensors: Mapping[str, Tensor], directory: Path
 ) -> dict[str, tuple[Weight, tuple[nnx.Param, ...]]]:
@@ -480,14 +503,13 @@ def match(
                 wanted[weight.name.format(i=i)] = (weight, tuple(params.pop(path) for path in weight.paths(i)))
     assert not params, f"no weight of {family.model_type} fills {sorted(params)}"
 
-    head, table = "lm_head.weight", "model.embed_tokens.weight"
-    if model.config.tied_head and table not in tensors and head in tensors:
-        wanted[head] = wanted.pop(table)  # some writers keep the other name of the shared tensor
+    if model.config.tied_head and _TABLE not in tensors and _HEAD in tensors:
+        wanted[_HEAD] = wanted.pop(_TABLE)  # some writers keep the other name of the shared tensor
 
     problems = [f"missing: {name}{list(_file_shape(*wanted[name]))}" for name in wanted if name not in tensors]
     for name, tensor in tensors.items():
         if name not in wanted:
-            tied_copy = name == head and model.config.tied_head
+            tied_copy = name == _HEAD and model.config.tied_head
             if not tied_copy and not name.endswith("rotary_emb.inv_freq"):  # of old files: RoPE is in the config
                 problems.append(f"unexpected: {name}{list(tensor.shape)}")
             continue

@@ -124,6 +124,24 @@ def test_a_tied_head_is_the_embedding_table(write, kept):
     assert checkpoint.model.head is None
 
 
+@pytest.mark.parametrize("shards", [0, 3])
+def test_a_head_that_differs_from_the_table_is_not_tied_to_it(write, shards):
+    """As transformers reads a fine-tuned checkpoint whose config says that they are tied."""
+    head = np.random.default_rng(1).normal(size=(50, 24)).astype(np.float32)
+    directory = write(
+        tie_word_embeddings=True, change=lambda tensors: tensors.update({"lm_head.weight": head}), shards=shards
+    )
+    checkpoint = models.load(directory, dtype=jnp.float32)
+    np.testing.assert_array_equal(checkpoint.model.head.kernel[...], head.T)
+    assert not checkpoint.config.tied_head
+
+
+def test_a_misshapen_head_beside_a_tied_table_is_said(write, no_reading):
+    change = {"lm_head.weight": np.zeros((49, 24), np.float32)}
+    with pytest.raises(ValueError, match=r"misshapen: lm_head\.weight\[49, 24\], wanted \[50, 24\]"):
+        models.load(write(tie_word_embeddings=True, change=lambda tensors: tensors.update(change)))
+
+
 def test_frequencies_that_old_files_hold_are_ignored(write):
     def change(tensors):
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
