@@ -188,7 +188,9 @@ class Evicting:
         for begin, end in pairwise(bounds):
             if begin < end:
                 earlier = L - (padded_count - end * block)  # keys that are not after the last of these queries
-                votes = votes.at[..., :earlier].set(lax.fori_loop(begin, end, count, votes[..., :earlier]))
+                counted = lax.fori_loop(begin, end, count, votes[..., :earlier])
+                # `votes.at[...].set` is a scatter, at which XLA of jaxlib 0.11.2 crashes on several CPU devices.
+                votes = lax.dynamic_update_slice_in_dim(votes, counted, 0, axis=3)
         return self._keep(st, k, v, lengths, votes)
 
     def _keep(self, st: EvictingState, k: Array, v: Array, lengths: Array, votes: Array | None) -> EvictingState:
