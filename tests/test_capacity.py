@@ -100,10 +100,17 @@ def test_grow_serves_whole_models_and_refuses_to_shrink() -> None:
         kvjax.grow(kvjax.Full(), 128)  # type: ignore[type-var]
 
 
-@pytest.mark.parametrize("host", [False, True], ids=["on the device", "in host memory"])
-def test_donating_a_grown_cache_leaves_the_old_one(host: bool) -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [
+        presets.fier(**SMALL["fier"]).rest,
+        presets.fier(**SMALL["fier"], host=True).rest,
+        presets.freekv(**SMALL["freekv"]).rest,
+    ],
+    ids=["on the device", "in host memory", "a step late"],
+)
+def test_donating_a_grown_cache_leaves_the_old_one(policy: kvjax.Policy) -> None:
     """Arrays that a larger capacity leaves as they are, such as the recent block, are copied as well."""
-    policy = presets.fier(**SMALL["fier"], host=host).rest
     _, cache = attend(kvjax.init_layer(policy, SPEC), *draw(70, 0))
     new = draw(1, 1)
     out, _ = jax.jit(kvjax.attention, donate_argnums=0)(kvjax.grow(cache, LARGER.capacity), *new)

@@ -358,8 +358,10 @@ class Speculative:
             lists = jnp.pad(a[:, :, : H * M].reshape(B, K, H, M, -1), ((0, 0), (0, 0), (0, 0), (0, more), (0, 0)))
             return jnp.concatenate([lists.reshape(B, K, H * (M + more), -1), a[:, :, H * M :]], axis=2)
 
-        k, v = (moved(a) if more else a for a in (before.recall.k, before.recall.v))
-        return replace(st, recall=st.recall._replace(selection=selection._replace(slots=slots), k=k, v=v))
+        recall = st.recall._replace(selection=selection._replace(slots=slots))
+        if more:
+            recall = recall._replace(k=moved(before.recall.k), v=moved(before.recall.v))
+        return replace(st, recall=recall)
 
     def attend_stored(
         self, st: SpeculativeState, q: Array, *, scale: float, window: int | None = None
