@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+UNFINISHED = "\ufffd"  # what a decoder makes of bytes that are no character
+LONGEST = 4  # bytes of a character, so tokens of one
+
 
 class Detokenizer:
     """Text of a growing list of token ids, in pieces that never split a character; pieces join to the whole text.
 
     A tokenizer may spell one character with several tokens, and may strip or add a space depending on the token
     before. So each piece is the difference of two decodings, of the last piece's tokens with and without the new
-    ones, and is held back while it ends in U+FFFD, the mark of bytes that are not yet a character.
+    ones, and is held back while it ends in the mark of bytes that are not yet a character. Ids are taken one at a
+    time, and decoded without those of the last piece where that helps, because a decoder with byte fallback marks all
+    bytes of a run if one of its characters is not whole.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -25,19 +30,35 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that is final after these ids, possibly empty."""
-        self._ids.extend(ids)
-        return self._take(hold=True)
+        pieces = []
+        for i in ids:
+            self._ids.append(i)
+            text = self._rest()
+            if text.endswith(UNFINISHED):
+                broken = len(self._ids) - self._given >= LONGEST  # the first of them begins no character
+                text = self._decode(self._ids[self._given : self._given + 1]) if broken else ""
+                self._give(1 if broken else 0)
+            elif text:
+                self._give(len(self._ids) - self._given)
+            pieces.append(text)
+        return "".join(pieces)
 
     def finish(self) -> str:
         """The rest of the text, with unfinished characters as U+FFFD."""
-        return self._take(hold=False)
+        text = self._rest()
+        self._give(len(self._ids) - self._given)
+        return text
 
-    def _take(self, *, hold: bool) -> str:
+    def _give(self, count: int) -> None:
+        if count:
+            self._before, self._given = self._given, self._given + count
+
+    def _rest(self) -> str:
+        """The text of the ids that have not been given out."""
         known = self._decode(self._ids[self._before : self._given])
         text = self._decode(self._ids[self._before :])
-        if len(text) <= len(known) or (hold and text.endswith("�")):
-            return ""
-        self._before, self._given = self._given, len(self._ids)
+        if text.endswith(UNFINISHED) or not text.startswith(known):
+            return self._decode(self._ids[self._given :])
         return text[len(known) :]
 
     def _decode(self, ids: list[int]) -> str:
