@@ -16,7 +16,7 @@ from kvjax import ops
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import attend_quantized
 from kvjax.kernels_pallas.attend.attend_quantized import Config
-from kvjax.quant import QuantArray, quantize
+from kvjax.numerics.quant import QuantArray, quantize
 
 SHAPES = (  # B, K, Q, S, D, bits of keys and values, a key group's tokens and channels, a value group's channels
     (1, 8, 4, 3120 * 42, 128, 2, 42, 1, 64),  # LogQuant

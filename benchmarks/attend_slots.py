@@ -17,7 +17,7 @@ from sweep import Sweep, repeats, run
 from kvjax import ops
 from kvjax.kernels_pallas.attend import attend_slots
 from kvjax.kernels_pallas.attend.attend_slots import Config
-from kvjax.selection import Selection
+from kvjax.numerics.selection import Selection
 
 SHAPES = (  # B, K, G, H, S, D, M, dtype
     (1, 8, 4, 1, 131072, 128, 2048, "bfloat16"),

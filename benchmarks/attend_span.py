@@ -16,7 +16,7 @@ from sweep import Sweep, repeats, run
 from kvjax import ops
 from kvjax.kernels_pallas.attend import attend_span
 from kvjax.kernels_pallas.attend.attend_span import Config
-from kvjax.partial import Span
+from kvjax.numerics.partial import Span
 
 SHAPES = (  # B, K, G, S, D, dtype, share of the slots that are attended to
     (1, 8, 4, 131072, 128, "bfloat16", 1.0),

@@ -19,8 +19,8 @@ from sweep import Sweep, repeats, run
 
 from kvjax import ops
 from kvjax.kernels_pallas.attend import attend_zones
-from kvjax.partial import Span
-from kvjax.selection import PackedSelection
+from kvjax.numerics.partial import Span
+from kvjax.numerics.selection import PackedSelection
 
 SHAPES = (  # B, K, G, H, S, R, local, sink, D, M, dtype
     (1, 8, 4, 1, 131072, 256, 1, 0, 128, 2047, "bfloat16"),  # FIER's, of a budget of 2048

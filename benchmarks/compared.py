@@ -33,7 +33,7 @@ from layers import LAYER, SMALL_LAYER, clock, names, numbers, options, out_of, p
 
 import kvjax
 from kvjax import CacheSpec, presets
-from kvjax.heads import Heads
+from kvjax.presets.head_files import Heads
 
 METHODS = ["cudnn", "shadowkv", "shadowkv:host=false", "mikv", "adakv", "snapkv", "arkvale", "pqcache", "magicpig"]
 MORE = ["full", "fier", "pariskv", "quest", "freekv", "logquant", "kivi", "exact"]

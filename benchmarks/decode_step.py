@@ -46,9 +46,9 @@ from layers import (
 
 import kvjax
 from kvjax import CacheSpec, ops, presets
-from kvjax.caches.short import of_size
 from kvjax.evaluate.throughput import fill
-from kvjax.partial import group_queries
+from kvjax.numerics.partial import group_queries
+from kvjax.policies.short import of_size
 
 LENGTHS, BATCHES = (8192, 32768, 131072, 1 << 20), (1, 8)
 METHODS = ["cudnn", "fier", "quest", "pariskv", "logquant", "full", "by hand"]  # the most important first

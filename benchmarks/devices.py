@@ -40,10 +40,10 @@ import kvjax
 from kvjax import Cache, PerLayer, Placement, presets
 from kvjax.evaluate import throughput
 from kvjax.generation import Stream, generate, prefill
+from kvjax.generation.sampling import Sampling
 from kvjax.memory import nbytes
 from kvjax.models import Decoder, distribute
-from kvjax.placement import in_order_of_place
-from kvjax.sampling import Sampling
+from kvjax.sharding.placement import in_order_of_place
 
 METHODS: dict[str, Callable[[int], PerLayer]] = {
     "full": lambda budget: presets.full(),

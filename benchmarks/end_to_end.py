@@ -28,11 +28,11 @@ from jax.tree_util import register_dataclass
 from layers import out_of, show
 
 from kvjax import CacheSpec, Full, PerLayer, presets
-from kvjax.caches import Info
 from kvjax.evaluate import throughput
 from kvjax.evaluate.provenance import digest_json, write_rows
-from kvjax.partial import PartialAttention
-from kvjax.prompt import attend_zone
+from kvjax.numerics.partial import PartialAttention
+from kvjax.ops.chunk import attend_zone
+from kvjax.policies import Info
 
 
 @register_dataclass

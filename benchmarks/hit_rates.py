@@ -23,13 +23,13 @@ from jax import Array, lax
 
 from kvjax import models, presets
 from kvjax.attention import attention_info
-from kvjax.cache import LayerCache, init_layer
-from kvjax.caches import PerLayer
+from kvjax.cache.cache import LayerCache, init_layer
 from kvjax.evaluate import recall
 from kvjax.evaluate.live import Live, LiveLayer, capture, capture_generated
 from kvjax.evaluate.provenance import write_rows
 from kvjax.evaluate.recall import store_prompt
-from kvjax.sampling import sampling
+from kvjax.generation.sampling import sampling
+from kvjax.policies import PerLayer
 from kvjax.spec import default_dtype
 from kvjax.stores.hot import empty_hot, give_places
 

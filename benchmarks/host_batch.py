@@ -35,8 +35,8 @@ import kvjax
 from kvjax import CacheSpec, Full, PerLayer, Retrieval, presets
 from kvjax.evaluate import throughput
 from kvjax.generation import Stream
+from kvjax.generation.sampling import Sampling
 from kvjax.memory import nbytes
-from kvjax.sampling import Sampling
 
 DENSE = 2  # first layers that attend to everything
 BESIDE = 6e9  # bytes of the device for logits, temporaries and fragments

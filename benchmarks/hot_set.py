@@ -25,8 +25,8 @@ from jax import Array
 from layers import LAYER, SMALL_LAYER, clock, implementation, numbers, options, out_of, parse, save, show
 
 from kvjax import CacheSpec, Dense, HostOffload, HotSet, ops
-from kvjax.partial import Span
-from kvjax.selection import Selection
+from kvjax.numerics.partial import Span
+from kvjax.numerics.selection import Selection
 
 LOCAL = 64
 

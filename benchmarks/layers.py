@@ -18,8 +18,8 @@ from device_time import bytes_per_us, kernels
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from kvjax import CacheSpec, ops
-from kvjax.caches import Compressed, Full, Policy, Retrieval
 from kvjax.evaluate.provenance import provenance, write_rows
+from kvjax.policies import Compressed, Full, Policy, Retrieval
 
 
 class Took(NamedTuple):

@@ -29,8 +29,8 @@ from kvjax.evaluate.caches import make_rows
 from kvjax.evaluate.provenance import digest_json, json_text, replace_file, source_digest, write_rows
 from kvjax.evaluate.store import Cell
 from kvjax.generation import generate
+from kvjax.generation.sampling import sampling
 from kvjax.models import Checkpoint
-from kvjax.sampling import sampling
 from kvjax.spec import default_dtype
 
 METHODS = (

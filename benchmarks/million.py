@@ -31,9 +31,9 @@ from ttft import METHODS, flops
 import kvjax
 from kvjax.evaluate import throughput
 from kvjax.generation import Stream, prefill
+from kvjax.generation.sampling import Sampling
 from kvjax.memory import nbytes
 from kvjax.models import Decoder
-from kvjax.sampling import Sampling
 
 
 def measure(

@@ -23,10 +23,10 @@ from layers import clock, keep_counts, names, numbers, options, out_of, parse, s
 
 import kvjax
 from kvjax import presets
-from kvjax.caches import Policy
-from kvjax.caches.zones import Zoned
 from kvjax.evaluate.throughput import SHAPES, fill, random_model
 from kvjax.models import Decoder, DecoderConfig
+from kvjax.policies import Policy
+from kvjax.policies.zones import Zoned
 
 LAYERS = 2
 FULL = SHAPES["llama-3.1-8b"]

@@ -15,7 +15,7 @@ from layers import clock
 from sweep import Sweep, run
 
 from kvjax import ops
-from kvjax.blocks import Block
+from kvjax.numerics.blocks import Block
 
 SHAPES = (  # B, K, zones, D
     (1, 8, (256,), 128),  # FIER's recent block

@@ -36,16 +36,16 @@ from jax import Array
 from layers import show
 
 from kvjax import PerLayer, models
-from kvjax.cache import Cache, LayerCache, init
+from kvjax.cache.cache import Cache, LayerCache, init
 from kvjax.evaluate import prompt, recall
 from kvjax.evaluate.caches import DENSE_LAYERS, make_rows, without_budget
 from kvjax.evaluate.provenance import write_rows
 from kvjax.evaluate.throughput import time_steps
 from kvjax.generation import Stream, prefill
+from kvjax.generation.prefilling import lower_prefill
+from kvjax.generation.sampling import Sampling
 from kvjax.memory import nbytes
 from kvjax.models import Checkpoint
-from kvjax.reading import lower_prefill
-from kvjax.sampling import Sampling
 from kvjax.spec import default_dtype, round_capacity
 
 SIZES = "16384x8,16384x1,32768x1,32768x8,4096x1,4096x8,16384x32,4096x32,32768x32"

@@ -18,8 +18,8 @@ from sweep import Sweep, repeats, run
 from kvjax import ops
 from kvjax.kernels_pallas.score import rerank
 from kvjax.kernels_pallas.score.rerank import Config
-from kvjax.rotate import SUBSPACE, Directions, lloyd_max
-from kvjax.selection import PackedSelection
+from kvjax.numerics.rotate import SUBSPACE, Directions, lloyd_max
+from kvjax.numerics.selection import PackedSelection
 
 SHAPES = (  # B, K, G, S, D, M
     (1, 8, 1, 131072, 128, 6554),

@@ -24,13 +24,13 @@ from layers import show
 from real_speed import excerpts
 
 from kvjax import Full, PerLayer, models
-from kvjax.cache import Cache, init
+from kvjax.cache.cache import Cache, init
 from kvjax.evaluate import recall
 from kvjax.evaluate.caches import DENSE_LAYERS, make_rows, without_budget
 from kvjax.evaluate.provenance import write_rows
 from kvjax.generation import decode_step
+from kvjax.generation.prefilling import prefill
 from kvjax.models import Checkpoint
-from kvjax.reading import prefill
 from kvjax.spec import default_dtype
 
 METHODS = (

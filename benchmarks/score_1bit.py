@@ -12,7 +12,7 @@ from sweep import Sweep, run
 from kvjax import ops
 from kvjax.kernels_pallas.score import score_1bit
 from kvjax.kernels_pallas.score.score_1bit import Config, config_for
-from kvjax.quant import OneBit, quantize_1bit
+from kvjax.numerics.quant import OneBit, quantize_1bit
 
 SHAPES = (  # B, K, G, S, D, group, dtype of the scales
     *((1, 8, 4, S, 128, 32, "bfloat16") for S in (131072, 8192, 32768, 1 << 20)),

@@ -21,9 +21,9 @@ from sweep import Sweep, run
 from kvjax import ops
 from kvjax.kernels_pallas.select import select_1bit
 from kvjax.kernels_pallas.select.select_1bit import Config, config_for
+from kvjax.numerics.quant import OneBit
+from kvjax.numerics.selection import GroupReduce, PackedSelection, Selection
 from kvjax.ops import Implementation
-from kvjax.quant import OneBit
-from kvjax.selection import GroupReduce, PackedSelection, Selection
 
 SHAPES = (  # B, K, G, S, pending units, k, D, group_reduce
     (1, 8, 4, 130816, 256, 2048, 128, "mean_softmax"),

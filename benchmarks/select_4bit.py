@@ -19,8 +19,8 @@ from sweep import Sweep, repeats, run
 from kvjax import ops
 from kvjax.kernels_pallas.select import select_4bit
 from kvjax.kernels_pallas.select.select_4bit import Config, config_for
-from kvjax.rotate import SUBSPACE, Directions, lloyd_max, turned
-from kvjax.selection import Candidates, PackedSelection
+from kvjax.numerics.rotate import SUBSPACE, Directions, lloyd_max, turned
+from kvjax.numerics.selection import Candidates, PackedSelection
 
 SHAPES = (  # B, K, G, S, D, M, pending keys, k
     (1, 8, 1, 131072, 128, 13108, 256, 1916),

@@ -22,9 +22,9 @@ from sweep import Sweep, repeats, run
 from kvjax import ops
 from kvjax.kernels_pallas.select import select_pages
 from kvjax.kernels_pallas.select.select_pages import Config, config_for
+from kvjax.numerics.partial import attention_logits
+from kvjax.numerics.selection import GroupReduce, PackedSelection, Selection, reduce_scores
 from kvjax.ops import Implementation
-from kvjax.partial import attention_logits
-from kvjax.selection import GroupReduce, PackedSelection, Selection, reduce_scores
 
 SHAPES = (  # B, K, G, pages, tokens of a page, pending pages, k, D, group_reduce
     *((1, 8, 4, P, 16, 16, 126, 128, "mean_softmax") for P in (8192, 2048, 512, 65536)),

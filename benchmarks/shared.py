@@ -25,9 +25,9 @@ from layers import LAYER, SMALL_LAYER, clock, names, numbers, options, out_of, p
 
 import kvjax
 from kvjax import CacheSpec, ops, presets
-from kvjax.caches import Following
 from kvjax.evaluate.throughput import fill
-from kvjax.selection import set_recall
+from kvjax.numerics.selection import set_recall
+from kvjax.policies import Following
 
 METHODS: dict[str, Callable[..., kvjax.PerLayer]] = {
     "fier": lambda budget, share: presets.fier(budget, dense_layers=0, dense_capacity=0, share=share),

@@ -1,4 +1,4 @@
-"""Finds the caches in which attending to everything is faster than selecting, and writes kvjax/caches/short.json.
+"""Finds the caches in which attending to everything is faster than selecting, and writes kvjax/policies/short.json.
 
     python benchmarks/decode_step.py --lengths 2048,4096,8192,12288,16384,24576,32768 --batches 1,2,8 \\
         --methods full,fier,quest,pariskv --implementations default --dense-capacity 0 --out short_rows.json
@@ -19,7 +19,7 @@ from typing import Any
 
 from decode_step import policies
 
-from kvjax.caches.short import FILE
+from kvjax.policies.short import FILE
 
 BYTES_PER_TOKEN = 2 * 8 * 128 * 2  # of keys and values in the layer that decode_step.py measures
 

@@ -19,7 +19,7 @@ from sweep import Sweep, run
 from kvjax import ops
 from kvjax.kernels_pallas.select import top_k_grouped
 from kvjax.kernels_pallas.select.top_k import Config, config_for
-from kvjax.selection import GroupReduce, reduce_scores
+from kvjax.numerics.selection import GroupReduce, reduce_scores
 
 SHAPES = (  # B, K, G, units of the history, pending units, k, group_reduce
     (1, 8, 4, 130816, 256, 2048, "mean_softmax"),

@@ -19,8 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax import memory, presets
 from kvjax.attention import attention, attention_info, decode, decode_info, prefill
-from kvjax.cache import Cache, LayerCache, any_full, init, init_layer, raise_on_overflow, shardings
-from kvjax.caches import (
+from kvjax.cache.cache import Cache, LayerCache, any_full, init, init_layer, raise_on_overflow, shardings
+from kvjax.cache.editing import insert, rollback, room, truncate
+from kvjax.cache.flushing import flush
+from kvjax.cache.growing import grow
+from kvjax.evictors import Evictor, HeavyHitter, LastQuery, LogSpaced, Observation, Sliding
+from kvjax.evictors.last_use import LastUse
+from kvjax.generation import generate, stream
+from kvjax.generation.drafts import DraftModel, PromptLookup
+from kvjax.numerics.partial import PartialAttention, attend_part, merge
+from kvjax.numerics.selection import Selection
+from kvjax.ops import explain
+from kvjax.policies import (
     Compensated,
     Compressed,
     Evicting,
@@ -47,18 +57,6 @@ from kvjax.caches import (
     ZonedState,
     share_selections,
 )
-from kvjax.capacity import grow
-from kvjax.demotion import Buffer, Demotion, Fifo, LogSparse
-from kvjax.drafts import DraftModel, PromptLookup
-from kvjax.evictors import Evictor, HeavyHitter, LastQuery, LogSpaced, Observation, Sliding
-from kvjax.flushing import flush
-from kvjax.generation import generate, stream
-from kvjax.hashing import SimHash
-from kvjax.ops import explain
-from kvjax.partial import PartialAttention, attend_part, merge
-from kvjax.placement import Placement
-from kvjax.rows import insert, rollback, room, truncate
-from kvjax.selection import Selection
 from kvjax.selectors import (
     AdaptiveHeads,
     BallPages,
@@ -72,6 +70,8 @@ from kvjax.selectors import (
     ProductCodes,
     Selector,
 )
+from kvjax.selectors.simhash import SimHash
+from kvjax.sharding.placement import Placement
 from kvjax.spec import CacheSpec
 from kvjax.stores import (
     CachingStore,
@@ -88,17 +88,17 @@ from kvjax.stores import (
     RecallingStore,
     Store,
 )
-from kvjax.timestamps import LastUse
+from kvjax.stores.demotion import Buffer, Demotion, Fifo, LogSparse
 
 if TYPE_CHECKING:
-    from kvjax.saving import restore, save
+    from kvjax.cache.saving import restore, save
 
 __version__ = "0.1.0"
 
 
 # Loaded on first use: `models` imports flax and `saving` imports orbax, which a cache in memory does not need.
 _LAZY_MODULES = ("evaluate", "models", "testing")
-_LAZY = {"save": "kvjax.saving", "restore": "kvjax.saving"}
+_LAZY = {"save": "kvjax.cache.saving", "restore": "kvjax.cache.saving"}
 
 
 def __getattr__(name: str) -> Any:

@@ -25,13 +25,12 @@ from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from kvjax import ops
-from kvjax.cache import LayerCache, as_whole, check_layer_cache, part_of, placement_of, specs_of
-from kvjax.caches import Following, Info, MultiStep, Observer, Pausing
-from kvjax.flushing import flush_full
+from kvjax.cache.cache import LayerCache, as_whole, check_layer_cache, part_of, placement_of, specs_of
+from kvjax.cache.flushing import flush_full
 from kvjax.memory import on_host
-from kvjax.partial import group_queries
-from kvjax.placement import context_axis, run_on_parts, to_context
-from kvjax.prompt import (
+from kvjax.numerics.partial import group_queries
+from kvjax.numerics.selection import Selection
+from kvjax.ops.chunk import (
     attend_chunk,
     attend_chunk_after,
     attend_chunk_in_parts,
@@ -41,7 +40,8 @@ from kvjax.prompt import (
     splits_queries,
     ungroup,
 )
-from kvjax.selection import Selection
+from kvjax.policies import Following, Info, MultiStep, Observer, Pausing
+from kvjax.sharding.placement import context_axis, run_on_parts, to_context
 from kvjax.spec import CacheSpec, check_dims, require_int
 from kvjax.validation import check_array, check_flags, check_floats, check_not_empty, finite_number
 

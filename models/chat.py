@@ -14,11 +14,11 @@ import jax
 import numpy as np
 from jax import Array
 
-from kvjax.cache import Cache
-from kvjax.capacity import grow
+from kvjax.cache.cache import Cache
+from kvjax.cache.growing import grow
 from kvjax.generation import Stream, stream
-from kvjax.request import check_fit
-from kvjax.sampling import Sampling
+from kvjax.generation.prompt_inputs import check_fit
+from kvjax.generation.sampling import Sampling
 from kvjax.spec import require_int, round_capacity
 from kvjax.validation import shown
 

@@ -26,16 +26,16 @@ from jax import Array
 from jax.typing import DTypeLike
 
 import kvjax
-from kvjax import drafts, presets
-from kvjax.cache import Cache, LayerCache
-from kvjax.caches import PerLayer, Policy
-from kvjax.drafts import Draft, Speculation
-from kvjax.generation import Generation, Stream, generate, stream
-from kvjax.placement import Placement
-from kvjax.request import check_fit
-from kvjax.sampling import Sampling, requested_sampling
+from kvjax import presets
+from kvjax.cache.cache import Cache, LayerCache
+from kvjax.generation import Generation, Stream, drafts, generate, stream
+from kvjax.generation.drafts import Draft, Speculation
+from kvjax.generation.prompt_inputs import check_fit
+from kvjax.generation.sampling import Sampling, requested_sampling
+from kvjax.generation.text import Detokenizer
+from kvjax.policies import PerLayer, Policy
+from kvjax.sharding.placement import Placement
 from kvjax.spec import require_int, round_capacity
-from kvjax.text import Detokenizer
 from kvjax.validation import shown
 
 from .chat import Chat, default_new_tokens
@@ -258,7 +258,7 @@ class Checkpoint:
           prompt: text · chat messages, each with "role" and "content" · a list of texts or of such conversations.
           cache: a policy such as `kvjax.presets.fier(256)`, or its text: "fier:budget=256".
           max_new_tokens: 128 by default, or fewer if the model's positions leave fewer.
-          temperature, top_k, top_p, min_p: greedy without a temperature; see `kvjax.sampling`.
+          temperature, top_k, top_p, min_p: greedy without a temperature; see `kvjax.generation.sampling`.
           seed, key: for sampling, one of the two; seed 0 by default.
           stop_tokens: those of the checkpoint by default.
           capacity: tokens that the cache can hold; by default what this call needs.

@@ -24,10 +24,10 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from kvjax.attention import attention_info, decode_info
-from kvjax.cache import Cache, LayerCache
-from kvjax.caches import Following
-from kvjax.flushing import flush
-from kvjax.placement import auto_axes, mesh_of, split_tokens, to_context
+from kvjax.cache.cache import Cache, LayerCache
+from kvjax.cache.flushing import flush
+from kvjax.policies import Following
+from kvjax.sharding.placement import auto_axes, mesh_of, split_tokens, to_context
 from kvjax.spec import CacheSpec
 from kvjax.validation import shown
 

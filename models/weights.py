@@ -32,7 +32,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from kvjax.placement import Axes, Placement
+from kvjax.sharding.placement import Axes, Placement
 from kvjax.spec import default_dtype, require_int
 from kvjax.validation import shown
 

@@ -96,7 +96,7 @@ ABOVE = (
     "test_benchmark_plan.py",
     "test_benchmarks.py",
     "test_notebooks.py",
-    "test_cli.py",
+    "cli/",
     "test_doctests.py",
 )
 

@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax.attention import MOST_STEPS
-from kvjax.cache import any_full, flushed
+from kvjax.cache.cache import any_full, flushed
 from kvjax.testing import _drive as drive
 from kvjax.testing import _steps, check_policy
 from kvjax.testing._expect import dense

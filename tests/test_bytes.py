@@ -12,9 +12,9 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, memory, models, presets
-from kvjax.loops import decode_loop
-from kvjax.reading import _prefill_chunk
-from kvjax.sampling import Sampling
+from kvjax.generation.loops import decode_loop
+from kvjax.generation.prefilling import _prefill_chunk
+from kvjax.generation.sampling import Sampling
 
 D, K, VALUE = 128, 8, 2  # a layer of Llama 3.1 8B in bfloat16
 SPEC = CacheSpec(batch=1, q_heads=32, kv_heads=K, head_dim=D, capacity=32768)

@@ -28,10 +28,10 @@ from kvjax import (
     models,
 )
 from kvjax.generation import generate
-from kvjax.layouts import unpack_codes
-from kvjax.quant import split_scales
-from kvjax.rotate import _signs, encode, lloyd_max, rotate
-from kvjax.sampling import sampling
+from kvjax.generation.sampling import sampling
+from kvjax.numerics.packing import unpack_codes
+from kvjax.numerics.quant import split_scales
+from kvjax.numerics.rotate import _signs, encode, lloyd_max, rotate
 from kvjax.testing import _drive as drive
 from tests import oracles
 

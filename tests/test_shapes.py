@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """
 from jaxtyping import TypeCheckError, install_import_hook
 
-install_import_hook(["kvjax.ops", "kvjax.partial", "kvjax.quant"], "beartype.beartype")
+install_import_hook(["kvjax.ops", "kvjax.numerics.partial", "kvjax.numerics.quant"], "beartype.beartype")
 from functools import partial
 
 import jax

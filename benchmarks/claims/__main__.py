@@ -26,12 +26,12 @@ from benchmarks.claims.groups import groups
 from benchmarks.claims.queries import Turns, turns
 from kvjax import models
 from kvjax.cli.options import sizes
-from kvjax.demotion import LogSparse
 from kvjax.evaluate import recall
 from kvjax.evaluate.live import Live, capture, capture_generated, check_lengths
 from kvjax.evaluate.plots import dots
-from kvjax.sampling import sampling
+from kvjax.generation.sampling import sampling
 from kvjax.spec import default_dtype
+from kvjax.stores.demotion import LogSparse
 
 FOLLOWED = ("groups", "queries", "logquant")
 WRITTEN = ("drift", "paris")

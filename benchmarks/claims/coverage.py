@@ -22,11 +22,11 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax import presets
-from kvjax.caches import Compressed
-from kvjax.demotion import Fifo
 from kvjax.evaluate.live import Live, LiveLayer
 from kvjax.evaluate.recall import exact_logits
 from kvjax.evaluate.store import Progress
+from kvjax.policies import Compressed
+from kvjax.stores.demotion import Fifo
 
 SINKS = 2  # first tokens that the second coverage leaves out, as they draw attention whatever their content
 

@@ -20,16 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.blocks import write
-from kvjax.caches import Retrieval
-from kvjax.demotion import Fifo
 from kvjax.evaluate.live import Live
 from kvjax.evaluate.recall import Reads, reads
 from kvjax.evaluate.store import Progress
-from kvjax.selection import GroupReduce, require_group_reduce
+from kvjax.numerics.blocks import write
+from kvjax.numerics.selection import GroupReduce, require_group_reduce
+from kvjax.policies import Retrieval
 from kvjax.selectors import Exact, MinMaxPages, Nucleus, Paris, ProductCodes, Selector
 from kvjax.selectors.paris import TIERS
 from kvjax.spec import CacheSpec, require_int
+from kvjax.stores.demotion import Fifo
 
 By = Literal["products", "votes"]
 TOP = 100  # ParisKV's k

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvjax.caches import Policy
-from kvjax.demotion import Fifo
 from kvjax.evaluate.recall import retrieval
+from kvjax.policies import Policy
 from kvjax.selectors import Fier, MinMaxPages
+from kvjax.stores.demotion import Fifo
 
 
 def groups(budget: int, sizes: Sequence[int] = (32, 64, 128, 256)) -> dict[str, Policy]:

@@ -1,4 +1,4 @@
-"""Rotates a query within one warp, as `kvjax.rotate` does: signs, then log2 D rounds of sums and differences.
+"""Rotates a query within one warp, as `kvjax.numerics.rotate` does: signs, then log2 D rounds of sums and differences.
 
 A lane holds D/32 adjacent channels. The first rounds stay within a lane, and five use shuffles. This replaces a launch
 of an XLA matrix product. Costs: `benchmarks/NOTES.md`.

@@ -1,8 +1,9 @@
 """The k highest-ranked units of a group of query heads: heads are reduced and units selected in one kernel.
 
-The reduced scores (`kvjax.selection.reduce_scores`) exist only in registers. For softmaxes, the kernel reads all scores
-once to find the log-sum-exp of each head, merged over warp, block and cluster. It then reads the scores again, reduces
-the G scores of a unit to one key, and continues as `top_k`. Rows that registers cannot hold are written out as keys.
+The reduced scores (`kvjax.numerics.selection.reduce_scores`) exist only in registers. For softmaxes, the kernel reads
+all scores once to find the log-sum-exp of each head, merged over warp, block and cluster. It then reads the scores
+again, reduces the G scores of a unit to one key, and continues as `top_k`. Rows that registers cannot hold are written
+out as keys.
 
 The key is the sum of softmaxes itself, because its leading bits separate more units than a logarithm's. Sums below
 2^-96 use their logarithm.

@@ -25,9 +25,9 @@ from kvjax.cli.options import (
 from kvjax.cli.terminal import bar, bars, say, show, write_json
 
 if TYPE_CHECKING:
-    from kvjax.caches import PerLayer
     from kvjax.evaluate.caches import Row
     from kvjax.models import Decoder, DecoderConfig
+    from kvjax.policies import PerLayer
 
 
 def bench(

@@ -38,7 +38,7 @@ def calibrate(
     tokens.
     """
     from kvjax import presets
-    from kvjax.settings import read_settings
+    from kvjax.presets.parsing import read_settings
     from kvjax.spec import require_int
 
     make = presets.find(cache.partition(":")[0]).make

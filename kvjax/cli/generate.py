@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from kvjax import Cache, CacheSpec, Placement
-    from kvjax.caches import PerLayer
     from kvjax.generation import Stream
     from kvjax.models import Checkpoint
+    from kvjax.policies import PerLayer
 
 STDIN = Path("-")
 # The prompt of --example: the key at its start is outside every local window. The shipped model answers in 5 tokens.
@@ -143,7 +143,7 @@ def generate(
     are compiled, and run once for a few tokens, before the clock starts. `compile_seconds` in the JSON is the time that
     takes.
     """
-    from kvjax.sampling import requested_sampling
+    from kvjax.generation.sampling import requested_sampling
 
     cache, *others = caches or ["full"]
     if others:
@@ -166,7 +166,7 @@ def generate(
     import jax
 
     import kvjax
-    from kvjax import drafts
+    from kvjax.generation import drafts
     from kvjax.presets import check_reaches
 
     lookup = None if speculate is None else drafts.parse(speculate)
@@ -223,8 +223,8 @@ def _check_options(max_new_tokens: int | None, seed: int, speculate: str | None,
 
 def _new_tokens(asked: int | None, prompt: int, positions: int | None) -> int:
     """The number of tokens to generate after `prompt` tokens; raises if the model's positions have no room for both."""
+    from kvjax.generation.prompt_inputs import check_fit
     from kvjax.models.chat import default_new_tokens
-    from kvjax.request import check_fit
 
     new = default_new_tokens(prompt, positions) if asked is None else asked
     check_fit(0, prompt, new, None, positions)
@@ -269,7 +269,8 @@ class _Job:
         """Raises ValueError for a policy that cannot hold this model, or a draft that fits neither."""
         import jax
 
-        from kvjax import DraftModel, drafts
+        from kvjax import DraftModel
+        from kvjax.generation import drafts
 
         shapes, lookup = jax.eval_shape(self.empty), self.settings["draft"]
         if self.drafting is not None:

@@ -12,9 +12,9 @@ import typer
 
 if TYPE_CHECKING:
     from kvjax import CacheSpec, Placement
-    from kvjax.caches import PerLayer
-    from kvjax.caches.policy import Policy
     from kvjax.models import Checkpoint
+    from kvjax.policies import PerLayer
+    from kvjax.policies.policy import Policy
 
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 

@@ -15,15 +15,15 @@ import jax
 import numpy as np
 from jax import Array
 
-from kvjax.cache import Cache
+from kvjax.cache.cache import Cache
 from kvjax.evaluate.caches import DENSE_LAYERS, Caches, make_rows
 from kvjax.evaluate.draws import Draws
 from kvjax.evaluate.plan import Plan, feed, prepare, run
 from kvjax.evaluate.store import Cell, Progress
 from kvjax.evaluate.tasks import Task
 from kvjax.generation import decode
+from kvjax.generation.sampling import Sampling
 from kvjax.models import Checkpoint
-from kvjax.sampling import Sampling
 
 PIECE = 32  # tokens decoded between two checks for the end of an answer, at most
 QUESTION_STEP = 16  # questions are padded to a multiple of it

@@ -17,10 +17,10 @@ from typing import Any
 import jax
 
 from kvjax import presets
-from kvjax.cache import init
-from kvjax.caches import Full, PerLayer, Policy
+from kvjax.cache.cache import init
+from kvjax.policies import Full, PerLayer, Policy
 from kvjax.presets import Preset
-from kvjax.settings import read_settings
+from kvjax.presets.parsing import read_settings
 from kvjax.spec import CacheSpec
 from kvjax.validation import shown
 

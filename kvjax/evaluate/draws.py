@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from kvjax.sampling import Sampling, sampling
+from kvjax.generation.sampling import Sampling, sampling
 from kvjax.spec import require_int
 
 

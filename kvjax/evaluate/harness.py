@@ -35,7 +35,7 @@ except ImportError as error:
     raise ImportError("kvjax.evaluate.harness needs lm_eval: pip install 'kvjax[harness]'") from error
 
 from kvjax import models
-from kvjax.cache import Cache, raise_on_overflow
+from kvjax.cache.cache import Cache, raise_on_overflow
 from kvjax.evaluate.accuracy import answer, question_columns
 from kvjax.evaluate.caches import make_rows
 from kvjax.evaluate.plan import Answer, Plan, feed, prepare, run

@@ -6,8 +6,8 @@ import numpy as np
 
 from kvjax.evaluate import live
 from kvjax.evaluate.store import Progress
-from kvjax.heads import Heads
 from kvjax.models import Checkpoint
+from kvjax.presets.head_files import Heads
 from kvjax.spec import require_int
 
 

@@ -27,13 +27,13 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
-from kvjax.cache import Cache, init, raise_on_overflow
-from kvjax.caches import Full, FullState, Info
+from kvjax.cache.cache import Cache, init, raise_on_overflow
 from kvjax.evaluate.store import Progress
 from kvjax.generation import generate
-from kvjax.partial import PartialAttention
-from kvjax.reading import Model, prefill
-from kvjax.sampling import Sampling
+from kvjax.generation.prefilling import Model, prefill
+from kvjax.generation.sampling import Sampling
+from kvjax.numerics.partial import PartialAttention
+from kvjax.policies import Full, FullState, Info
 from kvjax.spec import CacheSpec, require_int
 
 NO_WINDOW = np.iinfo(np.int32).max

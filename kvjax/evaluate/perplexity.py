@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from kvjax.cache import Cache, raise_on_overflow
+from kvjax.cache.cache import Cache, raise_on_overflow
 from kvjax.evaluate.caches import DENSE_LAYERS, Caches, make_rows, without_budget
 from kvjax.evaluate.plan import Plan, feed
 from kvjax.evaluate.plan import prepare as prepare_one

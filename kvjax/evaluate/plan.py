@@ -25,8 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.cache import Cache
-from kvjax.caches import PerLayer
+from kvjax.cache.cache import Cache
 from kvjax.evaluate import prompt
 from kvjax.evaluate.caches import Row, check_rows
 from kvjax.evaluate.draws import Draws, join, rescore
@@ -34,6 +33,7 @@ from kvjax.evaluate.provenance import digest_json, model_digest, provenance
 from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.evaluate.tasks import Example, Task
 from kvjax.models import Checkpoint
+from kvjax.policies import PerLayer
 from kvjax.spec import CacheSpec, require_int, round_capacity
 
 T = TypeVar("T")

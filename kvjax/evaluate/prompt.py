@@ -20,13 +20,13 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax.attention import attention
-from kvjax.cache import Cache, LayerCache, init, init_layer
-from kvjax.caches import Info, PerLayer
-from kvjax.loops import count_attended
+from kvjax.cache.cache import Cache, LayerCache, init, init_layer
+from kvjax.generation.loops import count_attended
+from kvjax.generation.prefilling import Model, chunk_size, prefill
 from kvjax.models import Checkpoint
-from kvjax.partial import PartialAttention
-from kvjax.prompt import ungroup
-from kvjax.reading import Model, chunk_size, prefill
+from kvjax.numerics.partial import PartialAttention
+from kvjax.ops.chunk import ungroup
+from kvjax.policies import Info, PerLayer
 from kvjax.spec import CacheSpec
 
 WHOLE = 1 << 30  # more tokens than a prompt has: one chunk

@@ -25,21 +25,21 @@ from jax import Array, lax
 
 from kvjax import ops
 from kvjax.attention import attention_info
-from kvjax.cache import LayerCache, init_layer
-from kvjax.caches import Info, Observer, PerLayer, Policy, Retrieval, Speculative, ZonedState
-from kvjax.caches.policy import lowest_visible
-from kvjax.caches.zones import Zoned
-from kvjax.demotion import Fifo
+from kvjax.cache.cache import LayerCache, init_layer
 from kvjax.evaluate.live import Live, adjacent
 from kvjax.evaluate.provenance import digest, json_text, model_digest, provenance, replace_file
 from kvjax.evaluate.report import markdown_table
 from kvjax.evaluate.store import Progress
 from kvjax.evaluate.tasks.files import read_text
 from kvjax.models import Checkpoint
-from kvjax.partial import group_queries
-from kvjax.selection import GROUP_REDUCES, Selection, membership, reduce_scores, set_recall
+from kvjax.numerics.partial import group_queries
+from kvjax.numerics.selection import GROUP_REDUCES, Selection, membership, reduce_scores, set_recall
+from kvjax.policies import Info, Observer, PerLayer, Policy, Retrieval, Speculative, ZonedState
+from kvjax.policies.policy import lowest_visible
+from kvjax.policies.zones import Zoned
 from kvjax.selectors import CentrePages, Exact, Fier, MinMaxPages, Paris, Selector
 from kvjax.spec import CacheSpec
+from kvjax.stores.demotion import Fifo
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.attention import attention_info
-from kvjax.cache import LayerCache, init_layer
-from kvjax.caches import Leading, PerLayer
+from kvjax.cache.cache import LayerCache, init_layer
 from kvjax.evaluate.live import Live
 from kvjax.evaluate.recall import exact_logits, store_prompt
 from kvjax.evaluate.store import Progress
-from kvjax.selection import Selection, membership
+from kvjax.numerics.selection import Selection, membership
+from kvjax.policies import Leading, PerLayer
 from kvjax.spec import require_int
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import kvjax
 from kvjax.evaluate.caches import Caches, Row, check_row, make_rows, without_budget
 from kvjax.generation import stream, warm_up
+from kvjax.generation.prompt_inputs import check_fit
 from kvjax.models import Checkpoint
-from kvjax.request import check_fit
 from kvjax.spec import require_int, round_capacity
 
 BUDGET = 256  # for methods whose text sets none

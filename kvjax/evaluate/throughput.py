@@ -33,17 +33,17 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from kvjax.cache import Cache, LayerCache, init, raise_on_overflow
-from kvjax.caches import PerLayer
+from kvjax.cache.cache import Cache, LayerCache, init, raise_on_overflow
 from kvjax.evaluate.plots import new_figure, short, style
 from kvjax.evaluate.provenance import provenance
 from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.generation import Stream, warm_up
+from kvjax.generation.prefilling import chunk_size, lower_prefill, prefill
+from kvjax.generation.sampling import Sampling
 from kvjax.memory import in_units, nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.models.rope import Default, Llama3
-from kvjax.reading import chunk_size, lower_prefill, prefill
-from kvjax.sampling import Sampling
+from kvjax.policies import PerLayer
 from kvjax.spec import CacheSpec, require_int, round_capacity
 
 if TYPE_CHECKING:

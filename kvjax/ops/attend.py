@@ -7,10 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.arrays import Float, Int32
+from kvjax.numerics.partial import PartialAttention, Span, attend_part, keep_valid, merge
+from kvjax.numerics.selection import PackedSelection, Selection, membership, of_heads, split_selection
+from kvjax.numerics.types import Float, Int32
 from kvjax.ops.op import Implementation, op
-from kvjax.partial import PartialAttention, Span, attend_part, keep_valid, merge
-from kvjax.selection import PackedSelection, Selection, membership, of_heads, split_selection
 
 
 @op(kernel="attend.attend_span", static_argnames=("scale",), derivative="reference")

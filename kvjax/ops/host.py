@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.arrays import Bool, Int32, Shaped
-from kvjax.indexing import put_last
 from kvjax.memory import to_device, to_host
+from kvjax.numerics.indexing import put_last
+from kvjax.numerics.types import Bool, Int32, Shaped
 from kvjax.ops.op import Implementation, op
 
 Parts = tuple[Array, ...]

@@ -20,8 +20,8 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args
 import jax
 from jax import Array, lax
 
-from kvjax.derivatives import with_derivative
 from kvjax.memory import varying_axes
+from kvjax.numerics.derivatives import with_derivative
 from kvjax.ops.partitioned import warn_if_partitioned
 from kvjax.validation import shown
 

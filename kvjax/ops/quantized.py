@@ -7,14 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.arrays import Float, Int32
-from kvjax.indexing import quotient
-from kvjax.layouts import unpack_codes
+from kvjax.numerics.indexing import quotient
+from kvjax.numerics.packing import unpack_codes
+from kvjax.numerics.partial import PartialAttention, Span, attend_part, keep_valid, merge_blocks, part_of_logits
+from kvjax.numerics.quant import QuantArray, dequantize, slice_tokens, split_scales
+from kvjax.numerics.selection import Selection
+from kvjax.numerics.types import Float, Int32
 from kvjax.ops.attend import attend_beside, flat_slots
 from kvjax.ops.op import Implementation, op
-from kvjax.partial import PartialAttention, Span, attend_part, keep_valid, merge_blocks, part_of_logits
-from kvjax.quant import QuantArray, dequantize, slice_tokens, split_scales
-from kvjax.selection import Selection
 
 
 @op(kernel="attend.attend_quantized", static_argnames=("scale",), derivative="reference")

@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.arrays import Bool, Float
+from kvjax.numerics.selection import GroupReduce, Selection, no_kernel_for, reduce_scores
+from kvjax.numerics.types import Bool, Float
 from kvjax.ops.op import Implementation, op
-from kvjax.selection import GroupReduce, Selection, no_kernel_for, reduce_scores
 
 
 @op(kernel="select.top_k", static_argnames=("k",), derivative="zero")

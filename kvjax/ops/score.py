@@ -7,12 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.arrays import Float
 from kvjax.memory import vary_with
+from kvjax.numerics.quant import OneBit, dequantize_1bit
+from kvjax.numerics.rotate import SUBSPACE, Directions, decode, lloyd_max
+from kvjax.numerics.selection import PackedSelection
+from kvjax.numerics.types import Float
 from kvjax.ops.op import Implementation, op
-from kvjax.quant import OneBit, dequantize_1bit
-from kvjax.rotate import SUBSPACE, Directions, decode, lloyd_max
-from kvjax.selection import PackedSelection
 
 
 @op(kernel="score.score_1bit", static_argnames=("scale",), derivative="reference")

@@ -9,14 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.arrays import Float
-from kvjax.ops.op import Implementation, op
-from kvjax.ops.rank import top_k_grouped
-from kvjax.ops.score import centres, rerank, score_1bit, score_pages
-from kvjax.partial import attention_logits
-from kvjax.quant import OneBit
-from kvjax.rotate import Directions, rotate_few, turned
-from kvjax.selection import (
+from kvjax.numerics.partial import attention_logits
+from kvjax.numerics.quant import OneBit
+from kvjax.numerics.rotate import Directions, rotate_few, turned
+from kvjax.numerics.selection import (
     Candidates,
     GroupReduce,
     PackedSelection,
@@ -27,6 +23,10 @@ from kvjax.selection import (
     pack,
     split_steps,
 )
+from kvjax.numerics.types import Float
+from kvjax.ops.op import Implementation, op
+from kvjax.ops.rank import top_k_grouped
+from kvjax.ops.score import centres, rerank, score_1bit, score_pages
 
 
 def select_top(

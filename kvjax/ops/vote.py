@@ -7,12 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.arrays import Float, Int32, UInt8
-from kvjax.indexing import put_last
 from kvjax.memory import vary_with
+from kvjax.numerics.indexing import put_last
+from kvjax.numerics.rotate import rotate_few, turned
+from kvjax.numerics.selection import PackedSelection, of_lists
+from kvjax.numerics.types import Float, Int32, UInt8
 from kvjax.ops.op import Implementation, op
-from kvjax.rotate import rotate_few, turned
-from kvjax.selection import PackedSelection, of_lists
 
 Complement = tuple[Array | int, Array | int, Array | int]  # see `most_voted`
 
@@ -32,7 +32,7 @@ def collide(
     In a subspace of D/N channels, a key is represented by its sign pattern, `ids`, one of P = 2^(D/N); a pattern's
     score is the product of its signs with q. A key earns one vote for each of the `limits` that exceeds the number of
     keys in patterns of higher score; `counts` has the number of keys of each pattern. Several limits make nested tiers.
-    Votes, at most N T, must fit in a byte. With a `seed`, q is first rotated (`kvjax.rotate`).
+    Votes, at most N T, must fit in a byte. With a `seed`, q is first rotated (`kvjax.numerics.rotate`).
 
     Reads N bytes per key. `implementation`: see `explain`; the kernel takes subspaces of 8. If scores of patterns
     differ by less than rounding, the kernel may order them differently.

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.arrays import Bool, Int32, Shaped
-from kvjax.blocks import Block, put, take_rows
+from kvjax.numerics.blocks import Block, put, take_rows
+from kvjax.numerics.types import Bool, Int32, Shaped
 from kvjax.ops.op import Implementation, op
 
 

@@ -7,10 +7,11 @@ whose numbers `anchors` lists, and the layers that follow it attend to the same 
 separated by "+", as in "fier:budget=256,anchors=2+5+9", or name a file that `kvjax calibrate --out` wrote.
 """
 
-from kvjax.caches import share_selections
+from kvjax.policies import share_selections
 from kvjax.presets.baselines import exact, full
 from kvjax.presets.compressed import kivi, logquant, mikv
 from kvjax.presets.evicting import adakv, h2o, logevict, pyramidkv, raas, snapkv, streaming_llm, tova
+from kvjax.presets.head_files import Heads
 from kvjax.presets.heads import duoattention, razorattention
 from kvjax.presets.learnt import magicpig, pqcache, shadowkv
 from kvjax.presets.registry import REGISTRY, Preset, check_reaches, find, parse, parse_with_budget
@@ -23,6 +24,7 @@ __all__ = [
     "PARISKV_BUDGET",
     "REGISTRY",
     "Anchors",
+    "Heads",
     "Preset",
     "adakv",
     "arkvale",

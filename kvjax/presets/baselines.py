@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvjax.caches import Full, PerLayer, Retrieval
-from kvjax.demotion import Fifo
+from kvjax.numerics.selection import GroupReduce
+from kvjax.policies import Full, PerLayer, Retrieval
 from kvjax.presets.settings import Anchors, past_dense
-from kvjax.selection import GroupReduce
 from kvjax.selectors import Exact
 from kvjax.spec import require_int
+from kvjax.stores.demotion import Fifo
 
 
 def full() -> PerLayer:

@@ -6,12 +6,12 @@ KIVI they are the newest, and with MiKV the newest and the most attended.
 
 from __future__ import annotations
 
-from kvjax.caches import Compressed, Mixed, PerLayer
-from kvjax.demotion import Fifo, LogSparse
 from kvjax.evictors import HeavyHitter
+from kvjax.policies import Compressed, Mixed, PerLayer
 from kvjax.presets.settings import past_dense
 from kvjax.spec import require_int
 from kvjax.stores import Quantized
+from kvjax.stores.demotion import Fifo, LogSparse
 from kvjax.stores.quantized import KeyAxis
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvjax.budgets import pyramid
-from kvjax.caches import Evicting, HeadBudgets, PerLayer
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, LogSpaced, Observation, Pooling, Sliding
+from kvjax.evictors.last_use import LastUse
+from kvjax.policies import Evicting, HeadBudgets, PerLayer
+from kvjax.presets.pyramid import pyramid
 from kvjax.presets.settings import past_dense, plain_rope
 from kvjax.spec import require_int
-from kvjax.timestamps import LastUse
 
 
 def streaming_llm(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvjax.caches import Compensated, Evicting, PerLayer, Policy
 from kvjax.evictors import Sliding
-from kvjax.heads import Heads
+from kvjax.policies import Compensated, Evicting, PerLayer, Policy
+from kvjax.presets.head_files import Heads
 from kvjax.spec import require_int
 from kvjax.validation import shown
 
@@ -54,7 +54,7 @@ def _by_head(
         heads = Heads.load(heads)
     if not hasattr(heads, "policies"):
         raise ValueError(
-            f"{name}(heads=...) takes a kvjax.heads.Heads or a file of them, got {shown(heads)}; "
+            f"{name}(heads=...) takes a kvjax.presets.Heads or a file of them, got {shown(heads)}; "
             "kvjax.evaluate.heads.retrieval_heads finds those of a model"
         )
     return heads.policies(others)

@@ -7,14 +7,14 @@ from the whole prompt. Here the result does not depend on how a prompt is split 
 
 from __future__ import annotations
 
-from kvjax.caches import OutlierRetrieval, PerLayer, Retrieval, Sampled
-from kvjax.demotion import Fifo
-from kvjax.hashing import SimHash
+from kvjax.numerics.selection import GroupReduce
+from kvjax.policies import OutlierRetrieval, PerLayer, Retrieval, Sampled
 from kvjax.presets.settings import past_dense, plain_rope
-from kvjax.selection import GroupReduce
 from kvjax.selectors import MeanPages, ProductCodes
+from kvjax.selectors.simhash import SimHash
 from kvjax.spec import require_int
 from kvjax.stores import Dense, HostOffload, LowRank
+from kvjax.stores.demotion import Fifo
 
 
 def pqcache(

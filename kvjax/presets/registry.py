@@ -7,15 +7,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvjax.caches import Full, PerLayer, Policy
+from kvjax.policies import Full, PerLayer, Policy
 from kvjax.presets.baselines import exact, full
 from kvjax.presets.compressed import kivi, logquant, mikv
 from kvjax.presets.evicting import adakv, h2o, logevict, pyramidkv, raas, snapkv, streaming_llm, tova
 from kvjax.presets.heads import duoattention, razorattention
 from kvjax.presets.learnt import magicpig, pqcache, shadowkv
+from kvjax.presets.parsing import read_settings
 from kvjax.presets.retrieval import fier, pariskv, quest
 from kvjax.presets.speculative import arkvale, freekv
-from kvjax.settings import read_settings
 from kvjax.validation import nearest, shown
 
 

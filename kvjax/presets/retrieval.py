@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvjax.caches import PerLayer, Retrieval
-from kvjax.caches.short import DenseCapacity
-from kvjax.demotion import Buffer, Fifo
+from kvjax.numerics.selection import GroupReduce
+from kvjax.policies import PerLayer, Retrieval
+from kvjax.policies.short import DenseCapacity
 from kvjax.presets.settings import Anchors, history, past_dense, require_page
-from kvjax.selection import GroupReduce
 from kvjax.selectors import Fier, MinMaxPages, Nucleus, Paris
 from kvjax.selectors.paris import Votes
 from kvjax.spec import require_int
+from kvjax.stores.demotion import Buffer, Fifo
 
 PARISKV_BUDGET = 4 + 128 + 100  # the paper's sink and local window, and the k tokens that it selects besides them
 

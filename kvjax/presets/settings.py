@@ -10,7 +10,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from kvjax.caches import Full, PerLayer, Policy, share_selections
+from kvjax.policies import Full, PerLayer, Policy, share_selections
 from kvjax.spec import require_int
 from kvjax.stores import Dense, HostFloat8, HostOffload, HostQuantized, HotSet, Store
 from kvjax.validation import finite_number

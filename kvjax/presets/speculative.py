@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from kvjax.caches import PerLayer, Retrieval, Speculative
-from kvjax.demotion import Fifo
+from kvjax.numerics.selection import GroupReduce
+from kvjax.policies import PerLayer, Retrieval, Speculative
 from kvjax.presets.settings import Anchors, history, past_dense, require_page
-from kvjax.selection import GroupReduce
 from kvjax.selectors import BallPages, CentrePages, MinMaxPages
 from kvjax.spec import require_int
 from kvjax.stores import HostOffload
+from kvjax.stores.demotion import Fifo
 
 # FreeKV's settings by the kind of task.
 FREEKV: dict[str, dict[str, Any]] = {

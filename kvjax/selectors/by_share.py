@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax import ops
-from kvjax.partial import attention_logits
-from kvjax.selection import Candidates, GroupReduce, Selection, reduce_scores
+from kvjax.numerics.partial import attention_logits
+from kvjax.numerics.selection import Candidates, GroupReduce, Selection, reduce_scores
 from kvjax.selectors.selector import Selector, WindowedSelector, Wrapper, require_truncatable, with_own_pending
 from kvjax.spec import CacheSpec
 from kvjax.validation import check_verbs, finite_number

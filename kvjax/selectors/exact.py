@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.blocks import write
-from kvjax.context import Stripes
-from kvjax.selection import GroupReduce, require_group_reduce
+from kvjax.numerics.blocks import write
+from kvjax.numerics.selection import GroupReduce, require_group_reduce
 from kvjax.selectors.striped import StripedSelector
+from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec
 
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax import ops
-from kvjax.blocks import write
-from kvjax.context import Stripes
-from kvjax.quant import OneBit, quantize_1bit
-from kvjax.selection import Candidates, GroupReduce, PackedSelection, Selection, require_group_reduce
+from kvjax.numerics.blocks import write
+from kvjax.numerics.quant import OneBit, quantize_1bit
+from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection, require_group_reduce
 from kvjax.selectors.striped import StripedSelector
+from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec, keep_int
 
 

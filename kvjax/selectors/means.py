@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.blocks import write
-from kvjax.reductions import page_means
-from kvjax.selection import GroupReduce, require_group_reduce
+from kvjax.numerics.blocks import write
+from kvjax.numerics.reductions import page_means
+from kvjax.numerics.selection import GroupReduce, require_group_reduce
 from kvjax.spec import CacheSpec, keep_int
 
 

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax import ops
-from kvjax.blocks import write
-from kvjax.context import Stripes
-from kvjax.reductions import sum_pairs
-from kvjax.selection import Candidates, GroupReduce, Selection, require_group_reduce
+from kvjax.numerics.blocks import write
+from kvjax.numerics.reductions import sum_pairs
+from kvjax.numerics.selection import Candidates, GroupReduce, Selection, require_group_reduce
 from kvjax.selectors.pending import Pending, by_head, pending_pages, require_pending, require_points, with_points
 from kvjax.selectors.striped import StripedSelector
+from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec, keep_int
 
 

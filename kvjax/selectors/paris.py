@@ -10,11 +10,10 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax import ops
-from kvjax.blocks import take_rows, write
-from kvjax.context import Stripes, share_of_highest
-from kvjax.indexing import put_last
-from kvjax.rotate import SUBSPACE, Directions, encode, patterns, require_rotatable, rotate, rotate_few
-from kvjax.selection import (
+from kvjax.numerics.blocks import take_rows, write
+from kvjax.numerics.indexing import put_last
+from kvjax.numerics.rotate import SUBSPACE, Directions, encode, patterns, require_rotatable, rotate, rotate_few
+from kvjax.numerics.selection import (
     Candidates,
     GroupReduce,
     PackedSelection,
@@ -24,6 +23,7 @@ from kvjax.selection import (
     require_group_reduce,
 )
 from kvjax.selectors.striped import StripedSelector
+from kvjax.sharding.context import Stripes, share_of_highest
 from kvjax.spec import CacheSpec, keep_int
 
 Votes = Literal["tiers", "plain"]
@@ -49,7 +49,7 @@ class ParisIndex(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Paris:
-    """Scores tokens in two stages, after one random rotation of keys and queries (`kvjax.rotate`).
+    """Scores tokens in two stages, after one random rotation of keys and queries (`kvjax.numerics.rotate`).
 
     First every key earns votes in each `subspace` of 8 channels, by how well its sign pattern matches the query: 6 for
     a key among the best 5 % of rho n, then 5, 4, 3, 2 and 1 for 15, 30, 50, 75 and 100 % of it (`votes="tiers"`), or
@@ -66,9 +66,9 @@ class Paris:
 
     With subspace=4 a pattern carries less information, and there are twice as many subspaces: votes cost twice the time
     and weights twice the bytes, D/2 in all with the signs. With radius_bits=4 a weight is one of 16 shares of the key's
-    length, by the distribution of random directions (`kvjax.rotate.radius_table`), in half a byte besides 2 bytes for
-    the length: 74 bytes per key at D = 128. Both run in plain JAX: the kernels read subspaces of 8 and weights of 16
-    bits.
+    length, by the distribution of random directions (`kvjax.numerics.rotate.radius_table`), in half a byte
+    besides 2 bytes for the length: 74 bytes per key at D = 128. Both run in plain JAX: the kernels read subspaces of
+    8 and weights of 16 bits.
 
     Through the counts, a score depends on the rest of the history; under a sliding window on the visible part, whose
     patterns each step counts again. Votes tie often. For the last place among the candidates the lower slot wins, and

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.selection import Candidates
+from kvjax.numerics.selection import Candidates
 from kvjax.spec import CacheSpec
 
 Pending = Literal["exact", "box"]

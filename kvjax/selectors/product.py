@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.blocks import write
-from kvjax.context import Stripes
-from kvjax.partial import attention_logits
-from kvjax.selection import GroupReduce, require_group_reduce
+from kvjax.numerics.blocks import write
+from kvjax.numerics.partial import attention_logits
+from kvjax.numerics.selection import GroupReduce, require_group_reduce
 from kvjax.selectors.striped import StripedSelector
+from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec, keep_int
 
 TOGETHER = 8  # blocks of all rows that are learnt at once: one block of one row is too little work for a GPU

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jax import Array
 
-from kvjax.selection import Candidates, GroupReduce, PackedSelection, Selection
+from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection
 from kvjax.spec import CacheSpec
 
 

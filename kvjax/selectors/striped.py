@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.context import Stripes
-from kvjax.ops.rank import top_k
-from kvjax.partial import attention_logits
-from kvjax.selection import (
+from kvjax.numerics.partial import attention_logits
+from kvjax.numerics.selection import (
     SOFTMAX_REDUCES,
     Candidates,
     Selection,
@@ -21,7 +19,9 @@ from kvjax.selection import (
     log_sum,
     reduce_scores,
 )
+from kvjax.ops.rank import top_k
 from kvjax.selectors.selector import Selector, Wrapper, require_truncatable, with_own_pending
+from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec
 
 NOWHERE = int(np.iinfo(np.int32).max)  # the place of units that are not valid

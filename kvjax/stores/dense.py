@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax import ops
-from kvjax.blocks import Block, empty_block, put
-from kvjax.partial import PartialAttention, Span
-from kvjax.prompt import attend_zone
-from kvjax.selection import PackedSelection, Selection
+from kvjax.numerics.blocks import Block, empty_block, put
+from kvjax.numerics.partial import PartialAttention, Span
+from kvjax.numerics.selection import PackedSelection, Selection
+from kvjax.ops.chunk import attend_zone
 from kvjax.spec import CacheSpec
 
 

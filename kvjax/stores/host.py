@@ -11,13 +11,13 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
-from kvjax.derivatives import refuse_derivative
-from kvjax.indexing import quotient, remainder
 from kvjax.memory import has_host_memory, host_zeros, to_device
+from kvjax.numerics.derivatives import refuse_derivative
+from kvjax.numerics.indexing import quotient, remainder
+from kvjax.numerics.partial import PartialAttention, Span
+from kvjax.numerics.selection import PackedSelection, Selection
+from kvjax.ops.chunk import attend_blocks
 from kvjax.ops.host import read_pages
-from kvjax.partial import PartialAttention, Span
-from kvjax.prompt import attend_blocks
-from kvjax.selection import PackedSelection, Selection
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.store import Recalled
 

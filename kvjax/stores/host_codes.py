@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax import ops
-from kvjax.derivatives import refuse_derivative
-from kvjax.layouts import channels_packed
 from kvjax.memory import host_zeros, to_device
-from kvjax.partial import PartialAttention, Span
-from kvjax.prompt import attend_blocks
-from kvjax.quant import QuantArray, dequantize, quantize
-from kvjax.selection import PackedSelection, Selection
+from kvjax.numerics.derivatives import refuse_derivative
+from kvjax.numerics.packing import channels_packed
+from kvjax.numerics.partial import PartialAttention, Span
+from kvjax.numerics.quant import QuantArray, dequantize, quantize
+from kvjax.numerics.selection import PackedSelection, Selection
+from kvjax.ops.chunk import attend_blocks
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostBlock, HostOffload, split_parts
 from kvjax.stores.store import attend_slots_beside

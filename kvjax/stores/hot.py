@@ -22,9 +22,9 @@ from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 
 from kvjax import ops
+from kvjax.numerics.partial import PartialAttention
+from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.ops.host import place_pages
-from kvjax.partial import PartialAttention
-from kvjax.selection import PackedSelection, Selection
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostOffload
 from kvjax.stores.store import CachingStore, Loaded, PlacingStore, Store, require_truncatable

@@ -11,13 +11,13 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
-from kvjax.blocks import write
-from kvjax.derivatives import refuse_derivative
-from kvjax.indexing import put_last
-from kvjax.partial import PartialAttention, attend_part
-from kvjax.prompt import attend_blocks
-from kvjax.reductions import page_means, sum_pairs
-from kvjax.selection import Selection
+from kvjax.numerics.blocks import write
+from kvjax.numerics.derivatives import refuse_derivative
+from kvjax.numerics.indexing import put_last
+from kvjax.numerics.partial import PartialAttention, attend_part
+from kvjax.numerics.reductions import page_means, sum_pairs
+from kvjax.numerics.selection import Selection
+from kvjax.ops.chunk import attend_blocks
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostOffload
 from kvjax.stores.store import Store

@@ -10,13 +10,13 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
-from kvjax.blocks import write
-from kvjax.derivatives import refuse_derivative
-from kvjax.layouts import channels_packed
-from kvjax.partial import PartialAttention, Span
-from kvjax.prompt import attend_blocks
-from kvjax.quant import QuantArray, dequantize, quantize, slice_tokens
-from kvjax.selection import PackedSelection, Selection
+from kvjax.numerics.blocks import write
+from kvjax.numerics.derivatives import refuse_derivative
+from kvjax.numerics.packing import channels_packed
+from kvjax.numerics.partial import PartialAttention, Span
+from kvjax.numerics.quant import QuantArray, dequantize, quantize, slice_tokens
+from kvjax.numerics.selection import PackedSelection, Selection
+from kvjax.ops.chunk import attend_blocks
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.store import attend_slots_beside
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax import ops
-from kvjax.partial import PartialAttention, Span
-from kvjax.selection import PackedSelection, Selection, split_selection
+from kvjax.numerics.partial import PartialAttention, Span
+from kvjax.numerics.selection import PackedSelection, Selection, split_selection
 from kvjax.spec import CacheSpec
 
 
@@ -46,8 +46,8 @@ class Store(Protocol):
     def attend_chunk(self, st: Any, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
         """Attention of a chunk's q [B, K, G, T, D] over the slots [start, count), a part over Q = G*T.
 
-        start is i32[B, T], a slot for each query, or None for slot 0. `kvjax.prompt.attend_blocks` implements it for a
-        store that can read a block of its slots.
+        start is i32[B, T], a slot for each query, or None for slot 0. `kvjax.ops.chunk.attend_blocks` implements it for
+        a store that can read a block of its slots.
         """
         ...
 

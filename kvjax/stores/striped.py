@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 
-from kvjax.context import Stripes, merge_chunk, merge_parts
-from kvjax.partial import PartialAttention
-from kvjax.selection import Selection
+from kvjax.numerics.partial import PartialAttention
+from kvjax.numerics.selection import Selection
+from kvjax.sharding.context import Stripes, merge_chunk, merge_parts
 from kvjax.spec import CacheSpec
 from kvjax.stores.store import CachingStore, Store, require_truncatable
 

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax import Array
 
-from kvjax.cache import raise_on_overflow
-from kvjax.caches import Policy
+from kvjax.cache.cache import raise_on_overflow
 from kvjax.memory import to_device
+from kvjax.policies import Policy
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import (
     core,

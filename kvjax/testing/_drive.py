@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array
 
 from kvjax.attention import attention, attention_info
-from kvjax.cache import LayerCache, init_layer
-from kvjax.caches import Info, Policy
+from kvjax.cache.cache import LayerCache, init_layer
+from kvjax.policies import Info, Policy
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import core, has_budget, has_history, ranks, sink, with_fields
 

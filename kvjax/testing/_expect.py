@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.cache import LayerCache
-from kvjax.caches import Info, Policy
+from kvjax.cache.cache import LayerCache
+from kvjax.policies import Info, Policy
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import (
     core,

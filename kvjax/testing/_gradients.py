@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.attention import attention, attention_info
-from kvjax.cache import LayerCache
-from kvjax.caches import Policy
+from kvjax.cache.cache import LayerCache
+from kvjax.policies import Policy
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import selects
 from kvjax.testing._drive import CHUNK, Tokens, attending_to_all, new_cache, random_tokens

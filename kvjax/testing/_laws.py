@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvjax.caches import Policy
+from kvjax.policies import Policy
 from kvjax.spec import CacheSpec
 from kvjax.testing._attending import (
     budget_of_all_is_dense_attention,

@@ -13,10 +13,10 @@ import numpy as np
 from jax import Array
 
 from kvjax.attention import attention
-from kvjax.cache import LayerCache, init_layer
-from kvjax.caches import Policy
-from kvjax.flushing import flush
+from kvjax.cache.cache import LayerCache, init_layer
+from kvjax.cache.flushing import flush
 from kvjax.memory import shapes
+from kvjax.policies import Policy
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import core, has_budget, selects, twin, with_fields
 from kvjax.testing._drive import CHUNK, fill, new_cache, random_tokens, step, with_room

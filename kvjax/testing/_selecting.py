@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.cache import LayerCache
-from kvjax.caches import Policy
-from kvjax.partial import group_queries
-from kvjax.selection import Selection, mass_recall
+from kvjax.cache.cache import LayerCache
+from kvjax.numerics.partial import group_queries
+from kvjax.numerics.selection import Selection, mass_recall
+from kvjax.policies import Policy
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import (
     core,

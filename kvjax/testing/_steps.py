@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from kvjax.attention import decode_info
-from kvjax.cache import LayerCache
-from kvjax.caches import Policy, Reversible, Truncatable
-from kvjax.flushing import flush
-from kvjax.rows import rollback, room, truncate
+from kvjax.cache.cache import LayerCache
+from kvjax.cache.editing import rollback, room, truncate
+from kvjax.cache.flushing import flush
+from kvjax.policies import Policy, Reversible, Truncatable
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import DoesNotApply, core, has_history, require, sink
 from kvjax.testing._drive import Tokens, fill, new_cache, ragged_lengths, random_tokens, step

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import raise_on_overflow
-from kvjax.caches import Policy
-from kvjax.flushing import flush
-from kvjax.rows import insert
+from kvjax.cache.cache import raise_on_overflow
+from kvjax.cache.editing import insert
+from kvjax.cache.flushing import flush
+from kvjax.policies import Policy
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import (
     core,
@@ -108,7 +108,7 @@ def slots_past_count_do_not_matter(policy: Policy, spec: CacheSpec) -> None:
     for i in range(2):
         out, cache, info = step(cache, tokens, lengths + i)
         out_poisoned, poisoned, info_poisoned = step(poisoned, tokens, lengths + i)
-        why = "once unused slots hold NaN keys and scales and values of 1e4 (kvjax.partial.keep_valid zeroes values)"
+        why = "once unused slots hold NaN keys and scales and values of 1e4 (`keep_valid` zeroes values)"
         assert_same(out_poisoned, out, f"{why}: the output of a step")
         assert_same(info_poisoned.attended, info.attended, f"{why}: the tokens that a step attended")
 

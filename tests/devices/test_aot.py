@@ -18,13 +18,14 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kvjax
-from kvjax import CacheSpec, LayerCache, Placement, ops, presets, prompt
+from kvjax import CacheSpec, LayerCache, Placement, ops, presets
 from kvjax.generation import decode_step
 from kvjax.memory import nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig, weights
 from kvjax.models.decoder import embed
+from kvjax.ops import chunk as prompt
 from kvjax.ops import partitioned
-from kvjax.placement import state_specs
+from kvjax.sharding.placement import state_specs
 from tests.devices.programs import copies, exchanges, wanted_exchanges
 from tests.kernels import aot
 from tests.kernels import cases as kernel_cases

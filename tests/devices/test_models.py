@@ -18,11 +18,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import kvjax
-from kvjax import Placement, reading
+from kvjax import Placement
 from kvjax.generation import decode_step, generate
+from kvjax.generation import prefilling as reading
+from kvjax.generation.sampling import Sampling, sample, sampling
 from kvjax.models import Decoder, DecoderConfig, distribute, load, logical_axis_rules, save
 from kvjax.models import weights as loading
-from kvjax.sampling import Sampling, sample, sampling
 from tests.devices.programs import COLLECTIVE
 
 CONFIG = DecoderConfig(

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax import CacheSpec, LastQuery, Placement
-from kvjax.placement import _joins_heads
+from kvjax.sharding.placement import _joins_heads
 from tests.devices.programs import COLLECTIVE
 from tests.laws.cases import CASES
 

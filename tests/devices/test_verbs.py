@@ -16,10 +16,11 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import kvjax
-from kvjax import CacheSpec, Evicting, LastQuery, Placement, evictors
-from kvjax.caches.per_head import PerHead
+from kvjax import CacheSpec, Evicting, LastQuery, Placement
 from kvjax.cli.options import capacity_over, make_placement
-from kvjax.placement import mean_over_heads
+from kvjax.evictors import scores as evictors
+from kvjax.policies.per_head import PerHead
+from kvjax.sharding.placement import mean_over_heads
 from tests.devices.programs import COLLECTIVE
 from tests.devices.test_rows_and_heads import BOTH, MESH
 from tests.laws.cases import CASES

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax import Full
-from kvjax.cache import Cache, init
+from kvjax.cache.cache import Cache, init
 from kvjax.cli.options import without_weights
 from kvjax.evaluate.prompt import Prompt
 from kvjax.evaluate.provenance import write_rows

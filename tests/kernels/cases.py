@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.blocks import Block
+from kvjax.numerics.blocks import Block
+from kvjax.numerics.partial import Span
+from kvjax.numerics.quant import OneBit, QuantArray
+from kvjax.numerics.rotate import encode
+from kvjax.numerics.selection import Candidates, PackedSelection, Selection
 from kvjax.ops import HotTables
-from kvjax.partial import Span
-from kvjax.quant import OneBit, QuantArray
-from kvjax.rotate import encode
-from kvjax.selection import Candidates, PackedSelection, Selection
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.quant import quantize_1bit
-from kvjax.rotate import SUBSPACE, lloyd_max
+from kvjax.numerics.quant import quantize_1bit
+from kvjax.numerics.rotate import SUBSPACE, lloyd_max
 
 
 @lru_cache(maxsize=4)  # the sizes for a GPU take seconds

@@ -9,8 +9,8 @@ import pytest
 
 from kvjax import ops
 from kvjax.kernels_pallas.attend import attend_quantized
-from kvjax.partial import Span
-from kvjax.quant import QuantArray, quantize
+from kvjax.numerics.partial import Span
+from kvjax.numerics.quant import QuantArray, quantize
 from tests.kernels.conftest import on_gpu
 from tests.kernels.inputs import BIG, normal, relative, spans_of
 

@@ -11,7 +11,7 @@ from kvjax import ops
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import attend_slots
 from kvjax.kernels_pallas.select import top_k
-from kvjax.selection import Selection
+from kvjax.numerics.selection import Selection
 from tests.kernels.conftest import ON_GPU, on_gpu
 from tests.kernels.inputs import normal, relative
 from tests.kernels.simulate import Simulator

@@ -9,7 +9,7 @@ import pytest
 
 from kvjax import ops
 from kvjax.kernels_pallas.attend import attend_span
-from kvjax.partial import Span
+from kvjax.numerics.partial import Span
 from tests.kernels.conftest import on_gpu
 from tests.kernels.inputs import BIG, normal, relative, spans_of
 

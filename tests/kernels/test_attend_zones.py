@@ -9,8 +9,8 @@ import pytest
 
 from kvjax import CacheSpec, Fifo, Retrieval, ops
 from kvjax.kernels_pallas.attend import attend_slots, attend_zones
-from kvjax.partial import Span
-from kvjax.selection import PackedSelection, Selection
+from kvjax.numerics.partial import Span
+from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.selectors import MinMaxPages
 from tests.kernels.conftest import on_gpu
 from tests.kernels.inputs import normal, relative

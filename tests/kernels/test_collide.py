@@ -9,7 +9,7 @@ import pytest
 
 from kvjax import ops
 from kvjax.kernels_pallas.vote import collide
-from kvjax.rotate import turned
+from kvjax.numerics.rotate import turned
 from tests.kernels.conftest import on_gpu
 from tests.kernels.inputs import normal
 

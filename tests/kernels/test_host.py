@@ -14,7 +14,7 @@ from kvjax import CacheSpec, HostOffload, generation, ops, presets
 from kvjax.evaluate import throughput
 from kvjax.kernels_pallas.host import host_append, host_rows
 from kvjax.memory import CONCURRENT, to_host
-from kvjax.selection import Selection, expand_units
+from kvjax.numerics.selection import Selection, expand_units
 from tests.kernels.conftest import ON_GPU, on_gpu
 from tests.kernels.inputs import normal
 

@@ -19,7 +19,7 @@ from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
 from kvjax.kernels_pallas.select import select_1bit, select_4bit, tiling, top_k, top_k_grouped
 from kvjax.kernels_pallas.select.keys import ordered_keys
 from kvjax.kernels_pallas.vote import collide, most_voted
-from kvjax.quant import quantize_1bit
+from kvjax.numerics.quant import quantize_1bit
 from kvjax.selectors import Fier
 from tests.kernels.cases import CASES
 from tests.kernels.conftest import HAS_KERNELS, KERNELS, ON_GPU

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvjax import ops
-from kvjax.blocks import Block
 from kvjax.kernels_pallas.write import put_token
+from kvjax.numerics.blocks import Block
 from tests.kernels.conftest import ON_GPU, on_gpu
 from tests.kernels.inputs import normal
 

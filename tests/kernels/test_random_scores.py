@@ -14,7 +14,7 @@ import pytest
 
 from kvjax import ops
 from kvjax.kernels_pallas.select import select_1bit, top_k, top_k_grouped
-from kvjax.selection import reduce_scores
+from kvjax.numerics.selection import reduce_scores
 from tests.kernels.test_select_1bit import choice
 
 pytestmark = pytest.mark.usefixtures("kernels")

@@ -11,8 +11,8 @@ from kvjax import ops
 from kvjax.kernels_pallas.attend import attend_slots, attend_span, attend_zones
 from kvjax.kernels_pallas.select import select_1bit, select_4bit
 from kvjax.kernels_pallas.vote import collide
-from kvjax.partial import Span
-from kvjax.selection import Selection
+from kvjax.numerics.partial import Span
+from kvjax.numerics.selection import Selection
 from tests.kernels.cases import CASES, candidates, codes, i32, one_bit, quantized_zones, slots, span, votes, zones
 from tests.kernels.conftest import HAS_KERNELS
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvjax import ops
 from kvjax.kernels_pallas.score import rerank
-from kvjax.rotate import encode
-from kvjax.selection import PackedSelection
+from kvjax.numerics.rotate import encode
+from kvjax.numerics.selection import PackedSelection
 from tests.kernels.conftest import on_gpu
 from tests.kernels.inputs import CENTRES, normal
 

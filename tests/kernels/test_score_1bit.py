@@ -9,7 +9,7 @@ import pytest
 
 from kvjax import ops
 from kvjax.kernels_pallas.score import score_1bit
-from kvjax.quant import OneBit, quantize_1bit
+from kvjax.numerics.quant import OneBit, quantize_1bit
 from tests.kernels.conftest import on_gpu
 from tests.kernels.inputs import index, normal, relative
 

@@ -10,8 +10,8 @@ import pytest
 from kvjax import ops
 from kvjax.kernels_pallas.score import score_1bit
 from kvjax.kernels_pallas.select import select_1bit, threshold
-from kvjax.quant import OneBit
-from kvjax.selection import PackedSelection, reduce_scores
+from kvjax.numerics.quant import OneBit
+from kvjax.numerics.selection import PackedSelection, reduce_scores
 from tests.kernels.conftest import on_gpu
 from tests.kernels.inputs import index, normal, spans_of
 

@@ -9,9 +9,9 @@ import pytest
 
 from kvjax import ops
 from kvjax.kernels_pallas.select import select_4bit
-from kvjax.partial import attention_logits
-from kvjax.rotate import encode, rotate, turned
-from kvjax.selection import Candidates, PackedSelection
+from kvjax.numerics.partial import attention_logits
+from kvjax.numerics.rotate import encode, rotate, turned
+from kvjax.numerics.selection import Candidates, PackedSelection
 from tests.kernels.conftest import on_gpu
 from tests.kernels.inputs import CENTRES, normal, spans_of
 

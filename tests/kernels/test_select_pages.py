@@ -10,7 +10,7 @@ import pytest
 from kvjax import ops
 from kvjax.kernels_pallas.score import score_pages
 from kvjax.kernels_pallas.select import histogram, select_pages, threshold
-from kvjax.selection import PackedSelection, reduce_scores
+from kvjax.numerics.selection import PackedSelection, reduce_scores
 from tests.kernels.conftest import ON_GPU, on_gpu
 from tests.kernels.inputs import boxes, normal, spans_of
 

@@ -12,9 +12,9 @@ from kvjax import ops
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import attend_span
 from kvjax.kernels_pallas.select import select_pages
-from kvjax.partial import Span
-from kvjax.rotate import encode
-from kvjax.selection import Candidates, PackedSelection
+from kvjax.numerics.partial import Span
+from kvjax.numerics.rotate import encode
+from kvjax.numerics.selection import Candidates, PackedSelection
 from tests.kernels.inputs import boxes, index, normal, relative
 
 pytestmark = pytest.mark.usefixtures("kernels")

@@ -9,7 +9,7 @@ import pytest
 
 from kvjax import ops
 from kvjax.kernels_pallas.select import top_k, top_k_grouped
-from kvjax.selection import reduce_scores
+from kvjax.numerics.selection import reduce_scores
 from tests.kernels.conftest import on_gpu
 
 pytestmark = pytest.mark.usefixtures("kernels")

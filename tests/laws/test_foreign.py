@@ -11,9 +11,9 @@ from jax import Array
 
 import kvjax
 from kvjax import CacheSpec, Fifo, Retrieval, ops
-from kvjax.partial import PartialAttention, attend_part, merge
-from kvjax.prompt import attend_blocks
-from kvjax.selection import Selection, membership, split_selection
+from kvjax.numerics.partial import PartialAttention, attend_part, merge
+from kvjax.numerics.selection import Selection, membership, split_selection
+from kvjax.ops.chunk import attend_blocks
 from kvjax.testing import LAWS, check_policy
 from kvjax.testing._drive import fill, random_tokens, step
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax import models, presets
-from kvjax.cache import init
+from kvjax.cache.cache import init
 from kvjax.evaluate.tasks.generated import FORMS
 from kvjax.evaluate.tasks.weaving import weave
 from kvjax.generation import generate
@@ -42,7 +42,7 @@ def test_its_card_tells_what_it_saw_and_what_it_can_do(checkpoint):
         assert told in card
 
 
-@pytest.mark.sample(1)  # with all tokens it answers in tests/test_cli.py
+@pytest.mark.sample(1)  # with all tokens it answers in tests/cli/test_cli.py
 @pytest.mark.parametrize("policy", [presets.fier(budget=128), presets.full()], ids=["fier", "full"])
 def test_it_finds_what_is_hidden(checkpoint, policy):
     rng = random.Random(0)

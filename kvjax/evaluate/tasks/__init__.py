@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.evaluate.tasks.protocol import Example, Task
-from kvjax.settings import read_settings
+from kvjax.presets.parsing import read_settings
 from kvjax.validation import nearest
 
 __all__ = ["DATA", "Example", "Task", "make_tasks"]

@@ -1,0 +1,364 @@
+"""The cache of one layer and of a whole model, and the functions that make them.
+
+A cache is a pytree: the arrays of its state are the leaves; policy, sizes and placement are static. `attention` fills
+it, and the functions of `flushing` and `rows` change it without attending.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+from jax.tree_util import register_dataclass
+
+from kvjax.memory import Bytes, commit_together, nbytes, on_host
+from kvjax.policies import PerLayer, Policy
+from kvjax.policies.short import of_size
+from kvjax.sharding.placement import (
+    Placement,
+    axes_of,
+    make_state,
+    run_on_parts,
+    state_shardings,
+    state_specs,
+    to_context,
+)
+from kvjax.spec import CacheSpec, require_int
+from kvjax.validation import check_alive, check_verbs, shown
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """The cache of one attention layer: arrays in `state`, everything else static."""
+
+    state: Any
+    policy: Policy = dataclasses.field(metadata={"static": True})
+    spec: CacheSpec = dataclasses.field(metadata={"static": True})
+    placement: Placement | None = dataclasses.field(default=None, metadata={"static": True})  # how it is split
+
+    @property
+    def length(self) -> Array:
+        """i32[B] tokens that each row has received."""
+        with own_axes(self):
+            length = self.state.length
+        return as_rows(self, length)
+
+    @property
+    def nbytes(self) -> Bytes:
+        """Bytes of the arrays in `device` and `host` memory; with a placement, those of one device."""
+        return nbytes(self.state)
+
+    def __repr__(self) -> str:
+        return f"LayerCache({self.policy!r}; {_contents(self)})"
+
+    def full_rows(self) -> Array | None:
+        """bool[B] rows whose recent block is full; None for a policy without one."""
+        with own_axes(self):
+            return self.policy.full_rows(self.state)
+
+
+@register_dataclass
+@dataclass(frozen=True, repr=False)
+class _FlushedLayer(LayerCache):
+    """A LayerCache that `flushed` has marked as having no full recent block."""
+
+    # JAX tells tree structures apart by their static fields, not by their classes; jit must not mix the two up.
+    promise: bool = dataclasses.field(default=True, metadata={"static": True})
+
+    def full_rows(self) -> None:
+        return None
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """The caches of a model's attention layers."""
+
+    layers: tuple[LayerCache, ...]
+
+    @property
+    def spec(self) -> CacheSpec:
+        return self.layers[0].spec
+
+    @property
+    def length(self) -> Array:
+        """i32[B] tokens that each row has received, the same in all layers."""
+        return self.layers[0].length
+
+    @property
+    def placement(self) -> Placement | None:
+        """How the cache is split over devices; None for a cache on one device."""
+        return self.layers[0].placement if self.layers else None
+
+    @property
+    def nbytes(self) -> Bytes:
+        """Bytes of the arrays of all layers in `device` and `host` memory; with a placement, those of one device."""
+        return nbytes(self.layers)
+
+    def __repr__(self) -> str:
+        if not self.layers:
+            return "Cache(no layers)"
+        runs = [(len(list(run)), policy) for policy, run in groupby(layer.policy for layer in self.layers)]
+        layers = " + ".join(f"{count} x {policy!r}" for count, policy in runs)
+        return f"Cache({layers}; {_contents(self)})"
+
+
+C = TypeVar("C", Cache, LayerCache)
+
+
+def init(
+    policy: Policy | PerLayer | Sequence[Policy], spec: CacheSpec, *, layers: int, placement: Placement | None = None
+) -> Cache:
+    """Makes an empty cache for a model with `layers` attention layers, from one policy or one policy per layer.
+
+    At a small capacity a policy may be replaced by `Full` (see `Retrieval.dense_capacity`), except with a `placement`:
+    each device would attend to a part of the tokens, for which nothing was measured.
+
+    A `placement` splits the cache over the devices of a mesh. Each part is allocated on its device, and all functions
+    that take the cache keep it there.
+
+    >>> import kvjax
+    >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=64)
+    >>> kvjax.init(kvjax.Full(), spec, layers=2).length
+    Array([0], dtype=int32)
+    """
+    layers = require_int("init(layers=...)", layers, at_least=1)
+    if isinstance(policy, list | tuple):
+        if len(policy) != layers:
+            raise ValueError(
+                f"init got {len(policy)} policies for layers={layers}; give one for each layer, or a kvjax.PerLayer"
+            )
+        for i, own in enumerate(policy):
+            _check_policy(f"init(policy=...)[{i}]", own)
+    elif not isinstance(policy, PerLayer):
+        _check_policy("init(policy=...)", policy)
+    _check_spec("init(spec=...)", spec)
+    by_layer = PerLayer.of(policy)
+    by_layer.check(layers, spec.kv_heads)
+    if not by_layer.reaches(layers):
+        raise ValueError(
+            f"init got policies of their own for the first {len(by_layer.first)} layers and layers={layers}, so no "
+            f"layer uses {type(by_layer.rest).__name__}; give fewer, such as dense_layers={layers - 1} of a preset"
+        )
+    own = [by_layer.policy(i) for i in range(layers)]
+    if placement is None:
+        own = [of_size(policy, spec) for policy in own]
+    return commit_together(Cache(tuple(init_layer(policy, spec, placement) for policy in own)))
+
+
+def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = None) -> LayerCache:
+    """Makes an empty cache for one attention layer, split over the devices of a `placement` if one is given.
+
+    Raises:
+      ValueError: a `policy` that is not a policy, a `spec` that is not a CacheSpec, or rows, KV heads or a policy that
+        the placement cannot split.
+    """
+    if isinstance(policy, PerLayer | list | tuple):
+        raise ValueError(
+            f"init_layer takes the policy of one layer, got {shown(policy)}; pass one of its policies, such as "
+            "policies.policy(layer) of a PerLayer, or make all layers with kvjax.init"
+        )
+    _check_policy("init_layer(policy=...)", policy)
+    _check_spec("init_layer(spec=...)", spec)
+    if placement is None:
+        return commit_together(LayerCache(policy.init(spec), policy, spec))
+    if not isinstance(placement, Placement):
+        raise ValueError(
+            f"placement must be a kvjax.Placement, got {shown(placement)}; make one with "
+            'kvjax.Placement(mesh=mesh, batch="data", heads="model")'
+        )
+    make: Any = make_state  # cached per policy, which is hashable
+    return LayerCache(make(policy, spec, placement)(), policy, spec, placement)
+
+
+def shardings(cache: C) -> C:
+    """The `jax.sharding.NamedSharding` of each array of a cache with a placement, memory kinds included.
+
+    For use with `jit`, `device_put` and orbax. `cache` may hold shapes in place of arrays, as `jax.eval_shape` of
+    `kvjax.init` returns it.
+
+    Raises:
+      ValueError: a `cache` that is not a cache, or one without a placement.
+    """
+    if not isinstance(cache, Cache | LayerCache):
+        raise ValueError(f"shardings takes a cache, got {shown(cache)}; kvjax.init makes one")
+    if any(layer.placement is None for layer in layers_of(cache)):
+        raise ValueError(
+            "shardings takes a cache with a placement, got one without; make it with kvjax.init(..., placement=...)"
+        )
+    return with_states(cache, [state_shardings(x.policy, x.spec, placement_of(x)) for x in layers_of(cache)])
+
+
+def any_full(cache: Cache | LayerCache) -> Array:
+    """Whether any recent block is full, so that `flush` would move tokens: bool[]."""
+    check_cache("any_full", cache)
+    with own_axes(cache):
+        full = rows_to_flush(layers_of(cache))
+        found = jnp.any(jnp.stack(full)) if full else jnp.zeros((), bool)
+    return to_context(found)
+
+
+def flushed(cache: Cache, promise: bool = True) -> Cache:
+    """Marks a cache as having no full recent block, so that `flush` skips its condition; False removes the mark.
+
+    For loops that test `any_full` in their own condition, such as the one of `kvjax.generate`: on a GPU each condition
+    makes the host wait, and such a loop needs one per step, not two. The caller removes the mark after the step.
+    """
+    kind = _FlushedLayer if promise else LayerCache
+    return Cache(tuple(kind(layer.state, layer.policy, layer.spec, layer.placement) for layer in cache.layers))
+
+
+def raise_on_overflow(cache: Cache | LayerCache) -> None:
+    """Raises RuntimeError if a row has dropped a token. Call it outside jit; it reads flags from the device."""
+    check_cache("raise_on_overflow", cache)
+    layers = layers_of(cache)
+    if any(isinstance(layer.state.overflow, Tracer) for layer in layers):
+        raise ValueError(
+            "raise_on_overflow reads flags from the device, which is not possible inside jit; return the cache and "
+            "call it outside"
+        )
+    flags = _overflows(layers)
+    rows = np.flatnonzero(flags.any(axis=0)).tolist()
+    if rows:
+        raise RuntimeError(
+            f"rows {rows} dropped tokens in layers {np.flatnonzero(flags.any(axis=1)).tolist()}: the capacity of "
+            f"{layers[0].spec.capacity} tokens is used up (make the cache with a larger capacity), or kvjax.flush was "
+            "not called before each decode step, or kvjax.rollback got a length that is out of reach"
+        )
+
+
+def _overflows(layers: Sequence[LayerCache]) -> np.ndarray:
+    """bool[L, B]: the rows that dropped tokens, by layer."""
+    return np.stack([on_host(layer.state.overflow) for layer in layers])
+
+
+def check_layer_cache(verb: str, cache: Any) -> None:
+    if isinstance(cache, Cache):
+        raise ValueError(
+            f"{verb} takes the cache of one layer, got the Cache of a whole model; pass cache.layers[i], and put the "
+            "returned layers into dataclasses.replace(cache, layers=(...))"
+        )
+    if not isinstance(cache, LayerCache) and (cache is not None or verb != "attention"):
+        wanted, cure = "a kvjax.LayerCache", "kvjax.init_layer makes one"
+        if verb == "attention":
+            wanted += " or None"
+        elif callable(cache):
+            cure = f"kvjax.generation.{verb} takes a model"
+        raise ValueError(f"{verb} takes {wanted}, got {shown(cache)}; {cure}")
+    check_alive(verb, cache)
+
+
+def check_cache(where: str, cache: Any) -> None:
+    if not isinstance(cache, Cache | LayerCache):
+        raise ValueError(f"{where} takes a cache, got {shown(cache)}; kvjax.init makes one")
+    check_alive(where, cache)
+
+
+def layers_of(cache: Cache | LayerCache) -> tuple[LayerCache, ...]:
+    return cache.layers if isinstance(cache, Cache) else (cache,)
+
+
+def rows_to_flush(layers: tuple[LayerCache, ...]) -> list[Array]:
+    """bool[B] full rows, for each layer that can have some and is not marked by `flushed`."""
+    return [rows for layer in layers if (rows := layer.full_rows()) is not None]
+
+
+def own_axes(cache: Cache | LayerCache) -> AbstractContextManager[Any]:
+    """A context in which the arrays of a cache with a placement can be computed with; see `axes_of`."""
+    placement = layers_of(cache)[0].placement
+    return nullcontext() if placement is None else axes_of(placement.mesh.abstract_mesh)
+
+
+def as_rows(cache: Cache | LayerCache, x: Array) -> Array:
+    """x [B] as an array of the surrounding mesh, split like the rows of the cache."""
+    placement = layers_of(cache)[0].placement
+    return x if placement is None else to_context(x, placement.spec("B"))
+
+
+def placement_of(cache: LayerCache) -> Placement:
+    assert cache.placement is not None
+    return cache.placement
+
+
+def specs_of(cache: LayerCache) -> Any:
+    """The PartitionSpecs of the arrays of a state."""
+    return state_specs(cache.policy, cache.spec, placement_of(cache))
+
+
+def part_of(cache: LayerCache, state: Any) -> LayerCache:
+    """The cache of one device, whose part of the state is `state`."""
+    placement = placement_of(cache)
+    policy, spec = placement.policy_of_part(cache.policy), placement.local(cache.spec)
+    state = placement.enter(cache.policy, cache.spec, state)
+    return dataclasses.replace(cache, state=state, policy=policy, spec=spec, placement=None)
+
+
+def as_whole(cache: LayerCache, state: Any) -> Any:
+    """The state of one device's part, in the tree structure of the whole cache's state."""
+    return jax.tree.unflatten(jax.tree.structure(cache.state), jax.tree.leaves(state))
+
+
+def run_by_part(f: Callable[..., Cache], cache: Any, *operands: Any, specs: tuple[Any, ...] = ()) -> Any:
+    """Runs f(cache, *operands) on each device for its part of the cache; `specs` are PartitionSpecs of `operands`."""
+    layers = layers_of(cache)
+    states, layer_specs = [layer.state for layer in layers], [specs_of(layer) for layer in layers]
+
+    def local(states: list[Any], *operands: Any) -> list[Any]:
+        mine = f(Cache(tuple(part_of(layer, st) for layer, st in zip(layers, states, strict=True))), *operands)
+        return [as_whole(layer, own.state) for layer, own in zip(layers, mine.layers, strict=True)]
+
+    new_states = run_on_parts(placement_of(layers[0]), local, (layer_specs, *specs), layer_specs, states, *operands)
+    return with_states(cache, new_states)
+
+
+def with_states(cache: Any, states: Sequence[Any]) -> Any:
+    layers = tuple(dataclasses.replace(a, state=st) for a, st in zip(layers_of(cache), states, strict=True))
+    return dataclasses.replace(cache, layers=layers) if isinstance(cache, Cache) else layers[0]
+
+
+_PRESETS = "kvjax.presets.fier(256) or kvjax.presets.parse('fier:budget=256')"
+
+
+def _check_policy(where: str, policy: Any) -> None:
+    """Raises ValueError unless `policy` is one: it may be a preset's name, a class, or a preset that was not called."""
+    check_verbs(where, policy, "a policy", ("init", "prefill", "update", "attend"), _PRESETS)
+
+
+def _check_spec(where: str, spec: Any) -> None:
+    if not isinstance(spec, CacheSpec):
+        raise ValueError(
+            f"{where} must be a kvjax.CacheSpec, got {shown(spec)}; make one with kvjax.CacheSpec(batch=..., "
+            "q_heads=..., kv_heads=..., head_dim=..., capacity=...), or model.spec(batch=..., capacity=...)"
+        )
+
+
+def _contents(cache: Cache | LayerCache) -> str:
+    """Rows, length and bytes for a repr. Leaves may be arrays, tracers, shapes, or whatever tree.map returned."""
+    leaves, spec = jax.tree.leaves(cache), cache.spec
+    rows = f"{spec.batch} row{'s' if spec.batch > 1 else ''}"
+    if not all(hasattr(leaf, "dtype") and hasattr(leaf, "shape") for leaf in leaves):
+        return f"{rows}, capacity {spec.capacity}, leaves are not arrays"
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        length = "length traced"
+    elif not all(isinstance(leaf, Array | np.ndarray) for leaf in leaves):
+        length = "shapes alone"
+    elif any(isinstance(leaf, Array) and leaf.is_deleted() for leaf in leaves):
+        return f"{rows}, capacity {spec.capacity}, donated: its arrays are gone"
+    elif not all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in leaves):
+        length = "length on several hosts"
+    else:
+        lengths = np.asarray(cache.length).reshape(-1)
+        length = f"length {lengths.tolist() if lengths.size <= 4 else f'{lengths.min()} to {lengths.max()}'}"
+        if dropped := np.flatnonzero(_overflows(layers_of(cache)).any(axis=0)).tolist():
+            return f"{rows}, {length} of {spec.capacity}, rows {dropped} dropped tokens, {cache.nbytes}"
+    return f"{rows}, {length} of {spec.capacity}, {cache.nbytes}"

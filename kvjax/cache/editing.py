@@ -1,0 +1,255 @@
+"""Functions that change rows of a cache: take back tokens, shorten to a prefix, insert a prefilled row."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from kvjax.cache.cache import (
+    C,
+    Cache,
+    LayerCache,
+    as_rows,
+    check_cache,
+    layers_of,
+    own_axes,
+    placement_of,
+    run_by_part,
+    specs_of,
+    with_states,
+)
+from kvjax.cache.describing import differences, plain, told_once
+from kvjax.memory import on_host
+from kvjax.policies import Reversible, Truncatable
+from kvjax.policies.short import Refillable, of_size, refilled
+from kvjax.sharding.placement import first_row, run_on_parts, state_specs
+from kvjax.validation import check_array, shown
+
+
+def room(cache: Cache | LayerCache) -> Array:
+    """Tokens that each row can take before a flush is due or the cache is full: i32[B], the minimum over layers.
+
+    Raises:
+      ValueError: a policy without `free`, because it cannot take back tokens either: see `rollback`.
+    """
+    check_cache("room", cache)
+    with own_axes(cache):
+        free = [_reversible(layer, "room").free(layer.state) for layer in layers_of(cache)]
+        least = jnp.min(jnp.stack(free), axis=0)
+    return as_rows(cache, least)
+
+
+def rollback(cache: C, lengths: ArrayLike) -> C:
+    """`cache` with the first `lengths` i32[B] tokens of each row, as if later ones had never been stored.
+
+    Takes back tokens of the recent block, such as drafted tokens that the model did not accept, and moves no array.
+    Tokens cannot be taken back past a flush, so store at most `room(cache)` tokens in each row between two rollbacks: a
+    row that takes more makes all full rows flush.
+
+    Raises:
+      ValueError: a policy that forgets tokens (`Evicting`) or remembers its last step (`Speculative`); a length beyond
+        the tokens of the row or before its last flush. Under jit, where lengths are not known, such a row stays as it
+        is and `raise_on_overflow` reports it.
+    """
+    check_cache("rollback", cache)
+    target = _target_lengths("rollback", cache, lengths)
+    states = []
+    with own_axes(cache):
+        target = as_rows(cache, target)
+        for layer in layers_of(cache):
+            policy = _reversible(layer, "rollback")
+            if not isinstance(lengths, Tracer):
+                _check_reach(np.asarray(target), policy.earliest(layer.state), layer.length)
+            states.append(policy.rollback(layer.state, target))
+    return with_states(cache, states)
+
+
+def truncate(cache: C, lengths: ArrayLike) -> C:
+    """`cache` with the first `lengths` i32[B] tokens of each row, any number up to its length.
+
+    Read a long prompt once, and use any shorter prefix of it for `insert`, or for a prompt that continues differently:
+    everything in the result equals, to the bit, the cache of the shorter prompt. Costs about as much as a flush. The
+    result has the same capacity; the tokens of a `Retrieval` or a `Compressed` are where `prefill` of the shorter
+    prompt would put them.
+
+    Raises:
+      ValueError: a policy that evicts or remembers its last step (`Evicting`, `Speculative`), a store that keeps codes
+        in place of keys and values, a demotion that forgets the order of tokens; a length below 0 or beyond the tokens
+        of the row. Under jit, where lengths are not known, such a row stays as it is and `raise_on_overflow` reports
+        it.
+    """
+    check_cache("truncate", cache)
+    target, layers = _target_lengths("truncate", cache, lengths), layers_of(cache)
+    for layer in layers:
+        if not isinstance(layer.policy, Truncatable):
+            raise ValueError(
+                f"truncate needs a policy that can shorten its cache; {layer.policy!r} forgets tokens or remembers its "
+                "last step, so prefill the shorter prompt instead"
+            )
+    if not isinstance(lengths, Tracer) and not isinstance(layers[0].length, Tracer):
+        known, length = np.asarray(target), on_host(layers[0].length)
+        for row in np.flatnonzero((known < 0) | (known > length)):
+            raise ValueError(
+                f"truncate of row {row} to {known[row]} tokens: it holds {length[row]}; use 0 to {length[row]}"
+            )
+    return _truncate_on_parts(cache, target) if layers[0].placement else _truncate(cache, target)
+
+
+def insert(cache: C, prefix: C, row: int | Array) -> C:
+    """`cache` with row `row` replaced by `prefix`, a cache of batch 1 with the same policies and capacity.
+
+    A server prefills a request separately and inserts it into a running batch. A `row` that the cache does not have
+    raises ValueError, or, if it is traced, changes nothing. If `cache` has a placement, give `prefix` the same one
+    without `batch`, because one row cannot be split.
+    """
+    check_cache("insert(cache=...)", cache)
+    check_cache("insert(prefix=...)", prefix)
+    if isinstance(cache, Cache) != isinstance(prefix, Cache):
+        raise ValueError(
+            f"insert takes two caches of a layer or two of a model, got a {type(cache).__name__} and for its row a "
+            f"{type(prefix).__name__}; kvjax.init makes a Cache of a model, kvjax.init_layer a LayerCache"
+        )
+    prefix = _with_policies_of(cache, prefix)
+    if _kinds(cache) != _kinds(prefix):
+        raise ValueError(
+            "insert needs a prefix of the same layers, policies, capacity and dtype; "
+            f"{'; '.join(_unlike(prefix, cache))}; make it like the cache, with the spec "
+            "dataclasses.replace(cache.spec, batch=1)"
+        )
+    if prefix.spec.batch != 1:
+        raise ValueError(f"insert takes one row: the prefix must have batch 1, got {prefix.spec.batch}")
+    check_array("insert(row=...)", row, "an integer", "0")
+    if np.shape(row) != () or not jnp.issubdtype(jnp.result_type(row), jnp.integer):
+        raise ValueError(f"insert(row=...) must be an integer, got {shown(row)}; it counts rows from 0")
+    if not isinstance(row, Tracer) and not 0 <= int(row) < cache.spec.batch:
+        raise ValueError(f"insert got row={row}; the cache has rows 0 to {cache.spec.batch - 1}")
+    own, given = layers_of(cache)[0].placement, layers_of(prefix)[0].placement
+    if own is not None:
+        if given is not None and list(given.mesh.devices.flat) != list(own.mesh.devices.flat):
+            raise ValueError(
+                f"insert got a cache of {own} and a prefix of {given}, over other devices; make the prefix with the "
+                "placement of the cache without its batch: dataclasses.replace(cache.placement, batch=None)"
+            )
+        return _insert_on_parts(cache, prefix, row)
+    if isinstance(row, Tracer):
+        return _insert_if_in_range(cache, prefix, row)
+    return _insert(cache, prefix, row)
+
+
+def _reversible(layer: LayerCache, verb: str) -> Reversible:
+    if not isinstance(layer.policy, Reversible):
+        raise ValueError(
+            f"{verb} needs a policy that can take back tokens, which {layer.policy!r} cannot: it evicts tokens or "
+            "remembers its last step; use Full, Retrieval or Compressed, or a copy of the cache"
+        )
+    return layer.policy
+
+
+def _target_lengths(verb: str, cache: Any, lengths: ArrayLike) -> Array:
+    check_array(f"{verb}(lengths=...)", lengths, f"integers [B={cache.spec.batch}]", "[3, 5]")
+    target = jnp.asarray(lengths)
+    if target.shape != (cache.spec.batch,) or not jnp.issubdtype(target.dtype, jnp.integer):
+        raise ValueError(
+            f"{verb}(lengths=...) must be integers [B={cache.spec.batch}], the tokens that each row keeps; got "
+            f"{target.dtype}{list(target.shape)}"
+        )
+    return target.astype(jnp.int32)
+
+
+def _check_reach(target: np.ndarray, earliest: Array, length: Array) -> None:
+    if isinstance(earliest, Tracer) or isinstance(length, Tracer):
+        return
+    first, last = np.asarray(earliest), np.asarray(length)
+    for row in np.flatnonzero((target < first) | (target > last)):
+        raise ValueError(
+            f"rollback of row {row} to {target[row]} tokens: it holds {last[row]}, and can go back to {first[row]}, "
+            "where its recent block was last flushed; kvjax.room says how many tokens it takes before the next flush"
+        )
+
+
+def _truncate(cache: Any, lengths: Array) -> Any:
+    layers = layers_of(cache)
+    policies: list[Any] = [layer.policy for layer in layers]
+    states = [policy.truncate(layer.state, lengths) for policy, layer in zip(policies, layers, strict=True)]
+    return with_states(cache, states)
+
+
+@partial(jax.jit, inline=True)
+def _truncate_on_parts(cache: Any, lengths: Array) -> Any:
+    """`_truncate` by each device for its rows and heads."""
+    return run_by_part(_truncate, cache, lengths, specs=(placement_of(layers_of(cache)[0]).spec("B"),))
+
+
+def _insert(cache: C, prefix: C, row: int | Array) -> C:
+    def place(whole: Array, one: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(whole, one.astype(whole.dtype), row, axis=0)
+
+    return jax.tree.map(place, cache, _as_spec_of(prefix, cache))
+
+
+def _insert_if_in_range(cache: Any, prefix: Any, row: Array) -> Any:
+    in_range = (row >= 0) & (row < jax.tree.leaves(cache)[0].shape[0])
+    return lax.cond(in_range, lambda cache: _insert(cache, prefix, row), lambda cache: cache, cache)
+
+
+@partial(jax.jit, inline=True)
+def _insert_on_parts(cache: Any, prefix: Any, row: Array) -> Any:
+    """Each device has the prefix's row for its own heads; the devices that hold the row of the cache write it."""
+    layers, ones = layers_of(cache), layers_of(prefix)
+    placement = placement_of(layers[0])
+    whole = [specs_of(layer) for layer in layers]
+    row_placement = dataclasses.replace(placement, batch=None)
+    one = [state_specs(layer.policy, layer.spec, row_placement) for layer in ones]
+
+    def local(states: list[Any], prefix: list[Any], row: Array) -> list[Any]:
+        rows = layers[0].spec.batch // placement.parts("batch")
+        return _insert_if_in_range(states, prefix, row - first_row(placement, rows))
+
+    states, prefixes = ([layer.state for layer in them] for them in (layers, ones))
+    row = jnp.asarray(row, jnp.int32)
+    return with_states(
+        cache, run_on_parts(placement, local, (whole, one, PartitionSpec()), whole, states, prefixes, row)
+    )
+
+
+def _as_spec_of(prefix: Any, cache: Any) -> Any:
+    """`prefix` with the static fields of `cache`, which has another batch."""
+    return jax.tree.unflatten(jax.tree.structure(cache), jax.tree.leaves(prefix))
+
+
+def _with_policies_of(cache: Any, prefix: Any) -> Any:
+    """`prefix` with the policies of `cache`: at batch 1, a policy may have been replaced by `Full` (`of_size`)."""
+
+    def convert(own: LayerCache, layer: LayerCache) -> LayerCache:
+        old = layer.policy
+        wanted = of_size(old, own.spec)
+        if not isinstance(old, Refillable) or wanted == layer.policy or wanted != own.policy:
+            return layer
+        return dataclasses.replace(layer, state=refilled(wanted, layer.spec, old, layer.state), policy=wanted)
+
+    if not isinstance(prefix, Cache) or len(cache.layers) != len(prefix.layers):
+        return prefix
+    return Cache(tuple(convert(*two) for two in zip(cache.layers, prefix.layers, strict=True)))
+
+
+def _kinds(cache: Any) -> list[Any]:
+    """Policy and spec of each layer, without the batch."""
+    return [(layer.policy, dataclasses.replace(layer.spec, batch=1)) for layer in layers_of(cache)]
+
+
+def _unlike(prefix: Any, cache: Any) -> list[str]:
+    """Where policies and specs of two caches differ, without the batch, as text."""
+    one, other = (
+        {"layers": [{"policy": plain(policy), "spec": plain(spec)} for policy, spec in _kinds(each)]}
+        for each in (prefix, cache)
+    )
+    return told_once(differences(one, other, names=("in the prefix", "in the cache")))

@@ -1,0 +1,365 @@
+"""Caches on disk: to continue a conversation after a restart, or a prefix that is read once and continued many times.
+
+A cache is saved by orbax-checkpoint together with a description of its kind (the format, and every field of each
+layer's policy and spec) and a SHA-256 of each array. Restoring takes a cache of the wanted kind (`like`, made by
+`kvjax.init`, which also says on which devices and in which memory the arrays are put). It refuses a save of any other
+kind, naming each difference, because arrays of the right shapes may still mean something else, and it refuses a save
+whose bytes have changed since it was written.
+
+A directory holds numbered saves of one writer at a time. A save is written under a temporary name and gets its own when
+it is complete, so an interrupted save leaves the last good one readable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import gc
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.core import Tracer
+
+from kvjax.cache.cache import Cache, LayerCache, init_layer, layers_of, shardings
+from kvjax.cache.describing import differences, plain, told_once
+from kvjax.cache.growing import grow
+from kvjax.memory import of_first_process, on_host, shapes, typed
+from kvjax.policies.short import of_size
+from kvjax.sharding.placement import in_order_of_place
+from kvjax.spec import require_int
+from kvjax.validation import check_alive, shown
+
+FORMAT = 1  # of states; increased when the meaning of a state's fields changes
+LOCK = ".kvjax-writer"  # a file in the directory, locked by the process that writes a save
+SETTLE = 0.05  # seconds to wait for reads that were in progress when another one failed
+OPENED = 20  # attempts to list a directory while a writer removes old saves
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a save that is being written, or was interrupted
+
+
+class DamagedSaveError(ValueError):
+    """A save whose files are not those that were written: cut short, changed or missing."""
+
+
+def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> int:
+    """Saves `cache` and returns the number of the save. The newest `keep` complete saves are kept.
+
+    Under `jax.distributed` all processes call it, with a directory that all of them can access.
+
+    Reads the arrays from the device and waits until everything is on disk. A save that fails leaves the earlier ones
+    unchanged.
+
+    Raises:
+      ValueError: a `cache` that is not a cache, or one whose arrays were donated; a `directory` that is not a path.
+      RuntimeError: another process is saving to the directory.
+      OSError: the directory cannot be written, for example because the disk is full.
+    """
+    _check("save", cache)
+    keep = require_int("save(keep=...)", keep, at_least=1)
+    path = _path(directory)
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{path} is a file; give the name of a directory for saves")
+    path.mkdir(parents=True, exist_ok=True)
+    leaves = dict(_named(_by_place(cache)))
+    about = describe(cache) | {"sha256": {name: _digest(leaf) for name, leaf in leaves.items()}}
+    about["sha256_of_this"] = _digest_json(about)
+    first = jax.process_index() == 0  # every process writes its own arrays, and the first one does the rest
+    with _only_writer(path) if first else nullcontext(), _quiet():
+        for cut_off in path.glob(f"*{UNFINISHED}*") if first else ():
+            shutil.rmtree(cut_off, ignore_errors=True)
+        step = of_first_process(max(_numbered(path), default=-1) + 1)
+        try:
+            with _manager(path, keep=keep) as manager:
+                manager.save(
+                    step, args=ocp.args.Composite(arrays=ocp.args.StandardSave(leaves), about=ocp.args.JsonSave(about))
+                )
+                manager.wait_until_finished()
+        except Exception as error:
+            raise OSError(f"the save to {path} failed ({_short(error)}); earlier saves there are unchanged") from error
+        if not _is_complete(path / str(step)):
+            raise OSError(f"the save to {path} was not written; earlier saves there are unchanged")
+    return step
+
+
+def restore(directory: str | Path, like: Cache | LayerCache, *, step: int | None = None) -> Any:
+    """Restores the newest complete save, as a cache of the kind of `like`, on its devices and in its memory.
+
+    `like` may be a cache of arrays, or one of shapes, as `jax.eval_shape` of `kvjax.init` returns it: arrays without a
+    sharding go to the default device, or to host memory if `kvjax.init` would put them there. If `like` has a larger
+    capacity than the save, the restored cache is grown to it.
+
+    `step` selects the save of that number. Without it, a damaged newest save causes a warning, and the newest intact
+    one before it is restored.
+
+    Raises:
+      FileNotFoundError: the directory has no complete save, or none of that number.
+      DamagedSaveError: (a ValueError) no save is intact, or the requested one is not.
+      ValueError: the save is of another format, policy, spec or shape; the message lists every difference. Or the
+        placement of `like` cannot split such a cache.
+    """
+    _check("restore(like=...)", like)
+    for layer in layers_of(like):
+        if layer.placement is not None:  # `kvjax.init` has checked it, but shapes may have got another one since
+            layer.placement.check(layer.policy, layer.spec)
+    if step is not None:
+        step = require_int("restore(step=...)", step, at_least=0)
+    path = _path(directory)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is not a directory; kvjax.save makes one")
+    for _ in range(OPENED):
+        steps = saved_steps(path)
+        if not steps:
+            raise FileNotFoundError(f"{path} holds no complete save of a cache; kvjax.save makes one")
+        if step is not None and step not in steps:
+            raise FileNotFoundError(f"{path} has no save {step}; there are {', '.join(map(str, steps))}")
+        wanted = steps if step is None else [step]
+        found, damaged = _newest_whole(path, like, wanted)
+        if found is not None:
+            return found
+        if step is not None or max(saved_steps(path), default=-1) <= steps[-1]:
+            break  # otherwise a writer has replaced them by a newer one
+    before = [number for number in steps if number < wanted[-1]]
+    cure = "save the cache again"
+    if step is not None and before:
+        cure = f"the one before is save {before[-1]}: restore(..., step={before[-1]})"
+    raise DamagedSaveError(f"{damaged}; {cure}") from damaged
+
+
+def _newest_whole(path: Path, like: Cache | LayerCache, steps: list[int]) -> tuple[Any, DamagedSaveError | None]:
+    """The newest intact save, or None; and the error of the newest damaged one, or None."""
+    damaged: DamagedSaveError | None = None
+    for number in reversed(steps):
+        try:
+            found = _restore(path, like, number)
+        except DamagedSaveError as error:
+            damaged = damaged or error
+            continue
+        if damaged is not None:
+            warnings.warn(f"{damaged}; restored save {number} in its place", stacklevel=3)
+        return found, damaged
+    return None, damaged
+
+
+def saved_steps(directory: str | Path) -> list[int]:
+    """The numbers of the complete saves in a directory, in order."""
+    path = _path(directory)
+    return sorted(number for number in _numbered(path) if _is_complete(path / str(number)))
+
+
+def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
+    def damage(what: Any) -> DamagedSaveError:
+        return DamagedSaveError(f"save {step} in {path} is damaged: {what}")
+
+    with _quiet(), _manager(path, keep=None) as manager:
+        try:
+            saved = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+            own = saved.pop("sha256_of_this")
+            digests = saved["sha256"]
+        except Exception as error:
+            raise damage(f"its description cannot be read ({_short(error)})") from error
+        if _digest_json(saved) != own:
+            raise damage("its description has changed since it was written")
+        del saved["sha256"]
+        room = _with_capacity_of(saved, like)
+        if _of_model(saved) != isinstance(like, Cache):
+            kinds = ("of one layer", "of a whole model")
+            raise ValueError(
+                f"save {step} in {path} has the cache {kinds[_of_model(saved)]}, and `like` is one "
+                f"{kinds[isinstance(like, Cache)]}; make `like` with {'init' if _of_model(saved) else 'init_layer'}"
+            )
+        different = told_once(differences(saved, describe(room)))
+        if different:
+            raise ValueError(
+                f"save {step} in {path} is of another kind of cache; make `like` of that kind, or save again: "
+                + "; ".join(different)
+            )
+        homes = _homes(room)
+        wanted = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=typed(home))
+            for (name, leaf), home in zip(_named(room), homes, strict=True)
+        }
+        try:
+            found = manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted)))["arrays"]
+        except Exception as error:
+            raise damage(f"its arrays cannot be read ({_short(error)})") from error
+    changed = [name for name in wanted if _digest(found[name]) != digests.get(name)]
+    if changed:
+        raise damage(f"{', '.join(changed[:4])} changed since it was written")
+    leaves = [jax.device_put(found[name], home) for name, home in zip(wanted, homes, strict=True)]
+    cache = _by_place(jax.tree.unflatten(jax.tree.structure(room), leaves), back=True)
+    if room is like:
+        return cache
+    grown = jax.tree.leaves(grow(cache, like.spec.capacity))
+    moved = [jax.device_put(leaf, home) for leaf, home in zip(grown, _homes(like), strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(like), moved)
+
+
+def _by_place(cache: Any, back: bool = False) -> Any:
+    """A cache whose arrays do not depend on how its tokens are split over devices, as in a save; `back` inverts it."""
+
+    def moved(layer: LayerCache) -> LayerCache:
+        state = in_order_of_place(layer.policy, layer.spec, layer.placement, layer.state, back=back)
+        return dataclasses.replace(layer, state=state)
+
+    return Cache(tuple(map(moved, cache.layers))) if isinstance(cache, Cache) else moved(cache)
+
+
+def _of_model(saved: dict[str, Any]) -> bool:
+    """Whether a description is that of a model's cache, whose arrays are in `layers`."""
+    return all(name.startswith(".layers") for name in saved["arrays"])
+
+
+def _with_capacity_of(saved: dict[str, Any], like: Any) -> Any:
+    """`like`, or its shapes with the capacity of the save if that is smaller."""
+    capacities = {layer["spec"]["capacity"] for layer in saved["layers"]}
+    if len(capacities) != 1 or not 0 < (capacity := capacities.pop()) < like.spec.capacity:
+        return like
+
+    def smaller(layer: LayerCache) -> Any:
+        spec = dataclasses.replace(layer.spec, capacity=capacity)
+        whole = isinstance(like, Cache) and layer.placement is None
+        return init_layer(of_size(layer.policy, spec) if whole else layer.policy, spec, layer.placement)
+
+    if isinstance(like, Cache):
+        return jax.eval_shape(lambda: Cache(tuple(map(smaller, like.layers))))
+    return jax.eval_shape(lambda: smaller(like))
+
+
+def describe(cache: Cache | LayerCache) -> dict[str, Any]:
+    """The description of a cache, as JSON: format, the policy and spec of each layer, shape and dtype of each array."""
+    layers = layers_of(cache)
+    return {
+        "format": FORMAT,
+        "layers": [{"policy": plain(layer.policy), "spec": plain(layer.spec)} for layer in layers],
+        "arrays": {name: f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}" for name, leaf in _named(cache)},
+    }
+
+
+def _named(cache: Any) -> list[tuple[str, Any]]:
+    """The arrays by their path."""
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(cache)]
+
+
+def _homes(cache: Cache | LayerCache) -> list[Any]:
+    """The sharding of each array, or for an array without one the sharding that `kvjax.init` would give it."""
+    layers = layers_of(cache)
+    found = []
+    for layer in layers:
+        given = [leaf.sharding for leaf in jax.tree.leaves(layer)]
+        if layer.placement is not None:
+            given = jax.tree.leaves(shardings(layer))
+        elif None in given:
+            new = jax.tree.leaves(shapes(partial(init_layer, layer.policy, layer.spec)))
+            given = [theirs or ours.sharding for theirs, ours in zip(given, new, strict=True)]
+        found += given
+    return found
+
+
+def _manager(path: Path, keep: int | None) -> ocp.CheckpointManager:
+    """A checkpoint manager that keeps `keep` saves; with None, one that only reads."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False, read_only=keep is None)
+    opened = partial(ocp.CheckpointManager, path, options=options, item_names=("arrays", "about"))
+    for _ in range(OPENED - 1):
+        with suppress(FileNotFoundError, NotADirectoryError):  # a writer removed an old save while orbax listed them
+            return opened()
+        time.sleep(SETTLE)
+    return opened()
+
+
+def _check(where: str, cache: Any) -> None:
+    if not isinstance(cache, Cache | LayerCache):
+        raise ValueError(f"{where} takes a cache, got {shown(cache)}; kvjax.init makes one")
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(cache)):
+        raise ValueError(f"{where} got a traced cache; call it outside of jit")
+    if where == "save":
+        check_alive(where, cache)
+
+
+def _path(directory: str | Path) -> Path:
+    if not isinstance(directory, str | os.PathLike):
+        raise ValueError(f"the directory of saves must be a path, got {shown(directory)}; give a string or a Path")
+    if not str(directory):
+        raise ValueError("the directory of saves has an empty name; give one, or '.' for the current one")
+    return Path(directory).expanduser().absolute()
+
+
+def _numbered(path: Path) -> list[int]:
+    return [int(entry.name) for entry in path.iterdir() if entry.name.isascii() and entry.name.isdecimal()]
+
+
+def _is_complete(step: Path) -> bool:
+    """Whether a numbered folder is a complete save: orbax gives it its name when everything is in it."""
+    return (step / "about").is_dir() and (step / "arrays").is_dir()
+
+
+def _digest(leaf: Any) -> str:
+    array = np.ascontiguousarray(on_host(leaf))
+    head = f"{array.dtype.name}{list(leaf.shape)}".encode()
+    return hashlib.sha256(head + b"\0" + array.reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def _digest_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _short(error: Exception) -> str:
+    """The error of a library in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+@contextmanager
+def _only_writer(path: Path) -> Iterator[None]:
+    """Refuses a second writer. If a process is killed, its lock is released."""
+    with (path / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RuntimeError(
+                f"another process is saving to {path}; wait until it is done, or save to another directory"
+            ) from error
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences the log and the tracebacks of orbax: our error says in one line what went wrong.
+
+    If one of orbax's reads fails, the others end after the event loop that waited for them is closed, or are dropped
+    before their end; each prints a traceback that cannot be caught otherwise.
+    """
+    logger, hook = logging.getLogger("absl"), sys.unraisablehook
+    level = logger.level
+
+    def drop_orbax_errors(unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)  # of a coroutine
+        if "Event loop is closed" not in str(unraisable.exc_value) and (
+            code is None or "orbax" not in code.co_filename
+        ):
+            hook(unraisable)
+
+    logger.setLevel(logging.CRITICAL + 1)
+    sys.unraisablehook = drop_orbax_errors
+    try:
+        yield
+    except DamagedSaveError as error:
+        traceback.clear_frames(error.__cause__.__traceback__ if error.__cause__ is not None else None)
+        time.sleep(SETTLE)
+        gc.collect()
+        raise
+    finally:
+        logger.setLevel(level)
+        sys.unraisablehook = hook

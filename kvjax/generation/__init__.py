@@ -1,0 +1,19 @@
+"""Text generation: prefill a prompt, then decode in one loop on the device until all rows have ended."""
+
+from kvjax.generation.prefilling import Model, chunk_size, prefill
+from kvjax.generation.streaming import Generation, Stream, decode, decode_step, generate, stream, warm_up
+from kvjax.generation.text import Detokenizer
+
+__all__ = [
+    "Detokenizer",
+    "Generation",
+    "Model",
+    "Stream",
+    "chunk_size",
+    "decode",
+    "decode_step",
+    "generate",
+    "prefill",
+    "stream",
+    "warm_up",
+]

@@ -1,0 +1,239 @@
+"""The decode loops that run on the device: steps of one token per row, and steps of a token with a draft.
+
+A loop emits tokens into a buffer of static size until all rows have ended or have reached their limit. The loop of
+single tokens has an inner loop that ends when a recent block is full. So a flush happens between steps, and a step has
+no condition of its own, for which the host would wait for a GPU. Caches are donated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.tree_util import register_dataclass
+
+from kvjax.cache.cache import Cache, any_full, flushed
+from kvjax.cache.editing import rollback
+from kvjax.cache.editing import room as free_room
+from kvjax.cache.flushing import flush
+from kvjax.generation.drafts import accepted
+from kvjax.generation.prefilling import Model
+from kvjax.generation.sampling import Sampling, sample
+from kvjax.memory import CONCURRENT
+from kvjax.numerics.indexing import put_last
+from kvjax.policies import Info
+from kvjax.sharding.placement import call_model
+
+PAD = -1  # follows the last token of a row; not a token id, so that it cannot be mistaken for one
+
+
+class Loop(NamedTuple):
+    step: Array  # i32[] tokens emitted by this call
+    cache: Cache
+    logits: Array  # f32[B, V]
+    tokens: Array  # i32[B, room]
+    active: Array  # bool[B] rows that have not ended
+    attended: Array  # f32[L] running mean over the decode steps of active rows; [0] if not measured
+    counted: Array  # f32[] row steps in that mean
+
+
+@register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A model as its leaves, flattened once: for an nnx module of 32 layers, a call would take the host 1 to 2 ms."""
+
+    leaves: list[Any]
+    tree: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, model: Model) -> Flat:
+        return cls(*jax.tree.flatten(model))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return jax.tree.unflatten(self.tree, self.leaves)(*args, **kwargs)
+
+
+@jax.jit
+def has_no_best(logits: Array) -> Array:
+    """bool[B]: the logits contain NaN or infinity, or are all -infinity, which masks a token."""
+    best = jnp.max(logits, axis=-1)  # NaN if any is
+    return ~jnp.isfinite(best)
+
+
+@partial(jax.jit, static_argnames="layers")
+def empty_mean(logits: Array, layers: int) -> tuple[Array, Array]:
+    """`Loop.attended` and `counted` before any step; computed from the logits, so that they are on the same devices."""
+    zero = jnp.sum(logits[:0], dtype=jnp.float32)
+    return jnp.broadcast_to(zero, (layers,)), zero
+
+
+def count_attended(mean: Array, counted: Array, infos: Sequence[Info], took: Array) -> tuple[Array, Array]:
+    """Updates the mean tokens read f32[L] by layer, and the number of row steps f32[] in it, by one more step.
+
+    `took` bool[..., B] are the rows that took it, with a first axis T for several steps, as in the Infos. It is a
+    running mean, because a sum of long contexts over many steps would exceed the precision of f32.
+    """
+    seen = jnp.stack([info.attended.astype(jnp.float32).mean(axis=-1) for info in infos])  # [L, ..., B]
+    steps = jnp.sum(took).astype(jnp.float32)
+    counted = counted + steps
+    total = jnp.sum(jnp.where(took[None], seen, 0.0), axis=tuple(range(1, seen.ndim)))
+    return mean + (total - mean * steps) / jnp.maximum(counted, 1.0), counted
+
+
+@partial(jax.jit, static_argnames=("room", "measure"), donate_argnames="cache", compiler_options=CONCURRENT)
+def decode_loop(
+    model: Model,
+    cache: Cache,
+    logits: Array,
+    active: Array,
+    mean: tuple[Array, Array],
+    keys: Array | None,
+    first: Array,
+    limit: Array,
+    sampling: Sampling,
+    stop: Array,
+    *,
+    room: int,
+    measure: bool,
+) -> tuple[Loop, Array]:
+    """Emits up to `limit` <= `room` tokens per row; also returns bool[B], the rows whose logits have no best token.
+
+    `first` is the number of tokens that earlier calls of this run emitted.
+    """
+
+    def more(s: Loop) -> Array:
+        return (s.step < limit) & jnp.any(s.active)
+
+    def emit(s: Loop) -> Loop:
+        step_keys = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, first + s.step)
+        token = sample(s.logits, step_keys, sampling)
+        tokens = lax.dynamic_update_index_in_dim(s.tokens, jnp.where(s.active, token, PAD), s.step, axis=1)
+        fed = jnp.where(s.active, token, 0)[:, None]
+        attended, counted = s.attended, s.counted
+        if measure:
+            new, cache, infos = call_model(model, fed, flushed(s.cache), active=s.active, last_logits=True, info=True)
+            attended, counted = count_attended(attended, counted, infos, s.active)
+        else:
+            new, cache = call_model(model, fed, flushed(s.cache), active=s.active, last_logits=True)
+        return Loop(
+            step=s.step + 1,
+            cache=flushed(cache, False),
+            logits=jnp.where(s.active[:, None], new, s.logits),
+            tokens=tokens,
+            active=s.active & ~jnp.any(token[:, None] == stop[None], axis=-1),
+            attended=attended,
+            counted=counted,
+        )
+
+    # Each condition makes the host wait for a GPU, and one within the step would copy the arrays that it passes on. So
+    # steps run in a loop that ends when a block is full.
+    def flush_and_emit(s: Loop) -> Loop:
+        def ready(carry: tuple[Array, Loop]) -> Array:
+            just_flushed, s = carry
+            return more(s) & (just_flushed | ~any_full(s.cache))
+
+        start = jnp.ones((), bool), s._replace(cache=flush(s.cache))
+        return lax.while_loop(ready, lambda carry: (jnp.zeros((), bool), emit(carry[1])), start)[1]
+
+    tokens = jnp.full((logits.shape[0], room), PAD, jnp.int32)
+    zero = jnp.zeros((), jnp.int32)
+    done = lax.while_loop(more, flush_and_emit, Loop(zero, cache, logits, tokens, active, *mean))
+    return done, has_no_best(done.logits)
+
+
+class DraftLoop(NamedTuple):
+    emitted: Array  # i32[B] tokens of each row that this call emitted
+    cache: Cache
+    logits: Array  # f32[B, V]
+    tokens: Array  # i32[B, room]
+    active: Array  # bool[B] rows that have not ended
+    attended: Array  # as in Loop, mean over the tokens that were accepted
+    counted: Array
+    state: Any  # of the drafter
+    numbers: Array  # i32[3] steps of a row, tokens drafted, tokens accepted
+
+
+@partial(jax.jit, static_argnames=("room", "measure"), donate_argnames=("cache", "state"), compiler_options=CONCURRENT)
+def draft_loop(
+    model: Model,
+    cache: Cache,
+    logits: Array,
+    active: Array,
+    mean: tuple[Array, Array],
+    keys: Array | None,
+    first: Array,
+    limit: Array,
+    sampling: Sampling,
+    stop: Array,
+    drafter: Any,
+    state: Any,
+    *,
+    room: int,
+    measure: bool,
+) -> tuple[DraftLoop, Array]:
+    """`decode_loop` with several tokens per step: the next token of each row and a draft of those after it."""
+
+    def running(s: DraftLoop) -> Array:
+        return s.active & (s.emitted < limit)
+
+    def draw_after(s: DraftLoop) -> Callable[[Array, Array | int], Array]:
+        def draw(logits: Array, i: Array | int) -> Array:
+            token_keys = None if keys is None else jax.vmap(jax.random.fold_in)(keys, first + s.emitted + i)
+            return sample(logits, token_keys, sampling)
+
+        return draw
+
+    def step(s: DraftLoop) -> DraftLoop:
+        active, draw, length, cache = running(s), draw_after(s), s.cache.length, flush(s.cache)
+        token = jnp.where(active, draw(s.logits, 0), 0)
+        draft, wanted, proposed = drafter.with_state(s.state).propose(token, active, draw)
+        max_drafted = jnp.minimum(free_room(cache), limit - s.emitted) - 1
+        drafted = jnp.where(active, jnp.clip(wanted, 0, jnp.maximum(max_drafted, 0)), 0)
+        fed = jnp.concatenate([token[:, None], draft], axis=1)
+        count = jnp.where(active, 1 + drafted, 0)
+        new, cache, *infos = call_model(model, fed, flushed(cache), lengths=count, steps=True, info=measure)
+
+        places = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
+        drawn = jax.vmap(draw, (1, 0), 1)(new[:, :-1], places)
+        ends = jnp.any(fed[..., None] == stop[None, None], axis=-1)
+        good = accepted(drawn, draft, drafted, ends[:, :-1])
+        taken = jnp.where(active, 1 + good, 0)
+        place = jnp.arange(fed.shape[1], dtype=jnp.int32)[None]
+        kept, right = place < taken[:, None], jnp.where(active, good, 0)
+        at = jnp.where(kept, s.emitted[:, None] + place, room)
+        tokens = put_last(s.tokens, at, fed)
+        after = jnp.take_along_axis(new, good[:, None, None], axis=1)[:, 0]
+        attended, counted = s.attended, s.counted
+        if measure:
+            attended, counted = count_attended(attended, counted, infos[0], kept.T)
+        return DraftLoop(
+            emitted=s.emitted + taken,
+            cache=rollback(flushed(cache, False), length + taken),
+            logits=jnp.where(active[:, None], after, s.logits),
+            tokens=tokens,
+            active=s.active & ~jnp.any(ends & kept, axis=1),
+            attended=attended,
+            counted=counted,
+            state=proposed.accept(fed, taken).state,
+            numbers=s.numbers + jnp.stack([jnp.sum(a, dtype=jnp.int32) for a in (active, drafted, right)]),
+        )
+
+    B = logits.shape[0]
+    start = DraftLoop(
+        emitted=jnp.zeros(B, jnp.int32),
+        cache=cache,
+        logits=logits,
+        tokens=jnp.full((B, room), PAD, jnp.int32),
+        active=active,
+        attended=mean[0],
+        counted=mean[1],
+        state=state,
+        numbers=jnp.zeros(3, jnp.int32),
+    )
+    done = lax.while_loop(lambda s: jnp.any(running(s)), step, start)
+    return done, has_no_best(done.logits)

@@ -1,0 +1,190 @@
+"""Prefill of a prompt of any length: a model reads it into a cache, in chunks of few sizes.
+
+`Model` is the interface of a model. Programs compile once per shape: a prompt is cut into chunks of one size, rounded
+up to one of four sizes per factor of two. The cache is donated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, Protocol, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from kvjax.cache.cache import Cache
+from kvjax.generation.prompt_inputs import check_model, check_model_cache
+from kvjax.memory import on_host
+from kvjax.policies import Observer
+from kvjax.sharding.placement import Placement, call_model, loops_on_auto_axes, to_context
+from kvjax.spec import require_int
+
+SMALLEST_CHUNK = 16  # more than 1, because a chunk of one token would be a decode step
+CPU_CHUNK = 512
+GPU_CHUNK = 32768  # tokens of all rows together: cuDNN attention holds no T x T array, so only activations grow
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Model(Protocol):
+    """The interface of a model for generation: a callable pytree that jit takes as an argument.
+
+    `steps` is needed for drafts and `info` for `measure`; everything else works without them.
+
+    Optional attributes: `max_positions`, and `config` with `vocab_size` and `max_position_embeddings`. With them, a
+    request that cannot be served fails before it starts.
+    """
+
+    def __call__(
+        self,
+        tokens: Array,
+        cache: Cache,
+        *,
+        lengths: Any = None,
+        active: Any = None,
+        last_logits: bool = False,
+        first_chunk: bool = False,
+        steps: bool = False,
+        info: bool = False,
+    ) -> Any:
+        """(logits, cache), or (logits, cache, infos) with info=True.
+
+        tokens i32[B, T] · lengths i32[B]: real tokens of this right-padded chunk · active bool[B]: rows that take
+        this token · last_logits=True: logits f32[B, V] of each row's last real token · first_chunk=True: the cache is
+        empty · steps=True: the T tokens are decode steps, as drafts need · info=True: one Info per layer, with
+        `attended` f32[B, K], or f32[T, B, K] with steps.
+        """
+
+
+def on_auto_axes(f: F) -> F:
+    """Runs `f` in `loops_on_auto_axes` of the cache among its arguments; its logits are arrays of the caller's mesh."""
+
+    @wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = [getattr(a, "cache", a) for a in (*args, *kwargs.values())]
+        placement = next((a.placement for a in found if isinstance(a, Cache)), None)
+        with loops_on_auto_axes(placement):
+            made = f(*args, **kwargs)
+        if dataclasses.is_dataclass(made) and not isinstance(made, type) and hasattr(made, "logits"):
+            return dataclasses.replace(made, logits=to_caller(made.logits, placement))
+        return (to_caller(made[0], placement), made[1]) if isinstance(made, tuple) else made
+
+    return cast(F, run)
+
+
+def to_caller(logits: Array, placement: Placement | None) -> Array:
+    return logits if placement is None else to_context(logits, placement.spec("B"))
+
+
+@on_auto_axes
+def prefill(
+    model: Model,
+    cache: Cache,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
+    *,
+    chunk: int | None = None,
+    first_chunk: bool | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[Array, Cache]:
+    """Stores a right-padded prompt i32[B, T] and returns the logits f32[B, V] of each row's last real token.
+
+    Reads the prompt in chunks of at most `chunk` tokens, so it holds neither a T x T array nor the logits of every
+    token. None is 512 on CPU and 32768 on GPU, counted over all rows; for a cache that decides by the prompt's queries
+    what to keep, such as the evicting ones, it is the whole prompt. A row of length 0 stores nothing, and its logits
+    are meaningless. `first_chunk` promises that the cache is empty; None checks this, and is False under a trace.
+    `progress` is called after each chunk with the number of columns done, and waits for the chunk.
+    """
+    check_model(model)
+    check_model_cache(cache)
+    # On the host if possible: slices of a prompt are then not compiled as programs.
+    prompt: Any = tokens if isinstance(tokens, jax.core.Tracer) else np.asarray(tokens)
+    if prompt.ndim != 2 or prompt.shape[0] != cache.spec.batch or prompt.shape[1] == 0:
+        raise ValueError(
+            f"tokens must be [B={cache.spec.batch}, T >= 1] for this cache, got shape {list(prompt.shape)}"
+        )
+    B, T = prompt.shape
+    if not np.issubdtype(prompt.dtype, np.integer):
+        raise ValueError(f"tokens must be integers, got {prompt.dtype}")
+    count: Any = np.full((B,), T) if lengths is None else lengths
+    count = count if isinstance(count, jax.core.Tracer) else np.asarray(count)
+    if count.shape != (B,) or not np.issubdtype(count.dtype, np.integer):
+        raise ValueError(
+            f"lengths must be integers [B={B}], one for each row of tokens, got {count.dtype}{list(count.shape)}"
+        )
+    if first_chunk is None:
+        length = cache.length
+        first_chunk = not isinstance(length, jax.core.Tracer) and not np.any(on_host(length))
+
+    size = chunk_size(T, chunk_for(cache, T, chunk), rows=B)
+    pad = jnp.pad if isinstance(prompt, jax.core.Tracer) else np.pad
+    prompt = pad(prompt.astype(np.int32), ((0, 0), (0, -T % size)))
+    logits: Array | None = None
+    for start in range(0, T, size):
+        real = (count - start).clip(0, size).astype(np.int32)
+        new, cache = _prefill_chunk(
+            model, cache, prompt[:, start : start + size], real, first_chunk=first_chunk and start == 0
+        )
+        # A row whose last token is in this chunk gets its logits here; a row that ended earlier keeps its own.
+        logits = new if logits is None else _keep_rows(real > 0, new, logits)
+        if progress is not None:
+            jax.block_until_ready(logits)
+            progress(min(start + size, T))
+    assert logits is not None
+    return logits, cache
+
+
+def lower_prefill(model: Model, cache: Cache, tokens: int, *, chunk: int | None = None) -> list[jax.stages.Lowered]:
+    """The programs with which `prefill` reads a prompt of `tokens` per row into the empty `cache`; nothing runs."""
+    B = cache.spec.batch
+    size = chunk_size(tokens, chunk_for(cache, tokens, chunk), rows=B)
+    arrays = np.zeros((B, size), np.int32), np.zeros((B,), np.int32)
+    return [
+        _prefill_chunk.lower(model, cache, *arrays, first_chunk=first)
+        for first in ((True,) if size >= tokens else (True, False))
+    ]
+
+
+def chunk_size(tokens: int, chunk: int | None = None, *, rows: int = 1) -> int:
+    """The size of all chunks of a prompt of `tokens` tokens: chunks are as even as a small set of shapes allows.
+
+    >>> [chunk_size(t, 512) for t in (1, 100, 300, 512, 513, 5000)]
+    [16, 128, 512, 512, 512, 512]
+    >>> [chunk_size(t, 32768) for t in (1100, 9000, 32768, 33000)]
+    [1280, 10240, 32768, 20480]
+    """
+    if chunk is None:
+        chunk = CPU_CHUNK if jax.default_backend() == "cpu" else max(CPU_CHUNK, GPU_CHUNK // rows)
+    chunk = require_int("chunk", chunk, at_least=2)
+    even = -(-tokens // -(-tokens // chunk))
+    return min(chunk, _round_up(even))
+
+
+def chunk_for(cache: Cache, tokens: int, chunk: int | None) -> int | None:
+    """`chunk`; if it is None, the whole prompt for policies that select from it once, by all of its queries."""
+    whole = chunk is None and any(isinstance(layer.policy, Observer) for layer in cache.layers)
+    return _round_up(tokens) if whole else chunk
+
+
+def _round_up(size: int) -> int:
+    """A power of two up to 1024, then a multiple of a quarter of one: at most 25 % more than `size`."""
+    power = max(SMALLEST_CHUNK, 1 << (size - 1).bit_length())
+    step = power if power <= 1024 else power // 8
+    return -(-size // step) * step
+
+
+@partial(jax.jit, static_argnames="first_chunk", donate_argnames="cache")
+def _prefill_chunk(
+    model: Model, cache: Cache, tokens: Array, lengths: Array, *, first_chunk: bool
+) -> tuple[Array, Cache]:
+    return call_model(model, tokens, cache, lengths=lengths, last_logits=True, first_chunk=first_chunk)
+
+
+@jax.jit
+def _keep_rows(rows: Array, new: Array, old: Array) -> Array:
+    return jnp.where(rows[:, None], new, old)

@@ -1,0 +1,237 @@
+"""Requests: a prompt as arrays, and checks so that a request that cannot be served fails before it starts.
+
+A model may declare its positions and vocabulary (`max_positions`, or `config` with `max_position_embeddings` and
+`vocab_size`); limits that it does not declare are not checked.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+from jax.typing import ArrayLike
+
+from kvjax.cache.cache import Cache
+from kvjax.memory import on_host
+from kvjax.spec import require_int
+from kvjax.validation import check_alive, shown
+
+
+def pad_prompt(
+    prompt: ArrayLike | Sequence[Sequence[int]], lengths: ArrayLike | None = None, *, rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The prompt as right-padded i32[B, T] and lengths i32[B]. Raises ValueError that says what is wrong with it.
+
+    >>> pad_prompt([[5, 6, 7], [8]], rows=2)
+    (array([[5, 6, 7],
+           [8, 0, 0]], dtype=int32), array([3, 1], dtype=int32))
+    """
+    if isinstance(prompt, list | tuple):
+        if lengths is not None:
+            raise ValueError("got lengths for a prompt that is a list of rows; leave them out, or pass a padded array")
+        parts = [np.asarray(row) for row in prompt]
+        if any(part.ndim != 1 for part in parts):
+            raise ValueError("prompt must be a list of rows, each a list of token ids; for one row write [tokens]")
+        bad = [part.dtype for part in parts if part.size and not np.issubdtype(part.dtype, np.integer)]
+        if bad:
+            raise ValueError(f"prompt must hold integer token ids, got {bad[0]}")
+        counts = np.array([part.size for part in parts], np.int32)
+        tokens = np.zeros((len(parts), max([1, *counts])), np.int64)
+        for row, part in zip(tokens, parts, strict=True):
+            row[: part.size] = part
+    else:
+        tokens = np.asarray(prompt)
+        if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(f"prompt must be integers [B, T], got {tokens.dtype}{list(tokens.shape)}")
+        counts = np.full((len(tokens),), tokens.shape[1], np.int32) if lengths is None else np.asarray(lengths)
+        whole = np.issubdtype(counts.dtype, np.integer)
+        if not whole or counts.shape != (len(tokens),) or np.any(counts > tokens.shape[1]):
+            wanted = f"lengths must be integers [B={len(tokens)}] of at most T={tokens.shape[1]}"
+            raise ValueError(f"{wanted}, got {counts.dtype} {counts.tolist()}")
+    if len(tokens) != rows:
+        raise ValueError(f"prompt has {len(tokens)} rows but the cache has B={rows}; make the cache with that batch")
+    for row in np.flatnonzero(counts < 1):
+        raise ValueError(f"row {row} of the prompt is empty; each row needs at least one token")
+    wild = tokens[(np.arange(tokens.shape[1]) < counts[:, None]) & ((tokens < 0) | (tokens > 2**31 - 1))]
+    if wild.size:
+        raise ValueError(f"prompt has the token id {wild[0]}; ids must be from 0 to 2**31 - 1")
+    return tokens.astype(np.int32), counts.astype(np.int32)
+
+
+def check_request(
+    model: Any,
+    cache: Cache,
+    tokens: np.ndarray | None,
+    lengths: np.ndarray,
+    *,
+    max_new_tokens: int,
+    stop_tokens: int | Iterable[int] = (),
+) -> np.ndarray:
+    """Raises ValueError for a request that cannot be served; returns the stop tokens i32[n].
+
+    Every prompt and its new tokens must fit in the cache, and in the model's positions if it declares them; token ids
+    must be in its vocabulary if it declares that. Rows of length -1 do not take part.
+    """
+    require_int("max_new_tokens", max_new_tokens, at_least=1)
+    check_devices(model, cache)
+    stop = stop_array(stop_tokens)
+    vocabulary = vocabulary_size(model)
+    if vocabulary is not None:
+        real = stop if tokens is None else tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
+        for what, ids in (("prompt", real), ("stop_tokens", stop)):
+            high = np.max(ids, initial=0)
+            if high >= vocabulary:
+                raise ValueError(
+                    f"{what} has the token id {high}, but the model's vocabulary is {vocabulary}; use its tokenizer"
+                )
+    stored = on_host(cache.length)
+    capacity, positions = cache.spec.capacity, max_positions(model)
+    for row in np.flatnonzero(lengths >= 0):
+        check_fit(int(stored[row]), int(lengths[row]), max_new_tokens, capacity, positions, where=f"row {row}: ")
+    return stop
+
+
+ASKED = ("lengths", "active", "last_logits", "first_chunk")  # keywords that generation passes to every model
+
+
+def check_model(model: Any, asked: Iterable[str] = ()) -> None:
+    """Raises ValueError unless the model can be called: it may be a Checkpoint, a path, or lack a keyword.
+
+    >>> check_model(lambda tokens, cache, *, lengths=None, active=None: (tokens, cache))
+    Traceback (most recent call last):
+        ...
+    ValueError: the model takes no last_logits, first_chunk; add them, as kvjax.generation.streaming.Model describes
+    """
+    if callable(model) and not isinstance(model, type):
+        missing = _missing_keywords(model, (*ASKED, *asked))
+        if missing:
+            raise ValueError(
+                f"the model takes no {', '.join(missing)}; add {'them' if len(missing) > 1 else 'it'}, as "
+                "kvjax.generation.streaming.Model describes"
+            )
+        return
+    if callable(getattr(model, "model", None)):
+        cure = "pass its .model, or call its own .generate"
+    elif isinstance(model, str | Path):
+        cure = "load it first: kvjax.models.load(directory).model"
+    else:
+        cure = "give a model as kvjax.generation.Model describes it, for example kvjax.models.load(directory).model"
+    raise ValueError(f"model must be a callable pytree, got {shown(model)}; {cure}")
+
+
+def _missing_keywords(model: Any, asked: Iterable[str]) -> list[str]:
+    try:
+        parameters = inspect.signature(model).parameters
+    except (TypeError, ValueError):  # a callable without a signature
+        return []
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return []
+    return [name for name in asked if name not in parameters]
+
+
+def check_devices(model: Any, cache: Cache) -> None:
+    """Raises ValueError for a cache with a placement and a model on another mesh, with other devices or other axes."""
+    placement = cache.placement
+    if placement is None:
+        return
+    wanted = set(placement.mesh.devices.flat)
+    for leaf in jax.tree.leaves(model):
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            continue
+        if leaf.sharding.device_set != wanted:
+            here = len(leaf.sharding.device_set)
+            raise ValueError(
+                f"the model is on {here} device{'s' if here > 1 else ''} and the cache on {len(wanted)}, by its "
+                f"{placement}; give both one placement: kvjax.models.load(directory, placement=...)"
+            )
+        mesh = getattr(leaf.sharding, "mesh", placement.mesh)
+        if list(mesh.devices.flat) != list(placement.mesh.devices.flat):
+            raise ValueError(
+                "the meshes of the model and of the cache have the same devices in another order; give both one "
+                "placement"
+            )
+        explicit = [AxisType.Explicit in one.axis_types for one in (mesh, placement.mesh)]
+        if explicit == [True, False] and jax.sharding.get_abstract_mesh().empty:
+            raise ValueError(
+                "the model is on a mesh of Explicit axes and the cache on one of Auto axes; make the cache with a "
+                "Placement over the mesh of the model, or call this inside of jax.set_mesh(mesh)"
+            )
+        sizes, given = (dict(one.shape) for one in (mesh, placement.mesh))
+        if sizes != given and not leaf.sharding.is_fully_replicated:
+            raise ValueError(
+                f"the model is split over a mesh of {_sizes(sizes)} and the cache over one of {_sizes(given)}; give "
+                "both one placement: a loaded checkpoint has it as .placement"
+            )
+
+
+def _sizes(mesh: dict[str, int]) -> str:
+    return " x ".join(f"{name}={size}" for name, size in mesh.items())
+
+
+def check_model_cache(cache: Any) -> None:
+    """Raises ValueError unless `cache` is the cache of a whole model, and not donated."""
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"cache must be the Cache of a whole model, got {shown(cache)}; make one with "
+            "kvjax.init(policy, model.spec(batch=..., capacity=...), layers=model.config.layers)"
+        )
+    check_alive("generate", cache)
+
+
+def check_fit(
+    stored: int, prompt: int, new: int, capacity: int | None, positions: int | None, *, where: str = ""
+) -> None:
+    """Raises unless `stored` + `prompt` + `new` tokens fit in the model's positions and in the cache.
+
+    >>> check_fit(0, 100, 50, None, 128)
+    Traceback (most recent call last):
+        ...
+    ValueError: 100 prompt + 50 new tokens do not fit in the model's 128 positions; ask for at most 28 new tokens
+    >>> check_fit(0, 130, 50, None, 128)
+    Traceback (most recent call last):
+        ...
+    ValueError: 130 prompt + 50 new tokens do not fit in the model's 128 positions; shorten the prompt by 52 tokens
+    """
+    total = stored + prompt + new
+    for limit, name, larger in (
+        (positions, "the model's {} positions", ""),
+        (capacity, "the cache's capacity of {} tokens", f", or make the cache with capacity={total}"),
+    ):
+        if limit is not None and total > limit:
+            room, excess = limit - stored - prompt, total - limit
+            cure = "shorten the prompt and ask for fewer new tokens"
+            if room > 0:
+                cure = f"ask for at most {room} new tokens"
+            elif excess < prompt:
+                cure = f"shorten the prompt by {excess} tokens"
+            counts = (f"{stored} stored + " if stored else "") + (f"{prompt} prompt + " if prompt else "")
+            raise ValueError(f"{where}{counts}{new} new tokens do not fit in {name.format(limit)}; {cure}{larger}")
+
+
+def max_positions(model: Any) -> int | None:
+    """The number of positions of the model: its `max_positions`, else its config's `max_position_embeddings`."""
+    if hasattr(model, "max_positions"):
+        return model.max_positions
+    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
+
+
+def vocabulary_size(model: Any) -> int | None:
+    """The model's `config.vocab_size`; None if it has none."""
+    return getattr(getattr(model, "config", None), "vocab_size", None)
+
+
+def stop_array(stop_tokens: int | Iterable[int] | None) -> np.ndarray:
+    """i32[n] of one stop token or several; None is no stop token."""
+    if stop_tokens is None:
+        stop_tokens = ()
+    if isinstance(stop_tokens, str | bytes):
+        raise ValueError(
+            f"stop_tokens are token ids, got {shown(stop_tokens)}; encode the text, or use checkpoint.generate"
+        )
+    ids = [stop_tokens] if isinstance(stop_tokens, int | np.integer) else list(stop_tokens)
+    return np.array([require_int("stop_tokens", i, at_least=0) for i in ids], np.int32)

@@ -1,0 +1,231 @@
+"""From logits to a token: greedy, or a draw after temperature, top-k, top-p and min-p, in that order.
+
+The order and the meaning of each filter are those of transformers' generate: each filter sees the
+distribution that the filters before it left, renormalised. **Differs:** exactly k tokens pass top-k, where
+transformers keeps all that tie with the k-th; equal logits rank by token, the lower first, greedy included.
+
+A setting that is None is off, belongs to the static structure of `Sampling`, and costs nothing in the
+compiled program. A setting that is a number or an array, a scalar or [B], is data: a new value does not
+compile a new program.
+
+Keys are explicit. Row b of a batch draws with `fold_in(key, b)`, or with its own key if `key` is an array
+of B keys, so no row's draw depends on the other rows, nor on how many there are. The draw is the Gumbel-max
+trick with one noise value per token of the vocabulary: a filter that keeps the token that would have won
+does not change the draw.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from kvjax.validation import shown
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to draw a token. `Sampling()` is greedy; `sampling(...)` makes a Sampling from checked Python numbers."""
+
+    temperature: ArrayLike | None = None  # f32[] or f32[B]; None or 0: greedy
+    top_k: ArrayLike | None = None  # i32[] or i32[B], the most likely k tokens
+    top_p: ArrayLike | None = None  # f32[] or f32[B], the fewest tokens that hold this probability
+    min_p: ArrayLike | None = None  # f32[] or f32[B], tokens at least this times as likely as the likeliest
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no draw is made, so that no key is needed. Static."""
+        return self.temperature is None
+
+
+def sampling(temperature: Any = 0.0, *, top_k: Any = None, top_p: Any = None, min_p: Any = None) -> Sampling:
+    """Makes a Sampling of checked values; each is a number, or a sequence with one for each row.
+
+    A temperature of 0 is greedy, and drops the filters, which could not change the most likely token. If
+    temperatures differ by row, a row with temperature 0 is greedy and the others draw.
+
+    >>> sampling() == Sampling()
+    True
+    >>> sampling(0.7, top_p=1.5)
+    Traceback (most recent call last):
+        ...
+    ValueError: top_p must be in (0, 1], got 1.5; 1 keeps every token
+    """
+    heat = _setting("temperature", temperature, np.float32)
+    if not np.all(np.isfinite(heat) & (heat >= 0)):
+        raise ValueError(f"temperature must be a finite number of at least 0, got {temperature}; 0 is greedy")
+    k = p = least = None
+    if top_k is not None:
+        k = _setting("top_k", top_k, np.int32)
+        if np.any(k < 1):
+            raise ValueError(f"top_k must be at least 1, got {top_k}; leave it out to keep every token")
+    if top_p is not None:
+        p = _setting("top_p", top_p, np.float32)
+        if not np.all((p > 0) & (p <= 1)):
+            raise ValueError(f"top_p must be in (0, 1], got {top_p}; 1 keeps every token")
+    if min_p is not None:
+        least = _setting("min_p", min_p, np.float32)
+        if not np.all((least >= 0) & (least < 1)):
+            raise ValueError(f"min_p must be in [0, 1), got {min_p}; 0 keeps every token")
+    if heat.ndim == 0 and heat == 0:
+        return Sampling()
+    return Sampling(temperature=heat, top_k=k, top_p=p, min_p=least)
+
+
+def requested_sampling(temperature: Any = None, *, top_k: Any = None, top_p: Any = None, min_p: Any = None) -> Sampling:
+    """`sampling` for settings that a user gave: without a temperature it is greedy, and filters raise ValueError.
+
+    >>> requested_sampling(top_p=0.9)
+    Traceback (most recent call last):
+        ...
+    ValueError: top_p=0.9 filters draws, but without a temperature nothing is drawn; give a temperature too, such as 1.0
+    """
+    if temperature is None:
+        given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value} filters draws, but without a temperature nothing is drawn; give a temperature "
+                    "too, such as 1.0"
+                )
+        return Sampling()
+    return sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+
+
+def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
+    """The next token i32[B] of each row, from logits f32[B, V].
+
+    `key` is one key of jax.random.key for all rows, or B keys; it may be None when `sampling` is greedy.
+    Sorts the vocabulary only for top-p. If devices split the vocabulary, greedy sampling and top-k exchange only counts
+    and each device's best token, and top-p gathers the logits.
+    """
+    if logits.ndim != 2:
+        raise ValueError(f"logits must have the 2 dimensions [B, V], got {list(logits.shape)}")
+    B, V = logits.shape
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # ties go to the first
+    if sampling.greedy:
+        return best
+    keys = row_keys(key, B)
+    temperature = _column("temperature", sampling.temperature, B).astype(jnp.float32)
+    drawn_rows = temperature > 0
+    scores = logits.astype(jnp.float32) / jnp.where(drawn_rows, temperature, 1.0)
+    noise = jax.vmap(lambda row: jax.random.gumbel(row, (V,), jnp.float32))(keys)
+
+    if sampling.top_k is not None:
+        scores = jnp.where(_among_best(scores, _column("top_k", sampling.top_k, B)), scores, -jnp.inf)
+    order = None
+    if sampling.top_p is not None:
+        order = jnp.argsort(scores, axis=-1, descending=True, stable=True)  # rank -> token
+        scores, noise = (jnp.take_along_axis(a, order, axis=-1) for a in (scores, noise))
+        p = _column("top_p", sampling.top_p, B)
+        share = jax.nn.softmax(scores, axis=-1)
+        before = jnp.cumsum(share, axis=-1) - share  # probability of the tokens ranked above
+        keep = (before < p) | (p >= 1)  # a rounded sum may reach 1 before the last token
+        scores = jnp.where(keep.at[:, 0].set(True), scores, -jnp.inf)
+    if sampling.min_p is not None:
+        # p_token >= min_p * p_best, in logs; the normaliser cancels, and the best token always passes.
+        floor = jnp.max(scores, axis=-1, keepdims=True) + jnp.log(_column("min_p", sampling.min_p, B))
+        scores = jnp.where(scores >= floor, scores, -jnp.inf)
+
+    drawn = jnp.argmax(scores + noise, axis=-1)
+    if order is not None:
+        drawn = jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0]
+    return jnp.where(drawn_rows[:, 0], drawn, best).astype(jnp.int32)
+
+
+def _among_best(scores: Array, k: Array) -> Array:
+    """bool[B, V]: the k i32[B or 1, 1] largest of each row; ties go to the lower tokens.
+
+    Finds the k-th largest score four bits at a time, and then how many of its ties pass, by counts alone: sums over the
+    vocabulary, which devices that split it can exchange without the scores.
+    """
+    bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)  # -0 as 0
+    ordered = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # as the floats are ordered
+    kth = _largest(lambda at: _count(ordered[:, None] >= at) >= k, len(scores))
+    above, equal = ordered > kth, ordered == kth
+    room = k - _count(above)[:, None]
+    token = lax.broadcasted_iota(jnp.uint32, scores.shape, 1)
+    end = _largest(lambda at: _count(equal[:, None] & (token[:, None] < at)) <= room, len(scores))
+    return above | (equal & (token < end))
+
+
+def _count(x: Array) -> Array:
+    return jnp.sum(x, axis=-1, dtype=jnp.int32)
+
+
+def _largest(holds: Callable[[Array], Array], rows: int) -> Array:
+    """u32[B, 1]: the largest number x for which holds(x) is true, as it is for all numbers below x.
+
+    `holds` takes u32[B, 15, 1] and returns bool[B, 15].
+    """
+    digits = jnp.arange(1, 16, dtype=jnp.uint32)[None]
+
+    def digit(i: Array, found: Array) -> Array:
+        shift = jnp.uint32(28) - 4 * i.astype(jnp.uint32)
+        passed = holds((found + (digits << shift))[..., None])
+        return found + (jnp.sum(passed, axis=-1, keepdims=True, dtype=jnp.uint32) << shift)
+
+    return lax.fori_loop(0, 8, digit, jnp.zeros((rows, 1), jnp.uint32))
+
+
+def row_keys(key: Array | None, rows: int) -> Array:
+    """One key per row: `fold_in(key, row)` of a single key; B keys are returned unchanged."""
+    if key is None:
+        raise ValueError("a draw needs a key: pass key=jax.random.key(seed), or sample greedily")
+    dtype = getattr(key, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            f"key must be made by jax.random.key(seed), got {dtype or type(key).__name__}; "
+            "wrap an older key with jax.random.wrap_key_data"
+        )
+    if key.ndim == 0:
+        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))
+    if key.shape != (rows,):
+        raise ValueError(f"key must be one key or {rows} keys, one for each row, got shape {list(key.shape)}")
+    return key
+
+
+def keys_of(sampling: Sampling, key: Array | None, rows: int) -> Array | None:
+    """`row_keys` of `key`, or None if no row draws.
+
+    Raises:
+      ValueError: `sampling` is no Sampling, or it draws and `key` is no key for these rows.
+    """
+    if not isinstance(sampling, Sampling):
+        raise ValueError(
+            f"sampling must be a Sampling, got {shown(sampling)}; make one: "
+            "kvjax.generation.sampling.sampling(temperature=0.7), and pass key=jax.random.key(seed)"
+        )
+    return None if sampling.greedy else row_keys(key, rows)
+
+
+def _setting(name: str, value: Any, dtype: type) -> np.ndarray:
+    """`value` as a NumPy array of `dtype`, a scalar or one number per row."""
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"{name} is traced, so its value cannot be checked here; use kvjax.generation.sampling.Sampling directly"
+        )
+    found = np.asarray(value)
+    wanted = "integer" if dtype is np.int32 else "number"
+    if found.dtype == bool or not np.issubdtype(found.dtype, np.integer if dtype is np.int32 else np.number):
+        raise ValueError(f"{name} must be {'an' if wanted == 'integer' else 'a'} {wanted}, got {value!r}")
+    if found.ndim > 1:
+        raise ValueError(f"{name} must be one {wanted} or one per row, got shape {list(found.shape)}")
+    if dtype is np.int32:
+        found = np.minimum(found, np.iinfo(np.int32).max)
+    return found.astype(dtype)
+
+
+def _column(name: str, value: ArrayLike | None, rows: int) -> Array:
+    """A setting as [1, 1] or [B, 1], to broadcast against [B, V]."""
+    found = jnp.asarray(value)
+    if found.ndim > 1 or (found.ndim == 1 and found.shape != (rows,)):
+        raise ValueError(f"{name} must be one number or {rows}, one for each row, got shape {list(found.shape)}")
+    return found.reshape(-1, 1)

@@ -1,0 +1,402 @@
+"""Text generation: prefill a prompt in chunks, then decode in one loop on the device until all rows have ended.
+
+A model is any callable pytree that maps tokens and a cache to logits and a cache; `Model` is the protocol, and
+kvjax.models.Decoder implements it. The cache decides what is kept and attended to; this module does not depend on it.
+
+One convention holds throughout: **every emitted token, including the stop token, is fed to the model.** The returned
+cache therefore holds the prompt and all emitted tokens, and the returned logits are those of the next token. Continue
+a conversation with `generate(model, result.cache, next_prompt, ...)`, and a run that reached its length limit with
+`decode(model, result.cache, result.logits, ...)`. A row that `kvjax.insert` puts into a running batch continues with
+the others.
+
+Programs compile once per shape, and there are few shapes: prompts are cut into chunks of one size, rounded up to one
+of four sizes per factor of two, and the loop takes the number of new tokens as data, within a buffer whose size is a
+power of two. Caches are donated: after a call the cache that was passed in is invalid; use the returned one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from kvjax.cache.cache import Cache, raise_on_overflow
+from kvjax.generation.drafts import Draft, Speculation, check_draft
+from kvjax.generation.loops import PAD, Flat, decode_loop, draft_loop, empty_mean, has_no_best
+from kvjax.generation.prefilling import Model as Model
+from kvjax.generation.prefilling import chunk_for, on_auto_axes, to_caller
+from kvjax.generation.prefilling import chunk_size as chunk_size
+from kvjax.generation.prefilling import prefill as prefill
+from kvjax.generation.prompt_inputs import check_model, check_model_cache, check_request, pad_prompt, stop_array
+from kvjax.generation.sampling import Sampling, keys_of
+from kvjax.generation.text import Detokenizer
+from kvjax.memory import commit_together, on_host
+from kvjax.sharding.placement import to_context
+from kvjax.spec import require_int
+
+SMALLEST_ROOM = 32  # new tokens that a program has room for, at least
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """The result of `generate` and `decode`. Token arrays are on the host."""
+
+    tokens: np.ndarray  # i32[B, max_new_tokens], each row's new tokens, then PAD
+    lengths: np.ndarray  # i32[B] new tokens of each row, a stop token included
+    cache: Cache  # holds the prompt and all new tokens
+    logits: Array  # f32[B, V] logits of the token that follows each row's last one
+    attended: np.ndarray | None = None  # f32[L] mean tokens attended per step and kv head; None if not measured
+    speculation: Speculation | None = None  # acceptance of drafts; None without a draft
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The new tokens of each row without padding."""
+        return [row[:n].tolist() for row, n in zip(self.tokens, self.lengths, strict=True)]
+
+
+@partial(jax.jit, donate_argnames="cache")
+def decode_step(model: Model, cache: Cache, token: Array, active: Array | None = None) -> tuple[Array, Cache]:
+    """Feeds one token per row, i32[B], and returns the logits f32[B, V] of the next token and the cache.
+
+    Rows where `active` bool[B] is false store nothing; their logits are meaningless. The cache is donated.
+    """
+    if jnp.ndim(token) != 1:
+        raise ValueError(f"token must be [B={cache.spec.batch}], one for each row, got {list(token.shape)}")
+    return model(token[:, None], cache, active=active, last_logits=True)
+
+
+@on_auto_axes
+def generate(
+    model: Model,
+    cache: Cache,
+    prompt: ArrayLike | Sequence[Sequence[int]],
+    lengths: ArrayLike | None = None,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    key: Array | None = None,
+    stop_tokens: int | Iterable[int] = (),
+    chunk: int | None = None,
+    measure: bool = False,
+    draft: Draft | None = None,
+) -> Generation:
+    """Continues each row of the prompt until it emits a stop token or `max_new_tokens`.
+
+    Args:
+      prompt: one sequence of token ids per row, of any lengths, or a right-padded i32[B, T] with `lengths` i32[B]. It
+        is appended to what the cache already holds, so pass the cache of the last turn to continue a conversation.
+      max_new_tokens: the most new tokens of each row.
+      sampling: how a token is drawn; greedy by default.
+      key: one key, into which each row folds its index, or B keys. Token i of a row draws with `fold_in(row's key, i)`,
+        so pass a new key for each turn.
+      stop_tokens: ids after which a row ends; the stop token is emitted too.
+      chunk: tokens per chunk of the prompt, as in `prefill`.
+      measure: fills in `Generation.attended`.
+      draft: a `PromptLookup` or a `DraftModel` that proposes tokens, which the model verifies, several per step. The
+        text stays the same, up to rounding; `Generation.speculation` reports how many were accepted.
+
+    Raises:
+      ValueError: a request that cannot be served, before any work is done: see
+        `kvjax.generation.prompt_inputs.check_request`.
+    """
+    check_model(model, _keywords(measure, draft))
+    check_model_cache(cache)
+    tokens, lengths = pad_prompt(prompt, lengths, rows=cache.spec.batch)
+    max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
+    stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
+    keys = keys_of(sampling, to_context(key), cache.spec.batch)
+    drafter = None
+    if draft is not None:
+        check_draft(draft, cache)
+        drafter = draft.start(model, cache, tokens, lengths, max_new_tokens)
+    logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk)
+    return _decode_all(model, cache, logits, max_new_tokens, sampling, keys, stop, measure=measure, drafter=drafter)
+
+
+@on_auto_axes
+def decode(
+    model: Model,
+    cache: Cache,
+    logits: Array,
+    *,
+    max_new_tokens: int,
+    active: ArrayLike | None = None,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    key: Array | None = None,
+    stop_tokens: int | Iterable[int] = (),
+    measure: bool = False,
+) -> Generation:
+    """`generate` without a prompt, from the logits f32[B, V] of the next token that `prefill` or a Generation holds.
+
+    Rows where `active` bool[B] is false emit nothing, such as the empty rows of a server's batch.
+    """
+    check_model(model, _keywords(measure, None))
+    check_model_cache(cache)
+    B = cache.spec.batch
+    if logits.ndim != 2 or logits.shape[0] != B:
+        raise ValueError(f"logits must be [B={B}, V] for this cache, got shape {list(logits.shape)}")
+    rows = np.ones((B,), bool) if active is None else np.asarray(active)
+    if rows.shape != (B,) or rows.dtype != bool:
+        raise ValueError(f"active must be bool[B={B}], got {rows.dtype}{list(rows.shape)}")
+    max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
+    stop = check_request(
+        model, cache, None, np.where(rows, 0, -1), max_new_tokens=max_new_tokens, stop_tokens=stop_tokens
+    )
+    keys = keys_of(sampling, to_context(key), B)
+    return _decode_all(model, cache, logits, max_new_tokens, sampling, keys, stop, active=rows, measure=measure)
+
+
+def _keywords(measure: bool, draft: Draft | None) -> list[str]:
+    """Keywords of the model that only some runs need."""
+    return [*(["info"] if measure else []), *(["steps"] if draft is not None else [])]
+
+
+def _decode_all(
+    model: Model,
+    cache: Cache,
+    logits: Array,
+    max_new_tokens: int,
+    sampling: Sampling,
+    keys: Array | None,
+    stop: np.ndarray,
+    *,
+    active: np.ndarray | None = None,
+    measure: bool,
+    drafter: Any = None,
+) -> Generation:
+    run = Stream(
+        model, cache, logits, max_new_tokens, sampling, keys, stop, active=active, measure=measure, drafter=drafter
+    )
+    found = run.advance(max_new_tokens)
+    tokens = np.full((len(found), max_new_tokens), PAD, np.int32)
+    tokens[:, : found.shape[1]] = found
+    raise_on_overflow(run.cache)
+    lengths = np.array([len(row) for row in run.rows], np.int32)
+    return Generation(tokens, lengths, run.cache, run.logits, run.attended, run.speculation)
+
+
+@on_auto_axes
+def stream(
+    model: Model,
+    cache: Cache,
+    prompt: ArrayLike | Sequence[Sequence[int]],
+    lengths: ArrayLike | None = None,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    key: Array | None = None,
+    stop_tokens: int | Iterable[int] = (),
+    chunk: int | None = None,
+    measure: bool = False,
+    tokenizer: Any = None,
+    block: int = 1,
+    progress: Callable[[int], None] | None = None,
+    draft: Draft | None = None,
+) -> Stream:
+    """`generate` as an iterator: the same tokens, in blocks of up to `block` tokens per row.
+
+    Yields i32[B, n <= block] on the host, with PAD where a row has ended; or, with a `tokenizer` and one row, pieces
+    of text that never split a character. This call checks and prefills the prompt, so errors are raised before the
+    first block. The host waits for the device once per block: a larger block is faster, a smaller one streams more
+    smoothly. With a `draft`, as in `generate`, a block is at least one draft and the token before it.
+    """
+    check_model(model, _keywords(measure, draft))
+    check_model_cache(cache)
+    block = require_int("block", block, at_least=1)
+    tokens, lengths = pad_prompt(prompt, lengths, rows=cache.spec.batch)
+    if tokenizer is not None and cache.spec.batch != 1:
+        raise ValueError(
+            f"text streams one row at a time, but the cache has B={cache.spec.batch}; "
+            "leave out the tokenizer to stream token ids of all rows"
+        )
+    max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
+    stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
+    keys = keys_of(sampling, to_context(key), cache.spec.batch)
+    drafter = None
+    if draft is not None:
+        check_draft(draft, cache)
+        block = max(block, draft.tokens + 1)
+        drafter = draft.start(model, cache, tokens, lengths, max_new_tokens)
+    logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk, progress=progress)
+    return Stream(
+        model,
+        cache,
+        logits,
+        max_new_tokens,
+        sampling,
+        keys,
+        stop,
+        measure=measure,
+        block=block,
+        text=None if tokenizer is None else Detokenizer(tokenizer),
+        drafter=drafter,
+    )
+
+
+class Stream(Iterator[Any]):
+    """A generation in progress, made by `stream`. Iterating advances it; its attributes can be read between steps.
+
+    Each step donates the cache, so a reference to `run.cache` is valid only until the next step. The run uses the
+    weights that the model had when it began.
+    """
+
+    cache: Cache  # holds the prompt and all tokens emitted so far
+    rows: list[list[int]]  # the new tokens of each row so far
+
+    def __init__(
+        self,
+        model: Model,
+        cache: Cache,
+        logits: Array,
+        max_new_tokens: int,
+        sampling: Sampling,
+        keys: Array | None,
+        stop: np.ndarray,
+        *,
+        active: np.ndarray | None = None,
+        measure: bool = False,
+        block: int = 1,
+        text: Detokenizer | None = None,
+        drafter: Any = None,
+    ) -> None:
+        batch, logits = cache.spec.batch, to_context(logits)
+        mean = empty_mean(logits, len(cache.layers) if measure else 0)
+        self.cache, self._logits, self._mean = commit_together((cache, logits, mean))
+        self.rows = [[] for _ in range(batch)]
+        self._model: Model = Flat.of(model)
+        self._sampling, self._keys, self._stop = sampling, keys, stop
+        self._left, self._step = max_new_tokens, 0
+        self._active: Any = np.ones((batch,), bool) if active is None else active
+        self._taking_part = self._active
+        self._drafter, self._numbers = drafter, np.zeros(3, np.int64)
+        self._measure, self._block, self._text = measure, min(block, max_new_tokens), text
+
+    @property
+    def logits(self) -> Array:
+        """f32[B, V] logits of the token that follows those emitted so far."""
+        return to_caller(self._logits, self.cache.placement)
+
+    @property
+    def attended(self) -> np.ndarray | None:
+        """f32[L] mean tokens attended per step and kv head, over the steps so far; None if not measured."""
+        return on_host(self._mean[0]) if self._measure else None
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """The acceptance of drafts so far; None without a draft."""
+        return None if self._drafter is None else Speculation(*self._numbers.tolist())
+
+    def _call(self, steps: int, limit: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of `decode_loop`, traced and static."""
+        state = self._model, self.cache, self._logits, self._active, self._mean, self._keys
+        numbers = np.int32(self._step), np.int32(limit)
+        room = max(SMALLEST_ROOM, 1 << (steps - 1).bit_length())  # from `steps`: a shorter last block has room too
+        return (*state, *numbers, self._sampling, self._stop), {"room": room, "measure": self._measure}
+
+    @on_auto_axes
+    def lower(self, steps: int) -> jax.stages.Lowered:
+        """The lowered program of `advance(steps)`, to inspect its code or its memory; nothing runs."""
+        arguments, shape = self._call(steps, steps)
+        if self._drafter is not None:
+            return draft_loop.lower(*arguments, self._drafter.with_state(None), self._drafter.state, **shape)
+        return decode_loop.lower(*arguments, **shape)
+
+    @on_auto_axes
+    def advance(self, steps: int) -> np.ndarray:
+        """Emits up to `steps` tokens per row and returns them, i32[B, n]; n is 0 when all rows have ended."""
+        limit = min(steps, self._left)
+        if limit < 1 or not np.any(self._active):
+            return np.zeros((len(self.rows), 0), np.int32)
+        if self._step == 0:
+            self._check_finite(has_no_best(self._logits), "before the first token")
+        arguments, shape = self._call(steps, limit)
+        done: Any
+        if self._drafter is None:
+            done, bad = decode_loop(*arguments, **shape)
+            count = done.step
+        else:
+            done, bad = draft_loop(*arguments, self._drafter.with_state(None), self._drafter.state, **shape)
+            count, self._drafter = jnp.max(done.emitted), self._drafter.with_state(done.state)
+            self._numbers += on_host(done.numbers)
+        self.cache, self._logits, self._mean = done.cache, done.logits, (done.attended, done.counted)
+        tokens, count, self._active, bad = jax.tree.map(on_host, (done.tokens, count, done.active, bad))
+        self._step += int(count)
+        self._left -= int(count)
+        self._check_finite(bad, f"by new token {self._step}")
+        tokens = tokens[:, : int(count)]
+        for row, new in zip(self.rows, tokens, strict=True):
+            row.extend(new[new != PAD].tolist())
+        return tokens
+
+    def _check_finite(self, without_best: Any, when: str) -> None:
+        """Raises RuntimeError if a row has no best logit. A non-finite number persists, because the cache holds it."""
+        bad = np.flatnonzero(on_host(without_best) & self._taking_part)
+        if bad.size:
+            raise RuntimeError(
+                f"the model's logits of row {bad[0]} are not finite {when}: its weights are damaged, a token id is "
+                "outside of its vocabulary, or activations overflowed the dtype; check the checkpoint and the ids, and "
+                "load the model in bfloat16 or float32"
+            )
+
+    def __next__(self) -> Any:
+        while True:
+            tokens = self.advance(self._block)
+            if self._text is None:
+                if tokens.shape[1] == 0:
+                    raise StopIteration
+                return tokens
+            piece = self._text.push(tokens[0][tokens[0] != PAD].tolist())
+            if tokens.shape[1] == 0:
+                piece += self._text.finish()
+                if not piece:
+                    raise StopIteration
+            if piece:
+                return piece
+
+
+@on_auto_axes
+def warm_up(
+    model: Model,
+    cache: Cache,
+    prompt_tokens: int,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    stop_tokens: int | Iterable[int] = (),
+    chunk: int | None = None,
+    measure: bool = False,
+    block: int | None = None,
+    draft: Draft | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> None:
+    """Compiles the programs that `generate` (or `stream`, with `block`) runs for a prompt of `prompt_tokens`.
+
+    Runs two chunks that hold one token, and one decode step. Consumes `cache`, which must be empty; make another one
+    for the run itself. `progress` is called before each part, with the number of parts done, the number of parts, and
+    what is compiled next.
+    """
+    report = progress or (lambda *_: None)
+    report(0, 2, "for the prompt")
+    max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
+    B = cache.spec.batch
+    size = chunk_size(prompt_tokens, chunk_for(cache, prompt_tokens, chunk), rows=B)
+    tokens, one = np.zeros((B, min(prompt_tokens, 2 * size)), np.int32), np.ones((B,), np.int32)
+    steps = max_new_tokens if block is None else min(block, max_new_tokens)
+    drafter = None
+    if draft is not None:
+        drafter = draft.start(model, cache, np.zeros((B, prompt_tokens), np.int32), one, max_new_tokens)
+        steps = max(steps, draft.tokens + 1)
+    logits, cache = prefill(model, cache, tokens, one, chunk=size)
+    report(1, 2, "for decode steps")
+    keys = keys_of(sampling, jax.random.key(0), B)
+    stop = stop_array(stop_tokens)
+    run = Stream(model, cache, logits, 1, sampling, keys, stop, measure=measure, drafter=drafter)
+    run.advance(steps)
+    jax.block_until_ready(run.logits)

@@ -1,0 +1,1 @@
+"""Arithmetic that no policy owns: partial attention, selection, quantisers, rotations, packing and blocks."""

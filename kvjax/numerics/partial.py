@@ -1,0 +1,233 @@
+"""Attention over a part of the keys, and the merge that makes parts a whole.
+
+Softmax attention over a set of keys splits over any partition of the set: if a part gives its mean of values
+weighted by softmax, `out`, and the natural log of its sum of exponentials, `lse`, then two parts combine to the pair
+of their union. The merge is associative and commutative, and its identity is the empty part (`out` 0, `lse` -inf).
+Sink, history, recent window, prefill chunks and shards of a long context therefore combine without knowing each
+other; all caches of kvjax are written in this algebra.
+
+**Source:** Milakov and Gimelshein 2018 (online softmax); the pair as an interface follows FlashInfer (Ye et al. 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.memory import vary_with
+from kvjax.numerics.derivatives import with_derivative
+from kvjax.numerics.types import Bool, Float, Int32, Shaped
+
+
+class PartialAttention(NamedTuple):
+    """Attention over a part of the keys, with the log-sum-exp by which parts merge.
+
+    Q is G in decoding and G*T in prefill.
+    """
+
+    out: Float[Array, "B K Q D"]  # mean of values weighted by softmax; 0 where the part is empty
+    lse: Float[Array, "B K Q"]  # natural log of the sum of exp(scale * q.k); -inf where the part is empty
+
+
+class Span(NamedTuple):
+    """A zone of a cache in which the slots [start, stop) are attended to. Values of other slots are finite.
+
+    Each of T decode steps may have its own span, with stop i32[B, T] and start i32[B, T] or i32[B, 1].
+    """
+
+    k: Float[Array, "B K S D"]
+    v: Float[Array, "B K S D"]
+    start: Int32[Array, " B *#T"]
+    stop: Int32[Array, " B *T"]
+
+    @property
+    def size(self) -> Int32[Array, " B *T"]:
+        """Tokens attended to."""
+        return jnp.maximum(self.stop - self.start, 0)
+
+    @property
+    def mask(self) -> Bool[Array, "B *T S"]:
+        """Which slots are attended to."""
+        slot = jnp.arange(self.k.shape[2]).reshape((1,) * self.stop.ndim + (-1,))
+        return (slot >= self.start[..., None]) & (slot < self.stop[..., None])
+
+    def mask_of(self, queries: int) -> Bool[Array, "B 1 _ S"]:
+        """Which slots each query attends to, each step's after the previous step's; one row if all share a span."""
+        mask = self.mask
+        if mask.ndim == 2:
+            return mask[:, None, None]
+        return jnp.repeat(mask, queries // mask.shape[1], axis=1)[:, None]
+
+
+def empty_part(shape: tuple[int, ...]) -> PartialAttention:
+    """The identity of `merge`. `shape` is that of `out`."""
+    return PartialAttention(jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32))
+
+
+def attend_part(
+    q: Float[Array, "B K Q D"],
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S _"],
+    mask: Bool[Array, "#B #K #Q #S"],
+    *,
+    scale: float,
+) -> PartialAttention:
+    """Attention of q [B, K, Q, D] over k, v [B, K, S, D] where `mask`, broadcastable to bool[B, K, Q, S], is true.
+
+    Keys where the mask is false may hold anything. Values there must be finite (0 times NaN is NaN): zero them with
+    `keep_valid` where that is not certain. Logits, sums and the output are f32; the products read q, k and v in
+    their own dtype.
+    """
+
+    def mix(weights: Array) -> Array:
+        return jnp.einsum(
+            "bkqs,bksd->bkqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision="highest"
+        )
+
+    return part_of_logits(attention_logits(q, k, scale), mask, mix)
+
+
+def softmax_weights(
+    q: Float[Array, "B K Q D"],
+    k: Float[Array, "B K S D"],
+    mask: Bool[Array, "#B #K #Q #S"],
+    *,
+    scale: float,
+    lse: Float[Array, "B K Q"] | None = None,
+) -> Float[Array, "B K Q S"]:
+    """f32[B, K, Q, S] weights with which `attend_part` mixes values; 0 where `mask` is false, and in an empty part.
+
+    `lse` f32[B, K, Q], if known, is that of all keys that a query attends to, which may be more than these. If the
+    program also has an `attend_part` of the same arguments, XLA computes the logits once.
+    """
+    logits = attention_logits(q, k, scale)
+    if lse is not None:
+        return jnp.where(mask, jnp.exp(logits - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]), 0.0)
+    logits = jnp.where(mask, logits, -jnp.inf)
+    empty = ~jnp.any(mask, axis=-1, keepdims=True)
+    return jnp.where(empty, 0.0, jax.nn.softmax(jnp.where(empty, 0.0, logits), axis=-1))
+
+
+def attention_logits(q: Float[Array, "B K Q D"], k: Float[Array, "B K S D"], scale: float) -> Float[Array, "B K Q S"]:
+    """f32[B, K, Q, S]: scale * q.k of q [B, K, Q, D] with k [B, K, S, D]; the product reads both in the dtype of k."""
+    q = q.astype(k.dtype)
+    return jnp.einsum("bkqd,bksd->bkqs", q, k, preferred_element_type=jnp.float32, precision="highest") * scale
+
+
+def part_of_logits(
+    logits: Float[Array, "B K Q S"], mask: Bool[Array, "#B #K #Q #S"], mix: Callable[[Array], Array]
+) -> PartialAttention:
+    """The PartialAttention of logits f32[B, K, Q, S] where `mask`, broadcastable to their shape, is true.
+
+    `mix` gives the sum f32[B, K, Q, D] of values weighted by f32[B, K, Q, S], which are 0 where the mask is false.
+    """
+    logits = jnp.where(mask, logits, -jnp.inf)
+    top = jnp.max(logits, axis=-1, initial=-jnp.inf)
+    # An empty part has top = -inf; subtracting 0 instead gives exp(-inf - 0) = 0 and no NaN. The result does not depend
+    # on the shift, so it needs no derivative. The derivative of max is NaN if XLA computes its operand twice, with
+    # different rounding.
+    shift = lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
+    weights = jnp.exp(logits - shift[..., None])
+    total = jnp.sum(weights, axis=-1)
+    floor = jnp.finfo(jnp.float32).tiny
+    return PartialAttention(mix(weights) / jnp.maximum(total, floor)[..., None], jnp.log(total) + shift)
+
+
+def attend_causal(
+    q: Float[Array, "B K G T D"],
+    k: Float[Array, "B K T D"],
+    v: Float[Array, "B K T _"],
+    *,
+    scale: float,
+    window: int | None = None,
+    block: int = 512,
+) -> PartialAttention:
+    """Causal attention of q [B, K, G, T, D] over its own k, v [B, K, T, D]; PartialAttention over Q = G*T.
+
+    Holds logits of block x T. `window` lets a token see itself and the window - 1 before it. Right-padded tokens
+    lie after every real one, so no real token sees them; their own rows hold anything finite.
+    """
+    B, K, G, T, D = q.shape
+    parts = []
+    for first in range(0, T, block):
+        size = min(block, T - first)
+        low = 0 if window is None else max(0, first - window + 1)
+        kb, vb = (a[:, :, low : first + size] for a in (k, v))
+        at, slot = jnp.arange(first, first + size)[:, None], jnp.arange(low, first + size)[None]
+        mask = slot <= at
+        if window is not None:
+            mask &= slot > at - window
+        qb = q[:, :, :, first : first + size].reshape(B, K, G * size, D)
+        p = attend_part(qb, kb, vb, jnp.tile(mask, (G, 1))[None, None], scale=scale)
+        parts.append(PartialAttention(p.out.reshape(B, K, G, size, -1), p.lse.reshape(B, K, G, size)))
+    out = jnp.concatenate([p.out for p in parts], axis=3)
+    lse = jnp.concatenate([p.lse for p in parts], axis=3)
+    return PartialAttention(out.reshape(B, K, G * T, -1), lse.reshape(B, K, G * T))
+
+
+def keep_valid(values: Shaped[Array, "*rows D"], valid: Bool[Array, "*#rows"]) -> Shaped[Array, "*rows D"]:
+    """values [..., S, D] with 0 where `valid` [..., S] is false, so that no NaN of an unused slot spreads."""
+    return jnp.where(valid[..., None], values, jnp.zeros((), values.dtype))
+
+
+def merge(*parts: PartialAttention) -> PartialAttention:
+    """The attention over the union of disjoint parts, any of which may be empty.
+
+    >>> a = PartialAttention(jnp.array([2.0]), jnp.array(0.0)); b = PartialAttention(jnp.array([4.0]), jnp.array(0.0))
+    >>> merge(a, b).out
+    Array([3.], dtype=float32)
+    """
+    if not parts:
+        raise ValueError("merge got no parts; give at least one PartialAttention")
+    return reduce(_merge_two, parts)
+
+
+def _merge_two(a: PartialAttention, b: PartialAttention) -> PartialAttention:
+    top = jnp.maximum(a.lse, b.lse)
+    shift = lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
+    wa, wb = jnp.exp(a.lse - shift), jnp.exp(b.lse - shift)
+    total = wa + wb
+    floor = jnp.finfo(jnp.float32).tiny
+    share = (wb / jnp.maximum(total, floor))[..., None]
+    out = jnp.where(share == 0, a.out, jnp.where(share == 1, b.out, a.out + share * (b.out - a.out)))
+    return PartialAttention(out, jnp.log(total) + shift)
+
+
+def merge_blocks(
+    one: Callable[..., PartialAttention],
+    *operands: Any,
+    bounds: Callable[..., tuple[Array | int, Array]],
+    blocks: int,
+    shape: tuple[int, ...],
+) -> PartialAttention:
+    """The merge of one(i, *operands) for the blocks i from first to stop - 1, (first, stop) = bounds(*operands).
+
+    `shape` is that of `out`. The bounds may be data. The derivative visits all `blocks` instead, so those outside of
+    the bounds must give empty parts; it stores none of them.
+    """
+
+    def run(*operands: Any) -> PartialAttention:
+        first, stop = bounds(*operands)
+        return lax.fori_loop(
+            first, stop, lambda i, done: merge(done, one(i, *operands)), vary_with(empty_part(shape), operands)
+        )
+
+    def differentiable(*operands: Any) -> PartialAttention:
+        # A loop whose bounds are data has no reverse-mode derivative.
+        def step(done: PartialAttention, i: Array) -> tuple[PartialAttention, None]:
+            return merge(done, jax.checkpoint(one)(i, *operands)), None
+
+        return lax.scan(step, vary_with(empty_part(shape), operands), jnp.arange(blocks, dtype=jnp.int32))[0]
+
+    return with_derivative(run, differentiable)(*operands)
+
+
+def group_queries(q: Shaped[Array, "B N D"], kv_heads: int) -> Shaped[Array, "B K G D"]:
+    """q [B, N, D] as [B, K, G, D]: query head n reads kv head n // G."""
+    B, N, D = q.shape
+    return q.reshape(B, kv_heads, N // kv_heads, D)

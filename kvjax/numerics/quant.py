@@ -1,0 +1,121 @@
+"""Group quantisers: codes of few bits with a scale and a zero point for each group.
+
+By channel, a group is g consecutive tokens of one channel (keys have channels of very different size, and a channel
+keeps its size from token to token); by token it is g consecutive channels of one token. The 1-bit quantiser keeps the
+group's midpoint and half-range, so that a value decodes to the group's maximum or minimum. The quantisers of 2, 3, 4
+and 8 bits keep the minimum and the step: 2**bits levels from minimum to maximum.
+
+With 2 to 8 bits, scale and zero point are two bfloat16 in one u32: a kernel loads both at once, and on CPU jaxlib
+before 0.11, which copies a 16-bit buffer to write into it, writes them in place. Codes are computed with the rounded
+scale and zero point that are stored, so their rounding adds no error to values within the levels.
+
+**Source:** FIER, section 3 (1-bit keys, groups of tokens per channel). KIVI, section 3 (asymmetric minimum and step).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from kvjax.numerics.packing import pack_bits, pack_codes, unpack_bits, unpack_codes
+from kvjax.numerics.types import Float, UInt8
+
+
+class OneBit(NamedTuple):
+    """1-bit codes of keys: S tokens in groups of g, D channels."""
+
+    bits: UInt8[Array, "*rows S D/8"]  # bit j of byte i is 1 where channel 8i + j of the token is >= its zero
+    scale: Float[Array, "*rows S/g D"]  # half the range of the group; 0 for a constant group, which decodes to itself
+    zero: Float[Array, "*rows S/g D"]  # middle of the group
+
+
+def quantize_1bit(x: Float[Array, "*rows S D"], group: int, dtype: DTypeLike = jnp.bfloat16) -> OneBit:
+    """1-bit codes of x [..., S, D], S a multiple of `group`; scale and zero are stored in `dtype`.
+
+    Codes are computed with the exact midpoint, before it is rounded to `dtype`.
+    """
+    *lead, S, D = x.shape
+    if S % group:
+        raise ValueError(f"quantize_1bit got S={S} tokens, which must be a multiple of group={group}")
+    grouped = x.astype(jnp.float32).reshape(*lead, S // group, group, D)
+    high, low = jnp.max(grouped, axis=-2), jnp.min(grouped, axis=-2)
+    zero = (high + low) / 2
+    bits = pack_bits((grouped >= zero[..., None, :]).reshape(*lead, S, D))
+    return OneBit(bits, ((high - low) / 2).astype(dtype), zero.astype(dtype))
+
+
+def dequantize_1bit(code: OneBit) -> Float[Array, "*rows S D"]:
+    """f32[..., S, D]: zero + scale where the bit is 1, zero - scale where it is 0."""
+    *lead, S, _ = code.bits.shape
+    groups, D = code.scale.shape[-2:]
+    positive = unpack_bits(code.bits).reshape(*lead, groups, S // groups, D)
+    scale, zero = (a.astype(jnp.float32)[..., None, :] for a in (code.scale, code.zero))
+    return jnp.where(positive, zero + scale, zero - scale).reshape(*lead, S, D)
+
+
+class QuantArray(NamedTuple):
+    """Codes of x [..., S, D] in groups of gs tokens by gd channels; sizes of groups are read from the shapes.
+
+    By channel gd is 1, by token gs is 1.
+    """
+
+    codes: Array  # u8[..., S, D * bits / 8] packed along channels (kvjax.numerics.packing.pack_codes)
+    scales: Array  # u32[..., S / gs, D / gd] bfloat16 scale in the low half, bfloat16 zero in the high half
+
+
+def quantize(x: Float[Array, "*rows S D"], bits: int, *, tokens: int = 1, channels: int = 1) -> QuantArray:
+    """Codes of x [..., S, D] in groups of `tokens` by `channels`: round((x - min) / scale), half to even.
+
+    scale is (max - min) / (2**bits - 1). A constant group has scale 0 and decodes to itself, rounded to bfloat16; so
+    does one whose scale would be below 2**-125.
+    """
+    *lead, S, D = x.shape
+    for name, size, group in (("tokens", S, tokens), ("channels", D, channels)):
+        if size % group:
+            raise ValueError(f"quantize got {size} {name}, which groups of {group} do not divide")
+    grouped = x.astype(jnp.float32).reshape(*lead, S // tokens, tokens, D // channels, channels)
+    low = jnp.min(grouped, axis=(-3, -1), keepdims=True)
+    high = jnp.max(grouped, axis=(-3, -1), keepdims=True)
+    # Multiply by reciprocals instead of dividing: XLA rewrites some divisions that way, and a value halfway between
+    # two levels must get the same code wherever it is computed.
+    scales = _join((high - low) * np.float32(1 / (2**bits - 1)), low)
+    scale, zero = split_scales(scales)
+    levels = jnp.round((grouped - zero) * (1 / jnp.where(scale > 0, scale, 1.0)))
+    codes = jnp.clip(levels, 0, 2**bits - 1).astype(jnp.uint8)
+    return QuantArray(pack_codes(codes.reshape(*lead, S, D), bits), scales[..., :, 0, :, 0])
+
+
+def dequantize(code: QuantArray, channels: int) -> Float[Array, "*rows S D"]:
+    """f32[..., S, D] of D = `channels`: scale * code + zero."""
+    *lead, S, _ = code.codes.shape
+    groups, slices = code.scales.shape[-2:]
+    codes = unpack_codes(code.codes, channels).astype(jnp.float32)
+    scale, zero = (a[..., :, None, :, None] for a in split_scales(code.scales))
+    grouped = codes.reshape(*lead, groups, S // groups, slices, channels // slices)
+    return (grouped * scale + zero).reshape(*lead, S, channels)
+
+
+def split_scales(scales: Array) -> tuple[Array, Array]:
+    """Scale and zero f32 of scales u32, of the same shape."""
+    scale = lax.bitcast_convert_type(scales << jnp.uint32(16), jnp.float32)
+    return scale, lax.bitcast_convert_type(scales & jnp.uint32(0xFFFF0000), jnp.float32)
+
+
+def _join(scale: Array, zero: Array) -> Array:
+    """u32 of scale and zero f32, each rounded to bfloat16; a scale without a normal reciprocal becomes 0."""
+    scale = jnp.where(scale >= 2.0**-125, scale, 0.0)
+    low, high = (lax.bitcast_convert_type(a.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32) for a in (scale, zero))
+    return low | (high << jnp.uint32(16))
+
+
+def slice_tokens(code: QuantArray, first: Array | int, size: int) -> QuantArray:
+    """The codes of the `size` tokens from `first` on, both multiples of a group of tokens."""
+    group = code.codes.shape[2] // code.scales.shape[2]
+    return QuantArray(
+        lax.dynamic_slice_in_dim(code.codes, first, size, axis=2),
+        lax.dynamic_slice_in_dim(code.scales, first // group, size // group, axis=2),
+    )

@@ -1,0 +1,294 @@
+"""Selection: from scores of units to the slots that a query attends to.
+
+Scores are per query head. `group_reduce` reduces them to one score per unit and kv head, so that the G heads of a group
+read the same tokens (1/G of the reads of one selection per query head). Ties go to the lower slot. Softmax pooling is
+done on logarithms: the order is that of the mean of the softmaxes, but scores far below the top do not underflow to a
+tie.
+
+**Source:** the rules as used by ParisKV (mean of queries), ArkVale (mean of scores), ShadowKV (max of softmax), PQCache
+(sum of softmax) and FreeKV (mean of softmax, and in its ablation the maximum of scores, which no kernel implements).
+Sum and mean of softmax give the same ranks; both names are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.tree_util import register_dataclass
+
+from kvjax.numerics.indexing import put_last
+from kvjax.numerics.types import Bool, Int32
+
+GroupReduce = Literal["mean_query", "mean_score", "max_score", "max_softmax", "sum_softmax", "mean_softmax", "per_head"]
+GROUP_REDUCES: tuple[str, ...] = get_args(GroupReduce)
+
+
+class Selection(NamedTuple):
+    """The slots that a step attends to. H is 1 where a group shares them, G where each query head has its own."""
+
+    slots: Int32[Array, "B K H M"]  # store slots, unique among the valid ones; in range even where not valid
+    valid: Bool[Array, "B K H M"]
+
+
+class PackedSelection(NamedTuple):
+    """A selection whose valid slots come first, in any order. Its readers need no mask."""
+
+    slots: Int32[Array, "B K H M"]  # as in a Selection
+    found: Int32[Array, "B K H"]  # the first `found` slots are valid
+
+    @property
+    def valid(self) -> Bool[Array, "B K H M"]:
+        """Which slots are valid: the first `found`."""
+        return jnp.arange(self.slots.shape[3])[None, None, None] < self.found[..., None]
+
+    @property
+    def selection(self) -> Selection:
+        return Selection(self.slots, self.valid)
+
+
+def pack(selection: Selection) -> PackedSelection:
+    """Packs a selection whose valid slots already come first."""
+    return PackedSelection(selection.slots, jnp.sum(selection.valid, axis=-1, dtype=jnp.int32))
+
+
+def split_steps(x: Array, steps: int) -> Array:
+    """[B, K, T*H, ...] of T steps as [B, K*T, H, ...]: each step of a KV head is its own group."""
+    B, K, lists, *rest = x.shape
+    return x if steps == 1 else x.reshape(B, K * steps, lists // steps, *rest)
+
+
+def join_steps(x: Array, steps: int) -> Array:
+    """[B, K*T, H, ...] as [B, K, T*H, ...]: the inverse of `split_steps`."""
+    B, groups, heads, *rest = x.shape
+    return x if steps == 1 else x.reshape(B, groups // steps, steps * heads, *rest)
+
+
+@partial(
+    register_dataclass,
+    data_fields=("span", "pending", "limit", "dense"),
+    meta_fields=("room", "pending_slots", "local", "steps", "window"),
+)
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """The units that compete in a selection, and how many to select. Starts, stops and limit are i32[B], or one number.
+
+    A unit is a token or a page of tokens. Stored units are those of the index with a token in `span`. Pending units
+    have recent tokens that are not yet indexed: their keys are scored exactly, and a page has the score of its best
+    token. They are numbered on from the stored units.
+
+    Several `steps` may select at once, each on its own: queries are [B, K, T*G, D], each step's after the previous
+    step's, and a selection has the lists of all steps in the same order, [B, K, T*H, M]. Stops and limit may then
+    differ by step, i32[B, T], and so may the pending keys, [B, K, T, R, D].
+    """
+
+    span: tuple[Array | int, Array]  # start and stop of the slots of the index
+    pending: tuple[Array, Array | int, Array | int]  # recent keys [B, K, R, D], start and stop of their slots
+    limit: Array | int  # units to select
+    room: int  # most units that any row selects
+    pending_slots: int  # only the first of the R keys, in whole units, can be pending
+    local: int = 0  # tokens before the stop of `pending` that do not compete, because every step attends to them
+    steps: int = 1  # decode steps whose queries select at once
+    window: int | None = None  # tokens that a query sees at most; the span begins where the window does
+    dense: Array | None = None  # bool[B], or by step too: rows that attend to every unit
+
+    def passes(self, q: Array, heads: int) -> Iterator[tuple[Array, Candidates]]:
+        """Splits the steps into passes of at most `heads` query heads: queries [B, K, T'*G, D] and candidates of each.
+
+        A pass has at least one step.
+        """
+        step_heads = q.shape[2] // self.steps
+        pass_steps = max(heads // step_heads, 1)
+        for first in range(0, self.steps, pass_steps):
+            steps = slice(first, min(first + pass_steps, self.steps))
+
+            def part(number: Any, steps: slice = steps) -> Any:
+                return number[:, steps] if isinstance(number, Array) and number.ndim == 2 else number
+
+            keys, start, stop = self.pending
+            candidates = replace(
+                self,
+                span=(part(self.span[0]), part(self.span[1])),
+                pending=(keys if keys.ndim == 4 else keys[:, :, steps], part(start), part(stop)),
+                limit=part(self.limit),
+                dense=part(self.dense),
+                steps=steps.stop - steps.start,
+            )
+            yield q[:, :, steps.start * step_heads : steps.stop * step_heads], candidates
+
+    def require(self, stored: int, unit: int) -> None:
+        """Raises ValueError if these sizes do not fit an index of `stored` units of `unit` tokens."""
+        keys, slots = self.pending[0].shape[-2], self.pending_slots
+        if unit < 1 or slots % unit or not 0 < slots <= keys:
+            raise ValueError(
+                f"Candidates(pending_slots={slots}) must be whole pages of {unit} tokens among the {keys} recent keys"
+            )
+        if self.room > stored + slots // unit:
+            raise ValueError(
+                f"Candidates(room={self.room}) is more than the {stored} stored and {slots // unit} pending units"
+            )
+
+    def of_groups(self, number: Array | int) -> Array:
+        """i32[B or 1, 1, 1, 1] of i32[B] or of a number; i32[B, K*T, 1, 1] of i32[B, T]."""
+        number = jnp.asarray(number, jnp.int32)
+        if number.ndim < 2:
+            return by_row(number)
+        return jnp.tile(number, (1, self.pending[0].shape[1]))[:, :, None, None]
+
+    def stored_units(self, units: int, unit: int = 1) -> Array:
+        """bool[B, 1 or K*T, 1, U]: which of the index's U units have a token in the span."""
+        return self._inside(*self.span, units, unit)
+
+    def pending_units(self, scores: Array, unit: int = 1) -> tuple[Array, Array]:
+        """Scores f32[B, K*T, G, W] of the pending units and which of them exist, bool[B, 1 or K*T, 1, W], from scores
+        f32[B, K*T, G, R] of the recent keys."""
+        _, start, stop = self.pending
+        scores = scores[..., : self.pending_slots]
+        valid = self._inside(start, stop - self.local, self.pending_slots)
+        if unit == 1:
+            return scores, valid
+        pages = self.pending_slots // unit
+        scores = jnp.where(valid, scores, -jnp.inf).reshape(*scores.shape[:3], pages, unit)
+        return jnp.max(scores, axis=-1), jnp.any(valid.reshape(*valid.shape[:3], pages, unit), axis=-1)
+
+    def tokens(self, units: Selection, stored: int, unit: int) -> Selection:
+        """The tokens of selected units that are candidates themselves, for an index of `stored` units."""
+        if unit == 1:
+            return units
+        slots, valid = (split_steps(a, self.steps) for a in expand_units(units, unit))
+        (start, stop), (_, first, end) = self.span, self.pending
+        start, stop, first, end = (self.of_groups(x) for x in (start, stop, first, end - self.local))
+        recent = slots - stored * unit
+        inside = jnp.where(recent < 0, (slots >= start) & (slots < stop), (recent >= first) & (recent < end))
+        return Selection(join_steps(slots, self.steps), join_steps(valid & inside, self.steps))
+
+    def _inside(self, start: Array | int, stop: Array | int, units: int, unit: int = 1) -> Array:
+        """bool[B, 1 or K*T, 1, units]: which units of `unit` slots have one from start to stop."""
+        start, stop = self.of_groups(start), self.of_groups(stop)
+        slot = lax.mul(lax.broadcasted_iota(jnp.int32, (1, 1, 1, units), 3), np.int32(unit))
+        inside = (slot > start - unit) & (slot < stop)
+        if unit > 1:  # an empty span that begins within a unit has none either
+            inside &= start < stop
+        return jnp.broadcast_to(inside, (self.pending[0].shape[0], *inside.shape[1:]))
+
+
+def by_row(number: Array | int) -> Array:
+    """i32[B, 1, 1, 1] of i32[B]; i32[1, 1, 1, 1] of a number."""
+    return jnp.reshape(jnp.asarray(number, jnp.int32), (-1, 1, 1, 1))
+
+
+def require_group_reduce(group_reduce: str) -> None:
+    if group_reduce not in GROUP_REDUCES:
+        raise ValueError(f"group_reduce must be one of {', '.join(GROUP_REDUCES)}; got {group_reduce!r}")
+
+
+def no_kernel_for(group_reduce: GroupReduce) -> str | None:
+    """Why the kernels cannot rank units by this rule; None if they can."""
+    require_group_reduce(group_reduce)
+    return "the kernels do not reduce a group by max_score" if group_reduce == "max_score" else None
+
+
+def reduce_queries(q: Array, group_reduce: GroupReduce, steps: int = 1) -> Array:
+    """The queries f32[B, K, T*G', D] to score for q [B, K, T*G, D] of T steps: under `mean_query` their mean in each
+    step (G' = 1), else all."""
+    q = q.astype(jnp.float32)
+    if group_reduce != "mean_query":
+        return q
+    return join_steps(jnp.mean(split_steps(q, steps), axis=2, keepdims=True), steps)
+
+
+def join_lists(parts: Sequence[PackedSelection]) -> PackedSelection:
+    """The selections of some steps, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return PackedSelection(*(jnp.concatenate(same, axis=2) for same in zip(*parts, strict=True)))
+
+
+SOFTMAX_REDUCES = ("max_softmax", "sum_softmax", "mean_softmax")
+
+
+def log_sum(parts: Sequence[tuple[Array, Array]]) -> Array:
+    """f32[B, K, G, 1]: log of the sum of exponentials of the scores of all parts, which are as in `reduce_scores`."""
+    scores = [jnp.where(valid, score, -jnp.inf) for score, valid in parts]
+    totals = jnp.concatenate([jax.nn.logsumexp(s, axis=-1, keepdims=True) for s in scores], axis=-1)
+    return jax.nn.logsumexp(totals, axis=-1, keepdims=True)
+
+
+def reduce_scores(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, total: Array | None = None) -> Array:
+    """f32[B, K, H, U] ranks of the units of all parts, one part after the other.
+
+    A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U']; ranks are -inf where it is false. Softmax
+    is over the units of all parts together, or over those whose `log_sum` is `total`.
+    """
+    scores = [jnp.where(valid, score, -jnp.inf) for score, valid in parts]
+    if group_reduce == "per_head":
+        return jnp.concatenate(scores, axis=-1)
+    if group_reduce == "max_score":
+        return jnp.concatenate([jnp.max(s, axis=2, keepdims=True) for s in scores], axis=-1)
+    if group_reduce in ("mean_query", "mean_score"):
+        return jnp.concatenate([jnp.mean(s, axis=2, keepdims=True) for s in scores], axis=-1)
+    total = log_sum(parts) if total is None else total
+    shares = [s - jnp.where(jnp.isneginf(total), 0.0, total) for s in scores]
+    if group_reduce == "max_softmax":
+        return jnp.concatenate([jnp.max(s, axis=2, keepdims=True) for s in shares], axis=-1)
+    pooled = jnp.concatenate([jax.nn.logsumexp(s, axis=2, keepdims=True) for s in shares], axis=-1)
+    return pooled - jnp.log(scores[0].shape[2]) if group_reduce == "mean_softmax" else pooled
+
+
+def expand_units(units: Selection, unit: int) -> Selection:
+    """Expands units (pages) to their tokens: M units give M * unit slots, adjacent ones together."""
+    if unit == 1:
+        return units
+    slots = units.slots[..., None] * unit + jnp.arange(unit, dtype=jnp.int32)[None, None, None, None]
+    valid = jnp.broadcast_to(units.valid[..., None], slots.shape)
+    *lead, M, _ = slots.shape
+    return Selection(slots.reshape(*lead, M * unit), valid.reshape(*lead, M * unit))
+
+
+def split_selection(selection: Selection | PackedSelection, slots: int) -> tuple[Selection, Selection]:
+    """Splits a selection into the part in the first `slots` slots and the part past them, with slots counted from 0."""
+    inside = selection.slots < slots
+    past = ~inside
+    return (
+        Selection(jnp.where(inside, selection.slots, 0), selection.valid & inside),
+        Selection(jnp.where(past, selection.slots - slots, 0), selection.valid & past),
+    )
+
+
+def of_lists(number: Array | int, lists: int) -> Array:
+    """i32[B or 1, 1, 1] of i32[B] or of a number; i32[B, 1, lists] of i32[B, T], step after step."""
+    number = jnp.asarray(number, jnp.int32)
+    if number.ndim < 2:
+        return number.reshape(-1, 1, 1)
+    return jnp.repeat(number, lists // number.shape[1], axis=1)[:, None]
+
+
+def of_heads(x: Array, heads: int) -> Array:
+    """[B, K or 1, Q, ...] for each of `heads` query heads, from x [B, K or 1, H, ...] by list of slots; x itself if all
+    heads share one list."""
+    return x if x.shape[2] == 1 else jnp.repeat(x, heads // x.shape[2], axis=2)
+
+
+def membership(selection: Selection, slots: int) -> Array:
+    """bool[B, K, H, S]: which of S slots are selected."""
+    at = jnp.where(selection.valid, selection.slots, slots)
+    return put_last(jnp.zeros((*at.shape[:-1], slots), bool), at, True)
+
+
+def set_recall(selection: Selection, wanted: Selection, slots: int) -> Array:
+    """f32[B, K, H] share of the wanted slots that were selected; 1 where none is wanted."""
+    got, want = membership(selection, slots), membership(wanted, slots)
+    hit = jnp.sum(got & want, axis=-1, dtype=jnp.float32)
+    return jnp.where(jnp.any(want, axis=-1), hit / jnp.maximum(jnp.sum(want, axis=-1, dtype=jnp.float32), 1.0), 1.0)
+
+
+def mass_recall(selection: Selection, logits: Array, valid: Array) -> Array:
+    """f32[B, K, G] share of softmax mass of logits f32[B, K, G, S], where `valid` [B, S], that the selection holds."""
+    weights = jax.nn.softmax(jnp.where(valid[:, None, None], logits, -jnp.inf), axis=-1)
+    return jnp.sum(jnp.where(membership(selection, logits.shape[-1]), weights, 0.0), axis=-1)

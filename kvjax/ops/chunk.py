@@ -1,0 +1,359 @@
+"""Attention of a chunk of a prompt: over itself, and over the tokens that a cache stored before it.
+
+A chunk of T tokens attends causally to itself and to every stored token. The stored part is a `PartialAttention` per
+zone, and all parts merge by their log-sum-exp. On an NVIDIA GPU each part is one cuDNN call, which reads keys and
+values in place, [B, K, S, D], skips the slots past a row's count, and takes no memory besides its output. On other
+platforms, and for inputs that cuDNN does not take (f32, sliding windows over stored tokens), plain JAX multiplies one
+block of keys at a time.
+
+A store with its keys in other memory or in few bits gives blocks of them (`attend_blocks`): the codes of a quantised
+store are expanded, and the pages of a host store copied, one block at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.memory import vary_with
+from kvjax.numerics.derivatives import with_derivative
+from kvjax.numerics.partial import (
+    PartialAttention,
+    attend_causal,
+    attend_part,
+    empty_part,
+    keep_valid,
+    merge,
+    merge_blocks,
+)
+
+Axis: TypeAlias = str | tuple[str, ...]  # of a mesh
+Reader = Callable[[Any, Array | int, int], tuple[Array, Array]]
+"""(state, first, size) -> keys and values [B, K, size, D] of the slots [first, first + size) of a store."""
+
+CPU_BLOCK = 1024  # slots per block
+GPU_BLOCK = 16384  # slots of all rows together: 67 MB of bf16 keys and values at 8 heads of 128
+
+
+def attend_chunk(q: Array, k: Array, v: Array, *, scale: float, window: int | None = None) -> Array:
+    """Causal attention of q [B, T, N, D] over its own k, v [B, T, K, D]: [B, T, N, D] in the dtype of q."""
+
+    def blocked(q: Array, k: Array, v: Array) -> Array:
+        return _blocked(q, k, v, scale, window)
+
+    def cudnn(q: Array, k: Array, v: Array) -> Array:
+        return jax.nn.dot_product_attention(
+            q,
+            k.astype(q.dtype),
+            v.astype(q.dtype),
+            is_causal=True,
+            scale=scale,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation="cudnn",
+        )
+
+    if not takes_cudnn(q.dtype, q.shape[-1]) or q.shape[1] == 1:
+        return blocked(q, k, v)
+    return lax.platform_dependent(q, k, v, cuda=cudnn, default=blocked)
+
+
+def attend_chunk_after(
+    attend_stored: Callable[[Array], PartialAttention],
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    own: PartialAttention | None = None,
+) -> Array:
+    """Attention of q [B, K, G, T, D] over stored tokens and, causally, its own k, v [B, K, T, D]: shaped as q, in f32.
+
+    `attend_stored` gives the part of q [B, K, G, T', D] over stored tokens, a part over Q = G*T'. It is called for only
+    the first T' queries, those that see stored tokens under a sliding window. `own` is the result of `attend_own`, if
+    already computed.
+    """
+    B, K, G, T, D = q.shape
+    own = attend_own(q, k, v, scale=scale, window=window) if own is None else own
+    own = PartialAttention(own.out.reshape(B, K, G, T, D), own.lse.reshape(B, K, G, T))
+    past = T if window is None else min(T, window - 1)
+    if past:
+        stored = attend_stored(q[:, :, :, :past])
+        stored = PartialAttention(stored.out.reshape(B, K, G, past, D), stored.lse.reshape(B, K, G, past))
+        rest = empty_part((B, K, G, T - past, D))
+        stored = PartialAttention(*(jnp.concatenate(two, axis=3) for two in zip(stored, rest, strict=True)))
+        own = merge(stored, own)
+    return own.out
+
+
+def attend_own(q: Array, k: Array, v: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+    """Causal attention of q [B, K, G, T, D] over its own k, v [B, K, T, D]: a part over Q = G*T, to be merged."""
+    reference = partial(attend_causal, scale=scale, window=window)
+    if not takes_cudnn(k.dtype, k.shape[-1]):
+        return reference(q, k, v)
+
+    def run(q: Array, k: Array, v: Array) -> PartialAttention:
+        kinds = _cudnn_masks()
+        out, lse = _cudnn(q, k, v, scale=scale, mask_type=kinds.CAUSAL, sliding_window_length=window)
+        return PartialAttention(out, lse)
+
+    return lax.platform_dependent(q, k, v, cuda=with_derivative(run, reference), default=reference)
+
+
+def attend_zone(q: Array, k: Array, v: Array, start: Array | None, stop: Array, *, scale: float) -> PartialAttention:
+    """Attention of a chunk's queries q [B, K, G, T, D] over the slots [start, stop) of k, v [B, K, S, D].
+
+    start is i32[B, T], a slot for each query, or None for slot 0; stop is i32[B]. The part is over Q = G*T. Keys
+    outside may hold anything; values must be finite where `start` is None.
+    """
+
+    def read(zone: tuple[Array, Array], first: Array | int, size: int) -> tuple[Array, Array]:
+        a, b = (lax.dynamic_slice_in_dim(x, first, size, axis=2) for x in zone)
+        return a, b
+
+    reference = partial(_attend_blocks, read=read, slots=k.shape[2], block=CPU_BLOCK, scale=scale)
+    if start is not None or not takes_cudnn(k.dtype, k.shape[-1]):
+        return reference(q, (k, v), start, stop)
+
+    def run(q: Array, zone: tuple[Array, Array], start: None, stop: Array) -> PartialAttention:
+        return _cudnn_part(q, *zone, stop, scale=scale)
+
+    return lax.platform_dependent(q, (k, v), start, stop, cuda=with_derivative(run, reference), default=reference)
+
+
+def attend_blocks(
+    q: Array,
+    state: Any,
+    start: Array | None,
+    stop: Array,
+    *,
+    read: Reader,
+    slots: int,
+    unit: int,
+    scale: float,
+) -> PartialAttention:
+    """`attend_zone` over keys and values that `read` returns a block at a time, out of the `slots` slots of a store.
+
+    A block has a multiple of `unit` slots, and one block is in memory at a time. On an H200 a second block, read ahead
+    of its use, gained nothing: XLA reads host memory by a kernel, one after the other with the rest.
+    """
+    rows = q.shape[0]
+
+    def sized(target: int) -> int:
+        return min(max(target // unit, 1) * unit, slots)
+
+    reference = partial(_attend_blocks, read=read, slots=slots, block=sized(CPU_BLOCK), scale=scale)
+    if start is not None or not takes_cudnn(q.dtype, q.shape[-1]):
+        return reference(q, state, start, stop)
+    block = sized(max(GPU_BLOCK // rows, CPU_BLOCK))
+
+    def run(q: Array, state: Any, start: None, stop: Array) -> PartialAttention:
+        return _stream(q, state, stop, read=read, slots=slots, block=block, part=partial(_cudnn_part, scale=scale))
+
+    return lax.platform_dependent(q, state, start, stop, cuda=with_derivative(run, reference), default=reference)
+
+
+def _stream(
+    q: Array,
+    state: Any,
+    stop: Array,
+    *,
+    read: Reader,
+    slots: int,
+    block: int,
+    part: Callable[[Array, Array, Array, Array], PartialAttention],
+) -> PartialAttention:
+    """Merges `part` of every block up to the longest row's last slot."""
+    whole = slots // block
+
+    def merged(first: Array | int, size: int, done: PartialAttention) -> PartialAttention:
+        k, v = (a.astype(q.dtype) for a in read(state, first, size))
+        return merge(done, part(q, k, v, jnp.clip(stop - first, 0, size)))
+
+    blocks = jnp.minimum(-(-jnp.max(stop) // block), whole)
+    done = vary_with(_nothing(q), q, state, stop)
+    done = lax.fori_loop(0, blocks, lambda i, done: merged(i * block, block, done), done)
+    if slots % block:
+        first = whole * block
+        last = partial(merged, first, slots - first)
+        done = lax.cond(jnp.max(stop) > first, last, lambda done: done, done)
+    return done
+
+
+@jax.custom_jvp
+def in_order(*arrays: Array) -> tuple[Array, ...]:
+    """The arrays unchanged, behind a barrier: none is available before all are computed.
+
+    Each keeps its own derivative: k and v may have none.
+    """
+    return tuple(lax.optimization_barrier(arrays))
+
+
+in_order.defjvp(lambda primals, tangents: (in_order(*primals), tangents), symbolic_zeros=True)
+
+
+def takes_cudnn(dtype: Any, head_dim: int) -> bool:
+    """Whether this process runs cuDNN attention on keys of this dtype and head size."""
+    if jax.default_backend() != "gpu" or _cudnn_call() is None:  # cuDNN's API needs a GPU while tracing
+        return False
+    largest = 256 if float(getattr(jax.devices()[0], "compute_capability", 0)) >= 9.0 else 128
+    return dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= largest
+
+
+# ------------------------------------------------------------------------------------------------------ several devices
+
+
+def splits_queries(tokens: int, parts: int, window: int | None) -> bool:
+    """Whether the queries of a chunk are split over devices: in blocks of one size, and not if a window already bounds
+    the work."""
+    return window is None and tokens % (2 * parts) == 0
+
+
+def attend_own_in_parts(q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float) -> PartialAttention:
+    """`attend_own` of a chunk that all devices have, each for its part of the queries.
+
+    q [B, K, G, T, D] is cut into twice as many blocks as devices, and a device takes one from either end, because later
+    queries see more keys. One all-gather of D + 1 numbers per token and query head.
+    """
+    B, K, G, T, D = q.shape
+    two = _own_blocks(q, k, v, axis, parts, scale=scale)
+    every = _gather_blocks([jnp.concatenate([part.out, part.lse[..., None]], axis=-1) for part in two], axis)
+    every = every.reshape(B, K, G * T, D + 1)
+    return PartialAttention(every[..., :-1], every[..., -1])
+
+
+def attend_chunk_in_parts(q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float) -> Array:
+    """`attend_chunk` for q [B, T, N, D] and k, v [B, T, K, D], by parts as `attend_own_in_parts`."""
+    grouped, (k, v) = group(q, k.shape[2]), (jnp.swapaxes(a, 1, 2) for a in (k, v))
+    two = _own_blocks(grouped, k, v, axis, parts, scale=scale)
+    return ungroup(_gather_blocks([part.out.astype(q.dtype) for part in two], axis), q.dtype)
+
+
+def _own_blocks(q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float) -> list[PartialAttention]:
+    """The parts of this device's two blocks, out f32[B, K, G, n, D] and lse f32[B, K, G, n]."""
+    (B, K, G, T, D), device = q.shape, lax.axis_index(axis)
+    n, found = T // (2 * parts), []
+    for block in (device, 2 * parts - 1 - device):
+        mine, own_k, own_v = (lax.dynamic_slice_in_dim(a, block * n, n, axis=a.ndim - 2) for a in (q, k, v))
+        before = attend_zone(mine, k, v, None, jnp.full(B, block * n, jnp.int32), scale=scale)
+        both = merge(before, attend_own(mine, own_k, own_v, scale=scale))
+        found.append(PartialAttention(both.out.reshape(B, K, G, n, D), both.lse.reshape(B, K, G, n)))
+    return found
+
+
+def _gather_blocks(two: list[Array], axis: Axis) -> Array:
+    """[B, K, G, T, ...] of the two blocks [B, K, G, n, ...] of each device."""
+    every = lax.all_gather(jnp.stack(two), axis)
+    blocks = jnp.moveaxis(jnp.concatenate([every[:, 0], every[::-1, 1]]), 0, 3)
+    return blocks.reshape(*blocks.shape[:3], -1, *blocks.shape[5:])
+
+
+# --------------------------------------------------------------------------------------------------------- plain JAX
+
+
+def _attend_blocks(
+    q: Array,
+    state: Any,
+    start: Array | None,
+    stop: Array,
+    *,
+    read: Reader,
+    slots: int,
+    block: int,
+    scale: float,
+) -> PartialAttention:
+    """Holds logits of Q x block, never of Q x S, and visits only blocks that a query sees."""
+    B, K, G, T, D = q.shape
+    block = min(block, slots)
+
+    def one(i: Array, q: Array, state: Any, start: Array | None, stop: Array) -> PartialAttention:
+        first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask the overlap
+        slot = (first + jnp.arange(block, dtype=jnp.int32))[None, None]
+        low = i * block if start is None else jnp.maximum(start, i * block)[..., None]
+        mask = (slot >= low) & (slot < stop[:, None, None])  # bool[B, 1 or T, block]
+        k, v = read(state, first, block)
+        v = keep_valid(v, jnp.any(mask, axis=1)[:, None])
+        seen = jnp.broadcast_to(mask[:, None, None], (B, 1, 1 if start is None else G, *mask.shape[1:]))
+        return attend_part(q.reshape(B, K, G * T, D), k, v, seen.reshape(B, 1, -1, block), scale=scale)
+
+    def bounds(q: Array, state: Any, start: Array | None, stop: Array) -> tuple[Array | int, Array]:
+        return 0 if start is None else jnp.min(start) // block, -(-jnp.max(stop) // block)
+
+    shape = (B, K, G * T, D)
+    return merge_blocks(one, q, state, start, stop, bounds=bounds, blocks=-(-slots // block), shape=shape)
+
+
+def _nothing(q: Array) -> PartialAttention:
+    B, K, G, T, D = q.shape
+    return empty_part((B, K, G * T, D))
+
+
+# Under grad only its inputs are stored. A branch that `platform_dependent` does not select is differentiated too, and
+# would pass on its T x T weights as zeros. Tracing it once for all layers cuts a step of 8 layers at 16384 tokens from
+# 47 s to 7 s.
+@partial(jax.checkpoint, static_argnums=(3, 4))
+@partial(jax.jit, static_argnums=(3, 4))
+def _blocked(q: Array, k: Array, v: Array, scale: float, window: int | None) -> Array:
+    B, T, N, D = q.shape
+    K = k.shape[2]
+    part = attend_causal(group(q, K), *(jnp.swapaxes(a, 1, 2) for a in (k, v)), scale=scale, window=window)
+    return ungroup(part.out.reshape(B, K, N // K, T, D), q.dtype)
+
+
+def group(q: Array, kv_heads: int) -> Array:
+    """[B, T, N, D] as [B, K, G, T, D]."""
+    B, T, N, D = q.shape
+    return jnp.moveaxis(q.reshape(B, T, kv_heads, N // kv_heads, D), 1, 3)
+
+
+def ungroup(out: Array, dtype: Any) -> Array:
+    """[B, K, G, T, D] as [B, T, N, D]."""
+    B, K, G, T, D = out.shape
+    return jnp.moveaxis(out, 3, 1).reshape(B, T, K * G, D).astype(dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------- cuDNN
+
+
+def _cudnn_part(q: Array, k: Array, v: Array, stop: Array, *, scale: float) -> PartialAttention:
+    """Over the slots [0, stop) of k, v [B, K, S, D]; stop i32[B] may be 0."""
+    T, some = q.shape[3], (stop > 0)[:, None, None]
+    queries = jnp.full_like(stop, T, dtype=jnp.int32)
+    kind = _cudnn_masks().PADDING
+    out, lse = _cudnn(q, k, v, scale=scale, mask_type=kind, q_seqlen=queries, kv_seqlen=stop.astype(jnp.int32))
+    return PartialAttention(jnp.where(some[..., None], out, 0.0), jnp.where(some, lse, -jnp.inf))
+
+
+def _cudnn(q: Array, k: Array, v: Array, **how: Any) -> tuple[Array, Array]:
+    """f32[B, K, G*T, D] and its log-sum-exp f32[B, K, G*T] of q [B, K, G, T, D]; products read q in the dtype of k."""
+    B, K, G, T, D = q.shape
+    call = _cudnn_call()
+    assert call is not None
+    heads = q.astype(k.dtype).reshape(B, K * G, T, D)
+    out, lse = call(heads, k, v.astype(k.dtype), qkv_layout="BNTH", return_residual=True, **how)
+    return out.reshape(B, K, G * T, D).astype(jnp.float32), lse.reshape(B, K, G * T)
+
+
+@cache
+def _cudnn_call() -> Callable[..., Any] | None:
+    """cuDNN's attention with its f32 log-sum-exp, keys as [B, K, S, D]; None if this jax has none.
+
+    `jax.nn.dot_product_attention` is its public API. It rounds the log-sum-exp to the dtype of the queries, 3 % of a
+    part's weight in bfloat16, and takes keys only as [B, S, K, D], which would cost a copy of the stored tokens.
+    """
+    try:
+        from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention
+    except ImportError:  # pragma: no cover (a jax that moved it)
+        return None
+    return dot_product_attention
+
+
+def _cudnn_masks() -> Any:
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType
+
+    return MaskType

@@ -1,0 +1,169 @@
+"""RazorAttention: a window of tokens, and one token that stands for all evicted ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import register_dataclass
+
+from kvjax.evictors import Sliding
+from kvjax.numerics.partial import PartialAttention, attend_part, merge
+from kvjax.policies.evicting import Evicting, EvictingState
+from kvjax.policies.policy import Info
+from kvjax.spec import CacheSpec
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class CompensatedState:
+    """The kept tokens, and the sums of the evicted ones."""
+
+    kept: EvictingState
+    sum_k: Array  # f32[B, K, D] of the keys of evicted tokens
+    sum_v: Array  # f32[B, K, D] of their values
+    next_k: Array  # dtype[B, K, D] key of the token that is evicted next, if all slots are full
+    next_v: Array  # dtype[B, K, D] its value
+
+    @property
+    def length(self) -> Array:
+        """i32[B] tokens received."""
+        return self.kept.length
+
+    @property
+    def overflow(self) -> Array:
+        """bool[B]: always false, because there is room for every token."""
+        return self.kept.overflow
+
+    @property
+    def evicted(self) -> Array:
+        """i32[B] evicted tokens, those in the sums."""
+        return self.kept.length - self.kept.tokens.count
+
+    @property
+    def compensation(self) -> tuple[Array, Array]:
+        """f32[B, K, D] mean key and mean value of the evicted tokens; 0 if none was evicted."""
+        count = jnp.maximum(self.evicted, 1).astype(jnp.float32)[:, None, None]
+        return self.sum_k / count, self.sum_v / count
+
+
+@dataclass(frozen=True)
+class Compensated:
+    """Keeps a window of tokens, and the mean key and value of all evicted tokens, weighted by their number.
+
+    A query attends to the tokens of `window`, and to the mean key and value of the n evicted tokens, whose logit is
+    raised by log n. Costs 2 D float32 and one token per row and KV head besides the window.
+
+    **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), compensation tokens, equations of section 3.3.
+    **Differs:** a prompt in several chunks compensates between them too; the paper compresses it once.
+
+    >>> import kvjax
+    >>> policy = kvjax.Compensated(kvjax.Evicting(evictor=kvjax.Sliding(sink=4), budget=256))
+    """
+
+    window: Evicting
+
+    def __post_init__(self) -> None:
+        evictor = getattr(self.window, "evictor", None)
+        if not isinstance(evictor, Sliding):
+            raise ValueError(
+                f"Compensated got {self.window!r}; it sums what a sliding window evicts, so give it "
+                "kvjax.Evicting(evictor=kvjax.Sliding(...))"
+            )
+        if evictor.renumbered:
+            raise ValueError(
+                "Compensated sums keys at their original positions, so its window cannot renumber tokens; use "
+                f"kvjax.Sliding(sink={evictor.sink}) without rope"
+            )
+
+    def init(self, spec: CacheSpec) -> CompensatedState:
+        shape = (spec.batch, spec.kv_heads, spec.head_dim)
+        sums, tokens = ([jnp.zeros(shape, dtype) for _ in range(2)] for dtype in (jnp.float32, spec.dtype))
+        return CompensatedState(self.window.init(spec), *sums, *tokens)
+
+    def update(self, st: CompensatedState, k: Array, v: Array, active: Array) -> CompensatedState:
+        leaves = (active & (st.kept.tokens.count == st.kept.tokens.slots))[:, None, None]
+        sum_k = st.sum_k + jnp.where(leaves, st.next_k.astype(jnp.float32), 0.0)
+        sum_v = st.sum_v + jnp.where(leaves, st.next_v.astype(jnp.float32), 0.0)
+        return self._state(self.window.update(st.kept, k, v, active), sum_k, sum_v)
+
+    def _state(self, kept: EvictingState, sum_k: Array, sum_v: Array) -> CompensatedState:
+        """The state with a copy of the token that is evicted next. If an update read that token from the slots that it
+        then writes, XLA would copy the slots."""
+        oldest = jnp.argmax(kept.position == self._first(kept, kept.length)[:, None, None], axis=-1)[:, :, None, None]
+        tokens = (jnp.take_along_axis(a, oldest, axis=2)[:, :, 0] for a in (kept.tokens.k, kept.tokens.v))
+        return CompensatedState(kept, sum_k, sum_v, *tokens)
+
+    def prefill(self, st: CompensatedState, k: Array, v: Array, lengths: Array) -> CompensatedState:
+        kept, T, sink = st.kept, k.shape[2], self._sink
+        first, end = self._first(kept, kept.length), self._first(kept, kept.length + lengths)
+
+        def leaves(position: Array) -> Array:
+            """bool[B, K, L]: which positions i32[B, K, L] this chunk evicts."""
+            return (position >= sink) & (position >= first[:, None, None]) & (position < end[:, None, None])
+
+        used = jnp.arange(kept.tokens.slots)[None] < kept.tokens.count[:, None]
+        coming = jnp.broadcast_to((kept.length[:, None] + jnp.arange(T)[None])[:, None], (*k.shape[:2], T))
+        sources = ((leaves(kept.position) & used[:, None], kept.tokens.k, kept.tokens.v), (leaves(coming), k, v))
+
+        def add(total: Array, which: int) -> Array:
+            for mask, *tokens in sources:
+                evicted = jnp.where(mask[..., None], tokens[which].astype(jnp.float32), 0.0)
+                total = total + jnp.sum(evicted, axis=2)
+            return total
+
+        return self._state(self.window.prefill(kept, k, v, lengths), add(st.sum_k, 0), add(st.sum_v, 1))
+
+    def attend(
+        self, st: CompensatedState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, CompensatedState, Info]:
+        self._check_window(window)
+        kept = st.kept
+        used = (jnp.arange(kept.tokens.slots)[None] < kept.tokens.count[:, None])[:, None, None]
+        part = attend_part(q, kept.tokens.k, kept.tokens.v, used, scale=scale)
+        out = merge(part, self._compensate(st, q, scale)).out
+        attended = jnp.broadcast_to(kept.tokens.count.astype(jnp.float32)[:, None], q.shape[:2])
+        return out.astype(q.dtype), st, Info(attended, None)
+
+    def attend_stored(
+        self, st: CompensatedState, q: Array, *, scale: float, window: int | None = None
+    ) -> PartialAttention:
+        self._check_window(window)
+        B, K, G, T, D = q.shape
+        stored = self.window.attend_stored(st.kept, q, scale=scale)
+        return merge(stored, self._compensate(st, q.reshape(B, K, G * T, D), scale))
+
+    def full_rows(self, st: CompensatedState) -> None:
+        return None
+
+    def flush(self, st: CompensatedState) -> CompensatedState:
+        return st
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        """0: the cache does not grow with the context."""
+        return 0.0
+
+    @property
+    def _sink(self) -> int:
+        return self.window.evictor.sink  # type: ignore[attr-defined]  # checked to be a Sliding
+
+    def _first(self, kept: EvictingState, length: Array) -> Array:
+        """i32[B]: the oldest position past the sink that is kept after `length` tokens."""
+        return jnp.maximum(length - (kept.tokens.slots - self._sink), self._sink)
+
+    def _compensate(self, st: CompensatedState, q: Array, scale: float) -> PartialAttention:
+        """Attention of q [B, K, Q, D] over the mean of the evicted tokens; empty if none was evicted."""
+        k, v = st.compensation
+        logits = jnp.einsum("bkqd,bkd->bkq", q.astype(jnp.float32), k, precision="highest") * scale
+        count = st.evicted[:, None, None]
+        lse = jnp.where(count > 0, logits + jnp.log(jnp.maximum(count, 1).astype(jnp.float32)), -jnp.inf)
+        out = jnp.broadcast_to(jnp.where(count[..., None] > 0, v[:, :, None], 0.0), (*q.shape[:3], v.shape[-1]))
+        return PartialAttention(out, lse)
+
+    def _check_window(self, window: int | None) -> None:
+        if window is not None:
+            raise ValueError(
+                f"Compensated keeps the mean of all evicted tokens, so it cannot serve a sliding window of {window}; "
+                "use kvjax.Evicting(evictor=kvjax.Sliding(...)) alone"
+            )

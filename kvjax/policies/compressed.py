@@ -1,0 +1,148 @@
+"""Compressed caches: every token is kept in few bits and attended, as in LogQuant and KIVI."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax import ops
+from kvjax.numerics.derivatives import refuse_derivative
+from kvjax.numerics.partial import PartialAttention
+from kvjax.ops.chunk import in_order
+from kvjax.policies.policy import Info, attend_in_turn, heads_as_steps, step_lengths, steps_as_heads
+from kvjax.policies.zones import Visible, Zoned, ZonedState
+from kvjax.spec import keep_int
+from kvjax.stores import FusedStore, Quantized, Store
+from kvjax.stores.demotion import Demotion, Fifo
+
+QUERIES = 8  # queries of a KV head that kernels take at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed(Zoned):
+    """Keeps every token and attends to all of them: sink and recent block exactly, the history as its store keeps it.
+
+    `demote` says which tokens leave the recent block for the store, `local` how many of the newest ones never do. A
+    `FusedStore` attends to all zones in one operation. A row's history has capacity - sink - local + 1 slots, rounded
+    down to whole chunks (at least one).
+
+    With `value_window`, at most `local`, keys and values of the recent block are rounded at different times, as in KIVI
+    and LogQuant: the newest `value_window` values are exact. Keys are exact until their chunk is complete, or, if the
+    demotion is not in order, as long as they are in the block. A key or value that is rounded before its counterpart is
+    read as it will be stored, which costs each step the rounding of the block; both are stored together.
+
+    >>> import kvjax
+    >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=512)
+    >>> layer = kvjax.init_layer(kvjax.Compressed(store=kvjax.Quantized(bits=4)), spec)
+    """
+
+    store: Store = Quantized()
+    sink: int = 0
+    local: int = 1
+    demote: Demotion = Fifo(leave=128)
+    value_window: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.value_window is not None:
+            keep_int(self, "value_window", at_least=1)
+            if self.value_window > self.local:
+                raise ValueError(
+                    f"Compressed(value_window={self.value_window}) keeps more values than the local window of "
+                    f"{self.local} tokens has; use local={self.value_window}, or a smaller window"
+                )
+
+    def attend(
+        self, st: ZonedState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, ZonedState, Info]:
+        seen = self.visible(st, window)
+        if isinstance(self.store, FusedStore):
+            out = self.store.attend_with(st.store, q, seen.store, seen.recent, seen.sink, scale=scale)
+        else:
+            history = self.store.attend(st.store, q, seen.store, scale=scale)
+            out = ops.attend_beside(history, q, None, seen.recent, seen.sink, scale=scale)
+        return out, st, self._info(st, window)
+
+    def decode(
+        self, st: ZonedState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, ZonedState, Info]:
+        """Each step sees the tokens up to its own: the same arrays with smaller counts.
+
+        Without a sliding window all steps see the same history and read it together, up to `QUERIES` queries of a KV
+        head at once, as many as kernels take.
+        """
+        # Counts are read before they change in place; XLA would copy them otherwise.
+        lengths, count = in_order(step_lengths(st.length, count, k.shape[2], self.free(st)), count)
+        after = self.put_tokens(st, k, v, count)
+        if window is None and self.value_window is None:
+            return self._attend_steps(after, q, lengths, scale=scale)
+
+        def attend(st: ZonedState, q: Array, length: Array) -> tuple[Array, ZonedState, Info]:
+            return self.attend(self.shortened(st, length), q, scale=scale, window=window)
+
+        return attend_in_turn(attend, after, q, lengths)
+
+    def _attend_steps(
+        self, st: ZonedState, q: Array, lengths: Array, *, scale: float
+    ) -> tuple[Array, ZonedState, Info]:
+        """All T steps of q [B, K, G, T, D] at once; after each, a row holds `lengths` i32[T, B] tokens."""
+        G, T = q.shape[2:4]
+        seen, queries = self.visible_steps(st, jnp.moveaxis(lengths, 0, 1)), steps_as_heads(q)
+        pass_size = max(QUERIES // G, 1) * G
+        parts = [
+            self.store.attend(st.store, queries[:, :, first : first + pass_size], seen.store, scale=scale)
+            for first in range(0, T * G, pass_size)
+        ]
+        history = PartialAttention(*(jnp.concatenate(same, axis=2) for same in zip(*parts, strict=True)))
+        out = ops.attend_beside(history, queries, None, seen.recent, seen.sink, scale=scale)
+        info = jax.vmap(lambda length: self._info(self.shortened(st, length), None))(lengths)
+        return heads_as_steps(out, T), st, info
+
+    def visible(self, st: ZonedState, window: int | None) -> Visible:
+        seen = super().visible(st, window)
+        if self.value_window is None:
+            return seen
+        k, v = self._rounded(st)
+        return seen._replace(recent=seen.recent._replace(k=k, v=v))
+
+    def attend_stored(self, st: ZonedState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+        if self.value_window is not None:
+            k, v = self._rounded(st)
+            st = replace(st, recent=replace(st.recent, k=k, v=v))
+        return super().attend_stored(st, q, scale=scale, window=window)
+
+    def _rounded(self, st: ZonedState) -> tuple[Array, Array]:
+        """Keys and values of the recent block; those that are no longer exact are as the store will return them."""
+        assert self.value_window is not None
+        chunk, count = self.demote.leave, st.recent.count[:, None, None, None]
+        whole = st.recent.slots // chunk * chunk
+        k, v = refuse_derivative(
+            f"{self} rounds keys and values of the recent block, which has no derivative; use value_window=None, or "
+            "jax.lax.stop_gradient on k and v",
+            st.recent.k,
+            st.recent.v,
+        )
+        slot = jnp.arange(st.recent.slots, dtype=jnp.int32)[None, None, :, None]
+        in_chunks = (count - 1) // chunk * chunk if self.demote.ordered else jnp.zeros_like(count)
+        rounded = self.store.decoded(k[:, :, :whole], v[:, :, :whole])
+        k_rounded, v_rounded = (
+            jnp.concatenate([new.astype(old.dtype), old[:, :, whole:]], axis=2)
+            for new, old in zip(rounded, (k, v), strict=True)
+        )
+        return jnp.where(slot < in_chunks, k_rounded, k), jnp.where(slot < count - self.value_window, v_rounded, v)
+
+    def _info(self, st: ZonedState, window: int | None) -> Info:
+        (B, K), seen = st.recent.k.shape[:2], self.visible(st, window)
+        attended = jnp.maximum(st.store.count - seen.store, 0) + seen.recent.size
+        if seen.sink is not None:
+            attended += seen.sink.size
+        slots = self.sink + st.store.slots + st.recent.slots
+        position = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (B, K, 1, slots))
+        read = position < st.length[:, None, None, None]
+        if seen.first is not None:
+            read &= position >= seen.first[:, None, None, None]
+        counted = jnp.broadcast_to(attended.astype(jnp.float32)[:, None], (B, K))
+        return Info(counted, None, None, jnp.where(read, position, -1))

@@ -1,0 +1,369 @@
+"""Caches with a fixed number of slots: once they are full, each new token evicts one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.tree_util import register_dataclass
+
+from kvjax import ops
+from kvjax.evictors import Evictor, Renumbering
+from kvjax.memory import vary_with
+from kvjax.numerics.blocks import Block, empty_block, write
+from kvjax.numerics.indexing import put_last
+from kvjax.numerics.partial import (
+    PartialAttention,
+    Span,
+    attend_part,
+    keep_valid,
+    merge,
+    softmax_weights,
+)
+from kvjax.numerics.selection import Selection
+from kvjax.ops.chunk import attend_own, attend_zone, takes_cudnn
+from kvjax.policies.policy import Info, chunk_starts, lowest_visible
+from kvjax.spec import CacheSpec, keep_int
+from kvjax.validation import check_verbs
+
+QUERIES = 128  # queries of a prompt whose weights are in memory at a time
+PARTS = 4  # of a prompt's voters; each is compared with the keys up to its own last query only
+SLOTS = 1024  # slots that a chunk of a prompt attends to at a time
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class EvictingState:
+    """The tokens that each KV head holds, in any order, with their positions and evidence.
+
+    Slots fill in order of arrival. Later a new token takes the slot of an evicted one.
+    """
+
+    tokens: Block  # [B, K, S, D]
+    position: Array  # i32[B, K, S] of each token
+    evidence: Array | None  # f32[B, K, S] what the evictor knows of each token; None if it needs nothing
+    length: Array  # i32[B] tokens received, which is the position of the next one
+    due: Array | None  # bool[B] a token was stored whose query the evictor has not seen yet; None as above
+
+    @property
+    def overflow(self) -> Array:
+        """bool[B]: always false, because there is room for every token."""
+        return jnp.zeros_like(self.length, bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evicting:
+    """Keeps at most `budget` tokens per KV head and attends to all of them; the `evictor` says which one to evict.
+
+    When all slots are full, a new token takes the slot of an evicted one before its query attends, so a step reads
+    `budget` tokens, its own included. The spec's capacity costs no further memory, and a row may receive more tokens
+    than that; `length` counts all of them. Keys keep their original positions.
+
+    A chunk of a prompt attends exactly to itself and to the tokens kept from the chunks before it; then all tokens
+    beyond the budget are evicted at once. A prompt in one chunk is thus read exactly and evicted once, as in the
+    papers; in several chunks, the cache holds at most the budget and one chunk at any time. (The size is `chunk` of
+    `kvjax.generate`.) In a model with a sliding window, a token outside of the window keeps its slot until it is
+    evicted.
+    """
+
+    evictor: Evictor
+    budget: int = 1024  # tokens kept and attended
+
+    def __post_init__(self) -> None:
+        keep_int(self, "budget", at_least=1)
+        check_verbs("Evicting(evictor=...)", self.evictor, "an evictor", ("check", "worth"), "kvjax.Sliding()")
+        self.evictor.check(self.budget)
+
+    def init(self, spec: CacheSpec) -> EvictingState:
+        slots = min(self.budget, spec.capacity)
+        shape, needs_queries = (spec.batch, spec.kv_heads, slots), self.evictor.arrival is not None
+        return EvictingState(
+            tokens=empty_block(spec, slots),
+            position=jnp.zeros(shape, jnp.int32),
+            evidence=jnp.zeros(shape, jnp.float32) if needs_queries else None,
+            length=jnp.zeros(spec.batch, jnp.int32),
+            due=jnp.zeros(spec.batch, bool) if needs_queries else None,
+        )
+
+    def update(self, st: EvictingState, k: Array, v: Array, active: Array) -> EvictingState:
+        B, K, S = st.position.shape
+        added = active.astype(jnp.int32)
+        length = st.length + added  # the code below reads only this one: XLA would copy the old one if it read both
+        slot = self._slot(st, length)
+
+        def place(buffer: Array, new: Array) -> Array:
+            """`buffer` [B, K, S, D] with `new` [B, K, 1, D] in the slot of each head of the active rows."""
+            rows, tokens = (a.reshape(B * K, 1, -1, a.shape[3]) for a in (buffer, new))
+            return write(rows, tokens, slot.reshape(-1), jnp.repeat(added, K)).reshape(buffer.shape)
+
+        taken = (jnp.arange(S)[None, None] == slot[..., None]) & active[:, None, None]
+        arrival, evidence = self.evictor.arrival, st.evidence
+        if evidence is not None and arrival is not None:
+            evidence = jnp.where(taken, jnp.float32(arrival), evidence)
+        return replace(
+            st,
+            tokens=Block(place(st.tokens.k, k), place(st.tokens.v, v), jnp.minimum(st.tokens.count + added, S)),
+            position=jnp.where(taken, length[:, None, None] - 1, st.position),
+            evidence=evidence,
+            length=length,
+            due=None if st.due is None else st.due | active,
+        )
+
+    def attend(
+        self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, EvictingState, Info]:
+        visible = self._valid(st) & (st.position >= lowest_visible(st.length - 1, window)[:, None, None])
+        positions = jnp.where(visible, st.position, -1)[:, :, None]
+        info = Info(jnp.sum(visible, axis=-1, dtype=jnp.float32), None, positions=positions)
+        seen, after = st.evidence, st
+        if st.evidence is not None and st.due is not None:
+            weights = softmax_weights(q, st.tokens.k, visible[:, :, None], scale=scale)
+            seen = self.evictor.see_step(st.evidence, weights)
+            evidence = jnp.where(st.due[:, None, None], seen, st.evidence)
+            after = replace(st, evidence=evidence, due=jnp.zeros_like(st.due))
+        if moved := self._renumbered:
+            out = self._attend_moved(st, q[:, :, :, None], visible[:, :, None], moved, scale=scale).out
+        elif window is None and seen is st.evidence:
+            out = self._attend_held(st, q, scale=scale)
+        else:  # the visible slots have gaps, or the logits are computed above anyway
+            out = attend_part(q, st.tokens.k, st.tokens.v, visible[:, :, None], scale=scale).out
+        return out, after, info
+
+    # -------------------------------------------------------------------------------------------------------- prompts
+
+    def prefill(self, st: EvictingState, k: Array, v: Array, lengths: Array) -> EvictingState:
+        """Stores a prompt without its queries. Raises ValueError for an evictor that needs them."""
+        if self.evictor.arrival is not None:
+            raise ValueError(f"{self.evictor} needs the queries of a prompt; call kvjax.attention or prefill_observed")
+        return self._keep(st, k, v, lengths, None)
+
+    def prefill_observed(
+        self,
+        st: EvictingState,
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: Array,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> EvictingState:
+        if self.evictor.arrival is None:
+            return self.prefill(st, k, v, lengths)
+        T, S = k.shape[2], st.tokens.slots
+        voters = self.evictor.voters(self._share(S))
+        # The last queries of each row, padded at the front to whole blocks with queries that see nothing.
+        voter_count = T if voters is None else min(voters, T)
+        block = min(voter_count, QUERIES)
+        padded_count = -(-voter_count // block) * block
+        at = lengths[:, None] - padded_count + jnp.arange(padded_count)[None]
+        queries = jnp.take_along_axis(q, jnp.maximum(at, 0)[:, None, None, :, None], axis=3)
+        votes_too = (at >= 0) & (jnp.arange(padded_count) >= padded_count - voter_count)[None]
+        query_position = jnp.where(votes_too, st.length[:, None] + at, -1)
+        keys = jnp.concatenate([st.tokens.k, k.astype(st.tokens.k.dtype)], axis=2)
+        position = jnp.concatenate([self._positions(st), self._coming(st, lengths, T)], axis=2)
+        lse = None
+        if voters is None and T > QUERIES and takes_cudnn(keys.dtype, keys.shape[3]):
+            # cuDNN's sums over the keys take less time than a softmax in JAX, which reads and writes all logits.
+            real = keep_valid(k, position[:, :, S:] >= 0)
+            parts = attend_own(q, real, real, scale=scale, window=window), self._attend_kept(st, q, scale, window)
+            lse = jnp.take_along_axis(merge(*parts).lse.reshape(q.shape[:4]), jnp.maximum(at, 0)[:, None, None], axis=3)
+
+        def count(i: Array, votes: Array) -> Array:
+            L = votes.shape[3]
+            qb = lax.dynamic_slice_in_dim(queries, i * block, block, axis=3)
+            here = lax.dynamic_slice_in_dim(query_position, i * block, block, axis=1)
+            first, at = lowest_visible(here, window), position[:, :, None, :L]
+            seen = (at <= here[:, None, :, None]) & (at >= first[:, None, :, None]) & (at >= 0)
+            known = None if lse is None else lax.dynamic_slice_in_dim(lse, i * block, block, axis=3)
+            return votes + _sum_weights(qb, keys[:, :, :L], seen, scale, known)
+
+        (B, K, L), blocks = position.shape, padded_count // block
+        votes = vary_with(jnp.zeros((B, K, q.shape[2], L), jnp.float32), queries, keys, query_position, position)
+        bounds = [blocks * part // PARTS for part in range(PARTS + 1)]
+        for begin, end in pairwise(bounds):
+            if begin < end:
+                earlier = L - (padded_count - end * block)  # keys that are not after the last of these queries
+                counted = lax.fori_loop(begin, end, count, votes[..., :earlier])
+                # `votes.at[...].set` is a scatter, at which XLA of jaxlib 0.11.2 crashes on several CPU devices.
+                votes = lax.dynamic_update_slice_in_dim(votes, counted, 0, axis=3)
+        return self._keep(st, k, v, lengths, votes)
+
+    def _keep(self, st: EvictingState, k: Array, v: Array, lengths: Array, votes: Array | None) -> EvictingState:
+        """Keeps the tokens of highest worth among the S slots and the T tokens of a chunk.
+
+        `votes` f32[B, K, G, S+T] are in this order: by slot, then by place in the chunk.
+        """
+        (B, K, S), T = st.position.shape, k.shape[2]
+        end = st.length + lengths
+        position = self._positions(st)
+        # One line in order of position: empty slots, held tokens, the chunk, its padding.
+        order = jnp.argsort(position, axis=-1).astype(jnp.int32)
+        order = jnp.concatenate([order, jnp.broadcast_to(S + jnp.arange(T, dtype=jnp.int32), (B, K, T))], axis=-1)
+        position = jnp.concatenate([position, self._coming(st, lengths, T)], axis=2)
+        position = jnp.take_along_axis(position, order, axis=-1)
+        arrival, evidence = self.evictor.arrival, st.evidence
+        if evidence is not None and votes is not None and arrival is not None:
+            line = jnp.concatenate([evidence, jnp.full((B, K, T), arrival, jnp.float32)], axis=2)
+            evidence = jnp.take_along_axis(line, order, axis=-1)
+            votes = jnp.take_along_axis(votes, order[:, :, None], axis=-1)
+            evidence = self.evictor.see_prompt(evidence, votes, position, end, self._share(S))
+        worth = self.evictor.worth(evidence, position, end, self._share(S))
+
+        # The line is reversed, so that ties go to the newer token.
+        best = self._best(jnp.flip(worth, axis=-1), jnp.flip(position >= 0, axis=-1), S)
+        L = S + T
+        place = jnp.sort(jnp.where(best.valid, L - 1 - best.slots, L), axis=-1)  # the kept places, in order; then L
+        valid, place = place < L, jnp.minimum(place, L - 1)
+
+        def tokens(place: Array) -> tuple[Array, Array]:
+            """Keys and values [B, K, X, D] of the line at places i32[B, K, X]."""
+            source = jnp.take_along_axis(order, place, axis=-1)[..., None]
+            k_line, v_line = (
+                jnp.concatenate([old, new.astype(old.dtype)], axis=2)
+                for old, new in ((st.tokens.k, k), (st.tokens.v, v))
+            )
+            return jnp.take_along_axis(k_line, source, axis=2), jnp.take_along_axis(v_line, source, axis=2)
+
+        def select(line: Array) -> Array:
+            return jnp.where(valid, jnp.take_along_axis(line, place, axis=-1), jnp.zeros((), line.dtype))
+
+        def leaving() -> tuple[Array, Array]:
+            stays = put_last(jnp.zeros((B, K, L), bool), jnp.where(valid, place, L), True)
+            gone = jnp.sort(jnp.where((position >= 0) & ~stays, jnp.arange(L, dtype=jnp.int32)[None, None], L), axis=-1)
+            return tokens(jnp.minimum(gone[..., :T], L - 1))
+
+        kept_k, kept_v = (keep_valid(a, valid) for a in tokens(place))
+        new = {
+            "tokens": Block(kept_k, kept_v, jnp.minimum(st.tokens.count + lengths, S)),
+            "position": select(position),
+            "evidence": None if evidence is None else select(evidence),
+            "length": end,
+            "due": None if st.due is None else jnp.zeros_like(st.due),
+        }
+        takes = lengths > 0  # a row that stores nothing keeps its slots as they are
+        old = {name: getattr(st, name) for name in new}
+        new = jax.tree.map(lambda a, b: jnp.where(takes.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, old)
+        return self._settled(replace(st, **new), valid, takes, leaving)
+
+    def attend_stored(
+        self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
+    ) -> PartialAttention:
+        return self._attend_kept(st, q, scale, window)
+
+    # ---------------------------------------------------------------------------------------------------------- parts
+
+    def _attend_kept(self, st: EvictingState, q: Array, scale: float, window: int | None) -> PartialAttention:
+        """Attention of a chunk's queries q [B, K, G, T, D] to the slots."""
+        first = chunk_starts(st.length, q.shape[3], window)
+        B, K, G, T, D = q.shape
+        if moved := self._renumbered:
+            seen = jnp.broadcast_to(self._valid(st)[:, :, None], (B, 1, T, st.tokens.slots))
+            if first is not None:
+                seen = seen & (st.position[:, :, None] >= first[:, None, :, None])
+            return self._attend_moved(st, q, jnp.tile(seen, (1, 1, G, 1)), moved, scale=scale)
+        if first is None:
+            return attend_zone(q, st.tokens.k, st.tokens.v, None, st.tokens.count, scale=scale)
+        first = jnp.tile(first, (1, G))[:, None, :, None]
+        position = self._positions(st)
+        parts = []
+        for at in range(0, position.shape[2], SLOTS):
+            here = position[:, :, None, at : at + SLOTS]
+            k, v = (a[:, :, at : at + SLOTS] for a in (st.tokens.k, st.tokens.v))
+            mask = (here >= first) & (here >= 0)
+            parts.append(attend_part(q.reshape(B, K, G * T, D), k, v, mask, scale=scale))
+        return merge(*parts)
+
+    @property
+    def _renumbered(self) -> int:
+        return self.evictor.renumbered if isinstance(self.evictor, Renumbering) else 0
+
+    def _attend_moved(self, st: EvictingState, q: Array, seen: Array, moved: int, *, scale: float) -> PartialAttention:
+        """Attention of q [B, K, G, T, D], a part over G*T, to the slots `seen` bool[B, 1 or K, 1 or G*T, S].
+
+        The first `moved` slots hold tokens whose distance to a query counts only the tokens still held in between.
+        """
+        assert isinstance(self.evictor, Renumbering)
+        B, K, G, T, D = q.shape
+        n = min(moved, st.tokens.slots)
+        turned = self.evictor.turn(q, st.tokens.count - st.length)
+        parts = []
+        for queries, slots in ((turned, slice(0, n)), (q, slice(n, None))):
+            k, v = st.tokens.k[:, :, slots], st.tokens.v[:, :, slots]
+            parts.append(attend_part(queries.reshape(B, K, G * T, D), k, v, seen[..., slots], scale=scale))
+        return merge(*parts)
+
+    def _attend_held(self, st: EvictingState, q: Array, *, scale: float) -> Array:
+        """Attention of q [B, K, G, D] to all tokens in the slots."""
+        span = Span(st.tokens.k, st.tokens.v, jnp.zeros_like(st.length), st.tokens.count)
+        return ops.attend_span(q, span, scale=scale)
+
+    def _slot(self, st: EvictingState, end: Array) -> Array:
+        """i32[B, K]: the slot for the token at position `end` - 1: an empty one, or that of the evicted token."""
+        evicted = self._to_evict(st, jnp.ones_like(st.position, bool), end)
+        return jnp.where((end > st.tokens.slots)[:, None], evicted, end[:, None] - 1)
+
+    def _to_evict(self, st: EvictingState, valid: Array, end: Array) -> Array:
+        """i32[B, K]: the slot of least worth among the `valid` bool[B, K, S]; of equals the oldest."""
+        worth = self.evictor.worth(st.evidence, st.position, end, self._share(st.tokens.slots))
+        worth = jnp.where(valid, worth, jnp.inf)
+        least = valid & (worth == jnp.min(worth, axis=-1, keepdims=True))
+        return jnp.argmin(jnp.where(least, st.position, jnp.iinfo(jnp.int32).max), axis=-1).astype(jnp.int32)
+
+    def _share(self, slots: int) -> int:
+        """The number of slots of a head that the evictor decides for."""
+        return slots
+
+    def _best(self, worth: Array, eligible: Array, slots: int) -> Selection:
+        """Selects the tokens to keep, [B, K, slots], by worth f32[B, K, L] among the `eligible` bool[B, K, L]."""
+        return ops.top_k(worth, eligible, slots)
+
+    def _settled(
+        self, st: EvictingState, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
+    ) -> EvictingState:
+        """Completes the state after a prompt, for subclasses that keep more than the slots.
+
+        The slots where `valid` bool[B, K, S] have just been filled, in the rows that it `takes` bool[B]. `leaving`
+        gives keys and values [B, K, T, D]: first those of the evicted tokens, in order, then arbitrary ones.
+        """
+        return st
+
+    def _valid(self, st: EvictingState) -> Array:
+        """bool[B, 1 or K, S]: slots that hold a token."""
+        return (jnp.arange(st.tokens.slots)[None] < st.tokens.count[:, None])[:, None]
+
+    def _positions(self, st: EvictingState) -> Array:
+        """i32[B, K, S] positions of the tokens in the slots, -1 in empty slots."""
+        return jnp.where(self._valid(st), st.position, -1)
+
+    @staticmethod
+    def _coming(st: EvictingState, lengths: Array, T: int) -> Array:
+        """i32[B, K, T] positions of a chunk's tokens, -1 for padding."""
+        at = jnp.arange(T, dtype=jnp.int32)[None]
+        coming = jnp.where(at < lengths[:, None], st.length[:, None] + at, -1)
+        return jnp.broadcast_to(coming[:, None], (*st.position.shape[:2], T))
+
+    def full_rows(self, st: EvictingState) -> None:
+        return None
+
+    def flush(self, st: EvictingState) -> EvictingState:
+        return st
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        """0: the cache does not grow with the context."""
+        return 0.0
+
+
+def _sum_weights(q: Array, k: Array, seen: Array, scale: float, lse: Array | None) -> Array:
+    """f32[B, K, G, L]: softmax weights of q [B, K, G, T, D] over k [B, K, L, D] where `seen` bool[B, K, T, L], summed
+    over T. `lse` f32[B, K, G, T] has the logarithms of the sums over L, if they are known."""
+    B, K, G, T, D = q.shape
+    L = k.shape[2]
+    mask = jnp.broadcast_to(seen[:, :, None], (B, K, G, T, L)).reshape(B, K, -1, L)
+    lse = None if lse is None else lse.reshape(B, K, -1)
+    weights = softmax_weights(q.reshape(B, K, -1, D), k, mask, scale=scale, lse=lse)
+    return jnp.sum(weights.reshape(B, K, G, T, L), axis=3)

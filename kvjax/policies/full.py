@@ -1,0 +1,199 @@
+"""Full attention: every token is kept, and every query attends to all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.tree_util import register_dataclass
+
+from kvjax import ops
+from kvjax.numerics.blocks import Block, empty_block, put, take_rows
+from kvjax.numerics.partial import PartialAttention, Span
+from kvjax.ops.chunk import attend_zone, in_order
+from kvjax.policies.policy import (
+    Info,
+    attend_in_turn,
+    chunk_starts,
+    heads_as_steps,
+    in_range,
+    lowest_visible,
+    step_lengths,
+    steps_as_heads,
+)
+from kvjax.sharding.context import Axis, Stripes, merge_chunk, merge_parts
+from kvjax.spec import CacheSpec
+from kvjax.stores import Dense
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class FullState:
+    """The tokens of each row, in order."""
+
+    tokens: Block  # [B, K, capacity, D], slot = position
+    overflow: Array  # bool[B] a token of this row was dropped
+
+    @property
+    def length(self) -> Array:
+        """i32[B] tokens held."""
+        return self.tokens.count
+
+
+@dataclass(frozen=True)
+class Full:
+    """Keeps every token and attends to all of them: an ordinary KV cache, the baseline for all other policies."""
+
+    def init(self, spec: CacheSpec) -> FullState:
+        return FullState(empty_block(spec, spec.capacity), jnp.zeros(spec.batch, bool))
+
+    def prefill(self, st: FullState, k: Array, v: Array, lengths: Array) -> FullState:
+        overflow = st.overflow | (st.length + lengths > st.tokens.slots)
+        return FullState(put(st.tokens, k, v, lengths), overflow)
+
+    def update(self, st: FullState, k: Array, v: Array, active: Array) -> FullState:
+        (tokens,), overflow = ops.put_token([st.tokens], k, v, active, st.overflow)
+        return FullState(tokens, overflow)
+
+    def attend(
+        self, st: FullState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, FullState, Info]:
+        # Values past count are finite: zeros, or tokens of a row that was replaced.
+        span = self._span(st, window)
+        return ops.attend_span(q, span, scale=scale), st, self._info(st, span)
+
+    def _span(self, st: FullState, window: int | None) -> Span:
+        return Span(st.tokens.k, st.tokens.v, lowest_visible(st.length - 1, window), st.length)
+
+    def _info(self, st: FullState, span: Span) -> Info:
+        """The `Info` of a step that reads `span`, whose slots are those of the whole row."""
+        heads, slots = st.tokens.k.shape[:2], self._slots(st)
+        slot = lax.broadcasted_iota(jnp.int32, (span.stop.shape[0], slots), 1)
+        positions = jnp.where((slot >= span.start[:, None]) & (slot < span.stop[:, None]), slot, -1)
+        attended = lax.broadcast_in_dim(span.size.astype(jnp.float32), (span.stop.shape[0], heads[1]), (0,))
+        return Info(attended, None, positions=lax.broadcast_in_dim(positions, (*heads, 1, slots), (0, 3)))
+
+    def attend_stored(self, st: FullState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+        start = chunk_starts(st.length, q.shape[3], window)
+        return attend_zone(q, st.tokens.k, st.tokens.v, start, st.length, scale=scale)
+
+    def decode(
+        self, st: FullState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, FullState, Info]:
+        """Each step sees the tokens up to its own: the same arrays with a smaller length, in one pass over them."""
+        T = k.shape[2]
+        # Counts are read before they change in place; XLA would copy them otherwise.
+        lengths, count = in_order(step_lengths(st.length, count, T, self.free(st)), count)
+        (tokens,), overflow = ops.put_tokens([st.tokens], k, v, count, st.overflow)
+        after = FullState(tokens, overflow)
+        stop = jnp.moveaxis(lengths, 0, 1)
+        span = Span(after.tokens.k, after.tokens.v, lowest_visible(stop - 1, window), stop)
+        out = heads_as_steps(ops.attend_span(steps_as_heads(q), span, scale=scale), T)
+
+        def info(length: Array) -> Info:
+            state = self._shortened(after, length)
+            return self._info(state, self._span(state, window))
+
+        return out, after, jax.vmap(info)(lengths)
+
+    def free(self, st: FullState) -> Array:
+        return self._slots(st) - st.length
+
+    def earliest(self, st: FullState) -> Array:
+        return jnp.zeros_like(st.length)
+
+    def rollback(self, st: FullState, lengths: Array) -> FullState:
+        lengths, outside = in_range(lengths, self.earliest(st), st.length)
+        return replace(self._shortened(st, lengths), overflow=st.overflow | outside)
+
+    def truncate(self, st: FullState, lengths: Array) -> FullState:
+        return self.rollback(st, lengths)
+
+    def _shortened(self, st: FullState, lengths: Array) -> FullState:
+        return replace(st, tokens=replace(st.tokens, count=lengths))
+
+    def _slots(self, st: FullState) -> int:
+        return st.tokens.slots
+
+    def full_rows(self, st: FullState) -> None:
+        return None
+
+    def flush(self, st: FullState) -> FullState:
+        return st
+
+    def over_context(self, axis: Axis, parts: int) -> StripedFull:
+        return StripedFull(Stripes(axis, parts, tokens=1))
+
+    def turns(self, spec: CacheSpec, parts: int) -> int:
+        return spec.capacity // parts
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return Dense().bytes_per_token(spec)
+
+
+@dataclass(frozen=True)
+class StripedFull(Full):
+    """`Full` on one device of a context axis: it stores its stripes, and attends to the tokens of all devices.
+
+    The state's `count` is that of the whole row, its arrays are those of the device.
+    """
+
+    stripes: Stripes
+
+    def init(self, spec: CacheSpec) -> FullState:
+        parts = self.stripes.parts
+        if spec.capacity % parts:
+            raise ValueError(
+                f"Placement(context={self.stripes.axis!r}) cannot split a capacity of {spec.capacity} tokens evenly "
+                f"over {parts} devices; use capacity={spec.capacity // parts * parts + parts}"
+            )
+        return FullState(empty_block(spec, spec.capacity // parts), jnp.zeros(spec.batch, bool))
+
+    def prefill(self, st: FullState, k: Array, v: Array, lengths: Array) -> FullState:
+        before, own = st.length, self._own(st)
+        after = jnp.minimum(before + lengths, self._slots(st))
+        slots = own.count[:, None] + jnp.arange(self.stripes.max_tokens(k.shape[2]))[None]
+        source = self.stripes.place(slots) - before[:, None]
+        own = put(own, take_rows(k, source), take_rows(v, source), self.stripes.owned(after) - own.count)
+        return FullState(replace(own, count=after), st.overflow | (before + lengths > after))
+
+    def update(self, st: FullState, k: Array, v: Array, active: Array) -> FullState:
+        _, here = self.stripes.slot(st.length)
+        fits = active & (st.length < self._slots(st))
+        (own,), _ = ops.put_token([self._own(st)], k, v, fits & here, st.overflow)
+        return FullState(replace(own, count=st.length + fits.astype(jnp.int32)), st.overflow | (active & ~fits))
+
+    def attend(
+        self, st: FullState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, FullState, Info]:
+        start = None if window is None else self.stripes.owned(lowest_visible(st.length - 1, window))[:, None]
+        part = self._attend_own(st, q[:, :, :, None], start, scale=scale)
+        return merge_parts(part, self.stripes.axis).out.astype(q.dtype), st, self._info(st, self._span(st, window))
+
+    def decode(
+        self, st: FullState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, FullState, Info]:
+        """As `Full`, but one step attends after the other: the device's part of the tokens differs by step."""
+        after = self.prefill(st, k, v, count)
+
+        def attend(st: FullState, q: Array, length: Array) -> tuple[Array, FullState, Info]:
+            return self.attend(self._shortened(st, length), q, scale=scale, window=window)
+
+        return attend_in_turn(attend, after, q, step_lengths(st.length, count, k.shape[2], self.free(st)))
+
+    def attend_stored(self, st: FullState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+        start = chunk_starts(st.length, q.shape[3], window)
+        start = None if start is None else self.stripes.owned(start)
+        return merge_chunk(self._attend_own(st, q, start, scale=scale), self.stripes.axis)
+
+    def _attend_own(self, st: FullState, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+        own = self._own(st)
+        return attend_zone(q, own.k, own.v, start, own.count, scale=scale)
+
+    def _own(self, st: FullState) -> Block:
+        return replace(st.tokens, count=self.stripes.owned(st.length))
+
+    def _slots(self, st: FullState) -> int:
+        return st.tokens.slots * self.stripes.parts

@@ -1,0 +1,137 @@
+"""AdaKV: one budget for all KV heads of a layer, divided among them by what their tokens are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import register_dataclass
+
+from kvjax import ops
+from kvjax.numerics.indexing import put_last
+from kvjax.numerics.partial import PartialAttention, Span
+from kvjax.numerics.selection import Selection
+from kvjax.policies.evicting import Evicting, EvictingState
+from kvjax.spec import CacheSpec
+
+ALL = 2**30  # a sliding window that hides nothing
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class HeadBudgetsState(EvictingState):
+    """Heads hold different numbers of tokens, each in its first slots; `tokens.count` is the largest of them."""
+
+    head_counts: Array  # i32[B, K] tokens of a head
+    limit: Array  # i32[B, K] tokens that a head may hold until the next prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadBudgets(Evicting):
+    """Keeps `budget` tokens per KV head on average, and more in heads whose attention is spread widely.
+
+    When a prompt exceeds the budget, all its tokens in all KV heads compete for the slots of the layer by their worth,
+    and each head keeps as many as it wins. Each head keeps at least its best `floor * budget` tokens. In later steps a
+    head evicts its own tokens. Shapes are static: each head has room for `ceiling * budget` tokens, and a step reads
+    all of that room.
+
+    **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550), Algorithm 1 over SnapKV's votes: floor 0.2. **Differs:** the
+    paper has no `ceiling`, because it stores heads one after the other; here tokens beyond it go to other heads. The
+    paper's safeguard mixes each head's budget with an equal share; here each head is guaranteed an equal share of
+    `floor`, and heads compete for the rest. A GQA group shares what it keeps, and generated tokens count.
+
+    >>> import kvjax
+    >>> policy = kvjax.HeadBudgets(evictor=kvjax.Observation(), budget=256)
+    >>> policy.head_bounds
+    (51, 512)
+    """
+
+    floor: float = 0.2
+    ceiling: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, low, high in (("floor", 0.0, 1.0), ("ceiling", 1.0, 1e6)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ValueError(f"HeadBudgets({name}={value!r}) must be a number from {low:g} to {high:g}")
+        if self.evictor.arrival is None:
+            raise ValueError(
+                f"HeadBudgets got {self.evictor}, which ranks tokens by position alone; use kvjax.Observation()"
+            )
+
+    @property
+    def head_bounds(self) -> tuple[int, int]:
+        """The fewest and the most tokens that a head with a full cache holds."""
+        return max(int(self.floor * self.budget), 1), int(self.ceiling * self.budget)
+
+    @property
+    def joins_heads(self) -> bool:
+        """True: all heads compete for one budget, so none can be computed without the others."""
+        return True
+
+    def init(self, spec: CacheSpec) -> HeadBudgetsState:
+        largest_head = replace(self, budget=self.head_bounds[1])
+        st = Evicting.init(largest_head, spec)
+        heads = (spec.batch, spec.kv_heads)
+        return HeadBudgetsState(
+            **vars(st),
+            head_counts=jnp.zeros(heads, jnp.int32),
+            limit=jnp.full(heads, min(self.budget, spec.capacity), jnp.int32),
+        )
+
+    def update(self, st: EvictingState, k: Array, v: Array, active: Array) -> HeadBudgetsState:
+        assert isinstance(st, HeadBudgetsState)
+        new = super().update(st, k, v, active)
+        assert isinstance(new, HeadBudgetsState)
+        counts = st.head_counts + (active[:, None] & (st.head_counts < st.limit)).astype(jnp.int32)
+        largest = jnp.maximum(st.tokens.count, jnp.max(counts, axis=1))  # of the old count, whose buffer it reuses
+        return replace(new, head_counts=counts, tokens=replace(new.tokens, count=largest))
+
+    # ---------------------------------------------------------------------------------------------------------- parts
+
+    def _attend_kept(self, st: EvictingState, q: Array, scale: float, window: int | None) -> PartialAttention:
+        return super()._attend_kept(st, q, scale, ALL if window is None else window)
+
+    def _attend_held(self, st: EvictingState, q: Array, *, scale: float) -> Array:
+        assert isinstance(st, HeadBudgetsState)
+        # Heads hold different numbers of tokens, so here heads are rows.
+        rows, k, v = (a.reshape(-1, 1, *a.shape[2:]) for a in (q, st.tokens.k, st.tokens.v))
+        stop = st.head_counts.reshape(-1)
+        return ops.attend_span(rows, Span(k, v, jnp.zeros_like(stop), stop), scale=scale).reshape(q.shape)
+
+    def _share(self, slots: int) -> int:
+        return min(self.budget, slots)
+
+    def _valid(self, st: EvictingState) -> Array:
+        assert isinstance(st, HeadBudgetsState)
+        return jnp.arange(st.tokens.slots)[None, None] < st.head_counts[..., None]
+
+    def _slot(self, st: EvictingState, end: Array) -> Array:
+        assert isinstance(st, HeadBudgetsState)
+        return jnp.where(st.head_counts < st.limit, st.head_counts, self._to_evict(st, self._valid(st), end))
+
+    def _best(self, worth: Array, eligible: Array, slots: int) -> Selection:
+        """Selects the best tokens of all heads together, at most `slots` per head."""
+        (B, K, _), share = worth.shape, self._share(slots)
+        own = ops.top_k(worth, eligible, slots)  # highest worth first
+        worth = jnp.take_along_axis(worth, own.slots, axis=-1)
+        certain = jnp.arange(slots) < min(self.head_bounds[0], share)
+        worth = jnp.where(certain[None, None], jnp.inf, worth)
+        # Ties go to the head in which the token ranks higher.
+        line, valid = (jnp.swapaxes(a, 1, 2).reshape(B, 1, -1) for a in (worth, own.valid))
+        winners = ops.top_k(line, valid, K * share)
+        place = jnp.where(winners.valid, winners.slots, line.shape[2])[:, 0]
+        wins = put_last(jnp.zeros((B, line.shape[2]), bool), place, True)
+        return Selection(own.slots, own.valid & jnp.swapaxes(wins.reshape(B, slots, K), 1, 2))
+
+    def _settled(
+        self, st: EvictingState, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
+    ) -> HeadBudgetsState:
+        assert isinstance(st, HeadBudgetsState)
+        counts, share = jnp.sum(valid, axis=-1, dtype=jnp.int32), self._share(st.tokens.slots)
+        limit = jnp.where((st.length <= share)[:, None], share, counts)  # a short prompt is kept whole
+        counts, limit = (jnp.where(takes[:, None], *two) for two in ((counts, st.head_counts), (limit, st.limit)))
+        return replace(st, head_counts=counts, limit=limit, tokens=replace(st.tokens, count=jnp.max(counts, axis=1)))

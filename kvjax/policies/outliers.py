@@ -1,0 +1,133 @@
+"""ShadowKV: retrieval of pages by their landmarks, besides pages that the store keeps exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax import ops
+from kvjax.numerics.packing import whole_units
+from kvjax.numerics.partial import merge
+from kvjax.numerics.selection import PackedSelection, Selection, by_row, reduce_queries, split_selection
+from kvjax.policies.policy import Info
+from kvjax.policies.retrieval import Retrieval
+from kvjax.policies.selected import without_packing
+from kvjax.policies.zones import Visible, ZonedState
+from kvjax.selectors import MeanPages, Selector
+from kvjax.sharding.context import Axis
+from kvjax.stores import LowRank, Store
+from kvjax.stores.demotion import Demotion, Fifo
+from kvjax.validation import check_verbs
+
+LAST = -1e30  # the score of a page that is attended anyway
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutlierRetrieval(Retrieval):
+    """A `Retrieval` that also attends, in every step, to the pages that its store keeps exact.
+
+    These pages are the outliers, which their landmarks describe worst; they are not selected a second time. The budget
+    counts them: it covers sink, local window, outliers and what the selector finds.
+
+    **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465), Algorithm 2.
+
+    >>> import kvjax
+    >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=64, capacity=4096)
+    >>> layer = kvjax.init_layer(kvjax.OutlierRetrieval(store=kvjax.LowRank(rank=64), budget=1024), spec)
+    """
+
+    selector: Selector = MeanPages()
+    store: Store = LowRank()
+    demote: Demotion = Fifo(leave=1024)
+
+    def __post_init__(self) -> None:
+        verbs = ("init", "append", "kept", "attend_kept")
+        check_verbs("OutlierRetrieval(store=...)", self.store, "a store of exact pages", verbs, "kvjax.LowRank()")
+        super().__post_init__()
+        if self.exact_store.page != self.selector.unit:
+            raise ValueError(
+                f"OutlierRetrieval got {self.selector} with units of {self.selector.unit} and {self.store} with pages "
+                f"of {self.exact_store.page}; use pages of one size"
+            )
+        least = self.sink + self.local + self.beside
+        if self.budget < least:
+            raise ValueError(
+                f"budget={self.budget} is below sink + local + outliers = {self.sink} + {self.local} + {self.beside}, "
+                f"which every step attends to; raise the budget to at least {least}, or use fewer outliers"
+            )
+
+    @property
+    def exact_store(self) -> LowRank:
+        """The store, which keeps some pages exact."""
+        return self.store  # type: ignore[return-value]  # its verbs are checked above
+
+    @property
+    def beside(self) -> int:
+        """Tokens of the budget that every step attends to besides sink and local window."""
+        return self.exact_store.outliers * self.exact_store.page
+
+    @property
+    def selected(self) -> int:
+        return whole_units(max(self.budget - self.sink - self.local - self.beside, 0), self.selector.unit)
+
+    def over_context(self, axis: Axis, parts: int) -> Retrieval:
+        raise ValueError(
+            f"{type(self).__name__} has one basis for all tokens of a row, so they cannot be split over the {parts} "
+            "devices of context; split only the batch"
+        )
+
+    def find(
+        self,
+        st: ZonedState,
+        q: Array,
+        seen: Visible,
+        *,
+        scale: float,
+        in_order: int = 0,
+        scores: Array | None = None,
+        steps: int = 1,
+    ) -> Selection | PackedSelection:
+        if not self.beside:
+            return super().find(st, q, seen, scale=scale, in_order=in_order, scores=scores, steps=steps)
+        if scores is None:
+            queries = reduce_queries(q.astype(jnp.float32), self.selector.group_reduce, steps)
+            scores = self.selector.score(st.index, queries, scale=scale)
+        kept = self.exact_store.kept(st.store)
+        scores = jnp.where(kept[:, :, None], LAST, scores)
+        every = super().find(st, q, seen, scale=scale, in_order=in_order, scores=scores, steps=steps)
+        found = without_packing(every)
+        return found._replace(valid=found.valid & ~self._are_kept(st, kept, found))
+
+    def _are_kept(self, st: ZonedState, kept: Array, selection: Selection) -> Array:
+        """bool[B, K, H, M]: which slots belong to pages in `kept` bool[B, K, P]."""
+        B, K, H, M = selection.slots.shape
+        page = jnp.minimum(selection.slots // self.selector.unit, kept.shape[2] - 1).reshape(B, K, H * M)
+        here = jnp.take_along_axis(kept, page, axis=2).reshape(B, K, H, M)
+        return here & (selection.slots < st.store.slots)
+
+    def attend_selected(
+        self, st: ZonedState, q: Array, selection: Selection | PackedSelection, seen: Visible, *, scale: float
+    ) -> tuple[Array, ZonedState, Info]:
+        if not self.beside:
+            return super().attend_selected(st, q, selection, seen, scale=scale)
+        selection = without_packing(selection)
+        stored, pending = split_selection(selection, st.store.slots)
+        start = None if seen.first is None else seen.store
+        exact = self.exact_store.attend_kept(st.store, q, start, scale=scale)
+        history = merge(self.store.attend_slots(st.store, q, stored, scale=scale), exact)
+        out = ops.attend_beside(history, q, pending, self.local_span(seen), seen.sink, scale=scale)
+        return out, st, self._with_outliers(st, seen, self.info(st, seen, selection))
+
+    def _with_outliers(self, st: ZonedState, seen: Visible, info: Info) -> Info:
+        slots, valid = self.exact_store.kept_slots(st.store)
+        valid = valid & (slots >= by_row(seen.store))
+        assert info.positions is not None
+        H = info.positions.shape[2]
+        at = jnp.where(valid, self.positions(st, slots), -1)
+        at = jnp.broadcast_to(at, (*at.shape[:2], H, at.shape[3]))
+        return info._replace(
+            attended=info.attended + jnp.sum(valid[:, :, 0], axis=-1).astype(jnp.float32),
+            positions=jnp.concatenate([info.positions, at], axis=-1),
+        )

@@ -1,0 +1,172 @@
+"""KV heads of one layer under two policies: RazorAttention and DuoAttention keep everything for some heads only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.tree_util import register_dataclass
+
+from kvjax.numerics.partial import PartialAttention
+from kvjax.policies.policy import Growing, Info, Observer, Policy
+from kvjax.spec import CacheSpec, require_int
+from kvjax.validation import check_verbs
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class PerHeadState:
+    """The states of the two policies, each for its own heads."""
+
+    selected: Any
+    others: Any
+
+    @property
+    def length(self) -> Array:
+        """i32[B] tokens received."""
+        return self.selected.length
+
+    @property
+    def overflow(self) -> Array:
+        """bool[B] a token of this row was dropped."""
+        return self.selected.overflow | self.others.overflow
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerHead:
+    """The policy `selected` for the KV heads `heads` of a layer, and `others` for all other heads.
+
+    Each policy sees a cache of its own heads only, and decides among these.
+
+    >>> import kvjax
+    >>> window = kvjax.Evicting(evictor=kvjax.Sliding(sink=4), budget=256)
+    >>> policy = kvjax.PerHead(heads=(0, 5), selected=kvjax.Full(), others=window)
+    """
+
+    heads: tuple[int, ...]
+    selected: Policy
+    others: Policy
+
+    def __post_init__(self) -> None:
+        heads = tuple(require_int("PerHead(heads=...)", head, at_least=0) for head in self.heads)
+        if not heads or len(set(heads)) < len(heads):
+            raise ValueError(
+                f"PerHead(heads={self.heads}) must name at least one KV head, and each once; for no head, use the "
+                "policy `others` itself"
+            )
+        object.__setattr__(self, "heads", tuple(sorted(heads)))
+        for name, policy in (("selected", self.selected), ("others", self.others)):
+            verbs = ("init", "prefill", "update", "attend")
+            check_verbs(f"PerHead({name}=...)", policy, "a policy", verbs, "kvjax.Full()")
+
+    def init(self, spec: CacheSpec) -> PerHeadState:
+        n, K = len(self.heads), spec.kv_heads
+        if self.heads[-1] >= K or n == K:
+            raise ValueError(
+                f"PerHead(heads={self.heads}) must be some, but not all, of the {K} KV heads 0 to {K - 1}; for all "
+                "heads, use the policy `selected` itself"
+            )
+        selected, others = self._specs(spec)
+        return PerHeadState(self.selected.init(selected), self.others.init(others))
+
+    def prefill(self, st: PerHeadState, k: Array, v: Array, lengths: Array) -> PerHeadState:
+        (k1, k2), (v1, v2) = self._split(k), self._split(v)
+        return PerHeadState(
+            self.selected.prefill(st.selected, k1, v1, lengths), self.others.prefill(st.others, k2, v2, lengths)
+        )
+
+    def prefill_observed(
+        self,
+        st: PerHeadState,
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: Array,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> PerHeadState:
+        def one(policy: Policy, st: Any, q: Array, k: Array, v: Array) -> Any:
+            if isinstance(policy, Observer):
+                return policy.prefill_observed(st, q, k, v, lengths, scale=scale, window=window)
+            return policy.prefill(st, k, v, lengths)
+
+        parts = zip(self._split(q), self._split(k), self._split(v), strict=True)
+        policies = ((self.selected, st.selected), (self.others, st.others))
+        return PerHeadState(*(one(policy, part, *qkv) for (policy, part), qkv in zip(policies, parts, strict=True)))
+
+    def update(self, st: PerHeadState, k: Array, v: Array, active: Array) -> PerHeadState:
+        (k1, k2), (v1, v2) = self._split(k), self._split(v)
+        return PerHeadState(
+            self.selected.update(st.selected, k1, v1, active), self.others.update(st.others, k2, v2, active)
+        )
+
+    def attend(
+        self, st: PerHeadState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, PerHeadState, Info]:
+        q1, q2 = self._split(q)
+        out1, selected, info1 = self.selected.attend(st.selected, q1, scale=scale, window=window)
+        out2, others, info2 = self.others.attend(st.others, q2, scale=scale, window=window)
+        info = Info(self._join(info1.attended, info2.attended), None)
+        weighted = info1.log_weights is not None or info2.log_weights is not None
+        if info1.positions is not None and info2.positions is not None and not weighted:
+            info = info._replace(positions=self._join(*_pad_positions(info1.positions, info2.positions)))
+        return self._join(out1, out2.astype(out1.dtype)), PerHeadState(selected, others), info
+
+    def attend_stored(self, st: PerHeadState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+        q1, q2 = self._split(q)
+        selected = self.selected.attend_stored(st.selected, q1, scale=scale, window=window)
+        others = self.others.attend_stored(st.others, q2, scale=scale, window=window)
+        return PartialAttention(*(self._join(a, b) for a, b in zip(selected, others, strict=True)))
+
+    def full_rows(self, st: PerHeadState) -> Array | None:
+        found = [
+            rows
+            for rows in (self.selected.full_rows(st.selected), self.others.full_rows(st.others))
+            if rows is not None
+        ]
+        return None if not found else found[0] if len(found) == 1 else found[0] | found[1]
+
+    def flush(self, st: PerHeadState) -> PerHeadState:
+        return PerHeadState(self.selected.flush(st.selected), self.others.flush(st.others))
+
+    def grown(self, st: PerHeadState, before: PerHeadState) -> PerHeadState:
+        def one(policy: Policy, st: Any, before: Any) -> Any:
+            return policy.grown(st, before) if isinstance(policy, Growing) else st
+
+        return PerHeadState(
+            one(self.selected, st.selected, before.selected), one(self.others, st.others, before.others)
+        )
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        selected, others = self._specs(spec)
+        return self.selected.bytes_per_token(selected) + self.others.bytes_per_token(others)
+
+    def _specs(self, spec: CacheSpec) -> tuple[CacheSpec, CacheSpec]:
+        n, K, G = len(self.heads), spec.kv_heads, spec.group
+        return replace(spec, kv_heads=n, q_heads=n * G), replace(spec, kv_heads=K - n, q_heads=(K - n) * G)
+
+    def _split(self, x: Array) -> tuple[Array, Array]:
+        """The heads of each policy of x [B, K, ...]."""
+        selected = np.array(self.heads)
+        return x[:, selected], x[:, np.setdiff1d(np.arange(x.shape[1]), selected)]
+
+    def _join(self, selected: Array, others: Array) -> Array:
+        """The two parts joined to [B, K, ...], each head in its place."""
+        K, heads = selected.shape[1] + others.shape[1], np.array(self.heads)
+        order = np.argsort(np.concatenate([heads, np.setdiff1d(np.arange(K), heads)]))
+        return jnp.concatenate([selected, others], axis=1)[:, order]
+
+
+def _pad_positions(a: Array, b: Array) -> tuple[Array, Array]:
+    """Positions [B, K, H, M] of two policies, padded with -1 to the larger H and M of both."""
+    H, M = max(a.shape[2], b.shape[2]), max(a.shape[3], b.shape[3])
+
+    def widen(x: Array) -> Array:
+        x = jnp.broadcast_to(x, (*x.shape[:2], H, x.shape[3])) if x.shape[2] != H else x
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, M - x.shape[3])), constant_values=-1)
+
+    return widen(a), widen(b)

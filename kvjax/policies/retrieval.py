@@ -1,0 +1,309 @@
+"""Retrieval: every token is kept and a few of them are attended, as in FIER, ParisKV and Quest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax import ops
+from kvjax.memory import in_host_memory
+from kvjax.numerics.packing import whole_units
+from kvjax.numerics.selection import PackedSelection, Selection, reduce_queries
+from kvjax.ops.chunk import in_order
+from kvjax.policies.policy import Info, Policy, attend_in_turn, heads_as_steps, step_lengths, steps_as_heads
+from kvjax.policies.selected import SelectedZones, without_packing
+from kvjax.policies.shared import Follower, require_whole_pages
+from kvjax.policies.short import DenseCapacity, Short, is_short
+from kvjax.policies.zones import Visible, ZonedState
+from kvjax.selectors import (
+    Candidates,
+    FusedSelector,
+    MultiStepSelector,
+    Selector,
+    WindowedSelector,
+    require_truncatable,
+    with_own_pending,
+)
+from kvjax.sharding.context import Axis, SplitSelector
+from kvjax.spec import CacheSpec, keep_int
+from kvjax.stores import CachingStore, Dense, MultiStepStore, Store
+from kvjax.stores.demotion import Demotion, Fifo
+from kvjax.stores.hot import HotBlock
+from kvjax.validation import check_verbs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrieval(SelectedZones):
+    """Keeps every token and attends to `budget` of them per step: sink, local window and what the selector finds.
+
+    `budget` counts each token whose keys and values a step reads. `local` is 64 by default, or a quarter of the budget
+    if that is less. Besides the `local` tokens, fewer than a chunk of recent tokens are pending; they compete with the
+    history by their exact scores (for which their keys are read), so a budget of 32 attends to 32 tokens. A row with
+    fewer than `dense_below` tokens attends to all of them; because shapes are static, every step then gathers room for
+    that many.
+
+    `kvjax.init` makes a whole cache `Full` if its capacity is at most `dense_capacity` tokens: its steps then read
+    every token, and no budget applies; see `kvjax.policies.short`. "auto" is the capacity below which a benchmark found
+    that faster on this kind of GPU, and 0 elsewhere. Set 0 to study selections.
+
+    A row's history has capacity - sink - local + 1 slots, rounded down to whole chunks (at least one).
+
+    >>> import kvjax
+    >>> policy = kvjax.Retrieval(selector=kvjax.Fier(), budget=64)
+    >>> policy.sink, policy.local
+    (4, 16)
+    """
+
+    selector: Selector
+    store: Store = Dense()
+    budget: int = 1024
+    sink: int = 4
+    local: int = None  # type: ignore[assignment]  # `__post_init__` sets the default, which depends on the budget
+    demote: Demotion = Fifo(leave=256)
+    dense_below: int = 0
+    dense_capacity: DenseCapacity = 0
+
+    def __post_init__(self) -> None:
+        keep_int(self, "budget", at_least=1)
+        if self.local is None:
+            object.__setattr__(self, "local", max(1, min(64, self.budget // 4)))
+        super().__post_init__()
+        check_verbs(
+            "Retrieval(selector=...)",
+            self.selector,
+            "a selector",
+            ("check", "init", "append", "score"),
+            "kvjax.Fier()",
+            fields=("unit", "group_reduce"),
+            protocol="kvjax.Selector",
+        )
+        keep_int(self, "dense_below", at_least=0)
+        if self.dense_capacity != "auto":
+            keep_int(self, "dense_capacity", at_least=0)
+        if self.budget < self.sink + self.local:
+            raise ValueError(
+                f"budget={self.budget} is below sink + local = {self.sink} + {self.local}, which every step attends "
+                f"to; raise the budget to at least {self.sink + self.local}, or lower sink and local"
+            )
+        unit = self.selector.unit
+        if self.demote.leave % unit:
+            raise ValueError(
+                f"{self.selector} scores pages of {unit} tokens, but {self.demote} has chunks of {self.demote.leave}; "
+                f"make it leave a multiple of {unit}"
+            )
+        require_whole_pages(self.store, unit, f"{self.selector} selects {unit} tokens at a time")
+
+    def init(self, spec: CacheSpec) -> ZonedState:
+        self.selector.check(spec, self.demote.leave)
+        st = super().init(spec)
+        if isinstance(self.store, CachingStore):
+            heads = spec.group if self.selector.group_reduce == "per_head" else 1
+            units = (st.store.slots + self._pending_slots(st)) // self.selector.unit
+            self.store.require_room(heads * self.room(units) * self.selector.unit)
+        return replace(st, index=self.selector.init(spec, st.store.slots))
+
+    def of_size(self, spec: CacheSpec) -> Policy:
+        short = is_short(self.dense_capacity, type(self.selector).__name__, spec)
+        return Short(self) if short else self
+
+    def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
+        index = self.selector.append(st.index, k, st.store.count, count)
+        return replace(super().append(st, k, v, count), index=index)
+
+    def truncate_index(self, ix: Any, count: Array) -> Any:
+        return require_truncatable(self.selector).truncate(ix, count)
+
+    # ----------------------------------------------------------------------------------------------------- attending
+
+    def attend(
+        self, st: ZonedState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, ZonedState, Info]:
+        """Scores and selects (`find`); gathers, attends and merges (`attend_selected`, which `Follower` shares)."""
+        seen = self.visible(st, window)
+        selection = self.find(st, q, seen, scale=scale)
+        return self.attend_selected(st, q, selection, seen, scale=scale)
+
+    def attend_active(
+        self, st: ZonedState, q: Array, active: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, ZonedState, Info]:
+        """`attend`. To it, a history in host memory looks empty in rows where `active` bool[B] is false."""
+        if not in_host_memory(st.store):
+            return self.attend(st, q, scale=scale, window=window)
+        count = st.store.count
+        seen = _counted(st.store, jnp.where(active, count, 0))
+        out, st, info = self.attend(replace(st, store=seen), q, scale=scale, window=window)
+        return out, replace(st, store=_counted(st.store, count)), info
+
+    def find(
+        self,
+        st: ZonedState,
+        q: Array,
+        seen: Visible,
+        *,
+        scale: float,
+        in_order: int = 0,
+        scores: Array | None = None,
+        steps: int = 1,
+    ) -> Selection | PackedSelection:
+        """Scores the tokens besides sink and local window and selects the best for q [B, K, G, D], in whole units.
+
+        History and pending tokens compete. The last `in_order` units of the selection are those that rank lowest, in
+        order of rank; a `FusedSelector` guarantees at most one. `scores` are those of the history, if already computed.
+        With several `steps`, q is [B, K, T*G, D], `seen` has a step axis, and the selection is [B, K, T*H, M].
+        """
+        selector, unit, group_reduce = self.selector, self.selector.unit, self.selector.group_reduce
+        queries, candidates = reduce_queries(q, group_reduce, steps), self._candidates(st, seen, steps)
+        fused = self._fused(seen.first is None, in_order)
+        if scores is None and fused is not None:
+            if steps > 1 and isinstance(fused, MultiStepSelector):
+                return fused.select_steps(st.index, queries, candidates, scale=scale)
+            return fused.select(st.index, queries, candidates, scale=scale)
+        if seen.window is not None and isinstance(selector, WindowedSelector):
+            scores = selector.score_visible(st.index, queries, candidates, window=seen.window, scale=scale)
+        elif scores is None:
+            scores = selector.score(st.index, queries, scale=scale)
+        scored = with_own_pending(selector, candidates, queries)
+        best = ops.select_top(scores, queries, scored, group_reduce, unit=unit, scale=scale)
+        return candidates.tokens(best, st.store.slots // unit, unit)
+
+    def _candidates(self, st: ZonedState, seen: Visible, steps: int) -> Candidates:
+        """The units of history and pending tokens that compete, and how many are selected."""
+        unit = self.selector.unit
+        pending_slots = self._pending_slots(st)
+        room = self.room((st.store.slots + pending_slots) // unit)
+        limit: Array | int = self.selected // unit  # a number if it is the same for all: an array would cost a kernel
+        dense = seen.length < self.dense_below if self.dense_below else None
+        if room != limit:
+            limit = jnp.where(seen.length < self.dense_below, room, limit)
+        start, recent_start = (0, 0) if seen.first is None else (seen.store, seen.recent.start)
+        return Candidates(
+            span=(start, st.store.count),
+            pending=(st.recent.k, recent_start, seen.recent.stop),
+            limit=limit,
+            room=room,
+            pending_slots=pending_slots,
+            local=self.local,
+            steps=steps,
+            window=seen.window,
+            dense=dense,
+        )
+
+    def _pending_slots(self, st: ZonedState) -> int:
+        """The first slots of the recent block, before those of the local window, in whole units."""
+        unit = self.selector.unit
+        return max(-(-(st.recent.slots - self.local) // unit), 1) * unit
+
+    def _fused(self, all_visible: bool, in_order: int = 0) -> FusedSelector | None:
+        """The selector, if it can make the selection of `find` by itself."""
+        selector = self.selector
+        if not isinstance(selector, FusedSelector) or in_order > selector.lowest_is_last:
+            return None
+        return selector if all_visible or selector.selects_in_window else None
+
+    def decode(
+        self, st: ZonedState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, ZonedState, Info]:
+        """Each step sees the state as it is after its own token: the same arrays with smaller counts.
+
+        One pass over the index and one attention serve all steps, if store and selector support it. Under a sliding
+        window, or with a store that changes as it is read, one step attends after the other.
+        """
+        # Counts are read before they change in place; XLA would copy them otherwise.
+        lengths, count = in_order(step_lengths(st.length, count, k.shape[2], self.free(st)), count)
+        after = self.put_tokens(st, k, v, count)
+        selector, store = self.selector, self.store
+        fused = isinstance(selector, FusedSelector)
+        together = isinstance(selector, MultiStepSelector) or not fused
+        if window is None and together and isinstance(store, MultiStepStore):
+            return self._attend_steps(after, q, lengths, scale=scale)
+        scores = None if window is not None or fused else self._score_steps(st, jnp.moveaxis(q, 3, 0), scale=scale)
+
+        def attend(st: ZonedState, q: Array, length: Array, scores: Array | None) -> tuple[Array, ZonedState, Info]:
+            st = self.shortened(st, length)
+            seen = self.visible(st, window)
+            return self.attend_selected(st, q, self.find(st, q, seen, scale=scale, scores=scores), seen, scale=scale)
+
+        return attend_in_turn(attend, after, q, lengths, scores)
+
+    def _attend_steps(
+        self, st: ZonedState, q: Array, lengths: Array, *, scale: float
+    ) -> tuple[Array, ZonedState, Info]:
+        """All T steps of q [B, K, G, T, D] at once; after each, a row holds `lengths` i32[T, B] tokens."""
+        (B, K, _, T, _), queries = q.shape, steps_as_heads(q)
+        seen = self.visible_steps(st, jnp.moveaxis(lengths, 0, 1))
+        found = self.find(st, queries, seen, scale=scale, steps=T)
+        assert isinstance(self.store, MultiStepStore)
+        out = self.store.attend_steps(st.store, queries, found, seen.recent, seen.sink, self.local, scale=scale)
+
+        def info(length: Array, selection: Selection) -> Info:
+            state = self.shortened(st, length)
+            return self.info(state, self.visible(state, None), selection)
+
+        each = (jnp.moveaxis(a.reshape(B, K, T, a.shape[2] // T, a.shape[3]), 2, 0) for a in without_packing(found))
+        return heads_as_steps(out, T), st, jax.vmap(info)(lengths, Selection(*each))
+
+    def _score_steps(self, st: ZonedState, q: Array, *, scale: float) -> Array:
+        """f32[T, B, K, G', units] scores of the history for the queries q [T, B, K, G, D] of T steps."""
+        queries = jax.vmap(lambda q: reduce_queries(q, self.selector.group_reduce))(q)
+        T, B, K, G, D = queries.shape
+        scores = self.selector.score(st.index, jnp.moveaxis(queries, 0, 2).reshape(B, K, T * G, D), scale=scale)
+        return jnp.moveaxis(scores.reshape(B, K, T, G, -1), 2, 0)
+
+    def select(self, st: ZonedState, q: Array, *, scale: float | None = None, window: int | None = None) -> Selection:
+        """Selects the slots that a step with q [B, K, G, D] reads besides sink and local window, sorted by score.
+
+        Slots below S, the slots of the store, are in the history; S + r is slot r of the recent block.
+        """
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        found = self.find(st, q, self.visible(st, window), scale=scale, in_order=st.store.slots)
+        return without_packing(found)
+
+    # --------------------------------------------------------------------------------------------------------- parts
+
+    @property
+    def selected(self) -> int:
+        """Tokens of the budget that the selector selects, in whole units."""
+        return whole_units(self.budget - self.sink - self.local, self.selector.unit)
+
+    def room(self, units: int) -> int:
+        """Units that a step gathers: those of the budget, or room for all of a row that is still attended densely."""
+        dense = -(-max(self.dense_below - self.sink - self.local, 0) // self.selector.unit)
+        return min(max(self.selected // self.selector.unit, dense), units)
+
+    def over_context(self, axis: Axis, parts: int) -> Retrieval:
+        policy = super().over_context(axis, parts)
+        if not isinstance(self.selector, SplitSelector):
+            return policy
+        stripes, unit = self.stripes(axis, parts), self.selector.unit
+        if stripes.tokens % unit:
+            raise ValueError(
+                f"Placement(context={axis!r}) splits chunks of {self.demote.leave} tokens over {parts} devices, which "
+                f"would cut pages of {unit}; make {self.demote} leave a multiple of {parts * unit} (`chunk` of a "
+                "preset)"
+            )
+        return replace(policy, selector=self.selector.over_context(stripes))
+
+    def follower(self, heads: tuple[int, ...] | None = None) -> Follower:
+        """The policy of a layer that attends to what a layer of this policy selects; `heads` as in `Follower`."""
+        return Follower(
+            store=self.store,
+            sink=self.sink,
+            local=self.local,
+            demote=self.demote,
+            unit=self.selector.unit,
+            heads=heads,
+        )
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return super().bytes_per_token(spec) + self.selector.bytes_per_token(spec)
+
+
+def _counted(block: Any, count: Array) -> Any:
+    """The state of a store with another `count` of slots; as it is, if it is of another form than those of kvjax."""
+    if isinstance(block, HotBlock):
+        return replace(block, history=_counted(block.history, count))
+    return replace(block, count=count) if "count" in getattr(block, "__dataclass_fields__", ()) else block

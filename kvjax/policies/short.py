@@ -1,0 +1,100 @@
+"""Full attention in caches so short that it is faster than a selection.
+
+A selection costs a step several kernels, however few tokens there are. Attention to all of a short cache costs less
+than that, and loses nothing. So a policy may leave caches up to some capacity to `Full`; `kvjax.init` decides this when
+it makes a cache. Steps pay nothing for the decision, and there is no second copy of the tokens and no index. A cache
+that grows past the bound (`kvjax.grow`) gets its original policy, as if its tokens had come as one prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax import ops
+from kvjax.policies.full import Full, FullState
+from kvjax.policies.policy import Policy
+from kvjax.spec import CacheSpec
+
+FILE = Path(__file__).with_name("short.json")
+DenseCapacity = int | Literal["auto"]
+
+
+@runtime_checkable
+class Sized(Protocol):
+    """A policy that leaves caches of some sizes to another policy."""
+
+    def of_size(self, spec: CacheSpec) -> Policy:
+        """The policy of a cache for `spec`: this one, or another."""
+        ...
+
+
+def of_size(policy: Policy, spec: CacheSpec) -> Policy:
+    """The policy that `kvjax.init` gives a cache for `spec`."""
+    return policy.of_size(spec) if isinstance(policy, Sized) else policy
+
+
+@dataclass(frozen=True)
+class Short(Full):
+    """Keeps every token and attends to all of them, because the cache is too short for `policy` to be faster.
+
+    `kvjax.init` makes it from policies with a `dense_capacity`.
+
+    >>> import kvjax
+    >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=512)
+    >>> policy = kvjax.Retrieval(selector=kvjax.Fier(), budget=64, dense_capacity=512)
+    >>> kvjax.init(policy, spec, layers=1).layers[0].policy == Short(policy)
+    True
+    """
+
+    policy: Policy
+
+    def of_size(self, spec: CacheSpec) -> Policy:
+        return of_size(self.policy, spec)
+
+    def stored(self, st: FullState) -> tuple[Array, Array, Array]:
+        """Keys and values [B, K, capacity, D] in order of position, and lengths i32[B]."""
+        return st.tokens.k, st.tokens.v, st.length
+
+
+@runtime_checkable
+class Refillable(Protocol):
+    """A policy whose state gives back all of its tokens, so that another policy can store them as a prompt."""
+
+    def stored(self, st: Any) -> tuple[Array, Array, Array]:
+        """Keys and values [B, K, T, D] in order of position, and lengths i32[B]."""
+        ...
+
+
+def refilled(policy: Policy, spec: CacheSpec, old: Refillable, st: Any) -> Any:
+    """The state of `policy` in a cache for `spec`, after a prompt of all tokens that `st`, a state of `old`, holds."""
+    state = jax.jit(policy.prefill)(policy.init(spec), *old.stored(st))
+    return replace(state, overflow=state.overflow | st.overflow)
+
+
+def is_short(dense_capacity: DenseCapacity, selector: str, spec: CacheSpec) -> bool:
+    """Whether a cache for `spec` is so short that attending to everything is faster than a `selector` of that name.
+
+    "auto" goes by a measurement: false on devices without one, such as CPUs.
+    """
+    if dense_capacity != "auto":
+        return spec.capacity <= dense_capacity
+    if jax.default_backend() != "gpu":
+        return False
+    read = 2 * spec.batch * spec.capacity * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+    return read <= measured().get(ops.device_kind() or "", {}).get(selector, {}).get("bytes", 0)
+
+
+@cache
+def measured() -> dict[str, dict[str, dict[str, Any]]]:
+    """The largest bytes of a layer's keys and values for which reading all is faster than selecting, by kind of device
+    and selector. `benchmarks/short.py` writes the file."""
+    found: dict[str, dict[str, dict[str, Any]]] = json.loads(FILE.read_text())
+    return found

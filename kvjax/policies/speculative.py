@@ -1,0 +1,412 @@
+"""FreeKV: a step attends with what the previous step recalled, so that attention need not wait for a recall.
+
+A step selects with its own query and recalls what it selected: it reads those keys and values from where the store
+keeps them. A kv head whose query has hardly changed direction since the previous step does not wait for that. It
+attends with the previous step's recall, and the new recall serves the next step. No token is missed: the token that
+has left the local window since then is kept beside the recall, and a row whose last step was not the previous one (a
+prompt came between, or the row was replaced) waits for its own recall. A recall may also serve several steps: then as
+many tokens have left the window, and a head reads nothing new until its query changes direction or the recall has
+served its steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import register_dataclass
+
+from kvjax import ops
+from kvjax.numerics.blocks import take_rows
+from kvjax.numerics.partial import PartialAttention
+from kvjax.numerics.selection import Selection, split_selection
+from kvjax.policies.policy import Info
+from kvjax.policies.retrieval import Retrieval
+from kvjax.policies.selected import without_packing
+from kvjax.policies.shared import Follower
+from kvjax.policies.zones import Visible, ZonedState
+from kvjax.sharding.context import Axis
+from kvjax.spec import CacheSpec, keep_int
+from kvjax.stores import CachingStore, Recalled, RecallingStore
+from kvjax.validation import finite_number
+
+
+class Recall(NamedTuple):
+    """The keys and values of a step's selection, read from where the store keeps them."""
+
+    selection: Selection  # slots of the history, and S + r for slot r of the recent block
+    k: Array  # dtype[B, K, R, D], R > H*M, in the order of the selection; from H*M the edge, then any finite values
+    v: Array  # dtype[B, K, R, D]
+    edge: Array  # bool[B] whether there is an edge: the oldest tokens of a full local window, which later steps drop
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class SpeculativeState:
+    """The tokens, and the query and the recall of each row's last step."""
+
+    zones: ZonedState
+    recall: Recall  # its slots are where the tokens lie now
+    query: Array  # f32[B, K, G, D]
+    recalled_at: Array  # i32[B] tokens that the row held then; -1 before its first step
+    due: Array  # bool[B] a token was stored whose query has not attended yet
+    age: Array | None = None  # i32[B, K] steps since a head recalled, where a recall may serve several
+
+    @property
+    def length(self) -> Array:
+        """i32[B] tokens held."""
+        return self.zones.length
+
+    @property
+    def overflow(self) -> Array:
+        """bool[B] a token of this row was dropped."""
+        return self.zones.overflow
+
+
+@dataclass(frozen=True)
+class Speculative:
+    """A `Retrieval` whose steps attend with the previous step's recall, except in heads whose query changed direction.
+
+    For each kv head, C = mean over its query heads of cosine(q_t, q_{t-1}). Heads with C >= tau attend with the keys
+    and values that step t-1 recalled, the others with a fresh recall; the fresh recall of all heads is kept for t+1. So
+    tau > 1 is a new selection at every step, and tau <= -1 always attends with a selection that is one step old. A
+    row's first step uses a fresh recall, and so does a step that a prompt, a replaced row or a dropped token separates
+    from the row's last one.
+
+    Besides a reused recall, a step reads the token that has left the local window since then, in place of the recall's
+    lowest-ranked token if that would exceed the budget. The recall holds tokens as they were: for one step, also exact
+    tokens that a quantised store has rounded since. Costs, per row and kv head, 2 M D values of the store's precision
+    and the query in f32, in device memory: M are the selected tokens of the budget, or room for `dense_below`.
+
+    With `reuse` above 1 a recall serves that many steps, unless its head's query changes direction: C then compares
+    with the query that recalled. A head that keeps its recall moves nothing from the host; the tokens that have left
+    the local window meanwhile, one per step, replace its lowest-ranked ones. At most one page of them fits.
+
+    Scores of the selection are scaled as attention is, or by `selection_scale`. With 1.0 a group's softmax is that of
+    unscaled products, which gives more weight to its best pages.
+
+    With a `RecallingStore`, a step waits only for what its own heads need. The rest of the recall, which serves the
+    next step, runs at the same time as attention, the matrix products and the following layers, if the program was
+    compiled with `memory.CONCURRENT`, as that of `kvjax.generate` is. Otherwise, and in plain JAX, attention waits for
+    the whole recall.
+
+    **Source:** FreeKV, speculative retrieval and fine-grained correction; tau 0.8 for long inputs, 0.9 for long
+    generation. **Differs:** FreeKV selects for all heads only if one needs it, which the host decides; here every step
+    selects and recalls and the device decides which recall is used, so that no step waits for the host.
+    """
+
+    retrieval: Retrieval
+    tau: float = field(default=0.8, kw_only=True)
+    selection_scale: float | None = field(default=None, kw_only=True)
+    reuse: int = field(default=1, kw_only=True)  # steps that a recall serves
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.retrieval, Retrieval):
+            raise ValueError(
+                f"Speculative got {self.retrieval!r}; it reuses what a selector selected, so give it a "
+                "kvjax.Retrieval(...)"
+            )
+        if isinstance(self.tau, bool) or not isinstance(self.tau, int | float) or math.isnan(self.tau):
+            raise ValueError(
+                f"Speculative(tau={self.tau!r}) must be a number to compare cosines with: 0.8 or 0.9 as in FreeKV, "
+                "above 1 to select at every step, -1 to always reuse"
+            )
+        if self.selection_scale is not None:
+            factor = finite_number("Speculative(selection_scale=...)", self.selection_scale)
+            if factor <= 0:
+                raise ValueError(
+                    f"Speculative(selection_scale={self.selection_scale!r}) must be above 0; use 1.0 for unscaled "
+                    "products, or None for the scale of attention"
+                )
+            object.__setattr__(self, "selection_scale", factor)
+        keep_int(self, "reuse", at_least=1)
+        demote, local = self.retrieval.demote, self.retrieval.local
+        page, store = self.retrieval.selector.unit, self.retrieval.store
+        if isinstance(store, RecallingStore):  # it reads one page of the store beside the selection
+            page = min(page, getattr(store, "page", 1))
+        max_reuse = min(page, local, max(self.retrieval.selected, 1))
+        if self.reuse > max_reuse:
+            raise ValueError(
+                f"Speculative(reuse={self.reuse}) keeps {self.reuse} tokens beside a recall, but there is room for "
+                f"{page} from a local window of {local}; use at most {max_reuse}, or larger pages"
+            )
+        if len(demote.staying(local)) < local - 1:
+            raise ValueError(
+                f"{demote} moves tokens out of the local window in chunks, which the previous step's recall does not "
+                f"hold; use kvjax.Fifo(leave={demote.leave})"
+            )
+        if self.retrieval.selected == 0:
+            base, unit = self.retrieval.sink + self.retrieval.local, self.retrieval.selector.unit
+            raise ValueError(
+                f"budget={self.retrieval.budget} leaves nothing besides sink + local = {self.retrieval.sink} + "
+                f"{self.retrieval.local} that Speculative could reuse; raise it to at least {base + unit}"
+            )
+
+    def init(self, spec: CacheSpec) -> SpeculativeState:
+        policy, st = self.retrieval, self.retrieval.init(spec)
+
+        def recall(q: Array) -> Recall:
+            selection = without_packing(policy.find(st, q, policy.visible(st, None), scale=1.0))
+            stored, _ = split_selection(self._flat(selection), st.store.slots)
+            return Recall(selection, *policy.store.gather(st.store, stored), jnp.zeros(spec.batch, bool))
+
+        q = jax.ShapeDtypeStruct((spec.batch, spec.kv_heads, spec.group, spec.head_dim), spec.dtype)
+        return SpeculativeState(
+            zones=st,
+            recall=jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(recall, q)),
+            query=jnp.zeros(q.shape, jnp.float32),
+            recalled_at=jnp.full(spec.batch, -1, jnp.int32),
+            due=jnp.zeros(spec.batch, bool),
+            age=None if self.reuse == 1 else jnp.zeros((spec.batch, spec.kv_heads), jnp.int32),
+        )
+
+    # ----------------------------------------------------------------------------------------------------- attending
+
+    def attend(
+        self, st: SpeculativeState, q: Array, *, scale: float, window: int | None = None
+    ) -> tuple[Array, SpeculativeState, Info]:
+        policy, zones = self.retrieval, st.zones
+        seen = policy.visible(zones, window)
+        score_scale = scale if self.selection_scale is None else self.selection_scale
+        selection = without_packing(policy.find(zones, q, seen, scale=score_scale, in_order=self._dropped(zones)))
+
+        # Which heads reuse their recall. After a prompt its slots are out of date, so none is known.
+        query = q.astype(jnp.float32)
+        known = st.recalled_at + st.due.astype(jnp.int32) == zones.length
+        previous = st.recall._replace(
+            selection=Selection(st.recall.selection.slots, st.recall.selection.valid & known[:, None, None, None])
+        )
+        reused = (_similarity(query, st.query) >= self.tau) & (st.recalled_at + 1 == zones.length)[:, None]
+        urgent = ~reused & st.due[:, None]  # an inactive row recalls nothing
+        age = jnp.ones((1, 1), jnp.int32) if st.age is None else st.age + 1
+        # By head, or by row.
+        renewed = st.due if st.age is None else st.due[:, None] & (~reused | (age >= self.reuse))
+
+        # Recall for the heads that attend with it now, then the rest.
+        zones, new, rest = self._recall(zones, selection, previous, renewed, urgent)
+        by_head = reused[:, :, None, None]
+        used = Selection(*(jnp.where(by_head, *two) for two in zip(st.recall.selection, selection, strict=True)))
+        fresh = rest()
+
+        # Attend to sink, local window and the recall: slots W ... 2W-1 are those of the new one, followed by `recent`.
+        place = jnp.arange(self.reuse)[None, None]  # of the tokens that have left the local window, the oldest first
+        edge = previous.edge[:, None, None] & (place < age[..., None])
+        position = zones.length[:, None, None] - age[..., None] - policy.local + place
+        if seen.first is not None:
+            edge &= position >= seen.first[:, None, None]
+        used = self._keep_reused(zones, used, by_head, jnp.sum(edge, axis=2, dtype=jnp.int32), seen)
+        with_edge = edge[:, :, None] & by_head
+        read = _in_order(used.valid, with_edge)
+        read = read._replace(slots=read.slots + jnp.where(urgent, previous.k.shape[2], 0)[..., None, None])
+        out = ops.attend_zones(q, previous.k, previous.v, read, seen.recent, seen.sink, policy.local, new, scale=scale)
+
+        def keep(old: Array, new: Array, of: Array = st.due) -> Array:
+            return jnp.where(of.reshape(*of.shape, *(1,) * (new.ndim - of.ndim)), new, old)
+
+        after = SpeculativeState(
+            zones=zones,
+            recall=Recall(
+                Selection(*(keep(*two, renewed) for two in zip(st.recall.selection, selection, strict=True))),
+                fresh.k,
+                fresh.v,
+                keep(st.recall.edge, fresh.edge),
+            ),
+            query=keep(st.query, query, renewed),
+            recalled_at=keep(st.recalled_at, zones.length),
+            due=jnp.zeros_like(st.due),
+            age=None if st.age is None else self._aged(st.age, age, st.due, renewed, fresh.edge),
+        )
+        return out, after, self._info(zones, seen, used, with_edge, position, ~reused)
+
+    def _aged(self, old: Array, age: Array, due: Array, renewed: Array, edge: Array) -> Array:
+        """Steps since each head recalled; the recall of a row whose window is not full serves one step only."""
+        first = jnp.where(edge, 0, self.reuse - 1)[:, None]
+        return jnp.where(due[:, None], jnp.where(renewed, first, age), old)
+
+    def _dropped(self, zones: ZonedState) -> int:
+        """The number of units that a step may leave out of a reused recall: one, for the edge, or more once a row has
+        outgrown `dense_below`."""
+        policy = self.retrieval
+        unit = policy.selector.unit
+        pending_units = -(-(zones.recent.slots - policy.local) // unit)
+        room = policy.room(zones.store.slots // unit + pending_units) * unit
+        return 1 if room <= policy.selected else zones.store.slots
+
+    def _recall(
+        self, st: ZonedState, selection: Selection, previous: Recall, rows: Array, urgent: Array
+    ) -> tuple[ZonedState, tuple[Array, Array], Callable[[], Recall]]:
+        """Recalls the selection: the zones, keys and values, and a function that recalls the rest.
+
+        Keys and values are those of the `urgent` heads bool[B, K], and arbitrary for others. The function recalls for
+        all `rows`, bool[B] or by head bool[B, K], and keeps the previous keys and values of the others.
+        """
+        policy = self.retrieval
+        B, K, H, M = selection.slots.shape
+        recent, oldest = (st.recent.k, st.recent.v), st.recent.count - policy.local
+        if isinstance(policy.store, RecallingStore):
+            recalled, edge = Recalled(self._flat(previous.selection), previous.k, previous.v), jnp.maximum(oldest, -1)
+            used, rest = policy.store.recall(st.store, selection, recent, edge, recalled, rows, urgent)
+            return st, used, lambda: Recall(selection, *rest(), oldest >= 0)
+
+        of_rows = rows.reshape(*rows.shape, *(1,) * (4 - rows.ndim))
+        wanted = selection._replace(valid=selection.valid & of_rows)  # a head that keeps its recall reads nothing
+        stored, pending = split_selection(self._flat(wanted), st.store.slots)
+        here = pending.valid.reshape(B, K, -1, 1)
+        place = jnp.arange(here.shape[2])[None, None, :, None] - H * M
+        at_edge = (place >= 0) & (place < self.reuse)
+
+        def whole(old: Array, new: Array, zone: Array) -> Array:
+            edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None] + jnp.arange(self.reuse)[None])
+            if self.reuse > 1:
+                past = here.shape[2] - H * M - self.reuse
+                edge = jnp.pad(edge, ((0, 0), (0, 0), (H * M, past), (0, 0)))
+            return jnp.where(at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old))
+
+        if isinstance(policy.store, CachingStore):
+            store, loaded = policy.store.load(st.store, wanted)
+            st = replace(st, store=store)
+            history = ops.gather_slots(loaded.k, loaded.v, self._flat(without_packing(loaded.selection)))
+        else:
+            history = policy.store.gather(st.store, stored)
+        found = history, ops.gather_slots(*recent, pending), recent
+        # A copy of a cache may have another dtype than a store of codes returns.
+        k, v = (whole(*zones).astype(previous.k.dtype) for zones in zip(*found, strict=True))
+        kept_k, kept_v = (jnp.where(of_rows, *two) for two in ((k, previous.k), (v, previous.v)))
+        return st, (k, v), lambda: Recall(selection, kept_k, kept_v, oldest >= 0)
+
+    def _flat(self, selection: Selection) -> Selection:
+        """[B, K, 1, H*M + unit]: the slots of all heads one after the other, and room for the edge, moved as a unit."""
+        width = ((0, 0), (0, 0), (0, 0), (0, self.retrieval.selector.unit))
+        return Selection(*(jnp.pad(a.reshape(*a.shape[:2], 1, -1), width) for a in selection))
+
+    def _keep_reused(
+        self, st: ZonedState, selection: Selection, reused: Array, edge: Array, seen: Visible
+    ) -> Selection:
+        """The part of a reused selection that this step sees, cut to the budget that the edge leaves."""
+        policy, slots = self.retrieval, st.store.slots
+        start = jnp.where(
+            selection.slots < slots,
+            seen.store[:, None, None, None],
+            slots + seen.recent.start[:, None, None, None],
+        )
+        rank = jnp.arange(selection.slots.shape[-1])[None, None, None]
+        room = jnp.minimum(policy.budget - policy.sink - policy.local - edge, policy.selected)
+        limit = jnp.where((st.length < policy.dense_below)[:, None], rank.shape[-1], room)[..., None, None]
+        valid = selection.valid & ((selection.slots >= start) | ~reused)
+        fits = jnp.sum(valid, axis=-1, keepdims=True, dtype=jnp.int32) <= limit
+        return Selection(selection.slots, valid & ((rank < limit) | fits | ~reused))
+
+    def _info(
+        self, st: ZonedState, seen: Visible, used: Selection, with_edge: Array, position: Array, fresh: Array
+    ) -> Info:
+        info = self.retrieval.info(st, seen, used, fresh)
+        edge = jnp.where(with_edge, position[:, :, None], -1)
+        edge = jnp.broadcast_to(edge, (*used.slots.shape[:3], self.reuse))
+        assert info.positions is not None
+        return info._replace(
+            attended=info.attended + jnp.sum(with_edge[:, :, 0], axis=-1, dtype=jnp.float32),
+            positions=jnp.concatenate([info.positions, edge], axis=-1),
+        )
+
+    # ------------------------------------------------------------------------------------------------------- storing
+
+    def update(self, st: SpeculativeState, k: Array, v: Array, active: Array) -> SpeculativeState:
+        return replace(st, zones=self.retrieval.update(st.zones, k, v, active), due=st.due | active)
+
+    def prefill(self, st: SpeculativeState, k: Array, v: Array, lengths: Array) -> SpeculativeState:
+        zones = self.retrieval.prefill(st.zones, k, v, lengths)
+        # Even a prompt of no tokens flushes a full block: the recall's slots then change, though the length does not.
+        moved = zones.store.count != st.zones.store.count
+        return replace(st, zones=zones, recalled_at=jnp.where(moved, -1, st.recalled_at))
+
+    def full_rows(self, st: SpeculativeState) -> Array:
+        return self.retrieval.full_rows(st.zones)
+
+    def flush(self, st: SpeculativeState) -> SpeculativeState:
+        """Flushes the zones, and updates the slots of the recall to where its tokens then are."""
+        policy, zones = self.retrieval, st.zones
+        full, slots = policy.full_rows(zones), zones.store.slots
+        leaving, staying = policy.demote.leaving(policy.local), policy.demote.staying(policy.local)
+        place = [0] * zones.recent.slots  # new place of slot r: in the chunk that leaves, or from `slots` on
+        for i, r in enumerate(leaving):
+            place[r] = i
+        for i, r in enumerate(staying):
+            place[r] = slots + i
+        to = jnp.asarray(place, jnp.int32)[None]
+        to += jnp.where(to < slots, zones.store.count[:, None], 0)
+        slots_read = st.recall.selection.slots
+        moved = jnp.take_along_axis(to[:, None, None], jnp.clip(slots_read - slots, 0, to.shape[1] - 1), axis=-1)
+        slots_read = jnp.where(full[:, None, None, None] & (slots_read >= slots), moved, slots_read)
+        recall = st.recall._replace(selection=st.recall.selection._replace(slots=slots_read))
+        return replace(st, zones=policy.flush(zones), recall=recall)
+
+    def grown(self, st: SpeculativeState, before: SpeculativeState) -> SpeculativeState:
+        """Moves slots of the recent block, S + r, behind those of the longer history, and the recalled tokens to where
+        a selection with more room has them."""
+        old, new = before.zones.store.slots, st.zones.store.slots
+        selection = st.recall.selection
+        slots = jnp.where(selection.slots < old, selection.slots, selection.slots + (new - old))
+        B, K, H, M = before.recall.selection.slots.shape
+        more = selection.slots.shape[3] - M
+
+        def moved(a: Array) -> Array:
+            lists = jnp.pad(a[:, :, : H * M].reshape(B, K, H, M, -1), ((0, 0), (0, 0), (0, 0), (0, more), (0, 0)))
+            return jnp.concatenate([lists.reshape(B, K, H * (M + more), -1), a[:, :, H * M :]], axis=2)
+
+        recall = st.recall._replace(selection=selection._replace(slots=slots))
+        if more:
+            recall = recall._replace(k=moved(before.recall.k), v=moved(before.recall.v))
+        return replace(st, recall=recall)
+
+    def attend_stored(
+        self, st: SpeculativeState, q: Array, *, scale: float, window: int | None = None
+    ) -> PartialAttention:
+        return self.retrieval.attend_stored(st.zones, q, scale=scale, window=window)
+
+    def follower(self, heads: tuple[int, ...] | None = None) -> Follower:
+        """The policy of a layer that attends to what a layer of this policy attends to, except for the token that has
+        just left the local window.
+
+        A flush moves recalled tokens to the history. So a store that reads whole pages needs a demotion that moves the
+        tokens of a page together.
+        """
+        store, demote = self.retrieval.store, self.retrieval.demote
+        if store.page > 1 and not demote.ordered:
+            raise ValueError(
+                f"{demote} moves the tokens of a page to several pages of {store}, where no layer can follow a reused "
+                f"recall; use kvjax.Fifo(leave={demote.leave}), or pages of 1 token"
+            )
+        return self.retrieval.follower(heads)
+
+    def over_context(self, axis: Axis, parts: int) -> Speculative:
+        """Keeps recalled tokens on all devices, so that they serve the next step as they do on one device."""
+        return replace(self, retrieval=self.retrieval.over_context(axis, parts))
+
+    def turns(self, spec: CacheSpec, parts: int) -> int:
+        return self.retrieval.turns(spec, parts)
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return self.retrieval.bytes_per_token(spec)
+
+
+def _in_order(valid: Array, edge: Array) -> Selection:
+    """The valid slots of a recall, in the order of `valid` bool[B, K, H, M], and after them the edge, bool
+    [B, K, 1, tokens]."""
+    (H, M), extra = valid.shape[2:], edge.shape[3]
+    own = jnp.arange(H)[:, None] * M + jnp.arange(M)[None]
+    after = jnp.broadcast_to(H * M + jnp.arange(extra)[None], (H, extra))
+    slots = jnp.concatenate([own, after], axis=1, dtype=jnp.int32)
+    valid = jnp.concatenate([valid, jnp.broadcast_to(edge, (*valid.shape[:3], extra))], axis=3)
+    return Selection(jnp.broadcast_to(slots[None, None], valid.shape), valid)
+
+
+def _similarity(a: Array, b: Array) -> Array:
+    """f32[B, K]: mean over the group of the cosine of a and b [B, K, G, D], within -1 and 1; 0 for a query of zeros."""
+    sizes = jnp.sqrt(jnp.sum(a * a, axis=-1) * jnp.sum(b * b, axis=-1))
+    cosines = jnp.sum(a * b, axis=-1) / jnp.maximum(sizes, jnp.finfo(jnp.float32).tiny)
+    return jnp.clip(jnp.mean(cosines, axis=-1), -1.0, 1.0)

@@ -1,0 +1,345 @@
+"""Zones: sink, history and recent block, which `Retrieval` and `Compressed` share.
+
+A row's first `sink` tokens stay in the sink. All others enter the recent block, and leave it in chunks for the history,
+which a store holds. So each token lies in exactly one zone:
+
+    sink | history (store) | recent block            slots of the last two:  0 ... S-1 | S ... S+R-1
+
+A selection names slots, because kernels read slots; reports and laws need positions. `Zoned.positions` gives the
+position of a slot, `lowest_slot` the first slot of a zone at or past a position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import register_dataclass
+
+from kvjax import ops
+from kvjax.numerics.blocks import Block, empty_block, put, take_rows
+from kvjax.numerics.packing import whole_units
+from kvjax.numerics.partial import PartialAttention, Span, keep_valid, merge
+from kvjax.numerics.selection import Selection
+from kvjax.ops.chunk import attend_zone
+from kvjax.policies.policy import chunk_starts, in_range, lowest_visible
+from kvjax.sharding.context import Axis, Stripes
+from kvjax.spec import CacheSpec, keep_int
+from kvjax.stores import Store, require_truncatable
+from kvjax.stores.demotion import Demotion
+from kvjax.stores.striped import StripedStore
+from kvjax.validation import check_verbs
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class ZonedState:
+    """The tokens of each row by zone, and the selector's index of the history."""
+
+    sink: Block | None  # [B, K, sink, D] the first tokens of a row; None if the policy keeps none
+    store: Any  # the history
+    index: Any  # what the selector knows of the history; () without a selector
+    recent: Block  # [B, K, R, D] the newest tokens, in order of arrival; the demotion sets R
+    overflow: Array  # bool[B] a token of this row was dropped
+
+    @property
+    def length(self) -> Array:
+        """i32[B] tokens held."""
+        return self.offset_recent + self.recent.count
+
+    @property
+    def offset_store(self) -> Array:
+        """i32[B] tokens before the history."""
+        return jnp.zeros_like(self.recent.count) if self.sink is None else self.sink.count
+
+    @property
+    def offset_recent(self) -> Array:
+        """i32[B] tokens before the recent block, if tokens leave in order of arrival."""
+        return self.offset_store + self.store.count
+
+
+class Visible(NamedTuple):
+    """The tokens that the query of a row's newest token may attend to: all, or those of a sliding window.
+
+    T steps at once have no window; length and the spans of sink and recent block then have a step axis.
+    """
+
+    length: Array  # i32[B] or i32[B, T] tokens held
+    first: Array | None  # i32[B] the lowest visible position; None if all tokens are visible
+    window: int | None  # tokens that a query sees; None if all
+    store: Array  # i32[B] the first visible slot of the history
+    recent: Span
+    sink: Span | None
+
+
+class Zoned:
+    """Stores tokens in zones. A subclass is a dataclass with these fields, and says what a step attends to."""
+
+    store: Store
+    sink: int
+    local: int
+    demote: Demotion
+
+    def __post_init__(self) -> None:
+        for name, at_least in (("sink", 0), ("local", 1)):
+            keep_int(self, name, at_least=at_least)
+        where = f"{type(self).__name__}(store=...)"
+        check_verbs(where, self.store, "a store", ("init", "append"), "kvjax.Dense()")
+        check_verbs(
+            f"{type(self).__name__}(demote=...)",
+            self.demote,
+            "a demotion",
+            ("slots", "leaving", "staying", "place"),
+            "kvjax.Fifo(leave=256)",
+            fields=("leave", "ordered"),
+            protocol="kvjax.Demotion",
+        )
+
+    def init(self, spec: CacheSpec) -> ZonedState:
+        self.store.check(spec, self.demote.leave)
+        return ZonedState(
+            sink=empty_block(spec, self.sink) if self.sink else None,
+            store=self.store.init(spec, self._slots(spec)),
+            index=(),
+            recent=empty_block(spec, self.demote.slots(self.local)),
+            overflow=jnp.zeros(spec.batch, bool),
+        )
+
+    def _slots(self, spec: CacheSpec) -> int:
+        """Slots of the history: whole chunks."""
+        chunk, stay = self.demote.leave, len(self.demote.staying(self.local))
+        return max(whole_units(spec.capacity - self.sink - stay, chunk), chunk)
+
+    def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
+        """Adds the first `count` i32[B] tokens of k, v [B, K, T, D] to the history, in whole chunks."""
+        return replace(st, store=self.store.append(st.store, k, v, count))
+
+    # ------------------------------------------------------------------------------------------------------- storing
+
+    def update(self, st: ZonedState, k: Array, v: Array, active: Array) -> ZonedState:
+        zones = [st.recent] if st.sink is None else [st.sink, st.recent]
+        (*sink, recent), overflow = ops.put_token(zones, k, v, active, st.overflow)
+        return replace(st, sink=sink[0] if sink else None, recent=recent, overflow=overflow)
+
+    def prefill(self, st: ZonedState, k: Array, v: Array, lengths: Array) -> ZonedState:
+        dtype, slots, chunk = st.recent.k.dtype, st.recent.slots, self.demote.leave
+        k, v = k.astype(dtype), v.astype(dtype)
+        T, sink, to_sink = k.shape[2], st.sink, jnp.zeros_like(lengths)
+        if sink is not None:
+            to_sink = jnp.minimum(sink.slots - sink.count, lengths)
+            sink = put(sink, k, v, to_sink)
+
+        # The recent block and the new tokens are one line of tokens per row. Its front goes to the history, as updates
+        # and flushes token by token would have moved it, and the rest is the new block.
+        recent_count, total = st.recent.count, st.recent.count + lengths - to_sink
+        room = (st.store.slots - st.store.count) // chunk
+        stay = len(self.demote.staying(self.local))
+        chunks = jnp.clip((total - stay) // chunk, 0, room)
+        max_chunks = max(min((slots + T - stay) // chunk, st.store.slots // chunk), 0)
+
+        def line(place: Array) -> tuple[Array, Array]:
+            """Keys and values of the tokens at places i32[B or 1, X] of the line."""
+            source = jnp.where(
+                place < recent_count[:, None], place, slots + place - recent_count[:, None] + to_sink[:, None]
+            )
+            return (
+                take_rows(jnp.concatenate([st.recent.k, k], axis=2), source),
+                take_rows(jnp.concatenate([st.recent.v, v], axis=2), source),
+            )
+
+        moved = chunks * chunk
+        if max_chunks > 0:
+            st = self.append(st, *line(self._history(jnp.arange(max_chunks * chunk))[None]), moved)
+        rk, rv = line(self.demote.place(chunks[:, None], jnp.arange(slots)[None]))
+        left = total - moved
+        # Zeros past count, where padding of the prompt may have been copied.
+        valid = (jnp.arange(slots)[None] < left[:, None])[:, None]
+        recent = Block(keep_valid(rk, valid), keep_valid(rv, valid), jnp.minimum(left, slots))
+        return replace(st, sink=sink, recent=recent, overflow=st.overflow | (left > slots))
+
+    def full_rows(self, st: ZonedState) -> Array:
+        full = st.recent.count >= st.recent.slots
+        return full & (st.store.count + self.demote.leave <= st.store.slots)
+
+    def flush(self, st: ZonedState) -> ZonedState:
+        full = self.full_rows(st)
+        leaving, staying = self.demote.leaving(self.local), self.demote.staying(self.local)
+        count = jnp.where(full, len(leaving), 0)
+        st = self.append(st, st.recent.k[:, :, leaving], st.recent.v[:, :, leaving], count)
+
+        def keep(a: Array) -> Array:
+            stay = len(staying)
+            front = jnp.where(full[:, None, None, None], a[:, :, staying], a[:, :, :stay])
+            return jnp.concatenate([front, a[:, :, stay:]], axis=2)
+
+        return replace(st, recent=Block(keep(st.recent.k), keep(st.recent.v), st.recent.count - count))
+
+    # ---------------------------------------------------------------------------------------------- several tokens
+
+    def put_tokens(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
+        """Stores the first `count` i32[B] of k, v [B, K, T, D] without a flush; tokens without room are dropped."""
+        zones = [st.recent] if st.sink is None else [st.sink, st.recent]
+        (*sink, recent), overflow = ops.put_tokens(zones, k, v, count, st.overflow)
+        return replace(st, sink=sink[0] if sink else None, recent=recent, overflow=overflow)
+
+    def free(self, st: ZonedState) -> Array:
+        sink = 0 if st.sink is None else st.sink.slots - st.sink.count
+        return sink + st.recent.slots - st.recent.count
+
+    def earliest(self, st: ZonedState) -> Array:
+        """The length at which the history last grew; 0 while it is empty."""
+        return jnp.where(st.store.count > 0, st.offset_recent + len(self.demote.staying(self.local)), 0)
+
+    def rollback(self, st: ZonedState, lengths: Array) -> ZonedState:
+        lengths, outside = in_range(lengths, self.earliest(st), st.length)
+        return replace(self.shortened(st, lengths), overflow=st.overflow | outside)
+
+    def shortened(self, st: ZonedState, lengths: Array) -> ZonedState:
+        """`st` cut to its first `lengths` i32[B] tokens, at least `earliest`. No array moves."""
+        sink = st.sink
+        if sink is not None:
+            sink = replace(sink, count=jnp.minimum(lengths, sink.slots))
+            lengths = lengths - sink.count
+        return replace(st, sink=sink, recent=replace(st.recent, count=lengths - st.store.count))
+
+    def truncate(self, st: ZonedState, lengths: Array) -> ZonedState:
+        """See `Truncatable`. Tokens return from the history to the recent block, where `prefill` would place them."""
+        if not self.demote.ordered:
+            raise ValueError(
+                f"truncate cannot shorten a cache of {self.demote}, which forgets the order of tokens; "
+                "kvjax.rollback can remove tokens of the recent block"
+            )
+        store = require_truncatable(self.store)
+        lengths, outside = in_range(lengths, jnp.zeros_like(lengths), st.length)
+        sink, rest = st.sink, lengths
+        if sink is not None:
+            sink = replace(sink, count=jnp.minimum(lengths, sink.slots))
+            rest = lengths - sink.count
+        chunk, stay = self.demote.leave, len(self.demote.staying(self.local))
+        history_count = jnp.clip((rest - stay) // chunk, 0, st.store.count // chunk) * chunk
+
+        # Slot r of the recent block gets the token at place history_count + r, from the history or from the block.
+        place = history_count[:, None] + jnp.arange(st.recent.slots, dtype=jnp.int32)[None]
+        left = rest - history_count
+        valid = (place - history_count[:, None] < left[:, None])[:, None]
+        whole = -(-st.recent.slots // self.store.page) * self.store.page
+        slots = history_count[:, None] + jnp.arange(whole, dtype=jnp.int32)[None]
+        stored = slots < st.store.count[:, None]
+        shape = (*st.recent.k.shape[:2], 1, whole)
+        every = (jnp.where(stored, slots, 0), stored)
+        found = Selection(*(jnp.broadcast_to(a[:, None, None], shape) for a in every))
+        in_history = stored[:, None, : st.recent.slots, None]
+
+        def moved(gathered: Array, block: Array) -> Array:
+            later = take_rows(block, jnp.maximum(place - st.store.count[:, None], 0))
+            return keep_valid(jnp.where(in_history, gathered[:, :, : st.recent.slots], later), valid)
+
+        k, v = store.gather(st.store, found)
+        recent = Block(moved(k, st.recent.k), moved(v, st.recent.v), left)
+        history, index = store.truncate(st.store, history_count), self.truncate_index(st.index, history_count)
+        return replace(st, sink=sink, store=history, index=index, recent=recent, overflow=st.overflow | outside)
+
+    def truncate_index(self, ix: Any, count: Array) -> Any:
+        """The index of the first `count` i32[B] tokens of the history."""
+        if jax.tree.leaves(ix):
+            raise ValueError(
+                f"truncate is not implemented for the index of {type(self).__name__}; prefill the shorter prompt "
+                "instead"
+            )
+        return ix
+
+    # -------------------------------------------------------------------------------------------- slots and positions
+
+    def positions(self, st: ZonedState, slots: Array) -> Array:
+        """i32[B, ...] positions of `slots` i32[B, ...]: s below S is a slot of the history, S + r one of the recent
+        block."""
+        by_row = (-1, *(1,) * (slots.ndim - 1))
+        sink, count = st.offset_store.reshape(by_row), st.store.count.reshape(by_row)
+        if self.demote.ordered:  # the block continues where the history ends; fewer operations than `place`
+            return sink + jnp.where(slots < st.store.slots, slots, slots - st.store.slots + count)
+        chunks = count // self.demote.leave
+        recent = self.demote.place(chunks, jnp.maximum(slots - st.store.slots, 0))
+        return sink + jnp.where(slots < st.store.slots, self._history(slots), recent)
+
+    def _history(self, slots: Array) -> Array:
+        """The place past the sink of the tokens in slots of the history."""
+        leaving = jnp.asarray(self.demote.leaving(self.local), jnp.int32)
+        return self.demote.place(slots // self.demote.leave, leaving[slots % self.demote.leave])
+
+    def visible(self, st: ZonedState, window: int | None) -> Visible:
+        self._check_window(window)
+        first = None if window is None else lowest_visible(st.length - 1, window)
+        # Values past the counts of recent and sink need no mask: `prefill` and `flush` keep them finite.
+        recent = Span(st.recent.k, st.recent.v, lowest_slot(first, st.offset_recent), st.recent.count)
+        sink = None
+        if st.sink is not None:
+            sink = Span(st.sink.k, st.sink.v, lowest_slot(first, jnp.zeros_like(st.sink.count)), st.sink.count)
+        return Visible(st.length, first, window, lowest_slot(first, st.offset_store), recent, sink)
+
+    def visible_steps(self, st: ZonedState, lengths: Array) -> Visible:
+        """The tokens that the queries of T steps may attend to; after each step a row holds `lengths` i32[B, T]
+        tokens."""
+        sink, start = None, jnp.zeros((lengths.shape[0], 1), jnp.int32)  # one for all steps
+        recent = lengths - st.store.count[:, None]
+        if st.sink is not None:
+            sink_stop = jnp.minimum(lengths, st.sink.slots)
+            sink, recent = Span(st.sink.k, st.sink.v, start, sink_stop), recent - sink_stop
+        seen = Span(st.recent.k, st.recent.v, start, recent)
+        return Visible(lengths, None, None, jnp.zeros_like(st.store.count), seen, sink)
+
+    def _check_window(self, window: int | None) -> None:
+        if window is not None and not self.demote.ordered:
+            raise ValueError(
+                f"{self.demote} forgets the order of tokens, so it cannot serve a sliding window of {window}; use "
+                f"kvjax.Fifo(leave={self.demote.leave})"
+            )
+
+    def attend_stored(self, st: ZonedState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+        self._check_window(window)
+        first = chunk_starts(st.length, q.shape[3], window)
+
+        def start(offset: Array) -> Array | None:
+            return None if first is None else lowest_slot(first, offset[:, None])
+
+        parts = [self.store.attend_chunk(st.store, q, start(st.offset_store), scale=scale)]
+        zones = [(st.recent, st.offset_recent)]
+        if st.sink is not None:
+            zones.append((st.sink, jnp.zeros_like(st.recent.count)))
+        for zone, offset in zones:
+            parts.append(attend_zone(q, zone.k, zone.v, start(offset), zone.count, scale=scale))
+        return merge(*parts)
+
+    # ---------------------------------------------------------------------------------------------- context parallelism
+
+    def stripes(self, axis: Axis, parts: int) -> Stripes:
+        """How the history is split over devices: every device takes one stripe of each chunk that leaves the recent
+        block."""
+        chunk = self.demote.leave
+        if chunk % parts:
+            raise ValueError(
+                f"Placement(context={axis!r}) cannot split chunks of {chunk} tokens evenly over {parts} devices; make "
+                f"{self.demote} leave a multiple of {parts} (`chunk` of a preset)"
+            )
+        return Stripes(axis, parts, chunk // parts)
+
+    def over_context(self, axis: Axis, parts: int) -> Any:
+        stripes = self.stripes(axis, parts)
+        return dataclasses.replace(self, store=StripedStore(self.store, stripes))  # type: ignore[type-var]
+
+    def turns(self, spec: CacheSpec, parts: int) -> int:
+        return self._slots(spec) // self.demote.leave
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return self.store.bytes_per_token(spec)
+
+
+def lowest_slot(position: Array | None, offset: Array) -> Array:
+    """The first slot at or past `position` in a zone in order, whose slot 0 holds position `offset`.
+
+    None means position 0, which costs a step no kernel.
+    """
+    return jnp.zeros_like(offset) if position is None else jnp.maximum(position - offset, 0)

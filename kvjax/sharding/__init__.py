@@ -1,0 +1,1 @@
+"""Several devices: how a cache is split over a mesh by rows, heads and tokens."""

@@ -1,0 +1,158 @@
+"""Context parallelism: the tokens of a row are split over the devices of a mesh axis, each with a part of the history.
+
+    place of a token in the history    0 1 | 2 3 | 4 5 | 6 7 | 8 9 | ...      stripes of 2 tokens
+    device                              0  |  1  |  0  |  1  |  0  | ...      2 devices
+
+Stripes go to the devices in turn, so all hold the same number of tokens, and neighbours lie apart. Nothing changes for
+a policy: its store and its selector are replaced by `StripedStore` and `StripedSelector`, which take slots of the whole
+history and keep the stripes of their device. The devices exchange little:
+
+- attention: each device attends to its own tokens, and the parts merge by their log-sum-exp;
+- selection: each device offers its best units as pairs of score and place, and all devices sort the same offers. So
+  each has the selection that one device would make, including ties by place.
+
+Every device holds the whole sink and recent block. The functions here run inside of
+`kvjax.sharding.placement.run_on_parts`.
+
+**Source:** merging parts follows flash-decoding and ring attention; dealing tokens in turn follows the decode context
+parallelism of vLLM and SGLang, which attend to everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.numerics.partial import PartialAttention
+from kvjax.spec import CacheSpec
+
+Axis: TypeAlias = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Stripes:
+    """How the places of a history are dealt: `tokens` at a time, to each of `parts` devices in turn."""
+
+    axis: Axis  # of the mesh
+    parts: int
+    tokens: int
+
+    @property
+    def device(self) -> Array:
+        """The index of this device along the axis."""
+        return lax.axis_index(self.axis)
+
+    def owned(self, places: Array) -> Array:
+        """How many of the first `places` tokens this device has, which is also the slot of its next one."""
+        turn = self.tokens * self.parts
+        rest = places % turn - self.device * self.tokens
+        return places // turn * self.tokens + jnp.clip(rest, 0, self.tokens)
+
+    def max_tokens(self, run: int) -> int:
+        """The most tokens that a device can have of `run` adjacent ones."""
+        turns, rest = divmod(run, self.tokens * self.parts)
+        return turns * self.tokens + min(self.tokens, rest)
+
+    def place(self, slot: Array) -> Array:
+        """The place of the token in a slot of this device."""
+        return (slot // self.tokens * self.parts + self.device) * self.tokens + slot % self.tokens
+
+    def slot(self, place: Array) -> tuple[Array, Array]:
+        """The slot of the token at a place, on the device that has it, and bool: whether that is this device."""
+        stripe = place // self.tokens
+        return stripe // self.parts * self.tokens + place % self.tokens, stripe % self.parts == self.device
+
+    def own(self, tokens: Array) -> Array:
+        """This device's tokens [B, K, T / parts, ...] of whole turns [B, K, T, ...]."""
+        B, K, T, *rest = tokens.shape
+        dealt = tokens.reshape(B, K, T // (self.parts * self.tokens), self.parts, self.tokens, *rest)
+        return lax.dynamic_index_in_dim(dealt, self.device, axis=3, keepdims=False).reshape(B, K, -1, *rest)
+
+    def gather(self, units: Array, unit: int) -> Array:
+        """The units [..., parts * U] of all devices by place, of U units [..., U] of `unit` tokens on each device."""
+        *lead, U = units.shape
+        every = lax.all_gather(units.reshape(*lead, U * unit // self.tokens, 1, self.tokens // unit), self.axis)
+        return jnp.moveaxis(every[..., 0, :], 0, -2).reshape(*lead, U * self.parts)
+
+
+@runtime_checkable
+class OverContext(Protocol):
+    """A policy whose history can be split over devices. `Zoned` policies, `Speculative` and `Full` have these verbs."""
+
+    def over_context(self, axis: Axis, parts: int) -> Any:
+        """The policy of one of `parts` devices along `axis`. Arrays of its state that are split are smaller by that
+        factor, all others are those of the policy.
+
+        Raises:
+          ValueError: chunks or a store that cannot be split.
+        """
+        ...
+
+    def turns(self, spec: CacheSpec, parts: int) -> int:
+        """Stripes that each device has room for."""
+        ...
+
+
+@runtime_checkable
+class SplitSelector(Protocol):
+    """A selector whose index can be split over devices. All devices hold the whole index of any other selector."""
+
+    def over_context(self, stripes: Stripes) -> Any:
+        """The selector of the whole history on a device that has its stripes; `StripedSelector(self, stripes)` if the
+        score of a unit depends only on its own tokens and the query."""
+        ...
+
+
+def share_of_highest(marks: Array, count: Array, levels: int, stripes: Stripes) -> Array:
+    """How many of the `count` tokens with the highest marks are on this device: i32[B, K, G].
+
+    Marks u8[B, K, G, S] are those of this device's tokens, up to `levels`; 0 is no token. Ties go to the lower place in
+    the whole history, so the tokens on this device are its own highest, with ties to the lower slot. Devices exchange
+    how many of their tokens reach each level, and how many tokens of each stripe have the lowest mark among the
+    highest.
+
+    Args:
+      count: i32[B]; fewer are counted if there are not as many tokens.
+    """
+    level = jnp.arange(1, levels + 2, dtype=jnp.uint8)[None, None, None, :, None]
+    own = jnp.sum(marks[..., None, :] >= level, axis=-1, dtype=jnp.int32)
+    every = lax.psum(own, stripes.axis)
+    count = jnp.minimum(count[:, None, None], every[..., 0])
+    least = jnp.sum(every >= count[..., None], axis=-1, keepdims=True, dtype=jnp.int32)
+    above, own_above = (jnp.take_along_axis(a, least, axis=-1, mode="fill", fill_value=0)[..., 0] for a in (every, own))
+
+    tied = (marks == least.astype(jnp.uint8)).reshape(*marks.shape[:3], -1, stripes.tokens)
+    tied = jnp.sum(tied, axis=-1, dtype=jnp.int32)
+    turns = jnp.moveaxis(lax.all_gather(tied, stripes.axis), 0, -1)  # [B, K, G, turns, parts]
+    flat = turns.reshape(*tied.shape[:3], -1)
+    before = (lax.cumsum(flat, axis=3) - flat).reshape(turns.shape)
+    before = lax.dynamic_index_in_dim(before, stripes.device, axis=4, keepdims=False)
+    spare = (count - above)[..., None]
+    return own_above + jnp.sum(jnp.clip(spare - before, 0, tied), axis=-1)
+
+
+def merge_parts(part: PartialAttention, axis: Axis) -> PartialAttention:
+    """The attention over the tokens of all devices, for the queries of a step: one all-gather of D + 1 numbers per
+    query head."""
+    every = lax.all_gather(jnp.concatenate([part.out, part.lse[..., None]], axis=-1), axis)
+    out, lse = every[..., :-1], every[..., -1]
+    top = lax.stop_gradient(jnp.max(lse, axis=0, keepdims=True))
+    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    weight = jnp.exp(lse - shift)
+    total = jnp.sum(weight, axis=0)
+    mean = jnp.sum(out * weight[..., None], axis=0) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    return PartialAttention(mean, jnp.log(total) + shift[0])
+
+
+def merge_chunk(part: PartialAttention, axis: Axis) -> PartialAttention:
+    """`merge_parts` for the many queries of a chunk of prompt: a maximum and a sum over devices, which move less."""
+    top = lax.pmax(lax.stop_gradient(part.lse), axis)
+    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    weight = jnp.exp(part.lse - shift)[..., None]
+    total = lax.psum(jnp.concatenate([part.out * weight, weight], axis=-1), axis)
+    floor = jnp.finfo(jnp.float32).tiny
+    out = total[..., :-1] / jnp.maximum(total[..., -1:], floor)
+    return PartialAttention(out, jnp.log(total[..., -1]) + shift)

@@ -1,0 +1,138 @@
+"""The selection between an operation's reference and its kernel, and how it is reported."""
+
+import dataclasses
+import inspect
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import ops
+from kvjax.numerics.quant import quantize_1bit
+from kvjax.numerics.selection import Candidates
+from tests.kernels.conftest import HAS_KERNELS, KERNELS, ON_GPU
+
+SCORES, VALID = jax.random.normal(jax.random.key(0), (2, 50)), jnp.ones((2, 50), bool)
+
+
+def select_1bit(**options):
+    keys = quantize_1bit(jax.random.normal(jax.random.key(1), (1, 1, 64, 64)), 32, jnp.bfloat16)
+    q = jax.random.normal(jax.random.key(2), (1, 1, 2, 64))
+    late = jnp.zeros((1, 1, 4, 64), jnp.bfloat16)
+    among = Candidates(span=(0, 60), pending=(late, 0, 3), limit=9, room=9, pending_slots=4)
+    return ops.select_1bit(q, keys, among, "mean_score", scale=0.1, **options)
+
+
+def test_every_kernel_has_an_operation_and_every_operation_is_exported():
+    assert {op.module for op in ops.OPS.values()} == set(KERNELS.values())
+    for name, op in ops.OPS.items():
+        assert getattr(ops, name) is op
+        assert name in ops.__all__
+        assert "implementation" in inspect.signature(op).parameters
+        assert op.__doc__ == op.reference.__doc__
+        taken = set(inspect.signature(op).parameters) - {"implementation"}
+        for f in (op._limit, op._mosaic):
+            parameters = inspect.signature(f).parameters
+            named = {name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD} - {"kernel"}
+            assert named <= taken, f"{f.__name__} has arguments that {name} does not take"
+            assert named == taken or len(named) < len(parameters) - 1, f"{f.__name__} leaves out arguments of {name}"
+
+
+def test_explain_says_what_runs_and_why():
+    how = ops.explain("top_k", SCORES, VALID, 5)
+    assert dataclasses.is_dataclass(how)
+    assert (how.op, how.implementation) == ("top_k", "mosaic" if ON_GPU else "xla")
+    if not ON_GPU:
+        assert str(how) == f"xla: {how.reason}"
+        assert ("for GPUs" if HAS_KERNELS else "jax >= 0.11") in how.reason
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        how.op = "other"
+    assert ops.explain(ops.top_k, SCORES, VALID, 5) == how
+    named = ops.explain("top_k", SCORES, VALID, 5, implementation="xla")
+    assert named == ops.Explanation("top_k", "xla", "asked for by name")
+    assert str(ops.Explanation("top_k", "mosaic", "")) == "mosaic"
+
+
+def test_explained_has_an_entry_for_each_call_in_order():
+    with ops.explained() as calls:
+        ops.top_k(SCORES, VALID, 5)
+        ops.top_k(SCORES, VALID, 7, implementation="xla")
+        select_1bit(implementation="xla")
+    assert [call.op for call in calls] == ["top_k", "top_k", "select_1bit", "score_1bit", "top_k_grouped", "top_k"]
+    assert {(call.implementation, call.reason) for call in calls[1:]} == {("xla", "asked for by name")}
+    with ops.explained() as after:
+        pass
+    assert after == []
+
+
+def test_what_a_kernel_replaces_is_not_told_of(monkeypatch):
+    if not HAS_KERNELS:
+        pytest.skip("there are kernels from jax 0.11 on")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with ops.explained() as calls:
+        jax.eval_shape(select_1bit)
+    assert [(call.op, str(call)) for call in calls] == [("select_1bit", "mosaic")]
+
+
+def test_use_chooses_for_a_block_and_a_calls_own_argument_wins():
+    with ops.use("mosaic"):
+        assert ops.explain("top_k", SCORES, VALID, 5, implementation="xla").implementation == "xla"
+        with pytest.raises(NotImplementedError, match="platform" if HAS_KERNELS else r"jax >= 0\.11"):
+            jax.jit(partial(ops.top_k, k=5))(SCORES, VALID)
+        with ops.use("xla"):
+            assert ops.explain("top_k", SCORES, VALID, 5) == ops.Explanation("top_k", "xla", "asked for by name")
+            with ops.use(None):
+                assert ops.explain("top_k", SCORES, VALID, 5).reason != "asked for by name"
+    assert ops.explain("top_k", SCORES, VALID, 5).reason != "asked for by name"
+    with pytest.raises(ValueError, match="implementation must be None or one of 'xla', 'mosaic'; got 'cuda'"):
+        ops.use("cuda").__enter__()
+
+
+def test_a_jitted_function_is_traced_again_where_use_differs():
+    seen = []
+
+    @jax.jit
+    def inner(scores):
+        seen.append(ops.explain("top_k", scores, VALID, 5).reason == "asked for by name")
+        return ops.top_k(scores, VALID, 5)
+
+    @jax.jit
+    def outer(scores):
+        return jax.lax.fori_loop(0, 2, lambda i, slots: inner(scores).slots, jnp.zeros((2, 5), jnp.int32))
+
+    want = outer(SCORES)
+    assert seen == [False]
+    with ops.use("xla"):
+        np.testing.assert_array_equal(outer(SCORES), want)
+        assert seen == [False, True]
+    with ops.use("xla"):
+        outer(SCORES)
+        inner(SCORES)
+    outer(SCORES)
+    assert seen == [False, True], "neither choice is traced twice"
+
+
+def test_a_program_lowered_for_a_gpu_has_kernels_only_where_use_lets_it():
+    if not HAS_KERNELS:
+        pytest.skip("there are kernels from jax 0.11 on")
+    run = jax.jit(select_1bit)
+
+    def lowered():
+        return run.trace().lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "kvjax_select_1bit" in lowered()
+    with ops.use("xla"):
+        assert "kvjax_" not in lowered(), "nor do operations inside of the reference run one"
+    with ops.use("mosaic"):
+        assert "kvjax_select_1bit" in lowered()
+        assert "chlo.top_k" not in lowered()
+
+
+def test_arguments_are_bound_as_those_of_a_function():
+    with pytest.raises(TypeError, match="missing a required argument: 'valid'"):
+        ops.top_k(SCORES, k=5)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'size'"):
+        ops.top_k(SCORES, VALID, 5, size=3)
+    assert repr(ops.top_k) == "<kvjax.ops.top_k>"
