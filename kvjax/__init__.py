@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax import memory, presets
 from kvjax.attention import attention, attention_info, decode, decode_info, prefill
 from kvjax.cache.cache import Cache, LayerCache, any_full, init, init_layer, raise_on_overflow, shardings
-from kvjax.cache.editing import insert, rollback, room, truncate
+from kvjax.cache.editing import insert, rollback, room, take_rows, truncate
 from kvjax.cache.flushing import flush
 from kvjax.cache.growing import grow
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, LogSpaced, Observation, Sliding
@@ -207,5 +207,6 @@ __all__ = [
     "shardings",
     "share_selections",
     "stream",
+    "take_rows",
     "truncate",
 ]

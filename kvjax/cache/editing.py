@@ -1,4 +1,4 @@
-"""Functions that change rows of a cache: take back tokens, shorten to a prefix, insert a prefilled row."""
+"""Functions that change rows of a cache: take back tokens, shorten to a prefix, insert a prefilled row, move rows."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kvjax.cache.cache import (
     Cache,
     LayerCache,
     as_rows,
+    as_whole,
     check_cache,
     layers_of,
     own_axes,
@@ -28,10 +29,10 @@ from kvjax.cache.cache import (
     with_states,
 )
 from kvjax.cache.describing import differences, plain, told_once
-from kvjax.memory import on_host
+from kvjax.memory import on_host, to_device, to_host
 from kvjax.policies import Reversible, Truncatable
 from kvjax.policies.short import Refillable, of_size, refilled
-from kvjax.sharding.placement import first_row, run_on_parts, state_specs
+from kvjax.sharding.placement import Placement, first_row, run_on_parts, state_specs
 from kvjax.validation import check_array, shown
 
 
@@ -145,6 +146,45 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
     return _insert(cache, prefix, row)
 
 
+def take_rows(cache: C, rows: ArrayLike) -> C:
+    """A cache of n rows, of which row i is row rows[i] of `cache`: takes, repeats, reorders and drops rows.
+
+    Beams reorder their rows by `take_rows(cache, parents)`; n answers to one prompt start from
+    `take_rows(cache, [0] * n)`; `take_rows(cache, [i])` is row i as a cache of one, as `insert` takes it. Copies every
+    array, in the memory that it is in. Capacity, policies and placement stay; the devices of `batch` must divide n.
+
+    Args:
+      rows: integers [n], n at least 1, each below the number of rows. Under jit, where they are not known, a row that
+        the cache does not have becomes an empty row.
+
+    >>> import jax.numpy as jnp, kvjax
+    >>> spec = kvjax.CacheSpec(batch=2, q_heads=1, kv_heads=1, head_dim=8, capacity=16, dtype="float32")
+    >>> _, cache = kvjax.prefill(kvjax.init_layer(kvjax.Full(), spec), *[jnp.ones((2, 3, 1, 8))] * 3, lengths=[3, 1])
+    >>> kvjax.take_rows(cache, [1, 1, 0]).length.tolist()
+    [1, 1, 3]
+
+    Raises:
+      ValueError: rows that are not integers [n] below the number of rows; n rows that a placement cannot split.
+    """
+    check_cache("take_rows(cache=...)", cache)
+    batch = cache.spec.batch
+    check_array("take_rows(rows=...)", rows, "integers [n]", "[1, 0, 0]")
+    rows = rows if isinstance(rows, Array) else np.asarray(rows)
+    if rows.ndim != 1 or not rows.size or not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise ValueError(
+            f"take_rows(rows=...) must be one or more integers [n], rows from 0 to {batch - 1}; got {shown(rows)}"
+        )
+    if not isinstance(rows, Tracer):
+        known = np.asarray(rows)
+        for i in np.flatnonzero((known < 0) | (known >= batch)):
+            raise ValueError(f"take_rows(rows=...)[{i}] is {known[i]}; the cache has rows 0 to {batch - 1}")
+    placement = layers_of(cache)[0].placement
+    if placement is not None:
+        placement.local(dataclasses.replace(cache.spec, batch=rows.size))
+    with own_axes(cache):
+        return _take_rows(cache, jnp.asarray(rows, jnp.int32))
+
+
 def _reversible(layer: LayerCache, verb: str) -> Reversible:
     if not isinstance(layer.policy, Reversible):
         raise ValueError(
@@ -219,6 +259,77 @@ def _insert_on_parts(cache: Any, prefix: Any, row: Array) -> Any:
     return with_states(
         cache, run_on_parts(placement, local, (whole, one, PartitionSpec()), whole, states, prefixes, row)
     )
+
+
+@partial(jax.jit, inline=True)
+def _take_rows(cache: Any, rows: Array) -> Any:
+    layers = layers_of(cache)
+    olds, n, placement = [layer.state for layer in layers], rows.shape[0], layers[0].placement
+    taken = [dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, batch=n)) for layer in layers]
+    if placement is None:
+        states = _rows_of(olds, [layer.policy.init(layer.spec) for layer in taken], rows)
+        return with_states(_with_layers(cache, taken), states)
+
+    def local(olds: list[Any], rows: Array) -> list[Any]:
+        ours = [placement.policy_of_part(layer.policy).init(placement.local(layer.spec)) for layer in taken]
+        empty = [as_whole(layer, st) for layer, st in zip(layers, ours, strict=True)]
+        move = _rows_of if placement.batch is None else partial(_rows_over_devices, placement)
+        return move(olds, empty, rows)
+
+    specs = [specs_of(layer) for layer in layers], PartitionSpec()
+    states = run_on_parts(placement, local, specs, [specs_of(layer) for layer in taken], olds, rows)
+    return with_states(_with_layers(cache, taken), states)
+
+
+def _rows_of(olds: Any, empty: Any, rows: Array) -> Any:
+    """`empty` with row i replaced by row rows[i] of `olds`, if there is one."""
+    batch = jax.tree.leaves(olds)[0].shape[0]
+    held = (rows >= 0) & (rows < batch)
+    rows = jnp.clip(rows, 0, batch - 1)
+
+    def move(old: Array, new: Array) -> Array:
+        if jax.typeof(old).memory_space == jax.memory.Space.Host:  # where no gather runs
+
+            def put(i: Array, new: Array) -> Array:
+                row = lax.dynamic_slice_in_dim(old, rows[i], 1)
+                return lax.cond(held[i], lambda: lax.dynamic_update_slice_in_dim(new, row, i, axis=0), lambda: new)
+
+            return lax.fori_loop(0, rows.shape[0], put, new)
+        return jnp.where(held.reshape(-1, *(1,) * (old.ndim - 1)), jnp.take(old, rows, axis=0), new)
+
+    return jax.tree.map(move, olds, empty)
+
+
+def _rows_over_devices(placement: Placement, olds: Any, empty: Any, rows: Array) -> Any:
+    """`_rows_of`, where devices hold different rows: each row goes through all of them, one at a time."""
+    batch, ours = (jax.tree.leaves(tree)[0].shape[0] for tree in (olds, empty))
+    held = (rows >= 0) & (rows < batch * placement.parts("batch"))
+    source = rows - first_row(placement, batch)
+    here = (source >= 0) & (source < batch)
+
+    def move(old: Array, new: Array) -> Array:
+        hosted = jax.typeof(old).memory_space == jax.memory.Space.Host
+        bits: Any = jnp.dtype(f"uint{8 * old.dtype.itemsize}")  # a sum of floats would lose the sign of -0.0
+
+        def put(i: Array, new: Array) -> Array:
+            row = lax.dynamic_slice_in_dim(old, jnp.clip(source[i], 0, batch - 1), 1)
+            row = to_device(row) if hosted else row
+            code = row.astype(bits) if row.dtype == bool else lax.bitcast_convert_type(row, bits)
+            code = lax.psum(jnp.where(here[i], code, jnp.zeros_like(code)), placement.batch)
+            row = code.astype(bool) if old.dtype == bool else lax.bitcast_convert_type(code, old.dtype)
+            row = to_host(row) if hosted else row
+            place = i - first_row(placement, ours)
+            mine = held[i] & (place >= 0) & (place < ours)
+            place = jnp.clip(place, 0, ours - 1)
+            return lax.cond(mine, lambda: lax.dynamic_update_slice_in_dim(new, row, place, axis=0), lambda: new)
+
+        return lax.fori_loop(0, rows.shape[0], put, new)
+
+    return jax.tree.map(move, olds, empty)
+
+
+def _with_layers(cache: Any, layers: list[LayerCache]) -> Any:
+    return dataclasses.replace(cache, layers=tuple(layers)) if isinstance(cache, Cache) else layers[0]
 
 
 def _as_spec_of(prefix: Any, cache: Any) -> Any:

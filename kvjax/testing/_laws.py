@@ -37,6 +37,7 @@ from kvjax.testing._storing import (
     prefill_equals_prefill_then_updates,
     row_ignores_other_rows,
     slots_past_count_do_not_matter,
+    taken_rows_continue_as_they_were,
 )
 
 Law = Callable[[Policy, CacheSpec], None]
@@ -61,6 +62,7 @@ FUNCTIONS: dict[str, Law] = {
         truncate_gives_the_shorter_prompt,
         inactive_rows_store_nothing,
         insert_replaces_one_row,
+        taken_rows_continue_as_they_were,
         full_cache_drops_and_says_so,
         one_trace_serves_all_steps,
         step_is_in_place,

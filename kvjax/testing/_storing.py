@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.cache import raise_on_overflow
-from kvjax.cache.editing import insert
+from kvjax.cache.editing import insert, take_rows
 from kvjax.cache.flushing import flush
 from kvjax.policies import Policy
 from kvjax.spec import CacheSpec
@@ -141,6 +141,19 @@ def insert_replaces_one_row(policy: Policy, spec: CacheSpec) -> None:
     out, _, _ = step(joined, mixed, at)
     assert_close(out[row:], step(prefix, alone, [n])[0], spec, "inserted row")
     assert_same(out[:row], step(cache, tokens, lengths)[0][:row], "other rows")
+
+
+def taken_rows_continue_as_they_were(policy: Policy, spec: CacheSpec) -> None:
+    """Rows that are repeated, reordered and dropped give the outputs of the rows that they were, in two more steps."""
+    tokens, lengths = random_tokens(spec, 15), ragged_lengths(policy, spec)
+    cache, _ = fill(new_cache(policy, spec), tokens, lengths)
+    rows = np.array([spec.batch - 1, spec.batch - 1, *range(spec.batch)])[: spec.batch]
+    taken, moved = take_rows(cache, rows), Tokens(*(a[rows] for a in _arrays(tokens)))
+    assert (np.asarray(taken.length) == lengths[rows]).all(), "the lengths are not those of the rows"
+    for i in range(2):
+        out, cache, _ = step(cache, tokens, lengths + i)
+        out_moved, taken, _ = step(taken, moved, lengths[rows] + i)
+        assert_same(out_moved, out[rows], f"step {i} of the taken rows")
 
 
 def full_cache_drops_and_says_so(policy: Policy, spec: CacheSpec) -> None:

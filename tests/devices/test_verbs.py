@@ -91,6 +91,36 @@ def test_insert_writes_one_row_where_it_lies(filled: Any, row: int) -> None:
     assert_equal(one.state, outside.state)
 
 
+@pytest.mark.parametrize("rows", [[3, 0, 0, 2], [1, 2, 3, 3, 0, 1, 1, 0], [2, 1]])
+def test_take_rows_moves_rows_between_devices(filled: Any, rows: list[int]) -> None:
+    one, split = filled
+    taken = kvjax.take_rows(split, rows)
+    assert_in_place(taken)
+    assert_equal(kvjax.take_rows(one, rows).state, taken.state)
+    with pytest.raises(ValueError, match="cannot split 3 rows evenly"):
+        kvjax.take_rows(split, [0, 1, 2])
+
+
+def test_take_rows_under_heads_alone_and_in_host_memory() -> None:
+    policy = kvjax.Retrieval(selector=kvjax.Fier(), store=kvjax.HostOffload(), budget=64)
+    rows = jnp.array([3, 1, 1, 9])
+    for place in (BOTH, dataclasses.replace(BOTH, batch=None)):
+        one, split = (kvjax.init_layer(policy, SPEC, at) for at in (None, place))
+        one = dataclasses.replace(one, state=jax.tree.map(_numbered, one.state))
+        split = jax.tree.map(jax.device_put, dataclasses.replace(split, state=one.state), kvjax.shardings(split))
+        taken = jax.jit(kvjax.take_rows, out_shardings=kvjax.shardings(split))(split, rows)
+        assert_in_place(taken)
+        assert_equal(jax.jit(kvjax.take_rows)(one, rows).state, taken.state)
+
+
+def _numbered(leaf: Any) -> Any:
+    """An array of the same kind with other contents in each row."""
+    rows = np.arange(leaf.shape[0]).reshape(-1, *[1] * (leaf.ndim - 1))
+    return jax.device_put(
+        np.broadcast_to(rows % 2 if leaf.dtype == bool else rows, leaf.shape).astype(leaf.dtype), leaf.sharding
+    )
+
+
 def test_grow_save_and_restore_keep_the_parts_in_place(filled: Any, tmp_path: Path) -> None:
     one, split = filled
     grown = kvjax.grow(split, 160)

@@ -235,6 +235,7 @@ CAUGHT: list[tuple[str, str]] = [
     ("changes the state", "structure_is_constant"),
     ("counts its steps in a static field", "one_trace_serves_all_steps"),
     ("scales by the batch's mean length", "insert_replaces_one_row"),
+    ("scales by the batch's mean length", "taken_rows_continue_as_they_were"),
     ("forgets a prompt's first chunk", "prompt_attends_causally"),
     ("tells one token too few", "step_attends_to_the_positions_it_tells"),
     ("decodes each token alone", "decode_equals_single_steps"),
